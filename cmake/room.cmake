@@ -1,0 +1,43 @@
+# smartinf_room(NAME base
+#               [SOURCES a.cc ...] [DEPENDS base kernels ...] [LIBRARIES fmt::fmt ...]
+#               [TESTS a_test.cc ...] [TEST_LIBRARIES ...] [BENCHES a_bench.cc ...])
+#
+# Declares the static library smartinf_<NAME> (alias smartinf::<NAME>) with every source of its
+# folder, one gtest executable <NAME>_tests and one executable per benchmark. DEPENDS names rooms;
+# tests/room_includes_test.py holds them to the table in docs/architecture.md.
+function(smartinf_room)
+  cmake_parse_arguments(ROOM "" "NAME"
+    "SOURCES;DEPENDS;LIBRARIES;TESTS;TEST_LIBRARIES;BENCHES" ${ARGN})
+  if(ROOM_UNPARSED_ARGUMENTS OR NOT ROOM_NAME)
+    message(FATAL_ERROR "smartinf_room: unexpected ${ROOM_UNPARSED_ARGUMENTS}")
+  endif()
+  set(library smartinf_${ROOM_NAME})
+  list(TRANSFORM ROOM_DEPENDS PREPEND smartinf_)
+  if(ROOM_SOURCES)
+    add_library(${library} STATIC ${ROOM_SOURCES})
+    set(scope PUBLIC)
+  else()
+    add_library(${library} INTERFACE)
+    set(scope INTERFACE)
+  endif()
+  add_library(smartinf::${ROOM_NAME} ALIAS ${library})
+  target_link_libraries(${library} ${scope}
+    smartinf_options ${ROOM_DEPENDS} ${ROOM_LIBRARIES} Threads::Threads)
+
+  if(SMARTINF_TESTS AND ROOM_TESTS)
+    add_executable(${ROOM_NAME}_tests ${ROOM_TESTS})
+    target_link_libraries(${ROOM_NAME}_tests PRIVATE
+      ${library} ${ROOM_TEST_LIBRARIES} GTest::gmock GTest::gtest_main)
+    include(GoogleTest)
+    # One ctest entry per room, not per case: a case is selected with --gtest_filter.
+    add_test(NAME ${ROOM_NAME} COMMAND ${ROOM_NAME}_tests)
+    set_tests_properties(${ROOM_NAME} PROPERTIES TIMEOUT 900)
+  endif()
+  if(SMARTINF_TESTS)
+    foreach(bench IN LISTS ROOM_BENCHES)
+      get_filename_component(bench_name ${bench} NAME_WE)
+      add_executable(${bench_name} ${bench})
+      target_link_libraries(${bench_name} PRIVATE ${library} benchmark::benchmark_main)
+    endforeach()
+  endif()
+endfunction()

@@ -1,0 +1,44 @@
+#include "smartinf/base/aligned_buffer.h"
+
+#include <gtest/gtest.h>
+
+namespace smartinf::base {
+namespace {
+
+TEST(AlignedBuffer, IsAlignedZeroedAndMovable) {
+  auto buffer = AlignedBuffer::allocate(5000);
+  ASSERT_TRUE(buffer.ok());
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer->data()) % 4096, 0u);
+  EXPECT_EQ(buffer->size(), 8192u);
+  for (const std::byte b : buffer->bytes()) ASSERT_EQ(b, std::byte{0});
+  std::byte* data = buffer->data();
+  AlignedBuffer moved = std::move(*buffer);
+  EXPECT_EQ(moved.data(), data);
+  EXPECT_EQ(buffer->data(), nullptr);
+}
+
+TEST(AlignedBuffer, TooMuchIsAStatusThatNamesTheSize) {
+  const auto buffer = AlignedBuffer::allocate(uint64_t{1} << 60);
+  ASSERT_FALSE(buffer.ok());
+  EXPECT_EQ(buffer.status().code(), ErrorCode::kOutOfMemory);
+  EXPECT_NE(buffer.status().to_string().find("PiB"), std::string::npos);
+}
+
+TEST(BufferPool, LendsEachBufferOnceAndTakesItBack) {
+  auto pool = BufferPool::create(2, 4096);
+  ASSERT_TRUE(pool.ok());
+  Lease first = (*pool)->try_lease();
+  Lease second = (*pool)->try_lease();
+  ASSERT_TRUE(first.held());
+  ASSERT_TRUE(second.held());
+  EXPECT_NE(first.bytes().data(), second.bytes().data());
+  EXPECT_FALSE((*pool)->try_lease().held());
+  const uint32_t index = first.index();
+  first.release();
+  Lease third = (*pool)->try_lease();
+  ASSERT_TRUE(third.held());
+  EXPECT_EQ(third.index(), index);
+}
+
+}  // namespace
+}  // namespace smartinf::base

@@ -1,0 +1,17 @@
+// 64-bit checksums (XXH3) over data together with its identity, so that a block that is intact but
+// in the wrong place, or of the wrong step, is found too.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace smartinf::base {
+
+/// XXH3-64 of the bytes, seeded. Equal on every machine.
+uint64_t checksum(std::span<const std::byte> bytes, uint64_t seed = 0);
+
+/// Mixes two words into one seed; the order matters.
+uint64_t mix_seed(uint64_t a, uint64_t b);
+
+}  // namespace smartinf::base

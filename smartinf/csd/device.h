@@ -1,0 +1,127 @@
+// A computational storage device: storage, memory and a processor that owns subgroups. The interface
+// is shaped like messages (caller-owned command records, completions in a queue), because the same
+// calls work across a thread, a network and an OpenCL queue.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/ids.h"
+#include "smartinf/base/status.h"
+#include "smartinf/base/traffic.h"
+#include "smartinf/kernels/update_rule.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::csd {
+
+enum class CommandKind : uint8_t {
+  kBeginStep,    // step number; gradients may follow
+  kPutGradient,  // a piece of a subgroup's gradient goes down; its memory is free at completion
+  kUpdate,       // update these subgroups, in this order; weights come up one subgroup at a time
+  kReadState,    // one subgroup's planes decoded to f32 (export, checkpoint, resume: master only)
+  kWriteState,   // one subgroup's planes from f32 (initialization, import)
+  kPrepare,
+  kCommit,
+  kTakeBack,
+};
+
+struct Command;
+
+/// What a device says of a command. kUpdate says kWeightsReady once per subgroup, then kDone once all
+/// state is written; every other kind says kDone only.
+struct Completion {
+  enum class Event : uint8_t { kWeightsReady, kDone };
+  Command* command = nullptr;
+  Event event = Event::kDone;
+  base::SubgroupId subgroup;  // for kWeightsReady
+  base::Status status;
+};
+
+/// Completions of any number of devices, in the order in which they came.
+/// Bound: one entry per command in flight and one per subgroup of an update.
+class CompletionQueue {
+ public:
+  void push(Completion completion);
+  /// The next one; waits for it. False when `wait` passed without one.
+  bool pop(Completion& out, std::chrono::nanoseconds wait);
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable filled_;
+  std::deque<Completion> entries_;
+};
+
+/// Where an update's new weights of one subgroup go.
+struct SubgroupUpdate {
+  base::SubgroupId subgroup;
+  void* weights_out = nullptr;  // [count] of Command::type, valid until kDone; null: not wanted
+};
+
+/// One message. Owned by the caller, not moved and not touched between submit() and kDone.
+struct Command {
+  CommandKind kind = CommandKind::kBeginStep;
+  CompletionQueue* replies = nullptr;
+  void* owner = nullptr;  // the caller's own
+
+  base::StepNumber step = 0;  // kBeginStep, kUpdate, kPrepare, kCommit, kTakeBack
+  base::SubgroupId subgroup;  // kPutGradient, kReadState, kWriteState
+  uint64_t first = 0;         // kPutGradient: first element within the subgroup
+  uint64_t count = 0;         // kPutGradient, kReadState, kWriteState: elements
+  base::DataType type = base::DataType::kBf16;  // of the gradient put, or of weights_out
+  const void* gradient = nullptr;               // kPutGradient: [count] of type
+
+  /// kUpdate: one entry per group of the parameter space.
+  std::vector<kernels::StepScalars> scalars;
+  std::vector<SubgroupUpdate> updates;
+
+  /// kReadState, kWriteState: [count] f32 for each plane of the layout; null: not wanted (on write:
+  /// zeros). Elements [first, first + count) of the subgroup; first a multiple of kBlockElements on
+  /// read, 0 and the whole subgroup on write.
+  std::array<float*, 4> planes{};
+
+  std::string blob;  // kPrepare
+};
+
+struct DeviceInfo {
+  std::string name;  // as in messages: the recipe's name or path
+  std::string kind;  // "local", "remote", "opencl"; "emulated " in front when behind links
+  std::string ring;
+  uint32_t slots = 0;
+  uint64_t memory_bytes = 0;  // slots and gradient memory
+  uint32_t threads = 0;       // processor threads
+};
+
+/// Threads: submit() from one thread at a time; completions are pushed from the device's own.
+class Device {
+ public:
+  virtual ~Device() = default;  // waits for what is in flight
+
+  virtual const DeviceInfo& info() const = 0;
+  virtual const storage::StoreLayout& layout() const = 0;
+  virtual storage::StoreState state() const = 0;
+  virtual std::string blob() const = 0;
+  /// Once after opening, before any command: the step that recovery decided on.
+  virtual base::Status recover_to(base::StepNumber step) = 0;
+
+  /// Takes the command. Never fails: a failure is the completion's status. Commands of one device are
+  /// carried out in order, but for kPutGradient, which may complete early.
+  virtual void submit(Command& command) = 0;
+
+  /// Over the host link: up are weights (and state, for a host update), down are gradients.
+  virtual base::TrafficReading host_traffic() const = 0;
+  /// At the drive: up is read, down is written.
+  virtual base::TrafficReading store_traffic() const = 0;
+  virtual uint64_t bytes_written_ever() const = 0;
+};
+
+}  // namespace smartinf::csd

@@ -1,0 +1,109 @@
+// One optimizer over many devices: gradients in, norm and overflow found on the way, update, weights
+// out, commit. SmartUpdate and the host update stand behind this same interface.
+//
+//   begin_step -> put_gradient ... -> finish_gradients -> start_update -> wait_weights ... -> commit
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/base/traffic.h"
+#include "smartinf/engine/options.h"
+#include "smartinf/kernels/update_rule.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::engine {
+
+/// Found while gradients came in.
+struct GradientSummary {
+  double norm = 0;         // global L2 norm, after unscaling
+  bool finite = true;
+  std::string first_bad;   // name of the first parameter with an infinity or NaN
+};
+
+struct UpdateOptions {
+  double gradient_scale = 1;  // multiplies every gradient: unscale x clip factor
+  std::vector<kernels::GroupOptions> groups;  // one per group of the parameter space
+};
+
+struct UpdaterTraffic {
+  base::TrafficReading host_link;  // all devices together
+  base::TrafficReading store;
+  std::vector<base::TrafficReading> host_link_by_device;
+  std::vector<base::TrafficReading> store_by_device;
+};
+
+/// Where weights of a parameter-space range are in host memory: [count] of the weight type.
+using WeightsSink = std::function<void*(uint64_t first)>;
+
+/// Threads: one caller. The devices' own threads work in between.
+class Updater {
+ public:
+  /// Opens what is on the devices, or creates it when all of them are empty (see options.h).
+  /// `fresh()` tells which. Recovery to the last committed step has happened on return.
+  /// Errors: everything a user can get wrong about devices; each names the device.
+  static base::Result<std::unique_ptr<Updater>> open(const UpdaterOptions& options,
+                                                     const plan::ParameterSpace& space);
+  virtual ~Updater() = default;
+
+  virtual bool fresh() const = 0;
+  virtual base::StepNumber committed_step() const = 0;
+  virtual std::string blob() const = 0;  // what the trainer gave to the committed step
+  virtual const plan::ParameterSpace& space() const = 0;
+
+  /// Fresh only: writes master weights as step 0, subgroup by subgroup within the memory budget;
+  /// moments are zero. `fill(first, out)` puts elements [first, first + out.size()) into out.
+  virtual base::Status initialize(
+      const std::function<void(uint64_t first, std::span<float> out)>& fill,
+      const std::string& blob) = 0;
+
+  /// Reads the current state, subgroup by subgroup, in ascending order. `planes[i]` is the i-th plane
+  /// of the rule as f32; unwanted ones (bit i of plane_mask clear) are empty.
+  virtual base::Status read_state(
+      uint32_t plane_mask,
+      const std::function<base::Status(uint64_t first, std::span<const std::span<const float>> planes)>&
+          visit) = 0;
+  /// Master weights of the current step, cast: resume and evaluation.
+  virtual base::Status load_weights(base::DataType type, const WeightsSink& sink) = 0;
+
+  /// Starts committed_step() + 1.
+  virtual base::Status begin_step() = 0;
+  /// A piece of the gradient, [count] of type. It is copied or sent before the call returns. Pieces
+  /// of a step cover every range once, in any order; cuts within a range fall on multiples of
+  /// kGradientCutElements of that range, so that the norm does not depend on them.
+  static constexpr uint64_t kGradientCutElements = 1u << 20;
+  virtual base::Status put_gradient(uint64_t first, const void* gradient, base::DataType type,
+                                    uint64_t count) = 0;
+  /// Errors: kFailedPrecondition when a range got no gradient (named).
+  virtual base::Result<GradientSummary> finish_gradients(double unscale) = 0;
+
+  /// Starts the update; returns at once. Weights go to where `sink` points, `type` each.
+  virtual base::Status start_update(const UpdateOptions& options, base::DataType type,
+                                    const WeightsSink& sink) = 0;
+  /// Waits until the new weights of [first, first + count) are there.
+  virtual base::Status wait_weights(uint64_t first, uint64_t count) = 0;
+
+  /// Waits for all writes, prepares on every device, then commits on every device.
+  /// On failure the step is taken back and the last committed one stands.
+  virtual base::Status commit(const std::string& blob) = 0;
+  /// Drops the step in progress: gradients, update, everything.
+  virtual base::Status take_back() = 0;
+
+  virtual UpdaterTraffic traffic() const = 0;
+  virtual uint64_t bytes_written_ever() const = 0;
+  /// Buffers of the engine and its devices without gradients.
+  virtual uint64_t memory_bytes() const = 0;
+  virtual uint64_t gradient_memory_bytes() const = 0;
+  /// One line per device for people: kind, ring, slots, share of the space.
+  virtual std::vector<std::string> describe_devices() const = 0;
+};
+
+}  // namespace smartinf::engine

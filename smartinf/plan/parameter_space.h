@@ -1,0 +1,68 @@
+// All trainable parameters laid end to end: [0, N) elements, with a name and shape for each range,
+// and its cut into subgroups.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "smartinf/base/ids.h"
+#include "smartinf/base/status.h"
+
+namespace smartinf::plan {
+
+struct ParameterRange {
+  std::string name;
+  std::vector<uint64_t> shape;
+  uint64_t first = 0;  // element in the space
+  uint64_t count = 0;  // product of shape
+  uint32_t group = 0;  // index of its learning rate and decay
+};
+
+struct Subgroup {
+  base::SubgroupId id;
+  uint64_t first = 0;
+  uint64_t count = 0;
+};
+
+/// A stretch of elements that share a group.
+struct GroupStretch {
+  uint64_t first = 0;
+  uint64_t count = 0;
+  uint32_t group = 0;
+};
+
+class ParameterSpace {
+ public:
+  /// Appends a range at the end. Errors: kInvalidArgument for an empty or repeated name, a shape with
+  /// a zero, or a size that overflows.
+  base::Status add(std::string name, std::vector<uint64_t> shape, uint32_t group);
+
+  uint64_t count() const { return count_; }
+  const std::vector<ParameterRange>& ranges() const { return ranges_; }
+  const ParameterRange* find(std::string_view name) const;
+  /// The range that holds an element. element < count().
+  const ParameterRange& at(uint64_t element) const;
+
+  /// Stretches of [first, first + count) by group; neighbours of one group are joined.
+  std::vector<GroupStretch> stretches(uint64_t first, uint64_t count) const;
+
+  /// Cuts the space into subgroups of `elements` (rounded up to a multiple of base::kBlockElements).
+  std::vector<Subgroup> subgroups(uint64_t elements) const;
+
+  /// Over names, shapes, order and groups; equal spaces have equal digests.
+  uint64_t digest() const;
+  /// Text form kept on every device, and back. The text is JSON; fields are in docs/format.md.
+  std::string to_json() const;
+  static base::Result<ParameterSpace> from_json(std::string_view text);
+  /// The first difference between two spaces, for a message: "layer.3.wq: [256, 256] here, [512, 512]
+  /// on the device". Empty when equal.
+  static std::string first_difference(const ParameterSpace& here, const ParameterSpace& there);
+
+ private:
+  std::vector<ParameterRange> ranges_;
+  uint64_t count_ = 0;
+};
+
+}  // namespace smartinf::plan

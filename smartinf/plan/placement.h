@@ -1,0 +1,27 @@
+// Which device owns which subgroup.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "smartinf/base/ids.h"
+#include "smartinf/base/status.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::plan {
+
+struct DeviceCapacity {
+  double bandwidth = 1;         // relative; measured bytes per second of the step's traffic
+  uint64_t elements_max = ~0ull;  // what fits on it
+};
+
+/// owner[i] is the device of subgroup i. Elements are shared out in proportion to bandwidth; a device
+/// that is full passes the rest to the others. Subgroups of a device are spread over the whole space,
+/// so that every device has work from the first layer on.
+/// Errors: kNoSpace with how much is missing; kInvalidArgument for no device or a rate that is not
+/// positive.
+base::Result<std::vector<base::DeviceId>> place(std::span<const Subgroup> subgroups,
+                                                std::span<const DeviceCapacity> devices);
+
+}  // namespace smartinf::plan

@@ -1,0 +1,176 @@
+// A device's persistent half: the state of the subgroups it owns, in two slots each, with the
+// metadata that makes a step atomic. The format is in docs/format.md and storage/format.h.
+//
+// Nothing of the last committed step is overwritten until the next one is prepared, so a crash, a
+// failed write or a change of mind costs the step in flight and nothing else.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/ids.h"
+#include "smartinf/base/state_format.h"
+#include "smartinf/base/status.h"
+#include "smartinf/base/traffic.h"
+#include "smartinf/storage/ring.h"
+
+namespace smartinf::storage {
+
+/// 128 random bits that name a run; all its devices carry it.
+struct RunId {
+  std::array<uint8_t, 16> bytes{};
+  friend bool operator==(const RunId&, const RunId&) = default;
+  std::string to_string() const;  // 32 hex digits
+};
+RunId make_run_id();
+
+/// A subgroup as this store holds it. Plane offsets inside an extent follow from count.
+struct StoredSubgroup {
+  base::SubgroupId id;
+  uint64_t first_element = 0;  // in the parameter space
+  uint64_t count = 0;          // elements
+};
+
+/// What a store is created with and keeps for life.
+struct StoreLayout {
+  RunId run;
+  uint32_t device_index = 0;  // this device's place in the run...
+  uint32_t device_count = 1;  // ...of so many
+  base::StateFormat format = base::StateFormat::kF32;
+  std::vector<base::PlaneKind> planes;  // master first
+  std::vector<StoredSubgroup> subgroups;
+  /// Bytes per element reserved for gradients that do not fit the memory budget; 0: none.
+  uint32_t gradient_spill_bytes = 0;
+  /// Opaque to the store, equal on all devices: the parameter space and rule as JSON.
+  std::string description;
+};
+
+enum class Durability : uint8_t {
+  kStep,  // every step survives power loss
+  kNone,  // scratch runs: in place, half the space, nothing is promised after a crash
+};
+
+struct StoreOptions {
+  RingOptions ring;
+  Durability durability = Durability::kStep;
+  bool checksums = true;
+  uint64_t io_bytes = uint64_t{4} << 20;  // size of one transfer
+  uint32_t io_depth = 8;                  // transfers in flight per direction
+  std::chrono::seconds watchdog{60};      // a request without completion for so long is reported
+  bool force_block_device = false;        // use a block device that holds something else
+  /// Wraps the ring that was made, or puts another in its place (tests: faulty; emulation: links).
+  std::function<std::unique_ptr<Ring>(std::unique_ptr<Ring>)> wrap_ring;
+};
+
+/// Moves whole subgroups or single planes between a slot's buffer and the drive. Owned by the
+/// caller and not moved while in flight; reusable after completion.
+struct SubgroupIo {
+  enum class Op : uint8_t { kRead, kWrite, kReadGradient, kWriteGradient };
+  Op op = Op::kRead;
+  base::SubgroupId subgroup;
+  /// The slot's memory: Store::extent_bytes(subgroup), planes at Store::plane_offset. For gradients
+  /// count * gradient_spill_bytes, rounded up to kIoAlignment.
+  std::span<std::byte> buffer;
+  uint32_t plane_mask = ~0u;  // bit i: the i-th plane of the layout takes part
+  void* owner = nullptr;      // the caller's own
+
+  /// Set at completion. On failure the buffer's contents must not be used.
+  base::Status status;
+
+  // The store's own while in flight.
+  uint64_t next_offset_bytes = 0;
+  uint32_t transfers_in_flight = 0;
+  SubgroupIo* next = nullptr;
+};
+
+/// What recovery needs to know of one device; read without opening it for writing.
+struct StoreState {
+  RunId run;
+  base::StepNumber committed_step = 0;
+  base::StepNumber prepared_step = 0;  // committed_step, or one more
+  bool initialized = false;            // false: creation was interrupted, start over
+};
+
+/// Threads: one thread drives I/O (start, poll, prepare, commit, take_back). verify_block and
+/// seal_block are safe from any thread for blocks of different subgroups.
+class Store {
+ public:
+  /// Makes a store in a directory (made if missing) or on a block device, reserves all its space and
+  /// locks it. It is initialized once prepare(0) and commit(0) have succeeded.
+  /// Errors: kAlreadyExists (holds another run: named), kNoSpace (with what is needed and free),
+  /// kBusy, kInvalidArgument (path is a plain file, ...), kIo.
+  static base::Result<std::unique_ptr<Store>> create(const std::string& path,
+                                                     const StoreLayout& layout,
+                                                     StoreOptions options);
+  /// Opens and locks what create() made. Errors: kNotFound, kBusy, kCorrupt, kMismatch (version).
+  static base::Result<std::unique_ptr<Store>> open(const std::string& path, StoreOptions options);
+  /// Looks without locking or changing anything; for inspect, recovery and error messages.
+  static base::Result<StoreState> peek(const std::string& path);
+
+  virtual ~Store() = default;
+
+  virtual const StoreLayout& layout() const = 0;
+  virtual const std::string& path() const = 0;
+  virtual std::string_view ring_name() const = 0;
+  virtual StoreState state() const = 0;
+  /// The client's blob of the committed step (at most kBlobBytesMax), as given to prepare().
+  virtual std::string blob() const = 0;
+  static constexpr uint64_t kBlobBytesMax = 64 * 1024;
+
+  /// Which step's state reads give: recovery calls it once after open, with the step it decided on
+  /// (committed_step or prepared_step of state()); durable when it returns.
+  virtual base::Status recover_to(base::StepNumber step) = 0;
+
+  virtual uint64_t extent_bytes(base::SubgroupId subgroup) const = 0;
+  virtual uint64_t plane_offset(base::SubgroupId subgroup, size_t plane) const = 0;
+  virtual uint64_t plane_bytes(base::SubgroupId subgroup, size_t plane) const = 0;
+  virtual uint64_t gradient_bytes(base::SubgroupId subgroup) const = 0;
+  virtual uint64_t extent_bytes_max() const = 0;
+
+  /// Makes slot memory known to the ring.
+  virtual void register_memory(std::span<std::byte> memory) = 0;
+
+  /// Starts a transfer. Reads give the state of the current step; writes go to the shadow slot. Any
+  /// number may be started; the store keeps io_depth transfers per direction in flight, in order.
+  virtual void start(SubgroupIo& io) = 0;
+  /// Puts finished ones into `done`, waiting up to `wait` for the first. Failures are in their status;
+  /// a failed Result means the store cannot go on.
+  virtual base::Result<size_t> poll(std::span<SubgroupIo*> done, std::chrono::nanoseconds wait) = 0;
+
+  /// Checks block `block` (kBlockElements elements each) of plane `plane` after a read, against the
+  /// checksum and identity of the current step. Errors: kCorrupt with path, offset, length, advice.
+  virtual base::Status verify_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
+                                    std::span<const std::byte> bytes) const = 0;
+  /// Records the checksum of a block about to be written for the step in progress.
+  virtual void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
+                          std::span<const std::byte> bytes) = 0;
+  /// Says that the step in progress will be `step`; seals carry it. Once before the first write.
+  virtual void begin_step(base::StepNumber step) = 0;
+
+  /// Makes everything written since the last commit durable as step `step`. Subgroups not written
+  /// keep their state. After it the step can still be taken back.
+  virtual base::Status prepare(base::StepNumber step, const std::string& blob) = 0;
+  virtual base::Status commit(base::StepNumber step) = 0;
+  /// Forgets what was written for `step`, prepared or not.
+  virtual base::Status take_back(base::StepNumber step) = 0;
+
+  /// Up: read from the drive; down: written to it. By kind.
+  virtual base::TrafficReading traffic() const = 0;
+  /// Over the store's whole life, kept in the superblock.
+  virtual uint64_t bytes_written_ever() const = 0;
+};
+
+/// The step that all devices of a run can be brought to, given what each of them says.
+/// See the table in docs/format.md. Errors: kNotFound (device missing), kMismatch (another run's
+/// device, or steps that no crash can explain), kFailedPrecondition (not initialized: start over).
+base::Result<base::StepNumber> recovery_step(std::span<const StoreState> devices);
+
+}  // namespace smartinf::storage

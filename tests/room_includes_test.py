@@ -1,0 +1,90 @@
+"""Fails on an include that the room table in docs/architecture.md does not allow.
+
+Usage: room_includes_test.py PROJECT_ROOT
+"""
+import pathlib
+import re
+import sys
+import unittest
+
+ROOT = pathlib.Path(sys.argv.pop(1) if len(sys.argv) > 1 else ".").resolve()
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)
+SOURCES = {".h", ".cc", ".inc"}
+
+# A third-party header that stays in one place: pattern -> paths that may name it.
+THIRD_PARTY = {
+    r"liburing\.h": ["smartinf/storage/uring_ring"],
+    r"CL/": ["smartinf/csd/opencl"],
+    r"grpc": ["smartinf/csd/remote"],
+    r"hwy/": ["smartinf/kernels/"],
+    r"(torch|ATen|c10)/": ["smartinf/train/", "python/"],
+    r"nanobind/": ["python/"],
+    r"xxhash\.h": ["smartinf/base/checksum"],
+    r"hwloc": ["smartinf/csd/"],
+    r"CLI/": ["apps/"],
+    r"spdlog/": ["apps/"],
+    r"toml\+\+": ["smartinf/config/", "smartinf/sim/"],
+}
+
+
+def read_table(text):
+    """The rooms of the architecture page's table: {room: set of rooms it may include}."""
+    table = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) != 3 or not re.fullmatch(r"[a-z]+", cells[0]) or cells[0] == "room":
+            continue
+        table[cells[0]] = cells[2]
+    return table
+
+
+def violations(root, table):
+    found = []
+    files = [p for top in ("smartinf", "apps", "python", "tests", "bench")
+             for p in sorted((root / top).rglob("*")) if p.suffix in SOURCES]
+    for path in files:
+        name = path.relative_to(root).as_posix()
+        room = name.split("/")[1] if name.startswith("smartinf/") else None
+        if room is not None and room not in table:
+            found.append(f"{name}: the table in docs/architecture.md has no room '{room}'")
+            continue
+        for header in INCLUDE.findall(path.read_text(encoding="utf-8")):
+            for pattern, homes in THIRD_PARTY.items():
+                if re.match(pattern, header) and not any(name.startswith(h) for h in homes):
+                    found.append(f"{name}: <{header}> belongs to {', '.join(homes)}")
+            if room is None or not header.startswith("smartinf/"):
+                continue
+            target = header.split("/")[1]
+            allowed = table[room]
+            if target == room or target in allowed.split():
+                continue
+            if allowed == "options of every room" and (header.endswith("options.h") or target == "base"):
+                continue
+            found.append(f"{name}: may not include {header} (room '{room}' may include: {allowed})")
+    return found
+
+
+class RoomIncludes(unittest.TestCase):
+    def setUp(self):
+        self.table = read_table((ROOT / "docs/architecture.md").read_text(encoding="utf-8"))
+
+    def test_table_is_read(self):
+        self.assertIn("storage", self.table)
+        self.assertEqual(self.table["storage"].split(), ["base"])
+
+    def test_no_include_outside_the_table(self):
+        found = violations(ROOT, self.table)
+        self.assertFalse(found, "\n" + "\n".join(found))
+
+    def test_a_forbidden_include_is_found(self):
+        import tempfile
+        with tempfile.TemporaryDirectory() as folder:
+            bad = pathlib.Path(folder) / "smartinf/storage/bad.cc"
+            bad.parent.mkdir(parents=True)
+            bad.write_text('#include "smartinf/engine/updater.h"\n#include <torch/torch.h>\n'
+                           '#include "smartinf/base/status.h"\n')
+            self.assertEqual(len(violations(pathlib.Path(folder), self.table)), 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "smartinf/base/ids.h"
@@ -14,10 +15,10 @@ namespace smartinf::plan {
 
 struct ParameterRange {
   std::string name;
-  std::vector<uint64_t> shape;
-  uint64_t first = 0;  // element in the space
-  uint64_t count = 0;  // product of shape
-  uint32_t group = 0;  // index of its learning rate and decay
+  std::vector<uint64_t> shape;  // empty: a scalar
+  uint64_t first = 0;           // element in the space
+  uint64_t count = 0;           // product of shape
+  uint32_t group = 0;           // index of its learning rate and decay
 };
 
 struct Subgroup {
@@ -33,36 +34,49 @@ struct GroupStretch {
   uint32_t group = 0;
 };
 
+/// Threads: const members are safe from any thread.
 class ParameterSpace {
  public:
-  /// Appends a range at the end. Errors: kInvalidArgument for an empty or repeated name, a shape with
-  /// a zero, or a size that overflows.
+  /// More elements than this are refused: byte offsets of every plane must fit 64 bits with room.
+  static constexpr uint64_t kElementsMax = uint64_t{1} << 56;
+
+  /// Appends a range at the end. Errors: kInvalidArgument for an empty or repeated name, a shape
+  /// with a zero, or a size beyond kElementsMax; the space is then unchanged.
   base::Status add(std::string name, std::vector<uint64_t> shape, uint32_t group);
 
   uint64_t count() const { return count_; }
   const std::vector<ParameterRange>& ranges() const { return ranges_; }
+  /// One more than the largest group of any range; 0 for an empty space.
+  uint32_t group_count() const { return group_count_; }
+  /// Null when there is no range of that name.
   const ParameterRange* find(std::string_view name) const;
   /// The range that holds an element. element < count().
   const ParameterRange& at(uint64_t element) const;
+  /// Its position in ranges().
+  size_t index_at(uint64_t element) const;
 
   /// Stretches of [first, first + count) by group; neighbours of one group are joined.
   std::vector<GroupStretch> stretches(uint64_t first, uint64_t count) const;
 
-  /// Cuts the space into subgroups of `elements` (rounded up to a multiple of base::kBlockElements).
+  /// Cuts the space into subgroups of `elements` (rounded up to a multiple of
+  /// base::kBlockElements); the last one may be shorter. elements > 0.
   std::vector<Subgroup> subgroups(uint64_t elements) const;
 
   /// Over names, shapes, order and groups; equal spaces have equal digests.
   uint64_t digest() const;
   /// Text form kept on every device, and back. The text is JSON; fields are in docs/format.md.
   std::string to_json() const;
+  /// Errors: kCorrupt with the place for text that to_json() did not write.
   static base::Result<ParameterSpace> from_json(std::string_view text);
-  /// The first difference between two spaces, for a message: "layer.3.wq: [256, 256] here, [512, 512]
-  /// on the device". Empty when equal.
+  /// The first difference between two spaces, for a message: "layer.3.wq: [256, 256] here, [512,
+  /// 512] on the device". Empty when equal.
   static std::string first_difference(const ParameterSpace& here, const ParameterSpace& there);
 
  private:
   std::vector<ParameterRange> ranges_;
+  std::unordered_map<std::string, size_t> index_by_name_;
   uint64_t count_ = 0;
+  uint32_t group_count_ = 0;
 };
 
 }  // namespace smartinf::plan

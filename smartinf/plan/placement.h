@@ -12,16 +12,23 @@
 namespace smartinf::plan {
 
 struct DeviceCapacity {
-  double bandwidth = 1;         // relative; measured bytes per second of the step's traffic
+  double bandwidth = 1;           // relative; measured bytes per second of the step's traffic
   uint64_t elements_max = ~0ull;  // what fits on it
 };
 
-/// owner[i] is the device of subgroup i. Elements are shared out in proportion to bandwidth; a device
-/// that is full passes the rest to the others. Subgroups of a device are spread over the whole space,
-/// so that every device has work from the first layer on.
+/// owner[i] is the device of subgroup i. Elements are shared out in proportion to bandwidth; a
+/// device that is full passes the rest to the others. Subgroups of a device are spread over the
+/// whole space, so that every device has work from the first layer on. The same arguments give the
+/// same owners on every machine.
+///
+/// `previous`, when not empty, is an earlier placement of the same subgroups (entries beyond
+/// `devices` are of devices that are gone): the shares are those of a fresh placement, and no more
+/// subgroups change hands than that takes.
+///
 /// Errors: kNoSpace with how much is missing; kInvalidArgument for no device or a rate that is not
 /// positive.
 base::Result<std::vector<base::DeviceId>> place(std::span<const Subgroup> subgroups,
-                                                std::span<const DeviceCapacity> devices);
+                                                std::span<const DeviceCapacity> devices,
+                                                std::span<const base::DeviceId> previous = {});
 
 }  // namespace smartinf::plan

@@ -1,0 +1,148 @@
+#include "smartinf/train/options.h"
+
+#include <cmath>
+#include <type_traits>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
+
+namespace smartinf::train {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+
+// Far above any model in sight, and low enough that no product of two overflows 64 bits.
+constexpr uint32_t kWidthMax = 1u << 20;
+constexpr uint32_t kLayersMax = 1u << 14;
+constexpr uint32_t kSequenceMax = 1u << 24;
+
+Status wrong(std::string_view key, std::string_view why, std::string advice) {
+  return Status(ErrorCode::kInvalidArgument, fmt::format("{} {}", key, why), std::move(advice));
+}
+
+// Also false for a NaN.
+template <typename T>
+Status within(std::string_view key, T value, std::type_identity_t<T> least,
+              std::type_identity_t<T> most) {
+  if (value >= least && value <= most) return Status();
+  return wrong(key, fmt::format("is {}", value),
+               fmt::format("choose a value from {} to {}", least, most));
+}
+
+Status positive(std::string_view key, double value) {
+  if (std::isfinite(value) && value > 0) return Status();
+  return wrong(key, fmt::format("is {}", value), "choose a value above 0");
+}
+
+}  // namespace
+
+std::string_view precision_name(Precision precision) {
+  return precision == Precision::kBf16 ? "bf16" : "f32";
+}
+
+base::Result<Precision> precision_from_name(std::string_view name) {
+  if (name == "bf16") return Precision::kBf16;
+  if (name == "f32") return Precision::kF32;
+  return wrong("train.precision", fmt::format("is \"{}\"", name), "choose \"bf16\" or \"f32\"");
+}
+
+std::string_view optimizer_where_name(OptimizerWhere where) {
+  switch (where) {
+    case OptimizerWhere::kDevice:
+      return "device";
+    case OptimizerWhere::kHost:
+      return "host";
+    case OptimizerWhere::kMemory:
+      return "memory";
+  }
+  return "?";
+}
+
+base::Result<OptimizerWhere> optimizer_where_from_name(std::string_view name) {
+  if (name == "device") return OptimizerWhere::kDevice;
+  if (name == "host") return OptimizerWhere::kHost;
+  if (name == "memory") return OptimizerWhere::kMemory;
+  return wrong("optimizer.where", fmt::format("is \"{}\"", name),
+               "choose \"device\", \"host\" or \"memory\"");
+}
+
+ModelOptions with_defaults(ModelOptions model) {
+  if (model.kv_heads == 0) model.kv_heads = model.heads;
+  if (model.mlp_width == 0) {
+    const uint64_t width = base::round_up(base::divide_up(uint64_t{model.width} * 8, 3), 64);
+    model.mlp_width = static_cast<uint32_t>(width);
+  }
+  return model;
+}
+
+Status validate(const ModelOptions& given) {
+  SI_RETURN_IF_ERROR(within("model.layers", given.layers, 1, kLayersMax));
+  SI_RETURN_IF_ERROR(within("model.width", given.width, 1, kWidthMax));
+  SI_RETURN_IF_ERROR(within("model.heads", given.heads, 1, given.width));
+  SI_RETURN_IF_ERROR(within("model.mlp_width", given.mlp_width, 0, kWidthMax * 4));
+  SI_RETURN_IF_ERROR(within("model.vocabulary", given.vocabulary, 0, kWidthMax * 16));
+  const ModelOptions model = with_defaults(given);
+  if (model.width % model.heads != 0) {
+    return wrong(
+        "model.heads",
+        fmt::format("is {}, which does not divide model.width ({})", model.heads, model.width),
+        "choose heads that divide the width");
+  }
+  if (model.head_width() % 2 != 0) {
+    return wrong("model.heads",
+                 fmt::format("is {}: heads of {} elements cannot be rotated in pairs", model.heads,
+                             model.head_width()),
+                 "choose heads so that model.width / model.heads is even");
+  }
+  if (model.kv_heads > model.heads || model.heads % model.kv_heads != 0) {
+    return wrong(
+        "model.kv_heads",
+        fmt::format("is {}, which does not divide model.heads ({})", model.kv_heads, model.heads),
+        "choose kv_heads that divide the heads");
+  }
+  SI_RETURN_IF_ERROR(positive("model.rope_base", model.rope_base));
+  SI_RETURN_IF_ERROR(positive("model.norm_eps", model.norm_eps));
+  return positive("model.init_std", model.init_std);
+}
+
+Status validate(const DataOptions& data) {
+  if (data.paths.empty()) {
+    return wrong("data.paths", "is empty",
+                 fmt::format("name text files, folders or token files, or \"{}\"", kPythonStdlib));
+  }
+  SI_RETURN_IF_ERROR(within("data.sequence", data.sequence, 1, kSequenceMax));
+  return within("data.validation_share", data.validation_share, 0.0, 0.9);
+}
+
+Status validate(const TrainOptions& train) {
+  SI_RETURN_IF_ERROR(within("train.steps", train.steps, 1, uint64_t{1} << 40));
+  SI_RETURN_IF_ERROR(within("train.micro_batch", train.micro_batch, 1, 1u << 20));
+  SI_RETURN_IF_ERROR(within("train.accumulation", train.accumulation, 1, 1u << 20));
+  SI_RETURN_IF_ERROR(positive("train.lr", train.lr));
+  SI_RETURN_IF_ERROR(within("train.lr_floor", train.lr_floor, 0.0, 1.0));
+  SI_RETURN_IF_ERROR(within("train.warmup_steps", train.warmup_steps, 0, train.steps));
+  SI_RETURN_IF_ERROR(within("train.weight_decay", train.weight_decay, 0.0, 1e6));
+  SI_RETURN_IF_ERROR(within("train.clip_norm", train.clip_norm, 0.0, 1e30));
+  SI_RETURN_IF_ERROR(within("train.threads", train.threads, 0, 4096));
+  SI_RETURN_IF_ERROR(within("train.validation_batches", train.validation_batches, 1, 1u << 20));
+  SI_RETURN_IF_ERROR(within("train.save_every", train.save_every, 1, uint64_t{1} << 40));
+  SI_RETURN_IF_ERROR(within("train.sample_temperature", train.sample_temperature, 0.0, 100.0));
+  if (train.accelerator != "auto" && train.accelerator != "cpu" && train.accelerator != "cuda") {
+    return wrong("train.accelerator", fmt::format("is \"{}\"", train.accelerator),
+                 "choose \"auto\", \"cpu\" or \"cuda\"");
+  }
+  if (train.run.empty()) {
+    return wrong("train.run", "is empty", "name a folder for the run, e.g. runs/mine");
+  }
+  return Status();
+}
+
+Status validate(const Options& options) {
+  SI_RETURN_IF_ERROR(validate(options.model));
+  SI_RETURN_IF_ERROR(validate(options.data));
+  return validate(options.train);
+}
+
+}  // namespace smartinf::train

@@ -1,0 +1,108 @@
+// What a user can say about model, data and training. The recipe's [model], [data] and [train]
+// tables map to these one to one, field by field; optimizer.where is here because it chooses
+// between the engine and torch's own optimizer. No torch in this header: the recipe is read on
+// machines without.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+
+namespace smartinf::train {
+
+/// A decoder-only transformer in the Llama form.
+struct ModelOptions {
+  uint32_t layers = 6;
+  uint32_t width = 256;      // of the residual stream
+  uint32_t heads = 4;        // of queries; width / heads is the head's width
+  uint32_t kv_heads = 0;     // of keys and values; 0: as many as heads
+  uint32_t mlp_width = 0;    // 0: 8/3 of width, rounded up to a multiple of 64
+  uint32_t vocabulary = 0;   // 0: what the data needs
+  double rope_base = 10000;  // of the rotary positions' wavelengths
+  double norm_eps = 1e-5;
+  double init_std = 0.02;  // of normal initial weights
+  bool tied_head = true;   // the output head is the embedding
+
+  uint32_t head_width() const { return heads == 0 ? 0 : width / heads; }
+};
+
+/// The word in data.paths that stands for the sources of Python's standard library.
+inline constexpr std::string_view kPythonStdlib = "python-stdlib";
+
+struct DataOptions {
+  /// Text files, folders of them, kPythonStdlib, or token files in llm.c's .bin form.
+  std::vector<std::string> paths = {std::string(kPythonStdlib)};
+  std::vector<std::string> validation_paths;  // empty: a share of `paths` is held out
+  double validation_share = 0.02;
+  std::vector<std::string> suffixes;  // of files taken from folders, e.g. ".py"; empty: all text
+  std::string tokenizer;              // tokenizer.json the token files were made with, for export
+  uint32_t sequence = 256;            // tokens the model sees at once
+  uint64_t seed = 1;                  // of the order in which windows are seen
+};
+
+/// Of weights and compute. The state is always f32 (or what optimizer.format says).
+enum class Precision : uint8_t { kBf16, kF32 };
+std::string_view precision_name(Precision precision);
+base::Result<Precision> precision_from_name(std::string_view name);
+constexpr base::DataType precision_data_type(Precision precision) {
+  return precision == Precision::kBf16 ? base::DataType::kBf16 : base::DataType::kF32;
+}
+
+/// optimizer.where. "device" and "host" are the engine's; "memory" is torch's own AdamW on f32
+/// master weights in this process, which the engine is compared with.
+enum class OptimizerWhere : uint8_t { kDevice, kHost, kMemory };
+std::string_view optimizer_where_name(OptimizerWhere where);
+base::Result<OptimizerWhere> optimizer_where_from_name(std::string_view name);
+
+struct TrainOptions {
+  std::string run;  // folder of the run: recipe, log, and state unless [[device]] says otherwise
+  OptimizerWhere where = OptimizerWhere::kDevice;  // optimizer.where
+  Precision precision = Precision::kBf16;
+
+  uint64_t steps = 1000;
+  uint32_t micro_batch = 8;             // sequences in one forward
+  uint32_t accumulation = 1;            // micro batches in one step
+  bool checkpoint_activations = false;  // keep a layer's input only, compute the rest twice
+
+  double lr = 1e-3;
+  double lr_floor = 0.1;  // share of lr that the cosine ends at
+  uint64_t warmup_steps = 0;
+  double weight_decay = 0.1;  // on matrices only
+  double clip_norm = 1;       // global L2 norm; 0: no clipping
+  uint32_t skips_max = 5;     // steps in a row that may be skipped for non-finite gradients
+
+  uint64_t seed = 1;     // of initial weights and the sample
+  uint32_t threads = 0;  // of torch's operators; 0: all cores. Losses repeat for equal numbers only
+  std::string accelerator = "auto";  // "auto", "cpu", "cuda"
+
+  uint64_t validate_every = 100;  // steps; 0: only at the end
+  uint32_t validation_batches = 8;
+  uint64_t save_every = 100;  // optimizer.where = "memory": steps between writes of its state
+
+  uint32_t sample_tokens = 256;  // generated at the end; 0: none
+  std::string sample_prompt = "def ";
+  double sample_temperature = 0.7;
+
+  std::string trace;  // file for a Chrome trace; empty: none
+};
+
+struct Options {
+  ModelOptions model;
+  DataOptions data;
+  TrainOptions train;
+};
+
+/// Puts in what follows from other values: kv_heads, mlp_width.
+ModelOptions with_defaults(ModelOptions model);
+
+/// Ok, or the first value that cannot work, by its dotted key, with what to do. Looks at no files.
+base::Status validate(const ModelOptions& model);
+base::Status validate(const DataOptions& data);
+base::Status validate(const TrainOptions& train);
+base::Status validate(const Options& options);
+
+}  // namespace smartinf::train

@@ -1,6 +1,6 @@
-// A computational storage device: storage, memory and a processor that owns subgroups. The interface
-// is shaped like messages (caller-owned command records, completions in a queue), because the same
-// calls work across a thread, a network and an OpenCL queue.
+// A computational storage device: storage, memory and a processor that owns subgroups. The
+// interface is shaped like messages (caller-owned command records, completions in a queue), because
+// the same calls work across a thread, a network and an OpenCL queue.
 #pragma once
 
 #include <array>
@@ -8,7 +8,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -37,8 +36,8 @@ enum class CommandKind : uint8_t {
 
 struct Command;
 
-/// What a device says of a command. kUpdate says kWeightsReady once per subgroup, then kDone once all
-/// state is written; every other kind says kDone only.
+/// What a device says of a command. kUpdate says kWeightsReady once per subgroup, then kDone once
+/// all state is written; every other kind says kDone only.
 struct Completion {
   enum class Event : uint8_t { kWeightsReady, kDone };
   Command* command = nullptr;
@@ -73,10 +72,10 @@ struct Command {
   CompletionQueue* replies = nullptr;
   void* owner = nullptr;  // the caller's own
 
-  base::StepNumber step = 0;  // kBeginStep, kUpdate, kPrepare, kCommit, kTakeBack
-  base::SubgroupId subgroup;  // kPutGradient, kReadState, kWriteState
-  uint64_t first = 0;         // kPutGradient: first element within the subgroup
-  uint64_t count = 0;         // kPutGradient, kReadState, kWriteState: elements
+  base::StepNumber step = 0;                    // kBeginStep, kUpdate, kPrepare, kCommit, kTakeBack
+  base::SubgroupId subgroup;                    // kPutGradient, kReadState, kWriteState
+  uint64_t first = 0;                           // kPutGradient: first element within the subgroup
+  uint64_t count = 0;                           // kPutGradient, kReadState, kWriteState: elements
   base::DataType type = base::DataType::kBf16;  // of the gradient put, or of weights_out
   const void* gradient = nullptr;               // kPutGradient: [count] of type
 
@@ -97,8 +96,10 @@ struct DeviceInfo {
   std::string kind;  // "local", "remote", "opencl"; "emulated " in front when behind links
   std::string ring;
   uint32_t slots = 0;
-  uint64_t memory_bytes = 0;  // slots and gradient memory
-  uint32_t threads = 0;       // processor threads
+  uint64_t memory_bytes = 0;  // slots
+  uint64_t gradient_memory_bytes = 0;
+  bool gradients_spilled = false;  // some of them go to the store's spill area
+  uint32_t threads = 0;            // processor threads
 };
 
 /// Threads: submit() from one thread at a time; completions are pushed from the device's own.
@@ -113,8 +114,8 @@ class Device {
   /// Once after opening, before any command: the step that recovery decided on.
   virtual base::Status recover_to(base::StepNumber step) = 0;
 
-  /// Takes the command. Never fails: a failure is the completion's status. Commands of one device are
-  /// carried out in order, but for kPutGradient, which may complete early.
+  /// Takes the command. Never fails: a failure is the completion's status. Commands of one device
+  /// are carried out in order, but for kPutGradient, which may complete early.
   virtual void submit(Command& command) = 0;
 
   /// Over the host link: up are weights (and state, for a host update), down are gradients.

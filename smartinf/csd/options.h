@@ -1,0 +1,63 @@
+// How a local device is built. The engine fills this in from a user's options and measurements.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/csd/link.h"
+#include "smartinf/csd/trace.h"
+#include "smartinf/plan/parameter_space.h"
+#include "smartinf/plan/schedule.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::csd {
+
+/// Where the path to host memory runs, for counting: SmartUpdate or host update.
+enum class HostLinkPlace : uint8_t {
+  kAtProcessor,  // gradients go down and weights come up
+  kAtStore,      // the processor is the host: all the store's traffic crosses
+};
+
+/// Emulated paths; none by default. shared_ptr, because several devices and whoever reads the
+/// counters hold one link.
+struct DeviceLinks {
+  /// Between store and processor; every transfer of the store passes all of them at once.
+  std::vector<std::shared_ptr<Link>> store;
+  /// Between processor and host: gradients down, new weights up.
+  std::shared_ptr<Link> host;
+};
+
+struct LocalDeviceOptions {
+  std::string path;  // directory or block device
+  std::string name;  // in messages; empty: the path
+
+  uint32_t threads = 1;      // of the processor
+  bool pin_threads = false;  // to cores near the drive (with hwloc)
+  /// Cores that other devices of this process have taken; pinning starts behind them.
+  uint32_t first_core = 0;
+
+  /// Slots, and their gradient buffers when gradients are spilled.
+  uint64_t memory_bytes = uint64_t{512} << 20;
+  uint32_t slots = 0;  // 0: as many as fit memory_bytes, at most kSlotsMax
+  static constexpr uint32_t kSlotsMax = 32;
+
+  /// Gradients that stay in memory; those beyond are spilled to the store's spill area, for which
+  /// the layout must have reserved space (gradient_spill_bytes).
+  uint64_t gradient_budget_bytes = ~uint64_t{0};
+  base::DataType gradient_type = base::DataType::kBf16;  // as kept by the device
+
+  plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
+  storage::StoreOptions store;  // ring, durability, checksums, transfer size and depth, watchdog
+
+  /// The group of every element: stretches in order, without gaps. Empty: group 0 everywhere.
+  std::vector<plan::GroupStretch> groups;
+
+  HostLinkPlace host_link_place = HostLinkPlace::kAtProcessor;
+  DeviceLinks links;
+  std::shared_ptr<Trace> trace;  // null: not recorded. Shared with the app that writes it.
+};
+
+}  // namespace smartinf::csd

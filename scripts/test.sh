@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change lands: builds, then runs all tests, also under sanitizers.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/steps.sh disable=SC2154  # root is set there
+source scripts/steps.sh
+
+help() {
+  cat <<'TEXT'
+Usage: scripts/test.sh [options]
+
+Runs scripts/setup.sh, builds everything, and runs all tests: the release build, and the part
+without torch once more under the address and undefined-behaviour sanitizers and once more under the
+thread sanitizer. Ends with ctest's summary over all of them.
+
+  --quick           release build only, without the tests labelled "slow"
+  --no-sanitizers   release build only
+  --no-torch, --python PATH, --no-system   as in scripts/setup.sh
+  --help            this text
+
+Examples:
+  scripts/test.sh
+  scripts/test.sh --quick
+  ctest --preset release -R storage      one test of what is built
+TEXT
+}
+
+trees=(release asan tsan) ctest_options=() setup_options=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --quick) trees=(release); ctest_options+=(-LE slow) ;;
+    --no-sanitizers) trees=(release) ;;
+    --no-torch | --no-system | --python=*) setup_options+=("$1") ;;
+    --python) [ $# -ge 2 ] || usage_error "--python needs a path"; setup_options+=("$1" "$2"); shift ;;
+    -h | --help) help; exit 0 ;;
+    *) usage_error "unknown option '$1'" ;;
+  esac
+  shift
+done
+
+scripts/setup.sh "${setup_options[@]}"
+for tree in "${trees[@]}"; do
+  # setup.sh has configured the release tree, with or without torch.
+  [ "$tree" = release ] || step "configure-$tree" "Configuring build/$tree" cmake --preset "$tree" ||
+    fail "cmake could not configure build/$tree"
+  step "build-$tree" "Building all of build/$tree" cmake --build "build/$tree" -j "$(build_jobs)" ||
+    fail "the build of build/$tree failed" "Log: build/logs/build-$tree.log"
+done
+
+# One run over all trees, so that its summary is the summary of everything.
+mkdir -p build/all
+printf 'subdirs("../%s")\n' "${trees[@]}" >build/all/CTestTestfile.cmake
+say "Running the tests"
+exec ctest --test-dir build/all -j "$(nproc)" --output-on-failure --no-tests=error "${ctest_options[@]}"

@@ -19,10 +19,10 @@ enum class UpdateWhere : uint8_t {
 };
 
 struct DeviceOptions {
-  std::string path;          // directory or block device
-  std::string name;          // in messages; empty: the path
-  uint32_t threads = 0;      // processor threads; 0: the cores shared out among the devices
-  double bandwidth = 0;      // relative, for placement; 0: measured at first use
+  std::string path;             // directory or block device
+  std::string name;             // in messages; empty: the path
+  uint32_t threads = 0;         // processor threads; 0: the cores shared out among the devices
+  double bandwidth = 0;         // relative, for placement; 0: measured at first use
   uint64_t capacity_bytes = 0;  // 0: what is free
 };
 

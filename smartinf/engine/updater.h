@@ -1,7 +1,11 @@
-// One optimizer over many devices: gradients in, norm and overflow found on the way, update, weights
-// out, commit. SmartUpdate and the host update stand behind this same interface.
+// One optimizer over many devices: gradients in, norm and overflow found on the way, update,
+// weights out, commit. SmartUpdate and the host update stand behind this same interface.
 //
-//   begin_step -> put_gradient ... -> finish_gradients -> start_update -> wait_weights ... -> commit
+//   begin_step -> put_gradient ... -> finish_gradients -> start_update -> start_commit
+//              -> wait_weights ... (the next forward) ... -> wait_commit
+//
+// What a step wrote becomes real in commit, on all devices or on none; before that it can be taken
+// back, as if it had never been begun.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +20,16 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
+#include "smartinf/engine/device_source.h"
+#include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::engine {
 
-/// Found while gradients came in.
-struct GradientSummary {
-  double norm = 0;         // global L2 norm, after unscaling
-  bool finite = true;
-  std::string first_bad;   // name of the first parameter with an infinity or NaN
-};
-
 struct UpdateOptions {
-  double gradient_scale = 1;  // multiplies every gradient: unscale x clip factor
+  double gradient_scale = 1;                  // multiplies every gradient: unscale x clip factor
   std::vector<kernels::GroupOptions> groups;  // one per group of the parameter space
 };
 
@@ -41,7 +40,10 @@ struct UpdaterTraffic {
   std::vector<base::TrafficReading> store_by_device;
 };
 
-/// Where weights of a parameter-space range are in host memory: [count] of the weight type.
+/// Where the weights of a stretch of the parameter space that starts at `first` go in host memory.
+/// The engine asks once per subgroup (`first` is a multiple of base::kBlockElements), so weights
+/// lie there in the order of the space, without gaps, at least as far as a subgroup reaches: one
+/// flat buffer, of which a model's tensors are views. Null: those weights are not wanted.
 using WeightsSink = std::function<void*(uint64_t first)>;
 
 /// Threads: one caller. The devices' own threads work in between.
@@ -52,6 +54,11 @@ class Updater {
   /// Errors: everything a user can get wrong about devices; each names the device.
   static base::Result<std::unique_ptr<Updater>> open(const UpdaterOptions& options,
                                                      const plan::ParameterSpace& space);
+  /// The same over devices of any other kind: emulated, or a test's own. options.devices is not
+  /// read.
+  static base::Result<std::unique_ptr<Updater>> open(
+      const UpdaterOptions& options, const plan::ParameterSpace& space,
+      std::vector<std::unique_ptr<DeviceSource>> sources);
   virtual ~Updater() = default;
 
   virtual bool fresh() const = 0;
@@ -65,36 +72,53 @@ class Updater {
       const std::function<void(uint64_t first, std::span<float> out)>& fill,
       const std::string& blob) = 0;
 
-  /// Reads the current state, subgroup by subgroup, in ascending order. `planes[i]` is the i-th plane
-  /// of the rule as f32; unwanted ones (bit i of plane_mask clear) are empty.
+  /// Reads the current state, piece by piece, in ascending order. `planes[i]` is the i-th plane of
+  /// the rule as f32; unwanted ones (bit i of plane_mask clear) are empty. A failure of `visit`
+  /// ends it.
   virtual base::Status read_state(
       uint32_t plane_mask,
-      const std::function<base::Status(uint64_t first, std::span<const std::span<const float>> planes)>&
-          visit) = 0;
+      const std::function<base::Status(uint64_t first,
+                                       std::span<const std::span<const float>> planes)>& visit) = 0;
   /// Master weights of the current step, cast: resume and evaluation.
   virtual base::Status load_weights(base::DataType type, const WeightsSink& sink) = 0;
 
-  /// Starts committed_step() + 1.
+  /// Starts committed_step() + 1, after waiting for a commit that was started.
+  /// Errors: of that commit; kFailedPrecondition before initialize().
   virtual base::Status begin_step() = 0;
-  /// A piece of the gradient, [count] of type. It is copied or sent before the call returns. Pieces
-  /// of a step cover every range once, in any order; cuts within a range fall on multiples of
-  /// kGradientCutElements of that range, so that the norm does not depend on them.
-  static constexpr uint64_t kGradientCutElements = 1u << 20;
+  /// A piece of the gradient, [count] of type; another type than UpdaterOptions::gradient_type is
+  /// cast to that first, and the norm is of what was sent. It is copied or sent before the call
+  /// returns. Pieces of a step cover every range once, in any order, and may span ranges; cuts
+  /// within a range fall on multiples of kGradientCutElements of that range, so that the norm does
+  /// not depend on them. Errors: kInvalidArgument for a cut elsewhere, kFailedPrecondition for a
+  /// piece that was given before; else the device's. After an error of a device the step can only
+  /// be taken back.
+  static constexpr uint64_t kGradientCutElements = engine::kGradientCutElements;
   virtual base::Status put_gradient(uint64_t first, const void* gradient, base::DataType type,
                                     uint64_t count) = 0;
   /// Errors: kFailedPrecondition when a range got no gradient (named).
   virtual base::Result<GradientSummary> finish_gradients(double unscale) = 0;
 
-  /// Starts the update; returns at once. Weights go to where `sink` points, `type` each.
+  /// Starts the update; returns at once. Weights go to where `sink` points, `type` each; that
+  /// memory stays valid until the step is committed or taken back.
   virtual base::Status start_update(const UpdateOptions& options, base::DataType type,
                                     const WeightsSink& sink) = 0;
-  /// Waits until the new weights of [first, first + count) are there.
+  /// Waits until the new weights of [first, first + count) are there. Errors: of the device that
+  /// failed, named; the step can then only be taken back, which commit does too.
   virtual base::Status wait_weights(uint64_t first, uint64_t count) = 0;
 
-  /// Waits for all writes, prepares on every device, then commits on every device.
-  /// On failure the step is taken back and the last committed one stands.
-  virtual base::Status commit(const std::string& blob) = 0;
-  /// Drops the step in progress: gradients, update, everything.
+  /// Starts the commit and returns at once: when all writes are done the step is prepared on every
+  /// device, then committed on every device. At most kBlobBytesMax of blob.
+  virtual base::Status start_commit(const std::string& blob) = 0;
+  /// Waits for its outcome; ok when none was started. On failure the step has been taken back on
+  /// every device and the last committed one stands; weights that came up are stale (load_weights).
+  virtual base::Status wait_commit() = 0;
+  /// Both at once.
+  base::Status commit(const std::string& blob) {
+    SI_RETURN_IF_ERROR(start_commit(blob));
+    return wait_commit();
+  }
+  /// Drops the step in progress: gradients, update, everything. Waits for what is in flight;
+  /// weights that came up are stale. Ok when there is none.
   virtual base::Status take_back() = 0;
 
   virtual UpdaterTraffic traffic() const = 0;

@@ -1,5 +1,6 @@
 // The update rules by name and option, and the scalars one step of them needs. Scalars are computed
-// once per step in double on the host side and handed to every device, so all devices agree on them.
+// once per step in double on the host side and handed to every device, so all devices agree on
+// them.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,16 @@
 
 namespace smartinf::kernels {
 
-enum class UpdateRule : uint8_t { kAdamW = 0, kAdam = 1, kSgdMomentum = 2, kAdagrad = 3, kLion = 4 };
+enum class UpdateRule : uint8_t {
+  kAdamW = 0,
+  kAdam = 1,
+  kSgdMomentum = 2,
+  kAdagrad = 3,
+  kLion = 4
+};
+
+/// Every rule, in the order of its number.
+std::span<const UpdateRule> all_update_rules();
 
 std::string_view update_rule_name(UpdateRule rule);  // "adamw", "adam", "sgd", "adagrad", "lion"
 std::optional<UpdateRule> update_rule_from_name(std::string_view name);
@@ -23,14 +33,14 @@ std::span<const base::PlaneKind> rule_planes(UpdateRule rule);
 /// A user's options, in torch.optim's meaning. What a rule does not know must be at its default.
 struct RuleOptions {
   UpdateRule rule = UpdateRule::kAdamW;
-  double beta1 = 0.9;    // Adam(W), Lion; momentum of SGD
-  double beta2 = 0.999;  // Adam(W), Lion
-  double eps = 1e-8;     // Adam(W), Adagrad
-  double dampening = 0;  // SGD
-  bool nesterov = false; // SGD
+  double beta1 = 0.9;     // Adam(W), Lion; momentum of SGD
+  double beta2 = 0.999;   // Adam(W), Lion
+  double eps = 1e-8;      // Adam(W), Adagrad
+  double dampening = 0;   // SGD
+  bool nesterov = false;  // SGD
   bool maximize = false;
-  double lr_decay = 0;                  // Adagrad
-  double initial_accumulator_value = 0; // Adagrad
+  double lr_decay = 0;                   // Adagrad
+  double initial_accumulator_value = 0;  // Adagrad
 };
 
 /// What differs between ranges of the parameter space in one step (torch's param_groups).
@@ -44,22 +54,24 @@ struct StepScalars {
   UpdateRule rule = UpdateRule::kAdamW;
   bool nesterov = false;
   bool maximize = false;
-  bool first_step = false;   // SGD takes the gradient itself as its first momentum, as torch does
+  bool first_step = false;   // SGD takes the gradient itself as its first momentum, as torch does;
+                             // Adagrad takes initial_variance as its first accumulator
   float gradient_scale = 1;  // unscale and clip factor, applied to each gradient on the way in
   float lr = 0;
   float beta1 = 0, one_minus_beta1 = 0;
   float beta2 = 0, one_minus_beta2 = 0;
   float eps = 0;
-  float decay_factor = 1;     // decoupled decay: 1 - lr * weight_decay (AdamW, Lion)
-  float weight_decay = 0;     // L2 added to the gradient (Adam, SGD, Adagrad)
-  float step_size = 0;        // lr / (1 - beta1^t); Adagrad: lr / (1 + (t - 1) * lr_decay)
-  float bias2_sqrt = 1;       // sqrt(1 - beta2^t)
-  float dampening_factor = 1; // 1 - dampening (SGD)
-  uint64_t step = 0;          // counts from 1; with seed it makes stochastic rounding repeatable
-  uint64_t seed = 0;          // of the run
+  float decay_factor = 1;      // decoupled decay: 1 - lr * weight_decay (AdamW, Lion)
+  float weight_decay = 0;      // L2 added to the gradient (Adam, SGD, Adagrad)
+  float step_size = 0;         // lr / (1 - beta1^t); Adagrad: lr / (1 + (t - 1) * lr_decay)
+  float bias2_sqrt = 1;        // sqrt(1 - beta2^t)
+  float dampening_factor = 1;  // 1 - dampening (SGD)
+  float initial_variance = 0;  // initial_accumulator_value (Adagrad)
+  uint64_t step = 0;           // counts from 1; with seed it makes stochastic rounding repeatable
+  uint64_t seed = 0;           // of the run
 };
 
-/// Errors: none; options are validated where the user gave them.
+/// Errors: none; options are validated where the user gave them. step counts from 1 (SI_CHECK).
 StepScalars make_step_scalars(const RuleOptions& options, const GroupOptions& group,
                               base::StepNumber step, double gradient_scale, uint64_t seed);
 

@@ -1,0 +1,90 @@
+#include "smartinf/engine/memory_plan.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
+#include "smartinf/engine/gradient_intake.h"
+
+namespace smartinf::engine {
+
+namespace {
+
+/// A plane of so many f32 elements is one transfer of 4 MiB: large enough for a drive's full rate,
+/// small enough that filling and draining the pipeline is a small part of a step.
+constexpr uint64_t kSubgroupElementsMax = uint64_t{1} << 20;
+/// A device with fewer subgroups than this spends its time filling and draining.
+constexpr uint64_t kSubgroupsPerDeviceMin = 16;
+
+uint64_t slot_bytes(const MemoryPlanInput& input, uint64_t elements) {
+  return state_bytes(input.rule, input.format, elements) +
+         base::round_up(elements * input.gradient_spill_bytes, base::kIoAlignment);
+}
+
+/// Initialization fills one half while the other is written; reading needs a block of every plane;
+/// casting a gradient needs one cut of it as f32 and once more as the type that is sent.
+uint64_t staging_bytes(uint64_t subgroup_elements) {
+  const uint64_t write = 2 * subgroup_elements * sizeof(float);
+  const uint64_t read = 4 * base::kBlockElements * sizeof(float);
+  const uint64_t cast = kGradientCutElements * (sizeof(float) + 2);
+  return base::round_up(std::max({write, read, cast}), base::kIoAlignment);
+}
+
+}  // namespace
+
+uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements) {
+  uint64_t bytes = 0;
+  for (const base::PlaneKind kind : kernels::rule_planes(rule)) {
+    const base::Encoding encoding = base::plane_encoding(format, kind);
+    const uint64_t blocks = elements / base::kBlockElements;
+    const uint64_t rest = elements % base::kBlockElements;
+    const uint64_t plane = blocks * base::encoded_bytes(encoding, base::kBlockElements) +
+                           base::encoded_bytes(encoding, rest);
+    bytes += base::round_up(plane, base::kIoAlignment);
+  }
+  return bytes;
+}
+
+base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input) {
+  const uint64_t devices = std::max<uint32_t>(input.devices, 1);
+  const auto needed = [&](uint64_t elements, uint64_t slots) {
+    return staging_bytes(elements) + devices * slots * slot_bytes(input, elements);
+  };
+  uint64_t elements = input.subgroup_elements;
+  if (elements != 0) {
+    elements = base::round_up(std::min(elements, std::max<uint64_t>(input.elements, 1)),
+                              base::kBlockElements);
+  } else {
+    const uint64_t share = base::divide_up(input.elements, devices * kSubgroupsPerDeviceMin);
+    elements = std::clamp(base::round_up(share, base::kBlockElements), base::kBlockElements,
+                          kSubgroupElementsMax);
+    // Four slots keep a read, an update and two writes going.
+    while (elements > base::kBlockElements && needed(elements, 4) > input.budget_bytes) {
+      elements = base::round_up(elements / 2, base::kBlockElements);
+    }
+  }
+  const uint64_t least = needed(elements, kSlotsMin);
+  if (least > input.budget_bytes) {
+    std::string advice = fmt::format("Set it to at least {}", base::format_bytes(least));
+    if (input.subgroup_elements != 0 && elements > base::kBlockElements) {
+      advice += " or make the subgroups smaller";
+    }
+    return base::Status(
+        base::ErrorCode::kOutOfMemory,
+        fmt::format("a memory budget of {} is too small for {} device{} with subgroups of {} "
+                    "parameters",
+                    base::format_bytes(input.budget_bytes), devices, devices == 1 ? "" : "s",
+                    elements),
+        advice + ".");
+  }
+  MemoryPlan plan;
+  plan.subgroup_elements = elements;
+  plan.slot_bytes = slot_bytes(input, elements);
+  plan.staging_bytes = staging_bytes(elements);
+  const uint64_t fit = (input.budget_bytes - plan.staging_bytes) / (devices * plan.slot_bytes);
+  plan.slots = static_cast<uint32_t>(std::min<uint64_t>(fit, kSlotsMax));
+  return plan;
+}
+
+}  // namespace smartinf::engine

@@ -1,0 +1,41 @@
+// How the memory budget is divided: subgroup size, slots, and the engine's own buffer. A pure
+// function, so that doctor and plan can say the same numbers without a device.
+#pragma once
+
+#include <cstdint>
+
+#include "smartinf/base/state_format.h"
+#include "smartinf/base/status.h"
+#include "smartinf/kernels/update_rule.h"
+
+namespace smartinf::engine {
+
+struct MemoryPlanInput {
+  uint64_t budget_bytes = 0;
+  uint64_t elements = 0;  // of the parameter space
+  uint32_t devices = 1;
+  kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
+  base::StateFormat format = base::StateFormat::kF32;
+  uint32_t gradient_spill_bytes = 0;  // per element; a spilled gradient is read into the slot too
+  uint64_t subgroup_elements = 0;     // 0: chosen here
+};
+
+struct MemoryPlan {
+  uint64_t subgroup_elements = 0;  // a multiple of base::kBlockElements
+  uint64_t slot_bytes = 0;
+  uint32_t slots = 0;          // of each device
+  uint64_t staging_bytes = 0;  // the engine's own: initialization, reading state, casting gradients
+};
+
+/// Fewer slots than this cannot overlap reading with writing.
+inline constexpr uint32_t kSlotsMin = 2;
+/// More than this brought nothing on any drive measured.
+inline constexpr uint32_t kSlotsMax = 16;
+
+/// Errors: kOutOfMemory with the smallest budget that would do.
+base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input);
+
+/// Bytes of one element's planes on the drive, times `elements`, with every block's scales.
+uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements);
+
+}  // namespace smartinf::engine

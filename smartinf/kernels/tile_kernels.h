@@ -1,0 +1,51 @@
+// What each instruction set implements: the stages of an update over one tile of at most 256
+// elements, small enough that everything between two stages stays in the first-level cache. The
+// order of the stages, blocks and groups is written once, in update.cc.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/state_format.h"
+#include "smartinf/kernels/state_codec.h"
+#include "smartinf/kernels/update_rule.h"
+
+namespace smartinf::kernels {
+
+/// A tile is a q8 group.
+inline constexpr size_t kTileElements = base::kQ8GroupElements;
+
+/// Elements of one leaf of the norm's tree, and the lanes its squares are added up in.
+inline constexpr size_t kNormLeafElements = 4096;
+inline constexpr size_t kNormLanes = 16;
+
+/// Any n for casts; at most kTileElements (kNormLeafElements for squares) otherwise. Pointers are
+/// aligned to their element, no more.
+struct TileKernels {
+  std::string_view isa;
+
+  void (*widen)(const void* in, base::DataType type, float* out, size_t n);
+  void (*narrow)(const float* in, void* out, base::DataType type, size_t n);
+
+  /// One step in place. momentum or variance is null when the rule does not keep it.
+  void (*update)(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
+                 float* variance, size_t n);
+
+  void (*encode_bf16)(base::PlaneKind kind, RoundingKey key, const float* in, uint16_t* out,
+                      size_t n);
+  /// Returns the group's step.
+  float (*encode_q8)(base::PlaneKind kind, RoundingKey key, const float* in, uint8_t* out,
+                     size_t n);
+  void (*decode_q8)(base::PlaneKind kind, float step, const uint8_t* in, float* out, size_t n);
+
+  /// Sum of squares of a leaf: lane l adds elements l, l + 16, l + 32, ... in order; lanes are then
+  /// added in halves (8 + 8, 4 + 4, 2 + 2, 1 + 1).
+  double (*leaf_squares)(const void* in, base::DataType type, size_t n);
+};
+
+/// The plain truth; every machine has it.
+const TileKernels& scalar_tiles();
+
+}  // namespace smartinf::kernels

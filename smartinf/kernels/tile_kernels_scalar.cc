@@ -1,0 +1,151 @@
+// The plain truth of every tile stage: rules.h and state_codec.h applied element by element.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "smartinf/kernels/rules.h"
+#include "smartinf/kernels/tile_kernels.h"
+
+namespace smartinf::kernels {
+
+ElementState update_element(const StepScalars& scalars, float gradient, ElementState state) {
+  gradient = gradient * (scalars.maximize ? -scalars.gradient_scale : scalars.gradient_scale);
+  switch (scalars.rule) {
+    case UpdateRule::kAdamW:
+    case UpdateRule::kAdam:
+      update_adam(scalars, gradient, state);
+      break;
+    case UpdateRule::kSgdMomentum:
+      update_sgd(scalars, gradient, state);
+      break;
+    case UpdateRule::kAdagrad:
+      update_adagrad(scalars, gradient, state);
+      break;
+    case UpdateRule::kLion:
+      update_lion(scalars, gradient, state);
+      break;
+  }
+  return {canonical(state.master), canonical(state.momentum), canonical(state.variance)};
+}
+
+namespace {
+
+using base::DataType;
+using base::PlaneKind;
+
+void widen(const void* in, DataType type, float* out, size_t n) {
+  switch (type) {
+    case DataType::kF32:
+      std::memcpy(out, in, n * sizeof(float));
+      return;
+    case DataType::kBf16: {
+      const auto* bf16 = static_cast<const uint16_t*>(in);
+      for (size_t i = 0; i < n; ++i) out[i] = base::to_f32(base::Bf16{bf16[i]});
+      return;
+    }
+    case DataType::kF16: {
+      const auto* f16 = static_cast<const uint16_t*>(in);
+      for (size_t i = 0; i < n; ++i) out[i] = base::to_f32(base::F16{f16[i]});
+      return;
+    }
+  }
+}
+
+void narrow(const float* in, void* out, DataType type, size_t n) {
+  switch (type) {
+    case DataType::kF32:
+      std::memcpy(out, in, n * sizeof(float));
+      return;
+    case DataType::kBf16: {
+      auto* bf16 = static_cast<uint16_t*>(out);
+      for (size_t i = 0; i < n; ++i) bf16[i] = base::to_bf16(in[i]).bits;
+      return;
+    }
+    case DataType::kF16: {
+      auto* f16 = static_cast<uint16_t*>(out);
+      for (size_t i = 0; i < n; ++i) f16[i] = base::to_f16(in[i]).bits;
+      return;
+    }
+  }
+}
+
+void update(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
+            float* variance, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    ElementState state{.master = master[i],
+                       .momentum = momentum != nullptr ? momentum[i] : 0,
+                       .variance = variance != nullptr ? variance[i] : 0};
+    state = update_element(scalars, gradient[i], state);
+    master[i] = state.master;
+    if (momentum != nullptr) momentum[i] = state.momentum;
+    if (variance != nullptr) variance[i] = state.variance;
+  }
+}
+
+void encode_bf16(PlaneKind kind, RoundingKey key, const float* in, uint16_t* out, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t random = rounding_half(rounding_bits(key, static_cast<uint32_t>(i)), kind);
+    out[i] = round_bf16(in[i], random);
+  }
+}
+
+float encode_q8(PlaneKind kind, RoundingKey key, const float* in, uint8_t* out, size_t n) {
+  const bool is_variance = kind == PlaneKind::kVariance;
+  uint32_t largest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const float magnitude = is_variance ? std::sqrt(in[i]) : in[i];
+    largest = std::max(largest, std::bit_cast<uint32_t>(magnitude) & kMagnitudeMask);
+  }
+  const float step =
+      group_step(largest, is_variance ? kVarianceCodesSquared : kMomentumCodesSquared);
+  const float inverse = group_inverse(step);
+  for (size_t i = 0; i < n; ++i) {
+    const uint32_t random = rounding_half(rounding_bits(key, static_cast<uint32_t>(i)), kind);
+    out[i] = is_variance ? encode_variance(std::sqrt(in[i]), inverse, random)
+                         : static_cast<uint8_t>(encode_momentum(in[i], inverse, random));
+  }
+  return step;
+}
+
+void decode_q8(PlaneKind kind, float step, const uint8_t* in, float* out, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    out[i] = kind == PlaneKind::kVariance ? decode_variance(in[i], step)
+                                          : decode_momentum(static_cast<int8_t>(in[i]), step);
+  }
+}
+
+double leaf_squares(const void* in, DataType type, size_t n) {
+  std::array<double, kNormLanes> lanes{};
+  std::array<float, kNormLanes> wide{};
+  const auto* bytes = static_cast<const std::byte*>(in);
+  for (size_t i = 0; i < n; i += kNormLanes) {
+    const size_t count = std::min(kNormLanes, n - i);
+    widen(bytes + i * base::data_type_bytes(type), type, wide.data(), count);
+    for (size_t l = 0; l < count; ++l) {
+      const double value = wide[l];
+      lanes[l] += value * value;
+    }
+  }
+  for (size_t half = kNormLanes / 2; half > 0; half /= 2) {
+    for (size_t l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  }
+  return lanes[0];
+}
+
+}  // namespace
+
+const TileKernels& scalar_tiles() {
+  static constexpr TileKernels kTiles{.isa = "scalar",
+                                      .widen = widen,
+                                      .narrow = narrow,
+                                      .update = update,
+                                      .encode_bf16 = encode_bf16,
+                                      .encode_q8 = encode_q8,
+                                      .decode_q8 = decode_q8,
+                                      .leaf_squares = leaf_squares};
+  return kTiles;
+}
+
+}  // namespace smartinf::kernels

@@ -1,0 +1,103 @@
+#include "smartinf/kernels/update_rule.h"
+
+#include <array>
+#include <cmath>
+
+#include "smartinf/base/check.h"
+
+namespace smartinf::kernels {
+namespace {
+
+using base::PlaneKind;
+
+constexpr std::array kRules = {UpdateRule::kAdamW, UpdateRule::kAdam, UpdateRule::kSgdMomentum,
+                               UpdateRule::kAdagrad, UpdateRule::kLion};
+constexpr std::array kAdamPlanes = {PlaneKind::kMaster, PlaneKind::kMomentum, PlaneKind::kVariance};
+constexpr std::array kMomentumPlanes = {PlaneKind::kMaster, PlaneKind::kMomentum};
+constexpr std::array kVariancePlanes = {PlaneKind::kMaster, PlaneKind::kVariance};
+
+}  // namespace
+
+std::span<const UpdateRule> all_update_rules() { return kRules; }
+
+std::string_view update_rule_name(UpdateRule rule) {
+  switch (rule) {
+    case UpdateRule::kAdamW:
+      return "adamw";
+    case UpdateRule::kAdam:
+      return "adam";
+    case UpdateRule::kSgdMomentum:
+      return "sgd";
+    case UpdateRule::kAdagrad:
+      return "adagrad";
+    case UpdateRule::kLion:
+      return "lion";
+  }
+  return "?";
+}
+
+std::optional<UpdateRule> update_rule_from_name(std::string_view name) {
+  for (const UpdateRule rule : kRules) {
+    if (update_rule_name(rule) == name) return rule;
+  }
+  return std::nullopt;
+}
+
+std::span<const PlaneKind> rule_planes(UpdateRule rule) {
+  switch (rule) {
+    case UpdateRule::kAdamW:
+    case UpdateRule::kAdam:
+      return kAdamPlanes;
+    case UpdateRule::kSgdMomentum:
+    case UpdateRule::kLion:
+      return kMomentumPlanes;
+    case UpdateRule::kAdagrad:
+      return kVariancePlanes;
+  }
+  SI_CHECK(false, "unknown update rule");
+  return {};
+}
+
+StepScalars make_step_scalars(const RuleOptions& options, const GroupOptions& group,
+                              base::StepNumber step, double gradient_scale, uint64_t seed) {
+  SI_CHECK(step >= 1, "optimizer steps count from 1");
+  const auto t = static_cast<double>(step);
+  StepScalars scalars;
+  scalars.rule = options.rule;
+  scalars.nesterov = options.nesterov;
+  scalars.maximize = options.maximize;
+  scalars.first_step = step == 1;
+  scalars.gradient_scale = static_cast<float>(gradient_scale);
+  scalars.lr = static_cast<float>(group.lr);
+  scalars.beta1 = static_cast<float>(options.beta1);
+  scalars.one_minus_beta1 = static_cast<float>(1 - options.beta1);
+  scalars.beta2 = static_cast<float>(options.beta2);
+  scalars.one_minus_beta2 = static_cast<float>(1 - options.beta2);
+  scalars.eps = static_cast<float>(options.eps);
+  scalars.dampening_factor = static_cast<float>(1 - options.dampening);
+  scalars.initial_variance = static_cast<float>(options.initial_accumulator_value);
+  scalars.step = step;
+  scalars.seed = seed;
+  switch (options.rule) {
+    case UpdateRule::kAdamW:
+    case UpdateRule::kAdam:
+      scalars.step_size = static_cast<float>(group.lr / (1 - std::pow(options.beta1, t)));
+      scalars.bias2_sqrt = static_cast<float>(std::sqrt(1 - std::pow(options.beta2, t)));
+      break;
+    case UpdateRule::kAdagrad:
+      scalars.step_size = static_cast<float>(group.lr / (1 + (t - 1) * options.lr_decay));
+      break;
+    case UpdateRule::kSgdMomentum:
+    case UpdateRule::kLion:
+      scalars.step_size = scalars.lr;
+      break;
+  }
+  if (options.rule == UpdateRule::kAdamW || options.rule == UpdateRule::kLion) {
+    scalars.decay_factor = static_cast<float>(1 - group.lr * group.weight_decay);
+  } else {
+    scalars.weight_decay = static_cast<float>(group.weight_decay);
+  }
+  return scalars;
+}
+
+}  // namespace smartinf::kernels

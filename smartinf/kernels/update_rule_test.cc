@@ -1,0 +1,56 @@
+#include "smartinf/kernels/update_rule.h"
+
+#include <cmath>
+
+#include <gtest/gtest.h>
+
+namespace smartinf::kernels {
+namespace {
+
+TEST(UpdateRule, NamesComeBack) {
+  EXPECT_EQ(all_update_rules().size(), 5u);
+  for (const UpdateRule rule : all_update_rules()) {
+    EXPECT_EQ(update_rule_from_name(update_rule_name(rule)), rule);
+    EXPECT_EQ(rule_planes(rule).front(), base::PlaneKind::kMaster);
+  }
+  EXPECT_FALSE(update_rule_from_name("adamww"));
+}
+
+TEST(StepScalars, BiasCorrectionIsComputedInDouble) {
+  const StepScalars scalars = make_step_scalars({.beta1 = 0.9, .beta2 = 0.999},
+                                                {.lr = 1e-3, .weight_decay = 0.1}, 3, 0.5, 7);
+  EXPECT_EQ(scalars.step_size, static_cast<float>(1e-3 / (1 - std::pow(0.9, 3))));
+  EXPECT_EQ(scalars.bias2_sqrt, static_cast<float>(std::sqrt(1 - std::pow(0.999, 3))));
+  // In f32, 1 - 0.999f is off by 1e-5 relative.
+  EXPECT_EQ(scalars.one_minus_beta2, static_cast<float>(0.001));
+  EXPECT_EQ(scalars.decay_factor, static_cast<float>(1 - 1e-4));
+  EXPECT_EQ(scalars.weight_decay, 0.0f);
+  EXPECT_EQ(scalars.gradient_scale, 0.5f);
+  EXPECT_EQ(scalars.step, 3u);
+  EXPECT_EQ(scalars.seed, 7u);
+  EXPECT_FALSE(scalars.first_step);
+}
+
+TEST(StepScalars, DecayGoesWhereTheRuleWantsIt) {
+  const GroupOptions group{.lr = 0.1, .weight_decay = 0.5};
+  for (const UpdateRule rule : all_update_rules()) {
+    const StepScalars scalars = make_step_scalars({.rule = rule}, group, 1, 1, 0);
+    const bool decoupled = rule == UpdateRule::kAdamW || rule == UpdateRule::kLion;
+    EXPECT_EQ(scalars.decay_factor, decoupled ? 0.95f : 1.0f) << update_rule_name(rule);
+    EXPECT_EQ(scalars.weight_decay, decoupled ? 0.0f : 0.5f) << update_rule_name(rule);
+    EXPECT_TRUE(scalars.first_step);
+  }
+}
+
+TEST(StepScalars, AdagradsRateFalls) {
+  const StepScalars scalars =
+      make_step_scalars({.rule = UpdateRule::kAdagrad, .lr_decay = 0.5}, {.lr = 1}, 5, 1, 0);
+  EXPECT_EQ(scalars.step_size, static_cast<float>(1.0 / 3.0));
+}
+
+TEST(StepScalarsDeathTest, StepsCountFromOne) {
+  EXPECT_DEATH((void)make_step_scalars({}, {}, 0, 1, 0), "count from 1");
+}
+
+}  // namespace
+}  // namespace smartinf::kernels

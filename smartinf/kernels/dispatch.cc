@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "smartinf/kernels/tile_kernels_simd.h"
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::kernels {
@@ -36,8 +37,14 @@ const Resolution& resolution() {
 }  // namespace
 
 std::vector<const KernelTable*> supported_tables() {
-  static const KernelTable kScalar(scalar_tiles());
-  return {&kScalar};
+  static const std::vector<KernelTable> kTables = [] {
+    std::vector<KernelTable> tables{KernelTable(scalar_tiles())};
+    for (const TileKernels& tiles : simd_tiles()) tables.emplace_back(tiles);
+    return tables;
+  }();
+  std::vector<const KernelTable*> pointers;
+  for (const KernelTable& table : kTables) pointers.push_back(&table);
+  return pointers;
 }
 
 base::Result<const KernelTable*> find_table(std::string_view isa) {

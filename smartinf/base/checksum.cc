@@ -1,6 +1,9 @@
 #include "smartinf/base/checksum.h"
 
 #include <xxhash.h>
+#ifdef SMARTINF_XXH_DISPATCH
+#include <xxh_x86dispatch.h>  // makes XXH3_* choose AVX2 or AVX-512 at run time: the same values
+#endif
 
 namespace smartinf::base {
 

@@ -8,7 +8,7 @@
 
 namespace smartinf::base {
 
-/// XXH3-64 of the bytes, seeded. Equal on every machine.
+/// XXH3-64 of the bytes, seeded. Equal on every machine. Threads: pure.
 uint64_t checksum(std::span<const std::byte> bytes, uint64_t seed = 0);
 
 /// Mixes two words into one seed; the order matters.

@@ -1,0 +1,417 @@
+// What every device kind must do: same bits for the same gradients as the plain reference, whatever
+// the ring, schedule, threads, slots, links, state format or place of the gradients.
+#include <algorithm>
+#include <filesystem>
+#include <random>
+#include <set>
+#include <string>
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "smartinf/csd/local_device.h"
+#include "smartinf/csd/test_model.h"
+
+namespace smartinf::csd {
+namespace {
+
+using base::DataType;
+using base::StateFormat;
+using base::Status;
+
+constexpr auto kWait = std::chrono::seconds(60);
+
+struct Kind {
+  std::string name;
+  StateFormat format = StateFormat::kF32;
+  storage::RingKind ring = storage::RingKind::kAuto;
+  plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
+  uint32_t threads = 2;
+  uint32_t slots = 3;
+  bool spill = false;
+  bool links = false;
+  bool checksums = true;
+  storage::Durability durability = storage::Durability::kStep;
+  DataType gradient_type = DataType::kBf16;
+  DataType weights_type = DataType::kBf16;
+  HostLinkPlace place = HostLinkPlace::kAtProcessor;
+};
+
+std::vector<Kind> kinds() {
+  std::vector<Kind> all;
+  const auto add = [&](std::string name, auto change) {
+    Kind kind;
+    kind.name = std::move(name);
+    change(kind);
+    all.push_back(kind);
+  };
+  add("plain", [](Kind&) {});
+  add("threads_ring", [](Kind& k) { k.ring = storage::RingKind::kThreads; });
+  add("naive", [](Kind& k) { k.schedule = plan::ScheduleVariant::kNaive; });
+  add("early", [](Kind& k) { k.schedule = plan::ScheduleVariant::kEarly; });
+  add("one_slot", [](Kind& k) { k.slots = 1; });
+  add("many_slots", [](Kind& k) { k.slots = 32; });
+  add("one_thread", [](Kind& k) { k.threads = 1; });
+  add("five_threads", [](Kind& k) { k.threads = 5; });
+  add("bf16_state", [](Kind& k) { k.format = StateFormat::kBf16; });
+  add("q8_state", [](Kind& k) { k.format = StateFormat::kQ8; });
+  add("no_checksums", [](Kind& k) { k.checksums = false; });
+  add("scratch", [](Kind& k) { k.durability = storage::Durability::kNone; });
+  add("f32_both_ways", [](Kind& k) { k.gradient_type = k.weights_type = DataType::kF32; });
+  add("f16_both_ways", [](Kind& k) { k.gradient_type = k.weights_type = DataType::kF16; });
+  add("spilled", [](Kind& k) { k.spill = true; });
+  add("spilled_q8_naive", [](Kind& k) {
+    k.spill = true;
+    k.format = StateFormat::kQ8;
+    k.schedule = plan::ScheduleVariant::kNaive;
+  });
+  add("behind_links", [](Kind& k) { k.links = true; });
+  add("host_update", [](Kind& k) {
+    k.links = true;
+    k.spill = true;
+    k.place = HostLinkPlace::kAtStore;
+    k.gradient_type = k.weights_type = DataType::kF32;
+  });
+  return all;
+}
+
+class DeviceContract : public testing::TestWithParam<Kind> {
+ protected:
+  void SetUp() override {
+    std::string pattern = (std::filesystem::temp_directory_path() / "csd_test_XXXXXX").string();
+    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
+    folder_ = pattern;
+    layout_ = test_layout(GetParam().format, GetParam().spill ? type_bytes() : 0);
+    const storage::StoredSubgroup& last = layout_.subgroups.back();
+    groups_ = test_groups(last.first_element + last.count);
+    host_link_ = std::make_shared<Link>(LinkOptions{"host", 4e9, 4e9, false, {}});
+    drive_link_ = std::make_shared<Link>(LinkOptions{"drive", 2e9, 1e9, true, {}});
+  }
+  void TearDown() override {
+    device_.reset();
+    std::filesystem::remove_all(folder_);
+  }
+
+  uint32_t type_bytes() const {
+    return static_cast<uint32_t>(base::data_type_bytes(GetParam().gradient_type));
+  }
+  LocalDeviceOptions options() const {
+    const Kind& kind = GetParam();
+    LocalDeviceOptions options;
+    options.path = folder_ + "/device";
+    options.name = "drive-a";
+    options.threads = kind.threads;
+    options.slots = kind.slots;
+    options.gradient_type = kind.gradient_type;
+    // Room for one subgroup's gradient, so that both ways are gone; the host update keeps none.
+    if (kind.spill) options.gradient_budget_bytes = 2 * base::kBlockElements * type_bytes();
+    if (kind.place == HostLinkPlace::kAtStore) options.gradient_budget_bytes = 0;
+    options.schedule = kind.schedule;
+    options.store.ring.kind = kind.ring;
+    options.store.durability = kind.durability;
+    options.store.checksums = kind.checksums;
+    options.store.io_bytes = 256 * 1024;
+    options.groups = groups_;
+    options.host_link_place = kind.place;
+    if (kind.links) {
+      options.links.store = {drive_link_};
+      if (kind.place == HostLinkPlace::kAtStore) {
+        options.links.store.push_back(host_link_);
+      } else {
+        options.links.host = host_link_;
+      }
+    }
+    return options;
+  }
+
+  /// Submits and waits for kDone.
+  Status run(Command& command) {
+    command.replies = &queue_;
+    device_->submit(command);
+    return wait_for(command);
+  }
+  Status wait_for(Command& command) {
+    Completion completion;
+    while (queue_.pop(completion, kWait)) {
+      if (completion.event == Completion::Event::kWeightsReady) {
+        ready_.push_back(completion.subgroup);
+        continue;
+      }
+      EXPECT_EQ(completion.command, &command);
+      return completion.status;
+    }
+    return Status(base::ErrorCode::kTimeout, "no completion");
+  }
+  Status run(CommandKind kind, uint64_t step) {
+    Command command;
+    command.kind = kind;
+    command.step = step;
+    command.blob = "blob of step " + std::to_string(step);
+    return run(command);
+  }
+
+  void create() {
+    auto made = create_local_device(options(), layout_);
+    ASSERT_TRUE(made.ok()) << made.status().to_string();
+    device_ = std::move(*made);
+    ASSERT_TRUE(run(CommandKind::kBeginStep, 0).ok());
+    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
+      std::vector<float> master = ReferenceModel::master_at_start(subgroup);
+      Command write;
+      write.kind = CommandKind::kWriteState;
+      write.subgroup = subgroup.id;
+      write.count = subgroup.count;
+      write.planes[0] = master.data();
+      const Status status = run(write);
+      ASSERT_TRUE(status.ok()) << status.to_string();
+    }
+    finish_step(0);
+  }
+  void open() {
+    device_.reset();
+    auto opened = open_local_device(options());
+    ASSERT_TRUE(opened.ok()) << opened.status().to_string();
+    device_ = std::move(*opened);
+    const Status status = device_->recover_to(device_->state().committed_step);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+  }
+  void finish_step(uint64_t step) {
+    Status status = run(CommandKind::kPrepare, step);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    status = run(CommandKind::kCommit, step);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    EXPECT_EQ(device_->state().committed_step, step);
+  }
+
+  Status put(const storage::StoredSubgroup& subgroup, const std::vector<std::byte>& gradient,
+             uint64_t first, uint64_t count) {
+    Command put;
+    put.kind = CommandKind::kPutGradient;
+    put.subgroup = subgroup.id;
+    put.first = first;
+    put.count = count;
+    put.type = GetParam().gradient_type;
+    put.gradient = gradient.data() + first * type_bytes();
+    return run(put);
+  }
+  /// Backward's order: last subgroup first, each in pieces.
+  void put_all(uint64_t step) {
+    std::mt19937_64 random(step);
+    for (auto subgroup = layout_.subgroups.rbegin(); subgroup != layout_.subgroups.rend();
+         ++subgroup) {
+      const auto gradient = test_gradient(*subgroup, step, GetParam().gradient_type);
+      for (uint64_t first = 0; first < subgroup->count;) {
+        const uint64_t count = std::min(subgroup->count - first, 1 + random() % 100'000);
+        const Status status = put(*subgroup, gradient, first, count);
+        ASSERT_TRUE(status.ok()) << status.to_string();
+        first += count;
+      }
+    }
+  }
+  Command update_command(uint64_t step) {
+    Command update;
+    update.kind = CommandKind::kUpdate;
+    update.step = step;
+    update.type = GetParam().weights_type;
+    update.scalars = test_scalars(step);
+    weights_.clear();
+    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
+      weights_.emplace_back(subgroup.count * base::data_type_bytes(update.type));
+    }
+    for (size_t i = 0; i < weights_.size(); ++i) {
+      update.updates.push_back({layout_.subgroups[i].id, weights_[i].data()});
+    }
+    return update;
+  }
+  void step(uint64_t number) {
+    ASSERT_TRUE(run(CommandKind::kBeginStep, number).ok());
+    put_all(number);
+    Command update = update_command(number);
+    ready_.clear();
+    const Status status = run(update);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    EXPECT_EQ(ready_.size(), layout_.subgroups.size()) << "weights are ready once per subgroup";
+  }
+
+  void expect_state(ReferenceModel& reference) {
+    for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
+      const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
+      std::vector<std::vector<float>> planes(layout_.planes.size(),
+                                             std::vector<float>(subgroup.count));
+      Command read;
+      read.kind = CommandKind::kReadState;
+      read.subgroup = subgroup.id;
+      read.count = subgroup.count;
+      for (size_t p = 0; p < planes.size(); ++p) read.planes[p] = planes[p].data();
+      const Status status = run(read);
+      ASSERT_TRUE(status.ok()) << status.to_string();
+      for (size_t p = 0; p < planes.size(); ++p) {
+        EXPECT_TRUE(planes[p] == reference.plane(i, p)) << "subgroup " << i << " plane " << p;
+      }
+    }
+  }
+
+  std::string folder_;
+  storage::StoreLayout layout_;
+  std::vector<plan::GroupStretch> groups_;
+  std::shared_ptr<Link> host_link_;
+  std::shared_ptr<Link> drive_link_;
+  CompletionQueue queue_;
+  std::unique_ptr<Device> device_;
+  std::vector<base::SubgroupId> ready_;
+  std::vector<std::vector<std::byte>> weights_;
+};
+
+TEST_P(DeviceContract, GivesTheBitsOfThePlainReference) {
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  for (uint64_t number = 1; number <= 3; ++number) {
+    step(number);
+    ASSERT_FALSE(HasFatalFailure());
+    EXPECT_TRUE(weights_ ==
+                reference.step(number, GetParam().gradient_type, GetParam().weights_type))
+        << "weights of step " << number;
+    finish_step(number);
+    ASSERT_FALSE(HasFatalFailure());
+  }
+  expect_state(reference);
+  open();
+  ASSERT_FALSE(HasFatalFailure());
+  EXPECT_EQ(device_->state().committed_step, 3u);
+  EXPECT_EQ(device_->blob(), "blob of step 3");
+  expect_state(reference);
+}
+
+TEST_P(DeviceContract, TakesAStepBack) {
+  if (GetParam().durability == storage::Durability::kNone) {
+    GTEST_SKIP() << "in place: nothing can be taken back";
+  }
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  step(1);
+  ASSERT_FALSE(HasFatalFailure());
+  ASSERT_TRUE(run(CommandKind::kTakeBack, 1).ok());
+  expect_state(reference);
+  // Prepared, then taken back.
+  step(1);
+  ASSERT_FALSE(HasFatalFailure());
+  ASSERT_TRUE(run(CommandKind::kPrepare, 1).ok());
+  ASSERT_TRUE(run(CommandKind::kTakeBack, 1).ok());
+  expect_state(reference);
+  // Only gradients came; then the step again, whole.
+  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  put_all(1);
+  ASSERT_TRUE(run(CommandKind::kTakeBack, 1).ok());
+  step(1);
+  ASSERT_FALSE(HasFatalFailure());
+  finish_step(1);
+  reference.step(1, GetParam().gradient_type, GetParam().weights_type);
+  expect_state(reference);
+}
+
+TEST_P(DeviceContract, StopsAnUpdateThatIsTakenBack) {
+  if (GetParam().durability == storage::Durability::kNone) GTEST_SKIP() << "in place";
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  put_all(1);
+  Command update = update_command(1);
+  update.replies = &queue_;
+  Command back;
+  back.kind = CommandKind::kTakeBack;
+  back.step = 1;
+  back.replies = &queue_;
+  device_->submit(update);
+  device_->submit(back);
+  const Status stopped = wait_for(update);  // cancelled, or done before the other command came
+  EXPECT_TRUE(stopped.ok() || stopped.code() == base::ErrorCode::kCancelled);
+  EXPECT_TRUE(wait_for(back).ok());
+  expect_state(reference);
+}
+
+TEST_P(DeviceContract, RefusesCommandsOutOfOrder) {
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  EXPECT_EQ(run(CommandKind::kPrepare, 1).code(), base::ErrorCode::kFailedPrecondition);
+  EXPECT_EQ(run(CommandKind::kCommit, 1).code(), base::ErrorCode::kFailedPrecondition);
+  EXPECT_TRUE(run(CommandKind::kTakeBack, 1).ok());
+  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  EXPECT_EQ(run(CommandKind::kBeginStep, 1).code(), base::ErrorCode::kFailedPrecondition);
+
+  Command update = update_command(1);
+  const Status incomplete = run(update);
+  EXPECT_EQ(incomplete.code(), base::ErrorCode::kFailedPrecondition);
+  EXPECT_NE(incomplete.to_string().find("drive-a"), std::string::npos) << incomplete.to_string();
+
+  const storage::StoredSubgroup& first = layout_.subgroups.front();
+  const auto gradient = test_gradient(first, 1, GetParam().gradient_type);
+  EXPECT_EQ(put({base::SubgroupId{0}, 0, first.count}, gradient, 0, 1).code(),
+            base::ErrorCode::kInvalidArgument);
+  EXPECT_EQ(put(first, gradient, first.count - 1, 2).code(), base::ErrorCode::kInvalidArgument);
+  EXPECT_TRUE(put(first, gradient, 0, first.count).ok());
+  EXPECT_EQ(put(first, gradient, 0, first.count).code(), base::ErrorCode::kInvalidArgument);
+}
+
+TEST_P(DeviceContract, CountsWhatPasses) {
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  const base::TrafficReading host_before = device_->host_traffic();
+  const base::TrafficReading store_before = device_->store_traffic();
+  step(1);
+  ASSERT_FALSE(HasFatalFailure());
+  const base::TrafficReading host = device_->host_traffic().since(host_before);
+  const base::TrafficReading store = device_->store_traffic().since(store_before);
+  uint64_t elements = 0;
+  uint64_t state_bytes = 0;
+  for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
+    elements += subgroup.count;
+    for (const base::PlaneKind plane : layout_.planes) {
+      state_bytes +=
+          base::encoded_bytes(base::plane_encoding(layout_.format, plane), subgroup.count);
+    }
+  }
+  // The store moves whole 4 KiB units: up to one more per plane and subgroup.
+  const uint64_t slack = layout_.subgroups.size() * layout_.planes.size() * 4096;
+  EXPECT_GE(store.up(base::TrafficKind::kState), state_bytes);
+  EXPECT_LE(store.up(base::TrafficKind::kState), state_bytes + slack);
+  EXPECT_EQ(store.up(base::TrafficKind::kState), store.down(base::TrafficKind::kState));
+  EXPECT_EQ(store.up(base::TrafficKind::kGradient), store.down(base::TrafficKind::kGradient));
+  EXPECT_EQ(store.up(base::TrafficKind::kGradient) > 0, GetParam().spill);
+  if (GetParam().place == HostLinkPlace::kAtStore) {
+    EXPECT_EQ(host.up_bytes, store.up_bytes);
+    EXPECT_EQ(host.down_bytes, store.down_bytes);
+  } else {
+    EXPECT_EQ(host.down(base::TrafficKind::kGradient), elements * type_bytes());
+    EXPECT_EQ(host.up(base::TrafficKind::kWeight),
+              elements * base::data_type_bytes(GetParam().weights_type));
+    EXPECT_EQ(host.up_total(), host.up(base::TrafficKind::kWeight));
+    EXPECT_EQ(host.down_total(), host.down(base::TrafficKind::kGradient));
+  }
+}
+
+TEST_P(DeviceContract, ReadsAPieceOfOnePlane) {
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  const storage::StoredSubgroup& subgroup = layout_.subgroups[1];
+  std::vector<float> piece(1000, -1.0f);
+  Command read;
+  read.kind = CommandKind::kReadState;
+  read.subgroup = subgroup.id;
+  read.first = base::kBlockElements;
+  read.count = piece.size() - 1;
+  read.planes[0] = piece.data();
+  ASSERT_TRUE(run(read).ok());
+  const std::vector<float> whole = reference.plane(1, 0);
+  EXPECT_TRUE(std::equal(piece.begin(), piece.end() - 1, whole.begin() + base::kBlockElements));
+  EXPECT_EQ(piece.back(), -1.0f) << "wrote behind the end";
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, DeviceContract, testing::ValuesIn(kinds()),
+                         [](const auto& param) { return param.param.name; });
+
+}  // namespace
+}  // namespace smartinf::csd

@@ -1,0 +1,43 @@
+// What the parts of a local device share: the store and who drives it, the processor, the slots.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <unordered_map>
+
+#include "smartinf/base/traffic.h"
+#include "smartinf/csd/gradient_memory.h"
+#include "smartinf/csd/options.h"
+#include "smartinf/csd/processor.h"
+#include "smartinf/csd/slot.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::csd {
+
+/// Owned by the local device, which outlives its parts. Threads: the device's I/O thread, but for
+/// what is constant after opening.
+struct DeviceParts {
+  std::string name;
+  LocalDeviceOptions options;
+  storage::Store* store = nullptr;
+  GradientMemory* gradients = nullptr;
+  Processor* processor = nullptr;
+  std::span<Slot> slots;
+  std::unordered_map<base::SubgroupId, uint32_t> index_of;  // subgroup -> index in the layout
+  base::TrafficCounter host_traffic;
+  uint32_t transfers_in_flight = 0;
+  uint32_t read_track = 0;  // of the trace; transfers of one track overlap
+  uint32_t write_track = 0;
+
+  /// Starts a transfer of a subgroup's planes or gradient between a slot and the store.
+  void start(Transfer& transfer, SlotUser& user, storage::SubgroupIo::Op op, uint32_t subgroup,
+             std::span<std::byte> buffer, uint32_t plane_mask);
+  /// Books a completed one.
+  void finished(const Transfer& transfer);
+
+  /// Answers a command; a failure names the device.
+  void complete(Command& command, base::Status status) const;
+};
+
+}  // namespace smartinf::csd

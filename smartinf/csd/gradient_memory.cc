@@ -1,0 +1,182 @@
+#include "smartinf/csd/gradient_memory.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/units.h"
+#include "smartinf/kernels/update.h"
+
+namespace smartinf::csd {
+namespace {
+
+// Vector kernels like it, and two gradients never share a cache line.
+constexpr uint64_t kAlignment = 64;
+
+void copy_cast(const std::byte* in, base::DataType in_type, std::byte* out, base::DataType out_type,
+               uint64_t count) {
+  if (in_type == out_type) {
+    std::memcpy(out, in, count * base::data_type_bytes(in_type));
+    return;
+  }
+  const kernels::KernelTable& table = kernels::kernels();
+  std::array<float, 4096> wide;
+  for (uint64_t done = 0; done < count; done += wide.size()) {
+    const uint64_t n = std::min<uint64_t>(wide.size(), count - done);
+    table.cast_to_f32(in + done * base::data_type_bytes(in_type), in_type, wide.data(), n);
+    table.cast_from_f32(wide.data(), out + done * base::data_type_bytes(out_type), out_type, n);
+  }
+}
+
+}  // namespace
+
+GradientMemory::GradientMemory(const storage::StoreLayout& layout, base::DataType type,
+                               bool checksums)
+    : type_(type), checksums_(checksums) {
+  entries_.resize(layout.subgroups.size());
+  for (size_t i = 0; i < entries_.size(); ++i) entries_[i].count = layout.subgroups[i].count;
+}
+
+base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
+    const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes,
+    bool checksums) {
+  std::unique_ptr<GradientMemory> made(new GradientMemory(layout, type, checksums));
+  const uint64_t element_bytes = base::data_type_bytes(type);
+  uint64_t total = 0;
+  size_t kept = 0;
+  for (; kept < made->entries_.size(); ++kept) {
+    const uint64_t bytes = base::round_up(made->entries_[kept].count * element_bytes, kAlignment);
+    if (total + bytes > budget_bytes) break;
+    total += bytes;
+  }
+  for (size_t i = kept; i < made->entries_.size(); ++i) {
+    Entry& entry = made->entries_[i];
+    entry.block_checksums.resize(base::divide_up(entry.count, base::kBlockElements));
+    made->buffer_bytes_ = std::max(made->buffer_bytes_,
+                                   base::round_up(entry.count * element_bytes, base::kIoAlignment));
+  }
+  if (made->buffer_bytes_ > 0 && layout.gradient_spill_bytes == 0) {
+    return base::Status(base::ErrorCode::kOutOfMemory,
+                        "the gradients do not fit their budget of " +
+                            base::format_bytes(budget_bytes) +
+                            " and the device was made without a spill area",
+                        "Raise the gradient budget, or create the device again with this one.");
+  }
+  if (made->buffer_bytes_ > 0 && layout.gradient_spill_bytes != element_bytes) {
+    return base::Status(base::ErrorCode::kMismatch,
+                        "the spill area was made for gradients of " +
+                            std::to_string(layout.gradient_spill_bytes) + " bytes, not " +
+                            std::to_string(element_bytes),
+                        "Use the gradient type of the first run.");
+  }
+  if (total > 0) {
+    SI_ASSIGN_OR_RETURN(made->memory_, base::AlignedBuffer::allocate(total));
+    uint64_t offset = 0;
+    for (size_t i = 0; i < kept; ++i) {
+      Entry& entry = made->entries_[i];
+      entry.kept = made->memory_.data() + offset;
+      offset += base::round_up(entry.count * element_bytes, kAlignment);
+    }
+  }
+  return made;
+}
+
+void GradientMemory::lend_buffers(std::vector<std::span<std::byte>> buffers) {
+  buffers_ = std::move(buffers);
+  for (uint32_t i = 0; i < buffers_.size(); ++i) {
+    SI_CHECK(buffers_[i].size() >= buffer_bytes_, "a lent buffer must hold a gradient");
+    free_.push_back(i);
+  }
+}
+
+void GradientMemory::begin_step() {
+  const std::lock_guard lock(mutex_);
+  for (Entry& entry : entries_) {
+    entry.received = 0;
+    if (entry.buffer != kNone) free_.push_back(entry.buffer);
+    entry.buffer = kNone;
+  }
+}
+
+base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
+    uint32_t subgroup, uint64_t first, uint64_t count, base::DataType type, const void* gradient,
+    std::chrono::nanoseconds wait) {
+  Entry& entry = entries_[subgroup];
+  if (first > entry.count || count > entry.count - first || count > entry.count - entry.received) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "gradient elements " + std::to_string(first) + " and " +
+                            std::to_string(count) + " following are not open in subgroup of " +
+                            std::to_string(entry.count),
+                        "Each element's gradient goes down once per step.");
+  }
+  if (entry.kept == nullptr && entry.buffer == kNone) {
+    SI_ASSIGN_OR_RETURN(entry.buffer, take_buffer(wait));
+  }
+  std::byte* base = entry.kept != nullptr ? entry.kept : buffers_[entry.buffer].data();
+  copy_cast(static_cast<const std::byte*>(gradient), type,
+            base + first * base::data_type_bytes(type_), type_, count);
+  entry.received += count;
+  if (entry.kept != nullptr || entry.received != entry.count) return std::optional<Spill>();
+
+  const uint64_t bytes = entry.count * base::data_type_bytes(type_);
+  const uint64_t padded = base::round_up(bytes, base::kIoAlignment);
+  std::memset(base + bytes, 0, padded - bytes);
+  const uint64_t block_bytes = base::kBlockElements * base::data_type_bytes(type_);
+  for (uint64_t block = 0; checksums_ && block < entry.block_checksums.size(); ++block) {
+    const uint64_t begin = block * block_bytes;
+    entry.block_checksums[block] =
+        base::checksum({base + begin, std::min(block_bytes, bytes - begin)}, seed(subgroup, block));
+  }
+  const Spill spill{subgroup, std::exchange(entry.buffer, kNone), {base, padded}};
+  const std::lock_guard lock(mutex_);
+  ++being_written_;
+  return std::optional<Spill>(spill);
+}
+
+base::Result<uint32_t> GradientMemory::take_buffer(std::chrono::nanoseconds wait) {
+  std::unique_lock lock(mutex_);
+  const bool woken = freed_.wait_for(
+      lock, wait, [&] { return !free_.empty() || being_written_ == 0 || !failure_.ok(); });
+  if (!failure_.ok()) return failure_;
+  if (!woken) {
+    return base::Status(base::ErrorCode::kTimeout, "no spilled gradient was written in time",
+                        "The drive may be failing; see the system's log.");
+  }
+  if (free_.empty()) {
+    return base::Status(base::ErrorCode::kOutOfMemory,
+                        "gradients of " + std::to_string(buffers_.size()) +
+                            " subgroups are incomplete at once, and no buffer is left for another",
+                        "Raise the memory budget or the gradient budget.");
+  }
+  const uint32_t buffer = free_.back();
+  free_.pop_back();
+  return buffer;
+}
+
+void GradientMemory::written(const Spill& spill) {
+  const std::lock_guard lock(mutex_);
+  free_.push_back(spill.buffer);
+  --being_written_;
+  freed_.notify_all();
+}
+
+void GradientMemory::fail(base::Status status) {
+  const std::lock_guard lock(mutex_);
+  failure_ = std::move(status);
+  freed_.notify_all();
+}
+
+bool GradientMemory::verify_block(uint32_t subgroup, uint64_t block,
+                                  std::span<const std::byte> bytes) const {
+  return !checksums_ ||
+         base::checksum(bytes, seed(subgroup, block)) == entries_[subgroup].block_checksums[block];
+}
+
+uint64_t GradientMemory::seed(uint32_t subgroup, uint64_t block) const {
+  return base::mix_seed(subgroup, block);
+}
+
+}  // namespace smartinf::csd

@@ -1,0 +1,102 @@
+// Where a device keeps the gradients of a step until its update: in memory up to a budget, the rest
+// in the store's spill area, through buffers that the slots lend while no update runs.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::csd {
+
+/// Subgroups are named by their index in the layout.
+/// Threads: begin_step and put from the thread that submits commands, written() from the one that
+/// drives the store, the rest once all gradients of the step are there.
+class GradientMemory {
+ public:
+  /// A complete gradient that must go to the spill area.
+  struct Spill {
+    uint32_t subgroup = 0;
+    uint32_t buffer = 0;
+    std::span<std::byte> bytes;  // as SubgroupIo wants it
+  };
+
+  /// Keeps as many of the first subgroups in memory as `budget_bytes` holds: backward completes
+  /// them last, so their update finds them there. Errors: kOutOfMemory when not all fit and the
+  /// layout has no spill area; kMismatch when the spill area was made for another type.
+  static base::Result<std::unique_ptr<GradientMemory>> create(const storage::StoreLayout& layout,
+                                                              base::DataType type,
+                                                              uint64_t budget_bytes,
+                                                              bool checksums);
+
+  /// Bytes that each lent buffer must have; 0 when nothing is spilled.
+  uint64_t buffer_bytes() const { return buffer_bytes_; }
+  void lend_buffers(std::vector<std::span<std::byte>> buffers);
+
+  uint64_t memory_bytes() const { return memory_.size(); }
+  base::DataType type() const { return type_; }
+
+  /// Forgets what was put before.
+  void begin_step();
+
+  /// Copies [count] elements of `type` to elements [first, first + count) of a subgroup, cast when
+  /// the types differ. When that completes a subgroup that is not kept, it is handed out to be
+  /// written; waits up to `wait` for a buffer while such writes are under way. Errors:
+  /// kInvalidArgument for elements that the subgroup does not have or had before; kOutOfMemory when
+  /// every buffer holds an incomplete gradient; kTimeout; what fail() was given.
+  base::Result<std::optional<Spill>> put(uint32_t subgroup, uint64_t first, uint64_t count,
+                                         base::DataType type, const void* gradient,
+                                         std::chrono::nanoseconds wait);
+  /// The buffer of a spill is free again.
+  void written(const Spill& spill);
+  /// Makes waiting and later puts fail.
+  void fail(base::Status status);
+
+  bool complete(uint32_t subgroup) const {
+    return entries_[subgroup].received == entries_[subgroup].count;
+  }
+  bool kept(uint32_t subgroup) const { return entries_[subgroup].kept != nullptr; }
+  /// Of a kept subgroup: [count] of type(). 64-byte aligned.
+  const std::byte* data(uint32_t subgroup) const { return entries_[subgroup].kept; }
+  /// Checks a block that came back from the spill area against what was put.
+  bool verify_block(uint32_t subgroup, uint64_t block, std::span<const std::byte> bytes) const;
+
+ private:
+  static constexpr uint32_t kNone = ~0u;
+
+  struct Entry {
+    uint64_t count = 0;     // elements
+    uint64_t received = 0;  // of them, in this step
+    std::byte* kept = nullptr;
+    uint32_t buffer = kNone;                // while incomplete and not kept
+    std::vector<uint64_t> block_checksums;  // of a spilled gradient
+  };
+
+  GradientMemory(const storage::StoreLayout& layout, base::DataType type, bool checksums);
+  base::Result<uint32_t> take_buffer(std::chrono::nanoseconds wait);
+  uint64_t seed(uint32_t subgroup, uint64_t block) const;
+
+  base::DataType type_;
+  bool checksums_;
+  base::AlignedBuffer memory_;
+  uint64_t buffer_bytes_ = 0;
+  std::vector<Entry> entries_;
+
+  std::vector<std::span<std::byte>> buffers_;
+  std::mutex mutex_;
+  std::condition_variable freed_;
+  std::vector<uint32_t> free_;  // indices of buffers_
+  uint32_t being_written_ = 0;
+  base::Status failure_;
+};
+
+}  // namespace smartinf::csd

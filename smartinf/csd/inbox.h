@@ -1,0 +1,69 @@
+// What other threads leave for a device's I/O thread: commands from the caller, finished work from
+// the processor. The I/O thread takes everything at once, and sleeps here while its store has
+// nothing to do.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "smartinf/csd/device.h"
+#include "smartinf/csd/gradient_memory.h"
+#include "smartinf/csd/processor.h"
+
+namespace smartinf::csd {
+
+/// One thing from the caller's thread, in the order in which it came.
+struct Letter {
+  Command* command = nullptr;  // null: only a spill
+  uint64_t due_ns = 0;         // kPutGradient: when it will have passed the host link
+  std::optional<GradientMemory::Spill> spill;  // a gradient to write to the spill area
+};
+
+/// Bound: one letter per command in flight and one per subgroup; one work per slot.
+class Inbox {
+ public:
+  void post(Letter letter) {
+    const std::lock_guard lock(mutex_);
+    letters_.push_back(std::move(letter));
+    filled_.notify_one();
+  }
+  void post(BlockWork& work) {
+    const std::lock_guard lock(mutex_);
+    works_.push_back(&work);
+    filled_.notify_one();
+  }
+  void close() {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+    filled_.notify_one();
+  }
+
+  /// Moves what is there into the two lists (emptied first); waits up to `wait` for something.
+  /// Returns whether close() was called.
+  bool take(std::vector<Letter>& letters, std::vector<BlockWork*>& works,
+            std::chrono::nanoseconds wait) {
+    letters.clear();
+    works.clear();
+    std::unique_lock lock(mutex_);
+    if (wait.count() > 0) {
+      filled_.wait_for(lock, wait, [&] { return closed_ || !letters_.empty() || !works_.empty(); });
+    }
+    letters.swap(letters_);
+    works.swap(works_);
+    return closed_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable filled_;
+  std::vector<Letter> letters_;
+  std::vector<BlockWork*> works_;
+  bool closed_ = false;
+};
+
+}  // namespace smartinf::csd

@@ -1,0 +1,521 @@
+#include "smartinf/csd/local_device.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <deque>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include <pthread.h>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/clock.h"
+#include "smartinf/base/units.h"
+#include "smartinf/csd/core_pinning.h"
+#include "smartinf/csd/device_parts.h"
+#include "smartinf/csd/inbox.h"
+#include "smartinf/csd/linked_ring.h"
+#include "smartinf/csd/state_access.h"
+#include "smartinf/csd/transfer_handler.h"
+
+namespace smartinf::csd {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using Op = storage::SubgroupIo::Op;
+
+// How long the I/O thread sleeps in the store before it looks at its inbox again. A finished block
+// of work waits for half of it on average; there are more slots than it takes to bridge that.
+constexpr auto kPollWaitMax = std::chrono::microseconds(1000);
+// Without anything in flight it is woken by its inbox; this is only an upper bound.
+constexpr auto kIdleWait = std::chrono::hours(1);
+constexpr size_t kPollBatch = 64;
+
+const std::string& device_name(const LocalDeviceOptions& options) {
+  return options.name.empty() ? options.path : options.name;
+}
+
+Status wrong_order(const std::string& why, base::StepNumber step) {
+  return Status(ErrorCode::kFailedPrecondition, "step " + std::to_string(step) + ": " + why);
+}
+
+class LocalDevice final : public Device, private SlotUser {
+ public:
+  explicit LocalDevice(LocalDeviceOptions options) {
+    parts_.name = device_name(options);
+    parts_.options = std::move(options);
+  }
+  Status open(std::unique_ptr<storage::Store> store, bool created);
+  ~LocalDevice() override;
+
+  const DeviceInfo& info() const override { return info_; }
+  const storage::StoreLayout& layout() const override { return store_->layout(); }
+  storage::StoreState state() const override {
+    const std::lock_guard lock(state_mutex_);
+    return state_;
+  }
+  std::string blob() const override {
+    const std::lock_guard lock(state_mutex_);
+    return blob_;
+  }
+  Status recover_to(base::StepNumber step) override;
+  void submit(Command& command) override;
+  base::TrafficReading host_traffic() const override {
+    return parts_.options.host_link_place == HostLinkPlace::kAtStore ? store_->traffic()
+                                                                     : parts_.host_traffic.read();
+  }
+  base::TrafficReading store_traffic() const override { return store_->traffic(); }
+  uint64_t bytes_written_ever() const override { return store_->bytes_written_ever(); }
+
+ private:
+  Status allocate_slots();
+  void remember_state();
+  void put_gradient(Command& command);
+
+  // On the I/O thread.
+  void run();
+  void read_inbox(std::chrono::nanoseconds wait);
+  void poll_store(std::chrono::nanoseconds wait);
+  void on_time();
+  void serve_commands();
+  bool try_serve(Command& command);
+  void spill(const GradientMemory::Spill& spill);
+  Status begin_step(base::StepNumber step);
+  void end_step(Command& command, Status (LocalDevice::*way)(const Command&));
+  Status prepare(const Command& command);
+  Status commit(const Command& command);
+  Status take_back(const Command& command);
+  void give_up(Status status);
+  void on_transfer(Transfer& transfer) override;  // of a spill
+  void on_work(Slot&, BlockWork&) override {}
+  bool nothing_in_flight() const;
+  std::chrono::nanoseconds until_due() const;
+
+  DeviceInfo info_;
+  DeviceParts parts_;
+  // In the order of construction: a store goes before the memory that its transfers use, the
+  // processor before what its work touches.
+  base::AlignedBuffer slot_memory_;
+  std::unique_ptr<GradientMemory> gradients_;
+  std::vector<Slot> slots_;
+  std::unique_ptr<storage::Store> store_;
+  TransferHandler handler_{parts_};
+  StateAccess state_access_{parts_};
+  Inbox inbox_;
+
+  mutable std::mutex state_mutex_;
+  storage::StoreState state_;
+  std::string blob_;
+
+  bool recovered_ = false;  // before the first command, so no lock
+
+  // The I/O thread's own.
+  bool closing_ = false;
+  Status broken_;  // the store cannot go on
+  enum class Phase : uint8_t { kIdle, kBegun, kPrepared };
+  Phase phase_ = Phase::kIdle;
+  base::StepNumber step_ = 0;      // in progress, unless idle
+  Status step_failure_;            // it cannot be prepared; until it is taken back
+  std::deque<Command*> commands_;  // not yet begun
+  struct Passing {
+    uint64_t due_ns;
+    Command* command;
+  };
+  std::deque<Passing> passing_;  // gradients on the host link; one direction: due in order
+  std::vector<GradientMemory::Spill> spills_;  // by lent buffer
+  uint32_t spills_in_flight_ = 0;
+  std::vector<Letter> letters_;
+  std::vector<BlockWork*> works_;
+  std::vector<storage::SubgroupIo*> polled_ = std::vector<storage::SubgroupIo*>(kPollBatch);
+
+  std::unique_ptr<Processor> processor_;
+  std::jthread thread_;
+};
+
+Status LocalDevice::open(std::unique_ptr<storage::Store> store, bool created) {
+  store_ = std::move(store);
+  if (created) {  // a new store stands in step 0
+    phase_ = Phase::kBegun;
+    recovered_ = true;
+  }
+  parts_.store = store_.get();
+  const LocalDeviceOptions& options = parts_.options;
+  const storage::StoreLayout& layout = store_->layout();
+  for (uint32_t i = 0; i < layout.subgroups.size(); ++i) {
+    parts_.index_of[layout.subgroups[i].id] = i;
+  }
+  SI_ASSIGN_OR_RETURN(
+      gradients_, GradientMemory::create(layout, options.gradient_type,
+                                         options.gradient_budget_bytes, options.store.checksums));
+  parts_.gradients = gradients_.get();
+  SI_RETURN_IF_ERROR(allocate_slots());
+
+  std::vector<uint32_t> cores;
+  if (options.pin_threads) cores = cores_near(options.path);
+  if (!cores.empty()) {
+    std::rotate(cores.begin(),
+                cores.begin() + static_cast<std::ptrdiff_t>(options.first_core % cores.size()),
+                cores.end());
+  }
+  if (options.trace != nullptr) {
+    parts_.read_track = options.trace->add_track(parts_.name + " read");
+    parts_.write_track = options.trace->add_track(parts_.name + " write");
+  }
+  const uint32_t threads = std::max(1u, options.threads);
+  processor_ = std::make_unique<Processor>(
+      parts_.name, threads, cores, [this](BlockWork& work) { inbox_.post(work); },
+      options.trace.get());
+  parts_.processor = processor_.get();
+
+  const bool linked = !options.links.store.empty() || options.links.host != nullptr;
+  info_.name = parts_.name;
+  info_.kind = linked ? "emulated local" : "local";
+  info_.ring = std::string(store_->ring_name());
+  info_.slots = static_cast<uint32_t>(slots_.size());
+  info_.memory_bytes = slot_memory_.size();
+  info_.gradient_memory_bytes = gradients_->memory_bytes();
+  info_.gradients_spilled = gradients_->buffer_bytes() > 0;
+  info_.threads = threads;
+  remember_state();
+  thread_ = std::jthread([this] { run(); });
+  pthread_setname_np(thread_.native_handle(), "si-device");
+  return Status();
+}
+
+Status LocalDevice::allocate_slots() {
+  const LocalDeviceOptions& options = parts_.options;
+  const uint64_t extent_bytes = base::round_up(store_->extent_bytes_max(), base::kIoAlignment);
+  const uint64_t slot_bytes = extent_bytes + gradients_->buffer_bytes();
+  const uint64_t subgroups = store_->layout().subgroups.size();
+  const uint64_t fitting = slot_bytes > 0 ? options.memory_bytes / slot_bytes : 1;
+  uint64_t count =
+      std::min<uint64_t>({fitting, options.kSlotsMax, std::max<uint64_t>(subgroups, 1)});
+  if (options.slots > 0) count = std::min<uint64_t>(count, options.slots);
+  if (count == 0) {
+    return Status(ErrorCode::kOutOfMemory,
+                  "a subgroup needs " + base::format_bytes(slot_bytes) + " and the budget is " +
+                      base::format_bytes(options.memory_bytes),
+                  "Raise the memory budget or make subgroups smaller.");
+  }
+  SI_ASSIGN_OR_RETURN(slot_memory_, base::AlignedBuffer::allocate(count * slot_bytes));
+  slots_ = std::vector<Slot>(count);
+  std::vector<std::span<std::byte>> lent;
+  for (size_t i = 0; i < count; ++i) {
+    Slot& slot = slots_[i];
+    const std::span<std::byte> memory = slot_memory_.bytes().subspan(i * slot_bytes, slot_bytes);
+    slot.extent = memory.first(extent_bytes);
+    slot.gradient = memory.subspan(extent_bytes);
+    if (!slot.gradient.empty()) lent.push_back(slot.gradient);
+    for (Transfer* transfer : {&slot.state_in, &slot.gradient_in, &slot.master_out,
+                               &slot.moments_out, &slot.gradient_out}) {
+      transfer->slot = &slot;
+    }
+    for (BlockWork* work :
+         std::initializer_list<BlockWork*>{&slot.update, &slot.decode, &slot.encode}) {
+      work->slot = &slot;
+    }
+  }
+  parts_.slots = slots_;
+  spills_.resize(lent.size());
+  gradients_->lend_buffers(std::move(lent));
+  store_->register_memory(slot_memory_.bytes());
+  return Status();
+}
+
+LocalDevice::~LocalDevice() {
+  inbox_.close();
+  if (thread_.joinable()) thread_.join();
+  // Ends its threads, which post to the inbox.
+  processor_.reset();
+}
+
+void LocalDevice::remember_state() {
+  const std::lock_guard lock(state_mutex_);
+  state_ = store_->state();
+  blob_ = store_->blob();
+}
+
+Status LocalDevice::recover_to(base::StepNumber step) {
+  Status status = store_->recover_to(step);
+  recovered_ = status.ok();
+  remember_state();
+  return std::move(status).with_context(parts_.name);
+}
+
+void LocalDevice::submit(Command& command) {
+  if (command.kind == CommandKind::kPutGradient) return put_gradient(command);
+  // Here and not when the command is served: gradients may follow at once.
+  if (command.kind == CommandKind::kBeginStep) gradients_->begin_step();
+  inbox_.post(Letter{&command, 0, std::nullopt});
+}
+
+void LocalDevice::put_gradient(Command& command) {
+  const auto found = parts_.index_of.find(command.subgroup);
+  if (found == parts_.index_of.end()) {
+    return parts_.complete(command, Status(ErrorCode::kInvalidArgument,
+                                           "subgroup " + std::to_string(command.subgroup.value) +
+                                               " belongs to another device"));
+  }
+  Result<std::optional<GradientMemory::Spill>> put =
+      gradients_->put(found->second, command.first, command.count, command.type, command.gradient,
+                      parts_.options.store.watchdog);
+  if (!put.ok()) return parts_.complete(command, std::move(put).status());
+  Letter letter;
+  letter.spill = std::move(*put);
+  if (parts_.options.host_link_place == HostLinkPlace::kAtProcessor) {
+    const uint64_t bytes = command.count * base::data_type_bytes(command.type);
+    parts_.host_traffic.add_down(base::TrafficKind::kGradient, bytes);
+    if (Link* link = parts_.options.links.host.get(); link != nullptr) {
+      letter.due_ns = link->book(LinkDirection::kDown, base::TrafficKind::kGradient, bytes);
+      letter.command = &command;
+    }
+  }
+  const bool done = letter.command == nullptr;
+  if (letter.spill.has_value() || !done) inbox_.post(std::move(letter));
+  if (done) parts_.complete(command, Status());
+}
+
+void LocalDevice::run() {
+  // Sleeps in the inbox only when the store has nothing to do and what it last did is acted upon.
+  bool polled = false;
+  while (true) {
+    read_inbox(polled ? std::chrono::nanoseconds(0) : until_due());
+    on_time();
+    serve_commands();
+    if (closing_ && nothing_in_flight()) return;
+    polled = parts_.transfers_in_flight > 0;
+    if (polled) poll_store(std::min<std::chrono::nanoseconds>(kPollWaitMax, until_due()));
+  }
+}
+
+std::chrono::nanoseconds LocalDevice::until_due() const {
+  uint64_t due = handler_.next_due_ns();
+  if (!passing_.empty()) due = std::min(due, passing_.front().due_ns);
+  if (due == ~uint64_t{0}) return kIdleWait;
+  const uint64_t now = base::now_ns();
+  return std::chrono::nanoseconds(due > now ? due - now : 0);
+}
+
+bool LocalDevice::nothing_in_flight() const {
+  return parts_.transfers_in_flight == 0 && passing_.empty() && !handler_.running() &&
+         state_access_.idle();
+}
+
+void LocalDevice::read_inbox(std::chrono::nanoseconds wait) {
+  const bool closed = inbox_.take(letters_, works_, wait);
+  for (BlockWork* work : works_) work->slot->user->on_work(*work->slot, *work);
+  for (const Letter& letter : letters_) {
+    if (letter.spill.has_value()) spill(*letter.spill);
+    if (letter.command == nullptr) continue;
+    if (letter.command->kind == CommandKind::kPutGradient) {
+      passing_.push_back({letter.due_ns, letter.command});
+    } else {
+      // A step that is to be forgotten need not be finished.
+      if (letter.command->kind == CommandKind::kTakeBack) handler_.cancel();
+      commands_.push_back(letter.command);
+    }
+  }
+  if (closed && !closing_) {
+    closing_ = true;
+    handler_.cancel();
+  }
+}
+
+void LocalDevice::on_time() {
+  const uint64_t now = base::now_ns();
+  while (!passing_.empty() && passing_.front().due_ns <= now) {
+    Command& command = *passing_.front().command;
+    passing_.pop_front();
+    parts_.complete(command, Status());
+  }
+  handler_.on_time(now);
+}
+
+void LocalDevice::poll_store(std::chrono::nanoseconds wait) {
+  const Result<size_t> count = store_->poll(polled_, wait);
+  if (!count.ok()) return give_up(count.status());
+  for (size_t i = 0; i < *count; ++i) {
+    Transfer& transfer = *static_cast<Transfer*>(polled_[i]->owner);
+    parts_.finished(transfer);
+    transfer.user->on_transfer(transfer);
+  }
+}
+
+void LocalDevice::serve_commands() {
+  while (!commands_.empty()) {
+    Command& command = *commands_.front();
+    if (closing_) {
+      parts_.complete(command, Status(ErrorCode::kCancelled, "the device is closing"));
+    } else if (!broken_.ok()) {
+      parts_.complete(command, broken_);
+    } else if (!try_serve(command)) {
+      return;
+    }
+    commands_.pop_front();
+  }
+}
+
+/// False when the command must wait for what is in flight.
+bool LocalDevice::try_serve(Command& command) {
+  if (handler_.running()) return false;
+  if (!recovered_) {
+    parts_.complete(command, wrong_order("the device has not been recovered", command.step));
+    return true;
+  }
+  if (command.kind == CommandKind::kReadState && !store_->state().initialized) {
+    parts_.complete(command, wrong_order("there is no committed state to read", command.step));
+    return true;
+  }
+  const bool changes_state =
+      command.kind == CommandKind::kUpdate || command.kind == CommandKind::kWriteState;
+  if (changes_state && phase_ != Phase::kBegun) {
+    parts_.complete(command, wrong_order("state can be written only in a step", command.step));
+    return true;
+  }
+  if (command.kind == CommandKind::kReadState || command.kind == CommandKind::kWriteState) {
+    return state_access_.try_start(command);
+  }
+  if (!nothing_in_flight()) return false;
+  switch (command.kind) {
+    case CommandKind::kBeginStep:
+      parts_.complete(command, begin_step(command.step));
+      break;
+    case CommandKind::kUpdate:
+      if (step_failure_.ok()) {
+        handler_.start(command);
+      } else {
+        parts_.complete(command, step_failure_);
+      }
+      break;
+    case CommandKind::kPrepare:
+      end_step(command, &LocalDevice::prepare);
+      break;
+    case CommandKind::kCommit:
+      end_step(command, &LocalDevice::commit);
+      break;
+    case CommandKind::kTakeBack:
+      end_step(command, &LocalDevice::take_back);
+      break;
+    case CommandKind::kPutGradient:
+    case CommandKind::kReadState:
+    case CommandKind::kWriteState:
+      SI_CHECK(false, "served elsewhere");
+  }
+  return true;
+}
+
+Status LocalDevice::begin_step(base::StepNumber step) {
+  // A new store stands in step 0 already.
+  if (phase_ == Phase::kBegun && step == 0 && step_ == 0) return Status();
+  if (phase_ != Phase::kIdle) return wrong_order("another step is in progress", step);
+  if (step != store_->state().committed_step + 1) {
+    return wrong_order("it does not follow the committed one", step);
+  }
+  store_->begin_step(step);
+  phase_ = Phase::kBegun;
+  step_ = step;
+  return Status();
+}
+
+void LocalDevice::end_step(Command& command, Status (LocalDevice::*way)(const Command&)) {
+  Status status = (this->*way)(command);
+  remember_state();
+  parts_.complete(command, std::move(status));
+}
+
+Status LocalDevice::prepare(const Command& command) {
+  if (phase_ != Phase::kBegun || command.step != step_) {
+    return wrong_order("it has not begun", command.step);
+  }
+  for (const Status& failure : {step_failure_, handler_.failure(), state_access_.write_failure()}) {
+    if (!failure.ok()) return failure;
+  }
+  SI_RETURN_IF_ERROR(store_->prepare(command.step, command.blob));
+  phase_ = Phase::kPrepared;
+  return Status();
+}
+
+Status LocalDevice::commit(const Command& command) {
+  if (phase_ != Phase::kPrepared || command.step != step_) {
+    return wrong_order("it is not prepared", command.step);
+  }
+  phase_ = Phase::kIdle;
+  return store_->commit(command.step);
+}
+
+Status LocalDevice::take_back(const Command& command) {
+  // Taking back what never began is what it asks for.
+  if (phase_ == Phase::kIdle) return Status();
+  if (command.step != step_) return wrong_order("another one is in progress", command.step);
+  handler_.forget_failure();
+  state_access_.forget_failure();
+  step_failure_ = Status();
+  phase_ = Phase::kIdle;
+  return store_->take_back(command.step);
+}
+
+void LocalDevice::spill(const GradientMemory::Spill& spill) {
+  if (!broken_.ok()) return gradients_->written(spill);
+  Slot& slot = slots_[spill.buffer];
+  spills_[spill.buffer] = spill;
+  ++spills_in_flight_;
+  parts_.start(slot.gradient_out, *this, Op::kWriteGradient, spill.subgroup, spill.bytes, ~0u);
+}
+
+void LocalDevice::on_transfer(Transfer& transfer) {
+  --spills_in_flight_;
+  if (!transfer.io.status.ok() && step_failure_.ok()) step_failure_ = transfer.io.status;
+  gradients_->written(spills_[static_cast<size_t>(transfer.slot - slots_.data())]);
+}
+
+void LocalDevice::give_up(Status status) {
+  broken_ = std::move(status);
+  parts_.transfers_in_flight = 0;
+  spills_in_flight_ = 0;
+  gradients_->fail(broken_);
+  handler_.abandon(broken_);
+  state_access_.abandon(broken_);
+}
+
+Result<std::unique_ptr<Device>> make_device(std::unique_ptr<LocalDevice> device,
+                                            Result<std::unique_ptr<storage::Store>> store,
+                                            bool created, const std::string& name) {
+  if (!store.ok()) return std::move(store).status().with_context(name);
+  Status status = device->open(std::move(*store), created);
+  if (!status.ok()) return std::move(status).with_context(name);
+  return std::unique_ptr<Device>(std::move(device));
+}
+
+/// Puts the store's links, if any, between it and its ring.
+storage::StoreOptions linked_store(const LocalDeviceOptions& options) {
+  storage::StoreOptions store = options.store;
+  if (options.links.store.empty()) return store;
+  store.wrap_ring = [inner = options.store.wrap_ring,
+                     links = options.links.store](std::unique_ptr<storage::Ring> ring) {
+    if (inner) ring = inner(std::move(ring));
+    return make_linked_ring(std::move(ring), links);
+  };
+  return store;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Device>> create_local_device(LocalDeviceOptions options,
+                                                    const storage::StoreLayout& layout) {
+  auto device = std::make_unique<LocalDevice>(options);
+  return make_device(std::move(device),
+                     storage::Store::create(options.path, layout, linked_store(options)), true,
+                     device_name(options));
+}
+
+Result<std::unique_ptr<Device>> open_local_device(LocalDeviceOptions options) {
+  auto device = std::make_unique<LocalDevice>(options);
+  return make_device(std::move(device), storage::Store::open(options.path, linked_store(options)),
+                     false, device_name(options));
+}
+
+}  // namespace smartinf::csd

@@ -1,0 +1,170 @@
+#include "smartinf/csd/slot.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "smartinf/kernels/update.h"
+
+namespace smartinf::csd {
+namespace {
+
+using base::kBlockElements;
+
+/// One block of f32 of each thread's own, for what does not go straight to its place.
+std::span<float, kBlockElements> thread_block() {
+  thread_local const std::unique_ptr<float[]> block = std::make_unique<float[]>(kBlockElements);
+  return std::span<float, kBlockElements>(block.get(), kBlockElements);
+}
+
+}  // namespace
+
+PlaneBlocks::PlaneBlocks(storage::Store& store, uint32_t subgroup, std::span<std::byte> extent)
+    : store_(&store), subgroup_(&store.layout().subgroups[subgroup]), extent_(extent) {}
+
+uint64_t PlaneBlocks::blocks() const {
+  return (subgroup_->count + kBlockElements - 1) / kBlockElements;
+}
+
+uint64_t PlaneBlocks::elements(uint64_t block) const {
+  return std::min(kBlockElements, subgroup_->count - block * kBlockElements);
+}
+
+base::Encoding PlaneBlocks::encoding(size_t plane) const {
+  const storage::StoreLayout& layout = store_->layout();
+  return base::plane_encoding(layout.format, layout.planes[plane]);
+}
+
+std::span<std::byte> PlaneBlocks::bytes(size_t plane, uint64_t block) const {
+  const base::Encoding kind = encoding(plane);
+  const uint64_t offset = store_->plane_offset(subgroup_->id, plane) +
+                          block * base::encoded_bytes(kind, kBlockElements);
+  return extent_.subspan(offset, base::encoded_bytes(kind, elements(block)));
+}
+
+base::Status PlaneBlocks::verify(size_t plane, uint64_t block) const {
+  return store_->verify_block(subgroup_->id, plane, block, bytes(plane, block));
+}
+
+void PlaneBlocks::seal(size_t plane, uint64_t block) const {
+  store_->seal_block(subgroup_->id, plane, block, bytes(plane, block));
+}
+
+void UpdateWork::prepare(const PlaneBlocks& planes, const Command& update, size_t entry,
+                         uint32_t subgroup, const std::byte* gradient, bool from_spill,
+                         const GradientMemory& memory, std::span<const plan::GroupStretch> groups) {
+  planes_ = planes;
+  update_ = &update;
+  weights_out_ = static_cast<std::byte*>(update.updates[entry].weights_out);
+  subgroup_ = subgroup;
+  gradient_ = gradient;
+  from_spill_ = from_spill;
+  memory_ = &memory;
+  groups_ = groups;
+  trace_subgroup_ = planes.subgroup().id.value;
+}
+
+base::Status UpdateWork::run_block(uint64_t block) {
+  const uint64_t elements = planes_.elements(block);
+  const uint64_t first = block * kBlockElements;
+  const base::DataType gradient_type = memory_->type();
+  const std::byte* gradient = gradient_ + first * base::data_type_bytes(gradient_type);
+  if (from_spill_ &&
+      !memory_->verify_block(subgroup_, block,
+                             {gradient, elements * base::data_type_bytes(gradient_type)})) {
+    return base::Status(
+        base::ErrorCode::kCorrupt,
+        "block " + std::to_string(block) + " of the spilled gradient of subgroup " +
+            std::to_string(planes_.subgroup().id.value) + " is not what was written",
+        "The step is taken back and can be repeated; if it happens again, the drive "
+        "or its cable is failing.");
+  }
+  const std::span<const base::PlaneKind> kinds =
+      kernels::rule_planes(update_->scalars.front().rule);
+  kernels::UpdateBlock work;
+  for (size_t plane = 0; plane < kinds.size(); ++plane) {
+    SI_RETURN_IF_ERROR(planes_.verify(plane, block));
+    work.planes[plane] = planes_.bytes(plane, block).data();
+  }
+  work.count = elements;
+  work.element = planes_.subgroup().first_element + first;
+  work.gradient = gradient;
+  work.gradient_type = gradient_type;
+  if (weights_out_ != nullptr) {
+    work.weights_out = weights_out_ + first * base::data_type_bytes(update_->type);
+  }
+  work.weights_type = update_->type;
+
+  // Cleared, not freed: no allocation after the first blocks.
+  thread_local std::vector<kernels::GroupRun> runs;
+  runs.clear();
+  if (groups_.empty()) {
+    runs.push_back({elements, update_->scalars.data()});
+  } else {
+    auto stretch = std::upper_bound(
+        groups_.begin(), groups_.end(), work.element,
+        [](uint64_t element, const plan::GroupStretch& s) { return element < s.first; });
+    --stretch;
+    for (uint64_t element = work.element; element < work.element + elements; ++stretch) {
+      const uint64_t end = std::min(work.element + elements, stretch->first + stretch->count);
+      runs.push_back({end - element, &update_->scalars[stretch->group]});
+      element = end;
+    }
+  }
+  kernels::kernels().update_block(planes_.format(), work, runs);
+  for (size_t plane = 0; plane < kinds.size(); ++plane) planes_.seal(plane, block);
+  return base::Status();
+}
+
+uint64_t DecodeWork::prepare(const PlaneBlocks& planes, const Command& read) {
+  planes_ = planes;
+  read_ = &read;
+  trace_subgroup_ = planes.subgroup().id.value;
+  return (read.count + kBlockElements - 1) / kBlockElements;
+}
+
+base::Status DecodeWork::run_block(uint64_t index) {
+  const uint64_t block = read_->first / kBlockElements + index;
+  const uint64_t elements = planes_.elements(block);
+  const uint64_t wanted = std::min(elements, read_->count - index * kBlockElements);
+  for (size_t plane = 0; plane < planes_.planes().size(); ++plane) {
+    if (read_->planes[plane] == nullptr) continue;
+    SI_RETURN_IF_ERROR(planes_.verify(plane, block));
+    float* out = read_->planes[plane] + index * kBlockElements;
+    float* decoded = wanted == elements ? out : thread_block().data();
+    kernels::kernels().decode_block(planes_.encoding(plane), planes_.planes()[plane],
+                                    planes_.bytes(plane, block).data(), decoded, elements);
+    if (decoded != out) std::memcpy(out, decoded, wanted * sizeof(float));
+  }
+  return base::Status();
+}
+
+void EncodeWork::prepare(const PlaneBlocks& planes, const Command& write) {
+  planes_ = planes;
+  write_ = &write;
+  trace_subgroup_ = planes.subgroup().id.value;
+}
+
+base::Status EncodeWork::run_block(uint64_t block) {
+  const uint64_t elements = planes_.elements(block);
+  const uint64_t first = block * kBlockElements;
+  for (size_t plane = 0; plane < planes_.planes().size(); ++plane) {
+    const float* in = write_->planes[plane];
+    if (in != nullptr) {
+      in += first;
+    } else {
+      const std::span<float> zeros = thread_block().first(elements);
+      std::fill(zeros.begin(), zeros.end(), 0.0f);
+      in = zeros.data();
+    }
+    kernels::kernels().encode_block(planes_.encoding(plane), planes_.planes()[plane], in,
+                                    planes_.bytes(plane, block).data(), elements,
+                                    planes_.subgroup().first_element + first, write_->step, 0);
+    planes_.seal(plane, block);
+  }
+  return base::Status();
+}
+
+}  // namespace smartinf::csd

@@ -1,0 +1,100 @@
+#include "smartinf/csd/state_access.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "smartinf/base/state_format.h"
+
+namespace smartinf::csd {
+
+using Op = storage::SubgroupIo::Op;
+
+base::Status StateAccess::check(const Command& command) const {
+  const auto found = parts_.index_of.find(command.subgroup);
+  if (found == parts_.index_of.end()) {
+    return base::Status(
+        base::ErrorCode::kInvalidArgument,
+        "subgroup " + std::to_string(command.subgroup.value) + " belongs to another device");
+  }
+  const uint64_t count = parts_.store->layout().subgroups[found->second].count;
+  const bool inside = command.count > 0 && command.first < count &&
+                      command.count <= count - command.first &&
+                      command.first % base::kBlockElements == 0;
+  const bool wanted = std::any_of(command.planes.begin(), command.planes.end(),
+                                  [](const float* plane) { return plane != nullptr; });
+  const bool whole = command.first == 0 && command.count == count;
+  if (command.kind == CommandKind::kReadState ? !inside || !wanted : !whole) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "elements " + std::to_string(command.first) + " and " +
+                            std::to_string(command.count) + " following of subgroup " +
+                            std::to_string(command.subgroup.value) + " cannot be transferred");
+  }
+  return base::Status();
+}
+
+bool StateAccess::try_start(Command& command) {
+  if (in_flight_ > 0 && command.kind != kind_) return false;
+  if (base::Status status = check(command); !status.ok()) {
+    parts_.complete(command, std::move(status));
+    return true;
+  }
+  const auto slot = std::find_if(parts_.slots.begin(), parts_.slots.end(),
+                                 [](const Slot& s) { return s.user == nullptr; });
+  if (slot == parts_.slots.end()) return false;
+  slot->user = this;
+  slot->command = &command;
+  kind_ = command.kind;
+  ++in_flight_;
+  const uint32_t subgroup = parts_.index_of.at(command.subgroup);
+  if (command.kind == CommandKind::kReadState) {
+    uint32_t mask = 0;
+    for (size_t plane = 0; plane < parts_.store->layout().planes.size(); ++plane) {
+      if (command.planes[plane] != nullptr) mask |= 1u << plane;
+    }
+    slot->transferring = true;
+    parts_.start(slot->state_in, *this, Op::kRead, subgroup, slot->extent, mask);
+  } else {
+    const PlaneBlocks planes(*parts_.store, subgroup, slot->extent);
+    slot->encode.prepare(planes, command);
+    parts_.processor->start(slot->encode, planes.blocks());
+  }
+  return true;
+}
+
+void StateAccess::on_transfer(Transfer& transfer) {
+  Slot& slot = *transfer.slot;
+  slot.transferring = false;
+  if (!transfer.io.status.ok() || kind_ == CommandKind::kWriteState) {
+    return answer(slot, transfer.io.status);
+  }
+  const PlaneBlocks planes(*parts_.store, parts_.index_of.at(slot.command->subgroup), slot.extent);
+  parts_.processor->start(slot.decode, slot.decode.prepare(planes, *slot.command));
+}
+
+void StateAccess::on_work(Slot& slot, BlockWork& work) {
+  if (abandoned_) return answer(slot, abandoned_for_);
+  if (!work.status().ok() || kind_ == CommandKind::kReadState) return answer(slot, work.status());
+  slot.transferring = true;
+  parts_.start(slot.master_out, *this, Op::kWrite, parts_.index_of.at(slot.command->subgroup),
+               slot.extent, ~0u);
+}
+
+void StateAccess::answer(Slot& slot, base::Status status) {
+  if (kind_ == CommandKind::kWriteState && !status.ok()) write_failure_ = status;
+  --in_flight_;
+  if (!abandoned_) slot.user = nullptr;
+  parts_.complete(*std::exchange(slot.command, nullptr), std::move(status));
+}
+
+void StateAccess::abandon(const base::Status& status) {
+  abandoned_ = true;
+  abandoned_for_ = status;
+  // Those whose transfer is lost are answered here, those at the processor when it is done with
+  // them.
+  for (Slot& slot : parts_.slots) {
+    if (slot.user == this && slot.transferring) answer(slot, status);
+  }
+}
+
+}  // namespace smartinf::csd

@@ -1,0 +1,43 @@
+// Commands that read or write a subgroup's planes as f32: initialization, resume, export, import.
+// Several are in flight at once, one per slot, and are answered as they get done.
+#pragma once
+
+#include <cstdint>
+
+#include "smartinf/base/status.h"
+#include "smartinf/csd/device.h"
+#include "smartinf/csd/device_parts.h"
+
+namespace smartinf::csd {
+
+/// Threads: the device's I/O thread.
+class StateAccess final : public SlotUser {
+ public:
+  explicit StateAccess(DeviceParts& parts) : parts_(parts) {}
+
+  /// Serves a kReadState or kWriteState command; false when it must wait (no slot is free, or a
+  /// command of the other kind is in flight).
+  bool try_start(Command& command);
+  bool idle() const { return in_flight_ == 0; }
+  /// The store cannot go on: see TransferHandler::abandon.
+  void abandon(const base::Status& status);
+  /// A write failed in this step: it must not be prepared. Ok again after forget_failure().
+  const base::Status& write_failure() const { return write_failure_; }
+  void forget_failure() { write_failure_ = base::Status(); }
+
+  void on_transfer(Transfer& transfer) override;
+  void on_work(Slot& slot, BlockWork& work) override;
+
+ private:
+  base::Status check(const Command& command) const;
+  void answer(Slot& slot, base::Status status);
+
+  DeviceParts& parts_;
+  uint32_t in_flight_ = 0;
+  CommandKind kind_ = CommandKind::kReadState;  // of those in flight
+  bool abandoned_ = false;
+  base::Status abandoned_for_;
+  base::Status write_failure_;
+};
+
+}  // namespace smartinf::csd

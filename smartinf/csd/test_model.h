@@ -1,0 +1,169 @@
+// The plain reference that devices are compared with: the scalar kernels on arrays in memory, block
+// after block, without devices, stores or threads. For tests.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <span>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/state_format.h"
+#include "smartinf/kernels/update.h"
+#include "smartinf/plan/parameter_space.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::csd {
+
+/// Subgroups of uneven sizes, not at the start of the space and with gaps, as a device among
+/// several owns them.
+inline storage::StoreLayout test_layout(base::StateFormat format, uint32_t spill_bytes,
+                                        uint32_t subgroups = 7) {
+  storage::StoreLayout layout;
+  layout.run = storage::make_run_id();
+  layout.format = format;
+  const auto planes = kernels::rule_planes(kernels::UpdateRule::kAdamW);
+  layout.planes.assign(planes.begin(), planes.end());
+  layout.gradient_spill_bytes = spill_bytes;
+  layout.description = "{}";
+  for (uint32_t i = 0; i < subgroups; ++i) {
+    const bool last = i + 1 == subgroups;
+    layout.subgroups.push_back({base::SubgroupId{2 * i + 1}, (2 * i + 1) * 2 * base::kBlockElements,
+                                last ? base::kBlockElements + 4321 : 2 * base::kBlockElements});
+  }
+  return layout;
+}
+
+/// Two groups that alternate, with cuts inside blocks.
+inline std::vector<plan::GroupStretch> test_groups(uint64_t elements) {
+  std::vector<plan::GroupStretch> groups;
+  uint64_t first = 0;
+  for (uint32_t i = 0; first < elements; ++i) {
+    const uint64_t count = std::min<uint64_t>(elements - first, 50'000 + 1000 * (i % 7));
+    groups.push_back({first, count, i % 2});
+    first += count;
+  }
+  return groups;
+}
+
+inline std::vector<float> random_floats(uint64_t count, uint64_t seed, float scale) {
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal(0.0f, scale);
+  std::vector<float> values(count);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+/// The gradient of a subgroup in a step: [count] of type.
+inline std::vector<std::byte> test_gradient(const storage::StoredSubgroup& subgroup, uint64_t step,
+                                            base::DataType type) {
+  const std::vector<float> wide =
+      random_floats(subgroup.count, subgroup.id.value * 1000 + step, 0.1f);
+  std::vector<std::byte> narrow(subgroup.count * base::data_type_bytes(type));
+  kernels::kernels().cast_from_f32(wide.data(), narrow.data(), type, wide.size());
+  return narrow;
+}
+
+inline std::vector<kernels::StepScalars> test_scalars(uint64_t step) {
+  const kernels::RuleOptions options;
+  return {kernels::make_step_scalars(options, {1e-2, 0.1}, step, 0.5, 7),
+          kernels::make_step_scalars(options, {3e-3, 0.0}, step, 0.5, 7)};
+}
+
+class ReferenceModel {
+ public:
+  ReferenceModel(const storage::StoreLayout& layout, std::vector<plan::GroupStretch> groups)
+      : layout_(layout), groups_(std::move(groups)), scalar_(*kernels::supported_tables().front()) {
+    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
+      std::vector<std::vector<std::byte>> planes;
+      for (size_t plane = 0; plane < layout_.planes.size(); ++plane) {
+        const std::vector<float> values =
+            plane == 0 ? master_at_start(subgroup) : std::vector<float>(subgroup.count);
+        std::vector<std::byte> encoded(base::encoded_bytes(encoding(plane), subgroup.count));
+        for_blocks(subgroup.count, [&](uint64_t first, uint64_t count) {
+          scalar_.encode_block(encoding(plane), layout_.planes[plane], values.data() + first,
+                               at(encoded, plane, first), count, subgroup.first_element + first, 0,
+                               0);
+        });
+        planes.push_back(std::move(encoded));
+      }
+      state_.push_back(std::move(planes));
+    }
+  }
+
+  static std::vector<float> master_at_start(const storage::StoredSubgroup& subgroup) {
+    return random_floats(subgroup.count, subgroup.id.value, 1.0f);
+  }
+
+  /// One step of every subgroup; returns each one's new weights, [count] of type.
+  std::vector<std::vector<std::byte>> step(uint64_t number, base::DataType gradient_type,
+                                           base::DataType weights_type) {
+    const std::vector<kernels::StepScalars> scalars = test_scalars(number);
+    std::vector<std::vector<std::byte>> weights;
+    for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
+      const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
+      const std::vector<std::byte> gradient = test_gradient(subgroup, number, gradient_type);
+      std::vector<std::byte> out(subgroup.count * base::data_type_bytes(weights_type));
+      for_blocks(subgroup.count, [&](uint64_t first, uint64_t count) {
+        kernels::UpdateBlock block;
+        for (size_t plane = 0; plane < layout_.planes.size(); ++plane) {
+          block.planes[plane] = at(state_[i][plane], plane, first);
+        }
+        block.count = count;
+        block.element = subgroup.first_element + first;
+        block.gradient = gradient.data() + first * base::data_type_bytes(gradient_type);
+        block.gradient_type = gradient_type;
+        block.weights_out = out.data() + first * base::data_type_bytes(weights_type);
+        block.weights_type = weights_type;
+        std::vector<kernels::GroupRun> runs;  // one per element's group, joined
+        for (uint64_t e = 0; e < count; ++e) {
+          const kernels::StepScalars* own = &scalars[group_of(block.element + e)];
+          if (runs.empty() || runs.back().scalars != own) runs.push_back({0, own});
+          ++runs.back().count;
+        }
+        scalar_.update_block(layout_.format, block, runs);
+      });
+      weights.push_back(std::move(out));
+    }
+    return weights;
+  }
+
+  /// A plane of a subgroup as f32.
+  std::vector<float> plane(size_t subgroup, size_t plane) {
+    const uint64_t count = layout_.subgroups[subgroup].count;
+    std::vector<float> values(count);
+    for_blocks(count, [&](uint64_t first, uint64_t n) {
+      scalar_.decode_block(encoding(plane), layout_.planes[plane],
+                           at(state_[subgroup][plane], plane, first), values.data() + first, n);
+    });
+    return values;
+  }
+
+ private:
+  base::Encoding encoding(size_t plane) const {
+    return base::plane_encoding(layout_.format, layout_.planes[plane]);
+  }
+  std::byte* at(std::vector<std::byte>& encoded, size_t plane, uint64_t first) const {
+    return encoded.data() + base::encoded_bytes(encoding(plane), first);
+  }
+  uint32_t group_of(uint64_t element) {
+    while (element < groups_[cursor_].first) --cursor_;
+    while (element >= groups_[cursor_].first + groups_[cursor_].count) ++cursor_;
+    return groups_[cursor_].group;
+  }
+  template <typename Visit>
+  static void for_blocks(uint64_t count, const Visit& visit) {
+    for (uint64_t first = 0; first < count; first += base::kBlockElements) {
+      visit(first, std::min(base::kBlockElements, count - first));
+    }
+  }
+
+  storage::StoreLayout layout_;
+  std::vector<plan::GroupStretch> groups_;
+  const kernels::KernelTable& scalar_;
+  std::vector<std::vector<std::vector<std::byte>>> state_;  // subgroup, plane, encoded
+  size_t cursor_ = 0;
+};
+
+}  // namespace smartinf::csd

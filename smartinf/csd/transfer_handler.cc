@@ -1,0 +1,234 @@
+#include "smartinf/csd/transfer_handler.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "smartinf/base/clock.h"
+
+namespace smartinf::csd {
+namespace {
+
+using plan::Task;
+using plan::TaskKind;
+using Op = storage::SubgroupIo::Op;
+
+constexpr uint32_t kMasterMask = 1;
+
+}  // namespace
+
+void TransferHandler::start(Command& update) {
+  update_ = &update;
+  failure_ = check(update);
+  unfinished_ = 0;
+  if (failure_.ok()) make_plan(update);
+  go_on();
+}
+
+base::Status TransferHandler::check(const Command& update) const {
+  uint32_t groups = 1;
+  for (const plan::GroupStretch& stretch : parts_.options.groups) {
+    groups = std::max(groups, stretch.group + 1);
+  }
+  if (update.scalars.size() < groups) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "an update for " + std::to_string(update.scalars.size()) + " of " +
+                            std::to_string(groups) + " parameter groups");
+  }
+  const auto kinds = kernels::rule_planes(update.scalars.front().rule);
+  const auto& planes = parts_.store->layout().planes;
+  if (!std::equal(kinds.begin(), kinds.end(), planes.begin(), planes.end())) {
+    return base::Status(base::ErrorCode::kMismatch,
+                        "the rule " +
+                            std::string(kernels::update_rule_name(update.scalars.front().rule)) +
+                            " keeps other planes than this device holds",
+                        "Use the update rule that the run was created with.");
+  }
+  for (const SubgroupUpdate& entry : update.updates) {
+    const auto found = parts_.index_of.find(entry.subgroup);
+    if (found == parts_.index_of.end()) {
+      return base::Status(
+          base::ErrorCode::kInvalidArgument,
+          "subgroup " + std::to_string(entry.subgroup.value) + " belongs to another device");
+    }
+    if (!parts_.gradients->complete(found->second)) {
+      return base::Status(
+          base::ErrorCode::kFailedPrecondition,
+          "the gradient of subgroup " + std::to_string(entry.subgroup.value) + " is not complete");
+    }
+  }
+  return base::Status();
+}
+
+void TransferHandler::make_plan(const Command& update) {
+  plan::ScheduleInput input;
+  input.variant = parts_.options.schedule;
+  input.subgroups = static_cast<uint32_t>(update.updates.size());
+  input.slots = static_cast<uint32_t>(parts_.slots.size());
+  input.gradient_spilled = parts_.gradients->buffer_bytes() > 0;
+  input.has_moments = parts_.store->layout().planes.size() > 1;
+  // The command's order is the order wanted, for every variant.
+  std::vector<uint32_t> order(input.subgroups);
+  std::iota(order.begin(), order.end(), 0u);
+  input.order = order;
+  tasks_ = plan::make_schedule(input);
+
+  waits_.assign(tasks_.size(), 0);
+  dependents_from_.assign(tasks_.size() + 1, 0);
+  for (size_t i = 0; i < tasks_.size(); ++i) {
+    for (const uint32_t before : tasks_[i].after) {
+      if (before == Task::kNone) continue;
+      ++waits_[i];
+      ++dependents_from_[before + 1];
+    }
+  }
+  std::partial_sum(dependents_from_.begin(), dependents_from_.end(), dependents_from_.begin());
+  dependents_.resize(dependents_from_.back());
+  std::vector<uint32_t> next(dependents_from_.begin(), dependents_from_.end() - 1);
+  for (uint32_t i = 0; i < tasks_.size(); ++i) {
+    for (const uint32_t before : tasks_[i].after) {
+      if (before != Task::kNone) dependents_[next[before]++] = i;
+    }
+  }
+  unfinished_ = tasks_.size();
+  ready_.clear();
+  ready_next_ = 0;
+  for (uint32_t i = 0; i < tasks_.size(); ++i) {
+    if (waits_[i] == 0) ready_.push_back(i);
+  }
+  for (Slot& slot : parts_.slots) {
+    SI_CHECK(slot.user == nullptr, "an update needs all slots");
+    slot.user = this;
+  }
+}
+
+void TransferHandler::go_on() {
+  while (failure_.ok() && ready_next_ < ready_.size()) begin(ready_[ready_next_++]);
+  const bool nothing_in_flight = transfers_ == 0 && works_ == 0 && on_link_.empty();
+  if (update_ == nullptr || !nothing_in_flight || (failure_.ok() && unfinished_ > 0)) return;
+  // After abandon() the drive may still write into slots: they are never used again.
+  for (Slot& slot : parts_.slots) {
+    if (slot.user == this && !abandoned_) slot.user = nullptr;
+  }
+  ready_.clear();
+  ready_next_ = 0;
+  Command& done = *std::exchange(update_, nullptr);
+  last_failure_ = std::exchange(failure_, base::Status());
+  parts_.complete(done, last_failure_);
+}
+
+uint32_t TransferHandler::subgroup_of(uint32_t task) const {
+  return parts_.index_of.at(update_->updates[tasks_[task].subgroup].subgroup);
+}
+
+void TransferHandler::begin(uint32_t index) {
+  const Task& task = tasks_[index];
+  Slot& slot = parts_.slots[task.slot.value];
+  const uint32_t subgroup = subgroup_of(index);
+  const auto transfer = [&](Transfer& which, Op op, std::span<std::byte> buffer, uint32_t mask) {
+    which.task = index;
+    ++transfers_;
+    parts_.start(which, *this, op, subgroup, buffer, mask);
+  };
+  switch (task.kind) {
+    case TaskKind::kReadGradient:
+      if (parts_.gradients->kept(subgroup)) return finish(index);
+      return transfer(slot.gradient_in, Op::kReadGradient, slot.gradient, ~0u);
+    case TaskKind::kReadState:
+      return transfer(slot.state_in, Op::kRead, slot.extent, ~0u);
+    case TaskKind::kUpdate: {
+      const PlaneBlocks planes(*parts_.store, subgroup, slot.extent);
+      const bool kept = parts_.gradients->kept(subgroup);
+      slot.task = index;
+      slot.update.prepare(planes, *update_, task.subgroup, subgroup,
+                          kept ? parts_.gradients->data(subgroup) : slot.gradient.data(), !kept,
+                          *parts_.gradients, parts_.options.groups);
+      ++works_;
+      return parts_.processor->start(slot.update, planes.blocks());
+    }
+    case TaskKind::kWriteWeights:
+      return send_weights(index);
+    case TaskKind::kWriteMaster:
+      return transfer(slot.master_out, Op::kWrite, slot.extent, kMasterMask);
+    case TaskKind::kWriteMoments:
+      return transfer(slot.moments_out, Op::kWrite, slot.extent, ~kMasterMask);
+  }
+}
+
+void TransferHandler::finish(uint32_t task) {
+  --unfinished_;
+  for (uint32_t i = dependents_from_[task]; i < dependents_from_[task + 1]; ++i) {
+    if (--waits_[dependents_[i]] == 0) ready_.push_back(dependents_[i]);
+  }
+}
+
+void TransferHandler::send_weights(uint32_t task) {
+  const SubgroupUpdate& entry = update_->updates[tasks_[task].subgroup];
+  const bool counted =
+      entry.weights_out != nullptr && parts_.options.host_link_place == HostLinkPlace::kAtProcessor;
+  if (!counted) return weights_ready(task);
+  const uint64_t bytes = parts_.store->layout().subgroups[subgroup_of(task)].count *
+                         base::data_type_bytes(update_->type);
+  parts_.host_traffic.add_up(base::TrafficKind::kWeight, bytes);
+  Link* link = parts_.options.links.host.get();
+  if (link == nullptr) return weights_ready(task);
+  const uint64_t due = link->book(LinkDirection::kUp, base::TrafficKind::kWeight, bytes);
+  on_link_.push_back({due, task});
+}
+
+void TransferHandler::weights_ready(uint32_t task) {
+  update_->replies->push({update_,
+                          Completion::Event::kWeightsReady,
+                          update_->updates[tasks_[task].subgroup].subgroup,
+                          {}});
+  finish(task);
+}
+
+void TransferHandler::on_time(uint64_t now_ns) {
+  if (on_link_.empty()) return;
+  while (!on_link_.empty() && on_link_.front().due_ns <= now_ns) {
+    const uint32_t task = on_link_.front().task;
+    on_link_.pop_front();
+    weights_ready(task);
+  }
+  go_on();
+}
+
+void TransferHandler::on_transfer(Transfer& transfer) {
+  --transfers_;
+  if (!transfer.io.status.ok()) {
+    if (failure_.ok()) failure_ = transfer.io.status;
+  } else {
+    finish(transfer.task);
+  }
+  go_on();
+}
+
+void TransferHandler::on_work(Slot& slot, BlockWork& work) {
+  --works_;
+  if (!work.status().ok()) {
+    if (failure_.ok()) failure_ = work.status();
+  } else {
+    finish(slot.task);
+  }
+  go_on();
+}
+
+void TransferHandler::cancel() {
+  if (!running()) return;
+  if (failure_.ok()) {
+    failure_ = base::Status(base::ErrorCode::kCancelled, "the update was stopped");
+  }
+  go_on();
+}
+
+void TransferHandler::abandon(const base::Status& status) {
+  abandoned_ = true;
+  transfers_ = 0;
+  if (!running()) return;
+  failure_ = status;
+  go_on();
+}
+
+}  // namespace smartinf::csd

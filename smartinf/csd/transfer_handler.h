@@ -1,0 +1,76 @@
+// Runs the schedule of plan/ on a device's slots: whatever may start is started at once, and only
+// the store, the processor and the links make anything wait. The same handler serves SmartUpdate
+// and host update; they differ in which links stand where.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/csd/device.h"
+#include "smartinf/csd/device_parts.h"
+#include "smartinf/plan/schedule.h"
+
+namespace smartinf::csd {
+
+/// Threads: the device's I/O thread.
+class TransferHandler final : public SlotUser {
+ public:
+  explicit TransferHandler(DeviceParts& parts) : parts_(parts) {}
+
+  /// Starts a kUpdate command; all slots must be free and all gradients there. Answers it when all
+  /// state is written, or after a failure when nothing is in flight any more.
+  void start(Command& update);
+  bool running() const { return update_ != nullptr; }
+  /// Starts nothing more; the update ends as kCancelled.
+  void cancel();
+  /// Why the last update failed: its step cannot be prepared. Ok again after forget_failure().
+  const base::Status& failure() const { return last_failure_; }
+  void forget_failure() { last_failure_ = base::Status(); }
+  /// The store cannot go on: its transfers are given up, the processor's work is waited for.
+  void abandon(const base::Status& status);
+
+  /// Says that weights have passed the host link, where their time has come.
+  void on_time(uint64_t now_ns);
+  /// When on_time() will have something to do; ~0: nothing is on the link.
+  uint64_t next_due_ns() const { return on_link_.empty() ? ~uint64_t{0} : on_link_.front().due_ns; }
+
+  void on_transfer(Transfer& transfer) override;
+  void on_work(Slot& slot, BlockWork& work) override;
+
+ private:
+  struct OnLink {
+    uint64_t due_ns;
+    uint32_t task;
+  };
+
+  base::Status check(const Command& update) const;
+  void make_plan(const Command& update);
+  void begin(uint32_t task);
+  void finish(uint32_t task);
+  void go_on();
+  void send_weights(uint32_t task);
+  void weights_ready(uint32_t task);
+  uint32_t subgroup_of(uint32_t task) const;
+
+  DeviceParts& parts_;
+  Command* update_ = nullptr;
+  base::Status failure_;       // of the update that runs
+  base::Status last_failure_;  // of the last one
+  bool abandoned_ = false;
+  uint32_t transfers_ = 0;  // in flight
+  uint32_t works_ = 0;      // in flight
+  size_t unfinished_ = 0;   // tasks
+
+  // Kept from step to step, so that their memory is allocated once.
+  std::vector<plan::Task> tasks_;
+  std::vector<uint8_t> waits_;             // by task: how many it still waits for
+  std::vector<uint32_t> dependents_from_;  // by task: where its dependents begin
+  std::vector<uint32_t> dependents_;
+  std::vector<uint32_t> ready_;  // to be started, in order
+  size_t ready_next_ = 0;
+  std::deque<OnLink> on_link_;  // one direction of one link: due in order
+};
+
+}  // namespace smartinf::csd

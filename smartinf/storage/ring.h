@@ -1,6 +1,7 @@
 // The one narrow interface to the disk: caller-owned requests go in, completions come out. Kinds:
-// uring (io_uring), threads (a pool of preadv/pwritev), memory (a twin without a disk) and faulty (a
-// wrapper that misbehaves by seed). A ring does not split, resume or retry; the store above does.
+// uring (io_uring), threads (a pool of preadv/pwritev), memory (a twin without a disk) and faulty
+// (a wrapper that misbehaves by seed). A ring does not split, resume or retry; the store above
+// does.
 #pragma once
 
 #include <chrono>
@@ -30,17 +31,16 @@ struct IoRequest {
   uint64_t offset_bytes = 0;  // multiple of kIoAlignment on a direct file
   std::span<std::byte> buffer;
   base::TrafficKind kind = base::TrafficKind::kState;  // for the links that look at it
-  void* owner = nullptr;      // the caller's own; the ring does not touch it
+  void* owner = nullptr;  // the caller's own; the ring does not touch it
 
   /// Set at completion: bytes transferred (maybe fewer than asked for), or -errno.
   int64_t outcome = 0;
 
   // The ring's own while in flight.
   IoRequest* next = nullptr;
-  uint64_t submitted_ns = 0;
 };
 
-/// Threads: one thread submits and reaps; add_file and register_memory before the first submit.
+/// Threads: one thread at a time; add_file and register_memory only while nothing is in flight.
 class Ring {
  public:
   virtual ~Ring() = default;
@@ -65,14 +65,16 @@ class Ring {
 enum class RingKind : uint8_t { kAuto, kUring, kThreads };
 
 struct RingOptions {
-  RingKind kind = RingKind::kAuto;  // kAuto: io_uring where it works, else threads (logged, with why)
+  RingKind kind =
+      RingKind::kAuto;  // kAuto: io_uring where it works, else threads (logged, with why)
   uint32_t depth = 64;
   uint32_t threads = 8;  // of the thread ring
 };
 
 base::Result<std::unique_ptr<Ring>> make_ring(const RingOptions& options);
 
-/// Ok where io_uring works; otherwise why not (kernel without it, forbidden by seccomp or sysctl...).
+/// Ok where io_uring works; otherwise why not (kernel without it, forbidden by seccomp or
+/// sysctl...).
 base::Status probe_uring();
 
 }  // namespace smartinf::storage

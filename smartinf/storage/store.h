@@ -88,25 +88,31 @@ struct SubgroupIo {
   // The store's own while in flight.
   uint64_t next_offset_bytes = 0;
   uint32_t transfers_in_flight = 0;
+  bool all_started = false;
   SubgroupIo* next = nullptr;
 };
 
 /// What recovery needs to know of one device; read without opening it for writing.
 struct StoreState {
   RunId run;
+  uint32_t device_index = 0;
+  uint32_t device_count = 1;
   base::StepNumber committed_step = 0;
   base::StepNumber prepared_step = 0;  // committed_step, or one more
   bool initialized = false;            // false: creation was interrupted, start over
+  /// Durability kNone only: a crash fell into a step, and nothing that can be used is left.
+  bool torn = false;
 };
 
-/// Threads: one thread drives I/O (start, poll, prepare, commit, take_back). verify_block and
-/// seal_block are safe from any thread for blocks of different subgroups.
+/// Threads: one thread drives I/O and steps (begin_step, start, poll, prepare, commit, take_back).
+/// verify_block and seal_block are safe from any thread, for different blocks at once, between
+/// begin_step and prepare.
 class Store {
  public:
-  /// Makes a store in a directory (made if missing) or on a block device, reserves all its space and
-  /// locks it. It is initialized once prepare(0) and commit(0) have succeeded.
-  /// Errors: kAlreadyExists (holds another run: named), kNoSpace (with what is needed and free),
-  /// kBusy, kInvalidArgument (path is a plain file, ...), kIo.
+  /// Makes a store in a directory (made if missing) or on a block device, reserves all its space
+  /// and locks it. It is initialized once prepare(0) and commit(0) have succeeded. Errors:
+  /// kAlreadyExists (holds another run: named), kNoSpace (with what is needed and free), kBusy,
+  /// kInvalidArgument (path is a plain file, ...), kIo.
   static base::Result<std::unique_ptr<Store>> create(const std::string& path,
                                                      const StoreLayout& layout,
                                                      StoreOptions options);
@@ -125,8 +131,9 @@ class Store {
   virtual std::string blob() const = 0;
   static constexpr uint64_t kBlobBytesMax = 64 * 1024;
 
-  /// Which step's state reads give: recovery calls it once after open, with the step it decided on
-  /// (committed_step or prepared_step of state()); durable when it returns.
+  /// Which step's state reads give: recovery calls it once after open, before any transfer, with
+  /// the step it decided on (committed_step or prepared_step of state()); durable when it returns.
+  /// All devices of a run are recovered before any of them begins a step.
   virtual base::Status recover_to(base::StepNumber step) = 0;
 
   virtual uint64_t extent_bytes(base::SubgroupId subgroup) const = 0;
@@ -138,28 +145,35 @@ class Store {
   /// Makes slot memory known to the ring.
   virtual void register_memory(std::span<std::byte> memory) = 0;
 
-  /// Starts a transfer. Reads give the state of the current step; writes go to the shadow slot. Any
-  /// number may be started; the store keeps io_depth transfers per direction in flight, in order.
+  /// Starts a transfer. Its buffer is aligned to kIoAlignment. Reads give the state of the current
+  /// step; writes go to the shadow slot. Any number may be started; the store keeps io_depth
+  /// transfers per direction in flight, in order.
   virtual void start(SubgroupIo& io) = 0;
-  /// Puts finished ones into `done`, waiting up to `wait` for the first. Failures are in their status;
-  /// a failed Result means the store cannot go on.
+  /// Puts finished ones into `done`, waiting up to `wait` for the first. Failures are in their
+  /// status; a failed Result means the store cannot go on.
   virtual base::Result<size_t> poll(std::span<SubgroupIo*> done, std::chrono::nanoseconds wait) = 0;
 
   /// Checks block `block` (kBlockElements elements each) of plane `plane` after a read, against the
   /// checksum and identity of the current step. Errors: kCorrupt with path, offset, length, advice.
   virtual base::Status verify_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
                                     std::span<const std::byte> bytes) const = 0;
-  /// Records the checksum of a block about to be written for the step in progress.
+  /// Records the checksum of a block about to be written for the step in progress. With checksums
+  /// on, every block of a plane that is written must be sealed before prepare().
   virtual void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
                           std::span<const std::byte> bytes) = 0;
-  /// Says that the step in progress will be `step`; seals carry it. Once before the first write.
+  /// Says that the step in progress will be `step`; seals carry it. Once before the first write:
+  /// committed_step + 1, or 0 after create().
   virtual void begin_step(base::StepNumber step) = 0;
 
-  /// Makes everything written since the last commit durable as step `step`. Subgroups not written
-  /// keep their state. After it the step can still be taken back.
+  /// Waits for the writes in flight and makes everything written since the last commit durable as
+  /// step `step`. Planes not written keep their state. After it the step can still be taken back.
+  /// After a failure the step must be taken back.
   virtual base::Status prepare(base::StepNumber step, const std::string& blob) = 0;
+  /// Makes the prepared step the current one. Only after all devices of the run have prepared it:
+  /// from then on it is decided, so this does not fail for steps after 0, and needs no sync.
   virtual base::Status commit(base::StepNumber step) = 0;
-  /// Forgets what was written for `step`, prepared or not.
+  /// Forgets what was written for `step`, prepared or not; durable when it returns. After a failure
+  /// no device of the run may go on. With durability kNone impossible once something was written.
   virtual base::Status take_back(base::StepNumber step) = 0;
 
   /// Up: read from the drive; down: written to it. By kind.

@@ -1,0 +1,429 @@
+#include "smartinf/storage/container.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <vector>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <linux/fs.h>
+#include <linux/magic.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
+#include "smartinf/storage/format.h"
+
+namespace smartinf::storage {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+/// Signatures of file systems, partition tables and volume managers lie within so much of a block
+/// device's start or end.
+constexpr uint64_t kSignatureBytes = base::kMiB;
+
+enum class PathKind { kMissing, kDirectory, kBlockDevice };
+
+Result<PathKind> kind_of(const std::string& path) {
+  struct stat info {};
+  if (stat(path.c_str(), &info) != 0) {
+    if (errno == ENOENT) return PathKind::kMissing;
+    return base::errno_status(errno, "cannot look at the device's path", path);
+  }
+  if (S_ISDIR(info.st_mode)) return PathKind::kDirectory;
+  if (S_ISBLK(info.st_mode)) return PathKind::kBlockDevice;
+  return Status(ErrorCode::kInvalidArgument,
+                "a device is a directory or a block device, not a file",
+                "Name a directory (it is made if missing) or a block device.",
+                base::ErrorPlace{path, {}, {}, 0});
+}
+
+std::string join(const std::string& directory, std::string_view name) {
+  return (std::filesystem::path(directory) / name).string();
+}
+
+Status sync_directory(const std::string& directory) {
+  const FileDescriptor opened(open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!opened.is_open() || fsync(opened.get()) != 0) {
+    return base::errno_status(errno, "cannot make a directory entry durable", directory);
+  }
+  return Status();
+}
+
+/// Makes a missing directory with its missing parents, and all their entries durable.
+Status make_directory(const std::string& path) {
+  std::filesystem::path missing = std::filesystem::absolute(path).lexically_normal();
+  std::vector<std::filesystem::path> to_make;
+  while (!missing.empty() && !std::filesystem::exists(missing)) {
+    to_make.push_back(missing);
+    missing = missing.parent_path();
+  }
+  for (auto directory = to_make.rbegin(); directory != to_make.rend(); ++directory) {
+    if (directory->filename().empty()) continue;  // a trailing slash
+    if (mkdir(directory->c_str(), 0777) != 0 && errno != EEXIST) {
+      return base::errno_status(errno, "cannot make the device's directory", directory->string(),
+                                {}, {}, "Name a directory that can be written to.");
+    }
+    SI_RETURN_IF_ERROR(sync_directory(directory->parent_path().string()));
+  }
+  return Status();
+}
+
+/// Who holds the lock on an open file, from the kernel's list; empty when it does not say.
+std::string holder_of(int descriptor) {
+  struct stat info {};
+  if (fstat(descriptor, &info) != 0) return {};
+  const std::string wanted =
+      fmt::format("{:02x}:{:02x}:{}", major(info.st_dev), minor(info.st_dev), info.st_ino);
+  std::ifstream locks("/proc/locks");
+  for (std::string line; std::getline(locks, line);) {
+    // 1: FLOCK  ADVISORY  WRITE 1234 fe:00:5678 0 EOF
+    std::vector<std::string> words;
+    size_t at = 0;
+    while ((at = line.find_first_not_of(' ', at)) != std::string::npos) {
+      const size_t end = std::min(line.find(' ', at), line.size());
+      words.push_back(line.substr(at, end - at));
+      at = end;
+    }
+    if (words.size() > 5 && words[1] == "FLOCK" && words[5] == wanted) return words[4];
+  }
+  return {};
+}
+
+Status lock_file(int descriptor, const std::string& path) {
+  if (flock(descriptor, LOCK_EX | LOCK_NB) == 0) return Status();
+  if (errno != EWOULDBLOCK) return base::errno_status(errno, "cannot lock the device", path);
+  const std::string holder = holder_of(descriptor);
+  return Status(ErrorCode::kBusy,
+                holder.empty() ? "the device is in use by another process"
+                               : fmt::format("the device is in use by process {}", holder),
+                "Wait for it to end, or stop it, or use another device.",
+                base::ErrorPlace{path, {}, {}, 0});
+}
+
+Result<FileDescriptor> lock_directory(const std::string& path) {
+  const std::string lock_path = join(path, kLockFileName);
+  FileDescriptor lock(open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  if (!lock.is_open()) {
+    return base::errno_status(errno, "cannot make the device's lock file", lock_path, {}, {},
+                              "The directory must be writable.");
+  }
+  SI_RETURN_IF_ERROR(lock_file(lock.get(), path));
+  return lock;
+}
+
+/// Whether direct transfers work on this file. It must have at least kIoAlignment bytes.
+bool direct_works(const std::string& path) {
+  const FileDescriptor file(open(path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC));
+  if (!file.is_open()) return false;
+  const auto buffer = base::AlignedBuffer::allocate(base::kIoAlignment);
+  return buffer.ok() && pread(file.get(), buffer->data(), base::kIoAlignment, 0) ==
+                            static_cast<ssize_t>(base::kIoAlignment);
+}
+
+Result<uint64_t> size_of(int descriptor, PathKind kind, const std::string& path) {
+  if (kind == PathKind::kBlockDevice) {
+    uint64_t bytes = 0;
+    if (ioctl(descriptor, BLKGETSIZE64, &bytes) != 0) {
+      return base::errno_status(errno, "cannot find out the block device's size", path);
+    }
+    return bytes;
+  }
+  struct stat info {};
+  if (fstat(descriptor, &info) != 0) return base::errno_status(errno, "cannot look at", path);
+  return static_cast<uint64_t>(info.st_size);
+}
+
+/// Opens the state for transfers and gives it to a ring.
+Status attach(Container& container, PathKind kind, const StoreOptions& options) {
+  container.direct = direct_works(container.file_path);
+  if (!container.direct) {
+    base::log(base::LogLevel::kInfo,
+              fmt::format("{}: no direct I/O here; transfers go through the page cache",
+                          container.file_path));
+  }
+  // O_EXCL on a block device: refused while it is mounted or part of a volume.
+  const int flags = O_RDWR | O_CLOEXEC | (container.direct ? O_DIRECT : 0) |
+                    (kind == PathKind::kBlockDevice ? O_EXCL : 0);
+  container.state = FileDescriptor(open(container.file_path.c_str(), flags));
+  if (!container.state.is_open()) {
+    return base::errno_status(errno, "cannot open the device's state", container.file_path, {}, {},
+                              errno == EBUSY
+                                  ? "It is mounted or part of a volume: unmount it first."
+                                  : "It must be readable and writable.");
+  }
+  SI_ASSIGN_OR_RETURN(container.size_bytes,
+                      size_of(container.state.get(), kind, container.file_path));
+  RingOptions ring_options = options.ring;
+  ring_options.depth = std::max(ring_options.depth, 2 * options.io_depth + 8);
+  SI_ASSIGN_OR_RETURN(container.ring, make_ring(ring_options));
+  if (options.wrap_ring) container.ring = options.wrap_ring(std::move(container.ring));
+  SI_ASSIGN_OR_RETURN(container.file,
+                      container.ring->add_file(container.state.get(), container.file_path));
+  return Status();
+}
+
+Status read_fully(int descriptor, std::span<std::byte> bytes, uint64_t offset,
+                  const std::string& path) {
+  uint64_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t got = pread(descriptor, bytes.data() + done, bytes.size() - done,
+                              static_cast<off_t>(offset + done));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) return base::errno_status(errno, "cannot read", path, offset, bytes.size());
+    if (got == 0) break;  // shorter than asked: the rest stays zero
+    done += static_cast<uint64_t>(got);
+  }
+  return Status();
+}
+
+/// The best superblock of a file, or why there is none.
+Result<Superblock> superblock_of(int descriptor, const std::string& path) {
+  std::vector<std::byte> area(kSuperblockAreaBytes);
+  SI_RETURN_IF_ERROR(read_fully(descriptor, area, 0, path));
+  return choose_superblock(area);
+}
+
+/// Whether create() may use what lies here: nothing, or a creation that was not completed.
+Status may_replace(int descriptor, const std::string& path) {
+  const Result<Superblock> found = superblock_of(descriptor, path);
+  if (!found.ok()) {
+    if (found.status().code() == ErrorCode::kIo) return found.status();
+    return Status(ErrorCode::kAlreadyExists,
+                  fmt::format("the device holds something that is not a readable store ({})",
+                              found.status().what()),
+                  "Look at it with smartinf fsck; delete it if it is not needed.",
+                  base::ErrorPlace{path, {}, {}, 0});
+  }
+  if (found->phase != Phase::kComplete) {
+    base::log(base::LogLevel::kInfo,
+              fmt::format("{}: an earlier creation was interrupted; starting over", path));
+    return Status();
+  }
+  return Status(ErrorCode::kAlreadyExists,
+                fmt::format("the device already holds run {} at step {}",
+                            RunId{found->run}.to_string(), found->committed_step),
+                "Resume that run, use another device, or delete it if it is not needed.",
+                base::ErrorPlace{path, {}, {}, 0});
+}
+
+Status no_space(const std::string& path, uint64_t needed, uint64_t available) {
+  return Status(
+      ErrorCode::kNoSpace,
+      fmt::format("the device needs {} ({} bytes) for the state, and {} ({} bytes) are free",
+                  base::format_bytes(needed), needed, base::format_bytes(available), available),
+      fmt::format("Free {} more, use another or a further device, a smaller state format, "
+                  "or durability = \"none\" (half the space).",
+                  base::format_bytes(needed - std::min(needed, available))),
+      base::ErrorPlace{path, {}, {}, 0});
+}
+
+uint64_t free_bytes(const std::string& directory) {
+  struct statfs info {};
+  if (statfs(directory.c_str(), &info) != 0) return 0;
+  return static_cast<uint64_t>(info.f_bavail) * static_cast<uint64_t>(info.f_bsize);
+}
+
+/// Takes the space now, so that a full disk is met here and never in a step.
+Status reserve(int descriptor, uint64_t bytes, const std::string& directory,
+               const std::string& file_path) {
+  struct statfs info {};
+  if (fstatfs(descriptor, &info) == 0 && info.f_type == BTRFS_SUPER_MAGIC) {
+    // In-place overwriting on a copy-on-write file system scatters the file, and writes what is
+    // reserved elsewhere. Must be set while the file is empty.
+    int flags = 0;
+    if (ioctl(descriptor, FS_IOC_GETFLAGS, &flags) != 0 ||
+        (flags |= FS_NOCOW_FL, ioctl(descriptor, FS_IOC_SETFLAGS, &flags)) != 0) {
+      base::log(base::LogLevel::kWarning,
+                fmt::format("{}: copy-on-write cannot be switched off; expect it to become slower",
+                            file_path));
+    }
+  }
+  const uint64_t available = free_bytes(directory);
+  if (available < bytes) return no_space(directory, bytes, available);
+  if (fallocate(descriptor, 0, 0, static_cast<off_t>(bytes)) == 0) return Status();
+  if (errno == ENOSPC || errno == EDQUOT) return no_space(directory, bytes, free_bytes(directory));
+  if (errno != EOPNOTSUPP) {
+    return base::errno_status(errno, "cannot reserve space", file_path, 0, bytes);
+  }
+  // The file system cannot reserve: written zeros take the space.
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer zeros,
+                      base::AlignedBuffer::allocate(4 * base::kMiB));
+  for (uint64_t offset = 0; offset < bytes;) {
+    const uint64_t length = std::min(zeros.size(), bytes - offset);
+    const ssize_t written = pwrite(descriptor, zeros.data(), length, static_cast<off_t>(offset));
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0 && (errno == ENOSPC || errno == EDQUOT)) {
+      return no_space(directory, bytes, offset);
+    }
+    if (written < 0) {
+      return base::errno_status(errno, "cannot reserve space", file_path, offset, length);
+    }
+    offset += static_cast<uint64_t>(written);
+  }
+  return Status();
+}
+
+Result<Container> create_in_directory(const std::string& path, uint64_t bytes,
+                                      const StoreOptions& options) {
+  SI_RETURN_IF_ERROR(make_directory(path));
+  Container container;
+  container.path = path;
+  SI_ASSIGN_OR_RETURN(container.lock, lock_directory(path));
+  const std::string final_path = join(path, kStateFileName);
+  const std::string creating_path = join(path, kCreatingFileName);
+  {
+    const FileDescriptor existing(open(final_path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (existing.is_open()) {
+      SI_RETURN_IF_ERROR(may_replace(existing.get(), path));
+    } else if (errno != ENOENT) {
+      return base::errno_status(errno, "cannot open what the device holds", final_path);
+    }
+  }
+  // Both are leftovers now; their space counts as free.
+  for (const std::string& leftover : {final_path, creating_path}) {
+    if (unlink(leftover.c_str()) != 0 && errno != ENOENT) {
+      return base::errno_status(errno, "cannot remove a leftover", leftover);
+    }
+  }
+  {
+    const FileDescriptor made(
+        open(creating_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
+    if (!made.is_open()) {
+      return base::errno_status(errno, "cannot make the device's state", creating_path, {}, {},
+                                "The directory must be writable.");
+    }
+    const Status reserved = reserve(made.get(), bytes, path, creating_path);
+    if (!reserved.ok()) {
+      (void)unlink(creating_path.c_str());
+      return reserved;
+    }
+    // Size and extents are part of the inode, which later fdatasyncs of the contents need not
+    // write.
+    if (fsync(made.get()) != 0) {
+      return base::errno_status(errno, "cannot make the reserved space durable", creating_path);
+    }
+  }
+  container.file_path = creating_path;
+  SI_RETURN_IF_ERROR(attach(container, PathKind::kDirectory, options));
+  container.file_path = final_path;
+  container.publish = [path, creating_path, final_path]() -> Status {
+    if (rename(creating_path.c_str(), final_path.c_str()) != 0) {
+      return base::errno_status(errno, "cannot name the device's state", final_path);
+    }
+    return sync_directory(path);
+  };
+  return container;
+}
+
+Status is_blank(int descriptor, uint64_t size_bytes, const std::string& path) {
+  std::vector<std::byte> bytes(std::min(kSignatureBytes, size_bytes));
+  for (const uint64_t offset : {uint64_t{0}, size_bytes - bytes.size()}) {
+    SI_RETURN_IF_ERROR(read_fully(descriptor, bytes, offset, path));
+    if (std::any_of(bytes.begin(), bytes.end(), [](std::byte b) { return b != std::byte{0}; })) {
+      return Status(
+          ErrorCode::kAlreadyExists, "the block device is not empty",
+          "If nothing on it is needed, wipe it (wipefs, blkdiscard) or allow its use with "
+          "force_block_device.",
+          base::ErrorPlace{path, {}, {}, 0});
+    }
+  }
+  return Status();
+}
+
+Result<Container> lock_block_device(const std::string& path) {
+  Container container;
+  container.path = path;
+  container.file_path = path;
+  container.lock = FileDescriptor(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!container.lock.is_open()) {
+    return base::errno_status(errno, "cannot open the block device", path, {}, {},
+                              "Its owner or group must include you.");
+  }
+  SI_RETURN_IF_ERROR(lock_file(container.lock.get(), path));
+  return container;
+}
+
+Result<Container> create_on_block_device(const std::string& path, uint64_t bytes,
+                                         const StoreOptions& options) {
+  SI_ASSIGN_OR_RETURN(Container container, lock_block_device(path));
+  SI_ASSIGN_OR_RETURN(const uint64_t size_bytes,
+                      size_of(container.lock.get(), PathKind::kBlockDevice, path));
+  if (size_bytes < bytes) return no_space(path, bytes, size_bytes);
+  const Result<Superblock> found = superblock_of(container.lock.get(), path);
+  if (found.ok()) {
+    SI_RETURN_IF_ERROR(may_replace(container.lock.get(), path));
+  } else if (!options.force_block_device) {
+    SI_RETURN_IF_ERROR(is_blank(container.lock.get(), size_bytes, path));
+  }
+  SI_RETURN_IF_ERROR(attach(container, PathKind::kBlockDevice, options));
+  return container;
+}
+
+Status missing(const std::string& path) {
+  return Status(ErrorCode::kNotFound, "the device holds no state",
+                "Check the path; a new run makes its state there by itself.",
+                base::ErrorPlace{path, {}, {}, 0});
+}
+
+}  // namespace
+
+Result<Container> create_container(const std::string& path, uint64_t bytes,
+                                   const StoreOptions& options) {
+  SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(path));
+  if (kind == PathKind::kBlockDevice) return create_on_block_device(path, bytes, options);
+  return create_in_directory(path, bytes, options);
+}
+
+Result<Container> open_container(const std::string& path, const StoreOptions& options) {
+  SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(path));
+  Container container;
+  switch (kind) {
+    case PathKind::kMissing:
+      return missing(path);
+    case PathKind::kBlockDevice: {
+      SI_ASSIGN_OR_RETURN(container, lock_block_device(path));
+      break;
+    }
+    case PathKind::kDirectory: {
+      container.path = path;
+      container.file_path = join(path, kStateFileName);
+      // Asked before locking: a directory without a store is not given a lock file.
+      if (access(container.file_path.c_str(), F_OK) != 0) return missing(path);
+      SI_ASSIGN_OR_RETURN(container.lock, lock_directory(path));
+      break;
+    }
+  }
+  SI_RETURN_IF_ERROR(attach(container, kind, options));
+  return container;
+}
+
+Result<ReadOnlyContainer> open_container_to_read(const std::string& path) {
+  SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(path));
+  if (kind == PathKind::kMissing) return missing(path);
+  ReadOnlyContainer container;
+  container.file_path = kind == PathKind::kDirectory ? join(path, kStateFileName) : path;
+  container.file = FileDescriptor(open(container.file_path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!container.file.is_open()) {
+    if (errno == ENOENT) return missing(path);
+    return base::errno_status(errno, "cannot open the device's state", container.file_path);
+  }
+  SI_ASSIGN_OR_RETURN(container.size_bytes,
+                      size_of(container.file.get(), kind, container.file_path));
+  return container;
+}
+
+}  // namespace smartinf::storage

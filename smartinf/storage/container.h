@@ -1,0 +1,54 @@
+// The file or block device that holds a store: found, locked, checked to be ours, reserved. What is
+// inside is format.h's and block_store.h's.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "smartinf/base/status.h"
+#include "smartinf/storage/file_descriptor.h"
+#include "smartinf/storage/ring.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::storage {
+
+/// In a directory: the state, and the file whose lock says that somebody uses it.
+inline constexpr std::string_view kStateFileName = "smartinf.state";
+inline constexpr std::string_view kLockFileName = "smartinf.lock";
+/// Has the state's name once its superblock is on the drive; before that it is nobody's loss.
+inline constexpr std::string_view kCreatingFileName = "smartinf.state.creating";
+
+/// Open and locked. Closing it (destruction) unlocks.
+struct Container {
+  std::string path;       // as the user named it
+  std::string file_path;  // what transfers go to; for messages
+  bool direct = false;    // transfers bypass the page cache and must be aligned
+  uint64_t size_bytes = 0;
+  std::unique_ptr<Ring> ring;
+  uint32_t file = 0;  // of the ring
+
+  FileDescriptor lock;
+  FileDescriptor state;
+  /// Gives the container its final name, for good. Empty: it has it.
+  std::function<base::Status()> publish;
+};
+
+/// Makes room for `bytes` at `path`: a new file in a directory, or an empty block device. Leftovers
+/// of an interrupted creation are replaced. Errors: see Store::create.
+base::Result<Container> create_container(const std::string& path, uint64_t bytes,
+                                         const StoreOptions& options);
+/// Errors: see Store::open.
+base::Result<Container> open_container(const std::string& path, const StoreOptions& options);
+
+/// Opens for reading only, without a lock and without direct I/O.
+struct ReadOnlyContainer {
+  std::string file_path;
+  FileDescriptor file;
+  uint64_t size_bytes = 0;
+};
+base::Result<ReadOnlyContainer> open_container_to_read(const std::string& path);
+
+}  // namespace smartinf::storage

@@ -1,0 +1,139 @@
+#include "smartinf/storage/store.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <random>
+
+#include <fmt/format.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+#include "smartinf/storage/block_store.h"
+#include "smartinf/storage/container.h"
+#include "smartinf/storage/format.h"
+
+namespace smartinf::storage {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using base::StepNumber;
+
+std::string RunId::to_string() const {
+  std::string text;
+  for (const uint8_t byte : bytes) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+RunId make_run_id() {
+  RunId id;
+  if (getrandom(id.bytes.data(), id.bytes.size(), 0) != static_cast<ssize_t>(id.bytes.size())) {
+    std::random_device random;
+    for (uint8_t& byte : id.bytes) byte = static_cast<uint8_t>(random());
+  }
+  return id;
+}
+
+Result<std::unique_ptr<Store>> Store::create(const std::string& path, const StoreLayout& layout,
+                                             StoreOptions options) {
+  const uint32_t slots = options.durability == Durability::kStep ? 2 : 1;
+  SI_ASSIGN_OR_RETURN(const Geometry geometry, Geometry::make(layout, slots));
+  SI_ASSIGN_OR_RETURN(Container container,
+                      create_container(path, geometry.container_bytes(), options));
+  SI_ASSIGN_OR_RETURN(std::unique_ptr<BlockStore> store,
+                      BlockStore::create(std::move(container), layout, options));
+  return std::unique_ptr<Store>(std::move(store));
+}
+
+Result<std::unique_ptr<Store>> Store::open(const std::string& path, StoreOptions options) {
+  SI_ASSIGN_OR_RETURN(Container container, open_container(path, options));
+  SI_ASSIGN_OR_RETURN(std::unique_ptr<BlockStore> store,
+                      BlockStore::open(std::move(container), options));
+  return std::unique_ptr<Store>(std::move(store));
+}
+
+Result<StoreState> Store::peek(const std::string& path) {
+  SI_ASSIGN_OR_RETURN(const ReadOnlyContainer container, open_container_to_read(path));
+  std::vector<std::byte> area(kSuperblockAreaBytes);
+  const ssize_t got = pread(container.file.get(), area.data(), area.size(), 0);
+  if (got < 0) {
+    return base::errno_status(errno, "cannot read the superblock", container.file_path, 0,
+                              area.size());
+  }
+  Result<Superblock> superblock =
+      choose_superblock(std::span<const std::byte>(area).first(static_cast<size_t>(got)));
+  if (!superblock.ok()) {
+    const Status& why = superblock.status();
+    return Status(why.code() == ErrorCode::kMismatch ? why.code() : ErrorCode::kCorrupt,
+                  "no superblock can be used: " + why.what(), why.advice(),
+                  base::ErrorPlace{container.file_path, 0, area.size(), 0});
+  }
+  StoreState state;
+  state.run.bytes = superblock->run;
+  state.device_index = superblock->device_index;
+  state.device_count = superblock->device_count;
+  state.committed_step = superblock->committed_step;
+  state.prepared_step = superblock->prepared_step;
+  state.torn = superblock->in_place_step != 0;
+  state.initialized = superblock->phase != Phase::kCreating && !state.torn;
+  return state;
+}
+
+Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
+  if (devices.empty()) return Status(ErrorCode::kNotFound, "no device holds a state");
+  const StoreState& first = devices.front();
+  std::vector<bool> present(first.device_count);
+  for (const StoreState& device : devices) {
+    if (!(device.run == first.run) || device.device_count != first.device_count) {
+      return Status(ErrorCode::kMismatch,
+                    fmt::format("the devices belong to different runs: {} and {}",
+                                first.run.to_string(), device.run.to_string()),
+                    "Name the devices of one run only.");
+    }
+    if (device.device_index >= first.device_count || present[device.device_index]) {
+      return Status(ErrorCode::kMismatch,
+                    fmt::format("two devices say that they are number {} of run {}",
+                                device.device_index, first.run.to_string()),
+                    "One of them is a copy: leave it out.");
+    }
+    present[device.device_index] = true;
+  }
+  for (uint32_t index = 0; index < first.device_count; ++index) {
+    if (present[index]) continue;
+    return Status(ErrorCode::kNotFound,
+                  fmt::format("device {} of the {} of run {} is missing", index, first.device_count,
+                              first.run.to_string()),
+                  "Name all devices of the run.");
+  }
+  // The smallest prepared step is one that every device can give: whoever is further has committed
+  // it, and nobody overwrites it before all have prepared the next.
+  StepNumber step = ~StepNumber{0};
+  StepNumber newest_committed = 0;
+  bool unfinished = false;
+  for (const StoreState& device : devices) {
+    if (device.torn) {
+      return Status(ErrorCode::kFailedPrecondition,
+                    fmt::format("a crash fell into a step of device {}, and durability \"none\" "
+                                "keeps nothing to go back to",
+                                device.device_index),
+                    "Delete the state and start over.");
+    }
+    unfinished = unfinished || !device.initialized;
+    step = std::min(step, device.prepared_step);
+    newest_committed = std::max(newest_committed, device.committed_step);
+  }
+  if (unfinished && newest_committed == 0) {
+    return Status(ErrorCode::kFailedPrecondition, "the run's creation was interrupted",
+                  "It starts over.");
+  }
+  if (unfinished || newest_committed > step) {
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("one device has committed step {}, another has only come to step {}: "
+                              "no crash explains that",
+                              newest_committed, unfinished ? 0 : step),
+                  "One of them was replaced by an older copy. Restore all from one checkpoint.");
+  }
+  return step;
+}
+
+}  // namespace smartinf::storage

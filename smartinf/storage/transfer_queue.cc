@@ -1,0 +1,233 @@
+#include "smartinf/storage/transfer_queue.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/clock.h"
+#include "smartinf/base/log.h"
+#include "smartinf/base/state_format.h"
+#include "smartinf/base/units.h"
+
+namespace smartinf::storage {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+constexpr std::chrono::microseconds kRetryPause{50};  // doubled with every retry
+
+std::string_view verb(IoOp op) {
+  switch (op) {
+    case IoOp::kRead:
+      return "read";
+    case IoOp::kWrite:
+    case IoOp::kWriteDurable:
+      return "write";
+    case IoOp::kSync:
+      return "sync";
+  }
+  return "?";
+}
+
+std::string_view advice(int system_errno) {
+  switch (system_errno) {
+    case EIO:
+      return "The drive reports a failed transfer: look at dmesg and at the drive's health "
+             "(smartctl -a), and run smartinf fsck. The last committed step stands.";
+    case ENOSPC:
+    case EDQUOT:
+      return "The space was reserved at the start, so the file system took it back (copy-on-write, "
+             "a quota, a thin volume): free some space. The last committed step stands.";
+    case EROFS:
+      return "The file system went read-only, as after an error: look at dmesg. The last committed "
+             "step stands.";
+    case EINTR:
+    case EAGAIN:
+      return "The system kept putting the transfer off; try again when it is less busy.";
+    default:
+      return "Look at dmesg. The last committed step stands.";
+  }
+}
+
+}  // namespace
+
+TransferQueue::TransferQueue(std::unique_ptr<Ring> ring, uint32_t file, std::string path,
+                             bool direct, std::chrono::nanoseconds watchdog)
+    : ring_(std::move(ring)),
+      file_(file),
+      path_(std::move(path)),
+      direct_(direct),
+      watchdog_(watchdog) {
+  to_submit_.reserve(ring_->depth());
+  completed_.resize(ring_->depth());
+}
+
+std::unique_ptr<Ring> TransferQueue::release_ring() {
+  SI_CHECK(in_flight_ == 0, "the ring is given away while transfers are in flight");
+  return std::move(ring_);
+}
+
+TransferQueue::~TransferQueue() {
+  if (ring_ == nullptr) return;
+  (void)submit();
+  while (in_flight_ > 0 && !broken_) {
+    const auto count = ring_->reap(completed_, std::chrono::seconds(1));
+    if (!count.ok()) return;
+    in_flight_ -= static_cast<uint32_t>(*count);
+  }
+}
+
+void TransferQueue::start(Transfer& transfer) {
+  SI_CHECK(in_flight_ < ring_->depth(), "more transfers than the ring's depth");
+  transfer.status = Status();
+  transfer.done_bytes = 0;
+  transfer.retries = 0;
+  transfer.io_errors = 0;
+  transfer.started_ns = base::now_ns();
+  transfer.previous = nullptr;
+  transfer.next = flying_;
+  if (flying_ != nullptr) flying_->previous = &transfer;
+  flying_ = &transfer;
+  ++in_flight_;
+  arm(transfer);
+}
+
+void TransferQueue::arm(Transfer& transfer) {
+  IoRequest& request = transfer.request;
+  request.op = transfer.op;
+  request.file = file_;
+  request.offset_bytes = transfer.offset_bytes + transfer.done_bytes;
+  request.buffer = transfer.buffer.subspan(transfer.done_bytes);
+  request.kind = transfer.kind;
+  request.owner = &transfer;
+  request.outcome = 0;
+  to_submit_.push_back(&request);
+}
+
+Status TransferQueue::submit() {
+  if (to_submit_.empty()) return Status();
+  Status status = ring_->submit(to_submit_);
+  to_submit_.clear();
+  broken_ = broken_ || !status.ok();
+  return status;
+}
+
+TransferQueue::Verdict TransferQueue::judge(Transfer& transfer) {
+  const int64_t outcome = transfer.request.outcome;
+  const uint64_t asked = transfer.request.buffer.size();
+  if (outcome >= 0 && (transfer.op == IoOp::kSync || static_cast<uint64_t>(outcome) == asked)) {
+    transfer.done_bytes = transfer.buffer.size();
+    return Verdict::kFinished;
+  }
+
+  const auto fail = [&](int system_errno, std::string what, std::string_view how) {
+    transfer.status = base::errno_status(system_errno, std::move(what), path_,
+                                         transfer.request.offset_bytes, asked, std::string(how));
+    return Verdict::kFinished;
+  };
+
+  if (outcome > 0) {
+    SI_CHECK(static_cast<uint64_t>(outcome) < asked, "a ring transferred more than was asked for");
+    // A direct transfer can only be resumed on a boundary; what lies behind it is moved again.
+    uint64_t progress = static_cast<uint64_t>(outcome);
+    if (direct_) progress -= progress % base::kIoAlignment;
+    transfer.done_bytes += progress;
+    ++retries_ever_;
+    if (progress > 0) return Verdict::kAgain;
+  } else if (outcome == 0) {
+    if (transfer.op == IoOp::kRead) {
+      transfer.status = Status(ErrorCode::kCorrupt, "the file ends before its contents",
+                               "It was cut short by something else. Restore it from a checkpoint.",
+                               base::ErrorPlace{path_, transfer.request.offset_bytes, asked, 0});
+      return Verdict::kFinished;
+    }
+  } else {
+    const int system_errno = static_cast<int>(-outcome);
+    const bool passing = system_errno == EINTR || system_errno == EAGAIN;
+    const std::string what = fmt::format("cannot {}", verb(transfer.op));
+    if (!passing) {
+      const bool medium = system_errno == EIO && transfer.op != IoOp::kSync;
+      if (!medium || transfer.io_errors >= kIoErrorsMax) {
+        return fail(system_errno, what, advice(system_errno));
+      }
+      ++transfer.io_errors;
+      ++retries_ever_;
+      base::log(base::LogLevel::kWarning,
+                fmt::format("{} at offset {}, length {}: {} failed (I/O error), trying again",
+                            path_, transfer.request.offset_bytes, asked, verb(transfer.op)));
+      return Verdict::kAgain;
+    }
+    if (transfer.retries >= kRetriesMax) {
+      return fail(system_errno, fmt::format("{} after {} attempts", what, transfer.retries + 1),
+                  advice(system_errno));
+    }
+  }
+  // No progress, no lasting failure: pause and try again.
+  if (transfer.retries >= kRetriesMax) {
+    return fail(EIO,
+                fmt::format("no progress in a {} after {} attempts", verb(transfer.op),
+                            transfer.retries + 1),
+                advice(EIO));
+  }
+  std::this_thread::sleep_for(kRetryPause * (1u << transfer.retries));
+  ++transfer.retries;
+  ++retries_ever_;
+  return Verdict::kAgain;
+}
+
+Result<size_t> TransferQueue::finish(std::span<Transfer*> done, std::chrono::nanoseconds wait) {
+  SI_RETURN_IF_ERROR(submit());
+  size_t finished = 0;
+  const uint64_t start_ns = base::now_ns();
+  while (finished == 0 && in_flight_ > 0 && !done.empty()) {
+    const auto spent = std::chrono::nanoseconds(base::now_ns() - start_ns);
+    const auto left = wait > spent ? wait - spent : std::chrono::nanoseconds(0);
+    // Woken at least once in a watchdog period, so that a hanging request is noticed.
+    const size_t room = std::min(done.size(), completed_.size());
+    SI_ASSIGN_OR_RETURN(const size_t count,
+                        ring_->reap({completed_.data(), room}, std::min(left, watchdog_)));
+    for (size_t i = 0; i < count; ++i) {
+      auto* transfer = static_cast<Transfer*>(completed_[i]->owner);
+      if (judge(*transfer) == Verdict::kAgain) {
+        arm(*transfer);
+        continue;
+      }
+      if (transfer->previous != nullptr) transfer->previous->next = transfer->next;
+      if (transfer->next != nullptr) transfer->next->previous = transfer->previous;
+      if (flying_ == transfer) flying_ = transfer->next;
+      --in_flight_;
+      done[finished++] = transfer;
+    }
+    SI_RETURN_IF_ERROR(submit());
+    SI_RETURN_IF_ERROR(check_watchdog());
+    if (count == 0 && left.count() == 0) break;
+  }
+  return finished;
+}
+
+Status TransferQueue::check_watchdog() {
+  const uint64_t now = base::now_ns();
+  const auto period = static_cast<uint64_t>(watchdog_.count());
+  if (flying_ == nullptr || now - watchdog_checked_ns_ < period / 2) return Status();
+  watchdog_checked_ns_ = now;
+  for (const Transfer* transfer = flying_; transfer != nullptr; transfer = transfer->next) {
+    const uint64_t age = now - transfer->started_ns;
+    if (age < period) continue;
+    Status status(
+        ErrorCode::kTimeout,
+        fmt::format("a {} has had no answer for {}", verb(transfer->op),
+                    base::format_seconds(static_cast<double>(age) * 1e-9)),
+        "The drive or the path to it hangs: look at dmesg. The last committed step stands.",
+        base::ErrorPlace{path_, transfer->request.offset_bytes, transfer->request.buffer.size(),
+                         0});
+    if (age >= period * kWatchdogPeriodsMax) return status;
+    base::log(base::LogLevel::kWarning, status.to_string());
+  }
+  return Status();
+}
+
+}  // namespace smartinf::storage

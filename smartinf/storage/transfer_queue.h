@@ -1,0 +1,92 @@
+// Transfers that are whole or failed: a ring with short transfers resumed, passing troubles retried
+// within bounds, lasting ones turned into typed errors, and hanging requests named.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/storage/ring.h"
+
+namespace smartinf::storage {
+
+/// Owned by the caller and not moved between start() and completion; reusable afterwards.
+struct Transfer {
+  IoOp op = IoOp::kRead;
+  uint64_t offset_bytes = 0;
+  std::span<std::byte> buffer;
+  base::TrafficKind kind = base::TrafficKind::kState;
+  void* owner = nullptr;  // the caller's own
+
+  base::Status status;  // set at completion
+
+  // The queue's own while in flight.
+  IoRequest request;
+  uint64_t done_bytes = 0;
+  uint32_t retries = 0;
+  uint32_t io_errors = 0;
+  uint64_t started_ns = 0;
+  Transfer* next = nullptr;
+  Transfer* previous = nullptr;
+};
+
+/// Threads: one at a time.
+class TransferQueue {
+ public:
+  /// Interruptions (EINTR, EAGAIN, no progress) are retried so often, each after a longer pause...
+  static constexpr uint32_t kRetriesMax = 10;
+  /// ...and failures of the medium so often at once. A failed sync never: the kernel may have
+  /// dropped the data that it could not write, and a second sync would call that a success.
+  static constexpr uint32_t kIoErrorsMax = 2;
+  /// After so many watchdog periods without a completion a request is given up for lost.
+  static constexpr uint32_t kWatchdogPeriodsMax = 5;
+
+  /// `path` is for messages. The ring knows the file as `file`.
+  TransferQueue(std::unique_ptr<Ring> ring, uint32_t file, std::string path, bool direct,
+                std::chrono::nanoseconds watchdog);
+  /// Waits for everything in flight: its memory belongs to the kernel until then.
+  ~TransferQueue();
+  TransferQueue(const TransferQueue&) = delete;
+  TransferQueue& operator=(const TransferQueue&) = delete;
+
+  /// Queues a transfer for the next submit(). Bound: ring depth in flight at once.
+  void start(Transfer& transfer);
+  /// Hands what start() queued to the ring.
+  base::Status submit();
+  /// Puts finished transfers into `done`, waiting up to `wait` for the first.
+  /// Errors: kTimeout (a request hangs: named), or the ring's own failure.
+  base::Result<size_t> finish(std::span<Transfer*> done, std::chrono::nanoseconds wait);
+
+  uint32_t in_flight() const { return in_flight_; }
+  uint32_t depth() const { return ring_->depth(); }
+  uint64_t retries_ever() const { return retries_ever_; }
+  Ring& ring() { return *ring_; }
+  /// Gives the ring away; nothing is in flight, and the queue is of no further use.
+  std::unique_ptr<Ring> release_ring();
+  const std::string& path() const { return path_; }
+
+ private:
+  enum class Verdict { kFinished, kAgain };
+  Verdict judge(Transfer& transfer);
+  void arm(Transfer& transfer);
+  base::Status check_watchdog();
+
+  std::unique_ptr<Ring> ring_;
+  uint32_t file_;
+  std::string path_;
+  bool direct_;
+  std::chrono::nanoseconds watchdog_;
+  uint32_t in_flight_ = 0;
+  uint64_t retries_ever_ = 0;
+  bool broken_ = false;  // the ring refused requests, which will never complete
+  uint64_t watchdog_checked_ns_ = 0;
+  Transfer* flying_ = nullptr;         // doubly linked, for the watchdog
+  std::vector<IoRequest*> to_submit_;  // capacity: depth
+  std::vector<IoRequest*> completed_;  // capacity: depth
+};
+
+}  // namespace smartinf::storage

@@ -1,0 +1,278 @@
+#include "smartinf/storage/tuning.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <vector>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/clock.h"
+#include "smartinf/base/units.h"
+#include "smartinf/storage/block_store.h"
+#include "smartinf/storage/container.h"
+#include "smartinf/storage/transfer_queue.h"
+
+namespace smartinf::storage {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+constexpr std::string_view kTuningFileName = "smartinf.tuning";
+constexpr std::string_view kMeasureFileName = "smartinf.measure";
+constexpr std::array<uint64_t, 4> kSizes{base::kMiB, 2 * base::kMiB, 4 * base::kMiB,
+                                         8 * base::kMiB};
+constexpr std::array<uint32_t, 3> kDepths{4, 8, 16};
+constexpr std::chrono::seconds kPatience{60};
+/// A larger size or depth must gain this much: it costs memory.
+constexpr double kWorthwhile = 1.03;
+
+bool is_block_device(const std::string& path) {
+  struct stat info {};
+  return stat(path.c_str(), &info) == 0 && S_ISBLK(info.st_mode);
+}
+
+struct Rates {
+  double read = 0;
+  double write = 0;
+};
+
+/// Moves data through one file: fill() writes all of it, run() reads one half and writes the other.
+class Mover {
+ public:
+  Mover(TransferQueue& queue, std::span<std::byte> memory, uint64_t file_bytes)
+      : queue_(queue), memory_(memory), file_bytes_(file_bytes) {}
+
+  Status fill() {
+    std::array<Transfer, 8> transfers;
+    uint64_t at = 0;
+    for (Transfer& transfer : transfers) {
+      if (at < file_bytes_) next_fill(transfer, at);
+    }
+    while (queue_.in_flight() > 0) {
+      Transfer* done = nullptr;
+      SI_ASSIGN_OR_RETURN(const size_t count, queue_.finish({&done, 1}, kPatience));
+      if (count == 0) continue;
+      if (!done->status.ok()) return done->status;
+      if (at < file_bytes_) next_fill(*done, at);
+    }
+    Transfer sync;
+    sync.op = IoOp::kSync;
+    queue_.start(sync);
+    Transfer* done = nullptr;
+    SI_ASSIGN_OR_RETURN(const size_t count, queue_.finish({&done, 1}, kPatience));
+    return count == 1 ? sync.status : Status(ErrorCode::kTimeout, "the drive does not answer");
+  }
+
+  Result<Rates> run(uint64_t io_bytes, uint32_t depth, double seconds) {
+    const uint64_t half = file_bytes_ / 2;
+    std::vector<Transfer> transfers(size_t{2} * depth);
+    std::array<uint64_t, 2> at{};
+    std::array<uint64_t, 2> moved{};
+    const auto next = [&](Transfer& transfer, size_t index) {
+      const bool write = index >= depth;
+      transfer.op = write ? IoOp::kWrite : IoOp::kRead;
+      transfer.offset_bytes = (write ? half : 0) + at[write];
+      transfer.buffer = memory_.subspan(index * io_bytes, io_bytes);
+      transfer.owner = reinterpret_cast<void*>(index);
+      at[write] = at[write] + 2 * io_bytes <= half ? at[write] + io_bytes : 0;
+      queue_.start(transfer);
+    };
+    const uint64_t start_ns = base::now_ns();
+    for (size_t i = 0; i < transfers.size(); ++i) next(transfers[i], i);
+    double spent = 0;
+    while (queue_.in_flight() > 0) {
+      Transfer* done = nullptr;
+      SI_ASSIGN_OR_RETURN(const size_t count, queue_.finish({&done, 1}, kPatience));
+      spent = base::seconds_since(start_ns);
+      if (count == 0) continue;
+      if (!done->status.ok()) return done->status;
+      const auto index = reinterpret_cast<size_t>(done->owner);
+      moved[index >= depth] += io_bytes;
+      if (spent < seconds) next(*done, index);
+    }
+    return Rates{static_cast<double>(moved[0]) / spent, static_cast<double>(moved[1]) / spent};
+  }
+
+ private:
+  void next_fill(Transfer& transfer, uint64_t& at) {
+    transfer.op = IoOp::kWrite;
+    transfer.offset_bytes = at;
+    transfer.buffer = memory_.first(std::min<uint64_t>(kSizes[2], file_bytes_ - at));
+    at += transfer.buffer.size();
+    queue_.start(transfer);
+  }
+
+  TransferQueue& queue_;
+  std::span<std::byte> memory_;
+  uint64_t file_bytes_;
+};
+
+}  // namespace
+
+Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& options) {
+  if (is_block_device(path)) return IoTuning{};
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (error) return base::errno_status(error.value(), "cannot make the device's directory", path);
+  const std::string file_path = (std::filesystem::path(path) / kMeasureFileName).string();
+  int flags = O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC;
+  FileDescriptor file(open(file_path.c_str(), flags | O_DIRECT, 0600));
+  const bool direct = file.is_open();
+  if (!direct) file = FileDescriptor(open(file_path.c_str(), flags, 0600));
+  if (!file.is_open()) {
+    return base::errno_status(errno, "cannot make a file to measure the drive with", file_path);
+  }
+  // Without a name it goes away by itself, whatever happens.
+  (void)unlink(file_path.c_str());
+  const uint64_t file_bytes = base::round_up(options.file_bytes, 2 * kSizes.back());
+  if (fallocate(file.get(), 0, 0, static_cast<off_t>(file_bytes)) != 0 && errno != EOPNOTSUPP) {
+    return base::errno_status(errno, "cannot make room to measure the drive with", file_path, 0,
+                              file_bytes);
+  }
+  RingOptions ring_options = options.ring;
+  ring_options.depth = std::max(ring_options.depth, 2 * kDepths.back());
+  SI_ASSIGN_OR_RETURN(std::unique_ptr<Ring> ring, make_ring(ring_options));
+  SI_ASSIGN_OR_RETURN(const uint32_t index, ring->add_file(file.get(), file_path));
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer memory,
+                      base::AlignedBuffer::allocate(2 * kDepths.back() * kSizes.back()));
+  // Data that a drive cannot compress away.
+  uint64_t word = 0x9e3779b97f4a7c15u;
+  for (uint64_t& out : std::span(reinterpret_cast<uint64_t*>(memory.data()), memory.size() / 8)) {
+    word ^= word << 13;
+    word ^= word >> 7;
+    word ^= word << 17;
+    out = word;
+  }
+  TransferQueue queue(std::move(ring), index, file_path, direct, kPatience);
+  Mover mover(queue, memory.bytes(), file_bytes);
+  SI_RETURN_IF_ERROR(mover.fill());
+
+  IoTuning best;
+  double best_rate = 0;
+  for (const uint32_t depth : kDepths) {
+    for (const uint64_t io_bytes : kSizes) {
+      SI_ASSIGN_OR_RETURN(const Rates rates, mover.run(io_bytes, depth, options.seconds));
+      // A step moves as much one way as the other: the slower way is what counts.
+      const double rate = std::min(rates.read, rates.write);
+      const bool larger = io_bytes * depth > best.io_bytes * best.io_depth || best_rate == 0;
+      if (rate > best_rate * (larger ? kWorthwhile : 1.0)) {
+        best = IoTuning{io_bytes, depth, rates.read, rates.write};
+        best_rate = rate;
+      }
+    }
+  }
+  return best;
+}
+
+Status remember_tuning(const std::string& path, const IoTuning& tuning) {
+  if (is_block_device(path)) return Status();
+  const std::string file_path = (std::filesystem::path(path) / kTuningFileName).string();
+  std::ofstream file(file_path, std::ios::trunc);
+  file << fmt::format(
+      "# Found by smartinf at first use. Delete this file to have it measured again.\n"
+      "io_bytes = {}\nio_depth = {}\nread_bytes_per_second = {:.0f}\n"
+      "write_bytes_per_second = {:.0f}\n",
+      tuning.io_bytes, tuning.io_depth, tuning.read_bytes_per_second,
+      tuning.write_bytes_per_second);
+  file.close();
+  if (!file) return base::errno_status(errno, "cannot remember the drive's tuning", file_path);
+  return Status();
+}
+
+std::optional<IoTuning> recall_tuning(const std::string& path) {
+  if (is_block_device(path)) return std::nullopt;
+  std::ifstream file((std::filesystem::path(path) / kTuningFileName).string());
+  IoTuning tuning;
+  int found = 0;
+  for (std::string line; std::getline(file, line);) {
+    const size_t equals = line.find(" = ");
+    if (line.starts_with('#') || equals == std::string::npos) continue;
+    const std::string key = line.substr(0, equals);
+    const double value = std::strtod(line.c_str() + equals + 3, nullptr);
+    if (!(value >= 0) || value > 1e15) return std::nullopt;
+    ++found;
+    if (key == "io_bytes") {
+      tuning.io_bytes = static_cast<uint64_t>(value);
+    } else if (key == "io_depth") {
+      tuning.io_depth = static_cast<uint32_t>(std::min(value, 1e6));
+    } else if (key == "read_bytes_per_second") {
+      tuning.read_bytes_per_second = value;
+    } else if (key == "write_bytes_per_second") {
+      tuning.write_bytes_per_second = value;
+    } else {
+      --found;
+    }
+  }
+  // Written by hand, perhaps: only what a store accepts.
+  if (found != 4 || tuning.io_bytes < base::kIoAlignment ||
+      tuning.io_bytes % base::kIoAlignment != 0 || tuning.io_bytes > base::kGiB ||
+      tuning.io_depth == 0 || tuning.io_depth > 4096) {
+    return std::nullopt;
+  }
+  return tuning;
+}
+
+Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& options,
+                               uint64_t memory_bytes) {
+  SI_ASSIGN_OR_RETURN(Container container, open_container(path, options));
+  SI_ASSIGN_OR_RETURN(std::unique_ptr<BlockStore> store,
+                      BlockStore::open(std::move(container), options));
+  SI_RETURN_IF_ERROR(store->recover_to(store->state().prepared_step));
+  const auto& subgroups = store->layout().subgroups;
+  const uint64_t slot_bytes = store->extent_bytes_max();
+  const uint32_t slots = static_cast<uint32_t>(
+      std::clamp<uint64_t>(memory_bytes / slot_bytes, 1, std::min<uint64_t>(subgroups.size(), 64)));
+  SI_ASSIGN_OR_RETURN(const std::unique_ptr<base::BufferPool> pool,
+                      base::BufferPool::create(slots, slot_bytes));
+  store->register_memory(pool->memory());
+
+  const base::TrafficReading before = store->traffic();
+  const uint64_t start_ns = base::now_ns();
+  store->begin_rehearsal();
+  std::vector<SubgroupIo> ios(slots);
+  size_t next = 0;
+  size_t left = subgroups.size();
+  const auto read_next = [&](SubgroupIo& io) {
+    io.op = SubgroupIo::Op::kRead;
+    io.subgroup = subgroups[next++].id;
+    store->start(io);
+  };
+  for (uint32_t i = 0; i < slots && next < subgroups.size(); ++i) {
+    ios[i].buffer = pool->buffer(i);
+    read_next(ios[i]);
+  }
+  while (left > 0) {
+    std::array<SubgroupIo*, 16> done{};
+    SI_ASSIGN_OR_RETURN(const size_t count, store->poll(done, kPatience));
+    for (size_t i = 0; i < count; ++i) {
+      SubgroupIo& io = *done[i];
+      if (!io.status.ok()) return io.status;
+      if (io.op == SubgroupIo::Op::kRead) {
+        io.op = SubgroupIo::Op::kWrite;
+        store->start(io);
+        continue;
+      }
+      --left;
+      if (next < subgroups.size()) read_next(io);
+    }
+  }
+  SI_RETURN_IF_ERROR(store->end_rehearsal());
+  DriveLimit limit;
+  limit.seconds = base::seconds_since(start_ns);
+  const base::TrafficReading moved = store->traffic().since(before);
+  limit.read_bytes = moved.up_total();
+  limit.written_bytes = moved.down_total();
+  return limit;
+}
+
+}  // namespace smartinf::storage

@@ -1,0 +1,213 @@
+#include "smartinf/storage/uring_ring.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+#include <liburing.h>
+#include <sys/uio.h>
+
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
+
+namespace smartinf::storage {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+/// The kernel takes at most this much as one registered buffer.
+constexpr uint64_t kRegisteredBytesMax = base::kGiB;
+
+Status setup_status(int system_errno) {
+  std::string what = "io_uring cannot be used";
+  std::string advice = "The thread ring is used instead.";
+  switch (system_errno) {
+    case ENOSYS:
+      what = "this kernel has no io_uring";
+      advice = "Use Linux 5.6 or newer. The thread ring is used instead.";
+      break;
+    case EPERM:
+      what = "io_uring is forbidden here";
+      advice =
+          "A container's seccomp profile or the sysctl kernel.io_uring_disabled forbids it: run "
+          "with "
+          "--security-opt seccomp=unconfined, or set the sysctl to 0. The thread ring is used "
+          "instead.";
+      break;
+    case ENOMEM:
+      what = "no locked memory for io_uring";
+      advice = "Raise the locked-memory limit (ulimit -l). The thread ring is used instead.";
+      break;
+    default:
+      break;
+  }
+  return Status(ErrorCode::kUnsupported, std::move(what), std::move(advice),
+                base::ErrorPlace{{}, {}, {}, system_errno});
+}
+
+class UringRing final : public Ring {
+ public:
+  explicit UringRing(uint32_t depth) : depth_(depth) {}
+  ~UringRing() override {
+    if (ready_) io_uring_queue_exit(&ring_);
+  }
+  UringRing(const UringRing&) = delete;
+  UringRing& operator=(const UringRing&) = delete;
+
+  Status init() {
+    const int code = io_uring_queue_init(depth_, &ring_, IORING_SETUP_CLAMP);
+    if (code < 0) return setup_status(-code);
+    ready_ = true;
+    // Without it a wait with a time limit takes an entry of the submission queue (before 5.11).
+    if ((ring_.features & IORING_FEAT_EXT_ARG) == 0) {
+      return Status(ErrorCode::kUnsupported, "this kernel's io_uring is too old",
+                    "Use Linux 5.11 or newer. The thread ring is used instead.");
+    }
+    if (ring_.sq.ring_entries < depth_) depth_ = ring_.sq.ring_entries;
+    return Status();
+  }
+
+  std::string_view name() const override { return "io_uring"; }
+  uint32_t depth() const override { return depth_; }
+
+  Result<uint32_t> add_file(int descriptor, std::string /*path*/) override {
+    files_.push_back(descriptor);
+    if (files_registered_) (void)io_uring_unregister_files(&ring_);
+    files_registered_ =
+        io_uring_register_files(&ring_, files_.data(), static_cast<unsigned>(files_.size())) == 0;
+    return static_cast<uint32_t>(files_.size() - 1);
+  }
+
+  void register_memory(std::span<std::byte> memory) override {
+    for (uint64_t at = 0; at < memory.size(); at += kRegisteredBytesMax) {
+      const uint64_t length = std::min<uint64_t>(kRegisteredBytesMax, memory.size() - at);
+      buffers_.push_back(iovec{memory.data() + at, length});
+    }
+    if (buffers_registered_) (void)io_uring_unregister_buffers(&ring_);
+    const int code =
+        io_uring_register_buffers(&ring_, buffers_.data(), static_cast<unsigned>(buffers_.size()));
+    buffers_registered_ = code == 0;
+    if (code < 0) {
+      base::log(
+          base::LogLevel::kInfo,
+          fmt::format("io_uring does not keep {} of buffers mapped ({}); transfers map them one "
+                      "by one. Raising the locked-memory limit (ulimit -l) would avoid that.",
+                      base::format_bytes(memory.size()),
+                      code == -ENOMEM ? "locked-memory limit" : "refused by the kernel"));
+    }
+  }
+
+  Status submit(std::span<IoRequest* const> requests) override {
+    for (IoRequest* request : requests) {
+      io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+      SI_CHECK(entry != nullptr && in_flight_ < depth_, "more requests than the ring's depth");
+      prepare(*entry, *request);
+      ++in_flight_;
+    }
+    size_t submitted = 0;
+    while (submitted < requests.size()) {
+      const int code = io_uring_submit(&ring_);
+      if (code > 0) submitted += static_cast<size_t>(code);
+      if (code == -EINTR || code == -EAGAIN || code == -EBUSY) continue;
+      if (code <= 0) {
+        return base::errno_status(code == 0 ? EIO : -code, "io_uring refuses requests", {}, {}, {},
+                                  "Run again with the thread ring (ring = \"threads\").");
+      }
+    }
+    return Status();
+  }
+
+  Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
+    if (done.empty() || in_flight_ == 0) return size_t{0};
+    std::array<io_uring_cqe*, 64> entries{};
+    const unsigned want = static_cast<unsigned>(std::min(done.size(), entries.size()));
+    unsigned count = io_uring_peek_batch_cqe(&ring_, entries.data(), want);
+    if (count == 0 && wait.count() > 0) {
+      __kernel_timespec limit{wait.count() / 1'000'000'000, wait.count() % 1'000'000'000};
+      io_uring_cqe* first = nullptr;
+      const int code = io_uring_wait_cqe_timeout(&ring_, &first, &limit);
+      if (code < 0 && code != -ETIME && code != -EINTR && code != -EAGAIN) {
+        return base::errno_status(-code, "io_uring cannot be waited on", {}, {}, {},
+                                  "Run again with the thread ring (ring = \"threads\").");
+      }
+      count = io_uring_peek_batch_cqe(&ring_, entries.data(), want);
+    }
+    for (unsigned i = 0; i < count; ++i) {
+      auto* request = static_cast<IoRequest*>(io_uring_cqe_get_data(entries[i]));
+      request->outcome = entries[i]->res;
+      done[i] = request;
+    }
+    io_uring_cq_advance(&ring_, count);
+    in_flight_ -= count;
+    return static_cast<size_t>(count);
+  }
+
+ private:
+  /// Index of the registered buffer that holds all of `bytes`, or -1.
+  int registered_buffer(std::span<const std::byte> bytes) const {
+    if (!buffers_registered_) return -1;
+    for (size_t i = 0; i < buffers_.size(); ++i) {
+      const auto* begin = static_cast<const std::byte*>(buffers_[i].iov_base);
+      if (bytes.data() >= begin && bytes.data() + bytes.size() <= begin + buffers_[i].iov_len) {
+        return static_cast<int>(i);
+      }
+    }
+    return -1;
+  }
+
+  void prepare(io_uring_sqe& entry, IoRequest& request) {
+    SI_CHECK(request.file < files_.size(), "a file the ring does not know");
+    const int file = files_registered_ ? static_cast<int>(request.file) : files_[request.file];
+    const auto length = static_cast<unsigned>(request.buffer.size());
+    const int buffer = request.op == IoOp::kSync ? -1 : registered_buffer(request.buffer);
+    switch (request.op) {
+      case IoOp::kRead:
+        if (buffer >= 0) {
+          io_uring_prep_read_fixed(&entry, file, request.buffer.data(), length,
+                                   request.offset_bytes, buffer);
+        } else {
+          io_uring_prep_read(&entry, file, request.buffer.data(), length, request.offset_bytes);
+        }
+        break;
+      case IoOp::kWrite:
+      case IoOp::kWriteDurable:
+        if (buffer >= 0) {
+          io_uring_prep_write_fixed(&entry, file, request.buffer.data(), length,
+                                    request.offset_bytes, buffer);
+        } else {
+          io_uring_prep_write(&entry, file, request.buffer.data(), length, request.offset_bytes);
+        }
+        if (request.op == IoOp::kWriteDurable) entry.rw_flags |= RWF_DSYNC;
+        break;
+      case IoOp::kSync:
+        io_uring_prep_fsync(&entry, file, IORING_FSYNC_DATASYNC);
+        break;
+    }
+    if (files_registered_) entry.flags |= IOSQE_FIXED_FILE;
+    io_uring_sqe_set_data(&entry, &request);
+  }
+
+  io_uring ring_{};
+  bool ready_ = false;
+  uint32_t depth_;
+  uint32_t in_flight_ = 0;
+  std::vector<int> files_;
+  bool files_registered_ = false;
+  std::vector<iovec> buffers_;
+  bool buffers_registered_ = false;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Ring>> make_uring_ring(uint32_t depth) {
+  auto ring = std::make_unique<UringRing>(depth);
+  SI_RETURN_IF_ERROR(ring->init());
+  return std::unique_ptr<Ring>(std::move(ring));
+}
+
+}  // namespace smartinf::storage

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/schedule.h"

@@ -10,11 +10,7 @@
 #include <system_error>
 #include <utility>
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
@@ -193,36 +189,6 @@ Status TokenStream::read(uint64_t first, uint64_t vocabulary, std::span<int64_t>
     }
   }
   return Status();
-}
-
-Result<FileMapping> FileMapping::open(const std::string& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) return base::errno_status(errno, "cannot open the token file", path);
-  struct stat info = {};
-  Status failure;
-  void* memory = nullptr;
-  if (::fstat(descriptor, &info) != 0) {
-    failure = base::errno_status(errno, "cannot look at the token file", path);
-  } else if (info.st_size > 0) {
-    memory =
-        ::mmap(nullptr, static_cast<size_t>(info.st_size), PROT_READ, MAP_SHARED, descriptor, 0);
-    if (memory == MAP_FAILED)
-      failure = base::errno_status(errno, "cannot map the token file", path);
-  }
-  ::close(descriptor);
-  if (!failure.ok()) return failure;
-  return FileMapping({static_cast<const std::byte*>(memory), static_cast<size_t>(info.st_size)});
-}
-
-FileMapping::FileMapping(FileMapping&& other) noexcept : bytes_(std::exchange(other.bytes_, {})) {}
-
-FileMapping& FileMapping::operator=(FileMapping&& other) noexcept {
-  std::swap(bytes_, other.bytes_);
-  return *this;
-}
-
-FileMapping::~FileMapping() {
-  if (bytes_.data() != nullptr) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
 }
 
 Result<std::string> python_stdlib_folder() {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/train/file_mapping.h"
 #include "smartinf/train/options.h"
 
 namespace smartinf::train {
@@ -37,20 +38,6 @@ class TokenStream {
   std::vector<TokenSegment> segments_;
   std::vector<uint64_t> ends_;  // of each segment, in tokens of the stream
   uint64_t count_ = 0;
-};
-
-/// A file's bytes, read-only, unmapped on destruction.
-class FileMapping {
- public:
-  static base::Result<FileMapping> open(const std::string& path);
-  FileMapping(FileMapping&& other) noexcept;
-  FileMapping& operator=(FileMapping&& other) noexcept;
-  ~FileMapping();
-  std::span<const std::byte> bytes() const { return bytes_; }
-
- private:
-  explicit FileMapping(std::span<const std::byte> bytes) : bytes_(bytes) {}
-  std::span<const std::byte> bytes_;
 };
 
 /// Immutable once open. Text is held in memory, token files are mapped.

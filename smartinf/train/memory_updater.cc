@@ -1,0 +1,244 @@
+#include "smartinf/train/memory_updater.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+#include <torch/optim/adamw.h>
+#include <torch/types.h>
+
+#include "smartinf/train/parameters.h"
+#include "smartinf/train/safetensors.h"
+
+namespace smartinf::train {
+namespace {
+
+using base::DataType;
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using torch::Tensor;
+
+constexpr std::array<const char*, 3> kPlaneNames = {"master", "momentum", "variance"};
+
+torch::ScalarType scalar_type(DataType type) {
+  switch (type) {
+    case DataType::kF32:
+      return torch::kFloat32;
+    case DataType::kBf16:
+      return torch::kBFloat16;
+    case DataType::kF16:
+      return torch::kFloat16;
+  }
+  return torch::kFloat32;
+}
+
+std::string digest_text(const plan::ParameterSpace& space) {
+  return fmt::format("{:016x}", space.digest());
+}
+
+class TorchAdamW final : public MemoryUpdater {
+ public:
+  TorchAdamW(const kernels::RuleOptions& rule, const plan::ParameterSpace& space, std::string path)
+      : rule_(rule), space_(space), path_(std::move(path)) {
+    const auto count = static_cast<int64_t>(space.count());
+    for (Tensor& plane_N : planes_) plane_N = torch::zeros({count});
+    gradient_N_ = torch::zeros({count});
+  }
+
+  Status load() {
+    SI_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::open(path_));
+    base::ErrorPlace place;
+    place.path = path_;
+    if (file.metadata("parameter_space") != digest_text(space_)) {
+      return Status(ErrorCode::kMismatch, "train.run holds the state of a different model",
+                    "choose another train.run, or the model it was made with", place);
+    }
+    for (size_t i = 0; i < planes_.size(); ++i) {
+      const std::span<const std::byte> bytes = file.tensor(kPlaneNames[i]);
+      if (bytes.size() != planes_[i].nbytes()) {
+        return Status(ErrorCode::kCorrupt, fmt::format("the plane {} is missing", kPlaneNames[i]),
+                      "restore the file from a copy, or remove it to start over", place);
+      }
+      std::memcpy(planes_[i].data_ptr(), bytes.data(), bytes.size());
+    }
+    step_ = std::stoull("0" + file.metadata("step"));
+    blob_ = file.metadata("blob");
+    fresh_ = false;
+    return Status();
+  }
+
+  Status save() override {
+    std::vector<TensorInfo> tensors;
+    for (const char* name : kPlaneNames)
+      tensors.push_back({name, DataType::kF32, {space_.count()}});
+    SI_ASSIGN_OR_RETURN(SafetensorsWriter writer,
+                        SafetensorsWriter::create(path_, tensors,
+                                                  {{"parameter_space", digest_text(space_)},
+                                                   {"step", std::to_string(step_)},
+                                                   {"blob", blob_}}));
+    for (const Tensor& plane_N : planes_) {
+      SI_RETURN_IF_ERROR(
+          writer.append({static_cast<const std::byte*>(plane_N.data_ptr()), plane_N.nbytes()}));
+    }
+    return writer.finish();
+  }
+
+  bool fresh() const override { return fresh_; }
+  base::StepNumber committed_step() const override { return step_; }
+  std::string blob() const override { return blob_; }
+  const plan::ParameterSpace& space() const override { return space_; }
+
+  Status initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
+                    const std::string& blob) override {
+    fill(0, {planes_[0].data_ptr<float>(), space_.count()});
+    blob_ = blob;
+    fresh_ = false;
+    return save();
+  }
+
+  Status read_state(uint32_t plane_mask,
+                    const std::function<Status(uint64_t, std::span<const std::span<const float>>)>&
+                        visit) override {
+    std::array<std::span<const float>, 3> planes;
+    for (size_t i = 0; i < planes.size(); ++i) {
+      if (plane_mask >> i & 1) planes[i] = {planes_[i].data_ptr<float>(), space_.count()};
+    }
+    return visit(0, planes);
+  }
+
+  Status load_weights(DataType type, const engine::WeightsSink& sink) override {
+    const Tensor weights_N = planes_[0].to(scalar_type(type));
+    std::memcpy(sink(0), weights_N.data_ptr(), weights_N.nbytes());
+    return Status();
+  }
+
+  Status begin_step() override {
+    elements_put_ = 0;
+    return Status();
+  }
+
+  Status put_gradient(uint64_t first, const void* gradient, DataType type,
+                      uint64_t count) override {
+    const auto n = static_cast<int64_t>(count);
+    gradient_N_.narrow(0, static_cast<int64_t>(first), n)
+        .copy_(torch::from_blob(const_cast<void*>(gradient), {n}, scalar_type(type)));
+    elements_put_ += count;
+    return Status();
+  }
+
+  Result<engine::GradientSummary> finish_gradients(double unscale) override {
+    SI_CHECK(elements_put_ == space_.count(), "a range got no gradient");
+    engine::GradientSummary summary;
+    double sum_of_squares = 0;
+    for (const plan::ParameterRange& range : space_.ranges()) {
+      const Tensor squares = part(gradient_N_, range).to(torch::kFloat64).square();
+      const double sum = squares.sum().item<double>();
+      if (!std::isfinite(sum) && summary.finite) {
+        summary.finite = false;
+        summary.first_bad = range.name;
+      }
+      sum_of_squares += sum;
+    }
+    summary.norm = std::sqrt(sum_of_squares) * unscale;
+    return summary;
+  }
+
+  Status start_update(const engine::UpdateOptions& options, DataType type,
+                      const engine::WeightsSink& sink) override {
+    if (options.gradient_scale != 1) gradient_N_.mul_(static_cast<float>(options.gradient_scale));
+    if (optimizer_ == nullptr) make_optimizer();
+    for (size_t group = 0; group < kGroups; ++group) {
+      auto& to =
+          static_cast<torch::optim::AdamWOptions&>(optimizer_->param_groups()[group].options());
+      to.lr(options.groups[group].lr).weight_decay(options.groups[group].weight_decay);
+    }
+    optimizer_->step();
+    return load_weights(type, sink);
+  }
+
+  Status wait_weights(uint64_t, uint64_t) override { return Status(); }
+
+  Status start_commit(const std::string& blob) override {
+    ++step_;
+    blob_ = blob;
+    return Status();
+  }
+  Status wait_commit() override { return Status(); }
+  Status take_back() override { return Status(); }
+
+  engine::UpdaterTraffic traffic() const override { return {}; }
+  uint64_t bytes_written_ever() const override { return 0; }
+  uint64_t memory_bytes() const override { return planes_.size() * planes_[0].nbytes(); }
+  uint64_t gradient_memory_bytes() const override { return gradient_N_.nbytes(); }
+  std::vector<std::string> describe_devices() const override {
+    return {"memory: torch's AdamW on f32 master weights in this process"};
+  }
+
+ private:
+  Tensor part(const Tensor& flat_N, const plan::ParameterRange& range) const {
+    return flat_N.narrow(0, static_cast<int64_t>(range.first), static_cast<int64_t>(range.count));
+  }
+
+  // Ranges are torch's parameters; their state is put where the planes are.
+  void make_optimizer() {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    torch::optim::AdamWOptions defaults;
+    defaults.betas({rule_.beta1, rule_.beta2}).eps(rule_.eps);
+    for (uint32_t group = 0; group < kGroups; ++group) {
+      std::vector<Tensor> members;
+      for (const plan::ParameterRange& range : space_.ranges()) {
+        if (range.group != group) continue;
+        Tensor member = part(planes_[0], range);
+        member.mutable_grad() = part(gradient_N_, range);
+        members.push_back(member);
+      }
+      groups.emplace_back(members, std::make_unique<torch::optim::AdamWOptions>(defaults));
+    }
+    optimizer_ = std::make_unique<torch::optim::AdamW>(std::move(groups), defaults);
+    for (const auto& group : optimizer_->param_groups()) {
+      for (const Tensor& member : group.params()) {
+        const auto offset = static_cast<uint64_t>(member.storage_offset());
+        const plan::ParameterRange& range = space_.at(offset);
+        auto state = std::make_unique<torch::optim::AdamWParamState>();
+        state->step(static_cast<int64_t>(step_));
+        state->exp_avg(part(planes_[1], range));
+        state->exp_avg_sq(part(planes_[2], range));
+        optimizer_->state()[member.unsafeGetTensorImpl()] = std::move(state);
+      }
+    }
+  }
+
+  kernels::RuleOptions rule_;
+  plan::ParameterSpace space_;
+  std::string path_;
+  std::array<Tensor, 3> planes_;
+  Tensor gradient_N_;
+  std::unique_ptr<torch::optim::AdamW> optimizer_;
+  uint64_t elements_put_ = 0;
+  base::StepNumber step_ = 0;
+  std::string blob_;
+  bool fresh_ = true;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<MemoryUpdater>> MemoryUpdater::open(const kernels::RuleOptions& rule,
+                                                           const plan::ParameterSpace& space,
+                                                           const std::string& path) {
+  if (rule.rule != kernels::UpdateRule::kAdamW || rule.maximize) {
+    return Status(ErrorCode::kUnsupported,
+                  "optimizer.where = \"memory\" knows the rule \"adamw\" only",
+                  "choose optimizer.rule = \"adamw\", or optimizer.where = \"device\"");
+  }
+  auto updater = std::make_unique<TorchAdamW>(rule, space, path);
+  if (std::filesystem::exists(path)) SI_RETURN_IF_ERROR(updater->load());
+  return std::unique_ptr<MemoryUpdater>(std::move(updater));
+}
+
+}  // namespace smartinf::train

@@ -1,0 +1,47 @@
+// What one step did: the line on the terminal and in the log.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/ids.h"
+
+namespace smartinf::train {
+
+/// A stretch of a step on the monotonic clock (base::now_ns), for a trace.
+struct Phase {
+  const char* name = "";  // a literal
+  uint64_t begin_ns = 0;
+  uint64_t end_ns = 0;
+};
+
+struct StepReport {
+  base::StepNumber step = 0;
+  double loss = 0;           // mean over the step's tokens, nats
+  double gradient_norm = 0;  // before clipping
+  double lr = 0;
+  uint64_t tokens = 0;
+
+  double seconds = 0;  // the whole step
+  double forward_s = 0;
+  double backward_s = 0;
+  double update_s =
+      0;  // gradients down to new weights there; the commit goes on behind the next step
+
+  // Since the report before this one.
+  uint64_t host_up_bytes = 0;
+  uint64_t host_down_bytes = 0;
+  uint64_t store_read_bytes = 0;
+  uint64_t store_written_bytes = 0;
+
+  /// Why there was no update (non-finite gradients, parameter named); empty: there was one.
+  std::string skipped;
+  std::vector<Phase> phases;
+
+  double tokens_per_s() const { return seconds > 0 ? static_cast<double>(tokens) / seconds : 0; }
+  /// One line of JSON without a newline; phases are left out.
+  std::string to_json() const;
+};
+
+}  // namespace smartinf::train

@@ -1,0 +1,499 @@
+#include "smartinf/train/trainer.h"
+
+#include <cmath>
+#include <thread>
+#include <utility>
+
+#include <ATen/Parallel.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <torch/cuda.h>
+#include <torch/types.h>
+
+#include "smartinf/base/clock.h"
+#include "smartinf/engine/updater.h"
+#include "smartinf/train/corpus.h"
+#include "smartinf/train/lr_schedule.h"
+#include "smartinf/train/memory_updater.h"
+#include "smartinf/train/model.h"
+#include "smartinf/train/parameters.h"
+#include "smartinf/train/random.h"
+#include "smartinf/train/run_folder.h"
+#include "smartinf/train/window_order.h"
+
+namespace smartinf::train {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using torch::Tensor;
+
+torch::ScalarType scalar_type(Precision precision) {
+  return precision == Precision::kBf16 ? torch::kBFloat16 : torch::kFloat32;
+}
+
+// Runs `body`, which returns a Status or Result, and makes a Status of what torch throws.
+template <typename Body>
+auto guarded(const char* doing, Body body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return Status(ErrorCode::kOutOfMemory, fmt::format("{}: out of memory", doing),
+                  "make train.micro_batch or data.sequence smaller, or set "
+                  "train.checkpoint_activations = true");
+  } catch (const c10::OutOfMemoryError& error) {
+    return Status(ErrorCode::kOutOfMemory,
+                  fmt::format("{}: {}", doing, error.what_without_backtrace()),
+                  "make train.micro_batch or data.sequence smaller, or set "
+                  "train.checkpoint_activations = true");
+  } catch (const c10::Error& error) {
+    return Status(ErrorCode::kFailedPrecondition,
+                  fmt::format("{}: {}", doing, error.what_without_backtrace()));
+  } catch (const std::exception& error) {
+    return Status(ErrorCode::kFailedPrecondition, fmt::format("{}: {}", doing, error.what()));
+  }
+}
+
+// What a committed step must agree on with the run that goes on from it.
+struct Position {
+  uint64_t windows = 0;  // seen so far: where the data goes on
+  uint64_t data_seed = 0;
+  uint64_t sequence = 0;
+  uint64_t corpus = 0;  // digest
+
+  std::string to_json() const {
+    return nlohmann::json{
+        {"windows", windows}, {"data_seed", data_seed}, {"sequence", sequence}, {"corpus", corpus}}
+        .dump();
+  }
+
+  static Result<Position> from_json(const std::string& text) {
+    const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+    Position position;
+    for (const auto& [key, value] : {std::pair{"windows", &position.windows},
+                                     {"data_seed", &position.data_seed},
+                                     {"sequence", &position.sequence},
+                                     {"corpus", &position.corpus}}) {
+      const auto found = json.is_object() ? json.find(key) : json.end();
+      if (!json.is_object() || found == json.end() || !found->is_number_unsigned()) {
+        return Status(ErrorCode::kMismatch, "the state was not made by this trainer",
+                      "choose other devices, or another train.run");
+      }
+      *value = found->get<uint64_t>();
+    }
+    return position;
+  }
+};
+
+Status different(const char* key, const std::string& here, const std::string& there) {
+  return Status(ErrorCode::kMismatch,
+                fmt::format("{} is {} here and {} in the run", key, here, there),
+                "go on with the value the run was started with, or choose another train.run");
+}
+
+Result<torch::Device> choose_accelerator(const std::string& name) {
+  const bool cuda = torch::cuda::is_available();
+  if (name == "cuda" && !cuda) {
+    return Status(ErrorCode::kUnsupported, "train.accelerator is \"cuda\", but torch sees no GPU",
+                  "choose \"auto\" or \"cpu\", or look at what smartinf doctor says");
+  }
+  return torch::Device(name == "cpu" || !cuda ? torch::kCPU : torch::kCUDA);
+}
+
+class TorchTrainer final : public Trainer {
+ public:
+  TorchTrainer(Options options, Corpus corpus, RunFolder folder, plan::ParameterSpace space,
+               torch::Device accelerator)
+      : options_(std::move(options)),
+        corpus_(std::move(corpus)),
+        folder_(std::move(folder)),
+        space_(std::move(space)),
+        accelerator_(accelerator),
+        weights_type_(precision_data_type(options_.train.precision)) {}
+
+  ~TorchTrainer() override {
+    // A commit in flight writes from memory that this object owns.
+    if (updater_ != nullptr) static_cast<void>(updater_->wait_commit());
+  }
+
+  Status start(const Job& job);
+
+  const Options& options() const override { return options_; }
+  base::StepNumber step() const override { return step_; }
+  Result<StepReport> train_step(std::stop_token stop) override;
+  Result<double> validation_loss() override;
+  Result<std::string> sample() override;
+  Status finish() override;
+  std::vector<std::string> describe() const override;
+
+ private:
+  struct Batch {
+    Tensor tokens_BT;
+    Tensor targets_BT;
+  };
+  Result<Batch> read_windows(const TokenStream& stream, std::span<const uint64_t> windows) const;
+  Result<Batch> next_batch();
+
+  Status accumulate_gradients(uint32_t micro_batch);
+  Status put_gradients();
+  Result<StepReport> skip(StepReport report, const std::string& parameter);
+  Status update(const engine::GradientSummary& summary, double lr);
+  void report_traffic(StepReport& report);
+  void* weights_at(uint64_t element) const;
+
+  Options options_;
+  Corpus corpus_;
+  RunFolder folder_;
+  plan::ParameterSpace space_;
+  torch::Device accelerator_;
+  base::DataType weights_type_;
+
+  Tensor host_weights_N_;  // where updates arrive; pinned beside a GPU
+  Tensor weights_N_;       // what the model uses; the same tensor without a GPU
+  std::unique_ptr<Model> model_;
+  std::vector<Tensor> sums_;  // f32, per parameter, over micro batches; empty without accumulation
+
+  std::unique_ptr<engine::Updater> updater_;  // after the weights: it writes into them
+  MemoryUpdater* memory_ = nullptr;           // the same, with optimizer.where = "memory"
+  base::DataType gradient_type_ = base::DataType::kBf16;
+  engine::UpdaterTraffic traffic_;
+
+  base::StepNumber step_ = 0;
+  Position position_;
+  uint32_t skips_in_a_row_ = 0;
+};
+
+// ------------------------------------------------------------------------------------ the loop
+
+Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
+  return guarded("training step", [&]() -> Result<StepReport> {
+    StepReport report;
+    report.step = step_ + 1;
+    report.lr = learning_rate(options_.train, report.step);
+    const uint64_t begin_ns = base::now_ns();
+    const uint64_t first_window = position_.windows;
+
+    for (uint32_t i = 0; i < options_.train.accumulation; ++i) {
+      if (stop.stop_requested()) {
+        position_.windows = first_window;
+        for (Parameter& parameter : model_->parameters()) parameter.weight.mutable_grad().reset();
+        return Status(ErrorCode::kCancelled, "stopped before the step was complete");
+      }
+      SI_ASSIGN_OR_RETURN(const Batch batch, next_batch());
+      const uint64_t forward_ns = base::now_ns();
+      const Tensor loss = model_->loss(batch.tokens_BT, batch.targets_BT);
+      report.loss += loss.item<double>() / options_.train.accumulation;
+      const uint64_t backward_ns = base::now_ns();
+      loss.backward();
+      SI_RETURN_IF_ERROR(accumulate_gradients(i));
+      const uint64_t end_ns = base::now_ns();
+
+      report.tokens += static_cast<uint64_t>(batch.tokens_BT.numel());
+      report.forward_s += static_cast<double>(backward_ns - forward_ns) * 1e-9;
+      report.backward_s += static_cast<double>(end_ns - backward_ns) * 1e-9;
+      report.phases.push_back({"forward", forward_ns, backward_ns});
+      report.phases.push_back({"backward", backward_ns, end_ns});
+    }
+
+    const uint64_t update_ns = base::now_ns();
+    SI_RETURN_IF_ERROR(updater_->begin_step());  // the step before this one is committed now
+    SI_RETURN_IF_ERROR(put_gradients());
+    SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary,
+                        updater_->finish_gradients(1.0 / options_.train.accumulation));
+    report.gradient_norm = summary.norm;
+    if (!summary.finite) return skip(std::move(report), summary.first_bad);
+    SI_RETURN_IF_ERROR(update(summary, report.lr));
+    ++step_;
+    skips_in_a_row_ = 0;
+    SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
+    const uint64_t end_ns = base::now_ns();
+
+    report.update_s = static_cast<double>(end_ns - update_ns) * 1e-9;
+    report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9;
+    report.phases.push_back({"update", update_ns, end_ns});
+    report_traffic(report);
+    SI_RETURN_IF_ERROR(folder_.append_log(report.to_json()));
+    if (memory_ != nullptr && step_ % options_.train.save_every == 0) {
+      SI_RETURN_IF_ERROR(memory_->save());
+    }
+    return report;
+  });
+}
+
+// Weights of bf16 have gradients of bf16; their sum over micro batches is kept in f32.
+Status TorchTrainer::accumulate_gradients(uint32_t micro_batch) {
+  if (options_.train.accumulation == 1) return Status();
+  sums_.resize(model_->parameters().size());
+  for (size_t i = 0; i < sums_.size(); ++i) {
+    Tensor& gradient = model_->parameters()[i].weight.mutable_grad();
+    if (micro_batch == 0) {
+      sums_[i] = gradient.to(torch::kFloat32, /*non_blocking=*/false, /*copy=*/true);
+    } else {
+      sums_[i].add_(gradient);
+    }
+    gradient.reset();
+  }
+  return Status();
+}
+
+// Last parameter first, as backward makes them; each gradient is freed once it is down.
+Status TorchTrainer::put_gradients() {
+  const torch::ScalarType type =
+      gradient_type_ == base::DataType::kF32 ? torch::kFloat32 : torch::kBFloat16;
+  for (size_t i = model_->parameters().size(); i-- > 0;) {
+    Parameter& parameter = model_->parameters()[i];
+    Tensor gradient = sums_.empty() ? std::exchange(parameter.weight.mutable_grad(), Tensor())
+                                    : std::exchange(sums_[i], Tensor());
+    gradient = gradient.to(type).to(torch::kCPU).contiguous();
+    SI_RETURN_IF_ERROR(updater_->put_gradient(parameter.first, gradient.const_data_ptr(),
+                                              gradient_type_,
+                                              static_cast<uint64_t>(gradient.numel())));
+  }
+  return Status();
+}
+
+Status TorchTrainer::update(const engine::GradientSummary& summary, double lr) {
+  const TrainOptions& train = options_.train;
+  engine::UpdateOptions options;
+  options.gradient_scale = 1.0 / train.accumulation;
+  if (train.clip_norm > 0 && summary.norm > train.clip_norm) {
+    options.gradient_scale *= train.clip_norm / summary.norm;
+  }
+  options.groups.resize(kGroups);
+  options.groups[kMatrixGroup] = {.lr = lr, .weight_decay = train.weight_decay};
+  options.groups[kVectorGroup] = {.lr = lr, .weight_decay = 0};
+  SI_RETURN_IF_ERROR(updater_->start_update(options, weights_type_,
+                                            [this](uint64_t first) { return weights_at(first); }));
+  SI_RETURN_IF_ERROR(updater_->wait_weights(0, space_.count()));
+  if (!accelerator_.is_cpu()) weights_N_.copy_(host_weights_N_);
+  return Status();
+}
+
+// The batch is passed over for good: the next step sees other data.
+Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& parameter) {
+  SI_RETURN_IF_ERROR(updater_->take_back());
+  report.skipped = fmt::format("gradient of {} is not finite", parameter);
+  SI_RETURN_IF_ERROR(folder_.append_log(report.to_json()));
+  if (++skips_in_a_row_ > options_.train.skips_max) {
+    return Status(
+        ErrorCode::kFailedPrecondition,
+        fmt::format("step {}: {}, {} times in a row", report.step, report.skipped, skips_in_a_row_),
+        "lower train.lr, lengthen train.warmup_steps, or set train.clip_norm");
+  }
+  return report;
+}
+
+// ------------------------------------------------------------------------------------ around it
+
+Status TorchTrainer::start(const Job& job) {
+  const TrainOptions& train = options_.train;
+  if (train.where == OptimizerWhere::kMemory) {
+    SI_ASSIGN_OR_RETURN(
+        std::unique_ptr<MemoryUpdater> memory,
+        MemoryUpdater::open(job.updater.rule, space_, folder_.file(kMemoryStateFile)));
+    memory_ = memory.get();
+    updater_ = std::move(memory);
+  } else {
+    engine::UpdaterOptions options = job.updater;
+    options.where = train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
+                                                         : engine::UpdateWhere::kDevice;
+    SI_ASSIGN_OR_RETURN(updater_, engine::Updater::open(options, space_));
+  }
+  gradient_type_ = job.updater.gradient_type;
+
+  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest()};
+  if (updater_->fresh()) {
+    const InitialWeights initial(options_.model, space_, train.seed);
+    SI_RETURN_IF_ERROR(updater_->initialize(
+        [&](uint64_t first, std::span<float> out) { initial.fill(first, out); },
+        position_.to_json()));
+  } else {
+    SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->blob()));
+    if (there.corpus != position_.corpus) {
+      return Status(ErrorCode::kMismatch,
+                    "data.paths: the text is not what the run was started with",
+                    "bring back the same files, or choose another train.run");
+    }
+    if (there.sequence != position_.sequence) {
+      return different("data.sequence", std::to_string(position_.sequence),
+                       std::to_string(there.sequence));
+    }
+    if (there.data_seed != position_.data_seed) {
+      return different("data.seed", std::to_string(position_.data_seed),
+                       std::to_string(there.data_seed));
+    }
+    position_ = there;
+  }
+  step_ = updater_->committed_step();
+  SI_RETURN_IF_ERROR(folder_.keep_recipe(job.recipe));
+  SI_RETURN_IF_ERROR(folder_.keep_log_until(step_));
+
+  const auto count = static_cast<int64_t>(space_.count());
+  host_weights_N_ = torch::empty(
+      {count}, torch::dtype(scalar_type(train.precision)).pinned_memory(!accelerator_.is_cpu()));
+  SI_RETURN_IF_ERROR(
+      updater_->load_weights(weights_type_, [this](uint64_t first) { return weights_at(first); }));
+  weights_N_ = host_weights_N_.to(accelerator_);  // the same tensor when both are the CPU's
+  model_ = std::make_unique<Model>(options_.model, space_, weights_N_, options_.data.sequence,
+                                   train.checkpoint_activations);
+  traffic_ = updater_->traffic();
+  return Status();
+}
+
+void* TorchTrainer::weights_at(uint64_t element) const {
+  return static_cast<std::byte*>(host_weights_N_.data_ptr()) +
+         element * base::data_type_bytes(weights_type_);
+}
+
+// Window w is the tokens [w T, w T + T] of the stream: T to read, each with the one after it as
+// target.
+Result<TorchTrainer::Batch> TorchTrainer::read_windows(const TokenStream& stream,
+                                                       std::span<const uint64_t> windows) const {
+  const auto rows = static_cast<int64_t>(windows.size());
+  const auto length = static_cast<int64_t>(options_.data.sequence);
+  const Tensor window_BT = torch::empty({rows, length + 1}, torch::kInt64);
+  for (size_t row = 0; row < windows.size(); ++row) {
+    const auto window = static_cast<size_t>(length + 1);
+    SI_RETURN_IF_ERROR(stream.read(windows[row] * options_.data.sequence, options_.model.vocabulary,
+                                   {window_BT.data_ptr<int64_t>() + row * window, window}));
+  }
+  return Batch{window_BT.narrow(1, 0, length).to(accelerator_),
+               window_BT.narrow(1, 1, length).to(accelerator_)};
+}
+
+Result<TorchTrainer::Batch> TorchTrainer::next_batch() {
+  const uint64_t count = (corpus_.training().count() - 1) / options_.data.sequence;
+  std::vector<uint64_t> windows(options_.train.micro_batch);
+  for (uint64_t& window : windows) {
+    window = window_at(options_.data.seed, count, position_.windows++);
+  }
+  return read_windows(corpus_.training(), windows);
+}
+
+Result<double> TorchTrainer::validation_loss() {
+  return guarded("validation", [&]() -> Result<double> {
+    if (corpus_.validation().count() == 0) {
+      return Status(ErrorCode::kNotFound, "no data is held out",
+                    "set data.validation_share or data.validation_paths");
+    }
+    const torch::NoGradGuard no_grad;
+    // Always the same windows, spread evenly over what is held out.
+    const uint64_t held = (corpus_.validation().count() - 1) / options_.data.sequence;
+    const uint64_t rows = options_.train.micro_batch;
+    const uint64_t wanted = std::min(held, options_.train.validation_batches * rows);
+    double sum = 0;
+    for (uint64_t first = 0; first < wanted; first += rows) {
+      std::vector<uint64_t> windows;
+      for (uint64_t i = first; i < std::min(first + rows, wanted); ++i) {
+        windows.push_back(i * held / wanted);
+      }
+      SI_ASSIGN_OR_RETURN(const Batch batch, read_windows(corpus_.validation(), windows));
+      sum += model_->loss(batch.tokens_BT, batch.targets_BT).item<double>() *
+             static_cast<double>(windows.size());
+    }
+    const double loss = sum / static_cast<double>(wanted);
+    SI_RETURN_IF_ERROR(folder_.append_log(
+        nlohmann::ordered_json{{"step", step_}, {"validation_loss", loss}}.dump()));
+    return loss;
+  });
+}
+
+Result<std::string> TorchTrainer::sample() {
+  return guarded("sample", [&]() -> Result<std::string> {
+    const torch::NoGradGuard no_grad;
+    const TrainOptions& train = options_.train;
+    std::string text;
+    std::vector<int64_t> tokens;
+    if (corpus_.bytes()) {
+      for (const char c : train.sample_prompt) tokens.push_back(static_cast<unsigned char>(c));
+      text = train.sample_prompt;
+    }
+    if (tokens.empty()) tokens.push_back(corpus_.bytes() ? int64_t{kByteSeparator} : 0);
+    for (uint32_t i = 0; i < train.sample_tokens; ++i) {
+      const size_t seen = std::min<size_t>(tokens.size(), options_.data.sequence);
+      const Tensor context_BT =
+          torch::tensor(
+              std::vector<int64_t>(tokens.end() - static_cast<std::ptrdiff_t>(seen), tokens.end()))
+              .unsqueeze(0)
+              .to(accelerator_);
+      const Tensor last_V = model_->logits(context_BT)[0][-1].to(torch::kCPU, torch::kFloat64);
+      int64_t next = last_V.argmax().item<int64_t>();
+      if (train.sample_temperature > 0) {
+        const Tensor chance_V = torch::softmax(last_V / train.sample_temperature, 0).cumsum(0);
+        const double drawn = random_uniform(train.seed, i);
+        next = std::min(torch::searchsorted(chance_V, drawn).item<int64_t>(), chance_V.size(0) - 1);
+      }
+      tokens.push_back(next);
+      if (!corpus_.bytes()) {
+        text += fmt::format("{} ", next);
+      } else if (next == kByteSeparator) {
+        break;  // the end of a file
+      } else {
+        text += static_cast<char>(next);
+      }
+    }
+    return text;
+  });
+}
+
+Status TorchTrainer::finish() {
+  return guarded("end of the run", [&]() -> Status {
+    SI_RETURN_IF_ERROR(updater_->wait_commit());
+    return memory_ != nullptr ? memory_->save() : Status();
+  });
+}
+
+void TorchTrainer::report_traffic(StepReport& report) {
+  const engine::UpdaterTraffic now = updater_->traffic();
+  const base::TrafficReading host = now.host_link.since(traffic_.host_link);
+  const base::TrafficReading store = now.store.since(traffic_.store);
+  report.host_up_bytes = host.up_total();
+  report.host_down_bytes = host.down_total();
+  report.store_read_bytes = store.up_total();
+  report.store_written_bytes = store.down_total();
+  traffic_ = now;
+}
+
+std::vector<std::string> TorchTrainer::describe() const {
+  const ModelOptions& model = options_.model;
+  std::vector<std::string> lines;
+  lines.push_back(fmt::format(
+      "model: {:.2f} million parameters, {} layers of width {}, {} heads ({} of keys and values), "
+      "{} on {}",
+      static_cast<double>(space_.count()) * 1e-6, model.layers, model.width, model.heads,
+      model.kv_heads, precision_name(options_.train.precision), accelerator_.str()));
+  lines.push_back("data: " + corpus_.describe());
+  for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
+  return lines;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
+  return guarded("start", [&]() -> Result<std::unique_ptr<Trainer>> {
+    SI_RETURN_IF_ERROR(validate(job.options));
+    Options options = job.options;
+    options.model = with_defaults(options.model);
+    const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+    at::set_num_threads(
+        static_cast<int>(options.train.threads != 0 ? options.train.threads : cores));
+
+    SI_ASSIGN_OR_RETURN(const torch::Device accelerator,
+                        choose_accelerator(options.train.accelerator));
+    SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
+    if (options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
+    if (options.model.vocabulary == 0) {
+      return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
+                    "token files do not say it: set it to the tokenizer's size");
+    }
+    SI_ASSIGN_OR_RETURN(plan::ParameterSpace space, make_parameter_space(options.model));
+    SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
+    auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(corpus),
+                                                  std::move(folder), std::move(space), accelerator);
+    SI_RETURN_IF_ERROR(trainer->start(job));
+    return std::unique_ptr<Trainer>(std::move(trainer));
+  });
+}
+
+}  // namespace smartinf::train

@@ -1,0 +1,53 @@
+// The trainer: model, data and an updater, one step at a time. Needs torch to link, not to include.
+#pragma once
+
+#include <memory>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/engine/options.h"
+#include "smartinf/train/options.h"
+#include "smartinf/train/step_report.h"
+
+namespace smartinf::train {
+
+/// Everything that a run is. The recipe's text is kept in the run's folder.
+struct Job {
+  Options options;
+  engine::UpdaterOptions updater;  // with optimizer.where = "memory" only its rule is looked at
+  std::string recipe;
+};
+
+/// Threads: one caller. Errors: as values; what torch throws is caught and named.
+class Trainer {
+ public:
+  /// Locks the run's folder, reads the data, opens the state or creates it, and stands at the last
+  /// committed step. Errors: whatever a user can get wrong; each names the key, file or device.
+  static base::Result<std::unique_ptr<Trainer>> open(const Job& job);
+  virtual ~Trainer() = default;
+
+  /// With all defaults filled in.
+  virtual const Options& options() const = 0;
+  /// Updates done. The last one's commit may still be under way.
+  virtual base::StepNumber step() const = 0;
+
+  /// One optimizer step, logged in the run's folder. The commit goes on behind the next forward.
+  /// Errors: kCancelled when `stop` was requested before the gradients were complete (nothing has
+  /// changed then); else the step is lost and the committed ones stand.
+  virtual base::Result<StepReport> train_step(std::stop_token stop) = 0;
+  /// Mean loss in nats per token over data held out, logged. Errors: kNotFound when none is held
+  /// out.
+  virtual base::Result<double> validation_loss() = 0;
+  /// Text in the model's own words, beginning with train.sample_prompt; token numbers when the data
+  /// were token files.
+  virtual base::Result<std::string> sample() = 0;
+  /// Waits until the last step is committed, and in memory mode saves it. To be called at the end.
+  virtual base::Status finish() = 0;
+
+  /// Lines for people: model, data, devices.
+  virtual std::vector<std::string> describe() const = 0;
+};
+
+}  // namespace smartinf::train

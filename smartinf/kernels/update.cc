@@ -133,6 +133,15 @@ void KernelTable::update_block(base::StateFormat format, const UpdateBlock& bloc
       gradient = wide_gradient.data();
     }
     float* master = master_plane + first;
+    while (run_left == 0 && run + 1 < runs.size()) run_left = runs[++run].count;
+    if (run_left >= count && runs[run].scalars->skip) {
+      // Not even decoded and encoded again, so that what is left alone keeps its bits.
+      run_left -= count;
+      if (weight_bytes != nullptr) {
+        tiles_.narrow(master, weight_bytes + first * weight_width, block.weights_type, count);
+      }
+      continue;
+    }
     float* momentum = momentum_tile.present() ? momentum_tile.load(first, count) : nullptr;
     float* variance = variance_tile.present() ? variance_tile.load(first, count) : nullptr;
 
@@ -142,9 +151,11 @@ void KernelTable::update_block(base::StateFormat format, const UpdateBlock& bloc
         run_left = runs[run].count;
       }
       const auto piece = static_cast<size_t>(std::min<uint64_t>(run_left, count - done));
-      tiles_.update(*runs[run].scalars, gradient + done, master + done,
-                    momentum != nullptr ? momentum + done : nullptr,
-                    variance != nullptr ? variance + done : nullptr, piece);
+      if (!runs[run].scalars->skip) {
+        tiles_.update(*runs[run].scalars, gradient + done, master + done,
+                      momentum != nullptr ? momentum + done : nullptr,
+                      variance != nullptr ? variance + done : nullptr, piece);
+      }
       done += piece;
       run_left -= piece;
     }

@@ -58,15 +58,19 @@ std::span<const PlaneKind> rule_planes(UpdateRule rule) {
   return {};
 }
 
-StepScalars make_step_scalars(const RuleOptions& options, const GroupOptions& group,
+StepScalars make_step_scalars(const RuleOptions& run_options, const GroupOptions& group,
                               base::StepNumber step, double gradient_scale, uint64_t seed) {
   SI_CHECK(step >= 1, "optimizer steps count from 1");
-  const auto t = static_cast<double>(step);
+  const RuleOptions& options = group.rule ? *group.rule : run_options;
+  SI_CHECK(options.rule == run_options.rule, "a group cannot have another rule");
+  const base::StepNumber group_step = group.step > 0 ? group.step : step;
+  const auto t = static_cast<double>(group_step);
   StepScalars scalars;
   scalars.rule = options.rule;
+  scalars.skip = group.skip;
   scalars.nesterov = options.nesterov;
   scalars.maximize = options.maximize;
-  scalars.first_step = step == 1;
+  scalars.first_step = group_step == 1;
   scalars.gradient_scale = static_cast<float>(gradient_scale);
   scalars.lr = static_cast<float>(group.lr);
   scalars.beta1 = static_cast<float>(options.beta1);

@@ -47,11 +47,15 @@ struct RuleOptions {
 struct GroupOptions {
   double lr = 1e-3;
   double weight_decay = 0;
+  bool skip = false;          // nothing of the group changes in this step, whatever its gradient
+  base::StepNumber step = 0;  // of its own, e.g. fewer than the updater's; 0: the updater's
+  std::optional<RuleOptions> rule = {};  // in place of the updater's options, for the same rule
 };
 
 /// One group's scalars for one step, already rounded to the f32 the kernels use.
 struct StepScalars {
   UpdateRule rule = UpdateRule::kAdamW;
+  bool skip = false;  // state is left as it is; weights still come out
   bool nesterov = false;
   bool maximize = false;
   bool first_step = false;   // SGD takes the gradient itself as its first momentum, as torch does;
@@ -71,6 +75,7 @@ struct StepScalars {
   uint64_t seed = 0;           // of the run
 };
 
+/// `step` is the updater's; a group's own one takes its place but in the seed of rounding.
 /// Errors: none; options are validated where the user gave them. step counts from 1 (SI_CHECK).
 StepScalars make_step_scalars(const RuleOptions& options, const GroupOptions& group,
                               base::StepNumber step, double gradient_scale, uint64_t seed);

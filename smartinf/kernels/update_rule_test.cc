@@ -48,6 +48,18 @@ TEST(StepScalars, AdagradsRateFalls) {
   EXPECT_EQ(scalars.step_size, static_cast<float>(1.0 / 3.0));
 }
 
+TEST(StepScalars, AGroupHasItsOwnStepAndOptions) {
+  const RuleOptions run;
+  const RuleOptions own{.beta1 = 0.5, .eps = 1e-3};
+  const StepScalars scalars = make_step_scalars(run, {.lr = 1, .step = 2, .rule = own}, 9, 1, 0);
+  EXPECT_EQ(scalars.step_size, static_cast<float>(1 / (1 - 0.25)));
+  EXPECT_EQ(scalars.eps, 1e-3f);
+  EXPECT_EQ(scalars.step, 9u);  // rounding differs in every step of the updater
+  EXPECT_TRUE(make_step_scalars(run, {.step = 1}, 9, 1, 0).first_step);
+  EXPECT_FALSE(scalars.skip);
+  EXPECT_TRUE(make_step_scalars(run, {.skip = true}, 9, 1, 0).skip);
+}
+
 TEST(StepScalarsDeathTest, StepsCountFromOne) {
   EXPECT_DEATH((void)make_step_scalars({}, {}, 0, 1, 0), "count from 1");
 }

@@ -81,6 +81,44 @@ TEST(UpdateBlock, RunsGiveEachElementItsGroup) {
   }
 }
 
+// A parameter without a gradient keeps every bit of its state, also where it shares a q8 tile's
+// neighbourhood with one that has; its weights come out all the same.
+TEST(UpdateBlock, SkippedRunsKeepTheirBits) {
+  const RuleOptions options;
+  const StepScalars on = make_step_scalars(options, {.lr = 1}, 3, 1, 0);
+  const StepScalars off = make_step_scalars(options, {.lr = 1, .skip = true}, 3, 1, 0);
+  const size_t n = 1024;
+  for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
+    std::vector<float> master(n, 3.0f);
+    std::vector<std::byte> momentum(base::encoded_bytes(Encoding::kF32, n), std::byte{0x11});
+    std::vector<std::byte> variance = momentum;
+    const std::vector<float> gradient(n, 1.0f);
+    std::vector<float> weights(n);
+    const std::array runs = {GroupRun{256, &on}, GroupRun{512, &off}, GroupRun{256, &on}};
+    scalar().update_block(
+        format,
+        {.planes = {reinterpret_cast<std::byte*>(master.data()), momentum.data(), variance.data()},
+         .count = n,
+         .gradient = gradient.data(),
+         .gradient_type = DataType::kF32,
+         .weights_out = weights.data(),
+         .weights_type = DataType::kF32},
+        runs);
+    const uint64_t width = base::encoded_bytes(plane_encoding(format, PlaneKind::kMomentum), 4) / 4;
+    const uint64_t element_bytes = format == StateFormat::kQ8 ? 1 : width;
+    for (size_t i = 0; i < n; ++i) {
+      const bool skipped = i >= 256 && i < 768;
+      ASSERT_EQ(weights[i], master[i]);
+      ASSERT_EQ(master[i] == 3.0f, skipped) << i;
+      if (!skipped) continue;
+      for (size_t byte = i * element_bytes; byte < (i + 1) * element_bytes; ++byte) {
+        ASSERT_EQ(momentum[byte], std::byte{0x11}) << i;
+        ASSERT_EQ(variance[byte], std::byte{0x11}) << i;
+      }
+    }
+  }
+}
+
 TEST(PartialNorm, AddsSquaresAndFindsTheFirstBad) {
   std::vector<float> values(10000, 2.0f);
   KernelTable::Norm norm = scalar().partial_norm(values.data(), DataType::kF32, values.size());

@@ -20,5 +20,9 @@ inline constexpr int kExitInterrupted = 130;
 using Run = std::function<int()>;
 
 // Each adds its subcommand to `app` and sets `run` when it is the one chosen.
+void add_bench_command(CLI::App& app, Run& run);
+
+// Subcommands of bench.
+void add_bench_kernels_command(CLI::App& bench, Run& run);
 
 }  // namespace smartinf::apps

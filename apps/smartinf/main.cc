@@ -8,6 +8,7 @@ int main(int argc, char** argv) {
                "smartinf");
   app.set_version_flag("--version", SMARTINF_VERSION);
   smartinf::apps::Run run;
+  smartinf::apps::add_bench_command(app, run);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -1,0 +1,13 @@
+// smartinf bench: measurements of this machine, each beside the limit it is held to.
+#include "apps/smartinf/commands.h"
+
+namespace smartinf::apps {
+
+void add_bench_command(CLI::App& app, Run& run) {
+  CLI::App* bench =
+      app.add_subcommand("bench", "Measures kernels and steps beside the machine's own limit");
+  bench->require_subcommand(1);
+  add_bench_kernels_command(*bench, run);
+}
+
+}  // namespace smartinf::apps

@@ -1,0 +1,420 @@
+// smartinf bench kernels: each kernel beside a triad of as many bytes, the two timed in turn, so
+// that a busy machine slows both.
+#include <algorithm>
+#include <barrier>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/clock.h"
+#include "smartinf/base/units.h"
+#include "smartinf/kernels/update.h"
+
+#include "apps/smartinf/commands.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::DataType;
+using base::PlaneKind;
+using base::StateFormat;
+using kernels::UpdateRule;
+
+struct BenchOptions {
+  double params = 2e7;
+  int repeat = 5;
+  std::vector<uint32_t> threads;     // empty: one, and all
+  std::vector<std::string> kernels;  // empty: all
+  std::vector<std::string> rules;
+  std::vector<std::string> formats;
+  std::vector<std::string> gradients;
+  bool json = false;
+};
+
+/// Threads that do one thing together, again and again, and say how long the slowest took.
+class Team {
+ public:
+  explicit Team(uint32_t size) : start_(size + 1), done_(size + 1) {
+    for (uint32_t i = 0; i < size; ++i) {
+      threads_.emplace_back([this, i](const std::stop_token& stop) {
+        while (true) {
+          start_.arrive_and_wait();
+          if (stop.stop_requested()) return;
+          (*work_)(i);
+          done_.arrive_and_wait();
+        }
+      });
+    }
+  }
+  ~Team() {
+    for (std::jthread& thread : threads_) thread.request_stop();
+    start_.arrive_and_wait();
+  }
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
+
+  uint32_t size() const { return static_cast<uint32_t>(threads_.size()); }
+
+  double seconds(const std::function<void(uint32_t)>& work) {
+    work_ = &work;
+    const uint64_t start_ns = base::now_ns();
+    start_.arrive_and_wait();
+    done_.arrive_and_wait();
+    return base::seconds_since(start_ns);
+  }
+
+ private:
+  std::barrier<> start_;
+  std::barrier<> done_;
+  const std::function<void(uint32_t)>* work_ = nullptr;
+  std::vector<std::jthread> threads_;
+};
+
+/// The share [first, last) of `count` things that thread `index` of `threads` has.
+struct Share {
+  uint64_t first;
+  uint64_t last;
+};
+Share share_of(uint64_t count, uint32_t index, uint32_t threads) {
+  return {count * index / threads, count * (index + 1) / threads};
+}
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+#define SI_EVERY_WIDTH __attribute__((optimize("O3"), target_clones("avx512f", "avx2", "default")))
+#else
+#define SI_EVERY_WIDTH
+#endif
+
+/// STREAM's triad (McCalpin 1995): two arrays read, one written.
+SI_EVERY_WIDTH void triad(float* __restrict a, const float* __restrict b, const float* __restrict c,
+                          float scale, size_t n) {
+  for (size_t i = 0; i < n; ++i) a[i] = b[i] + scale * c[i];
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+class KernelBench {
+ public:
+  explicit KernelBench(BenchOptions options)
+      : options_(std::move(options)), elements_(static_cast<uint64_t>(options_.params)) {}
+
+  base::Status run() {
+    SI_RETURN_IF_ERROR(allocate());
+    std::vector<uint32_t> sizes = options_.threads;
+    if (sizes.empty()) {
+      sizes = {1};
+      if (const uint32_t all = std::thread::hardware_concurrency(); all > 1) sizes.push_back(all);
+    }
+    if (options_.json) {
+      fmt::print("[");
+    } else {
+      fmt::print("{:<9} {:<8} {:<5} {:<5} {:>3}  {:>12} {:>11} {:>11} {:>6}\n", "kernel", "rule",
+                 "state", "grad", "thr", "Mparams/s", "GB/s", "triad GB/s", "share");
+    }
+    for (const uint32_t size : sizes) {
+      Team team(size);
+      if (wanted(options_.kernels, "update")) bench_updates(team, false);
+      if (wanted(options_.kernels, "sealed-update")) bench_updates(team, true);
+      if (wanted(options_.kernels, "norm")) bench_norms(team);
+      if (wanted(options_.kernels, "cast")) bench_casts(team);
+      if (wanted(options_.kernels, "checksum")) bench_checksum(team);
+    }
+    if (options_.json) fmt::print("\n]\n");
+    return {};
+  }
+
+ private:
+  static bool wanted(const std::vector<std::string>& chosen, std::string_view name) {
+    return chosen.empty() || std::find(chosen.begin(), chosen.end(), name) != chosen.end();
+  }
+
+  base::Status allocate() {
+    // Planes of the widest format; the triad's arrays are as large as the widest kernel's.
+    for (base::AlignedBuffer& plane : planes_) {
+      SI_ASSIGN_OR_RETURN(plane, base::AlignedBuffer::allocate(elements_ * 4 + base::kIoAlignment));
+    }
+    SI_ASSIGN_OR_RETURN(gradient_, base::AlignedBuffer::allocate(elements_ * 4));
+    SI_ASSIGN_OR_RETURN(weights_, base::AlignedBuffer::allocate(elements_ * 4));
+    for (base::AlignedBuffer& array : triad_) {
+      SI_ASSIGN_OR_RETURN(array, base::AlignedBuffer::allocate(elements_ * 32 / 3 + 64));
+      std::memset(array.data(), 0, array.size());
+    }
+    return {};
+  }
+
+  /// A gradient that looks like one: signs and magnitudes vary, all finite.
+  void fill_gradient(DataType type) {
+    std::vector<float> chunk(1 << 16);
+    uint64_t state = 1;
+    for (float& value : chunk) {
+      state = base::mix_seed(state, 0);
+      value = (static_cast<float>(state >> 40) - 0x1p23f) * 0x1p-30f;
+    }
+    const uint64_t width = base::data_type_bytes(type);
+    for (uint64_t first = 0; first < elements_; first += chunk.size()) {
+      const size_t count = std::min<uint64_t>(chunk.size(), elements_ - first);
+      kernels::kernels().cast_from_f32(chunk.data(), gradient_.data() + first * width, type, count);
+    }
+  }
+
+  void fill_state(UpdateRule rule, StateFormat format) {
+    std::vector<float> chunk(base::kBlockElements);
+    const std::span<const PlaneKind> kinds = kernels::rule_planes(rule);
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      for (size_t e = 0; e < chunk.size(); ++e) {
+        chunk[e] = 1e-3f * static_cast<float>(1 + (e * 7919) % 1024);
+      }
+      const base::Encoding encoding = base::plane_encoding(format, kinds[i]);
+      const uint64_t block_bytes = base::encoded_bytes(encoding, base::kBlockElements);
+      for (uint64_t first = 0; first < elements_; first += base::kBlockElements) {
+        const size_t count = std::min<uint64_t>(base::kBlockElements, elements_ - first);
+        kernels::kernels().encode_block(
+            encoding, kinds[i], chunk.data(),
+            planes_[i].data() + first / base::kBlockElements * block_bytes, count, first, 1, 1);
+      }
+    }
+  }
+
+  struct Row {
+    std::string kernel;
+    std::string rule = {};
+    std::string format = {};
+    std::string gradient = {};
+    uint64_t bytes = 0;  // read and written by one run of the kernel
+  };
+
+  /// Times `work` and a triad of as many bytes in turn and reports medians.
+  void report(Team& team, const Row& row, const std::function<void(uint32_t)>& work) {
+    const uint64_t triad_elements = row.bytes / 12;
+    const std::function<void(uint32_t)> run_triad = [&](uint32_t index) {
+      const Share share = share_of(triad_elements, index, team.size());
+      triad(triad_floats(0) + share.first, triad_floats(1) + share.first,
+            triad_floats(2) + share.first, 0.5f, share.last - share.first);
+    };
+    std::vector<double> kernel_s;
+    std::vector<double> triad_s;
+    team.seconds(work);
+    for (int i = 0; i < options_.repeat; ++i) {
+      triad_s.push_back(team.seconds(run_triad));
+      kernel_s.push_back(team.seconds(work));
+    }
+    const double seconds = median(kernel_s);
+    const double params_per_s = static_cast<double>(elements_) / seconds;
+    const double bytes_per_s = static_cast<double>(row.bytes) / seconds;
+    const double triad_per_s = static_cast<double>(triad_elements * 12) / median(triad_s);
+    if (!options_.json) {
+      fmt::print("{:<9} {:<8} {:<5} {:<5} {:>3}  {:>12.1f} {:>11.2f} {:>11.2f} {:>6.2f}\n",
+                 row.kernel, row.rule, row.format, row.gradient, team.size(), params_per_s * 1e-6,
+                 bytes_per_s * 1e-9, triad_per_s * 1e-9, bytes_per_s / triad_per_s);
+      std::fflush(stdout);
+      return;
+    }
+    nlohmann::ordered_json json;
+    json["kernel"] = row.kernel;
+    json["isa"] = kernels::kernels().isa();
+    if (!row.rule.empty()) json["rule"] = row.rule;
+    if (!row.format.empty()) json["format"] = row.format;
+    if (!row.gradient.empty()) json["gradient"] = row.gradient;
+    json["threads"] = team.size();
+    json["params"] = elements_;
+    json["params_per_s"] = params_per_s;
+    json["params_per_s_min"] =
+        static_cast<double>(elements_) / *std::max_element(kernel_s.begin(), kernel_s.end());
+    json["params_per_s_max"] =
+        static_cast<double>(elements_) / *std::min_element(kernel_s.begin(), kernel_s.end());
+    json["bytes_per_s"] = bytes_per_s;
+    json["triad_bytes_per_s"] = triad_per_s;
+    json["share_of_triad"] = bytes_per_s / triad_per_s;
+    fmt::print("{}\n  {}", std::exchange(first_row_, false) ? "" : ",", json.dump());
+    std::fflush(stdout);
+  }
+
+  float* triad_floats(size_t i) { return reinterpret_cast<float*>(triad_[i].data()); }
+
+  /// `sealed`: with the checksum of each plane's block before and after, as a device does it.
+  void bench_updates(Team& team, bool sealed) {
+    for (const UpdateRule rule : kernels::all_update_rules()) {
+      const std::string rule_name(kernels::update_rule_name(rule));
+      if (!wanted(options_.rules, rule_name)) continue;
+      for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
+        const std::string format_name(base::state_format_name(format));
+        if (!wanted(options_.formats, format_name)) continue;
+        for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
+          const std::string gradient_name(base::data_type_name(type));
+          if (!wanted(options_.gradients, gradient_name)) continue;
+          bench_update(team, rule, format, type, sealed);
+        }
+      }
+    }
+  }
+
+  void bench_update(Team& team, UpdateRule rule, StateFormat format, DataType type, bool sealed) {
+    fill_gradient(type);
+    fill_state(rule, format);
+    const std::span<const PlaneKind> kinds = kernels::rule_planes(rule);
+    std::array<uint64_t, 3> block_bytes{};
+    uint64_t bytes =
+        elements_ * (base::data_type_bytes(type) + 2);  // gradient in, bf16 weights out
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      const base::Encoding encoding = base::plane_encoding(format, kinds[i]);
+      block_bytes[i] = base::encoded_bytes(encoding, base::kBlockElements);
+      bytes += 2 * base::encoded_bytes(encoding, elements_);
+    }
+    const kernels::StepScalars scalars = kernels::make_step_scalars(
+        {.rule = rule}, {.lr = 1e-4, .weight_decay = 0.1}, /*step=*/10, /*gradient_scale=*/1, 1);
+    const uint64_t blocks = base::divide_up(elements_, base::kBlockElements);
+    std::atomic<uint64_t> checksums{0};
+    const std::function<void(uint32_t)> work = [&](uint32_t index) {
+      const Share share = share_of(blocks, index, team.size());
+      uint64_t sum = 0;
+      for (uint64_t b = share.first; b < share.last; ++b) {
+        const uint64_t first = b * base::kBlockElements;
+        kernels::UpdateBlock block{
+            .count = std::min(base::kBlockElements, elements_ - first),
+            .element = first,
+            .gradient = gradient_.data() + first * base::data_type_bytes(type),
+            .gradient_type = type,
+            .weights_out = weights_.data() + first * 2,
+            .weights_type = DataType::kBf16};
+        const auto checksum_planes = [&] {
+          for (size_t i = 0; i < kinds.size(); ++i) {
+            sum += base::checksum(
+                {block.planes[i],
+                 base::encoded_bytes(base::plane_encoding(format, kinds[i]), block.count)},
+                b);
+          }
+        };
+        for (size_t i = 0; i < kinds.size(); ++i) {
+          block.planes[i] = planes_[i].data() + b * block_bytes[i];
+        }
+        if (sealed) checksum_planes();
+        const kernels::GroupRun run{block.count, &scalars};
+        kernels::kernels().update_block(format, block, {&run, 1});
+        if (sealed) checksum_planes();
+      }
+      checksums += sum;
+    };
+    report(team,
+           {.kernel = sealed ? "sealed-update" : "update",
+            .rule = std::string(kernels::update_rule_name(rule)),
+            .format = std::string(base::state_format_name(format)),
+            .gradient = std::string(base::data_type_name(type)),
+            .bytes = bytes},
+           work);
+  }
+
+  void bench_norms(Team& team) {
+    for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
+      const std::string name(base::data_type_name(type));
+      if (!wanted(options_.gradients, name)) continue;
+      fill_gradient(type);
+      const uint64_t width = base::data_type_bytes(type);
+      std::atomic<bool> finite{true};
+      report(team, {.kernel = "norm", .gradient = name, .bytes = elements_ * width},
+             [&](uint32_t index) {
+               const Share share = share_of(elements_, index, team.size());
+               const kernels::KernelTable::Norm norm = kernels::kernels().partial_norm(
+                   gradient_.data() + share.first * width, type, share.last - share.first);
+               if (!norm.finite) finite = false;
+             });
+    }
+  }
+
+  void bench_casts(Team& team) {
+    for (const DataType type : {DataType::kBf16, DataType::kF16}) {
+      const std::string name(base::data_type_name(type));
+      if (!wanted(options_.gradients, name)) continue;
+      auto* master = reinterpret_cast<float*>(planes_[0].data());
+      report(team, {.kernel = "from_f32", .gradient = name, .bytes = elements_ * 6},
+             [&](uint32_t index) {
+               const Share share = share_of(elements_, index, team.size());
+               kernels::kernels().cast_from_f32(master + share.first,
+                                                weights_.data() + share.first * 2, type,
+                                                share.last - share.first);
+             });
+      fill_gradient(type);
+      report(team, {.kernel = "to_f32", .gradient = name, .bytes = elements_ * 6},
+             [&](uint32_t index) {
+               const Share share = share_of(elements_, index, team.size());
+               kernels::kernels().cast_to_f32(gradient_.data() + share.first * 2, type,
+                                              master + share.first, share.last - share.first);
+             });
+    }
+  }
+
+  void bench_checksum(Team& team) {
+    std::atomic<uint64_t> checksums{0};
+    report(team, {.kernel = "checksum", .bytes = elements_ * 4}, [&](uint32_t index) {
+      const uint64_t block_bytes = base::kBlockElements * 4;
+      const Share share = share_of(elements_ * 4 / block_bytes, index, team.size());
+      uint64_t sum = 0;
+      for (uint64_t b = share.first; b < share.last; ++b) {
+        sum += base::checksum({planes_[0].data() + b * block_bytes, block_bytes}, b);
+      }
+      checksums += sum;
+    });
+  }
+
+  BenchOptions options_;
+  uint64_t elements_;
+  std::array<base::AlignedBuffer, 3> planes_;
+  base::AlignedBuffer gradient_;
+  base::AlignedBuffer weights_;
+  std::array<base::AlignedBuffer, 3> triad_;
+  bool first_row_ = true;
+};
+
+}  // namespace
+
+void add_bench_kernels_command(CLI::App& bench, Run& run) {
+  auto options = std::make_shared<BenchOptions>();
+  CLI::App* command = bench.add_subcommand(
+      "kernels", "Times every kernel in turn with a triad that moves as many bytes");
+  command->add_option("--params", options->params, "Elements per run, e.g. 2e7")
+      ->check(CLI::Range(1e4, 1e10))
+      ->capture_default_str();
+  command->add_option("--repeat", options->repeat, "Runs of which the median counts")
+      ->check(CLI::Range(1, 1000))
+      ->capture_default_str();
+  command->add_option("--threads", options->threads, "Thread counts (default: 1 and all cores)")
+      ->check(CLI::Range(1u, 1024u));
+  command
+      ->add_option("--kernel", options->kernels,
+                   "Only these: update, sealed-update (with checksums), norm, cast, checksum")
+      ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum"}));
+  command->add_option("--rule", options->rules, "Only these update rules")
+      ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}));
+  command->add_option("--format", options->formats, "Only these state formats")
+      ->check(CLI::IsMember({"f32", "bf16", "q8"}));
+  command->add_option("--gradient", options->gradients, "Only these gradient types")
+      ->check(CLI::IsMember({"f32", "bf16", "f16"}));
+  command->add_flag("--json", options->json, "A JSON array with one object a row");
+  command->footer(
+      "Examples:\n"
+      "  smartinf bench kernels --rule adamw --gradient bf16\n"
+      "  SMARTINF_FORCE_ISA=AVX2 smartinf bench kernels --kernel update --json");
+  command->callback([options, &run] {
+    run = [options] {
+      base::Status status = kernels::forced_isa_status();
+      if (status.ok()) status = KernelBench(*options).run();
+      if (status.ok()) return kExitDone;
+      fmt::print(stderr, "smartinf bench kernels: {}\n", status.to_string());
+      return kExitFailed;
+    };
+  });
+}
+
+}  // namespace smartinf::apps

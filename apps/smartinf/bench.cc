@@ -3,11 +3,11 @@
 
 namespace smartinf::apps {
 
-void add_bench_command(CLI::App& app, Run& run) {
+void add_bench(CLI::App& app, Run& run) {
   CLI::App* bench =
       app.add_subcommand("bench", "Measures kernels and steps beside the machine's own limit");
   bench->require_subcommand(1);
-  add_bench_kernels_command(*bench, run);
+  add_bench_kernels(*bench, run);
 }
 
 }  // namespace smartinf::apps

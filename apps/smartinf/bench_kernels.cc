@@ -379,7 +379,7 @@ class KernelBench {
 
 }  // namespace
 
-void add_bench_kernels_command(CLI::App& bench, Run& run) {
+void add_bench_kernels(CLI::App& bench, Run& run) {
   auto options = std::make_shared<BenchOptions>();
   CLI::App* command = bench.add_subcommand(
       "kernels", "Times every kernel in turn with a triad that moves as many bytes");

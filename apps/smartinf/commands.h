@@ -3,10 +3,12 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include <CLI/CLI.hpp>
 
 #include "smartinf/base/status.h"
+#include "smartinf/config/recipe.h"
 
 namespace smartinf::apps {
 
@@ -19,10 +21,18 @@ inline constexpr int kExitInterrupted = 130;
 /// What the chosen subcommand does once the command line is parsed; returns an exit code.
 using Run = std::function<int()>;
 
-// Each adds its subcommand to `app` and sets `run` when it is the one chosen.
-void add_bench_command(CLI::App& app, Run& run);
+/// The dotted flags, taken out of the command line before it is parsed.
+using Overrides = std::vector<config::Override>;
+
+// Each adds its subcommand to `app`; its callback sets `run`.
+void add_bench(CLI::App& app, Run& run);
+void add_train(CLI::App& app, const Overrides& overrides, Run& run);
 
 // Subcommands of bench.
-void add_bench_kernels_command(CLI::App& bench, Run& run);
+void add_bench_kernels(CLI::App& bench, Run& run);
+
+/// Prints a failure to standard error and returns the exit code for it: kExitInterrupted when the
+/// user cancelled, else `code`.
+int report(const base::Status& status, int code = kExitFailed);
 
 }  // namespace smartinf::apps

@@ -1,22 +1,155 @@
 // The smartinf command: parses the command line, installs the log sink, runs one subcommand.
 #include <cstdio>
+#include <memory>
+
+#include <spdlog/sinks/stdout_color_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include "smartinf/base/log.h"
+#include "smartinf/config/keys.h"
+#include "smartinf/config/nearest.h"
+#include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/recipe_flags.h"
 
-int main(int argc, char** argv) {
-  CLI::App app("Trains language models whose optimizer state lives on storage and is updated there.",
-               "smartinf");
+namespace smartinf::apps {
+namespace {
+
+// Libraries leave remarks in the sink; a user sees warnings, and the rest with --verbose.
+void install_log_sink(bool verbose) {
+  auto logger = std::make_shared<spdlog::logger>(
+      "smartinf", std::make_shared<spdlog::sinks::stderr_color_sink_mt>());
+  logger->set_pattern("%^%l%$: %v");
+  logger->set_level(verbose ? spdlog::level::debug : spdlog::level::warn);
+  base::set_log_sink([logger](base::LogLevel level, std::string_view message) {
+    switch (level) {
+      case base::LogLevel::kDebug:
+        logger->debug("{}", message);
+        break;
+      case base::LogLevel::kInfo:
+        logger->info("{}", message);
+        break;
+      case base::LogLevel::kWarning:
+        logger->warn("{}", message);
+        break;
+    }
+  });
+}
+
+int usage(const std::string& problem, const std::string& advice) {
+  std::fprintf(stderr, "smartinf: %s%s\n", problem.c_str(), advice.c_str());
+  return kExitUsage;
+}
+
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& names,
+                         const std::string& otherwise) {
+  const std::vector<std::string_view> views(names.begin(), names.end());
+  const std::string_view nearest = config::nearest_name(word, views);
+  return nearest.empty() ? otherwise : "; did you mean " + std::string(nearest) + "?";
+}
+
+std::vector<std::string> subcommand_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
+  return names;
+}
+
+// The flags of a command and of the whole program, and the recipe's keys where they are flags.
+std::vector<std::string> flag_names(const CLI::App& app, const CLI::App* command) {
+  std::vector<std::string> names;
+  for (const CLI::App* owner : {&app, command}) {
+    if (owner == nullptr) continue;
+    for (const CLI::Option* option : owner->get_options({})) {
+      for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+    }
+  }
+  if (command != nullptr && takes_recipe(*command)) {
+    for (const config::Key& key : config::keys()) names.push_back("--" + std::string(key.name));
+  }
+  return names;
+}
+
+// The chosen subcommand, or null.
+const CLI::App* chosen(const CLI::App& app) {
+  const std::vector<CLI::App*> parsed = app.get_subcommands();
+  return parsed.empty() ? nullptr : parsed.front();
+}
+
+int explain(const CLI::App& app, const CLI::ParseError& error) {
+  if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(error);
+  const CLI::App* command = chosen(app);
+  const std::string help =
+      "; see smartinf " + (command ? command->get_name() + " --help" : std::string("--help"));
+  const std::vector<std::string> extras = app.remaining(true);
+  if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError) && !extras.empty()) {
+    const std::string& word = extras.front();
+    if (!word.starts_with("-")) return usage("one word too many: '" + word + "'", help);
+    const std::string name = word.substr(0, word.find('='));
+    return usage("unknown flag " + name, did_you_mean(name, flag_names(app, command), help));
+  }
+  return usage(error.what(), help);
+}
+
+int run_command_line(int argc, char** argv) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  base::Result<Overrides> overrides = config::take_overrides(words);
+  if (!overrides.ok()) return report(overrides.status(), kExitUsage);
+
+  CLI::App app(
+      "Trains language models whose optimizer state lives on storage and is updated there.",
+      "smartinf");
   app.set_version_flag("--version", SMARTINF_VERSION);
-  smartinf::apps::Run run;
-  smartinf::apps::add_bench_command(app, run);
+  app.fallthrough();
+  app.require_subcommand(0, 1);
+  app.footer(
+      "Examples:\n"
+      "  smartinf doctor                        what this machine can do\n"
+      "  smartinf train recipes/quickstart.toml\n"
+      "  smartinf COMMAND --help\n\n"
+      "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.");
+  bool verbose = false;
+  app.add_flag("-v,--verbose", verbose, "Show the libraries' remarks, too");
+
+  Run run;
+  add_train(app, *overrides, run);
+  add_bench(app, run);
+
+  if (!words.empty() && !words.front().starts_with("-")) {
+    const std::vector<std::string> names = subcommand_names(app);
+    if (std::find(names.begin(), names.end(), words.front()) == names.end()) {
+      return usage("unknown command '" + words.front() + "'",
+                   did_you_mean(words.front(), names, "; see smartinf --help"));
+    }
+  }
   try {
-    app.parse(argc, argv);
+    // CLI11 takes the words from the back.
+    app.parse(std::vector<std::string>(words.rbegin(), words.rend()));
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? smartinf::apps::kExitDone : smartinf::apps::kExitUsage;
+    return explain(app, error);
   }
   if (!run) {
-    std::fputs(app.help().c_str(), stdout);
-    return smartinf::apps::kExitUsage;
+    std::fputs(app.help().c_str(), stderr);
+    return kExitUsage;
   }
+  if (!overrides->empty() && !takes_recipe(*chosen(app))) {
+    return usage("--" + overrides->front().key + " is a key of a recipe, and `smartinf " +
+                     chosen(app)->get_name() + "` takes none",
+                 "; see smartinf " + chosen(app)->get_name() + " --help");
+  }
+  install_log_sink(verbose);
+  const base::Status isa = kernels::forced_isa_status();
+  if (!isa.ok()) return report(isa, kExitUsage);
   return run();
 }
+
+}  // namespace
+
+int report(const base::Status& status, int code) {
+  std::fprintf(stderr, "smartinf: %s\n", status.to_string().c_str());
+  return status.code() == base::ErrorCode::kCancelled ? kExitInterrupted : code;
+}
+
+}  // namespace smartinf::apps
+
+int main(int argc, char** argv) { return smartinf::apps::run_command_line(argc, argv); }

@@ -1,0 +1,25 @@
+// `smartinf train` of a build without torch: recipes can be read and explained, not run.
+#include <memory>
+
+#include "apps/smartinf/recipe_flags.h"
+
+namespace smartinf::apps {
+
+void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
+  CLI::App* command = app.add_subcommand("train",
+                                         "Train a model (this build has no torch: "
+                                         "only --print-config and --help-recipe)");
+  auto flags = std::make_shared<RecipeFlags>();
+  add_recipe_flags(*command, *flags);
+  command->callback([flags, &overrides, &run] {
+    run = [flags, &overrides] {
+      config::LoadedRecipe loaded;
+      if (const std::optional<int> code = read_recipe(*flags, overrides, loaded)) return *code;
+      return report(base::Status(base::ErrorCode::kUnsupported,
+                                 "this smartinf was built without torch and cannot train",
+                                 "Run scripts/setup.sh, which installs torch and builds again."));
+    };
+  });
+}
+
+}  // namespace smartinf::apps

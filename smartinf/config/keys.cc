@@ -1,0 +1,339 @@
+#include "smartinf/config/keys.h"
+
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <type_traits>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
+
+namespace smartinf::config {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+
+// In the order of the enumerators.
+constexpr std::array<std::string_view, 3> kWhere{"device", "host", "memory"};
+constexpr std::array<std::string_view, 2> kPrecision{"bf16", "f32"};
+constexpr std::array<std::string_view, 5> kRule{"adamw", "adam", "sgd", "adagrad", "lion"};
+constexpr std::array<std::string_view, 3> kFormat{"f32", "bf16", "q8"};
+constexpr std::array<std::string_view, 3> kGradient{"f32", "bf16", "f16"};
+constexpr std::array<std::string_view, 3> kSchedule{"naive", "overlapped", "early"};
+constexpr std::array<std::string_view, 2> kDurability{"step", "none"};
+constexpr std::array<std::string_view, 3> kRing{"auto", "uring", "threads"};
+
+template <typename E>
+Choice choice(E& value, std::span<const std::string_view> names) {
+  static_assert(std::is_same_v<std::underlying_type_t<E>, uint8_t>);
+  return {reinterpret_cast<uint8_t*>(&value), names};
+}
+
+// One key a line; the member and the key have the same name, but for sizes, whose unit is in the
+// value ("512MiB").
+#define SI_KEY(key, target, help)                                \
+  Key {                                                          \
+    key, help, [](Recipe& r, size_t) -> Field { return target; } \
+  }
+#define SI_DEVICE_KEY(key, target, help)                           \
+  Key {                                                            \
+    key, help, [](Recipe& r, size_t i) -> Field { return target; } \
+  }
+
+constexpr std::array kSections{
+    Section{"model", "A decoder-only transformer in the Llama form."},
+    Section{"data", "What it learns from."},
+    Section{"train", "The training loop."},
+    Section{"optimizer", "The update rule, and where it runs."},
+    Section{"engine", "How the state is moved and kept."},
+    Section{"device",
+            "Where the state lives: one [[device]] table for each drive. "
+            "Without any, one device inside the run's folder."},
+};
+
+constexpr auto kKeys = std::to_array<Key>({
+    SI_KEY("model.layers", &r.options.model.layers, "transformer layers"),
+    SI_KEY("model.width", &r.options.model.width, "of the residual stream"),
+    SI_KEY("model.heads", &r.options.model.heads, "query heads; must divide width"),
+    SI_KEY("model.kv_heads", &r.options.model.kv_heads, "key and value heads; 0: as many as heads"),
+    SI_KEY("model.mlp_width", &r.options.model.mlp_width,
+           "0: 8/3 of width, rounded up to a multiple of 64"),
+    SI_KEY("model.vocabulary", &r.options.model.vocabulary, "tokens; 0: what the data needs"),
+    SI_KEY("model.rope_base", &r.options.model.rope_base, "of the rotary positions' wavelengths"),
+    SI_KEY("model.norm_eps", &r.options.model.norm_eps, "added to the mean square in RMSNorm"),
+    SI_KEY("model.init_std", &r.options.model.init_std, "of the normal initial weights"),
+    SI_KEY("model.tied_head", &r.options.model.tied_head, "the output head is the embedding"),
+
+    SI_KEY("data.paths", &r.options.data.paths,
+           "text files, folders of them, token files (.bin), or \"python-stdlib\""),
+    SI_KEY("data.validation_paths", &r.options.data.validation_paths,
+           "empty: a share of paths is held out"),
+    SI_KEY("data.validation_share", &r.options.data.validation_share,
+           "share held out when validation_paths is empty"),
+    SI_KEY("data.suffixes", &r.options.data.suffixes,
+           "of the files taken from folders, e.g. [\".py\"]; empty: all text"),
+    SI_KEY("data.tokenizer", &r.options.data.tokenizer,
+           "tokenizer.json that the token files were made with, for export; empty: bytes"),
+    SI_KEY("data.sequence", &r.options.data.sequence, "tokens the model sees at once"),
+    SI_KEY("data.seed", &r.options.data.seed, "of the order in which windows are seen"),
+
+    SI_KEY("train.run", &r.options.train.run,
+           "folder of the run: recipe, log and state; empty: runs/ and the recipe's name"),
+    SI_KEY("train.precision", choice(r.options.train.precision, kPrecision),
+           "of weights and compute; the state has its own (optimizer.format)"),
+    SI_KEY("train.steps", &r.options.train.steps, "optimizer steps"),
+    SI_KEY("train.micro_batch", &r.options.train.micro_batch, "sequences in one forward"),
+    SI_KEY("train.accumulation", &r.options.train.accumulation, "micro batches in one step"),
+    SI_KEY("train.checkpoint_activations", &r.options.train.checkpoint_activations,
+           "keep only each layer's input and compute the rest twice: less memory, more time"),
+    SI_KEY("train.lr", &r.options.train.lr, "highest learning rate, after the warm-up"),
+    SI_KEY("train.lr_floor", &r.options.train.lr_floor, "share of lr that the cosine ends at"),
+    SI_KEY("train.warmup_steps", &r.options.train.warmup_steps, "steps of linear warm-up"),
+    SI_KEY("train.weight_decay", &r.options.train.weight_decay, "on matrices only"),
+    SI_KEY("train.clip_norm", &r.options.train.clip_norm,
+           "largest global L2 norm of the gradient; 0: no clipping"),
+    SI_KEY("train.skips_max", &r.options.train.skips_max,
+           "steps in a row that may be skipped for gradients that are not finite"),
+    SI_KEY("train.seed", &r.options.train.seed, "of the initial weights and the sample"),
+    SI_KEY("train.threads", &r.options.train.threads,
+           "of the model's arithmetic; 0: all cores. Losses repeat for equal numbers only"),
+    SI_KEY("train.accelerator", &r.options.train.accelerator, "\"auto\", \"cpu\" or \"cuda\""),
+    SI_KEY("train.validate_every", &r.options.train.validate_every,
+           "steps between validations; 0: only at the end"),
+    SI_KEY("train.validation_batches", &r.options.train.validation_batches,
+           "micro batches in one validation"),
+    SI_KEY("train.save_every", &r.options.train.save_every,
+           "optimizer.where = \"memory\" only: steps between writes of its state"),
+    SI_KEY("train.sample_tokens", &r.options.train.sample_tokens,
+           "tokens generated at the end; 0: none"),
+    SI_KEY("train.sample_prompt", &r.options.train.sample_prompt, "what the sample begins with"),
+    SI_KEY("train.sample_temperature", &r.options.train.sample_temperature,
+           "0: always the likeliest token"),
+    SI_KEY("train.trace", &r.options.train.trace,
+           "file for a trace that Perfetto opens; empty: none"),
+
+    SI_KEY("optimizer.where", choice(r.options.train.where, kWhere),
+           "\"device\": the update runs where the state is; \"host\": state crosses the host link "
+           "both ways; \"memory\": torch's own AdamW in memory"),
+    SI_KEY("optimizer.rule", choice(r.updater.rule.rule, kRule), "the update rule"),
+    SI_KEY("optimizer.beta1", &r.updater.rule.beta1, "of adam, adamw, lion; momentum of sgd"),
+    SI_KEY("optimizer.beta2", &r.updater.rule.beta2, "of adam, adamw, lion"),
+    SI_KEY("optimizer.eps", &r.updater.rule.eps, "of adam, adamw, adagrad"),
+    SI_KEY("optimizer.dampening", &r.updater.rule.dampening, "of sgd"),
+    SI_KEY("optimizer.nesterov", &r.updater.rule.nesterov, "of sgd"),
+    SI_KEY("optimizer.maximize", &r.updater.rule.maximize, "climb instead of descend"),
+    SI_KEY("optimizer.lr_decay", &r.updater.rule.lr_decay, "of adagrad"),
+    SI_KEY("optimizer.initial_accumulator_value", &r.updater.rule.initial_accumulator_value,
+           "of adagrad"),
+    SI_KEY("optimizer.format", choice(r.updater.format, kFormat),
+           "how momentum and variance are kept; the master weights are always f32"),
+    SI_KEY("optimizer.gradient_type", choice(r.updater.gradient_type, kGradient),
+           "of gradients on the host link; when not set: that of train.precision"),
+    SI_KEY("optimizer.seed", &r.updater.seed, "of stochastic rounding (formats bf16 and q8)"),
+
+    SI_KEY("engine.schedule", choice(r.updater.schedule, kSchedule),
+           "order of reads, updates and writes on a device"),
+    SI_KEY("engine.memory_budget", ByteCount{&r.updater.memory_budget_bytes},
+           "of all devices' buffers together; gradients and weights come on top"),
+    SI_KEY("engine.gradient_budget", ByteCount{&r.updater.gradient_budget_bytes},
+           "memory for gradients; beyond it they are spilled to the devices"),
+    SI_KEY("engine.subgroup_elements", &r.updater.subgroup_elements,
+           "elements read, updated and written at once; 0: chosen from the budget"),
+    SI_KEY("engine.durability", choice(r.updater.durability, kDurability),
+           "\"step\": every step survives power loss; \"none\": half the space, nothing survives "
+           "a crash"),
+    SI_KEY("engine.checksums", &r.updater.checksums, "of every block, checked at every read"),
+    SI_KEY("engine.ring", choice(r.updater.ring, kRing),
+           "\"auto\": io_uring where it works, else a pool of threads"),
+    SI_KEY("engine.io_size", ByteCount{&r.updater.io_bytes},
+           "of one transfer; 0: measured at first use and remembered on the device"),
+    SI_KEY("engine.io_depth", &r.updater.io_depth,
+           "transfers in flight in each direction; 0: measured likewise"),
+
+    SI_DEVICE_KEY("device.path", &r.updater.devices[i].path, "directory or block device"),
+    SI_DEVICE_KEY("device.name", &r.updater.devices[i].name, "in messages; empty: the path"),
+    SI_DEVICE_KEY("device.threads", &r.updater.devices[i].threads,
+                  "that update; 0: the cores shared out among the devices"),
+    SI_DEVICE_KEY("device.bandwidth", &r.updater.devices[i].bandwidth,
+                  "relative to the other devices, for placement; 0: measured at first use"),
+    SI_DEVICE_KEY("device.capacity", ByteCount{&r.updater.devices[i].capacity_bytes},
+                  "most bytes to use; 0: what is free"),
+});
+
+#undef SI_KEY
+#undef SI_DEVICE_KEY
+
+template <typename... Visitors>
+struct Overloaded : Visitors... {
+  using Visitors::operator()...;
+};
+
+std::string quote(std::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    switch (c) {
+      case '"':
+        out += "\\\"";
+        break;
+      case '\\':
+        out += "\\\\";
+        break;
+      case '\n':
+        out += "\\n";
+        break;
+      case '\t':
+        out += "\\t";
+        break;
+      case '\r':
+        out += "\\r";
+        break;
+      default:
+        if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
+          out += fmt::format("\\u{:04X}", static_cast<unsigned char>(c));
+        } else {
+          out += c;
+        }
+    }
+  }
+  return out + '"';
+}
+
+// "64 MiB" where that is exact, else the plain number.
+std::string format_exact_bytes(uint64_t bytes) {
+  if (bytes == ~uint64_t{0}) return "\"unlimited\"";
+  for (const auto& [unit, name] :
+       {std::pair{base::kGiB, "GiB"}, std::pair{base::kMiB, "MiB"}, std::pair{base::kKiB, "KiB"}}) {
+    if (bytes != 0 && bytes % unit == 0) return fmt::format("\"{}{}\"", bytes / unit, name);
+  }
+  return fmt::format("{}", bytes);
+}
+
+std::string format_real(double value) {
+  std::string text = fmt::format("{}", value);
+  // TOML wants a point or an exponent in a real number.
+  if (text.find_first_of(".en") == std::string::npos) text += ".0";
+  return text;
+}
+
+Status refuse(const Field& field, std::string_view text) {
+  return Status(ErrorCode::kInvalidArgument,
+                fmt::format("expected {}, found '{}'", expected(field), text));
+}
+
+template <typename T>
+Status set_whole(const Field& field, T* out, std::string_view text) {
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return refuse(field, text);
+  // What a recipe file can hold; so every value can be printed and read again.
+  if (uint64_t{value} > static_cast<uint64_t>(INT64_MAX)) return refuse(field, text);
+  *out = value;
+  return Status();
+}
+
+}  // namespace
+
+std::span<const Section> sections() { return kSections; }
+std::span<const Key> keys() { return kKeys; }
+
+std::string numbered_key(std::string_view key, size_t device) {
+  if (section_of(key) != kDeviceSection) return std::string(key);
+  return fmt::format("device.{}.{}", device, name_of(key));
+}
+
+std::string expected(const Field& field) {
+  return std::visit(
+      Overloaded{[](bool*) -> std::string { return "true or false"; },
+                 [](uint32_t*) { return fmt::format("a whole number from 0 to {}", UINT32_MAX); },
+                 [](uint64_t*) -> std::string { return "a whole number from 0"; },
+                 [](double*) -> std::string { return "a number"; },
+                 [](std::string*) -> std::string { return "a text"; },
+                 [](std::vector<std::string>*) -> std::string { return "a list of texts"; },
+                 [](ByteCount bytes) -> std::string {
+                   return *bytes.value == ~uint64_t{0} ? "a size like \"512MiB\", or \"unlimited\""
+                                                       : "a size like \"512MiB\"";
+                 },
+                 [](const Choice& choice) {
+                   return fmt::format("one of \"{}\"", fmt::join(choice.names, "\", \""));
+                 }},
+      field);
+}
+
+std::string format_value(const Field& field) {
+  return std::visit(
+      Overloaded{[](const bool* value) -> std::string { return *value ? "true" : "false"; },
+                 [](const uint32_t* value) { return fmt::format("{}", *value); },
+                 [](const uint64_t* value) { return fmt::format("{}", *value); },
+                 [](const double* value) { return format_real(*value); },
+                 [](const std::string* value) { return quote(*value); },
+                 [](const std::vector<std::string>* value) {
+                   std::string out = "[";
+                   for (const std::string& text : *value) {
+                     if (out.size() > 1) out += ", ";
+                     out += quote(text);
+                   }
+                   return out + "]";
+                 },
+                 [](ByteCount bytes) { return format_exact_bytes(*bytes.value); },
+                 [](const Choice& choice) { return quote(choice.names[*choice.value]); }},
+      field);
+}
+
+Status set_from_text(const Field& field, std::string_view text) {
+  return std::visit(
+      Overloaded{[&](bool* out) {
+                   if (text != "true" && text != "false") return refuse(field, text);
+                   *out = text == "true";
+                   return Status();
+                 },
+                 [&](uint32_t* out) { return set_whole(field, out, text); },
+                 [&](uint64_t* out) { return set_whole(field, out, text); },
+                 [&](double* out) {
+                   double value = 0;
+                   const char* last = text.data() + text.size();
+                   const auto [end, error] = std::from_chars(text.data(), last, value);
+                   if (error != std::errc() || end != last || !std::isfinite(value)) {
+                     return refuse(field, text);
+                   }
+                   *out = value;
+                   return Status();
+                 },
+                 [&](std::string* out) {
+                   *out = std::string(text);
+                   return Status();
+                 },
+                 [&](std::vector<std::string>* out) {
+                   out->clear();
+                   while (!text.empty()) {
+                     const size_t comma = text.find(',');
+                     out->emplace_back(text.substr(0, comma));
+                     text = comma == std::string_view::npos ? "" : text.substr(comma + 1);
+                   }
+                   return Status();
+                 },
+                 [&](ByteCount out) {
+                   if (text == "unlimited") {
+                     *out.value = ~uint64_t{0};
+                     return Status();
+                   }
+                   const base::Result<uint64_t> bytes = base::parse_bytes(text);
+                   if (!bytes.ok() || *bytes > static_cast<uint64_t>(INT64_MAX)) {
+                     return refuse(field, text);
+                   }
+                   *out.value = *bytes;
+                   return Status();
+                 },
+                 [&](const Choice& choice) {
+                   for (size_t i = 0; i < choice.names.size(); ++i) {
+                     if (choice.names[i] != text) continue;
+                     *choice.value = static_cast<uint8_t>(i);
+                     return Status();
+                   }
+                   return refuse(field, text);
+                 }},
+      field);
+}
+
+}  // namespace smartinf::config

@@ -1,0 +1,123 @@
+// The recipe and its keys as text: --print-config, --help-recipe, docs/recipe.md.
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "smartinf/config/keys.h"
+#include "smartinf/config/recipe.h"
+
+namespace smartinf::config {
+namespace {
+
+std::string origin_text(const LoadedRecipe& loaded, std::string_view key) {
+  const auto found = loaded.origins.find(key);
+  if (found == loaded.origins.end()) return "default";
+  if (found->second.kind == Origin::Kind::kFlag) return "flag";
+  std::string path = loaded.path;
+  for (char& c : path) {  // a file name may hold anything; a comment must not
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  }
+  return fmt::format("{}:{}", path, found->second.line);
+}
+
+std::string_view type_name(const Field& field) {
+  struct Name {
+    std::string_view operator()(const bool*) const { return "true or false"; }
+    std::string_view operator()(const uint32_t*) const { return "whole number"; }
+    std::string_view operator()(const uint64_t*) const { return "whole number"; }
+    std::string_view operator()(const double*) const { return "number"; }
+    std::string_view operator()(const std::string*) const { return "text"; }
+    std::string_view operator()(const std::vector<std::string>*) const { return "list of texts"; }
+    std::string_view operator()(const ByteCount&) const { return "size"; }
+    std::string_view operator()(const Choice&) const { return "choice"; }
+  };
+  return std::visit(Name{}, field);
+}
+
+std::string choices(const Field& field) {
+  const Choice* choice = std::get_if<Choice>(&field);
+  if (choice == nullptr) return {};
+  return fmt::format(" (\"{}\")", fmt::join(choice->names, "\", \""));
+}
+
+std::vector<Key> keys_of(std::string_view section) {
+  std::vector<Key> out;
+  std::ranges::copy_if(keys(), std::back_inserter(out),
+                       [&](const Key& key) { return section_of(key.name) == section; });
+  return out;
+}
+
+// The defaults, with one device to show those of its keys.
+Recipe default_recipe() {
+  Recipe recipe;
+  recipe.updater.devices.resize(1);
+  return recipe;
+}
+
+// [model], or [[device]].
+std::string heading(std::string_view section) {
+  return section == kDeviceSection ? fmt::format("[[{}]]", section) : fmt::format("[{}]", section);
+}
+
+}  // namespace
+
+std::string print_recipe(const LoadedRecipe& loaded) {
+  // Fields are pointers to mutable values, which a const recipe has none of.
+  Recipe recipe = loaded.recipe;
+  std::string out;
+  for (const Section& section : sections()) {
+    const bool is_device = section.name == kDeviceSection;
+    const size_t tables = is_device ? recipe.updater.devices.size() : 1;
+    for (size_t i = 0; i < tables; ++i) {
+      out += fmt::format("{}{}\n", out.empty() ? "" : "\n", heading(section.name));
+      for (const Key& key : keys_of(section.name)) {
+        const std::string line =
+            fmt::format("{} = {}", name_of(key.name), format_value(key.field(recipe, i)));
+        out += fmt::format("{:<48}  # {}\n", line, origin_text(loaded, numbered_key(key.name, i)));
+      }
+    }
+  }
+  return out;
+}
+
+std::string recipe_reference() {
+  Recipe recipe = default_recipe();
+  std::string out =
+      "# Recipes\n\n"
+      "A recipe is a TOML file with the sections below; every key has a default. Each key is also "
+      "a\n"
+      "flag: `smartinf train RECIPE --train.steps 100 --device.0.path /mnt/a`, or\n"
+      "`--set train.steps=100`. A flag wins over the file, the file over the default, and\n"
+      "`smartinf train RECIPE --print-config` shows every value and where it came from. Lists are\n"
+      "given to flags with commas between; sizes as `512MiB`, `4GiB` or a number of bytes.\n\n"
+      "This page is made by `smartinf train --help-recipe=markdown`.\n";
+  for (const Section& section : sections()) {
+    out += fmt::format("\n## {}\n\n{}\n\n", heading(section.name), section.help);
+    out += "| key | type | default | meaning |\n|---|---|---|---|\n";
+    for (const Key& key : keys_of(section.name)) {
+      const Field field = key.field(recipe, 0);
+      out += fmt::format("| `{}` | {} | `{}` | {}{} |\n", name_of(key.name), type_name(field),
+                         format_value(field), key.help, choices(field));
+    }
+  }
+  return out;
+}
+
+std::string recipe_help() {
+  Recipe recipe = default_recipe();
+  std::string out =
+      "Keys of a recipe, with their defaults. Each is a flag, too: --train.steps 100,\n"
+      "--device.0.path DIR, or --set train.steps=100.\n";
+  for (const Section& section : sections()) {
+    out += fmt::format("\n{}  {}\n", heading(section.name), section.help);
+    for (const Key& key : keys_of(section.name)) {
+      const Field field = key.field(recipe, 0);
+      out += fmt::format("  {:<44} {}{}\n",
+                         fmt::format("{} = {}", name_of(key.name), format_value(field)), key.help,
+                         choices(field));
+    }
+  }
+  return out;
+}
+
+}  // namespace smartinf::config

@@ -1,0 +1,406 @@
+#include "smartinf/config/recipe.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <type_traits>
+
+#include <fmt/format.h>
+
+#include "smartinf/config/check.h"
+#include "smartinf/config/keys.h"
+#include "smartinf/config/nearest.h"
+
+// Header-only and without exceptions, in this file alone.
+#define TOML_HEADER_ONLY 1
+#define TOML_EXCEPTIONS 0
+#include <toml++/toml.h>
+
+namespace smartinf::config {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+
+constexpr uint64_t kFileBytesMax = uint64_t{1} << 20;
+constexpr size_t kDevicesMax = 1024;
+constexpr size_t kProblemsMax = 10;
+
+const Key* find_key(std::string_view name) {
+  const std::span<const Key> all = keys();
+  const auto found = std::ranges::find(all, name, &Key::name);
+  return found == all.end() ? nullptr : &*found;
+}
+
+std::string suggestion(std::string_view name) {
+  std::vector<std::string_view> names;
+  for (const Key& key : keys()) names.push_back(key.name);
+  const std::string_view nearest = nearest_name(name, names);
+  if (nearest.empty()) return "; `smartinf train --help-recipe` lists all keys";
+  return fmt::format("; did you mean {}?", nearest);
+}
+
+std::string section_suggestion(std::string_view name) {
+  std::vector<std::string_view> names;
+  for (const Section& section : sections()) names.push_back(section.name);
+  const std::string_view nearest = nearest_name(name, names);
+  if (nearest.empty()) return fmt::format("; sections are {}", fmt::join(names, ", "));
+  return nearest == kDeviceSection ? "; did you mean [[device]]?"
+                                   : fmt::format("; did you mean [{}]?", nearest);
+}
+
+// What a message shows of a user's text: one line of bounded length.
+std::string excerpt(std::string_view text) {
+  std::string out;
+  for (const char c : text.substr(0, 60)) {
+    out += static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? ' ' : c;
+  }
+  return text.size() > 60 ? out + "..." : out;
+}
+
+std::string found(const toml::node& node) {
+  switch (node.type()) {
+    case toml::node_type::string:
+      return fmt::format("the text \"{}\"", excerpt(**node.as_string()));
+    case toml::node_type::integer:
+      return fmt::format("the whole number {}", **node.as_integer());
+    case toml::node_type::floating_point:
+      return fmt::format("the number {}", **node.as_floating_point());
+    case toml::node_type::boolean:
+      return **node.as_boolean() ? "true" : "false";
+    case toml::node_type::array:
+      return "a list";
+    case toml::node_type::table:
+      return "a table";
+    default:
+      return "a date or time";
+  }
+}
+
+// True when the node's value fits the field and was put there.
+bool set_from_node(const Field& field, const toml::node& node) {
+  return std::visit(
+      [&](auto out) {
+        using T = decltype(out);
+        if constexpr (std::is_same_v<T, bool*>) {
+          if (const auto* value = node.as_boolean()) return *out = **value, true;
+        } else if constexpr (std::is_same_v<T, uint32_t*> || std::is_same_v<T, uint64_t*>) {
+          using Whole = std::remove_pointer_t<T>;
+          if (const auto* value = node.as_integer(); value && std::in_range<Whole>(**value)) {
+            return *out = static_cast<Whole>(**value), true;
+          }
+        } else if constexpr (std::is_same_v<T, double*>) {
+          if (const auto* value = node.as_floating_point(); value && std::isfinite(**value)) {
+            return *out = **value, true;
+          }
+          if (const auto* value = node.as_integer()) {
+            return *out = static_cast<double>(**value), true;
+          }
+        } else if constexpr (std::is_same_v<T, std::string*>) {
+          if (const auto* value = node.as_string()) return *out = **value, true;
+        } else if constexpr (std::is_same_v<T, std::vector<std::string>*>) {
+          const auto* list = node.as_array();
+          if (list == nullptr) return false;
+          std::vector<std::string> texts;
+          for (const toml::node& entry : *list) {
+            if (entry.as_string() == nullptr) return false;
+            texts.push_back(**entry.as_string());
+          }
+          return *out = std::move(texts), true;
+        } else if constexpr (std::is_same_v<T, ByteCount>) {
+          if (const auto* value = node.as_integer(); value && **value >= 0) {
+            return *out.value = static_cast<uint64_t>(**value), true;
+          }
+          if (const auto* value = node.as_string()) return set_from_text(field, **value).ok();
+        } else {
+          if (const auto* value = node.as_string()) return set_from_text(field, **value).ok();
+        }
+        return false;
+      },
+      field);
+}
+
+// Puts one recipe together and collects everything that is wrong with it.
+class Reader {
+ public:
+  explicit Reader(const std::string& path) { loaded_.path = path; }
+
+  void read_file(std::string_view text) {
+    const toml::parse_result parsed = toml::parse(text, loaded_.path);
+    if (!parsed) {
+      problem(parsed.error().source(), excerpt(parsed.error().description()));
+      return;
+    }
+    for (const auto& [key, node] : parsed.table()) {
+      const std::string_view name = key.str();
+      const bool known = std::ranges::find(sections(), name, &Section::name) != sections().end();
+      if (!known && node.is_table()) {
+        problem(key.source(),
+                fmt::format("unknown section [{}]{}", excerpt(name), section_suggestion(name)));
+      } else if (!known) {
+        problem(key.source(), fmt::format("unknown key '{}'{}", excerpt(name), suggestion(name)));
+      } else if (name == kDeviceSection) {
+        read_devices(node);
+      } else if (const toml::table* table = node.as_table()) {
+        read_table(name, *table, 0);
+      } else {
+        problem(node.source(),
+                fmt::format("{} is a section: write [{}] on a line of its own", name, name));
+      }
+    }
+  }
+
+  void apply(std::span<const Override> overrides) {
+    add_devices_of(overrides);
+    for (const Override& override : overrides) apply(override);
+  }
+
+  /// Fills in what follows from other values and checks all of them.
+  base::Result<LoadedRecipe> finish() {
+    Recipe& recipe = loaded_.recipe;
+    if (recipe.options.train.run.empty()) {
+      const std::string stem = std::filesystem::path(loaded_.path).stem().string();
+      recipe.options.train.run = "runs/" + (stem.empty() ? "unnamed" : stem);
+    }
+    if (recipe.updater.devices.empty()) {
+      recipe.updater.devices.emplace_back().path = recipe.options.train.run + "/state";
+    }
+    if (!loaded_.origins.contains("optimizer.gradient_type")) {
+      recipe.updater.gradient_type = train::precision_data_type(recipe.options.train.precision);
+    }
+    recipe.updater.where = recipe.options.train.where == train::OptimizerWhere::kHost
+                               ? engine::UpdateWhere::kHost
+                               : engine::UpdateWhere::kDevice;
+    if (problems_.empty()) {
+      const Status checked = check_recipe(recipe);
+      if (!checked.ok()) problems_.push_back(with_origin(checked));
+    }
+    if (problems_.empty()) return std::move(loaded_);
+    if (left_out_ > 0) problems_.push_back(fmt::format("and {} more", left_out_));
+    return Status(ErrorCode::kInvalidArgument, fmt::format("{}", fmt::join(problems_, "\n")));
+  }
+
+ private:
+  void add_problem(std::string text) {
+    if (problems_.size() < kProblemsMax) {
+      problems_.push_back(std::move(text));
+    } else {
+      ++left_out_;
+    }
+  }
+  void problem(const toml::source_region& where, std::string_view text) {
+    add_problem(
+        fmt::format("{}:{}:{}: {}", loaded_.path, where.begin.line, where.begin.column, text));
+  }
+
+  void read_devices(const toml::node& node) {
+    const toml::array* list = node.as_array();
+    if (list == nullptr || !std::ranges::all_of(*list, &toml::node::is_table)) {
+      problem(node.source(),
+              "devices are a list of tables: write [[device]], in double brackets, "
+              "above each device's keys");
+      return;
+    }
+    if (list->size() > kDevicesMax) {
+      problem(node.source(), fmt::format("{} devices; at most {}", list->size(), kDevicesMax));
+      return;
+    }
+    loaded_.recipe.updater.devices.resize(list->size());
+    for (size_t i = 0; i < list->size(); ++i) {
+      const toml::table& table = *(*list)[i].as_table();
+      if (!table.contains("path")) {
+        problem(table.source(),
+                fmt::format("device {} has no path; add path = \"/a/directory\"", i));
+      }
+      read_table(kDeviceSection, table, i);
+    }
+  }
+
+  void read_table(std::string_view section, const toml::table& table, size_t device) {
+    for (const auto& [name, node] : table) {
+      const std::string full = fmt::format("{}.{}", section, name.str());
+      const Key* key = find_key(full);
+      if (key == nullptr) {
+        problem(name.source(), fmt::format("unknown key '{}'{}", excerpt(full), suggestion(full)));
+        continue;
+      }
+      const Field field = key->field(loaded_.recipe, device);
+      if (!set_from_node(field, node)) {
+        problem(node.source(),
+                fmt::format("{}: expected {}, found {}", full, expected(field), found(node)));
+        continue;
+      }
+      loaded_.origins[numbered_key(full, device)] = {Origin::Kind::kFile, node.source().begin.line};
+    }
+  }
+
+  // device.3.path -> 3, device.path. Nothing for other keys.
+  static std::optional<std::pair<size_t, std::string>> split_device_key(std::string_view key) {
+    if (section_of(key) != kDeviceSection) return std::nullopt;
+    const std::string_view rest = name_of(key);
+    size_t number = 0;
+    const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), number);
+    const auto digits = static_cast<size_t>(end - rest.data());
+    if (error != std::errc() || digits >= rest.size() || rest[digits] != '.') return std::nullopt;
+    return std::pair(number, fmt::format("device.{}", rest.substr(digits + 1)));
+  }
+
+  // Flags may add devices to those of the file, as long as their numbers have no gap.
+  void add_devices_of(std::span<const Override> overrides) {
+    std::set<size_t> numbers;
+    for (const Override& override : overrides) {
+      if (const auto split = split_device_key(override.key)) numbers.insert(split->first);
+    }
+    std::vector<engine::DeviceOptions>& devices = loaded_.recipe.updater.devices;
+    for (const size_t number : numbers) {
+      if (number == devices.size() && number < kDevicesMax) devices.emplace_back();
+    }
+  }
+
+  void apply(const Override& override) {
+    std::string name = override.key;
+    size_t device = 0;
+    if (auto split = split_device_key(override.key)) {
+      device = split->first;
+      name = std::move(split->second);
+      const size_t count = loaded_.recipe.updater.devices.size();
+      if (device >= count) {
+        add_problem(fmt::format(
+            "--{}: there {} {} device{}; devices are numbered from 0 without gaps",
+            excerpt(override.key), count == 1 ? "is" : "are", count, count == 1 ? "" : "s"));
+        return;
+      }
+    } else if (section_of(override.key) == kDeviceSection) {
+      add_problem(
+          fmt::format("--{}: say which device, e.g. --device.0.path", excerpt(override.key)));
+      return;
+    }
+    const Key* key = find_key(name);
+    if (key == nullptr) {
+      add_problem(fmt::format("--{}: unknown key '{}'{}", excerpt(override.key), excerpt(name),
+                              suggestion(name)));
+      return;
+    }
+    const Status set = set_from_text(key->field(loaded_.recipe, device), override.value);
+    if (!set.ok()) {
+      add_problem(fmt::format("--{}: {}", override.key, excerpt_end(set.what())));
+      return;
+    }
+    loaded_.origins[override.key] = {Origin::Kind::kFlag, 0};
+  }
+
+  static std::string excerpt_end(std::string_view text) {
+    return text.size() > 240 ? std::string(text.substr(0, 240)) + "..." : std::string(text);
+  }
+
+  // A check's message begins with the key it is about; this puts in front where its value is from.
+  std::string with_origin(const Status& status) const {
+    const std::string text = status.to_string();
+    const auto origin = loaded_.origins.find(std::string_view(text).substr(0, text.find(' ')));
+    if (origin == loaded_.origins.end()) return text;
+    if (origin->second.kind == Origin::Kind::kFlag) return "--" + text;
+    return fmt::format("{}:{}: {}", loaded_.path, origin->second.line, text);
+  }
+
+  LoadedRecipe loaded_;
+  std::vector<std::string> problems_;
+  size_t left_out_ = 0;
+};
+
+bool is_boolean(std::string_view flag_key) {
+  // Of a device's key the number does not matter, and no device key is yes-or-no.
+  const Key* key = find_key(flag_key);
+  Recipe scratch;
+  return key != nullptr && section_of(key->name) != kDeviceSection &&
+         std::holds_alternative<bool*>(key->field(scratch, 0));
+}
+
+}  // namespace
+
+base::Result<LoadedRecipe> parse_recipe(std::string_view text, const std::string& path,
+                                        std::span<const Override> overrides) {
+  Reader reader(path);
+  reader.read_file(text);
+  reader.apply(overrides);
+  return reader.finish();
+}
+
+base::Result<LoadedRecipe> load_recipe(const std::string& path,
+                                       std::span<const Override> overrides) {
+  if (path.empty()) return parse_recipe({}, path, overrides);
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) {
+    return Status(ErrorCode::kInvalidArgument, "the recipe is a directory",
+                  "Name a .toml file, e.g. recipes/quickstart.toml.",
+                  base::ErrorPlace{path, {}, {}, 0});
+  }
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    return base::errno_status(errno, "cannot read the recipe", path, {}, {},
+                              "Recipes that come with the project are in recipes/.");
+  }
+  std::string text;
+  text.resize(kFileBytesMax + 1);
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<size_t>(file.gcount()));
+  if (text.size() > kFileBytesMax) {
+    return Status(ErrorCode::kInvalidArgument, "the recipe is larger than 1 MiB",
+                  "A recipe is a short TOML file; is this the right one?",
+                  base::ErrorPlace{path, {}, {}, 0});
+  }
+  return parse_recipe(text, path, overrides);
+}
+
+base::Result<std::vector<Override>> take_overrides(std::vector<std::string>& words) {
+  std::vector<Override> overrides;
+  std::vector<std::string> rest;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string& word = words[i];
+    if (word == "--") {
+      rest.insert(rest.end(), words.begin() + static_cast<std::ptrdiff_t>(i), words.end());
+      break;
+    }
+    const size_t equals = word.find('=');
+    const std::string name = word.substr(0, equals);
+    const bool is_set = name == "--set";
+    const bool is_dotted = name.starts_with("--") && name.find('.') != std::string::npos;
+    if (!is_set && !is_dotted) {
+      rest.push_back(word);
+      continue;
+    }
+    std::optional<std::string> value;
+    if (equals != std::string::npos) value = word.substr(equals + 1);
+    if (is_dotted) {
+      const std::string key = name.substr(2);
+      if (!value && is_boolean(key)) {
+        value = "true";
+        if (i + 1 < words.size() && (words[i + 1] == "true" || words[i + 1] == "false")) {
+          value = words[++i];
+        }
+      }
+      if (!value && i + 1 < words.size() && !words[i + 1].starts_with("--")) value = words[++i];
+      if (!value) {
+        return Status(ErrorCode::kInvalidArgument, fmt::format("{} needs a value", excerpt(name)),
+                      fmt::format("Write {} VALUE.", excerpt(name)));
+      }
+      overrides.push_back({key, *value});
+      continue;
+    }
+    if (!value && i + 1 < words.size()) value = words[++i];
+    const size_t middle = value ? value->find('=') : std::string::npos;
+    if (middle == std::string::npos || middle == 0) {
+      return Status(ErrorCode::kInvalidArgument, "--set needs KEY=VALUE",
+                    "For example: --set train.steps=100.");
+    }
+    overrides.push_back({value->substr(0, middle), value->substr(middle + 1)});
+  }
+  words = std::move(rest);
+  return overrides;
+}
+
+}  // namespace smartinf::config

@@ -1,0 +1,329 @@
+#include "smartinf/config/recipe.h"
+
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/config/keys.h"
+
+namespace smartinf::config {
+namespace {
+
+using base::ErrorCode;
+using testing::HasSubstr;
+using testing::Not;
+
+LoadedRecipe good(std::string_view text, std::vector<Override> overrides = {}) {
+  base::Result<LoadedRecipe> loaded = parse_recipe(text, "some/name.toml", overrides);
+  EXPECT_TRUE(loaded.ok()) << (loaded.ok() ? "" : loaded.status().to_string());
+  return loaded.ok() ? std::move(loaded).value() : LoadedRecipe{};
+}
+
+std::string bad(std::string_view text, std::vector<Override> overrides = {}) {
+  const base::Result<LoadedRecipe> loaded = parse_recipe(text, "some/name.toml", overrides);
+  EXPECT_FALSE(loaded.ok()) << "was accepted: " << text;
+  return loaded.ok() ? "" : loaded.status().to_string();
+}
+
+std::string read(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+TEST(Recipe, ReadsEveryTypeOfValue) {
+  const LoadedRecipe loaded = good(R"(
+[model]
+layers = 3
+tied_head = false
+[data]
+paths = ["a.txt", "b"]
+[train]
+lr = 0.5
+steps = 12
+run = "runs/x"
+precision = "f32"
+[optimizer]
+where = "host"
+format = "q8"
+[engine]
+memory_budget = "64MiB"
+[[device]]
+path = "/mnt/a"
+[[device]]
+path = "/mnt/b"
+bandwidth = 2
+)");
+  const Recipe& recipe = loaded.recipe;
+  EXPECT_EQ(recipe.options.model.layers, 3u);
+  EXPECT_FALSE(recipe.options.model.tied_head);
+  EXPECT_THAT(recipe.options.data.paths, testing::ElementsAre("a.txt", "b"));
+  EXPECT_EQ(recipe.options.train.lr, 0.5);
+  EXPECT_EQ(recipe.options.train.steps, 12u);
+  EXPECT_EQ(recipe.options.train.run, "runs/x");
+  EXPECT_EQ(recipe.options.train.precision, train::Precision::kF32);
+  EXPECT_EQ(recipe.options.train.where, train::OptimizerWhere::kHost);
+  EXPECT_EQ(recipe.updater.where, engine::UpdateWhere::kHost);
+  EXPECT_EQ(recipe.updater.format, base::StateFormat::kQ8);
+  EXPECT_EQ(recipe.updater.memory_budget_bytes, uint64_t{64} << 20);
+  ASSERT_EQ(recipe.updater.devices.size(), 2u);
+  EXPECT_EQ(recipe.updater.devices[1].path, "/mnt/b");
+  EXPECT_EQ(recipe.updater.devices[1].bandwidth, 2.0);
+}
+
+TEST(Recipe, FlagWinsOverFileAndFileOverDefault) {
+  const LoadedRecipe loaded =
+      good("[train]\nsteps = 5\nlr = 0.25\n", {{"train.steps", "7"}, {"model.width", "64"}});
+  EXPECT_EQ(loaded.recipe.options.train.steps, 7u);
+  EXPECT_EQ(loaded.recipe.options.train.lr, 0.25);
+  EXPECT_EQ(loaded.recipe.options.model.width, 64u);
+  EXPECT_EQ(loaded.origins.at("train.steps").kind, Origin::Kind::kFlag);
+  EXPECT_EQ(loaded.origins.at("train.lr").kind, Origin::Kind::kFile);
+  EXPECT_EQ(loaded.origins.at("train.lr").line, 3u);
+  EXPECT_FALSE(loaded.origins.contains("train.seed"));
+}
+
+TEST(Recipe, FillsInWhatFollows) {
+  const LoadedRecipe loaded = good("");
+  EXPECT_EQ(loaded.recipe.options.train.run, "runs/name");
+  ASSERT_EQ(loaded.recipe.updater.devices.size(), 1u);
+  EXPECT_EQ(loaded.recipe.updater.devices[0].path, "runs/name/state");
+  EXPECT_EQ(loaded.recipe.updater.gradient_type, base::DataType::kBf16);
+  EXPECT_EQ(good("train.precision = \"f32\"").recipe.updater.gradient_type, base::DataType::kF32);
+  EXPECT_EQ(good("train.precision = \"f32\"\noptimizer.gradient_type = \"bf16\"")
+                .recipe.updater.gradient_type,
+            base::DataType::kBf16);
+}
+
+TEST(Recipe, UnknownKeysNameLineAndNearestKey) {
+  const std::string text = bad("[train]\nlr = 1\nstpes = 5\n");
+  EXPECT_THAT(text, HasSubstr("some/name.toml:3:1"));
+  EXPECT_THAT(text, HasSubstr("train.stpes"));
+  EXPECT_THAT(text, HasSubstr("did you mean train.steps?"));
+  EXPECT_THAT(bad("[trian]\nsteps = 1\n"), HasSubstr("did you mean [train]?"));
+  EXPECT_THAT(bad("[[devices]]\npath = 'a'\n"), HasSubstr("devices"));
+  EXPECT_THAT(bad("steps = 1\n"), HasSubstr("did you mean train.steps?"));
+  EXPECT_THAT(bad("train = 1\n"), HasSubstr("write [train]"));
+  EXPECT_THAT(bad("[device]\npath = 'a'\n"), HasSubstr("[[device]]"));
+  EXPECT_THAT(bad("[[device]]\npath = 'a'\npaht = 'b'\n"), HasSubstr("device.path"));
+  EXPECT_THAT(bad("", {{"train.stpes", "5"}}), HasSubstr("did you mean train.steps?"));
+}
+
+TEST(Recipe, WrongTypesSayWhatWasExpectedAndFound) {
+  const std::string text = bad("[train]\nsteps = \"many\"\n");
+  EXPECT_THAT(text, HasSubstr("some/name.toml:2:9"));
+  EXPECT_THAT(text, HasSubstr("expected a whole number"));
+  EXPECT_THAT(text, HasSubstr("found the text \"many\""));
+  EXPECT_THAT(bad("[train]\nsteps = 1.5\n"), HasSubstr("found the number 1.5"));
+  EXPECT_THAT(bad("[train]\nsteps = -1\n"), HasSubstr("found the whole number -1"));
+  EXPECT_THAT(bad("[model]\nlayers = 5000000000\n"),
+              HasSubstr("expected a whole number from 0 to"));
+  EXPECT_THAT(bad("[train]\nlr = nan\n"), HasSubstr("expected a number"));
+  EXPECT_THAT(bad("[train]\nlr = inf\n"), HasSubstr("expected a number"));
+  EXPECT_THAT(bad("[model]\ntied_head = 1\n"), HasSubstr("expected true or false"));
+  EXPECT_THAT(bad("[data]\npaths = \"a\"\n"), HasSubstr("expected a list of texts"));
+  EXPECT_THAT(bad("[data]\npaths = [1]\n"), HasSubstr("expected a list of texts"));
+  EXPECT_THAT(bad("[engine]\nmemory_budget = \"lots\"\n"), HasSubstr("expected a size"));
+  EXPECT_THAT(bad("[optimizer]\nformat = \"fp8\"\n"),
+              HasSubstr("one of \"f32\", \"bf16\", \"q8\""));
+  EXPECT_THAT(bad("[train.steps]\na = 1\n"), HasSubstr("found a table"));
+  EXPECT_THAT(bad("[train]\nsteps = 1979-05-27\n"), HasSubstr("found a date or time"));
+  EXPECT_THAT(bad("", {{"train.steps", "1e3"}}),
+              HasSubstr("--train.steps: expected a whole number"));
+  EXPECT_THAT(bad("", {{"train.lr", "0.1x"}}), HasSubstr("--train.lr: expected a number"));
+}
+
+TEST(Recipe, SyntaxErrorsNameTheLine) {
+  EXPECT_THAT(bad("[train]\nsteps = \n"), HasSubstr("some/name.toml:2:"));
+  EXPECT_THAT(bad("[train]\nsteps = 1\nsteps = 2\n"), HasSubstr("some/name.toml:3:"));
+}
+
+TEST(Recipe, ReportsAllProblemsAtOnceUpToABound) {
+  const std::string text = bad("[train]\nstpes = 5\nlr = \"x\"\n", {{"model.with", "3"}});
+  EXPECT_THAT(text, HasSubstr("stpes"));
+  EXPECT_THAT(text, HasSubstr("train.lr: expected"));
+  EXPECT_THAT(text, HasSubstr("model.width"));
+  std::string many = "[train]\n";
+  for (int i = 0; i < 50; ++i) many += "x" + std::to_string(i) + " = 1\n";
+  EXPECT_THAT(bad(many), HasSubstr("and 40 more"));
+}
+
+TEST(Recipe, RangesAreCheckedAndNameTheirOrigin) {
+  EXPECT_THAT(bad("[train]\nsteps = 0\n"), HasSubstr("some/name.toml:2: train.steps is 0"));
+  EXPECT_THAT(bad("", {{"train.steps", "0"}}), HasSubstr("--train.steps is 0"));
+  EXPECT_THAT(bad("[optimizer]\nbeta1 = 1.0\n"), HasSubstr("optimizer.beta1 is 1"));
+  EXPECT_THAT(bad("[optimizer]\nnesterov = true\n"), HasSubstr("optimizer.rule = \"sgd\""));
+  EXPECT_THAT(bad("[engine]\nmemory_budget = 1\n"), HasSubstr("engine.memory_budget is 1 B"));
+  EXPECT_THAT(bad("[engine]\nmemory_budget = \"unlimited\"\n"), HasSubstr("is unlimited"));
+  EXPECT_THAT(bad("[engine]\nio_size = 5000\n"), HasSubstr("multiple of 4096"));
+  EXPECT_THAT(bad("[[device]]\npath = \"a\"\n[[device]]\npath = \"./a/\"\n"),
+              HasSubstr("device.1.path is the path of device 0"));
+  EXPECT_THAT(bad("[[device]]\nname = \"a\"\n"), HasSubstr("device 0 has no path"));
+  EXPECT_THAT(bad("[model]\nwidth = 64\nheads = 5\n"), HasSubstr("model.heads"));
+}
+
+TEST(Recipe, DevicesFromFlags) {
+  const LoadedRecipe loaded =
+      good("", {{"device.1.path", "b"}, {"device.0.path", "a"}, {"device.1.threads", "2"}});
+  ASSERT_EQ(loaded.recipe.updater.devices.size(), 2u);
+  EXPECT_EQ(loaded.recipe.updater.devices[0].path, "a");
+  EXPECT_EQ(loaded.recipe.updater.devices[1].threads, 2u);
+  EXPECT_EQ(loaded.origins.at("device.1.path").kind, Origin::Kind::kFlag);
+  EXPECT_THAT(bad("", {{"device.2.path", "c"}}), HasSubstr("without gaps"));
+  EXPECT_THAT(bad("", {{"device.path", "c"}}), HasSubstr("--device.0.path"));
+  EXPECT_THAT(bad("", {{"device.0.paht", "c"}}), HasSubstr("did you mean device.path?"));
+  EXPECT_THAT(bad("", {{"device.99999999999999999999.path", "c"}}), HasSubstr("device"));
+  EXPECT_EQ(
+      good("[[device]]\npath = 'x'\n", {{"device.0.path", "y"}}).recipe.updater.devices[0].path,
+      "y");
+}
+
+TEST(Recipe, MissingFileAndDirectoryAreNamed) {
+  const auto missing = load_recipe("/no/such/recipe.toml", {});
+  ASSERT_FALSE(missing.ok());
+  EXPECT_EQ(missing.status().code(), ErrorCode::kNotFound);
+  EXPECT_THAT(missing.status().to_string(), HasSubstr("/no/such/recipe.toml"));
+  const auto directory = load_recipe("/", {});
+  ASSERT_FALSE(directory.ok());
+  EXPECT_THAT(directory.status().to_string(), HasSubstr("directory"));
+}
+
+TEST(Flags, AreTakenOutOfTheCommandLine) {
+  std::vector<std::string> words{"train",
+                                 "--train.steps",
+                                 "100",
+                                 "r.toml",
+                                 "--train.lr=1e-3",
+                                 "--verbose",
+                                 "--model.tied_head",
+                                 "--model.tied_head",
+                                 "false",
+                                 "--set",
+                                 "data.paths=a,b",
+                                 "--set=train.seed=3",
+                                 "--out=./x.y"};
+  const auto taken = take_overrides(words);
+  ASSERT_TRUE(taken.ok());
+  EXPECT_THAT(words, testing::ElementsAre("train", "r.toml", "--verbose", "--out=./x.y"));
+  std::vector<std::string> seen;
+  for (const Override& override : *taken) seen.push_back(override.key + ":" + override.value);
+  EXPECT_THAT(seen,
+              testing::ElementsAre("train.steps:100", "train.lr:1e-3", "model.tied_head:true",
+                                   "model.tied_head:false", "data.paths:a,b", "train.seed:3"));
+}
+
+TEST(Flags, NeedValues) {
+  std::vector<std::string> last{"--train.steps"};
+  EXPECT_THAT(take_overrides(last).status().to_string(), HasSubstr("--train.steps needs a value"));
+  std::vector<std::string> followed{"--train.steps", "--train.lr", "1"};
+  EXPECT_FALSE(take_overrides(followed).ok());
+  std::vector<std::string> set{"--set", "train.steps"};
+  EXPECT_THAT(take_overrides(set).status().to_string(), HasSubstr("KEY=VALUE"));
+  std::vector<std::string> negative{"--train.lr", "-1"};
+  EXPECT_TRUE(take_overrides(negative).ok());
+  std::vector<std::string> ended{"--", "--train.steps", "1"};
+  EXPECT_TRUE(take_overrides(ended)->empty());
+}
+
+TEST(Print, ShowsOriginsAndReadsBackTheSame) {
+  const LoadedRecipe loaded =
+      good("[train]\nsteps = 5\nsample_prompt = \"a\\n\\\"\\\\\\u0001\"\n[[device]]\npath = 'x'\n",
+           {{"train.lr", "0.125"}, {"data.paths", "a,b"}, {"engine.memory_budget", "3MB"}});
+  const std::string printed = print_recipe(loaded);
+  EXPECT_THAT(printed, testing::ContainsRegex("steps = 5 +# some/name.toml:2"));
+  EXPECT_THAT(printed, testing::ContainsRegex("lr = 0.125 +# flag"));
+  EXPECT_THAT(printed, testing::ContainsRegex("layers = 6 +# default"));
+  EXPECT_THAT(printed, testing::ContainsRegex("path = \"x\" +# some/name.toml:5"));
+  LoadedRecipe again = good(printed);
+  again.path = loaded.path;
+  again.origins = loaded.origins;
+  EXPECT_EQ(print_recipe(again), printed);
+}
+
+TEST(Keys, AreUniqueSortedBySectionAndExplained) {
+  std::set<std::string_view> names;
+  for (const Key& key : keys()) {
+    EXPECT_TRUE(names.insert(key.name).second) << key.name;
+    EXPECT_NE(key.help, "") << key.name;
+    EXPECT_TRUE(std::ranges::find(sections(), section_of(key.name), &Section::name) !=
+                sections().end())
+        << key.name;
+  }
+}
+
+TEST(Keys, EveryKeyHasAFieldOfItsOwn) {
+  Recipe recipe;
+  recipe.updater.devices.resize(1);
+  std::set<const void*> places;
+  for (const Key& key : keys()) {
+    const void* place = std::visit(
+        [](auto field) -> const void* {
+          if constexpr (std::is_pointer_v<decltype(field)>) {
+            return field;
+          } else {
+            return field.value;
+          }
+        },
+        key.field(recipe, 0));
+    EXPECT_TRUE(places.insert(place).second) << key.name;
+  }
+}
+
+TEST(Keys, ChoicesAreInTheOrderOfTheirEnumerators) {
+  const auto names = [](std::string_view wanted) {
+    Recipe recipe;
+    recipe.updater.devices.resize(1);
+    for (const Key& key : keys()) {
+      if (key.name == wanted) return std::get<Choice>(key.field(recipe, 0)).names;
+    }
+    return std::span<const std::string_view>();
+  };
+  const auto check = [&](std::string_view key, auto name_of_value, size_t count) {
+    ASSERT_EQ(names(key).size(), count) << key;
+    for (size_t i = 0; i < count; ++i) EXPECT_EQ(names(key)[i], name_of_value(i)) << key;
+  };
+  check(
+      "optimizer.where",
+      [](size_t i) { return optimizer_where_name(static_cast<train::OptimizerWhere>(i)); }, 3);
+  check(
+      "train.precision", [](size_t i) { return precision_name(static_cast<train::Precision>(i)); },
+      2);
+  check(
+      "optimizer.format",
+      [](size_t i) { return state_format_name(static_cast<base::StateFormat>(i)); }, 3);
+  check(
+      "optimizer.gradient_type",
+      [](size_t i) { return data_type_name(static_cast<base::DataType>(i)); }, 3);
+  check(
+      "optimizer.rule",
+      [](size_t i) { return update_rule_name(static_cast<kernels::UpdateRule>(i)); }, 5);
+}
+
+TEST(Reference, PageIsInStepWithTheKeys) {
+  EXPECT_EQ(read(std::filesystem::path(SMARTINF_ROOT) / "docs/recipe.md"), recipe_reference())
+      << "run: smartinf train --help-recipe=markdown > docs/recipe.md";
+}
+
+TEST(Reference, HelpNamesEveryKey) {
+  const std::string help = recipe_help();
+  for (const Key& key : keys())
+    EXPECT_THAT(help, HasSubstr(std::string(name_of(key.name)) + " = "));
+}
+
+TEST(Recipes, OfTheProjectAreValid) {
+  const std::filesystem::path folder = std::filesystem::path(SMARTINF_ROOT) / "recipes";
+  if (!std::filesystem::exists(folder)) GTEST_SKIP() << "no recipes";
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() != ".toml") continue;
+    const auto loaded = load_recipe(entry.path().string(), {});
+    EXPECT_TRUE(loaded.ok()) << (loaded.ok() ? "" : loaded.status().to_string());
+  }
+}
+
+}  // namespace
+}  // namespace smartinf::config

@@ -1,0 +1,355 @@
+#include "apps/crashtest/crash_scenario.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/units.h"
+
+namespace smartinf::crash {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using base::StepNumber;
+using base::SubgroupId;
+using storage::BlockStore;
+using storage::SubgroupIo;
+
+constexpr uint32_t kSubgroups = 2;
+constexpr uint32_t kPlanes = 3;
+constexpr uint32_t kRingDepth = 24;
+
+std::string blob_of(StepNumber step) { return fmt::format("step {}", step); }
+
+/// The second subgroup rests in every third step: what is not written keeps its state.
+bool rests(uint32_t subgroup, StepNumber step) {
+  return subgroup == 1 && step > 0 && step % 3 == 0;
+}
+
+/// Takes part in the step that was taken back before this one.
+enum class TakeBack { kNever, kUnprepared, kPartlyPrepared, kPrepared };
+TakeBack take_back_before(StepNumber step) {
+  switch (step % 4) {
+    case 0:
+      return step == 0 ? TakeBack::kNever : TakeBack::kPrepared;
+    case 1:
+      return TakeBack::kNever;
+    case 2:
+      return TakeBack::kPartlyPrepared;
+    default:
+      return TakeBack::kUnprepared;
+  }
+}
+
+}  // namespace
+
+Scenario::Scenario(const ScenarioOptions& options) : options_(options) {
+  // The run's name comes from the seed, so that a failing seed fails again.
+  for (size_t i = 0; i < run_.bytes.size(); ++i) {
+    run_.bytes[i] = static_cast<uint8_t>(base::mix_seed(options.seed, i));
+  }
+  devices_.resize(options.devices);
+  for (uint32_t device = 0; device < options.devices; ++device) {
+    const auto geometry = storage::Geometry::make(layout(device), 2);
+    SI_CHECK(geometry.ok(), "the scenario's layout is impossible");
+    disks_.emplace_back(geometry->container_bytes());
+  }
+}
+
+storage::StoreLayout Scenario::layout(uint32_t device) const {
+  storage::StoreLayout layout;
+  layout.run = run_;
+  layout.device_index = device;
+  layout.device_count = options_.devices;
+  layout.planes = {base::PlaneKind::kMaster, base::PlaneKind::kMomentum,
+                   base::PlaneKind::kVariance};
+  for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
+    layout.subgroups.push_back({SubgroupId{device * kSubgroups + subgroup}, 0,
+                                subgroup == 0 ? options_.elements : options_.elements / 2 + 1});
+  }
+  layout.description = "crash test";
+  return layout;
+}
+
+storage::Container Scenario::container(uint32_t device) {
+  const uint64_t seed = base::mix_seed(options_.seed, ++rings_made_);
+  return storage::memory_container(
+      fmt::format("disk {}", device), disks_[device],
+      make_flawed_ring(storage::make_memory_ring(disks_[device], power_, kRingDepth, seed),
+                       options_.flaw));
+}
+
+/// The toy update folded up: what an element is after `step`.
+uint32_t Scenario::element(uint32_t device, uint32_t subgroup, uint32_t plane, uint64_t index,
+                           StepNumber step) const {
+  uint64_t value = base::mix_seed(base::mix_seed(device * 16 + subgroup * 4 + plane, index), 17);
+  for (StepNumber made = 1; made <= step; ++made) {
+    if (!rests(subgroup, made)) value = base::mix_seed(value & 0xffffffffu, made);
+  }
+  return static_cast<uint32_t>(value);
+}
+
+Status Scenario::create() {
+  storage::StoreOptions options;
+  options.io_bytes = 2 * base::kIoAlignment;
+  options.io_depth = 4;
+  for (uint32_t device = 0; device < options_.devices; ++device) {
+    SI_ASSIGN_OR_RETURN(devices_[device].store,
+                        BlockStore::create(container(device), layout(device), options));
+  }
+  return Status();
+}
+
+Status Scenario::open(bool with_flaw) {
+  storage::StoreOptions options;
+  options.io_bytes = 2 * base::kIoAlignment;
+  options.io_depth = 4;
+  const CommitFlaw flaw = options_.flaw;
+  if (!with_flaw) options_.flaw = CommitFlaw::kNone;
+  Status status;
+  for (uint32_t device = 0; device < options_.devices && status.ok(); ++device) {
+    auto opened = BlockStore::open(container(device), options);
+    if (opened.ok()) {
+      devices_[device].store = std::move(*opened);
+    } else {
+      status = opened.status();
+    }
+  }
+  options_.flaw = flaw;
+  return status;
+}
+
+Status Scenario::read(uint32_t device, SubgroupId id, std::span<std::byte> buffer) {
+  SubgroupIo io;
+  io.op = SubgroupIo::Op::kRead;
+  io.subgroup = id;
+  io.buffer = buffer;
+  devices_[device].store->start(io);
+  SubgroupIo* done = nullptr;
+  SI_ASSIGN_OR_RETURN(const size_t count,
+                      devices_[device].store->poll({&done, 1}, std::chrono::seconds(10)));
+  SI_CHECK(count == 1 && done == &io, "a read that does not end");
+  return io.status;
+}
+
+Status Scenario::verify(uint32_t device, uint32_t subgroup, std::span<const std::byte> buffer) {
+  const BlockStore& store = *devices_[device].store;
+  const SubgroupId id = store.layout().subgroups[subgroup].id;
+  for (size_t plane = 0; plane < kPlanes; ++plane) {
+    for (uint64_t block = 0; block < store.geometry().blocks(subgroup); ++block) {
+      SI_RETURN_IF_ERROR(store.verify_block(
+          id, plane, block,
+          buffer.subspan(
+              store.plane_offset(id, plane) + store.geometry().block_offset(plane, block),
+              store.geometry().block_bytes(subgroup, plane, block))));
+    }
+  }
+  return Status();
+}
+
+Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
+  BlockStore& store = *devices_[device].store;
+  store.begin_step(step);
+  std::vector<base::AlignedBuffer> buffers;
+  std::vector<SubgroupIo> ios(kSubgroups);
+  size_t started = 0;
+  for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
+    if (rests(subgroup, step) && !garbage) continue;
+    const storage::StoredSubgroup& stored = store.layout().subgroups[subgroup];
+    auto buffer = base::AlignedBuffer::allocate(store.extent_bytes(stored.id));
+    SI_RETURN_IF_ERROR(buffer.status());
+    buffers.push_back(std::move(*buffer));
+    const std::span<std::byte> bytes = buffers.back().bytes();
+    if (step > 0) {
+      SI_RETURN_IF_ERROR(read(device, stored.id, bytes));
+      SI_RETURN_IF_ERROR(verify(device, subgroup, bytes));
+    }
+    for (uint32_t plane = 0; plane < kPlanes; ++plane) {
+      auto* values =
+          reinterpret_cast<uint32_t*>(bytes.data() + store.plane_offset(stored.id, plane));
+      for (uint64_t i = 0; i < stored.count; ++i) {
+        values[i] = step == 0 ? element(device, subgroup, plane, i, 0)
+                              : static_cast<uint32_t>(base::mix_seed(values[i], step));
+        if (garbage) values[i] ^= 0x5a5a5a5au;
+      }
+      for (uint64_t block = 0; block < store.geometry().blocks(subgroup); ++block) {
+        store.seal_block(stored.id, plane, block,
+                         bytes.subspan(store.plane_offset(stored.id, plane) +
+                                           store.geometry().block_offset(plane, block),
+                                       store.geometry().block_bytes(subgroup, plane, block)));
+      }
+    }
+    ios[subgroup].op = SubgroupIo::Op::kWrite;
+    ios[subgroup].subgroup = stored.id;
+    ios[subgroup].buffer = bytes;
+  }
+  for (SubgroupIo& io : ios) {
+    if (io.buffer.empty()) continue;
+    store.start(io);
+    ++started;
+  }
+  while (started > 0) {
+    SubgroupIo* done = nullptr;
+    SI_ASSIGN_OR_RETURN(const size_t count, store.poll({&done, 1}, std::chrono::seconds(10)));
+    SI_CHECK(count == 1, "a write that does not end");
+    --started;
+    if (!done->status.ok()) {
+      // Buffers stay until nothing is in flight.
+      while (started > 0) {
+        SI_ASSIGN_OR_RETURN(const size_t more, store.poll({&done, 1}, std::chrono::seconds(10)));
+        started -= more;
+      }
+      return Status(ErrorCode::kIo, "a write failed");
+    }
+  }
+  return Status();
+}
+
+Status Scenario::make_step(StepNumber step) {
+  const TakeBack take_back = take_back_before(step);
+  if (take_back != TakeBack::kNever) {
+    for (uint32_t device = 0; device < options_.devices; ++device) {
+      SI_RETURN_IF_ERROR(write_step(device, step, true));
+    }
+    const uint32_t prepared = take_back == TakeBack::kPrepared         ? options_.devices
+                              : take_back == TakeBack::kPartlyPrepared ? 1
+                                                                       : 0;
+    for (uint32_t device = 0; device < prepared; ++device) {
+      SI_RETURN_IF_ERROR(devices_[device].store->prepare(step, "taken back"));
+    }
+    for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->take_back(step));
+  }
+  for (uint32_t device = 0; device < options_.devices; ++device) {
+    SI_RETURN_IF_ERROR(write_step(device, step, false));
+  }
+  for (Device& device : devices_) {
+    SI_RETURN_IF_ERROR(device.store->prepare(step, blob_of(step)));
+  }
+  for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->commit(step));
+  // commit() says ok without power too: it is decided.
+  acknowledged_ = step;
+  return Status();
+}
+
+Status Scenario::all_steps() {
+  SI_RETURN_IF_ERROR(create());
+  for (StepNumber step = 0; step <= options_.steps && power_.on(); ++step) {
+    SI_RETURN_IF_ERROR(make_step(step));
+  }
+  return Status();
+}
+
+void Scenario::run(uint64_t cut_events) {
+  if (cut_events != ~uint64_t{0}) power_.cut_after(cut_events);
+  const Status status = all_steps();
+  SI_CHECK(status.ok() || !power_.on(), status.to_string());
+  for (Device& device : devices_) device.store.reset();
+}
+
+void Scenario::settle(storage::CutFate fate, uint64_t seed) {
+  for (uint32_t device = 0; device < options_.devices; ++device) {
+    disks_[device].settle(fate, base::mix_seed(seed, device));
+  }
+  power_.restore();
+}
+
+Result<StepNumber> Scenario::recover() {
+  SI_RETURN_IF_ERROR(open(false));
+  std::vector<storage::StoreState> states;
+  for (const Device& device : devices_) states.push_back(device.store->state());
+  SI_ASSIGN_OR_RETURN(const StepNumber step, storage::recovery_step(states));
+  for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->recover_to(step));
+  return step;
+}
+
+void Scenario::recover_and_cut(uint64_t cut_events) {
+  power_.cut_after(cut_events);
+  (void)recover();
+  for (Device& device : devices_) device.store.reset();
+}
+
+std::string Scenario::compare(StepNumber step) {
+  for (uint32_t device = 0; device < options_.devices; ++device) {
+    BlockStore& store = *devices_[device].store;
+    if (store.blob() != blob_of(step)) {
+      return fmt::format("device {} has the blob \"{}\" at step {}", device, store.blob(), step);
+    }
+    for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
+      const storage::StoredSubgroup& stored = store.layout().subgroups[subgroup];
+      const auto buffer = base::AlignedBuffer::allocate(store.extent_bytes(stored.id));
+      SI_CHECK(buffer.ok(), "no memory");
+      Status status = read(device, stored.id, buffer->bytes());
+      if (status.ok()) status = verify(device, subgroup, buffer->bytes());
+      if (!status.ok()) return status.to_string();
+      for (uint32_t plane = 0; plane < kPlanes; ++plane) {
+        const auto* values =
+            reinterpret_cast<uint32_t*>(buffer->data() + store.plane_offset(stored.id, plane));
+        for (uint64_t i = 0; i < stored.count; ++i) {
+          if (values[i] != element(device, subgroup, plane, i, step)) {
+            return fmt::format("device {}, subgroup {}, plane {}, element {} differs at step {}",
+                               device, subgroup, plane, i, step);
+          }
+        }
+      }
+    }
+  }
+  return {};
+}
+
+std::string Scenario::recover_and_judge() {
+  const Result<StepNumber> step = recover();
+  if (!step.ok()) {
+    const bool start_over = !acknowledged_.has_value();
+    if (!start_over) return "no recovery: " + step.status().to_string();
+    // Nothing was promised yet: a new creation must work on what is left.
+    for (Device& device : devices_) device.store.reset();
+    const CommitFlaw flaw = options_.flaw;
+    options_.flaw = CommitFlaw::kNone;
+    Status status = create();
+    if (status.ok()) status = make_step(0);
+    options_.flaw = flaw;
+    acknowledged_.reset();  // the next fate of the same cut begins where this one did
+    if (!status.ok()) return "cannot start over: " + status.to_string();
+    return compare(0);
+  }
+  if (acknowledged_.has_value() && *step < *acknowledged_) {
+    return fmt::format("step {} was committed, recovery finds step {}", *acknowledged_, *step);
+  }
+  if (*step > 0 && (!acknowledged_.has_value() || *step > *acknowledged_ + 1)) {
+    return fmt::format("recovery finds step {}, which nobody made", *step);
+  }
+  // A step that was taken back after all had prepared it may be found again while its taking back
+  // is not complete: it is whole and belongs to one attempt. Everything else is the undisturbed
+  // run's.
+  std::string wrong;
+  bool taken_back = true;
+  for (const Device& device : devices_)
+    taken_back = taken_back && device.store->blob() == "taken back";
+  if (!taken_back) wrong = compare(*step);
+  if (taken_back && (*step <= acknowledged_.value_or(0))) {
+    wrong = fmt::format("step {} was taken back and has returned", *step);
+  }
+  if (wrong.empty() && !taken_back) {
+    for (uint32_t device = 0; device < options_.devices && wrong.empty(); ++device) {
+      const Status status = write_step(device, *step + 1, false);
+      if (!status.ok()) wrong = "cannot go on: " + status.to_string();
+    }
+    for (Device& device : devices_) {
+      const Status status =
+          wrong.empty() ? device.store->prepare(*step + 1, blob_of(*step + 1)) : Status();
+      if (!status.ok()) wrong = "cannot go on: " + status.to_string();
+    }
+    for (Device& device : devices_) {
+      if (wrong.empty() && !device.store->commit(*step + 1).ok()) wrong = "cannot commit";
+    }
+    if (wrong.empty()) wrong = compare(*step + 1);
+  }
+  for (Device& device : devices_) device.store.reset();
+  return wrong;
+}
+
+}  // namespace smartinf::crash

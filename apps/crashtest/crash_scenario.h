@@ -1,0 +1,76 @@
+// A small run on several simulated devices, its power cut at a chosen point, and the question
+// whether recovery finds exactly a step that was committed everywhere.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/ids.h"
+#include "smartinf/base/status.h"
+#include "smartinf/storage/block_store.h"
+#include "smartinf/storage/memory_ring.h"
+
+#include "apps/crashtest/flawed_ring.h"
+
+namespace smartinf::crash {
+
+struct ScenarioOptions {
+  uint32_t devices = 3;
+  uint32_t steps = 4;
+  uint64_t elements = 1500;  // of each device's larger subgroup
+  uint64_t seed = 1;         // of the order of completions and of what a cut leaves
+  CommitFlaw flaw = CommitFlaw::kNone;
+};
+
+/// One life of a run: create, steps (some taken back and made again), power cut, recovery, one more
+/// step. The update is a toy with the shape of the real one: read, verify, change, seal, write.
+class Scenario {
+ public:
+  explicit Scenario(const ScenarioOptions& options);
+
+  /// Runs until done or until the power goes after `cut_events`.
+  void run(uint64_t cut_events = ~uint64_t{0});
+  uint64_t events() const { return power_.events(); }
+
+  /// What the drives hold once the power is back.
+  void settle(storage::CutFate fate, uint64_t seed);
+  /// Recovers, with the power going again after `cut_events`, to see that recovery can be repeated.
+  void recover_and_cut(uint64_t cut_events);
+  /// Recovers and checks everything. Empty: nothing lost. Otherwise what is wrong.
+  std::string recover_and_judge();
+
+  /// State for trying several fates from the same cut.
+  std::vector<storage::MemoryDisk> disks() const { return disks_; }
+  void set_disks(const std::vector<storage::MemoryDisk>& disks) { disks_ = disks; }
+
+ private:
+  struct Device {
+    std::unique_ptr<storage::BlockStore> store;
+  };
+  storage::Container container(uint32_t device);
+  storage::StoreLayout layout(uint32_t device) const;
+  uint32_t element(uint32_t device, uint32_t subgroup, uint32_t plane, uint64_t index,
+                   base::StepNumber step) const;
+  base::Status create();
+  base::Status open(bool with_flaw);
+  base::Result<base::StepNumber> recover();
+  base::Status write_step(uint32_t device, base::StepNumber step, bool garbage);
+  base::Status make_step(base::StepNumber step);
+  base::Status all_steps();
+  base::Status read(uint32_t device, base::SubgroupId id, std::span<std::byte> buffer);
+  base::Status verify(uint32_t device, uint32_t subgroup, std::span<const std::byte> buffer);
+  std::string compare(base::StepNumber step);
+
+  ScenarioOptions options_;
+  storage::RunId run_;
+  storage::PowerSupply power_;
+  std::vector<storage::MemoryDisk> disks_;
+  std::vector<Device> devices_;
+  uint64_t rings_made_ = 0;
+  std::optional<base::StepNumber> acknowledged_;  // commit returned on every device
+};
+
+}  // namespace smartinf::crash

@@ -1,0 +1,67 @@
+// Power cuts: every boundary of I/O of a small run, not a sample of them.
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "apps/crashtest/crash_scenario.h"
+
+namespace smartinf::crash {
+namespace {
+
+using storage::CutFate;
+
+ScenarioOptions small(CommitFlaw flaw = CommitFlaw::kNone) {
+  ScenarioOptions options;
+  options.devices = 2;
+  options.steps = 4;  // one of each way to take a step back, a resting subgroup, both table places
+  options.elements = 1100;
+  options.flaw = flaw;
+  return options;
+}
+
+/// Cuts at every event and with every fate, until something is lost; says what.
+std::string first_loss_at_any_point(const ScenarioOptions& options) {
+  Scenario whole(options);
+  whole.run();
+  for (uint64_t cut = 0; cut <= whole.events(); ++cut) {
+    Scenario scenario(options);
+    scenario.run(cut);
+    const auto disks = scenario.disks();
+    for (uint32_t fate = 0; fate < storage::kCutFates; ++fate) {
+      scenario.set_disks(disks);
+      scenario.settle(static_cast<CutFate>(fate), cut * 7 + fate);
+      const std::string wrong = scenario.recover_and_judge();
+      if (!wrong.empty()) return "event " + std::to_string(cut) + ": " + wrong;
+    }
+  }
+  return {};
+}
+
+TEST(Crash, NothingIsLostAtAnyPoint) { EXPECT_EQ(first_loss_at_any_point(small()), ""); }
+
+TEST(Crash, NothingIsLostWhenRecoveryIsCutToo) {
+  const ScenarioOptions options = small();
+  Scenario whole(options);
+  whole.run();
+  for (uint64_t cut = 0; cut <= whole.events(); cut += 11) {
+    Scenario scenario(options);
+    scenario.run(cut);
+    scenario.settle(CutFate::kTorn, cut);
+    const auto disks = scenario.disks();
+    for (uint64_t again = 0; again < 40; again += 1 + cut % 3) {
+      scenario.set_disks(disks);
+      scenario.recover_and_cut(again);
+      scenario.settle(static_cast<CutFate>(again % storage::kCutFates), again);
+      const std::string wrong = scenario.recover_and_judge();
+      ASSERT_TRUE(wrong.empty()) << "event " << cut << ", then " << again << ": " << wrong;
+    }
+  }
+}
+
+TEST(Crash, BrokenCommitsAreFound) {
+  EXPECT_NE(first_loss_at_any_point(small(CommitFlaw::kNoSync)), "");
+  EXPECT_NE(first_loss_at_any_point(small(CommitFlaw::kSuperblockFirst)), "");
+}
+
+}  // namespace
+}  // namespace smartinf::crash

@@ -69,35 +69,52 @@ inline float unit_interval(uint32_t random16) {
 }
 
 // q8. Codes are spaced by squares: code c of a group with step s stands for c * |c| * s (momentum,
-// c in -127..127) or for a standard deviation of c * c * s (variance, c in 0..255), s being the
-// group's largest magnitude over 127^2 or 255^2. So values 4 (momentum) to 9 (variance) decades
-// below the group's largest keep a code, where linear codes would lose them at two.
+// c in -127..127) or for the variance whose root is c * c * s (c in 0..255), s being the group's
+// largest magnitude (or root) over 127^2 or 255^2. So a momentum 4 decades and a variance 9 decades
+// below the group's largest keep a code, where linear codes would lose them at 2 and 4.
 inline constexpr float kMomentumCodesSquared = 127.0f * 127.0f;
 inline constexpr float kVarianceCodesSquared = 255.0f * 255.0f;
+inline constexpr float kVarianceCodesFourth = kVarianceCodesSquared * kVarianceCodesSquared;
 
-/// Groups whose largest magnitude is below this become zeros: 1/s must stay finite.
+/// Groups whose largest momentum is below this become zeros: 1/s must stay finite.
 inline constexpr uint32_t kSmallestGroupBits = 0x0d800000u;  // 2^-100
 
-/// The scale stored for a group: its step s. `magnitude_bits` is the largest (bits &
-/// kMagnitudeMask) of its momenta or standard deviations. A group with an infinity or NaN becomes
-/// all NaN: broken numbers must not vanish.
-inline float group_step(uint32_t magnitude_bits, float codes_squared) {
+/// The scale stored for a group, its step s, from the largest (bits & kMagnitudeMask) of its
+/// values. A group with an infinity or NaN becomes all NaN: broken numbers must not vanish.
+inline float group_step(base::PlaneKind kind, uint32_t magnitude_bits) {
   if (magnitude_bits >= kInfinityBits) return std::bit_cast<float>(kCanonicalNan);
-  if (magnitude_bits < kSmallestGroupBits) return 0.0f;
-  return std::bit_cast<float>(magnitude_bits) / codes_squared;
+  const float largest = std::bit_cast<float>(magnitude_bits);
+  if (kind == base::PlaneKind::kVariance) return std::sqrt(largest) / kVarianceCodesSquared;
+  return magnitude_bits < kSmallestGroupBits ? 0.0f : largest / kMomentumCodesSquared;
 }
 
 /// 1/s for encoding, or 0 for groups that have only zero codes.
 inline float group_inverse(float step) { return step > 0 ? 1.0f / step : 0.0f; }
 
-/// The smaller code c is floor(sqrt(y)) for y = |value| / s; c + 1 is taken with the probability
-/// that makes the decoded value right on average.
+/// The largest whole c with c^2 <= y in f32. The root is only a first guess, good to 1, so that an
+/// instruction set may guess by other means and still give the same code.
+inline float floor_root(float y) {
+  float c = std::floor(std::sqrt(y));
+  if (c * c > y) return c - 1.0f;
+  return (c + 1.0f) * (c + 1.0f) <= y ? c + 1.0f : c;
+}
+
+/// The largest whole c with (c^2)^2 <= y in f32.
+inline float floor_fourth_root(float y) {
+  const auto fourth = [](float c) { return (c * c) * (c * c); };
+  float c = std::floor(std::sqrt(std::sqrt(y)));
+  if (fourth(c) > y) return c - 1.0f;
+  return fourth(c + 1.0f) <= y ? c + 1.0f : c;
+}
+
+/// The smaller of the two codes around |value|, or the larger with the probability that makes the
+/// decoded value right on average. `inverse` is not 0.
 inline int8_t encode_momentum(float value, float inverse, uint32_t random16) {
-  if (inverse == 0) return 0;
   float y = std::fabs(value) * inverse;
   if (y > kMomentumCodesSquared) y = kMomentumCodesSquared;
-  const float lower = std::floor(std::sqrt(y));
-  const bool up = unit_interval(random16) * (2.0f * lower + 1.0f) < y - lower * lower;
+  const float lower = floor_root(y);
+  const float gap = 2.0f * lower + 1.0f;  // (c + 1)^2 - c^2
+  const bool up = unit_interval(random16) * gap < y - lower * lower;
   const auto code = static_cast<int32_t>(up ? lower + 1.0f : lower);
   return static_cast<int8_t>(std::signbit(value) ? -code : code);
 }
@@ -107,26 +124,25 @@ inline float decode_momentum(int8_t code, float step) {
   return (c * std::fabs(c)) * step;
 }
 
-/// As above for deviation = sqrt(variance), but right on average for the variance itself: it is the
-/// variance that is averaged over steps. Only zero gets code 0: a variance lost while its momentum
-/// is not would make the next weight jump.
-inline uint8_t encode_variance(float deviation, float inverse, uint32_t random16) {
-  if (inverse == 0) return 0;
-  float y = deviation * inverse;
-  if (y > kVarianceCodesSquared) y = kVarianceCodesSquared;
-  const float lower = std::floor(std::sqrt(y));
+/// As above, right on average for the variance itself (not for its root): it is the variance that
+/// is averaged over steps. Only zero gets code 0: a variance lost while its momentum is not would
+/// make the next weight jump.
+inline uint8_t encode_variance(float value, float inverse, uint32_t random16) {
+  float y = (std::fabs(value) * inverse) * inverse;
+  if (y > kVarianceCodesFourth) y = kVarianceCodesFourth;
+  const float lower = floor_fourth_root(y);
   const float square = lower * lower;
-  // (c + 1)^4 - c^4 and y^2 - c^4, as products that do not cancel.
-  const float gap = (2.0f * lower + 1.0f) * (2.0f * square + (2.0f * lower + 1.0f));
-  const bool up = unit_interval(random16) * gap < (y - square) * (y + square);
+  const float side = 2.0f * lower + 1.0f;
+  const float gap = side * (2.0f * square + side);  // (c + 1)^4 - c^4
+  const bool up = unit_interval(random16) * gap < y - square * square;
   const float code = up ? lower + 1.0f : lower;
-  return static_cast<uint8_t>(code == 0 && y > 0 ? 1.0f : code);
+  return static_cast<uint8_t>(code == 0 && value != 0 ? 1.0f : code);
 }
 
 inline float decode_variance(uint8_t code, float step) {
   const auto c = static_cast<float>(code);
-  const float deviation = (c * c) * step;
-  return deviation * deviation;
+  const float root = (c * c) * step;
+  return root * root;
 }
 
 }  // namespace smartinf::kernels

@@ -21,6 +21,21 @@ inline constexpr size_t kTileElements = base::kQ8GroupElements;
 inline constexpr size_t kNormLeafElements = 4096;
 inline constexpr size_t kNormLanes = 16;
 
+/// Whole tiles of a block in a row that share scalars, each pointer at the first one's share.
+struct WholeTiles {
+  size_t count = 0;  // tiles
+  const void* gradient = nullptr;
+  base::DataType gradient_type = base::DataType::kF32;
+  void* weights = nullptr;  // or null
+  base::DataType weights_type = base::DataType::kF32;
+  float* master = nullptr;
+  std::byte* momentum = nullptr;  // null when the rule does not keep it
+  std::byte* variance = nullptr;
+  float* momentum_steps = nullptr;  // q8: one step a tile
+  float* variance_steps = nullptr;
+  uint64_t element = 0;  // of the first tile in the parameter space
+};
+
 /// Any n for casts; at most kTileElements (kNormLeafElements for squares) otherwise. Pointers are
 /// aligned to their element, no more.
 struct TileKernels {
@@ -32,6 +47,11 @@ struct TileKernels {
   /// One step in place. momentum or variance is null when the rule does not keep it.
   void (*update)(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
                  float* variance, size_t n);
+
+  /// All stages at once, values staying in registers from read to write: the way of nearly all
+  /// elements. Null: there is none, and the stages do it one by one. Same bits either way.
+  void (*update_whole_tiles)(base::StateFormat format, const StepScalars& scalars,
+                             const WholeTiles& tiles);
 
   void (*encode_bf16)(base::PlaneKind kind, RoundingKey key, const float* in, uint16_t* out,
                       size_t n);

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cmath>
 #include <cstring>
 
 #include "smartinf/kernels/rules.h"
@@ -92,19 +91,21 @@ void encode_bf16(PlaneKind kind, RoundingKey key, const float* in, uint16_t* out
 }
 
 float encode_q8(PlaneKind kind, RoundingKey key, const float* in, uint8_t* out, size_t n) {
-  const bool is_variance = kind == PlaneKind::kVariance;
   uint32_t largest = 0;
   for (size_t i = 0; i < n; ++i) {
-    const float magnitude = is_variance ? std::sqrt(in[i]) : in[i];
-    largest = std::max(largest, std::bit_cast<uint32_t>(magnitude) & kMagnitudeMask);
+    largest = std::max(largest, std::bit_cast<uint32_t>(in[i]) & kMagnitudeMask);
   }
-  const float step =
-      group_step(largest, is_variance ? kVarianceCodesSquared : kMomentumCodesSquared);
+  const float step = group_step(kind, largest);
   const float inverse = group_inverse(step);
   for (size_t i = 0; i < n; ++i) {
     const uint32_t random = rounding_half(rounding_bits(key, static_cast<uint32_t>(i)), kind);
-    out[i] = is_variance ? encode_variance(std::sqrt(in[i]), inverse, random)
-                         : static_cast<uint8_t>(encode_momentum(in[i], inverse, random));
+    if (inverse == 0) {
+      out[i] = 0;
+    } else if (kind == PlaneKind::kVariance) {
+      out[i] = encode_variance(in[i], inverse, random);
+    } else {
+      out[i] = static_cast<uint8_t>(encode_momentum(in[i], inverse, random));
+    }
   }
   return step;
 }
@@ -141,6 +142,7 @@ const TileKernels& scalar_tiles() {
                                       .widen = widen,
                                       .narrow = narrow,
                                       .update = update,
+                                      .update_whole_tiles = nullptr,
                                       .encode_bf16 = encode_bf16,
                                       .encode_q8 = encode_q8,
                                       .decode_q8 = decode_q8,

@@ -37,6 +37,16 @@ class PlaneTile {
 
   bool present() const { return block_ != nullptr; }
 
+  /// Where a tile's codes and its q8 step lie; null for a plane the rule does not keep.
+  std::byte* codes(size_t first) const {
+    const size_t width = encoding_ == Encoding::kF32 ? 4 : encoding_ == Encoding::kBf16 ? 2 : 1;
+    return present() ? block_ + first * width : nullptr;
+  }
+  float* steps(size_t first) const {
+    if (!present() || encoding_ != Encoding::kQ8) return nullptr;
+    return q8_scales(block_, block_count_) + first / kTileElements;
+  }
+
   /// The tile's values as f32, to be changed in place.
   float* load(size_t first, size_t count) {
     switch (encoding_) {
@@ -78,6 +88,121 @@ class PlaneTile {
   alignas(64) std::array<float, kTileElements> scratch_;
 };
 
+/// Walks through the runs of a block.
+class RunCursor {
+ public:
+  explicit RunCursor(std::span<const GroupRun> runs) : runs_(runs), ahead_(runs.front().count) {
+    skip_empty();
+  }
+  const StepScalars& scalars() const { return *runs_[run_].scalars; }
+  /// Elements that share these scalars from here on.
+  uint64_t ahead() const { return ahead_; }
+  void advance(uint64_t count) {
+    ahead_ -= count;
+    skip_empty();
+  }
+
+ private:
+  void skip_empty() {
+    while (ahead_ == 0 && run_ + 1 < runs_.size()) ahead_ = runs_[++run_].count;
+  }
+  std::span<const GroupRun> runs_;
+  size_t run_ = 0;
+  uint64_t ahead_;
+};
+
+/// The stages of a block's update, with what they all need.
+class BlockUpdate {
+ public:
+  BlockUpdate(const TileKernels& tiles, base::StateFormat format, const UpdateBlock& block,
+              const StepScalars& scalars)
+      : tiles_(tiles),
+        format_(format),
+        block_(block),
+        seed_(scalars.seed),
+        step_(scalars.step),
+        master_(reinterpret_cast<float*>(block.planes[0])) {
+    const std::span<const PlaneKind> kinds = rule_planes(scalars.rule);
+    for (size_t i = 1; i < kinds.size(); ++i) {
+      PlaneTile& tile = kinds[i] == PlaneKind::kMomentum ? momentum_ : variance_;
+      tile = PlaneTile(tiles, base::plane_encoding(format, kinds[i]), kinds[i], block.planes[i],
+                       block.count);
+    }
+  }
+
+  /// Weights out for elements whose master stays as it is.
+  void weights_of(size_t first, size_t count) const {
+    if (block_.weights_out == nullptr) return;
+    tiles_.narrow(master_ + first, weights_at(first), block_.weights_type, count);
+  }
+
+  void whole_tiles(size_t first, size_t count, const StepScalars& scalars) const {
+    tiles_.update_whole_tiles(format_, scalars,
+                              {.count = count,
+                               .gradient = gradient_at(first),
+                               .gradient_type = block_.gradient_type,
+                               .weights = weights_at(first),
+                               .weights_type = block_.weights_type,
+                               .master = master_ + first,
+                               .momentum = momentum_.codes(first),
+                               .variance = variance_.codes(first),
+                               .momentum_steps = momentum_.steps(first),
+                               .variance_steps = variance_.steps(first),
+                               .element = block_.element + first});
+  }
+
+  /// Stage by stage: the last tile of a block, one whose elements differ in scalars, and every tile
+  /// of the scalar truth.
+  void one_tile(size_t first, size_t count, RunCursor& cursor) {
+    alignas(64) std::array<float, kTileElements> wide_gradient;
+    const auto* gradient = static_cast<const float*>(gradient_at(first));
+    if (block_.gradient_type != DataType::kF32) {
+      tiles_.widen(gradient_at(first), block_.gradient_type, wide_gradient.data(), count);
+      gradient = wide_gradient.data();
+    }
+    float* master = master_ + first;
+    float* momentum = momentum_.present() ? momentum_.load(first, count) : nullptr;
+    float* variance = variance_.present() ? variance_.load(first, count) : nullptr;
+    for (size_t done = 0; done < count;) {
+      SI_CHECK(cursor.ahead() > 0, "the runs of a block cover all its elements");
+      const auto piece = static_cast<size_t>(std::min<uint64_t>(cursor.ahead(), count - done));
+      if (!cursor.scalars().skip) {
+        tiles_.update(cursor.scalars(), gradient + done, master + done,
+                      momentum != nullptr ? momentum + done : nullptr,
+                      variance != nullptr ? variance + done : nullptr, piece);
+      }
+      done += piece;
+      cursor.advance(piece);
+    }
+    if (format_ != base::StateFormat::kF32) {
+      const RoundingKey key = rounding_key(seed_, step_, block_.element + first);
+      if (momentum_.present()) momentum_.store(first, count, key);
+      if (variance_.present()) variance_.store(first, count, key);
+    }
+    weights_of(first, count);
+  }
+
+ private:
+  const void* gradient_at(size_t first) const {
+    return static_cast<const std::byte*>(block_.gradient) +
+           first * base::data_type_bytes(block_.gradient_type);
+  }
+  void* weights_at(size_t first) const {
+    if (block_.weights_out == nullptr) return nullptr;
+    return static_cast<std::byte*>(block_.weights_out) +
+           first * base::data_type_bytes(block_.weights_type);
+  }
+
+  const TileKernels& tiles_;
+  base::StateFormat format_;
+  const UpdateBlock& block_;
+  uint64_t seed_;
+  uint64_t step_;
+  float* master_;
+  PlaneTile momentum_;
+  PlaneTile variance_;
+};
+
 /// Adds leaves pairwise as a binary counter carries: the shape depends on their number only.
 class PairwiseSum {
  public:
@@ -105,69 +230,26 @@ void KernelTable::update_block(base::StateFormat format, const UpdateBlock& bloc
   if (block.count == 0) return;
   SI_CHECK(!runs.empty(), "a block needs the scalars of its elements");
   SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
-  const StepScalars& first_scalars = *runs.front().scalars;
-  const std::span<const PlaneKind> kinds = rule_planes(first_scalars.rule);
-
-  PlaneTile momentum_tile;
-  PlaneTile variance_tile;
-  for (size_t i = 1; i < kinds.size(); ++i) {
-    PlaneTile& tile = kinds[i] == PlaneKind::kMomentum ? momentum_tile : variance_tile;
-    tile = PlaneTile(tiles_, base::plane_encoding(format, kinds[i]), kinds[i], block.planes[i],
-                     block.count);
-  }
-  auto* master_plane = reinterpret_cast<float*>(block.planes[0]);
-  const auto* gradient_bytes = static_cast<const std::byte*>(block.gradient);
-  auto* weight_bytes = static_cast<std::byte*>(block.weights_out);
-  const uint64_t gradient_width = base::data_type_bytes(block.gradient_type);
-  const uint64_t weight_width = base::data_type_bytes(block.weights_type);
-  alignas(64) std::array<float, kTileElements> wide_gradient;
-
-  size_t run = 0;
-  uint64_t run_left = runs[0].count;
-  for (size_t first = 0; first < block.count; first += kTileElements) {
-    const size_t count = std::min<size_t>(kTileElements, block.count - first);
-    const std::byte* gradient_tile = gradient_bytes + first * gradient_width;
-    const float* gradient = reinterpret_cast<const float*>(gradient_tile);
-    if (block.gradient_type != DataType::kF32) {
-      tiles_.widen(gradient_tile, block.gradient_type, wide_gradient.data(), count);
-      gradient = wide_gradient.data();
-    }
-    float* master = master_plane + first;
-    while (run_left == 0 && run + 1 < runs.size()) run_left = runs[++run].count;
-    if (run_left >= count && runs[run].scalars->skip) {
+  BlockUpdate update(tiles_, format, block, *runs.front().scalars);
+  RunCursor cursor(runs);
+  for (size_t first = 0; first < block.count;) {
+    const size_t left = block.count - first;
+    const auto ahead = static_cast<size_t>(std::min<uint64_t>(cursor.ahead(), left));
+    if (cursor.scalars().skip && (ahead >= kTileElements || ahead == left)) {
       // Not even decoded and encoded again, so that what is left alone keeps its bits.
-      run_left -= count;
-      if (weight_bytes != nullptr) {
-        tiles_.narrow(master, weight_bytes + first * weight_width, block.weights_type, count);
-      }
-      continue;
-    }
-    float* momentum = momentum_tile.present() ? momentum_tile.load(first, count) : nullptr;
-    float* variance = variance_tile.present() ? variance_tile.load(first, count) : nullptr;
-
-    for (size_t done = 0; done < count;) {
-      while (run_left == 0) {
-        SI_CHECK(++run < runs.size(), "the runs of a block cover all its elements");
-        run_left = runs[run].count;
-      }
-      const auto piece = static_cast<size_t>(std::min<uint64_t>(run_left, count - done));
-      if (!runs[run].scalars->skip) {
-        tiles_.update(*runs[run].scalars, gradient + done, master + done,
-                      momentum != nullptr ? momentum + done : nullptr,
-                      variance != nullptr ? variance + done : nullptr, piece);
-      }
-      done += piece;
-      run_left -= piece;
-    }
-
-    if (format != base::StateFormat::kF32) {
-      const RoundingKey key =
-          rounding_key(first_scalars.seed, first_scalars.step, block.element + first);
-      if (momentum_tile.present()) momentum_tile.store(first, count, key);
-      if (variance_tile.present()) variance_tile.store(first, count, key);
-    }
-    if (weight_bytes != nullptr) {
-      tiles_.narrow(master, weight_bytes + first * weight_width, block.weights_type, count);
+      const size_t count = ahead == left ? left : ahead / kTileElements * kTileElements;
+      update.weights_of(first, count);
+      cursor.advance(count);
+      first += count;
+    } else if (ahead >= kTileElements && tiles_.update_whole_tiles != nullptr) {
+      const size_t whole = ahead / kTileElements;
+      update.whole_tiles(first, whole, cursor.scalars());
+      cursor.advance(whole * kTileElements);
+      first += whole * kTileElements;
+    } else {
+      const size_t count = std::min(kTileElements, left);
+      update.one_tile(first, count, cursor);
+      first += count;
     }
   }
 }

@@ -1,23 +1,25 @@
 // How the engine gets at a device before there is one: look, measure, create, open, erase. One
-// source per entry of the recipe's [[device]] list; the local one is made from DeviceOptions.
+// source per entry of the recipe's [[device]] list; local ones are made from DeviceOptions.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "smartinf/base/status.h"
 #include "smartinf/csd/device.h"
+#include "smartinf/plan/parameter_space.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::engine {
 
-/// What the engine lets one device use, for as long as it is open.
+/// What the engine gives one device, for as long as it is open.
 struct DeviceShare {
-  uint64_t slot_memory_bytes = 0;      // at most so much for slots
-  uint64_t gradient_memory_bytes = 0;  // at most so much for gradients; the rest is spilled
-  uint32_t threads = 1;                // of its processor
+  uint64_t slot_memory_bytes = 0;          // at most so much for slots
+  uint64_t gradient_memory_bytes = 0;      // at most so much for gradients; the rest is spilled
+  std::vector<plan::GroupStretch> groups;  // of the whole parameter space
 };
 
 /// Threads: one at a time.
@@ -36,13 +38,13 @@ class DeviceSource {
   /// Bytes per second of a step's traffic, for placement: the user's number, or measured at first
   /// use.
   virtual base::Result<double> bandwidth() = 0;
-  /// Bytes that a new state may take.
+  /// Bytes that a new state may take there.
   virtual base::Result<uint64_t> capacity_bytes() = 0;
 
   virtual base::Result<std::unique_ptr<csd::Device>> create(const storage::StoreLayout& layout,
                                                             const DeviceShare& share) = 0;
   virtual base::Result<std::unique_ptr<csd::Device>> open(const DeviceShare& share) = 0;
-  /// Removes the state that is there, for an interrupted creation. Not while it is open.
+  /// Removes the state that is there, to start an interrupted creation over. Not while it is open.
   virtual base::Status erase() = 0;
 };
 

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/csd/options.h"
 #include "smartinf/engine/gradient_intake.h"
 
 namespace smartinf::engine {
@@ -22,16 +23,20 @@ uint64_t slot_bytes(const MemoryPlanInput& input, uint64_t elements) {
          base::round_up(elements * input.gradient_spill_bytes, base::kIoAlignment);
 }
 
-/// Initialization fills one half while the other is written; reading needs a block of every plane;
-/// casting a gradient needs one cut of it as f32 and once more as the type that is sent.
+/// Initialization fills one half while the other is written.
 uint64_t staging_bytes(uint64_t subgroup_elements) {
-  const uint64_t write = 2 * subgroup_elements * sizeof(float);
-  const uint64_t read = 4 * base::kBlockElements * sizeof(float);
-  const uint64_t cast = kGradientCutElements * (sizeof(float) + 2);
-  return base::round_up(std::max({write, read, cast}), base::kIoAlignment);
+  return std::max(2 * subgroup_elements * sizeof(float), staging_bytes_to_read());
 }
 
 }  // namespace
+
+uint64_t staging_bytes_to_read() {
+  // Reading needs a block of every plane, better two; casting a gradient needs one cut of it as f32
+  // and once more as the type that is sent.
+  const uint64_t read = 2 * 4 * base::kBlockElements * sizeof(float);
+  const uint64_t cast = kGradientCutElements * (sizeof(float) + 2);
+  return std::max(read, cast);
+}
 
 uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements) {
   uint64_t bytes = 0;
@@ -83,7 +88,7 @@ base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input) {
   plan.slot_bytes = slot_bytes(input, elements);
   plan.staging_bytes = staging_bytes(elements);
   const uint64_t fit = (input.budget_bytes - plan.staging_bytes) / (devices * plan.slot_bytes);
-  plan.slots = static_cast<uint32_t>(std::min<uint64_t>(fit, kSlotsMax));
+  plan.slots = static_cast<uint32_t>(std::min<uint64_t>(fit, csd::LocalDeviceOptions::kSlotsMax));
   return plan;
 }
 

@@ -29,13 +29,14 @@ struct MemoryPlan {
 
 /// Fewer slots than this cannot overlap reading with writing.
 inline constexpr uint32_t kSlotsMin = 2;
-/// More than this brought nothing on any drive measured.
-inline constexpr uint32_t kSlotsMax = 16;
 
 /// Errors: kOutOfMemory with the smallest budget that would do.
 base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input);
 
-/// Bytes of one element's planes on the drive, times `elements`, with every block's scales.
+/// The engine's own buffer where state exists and none has to be written.
+uint64_t staging_bytes_to_read();
+
+/// Bytes that the planes of so many elements take on the drive.
 uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements);
 
 }  // namespace smartinf::engine

@@ -1,0 +1,371 @@
+#include "smartinf/engine/device_set.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/memory_plan.h"
+#include "smartinf/engine/run_description.h"
+#include "smartinf/plan/placement.h"
+
+namespace smartinf::engine {
+
+using base::DeviceId;
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+namespace {
+
+using Sources = std::vector<std::unique_ptr<DeviceSource>>;
+
+constexpr std::string_view kOtherPlaceAdvice =
+    "Give this run another directory, or remove the state there with smartinf gc.";
+
+std::string device_text(const DeviceSource& source) { return "device " + source.name(); }
+
+Status check_places(const Sources& sources) {
+  if (sources.empty()) {
+    return Status(ErrorCode::kInvalidArgument, "no device is given for the optimizer state",
+                  "Name at least one directory: [[device]] path = \"...\", or --device DIR.");
+  }
+  std::map<std::string, const DeviceSource*> by_place;
+  for (const auto& source : sources) {
+    const auto [found, added] = by_place.emplace(source->place(), source.get());
+    if (!added) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("devices {} and {} are the same place, {}", found->second->name(),
+                                source->name(), found->first),
+                    "Give every device a directory of its own.");
+    }
+  }
+  return Status();
+}
+
+uint64_t gradient_bytes(const UpdaterOptions& options, uint64_t elements) {
+  return elements * base::data_type_bytes(options.gradient_type);
+}
+
+/// The memory that each device may use, from what the budget leaves after staging.
+DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                         uint64_t slot_memory_bytes, uint64_t device_elements) {
+  DeviceShare share;
+  share.slot_memory_bytes = slot_memory_bytes;
+  // In proportion to what the device holds, so that all of them spill alike.
+  const double part = static_cast<double>(device_elements) / static_cast<double>(space.count());
+  const bool fits = gradient_bytes(options, space.count()) <= options.gradient_budget_bytes;
+  share.gradient_memory_bytes =
+      fits ? ~uint64_t{0}
+           : static_cast<uint64_t>(part * static_cast<double>(options.gradient_budget_bytes));
+  share.groups = space.stretches(0, space.count());
+  return share;
+}
+
+Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                             Sources& sources) {
+  const bool spilled = gradient_bytes(options, space.count()) > options.gradient_budget_bytes;
+  const uint32_t spill_bytes =
+      spilled ? static_cast<uint32_t>(base::data_type_bytes(options.gradient_type)) : 0;
+  const auto count = static_cast<uint32_t>(sources.size());
+  MemoryPlanInput input;
+  input.budget_bytes = options.memory_budget_bytes;
+  input.elements = space.count();
+  input.devices = count;
+  input.rule = options.rule.rule;
+  input.format = options.format;
+  input.gradient_spill_bytes = spill_bytes;
+  input.subgroup_elements = options.subgroup_elements;
+  SI_ASSIGN_OR_RETURN(const MemoryPlan memory, plan_memory(input));
+  DeviceSet set;
+  set.fresh = true;
+  set.staging_bytes = memory.staging_bytes;
+  set.subgroups = space.subgroups(memory.subgroup_elements);
+
+  const uint64_t copies = options.durability == storage::Durability::kStep ? 2 : 1;
+  const uint64_t subgroup_bytes =
+      copies * state_bytes(options.rule.rule, options.format, memory.subgroup_elements) +
+      memory.subgroup_elements * spill_bytes;
+  std::vector<plan::DeviceCapacity> capacities;
+  std::string free_text;
+  for (const auto& source : sources) {
+    plan::DeviceCapacity capacity;
+    SI_ASSIGN_OR_RETURN(const uint64_t free_bytes, source->capacity_bytes());
+    capacity.elements_max = free_bytes / subgroup_bytes * memory.subgroup_elements;
+    if (count > 1) {
+      SI_ASSIGN_OR_RETURN(capacity.bandwidth, source->bandwidth());
+    }
+    capacities.push_back(capacity);
+    free_text += fmt::format("{}{} on {}", free_text.empty() ? "" : ", ",
+                             base::format_bytes(free_bytes), source->name());
+  }
+  auto owner = plan::place(set.subgroups, capacities);
+  if (!owner.ok() && owner.status().code() == ErrorCode::kNoSpace) {
+    return Status(ErrorCode::kNoSpace,
+                  fmt::format("the optimizer state needs {}, free are {}",
+                              base::format_bytes(subgroup_bytes * set.subgroups.size()), free_text),
+                  "Free space there, add a device, or choose a smaller state format.");
+  }
+  SI_ASSIGN_OR_RETURN(set.owner, std::move(owner));
+
+  RunDescription description;
+  description.space = space;
+  description.rule = options.rule.rule;
+  for (const auto& source : sources) description.devices.push_back(source->name());
+  const auto planes = kernels::rule_planes(options.rule.rule);
+  storage::StoreLayout layout;
+  layout.run = storage::make_run_id();
+  layout.device_count = count;
+  layout.format = options.format;
+  layout.planes.assign(planes.begin(), planes.end());
+  layout.gradient_spill_bytes = spill_bytes;
+  layout.description = to_json(description);
+  for (uint32_t d = 0; d < count; ++d) {
+    layout.device_index = d;
+    layout.subgroups.clear();
+    uint64_t elements = 0;
+    for (const plan::Subgroup& subgroup : set.subgroups) {
+      if (set.owner[subgroup.id.value].value != d) continue;
+      layout.subgroups.push_back({subgroup.id, subgroup.first, subgroup.count});
+      elements += subgroup.count;
+    }
+    auto device = sources[d]->create(
+        layout, device_share(options, space, memory.slots * memory.slot_bytes, elements));
+    if (!device.ok()) {
+      // Leave nothing behind: the others would look like an interrupted creation.
+      set.devices.clear();
+      for (uint32_t made = 0; made < d; ++made) {
+        if (const Status erased = sources[made]->erase(); !erased.ok()) {
+          base::log(base::LogLevel::kWarning, erased.to_string());
+        }
+      }
+      return std::move(device).status();
+    }
+    set.devices.push_back(std::move(device).value());
+  }
+  return set;
+}
+
+/// Whether what a device holds fits the model and options of this run.
+Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                    const DeviceSource& source, const storage::StoreLayout& layout,
+                    const RunDescription& description) {
+  if (const std::string difference =
+          plan::ParameterSpace::first_difference(space, description.space);
+      !difference.empty()) {
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("{} holds the state of a different model ({})", device_text(source),
+                              difference),
+                  std::string(kOtherPlaceAdvice));
+  }
+  if (description.rule != options.rule.rule) {
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("{} holds state of the update rule {}, not {}", device_text(source),
+                              kernels::update_rule_name(description.rule),
+                              kernels::update_rule_name(options.rule.rule)),
+                  std::string(kOtherPlaceAdvice));
+  }
+  if (layout.format != options.format) {
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("{} holds state in the format {}, not {}", device_text(source),
+                              base::state_format_name(layout.format),
+                              base::state_format_name(options.format)),
+                  std::string(kOtherPlaceAdvice));
+  }
+  if (layout.gradient_spill_bytes == 0 &&
+      gradient_bytes(options, space.count()) > options.gradient_budget_bytes) {
+    return Status(
+        ErrorCode::kOutOfMemory,
+        fmt::format("{} was made without room for gradients, and they need {} of memory where the "
+                    "budget is {}",
+                    device_text(source), base::format_bytes(gradient_bytes(options, space.count())),
+                    base::format_bytes(options.gradient_budget_bytes)),
+        "Raise the gradient budget.");
+  }
+  return Status();
+}
+
+/// The subgroups of all devices together: each once, and without gaps.
+Status join_subgroups(const plan::ParameterSpace& space, DeviceSet& set) {
+  size_t count = 0;
+  for (const auto& device : set.devices) count += device->layout().subgroups.size();
+  set.subgroups.assign(count, plan::Subgroup{});
+  set.owner.assign(count, DeviceId{});
+  for (uint32_t d = 0; d < set.devices.size(); ++d) {
+    for (const storage::StoredSubgroup& stored : set.devices[d]->layout().subgroups) {
+      if (stored.id.value < count) {
+        set.subgroups[stored.id.value] = {stored.id, stored.first_element, stored.count};
+        set.owner[stored.id.value] = DeviceId{d};
+      }
+    }
+  }
+  uint64_t next = 0;
+  for (const plan::Subgroup& subgroup : set.subgroups) {
+    if (subgroup.count == 0 || subgroup.first != next) {
+      return Status(ErrorCode::kCorrupt,
+                    fmt::format("the devices together do not hold every parameter: element {} is "
+                                "missing or there twice",
+                                next),
+                    "Run smartinf fsck on each device.");
+    }
+    next += subgroup.count;
+  }
+  if (next != space.count()) {
+    return Status(ErrorCode::kCorrupt,
+                  fmt::format("the devices together hold {} parameters of {}", next, space.count()),
+                  "Run smartinf fsck on each device.");
+  }
+  return Status();
+}
+
+/// One opened device with what it says of its run.
+struct Opened {
+  const DeviceSource* source = nullptr;
+  std::unique_ptr<csd::Device> device;
+  RunDescription description;
+};
+
+/// Puts the devices in the run's order. Errors: of different runs, copies, or not all of them.
+Status order_devices(std::vector<Opened>& opened, DeviceSet& set) {
+  const Opened& first = opened.front();
+  const storage::StoreLayout& run = first.device->layout();
+  for (const Opened& other : opened) {
+    if (!(other.device->layout().run == run.run)) {
+      return Status(ErrorCode::kMismatch,
+                    fmt::format("{} belongs to run {}, but {} to run {}",
+                                device_text(*other.source), other.device->layout().run.to_string(),
+                                device_text(*first.source), run.run.to_string()),
+                    "Name the devices of one run only.");
+    }
+  }
+  std::vector<Opened*> by_index(run.device_count, nullptr);
+  for (Opened& other : opened) {
+    const uint32_t index = other.device->layout().device_index;
+    if (index >= by_index.size()) {
+      return Status(ErrorCode::kCorrupt,
+                    fmt::format("{} says it is number {} of {}", device_text(*other.source),
+                                index + 1, by_index.size()),
+                    "Run smartinf fsck on it.");
+    }
+    if (by_index[index] != nullptr) {
+      return Status(ErrorCode::kMismatch,
+                    fmt::format("devices {} and {} are copies of one device",
+                                by_index[index]->source->name(), other.source->name()),
+                    "Name each device of the run once.");
+    }
+    by_index[index] = &other;
+  }
+  for (size_t i = 0; i < by_index.size(); ++i) {
+    if (by_index[i] != nullptr) continue;
+    const auto& names = first.description.devices;
+    return Status(ErrorCode::kNotFound,
+                  fmt::format("the run on {} has {} devices and {} of them is missing",
+                              device_text(*first.source), by_index.size(),
+                              i < names.size() ? names[i] : fmt::format("number {}", i + 1)),
+                  "Name all devices that the run was begun with.");
+  }
+  for (Opened* each : by_index) set.devices.push_back(std::move(each->device));
+  return Status();
+}
+
+Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                           Sources& sources) {
+  const auto count = static_cast<uint32_t>(sources.size());
+  DeviceSet set;
+  set.staging_bytes = staging_bytes_to_read();
+  const uint64_t least = set.staging_bytes + count * base::kBlockElements;
+  if (options.memory_budget_bytes < least) {
+    return Status(
+        ErrorCode::kOutOfMemory,
+        fmt::format("a memory budget of {} is too small for {} device{}",
+                    base::format_bytes(options.memory_budget_bytes), count, count == 1 ? "" : "s"),
+        "Give the run the budget that it was begun with.");
+  }
+  const uint64_t slot_memory_bytes = (options.memory_budget_bytes - set.staging_bytes) / count;
+  std::vector<Opened> opened;
+  for (const auto& source : sources) {
+    Opened each;
+    each.source = source.get();
+    SI_ASSIGN_OR_RETURN(each.device, source->open(device_share(options, space, slot_memory_bytes,
+                                                               space.count() / count)));
+    auto described = run_description_from_json(each.device->layout().description);
+    if (!described.ok()) return std::move(described).status().with_context(device_text(*source));
+    each.description = std::move(described).value();
+    SI_RETURN_IF_ERROR(
+        check_device(options, space, *source, each.device->layout(), each.description));
+    opened.push_back(std::move(each));
+  }
+  SI_RETURN_IF_ERROR(order_devices(opened, set));
+  SI_RETURN_IF_ERROR(join_subgroups(space, set));
+
+  std::vector<storage::StoreState> states;
+  for (const auto& device : set.devices) states.push_back(device->state());
+  SI_ASSIGN_OR_RETURN(set.step, storage::recovery_step(states));
+  for (const auto& device : set.devices) SI_RETURN_IF_ERROR(device->recover_to(set.step));
+  return set;
+}
+
+}  // namespace
+
+Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                                  Sources& sources) {
+  SI_RETURN_IF_ERROR(check_places(sources));
+  if (space.count() == 0) {
+    return Status(ErrorCode::kInvalidArgument, "the model has no parameter to train",
+                  "Add its parameters to the space before opening the updater.");
+  }
+  const DeviceSource* holding = nullptr;
+  const DeviceSource* empty = nullptr;
+  const DeviceSource* unfinished = nullptr;
+  std::vector<DeviceSource*> begun;  // hold something, finished or not
+  std::optional<storage::RunId> run;
+  bool one_run = true;
+  base::StepNumber newest = 0;
+  for (const auto& source : sources) {
+    SI_ASSIGN_OR_RETURN(const std::optional<storage::StoreState> state, source->peek());
+    if (!state) {
+      empty = source.get();
+      continue;
+    }
+    begun.push_back(source.get());
+    one_run = one_run && (!run || *run == state->run);
+    run = state->run;
+    if (state->initialized) {
+      holding = source.get();
+      newest = std::max(newest, state->prepared_step);
+    } else {
+      unfinished = source.get();
+    }
+  }
+  // Step 0 becomes real device by device; until the last one has it, nothing was trained.
+  const bool interrupted =
+      unfinished != nullptr && (holding == nullptr || (one_run && newest == 0));
+  if (holding != nullptr && !interrupted) {
+    if (const DeviceSource* missing = empty != nullptr ? empty : unfinished; missing != nullptr) {
+      return Status(ErrorCode::kNotFound,
+                    fmt::format("{} holds no optimizer state, but {} holds that of a run",
+                                device_text(*missing), device_text(*holding)),
+                    "Name the devices that the run was begun with, or start a new run in other "
+                    "directories.");
+    }
+    return open_all(options, space, sources);
+  }
+  if (!options.create) {
+    return Status(ErrorCode::kNotFound,
+                  fmt::format("{} holds no optimizer state", device_text(*sources.front())),
+                  "Check the path; a training run makes the state when it starts.");
+  }
+  for (DeviceSource* source : begun) {
+    base::log(base::LogLevel::kWarning,
+              fmt::format("{} holds a creation that was interrupted; starting over",
+                          device_text(*source)));
+    SI_RETURN_IF_ERROR(source->erase());
+  }
+  return create_all(options, space, sources);
+}
+
+}  // namespace smartinf::engine

@@ -1,0 +1,653 @@
+#include "smartinf/engine/device_updater.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/check.h"
+#include "smartinf/base/units.h"
+#include "smartinf/kernels/update.h"
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Status;
+using csd::Command;
+using csd::CommandKind;
+using csd::Completion;
+using std::chrono::nanoseconds;
+
+namespace {
+
+/// Devices report a transfer that does not come back themselves; the engine only waits.
+constexpr nanoseconds kLong = std::chrono::hours(1);
+
+Completion next_reply(csd::CompletionQueue& replies) {
+  Completion completion;
+  while (!replies.pop(completion, kLong)) {
+  }
+  return completion;
+}
+
+Status blob_too_long() {
+  return Status(ErrorCode::kInvalidArgument, "the data to be kept with a step is too long",
+                fmt::format("It may take {}.", base::format_bytes(storage::Store::kBlobBytesMax)));
+}
+
+/// Elements of one plane in one command when state is read.
+constexpr uint64_t kReadElementsMax = 4 * base::kBlockElements;
+
+}  // namespace
+
+base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions& options,
+                                                           const plan::ParameterSpace& space,
+                                                           DeviceSet set) {
+  SI_ASSIGN_OR_RETURN(auto staging, base::AlignedBuffer::allocate(set.staging_bytes));
+  return std::unique_ptr<Updater>(
+      new DeviceUpdater(options, space, std::move(set), std::move(staging)));
+}
+
+DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                             DeviceSet set, base::AlignedBuffer staging)
+    : options_(options),
+      space_(space),
+      set_(std::move(set)),
+      staging_(std::move(staging)),
+      intake_(space_),
+      gradient_commands_(kGradientCommands),
+      update_commands_(set_.devices.size()),
+      phase_commands_(set_.devices.size()),
+      phase_(set_.fresh ? Phase::kUnwritten : Phase::kIdle),
+      committed_step_(set_.step),
+      blob_(set_.fresh ? std::string() : set_.devices.front()->blob()),
+      weights_ready_(set_.subgroups.size(), 0) {
+  for (Command& command : gradient_commands_) gradient_free_.push_back(&command);
+  for (size_t d = 0; d < set_.devices.size(); ++d) {
+    Command& command = update_commands_[d];
+    command.kind = CommandKind::kUpdate;
+    command.replies = &step_replies_;
+    command.owner = set_.devices[d].get();
+    command.scalars.resize(space_.group_count());
+  }
+  for (const plan::Subgroup& subgroup : set_.subgroups) {
+    update_commands_[set_.owner[subgroup.id.value].value].updates.push_back({subgroup.id, nullptr});
+  }
+  completions_thread_ = std::jthread([this] { take_completions(); });
+}
+
+DeviceUpdater::~DeviceUpdater() {
+  {
+    // A commit that was started is carried through; anything else is dropped with the devices.
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !commit_wanted_; });
+  }
+  set_.devices.clear();  // each waits for what it has in flight
+  step_replies_.push(Completion{});
+  completions_thread_.join();
+}
+
+size_t DeviceUpdater::subgroup_at(uint64_t element) const {
+  const auto after = std::upper_bound(
+      set_.subgroups.begin(), set_.subgroups.end(), element,
+      [](uint64_t value, const plan::Subgroup& subgroup) { return value < subgroup.first; });
+  return static_cast<size_t>(after - set_.subgroups.begin()) - 1;
+}
+
+Status DeviceUpdater::named(Status status, const Command* command) const {
+  if (status.ok()) return status;
+  const auto* device = static_cast<const csd::Device*>(command->owner);
+  const std::string& name = device->info().name;
+  // Devices and stores name themselves where they can.
+  if (status.what().find(name) != std::string::npos ||
+      status.place().path.find(name) != std::string::npos) {
+    return status;
+  }
+  return std::move(status).with_context("device " + name);
+}
+
+Status DeviceUpdater::require(Phase phase, std::string_view what) const {
+  if (phase_ == phase) return Status();
+  if (phase_ == Phase::kBroken) {
+    return Status(ErrorCode::kFailedPrecondition,
+                  fmt::format("{} after the devices failed to agree on a step", what),
+                  "Open the updater again: it recovers the last committed step.");
+  }
+  if (phase_ == Phase::kUnwritten) {
+    return Status(ErrorCode::kFailedPrecondition,
+                  fmt::format("{} before the initial state was written", what),
+                  "Call initialize() first.");
+  }
+  return Status(ErrorCode::kFailedPrecondition, fmt::format("{} out of order", what),
+                "A step is begin_step, put_gradient, finish_gradients, start_update, commit.");
+}
+
+// ---- The whole state: initialization, reading.
+
+Status DeviceUpdater::on_all_devices(CommandKind kind, base::StepNumber step,
+                                     const std::string& blob) {
+  SI_CHECK(gradient_free_.size() == kGradientCommands, "a gradient is still in flight");
+  // No commit runs while the caller does this, so its commands are free.
+  for (size_t d = 0; d < set_.devices.size(); ++d) {
+    Command& command = phase_commands_[d];
+    command = Command{};
+    command.kind = kind;
+    command.replies = &caller_replies_;
+    command.owner = set_.devices[d].get();
+    command.step = step;
+    command.blob = blob;
+    set_.devices[d]->submit(command);
+  }
+  Status result;
+  for (size_t d = 0; d < set_.devices.size(); ++d) {
+    const Completion completion = next_reply(caller_replies_);
+    Status status = named(completion.status, completion.command);
+    if (result.ok()) result = std::move(status);
+  }
+  return result;
+}
+
+Status DeviceUpdater::initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
+                                 const std::string& blob) {
+  if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ != Phase::kUnwritten) {
+      return Status(ErrorCode::kFailedPrecondition, "the devices hold state already",
+                    "initialize() is for fresh devices only.");
+    }
+  }
+  SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kBeginStep, 0, {}));
+  // Two halves: one is filled while the other is being written.
+  auto* floats = reinterpret_cast<float*>(staging_.data());
+  const uint64_t half_elements = staging_.size() / sizeof(float) / 2;
+  struct Half {
+    Command command;
+    bool in_flight = false;
+  };
+  std::array<Half, 2> halves;
+  Status result;
+  const auto finish_one = [&] {
+    const Completion completion = next_reply(caller_replies_);
+    for (Half& half : halves) {
+      if (&half.command == completion.command) half.in_flight = false;
+    }
+    Status status = named(completion.status, completion.command);
+    if (result.ok()) result = std::move(status);
+  };
+  for (const plan::Subgroup& subgroup : set_.subgroups) {
+    if (halves[0].in_flight && halves[1].in_flight) finish_one();
+    if (!result.ok()) break;
+    SI_CHECK(subgroup.count <= half_elements, "a subgroup fits half of the staging buffer");
+    Half& half = halves[0].in_flight ? halves[1] : halves[0];
+    float* buffer = &half == &halves[0] ? floats : floats + half_elements;
+    fill(subgroup.first, std::span<float>(buffer, subgroup.count));
+    csd::Device& device = device_of(subgroup.id);
+    half.command = Command{};
+    half.command.kind = CommandKind::kWriteState;
+    half.command.replies = &caller_replies_;
+    half.command.owner = &device;
+    half.command.subgroup = subgroup.id;
+    half.command.count = subgroup.count;
+    half.command.planes[0] = buffer;
+    half.in_flight = true;
+    device.submit(half.command);
+  }
+  while (halves[0].in_flight || halves[1].in_flight) finish_one();
+  SI_RETURN_IF_ERROR(std::move(result));
+  SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kPrepare, 0, blob));
+  SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kCommit, 0, {}));
+  const std::lock_guard lock(mutex_);
+  phase_ = Phase::kIdle;
+  committed_step_ = 0;
+  blob_ = blob;
+  return Status();
+}
+
+Status DeviceUpdater::read_state(
+    uint32_t plane_mask,
+    const std::function<Status(uint64_t, std::span<const std::span<const float>>)>& visit) {
+  SI_RETURN_IF_ERROR(wait_commit());
+  {
+    const std::lock_guard lock(mutex_);
+    SI_RETURN_IF_ERROR(require(Phase::kIdle, "reading the state"));
+  }
+  const size_t plane_count = kernels::rule_planes(options_.rule.rule).size();
+  size_t wanted = 0;
+  for (size_t p = 0; p < plane_count; ++p) wanted += (plane_mask >> p) & 1u;
+  if (wanted == 0) return Status();
+
+  // The staging buffer as a ring of pieces; reads run ahead, visits follow in order.
+  const uint64_t floats = staging_.size() / sizeof(float);
+  uint64_t piece = std::min(kReadElementsMax, floats / wanted / 2);
+  piece = piece / base::kBlockElements * base::kBlockElements;
+  SI_CHECK(piece > 0, "the staging buffer holds a block of every plane twice");
+  const size_t pieces = floats / (piece * wanted);
+
+  struct Piece {
+    Command command;
+    uint64_t first = 0;
+    bool done = false;
+    Status status;
+  };
+  std::vector<Piece> ring(pieces);
+  size_t next_subgroup = 0;
+  uint64_t next_within = 0;
+  size_t sent = 0;
+  size_t visited = 0;
+  auto* memory = reinterpret_cast<float*>(staging_.data());
+  const auto send = [&] {
+    const plan::Subgroup& subgroup = set_.subgroups[next_subgroup];
+    csd::Device& device = device_of(subgroup.id);
+    Piece& slot = ring[sent % pieces];
+    slot = Piece{};
+    slot.first = subgroup.first + next_within;
+    slot.command.kind = CommandKind::kReadState;
+    slot.command.replies = &caller_replies_;
+    slot.command.owner = &device;
+    slot.command.subgroup = subgroup.id;
+    slot.command.first = next_within;
+    slot.command.count = std::min(piece, subgroup.count - next_within);
+    float* out = memory + (sent % pieces) * piece * wanted;
+    for (size_t p = 0; p < plane_count; ++p) {
+      if (((plane_mask >> p) & 1u) == 0) continue;
+      slot.command.planes[p] = out;
+      out += piece;
+    }
+    next_within += slot.command.count;
+    if (next_within == subgroup.count) {
+      ++next_subgroup;
+      next_within = 0;
+    }
+    ++sent;
+    device.submit(slot.command);
+  };
+  const auto more = [&] { return next_subgroup < set_.subgroups.size(); };
+  Status result;
+  while (visited < sent || (result.ok() && more())) {
+    while (result.ok() && more() && sent - visited < pieces) send();
+    Piece& oldest = ring[visited % pieces];
+    while (!oldest.done) {
+      const Completion completion = next_reply(caller_replies_);
+      for (Piece& candidate : ring) {
+        if (&candidate.command != completion.command) continue;
+        candidate.done = true;
+        candidate.status = named(completion.status, completion.command);
+      }
+    }
+    if (result.ok()) result = std::move(oldest.status);
+    if (result.ok()) {
+      std::array<std::span<const float>, 4> planes;
+      for (size_t p = 0; p < plane_count; ++p) {
+        if (oldest.command.planes[p] == nullptr) continue;
+        planes[p] = {oldest.command.planes[p], oldest.command.count};
+      }
+      result =
+          visit(oldest.first, std::span<const std::span<const float>>(planes.data(), plane_count));
+    }
+    ++visited;
+  }
+  return result;
+}
+
+Status DeviceUpdater::load_weights(base::DataType type, const WeightsSink& sink) {
+  std::byte* weights = nullptr;
+  size_t of_subgroup = ~size_t{0};
+  return read_state(1u, [&](uint64_t first, std::span<const std::span<const float>> planes) {
+    const size_t index = subgroup_at(first);
+    const plan::Subgroup& subgroup = set_.subgroups[index];
+    if (index != of_subgroup) {
+      of_subgroup = index;
+      weights = static_cast<std::byte*>(sink(subgroup.first));
+    }
+    if (weights != nullptr) {
+      kernels::kernels().cast_from_f32(
+          planes[0].data(), weights + (first - subgroup.first) * base::data_type_bytes(type), type,
+          planes[0].size());
+    }
+    return Status();
+  });
+}
+
+// ---- A step: gradients.
+
+Status DeviceUpdater::begin_step() {
+  SI_RETURN_IF_ERROR(wait_commit());
+  base::StepNumber step = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    SI_RETURN_IF_ERROR(require(Phase::kIdle, "a step begun"));
+    step = committed_step_ + 1;
+    phase_ = Phase::kGradients;
+    step_error_ = Status();
+  }
+  intake_.begin();
+  gradient_error_ = Status();
+  gradient_error_ = on_all_devices(CommandKind::kBeginStep, step, {});
+  return gradient_error_;
+}
+
+Status DeviceUpdater::drain_gradients(size_t in_flight_max) {
+  while (kGradientCommands - gradient_free_.size() > in_flight_max) {
+    const Completion completion = next_reply(caller_replies_);
+    Status status = named(completion.status, completion.command);
+    gradient_free_.push_back(completion.command);
+    if (gradient_error_.ok()) gradient_error_ = std::move(status);
+  }
+  return gradient_error_;
+}
+
+/// `gradient` is of options_.gradient_type. Returns with commands still in flight.
+Status DeviceUpdater::send_gradient(uint64_t first, const void* gradient, uint64_t count) {
+  const uint64_t element_bytes = base::data_type_bytes(options_.gradient_type);
+  const auto* bytes = static_cast<const std::byte*>(gradient);
+  for (size_t i = subgroup_at(first); count > 0; ++i) {
+    const plan::Subgroup& subgroup = set_.subgroups[i];
+    const uint64_t within = first - subgroup.first;
+    const uint64_t here = std::min(count, subgroup.count - within);
+    SI_RETURN_IF_ERROR(drain_gradients(kGradientCommands - 1));
+    Command& command = *gradient_free_.back();
+    gradient_free_.pop_back();
+    csd::Device& device = device_of(subgroup.id);
+    command.kind = CommandKind::kPutGradient;
+    command.replies = &caller_replies_;
+    command.owner = &device;
+    command.subgroup = subgroup.id;
+    command.first = within;
+    command.count = here;
+    command.type = options_.gradient_type;
+    command.gradient = bytes;
+    device.submit(command);
+    bytes += here * element_bytes;
+    first += here;
+    count -= here;
+  }
+  return Status();
+}
+
+Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::DataType type,
+                                   uint64_t count) {
+  {
+    const std::lock_guard lock(mutex_);
+    SI_RETURN_IF_ERROR(require(Phase::kGradients, "a gradient given"));
+  }
+  SI_RETURN_IF_ERROR(gradient_error_);
+  SI_ASSIGN_OR_RETURN(const auto cuts, intake_.take(first, count));
+  const auto* bytes = static_cast<const std::byte*>(gradient);
+  if (type == options_.gradient_type) {
+    // The devices copy while the norm is found here.
+    Status sent = send_gradient(first, gradient, count);
+    for (const GradientIntake::Cut& cut : cuts) {
+      intake_.measure(cut, bytes + (cut.first - first) * base::data_type_bytes(type), type);
+    }
+    Status drained = drain_gradients(0);
+    return sent.ok() ? std::move(drained) : std::move(sent);
+  }
+  // What is measured is what the devices get, so the cast comes first, cut by cut.
+  auto* wide = reinterpret_cast<float*>(staging_.data());
+  std::byte* narrow = staging_.data() + kGradientCutElements * sizeof(float);
+  for (const GradientIntake::Cut& cut : cuts) {
+    const std::byte* in = bytes + (cut.first - first) * base::data_type_bytes(type);
+    const void* out = wide;
+    const float* values = wide;
+    if (type == base::DataType::kF32) {
+      values = reinterpret_cast<const float*>(in);
+    } else {
+      kernels::kernels().cast_to_f32(in, type, wide, cut.count);
+    }
+    if (options_.gradient_type != base::DataType::kF32) {
+      kernels::kernels().cast_from_f32(values, narrow, options_.gradient_type, cut.count);
+      out = narrow;
+    }
+    Status sent = send_gradient(cut.first, out, cut.count);
+    intake_.measure(cut, out, options_.gradient_type);
+    SI_RETURN_IF_ERROR(drain_gradients(0));
+    SI_RETURN_IF_ERROR(std::move(sent));
+  }
+  return Status();
+}
+
+base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ != Phase::kSummed) SI_RETURN_IF_ERROR(require(Phase::kGradients, "a norm asked for"));
+  SI_RETURN_IF_ERROR(gradient_error_);
+  SI_ASSIGN_OR_RETURN(GradientSummary summary, intake_.finish(unscale));
+  phase_ = Phase::kSummed;
+  return summary;
+}
+
+// ---- A step: update and weights.
+
+Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType type,
+                                   const WeightsSink& sink) {
+  if (options.groups.size() < space_.group_count()) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("learning rates for {} groups given, the model has {}",
+                              options.groups.size(), space_.group_count()),
+                  "Give one entry for every group of the parameter space.");
+  }
+  const std::lock_guard lock(mutex_);
+  SI_RETURN_IF_ERROR(require(Phase::kSummed, "an update started"));
+  std::fill(weights_ready_.begin(), weights_ready_.end(), uint8_t{0});
+  const base::StepNumber step = committed_step_ + 1;
+  for (Command& command : update_commands_) {
+    command.step = step;
+    command.type = type;
+    for (uint32_t g = 0; g < space_.group_count(); ++g) {
+      command.scalars[g] = kernels::make_step_scalars(options_.rule, options.groups[g], step,
+                                                      options.gradient_scale, options_.seed);
+    }
+    for (csd::SubgroupUpdate& update : command.updates) {
+      update.weights_out = sink ? sink(set_.subgroups[update.subgroup.value].first) : nullptr;
+    }
+  }
+  phase_ = Phase::kUpdating;
+  updates_in_flight_ = update_commands_.size();
+  for (size_t d = 0; d < update_commands_.size(); ++d) {
+    set_.devices[d]->submit(update_commands_[d]);
+  }
+  return Status();
+}
+
+Status DeviceUpdater::wait_weights(uint64_t first, uint64_t count) {
+  SI_CHECK(first <= space_.count() && count <= space_.count() - first,
+           "weights outside the parameter space");
+  if (count == 0) return Status();
+  const size_t from = subgroup_at(first);
+  const size_t to = subgroup_at(first + count - 1);
+  std::unique_lock lock(mutex_);
+  const auto all_ready = [&] {
+    return std::all_of(weights_ready_.begin() + static_cast<ptrdiff_t>(from),
+                       weights_ready_.begin() + static_cast<ptrdiff_t>(to) + 1,
+                       [](uint8_t ready) { return ready != 0; });
+  };
+  changed_.wait(lock, [&] {
+    return all_ready() || !step_error_.ok() || !commit_error_.ok() || updates_in_flight_ == 0;
+  });
+  if (!step_error_.ok()) return step_error_;
+  if (!commit_error_.ok()) return commit_error_;
+  if (!all_ready()) {
+    return Status(ErrorCode::kFailedPrecondition, "weights waited for without an update",
+                  "Call start_update() first.");
+  }
+  return Status();
+}
+
+// ---- A step: commit.
+
+void DeviceUpdater::take_completions() {
+  for (;;) {
+    Completion completion = next_reply(step_replies_);
+    if (completion.command == nullptr) return;  // the destructor's
+    {
+      const std::lock_guard lock(mutex_);
+      complete(std::move(completion));
+    }
+    changed_.notify_all();
+  }
+}
+
+void DeviceUpdater::complete(Completion&& completion) {
+  Status status = named(std::move(completion.status), completion.command);
+  if (!status.ok()) {
+    if (phase_ == Phase::kTakingBack) take_back_failed_ = true;
+    if (step_error_.ok()) step_error_ = status;
+  }
+  if (completion.event == Completion::Event::kWeightsReady) {
+    if (status.ok()) weights_ready_[completion.subgroup.value] = 1;
+    return;
+  }
+  if (completion.command->kind == CommandKind::kUpdate) {
+    if (--updates_in_flight_ == 0 && commit_wanted_) advance();
+    return;
+  }
+  if (--replies_due_ == 0) advance();
+}
+
+void DeviceUpdater::submit_to_all(Phase phase, CommandKind kind) {
+  phase_ = phase;
+  replies_due_ = set_.devices.size();
+  for (size_t d = 0; d < set_.devices.size(); ++d) {
+    Command& command = phase_commands_[d];
+    command = Command{};
+    command.kind = kind;
+    command.replies = &step_replies_;
+    command.owner = set_.devices[d].get();
+    command.step = committed_step_ + 1;
+    if (kind == CommandKind::kPrepare) command.blob = commit_blob_;
+    set_.devices[d]->submit(command);
+  }
+}
+
+void DeviceUpdater::advance() {
+  const auto end = [&](Phase phase, Status error) {
+    phase_ = phase;
+    commit_error_ = std::move(error);
+    commit_wanted_ = false;
+  };
+  switch (phase_) {
+    case Phase::kUpdating:
+      if (step_error_.ok()) return submit_to_all(Phase::kPreparing, CommandKind::kPrepare);
+      return submit_to_all(Phase::kTakingBack, CommandKind::kTakeBack);
+    case Phase::kPreparing:
+      if (step_error_.ok()) return submit_to_all(Phase::kCommitting, CommandKind::kCommit);
+      return submit_to_all(Phase::kTakingBack, CommandKind::kTakeBack);
+    case Phase::kCommitting:
+      // Every device is prepared, so whichever failed now, opening again rolls the step forward or
+      // back on all of them. Here it cannot be known which.
+      if (!step_error_.ok()) return end(Phase::kBroken, std::move(step_error_));
+      ++committed_step_;
+      blob_ = std::move(commit_blob_);
+      return end(Phase::kIdle, Status());
+    case Phase::kTakingBack:
+      // The caller hears of the error that led here.
+      return end(take_back_failed_ ? Phase::kBroken : Phase::kIdle, std::move(step_error_));
+    default:
+      SI_CHECK(false, "a reply outside of a commit");
+  }
+}
+
+Status DeviceUpdater::start_commit(const std::string& blob) {
+  if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
+  const std::lock_guard lock(mutex_);
+  SI_RETURN_IF_ERROR(require(Phase::kUpdating, "a commit"));
+  if (commit_wanted_) {
+    return Status(ErrorCode::kFailedPrecondition, "a step is being committed already",
+                  "Call wait_commit() first.");
+  }
+  commit_wanted_ = true;
+  commit_blob_ = blob;
+  take_back_failed_ = false;
+  if (updates_in_flight_ == 0) advance();
+  return Status();
+}
+
+Status DeviceUpdater::wait_commit() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !commit_wanted_; });
+  return std::exchange(commit_error_, Status());
+}
+
+Status DeviceUpdater::take_back() {
+  base::StepNumber step = 0;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !commit_wanted_ && updates_in_flight_ == 0; });
+    commit_error_ = Status();  // a failed commit has taken its step back
+    if (phase_ == Phase::kIdle || phase_ == Phase::kUnwritten) return Status();
+    if (phase_ == Phase::kBroken) return require(Phase::kIdle, "a step taken back");
+    step = committed_step_ + 1;
+  }
+  const Status result = on_all_devices(CommandKind::kTakeBack, step, {});
+  const std::lock_guard lock(mutex_);
+  step_error_ = Status();
+  phase_ = result.ok() ? Phase::kIdle : Phase::kBroken;
+  return result;
+}
+
+// ---- Readings.
+
+bool DeviceUpdater::fresh() const {
+  const std::lock_guard lock(mutex_);
+  return phase_ == Phase::kUnwritten;
+}
+
+base::StepNumber DeviceUpdater::committed_step() const {
+  const std::lock_guard lock(mutex_);
+  return committed_step_;
+}
+
+std::string DeviceUpdater::blob() const {
+  const std::lock_guard lock(mutex_);
+  return blob_;
+}
+
+UpdaterTraffic DeviceUpdater::traffic() const {
+  UpdaterTraffic traffic;
+  for (const auto& device : set_.devices) {
+    traffic.host_link_by_device.push_back(device->host_traffic());
+    traffic.store_by_device.push_back(device->store_traffic());
+    traffic.host_link += traffic.host_link_by_device.back();
+    traffic.store += traffic.store_by_device.back();
+  }
+  return traffic;
+}
+
+uint64_t DeviceUpdater::bytes_written_ever() const {
+  uint64_t bytes = 0;
+  for (const auto& device : set_.devices) bytes += device->bytes_written_ever();
+  return bytes;
+}
+
+uint64_t DeviceUpdater::memory_bytes() const {
+  uint64_t bytes = staging_.size();
+  for (const auto& device : set_.devices) bytes += device->info().memory_bytes;
+  return bytes;
+}
+
+uint64_t DeviceUpdater::gradient_memory_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& device : set_.devices) bytes += device->info().gradient_memory_bytes;
+  return bytes;
+}
+
+std::vector<std::string> DeviceUpdater::describe_devices() const {
+  std::vector<std::string> lines;
+  for (const auto& device : set_.devices) {
+    const csd::DeviceInfo& info = device->info();
+    uint64_t elements = 0;
+    for (const auto& subgroup : device->layout().subgroups) elements += subgroup.count;
+    lines.push_back(fmt::format(
+        "{}: {} device, {} ring, {} thread{}, {} slots in {}, {:.1f} % of the parameters in {} "
+        "subgroups{}",
+        info.name, info.kind, info.ring, info.threads, info.threads == 1 ? "" : "s", info.slots,
+        base::format_bytes(info.memory_bytes),
+        100.0 * static_cast<double>(elements) / static_cast<double>(space_.count()),
+        device->layout().subgroups.size(),
+        info.gradients_spilled ? ", gradients spilled to the store" : ""));
+  }
+  return lines;
+}
+
+}  // namespace smartinf::engine

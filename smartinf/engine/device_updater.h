@@ -1,0 +1,135 @@
+// The one Updater there is: SmartUpdate and host update differ in how the devices under it are
+// built, not here.
+//
+// A thread of the engine's own takes the devices' completions and carries a commit through (writes
+// done, prepare on all, commit on all, or take back on all), so that the caller may compute
+// meanwhile.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/engine/device_set.h"
+#include "smartinf/engine/gradient_intake.h"
+#include "smartinf/engine/updater.h"
+
+namespace smartinf::engine {
+
+class DeviceUpdater final : public Updater {
+ public:
+  static base::Result<std::unique_ptr<Updater>> make(const UpdaterOptions& options,
+                                                     const plan::ParameterSpace& space,
+                                                     DeviceSet set);
+  ~DeviceUpdater() override;
+  DeviceUpdater(const DeviceUpdater&) = delete;
+  DeviceUpdater& operator=(const DeviceUpdater&) = delete;
+
+  bool fresh() const override;
+  base::StepNumber committed_step() const override;
+  std::string blob() const override;
+  const plan::ParameterSpace& space() const override { return space_; }
+
+  base::Status initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
+                          const std::string& blob) override;
+  base::Status read_state(
+      uint32_t plane_mask,
+      const std::function<base::Status(uint64_t, std::span<const std::span<const float>>)>& visit)
+      override;
+  base::Status load_weights(base::DataType type, const WeightsSink& sink) override;
+
+  base::Status begin_step() override;
+  base::Status put_gradient(uint64_t first, const void* gradient, base::DataType type,
+                            uint64_t count) override;
+  base::Result<GradientSummary> finish_gradients(double unscale) override;
+  base::Status start_update(const UpdateOptions& options, base::DataType type,
+                            const WeightsSink& sink) override;
+  base::Status wait_weights(uint64_t first, uint64_t count) override;
+  base::Status start_commit(const std::string& blob) override;
+  base::Status wait_commit() override;
+  base::Status take_back() override;
+
+  UpdaterTraffic traffic() const override;
+  uint64_t bytes_written_ever() const override;
+  uint64_t memory_bytes() const override;
+  uint64_t gradient_memory_bytes() const override;
+  std::vector<std::string> describe_devices() const override;
+
+ private:
+  /// Where the step stands. Commands that belong to a phase are refused in any other.
+  enum class Phase : uint8_t {
+    kUnwritten,  // fresh: step 0 is still to be initialized
+    kIdle,       // between steps
+    kGradients,  // begun; gradients come in
+    kSummed,     // finish_gradients has been here
+    kUpdating,   // devices update; weights come up
+    kPreparing,
+    kCommitting,
+    kTakingBack,
+    kBroken,  // the devices may disagree: only opening again can tell
+  };
+
+  DeviceUpdater(const UpdaterOptions& options, const plan::ParameterSpace& space, DeviceSet set,
+                base::AlignedBuffer staging);
+
+  const std::string& device_name(size_t device) const { return set_.devices[device]->info().name; }
+  csd::Device& device_of(base::SubgroupId subgroup) {
+    return *set_.devices[set_.owner[subgroup.value].value];
+  }
+  /// First subgroup that reaches beyond `element`.
+  size_t subgroup_at(uint64_t element) const;
+  base::Status require(Phase phase, std::string_view what) const;  // mutex_ held
+  base::Status named(base::Status status, const csd::Command* command) const;
+
+  /// One command of `kind` to every device, replies to the caller's own queue; waits for all.
+  base::Status on_all_devices(csd::CommandKind kind, base::StepNumber step,
+                              const std::string& blob);
+  base::Status send_gradient(uint64_t first, const void* gradient, uint64_t count);
+  base::Status drain_gradients(size_t in_flight_max);
+
+  void take_completions();                                 // the engine thread
+  void complete(csd::Completion&& completion);             // mutex_ held
+  void advance();                                          // mutex_ held: next part of a commit
+  void submit_to_all(Phase phase, csd::CommandKind kind);  // mutex_ held
+
+  const UpdaterOptions options_;
+  const plan::ParameterSpace space_;
+  DeviceSet set_;
+  base::AlignedBuffer staging_;
+  GradientIntake intake_;
+
+  // Replies to commands that are waited for in the call that makes them: gradients, reading,
+  // writing.
+  csd::CompletionQueue caller_replies_;
+  static constexpr size_t kGradientCommands = 256;
+  std::vector<csd::Command> gradient_commands_;
+  std::vector<csd::Command*> gradient_free_;
+  base::Status gradient_error_;
+
+  // The step's commands, one of each per device, answered to the engine thread.
+  csd::CompletionQueue step_replies_;
+  std::vector<csd::Command> update_commands_;
+  std::vector<csd::Command> phase_commands_;
+
+  mutable std::mutex mutex_;  // of everything below
+  std::condition_variable changed_;
+  Phase phase_;
+  base::StepNumber committed_step_ = 0;
+  std::string blob_;
+  std::vector<uint8_t> weights_ready_;  // of every subgroup
+  size_t updates_in_flight_ = 0;        // devices whose kUpdate has not ended
+  size_t replies_due_ = 0;              // of the present phase
+  bool commit_wanted_ = false;
+  std::string commit_blob_;
+  bool take_back_failed_ = false;
+  base::Status step_error_;    // the first of this step
+  base::Status commit_error_;  // for wait_commit
+
+  std::jthread completions_thread_;
+};
+
+}  // namespace smartinf::engine

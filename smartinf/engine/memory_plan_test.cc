@@ -1,0 +1,83 @@
+#include "smartinf/engine/memory_plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/base/units.h"
+
+namespace smartinf::engine {
+namespace {
+
+MemoryPlanInput two_hundred_million() {
+  MemoryPlanInput input;
+  input.budget_bytes = 512 * base::kMiB;
+  input.elements = 200'000'000;
+  return input;
+}
+
+TEST(MemoryPlan, StaysWithinTheBudgetAndKeepsThePipelineFull) {
+  for (const uint64_t budget_mib : {16, 64, 512, 4096}) {
+    for (const uint32_t devices : {1u, 2u, 3u, 10u}) {
+      for (const auto format :
+           {base::StateFormat::kF32, base::StateFormat::kBf16, base::StateFormat::kQ8}) {
+        MemoryPlanInput input = two_hundred_million();
+        input.budget_bytes = budget_mib * base::kMiB;
+        input.devices = devices;
+        input.format = format;
+        input.gradient_spill_bytes = 2;
+        const auto plan = plan_memory(input);
+        if (budget_mib == 16 && devices == 10) {
+          EXPECT_EQ(plan.status().code(), base::ErrorCode::kOutOfMemory);
+          continue;
+        }
+        ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+        EXPECT_LE(plan->staging_bytes + devices * plan->slots * plan->slot_bytes,
+                  input.budget_bytes);
+        EXPECT_GE(plan->slots, kSlotsMin);
+        EXPECT_EQ(plan->subgroup_elements % base::kBlockElements, 0u);
+        EXPECT_LE(2 * 4 * plan->subgroup_elements, plan->staging_bytes);
+      }
+    }
+  }
+}
+
+TEST(MemoryPlan, TheAdvisedBudgetIsEnoughAndOneByteLessIsNot) {
+  MemoryPlanInput input = two_hundred_million();
+  input.subgroup_elements = 1'000'000;
+  input.budget_bytes = 1;
+  const auto refused = plan_memory(input).status();
+  EXPECT_EQ(refused.code(), base::ErrorCode::kOutOfMemory);
+  EXPECT_THAT(refused.to_string(), ::testing::HasSubstr("or make the subgroups smaller"));
+  uint64_t low = 1;
+  uint64_t high = base::kGiB;
+  while (low < high) {
+    input.budget_bytes = (low + high) / 2;
+    if (plan_memory(input).ok()) {
+      high = input.budget_bytes;
+    } else {
+      low = input.budget_bytes + 1;
+    }
+  }
+  EXPECT_THAT(refused.to_string(), ::testing::HasSubstr(base::format_bytes(low)));
+}
+
+TEST(MemoryPlan, SmallModelsStillGiveEveryDeviceSeveralSubgroups) {
+  MemoryPlanInput input = two_hundred_million();
+  input.elements = 5'000'000;
+  input.devices = 2;
+  const auto plan = plan_memory(input);
+  ASSERT_TRUE(plan.ok());
+  EXPECT_GE(input.elements / plan->subgroup_elements, 2u * 12);
+}
+
+TEST(MemoryPlan, StateBytesAreThoseOfTheEncodings) {
+  using base::StateFormat;
+  const uint64_t block = base::kBlockElements;
+  EXPECT_EQ(state_bytes(kernels::UpdateRule::kAdamW, StateFormat::kF32, 10 * block), 120 * block);
+  EXPECT_EQ(state_bytes(kernels::UpdateRule::kAdamW, StateFormat::kBf16, 10 * block), 80 * block);
+  EXPECT_EQ(state_bytes(kernels::UpdateRule::kSgdMomentum, StateFormat::kF32, 10 * block),
+            80 * block);
+}
+
+}  // namespace
+}  // namespace smartinf::engine

@@ -1,0 +1,32 @@
+#include "smartinf/engine/updater.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "smartinf/engine/device_set.h"
+#include "smartinf/engine/device_updater.h"
+#include "smartinf/engine/local_source.h"
+
+namespace smartinf::engine {
+
+base::Result<std::unique_ptr<Updater>> Updater::open(const UpdaterOptions& options,
+                                                     const plan::ParameterSpace& space) {
+  const auto given =
+      std::count_if(options.devices.begin(), options.devices.end(),
+                    [](const DeviceOptions& device) { return device.bandwidth > 0; });
+  if (given != 0 && given != static_cast<ptrdiff_t>(options.devices.size())) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "some devices are given a bandwidth and others are not",
+                        "Give all of them one, or none to have all measured.");
+  }
+  return open(options, space, local_sources(options));
+}
+
+base::Result<std::unique_ptr<Updater>> Updater::open(
+    const UpdaterOptions& options, const plan::ParameterSpace& space,
+    std::vector<std::unique_ptr<DeviceSource>> sources) {
+  SI_ASSIGN_OR_RETURN(DeviceSet set, open_device_set(options, space, sources));
+  return DeviceUpdater::make(options, space, std::move(set));
+}
+
+}  // namespace smartinf::engine

@@ -1,0 +1,315 @@
+// One suite for every kind of updater over real devices: whatever the devices, their number, the
+// cut into subgroups, the schedule, the ring, the place of the update or of the gradients, the same
+// gradients give the same bits.
+#include <cmath>
+#include <filesystem>
+#include <random>
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/fake_device.h"
+#include "smartinf/engine/updater.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::DataType;
+using base::StateFormat;
+using base::TrafficKind;
+
+constexpr uint64_t kBlock = base::kBlockElements;
+
+plan::ParameterSpace contract_space() {
+  plan::ParameterSpace space;
+  EXPECT_TRUE(space.add("embed", {kBlock, 3}, 0).ok());
+  EXPECT_TRUE(space.add("norm", {1000}, 1).ok());
+  EXPECT_TRUE(space.add("ffn", {1300, 1024}, 0).ok());  // longer than one cut of a gradient
+  EXPECT_TRUE(space.add("bias", {77}, 1).ok());
+  return space;
+}
+
+/// A directory that goes away with the test.
+class Scratch {
+ public:
+  Scratch() {
+    std::string pattern = (std::filesystem::temp_directory_path() / "smartinf-XXXXXX").string();
+    SI_CHECK(mkdtemp(pattern.data()) != nullptr, "no temporary directory");
+    path_ = pattern;
+  }
+  ~Scratch() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+/// Everything that must not depend on how the update was carried out.
+struct Outcome {
+  std::vector<double> norms;
+  std::vector<uint64_t> weights;  // checksum of what came up, for each step
+  uint64_t state = 0;             // checksum of all planes at the end
+  friend bool operator==(const Outcome&, const Outcome&) = default;
+};
+
+template <typename T>
+uint64_t digest(const std::vector<T>& values, uint64_t seed = 0) {
+  return base::checksum(std::as_bytes(std::span(values)), seed);
+}
+
+constexpr int kSteps = 3;
+
+std::vector<base::Bf16> contract_gradient(uint64_t count, int step) {
+  std::mt19937 random(static_cast<uint32_t>(step));
+  std::normal_distribution<float> normal(0.0f, 0.02f);
+  std::vector<base::Bf16> values(count);
+  for (base::Bf16& value : values) value = base::to_bf16(normal(random));
+  return values;
+}
+
+void expect_ok(const base::Status& status) { ASSERT_TRUE(status.ok()) << status.to_string(); }
+
+void run_steps(Updater& updater, int first_step, int last_step, Outcome& outcome) {
+  const plan::ParameterSpace& space = updater.space();
+  std::vector<base::Bf16> weights(space.count());
+  for (int step = first_step; step <= last_step; ++step) {
+    const auto gradient = contract_gradient(space.count(), step);
+    expect_ok(updater.begin_step());
+    // Backward: the last range comes first.
+    for (auto range = space.ranges().rbegin(); range != space.ranges().rend(); ++range) {
+      expect_ok(updater.put_gradient(range->first, gradient.data() + range->first, DataType::kBf16,
+                                     range->count));
+    }
+    const auto summary = updater.finish_gradients(0.25);
+    expect_ok(summary.status());
+    outcome.norms.push_back(summary->norm);
+    UpdateOptions options;
+    options.gradient_scale = 0.25 * std::min(1.0, 1.0 / summary->norm);
+    options.groups = {{.lr = 0.01, .weight_decay = 0.1}, {.lr = 0.02, .weight_decay = 0}};
+    expect_ok(updater.start_update(options, DataType::kBf16,
+                                   [&](uint64_t first) { return weights.data() + first; }));
+    expect_ok(updater.start_commit(fmt::format("after step {}", step)));
+    expect_ok(updater.wait_weights(0, space.count()));
+    outcome.weights.push_back(digest(weights));
+  }
+  expect_ok(updater.wait_commit());
+  ASSERT_EQ(updater.committed_step(), static_cast<uint64_t>(last_step));
+  uint64_t state = 0;
+  std::vector<std::vector<float>> planes;
+  expect_ok(updater.read_state(~0u, [&](uint64_t, std::span<const std::span<const float>> pieces) {
+    planes.resize(pieces.size());
+    for (size_t p = 0; p < pieces.size(); ++p) {
+      planes[p].insert(planes[p].end(), pieces[p].begin(), pieces[p].end());
+    }
+    return base::Status();
+  }));
+  for (const auto& plane : planes) {
+    ASSERT_EQ(plane.size(), space.count());
+    state = digest(plane, state);
+  }
+  outcome.state = state;
+  std::vector<base::Bf16> loaded(space.count());
+  expect_ok(
+      updater.load_weights(DataType::kBf16, [&](uint64_t first) { return loaded.data() + first; }));
+  EXPECT_EQ(digest(loaded), outcome.weights.back());
+}
+
+void initialize(Updater& updater) {
+  ASSERT_TRUE(updater.fresh());
+  expect_ok(updater.initialize(
+      [](uint64_t first, std::span<float> out) {
+        for (size_t i = 0; i < out.size(); ++i) {
+          out[i] = 0.1f * std::sin(static_cast<float>(first + i));
+        }
+      },
+      "start"));
+}
+
+/// What all must agree with: f32 planes in plain memory, one subgroup after another.
+const Outcome& reference(DataType gradient_type) {
+  const auto compute = [](DataType type) {
+    UpdaterOptions options;
+    options.gradient_type = type;
+    std::vector<std::unique_ptr<DeviceSource>> sources;
+    sources.push_back(std::make_unique<FakeSource>(std::make_shared<FakeDrive>(), "reference"));
+    auto updater = Updater::open(options, contract_space(), std::move(sources));
+    Outcome outcome;
+    if (!updater.ok()) return outcome;
+    initialize(**updater);
+    run_steps(**updater, 1, kSteps, outcome);
+    return outcome;
+  };
+  static const Outcome bf16 = compute(DataType::kBf16);
+  static const Outcome f32 = compute(DataType::kF32);
+  return gradient_type == DataType::kBf16 ? bf16 : f32;
+}
+
+struct Variant {
+  std::string name;
+  size_t devices = 1;
+  uint64_t subgroup_elements = 4 * kBlock;
+  UpdateWhere where = UpdateWhere::kDevice;
+  plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
+  storage::RingKind ring = storage::RingKind::kAuto;
+  DataType gradient_type = DataType::kBf16;
+  uint64_t gradient_budget_bytes = ~uint64_t{0};
+  storage::Durability durability = storage::Durability::kStep;
+  bool checksums = true;
+  uint64_t memory_budget_bytes = 64 * base::kMiB;
+};
+
+std::ostream& operator<<(std::ostream& out, const Variant& variant) { return out << variant.name; }
+
+UpdaterOptions options_of(const Variant& variant, const Scratch& scratch) {
+  UpdaterOptions options;
+  for (size_t d = 0; d < variant.devices; ++d) {
+    DeviceOptions device;
+    device.path = scratch / fmt::format("device{}", d);
+    device.bandwidth = 1;
+    device.threads = 2;
+    options.devices.push_back(device);
+  }
+  options.io_bytes = base::kMiB;
+  options.io_depth = 4;
+  options.subgroup_elements = variant.subgroup_elements;
+  options.where = variant.where;
+  options.schedule = variant.schedule;
+  options.ring = variant.ring;
+  options.gradient_type = variant.gradient_type;
+  options.gradient_budget_bytes = variant.gradient_budget_bytes;
+  options.durability = variant.durability;
+  options.checksums = variant.checksums;
+  options.memory_budget_bytes = variant.memory_budget_bytes;
+  return options;
+}
+
+class UpdaterContract : public ::testing::TestWithParam<Variant> {
+ protected:
+  Scratch scratch_;
+  UpdaterOptions options_ = options_of(GetParam(), scratch_);
+};
+
+TEST_P(UpdaterContract, SameGradientsGiveTheSameBits) {
+  Outcome outcome;
+  {
+    auto updater = Updater::open(options_, contract_space());
+    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+    initialize(**updater);
+    run_steps(**updater, 1, 2, outcome);
+    EXPECT_LE((*updater)->memory_bytes(), options_.memory_budget_bytes);
+    EXPECT_EQ((*updater)->describe_devices().size(), options_.devices.size());
+  }
+  // The last step after opening again.
+  auto updater = Updater::open(options_, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  EXPECT_FALSE((*updater)->fresh());
+  EXPECT_EQ((*updater)->committed_step(), 2u);
+  EXPECT_EQ((*updater)->blob(), "after step 2");
+  run_steps(**updater, 3, kSteps, outcome);
+  EXPECT_EQ(outcome.norms, reference(GetParam().gradient_type).norms);
+  EXPECT_EQ(outcome.weights, reference(GetParam().gradient_type).weights);
+  EXPECT_EQ(outcome.state, reference(GetParam().gradient_type).state);
+}
+
+TEST_P(UpdaterContract, AStepTakenBackLeavesNoTrace) {
+  if (GetParam().durability == storage::Durability::kNone) {
+    GTEST_SKIP() << "updates in place cannot be taken back";
+  }
+  auto updater = Updater::open(options_, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  Outcome outcome;
+  run_steps(**updater, 1, 1, outcome);
+  const uint64_t count = contract_space().count();
+  const auto other = contract_gradient(count, 99);
+  for (const bool updated : {false, true}) {
+    expect_ok((*updater)->begin_step());
+    expect_ok((*updater)->put_gradient(0, other.data(), DataType::kBf16, count));
+    if (updated) {
+      expect_ok((*updater)->finish_gradients(1).status());
+      UpdateOptions update;
+      update.groups.resize(2);
+      expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));
+    }
+    expect_ok((*updater)->take_back());
+    EXPECT_EQ((*updater)->committed_step(), 1u);
+  }
+  run_steps(**updater, 2, kSteps, outcome);
+  EXPECT_EQ(outcome, reference(GetParam().gradient_type));
+}
+
+/// Bytes of a step over the host link and on the drive, exact but for metadata.
+TEST_P(UpdaterContract, CountedBytesAreThoseOfTheScheme) {
+  auto updater = Updater::open(options_, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  const UpdaterTraffic before = (*updater)->traffic();
+  Outcome outcome;
+  const uint64_t count = contract_space().count();
+  std::vector<base::Bf16> weights(count);
+  const auto gradient = contract_gradient(count, 1);
+  expect_ok((*updater)->begin_step());
+  expect_ok((*updater)->put_gradient(0, gradient.data(), DataType::kBf16, count));
+  expect_ok((*updater)->finish_gradients(1).status());
+  UpdateOptions update;
+  update.groups.resize(2);
+  expect_ok((*updater)->start_update(update, DataType::kBf16,
+                                     [&](uint64_t first) { return weights.data() + first; }));
+  expect_ok((*updater)->commit("one step"));
+  const base::TrafficReading host = (*updater)->traffic().host_link.since(before.host_link);
+  const base::TrafficReading store = (*updater)->traffic().store.since(before.store);
+  const uint64_t gradient_bytes = count * base::data_type_bytes(GetParam().gradient_type);
+  const bool spilled = GetParam().gradient_budget_bytes == 0;
+  // Planes of a subgroup are padded to pages, so the state is counted with that.
+  const uint64_t padding = 3 * 4096 * 2 * (count / kBlock + 1);
+  EXPECT_GE(store.up(TrafficKind::kState), 12 * count);
+  EXPECT_LE(store.up(TrafficKind::kState), 12 * count + padding);
+  EXPECT_EQ(store.down(TrafficKind::kState), store.up(TrafficKind::kState));
+  if (GetParam().where == UpdateWhere::kDevice) {
+    EXPECT_EQ(host.down(TrafficKind::kGradient), gradient_bytes);
+    EXPECT_EQ(host.up(TrafficKind::kWeight), 2 * count);
+    EXPECT_EQ(host.up(TrafficKind::kState), 0u);
+    EXPECT_EQ(host.down(TrafficKind::kState), 0u);
+  } else {
+    EXPECT_EQ(host.up(TrafficKind::kState), store.up(TrafficKind::kState));
+    EXPECT_EQ(host.down(TrafficKind::kState), store.down(TrafficKind::kState));
+    EXPECT_GE(host.up(TrafficKind::kGradient), spilled ? gradient_bytes : 0);
+    EXPECT_LE(host.up(TrafficKind::kGradient), spilled ? gradient_bytes + padding : 0);
+    EXPECT_EQ(host.down(TrafficKind::kGradient), host.up(TrafficKind::kGradient));
+  }
+}
+
+const Variant kVariants[] = {
+    {.name = "OneDevice"},
+    {.name = "TwoDevices", .devices = 2},
+    {.name = "ThreeDevices", .devices = 3},
+    {.name = "SmallestSubgroups", .devices = 2, .subgroup_elements = kBlock},
+    {.name = "OneSubgroup", .subgroup_elements = 64 * kBlock, .memory_budget_bytes = base::kGiB},
+    {.name = "LeastMemory", .subgroup_elements = kBlock, .memory_budget_bytes = 8 * base::kMiB},
+    {.name = "Naive", .devices = 2, .schedule = plan::ScheduleVariant::kNaive},
+    {.name = "Early", .devices = 2, .schedule = plan::ScheduleVariant::kEarly},
+    {.name = "ThreadRing", .devices = 2, .ring = storage::RingKind::kThreads},
+    {.name = "Spilled", .devices = 2, .gradient_budget_bytes = 0},
+    {.name = "HalfSpilled", .gradient_budget_bytes = 2 * base::kMiB},
+    {.name = "InPlace", .devices = 2, .durability = storage::Durability::kNone},
+    {.name = "NoChecksums", .checksums = false},
+    {.name = "F32Gradients", .gradient_type = DataType::kF32},
+    {.name = "HostUpdate", .devices = 2, .where = UpdateWhere::kHost},
+    {.name = "HostUpdateAsInThePaper",
+     .devices = 3,
+     .where = UpdateWhere::kHost,
+     .gradient_type = DataType::kF32,
+     .gradient_budget_bytes = 0},
+};
+
+INSTANTIATE_TEST_SUITE_P(All, UpdaterContract, ::testing::ValuesIn(kVariants),
+                         [](const auto& variant) { return variant.param.name; });
+
+}  // namespace
+}  // namespace smartinf::engine

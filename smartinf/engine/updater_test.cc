@@ -1,0 +1,470 @@
+// The updater's own logic over fake devices: order of calls, agreement of devices, what users get
+// wrong. updater_contract_test.cc has the same step over real ones.
+#include "smartinf/engine/updater.h"
+
+#include <cmath>
+#include <random>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/engine/fake_device.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::DataType;
+using base::ErrorCode;
+using csd::CommandKind;
+using ::testing::HasSubstr;
+
+constexpr uint64_t kCount = 5 * base::kBlockElements + 1234;
+
+plan::ParameterSpace test_space() {
+  plan::ParameterSpace space;
+  EXPECT_TRUE(space.add("embed", {base::kBlockElements, 2}, 0).ok());
+  EXPECT_TRUE(space.add("norm", {1234}, 1).ok());
+  EXPECT_TRUE(space.add("head", {3, base::kBlockElements}, 0).ok());
+  return space;
+}
+
+class UpdaterOverFakes : public ::testing::Test {
+ protected:
+  explicit UpdaterOverFakes(size_t devices = 2) {
+    for (size_t d = 0; d < devices; ++d) drives_.push_back(std::make_shared<FakeDrive>());
+    options_.subgroup_elements = base::kBlockElements;
+    options_.gradient_type = DataType::kF32;
+    weights_.resize(kCount);
+  }
+
+  std::vector<std::unique_ptr<DeviceSource>> sources() const {
+    std::vector<std::unique_ptr<DeviceSource>> result;
+    for (size_t d = 0; d < drives_.size(); ++d) {
+      result.push_back(std::make_unique<FakeSource>(drives_[d], fmt_name(d)));
+    }
+    return result;
+  }
+  static std::string fmt_name(size_t d) { return "drive" + std::to_string(d); }
+
+  base::Result<std::unique_ptr<Updater>> open() {
+    return Updater::open(options_, space_, sources());
+  }
+  std::unique_ptr<Updater> open_fresh() {
+    auto updater = open();
+    EXPECT_TRUE(updater.ok()) << updater.status().to_string();
+    const base::Status status = (*updater)->initialize(
+        [](uint64_t first, std::span<float> out) {
+          for (size_t i = 0; i < out.size(); ++i) {
+            out[i] = std::sin(static_cast<float>(first + i));
+          }
+        },
+        "step 0");
+    EXPECT_TRUE(status.ok()) << status.to_string();
+    return std::move(*updater);
+  }
+
+  WeightsSink sink() {
+    return [this](uint64_t first) { return weights_.data() + first; };
+  }
+  static std::vector<float> gradient(uint64_t seed) {
+    std::mt19937 random(static_cast<uint32_t>(seed));
+    std::normal_distribution<float> normal(0.0f, 0.1f);
+    std::vector<float> values(kCount);
+    for (float& value : values) value = normal(random);
+    return values;
+  }
+  static UpdateOptions update_options() {
+    UpdateOptions update;
+    update.groups = {{.lr = 0.01, .weight_decay = 0.1}, {.lr = 0.02, .weight_decay = 0}};
+    return update;
+  }
+
+  base::Status step_until_commit(Updater& updater, uint64_t seed) {
+    const std::vector<float> values = gradient(seed);
+    SI_RETURN_IF_ERROR(updater.begin_step());
+    SI_RETURN_IF_ERROR(updater.put_gradient(0, values.data(), DataType::kF32, kCount));
+    SI_RETURN_IF_ERROR(updater.finish_gradients(1).status());
+    SI_RETURN_IF_ERROR(updater.start_update(update_options(), DataType::kF32, sink()));
+    return updater.wait_weights(0, kCount);
+  }
+  base::Status step(Updater& updater, uint64_t seed) {
+    SI_RETURN_IF_ERROR(step_until_commit(updater, seed));
+    return updater.commit("step " + std::to_string(seed));
+  }
+  std::vector<float> loaded(Updater& updater) {
+    std::vector<float> values(kCount);
+    const base::Status status =
+        updater.load_weights(DataType::kF32, [&](uint64_t first) { return values.data() + first; });
+    EXPECT_TRUE(status.ok()) << status.to_string();
+    return values;
+  }
+
+  plan::ParameterSpace space_ = test_space();
+  UpdaterOptions options_;
+  std::vector<std::shared_ptr<FakeDrive>> drives_;
+  std::vector<float> weights_;
+};
+
+TEST_F(UpdaterOverFakes, AStepBecomesRealAndIsThereAfterReopening) {
+  auto updater = open_fresh();
+  EXPECT_FALSE(updater->fresh());
+  EXPECT_EQ(updater->blob(), "step 0");
+  const std::vector<float> before = loaded(*updater);
+  for (uint64_t n = 1; n <= 3; ++n) {
+    const base::Status status = step(*updater, n);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    EXPECT_EQ(updater->committed_step(), n);
+  }
+  EXPECT_NE(weights_, before);
+  EXPECT_EQ(loaded(*updater), weights_);
+  updater.reset();
+  auto again = open();
+  ASSERT_TRUE(again.ok()) << again.status().to_string();
+  EXPECT_FALSE((*again)->fresh());
+  EXPECT_EQ((*again)->committed_step(), 3u);
+  EXPECT_EQ((*again)->blob(), "step 3");
+  EXPECT_EQ(loaded(**again), weights_);
+}
+
+TEST_F(UpdaterOverFakes, ReadStateVisitsEveryElementOnceInOrder) {
+  auto updater = open_fresh();
+  ASSERT_TRUE(step(*updater, 1).ok());
+  uint64_t next = 0;
+  const base::Status status = updater->read_state(
+      0b101, [&](uint64_t first, std::span<const std::span<const float>> planes) {
+        EXPECT_EQ(first, next);
+        EXPECT_EQ(planes.size(), 3u);
+        EXPECT_TRUE(planes[1].empty());
+        EXPECT_EQ(planes[0].size(), planes[2].size());
+        for (size_t i = 0; i < planes[0].size(); ++i) {
+          if (planes[0][i] != weights_[first + i]) return base::Status(ErrorCode::kCorrupt, "x");
+        }
+        next += planes[0].size();
+        return base::Status();
+      });
+  EXPECT_TRUE(status.ok()) << status.to_string();
+  EXPECT_EQ(next, kCount);
+  EXPECT_EQ(updater
+                ->read_state(1,
+                             [](uint64_t, std::span<const std::span<const float>>) {
+                               return base::Status(ErrorCode::kCancelled, "enough");
+                             })
+                .code(),
+            ErrorCode::kCancelled);
+}
+
+TEST_F(UpdaterOverFakes, NormDependsOnNothingButTheValues) {
+  const std::vector<float> values = gradient(7);
+  double expected = 0;
+  for (const float value : values) expected += static_cast<double>(value) * value;
+  std::vector<double> norms;
+  for (const uint64_t subgroup : {base::kBlockElements, 4 * base::kBlockElements}) {
+    for (const bool reversed : {false, true}) {
+      for (auto& drive : drives_) *drive = FakeDrive();
+      options_.subgroup_elements = subgroup;
+      auto updater = open_fresh();
+      ASSERT_TRUE(updater->begin_step().ok());
+      std::vector<plan::ParameterRange> ranges = space_.ranges();
+      if (reversed) std::reverse(ranges.begin(), ranges.end());
+      for (const auto& range : ranges) {
+        ASSERT_TRUE(updater
+                        ->put_gradient(range.first, values.data() + range.first, DataType::kF32,
+                                       range.count)
+                        .ok());
+      }
+      const auto summary = updater->finish_gradients(0.5);
+      ASSERT_TRUE(summary.ok());
+      norms.push_back(summary->norm);
+    }
+  }
+  for (const double norm : norms) EXPECT_EQ(norm, norms.front());
+  EXPECT_NEAR(norms.front(), 0.5 * std::sqrt(expected), 1e-9 * norms.front());
+}
+
+TEST_F(UpdaterOverFakes, GradientOfAnotherTypeIsCastAndThatIsWhatIsMeasured) {
+  options_.gradient_type = DataType::kBf16;
+  auto updater = open_fresh();
+  std::vector<float> values = gradient(3);
+  std::vector<base::Bf16> narrow(kCount);
+  for (size_t i = 0; i < kCount; ++i) narrow[i] = base::to_bf16(values[i]);
+  ASSERT_TRUE(updater->begin_step().ok());
+  ASSERT_TRUE(updater->put_gradient(0, values.data(), DataType::kF32, kCount).ok());
+  const auto from_f32 = updater->finish_gradients(1);
+  ASSERT_TRUE(from_f32.ok());
+  ASSERT_TRUE(updater->take_back().ok());
+  ASSERT_TRUE(updater->begin_step().ok());
+  ASSERT_TRUE(updater->put_gradient(0, narrow.data(), DataType::kBf16, kCount).ok());
+  const auto from_bf16 = updater->finish_gradients(1);
+  ASSERT_TRUE(from_bf16.ok());
+  EXPECT_EQ(from_f32->norm, from_bf16->norm);
+}
+
+TEST_F(UpdaterOverFakes, NonFiniteGradientsNameTheFirstParameter) {
+  auto updater = open_fresh();
+  std::vector<float> values = gradient(3);
+  values[2 * base::kBlockElements + 5] = std::nanf("");
+  values[kCount - 1] = INFINITY;
+  ASSERT_TRUE(updater->begin_step().ok());
+  ASSERT_TRUE(updater->put_gradient(0, values.data(), DataType::kF32, kCount).ok());
+  const auto summary = updater->finish_gradients(1);
+  ASSERT_TRUE(summary.ok());
+  EXPECT_FALSE(summary->finite);
+  EXPECT_EQ(summary->first_bad, "norm");
+  EXPECT_TRUE(updater->take_back().ok());
+  EXPECT_EQ(updater->committed_step(), 0u);
+}
+
+TEST_F(UpdaterOverFakes, GradientPiecesAreHeldToTheirContract) {
+  auto updater = open_fresh();
+  const std::vector<float> values = gradient(1);
+  const auto put = [&](uint64_t first, uint64_t count) {
+    return updater->put_gradient(first, values.data(), DataType::kF32, count);
+  };
+  EXPECT_EQ(put(0, kCount).code(), ErrorCode::kFailedPrecondition);  // no step begun
+  ASSERT_TRUE(updater->begin_step().ok());
+  EXPECT_EQ(put(0, kCount + 1).code(), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(put(~0ull, 2).code(), ErrorCode::kInvalidArgument);
+  const base::Status cut = put(0, 77);
+  EXPECT_EQ(cut.code(), ErrorCode::kInvalidArgument);
+  EXPECT_THAT(cut.to_string(), HasSubstr("gradient of embed is cut at its element 77"));
+  ASSERT_TRUE(put(0, 2 * base::kBlockElements).ok());
+  const base::Status twice = put(0, kCount);
+  EXPECT_EQ(twice.code(), ErrorCode::kFailedPrecondition);
+  EXPECT_THAT(twice.to_string(), HasSubstr("gradient of embed"));
+  ASSERT_TRUE(put(2 * base::kBlockElements, 1234).ok());
+  const auto missing = updater->finish_gradients(1).status();
+  EXPECT_EQ(missing.code(), ErrorCode::kFailedPrecondition);
+  EXPECT_THAT(missing.to_string(), HasSubstr("head got no gradient"));
+  EXPECT_EQ(updater->start_update(update_options(), DataType::kF32, sink()).code(),
+            ErrorCode::kFailedPrecondition);
+}
+
+TEST_F(UpdaterOverFakes, CallsOutOfOrderAreRefused) {
+  auto fresh = open();
+  ASSERT_TRUE(fresh.ok());
+  EXPECT_TRUE((*fresh)->fresh());
+  EXPECT_THAT((*fresh)->begin_step().to_string(), HasSubstr("initialize()"));
+  fresh->reset();
+  auto updater = open_fresh();
+  EXPECT_EQ(updater->initialize([](uint64_t, std::span<float>) {}, "").code(),
+            ErrorCode::kFailedPrecondition);
+  EXPECT_EQ(updater->start_commit("").code(), ErrorCode::kFailedPrecondition);
+  EXPECT_TRUE(updater->take_back().ok());
+  EXPECT_TRUE(updater->wait_commit().ok());
+  ASSERT_TRUE(updater->begin_step().ok());
+  EXPECT_EQ(updater->begin_step().code(), ErrorCode::kFailedPrecondition);
+  EXPECT_EQ(updater->load_weights(DataType::kF32, sink()).code(), ErrorCode::kFailedPrecondition);
+  UpdateOptions one_group;
+  one_group.groups.resize(1);
+  EXPECT_EQ(updater->start_update(one_group, DataType::kF32, sink()).code(),
+            ErrorCode::kInvalidArgument);
+}
+
+TEST_F(UpdaterOverFakes, AStepTakenBackLeavesNoTrace) {
+  auto updater = open_fresh();
+  ASSERT_TRUE(step(*updater, 1).ok());
+  const std::vector<float> committed = weights_;
+  ASSERT_TRUE(step_until_commit(*updater, 2).ok());
+  EXPECT_NE(weights_, committed);
+  ASSERT_TRUE(updater->take_back().ok());
+  EXPECT_EQ(updater->committed_step(), 1u);
+  EXPECT_EQ(loaded(*updater), committed);
+  ASSERT_TRUE(step(*updater, 3).ok());
+  EXPECT_EQ(updater->committed_step(), 2u);
+}
+
+class FailingCommand : public UpdaterOverFakes,
+                       public ::testing::WithParamInterface<CommandKind> {};
+
+TEST_P(FailingCommand, NamesTheDeviceAndLeavesTheLastCommittedStep) {
+  auto updater = open_fresh();
+  ASSERT_TRUE(step(*updater, 1).ok());
+  const std::vector<float> committed = weights_;
+  drives_[1]->fail_next = GetParam();
+  const base::Status failed = step(*updater, 2);
+  EXPECT_EQ(failed.code(), ErrorCode::kIo);
+  EXPECT_THAT(failed.to_string(), HasSubstr("drive1"));
+  // Whatever had not been taken back by commit is now.
+  ASSERT_TRUE(updater->take_back().ok());
+  EXPECT_EQ(updater->committed_step(), 1u);
+  EXPECT_EQ(updater->blob(), "step 1");
+  EXPECT_EQ(loaded(*updater), committed);
+  EXPECT_EQ(drives_[0]->state.prepared_step, 1u);
+  ASSERT_TRUE(step(*updater, 2).ok());
+  EXPECT_EQ(updater->committed_step(), 2u);
+}
+
+INSTANTIATE_TEST_SUITE_P(BeforeAllArePrepared, FailingCommand,
+                         ::testing::Values(CommandKind::kBeginStep, CommandKind::kPutGradient,
+                                           CommandKind::kUpdate, CommandKind::kPrepare));
+
+TEST_F(UpdaterOverFakes, AFailureWhileCommittingIsSettledByOpeningAgain) {
+  auto updater = open_fresh();
+  ASSERT_TRUE(step(*updater, 1).ok());
+  ASSERT_TRUE(step_until_commit(*updater, 2).ok());
+  drives_[1]->fail_next = CommandKind::kCommit;
+  const base::Status failed = updater->commit("step 2");
+  EXPECT_THAT(failed.to_string(), HasSubstr("drive1"));
+  EXPECT_THAT(updater->begin_step().to_string(), HasSubstr("Open the updater again"));
+  updater.reset();
+  auto again = open();  // one device had committed, so the other rolls forward
+  ASSERT_TRUE(again.ok()) << again.status().to_string();
+  EXPECT_EQ((*again)->committed_step(), 2u);
+  EXPECT_EQ((*again)->blob(), "step 2");
+  EXPECT_EQ(loaded(**again), weights_);
+}
+
+TEST_F(UpdaterOverFakes, ACommitInTheBackgroundIsFinishedByWhoeverNeedsItNext) {
+  auto updater = open_fresh();
+  ASSERT_TRUE(step_until_commit(*updater, 1).ok());
+  ASSERT_TRUE(updater->start_commit("b").ok());
+  ASSERT_TRUE(updater->begin_step().ok());
+  EXPECT_EQ(updater->committed_step(), 1u);
+  ASSERT_TRUE(updater->take_back().ok());
+  ASSERT_TRUE(step_until_commit(*updater, 2).ok());
+  drives_[0]->fail_next = CommandKind::kPrepare;
+  ASSERT_TRUE(updater->start_commit("c").ok());
+  EXPECT_THAT(updater->begin_step().to_string(), HasSubstr("drive0"));
+  EXPECT_EQ(updater->committed_step(), 1u);
+  ASSERT_TRUE(step(*updater, 2).ok());
+}
+
+// ---- Opening, and what users get wrong.
+
+TEST_F(UpdaterOverFakes, NoDeviceAndTheSameDeviceTwice) {
+  drives_.clear();
+  EXPECT_THAT(open().status().to_string(), HasSubstr("[[device]]"));
+  std::vector<std::unique_ptr<DeviceSource>> twice;
+  const auto drive = std::make_shared<FakeDrive>();
+  twice.push_back(std::make_unique<FakeSource>(drive, "a"));
+  twice.push_back(std::make_unique<FakeSource>(drive, "a"));
+  EXPECT_THAT(Updater::open(options_, space_, std::move(twice)).status().to_string(),
+              HasSubstr("same place"));
+}
+
+TEST_F(UpdaterOverFakes, NothingThereAndNotToBeCreated) {
+  options_.create = false;
+  EXPECT_EQ(open().status().code(), ErrorCode::kNotFound);
+  EXPECT_FALSE(drives_[0]->layout.has_value());
+}
+
+TEST_F(UpdaterOverFakes, StateOfADifferentModelIsNotTouched) {
+  open_fresh();
+  plan::ParameterSpace other;
+  ASSERT_TRUE(other.add("embed", {base::kBlockElements, 4}, 0).ok());
+  const auto status = Updater::open(options_, other, sources()).status();
+  EXPECT_EQ(status.code(), ErrorCode::kMismatch);
+  EXPECT_THAT(status.to_string(), HasSubstr("embed: [65536, 4] here, [65536, 2] on the device"));
+  EXPECT_THAT(status.to_string(), HasSubstr("drive0"));
+  EXPECT_TRUE(open().ok());
+}
+
+TEST_F(UpdaterOverFakes, AnotherRuleOrFormatIsAMismatch) {
+  open_fresh();
+  options_.rule.rule = kernels::UpdateRule::kSgdMomentum;
+  EXPECT_THAT(open().status().to_string(), HasSubstr("rule adamw, not sgd"));
+  options_.rule.rule = kernels::UpdateRule::kAdamW;
+  options_.format = base::StateFormat::kQ8;
+  EXPECT_THAT(open().status().to_string(), HasSubstr("format f32, not q8"));
+}
+
+TEST_F(UpdaterOverFakes, AMissingDeviceIsNamed) {
+  open_fresh();
+  const auto removed = drives_.back();
+  drives_.pop_back();
+  const auto status = open().status();
+  EXPECT_EQ(status.code(), ErrorCode::kNotFound);
+  EXPECT_THAT(status.to_string(), HasSubstr("2 devices and drive1 of them is missing"));
+  drives_.push_back(std::make_shared<FakeDrive>());  // an empty one in its place
+  const auto empty = open().status();
+  EXPECT_EQ(empty.code(), ErrorCode::kNotFound);
+  EXPECT_THAT(empty.to_string(), HasSubstr("drive1 holds no optimizer state"));
+  EXPECT_FALSE(drives_.back()->layout.has_value());
+  drives_.back() = removed;
+  EXPECT_TRUE(open().ok());
+}
+
+TEST_F(UpdaterOverFakes, DevicesMayBeNamedInAnotherOrder) {
+  auto updater = open_fresh();
+  const std::vector<float> before = loaded(*updater);
+  updater.reset();
+  std::swap(drives_[0], drives_[1]);
+  auto again = open();
+  ASSERT_TRUE(again.ok()) << again.status().to_string();
+  EXPECT_EQ(loaded(**again), before);
+}
+
+TEST_F(UpdaterOverFakes, ADeviceOfAnotherRunIsNamed) {
+  open_fresh();
+  const auto foreign = drives_[1];
+  drives_[0] = std::make_shared<FakeDrive>();
+  drives_[1] = std::make_shared<FakeDrive>();
+  open_fresh();
+  drives_[1] = foreign;
+  const auto status = open().status();
+  EXPECT_EQ(status.code(), ErrorCode::kMismatch);
+  EXPECT_THAT(status.to_string(), HasSubstr("device drive1 belongs to run"));
+}
+
+TEST_F(UpdaterOverFakes, ADeviceInUseIsNamed) {
+  auto updater = open_fresh();
+  const auto status = open().status();
+  EXPECT_EQ(status.code(), ErrorCode::kBusy);
+  EXPECT_THAT(status.to_string(), HasSubstr("drive0"));
+}
+
+TEST_F(UpdaterOverFakes, AnInterruptedCreationIsStartedOver) {
+  // Neither device has step 0.
+  ASSERT_TRUE(open().ok());
+  auto again = open();
+  ASSERT_TRUE(again.ok()) << again.status().to_string();
+  EXPECT_TRUE((*again)->fresh());
+  again->reset();
+  // One has it, the other does not.
+  open_fresh();
+  drives_[1]->state.initialized = false;
+  again = open();
+  ASSERT_TRUE(again.ok()) << again.status().to_string();
+  EXPECT_TRUE((*again)->fresh());
+  again->reset();
+  // Steps were made: an uninitialized device is then no leftover but a loss.
+  auto updater = open_fresh();
+  ASSERT_TRUE(step(*updater, 1).ok());
+  updater.reset();
+  drives_[1]->state.initialized = false;
+  EXPECT_EQ(open().status().code(), ErrorCode::kNotFound);
+}
+
+TEST_F(UpdaterOverFakes, ACreationThatFailsLeavesNothingBehind) {
+  drives_[1]->refuse_to_create = true;
+  EXPECT_EQ(open().status().code(), ErrorCode::kNoSpace);
+  EXPECT_FALSE(drives_[0]->layout.has_value());
+}
+
+TEST_F(UpdaterOverFakes, TooLittleSpaceIsSaidBeforeAnythingIsMade) {
+  drives_[0]->capacity_bytes = 3 * base::kBlockElements * 24;
+  drives_[1]->capacity_bytes = 2 * base::kBlockElements * 24;
+  const auto status = open().status();
+  EXPECT_EQ(status.code(), ErrorCode::kNoSpace);
+  EXPECT_THAT(status.to_string(), HasSubstr("free are 4.50 MiB on drive0, 3.00 MiB on drive1"));
+  EXPECT_FALSE(drives_[0]->layout.has_value());
+}
+
+TEST_F(UpdaterOverFakes, TooLittleMemorySaysHowMuchWouldDo) {
+  options_.memory_budget_bytes = 1 << 20;
+  options_.subgroup_elements = 0;
+  const auto status = open().status();
+  EXPECT_EQ(status.code(), ErrorCode::kOutOfMemory);
+  EXPECT_THAT(status.to_string(), HasSubstr("at least"));
+}
+
+TEST_F(UpdaterOverFakes, FasterDevicesOwnMore) {
+  drives_[0]->bandwidth = 2;
+  auto updater = open();
+  ASSERT_TRUE(updater.ok());
+  EXPECT_EQ(drives_[0]->layout->subgroups.size(), 4u);
+  EXPECT_EQ(drives_[1]->layout->subgroups.size(), 2u);
+}
+
+}  // namespace
+}  // namespace smartinf::engine

@@ -1,0 +1,61 @@
+#include "smartinf/storage/erase.h"
+
+#include <cerrno>
+#include <filesystem>
+#include <utility>
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/storage/container.h"
+#include "smartinf/storage/file_descriptor.h"
+#include "smartinf/storage/format.h"
+
+namespace smartinf::storage {
+
+using base::Status;
+
+namespace {
+
+Status wipe_block_device(const std::string& path) {
+  auto container = open_container(path, StoreOptions{});
+  if (!container.ok()) return std::move(container).status();
+  SI_ASSIGN_OR_RETURN(const auto zeros, base::AlignedBuffer::allocate(kSuperblockAreaBytes));
+  if (pwrite(container->state.get(), zeros.data(), zeros.size(), 0) !=
+          static_cast<ssize_t>(zeros.size()) ||
+      fdatasync(container->state.get()) != 0) {
+    return base::errno_status(errno, "cannot wipe the device's superblocks", path, 0, zeros.size());
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status erase_store(const std::string& path) {
+  std::error_code error;
+  if (std::filesystem::is_block_file(path, error)) return wipe_block_device(path);
+  const std::filesystem::path directory(path);
+  const std::string lock_path = (directory / kLockFileName).string();
+  const FileDescriptor lock(open(lock_path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!lock.is_open() && errno != ENOENT) {
+    return base::errno_status(errno, "cannot open the device's lock file", lock_path);
+  }
+  if (lock.is_open() && flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
+    // Opening says who holds it.
+    auto holder = open_container(path, StoreOptions{});
+    if (!holder.ok()) return std::move(holder).status();
+    return Status(base::ErrorCode::kBusy, "the device was in use until now", "Try again.",
+                  base::ErrorPlace{path, {}, {}, 0});
+  }
+  for (const std::string_view name : {kStateFileName, kCreatingFileName, kLockFileName}) {
+    const std::string file = (directory / name).string();
+    if (unlink(file.c_str()) != 0 && errno != ENOENT) {
+      return base::errno_status(errno, "cannot delete", file);
+    }
+  }
+  return Status();
+}
+
+}  // namespace smartinf::storage

@@ -1,0 +1,16 @@
+// Taking a store away: what is left of an interrupted creation, of a benchmark, or of a run that is
+// not needed any more.
+#pragma once
+
+#include <string>
+
+#include "smartinf/base/status.h"
+
+namespace smartinf::storage {
+
+/// Deletes the store at `path`, finished or not, with its lock; what was measured about the drive
+/// stays. Of a block device only the superblocks are wiped. Ok when there is none.
+/// Errors: kBusy (in use, by whom), kIo.
+base::Status erase_store(const std::string& path);
+
+}  // namespace smartinf::storage

@@ -114,6 +114,8 @@ int run_command_line(int argc, char** argv) {
   Run run;
   add_train(app, *overrides, run);
   add_bench(app, run);
+  add_doctor(app, run);
+  add_inspect(app, run);
 
   if (!words.empty() && !words.front().starts_with("-")) {
     const std::vector<std::string> names = subcommand_names(app);
@@ -139,7 +141,8 @@ int run_command_line(int argc, char** argv) {
   }
   install_log_sink(verbose);
   const base::Status isa = kernels::forced_isa_status();
-  if (!isa.ok()) return report(isa, kExitUsage);
+  // The doctor lists it among its findings.
+  if (!isa.ok() && chosen(app)->get_name() != "doctor") return report(isa, kExitUsage);
   return run();
 }
 

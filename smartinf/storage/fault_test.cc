@@ -1,0 +1,192 @@
+// The store on a ring that misbehaves: what can be cured is, what cannot is a typed error, and no
+// wrong number is ever taken for a right one.
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/base/log.h"
+#include "smartinf/storage/faulty_ring.h"
+#include "smartinf/storage/memory_store_test.h"
+
+namespace smartinf::storage {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+using ::testing::HasSubstr;
+
+MemoryStore::Wrap faulty(const FaultOptions& options, FaultCounts* counts) {
+  return [options, counts](std::unique_ptr<Ring> inner) {
+    return make_faulty_ring(std::move(inner), options, counts);
+  };
+}
+
+TEST(Faults, PassingOnesAreCured) {
+  FaultCounts counts;
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    FaultOptions options;
+    options.seed = seed;
+    options.short_transfer = 0.2;
+    options.interrupted = 0.1;
+    options.try_again = 0.1;
+    options.delayed = 0.3;
+    MemoryStore memory;
+    ASSERT_TRUE(memory.create(faulty(options, &counts)).ok());
+    for (base::StepNumber step = 0; step < 4; ++step) {
+      const Status status = memory.make_step(step);
+      ASSERT_TRUE(status.ok()) << "seed " << seed << ": " << status.to_string();
+      bool equal = false;
+      ASSERT_TRUE(memory.read_step(step, equal).ok());
+      EXPECT_TRUE(equal);
+    }
+    ASSERT_TRUE(memory.open(faulty(options, &counts)).ok());
+    ASSERT_TRUE(memory.store().recover_to(3).ok());
+  }
+  EXPECT_GT(counts.visible, 1000u) << "the ring behaved too well to show anything";
+}
+
+TEST(Faults, SomeErrorsOfTheMediumAreCuredAndLastingOnesAreTyped) {
+  uint64_t failed = 0;
+  uint64_t done = 0;
+  for (uint64_t seed = 1; seed <= 90; ++seed) {
+    FaultCounts counts;
+    FaultOptions options;
+    options.seed = seed;
+    options.io_error = seed % 3 == 0 ? 0.02 : 0.3;
+    options.no_space = seed % 2 == 0 ? 0.02 : 0;
+    MemoryStore memory;
+    ASSERT_TRUE(memory.create().ok());
+    ASSERT_TRUE(memory.make_step(0).ok());
+    base::StepNumber committed = 0;
+    ASSERT_TRUE(memory.open().ok());
+    ASSERT_TRUE(memory.store().recover_to(0).ok());
+    memory.close();
+    if (!memory.open(faulty(options, &counts)).ok()) continue;
+    if (!memory.store().recover_to(0).ok()) continue;
+    bool broken = false;
+    for (int attempt = 0; attempt < 6 && !broken; ++attempt) {
+      const Status status = memory.prepare_step(committed + 1);
+      if (status.ok()) {
+        ++done;
+        ASSERT_TRUE(memory.store().commit(++committed).ok());
+        continue;
+      }
+      ++failed;
+      EXPECT_TRUE(status.code() == ErrorCode::kIo || status.code() == ErrorCode::kNoSpace);
+      EXPECT_FALSE(status.place().path.empty());
+      EXPECT_TRUE(status.place().offset_bytes.has_value());
+      EXPECT_TRUE(status.place().length_bytes.has_value());
+      EXPECT_NE(status.place().system_errno, 0);
+      EXPECT_FALSE(status.advice().empty());
+      broken = !memory.store().take_back(committed + 1).ok();
+    }
+    // A new process on a healthy ring finds the last committed step; a broken take back may also
+    // have left the step it could not take back, whole.
+    ASSERT_TRUE(memory.open().ok());
+    const StoreState state = memory.store().state();
+    ASSERT_GE(state.prepared_step, committed);
+    ASSERT_LE(state.prepared_step, committed + (broken ? 1 : 0));
+    ASSERT_TRUE(memory.store().recover_to(state.prepared_step).ok());
+    bool equal = false;
+    const Status read = memory.read_step(state.prepared_step, equal);
+    ASSERT_TRUE(read.ok()) << "seed " << seed << ": " << read.to_string();
+    EXPECT_TRUE(equal) << "seed " << seed;
+  }
+  EXPECT_GT(failed, 20u);
+  EXPECT_GT(done, 20u);
+}
+
+TEST(Faults, SilentOnesAreNeverTakenForTheState) {
+  uint64_t refused = 0;
+  FaultCounts counts;
+  for (uint64_t seed = 1; seed <= 120; ++seed) {
+    FaultOptions options;
+    options.seed = seed;
+    options.flipped_bit = 0.01;
+    options.misdirected = 0.01;
+    options.lost = 0.01;
+    MemoryStore memory;
+    if (!memory.create(faulty(options, &counts)).ok()) continue;
+    bool whole = true;
+    for (base::StepNumber step = 0; step < 3 && whole; ++step) whole = memory.make_step(step).ok();
+    if (!whole) continue;
+    bool equal = false;
+    for (int reader = 0; reader < 2; ++reader) {
+      // First with the process that wrote, then with a new one on a healthy ring.
+      if (reader == 1) {
+        if (!memory.open().ok() || memory.store().state().prepared_step != 2 ||
+            !memory.store().recover_to(2).ok()) {
+          ++refused;
+          break;
+        }
+      }
+      if (memory.read_step(2, equal).ok()) {
+        EXPECT_TRUE(equal) << "seed " << seed << ": a wrong number was taken for a right one";
+      } else {
+        ++refused;
+      }
+    }
+  }
+  EXPECT_GT(counts.silent, 100u);
+  EXPECT_GT(refused, 20u);
+}
+
+/// Keeps completions back until told.
+class HangingRing final : public Ring {
+ public:
+  explicit HangingRing(std::unique_ptr<Ring> inner, std::atomic<bool>& hanging)
+      : inner_(std::move(inner)), hanging_(hanging) {}
+  std::string_view name() const override { return "hanging"; }
+  uint32_t depth() const override { return inner_->depth(); }
+  base::Result<uint32_t> add_file(int file, std::string path) override {
+    return inner_->add_file(file, std::move(path));
+  }
+  void register_memory(std::span<std::byte>) override {}
+  Status submit(std::span<IoRequest* const> requests) override { return inner_->submit(requests); }
+  base::Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
+    if (!hanging_) return inner_->reap(done, wait);
+    std::this_thread::sleep_for(
+        std::min<std::chrono::nanoseconds>(wait, std::chrono::milliseconds(5)));
+    return size_t{0};
+  }
+
+ private:
+  std::unique_ptr<Ring> inner_;
+  std::atomic<bool>& hanging_;
+};
+
+TEST(Faults, WatchdogNamesTheRequestThatHangs) {
+  PowerSupply power;
+  std::atomic<bool> hanging{false};
+  MemoryStore memory;
+  ASSERT_TRUE(memory.create().ok());
+  ASSERT_TRUE(memory.make_step(0).ok());
+  memory.close();
+  const auto buffer = base::AlignedBuffer::allocate(4096);
+  Transfer transfer;
+  transfer.offset_bytes = 8192;
+  transfer.buffer = buffer->bytes();
+  TransferQueue queue(
+      std::make_unique<HangingRing>(make_memory_ring(memory.disk(), power, 4, 1), hanging), 0,
+      "disk", true, std::chrono::milliseconds(20));
+  std::vector<std::string> remarks;
+  base::set_log_sink([&](base::LogLevel, std::string_view text) { remarks.emplace_back(text); });
+  hanging = true;
+  queue.start(transfer);
+  Transfer* done = nullptr;
+  const auto result = queue.finish({&done, 1}, std::chrono::seconds(10));
+  base::set_log_sink({});
+  hanging = false;
+  EXPECT_EQ(result.status().code(), ErrorCode::kTimeout);
+  EXPECT_EQ(result.status().place().offset_bytes, 8192u);
+  ASSERT_FALSE(remarks.empty()) << "said before it is given up";
+  EXPECT_THAT(remarks[0], HasSubstr("offset 8192"));
+}
+
+}  // namespace
+}  // namespace smartinf::storage

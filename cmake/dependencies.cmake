@@ -19,6 +19,7 @@ endif()
 if(SMARTINF_TESTS)
   find_package(GTest REQUIRED)
   find_package(benchmark REQUIRED)
+  find_package(rapidcheck REQUIRED)
 endif()
 
 # libtorch comes from the installed PyTorch wheel as plain shared libraries. find_package(Torch) is

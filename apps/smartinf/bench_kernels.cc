@@ -17,6 +17,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/commands.h"
@@ -121,7 +122,7 @@ class KernelBench {
     if (options_.json) {
       fmt::print("[");
     } else {
-      fmt::print("{:<9} {:<8} {:<5} {:<5} {:>3}  {:>12} {:>11} {:>11} {:>6}\n", "kernel", "rule",
+      fmt::print("{:<13} {:<8} {:<5} {:<5} {:>3}  {:>12} {:>11} {:>11} {:>6}\n", "kernel", "rule",
                  "state", "grad", "thr", "Mparams/s", "GB/s", "triad GB/s", "share");
     }
     for (const uint32_t size : sizes) {
@@ -131,6 +132,7 @@ class KernelBench {
       if (wanted(options_.kernels, "norm")) bench_norms(team);
       if (wanted(options_.kernels, "cast")) bench_casts(team);
       if (wanted(options_.kernels, "checksum")) bench_checksum(team);
+      if (wanted(options_.kernels, "topk")) bench_selection(team);
     }
     if (options_.json) fmt::print("\n]\n");
     return {};
@@ -159,13 +161,16 @@ class KernelBench {
   void fill_gradient(DataType type) {
     std::vector<float> chunk(1 << 16);
     uint64_t state = 1;
-    for (float& value : chunk) {
-      state = base::mix_seed(state, 0);
-      value = (static_cast<float>(state >> 40) - 0x1p23f) * 0x1p-30f;
-    }
     const uint64_t width = base::data_type_bytes(type);
     for (uint64_t first = 0; first < elements_; first += chunk.size()) {
       const size_t count = std::min<uint64_t>(chunk.size(), elements_ - first);
+      for (float& value : chunk) {
+        state = base::mix_seed(state, 0);
+        // Four uniform numbers added up: near enough to a normal distribution.
+        const uint64_t sum =
+            (state & 0xffff) + (state >> 16 & 0xffff) + (state >> 32 & 0xffff) + (state >> 48);
+        value = (static_cast<float>(sum) - 0x1p17f) * 0x1p-24f;
+      }
       kernels::kernels().cast_from_f32(chunk.data(), gradient_.data() + first * width, type, count);
     }
   }
@@ -216,7 +221,7 @@ class KernelBench {
     const double bytes_per_s = static_cast<double>(row.bytes) / seconds;
     const double triad_per_s = static_cast<double>(triad_elements * 12) / median(triad_s);
     if (!options_.json) {
-      fmt::print("{:<9} {:<8} {:<5} {:<5} {:>3}  {:>12.1f} {:>11.2f} {:>11.2f} {:>6.2f}\n",
+      fmt::print("{:<13} {:<8} {:<5} {:<5} {:>3}  {:>12.1f} {:>11.2f} {:>11.2f} {:>6.2f}\n",
                  row.kernel, row.rule, row.format, row.gradient, team.size(), params_per_s * 1e-6,
                  bytes_per_s * 1e-9, triad_per_s * 1e-9, bytes_per_s / triad_per_s);
       std::fflush(stdout);
@@ -368,6 +373,31 @@ class KernelBench {
     });
   }
 
+  /// Each thread selects 1% of its share and adds it into an array of its own.
+  void bench_selection(Team& team) {
+    fill_gradient(DataType::kF32);
+    const auto* gradient = reinterpret_cast<const float*>(gradient_.data());
+    auto* out = reinterpret_cast<float*>(planes_[0].data());
+    const auto kept = [](const Share& share) { return (share.last - share.first) / 100; };
+    std::vector<std::vector<uint32_t>> indices(team.size());
+    std::vector<std::vector<float>> values(team.size());
+    for (uint32_t t = 0; t < team.size(); ++t) {
+      indices[t].resize(kept(share_of(elements_, t, team.size())));
+      values[t].resize(indices[t].size());
+    }
+    report(team, {.kernel = "topk-1%", .gradient = "f32", .bytes = elements_ * 4}, [&](uint32_t t) {
+      const Share share = share_of(elements_, t, team.size());
+      kernels::top_k(kernels::kernels(), {gradient + share.first, share.last - share.first},
+                     kept(share), indices[t].data(), values[t].data());
+    });
+    report(team, {.kernel = "scatter-1%", .gradient = "f32", .bytes = elements_ / 100 * 16},
+           [&](uint32_t t) {
+             const Share share = share_of(elements_, t, team.size());
+             kernels::scatter_add(indices[t], values[t],
+                                  {out + share.first, share.last - share.first});
+           });
+  }
+
   BenchOptions options_;
   uint64_t elements_;
   std::array<base::AlignedBuffer, 3> planes_;
@@ -393,8 +423,8 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
       ->check(CLI::Range(1u, 1024u));
   command
       ->add_option("--kernel", options->kernels,
-                   "Only these: update, sealed-update (with checksums), norm, cast, checksum")
-      ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum"}));
+                   "Only these: update, sealed-update (with checksums), norm, cast, checksum, topk")
+      ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum", "topk"}));
   command->add_option("--rule", options->rules, "Only these update rules")
       ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}));
   command->add_option("--format", options->formats, "Only these state formats")

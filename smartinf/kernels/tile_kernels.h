@@ -9,6 +9,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/kernels/selection_kernels.h"
 #include "smartinf/kernels/state_codec.h"
 #include "smartinf/kernels/update_rule.h"
 
@@ -63,6 +64,8 @@ struct TileKernels {
   /// Sum of squares of a leaf: lane l adds elements l, l + 16, l + 32, ... in order; lanes are then
   /// added in halves (8 + 8, 4 + 4, 2 + 2, 1 + 1).
   double (*leaf_squares)(const void* in, base::DataType type, size_t n);
+
+  SelectionKernels selection;
 };
 
 /// The plain truth; every machine has it.

@@ -138,15 +138,16 @@ double leaf_squares(const void* in, DataType type, size_t n) {
 }  // namespace
 
 const TileKernels& scalar_tiles() {
-  static constexpr TileKernels kTiles{.isa = "scalar",
-                                      .widen = widen,
-                                      .narrow = narrow,
-                                      .update = update,
-                                      .update_whole_tiles = nullptr,
-                                      .encode_bf16 = encode_bf16,
-                                      .encode_q8 = encode_q8,
-                                      .decode_q8 = decode_q8,
-                                      .leaf_squares = leaf_squares};
+  static const TileKernels kTiles{.isa = "scalar",
+                                  .widen = widen,
+                                  .narrow = narrow,
+                                  .update = update,
+                                  .update_whole_tiles = nullptr,
+                                  .encode_bf16 = encode_bf16,
+                                  .encode_q8 = encode_q8,
+                                  .decode_q8 = decode_q8,
+                                  .leaf_squares = leaf_squares,
+                                  .selection = scalar_selection()};
   return kTiles;
 }
 

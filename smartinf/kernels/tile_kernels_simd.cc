@@ -721,6 +721,8 @@ double leaf_squares(const void* in, DataType type, size_t n) {
   return by_lane[0];
 }
 
+SelectionKernels selection_kernels();  // selection_simd.cc
+
 TileKernels tiles() {
   return {.isa = hwy::TargetName(HWY_TARGET),
           .widen = widen,
@@ -730,7 +732,8 @@ TileKernels tiles() {
           .encode_bf16 = encode_bf16,
           .encode_q8 = encode_q8,
           .decode_q8 = decode_q8,
-          .leaf_squares = leaf_squares};
+          .leaf_squares = leaf_squares,
+          .selection = selection_kernels()};
 }
 
 }  // namespace HWY_NAMESPACE

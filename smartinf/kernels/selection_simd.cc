@@ -1,0 +1,114 @@
+// The selection as one Highway body for every instruction set.
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "smartinf/kernels/selection_kernels.h"
+#include "smartinf/kernels/state_codec.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "smartinf/kernels/selection_simd.cc"
+#include <hwy/foreach_target.h>  // must precede highway.h
+#include <hwy/highway.h>
+
+HWY_BEFORE_NAMESPACE();
+namespace smartinf::kernels {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+SelectionKernels selection_kernels();
+
+using F32 = hn::ScalableTag<float>;
+using I32 = hn::RebindToSigned<F32>;
+using U32 = hn::RebindToUnsigned<F32>;
+
+HWY_INLINE hn::Vec<I32> magnitudes(const float* in) {
+  return hn::BitCast(I32(), hn::Abs(hn::LoadU(F32(), in)));
+}
+
+HWY_INLINE uint32_t magnitude_bits(const float* in) {
+  return std::bit_cast<uint32_t>(*in) & kMagnitudeMask;
+}
+
+// Four histograms, so that equal digits in a row do not wait for each other's count.
+void count_all_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint32_t* counts) {
+  constexpr size_t kTables = 4;
+  std::array<std::array<uint32_t, kDigitValuesMax>, kTables> tables;
+  for (auto& table : tables) std::memset(table.data(), 0, (digit.mask + 1) * sizeof(uint32_t));
+  size_t i = 0;
+  for (; i + kTables <= n; i += kTables) {
+    for (size_t t = 0; t < kTables; ++t) {
+      ++tables[t][(magnitude_bits(in + i + t) >> digit.shift) & digit.mask];
+    }
+  }
+  for (; i < n; ++i) ++tables[0][(magnitude_bits(in + i) >> digit.shift) & digit.mask];
+  for (size_t d = 0; d <= digit.mask; ++d) {
+    for (const auto& table : tables) counts[d] += table[d];
+  }
+}
+
+void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint32_t* counts) {
+  if (digit.prefix_shift == 31) {
+    count_all_digits(in, n, digit, counts);
+    return;
+  }
+  // Few magnitudes share the prefix: vectors without one are passed over.
+  const size_t lanes = hn::Lanes(I32());
+  const auto lowest = hn::Set(I32(), static_cast<int32_t>(digit.prefix << digit.prefix_shift) - 1);
+  const auto highest =
+      hn::Set(I32(), static_cast<int32_t>((uint64_t{digit.prefix} + 1) << digit.prefix_shift) - 1);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto magnitude = magnitudes(in + i);
+    const auto inside = hn::AndNot(hn::Gt(magnitude, highest), hn::Gt(magnitude, lowest));
+    if (hn::AllFalse(I32(), inside)) continue;
+    for (size_t l = 0; l < lanes; ++l) {
+      const uint32_t bits = magnitude_bits(in + i + l);
+      counts[(bits >> digit.shift) & digit.mask] += (bits >> digit.prefix_shift) == digit.prefix;
+    }
+  }
+  if (i < n) scalar_selection().count_digits(in + i, n - i, digit, counts);
+}
+
+// What a vector cannot do: ties, and the ends of input and output.
+HWY_INLINE void collect_one(const float* in, size_t i, Border& border, size_t& taken,
+                            uint32_t* indices, float* values) {
+  const auto magnitude = static_cast<int32_t>(magnitude_bits(in + i));
+  if (magnitude < border.magnitude) return;
+  if (magnitude == border.magnitude) {
+    if (border.ties == 0) return;
+    --border.ties;
+  }
+  indices[taken] = static_cast<uint32_t>(i);
+  values[taken] = in[i];
+  ++taken;
+}
+
+void collect(const float* in, size_t n, Border border, size_t k, uint32_t* indices, float* values) {
+  const size_t lanes = hn::Lanes(I32());
+  const auto border_lanes = hn::Set(I32(), border.magnitude);
+  size_t taken = 0;
+  size_t i = 0;
+  for (; i + lanes <= n && taken < k; i += lanes) {
+    const auto magnitude = magnitudes(in + i);
+    const auto above = hn::Gt(magnitude, border_lanes);
+    const bool has_tie = border.ties > 0 && !hn::AllFalse(I32(), hn::Eq(magnitude, border_lanes));
+    // A compressed store writes a whole vector, which must not pass the end of the output.
+    if (!has_tie && taken + lanes <= k) {
+      if (hn::AllFalse(I32(), above)) continue;
+      const auto index = hn::Iota(U32(), static_cast<uint32_t>(i));
+      hn::CompressStore(hn::LoadU(F32(), in + i), hn::RebindMask(F32(), above), F32(),
+                        values + taken);
+      taken += hn::CompressStore(index, hn::RebindMask(U32(), above), U32(), indices + taken);
+      continue;
+    }
+    for (size_t e = i; e < i + lanes; ++e) collect_one(in, e, border, taken, indices, values);
+  }
+  for (; i < n && taken < k; ++i) collect_one(in, i, border, taken, indices, values);
+}
+
+SelectionKernels selection_kernels() { return {.count_digits = count_digits, .collect = collect}; }
+
+}  // namespace HWY_NAMESPACE
+}  // namespace smartinf::kernels
+HWY_AFTER_NAMESPACE();

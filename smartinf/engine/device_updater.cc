@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 #include <fmt/format.h>
@@ -70,9 +71,6 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
     command.replies = &step_replies_;
     command.owner = set_.devices[d].get();
     command.scalars.resize(space_.group_count());
-  }
-  for (const plan::Subgroup& subgroup : set_.subgroups) {
-    update_commands_[set_.owner[subgroup.id.value].value].updates.push_back({subgroup.id, nullptr});
   }
   completions_thread_ = std::jthread([this] { take_completions(); });
 }
@@ -291,6 +289,71 @@ Status DeviceUpdater::read_state(
   return result;
 }
 
+Status DeviceUpdater::edit_state(
+    const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
+    const std::string& blob) {
+  if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
+  SI_RETURN_IF_ERROR(wait_commit());
+  base::StepNumber step = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    SI_RETURN_IF_ERROR(require(Phase::kIdle, "editing the state"));
+    step = committed_step_ + 1;
+  }
+  SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kBeginStep, step, {}));
+  Status result = edit_subgroups(edit);
+  if (result.ok()) result = on_all_devices(CommandKind::kPrepare, step, blob);
+  if (!result.ok()) {
+    const Status taken_back = on_all_devices(CommandKind::kTakeBack, step, {});
+    const std::lock_guard lock(mutex_);
+    if (!taken_back.ok()) phase_ = Phase::kBroken;
+    return result;
+  }
+  result = on_all_devices(CommandKind::kCommit, step, {});
+  const std::lock_guard lock(mutex_);
+  if (!result.ok()) {
+    phase_ = Phase::kBroken;  // some may have committed
+    return result;
+  }
+  committed_step_ = step;
+  blob_ = blob;
+  return Status();
+}
+
+Status DeviceUpdater::edit_subgroups(
+    const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit) {
+  const size_t plane_count = kernels::rule_planes(options_.rule.rule).size();
+  uint64_t count_max = 0;
+  for (const plan::Subgroup& subgroup : set_.subgroups) {
+    count_max = std::max(count_max, subgroup.count);
+  }
+  SI_ASSIGN_OR_RETURN(const auto memory,
+                      base::AlignedBuffer::allocate(count_max * plane_count * sizeof(float)));
+  auto* floats = reinterpret_cast<float*>(memory.data());
+  for (const plan::Subgroup& subgroup : set_.subgroups) {
+    Command command;
+    command.kind = CommandKind::kReadState;
+    command.replies = &caller_replies_;
+    command.owner = &device_of(subgroup.id);
+    command.subgroup = subgroup.id;
+    command.count = subgroup.count;
+    std::array<std::span<float>, 4> planes;
+    for (size_t p = 0; p < plane_count; ++p) {
+      command.planes[p] = floats + p * count_max;
+      planes[p] = {command.planes[p], subgroup.count};
+    }
+    device_of(subgroup.id).submit(command);
+    SI_RETURN_IF_ERROR(named(next_reply(caller_replies_).status, &command));
+    SI_ASSIGN_OR_RETURN(const bool changed, edit(subgroup.first, std::span<const std::span<float>>(
+                                                                     planes.data(), plane_count)));
+    if (!changed) continue;
+    command.kind = CommandKind::kWriteState;
+    device_of(subgroup.id).submit(command);
+    SI_RETURN_IF_ERROR(named(next_reply(caller_replies_).status, &command));
+  }
+  return Status();
+}
+
 Status DeviceUpdater::load_weights(base::DataType type, const WeightsSink& sink) {
   std::byte* weights = nullptr;
   size_t of_subgroup = ~size_t{0};
@@ -323,6 +386,7 @@ Status DeviceUpdater::begin_step() {
     step_error_ = Status();
   }
   intake_.begin();
+  skipped_.clear();
   gradient_error_ = Status();
   gradient_error_ = on_all_devices(CommandKind::kBeginStep, step, {});
   return gradient_error_;
@@ -408,6 +472,44 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
   return Status();
 }
 
+Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
+  {
+    const std::lock_guard lock(mutex_);
+    SI_RETURN_IF_ERROR(require(Phase::kGradients, "a gradient skipped"));
+  }
+  SI_RETURN_IF_ERROR(intake_.take(first, count).status());
+  skipped_.push_back({first, count});
+  return Status();
+}
+
+bool DeviceUpdater::left_alone(const plan::Subgroup& subgroup, const UpdateOptions& options) const {
+  const auto stretches = space_.stretches(subgroup.first, subgroup.count);
+  return std::all_of(stretches.begin(), stretches.end(), [&](const plan::GroupStretch& stretch) {
+    return options.groups[stretch.group].skip;
+  });
+}
+
+Status DeviceUpdater::fill_skipped(const UpdateOptions& options) {
+  if (skipped_.empty()) return Status();
+  const uint64_t zeros = staging_.size() / base::data_type_bytes(options_.gradient_type);
+  std::memset(staging_.data(), 0, staging_.size());
+  for (const Skipped& skipped : skipped_) {
+    const uint64_t end = skipped.first + skipped.count;
+    for (size_t i = subgroup_at(skipped.first);
+         i < set_.subgroups.size() && set_.subgroups[i].first < end; ++i) {
+      const plan::Subgroup& subgroup = set_.subgroups[i];
+      if (left_alone(subgroup, options)) continue;
+      const uint64_t to = std::min(end, subgroup.first + subgroup.count);
+      for (uint64_t first = std::max(skipped.first, subgroup.first); first < to;) {
+        const uint64_t here = std::min(zeros, to - first);
+        SI_RETURN_IF_ERROR(send_gradient(first, staging_.data(), here));
+        first += here;
+      }
+    }
+  }
+  return drain_gradients(0);
+}
+
 base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
   const std::lock_guard lock(mutex_);
   if (phase_ != Phase::kSummed) SI_RETURN_IF_ERROR(require(Phase::kGradients, "a norm asked for"));
@@ -427,9 +529,30 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
                               options.groups.size(), space_.group_count()),
                   "Give one entry for every group of the parameter space.");
   }
+  {
+    const std::lock_guard lock(mutex_);
+    SI_RETURN_IF_ERROR(require(Phase::kSummed, "an update started"));
+  }
+  for (const Skipped& skipped : skipped_) {
+    for (const plan::GroupStretch& stretch : space_.stretches(skipped.first, skipped.count)) {
+      if (options.groups[stretch.group].skip) continue;
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("{} got no gradient, but its group is to be updated",
+                                space_.at(stretch.first).name),
+                    "Set skip for the groups whose gradient was skipped.");
+    }
+  }
+  SI_RETURN_IF_ERROR(fill_skipped(options));
   const std::lock_guard lock(mutex_);
-  SI_RETURN_IF_ERROR(require(Phase::kSummed, "an update started"));
-  std::fill(weights_ready_.begin(), weights_ready_.end(), uint8_t{0});
+  for (Command& command : update_commands_) command.updates.clear();
+  for (size_t i = 0; i < set_.subgroups.size(); ++i) {
+    const plan::Subgroup& subgroup = set_.subgroups[i];
+    const bool alone = left_alone(subgroup, options);
+    weights_ready_[i] = alone ? 1 : 0;  // nothing of it changes
+    if (alone) continue;
+    update_commands_[set_.owner[i].value].updates.push_back(
+        {subgroup.id, sink ? sink(subgroup.first) : nullptr});
+  }
   const base::StepNumber step = committed_step_ + 1;
   for (Command& command : update_commands_) {
     command.step = step;
@@ -438,14 +561,13 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
       command.scalars[g] = kernels::make_step_scalars(options_.rule, options.groups[g], step,
                                                       options.gradient_scale, options_.seed);
     }
-    for (csd::SubgroupUpdate& update : command.updates) {
-      update.weights_out = sink ? sink(set_.subgroups[update.subgroup.value].first) : nullptr;
-    }
   }
   phase_ = Phase::kUpdating;
-  updates_in_flight_ = update_commands_.size();
+  updates_in_flight_ = static_cast<size_t>(
+      std::count_if(update_commands_.begin(), update_commands_.end(),
+                    [](const Command& command) { return !command.updates.empty(); }));
   for (size_t d = 0; d < update_commands_.size(); ++d) {
-    set_.devices[d]->submit(update_commands_[d]);
+    if (!update_commands_[d].updates.empty()) set_.devices[d]->submit(update_commands_[d]);
   }
   return Status();
 }

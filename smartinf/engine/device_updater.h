@@ -40,11 +40,15 @@ class DeviceUpdater final : public Updater {
       uint32_t plane_mask,
       const std::function<base::Status(uint64_t, std::span<const std::span<const float>>)>& visit)
       override;
+  base::Status edit_state(
+      const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
+      const std::string& blob) override;
   base::Status load_weights(base::DataType type, const WeightsSink& sink) override;
 
   base::Status begin_step() override;
   base::Status put_gradient(uint64_t first, const void* gradient, base::DataType type,
                             uint64_t count) override;
+  base::Status skip_gradient(uint64_t first, uint64_t count) override;
   base::Result<GradientSummary> finish_gradients(double unscale) override;
   base::Status start_update(const UpdateOptions& options, base::DataType type,
                             const WeightsSink& sink) override;
@@ -88,6 +92,12 @@ class DeviceUpdater final : public Updater {
   /// One command of `kind` to every device, replies to the caller's own queue; waits for all.
   base::Status on_all_devices(csd::CommandKind kind, base::StepNumber step,
                               const std::string& blob);
+  base::Status edit_subgroups(
+      const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit);
+  /// True when every group of the subgroup sits this step out.
+  bool left_alone(const plan::Subgroup& subgroup, const UpdateOptions& options) const;
+  /// Zeros for what got no gradient, where the rest of its subgroup is updated.
+  base::Status fill_skipped(const UpdateOptions& options);
   base::Status send_gradient(uint64_t first, const void* gradient, uint64_t count);
   base::Status drain_gradients(size_t in_flight_max);
 
@@ -109,6 +119,11 @@ class DeviceUpdater final : public Updater {
   std::vector<csd::Command> gradient_commands_;
   std::vector<csd::Command*> gradient_free_;
   base::Status gradient_error_;
+  struct Skipped {
+    uint64_t first = 0;
+    uint64_t count = 0;
+  };
+  std::vector<Skipped> skipped_;  // in this step
 
   // The step's commands, one of each per device, answered to the engine thread.
   csd::CompletionQueue step_replies_;

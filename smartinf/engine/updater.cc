@@ -29,4 +29,16 @@ base::Result<std::unique_ptr<Updater>> Updater::open(
   return DeviceUpdater::make(options, space, std::move(set));
 }
 
+base::Status Updater::edit_state(
+    const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>&,
+    const std::string&) {
+  return base::Status(base::ErrorCode::kUnsupported, "this updater's state cannot be rewritten",
+                      "Keep the state on devices.");
+}
+
+base::Status Updater::skip_gradient(uint64_t, uint64_t) {
+  return base::Status(base::ErrorCode::kUnsupported, "this updater needs a gradient everywhere",
+                      "Keep the state on devices.");
+}
+
 }  // namespace smartinf::engine

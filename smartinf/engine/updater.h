@@ -79,6 +79,15 @@ class Updater {
       uint32_t plane_mask,
       const std::function<base::Status(uint64_t first,
                                        std::span<const std::span<const float>> planes)>& visit) = 0;
+  /// Rewrites the current state: `edit` gets each subgroup's planes as f32, in ascending order, and
+  /// returns whether it changed them. What it changed becomes real at once, as a step of its own
+  /// with `blob` (committed_step() counts it); a failure leaves the state as it was. Beyond the
+  /// memory budget it takes one subgroup's planes for the time it runs. Import, and weights that
+  /// were written from outside. Errors: kUnsupported where state is not on devices.
+  virtual base::Status edit_state(
+      const std::function<base::Result<bool>(uint64_t first,
+                                             std::span<const std::span<float>> planes)>& edit,
+      const std::string& blob);
   /// Master weights of the current step, cast: resume and evaluation.
   virtual base::Status load_weights(base::DataType type, const WeightsSink& sink) = 0;
 
@@ -95,6 +104,10 @@ class Updater {
   static constexpr uint64_t kGradientCutElements = engine::kGradientCutElements;
   virtual base::Status put_gradient(uint64_t first, const void* gradient, base::DataType type,
                                     uint64_t count) = 0;
+  /// Elements that get no gradient in this step, cut as for put_gradient; their groups must have
+  /// `skip` set in start_update. A subgroup of which nothing is left is neither read nor written.
+  /// Errors: as put_gradient; kUnsupported where state is not on devices.
+  virtual base::Status skip_gradient(uint64_t first, uint64_t count);
   /// Errors: kFailedPrecondition when a range got no gradient (named).
   virtual base::Result<GradientSummary> finish_gradients(double unscale) = 0;
 

@@ -285,6 +285,125 @@ TEST_P(UpdaterContract, CountedBytesAreThoseOfTheScheme) {
   }
 }
 
+/// Every plane of the state, end to end.
+std::vector<std::vector<float>> all_planes(Updater& updater) {
+  std::vector<std::vector<float>> planes;
+  expect_ok(updater.read_state(~0u, [&](uint64_t, std::span<const std::span<const float>> pieces) {
+    planes.resize(pieces.size());
+    for (size_t p = 0; p < pieces.size(); ++p) {
+      planes[p].insert(planes[p].end(), pieces[p].begin(), pieces[p].end());
+    }
+    return base::Status();
+  }));
+  return planes;
+}
+
+// What has a gradient changes as if everything had one; what has none keeps its bits and, where a
+// whole subgroup is left alone, is not even read.
+TEST_P(UpdaterContract, SkippedRangesAreLeftAlone) {
+  auto updater = Updater::open(options_, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  const plan::ParameterSpace& space = (*updater)->space();
+  const auto gradient = contract_gradient(space.count(), 1);
+  std::vector<base::Bf16> weights(space.count());
+  const auto step = [&](uint32_t skipped_group) {
+    expect_ok((*updater)->begin_step());
+    for (const plan::ParameterRange& range : space.ranges()) {
+      if (range.group == skipped_group) {
+        expect_ok((*updater)->skip_gradient(range.first, range.count));
+      } else {
+        expect_ok((*updater)->put_gradient(range.first, gradient.data() + range.first,
+                                           DataType::kBf16, range.count));
+      }
+    }
+    expect_ok((*updater)->finish_gradients(1).status());
+    UpdateOptions update;
+    update.groups.resize(2);
+    const auto sink = [&](uint64_t first) { return weights.data() + first; };
+    EXPECT_EQ((*updater)->start_update(update, DataType::kBf16, sink).code(),
+              base::ErrorCode::kInvalidArgument);  // no gradient, and not said to be skipped
+    update.groups[skipped_group].skip = true;
+    expect_ok((*updater)->start_update(update, DataType::kBf16, sink));
+    expect_ok((*updater)->wait_weights(0, space.count()));
+    expect_ok((*updater)->commit("skipped"));
+  };
+  const auto before = all_planes(**updater);
+  const uint64_t read_before = (*updater)->traffic().store.up(TrafficKind::kState);
+  step(0);  // only norm and bias, 1077 elements, are updated
+  const uint64_t read = (*updater)->traffic().store.up(TrafficKind::kState) - read_before;
+  if (GetParam().subgroup_elements == kBlock) {
+    EXPECT_LE(read, 3 * 12 * kBlock);
+  }
+  const auto between = all_planes(**updater);
+  step(1);
+  const auto after = all_planes(**updater);
+  for (const plan::ParameterRange& range : space.ranges()) {
+    for (uint64_t i = range.first; i < range.first + range.count; ++i) {
+      for (size_t p = 0; p < before.size(); ++p) {
+        const auto& same = range.group == 0 ? before : after;
+        ASSERT_EQ(between[p][i], same[p][i]) << range.name << " element " << i << " plane " << p;
+      }
+      // The moment tells who was updated; a gradient of exactly 0 is rare enough not to be asked.
+      if (base::to_f32(gradient[i]) != 0) {
+        ASSERT_NE(after[1][i], 0.0f) << range.name << " element " << i;
+      }
+    }
+  }
+}
+
+TEST_P(UpdaterContract, EditedStateIsKept) {
+  {
+    auto updater = Updater::open(options_, contract_space());
+    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+    initialize(**updater);
+    expect_ok((*updater)->edit_state(
+        [&](uint64_t first, std::span<const std::span<float>> planes) -> base::Result<bool> {
+          if (first == 0) return false;
+          for (size_t p = 0; p < planes.size(); ++p) {
+            for (size_t i = 0; i < planes[p].size(); ++i) {
+              planes[p][i] += static_cast<float>(p + 1) + static_cast<float>(first + i);
+            }
+          }
+          return true;
+        },
+        "edited"));
+    EXPECT_EQ((*updater)->committed_step(), 1u);
+  }
+  auto updater = Updater::open(options_, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  EXPECT_EQ((*updater)->blob(), "edited");
+  const auto planes = all_planes(**updater);
+  const uint64_t edited_from = std::min(options_.subgroup_elements, (*updater)->space().count());
+  for (uint64_t i = 0; i < (*updater)->space().count(); ++i) {
+    const float start = 0.1f * std::sin(static_cast<float>(i));
+    for (size_t p = 0; p < planes.size(); ++p) {
+      const float old = p == 0 ? start : 0.0f;
+      const float wanted =
+          i < edited_from ? old : old + (static_cast<float>(p + 1) + static_cast<float>(i));
+      ASSERT_EQ(planes[p][i], wanted) << "element " << i << " plane " << p;
+    }
+  }
+  // A failing edit changes nothing.
+  if (GetParam().durability == storage::Durability::kNone) return;
+  EXPECT_EQ(
+      (*updater)
+          ->edit_state(
+              [&](uint64_t first, std::span<const std::span<float>> pieces) -> base::Result<bool> {
+                if (first > 0) return base::Status(base::ErrorCode::kCancelled, "enough");
+                pieces[0][0] = 42;
+                return true;
+              },
+              "never")
+          .code(),
+      edited_from < (*updater)->space().count() ? base::ErrorCode::kCancelled
+                                                : base::ErrorCode::kOk);
+  if (edited_from < (*updater)->space().count()) {
+    EXPECT_EQ((*updater)->blob(), "edited");
+    EXPECT_EQ(all_planes(**updater), planes);
+  }
+}
+
 const Variant kVariants[] = {
     {.name = "OneDevice"},
     {.name = "TwoDevices", .devices = 2},

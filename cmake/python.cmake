@@ -1,0 +1,41 @@
+# Finds what the Python package needs: headers of the Python it is for and nanobind. Sets
+# SMARTINF_PYTHON_PACKAGE_FOUND. Under scikit-build-core (pip install .) both must be there.
+set(SMARTINF_PYTHON_PACKAGE_FOUND OFF)
+if(SKBUILD)
+  set(SMARTINF_PYTHON_PACKAGE ON)
+elseif(NOT SMARTINF_PYTHON)
+  # Without the trainer nobody has chosen one yet: the active environment, .venv, or python3.
+  if(DEFINED ENV{VIRTUAL_ENV} AND EXISTS $ENV{VIRTUAL_ENV}/bin/python)
+    set(SMARTINF_PYTHON $ENV{VIRTUAL_ENV}/bin/python)
+  elseif(EXISTS ${PROJECT_SOURCE_DIR}/.venv/bin/python)
+    set(SMARTINF_PYTHON ${PROJECT_SOURCE_DIR}/.venv/bin/python)
+  endif()
+endif()
+if(SMARTINF_PYTHON AND NOT Python_EXECUTABLE)
+  set(Python_EXECUTABLE ${SMARTINF_PYTHON})
+endif()
+
+set(_why "")
+find_package(Python 3.11 QUIET COMPONENTS Interpreter Development.Module
+  OPTIONAL_COMPONENTS Development.SABIModule)
+if(NOT Python_FOUND)
+  set(_why "no Python 3.11 with headers (Debian: python3-dev)")
+else()
+  if(NOT nanobind_ROOT)
+    execute_process(
+      COMMAND ${Python_EXECUTABLE} -c "import nanobind; print(nanobind.cmake_dir())"
+      OUTPUT_VARIABLE nanobind_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  endif()
+  find_package(nanobind CONFIG QUIET)
+  if(NOT nanobind_FOUND)
+    set(_why "${Python_EXECUTABLE} has no nanobind (pip install nanobind)")
+  endif()
+endif()
+if(NOT _why)
+  set(SMARTINF_PYTHON_PACKAGE_FOUND ON)
+  message(STATUS "Python package: for ${Python_EXECUTABLE} (${Python_VERSION})")
+elseif(SMARTINF_PYTHON_PACKAGE STREQUAL "ON")
+  message(FATAL_ERROR "The Python package cannot be built: ${_why}.")
+else()
+  message(STATUS "Python package: not built, ${_why}")
+endif()

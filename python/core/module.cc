@@ -1,0 +1,99 @@
+// smartinf._core: the engine's Updater for Python. Tensors are addresses of host memory here, so
+// the module needs neither torch nor numpy; smartinf/optimizers.py keeps them alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include "smartinf/engine/local_source.h"
+#include "smartinf/kernels/update.h"
+
+#include "python/core/errors.h"
+#include "python/core/updater.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+NB_MODULE(_core, module) {
+  using smartinf::python::PyUpdater;
+  // Open optimizers are closed at exit (smartinf/__init__.py); what a debugger or a reference cycle
+  // holds beyond that is no news to the user.
+  nb::set_leak_warnings(false);
+  smartinf::python::register_errors();
+  module.doc() = "The core of smartinf. Internal: use smartinf.AdamW and its siblings.";
+  module.attr("__version__") = SMARTINF_VERSION;
+  module.def(
+      "instruction_set",
+      [] {
+        smartinf::python::check(smartinf::kernels::forced_isa_status());
+        return std::string(smartinf::kernels::kernels().isa());
+      },
+      "The instruction set whose kernels this machine uses. Raises UsageError when "
+      "SMARTINF_FORCE_ISA names one it does not have.");
+
+  module.def(
+      "erase",
+      [](const std::string& path) {
+        smartinf::engine::UpdaterOptions options;
+        options.devices.emplace_back().path = path;
+        const nb::gil_scoped_release released;
+        for (const auto& source : smartinf::engine::local_sources(options)) {
+          const auto state = smartinf::python::take(source->peek());
+          if (state) smartinf::python::check(source->erase());
+        }
+      },
+      "path"_a, "Removes the state that a device holds, if there is any. Not while it is open.");
+
+  nb::class_<PyUpdater>(module, "Updater",
+                        "Optimizer state on devices. Sizes are in elements, addresses are of host "
+                        "memory that stays valid during the call (during the step for weights). "
+                        "Data types: 'f32', 'bf16', 'f16'. Every method raises smartinf.Error.")
+      .def(
+          nb::init<const nb::dict&, const std::vector<std::string>&,
+                   const std::vector<std::vector<uint64_t>>&>(),
+          "options"_a, "names"_a, "shapes"_a,
+          "Opens what is on the devices, or creates it when they are empty. Each of the names is a "
+          "range of the parameter space, and a group of its own.")
+      .def("fresh", &PyUpdater::fresh)
+      .def("committed_step", &PyUpdater::committed_step)
+      .def("blob", &PyUpdater::blob, "The text given with the committed step.")
+      .def("initialize", &PyUpdater::initialize, "provide"_a, "blob"_a,
+           "Fresh only: writes the master weights. provide(range) gives (address, type) of a "
+           "range's "
+           "values; they stay valid until it is called again.")
+      .def(
+          "read_state", &PyUpdater::read_state, "planes"_a, "visit"_a,
+          "visit(first, count, views) for pieces in ascending order; views holds an f32 memoryview "
+          "for each plane of the mask, else None, valid during the call.")
+      .def("edit_state", &PyUpdater::edit_state, "edit"_a, "blob"_a,
+           "Like read_state over all planes, with views that may be written; what edit(first, "
+           "count, "
+           "views) returns true for is written back. All becomes real at once, as a step.")
+      .def("load_weights", &PyUpdater::load_weights, "type"_a, "address"_a,
+           "Master weights, cast, to one flat array in the order of the space.")
+      .def("begin_step", &PyUpdater::begin_step)
+      .def("put_gradients", &PyUpdater::put_gradients, "ranges"_a, "addresses"_a, "types"_a,
+           "Whole ranges, contiguous; copied before the call returns.")
+      .def("skip_gradient", &PyUpdater::skip_gradient, "range"_a,
+           "This range gets none in this step and is to be left alone by the update.")
+      .def("finish_gradients", &PyUpdater::finish_gradients, "unscale"_a,
+           "(L2 norm after unscaling, finite, name of the first range that is not finite)")
+      .def(
+          "start_update", &PyUpdater::start_update, "gradient_scale"_a, "groups"_a, "type"_a,
+          "address"_a,
+          "groups: for each range a dict of torch's options and 'step' (counts from 1), or None to "
+          "leave it alone. Weights go to one flat array in the order of the space.")
+      .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
+      .def("start_commit", &PyUpdater::start_commit, "blob"_a)
+      .def("wait_commit", &PyUpdater::wait_commit)
+      .def("take_back", &PyUpdater::take_back)
+      .def("count", &PyUpdater::count)
+      .def("traffic", &PyUpdater::traffic,
+           "Bytes so far: host_up, host_down (host link), read, written (devices), each by kind.")
+      .def("memory_bytes", &PyUpdater::memory_bytes)
+      .def("gradient_memory_bytes", &PyUpdater::gradient_memory_bytes)
+      .def("bytes_written_ever", &PyUpdater::bytes_written_ever)
+      .def("describe_devices", &PyUpdater::describe_devices)
+      .def("close", &PyUpdater::close, "Carries a started commit through and lets the devices go.");
+}

@@ -1,0 +1,355 @@
+#include "python/core/updater.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <utility>
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/kernels/update.h"
+
+#include "python/core/errors.h"
+
+namespace nb = nanobind;
+
+namespace smartinf::python {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+
+[[noreturn]] void usage(std::string what, std::string advice = {}) {
+  throw StatusError(Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice)));
+}
+
+base::DataType data_type(const std::string& name) {
+  for (const auto type : {base::DataType::kF32, base::DataType::kBf16, base::DataType::kF16}) {
+    if (base::data_type_name(type) == name) return type;
+  }
+  usage("unknown data type '" + name + "'", "Known are f32, bf16 and f16.");
+}
+
+template <typename T>
+T option(const nb::dict& options, const char* key, T otherwise) {
+  if (!options.contains(key)) return otherwise;
+  return nb::cast<T>(options[key]);
+}
+
+kernels::RuleOptions rule_options(const nb::dict& given, kernels::RuleOptions rule) {
+  rule.beta1 = option(given, "beta1", rule.beta1);
+  rule.beta2 = option(given, "beta2", rule.beta2);
+  rule.eps = option(given, "eps", rule.eps);
+  rule.dampening = option(given, "dampening", rule.dampening);
+  rule.nesterov = option(given, "nesterov", rule.nesterov);
+  rule.maximize = option(given, "maximize", rule.maximize);
+  rule.lr_decay = option(given, "lr_decay", rule.lr_decay);
+  rule.initial_accumulator_value =
+      option(given, "initial_accumulator_value", rule.initial_accumulator_value);
+  return rule;
+}
+
+engine::UpdaterOptions updater_options(const nb::dict& given) {
+  engine::UpdaterOptions options;
+  for (const nb::handle entry : nb::cast<nb::list>(given["devices"])) {
+    const auto device = nb::cast<nb::dict>(entry);
+    engine::DeviceOptions made;
+    made.path = option(device, "path", std::string());
+    made.name = option(device, "name", std::string());
+    made.threads = option(device, "threads", uint32_t{0});
+    made.bandwidth = option(device, "bandwidth", 0.0);
+    made.capacity_bytes = option(device, "capacity_bytes", uint64_t{0});
+    options.devices.push_back(std::move(made));
+  }
+  const auto rule = option(given, "rule", std::string("adamw"));
+  const auto known = kernels::update_rule_from_name(rule);
+  if (!known) usage("unknown update rule '" + rule + "'");
+  options.rule.rule = *known;
+  options.rule = rule_options(given, options.rule);
+  const auto format = option(given, "state_format", std::string("f32"));
+  const auto known_format = base::state_format_from_name(format);
+  if (!known_format) {
+    usage("unknown state_format '" + format + "'", "Known are f32, bf16 and q8.");
+  }
+  options.format = *known_format;
+  const auto where = option(given, "where", std::string("device"));
+  if (where != "device" && where != "host") {
+    usage("unknown place of the update '" + where + "'", "Known are device and host.");
+  }
+  options.where = where == "host" ? engine::UpdateWhere::kHost : engine::UpdateWhere::kDevice;
+  const auto durability = option(given, "durability", std::string("step"));
+  if (durability != "step" && durability != "none") {
+    usage("unknown durability '" + durability + "'", "Known are step and none.");
+  }
+  options.durability =
+      durability == "none" ? storage::Durability::kNone : storage::Durability::kStep;
+  options.gradient_type = data_type(option(given, "gradient_type", std::string("f32")));
+  options.seed = option(given, "seed", options.seed);
+  options.memory_budget_bytes = option(given, "memory_budget_bytes", options.memory_budget_bytes);
+  options.gradient_budget_bytes =
+      option(given, "gradient_budget_bytes", options.gradient_budget_bytes);
+  options.subgroup_elements = option(given, "subgroup_elements", options.subgroup_elements);
+  options.checksums = option(given, "checksums", options.checksums);
+  options.create = option(given, "create", options.create);
+  return options;
+}
+
+plan::ParameterSpace parameter_space(const std::vector<std::string>& names,
+                                     const std::vector<std::vector<uint64_t>>& shapes) {
+  if (names.size() != shapes.size()) usage("as many names as shapes are needed");
+  plan::ParameterSpace space;
+  for (size_t i = 0; i < names.size(); ++i) {
+    check(space.add(names[i], shapes[i], static_cast<uint32_t>(i)));
+  }
+  return space;
+}
+
+/// Memory as a memoryview of floats; the GIL is held.
+nb::object float_view(const float* data, uint64_t count, bool writable) {
+  auto* bytes = reinterpret_cast<char*>(const_cast<float*>(data));
+  nb::object raw = nb::steal(PyMemoryView_FromMemory(
+      bytes, static_cast<Py_ssize_t>(count * sizeof(float)), writable ? PyBUF_WRITE : PyBUF_READ));
+  if (!raw.is_valid()) throw nb::python_error();
+  return raw.attr("cast")("f");
+}
+
+}  // namespace
+
+PyUpdater::PyUpdater(const nb::dict& options, const std::vector<std::string>& names,
+                     const std::vector<std::vector<uint64_t>>& shapes)
+    : owner_(getpid()), caller_(std::make_unique<Caller>()) {
+  const engine::UpdaterOptions made = updater_options(options);
+  const plan::ParameterSpace space = parameter_space(names, shapes);
+  rule_ = made.rule;
+  caller_->run([&] { updater_ = take(engine::Updater::open(made, space)); });
+}
+
+PyUpdater::~PyUpdater() {
+  if (getpid() != owner_) {
+    // The threads that would have to be joined live in the parent. The memory goes with the
+    // process.
+    (void)updater_.release();
+    (void)caller_.release();
+    return;
+  }
+  if (updater_ != nullptr) {
+    const nb::gil_scoped_release released;
+    updater_.reset();
+  }
+}
+
+engine::Updater& PyUpdater::core() {
+  if (getpid() != owner_) {
+    throw StatusError(Status(ErrorCode::kFailedPrecondition,
+                             "this optimizer belongs to the process that this one was forked from",
+                             "Use it there, or make a new one here on other devices."));
+  }
+  if (updater_ == nullptr) {
+    throw StatusError(Status(ErrorCode::kFailedPrecondition, "the optimizer is closed",
+                             "Make a new one with resume=True to go on."));
+  }
+  return *updater_;
+}
+
+const plan::ParameterRange& PyUpdater::range(size_t index) {
+  const auto& ranges = core().space().ranges();
+  if (index >= ranges.size()) usage("there is no range " + std::to_string(index));
+  return ranges[index];
+}
+
+void PyUpdater::initialize(nb::callable provide, std::string blob) {
+  engine::Updater& updater = core();
+  caller_->run([&] {
+    const plan::ParameterSpace& space = updater.space();
+    size_t current = ~size_t{0};
+    const std::byte* values = nullptr;
+    base::DataType type = base::DataType::kF32;
+    const auto fill = [&](uint64_t first, std::span<float> out) {
+      for (size_t i = space.index_at(first); !out.empty(); ++i) {
+        const plan::ParameterRange& range = space.ranges()[i];
+        if (i != current) {
+          const nb::gil_scoped_acquire acquired;
+          const auto [address, name] = nb::cast<std::pair<uintptr_t, std::string>>(provide(i));
+          values = reinterpret_cast<const std::byte*>(address);
+          type = data_type(name);
+          current = i;
+        }
+        const uint64_t within = first - range.first;
+        const uint64_t here = std::min<uint64_t>(out.size(), range.count - within);
+        kernels::kernels().cast_to_f32(values + within * base::data_type_bytes(type), type,
+                                       out.data(), here);
+        out = out.subspan(here);
+        first += here;
+      }
+    };
+    check(updater.initialize(fill, blob));
+  });
+}
+
+void PyUpdater::read_state(uint32_t planes, nb::callable visit) {
+  engine::Updater& updater = core();
+  caller_->run([&] {
+    check(updater.read_state(
+        planes, [&](uint64_t first, std::span<const std::span<const float>> values) {
+          uint64_t count = 0;
+          for (const auto plane : values) count = std::max<uint64_t>(count, plane.size());
+          const nb::gil_scoped_acquire acquired;
+          nb::list views;
+          for (const auto plane : values) {
+            views.append(plane.empty() ? nb::none() : float_view(plane.data(), count, false));
+          }
+          visit(first, count, views);
+          return Status();
+        }));
+  });
+}
+
+void PyUpdater::edit_state(nb::callable edit, std::string blob) {
+  engine::Updater& updater = core();
+  caller_->run([&] {
+    check(updater.edit_state(
+        [&](uint64_t first, std::span<const std::span<float>> values) -> base::Result<bool> {
+          const uint64_t count = values.front().size();
+          const nb::gil_scoped_acquire acquired;
+          nb::list views;
+          for (const auto plane : values) views.append(float_view(plane.data(), count, true));
+          return nb::cast<bool>(edit(first, count, views));
+        },
+        blob));
+  });
+}
+
+void PyUpdater::load_weights(const std::string& type, uintptr_t address) {
+  engine::Updater& updater = core();
+  const base::DataType out = data_type(type);
+  auto* flat = reinterpret_cast<std::byte*>(address);
+  caller_->run([&] {
+    check(updater.load_weights(
+        out, [&](uint64_t first) { return flat + first * base::data_type_bytes(out); }));
+  });
+}
+
+void PyUpdater::begin_step() {
+  engine::Updater& updater = core();
+  caller_->run([&] { check(updater.begin_step()); });
+}
+
+void PyUpdater::put_gradients(const std::vector<size_t>& ranges,
+                              const std::vector<uintptr_t>& addresses,
+                              const std::vector<std::string>& types) {
+  engine::Updater& updater = core();
+  if (addresses.size() != ranges.size() || types.size() != ranges.size()) {
+    usage("an address and a type are needed for every range");
+  }
+  struct Piece {
+    const plan::ParameterRange* range;
+    const void* gradient;
+    base::DataType type;
+  };
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    pieces.push_back(
+        {&range(ranges[i]), reinterpret_cast<const void*>(addresses[i]), data_type(types[i])});
+  }
+  caller_->run([&] {
+    for (const Piece& piece : pieces) {
+      check(
+          updater.put_gradient(piece.range->first, piece.gradient, piece.type, piece.range->count));
+    }
+  });
+}
+
+void PyUpdater::skip_gradient(size_t index) {
+  const plan::ParameterRange& skipped = range(index);
+  check(core().skip_gradient(skipped.first, skipped.count));
+}
+
+std::tuple<double, bool, std::string> PyUpdater::finish_gradients(double unscale) {
+  const engine::GradientSummary summary = take(core().finish_gradients(unscale));
+  return {summary.norm, summary.finite, summary.first_bad};
+}
+
+void PyUpdater::start_update(double gradient_scale, const nb::list& groups, const std::string& type,
+                             uintptr_t address) {
+  engine::Updater& updater = core();
+  const base::DataType out = data_type(type);
+  engine::UpdateOptions options;
+  options.gradient_scale = gradient_scale;
+  options.groups.reserve(groups.size());
+  for (const nb::handle entry : groups) {
+    kernels::GroupOptions group;
+    if (entry.is_none()) {
+      group.skip = true;
+    } else {
+      const auto given = nb::cast<nb::dict>(entry);
+      group.lr = option(given, "lr", group.lr);
+      group.weight_decay = option(given, "weight_decay", group.weight_decay);
+      group.step = option(given, "step", group.step);
+      group.rule = rule_options(given, rule_);
+    }
+    options.groups.push_back(std::move(group));
+  }
+  auto* flat = reinterpret_cast<std::byte*>(address);
+  caller_->run([&] {
+    check(updater.start_update(options, out, [flat, out](uint64_t first) {
+      return flat + first * base::data_type_bytes(out);
+    }));
+  });
+}
+
+void PyUpdater::wait_weights(uint64_t first, uint64_t count) {
+  engine::Updater& updater = core();
+  if (first > updater.space().count() || count > updater.space().count() - first) {
+    usage("weights outside the parameter space waited for");
+  }
+  caller_->run([&] { check(updater.wait_weights(first, count)); });
+}
+
+void PyUpdater::start_commit(std::string blob) {
+  engine::Updater& updater = core();
+  caller_->run([&] { check(updater.start_commit(blob)); });
+}
+
+void PyUpdater::wait_commit() {
+  engine::Updater& updater = core();
+  caller_->run([&] { check(updater.wait_commit()); });
+}
+
+void PyUpdater::take_back() {
+  engine::Updater& updater = core();
+  caller_->run([&] { check(updater.take_back()); });
+}
+
+nb::dict PyUpdater::traffic() {
+  const engine::UpdaterTraffic all = core().traffic();
+  const auto by_kind = [](const std::array<uint64_t, base::kTrafficKinds>& bytes) {
+    nb::dict out;
+    for (size_t kind = 0; kind < bytes.size(); ++kind) {
+      const std::string name(base::traffic_kind_name(static_cast<base::TrafficKind>(kind)));
+      out[nb::str(name.c_str())] = bytes[kind];
+    }
+    return out;
+  };
+  nb::dict out;
+  out["host_up"] = by_kind(all.host_link.up_bytes);
+  out["host_down"] = by_kind(all.host_link.down_bytes);
+  out["read"] = by_kind(all.store.up_bytes);
+  out["written"] = by_kind(all.store.down_bytes);
+  return out;
+}
+
+void PyUpdater::close() {
+  if (updater_ == nullptr || getpid() != owner_) return;
+  Status outcome;
+  caller_->run([&] {
+    outcome = updater_->wait_commit();
+    updater_.reset();
+  });
+  check(std::move(outcome));
+}
+
+}  // namespace smartinf::python

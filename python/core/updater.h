@@ -1,0 +1,69 @@
+// engine::Updater as the Python module shows it: exceptions for statuses, the GIL released and
+// signals answered in every call that may take long, and no harm from fork.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <nanobind/nanobind.h>
+#include <sys/types.h>
+
+#include "smartinf/engine/updater.h"
+
+#include "python/core/caller.h"
+
+namespace smartinf::python {
+
+/// Documented for its users in module.cc. Threads: calls of several threads take turns.
+class PyUpdater {
+ public:
+  PyUpdater(const nanobind::dict& options, const std::vector<std::string>& names,
+            const std::vector<std::vector<uint64_t>>& shapes);
+  ~PyUpdater();
+  PyUpdater(const PyUpdater&) = delete;
+  PyUpdater& operator=(const PyUpdater&) = delete;
+
+  bool fresh() { return core().fresh(); }
+  uint64_t committed_step() { return core().committed_step(); }
+  std::string blob() { return core().blob(); }
+  uint64_t count() { return core().space().count(); }
+
+  void initialize(nanobind::callable provide, std::string blob);
+  void read_state(uint32_t planes, nanobind::callable visit);
+  void edit_state(nanobind::callable edit, std::string blob);
+  void load_weights(const std::string& type, uintptr_t address);
+
+  void begin_step();
+  void put_gradients(const std::vector<size_t>& ranges, const std::vector<uintptr_t>& addresses,
+                     const std::vector<std::string>& types);
+  void skip_gradient(size_t range);
+  std::tuple<double, bool, std::string> finish_gradients(double unscale);
+  void start_update(double gradient_scale, const nanobind::list& groups, const std::string& type,
+                    uintptr_t address);
+  void wait_weights(uint64_t first, uint64_t count);
+  void start_commit(std::string blob);
+  void wait_commit();
+  void take_back();
+
+  nanobind::dict traffic();
+  uint64_t memory_bytes() { return core().memory_bytes(); }
+  uint64_t gradient_memory_bytes() { return core().gradient_memory_bytes(); }
+  uint64_t bytes_written_ever() { return core().bytes_written_ever(); }
+  std::vector<std::string> describe_devices() { return core().describe_devices(); }
+  void close();
+
+ private:
+  /// The updater, unless it was closed or belongs to the process that forked this one.
+  engine::Updater& core();
+  const plan::ParameterRange& range(size_t index);
+
+  kernels::RuleOptions rule_;
+  pid_t owner_;  // threads and ring exist only there
+  std::unique_ptr<Caller> caller_;
+  std::unique_ptr<engine::Updater> updater_;
+};
+
+}  // namespace smartinf::python

@@ -1,0 +1,66 @@
+"""Which state this is: what the devices keep beside it, and what a state dict refers to.
+
+run:     made once per initialization
+branch:  made anew by the first step after a checkpoint was loaded, so that two continuations of one
+         checkpoint are never taken for each other
+updates: steps of this optimizer
+steps:   for each parameter how many updates it took part in (torch's state["step"])
+"""
+
+import json
+import uuid
+
+from smartinf.errors import CorruptError
+
+
+class Lineage:
+    def __init__(self, params):
+        self.run = uuid.uuid4().hex
+        self.branch = self.run
+        self.updates = 0
+        self.steps = [0] * params
+        self.branch_next = False
+
+    def identity(self):
+        return {"run": self.run, "branch": self.branch, "updates": self.updates}
+
+    def advanced(self, taking_part):
+        """The lineage after an update of the parameters in `taking_part` (a list of bool)."""
+        after = Lineage.__new__(Lineage)
+        after.run = self.run
+        after.branch = uuid.uuid4().hex if self.branch_next else self.branch
+        after.branch_next = False
+        after.updates = self.updates + 1
+        after.steps = [s + int(t) for s, t in zip(self.steps, taking_part, strict=True)]
+        return after
+
+    def to_json(self):
+        runs = []  # [how many, step]: nearly always one entry, and a blob is small
+        for step in self.steps:
+            if runs and runs[-1][1] == step:
+                runs[-1][0] += 1
+            else:
+                runs.append([1, step])
+        return json.dumps(
+            {**self.identity(), "branch_next": self.branch_next, "steps": runs},
+            separators=(",", ":"),
+        )
+
+    @staticmethod
+    def from_json(text, params, where):
+        lineage = Lineage.__new__(Lineage)
+        try:
+            given = json.loads(text)
+            lineage.run = str(given["run"])
+            lineage.branch = str(given["branch"])
+            lineage.updates = int(given["updates"])
+            lineage.branch_next = bool(given["branch_next"])
+            lineage.steps = [step for count, step in given["steps"] for _ in range(count)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptError(
+                f"{where} holds state that was not written by this package ({error}). State of "
+                "`smartinf train` is continued with that command."
+            ) from error
+        if len(lineage.steps) != params:
+            raise CorruptError(f"{where} counts steps of {len(lineage.steps)} parameters, not {params}")
+        return lineage

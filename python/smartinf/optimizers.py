@@ -1,0 +1,218 @@
+"""torch optimizers whose state lives on devices: see StorageOptimizer for what they share."""
+
+
+from smartinf.storage_optimizer import StorageOptimizer
+
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "StorageOptimizer"]
+
+
+def _require(condition, message):
+    if not condition:
+        raise ValueError(message)
+
+
+def _check_common(lr, weight_decay):
+    _require(float(lr) >= 0, f"Invalid learning rate: {lr}")
+    _require(weight_decay >= 0, f"Invalid weight_decay value: {weight_decay}")
+
+
+def _check_betas(betas):
+    _require(len(betas) == 2, f"betas must be two numbers, got {betas}")
+    for i, beta in enumerate(betas):
+        _require(0 <= beta < 1, f"Invalid beta parameter at index {i}: {beta}")
+
+
+class _AdamFamily(StorageOptimizer):
+    _state_keys = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, params, lr, betas, eps, weight_decay, amsgrad, maximize, storage):
+        _check_common(lr, weight_decay)
+        _check_betas(betas)
+        _require(eps >= 0, f"Invalid epsilon value: {eps}")
+        _require(not amsgrad, "amsgrad is not supported: it would need a fourth array of state")
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **storage)
+
+    @staticmethod
+    def _rule_options(group):
+        return {
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "eps": float(group["eps"]),
+        }
+
+
+class AdamW(_AdamFamily):
+    """AdamW with decoupled weight decay; numbers as in torch.optim.AdamW.
+
+    lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
+    devices and every further keyword: see StorageOptimizer.
+    Source: Loshchilov and Hutter 2019, Algorithm 2.
+    """
+
+    _rule = "adamw"
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=1e-2,
+        amsgrad=False,
+        *,
+        maximize=False,
+        **storage,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize, storage)
+
+
+class Adam(_AdamFamily):
+    """Adam with L2 regularization; numbers as in torch.optim.Adam.
+
+    Source: Kingma and Ba 2015, Algorithm 1.
+    """
+
+    _rule = "adam"
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0,
+        amsgrad=False,
+        *,
+        maximize=False,
+        **storage,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize, storage)
+
+
+class SGD(StorageOptimizer):
+    """Stochastic gradient descent with momentum; numbers as in torch.optim.SGD.
+
+    The momentum takes its place on the devices also when it is 0.
+    """
+
+    _rule = "sgd"
+    _state_keys = ("momentum_buffer",)
+    _torch_counts_steps = False
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        momentum=0,
+        dampening=0,
+        weight_decay=0,
+        nesterov=False,
+        *,
+        maximize=False,
+        **storage,
+    ):
+        _check_common(lr, weight_decay)
+        _require(momentum >= 0, f"Invalid momentum value: {momentum}")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **storage)
+
+    @staticmethod
+    def _rule_options(group):
+        momentum = float(group["momentum"])
+        return {
+            "beta1": momentum,
+            # torch dampens what enters the momentum buffer, and has none without momentum.
+            "dampening": float(group["dampening"]) if momentum != 0 else 0.0,
+            "nesterov": bool(group["nesterov"]),
+        }
+
+
+class Adagrad(StorageOptimizer):
+    """Adagrad; numbers as in torch.optim.Adagrad. Source: Duchi, Hazan and Singer 2011."""
+
+    _rule = "adagrad"
+    _state_keys = ("sum",)
+
+    def __init__(
+        self,
+        params,
+        lr=1e-2,
+        lr_decay=0,
+        weight_decay=0,
+        initial_accumulator_value=0,
+        eps=1e-10,
+        *,
+        maximize=False,
+        **storage,
+    ):
+        _check_common(lr, weight_decay)
+        _require(lr_decay >= 0, f"Invalid lr_decay value: {lr_decay}")
+        _require(eps >= 0, f"Invalid epsilon value: {eps}")
+        _require(
+            initial_accumulator_value >= 0,
+            f"Invalid initial_accumulator_value value: {initial_accumulator_value}",
+        )
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **storage)
+
+    @staticmethod
+    def _rule_options(group):
+        return {
+            "lr_decay": float(group["lr_decay"]),
+            "eps": float(group["eps"]),
+            "initial_accumulator_value": float(group["initial_accumulator_value"]),
+        }
+
+
+class Lion(StorageOptimizer):
+    """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Algorithm 2."""
+
+    _rule = "lion"
+    _state_keys = ("exp_avg",)
+
+    def __init__(
+        self,
+        params,
+        lr=1e-4,
+        betas=(0.9, 0.99),
+        weight_decay=0,
+        *,
+        maximize=False,
+        **storage,
+    ):
+        _check_common(lr, weight_decay)
+        _check_betas(betas)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults, **storage)
+
+    @staticmethod
+    def _rule_options(group):
+        return {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}

@@ -1,0 +1,32 @@
+"""Byte counts as people write them."""
+
+import re
+
+from smartinf.errors import UsageError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+
+def parse_bytes(value, what):
+    """``512 << 20``, ``"512MiB"`` or ``"0.5 GiB"`` as a number of bytes.
+
+    Raises UsageError that names `what` for anything else.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        return int(value)
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        if match and match[2].lower() in _UNITS and float(match[1]) > 0:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    raise UsageError(f'{what}={value!r} is not a size. Give bytes, or text such as "512MiB" or "2GB".')

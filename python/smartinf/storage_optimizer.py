@@ -1,0 +1,758 @@
+"""What all optimizers of the package share: parameters in, steps over devices, state in and out."""
+
+import math
+import os
+import shutil
+import uuid
+
+import torch
+
+from smartinf import _core, checkpoint, open_optimizers
+from smartinf.errors import (
+    Error,
+    MismatchError,
+    NonFiniteGradientError,
+    UsageError,
+)
+from smartinf.layout import TYPE_NAMES, Layout
+from smartinf.lineage import Lineage
+from smartinf.ranks import Ranks
+from smartinf.sizes import parse_bytes
+
+_FORMAT = 1  # of the small state dict
+
+
+class StorageOptimizer(torch.optim.Optimizer):
+    """A torch.optim.Optimizer whose state is kept and updated on storage devices.
+
+    params: as for any torch optimizer: tensors, (name, tensor) pairs, or groups. Names given here
+        appear in messages and checkpoints. Parameters that do not require gradients when the
+        optimizer is made take no place on the devices and must stay frozen.
+
+    devices: directories or block devices; each an str or path, or a dict with ``path`` and
+        optionally ``name``, ``threads``, ``bandwidth`` (bytes per second), ``capacity_bytes``. Under
+        several ranks ``{rank}`` in a path is replaced; without it each rank uses a folder ``rankN``
+        below the path.
+    resume: what to do with devices that hold state. True: take weights and state from them and go
+        on (empty devices are begun). False: discard it. None: the first step raises UsageError unless
+        load_state_dict() or load_checkpoint() has said which state is meant.
+    state_format: "f32" (exact), "bf16" or "q8": how momentum and variance are kept.
+    memory_budget: bytes (or "512MiB") for the buffers of engine and devices; gradients come on top.
+    gradient_budget: bytes of gradients held in memory between backward and update; the rest is
+        spilled to the devices. None: all stay in memory.
+    gradient_type: "f32" or "bf16", how gradients travel to the devices. None: "f32" unless every
+        parameter is bfloat16.
+    durability: "step": every step survives a power cut. "none": scratch runs; nothing is promised.
+    max_grad_norm: clips by the global L2 norm, found while gradients are handed over: no extra pass.
+    nonfinite: on a gradient with an infinity or NaN "raise" NonFiniteGradientError, "skip" the step,
+        or "apply" it as torch does. Before the first two nothing has changed.
+    release_gradients: backward hands each gradient over as soon as it is complete and frees it. With
+        accumulation_steps=k the sum over k backward passes is kept in host memory and handed over in
+        the k-th. p.grad is None after backward then, so clip with max_grad_norm.
+    where: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
+    subgroup_elements, checksums, seed: see docs/python.md.
+    process_group: the ranks that share the state. None: all of them under torch.distributed.
+
+    After a step: ``grad_norm`` is the global L2 norm of its gradients before clipping.
+
+    Errors: see smartinf.errors. A failed or interrupted step has not happened: weights and state are
+    those of the step before. Threads: one at a time. Not usable in a forked child.
+    """
+
+    _rule = ""
+    _state_keys = ()
+    _torch_counts_steps = True
+
+    def __init__(
+        self,
+        params,
+        defaults,
+        *,
+        devices=None,
+        resume=None,
+        state_format="f32",
+        compress=None,
+        memory_budget="512MiB",
+        gradient_budget=None,
+        gradient_type=None,
+        durability="step",
+        max_grad_norm=None,
+        nonfinite="raise",
+        release_gradients=False,
+        accumulation_steps=1,
+        where="device",
+        subgroup_elements=0,
+        checksums=True,
+        seed=0,
+        process_group=None,
+    ):
+        self._core = None
+        if devices is None or isinstance(devices, (str, os.PathLike, dict)):
+            devices = [] if devices is None else [devices]
+        if not devices:
+            raise UsageError(
+                'no device given: say where the state is to live, e.g. devices=["/nvme/run1"]. A '
+                "directory is made if it is missing."
+            )
+        if compress is not None:
+            raise UsageError("compress: this build cannot compress gradients; leave it out")
+        if resume not in (None, True, False):
+            raise UsageError(f"resume={resume!r}: known are True, False and None")
+        if nonfinite not in ("raise", "skip", "apply"):
+            raise UsageError(f'nonfinite={nonfinite!r}: known are "raise", "skip" and "apply"')
+        if max_grad_norm is not None and not float(max_grad_norm) > 0:
+            raise UsageError(f"max_grad_norm={max_grad_norm!r} must be positive, or None")
+        if accumulation_steps < 1 or int(accumulation_steps) != accumulation_steps:
+            raise UsageError(f"accumulation_steps={accumulation_steps!r} must be a positive integer")
+        self.max_grad_norm = max_grad_norm
+        self.nonfinite = nonfinite
+        self.grad_norm = None
+        self._resume = resume
+        self._release = bool(release_gradients)
+        self._accumulation_steps = int(accumulation_steps)
+        self._ranks = Ranks(process_group)
+        if self._release and self._ranks.world > 1:
+            raise UsageError(
+                "release_gradients does not go together with several ranks: their gradients are "
+                "averaged after backward. Leave it out."
+            )
+        self._devices = [self._ranks.device(device) for device in devices]
+        self._gradient_type = gradient_type
+        self._core_options = {
+            "rule": self._rule,
+            "state_format": state_format,
+            "memory_budget_bytes": parse_bytes(memory_budget, "memory_budget"),
+            "durability": durability,
+            "where": where,
+            "subgroup_elements": int(subgroup_elements),
+            "checksums": bool(checksums),
+            "seed": int(seed),
+        }
+        if gradient_budget is not None:
+            self._core_options["gradient_budget_bytes"] = parse_bytes(
+                gradient_budget, "gradient_budget"
+            )
+        self._hooks = []
+        super().__init__(params, defaults)
+        self._open(resume)
+
+    # ---- Opening and closing.
+
+    def _open(self, resume):
+        named = self._trainable()
+        self._layout = Layout(named, self._ranks.rank, self._ranks.world)
+        self._index_of = {id(param): i for i, param in enumerate(self._layout.params)}
+        self._segment_of = {segment.param: segment.index for segment in self._layout.segments}
+        gradient_type = self._gradient_type
+        if gradient_type is None:
+            gradient_type = "bf16" if self._layout.dtype == torch.bfloat16 else "f32"
+        if resume is False:
+            for device in self._devices:
+                _core.erase(device["path"])
+        options = {
+            **self._core_options,
+            "gradient_type": gradient_type,
+            "devices": self._devices,
+            **self._rule_options(self.param_groups[0]),
+        }
+        self._layout.settle()
+        self._core = _core.Updater(options, self._layout.range_names(), self._layout.range_shapes())
+        self._begun = False
+        self._broken = False
+        # While gradients are released, by parameter: handed over; sum of the passes so far; passes.
+        self._received = set()
+        self._kept = {}
+        self._passes = {}
+        self._weights_in_doubt = False
+        self._expected = None  # the state that a small state dict referred to and is not here
+        self._undecided = False
+        self._lineage = Lineage(len(self._layout.params))
+        if self._core.fresh():
+            self._lineage.run = self._lineage.branch = self._ranks.same(self._lineage.run)
+            values = [None]  # keeps alive what the core reads
+
+            def provide(index):
+                segment = self._layout.segments[index]
+                values[0] = self._layout.values(segment.param)[segment.start : segment.stop]
+                return values[0].data_ptr(), TYPE_NAMES[values[0].dtype]
+
+            self._core.initialize(provide, self._lineage.to_json())
+            self._layout.remember()
+        else:
+            self._lineage = self._stored_lineage()
+            self._ranks.check_same(self._lineage.identity())
+            if resume:
+                self._take_weights()
+            else:
+                self._undecided = True
+        if self._release:
+            self._hooks = [
+                param.register_post_accumulate_grad_hook(self._take_gradient)
+                for param in self._layout.params
+            ]
+        open_optimizers.add(self)
+
+    def _trainable(self):
+        named, seen = [], set()
+        for g, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                if param.requires_grad and param.numel() > 0 and id(param) not in seen:
+                    seen.add(id(param))
+                    named.append((names[i] if names else f"group{g}.param{i}", param))
+        if not named:
+            raise UsageError("none of the parameters requires a gradient: there is nothing to optimize")
+        return named
+
+    def _stored_lineage(self):
+        where = ", ".join(device["path"] for device in self._devices)
+        return Lineage.from_json(self._core.blob(), len(self._layout.params), where)
+
+    def close(self):
+        """Carries the last step's commit through and lets the devices go. Raises what that commit
+        failed with; the state is then that of the step before. A second call does nothing."""
+        core, self._core = self._core, None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if core is not None:
+            core.close()
+
+    def _opened(self):
+        if self._core is None:
+            raise UsageError("the optimizer is closed; make a new one with resume=True to go on")
+        return self._core
+
+    def synchronize(self):
+        """Waits until the last step is durable on all devices. Errors: of its commit."""
+        core = self._opened()
+        try:
+            core.wait_commit()
+        except Error:
+            self._recover()
+            raise
+
+    def add_param_group(self, param_group):
+        """As in torch. After the optimizer was made the devices are laid out anew: state that is
+        there already is kept, by way of a checkpoint beside the first device."""
+        super().add_param_group(param_group)
+        if self._core is None:
+            return
+        try:
+            self._reject_step_in_progress("add_param_group")
+            self._relay()
+        except BaseException:
+            if self._core is not None:
+                self.param_groups.pop()
+            raise
+
+    def _relay(self):
+        if self._lineage.updates == 0 and not self._undecided:
+            self.close()
+            self._open(False)
+            return
+        self._ready()
+        folder = f"{self._devices[0]['path'].rstrip('/')}-{uuid.uuid4().hex[:8]}.checkpoint"
+        folder = self._ranks.same(folder)
+        self.save_checkpoint(folder)
+        self.close()
+        try:
+            self._open(False)
+            checkpoint.load(self, folder, strict=False)
+        except BaseException as error:
+            error.add_note(f"The state before add_param_group is in {folder}: load_checkpoint() reads it.")
+            raise
+        self._ranks.barrier()
+        if self._ranks.rank == 0:
+            shutil.rmtree(folder)
+
+    # ---- A step.
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step with the gradients that the parameters hold (or that backward handed over).
+
+        closure: evaluates the model and returns the loss, as in torch. Returns what it returned.
+        On return the parameters hold the new weights; moments are still being written, and that
+        write becomes real while the next forward runs (synchronize() waits for it).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._release and getattr(self, "grad_scale", None) is not None:
+            raise UsageError(
+                "release_gradients does not go together with GradScaler, which must see all gradients "
+                "before the step. Use bfloat16 autocast, which needs no scaler."
+            )
+        try:
+            self._step()
+        except BaseException:
+            self._recover()
+            raise
+        return loss
+
+    def _step(self):
+        layout = self._layout
+        core = self._opened()
+        taking_part = [
+            param.grad is not None or i in self._received or i in self._kept
+            for i, param in enumerate(layout.params)
+        ]
+        self._reject_thawed()
+        if not any(taking_part):
+            return
+        self._begin()
+        self._send_gradients(taking_part)
+        norm, finite, first_bad = core.finish_gradients(1.0)
+        norm, finite = self._ranks.norm(norm, finite)
+        self.grad_norm = norm
+        if not finite and self.nonfinite != "apply":
+            self._drop()
+            if self.nonfinite == "skip":
+                return
+            raise NonFiniteGradientError(
+                f"the gradient of {first_bad or 'a parameter of another rank'} is not finite; the step "
+                'was not made. Lower the learning rate or clip; nonfinite="skip" leaves such steps out.'
+            )
+        scale = 1.0
+        if self.max_grad_norm is not None and math.isfinite(norm):
+            scale = min(1.0, float(self.max_grad_norm) / (norm + 1e-6))
+
+        after = self._lineage.advanced(taking_part)
+        self._weights_in_doubt = True
+        core.start_update(
+            scale, self._group_options(after, taking_part), layout.type_name, layout.owned_address
+        )
+        if self._ranks.world == 1:
+            for segment in layout.segments:
+                if taking_part[segment.param]:
+                    core.wait_weights(segment.first, segment.count)
+                    layout.deliver(segment.param)
+            core.start_commit(after.to_json())
+        else:
+            core.wait_weights(0, layout.owned[1] - layout.owned[0])
+            core.start_commit(after.to_json())
+            self._ranks.gather(layout)
+            for i, taking in enumerate(taking_part):
+                if taking:
+                    layout.deliver(i)
+        self._lineage = after
+        self._begun = False
+        self._received.clear()
+        self._kept.clear()
+        self._passes.clear()
+        layout.remember()
+        self._weights_in_doubt = False
+
+    def _group_options(self, after, taking_part):
+        by_parameter = {}
+        for group in self.param_groups:
+            options = {
+                **self._rule_options(group),
+                "lr": float(group["lr"]),
+                "weight_decay": float(group["weight_decay"]),
+                "maximize": bool(group.get("maximize", False)),
+            }
+            for param in group["params"]:
+                i = self._index_of.get(id(param))
+                if i is not None and taking_part[i]:
+                    by_parameter[i] = {**options, "step": after.steps[i]}
+        return [by_parameter.get(segment.param) for segment in self._layout.segments]
+
+    def _begin(self):
+        if self._begun:
+            return
+        core = self._ready()
+        changed = self._ranks.any_of(self._layout.changed(), len(self._layout.params))
+        if changed:
+            self._adopt_weights(changed)
+        core.begin_step()
+        self._begun = True
+
+    def _ready(self):
+        core = self._opened()
+        if self._broken:
+            self._recover()
+        if self._expected is not None:
+            here, wanted = self._lineage, self._expected
+            raise MismatchError(
+                f"the loaded state dict refers to update {wanted['updates']} of run "
+                f"{wanted['run'][:8]}, but {self._devices[0]['path']} holds update {here.updates} of run "
+                f"{here.run[:8]}. Load the checkpoint folder that was written with it "
+                "(load_checkpoint, or smartinf.hf.CheckpointCallback with Trainer)."
+            )
+        if self._undecided:
+            raise UsageError(
+                f"{self._devices[0]['path']} holds the state of a run that has made "
+                f"{self._lineage.updates} steps. Make the optimizer with resume=True to continue it, "
+                "with resume=False to discard it, or load a state dict or checkpoint before the first "
+                "step."
+            )
+        return core
+
+    def _send_gradients(self, taking_part):
+        ranges, addresses, types = [], [], []
+        for segment in self._layout.segments:
+            i = segment.param
+            if not taking_part[i]:
+                self._core.skip_gradient(segment.index)
+                continue
+            if i in self._received:
+                continue
+            param = self._layout.params[i]
+            gradient = self._kept[i] if i in self._kept else self._host_gradient(i)
+            piece = gradient[segment.start : segment.stop]
+            entry = (segment.index, piece.data_ptr(), TYPE_NAMES[piece.dtype])
+            if param.grad is not None and gradient.data_ptr() == param.grad.data_ptr():
+                for to, value in zip((ranges, addresses, types), entry, strict=True):
+                    to.append(value)
+            else:  # a copy is handed over at once, so that there is never more than one
+                self._core.put_gradients(*([value] for value in entry))
+        if ranges:
+            self._core.put_gradients(ranges, addresses, types)
+
+    def _host_gradient(self, i):
+        """[numel] in CPU memory, in the parameter's order; the gradient itself where it can be."""
+        grad = self._layout.params[i].grad
+        if grad.layout is not torch.strided:
+            raise UsageError(
+                f"the gradient of {self._layout.names[i]} is sparse; only dense gradients are supported. "
+                "Make the embedding with sparse=False."
+            )
+        if grad.dtype not in TYPE_NAMES:
+            raise UsageError(
+                f"the gradient of {self._layout.names[i]} is {grad.dtype}; known are float32, bfloat16 "
+                "and float16"
+            )
+        return grad.detach().to("cpu").contiguous().view(-1)
+
+    @torch.no_grad()
+    def _take_gradient(self, param):
+        """The hook of release_gradients: a backward pass has completed the gradient of `param`."""
+        i = self._index_of[id(param)]
+        try:
+            if i in self._received:
+                raise UsageError(
+                    f"a second gradient of {self._layout.names[i]} came before step(). Say how many "
+                    "backward passes make a step with accumulation_steps."
+                )
+            gradient = self._host_gradient(i)
+            kept = self._kept.pop(i, None)
+            if kept is not None:
+                gradient = kept.add_(gradient)
+            self._passes[i] = self._passes.get(i, 0) + 1
+            if self._passes[i] < self._accumulation_steps:
+                ours = kept is not None or gradient.data_ptr() != param.grad.data_ptr()
+                self._kept[i] = gradient if ours else gradient.clone()
+            else:
+                self._begin()
+                self._core.put_gradients(
+                    [self._segment_of[i]], [gradient.data_ptr()], [TYPE_NAMES[gradient.dtype]]
+                )
+                self._received.add(i)
+        except BaseException:
+            self._recover()
+            raise
+        param.grad = None
+
+    def _reject_thawed(self):
+        for group in self.param_groups:
+            for i, param in enumerate(group["params"]):
+                if param.grad is not None and param.numel() > 0 and id(param) not in self._index_of:
+                    name = group["param_names"][i] if "param_names" in group else f"number {i}"
+                    raise UsageError(
+                        f"parameter {name} has a gradient but was frozen when the optimizer was made, so "
+                        "the devices hold no state for it. Set requires_grad before making the "
+                        "optimizer, or keep it frozen."
+                    )
+
+    def _reject_step_in_progress(self, what):
+        if self._begun or self._passes:
+            raise UsageError(f"{what} between backward and step(): finish the step or call zero_grad()")
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none=True):
+        """As in torch; also drops gradients that backward has handed over already."""
+        super().zero_grad(set_to_none)
+        if self._core is not None and (self._begun or self._passes):
+            self._drop()
+
+    def _drop(self):
+        """Forgets the step in progress, before its update has begun."""
+        self._received.clear()
+        self._kept.clear()
+        self._passes.clear()
+        if self._begun:
+            self._core.take_back()
+            self._begun = False
+
+    def _recover(self):
+        """After a failure or an interruption: weights and state of the last committed step."""
+        if self._core is None:
+            return
+        self._broken = True  # until this has come to its end
+        self._received.clear()
+        self._kept.clear()
+        self._passes.clear()
+        if self._core.fresh() and not self._core.blob():
+            return
+        if self._begun or self._lineage.updates > 0:
+            try:
+                self._core.wait_commit()
+            except Error:
+                pass  # the step before stands, and its failure is on its way to the user
+            self._core.take_back()
+            self._begun = False
+            stored = self._stored_lineage()
+            if self._weights_in_doubt or stored.identity() != self._lineage.identity():
+                self._lineage = stored
+                self._take_weights()
+        self._broken = False
+
+    # ---- Weights.
+
+    def _take_weights(self):
+        """Parameters from the master weights."""
+        layout = self._layout
+        self._core.load_weights(layout.type_name, layout.owned_address)
+        self._ranks.gather(layout)
+        with torch.no_grad():
+            for i in range(len(layout.params)):
+                layout.deliver(i)
+        layout.remember()
+        self._weights_in_doubt = False
+
+    def _adopt_weights(self, changed):
+        """Master weights from parameters that were written from outside, e.g. by
+        model.load_state_dict(). Where a parameter still is the rounded master, the master stays."""
+        wanted = set(changed)
+        layout = self._layout
+        values = {}
+
+        def edit(segment, start, stop, planes):
+            if segment.param not in wanted:
+                return False
+            if segment.param not in values:
+                values.clear()  # pieces come in order
+                values[segment.param] = layout.values(segment.param)
+            given = values[segment.param][start:stop]
+            differs = planes[0].to(given.dtype) != given
+            if not bool(differs.any()):
+                return False
+            torch.where(differs, given.float(), planes[0], out=planes[0])
+            return True
+
+        self._edit(edit, self._lineage)
+        self._take_weights()
+
+    # ---- State in and out.
+
+    def _pieces(self, first, count):
+        """(segment, start, stop, offset in the piece) for each parameter in elements [first, first +
+        count) of this rank's space; start and stop count within the parameter."""
+        for segment in self._layout.segments:
+            low = max(first, segment.first)
+            high = min(first + count, segment.first + segment.count)
+            if low < high:
+                start = segment.start + low - segment.first
+                yield segment, start, start + high - low, low - first
+
+    def _edit(self, edit, lineage):
+        """Rewrites state: edit(segment, start, stop, planes) changes f32 tensors [stop - start] in
+        place and returns whether it did. `lineage` becomes true with it, or nothing does."""
+
+        def visit(first, count, views):
+            tensors = [torch.frombuffer(view, dtype=torch.float32) for view in views]
+            written = False
+            with torch.no_grad():
+                for segment, start, stop, offset in self._pieces(first, count):
+                    planes = [tensor[offset : offset + stop - start] for tensor in tensors]
+                    written |= edit(segment, start, stop, planes)
+            return written
+
+        self._core.edit_state(visit, lineage.to_json())
+        self._lineage = lineage
+
+    def state_dict(self):
+        """A small dict: param_groups as in torch, and which state on the devices it belongs to. The
+        state itself stays there; save_checkpoint() or full_state_dict() copy it. Load it into an
+        optimizer over the same devices at the same step, or load the checkpoint written with it."""
+        made = super().state_dict()
+        made["state"] = {}
+        made["smartinf"] = {"format": _FORMAT, **self._lineage.identity()}
+        return made
+
+    def full_state_dict(self):
+        """torch's own state dict of this rule, in CPU memory (4 bytes per parameter and moment, f32):
+        torch.optim's class of the same name loads it. Collective: under several ranks every rank
+        calls it and gets all of it. Parameters that have not been stepped yet have no entry."""
+        tensors = {}
+
+        def take(index, planes):
+            tensors[index] = planes
+
+        self._visit(take)
+        made = super().state_dict()
+        numbers = self._numbers()
+        made["state"] = {}
+        for i, planes in sorted(tensors.items()):
+            if self._lineage.steps[i] == 0:
+                continue
+            entry = {}
+            if self._torch_counts_steps:
+                entry["step"] = torch.tensor(float(self._lineage.steps[i]))
+            for key, plane in zip(self._state_keys, planes, strict=True):
+                entry[key] = plane
+            made["state"][numbers[i]] = entry
+        return made
+
+    def visit_full_state(self, visit):
+        """Streams the state: visit(name, parameter, {"step": int, "master": tensor, "exp_avg": ...})
+        for one parameter after another, f32 in CPU memory, so no more than one is held at a time.
+        One rank only; several write a checkpoint."""
+        if self._ranks.world > 1:
+            raise UsageError("visit_full_state is for one rank; use save_checkpoint under several")
+        keys = ("master", *self._state_keys)
+
+        def take(index, planes):
+            entry = {"step": self._lineage.steps[index], **dict(zip(keys, planes, strict=True))}
+            visit(self._layout.names[index], self._layout.params[index], entry)
+
+        self._visit(take, master=True)
+
+    def _visit(self, take, master=False):
+        """take(index, planes) for each parameter in order, planes whole and in its shape."""
+        core = self._ready()
+        self._reject_step_in_progress("reading state")
+        layout = self._layout
+        wanted = range(0 if master else 1, 1 + len(self._state_keys))
+        building = {}
+
+        def visit(first, count, views):
+            tensors = [torch.frombuffer(views[p], dtype=torch.float32) for p in wanted]
+            for segment, start, stop, offset in self._pieces(first, count):
+                i = segment.param
+                if i not in building:
+                    param = layout.params[i]
+                    building[i] = [torch.zeros(param.numel()) for _ in wanted]
+                for whole, piece in zip(building[i], tensors, strict=True):
+                    whole[start:stop].copy_(piece[offset : offset + stop - start])
+                if self._ranks.world == 1 and stop == layout.params[i].numel():
+                    done = building.pop(i)
+                    take(i, [plane.view(layout.params[i].shape) for plane in done])
+
+        core.read_state(sum(1 << p for p in wanted), visit)
+        if self._ranks.world > 1:
+            for i, param in enumerate(layout.params):
+                planes = building.pop(i, None) or [torch.zeros(param.numel()) for _ in wanted]
+                for plane in planes:
+                    self._ranks.sum(plane)
+                take(i, [plane.view(param.shape) for plane in planes])
+
+    def _numbers(self):
+        """torch's number of each parameter of the layout: its place over all groups."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return [next(n for n, p in enumerate(params) if p is param) for param in self._layout.params]
+
+    def load_state_dict(self, state_dict):
+        """Takes either form: the small dict of state_dict(), or a full one, also of torch.optim's
+        class of the same rule. A small one whose state the devices do not hold is remembered, and
+        the first step asks for the checkpoint that was written with it."""
+        self._opened()
+        self._reject_step_in_progress("load_state_dict")
+        own = state_dict.get("smartinf")
+        if own is not None and own.get("format") != _FORMAT:
+            raise MismatchError(f"the state dict has format {own.get('format')}, known is {_FORMAT}")
+        groups = {key: value for key, value in state_dict.items() if key != "smartinf"}
+        super().load_state_dict({**groups, "state": {}})
+        if state_dict.get("state"):
+            self._import_full(state_dict["state"])
+        elif own is not None:
+            wanted = {key: own[key] for key in ("run", "branch", "updates")}
+            if wanted == self._lineage.identity():
+                self._expected = None
+                if self._undecided:
+                    self._undecided = False
+                    self._take_weights()
+            else:
+                self._expected = wanted
+        else:
+            raise MismatchError(
+                "the state dict holds no optimizer state. One that torch.optim saved before its first "
+                "step is of no use here: leave it out."
+            )
+
+    def _import_full(self, state):
+        numbers = self._numbers()
+        lineage = Lineage(len(self._layout.params))
+        lineage.run = lineage.branch = self._ranks.same(lineage.run)
+        entries = {}
+        for i, number in enumerate(numbers):
+            entry = state.get(number)
+            if entry is None:
+                continue
+            for key in self._state_keys:
+                value = entry.get(key)
+                if value is None and key == "momentum_buffer":
+                    continue  # torch keeps none without momentum
+                if value is None or value.numel() != self._layout.params[i].numel():
+                    raise MismatchError(
+                        f"the state dict's {key} of {self._layout.names[i]} is "
+                        f"{'missing' if value is None else tuple(value.shape)}, expected "
+                        f"{tuple(self._layout.params[i].shape)}: it belongs to another rule or model"
+                    )
+            entries[i] = entry
+            lineage.steps[i] = int(entry.get("step", 1))
+        lineage.updates = max(lineage.steps)
+
+        def edit(segment, start, stop, planes):
+            entry = entries.get(segment.param, {})
+            for key, plane in zip(("master", *self._state_keys), planes, strict=True):
+                value = entry.get(key)
+                if value is not None:
+                    plane.copy_(value.detach().reshape(-1)[start:stop])
+                elif key != "master":
+                    plane.zero_()
+            return True
+
+        self._edit(edit, lineage)
+        self._undecided = False
+        self._expected = None
+        self._adopt_weights(range(len(self._layout.params)))
+
+    def save_checkpoint(self, folder):
+        """Copies the whole state into a folder of its own (made; must be empty or absent), streamed:
+        safetensors files, one per rank, 4 bytes per parameter and plane. Collective. The folder can
+        be moved, and loaded by any number of ranks over any devices."""
+        self._ready()
+        self._reject_step_in_progress("save_checkpoint")
+        checkpoint.save(self, folder)
+
+    def load_checkpoint(self, folder):
+        """Replaces state and weights by those of save_checkpoint(). Collective. Errors:
+        MismatchError for another rule or model, or when a small state dict was loaded that belongs to
+        another checkpoint; CorruptError for an incomplete folder. State is then unchanged."""
+        self._opened()
+        self._reject_step_in_progress("load_checkpoint")
+        checkpoint.load(self, folder, strict=True)
+
+    # ---- What it costs.
+
+    def traffic(self):
+        """Bytes since the devices were opened, of this rank: {"host_up", "host_down", "read",
+        "written"}, each by kind."""
+        return self._opened().traffic()
+
+    def describe_devices(self):
+        """One line per device of this rank."""
+        return self._opened().describe_devices()
+
+    def memory_bytes(self):
+        """Buffers of engine and devices, gradients included."""
+        return self._opened().memory_bytes() + self._core.gradient_memory_bytes()
+
+    def __getstate__(self):
+        raise UsageError(
+            "an optimizer over devices cannot be pickled or copied; save state_dict() or a checkpoint"
+        )

@@ -19,6 +19,10 @@ class Builder {
   void read(uint32_t position) {
     std::array<uint32_t, 3> after{Task::kNone, Task::kNone, Task::kNone};
     if (position >= input_.slots) after = written_[position - input_.slots];
+    if (input_.variant == ScheduleVariant::kLate && position > 0) {
+      after[0] = written_[position - 1][0];
+      after[1] = written_[position - 1][1];
+    }
     uint32_t gradient = Task::kNone;
     if (input_.gradient_spilled) gradient = add(TaskKind::kReadGradient, position, after);
     reads_.push_back({add(TaskKind::kReadState, position, after), gradient});
@@ -34,8 +38,11 @@ class Builder {
   }
   void write_moments(uint32_t position) {
     if (!input_.has_moments) return;
-    written_[position][2] =
-        add(TaskKind::kWriteMoments, position, {updates_[position], Task::kNone, Task::kNone});
+    std::array<uint32_t, 3> after{updates_[position], Task::kNone, Task::kNone};
+    if (input_.variant == ScheduleVariant::kLate) {
+      after = {written_[position][0], written_[position][1], Task::kNone};
+    }
+    written_[position][2] = add(TaskKind::kWriteMoments, position, after);
   }
 
   /// Makes every task wait for the one before it.
@@ -100,13 +107,15 @@ std::string_view schedule_variant_name(ScheduleVariant variant) {
       return "overlapped";
     case ScheduleVariant::kEarly:
       return "early";
+    case ScheduleVariant::kLate:
+      return "late";
   }
   return "?";
 }
 
 std::optional<ScheduleVariant> schedule_variant_from_name(std::string_view name) {
-  for (const auto variant :
-       {ScheduleVariant::kNaive, ScheduleVariant::kOverlapped, ScheduleVariant::kEarly}) {
+  for (const auto variant : {ScheduleVariant::kNaive, ScheduleVariant::kOverlapped,
+                             ScheduleVariant::kEarly, ScheduleVariant::kLate}) {
     if (schedule_variant_name(variant) == name) return variant;
   }
   return std::nullopt;
@@ -124,6 +133,14 @@ std::vector<Task> make_schedule(const ScheduleInput& asked) {
   const uint32_t deferred = input.slots > 1 && input.has_moments ? 1 : 0;
 
   Builder builder(input);
+  if (input.variant == ScheduleVariant::kLate) {
+    for (uint32_t i = 0; i < input.subgroups; ++i) {
+      builder.read(i);
+      builder.update(i);
+      builder.write_moments(i);
+    }
+    return builder.take();
+  }
   for (uint32_t i = 0; i < std::min(input.slots, input.subgroups); ++i) builder.read(i);
   for (uint32_t i = 0; i < input.subgroups + deferred; ++i) {
     if (i < input.subgroups) builder.update(i);

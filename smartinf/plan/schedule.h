@@ -28,6 +28,7 @@ enum class ScheduleVariant : uint8_t {
   kNaive,       // read, update, write, one subgroup after another
   kOverlapped,  // slots in flight together; weights first, momentum and variance late
   kEarly,       // overlapped, in the order in which gradients become complete
+  kLate,        // one after another, but moments are written while the next one is read
 };
 
 std::string_view schedule_variant_name(ScheduleVariant variant);
@@ -63,7 +64,9 @@ struct ScheduleInput {
 /// more the reads of later subgroups and the writes of earlier ones are in flight at the same time.
 /// The new weights go first, because the next forward waits for them; master follows, momentum and
 /// variance stand behind the next subgroup's master.
-/// Source: Smart-Infinity, HPCA 2024, section V-B (the transfer handler).
+/// kLate overlaps least: moments stand behind their own weights and master, and only beside the
+/// next subgroup's reads. The paper's measured steps look like it (docs/simulator.md). Source:
+/// Smart-Infinity, HPCA 2024, section V-B (the transfer handler).
 std::vector<Task> make_schedule(const ScheduleInput& input);
 
 }  // namespace smartinf::plan

@@ -20,8 +20,8 @@ struct Shape {
 
 std::vector<Shape> shapes() {
   std::vector<Shape> all;
-  for (const auto variant :
-       {ScheduleVariant::kNaive, ScheduleVariant::kOverlapped, ScheduleVariant::kEarly}) {
+  for (const auto variant : {ScheduleVariant::kNaive, ScheduleVariant::kOverlapped,
+                             ScheduleVariant::kEarly, ScheduleVariant::kLate}) {
     for (const uint32_t subgroups : {0u, 1u, 2u, 3u, 7u, 40u}) {
       for (const uint32_t slots : {1u, 2u, 3u, 8u, 64u}) {
         for (const bool spilled : {false, true}) {
@@ -208,6 +208,23 @@ TEST(Schedule, OverlappedKeepsReadsAndWritesInFlightTogether) {
   EXPECT_EQ(slow.most_slots(), 1u);
 }
 
+TEST(Schedule, LateReadsBehindWeightsAndMasterButBesideMoments) {
+  const std::vector<Task> tasks = schedule_of({ScheduleVariant::kLate, 10, 2, false, true});
+  for (const Task& task : tasks) {
+    if (task.kind != TaskKind::kReadState || task.subgroup == 0) continue;
+    std::set<std::pair<TaskKind, uint32_t>> waits;
+    for (const uint32_t before : task.after) {
+      if (before != Task::kNone) waits.insert({tasks[before].kind, tasks[before].subgroup});
+    }
+    EXPECT_TRUE(waits.contains({TaskKind::kWriteWeights, task.subgroup - 1}));
+    EXPECT_TRUE(waits.contains({TaskKind::kWriteMaster, task.subgroup - 1}));
+    EXPECT_FALSE(waits.contains({TaskKind::kWriteMoments, task.subgroup - 1}));
+    if (task.subgroup > 1) {
+      EXPECT_TRUE(waits.contains({TaskKind::kWriteMoments, task.subgroup - 2}));
+    }
+  }
+}
+
 TEST(Schedule, SendsWeightsFirstAndMomentsBehindTheNextMaster) {
   const std::vector<Task> tasks = schedule_of({ScheduleVariant::kOverlapped, 10, 4, false, true});
   const auto place = [&](TaskKind kind, uint32_t subgroup) {
@@ -243,8 +260,8 @@ TEST(Schedule, FollowsTheOrderGiven) {
 }
 
 TEST(Schedule, NamesGoBothWays) {
-  for (const auto variant :
-       {ScheduleVariant::kNaive, ScheduleVariant::kOverlapped, ScheduleVariant::kEarly}) {
+  for (const auto variant : {ScheduleVariant::kNaive, ScheduleVariant::kOverlapped,
+                             ScheduleVariant::kEarly, ScheduleVariant::kLate}) {
     EXPECT_EQ(schedule_variant_from_name(schedule_variant_name(variant)), variant);
   }
   EXPECT_FALSE(schedule_variant_from_name("fast").has_value());

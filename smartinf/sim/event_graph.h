@@ -1,0 +1,101 @@
+// A virtual clock. Work is a graph of tasks; a task is a few stages one after another; a stage
+// moves bytes through resources that it shares with whatever else is moving. The clock jumps from
+// one completion to the next, so a step of a 33 B-parameter model costs milliseconds.
+//
+// It knows nothing of training: step_graph.h builds the graph of a step.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+namespace smartinf::sim {
+
+/// What a stage does to a resource; a drive loses rate while both are in flight on it.
+enum class Direction : uint8_t { kNone, kRead, kWrite };
+
+/// A share of one resource's time, in proportion to the bytes that a stage moves.
+struct Use {
+  uint32_t resource = 0;
+  double seconds_per_byte = 0;  // 1 / rate when alone on it
+  Direction direction = Direction::kNone;
+};
+
+/// Bytes through all of `uses` at once, at the rate of the slowest, after a fixed latency.
+struct Stage {
+  static constexpr size_t kUsesMax = 4;
+  uint64_t bytes = 0;
+  double latency_s = 0;
+  std::array<Use, kUsesMax> uses;
+  uint32_t use_count = 0;
+
+  Stage() = default;
+  Stage(uint64_t stage_bytes, std::initializer_list<Use> stage_uses, double stage_latency_s = 0);
+};
+
+struct TaskTimes {
+  double start_s = 0;
+  double end_s = 0;
+};
+
+class EventGraph {
+ public:
+  using TaskIndex = uint32_t;
+  static constexpr TaskIndex kNone = ~0u;
+
+  /// mixed_efficiency: what is left of the resource's rate while reads and writes are both in
+  /// flight on it, in (0, 1].
+  uint32_t add_resource(std::string name, double mixed_efficiency = 1);
+
+  /// A task that starts when all of `after` are done (kNone is skipped). Tasks without stages take
+  /// no time: barriers.
+  TaskIndex add_task(std::vector<Stage> stages, std::initializer_list<TaskIndex> after);
+  void add_dependency(TaskIndex task, TaskIndex after);
+
+  /// Runs the whole graph from time 0. Resources are shared max-min fairly in bytes per second, as
+  /// queues that take commands of equal size in turn do. Deterministic: the same graph gives the
+  /// same bits. A cycle is a bug (SI_CHECK).
+  void run();
+
+  // After run():
+  const TaskTimes& times(TaskIndex task) const { return times_[task]; }
+  double end_s() const { return end_s_; }
+  size_t task_count() const { return tasks_.size(); }
+  const std::string& resource_name(uint32_t resource) const { return resources_[resource].name; }
+  size_t resource_count() const { return resources_.size(); }
+  /// Seconds of the resource's own time used between two moments.
+  double busy_s(uint32_t resource, double from_s, double to_s) const;
+
+ private:
+  struct Resource {
+    std::string name;
+    double mixed_efficiency = 1;
+    // Utilization as steps: from moment, level. Bound: one entry per event.
+    std::vector<std::pair<double, double>> levels;
+  };
+  struct Node {
+    uint32_t first_stage = 0;
+    uint32_t stage_count = 0;
+    uint32_t waiting_for = 0;
+  };
+  struct Active {
+    TaskIndex task = 0;
+    uint32_t stage = 0;
+    double latency_left_s = 0;
+    double bytes_left = 0;
+    double rate = 0;
+  };
+
+  void share_out(std::vector<Active>& active, double now_s);
+
+  std::vector<Resource> resources_;
+  std::vector<Node> tasks_;
+  std::vector<Stage> stages_;
+  std::vector<std::pair<TaskIndex, TaskIndex>> edges_;  // before, after
+  std::vector<TaskTimes> times_;
+  double end_s_ = 0;
+};
+
+}  // namespace smartinf::sim

@@ -1,0 +1,446 @@
+#include "smartinf/sim/machine.h"
+
+#include <cmath>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <type_traits>
+
+#include <fmt/format.h>
+#include <toml++/toml.h>
+
+#include "smartinf/base/nearest.h"
+#include "smartinf/base/units.h"
+#include "smartinf/sim/machine_presets.h"
+
+namespace smartinf::sim {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+// What a value must satisfy; the message of a violation says it in words.
+enum class Rule : uint8_t { kAny, kPositive, kNotNegative, kShare };
+
+// Every key of the file, once: reading, writing and checking follow from these.
+template <typename Visitor>
+void visit(Visitor& v, Gpu& gpu) {
+  v("name", gpu.name, Rule::kAny);
+  v("count", gpu.count, Rule::kPositive);
+  v("memory_bytes", gpu.memory_bytes, Rule::kNotNegative);
+  v("peak_flops", gpu.peak_flops, Rule::kPositive);
+  v("product_efficiency", gpu.product_efficiency, Rule::kShare);
+  v("memory_bytes_per_s", gpu.memory_bytes_per_s, Rule::kPositive);
+  v("activation_passes", gpu.activation_passes, Rule::kNotNegative);
+  v("select_passes", gpu.select_passes, Rule::kNotNegative);
+  v("link_bytes_per_s", gpu.link_bytes_per_s, Rule::kPositive);
+  v("links_shared", gpu.links_shared, Rule::kAny);
+  v("link_is_host_link", gpu.link_is_host_link, Rule::kAny);
+}
+
+template <typename Visitor>
+void visit(Visitor& v, Host& host) {
+  v("memory_bytes", host.memory_bytes, Rule::kNotNegative);
+  v("link_bytes_per_s", host.link_bytes_per_s, Rule::kPositive);
+  v("update_bytes_per_s", host.update_bytes_per_s, Rule::kPositive);
+  v("copy_bytes_per_s", host.copy_bytes_per_s, Rule::kPositive);
+}
+
+template <typename Visitor>
+void visit(Visitor& v, DeviceGroup& device) {
+  v("name", device.name, Rule::kAny);
+  v("count", device.count, Rule::kPositive);
+  v("read_bytes_per_s", device.read_bytes_per_s, Rule::kPositive);
+  v("write_bytes_per_s", device.write_bytes_per_s, Rule::kPositive);
+  v("mixed_efficiency", device.mixed_efficiency, Rule::kShare);
+  v("peer_efficiency", device.peer_efficiency, Rule::kShare);
+  v("write_amplification", device.write_amplification, Rule::kPositive);
+  v("burst_bytes", device.burst_bytes, Rule::kNotNegative);
+  v("link_bytes_per_s", device.link_bytes_per_s, Rule::kPositive);
+  v("latency_s", device.latency_s, Rule::kNotNegative);
+  v("update_bytes_per_s", device.update_bytes_per_s, Rule::kNotNegative);
+  v("decompress_bytes_per_s", device.decompress_bytes_per_s, Rule::kNotNegative);
+  v("update_streams", device.update_streams, Rule::kAny);
+  v("memory_bytes", device.memory_bytes, Rule::kNotNegative);
+  v("capacity_bytes", device.capacity_bytes, Rule::kNotNegative);
+  v("endurance_bytes", device.endurance_bytes, Rule::kNotNegative);
+  v("price", device.price, Rule::kNotNegative);
+}
+
+template <typename Visitor>
+void visit(Visitor& v, Software& software) {
+  v("subgroup_elements", software.subgroup_elements, Rule::kPositive);
+  v("slots", software.slots, Rule::kPositive);
+  v("gradient_bytes", software.gradient_bytes, Rule::kPositive);
+  v("weight_bytes", software.weight_bytes, Rule::kPositive);
+  v("overlapped", software.overlapped, Rule::kAny);
+  v("gradient_spilled", software.gradient_spilled, Rule::kAny);
+  v("offload_waits", software.offload_waits, Rule::kAny);
+}
+
+template <typename Visitor>
+void visit(Visitor& v, Price& price) {
+  v("host", price.host, Rule::kNotNegative);
+  v("gpu", price.gpu, Rule::kNotNegative);
+  v("power_watts", price.power_watts, Rule::kNotNegative);
+  v("per_kwh", price.per_kwh, Rule::kNotNegative);
+  v("life_years", price.life_years, Rule::kPositive);
+}
+
+Status broken_rule(std::string_view section, std::string_view key, double value, Rule rule) {
+  const char* wanted = nullptr;
+  if (!std::isfinite(value)) wanted = "a finite number";
+  if (rule == Rule::kPositive && !(value > 0)) wanted = "above zero";
+  if (rule == Rule::kNotNegative && value < 0) wanted = "not negative";
+  if (rule == Rule::kShare && !(value > 0 && value <= 1)) wanted = "above 0 and at most 1";
+  if (wanted == nullptr) return {};
+  return Status(ErrorCode::kInvalidArgument, fmt::format("{}.{} is {}", section, key, value),
+                fmt::format("It must be {}.", wanted));
+}
+
+struct Checker {
+  std::string_view section;
+  Status status;
+
+  template <typename T>
+  void operator()(const char* key, T& value, Rule rule) {
+    if constexpr (std::is_arithmetic_v<T>) {
+      if (status.ok()) status = broken_rule(section, key, static_cast<double>(value), rule);
+    }
+  }
+};
+
+/// Reads the keys of one table; what is left over afterwards is unknown.
+struct Reader {
+  const toml::table& table;
+  std::string_view section;
+  std::string_view origin;
+  Status status = {};
+  std::vector<std::string_view> known = {};
+
+  void fail(const toml::node* node, std::string_view key, std::string what, std::string advice) {
+    if (!status.ok()) return;
+    const uint32_t line = node != nullptr ? static_cast<uint32_t>(node->source().begin.line) : 0;
+    status = Status(ErrorCode::kInvalidArgument,
+                    line > 0 ? fmt::format("{} line {}: {}.{} {}", origin, line, section, key, what)
+                             : fmt::format("{}: {}.{} {}", origin, section, key, what),
+                    std::move(advice));
+  }
+
+  template <typename T>
+  void operator()(const char* key, T& value, Rule rule) {
+    known.push_back(key);
+    const toml::node* node = table.get(key);
+    if (node == nullptr) return;
+    if constexpr (std::is_same_v<T, bool>) {
+      if (!node->is_boolean())
+        return fail(node, key, "is not true or false", "Write true or false.");
+      value = *node->value<bool>();
+    } else if constexpr (std::is_same_v<T, std::string>) {
+      if (!node->is_string()) return fail(node, key, "is not a text", "Put it in quotes.");
+      value = *node->value<std::string>();
+    } else if constexpr (std::is_same_v<T, plan::ScheduleVariant>) {
+      const auto text = node->value<std::string>();
+      const auto variant = text ? plan::schedule_variant_from_name(*text) : std::nullopt;
+      if (!variant) return fail(node, key, "is not a schedule", "Write overlapped, late or naive.");
+      value = *variant;
+    } else {
+      double number = 0;
+      if (node->is_string()) {
+        const Result<uint64_t> bytes = base::parse_bytes(*node->value<std::string>());
+        if (!bytes.ok()) return fail(node, key, "is not a number", "Write e.g. 4e9 or \"4GB\".");
+        number = static_cast<double>(*bytes);
+      } else if (node->is_integer() || node->is_floating_point()) {
+        number = *node->value<double>();
+      } else {
+        return fail(node, key, "is not a number", "Write e.g. 4e9.");
+      }
+      const Status broken = broken_rule(section, key, number, rule);
+      if (!broken.ok()) {
+        const std::string prefix = fmt::format("{}.{} ", section, key);
+        return fail(node, key, broken.what().substr(prefix.size()), broken.advice());
+      }
+      if constexpr (std::is_integral_v<T>) {
+        if (number > (sizeof(T) == 4 ? 4e9 : 1.8e19)) {
+          return fail(node, key, "is too large", "Give a smaller number.");
+        }
+        if (number != std::floor(number)) {
+          return fail(node, key, "is not a whole number", "Write it without a fraction.");
+        }
+      }
+      value = static_cast<T>(number);
+    }
+  }
+
+  Status finish() {
+    if (!status.ok()) return status;
+    for (const auto& [key, node] : table) {
+      const std::string_view name = key.str();
+      if (std::find(known.begin(), known.end(), name) != known.end()) continue;
+      const std::string_view nearest = base::nearest_name(name, known);
+      fail(&node, name, "is not a key of a machine file",
+           nearest.empty() ? fmt::format("Keys of [{}]: {}.", section, fmt::join(known, ", "))
+                           : fmt::format("Did you mean {}?", nearest));
+      break;
+    }
+    return status;
+  }
+};
+
+struct Writer {
+  std::string text;
+
+  template <typename T>
+  void operator()(const char* key, T& value, Rule) {
+    if constexpr (std::is_same_v<T, bool>) {
+      text += fmt::format("{} = {}\n", key, value);
+    } else if constexpr (std::is_same_v<T, std::string>) {
+      text += fmt::format("{} = '{}'\n", key, value);
+    } else if constexpr (std::is_same_v<T, plan::ScheduleVariant>) {
+      text += fmt::format("{} = '{}'\n", key, plan::schedule_variant_name(value));
+    } else if constexpr (std::is_floating_point_v<T>) {
+      // A number that TOML takes for a float in every case, with all its digits.
+      const std::string digits = fmt::format("{}", value);
+      const bool is_float = digits.find_first_of(".e") != std::string::npos;
+      text += fmt::format("{} = {}{}\n", key, digits, is_float ? "" : ".0");
+    } else {
+      text += fmt::format("{} = {}\n", key, value);
+    }
+  }
+};
+
+template <typename T>
+Status read_section(const toml::node& node, std::string_view section, std::string_view origin,
+                    T& target) {
+  const toml::table* table = node.as_table();
+  if (table == nullptr) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("{}: {} is not a table", origin, section),
+                  fmt::format("Write [{}] and its keys below.", section));
+  }
+  Reader reader{*table, section, origin};
+  if constexpr (std::is_same_v<T, Gpu>) {
+    std::string preset;
+    reader("preset", preset, Rule::kAny);
+    if (!preset.empty()) {
+      const uint32_t count = target.count;
+      SI_ASSIGN_OR_RETURN(target, gpu_preset(preset));
+      target.count = count;
+    }
+  }
+  visit(reader, target);
+  return reader.finish();
+}
+
+template <typename T>
+Status check_section(std::string_view section, const T& value) {
+  Checker checker{section, {}};
+  T copy = value;
+  visit(checker, copy);
+  return std::move(checker.status);
+}
+
+// Data-sheet values: dense 16-bit tensor rate with 32-bit sums, memory, link of PCIe generation
+// x16. What the link carries of its label is measured on the paper's machine (PCIe 4.0) and scaled
+// with the label.
+Gpu make_gpu(const char* name, double memory_gb, double tflops, double memory_gb_s,
+             double link_gb_s) {
+  Gpu gpu;
+  gpu.name = name;
+  gpu.memory_bytes = static_cast<uint64_t>(memory_gb * 1e9);
+  gpu.peak_flops = tflops * 1e12;
+  gpu.memory_bytes_per_s = memory_gb_s * 1e9;
+  gpu.link_bytes_per_s = link_gb_s * 1e9;
+  return gpu;
+}
+
+const std::vector<Gpu>& gpu_table() {
+  static const std::vector<Gpu> table{
+      make_gpu("A5000", 24, 111.1, 768, kPcie4x16GbPerS),
+      make_gpu("A4000", 16, 76.7, 448, kPcie4x16GbPerS),
+      make_gpu("A100", 40, 312, 1555, kPcie4x16GbPerS),
+      make_gpu("A100-80GB", 80, 312, 2039, kPcie4x16GbPerS),
+      make_gpu("RTX3090", 24, 71, 936, kPcie4x16GbPerS),
+      make_gpu("RTX4090", 24, 165, 1008, kPcie4x16GbPerS),
+      make_gpu("RTX5090", 32, 210, 1792, 2 * kPcie4x16GbPerS),
+      make_gpu("L40S", 48, 362, 864, kPcie4x16GbPerS),
+      make_gpu("H100", 80, 989, 3350, 2 * kPcie4x16GbPerS),
+      make_gpu("H200", 141, 989, 4800, 2 * kPcie4x16GbPerS),
+  };
+  return table;
+}
+
+bool same_name(std::string_view a, std::string_view b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (std::tolower(static_cast<unsigned char>(a[i])) !=
+        std::tolower(static_cast<unsigned char>(b[i]))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+uint32_t Machine::device_count() const {
+  uint32_t count = 0;
+  for (const DeviceGroup& group : devices) count += group.count;
+  return count;
+}
+
+std::vector<const DeviceGroup*> Machine::each_device() const {
+  std::vector<const DeviceGroup*> all;
+  for (const DeviceGroup& group : devices) all.insert(all.end(), group.count, &group);
+  return all;
+}
+
+std::vector<std::string_view> gpu_preset_names() {
+  std::vector<std::string_view> names;
+  for (const Gpu& gpu : gpu_table()) names.push_back(gpu.name);
+  return names;
+}
+
+Result<Gpu> gpu_preset(std::string_view name) {
+  for (const Gpu& gpu : gpu_table()) {
+    if (same_name(gpu.name, name)) return gpu;
+  }
+  const std::vector<std::string_view> names = gpu_preset_names();
+  const std::string_view nearest = base::nearest_name(name, names);
+  return Status(ErrorCode::kNotFound, fmt::format("unknown GPU '{}'", name),
+                nearest.empty() ? fmt::format("Known: {}.", fmt::join(names, ", "))
+                                : fmt::format("Did you mean {}?", nearest));
+}
+
+std::vector<std::string_view> machine_preset_names() {
+  std::vector<std::string_view> names;
+  for (const MachinePreset& preset : machine_presets()) names.push_back(preset.name);
+  return names;
+}
+
+Result<Machine> load_machine(std::string_view name_or_path) {
+  const bool is_path =
+      name_or_path.find('/') != std::string_view::npos || name_or_path.ends_with(".toml");
+  if (is_path) {
+    const std::string path(name_or_path);
+    std::ifstream file(path, std::ios::binary);
+    if (!file) {
+      base::ErrorPlace place;
+      place.path = path;
+      return Status(ErrorCode::kNotFound, "cannot open the machine file", "Check the path.",
+                    std::move(place));
+    }
+    std::ostringstream text;
+    text << file.rdbuf();
+    return parse_machine(text.str(), path);
+  }
+  for (const MachinePreset& preset : machine_presets()) {
+    if (same_name(preset.name, name_or_path)) return parse_machine(preset.toml, preset.name);
+  }
+  const std::vector<std::string_view> names = machine_preset_names();
+  const std::string_view nearest = base::nearest_name(name_or_path, names);
+  return Status(ErrorCode::kNotFound, fmt::format("unknown machine '{}'", name_or_path),
+                nearest.empty()
+                    ? fmt::format("Known: {}; or give a .toml file.", fmt::join(names, ", "))
+                    : fmt::format("Did you mean {}? Or give a .toml file.", nearest));
+}
+
+Result<Machine> parse_machine(std::string_view toml_text, std::string_view origin) {
+  Machine machine;
+  machine.origin = std::string(origin);
+  machine.name = std::string(origin);
+  toml::table root;
+  try {  // toml++ reports syntax errors this way only
+    root = toml::parse(toml_text, origin);
+  } catch (const toml::parse_error& error) {
+    return Status(
+        ErrorCode::kInvalidArgument,
+        fmt::format("{} line {}: {}", origin, static_cast<uint32_t>(error.source().begin.line),
+                    error.description()),
+        "A machine file is TOML; `smartinf simulate --print-machine` shows one.");
+  }
+  static const std::vector<std::string_view> kSections{"name",     "note",  "gpu",   "host",
+                                                       "software", "price", "device"};
+  for (const auto& [key, node] : root) {
+    const std::string_view section = key.str();
+    if (section == "name" || section == "note") {
+      const auto text = node.value<std::string>();
+      if (!text) {
+        return Status(ErrorCode::kInvalidArgument,
+                      fmt::format("{}: {} is not a text", origin, section), "Put it in quotes.");
+      }
+      (section == "name" ? machine.name : machine.note) = *text;
+    } else if (section == "gpu") {
+      SI_RETURN_IF_ERROR(read_section(node, section, origin, machine.gpu));
+    } else if (section == "host") {
+      SI_RETURN_IF_ERROR(read_section(node, section, origin, machine.host));
+    } else if (section == "software") {
+      SI_RETURN_IF_ERROR(read_section(node, section, origin, machine.software));
+    } else if (section == "price") {
+      SI_RETURN_IF_ERROR(read_section(node, section, origin, machine.price));
+    } else if (section == "device") {
+      const toml::array* array = node.as_array();
+      if (array == nullptr) {
+        return Status(ErrorCode::kInvalidArgument, fmt::format("{}: device is not a list", origin),
+                      "Write [[device]], once for each kind of device.");
+      }
+      for (const toml::node& entry : *array) {
+        DeviceGroup group;
+        SI_RETURN_IF_ERROR(read_section(entry, "device", origin, group));
+        machine.devices.push_back(group);
+      }
+    } else {
+      const std::string_view nearest = base::nearest_name(section, kSections);
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("{} line {}: '{}' is not a section of a machine file", origin,
+                                static_cast<uint32_t>(node.source().begin.line), section),
+                    nearest.empty() ? fmt::format("Sections: {}.", fmt::join(kSections, ", "))
+                                    : fmt::format("Did you mean {}?", nearest));
+    }
+  }
+  SI_RETURN_IF_ERROR(check_machine(machine).with_context(origin));
+  return machine;
+}
+
+std::string machine_to_toml(const Machine& machine) {
+  Machine copy = machine;
+  Writer writer;
+  writer("name", copy.name, Rule::kAny);
+  if (!copy.note.empty()) writer("note", copy.note, Rule::kAny);
+  writer.text += "\n[gpu]\n";
+  visit(writer, copy.gpu);
+  writer.text += "\n[host]\n";
+  visit(writer, copy.host);
+  for (DeviceGroup& group : copy.devices) {
+    writer.text += "\n[[device]]\n";
+    visit(writer, group);
+  }
+  writer.text += "\n[software]\n";
+  visit(writer, copy.software);
+  writer.text += "\n[price]\n";
+  visit(writer, copy.price);
+  return std::move(writer.text);
+}
+
+Status check_machine(const Machine& machine) {
+  SI_RETURN_IF_ERROR(check_section("gpu", machine.gpu));
+  SI_RETURN_IF_ERROR(check_section("host", machine.host));
+  SI_RETURN_IF_ERROR(check_section("software", machine.software));
+  SI_RETURN_IF_ERROR(check_section("price", machine.price));
+  if (machine.devices.empty()) {
+    return Status(ErrorCode::kInvalidArgument, "the machine has no device", "Add a [[device]].");
+  }
+  for (const DeviceGroup& group : machine.devices) {
+    SI_RETURN_IF_ERROR(check_section("device", group));
+  }
+  if (machine.device_count() > 4096) {
+    return Status(
+        ErrorCode::kInvalidArgument,
+        fmt::format("{} devices are more than the simulator takes", machine.device_count()),
+        "Give at most 4096.");
+  }
+  return {};
+}
+
+}  // namespace smartinf::sim

@@ -1,0 +1,106 @@
+// Machines as the simulator sees them: a handful of rates and sizes, read from a TOML file. Every
+// value means one physical thing; docs/simulator.md says where each of the shipped ones comes from.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/plan/schedule.h"
+
+namespace smartinf::sim {
+
+struct Gpu {
+  std::string name;  // "none": no GPU, the host computes
+  uint32_t count = 1;
+  uint64_t memory_bytes = 0;
+  double peak_flops = 0;             // dense 16-bit tensor rate
+  double product_efficiency = 0.68;  // share of the peak that large matrix products reach
+  double memory_bytes_per_s = 0;     // its own memory
+  double activation_passes = 2;      // times that what lies between products is moved through it
+  double select_passes = 90;         // times that a gradient (f32) is moved through it by Top-K
+  double link_bytes_per_s = 0;       // to the host, each direction
+  bool links_shared = false;         // several GPUs behind one link of that rate
+  bool link_is_host_link = false;    // ... which is also the devices' (a congested expansion)
+};
+
+struct Host {
+  uint64_t memory_bytes = 0;
+  double link_bytes_per_s = 0;    // shared by all devices, each direction
+  double update_bytes_per_s = 0;  // host update: state and gradient in, state out
+  double copy_bytes_per_s = 0;    // pinned-buffer copies and casts around the host link
+};
+
+/// Devices of one kind.
+struct DeviceGroup {
+  std::string name;
+  uint32_t count = 1;
+  double read_bytes_per_s = 0;   // alone, steady state
+  double write_bytes_per_s = 0;  // alone, steady state, after the drive's cache
+  double mixed_efficiency = 1;   // what is left while it reads and writes at once
+  double peer_efficiency = 1;  // what is left when its processor, not the host, is at the other end
+  double write_amplification = 1;
+  uint64_t burst_bytes = 0;       // written at the read rate after an idle time: the drive's cache
+  double link_bytes_per_s = 0;    // its own link to the host, each direction
+  double latency_s = 0;           // of one command over that link
+  double update_bytes_per_s = 0;  // processor: state and gradient in; 0: cannot update
+  double decompress_bytes_per_s = 0;  // processor with SmartComp, by the same measure
+  bool update_streams = false;        // overlapped, it works on a subgroup while that is being read
+  uint64_t memory_bytes = 0;
+  uint64_t capacity_bytes = 0;
+  uint64_t endurance_bytes = 0;  // rated bytes written over its life; 0: not known
+  double price = 0;
+};
+
+/// How the software uses the machine; it differs between the paper's stack and this one.
+struct Software {
+  uint64_t subgroup_elements = 40'000'000;
+  uint32_t slots = 2;
+  uint32_t gradient_bytes = 4;                                            // on the host link
+  uint32_t weight_bytes = 4;                                              // on the way back
+  plan::ScheduleVariant overlapped = plan::ScheduleVariant::kOverlapped;  // meant by su+o
+  bool gradient_spilled = true;  // gradients wait on the drive, not in device memory
+  bool offload_waits = true;     // backward stands still while a layer's gradients leave
+};
+
+struct Price {
+  double host = 0;
+  double gpu = 0;
+  double power_watts = 0;
+  double per_kwh = 0;
+  double life_years = 4;
+};
+
+struct Machine {
+  std::string name;
+  std::string origin;  // file or preset, for messages
+  std::string note;
+  Gpu gpu;
+  Host host;
+  std::vector<DeviceGroup> devices;
+  Software software;
+  Price price;
+
+  uint32_t device_count() const;
+  /// One entry per device.
+  std::vector<const DeviceGroup*> each_device() const;
+};
+
+/// Shipped machines, e.g. "smartssd-a5000".
+std::vector<std::string_view> machine_preset_names();
+/// GPUs by name, to put into any machine.
+std::vector<std::string_view> gpu_preset_names();
+base::Result<Gpu> gpu_preset(std::string_view name);
+
+/// `name_or_path`: a preset, or a file when it ends in .toml or holds a slash.
+/// Errors: kNotFound with the nearest preset; kInvalidArgument naming file, line and key, with the
+/// nearest key for one that is not known.
+base::Result<Machine> load_machine(std::string_view name_or_path);
+base::Result<Machine> parse_machine(std::string_view toml_text, std::string_view origin);
+/// The text that parse_machine reads back to the same machine.
+std::string machine_to_toml(const Machine& machine);
+base::Status check_machine(const Machine& machine);
+
+}  // namespace smartinf::sim

@@ -1,0 +1,62 @@
+// Models as the simulator sees them: shapes, and what follows from shapes alone.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "smartinf/base/status.h"
+
+namespace smartinf::sim {
+
+/// A transformer by its dimensions. Counts of elements, not bytes.
+struct ModelShape {
+  std::string name;
+  uint64_t layers = 0;
+  uint64_t hidden = 0;
+  uint64_t heads = 0;
+  uint64_t kv_heads = 0;      // equal to heads but for grouped-query attention
+  uint64_t head_size = 0;     // hidden / heads but for models that say otherwise
+  uint64_t feed_forward = 0;  // inner width
+  uint64_t vocabulary = 0;    // 0: no token embedding (vision)
+  uint64_t positions = 0;     // learned position embeddings; 0 for rotary or ALiBi
+  bool gated = false;         // SwiGLU: three feed-forward matrices instead of two
+  bool tied = true;           // the head is the embedding
+  bool biases = true;         // matrices and norms have biases
+  uint64_t sequence = 1024;
+  uint64_t batch = 4;
+
+  uint64_t tokens() const { return sequence * batch; }
+  uint64_t layer_parameters() const;
+  uint64_t embedding_parameters() const;  // at the start: tokens and positions
+  uint64_t head_parameters() const;       // at the end: final norm, and the head when untied
+  uint64_t parameters() const;
+
+  /// Multiply-adds times two of one layer's forward over all tokens: matrices, and attention over
+  /// the full sequence (the paper's stack does not skip the masked half).
+  double layer_forward_flops() const;
+  double head_forward_flops() const;
+  /// Bytes of activations that one layer's forward leaves behind when nothing is recomputed,
+  /// 16-bit: tokens x hidden x (34 + 5 x heads x sequence / hidden). A measure of how much the
+  /// steps between matrix products move through GPU memory. Source: Korthikanti et al. 2022,
+  /// "Reducing Activation Recomputation", section 4.1.
+  double layer_activation_bytes() const;
+  /// One checkpoint: the layer's input, 16-bit.
+  uint64_t checkpoint_bytes() const { return 2 * tokens() * hidden; }
+};
+
+/// Names of all presets, e.g. "gpt2-4.0B".
+std::vector<std::string_view> model_preset_names();
+/// Errors: kNotFound naming the nearest preset.
+base::Result<ModelShape> model_preset(std::string_view name);
+
+/// From a Hugging Face config.json (Llama, Mistral, Qwen, GPT-2, BLOOM, BERT, ViT families).
+/// Errors: kInvalidArgument naming the missing or wrong key.
+base::Result<ModelShape> model_from_hf_config(std::string_view json_text, std::string_view origin);
+
+/// Errors: kInvalidArgument naming the first dimension that is zero, does not divide or is so large
+/// that counts would overflow.
+base::Status check_model(const ModelShape& model);
+
+}  // namespace smartinf::sim

@@ -1,0 +1,73 @@
+#include "smartinf/sim/model_shape.h"
+
+#include <charconv>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace smartinf::sim {
+namespace {
+
+using testing::HasSubstr;
+
+TEST(ModelShape, PresetsHaveTheSizeTheyAreNamedAfter) {
+  for (const std::string_view name : model_preset_names()) {
+    const auto model = model_preset(name);
+    ASSERT_TRUE(model.ok());
+    ASSERT_TRUE(check_model(*model).ok()) << name;
+    const size_t dash = name.find('-');
+    double billions = 0;
+    std::from_chars(name.data() + dash + 1, name.data() + name.size(), billions);
+    // Names round; Qwen's and Llama's own count loosely (Llama 3.2 "1B" has 1.24e9).
+    const bool loose = name.starts_with("llama") || name.starts_with("qwen");
+    EXPECT_NEAR(static_cast<double>(model->parameters()) / 1e9 / billions, 1.0, loose ? 0.25 : 0.05)
+        << name;
+  }
+}
+
+TEST(ModelShape, CountsKnownModelsExactly) {
+  // Counts of the published checkpoints.
+  EXPECT_EQ(model_preset("llama3-8B")->parameters(), 8030261248u);
+  EXPECT_EQ(model_preset("llama3-70B")->parameters(), 70553706496u);
+  EXPECT_EQ(model_preset("gpt2-0.12B")->parameters(), 124439808u);
+}
+
+TEST(ModelShape, FindsTheNearestName) {
+  EXPECT_THAT(model_preset("gpt2-16.7B").status().to_string(), HasSubstr("gpt2-16.6B"));
+  EXPECT_TRUE(model_preset("GPT2-4.0b").ok());
+  EXPECT_TRUE(model_preset("gpt2-33B").ok());
+}
+
+TEST(ModelShape, ReadsHuggingFaceConfigs) {
+  const auto llama = model_from_hf_config(R"({"model_type": "llama", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": false,
+    "max_position_embeddings": 8192})",
+                                          "config.json");
+  ASSERT_TRUE(llama.ok()) << llama.status().to_string();
+  EXPECT_EQ(llama->parameters(), model_preset("llama3-8B")->parameters());
+  const auto gpt2 = model_from_hf_config(
+      R"({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
+          "n_positions": 1024})",
+      "config.json");
+  ASSERT_TRUE(gpt2.ok());
+  EXPECT_EQ(gpt2->parameters(), 124439808u);
+}
+
+TEST(ModelShape, SaysWhatIsWrongWithAConfig) {
+  const auto failure = [](std::string_view text) {
+    const auto model = model_from_hf_config(text, "config.json");
+    EXPECT_FALSE(model.ok());
+    return model.ok() ? std::string() : model.status().to_string();
+  };
+  EXPECT_THAT(failure("{"), HasSubstr("not a JSON object"));
+  EXPECT_THAT(failure(R"({"hidden_size": 64})"), HasSubstr("num_hidden_layers"));
+  EXPECT_THAT(failure(R"({"hidden_size": "64", "num_hidden_layers": 2})"),
+              HasSubstr("hidden_size is not a whole number"));
+  EXPECT_THAT(failure(R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+                         "num_key_value_heads": 4, "head_dim": 16})"),
+              HasSubstr("do not divide"));
+}
+
+}  // namespace
+}  // namespace smartinf::sim

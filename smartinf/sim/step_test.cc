@@ -1,0 +1,225 @@
+#include "smartinf/sim/step.h"
+
+#include <chrono>
+#include <cmath>
+
+#include <gtest/gtest.h>
+
+#include "smartinf/sim/closed_form.h"
+#include "smartinf/sim/paper_rows.h"
+
+namespace smartinf::sim {
+namespace {
+
+constexpr std::array kMethods{Method::kBaseline, Method::kSmart, Method::kSmartOver,
+                              Method::kSmartComp};
+constexpr double kEndless = 1e18;
+
+Machine paper_machine(uint32_t devices) {
+  auto machine = load_machine("smartssd-a5000");
+  EXPECT_TRUE(machine.ok()) << machine.status().to_string();
+  return with_devices(*machine, devices);
+}
+ModelShape model(std::string_view name) {
+  auto found = model_preset(name);
+  EXPECT_TRUE(found.ok());
+  return *found;
+}
+StepTimes run(const ModelShape& shape, const Machine& machine, const StepOptions& options) {
+  auto times = simulate_step(shape, machine, options);
+  EXPECT_TRUE(times.ok()) << times.status().to_string();
+  return times.ok() ? *times : StepTimes{};
+}
+
+TEST(Step, BytesOnTheHostLinkAreTableOneExactly) {
+  for (const Method method : kMethods) {
+    for (const Optimizer optimizer :
+         {Optimizer::kAdam, Optimizer::kSgdMomentum, Optimizer::kAdagrad}) {
+      for (const uint32_t devices : {1u, 3u, 7u, 10u}) {
+        StepOptions options;
+        options.method = method;
+        options.optimizer = optimizer;
+        const ModelShape shape = model("gpt2-1.6B");
+        const StepTimes times = run(shape, paper_machine(devices), options);
+        const auto p = static_cast<double>(shape.parameters());
+        const LinkBytes expected = table_one(method, optimizer, p, options.ratio);
+        EXPECT_EQ(static_cast<double>(times.bytes.host_link_up), expected.up);
+        if (method == Method::kSmartComp) {
+          // Whole (index, value) pairs on every device: at most one pair short on each.
+          const auto down = static_cast<double>(times.bytes.host_link_down);
+          EXPECT_LE(down, expected.down);
+          EXPECT_GT(down, expected.down - 8.0 * (devices + 1));
+        } else {
+          EXPECT_EQ(static_cast<double>(times.bytes.host_link_down), expected.down);
+        }
+        const uint64_t state = optimizer == Optimizer::kAdam ? 12 : 8;
+        const uint64_t gradient = times.bytes.drive_written - state * shape.parameters();
+        EXPECT_EQ(times.bytes.drive_read, state * shape.parameters() + gradient)
+            << "what is written of gradients is read again";
+        EXPECT_EQ(times.bytes.gpu_link_down, 4 * shape.parameters()) << "weights twice, 16-bit";
+      }
+    }
+  }
+}
+
+TEST(Step, IsTheSameToTheBitEveryTime) {
+  for (const Method method : kMethods) {
+    StepOptions options;
+    options.method = method;
+    const StepTimes once = run(model("gpt2-4.0B"), paper_machine(6), options);
+    const StepTimes again = run(model("gpt2-4.0B"), paper_machine(6), options);
+    EXPECT_EQ(once.total_s, again.total_s);
+    EXPECT_EQ(once.backward_s, again.backward_s);
+    EXPECT_EQ(once.bound_by, again.bound_by);
+  }
+}
+
+TEST(Step, A33BStepOnTenDevicesIsFast) {
+  const ModelShape shape = model("gpt2-33.0B");
+  const Machine machine = paper_machine(10);
+  const auto start = std::chrono::steady_clock::now();
+  const StepTimes times = run(shape, machine, {});
+  const double wall_s =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  EXPECT_GT(times.events, 5000u);
+  EXPECT_LT(wall_s, 1.0);  // tens of milliseconds; room for sanitizers on a busy machine
+}
+
+TEST(Step, WithOnlyDrivesLeftTheUpdateIsTheirTime) {
+  // Everything else without limit, deep slots: what remains is state and gradient over the drives.
+  Machine machine = paper_machine(4);
+  machine.host.link_bytes_per_s = machine.host.copy_bytes_per_s = kEndless;
+  DeviceGroup& device = machine.devices.front();
+  device.link_bytes_per_s = device.update_bytes_per_s = kEndless;
+  device.mixed_efficiency = device.peer_efficiency = 1;
+  machine.software.overlapped = plan::ScheduleVariant::kOverlapped;
+  StepOptions options;
+  options.slots = 8;
+  options.subgroup_elements = 4'000'000;
+  const ModelShape shape = model("gpt2-4.0B");
+  const StepTimes times = run(shape, machine, options);
+  const double p = static_cast<double>(shape.parameters());
+  const double expected = p * (16 / device.read_bytes_per_s + 12 / device.write_bytes_per_s) / 4;
+  EXPECT_NEAR(times.update_s / expected, 1.0, 0.01);  // filling and draining the slots
+  EXPECT_EQ(times.bound_by, "drives");
+  const auto form = closed_form(shape, machine, options);
+  ASSERT_TRUE(form.ok());
+  EXPECT_NEAR(times.update_s / form->update_s, 1.0, 0.01) << "the closed form's assumptions hold";
+}
+
+TEST(Step, WithASlowHostLinkTheUpdateIsTheLinksTime) {
+  Machine machine = paper_machine(10);
+  machine.host.link_bytes_per_s = 0.2e9;
+  machine.host.copy_bytes_per_s = kEndless;
+  machine.software.overlapped = plan::ScheduleVariant::kOverlapped;
+  StepOptions options;
+  options.slots = 8;
+  const ModelShape shape = model("gpt2-4.0B");
+  const StepTimes times = run(shape, machine, options);
+  const double expected = 4.0 * static_cast<double>(shape.parameters()) / 0.2e9;
+  EXPECT_NEAR(times.update_s / expected, 1.0, 0.03);
+  EXPECT_EQ(times.bound_by, "host link up");
+}
+
+TEST(Step, MoreNeverHurts) {
+  const ModelShape shape = model("gpt2-8.4B");
+  for (const Method method : kMethods) {
+    StepOptions options;
+    options.method = method;
+    double before = 1e9;
+    for (const uint32_t devices : {1u, 2u, 4u, 8u, 16u, 64u}) {
+      const double total = run(shape, paper_machine(devices), options).total_s;
+      EXPECT_LE(total, before * 1.0001) << method_name(method) << " " << devices;
+      before = total;
+    }
+    Machine faster = paper_machine(6);
+    const double base = run(shape, faster, options).total_s;
+    faster.host.copy_bytes_per_s *= 2;
+    faster.devices.front().read_bytes_per_s *= 2;
+    EXPECT_LT(run(shape, faster, options).total_s, base);
+  }
+}
+
+TEST(Step, HidingTheUpdateNeverCostsAndNeverBeatsTheDrives) {
+  auto workstation = load_machine("workstation-gen4");
+  ASSERT_TRUE(workstation.ok());
+  const ModelShape shape = model("llama3-3B");
+  StepOptions options;
+  const StepTimes apart = run(shape, *workstation, options);
+  double best = apart.total_s;
+  for (const Hidden hidden : {Hidden::kForward, Hidden::kBackward, Hidden::kBoth}) {
+    options.hidden = hidden;
+    const StepTimes times = run(shape, *workstation, options);
+    EXPECT_LE(times.total_s, apart.total_s * 1.001) << hidden_name(hidden);
+    EXPECT_EQ(times.bytes.host_link_up, apart.bytes.host_link_up);
+    EXPECT_EQ(times.bytes.drive_written, apart.bytes.drive_written);
+    best = std::min(best, times.total_s);
+  }
+  EXPECT_LT(best, apart.total_s * 0.98) << "hiding hides something";
+  const DeviceGroup& device = workstation->devices.front();
+  const double drives_s = static_cast<double>(shape.parameters()) * 12 / 4 *
+                          (1 / device.read_bytes_per_s + 1 / device.write_bytes_per_s);
+  EXPECT_GE(best, drives_s * 0.999);
+}
+
+TEST(Step, SmallerStatesAndGradientsTakeLessTime) {
+  const ModelShape shape = model("gpt2-4.0B");
+  StepOptions options;
+  const double f32 = run(shape, paper_machine(2), options).update_s;
+  options.format = base::StateFormat::kBf16;
+  const double bf16 = run(shape, paper_machine(2), options).update_s;
+  options.format = base::StateFormat::kQ8;
+  const double q8 = run(shape, paper_machine(2), options).update_s;
+  EXPECT_LT(bf16, f32 * 0.85);
+  EXPECT_LT(q8, bf16 * 0.95);
+  EXPECT_EQ(state_bytes_per_parameter(Optimizer::kAdam, base::StateFormat::kF32), 12);
+  EXPECT_EQ(state_bytes_per_parameter(Optimizer::kAdam, base::StateFormat::kBf16), 8);
+  EXPECT_NEAR(state_bytes_per_parameter(Optimizer::kAdam, base::StateFormat::kQ8), 6.03, 0.01);
+  options = {};
+  options.method = Method::kSmartComp;
+  double before = 0;
+  for (const double ratio : {0.01, 0.02, 0.1, 0.5}) {
+    options.ratio = ratio;
+    const double total = run(shape, paper_machine(2), options).total_s;
+    EXPECT_GT(total, before);
+    before = total;
+  }
+}
+
+TEST(Step, TracesEveryTaskInsideTheStep) {
+  StepOptions options;
+  options.trace = true;
+  const StepTimes times = run(model("gpt2-1.6B"), paper_machine(2), options);
+  EXPECT_GT(times.spans.size(), 200u);
+  for (const Span& span : times.spans) {
+    EXPECT_GE(span.start_s, 0);
+    EXPECT_GT(span.end_s, span.start_s);
+    EXPECT_LE(span.end_s, times.total_s * (1 + 1e-9));
+  }
+}
+
+TEST(Step, RefusesWhatCannotBe) {
+  StepOptions options;
+  options.method = Method::kSmartComp;
+  options.ratio = 1.5;
+  auto result = simulate_step(model("gpt2-4.0B"), paper_machine(2), options);
+  ASSERT_FALSE(result.ok());
+  EXPECT_NE(result.status().to_string().find("ratio"), std::string::npos);
+  options.ratio = std::nan("");
+  EXPECT_FALSE(simulate_step(model("gpt2-4.0B"), paper_machine(2), options).ok());
+  options = {};
+  EXPECT_FALSE(simulate_step(model("gpt2-4.0B"), paper_machine(0), options).ok());
+  Machine plain = paper_machine(2);
+  plain.devices.front().update_bytes_per_s = 0;
+  result = simulate_step(model("gpt2-4.0B"), plain, options);
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.status().code(), base::ErrorCode::kUnsupported);
+  ModelShape empty = model("gpt2-4.0B");
+  empty.layers = 0;
+  EXPECT_FALSE(simulate_step(empty, paper_machine(2), options).ok());
+  options.subgroup_elements = 1;
+  EXPECT_FALSE(simulate_step(model("gpt2-4.0B"), paper_machine(2), options).ok());
+}
+
+}  // namespace
+}  // namespace smartinf::sim

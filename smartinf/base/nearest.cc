@@ -52,12 +52,10 @@ std::string_view nearest_name(std::string_view name, std::span<const std::string
   const std::string wanted = lower(name);
   std::string_view best;
   size_t best_distance = ~size_t{0};
-  bool best_by_tail = false;
   for (const std::string_view candidate : candidates) {
     const std::string offered = lower(candidate);
     size_t distance = edit_distance(wanted, offered);
     size_t limit = std::max<size_t>(2, offered.size() / 3);
-    bool from_tail = false;
     if (wanted.find('.') != std::string::npos || offered.find('.') != std::string::npos) {
       const std::string_view tail = last_part(offered);
       // A wrong section costs as much as one wrong letter.
@@ -65,16 +63,14 @@ std::string_view nearest_name(std::string_view name, std::span<const std::string
       if (by_tail < distance && by_tail <= 1 + tail.size() / 3) {
         distance = by_tail;
         limit = by_tail;
-        from_tail = true;
       }
     }
-    // Between equals the one that is near as a whole: gpt2-16.7B means gpt2-16.6B, not gpt2-1.7B.
-    const bool nearer =
-        distance < best_distance || (distance == best_distance && best_by_tail && !from_tail);
+    // Between equals a letter replaced is likelier than one lost: gpt2-16.7B means gpt2-16.6B.
+    const bool same_length = offered.size() == wanted.size() && best.size() != wanted.size();
+    const bool nearer = distance < best_distance || (distance == best_distance && same_length);
     if (distance <= limit && nearer && distance < offered.size()) {
       best = candidate;
       best_distance = distance;
-      best_by_tail = from_tail;
     }
   }
   return best;

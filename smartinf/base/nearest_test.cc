@@ -30,7 +30,7 @@ TEST(NearestName, FindsSlipsWrongSectionsAndCase) {
   EXPECT_EQ(nearest_name("optimiser.beta1", kNames), "optimizer.beta1");
 }
 
-TEST(NearestName, PrefersTheWholeNameToItsLastPart) {
+TEST(NearestName, PrefersALetterReplacedToOneLost) {
   constexpr std::array<std::string_view, 2> kNames{"gpt2-1.7B", "gpt2-16.6B"};
   EXPECT_EQ(nearest_name("gpt2-16.7B", kNames), "gpt2-16.6B");
 }

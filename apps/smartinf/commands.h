@@ -32,6 +32,7 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run);
 
 // Subcommands of bench.
 void add_bench_kernels(CLI::App& bench, Run& run);
+void add_bench_step(CLI::App& bench, Run& run);
 
 /// Prints a failure to standard error and returns the exit code for it: kExitInterrupted when the
 /// user cancelled, else `code`.

@@ -1,0 +1,337 @@
+// smartinf bench step: the optimizer step alone, on synthetic gradients, beside the time that the
+// drives need for the same bytes. Steps and limit are timed in turn, so a busy machine slows both.
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+#include <sys/resource.h>
+
+#include "smartinf/base/units.h"
+#include "smartinf/engine/updater.h"
+#include "smartinf/kernels/update.h"
+#include "smartinf/storage/erase.h"
+#include "smartinf/storage/tuning.h"
+
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/synthetic_steps.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::DataType;
+using base::ErrorCode;
+using base::StateFormat;
+using base::Status;
+
+struct StepOptions {
+  double params = 2e8;
+  std::vector<std::string> devices;
+  int repeat = 5;
+  std::string format = "f32";
+  std::string rule = "adamw";
+  std::string durability = "step";
+  bool no_checksums = false;
+  std::string where = "device";
+  std::string schedule = "overlapped";
+  std::string ring = "auto";
+  std::string memory_budget = "512MiB";
+  uint64_t subgroup = 0;
+  std::string gradient;  // empty: bf16; f32 for a host update
+  bool spill = false;
+  std::string io_bytes = "0";
+  uint32_t io_depth = 0;
+  uint32_t threads = 0;
+  bool keep = false;
+  bool json = false;
+};
+
+std::atomic<bool> interrupted{false};
+void on_interrupt(int) { interrupted = true; }
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+uint64_t rss_peak_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<uint64_t>(usage.ru_maxrss) * 1024;
+}
+
+class StepBench {
+ public:
+  explicit StepBench(const StepOptions& options) : options_(options) {}
+
+  Status run() {
+    SI_RETURN_IF_ERROR(read_options());
+    SI_ASSIGN_OR_RETURN(steps_,
+                        SyntheticSteps::make(params_, updater_.gradient_type, DataType::kBf16));
+    const Status measured = measure();
+    if (!options_.keep && made_) {
+      for (const std::string& device : options_.devices) {
+        const Status erased = storage::erase_store(device);
+        if (measured.ok()) SI_RETURN_IF_ERROR(erased);
+      }
+    }
+    SI_RETURN_IF_ERROR(measured);
+    print();
+    return Status();
+  }
+
+ private:
+  Status read_options() {
+    params_ = static_cast<uint64_t>(options_.params);
+    updater_.rule.rule = *kernels::update_rule_from_name(options_.rule);
+    updater_.format = *base::state_format_from_name(options_.format);
+    updater_.where =
+        options_.where == "host" ? engine::UpdateWhere::kHost : engine::UpdateWhere::kDevice;
+    updater_.schedule = *plan::schedule_variant_from_name(options_.schedule);
+    updater_.durability =
+        options_.durability == "none" ? storage::Durability::kNone : storage::Durability::kStep;
+    updater_.checksums = !options_.no_checksums;
+    updater_.ring = options_.ring == "uring"     ? storage::RingKind::kUring
+                    : options_.ring == "threads" ? storage::RingKind::kThreads
+                                                 : storage::RingKind::kAuto;
+    SI_ASSIGN_OR_RETURN(updater_.memory_budget_bytes, base::parse_bytes(options_.memory_budget));
+    SI_ASSIGN_OR_RETURN(updater_.io_bytes, base::parse_bytes(options_.io_bytes));
+    updater_.io_depth = options_.io_depth;
+    updater_.subgroup_elements = options_.subgroup;
+    const bool wide =
+        options_.gradient.empty() ? options_.where == "host" : options_.gradient == "f32";
+    updater_.gradient_type = wide ? DataType::kF32 : DataType::kBf16;
+    if (options_.spill) updater_.gradient_budget_bytes = 0;
+    for (const std::string& path : options_.devices) {
+      engine::DeviceOptions device;
+      device.path = path;
+      device.threads = options_.threads;
+      updater_.devices.push_back(device);
+    }
+    return Status();
+  }
+
+  Status measure() {
+    for (int i = 0; i < options_.repeat; ++i) {
+      SI_RETURN_IF_ERROR(time_step());
+      SI_RETURN_IF_ERROR(time_limit());
+      if (interrupted) return Status(ErrorCode::kCancelled, "stopped before the end");
+      if (!options_.json) {
+        fmt::print("run {}: update {}, of it weights after {}; drive alone {}\n", i + 1,
+                   base::format_seconds(update_s_.back()), base::format_seconds(weights_s_.back()),
+                   base::format_seconds(limit_s_.back()));
+        std::fflush(stdout);
+      }
+    }
+    return Status();
+  }
+
+  Status time_step() {
+    SI_ASSIGN_OR_RETURN(const auto updater, engine::Updater::open(updater_, steps_->space()));
+    if (updater->fresh()) {
+      made_ = true;
+      SI_RETURN_IF_ERROR(steps_->initialize(*updater));
+    }
+    // Not counted: the first step after opening touches memory for the first time.
+    SI_RETURN_IF_ERROR(steps_->step(*updater).status());
+    if (interrupted) return Status(ErrorCode::kCancelled, "stopped before the end");
+    const engine::UpdaterTraffic before = updater->traffic();
+    SI_ASSIGN_OR_RETURN(const StepTimes times, steps_->step(*updater));
+    const engine::UpdaterTraffic after = updater->traffic();
+    update_s_.push_back(times.update_s);
+    weights_s_.push_back(times.weights_s);
+    gradient_s_.push_back(times.gradient_s);
+    store_ = after.store.since(before.store);
+    host_link_ = after.host_link.since(before.host_link);
+    engine_memory_bytes_ = updater->memory_bytes();
+    gradient_memory_bytes_ = updater->gradient_memory_bytes();
+    devices_ = updater->describe_devices();
+    return Status();
+  }
+
+  /// The same bytes without computing, on all devices at once.
+  Status time_limit() {
+    const auto count = options_.devices.size();
+    storage::StoreOptions store;
+    store.ring.kind = updater_.ring;
+    store.durability = updater_.durability;
+    store.checksums = updater_.checksums;
+    std::vector<Status> results(count);
+    std::atomic<uint64_t> bytes{0};
+    std::vector<double> seconds(count);
+    {
+      std::vector<std::jthread> threads;
+      for (size_t d = 0; d < count; ++d) {
+        threads.emplace_back([&, d, store]() mutable {
+          if (const auto tuned = storage::recall_tuning(options_.devices[d])) {
+            store.io_bytes = tuned->io_bytes;
+            store.io_depth = tuned->io_depth;
+          }
+          if (updater_.io_bytes != 0) store.io_bytes = updater_.io_bytes;
+          if (updater_.io_depth != 0) store.io_depth = updater_.io_depth;
+          const auto limit = storage::drive_limit(options_.devices[d], store,
+                                                  updater_.memory_budget_bytes / count);
+          results[d] = limit.status();
+          if (!limit.ok()) return;
+          seconds[d] = limit->seconds;
+          bytes += limit->read_bytes + limit->written_bytes;
+        });
+      }
+    }
+    for (const Status& result : results) SI_RETURN_IF_ERROR(result);
+    // Spilled gradients are read in a step and not here: scale by what a step moves.
+    const double moved = static_cast<double>(store_.up_total() + store_.down_total() -
+                                             store_.down(base::TrafficKind::kGradient));
+    const double scale = moved / static_cast<double>(bytes.load());
+    limit_s_.push_back(*std::max_element(seconds.begin(), seconds.end()) * scale);
+    return Status();
+  }
+
+  void print() const {
+    const double update_s = median(update_s_);
+    const double limit_s = median(limit_s_);
+    const auto [update_min, update_max] = std::minmax_element(update_s_.begin(), update_s_.end());
+    const auto [limit_min, limit_max] = std::minmax_element(limit_s_.begin(), limit_s_.end());
+    if (options_.json) {
+      const nlohmann::ordered_json row = {
+          {"params", params_},
+          {"devices", options_.devices.size()},
+          {"where", options_.where},
+          {"rule", options_.rule},
+          {"state_format", options_.format},
+          {"gradient", base::data_type_name(updater_.gradient_type)},
+          {"spill", options_.spill},
+          {"durability", options_.durability},
+          {"checksums", updater_.checksums},
+          {"schedule", options_.schedule},
+          {"isa", kernels::kernels().isa()},
+          {"threads", std::thread::hardware_concurrency()},
+          {"repeat", options_.repeat},
+          {"update_s", update_s},
+          {"update_s_min", *update_min},
+          {"update_s_max", *update_max},
+          {"weights_s", median(weights_s_)},
+          {"gradient_s", median(gradient_s_)},
+          {"bytes_read", store_.up_total()},
+          {"bytes_written", store_.down_total()},
+          {"host_bytes_up", host_link_.up_total()},
+          {"host_bytes_down", host_link_.down_total()},
+          {"drive_limit_s", limit_s},
+          {"drive_limit_s_min", *limit_min},
+          {"drive_limit_s_max", *limit_max},
+          {"share_of_limit", limit_s / update_s},
+          {"memory_budget_bytes", updater_.memory_budget_bytes},
+          {"engine_memory_bytes", engine_memory_bytes_},
+          {"gradient_memory_bytes", gradient_memory_bytes_},
+          {"rss_peak_bytes", rss_peak_bytes()},
+      };
+      fmt::print("{}\n", row.dump());
+      return;
+    }
+    for (const std::string& line : devices_) fmt::print("{}\n", line);
+    fmt::print(
+        "update         {} ({} to {}), new weights after {}\n"
+        "drive alone    {}: the update runs at {:.1f} % of it\n"
+        "on the drive   {} read, {} written in a step\n"
+        "host link      {} up, {} down\n"
+        "gradients      {} to give them and find their norm\n"
+        "memory         {} at most; engine {} of {}, gradients {}\n",
+        base::format_seconds(update_s), base::format_seconds(*update_min),
+        base::format_seconds(*update_max), base::format_seconds(median(weights_s_)),
+        base::format_seconds(limit_s), 100 * limit_s / update_s,
+        base::format_bytes(store_.up_total()), base::format_bytes(store_.down_total()),
+        base::format_bytes(host_link_.up_total()), base::format_bytes(host_link_.down_total()),
+        base::format_seconds(median(gradient_s_)), base::format_bytes(rss_peak_bytes()),
+        base::format_bytes(engine_memory_bytes_), base::format_bytes(updater_.memory_budget_bytes),
+        base::format_bytes(gradient_memory_bytes_));
+  }
+
+  const StepOptions options_;
+  uint64_t params_ = 0;
+  engine::UpdaterOptions updater_;
+  std::unique_ptr<SyntheticSteps> steps_;
+  bool made_ = false;  // the state on the devices is this benchmark's
+  std::vector<double> update_s_;
+  std::vector<double> weights_s_;
+  std::vector<double> gradient_s_;
+  std::vector<double> limit_s_;
+  base::TrafficReading store_;  // of one step
+  base::TrafficReading host_link_;
+  uint64_t engine_memory_bytes_ = 0;
+  uint64_t gradient_memory_bytes_ = 0;
+  std::vector<std::string> devices_;
+};
+
+}  // namespace
+
+void add_bench_step(CLI::App& bench, Run& run) {
+  auto options = std::make_shared<StepOptions>();
+  CLI::App* command = bench.add_subcommand(
+      "step", "Times the optimizer step alone, in turn with the drives' time for the same bytes");
+  command->add_option("--params", options->params, "Parameters, e.g. 2e8")
+      ->check(CLI::Range(1.0, 1e13))
+      ->capture_default_str();
+  command->add_option("--device", options->devices, "A directory for the state; may be repeated")
+      ->required();
+  command->add_option("--repeat", options->repeat, "Steps of which the median counts")
+      ->check(CLI::Range(1, 1000))
+      ->capture_default_str();
+  command->add_option("--state-format", options->format, "How momentum and variance are kept")
+      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
+      ->capture_default_str();
+  command->add_option("--rule", options->rule, "The update rule")
+      ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}))
+      ->capture_default_str();
+  command
+      ->add_option("--durability", options->durability,
+                   "step: every step survives power loss; none: in place, half the space")
+      ->check(CLI::IsMember({"step", "none"}))
+      ->capture_default_str();
+  command->add_flag("--no-checksums", options->no_checksums, "Blocks without checksums");
+  command->add_option("--where", options->where, "Where the update runs")
+      ->check(CLI::IsMember({"device", "host"}))
+      ->capture_default_str();
+  command->add_option("--schedule", options->schedule, "Of the transfer handler")
+      ->check(CLI::IsMember({"naive", "overlapped", "early"}))
+      ->capture_default_str();
+  command->add_option("--ring", options->ring, "The I/O engine")
+      ->check(CLI::IsMember({"auto", "uring", "threads"}))
+      ->capture_default_str();
+  command->add_option("--memory-budget", options->memory_budget, "For the engine's buffers")
+      ->capture_default_str();
+  command->add_option("--subgroup", options->subgroup, "Parameters of a subgroup; 0: chosen")
+      ->capture_default_str();
+  command
+      ->add_option("--gradient", options->gradient,
+                   "Type on the host link (default bf16; f32 for a host update)")
+      ->check(CLI::IsMember({"f32", "bf16"}));
+  command->add_flag("--spill", options->spill, "Gradients go to the drive instead of memory");
+  command->add_option("--io-bytes", options->io_bytes, "Size of a transfer; 0: measured")
+      ->capture_default_str();
+  command->add_option("--io-depth", options->io_depth, "Transfers in flight; 0: measured")
+      ->capture_default_str();
+  command->add_option("--threads", options->threads, "Threads of each device; 0: shared out")
+      ->capture_default_str();
+  command->add_flag("--keep", options->keep, "Leave the state on the devices");
+  command->add_flag("--json", options->json, "One flat JSON object");
+  command->footer(
+      "Examples:\n"
+      "  smartinf bench step --params 2e8 --device /mnt/nvme0/bench\n"
+      "  smartinf bench step --params 1e9 --device a --device b --spill --json\n"
+      "  smartinf bench step --device a --where host --spill     # ZeRO-Infinity's way");
+  command->callback([options, &run] {
+    run = [options] {
+      std::signal(SIGINT, on_interrupt);
+      const Status status = StepBench(*options).run();
+      return status.ok() ? kExitDone : report(status);
+    };
+  });
+}
+
+}  // namespace smartinf::apps

@@ -1,0 +1,45 @@
+// Optimizer steps without a model: one flat parameter range, gradients out of a small buffer,
+// weights into memory. What the step benchmarks have in common.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/engine/updater.h"
+
+namespace smartinf::apps {
+
+struct StepTimes {
+  double gradient_s = 0;  // gradients put, with the norm
+  double update_s = 0;    // from the last gradient to the committed step
+  double weights_s = 0;   // of it, until all new weights are up
+};
+
+class SyntheticSteps {
+ public:
+  /// Errors: kInvalidArgument, kOutOfMemory (weights do not fit).
+  static base::Result<std::unique_ptr<SyntheticSteps>> make(uint64_t params,
+                                                            base::DataType gradient_type,
+                                                            base::DataType weights_type);
+
+  const plan::ParameterSpace& space() const { return space_; }
+  /// Writes values like those of a model's weights; for a fresh updater.
+  base::Status initialize(engine::Updater& updater) const;
+  /// One whole step.
+  base::Result<StepTimes> step(engine::Updater& updater);
+
+ private:
+  SyntheticSteps() = default;
+
+  plan::ParameterSpace space_;
+  base::DataType gradient_type_ = base::DataType::kBf16;
+  base::DataType weights_type_ = base::DataType::kBf16;
+  base::AlignedBuffer weights_;
+  base::AlignedBuffer gradient_;  // one cut, given again and again
+};
+
+}  // namespace smartinf::apps

@@ -93,7 +93,7 @@ struct Command {
 
 struct DeviceInfo {
   std::string name;  // as in messages: the recipe's name or path
-  std::string kind;  // "local", "remote", "opencl"; "emulated " in front when behind links
+  std::string kind;  // "local", "emulated local" (behind links), "emulated" (in memory), ...
   std::string ring;
   uint32_t slots = 0;
   uint64_t memory_bytes = 0;  // slots

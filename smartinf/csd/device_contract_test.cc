@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include "smartinf/csd/emulated_device.h"
 #include "smartinf/csd/local_device.h"
 #include "smartinf/csd/test_model.h"
 
@@ -23,6 +24,7 @@ constexpr auto kWait = std::chrono::seconds(60);
 
 struct Kind {
   std::string name;
+  bool memory = true;  // an emulated drive; else a directory and a real ring
   StateFormat format = StateFormat::kF32;
   storage::RingKind ring = storage::RingKind::kAuto;
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
@@ -45,8 +47,16 @@ std::vector<Kind> kinds() {
     change(kind);
     all.push_back(kind);
   };
-  add("plain", [](Kind&) {});
-  add("threads_ring", [](Kind& k) { k.ring = storage::RingKind::kThreads; });
+  add("memory", [](Kind&) {});
+  add("local", [](Kind& k) { k.memory = false; });
+  add("local_threads_ring", [](Kind& k) {
+    k.memory = false;
+    k.ring = storage::RingKind::kThreads;
+  });
+  add("local_spilled", [](Kind& k) {
+    k.memory = false;
+    k.spill = true;
+  });
   add("naive", [](Kind& k) { k.schedule = plan::ScheduleVariant::kNaive; });
   add("early", [](Kind& k) { k.schedule = plan::ScheduleVariant::kEarly; });
   add("one_slot", [](Kind& k) { k.slots = 1; });
@@ -151,7 +161,15 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   }
 
   void create() {
-    auto made = create_local_device(options(), layout_);
+    if (GetParam().memory) {
+      const auto size = EmulatedDrive::size_for(layout_, GetParam().durability);
+      ASSERT_TRUE(size.ok()) << size.status().to_string();
+      auto drive = EmulatedDrive::create(*size);
+      ASSERT_TRUE(drive.ok()) << drive.status().to_string();
+      drive_ = std::move(*drive);
+    }
+    auto made = GetParam().memory ? create_emulated_device(options(), layout_, *drive_)
+                                  : create_local_device(options(), layout_);
     ASSERT_TRUE(made.ok()) << made.status().to_string();
     device_ = std::move(*made);
     ASSERT_TRUE(run(CommandKind::kBeginStep, 0).ok());
@@ -169,7 +187,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   }
   void open() {
     device_.reset();
-    auto opened = open_local_device(options());
+    auto opened =
+        GetParam().memory ? open_emulated_device(options(), *drive_) : open_local_device(options());
     ASSERT_TRUE(opened.ok()) << opened.status().to_string();
     device_ = std::move(*opened);
     const Status status = device_->recover_to(device_->state().committed_step);
@@ -257,6 +276,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   std::shared_ptr<Link> host_link_;
   std::shared_ptr<Link> drive_link_;
   CompletionQueue queue_;
+  std::unique_ptr<EmulatedDrive> drive_;
   std::unique_ptr<Device> device_;
   std::vector<base::SubgroupId> ready_;
   std::vector<std::vector<std::byte>> weights_;

@@ -14,6 +14,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/core_pinning.h"
+#include "smartinf/csd/device_over_store.h"
 #include "smartinf/csd/device_parts.h"
 #include "smartinf/csd/inbox.h"
 #include "smartinf/csd/linked_ring.h"
@@ -45,11 +46,12 @@ Status wrong_order(const std::string& why, base::StepNumber step) {
 
 class LocalDevice final : public Device, private SlotUser {
  public:
-  explicit LocalDevice(LocalDeviceOptions options) {
-    parts_.name = device_name(options);
+  LocalDevice(LocalDeviceOptions options, std::string kind) {
+    info_.kind = std::move(kind);
+    info_.name = parts_.name = device_name(options);
     parts_.options = std::move(options);
   }
-  Status open(std::unique_ptr<storage::Store> store, bool created);
+  Status open(std::unique_ptr<storage::Store> store, StoreOrigin origin);
   ~LocalDevice() override;
 
   const DeviceInfo& info() const override { return info_; }
@@ -136,9 +138,9 @@ class LocalDevice final : public Device, private SlotUser {
   std::jthread thread_;
 };
 
-Status LocalDevice::open(std::unique_ptr<storage::Store> store, bool created) {
+Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin origin) {
   store_ = std::move(store);
-  if (created) {  // a new store stands in step 0
+  if (origin == StoreOrigin::kCreated) {  // a new store stands in step 0
     phase_ = Phase::kBegun;
     recovered_ = true;
   }
@@ -172,8 +174,7 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, bool created) {
   parts_.processor = processor_.get();
 
   const bool linked = !options.links.store.empty() || options.links.host != nullptr;
-  info_.name = parts_.name;
-  info_.kind = linked ? "emulated local" : "local";
+  if (linked && info_.kind == "local") info_.kind = "emulated local";
   info_.ring = std::string(store_->ring_name());
   info_.slots = static_cast<uint32_t>(slots_.size());
   info_.memory_bytes = slot_memory_.size();
@@ -481,17 +482,9 @@ void LocalDevice::give_up(Status status) {
   state_access_.abandon(broken_);
 }
 
-Result<std::unique_ptr<Device>> make_device(std::unique_ptr<LocalDevice> device,
-                                            Result<std::unique_ptr<storage::Store>> store,
-                                            bool created, const std::string& name) {
-  if (!store.ok()) return std::move(store).status().with_context(name);
-  Status status = device->open(std::move(*store), created);
-  if (!status.ok()) return std::move(status).with_context(name);
-  return std::unique_ptr<Device>(std::move(device));
-}
+}  // namespace
 
-/// Puts the store's links, if any, between it and its ring.
-storage::StoreOptions linked_store(const LocalDeviceOptions& options) {
+storage::StoreOptions linked_store_options(const LocalDeviceOptions& options) {
   storage::StoreOptions store = options.store;
   if (options.links.store.empty()) return store;
   store.wrap_ring = [inner = options.store.wrap_ring,
@@ -502,20 +495,26 @@ storage::StoreOptions linked_store(const LocalDeviceOptions& options) {
   return store;
 }
 
-}  // namespace
+Result<std::unique_ptr<Device>> make_device_over(std::unique_ptr<storage::Store> store,
+                                                 StoreOrigin origin, LocalDeviceOptions options,
+                                                 std::string kind) {
+  auto device = std::make_unique<LocalDevice>(std::move(options), std::move(kind));
+  Status status = device->open(std::move(store), origin);
+  if (!status.ok()) return std::move(status).with_context(device->info().name);
+  return std::unique_ptr<Device>(std::move(device));
+}
 
 Result<std::unique_ptr<Device>> create_local_device(LocalDeviceOptions options,
                                                     const storage::StoreLayout& layout) {
-  auto device = std::make_unique<LocalDevice>(options);
-  return make_device(std::move(device),
-                     storage::Store::create(options.path, layout, linked_store(options)), true,
-                     device_name(options));
+  auto store = storage::Store::create(options.path, layout, linked_store_options(options));
+  if (!store.ok()) return std::move(store).status().with_context(device_name(options));
+  return make_device_over(std::move(*store), StoreOrigin::kCreated, std::move(options), "local");
 }
 
 Result<std::unique_ptr<Device>> open_local_device(LocalDeviceOptions options) {
-  auto device = std::make_unique<LocalDevice>(options);
-  return make_device(std::move(device), storage::Store::open(options.path, linked_store(options)),
-                     false, device_name(options));
+  auto store = storage::Store::open(options.path, linked_store_options(options));
+  if (!store.ok()) return std::move(store).status().with_context(device_name(options));
+  return make_device_over(std::move(*store), StoreOrigin::kOpened, std::move(options), "local");
 }
 
 }  // namespace smartinf::csd

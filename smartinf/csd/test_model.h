@@ -2,9 +2,8 @@
 // after block, without devices, stores or threads. For tests.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <random>
 #include <span>
 #include <vector>
 
@@ -19,7 +18,7 @@ namespace smartinf::csd {
 /// Subgroups of uneven sizes, not at the start of the space and with gaps, as a device among
 /// several owns them.
 inline storage::StoreLayout test_layout(base::StateFormat format, uint32_t spill_bytes,
-                                        uint32_t subgroups = 7) {
+                                        uint32_t subgroups = 6) {
   storage::StoreLayout layout;
   layout.run = storage::make_run_id();
   layout.format = format;
@@ -47,11 +46,14 @@ inline std::vector<plan::GroupStretch> test_groups(uint64_t elements) {
   return groups;
 }
 
+/// Evenly spread in [-scale, scale), by seed.
 inline std::vector<float> random_floats(uint64_t count, uint64_t seed, float scale) {
-  std::mt19937_64 random(seed);
-  std::normal_distribution<float> normal(0.0f, scale);
   std::vector<float> values(count);
-  for (float& value : values) value = normal(random);
+  uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
+  for (float& value : values) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    value = static_cast<float>(static_cast<int32_t>(state >> 32)) * 0x1p-31f * scale;
+  }
   return values;
 }
 

@@ -1,0 +1,120 @@
+#include "smartinf/csd/emulated_device.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "smartinf/csd/device_over_store.h"
+#include "smartinf/storage/block_store.h"
+#include "smartinf/storage/container.h"
+#include "smartinf/storage/format.h"
+
+namespace smartinf::csd {
+namespace {
+
+using base::Result;
+using base::Status;
+using storage::IoOp;
+using storage::IoRequest;
+
+/// Moves data at submission and says so at the next reap. Speed is the links' matter.
+class DriveRing final : public storage::Ring {
+ public:
+  DriveRing(EmulatedDrive& drive, uint32_t depth) : drive_(drive), depth_(depth) {
+    moved_.reserve(depth);
+  }
+
+  std::string_view name() const override { return "memory"; }
+  uint32_t depth() const override { return depth_; }
+  Result<uint32_t> add_file(int, std::string) override { return 0u; }
+  void register_memory(std::span<std::byte>) override {}
+
+  Status submit(std::span<IoRequest* const> requests) override {
+    for (IoRequest* request : requests) {
+      request->outcome = move(*request);
+      moved_.push_back(request);
+    }
+    return Status();
+  }
+
+  Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
+    // As a drive with nothing to do: silent until the time is up.
+    if (moved_.empty()) std::this_thread::sleep_for(wait);
+    const size_t count = std::min(done.size(), moved_.size());
+    const auto end = moved_.begin() + static_cast<std::ptrdiff_t>(count);
+    std::copy(moved_.begin(), end, done.begin());
+    moved_.erase(moved_.begin(), end);
+    return count;
+  }
+
+ private:
+  int64_t move(const IoRequest& request) {
+    if (request.op == IoOp::kSync) return 0;
+    const std::span<std::byte> contents = drive_.contents();
+    const uint64_t bytes = request.buffer.size();
+    if (request.offset_bytes > contents.size() || bytes > contents.size() - request.offset_bytes) {
+      return -EIO;
+    }
+    std::byte* place = contents.data() + request.offset_bytes;
+    if (request.op == IoOp::kRead) {
+      std::memcpy(request.buffer.data(), place, bytes);
+    } else {
+      std::memcpy(place, request.buffer.data(), bytes);
+    }
+    return static_cast<int64_t>(bytes);
+  }
+
+  EmulatedDrive& drive_;
+  uint32_t depth_;
+  std::vector<IoRequest*> moved_;  // at most depth_
+};
+
+storage::Container container_on(EmulatedDrive& drive, const std::string& name,
+                                const storage::StoreOptions& options) {
+  storage::Container container;
+  container.path = name;
+  container.file_path = name;
+  container.direct = true;
+  container.size_bytes = drive.contents().size();
+  container.ring = std::make_unique<DriveRing>(drive, options.ring.depth);
+  if (options.wrap_ring) container.ring = options.wrap_ring(std::move(container.ring));
+  return container;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<EmulatedDrive>> EmulatedDrive::create(uint64_t size_bytes) {
+  SI_ASSIGN_OR_RETURN(base::AlignedBuffer memory, base::AlignedBuffer::allocate(size_bytes));
+  return std::unique_ptr<EmulatedDrive>(new EmulatedDrive(std::move(memory)));
+}
+
+Result<uint64_t> EmulatedDrive::size_for(const storage::StoreLayout& layout,
+                                         storage::Durability durability) {
+  const uint32_t slots = durability == storage::Durability::kStep ? 2 : 1;
+  SI_ASSIGN_OR_RETURN(const storage::Geometry geometry, storage::Geometry::make(layout, slots));
+  return geometry.container_bytes();
+}
+
+Result<std::unique_ptr<Device>> create_emulated_device(LocalDeviceOptions options,
+                                                       const storage::StoreLayout& layout,
+                                                       EmulatedDrive& drive) {
+  const storage::StoreOptions store = linked_store_options(options);
+  SI_ASSIGN_OR_RETURN(
+      std::unique_ptr<storage::Store> made,
+      storage::BlockStore::create(container_on(drive, options.path, store), layout, store));
+  return make_device_over(std::move(made), StoreOrigin::kCreated, std::move(options), "emulated");
+}
+
+Result<std::unique_ptr<Device>> open_emulated_device(LocalDeviceOptions options,
+                                                     EmulatedDrive& drive) {
+  const storage::StoreOptions store = linked_store_options(options);
+  SI_ASSIGN_OR_RETURN(std::unique_ptr<storage::Store> opened,
+                      storage::BlockStore::open(container_on(drive, options.path, store), store));
+  return make_device_over(std::move(opened), StoreOrigin::kOpened, std::move(options), "emulated");
+}
+
+}  // namespace smartinf::csd

@@ -1,0 +1,164 @@
+#include "smartinf/csd/link.h"
+
+#include <thread>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "smartinf/base/clock.h"
+#include "smartinf/csd/emulated_device.h"
+#include "smartinf/csd/linked_ring.h"
+
+namespace smartinf::csd {
+namespace {
+
+using base::TrafficKind;
+
+void wait_until(uint64_t due_ns) {
+  const uint64_t now = base::now_ns();
+  if (due_ns > now) std::this_thread::sleep_for(std::chrono::nanoseconds(due_ns - now));
+}
+
+/// Sends pieces with `window` of them on the link at a time, as a store keeps its io_depth.
+double send(Link& link, LinkDirection direction, uint64_t piece_bytes, size_t pieces,
+            size_t window) {
+  const uint64_t start = base::now_ns();
+  std::vector<uint64_t> due(pieces);
+  for (size_t i = 0; i < pieces; ++i) {
+    if (i >= window) wait_until(due[i - window]);
+    due[i] = link.book(direction, TrafficKind::kState, piece_bytes);
+  }
+  wait_until(due.back());
+  return base::seconds_since(start);
+}
+
+TEST(Link, KeepsItsRateToTwoPercentOverASecond) {
+  Link link({"link", 1e9, 0, false, {}});
+  const double seconds = send(link, LinkDirection::kUp, 1'000'000, 1000, 16);
+  // Faster by what a sender may catch up at the start, slower by the last wake-up.
+  EXPECT_NEAR(seconds, 1.0, 0.02);
+}
+
+TEST(Link, LetsASenderThatIsWokenLateCatchUp) {
+  Link link({"link", 1e9, 0, false, {}});
+  const uint64_t start = base::now_ns();
+  uint64_t due = link.book(LinkDirection::kUp, TrafficKind::kState, 1'000'000);
+  wait_until(due + 500'000);  // half a millisecond late, which is within kCatchUp
+  due = link.book(LinkDirection::kUp, TrafficKind::kState, 50'000'000);
+  const double seconds = static_cast<double>(due - start) * 1e-9;
+  EXPECT_LE(seconds, 0.0511) << "the link must not have idled";
+  EXPECT_GE(seconds, 0.0511 - 0.002 - 0.0002);
+}
+
+TEST(Link, AddsLatencyWithoutLosingBandwidth) {
+  Link link({"link", 1e9, 1e9, false, std::chrono::milliseconds(20)});
+  const uint64_t start = base::now_ns();
+  uint64_t due = 0;
+  for (int i = 0; i < 10; ++i)
+    due = link.book(LinkDirection::kDown, TrafficKind::kState, 10'000'000);
+  EXPECT_NEAR(static_cast<double>(due - start) * 1e-9, 0.1 + 0.02, 0.003);
+}
+
+TEST(Link, DirectionsAreIndependentUnlessTheyShareABudget) {
+  for (const bool shared : {false, true}) {
+    Link link({"link", 1e9, 0.5e9, shared, {}});
+    const uint64_t start = base::now_ns();
+    const uint64_t up = link.book(LinkDirection::kUp, TrafficKind::kState, 100'000'000);
+    const uint64_t down = link.book(LinkDirection::kDown, TrafficKind::kWeight, 100'000'000);
+    EXPECT_NEAR(static_cast<double>(up - start) * 1e-9, 0.1, 0.003);
+    EXPECT_NEAR(static_cast<double>(down - start) * 1e-9, shared ? 0.3 : 0.2, 0.003);
+    EXPECT_EQ(link.traffic().up(TrafficKind::kState), 100'000'000u);
+    EXPECT_EQ(link.traffic().down(TrafficKind::kWeight), 100'000'000u);
+    EXPECT_EQ(link.traffic().down(TrafficKind::kState), 0u);
+  }
+}
+
+TEST(Link, IsSharedByItsSenders) {
+  Link link({"link", 1e9, 0, false, {}});
+  const uint64_t start = base::now_ns();
+  {
+    std::vector<std::jthread> senders;
+    for (int i = 0; i < 4; ++i) {
+      senders.emplace_back([&] { send(link, LinkDirection::kUp, 1'000'000, 50, 8); });
+    }
+  }
+  EXPECT_NEAR(base::seconds_since(start), 0.2, 0.01);
+}
+
+TEST(Link, DoesNotSaveUpWhileIdle) {
+  Link link({"link", 1e9, 0, false, {}});
+  link.book(LinkDirection::kUp, TrafficKind::kState, 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  const uint64_t start = base::now_ns();
+  const uint64_t due = link.book(LinkDirection::kUp, TrafficKind::kState, 50'000'000);
+  EXPECT_GE(due - start, 50'000'000u - static_cast<uint64_t>(Link::kCatchUp.count()));
+}
+
+TEST(Link, RecordsItsBookings) {
+  Trace trace(2);
+  Link link({"host", 1e9, 1e9, false, {}});
+  link.set_trace(&trace);
+  for (int i = 0; i < 3; ++i) link.book(LinkDirection::kDown, TrafficKind::kGradient, 1000);
+  EXPECT_EQ(trace.tracks(), (std::vector<std::string>{"host up", "host down"}));
+  ASSERT_EQ(trace.events().size(), 2u);
+  EXPECT_EQ(trace.dropped(), 1u);
+  EXPECT_STREQ(trace.events()[0].name, "gradient");
+  EXPECT_EQ(trace.events()[0].track, 1u);
+  EXPECT_EQ(trace.events()[0].end_ns - trace.events()[0].begin_ns, 1000u);
+}
+
+/// Completes at once, or never.
+class StubRing final : public storage::Ring {
+ public:
+  std::string_view name() const override { return "stub"; }
+  uint32_t depth() const override { return 64; }
+  base::Result<uint32_t> add_file(int, std::string) override { return 0u; }
+  void register_memory(std::span<std::byte>) override {}
+  base::Status submit(std::span<storage::IoRequest* const> requests) override {
+    moved_.insert(moved_.end(), requests.begin(), requests.end());
+    return {};
+  }
+  base::Result<size_t> reap(std::span<storage::IoRequest*> done,
+                            std::chrono::nanoseconds) override {
+    const size_t count = std::min(done.size(), moved_.size());
+    std::copy_n(moved_.begin(), count, done.begin());
+    moved_.erase(moved_.begin(), moved_.begin() + static_cast<std::ptrdiff_t>(count));
+    return count;
+  }
+
+ private:
+  std::vector<storage::IoRequest*> moved_;
+};
+
+TEST(LinkedRing, HoldsCompletionsUntilTheSlowestLinkLetThemPass) {
+  const auto fast = std::make_shared<Link>(LinkOptions{"fast", 10e9, 10e9, false, {}});
+  const auto slow = std::make_shared<Link>(LinkOptions{"slow", 1e9, 0.5e9, false, {}});
+  const auto ring = make_linked_ring(std::make_unique<StubRing>(), {fast, slow});
+  std::vector<std::byte> memory(10'000'000);
+  std::array<storage::IoRequest, 20> requests;
+  std::vector<storage::IoRequest*> all;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    requests[i].op = i % 2 == 0 ? storage::IoOp::kRead : storage::IoOp::kWrite;
+    requests[i].buffer = memory;
+    all.push_back(&requests[i]);
+  }
+  const uint64_t start = base::now_ns();
+  ASSERT_TRUE(ring->submit(all).ok());
+  std::array<storage::IoRequest*, 32> done;
+  const auto early = ring->reap(done, std::chrono::milliseconds(1));
+  ASSERT_TRUE(early.ok());
+  EXPECT_EQ(*early, 0u) << "10 MB at 1 GB/s take 10 ms";
+  size_t count = 0;
+  while (count < requests.size() && base::seconds_since(start) < 5) {
+    const auto more = ring->reap(done, std::chrono::milliseconds(50));
+    ASSERT_TRUE(more.ok());
+    count += *more;
+  }
+  EXPECT_EQ(count, requests.size());
+  EXPECT_NEAR(base::seconds_since(start), 0.2, 0.01);  // 10 writes of 20 ms; reads beside them
+  EXPECT_EQ(fast->traffic().up_total(), 100'000'000u);
+  EXPECT_EQ(slow->traffic().down_total(), 100'000'000u);
+}
+
+}  // namespace
+}  // namespace smartinf::csd

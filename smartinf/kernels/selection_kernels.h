@@ -7,13 +7,15 @@
 
 namespace smartinf::kernels {
 
-/// Which magnitudes a histogram looks at, and by which of their bits it sorts them. A magnitude is
-/// the 31 lower bits of an f32: ordered as the numbers are.
+/// A magnitude is the 31 lower bits of an f32 as a number: ordered as the values are.
+inline constexpr int32_t kMagnitudeMax = 0x7fffffff;
+
+/// Which magnitudes a histogram looks at, and by which of their bits it sorts them.
 struct DigitOfMagnitude {
-  uint32_t prefix = 0;    // only magnitudes with (magnitude >> prefix_shift) == prefix...
-  int prefix_shift = 31;  // ...31: all of them
-  int shift = 0;          // counts[(magnitude >> shift) & mask] goes up
-  uint32_t mask = 0;
+  int32_t lowest = 0;
+  int32_t highest = kMagnitudeMax;
+  int shift = 0;  // counts[(magnitude >> shift) & mask] goes up
+  int32_t mask = 0;
 };
 inline constexpr size_t kDigitValuesMax = size_t{1} << 13;
 

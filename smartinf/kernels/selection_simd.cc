@@ -26,45 +26,49 @@ HWY_INLINE hn::Vec<I32> magnitudes(const float* in) {
   return hn::BitCast(I32(), hn::Abs(hn::LoadU(F32(), in)));
 }
 
-HWY_INLINE uint32_t magnitude_bits(const float* in) {
-  return std::bit_cast<uint32_t>(*in) & kMagnitudeMask;
+HWY_INLINE int32_t magnitude_of(const float* in) {
+  return static_cast<int32_t>(std::bit_cast<uint32_t>(*in) & kMagnitudeMask);
 }
 
 // Four histograms, so that equal digits in a row do not wait for each other's count.
 void count_all_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint32_t* counts) {
   constexpr size_t kTables = 4;
   std::array<std::array<uint32_t, kDigitValuesMax>, kTables> tables;
-  for (auto& table : tables) std::memset(table.data(), 0, (digit.mask + 1) * sizeof(uint32_t));
+  for (auto& table : tables)
+    std::memset(table.data(), 0, static_cast<size_t>(digit.mask + 1) * sizeof(uint32_t));
   size_t i = 0;
   for (; i + kTables <= n; i += kTables) {
     for (size_t t = 0; t < kTables; ++t) {
-      ++tables[t][(magnitude_bits(in + i + t) >> digit.shift) & digit.mask];
+      ++tables[t][(magnitude_of(in + i + t) >> digit.shift) & digit.mask];
     }
   }
-  for (; i < n; ++i) ++tables[0][(magnitude_bits(in + i) >> digit.shift) & digit.mask];
-  for (size_t d = 0; d <= digit.mask; ++d) {
+  for (; i < n; ++i) ++tables[0][(magnitude_of(in + i) >> digit.shift) & digit.mask];
+  for (size_t d = 0; d <= static_cast<size_t>(digit.mask); ++d) {
     for (const auto& table : tables) counts[d] += table[d];
   }
 }
 
 void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint32_t* counts) {
-  if (digit.prefix_shift == 31) {
+  if (digit.lowest == 0 && digit.highest == kMagnitudeMax) {
     count_all_digits(in, n, digit, counts);
     return;
   }
-  // Few magnitudes share the prefix: vectors without one are passed over.
+  // Few magnitudes are inside: vectors without one are passed over.
   const size_t lanes = hn::Lanes(I32());
-  const auto lowest = hn::Set(I32(), static_cast<int32_t>(digit.prefix << digit.prefix_shift) - 1);
-  const auto highest =
-      hn::Set(I32(), static_cast<int32_t>((uint64_t{digit.prefix} + 1) << digit.prefix_shift) - 1);
+  const auto lowest = hn::Set(I32(), digit.lowest - 1);
+  const auto highest = hn::Set(I32(), digit.highest);
   size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     const auto magnitude = magnitudes(in + i);
     const auto inside = hn::AndNot(hn::Gt(magnitude, highest), hn::Gt(magnitude, lowest));
     if (hn::AllFalse(I32(), inside)) continue;
-    for (size_t l = 0; l < lanes; ++l) {
-      const uint32_t bits = magnitude_bits(in + i + l);
-      counts[(bits >> digit.shift) & digit.mask] += (bits >> digit.prefix_shift) == digit.prefix;
+    uint8_t bits[8] = {};
+    hn::StoreMaskBits(I32(), inside, bits);
+    uint64_t left;
+    std::memcpy(&left, bits, sizeof(left));
+    for (; left != 0; left &= left - 1) {
+      const auto lane = static_cast<size_t>(std::countr_zero(left));
+      ++counts[(magnitude_of(in + i + lane) >> digit.shift) & digit.mask];
     }
   }
   if (i < n) scalar_selection().count_digits(in + i, n - i, digit, counts);
@@ -73,7 +77,7 @@ void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint
 // What a vector cannot do: ties, and the ends of input and output.
 HWY_INLINE void collect_one(const float* in, size_t i, Border& border, size_t& taken,
                             uint32_t* indices, float* values) {
-  const auto magnitude = static_cast<int32_t>(magnitude_bits(in + i));
+  const auto magnitude = magnitude_of(in + i);
   if (magnitude < border.magnitude) return;
   if (magnitude == border.magnitude) {
     if (border.ties == 0) return;

@@ -8,12 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include <fmt/format.h>
 #include <torch/optim/adamw.h>
 #include <torch/types.h>
 
+#include "smartinf/train/memory_state.h"
 #include "smartinf/train/parameters.h"
-#include "smartinf/train/safetensors.h"
 
 namespace smartinf::train {
 namespace {
@@ -23,8 +22,6 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 using torch::Tensor;
-
-constexpr std::array<const char*, 3> kPlaneNames = {"master", "momentum", "variance"};
 
 torch::ScalarType scalar_type(DataType type) {
   switch (type) {
@@ -38,55 +35,28 @@ torch::ScalarType scalar_type(DataType type) {
   return torch::kFloat32;
 }
 
-std::string digest_text(const plan::ParameterSpace& space) {
-  return fmt::format("{:016x}", space.digest());
-}
-
 class TorchAdamW final : public MemoryUpdater {
  public:
-  TorchAdamW(const kernels::RuleOptions& rule, const plan::ParameterSpace& space, std::string path)
-      : rule_(rule), space_(space), path_(std::move(path)) {
+  TorchAdamW(const kernels::RuleOptions& rule, const plan::ParameterSpace& space, std::string run)
+      : rule_(rule), space_(space), run_(std::move(run)) {
     const auto count = static_cast<int64_t>(space.count());
     for (Tensor& plane_N : planes_) plane_N = torch::zeros({count});
     gradient_N_ = torch::zeros({count});
   }
 
   Status load() {
-    SI_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::open(path_));
-    base::ErrorPlace place;
-    place.path = path_;
-    if (file.metadata("parameter_space") != digest_text(space_)) {
-      return Status(ErrorCode::kMismatch, "train.run holds the state of a different model",
-                    "choose another train.run, or the model it was made with", place);
-    }
+    SI_ASSIGN_OR_RETURN(const MemoryState state, MemoryState::open(run_, space_));
     for (size_t i = 0; i < planes_.size(); ++i) {
-      const std::span<const std::byte> bytes = file.tensor(kPlaneNames[i]);
-      if (bytes.size() != planes_[i].nbytes()) {
-        return Status(ErrorCode::kCorrupt, fmt::format("the plane {} is missing", kPlaneNames[i]),
-                      "restore the file from a copy, or remove it to start over", place);
-      }
-      std::memcpy(planes_[i].data_ptr(), bytes.data(), bytes.size());
+      std::memcpy(planes_[i].data_ptr(), state.plane(i).data(), state.plane(i).size_bytes());
     }
-    step_ = std::stoull("0" + file.metadata("step"));
-    blob_ = file.metadata("blob");
+    step_ = state.step();
+    blob_ = state.blob();
     fresh_ = false;
     return Status();
   }
 
   Status save() override {
-    std::vector<TensorInfo> tensors;
-    for (const char* name : kPlaneNames)
-      tensors.push_back({name, DataType::kF32, {space_.count()}});
-    SI_ASSIGN_OR_RETURN(SafetensorsWriter writer,
-                        SafetensorsWriter::create(path_, tensors,
-                                                  {{"parameter_space", digest_text(space_)},
-                                                   {"step", std::to_string(step_)},
-                                                   {"blob", blob_}}));
-    for (const Tensor& plane_N : planes_) {
-      SI_RETURN_IF_ERROR(
-          writer.append({static_cast<const std::byte*>(plane_N.data_ptr()), plane_N.nbytes()}));
-    }
-    return writer.finish();
+    return MemoryState::save(run_, space_, step_, blob_, {plane(0), plane(1), plane(2)});
   }
 
   bool fresh() const override { return fresh_; }
@@ -105,9 +75,9 @@ class TorchAdamW final : public MemoryUpdater {
   Status read_state(uint32_t plane_mask,
                     const std::function<Status(uint64_t, std::span<const std::span<const float>>)>&
                         visit) override {
-    std::array<std::span<const float>, 3> planes;
+    std::array<std::span<const float>, MemoryState::kPlanes> planes;
     for (size_t i = 0; i < planes.size(); ++i) {
-      if (plane_mask >> i & 1) planes[i] = {planes_[i].data_ptr<float>(), space_.count()};
+      if (plane_mask >> i & 1) planes[i] = plane(i);
     }
     return visit(0, planes);
   }
@@ -181,6 +151,9 @@ class TorchAdamW final : public MemoryUpdater {
   }
 
  private:
+  std::span<const float> plane(size_t index) const {
+    return {planes_[index].const_data_ptr<float>(), space_.count()};
+  }
   Tensor part(const Tensor& flat_N, const plan::ParameterRange& range) const {
     return flat_N.narrow(0, static_cast<int64_t>(range.first), static_cast<int64_t>(range.count));
   }
@@ -216,8 +189,8 @@ class TorchAdamW final : public MemoryUpdater {
 
   kernels::RuleOptions rule_;
   plan::ParameterSpace space_;
-  std::string path_;
-  std::array<Tensor, 3> planes_;
+  std::string run_;  // its folder
+  std::array<Tensor, MemoryState::kPlanes> planes_;
   Tensor gradient_N_;
   std::unique_ptr<torch::optim::AdamW> optimizer_;
   uint64_t elements_put_ = 0;
@@ -230,14 +203,14 @@ class TorchAdamW final : public MemoryUpdater {
 
 Result<std::unique_ptr<MemoryUpdater>> MemoryUpdater::open(const kernels::RuleOptions& rule,
                                                            const plan::ParameterSpace& space,
-                                                           const std::string& path) {
+                                                           const std::string& run) {
   if (rule.rule != kernels::UpdateRule::kAdamW || rule.maximize) {
     return Status(ErrorCode::kUnsupported,
                   "optimizer.where = \"memory\" knows the rule \"adamw\" only",
                   "choose optimizer.rule = \"adamw\", or optimizer.where = \"device\"");
   }
-  auto updater = std::make_unique<TorchAdamW>(rule, space, path);
-  if (std::filesystem::exists(path)) SI_RETURN_IF_ERROR(updater->load());
+  auto updater = std::make_unique<TorchAdamW>(rule, space, run);
+  if (std::filesystem::exists(MemoryState::path(run))) SI_RETURN_IF_ERROR(updater->load());
   return std::unique_ptr<MemoryUpdater>(std::move(updater));
 }
 

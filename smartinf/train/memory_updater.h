@@ -11,17 +11,14 @@
 
 namespace smartinf::train {
 
-/// The state's file in the run's folder.
-inline constexpr std::string_view kMemoryStateFile = "state.safetensors";
-
 class MemoryUpdater : public engine::Updater {
  public:
-  /// Opens the state at `path`, or begins without one. Steps are committed in memory; save() keeps
-  /// them.
-  /// Errors: kUnsupported for another rule than AdamW; kMismatch when the file holds another model.
+  /// Opens the state in the folder `run`, or begins without one. Steps are committed in memory;
+  /// save() keeps them. Errors: kUnsupported for another rule than AdamW; kMismatch when the file
+  /// holds another model.
   static base::Result<std::unique_ptr<MemoryUpdater>> open(const kernels::RuleOptions& rule,
                                                            const plan::ParameterSpace& space,
-                                                           const std::string& path);
+                                                           const std::string& run);
 
   /// Writes the committed state to its file, all of it or nothing.
   virtual base::Status save() = 0;

@@ -289,9 +289,8 @@ Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& para
 Status TorchTrainer::start(const Job& job) {
   const TrainOptions& train = options_.train;
   if (train.where == OptimizerWhere::kMemory) {
-    SI_ASSIGN_OR_RETURN(
-        std::unique_ptr<MemoryUpdater> memory,
-        MemoryUpdater::open(job.updater.rule, space_, folder_.file(kMemoryStateFile)));
+    SI_ASSIGN_OR_RETURN(std::unique_ptr<MemoryUpdater> memory,
+                        MemoryUpdater::open(job.updater.rule, space_, folder_.path()));
     memory_ = memory.get();
     updater_ = std::move(memory);
   } else {

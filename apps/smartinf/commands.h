@@ -29,6 +29,7 @@ void add_bench(CLI::App& app, Run& run);
 void add_doctor(CLI::App& app, Run& run);
 void add_inspect(CLI::App& app, Run& run);
 void add_train(CLI::App& app, const Overrides& overrides, Run& run);
+void add_export(CLI::App& app, Run& run);
 
 // Subcommands of bench.
 void add_bench_kernels(CLI::App& bench, Run& run);

@@ -113,6 +113,7 @@ int run_command_line(int argc, char** argv) {
 
   Run run;
   add_train(app, *overrides, run);
+  add_export(app, run);
   add_bench(app, run);
   add_doctor(app, run);
   add_inspect(app, run);

@@ -1,0 +1,85 @@
+// smartinf export: a run's weights as a folder for Hugging Face's transformers.
+#include "smartinf/train/export.h"
+
+#include <memory>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/units.h"
+#include "smartinf/train/run_folder.h"
+
+#include "apps/smartinf/commands.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::Result;
+using base::Status;
+
+struct Flags {
+  std::string run;
+  std::string out;
+  std::string type;
+  std::string shard_size = "5GB";
+  bool json = false;
+};
+
+int run_export(const Flags& flags) {
+  // The run keeps the values it trained with, those of its flags too.
+  const std::string recipe = flags.run + "/" + std::string(train::kRecipeFile);
+  Result<config::LoadedRecipe> loaded = config::load_recipe(recipe, {});
+  if (!loaded.ok()) {
+    return report(std::move(loaded).status().with_context(flags.run + " is no run's folder"));
+  }
+  train::ExportOptions options;
+  options.out = flags.out;
+  if (!flags.type.empty()) {
+    options.type = flags.type == "f32" ? base::DataType::kF32 : base::DataType::kBf16;
+  }
+  const Result<uint64_t> shard_bytes = base::parse_bytes(flags.shard_size);
+  if (!shard_bytes.ok()) {
+    return report(shard_bytes.status(), kExitUsage);
+  }
+  options.shard_bytes_max = *shard_bytes;
+  const Result<train::ExportSummary> summary =
+      train::export_run({loaded->recipe.options, loaded->recipe.updater, /*recipe=*/""}, options);
+  if (!summary.ok()) return report(summary.status());
+  if (flags.json) {
+    const nlohmann::ordered_json line = {{"out", flags.out},
+                                         {"step", summary->step},
+                                         {"parameters", summary->parameters},
+                                         {"files", summary->files}};
+    fmt::print("{}\n", line.dump());
+  } else {
+    fmt::print("{}: {} parameters of step {}, in {}\n", flags.out, summary->parameters,
+               summary->step, fmt::join(summary->files, ", "));
+  }
+  return kExitDone;
+}
+
+}  // namespace
+
+void add_export(CLI::App& app, Run& run) {
+  CLI::App* command =
+      app.add_subcommand("export", "Write a run's weights for Hugging Face's transformers");
+  auto flags = std::make_shared<Flags>();
+  command->add_option("run", flags->run, "The run's folder, e.g. runs/quickstart")
+      ->required()
+      ->type_name("RUN");
+  command->add_option("--out", flags->out, "The folder to make")->required()->type_name("DIR");
+  command->add_option("--type", flags->type, "Of the weights; default: as the run trained")
+      ->check(CLI::IsMember({"bf16", "f32"}))
+      ->type_name("bf16|f32");
+  command->add_option("--shard-size", flags->shard_size, "Most bytes in one file (5GB)")
+      ->type_name("SIZE");
+  command->add_flag("--json", flags->json, "Print one JSON object");
+  command->footer(
+      "Examples:\n"
+      "  smartinf export runs/quickstart --out my-model\n"
+      "  python3 -c \"from transformers import AutoModelForCausalLM as M; "
+      "M.from_pretrained('my-model')\"");
+  command->callback([flags, &run] { run = [flags] { return run_export(*flags); }; });
+}
+
+}  // namespace smartinf::apps

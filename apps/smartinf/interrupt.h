@@ -1,0 +1,26 @@
+// Ctrl-C and SIGTERM: the first asks the work to stop where it may, the second ends the process at
+// once.
+#pragma once
+
+#include <stop_token>
+#include <thread>
+
+namespace smartinf::apps {
+
+/// While it lives, a thread of its own waits for the signals. Made before other threads start: they
+/// inherit that the signals are not for them.
+class Interrupt {
+ public:
+  Interrupt();
+  Interrupt(const Interrupt&) = delete;
+  Interrupt& operator=(const Interrupt&) = delete;
+
+  std::stop_token token() const { return stop_.get_token(); }
+  bool requested() const { return stop_.stop_requested(); }
+
+ private:
+  std::stop_source stop_;
+  std::jthread waiter_;
+};
+
+}  // namespace smartinf::apps

@@ -5,8 +5,8 @@ Usage: kernels_parity_test.py PATH/TO/kernels_parity
 torch's kernels fuse products with sums where the processor can; ours never do (docs/numerics.md). So
 the two drift apart by roundings, and the bounds below are about twice what was measured. An ulp is
 one of the largest number that took part: of the larger of an element's first and last weight, and of
-its largest gradient (momentum) or that squared (variance; Adagrad's sum: of itself). The ulp of the last value itself would
-measure how much of it had cancelled.
+its largest gradient (momentum), that squared (variance) or Adagrad's sum itself. The ulp of the last
+value would measure how much of it had cancelled.
 
 Adam with L2 decay is compared only where gradients are not small beside decay * weight: elsewhere a
 weight falls towards zero, its sign becomes that of the step, and any rounding grows to a whole step.

@@ -13,6 +13,12 @@ if(SMARTINF_SANITIZE)
     -fsanitize=${SMARTINF_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
   target_link_options(smartinf_options INTERFACE -fsanitize=${SMARTINF_SANITIZE})
 endif()
+if(SMARTINF_FUZZ)
+  # Rooms report their branches to the fuzzer; only its targets link its main().
+  target_compile_options(smartinf_options INTERFACE
+    -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all)
+  target_link_options(smartinf_options INTERFACE -fsanitize=address,undefined)
+endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # g++ 12 reports false positives from inlined standard containers.
   target_compile_options(smartinf_options INTERFACE -Wno-restrict -Wno-maybe-uninitialized)

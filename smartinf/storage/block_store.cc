@@ -369,8 +369,8 @@ Status BlockStore::recover_to(StepNumber step) {
 
   // What was found may only be in a cache: whoever wrote it died before syncing. After this it is
   // on the medium, and the pair it came from is the one to spare.
+  written_pair_ = superblock_.copy % kSuperblockPairs;
   SI_RETURN_IF_ERROR(sync_container());
-  durable_pair_ = superblock_.copy % kSuperblockPairs;
   const bool changed = superblock_.committed_step != step || superblock_.prepared_step != step ||
                        superblock_.phase != Phase::kComplete;
   superblock_.committed_step = superblock_.prepared_step = step;
@@ -646,8 +646,8 @@ Status BlockStore::write_metadata(std::span<Transfer> transfers) {
 Status BlockStore::sync_container() {
   std::array<Transfer, 1> sync{metadata_transfer(IoOp::kSync, 0, {})};
   SI_RETURN_IF_ERROR(write_metadata(sync));
-  // The last superblock written is on the medium now, however it was written.
-  durable_pair_ = superblock_.copy % kSuperblockPairs;
+  // The last superblock that was written whole is on the medium now, however it was written.
+  durable_pair_ = written_pair_;
   return Status();
 }
 
@@ -680,7 +680,9 @@ Status BlockStore::write_superblock(bool durably) {
                                   superblock_offset(superblock_.copy), image);
   }
   SI_RETURN_IF_ERROR(write_metadata(copies));
-  if (durably) durable_pair_ = pair;
+  written_pair_ = pair;
+  // Without durability nothing is synced: at least the pairs take turns.
+  if (durably || !durable()) durable_pair_ = pair;
   return Status();
 }
 

@@ -138,6 +138,7 @@ class BlockStore final : public Store {
 
   Superblock superblock_{};
   uint32_t durable_pair_ = 0;  // copies that hold the last superblock known to be on the medium
+  uint32_t written_pair_ = 0;  // copies that hold the last one that was written without an error
   StepPhase phase_ = StepPhase::kUnrecovered;
   base::StepNumber step_ = 0;           // in progress, when phase_ is kWriting or later
   bool step_written_ = false;           // some write of it was started

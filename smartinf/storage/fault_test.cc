@@ -1,6 +1,7 @@
 // The store on a ring that misbehaves: what can be cured is, what cannot is a typed error, and no
 // wrong number is ever taken for a right one.
 #include <atomic>
+#include <cerrno>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -134,6 +135,64 @@ TEST(Faults, SilentOnesAreNeverTakenForTheState) {
   }
   EXPECT_GT(counts.silent, 100u);
   EXPECT_GT(refused, 20u);
+}
+
+/// Refuses the superblock writes that are not synced: those of commit().
+class NoCommitRing final : public Ring {
+ public:
+  explicit NoCommitRing(std::unique_ptr<Ring> inner) : inner_(std::move(inner)) {}
+  std::string_view name() const override { return "no commit"; }
+  uint32_t depth() const override { return inner_->depth(); }
+  base::Result<uint32_t> add_file(int file, std::string path) override {
+    return inner_->add_file(file, std::move(path));
+  }
+  void register_memory(std::span<std::byte>) override {}
+  Status submit(std::span<IoRequest* const> requests) override {
+    std::vector<IoRequest*> passed;
+    for (IoRequest* request : requests) {
+      const bool commit =
+          request->op == IoOp::kWrite && request->offset_bytes < kSuperblockAreaBytes;
+      (commit ? refused_ : passed).push_back(request);
+    }
+    return inner_->submit(passed);
+  }
+  base::Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
+    if (refused_.empty()) return inner_->reap(done, wait);
+    done[0] = refused_.back();
+    refused_.pop_back();
+    done[0]->outcome = -EIO;
+    return size_t{1};
+  }
+
+ private:
+  std::unique_ptr<Ring> inner_;
+  std::vector<IoRequest*> refused_;
+};
+
+TEST(Faults, FailedCommitSuperblockNeverCostsTheLastGoodOne) {
+  for (uint64_t cut = 0;; ++cut) {
+    MemoryStore memory;
+    const auto wrap = [](std::unique_ptr<Ring> inner) -> std::unique_ptr<Ring> {
+      return std::make_unique<NoCommitRing>(std::move(inner));
+    };
+    ASSERT_TRUE(memory.create(wrap).ok());
+    ASSERT_TRUE(memory.make_step(0).ok());
+    ASSERT_TRUE(memory.make_step(1).ok()) << "a step is decided by prepare";
+    memory.power().cut_after(cut);
+    const bool whole = memory.make_step(2).ok() && memory.power().on();
+    memory.close();
+    memory.disk().settle(CutFate::kTorn, cut);
+    memory.power().restore();
+    const Status opened = memory.open();
+    ASSERT_TRUE(opened.ok()) << "event " << cut << ": " << opened.to_string();
+    const base::StepNumber step = memory.store().state().prepared_step;
+    ASSERT_GE(step, 1u);
+    ASSERT_TRUE(memory.store().recover_to(step).ok());
+    bool equal = false;
+    ASSERT_TRUE(memory.read_step(step, equal).ok());
+    EXPECT_TRUE(equal);
+    if (whole) break;
+  }
 }
 
 /// Keeps completions back until told.

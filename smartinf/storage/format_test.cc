@@ -92,6 +92,30 @@ TEST(Geometry, NothingOverlapsAndEverythingIsAligned) {
   }
 }
 
+TEST(Geometry, WorkedExample) {  // of docs/format.md
+  StoreLayout layout;
+  layout.planes = {PlaneKind::kMaster, PlaneKind::kMomentum, PlaneKind::kVariance};
+  layout.subgroups = {{SubgroupId{0}, 0, 100'000}};
+  const auto geometry = Geometry::make(layout, 2);
+  ASSERT_TRUE(geometry.ok());
+  EXPECT_EQ(superblock_offset(3), 196608u);
+  EXPECT_EQ(geometry->layout_bytes(), 88u);
+  EXPECT_EQ(geometry->layout_offset(0), 262144u);
+  EXPECT_EQ(geometry->layout_offset(1), 266240u);
+  EXPECT_EQ(geometry->table_bytes_max(), 69632u);
+  EXPECT_EQ(geometry->table_offset(0, 0), 270336u);
+  EXPECT_EQ(geometry->table_offset(0, 1), 339968u);
+  EXPECT_EQ(geometry->table_offset(1, 0), 409600u);
+  EXPECT_EQ(geometry->table_offset(7, 1), 479232u);
+  EXPECT_EQ(geometry->extent_offset(0, 0), 548864u);
+  EXPECT_EQ(geometry->block_bytes(0, 0, 0), 262144u);
+  EXPECT_EQ(geometry->block_bytes(0, 0, 1), 137856u);
+  EXPECT_EQ(geometry->extent_offset(0, 0) + geometry->plane_offset(0, 1), 950272u);
+  EXPECT_EQ(geometry->extent_offset(0, 0) + geometry->plane_offset(0, 2), 1351680u);
+  EXPECT_EQ(geometry->extent_offset(0, 1), 1753088u);
+  EXPECT_EQ(geometry->container_bytes(), 2957312u);
+}
+
 TEST(Geometry, RefusesImpossibleLayouts) {
   const auto code = [](auto change) {
     StoreLayout layout = layout_of(base::StateFormat::kF32);

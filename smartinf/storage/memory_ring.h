@@ -45,7 +45,9 @@ inline constexpr uint32_t kCutFates = 4;
 
 class MemoryDisk {
  public:
-  static constexpr uint64_t kSectorBytes = 512;  // what a drive writes as a whole
+  /// What is written as a whole. Real drives promise 512 bytes; less, so that nothing is safe only
+  /// because it happens to fit one sector.
+  static constexpr uint64_t kSectorBytes = 64;
 
   explicit MemoryDisk(uint64_t bytes) : visible_(bytes), durable_(bytes) {}
 

@@ -50,6 +50,7 @@ class MemoryStore {
 
   BlockStore& store() { return *store_; }
   MemoryDisk& disk() { return *disk_; }
+  PowerSupply& power() { return power_; }
   const Geometry& geometry() const { return geometry_; }
   StoreOptions& options() { return options_; }
 

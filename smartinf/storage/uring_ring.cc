@@ -54,7 +54,12 @@ class UringRing final : public Ring {
  public:
   explicit UringRing(uint32_t depth) : depth_(depth) {}
   ~UringRing() override {
-    if (ready_) io_uring_queue_exit(&ring_);
+    if (!ready_) return;
+    // The kernel takes a ring apart some time later; what is registered would stay open till then,
+    // and a block device refused to whoever opens it next.
+    if (files_registered_) (void)io_uring_unregister_files(&ring_);
+    if (buffers_registered_) (void)io_uring_unregister_buffers(&ring_);
+    io_uring_queue_exit(&ring_);
   }
   UringRing(const UringRing&) = delete;
   UringRing& operator=(const UringRing&) = delete;

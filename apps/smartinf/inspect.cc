@@ -1,11 +1,16 @@
 // `smartinf inspect`: what is on a device.
+#include <algorithm>
+#include <array>
 #include <cstdio>
+#include <ctime>
 #include <memory>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "smartinf/storage/store.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/run_description.h"
+#include "smartinf/storage/summary.h"
 
 #include "apps/smartinf/commands.h"
 
@@ -14,28 +19,173 @@ namespace {
 
 struct InspectFlags {
   std::string device;
+  bool ranges = false;
   bool json = false;
 };
 
+// What the store's layout and the engine's description say, put together.
+struct Contents {
+  storage::StoreSummary store;
+  engine::RunDescription run;
+  uint64_t elements = 0;      // on this device
+  uint64_t subgroup_max = 0;  // elements of the largest subgroup
+};
+
+base::Result<Contents> read_contents(const std::string& device) {
+  Contents contents;
+  SI_ASSIGN_OR_RETURN(contents.store, storage::summarize(device));
+  for (const storage::StoredSubgroup& subgroup : contents.store.layout.subgroups) {
+    contents.elements += subgroup.count;
+    contents.subgroup_max = std::max(contents.subgroup_max, subgroup.count);
+  }
+  if (contents.store.layout.description.empty()) return contents;
+  SI_ASSIGN_OR_RETURN(contents.run,
+                      engine::run_description_from_json(contents.store.layout.description));
+  return contents;
+}
+
+std::string plane_names(const storage::StoreLayout& layout) {
+  std::vector<std::string> names;
+  for (const base::PlaneKind kind : layout.planes) {
+    names.push_back(fmt::format("{} ({})", base::plane_kind_name(kind),
+                                base::encoding_name(base::plane_encoding(layout.format, kind))));
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+std::string time_text(uint64_t seconds) {
+  const auto time = static_cast<std::time_t>(seconds);
+  std::tm parts{};
+  ::gmtime_r(&time, &parts);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%d %H:%M:%S UTC", &parts);
+  return text.data();
+}
+
+// How many elements of a range are on this device.
+uint64_t elements_here(const storage::StoreLayout& layout, const plan::ParameterRange& range) {
+  uint64_t here = 0;
+  for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
+    const uint64_t first = std::max(subgroup.first_element, range.first);
+    const uint64_t end =
+        std::min(subgroup.first_element + subgroup.count, range.first + range.count);
+    if (first < end) here += end - first;
+  }
+  return here;
+}
+
+void print_line(const char* name, const std::string& value) {
+  std::printf("%-16s %s\n", name, value.c_str());
+}
+
+void print_contents(const InspectFlags& flags, const Contents& contents) {
+  const storage::StoreSummary& store = contents.store;
+  const storage::StoreState& state = store.state;
+  print_line("device", flags.device);
+  print_line("state in",
+             fmt::format("{}, {}", store.file_path, base::format_bytes(store.container_bytes)));
+  print_line("run",
+             fmt::format("{}, device {} of {} (counted from 0), made {}", state.run.to_string(),
+                         state.device_index, state.device_count, time_text(store.created_seconds)));
+  if (store.superblock_copies_damaged > 0) {
+    print_line("damage", fmt::format("{} of {} superblock copies; the next steps replace them",
+                                     store.superblock_copies_damaged, store.superblock_copies));
+  }
+  if (state.torn) {
+    print_line("step",
+               "none: a crash fell into a step, and durability \"none\" keeps nothing to go "
+               "back to");
+  } else if (!state.initialized) {
+    print_line("step", "none: its creation was interrupted; the next run starts over");
+    if (store.layout.subgroups.empty()) return;
+  } else if (state.prepared_step > state.committed_step) {
+    print_line("step",
+               fmt::format("{} committed, {} prepared", state.committed_step, state.prepared_step));
+  } else {
+    print_line("step", fmt::format("{} committed", state.committed_step));
+  }
+  print_line("format",
+             fmt::format("{}: {}; version {}, {}", base::state_format_name(store.layout.format),
+                         plane_names(store.layout), store.format_version,
+                         store.slots == 2 ? "every step survives a crash (two slots)"
+                                          : "not crash-safe (one slot)"));
+  print_line("written ever", base::format_bytes(store.bytes_written_ever));
+  const plan::ParameterSpace& space = contents.run.space;
+  print_line("parameters",
+             fmt::format("{} of the run's {} ({:.1f}%), in {} subgroups of at most {}",
+                         contents.elements, space.count(),
+                         space.count() == 0 ? 0.0
+                                            : 100.0 * static_cast<double>(contents.elements) /
+                                                  static_cast<double>(space.count()),
+                         store.layout.subgroups.size(), contents.subgroup_max));
+  print_line("rule", std::string(kernels::update_rule_name(contents.run.rule)));
+  for (size_t i = 0; i < contents.run.devices.size(); ++i) {
+    print_line(i == 0 ? "run's devices" : "", contents.run.devices[i]);
+  }
+  if (!flags.ranges) {
+    print_line("ranges", fmt::format("{}; --ranges lists them", space.ranges().size()));
+    return;
+  }
+  std::printf("\n%-40s %-20s %14s %14s\n", "range", "shape", "elements", "here");
+  for (const plan::ParameterRange& range : space.ranges()) {
+    std::printf("%-40s %-20s %14llu %14llu\n", range.name.c_str(),
+                fmt::format("[{}]", fmt::join(range.shape, ", ")).c_str(),
+                static_cast<unsigned long long>(range.count),
+                static_cast<unsigned long long>(elements_here(store.layout, range)));
+  }
+}
+
+nlohmann::json to_json(const InspectFlags& flags, const Contents& contents) {
+  const storage::StoreSummary& store = contents.store;
+  nlohmann::json planes = nlohmann::json::array();
+  for (const base::PlaneKind kind : store.layout.planes) {
+    planes.push_back(base::plane_kind_name(kind));
+  }
+  nlohmann::json json{{"device", flags.device},
+                      {"file", store.file_path},
+                      {"container_bytes", store.container_bytes},
+                      {"format_version", store.format_version},
+                      {"run", store.state.run.to_string()},
+                      {"device_index", store.state.device_index},
+                      {"device_count", store.state.device_count},
+                      {"created_seconds", store.created_seconds},
+                      {"initialized", store.state.initialized},
+                      {"torn", store.state.torn},
+                      {"committed_step", store.state.committed_step},
+                      {"prepared_step", store.state.prepared_step},
+                      {"slots", store.slots},
+                      {"state_format", base::state_format_name(store.layout.format)},
+                      {"planes", planes},
+                      {"bytes_written_ever", store.bytes_written_ever},
+                      {"superblock_copies_damaged", store.superblock_copies_damaged},
+                      {"elements", contents.elements},
+                      {"subgroups", store.layout.subgroups.size()},
+                      {"run_elements", contents.run.space.count()},
+                      {"rule", kernels::update_rule_name(contents.run.rule)},
+                      {"run_devices", contents.run.devices}};
+  if (flags.ranges) {
+    nlohmann::json& ranges = json["ranges"] = nlohmann::json::array();
+    for (const plan::ParameterRange& range : contents.run.space.ranges()) {
+      ranges.push_back({{"name", range.name},
+                        {"shape", range.shape},
+                        {"first", range.first},
+                        {"elements", range.count},
+                        {"elements_here", elements_here(store.layout, range)}});
+    }
+  }
+  return json;
+}
+
 int run_inspect(const InspectFlags& flags) {
-  const base::Result<storage::StoreState> state = storage::Store::peek(flags.device);
-  if (!state.ok()) return report(state.status());
+  const base::Result<Contents> contents = read_contents(flags.device);
+  if (!contents.ok()) return report(contents.status());
   if (flags.json) {
-    const nlohmann::json all{{"path", flags.device},
-                             {"run", state->run.to_string()},
-                             {"initialized", state->initialized},
-                             {"committed_step", state->committed_step},
-                             {"prepared_step", state->prepared_step}};
-    std::printf("%s\n", all.dump(2).c_str());
-    return kExitDone;
+    const std::string text =
+        to_json(flags, *contents).dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
+    std::printf("%s\n", text.c_str());
+  } else {
+    print_contents(flags, *contents);
   }
-  std::printf("device          %s\n", flags.device.c_str());
-  std::printf("run             %s\n", state->run.to_string().c_str());
-  if (!state->initialized) {
-    std::printf("state           creation was interrupted; the next run starts over\n");
-    return kExitDone;
-  }
-  std::printf("committed step  %llu\n", static_cast<unsigned long long>(state->committed_step));
   return kExitDone;
 }
 
@@ -47,11 +197,13 @@ void add_inspect(CLI::App& app, Run& run) {
   command->add_option("device", flags->device, "The device's directory or block device")
       ->required()
       ->type_name("DEVICE");
+  command->add_flag("--ranges", flags->ranges, "List every parameter and how much of it is here");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
       "Looks without locking or changing anything, also while a run is going.\n\n"
       "Examples:\n"
       "  smartinf inspect runs/quickstart/state\n"
+      "  smartinf inspect runs/quickstart/state --ranges\n"
       "  smartinf inspect /dev/nvme1n1 --json");
   command->callback([flags, &run] { run = [flags] { return run_inspect(*flags); }; });
 }

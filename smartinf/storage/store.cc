@@ -1,16 +1,15 @@
 #include "smartinf/storage/store.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <random>
 
 #include <fmt/format.h>
 #include <sys/random.h>
-#include <unistd.h>
 
 #include "smartinf/storage/block_store.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/format.h"
+#include "smartinf/storage/read_only.h"
 
 namespace smartinf::storage {
 
@@ -54,29 +53,8 @@ Result<std::unique_ptr<Store>> Store::open(const std::string& path, StoreOptions
 
 Result<StoreState> Store::peek(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const ReadOnlyContainer container, open_container_to_read(path));
-  std::vector<std::byte> area(kSuperblockAreaBytes);
-  const ssize_t got = pread(container.file.get(), area.data(), area.size(), 0);
-  if (got < 0) {
-    return base::errno_status(errno, "cannot read the superblock", container.file_path, 0,
-                              area.size());
-  }
-  Result<Superblock> superblock =
-      choose_superblock(std::span<const std::byte>(area).first(static_cast<size_t>(got)));
-  if (!superblock.ok()) {
-    const Status& why = superblock.status();
-    return Status(why.code() == ErrorCode::kMismatch ? why.code() : ErrorCode::kCorrupt,
-                  "no superblock can be used: " + why.what(), why.advice(),
-                  base::ErrorPlace{container.file_path, 0, area.size(), 0});
-  }
-  StoreState state;
-  state.run.bytes = superblock->run;
-  state.device_index = superblock->device_index;
-  state.device_count = superblock->device_count;
-  state.committed_step = superblock->committed_step;
-  state.prepared_step = superblock->prepared_step;
-  state.torn = superblock->in_place_step != 0;
-  state.initialized = superblock->phase != Phase::kCreating && !state.torn;
-  return state;
+  SI_ASSIGN_OR_RETURN(const FoundSuperblock found, read_superblock(container));
+  return state_of(found.superblock);
 }
 
 Result<StepNumber> recovery_step(std::span<const StoreState> devices) {

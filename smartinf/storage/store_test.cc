@@ -15,6 +15,7 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/format.h"
+#include "smartinf/storage/summary.h"
 #include "smartinf/storage/tuning.h"
 
 namespace smartinf::storage {
@@ -332,6 +333,29 @@ TEST_P(StoreTest, LockedByName) {
   const auto again = Store::create(path_, layout_, options_);
   EXPECT_EQ(again.status().code(), ErrorCode::kAlreadyExists);
   EXPECT_THAT(again.status().what(), HasSubstr(layout_.run.to_string()));
+}
+
+TEST_P(StoreTest, SummaryTellsStateAndLayoutOfAStoreInUse) {
+  create();
+  make_step(0, "");
+  const auto summary = summarize(path_);  // while the store is open and locked
+  ASSERT_TRUE(summary.ok()) << summary.status().to_string();
+  EXPECT_TRUE(summary->state.initialized);
+  EXPECT_EQ(summary->state.run, layout_.run);
+  EXPECT_EQ(summary->layout.description, layout_.description);
+  ASSERT_EQ(summary->layout.subgroups.size(), 2u);
+  EXPECT_EQ(summary->layout.subgroups[1].count, layout_.subgroups[1].count);
+  EXPECT_EQ(summary->slots, 2u);
+  EXPECT_EQ(summary->superblock_copies_damaged, 0u);
+  const int file = open(summary->file_path.c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_EQ(pwrite(file, "x", 1, 20), 1);  // in the first copy of the superblock
+  ASSERT_EQ(pwrite(file, "x", 1, kSuperblockAreaBytes + 20), 1);  // in the first layout record
+  close(file);
+  const auto damaged = summarize(path_);
+  ASSERT_TRUE(damaged.ok()) << damaged.status().to_string();
+  EXPECT_EQ(damaged->superblock_copies_damaged, 1u);
+  EXPECT_EQ(damaged->layout.description, layout_.description);
+  EXPECT_EQ(summarize(path_ + "/none").status().code(), ErrorCode::kNotFound);
 }
 
 TEST_P(StoreTest, InterruptedCreationStartsOver) {

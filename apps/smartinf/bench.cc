@@ -8,6 +8,8 @@ void add_bench(CLI::App& app, Run& run) {
       app.add_subcommand("bench", "Measures kernels and steps beside the machine's own limit");
   bench->require_subcommand(1);
   add_bench_step(*bench, run);
+  add_bench_traffic(*bench, run);
+  add_bench_scale(*bench, run);
   add_bench_kernels(*bench, run);
 }
 

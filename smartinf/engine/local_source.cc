@@ -45,10 +45,25 @@ Result<uint64_t> free_bytes_at(const std::string& path) {
   return static_cast<uint64_t>(space.available);
 }
 
+std::shared_ptr<csd::Link> make_link(const EmulatedLink& link, std::string name) {
+  if (!link.given()) return nullptr;
+  csd::LinkOptions options;
+  options.name = std::move(name);
+  options.up_bytes_per_s = link.up_bytes_per_s;
+  options.down_bytes_per_s = link.down_bytes_per_s;
+  options.shared_budget = link.shared_budget;
+  return std::make_shared<csd::Link>(std::move(options));
+}
+
 class LocalSource final : public DeviceSource {
  public:
-  LocalSource(const UpdaterOptions& options, const DeviceOptions& device, uint32_t threads)
-      : options_(options), device_(device), threads_(threads) {
+  LocalSource(const UpdaterOptions& options, const DeviceOptions& device, uint32_t threads,
+              std::shared_ptr<csd::Link> host_link)
+      : options_(options),
+        device_(device),
+        threads_(threads),
+        host_link_(std::move(host_link)),
+        internal_link_(make_link(device.internal_link, device.path + " internal link")) {
     if (device_.name.empty()) device_.name = device_.path;
   }
 
@@ -131,6 +146,11 @@ class LocalSource final : public DeviceSource {
     result.host_link_place = options_.where == UpdateWhere::kHost
                                  ? csd::HostLinkPlace::kAtStore
                                  : csd::HostLinkPlace::kAtProcessor;
+    // The one difference between the two updates: on which side of the processor the host link is.
+    if (internal_link_) result.links.store.push_back(internal_link_);
+    if (host_link_ && options_.where == UpdateWhere::kHost)
+      result.links.store.push_back(host_link_);
+    if (options_.where == UpdateWhere::kDevice) result.links.host = host_link_;
     result.store.ring.kind = options_.ring;
     result.store.durability = options_.durability;
     result.store.checksums = options_.checksums;
@@ -147,6 +167,9 @@ class LocalSource final : public DeviceSource {
   const UpdaterOptions options_;
   DeviceOptions device_;
   const uint32_t threads_;
+  // Held together with the device that books on them; the host link by all devices.
+  const std::shared_ptr<csd::Link> host_link_;
+  const std::shared_ptr<csd::Link> internal_link_;
   std::optional<storage::IoTuning> tuning_;
 };
 
@@ -155,10 +178,11 @@ class LocalSource final : public DeviceSource {
 std::vector<std::unique_ptr<DeviceSource>> local_sources(const UpdaterOptions& options) {
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
   const auto count = static_cast<uint32_t>(std::max<size_t>(options.devices.size(), 1));
+  const auto host_link = make_link(options.host_link, "host link");
   std::vector<std::unique_ptr<DeviceSource>> sources;
   for (const DeviceOptions& device : options.devices) {
     const uint32_t threads = device.threads != 0 ? device.threads : std::max(1u, cores / count);
-    sources.push_back(std::make_unique<LocalSource>(options, device, threads));
+    sources.push_back(std::make_unique<LocalSource>(options, device, threads, host_link));
   }
   return sources;
 }

@@ -19,12 +19,21 @@ enum class UpdateWhere : uint8_t {
   kHost,    // the baseline: state crosses the host link both ways
 };
 
+/// A path with a rate in each direction, for emulation. Bytes per second; 0: as fast as it goes.
+struct EmulatedLink {
+  double up_bytes_per_s = 0;    // towards the host: reads of a drive, new weights
+  double down_bytes_per_s = 0;  // away from it: writes, gradients
+  bool shared_budget = false;   // both directions draw on one
+  bool given() const { return up_bytes_per_s > 0 || down_bytes_per_s > 0; }
+};
+
 struct DeviceOptions {
   std::string path;             // directory or block device
   std::string name;             // in messages; empty: the path
   uint32_t threads = 0;         // processor threads; 0: the cores shared out among the devices
   double bandwidth = 0;         // relative, for placement; 0: measured at first use
   uint64_t capacity_bytes = 0;  // 0: what is free
+  EmulatedLink internal_link;   // between store and processor
 };
 
 struct UpdaterOptions {
@@ -41,9 +50,10 @@ struct UpdaterOptions {
   storage::Durability durability = storage::Durability::kStep;
   bool checksums = true;
   storage::RingKind ring = storage::RingKind::kAuto;
-  uint64_t io_bytes = 0;  // 0: measured at first use and remembered on the device
-  uint32_t io_depth = 0;  // 0: likewise
-  bool create = true;     // false: only open what exists
+  uint64_t io_bytes = 0;   // 0: measured at first use and remembered on the device
+  uint32_t io_depth = 0;   // 0: likewise
+  bool create = true;      // false: only open what exists
+  EmulatedLink host_link;  // one for all devices
 };
 
 }  // namespace smartinf::engine

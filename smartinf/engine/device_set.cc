@@ -263,7 +263,7 @@ Status order_devices(std::vector<Opened>& opened, DeviceSet& set) {
     if (by_index[i] != nullptr) continue;
     const auto& names = first.description.devices;
     return Status(ErrorCode::kNotFound,
-                  fmt::format("the run on {} has {} devices and {} of them is missing",
+                  fmt::format("the run on {} has {} devices; {} is not among those given",
                               device_text(*first.source), by_index.size(),
                               i < names.size() ? names[i] : fmt::format("number {}", i + 1)),
                   "Name all devices that the run was begun with.");

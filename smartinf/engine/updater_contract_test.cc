@@ -1,11 +1,14 @@
 // One suite for every kind of updater over real devices: whatever the devices, their number, the
 // cut into subgroups, the schedule, the ring, the place of the update or of the gradients, the same
 // gradients give the same bits.
+#include <array>
 #include <cmath>
+#include <cstdio>
 #include <filesystem>
 #include <random>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -429,6 +432,44 @@ const Variant kVariants[] = {
 
 INSTANTIATE_TEST_SUITE_P(All, UpdaterContract, ::testing::ValuesIn(kVariants),
                          [](const auto& variant) { return variant.param.name; });
+
+// ---- Instruction sets. The table is chosen once in a process, so each gets one of its own.
+
+/// Run by the test below with SMARTINF_FORCE_ISA set; prints what must not depend on it.
+TEST(InstructionSet, DISABLED_PrintOutcome) {
+  const Scratch scratch;
+  auto updater = Updater::open(options_of({.name = "", .devices = 2}, scratch), contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  Outcome outcome;
+  run_steps(**updater, 1, kSteps, outcome);
+  fmt::print("outcome of {}: {:a} {:x} {:x}\n", kernels::kernels().isa(),
+             fmt::join(outcome.norms, " "), fmt::join(outcome.weights, " "), outcome.state);
+}
+
+TEST(InstructionSet, AllGiveTheSameBits) {
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+  std::string expected;
+  for (const kernels::KernelTable* table : kernels::supported_tables()) {
+    const std::string isa(table->isa());
+    const std::string command = fmt::format(
+        "SMARTINF_FORCE_ISA={} '{}' --gtest_also_run_disabled_tests "
+        "--gtest_filter=InstructionSet.DISABLED_PrintOutcome",
+        isa, self);
+    FILE* output = popen(command.c_str(), "r");
+    ASSERT_NE(output, nullptr);
+    std::string said;
+    std::array<char, 512> line;
+    const std::string prefix = fmt::format("outcome of {}: ", isa);
+    while (fgets(line.data(), static_cast<int>(line.size()), output) != nullptr) {
+      if (std::string_view(line.data()).starts_with(prefix)) said = line.data() + prefix.size();
+    }
+    ASSERT_EQ(pclose(output), 0) << command;
+    ASSERT_FALSE(said.empty()) << isa << " did not run";
+    if (expected.empty()) expected = said;
+    EXPECT_EQ(said, expected) << isa;
+  }
+}
 
 }  // namespace
 }  // namespace smartinf::engine

@@ -374,7 +374,7 @@ TEST_F(UpdaterOverFakes, AMissingDeviceIsNamed) {
   drives_.pop_back();
   const auto status = open().status();
   EXPECT_EQ(status.code(), ErrorCode::kNotFound);
-  EXPECT_THAT(status.to_string(), HasSubstr("2 devices and drive1 of them is missing"));
+  EXPECT_THAT(status.to_string(), HasSubstr("2 devices; drive1 is not among those given"));
   drives_.push_back(std::make_shared<FakeDrive>());  // an empty one in its place
   const auto empty = open().status();
   EXPECT_EQ(empty.code(), ErrorCode::kNotFound);

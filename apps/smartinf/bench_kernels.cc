@@ -38,6 +38,7 @@ struct BenchOptions {
   std::vector<std::string> rules;
   std::vector<std::string> formats;
   std::vector<std::string> gradients;
+  std::string weights = "bf16";
   bool json = false;
 };
 
@@ -271,8 +272,10 @@ class KernelBench {
     fill_state(rule, format);
     const std::span<const PlaneKind> kinds = kernels::rule_planes(rule);
     std::array<uint64_t, 3> block_bytes{};
-    uint64_t bytes =
-        elements_ * (base::data_type_bytes(type) + 2);  // gradient in, bf16 weights out
+    const bool has_weights = options_.weights != "none";
+    const DataType weights_type = options_.weights == "f32" ? DataType::kF32 : DataType::kBf16;
+    const uint64_t weights_width = has_weights ? base::data_type_bytes(weights_type) : 0;
+    uint64_t bytes = elements_ * (base::data_type_bytes(type) + weights_width);
     for (size_t i = 0; i < kinds.size(); ++i) {
       const base::Encoding encoding = base::plane_encoding(format, kinds[i]);
       block_bytes[i] = base::encoded_bytes(encoding, base::kBlockElements);
@@ -292,8 +295,8 @@ class KernelBench {
             .element = first,
             .gradient = gradient_.data() + first * base::data_type_bytes(type),
             .gradient_type = type,
-            .weights_out = weights_.data() + first * 2,
-            .weights_type = DataType::kBf16};
+            .weights_out = has_weights ? weights_.data() + first * weights_width : nullptr,
+            .weights_type = weights_type};
         const auto checksum_planes = [&] {
           for (size_t i = 0; i < kinds.size(); ++i) {
             sum += base::checksum(
@@ -431,6 +434,9 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
       ->check(CLI::IsMember({"f32", "bf16", "q8"}));
   command->add_option("--gradient", options->gradients, "Only these gradient types")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}));
+  command->add_option("--weights", options->weights, "What an update writes out beside the state")
+      ->check(CLI::IsMember({"none", "bf16", "f32"}))
+      ->capture_default_str();
   command->add_flag("--json", options->json, "A JSON array with one object a row");
   command->footer(
       "Examples:\n"

@@ -1,0 +1,86 @@
+"""A run that is stopped or killed goes on as if it had not been."""
+import os
+import random
+import signal
+import subprocess
+import time
+import unittest
+
+from train_runs import TrainCase
+
+KILLS = 20
+
+
+class Resume(TrainCase):
+    def check_same_as(self, run, undisturbed):
+        self.assertEqual(self.losses(run), self.losses(undisturbed))
+        self.assertEqual(self.master_weights(run), self.master_weights(undisturbed))
+
+    def start(self, recipe, run, *flags):
+        return subprocess.Popen(self.command(recipe, run, flags), stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True)
+
+    def wait_for_step(self, process):
+        for line in process.stdout:
+            if line.startswith("step"):
+                return
+        self.fail("no step before the end: " + process.stderr.read())
+
+    def test_kill_at_random_moments(self):
+        recipe = self.recipe(steps=400)
+        self.train(recipe, "whole")
+        draw = random.Random(os.environ.get("SMARTINF_TEST_SEED", "7"))
+        flags = self.devices("killed", 2)
+        kills = 0
+        while kills < KILLS:
+            process = self.start(recipe, "killed", *flags)
+            # Most kills hit a step; one in four the start: creation, recovery, loading.
+            if kills % 4 == 0:
+                time.sleep(draw.uniform(0, 2))
+            else:
+                self.wait_for_step(process)
+                time.sleep(draw.uniform(0, 0.1))
+            process.kill()
+            output = process.communicate()
+            self.assertEqual(process.returncode, -signal.SIGKILL, output)
+            kills += 1
+        self.train(recipe, "killed", *flags)
+        self.check_same_as("killed", "whole")
+
+    def test_interrupt_stops_at_a_committed_step(self):
+        for where in ("device", "memory"):
+            with self.subTest(where):
+                recipe = self.recipe(steps=300)
+                flags = ["--optimizer.where", where]
+                self.train(recipe, where + "_whole", *flags)
+                process = self.start(recipe, where, *flags)
+                self.wait_for_step(process)
+                process.send_signal(signal.SIGINT)
+                began = time.monotonic()
+                output, errors = process.communicate(timeout=60)
+                self.assertEqual(process.returncode, 130, output + errors)
+                self.assertLess(time.monotonic() - began, 30)
+                self.assertIn("stopped at step", output)
+                self.assertLess(len(self.losses(where)), 300)
+                self.train(recipe, where, *flags)
+                self.check_same_as(where, where + "_whole")
+
+    def test_a_second_interrupt_stops_at_once(self):
+        # One step that takes long: the first Ctrl-C waits for the micro batch.
+        recipe = self.recipe(steps=50)
+        process = self.start(recipe, "a", "--train.micro_batch", "4096")
+        for line in process.stdout:
+            if line.startswith("state:"):
+                break
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 130)
+        self.assertLess(time.monotonic() - began, 5)
+
+
+if __name__ == "__main__":
+    unittest.main()

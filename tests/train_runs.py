@@ -1,0 +1,104 @@
+"""Runs of the smartinf command on a small model, for the tests of training.
+
+Usage of every test that uses it: TEST.py PATH_OF_SMARTINF [unittest's own arguments]
+"""
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import unittest
+
+SMARTINF = str(pathlib.Path(sys.argv.pop(1)).resolve()) if len(sys.argv) > 1 else "smartinf"
+
+# Several subgroups of the smallest size (65536 elements), trained in seconds on one thread.
+RECIPE = """
+[model]
+layers = 2
+width = 96
+heads = 4
+kv_heads = 2
+mlp_width = 256
+
+[data]
+paths = ["{corpus}"]
+sequence = 32
+validation_share = 0.1
+
+[train]
+steps = {steps}
+micro_batch = 4
+accumulation = 2
+threads = 1
+lr = 3e-3
+warmup_steps = {warmup}
+validate_every = 0
+validation_batches = 4
+sample_tokens = 0
+precision = "{precision}"
+
+[engine]
+io_size = "1MiB"
+io_depth = 4
+memory_budget = "32MiB"
+"""
+
+
+def make_corpus(path):
+    """Text with structure to learn, the same every time."""
+    draw = random.Random(1)
+    words = ["def", "return", "if", "else", "for", "value", "index", "(", ")", ":", "=", "\n"]
+    path.write_text(" ".join(draw.choice(words) for _ in range(8000)), encoding="ascii")
+
+
+class TrainCase(unittest.TestCase):
+    """A folder of its own per test, with a corpus and a recipe."""
+
+    def setUp(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="smartinf_test_")
+        self.addCleanup(self._folder.cleanup)
+        self.folder = pathlib.Path(self._folder.name)
+        self.corpus = self.folder / "corpus.txt"
+        make_corpus(self.corpus)
+
+    def recipe(self, steps=50, precision="bf16"):
+        path = self.folder / f"{precision}_{steps}.toml"
+        path.write_text(RECIPE.format(corpus=self.corpus, steps=steps, precision=precision,
+                                      warmup=min(5, steps)))
+        return str(path)
+
+    def command(self, recipe, run, flags=()):
+        return [SMARTINF, "train", recipe, "--train.run", str(self.folder / run), *flags]
+
+    def train(self, recipe, run, *flags, env=None, code=0):
+        """Runs to the end and returns standard error; the exit code must be `code`."""
+        result = subprocess.run(self.command(recipe, run, flags), capture_output=True, text=True,
+                                env={**os.environ, **(env or {})}, timeout=300)
+        self.assertEqual(result.returncode, code, result.stdout[-2000:] + result.stderr[-2000:])
+        return result.stderr
+
+    def devices(self, run, count):
+        flags = []
+        for i in range(count):
+            flags += [f"--device.{i}.path", str(self.folder / f"{run}_device{i}")]
+        return flags
+
+    def log(self, run):
+        with open(self.folder / run / "log.jsonl", encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+
+    def losses(self, run):
+        return [(line["step"], line["loss"]) for line in self.log(run) if "loss" in line]
+
+    def export(self, run, out, *flags):
+        folder = self.folder / out
+        subprocess.run([SMARTINF, "export", str(self.folder / run), "--out", str(folder), *flags],
+                       check=True, capture_output=True, text=True, timeout=300)
+        return folder
+
+    def master_weights(self, run, out=None):
+        """The bytes of the run's master weights."""
+        return (self.export(run, out or run + "_f32", "--type", "f32") /
+                "model.safetensors").read_bytes()

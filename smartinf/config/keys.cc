@@ -169,6 +169,9 @@ template <typename... Visitors>
 struct Overloaded : Visitors... {
   using Visitors::operator()...;
 };
+// clang 14 does not deduce the arguments of an aggregate by itself.
+template <typename... Visitors>
+Overloaded(Visitors...) -> Overloaded<Visitors...>;
 
 std::string quote(std::string_view text) {
   std::string out = "\"";

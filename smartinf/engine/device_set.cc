@@ -25,7 +25,7 @@ namespace {
 using Sources = std::vector<std::unique_ptr<DeviceSource>>;
 
 constexpr std::string_view kOtherPlaceAdvice =
-    "Give this run another directory, or remove the state there with smartinf gc.";
+    "Give this run another directory, or delete the state there.";
 
 std::string device_text(const DeviceSource& source) { return "device " + source.name(); }
 

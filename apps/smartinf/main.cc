@@ -6,8 +6,8 @@
 #include <spdlog/spdlog.h>
 
 #include "smartinf/base/log.h"
+#include "smartinf/base/nearest.h"
 #include "smartinf/config/keys.h"
-#include "smartinf/config/nearest.h"
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/commands.h"
@@ -45,7 +45,7 @@ int usage(const std::string& problem, const std::string& advice) {
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& names,
                          const std::string& otherwise) {
   const std::vector<std::string_view> views(names.begin(), names.end());
-  const std::string_view nearest = config::nearest_name(word, views);
+  const std::string_view nearest = base::nearest_name(word, views);
   return nearest.empty() ? otherwise : "; did you mean " + std::string(nearest) + "?";
 }
 

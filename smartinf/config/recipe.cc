@@ -12,9 +12,9 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/base/nearest.h"
 #include "smartinf/config/check.h"
 #include "smartinf/config/keys.h"
-#include "smartinf/config/nearest.h"
 
 // Header-only and without exceptions, in this file alone.
 #define TOML_HEADER_ONLY 1
@@ -40,7 +40,7 @@ const Key* find_key(std::string_view name) {
 std::string suggestion(std::string_view name) {
   std::vector<std::string_view> names;
   for (const Key& key : keys()) names.push_back(key.name);
-  const std::string_view nearest = nearest_name(name, names);
+  const std::string_view nearest = base::nearest_name(name, names);
   if (nearest.empty()) return "; `smartinf train --help-recipe` lists all keys";
   return fmt::format("; did you mean {}?", nearest);
 }
@@ -48,7 +48,7 @@ std::string suggestion(std::string_view name) {
 std::string section_suggestion(std::string_view name) {
   std::vector<std::string_view> names;
   for (const Section& section : sections()) names.push_back(section.name);
-  const std::string_view nearest = nearest_name(name, names);
+  const std::string_view nearest = base::nearest_name(name, names);
   if (nearest.empty()) return fmt::format("; sections are {}", fmt::join(names, ", "));
   return nearest == kDeviceSection ? "; did you mean [[device]]?"
                                    : fmt::format("; did you mean [{}]?", nearest);

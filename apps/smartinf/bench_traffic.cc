@@ -55,7 +55,6 @@ base::Result<base::TrafficReading> measure(const TrafficOptions& options, const 
   }
   updater_options.where = scheme.where;
   updater_options.gradient_type = scheme.type;
-  updater_options.durability = storage::Durability::kNone;
   updater_options.io_bytes = base::kMiB;
   updater_options.io_depth = 4;
   if (scheme.where == engine::UpdateWhere::kHost) updater_options.gradient_budget_bytes = 0;

@@ -29,8 +29,16 @@ using base::Result;
 using base::Status;
 using torch::Tensor;
 
-torch::ScalarType scalar_type(Precision precision) {
-  return precision == Precision::kBf16 ? torch::kBFloat16 : torch::kFloat32;
+torch::ScalarType scalar_type(base::DataType type) {
+  switch (type) {
+    case base::DataType::kF32:
+      return torch::kFloat32;
+    case base::DataType::kBf16:
+      return torch::kBFloat16;
+    case base::DataType::kF16:
+      return torch::kFloat16;
+  }
+  return torch::kFloat32;
 }
 
 // Runs `body`, which returns a Status or Result, and makes a Status of what torch throws.
@@ -239,8 +247,7 @@ Status TorchTrainer::accumulate_gradients(uint32_t micro_batch) {
 
 // Last parameter first, as backward makes them; each gradient is freed once it is down.
 Status TorchTrainer::put_gradients() {
-  const torch::ScalarType type =
-      gradient_type_ == base::DataType::kF32 ? torch::kFloat32 : torch::kBFloat16;
+  const torch::ScalarType type = scalar_type(gradient_type_);
   for (size_t i = model_->parameters().size(); i-- > 0;) {
     Parameter& parameter = model_->parameters()[i];
     Tensor gradient = sums_.empty() ? std::exchange(parameter.weight.mutable_grad(), Tensor())
@@ -330,7 +337,7 @@ Status TorchTrainer::start(const Job& job) {
 
   const auto count = static_cast<int64_t>(space_.count());
   host_weights_N_ = torch::empty(
-      {count}, torch::dtype(scalar_type(train.precision)).pinned_memory(!accelerator_.is_cpu()));
+      {count}, torch::dtype(scalar_type(weights_type_)).pinned_memory(!accelerator_.is_cpu()));
   SI_RETURN_IF_ERROR(
       updater_->load_weights(weights_type_, [this](uint64_t first) { return weights_at(first); }));
   weights_N_ = host_weights_N_.to(accelerator_);  // the same tensor when both are the CPU's

@@ -38,7 +38,7 @@ while [ $# -gt 0 ]; do
 done
 
 scripts/setup.sh "${setup_options[@]}"
-say "" "Training: build/release/bin/smartinf train recipes/quickstart.toml ${train_flags[*]}"
+say "Training: build/release/bin/smartinf train recipes/quickstart.toml ${train_flags[*]}"
 # The trainer handles Ctrl-C itself: it stops at a committed step and says how to go on.
 trap - INT TERM
 exec build/release/bin/smartinf train recipes/quickstart.toml "${train_flags[@]}"

@@ -28,6 +28,8 @@ using Overrides = std::vector<config::Override>;
 void add_bench(CLI::App& app, Run& run);
 void add_doctor(CLI::App& app, Run& run);
 void add_inspect(CLI::App& app, Run& run);
+void add_plan(CLI::App& app, Run& run);
+void add_simulate(CLI::App& app, Run& run);
 void add_train(CLI::App& app, const Overrides& overrides, Run& run);
 void add_export(CLI::App& app, Run& run);
 

@@ -117,6 +117,8 @@ int run_command_line(int argc, char** argv) {
   add_bench(app, run);
   add_doctor(app, run);
   add_inspect(app, run);
+  add_plan(app, run);
+  add_simulate(app, run);
 
   if (!words.empty() && !words.front().starts_with("-")) {
     const std::vector<std::string> names = subcommand_names(app);

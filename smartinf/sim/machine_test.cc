@@ -66,7 +66,7 @@ TEST(Machine, NamesTheKeyAndTheNearestOne) {
   EXPECT_THAT(failure(with("count = 2", "count = 0")), HasSubstr("above zero"));
   EXPECT_THAT(failure(with("count = 2", "count = 1.5")), HasSubstr("whole"));
   EXPECT_THAT(failure(with("count = 2", "count = \"two\"")), HasSubstr("not a number"));
-  EXPECT_THAT(failure(with("A5000", "A500")), HasSubstr("Did you mean A5000"));
+  EXPECT_THAT(failure(with("A5000", "A50000")), HasSubstr("Did you mean A5000"));
   EXPECT_THAT(failure(with("count = 2", "mixed_efficiency = 1.2")), HasSubstr("at most 1"));
   EXPECT_THAT(failure(with("count = 2", "count = ")), HasSubstr("small.toml line"));
   EXPECT_THAT(failure(with("link_bytes_per_s = 1e10", "")), HasSubstr("link_bytes_per_s"));

@@ -1,0 +1,231 @@
+#include "apps/smartinf/sim_flags.h"
+
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <fstream>
+#include <sstream>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/nearest.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+struct Flag {
+  const char* name;
+  const char* type;
+  const char* help;
+};
+
+constexpr std::array kFlags{
+    Flag{"model", "NAME|FILE", "Preset (gpt2-4.0B, llama3-8B, ...) or a Hugging Face config.json"},
+    Flag{"layers", "N", "Shape by hand, GPT-2 form: layers"},
+    Flag{"hidden", "N", "... hidden size"},
+    Flag{"heads", "N", "... attention heads [hidden / 128]"},
+    Flag{"kv-heads", "N", "... key-value heads [heads]"},
+    Flag{"feed-forward", "N", "... inner width [4 x hidden]"},
+    Flag{"vocab", "N", "... vocabulary [50257]"},
+    Flag{"batch", "N", "Sequences in a step, per GPU [4]"},
+    Flag{"seq", "N", "Tokens in a sequence [the model's]"},
+    Flag{"machine", "NAME|FILE", "Preset (smartssd-a5000, workstation-gen4, ...) or a TOML file"},
+    Flag{"gpu", "NAME", "Another GPU in that machine (A5000, A100, A4000, RTX4090, ...)"},
+    Flag{"gpus", "N", "How many of it"},
+    Flag{"devices", "N", "How many devices of the machine's first kind"},
+    Flag{"method", "NAME", "baseline, su, su+o or su+o+c [su+o]"},
+    Flag{"ratio", "R", "su+o+c: compressed over f32 gradient bytes, in (0, 1] [0.02]"},
+    Flag{"optimizer", "NAME", "adam, sgd-momentum or adagrad [adam]"},
+    Flag{"state-format", "NAME", "f32, bf16 or q8 [f32]"},
+    Flag{"subgroup", "N", "Elements of a subgroup [the machine file's]"},
+    Flag{"slots", "N", "Subgroups in flight on a device [the machine file's]"},
+    Flag{"hide", "PHASE", "Let the update run behind: none, forward, backward or both [none]"},
+};
+
+Status bad_value(std::string_view flag, std::string_view value, std::string advice) {
+  return Status(ErrorCode::kInvalidArgument, fmt::format("--{} {}", flag, value),
+                std::move(advice));
+}
+
+Result<double> number(std::string_view flag, const std::string& text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value)) {
+    return bad_value(flag, text, "That is not a number.");
+  }
+  return value;
+}
+
+Result<uint64_t> count(std::string_view flag, const std::string& text) {
+  SI_ASSIGN_OR_RETURN(const double value, number(flag, text));
+  if (value < 1 || value != std::floor(value) || value > 1e15) {
+    return bad_value(flag, text, "Give a whole number of at least 1.");
+  }
+  return static_cast<uint64_t>(value);
+}
+
+template <typename T, typename FromName>
+Status by_name(std::string_view flag, const std::string& text, FromName from_name,
+               const std::vector<std::string_view>& names, T& target) {
+  const auto found = from_name(text);
+  if (found) {
+    target = *found;
+    return {};
+  }
+  const std::string_view nearest = base::nearest_name(text, names);
+  return bad_value(flag, text,
+                   nearest.empty() ? fmt::format("Known: {}.", fmt::join(names, ", "))
+                                   : fmt::format("Did you mean {}?", nearest));
+}
+
+Result<sim::ModelShape> model_by(const SimFlags& flags) {
+  const auto find = [&](std::string_view name) { return flags.find(name); };
+  const auto end = flags.end();
+  if (find("layers") != end || find("hidden") != end) {
+    if (find("model") != end) {
+      return Status(ErrorCode::kInvalidArgument, "--model and --layers or --hidden are given",
+                    "Name a model or give its shape, not both.");
+    }
+    if (find("layers") == end || find("hidden") == end) {
+      return Status(ErrorCode::kInvalidArgument, "a shape needs --layers and --hidden",
+                    "Give both.");
+    }
+  }
+  sim::ModelShape model;
+  const auto named = find("model");
+  const bool shaped = find("layers") != end;
+  if (!shaped) {
+    const std::string name = named == end ? "gpt2-4.0B" : named->second;
+    if (name.ends_with(".json") || name.find('/') != std::string::npos) {
+      std::ifstream file(name, std::ios::binary);
+      base::ErrorPlace place;
+      place.path = name;
+      if (!file) {
+        return Status(ErrorCode::kNotFound, "cannot open the model's config", "Check the path.",
+                      std::move(place));
+      }
+      std::ostringstream text;
+      text << file.rdbuf();
+      SI_ASSIGN_OR_RETURN(model, sim::model_from_hf_config(text.str(), name));
+    } else {
+      SI_ASSIGN_OR_RETURN(model, sim::model_preset(name));
+    }
+  } else {
+    model.name = "custom";
+    model.vocabulary = 50257;
+  }
+  for (const auto& [flag, target] : std::initializer_list<std::pair<const char*, uint64_t*>>{
+           {"layers", &model.layers},
+           {"hidden", &model.hidden},
+           {"heads", &model.heads},
+           {"kv-heads", &model.kv_heads},
+           {"feed-forward", &model.feed_forward},
+           {"vocab", &model.vocabulary},
+           {"batch", &model.batch},
+           {"seq", &model.sequence}}) {
+    const auto given = find(flag);
+    if (given == end) continue;
+    SI_ASSIGN_OR_RETURN(*target, count(flag, given->second));
+  }
+  if (shaped) {
+    if (model.heads == 0) model.heads = std::max<uint64_t>(1, model.hidden / 128);
+    if (model.hidden % model.heads != 0) {
+      return bad_value("heads", std::to_string(model.heads),
+                       fmt::format("They do not divide the hidden size {}.", model.hidden));
+    }
+    if (model.kv_heads == 0) model.kv_heads = model.heads;
+    if (model.feed_forward == 0) model.feed_forward = 4 * model.hidden;
+    model.head_size = model.hidden / model.heads;
+    model.positions = model.sequence;
+  }
+  SI_RETURN_IF_ERROR(sim::check_model(model));
+  return model;
+}
+
+}  // namespace
+
+void add_sim_flags(CLI::App& command, SimFlags& flags) {
+  for (const Flag& flag : kFlags) {
+    const std::string name = flag.name;
+    command
+        .add_option_function<std::string>(
+            "--" + name, [&flags, name](const std::string& value) { flags[name] = value; },
+            flag.help)
+        ->type_name(flag.type);
+  }
+}
+
+std::vector<std::string_view> sim_flag_names() {
+  std::vector<std::string_view> names;
+  for (const Flag& flag : kFlags) names.push_back(flag.name);
+  return names;
+}
+
+Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
+  const auto value_of = [&](std::string_view name) -> const std::string* {
+    const auto found = flags.find(name);
+    return found == flags.end() ? nullptr : &found->second;
+  };
+  SimQuestion question;
+  SI_ASSIGN_OR_RETURN(question.model, model_by(flags));
+  const std::string* machine = value_of("machine");
+  SI_ASSIGN_OR_RETURN(question.machine, sim::load_machine(machine ? *machine : "smartssd-a5000"));
+  if (const std::string* gpu = value_of("gpu")) {
+    sim::Gpu& old = question.machine.gpu;
+    SI_ASSIGN_OR_RETURN(sim::Gpu fresh, sim::gpu_preset(*gpu));
+    fresh.count = old.count;
+    fresh.links_shared = old.links_shared;
+    fresh.link_is_host_link = old.link_is_host_link;
+    old = fresh;
+  }
+  if (const std::string* gpus = value_of("gpus")) {
+    SI_ASSIGN_OR_RETURN(const uint64_t many, count("gpus", *gpus));
+    if (many > 64) return bad_value("gpus", *gpus, "The simulator takes at most 64.");
+    question.machine.gpu.count = static_cast<uint32_t>(many);
+  }
+  if (const std::string* devices = value_of("devices")) {
+    SI_ASSIGN_OR_RETURN(const uint64_t many, count("devices", *devices));
+    if (many > 4096) return bad_value("devices", *devices, "The simulator takes at most 4096.");
+    question.machine.devices.resize(1);
+    question.machine.devices.front().count = static_cast<uint32_t>(many);
+  }
+  sim::StepOptions& options = question.options;
+  if (const std::string* text = value_of("method")) {
+    SI_RETURN_IF_ERROR(
+        by_name("method", *text, sim::method_from_name, sim::method_names(), options.method));
+  }
+  if (const std::string* text = value_of("optimizer")) {
+    SI_RETURN_IF_ERROR(by_name("optimizer", *text, sim::optimizer_from_name, sim::optimizer_names(),
+                               options.optimizer));
+  }
+  if (const std::string* text = value_of("state-format")) {
+    SI_RETURN_IF_ERROR(by_name("state-format", *text, base::state_format_from_name,
+                               {"f32", "bf16", "q8"}, options.format));
+  }
+  if (const std::string* text = value_of("hide")) {
+    SI_RETURN_IF_ERROR(
+        by_name("hide", *text, sim::hidden_from_name, sim::hidden_names(), options.hidden));
+  }
+  if (const std::string* text = value_of("ratio")) {
+    SI_ASSIGN_OR_RETURN(options.ratio, number("ratio", *text));
+    if (!(options.ratio > 0 && options.ratio <= 1)) {
+      return bad_value("ratio", *text,
+                       "It is compressed bytes over f32 bytes: above 0 and at most 1.");
+    }
+  }
+  if (const std::string* text = value_of("subgroup")) {
+    SI_ASSIGN_OR_RETURN(options.subgroup_elements, count("subgroup", *text));
+  }
+  if (const std::string* text = value_of("slots")) {
+    SI_ASSIGN_OR_RETURN(const uint64_t many, count("slots", *text));
+    if (many > 1024) return bad_value("slots", *text, "The simulator takes at most 1024.");
+    options.slots = static_cast<uint32_t>(many);
+  }
+  return question;
+}
+
+}  // namespace smartinf::apps

@@ -1,0 +1,35 @@
+// The flags that `simulate` and `plan` share: which model, on which machine, in which way. All are
+// texts until they are applied, so that --sweep can set any of them.
+#pragma once
+
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <CLI/CLI.hpp>
+
+#include "smartinf/base/status.h"
+#include "smartinf/sim/step.h"
+
+namespace smartinf::apps {
+
+/// One question to the simulator, ready to run.
+struct SimQuestion {
+  sim::ModelShape model;
+  sim::Machine machine;
+  sim::StepOptions options;
+};
+
+/// By flag name without dashes: {"model", "gpt2-4.0B"}. What is not set is at its default.
+using SimFlags = std::map<std::string, std::string, std::less<>>;
+
+/// Adds the flags to a command; values land in `flags` when it is parsed.
+void add_sim_flags(CLI::App& command, SimFlags& flags);
+/// Names that may be swept.
+std::vector<std::string_view> sim_flag_names();
+
+/// Errors: kInvalidArgument or kNotFound naming the flag, and the nearest name where there is one.
+base::Result<SimQuestion> apply_sim_flags(const SimFlags& flags);
+
+}  // namespace smartinf::apps

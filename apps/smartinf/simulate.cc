@@ -1,0 +1,387 @@
+// `smartinf simulate`: a training step on a virtual clock.
+#include <charconv>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/nearest.h"
+#include "smartinf/base/units.h"
+#include "smartinf/sim/closed_form.h"
+#include "smartinf/sim/figures.h"
+#include "smartinf/sim/paper_rows.h"
+#include "smartinf/sim/plot_script.h"
+
+#include "apps/smartinf/child.h"
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/sim_flags.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using nlohmann::ordered_json;
+
+struct SimulateFlags {
+  SimFlags question;
+  std::string sweep;
+  std::string trace;
+  uint32_t figure = 0;
+  std::string out = ".";
+  bool closed_form = false;
+  bool paper = false;
+  bool list = false;
+  bool print_machine = false;
+  bool json = false;
+};
+
+ordered_json to_json(const SimQuestion& question, const sim::StepTimes& times) {
+  const auto tokens = static_cast<double>(question.model.tokens() * question.machine.gpu.count);
+  return {{"model", question.model.name},
+          {"parameters", times.parameters},
+          {"batch", question.model.batch},
+          {"sequence", question.model.sequence},
+          {"machine", question.machine.name},
+          {"gpu", question.machine.gpu.name},
+          {"gpus", question.machine.gpu.count},
+          {"devices", question.machine.device_count()},
+          {"method", sim::method_name(question.options.method)},
+          {"ratio", question.options.ratio},
+          {"optimizer", sim::optimizer_name(question.options.optimizer)},
+          {"state_format", base::state_format_name(question.options.format)},
+          {"hide", sim::hidden_name(question.options.hidden)},
+          {"forward_s", times.forward_s},
+          {"backward_s", times.backward_s},
+          {"update_s", times.update_s},
+          {"total_s", times.total_s},
+          {"tokens_per_s", tokens / times.total_s},
+          {"bound_by", times.bound_by},
+          {"host_link_up_bytes", times.bytes.host_link_up},
+          {"host_link_down_bytes", times.bytes.host_link_down},
+          {"drive_read_bytes", times.bytes.drive_read},
+          {"drive_written_bytes", times.bytes.drive_written},
+          {"gpu_link_up_bytes", times.bytes.gpu_link_up},
+          {"gpu_link_down_bytes", times.bytes.gpu_link_down},
+          {"events", times.events}};
+}
+
+void print_phase(const char* name, double seconds, double total_s,
+                 const std::vector<sim::Utilization>& busy) {
+  std::string used;
+  for (size_t i = 0; i < std::min<size_t>(busy.size(), 3); ++i) {
+    used += fmt::format("{}{} {:.0f} %", i > 0 ? ", " : "", busy[i].resource, 100 * busy[i].share);
+  }
+  fmt::print("  {:<9} {:>10}  {:>3.0f} %   {}\n", name, base::format_seconds(seconds),
+             100 * seconds / total_s, used);
+}
+
+void print_times(const SimQuestion& question, const sim::StepTimes& times) {
+  const sim::Machine& machine = question.machine;
+  fmt::print("{}, {:.2f} B parameters, batch {} x {} tokens, {} on {} ({}{}, {} x {})\n",
+             question.model.name, static_cast<double>(times.parameters) / 1e9, question.model.batch,
+             question.model.sequence, sim::method_name(question.options.method), machine.name,
+             machine.gpu.count > 1 ? fmt::format("{} x ", machine.gpu.count) : "", machine.gpu.name,
+             machine.device_count(), machine.devices.front().name);
+  print_phase("forward", times.forward_s, times.total_s, times.forward);
+  print_phase("backward", times.backward_s, times.total_s, times.backward);
+  print_phase("update", times.update_s, times.total_s, times.update);
+  fmt::print("  {:<9} {:>10}          {:.0f} tokens/s, bound by {}\n", "step",
+             base::format_seconds(times.total_s),
+             static_cast<double>(question.model.tokens() * machine.gpu.count) / times.total_s,
+             times.bound_by);
+  fmt::print(
+      "  host link {} up, {} down; drives {} read, {} written; GPU link {} up, {} down\n",
+      base::format_bytes(times.bytes.host_link_up), base::format_bytes(times.bytes.host_link_down),
+      base::format_bytes(times.bytes.drive_read), base::format_bytes(times.bytes.drive_written),
+      base::format_bytes(times.bytes.gpu_link_up), base::format_bytes(times.bytes.gpu_link_down));
+}
+
+int print_closed_form(const SimQuestion& question, const sim::StepTimes& times, bool json) {
+  const auto form = sim::closed_form(question.model, question.machine, question.options);
+  if (!form.ok()) return report(form.status(), kExitUsage);
+  const auto reasons = sim::why_they_part(question.model, question.machine, question.options);
+  if (!reasons.ok()) return report(reasons.status(), kExitUsage);
+  const auto table = sim::table_one(question.options.method, question.options.optimizer,
+                                    static_cast<double>(times.parameters), question.options.ratio);
+  if (json) {
+    ordered_json all = to_json(question, times);
+    all["closed_form_forward_s"] = form->forward_s;
+    all["closed_form_backward_s"] = form->backward_s;
+    all["closed_form_update_s"] = form->update_s;
+    all["closed_form_total_s"] = form->total_s;
+    all["closed_form_bound_by"] = form->link_bound ? "host link" : "drives";
+    all["table_one_up_bytes"] = table.up;
+    all["table_one_down_bytes"] = table.down;
+    fmt::print("{}\n", all.dump());
+    return kExitDone;
+  }
+  fmt::print("\n  {:<9} {:>12} {:>12} {:>12}\n", "", "closed form", "simulated", "difference");
+  const auto line = [](const char* name, double closed, double simulated) {
+    fmt::print("  {:<9} {:>10.2f} s {:>10.2f} s {:>+10.2f} s\n", name, closed, simulated,
+               simulated - closed);
+  };
+  line("forward", form->forward_s, times.forward_s);
+  line("backward", form->backward_s, times.backward_s);
+  line("update", form->update_s, times.update_s);
+  line("step", form->total_s, times.total_s);
+  fmt::print(
+      "  T_opt {:.2f} s on one device, T_swap {:.2f} s over one link, {:.1f} devices fill the host "
+      "link: {}\n",
+      form->optimizer_one_s, form->swap_one_s, form->links_worth,
+      form->link_bound ? "the link binds" : "the drives bind");
+  fmt::print("  Table I, host link: {} up, {} down (f32 gradients and weights)\n",
+             base::format_bytes(static_cast<uint64_t>(table.up)),
+             base::format_bytes(static_cast<uint64_t>(table.down)));
+  fmt::print("  They part because the closed form assumes, and the event-driven run does not:\n");
+  for (const sim::Reason& reason : *reasons) {
+    if (reason.saved_s < 0.005 * times.total_s) continue;
+    fmt::print("    {:>8.2f} s  {}\n", reason.saved_s, reason.what);
+  }
+  return kExitDone;
+}
+
+/// "devices=1..10" or "method=su,su+o" into the flag and its values.
+Result<std::pair<std::string, std::vector<std::string>>> parse_sweep(const std::string& text) {
+  const size_t equals = text.find('=');
+  const std::string name = text.substr(0, equals);
+  const std::vector<std::string_view> names = sim_flag_names();
+  if (std::find(names.begin(), names.end(), name) == names.end()) {
+    const std::string_view nearest = base::nearest_name(name, names);
+    return Status(ErrorCode::kInvalidArgument, fmt::format("--sweep of unknown '{}'", name),
+                  nearest.empty() ? fmt::format("Known: {}.", fmt::join(names, ", "))
+                                  : fmt::format("Did you mean {}?", nearest));
+  }
+  const Status wrong(ErrorCode::kInvalidArgument, fmt::format("--sweep {} has no values", text),
+                     "Write e.g. devices=1..10 or method=baseline,su+o.");
+  if (equals == std::string::npos || equals + 1 == text.size()) return wrong;
+  const std::string values = text.substr(equals + 1);
+  std::vector<std::string> list;
+  const size_t dots = values.find("..");
+  if (dots != std::string::npos) {
+    int64_t from = 0;
+    int64_t to = 0;
+    const char* begin = values.data();
+    const auto low = std::from_chars(begin, begin + dots, from);
+    const auto high = std::from_chars(begin + dots + 2, begin + values.size(), to);
+    const bool whole = low.ec == std::errc() && high.ec == std::errc() && low.ptr == begin + dots &&
+                       high.ptr == begin + values.size();
+    if (!whole || to < from || to - from > 10'000) return wrong;
+    for (int64_t value = from; value <= to; ++value) list.push_back(std::to_string(value));
+    return std::make_pair(name, list);
+  }
+  size_t start = 0;
+  while (start <= values.size()) {
+    const size_t comma = std::min(values.find(',', start), values.size());
+    if (comma == start) return wrong;
+    list.push_back(values.substr(start, comma - start));
+    start = comma + 1;
+  }
+  return std::make_pair(name, list);
+}
+
+int run_sweep(const SimulateFlags& flags) {
+  const auto sweep = parse_sweep(flags.sweep);
+  if (!sweep.ok()) return report(sweep.status(), kExitUsage);
+  if (!flags.json) {
+    fmt::print("{:>16} {:>10} {:>10} {:>10} {:>10} {:>10}  {}\n", sweep->first, "forward_s",
+               "backward_s", "update_s", "total_s", "tokens/s", "bound by");
+  }
+  for (const std::string& value : sweep->second) {
+    SimFlags one = flags.question;
+    one[sweep->first] = value;
+    const auto question = apply_sim_flags(one);
+    if (!question.ok()) return report(question.status(), kExitUsage);
+    const auto times = sim::simulate_step(question->model, question->machine, question->options);
+    if (!times.ok()) return report(times.status(), kExitUsage);
+    const ordered_json row = to_json(*question, *times);
+    if (flags.json) {
+      fmt::print("{}\n", row.dump());
+    } else {
+      fmt::print("{:>16} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.3f} {:>10.1f}  {}\n", value,
+                 times->forward_s, times->backward_s, times->update_s, times->total_s,
+                 row["tokens_per_s"].get<double>(), times->bound_by);
+    }
+  }
+  return kExitDone;
+}
+
+Status write_text(const std::filesystem::path& path, std::string_view text) {
+  std::ofstream file(path, std::ios::binary);
+  file.write(text.data(), static_cast<std::streamsize>(text.size()));
+  file.flush();
+  if (!file) return base::errno_status(errno, "cannot write", path.string());
+  return {};
+}
+
+int run_figure(const SimulateFlags& flags) {
+  const auto figure = sim::make_figure(flags.figure);
+  if (!figure.ok()) return report(figure.status(), kExitUsage);
+  const std::filesystem::path folder = flags.out;
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) return report(base::errno_status(error.value(), "cannot make the folder", flags.out));
+  const std::string stem = fmt::format("figure{}", flags.figure);
+  const std::filesystem::path rows = folder / (stem + ".json");
+  const std::filesystem::path csv = folder / (stem + ".csv");
+  for (const auto& [path, text] : {std::pair{rows, sim::figure_to_json(*figure)},
+                                   std::pair{csv, sim::figure_to_csv(*figure)}}) {
+    const Status written = write_text(path, text);
+    if (!written.ok()) return report(written);
+    if (!flags.json) fmt::print("{}\n", path.string());
+  }
+  if (flags.json) fmt::print("{}", sim::figure_to_json(*figure));
+  // Drawn by Python where it has matplotlib; SMARTINF_PYTHON names another one.
+  const char* chosen = std::getenv("SMARTINF_PYTHON");
+  const auto drawn = child_output({chosen != nullptr ? chosen : "python3", "-c",
+                                   std::string(sim::plot_script()), rows.string()},
+                                  std::chrono::minutes(2));
+  if (!drawn) {
+    std::fprintf(stderr,
+                 "smartinf: the rows are written but not drawn: that needs Python with matplotlib "
+                 "(pip install matplotlib; SMARTINF_PYTHON names which Python).\n");
+  } else if (!flags.json) {
+    std::fputs(drawn->c_str(), stdout);
+  }
+  return kExitDone;
+}
+
+int run_paper(const SimulateFlags& flags) {
+  const auto question = apply_sim_flags(flags.question);
+  if (!question.ok()) return report(question.status(), kExitUsage);
+  const auto rows = sim::compare_with_paper(question->machine);
+  if (!rows.ok()) return report(rows.status(), kExitUsage);
+  double sum = 0;
+  double worst = 0;
+  for (const sim::PaperComparison& entry : *rows) {
+    sum += std::abs(entry.error);
+    worst = std::max(worst, std::abs(entry.error));
+    if (flags.json) {
+      const ordered_json row{{"group", entry.row.group},
+                             {"model", entry.row.model},
+                             {"devices", entry.row.devices},
+                             {"method", sim::method_name(entry.row.method)},
+                             {"paper_total_s", entry.row.total_s},
+                             {"forward_s", entry.simulated.forward_s},
+                             {"backward_s", entry.simulated.backward_s},
+                             {"update_s", entry.simulated.update_s},
+                             {"total_s", entry.simulated.total_s},
+                             {"error", entry.error}};
+      fmt::print("{}\n", row.dump());
+    } else {
+      fmt::print(
+          "{:<8} {} {:>2} devices {:<8}  paper {:>6.2f} s  simulated {:>6.2f} s  {:>+5.1f} %\n",
+          entry.row.group, entry.row.model, entry.row.devices, sim::method_name(entry.row.method),
+          entry.row.total_s, entry.simulated.total_s, 100 * entry.error);
+    }
+  }
+  if (!flags.json) {
+    fmt::print("{} rows: mean error {:.1f} %, worst {:.1f} %\n", rows->size(),
+               100 * sum / static_cast<double>(rows->size()), 100 * worst);
+  }
+  return kExitDone;
+}
+
+Status write_trace(const std::string& path, const std::vector<sim::Span>& spans) {
+  std::map<std::string, int> lanes;
+  ordered_json events = ordered_json::array();
+  for (const sim::Span& span : spans) {
+    const auto [lane, fresh] = lanes.emplace(span.lane, 0);
+    if (fresh) lane->second = static_cast<int>(lanes.size());
+    events.push_back({{"name", span.name},
+                      {"ph", "X"},
+                      {"pid", 1},
+                      {"tid", lane->second},
+                      {"ts", span.start_s * 1e6},
+                      {"dur", (span.end_s - span.start_s) * 1e6}});
+  }
+  int order = 0;
+  for (const auto& [name, id] : lanes) {
+    events.push_back({{"name", "thread_name"},
+                      {"ph", "M"},
+                      {"pid", 1},
+                      {"tid", id},
+                      {"args", {{"name", name}}}});
+    events.push_back({{"name", "thread_sort_index"},
+                      {"ph", "M"},
+                      {"pid", 1},
+                      {"tid", id},
+                      {"args", {{"sort_index", ++order}}}});
+  }
+  return write_text(path, ordered_json{{"traceEvents", events}}.dump() + "\n");
+}
+
+int run_list() {
+  fmt::print("models:   {}\n", fmt::join(sim::model_preset_names(), " "));
+  fmt::print("machines: {}\n", fmt::join(sim::machine_preset_names(), " "));
+  fmt::print("GPUs:     {}\n", fmt::join(sim::gpu_preset_names(), " "));
+  fmt::print("figures:  {}\n", fmt::join(sim::figure_numbers(), " "));
+  return kExitDone;
+}
+
+int run_simulate(const SimulateFlags& flags) {
+  if (flags.list) return run_list();
+  if (flags.figure != 0) return run_figure(flags);
+  if (flags.paper) return run_paper(flags);
+  if (!flags.sweep.empty()) return run_sweep(flags);
+  auto question = apply_sim_flags(flags.question);
+  if (!question.ok()) return report(question.status(), kExitUsage);
+  if (flags.print_machine) {
+    fmt::print("{}", sim::machine_to_toml(question->machine));
+    return kExitDone;
+  }
+  question->options.trace = !flags.trace.empty();
+  const auto times = sim::simulate_step(question->model, question->machine, question->options);
+  if (!times.ok()) return report(times.status(), kExitUsage);
+  if (!flags.trace.empty()) {
+    const Status written = write_trace(flags.trace, times->spans);
+    if (!written.ok()) return report(written);
+  }
+  if (flags.json && !flags.closed_form) {
+    fmt::print("{}\n", to_json(*question, *times).dump());
+    return kExitDone;
+  }
+  if (!flags.json) print_times(*question, *times);
+  return flags.closed_form ? print_closed_form(*question, *times, flags.json) : kExitDone;
+}
+
+}  // namespace
+
+void add_simulate(CLI::App& app, Run& run) {
+  CLI::App* command =
+      app.add_subcommand("simulate", "A training step on a virtual clock: what if, before you buy");
+  auto flags = std::make_shared<SimulateFlags>();
+  add_sim_flags(*command, flags->question);
+  command->add_option("--sweep", flags->sweep, "Vary one flag: devices=1..10, method=baseline,su+o")
+      ->type_name("FLAG=VALUES");
+  command->add_flag("--closed-form", flags->closed_form,
+                    "Also the closed-form model, and where and why the two part");
+  command
+      ->add_option("--figure", flags->figure, "Write a figure of the paper: rows, and SVG and PNG")
+      ->type_name("N");
+  command->add_option("--out", flags->out, "Where --figure writes [.]")->type_name("DIR");
+  command->add_option("--trace", flags->trace, "Write the step as a Chrome trace (ui.perfetto.dev)")
+      ->type_name("FILE");
+  command->add_flag("--paper", flags->paper, "Compare with every row read off the paper");
+  command->add_flag("--list", flags->list, "Known models, machines, GPUs and figures");
+  command->add_flag("--print-machine", flags->print_machine,
+                    "The machine as a TOML file, complete");
+  command->add_flag("--json", flags->json, "One flat JSON object; with --sweep one a line");
+  command->footer(
+      "Rates of the smartssd machines are fitted to the Smart-Infinity paper "
+      "(docs/simulator.md).\n\n"
+      "Examples:\n"
+      "  smartinf simulate --model gpt2-16.6B --devices 10 --method su+o+c\n"
+      "  smartinf simulate --model gpt2-4.0B --sweep devices=1..10 --method su+o\n"
+      "  smartinf simulate --model llama3-8B --machine workstation-gen5 --hide both\n"
+      "  smartinf simulate --figure 11 --out figures\n"
+      "  smartinf simulate --model gpt2-4.0B --method su+o --trace step.json");
+  command->callback([flags, &run] { run = [flags] { return run_simulate(*flags); }; });
+}
+
+}  // namespace smartinf::apps

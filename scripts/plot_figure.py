@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Draws the rows that `smartinf simulate --figure N` writes: FILE.json -> FILE.svg and FILE.png.
+
+Usage: plot_figure.py FILE.json     (needs matplotlib; the rows are there without it)
+"""
+import json
+import pathlib
+import sys
+
+COLOURS = {"baseline": "#8a8f98", "su": "#9ecae1", "su+o": "#3182bd", "su+o+c": "#e6550d",
+           "forward": "#a1d99b", "backward": "#9ecae1", "update": "#fdae6b"}
+
+
+def unique(values):
+    return list(dict.fromkeys(values))
+
+
+def stacked(axis, rows):
+    positions = range(len(rows))
+    below = [0.0] * len(rows)
+    for phase in ("forward", "backward", "update"):
+        heights = [row[phase + "_s"] for row in rows]
+        axis.bar(positions, heights, bottom=below, color=COLOURS[phase], label=phase, width=0.6)
+        below = [a + b for a, b in zip(below, heights)]
+    given = [(i, row["paper"]) for i, row in zip(positions, rows) if row["paper"] is not None]
+    axis.plot([i for i, _ in given], [v for _, v in given], "kD", ms=5, label="paper, total")
+    axis.set_xticks(list(positions), [row["x"] for row in rows])
+
+
+def lines_or_bars(axis, rows):
+    places = unique(row["x"] for row in rows)
+    numeric = all(place.replace(".", "").isdigit() for place in places)
+    names = unique(row["series"] for row in rows)
+    for index, name in enumerate(names):
+        mine = [row for row in rows if row["series"] == name]
+        colour = COLOURS.get(name)
+        if numeric:
+            at = [float(row["x"]) for row in mine]
+            axis.plot(at, [row["value"] for row in mine], "-o", ms=3, color=colour, label=name)
+        else:
+            width = 0.8 / len(names)
+            at = [places.index(row["x"]) - 0.4 + width * (index + 0.5) for row in mine]
+            axis.bar(at, [row["value"] for row in mine], width=width, color=colour, label=name)
+        given = [(x, row["paper"]) for x, row in zip(at, mine) if row["paper"] is not None]
+        if given:
+            axis.plot([x for x, _ in given], [v for _, v in given], "kD", ms=4,
+                      mfc=colour or "k", label=name + ", paper")
+    if numeric:
+        if max(float(p) for p in places) > 20:
+            axis.set_xscale("log")
+        axis.set_xticks([float(p) for p in places], places)
+        axis.minorticks_off()
+    else:
+        axis.set_xticks(range(len(places)), places, rotation=20 if len(places) > 4 else 0)
+    axis.set_ylim(bottom=0)
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    path = pathlib.Path(sys.argv[1])
+    figure = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("plot_figure: matplotlib is not installed (pip install matplotlib); "
+                 f"the rows are in {path}")
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plot
+
+    panels = unique(row["panel"] for row in figure["rows"])
+    canvas, axes = plot.subplots(1, len(panels), figsize=(max(6, 4.2 * len(panels)), 4.2),
+                                 squeeze=False)
+    for axis, panel in zip(axes[0], panels):
+        rows = [row for row in figure["rows"] if row["panel"] == panel]
+        (stacked if figure["stacked"] else lines_or_bars)(axis, rows)
+        axis.set_title(panel, fontsize=10)
+        axis.set_xlabel(figure["x_label"])
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].set_ylabel(figure["y_label"])
+    axes[0][-1].legend(fontsize=8)
+    canvas.suptitle(f"Figure {figure['figure']}. {figure['title']}", fontsize=11)
+    canvas.tight_layout()
+    for kind in (".svg", ".png"):
+        canvas.savefig(path.with_suffix(kind), dpi=140)
+        print(path.with_suffix(kind))
+
+
+if __name__ == "__main__":
+    main()

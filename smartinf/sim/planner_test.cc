@@ -1,0 +1,85 @@
+#include "smartinf/sim/planner.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/sim/figures.h"
+
+namespace smartinf::sim {
+namespace {
+
+using testing::HasSubstr;
+
+Plan plan_of(std::string_view model, std::string_view machine) {
+  const auto shape = model_preset(model);
+  const auto built = load_machine(machine);
+  EXPECT_TRUE(shape.ok() && built.ok());
+  auto plan = make_plan(*shape, *built, {});
+  EXPECT_TRUE(plan.ok()) << plan.status().to_string();
+  return *plan;
+}
+
+TEST(Planner, RecommendsTheFastestExactWayThatFits) {
+  const Plan plan = plan_of("llama3-8B", "workstation-gen5");
+  ASSERT_TRUE(plan.fits);
+  const Choice& best = plan.choices[plan.recommended];
+  EXPECT_TRUE(best.exact);
+  for (const Choice& choice : plan.choices) {
+    if (choice.exact && choice.fits) {
+      EXPECT_LE(best.times.total_s, choice.times.total_s);
+    }
+    EXPECT_GT(choice.drive_life_days, 0);
+    EXPECT_GT(choice.cost_per_mtoken, 0);
+  }
+}
+
+TEST(Planner, DriveLifeIsEnduranceOverBytesWritten) {
+  const Plan plan = plan_of("llama3-8B", "workstation-gen5");
+  for (const Choice& choice : plan.choices) {
+    const double per_step = static_cast<double>(choice.times.bytes.drive_written) / 4;
+    const double steps = 1200e12 / per_step;
+    EXPECT_NEAR(choice.drive_life_days / (steps * choice.times.total_s / 86400), 1.0, 1e-9);
+  }
+}
+
+TEST(Planner, SaysByHowMuchItDoesNotFit) {
+  const Plan plan = plan_of("llama3-405B", "workstation-gen4");
+  EXPECT_FALSE(plan.fits);
+  EXPECT_THAT(plan.choices[plan.recommended].shortfall, HasSubstr("host lacks"));
+  EXPECT_THAT(plan_html(plan), HasSubstr("It does not fit"));
+}
+
+TEST(Planner, MemoryFollowsFromShapes) {
+  auto machine = load_machine("workstation-gen4");
+  ASSERT_TRUE(machine.ok());
+  const auto model = model_preset("llama3-8B");
+  const MemoryNeed need = memory_need(*model, *machine, {});
+  const uint64_t p = model->parameters();
+  EXPECT_EQ(need.host_bytes, 4 * p) << "16-bit weights and gradients";
+  EXPECT_EQ(need.drive_bytes, 2 * 12 * ((p + 3) / 4)) << "state twice, on four drives";
+}
+
+TEST(Planner, WritesARecipeForLlamaFormsOnly) {
+  const auto recipe = plan_recipe(plan_of("llama3-8B", "workstation-gen5"));
+  ASSERT_TRUE(recipe.ok());
+  EXPECT_THAT(*recipe, HasSubstr("mlp_width = 14336"));
+  EXPECT_THAT(*recipe, HasSubstr("/mnt/drive-3/smartinf"));
+  EXPECT_FALSE(plan_recipe(plan_of("gpt2-4.0B", "smartssd-a5000")).ok());
+}
+
+TEST(Figures, AllOfThemHaveRowsAndThePaperPointsThatAreKnown) {
+  for (const uint32_t number : figure_numbers()) {
+    const auto figure = make_figure(number);
+    ASSERT_TRUE(figure.ok()) << number << " " << figure.status().to_string();
+    EXPECT_GE(figure->rows.size(), 9u) << number;
+    for (const FigureRow& row : figure->rows) EXPECT_GT(row.value, 0) << number;
+    const bool known = number == 3 || number == 9 || number == 11;
+    size_t given = 0;
+    for (const FigureRow& row : figure->rows) given += row.paper >= 0 ? 1 : 0;
+    EXPECT_EQ(given, known ? figure->rows.size() : 0) << number;
+  }
+  EXPECT_FALSE(make_figure(4).ok());
+}
+
+}  // namespace
+}  // namespace smartinf::sim

@@ -93,6 +93,8 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
   options.gradient_budget_bytes =
       option(given, "gradient_budget_bytes", options.gradient_budget_bytes);
   options.subgroup_elements = option(given, "subgroup_elements", options.subgroup_elements);
+  options.io_bytes = option(given, "io_bytes", options.io_bytes);
+  options.io_depth = option(given, "io_depth", options.io_depth);
   options.checksums = option(given, "checksums", options.checksums);
   options.create = option(given, "create", options.create);
   return options;
@@ -108,11 +110,12 @@ plan::ParameterSpace parameter_space(const std::vector<std::string>& names,
   return space;
 }
 
-/// Memory as a memoryview of floats; the GIL is held.
-nb::object float_view(const float* data, uint64_t count, bool writable) {
+/// Memory as a memoryview of floats; the GIL is held. Writable also where only reading is meant,
+/// because torch warns of buffers that are not; it is the engine's own copy in any case.
+nb::object float_view(const float* data, uint64_t count) {
   auto* bytes = reinterpret_cast<char*>(const_cast<float*>(data));
   nb::object raw = nb::steal(PyMemoryView_FromMemory(
-      bytes, static_cast<Py_ssize_t>(count * sizeof(float)), writable ? PyBUF_WRITE : PyBUF_READ));
+      bytes, static_cast<Py_ssize_t>(count * sizeof(float)), PyBUF_WRITE));
   if (!raw.is_valid()) throw nb::python_error();
   return raw.attr("cast")("f");
 }
@@ -200,7 +203,7 @@ void PyUpdater::read_state(uint32_t planes, nb::callable visit) {
           const nb::gil_scoped_acquire acquired;
           nb::list views;
           for (const auto plane : values) {
-            views.append(plane.empty() ? nb::none() : float_view(plane.data(), count, false));
+            views.append(plane.empty() ? nb::none() : float_view(plane.data(), count));
           }
           visit(first, count, views);
           return Status();
@@ -216,7 +219,7 @@ void PyUpdater::edit_state(nb::callable edit, std::string blob) {
           const uint64_t count = values.front().size();
           const nb::gil_scoped_acquire acquired;
           nb::list views;
-          for (const auto plane : values) views.append(float_view(plane.data(), count, true));
+          for (const auto plane : values) views.append(float_view(plane.data(), count));
           return nb::cast<bool>(edit(first, count, views));
         },
         blob));

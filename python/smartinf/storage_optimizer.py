@@ -20,6 +20,8 @@ from smartinf.ranks import Ranks
 from smartinf.sizes import parse_bytes
 
 _FORMAT = 1  # of the small state dict
+_BLOCK_ELEMENTS = 1 << 16  # of the devices' checksummed blocks, the least a device can hold
+_WORTH_MEASURING_BYTES = 1 << 30
 
 
 class StorageOptimizer(torch.optim.Optimizer):
@@ -155,6 +157,11 @@ class StorageOptimizer(torch.optim.Optimizer):
             "devices": self._devices,
             **self._rule_options(self.param_groups[0]),
         }
+        if 4 * self._layout.total * (1 + len(self._state_keys)) < _WORTH_MEASURING_BYTES:
+            # Measuring the devices takes seconds; so little state gains nothing from it.
+            options |= {"io_bytes": 4 << 20, "io_depth": 8}
+            options["devices"] = [{"bandwidth": 1.0, **device} for device in self._devices]
+        self._check_shares(options)
         self._layout.settle()
         self._core = _core.Updater(options, self._layout.range_names(), self._layout.range_shapes())
         self._begun = False
@@ -191,6 +198,18 @@ class StorageOptimizer(torch.optim.Optimizer):
                 for param in self._layout.params
             ]
         open_optimizers.add(self)
+
+    def _check_shares(self, options):
+        """Every device gets some of the state, also of a small model."""
+        owned, devices = self._layout.owned[1] - self._layout.owned[0], len(self._devices)
+        if owned <= (devices - 1) * _BLOCK_ELEMENTS:
+            raise UsageError(
+                f"{owned} elements are too few for {devices} devices, each of which holds {_BLOCK_ELEMENTS} "
+                "at least; give fewer devices"
+            )
+        if devices > 1 and options["subgroup_elements"] == 0 and "io_bytes" in options:
+            blocks = -(-owned // _BLOCK_ELEMENTS)
+            options["subgroup_elements"] = max(blocks // (4 * devices), 1) * _BLOCK_ELEMENTS
 
     def _trainable(self):
         named, seen = [], set()

@@ -1,0 +1,195 @@
+"""State in and out: resume, state dicts both ways, checkpoints, what is refused."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+
+import smartinf
+
+
+def build(dtype=torch.float32):
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 5)).to(dtype)
+
+
+def train(model, optimizer, first, last):
+    losses = []
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, 20, generator=generator).to(next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_resume_goes_on_bit_for_bit(dtype, device, tmp_path):
+    model = build(dtype)
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 4)
+    optimizer.close()
+    again = build(dtype)
+    optimizer = smartinf.AdamW(again.parameters(), lr=1e-2, devices=[device], resume=True)
+    train(again, optimizer, 4, 8)
+
+    whole = build(dtype)
+    optimizer = smartinf.AdamW(whole.parameters(), lr=1e-2, devices=[str(tmp_path / "other")])
+    train(whole, optimizer, 0, 8)
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(whole), strict=True))
+
+
+def test_devices_with_state_need_a_decision(device):
+    model = build()
+    with pytest.raises(smartinf.DeviceError, match=r"locked|in use|busy|open"):
+        first = smartinf.AdamW(model.parameters(), devices=[device])
+        smartinf.AdamW(model.parameters(), devices=[device])
+    train(model, first, 0, 1)
+    first.close()
+    second = smartinf.AdamW(model.parameters(), devices=[device])
+    with pytest.raises(smartinf.UsageError, match="resume=True"):
+        train(model, second, 1, 2)
+    second.close()
+    third = smartinf.AdamW(build().parameters(), devices=[device], resume=False)
+    assert third._lineage.updates == 0
+    third.close()
+    with pytest.raises(smartinf.MismatchError, match="device"):
+        smartinf.AdamW(torch.nn.Linear(3, 3).parameters(), devices=[device])
+
+
+def test_small_state_dict_refers_to_the_devices(device, tmp_path):
+    model = build()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 3)
+    saved, saved_model = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    assert saved["state"] == {}
+    torch.save(saved, tmp_path / "optimizer.pt")
+    optimizer.close()
+
+    model = build()
+    optimizer = smartinf.AdamW(model.parameters(), lr=5.0, devices=[device])
+    model.load_state_dict(saved_model)
+    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    train(model, optimizer, 3, 5)
+    expected = weights(model)
+    # The devices have moved on: the dict now refers to nothing that is there.
+    optimizer.load_state_dict(saved)
+    with pytest.raises(smartinf.MismatchError, match="update 3"):
+        train(model, optimizer, 5, 6)
+    optimizer.close()
+    whole = build()
+    train(whole, smartinf.AdamW(whole.parameters(), lr=1e-2, devices=[str(tmp_path / "w")]), 0, 5)
+    assert all(torch.equal(a, b) for a, b in zip(expected, weights(whole), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("AdamW", {"lr": 1e-2}),
+        ("SGD", {"lr": 1e-2, "momentum": 0.9}),
+        ("Adagrad", {"lr": 1e-2}),
+    ],
+)
+def test_full_state_dict_goes_both_ways(name, options, device):
+    """torch -> ours -> torch: the losses are those of torch alone."""
+    straight = build()
+    reference = getattr(torch.optim, name)(straight.parameters(), **options)
+    expected = train(straight, reference, 0, 9)
+
+    model = build()
+    theirs = getattr(torch.optim, name)(model.parameters(), **options)
+    losses = train(model, theirs, 0, 3)
+    ours = getattr(smartinf, name)(model.parameters(), **options, devices=[device])
+    ours.load_state_dict(theirs.state_dict())
+    losses += train(model, ours, 3, 6)
+    back = getattr(torch.optim, name)(model.parameters(), **options)
+    back.load_state_dict(ours.full_state_dict())
+    losses += train(model, back, 6, 9)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_streamed_state_is_the_full_one(device):
+    model = build()
+    optimizer = smartinf.AdamW(model.named_parameters(), devices=[device], subgroup_elements=1)
+    train(model, optimizer, 0, 2)
+    full = optimizer.full_state_dict()["state"]
+    seen = []
+
+    def visit(name, param, entry):
+        number = len(seen)
+        seen.append(name)
+        assert entry["step"] == 2
+        assert torch.equal(entry["master"], param.detach())
+        assert torch.equal(entry["exp_avg_sq"], full[number]["exp_avg_sq"])
+
+    optimizer.visit_full_state(visit)
+    assert seen == [name for name, _ in model.named_parameters()]
+
+
+def test_checkpoint_can_be_moved_and_continued(device, tmp_path):
+    model = build()
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 3)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    at_three = weights(model)
+    expected = train(model, optimizer, 3, 6)
+    optimizer.load_checkpoint(tmp_path / "saved")  # back in time, in place
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), at_three, strict=True))
+    assert train(model, optimizer, 3, 6) == expected
+    optimizer.close()
+
+    shutil.move(tmp_path / "saved", tmp_path / "moved")
+    other = build()
+    optimizer = smartinf.AdamW(other.named_parameters(), lr=1e-2, devices=[str(tmp_path / "else")])
+    optimizer.load_checkpoint(tmp_path / "moved")
+    assert train(other, optimizer, 3, 6) == expected
+
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "moved" / "state-00000-of-00001.safetensors")
+    assert torch.equal(tensors["master.0.weight"], at_three[0])
+    (tmp_path / "moved" / "index.json").unlink()
+    with pytest.raises(smartinf.DeviceError, match="no complete optimizer checkpoint"):
+        optimizer.load_checkpoint(tmp_path / "moved")
+
+
+def test_weights_written_from_outside_are_taken_over(device):
+    model = build()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 2)
+    changed = build()
+    with torch.no_grad():
+        for p in changed.parameters():
+            p.mul_(2)
+    model.load_state_dict(changed.state_dict())
+    state = optimizer.full_state_dict()
+    train(model, optimizer, 2, 4)
+
+    reference = torch.optim.AdamW(changed.parameters(), lr=1e-2)
+    reference.load_state_dict(state)
+    train(changed, reference, 2, 4)
+    for a, b in zip(weights(model), weights(changed), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_rounded_weights_keep_their_masters(device, tmp_path):
+    """A bf16 model whose weights are loaded again, unchanged, must not lose the master's precision."""
+    runs = []
+    for reload in (False, True):
+        model = build(torch.bfloat16)
+        optimizer = smartinf.AdamW(model.parameters(), lr=1e-3, devices=[f"{device}{reload}"])
+        train(model, optimizer, 0, 3)
+        if reload:
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+        train(model, optimizer, 3, 6)
+        runs.append(weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

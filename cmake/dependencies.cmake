@@ -1,13 +1,39 @@
 # Every third-party package, found once. What is optional says what is lost without it.
-find_package(PkgConfig REQUIRED)
+find_package(PkgConfig QUIET)
 find_package(Threads REQUIRED)
-find_package(fmt REQUIRED)
-find_package(nlohmann_json REQUIRED)
-find_package(spdlog REQUIRED)
-find_package(CLI11 REQUIRED)
-find_package(tomlplusplus REQUIRED)
-pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
-pkg_check_modules(HWY REQUIRED IMPORTED_TARGET libhwy)
+# All that is missing is named at once, by Debian's names, rather than one after another.
+set(_missing "")
+if(PKG_CONFIG_FOUND)
+  pkg_check_modules(XXHASH QUIET IMPORTED_TARGET libxxhash)
+  pkg_check_modules(HWY QUIET IMPORTED_TARGET libhwy)
+else()
+  list(APPEND _missing pkg-config)
+endif()
+foreach(pair IN ITEMS
+    "fmt libfmt-dev" "nlohmann_json nlohmann-json3-dev" "spdlog libspdlog-dev" "CLI11 libcli11-dev"
+    "tomlplusplus libtomlplusplus-dev")
+  separate_arguments(pair)
+  list(GET pair 0 _package)
+  list(GET pair 1 _debian)
+  find_package(${_package} QUIET)
+  if(NOT ${_package}_FOUND)
+    list(APPEND _missing ${_debian})
+  endif()
+endforeach()
+if(NOT XXHASH_FOUND)
+  list(APPEND _missing libxxhash-dev)
+endif()
+if(NOT HWY_FOUND)
+  list(APPEND _missing libhwy-dev)
+endif()
+if(_missing)
+  list(JOIN _missing " " _missing)
+  message(FATAL_ERROR
+    "smartinf needs libraries that are not installed here. On Debian 12 or Ubuntu 24.04:\n"
+    "    sudo apt-get install ${_missing} liburing-dev libhwloc-dev\n"
+    "(the last two are optional). From a checkout scripts/setup.sh does that and more. Elsewhere "
+    "install the packages of the same names, then run this again.")
+endif()
 pkg_check_modules(URING IMPORTED_TARGET liburing)
 pkg_check_modules(HWLOC IMPORTED_TARGET hwloc)
 if(NOT URING_FOUND)

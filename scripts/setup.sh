@@ -83,6 +83,11 @@ missing_packages() {
   if [ "$torch" = yes ] && [ -z "$python" ] && ! [ -x .venv/bin/python ]; then
     find_base_python >/dev/null || echo python3-venv
   fi
+  # Headers for the Python package; a Python from elsewhere brings its own.
+  if [ "$torch" = yes ] && [ -z "$python" ] &&
+    [ "$(command -v python3 || echo /usr/bin/python3)" = /usr/bin/python3 ]; then
+    installed python3-dev || echo python3-dev
+  fi
   local package
   # ca-certificates: pip downloads over TLS.
   for package in libc6-dev liburing-dev libhwy-dev libcli11-dev libtomlplusplus-dev \

@@ -107,7 +107,11 @@ def convert(config):
             f"gradient_accumulation_steps {accumulate}: call step() after so many backward passes; with "
             f"release_gradients=True also accumulation_steps={accumulate}"
         )
-    precision = "bf16" if dict(config.pop("bf16", {})).get("enabled") else "f32"
+    train = {"precision": '"bf16"' if dict(config.pop("bf16", {})).get("enabled") else '"f32"'}
+    if isinstance(config.get("train_micro_batch_size_per_gpu"), int):
+        train["micro_batch"] = config["train_micro_batch_size_per_gpu"]
+    if isinstance(accumulate, int):
+        train["accumulation"] = accumulate
     if dict(config.pop("fp16", {})).get("enabled") is True:
         remarks.append("fp16: keep torch's GradScaler in your loop, or better use bf16")
     if config.pop("scheduler", None):
@@ -115,22 +119,29 @@ def convert(config):
     for key in list(config):
         remarks.append(f"{key}: {_NEEDLESS.get(key, 'no equivalent')}")
 
-    recipe = _recipe(name, arguments, precision)
+    recipe = _recipe(name, arguments, train)
     return name, arguments, recipe, remarks
 
 
-def _recipe(name, arguments, precision):
-    """The same optimizer as tables of a `smartinf train` recipe."""
-    lines = ["[optimizer]", f'rule = "{name.lower()}"']
-    keys = {"eps": "eps", "weight_decay": "weight_decay", "lr": "lr"}
-    for key, recipe_key in keys.items():
+def _recipe(name, arguments, train):
+    """The same optimizer as tables of a `smartinf train` recipe (docs/recipe.md)."""
+    train = dict(train)
+    optimizer = {"rule": f'"{name.lower()}"'}
+    for key, (table, recipe_key) in {
+        "lr": (train, "lr"),
+        "weight_decay": (train, "weight_decay"),
+        "max_grad_norm": (train, "clip_norm"),
+        "eps": (optimizer, "eps"),
+        "momentum": (optimizer, "beta1"),
+    }.items():
         if key in arguments:
-            lines.append(f"{recipe_key} = {arguments[key]}")
+            table[recipe_key] = arguments[key]
     for i, beta in enumerate(arguments.get("betas", ()), start=1):
-        lines.append(f"beta{i} = {beta}")
-    lines += ["", "[train]", f'precision = "{precision}"', ""]
+        optimizer[f"beta{i}"] = beta
+    lines = ["[train]", *(f"{key} = {value}" for key, value in train.items()), ""]
+    lines += ["[optimizer]", *(f"{key} = {value}" for key, value in optimizer.items()), ""]
     for device in arguments["devices"]:
-        lines += ["[[device]]", f'path = "{device}"']
+        lines += ["[[device]]", f"path = {json.dumps(device)}"]
     return "\n".join(lines)
 
 

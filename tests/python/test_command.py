@@ -1,12 +1,17 @@
 """`python -m smartinf`."""
 
 import json
+import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 from smartinf import deepspeed
+
+RECIPE_KEYS = pathlib.Path(__file__).parents[2] / "docs" / "recipe.md"
 
 CONFIG = {
     "optimizer": {
@@ -55,6 +60,22 @@ def test_the_printed_call_works(device, tmp_path):
     name, arguments, _, _ = deepspeed.convert(config)
     optimizer = getattr(smartinf, name)([torch.nn.Parameter(torch.zeros(4))], **arguments)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def test_the_recipe_has_known_keys_only():
+    recipe = tomllib.loads(deepspeed.convert(CONFIG)[2])
+    known, section = {}, None
+    for line in RECIPE_KEYS.read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"## \[+(\w+)\]", line):
+            section = known.setdefault(heading[1], set())
+        elif key := re.match(r"\| `(\w+)`", line):
+            section.add(key[1])
+    assert recipe["train"]["clip_norm"] == 1.0
+    assert recipe["train"]["accumulation"] == 4
+    for name, table in recipe.items():
+        tables = table if isinstance(table, list) else [table]
+        for entry in tables:
+            assert set(entry) <= known[name]
 
 
 def test_bad_configurations_are_named(tmp_path):

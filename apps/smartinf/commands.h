@@ -26,6 +26,7 @@ using Overrides = std::vector<config::Override>;
 
 // Each adds its subcommand to `app`; its callback sets `run`.
 void add_bench(CLI::App& app, Run& run);
+void add_calibrate(CLI::App& app, Run& run);
 void add_doctor(CLI::App& app, Run& run);
 void add_inspect(CLI::App& app, Run& run);
 void add_plan(CLI::App& app, Run& run);

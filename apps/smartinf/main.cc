@@ -115,6 +115,7 @@ int run_command_line(int argc, char** argv) {
   add_train(app, *overrides, run);
   add_export(app, run);
   add_bench(app, run);
+  add_calibrate(app, run);
   add_doctor(app, run);
   add_inspect(app, run);
   add_plan(app, run);

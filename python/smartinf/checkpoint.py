@@ -26,12 +26,20 @@ def _plane_names(optimizer):
     return ("master", *optimizer._state_keys)
 
 
-def save(optimizer, folder):
+def save(optimizer, folder, replace=False):
     ranks, layout = optimizer._ranks, optimizer._layout
     folder = os.fspath(folder)
     os.makedirs(folder, exist_ok=True)
-    if os.path.exists(os.path.join(folder, _INDEX)):
-        raise DeviceError(f"{folder} holds a checkpoint already; give another folder or remove it first")
+    there = os.path.exists(os.path.join(folder, _INDEX))
+    ranks.barrier()
+    if there and not replace:
+        raise DeviceError(f"{folder} holds a checkpoint already; give another folder or replace=True")
+    if there and ranks.rank == 0:
+        # The index goes first: from here on the folder is seen to be incomplete.
+        os.unlink(os.path.join(folder, _INDEX))
+        for name in os.listdir(folder):
+            if name.startswith("state-") and name.endswith(".safetensors"):
+                os.unlink(os.path.join(folder, name))
     ranks.barrier()
     name = f"state-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors"
     planes = _plane_names(optimizer)

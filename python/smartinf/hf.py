@@ -63,7 +63,8 @@ class CheckpointCallback(TrainerCallback):
 
     def on_save(self, args, state, control, optimizer=None, **kwargs):
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", _FOLDER)
-        unwrap(optimizer).save_checkpoint(folder)
+        # Trainer has just written the rest of the folder, over an older one of that step if need be.
+        unwrap(optimizer).save_checkpoint(folder, replace=True)
 
 
 def register(accelerator, optimizer):
@@ -74,7 +75,7 @@ def register(accelerator, optimizer):
         raise UsageError("smartinf.hf.register needs a smartinf optimizer")
 
     def save(models, weights, folder):
-        ours.save_checkpoint(os.path.join(folder, _FOLDER))
+        ours.save_checkpoint(os.path.join(folder, _FOLDER), replace=True)
 
     def load(models, folder):
         # Before Accelerate loads the small state dict, which then finds what it refers to.

@@ -7,10 +7,14 @@ updates: steps of this optimizer
 steps:   for each parameter how many updates it took part in (torch's state["step"])
 """
 
+import base64
 import json
 import uuid
+import zlib
 
 from smartinf.errors import CorruptError
+
+_RUNS_PLAIN = 500  # a store keeps 64 KiB of this with a step
 
 
 class Lineage:
@@ -41,6 +45,9 @@ class Lineage:
                 runs[-1][0] += 1
             else:
                 runs.append([1, step])
+        if len(runs) > _RUNS_PLAIN:  # many experts, each with a count of its own
+            packed = zlib.compress(json.dumps(runs, separators=(",", ":")).encode(), 9)
+            runs = base64.b64encode(packed).decode()
         return json.dumps(
             {**self.identity(), "branch_next": self.branch_next, "steps": runs},
             separators=(",", ":"),
@@ -55,8 +62,11 @@ class Lineage:
             lineage.branch = str(given["branch"])
             lineage.updates = int(given["updates"])
             lineage.branch_next = bool(given["branch_next"])
-            lineage.steps = [step for count, step in given["steps"] for _ in range(count)]
-        except (ValueError, KeyError, TypeError) as error:
+            runs = given["steps"]
+            if isinstance(runs, str):
+                runs = json.loads(zlib.decompress(base64.b64decode(runs)))
+            lineage.steps = [step for count, step in runs for _ in range(count)]
+        except (ValueError, KeyError, TypeError, zlib.error) as error:
             raise CorruptError(
                 f"{where} holds state that was not written by this package ({error}). State of "
                 "`smartinf train` is continued with that command."

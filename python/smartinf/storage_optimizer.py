@@ -247,8 +247,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         core = self._opened()
         try:
             core.wait_commit()
-        except Error:
-            self._recover()
+        except Error as error:
+            self._recover_after(error)
             raise
 
     def add_param_group(self, param_group):
@@ -306,8 +306,8 @@ class StorageOptimizer(torch.optim.Optimizer):
             )
         try:
             self._step()
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._recover_after(error)
             raise
         return loss
 
@@ -470,8 +470,8 @@ class StorageOptimizer(torch.optim.Optimizer):
                     [self._segment_of[i]], [gradient.data_ptr()], [TYPE_NAMES[gradient.dtype]]
                 )
                 self._received.add(i)
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._recover_after(error)
             raise
         param.grad = None
 
@@ -505,6 +505,13 @@ class StorageOptimizer(torch.optim.Optimizer):
         if self._begun:
             self._core.take_back()
             self._begun = False
+
+    def _recover_after(self, error):
+        """_recover() while `error` is on its way to the user, who hears of both."""
+        try:
+            self._recover()
+        except Error as failed:
+            error.add_note(f"Going back to the step before failed as well: {failed}")
 
     def _recover(self):
         """After a failure or an interruption: weights and state of the last committed step."""
@@ -740,13 +747,14 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._expected = None
         self._adopt_weights(range(len(self._layout.params)))
 
-    def save_checkpoint(self, folder):
-        """Copies the whole state into a folder of its own (made; must be empty or absent), streamed:
-        safetensors files, one per rank, 4 bytes per parameter and plane. Collective. The folder can
-        be moved, and loaded by any number of ranks over any devices."""
+    def save_checkpoint(self, folder, replace=False):
+        """Copies the whole state into a folder of its own (made if missing), streamed: safetensors
+        files, one per rank, 4 bytes per parameter and plane. Collective. The folder can be moved,
+        and loaded by any number of ranks over any devices. One that holds a checkpoint is refused
+        unless `replace` is true; it is then incomplete until the call returns."""
         self._ready()
         self._reject_step_in_progress("save_checkpoint")
-        checkpoint.save(self, folder)
+        checkpoint.save(self, folder, replace)
 
     def load_checkpoint(self, folder):
         """Replaces state and weights by those of save_checkpoint(). Collective. Errors:

@@ -157,6 +157,9 @@ def test_checkpoint_can_be_moved_and_continued(device, tmp_path):
 
     tensors = load_file(tmp_path / "moved" / "state-00000-of-00001.safetensors")
     assert torch.equal(tensors["master.0.weight"], at_three[0])
+    with pytest.raises(smartinf.DeviceError, match="replace=True"):
+        optimizer.save_checkpoint(tmp_path / "moved")
+    optimizer.save_checkpoint(tmp_path / "moved", replace=True)
     (tmp_path / "moved" / "index.json").unlink()
     with pytest.raises(smartinf.DeviceError, match="no complete optimizer checkpoint"):
         optimizer.load_checkpoint(tmp_path / "moved")
@@ -193,3 +196,15 @@ def test_rounded_weights_keep_their_masters(device, tmp_path):
         train(model, optimizer, 3, 6)
         runs.append(weights(model))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_many_step_counts_fit_the_devices_record():
+    from smartinf.lineage import Lineage
+
+    lineage = Lineage(20_000)
+    lineage.steps = [i * 7919 % 1000 for i in range(20_000)]
+    text = lineage.to_json()
+    assert len(text) < 64 * 1024
+    assert Lineage.from_json(text, 20_000, "here").steps == lineage.steps
+    with pytest.raises(smartinf.CorruptError, match="not 19999"):
+        Lineage.from_json(text, 19_999, "here")

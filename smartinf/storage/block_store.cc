@@ -117,13 +117,6 @@ Result<std::unique_ptr<BlockStore>> BlockStore::create(Container container,
       new BlockStore(std::move(container), options, layout, std::move(geometry)));
   SI_RETURN_IF_ERROR(store->allocate());
   SI_RETURN_IF_ERROR(store->format_container());
-  if (slots == 1) {
-    base::log(
-        base::LogLevel::kWarning,
-        fmt::format("{}: durability \"none\": the state is overwritten in place; after a crash "
-                    "in the middle of a step nothing of it can be used",
-                    store->path()));
-  }
   return store;
 }
 
@@ -402,9 +395,11 @@ void BlockStore::register_memory(std::span<std::byte> memory) {
 
 void BlockStore::begin_step(StepNumber step) {
   const bool fresh = superblock_.phase == Phase::kCreating;
-  SI_CHECK(phase_ == StepPhase::kIdle || (phase_ == StepPhase::kWriting && step == step_),
+  // create() begins step 0; until something is written a copy may ask for the step it is of.
+  const bool begun = phase_ == StepPhase::kWriting && (step == step_ || (fresh && !step_written_));
+  SI_CHECK(phase_ == StepPhase::kIdle || begun,
            "begin_step while another step is in progress, or before recover_to");
-  SI_CHECK(step == (fresh ? 0 : superblock_.committed_step + 1), "steps follow each other");
+  SI_CHECK(fresh || step == superblock_.committed_step + 1, "steps follow each other");
   if (phase_ == StepPhase::kWriting && step_written_) return;
   phase_ = StepPhase::kWriting;
   step_ = step;
@@ -458,7 +453,7 @@ void BlockStore::start(SubgroupIo& io) {
   io.all_started = false;
   if (io.op == SubgroupIo::Op::kWrite && phase_ != StepPhase::kRehearsal) {
     SI_CHECK(phase_ == StepPhase::kWriting, "a write before begin_step");
-    if (!durable() && !step_written_ && step_ > 0) {
+    if (!durable() && !step_written_ && superblock_.phase != Phase::kCreating) {
       // From here on the old state is being overwritten; after a crash it must not be taken for
       // one.
       superblock_.in_place_step = step_;
@@ -792,7 +787,11 @@ Status BlockStore::prepare(StepNumber step, const std::string& blob) {
     if (durable()) SI_RETURN_IF_ERROR(sync_container());
     phase_ = StepPhase::kPreparing;
     superblock_.prepared_step = step;
-    if (superblock_.phase == Phase::kCreating) superblock_.phase = Phase::kPrepared;
+    if (superblock_.phase == Phase::kCreating) {
+      // The first state may be of a later step than 0; there is none before it.
+      superblock_.phase = Phase::kPrepared;
+      superblock_.committed_step = step;
+    }
     return write_superblock(durable());
   };
   const Status status = attempt();
@@ -801,6 +800,7 @@ Status BlockStore::prepare(StepNumber step, const std::string& blob) {
     return Status();
   }
   // What is said of the prepared step goes back; where the copies stand does not.
+  superblock_.committed_step = before.committed_step;
   superblock_.prepared_step = before.prepared_step;
   superblock_.prepared_table_bytes = before.prepared_table_bytes;
   superblock_.prepared_table_checksum = before.prepared_table_checksum;
@@ -811,17 +811,18 @@ Status BlockStore::prepare(StepNumber step, const std::string& blob) {
 Status BlockStore::commit(StepNumber step) {
   SI_CHECK(phase_ == StepPhase::kPrepared && step == step_,
            "commit of a step that is not prepared");
+  const bool first = superblock_.phase != Phase::kComplete;
   superblock_.committed_step = step;
   superblock_.committed_table_bytes = superblock_.prepared_table_bytes;
   superblock_.committed_table_checksum = superblock_.prepared_table_checksum;
   superblock_.phase = Phase::kComplete;
   superblock_.in_place_step = 0;
   // All devices have prepared the step, so recovery finds it whether this superblock arrives or not
-  // (docs/format.md): it needs no sync, and its failure is not the step's. Step 0 is synced,
-  // because from then on create() must refuse to start over.
-  const Status written = write_superblock(durable() && step == 0);
+  // (docs/format.md): it needs no sync, and its failure is not the step's. The first one is
+  // synced, because from then on create() must refuse to start over.
+  const Status written = write_superblock(durable() && first);
   phase_ = StepPhase::kIdle;
-  if (step == 0) return written;
+  if (first) return written;
   if (!written.ok()) {
     base::log(base::LogLevel::kWarning,
               fmt::format("step {} stands, but its commit could not be noted: {}", step,
@@ -853,7 +854,10 @@ Status BlockStore::take_back(StepNumber step) {
     superblock_.prepared_step = superblock_.committed_step;
     superblock_.prepared_table_bytes = superblock_.committed_table_bytes;
     superblock_.prepared_table_checksum = superblock_.committed_table_checksum;
-    if (superblock_.phase == Phase::kPrepared) superblock_.phase = Phase::kCreating;
+    if (superblock_.phase == Phase::kPrepared) {
+      superblock_.phase = Phase::kCreating;
+      superblock_.committed_step = superblock_.prepared_step = 0;
+    }
     const Status written = write_superblock(durable());
     if (!written.ok()) {
       phase_ = StepPhase::kBroken;

@@ -341,6 +341,10 @@ class Checker {
                                                 std::min(options_.io_depth, queue_.depth()));
     const uint64_t each =
         std::clamp<uint64_t>(options_.memory_bytes / depth, least, 4 * base::kMiB + least);
+    uint64_t total = 0;
+    for (size_t i = 0; i < geometry_.subgroups(); ++i) {
+      total += geometry_.blocks(i) * geometry_.planes();
+    }
     pieces_ = std::vector<Piece>(depth);
     for (Piece& piece : pieces_) {
       SI_ASSIGN_OR_RETURN(piece.memory, base::AlignedBuffer::allocate(align_down(each)));
@@ -355,6 +359,10 @@ class Checker {
         report_.bytes_read += piece.transfer.buffer.size();
         judge(piece);
         if (next_piece(piece)) queue_.start(piece.transfer);
+      }
+      if (options_.progress) {
+        SI_RETURN_IF_ERROR(
+            options_.progress(report_.blocks_checked + report_.blocks_without_checksum, total));
       }
     }
     return Status();

@@ -411,6 +411,14 @@ Result<Container> open_container(const std::string& path, const StoreOptions& op
   return container;
 }
 
+Result<FileDescriptor> lock_container(const std::string& path) {
+  SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(path));
+  if (kind == PathKind::kDirectory) return lock_directory(path);
+  if (kind == PathKind::kMissing) return missing(path);
+  SI_ASSIGN_OR_RETURN(Container container, lock_block_device(path));
+  return std::move(container.lock);
+}
+
 Result<ReadOnlyContainer> open_container_to_read(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(path));
   if (kind == PathKind::kMissing) return missing(path);

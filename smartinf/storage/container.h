@@ -51,4 +51,7 @@ struct ReadOnlyContainer {
 };
 base::Result<ReadOnlyContainer> open_container_to_read(const std::string& path);
 
+/// Takes the lock alone, until the descriptor is closed. Errors: kNotFound, kBusy (by whom), kIo.
+base::Result<FileDescriptor> lock_container(const std::string& path);
+
 }  // namespace smartinf::storage

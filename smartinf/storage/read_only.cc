@@ -12,9 +12,7 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 
-namespace {
-
-/// As many of the bytes as there are; pread may stop early.
+// pread may stop early.
 Result<size_t> read_at(const ReadOnlyContainer& container, uint64_t offset,
                        std::span<std::byte> out) {
   size_t got = 0;
@@ -30,8 +28,6 @@ Result<size_t> read_at(const ReadOnlyContainer& container, uint64_t offset,
   }
   return got;
 }
-
-}  // namespace
 
 Result<FoundSuperblock> read_superblock(const ReadOnlyContainer& container) {
   std::vector<std::byte> area(kSuperblockAreaBytes);

@@ -1,7 +1,9 @@
 // Looking at a container that is not ours to change: peek and summarize.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "smartinf/base/status.h"
@@ -22,6 +24,10 @@ base::Result<FoundSuperblock> read_superblock(const ReadOnlyContainer& container
 /// The layout record: the first copy that is what the superblock says. Errors: kCorrupt, kIo.
 base::Result<StoreLayout> read_layout(const ReadOnlyContainer& container,
                                       const Superblock& superblock);
+
+/// Reads at an offset; fewer bytes than asked for only at the container's end. Errors: kIo.
+base::Result<size_t> read_at(const ReadOnlyContainer& container, uint64_t offset,
+                             std::span<std::byte> out);
 
 StoreState state_of(const Superblock& superblock);
 

@@ -110,7 +110,7 @@ struct StoreState {
 class Store {
  public:
   /// Makes a store in a directory (made if missing) or on a block device, reserves all its space
-  /// and locks it. It is initialized once prepare(0) and commit(0) have succeeded. Errors:
+  /// and locks it. It is initialized once prepare and commit of its first step have succeeded. Errors:
   /// kAlreadyExists (holds another run: named), kNoSpace (with what is needed and free), kBusy,
   /// kInvalidArgument (path is a plain file, ...), kIo.
   static base::Result<std::unique_ptr<Store>> create(const std::string& path,
@@ -162,7 +162,8 @@ class Store {
   virtual void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
                           std::span<const std::byte> bytes) = 0;
   /// Says that the step in progress will be `step`; seals carry it. Once before the first write:
-  /// committed_step + 1, or 0 after create().
+  /// committed_step + 1; after create() any step: 0 of a new run, or the one of the state that is
+  /// copied here (the same on all devices).
   virtual void begin_step(base::StepNumber step) = 0;
 
   /// Waits for the writes in flight and makes everything written since the last commit durable as
@@ -170,7 +171,7 @@ class Store {
   /// After a failure the step must be taken back.
   virtual base::Status prepare(base::StepNumber step, const std::string& blob) = 0;
   /// Makes the prepared step the current one. Only after all devices of the run have prepared it:
-  /// from then on it is decided, so this does not fail for steps after 0, and needs no sync.
+  /// from then on it is decided, so this does not fail but for a store's first step, and needs no sync.
   virtual base::Status commit(base::StepNumber step) = 0;
   /// Forgets what was written for `step`, prepared or not; durable when it returns. After a failure
   /// no device of the run may go on. With durability kNone impossible once something was written.

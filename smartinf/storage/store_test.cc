@@ -1,4 +1,3 @@
-#include "smartinf/storage/store.h"
 
 #include <cstring>
 #include <filesystem>
@@ -14,6 +13,8 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/erase.h"
+#include "smartinf/storage/erase.h"
 #include "smartinf/storage/format.h"
 #include "smartinf/storage/summary.h"
 #include "smartinf/storage/tuning.h"
@@ -198,6 +199,53 @@ TEST_P(StoreTest, PlanesNotWrittenKeepTheirState) {
   EXPECT_TRUE(expect(SubgroupId{3}, 0, 0b101).ok());
   EXPECT_TRUE(expect(SubgroupId{3}, 100, 0b010).ok());
   EXPECT_TRUE(expect(SubgroupId{7}, 0).ok());
+}
+
+TEST_P(StoreTest, TheFirstStepMayBeALaterOne) {
+  for (const Durability durability : {Durability::kStep, Durability::kNone}) {
+    options_.durability = durability;
+    create();
+    store_->begin_step(41);
+    for (const StoredSubgroup& subgroup : layout_.subgroups) {
+      ASSERT_TRUE(write(subgroup.id, 410).ok());
+    }
+    reopen();  // nothing is there before it is prepared
+    EXPECT_FALSE(store_->state().initialized);
+    store_.reset();
+    create();
+    store_->begin_step(41);
+    for (const StoredSubgroup& subgroup : layout_.subgroups) {
+      ASSERT_TRUE(write(subgroup.id, 410).ok());
+    }
+    ASSERT_TRUE(store_->prepare(41, "copied").ok());
+    reopen();  // prepared everywhere is as good as committed
+    EXPECT_EQ(store_->state().committed_step, 41u);
+    EXPECT_EQ(store_->state().prepared_step, 41u);
+    const std::vector<StoreState> alone{store_->state()};
+    EXPECT_EQ(*recovery_step(alone), 41u);
+    ASSERT_TRUE(store_->recover_to(41).ok());
+    EXPECT_EQ(store_->blob(), "copied");
+    expect_step(41);
+    make_step(42, "trained on");
+    reopen();
+    ASSERT_TRUE(store_->recover_to(42).ok());
+    expect_step(42);
+    store_.reset();
+    ASSERT_TRUE(erase_store(path_).ok());
+  }
+}
+
+TEST_P(StoreTest, AFirstStepThatIsTakenBackLeavesNothing) {
+  create();
+  store_->begin_step(41);
+  for (const StoredSubgroup& subgroup : layout_.subgroups) {
+    ASSERT_TRUE(write(subgroup.id, 410).ok());
+  }
+  ASSERT_TRUE(store_->prepare(41, "").ok());
+  ASSERT_TRUE(store_->take_back(41).ok());
+  EXPECT_FALSE(store_->state().initialized);
+  make_step(7, "seven");
+  expect_step(7);
 }
 
 TEST_P(StoreTest, TakenBackBeforeAndAfterPrepare) {

@@ -86,6 +86,11 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
   set.staging_bytes = memory.staging_bytes;
   set.subgroups = space.subgroups(memory.subgroup_elements);
 
+  if (options.durability == storage::Durability::kNone) {
+    base::log(base::LogLevel::kWarning,
+              "durability \"none\": the state is overwritten in place; after a crash in the middle "
+              "of a step nothing of it can be used");
+  }
   const uint64_t copies = options.durability == storage::Durability::kStep ? 2 : 1;
   const uint64_t subgroup_bytes =
       copies * state_bytes(options.rule.rule, options.format, memory.subgroup_elements) +

@@ -1,0 +1,281 @@
+// Copies of a run's state: equal to the last bit, complete or not there, and good to train with.
+#include "smartinf/engine/checkpoint.h"
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <random>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/base/units.h"
+#include "smartinf/engine/updater.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::DataType;
+using base::ErrorCode;
+using base::StateFormat;
+using ::testing::ElementsAre;
+namespace fs = std::filesystem;
+
+constexpr uint64_t kCount = 7 * base::kBlockElements + 777;
+
+class CheckpointTest : public ::testing::TestWithParam<StateFormat> {
+ protected:
+  void SetUp() override {
+    std::string pattern = (fs::temp_directory_path() / "smartinf-checkpoint-XXXXXX").string();
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    folder_ = pattern;
+    ASSERT_TRUE(space_.add("embed", {4 * base::kBlockElements}, 0).ok());
+    ASSERT_TRUE(space_.add("head", {kCount - 4 * base::kBlockElements}, 0).ok());
+    options_ = options(GetParam(), {"a", "b"});
+    updater_ = open(options_);
+    const base::Status status = updater_->initialize(
+        [](uint64_t first, std::span<float> out) {
+          for (size_t i = 0; i < out.size(); ++i) out[i] = std::sin(static_cast<float>(first + i));
+        },
+        "step 0");
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    for (uint64_t n = 1; n <= 3; ++n) step(*updater_, n);
+  }
+  void TearDown() override {
+    updater_.reset();
+    fs::remove_all(folder_);
+  }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::vector<std::string> paths(const std::vector<std::string>& names) const {
+    std::vector<std::string> all;
+    for (const std::string& name : names) all.push_back(path(name));
+    return all;
+  }
+  UpdaterOptions options(StateFormat format, const std::vector<std::string>& names) const {
+    UpdaterOptions options;
+    options.format = format;
+    options.subgroup_elements = 2 * base::kBlockElements;
+    options.gradient_type = DataType::kF32;
+    options.io_bytes = base::kMiB;
+    options.io_depth = 2;
+    for (const std::string& name : names) {
+      DeviceOptions& device = options.devices.emplace_back();
+      device.path = path(name);
+      device.bandwidth = 1;
+    }
+    return options;
+  }
+  std::unique_ptr<Updater> open(const UpdaterOptions& options) {
+    auto updater = Updater::open(options, space_);
+    EXPECT_TRUE(updater.ok()) << updater.status().to_string();
+    return updater.ok() ? std::move(*updater) : nullptr;
+  }
+  void step(Updater& updater, uint64_t seed) {
+    std::mt19937 random(static_cast<uint32_t>(seed));
+    std::normal_distribution<float> normal(0.0f, 0.1f);
+    std::vector<float> gradient(kCount);
+    for (float& value : gradient) value = normal(random);
+    std::vector<float> weights(kCount);
+    UpdateOptions update;
+    update.groups = {{.lr = 0.01, .weight_decay = 0.1}};
+    const auto go = [&]() -> base::Status {
+      SI_RETURN_IF_ERROR(updater.begin_step());
+      SI_RETURN_IF_ERROR(updater.put_gradient(0, gradient.data(), DataType::kF32, kCount));
+      SI_RETURN_IF_ERROR(updater.finish_gradients(1).status());
+      SI_RETURN_IF_ERROR(updater.start_update(
+          update, DataType::kF32, [&](uint64_t first) { return weights.data() + first; }));
+      SI_RETURN_IF_ERROR(updater.wait_weights(0, kCount));
+      return updater.commit("step " + std::to_string(seed));
+    };
+    const base::Status status = go();
+    ASSERT_TRUE(status.ok()) << status.to_string();
+  }
+  std::vector<std::vector<float>> state(Updater& updater) {
+    std::vector<std::vector<float>> planes(3, std::vector<float>(kCount));
+    const base::Status status = updater.read_state(
+        7, [&](uint64_t first, std::span<const std::span<const float>> pieces) -> base::Status {
+          for (size_t plane = 0; plane < pieces.size(); ++plane) {
+            std::copy(pieces[plane].begin(), pieces[plane].end(),
+                      planes[plane].begin() + static_cast<std::ptrdiff_t>(first));
+          }
+          return base::Status();
+        });
+    EXPECT_TRUE(status.ok()) << status.to_string();
+    return planes;
+  }
+  StoredRun stored(const std::vector<std::string>& places,
+                   storage::ReaderLock lock = storage::ReaderLock::kTake) {
+    auto run = open_stored_run(places, lock);
+    EXPECT_TRUE(run.ok()) << run.status().to_string();
+    return std::move(*run);
+  }
+  CheckpointSummary checkpoint(StoredRun run, uint64_t keep = 0) {
+    CheckpointOptions options;
+    options.folder = path("checkpoints");
+    options.keep = keep;
+    auto made = write_checkpoint(run, options);
+    EXPECT_TRUE(made.ok()) << made.status().to_string();
+    return made.ok() ? *made : CheckpointSummary{};
+  }
+
+  fs::path folder_;
+  plan::ParameterSpace space_;
+  UpdaterOptions options_;
+  std::unique_ptr<Updater> updater_;
+};
+
+TEST_P(CheckpointTest, ComesBackOnOtherDevicesBitByBitAndTrainsOn) {
+  // While the run has the devices open, between two steps, as the trainer does it.
+  const CheckpointSummary made = checkpoint(stored(paths({"a", "b"}), storage::ReaderLock::kLeave));
+  EXPECT_EQ(made.step, 3u);
+  const auto at_three = state(*updater_);
+  step(*updater_, 4);
+  step(*updater_, 5);
+  const auto at_five = state(*updater_);
+  ASSERT_NE(at_three, at_five);
+
+  const auto kept = read_checkpoint(made.path);
+  ASSERT_TRUE(kept.ok()) << kept.status().to_string();
+  EXPECT_EQ(kept->devices.size(), 2u);
+  for (const std::vector<std::string>& names :
+       {std::vector<std::string>{"one"}, std::vector<std::string>{"x", "y", "z"}}) {
+    ReshardOptions reshape;
+    reshape.format = GetParam();
+    reshape.subgroup_elements = names.size() == 1 ? 3 * base::kBlockElements : base::kBlockElements;
+    StoredRun from = stored(kept->devices);
+    const auto moved = reshard(from, paths(names), reshape);
+    ASSERT_TRUE(moved.ok()) << moved.status().to_string();
+    EXPECT_EQ(moved->step, 3u);
+    EXPECT_EQ(moved->blocks_without_checksum, 0u);
+    auto restored = open(options(GetParam(), names));
+    ASSERT_NE(restored, nullptr);
+    EXPECT_EQ(restored->committed_step(), 3u);
+    EXPECT_EQ(restored->blob(), "step 3");
+    EXPECT_EQ(state(*restored), at_three);
+    step(*restored, 4);
+    step(*restored, 5);
+    EXPECT_EQ(state(*restored), at_five);
+    restored.reset();
+    // And it is a run that can be opened again, and copied again.
+    EXPECT_EQ(stored(paths(names)).step, 5u);
+  }
+}
+
+TEST_P(CheckpointTest, ADamagedBlockIsNotCopied) {
+  updater_.reset();
+  {
+    const StoredRun run = stored(paths({"a", "b"}));
+    const storage::StateReader& reader = *run.devices[1];
+    for (uint32_t slot = 0; slot < 2; ++slot) {
+      std::fstream file(reader.file_path(), std::ios::in | std::ios::out | std::ios::binary);
+      file.seekp(static_cast<std::streamoff>(reader.geometry().extent_offset(0, slot) + 100));
+      file.write("damage", 6);
+    }
+  }
+  StoredRun run = stored(paths({"a", "b"}));
+  ReshardOptions reshape;
+  reshape.format = GetParam();
+  const auto moved = reshard(run, paths({"c"}), reshape);
+  ASSERT_FALSE(moved.ok());
+  EXPECT_EQ(moved.status().code(), ErrorCode::kCorrupt);
+  EXPECT_EQ(moved.status().place().path, path("b/smartinf.state"));
+  EXPECT_FALSE(fs::exists(path("c/smartinf.state")));
+  CheckpointOptions options;
+  options.folder = path("checkpoints");
+  const auto made = write_checkpoint(run, options);
+  // A clone takes the blocks as they are; a copy looks at them.
+  if (!made.ok()) {
+    EXPECT_EQ(made.status().code(), ErrorCode::kCorrupt);
+    EXPECT_TRUE(fs::is_empty(path("checkpoints")));
+  } else {
+    EXPECT_TRUE(made->cloned);
+  }
+}
+
+TEST_P(CheckpointTest, KeepsTheNewest) {
+  std::vector<std::string> removed;
+  for (uint64_t n = 4; n <= 7; ++n) {
+    const CheckpointSummary made =
+        checkpoint(stored(paths({"a", "b"}), storage::ReaderLock::kLeave), 2);
+    removed.insert(removed.end(), made.removed.begin(), made.removed.end());
+    EXPECT_FALSE(made.existed);
+    EXPECT_TRUE(checkpoint(stored(paths({"a", "b"}), storage::ReaderLock::kLeave), 2).existed);
+    step(*updater_, n);
+  }
+  std::vector<uint64_t> steps;
+  for (const Checkpoint& each : list_checkpoints(path("checkpoints"))) steps.push_back(each.step);
+  EXPECT_THAT(steps, ElementsAre(5, 6));
+  EXPECT_THAT(removed,
+              ElementsAre(path("checkpoints/step-00000003"), path("checkpoints/step-00000004")));
+}
+
+TEST_P(CheckpointTest, WhatIsInTheWayIsLeftAlone) {
+  EXPECT_EQ(open_stored_run(paths({"a", "b"}), storage::ReaderLock::kTake).status().code(),
+            ErrorCode::kBusy);
+  StoredRun run = stored(paths({"a", "b"}), storage::ReaderLock::kLeave);
+  ReshardOptions reshape;
+  reshape.format = GetParam();
+  ASSERT_TRUE(reshard(run, paths({"c"}), reshape).ok());
+  const auto again = reshard(run, paths({"d", "c"}), reshape);
+  ASSERT_FALSE(again.ok());
+  EXPECT_EQ(again.status().code(), ErrorCode::kAlreadyExists);
+  EXPECT_FALSE(fs::exists(path("d/smartinf.state")));
+  EXPECT_EQ(stored(paths({"c"})).step, 3u);
+  reshape.progress = [](uint64_t, uint64_t) {
+    return base::Status(ErrorCode::kCancelled, "enough");
+  };
+  EXPECT_EQ(reshard(run, paths({"e"}), reshape).status().code(), ErrorCode::kCancelled);
+  EXPECT_FALSE(fs::exists(path("e/smartinf.state")));
+  reshape.progress = {};
+  reshape.memory_budget_bytes = 100'000;
+  EXPECT_EQ(reshard(run, paths({"e"}), reshape).status().code(), ErrorCode::kOutOfMemory);
+  EXPECT_EQ(reshard(run, paths({"e", "e"}), reshape).status().code(), ErrorCode::kInvalidArgument);
+}
+
+TEST_P(CheckpointTest, ChangesTheFormat) {
+  const auto before = state(*updater_);
+  StoredRun run = stored(paths({"a", "b"}), storage::ReaderLock::kLeave);
+  for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
+    const std::string name(base::state_format_name(format));
+    ReshardOptions reshape;
+    reshape.format = format;
+    reshape.seed = 5;
+    const auto moved = reshard(run, paths({name}), reshape);
+    ASSERT_TRUE(moved.ok()) << moved.status().to_string();
+    auto converted = open(options(format, {name}));
+    ASSERT_NE(converted, nullptr);
+    const auto after = state(*converted);
+    EXPECT_EQ(after[0], before[0]) << "master weights are f32 in every format";
+    // A relative error of 2^-7 for bf16; a q8 code is off by at most one of its steps, which near
+    // the group's largest momentum is 2/127 of it.
+    const bool coarser = format != StateFormat::kF32 && format != GetParam();
+    double worst = 0;
+    for (uint64_t first = 0; first < kCount; first += base::kQ8GroupElements) {
+      const uint64_t end = std::min(kCount, first + base::kQ8GroupElements);
+      double largest = 0;
+      for (uint64_t i = first; i < end; ++i) {
+        largest = std::max(largest, std::fabs(static_cast<double>(before[1][i])));
+      }
+      for (uint64_t i = first; i < end; ++i) {
+        worst =
+            std::max(worst, std::fabs(static_cast<double>(after[1][i]) - before[1][i]) / largest);
+      }
+    }
+    if (coarser) {
+      EXPECT_LT(worst, format == StateFormat::kBf16 ? 0x1p-7 : 2.0 / 127);
+    } else {
+      EXPECT_EQ(after, before);
+    }
+    step(*converted, 4);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, CheckpointTest,
+                         ::testing::Values(StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8),
+                         [](const auto& test) {
+                           return std::string(base::state_format_name(test.param));
+                         });
+
+}  // namespace
+}  // namespace smartinf::engine

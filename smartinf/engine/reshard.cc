@@ -1,0 +1,273 @@
+#include "smartinf/engine/reshard.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/local_source.h"
+#include "smartinf/engine/memory_plan.h"
+#include "smartinf/kernels/update.h"
+#include "smartinf/plan/placement.h"
+#include "smartinf/storage/erase.h"
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+namespace {
+
+constexpr std::chrono::milliseconds kWait{100};
+/// One subgroup is read while another is written.
+constexpr size_t kBuffers = 2;
+
+class Resharder {
+ public:
+  Resharder(StoredRun& from, const std::vector<std::string>& targets, const ReshardOptions& options)
+      : from_(from), targets_(targets), options_(options) {}
+
+  Result<ReshardSummary> run() {
+    Status status = copy();
+    if (status.ok()) return summary_;
+    // Nothing half-made stays in the way.
+    stores_.clear();
+    for (const std::string& made : made_) {
+      const Status erased = storage::erase_store(made);
+      if (!erased.ok()) base::log(base::LogLevel::kWarning, erased.to_string());
+    }
+    return status;
+  }
+
+ private:
+  struct Buffer {
+    base::AlignedBuffer memory;
+    storage::SubgroupIo io;
+    bool flying = false;
+  };
+
+  Status copy() {
+    SI_RETURN_IF_ERROR(plan());
+    SI_RETURN_IF_ERROR(create());
+    SI_RETURN_IF_ERROR(allocate());
+    for (size_t i = 0; i < subgroups_.size(); ++i) {
+      SI_RETURN_IF_ERROR(copy_subgroup(i));
+    }
+    for (size_t b = 0; b < buffers_.size(); ++b) SI_RETURN_IF_ERROR(wait_for(buffers_[b]));
+    for (auto& store : stores_) SI_RETURN_IF_ERROR(store->prepare(from_.step, from_.blob));
+    for (auto& store : stores_) SI_RETURN_IF_ERROR(store->commit(from_.step));
+    for (const auto& reader : from_.devices) {
+      summary_.blocks_without_checksum += reader->blocks_without_checksum();
+    }
+    return Status();
+  }
+
+  Status plan() {
+    const plan::ParameterSpace& space = from_.description.space;
+    MemoryPlanInput input;
+    input.budget_bytes = options_.memory_budget_bytes;
+    input.elements = space.count();
+    input.rule = from_.description.rule;
+    input.format = options_.format;
+    input.subgroup_elements =
+        options_.subgroup_elements != 0 ? options_.subgroup_elements : from_.subgroup_elements();
+    auto memory = plan_memory(input);
+    if (!memory.ok() && options_.subgroup_elements == 0) {
+      input.subgroup_elements = 0;
+      memory = plan_memory(input);
+    }
+    if (!memory.ok()) return std::move(memory).status();
+    // Every device gets something.
+    const uint64_t share = space.count() / targets_.size() / base::kBlockElements;
+    if (options_.subgroup_elements == 0 && share > 0) {
+      memory->subgroup_elements = std::min(memory->subgroup_elements, share * base::kBlockElements);
+    }
+    subgroups_ = space.subgroups(memory->subgroup_elements);
+    summary_.subgroup_elements = memory->subgroup_elements;
+
+    UpdaterOptions look;
+    for (const std::string& target : targets_) look.devices.emplace_back().path = target;
+    const auto sources = local_sources(look);
+    const uint64_t slots = options_.durability == storage::Durability::kStep ? 2 : 1;
+    const uint64_t each =
+        slots * engine::state_bytes(input.rule, options_.format, memory->subgroup_elements) +
+        memory->subgroup_elements * from_.layout().gradient_spill_bytes;
+    std::vector<plan::DeviceCapacity> capacities;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      SI_ASSIGN_OR_RETURN(const uint64_t free_bytes, sources[i]->capacity_bytes());
+      plan::DeviceCapacity capacity;
+      capacity.elements_max = free_bytes / each * memory->subgroup_elements;
+      if (!options_.bandwidths.empty()) capacity.bandwidth = options_.bandwidths[i];
+      capacities.push_back(capacity);
+    }
+    SI_ASSIGN_OR_RETURN(owner_, plan::place(subgroups_, capacities));
+    return Status();
+  }
+
+  Status create() {
+    RunDescription description = from_.description;
+    description.devices = options_.names.empty() ? targets_ : options_.names;
+    storage::StoreLayout layout;
+    layout.run = options_.keep_run ? from_.layout().run : storage::make_run_id();
+    layout.device_count = static_cast<uint32_t>(targets_.size());
+    layout.format = options_.format;
+    layout.planes = from_.layout().planes;
+    layout.gradient_spill_bytes = from_.layout().gradient_spill_bytes;
+    layout.description = to_json(description);
+    storage::StoreOptions store_options;
+    store_options.ring.kind = options_.ring;
+    store_options.durability = options_.durability;
+    for (uint32_t device = 0; device < targets_.size(); ++device) {
+      layout.device_index = device;
+      layout.subgroups.clear();
+      for (const plan::Subgroup& subgroup : subgroups_) {
+        if (owner_[subgroup.id.value].value != device) continue;
+        layout.subgroups.push_back({subgroup.id, subgroup.first, subgroup.count});
+      }
+      auto store = storage::Store::create(targets_[device], layout, store_options);
+      if (!store.ok()) {
+        return std::move(store).status().with_context("device " + targets_[device]);
+      }
+      made_.push_back(targets_[device]);
+      (*store)->begin_step(from_.step);
+      stores_.push_back(std::move(*store));
+    }
+    summary_.run = layout.run;
+    summary_.step = from_.step;
+    return Status();
+  }
+
+  Status allocate() {
+    uint64_t extent_bytes = 0;
+    for (const auto& store : stores_) {
+      extent_bytes = std::max(extent_bytes, store->extent_bytes_max());
+    }
+    for (size_t i = 0; i < subgroups_.size(); ++i) {
+      bytes_total_ += stores_[owner_[i].value]->extent_bytes(subgroups_[i].id);
+    }
+    summary_.state_bytes = bytes_total_;
+    buffers_ = std::vector<Buffer>(std::min(kBuffers, subgroups_.size()));
+    for (Buffer& buffer : buffers_) {
+      SI_ASSIGN_OR_RETURN(buffer.memory, base::AlignedBuffer::allocate(extent_bytes));
+    }
+    if (options_.format != from_.layout().format) {
+      encoded_.resize(base::encoded_bytes(base::Encoding::kF32, base::kBlockElements));
+      values_.resize(base::kBlockElements);
+    }
+    return Status();
+  }
+
+  Status wait_for(Buffer& buffer) {
+    if (!buffer.flying) return Status();
+    storage::Store& store = *static_cast<storage::Store*>(buffer.io.owner);
+    while (buffer.flying) {
+      std::array<storage::SubgroupIo*, kBuffers> done{};
+      SI_ASSIGN_OR_RETURN(const size_t count, store.poll(done, kWait));
+      for (size_t i = 0; i < count; ++i) {
+        for (Buffer& other : buffers_) {
+          if (&other.io == done[i]) other.flying = false;
+        }
+      }
+    }
+    return buffer.io.status;
+  }
+
+  Status copy_subgroup(size_t index) {
+    Buffer& buffer = buffers_[index % buffers_.size()];
+    SI_RETURN_IF_ERROR(wait_for(buffer));
+    const plan::Subgroup& subgroup = subgroups_[index];
+    storage::Store& store = *stores_[owner_[index].value];
+    for (size_t plane = 0; plane < from_.layout().planes.size(); ++plane) {
+      const std::span<std::byte> bytes = buffer.memory.bytes().subspan(
+          store.plane_offset(subgroup.id, plane), store.plane_bytes(subgroup.id, plane));
+      SI_RETURN_IF_ERROR(fill_plane(subgroup, plane, bytes));
+      const uint64_t stride = base::encoded_bytes(encoding(plane), base::kBlockElements);
+      for (uint64_t block = 0; block * stride < bytes.size(); ++block) {
+        store.seal_block(subgroup.id, plane, block,
+                         bytes.subspan(block * stride,
+                                       std::min<uint64_t>(stride, bytes.size() - block * stride)));
+      }
+    }
+    buffer.io = storage::SubgroupIo{};
+    buffer.io.op = storage::SubgroupIo::Op::kWrite;
+    buffer.io.subgroup = subgroup.id;
+    buffer.io.buffer = buffer.memory.bytes();
+    buffer.io.owner = &store;
+    buffer.flying = true;
+    store.start(buffer.io);
+    bytes_done_ += store.extent_bytes(subgroup.id);
+    return options_.progress ? options_.progress(bytes_done_, bytes_total_) : Status();
+  }
+
+  base::Encoding encoding(size_t plane) const {
+    return base::plane_encoding(options_.format, from_.layout().planes[plane]);
+  }
+
+  /// A plane of a new subgroup, out of the old subgroups that hold its elements.
+  Status fill_plane(const plan::Subgroup& subgroup, size_t plane, std::span<std::byte> out) {
+    const base::PlaneKind kind = from_.layout().planes[plane];
+    const base::Encoding old = base::plane_encoding(from_.layout().format, kind);
+    const uint64_t stride = base::encoded_bytes(encoding(plane), base::kBlockElements);
+    for (uint64_t done = 0; done < subgroup.count;) {
+      const StoredRun::Piece& piece = from_.at(subgroup.first + done);
+      storage::StateReader& reader = *from_.devices[piece.device];
+      const uint64_t within = subgroup.first + done - piece.first;
+      const uint64_t block = within / base::kBlockElements;
+      uint64_t count = std::min(subgroup.count - done, piece.count - within);
+      const std::span<std::byte> rest = out.subspan(done / base::kBlockElements * stride);
+      if (old == encoding(plane)) {
+        const uint64_t blocks = base::divide_up(count, base::kBlockElements);
+        SI_RETURN_IF_ERROR(reader.read_blocks(piece.subgroup, plane, block, blocks,
+                                              rest.first(base::encoded_bytes(old, count))));
+      } else {
+        count = std::min(count, base::kBlockElements);
+        const auto encoded = std::span<std::byte>(encoded_).first(base::encoded_bytes(old, count));
+        SI_RETURN_IF_ERROR(reader.read_blocks(piece.subgroup, plane, block, 1, encoded));
+        kernels::kernels().decode_block(old, kind, encoded.data(), values_.data(), count);
+        kernels::kernels().encode_block(encoding(plane), kind, values_.data(), rest.data(), count,
+                                        subgroup.first + done, from_.step, options_.seed);
+      }
+      done += count;
+    }
+    return Status();
+  }
+
+  StoredRun& from_;
+  const std::vector<std::string>& targets_;
+  const ReshardOptions& options_;
+  ReshardSummary summary_;
+  std::vector<plan::Subgroup> subgroups_;
+  std::vector<base::DeviceId> owner_;
+  std::vector<std::string> made_;
+  std::vector<std::byte> encoded_;
+  std::vector<float> values_;
+  uint64_t bytes_done_ = 0;
+  uint64_t bytes_total_ = 0;
+  std::vector<Buffer> buffers_;
+  std::vector<std::unique_ptr<storage::Store>> stores_;  // last: waits for what is in flight
+};
+
+}  // namespace
+
+Result<ReshardSummary> reshard(StoredRun& from, const std::vector<std::string>& targets,
+                               const ReshardOptions& options) {
+  if (targets.empty()) {
+    return Status(ErrorCode::kInvalidArgument, "no device is named for the state to go to",
+                  "Name at least one directory or block device.");
+  }
+  for (auto target = targets.begin(); target != targets.end(); ++target) {
+    if (std::find(targets.begin(), target, *target) == target) continue;
+    return Status(ErrorCode::kInvalidArgument, "a device is named twice",
+                  "Give every device a directory of its own.",
+                  base::ErrorPlace{*target, {}, {}, 0});
+  }
+  return Resharder(from, targets, options).run();
+}
+
+}  // namespace smartinf::engine

@@ -1,0 +1,53 @@
+// Brings the state of a run onto other devices: another number, size, subgroup size or state
+// format. Blocks of the same format are copied bit by bit, so training goes on with the same
+// losses.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/state_format.h"
+#include "smartinf/base/status.h"
+#include "smartinf/engine/stored_run.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::engine {
+
+/// Told how many bytes of the state are done; a failure it returns ends the work.
+using StateProgress = std::function<base::Status(uint64_t bytes_done, uint64_t bytes_total)>;
+
+struct ReshardOptions {
+  base::StateFormat format = base::StateFormat::kF32;
+  uint64_t subgroup_elements = 0;  // 0: the source's where the budget allows
+  uint64_t memory_budget_bytes = uint64_t{256} << 20;
+  storage::Durability durability = storage::Durability::kStep;
+  storage::RingKind ring = storage::RingKind::kAuto;
+  uint64_t seed = 0;               // of rounding, when the format changes
+  std::vector<double> bandwidths;  // of the targets, relative; empty: equal
+  /// A new run, so that old and new devices are never mixed. Only a copy that stands in for the
+  /// original keeps its name.
+  bool keep_run = false;
+  /// As given to the new run's devices, for messages; empty: the paths.
+  std::vector<std::string> names;
+  StateProgress progress;
+};
+
+struct ReshardSummary {
+  storage::RunId run;
+  base::StepNumber step = 0;
+  uint64_t state_bytes = 0;
+  uint64_t subgroup_elements = 0;
+  uint64_t blocks_without_checksum = 0;  // of the source; they could not be judged
+};
+
+/// Makes new stores at `targets` that hold the state of `from` at its step, with its blob. The
+/// targets are complete when it returns ok; after a failure nothing is left of them, and after a
+/// crash at most what is neither trained with nor in the way of another try. Memory: the budget,
+/// and the metadata of one step. Errors: kAlreadyExists (a target holds a state: named), kNoSpace,
+/// kOutOfMemory (the budget holds no subgroup), kCorrupt (in the source), kIo.
+base::Result<ReshardSummary> reshard(StoredRun& from, const std::vector<std::string>& targets,
+                                     const ReshardOptions& options);
+
+}  // namespace smartinf::engine

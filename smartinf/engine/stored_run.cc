@@ -1,0 +1,88 @@
+#include "smartinf/engine/stored_run.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+uint64_t StoredRun::subgroup_elements() const {
+  uint64_t most = 0;
+  for (const Piece& piece : pieces) most = std::max(most, piece.count);
+  return most;
+}
+
+uint64_t StoredRun::state_bytes() const {
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces) {
+    bytes += devices[piece.device]->geometry().extent_bytes(piece.subgroup);
+  }
+  return bytes;
+}
+
+const StoredRun::Piece& StoredRun::at(uint64_t element) const {
+  const auto behind =
+      std::upper_bound(pieces.begin(), pieces.end(), element,
+                       [](uint64_t value, const Piece& piece) { return value < piece.first; });
+  return *std::prev(behind);
+}
+
+Result<StoredRun> open_stored_run(const std::vector<std::string>& paths, storage::ReaderLock lock) {
+  StoredRun run;
+  std::vector<storage::StoreState> states;
+  for (const std::string& path : paths) {
+    auto reader = storage::StateReader::open(path, lock);
+    if (!reader.ok()) return std::move(reader).status().with_context("device " + path);
+    states.push_back((*reader)->state());
+    run.devices.push_back(std::move(*reader));
+  }
+  SI_ASSIGN_OR_RETURN(run.step, storage::recovery_step(states));
+  std::sort(run.devices.begin(), run.devices.end(), [](const auto& a, const auto& b) {
+    return a->state().device_index < b->state().device_index;
+  });
+  SI_ASSIGN_OR_RETURN(run.description, run_description_from_json(run.layout().description));
+  for (size_t device = 0; device < run.devices.size(); ++device) {
+    storage::StateReader& reader = *run.devices[device];
+    const storage::StoreLayout& layout = reader.layout();
+    if (layout.description != run.layout().description || layout.planes != run.layout().planes ||
+        layout.format != run.layout().format) {
+      return Status(ErrorCode::kMismatch, "the devices of one run hold states of different kinds",
+                    "Run smartinf inspect on each of them.",
+                    base::ErrorPlace{reader.path(), {}, {}, 0});
+    }
+    SI_RETURN_IF_ERROR(reader.choose_step(run.step));
+    for (size_t i = 0; i < layout.subgroups.size(); ++i) {
+      run.pieces.push_back(
+          {layout.subgroups[i].first_element, layout.subgroups[i].count, device, i});
+    }
+  }
+  run.blob = run.devices.front()->blob();
+  std::sort(run.pieces.begin(), run.pieces.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  uint64_t next = 0;
+  for (const StoredRun::Piece& piece : run.pieces) {
+    // Blocks of a state are the same wherever it is cut; the cuts fall between blocks.
+    if (piece.first != next || piece.first % base::kBlockElements != 0) {
+      return Status(ErrorCode::kCorrupt,
+                    fmt::format("the devices together do not hold every parameter once: see "
+                                "element {}",
+                                next),
+                    "Run smartinf fsck on them.");
+    }
+    next += piece.count;
+  }
+  if (next != run.description.space.count()) {
+    return Status(ErrorCode::kCorrupt,
+                  fmt::format("the devices together hold {} parameters of {}", next,
+                              run.description.space.count()),
+                  "Run smartinf fsck on them.");
+  }
+  return run;
+}
+
+}  // namespace smartinf::engine

@@ -1,0 +1,50 @@
+// All devices of a run opened for reading at the step that recovery decides on: where checkpoints
+// and resharding read from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/ids.h"
+#include "smartinf/base/state_format.h"
+#include "smartinf/base/status.h"
+#include "smartinf/engine/run_description.h"
+#include "smartinf/storage/state_reader.h"
+
+namespace smartinf::engine {
+
+/// Threads: one at a time.
+struct StoredRun {
+  std::vector<std::unique_ptr<storage::StateReader>> devices;  // in the run's order
+  RunDescription description;
+  base::StepNumber step = 0;
+  std::string blob;
+
+  const storage::StoreLayout& layout() const { return devices.front()->layout(); }
+  /// Of the largest subgroup.
+  uint64_t subgroup_elements() const;
+  /// Of all devices: what the planes of one state take.
+  uint64_t state_bytes() const;
+
+  /// A subgroup of the whole run and where it is; ascending by first element, without gaps.
+  struct Piece {
+    uint64_t first = 0;
+    uint64_t count = 0;
+    size_t device = 0;
+    size_t subgroup = 0;  // its position in that device's layout
+  };
+  std::vector<Piece> pieces;
+  /// The piece that holds an element. element < description.space.count().
+  const Piece& at(uint64_t element) const;
+};
+
+/// Opens them in any order. With storage::ReaderLock::kLeave nobody may be writing the step after
+/// the next meanwhile. Errors: of each device (named); kNotFound for one that is missing, kMismatch
+/// for devices of different runs, kCorrupt when they do not hold every parameter once.
+base::Result<StoredRun> open_stored_run(const std::vector<std::string>& paths,
+                                        storage::ReaderLock lock);
+
+}  // namespace smartinf::engine

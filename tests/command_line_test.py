@@ -2,9 +2,11 @@
 
 Usage: command_line_test.py PATH/TO/smartinf PROJECT_ROOT
 """
+import fcntl
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,7 +70,7 @@ class WrongUsage(unittest.TestCase):
 
 class Help(unittest.TestCase):
     def test_every_command_has_help_with_examples(self):
-        for command in ("train", "doctor", "inspect", "bench step", "bench kernels"):
+        for command in ("train", "doctor", "inspect", "fsck", "checkpoint", "restore", "reshard", "gc", "bench step", "bench kernels"):
             done = run(*command.split(), "--help")
             self.assertEqual(done.returncode, 0, done)
             self.assertIn("Examples:", done.stdout, command)
@@ -134,6 +136,195 @@ class Inspect(unittest.TestCase):
             self.assertEqual(found["elements"], found["run_elements"])
             self.assertEqual(sum(r["elements_here"] for r in found["ranges"]), found["elements"])
             self.assertEqual(found["planes"], ["master", "momentum", "variance"])
+
+
+def make_state(folder, params="3e5"):
+    """A small state of a few committed steps in each of the folders."""
+    words = ["bench", "step", "--params", params, "--repeat", "1", "--keep", "--io-bytes", "1048576",
+             "--io-depth", "2"]
+    for one in [folder] if isinstance(folder, str) else folder:
+        words += ["--device", one]
+    made = run(*words)
+    assert made.returncode == 0, made
+
+
+def flip(path, offset):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+class Fsck(unittest.TestCase):
+    def check(self, *words):
+        done = run("fsck", "--json", *words)
+        return done.returncode, json.loads(done.stdout)
+
+    def test_a_sound_run(self):
+        with tempfile.TemporaryDirectory() as folder:
+            make_state([folder + "/a", folder + "/b"])
+            code, found = self.check(folder + "/a", folder + "/b")
+            self.assertEqual((code, found["sound"], found["problem"], found["note"]), (0, True, "", ""))
+            self.assertGreaterEqual(found["step"], 1)
+            for device in found["devices"]:
+                self.assertGreater(device["blocks_checked"], 0)
+                self.assertEqual(device["faults"], [])
+            code, found = self.check(folder + "/b")
+            self.assertEqual(code, 0)
+            self.assertIn("device 0 of the 2", found["note"])
+            self.assertIn("sound", run("fsck", folder + "/a", folder + "/b").stdout)
+
+    def test_every_kind_of_block_is_found_and_copies_are_repaired(self):
+        with tempfile.TemporaryDirectory() as folder:
+            make_state(folder)
+            file = folder + "/smartinf.state"
+            metadata_end = 4 * 65536 + 2 * 4096
+            step = json.loads(run("inspect", folder, "--json").stdout)["committed_step"]
+            copies = [(65536 * copy + 100, "superblock") for copy in range(4)]
+            copies += [(4 * 65536 + 4096 * copy + 80, "layout") for copy in range(2)]
+            # Two copies of the table of even steps, then two of odd ones: header, records, 64 KiB.
+            size = pathlib.Path(file).stat().st_size
+            stride = next(n for n in range(65536, 1 << 20, 4096) if table_at(file, metadata_end, n, step))
+            copies += [(metadata_end + (step % 2 * 2 + copy) * stride + 60, "table") for copy in range(2)]
+            for offset, kind in copies:
+                with self.subTest(kind=kind, offset=offset):
+                    flip(file, offset)
+                    code, found = self.check(folder)
+                    self.assertEqual(code, 1)
+                    self.assertEqual([f["kind"] for f in found["devices"][0]["faults"]], [kind])
+                    self.assertFalse(found["devices"][0]["state_lost"])
+                    code, found = self.check(folder, "--repair")
+                    self.assertEqual((code, found["devices"][0]["faults_repaired"]), (0, 1))
+                    self.assertEqual(self.check(folder)[0], 0)
+            # State: one of the two slots of a plane is current, so of two flips one is found.
+            first = metadata_end + 4 * stride
+            blocks = 0
+            for offset in range(first + 5, size, 262144):
+                flip(file, offset)
+                code, found = self.check(folder, "--repair")
+                if code == 1:
+                    blocks += 1
+                    self.assertTrue(found["devices"][0]["state_lost"])
+                    self.assertEqual([f["kind"] for f in found["devices"][0]["faults"]], ["block"])
+                flip(file, offset)
+            self.assertEqual(self.check(folder)[0], 0)
+            self.assertGreaterEqual(blocks, 12, "of five current blocks of each of three planes")
+
+    def test_what_cannot_be_checked(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.assertEqual(run("fsck", folder).returncode, 1)
+            make_state([folder + "/a", folder + "/b"])
+            shutil.copytree(folder + "/a", folder + "/copy")
+            code, found = self.check(folder + "/a", folder + "/copy")
+            self.assertEqual(code, 1)
+            self.assertIn("two devices say", found["problem"])
+            os.truncate(folder + "/a/smartinf.state", 300000)
+            code, found = self.check(folder + "/a", folder + "/b")
+            self.assertEqual(code, 1)
+            self.assertTrue(found["devices"][0]["state_lost"])
+            self.assertTrue(not found["devices"][1]["state_lost"])
+
+
+class Copies(unittest.TestCase):
+    def state_of(self, folder):
+        return json.loads(run("inspect", folder, "--json").stdout)
+
+    def done(self, *words):
+        done = run(*words, "--json")
+        self.assertEqual(done.returncode, 0, done)
+        return json.loads(done.stdout)
+
+    def test_checkpoint_restore_and_reshard(self):
+        with tempfile.TemporaryDirectory() as folder:
+            a, b, c, d = (folder + "/" + name for name in "abcd")
+            make_state([a, b])
+            step = self.state_of(a)["committed_step"]
+            no_place = run("checkpoint", a, b)
+            self.assertEqual(no_place.returncode, 2)
+            self.assertIn("--out DIR", no_place.stderr)
+            one_missing = run("checkpoint", a, "--out", folder + "/kept")
+            self.assertEqual(one_missing.returncode, 1)
+            self.assertIn("missing", one_missing.stderr)
+
+            made = self.done("checkpoint", a, b, "--out", folder + "/kept")
+            self.assertEqual(made["step"], step)
+            self.assertEqual(made["checkpoint"], f"{folder}/kept/step-{step:08}")
+            self.assertTrue(self.done("checkpoint", a, b, "--out", folder + "/kept")["existed"])
+            self.assertEqual(run("fsck", made["checkpoint"]).returncode, 0)
+
+            refused = run("restore", made["checkpoint"], "--device", a)
+            self.assertEqual(refused.returncode, 1)
+            self.assertIn("already holds run", refused.stderr)
+            self.assertEqual(run("restore", a, "--device", c).returncode, 1)
+            back = self.done("restore", made["checkpoint"], "--device", c)
+            self.assertEqual((back["step"], back["blocks_without_checksum"]), (step, 0))
+            self.assertEqual(self.state_of(c)["elements"], self.state_of(c)["run_elements"])
+            self.assertNotEqual(self.state_of(c)["run"], self.state_of(a)["run"])
+            self.assertEqual(run("fsck", c).returncode, 0)
+
+            moved = self.done("reshard", "--from", c, "--to", d, "--state-format", "bf16")
+            self.assertEqual(self.state_of(d)["state_format"], "bf16")
+            self.assertEqual(self.state_of(d)["committed_step"], step)
+            self.assertLess(moved["state_bytes"], back["state_bytes"])
+            self.assertEqual(run("fsck", d).returncode, 0)
+            self.assertEqual(run("reshard", "--from", d, "--to", d).returncode, 2)
+
+            self.done("restore", made["checkpoint"], "--device", a, "--device", d, "--replace")
+            self.assertEqual(self.state_of(d)["state_format"], "f32")
+            self.assertEqual(run("fsck", a, d).returncode, 0)
+            # Nothing is deleted for a checkpoint that turns out to be damaged.
+            flip(made["checkpoint"] + "/device-0/smartinf.state", 1 << 20)
+            self.assertEqual(run("fsck", made["checkpoint"]).returncode, 1)
+            damaged = run("restore", made["checkpoint"], "--device", a, "--replace")
+            self.assertEqual(damaged.returncode, 1)
+            self.assertIn("nothing was replaced", damaged.stderr)
+            self.assertEqual(run("fsck", a, d).returncode, 0)
+
+    def test_gc(self):
+        with tempfile.TemporaryDirectory() as folder:
+            make_state(folder + "/a")
+            other = pathlib.Path(folder) / "b"
+            other.mkdir()
+            (other / "smartinf.state.creating").write_bytes(bytes(100000))
+            partial = pathlib.Path(folder) / "kept/step-00000007.partial"
+            partial.mkdir(parents=True)
+            (partial / "file").write_bytes(b"x")
+
+            def kinds(*words):
+                done = run("gc", folder, "--json", *words)
+                self.assertEqual(done.returncode, 0, done)
+                return sorted((one["kind"], one["deleted"]) for one in json.loads(done.stdout)["leftovers"])
+
+            # The checkpoint is of just now: somebody may be writing it.
+            self.assertEqual(kinds(), [("interrupted creation", False)])
+            for path in (partial / "file", partial):
+                os.utime(path, (1, 1))
+            self.assertEqual([kind for kind, _ in kinds()],
+                             ["interrupted checkpoint", "interrupted creation"])
+            asked = run("gc", folder)
+            self.assertIn("nothing was deleted", asked.stdout)
+            self.assertTrue(partial.exists())
+            self.assertEqual(len(kinds("--yes")), 2)
+            self.assertFalse(partial.exists())
+            self.assertEqual(os.listdir(other), ["smartinf.lock"])
+            self.assertEqual(kinds(), [])
+            # A whole state is deleted only when asked for, and never one in use.
+            self.assertTrue(os.path.exists(folder + "/a/smartinf.state"))
+            with open(folder + "/a/smartinf.lock", "w", encoding="utf-8") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self.assertEqual(kinds("--states", "--yes"), [])
+            (pathlib.Path(folder) / "recipe.toml").write_text("", encoding="utf-8")
+            self.assertEqual(kinds("--states", "--yes"), [])
+            os.unlink(folder + "/recipe.toml")
+            self.assertEqual(kinds("--states", "--yes"), [("state without a run's folder", True)])
+            self.assertFalse(os.path.exists(folder + "/a/smartinf.state"))
+
+
+def table_at(file, begin, stride, step):
+    with open(file, "rb") as state:
+        state.seek(begin + (step % 2 * 2 + 1) * stride)
+        return state.read(8) == b"SMRTINFT"
 
 
 if __name__ == "__main__":

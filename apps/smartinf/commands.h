@@ -33,6 +33,11 @@ void add_plan(CLI::App& app, Run& run);
 void add_simulate(CLI::App& app, Run& run);
 void add_train(CLI::App& app, const Overrides& overrides, Run& run);
 void add_export(CLI::App& app, Run& run);
+void add_fsck(CLI::App& app, Run& run);
+void add_checkpoint(CLI::App& app, Run& run);
+void add_restore(CLI::App& app, Run& run);
+void add_reshard(CLI::App& app, Run& run);
+void add_gc(CLI::App& app, Run& run);
 
 // Subcommands of bench.
 void add_bench_kernels(CLI::App& bench, Run& run);

@@ -12,9 +12,11 @@
 #include "smartinf/kernels/update.h"
 #include "smartinf/storage/ring.h"
 #include "smartinf/storage/store.h"
+#include "smartinf/storage/summary.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
+#include "apps/smartinf/wear.h"
 
 namespace smartinf::apps {
 namespace {
@@ -291,14 +293,7 @@ void look_at_device(const std::string& path, Report& report, nlohmann::json& jso
       report.ok("  drive", text);
     }
     if (drive.wear_share || drive.written_bytes) {
-      std::string wear;
-      if (drive.wear_share)
-        wear = fmt::format("{:.0f}% of its rated life used", *drive.wear_share * 100);
-      if (drive.written_bytes) {
-        wear += fmt::format("{}{} written", wear.empty() ? "" : ", ",
-                            base::format_bytes(*drive.written_bytes));
-      }
-      wear += fmt::format(" (by {})", drive.wear_source);
+      const std::string wear = drive_wear_text(drive);
       if (drive.wear_share.value_or(0) > 0.8) {
         report.warn("  wear", wear,
                     "Every step rewrites the state: use another drive, or "
@@ -318,6 +313,10 @@ void look_at_device(const std::string& path, Report& report, nlohmann::json& jso
                              : "a store whose creation was interrupted; the next run starts over");
     json["run"] = held->run.to_string();
     json["committed_step"] = held->committed_step;
+    if (const auto summary = storage::summarize(path); summary.ok()) {
+      report.ok("  written", wear_text(summary->bytes_written_ever, 0, drive));
+      json["bytes_written_ever"] = summary->bytes_written_ever;
+    }
   } else if (held.status().code() == base::ErrorCode::kNotFound) {
     report.ok("  holds", "no state yet");
   } else {

@@ -13,12 +13,15 @@
 #include "smartinf/storage/summary.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/machine.h"
+#include "apps/smartinf/wear.h"
 
 namespace smartinf::apps {
 namespace {
 
 struct InspectFlags {
   std::string device;
+  std::string rated_endurance;
   bool ranges = false;
   bool json = false;
 };
@@ -26,6 +29,8 @@ struct InspectFlags {
 // What the store's layout and the engine's description say, put together.
 struct Contents {
   storage::StoreSummary store;
+  DriveFacts drive;
+  uint64_t rated_bytes = 0;  // as the user says; 0: not known
   engine::RunDescription run;
   uint64_t elements = 0;      // on this device
   uint64_t subgroup_max = 0;  // elements of the largest subgroup
@@ -109,7 +114,8 @@ void print_contents(const InspectFlags& flags, const Contents& contents) {
                          plane_names(store.layout), store.format_version,
                          store.slots == 2 ? "every step survives a crash (two slots)"
                                           : "not crash-safe (one slot)"));
-  print_line("written ever", base::format_bytes(store.bytes_written_ever));
+  print_line("written ever",
+             wear_text(store.bytes_written_ever, contents.rated_bytes, contents.drive));
   const plan::ParameterSpace& space = contents.run.space;
   print_line("parameters",
              fmt::format("{} of the run's {} ({:.1f}%), in {} subgroups of at most {}",
@@ -173,12 +179,21 @@ nlohmann::json to_json(const InspectFlags& flags, const Contents& contents) {
                         {"elements_here", elements_here(store.layout, range)}});
     }
   }
+  if (contents.rated_bytes > 0) json["rated_endurance_bytes"] = contents.rated_bytes;
+  if (contents.drive.wear_share) json["drive_wear_share"] = *contents.drive.wear_share;
+  if (contents.drive.written_bytes) json["drive_bytes_written"] = *contents.drive.written_bytes;
   return json;
 }
 
 int run_inspect(const InspectFlags& flags) {
-  const base::Result<Contents> contents = read_contents(flags.device);
+  base::Result<Contents> contents = read_contents(flags.device);
   if (!contents.ok()) return report(contents.status());
+  contents->drive = drive_facts(flags.device);
+  if (!flags.rated_endurance.empty()) {
+    const base::Result<uint64_t> rated = base::parse_bytes(flags.rated_endurance);
+    if (!rated.ok()) return report(rated.status(), kExitUsage);
+    contents->rated_bytes = *rated;
+  }
   if (flags.json) {
     const std::string text =
         to_json(flags, *contents).dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
@@ -197,6 +212,10 @@ void add_inspect(CLI::App& app, Run& run) {
   command->add_option("device", flags->device, "The device's directory or block device")
       ->required()
       ->type_name("DEVICE");
+  command
+      ->add_option("--rated-endurance", flags->rated_endurance,
+                   "Bytes the drive may be written in its life, as its data sheet says (600TB)")
+      ->type_name("SIZE");
   command->add_flag("--ranges", flags->ranges, "List every parameter and how much of it is here");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(

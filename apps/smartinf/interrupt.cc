@@ -3,6 +3,7 @@
 #include <csignal>
 #include <cstdio>
 #include <ctime>
+#include <string>
 
 #include <pthread.h>
 #include <unistd.h>
@@ -11,22 +12,23 @@
 
 namespace smartinf::apps {
 
-Interrupt::Interrupt() {
+Interrupt::Interrupt(const char* saying) {
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIGTERM);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  waiter_ = std::jthread([this, signals](std::stop_token end) {
-    pthread_setname_np(pthread_self(), "interrupt");
-    const timespec look_up{.tv_sec = 0, .tv_nsec = 100'000'000};  // for the end of the process
-    while (!end.stop_requested()) {
-      if (sigtimedwait(&signals, nullptr, &look_up) < 0) continue;
-      if (stop_.stop_requested()) _exit(kExitInterrupted);
-      std::fputs("\nsmartinf: stopping at a committed step; once more to stop at once\n", stderr);
-      stop_.request_stop();
-    }
-  });
+  waiter_ = std::jthread(
+      [this, signals, text = std::string("\nsmartinf: ") + saying + "\n"](std::stop_token end) {
+        pthread_setname_np(pthread_self(), "interrupt");
+        const timespec look_up{.tv_sec = 0, .tv_nsec = 100'000'000};  // for the end of the process
+        while (!end.stop_requested()) {
+          if (sigtimedwait(&signals, nullptr, &look_up) < 0) continue;
+          if (stop_.stop_requested()) _exit(kExitInterrupted);
+          std::fputs(text.c_str(), stderr);
+          stop_.request_stop();
+        }
+      });
 }
 
 }  // namespace smartinf::apps

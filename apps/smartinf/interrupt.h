@@ -11,7 +11,9 @@ namespace smartinf::apps {
 /// inherit that the signals are not for them.
 class Interrupt {
  public:
-  Interrupt();
+  /// `saying` is told the user at the first signal.
+  explicit Interrupt(
+      const char* saying = "stopping at a committed step; once more to stop at once");
   Interrupt(const Interrupt&) = delete;
   Interrupt& operator=(const Interrupt&) = delete;
 

@@ -120,6 +120,11 @@ int run_command_line(int argc, char** argv) {
   add_inspect(app, run);
   add_plan(app, run);
   add_simulate(app, run);
+  add_fsck(app, run);
+  add_checkpoint(app, run);
+  add_restore(app, run);
+  add_reshard(app, run);
+  add_gc(app, run);
 
   if (!words.empty() && !words.front().starts_with("-")) {
     const std::vector<std::string> names = subcommand_names(app);

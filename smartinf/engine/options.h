@@ -33,7 +33,6 @@ struct DeviceOptions {
   uint32_t threads = 0;         // processor threads; 0: the cores shared out among the devices
   double bandwidth = 0;         // relative, for placement; 0: measured at first use
   uint64_t capacity_bytes = 0;  // 0: what is free
-  uint64_t rated_endurance_bytes = 0;  // of the drive, over its life; 0: not known. For people
   EmulatedLink internal_link;   // between store and processor
 };
 

@@ -11,6 +11,7 @@ namespace smartinf::train {
 
 inline constexpr std::string_view kRecipeFile = "recipe.toml";
 inline constexpr std::string_view kLogFile = "log.jsonl";
+inline constexpr std::string_view kCheckpointsFolder = "checkpoints";
 
 /// Threads: one caller.
 class RunFolder {

@@ -1,0 +1,247 @@
+// `smartinf fsck`: reads everything that is on devices and says what is wrong with it.
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <optional>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/units.h"
+#include "smartinf/storage/check_store.h"
+
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/interrupt.h"
+#include "apps/smartinf/progress.h"
+#include "apps/smartinf/state_places.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+using storage::StoreFault;
+using storage::StoreState;
+
+struct FsckFlags {
+  std::vector<std::string> places;
+  bool repair = false;
+  bool json = false;
+  std::string memory_budget = "256MiB";
+};
+
+/// Faults listed of each device; a drive that lost a gigabyte has thousands, and they say the same.
+constexpr uint64_t kFaultsShownMax = 100;
+
+struct CheckedDevice {
+  std::string path;
+  Status failure;  // it could not be checked to the end
+  storage::CheckReport report;
+  std::vector<StoreFault> faults;  // the first kFaultsShownMax
+  uint64_t faults_that_stay() const { return report.faults - report.faults_repaired; }
+};
+
+/// What the devices named say of each other.
+struct Agreement {
+  std::optional<base::StepNumber> step;  // that recovery decides on
+  Status problem;                        // they cannot be used together
+  std::string note;                      // nothing is wrong, but the user should know
+};
+
+Agreement compare(const std::vector<std::string>& devices) {
+  Agreement agreement;
+  std::vector<StoreState> states;
+  for (const std::string& device : devices) {
+    const Result<StoreState> state = storage::Store::peek(device);
+    // Its own check says what is wrong with it.
+    if (!state.ok()) return agreement;
+    states.push_back(*state);
+  }
+  const Result<base::StepNumber> step = storage::recovery_step(states);
+  if (step.ok()) {
+    agreement.step = *step;
+    return agreement;
+  }
+  if (step.status().code() == ErrorCode::kNotFound) {
+    // Checked alone, a device is judged by what it promises itself.
+    agreement.note = step.status().what() + ": whether the devices fit together was not checked. " +
+                     step.status().advice();
+  } else if (step.status().code() == ErrorCode::kFailedPrecondition &&
+             std::none_of(states.begin(), states.end(),
+                          [](const StoreState& state) { return state.torn; })) {
+    agreement.note = step.status().what() + ". " + step.status().advice();
+  } else {
+    agreement.problem = step.status();
+  }
+  return agreement;
+}
+
+CheckedDevice check(const std::string& path, const FsckFlags& flags, uint64_t memory_bytes,
+                    std::optional<base::StepNumber> step, Progress& progress) {
+  CheckedDevice device;
+  device.path = path;
+  storage::CheckOptions options;
+  options.memory_bytes = memory_bytes;
+  options.repair = flags.repair;
+  options.step = step;
+  options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
+  progress.rename("checking " + path);
+  Result<storage::CheckReport> report =
+      storage::check_store(path, options, [&](const StoreFault& fault) {
+        if (device.faults.size() >= kFaultsShownMax) return;
+        device.faults.push_back(fault);
+        if (flags.json) return;
+        progress.clear();
+        std::printf("%s: %s: %s\n", fault.repaired ? "repaired" : "damaged",
+                    std::string(storage::fault_kind_name(fault.kind)).c_str(),
+                    fault.status.to_string().c_str());
+      });
+  progress.clear();
+  if (report.ok()) {
+    device.report = *report;
+  } else {
+    device.failure = report.status();
+  }
+  return device;
+}
+
+void print_device(const CheckedDevice& device) {
+  if (!device.failure.ok()) {
+    std::printf("%s: not checked: %s\n", device.path.c_str(), device.failure.to_string().c_str());
+    return;
+  }
+  const storage::CheckReport& report = device.report;
+  if (report.faults > device.faults.size()) {
+    std::printf("%s: %llu further faults are not listed\n", device.path.c_str(),
+                static_cast<unsigned long long>(report.faults - device.faults.size()));
+  }
+  std::string verdict = "sound";
+  if (report.state_lost) {
+    verdict = fmt::format("{} faults; state is lost: restore a checkpoint (smartinf restore)",
+                          report.faults);
+  } else if (device.faults_that_stay() > 0) {
+    verdict = fmt::format(
+        "{} faults, no state lost: smartinf fsck --repair writes the damaged "
+        "copies anew",
+        device.faults_that_stay());
+  } else if (report.faults > 0) {
+    verdict = fmt::format("{} faults, all repaired", report.faults);
+  } else if (!report.state.initialized) {
+    verdict = "nothing to check: its creation was interrupted";
+  }
+  std::printf(
+      "%s: step %llu, %llu blocks of state checked%s, %s read: %s\n", device.path.c_str(),
+      static_cast<unsigned long long>(report.checked_step),
+      static_cast<unsigned long long>(report.blocks_checked),
+      report.blocks_without_checksum == 0
+          ? ""
+          : fmt::format(", {} that have no checksum skipped", report.blocks_without_checksum)
+                .c_str(),
+      base::format_bytes(report.bytes_read).c_str(), verdict.c_str());
+}
+
+nlohmann::ordered_json to_json(const StoreFault& fault) {
+  nlohmann::ordered_json json{{"kind", storage::fault_kind_name(fault.kind)},
+                              {"what", fault.status.what()},
+                              {"advice", fault.status.advice()},
+                              {"file", fault.status.place().path}};
+  if (fault.status.place().offset_bytes) json["offset"] = *fault.status.place().offset_bytes;
+  if (fault.status.place().length_bytes) json["length"] = *fault.status.place().length_bytes;
+  json["costs_state"] = fault.costs_state;
+  json["repaired"] = fault.repaired;
+  return json;
+}
+
+nlohmann::ordered_json to_json(const CheckedDevice& device) {
+  nlohmann::ordered_json json{{"device", device.path}};
+  if (!device.failure.ok()) {
+    json["error"] = device.failure.to_string();
+    return json;
+  }
+  const storage::CheckReport& report = device.report;
+  json["run"] = report.state.run.to_string();
+  json["device_index"] = report.state.device_index;
+  json["device_count"] = report.state.device_count;
+  json["initialized"] = report.state.initialized;
+  json["checked_step"] = report.checked_step;
+  json["blocks_checked"] = report.blocks_checked;
+  json["blocks_without_checksum"] = report.blocks_without_checksum;
+  json["bytes_read"] = report.bytes_read;
+  json["faults_found"] = report.faults;
+  json["faults_repaired"] = report.faults_repaired;
+  json["state_lost"] = report.state_lost;
+  json["faults"] = nlohmann::ordered_json::array();
+  for (const StoreFault& fault : device.faults) json["faults"].push_back(to_json(fault));
+  return json;
+}
+
+int run_fsck(const FsckFlags& flags) {
+  const Result<uint64_t> memory_bytes = base::parse_bytes(flags.memory_budget);
+  if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
+  const Result<std::vector<std::string>> places = devices_of(flags.places);
+  if (!places.ok()) return report(places.status());
+  const Interrupt interrupt("stopping; once more to stop at once");
+  const Agreement agreement = compare(*places);
+
+  Progress progress("checking", interrupt.token());
+  std::vector<CheckedDevice> devices;
+  bool sound = agreement.problem.ok();
+  for (const std::string& place : *places) {
+    devices.push_back(check(place, flags, *memory_bytes, agreement.step, progress));
+    const CheckedDevice& device = devices.back();
+    if (device.failure.code() == ErrorCode::kCancelled) return report(device.failure);
+    if (!flags.json) print_device(device);
+    sound = sound && device.failure.ok() && device.faults_that_stay() == 0 &&
+            !device.report.state_lost && !device.report.state.torn;
+  }
+  if (flags.json) {
+    nlohmann::ordered_json json{{"sound", sound}};
+    json["step"] = agreement.step ? nlohmann::ordered_json(*agreement.step) : nullptr;
+    json["problem"] = agreement.problem.ok() ? "" : agreement.problem.to_string();
+    json["note"] = agreement.note;
+    json["devices"] = nlohmann::ordered_json::array();
+    for (const CheckedDevice& device : devices) json["devices"].push_back(to_json(device));
+    std::printf("%s\n", json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  } else {
+    if (agreement.step) {
+      std::printf("the run goes on after step %llu\n",
+                  static_cast<unsigned long long>(*agreement.step));
+    }
+    if (!agreement.note.empty()) std::printf("%s\n", agreement.note.c_str());
+    if (!agreement.problem.ok()) {
+      std::printf("the devices do not fit together: %s\n", agreement.problem.to_string().c_str());
+    }
+  }
+  return sound ? kExitDone : kExitFailed;
+}
+
+}  // namespace
+
+void add_fsck(CLI::App& app, Run& run) {
+  CLI::App* command = app.add_subcommand("fsck", "Check everything that is on devices");
+  auto flags = std::make_shared<FsckFlags>();
+  command
+      ->add_option("device", flags->places,
+                   "Devices, best all of a run together; or the run's folder")
+      ->required()
+      ->type_name("DEVICE...");
+  command->add_flag("--repair", flags->repair,
+                    "Write damaged copies of superblock, layout and tables anew from good ones; "
+                    "never touches state");
+  command->add_option("--memory-budget", flags->memory_budget, "For blocks in flight (256MiB)")
+      ->type_name("SIZE");
+  command->add_flag("--json", flags->json, "Print one JSON object");
+  command->footer(
+      "Every block is read and held against its checksum, which knows run, device, step and "
+      "place.\n"
+      "Locks the devices meanwhile: not while a run uses them. Exit code 0: sound, or repaired;\n"
+      "1: something stays wrong.\n\n"
+      "Examples:\n"
+      "  smartinf fsck runs/quickstart\n"
+      "  smartinf fsck /mnt/a /mnt/b --repair\n"
+      "  smartinf fsck /dev/nvme1n1 --json");
+  command->callback([flags, &run] { run = [flags] { return run_fsck(*flags); }; });
+}
+
+}  // namespace smartinf::apps

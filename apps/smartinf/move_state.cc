@@ -1,0 +1,152 @@
+#include "apps/smartinf/move_state.h"
+
+#include <cstdio>
+#include <filesystem>
+#include <optional>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/clock.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/reshard.h"
+#include "smartinf/storage/check_store.h"
+#include "smartinf/storage/erase.h"
+
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/interrupt.h"
+#include "apps/smartinf/progress.h"
+#include "apps/smartinf/state_places.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+std::filesystem::path canonical(const std::string& path) {
+  std::error_code error;
+  const auto found = std::filesystem::weakly_canonical(path, error);
+  return error ? std::filesystem::path(path) : found;
+}
+
+Status check_apart(const std::vector<std::string>& from, const std::vector<std::string>& to) {
+  for (const std::string& source : from) {
+    for (const std::string& target : to) {
+      if (canonical(source) != canonical(target)) continue;
+      return Status(ErrorCode::kInvalidArgument, "the same device is source and target",
+                    "The new state is made beside the old one: name another directory.",
+                    base::ErrorPlace{target, {}, {}, 0});
+    }
+  }
+  return Status();
+}
+
+/// Nothing is deleted for the sake of a source that turns out to be damaged.
+Status check_whole(const std::vector<std::string>& from, uint64_t memory_bytes,
+                   Progress& progress) {
+  for (const std::string& device : from) {
+    storage::CheckOptions options;
+    options.memory_bytes = memory_bytes;
+    options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
+    Status first;
+    SI_ASSIGN_OR_RETURN(
+        const storage::CheckReport report,
+        storage::check_store(device, options, [&](const storage::StoreFault& fault) {
+          if (fault.costs_state && first.ok()) first = fault.status;
+        }));
+    if (!first.ok()) return std::move(first).with_context("nothing was replaced");
+    (void)report;
+  }
+  return Status();
+}
+
+Result<engine::ReshardSummary> move(const MoveFlags& flags, const std::vector<std::string>& from,
+                                    uint64_t memory_bytes, base::StateFormat& format,
+                                    Progress& progress) {
+  if (flags.replace) {
+    progress.rename("checking");
+    SI_RETURN_IF_ERROR(check_whole(from, memory_bytes, progress));
+    for (const std::string& target : flags.to) {
+      std::error_code error;
+      if (!std::filesystem::exists(target, error)) continue;
+      SI_RETURN_IF_ERROR(storage::erase_store(target));
+    }
+  }
+  progress.rename("copying the state");
+  SI_ASSIGN_OR_RETURN(engine::StoredRun run,
+                      engine::open_stored_run(from, storage::ReaderLock::kTake));
+  engine::ReshardOptions options;
+  options.format = run.layout().format;
+  if (!flags.format.empty()) options.format = *base::state_format_from_name(flags.format);
+  format = options.format;
+  options.subgroup_elements = flags.subgroup_elements;
+  options.memory_budget_bytes = memory_bytes;
+  if (flags.durability == "none") options.durability = storage::Durability::kNone;
+  options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
+  return engine::reshard(run, flags.to, options);
+}
+
+}  // namespace
+
+void add_move_flags(CLI::App& command, MoveFlags& flags) {
+  command
+      .add_option("--state-format", flags.format,
+                  "How momentum and variance are kept from now on; default: as they are")
+      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
+      ->type_name("f32|bf16|q8");
+  command
+      .add_option("--subgroup-elements", flags.subgroup_elements,
+                  "Elements updated at once; default: as it is, where the budget allows")
+      ->type_name("N");
+  command.add_option("--durability", flags.durability, "Of the new state (step)")
+      ->check(CLI::IsMember({"step", "none"}))
+      ->type_name("step|none");
+  command.add_option("--memory-budget", flags.memory_budget, "For the copy (256MiB)")
+      ->type_name("SIZE");
+  command.add_flag("--json", flags.json, "Print one JSON object");
+}
+
+int move_state(const MoveFlags& flags) {
+  const Result<uint64_t> memory_bytes = base::parse_bytes(flags.memory_budget);
+  if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
+  const Result<std::vector<std::string>> from = devices_of(flags.from);
+  if (!from.ok()) return report(from.status());
+  if (const Status apart = check_apart(*from, flags.to); !apart.ok()) {
+    return report(apart, kExitUsage);
+  }
+  const Interrupt interrupt("stopping; once more to stop at once");
+  Progress progress("copying the state", interrupt.token());
+  const uint64_t begin_ns = base::now_ns();
+  base::StateFormat format = base::StateFormat::kF32;
+  const Result<engine::ReshardSummary> moved = move(flags, *from, *memory_bytes, format, progress);
+  progress.clear();
+  if (!moved.ok()) return report(moved.status());
+  if (flags.json) {
+    const nlohmann::ordered_json json{{"run", moved->run.to_string()},
+                                      {"step", moved->step},
+                                      {"state_format", base::state_format_name(format)},
+                                      {"state_bytes", moved->state_bytes},
+                                      {"subgroup_elements", moved->subgroup_elements},
+                                      {"blocks_without_checksum", moved->blocks_without_checksum},
+                                      {"seconds", base::seconds_since(begin_ns)},
+                                      {"devices", flags.to}};
+    std::printf("%s\n", json.dump(2).c_str());
+    return kExitDone;
+  }
+  std::printf("step %llu, %s in the format %s, is on %s\n",
+              static_cast<unsigned long long>(moved->step),
+              base::format_bytes(moved->state_bytes).c_str(),
+              std::string(base::state_format_name(format)).c_str(),
+              fmt::format("{}", fmt::join(flags.to, ", ")).c_str());
+  std::string words;
+  for (size_t i = 0; i < flags.to.size(); ++i) {
+    words += fmt::format(" --device.{}.path {}", i, flags.to[i]);
+  }
+  if (!flags.format.empty()) words += " --optimizer.format " + flags.format;
+  std::printf("to go on with it: smartinf train RECIPE%s\n", words.c_str());
+  return kExitDone;
+}
+
+}  // namespace smartinf::apps

@@ -1,0 +1,29 @@
+// What `smartinf restore` and `smartinf reshard` have in common: the state of one place brought
+// onto other devices.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <CLI/CLI.hpp>
+
+namespace smartinf::apps {
+
+struct MoveFlags {
+  std::vector<std::string> from;
+  std::vector<std::string> to;
+  std::string format;              // empty: as it is
+  uint64_t subgroup_elements = 0;  // 0: as they are
+  std::string durability = "step";
+  std::string memory_budget = "256MiB";
+  bool replace = false;  // states on the targets are deleted, once `from` was found whole
+  bool json = false;
+};
+
+/// Those flags that both have.
+void add_move_flags(CLI::App& command, MoveFlags& flags);
+
+/// Returns an exit code.
+int move_state(const MoveFlags& flags);
+
+}  // namespace smartinf::apps

@@ -1,0 +1,31 @@
+// `smartinf reshard`: a state moves to other devices, or into another format.
+#include <memory>
+
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/move_state.h"
+
+namespace smartinf::apps {
+
+void add_reshard(CLI::App& app, Run& run) {
+  CLI::App* command =
+      app.add_subcommand("reshard", "Bring a state onto other devices, or into another format");
+  auto flags = std::make_shared<MoveFlags>();
+  command->add_option("--from", flags->from, "All devices of the run; or its folder")
+      ->required()
+      ->type_name("DEVICE...");
+  command->add_option("--to", flags->to, "Directories or block devices without a state")
+      ->required()
+      ->type_name("DEVICE...");
+  add_move_flags(*command, *flags);
+  command->footer(
+      "Another number or size of devices, other subgroups, another format. The old state stays as\n"
+      "it is; the new one is complete or not there. In the same format every bit is the same, and\n"
+      "training goes on with the same losses.\n\n"
+      "Examples:\n"
+      "  smartinf reshard --from /mnt/a --to /mnt/b /mnt/c\n"
+      "  smartinf reshard --from runs/mine --to /mnt/b --state-format bf16\n"
+      "  smartinf reshard --from /mnt/a --to /mnt/b --subgroup-elements 262144");
+  command->callback([flags, &run] { run = [flags] { return move_state(*flags); }; });
+}
+
+}  // namespace smartinf::apps

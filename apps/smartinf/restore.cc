@@ -1,0 +1,44 @@
+// `smartinf restore`: a checkpoint becomes a state to train with.
+#include <memory>
+
+#include "smartinf/engine/checkpoint.h"
+
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/move_state.h"
+
+namespace smartinf::apps {
+namespace {
+
+int run_restore(const MoveFlags& flags) {
+  const base::Result<engine::Checkpoint> checkpoint = engine::read_checkpoint(flags.from.front());
+  if (!checkpoint.ok()) return report(checkpoint.status());
+  return move_state(flags);
+}
+
+}  // namespace
+
+void add_restore(CLI::App& app, Run& run) {
+  CLI::App* command = app.add_subcommand("restore", "Bring a checkpoint back onto devices");
+  auto flags = std::make_shared<MoveFlags>();
+  command->add_option("checkpoint", flags->from, "Its folder")
+      ->required()
+      ->expected(1)
+      ->type_name("CHECKPOINT");
+  command
+      ->add_option("--device", flags->to,
+                   "Where to: as many devices as wanted, whatever the checkpoint came from")
+      ->required()
+      ->type_name("DEVICE");
+  command->add_flag("--replace", flags->replace,
+                    "Delete states that the devices hold, once the checkpoint was found whole");
+  add_move_flags(*command, *flags);
+  command->footer(
+      "The checkpoint stays as it is. What is restored is a run of its own: its devices are not\n"
+      "mixed up with those of before. Training goes on from its step with the same losses.\n\n"
+      "Examples:\n"
+      "  smartinf restore runs/mine/checkpoints/step-00000100 --device /mnt/a --device /mnt/b\n"
+      "  smartinf restore runs/mine/checkpoints/step-00000100 --device runs/mine/state --replace");
+  command->callback([flags, &run] { run = [flags] { return run_restore(*flags); }; });
+}
+
+}  // namespace smartinf::apps

@@ -9,12 +9,13 @@ help() {
   cat <<'TEXT'
 Usage: scripts/test.sh [options]
 
-Runs scripts/setup.sh, builds everything, and runs all tests: the release build, and the part
-without torch once more under the address and undefined-behaviour sanitizers and once more under the
-thread sanitizer. Ends with ctest's summary over all of them.
+Runs scripts/setup.sh, builds everything, and runs all tests: the release build, and the rooms
+once more under the address and undefined-behaviour sanitizers. Ends with ctest's summary over all of
+them.
 
   --quick           release build only, without the tests labelled "slow"
   --no-sanitizers   release build only
+  --thread          also under the thread sanitizer, as scripts/nightly.sh does (much slower)
   --no-torch, --python PATH, --no-system   as in scripts/setup.sh
   --help            this text
 
@@ -25,11 +26,12 @@ Examples:
 TEXT
 }
 
-trees=(release asan tsan) ctest_options=() setup_options=()
+trees=(release asan) ctest_options=() setup_options=()
 while [ $# -gt 0 ]; do
   case $1 in
     --quick) trees=(release); ctest_options+=(-LE slow) ;;
     --no-sanitizers) trees=(release) ;;
+    --thread) trees=(release asan tsan) ;;
     --no-torch | --no-system | --python=*) setup_options+=("$1") ;;
     --python) [ $# -ge 2 ] || usage_error "--python needs a path"; setup_options+=("$1" "$2"); shift ;;
     -h | --help) help; exit 0 ;;

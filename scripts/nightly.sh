@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# What takes too long for every change: thread sanitizer, long power-cut runs, fuzzing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/steps.sh disable=SC2154  # root is set there
+source scripts/steps.sh
+
+help() {
+  cat <<'TEXT'
+Usage: scripts/nightly.sh [options]
+
+Runs scripts/test.sh with the thread sanitizer, then smartinf-crashtest with ten seeds of 1000 power
+cuts, then each fuzz target (where clang is there). Stops at the first failure.
+
+  --fuzz-seconds N   time for each fuzz target (default 600)
+  --help             this text
+TEXT
+}
+
+fuzz_seconds=600
+while [ $# -gt 0 ]; do
+  case $1 in
+    --fuzz-seconds) [ $# -ge 2 ] || usage_error "--fuzz-seconds needs a number"; fuzz_seconds=$2; shift ;;
+    -h | --help) help; exit 0 ;;
+    *) usage_error "unknown option '$1'" ;;
+  esac
+  shift
+done
+
+scripts/test.sh --thread
+for seed in 1 2 3 4 5 6 7 8 9 10; do
+  say "Power cuts, seed $seed"
+  build/release/bin/smartinf-crashtest --seed "$seed" --points 1000
+done
+
+if ! command -v clang++ >/dev/null; then
+  say "No clang++: fuzzing is left out (Debian: clang libclang-rt-14-dev)"
+  exit 0
+fi
+step configure-fuzz "Configuring build/fuzz" cmake -S . -B build/fuzz -G Ninja \
+  -DCMAKE_CXX_COMPILER=clang++ -DSMARTINF_FUZZ=ON -DSMARTINF_TORCH=OFF -DSMARTINF_TESTS=OFF \
+  -DSMARTINF_APPS=OFF -DSMARTINF_PYTHON_PACKAGE=OFF || fail "cmake could not configure build/fuzz"
+step build-fuzz "Building build/fuzz" cmake --build build/fuzz --target fuzzers -j "$(build_jobs)" ||
+  fail "the build of build/fuzz failed"
+for target in build/fuzz/bin/*_fuzz; do
+  name=$(basename "$target" _fuzz)
+  corpus=build/fuzz/corpus/$name
+  mkdir -p "$corpus"
+  say "Fuzzing $name for $fuzz_seconds s"
+  "$target" -max_total_time="$fuzz_seconds" -print_final_stats=1 "$corpus" "fuzz/corpus/$name"
+done

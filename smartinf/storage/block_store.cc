@@ -312,9 +312,7 @@ Status BlockStore::read_table(StepNumber step, uint64_t bytes, uint64_t expected
   for (uint32_t copy = 0; copy < kTableCopies; ++copy) {
     std::array<Transfer, 1> read{
         metadata_transfer(IoOp::kRead, geometry_.table_offset(step, copy), image.first(length))};
-    queue_->start(read[0]);
-    ++metadata_open_;
-    last = wait_for(read);
+    last = move_metadata(read);
     if (last.ok()) {
       traffic_.add_up(base::TrafficKind::kMetadata, length);
       last = check_table(image.first(length), geometry_, seed, step);
@@ -547,6 +545,7 @@ void BlockStore::start_pieces(IoList& list, bool write) {
 }
 
 void BlockStore::pump() {
+  if (!ring_failure_.ok()) return;
   start_pieces(waiting_reads_, false);
   start_pieces(waiting_writes_, true);
   // Reported by the next poll or prepare: start() has no way to.
@@ -586,8 +585,13 @@ Status BlockStore::step_queue(std::chrono::nanoseconds wait) {
   pump();
   if (!ring_failure_.ok()) return ring_failure_;
   std::array<Transfer*, 32> done{};
-  SI_ASSIGN_OR_RETURN(const size_t count, queue_->finish(done, wait));
-  for (size_t i = 0; i < count; ++i) {
+  const Result<size_t> count = queue_->finish(done, wait);
+  if (!count.ok()) {
+    // What is in flight may never come back: nothing that it uses can be used again.
+    ring_failure_ = count.status();
+    return ring_failure_;
+  }
+  for (size_t i = 0; i < *count; ++i) {
     if (done[i]->owner == nullptr) {
       --metadata_open_;
     } else {
@@ -618,20 +622,24 @@ Status BlockStore::drain(bool writes_only) {
   return Status();
 }
 
-Status BlockStore::wait_for(std::span<Transfer> transfers) {
+Status BlockStore::move_metadata(std::span<const Transfer> transfers) {
+  // After a failure of the ring the last ones may still be in flight.
+  if (!ring_failure_.ok()) return ring_failure_;
+  SI_CHECK(transfers.size() <= metadata_.size(), "more metadata at once than there is room for");
+  for (size_t i = 0; i < transfers.size(); ++i) {
+    metadata_[i] = transfers[i];
+    queue_->start(metadata_[i]);
+    ++metadata_open_;
+  }
   while (metadata_open_ > 0) SI_RETURN_IF_ERROR(step_queue(kMetadataWait));
-  for (const Transfer& transfer : transfers) {
-    if (!transfer.status.ok()) return transfer.status;
+  for (size_t i = 0; i < transfers.size(); ++i) {
+    if (!metadata_[i].status.ok()) return metadata_[i].status;
   }
   return Status();
 }
 
-Status BlockStore::write_metadata(std::span<Transfer> transfers) {
-  for (Transfer& transfer : transfers) {
-    queue_->start(transfer);
-    ++metadata_open_;
-  }
-  SI_RETURN_IF_ERROR(wait_for(transfers));
+Status BlockStore::write_metadata(std::span<const Transfer> transfers) {
+  SI_RETURN_IF_ERROR(move_metadata(transfers));
   for (const Transfer& transfer : transfers) {
     traffic_.add_down(base::TrafficKind::kMetadata, transfer.buffer.size());
   }
@@ -639,11 +647,16 @@ Status BlockStore::write_metadata(std::span<Transfer> transfers) {
 }
 
 Status BlockStore::sync_container() {
-  std::array<Transfer, 1> sync{metadata_transfer(IoOp::kSync, 0, {})};
-  SI_RETURN_IF_ERROR(write_metadata(sync));
-  // The last superblock that was written whole is on the medium now, however it was written.
-  durable_pair_ = written_pair_;
-  return Status();
+  const std::array<Transfer, 1> sync{metadata_transfer(IoOp::kSync, 0, {})};
+  const Status synced = write_metadata(sync);
+  // The last superblock that was written whole is on the medium now, however it was written. After
+  // a failure it may be nowhere, and a later sync would not say so.
+  if (synced.ok()) {
+    durable_pair_ = written_pair_;
+  } else {
+    written_pair_ = durable_pair_;
+  }
+  return synced;
 }
 
 void BlockStore::begin_rehearsal() {

@@ -116,9 +116,9 @@ class BlockStore final : public Store {
 
   // Metadata goes through the same queue as the planes, and is waited for.
   base::Status write_superblock(bool durable);
-  base::Status write_metadata(std::span<Transfer> transfers);
+  base::Status write_metadata(std::span<const Transfer> transfers);
   base::Status sync_container();
-  base::Status wait_for(std::span<Transfer> transfers);
+  base::Status move_metadata(std::span<const Transfer> transfers);
 
   void pump();
   void start_pieces(IoList& list, bool write);
@@ -148,6 +148,7 @@ class BlockStore final : public Store {
 
   base::AlignedBuffer tables_;         // kTablePlaces images
   base::AlignedBuffer superblock_io_;  // kSuperblockCopies images
+  std::array<Transfer, 2> metadata_;   // in flight for as long as the drive wants: not on the stack
   base::TrafficCounter traffic_;
   uint64_t written_before_ = 0;  // bytes_written_ever at open
 

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
@@ -245,6 +246,56 @@ TEST(Faults, WatchdogNamesTheRequestThatHangs) {
   EXPECT_EQ(result.status().place().offset_bytes, 8192u);
   ASSERT_FALSE(remarks.empty()) << "said before it is given up";
   EXPECT_THAT(remarks[0], HasSubstr("offset 8192"));
+}
+
+/// Fails as a whole while a sync is on its way, and works again afterwards.
+class BreakingRing final : public Ring {
+ public:
+  BreakingRing(std::unique_ptr<Ring> inner, std::atomic<bool>& armed)
+      : inner_(std::move(inner)), armed_(armed) {}
+  std::string_view name() const override { return "breaking"; }
+  uint32_t depth() const override { return inner_->depth(); }
+  base::Result<uint32_t> add_file(int file, std::string path) override {
+    return inner_->add_file(file, std::move(path));
+  }
+  void register_memory(std::span<std::byte>) override {}
+  Status submit(std::span<IoRequest* const> requests) override {
+    for (const IoRequest* request : requests) {
+      fail_ = fail_ || (request->op == IoOp::kSync && armed_.exchange(false));
+    }
+    return inner_->submit(requests);
+  }
+  base::Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
+    if (std::exchange(fail_, false)) return Status(ErrorCode::kIo, "asked to break", "A test.");
+    return inner_->reap(done, wait);
+  }
+
+ private:
+  std::unique_ptr<Ring> inner_;
+  std::atomic<bool>& armed_;
+  bool fail_ = false;
+};
+
+// What was in flight may come back at any time: its memory is kept, and nothing goes on.
+TEST(Faults, NothingGoesOnAfterTheRingFailed) {
+  std::atomic<bool> armed{false};
+  MemoryStore memory;
+  ASSERT_TRUE(memory
+                  .create([&](std::unique_ptr<Ring> inner) {
+                    return std::make_unique<BreakingRing>(std::move(inner), armed);
+                  })
+                  .ok());
+  ASSERT_TRUE(memory.make_step(0).ok());
+  armed = true;
+  EXPECT_THAT(memory.prepare_step(1).to_string(), HasSubstr("asked to break"));
+  EXPECT_TRUE(memory.store().take_back(1).ok()) << "nothing spoke of it yet";
+  EXPECT_THAT(memory.prepare_step(1).to_string(), HasSubstr("asked to break"));
+  memory.close();
+  ASSERT_TRUE(memory.open().ok());
+  ASSERT_TRUE(memory.store().recover_to(0).ok());
+  bool equal = false;
+  EXPECT_TRUE(memory.read_step(0, equal).ok());
+  EXPECT_TRUE(equal);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <array>
 #include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <vector>
@@ -49,13 +50,15 @@ struct Rates {
 /// Moves data through one file: fill() writes all of it, run() reads one half and writes the other.
 class Mover {
  public:
-  Mover(TransferQueue& queue, std::span<std::byte> memory, uint64_t file_bytes)
-      : queue_(queue), memory_(memory), file_bytes_(file_bytes) {}
+  /// `transfers`: two for each depth that run() is to try. They and the memory outlive the queue: a
+  /// failure leaves some in flight.
+  Mover(TransferQueue& queue, std::span<Transfer> transfers, std::span<std::byte> memory,
+        uint64_t file_bytes)
+      : queue_(queue), transfers_(transfers), memory_(memory), file_bytes_(file_bytes) {}
 
   Status fill() {
-    std::array<Transfer, 8> transfers;
     uint64_t at = 0;
-    for (Transfer& transfer : transfers) {
+    for (Transfer& transfer : transfers_.first(8)) {
       if (at < file_bytes_) next_fill(transfer, at);
     }
     while (queue_.in_flight() > 0) {
@@ -65,8 +68,9 @@ class Mover {
       if (!done->status.ok()) return done->status;
       if (at < file_bytes_) next_fill(*done, at);
     }
-    Transfer sync;
+    Transfer& sync = transfers_.front();
     sync.op = IoOp::kSync;
+    sync.buffer = {};
     queue_.start(sync);
     Transfer* done = nullptr;
     SI_ASSIGN_OR_RETURN(const size_t count, queue_.finish({&done, 1}, kPatience));
@@ -75,7 +79,7 @@ class Mover {
 
   Result<Rates> run(uint64_t io_bytes, uint32_t depth, double seconds) {
     const uint64_t half = file_bytes_ / 2;
-    std::vector<Transfer> transfers(size_t{2} * depth);
+    const std::span<Transfer> transfers = transfers_.first(size_t{2} * depth);
     std::array<uint64_t, 2> at{};
     std::array<uint64_t, 2> moved{};
     const auto next = [&](Transfer& transfer, size_t index) {
@@ -113,6 +117,7 @@ class Mover {
   }
 
   TransferQueue& queue_;
+  std::span<Transfer> transfers_;
   std::span<std::byte> memory_;
   uint64_t file_bytes_;
 };
@@ -153,8 +158,9 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
     word ^= word << 17;
     out = word;
   }
+  std::vector<Transfer> transfers(size_t{2} * kDepths.back());
   TransferQueue queue(std::move(ring), index, file_path, direct, kPatience);
-  Mover mover(queue, memory.bytes(), file_bytes);
+  Mover mover(queue, transfers, memory.bytes(), file_bytes);
   SI_RETURN_IF_ERROR(mover.fill());
 
   IoTuning best;
@@ -225,6 +231,9 @@ std::optional<IoTuning> recall_tuning(const std::string& path) {
 Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& options,
                                uint64_t memory_bytes) {
   SI_ASSIGN_OR_RETURN(Container container, open_container(path, options));
+  // They outlive the store: a failure leaves transfers in flight.
+  std::unique_ptr<base::BufferPool> pool;
+  std::vector<SubgroupIo> ios;
   SI_ASSIGN_OR_RETURN(std::unique_ptr<BlockStore> store,
                       BlockStore::open(std::move(container), options));
   SI_RETURN_IF_ERROR(store->recover_to(store->state().prepared_step));
@@ -232,14 +241,15 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
   const uint64_t slot_bytes = store->extent_bytes_max();
   const uint32_t slots = static_cast<uint32_t>(
       std::clamp<uint64_t>(memory_bytes / slot_bytes, 1, std::min<uint64_t>(subgroups.size(), 64)));
-  SI_ASSIGN_OR_RETURN(const std::unique_ptr<base::BufferPool> pool,
-                      base::BufferPool::create(slots, slot_bytes));
+  SI_ASSIGN_OR_RETURN(pool, base::BufferPool::create(slots, slot_bytes));
+  // As a device's buffers are after its first step: without huge pages they are touched one by one.
+  std::memset(pool->memory().data(), 0, pool->memory().size());
   store->register_memory(pool->memory());
 
   const base::TrafficReading before = store->traffic();
   const uint64_t start_ns = base::now_ns();
   store->begin_rehearsal();
-  std::vector<SubgroupIo> ios(slots);
+  ios.resize(slots);
   size_t next = 0;
   size_t left = subgroups.size();
   const auto read_next = [&](SubgroupIo& io) {

@@ -80,6 +80,7 @@ DeviceUpdater::~DeviceUpdater() {
     // A commit that was started is carried through; anything else is dropped with the devices.
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return !commit_wanted_; });
+    closing_ = true;
   }
   set_.devices.clear();  // each waits for what it has in flight
   step_replies_.push(Completion{});
@@ -402,7 +403,7 @@ Status DeviceUpdater::drain_gradients(size_t in_flight_max) {
   return gradient_error_;
 }
 
-/// `gradient` is of options_.gradient_type. Returns with commands still in flight.
+/// `gradient` is of options_.gradient_type. Returns with commands still in flight, also on failure.
 Status DeviceUpdater::send_gradient(uint64_t first, const void* gradient, uint64_t count) {
   const uint64_t element_bytes = base::data_type_bytes(options_.gradient_type);
   const auto* bytes = static_cast<const std::byte*>(gradient);
@@ -507,7 +508,7 @@ Status DeviceUpdater::fill_skipped(const UpdateOptions& options) {
       }
     }
   }
-  return drain_gradients(0);
+  return Status();
 }
 
 base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
@@ -542,7 +543,10 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
                     "Set skip for the groups whose gradient was skipped.");
     }
   }
-  SI_RETURN_IF_ERROR(fill_skipped(options));
+  const Status filled = fill_skipped(options);
+  const Status drained = drain_gradients(0);  // also after a failure: the zeros lie in staging_
+  if (!filled.ok()) return filled;
+  if (!drained.ok()) return drained;
   const std::lock_guard lock(mutex_);
   for (Command& command : update_commands_) command.updates.clear();
   for (size_t i = 0; i < set_.subgroups.size(); ++i) {
@@ -611,6 +615,7 @@ void DeviceUpdater::take_completions() {
 }
 
 void DeviceUpdater::complete(Completion&& completion) {
+  if (closing_) return;  // nobody waits, and the device that says so may be gone
   Status status = named(std::move(completion.status), completion.command);
   if (!status.ok()) {
     if (phase_ == Phase::kTakingBack) take_back_failed_ = true;

@@ -96,7 +96,8 @@ class DeviceUpdater final : public Updater {
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit);
   /// True when every group of the subgroup sits this step out.
   bool left_alone(const plan::Subgroup& subgroup, const UpdateOptions& options) const;
-  /// Zeros for what got no gradient, where the rest of its subgroup is updated.
+  /// Zeros for what got no gradient, where the rest of its subgroup is updated. Returns with
+  /// commands still in flight.
   base::Status fill_skipped(const UpdateOptions& options);
   base::Status send_gradient(uint64_t first, const void* gradient, uint64_t count);
   base::Status drain_gradients(size_t in_flight_max);
@@ -141,6 +142,7 @@ class DeviceUpdater final : public Updater {
   bool commit_wanted_ = false;
   std::string commit_blob_;
   bool take_back_failed_ = false;
+  bool closing_ = false;       // the destructor drops the devices
   base::Status step_error_;    // the first of this step
   base::Status commit_error_;  // for wait_commit
 

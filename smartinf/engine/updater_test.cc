@@ -441,6 +441,47 @@ TEST_F(UpdaterOverFakes, ACreationThatFailsLeavesNothingBehind) {
   EXPECT_FALSE(drives_[0]->layout.has_value());
 }
 
+TEST_F(UpdaterOverFakes, ATornStateIsSaidAndNotErased) {
+  open_fresh().reset();
+  for (const auto& drive : drives_) {
+    drive->state.initialized = false;
+    drive->state.torn = true;
+  }
+  const auto status = open().status();
+  EXPECT_EQ(status.code(), ErrorCode::kFailedPrecondition) << status.to_string();
+  EXPECT_THAT(status.to_string(), HasSubstr("a crash fell into a step"));
+  EXPECT_TRUE(drives_[0]->layout.has_value());
+}
+
+// More ranges without a gradient than commands that may be in flight.
+TEST_F(UpdaterOverFakes, AFailureWhileZerosAreSentIsTakenBack) {
+  plan::ParameterSpace space;
+  for (int i = 0; i < 300; ++i) {
+    ASSERT_TRUE(space.add("used" + std::to_string(i), {4}, 0).ok());
+    ASSERT_TRUE(space.add("unused" + std::to_string(i), {4}, 1).ok());
+  }
+  drives_.resize(1);
+  space_ = space;
+  auto updater = open_fresh();
+  const std::vector<float> values(4, 0.5f);
+  ASSERT_TRUE(updater->begin_step().ok());
+  for (const plan::ParameterRange& range : space.ranges()) {
+    const base::Status status =
+        range.group == 0
+            ? updater->put_gradient(range.first, values.data(), DataType::kF32, range.count)
+            : updater->skip_gradient(range.first, range.count);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+  }
+  ASSERT_TRUE(updater->finish_gradients(1).ok());
+  UpdateOptions update = update_options();
+  update.groups[1].skip = true;
+  drives_[0]->fail_next = CommandKind::kPutGradient;
+  EXPECT_EQ(updater->start_update(update, DataType::kF32, sink()).code(), ErrorCode::kIo);
+  const base::Status taken_back = updater->take_back();
+  EXPECT_TRUE(taken_back.ok()) << taken_back.to_string();
+  EXPECT_TRUE(updater->begin_step().ok());
+}
+
 TEST_F(UpdaterOverFakes, TooLittleSpaceIsSaidBeforeAnythingIsMade) {
   drives_[0]->capacity_bytes = 3 * base::kBlockElements * 24;
   drives_[1]->capacity_bytes = 2 * base::kBlockElements * 24;

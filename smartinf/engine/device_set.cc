@@ -339,7 +339,8 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
     begun.push_back(source.get());
     one_run = one_run && (!run || *run == state->run);
     run = state->run;
-    if (state->initialized) {
+    // A torn state is a run's too: recovery says so, and does not start over by itself.
+    if (state->initialized || state->torn) {
       holding = source.get();
       newest = std::max(newest, state->prepared_step);
     } else {

@@ -51,6 +51,13 @@ class Export(TrainCase):
                 here, there = self.logits(self.export(run, run + "_bf16"), "bf16")
                 self.assertLess(numpy.abs(here - there).max(), 0.03 * numpy.abs(there).max())
 
+    def test_a_run_that_was_moved(self):
+        self.train(self.recipe(steps=2), "a")
+        before = (self.export("a", "before") / "model.safetensors").read_bytes()
+        (self.folder / "a").rename(self.folder / "moved")
+        after = (self.export("moved", "after") / "model.safetensors").read_bytes()
+        self.assertEqual(after, before)
+
     def test_shards_are_the_same_weights(self):
         self.train(self.recipe(steps=3), "a")
         whole = self.export("a", "whole")

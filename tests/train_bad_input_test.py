@@ -14,11 +14,13 @@ class BadInput(TrainCase):
         self.assertIn(result.returncode, code, result.stdout + result.stderr)
         for word in words:
             self.assertIn(word, result.stderr)
+        self.assertNotRegex(result.stderr, r"(?<!e\.g)\. [a-z]", "a sentence begins in lower case")
         return result.stderr
 
     def test_values_that_cannot_work(self):
         for key, value in (("model.heads", "5"), ("model.heads", "96"), ("model.kv_heads", "3"),
                            ("model.layers", "0"), ("model.width", "4294967295"),
+                           ("model.vocabulary", "100"),
                            ("data.sequence", "0"), ("train.steps", "0"), ("train.lr", "-1"),
                            ("train.accelerator", "gpu"), ("optimizer.where", "gpu")):
             with self.subTest(key=key, value=value):
@@ -40,6 +42,13 @@ class BadInput(TrainCase):
         spoilt = self.folder / "spoilt.bin"
         spoilt.write_bytes(b"\0" * 4096)
         self.refused(["spoilt.bin", "not a token file"], ["--data.paths", str(spoilt)])
+        self.refused(["data.tokenizer", "no_such.json"],
+                     ["--data.tokenizer", str(self.folder / "no_such.json")])
+
+    def test_a_trace_that_cannot_be_written(self):
+        self.refused(["train.trace", "no_such_folder"],
+                     ["--trace", str(self.folder / "no_such_folder" / "trace.json")])
+        self.assertEqual(self.log("a"), [], "found before the first step")
 
     def test_devices_that_cannot_hold_the_state(self):
         plain = self.folder / "plain"
@@ -56,6 +65,7 @@ class BadInput(TrainCase):
         self.refused(["model.layers.1"], devices + ["--model.layers", "1"], run="b")
         self.refused(["data.sequence", "16", "32"], devices + ["--data.sequence", "16"], run="b")
         self.refused(["data.seed"], devices + ["--data.seed", "2"], run="b")
+        self.refused(["data.validation_share"], devices + ["--data.validation_share", "0.2"], run="b")
         self.refused(["device0"], devices[:2] + self.devices("none", 2)[2:], run="b")
         self.corpus.write_text(self.corpus.read_text() + "more")
         self.refused(["data.paths"], devices, run="b")

@@ -25,6 +25,17 @@ struct Flags {
   bool json = false;
 };
 
+// A folder that was moved, or is named from another working folder, brings along what lies in it.
+void follow_run(config::Recipe& recipe, const std::string& run) {
+  const std::string inside = recipe.options.train.run + "/";
+  for (engine::DeviceOptions& device : recipe.updater.devices) {
+    if (device.path.starts_with(inside)) {
+      device.path = run + "/" + device.path.substr(inside.size());
+    }
+  }
+  recipe.options.train.run = run;
+}
+
 int run_export(const Flags& flags) {
   // The run keeps the values it trained with, those of its flags too.
   const std::string recipe = flags.run + "/" + std::string(train::kRecipeFile);
@@ -42,6 +53,7 @@ int run_export(const Flags& flags) {
     return report(shard_bytes.status(), kExitUsage);
   }
   options.shard_bytes_max = *shard_bytes;
+  follow_run(loaded->recipe, flags.run);
   const Result<train::ExportSummary> summary =
       train::export_run({loaded->recipe.options, loaded->recipe.updater, /*recipe=*/""}, options);
   if (!summary.ok()) return report(summary.status());

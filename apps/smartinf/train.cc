@@ -56,6 +56,13 @@ class Screen {
     }
   }
 
+  /// Before something else writes to the terminal.
+  void clear_bar() const {
+    if (!bar_) return;
+    fmt::print("\r\x1b[K");
+    std::fflush(stdout);
+  }
+
   void sample(const std::string& text) const {
     if (!json_) return print("sample:\n" + text);
     using Json = nlohmann::ordered_json;
@@ -110,7 +117,8 @@ Status train_steps(Trainer& trainer, const Screen& screen, const Interrupt& inte
     SI_ASSIGN_OR_RETURN(const StepReport report, trainer.train_step(interrupt.token()));
     screen.step(report);
     if (!options.trace.empty()) add_spans(report, spans);
-    if (due(options.validate_every, trainer.step()) && trainer.step() < options.steps) {
+    const bool updated = report.skipped.empty();
+    if (updated && due(options.validate_every, report.step) && report.step < options.steps) {
       SI_RETURN_IF_ERROR(validate(trainer, screen));
     }
   }
@@ -127,6 +135,11 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
   }
   Trainer& trainer = **opened;
   const train::TrainOptions& options = trainer.options().train;
+  // Told now, not after the last step.
+  if (!options.trace.empty()) {
+    Status written = write_trace(options.trace, {});
+    if (!written.ok()) return report(std::move(written).with_context("train.trace"));
+  }
   const Screen screen(json, options.steps, trainer.step());
   for (const std::string& line : trainer.describe()) screen.note(line);
   if (trainer.step() > 0) screen.note(fmt::format("going on after step {}", trainer.step()));
@@ -134,6 +147,7 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
   std::vector<TraceSpan> spans;
   Status status = train_steps(trainer, screen, interrupt, spans);
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
+  screen.clear_bar();
   if (status.ok() || interrupted) {
     const Status finished = trainer.finish();
     if (!finished.ok()) return report(finished);
@@ -168,22 +182,27 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
       "train", "Train a model; run again, it goes on after the last committed step");
   struct Flags {
     RecipeFlags recipe;
+    std::string trace;
     bool json = false;
   };
   auto flags = std::make_shared<Flags>();
   add_recipe_flags(*command, flags->recipe);
+  command->add_option("--trace", flags->trace, "Write a trace for ui.perfetto.dev (train.trace)")
+      ->type_name("FILE");
   command->add_flag("--json", flags->json, "One JSON object a line instead of text");
   command->footer(
       "Examples:\n"
       "  smartinf train recipes/quickstart.toml\n"
       "  smartinf train recipes/quickstart.toml --train.run runs/mine --train.steps 200\n"
-      "  smartinf train recipes/quickstart.toml --train.trace run.trace.json\n"
+      "  smartinf train recipes/quickstart.toml --trace run.trace.json\n"
       "  smartinf train recipes/quickstart.toml --device.0.path /mnt/a --device.1.path /mnt/b\n\n"
       "Ctrl-C stops at a committed step, exit code 130; a second one at once.");
   command->callback([flags, &overrides, &run] {
     run = [flags, &overrides] {
       config::LoadedRecipe loaded;
-      if (const auto code = read_recipe(flags->recipe, overrides, loaded)) return *code;
+      Overrides values = overrides;
+      if (!flags->trace.empty()) values.push_back({"train.trace", flags->trace});
+      if (const auto code = read_recipe(flags->recipe, values, loaded)) return *code;
       return run_train(loaded, flags->json);
     };
   });

@@ -104,7 +104,7 @@ Result<std::vector<TextFile>> list_text(std::string_view key, const std::vector<
     const fs::file_status status = fs::status(path, error);
     if (!fs::exists(status)) {
       return Status(ErrorCode::kNotFound, fmt::format("{}: no such file or folder", key),
-                    "check the path; it is taken relative to the working folder", at_path(path));
+                    "Check the path; it is taken relative to the working folder", at_path(path));
     }
     if (fs::is_directory(status)) {
       SI_ASSIGN_OR_RETURN(std::vector<TextFile> found, list_folder(path, wanted));
@@ -141,7 +141,7 @@ Result<bool> append_text(const TextFile& file, std::vector<std::byte>& text) {
 Result<TokenSegment> parse_token_file(const std::string& path, std::span<const std::byte> bytes) {
   const auto corrupt = [&](std::string what) {
     return Status(ErrorCode::kCorrupt, std::move(what),
-                  "make token files with scripts/tokenize_text.py or llm.c's data scripts",
+                  "Make token files with scripts/tokenize_text.py or llm.c's data scripts",
                   at_path(path));
   };
   int32_t header[3] = {};
@@ -183,7 +183,7 @@ Status TokenStream::read(uint64_t first, uint64_t vocabulary, std::span<int64_t>
         return Status(ErrorCode::kCorrupt,
                       fmt::format("token {} at position {} is beyond model.vocabulary ({})", value,
                                   at, vocabulary),
-                      "set model.vocabulary to the tokenizer's size", at_path(segment.path));
+                      "Set model.vocabulary to the tokenizer's size", at_path(segment.path));
       }
       out[done] = value;
     }
@@ -204,7 +204,7 @@ Result<std::string> python_stdlib_folder() {
     return Status(
         ErrorCode::kNotFound,
         fmt::format("data.paths: \"{}\" needs python3, which was not found", kPythonStdlib),
-        "install python3 (Debian: apt-get install python3), or name text of your own");
+        "Install python3 (Debian: apt-get install python3), or name text of your own");
   }
   return folder;
 }
@@ -218,9 +218,16 @@ Result<Corpus> Corpus::open(const DataOptions& options) {
     SI_RETURN_IF_ERROR(corpus.add_token_files(options));
   } else {
     return Status(ErrorCode::kInvalidArgument, "data.paths mixes text and token files (.bin)",
-                  "make token files of the text first, with scripts/tokenize_text.py");
+                  "Make token files of the text first, with scripts/tokenize_text.py");
   }
   SI_RETURN_IF_ERROR(corpus.check_lengths(options));
+  if (std::error_code error; !options.tokenizer.empty() && !fs::exists(options.tokenizer, error)) {
+    return Status(ErrorCode::kNotFound, "data.tokenizer: no such file",
+                  "Export needs it: name the tokenizer.json of the token files, or leave it out",
+                  at_path(options.tokenizer));
+  }
+  // Another data.validation_share moves the windows, although the text is the same.
+  corpus.digest_ = base::mix_seed(corpus.digest_, corpus.training_.count());
   return corpus;
 }
 
@@ -303,8 +310,8 @@ Status Corpus::check_lengths(const DataOptions& options) const {
   if (files_ == 0 || training_.count() == 0) {
     return Status(ErrorCode::kInvalidArgument, "data.paths: the corpus is empty",
                   options.suffixes.empty()
-                      ? "name files with text in them"
-                      : "name files with text in them, or look at data.suffixes",
+                      ? "Name files with text in them"
+                      : "Name files with text in them, or look at data.suffixes",
                   at_path(options.paths.front()));
   }
   if (training_.count() < window) {
@@ -313,7 +320,7 @@ Status Corpus::check_lengths(const DataOptions& options) const {
         fmt::format("data.paths: {} tokens for training are fewer than data.sequence ({}) "
                     "and one more",
                     training_.count(), options.sequence),
-        "choose a shorter data.sequence or more text", at_path(options.paths.front()));
+        "Choose a shorter data.sequence or more text", at_path(options.paths.front()));
   }
   const bool wanted = options.validation_share > 0 || !options.validation_paths.empty();
   if (wanted && validation_.count() < window) {
@@ -322,7 +329,7 @@ Status Corpus::check_lengths(const DataOptions& options) const {
         fmt::format("data.validation_share: {} tokens held out are fewer than data.sequence ({}) "
                     "and one more",
                     validation_.count(), options.sequence),
-        "choose a larger data.validation_share (0 for no validation) or a shorter data.sequence");
+        "Choose a larger data.validation_share (0 for no validation) or a shorter data.sequence");
   }
   return Status();
 }

@@ -130,7 +130,7 @@ Status make_empty_folder(const std::string& path) {
     base::ErrorPlace place;
     place.path = path;
     return Status(ErrorCode::kAlreadyExists, "--out: the folder is not empty",
-                  "choose another folder, or remove it first", place);
+                  "Choose another folder, or remove it first", place);
   }
   return Status();
 }

@@ -29,11 +29,11 @@ Result<MemoryState> MemoryState::open(const std::string& run, const plan::Parame
       !difference.empty()) {
     return Status(ErrorCode::kMismatch,
                   "train.run holds the state of a different model: " + difference,
-                  "choose another train.run, or the model it was made with", place);
+                  "Choose another train.run, or the model it was made with", place);
   }
   const auto corrupt = [&](const std::string& what) {
     return Status(ErrorCode::kCorrupt, "state without its " + what,
-                  "restore the file from a copy, or remove it to start over", place);
+                  "Restore the file from a copy, or remove it to start over", place);
   };
   for (size_t i = 0; i < kPlanes; ++i) {
     const std::span<const std::byte> bytes = state.file_.tensor(kPlaneNames[i]);

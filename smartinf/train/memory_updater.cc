@@ -207,7 +207,7 @@ Result<std::unique_ptr<MemoryUpdater>> MemoryUpdater::open(const kernels::RuleOp
   if (rule.rule != kernels::UpdateRule::kAdamW || rule.maximize) {
     return Status(ErrorCode::kUnsupported,
                   "optimizer.where = \"memory\" knows the rule \"adamw\" only",
-                  "choose optimizer.rule = \"adamw\", or optimizer.where = \"device\"");
+                  "Choose optimizer.rule = \"adamw\", or optimizer.where = \"device\"");
   }
   auto updater = std::make_unique<TorchAdamW>(rule, space, run);
   if (std::filesystem::exists(MemoryState::path(run))) SI_RETURN_IF_ERROR(updater->load());

@@ -28,12 +28,12 @@ Status within(std::string_view key, T value, std::type_identity_t<T> least,
               std::type_identity_t<T> most) {
   if (value >= least && value <= most) return Status();
   return wrong(key, fmt::format("is {}", value),
-               fmt::format("choose a value from {} to {}", least, most));
+               fmt::format("Choose a value from {} to {}", least, most));
 }
 
 Status positive(std::string_view key, double value) {
   if (std::isfinite(value) && value > 0) return Status();
-  return wrong(key, fmt::format("is {}", value), "choose a value above 0");
+  return wrong(key, fmt::format("is {}", value), "Choose a value above 0");
 }
 
 }  // namespace
@@ -45,7 +45,7 @@ std::string_view precision_name(Precision precision) {
 base::Result<Precision> precision_from_name(std::string_view name) {
   if (name == "bf16") return Precision::kBf16;
   if (name == "f32") return Precision::kF32;
-  return wrong("train.precision", fmt::format("is \"{}\"", name), "choose \"bf16\" or \"f32\"");
+  return wrong("train.precision", fmt::format("is \"{}\"", name), "Choose \"bf16\" or \"f32\"");
 }
 
 std::string_view optimizer_where_name(OptimizerWhere where) {
@@ -65,7 +65,7 @@ base::Result<OptimizerWhere> optimizer_where_from_name(std::string_view name) {
   if (name == "host") return OptimizerWhere::kHost;
   if (name == "memory") return OptimizerWhere::kMemory;
   return wrong("optimizer.where", fmt::format("is \"{}\"", name),
-               "choose \"device\", \"host\" or \"memory\"");
+               "Choose \"device\", \"host\" or \"memory\"");
 }
 
 ModelOptions with_defaults(ModelOptions model) {
@@ -88,19 +88,19 @@ Status validate(const ModelOptions& given) {
     return wrong(
         "model.heads",
         fmt::format("is {}, which does not divide model.width ({})", model.heads, model.width),
-        "choose heads that divide the width");
+        "Choose heads that divide the width");
   }
   if (model.head_width() % 2 != 0) {
     return wrong("model.heads",
                  fmt::format("is {}: heads of {} elements cannot be rotated in pairs", model.heads,
                              model.head_width()),
-                 "choose heads so that model.width / model.heads is even");
+                 "Choose heads so that model.width / model.heads is even");
   }
   if (model.kv_heads > model.heads || model.heads % model.kv_heads != 0) {
     return wrong(
         "model.kv_heads",
         fmt::format("is {}, which does not divide model.heads ({})", model.kv_heads, model.heads),
-        "choose kv_heads that divide the heads");
+        "Choose kv_heads that divide the heads");
   }
   SI_RETURN_IF_ERROR(positive("model.rope_base", model.rope_base));
   SI_RETURN_IF_ERROR(positive("model.norm_eps", model.norm_eps));
@@ -110,7 +110,7 @@ Status validate(const ModelOptions& given) {
 Status validate(const DataOptions& data) {
   if (data.paths.empty()) {
     return wrong("data.paths", "is empty",
-                 fmt::format("name text files, folders or token files, or \"{}\"", kPythonStdlib));
+                 fmt::format("Name text files, folders or token files, or \"{}\"", kPythonStdlib));
   }
   SI_RETURN_IF_ERROR(within("data.sequence", data.sequence, 1, kSequenceMax));
   return within("data.validation_share", data.validation_share, 0.0, 0.9);
@@ -131,10 +131,10 @@ Status validate(const TrainOptions& train) {
   SI_RETURN_IF_ERROR(within("train.sample_temperature", train.sample_temperature, 0.0, 100.0));
   if (train.accelerator != "auto" && train.accelerator != "cpu" && train.accelerator != "cuda") {
     return wrong("train.accelerator", fmt::format("is \"{}\"", train.accelerator),
-                 "choose \"auto\", \"cpu\" or \"cuda\"");
+                 "Choose \"auto\", \"cpu\" or \"cuda\"");
   }
   if (train.run.empty()) {
-    return wrong("train.run", "is empty", "name a folder for the run, e.g. runs/mine");
+    return wrong("train.run", "is empty", "Name a folder for the run, e.g. runs/mine");
   }
   return Status();
 }

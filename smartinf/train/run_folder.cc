@@ -36,20 +36,20 @@ Result<RunFolder> RunFolder::open(const std::string& path) {
   std::filesystem::create_directories(path, error);
   if (error) {
     return base::errno_status(error.value(), "train.run: cannot make the run's folder", path, {},
-                              {}, "choose another folder");
+                              {}, "Choose another folder");
   }
   const std::string lock_path = path + "/lock";
   const int lock = ::open(lock_path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
   if (lock < 0) {
     return base::errno_status(errno, "train.run: cannot write in the run's folder", path, {}, {},
-                              "choose another folder");
+                              "Choose another folder");
   }
   RunFolder folder(path, lock);
   if (::flock(lock, LOCK_EX | LOCK_NB) != 0) {
     base::ErrorPlace place;
     place.path = path;
     return Status(ErrorCode::kBusy, "train.run: another process works in this folder",
-                  "wait for it to end, or choose another folder", place);
+                  "Wait for it to end, or choose another folder", place);
   }
   return folder;
 }

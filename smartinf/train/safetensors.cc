@@ -116,7 +116,7 @@ Result<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
     base::ErrorPlace place;
     place.path = path;
     return Status(ErrorCode::kCorrupt, "not a sound safetensors file: " + std::move(what),
-                  "remove it, or restore it from a copy", place);
+                  "Remove it, or restore it from a copy", place);
   };
   uint64_t length = 0;
   if (bytes.size() < sizeof length) return corrupt("too short");

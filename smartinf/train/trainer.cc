@@ -48,12 +48,12 @@ auto guarded(const char* doing, Body body) -> decltype(body()) {
     return body();
   } catch (const std::bad_alloc&) {
     return Status(ErrorCode::kOutOfMemory, fmt::format("{}: out of memory", doing),
-                  "make train.micro_batch or data.sequence smaller, or set "
+                  "Make train.micro_batch or data.sequence smaller, or set "
                   "train.checkpoint_activations = true");
   } catch (const c10::OutOfMemoryError& error) {
     return Status(ErrorCode::kOutOfMemory,
                   fmt::format("{}: {}", doing, error.what_without_backtrace()),
-                  "make train.micro_batch or data.sequence smaller, or set "
+                  "Make train.micro_batch or data.sequence smaller, or set "
                   "train.checkpoint_activations = true");
   } catch (const c10::Error& error) {
     return Status(ErrorCode::kFailedPrecondition,
@@ -86,7 +86,7 @@ struct Position {
       const auto found = json.is_object() ? json.find(key) : json.end();
       if (!json.is_object() || found == json.end() || !found->is_number_unsigned()) {
         return Status(ErrorCode::kMismatch, "the state was not made by this trainer",
-                      "choose other devices, or another train.run");
+                      "Choose other devices, or another train.run");
       }
       *value = found->get<uint64_t>();
     }
@@ -97,14 +97,14 @@ struct Position {
 Status different(const char* key, const std::string& here, const std::string& there) {
   return Status(ErrorCode::kMismatch,
                 fmt::format("{} is {} here and {} in the run", key, here, there),
-                "go on with the value the run was started with, or choose another train.run");
+                "Go on with the value the run was started with, or choose another train.run");
 }
 
 Result<torch::Device> choose_accelerator(const std::string& name) {
   const bool cuda = torch::cuda::is_available();
   if (name == "cuda" && !cuda) {
     return Status(ErrorCode::kUnsupported, "train.accelerator is \"cuda\", but torch sees no GPU",
-                  "choose \"auto\" or \"cpu\", or look at what smartinf doctor says");
+                  "Choose \"auto\" or \"cpu\", or look at what smartinf doctor says");
   }
   return torch::Device(name == "cpu" || !cuda ? torch::kCPU : torch::kCUDA);
 }
@@ -214,14 +214,15 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     SI_RETURN_IF_ERROR(update(summary, report.lr));
     ++step_;
     skips_in_a_row_ = 0;
-    SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
     const uint64_t end_ns = base::now_ns();
 
     report.update_s = static_cast<double>(end_ns - update_ns) * 1e-9;
     report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9;
     report.phases.push_back({"update", update_ns, end_ns});
     report_traffic(report);
+    // A line too many is cut when the run goes on; one that is missing would stay missing.
     SI_RETURN_IF_ERROR(folder_.append_log(report.to_json()));
+    SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
     if (memory_ != nullptr && step_ % options_.train.save_every == 0) {
       SI_RETURN_IF_ERROR(memory_->save());
     }
@@ -286,7 +287,7 @@ Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& para
     return Status(
         ErrorCode::kFailedPrecondition,
         fmt::format("step {}: {}, {} times in a row", report.step, report.skipped, skips_in_a_row_),
-        "lower train.lr, lengthen train.warmup_steps, or set train.clip_norm");
+        "Lower train.lr, lengthen train.warmup_steps, or set train.clip_norm");
   }
   return report;
 }
@@ -318,8 +319,9 @@ Status TorchTrainer::start(const Job& job) {
     SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->blob()));
     if (there.corpus != position_.corpus) {
       return Status(ErrorCode::kMismatch,
-                    "data.paths: the text is not what the run was started with",
-                    "bring back the same files, or choose another train.run");
+                    "data.paths: the training text is not what the run was started with",
+                    "Bring back the same files, data.suffixes and data.validation_share, or choose "
+                    "another train.run");
     }
     if (there.sequence != position_.sequence) {
       return different("data.sequence", std::to_string(position_.sequence),
@@ -381,7 +383,7 @@ Result<double> TorchTrainer::validation_loss() {
   return guarded("validation", [&]() -> Result<double> {
     if (corpus_.validation().count() == 0) {
       return Status(ErrorCode::kNotFound, "no data is held out",
-                    "set data.validation_share or data.validation_paths");
+                    "Set data.validation_share or data.validation_paths");
     }
     const torch::NoGradGuard no_grad;
     // Always the same windows, spread evenly over what is held out.
@@ -489,9 +491,15 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
                         choose_accelerator(options.train.accelerator));
     SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
     if (options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
+    if (options.model.vocabulary < corpus.vocabulary()) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("model.vocabulary is {}, and the text has {} tokens",
+                                options.model.vocabulary, corpus.vocabulary()),
+                    fmt::format("Leave it out, or choose at least {}", corpus.vocabulary()));
+    }
     if (options.model.vocabulary == 0) {
       return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
-                    "token files do not say it: set it to the tokenizer's size");
+                    "Token files do not say it: set it to the tokenizer's size");
     }
     SI_ASSIGN_OR_RETURN(plan::ParameterSpace space, make_parameter_space(options.model));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));

@@ -37,7 +37,7 @@ using base::PlaneKind;
 void widen(const void* in, DataType type, float* out, size_t n) {
   switch (type) {
     case DataType::kF32:
-      std::memcpy(out, in, n * sizeof(float));
+      if (n != 0) std::memcpy(out, in, n * sizeof(float));  // no pointers where there is nothing
       return;
     case DataType::kBf16: {
       const auto* bf16 = static_cast<const uint16_t*>(in);
@@ -55,7 +55,7 @@ void widen(const void* in, DataType type, float* out, size_t n) {
 void narrow(const float* in, void* out, DataType type, size_t n) {
   switch (type) {
     case DataType::kF32:
-      std::memcpy(out, in, n * sizeof(float));
+      if (n != 0) std::memcpy(out, in, n * sizeof(float));  // no pointers where there is nothing
       return;
     case DataType::kBf16: {
       auto* bf16 = static_cast<uint16_t*>(out);

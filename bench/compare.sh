@@ -35,8 +35,8 @@ for round in $(seq "$rounds"); do
   tail -n "$(($(wc -w <<<"$formats") + 1))" "$rows" | cut -c 1-160
 done
 
-PARAMS=$params REPEAT=$repeat python3 - "$rows" "$drive" >"$result" <<'PYTHON'
-import json, os, platform, statistics, subprocess, sys
+PARAMS=$params ROUNDS=$rounds REPEAT=$repeat FORMATS=$formats python3 - "$rows" "$drive" >"$result" <<'PYTHON'
+import json, os, platform, shlex, statistics, subprocess, sys
 
 rows = [json.loads(line) for line in open(sys.argv[1])]
 drive = sys.argv[2]
@@ -50,7 +50,8 @@ def said(command):
 
 
 print("# The optimizer step: smartinf and DeepSpeed ZeRO-Infinity, in turn\n")
-print(f"Command: `PARAMS={os.environ['PARAMS']} REPEAT={os.environ['REPEAT']} bench/compare.sh DIR`\n")
+settings = [f"{key}={shlex.quote(os.environ[key])}" for key in ("PARAMS", "ROUNDS", "REPEAT", "FORMATS")]
+print(f"Command: `{' '.join(settings)} bench/compare.sh DIR`\n")
 cpu = said("lscpu | sed -n 's/^Model name: *//p'")
 print(f"Machine: {os.cpu_count()} cores of {cpu}, {said('free -h | awk ' + chr(39) + 'NR==2{print $2}' + chr(39))} memory, "
       f"Linux {platform.release()}, {said('df --output=fstype ' + drive + ' | tail -1')}; "

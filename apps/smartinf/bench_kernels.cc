@@ -39,6 +39,7 @@ struct BenchOptions {
   std::vector<std::string> formats;
   std::vector<std::string> gradients;
   std::string weights = "bf16";
+  std::vector<double> shares = {0.01};  // of the elements, that Top-K keeps
   bool json = false;
 };
 
@@ -199,6 +200,7 @@ class KernelBench {
     std::string rule = {};
     std::string format = {};
     std::string gradient = {};
+    double share = 0;    // that Top-K keeps; 0: not a selection
     uint64_t bytes = 0;  // read and written by one run of the kernel
   };
 
@@ -222,8 +224,10 @@ class KernelBench {
     const double bytes_per_s = static_cast<double>(row.bytes) / seconds;
     const double triad_per_s = static_cast<double>(triad_elements * 12) / median(triad_s);
     if (!options_.json) {
-      fmt::print("{:<13} {:<8} {:<5} {:<5} {:>3}  {:>12.1f} {:>11.2f} {:>11.2f} {:>6.2f}\n",
-                 row.kernel, row.rule, row.format, row.gradient, team.size(), params_per_s * 1e-6,
+      const std::string kernel =
+          row.share > 0 ? fmt::format("{}-{:g}%", row.kernel, row.share * 100) : row.kernel;
+      fmt::print("{:<13} {:<8} {:<5} {:<5} {:>3}  {:>12.1f} {:>11.2f} {:>11.2f} {:>6.2f}\n", kernel,
+                 row.rule, row.format, row.gradient, team.size(), params_per_s * 1e-6,
                  bytes_per_s * 1e-9, triad_per_s * 1e-9, bytes_per_s / triad_per_s);
       std::fflush(stdout);
       return;
@@ -234,6 +238,7 @@ class KernelBench {
     if (!row.rule.empty()) json["rule"] = row.rule;
     if (!row.format.empty()) json["format"] = row.format;
     if (!row.gradient.empty()) json["gradient"] = row.gradient;
+    if (row.share > 0) json["share"] = row.share;
     json["threads"] = team.size();
     json["params"] = elements_;
     json["params_per_s"] = params_per_s;
@@ -376,29 +381,35 @@ class KernelBench {
     });
   }
 
-  /// Each thread selects 1% of its share and adds it into an array of its own.
+  /// Each thread selects from its share of the elements and adds into an array of its own.
   void bench_selection(Team& team) {
     fill_gradient(DataType::kF32);
     const auto* gradient = reinterpret_cast<const float*>(gradient_.data());
     auto* out = reinterpret_cast<float*>(planes_[0].data());
-    const auto kept = [](const Share& share) { return (share.last - share.first) / 100; };
-    std::vector<std::vector<uint32_t>> indices(team.size());
-    std::vector<std::vector<float>> values(team.size());
-    for (uint32_t t = 0; t < team.size(); ++t) {
-      indices[t].resize(kept(share_of(elements_, t, team.size())));
-      values[t].resize(indices[t].size());
+    for (const double share : options_.shares) {
+      const auto kept = [share](const Share& part) {
+        return static_cast<uint64_t>(static_cast<double>(part.last - part.first) * share);
+      };
+      std::vector<std::vector<uint32_t>> indices(team.size());
+      std::vector<std::vector<float>> values(team.size());
+      for (uint32_t t = 0; t < team.size(); ++t) {
+        indices[t].resize(kept(share_of(elements_, t, team.size())));
+        values[t].resize(indices[t].size());
+      }
+      report(team, {.kernel = "topk", .gradient = "f32", .share = share, .bytes = elements_ * 4},
+             [&](uint32_t t) {
+               const Share part = share_of(elements_, t, team.size());
+               kernels::top_k(kernels::kernels(), {gradient + part.first, part.last - part.first},
+                              kept(part), indices[t].data(), values[t].data());
+             });
+      const auto moved = static_cast<uint64_t>(static_cast<double>(elements_) * share) * 16;
+      report(
+          team, {.kernel = "scatter", .gradient = "f32", .share = share, .bytes = moved},
+          [&](uint32_t t) {
+            const Share part = share_of(elements_, t, team.size());
+            kernels::scatter_add(indices[t], values[t], {out + part.first, part.last - part.first});
+          });
     }
-    report(team, {.kernel = "topk-1%", .gradient = "f32", .bytes = elements_ * 4}, [&](uint32_t t) {
-      const Share share = share_of(elements_, t, team.size());
-      kernels::top_k(kernels::kernels(), {gradient + share.first, share.last - share.first},
-                     kept(share), indices[t].data(), values[t].data());
-    });
-    report(team, {.kernel = "scatter-1%", .gradient = "f32", .bytes = elements_ / 100 * 16},
-           [&](uint32_t t) {
-             const Share share = share_of(elements_, t, team.size());
-             kernels::scatter_add(indices[t], values[t],
-                                  {out + share.first, share.last - share.first});
-           });
   }
 
   BenchOptions options_;
@@ -436,6 +447,9 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
       ->check(CLI::IsMember({"f32", "bf16", "f16"}));
   command->add_option("--weights", options->weights, "What an update writes out beside the state")
       ->check(CLI::IsMember({"none", "bf16", "f32"}))
+      ->capture_default_str();
+  command->add_option("--share", options->shares, "What Top-K keeps of the elements, e.g. 0.01")
+      ->check(CLI::Range(1e-6, 1.0))
       ->capture_default_str();
   command->add_flag("--json", options->json, "A JSON array with one object a row");
   command->footer(

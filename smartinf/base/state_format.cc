@@ -63,6 +63,7 @@ std::optional<StateFormat> state_format_from_name(std::string_view name) {
 
 Encoding plane_encoding(StateFormat format, PlaneKind kind) {
   if (kind == PlaneKind::kMaster) return Encoding::kF32;
+  if (kind == PlaneKind::kResidual) return Encoding::kBf16;
   switch (format) {
     case StateFormat::kF32: return Encoding::kF32;
     case StateFormat::kBf16: return Encoding::kBf16;

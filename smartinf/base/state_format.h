@@ -33,7 +33,8 @@ inline constexpr uint64_t kQ8GroupElements = 256;
 /// has a scale; code bytes of each block are padded to 4 so that its scales are aligned.
 uint64_t encoded_bytes(Encoding encoding, uint64_t count);
 
-/// The user's choice: how momentum and variance are kept. Master weights are always f32.
+/// The user's choice: how momentum and variance are kept. Master weights are always f32, residuals
+/// bf16.
 enum class StateFormat : uint8_t { kF32 = 0, kBf16 = 1, kQ8 = 2 };
 
 std::string_view state_format_name(StateFormat format);

@@ -22,14 +22,14 @@ inline float lerp(float a, float b, float weight) {
 }
 
 /// Adam and AdamW; they differ in which of the two decays is not neutral.
-/// Source: Kingma and Ba 2015, Algorithm 1; Loshchilov and Hutter 2019, Algorithm 2.
+/// Source: Kingma and Ba 2015, Algorithm 1 in the order of its section 2, where step size and eps
+/// carry the bias corrections; Loshchilov and Hutter 2019, Algorithm 2.
 inline void update_adam(const StepScalars& s, float gradient, ElementState& e) {
   e.master = e.master * s.decay_factor;
   if (s.weight_decay != 0) gradient = gradient + s.weight_decay * e.master;
   e.momentum = lerp(e.momentum, gradient, s.one_minus_beta1);
   e.variance = e.variance * s.beta2 + (s.one_minus_beta2 * gradient) * gradient;
-  const float denominator = std::sqrt(e.variance) / s.bias2_sqrt + s.eps;
-  e.master = e.master + (-s.step_size * e.momentum) / denominator;
+  e.master = e.master + (-s.step_size * e.momentum) / (std::sqrt(e.variance) + s.eps);
 }
 
 /// SGD; momentum 0 keeps the last gradient as its momentum, which changes no weight.

@@ -5,6 +5,7 @@
 
 #include "smartinf/kernels/selection_kernels.h"
 #include "smartinf/kernels/state_codec.h"
+#include "smartinf/kernels/vector_targets.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "smartinf/kernels/selection_simd.cc"

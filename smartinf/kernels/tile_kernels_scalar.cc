@@ -34,19 +34,27 @@ namespace {
 using base::DataType;
 using base::PlaneKind;
 
+// In messages 16-bit numbers lie at any address.
+void store_bits(void* out, size_t index, uint16_t bits) {
+  std::memcpy(static_cast<std::byte*>(out) + index * sizeof(bits), &bits, sizeof(bits));
+}
+uint16_t load_bits(const void* in, size_t index) {
+  uint16_t bits;
+  std::memcpy(&bits, static_cast<const std::byte*>(in) + index * sizeof(bits), sizeof(bits));
+  return bits;
+}
+
 void widen(const void* in, DataType type, float* out, size_t n) {
   switch (type) {
     case DataType::kF32:
       if (n != 0) std::memcpy(out, in, n * sizeof(float));  // no pointers where there is nothing
       return;
     case DataType::kBf16: {
-      const auto* bf16 = static_cast<const uint16_t*>(in);
-      for (size_t i = 0; i < n; ++i) out[i] = base::to_f32(base::Bf16{bf16[i]});
+      for (size_t i = 0; i < n; ++i) out[i] = base::to_f32(base::Bf16{load_bits(in, i)});
       return;
     }
     case DataType::kF16: {
-      const auto* f16 = static_cast<const uint16_t*>(in);
-      for (size_t i = 0; i < n; ++i) out[i] = base::to_f32(base::F16{f16[i]});
+      for (size_t i = 0; i < n; ++i) out[i] = base::to_f32(base::F16{load_bits(in, i)});
       return;
     }
   }
@@ -58,13 +66,11 @@ void narrow(const float* in, void* out, DataType type, size_t n) {
       if (n != 0) std::memcpy(out, in, n * sizeof(float));  // no pointers where there is nothing
       return;
     case DataType::kBf16: {
-      auto* bf16 = static_cast<uint16_t*>(out);
-      for (size_t i = 0; i < n; ++i) bf16[i] = base::to_bf16(in[i]).bits;
+      for (size_t i = 0; i < n; ++i) store_bits(out, i, base::to_bf16(in[i]).bits);
       return;
     }
     case DataType::kF16: {
-      auto* f16 = static_cast<uint16_t*>(out);
-      for (size_t i = 0; i < n; ++i) f16[i] = base::to_f16(in[i]).bits;
+      for (size_t i = 0; i < n; ++i) store_bits(out, i, base::to_f16(in[i]).bits);
       return;
     }
   }
@@ -85,26 +91,29 @@ void update(const StepScalars& scalars, const float* gradient, float* master, fl
 
 void encode_bf16(PlaneKind kind, RoundingKey key, const float* in, uint16_t* out, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    const uint32_t random = rounding_half(rounding_bits(key, static_cast<uint32_t>(i)), kind);
-    out[i] = round_bf16(in[i], random);
+    out[i] = round_bf16(in[i], random_number(key, kind, i));
   }
 }
 
 float encode_q8(PlaneKind kind, RoundingKey key, const float* in, uint8_t* out, size_t n) {
+  const auto kept = [kind](float value) {
+    return kind == PlaneKind::kVariance ? std::sqrt(value) : value;
+  };
   uint32_t largest = 0;
   for (size_t i = 0; i < n; ++i) {
-    largest = std::max(largest, std::bit_cast<uint32_t>(in[i]) & kMagnitudeMask);
+    largest = std::max(largest, std::bit_cast<uint32_t>(kept(in[i])) & kMagnitudeMask);
   }
   const float step = group_step(kind, largest);
   const float inverse = group_inverse(step);
   for (size_t i = 0; i < n; ++i) {
-    const uint32_t random = rounding_half(rounding_bits(key, static_cast<uint32_t>(i)), kind);
+    const uint32_t random = random_number(key, kind, i);
+    uint8_t& code = out[code_position(i, n)];
     if (inverse == 0) {
-      out[i] = 0;
+      code = 0;
     } else if (kind == PlaneKind::kVariance) {
-      out[i] = encode_variance(in[i], inverse, random);
+      code = encode_root(kept(in[i]), inverse, random);
     } else {
-      out[i] = static_cast<uint8_t>(encode_momentum(in[i], inverse, random));
+      code = encode_momentum(kept(in[i]), inverse, random);
     }
   }
   return step;
@@ -112,8 +121,9 @@ float encode_q8(PlaneKind kind, RoundingKey key, const float* in, uint8_t* out, 
 
 void decode_q8(PlaneKind kind, float step, const uint8_t* in, float* out, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    out[i] = kind == PlaneKind::kVariance ? decode_variance(in[i], step)
-                                          : decode_momentum(static_cast<int8_t>(in[i]), step);
+    const uint8_t code = in[code_position(i, n)];
+    out[i] = kind == PlaneKind::kVariance ? decode_variance(code, step)
+                                          : decode_momentum(code, step);
   }
 }
 

@@ -1,13 +1,14 @@
 // Every tile stage as one Highway body, compiled once for each instruction set. The operations and
-// their order are those of rules.h and state_codec.h, and no product is fused with a sum (but to
-// make a quotient exact), so that all sets give the bits of the scalar truth. Elements that do not
-// fill a vector go through the scalar truth itself.
+// their order are those of rules.h and state_codec.h, and no product is fused with a sum, so that
+// all sets give the bits of the scalar truth. Elements that do not fill a vector go through the
+// scalar truth itself.
 #include "smartinf/kernels/tile_kernels_simd.h"
 
 #include <algorithm>
-#include <limits>
+#include <type_traits>
 
 #include "smartinf/kernels/rules.h"
+#include "smartinf/kernels/vector_targets.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "smartinf/kernels/tile_kernels_simd.cc"
@@ -27,7 +28,6 @@ using I32 = hn::RebindToSigned<F32>;
 using U32 = hn::RebindToUnsigned<F32>;
 using U16 = hn::Rebind<uint16_t, F32>;
 using U8 = hn::Rebind<uint8_t, F32>;
-using I8 = hn::Rebind<int8_t, F32>;
 using F64 = hn::ScalableTag<double>;
 using VF = hn::Vec<F32>;
 using VI = hn::Vec<I32>;
@@ -55,7 +55,19 @@ HWY_INLINE VF load_bf16(const uint16_t* in) {
   return float_of(hn::ShiftLeft<16>(hn::PromoteTo(U32(), hn::LoadU(U16(), in))));
 }
 
+// F16C and NEON convert f16 exactly as the scalar truth does; below them it takes integers.
+#undef SI_NATIVE_F16
+#if HWY_TARGET == HWY_AVX2 || HWY_TARGET == HWY_AVX3
+#define SI_NATIVE_F16 1
+#else
+#define SI_NATIVE_F16 0
+#endif
+
 HWY_INLINE VF load_f16(const uint16_t* in) {
+#if SI_NATIVE_F16
+  const hn::Rebind<hwy::float16_t, F32> f16;
+  return hn::PromoteTo(F32(), hn::LoadU(f16, reinterpret_cast<const hwy::float16_t*>(in)));
+#else
   const VU half = hn::PromoteTo(U32(), hn::LoadU(U16(), in));
   const VU magnitude = hn::And(half, set_bits(0x7fffu));
   // The exponent is rebiased by a product, which also gives denormals their leading one: exact.
@@ -66,21 +78,42 @@ HWY_INLINE VF load_f16(const uint16_t* in) {
   value = hn::IfThenElse(bits_above(magnitude, 0x7c00u), quiet, value);
   const VU sign = hn::ShiftLeft<16>(hn::AndNot(set_bits(0x7fffu), half));
   return float_of(hn::Or(bits_of(value), sign));
+#endif
 }
 
-HWY_INLINE void store_u16(VU value, uint16_t* out) {
-  hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), value)), U16(), out);
+// The upper halves of one vector or of two in a row.
+HWY_INLINE void store_upper_halves(VU bits, uint16_t* out) {
+  hn::StoreU(hn::TruncateTo(U16(), hn::ShiftRight<16>(bits)), U16(), out);
+}
+HWY_INLINE void store_upper_halves(VU first, VU second, uint16_t* out) {
+#if HWY_TARGET == HWY_SCALAR  // the baseline that this library compiles, and never runs
+  store_upper_halves(first, out);
+  store_upper_halves(second, out + 1);
+#else
+  const hn::Repartition<uint16_t, U32> halves;
+  hn::StoreU(hn::ConcatOdd(halves, hn::BitCast(halves, second), hn::BitCast(halves, first)), halves,
+             out);
+#endif
+}
+
+// Rounds a number that is no NaN, but the canonical one, to bf16 in the upper half.
+HWY_INLINE VU round_bf16_nearest(VF value) {
+  const VU bits = bits_of(value);
+  const auto odd = hn::TestBit(bits, set_bits(0x10000u));
+  return hn::Add(bits, hn::IfThenElse(odd, set_bits(0x8000u), set_bits(0x7fffu)));
 }
 
 HWY_INLINE void store_bf16(VF value, uint16_t* out) {
-  const VU bits = bits_of(value);
-  const VU odd = hn::And(hn::ShiftRight<16>(bits), set_bits(1));
-  const VU rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, set_bits(0x7fffu)), odd));
-  const VU quiet = hn::Or(hn::ShiftRight<16>(bits), set_bits(0x0040u));
-  store_u16(bits_of(hn::IfThenElse(hn::IsNaN(value), float_of(quiet), float_of(rounded))), out);
+  const VU quiet = hn::Or(bits_of(value), set_bits(0x00400000u));
+  const VF rounded = float_of(round_bf16_nearest(value));
+  store_upper_halves(bits_of(hn::IfThenElse(hn::IsNaN(value), float_of(quiet), rounded)), out);
 }
 
 HWY_INLINE void store_f16(VF value, uint16_t* out) {
+#if SI_NATIVE_F16
+  const hn::Rebind<hwy::float16_t, F32> f16;
+  hn::StoreU(hn::DemoteTo(f16, value), f16, reinterpret_cast<hwy::float16_t*>(out));
+#else
   const VU bits = bits_of(value);
   const VU magnitude = hn::And(bits, set_bits(kMagnitudeMask));
   const VU sign = hn::ShiftRight<16>(hn::Xor(bits, magnitude));
@@ -98,7 +131,8 @@ HWY_INLINE void store_f16(VF value, uint16_t* out) {
       hn::IfThenElse(bits_above(magnitude, 0x387fffffu), float_of(normal), float_of(denormal));
   half = hn::IfThenElse(bits_above(magnitude, 0x477fefffu), float_of(set_bits(0x7c00u)), half);
   half = hn::IfThenElse(bits_above(magnitude, kInfinityBits), float_of(nan), half);
-  store_u16(hn::Or(bits_of(half), sign), out);
+  hn::StoreU(hn::TruncateTo(U16(), hn::Or(bits_of(half), sign)), U16(), out);
+#endif
 }
 
 void widen(const void* in, DataType type, float* out, size_t n) {
@@ -148,115 +182,181 @@ struct StateVectors {
   VF master;
   VF momentum;
   VF variance;
+  VF root;  // of the variance; set by rules that keep one
 };
 
-HWY_INLINE VF add_decay(const StepScalars& s, VF gradient, VF master) {
-  if (s.weight_decay == 0) return gradient;
-  return hn::Add(gradient, hn::Mul(set(s.weight_decay), master));
+HWY_INLINE StateVectors zero_state() {
+  const VF zero = hn::Zero(F32());
+  return {.master = zero, .momentum = zero, .variance = zero, .root = zero};
 }
 
-HWY_INLINE VF lerp_vector(VF a, VF b, float weight) {
-  const VF difference = hn::Sub(b, a);
-  if (weight < 0.5f) return hn::Add(a, hn::Mul(set(weight), difference));
-  return hn::Add(b, hn::Mul(set(weight - 1.0f), difference));
-}
+// Each rule holds its scalars, one in every lane; update() does one step, and watch() is NaN in a
+// lane where any of the new values is.
 
-// root / divisor with IEEE rounding, without the divider where there is FMA. `reciprocal` is the
-// rounded 1 / divisor; each correction adds the exact remainder times it, and after the first the
-// quotient is off by less than one unit, from where the second rounds correctly (Markstein 1990).
-// For roots of f32 and divisors in [2^-12, 1]: nothing on the way underflows or overflows.
-HWY_INLINE VF divide_root(VF root, float divisor, float reciprocal) {
-#if HWY_NATIVE_FMA
-  if (divisor >= 0x1p-12f) {
-    const VF d = set(divisor);
-    const VF r = set(reciprocal);
-    VF quotient = hn::Mul(root, r);
-    quotient = hn::MulAdd(hn::NegMulAdd(quotient, d, root), r, quotient);
-    quotient = hn::MulAdd(hn::NegMulAdd(quotient, d, root), r, quotient);
-    // An infinity has no remainder.
-    return hn::IfThenElse(hn::Lt(root, set(std::numeric_limits<float>::infinity())), quotient,
-                          root);
+// What Adam, SGD and Adagrad do with L2 decay. kDecays: whether there is any.
+template <bool kDecays>
+struct GradientDecay {
+  explicit GradientDecay(const StepScalars& s) : weight_decay(set(s.weight_decay)) {}
+  HWY_INLINE VF operator()(VF gradient, VF master) const {
+    if constexpr (!kDecays) return gradient;
+    return hn::Add(gradient, hn::Mul(weight_decay, master));
   }
-#endif
-  (void)reciprocal;
-  return hn::Div(root, set(divisor));
-}
+  VF weight_decay;
+};
 
+template <bool kDecays>
 struct Adam {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = true;
-  static HWY_INLINE void update(const StepScalars& s, VF gradient, StateVectors& e) {
-    e.master = hn::Mul(e.master, set(s.decay_factor));
-    gradient = add_decay(s, gradient, e.master);
-    e.momentum = lerp_vector(e.momentum, gradient, s.one_minus_beta1);
-    e.variance = hn::Add(hn::Mul(e.variance, set(s.beta2)),
-                         hn::Mul(hn::Mul(set(s.one_minus_beta2), gradient), gradient));
-    const VF denominator =
-        hn::Add(divide_root(hn::Sqrt(e.variance), s.bias2_sqrt, 1.0f / s.bias2_sqrt), set(s.eps));
-    e.master = hn::Add(e.master, hn::Div(hn::Mul(set(-s.step_size), e.momentum), denominator));
+  explicit Adam(const StepScalars& s)
+      : decay(s),
+        near(hn::Lt(set(s.one_minus_beta1), set(0.5f))),
+        weight(set(s.one_minus_beta1 < 0.5f ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)),
+        decay_factor(set(s.decay_factor)),
+        beta2(set(s.beta2)),
+        one_minus_beta2(set(s.one_minus_beta2)),
+        minus_step_size(set(-s.step_size)),
+        eps(set(s.eps)) {}
+  HWY_INLINE void update(VF gradient, StateVectors& e) const {
+    e.master = hn::Mul(e.master, decay_factor);
+    gradient = decay(gradient, e.master);
+    // lerp(), from whichever end is nearer.
+    const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
+    e.momentum = hn::Add(hn::IfThenElse(near, e.momentum, gradient), difference);
+    e.variance =
+        hn::Add(hn::Mul(e.variance, beta2), hn::Mul(hn::Mul(one_minus_beta2, gradient), gradient));
+    e.root = hn::Sqrt(e.variance);
+    e.master =
+        hn::Add(e.master, hn::Div(hn::Mul(minus_step_size, e.momentum), hn::Add(e.root, eps)));
   }
+  HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
+
+  GradientDecay<kDecays> decay;
+  hn::Mask<F32> near;
+  VF weight, decay_factor, beta2, one_minus_beta2, minus_step_size, eps;
 };
 
+template <bool kDecays>
 struct Sgd {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = false;
-  static HWY_INLINE void update(const StepScalars& s, VF gradient, StateVectors& e) {
-    gradient = add_decay(s, gradient, e.master);
-    if (s.first_step || s.beta1 == 0) {
+  explicit Sgd(const StepScalars& s)
+      : decay(s),
+        forgets(s.first_step || s.beta1 == 0),
+        nesterov(s.nesterov),
+        beta1(set(s.beta1)),
+        dampening_factor(set(s.dampening_factor)),
+        minus_lr(set(-s.lr)) {}
+  HWY_INLINE void update(VF gradient, StateVectors& e) const {
+    gradient = decay(gradient, e.master);
+    if (forgets) {
       e.momentum = gradient;
     } else {
-      e.momentum =
-          hn::Add(hn::Mul(e.momentum, set(s.beta1)), hn::Mul(set(s.dampening_factor), gradient));
+      e.momentum = hn::Add(hn::Mul(e.momentum, beta1), hn::Mul(dampening_factor, gradient));
     }
-    const VF direction =
-        s.nesterov ? hn::Add(gradient, hn::Mul(set(s.beta1), e.momentum)) : e.momentum;
-    e.master = hn::Add(e.master, hn::Mul(set(-s.lr), direction));
+    const VF direction = nesterov ? hn::Add(gradient, hn::Mul(beta1, e.momentum)) : e.momentum;
+    e.master = hn::Add(e.master, hn::Mul(minus_lr, direction));
   }
+  HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
+
+  GradientDecay<kDecays> decay;
+  bool forgets, nesterov;
+  VF beta1, dampening_factor, minus_lr;
 };
 
+template <bool kDecays>
 struct Adagrad {
   static constexpr bool kMomentum = false;
   static constexpr bool kVariance = true;
-  static HWY_INLINE void update(const StepScalars& s, VF gradient, StateVectors& e) {
-    gradient = add_decay(s, gradient, e.master);
-    const VF sum = s.first_step ? set(s.initial_variance) : e.variance;
-    e.variance = hn::Add(sum, hn::Mul(gradient, gradient));
-    e.master = hn::Add(e.master, hn::Div(hn::Mul(set(-s.step_size), gradient),
-                                         hn::Add(hn::Sqrt(e.variance), set(s.eps))));
+  explicit Adagrad(const StepScalars& s)
+      : decay(s),
+        first_step(s.first_step),
+        initial(set(s.initial_variance)),
+        minus_step_size(set(-s.step_size)),
+        eps(set(s.eps)) {}
+  HWY_INLINE void update(VF gradient, StateVectors& e) const {
+    gradient = decay(gradient, e.master);
+    e.variance = hn::Add(first_step ? initial : e.variance, hn::Mul(gradient, gradient));
+    e.root = hn::Sqrt(e.variance);
+    e.master = hn::Add(e.master, hn::Div(hn::Mul(minus_step_size, gradient), hn::Add(e.root, eps)));
   }
+  HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
+
+  GradientDecay<kDecays> decay;
+  bool first_step;
+  VF initial, minus_step_size, eps;
 };
 
 struct Lion {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = false;
-  static HWY_INLINE void update(const StepScalars& s, VF gradient, StateVectors& e) {
-    e.master = hn::Mul(e.master, set(s.decay_factor));
-    const VF direction =
-        hn::Add(hn::Mul(e.momentum, set(s.beta1)), hn::Mul(gradient, set(s.one_minus_beta1)));
+  explicit Lion(const StepScalars& s)
+      : decay_factor(set(s.decay_factor)),
+        beta1(set(s.beta1)),
+        one_minus_beta1(set(s.one_minus_beta1)),
+        beta2(set(s.beta2)),
+        one_minus_beta2(set(s.one_minus_beta2)),
+        lr(set(s.lr)) {}
+  HWY_INLINE void update(VF gradient, StateVectors& e) const {
+    e.master = hn::Mul(e.master, decay_factor);
+    const VF direction = hn::Add(hn::Mul(e.momentum, beta1), hn::Mul(gradient, one_minus_beta1));
     const VF zero = hn::Zero(F32());
-    const VF down = hn::Add(e.master, set(-s.lr));
-    const VF up = hn::Add(e.master, set(s.lr));
+    const VF down = hn::Sub(e.master, lr);
+    const VF up = hn::Add(e.master, lr);
     e.master = hn::IfThenElse(hn::Gt(direction, zero), down, e.master);
     e.master = hn::IfThenElse(hn::Lt(direction, zero), up, e.master);
     e.master = hn::IfThenElse(hn::IsNaN(direction), direction, e.master);
-    e.momentum =
-        hn::Add(hn::Mul(e.momentum, set(s.beta2)), hn::Mul(gradient, set(s.one_minus_beta2)));
+    e.momentum = hn::Add(hn::Mul(e.momentum, beta2), hn::Mul(gradient, one_minus_beta2));
   }
+  HWY_INLINE VF watch(const StateVectors& e) const { return hn::Add(e.master, e.momentum); }
+
+  VF decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
 };
+
+HWY_INLINE bool any_nan(VF watch) { return !hn::AllFalse(F32(), hn::IsNaN(watch)); }
+
+void canonicalize(float* values, size_t n) {
+  for (size_t i = 0; i < n; ++i) values[i] = canonical(values[i]);
+}
+
+// Calls `work` with the type of the rule as its template argument.
+template <typename Work>
+HWY_INLINE void with_rule(const StepScalars& s, const Work& work) {
+  const bool decays = s.weight_decay != 0;
+  switch (s.rule) {
+    case UpdateRule::kAdamW:
+    case UpdateRule::kAdam:
+      return decays ? work.template operator()<Adam<true>>()
+                    : work.template operator()<Adam<false>>();
+    case UpdateRule::kSgdMomentum:
+      return decays ? work.template operator()<Sgd<true>>()
+                    : work.template operator()<Sgd<false>>();
+    case UpdateRule::kAdagrad:
+      return decays ? work.template operator()<Adagrad<true>>()
+                    : work.template operator()<Adagrad<false>>();
+    case UpdateRule::kLion:
+      return work.template operator()<Lion>();
+  }
+}
+
+HWY_INLINE VF gradient_scale(const StepScalars& s) {
+  return set(s.maximize ? -s.gradient_scale : s.gradient_scale);
+}
 
 template <typename Rule>
 void update_rule(const StepScalars& s, const float* gradient, float* master, float* momentum,
                  float* variance, size_t n) {
   const F32 f32;
   const size_t lanes = hn::Lanes(f32);
-  const VF scale = set(s.maximize ? -s.gradient_scale : s.gradient_scale);
+  const VF scale = gradient_scale(s);
+  const Rule rule(s);
   size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
-    StateVectors e{
-        .master = hn::LoadU(f32, master + i), .momentum = hn::Zero(f32), .variance = hn::Zero(f32)};
+    StateVectors e = zero_state();
+    e.master = hn::LoadU(f32, master + i);
     if constexpr (Rule::kMomentum) e.momentum = hn::LoadU(f32, momentum + i);
     if constexpr (Rule::kVariance) e.variance = hn::LoadU(f32, variance + i);
-    Rule::update(s, hn::Mul(hn::LoadU(f32, gradient + i), scale), e);
+    rule.update(hn::Mul(hn::LoadU(f32, gradient + i), scale), e);
     hn::StoreU(canonical_nan(e.master), f32, master + i);
     if constexpr (Rule::kMomentum) hn::StoreU(canonical_nan(e.momentum), f32, momentum + i);
     if constexpr (Rule::kVariance) hn::StoreU(canonical_nan(e.variance), f32, variance + i);
@@ -269,422 +369,429 @@ void update_rule(const StepScalars& s, const float* gradient, float* master, flo
 
 void update(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
             float* variance, size_t n) {
-  switch (scalars.rule) {
-    case UpdateRule::kAdamW:
-    case UpdateRule::kAdam:
-      update_rule<Adam>(scalars, gradient, master, momentum, variance, n);
-      return;
-    case UpdateRule::kSgdMomentum:
-      update_rule<Sgd>(scalars, gradient, master, momentum, variance, n);
-      return;
-    case UpdateRule::kAdagrad:
-      update_rule<Adagrad>(scalars, gradient, master, momentum, variance, n);
-      return;
-    case UpdateRule::kLion:
-      update_rule<Lion>(scalars, gradient, master, momentum, variance, n);
-      return;
-  }
+  with_rule(scalars, [&]<typename Rule>() {
+    update_rule<Rule>(scalars, gradient, master, momentum, variance, n);
+  });
 }
 
 // ---- state codecs ----
 
-// lane * kLaneFactor for the lanes of a tile.
-struct LaneProducts {
-  alignas(64) uint32_t values[kTileElements];
+// The random numbers of a group, a vector at a time.
+class RandomVectors {
+ public:
+  // Steps of `stride` lanes lie between one vector and the next.
+  HWY_INLINE RandomVectors(const Progression& numbers, size_t stride)
+      : next_(hn::Add(set_bits(numbers.start),
+                      hn::Mul(hn::Iota(U32(), 0), set_bits(numbers.stride)))),
+        step_(set_bits(numbers.stride * static_cast<uint32_t>(stride))) {}
+  HWY_INLINE VU next() {
+    const VU now = next_;
+    next_ = hn::Add(next_, step_);
+    return now;
+  }
+
+ private:
+  VU next_;
+  VU step_;
 };
-constexpr LaneProducts make_lane_products() {
-  LaneProducts products{};
-  for (uint32_t lane = 0; lane < kTileElements; ++lane) products.values[lane] = lane * kLaneFactor;
-  return products;
-}
-inline constexpr LaneProducts kLaneProducts = make_lane_products();
 
-// rounding_bits() for the lanes from `first` on, a multiple of the vector's length.
-HWY_INLINE VU random_bits(RoundingKey key, size_t first) {
-  VU x = hn::Xor(hn::Load(U32(), kLaneProducts.values + first), set_bits(key.low));
-  x = hn::Xor(x, hn::ShiftRight<16>(x));
-  x = hn::Xor(hn::Mul(x, set_bits(kMixFactor1)), set_bits(key.high));
-  x = hn::Xor(x, hn::ShiftRight<15>(x));
-  x = hn::Mul(x, set_bits(kMixFactor2));
-  return hn::Xor(x, hn::ShiftRight<16>(x));
-}
-
-// rounding_half() in the low bits, zeros above.
-template <PlaneKind kKind>
-HWY_INLINE VU random_half(VU bits) {
-  return kKind == PlaneKind::kVariance ? hn::ShiftRight<16>(bits)
-                                       : hn::And(bits, set_bits(0xffffu));
-}
-
-// unit_interval() of rounding_half(): its 16 bits and a one below them become the upper part of the
-// mantissa of a number in [1, 2).
-template <PlaneKind kKind>
-HWY_INLINE VF random_unit(VU bits) {
-  const VU placed =
-      kKind == PlaneKind::kVariance ? hn::ShiftRight<9>(bits) : hn::ShiftLeft<7>(bits);
-  const VU number = hn::Or(hn::And(placed, set_bits(0x007fff80u)), set_bits(0x3f800040u));
-  return hn::Sub(float_of(number), set(1.0f));
-}
-
-HWY_INLINE void store_bf16_rounded(VF value, VU random16, uint16_t* out) {
-  const VF rounded = float_of(hn::Add(bits_of(value), random16));
-  const VF nan = float_of(set_bits(kCanonicalNan));
-  store_u16(hn::ShiftRight<16>(bits_of(hn::IfThenElse(hn::IsNaN(value), nan, rounded))), out);
-}
-
-template <PlaneKind kKind>
-void encode_bf16_plane(RoundingKey key, const float* in, uint16_t* out, size_t n) {
-  const size_t lanes = hn::Lanes(F32());
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    store_bf16_rounded(hn::LoadU(F32(), in + i), random_half<kKind>(random_bits(key, i)), out + i);
-  }
-  for (; i < n; ++i) {
-    out[i] = round_bf16(in[i], rounding_half(rounding_bits(key, static_cast<uint32_t>(i)), kKind));
-  }
+// Random bits added below the upper half: round_bf16() of a number that is no NaN, but the
+// canonical one.
+HWY_INLINE VU round_bf16_random(VF value, VU random) {
+  return hn::Add(bits_of(value), hn::ShiftRight<16>(random));
 }
 
 void encode_bf16(PlaneKind kind, RoundingKey key, const float* in, uint16_t* out, size_t n) {
-  if (kind == PlaneKind::kVariance) {
-    encode_bf16_plane<PlaneKind::kVariance>(key, in, out, n);
-  } else {
-    encode_bf16_plane<PlaneKind::kMomentum>(key, in, out, n);
-  }
-}
-
-// First guesses for floor_root() and floor_fourth_root(), right or one too small for codes up to
-// 255. x86 has a reciprocal root of 12 bits, several times faster than the exact one; NEON's of 8
-// would not do.
-HWY_INLINE VF root(VF y) {
-#if HWY_ARCH_X86
-  return hn::Mul(y, hn::ApproximateReciprocalSqrt(hn::Max(y, set(0x1p-60f))));
-#else
-  return hn::Sqrt(y);
-#endif
-}
-HWY_INLINE VF fourth_root(VF y) {
-#if HWY_ARCH_X86
-  return hn::ApproximateReciprocalSqrt(hn::ApproximateReciprocalSqrt(hn::Max(y, set(0x1p-100f))));
-#else
-  return hn::Sqrt(hn::Sqrt(y));
-#endif
-}
-constexpr float kRoundToWhole = 0x1.8p23f;  // adding it leaves no room for a fraction
-HWY_INLINE VF guess_floor(VF root_of_y) {
-  // An error of the root up to 0.2 neither reaches the next code nor the one but last.
-  return hn::Sub(hn::Add(hn::Sub(root_of_y, set(0.7f)), set(kRoundToWhole)), set(kRoundToWhole));
-}
-
-HWY_INLINE VF squared(VF value) { return hn::Mul(value, value); }
-
-template <PlaneKind kKind>
-HWY_INLINE void store_codes(VF value, VF inverse, VU bits, uint8_t* out) {
-  const VF one = set(1.0f);
-  const VF magnitude = hn::Abs(value);
-  VF code;
-  if constexpr (kKind == PlaneKind::kVariance) {
-    const VF y = hn::Min(hn::Mul(hn::Mul(magnitude, inverse), inverse), set(kVarianceCodesFourth));
-    VF lower = guess_floor(fourth_root(y));
-    const VF above = hn::Add(lower, one);
-    lower = hn::IfThenElse(hn::Le(squared(squared(above)), y), above, lower);
-    const VF square = squared(lower);
-    const VF side = hn::Add(hn::Add(lower, lower), one);
-    const VF gap = hn::Mul(side, hn::Add(hn::Add(square, square), side));
-    const auto up = hn::Lt(hn::Mul(random_unit<kKind>(bits), gap), hn::Sub(y, squared(square)));
-    code = hn::IfThenElse(up, hn::Add(lower, one), lower);
-    // Only zero has code 0.
-    code = hn::Max(code, hn::IfThenElseZero(hn::Ne(value, hn::Zero(F32())), one));
-  } else {
-    const VF y = hn::Min(hn::Mul(magnitude, inverse), set(kMomentumCodesSquared));
-    VF lower = guess_floor(root(y));
-    const VF above = hn::Add(lower, one);
-    lower = hn::IfThenElse(hn::Le(squared(above), y), above, lower);
-    const VF gap = hn::Add(hn::Add(lower, lower), one);
-    const auto up = hn::Lt(hn::Mul(random_unit<kKind>(bits), gap), hn::Sub(y, squared(lower)));
-    code = hn::CopySign(hn::IfThenElse(up, hn::Add(lower, one), lower), value);
-  }
-  // The low byte of the shifted number is the code, in two's complement.
-  hn::StoreU(hn::TruncateTo(U8(), bits_of(hn::Add(code, set(kRoundToWhole)))), U8(), out);
-}
-
-template <PlaneKind kKind>
-HWY_INLINE VF load_codes(const uint8_t* in, VF step) {
-  if constexpr (kKind == PlaneKind::kVariance) {
-    const VF code = hn::ConvertTo(F32(), hn::PromoteTo(I32(), hn::LoadU(U8(), in)));
-    return squared(hn::Mul(squared(code), step));
-  } else {
-    const auto signed_codes = hn::LoadU(I8(), reinterpret_cast<const int8_t*>(in));
-    const VF code = hn::ConvertTo(F32(), hn::PromoteTo(I32(), signed_codes));
-    return hn::Mul(hn::Mul(code, hn::Abs(code)), step);
-  }
-}
-
-template <PlaneKind kKind>
-float encode_q8_plane(RoundingKey key, const float* in, uint8_t* out, size_t n) {
   const size_t lanes = hn::Lanes(F32());
-  VI largest_lanes = hn::Zero(I32());
+  RandomVectors random(progression(key, kind), lanes);
   size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
-    largest_lanes = hn::Max(largest_lanes, hn::BitCast(I32(), hn::Abs(hn::LoadU(F32(), in + i))));
+    const VF value = canonical_nan(hn::LoadU(F32(), in + i));
+    store_upper_halves(round_bf16_random(value, random.next()), out + i);
   }
-  auto largest = static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(I32(), largest_lanes)));
   for (; i < n; ++i) {
-    largest = HWY_MAX(largest, std::bit_cast<uint32_t>(in[i]) & kMagnitudeMask);
+    out[i] = round_bf16(in[i], random_number(key, kind, i));
   }
+}
 
-  const float step = group_step(kKind, largest);
-  const float inverse = group_inverse(step);
-  if (inverse == 0) {
-    std::fill(out, out + n, uint8_t{0});
+// Codes in the upper byte of each lane.
+template <PlaneKind kKind>
+HWY_INLINE VU encode(VF value, VF inverse, VU random) {
+  const VF steps = hn::Mul(value, inverse);
+  if constexpr (kKind == PlaneKind::kVariance) {
+    const VU noise = hn::ShiftRight<32 - kVarianceCut>(random);
+    const VU bits = hn::Add(bits_of(hn::Add(steps, set(kCodeBias))), noise);
+    // Roots of f32 are 0 or have more than this as bits.
+    const VU not_zero = hn::Min(bits_of(value), set_bits(1u << 24));
+    return hn::Max(hn::ShiftLeft<24 - kVarianceCut>(bits), not_zero);
+  } else {
+    const VU bias = hn::OrAnd(set_bits(kCodeBiasBits), bits_of(steps), set_bits(kSignBit));
+    const VU noise = hn::ShiftRight<32 - kMomentumCut>(random);
+    const VU bits = hn::Add(bits_of(hn::Add(steps, float_of(bias))), noise);
+    return hn::OrAnd(hn::ShiftLeft<24 - kMomentumCut>(bits), bits, set_bits(kSignBit));
+  }
+}
+
+// (z - kCodeBias) * step. The difference is exact and so is 2 * step: fused it is the same number.
+HWY_INLINE VF code_times_step(VU z, VF step) {
+#if HWY_NATIVE_FMA
+  // A product, not a negation: the step of a broken group must stay the canonical NaN.
+  return hn::MulAdd(float_of(z), step, hn::Mul(step, set(-kCodeBias)));
+#else
+  return hn::Mul(hn::Sub(float_of(z), set(kCodeBias)), step);
+#endif
+}
+static_assert(kCodeBias == 2.0f);
+
+// What the codes in byte kByte of each lane stand for.
+template <PlaneKind kKind, int kByte>
+HWY_INLINE VF decode(VU words, VF step) {
+  // The code's bits move from 8 * kByte to `cut`.
+  const auto at_cut = [words](auto cut) {
+    if constexpr (cut >= 8 * kByte) {
+      return hn::ShiftLeft<cut - 8 * kByte>(words);
+    } else {
+      return hn::ShiftRight<8 * kByte - cut>(words);
+    }
+  };
+  if constexpr (kKind == PlaneKind::kVariance) {
+    const VU code = at_cut(std::integral_constant<int, kVarianceCut>());
+    const VU bits =
+        hn::OrAnd(set_bits(kCodeBiasBits), code, set_bits((kVarianceCodes - 1) << kVarianceCut));
+    const VF root = code_times_step(bits, step);
+    return hn::Mul(root, root);
+  } else {
+    const VU code = at_cut(std::integral_constant<int, kMomentumCut>());
+    const VU bits =
+        hn::OrAnd(set_bits(kCodeBiasBits), code, set_bits((kMomentumCodes - 1) << kMomentumCut));
+    const VF magnitude = code_times_step(bits, step);
+    const VU sign = hn::ShiftLeft<24 - 8 * kByte>(words);
+    return float_of(hn::OrAnd(bits_of(magnitude), sign, set_bits(kSignBit)));
+  }
+}
+
+// Words of codes: each lane's upper byte moved to its place.
+HWY_INLINE VU pack_codes(VU byte0, VU byte1, VU byte2, VU byte3) {
+  VU words = hn::ShiftRight<24>(byte0);
+  words = hn::OrAnd(words, hn::ShiftRight<16>(byte1), set_bits(0x0000ff00u));
+  words = hn::OrAnd(words, hn::ShiftRight<8>(byte2), set_bits(0x00ff0000u));
+  return hn::OrAnd(words, byte3, set_bits(0xff000000u));
+}
+
+/// Momenta or roots of variances of a group that is about to be encoded.
+struct GroupValues {
+  alignas(64) float values[kTileElements];
+};
+
+// The largest magnitude of a group, NaN of either sign being larger than any number.
+HWY_INLINE VI largest_of(const GroupValues& group) {
+  VI largest = hn::Zero(I32());
+  for (size_t i = 0; i < kTileElements; i += hn::Lanes(F32())) {
+    const VF value = hn::Load(F32(), group.values + i);
+    largest = hn::Max(largest, hn::BitCast(I32(), hn::Abs(value)));
+  }
+  return largest;
+}
+
+/// Encodes a group whose largest magnitude is known. Returns its step.
+template <PlaneKind kKind>
+HWY_INLINE float encode_group(const GroupValues& group, VI largest, const Progression& numbers,
+                              uint8_t* out) {
+  const size_t lanes = hn::Lanes(F32());
+  const auto bits = static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(I32(), largest)));
+  const float step = group_step(kKind, bits);
+  if (HWY_UNLIKELY(!(step > 0))) {
+    std::fill_n(out, kTileElements, uint8_t{0});
     return step;
   }
-  for (i = 0; i + lanes <= n; i += lanes) {
-    store_codes<kKind>(hn::LoadU(F32(), in + i), set(inverse), random_bits(key, i), out + i);
-  }
-  for (; i < n; ++i) {
-    const uint32_t random16 = rounding_half(rounding_bits(key, static_cast<uint32_t>(i)), kKind);
-    out[i] = kKind == PlaneKind::kVariance
-                 ? encode_variance(in[i], inverse, random16)
-                 : static_cast<uint8_t>(encode_momentum(in[i], inverse, random16));
+  const VF inverse = set(group_inverse(step));
+  const VU quarter = set_bits(numbers.stride * static_cast<uint32_t>(kCodeWords));
+  RandomVectors random(numbers, lanes);
+  for (size_t word = 0; word < kCodeWords; word += lanes) {
+    const float* values = group.values + word;
+    const VU random0 = random.next();
+    const VU random1 = hn::Add(random0, quarter);
+    const VU random2 = hn::Add(random1, quarter);
+    const VU random3 = hn::Add(random2, quarter);
+    const VU words =
+        pack_codes(encode<kKind>(hn::Load(F32(), values), inverse, random0),
+                   encode<kKind>(hn::Load(F32(), values + kCodeWords), inverse, random1),
+                   encode<kKind>(hn::Load(F32(), values + 2 * kCodeWords), inverse, random2),
+                   encode<kKind>(hn::Load(F32(), values + 3 * kCodeWords), inverse, random3));
+    hn::StoreU(words, U32(), reinterpret_cast<uint32_t*>(out) + word);
   }
   return step;
 }
 
+template <PlaneKind kKind>
+float encode_plane(const Progression& numbers, const float* in, uint8_t* out) {
+  GroupValues group;
+  for (size_t i = 0; i < kTileElements; i += hn::Lanes(F32())) {
+    VF value = hn::LoadU(F32(), in + i);
+    if constexpr (kKind == PlaneKind::kVariance) value = hn::Sqrt(value);
+    hn::Store(value, F32(), group.values + i);
+  }
+  return encode_group<kKind>(group, largest_of(group), numbers, out);
+}
+
 float encode_q8(PlaneKind kind, RoundingKey key, const float* in, uint8_t* out, size_t n) {
-  return kind == PlaneKind::kVariance ? encode_q8_plane<PlaneKind::kVariance>(key, in, out, n)
-                                      : encode_q8_plane<PlaneKind::kMomentum>(key, in, out, n);
+  if (n < kTileElements) return scalar_tiles().encode_q8(kind, key, in, out, n);
+  return kind == PlaneKind::kVariance ? encode_plane<PlaneKind::kVariance>(key.variance, in, out)
+                                      : encode_plane<PlaneKind::kMomentum>(key.momentum, in, out);
 }
 
 template <PlaneKind kKind>
-void decode_q8_plane(float step, const uint8_t* in, float* out, size_t n) {
-  const size_t lanes = hn::Lanes(F32());
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    hn::StoreU(load_codes<kKind>(in + i, set(step)), F32(), out + i);
+void decode_group(float step, const uint8_t* in, float* out) {
+  const VF steps = set(step);
+  for (size_t word = 0; word < kCodeWords; word += hn::Lanes(F32())) {
+    const VU words = hn::LoadU(U32(), reinterpret_cast<const uint32_t*>(in) + word);
+    hn::StoreU(decode<kKind, 0>(words, steps), F32(), out + word);
+    hn::StoreU(decode<kKind, 1>(words, steps), F32(), out + word + kCodeWords);
+    hn::StoreU(decode<kKind, 2>(words, steps), F32(), out + word + 2 * kCodeWords);
+    hn::StoreU(decode<kKind, 3>(words, steps), F32(), out + word + 3 * kCodeWords);
   }
-  if (i < n) scalar_tiles().decode_q8(kKind, step, in + i, out + i, n - i);
 }
 
 void decode_q8(PlaneKind kind, float step, const uint8_t* in, float* out, size_t n) {
-  if (kind == PlaneKind::kVariance) {
-    decode_q8_plane<PlaneKind::kVariance>(step, in, out, n);
+  if (n < kTileElements) {
+    scalar_tiles().decode_q8(kind, step, in, out, n);
+  } else if (kind == PlaneKind::kVariance) {
+    decode_group<PlaneKind::kVariance>(step, in, out);
   } else {
-    decode_q8_plane<PlaneKind::kMomentum>(step, in, out, n);
+    decode_group<PlaneKind::kMomentum>(step, in, out);
   }
 }
 
 // ---- all stages at once ----
 
-HWY_INLINE VF load_gradient(const void* gradient, DataType type, size_t i) {
-  switch (type) {
-    case DataType::kF32:
-      return hn::LoadU(F32(), static_cast<const float*>(gradient) + i);
-    case DataType::kBf16:
-      return load_bf16(static_cast<const uint16_t*>(gradient) + i);
-    case DataType::kF16:
-      return load_f16(static_cast<const uint16_t*>(gradient) + i);
-  }
-  return hn::Zero(F32());
-}
-
-HWY_INLINE void store_weights(VF master, void* weights, DataType type, size_t i) {
-  if (weights == nullptr) return;
-  switch (type) {
-    case DataType::kF32:
-      hn::StoreU(master, F32(), static_cast<float*>(weights) + i);
-      return;
-    case DataType::kBf16:
-      store_bf16(master, static_cast<uint16_t*>(weights) + i);
-      return;
-    case DataType::kF16:
-      store_f16(master, static_cast<uint16_t*>(weights) + i);
-      return;
+template <DataType kGradient>
+HWY_INLINE VF load_gradient(const void* gradient, size_t i) {
+  if constexpr (kGradient == DataType::kF32) {
+    return hn::LoadU(F32(), static_cast<const float*>(gradient) + i);
+  } else if constexpr (kGradient == DataType::kBf16) {
+    return load_bf16(static_cast<const uint16_t*>(gradient) + i);
+  } else {
+    return load_f16(static_cast<const uint16_t*>(gradient) + i);
   }
 }
 
-/// A q8 tile's new values, waiting for the largest of them to be known.
-struct WaitingTile {
-  alignas(64) float momentum[kTileElements] = {};
-  alignas(64) float variance[kTileElements] = {};
-  RoundingKey key;
-  float momentum_inverse = 0;
-  float variance_inverse = 0;
-  uint8_t* momentum_codes = nullptr;
-  uint8_t* variance_codes = nullptr;
+/// What all tiles of a call share. kGradient: the type of the gradients.
+template <typename Rule, DataType kGradient>
+class TileStep {
+ public:
+  TileStep(const StepScalars& s, const WholeTiles& tiles)
+      : t_(tiles), rule_(s), scale_(gradient_scale(s)) {}
+
+  /// Reads master weight and gradient of the elements from `i` on, applies the rule to them and to
+  /// the momentum and variance in `e`, and writes the master weight. Where anything becomes NaN so
+  /// does `watch`; the caller makes it canonical.
+  HWY_INLINE void vector(size_t i, StateVectors& e, VF& watch) const {
+    e.master = hn::LoadU(F32(), t_.master + i);
+    rule_.update(hn::Mul(load_gradient<kGradient>(t_.gradient, i), scale_), e);
+    watch = hn::Add(watch, rule_.watch(e));
+    hn::StoreU(e.master, F32(), t_.master + i);
+  }
+
+  /// Weights out of a tile whose master weights are done, and still in the first-level cache.
+  HWY_INLINE void weights(size_t first) const {
+    const F32 f32;
+    const size_t lanes = hn::Lanes(f32);
+    const float* master = t_.master + first;
+    if (t_.weights == nullptr) return;
+    if (t_.weights_type != DataType::kBf16) {
+      narrow(master,
+             static_cast<std::byte*>(t_.weights) + first * base::data_type_bytes(t_.weights_type),
+             t_.weights_type, kTileElements);
+      return;
+    }
+    auto* out = static_cast<uint16_t*>(t_.weights) + first;
+    for (size_t i = 0; i < kTileElements; i += 2 * lanes) {
+      // Every NaN is canonical by now.
+      store_upper_halves(round_bf16_nearest(hn::LoadU(f32, master + i)),
+                         round_bf16_nearest(hn::LoadU(f32, master + i + lanes)), out + i);
+    }
+  }
+
+ private:
+  const WholeTiles t_;  // a copy, which stores through the planes cannot change
+  const Rule rule_;
+  const VF scale_;
 };
 
-template <typename Rule>
-HWY_INLINE void encode_waiting(const WaitingTile& tile, size_t i) {
-  const VU bits = random_bits(tile.key, i);
-  if constexpr (Rule::kMomentum) {
-    store_codes<PlaneKind::kMomentum>(hn::Load(F32(), tile.momentum + i),
-                                      set(tile.momentum_inverse), bits, tile.momentum_codes + i);
-  }
-  if constexpr (Rule::kVariance) {
-    store_codes<PlaneKind::kVariance>(hn::Load(F32(), tile.variance + i),
-                                      set(tile.variance_inverse), bits, tile.variance_codes + i);
-  }
-}
-
-// Groups without a finite inverse have zero codes, whatever encode_waiting() made of them.
-template <typename Rule>
-HWY_INLINE void finish_waiting(const WaitingTile& tile) {
-  if (Rule::kMomentum && tile.momentum_inverse == 0) {
-    std::fill_n(tile.momentum_codes, kTileElements, uint8_t{0});
-  }
-  if (Rule::kVariance && tile.variance_inverse == 0) {
-    std::fill_n(tile.variance_codes, kTileElements, uint8_t{0});
-  }
-}
-
-// q8 codes of a tile are written while the next one is computed: the divisions and roots of the one
-// and the many small operations of the other use different parts of the processor.
-template <typename Rule, base::StateFormat kFormat>
-void update_whole(const StepScalars& scalars, const WholeTiles& tiles) {
-  using base::StateFormat;
-  const StepScalars s = scalars;  // copies, which stores through the planes cannot change
-  const WholeTiles t = tiles;
+template <typename Rule, DataType kGradient>
+void update_whole_f32(const StepScalars& s, const WholeTiles& t) {
   const F32 f32;
-  const size_t lanes = hn::Lanes(f32);
-  const VF scale = set(s.maximize ? -s.gradient_scale : s.gradient_scale);
-  WaitingTile waiting[2];
-  alignas(64) uint8_t nowhere[kTileElements];  // where codes go before there are any
-  waiting[1].momentum_codes = nowhere;
-  waiting[1].variance_codes = nowhere;
-  for (size_t tile = 0; tile < t.count; ++tile) {
-    const size_t base_index = tile * kTileElements;
-    WaitingTile& now = waiting[tile % 2];
-    const WaitingTile& before = waiting[(tile + 1) % 2];
-    RoundingKey key;
-    VF momentum_step = set(0.0f);
-    VF variance_step = set(0.0f);
-    VI momentum_largest = hn::Zero(I32());
-    VI variance_largest = hn::Zero(I32());
-    if constexpr (kFormat != StateFormat::kF32) {
-      key = rounding_key(s.seed, s.step, t.element + base_index);
+  const TileStep<Rule, kGradient> step(s, t);
+  auto* momentum = reinterpret_cast<float*>(t.momentum);
+  auto* variance = reinterpret_cast<float*>(t.variance);
+  for (size_t first = 0; first < t.count * kTileElements; first += kTileElements) {
+    VF watch = hn::Zero(f32);
+    for (size_t i = first; i < first + kTileElements; i += hn::Lanes(f32)) {
+      StateVectors e = zero_state();
+      if constexpr (Rule::kMomentum) e.momentum = hn::LoadU(f32, momentum + i);
+      if constexpr (Rule::kVariance) e.variance = hn::LoadU(f32, variance + i);
+      step.vector(i, e, watch);
+      if constexpr (Rule::kMomentum) hn::StoreU(e.momentum, f32, momentum + i);
+      if constexpr (Rule::kVariance) hn::StoreU(e.variance, f32, variance + i);
     }
-    if constexpr (kFormat == StateFormat::kQ8) {
-      if constexpr (Rule::kMomentum) momentum_step = set(t.momentum_steps[tile]);
-      if constexpr (Rule::kVariance) variance_step = set(t.variance_steps[tile]);
+    if (HWY_UNLIKELY(any_nan(watch))) {
+      canonicalize(t.master + first, kTileElements);
+      if constexpr (Rule::kMomentum) canonicalize(momentum + first, kTileElements);
+      if constexpr (Rule::kVariance) canonicalize(variance + first, kTileElements);
     }
-    for (size_t lane = 0; lane < kTileElements; lane += lanes) {
-      const size_t i = base_index + lane;
-      StateVectors e{.master = hn::LoadU(f32, t.master + i),
-                     .momentum = hn::Zero(f32),
-                     .variance = hn::Zero(f32)};
-      auto* momentum_f32 = reinterpret_cast<float*>(t.momentum);
-      auto* variance_f32 = reinterpret_cast<float*>(t.variance);
-      auto* momentum_bf16 = reinterpret_cast<uint16_t*>(t.momentum);
-      auto* variance_bf16 = reinterpret_cast<uint16_t*>(t.variance);
-      auto* momentum_q8 = reinterpret_cast<uint8_t*>(t.momentum);
-      auto* variance_q8 = reinterpret_cast<uint8_t*>(t.variance);
-      if constexpr (kFormat == StateFormat::kF32) {
-        if constexpr (Rule::kMomentum) e.momentum = hn::LoadU(f32, momentum_f32 + i);
-        if constexpr (Rule::kVariance) e.variance = hn::LoadU(f32, variance_f32 + i);
-      } else if constexpr (kFormat == StateFormat::kBf16) {
-        if constexpr (Rule::kMomentum) e.momentum = load_bf16(momentum_bf16 + i);
-        if constexpr (Rule::kVariance) e.variance = load_bf16(variance_bf16 + i);
-      } else {
-        if constexpr (Rule::kMomentum) {
-          e.momentum = load_codes<PlaneKind::kMomentum>(momentum_q8 + i, momentum_step);
-        }
-        if constexpr (Rule::kVariance) {
-          e.variance = load_codes<PlaneKind::kVariance>(variance_q8 + i, variance_step);
-        }
+    step.weights(first);
+  }
+}
+
+template <typename Rule, DataType kGradient>
+void update_whole_bf16(const StepScalars& s, const WholeTiles& t) {
+  const size_t lanes = hn::Lanes(F32());
+  const TileStep<Rule, kGradient> step(s, t);
+  auto* momentum = reinterpret_cast<uint16_t*>(t.momentum);
+  auto* variance = reinterpret_cast<uint16_t*>(t.variance);
+  const auto load = [&](size_t i) {
+    StateVectors e = zero_state();
+    if constexpr (Rule::kMomentum) e.momentum = load_bf16(momentum + i);
+    if constexpr (Rule::kVariance) e.variance = load_bf16(variance + i);
+    return e;
+  };
+  const uint64_t step_seed = rounding_seed(s.seed, s.step);
+  const size_t elements = t.count * kTileElements;
+  for (size_t first = 0; first < elements; first += kTileElements) {
+    const RoundingKey key = rounding_key(step_seed, t.element + first);
+    RandomVectors momentum_random(key.momentum, lanes);
+    RandomVectors variance_random(key.variance, lanes);
+    for (size_t i = first; i < first + kTileElements; i += 2 * lanes) {
+      StateVectors a = load(i);
+      StateVectors b = load(i + lanes);
+      VF watch = hn::Zero(F32());
+      step.vector(i, a, watch);
+      step.vector(i + lanes, b, watch);
+      if (HWY_UNLIKELY(any_nan(watch))) {
+        canonicalize(t.master + i, 2 * lanes);
+        a.momentum = canonical_nan(a.momentum);
+        b.momentum = canonical_nan(b.momentum);
+        a.variance = canonical_nan(a.variance);
+        b.variance = canonical_nan(b.variance);
       }
+      if constexpr (Rule::kMomentum) {
+        const VU lower = round_bf16_random(a.momentum, momentum_random.next());
+        const VU upper = round_bf16_random(b.momentum, momentum_random.next());
+        store_upper_halves(lower, upper, momentum + i);
+      }
+      if constexpr (Rule::kVariance) {
+        const VU lower = round_bf16_random(a.variance, variance_random.next());
+        const VU upper = round_bf16_random(b.variance, variance_random.next());
+        store_upper_halves(lower, upper, variance + i);
+      }
+    }
+    step.weights(first);
+  }
+}
 
-      Rule::update(s, hn::Mul(load_gradient(t.gradient, t.gradient_type, i), scale), e);
-      e.master = canonical_nan(e.master);
-      hn::StoreU(e.master, f32, t.master + i);
-      store_weights(e.master, t.weights, t.weights_type, i);
-
-      if constexpr (kFormat == StateFormat::kF32) {
+template <typename Rule, DataType kGradient>
+void update_whole_q8(const StepScalars& s, const WholeTiles& t) {
+  const size_t lanes = hn::Lanes(F32());
+  const TileStep<Rule, kGradient> step(s, t);
+  const uint64_t step_seed = rounding_seed(s.seed, s.step);
+  GroupValues momenta;
+  GroupValues roots;
+  for (size_t tile = 0; tile < t.count; ++tile) {
+    const size_t first = tile * kTileElements;
+    uint8_t* momentum_codes = nullptr;
+    uint8_t* variance_codes = nullptr;
+    VF momentum_step = hn::Zero(F32());
+    VF variance_step = hn::Zero(F32());
+    if constexpr (Rule::kMomentum) {
+      momentum_codes = reinterpret_cast<uint8_t*>(t.momentum) + first;
+      momentum_step = set(t.momentum_steps[tile]);
+    }
+    if constexpr (Rule::kVariance) {
+      variance_codes = reinterpret_cast<uint8_t*>(t.variance) + first;
+      variance_step = set(t.variance_steps[tile]);
+    }
+    VF watch = hn::Zero(F32());
+    VI momentum_largest = hn::Zero(I32());
+    VI root_largest = hn::Zero(I32());
+    for (size_t word = 0; word < kCodeWords; word += lanes) {
+      VU momentum_words = hn::Zero(U32());
+      VU variance_words = hn::Zero(U32());
+      if constexpr (Rule::kMomentum) {
+        momentum_words = hn::LoadU(U32(), reinterpret_cast<uint32_t*>(momentum_codes) + word);
+      }
+      if constexpr (Rule::kVariance) {
+        variance_words = hn::LoadU(U32(), reinterpret_cast<uint32_t*>(variance_codes) + word);
+      }
+      const auto quarter = [&](auto byte) HWY_ATTR {
+        const size_t lane = byte * kCodeWords + word;
+        StateVectors e = zero_state();
         if constexpr (Rule::kMomentum) {
-          hn::StoreU(canonical_nan(e.momentum), f32, momentum_f32 + i);
+          e.momentum = decode<PlaneKind::kMomentum, byte>(momentum_words, momentum_step);
         }
         if constexpr (Rule::kVariance) {
-          hn::StoreU(canonical_nan(e.variance), f32, variance_f32 + i);
+          e.variance = decode<PlaneKind::kVariance, byte>(variance_words, variance_step);
         }
-      } else if constexpr (kFormat == StateFormat::kBf16) {
-        const VU bits = random_bits(key, lane);
+        step.vector(first + lane, e, watch);
         if constexpr (Rule::kMomentum) {
-          store_bf16_rounded(e.momentum, random_half<PlaneKind::kMomentum>(bits),
-                             momentum_bf16 + i);
-        }
-        if constexpr (Rule::kVariance) {
-          store_bf16_rounded(e.variance, random_half<PlaneKind::kVariance>(bits),
-                             variance_bf16 + i);
-        }
-      } else {
-        if constexpr (Rule::kMomentum) {
-          hn::Store(e.momentum, f32, now.momentum + lane);
+          hn::Store(e.momentum, F32(), momenta.values + lane);
           momentum_largest = hn::Max(momentum_largest, hn::BitCast(I32(), hn::Abs(e.momentum)));
         }
         if constexpr (Rule::kVariance) {
-          hn::Store(e.variance, f32, now.variance + lane);
-          variance_largest = hn::Max(variance_largest, hn::BitCast(I32(), hn::Abs(e.variance)));
+          hn::Store(e.root, F32(), roots.values + lane);
+          root_largest = hn::Max(root_largest, hn::BitCast(I32(), e.root));
         }
-        encode_waiting<Rule>(before, lane);
-      }
+      };
+      quarter(std::integral_constant<int, 0>());
+      quarter(std::integral_constant<int, 1>());
+      quarter(std::integral_constant<int, 2>());
+      quarter(std::integral_constant<int, 3>());
     }
-    if constexpr (kFormat == StateFormat::kQ8) {
-      finish_waiting<Rule>(before);
-      now.key = key;
-      if constexpr (Rule::kMomentum) {
-        const auto largest = hn::GetLane(hn::MaxOfLanes(I32(), momentum_largest));
-        const float step = group_step(PlaneKind::kMomentum, static_cast<uint32_t>(largest));
-        t.momentum_steps[tile] = step;
-        now.momentum_inverse = group_inverse(step);
-        now.momentum_codes = reinterpret_cast<uint8_t*>(t.momentum) + base_index;
-      }
-      if constexpr (Rule::kVariance) {
-        const auto largest = hn::GetLane(hn::MaxOfLanes(I32(), variance_largest));
-        const float step = group_step(PlaneKind::kVariance, static_cast<uint32_t>(largest));
-        t.variance_steps[tile] = step;
-        now.variance_inverse = group_inverse(step);
-        now.variance_codes = reinterpret_cast<uint8_t*>(t.variance) + base_index;
-      }
+    if (HWY_UNLIKELY(any_nan(watch))) {
+      canonicalize(t.master + first, kTileElements);
+      if constexpr (Rule::kVariance) root_largest = largest_of(roots);  // NaN may be negative
     }
-  }
-  if constexpr (kFormat == StateFormat::kQ8) {
-    if (t.count == 0) return;
-    const WaitingTile& last = waiting[(t.count - 1) % 2];
-    for (size_t lane = 0; lane < kTileElements; lane += lanes) encode_waiting<Rule>(last, lane);
-    finish_waiting<Rule>(last);
+    const RoundingKey key = rounding_key(step_seed, t.element + first);
+    if constexpr (Rule::kMomentum) {
+      t.momentum_steps[tile] = encode_group<PlaneKind::kMomentum>(momenta, momentum_largest,
+                                                                  key.momentum, momentum_codes);
+    }
+    if constexpr (Rule::kVariance) {
+      t.variance_steps[tile] =
+          encode_group<PlaneKind::kVariance>(roots, root_largest, key.variance, variance_codes);
+    }
+    step.weights(first);
   }
 }
 
-template <base::StateFormat kFormat>
-void update_whole_format(const StepScalars& s, const WholeTiles& t) {
-  switch (s.rule) {
-    case UpdateRule::kAdamW:
-    case UpdateRule::kAdam:
-      update_whole<Adam, kFormat>(s, t);
+template <typename Rule, DataType kGradient>
+void update_whole(base::StateFormat format, const StepScalars& s, const WholeTiles& t) {
+  switch (format) {
+    case base::StateFormat::kF32:
+      update_whole_f32<Rule, kGradient>(s, t);
       return;
-    case UpdateRule::kSgdMomentum:
-      update_whole<Sgd, kFormat>(s, t);
+    case base::StateFormat::kBf16:
+      update_whole_bf16<Rule, kGradient>(s, t);
       return;
-    case UpdateRule::kAdagrad:
-      update_whole<Adagrad, kFormat>(s, t);
-      return;
-    case UpdateRule::kLion:
-      update_whole<Lion, kFormat>(s, t);
+    case base::StateFormat::kQ8:
+      update_whole_q8<Rule, kGradient>(s, t);
       return;
   }
 }
 
 void update_whole_tiles(base::StateFormat format, const StepScalars& s, const WholeTiles& t) {
-  switch (format) {
-    case base::StateFormat::kF32:
-      update_whole_format<base::StateFormat::kF32>(s, t);
-      return;
-    case base::StateFormat::kBf16:
-      update_whole_format<base::StateFormat::kBf16>(s, t);
-      return;
-    case base::StateFormat::kQ8:
-      update_whole_format<base::StateFormat::kQ8>(s, t);
-      return;
-  }
+  with_rule(s, [&]<typename Rule>() {
+    switch (t.gradient_type) {
+      case DataType::kF32:
+        update_whole<Rule, DataType::kF32>(format, s, t);
+        return;
+      case DataType::kBf16:
+        update_whole<Rule, DataType::kBf16>(format, s, t);
+        return;
+      case DataType::kF16:
+        update_whole<Rule, DataType::kF16>(format, s, t);
+        return;
+    }
+  });
 }
 
 // ---- norm ----
@@ -745,7 +852,11 @@ namespace smartinf::kernels {
 
 // Slowest first. A target that this build does not compile, or this processor lacks, is left out.
 std::vector<TileKernels> simd_tiles() {
+#if HWY_TARGETS == HWY_STATIC_TARGET
+  const int64_t supported = HWY_TARGETS;  // nothing to ask the processor
+#else
   const int64_t supported = hwy::SupportedTargets();
+#endif
   std::vector<TileKernels> found;
 #if HWY_TARGETS & HWY_NEON
   if ((supported & HWY_NEON) != 0) found.push_back(N_NEON::tiles());

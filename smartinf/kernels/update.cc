@@ -119,8 +119,7 @@ class BlockUpdate {
       : tiles_(tiles),
         format_(format),
         block_(block),
-        seed_(scalars.seed),
-        step_(scalars.step),
+        step_seed_(rounding_seed(scalars.seed, scalars.step)),
         master_(reinterpret_cast<float*>(block.planes[0])) {
     const std::span<const PlaneKind> kinds = rule_planes(scalars.rule);
     for (size_t i = 1; i < kinds.size(); ++i) {
@@ -175,7 +174,7 @@ class BlockUpdate {
       cursor.advance(piece);
     }
     if (format_ != base::StateFormat::kF32) {
-      const RoundingKey key = rounding_key(seed_, step_, block_.element + first);
+      const RoundingKey key = rounding_key(step_seed_, block_.element + first);
       if (momentum_.present()) momentum_.store(first, count, key);
       if (variance_.present()) variance_.store(first, count, key);
     }
@@ -196,8 +195,7 @@ class BlockUpdate {
   const TileKernels& tiles_;
   base::StateFormat format_;
   const UpdateBlock& block_;
-  uint64_t seed_;
-  uint64_t step_;
+  uint64_t step_seed_;
   float* master_;
   PlaneTile momentum_;
   PlaneTile variance_;
@@ -302,11 +300,12 @@ void KernelTable::encode_block(Encoding encoding, PlaneKind kind, const float* i
     tiles_.narrow(in, out, DataType::kF32, n);
     return;
   }
+  const uint64_t step_seed = rounding_seed(seed, step);
   // The padding between codes and scales takes part in the checksum.
   if (encoding == Encoding::kQ8) std::fill(out + n, out + base::round_up(n, 4), std::byte{0});
   for (size_t first = 0; first < n; first += kTileElements) {
     const size_t count = std::min(kTileElements, n - first);
-    const RoundingKey key = rounding_key(seed, step, element + first);
+    const RoundingKey key = rounding_key(step_seed, element + first);
     if (encoding == Encoding::kBf16) {
       tiles_.encode_bf16(kind, key, in + first, reinterpret_cast<uint16_t*>(out) + first, count);
     } else {

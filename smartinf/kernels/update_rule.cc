@@ -84,10 +84,13 @@ StepScalars make_step_scalars(const RuleOptions& run_options, const GroupOptions
   scalars.seed = seed;
   switch (options.rule) {
     case UpdateRule::kAdamW:
-    case UpdateRule::kAdam:
-      scalars.step_size = static_cast<float>(group.lr / (1 - std::pow(options.beta1, t)));
-      scalars.bias2_sqrt = static_cast<float>(std::sqrt(1 - std::pow(options.beta2, t)));
+    case UpdateRule::kAdam: {
+      const double bias2_sqrt = std::sqrt(1 - std::pow(options.beta2, t));
+      scalars.step_size =
+          static_cast<float>(group.lr * bias2_sqrt / (1 - std::pow(options.beta1, t)));
+      scalars.eps = static_cast<float>(options.eps * bias2_sqrt);
       break;
+    }
     case UpdateRule::kAdagrad:
       scalars.step_size = static_cast<float>(group.lr / (1 + (t - 1) * options.lr_decay));
       break;

@@ -64,11 +64,11 @@ struct StepScalars {
   float lr = 0;
   float beta1 = 0, one_minus_beta1 = 0;
   float beta2 = 0, one_minus_beta2 = 0;
-  float eps = 0;
+  float eps = 0;               // Adam(W): eps * sqrt(1 - beta2^t)
   float decay_factor = 1;      // decoupled decay: 1 - lr * weight_decay (AdamW, Lion)
   float weight_decay = 0;      // L2 added to the gradient (Adam, SGD, Adagrad)
-  float step_size = 0;         // lr / (1 - beta1^t); Adagrad: lr / (1 + (t - 1) * lr_decay)
-  float bias2_sqrt = 1;        // sqrt(1 - beta2^t)
+  float step_size = 0;         // lr * sqrt(1 - beta2^t) / (1 - beta1^t);
+                               // Adagrad: lr / (1 + (t - 1) * lr_decay)
   float dampening_factor = 1;  // 1 - dampening (SGD)
   float initial_variance = 0;  // initial_accumulator_value (Adagrad)
   uint64_t step = 0;           // counts from 1; with seed it makes stochastic rounding repeatable

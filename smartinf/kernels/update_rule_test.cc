@@ -19,8 +19,9 @@ TEST(UpdateRule, NamesComeBack) {
 TEST(StepScalars, BiasCorrectionIsComputedInDouble) {
   const StepScalars scalars = make_step_scalars({.beta1 = 0.9, .beta2 = 0.999},
                                                 {.lr = 1e-3, .weight_decay = 0.1}, 3, 0.5, 7);
-  EXPECT_EQ(scalars.step_size, static_cast<float>(1e-3 / (1 - std::pow(0.9, 3))));
-  EXPECT_EQ(scalars.bias2_sqrt, static_cast<float>(std::sqrt(1 - std::pow(0.999, 3))));
+  const double bias2_sqrt = std::sqrt(1 - std::pow(0.999, 3));
+  EXPECT_EQ(scalars.step_size, static_cast<float>(1e-3 * bias2_sqrt / (1 - std::pow(0.9, 3))));
+  EXPECT_EQ(scalars.eps, static_cast<float>(1e-8 * bias2_sqrt));
   // In f32, 1 - 0.999f is off by 1e-5 relative.
   EXPECT_EQ(scalars.one_minus_beta2, static_cast<float>(0.001));
   EXPECT_EQ(scalars.decay_factor, static_cast<float>(1 - 1e-4));
@@ -52,8 +53,9 @@ TEST(StepScalars, AGroupHasItsOwnStepAndOptions) {
   const RuleOptions run;
   const RuleOptions own{.beta1 = 0.5, .eps = 1e-3};
   const StepScalars scalars = make_step_scalars(run, {.lr = 1, .step = 2, .rule = own}, 9, 1, 0);
-  EXPECT_EQ(scalars.step_size, static_cast<float>(1 / (1 - 0.25)));
-  EXPECT_EQ(scalars.eps, 1e-3f);
+  const double bias2_sqrt = std::sqrt(1 - std::pow(0.999, 2));
+  EXPECT_EQ(scalars.step_size, static_cast<float>(bias2_sqrt / (1 - 0.25)));
+  EXPECT_EQ(scalars.eps, static_cast<float>(1e-3 * bias2_sqrt));
   EXPECT_EQ(scalars.step, 9u);  // rounding differs in every step of the updater
   EXPECT_TRUE(make_step_scalars(run, {.step = 1}, 9, 1, 0).first_step);
   EXPECT_FALSE(scalars.skip);

@@ -1,4 +1,4 @@
-// The scalar truth against formulas written out here, and the codecs against their promises.
+// The scalar truth against formulas written out here.
 #include "smartinf/kernels/update.h"
 
 #include <bit>
@@ -133,81 +133,6 @@ TEST(PartialNorm, AddsSquaresAndFindsTheFirstBad) {
   // The largest f32 squared 8999 times is still finite in f64.
   std::fill(values.begin(), values.end(), std::numeric_limits<float>::max());
   EXPECT_TRUE(scalar().partial_norm(values.data(), DataType::kF32, values.size()).finite);
-}
-
-class Codec : public testing::TestWithParam<PlaneKind> {};
-
-// Rounded a thousand times with different steps, a value must be right on average.
-TEST_P(Codec, StochasticRoundingIsUnbiased) {
-  const PlaneKind kind = GetParam();
-  std::mt19937 random(1);
-  std::lognormal_distribution<float> spread(0, 2);
-  std::vector<float> values(256);
-  for (float& value : values) {
-    value = spread(random);
-    if (kind == PlaneKind::kMomentum && (random() & 1) != 0) value = -value;
-  }
-  for (const Encoding encoding : {Encoding::kBf16, Encoding::kQ8}) {
-    std::vector<std::byte> block(base::encoded_bytes(encoding, values.size()));
-    std::vector<float> decoded(values.size());
-    std::vector<double> sum(values.size());
-    std::vector<double> squares(values.size());
-    const int rounds = 4000;
-    for (int step = 1; step <= rounds; ++step) {
-      scalar().encode_block(encoding, kind, values.data(), block.data(), values.size(), 512,
-                            static_cast<uint64_t>(step), 99);
-      scalar().decode_block(encoding, kind, block.data(), decoded.data(), values.size());
-      for (size_t i = 0; i < values.size(); ++i) {
-        sum[i] += decoded[i];
-        squares[i] += (decoded[i] - values[i]) * (decoded[i] - values[i]);
-      }
-    }
-    for (size_t i = 0; i < values.size(); ++i) {
-      const double mean = sum[i] / rounds;
-      const double deviation = std::sqrt(squares[i] / rounds / rounds);
-      // Five standard errors, plus the rounding of scale and code to f32.
-      ASSERT_NEAR(mean, values[i], 5 * deviation + 1e-6 * std::fabs(values[i]))
-          << base::encoding_name(encoding) << " element " << i;
-    }
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Planes, Codec, testing::Values(PlaneKind::kMomentum, PlaneKind::kVariance),
-                         [](const auto& plane) {
-                           return std::string(base::plane_kind_name(plane.param));
-                         });
-
-TEST(Q8, KeepsZeroAndNeverLosesAVariance) {
-  std::vector<float> values(300, 0.0f);
-  values[3] = 1.0f;
-  values[7] = 1e-20f;
-  std::vector<std::byte> block(base::encoded_bytes(Encoding::kQ8, values.size()));
-  std::vector<float> decoded(values.size());
-  for (const PlaneKind kind : {PlaneKind::kMomentum, PlaneKind::kVariance}) {
-    scalar().encode_block(Encoding::kQ8, kind, values.data(), block.data(), values.size(), 0, 1, 1);
-    scalar().decode_block(Encoding::kQ8, kind, block.data(), decoded.data(), values.size());
-    EXPECT_NEAR(decoded[3], 1.0f, 1e-6f);
-    EXPECT_EQ(decoded[0], 0.0f);
-    EXPECT_EQ(decoded[299], 0.0f);
-    if (kind == PlaneKind::kVariance) {
-      EXPECT_GT(decoded[7], 0.0f);
-    }
-  }
-}
-
-TEST(Q8, ABrokenGroupStaysBrokenAndAlone) {
-  std::vector<float> values(512, 1.0f);
-  values[300] = std::numeric_limits<float>::infinity();
-  std::vector<std::byte> block(base::encoded_bytes(Encoding::kQ8, values.size()));
-  std::vector<float> decoded(values.size());
-  scalar().encode_block(Encoding::kQ8, PlaneKind::kMomentum, values.data(), block.data(),
-                        values.size(), 0, 1, 1);
-  scalar().decode_block(Encoding::kQ8, PlaneKind::kMomentum, block.data(), decoded.data(),
-                        values.size());
-  EXPECT_NEAR(decoded[255], 1.0f, 1e-6f);
-  for (size_t i = 256; i < 512; ++i) {
-    ASSERT_EQ(std::bit_cast<uint32_t>(decoded[i]), kCanonicalNan) << i;
-  }
 }
 
 }  // namespace

@@ -1,0 +1,130 @@
+// The same numbers on every machine: checksums of what every kernel makes of fixed inputs, made by
+// the scalar truth on x86-64. The inputs hold NaN, infinities and denormals. A change of formula or
+// codec changes them: then, and only then, put the new ones here.
+#include <bit>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "smartinf/base/checksum.h"
+#include "smartinf/kernels/selection.h"
+#include "smartinf/kernels/update.h"
+
+namespace smartinf::kernels {
+namespace {
+
+using base::DataType;
+using base::Encoding;
+using base::PlaneKind;
+using base::StateFormat;
+
+constexpr size_t kElements = 4000;  // not a multiple of a group
+
+/// Made without the standard library's distributions, which differ between libraries.
+std::vector<float> fixed_values(uint64_t seed, bool wild, bool positive) {
+  std::vector<float> values(kElements);
+  for (size_t i = 0; i < values.size(); ++i) {
+    const uint64_t word = base::mix_seed(seed, i);
+    const auto exponent = static_cast<uint32_t>(word >> 32) % 24 + 104;
+    auto bits = (exponent << 23) | static_cast<uint32_t>(word & 0x807fffffu);
+    if (wild && word >> 60 < 4) bits = static_cast<uint32_t>(word >> 8);  // anything
+    if (positive) bits &= 0x7fffffffu;
+    values[i] = std::bit_cast<float>(bits);
+  }
+  return values;
+}
+
+class Digest {
+ public:
+  void add(const void* data, size_t bytes) {
+    digest_ = base::checksum({static_cast<const std::byte*>(data), bytes}, digest_);
+  }
+  uint64_t value() const { return digest_; }
+
+ private:
+  uint64_t digest_ = 0;
+};
+
+uint64_t digest_of_updates(const KernelTable& table, StateFormat format) {
+  Digest digest;
+  std::vector<RuleOptions> all;
+  for (const UpdateRule rule : all_update_rules()) all.push_back({.rule = rule});
+  all.push_back({.rule = UpdateRule::kSgdMomentum, .nesterov = true, .maximize = true});
+  all.push_back({.rule = UpdateRule::kAdam, .beta1 = 0.2, .eps = 1e-3});
+  for (const RuleOptions& options : all) {
+    for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
+      for (const bool wild : {false, true}) {
+        const std::span<const PlaneKind> kinds = rule_planes(options.rule);
+        std::vector<std::vector<std::byte>> planes;
+        UpdateBlock block{
+            .count = kElements, .element = 512, .gradient_type = type, .weights_type = type};
+        for (size_t i = 0; i < kinds.size(); ++i) {
+          const Encoding encoding = base::plane_encoding(format, kinds[i]);
+          planes.emplace_back(base::encoded_bytes(encoding, kElements));
+          const std::vector<float> values = fixed_values(i, wild && kinds[i] == PlaneKind::kMaster,
+                                                         kinds[i] == PlaneKind::kVariance);
+          table.encode_block(encoding, kinds[i], values.data(), planes[i].data(), kElements, 512, 1,
+                             9);
+          block.planes[i] = planes[i].data();
+        }
+        std::vector<std::byte> gradient(kElements * base::data_type_bytes(type));
+        std::vector<std::byte> weights(gradient.size());
+        table.cast_from_f32(fixed_values(77, wild, false).data(), gradient.data(), type, kElements);
+        block.gradient = gradient.data();
+        block.weights_out = weights.data();
+        for (uint64_t step = 1; step <= 3; ++step) {
+          const StepScalars scalars =
+              make_step_scalars(options, {.lr = 0.25, .weight_decay = 0.125}, step, 0.5, 4);
+          const GroupRun run{kElements, &scalars};
+          table.update_block(format, block, {&run, 1});
+          for (const auto& plane : planes) digest.add(plane.data(), plane.size());
+          digest.add(weights.data(), weights.size());
+        }
+      }
+    }
+  }
+  return digest.value();
+}
+
+uint64_t digest_of_the_rest(const KernelTable& table) {
+  Digest digest;
+  for (const bool wild : {false, true}) {
+    const std::vector<float> values = fixed_values(5, wild, false);
+    for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
+      std::vector<std::byte> narrow(kElements * base::data_type_bytes(type));
+      std::vector<float> wide(kElements);
+      table.cast_from_f32(values.data(), narrow.data(), type, kElements);
+      table.cast_to_f32(narrow.data(), type, wide.data(), kElements);
+      digest.add(narrow.data(), narrow.size());
+      digest.add(wide.data(), wide.size() * sizeof(float));
+      const KernelTable::Norm norm = table.partial_norm(narrow.data(), type, kElements);
+      digest.add(&norm.sum_of_squares, sizeof(double));
+      const uint64_t first_bad = norm.first_bad;
+      digest.add(&first_bad, sizeof(first_bad));
+    }
+    std::vector<uint32_t> indices(300);
+    std::vector<float> taken(300);
+    top_k(table, values, 300, indices.data(), taken.data());
+    digest.add(indices.data(), indices.size() * sizeof(uint32_t));
+    digest.add(taken.data(), taken.size() * sizeof(float));
+  }
+  return digest.value();
+}
+
+TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
+  for (const KernelTable* table : supported_tables()) {
+    const auto hex = [](uint64_t digest) {
+      char text[19];
+      std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(digest));
+      return std::string(text);
+    };
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kF32)), "a39e578522c83114") << table->isa();
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16)), "74d260a8dc85255c") << table->isa();
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8)), "b18ad3f458c9ba51") << table->isa();
+    EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
+  }
+}
+
+}  // namespace
+}  // namespace smartinf::kernels

@@ -1,0 +1,6 @@
+// Which of Highway's targets the kernels are compiled for. To be included before any of Highway's
+// headers. SVE's vectors have no size at compile time and cannot be members, as the update rules'
+// scalars are; processors with SVE run NEON.
+#pragma once
+
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128)

@@ -10,6 +10,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/abandoned.h"
 
 namespace smartinf::storage {
 namespace {
@@ -69,7 +70,13 @@ BlockStore::BlockStore(Container container, StoreOptions options, StoreLayout la
 }
 
 BlockStore::~BlockStore() {
-  queue_.reset();  // waits for what is in flight, before buffers and descriptors go
+  // Before buffers and descriptors go.
+  if (queue_->close().ok()) return;
+  abandon(std::move(queue_));
+  abandon(std::move(pieces_));
+  abandon(std::move(metadata_));
+  abandon(std::move(tables_));
+  abandon(std::move(superblock_io_));
 }
 
 Status BlockStore::allocate() {
@@ -128,7 +135,7 @@ Status BlockStore::format_container() {
 
   superblock_.magic = kSuperblockMagic;
   superblock_.version = kFormatVersion;
-  superblock_.readable_since = kReadableSince;
+  superblock_.readable_since = readable_since(layout_.format);
   superblock_.phase = Phase::kCreating;
   superblock_.run = layout_.run.bytes;
   superblock_.device_index = layout_.device_index;
@@ -138,6 +145,7 @@ Status BlockStore::format_container() {
   superblock_.layout_bytes = layout.size();
   superblock_.layout_checksum = header.checksum;
   superblock_.created_seconds = static_cast<uint64_t>(std::time(nullptr));
+  superblock_.copied_step = layout_.copied_step;
 
   // The superblock first: on a block device it says whose leftovers the rest is.
   SI_RETURN_IF_ERROR(write_superblock(true));
@@ -171,22 +179,16 @@ Result<std::unique_ptr<BlockStore>> BlockStore::open(Container container,
     // A queue of its own until the layout is known; the ring goes on to the store.
     TransferQueue queue(std::move(container.ring), container.file, file_path, container.direct,
                         options.watchdog);
-    const auto read = [&](uint64_t offset, std::span<std::byte> bytes) -> Status {
-      Transfer transfer = metadata_transfer(IoOp::kRead, offset, bytes);
-      queue.start(transfer);
-      Transfer* done = nullptr;
-      for (size_t count = 0; count == 0;) {
-        SI_ASSIGN_OR_RETURN(count, queue.finish({&done, 1}, kMetadataWait));
-      }
-      return transfer.status;
+    const auto read = [&](uint64_t offset, base::AlignedBuffer& into) {
+      return queue.run(IoOp::kRead, offset, into.bytes(), into);
     };
     if (container.size_bytes < kSuperblockAreaBytes) {
       return Status(ErrorCode::kCorrupt, "the container is cut short", std::string(restore),
                     at(0, container.size_bytes));
     }
-    SI_ASSIGN_OR_RETURN(const base::AlignedBuffer area,
+    SI_ASSIGN_OR_RETURN(base::AlignedBuffer area,
                         base::AlignedBuffer::allocate(kSuperblockAreaBytes));
-    SI_RETURN_IF_ERROR(read(0, area.bytes()));
+    SI_RETURN_IF_ERROR(read(0, area));
     uint32_t bad = 0;
     Result<Superblock> chosen = choose_superblock(area.bytes(), &bad);
     if (!chosen.ok()) {
@@ -212,12 +214,13 @@ Result<std::unique_ptr<BlockStore>> BlockStore::open(Container container,
                     std::string(restore), at(0, container.size_bytes));
     }
     SI_ASSIGN_OR_RETURN(
-        const base::AlignedBuffer record,
+        base::AlignedBuffer record,
         base::AlignedBuffer::allocate(base::round_up(superblock.layout_bytes, base::kIoAlignment)));
     Result<StoreLayout> parsed = Status(ErrorCode::kCorrupt, "no layout record");
     for (uint32_t copy = 0; copy < kLayoutCopies && !parsed.ok(); ++copy) {
       const uint64_t offset = kSuperblockAreaBytes + copy * record.size();
-      const Status status = read(offset, record.bytes());
+      const Status status = read(offset, record);
+      if (queue.failed()) return status;
       parsed = status.ok() ? parse_layout(record.bytes(), superblock) : Result<StoreLayout>(status);
       if (parsed.ok()) break;
       if (superblock.phase == Phase::kCreating) continue;
@@ -268,6 +271,8 @@ StoreState BlockStore::state() const {
   state.prepared_step = superblock_.prepared_step;
   state.torn = phase_ == StepPhase::kUnrecovered && superblock_.in_place_step != 0;
   state.initialized = superblock_.phase != Phase::kCreating && !state.torn;
+  state.complete = superblock_.phase == Phase::kComplete;
+  state.copied_step = superblock_.copied_step;
   return state;
 }
 
@@ -386,9 +391,9 @@ uint64_t BlockStore::gradient_bytes(base::SubgroupId subgroup) const {
   return geometry_.gradient_bytes(geometry_.index_of(subgroup));
 }
 
-void BlockStore::register_memory(std::span<std::byte> memory) {
+Status BlockStore::register_memory(std::span<std::byte> memory) {
   SI_CHECK(queue_->in_flight() == 0, "register_memory while transfers are in flight");
-  queue_->ring().register_memory(memory);
+  return queue_->ring().register_memory(memory);
 }
 
 void BlockStore::begin_step(StepNumber step) {
@@ -625,15 +630,15 @@ Status BlockStore::drain(bool writes_only) {
 Status BlockStore::move_metadata(std::span<const Transfer> transfers) {
   // After a failure of the ring the last ones may still be in flight.
   if (!ring_failure_.ok()) return ring_failure_;
-  SI_CHECK(transfers.size() <= metadata_.size(), "more metadata at once than there is room for");
+  SI_CHECK(transfers.size() <= metadata_->size(), "more metadata at once than there is room for");
   for (size_t i = 0; i < transfers.size(); ++i) {
-    metadata_[i] = transfers[i];
-    queue_->start(metadata_[i]);
+    (*metadata_)[i] = transfers[i];
+    queue_->start((*metadata_)[i]);
     ++metadata_open_;
   }
   while (metadata_open_ > 0) SI_RETURN_IF_ERROR(step_queue(kMetadataWait));
   for (size_t i = 0; i < transfers.size(); ++i) {
-    if (!metadata_[i].status.ok()) return metadata_[i].status;
+    if (!(*metadata_)[i].status.ok()) return (*metadata_)[i].status;
   }
   return Status();
 }

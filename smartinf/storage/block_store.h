@@ -26,6 +26,7 @@ class BlockStore final : public Store {
   static base::Result<std::unique_ptr<BlockStore>> open(Container container,
                                                         const StoreOptions& options);
   ~BlockStore() override;
+  base::Status close() override { return queue_->close(); }
 
   const StoreLayout& layout() const override { return layout_; }
   const std::string& path() const override { return container_.path; }
@@ -40,7 +41,7 @@ class BlockStore final : public Store {
   uint64_t gradient_bytes(base::SubgroupId subgroup) const override;
   uint64_t extent_bytes_max() const override { return geometry_.extent_bytes_max(); }
 
-  void register_memory(std::span<std::byte> memory) override;
+  base::Status register_memory(std::span<std::byte> memory) override;
   void start(SubgroupIo& io) override;
   base::Result<size_t> poll(std::span<SubgroupIo*> done, std::chrono::nanoseconds wait) override;
 
@@ -148,7 +149,9 @@ class BlockStore final : public Store {
 
   base::AlignedBuffer tables_;         // kTablePlaces images
   base::AlignedBuffer superblock_io_;  // kSuperblockCopies images
-  std::array<Transfer, 2> metadata_;   // in flight for as long as the drive wants: not on the stack
+  // In flight for as long as the drive wants: neither on the stack nor tied to this object.
+  std::unique_ptr<std::array<Transfer, 2>> metadata_ = std::make_unique<std::array<Transfer, 2>>();
+
   base::TrafficCounter traffic_;
   uint64_t written_before_ = 0;  // bytes_written_ever at open
 

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/abandoned.h"
 #include "smartinf/storage/format.h"
 #include "smartinf/storage/transfer_queue.h"
 
@@ -36,6 +37,13 @@ class Checker {
         visit_(visit),
         queue_(std::move(container.ring), container.file, container.file_path, container.direct,
                kPatience) {}
+
+  ~Checker() {
+    // Before buffers go.
+    if (queue_.close().ok()) return;
+    abandon(std::move(pieces_));
+    abandon(std::move(table_));
+  }
 
   Result<CheckReport> run() {
     SI_ASSIGN_OR_RETURN(const bool usable, check_superblocks());
@@ -74,23 +82,15 @@ class Checker {
     visit_(fault);
   }
 
-  Status transfer(IoOp op, uint64_t offset, std::span<std::byte> bytes) {
-    Transfer one;
-    one.op = op;
-    one.offset_bytes = offset;
-    one.buffer = bytes;
-    one.kind = base::TrafficKind::kMetadata;
-    queue_.start(one);
-    Transfer* done = nullptr;
-    for (size_t count = 0; count == 0;) {
-      SI_ASSIGN_OR_RETURN(count, queue_.finish({&done, 1}, kPatience));
-    }
+  /// After a failure of the queue itself (queue_.failed()) `memory` is gone and nothing goes on.
+  Status transfer(IoOp op, uint64_t offset, std::span<std::byte> bytes,
+                  base::AlignedBuffer& memory) {
     if (op == IoOp::kRead) report_.bytes_read += bytes.size();
-    return one.status;
+    return queue_.run(op, offset, bytes, memory);
   }
 
   Result<bool> check_superblocks() {
-    SI_ASSIGN_OR_RETURN(const base::AlignedBuffer area,
+    SI_ASSIGN_OR_RETURN(base::AlignedBuffer area,
                         base::AlignedBuffer::allocate(kSuperblockAreaBytes));
     if (container_.size_bytes < kSuperblockAreaBytes) {
       report(FaultKind::kContainer, "the container is cut short", kRestore, 0,
@@ -100,7 +100,8 @@ class Checker {
     // Copy by copy: one that cannot be read leaves the others.
     std::array<Status, kSuperblockCopies> readable;
     for (uint32_t copy = 0; copy < kSuperblockCopies; ++copy) {
-      readable[copy] = transfer(IoOp::kRead, superblock_offset(copy), image(area, copy));
+      readable[copy] = transfer(IoOp::kRead, superblock_offset(copy), image(area, copy), area);
+      if (queue_.failed()) return readable[copy];
     }
     const Result<Superblock> chosen = choose_superblock(area.bytes());
     if (!chosen.ok()) {
@@ -122,7 +123,10 @@ class Checker {
         fresh.copy = copy;
         seal_superblock(fresh);
         std::memcpy(image(area, copy).data(), &fresh, sizeof(fresh));
-        repaired = transfer(IoOp::kWriteDurable, superblock_offset(copy), image(area, copy)).ok();
+        const Status written =
+            transfer(IoOp::kWriteDurable, superblock_offset(copy), image(area, copy), area);
+        if (queue_.failed()) return written;
+        repaired = written.ok();
       }
       report(FaultKind::kSuperblock,
              fmt::format("superblock copy {} cannot be used: {}", copy,
@@ -161,7 +165,8 @@ class Checker {
     std::vector<Status> statuses;
     bool found = false;
     for (uint32_t copy = 0; copy < count; ++copy) {
-      Status status = transfer(IoOp::kRead, offset_of(copy), bytes.bytes());
+      Status status = transfer(IoOp::kRead, offset_of(copy), bytes.bytes(), bytes);
+      if (queue_.failed()) return status;
       if (status.ok()) status = judge(bytes.bytes());
       if (status.ok() && !found) {
         found = true;
@@ -174,8 +179,12 @@ class Checker {
     }
     for (uint32_t copy = 0; copy < count; ++copy) {
       if (statuses[copy].ok()) continue;
-      const bool repaired = found && options_.repair &&
-                            transfer(IoOp::kWriteDurable, offset_of(copy), good.bytes()).ok();
+      bool repaired = false;
+      if (found && options_.repair) {
+        const Status written = transfer(IoOp::kWriteDurable, offset_of(copy), good.bytes(), good);
+        if (queue_.failed()) return written;
+        repaired = written.ok();
+      }
       report(kind,
              fmt::format("copy {} of the {} cannot be used: {}", copy, name, statuses[copy].what()),
              found ? kRepair : kRestore, offset_of(copy), length, !found, repaired);
@@ -380,7 +389,7 @@ class Checker {
   size_t at_plane_ = 0;
   uint64_t at_block_ = 0;
   std::vector<Piece> pieces_;
-  TransferQueue queue_;  // last: waits for what is in flight before buffers go
+  TransferQueue queue_;
 };
 
 }  // namespace
@@ -413,6 +422,7 @@ Result<CheckReport> check_store(const std::string& path, const CheckOptions& opt
   StoreOptions store_options;
   store_options.ring = options.ring;
   store_options.io_depth = options.io_depth;
+  store_options.read_only = !options.repair;
   SI_ASSIGN_OR_RETURN(Container container, open_container(path, store_options));
   return check_container(std::move(container), options, visit);
 }

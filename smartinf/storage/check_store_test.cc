@@ -79,6 +79,9 @@ TEST_P(CheckStoreTest, EveryFlippedBitIsFoundByCheckAndByUse) {
                      geometry.layout_bytes(), false});
     areas.push_back({"table", FaultKind::kTable, geometry.table_offset(2, copy),
                      geometry.table_records_bytes(), false});
+    areas.push_back({"blob", FaultKind::kTable,
+                     geometry.table_offset(2, copy) + geometry.table_records_bytes(),
+                     std::string("step 2").size(), false});
   }
   // Steps 0, 1, 2 went to slots 0, 1, 0.
   for (size_t subgroup = 0; subgroup < geometry.subgroups(); ++subgroup) {

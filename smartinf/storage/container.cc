@@ -117,6 +117,16 @@ Status lock_file(int descriptor, const std::string& path) {
 Result<FileDescriptor> lock_directory(const std::string& path) {
   const std::string lock_path = join(path, kLockFileName);
   FileDescriptor lock(open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  const int why = errno;
+  if (!lock.is_open() && (why == EROFS || why == EACCES)) {
+    // Who may only read can still check and copy, and keep writers away meanwhile.
+    lock = FileDescriptor(open(lock_path.c_str(), O_RDONLY | O_CLOEXEC));
+    // On a file system that is read-only as a whole (checkpoints have no lock file).
+    if (!lock.is_open() && why == EROFS) {
+      lock = FileDescriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    }
+    errno = why;
+  }
   if (!lock.is_open()) {
     return base::errno_status(errno, "cannot make the device's lock file", lock_path, {}, {},
                               "The directory must be writable.");
@@ -156,7 +166,8 @@ Status attach(Container& container, PathKind kind, const StoreOptions& options) 
                           container.file_path));
   }
   // O_EXCL on a block device: refused while it is mounted or part of a volume.
-  const int flags = O_RDWR | O_CLOEXEC | (container.direct ? O_DIRECT : 0) |
+  const int flags = (options.read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC |
+                    (container.direct ? O_DIRECT : 0) |
                     (kind == PathKind::kBlockDevice ? O_EXCL : 0);
   container.state = FileDescriptor(open(container.file_path.c_str(), flags));
   if (!container.state.is_open()) {

@@ -147,7 +147,7 @@ class NoCommitRing final : public Ring {
   base::Result<uint32_t> add_file(int file, std::string path) override {
     return inner_->add_file(file, std::move(path));
   }
-  void register_memory(std::span<std::byte>) override {}
+  base::Status register_memory(std::span<std::byte>) override { return base::Status(); }
   Status submit(std::span<IoRequest* const> requests) override {
     std::vector<IoRequest*> passed;
     for (IoRequest* request : requests) {
@@ -206,7 +206,7 @@ class HangingRing final : public Ring {
   base::Result<uint32_t> add_file(int file, std::string path) override {
     return inner_->add_file(file, std::move(path));
   }
-  void register_memory(std::span<std::byte>) override {}
+  base::Status register_memory(std::span<std::byte>) override { return base::Status(); }
   Status submit(std::span<IoRequest* const> requests) override { return inner_->submit(requests); }
   base::Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
     if (!hanging_) return inner_->reap(done, wait);
@@ -258,7 +258,7 @@ class BreakingRing final : public Ring {
   base::Result<uint32_t> add_file(int file, std::string path) override {
     return inner_->add_file(file, std::move(path));
   }
-  void register_memory(std::span<std::byte>) override {}
+  base::Status register_memory(std::span<std::byte>) override { return base::Status(); }
   Status submit(std::span<IoRequest* const> requests) override {
     for (const IoRequest* request : requests) {
       fail_ = fail_ || (request->op == IoOp::kSync && armed_.exchange(false));

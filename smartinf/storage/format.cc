@@ -254,11 +254,20 @@ Result<StoreLayout> parse_layout(std::span<const std::byte> bytes, const Superbl
     return corrupt("the layout record contradicts itself");
   }
   StoreLayout layout;
+  layout.format = static_cast<base::StateFormat>(header.state_format);
+  if (layout.format == base::StateFormat::kQ8 && superblock.version < kQ8CodesSince) {
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("q8 state of format version {}, whose codes mean something else since "
+                              "version {}",
+                              superblock.version, kQ8CodesSince),
+                  "Convert it to f32 with the smartinf that wrote it (smartinf reshard "
+                  "--state-format f32), then use this one.");
+  }
   layout.run.bytes = superblock.run;
   layout.device_index = superblock.device_index;
   layout.device_count = superblock.device_count;
-  layout.format = static_cast<base::StateFormat>(header.state_format);
   layout.gradient_spill_bytes = header.gradient_spill_bytes;
+  layout.copied_step = superblock.copied_step;
   for (uint32_t i = 0; i < header.plane_count; ++i) {
     if (header.planes[i] > static_cast<uint8_t>(base::PlaneKind::kResidual)) {
       return corrupt("the layout record names a plane that this version does not know");

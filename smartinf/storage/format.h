@@ -32,8 +32,13 @@ static_assert(std::endian::native == std::endian::little,
 /// container's readable_since is at most the program's kFormatVersion. A change that older programs
 /// may ignore (a reserved field gets a meaning) raises `version` alone; one that they may not
 /// raises readable_since with it.
-inline constexpr uint32_t kFormatVersion = 1;
-inline constexpr uint32_t kReadableSince = 1;
+/// 2: Superblock::copied_step; other codes in q8 planes, so that q8 state is read by 2 and later only,
+///    and that of version 1 is refused.
+inline constexpr uint32_t kFormatVersion = 2;
+inline constexpr uint32_t kQ8CodesSince = 2;
+constexpr uint32_t readable_since(base::StateFormat format) {
+  return format == base::StateFormat::kQ8 ? kQ8CodesSince : 1;
+}
 
 /// "SMRTINFS" and so on: a file that is something else is recognised before any number is believed.
 inline constexpr uint64_t kSuperblockMagic = 0x53464e4954524d53u;  // SMRTINFS
@@ -64,8 +69,8 @@ inline constexpr uint64_t kElementsMax = uint64_t{1} << 48;
 /// How far a store has come. The order is the order in which it happens.
 enum class Phase : uint32_t {
   kCreating = 0,  // space is reserved, the initial state is not complete: start over
-  kPrepared = 1,  // step 0 is prepared; the other devices of the run may not be so far
-  kComplete = 2,  // step 0 is committed: create() refuses to touch it from here on
+  kPrepared = 1,  // the first step is prepared; the other devices of the run may not be so far
+  kComplete = 2,  // the first step is committed: create() refuses to touch it from here on
 };
 
 /// One 4 KiB copy of the superblock: the root from which everything else is found and judged.
@@ -99,7 +104,9 @@ struct Superblock {
                            // crash leaves is a mixture then, and must not be taken for a state
   uint64_t bytes_written_ever;  // wear of the drive by this store
   uint64_t created_seconds;     // since 1970, for people who look for leftovers
-  uint64_t reserved1;           // zero
+  uint64_t
+      copied_step;  // the first step, when it is a copy of a state: a copy that was interrupted
+                    // is not taken for a new run that may start from nothing; 0: a new run
 
   std::array<uint8_t, 3920> reserved;  // zero; makes room for what later versions need
 };

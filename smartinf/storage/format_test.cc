@@ -32,7 +32,7 @@ Superblock superblock_of(const StoreLayout& layout, const Geometry& geometry) {
   Superblock superblock{};
   superblock.magic = kSuperblockMagic;
   superblock.version = kFormatVersion;
-  superblock.readable_since = kReadableSince;
+  superblock.readable_since = readable_since(layout.format);
   superblock.phase = Phase::kComplete;
   superblock.sequence = 5;
   superblock.run = layout.run.bytes;
@@ -180,6 +180,17 @@ TEST(Superblocks, NewerFormatIsRefusedByName) {
   EXPECT_TRUE(parse_superblock(bytes_of(superblock, 0), 0).ok()) << "newer, but readable";
   superblock.readable_since = 9;
   EXPECT_EQ(parse_superblock(bytes_of(superblock, 0), 0).status().code(), ErrorCode::kMismatch);
+}
+
+TEST(Layouts, Q8CodesOfAnEarlierVersionAreRefused) {
+  for (const auto format : {base::StateFormat::kF32, base::StateFormat::kQ8}) {
+    const StoreLayout layout = layout_of(format);
+    Superblock superblock = superblock_of(layout, *Geometry::make(layout, 2));
+    superblock.version = 1;
+    const auto back = parse_layout(encode_layout(layout), superblock);
+    EXPECT_EQ(back.status().code(),
+              format == base::StateFormat::kQ8 ? ErrorCode::kMismatch : ErrorCode::kOk);
+  }
 }
 
 TEST(Layouts, ComeBackAndEveryFlippedBitIsFound) {

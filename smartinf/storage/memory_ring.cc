@@ -35,7 +35,7 @@ class MemoryRing final : public Ring {
   Result<uint32_t> add_file(int /*descriptor*/, std::string /*path*/) override {
     return uint32_t{0};
   }
-  void register_memory(std::span<std::byte> /*memory*/) override {}
+  base::Status register_memory(std::span<std::byte> /*memory*/) override { return base::Status(); }
 
   Status submit(std::span<IoRequest* const> requests) override {
     SI_CHECK(in_flight_.size() + requests.size() <= depth_, "more requests than the ring's depth");

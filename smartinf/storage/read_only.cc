@@ -77,6 +77,8 @@ StoreState state_of(const Superblock& superblock) {
   state.prepared_step = superblock.prepared_step;
   state.torn = superblock.in_place_step != 0;
   state.initialized = superblock.phase != Phase::kCreating && !state.torn;
+  state.complete = superblock.phase == Phase::kComplete;
+  state.copied_step = superblock.copied_step;
   return state;
 }
 

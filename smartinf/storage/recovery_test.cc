@@ -20,12 +20,21 @@ StoreState device(uint32_t index, StepNumber committed, StepNumber prepared, uin
   state.committed_step = committed;
   state.prepared_step = prepared;
   state.initialized = true;
+  state.complete = true;
+  return state;
+}
+
+/// Its first step is prepared and not committed.
+StoreState prepared_only(uint32_t index, StepNumber step) {
+  StoreState state = device(index, step, step);
+  state.complete = false;
+  state.copied_step = step;
   return state;
 }
 
 StoreState unfinished(uint32_t index) {
   StoreState state = device(index, 0, 0);
-  state.initialized = false;
+  state.initialized = state.complete = false;
   return state;
 }
 
@@ -61,6 +70,16 @@ TEST(Recovery, Creation) {
             ErrorCode::kFailedPrecondition);
   EXPECT_EQ(*decide({device(0, 0, 0), device(1, 0, 0)}), 0u);
   EXPECT_EQ(decide({device(0, 5, 5), unfinished(1)}).status().code(), ErrorCode::kMismatch);
+}
+
+// A copy of step 5 (restore, reshard): prepared on all devices, then committed on all.
+TEST(Recovery, CopyOfALaterStep) {
+  const auto cut = decide({prepared_only(0, 5), unfinished(1)}).status();
+  EXPECT_EQ(cut.code(), ErrorCode::kFailedPrecondition);
+  EXPECT_THAT(cut.to_string(), ::testing::HasSubstr("a copy of step 5"));
+  EXPECT_THAT(cut.to_string(), ::testing::HasSubstr("smartinf restore"));
+  EXPECT_EQ(*decide({prepared_only(0, 5), prepared_only(1, 5)}), 5u);
+  EXPECT_EQ(*decide({device(0, 5, 5), prepared_only(1, 5)}), 5u);
 }
 
 TEST(Recovery, WhatNoCrashExplains) {

@@ -51,11 +51,12 @@ class Ring {
 
   /// Makes an open descriptor known and returns its index. The ring does not own it.
   virtual base::Result<uint32_t> add_file(int descriptor, std::string path) = 0;
-  /// Tells the ring where buffers lie, so that the kernel maps them once. Best effort: a refusal
-  /// (RLIMIT_MEMLOCK, say) is logged and costs speed only.
-  virtual void register_memory(std::span<std::byte> memory) = 0;
+  /// Tells the ring where buffers lie, so that the kernel maps them once. A refusal (kOutOfMemory:
+  /// RLIMIT_MEMLOCK, say) costs speed only: the ring works on without.
+  virtual base::Status register_memory(std::span<std::byte> memory) = 0;
 
-  /// Starts the requests. Never blocks for the transfer itself.
+  /// Starts the requests. Never blocks for the transfer itself. What cannot be started is handed
+  /// back by reap() with the reason.
   virtual base::Status submit(std::span<IoRequest* const> requests) = 0;
 
   /// Puts finished requests into `done` and returns how many. Waits up to `wait` for the first one.

@@ -78,8 +78,8 @@ TEST_P(RingTest, ReadsWhatWasWritten) {
 }
 
 TEST_P(RingTest, RegisteredMemoryGivesTheSame) {
-  ring_->register_memory(memory_.bytes().first(65536));
-  ring_->register_memory(memory_.bytes().subspan(65536, 65536));
+  (void)ring_->register_memory(memory_.bytes().first(65536));
+  (void)ring_->register_memory(memory_.bytes().subspan(65536, 65536));
   // Within the first, within the second, across both, outside both.
   for (const uint64_t at : {0u, 65536u, 61440u, 262144u}) {
     std::memset(memory_.data() + at, static_cast<int>(at >> 12), 8192);

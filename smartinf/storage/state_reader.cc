@@ -33,14 +33,14 @@ Result<std::unique_ptr<StateReader>> StateReader::open(const std::string& path, 
   SI_ASSIGN_OR_RETURN(const FoundSuperblock found, read_superblock(reader->container_));
   reader->superblock_ = found.superblock;
   reader->state_ = state_of(found.superblock);
-  if (!reader->state_.initialized) {
+  if (reader->state_.torn) {
     return Status(ErrorCode::kFailedPrecondition,
-                  reader->state_.torn
-                      ? "a crash fell into a step, and durability \"none\" keeps nothing to go "
-                        "back to"
-                      : "the device's creation was interrupted",
-                  reader->state_.torn ? "Restore a checkpoint." : "Start the run again.",
-                  base::ErrorPlace{path, {}, {}, 0});
+                  "a crash fell into a step, and durability \"none\" keeps nothing to go back to",
+                  "Restore a checkpoint.", base::ErrorPlace{path, {}, {}, 0});
+  }
+  if (!reader->state_.initialized) {
+    const Status why = interrupted_creation(reader->state_);
+    return Status(why.code(), why.what(), why.advice(), base::ErrorPlace{path, {}, {}, 0});
   }
   const auto corrupt = [&](std::string what) {
     return Status(ErrorCode::kCorrupt, std::move(what), std::string(kRestore),

@@ -57,6 +57,18 @@ Result<StoreState> Store::peek(const std::string& path) {
   return state_of(found.superblock);
 }
 
+Status interrupted_creation(const StoreState& device) {
+  if (device.copied_step == 0) {
+    return Status(ErrorCode::kFailedPrecondition, "the run's creation was interrupted",
+                  "It starts over when the run is started again.");
+  }
+  return Status(
+      ErrorCode::kFailedPrecondition,
+      fmt::format("a copy of step {} onto the devices was interrupted", device.copied_step),
+      "Make it again (smartinf restore, smartinf reshard): it takes the place of this "
+      "one. smartinf gc deletes it, for a new run from the beginning.");
+}
+
 Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
   if (devices.empty()) return Status(ErrorCode::kNotFound, "no device holds a state");
   const StoreState& first = devices.front();
@@ -88,6 +100,7 @@ Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
   StepNumber step = ~StepNumber{0};
   StepNumber newest_committed = 0;
   bool unfinished = false;
+  bool complete = false;
   for (const StoreState& device : devices) {
     if (device.torn) {
       return Status(ErrorCode::kFailedPrecondition,
@@ -98,12 +111,11 @@ Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
     }
     unfinished = unfinished || !device.initialized;
     step = std::min(step, device.prepared_step);
+    complete = complete || device.complete;
     newest_committed = std::max(newest_committed, device.committed_step);
   }
-  if (unfinished && newest_committed == 0) {
-    return Status(ErrorCode::kFailedPrecondition, "the run's creation was interrupted",
-                  "It starts over.");
-  }
+  // Nobody commits a first step before all have prepared it. Step 0 is made anew whatever it was.
+  if (unfinished && (!complete || newest_committed == 0)) return interrupted_creation(first);
   if (unfinished || newest_committed > step) {
     return Status(ErrorCode::kMismatch,
                   fmt::format("one device has committed step {}, another has only come to step {}: "

@@ -51,6 +51,8 @@ struct StoreLayout {
   uint32_t gradient_spill_bytes = 0;
   /// Opaque to the store, equal on all devices: the parameter space and rule as JSON.
   std::string description;
+  /// The step of the state that is copied here (restore, reshard); 0: a new run's store.
+  base::StepNumber copied_step = 0;
 };
 
 enum class Durability : uint8_t {
@@ -64,7 +66,9 @@ struct StoreOptions {
   bool checksums = true;
   uint64_t io_bytes = uint64_t{4} << 20;  // size of one transfer
   uint32_t io_depth = 8;                  // transfers in flight per direction
-  std::chrono::seconds watchdog{60};      // a request without completion for so long is reported
+  std::chrono::milliseconds watchdog{
+      60'000};                            // a request without completion for so long is reported
+  bool read_only = false;                 // for checking: nothing can be written
   bool force_block_device = false;        // use a block device that holds something else
   /// Wraps the ring that was made, or puts another in its place (tests: faulty; emulation: links).
   std::function<std::unique_ptr<Ring>(std::unique_ptr<Ring>)> wrap_ring;
@@ -100,6 +104,8 @@ struct StoreState {
   base::StepNumber committed_step = 0;
   base::StepNumber prepared_step = 0;  // committed_step, or one more
   bool initialized = false;            // false: creation was interrupted, start over
+  bool complete = false;               // its first step is committed, not prepared only
+  base::StepNumber copied_step = 0;    // of StoreLayout
   /// Durability kNone only: a crash fell into a step, and nothing that can be used is left.
   bool torn = false;
 };
@@ -123,6 +129,11 @@ class Store {
 
   virtual ~Store() = default;
 
+  /// Waits for what is in flight; the store is of no use afterwards. Destruction does so by itself,
+  /// but cannot say that it failed: kTimeout, a request hangs (named). Then the store and the
+  /// memory of its transfers are abandon()ed by their owner: the drive may still write there.
+  virtual base::Status close() = 0;
+
   virtual const StoreLayout& layout() const = 0;
   virtual const std::string& path() const = 0;
   virtual std::string_view ring_name() const = 0;
@@ -142,8 +153,8 @@ class Store {
   virtual uint64_t gradient_bytes(base::SubgroupId subgroup) const = 0;
   virtual uint64_t extent_bytes_max() const = 0;
 
-  /// Makes slot memory known to the ring.
-  virtual void register_memory(std::span<std::byte> memory) = 0;
+  /// Makes slot memory known to the ring; see Ring::register_memory.
+  virtual base::Status register_memory(std::span<std::byte> memory) = 0;
 
   /// Starts a transfer. Its buffer is aligned to kIoAlignment. Reads give the state of the current
   /// step; writes go to the shadow slot. Any number may be started; the store keeps io_depth
@@ -182,6 +193,9 @@ class Store {
   /// Over the store's whole life, kept in the superblock.
   virtual uint64_t bytes_written_ever() const = 0;
 };
+
+/// What to say of a device that is not initialized: kFailedPrecondition.
+base::Status interrupted_creation(const StoreState& device);
 
 /// The step that all devices of a run can be brought to, given what each of them says.
 /// See the table in docs/format.md. Errors: kNotFound (device missing), kMismatch (another run's

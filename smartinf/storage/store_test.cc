@@ -14,7 +14,6 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/erase.h"
-#include "smartinf/storage/erase.h"
 #include "smartinf/storage/format.h"
 #include "smartinf/storage/summary.h"
 #include "smartinf/storage/tuning.h"
@@ -539,6 +538,10 @@ TEST(Tuning, IsRememberedAndDistrusted) {
   ASSERT_TRUE(measured.ok()) << measured.status().to_string();
   EXPECT_GT(measured->read_bytes_per_second, 0);
   EXPECT_GT(measured->write_bytes_per_second, 0);
+  quick.memory_bytes = 16 << 20;
+  const auto small = measure_io(path, quick);
+  ASSERT_TRUE(small.ok()) << small.status().to_string();
+  EXPECT_LE(2 * small->io_bytes * small->io_depth, quick.memory_bytes);
   std::filesystem::remove_all(path);
 }
 

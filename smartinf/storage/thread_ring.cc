@@ -59,7 +59,7 @@ class ThreadRing final : public Ring {
     files_.push_back(descriptor);
     return static_cast<uint32_t>(files_.size() - 1);
   }
-  void register_memory(std::span<std::byte> /*memory*/) override {}
+  base::Status register_memory(std::span<std::byte> /*memory*/) override { return base::Status(); }
 
   Status submit(std::span<IoRequest* const> requests) override {
     if (requests.empty()) return Status();

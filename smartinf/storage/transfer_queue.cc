@@ -1,6 +1,7 @@
 #include "smartinf/storage/transfer_queue.h"
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <thread>
 
@@ -10,6 +11,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/abandoned.h"
 
 namespace smartinf::storage {
 namespace {
@@ -19,6 +21,7 @@ using base::Result;
 using base::Status;
 
 constexpr std::chrono::microseconds kRetryPause{50};  // doubled with every retry
+constexpr std::chrono::milliseconds kCloseWait{100};  // one look at the ring while closing
 
 std::string_view verb(IoOp op) {
   switch (op) {
@@ -72,13 +75,42 @@ std::unique_ptr<Ring> TransferQueue::release_ring() {
 }
 
 TransferQueue::~TransferQueue() {
-  if (ring_ == nullptr) return;
-  (void)submit();
-  while (in_flight_ > 0 && !broken_) {
-    const auto count = ring_->reap(completed_, std::chrono::seconds(1));
-    if (!count.ok()) return;
-    in_flight_ -= static_cast<uint32_t>(*count);
+  if (const Status closed = close(); !closed.ok()) {
+    base::log(base::LogLevel::kWarning,
+              Status(closed).with_context("closed without an answer").to_string());
   }
+}
+
+Status TransferQueue::close() {
+  if (ring_ == nullptr) return failure_;
+  std::array<Transfer*, 32> done{};
+  while (in_flight_ > 0 && failure_.ok()) (void)finish(done, kCloseWait);
+  if (in_flight_ == 0) {
+    ring_.reset();
+    return Status();
+  }
+  abandon(std::move(ring_));
+  return failure_;
+}
+
+Status TransferQueue::run(IoOp op, uint64_t offset_bytes, std::span<std::byte> bytes,
+                          base::AlignedBuffer& memory) {
+  SI_CHECK(in_flight_ == 0 && failure_.ok(), "run() while transfers are in flight");
+  auto transfer = std::make_unique<Transfer>();
+  transfer->op = op;
+  transfer->offset_bytes = offset_bytes;
+  transfer->buffer = bytes;
+  transfer->kind = base::TrafficKind::kMetadata;
+  start(*transfer);
+  Transfer* done = nullptr;
+  while (in_flight_ > 0) {
+    const Result<size_t> count = finish({&done, 1}, watchdog_);
+    if (count.ok()) continue;
+    abandon(std::move(transfer));
+    abandon(std::move(memory));
+    return count.status();
+  }
+  return transfer->status;
 }
 
 void TransferQueue::start(Transfer& transfer) {
@@ -112,7 +144,7 @@ Status TransferQueue::submit() {
   if (to_submit_.empty()) return Status();
   Status status = ring_->submit(to_submit_);
   to_submit_.clear();
-  broken_ = broken_ || !status.ok();
+  if (!status.ok() && failure_.ok()) failure_ = status;
   return status;
 }
 
@@ -180,6 +212,14 @@ TransferQueue::Verdict TransferQueue::judge(Transfer& transfer) {
 }
 
 Result<size_t> TransferQueue::finish(std::span<Transfer*> done, std::chrono::nanoseconds wait) {
+  SI_RETURN_IF_ERROR(failure_);
+  Result<size_t> count = wait_for_some(done, wait);
+  if (!count.ok()) failure_ = count.status();
+  return count;
+}
+
+Result<size_t> TransferQueue::wait_for_some(std::span<Transfer*> done,
+                                            std::chrono::nanoseconds wait) {
   SI_RETURN_IF_ERROR(submit());
   size_t finished = 0;
   const uint64_t start_ns = base::now_ns();

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/status.h"
 #include "smartinf/storage/ring.h"
 
@@ -48,7 +49,7 @@ class TransferQueue {
   /// `path` is for messages. The ring knows the file as `file`.
   TransferQueue(std::unique_ptr<Ring> ring, uint32_t file, std::string path, bool direct,
                 std::chrono::nanoseconds watchdog);
-  /// Waits for everything in flight: its memory belongs to the kernel until then.
+  /// As close(), whose failure it logs.
   ~TransferQueue();
   TransferQueue(const TransferQueue&) = delete;
   TransferQueue& operator=(const TransferQueue&) = delete;
@@ -60,6 +61,18 @@ class TransferQueue {
   /// Puts finished transfers into `done`, waiting up to `wait` for the first.
   /// Errors: kTimeout (a request hangs: named), or the ring's own failure.
   base::Result<size_t> finish(std::span<Transfer*> done, std::chrono::nanoseconds wait);
+
+  /// Starts a transfer of [bytes.size()] and waits for it; nothing else is in flight. `memory`
+  /// holds `bytes`. Errors: the transfer's; the queue's (failed() then), which takes `memory` for
+  /// good.
+  base::Status run(IoOp op, uint64_t offset_bytes, std::span<std::byte> bytes,
+                   base::AlignedBuffer& memory);
+  /// Waits for everything in flight, which belongs to the kernel until then, and is of no use
+  /// afterwards. Errors: kTimeout (a request hangs: named) or the ring's own: then transfers and
+  /// memory in flight may still be written to, and the caller must abandon() them.
+  base::Status close();
+  /// Of finish(): a request hangs, or the ring failed.
+  bool failed() const { return !failure_.ok(); }
 
   uint32_t in_flight() const { return in_flight_; }
   uint32_t depth() const { return ring_->depth(); }
@@ -74,6 +87,7 @@ class TransferQueue {
   Verdict judge(Transfer& transfer);
   void arm(Transfer& transfer);
   base::Status check_watchdog();
+  base::Result<size_t> wait_for_some(std::span<Transfer*> done, std::chrono::nanoseconds wait);
 
   std::unique_ptr<Ring> ring_;
   uint32_t file_;
@@ -82,7 +96,7 @@ class TransferQueue {
   std::chrono::nanoseconds watchdog_;
   uint32_t in_flight_ = 0;
   uint64_t retries_ever_ = 0;
-  bool broken_ = false;  // the ring refused requests, which will never complete
+  base::Status failure_;  // what is in flight may never complete
   uint64_t watchdog_checked_ns_ = 0;
   Transfer* flying_ = nullptr;         // doubly linked, for the watchdog
   std::vector<IoRequest*> to_submit_;  // capacity: depth

@@ -17,6 +17,7 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/abandoned.h"
 #include "smartinf/storage/block_store.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/transfer_queue.h"
@@ -111,7 +112,8 @@ class Mover {
   void next_fill(Transfer& transfer, uint64_t& at) {
     transfer.op = IoOp::kWrite;
     transfer.offset_bytes = at;
-    transfer.buffer = memory_.first(std::min<uint64_t>(kSizes[2], file_bytes_ - at));
+    transfer.buffer =
+        memory_.first(std::min<uint64_t>({kSizes[2], memory_.size(), file_bytes_ - at}));
     at += transfer.buffer.size();
     queue_.start(transfer);
   }
@@ -121,6 +123,29 @@ class Mover {
   std::span<std::byte> memory_;
   uint64_t file_bytes_;
 };
+
+/// As many transfers read as are written.
+uint64_t bytes_in_flight(uint64_t io_bytes, uint32_t depth) { return 2 * depth * io_bytes; }
+
+/// Every size and depth that fits the memory, the smaller first.
+Status try_all(Mover& mover, uint64_t memory_bytes, double seconds, IoTuning& best) {
+  SI_RETURN_IF_ERROR(mover.fill());
+  double best_rate = 0;
+  for (const uint32_t depth : kDepths) {
+    for (const uint64_t io_bytes : kSizes) {
+      if (bytes_in_flight(io_bytes, depth) > memory_bytes) continue;
+      SI_ASSIGN_OR_RETURN(const Rates rates, mover.run(io_bytes, depth, seconds));
+      // A step moves as much one way as the other: the slower way is what counts.
+      const double rate = std::min(rates.read, rates.write);
+      const bool larger = io_bytes * depth > best.io_bytes * best.io_depth || best_rate == 0;
+      if (rate > best_rate * (larger ? kWorthwhile : 1.0)) {
+        best = IoTuning{io_bytes, depth, rates.read, rates.write};
+        best_rate = rate;
+      }
+    }
+  }
+  return Status();
+}
 
 }  // namespace
 
@@ -148,8 +173,10 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
   ring_options.depth = std::max(ring_options.depth, 2 * kDepths.back());
   SI_ASSIGN_OR_RETURN(std::unique_ptr<Ring> ring, make_ring(ring_options));
   SI_ASSIGN_OR_RETURN(const uint32_t index, ring->add_file(file.get(), file_path));
-  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer memory,
-                      base::AlignedBuffer::allocate(2 * kDepths.back() * kSizes.back()));
+  SI_ASSIGN_OR_RETURN(base::AlignedBuffer memory,
+                      base::AlignedBuffer::allocate(std::clamp(
+                          options.memory_bytes, bytes_in_flight(kSizes.front(), kDepths.front()),
+                          bytes_in_flight(kSizes.back(), kDepths.back()))));
   // Data that a drive cannot compress away.
   uint64_t word = 0x9e3779b97f4a7c15u;
   for (uint64_t& out : std::span(reinterpret_cast<uint64_t*>(memory.data()), memory.size() / 8)) {
@@ -161,22 +188,13 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
   std::vector<Transfer> transfers(size_t{2} * kDepths.back());
   TransferQueue queue(std::move(ring), index, file_path, direct, kPatience);
   Mover mover(queue, transfers, memory.bytes(), file_bytes);
-  SI_RETURN_IF_ERROR(mover.fill());
-
   IoTuning best;
-  double best_rate = 0;
-  for (const uint32_t depth : kDepths) {
-    for (const uint64_t io_bytes : kSizes) {
-      SI_ASSIGN_OR_RETURN(const Rates rates, mover.run(io_bytes, depth, options.seconds));
-      // A step moves as much one way as the other: the slower way is what counts.
-      const double rate = std::min(rates.read, rates.write);
-      const bool larger = io_bytes * depth > best.io_bytes * best.io_depth || best_rate == 0;
-      if (rate > best_rate * (larger ? kWorthwhile : 1.0)) {
-        best = IoTuning{io_bytes, depth, rates.read, rates.write};
-        best_rate = rate;
-      }
-    }
+  const Status measured = try_all(mover, memory.size(), options.seconds, best);
+  if (!queue.close().ok()) {
+    abandon(std::move(transfers));
+    abandon(std::move(memory));
   }
+  SI_RETURN_IF_ERROR(measured);
   return best;
 }
 
@@ -244,7 +262,7 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
   SI_ASSIGN_OR_RETURN(pool, base::BufferPool::create(slots, slot_bytes));
   // As a device's buffers are after its first step: without huge pages they are touched one by one.
   std::memset(pool->memory().data(), 0, pool->memory().size());
-  store->register_memory(pool->memory());
+  (void)store->register_memory(pool->memory());  // as the device does; refused there, refused here
 
   const base::TrafficReading before = store->traffic();
   const uint64_t start_ns = base::now_ns();

@@ -22,6 +22,8 @@ struct MeasureOptions {
   RingOptions ring;
   uint64_t file_bytes = uint64_t{512} << 20;  // of the temporary file, half read and half written
   double seconds = 0.25;                      // per combination of size and depth
+  /// For what is in flight; combinations that need more are not tried. At least 8 MiB are used.
+  uint64_t memory_bytes = uint64_t{256} << 20;
 };
 
 /// Finds transfer size and depth by a short run (some seconds) with reads and writes overlapped, on

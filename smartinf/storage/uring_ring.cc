@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -22,6 +25,11 @@ using base::Status;
 
 /// The kernel takes at most this much as one registered buffer.
 constexpr uint64_t kRegisteredBytesMax = base::kGiB;
+
+/// So often a submission that the kernel puts off is tried again, each time after twice the pause:
+/// 0.4 s in all.
+constexpr uint32_t kSubmitRetriesMax = 12;
+constexpr std::chrono::microseconds kSubmitPause{100};
 
 Status setup_status(int system_errno) {
   std::string what = "io_uring cannot be used";
@@ -74,6 +82,7 @@ class UringRing final : public Ring {
                     "Use Linux 5.11 or newer. The thread ring is used instead.");
     }
     if (ring_.sq.ring_entries < depth_) depth_ = ring_.sq.ring_entries;
+    refused_.reserve(depth_);
     return Status();
   }
 
@@ -88,7 +97,7 @@ class UringRing final : public Ring {
     return static_cast<uint32_t>(files_.size() - 1);
   }
 
-  void register_memory(std::span<std::byte> memory) override {
+  Status register_memory(std::span<std::byte> memory) override {
     for (uint64_t at = 0; at < memory.size(); at += kRegisteredBytesMax) {
       const uint64_t length = std::min<uint64_t>(kRegisteredBytesMax, memory.size() - at);
       buffers_.push_back(iovec{memory.data() + at, length});
@@ -97,37 +106,60 @@ class UringRing final : public Ring {
     const int code =
         io_uring_register_buffers(&ring_, buffers_.data(), static_cast<unsigned>(buffers_.size()));
     buffers_registered_ = code == 0;
-    if (code < 0) {
-      base::log(
-          base::LogLevel::kInfo,
-          fmt::format("io_uring does not keep {} of buffers mapped ({}); transfers map them one "
-                      "by one. Raising the locked-memory limit (ulimit -l) would avoid that.",
-                      base::format_bytes(memory.size()),
-                      code == -ENOMEM ? "locked-memory limit" : "refused by the kernel"));
-    }
+    if (code == 0) return Status();
+    return Status(ErrorCode::kOutOfMemory,
+                  fmt::format("io_uring cannot keep {} of buffers mapped ({}), and maps them at every "
+                              "transfer",
+                              base::format_bytes(memory.size()),
+                              code == -ENOMEM ? "RLIMIT_MEMLOCK is too small" : std::strerror(-code)),
+                  "It costs a little speed; to avoid it raise the locked-memory limit (ulimit -l, or "
+                  "a file in /etc/security/limits.d)");
   }
 
   Status submit(std::span<IoRequest* const> requests) override {
-    for (IoRequest* request : requests) {
-      io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-      SI_CHECK(entry != nullptr && in_flight_ < depth_, "more requests than the ring's depth");
-      prepare(*entry, *request);
-      ++in_flight_;
-    }
+    SI_CHECK(in_flight_ + refused_.size() + requests.size() <= depth_,
+             "more requests than the ring's depth");
     size_t submitted = 0;
-    while (submitted < requests.size()) {
+    for (IoRequest* request : refusal_ == 0 ? requests : std::span<IoRequest* const>()) {
+      io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+      SI_CHECK(entry != nullptr, "more requests than the ring's depth");
+      prepare(*entry, *request);
+    }
+    for (uint32_t tries = 0; refusal_ == 0 && submitted < requests.size();) {
       const int code = io_uring_submit(&ring_);
-      if (code > 0) submitted += static_cast<size_t>(code);
-      if (code == -EINTR || code == -EAGAIN || code == -EBUSY) continue;
-      if (code <= 0) {
-        return base::errno_status(code == 0 ? EIO : -code, "io_uring refuses requests", {}, {}, {},
-                                  "Run again with the thread ring (ring = \"threads\").");
+      if (code > 0) {
+        submitted += static_cast<size_t>(code);
+        continue;
       }
+      // The kernel is short of memory, or a signal came in between: it passes, or it does not.
+      const bool passing = code == -EINTR || code == -EAGAIN || code == -EBUSY;
+      if (passing && tries < kSubmitRetriesMax) {
+        std::this_thread::sleep_for(kSubmitPause * (1u << tries++));
+        continue;
+      }
+      // What it did not take stays in the queue between it and us, so nothing can be added any
+      // more.
+      refusal_ = code == 0 ? EIO : -code;
+      base::log(base::LogLevel::kWarning,
+                fmt::format("io_uring takes no more requests ({}); the thread ring (engine.ring = "
+                            "\"threads\") does without it",
+                            std::strerror(refusal_)));
+    }
+    in_flight_ += static_cast<uint32_t>(submitted);
+    for (IoRequest* request : requests.subspan(submitted)) {
+      request->outcome = -refusal_;
+      refused_.push_back(request);
     }
     return Status();
   }
 
   Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
+    if (!refused_.empty()) {
+      const size_t count = std::min(done.size(), refused_.size());
+      std::copy(refused_.end() - static_cast<std::ptrdiff_t>(count), refused_.end(), done.begin());
+      refused_.resize(refused_.size() - count);
+      return count;
+    }
     if (done.empty() || in_flight_ == 0) return size_t{0};
     std::array<io_uring_cqe*, 64> entries{};
     const unsigned want = static_cast<unsigned>(std::min(done.size(), entries.size()));
@@ -200,7 +232,9 @@ class UringRing final : public Ring {
   io_uring ring_{};
   bool ready_ = false;
   uint32_t depth_;
-  uint32_t in_flight_ = 0;
+  uint32_t in_flight_ = 0;           // that the kernel has
+  int refusal_ = 0;                  // errno with which it refused a request for good
+  std::vector<IoRequest*> refused_;  // to be handed back; capacity: depth
   std::vector<int> files_;
   bool files_registered_ = false;
   std::vector<iovec> buffers_;

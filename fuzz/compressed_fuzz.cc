@@ -1,0 +1,29 @@
+// Any bytes as a compressed gradient: one whose blocks can all be expanded, or a typed error.
+// Input: one byte of choices, then the message.
+#include <cstring>
+#include <vector>
+
+#include "smartinf/base/check.h"
+#include "smartinf/csd/compressed_gradient.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace smartinf;
+  if (size == 0) return 0;
+  const auto* bytes = reinterpret_cast<const std::byte*>(data);
+  std::vector<std::byte> message(bytes + 1, bytes + size);
+  if ((data[0] & 1u) != 0 && message.size() >= sizeof(csd::CompressedHeader)) {
+    const uint64_t length = message.size();
+    std::memcpy(message.data() + offsetof(csd::CompressedHeader, bytes), &length, 8);
+    csd::seal_compressed(message);
+  }
+  const auto view = csd::CompressedView::parse(message);
+  if (!view.ok()) return 0;
+  std::vector<std::byte> out(base::kBlockElements * 4);
+  std::vector<float> squares(base::kBlockElements / csd::kSquaresElements);
+  for (uint64_t block = 0; block < view->blocks(); ++block) {
+    SI_CHECK(view->values(block) <= base::kBlockElements, "more values than elements");
+    view->expand_block(block, out.data());
+    if (view->has_squares()) view->squares_of_block(block, squares.data());
+  }
+  return 0;
+}

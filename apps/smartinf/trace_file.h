@@ -1,23 +1,18 @@
 // A Chrome trace (JSON), which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 #pragma once
 
-#include <cstdint>
 #include <string>
-#include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/csd/trace.h"
 
 namespace smartinf::apps {
 
-struct TraceSpan {
-  std::string name;
-  std::string track;
-  uint64_t begin_ns = 0;  // monotonic clock
-  uint64_t end_ns = 0;
-  std::string detail;  // shown when the span is chosen; may be empty
-};
-
-/// Tracks are shown in the order of their first span.
-base::Status write_trace(const std::string& path, const std::vector<TraceSpan>& spans);
+/// Each group of tracks is shown as a process and each track as a thread, in the order in which
+/// they were added. Spans of a track that overlap are laid out on further threads ("read 2"), so
+/// that on every thread one span ends before the next begins. Bytes are counted up per group, track
+/// and kind ("read, state bytes"). How many events were dropped is in otherData. Errors: the file
+/// cannot be written.
+base::Status write_trace(const std::string& path, const csd::Trace& trace);
 
 }  // namespace smartinf::apps

@@ -78,6 +78,10 @@ struct Command {
   uint64_t count = 0;                           // kPutGradient, kReadState, kWriteState: elements
   base::DataType type = base::DataType::kBf16;  // of the gradient put, or of weights_out
   const void* gradient = nullptr;               // kPutGradient: [count] of type
+  /// kPutGradient: above 0, `gradient` is a message of so many bytes (compressed_gradient.h) with
+  /// the whole subgroup's gradient; first, count and type are not read. For devices that were made
+  /// for it (LocalDeviceOptions::compressed_block_bytes).
+  uint64_t message_bytes = 0;
 
   /// kUpdate: one entry per group of the parameter space.
   std::vector<kernels::StepScalars> scalars;
@@ -87,6 +91,10 @@ struct Command {
   /// zeros). Elements [first, first + count) of the subgroup; first a multiple of kBlockElements on
   /// read, 0 and the whole subgroup on write.
   std::array<float*, 4> planes{};
+  uint32_t plane_mask = ~0u;  // kWriteState: bit i: the i-th plane of the layout; others stay
+  /// kWriteState: [count], the residual plane as it is kept, in place of its f32; or null. It comes
+  /// over the host link and is counted there as state.
+  const base::Bf16* residual = nullptr;
 
   std::string blob;  // kPrepare
 };
@@ -123,6 +131,10 @@ class Device {
   /// At the drive: up is read, down is written.
   virtual base::TrafficReading store_traffic() const = 0;
   virtual uint64_t bytes_written_ever() const = 0;
+
+  /// Buffers of this machine that nobody uses until the next kBeginStep, kReadState or kWriteState:
+  /// the slots of a device that has them here. To be used while no command is under way.
+  virtual std::span<std::byte> idle_memory() { return {}; }
 };
 
 }  // namespace smartinf::csd

@@ -37,6 +37,7 @@ struct Kind {
   DataType gradient_type = DataType::kBf16;
   DataType weights_type = DataType::kBf16;
   HostLinkPlace place = HostLinkPlace::kAtProcessor;
+  TestSparsity sparsity;  // every > 1: gradients come compressed
 };
 
 std::vector<Kind> kinds() {
@@ -85,6 +86,18 @@ std::vector<Kind> kinds() {
   return all;
 }
 
+std::vector<Kind> compressed_kinds() {
+  std::vector<Kind> all = kinds();
+  std::erase_if(all, [](const Kind& kind) {
+    return kind.spill || kind.place == HostLinkPlace::kAtStore || kind.name == "early" ||
+           kind.name == "many_slots" || kind.name == "five_threads";
+  });
+  for (size_t i = 0; i < all.size(); ++i) {
+    all[i].sparsity = {97, all[i].name != "naive" && all[i].name != "scratch"};
+  }
+  return all;
+}
+
 class DeviceContract : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
@@ -116,6 +129,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     // Room for one subgroup's gradient, so that both ways are gone; the host update keeps none.
     if (kind.spill) options.gradient_budget_bytes = 2 * base::kBlockElements * type_bytes();
     if (kind.place == HostLinkPlace::kAtStore) options.gradient_budget_bytes = 0;
+    if (kind.sparsity.every > 1) options.compressed_block_bytes = 8192;
     options.schedule = kind.schedule;
     options.store.ring.kind = kind.ring;
     options.store.durability = kind.durability;
@@ -226,6 +240,36 @@ class DeviceContract : public testing::TestWithParam<Kind> {
         first += count;
       }
     }
+  }
+  std::vector<std::byte> message(const storage::StoredSubgroup& subgroup, uint64_t step) const {
+    const Kind& kind = GetParam();
+    const auto gradient = test_gradient(subgroup, step, kind.gradient_type);
+    std::vector<float> wide(subgroup.count);
+    kernels::kernels().cast_to_f32(gradient.data(), kind.gradient_type, wide.data(), wide.size());
+    CompressedWriter writer;
+    writer.begin(subgroup.id, subgroup.count, kind.gradient_type, kind.sparsity.squares);
+    for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
+      const std::span<const float> block(wide.data() + first,
+                                         std::min(base::kBlockElements, subgroup.count - first));
+      std::vector<uint32_t> indices;
+      std::vector<float> values;
+      for (uint32_t i = 0; i < block.size(); i += static_cast<uint32_t>(kind.sparsity.every)) {
+        indices.push_back(i);
+        values.push_back(block[i]);
+      }
+      writer.add_block(indices, values,
+                       kind.sparsity.squares ? test_squares(block) : std::vector<float>());
+    }
+    const auto made = writer.finish();
+    return {made.begin(), made.end()};
+  }
+  Status put_message(const storage::StoredSubgroup& subgroup, std::span<const std::byte> message) {
+    Command put;
+    put.kind = CommandKind::kPutGradient;
+    put.subgroup = subgroup.id;
+    put.gradient = message.data();
+    put.message_bytes = message.size();
+    return run(put);
   }
   Command update_command(uint64_t step) {
     Command update;
@@ -432,6 +476,177 @@ TEST_P(DeviceContract, ReadsAPieceOfOnePlane) {
 
 INSTANTIATE_TEST_SUITE_P(Kinds, DeviceContract, testing::ValuesIn(kinds()),
                          [](const auto& param) { return param.param.name; });
+
+class CompressedContract : public DeviceContract {};
+
+TEST_P(CompressedContract, GivesTheBitsOfThePlainReference) {
+  create();
+  ReferenceModel reference(layout_, groups_);
+  uint64_t sent = 0;
+  const uint64_t before = device_->host_traffic().down(base::TrafficKind::kGradient);
+  for (uint64_t number = 1; number <= 3; ++number) {
+    ASSERT_TRUE(run(CommandKind::kBeginStep, number).ok());
+    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
+      const auto bytes = message(subgroup, number);
+      sent += bytes.size();
+      const Status status = put_message(subgroup, bytes);
+      ASSERT_TRUE(status.ok()) << status.to_string();
+    }
+    Command update = update_command(number);
+    const Status status = run(update);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    finish_step(number);
+    const auto expected = reference.step(number, GetParam().gradient_type, GetParam().weights_type,
+                                         GetParam().sparsity);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(weights_[i] == expected[i]) << "step " << number << " subgroup " << i;
+    }
+  }
+  expect_state(reference);
+  EXPECT_EQ(device_->host_traffic().down(base::TrafficKind::kGradient) - before, sent);
+  open();
+  expect_state(reference);
+}
+
+TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
+  create();
+  ReferenceModel reference(layout_, groups_);
+  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  const storage::StoredSubgroup& subgroup = layout_.subgroups.front();
+  const auto good = message(subgroup, 1);
+  auto bad = good;
+  bad[good.size() / 2] ^= std::byte{4};
+  EXPECT_EQ(put_message(subgroup, bad).code(), base::ErrorCode::kCorrupt);
+  EXPECT_EQ(put_message(subgroup, std::span(good).first(good.size() - 1)).code(),
+            base::ErrorCode::kCorrupt);
+  EXPECT_EQ(put_message(layout_.subgroups[1], good).code(), base::ErrorCode::kInvalidArgument);
+  const std::vector<std::byte> dense(subgroup.count * type_bytes());
+  EXPECT_EQ(put(subgroup, dense, 0, subgroup.count).code(), base::ErrorCode::kInvalidArgument);
+  // None of them stands in the way of the right one.
+  for (const storage::StoredSubgroup& each : layout_.subgroups) {
+    ASSERT_TRUE(put_message(each, message(each, 1)).ok());
+  }
+  EXPECT_EQ(put_message(subgroup, good).code(), base::ErrorCode::kInvalidArgument);
+  Command update = update_command(1);
+  ASSERT_TRUE(run(update).ok());
+  finish_step(1);
+  reference.step(1, GetParam().gradient_type, GetParam().weights_type, GetParam().sparsity);
+  expect_state(reference);
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, CompressedContract, testing::ValuesIn(compressed_kinds()),
+                         [](const auto& param) { return param.param.name; });
+
+/// Residuals lie behind the rule's planes; an update neither reads nor writes them.
+TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
+  storage::StoreLayout layout = test_layout(StateFormat::kQ8, 0, 2);
+  layout.planes.push_back(base::PlaneKind::kResidual);
+  auto drive = EmulatedDrive::create(*EmulatedDrive::size_for(layout, storage::Durability::kStep));
+  ASSERT_TRUE(drive.ok());
+  LocalDeviceOptions options;
+  options.name = options.path = "drive-a";
+  options.slots = 2;
+  auto made = create_emulated_device(options, layout, **drive);
+  ASSERT_TRUE(made.ok()) << made.status().to_string();
+  Device& device = **made;
+  CompletionQueue queue;
+  const auto run = [&](Command& command) {
+    command.replies = &queue;
+    device.submit(command);
+    Completion completion;
+    while (queue.pop(completion, kWait) && completion.event != Completion::Event::kDone) {
+    }
+    return completion.status;
+  };
+  const auto simple = [&](CommandKind kind, uint64_t step) {
+    Command command;
+    command.kind = kind;
+    command.step = step;
+    return run(command);
+  };
+  const auto residual_of = [&](const storage::StoredSubgroup& subgroup, uint64_t step) {
+    std::vector<base::Bf16> residual(subgroup.count);
+    const auto wide = random_floats(subgroup.count, step, 1.0f);
+    for (size_t i = 0; i < wide.size(); ++i) residual[i] = base::to_bf16(wide[i]);
+    return residual;
+  };
+  const auto expect_residual = [&](uint64_t of_step) {
+    for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
+      std::vector<float> found(subgroup.count);
+      Command read;
+      read.kind = CommandKind::kReadState;
+      read.subgroup = subgroup.id;
+      read.count = subgroup.count;
+      read.planes[3] = found.data();
+      ASSERT_TRUE(run(read).ok());
+      const auto expected = residual_of(subgroup, of_step);
+      for (size_t i = 0; i < found.size(); ++i) {
+        ASSERT_EQ(found[i], of_step == 0 ? 0.0f : base::to_f32(expected[i]));
+      }
+    }
+  };
+  ASSERT_TRUE(simple(CommandKind::kBeginStep, 0).ok());
+  for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
+    std::vector<float> master = ReferenceModel::master_at_start(subgroup);
+    Command write;
+    write.kind = CommandKind::kWriteState;
+    write.subgroup = subgroup.id;
+    write.count = subgroup.count;
+    write.planes[0] = master.data();
+    ASSERT_TRUE(run(write).ok());
+  }
+  ASSERT_TRUE(simple(CommandKind::kPrepare, 0).ok());
+  ASSERT_TRUE(simple(CommandKind::kCommit, 0).ok());
+  uint64_t kept = 0;
+  for (uint64_t step = 1; step <= 5; ++step) {
+    ASSERT_TRUE(simple(CommandKind::kBeginStep, step).ok());
+    for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
+      const auto gradient = test_gradient(subgroup, step, DataType::kBf16);
+      Command put;
+      put.kind = CommandKind::kPutGradient;
+      put.subgroup = subgroup.id;
+      put.count = subgroup.count;
+      put.gradient = gradient.data();
+      ASSERT_TRUE(run(put).ok());
+    }
+    Command update;
+    update.kind = CommandKind::kUpdate;
+    update.step = step;
+    update.scalars = test_scalars(step);
+    for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
+      update.updates.push_back({subgroup.id, nullptr});
+    }
+    const auto before = device.store_traffic();
+    ASSERT_TRUE(run(update).ok());
+    const auto moved = device.store_traffic().since(before);
+    EXPECT_EQ(moved.up(base::TrafficKind::kState), moved.down(base::TrafficKind::kState));
+    if (step != 3) {  // a step that leaves it alone
+      const uint64_t down = device.host_traffic().down(base::TrafficKind::kState);
+      uint64_t bytes = 0;
+      for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
+        const auto residual = residual_of(subgroup, step);
+        Command write;
+        write.kind = CommandKind::kWriteState;
+        write.subgroup = subgroup.id;
+        write.count = subgroup.count;
+        write.plane_mask = 1u << 3;
+        write.residual = residual.data();
+        ASSERT_TRUE(run(write).ok());
+        bytes += subgroup.count * 2;
+      }
+      EXPECT_EQ(device.host_traffic().down(base::TrafficKind::kState) - down, bytes);
+    }
+    ASSERT_TRUE(simple(CommandKind::kPrepare, step).ok());
+    if (step == 4) {  // never was
+      ASSERT_TRUE(simple(CommandKind::kTakeBack, step).ok());
+      expect_residual(kept);
+      break;
+    }
+    ASSERT_TRUE(simple(CommandKind::kCommit, step).ok());
+    if (step != 3) kept = step;
+    expect_residual(kept);
+  }
+}
 
 }  // namespace
 }  // namespace smartinf::csd

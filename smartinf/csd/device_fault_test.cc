@@ -1,13 +1,15 @@
 // What a device does when its drive fails in the middle of a step: it says who it is and what
 // happened, the step can be taken back, and the state of the last committed step is what it was.
-#include <atomic>
-#include <cerrno>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
+#include "smartinf/base/log.h"
 #include "smartinf/csd/emulated_device.h"
+#include "smartinf/csd/fault_ring.h"
 #include "smartinf/csd/test_model.h"
 
 namespace smartinf::csd {
@@ -16,69 +18,10 @@ namespace {
 using base::DataType;
 using base::Status;
 
-/// Fails, damages or loses chosen requests while it is armed.
-struct Faults {
-  enum class What { kNothing, kFailReads, kFailWrites, kFlipReads, kLoseAll };
-  std::atomic<What> what{What::kNothing};
-  std::atomic<uint32_t> after{0};  // so many requests of that direction still pass
-  std::atomic<uint32_t> done{0};
-  base::TrafficKind kind = base::TrafficKind::kState;
-};
-
-class FaultRing final : public storage::Ring {
- public:
-  FaultRing(std::unique_ptr<storage::Ring> inner, Faults& faults)
-      : inner_(std::move(inner)), faults_(faults) {}
-  std::string_view name() const override { return "faulty"; }
-  uint32_t depth() const override { return inner_->depth(); }
-  base::Result<uint32_t> add_file(int descriptor, std::string path) override {
-    return inner_->add_file(descriptor, std::move(path));
-  }
-  void register_memory(std::span<std::byte> memory) override { inner_->register_memory(memory); }
-  Status submit(std::span<storage::IoRequest* const> requests) override {
-    return inner_->submit(requests);
-  }
-  base::Result<size_t> reap(std::span<storage::IoRequest*> done,
-                            std::chrono::nanoseconds wait) override {
-    SI_ASSIGN_OR_RETURN(size_t count, inner_->reap(done, wait));
-    for (size_t i = 0; i < count;) {
-      if (!treat(*done[i])) {
-        done[i] = done[--count];  // lost: never completes
-        continue;
-      }
-      ++i;
-    }
-    return count;
-  }
-
- private:
-  bool treat(storage::IoRequest& request) {
-    using What = Faults::What;
-    const What what = faults_.what;
-    const bool read = request.op == storage::IoOp::kRead;
-    const bool meant = what == What::kLoseAll || (what == What::kFailWrites) != read;
-    if (what == What::kNothing || !meant || request.kind != faults_.kind) return true;
-    if (faults_.after > 0) {
-      --faults_.after;
-      return true;
-    }
-    ++faults_.done;
-    if (what == What::kLoseAll) return false;
-    if (what == What::kFlipReads) {
-      request.buffer[request.buffer.size() / 3] ^= std::byte{4};
-    } else {
-      request.outcome = -EIO;
-    }
-    return true;
-  }
-
-  std::unique_ptr<storage::Ring> inner_;
-  Faults& faults_;
-};
-
 class DeviceFaults : public testing::Test {
  protected:
-  void make(uint64_t gradient_budget, std::chrono::seconds watchdog = std::chrono::seconds(60)) {
+  void make(uint64_t gradient_budget,
+            std::chrono::milliseconds watchdog = std::chrono::seconds(60)) {
     layout_ = test_layout(base::StateFormat::kF32, 2);
     groups_ = test_groups(layout_.subgroups.back().first_element + 2 * base::kBlockElements);
     options_.path = options_.name = "drive-b";
@@ -221,6 +164,54 @@ TEST_F(DeviceFaults, ADamagedSpilledGradientIsFoundBeforeItIsUsed) {
   ASSERT_FALSE(HasFatalFailure());
   faults_.kind = base::TrafficKind::kGradient;
   fail_and_repeat(Faults::What::kFlipReads, 1, base::ErrorCode::kCorrupt);
+}
+
+// What lies in the spill area then is the gradient of the step before: whole, and of that place.
+TEST_F(DeviceFaults, AStaleSpilledGradientIsFoundBeforeItIsUsed) {
+  make(0);
+  ASSERT_FALSE(HasFatalFailure());
+  faults_.kind = base::TrafficKind::kGradient;
+  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  ASSERT_TRUE(put_all(1).ok());
+  ASSERT_TRUE(update(1).ok());
+  ASSERT_TRUE(run(CommandKind::kPrepare, 1).ok());
+  ASSERT_TRUE(run(CommandKind::kCommit, 1).ok());
+  reference_->step(1, DataType::kBf16, DataType::kBf16);
+  ASSERT_TRUE(run(CommandKind::kBeginStep, 2).ok());
+  faults_.what = Faults::What::kDropWrites;
+  ASSERT_TRUE(put_all(2).ok());
+  const Status status = update(2);
+  EXPECT_GT(faults_.done, 0u);
+  EXPECT_EQ(status.code(), base::ErrorCode::kCorrupt) << status.to_string();
+  EXPECT_NE(status.to_string().find("spilled gradient"), std::string::npos) << status.to_string();
+  faults_.what = Faults::What::kNothing;
+  ASSERT_TRUE(run(CommandKind::kTakeBack, 2).ok());
+  expect_master();
+}
+
+// A drive that hangs is named, and holds up neither the step's failure nor closing.
+TEST_F(DeviceFaults, ADriveThatNeverAnswersIsNamedAndCanBeClosed) {
+  make(~uint64_t{0}, std::chrono::milliseconds(40));
+  ASSERT_FALSE(HasFatalFailure());
+  std::vector<std::string> remarks;
+  std::mutex mutex;
+  base::set_log_sink([&](base::LogLevel, std::string_view text) {
+    const std::lock_guard lock(mutex);
+    remarks.emplace_back(text);
+  });
+  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  faults_.what = Faults::What::kLoseAll;
+  faults_.after = 5;
+  ASSERT_TRUE(put_all(1).ok());
+  const Status status = update(1);
+  EXPECT_EQ(status.code(), base::ErrorCode::kTimeout) << status.to_string();
+  EXPECT_FALSE(run(CommandKind::kTakeBack, 1).ok()) << "what is on the drive is not known";
+  device_.reset();
+  base::set_log_sink({});
+  ASSERT_FALSE(remarks.empty());
+  EXPECT_NE(remarks.back().find("drive-b is closed without an answer"), std::string::npos)
+      << remarks.back();
+  EXPECT_NE(remarks.back().find("offset"), std::string::npos) << remarks.back();
 }
 
 TEST_F(DeviceFaults, AGradientThatCannotBeSpilledFailsTheUpdate) {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/units.h"
 
 namespace smartinf::csd {
 namespace {
@@ -44,10 +45,25 @@ void DeviceParts::start(Transfer& transfer, SlotUser& user, Op op, uint32_t subg
 void DeviceParts::finished(const Transfer& transfer) {
   --transfers_in_flight;
   if (options.trace == nullptr) return;
-  const bool read = transfer.io.op == Op::kRead || transfer.io.op == Op::kReadGradient;
-  options.trace->record({transfer_name(transfer.io.op), read ? read_track : write_track,
-                         transfer.io.subgroup.value, transfer.begin_ns, base::now_ns(),
-                         transfer.io.buffer.size()});
+  const storage::SubgroupIo& io = transfer.io;
+  const bool read = io.op == Op::kRead || io.op == Op::kReadGradient;
+  const bool gradient = io.op == Op::kReadGradient || io.op == Op::kWriteGradient;
+  uint64_t bytes = gradient ? io.buffer.size() : 0;
+  for (size_t plane = 0; !gradient && plane < store->layout().planes.size(); ++plane) {
+    if ((io.plane_mask >> plane & 1u) == 0) continue;
+    bytes += base::round_up(store->plane_bytes(io.subgroup, plane), base::kIoAlignment);
+  }
+  options.trace->record({transfer_name(io.op), read ? read_track : write_track, io.subgroup.value,
+                         transfer.begin_ns, base::now_ns(), bytes,
+                         gradient ? base::TrafficKind::kGradient : base::TrafficKind::kState});
+}
+
+void DeviceParts::record_host(LinkDirection direction, base::TrafficKind kind,
+                              base::SubgroupId subgroup, uint64_t begin_ns, uint64_t bytes) const {
+  if (options.trace == nullptr || options.links.host != nullptr) return;
+  options.trace->record({base::traffic_kind_name(kind).data(),
+                         direction == LinkDirection::kUp ? up_track : down_track, subgroup.value,
+                         begin_ns, base::now_ns(), bytes, kind});
 }
 
 void DeviceParts::complete(Command& command, base::Status status) const {

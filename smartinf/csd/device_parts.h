@@ -27,14 +27,22 @@ struct DeviceParts {
   std::unordered_map<base::SubgroupId, uint32_t> index_of;  // subgroup -> index in the layout
   base::TrafficCounter host_traffic;
   uint32_t transfers_in_flight = 0;
-  uint32_t read_track = 0;  // of the trace; transfers of one track overlap
+
+  // Of the trace, when there is one. Transfers of one track overlap.
+  uint32_t read_track = 0;
   uint32_t write_track = 0;
+  uint32_t step_track = 0;
+  uint32_t up_track = 0;  // of the host link where it is not emulated: that has tracks of its own
+  uint32_t down_track = 0;
 
   /// Starts a transfer of a subgroup's planes or gradient between a slot and the store.
   void start(Transfer& transfer, SlotUser& user, storage::SubgroupIo::Op op, uint32_t subgroup,
              std::span<std::byte> buffer, uint32_t plane_mask);
   /// Books a completed one.
   void finished(const Transfer& transfer);
+  /// Notes in the trace what crossed the host link where that is not emulated.
+  void record_host(LinkDirection direction, base::TrafficKind kind, base::SubgroupId subgroup,
+                   uint64_t begin_ns, uint64_t bytes) const;
 
   /// Answers a command; a failure names the device.
   void complete(Command& command, base::Status status) const;

@@ -31,7 +31,7 @@ class DriveRing final : public storage::Ring {
   std::string_view name() const override { return "memory"; }
   uint32_t depth() const override { return depth_; }
   Result<uint32_t> add_file(int, std::string) override { return 0u; }
-  void register_memory(std::span<std::byte>) override {}
+  base::Status register_memory(std::span<std::byte>) override { return base::Status(); }
 
   Status submit(std::span<IoRequest* const> requests) override {
     for (IoRequest* request : requests) {
@@ -99,6 +99,13 @@ Result<uint64_t> EmulatedDrive::size_for(const storage::StoreLayout& layout,
   return geometry.container_bytes();
 }
 
+Result<std::optional<storage::StoreState>> EmulatedDrive::peek() {
+  if (!holds_store_) return std::optional<storage::StoreState>();
+  SI_ASSIGN_OR_RETURN(const std::unique_ptr<storage::Store> opened,
+                      storage::BlockStore::open(container_on(*this, "emulated drive", {}), {}));
+  return std::optional(opened->state());
+}
+
 Result<std::unique_ptr<Device>> create_emulated_device(LocalDeviceOptions options,
                                                        const storage::StoreLayout& layout,
                                                        EmulatedDrive& drive) {
@@ -106,6 +113,7 @@ Result<std::unique_ptr<Device>> create_emulated_device(LocalDeviceOptions option
   SI_ASSIGN_OR_RETURN(
       std::unique_ptr<storage::Store> made,
       storage::BlockStore::create(container_on(drive, options.path, store), layout, store));
+  drive.holds_store_ = true;
   return make_device_over(std::move(made), StoreOrigin::kCreated, std::move(options), "emulated");
 }
 

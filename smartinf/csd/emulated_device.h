@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/status.h"
@@ -22,10 +23,19 @@ class EmulatedDrive {
                                          storage::Durability durability);
 
   std::span<std::byte> contents() const { return memory_.bytes(); }
+  uint64_t size_bytes() const { return memory_.size(); }
+
+  /// What its store says of itself; nullopt: it holds none. Not while a device has it open.
+  base::Result<std::optional<storage::StoreState>> peek();
+  /// Not while a device has it open.
+  void erase() { holds_store_ = false; }
 
  private:
+  friend base::Result<std::unique_ptr<Device>> create_emulated_device(
+      LocalDeviceOptions options, const storage::StoreLayout& layout, EmulatedDrive& drive);
   explicit EmulatedDrive(base::AlignedBuffer memory) : memory_(std::move(memory)) {}
   base::AlignedBuffer memory_;
+  bool holds_store_ = false;
 };
 
 /// As create_local_device and open_local_device, on `drive`, which must outlive the device.

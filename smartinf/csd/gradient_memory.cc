@@ -41,16 +41,31 @@ GradientMemory::GradientMemory(const storage::StoreLayout& layout, base::DataTyp
 }
 
 base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
-    const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes,
-    bool checksums) {
+    const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes, bool checksums,
+    uint64_t compressed_block_bytes) {
   std::unique_ptr<GradientMemory> made(new GradientMemory(layout, type, checksums));
   const uint64_t element_bytes = base::data_type_bytes(type);
+  made->compressed_block_bytes_ = compressed_block_bytes;
+  const auto room = [&](const Entry& entry) {
+    const uint64_t bytes =
+        compressed_block_bytes > 0
+            ? sizeof(CompressedHeader) +
+                  base::divide_up(entry.count, base::kBlockElements) * compressed_block_bytes
+            : entry.count * element_bytes;
+    return base::round_up(bytes, kAlignment);
+  };
   uint64_t total = 0;
   size_t kept = 0;
   for (; kept < made->entries_.size(); ++kept) {
-    const uint64_t bytes = base::round_up(made->entries_[kept].count * element_bytes, kAlignment);
+    const uint64_t bytes = room(made->entries_[kept]);
     if (total + bytes > budget_bytes) break;
     total += bytes;
+  }
+  if (compressed_block_bytes > 0 && kept < made->entries_.size()) {
+    return base::Status(
+        base::ErrorCode::kOutOfMemory,
+        "compressed gradients do not fit their budget of " + base::format_bytes(budget_bytes),
+        "Raise the gradient budget or lower the compression ratio.");
   }
   for (size_t i = kept; i < made->entries_.size(); ++i) {
     Entry& entry = made->entries_[i];
@@ -78,7 +93,8 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
     for (size_t i = 0; i < kept; ++i) {
       Entry& entry = made->entries_[i];
       entry.kept = made->memory_.data() + offset;
-      offset += base::round_up(entry.count * element_bytes, kAlignment);
+      offset += room(entry);
+      entry.room_bytes = room(entry);
     }
   }
   return made;
@@ -105,6 +121,10 @@ base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
     uint32_t subgroup, uint64_t first, uint64_t count, base::DataType type, const void* gradient,
     std::chrono::nanoseconds wait) {
   Entry& entry = entries_[subgroup];
+  if (compressed()) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "a gradient that is not compressed, for a device that was opened for such");
+  }
   if (first > entry.count || count > entry.count - first || count > entry.count - entry.received) {
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "gradient elements " + std::to_string(first) + " and " +
@@ -134,6 +154,30 @@ base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
   const std::lock_guard lock(mutex_);
   ++being_written_;
   return std::optional<Spill>(spill);
+}
+
+base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId id,
+                                            std::span<const std::byte> message) {
+  Entry& entry = entries_[subgroup];
+  SI_ASSIGN_OR_RETURN(const CompressedView view, CompressedView::parse(message));
+  if (view.subgroup() != id || view.elements() != entry.count) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "a compressed gradient of subgroup " +
+                            std::to_string(view.subgroup().value) + " with " +
+                            std::to_string(view.elements()) + " elements was put to subgroup " +
+                            std::to_string(id.value) + " of " + std::to_string(entry.count));
+  }
+  if (entry.received > 0 || message.size() > entry.room_bytes) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "a compressed gradient of " + std::to_string(message.size()) +
+                            " bytes where " +
+                            std::to_string(entry.received > 0 ? 0 : entry.room_bytes) + " may come",
+                        "Each subgroup's gradient goes down once per step.");
+  }
+  std::memcpy(entry.kept, message.data(), message.size());
+  entry.message_bytes = message.size();
+  entry.received = entry.count;
+  return base::Status();
 }
 
 base::Result<uint32_t> GradientMemory::take_buffer(std::chrono::nanoseconds wait) {

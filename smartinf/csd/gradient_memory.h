@@ -14,6 +14,7 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -33,10 +34,11 @@ class GradientMemory {
   /// Keeps as many of the first subgroups in memory as `budget_bytes` holds: backward completes
   /// them last, so their update finds them there. Errors: kOutOfMemory when not all fit and the
   /// layout has no spill area; kMismatch when the spill area was made for another type.
+  /// compressed_block_bytes above 0: for put_compressed() instead of put(), all of it in memory.
   static base::Result<std::unique_ptr<GradientMemory>> create(const storage::StoreLayout& layout,
                                                               base::DataType type,
-                                                              uint64_t budget_bytes,
-                                                              bool checksums);
+                                                              uint64_t budget_bytes, bool checksums,
+                                                              uint64_t compressed_block_bytes = 0);
 
   /// Bytes that each lent buffer must have; 0 when nothing is spilled.
   uint64_t buffer_bytes() const { return buffer_bytes_; }
@@ -56,6 +58,17 @@ class GradientMemory {
   base::Result<std::optional<Spill>> put(uint32_t subgroup, uint64_t first, uint64_t count,
                                          base::DataType type, const void* gradient,
                                          std::chrono::nanoseconds wait);
+  /// Copies a whole subgroup's message after checking it through; a bad one changes nothing.
+  /// Errors: CompressedView::parse's; kInvalidArgument for another subgroup's, one that is longer
+  /// than there is room for, or a second one in a step.
+  base::Status put_compressed(uint32_t subgroup, base::SubgroupId id,
+                              std::span<const std::byte> message);
+  bool compressed() const { return compressed_block_bytes_ > 0; }
+  /// Of a complete subgroup.
+  CompressedView message(uint32_t subgroup) const {
+    const Entry& entry = entries_[subgroup];
+    return CompressedView::trusted({entry.kept, entry.message_bytes});
+  }
   /// The buffer of a spill is free again.
   void written(const Spill& spill);
   /// Makes waiting and later puts fail.
@@ -77,6 +90,8 @@ class GradientMemory {
     uint64_t count = 0;     // elements
     uint64_t received = 0;  // of them, in this step
     std::byte* kept = nullptr;
+    uint64_t room_bytes = 0;                // at `kept`
+    uint64_t message_bytes = 0;             // there now, when compressed
     uint32_t buffer = kNone;                // while incomplete and not kept
     std::vector<uint64_t> block_checksums;  // of a spilled gradient
   };
@@ -87,6 +102,7 @@ class GradientMemory {
 
   base::DataType type_;
   bool checksums_;
+  uint64_t compressed_block_bytes_ = 0;
   base::AlignedBuffer memory_;
   uint64_t buffer_bytes_ = 0;
   std::vector<Entry> entries_;

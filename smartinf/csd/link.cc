@@ -12,8 +12,8 @@ Link::Link(LinkOptions options) : options_(std::move(options)) {}
 void Link::set_trace(Trace* trace) {
   trace_ = trace;
   if (trace_ == nullptr) return;
-  up_track_ = trace_->add_track(options_.name + " up");
-  down_track_ = trace_->add_track(options_.name + " down");
+  up_track_ = trace_->add_track({options_.name, "up", "booking"});
+  down_track_ = trace_->add_track({options_.name, "down", "booking"});
 }
 
 uint64_t Link::book(LinkDirection direction, base::TrafficKind kind, uint64_t bytes) {
@@ -38,8 +38,8 @@ uint64_t Link::book(LinkDirection direction, base::TrafficKind kind, uint64_t by
     free_ns = end;
   }
   if (trace_ != nullptr) {
-    trace_->record(
-        {base::traffic_kind_name(kind).data(), up ? up_track_ : down_track_, 0, begin, end, bytes});
+    trace_->record({base::traffic_kind_name(kind).data(), up ? up_track_ : down_track_,
+                    bookings_.fetch_add(1, std::memory_order_relaxed), begin, end, bytes, kind});
   }
   return std::max(end, now) + static_cast<uint64_t>(options_.latency.count());
 }

@@ -3,6 +3,7 @@
 // links.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
@@ -41,13 +42,14 @@ class Link {
   uint64_t book(LinkDirection direction, base::TrafficKind kind, uint64_t bytes);
 
   base::TrafficReading traffic() const { return traffic_.read(); }
-  /// Records each booking; before the first one.
+  /// Records each booking from now on; before the first one. `trace` outlives the link's use.
   void set_trace(Trace* trace);
 
  private:
   LinkOptions options_;
   base::TrafficCounter traffic_;
   Trace* trace_ = nullptr;
+  std::atomic<uint64_t> bookings_{0};
   uint32_t up_track_ = 0;
   uint32_t down_track_ = 0;
   std::mutex mutex_;

@@ -115,10 +115,12 @@ TEST(Link, RecordsItsBookings) {
   Link link({"host", 1e9, 1e9, false, {}});
   link.set_trace(&trace);
   for (int i = 0; i < 3; ++i) link.book(LinkDirection::kDown, TrafficKind::kGradient, 1000);
-  EXPECT_EQ(trace.tracks(), (std::vector<std::string>{"host up", "host down"}));
+  EXPECT_EQ(trace.tracks(),
+            (std::vector<TraceTrack>{{"host", "up", "booking"}, {"host", "down", "booking"}}));
   ASSERT_EQ(trace.events().size(), 2u);
   EXPECT_EQ(trace.dropped(), 1u);
   EXPECT_STREQ(trace.events()[0].name, "gradient");
+  EXPECT_EQ(trace.events()[0].kind, TrafficKind::kGradient);
   EXPECT_EQ(trace.events()[0].track, 1u);
   EXPECT_EQ(trace.events()[0].end_ns - trace.events()[0].begin_ns, 1000u);
 }
@@ -129,7 +131,7 @@ class StubRing final : public storage::Ring {
   std::string_view name() const override { return "stub"; }
   uint32_t depth() const override { return 64; }
   base::Result<uint32_t> add_file(int, std::string) override { return 0u; }
-  void register_memory(std::span<std::byte>) override {}
+  base::Status register_memory(std::span<std::byte>) override { return base::Status(); }
   base::Status submit(std::span<storage::IoRequest* const> requests) override {
     moved_.insert(moved_.end(), requests.begin(), requests.end());
     return {};

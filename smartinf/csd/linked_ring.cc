@@ -28,7 +28,9 @@ class LinkedRing final : public storage::Ring {
   base::Result<uint32_t> add_file(int descriptor, std::string path) override {
     return inner_->add_file(descriptor, std::move(path));
   }
-  void register_memory(std::span<std::byte> memory) override { inner_->register_memory(memory); }
+  base::Status register_memory(std::span<std::byte> memory) override {
+    return inner_->register_memory(memory);
+  }
 
   base::Status submit(std::span<IoRequest* const> requests) override {
     for (IoRequest* request : requests) {

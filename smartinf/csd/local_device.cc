@@ -12,14 +12,15 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/clock.h"
+#include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/core_pinning.h"
 #include "smartinf/csd/device_over_store.h"
 #include "smartinf/csd/device_parts.h"
 #include "smartinf/csd/inbox.h"
 #include "smartinf/csd/linked_ring.h"
 #include "smartinf/csd/state_access.h"
 #include "smartinf/csd/transfer_handler.h"
+#include "smartinf/storage/abandoned.h"
 
 namespace smartinf::csd {
 namespace {
@@ -35,6 +36,9 @@ constexpr auto kPollWaitMax = std::chrono::microseconds(1000);
 // Without anything in flight it is woken by its inbox; this is only an upper bound.
 constexpr auto kIdleWait = std::chrono::hours(1);
 constexpr size_t kPollBatch = 64;
+
+// Fewer are not worth saving memory for.
+constexpr uint64_t kSlotsEnough = 6;
 
 const std::string& device_name(const LocalDeviceOptions& options) {
   return options.name.empty() ? options.path : options.name;
@@ -72,6 +76,7 @@ class LocalDevice final : public Device, private SlotUser {
   }
   base::TrafficReading store_traffic() const override { return store_->traffic(); }
   uint64_t bytes_written_ever() const override { return store_->bytes_written_ever(); }
+  std::span<std::byte> idle_memory() override { return slot_memory_.bytes(); }
 
  private:
   Status allocate_slots();
@@ -150,26 +155,25 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   for (uint32_t i = 0; i < layout.subgroups.size(); ++i) {
     parts_.index_of[layout.subgroups[i].id] = i;
   }
-  SI_ASSIGN_OR_RETURN(
-      gradients_, GradientMemory::create(layout, options.gradient_type,
-                                         options.gradient_budget_bytes, options.store.checksums));
+  SI_ASSIGN_OR_RETURN(gradients_, GradientMemory::create(
+                                      layout, options.gradient_type, options.gradient_budget_bytes,
+                                      options.store.checksums, options.compressed_block_bytes));
   parts_.gradients = gradients_.get();
   SI_RETURN_IF_ERROR(allocate_slots());
 
-  std::vector<uint32_t> cores;
-  if (options.pin_threads) cores = cores_near(options.path);
-  if (!cores.empty()) {
-    std::rotate(cores.begin(),
-                cores.begin() + static_cast<std::ptrdiff_t>(options.first_core % cores.size()),
-                cores.end());
-  }
   if (options.trace != nullptr) {
-    parts_.read_track = options.trace->add_track(parts_.name + " read");
-    parts_.write_track = options.trace->add_track(parts_.name + " write");
+    Trace& trace = *options.trace;
+    parts_.read_track = trace.add_track({parts_.name, "read"});
+    parts_.write_track = trace.add_track({parts_.name, "write"});
+    parts_.step_track = trace.add_track({parts_.name, "step", "step"});
+    if (options.links.host == nullptr && options.host_link_place == HostLinkPlace::kAtProcessor) {
+      parts_.up_track = trace.add_track({parts_.name + " host link", "up"});
+      parts_.down_track = trace.add_track({parts_.name + " host link", "down"});
+    }
   }
   const uint32_t threads = std::max(1u, options.threads);
   processor_ = std::make_unique<Processor>(
-      parts_.name, threads, cores, [this](BlockWork& work) { inbox_.post(work); },
+      parts_.name, threads, options.cores, [this](BlockWork& work) { inbox_.post(work); },
       options.trace.get());
   parts_.processor = processor_.get();
 
@@ -195,7 +199,15 @@ Status LocalDevice::allocate_slots() {
   const uint64_t fitting = slot_bytes > 0 ? options.memory_bytes / slot_bytes : 1;
   uint64_t count =
       std::min<uint64_t>({fitting, options.kSlotsMax, std::max<uint64_t>(subgroups, 1)});
-  if (options.slots > 0) count = std::min<uint64_t>(count, options.slots);
+  if (options.slots > 0) {
+    count = std::min<uint64_t>(count, options.slots);
+  } else if (gradients_->buffer_bytes() == 0 && slot_bytes > 0) {
+    // As many as the transfers take that were found to fill the drive, each way, and two at the
+    // processor. Slots that also collect spilled gradients are never too many.
+    const uint64_t each_way =
+        base::divide_up(options.store.io_bytes * options.store.io_depth, slot_bytes);
+    count = std::min(count, std::max<uint64_t>(2 * each_way + 2, kSlotsEnough));
+  }
   if (count == 0) {
     return Status(ErrorCode::kOutOfMemory,
                   "a subgroup needs " + base::format_bytes(slot_bytes) + " and the budget is " +
@@ -223,7 +235,9 @@ Status LocalDevice::allocate_slots() {
   parts_.slots = slots_;
   spills_.resize(lent.size());
   gradients_->lend_buffers(std::move(lent));
-  store_->register_memory(slot_memory_.bytes());
+  if (const Status mapped = store_->register_memory(slot_memory_.bytes()); !mapped.ok()) {
+    base::log(base::LogLevel::kWarning, "device " + parts_.name + ": " + mapped.to_string());
+  }
   return Status();
 }
 
@@ -232,6 +246,14 @@ LocalDevice::~LocalDevice() {
   if (thread_.joinable()) thread_.join();
   // Ends its threads, which post to the inbox.
   processor_.reset();
+  if (store_ == nullptr) return;
+  if (const Status closed = store_->close(); !closed.ok()) {
+    base::log(
+        base::LogLevel::kWarning,
+        Status(closed).with_context(parts_.name + " is closed without an answer").to_string());
+    storage::abandon(std::move(store_));
+    storage::abandon(std::move(slot_memory_));
+  }
 }
 
 void LocalDevice::remember_state() {
@@ -261,15 +283,26 @@ void LocalDevice::put_gradient(Command& command) {
                                            "subgroup " + std::to_string(command.subgroup.value) +
                                                " belongs to another device"));
   }
-  Result<std::optional<GradientMemory::Spill>> put =
-      gradients_->put(found->second, command.first, command.count, command.type, command.gradient,
-                      parts_.options.store.watchdog);
-  if (!put.ok()) return parts_.complete(command, std::move(put).status());
+  const bool compressed = command.message_bytes > 0;
+  const uint64_t bytes = compressed ? command.message_bytes
+                                    : command.count * base::data_type_bytes(command.type);
+  const uint64_t begin_ns = base::now_ns();
   Letter letter;
-  letter.spill = std::move(*put);
+  if (compressed) {
+    const auto* message = static_cast<const std::byte*>(command.gradient);
+    Status put = gradients_->put_compressed(found->second, command.subgroup, {message, bytes});
+    if (!put.ok()) return parts_.complete(command, std::move(put));
+  } else {
+    Result<std::optional<GradientMemory::Spill>> put =
+        gradients_->put(found->second, command.first, command.count, command.type, command.gradient,
+                        parts_.options.store.watchdog);
+    if (!put.ok()) return parts_.complete(command, std::move(put).status());
+    letter.spill = std::move(*put);
+  }
   if (parts_.options.host_link_place == HostLinkPlace::kAtProcessor) {
-    const uint64_t bytes = command.count * base::data_type_bytes(command.type);
     parts_.host_traffic.add_down(base::TrafficKind::kGradient, bytes);
+    parts_.record_host(LinkDirection::kDown, base::TrafficKind::kGradient, command.subgroup,
+                       begin_ns, bytes);
     if (Link* link = parts_.options.links.host.get(); link != nullptr) {
       letter.due_ns = link->book(LinkDirection::kDown, base::TrafficKind::kGradient, bytes);
       letter.command = &command;
@@ -423,7 +456,14 @@ Status LocalDevice::begin_step(base::StepNumber step) {
 }
 
 void LocalDevice::end_step(Command& command, Status (LocalDevice::*way)(const Command&)) {
+  const uint64_t begin_ns = base::now_ns();
   Status status = (this->*way)(command);
+  if (parts_.options.trace != nullptr) {
+    const char* name = command.kind == CommandKind::kPrepare  ? "prepare"
+                       : command.kind == CommandKind::kCommit ? "commit"
+                                                              : "take back";
+    parts_.options.trace->record({name, parts_.step_track, command.step, begin_ns, base::now_ns()});
+  }
   remember_state();
   parts_.complete(command, std::move(status));
 }

@@ -34,20 +34,24 @@ struct LocalDeviceOptions {
   std::string path;  // directory or block device
   std::string name;  // in messages; empty: the path
 
-  uint32_t threads = 1;      // of the processor
-  bool pin_threads = false;  // to cores near the drive (with hwloc)
-  /// Cores that other devices of this process have taken; pinning starts behind them.
-  uint32_t first_core = 0;
+  uint32_t threads = 1;  // of the processor
+  /// Thread i is kept on cores[i % cores.size()]; empty: the system puts it where it likes.
+  std::vector<uint32_t> cores;
 
   /// Slots, and their gradient buffers when gradients are spilled.
   uint64_t memory_bytes = uint64_t{512} << 20;
-  uint32_t slots = 0;  // 0: as many as fit memory_bytes, at most kSlotsMax
+  /// 0: as many as keep store.io_depth transfers of store.io_bytes going each way, where they fit
+  /// memory_bytes; with spilled gradients as many as fit. At most kSlotsMax.
+  uint32_t slots = 0;
   static constexpr uint32_t kSlotsMax = 32;
 
   /// Gradients that stay in memory; those beyond are spilled to the store's spill area, for which
   /// the layout must have reserved space (gradient_spill_bytes).
   uint64_t gradient_budget_bytes = ~uint64_t{0};
   base::DataType gradient_type = base::DataType::kBf16;  // as kept by the device
+  /// Above 0: gradients come compressed, with at most so many bytes for a block of a subgroup and
+  /// its directory entry. They are kept as they come and expanded block by block at the processor.
+  uint64_t compressed_block_bytes = 0;
 
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   storage::StoreOptions store;  // ring, durability, checksums, transfer size and depth, watchdog

@@ -14,7 +14,7 @@ Processor::Processor(const std::string& name, uint32_t threads, std::span<const 
     : on_finished_(std::move(on_finished)), trace_(trace) {
   for (uint32_t i = 0; i < threads; ++i) {
     uint32_t track = 0;
-    if (trace_ != nullptr) track = trace_->add_track(name + " processor " + std::to_string(i));
+    if (trace_ != nullptr) track = trace_->add_track({name, "processor " + std::to_string(i)});
     threads_.emplace_back([this, track] { run(track); });
     pthread_setname_np(threads_.back().native_handle(), "si-processor");
     if (!cores.empty()) pin_thread(threads_.back(), cores[i % cores.size()]);
@@ -64,7 +64,7 @@ void Processor::run(uint32_t track) {
       if (!status.ok() && !work.failed_.exchange(true)) work.status_ = std::move(status);
     }
     if (trace_ != nullptr) {
-      trace_->record({work.trace_name_, track, work.trace_subgroup_, begin_ns, base::now_ns(), 0});
+      trace_->record({work.trace_name_, track, work.trace_subgroup_, begin_ns, base::now_ns()});
     }
     // The last one out sees what the others wrote, the status among it.
     if (work.unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) on_finished_(work);

@@ -110,6 +110,7 @@ struct Slot {
   Command* command = nullptr;  // kReadState or kWriteState being served...
   bool transferring = false;   // ...between slot and store, not at the processor
   uint32_t task = 0;           // the update's, of the schedule
+  uint64_t update_ns = 0;      // when the update began, for a trace
 
   Transfer state_in;
   Transfer gradient_in;

@@ -55,6 +55,15 @@ bool StateAccess::try_start(Command& command) {
     slot->transferring = true;
     parts_.start(slot->state_in, *this, Op::kRead, subgroup, slot->extent, mask);
   } else {
+    if (command.residual != nullptr &&
+        parts_.options.host_link_place == HostLinkPlace::kAtProcessor) {
+      // Its time on the link delays what comes behind it, not the write.
+      const uint64_t bytes = command.count * sizeof(base::Bf16);
+      parts_.host_traffic.add_down(base::TrafficKind::kState, bytes);
+      if (Link* link = parts_.options.links.host.get(); link != nullptr) {
+        link->book(LinkDirection::kDown, base::TrafficKind::kState, bytes);
+      }
+    }
     const PlaneBlocks planes(*parts_.store, subgroup, slot->extent);
     slot->encode.prepare(planes, command);
     parts_.processor->start(slot->encode, planes.blocks());
@@ -77,7 +86,7 @@ void StateAccess::on_work(Slot& slot, BlockWork& work) {
   if (!work.status().ok() || kind_ == CommandKind::kReadState) return answer(slot, work.status());
   slot.transferring = true;
   parts_.start(slot.master_out, *this, Op::kWrite, parts_.index_of.at(slot.command->subgroup),
-               slot.extent, ~0u);
+               slot.extent, slot.command->plane_mask);
 }
 
 void StateAccess::answer(Slot& slot, base::Status status) {

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/storage/store.h"
@@ -67,6 +68,24 @@ inline std::vector<std::byte> test_gradient(const storage::StoredSubgroup& subgr
   return narrow;
 }
 
+/// What is sent of a gradient when it is compressed.
+struct TestSparsity {
+  uint64_t every = 1;    // elements at multiples of it within their block; the others count as 0
+  bool squares = false;  // with the mean square of each kSquaresElements of the whole gradient
+};
+
+/// [divide_up(n, kSquaresElements)], as they arrive.
+inline std::vector<float> test_squares(std::span<const float> block) {
+  std::vector<float> squares;
+  for (size_t first = 0; first < block.size(); first += kSquaresElements) {
+    const size_t n = std::min<size_t>(kSquaresElements, block.size() - first);
+    float sum = 0;
+    for (size_t i = first; i < first + n; ++i) sum += block[i] * block[i];
+    squares.push_back(base::to_f32(base::to_bf16(sum / static_cast<float>(n))));
+  }
+  return squares;
+}
+
 inline std::vector<kernels::StepScalars> test_scalars(uint64_t step) {
   const kernels::RuleOptions options;
   return {kernels::make_step_scalars(options, {1e-2, 0.1}, step, 0.5, 7),
@@ -100,12 +119,23 @@ class ReferenceModel {
 
   /// One step of every subgroup; returns each one's new weights, [count] of type.
   std::vector<std::vector<std::byte>> step(uint64_t number, base::DataType gradient_type,
-                                           base::DataType weights_type) {
+                                           base::DataType weights_type,
+                                           TestSparsity sparsity = {}) {
     const std::vector<kernels::StepScalars> scalars = test_scalars(number);
+    std::vector<kernels::StepScalars> aged = scalars;  // for a variance that was aged before
+    for (kernels::StepScalars& own : aged) own.beta2 = 1, own.one_minus_beta2 = 0;
     std::vector<std::vector<std::byte>> weights;
     for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
       const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
-      const std::vector<std::byte> gradient = test_gradient(subgroup, number, gradient_type);
+      std::vector<std::byte> gradient = test_gradient(subgroup, number, gradient_type);
+      std::vector<float> whole(subgroup.count);
+      scalar_.cast_to_f32(gradient.data(), gradient_type, whole.data(), whole.size());
+      for (uint64_t e = 0; e < subgroup.count; ++e) {
+        if (e % base::kBlockElements % sparsity.every == 0) continue;
+        std::fill_n(
+            gradient.begin() + static_cast<ptrdiff_t>(e * base::data_type_bytes(gradient_type)),
+            base::data_type_bytes(gradient_type), std::byte{0});
+      }
       std::vector<std::byte> out(subgroup.count * base::data_type_bytes(weights_type));
       for_blocks(subgroup.count, [&](uint64_t first, uint64_t count) {
         kernels::UpdateBlock block;
@@ -120,9 +150,24 @@ class ReferenceModel {
         block.weights_type = weights_type;
         std::vector<kernels::GroupRun> runs;  // one per element's group, joined
         for (uint64_t e = 0; e < count; ++e) {
-          const kernels::StepScalars* own = &scalars[group_of(block.element + e)];
+          const kernels::StepScalars* own =
+              &(sparsity.squares ? aged : scalars)[group_of(block.element + e)];
           if (runs.empty() || runs.back().scalars != own) runs.push_back({0, own});
           ++runs.back().count;
+        }
+        if (sparsity.squares) {
+          const std::vector<float> squares = test_squares({whole.data() + first, count});
+          std::vector<float> variance(count);
+          std::byte* stored = block.planes[2];
+          scalar_.decode_block(encoding(2), base::PlaneKind::kVariance, stored, variance.data(),
+                               count);
+          for (uint64_t e = 0; e < count; ++e) {
+            const kernels::StepScalars& own = scalars[group_of(block.element + e)];
+            variance[e] =
+                variance[e] * own.beta2 + own.one_minus_beta2 * squares[e / kSquaresElements];
+          }
+          scalar_.encode_block(encoding(2), base::PlaneKind::kVariance, variance.data(), stored,
+                               count, block.element, number, scalars[0].seed);
         }
         scalar_.update_block(layout_.format, block, runs);
       });

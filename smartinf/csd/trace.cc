@@ -7,9 +7,9 @@ namespace smartinf::csd {
 
 Trace::Trace(uint32_t events_max) : events_(events_max) {}
 
-uint32_t Trace::add_track(std::string name) {
+uint32_t Trace::add_track(TraceTrack track) {
   const std::lock_guard lock(mutex_);
-  tracks_.push_back(std::move(name));
+  tracks_.push_back(std::move(track));
   return static_cast<uint32_t>(tracks_.size() - 1);
 }
 
@@ -18,7 +18,7 @@ void Trace::record(const TraceEvent& event) {
   if (index < events_.size()) events_[index] = event;
 }
 
-std::vector<std::string> Trace::tracks() const {
+std::vector<TraceTrack> Trace::tracks() const {
   const std::lock_guard lock(mutex_);
   return tracks_;
 }

@@ -1,5 +1,5 @@
 // What a device's threads and links did when: recorded into a fixed buffer while tracing is on, and
-// written by an app as a Chrome trace, one track per thread and link.
+// written by an app as a Chrome trace, one group of tracks per device and link.
 #pragma once
 
 #include <atomic>
@@ -8,15 +8,26 @@
 #include <string>
 #include <vector>
 
+#include "smartinf/base/traffic.h"
+
 namespace smartinf::csd {
+
+/// What the viewer shows: `name` within `group` (a device or a link).
+struct TraceTrack {
+  std::string group;
+  std::string name;
+  std::string number_name = "subgroup";  // what TraceEvent::number counts
+  friend bool operator==(const TraceTrack&, const TraceTrack&) = default;
+};
 
 struct TraceEvent {
   const char* name = "";  // a literal: the task's kind
-  uint32_t track = 0;     // from Trace::add_track
-  uint32_t subgroup = 0;  // as numbered in the parameter space
+  uint32_t track = 0;     // from Trace::add_track; events of one track may overlap
+  uint64_t number = 0;    // subgroup as numbered in the parameter space, or what the track says
   uint64_t begin_ns = 0;  // monotonic clock
   uint64_t end_ns = 0;
-  uint64_t bytes = 0;
+  uint64_t bytes = 0;  // that passed; 0: none, and `kind` says nothing
+  base::TrafficKind kind = base::TrafficKind::kState;
 };
 
 /// Bound: `events_max` events; later ones are counted and dropped.
@@ -26,17 +37,17 @@ class Trace {
  public:
   explicit Trace(uint32_t events_max = 1u << 20);
 
-  /// A track's number; `name` is what the viewer shows.
-  uint32_t add_track(std::string name);
+  /// A track's number.
+  uint32_t add_track(TraceTrack track);
   void record(const TraceEvent& event);
 
-  std::vector<std::string> tracks() const;
+  std::vector<TraceTrack> tracks() const;
   std::vector<TraceEvent> events() const;
   uint64_t dropped() const;
 
  private:
   mutable std::mutex mutex_;  // of tracks_
-  std::vector<std::string> tracks_;
+  std::vector<TraceTrack> tracks_;
   std::vector<TraceEvent> events_;
   std::atomic<uint64_t> next_{0};
 };

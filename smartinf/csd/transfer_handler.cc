@@ -16,6 +16,11 @@ using Op = storage::SubgroupIo::Op;
 
 constexpr uint32_t kMasterMask = 1;
 
+/// The planes that an update reads and writes.
+uint32_t rule_mask(const Command& update) {
+  return (1u << kernels::rule_planes(update.scalars.front().rule).size()) - 1;
+}
+
 }  // namespace
 
 void TransferHandler::start(Command& update) {
@@ -38,7 +43,9 @@ base::Status TransferHandler::check(const Command& update) const {
   }
   const auto kinds = kernels::rule_planes(update.scalars.front().rule);
   const auto& planes = parts_.store->layout().planes;
-  if (!std::equal(kinds.begin(), kinds.end(), planes.begin(), planes.end())) {
+  // Behind the rule's planes there may be a residual, which is the engine's.
+  const bool residual = planes.back() == base::PlaneKind::kResidual;
+  if (!std::equal(kinds.begin(), kinds.end(), planes.begin(), planes.end() - (residual ? 1 : 0))) {
     return base::Status(base::ErrorCode::kMismatch,
                         "the rule " +
                             std::string(kernels::update_rule_name(update.scalars.front().rule)) +
@@ -67,7 +74,7 @@ void TransferHandler::make_plan(const Command& update) {
   input.subgroups = static_cast<uint32_t>(update.updates.size());
   input.slots = static_cast<uint32_t>(parts_.slots.size());
   input.gradient_spilled = parts_.gradients->buffer_bytes() > 0;
-  input.has_moments = parts_.store->layout().planes.size() > 1;
+  input.has_moments = rule_mask(update) != kMasterMask;
   // The command's order is the order wanted, for every variant.
   std::vector<uint32_t> order(input.subgroups);
   std::iota(order.begin(), order.end(), 0u);
@@ -136,11 +143,12 @@ void TransferHandler::begin(uint32_t index) {
       if (parts_.gradients->kept(subgroup)) return finish(index);
       return transfer(slot.gradient_in, Op::kReadGradient, slot.gradient, ~0u);
     case TaskKind::kReadState:
-      return transfer(slot.state_in, Op::kRead, slot.extent, ~0u);
+      return transfer(slot.state_in, Op::kRead, slot.extent, rule_mask(*update_));
     case TaskKind::kUpdate: {
       const PlaneBlocks planes(*parts_.store, subgroup, slot.extent);
       const bool kept = parts_.gradients->kept(subgroup);
       slot.task = index;
+      slot.update_ns = base::now_ns();
       slot.update.prepare(planes, *update_, task.subgroup, subgroup,
                           kept ? parts_.gradients->data(subgroup) : slot.gradient.data(), !kept,
                           *parts_.gradients, parts_.options.groups);
@@ -152,7 +160,8 @@ void TransferHandler::begin(uint32_t index) {
     case TaskKind::kWriteMaster:
       return transfer(slot.master_out, Op::kWrite, slot.extent, kMasterMask);
     case TaskKind::kWriteMoments:
-      return transfer(slot.moments_out, Op::kWrite, slot.extent, ~kMasterMask);
+      return transfer(slot.moments_out, Op::kWrite, slot.extent,
+                      rule_mask(*update_) & ~kMasterMask);
   }
 }
 
@@ -171,6 +180,9 @@ void TransferHandler::send_weights(uint32_t task) {
   const uint64_t bytes = parts_.store->layout().subgroups[subgroup_of(task)].count *
                          base::data_type_bytes(update_->type);
   parts_.host_traffic.add_up(base::TrafficKind::kWeight, bytes);
+  // They left block by block while the update ran.
+  parts_.record_host(LinkDirection::kUp, base::TrafficKind::kWeight, entry.subgroup,
+                     parts_.slots[tasks_[task].slot.value].update_ns, bytes);
   Link* link = parts_.options.links.host.get();
   if (link == nullptr) return weights_ready(task);
   const uint64_t due = link->book(LinkDirection::kUp, base::TrafficKind::kWeight, bytes);

@@ -1,0 +1,94 @@
+// A ring whose requests fail when a test says so: for what devices and updaters do then. (Faults by
+// seed are storage's, faulty_ring.h.)
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <memory>
+#include <vector>
+
+#include "smartinf/storage/ring.h"
+
+namespace smartinf::csd {
+
+/// Fails, damages or loses chosen requests while it is armed.
+struct Faults {
+  enum class What { kNothing, kFailReads, kFailWrites, kFlipReads, kDropWrites, kLoseAll };
+  std::atomic<What> what{What::kNothing};
+  std::atomic<uint32_t> after{0};  // so many requests of that direction still pass
+  std::atomic<uint32_t> done{0};
+  base::TrafficKind kind = base::TrafficKind::kState;
+};
+
+class FaultRing final : public storage::Ring {
+ public:
+  FaultRing(std::unique_ptr<storage::Ring> inner, Faults& faults)
+      : inner_(std::move(inner)), faults_(faults) {}
+  std::string_view name() const override { return "faulty"; }
+  uint32_t depth() const override { return inner_->depth(); }
+  base::Result<uint32_t> add_file(int descriptor, std::string path) override {
+    return inner_->add_file(descriptor, std::move(path));
+  }
+  base::Status register_memory(std::span<std::byte> memory) override {
+    return inner_->register_memory(memory);
+  }
+  base::Status submit(std::span<storage::IoRequest* const> requests) override {
+    std::vector<storage::IoRequest*> passed;
+    for (storage::IoRequest* request : requests) {
+      // A write that the drive says it did, and did not.
+      const bool dropped = faults_.what == Faults::What::kDropWrites &&
+                           request->op == storage::IoOp::kWrite && request->kind == faults_.kind;
+      if (dropped) {
+        ++faults_.done;
+        request->outcome = static_cast<int64_t>(request->buffer.size());
+      }
+      (dropped ? dropped_ : passed).push_back(request);
+    }
+    return inner_->submit(passed);
+  }
+  base::Result<size_t> reap(std::span<storage::IoRequest*> done,
+                            std::chrono::nanoseconds wait) override {
+    if (!dropped_.empty() && !done.empty()) {
+      done[0] = dropped_.back();
+      dropped_.pop_back();
+      return size_t{1};
+    }
+    SI_ASSIGN_OR_RETURN(size_t count, inner_->reap(done, wait));
+    for (size_t i = 0; i < count;) {
+      if (!treat(*done[i])) {
+        done[i] = done[--count];  // lost: never completes
+        continue;
+      }
+      ++i;
+    }
+    return count;
+  }
+
+ private:
+  bool treat(storage::IoRequest& request) {
+    using What = Faults::What;
+    const What what = faults_.what;
+    const bool read = request.op == storage::IoOp::kRead;
+    const bool meant = what == What::kLoseAll || (what == What::kFailWrites) != read;
+    if (what == What::kNothing || what == What::kDropWrites) return true;
+    if (!meant || request.kind != faults_.kind) return true;
+    if (faults_.after > 0) {
+      --faults_.after;
+      return true;
+    }
+    ++faults_.done;
+    if (what == What::kLoseAll) return false;
+    if (what == What::kFlipReads) {
+      request.buffer[request.buffer.size() / 3] ^= std::byte{4};
+    } else {
+      request.outcome = -EIO;
+    }
+    return true;
+  }
+
+  std::unique_ptr<storage::Ring> inner_;
+  Faults& faults_;
+  std::vector<storage::IoRequest*> dropped_;
+};
+
+}  // namespace smartinf::csd

@@ -20,7 +20,8 @@ using storage::BlockStore;
 using storage::SubgroupIo;
 
 constexpr uint32_t kSubgroups = 2;
-constexpr uint32_t kPlanes = 3;
+constexpr uint32_t kPlanes = 4;
+constexpr uint32_t kResidualPlane = 3;  // bf16, so it holds the lower half of an element
 constexpr uint32_t kRingDepth = 24;
 
 std::string blob_of(StepNumber step) { return fmt::format("step {}", step); }
@@ -29,6 +30,9 @@ std::string blob_of(StepNumber step) { return fmt::format("step {}", step); }
 bool rests(uint32_t subgroup, StepNumber step) {
   return subgroup == 1 && step > 0 && step % 3 == 0;
 }
+
+/// The residual is written in every second step only, as with compress.keep_every = 2.
+bool keeps(StepNumber step) { return step % 2 == 0; }
 
 /// Takes part in the step that was taken back before this one.
 enum class TakeBack { kNever, kUnprepared, kPartlyPrepared, kPrepared };
@@ -65,8 +69,8 @@ storage::StoreLayout Scenario::layout(uint32_t device) const {
   layout.run = run_;
   layout.device_index = device;
   layout.device_count = options_.devices;
-  layout.planes = {base::PlaneKind::kMaster, base::PlaneKind::kMomentum,
-                   base::PlaneKind::kVariance};
+  layout.planes = {base::PlaneKind::kMaster, base::PlaneKind::kMomentum, base::PlaneKind::kVariance,
+                   base::PlaneKind::kResidual};
   for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
     layout.subgroups.push_back({SubgroupId{device * kSubgroups + subgroup}, 0,
                                 subgroup == 0 ? options_.elements : options_.elements / 2 + 1});
@@ -88,6 +92,7 @@ uint32_t Scenario::element(uint32_t device, uint32_t subgroup, uint32_t plane, u
                            StepNumber step) const {
   uint64_t value = base::mix_seed(base::mix_seed(device * 16 + subgroup * 4 + plane, index), 17);
   for (StepNumber made = 1; made <= step; ++made) {
+    if (plane == kResidualPlane && !keeps(made)) continue;
     if (!rests(subgroup, made)) value = base::mix_seed(value & 0xffffffffu, made);
   }
   return static_cast<uint32_t>(value);
@@ -168,10 +173,18 @@ Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
       SI_RETURN_IF_ERROR(read(device, stored.id, bytes));
       SI_RETURN_IF_ERROR(verify(device, subgroup, bytes));
     }
+    const bool kept = keeps(step) || garbage;
     for (uint32_t plane = 0; plane < kPlanes; ++plane) {
       auto* values =
           reinterpret_cast<uint32_t*>(bytes.data() + store.plane_offset(stored.id, plane));
+      auto* halves = reinterpret_cast<uint16_t*>(values);
+      if (plane == kResidualPlane && !kept) continue;
       for (uint64_t i = 0; i < stored.count; ++i) {
+        if (plane == kResidualPlane) {
+          halves[i] = static_cast<uint16_t>(element(device, subgroup, plane, i, step) ^
+                                            (garbage ? 0x5a5au : 0u));
+          continue;
+        }
         values[i] = step == 0 ? element(device, subgroup, plane, i, 0)
                               : static_cast<uint32_t>(base::mix_seed(values[i], step));
         if (garbage) values[i] ^= 0x5a5a5a5au;
@@ -186,6 +199,7 @@ Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
     ios[subgroup].op = SubgroupIo::Op::kWrite;
     ios[subgroup].subgroup = stored.id;
     ios[subgroup].buffer = bytes;
+    if (!kept) ios[subgroup].plane_mask = (1u << kResidualPlane) - 1;
   }
   for (SubgroupIo& io : ios) {
     if (io.buffer.empty()) continue;
@@ -288,8 +302,11 @@ std::string Scenario::compare(StepNumber step) {
       for (uint32_t plane = 0; plane < kPlanes; ++plane) {
         const auto* values =
             reinterpret_cast<uint32_t*>(buffer->data() + store.plane_offset(stored.id, plane));
+        const auto* halves = reinterpret_cast<const uint16_t*>(values);
         for (uint64_t i = 0; i < stored.count; ++i) {
-          if (values[i] != element(device, subgroup, plane, i, step)) {
+          const uint32_t expected = element(device, subgroup, plane, i, step);
+          if (plane == kResidualPlane ? halves[i] != static_cast<uint16_t>(expected)
+                                      : values[i] != expected) {
             return fmt::format("device {}, subgroup {}, plane {}, element {} differs at step {}",
                                device, subgroup, plane, i, step);
           }

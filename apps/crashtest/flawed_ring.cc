@@ -24,7 +24,9 @@ class FlawedRing final : public storage::Ring {
   Result<uint32_t> add_file(int descriptor, std::string path) override {
     return inner_->add_file(descriptor, std::move(path));
   }
-  void register_memory(std::span<std::byte> memory) override { inner_->register_memory(memory); }
+  base::Status register_memory(std::span<std::byte> memory) override {
+    return inner_->register_memory(memory);
+  }
 
   Status submit(std::span<IoRequest* const> requests) override {
     std::vector<IoRequest*> passed;

@@ -96,6 +96,7 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
   options.io_bytes = option(given, "io_bytes", options.io_bytes);
   options.io_depth = option(given, "io_depth", options.io_depth);
   options.checksums = option(given, "checksums", options.checksums);
+  options.pin_threads = false;  // the ranks of a job share the machine's cores
   options.create = option(given, "create", options.create);
   return options;
 }

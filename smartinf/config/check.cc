@@ -68,6 +68,9 @@ Status check_rule(const kernels::RuleOptions& rule) {
   return Status();
 }
 
+// A second: more is a slip, and the store would take the drive for dead.
+constexpr double kLatencyMaxUs = 1e6;
+
 Status check_devices(const std::vector<engine::DeviceOptions>& devices) {
   std::map<std::string, size_t> seen;
   for (size_t i = 0; i < devices.size(); ++i) {
@@ -85,6 +88,8 @@ Status check_devices(const std::vector<engine::DeviceOptions>& devices) {
     }
     SI_RETURN_IF_ERROR(within(numbered_key("device.threads", i), device.threads, 0, 4096));
     SI_RETURN_IF_ERROR(within(numbered_key("device.bandwidth", i), device.bandwidth, 0, 1e18));
+    SI_RETURN_IF_ERROR(within(numbered_key("device.internal_latency_us", i),
+                              device.internal_link.latency_us, 0, kLatencyMaxUs));
   }
   return Status();
 }
@@ -106,6 +111,8 @@ Status check_recipe(const Recipe& recipe) {
     }
   }
   SI_RETURN_IF_ERROR(within("engine.io_depth", updater.io_depth, 0, 4096));
+  SI_RETURN_IF_ERROR(
+      within("engine.host_link_latency_us", updater.host_link.latency_us, 0, kLatencyMaxUs));
   SI_RETURN_IF_ERROR(within("engine.subgroup_elements",
                             static_cast<double>(updater.subgroup_elements), 0, 0x1p40));
   if (recipe.options.train.where == train::OptimizerWhere::kMemory &&
@@ -113,6 +120,14 @@ Status check_recipe(const Recipe& recipe) {
     return wrong("optimizer.rule",
                  "is not \"adamw\", and optimizer.where = \"memory\" knows no other",
                  "Choose optimizer.where = \"device\" or optimizer.rule = \"adamw\".");
+  }
+  const engine::CompressOptions& compress = updater.compress;
+  SI_RETURN_IF_ERROR(within("compress.ratio", compress.ratio, 1e-6, 2));
+  SI_RETURN_IF_ERROR(within("compress.feedback_decay", compress.feedback_decay, 0, 1));
+  if (compress.on() && recipe.options.train.where != train::OptimizerWhere::kDevice) {
+    return wrong("compress.codec",
+                 "is set, but gradients cross the host link only with optimizer.where = \"device\"",
+                 "Leave it out, or set optimizer.where = \"device\".");
   }
   return check_devices(updater.devices);
 }

@@ -21,7 +21,11 @@ constexpr std::array<std::string_view, 2> kPrecision{"bf16", "f32"};
 constexpr std::array<std::string_view, 5> kRule{"adamw", "adam", "sgd", "adagrad", "lion"};
 constexpr std::array<std::string_view, 3> kFormat{"f32", "bf16", "q8"};
 constexpr std::array<std::string_view, 3> kGradient{"f32", "bf16", "f16"};
-constexpr std::array<std::string_view, 3> kSchedule{"naive", "overlapped", "early"};
+constexpr std::array<std::string_view, 4> kCodec{"none", "topk", "randomk", "dense"};
+constexpr std::array<std::string_view, 2> kFeedback{"none", "host"};
+constexpr std::array<std::string_view, 2> kVariance{"sent", "dense"};
+// "early" is for who starts updates before all gradients are there; a recipe cannot.
+constexpr std::array<std::string_view, 2> kSchedule{"naive", "overlapped"};
 constexpr std::array<std::string_view, 2> kDurability{"step", "none"};
 constexpr std::array<std::string_view, 3> kRing{"auto", "uring", "threads"};
 
@@ -46,7 +50,9 @@ constexpr std::array kSections{
     Section{"model", "A decoder-only transformer in the Llama form."},
     Section{"data", "What it learns from."},
     Section{"train", "The training loop."},
+    Section{"checkpoint", "Copies of the state, made between two steps (docs/state.md)."},
     Section{"optimizer", "The update rule, and where it runs."},
+    Section{"compress", "Gradients compressed before the host link: docs/smartcomp.md."},
     Section{"engine", "How the state is moved and kept."},
     Section{"device",
             "Where the state lives: one [[device]] table for each drive. "
@@ -114,6 +120,13 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("train.trace", &r.options.train.trace,
            "file for a trace that Perfetto opens; empty: none"),
 
+    SI_KEY("checkpoint.every", &r.options.checkpoint.every, "steps between copies; 0: none"),
+    SI_KEY("checkpoint.keep", &r.options.checkpoint.keep,
+           "newest copies that are kept, older ones of this run are deleted; 0: all"),
+    SI_KEY("checkpoint.folder", &r.options.checkpoint.folder,
+           "where they are; empty: checkpoints in the run's folder. At once and without space of "
+           "their own on the devices' file system if that is btrfs or xfs"),
+
     SI_KEY("optimizer.where", choice(r.options.train.where, kWhere),
            "\"device\": the update runs where the state is; \"host\": state crosses the host link "
            "both ways; \"memory\": torch's own AdamW in memory"),
@@ -133,6 +146,26 @@ constexpr auto kKeys = std::to_array<Key>({
            "of gradients on the host link; when not set: that of train.precision"),
     SI_KEY("optimizer.seed", &r.updater.seed, "of stochastic rounding (formats bf16 and q8)"),
 
+    SI_KEY("compress.codec", choice(r.updater.compress.codec, kCodec),
+           "\"topk\": the largest of each 65536 elements; \"none\": whole gradients; \"randomk\", "
+           "\"dense\": controls"),
+    SI_KEY("compress.ratio", &r.updater.compress.ratio,
+           "volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %"),
+    SI_KEY("compress.values", choice(r.updater.compress.values, kGradient), "of what is sent"),
+    SI_KEY("compress.feedback", choice(r.updater.compress.feedback, kFeedback),
+           "\"host\": what is not sent is kept in host memory and added to the next gradient; "
+           "\"none\": it is lost"),
+    SI_KEY("compress.feedback_decay", &r.updater.compress.feedback_decay,
+           "of what is kept, per step; 1: all of it stays"),
+    SI_KEY(
+        "compress.variance", choice(r.updater.compress.variance, kVariance),
+        "of adam and adamw, from the \"dense\" gradient's mean squares or from what was \"sent\""),
+    SI_KEY("compress.warmup_steps", &r.updater.compress.warmup_steps,
+           "in which the ratio falls from 0.5"),
+    SI_KEY("compress.keep_every", &r.updater.compress.keep_every,
+           "steps between writes of what is kept to the devices, 2 bytes a parameter; 1: a crash "
+           "loses nothing of it; 0: never"),
+
     SI_KEY("engine.schedule", choice(r.updater.schedule, kSchedule),
            "order of reads, updates and writes on a device"),
     SI_KEY("engine.memory_budget", ByteCount{&r.updater.memory_budget_bytes},
@@ -151,6 +184,17 @@ constexpr auto kKeys = std::to_array<Key>({
            "of one transfer; 0: measured at first use and remembered on the device"),
     SI_KEY("engine.io_depth", &r.updater.io_depth,
            "transfers in flight in each direction; 0: measured likewise"),
+    SI_KEY("engine.pin_threads", &r.updater.pin_threads,
+           "with several devices: each one's threads stay on cores of their own, near its drive"),
+    SI_KEY("engine.host_link_up", ByteCount{&r.updater.host_link.up_bytes_per_s},
+           "emulation: bytes per second that all devices together send to the host; 0: as fast as "
+           "it goes"),
+    SI_KEY("engine.host_link_down", ByteCount{&r.updater.host_link.down_bytes_per_s},
+           "emulation: likewise, from the host to the devices"),
+    SI_KEY("engine.host_link_shared", &r.updater.host_link.shared_budget,
+           "emulation: both directions draw on one budget of time"),
+    SI_KEY("engine.host_link_latency_us", &r.updater.host_link.latency_us,
+           "emulation: microseconds added to every transfer"),
 
     SI_DEVICE_KEY("device.path", &r.updater.devices[i].path, "directory or block device"),
     SI_DEVICE_KEY("device.name", &r.updater.devices[i].name, "in messages; empty: the path"),
@@ -160,6 +204,20 @@ constexpr auto kKeys = std::to_array<Key>({
                   "relative to the other devices, for placement; 0: measured at first use"),
     SI_DEVICE_KEY("device.capacity", ByteCount{&r.updater.devices[i].capacity_bytes},
                   "most bytes to use; 0: what is free"),
+    SI_DEVICE_KEY("device.rated_endurance", ByteCount{&r.updater.devices[i].rated_endurance_bytes},
+                  "bytes the drive may be written in its life, as its data sheet says (600TB); 0: "
+                  "not known"),
+    SI_DEVICE_KEY("device.internal_read",
+                  ByteCount{&r.updater.devices[i].internal_link.up_bytes_per_s},
+                  "emulation: bytes per second from the store to the processor; 0: as fast as it "
+                  "goes"),
+    SI_DEVICE_KEY("device.internal_write",
+                  ByteCount{&r.updater.devices[i].internal_link.down_bytes_per_s},
+                  "emulation: likewise, from the processor to the store"),
+    SI_DEVICE_KEY("device.internal_shared", &r.updater.devices[i].internal_link.shared_budget,
+                  "emulation: reads and writes draw on one budget of time, as in a real drive"),
+    SI_DEVICE_KEY("device.internal_latency_us", &r.updater.devices[i].internal_link.latency_us,
+                  "emulation: microseconds added to every transfer"),
 });
 
 #undef SI_KEY

@@ -19,6 +19,8 @@
 // Header-only and without exceptions, in this file alone.
 #define TOML_HEADER_ONLY 1
 #define TOML_EXCEPTIONS 0
+// toml++ asserts on some malformed text that it refuses without assertions.
+#define TOML_ASSERT(expr) static_assert(true)
 #include <toml++/toml.h>
 
 namespace smartinf::config {
@@ -313,11 +315,16 @@ class Reader {
 };
 
 bool is_boolean(std::string_view flag_key) {
-  // Of a device's key the number does not matter, and no device key is yes-or-no.
-  const Key* key = find_key(flag_key);
+  // Of a device's key the number does not matter.
+  const bool of_device = section_of(flag_key) == kDeviceSection;
+  const Key* key = find_key(
+      of_device
+          ? fmt::format("device{}", flag_key.substr(std::min(flag_key.rfind('.'), flag_key.size())))
+          : std::string(flag_key));
+  if (key == nullptr) return false;
   Recipe scratch;
-  return key != nullptr && section_of(key->name) != kDeviceSection &&
-         std::holds_alternative<bool*>(key->field(scratch, 0));
+  scratch.updater.devices.resize(1);
+  return std::holds_alternative<bool*>(key->field(scratch, 0));
 }
 
 }  // namespace

@@ -88,6 +88,37 @@ TEST(Recipe, FlagWinsOverFileAndFileOverDefault) {
   EXPECT_FALSE(loaded.origins.contains("train.seed"));
 }
 
+TEST(Recipe, LinksOfDevicesAndOfTheHost) {
+  std::vector<std::string> words = {"--device.0.internal_shared", "--device.0.internal_latency_us",
+                                    "50"};
+  const auto flags = take_overrides(words);
+  ASSERT_TRUE(flags.ok()) << flags.status().to_string();
+  EXPECT_TRUE(words.empty());
+  const Recipe recipe = good(R"(
+[engine]
+host_link_up = "160MB"
+host_link_down = "80MB"
+host_link_shared = true
+[[device]]
+path = "a"
+internal_read = "75MB"
+internal_write = "40MB"
+)",
+                             *flags)
+                            .recipe;
+  const engine::EmulatedLink& host = recipe.updater.host_link;
+  EXPECT_EQ(host.up_bytes_per_s, 160'000'000u);
+  EXPECT_EQ(host.down_bytes_per_s, 80'000'000u);
+  EXPECT_TRUE(host.shared_budget);
+  const engine::EmulatedLink& internal = recipe.updater.devices[0].internal_link;
+  EXPECT_EQ(internal.up_bytes_per_s, 75'000'000u);
+  EXPECT_EQ(internal.down_bytes_per_s, 40'000'000u);
+  EXPECT_TRUE(internal.shared_budget);
+  EXPECT_EQ(internal.latency_us, 50u);
+  EXPECT_THAT(bad("[engine]\nhost_link_latency_us = 2000000\n"),
+              HasSubstr("engine.host_link_latency_us is 2000000"));
+}
+
 TEST(Recipe, FillsInWhatFollows) {
   const LoadedRecipe loaded = good("");
   EXPECT_EQ(loaded.recipe.options.train.run, "runs/name");
@@ -323,6 +354,28 @@ TEST(Recipes, OfTheProjectAreValid) {
     const auto loaded = load_recipe(entry.path().string(), {});
     EXPECT_TRUE(loaded.ok()) << (loaded.ok() ? "" : loaded.status().to_string());
   }
+}
+
+TEST(Recipe, Compression) {
+  const LoadedRecipe loaded = good(
+      "[compress]\ncodec = \"topk\"\nratio = 0.05\nvalues = \"f16\"\nfeedback = \"none\"\n"
+      "variance = \"sent\"\nwarmup_steps = 100\nkeep_every = 8\n",
+      {});
+  const engine::CompressOptions& compress = loaded.recipe.updater.compress;
+  EXPECT_EQ(compress.codec, engine::CompressOptions::Codec::kTopK);
+  EXPECT_EQ(compress.ratio, 0.05);
+  EXPECT_EQ(compress.values, base::DataType::kF16);
+  EXPECT_EQ(compress.feedback, engine::CompressOptions::Feedback::kNone);
+  EXPECT_EQ(compress.variance, engine::CompressOptions::Variance::kSent);
+  EXPECT_EQ(compress.warmup_steps, 100u);
+  EXPECT_EQ(compress.keep_every, 8u);
+  EXPECT_THAT(bad("[compress]\nratoi = 0.1\n"), HasSubstr("compress.ratio"));
+  EXPECT_THAT(bad("[compress]\ncodec = \"top\"\n"), HasSubstr("\"topk\""));
+  EXPECT_THAT(bad("[compress]\nratio = 0.0\n"), HasSubstr("compress.ratio"));
+  EXPECT_THAT(bad("[compress]\nratio = 3.0\n"), HasSubstr("compress.ratio"));
+  EXPECT_THAT(bad("[compress]\nfeedback_decay = 1.5\n"), HasSubstr("compress.feedback_decay"));
+  EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\n[optimizer]\nwhere = \"memory\"\n"),
+              HasSubstr("optimizer.where"));
 }
 
 }  // namespace

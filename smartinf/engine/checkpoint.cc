@@ -5,6 +5,7 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <span>
 #include <sstream>
 #include <utility>
 
@@ -14,7 +15,9 @@
 #include <nlohmann/json.hpp>
 #include <sys/ioctl.h>
 
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/file_descriptor.h"
 
@@ -53,6 +56,15 @@ Result<bool> clone_file(int from, const std::string& to) {
   const storage::FileDescriptor made(
       ::open(to.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
   if (!made.is_open()) return base::errno_status(errno, "cannot make the checkpoint's file", to);
+  // btrfs shares blocks only between files that agree on copy-on-write, which stores have off.
+  int flags = 0;
+  if (::ioctl(from, FS_IOC_GETFLAGS, &flags) == 0 && (flags & FS_NOCOW_FL) != 0) {
+    int own = 0;
+    if (::ioctl(made.get(), FS_IOC_GETFLAGS, &own) == 0) {
+      own |= FS_NOCOW_FL;
+      (void)::ioctl(made.get(), FS_IOC_SETFLAGS, &own);  // if it fails, so does the next
+    }
+  }
   if (::ioctl(made.get(), FICLONE, from) == 0) return true;
   const int why = errno;
   if (why == ENOSPC || why == EDQUOT || why == EIO) {
@@ -64,6 +76,8 @@ Result<bool> clone_file(int from, const std::string& to) {
 
 /// False when any of the devices cannot be cloned; what was made is left to the caller.
 Result<bool> clone_devices(const StoredRun& run, const fs::path& partial) {
+  uint64_t shared_bytes = 0;
+  for (const auto& reader : run.devices) shared_bytes += reader->geometry().container_bytes();
   for (size_t device = 0; device < run.devices.size(); ++device) {
     const storage::StateReader& reader = *run.devices[device];
     std::error_code error;
@@ -74,6 +88,19 @@ Result<bool> clone_devices(const StoredRun& run, const fs::path& partial) {
         const bool cloned,
         clone_file(reader.descriptor(), (fs::path(folder) / storage::kStateFileName).string()));
     if (!cloned) return false;
+  }
+  // A shared block that the run overwrites takes space anew: a step must not be the first to notice
+  // that there is none.
+  std::error_code error;
+  const uint64_t free_bytes = fs::space(partial, error).available;
+  if (!error && free_bytes < shared_bytes) {
+    return Status(
+        ErrorCode::kNoSpace,
+        fmt::format("the checkpoint shares {} with the run, which takes as much again when "
+                    "it goes on, and {} are free",
+                    base::format_bytes(shared_bytes), base::format_bytes(free_bytes)),
+        "Free space there, or keep checkpoints on another file system.",
+        base::ErrorPlace{partial.string(), {}, {}, 0});
   }
   return true;
 }
@@ -87,6 +114,7 @@ Status copy_devices(StoredRun& run, const fs::path& partial, const CheckpointOpt
   ReshardOptions copy;
   copy.format = run.layout().format;
   copy.memory_budget_bytes = options.memory_budget_bytes;
+  copy.lent_memory = options.lent_memory;
   copy.ring = options.ring;
   // Never overwritten, so one slot will do; it is synced below.
   copy.durability = storage::Durability::kNone;
@@ -96,6 +124,13 @@ Status copy_devices(StoredRun& run, const fs::path& partial, const CheckpointOpt
   SI_ASSIGN_OR_RETURN(const ReshardSummary copied, reshard(run, targets, copy));
   summary.blocks_without_checksum = copied.blocks_without_checksum;
   return Status();
+}
+
+/// Of all other members, whatever their order and the spaces between them.
+std::string description_checksum(nlohmann::json others) {
+  others.erase("checksum");
+  const std::string text = others.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return fmt::format("{:016x}", base::checksum(std::as_bytes(std::span(text)), 0));
 }
 
 Status write_description(const StoredRun& run, const fs::path& partial,
@@ -110,6 +145,7 @@ Status write_description(const StoredRun& run, const fs::path& partial,
                               {"parameters", run.description.space.count()},
                               {"state_bytes", summary.state_bytes},
                               {"cloned", summary.cloned}};
+  json["checksum"] = description_checksum(json);
   const std::string path = (partial / kCheckpointFile).string();
   std::ofstream out(path);
   out << json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
@@ -212,6 +248,18 @@ Result<CheckpointSummary> checkpoint_open_run(const std::vector<std::string>& pa
   return write_checkpoint(run, options);
 }
 
+Status check_checkpoint_folder(const std::string& folder) {
+  SI_RETURN_IF_ERROR(make_folder(folder));
+  // Not access(): that says nothing of a file system that is mounted read-only or over its quota.
+  const std::string probe = (fs::path(folder) / fmt::format("probe{}", kPartialSuffix)).string();
+  const storage::FileDescriptor made(::open(probe.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  if (!made.is_open() || ::unlink(probe.c_str()) != 0) {
+    return base::errno_status(errno, "checkpoints cannot be written here", folder, {}, {},
+                              "Name a folder that can be written to.");
+  }
+  return Status();
+}
+
 bool is_checkpoint(const std::string& path) {
   std::error_code error;
   return fs::is_regular_file(fs::path(path) / kCheckpointFile, error) &&
@@ -236,7 +284,8 @@ Result<Checkpoint> read_checkpoint(const std::string& path) {
   };
   if (!json.is_object() || !json.contains("run") || !json["run"].is_string() ||
       !json.contains("step") || !json["step"].is_number_unsigned() || !json.contains("devices") ||
-      !json["devices"].is_number_unsigned() || json["devices"].get<uint64_t>() > 65536) {
+      !json["devices"].is_number_unsigned() || json["devices"].get<uint64_t>() > 65536 ||
+      (json.contains("checksum") && json["checksum"] != description_checksum(json))) {
     return corrupt();
   }
   Checkpoint checkpoint;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -23,6 +24,7 @@ struct CheckpointOptions {
   std::string folder;  // made if missing
   uint64_t keep = 0;   // newest checkpoints of this run to keep; 0: all
   uint64_t memory_budget_bytes = uint64_t{256} << 20;
+  std::vector<std::span<std::byte>> lent_memory;  // instead: see ReshardOptions
   storage::RingKind ring = storage::RingKind::kAuto;
   StateProgress progress;
 };
@@ -48,6 +50,10 @@ base::Result<CheckpointSummary> write_checkpoint(StoredRun& run, const Checkpoin
 /// nobody writes to them.
 base::Result<CheckpointSummary> checkpoint_open_run(const std::vector<std::string>& paths,
                                                     const CheckpointOptions& options);
+
+/// Makes the folder for checkpoints if missing, and finds out whether it can be written to.
+/// Errors: kInvalidArgument, kIo.
+base::Status check_checkpoint_folder(const std::string& folder);
 
 /// What a checkpoint's folder says of itself.
 struct Checkpoint {

@@ -9,6 +9,8 @@
 
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/memory_plan.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/plan/placement.h"
@@ -48,6 +50,9 @@ Status check_places(const Sources& sources) {
 }
 
 uint64_t gradient_bytes(const UpdaterOptions& options, uint64_t elements) {
+  if (const uint64_t block = compressed_block_bytes(options); block > 0) {
+    return base::divide_up(elements, base::kBlockElements) * block;
+  }
   return elements * base::data_type_bytes(options.gradient_type);
 }
 
@@ -56,6 +61,7 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
                          uint64_t slot_memory_bytes, uint64_t device_elements) {
   DeviceShare share;
   share.slot_memory_bytes = slot_memory_bytes;
+  share.compressed_block_bytes = compressed_block_bytes(options);
   // In proportion to what the device holds, so that all of them spill alike.
   const double part = static_cast<double>(device_elements) / static_cast<double>(space.count());
   const bool fits = gradient_bytes(options, space.count()) <= options.gradient_budget_bytes;
@@ -68,7 +74,8 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
 
 Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::ParameterSpace& space,
                              Sources& sources) {
-  const bool spilled = gradient_bytes(options, space.count()) > options.gradient_budget_bytes;
+  const bool spilled = !options.compress.on() &&
+                       gradient_bytes(options, space.count()) > options.gradient_budget_bytes;
   const uint32_t spill_bytes =
       spilled ? static_cast<uint32_t>(base::data_type_bytes(options.gradient_type)) : 0;
   const auto count = static_cast<uint32_t>(sources.size());
@@ -78,6 +85,7 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
   input.devices = count;
   input.rule = options.rule.rule;
   input.format = options.format;
+  input.residual = options.compress.kept_on_devices();
   input.gradient_spill_bytes = spill_bytes;
   input.subgroup_elements = options.subgroup_elements;
   SI_ASSIGN_OR_RETURN(const MemoryPlan memory, plan_memory(input));
@@ -92,9 +100,9 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
               "of a step nothing of it can be used");
   }
   const uint64_t copies = options.durability == storage::Durability::kStep ? 2 : 1;
-  const uint64_t subgroup_bytes =
-      copies * state_bytes(options.rule.rule, options.format, memory.subgroup_elements) +
-      memory.subgroup_elements * spill_bytes;
+  const uint64_t subgroup_bytes = copies * state_bytes(options.rule.rule, options.format,
+                                                       memory.subgroup_elements, input.residual) +
+                                  memory.subgroup_elements * spill_bytes;
   std::vector<plan::DeviceCapacity> capacities;
   std::string free_text;
   for (const auto& source : sources) {
@@ -127,6 +135,8 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
   layout.device_count = count;
   layout.format = options.format;
   layout.planes.assign(planes.begin(), planes.end());
+  if (input.residual) layout.planes.push_back(base::PlaneKind::kResidual);
+  set.residual = input.residual;
   layout.gradient_spill_bytes = spill_bytes;
   layout.description = to_json(description);
   for (uint32_t d = 0; d < count; ++d) {
@@ -181,7 +191,14 @@ Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& s
                               base::state_format_name(options.format)),
                   std::string(kOtherPlaceAdvice));
   }
-  if (layout.gradient_spill_bytes == 0 &&
+  if (options.compress.kept_on_devices() && layout.planes.back() != base::PlaneKind::kResidual) {
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("{} was made without room for what compression keeps between steps",
+                              device_text(source)),
+                  "Set compress.keep_every = 0, with which a restart loses it, or start a new run "
+                  "in other directories.");
+  }
+  if (!options.compress.on() && layout.gradient_spill_bytes == 0 &&
       gradient_bytes(options, space.count()) > options.gradient_budget_bytes) {
     return Status(
         ErrorCode::kOutOfMemory,
@@ -306,6 +323,7 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
   }
   SI_RETURN_IF_ERROR(order_devices(opened, set));
   SI_RETURN_IF_ERROR(join_subgroups(space, set));
+  set.residual = set.devices.front()->layout().planes.back() == base::PlaneKind::kResidual;
 
   std::vector<storage::StoreState> states;
   for (const auto& device : set.devices) states.push_back(device->state());
@@ -316,9 +334,52 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
 
 }  // namespace
 
+namespace {
+
+Status check_compression(const UpdaterOptions& options) {
+  const CompressOptions& compress = options.compress;
+  if (!compress.on()) return Status();
+  const auto bad = [](std::string what, std::string advice) {
+    return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
+  };
+  if (options.where == UpdateWhere::kHost) {
+    return bad("compressed gradients for a host update",
+               "There no gradient crosses the host link: leave compression out, or update on the "
+               "devices.");
+  }
+  if (!(compress.ratio > 0 && compress.ratio <= 2)) {
+    return bad(fmt::format("a compression ratio of {}", compress.ratio),
+               "Choose one above 0 and at most 2: 0.02 sends the largest 1 %.");
+  }
+  if (!(compress.feedback_decay >= 0 && compress.feedback_decay <= 1)) {
+    return bad(fmt::format("a feedback decay of {}", compress.feedback_decay),
+               "Choose one from 0 (nothing is kept) to 1 (all of it).");
+  }
+  return Status();
+}
+
+}  // namespace
+
+bool sends_squares(const UpdaterOptions& options) {
+  const bool adam = options.rule.rule == kernels::UpdateRule::kAdam ||
+                    options.rule.rule == kernels::UpdateRule::kAdamW;
+  return adam && options.compress.variance == CompressOptions::Variance::kDense;
+}
+
+uint64_t compressed_block_bytes(const UpdaterOptions& options) {
+  const CompressOptions& compress = options.compress;
+  if (!compress.on()) return 0;
+  const double most = std::max(ratio_of_step(compress, 1), compress.ratio);
+  const uint64_t values = values_per_block(compress.codec, most, base::kBlockElements);
+  return csd::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values,
+                                          sends_squares(options)) -
+         sizeof(csd::CompressedHeader);
+}
+
 Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::ParameterSpace& space,
                                   Sources& sources) {
   SI_RETURN_IF_ERROR(check_places(sources));
+  SI_RETURN_IF_ERROR(check_compression(options));
   if (space.count() == 0) {
     return Status(ErrorCode::kInvalidArgument, "the model has no parameter to train",
                   "Add its parameters to the space before opening the updater.");
@@ -330,6 +391,8 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
   std::optional<storage::RunId> run;
   bool one_run = true;
   base::StepNumber newest = 0;
+  bool complete = false;  // some device's first step is committed
+  base::StepNumber copied_step = 0;
   for (const auto& source : sources) {
     SI_ASSIGN_OR_RETURN(const std::optional<storage::StoreState> state, source->peek());
     if (!state) {
@@ -339,6 +402,8 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
     begun.push_back(source.get());
     one_run = one_run && (!run || *run == state->run);
     run = state->run;
+    complete = complete || state->complete;
+    copied_step = std::max(copied_step, state->copied_step);
     // A torn state is a run's too: recovery says so, and does not start over by itself.
     if (state->initialized || state->torn) {
       holding = source.get();
@@ -347,9 +412,9 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
       unfinished = source.get();
     }
   }
-  // Step 0 becomes real device by device; until the last one has it, nothing was trained.
+  // The first step becomes real device by device; until the last one has it, nothing was trained.
   const bool interrupted =
-      unfinished != nullptr && (holding == nullptr || (one_run && newest == 0));
+      unfinished != nullptr && (holding == nullptr || (one_run && (newest == 0 || !complete)));
   if (holding != nullptr && !interrupted) {
     if (const DeviceSource* missing = empty != nullptr ? empty : unfinished; missing != nullptr) {
       return Status(ErrorCode::kNotFound,
@@ -359,6 +424,12 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
                     "directories.");
     }
     return open_all(options, space, sources);
+  }
+  // Who restored a state wants that one, and not a run from the beginning in its place.
+  if (copied_step != 0) {
+    storage::StoreState copy;
+    copy.copied_step = copied_step;
+    return storage::interrupted_creation(copy).with_context(device_text(*begun.front()));
   }
   if (!options.create) {
     return Status(ErrorCode::kNotFound,

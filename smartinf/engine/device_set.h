@@ -15,11 +15,18 @@
 
 namespace smartinf::engine {
 
+/// Bytes that a block of a compressed gradient may take, with its directory entry; 0: not
+/// compressed.
+uint64_t compressed_block_bytes(const UpdaterOptions& options);
+/// Whether the rule keeps a variance that mean squares can age.
+bool sends_squares(const UpdaterOptions& options);
+
 struct DeviceSet {
   std::vector<std::unique_ptr<csd::Device>> devices;  // in the run's order
   std::vector<plan::Subgroup> subgroups;              // of the whole space, by id
   std::vector<base::DeviceId> owner;                  // of every subgroup
   base::StepNumber step = 0;
+  bool residual = false;       // the devices have room for what compression keeps
   bool fresh = false;          // made now: step 0 is still to be written
   uint64_t staging_bytes = 0;  // what the memory budget leaves to the engine itself
 };

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/update.h"
 
@@ -46,24 +47,39 @@ base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions&
                                                            const plan::ParameterSpace& space,
                                                            DeviceSet set) {
   SI_ASSIGN_OR_RETURN(auto staging, base::AlignedBuffer::allocate(set.staging_bytes));
-  return std::unique_ptr<Updater>(
-      new DeviceUpdater(options, space, std::move(set), std::move(staging)));
+  std::unique_ptr<GradientCompressor> compressor;
+  if (options.compress.on()) {
+    SI_ASSIGN_OR_RETURN(compressor, GradientCompressor::make(options.compress, space.count(),
+                                                             options.seed, sends_squares(options)));
+  }
+  std::unique_ptr<DeviceUpdater> made(
+      new DeviceUpdater(options, space, std::move(set), std::move(staging), std::move(compressor)));
+  SI_RETURN_IF_ERROR(made->recall_residual());
+  return std::unique_ptr<Updater>(std::move(made));
 }
 
 DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::ParameterSpace& space,
-                             DeviceSet set, base::AlignedBuffer staging)
+                             DeviceSet set, base::AlignedBuffer staging,
+                             std::unique_ptr<GradientCompressor> compressor)
     : options_(options),
       space_(space),
       set_(std::move(set)),
       staging_(std::move(staging)),
       intake_(space_),
+      compressor_(std::move(compressor)),
       gradient_commands_(kGradientCommands),
       update_commands_(set_.devices.size()),
       phase_commands_(set_.devices.size()),
       phase_(set_.fresh ? Phase::kUnwritten : Phase::kIdle),
       committed_step_(set_.step),
-      blob_(set_.fresh ? std::string() : set_.devices.front()->blob()),
+      blob_(),
       weights_ready_(set_.subgroups.size(), 0) {
+  if (!set_.fresh) {
+    KeptBlob kept = split_blob(set_.devices.front()->blob());
+    blob_ = std::move(kept.blob);
+    residual_step_ = kept.residual_step;
+  }
+  next_to_keep_.resize(set_.devices.size());
   for (Command& command : gradient_commands_) gradient_free_.push_back(&command);
   for (size_t d = 0; d < set_.devices.size(); ++d) {
     Command& command = update_commands_[d];
@@ -207,12 +223,18 @@ Status DeviceUpdater::initialize(const std::function<void(uint64_t, std::span<fl
 Status DeviceUpdater::read_state(
     uint32_t plane_mask,
     const std::function<Status(uint64_t, std::span<const std::span<const float>>)>& visit) {
+  const size_t plane_count = kernels::rule_planes(options_.rule.rule).size();
+  return read_planes(plane_mask & ((1u << plane_count) - 1), plane_count, visit);
+}
+
+Status DeviceUpdater::read_planes(
+    uint32_t plane_mask, size_t plane_count,
+    const std::function<Status(uint64_t, std::span<const std::span<const float>>)>& visit) {
   SI_RETURN_IF_ERROR(wait_commit());
   {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(require(Phase::kIdle, "reading the state"));
   }
-  const size_t plane_count = kernels::rule_planes(options_.rule.rule).size();
   size_t wanted = 0;
   for (size_t p = 0; p < plane_count; ++p) wanted += (plane_mask >> p) & 1u;
   if (wanted == 0) return Status();
@@ -296,14 +318,19 @@ Status DeviceUpdater::edit_state(
   if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
   SI_RETURN_IF_ERROR(wait_commit());
   base::StepNumber step = 0;
+  std::string stored;
   {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(require(Phase::kIdle, "editing the state"));
     step = committed_step_ + 1;
+    // Editing changes nothing of what compression keeps: it is the new step's as well.
+    keeping_ = set_.residual && residual_step_ == committed_step_;
+    commit_blob_ = blob;
+    stored = joined_blob();
   }
   SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kBeginStep, step, {}));
   Status result = edit_subgroups(edit);
-  if (result.ok()) result = on_all_devices(CommandKind::kPrepare, step, blob);
+  if (result.ok()) result = on_all_devices(CommandKind::kPrepare, step, stored);
   if (!result.ok()) {
     const Status taken_back = on_all_devices(CommandKind::kTakeBack, step, {});
     const std::lock_guard lock(mutex_);
@@ -317,6 +344,7 @@ Status DeviceUpdater::edit_state(
     return result;
   }
   committed_step_ = step;
+  if (keeping_) residual_step_ = step;
   blob_ = blob;
   return Status();
 }
@@ -345,6 +373,7 @@ Status DeviceUpdater::edit_subgroups(
     }
     device_of(subgroup.id).submit(command);
     SI_RETURN_IF_ERROR(named(next_reply(caller_replies_).status, &command));
+    command.plane_mask = (1u << plane_count) - 1;
     SI_ASSIGN_OR_RETURN(const bool changed, edit(subgroup.first, std::span<const std::span<float>>(
                                                                      planes.data(), plane_count)));
     if (!changed) continue;
@@ -387,6 +416,7 @@ Status DeviceUpdater::begin_step() {
     step_error_ = Status();
   }
   intake_.begin();
+  if (compressor_ != nullptr) compressor_->begin_step();
   skipped_.clear();
   gradient_error_ = Status();
   gradient_error_ = on_all_devices(CommandKind::kBeginStep, step, {});
@@ -440,6 +470,13 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
   SI_RETURN_IF_ERROR(gradient_error_);
   SI_ASSIGN_OR_RETURN(const auto cuts, intake_.take(first, count));
   const auto* bytes = static_cast<const std::byte*>(gradient);
+  if (compressor_ != nullptr) {
+    compressor_->put(first, gradient, type, count);
+    for (const GradientIntake::Cut& cut : cuts) {
+      intake_.measure(cut, bytes + (cut.first - first) * base::data_type_bytes(type), type);
+    }
+    return Status();
+  }
   if (type == options_.gradient_type) {
     // The devices copy while the norm is found here.
     Status sent = send_gradient(first, gradient, count);
@@ -543,7 +580,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
                     "Set skip for the groups whose gradient was skipped.");
     }
   }
-  const Status filled = fill_skipped(options);
+  const Status filled = compressor_ != nullptr ? send_compressed(options) : fill_skipped(options);
   const Status drained = drain_gradients(0);  // also after a failure: the zeros lie in staging_
   if (!filled.ok()) return filled;
   if (!drained.ok()) return drained;
@@ -562,10 +599,12 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     command.step = step;
     command.type = type;
     for (uint32_t g = 0; g < space_.group_count(); ++g) {
-      command.scalars[g] = kernels::make_step_scalars(options_.rule, options.groups[g], step,
-                                                      options.gradient_scale, options_.seed);
+      command.scalars[g] = kernels::make_step_scalars(
+          options_.rule, options.groups[g], step,
+          compressor_ != nullptr ? 1 : options.gradient_scale, options_.seed);
     }
   }
+  if (compressor_ != nullptr) compression_ = compressor_->summary();
   phase_ = Phase::kUpdating;
   updates_in_flight_ = static_cast<size_t>(
       std::count_if(update_commands_.begin(), update_commands_.end(),
@@ -629,6 +668,12 @@ void DeviceUpdater::complete(Completion&& completion) {
     if (--updates_in_flight_ == 0 && commit_wanted_) advance();
     return;
   }
+  if (phase_ == Phase::kKeeping && step_error_.ok()) {
+    const auto device = static_cast<size_t>(completion.command - phase_commands_.data());
+    if (next_to_keep_[device] < set_.devices[device]->layout().subgroups.size()) {
+      return keep_next_of(device);
+    }
+  }
   if (--replies_due_ == 0) advance();
 }
 
@@ -642,7 +687,7 @@ void DeviceUpdater::submit_to_all(Phase phase, CommandKind kind) {
     command.replies = &step_replies_;
     command.owner = set_.devices[d].get();
     command.step = committed_step_ + 1;
-    if (kind == CommandKind::kPrepare) command.blob = commit_blob_;
+    if (kind == CommandKind::kPrepare) command.blob = joined_blob();
     set_.devices[d]->submit(command);
   }
 }
@@ -655,6 +700,15 @@ void DeviceUpdater::advance() {
   };
   switch (phase_) {
     case Phase::kUpdating:
+      if (keeping_ && step_error_.ok()) {
+        phase_ = Phase::kKeeping;
+        replies_due_ = set_.devices.size();
+        std::fill(next_to_keep_.begin(), next_to_keep_.end(), size_t{0});
+        for (size_t d = 0; d < set_.devices.size(); ++d) keep_next_of(d);
+        return;
+      }
+      [[fallthrough]];
+    case Phase::kKeeping:
       if (step_error_.ok()) return submit_to_all(Phase::kPreparing, CommandKind::kPrepare);
       return submit_to_all(Phase::kTakingBack, CommandKind::kTakeBack);
     case Phase::kPreparing:
@@ -666,6 +720,8 @@ void DeviceUpdater::advance() {
       if (!step_error_.ok()) return end(Phase::kBroken, std::move(step_error_));
       ++committed_step_;
       blob_ = std::move(commit_blob_);
+      if (keeping_) residual_step_ = committed_step_;
+      if (compressor_ != nullptr) compressor_->commit();
       return end(Phase::kIdle, Status());
     case Phase::kTakingBack:
       // The caller hears of the error that led here.
@@ -684,6 +740,10 @@ Status DeviceUpdater::start_commit(const std::string& blob) {
                   "Call wait_commit() first.");
   }
   commit_wanted_ = true;
+  const uint64_t every = options_.compress.keep_every;
+  keeping_ = set_.residual && options_.compress.kept_on_devices() &&
+             (keep_wanted_ || (committed_step_ + 1) % every == 0);
+  keep_wanted_ = false;
   commit_blob_ = blob;
   take_back_failed_ = false;
   if (updates_in_flight_ == 0) advance();
@@ -700,17 +760,132 @@ Status DeviceUpdater::take_back() {
   base::StepNumber step = 0;
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return !commit_wanted_ && updates_in_flight_ == 0; });
+    changed_.wait(lock, [&] { return !commit_wanted_; });
     commit_error_ = Status();  // a failed commit has taken its step back
     if (phase_ == Phase::kIdle || phase_ == Phase::kUnwritten) return Status();
     if (phase_ == Phase::kBroken) return require(Phase::kIdle, "a step taken back");
     step = committed_step_ + 1;
   }
+  // A device drops an update that is under way, and answers it before this.
   const Status result = on_all_devices(CommandKind::kTakeBack, step, {});
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return updates_in_flight_ == 0; });
   step_error_ = Status();
   phase_ = result.ok() ? Phase::kIdle : Phase::kBroken;
   return result;
+}
+
+// ---- Compression.
+
+namespace {
+
+/// Behind the caller's blob, where devices keep residuals: this and the step they are of.
+constexpr std::string_view kResidualMark = "SIRESID1";
+constexpr size_t kResidualMarkBytes = 16;
+
+}  // namespace
+
+DeviceUpdater::KeptBlob DeviceUpdater::split_blob(std::string stored) {
+  KeptBlob kept;
+  if (stored.size() >= kResidualMarkBytes &&
+      stored.compare(stored.size() - kResidualMarkBytes, kResidualMark.size(), kResidualMark) ==
+          0) {
+    base::StepNumber step = 0;
+    std::memcpy(&step, stored.data() + stored.size() - sizeof(step), sizeof(step));
+    kept.residual_step = step;
+    stored.resize(stored.size() - kResidualMarkBytes);
+  }
+  kept.blob = std::move(stored);
+  return kept;
+}
+
+std::string DeviceUpdater::joined_blob() const {
+  const std::optional<base::StepNumber> step =
+      keeping_ ? std::optional(committed_step_ + 1) : residual_step_;
+  if (!set_.residual || !step) return commit_blob_;
+  std::string joined = commit_blob_ + std::string(kResidualMark);
+  joined.append(reinterpret_cast<const char*>(&*step), sizeof(*step));
+  return joined;
+}
+
+Status DeviceUpdater::recall_residual() {
+  if (compressor_ == nullptr || !compressor_->feedback() || set_.fresh || committed_step_ == 0) {
+    return Status();
+  }
+  if (!set_.residual || residual_step_ != committed_step_) {
+    base::log(
+        base::LogLevel::kWarning,
+        fmt::format("what compression kept at step {} is not on the devices; going on without "
+                    "it (compress.keep_every = 1 keeps it in every step)",
+                    committed_step_));
+    return Status();
+  }
+  const size_t plane = kernels::rule_planes(options_.rule.rule).size();
+  return read_planes(1u << plane, plane + 1,
+                     [&](uint64_t first, std::span<const std::span<const float>> planes) {
+                       compressor_->set_residual(first, planes.back());
+                       return Status();
+                     });
+}
+
+void DeviceUpdater::keep_next_of(size_t device) {
+  const storage::StoredSubgroup& subgroup =
+      set_.devices[device]->layout().subgroups[next_to_keep_[device]++];
+  Command& command = phase_commands_[device];
+  command = Command{};
+  command.kind = CommandKind::kWriteState;
+  command.replies = &step_replies_;
+  command.owner = set_.devices[device].get();
+  command.subgroup = subgroup.id;
+  command.count = subgroup.count;
+  command.plane_mask = 1u << (set_.devices[device]->layout().planes.size() - 1);
+  command.residual = compressor_->next_residual(subgroup.first_element);
+  set_.devices[device]->submit(command);
+}
+
+Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
+  const base::StepNumber step = committed_step_ + 1;
+  size_t next_writer = 0;
+  for (const plan::Subgroup& subgroup : set_.subgroups) {
+    if (left_alone(subgroup, options)) {
+      compressor_->leave(subgroup);
+      continue;
+    }
+    std::vector<plan::GroupStretch> sits_out = space_.stretches(subgroup.first, subgroup.count);
+    std::erase_if(sits_out, [&](const plan::GroupStretch& stretch) {
+      return !options.groups[stretch.group].skip;
+    });
+    if (next_writer == writers_.size()) {
+      SI_RETURN_IF_ERROR(drain_gradients(0));
+      next_writer = 0;
+    }
+    const auto message = compressor_->compress(writers_[next_writer++], subgroup, sits_out, step,
+                                               options.gradient_scale);
+    SI_RETURN_IF_ERROR(drain_gradients(kGradientCommands - 1));
+    Command& command = *gradient_free_.back();
+    gradient_free_.pop_back();
+    csd::Device& device = device_of(subgroup.id);
+    command = Command{};
+    command.kind = CommandKind::kPutGradient;
+    command.replies = &caller_replies_;
+    command.owner = &device;
+    command.subgroup = subgroup.id;
+    command.gradient = message.data();
+    command.message_bytes = message.size();
+    device.submit(command);
+  }
+  compressor_->finish_step(step);
+  return Status();
+}
+
+void DeviceUpdater::keep_residual() {
+  const std::lock_guard lock(mutex_);
+  keep_wanted_ = true;
+}
+
+CompressionSummary DeviceUpdater::compression() const {
+  const std::lock_guard lock(mutex_);
+  return compression_;
 }
 
 // ---- Readings.
@@ -733,6 +908,7 @@ std::string DeviceUpdater::blob() const {
 UpdaterTraffic DeviceUpdater::traffic() const {
   UpdaterTraffic traffic;
   for (const auto& device : set_.devices) {
+    traffic.devices.push_back(device->info().name);
     traffic.host_link_by_device.push_back(device->host_traffic());
     traffic.store_by_device.push_back(device->store_traffic());
     traffic.host_link += traffic.host_link_by_device.back();
@@ -747,6 +923,12 @@ uint64_t DeviceUpdater::bytes_written_ever() const {
   return bytes;
 }
 
+std::vector<std::span<std::byte>> DeviceUpdater::idle_memory() {
+  std::vector<std::span<std::byte>> memory;
+  for (const auto& device : set_.devices) memory.push_back(device->idle_memory());
+  return memory;
+}
+
 uint64_t DeviceUpdater::memory_bytes() const {
   uint64_t bytes = staging_.size();
   for (const auto& device : set_.devices) bytes += device->info().memory_bytes;
@@ -754,9 +936,19 @@ uint64_t DeviceUpdater::memory_bytes() const {
 }
 
 uint64_t DeviceUpdater::gradient_memory_bytes() const {
-  uint64_t bytes = 0;
+  uint64_t bytes = compressor_ != nullptr ? compressor_->memory_bytes() : 0;
   for (const auto& device : set_.devices) bytes += device->info().gradient_memory_bytes;
   return bytes;
+}
+
+uint32_t DeviceUpdater::slots() const {
+  uint32_t most = 0;
+  for (const auto& device : set_.devices) most = std::max(most, device->info().slots);
+  return most;
+}
+
+uint64_t DeviceUpdater::subgroup_elements() const {
+  return set_.subgroups.empty() ? 0 : set_.subgroups.front().count;
 }
 
 std::vector<std::string> DeviceUpdater::describe_devices() const {

@@ -6,9 +6,11 @@
 // meanwhile.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -57,10 +59,15 @@ class DeviceUpdater final : public Updater {
   base::Status wait_commit() override;
   base::Status take_back() override;
 
+  void keep_residual() override;
+  CompressionSummary compression() const override;
   UpdaterTraffic traffic() const override;
   uint64_t bytes_written_ever() const override;
+  std::vector<std::span<std::byte>> idle_memory() override;
   uint64_t memory_bytes() const override;
   uint64_t gradient_memory_bytes() const override;
+  uint32_t slots() const override;
+  uint64_t subgroup_elements() const override;
   std::vector<std::string> describe_devices() const override;
 
  private:
@@ -71,6 +78,7 @@ class DeviceUpdater final : public Updater {
     kGradients,  // begun; gradients come in
     kSummed,     // finish_gradients has been here
     kUpdating,   // devices update; weights come up
+    kKeeping,    // what compression keeps is written
     kPreparing,
     kCommitting,
     kTakingBack,
@@ -78,9 +86,17 @@ class DeviceUpdater final : public Updater {
   };
 
   DeviceUpdater(const UpdaterOptions& options, const plan::ParameterSpace& space, DeviceSet set,
-                base::AlignedBuffer staging);
+                base::AlignedBuffer staging, std::unique_ptr<GradientCompressor> compressor);
 
   const std::string& device_name(size_t device) const { return set_.devices[device]->info().name; }
+  /// The caller's part of a blob, and the step whose residual is on the devices.
+  struct KeptBlob {
+    std::string blob;
+    std::optional<base::StepNumber> residual_step;
+  };
+  static KeptBlob split_blob(std::string stored);
+  std::string joined_blob() const;  // mutex_ held: with commit_blob_
+
   csd::Device& device_of(base::SubgroupId subgroup) {
     return *set_.devices[set_.owner[subgroup.value].value];
   }
@@ -92,6 +108,10 @@ class DeviceUpdater final : public Updater {
   /// One command of `kind` to every device, replies to the caller's own queue; waits for all.
   base::Status on_all_devices(csd::CommandKind kind, base::StepNumber step,
                               const std::string& blob);
+  /// read_state of the first `plane_count` planes, a residual among them if wanted.
+  base::Status read_planes(
+      uint32_t plane_mask, size_t plane_count,
+      const std::function<base::Status(uint64_t, std::span<const std::span<const float>>)>& visit);
   base::Status edit_subgroups(
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit);
   /// True when every group of the subgroup sits this step out.
@@ -101,6 +121,13 @@ class DeviceUpdater final : public Updater {
   base::Status fill_skipped(const UpdateOptions& options);
   base::Status send_gradient(uint64_t first, const void* gradient, uint64_t count);
   base::Status drain_gradients(size_t in_flight_max);
+
+  /// Compresses and sends all gradients of the step. Returns with commands still in flight.
+  base::Status send_compressed(const UpdateOptions& options);
+  /// What compression kept at the committed step, from the devices or, where that is not there,
+  /// nothing. Once after opening.
+  base::Status recall_residual();
+  void keep_next_of(size_t device);  // mutex_ held: writes its next subgroup's residual
 
   void take_completions();                                 // the engine thread
   void complete(csd::Completion&& completion);             // mutex_ held
@@ -112,6 +139,8 @@ class DeviceUpdater final : public Updater {
   DeviceSet set_;
   base::AlignedBuffer staging_;
   GradientIntake intake_;
+  std::unique_ptr<GradientCompressor> compressor_;  // null: gradients go down whole
+  std::array<csd::CompressedWriter, 4> writers_;    // a message each, while it is in flight
 
   // Replies to commands that are waited for in the call that makes them: gradients, reading,
   // writing.
@@ -130,6 +159,7 @@ class DeviceUpdater final : public Updater {
   csd::CompletionQueue step_replies_;
   std::vector<csd::Command> update_commands_;
   std::vector<csd::Command> phase_commands_;
+  std::vector<size_t> next_to_keep_;  // by device: index in its layout
 
   mutable std::mutex mutex_;  // of everything below
   std::condition_variable changed_;
@@ -140,6 +170,10 @@ class DeviceUpdater final : public Updater {
   size_t updates_in_flight_ = 0;        // devices whose kUpdate has not ended
   size_t replies_due_ = 0;              // of the present phase
   bool commit_wanted_ = false;
+  bool keep_wanted_ = false;                       // by keep_residual()
+  bool keeping_ = false;                           // this commit writes residuals
+  std::optional<base::StepNumber> residual_step_;  // of those on the devices
+  CompressionSummary compression_;                 // of the last update
   std::string commit_blob_;
   bool take_back_failed_ = false;
   bool closing_ = false;       // the destructor drops the devices

@@ -80,7 +80,7 @@ class FakeDevice final : public csd::Device {
   void commit() {
     drive_->committed = drive_->shadow;
     drive_->state.committed_step = drive_->state.prepared_step;
-    drive_->state.initialized = true;
+    drive_->state.initialized = drive_->state.complete = true;
     drive_->blob = drive_->prepared_blob;
   }
 

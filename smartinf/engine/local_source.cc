@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <fstream>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include <fmt/format.h>
@@ -13,6 +12,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/local_device.h"
+#include "smartinf/engine/device_build.h"
 #include "smartinf/storage/erase.h"
 #include "smartinf/storage/tuning.h"
 
@@ -45,27 +45,10 @@ Result<uint64_t> free_bytes_at(const std::string& path) {
   return static_cast<uint64_t>(space.available);
 }
 
-std::shared_ptr<csd::Link> make_link(const EmulatedLink& link, std::string name) {
-  if (!link.given()) return nullptr;
-  csd::LinkOptions options;
-  options.name = std::move(name);
-  options.up_bytes_per_s = link.up_bytes_per_s;
-  options.down_bytes_per_s = link.down_bytes_per_s;
-  options.shared_budget = link.shared_budget;
-  return std::make_shared<csd::Link>(std::move(options));
-}
-
 class LocalSource final : public DeviceSource {
  public:
-  LocalSource(const UpdaterOptions& options, const DeviceOptions& device, uint32_t threads,
-              std::shared_ptr<csd::Link> host_link)
-      : options_(options),
-        device_(device),
-        threads_(threads),
-        host_link_(std::move(host_link)),
-        internal_link_(make_link(device.internal_link, device.path + " internal link")) {
-    if (device_.name.empty()) device_.name = device_.path;
-  }
+  LocalSource(const UpdaterOptions& options, DeviceBuild build)
+      : options_(options), build_(std::move(build)), device_(build_.device) {}
 
   const std::string& name() const override { return device_.name; }
 
@@ -86,7 +69,7 @@ class LocalSource final : public DeviceSource {
     if (device_.bandwidth > 0) return device_.bandwidth;
     const storage::IoTuning tuned = tuning();
     const double rate = tuned.read_bytes_per_second + tuned.write_bytes_per_second;
-    return rate > 0 ? rate : kUsualBytesPerSecond;
+    return std::min(rate > 0 ? rate : kUsualBytesPerSecond, build_.internal_rate());
   }
 
   Result<uint64_t> capacity_bytes() override {
@@ -113,6 +96,7 @@ class LocalSource final : public DeviceSource {
     if (tuning_) return *tuning_;
     storage::MeasureOptions measure;
     measure.ring.kind = options_.ring;
+    measure.memory_bytes = options_.memory_budget_bytes / options_.devices.size();
     auto measured = storage::measure_io(device_.path, measure);
     if (!measured.ok()) {
       base::log(base::LogLevel::kWarning,
@@ -134,28 +118,7 @@ class LocalSource final : public DeviceSource {
   }
 
   csd::LocalDeviceOptions device_options(const DeviceShare& share) {
-    csd::LocalDeviceOptions result;
-    result.path = device_.path;
-    result.name = device_.name;
-    result.threads = threads_;
-    result.memory_bytes = share.slot_memory_bytes;
-    result.gradient_budget_bytes = share.gradient_memory_bytes;
-    result.gradient_type = options_.gradient_type;
-    result.schedule = options_.schedule;
-    result.groups = share.groups;
-    result.host_link_place = options_.where == UpdateWhere::kHost
-                                 ? csd::HostLinkPlace::kAtStore
-                                 : csd::HostLinkPlace::kAtProcessor;
-    // The one difference between the two updates: on which side of the processor the host link is.
-    if (internal_link_) result.links.store.push_back(internal_link_);
-    if (host_link_ && options_.where == UpdateWhere::kHost)
-      result.links.store.push_back(host_link_);
-    if (options_.where == UpdateWhere::kDevice) result.links.host = host_link_;
-    result.store.ring.kind = options_.ring;
-    result.store.durability = options_.durability;
-    result.store.checksums = options_.checksums;
-    result.store.io_bytes = options_.io_bytes;
-    result.store.io_depth = options_.io_depth;
+    csd::LocalDeviceOptions result = build_.options(options_, share);
     if (options_.io_bytes == 0 || options_.io_depth == 0) {
       const storage::IoTuning tuned = tuning();
       if (options_.io_bytes == 0) result.store.io_bytes = tuned.io_bytes;
@@ -165,24 +128,17 @@ class LocalSource final : public DeviceSource {
   }
 
   const UpdaterOptions options_;
-  DeviceOptions device_;
-  const uint32_t threads_;
-  // Held together with the device that books on them; the host link by all devices.
-  const std::shared_ptr<csd::Link> host_link_;
-  const std::shared_ptr<csd::Link> internal_link_;
+  const DeviceBuild build_;
+  const DeviceOptions& device_;  // of build_
   std::optional<storage::IoTuning> tuning_;
 };
 
 }  // namespace
 
 std::vector<std::unique_ptr<DeviceSource>> local_sources(const UpdaterOptions& options) {
-  const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
-  const auto count = static_cast<uint32_t>(std::max<size_t>(options.devices.size(), 1));
-  const auto host_link = make_link(options.host_link, "host link");
   std::vector<std::unique_ptr<DeviceSource>> sources;
-  for (const DeviceOptions& device : options.devices) {
-    const uint32_t threads = device.threads != 0 ? device.threads : std::max(1u, cores / count);
-    sources.push_back(std::make_unique<LocalSource>(options, device, threads, host_link));
+  for (DeviceBuild& build : device_builds(options)) {
+    sources.push_back(std::make_unique<LocalSource>(options, std::move(build)));
   }
   return sources;
 }

@@ -1,6 +1,7 @@
 #include "smartinf/engine/memory_plan.h"
 
 #include <algorithm>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -19,7 +20,7 @@ constexpr uint64_t kSubgroupElementsMax = uint64_t{1} << 20;
 constexpr uint64_t kSubgroupsPerDeviceMin = 16;
 
 uint64_t slot_bytes(const MemoryPlanInput& input, uint64_t elements) {
-  return state_bytes(input.rule, input.format, elements) +
+  return state_bytes(input.rule, input.format, elements, input.residual) +
          base::round_up(elements * input.gradient_spill_bytes, base::kIoAlignment);
 }
 
@@ -38,9 +39,13 @@ uint64_t staging_bytes_to_read() {
   return std::max(read, cast);
 }
 
-uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements) {
+uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements,
+                     bool residual) {
   uint64_t bytes = 0;
-  for (const base::PlaneKind kind : kernels::rule_planes(rule)) {
+  const auto rule_planes = kernels::rule_planes(rule);
+  std::vector<base::PlaneKind> planes(rule_planes.begin(), rule_planes.end());
+  if (residual) planes.push_back(base::PlaneKind::kResidual);
+  for (const base::PlaneKind kind : planes) {
     const base::Encoding encoding = base::plane_encoding(format, kind);
     const uint64_t blocks = elements / base::kBlockElements;
     const uint64_t rest = elements % base::kBlockElements;

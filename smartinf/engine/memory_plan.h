@@ -16,6 +16,7 @@ struct MemoryPlanInput {
   uint32_t devices = 1;
   kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
   base::StateFormat format = base::StateFormat::kF32;
+  bool residual = false;              // behind the rule's planes
   uint32_t gradient_spill_bytes = 0;  // per element; a spilled gradient is read into the slot too
   uint64_t subgroup_elements = 0;     // 0: chosen here
 };
@@ -36,7 +37,8 @@ base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input);
 /// The engine's own buffer where state exists and none has to be written.
 uint64_t staging_bytes_to_read();
 
-/// Bytes that the planes of so many elements take on the drive.
-uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements);
+/// Bytes that the planes of so many elements take on the drive, a residual among them or not.
+uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements,
+                     bool residual = false);
 
 }  // namespace smartinf::engine

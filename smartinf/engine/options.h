@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/csd/trace.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/schedule.h"
 #include "smartinf/storage/store.h"
@@ -21,10 +23,11 @@ enum class UpdateWhere : uint8_t {
 
 /// A path with a rate in each direction, for emulation. Bytes per second; 0: as fast as it goes.
 struct EmulatedLink {
-  double up_bytes_per_s = 0;    // towards the host: reads of a drive, new weights
-  double down_bytes_per_s = 0;  // away from it: writes, gradients
-  bool shared_budget = false;   // both directions draw on one
-  bool given() const { return up_bytes_per_s > 0 || down_bytes_per_s > 0; }
+  uint64_t up_bytes_per_s = 0;    // towards the host: reads of a drive, new weights
+  uint64_t down_bytes_per_s = 0;  // away from it: writes, gradients
+  bool shared_budget = false;     // both directions draw on one
+  uint32_t latency_us = 0;        // of every transfer; costs no bandwidth
+  bool given() const { return up_bytes_per_s > 0 || down_bytes_per_s > 0 || latency_us > 0; }
 };
 
 struct DeviceOptions {
@@ -33,7 +36,42 @@ struct DeviceOptions {
   uint32_t threads = 0;         // processor threads; 0: the cores shared out among the devices
   double bandwidth = 0;         // relative, for placement; 0: measured at first use
   uint64_t capacity_bytes = 0;  // 0: what is free
-  EmulatedLink internal_link;   // between store and processor
+  uint64_t rated_endurance_bytes = 0;  // that the drive may be written in its life; 0: not known
+  EmulatedLink internal_link;          // between store and processor
+};
+
+/// SmartComp: gradients compressed before the host link and expanded on the device. What each
+/// choice costs and gains is in docs/smartcomp.md.
+struct CompressOptions {
+  enum class Codec : uint8_t {
+    kNone,     // whole gradients, of UpdaterOptions::gradient_type
+    kTopK,     // the largest of each block of base::kBlockElements
+    kRandomK,  // as many, by lot: a control
+    kDense,    // all, in the compressed form: a control
+  };
+  enum class Feedback : uint8_t {
+    kNone,  // what is not sent is lost, as in the paper
+    kHost,  // it is kept in host memory as bf16 and added to the next gradient
+  };
+  enum class Variance : uint8_t {
+    kSent,   // of the elements that were sent, as in the paper
+    kDense,  // of the whole gradient: its mean square over 256 neighbours goes along
+  };
+  Codec codec = Codec::kNone;
+  /// Volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %.
+  double ratio = 0.02;
+  base::DataType values = base::DataType::kBf16;
+  Feedback feedback = Feedback::kHost;
+  double feedback_decay = 1;  // of what is kept, per step; in [0, 1]
+  Variance variance = Variance::kDense;
+  uint64_t warmup_steps = 0;  // the ratio falls from 0.5 to `ratio`
+  /// Steps between writes of what is kept to the devices (2 bytes a parameter over the host link
+  /// each time); 1: a crash loses nothing. 0: never.
+  uint64_t keep_every = 1;
+
+  bool on() const { return codec != Codec::kNone; }
+  /// What is kept is part of the state on the devices.
+  bool kept_on_devices() const { return on() && feedback != Feedback::kNone && keep_every > 0; }
 };
 
 struct UpdaterOptions {
@@ -44,16 +82,23 @@ struct UpdaterOptions {
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   base::DataType gradient_type = base::DataType::kBf16;  // on the host link
   uint64_t seed = 0;                                     // of stochastic rounding
-  uint64_t memory_budget_bytes = uint64_t{512} << 20;    // slots; gradients and weights come on top
-  uint64_t gradient_budget_bytes = ~uint64_t{0};         // above it gradients are spilled
-  uint64_t subgroup_elements = 0;                        // 0: chosen from the budget
+  CompressOptions compress;
+  uint64_t memory_budget_bytes = uint64_t{512} << 20;  // slots; gradients and weights come on top
+  uint64_t gradient_budget_bytes = ~uint64_t{0};       // above it gradients are spilled
+  uint64_t subgroup_elements = 0;                      // 0: chosen from the budget
   storage::Durability durability = storage::Durability::kStep;
   bool checksums = true;
   storage::RingKind ring = storage::RingKind::kAuto;
-  uint64_t io_bytes = 0;   // 0: measured at first use and remembered on the device
-  uint32_t io_depth = 0;   // 0: likewise
+  uint64_t io_bytes = 0;  // 0: measured at first use and remembered on the device
+  uint32_t io_depth = 0;  // 0: likewise
+  /// With several devices: each one's threads are kept on cores of their own, near its drive, where
+  /// there are enough cores. For one process on the machine.
+  bool pin_threads = true;
   bool create = true;      // false: only open what exists
   EmulatedLink host_link;  // one for all devices
+  /// What devices and links do is recorded there; null: nowhere. Read it when the updater is gone,
+  /// or between a wait_commit() and the next step.
+  std::shared_ptr<csd::Trace> trace;
 };
 
 }  // namespace smartinf::engine

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/log.h"
@@ -14,6 +17,7 @@
 #include "smartinf/engine/memory_plan.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/placement.h"
+#include "smartinf/storage/abandoned.h"
 #include "smartinf/storage/erase.h"
 
 namespace smartinf::engine {
@@ -25,6 +29,19 @@ using base::Status;
 namespace {
 
 constexpr std::chrono::milliseconds kWait{100};
+/// Of state on a drive that no target is on; for plan::place a device that is gone.
+constexpr uint32_t kNoTarget = ~uint32_t{0};
+
+/// Which file system holds a path, or will hold it.
+std::optional<dev_t> file_system(std::filesystem::path path) {
+  struct stat info {};
+  while (stat(path.empty() ? "." : path.c_str(), &info) != 0) {
+    if (!path.has_relative_path()) return std::nullopt;
+    path = path.parent_path();
+  }
+  return S_ISBLK(info.st_mode) ? info.st_rdev : info.st_dev;
+}
+
 /// One subgroup is read while another is written.
 constexpr size_t kBuffers = 2;
 
@@ -35,9 +52,9 @@ class Resharder {
 
   Result<ReshardSummary> run() {
     Status status = copy();
+    close_stores();
     if (status.ok()) return summary_;
     // Nothing half-made stays in the way.
-    stores_.clear();
     for (const std::string& made : made_) {
       const Status erased = storage::erase_store(made);
       if (!erased.ok()) base::log(base::LogLevel::kWarning, erased.to_string());
@@ -46,8 +63,20 @@ class Resharder {
   }
 
  private:
+  void close_stores() {
+    bool hung = false;
+    for (auto& store : stores_) {
+      if (store->close().ok()) continue;
+      hung = true;
+      storage::abandon(std::move(store));
+    }
+    if (hung) storage::abandon(std::move(buffers_));
+    stores_.clear();
+  }
+
   struct Buffer {
-    base::AlignedBuffer memory;
+    base::AlignedBuffer own;  // unless lent
+    std::span<std::byte> memory;
     storage::SubgroupIo io;
     bool flying = false;
   };
@@ -75,39 +104,77 @@ class Resharder {
     input.elements = space.count();
     input.rule = from_.description.rule;
     input.format = options_.format;
+    input.residual = from_.layout().planes.back() == base::PlaneKind::kResidual;
     input.subgroup_elements =
         options_.subgroup_elements != 0 ? options_.subgroup_elements : from_.subgroup_elements();
-    auto memory = plan_memory(input);
-    if (!memory.ok() && options_.subgroup_elements == 0) {
-      input.subgroup_elements = 0;
-      memory = plan_memory(input);
+    // What is lent holds a subgroup of its lender's.
+    uint64_t subgroup_elements = from_.subgroup_elements();
+    if (options_.lent_memory.empty()) {
+      auto memory = plan_memory(input);
+      if (!memory.ok() && options_.subgroup_elements == 0) {
+        input.subgroup_elements = 0;
+        memory = plan_memory(input);
+      }
+      if (!memory.ok()) return std::move(memory).status();
+      subgroup_elements = memory->subgroup_elements;
     }
-    if (!memory.ok()) return std::move(memory).status();
     // Every device gets something.
     const uint64_t share = space.count() / targets_.size() / base::kBlockElements;
     if (options_.subgroup_elements == 0 && share > 0) {
-      memory->subgroup_elements = std::min(memory->subgroup_elements, share * base::kBlockElements);
+      subgroup_elements = std::min(subgroup_elements, share * base::kBlockElements);
     }
-    subgroups_ = space.subgroups(memory->subgroup_elements);
-    summary_.subgroup_elements = memory->subgroup_elements;
+    subgroups_ = space.subgroups(subgroup_elements);
+    summary_.subgroup_elements = subgroup_elements;
 
     UpdaterOptions look;
     for (const std::string& target : targets_) look.devices.emplace_back().path = target;
     const auto sources = local_sources(look);
     const uint64_t slots = options_.durability == storage::Durability::kStep ? 2 : 1;
-    const uint64_t each =
-        slots * engine::state_bytes(input.rule, options_.format, memory->subgroup_elements) +
-        memory->subgroup_elements * from_.layout().gradient_spill_bytes;
+    const uint64_t each = slots * engine::state_bytes(input.rule, options_.format,
+                                                      subgroup_elements, input.residual) +
+                          subgroup_elements * from_.layout().gradient_spill_bytes;
     std::vector<plan::DeviceCapacity> capacities;
+    std::string free_text;
     for (size_t i = 0; i < sources.size(); ++i) {
       SI_ASSIGN_OR_RETURN(const uint64_t free_bytes, sources[i]->capacity_bytes());
       plan::DeviceCapacity capacity;
-      capacity.elements_max = free_bytes / each * memory->subgroup_elements;
+      capacity.elements_max = free_bytes / each * subgroup_elements;
       if (!options_.bandwidths.empty()) capacity.bandwidth = options_.bandwidths[i];
       capacities.push_back(capacity);
+      free_text += fmt::format("{}{} on {}", free_text.empty() ? "" : ", ",
+                               base::format_bytes(free_bytes), targets_[i]);
     }
-    SI_ASSIGN_OR_RETURN(owner_, plan::place(subgroups_, capacities));
+    auto owner = plan::place(subgroups_, capacities, present_owners());
+    if (!owner.ok() && owner.status().code() == ErrorCode::kNoSpace) {
+      return Status(ErrorCode::kNoSpace,
+                    fmt::format("the state needs {}, free are {}",
+                                base::format_bytes(each * subgroups_.size()), free_text),
+                    "Free space there, or name another or a further place.");
+    }
+    SI_ASSIGN_OR_RETURN(owner_, std::move(owner));
     return Status();
+  }
+
+  /// The target on whose drive each subgroup lies now, so that no more than it takes goes from one
+  /// drive to another. Of several directories on one file system the n-th source is paired with the
+  /// n-th target.
+  std::vector<base::DeviceId> present_owners() const {
+    std::vector<uint32_t> target_of(from_.devices.size(), kNoTarget);
+    std::vector<bool> paired(targets_.size(), false);
+    for (size_t source = 0; source < from_.devices.size(); ++source) {
+      const auto drive = file_system(from_.devices[source]->path());
+      for (uint32_t target = 0; drive && target < targets_.size(); ++target) {
+        if (paired[target] || file_system(targets_[target]) != drive) continue;
+        target_of[source] = target;
+        paired[target] = true;
+        break;
+      }
+    }
+    std::vector<base::DeviceId> owners;
+    for (const plan::Subgroup& subgroup : subgroups_) {
+      owners.push_back(base::DeviceId{target_of[from_.at(subgroup.first).device]});
+    }
+    return owners;
   }
 
   Status create() {
@@ -120,6 +187,7 @@ class Resharder {
     layout.planes = from_.layout().planes;
     layout.gradient_spill_bytes = from_.layout().gradient_spill_bytes;
     layout.description = to_json(description);
+    layout.copied_step = from_.step;
     storage::StoreOptions store_options;
     store_options.ring.kind = options_.ring;
     store_options.durability = options_.durability;
@@ -146,15 +214,31 @@ class Resharder {
   Status allocate() {
     uint64_t extent_bytes = 0;
     for (const auto& store : stores_) {
-      extent_bytes = std::max(extent_bytes, store->extent_bytes_max());
+      extent_bytes =
+          std::max(extent_bytes, base::round_up(store->extent_bytes_max(), base::kIoAlignment));
     }
     for (size_t i = 0; i < subgroups_.size(); ++i) {
       bytes_total_ += stores_[owner_[i].value]->extent_bytes(subgroups_[i].id);
     }
     summary_.state_bytes = bytes_total_;
     buffers_ = std::vector<Buffer>(std::min(kBuffers, subgroups_.size()));
+    std::vector<std::span<std::byte>> lent = options_.lent_memory;
     for (Buffer& buffer : buffers_) {
-      SI_ASSIGN_OR_RETURN(buffer.memory, base::AlignedBuffer::allocate(extent_bytes));
+      const auto enough = std::find_if(lent.begin(), lent.end(), [&](std::span<std::byte> memory) {
+        return memory.size() >= extent_bytes;
+      });
+      if (enough != lent.end()) {
+        buffer.memory = enough->first(extent_bytes);
+        *enough = enough->subspan(extent_bytes);
+        continue;
+      }
+      // A lender with one slot in all: one buffer, and nothing overlaps.
+      if (&buffer != &buffers_.front() && !lent.empty()) {
+        buffers_.resize(1);
+        break;
+      }
+      SI_ASSIGN_OR_RETURN(buffer.own, base::AlignedBuffer::allocate(extent_bytes));
+      buffer.memory = buffer.own.bytes();
     }
     if (options_.format != from_.layout().format) {
       encoded_.resize(base::encoded_bytes(base::Encoding::kF32, base::kBlockElements));
@@ -184,7 +268,7 @@ class Resharder {
     const plan::Subgroup& subgroup = subgroups_[index];
     storage::Store& store = *stores_[owner_[index].value];
     for (size_t plane = 0; plane < from_.layout().planes.size(); ++plane) {
-      const std::span<std::byte> bytes = buffer.memory.bytes().subspan(
+      const std::span<std::byte> bytes = buffer.memory.subspan(
           store.plane_offset(subgroup.id, plane), store.plane_bytes(subgroup.id, plane));
       SI_RETURN_IF_ERROR(fill_plane(subgroup, plane, bytes));
       const uint64_t stride = base::encoded_bytes(encoding(plane), base::kBlockElements);
@@ -197,7 +281,7 @@ class Resharder {
     buffer.io = storage::SubgroupIo{};
     buffer.io.op = storage::SubgroupIo::Op::kWrite;
     buffer.io.subgroup = subgroup.id;
-    buffer.io.buffer = buffer.memory.bytes();
+    buffer.io.buffer = buffer.memory;
     buffer.io.owner = &store;
     buffer.flying = true;
     store.start(buffer.io);

@@ -29,6 +29,17 @@ base::Result<std::unique_ptr<Updater>> Updater::open(
   return DeviceUpdater::make(options, space, std::move(set));
 }
 
+UpdaterTraffic UpdaterTraffic::since(const UpdaterTraffic& earlier) const {
+  UpdaterTraffic delta = *this;
+  delta.host_link = host_link.since(earlier.host_link);
+  delta.store = store.since(earlier.store);
+  for (size_t d = 0; d < devices.size(); ++d) {
+    delta.host_link_by_device[d] = host_link_by_device[d].since(earlier.host_link_by_device[d]);
+    delta.store_by_device[d] = store_by_device[d].since(earlier.store_by_device[d]);
+  }
+  return delta;
+}
+
 base::Status Updater::edit_state(
     const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>&,
     const std::string&) {

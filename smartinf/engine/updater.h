@@ -21,6 +21,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
 #include "smartinf/engine/device_source.h"
+#include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/kernels/update_rule.h"
@@ -36,8 +37,12 @@ struct UpdateOptions {
 struct UpdaterTraffic {
   base::TrafficReading host_link;  // all devices together
   base::TrafficReading store;
+  std::vector<std::string> devices;  // their names, in the order of the next two
   std::vector<base::TrafficReading> host_link_by_device;
   std::vector<base::TrafficReading> store_by_device;
+
+  /// What passed between an earlier reading of the same updater and this one.
+  UpdaterTraffic since(const UpdaterTraffic& earlier) const;
 };
 
 /// Where the weights of a stretch of the parameter space that starts at `first` go in host memory.
@@ -134,11 +139,23 @@ class Updater {
   /// weights that came up are stale. Ok when there is none.
   virtual base::Status take_back() = 0;
 
+  /// The next commit writes what compression keeps, whatever CompressOptions::keep_every says: for
+  /// the last step before a run ends.
+  virtual void keep_residual() {}
+  /// What compression did to the last step's gradient; all zero without it.
+  virtual CompressionSummary compression() const { return {}; }
   virtual UpdaterTraffic traffic() const = 0;
   virtual uint64_t bytes_written_ever() const = 0;
+  /// The devices' buffers, which nobody uses between wait_commit() and the next call: a checkpoint
+  /// is copied through them, within the memory that the engine has anyway.
+  virtual std::vector<std::span<std::byte>> idle_memory() { return {}; }
   /// Buffers of the engine and its devices without gradients.
   virtual uint64_t memory_bytes() const = 0;
   virtual uint64_t gradient_memory_bytes() const = 0;
+  /// Subgroups that a device may have in flight, the most of any; 0 where state is not on devices.
+  virtual uint32_t slots() const { return 0; }
+  /// Parameters of a subgroup, the last one's fewer; 0 likewise.
+  virtual uint64_t subgroup_elements() const { return 0; }
   /// One line per device for people: kind, ring, slots, share of the space.
   virtual std::vector<std::string> describe_devices() const = 0;
 };

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <random>
+#include <tuple>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -14,7 +15,12 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/fault_ring.h"
+#include "smartinf/engine/device_build.h"
+#include "smartinf/engine/emulated_source.h"
 #include "smartinf/engine/fake_device.h"
+#include "smartinf/engine/gradient_compressor.h"
+#include "smartinf/engine/reshard.h"
 #include "smartinf/engine/updater.h"
 
 namespace smartinf::engine {
@@ -165,6 +171,9 @@ struct Variant {
   storage::Durability durability = storage::Durability::kStep;
   bool checksums = true;
   uint64_t memory_budget_bytes = 64 * base::kMiB;
+  bool in_memory = false;     // emulated drives; else directories
+  bool behind_links = false;  // of each drive, and one to the host
+  bool unequal = false;       // each device as much faster than the one before
 };
 
 std::ostream& operator<<(std::ostream& out, const Variant& variant) { return out << variant.name; }
@@ -174,10 +183,12 @@ UpdaterOptions options_of(const Variant& variant, const Scratch& scratch) {
   for (size_t d = 0; d < variant.devices; ++d) {
     DeviceOptions device;
     device.path = scratch / fmt::format("device{}", d);
-    device.bandwidth = 1;
+    device.bandwidth = variant.unequal ? static_cast<double>(d + 1) : 1;
     device.threads = 2;
+    if (variant.behind_links) device.internal_link = {800'000'000, 600'000'000, d % 2 == 1, 20};
     options.devices.push_back(device);
   }
+  if (variant.behind_links) options.host_link = {1'000'000'000, 1'000'000'000, true, 20};
   options.io_bytes = base::kMiB;
   options.io_depth = 4;
   options.subgroup_elements = variant.subgroup_elements;
@@ -194,14 +205,24 @@ UpdaterOptions options_of(const Variant& variant, const Scratch& scratch) {
 
 class UpdaterContract : public ::testing::TestWithParam<Variant> {
  protected:
+  base::Result<std::unique_ptr<Updater>> open() {
+    if (!GetParam().in_memory) return Updater::open(options_, contract_space());
+    while (drives_.size() < options_.devices.size()) {
+      SI_ASSIGN_OR_RETURN(auto drive, csd::EmulatedDrive::create(64 * base::kMiB));
+      drives_.push_back(std::move(drive));
+    }
+    return Updater::open(options_, contract_space(), emulated_sources(options_, drives_));
+  }
+
   Scratch scratch_;
   UpdaterOptions options_ = options_of(GetParam(), scratch_);
+  std::vector<std::unique_ptr<csd::EmulatedDrive>> drives_;
 };
 
 TEST_P(UpdaterContract, SameGradientsGiveTheSameBits) {
   Outcome outcome;
   {
-    auto updater = Updater::open(options_, contract_space());
+    auto updater = open();
     ASSERT_TRUE(updater.ok()) << updater.status().to_string();
     initialize(**updater);
     run_steps(**updater, 1, 2, outcome);
@@ -209,7 +230,7 @@ TEST_P(UpdaterContract, SameGradientsGiveTheSameBits) {
     EXPECT_EQ((*updater)->describe_devices().size(), options_.devices.size());
   }
   // The last step after opening again.
-  auto updater = Updater::open(options_, contract_space());
+  auto updater = open();
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
   EXPECT_FALSE((*updater)->fresh());
   EXPECT_EQ((*updater)->committed_step(), 2u);
@@ -224,7 +245,7 @@ TEST_P(UpdaterContract, AStepTakenBackLeavesNoTrace) {
   if (GetParam().durability == storage::Durability::kNone) {
     GTEST_SKIP() << "updates in place cannot be taken back";
   }
-  auto updater = Updater::open(options_, contract_space());
+  auto updater = open();
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
   initialize(**updater);
   Outcome outcome;
@@ -249,7 +270,7 @@ TEST_P(UpdaterContract, AStepTakenBackLeavesNoTrace) {
 
 /// Bytes of a step over the host link and on the drive, exact but for metadata.
 TEST_P(UpdaterContract, CountedBytesAreThoseOfTheScheme) {
-  auto updater = Updater::open(options_, contract_space());
+  auto updater = open();
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
   initialize(**updater);
   const UpdaterTraffic before = (*updater)->traffic();
@@ -304,7 +325,7 @@ std::vector<std::vector<float>> all_planes(Updater& updater) {
 // What has a gradient changes as if everything had one; what has none keeps its bits and, where a
 // whole subgroup is left alone, is not even read.
 TEST_P(UpdaterContract, SkippedRangesAreLeftAlone) {
-  auto updater = Updater::open(options_, contract_space());
+  auto updater = open();
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
   initialize(**updater);
   const plan::ParameterSpace& space = (*updater)->space();
@@ -357,7 +378,7 @@ TEST_P(UpdaterContract, SkippedRangesAreLeftAlone) {
 
 TEST_P(UpdaterContract, EditedStateIsKept) {
   {
-    auto updater = Updater::open(options_, contract_space());
+    auto updater = open();
     ASSERT_TRUE(updater.ok()) << updater.status().to_string();
     initialize(**updater);
     expect_ok((*updater)->edit_state(
@@ -373,7 +394,7 @@ TEST_P(UpdaterContract, EditedStateIsKept) {
         "edited"));
     EXPECT_EQ((*updater)->committed_step(), 1u);
   }
-  auto updater = Updater::open(options_, contract_space());
+  auto updater = open();
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
   EXPECT_EQ((*updater)->blob(), "edited");
   const auto planes = all_planes(**updater);
@@ -428,10 +449,123 @@ const Variant kVariants[] = {
      .where = UpdateWhere::kHost,
      .gradient_type = DataType::kF32,
      .gradient_budget_bytes = 0},
+    {.name = "HostUpdateNaive",
+     .devices = 2,
+     .where = UpdateWhere::kHost,
+     .schedule = plan::ScheduleVariant::kNaive},
+    {.name = "UnequalDevices", .devices = 3, .subgroup_elements = kBlock, .unequal = true},
+    {.name = "InMemory", .devices = 2, .in_memory = true},
+    {.name = "InMemoryHostUpdate",
+     .devices = 2,
+     .where = UpdateWhere::kHost,
+     .gradient_budget_bytes = 0,
+     .in_memory = true},
+    {.name = "BehindLinks", .devices = 2, .behind_links = true},
+    {.name = "InMemoryBehindLinks", .devices = 3, .in_memory = true, .behind_links = true},
+    {.name = "HostUpdateBehindLinks",
+     .devices = 2,
+     .where = UpdateWhere::kHost,
+     .gradient_budget_bytes = 0,
+     .behind_links = true},
+    {.name = "InMemoryHostUpdateBehindLinks",
+     .devices = 3,
+     .where = UpdateWhere::kHost,
+     .in_memory = true,
+     .behind_links = true},
 };
 
 INSTANTIATE_TEST_SUITE_P(All, UpdaterContract, ::testing::ValuesIn(kVariants),
                          [](const auto& variant) { return variant.param.name; });
+
+// ---- A drive that fails in the middle of a step, over whole devices.
+
+/// Devices in memory, of which the last one's drive fails on request.
+class FailingSource final : public DeviceSource {
+ public:
+  FailingSource(const UpdaterOptions& options, DeviceBuild build, csd::EmulatedDrive& drive,
+                csd::Faults* faults)
+      : options_(options), build_(std::move(build)), drive_(drive), faults_(faults) {}
+  const std::string& name() const override { return build_.device.name; }
+  std::string place() const override { return build_.device.path; }
+  base::Result<std::optional<storage::StoreState>> peek() override { return drive_.peek(); }
+  base::Result<double> bandwidth() override { return 1.0; }
+  base::Result<uint64_t> capacity_bytes() override { return drive_.size_bytes(); }
+  base::Result<std::unique_ptr<csd::Device>> create(const storage::StoreLayout& layout,
+                                                    const DeviceShare& share) override {
+    return csd::create_emulated_device(device_options(share), layout, drive_);
+  }
+  base::Result<std::unique_ptr<csd::Device>> open(const DeviceShare& share) override {
+    return csd::open_emulated_device(device_options(share), drive_);
+  }
+  base::Status erase() override { return base::Status(); }
+
+ private:
+  csd::LocalDeviceOptions device_options(const DeviceShare& share) const {
+    csd::LocalDeviceOptions result = build_.options(options_, share);
+    if (faults_ == nullptr) return result;
+    result.store.wrap_ring = [faults = faults_](std::unique_ptr<storage::Ring> ring) {
+      return std::make_unique<csd::FaultRing>(std::move(ring), *faults);
+    };
+    return result;
+  }
+  const UpdaterOptions options_;
+  const DeviceBuild build_;
+  csd::EmulatedDrive& drive_;
+  csd::Faults* const faults_;
+};
+
+class FailingDrive : public ::testing::TestWithParam<std::tuple<UpdateWhere, csd::Faults::What>> {};
+
+TEST_P(FailingDrive, IsNamedAndTheLastCommittedStepStands) {
+  const auto [where, what] = GetParam();
+  const Scratch scratch;
+  const UpdaterOptions options =
+      options_of({.name = "", .devices = 2, .subgroup_elements = kBlock, .where = where}, scratch);
+  std::vector<std::unique_ptr<csd::EmulatedDrive>> drives;
+  std::vector<std::unique_ptr<DeviceSource>> sources;
+  csd::Faults faults;
+  for (DeviceBuild& build : device_builds(options)) {
+    auto drive = csd::EmulatedDrive::create(64 * base::kMiB);
+    ASSERT_TRUE(drive.ok());
+    drives.push_back(std::move(*drive));
+    csd::Faults* of_this = drives.size() == 2 ? &faults : nullptr;
+    sources.push_back(
+        std::make_unique<FailingSource>(options, std::move(build), *drives.back(), of_this));
+  }
+  auto updater = Updater::open(options, contract_space(), std::move(sources));
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  Outcome outcome;
+  run_steps(**updater, 1, 1, outcome);
+  const auto committed = all_planes(**updater);
+
+  const uint64_t count = contract_space().count();
+  const auto gradient = contract_gradient(count, 99);
+  expect_ok((*updater)->begin_step());
+  expect_ok((*updater)->put_gradient(0, gradient.data(), DataType::kBf16, count));
+  expect_ok((*updater)->finish_gradients(1).status());
+  faults.after = 3;  // in the middle
+  faults.what = what;
+  UpdateOptions update;
+  update.groups.resize(2);
+  expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));
+  const base::Status failed = (*updater)->commit("never");
+  faults.what = csd::Faults::What::kNothing;
+  EXPECT_GT(faults.done, 0u);
+  EXPECT_EQ(failed.code(), base::ErrorCode::kIo) << failed.to_string();
+  EXPECT_THAT(failed.to_string(), ::testing::HasSubstr(options.devices[1].path));
+  EXPECT_EQ((*updater)->committed_step(), 1u);
+  EXPECT_EQ((*updater)->blob(), "after step 1");
+  EXPECT_EQ(all_planes(**updater), committed);
+  run_steps(**updater, 2, kSteps, outcome);
+  EXPECT_EQ(outcome, reference(DataType::kBf16));
+}
+
+INSTANTIATE_TEST_SUITE_P(BothUpdaters, FailingDrive,
+                         ::testing::Combine(::testing::Values(UpdateWhere::kDevice,
+                                                              UpdateWhere::kHost),
+                                            ::testing::Values(csd::Faults::What::kFailReads,
+                                                              csd::Faults::What::kFailWrites)));
 
 // ---- Instruction sets. The table is chosen once in a process, so each gets one of its own.
 
@@ -469,6 +603,301 @@ TEST(InstructionSet, AllGiveTheSameBits) {
     if (expected.empty()) expected = said;
     EXPECT_EQ(said, expected) << isa;
   }
+}
+
+// ---- Compressed gradients: whatever carries them, the same bits; what they keep is state.
+
+UpdaterOptions compressed_options(const Scratch& scratch, size_t devices = 1,
+                                  uint64_t subgroup_blocks = 4) {
+  Variant variant;
+  variant.devices = devices;
+  variant.subgroup_elements = subgroup_blocks * kBlock;
+  UpdaterOptions options = options_of(variant, scratch);
+  options.compress.codec = CompressOptions::Codec::kTopK;
+  return options;
+}
+
+Outcome compressed_run(const UpdaterOptions& options) {
+  Outcome outcome;
+  auto updater = Updater::open(options, contract_space());
+  EXPECT_TRUE(updater.ok()) << updater.status().to_string();
+  if (!updater.ok()) return outcome;
+  initialize(**updater);
+  run_steps(**updater, 1, kSteps, outcome);
+  return outcome;
+}
+
+TEST(Compression, SendingEverythingIsTheSameAsNotCompressing) {
+  Scratch scratch;
+  UpdaterOptions options = compressed_options(scratch, 2);
+  options.compress.codec = CompressOptions::Codec::kDense;
+  options.compress.values = DataType::kF32;
+  options.compress.variance = CompressOptions::Variance::kSent;
+  EXPECT_EQ(compressed_run(options), reference(DataType::kBf16));
+}
+
+TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
+  using Codec = CompressOptions::Codec;
+  using Feedback = CompressOptions::Feedback;
+  for (const auto& [codec, feedback] : {std::pair{Codec::kTopK, Feedback::kHost},
+                                        {Codec::kTopK, Feedback::kNone},
+                                        {Codec::kRandomK, Feedback::kHost}}) {
+    std::optional<Outcome> first;
+    for (const auto& [devices, blocks] : {std::pair{1, 4}, {3, 1}}) {
+      Scratch scratch;
+      UpdaterOptions options =
+          compressed_options(scratch, static_cast<size_t>(devices), static_cast<uint64_t>(blocks));
+      options.compress.feedback = feedback;
+      options.compress.codec = codec;
+      options.compress.warmup_steps = 2;
+      const Outcome outcome = compressed_run(options);
+      if (!first) first = outcome;
+      EXPECT_EQ(outcome, *first) << devices << " devices";
+    }
+    EXPECT_NE(*first, reference(DataType::kBf16));
+  }
+}
+
+TEST(Compression, AStepTakenBackKeepsWhatWasKept) {
+  Scratch scratch;
+  const Outcome expected = compressed_run(compressed_options(scratch));
+  Scratch other_scratch;
+  auto updater = Updater::open(compressed_options(other_scratch), contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  Outcome outcome;
+  run_steps(**updater, 1, 1, outcome);
+  const auto other = contract_gradient(contract_space().count(), 99);
+  // A skipped step ends before its update; one that fails ends after it.
+  for (const bool updated : {false, true}) {
+    expect_ok((*updater)->begin_step());
+    expect_ok((*updater)->put_gradient(0, other.data(), DataType::kBf16, other.size()));
+    expect_ok((*updater)->finish_gradients(1).status());
+    UpdateOptions update;
+    update.groups.resize(2);
+    if (updated) expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));
+    expect_ok((*updater)->take_back());
+  }
+  run_steps(**updater, 2, kSteps, outcome);
+  EXPECT_EQ(outcome, expected);
+}
+
+TEST(Compression, WhatIsKeptIsPartOfTheState) {
+  Scratch scratch;
+  const Outcome expected = compressed_run(compressed_options(scratch));
+  // Opened again after step 2, having kept it: in every step; in every second; in every third, but
+  // asked to; in every third, and so not.
+  struct Case {
+    uint64_t every;
+    bool asked;
+    bool exact;
+  };
+  for (const Case& one :
+       {Case{1, false, true}, {2, false, true}, {3, true, true}, {3, false, false}}) {
+    Scratch own;
+    UpdaterOptions options = compressed_options(own, 2);
+    options.compress.keep_every = one.every;
+    Outcome outcome;
+    {
+      auto updater = Updater::open(options, contract_space());
+      ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+      initialize(**updater);
+      run_steps(**updater, 1, 1, outcome);
+      if (one.asked) (*updater)->keep_residual();
+      run_steps(**updater, 2, 2, outcome);
+      EXPECT_EQ((*updater)->blob(), "after step 2");
+    }
+    auto updater = Updater::open(options, contract_space());
+    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+    EXPECT_EQ((*updater)->blob(), "after step 2");
+    run_steps(**updater, 3, kSteps, outcome);
+    EXPECT_EQ(outcome == expected, one.exact) << "every " << one.every << " steps";
+  }
+}
+
+TEST(Compression, WhatIsKeptSurvivesAnEditOfTheState) {
+  std::optional<Outcome> first;
+  for (const bool reopened : {false, true}) {
+    Scratch scratch;
+    const UpdaterOptions options = compressed_options(scratch, 2);
+    auto updater = Updater::open(options, contract_space());
+    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+    initialize(**updater);
+    Outcome outcome;
+    run_steps(**updater, 1, 1, outcome);
+    const auto edit = [](uint64_t, std::span<const std::span<float>> planes) -> base::Result<bool> {
+      planes[0][0] = 1;
+      return true;
+    };
+    expect_ok((*updater)->edit_state(edit, "edited"));
+    if (reopened) {
+      updater->reset();
+      updater = Updater::open(options, contract_space());
+      ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+      EXPECT_EQ((*updater)->blob(), "edited");
+    }
+    run_steps(**updater, 3, 3, outcome);
+    if (!first) first = outcome;
+    EXPECT_EQ(outcome, *first);
+  }
+}
+
+TEST(Compression, GoesOnAfterReshardingAsIfNothingHadHappened) {
+  Scratch scratch;
+  const Outcome expected = compressed_run(compressed_options(scratch));
+  Scratch from;
+  Outcome outcome;
+  {
+    auto updater = Updater::open(compressed_options(from, 2), contract_space());
+    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+    initialize(**updater);
+    run_steps(**updater, 1, 2, outcome);
+  }
+  Scratch to;
+  UpdaterOptions options = compressed_options(to, 3, 1);
+  std::vector<std::string> targets;
+  for (const DeviceOptions& device : options.devices) targets.push_back(device.path);
+  {
+    auto run = open_stored_run({from / "device0", from / "device1"}, storage::ReaderLock::kTake);
+    ASSERT_TRUE(run.ok()) << run.status().to_string();
+    ReshardOptions reshard_options;
+    reshard_options.subgroup_elements = kBlock;
+    const auto done = reshard(*run, targets, reshard_options);
+    ASSERT_TRUE(done.ok()) << done.status().to_string();
+  }
+  auto updater = Updater::open(options, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  run_steps(**updater, 3, kSteps, outcome);
+  EXPECT_EQ(outcome, expected);
+}
+
+TEST(Compression, CountedBytesAreTwoPercentAndLess) {
+  for (const bool kept : {false, true}) {
+    Scratch scratch;
+    UpdaterOptions options = compressed_options(scratch, 2);
+    if (!kept) options.compress.keep_every = 0;
+    auto updater = Updater::open(options, contract_space());
+    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+    initialize(**updater);
+    const UpdaterTraffic before = (*updater)->traffic();
+    Outcome outcome;
+    run_steps(**updater, 1, 1, outcome);
+    const auto count = static_cast<double>(contract_space().count());
+    const base::TrafficReading host = (*updater)->traffic().host_link.since(before.host_link);
+    const CompressionSummary summary = (*updater)->compression();
+    EXPECT_EQ(host.down(TrafficKind::kGradient), summary.bytes);
+    EXPECT_LE(static_cast<double>(summary.bytes), 0.04 * count);
+    EXPECT_NEAR(static_cast<double>(summary.values), 0.01 * count, 30);
+    EXPECT_GT(summary.residual_norm, 0);
+    EXPECT_EQ(host.down(TrafficKind::kState), kept ? 2 * contract_space().count() : 0);
+    // The dense form would be 2 bytes a parameter, on the device too.
+    EXPECT_LT(static_cast<double>((*updater)->gradient_memory_bytes()), 4.1 * count);
+  }
+}
+
+TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
+  const auto message_of = [](GradientCompressor& compressor, csd::CompressedWriter& writer,
+                             std::span<const plan::GroupStretch> out, uint64_t step) {
+    const auto message =
+        compressor.compress(writer, {base::SubgroupId{0}, 0, 1000}, out, step, 1.0);
+    std::vector<base::Bf16> values(1000);
+    csd::CompressedView::parse(message)->expand_block(0,
+                                                      reinterpret_cast<std::byte*>(values.data()));
+    return values;
+  };
+  CompressOptions options;
+  options.codec = CompressOptions::Codec::kTopK;
+  auto made = GradientCompressor::make(options, 1000, 1, false);
+  ASSERT_TRUE(made.ok());
+  GradientCompressor& compressor = **made;
+  csd::CompressedWriter writer;
+  const std::vector<float> ones(1000, 1.0f);
+  const auto step = [&](uint64_t number, std::span<const plan::GroupStretch> out) {
+    compressor.begin_step();
+    compressor.put(0, ones.data(), DataType::kF32, 1000);
+    auto values = message_of(compressor, writer, out, number);
+    compressor.finish_step(number);
+    compressor.commit();
+    return values;
+  };
+  step(1, {});
+  const std::vector<plan::GroupStretch> out = {{0, 500, 0}};
+  const auto second = step(2, out);
+  for (size_t i = 0; i < 500; ++i) ASSERT_EQ(second[i].bits, 0) << i;
+  const auto third = step(3, {});
+  // 10 went in the first step, from the front: their place has 1 or 2, others of the front 2 kept
+  // and new, the rest of the second half 3.
+  for (size_t i = 0; i < 1000; ++i) {
+    ASSERT_TRUE(third[i].bits == 0 || base::to_f32(third[i]) == 3.0f) << i;
+  }
+}
+
+/// Nothing gets lost: what was sent and what is kept sum to what came in.
+TEST(Compression, SentAndKeptSumToTheGradients) {
+  constexpr uint64_t kElements = kBlock + 777;
+  CompressOptions options;
+  options.codec = CompressOptions::Codec::kTopK;
+  options.ratio = 0.1;
+  auto made = GradientCompressor::make(options, kElements, 1, true);
+  ASSERT_TRUE(made.ok());
+  csd::CompressedWriter writer;
+  std::vector<double> owed(kElements);
+  std::vector<base::Bf16> values(kElements);
+  for (int step = 1; step <= 30; ++step) {
+    const auto gradient = contract_gradient(kElements, step);
+    const double scale = step % 3 == 0 ? 0.5 : 1;  // a clipped step
+    (*made)->begin_step();
+    (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
+    const auto message = (*made)->compress(writer, {base::SubgroupId{0}, 0, kElements}, {},
+                                           static_cast<uint64_t>(step), scale);
+    const auto view = csd::CompressedView::parse(message);
+    ASSERT_TRUE(view.ok());
+    for (uint64_t b = 0; b < view->blocks(); ++b) {
+      view->expand_block(b, reinterpret_cast<std::byte*>(values.data() + b * kBlock));
+    }
+    for (uint64_t i = 0; i < kElements; ++i) {
+      owed[i] += scale * base::to_f32(gradient[i]) - base::to_f32(values[i]);
+    }
+    (*made)->finish_step(static_cast<uint64_t>(step));
+    if (step < 30) (*made)->commit();
+  }
+  const base::Bf16* kept = (*made)->next_residual(0);
+  double squares = 0;
+  double error = 0;
+  double bias = 0;
+  for (uint64_t i = 0; i < kElements; ++i) {
+    const double difference = owed[i] - base::to_f32(kept[i]);
+    squares += owed[i] * owed[i];
+    error += difference * difference;
+    bias += difference;
+  }
+  EXPECT_NEAR(std::sqrt(squares), (*made)->summary().residual_norm, 0.01 * std::sqrt(squares));
+  // 30 roundings to 8 bits, each by chance: seen 0.9 %.
+  EXPECT_LT(std::sqrt(error), 0.02 * std::sqrt(squares));
+  // Rounding to nearest would be as small, but the errors must not add up to one side.
+  EXPECT_LT(std::abs(bias), 4 * std::sqrt(error));
+}
+
+TEST(Compression, RefusesWhatCannotWork) {
+  Scratch scratch;
+  const auto code = [&](auto change) {
+    UpdaterOptions options = compressed_options(scratch);
+    change(options);
+    const auto updater = Updater::open(options, contract_space());
+    return updater.ok() ? base::ErrorCode::kOk : updater.status().code();
+  };
+  using base::ErrorCode;
+  EXPECT_EQ(code([](auto& o) { o.where = UpdateWhere::kHost; }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.compress.ratio = 0; }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.compress.ratio = 2.5; }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.compress.feedback_decay = 1.5; }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.gradient_budget_bytes = 1000; }), ErrorCode::kOutOfMemory);
+  // A run that was begun without is not one that can keep.
+  UpdaterOptions plain = compressed_options(scratch);
+  plain.compress = {};
+  compressed_run(plain);
+  EXPECT_EQ(code([](auto&) {}), ErrorCode::kMismatch);
+  EXPECT_EQ(code([](auto& o) { o.compress.keep_every = 0; }), ErrorCode::kOk);
 }
 
 }  // namespace

@@ -1,0 +1,99 @@
+#include "smartinf/engine/gradient_codec.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <memory>
+
+#include "smartinf/base/check.h"
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/state_format.h"
+#include "smartinf/kernels/selection.h"
+
+namespace smartinf::engine {
+namespace {
+
+using Codec = CompressOptions::Codec;
+
+size_t drop_zeros(size_t count, uint32_t* indices, float* values) {
+  size_t kept = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (values[i] == 0) continue;
+    indices[kept] = indices[i];
+    values[kept++] = values[i];
+  }
+  return kept;
+}
+
+class TopK final : public GradientCodec {
+ public:
+  std::string_view name() const override { return "topk"; }
+  size_t select(std::span<const float> in, size_t k, uint64_t, uint32_t* indices,
+                float* values) const override {
+    return drop_zeros(kernels::top_k(kernels::kernels(), in, k, indices, values), indices, values);
+  }
+};
+
+/// The control: as many elements, by lot.
+class RandomK final : public GradientCodec {
+ public:
+  std::string_view name() const override { return "randomk"; }
+  size_t select(std::span<const float> in, size_t k, uint64_t seed, uint32_t* indices,
+                float* values) const override {
+    thread_local const std::unique_ptr<float[]> lots =
+        std::make_unique<float[]>(base::kBlockElements);
+    for (size_t i = 0; i < in.size(); ++i) {
+      lots[i] = static_cast<float>(base::mix_seed(seed, i) >> 40);  // 24 bits: exact
+    }
+    const size_t count =
+        kernels::top_k(kernels::kernels(), {lots.get(), in.size()}, k, indices, values);
+    for (size_t i = 0; i < count; ++i) values[i] = in[indices[i]];
+    return drop_zeros(count, indices, values);
+  }
+};
+
+class Dense final : public GradientCodec {
+ public:
+  std::string_view name() const override { return "dense"; }
+  size_t select(std::span<const float> in, size_t, uint64_t, uint32_t* indices,
+                float* values) const override {
+    for (size_t i = 0; i < in.size(); ++i) {
+      indices[i] = static_cast<uint32_t>(i);
+      values[i] = in[i];
+    }
+    return in.size();
+  }
+};
+
+}  // namespace
+
+const GradientCodec& gradient_codec(Codec codec) {
+  static const TopK top_k;
+  static const RandomK random_k;
+  static const Dense dense;
+  switch (codec) {
+    case Codec::kTopK:
+      return top_k;
+    case Codec::kRandomK:
+      return random_k;
+    case Codec::kDense:
+      return dense;
+    case Codec::kNone:
+      break;
+  }
+  SI_CHECK(false, "no codec, nothing to select");
+}
+
+size_t values_per_block(Codec codec, double ratio, uint64_t elements) {
+  if (codec == Codec::kDense) return elements;
+  const double values = std::round(ratio / 2 * static_cast<double>(elements));
+  return std::clamp<size_t>(static_cast<size_t>(values), 1, elements);
+}
+
+double ratio_of_step(const CompressOptions& options, uint64_t step) {
+  if (step > options.warmup_steps || options.ratio >= kWarmupRatio) return options.ratio;
+  const double done = static_cast<double>(step - 1) / static_cast<double>(options.warmup_steps);
+  return kWarmupRatio * std::pow(options.ratio / kWarmupRatio, done);
+}
+
+}  // namespace smartinf::engine

@@ -1,0 +1,39 @@
+// Which elements of a gradient are sent: one block of it at a time, so that the choice does not
+// depend on how the parameter space is cut into subgroups.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "smartinf/engine/options.h"
+
+namespace smartinf::engine {
+
+/// Threads: pure.
+class GradientCodec {
+ public:
+  virtual ~GradientCodec() = default;
+  virtual std::string_view name() const = 0;
+  /// At most k elements of a block: their indices, ascending, and values. Zeros are left out.
+  /// Shapes: in: [n], n <= kBlockElements; indices, values: [min(k, n)]. Returns how many.
+  /// seed: of this block in this step.
+  virtual size_t select(std::span<const float> in, size_t k, uint64_t seed, uint32_t* indices,
+                        float* values) const = 0;
+};
+
+/// codec is not kNone (SI_CHECK).
+const GradientCodec& gradient_codec(CompressOptions::Codec codec);
+
+/// Values that a block of n elements may send: the ratio counts index and value of 4 bytes each
+/// against 4 bytes for every element, as the paper does; so a ratio of 0.02 sends 1 %. At least
+/// one.
+size_t values_per_block(CompressOptions::Codec codec, double ratio, uint64_t elements);
+
+/// The ratio of a step (from 1): during the warm-up it falls from kWarmupRatio to options.ratio by
+/// the same factor each step. Source: Lin et al. 2018 (DGC), section 3.3.
+inline constexpr double kWarmupRatio = 0.5;
+double ratio_of_step(const CompressOptions& options, uint64_t step);
+
+}  // namespace smartinf::engine

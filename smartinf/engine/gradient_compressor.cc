@@ -1,0 +1,189 @@
+#include "smartinf/engine/gradient_compressor.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/units.h"
+#include "smartinf/kernels/update.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::DataType;
+using base::kBlockElements;
+using csd::kSquaresElements;
+
+/// Rounds to bf16 up or down by chance, so that what is kept for many steps is right on average: a
+/// gradient below a 512th of it would otherwise never count. One 32-bit generator a lane would do
+/// the same; a hash of the place needs no order.
+void round_by_chance(const float* in, base::Bf16* out, uint64_t n, uint64_t seed) {
+  const auto low = static_cast<uint32_t>(seed);
+  const auto high = static_cast<uint32_t>(seed >> 32);
+  for (uint32_t i = 0; i < n; ++i) {
+    uint32_t lot = (i ^ low) * 0x9e3779b1u;
+    lot = (lot ^ (lot >> 15) ^ high) * 0x85ebca77u;
+    lot ^= lot >> 13;
+    const auto bits = std::bit_cast<uint32_t>(in[i]);
+    // What is not finite stays so; a step with such values is taken back.
+    const bool special = (bits & 0x7f800000u) == 0x7f800000u;
+    const uint32_t rounded = special ? bits : bits + (lot & 0xffffu);
+    out[i].bits = static_cast<uint16_t>(rounded >> 16);
+  }
+}
+
+}  // namespace
+
+base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
+    const CompressOptions& options, uint64_t elements, uint64_t seed, bool squares) {
+  const uint64_t planes = options.feedback == CompressOptions::Feedback::kNone ? 1 : 2;
+  const uint64_t plane_bytes = base::round_up(elements * sizeof(base::Bf16), base::kIoAlignment);
+  SI_ASSIGN_OR_RETURN(auto memory, base::AlignedBuffer::allocate(planes * plane_bytes));
+  std::unique_ptr<GradientCompressor> made(
+      new GradientCompressor(options, elements, seed, squares, std::move(memory)));
+  made->gradient_ = reinterpret_cast<base::Bf16*>(made->memory_.data());
+  if (planes == 2) {
+    made->residual_ = reinterpret_cast<base::Bf16*>(made->memory_.data() + plane_bytes);
+    std::memset(static_cast<void*>(made->residual_), 0, plane_bytes);
+  }
+  return made;
+}
+
+GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t elements,
+                                       uint64_t seed, bool squares, base::AlignedBuffer memory)
+    : options_(options),
+      codec_(gradient_codec(options.codec)),
+      elements_(elements),
+      seed_(seed),
+      squares_(squares),
+      memory_(std::move(memory)),
+      values_(kBlockElements),
+      kept_(kBlockElements),
+      squares_of_block_(kBlockElements / kSquaresElements),
+      indices_(kBlockElements),
+      selected_(kBlockElements) {}
+
+void GradientCompressor::begin_step() {
+  summary_ = CompressionSummary{};
+  residual_squares_ = 0;
+}
+
+void GradientCompressor::put(uint64_t first, const void* gradient, DataType type, uint64_t count) {
+  SI_CHECK(first <= elements_ && count <= elements_ - first, "a gradient outside the space");
+  if (type == DataType::kBf16) {
+    std::memcpy(static_cast<void*>(gradient_ + first), gradient, count * sizeof(base::Bf16));
+    return;
+  }
+  const kernels::KernelTable& table = kernels::kernels();
+  const auto* bytes = static_cast<const std::byte*>(gradient);
+  for (uint64_t done = 0; done < count; done += kBlockElements) {
+    const uint64_t n = std::min(kBlockElements, count - done);
+    table.cast_to_f32(bytes + done * base::data_type_bytes(type), type, values_.data(), n);
+    table.cast_from_f32(values_.data(), gradient_ + first + done, DataType::kBf16, n);
+  }
+}
+
+std::span<const std::byte> GradientCompressor::compress(
+    csd::CompressedWriter& writer, const plan::Subgroup& subgroup,
+    std::span<const plan::GroupStretch> sits_out, base::StepNumber step, double scale) {
+  writer.begin(subgroup.id, subgroup.count, options_.values, squares_);
+  for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
+    compress_block(writer, subgroup.first + first, std::min(kBlockElements, subgroup.count - first),
+                   step, static_cast<float>(scale), sits_out);
+  }
+  const auto message = writer.finish();
+  summary_.bytes += message.size();
+  summary_.elements += subgroup.count;
+  return message;
+}
+
+void GradientCompressor::compress_block(csd::CompressedWriter& writer, uint64_t first,
+                                        uint64_t count, base::StepNumber step, float scale,
+                                        std::span<const plan::GroupStretch> sits_out) {
+  const kernels::KernelTable& table = kernels::kernels();
+  float* values = values_.data();
+  base::Bf16* gradient = gradient_ + first;
+  table.cast_to_f32(gradient, DataType::kBf16, values, count);
+  for (uint64_t i = 0; i < count; ++i) values[i] *= scale;
+  for (const plan::GroupStretch& out : sits_out) {
+    const uint64_t from = std::max(out.first, first);
+    const uint64_t to = std::min(out.first + out.count, first + count);
+    if (from < to) std::fill(values + (from - first), values + (to - first), 0.0f);
+  }
+  std::span<float> squares;
+  if (squares_) {
+    squares = std::span(squares_of_block_).first(base::divide_up(count, kSquaresElements));
+    for (uint64_t g = 0; g < squares.size(); ++g) {
+      const uint64_t begin = g * kSquaresElements;
+      const uint64_t n = std::min(kSquaresElements, count - begin);
+      // Eight sums: an order that vectors can keep.
+      std::array<float, 8> sums{};
+      for (uint64_t i = 0; i < n; ++i) {
+        sums[i % sums.size()] += values[begin + i] * values[begin + i];
+      }
+      squares[g] = (((sums[0] + sums[4]) + (sums[1] + sums[5])) +
+                    ((sums[2] + sums[6]) + (sums[3] + sums[7]))) /
+                   static_cast<float>(n);
+    }
+  }
+  const base::Bf16* residual = residual_ == nullptr ? nullptr : residual_ + first;
+  if (residual != nullptr) {
+    table.cast_to_f32(residual, DataType::kBf16, kept_.data(), count);
+    const auto decay = static_cast<float>(options_.feedback_decay);
+    for (uint64_t i = 0; i < count; ++i) values[i] = values[i] + decay * kept_[i];
+    for (const plan::GroupStretch& out : sits_out) {
+      const uint64_t from = std::max(out.first, first);
+      const uint64_t to = std::min(out.first + out.count, first + count);
+      if (from < to) std::fill(values + (from - first), values + (to - first), 0.0f);
+    }
+  }
+  const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step), first);
+  summary_.ratio = ratio_of_step(options_, step);
+  const size_t most = values_per_block(options_.codec, summary_.ratio, count);
+  const size_t sent = codec_.select({values, count}, most, seed, indices_.data(), selected_.data());
+  writer.add_block(std::span(indices_).first(sent), std::span(selected_).first(sent), squares);
+  summary_.values += sent;
+  if (residual == nullptr) return;
+
+  if (options_.values == DataType::kF32) {
+    for (size_t i = 0; i < sent; ++i) values[indices_[i]] = 0;
+  } else {
+    // What rounding the sent value took away is not lost either.
+    table.cast_from_f32(selected_.data(), gradient, options_.values, sent);
+    table.cast_to_f32(gradient, options_.values, kept_.data(), sent);
+    for (size_t i = 0; i < sent; ++i) values[indices_[i]] = selected_[i] - kept_[i];
+  }
+  round_by_chance(values, gradient, count, seed);
+  for (const plan::GroupStretch& out : sits_out) {
+    const uint64_t from = std::max(out.first, first);
+    const uint64_t to = std::min(out.first + out.count, first + count);
+    if (from < to) std::copy(residual_ + from, residual_ + to, gradient_ + from);
+  }
+  residual_squares_ += table.partial_norm(gradient, DataType::kBf16, count).sum_of_squares;
+}
+
+void GradientCompressor::leave(const plan::Subgroup& subgroup) {
+  if (residual_ == nullptr) return;
+  const base::Bf16* kept = residual_ + subgroup.first;
+  std::copy(kept, kept + subgroup.count, gradient_ + subgroup.first);
+  residual_squares_ +=
+      kernels::kernels().partial_norm(kept, DataType::kBf16, subgroup.count).sum_of_squares;
+}
+
+void GradientCompressor::finish_step(base::StepNumber step) {
+  summary_.ratio = ratio_of_step(options_, step);
+  summary_.residual_norm = std::sqrt(residual_squares_);
+}
+
+void GradientCompressor::commit() {
+  if (residual_ != nullptr) std::swap(gradient_, residual_);
+}
+
+void GradientCompressor::set_residual(uint64_t first, std::span<const float> values) {
+  kernels::kernels().cast_from_f32(values.data(), residual_ + first, DataType::kBf16,
+                                   values.size());
+}
+
+}  // namespace smartinf::engine

@@ -1,0 +1,90 @@
+// Makes a step's compressed gradients: collects what comes in, adds what earlier steps did not
+// send, selects, packs, and keeps the rest for the next step. docs/smartcomp.md has the formulas.
+//
+// Everything happens when the update starts, because only then the step's scale (loss scale,
+// accumulation, clipping) is known: a gradient is scaled before it meets what earlier steps kept.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/engine/gradient_codec.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::engine {
+
+/// What a step sent.
+struct CompressionSummary {
+  uint64_t elements = 0;     // that took part
+  uint64_t values = 0;       // sent of them
+  uint64_t bytes = 0;        // of messages
+  double ratio = 0;          // in force: CompressOptions::ratio, or the warm-up's
+  double residual_norm = 0;  // of what is kept for the next step; 0 without feedback
+};
+
+/// Threads: one at a time; nobody calls while a residual is being read by reference.
+class GradientCompressor {
+ public:
+  /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more.
+  static base::Result<std::unique_ptr<GradientCompressor>> make(const CompressOptions& options,
+                                                                uint64_t elements, uint64_t seed,
+                                                                bool squares);
+
+  void begin_step();
+  /// Copies a piece, cast to bf16.
+  void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
+
+  /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
+  /// in order, that send nothing and keep their residual as it is.
+  std::span<const std::byte> compress(csd::CompressedWriter& writer, const plan::Subgroup& subgroup,
+                                      std::span<const plan::GroupStretch> sits_out,
+                                      base::StepNumber step, double scale);
+  /// A subgroup that takes no part in the step: what it keeps stays.
+  void leave(const plan::Subgroup& subgroup);
+  const CompressionSummary& summary() const { return summary_; }
+  void finish_step(base::StepNumber step);
+
+  /// The step is real: what it kept counts from now on. Without it, what the step before kept.
+  void commit();
+
+  bool feedback() const { return options_.feedback != CompressOptions::Feedback::kNone; }
+  /// What the step in progress keeps: [count]. For the store.
+  const base::Bf16* next_residual(uint64_t first) const { return gradient_ + first; }
+  /// What the committed step kept, from the store.
+  void set_residual(uint64_t first, std::span<const float> values);
+  uint64_t memory_bytes() const { return memory_.size(); }
+
+ private:
+  GradientCompressor(const CompressOptions& options, uint64_t elements, uint64_t seed, bool squares,
+                     base::AlignedBuffer memory);
+  void compress_block(csd::CompressedWriter& writer, uint64_t first, uint64_t count,
+                      base::StepNumber step, float scale,
+                      std::span<const plan::GroupStretch> sits_out);
+
+  const CompressOptions options_;
+  const GradientCodec& codec_;
+  const uint64_t elements_;
+  const uint64_t seed_;
+  const bool squares_;
+  base::AlignedBuffer memory_;
+  base::Bf16* gradient_ = nullptr;  // [elements]; becomes what is kept, block by block
+  base::Bf16* residual_ = nullptr;  // [elements] of the committed step; null without feedback
+  CompressionSummary summary_;
+  double residual_squares_ = 0;
+
+  // One block.
+  std::vector<float> values_;
+  std::vector<float> kept_;
+  std::vector<float> squares_of_block_;
+  std::vector<uint32_t> indices_;
+  std::vector<float> selected_;
+};
+
+}  // namespace smartinf::engine

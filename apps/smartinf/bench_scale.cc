@@ -2,20 +2,31 @@
 // over memory behind links of chosen rates, beside the bound that those rates allow: Figure 11 of
 // Smart-Infinity (HPCA 2024) on one machine.
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
+#include <cstring>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/units.h"
+#include "smartinf/csd/link.h"
+#include "smartinf/engine/emulated_source.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/plan/placement.h"
+#include "smartinf/sim/update.h"
 
 #include "apps/smartinf/commands.h"
-#include "apps/smartinf/scratch_directory.h"
+#include "apps/smartinf/median.h"
 #include "apps/smartinf/synthetic_steps.h"
+#include "apps/smartinf/trace_file.h"
+#include "apps/smartinf/update_rate.h"
 
 namespace smartinf::apps {
 namespace {
@@ -23,29 +34,32 @@ namespace {
 using base::DataType;
 using base::Status;
 
+/// So many, and filling and draining a device's slots is a small part.
+constexpr uint64_t kSubgroupsPerDevice = 48;
+
 struct ScaleOptions {
   std::vector<uint32_t> devices = {1, 2, 4, 6, 8, 10};
-  std::string params = "16777216";
-  // A SmartSSD's drive and the link of ten of them to the host, at one fortieth.
-  std::string internal_read = "80MB";
-  std::string internal_write = "42.5MB";
-  std::string host_link = "400MB";
-  bool shared_budget = false;
-  std::string scratch;
+  uint64_t params = uint64_t{1} << 24;
+  // What the paper's SmartSSDs and its host's path to ten of them were measured at, at one
+  // fortieth: 3.0 and 1.6 GB/s, 6.4 GB/s for both directions together.
+  std::string internal_read = "75MB";
+  std::string internal_write = "40MB";
+  std::string host_link = "160MB";
+  std::string shared = "all";
+  double slow_device = 1;
+  std::string format = "f32";
+  uint64_t subgroups = kSubgroupsPerDevice;
+  int repeat = 1;
+  std::string trace;
   bool json = false;
-};
-
-struct Rates {
-  double read = 0;
-  double write = 0;
-  double host = 0;
 };
 
 struct Scheme {
   const char* key;
   engine::UpdateWhere where;
   plan::ScheduleVariant schedule;
-  DataType type;  // of gradients and weights
+  DataType type;            // of gradients and weights
+  bool compressed = false;  // gradients: the largest 1 %, what is not sent kept in memory
 };
 
 constexpr Scheme kSchemes[] = {
@@ -53,51 +67,81 @@ constexpr Scheme kSchemes[] = {
     {"naive", engine::UpdateWhere::kDevice, plan::ScheduleVariant::kNaive, DataType::kBf16},
     {"overlapped", engine::UpdateWhere::kDevice, plan::ScheduleVariant::kOverlapped,
      DataType::kBf16},
+    {"compressed", engine::UpdateWhere::kDevice, plan::ScheduleVariant::kOverlapped,
+     DataType::kBf16, true},
 };
 
-/// Every device gets so many subgroups, so that filling and draining its slots is a small part.
-constexpr uint64_t kSubgroupsPerDevice = 48;
+/// Of a gradient at ratio 0.02 with its mean squares (docs/format.md).
+constexpr double kCompressedBytes = 0.038;
 
 class ScaleBench {
  public:
-  explicit ScaleBench(const ScaleOptions& options) : options_(options) {}
+  explicit ScaleBench(const ScaleOptions& options)
+      : options_(options),
+        format_(*base::state_format_from_name(options.format)),
+        bytes_(state_bytes_per_parameter(kernels::UpdateRule::kAdamW, format_)),
+        drives_share_(options.shared != "none"),
+        host_shares_(options.shared == "all") {}
 
   Status run() {
-    SI_ASSIGN_OR_RETURN(params_, base::parse_bytes(options_.params));
-    SI_ASSIGN_OR_RETURN(rates_.read, rate(options_.internal_read));
-    SI_ASSIGN_OR_RETURN(rates_.write, rate(options_.internal_write));
-    SI_ASSIGN_OR_RETURN(rates_.host, rate(options_.host_link));
+    SI_ASSIGN_OR_RETURN(read_, rate(options_.internal_read));
+    SI_ASSIGN_OR_RETURN(write_, rate(options_.internal_write));
+    SI_ASSIGN_OR_RETURN(host_, rate(options_.host_link));
     nlohmann::ordered_json rows = nlohmann::json::array();
     if (!options_.json) {
-      fmt::print("{} parameters; drives {} + {}, host link {} each way\n\n", params_,
-                 base::format_rate(rates_.read), base::format_rate(rates_.write),
-                 base::format_rate(rates_.host));
-      fmt::print("{:>7}  {:>22}  {:>22}  {:>22}\n", "devices", "host update", "naive",
-                 "overlapped");
+      const auto text = [](uint64_t bytes) {
+        return base::format_rate(static_cast<double>(bytes));
+      };
+      fmt::print("{} parameters; drives {} read, {} written, {}; host link {}, {}\n\n",
+                 options_.params, text(read_), text(write_),
+                 drives_share_ ? "one at a time" : "both at once", text(host_),
+                 host_shares_ ? "both directions together" : "each way");
+      fmt::print("{:>7}  {:>40}  {:>40}  {:>40}  {:>40}\n", "devices", "host update", "naive",
+                 "overlapped", "compressed");
     }
     for (const uint32_t devices : options_.devices) {
-      nlohmann::ordered_json row = {{"devices", devices}, {"params", params_}};
+      nlohmann::ordered_json row = {{"devices", devices}, {"params", options_.params}};
       if (!options_.json) fmt::print("{:>7}", devices);
       for (const Scheme& scheme : kSchemes) {
-        SI_ASSIGN_OR_RETURN(const double seconds, measure(scheme, devices));
-        const double bound_s = bound(scheme, devices);
+        std::vector<double> seconds;
+        uint32_t slots = 0;
+        for (int i = 0; i < options_.repeat; ++i) {
+          SI_ASSIGN_OR_RETURN(const Measured once, measure(scheme, devices));
+          seconds.push_back(once.seconds);
+          slots = once.slots;
+        }
+        SI_ASSIGN_OR_RETURN(const double bound_s, bound(scheme, devices));
+        SI_ASSIGN_OR_RETURN(const auto simulated_s, simulated(scheme, devices, slots));
         const std::string key = scheme.key;
-        row[key + "_s"] = seconds;
+        row[key + "_s"] = median(seconds);
+        row[key + "_s_min"] = *std::min_element(seconds.begin(), seconds.end());
+        row[key + "_s_max"] = *std::max_element(seconds.begin(), seconds.end());
         row[key + "_bound_s"] = bound_s;
-        row[key + "_ratio"] = seconds / bound_s;
+        row[key + "_ratio"] = median(seconds) / bound_s;
+        row[key + "_slots"] = slots;
+        if (simulated_s) {
+          row[key + "_simulated_s"] = *simulated_s;
+          row[key + "_simulated_ratio"] = *simulated_s / median(seconds);
+        }
         if (options_.json) continue;
-        fmt::print("  {:>8.3f} s = {:4.2f} bound", seconds, seconds / bound_s);
+        fmt::print("  {:>8.3f} s = {:4.2f} bound", median(seconds), median(seconds) / bound_s);
+        const std::string beside = simulated_s ? fmt::format("{:.3f} s", *simulated_s) : "-";
+        fmt::print(", simulated {:>8}", beside);
         std::fflush(stdout);
       }
       rows.push_back(row);
       if (!options_.json) fmt::print("\n");
     }
     if (options_.json) {
-      const nlohmann::ordered_json result = {{"params", params_},
-                                             {"internal_read_bytes_per_s", rates_.read},
-                                             {"internal_write_bytes_per_s", rates_.write},
-                                             {"host_link_bytes_per_s", rates_.host},
-                                             {"shared_budget", options_.shared_budget},
+      const nlohmann::ordered_json result = {{"params", options_.params},
+                                             {"internal_read_bytes_per_s", read_},
+                                             {"internal_write_bytes_per_s", write_},
+                                             {"host_link_bytes_per_s", host_},
+                                             {"shared", options_.shared},
+                                             {"slow_device", options_.slow_device},
+                                             {"state_format", options_.format},
+                                             {"subgroups_per_device", options_.subgroups},
+                                             {"repeat", options_.repeat},
                                              {"rows", rows}};
       fmt::print("{}\n", result.dump());
     }
@@ -105,75 +149,188 @@ class ScaleBench {
   }
 
  private:
-  static base::Result<double> rate(const std::string& text) {
+  static base::Result<uint64_t> rate(const std::string& text) {
     SI_ASSIGN_OR_RETURN(const uint64_t bytes, base::parse_bytes(text));
-    if (bytes == 0) {
-      return Status(base::ErrorCode::kInvalidArgument, "a link has the rate 0",
-                    "Give bytes per second, e.g. 80MB.");
-    }
-    return static_cast<double>(bytes);
+    if (bytes > 0) return bytes;
+    return Status(base::ErrorCode::kInvalidArgument, "a link has the rate 0",
+                  "Give bytes per second, e.g. 80MB.");
   }
 
   uint64_t subgroup_elements(uint32_t devices) const {
-    return base::round_up(base::divide_up(params_, devices * kSubgroupsPerDevice),
+    return base::round_up(base::divide_up(options_.params, devices * options_.subgroups),
                           base::kBlockElements);
   }
+  /// Of device d's drive, where 1 is the speed given.
+  double speed(uint32_t d) const { return d == 0 ? options_.slow_device : 1; }
 
-  /// What the links allow if everything on them overlaps; the device with most subgroups counts.
-  double bound(const Scheme& scheme, uint32_t devices) const {
-    const uint64_t subgroup = subgroup_elements(devices);
-    const uint64_t subgroups = base::divide_up(params_, subgroup);
-    const double all = static_cast<double>(params_);
-    const double most =
-        std::min(all, static_cast<double>(base::divide_up(subgroups, devices) * subgroup));
-    const auto drive = [&](double read, double write) {
-      return options_.shared_budget ? most * (read / rates_.read + write / rates_.write)
-                                    : most * std::max(read / rates_.read, write / rates_.write);
-    };
-    if (scheme.where == engine::UpdateWhere::kHost) {
-      // fp32 gradients are written and read again; everything crosses the host link.
-      return std::max(drive(16, 16), all * 16 / rates_.host);
-    }
-    // An update needs all gradients, for the norm; so theirs is time before it.
-    return all * 2 / rates_.host + std::max(drive(12, 12), all * 2 / rates_.host);
-  }
-
-  base::Result<double> measure(const Scheme& scheme, uint32_t devices) {
-    SI_ASSIGN_OR_RETURN(const ScratchDirectory scratch, ScratchDirectory::make(options_.scratch));
+  engine::UpdaterOptions updater_options(const Scheme& scheme, uint32_t devices) const {
     engine::UpdaterOptions options;
     for (uint32_t d = 0; d < devices; ++d) {
       engine::DeviceOptions device;
-      device.path = scratch / fmt::format("device{}", d);
-      device.bandwidth = 1;
+      device.path = fmt::format("device {}", d);
       device.threads = 1;
+      device.bandwidth = speed(d);
       options.devices.push_back(device);
     }
     options.where = scheme.where;
     options.schedule = scheme.schedule;
     options.gradient_type = scheme.type;
+    if (scheme.compressed) {
+      options.compress.codec = engine::CompressOptions::Codec::kTopK;
+      options.compress.keep_every = 0;
+    }
+    options.format = format_;
     options.checksums = false;  // two cores stand for all devices' processors
     options.subgroup_elements = subgroup_elements(devices);
     options.io_bytes = base::kMiB / 4;
     options.io_depth = 8;
     if (scheme.where == engine::UpdateWhere::kHost) options.gradient_budget_bytes = 0;
-    SI_ASSIGN_OR_RETURN(const auto steps, SyntheticSteps::make(params_, scheme.type, scheme.type));
+    return options;
+  }
+
+  /// What the links allow if everything on them overlaps. An update needs all gradients, for the
+  /// norm; so theirs is time before it, for every scheme.
+  base::Result<double> bound(const Scheme& scheme, uint32_t devices) const {
+    const auto steps_space = space();
+    const auto subgroups = steps_space.subgroups(subgroup_elements(devices));
+    std::vector<plan::DeviceCapacity> capacities(devices);
+    for (uint32_t d = 0; d < devices; ++d) capacities[d].bandwidth = speed(d);
+    SI_ASSIGN_OR_RETURN(const auto owner, plan::place(subgroups, capacities));
+    std::vector<double> elements(devices, 0);
+    for (size_t i = 0; i < owner.size(); ++i) {
+      elements[owner[i].value] += static_cast<double>(subgroups[i].count);
+    }
+    const double state = bytes_.master + bytes_.moments;
+    const auto both = [](bool share, double one, double other) {
+      return share ? one + other : std::max(one, other);
+    };
+    // Bytes per parameter; drives work side by side, the host link is one for all.
+    const auto drives = [&](double read, double written) {
+      double slowest = 0;
+      for (uint32_t d = 0; d < devices; ++d) {
+        const double seconds = both(drives_share_, read / static_cast<double>(read_),
+                                    written / static_cast<double>(write_));
+        slowest = std::max(slowest, elements[d] * seconds / speed(d));
+      }
+      return slowest;
+    };
+    const auto host = [&](double up, double down) {
+      return static_cast<double>(options_.params) * both(host_shares_, up, down) /
+             static_cast<double>(host_);
+    };
+    if (scheme.where == engine::UpdateWhere::kHost) {
+      // fp32 gradients are written, then read again beside the state; all of it crosses the link.
+      return std::max(drives(0, 4), host(0, 4)) +
+             std::max(drives(state + 4, state), host(state + 4, state));
+    }
+    return host(0, scheme.compressed ? kCompressedBytes : 2) +
+           std::max(drives(state, state), host(2, 0));
+  }
+
+  /// The same update on the virtual clock; nothing with unequal devices or compressed gradients: it
+  /// does not know their selection and expansion.
+  base::Result<std::optional<double>> simulated(const Scheme& scheme, uint32_t devices,
+                                                uint32_t slots) {
+    if (options_.slow_device != 1 || scheme.compressed) return std::optional<double>();
+    const bool host = scheme.where == engine::UpdateWhere::kHost;
+    sim::UpdateShape shape;
+    shape.parameters = options_.params;
+    shape.devices = devices;
+    shape.subgroup_elements = subgroup_elements(devices);
+    shape.slots = slots;
+    shape.schedule = scheme.schedule;
+    shape.master = bytes_.master;
+    shape.moments = bytes_.moments;
+    shape.gradient = shape.weight = static_cast<double>(base::data_type_bytes(scheme.type));
+    shape.host_update = shape.gradient_spilled = host;
+    shape.drive_read_bytes_per_s = static_cast<double>(read_);
+    shape.drive_write_bytes_per_s = static_cast<double>(write_);
+    shape.shared_budget = drives_share_;
+    shape.host_up_bytes_per_s = shape.host_down_bytes_per_s = static_cast<double>(host_);
+    shape.host_shared_budget = host_shares_;
+    shape.link_catch_up_s = std::chrono::duration<double>(csd::Link::kCatchUp).count();
+    SI_ASSIGN_OR_RETURN(shape.update_params_per_s, update_rate(devices));
+    SI_ASSIGN_OR_RETURN(const sim::UpdateTimes times, sim::simulate_update(shape));
+    return std::optional<double>(times.total_s());
+  }
+  /// Of all processors: one thread for each device, as many at once as there are cores.
+  base::Result<double> update_rate(uint32_t devices) {
+    const uint32_t threads = std::min(devices, std::max(1u, std::thread::hardware_concurrency()));
+    if (!update_rates_.contains(threads)) {
+      SI_ASSIGN_OR_RETURN(update_rates_[threads], measure_update_rate(format_, threads));
+    }
+    return update_rates_[threads];
+  }
+
+  plan::ParameterSpace space() const {
+    plan::ParameterSpace space;
+    SI_CHECK(space.add("synthetic", {options_.params}, 0).ok(), "one range");
+    return space;
+  }
+
+  /// Drives that are there already: pages are not taken from the system while a step is timed.
+  static base::Result<std::vector<std::unique_ptr<csd::EmulatedDrive>>> make_drives(
+      uint32_t devices, uint64_t bytes) {
+    std::vector<std::unique_ptr<csd::EmulatedDrive>> drives;
+    for (uint32_t d = 0; d < devices; ++d) {
+      SI_ASSIGN_OR_RETURN(auto drive, csd::EmulatedDrive::create(bytes));
+      std::memset(drive->contents().data(), 0, drive->contents().size());
+      drives.push_back(std::move(drive));
+    }
+    return drives;
+  }
+
+  struct Measured {
+    double seconds = 0;
+    uint32_t slots = 0;  // of each device
+  };
+  base::Result<Measured> measure(const Scheme& scheme, uint32_t devices) const {
+    engine::UpdaterOptions options = updater_options(scheme, devices);
+    // Two copies of the state, spilled gradients, metadata, and room for an uneven share.
+    const uint64_t drive_bytes =
+        30 * (base::divide_up(options_.params, devices) + 2 * options.subgroup_elements) +
+        32 * base::kMiB;
+    SI_ASSIGN_OR_RETURN(const auto drives, make_drives(devices, drive_bytes));
+    SI_ASSIGN_OR_RETURN(const auto steps,
+                        SyntheticSteps::make(options_.params, scheme.type, scheme.type));
     {
       // Without the links, or it would take longer than the step.
-      SI_ASSIGN_OR_RETURN(const auto updater, engine::Updater::open(options, steps->space()));
+      SI_ASSIGN_OR_RETURN(const auto updater,
+                          engine::Updater::open(options, steps->space(),
+                                                engine::emulated_sources(options, drives)));
       SI_RETURN_IF_ERROR(steps->initialize(*updater));
     }
-    for (engine::DeviceOptions& device : options.devices) {
-      device.internal_link = {rates_.read, rates_.write, options_.shared_budget};
+    for (uint32_t d = 0; d < devices; ++d) {
+      const auto scaled = [&](uint64_t rate) {
+        return static_cast<uint64_t>(static_cast<double>(rate) * speed(d));
+      };
+      options.devices[d].internal_link = {scaled(read_), scaled(write_), drives_share_};
     }
-    options.host_link = {rates_.host, rates_.host, false};
-    SI_ASSIGN_OR_RETURN(const auto updater, engine::Updater::open(options, steps->space()));
-    SI_ASSIGN_OR_RETURN(const StepTimes times, steps->step(*updater));
-    return times.gradient_s + times.update_s;
+    options.host_link = {host_, host_, host_shares_};
+    if (!options_.trace.empty()) options.trace = std::make_shared<csd::Trace>();
+    StepTimes times;
+    Measured measured;
+    {
+      SI_ASSIGN_OR_RETURN(const auto updater,
+                          engine::Updater::open(options, steps->space(),
+                                                engine::emulated_sources(options, drives)));
+      measured.slots = updater->slots();
+      SI_ASSIGN_OR_RETURN(times, steps->step(*updater));
+    }
+    if (options.trace != nullptr) SI_RETURN_IF_ERROR(write_trace(options_.trace, *options.trace));
+    measured.seconds = times.gradient_s + times.update_s;
+    return measured;
   }
 
   const ScaleOptions options_;
-  uint64_t params_ = 0;
-  Rates rates_;
+  const base::StateFormat format_;
+  const StateBytes bytes_;
+  const bool drives_share_;
+  const bool host_shares_;
+  uint64_t read_ = 0;
+  uint64_t write_ = 0;
+  uint64_t host_ = 0;
+  std::map<uint32_t, double> update_rates_;  // by threads, parameters per second
 };
 
 }  // namespace
@@ -181,26 +338,55 @@ class ScaleBench {
 void add_bench_scale(CLI::App& bench, Run& run) {
   auto options = std::make_shared<ScaleOptions>();
   CLI::App* command = bench.add_subcommand(
-      "scale", "Times updates on emulated devices against their number and the links' bound");
+      "scale",
+      "Times updates on emulated devices against their number, the links' bound and the simulator");
   command->add_option("--devices", options->devices, "Counts of devices")
       ->delimiter(',')
       ->check(CLI::Range(1u, 64u))
       ->capture_default_str();
-  command->add_option("--params", options->params, "Parameters")->capture_default_str();
+  command->add_option("--params", options->params, "Parameters")
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 36))
+      ->capture_default_str();
   command->add_option("--internal-read", options->internal_read, "A drive's reads, per second")
       ->capture_default_str();
   command->add_option("--internal-write", options->internal_write, "A drive's writes, per second")
       ->capture_default_str();
-  command->add_option("--host-link", options->host_link, "All devices' link, each way, per second")
+  command
+      ->add_option("--host-link", options->host_link, "All devices' link to the host, per second")
       ->capture_default_str();
-  command->add_flag("--shared-budget", options->shared_budget,
-                    "A drive's reads and writes draw on one budget of time");
-  command->add_option("--scratch", options->scratch, "Where the state goes (default: memory)");
+  command
+      ->add_option("--shared", options->shared,
+                   "Where the two directions draw on one budget of time: in the drives, there and "
+                   "on the host link (all), or nowhere")
+      ->check(CLI::IsMember({"none", "drives", "all"}))
+      ->capture_default_str();
+  command
+      ->add_option("--slow-device", options->slow_device,
+                   "The first device's speed, as a share of the others'")
+      ->check(CLI::Range(0.01, 100.0))
+      ->capture_default_str();
+  command->add_option("--state-format", options->format, "How momentum and variance are kept")
+      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
+      ->capture_default_str();
+  command
+      ->add_option("--subgroups", options->subgroups,
+                   "Subgroups of each device; few, and filling and draining it shows")
+      ->check(CLI::Range(uint64_t{1}, uint64_t{4096}))
+      ->capture_default_str();
+  command->add_option("--repeat", options->repeat, "Steps of which the median counts")
+      ->check(CLI::Range(1, 1000))
+      ->capture_default_str();
+  command
+      ->add_option("--trace", options->trace,
+                   "Write the last step as a Chrome trace (ui.perfetto.dev)")
+      ->type_name("FILE");
   command->add_flag("--json", options->json, "A JSON object with one row for each count");
   command->footer(
-      "Example:\n"
-      "  smartinf bench scale --devices 1,2,4,6,8,10 --internal-read 80MB --internal-write 42.5MB "
-      "--host-link 400MB --json");
+      "Examples:\n"
+      "  smartinf bench scale --json > scale.json; python3 bench/plot_scale.py scale.json\n"
+      "  smartinf bench scale --devices 1,2,4,6,8,10 --internal-read 75MB --internal-write 40MB "
+      "--host-link 160MB\n"
+      "  smartinf bench scale --devices 4 --slow-device 0.5    # placement in proportion");
   command->callback([options, &run] {
     run = [options] {
       const Status status = ScaleBench(*options).run();

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <csignal>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -15,11 +16,16 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/sim/machine.h"
+#include "smartinf/sim/update.h"
 #include "smartinf/storage/erase.h"
 #include "smartinf/storage/tuning.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/median.h"
 #include "apps/smartinf/synthetic_steps.h"
+#include "apps/smartinf/trace_file.h"
+#include "apps/smartinf/update_rate.h"
 
 namespace smartinf::apps {
 namespace {
@@ -44,21 +50,20 @@ struct StepOptions {
   uint64_t subgroup = 0;
   std::string gradient;  // empty: bf16; f32 for a host update
   bool spill = false;
+  double compress = 0;  // ratio; 0: whole gradients
+  std::string feedback = "host";
+  uint64_t keep_every = 0;
   std::string io_bytes = "0";
   uint32_t io_depth = 0;
   uint32_t threads = 0;
+  std::string trace;
+  std::string machine;
   bool keep = false;
   bool json = false;
 };
 
 std::atomic<bool> interrupted{false};
 void on_interrupt(int) { interrupted = true; }
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const size_t middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
-}
 
 uint64_t rss_peak_bytes() {
   rusage usage{};
@@ -72,6 +77,7 @@ class StepBench {
 
   Status run() {
     SI_RETURN_IF_ERROR(read_options());
+    SI_RETURN_IF_ERROR(read_machine());
     SI_ASSIGN_OR_RETURN(steps_,
                         SyntheticSteps::make(params_, updater_.gradient_type, DataType::kBf16));
     const Status measured = measure();
@@ -82,6 +88,10 @@ class StepBench {
       }
     }
     SI_RETURN_IF_ERROR(measured);
+    if (updater_.trace != nullptr) {
+      SI_RETURN_IF_ERROR(write_trace(options_.trace, *updater_.trace));
+    }
+    SI_RETURN_IF_ERROR(simulate());
     print();
     return Status();
   }
@@ -108,12 +118,71 @@ class StepBench {
         options_.gradient.empty() ? options_.where == "host" : options_.gradient == "f32";
     updater_.gradient_type = wide ? DataType::kF32 : DataType::kBf16;
     if (options_.spill) updater_.gradient_budget_bytes = 0;
+    if (options_.compress > 0) {
+      using engine::CompressOptions;
+      updater_.compress.codec = CompressOptions::Codec::kTopK;
+      updater_.compress.ratio = options_.compress;
+      updater_.compress.feedback = options_.feedback == "none" ? CompressOptions::Feedback::kNone
+                                                               : CompressOptions::Feedback::kHost;
+      updater_.compress.keep_every = options_.keep_every;
+    }
+    if (!options_.trace.empty()) {
+      updater_.trace = std::make_shared<csd::Trace>();
+      SI_RETURN_IF_ERROR(write_trace(options_.trace, *updater_.trace));  // told now, if it fails
+    }
     for (const std::string& path : options_.devices) {
       engine::DeviceOptions device;
       device.path = path;
       device.threads = options_.threads;
       updater_.devices.push_back(device);
     }
+    return Status();
+  }
+
+  /// Only AdamW's kernel is timed; another rule is simulated from a machine file or not at all.
+  Status read_machine() {
+    if (options_.machine.empty()) {
+      if (updater_.rule.rule != kernels::UpdateRule::kAdamW) return Status();
+      const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+      const auto count = static_cast<uint32_t>(options_.devices.size());
+      const uint32_t threads = options_.threads == 0 ? cores : options_.threads * count;
+      SI_ASSIGN_OR_RETURN(update_params_per_s_,
+                          measure_update_rate(updater_.format, std::min(cores, threads)));
+      return Status();
+    }
+    SI_ASSIGN_OR_RETURN(const sim::Machine machine, sim::load_machine(options_.machine));
+    double bytes_per_s = 0;
+    for (const sim::DeviceGroup* device : machine.each_device()) {
+      bytes_per_s += device->update_bytes_per_s;
+    }
+    // As many of its devices as are timed here. By the bytes that come in: f32 state, bf16
+    // gradient.
+    bytes_per_s *= static_cast<double>(options_.devices.size()) / machine.device_count();
+    update_params_per_s_ = bytes_per_s / 14;
+    return Status();
+  }
+
+  /// The same update on the virtual clock: drives at the rate that the limit of this run found for
+  /// reads and writes together, processors at the rate of their kernel.
+  Status simulate() {
+    if (update_params_per_s_ <= 0) return Status();
+    const StateBytes bytes = state_bytes_per_parameter(updater_.rule.rule, updater_.format);
+    sim::UpdateShape shape;
+    shape.parameters = params_;
+    shape.devices = static_cast<uint32_t>(options_.devices.size());
+    shape.subgroup_elements = subgroup_elements_;
+    shape.slots = slots_;
+    shape.schedule = updater_.schedule;
+    shape.master = bytes.master;
+    shape.moments = bytes.moments;
+    shape.gradient = static_cast<double>(base::data_type_bytes(updater_.gradient_type));
+    shape.host_update = updater_.where == engine::UpdateWhere::kHost;
+    shape.gradient_spilled = options_.spill;
+    shape.shared_budget = true;
+    shape.drive_read_bytes_per_s = shape.drive_write_bytes_per_s =
+        median(limit_rate_) / static_cast<double>(shape.devices);
+    shape.update_params_per_s = update_params_per_s_;
+    SI_ASSIGN_OR_RETURN(simulated_, sim::simulate_update(shape));
     return Status();
   }
 
@@ -151,6 +220,8 @@ class StepBench {
     host_link_ = after.host_link.since(before.host_link);
     engine_memory_bytes_ = updater->memory_bytes();
     gradient_memory_bytes_ = updater->gradient_memory_bytes();
+    slots_ = updater->slots();
+    subgroup_elements_ = updater->subgroup_elements();
     devices_ = updater->describe_devices();
     return Status();
   }
@@ -189,7 +260,9 @@ class StepBench {
     const double moved = static_cast<double>(store_.up_total() + store_.down_total() -
                                              store_.down(base::TrafficKind::kGradient));
     const double scale = moved / static_cast<double>(bytes.load());
-    limit_s_.push_back(*std::max_element(seconds.begin(), seconds.end()) * scale);
+    const double slowest_s = *std::max_element(seconds.begin(), seconds.end());
+    limit_s_.push_back(slowest_s * scale);
+    limit_rate_.push_back(static_cast<double>(bytes.load()) / slowest_s);
     return Status();
   }
 
@@ -199,7 +272,7 @@ class StepBench {
     const auto [update_min, update_max] = std::minmax_element(update_s_.begin(), update_s_.end());
     const auto [limit_min, limit_max] = std::minmax_element(limit_s_.begin(), limit_s_.end());
     if (options_.json) {
-      const nlohmann::ordered_json row = {
+      nlohmann::ordered_json row = {
           {"params", params_},
           {"devices", options_.devices.size()},
           {"where", options_.where},
@@ -207,6 +280,9 @@ class StepBench {
           {"state_format", options_.format},
           {"gradient", base::data_type_name(updater_.gradient_type)},
           {"spill", options_.spill},
+          {"compress", options_.compress},
+          {"compress_feedback", options_.feedback},
+          {"compress_keep_every", options_.keep_every},
           {"durability", options_.durability},
           {"checksums", updater_.checksums},
           {"schedule", options_.schedule},
@@ -222,6 +298,7 @@ class StepBench {
           {"bytes_written", store_.down_total()},
           {"host_bytes_up", host_link_.up_total()},
           {"host_bytes_down", host_link_.down_total()},
+          {"host_gradient_bytes_down", host_link_.down(base::TrafficKind::kGradient)},
           {"drive_limit_s", limit_s},
           {"drive_limit_s_min", *limit_min},
           {"drive_limit_s_max", *limit_max},
@@ -230,11 +307,22 @@ class StepBench {
           {"engine_memory_bytes", engine_memory_bytes_},
           {"gradient_memory_bytes", gradient_memory_bytes_},
           {"rss_peak_bytes", rss_peak_bytes()},
+          {"slots", slots_},
+          {"subgroup_elements", subgroup_elements_},
       };
+      if (simulated_) {
+        row["simulated_s"] = simulated_->update_s;
+        row["simulated_ratio"] = simulated_->update_s / update_s;
+        row["update_params_per_s"] = update_params_per_s_;
+      }
       fmt::print("{}\n", row.dump());
       return;
     }
     for (const std::string& line : devices_) fmt::print("{}\n", line);
+    if (simulated_) {
+      fmt::print("simulated      {}: {:.2f} of the measured update\n",
+                 base::format_seconds(simulated_->update_s), simulated_->update_s / update_s);
+    }
     fmt::print(
         "update         {} ({} to {}), new weights after {}\n"
         "drive alone    {}: the update runs at {:.1f} % of it\n"
@@ -265,6 +353,11 @@ class StepBench {
   base::TrafficReading host_link_;
   uint64_t engine_memory_bytes_ = 0;
   uint64_t gradient_memory_bytes_ = 0;
+  std::vector<double> limit_rate_;  // bytes per second of all drives, both directions
+  double update_params_per_s_ = 0;  // of all processors; 0: not known
+  uint32_t slots_ = 0;              // of each device
+  uint64_t subgroup_elements_ = 0;
+  std::optional<sim::UpdateTimes> simulated_;
   std::vector<std::string> devices_;
 };
 
@@ -298,7 +391,7 @@ void add_bench_step(CLI::App& bench, Run& run) {
       ->check(CLI::IsMember({"device", "host"}))
       ->capture_default_str();
   command->add_option("--schedule", options->schedule, "Of the transfer handler")
-      ->check(CLI::IsMember({"naive", "overlapped", "early"}))
+      ->check(CLI::IsMember({"naive", "overlapped"}))
       ->capture_default_str();
   command->add_option("--ring", options->ring, "The I/O engine")
       ->check(CLI::IsMember({"auto", "uring", "threads"}))
@@ -312,12 +405,30 @@ void add_bench_step(CLI::App& bench, Run& run) {
                    "Type on the host link (default bf16; f32 for a host update)")
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--spill", options->spill, "Gradients go to the drive instead of memory");
+  command
+      ->add_option("--compress", options->compress,
+                   "Compressed gradients: volume against f32, e.g. 0.02 sends the largest 1 %")
+      ->check(CLI::Range(1e-6, 2.0));
+  command->add_option("--feedback", options->feedback, "What is not sent: kept in memory or lost")
+      ->check(CLI::IsMember({"host", "none"}))
+      ->capture_default_str();
+  command
+      ->add_option("--keep-every", options->keep_every,
+                   "Steps between writes of what is kept to the device; 0: never")
+      ->capture_default_str();
   command->add_option("--io-bytes", options->io_bytes, "Size of a transfer; 0: measured")
       ->capture_default_str();
   command->add_option("--io-depth", options->io_depth, "Transfers in flight; 0: measured")
       ->capture_default_str();
   command->add_option("--threads", options->threads, "Threads of each device; 0: shared out")
       ->capture_default_str();
+  command
+      ->add_option("--trace", options->trace, "Write all steps as a Chrome trace (ui.perfetto.dev)")
+      ->type_name("FILE");
+  command
+      ->add_option("--machine", options->machine,
+                   "Simulate with the processors of this machine file; else they are timed")
+      ->type_name("NAME|FILE");
   command->add_flag("--keep", options->keep, "Leave the state on the devices");
   command->add_flag("--json", options->json, "One flat JSON object");
   command->footer(

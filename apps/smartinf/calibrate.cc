@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <thread>
 
 #include <fmt/format.h>
@@ -13,13 +14,15 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/clock.h"
+#include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
-#include "smartinf/kernels/update.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/storage/tuning.h"
+#include "smartinf/train/product_rate.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
+#include "apps/smartinf/update_rate.h"
 
 namespace smartinf::apps {
 namespace {
@@ -31,6 +34,11 @@ struct CalibrateFlags {
   std::string name = "this-machine";
   bool json = false;
 };
+
+/// Resident in `smartinf train` before it has a model of any size: torch's CPU libraries, their
+/// threads and scratch, the runtime, and the text of the quickstart. Measured as the peak of a
+/// model of 50 thousand parameters with optimizer.where = "memory", torch 2.15 on x86-64.
+constexpr uint64_t kProcessBytes = 534'000'000;
 
 /// The best of five passes: what the machine can do, not what else it was doing.
 template <typename Work>
@@ -53,35 +61,60 @@ base::Result<double> copy_rate() {
          best_seconds([&] { std::memcpy(to.data(), from.data(), kBytes); });
 }
 
-/// All cores' update at once, state and gradient in, bytes per second. f32 state, bf16 gradient.
-base::Result<double> update_rate(uint32_t threads) {
-  constexpr uint64_t kBlocks = 64;  // 64 x 1 MiB per thread: beyond the caches
-  constexpr uint64_t kBlock = base::kBlockElements;
-  constexpr uint64_t kBlockBytes = kBlock * (12 + 2 + 2);
-  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer memory,
-                      base::AlignedBuffer::allocate(threads * kBlocks * kBlockBytes));
-  const kernels::StepScalars scalars =
-      kernels::make_step_scalars(kernels::RuleOptions{}, kernels::GroupOptions{}, 1, 1.0, 0);
-  const auto pass = [&](uint32_t thread) {
-    for (uint64_t b = 0; b < kBlocks; ++b) {
-      std::byte* at = memory.data() + (thread * kBlocks + b) * kBlockBytes;
-      kernels::UpdateBlock block;
-      block.planes = {at, at + 4 * kBlock, at + 8 * kBlock};
-      block.count = kBlock;
-      block.gradient = at + 12 * kBlock;
-      block.weights_out = at + 14 * kBlock;
-      const kernels::GroupRun run{kBlock, &scalars};
-      kernels::kernels().update_block(base::StateFormat::kF32, block, {&run, 1});
-    }
-  };
-  const double seconds = best_seconds([&] {
-    std::vector<std::jthread> workers;
-    for (uint32_t t = 0; t < threads; ++t) workers.emplace_back(pass, t);
-  });
-  return static_cast<double>(threads * kBlocks * kBlock * 14) / seconds;
+/// Of a name that may be mistyped: nothing is made for it.
+base::Status check_directory(const std::string& path) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  if (fs::is_directory(path, error) || fs::is_block_file(path, error)) return {};
+  base::ErrorPlace place;
+  place.path = path;
+  if (fs::exists(path, error)) {
+    return base::Status(base::ErrorCode::kInvalidArgument, "--device is not a directory",
+                        "Name a directory on the drive.", std::move(place));
+  }
+  const fs::path absolute = fs::absolute(path, error).lexically_normal();
+  const fs::path whole = absolute.has_filename() ? absolute : absolute.parent_path();
+  std::vector<std::string> siblings;
+  for (auto entry = fs::directory_iterator(whole.parent_path(), error);
+       !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    std::error_code unreadable;
+    if (entry->is_directory(unreadable)) siblings.push_back(entry->path().filename().string());
+  }
+  const std::vector<std::string_view> names(siblings.begin(), siblings.end());
+  const std::string wanted = whole.filename().string();
+  const std::string_view nearest = base::nearest_name(wanted, names);
+  return base::Status(base::ErrorCode::kNotFound, "--device does not exist",
+                      nearest.empty() ? "Name a directory that is there; none is made."
+                                      : fmt::format("Did you mean {}? No directory is made.",
+                                                    (whole.parent_path() / nearest).string()),
+                      std::move(place));
+}
+
+/// The GPU that nvidia-smi lists first, where its name holds that of a data sheet we have.
+std::optional<sim::Gpu> listed_gpu() {
+  const GpuFacts facts = gpu_facts();
+  if (facts.devices.empty()) return std::nullopt;
+  const std::string listed = facts.devices.front();
+  const std::string name = listed.substr(0, listed.find(','));
+  std::string_view longest;  // "L40S" before "L40"
+  for (const std::string_view known : sim::gpu_preset_names()) {
+    std::string spaced(known);  // nvidia-smi writes "GeForce RTX 4090"
+    if (spaced.starts_with("RTX")) spaced.insert(3, " ");
+    if (name.find(spaced) != std::string::npos && known.size() > longest.size()) longest = known;
+  }
+  if (longest.empty()) return std::nullopt;
+  const auto gpu = sim::gpu_preset(longest);
+  if (!gpu.ok()) return std::nullopt;
+  sim::Gpu found = *gpu;
+  found.count = static_cast<uint32_t>(facts.devices.size());
+  return found;
 }
 
 int run_calibrate(const CalibrateFlags& flags) {
+  for (const std::string& path : flags.devices) {
+    const base::Status there = check_directory(path);
+    if (!there.ok()) return report(there, kExitUsage);
+  }
   sim::Machine machine;
   machine.name = flags.name;
   machine.note =
@@ -89,12 +122,24 @@ int run_calibrate(const CalibrateFlags& flags) {
       "mixed_efficiency is part of their rates";
   const CpuFacts cpu = cpu_facts();
   const uint32_t cores = std::max(1u, cpu.cores_allowed);
-  if (flags.gpu.empty()) {
+  std::optional<sim::Gpu> listed;
+  if (flags.gpu.empty()) listed = listed_gpu();
+  double products = 0;  // measured
+  if (listed) {
+    machine.gpu = *listed;
+  } else if (flags.gpu.empty()) {
     machine.gpu.name = "none";
     machine.gpu.memory_bytes = 0;
-    // Not measured: this command has no matrix products. A core with AVX-512 makes about this much
-    // in f32; with AMX or bf16 instructions several times as much. Edit it where it matters.
-    machine.gpu.peak_flops = 150e9 * cores;
+    const auto rate = train::measure_product_rate(train::Precision::kBf16);
+    if (rate.ok()) {
+      products = *rate;
+      machine.gpu.peak_flops = products;
+      machine.gpu.product_efficiency = 1;  // it is what products reach
+    } else {
+      // Assumed without torch: about what a core with AVX-512 makes in f32; with AMX or bf16
+      // instructions it is several times as much. Edit it where it matters.
+      machine.gpu.peak_flops = 150e9 * cores;
+    }
     machine.gpu.memory_bytes_per_s = 10e9;
     machine.gpu.link_bytes_per_s = 10e9;
   } else {
@@ -104,14 +149,18 @@ int run_calibrate(const CalibrateFlags& flags) {
   }
   const auto copies = copy_rate();
   if (!copies.ok()) return report(copies.status());
-  const auto updates = update_rate(cores);
-  if (!updates.ok()) return report(updates.status());
+  const auto update_params = measure_update_rate(base::StateFormat::kF32, cores);
+  if (!update_params.ok()) return report(update_params.status());
+  // State and gradient in: 12 and 2 bytes per parameter.
+  const double updates = *update_params * 14;
   machine.host.memory_bytes = memory_facts().total_bytes;
   machine.host.copy_bytes_per_s = *copies;
   // State out again counts for the host update, too: 26 bytes for each 14 that come in.
-  machine.host.update_bytes_per_s = *updates * 26 / 14;
+  machine.host.update_bytes_per_s = updates * 26 / 14;
   // Local drives meet the host in its memory: every byte is written once and read once.
   machine.host.link_bytes_per_s = *copies / 2;
+  machine.host.process_bytes = kProcessBytes;
+  uint64_t in_flight_bytes = 0;
   for (const std::string& path : flags.devices) {
     const auto tuning = storage::measure_io(path);
     if (!tuning.ok()) return report(tuning.status());
@@ -123,18 +172,22 @@ int run_calibrate(const CalibrateFlags& flags) {
     }
     sim::DeviceGroup device;
     device.name = path;
+    in_flight_bytes = std::max(in_flight_bytes, tuning->io_bytes * tuning->io_depth);
     // Both moved at once; each alone gets the whole budget.
     device.read_bytes_per_s = 2 * tuning->read_bytes_per_second;
     device.write_bytes_per_s = 2 * tuning->write_bytes_per_second;
     device.link_bytes_per_s = *copies / 2;
-    device.update_bytes_per_s = *updates / static_cast<double>(flags.devices.size());
+    device.update_bytes_per_s = updates / static_cast<double>(flags.devices.size());
     device.memory_bytes = uint64_t{512} << 20;
     device.capacity_bytes = drive_facts(path).free_bytes;
     machine.devices.push_back(std::move(device));
   }
   sim::Software& software = machine.software;
-  software.subgroup_elements = uint64_t{1} << 22;
-  software.slots = 4;
+  // What the engine takes on such drives (engine/memory_plan.cc, csd/local_device.cc): subgroups of
+  // 2^20, and slots for the transfers in flight each way and two at the processor.
+  software.subgroup_elements = uint64_t{1} << 20;
+  software.slots = static_cast<uint32_t>(std::max<uint64_t>(
+      6, 2 * base::divide_up(in_flight_bytes, 12 * software.subgroup_elements) + 2));
   software.gradient_bytes = 2;
   software.weight_bytes = 2;
   software.gradient_spilled = false;
@@ -149,8 +202,10 @@ int run_calibrate(const CalibrateFlags& flags) {
   if (flags.json) {
     nlohmann::ordered_json all{{"file", flags.out},
                                {"copy_bytes_per_s", *copies},
-                               {"update_bytes_per_s", *updates},
-                               {"cores", cores}};
+                               {"update_bytes_per_s", updates},
+                               {"cores", cores},
+                               {"gpu", machine.gpu.name}};
+    if (products > 0) all["product_flops"] = products;
     for (size_t d = 0; d < machine.devices.size(); ++d) {
       all[fmt::format("device{}_read_bytes_per_s", d)] = machine.devices[d].read_bytes_per_s;
       all[fmt::format("device{}_write_bytes_per_s", d)] = machine.devices[d].write_bytes_per_s;
@@ -159,7 +214,17 @@ int run_calibrate(const CalibrateFlags& flags) {
     return kExitDone;
   }
   fmt::print("copy    {} (one thread)\nupdate  {} ({} cores, state and gradient in)\n",
-             base::format_rate(*copies), base::format_rate(*updates), cores);
+             base::format_rate(*copies), base::format_rate(updates), cores);
+  if (products > 0) {
+    fmt::print("compute {:.1f} GFLOP/s in bf16 matrix products (torch, {} cores)\n",
+               products * 1e-9, cores);
+  } else if (machine.gpu.name == "none") {
+    fmt::print("compute {:.1f} GFLOP/s assumed: this build has no torch to time products with\n",
+               machine.gpu.peak_flops * 1e-9);
+  } else {
+    fmt::print("compute data sheet of {} x {}, not measured\n", machine.gpu.count,
+               machine.gpu.name);
+  }
   for (const sim::DeviceGroup& device : machine.devices) {
     fmt::print("drive   {} read with {} written, at once: {}\n",
                base::format_rate(device.read_bytes_per_s / 2),
@@ -180,7 +245,9 @@ void add_calibrate(CLI::App& app, Run& run) {
   command->add_option("--out", flags->out, "The machine file to write [machine.toml]")
       ->type_name("FILE");
   command->add_option("--name", flags->name, "Its name [this-machine]")->type_name("NAME");
-  command->add_option("--gpu", flags->gpu, "Take this GPU's data sheet; it is not measured")
+  command
+      ->add_option("--gpu", flags->gpu,
+                   "Take this GPU's data sheet [the one nvidia-smi names]; it is not measured")
       ->type_name("NAME");
   command->add_flag("--json", flags->json, "Print one flat JSON object");
   command->footer(

@@ -101,7 +101,11 @@ void print_contents(const InspectFlags& flags, const Contents& contents) {
                "none: a crash fell into a step, and durability \"none\" keeps nothing to go "
                "back to");
   } else if (!state.initialized) {
-    print_line("step", "none: its creation was interrupted; the next run starts over");
+    print_line("step", state.copied_step == 0
+                           ? "none: its creation was interrupted; the next run starts over"
+                           : fmt::format("none: a copy of step {} was interrupted; make it again "
+                                         "(smartinf restore, smartinf reshard)",
+                                         state.copied_step));
     if (store.layout.subgroups.empty()) return;
   } else if (state.prepared_step > state.committed_step) {
     print_line("step",

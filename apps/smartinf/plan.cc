@@ -55,21 +55,23 @@ void print_json(const sim::Plan& plan) {
     next.push_back(
         {{"what", purchase.what}, {"total_s", purchase.step_s}, {"saved", purchase.saved}});
   }
-  const ordered_json all{{"model", plan.model.name},
-                         {"parameters", plan.model.parameters()},
-                         {"machine", plan.machine.name},
-                         {"fits", plan.fits},
-                         {"recommended", best.label},
-                         {"gpu_bytes", best.need.gpu_bytes},
-                         {"host_bytes", best.need.host_bytes},
-                         {"device_bytes", best.need.drive_bytes},
-                         {"total_s", best.times.total_s},
-                         {"tokens_per_s", best.tokens_per_s},
-                         {"bound_by", best.times.bound_by},
-                         {"drive_life_days", best.drive_life_days},
-                         {"cost_per_mtoken", best.cost_per_mtoken},
-                         {"ways", ways},
-                         {"buy_next", next}};
+  const ordered_json all{
+      {"model", plan.model.name},
+      {"parameters", plan.model.parameters()},
+      {"machine", plan.machine.name},
+      {"fits", plan.fits},
+      {"recommended", best.label},
+      {"gpu_bytes", best.need.gpu_bytes},
+      {"host_bytes", best.need.host_bytes},
+      {"host_bytes_without_checkpoints", best.need.host_bytes_without_checkpoints},
+      {"device_bytes", best.need.drive_bytes},
+      {"total_s", best.times.total_s},
+      {"tokens_per_s", best.tokens_per_s},
+      {"bound_by", best.times.bound_by},
+      {"drive_life_days", best.drive_life_days},
+      {"cost_per_mtoken", best.cost_per_mtoken},
+      {"ways", ways},
+      {"buy_next", next}};
   fmt::print("{}\n", all.dump(2));
 }
 
@@ -80,6 +82,10 @@ void print_plan(const sim::Plan& plan) {
              plan.machine.gpu.name, plan.machine.device_count(), plan.machine.devices.front().name);
   fmt::print("needs  GPU {}, host {}, each device {}\n", base::format_bytes(best.need.gpu_bytes),
              base::format_bytes(best.need.host_bytes), base::format_bytes(best.need.drive_bytes));
+  if (best.need.host_bytes_without_checkpoints > 0) {
+    fmt::print("       host {} without checkpoint_activations\n",
+               base::format_bytes(best.need.host_bytes_without_checkpoints));
+  }
   fmt::print("{}\n\n", plan.fits ? "it fits" : "IT DOES NOT FIT: " + best.shortfall);
   fmt::print("  {:<36} {:>9} {:>9} {:>6} {:>10} {:>8}  {}\n", "way", "step", "tokens/s", "exact",
              "drive life", "cost/Mt", "bound by");

@@ -19,6 +19,7 @@
 #include "apps/smartinf/child.h"
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/sim_flags.h"
+#include "apps/smartinf/trace_file.h"
 
 namespace smartinf::apps {
 namespace {
@@ -235,7 +236,11 @@ int run_figure(const SimulateFlags& flags) {
     if (!written.ok()) return report(written);
     if (!flags.json) fmt::print("{}\n", path.string());
   }
-  if (flags.json) fmt::print("{}", sim::figure_to_json(*figure));
+  if (flags.json) {
+    fmt::print("{}", sim::figure_to_json(*figure));
+  } else {
+    fmt::print("figure {}: {}\n", figure->number, figure->basis);
+  }
   // Drawn by Python where it has matplotlib; SMARTINF_PYTHON names another one.
   const char* chosen = std::getenv("SMARTINF_PYTHON");
   const auto drawn = child_output({chosen != nullptr ? chosen : "python3", "-c",
@@ -287,33 +292,17 @@ int run_paper(const SimulateFlags& flags) {
   return kExitDone;
 }
 
-Status write_trace(const std::string& path, const std::vector<sim::Span>& spans) {
-  std::map<std::string, int> lanes;
-  ordered_json events = ordered_json::array();
-  for (const sim::Span& span : spans) {
-    const auto [lane, fresh] = lanes.emplace(span.lane, 0);
-    if (fresh) lane->second = static_cast<int>(lanes.size());
-    events.push_back({{"name", span.name},
-                      {"ph", "X"},
-                      {"pid", 1},
-                      {"tid", lane->second},
-                      {"ts", span.start_s * 1e6},
-                      {"dur", (span.end_s - span.start_s) * 1e6}});
+Status write_spans(const std::string& path, const std::vector<sim::Span>& spans) {
+  csd::Trace trace(static_cast<uint32_t>(spans.size()));
+  std::map<std::string, uint32_t> tracks;  // in the order of their names
+  for (const sim::Span& span : spans) tracks.emplace(span.lane, 0);
+  for (auto& [lane, track] : tracks) track = trace.add_track({lane, lane, "span"});
+  const auto ns = [](double seconds) { return static_cast<uint64_t>(std::llround(seconds * 1e9)); };
+  for (uint64_t i = 0; i < spans.size(); ++i) {
+    const sim::Span& span = spans[i];
+    trace.record({span.name.c_str(), tracks.at(span.lane), i, ns(span.start_s), ns(span.end_s)});
   }
-  int order = 0;
-  for (const auto& [name, id] : lanes) {
-    events.push_back({{"name", "thread_name"},
-                      {"ph", "M"},
-                      {"pid", 1},
-                      {"tid", id},
-                      {"args", {{"name", name}}}});
-    events.push_back({{"name", "thread_sort_index"},
-                      {"ph", "M"},
-                      {"pid", 1},
-                      {"tid", id},
-                      {"args", {{"sort_index", ++order}}}});
-  }
-  return write_text(path, ordered_json{{"traceEvents", events}}.dump() + "\n");
+  return write_trace(path, trace);
 }
 
 int run_list() {
@@ -339,7 +328,7 @@ int run_simulate(const SimulateFlags& flags) {
   const auto times = sim::simulate_step(question->model, question->machine, question->options);
   if (!times.ok()) return report(times.status(), kExitUsage);
   if (!flags.trace.empty()) {
-    const Status written = write_trace(flags.trace, times->spans);
+    const Status written = write_spans(flags.trace, times->spans);
     if (!written.ok()) return report(written);
   }
   if (flags.json && !flags.closed_form) {

@@ -6,12 +6,17 @@
 #include <unistd.h>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/summary.h"
 #include "smartinf/train/trainer.h"
 
 #include "apps/smartinf/interrupt.h"
+#include "apps/smartinf/machine.h"
+#include "apps/smartinf/progress.h"
 #include "apps/smartinf/recipe_flags.h"
 #include "apps/smartinf/trace_file.h"
+#include "apps/smartinf/wear.h"
 
 namespace smartinf::apps {
 namespace {
@@ -21,11 +26,29 @@ using base::Status;
 using train::StepReport;
 using train::Trainer;
 
+/// "9.8 MiB weight", "61 MiB state + 16 KiB metadata", "0 B".
+std::string by_kind(const std::array<uint64_t, base::kTrafficKinds>& bytes) {
+  std::string text;
+  for (size_t kind = 0; kind < bytes.size(); ++kind) {
+    if (bytes[kind] == 0) continue;
+    text += fmt::format("{}{} {}", text.empty() ? "" : " + ", base::format_bytes(bytes[kind]),
+                        base::traffic_kind_name(static_cast<base::TrafficKind>(kind)));
+  }
+  return text.empty() ? base::format_bytes(0) : text;
+}
+
 // What a run says: for people, with a bar on a terminal, or as JSON lines.
 class Screen {
  public:
   Screen(bool json, uint64_t steps, base::StepNumber first)
       : json_(json), bar_(!json && isatty(STDOUT_FILENO) != 0), steps_(steps), first_(first) {}
+
+  static std::string compression_text(const StepReport& report) {
+    if (report.compressed_bytes == 0) return "";
+    return fmt::format("  gradients {} at ratio {:.3g}, residual {:.3f}",
+                       base::format_bytes(report.compressed_bytes), report.compress_ratio,
+                       report.residual_norm);
+  }
 
   void note(const std::string& text) const {
     if (!json_) print(text);
@@ -39,12 +62,12 @@ class Screen {
     }
     print(fmt::format(
         "step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tokens/s  forward {:.3f} "
-        "backward {:.3f} update {:.3f} s  link {} up {} down  drives {} read {} written",
+        "backward {:.3f} update {:.3f} s  link up {} down {}  drives read {} written {}",
         report.step, std::to_string(steps_).size(), steps_, report.loss, report.gradient_norm,
         report.lr, report.tokens_per_s(), report.forward_s, report.backward_s, report.update_s,
-        base::format_bytes(report.host_up_bytes), base::format_bytes(report.host_down_bytes),
-        base::format_bytes(report.store_read_bytes),
-        base::format_bytes(report.store_written_bytes)));
+        by_kind(report.traffic.host_link.up_bytes), by_kind(report.traffic.host_link.down_bytes),
+        by_kind(report.traffic.store.up_bytes), by_kind(report.traffic.store.down_bytes)) +
+          compression_text(report));
     draw_bar(report.step);
   }
 
@@ -54,6 +77,38 @@ class Screen {
     } else {
       print(fmt::format("step {}: validation loss {:.4f} nats per token", at, loss));
     }
+  }
+
+  void checkpoint(const engine::CheckpointSummary& made) const {
+    if (json_) {
+      return print(nlohmann::ordered_json{{"step", made.step},
+                                          {"checkpoint", made.path},
+                                          {"state_bytes", made.state_bytes},
+                                          {"cloned", made.cloned},
+                                          {"removed", made.removed}}
+                       .dump());
+    }
+    print(fmt::format("step {}: checkpoint {}, {}{}", made.step, made.path,
+                      base::format_bytes(made.state_bytes),
+                      made.existed  ? ", was there already"
+                      : made.cloned ? ", shares its blocks with the devices"
+                                    : ", copied"));
+    for (const std::string& removed : made.removed) print("deleted " + removed);
+  }
+
+  void wear(const engine::DeviceOptions& device, uint64_t written_bytes) const {
+    const DriveFacts drive = drive_facts(device.path);
+    if (!json_) {
+      return print(fmt::format("written to {}: {}", device.path,
+                               wear_text(written_bytes, device.rated_endurance_bytes, drive)));
+    }
+    nlohmann::ordered_json line{{"device", device.path}, {"bytes_written_ever", written_bytes}};
+    if (device.rated_endurance_bytes > 0) {
+      line["rated_endurance_bytes"] = device.rated_endurance_bytes;
+    }
+    if (drive.wear_share) line["drive_wear_share"] = *drive.wear_share;
+    if (drive.written_bytes) line["drive_bytes_written"] = *drive.written_bytes;
+    print(line.dump());
   }
 
   /// Before something else writes to the terminal.
@@ -94,10 +149,12 @@ class Screen {
   uint64_t start_ns_ = base::now_ns();
 };
 
-void add_spans(const StepReport& report, std::vector<TraceSpan>& spans) {
+/// The trainer's own track, beside those of devices and links.
+constexpr uint32_t kTrainerTrack = 0;
+
+void add_spans(const StepReport& report, csd::Trace& trace) {
   for (const train::Phase& phase : report.phases) {
-    spans.push_back(
-        {phase.name, "trainer", phase.begin_ns, phase.end_ns, fmt::format("step {}", report.step)});
+    trace.record({phase.name, kTrainerTrack, report.step, phase.begin_ns, phase.end_ns});
   }
 }
 
@@ -110,14 +167,43 @@ Status validate(Trainer& trainer, const Screen& screen) {
   return loss.status().code() == base::ErrorCode::kNotFound ? Status() : loss.status();
 }
 
+/// A copy that finds no room, or that Ctrl-C ends, costs the run nothing but itself.
+Status keep_checkpoint(Trainer& trainer, const Screen& screen, const Interrupt& interrupt) {
+  Progress progress("copying the state", interrupt.token());
+  const Result<engine::CheckpointSummary> made =
+      trainer.checkpoint([&](uint64_t done, uint64_t total) { return progress(done, total); });
+  progress.clear();
+  if (made.ok()) {
+    screen.checkpoint(*made);
+  } else if (made.status().code() == base::ErrorCode::kNoSpace) {
+    base::log(base::LogLevel::kWarning,
+              fmt::format("step {}: no checkpoint: {}", trainer.step(), made.status().to_string()));
+  } else {
+    return made.status();
+  }
+  return Status();
+}
+
+void show_wear(const config::LoadedRecipe& loaded, const Screen& screen) {
+  if (loaded.recipe.options.train.where == train::OptimizerWhere::kMemory) return;
+  for (const engine::DeviceOptions& device : loaded.recipe.updater.devices) {
+    const Result<storage::StoreSummary> summary = storage::summarize(device.path);
+    if (summary.ok()) screen.wear(device, summary->bytes_written_ever);
+  }
+}
+
 Status train_steps(Trainer& trainer, const Screen& screen, const Interrupt& interrupt,
-                   std::vector<TraceSpan>& spans) {
+                   csd::Trace* trace) {
   const train::TrainOptions& options = trainer.options().train;
   while (trainer.step() < options.steps) {
     SI_ASSIGN_OR_RETURN(const StepReport report, trainer.train_step(interrupt.token()));
     screen.step(report);
-    if (!options.trace.empty()) add_spans(report, spans);
+    if (trace != nullptr) add_spans(report, *trace);
     const bool updated = report.skipped.empty();
+    if (updated && due(trainer.options().checkpoint.every, report.step)) {
+      screen.clear_bar();
+      SI_RETURN_IF_ERROR(keep_checkpoint(trainer, screen, interrupt));
+    }
     if (updated && due(options.validate_every, report.step) && report.step < options.steps) {
       SI_RETURN_IF_ERROR(validate(trainer, screen));
     }
@@ -127,7 +213,17 @@ Status train_steps(Trainer& trainer, const Screen& screen, const Interrupt& inte
 
 int run_train(const config::LoadedRecipe& loaded, bool json) {
   Interrupt interrupt;
-  const train::Job job{loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded)};
+  train::Job job{loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded)};
+  const std::string& trace_path = job.options.train.trace;
+  std::shared_ptr<csd::Trace> trace;
+  if (!trace_path.empty()) {
+    trace = std::make_shared<csd::Trace>();
+    SI_CHECK(trace->add_track({"trainer", "step", "step"}) == kTrainerTrack, "the first track");
+    job.updater.trace = trace;
+    // Told now, not after the last step.
+    Status written = write_trace(trace_path, *trace);
+    if (!written.ok()) return report(std::move(written).with_context("train.trace"));
+  }
   Result<std::unique_ptr<Trainer>> opened = Trainer::open(job);
   if (!opened.ok()) {
     const bool wrong_value = opened.status().code() == base::ErrorCode::kInvalidArgument;
@@ -135,28 +231,28 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
   }
   Trainer& trainer = **opened;
   const train::TrainOptions& options = trainer.options().train;
-  // Told now, not after the last step.
-  if (!options.trace.empty()) {
-    Status written = write_trace(options.trace, {});
-    if (!written.ok()) return report(std::move(written).with_context("train.trace"));
-  }
   const Screen screen(json, options.steps, trainer.step());
   for (const std::string& line : trainer.describe()) screen.note(line);
   if (trainer.step() > 0) screen.note(fmt::format("going on after step {}", trainer.step()));
 
-  std::vector<TraceSpan> spans;
-  Status status = train_steps(trainer, screen, interrupt, spans);
+  Status status = train_steps(trainer, screen, interrupt, trace.get());
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
   screen.clear_bar();
   if (status.ok() || interrupted) {
     const Status finished = trainer.finish();
     if (!finished.ok()) return report(finished);
   }
-  if (!options.trace.empty()) {
-    const Status written = write_trace(options.trace, spans);
+  if (trace != nullptr) {
+    if (!status.ok() && !interrupted) opened->reset();  // its devices record until they are closed
+    const Status written = write_trace(trace_path, *trace);
     if (status.ok()) status = written;
+    if (trace->dropped() > 0) {
+      screen.note(
+          fmt::format("{}: full; the last {} events were left out", trace_path, trace->dropped()));
+    }
   }
   if (interrupted) {
+    show_wear(loaded, screen);
     screen.note(
         fmt::format("stopped at step {}, committed; run it again to go on", trainer.step()));
     return kExitInterrupted;
@@ -170,6 +266,7 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
     if (!text.ok()) return report(text.status());
     screen.sample(*text);
   }
+  show_wear(loaded, screen);
   screen.note(fmt::format("done: smartinf export {} --out DIR makes a folder for transformers",
                           options.run));
   return kExitDone;

@@ -21,9 +21,13 @@ Stage::Stage(uint64_t stage_bytes, std::initializer_list<Use> stage_uses, double
   for (const Use& use : stage_uses) uses[use_count++] = use;
 }
 
-uint32_t EventGraph::add_resource(std::string name, double mixed_efficiency) {
+uint32_t EventGraph::add_resource(std::string name, double mixed_efficiency, double catch_up_s) {
   SI_CHECK(mixed_efficiency > 0 && mixed_efficiency <= 1, "an efficiency is in (0, 1]");
-  resources_.push_back({std::move(name), mixed_efficiency, {}});
+  Resource resource;
+  resource.name = std::move(name);
+  resource.mixed_efficiency = mixed_efficiency;
+  resource.catch_up_s = catch_up_s;
+  resources_.push_back(std::move(resource));
   return static_cast<uint32_t>(resources_.size() - 1);
 }
 
@@ -144,10 +148,29 @@ void EventGraph::run() {
   size_t finished = 0;
   double now_s = 0;
 
+  // Bytes that the resource which binds a stage lets through at once after an idle time.
+  const auto caught_up = [&](const Stage& stage) {
+    const Use* binds = nullptr;
+    for (uint32_t u = 0; u < stage.use_count; ++u) {
+      const Use& use = stage.uses[u];
+      if (binds == nullptr || use.seconds_per_byte > binds->seconds_per_byte) binds = &use;
+    }
+    double bytes = 0;
+    if (binds != nullptr && binds->seconds_per_byte > 0) {
+      const Resource& resource = resources_[binds->resource];
+      const double idle_s = now_s - resource.used_until_s;
+      bytes = std::min(static_cast<double>(stage.bytes),
+                       std::min(resource.catch_up_s, idle_s) / binds->seconds_per_byte);
+    }
+    for (uint32_t u = 0; u < stage.use_count; ++u) {
+      resources_[stage.uses[u].resource].used_until_s = now_s;
+    }
+    return bytes;
+  };
   const auto enter_stage = [&](Active& entry, uint32_t stage) {
     entry.stage = stage;
     entry.latency_left_s = stages_[stage].latency_s;
-    entry.bytes_left = static_cast<double>(stages_[stage].bytes);
+    entry.bytes_left = static_cast<double>(stages_[stage].bytes) - caught_up(stages_[stage]);
   };
   const auto finish = [&](TaskIndex task) {
     times_[task].end_s = now_s;
@@ -182,6 +205,13 @@ void EventGraph::run() {
     };
     for (const Active& entry : active) passed_s = std::min(passed_s, left_s(entry));
     now_s += passed_s;
+    for (const Active& entry : active) {
+      const Stage& stage = stages_[entry.stage];
+      if (entry.latency_left_s > 0) continue;
+      for (uint32_t u = 0; u < stage.use_count; ++u) {
+        resources_[stage.uses[u].resource].used_until_s = now_s;
+      }
+    }
     const double same_s = passed_s + kSameMoment * std::max(passed_s, 1e-6);
     size_t kept = 0;
     for (size_t i = 0; i < active.size(); ++i) {

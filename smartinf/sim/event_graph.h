@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -46,8 +47,9 @@ class EventGraph {
   static constexpr TaskIndex kNone = ~0u;
 
   /// mixed_efficiency: what is left of the resource's rate while reads and writes are both in
-  /// flight on it, in (0, 1].
-  uint32_t add_resource(std::string name, double mixed_efficiency = 1);
+  /// flight on it, in (0, 1]. catch_up_s: after an idle time a stage that it binds has so much of
+  /// the time behind it already, at most the idle time: csd::Link's token bucket.
+  uint32_t add_resource(std::string name, double mixed_efficiency = 1, double catch_up_s = 0);
 
   /// A task that starts when all of `after` are done (kNone is skipped). Tasks without stages take
   /// no time: barriers.
@@ -72,6 +74,8 @@ class EventGraph {
   struct Resource {
     std::string name;
     double mixed_efficiency = 1;
+    double catch_up_s = 0;
+    double used_until_s = -std::numeric_limits<double>::infinity();
     // Utilization as steps: from moment, level. Bound: one entry per event.
     std::vector<std::pair<double, double>> levels;
   };

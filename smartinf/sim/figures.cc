@@ -1,5 +1,6 @@
 #include "smartinf/sim/figures.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -353,6 +354,11 @@ Result<Figure> make_figure(uint32_t number) {
                     fmt::format("Figures: {}.", fmt::join(kNumbers, ", ")));
   }
   SI_RETURN_IF_ERROR(build(figure));
+  const bool given = std::any_of(figure.rows.begin(), figure.rows.end(),
+                                 [](const FigureRow& row) { return row.paper >= 0; });
+  figure.basis = given ? "simulated, beside the paper's points"
+                       : "simulated only: the subject is what the paper's figure is taken to show, "
+                         "and none of its points are known here";
   return figure;
 }
 
@@ -385,9 +391,13 @@ std::string figure_to_json(const Figure& figure) {
     entry["paper"] = row.paper < 0 ? nlohmann::ordered_json() : nlohmann::ordered_json(row.paper);
     rows.push_back(std::move(entry));
   }
-  const nlohmann::ordered_json all{{"figure", figure.number},   {"title", figure.title},
-                                   {"x_label", figure.x_label}, {"y_label", figure.y_label},
-                                   {"stacked", figure.stacked}, {"rows", rows}};
+  const nlohmann::ordered_json all{{"figure", figure.number},
+                                   {"title", figure.title},
+                                   {"basis", figure.basis},
+                                   {"x_label", figure.x_label},
+                                   {"y_label", figure.y_label},
+                                   {"stacked", figure.stacked},
+                                   {"rows", rows}};
   return all.dump(2) + "\n";
 }
 

@@ -26,6 +26,7 @@ struct FigureRow {
 struct Figure {
   uint32_t number = 0;
   std::string title;
+  std::string basis;  // what it is held against: the paper's points, or nothing
   std::string x_label;
   std::string y_label;
   bool stacked = false;  // bars of forward, backward and update; else lines of value

@@ -31,6 +31,7 @@ struct Host {
   double link_bytes_per_s = 0;    // shared by all devices, each direction
   double update_bytes_per_s = 0;  // host update: state and gradient in, state out
   double copy_bytes_per_s = 0;    // pinned-buffer copies and casts around the host link
+  uint64_t process_bytes = 0;     // resident before a model is there: torch, runtime, text
 };
 
 /// Devices of one kind.

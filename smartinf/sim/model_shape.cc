@@ -154,6 +154,20 @@ double ModelShape::head_forward_flops() const {
          static_cast<double>(vocabulary);
 }
 
+uint64_t ModelShape::layer_saved_bytes(uint32_t value_bytes) const {
+  const uint64_t query = heads * head_size;
+  const uint64_t key_value = kv_heads * head_size;
+  // A norm: its input and the normalized value in f32, one factor, the product with its weight.
+  const uint64_t norm = hidden * (8 + value_bytes) + 4;
+  // Query, key and value in one tensor, kept by the value's view; rotated query and key; the
+  // result.
+  const uint64_t attention =
+      value_bytes * (query + 2 * key_value + query + key_value + query) + 4 * heads;
+  // Gate and up in one tensor, what SiLU makes of the gate, the product of both.
+  const uint64_t forward = value_bytes * 4 * feed_forward;
+  return tokens() * (2 * norm + attention + forward);
+}
+
 double ModelShape::layer_activation_bytes() const {
   return static_cast<double>(tokens()) *
          (34.0 * static_cast<double>(hidden) + 5.0 * static_cast<double>(heads * sequence));

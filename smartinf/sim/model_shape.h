@@ -42,6 +42,14 @@ struct ModelShape {
   /// steps between matrix products move through GPU memory. Source: Korthikanti et al. 2022,
   /// "Reducing Activation Recomputation", section 4.1.
   double layer_activation_bytes() const;
+  /// Bytes that autograd keeps of one layer for backward in smartinf's own trainer on a CPU (the
+  /// Llama form; train/model.cc), without checkpoints. Norms are computed in f32 whatever the type.
+  uint64_t layer_saved_bytes(uint32_t value_bytes) const;
+  /// Bytes that one layer's backward takes beside that: gradients between its feed-forward
+  /// products.
+  uint64_t layer_backward_bytes(uint32_t value_bytes) const {
+    return tokens() * value_bytes * 6 * feed_forward;
+  }
   /// One checkpoint: the layer's input, 16-bit.
   uint64_t checkpoint_bytes() const { return 2 * tokens() * hidden; }
 };

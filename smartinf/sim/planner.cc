@@ -182,6 +182,30 @@ std::string device_curve(const Plan& plan) {
   return svg + "</svg>\n";
 }
 
+/// The trainer's process on a machine without a GPU, at its peak: when backward begins, or when the
+/// drives are first measured, which touches about 128 MiB (storage/tuning.cc).
+uint64_t trainer_bytes(const ModelShape& model, const Machine& machine, const StepOptions& options,
+                       uint64_t buffer_bytes, bool checkpoints) {
+  constexpr uint32_t kValueBytes = 2;  // weights, activations and gradients in bf16
+  constexpr uint64_t kTuningBytes = 128 * base::kMiB;
+  const uint64_t parameters = model.parameters();
+  const uint64_t saved = model.layer_saved_bytes(kValueBytes);
+  const uint64_t kept =
+      checkpoints ? model.layers * model.checkpoint_bytes() + saved : model.layers * saved;
+  // Logits as they are, in f32, their logarithms, and a gradient of each.
+  const uint64_t logits = model.tokens() * model.vocabulary * (2 * kValueBytes + 3 * 4);
+  uint64_t engine = buffer_bytes;
+  if (!machine.software.gradient_spilled) {
+    engine += options.method == Method::kSmartComp
+                  ? static_cast<uint64_t>(4 * options.ratio * static_cast<double>(parameters))
+                  : machine.software.gradient_bytes * parameters;
+  }
+  // Weights, and autograd's gradients of all of them before the first goes down.
+  const uint64_t training = 2 * kValueBytes * parameters + engine + kept +
+                            model.layer_backward_bytes(kValueBytes) + logits;
+  return machine.host.process_bytes + std::max(training, kTuningBytes);
+}
+
 }  // namespace
 
 MemoryNeed memory_need(const ModelShape& model, const Machine& machine,
@@ -205,14 +229,30 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine,
   const uint64_t elements = share_of(parameters, machine);
   const auto slot_bytes =
       static_cast<uint64_t>(static_cast<double>(std::min(subgroup, elements)) * (state + 4));
-  need.host_bytes = 2 * parameters + (gpu ? 0 : working);
-  if (!software.gradient_spilled) {
+  // On the CPU the processors of local drives are in the trainer's process.
+  // Subgroups are as small as give every device some, and staged as f32 twice (engine/memory_plan).
+  if (!gpu && model.gated) {
+    constexpr uint64_t kSubgroupsPerDevice = 16;
+    const uint64_t some =
+        base::round_up(base::divide_up(elements, kSubgroupsPerDevice), base::kBlockElements);
+    const uint64_t size = std::min(subgroup, some);
+    const uint64_t count = std::min<uint64_t>(slots, base::divide_up(elements, size));
+    const uint64_t in_flight =
+        2 * 4 * size +
+        static_cast<uint64_t>(static_cast<double>(machine.device_count() * count * size) * state);
+    need.host_bytes = trainer_bytes(model, machine, options, in_flight, true);
+    need.host_bytes_without_checkpoints = trainer_bytes(model, machine, options, in_flight, false);
+  } else {
+    need.host_bytes = 2 * parameters + (gpu ? 0 : working);
+  }
+  const bool whole = need.host_bytes_without_checkpoints > 0;
+  if (!whole && !software.gradient_spilled) {
     need.host_bytes +=
         options.method == Method::kSmartComp
             ? static_cast<uint64_t>(4 * options.ratio * static_cast<double>(parameters))
             : software.gradient_bytes * parameters;
   }
-  if (options.method == Method::kBaseline) need.host_bytes += slots * slot_bytes;
+  if (!whole && options.method == Method::kBaseline) need.host_bytes += slots * slot_bytes;
   double kept = 2 * state;
   if (software.gradient_spilled) kept += software.gradient_bytes;
   need.drive_bytes = static_cast<uint64_t>(kept * static_cast<double>(elements));

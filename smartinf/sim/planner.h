@@ -16,7 +16,11 @@ namespace smartinf::sim {
 struct MemoryNeed {
   uint64_t gpu_bytes =
       0;  // two layers' weights, one layer's gradients and activations, checkpoints, logits
-  uint64_t host_bytes = 0;  // weights in 16 bit; gradients where they do not go to the drive; slots
+  // Weights in 16 bit; gradients where they do not go to the drive; slots of the host update.
+  // Without a GPU the trainer's whole process, as it peaks.
+  uint64_t host_bytes = 0;
+  uint64_t host_bytes_without_checkpoints =
+      0;  // every layer's activations kept; without a GPU only
   uint64_t drive_bytes =
       0;  // of one device: its share of the state, twice (a step is never written in place)
 };

@@ -59,6 +59,33 @@ TEST(Planner, MemoryFollowsFromShapes) {
   EXPECT_EQ(need.drive_bytes, 2 * 12 * ((p + 3) / 4)) << "state twice, on four drives";
 }
 
+TEST(Planner, WhatAutogradKeepsOfALayerIsWhatTorchReported) {
+  ModelShape model;  // recipes/quickstart.toml
+  model.hidden = 256, model.heads = 4, model.kv_heads = 2, model.head_size = 64;
+  model.feed_forward = 768, model.batch = 8, model.sequence = 256;
+  // Storages behind torch.autograd.graph.saved_tensors_hooks, torch 2.15 on the CPU.
+  EXPECT_EQ(model.layer_saved_bytes(2), 27836416u);
+  EXPECT_EQ(model.layer_saved_bytes(4), 47235072u);
+}
+
+TEST(Planner, WithoutAGpuTheWholeProcessIsCounted) {
+  auto machine = load_machine("workstation-gen4");
+  ASSERT_TRUE(machine.ok());
+  machine->gpu.name = "none";
+  machine->host.process_bytes = 500'000'000;
+  machine->devices.front().count = 1;
+  const ModelShape model = *model_preset("llama3-1B");
+  const MemoryNeed small = memory_need(model, *machine, {});
+  // Weights, autograd's gradients and the engine's, two bytes each.
+  EXPECT_GT(small.host_bytes, machine->host.process_bytes + 6 * model.parameters());
+  const uint64_t saved = small.host_bytes_without_checkpoints - small.host_bytes;
+  EXPECT_EQ(saved, (model.layers - 1) * model.layer_saved_bytes(2) -
+                       model.layers * model.checkpoint_bytes());
+  EXPECT_EQ(memory_need(*model_preset("llama3-1B"), *load_machine("workstation-gen4"), {})
+                .host_bytes_without_checkpoints,
+            0u);
+}
+
 TEST(Planner, WritesARecipeForLlamaFormsOnly) {
   const auto recipe = plan_recipe(plan_of("llama3-8B", "workstation-gen5"));
   ASSERT_TRUE(recipe.ok());
@@ -77,6 +104,7 @@ TEST(Figures, AllOfThemHaveRowsAndThePaperPointsThatAreKnown) {
     size_t given = 0;
     for (const FigureRow& row : figure->rows) given += row.paper >= 0 ? 1 : 0;
     EXPECT_EQ(given, known ? figure->rows.size() : 0) << number;
+    EXPECT_EQ(figure->basis.starts_with("simulated only"), !known) << number;
   }
   EXPECT_FALSE(make_figure(4).ok());
 }

@@ -1,0 +1,54 @@
+// The optimizer step alone, without a model: what `smartinf bench step` and `bench scale` time, on
+// the virtual clock. The order of the work is plan::make_schedule's, as in the transfer handler.
+#pragma once
+
+#include <cstdint>
+
+#include "smartinf/base/status.h"
+#include "smartinf/plan/schedule.h"
+
+namespace smartinf::sim {
+
+/// Equal devices that share the parameters evenly. Rates are bytes per second; 0: no limit.
+struct UpdateShape {
+  uint64_t parameters = 0;
+  uint32_t devices = 1;
+  uint64_t subgroup_elements = 0;
+  uint32_t slots = 3;
+  plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
+
+  // Bytes per parameter.
+  double master = 4;
+  double moments = 8;
+  double gradient = 2;  // on the host link, or of the spill
+  double weight = 2;
+
+  /// Host update: state, and gradients where they are spilled, cross the host link both ways;
+  /// weights stay in host memory.
+  bool host_update = false;
+  /// Gradients are written to the drives before the update and read again in it.
+  bool gradient_spilled = false;
+
+  double drive_read_bytes_per_s = 0;  // of each device
+  double drive_write_bytes_per_s = 0;
+  bool shared_budget = false;      // reads and writes draw on one budget of time
+  double host_up_bytes_per_s = 0;  // shared by all devices
+  double host_down_bytes_per_s = 0;
+  double link_catch_up_s = 0;  // what links and drives make good after an idle time (csd::Link)
+  bool host_shared_budget = false;  // its two directions draw on one budget of time
+  double update_params_per_s = 0;   // of all processors together; a device alone may use them all
+};
+
+struct UpdateTimes {
+  double gradient_s = 0;  // until the last gradient is down
+  double update_s = 0;    // from there until everything is written
+  double weights_s = 0;   // of it, until all new weights are up
+  double total_s() const { return gradient_s + update_s; }
+};
+
+/// Pure; deterministic to the bit. An update starts when all gradients are down, since clipping
+/// needs their norm.
+/// Errors: kInvalidArgument (no parameters, devices, slots or subgroups; more than 10^6 subgroups).
+base::Result<UpdateTimes> simulate_update(const UpdateShape& shape);
+
+}  // namespace smartinf::sim

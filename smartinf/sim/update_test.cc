@@ -1,0 +1,115 @@
+#include "smartinf/sim/update.h"
+
+#include <gtest/gtest.h>
+
+namespace smartinf::sim {
+namespace {
+
+// One device, 48 subgroups, a drive of 100 and 50 bytes a second and a wide host link.
+UpdateShape shape() {
+  UpdateShape shape;
+  shape.parameters = 48'000'000;
+  shape.subgroup_elements = 1'000'000;
+  shape.slots = 4;
+  shape.drive_read_bytes_per_s = 100e6;
+  shape.drive_write_bytes_per_s = 50e6;
+  shape.host_up_bytes_per_s = shape.host_down_bytes_per_s = 1e9;
+  return shape;
+}
+
+TEST(SimulateUpdate, OneAfterAnotherTakesTheSum) {
+  UpdateShape naive = shape();
+  naive.schedule = plan::ScheduleVariant::kNaive;
+  naive.update_params_per_s = 100e6;
+  const UpdateTimes times = simulate_update(naive).value();
+  EXPECT_NEAR(times.gradient_s, 48e6 * 2 / 1e9, 1e-6);
+  // Reads, updates, and weights (up, while master and moments go down) do not overlap.
+  EXPECT_NEAR(times.update_s, 48 * (12e6 / 100e6 + 1e6 / 100e6 + 12e6 / 50e6), 48 * 3e-3);
+}
+
+TEST(SimulateUpdate, OverlappedTakesTheSlowestAndTheEnds) {
+  const UpdateTimes times = simulate_update(shape()).value();
+  const double writes_s = 48e6 * 12 / 50e6;
+  EXPECT_GT(times.update_s, writes_s);
+  EXPECT_LT(times.update_s, writes_s + 2 * 12e6 / 100e6);
+  EXPECT_LT(times.weights_s, times.update_s);
+}
+
+TEST(SimulateUpdate, OneBudgetForReadsAndWritesAddsThem) {
+  UpdateShape shared = shape();
+  shared.shared_budget = true;
+  const double sum_s = 48e6 * 12 / 100e6 + 48e6 * 12 / 50e6;
+  EXPECT_NEAR(simulate_update(shared).value().update_s, sum_s, 0.02 * sum_s);
+}
+
+TEST(SimulateUpdate, SmartUpdateScalesAndTheHostUpdateDoesNot) {
+  UpdateShape device = shape();
+  UpdateShape host = shape();
+  host.host_update = host.gradient_spilled = true;
+  host.gradient = host.weight = 4;
+  device.subgroup_elements = host.subgroup_elements = 100'000;
+  host.host_up_bytes_per_s = host.host_down_bytes_per_s = 150e6;  // three drives' writes
+  const double device_1 = simulate_update(device).value().update_s;
+  // Gradients go down first; then state and gradients up beside the state's way back.
+  const double link_s = 48e6 * 4 / 150e6 + 48e6 * 16 / 150e6;
+  device.devices = host.devices = 8;
+  EXPECT_NEAR(simulate_update(device).value().update_s, device_1 / 8, 0.05 * device_1 / 8);
+  EXPECT_NEAR(simulate_update(host).value().total_s(), link_s, 0.05 * link_s);
+  host.devices = 16;
+  EXPECT_NEAR(simulate_update(host).value().total_s(), link_s, 0.05 * link_s);
+}
+
+TEST(SimulateUpdate, OneBudgetOfTheHostLinkAddsItsDirections) {
+  UpdateShape shared = shape();
+  shared.devices = 16;
+  shared.subgroup_elements = 100'000;
+  shared.host_update = shared.gradient_spilled = shared.host_shared_budget = true;
+  shared.gradient = 4;
+  shared.host_up_bytes_per_s = shared.host_down_bytes_per_s = 150e6;
+  const double link_s = 48e6 * (4 + 16 + 12) / 150e6;
+  EXPECT_NEAR(simulate_update(shared).value().total_s(), link_s, 0.03 * link_s);
+}
+
+TEST(SimulateUpdate, LinksCatchUpAfterAnIdleTimeAndNoMore) {
+  UpdateShape naive = shape();
+  naive.schedule = plan::ScheduleVariant::kNaive;
+  const double exact_s = simulate_update(naive).value().update_s;
+  naive.link_catch_up_s = 2e-3;
+  // 120 ms of reads, 240 ms of writes and 2 ms of weights in turn for each subgroup: each of the
+  // three was idle for longer than 2 ms. Weights hide nothing of the rest.
+  EXPECT_NEAR(exact_s - simulate_update(naive).value().update_s, 48 * 3 * 2e-3, 2e-3);
+  UpdateShape busy = shape();  // its writes never stand still
+  const double busy_s = simulate_update(busy).value().update_s;
+  busy.link_catch_up_s = 2e-3;
+  EXPECT_NEAR(busy_s, simulate_update(busy).value().update_s, 0.02);
+}
+
+TEST(SimulateUpdate, SpilledGradientsAreWrittenFirstAndReadAgain) {
+  UpdateShape spilled = shape();
+  spilled.gradient_spilled = spilled.shared_budget = true;
+  const UpdateTimes times = simulate_update(spilled).value();
+  EXPECT_NEAR(times.gradient_s, 48e6 * 2 / 50e6, 0.01);
+  const double sum_s = 48e6 * 14 / 100e6 + 48e6 * 12 / 50e6;
+  EXPECT_NEAR(times.update_s, sum_s, 0.02 * sum_s);
+}
+
+TEST(SimulateUpdate, WithoutLimitsItTakesNoTime) {
+  UpdateShape free;
+  free.parameters = 1000;
+  free.subgroup_elements = 100;
+  EXPECT_EQ(simulate_update(free).value().total_s(), 0);
+}
+
+TEST(SimulateUpdate, RefusesWhatCannotBe) {
+  for (const auto spoil :
+       {+[](UpdateShape& s) { s.parameters = 0; }, +[](UpdateShape& s) { s.devices = 0; },
+        +[](UpdateShape& s) { s.slots = 0; }, +[](UpdateShape& s) { s.subgroup_elements = 0; },
+        +[](UpdateShape& s) { s.subgroup_elements = 1; }}) {
+    UpdateShape wrong = shape();
+    spoil(wrong);
+    EXPECT_EQ(simulate_update(wrong).status().code(), base::ErrorCode::kInvalidArgument);
+  }
+}
+
+}  // namespace
+}  // namespace smartinf::sim

@@ -62,6 +62,31 @@ class WrongUsage(unittest.TestCase):
     def test_a_pinned_instruction_set_that_is_not_there(self):
         self.refused("inspect", ".", says="SMARTINF_FORCE_ISA", SMARTINF_FORCE_ISA="abacus")
 
+    def test_questions_to_the_simulator(self):
+        self.refused("simulate", "--devices", "0", says="at least 1")
+        self.refused("simulate", "--model", "gpt2-4.0", says="gpt2-4.0B?")
+        self.refused("simulate", "--method", "su+p", says="su+o?")
+        self.refused("simulate", "--ratio", "1.5", says="at most 1")
+        self.refused("plan", "llama3-8C", says="llama3-8B?")
+        self.refused("plan", "llama3-8B", "--machine", "workstation-gen6", says="workstation-gen")
+        good = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
+        with tempfile.TemporaryDirectory() as folder:
+            machine = pathlib.Path(folder) / "m.toml"
+            for wrong, says in ((good.replace("link_bytes_per_s", "lnik_bytes_per_s", 1), "link_bytes_per_s?"),
+                                (good.replace("read_bytes_per_s = ", "read_bytes_per_s = -", 1), "above zero"),
+                                (good.replace("[host]", "[hots]"), "host?")):
+                self.assertNotEqual(wrong, good)
+                machine.write_text(wrong, encoding="utf-8")
+                self.refused("plan", "llama3-8B", "--machine", str(machine), says=says)
+
+    def test_calibrate_makes_no_directory_for_a_mistyped_one(self):
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "drive-a").mkdir()
+            wrong = pathlib.Path(folder) / "drvie-a"
+            self.refused("calibrate", "--device", str(wrong), says=f"{folder}/drive-a?")
+            self.refused("calibrate", "--device", f"{wrong}/", says=f"{folder}/drive-a?")
+            self.assertFalse(wrong.exists())
+
     def test_nothing_at_all_shows_help(self):
         done = run()
         self.assertEqual(done.returncode, 2)
@@ -146,6 +171,77 @@ def make_state(folder, params="3e5"):
         words += ["--device", one]
     made = run(*words)
     assert made.returncode == 0, made
+
+
+class Bench(unittest.TestCase):
+    def row(self, *words):
+        done = run("bench", *words, "--json")
+        self.assertEqual(done.returncode, 0, done)
+        return json.loads(done.stdout)
+
+    def test_traffic_is_the_papers_table(self):
+        row = self.row("traffic", "--params", str(1 << 20))
+        self.assertEqual((row["host_update_m"], row["smartupdate_f32_m"], row["smartupdate_bf16_m"]), (16, 4, 2))
+
+    def test_scale_is_bounded_by_the_links_and_traced(self):
+        with tempfile.TemporaryDirectory() as folder:
+            trace = pathlib.Path(folder) / "trace.json"
+            result = self.row("scale", "--devices", "1,2", "--params", str(1 << 20), "--internal-read", "400MB",
+                              "--internal-write", "300MB", "--host-link", "500MB", "--slow-device", "0.5",
+                              "--trace", str(trace))
+            self.assertEqual([row["devices"] for row in result["rows"]], [1, 2])
+            for row in result["rows"]:
+                for scheme in ("host_update", "naive", "overlapped"):
+                    self.assertGreater(row[f"{scheme}_ratio"], 0.9, row)
+            # One at half speed beside a whole one: three times one at half speed alone.
+            slow, both = (row["overlapped_bound_s"] for row in result["rows"])
+            link_s = 2 * (1 << 20) / 500e6
+            self.assertAlmostEqual((slow - link_s) / (both - link_s), 3, delta=0.3)
+            groups = {e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"]
+                      if e["name"] == "process_name"}
+            self.assertEqual(groups, {"device 0", "device 1", "device 0 internal link", "device 1 internal link",
+                                      "host link"})
+
+    def test_scale_is_what_the_simulator_says(self):
+        """Slow links and a wide limit, because other tests run beside it; docs/simulator.md has what is measured."""
+        def far_off():
+            result = self.row("scale", "--devices", "1,2", "--params", str(1 << 20), "--internal-read", "40MB",
+                              "--internal-write", "30MB", "--host-link", "60MB", "--shared", "none",
+                              "--subgroups", "8")
+            for row in result["rows"]:
+                # One after another or both ways at once: the schedules differ on the virtual clock, too.
+                self.assertGreater(row["naive_simulated_s"], 1.3 * row["overlapped_simulated_s"], row)
+            return {(row["devices"], scheme): row[f"{scheme}_simulated_ratio"] for row in result["rows"]
+                    for scheme in ("host_update", "naive", "overlapped")
+                    if abs(row[f"{scheme}_simulated_ratio"] - 1) > 0.25}
+        tries = 0
+        while (wrong := far_off()) and tries < 4:
+            tries += 1
+        self.assertEqual(wrong, {})
+
+    def test_unequal_devices_are_not_simulated(self):
+        result = self.row("scale", "--devices", "2", "--params", str(1 << 18), "--slow-device", "0.5",
+                          "--internal-read", "400MB", "--internal-write", "300MB")
+        self.assertNotIn("overlapped_simulated_s", result["rows"][0])
+
+    def test_step_stands_beside_the_simulator(self):
+        with tempfile.TemporaryDirectory() as folder:
+            row = self.row("step", "--params", "4e6", "--device", folder, "--repeat", "1", "--threads", "1")
+            self.assertGreater(row["simulated_s"], 0)
+            self.assertEqual(row["subgroup_elements"] % 65536, 0)
+            self.assertGreaterEqual(row["slots"], 2)
+            # The processor's rate is the machine file's, where one is given: a slow one binds.
+            slow = self.row("step", "--params", "4e6", "--device", folder, "--repeat", "1", "--machine",
+                            "smartssd-a5000", "--state-format", "f32")
+            self.assertAlmostEqual(slow["update_params_per_s"], 8.2e9 / 14, delta=1e6)
+
+    def test_a_simulated_step_is_traced(self):
+        with tempfile.TemporaryDirectory() as folder:
+            trace = pathlib.Path(folder) / "trace.json"
+            done = run("simulate", "--model", "gpt2-4.0B", "--method", "su+o", "--trace", str(trace))
+            self.assertEqual(done.returncode, 0, done)
+            events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+            self.assertGreater(sum(e["ph"] == "X" and e["dur"] > 0 for e in events), 100)
 
 
 def flip(path, offset):

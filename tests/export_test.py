@@ -10,7 +10,7 @@ import unittest
 
 LOGITS = str(pathlib.Path(sys.argv.pop(2)).resolve())
 
-from train_runs import TrainCase
+from train_runs import SMARTINF, TrainCase
 
 try:
     import numpy
@@ -57,6 +57,24 @@ class Export(TrainCase):
         (self.folder / "a").rename(self.folder / "moved")
         after = (self.export("moved", "after") / "model.safetensors").read_bytes()
         self.assertEqual(after, before)
+
+    def test_a_failed_export_leaves_nothing(self):
+        self.train(self.recipe(steps=2), "a")
+        out = self.folder / "out"
+        damaged = max((self.folder / "a" / "state").rglob("*"), key=lambda f: f.stat().st_size)
+        bytes_before = damaged.read_bytes()
+        damaged.write_bytes(bytes(len(bytes_before)))
+        failed = subprocess.run([SMARTINF, "export", str(self.folder / "a"), "--out", str(out)],
+                                capture_output=True, text=True)
+        self.assertEqual(failed.returncode, 1, failed.stdout + failed.stderr)
+        self.assertEqual([p.name for p in self.folder.glob("out*")], [])
+        damaged.write_bytes(bytes_before)
+        # One that was killed left its folder: the next starts over.
+        (self.folder / "out.partial").mkdir()
+        (self.folder / "out.partial" / ".smartinf-export").touch()
+        out.mkdir()
+        self.assertTrue((self.export("a", "out") / "model.safetensors").exists())
+        self.assertFalse((self.folder / "out.partial").exists())
 
     def test_shards_are_the_same_weights(self):
         self.train(self.recipe(steps=3), "a")

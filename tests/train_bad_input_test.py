@@ -48,7 +48,7 @@ class BadInput(TrainCase):
     def test_a_trace_that_cannot_be_written(self):
         self.refused(["train.trace", "no_such_folder"],
                      ["--trace", str(self.folder / "no_such_folder" / "trace.json")])
-        self.assertEqual(self.log("a"), [], "found before the first step")
+        self.assertFalse((self.folder / "a" / "log.jsonl").exists(), "found before the first step")
 
     def test_devices_that_cannot_hold_the_state(self):
         plain = self.folder / "plain"
@@ -70,6 +70,21 @@ class BadInput(TrainCase):
         self.corpus.write_text(self.corpus.read_text() + "more")
         self.refused(["data.paths"], devices, run="b")
         self.assertEqual(self.master_weights("a", "after"), before)
+
+    def test_a_run_that_is_pointed_at_empty_devices(self):
+        self.train(self.recipe(steps=2), "a")
+        before = (self.folder / "a" / "log.jsonl").read_text()
+        elsewhere = self.folder / "elsewhere"
+        self.refused(["a has trained 2 steps", "elsewhere", "recipe.toml"],
+                     ["--device.0.path", str(elsewhere)], steps=4)
+        self.refused(["a has trained 2 steps"], ["--optimizer.where", "memory"], steps=4)
+        self.assertEqual((self.folder / "a" / "log.jsonl").read_text(), before)
+        self.assertFalse(elsewhere.exists(), "nothing was made")
+
+    def test_a_tokenizer_beside_text(self):
+        (self.folder / "tokenizer.json").write_text("{}")
+        self.refused(["data.tokenizer", "tokenize_text.py"],
+                     ["--data.tokenizer", str(self.folder / "tokenizer.json")])
 
     def test_a_device_missing_and_a_device_of_another_run(self):
         recipe = self.recipe(steps=2)
@@ -94,7 +109,7 @@ class BadInput(TrainCase):
         out.mkdir()
         (out / "mine.txt").write_text("mine")
         from train_runs import SMARTINF
-        for arguments, word in (([str(self.folder / "a"), "--out", str(out)], "not empty"),
+        for arguments, word in (([str(self.folder / "a"), "--out", str(out)], "something already"),
                                 ([str(self.folder), "--out", str(out / "x")], "no run's folder")):
             result = subprocess.run([SMARTINF, "export", *arguments], capture_output=True, text=True,
                                     timeout=60)

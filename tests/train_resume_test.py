@@ -8,7 +8,7 @@ import unittest
 
 from train_runs import TrainCase
 
-KILLS = 20
+KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "20"))  # 50 in scripts/nightly.sh
 
 
 class Resume(TrainCase):
@@ -64,6 +64,14 @@ class Resume(TrainCase):
                 self.assertLess(len(self.losses(where)), 300)
                 self.train(recipe, where, *flags)
                 self.check_same_as(where, where + "_whole")
+
+    def test_a_complete_run_only_shows_its_result_again(self):
+        recipe = self.recipe(steps=3)
+        self.train(recipe, "a")
+        before = (self.folder / "a" / "log.jsonl").read_text()
+        self.train(recipe, "a")
+        self.assertEqual((self.folder / "a" / "log.jsonl").read_text(), before)
+        self.assertEqual(before.count("validation_loss"), 1)
 
     def test_a_second_interrupt_stops_at_once(self):
         # One step that takes long: the first Ctrl-C waits for the micro batch.

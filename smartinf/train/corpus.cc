@@ -210,6 +210,11 @@ Result<std::string> python_stdlib_folder() {
 }
 
 Result<Corpus> Corpus::open(const DataOptions& options) {
+  if (std::error_code error; !options.tokenizer.empty() && !fs::exists(options.tokenizer, error)) {
+    return Status(ErrorCode::kNotFound, "data.tokenizer: no such file",
+                  "Export needs it: name the tokenizer.json of the token files, or leave it out",
+                  at_path(options.tokenizer));
+  }
   Corpus corpus;
   const auto token_files = std::count_if(options.paths.begin(), options.paths.end(), is_token_file);
   if (token_files == 0) {
@@ -221,17 +226,18 @@ Result<Corpus> Corpus::open(const DataOptions& options) {
                   "Make token files of the text first, with scripts/tokenize_text.py");
   }
   SI_RETURN_IF_ERROR(corpus.check_lengths(options));
-  if (std::error_code error; !options.tokenizer.empty() && !fs::exists(options.tokenizer, error)) {
-    return Status(ErrorCode::kNotFound, "data.tokenizer: no such file",
-                  "Export needs it: name the tokenizer.json of the token files, or leave it out",
-                  at_path(options.tokenizer));
-  }
   // Another data.validation_share moves the windows, although the text is the same.
   corpus.digest_ = base::mix_seed(corpus.digest_, corpus.training_.count());
   return corpus;
 }
 
 Status Corpus::add_text(const DataOptions& options) {
+  if (!options.tokenizer.empty()) {
+    return Status(ErrorCode::kInvalidArgument,
+                  "data.tokenizer is given, but data.paths names text, which is read as bytes",
+                  "Make token files of it with scripts/tokenize_text.py and name those, or leave "
+                  "data.tokenizer out");
+  }
   SI_ASSIGN_OR_RETURN(std::vector<TextFile> files,
                       list_text("data.paths", options.paths, options.suffixes));
   const bool own_validation = !options.validation_paths.empty();

@@ -122,18 +122,74 @@ std::string index_json(const std::vector<Shard>& shards) {
          "\n";
 }
 
-Status make_empty_folder(const std::string& path) {
-  std::error_code error;
-  fs::create_directories(path, error);
-  if (error) return base::errno_status(error.value(), "--out: cannot make the folder", path);
-  if (!fs::is_empty(path, error)) {
-    base::ErrorPlace place;
-    place.path = path;
-    return Status(ErrorCode::kAlreadyExists, "--out: the folder is not empty",
-                  "Choose another folder, or remove it first", place);
+// The folder while it is filled: beside the one asked for, which it becomes when it is complete. An
+// export that fails leaves nothing; one that was killed leaves a folder that the next one removes.
+class StagedFolder {
+ public:
+  static Result<StagedFolder> make(const std::string& out) {
+    StagedFolder folder;
+    folder.out_ = fs::path(out).lexically_normal();
+    if (!folder.out_.has_filename()) folder.out_ = folder.out_.parent_path();
+    folder.path_ = folder.out_.string() + ".partial";
+    std::error_code error;
+    if (fs::exists(folder.out_, error) &&
+        !(fs::is_directory(folder.out_, error) && fs::is_empty(folder.out_, error))) {
+      return in_the_way(folder.out_, "--out: there is something already");
+    }
+    if (fs::exists(folder.path_, error)) {
+      if (!fs::exists(folder.path_ / kMark, error)) {
+        return in_the_way(folder.path_, "--out: the folder to fill is in use for something else");
+      }
+      fs::remove_all(folder.path_, error);
+      if (error) {
+        return base::errno_status(error.value(), "cannot remove what an export left", folder.path_);
+      }
+    }
+    fs::create_directories(folder.path_, error);
+    if (error) {
+      return base::errno_status(error.value(), "--out: cannot make the folder", folder.path_);
+    }
+    folder.made_ = true;
+    SI_RETURN_IF_ERROR(write_file((folder.path_ / kMark).string(), ""));
+    return folder;
   }
-  return Status();
-}
+
+  StagedFolder(StagedFolder&& other) noexcept
+      : out_(std::move(other.out_)),
+        path_(std::move(other.path_)),
+        made_(std::exchange(other.made_, false)) {}
+  StagedFolder& operator=(StagedFolder&&) = delete;
+  ~StagedFolder() {
+    std::error_code ignored;
+    if (made_) fs::remove_all(path_, ignored);
+  }
+
+  std::string path() const { return path_.string(); }
+
+  Status finish() {
+    std::error_code error;
+    fs::remove(path_ / kMark, error);
+    if (!error) fs::rename(path_, out_, error);  // over an empty folder, too
+    if (error) return base::errno_status(error.value(), "--out: cannot rename to", out_);
+    made_ = false;
+    return Status();
+  }
+
+ private:
+  static constexpr const char* kMark = ".smartinf-export";
+
+  StagedFolder() = default;
+  static Status in_the_way(const fs::path& path, std::string what) {
+    base::ErrorPlace place;
+    place.path = path.string();
+    return Status(ErrorCode::kAlreadyExists, std::move(what),
+                  "Choose another folder, or remove this one first", place);
+  }
+
+  fs::path out_;
+  fs::path path_;
+  bool made_ = false;
+};
 
 Result<std::string> read_text(const std::string& key, const std::string& path) {
   std::ifstream in(path, std::ios::binary);
@@ -170,10 +226,10 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   if (model.vocabulary == 0) model.vocabulary = kByteVocabulary;
   const DataType type = options.type.value_or(precision_data_type(job.options.train.precision));
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(model));
-  SI_RETURN_IF_ERROR(make_empty_folder(options.out));
+  SI_ASSIGN_OR_RETURN(StagedFolder folder, StagedFolder::make(options.out));
 
   const std::vector<Shard> shards = cut_into_shards(space, type, options.shard_bytes_max);
-  ShardStream stream(options.out, shards);
+  ShardStream stream(folder.path(), shards);
   ExportSummary summary;
   SI_ASSIGN_OR_RETURN(summary.step, read_master(job, space, [&](std::span<const float> elements) {
                         return stream.append(elements);
@@ -196,10 +252,11 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   }
   if (shards.size() > 1) texts.emplace_back("model.safetensors.index.json", index_json(shards));
   for (const auto& [name, text] : texts) {
-    SI_RETURN_IF_ERROR(write_file(options.out + "/" + name, text));
+    SI_RETURN_IF_ERROR(write_file(folder.path() + "/" + name, text));
     summary.files.push_back(name);
   }
   for (const Shard& shard : shards) summary.files.push_back(shard.name);
+  SI_RETURN_IF_ERROR(folder.finish());
   return summary;
 }
 

@@ -14,7 +14,7 @@
 namespace smartinf::train {
 
 struct ExportOptions {
-  std::string out;                           // folder; made, must be empty
+  std::string out;                           // folder; made, or empty; filled wholly or not at all
   std::optional<base::DataType> type;        // default: as the run trained
   uint64_t shard_bytes_max = 5'000'000'000;  // above it several files with an index
 };
@@ -27,7 +27,7 @@ struct ExportSummary {
 
 /// Master weights are read from the devices piece by piece and cast on the way: memory stays within
 /// the engine's budget. Nothing on the devices changes.
-/// Errors: kNotFound (no state there), kAlreadyExists (out is not empty), kBusy (the run is going
+/// Errors: kNotFound (no state there), kAlreadyExists (something is in the way), kBusy (the run is going
 /// on), the devices'.
 base::Result<ExportSummary> export_run(const Job& job, const ExportOptions& options);
 

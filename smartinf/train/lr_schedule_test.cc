@@ -27,5 +27,14 @@ TEST(LearningRate, WithoutWarmUpOrWithNothingElse) {
   EXPECT_DOUBLE_EQ(learning_rate(options, 1), 1);
 }
 
+TEST(LearningRate, ARunShorterThanItsWarmUpEndsWithinIt) {
+  TrainOptions options;
+  options.lr = 1;
+  options.warmup_steps = 50;
+  options.steps = 20;
+  EXPECT_DOUBLE_EQ(learning_rate(options, 20), 0.4);
+  EXPECT_DOUBLE_EQ(learning_rate(options, 51), options.lr_floor);
+}
+
 }  // namespace
 }  // namespace smartinf::train

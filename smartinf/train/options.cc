@@ -122,7 +122,7 @@ Status validate(const TrainOptions& train) {
   SI_RETURN_IF_ERROR(within("train.accumulation", train.accumulation, 1, 1u << 20));
   SI_RETURN_IF_ERROR(positive("train.lr", train.lr));
   SI_RETURN_IF_ERROR(within("train.lr_floor", train.lr_floor, 0.0, 1.0));
-  SI_RETURN_IF_ERROR(within("train.warmup_steps", train.warmup_steps, 0, train.steps));
+  SI_RETURN_IF_ERROR(within("train.warmup_steps", train.warmup_steps, 0, uint64_t{1} << 40));
   SI_RETURN_IF_ERROR(within("train.weight_decay", train.weight_decay, 0.0, 1e6));
   SI_RETURN_IF_ERROR(within("train.clip_norm", train.clip_norm, 0.0, 1e30));
   SI_RETURN_IF_ERROR(within("train.threads", train.threads, 0, 4096));
@@ -139,10 +139,21 @@ Status validate(const TrainOptions& train) {
   return Status();
 }
 
+Status validate(const CheckpointSchedule& checkpoint) {
+  SI_RETURN_IF_ERROR(within("checkpoint.every", checkpoint.every, 0, uint64_t{1} << 40));
+  return within("checkpoint.keep", checkpoint.keep, 0, uint64_t{1} << 40);
+}
+
 Status validate(const Options& options) {
   SI_RETURN_IF_ERROR(validate(options.model));
   SI_RETURN_IF_ERROR(validate(options.data));
-  return validate(options.train);
+  SI_RETURN_IF_ERROR(validate(options.train));
+  if (options.checkpoint.every != 0 && options.train.where == OptimizerWhere::kMemory) {
+    return wrong("checkpoint.every",
+                 "is set, but with optimizer.where = \"memory\" no device holds a state",
+                 "Leave it out: train.save_every says how often that state is written");
+  }
+  return validate(options.checkpoint);
 }
 
 }  // namespace smartinf::train

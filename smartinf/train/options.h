@@ -90,10 +90,18 @@ struct TrainOptions {
   std::string trace;  // file for a Chrome trace; empty: none
 };
 
+/// Copies of the state, made between two steps.
+struct CheckpointSchedule {
+  uint64_t every = 0;  // steps; 0: none
+  uint64_t keep = 2;   // newest ones; 0: all
+  std::string folder;  // empty: "checkpoints" in the run's folder
+};
+
 struct Options {
   ModelOptions model;
   DataOptions data;
   TrainOptions train;
+  CheckpointSchedule checkpoint;
 };
 
 /// Puts in what follows from other values: kv_heads, mlp_width.
@@ -103,6 +111,7 @@ ModelOptions with_defaults(ModelOptions model);
 base::Status validate(const ModelOptions& model);
 base::Status validate(const DataOptions& data);
 base::Status validate(const TrainOptions& train);
+base::Status validate(const CheckpointSchedule& checkpoint);
 base::Status validate(const Options& options);
 
 }  // namespace smartinf::train

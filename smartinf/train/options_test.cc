@@ -59,7 +59,6 @@ INSTANTIATE_TEST_SUITE_P(
         BadModel{[](Options& o) { o.train.lr = 0; }, "train.lr"},
         BadModel{[](Options& o) { o.train.lr = 0.0 / 0.0; }, "train.lr"},
         BadModel{[](Options& o) { o.train.lr_floor = 2; }, "train.lr_floor"},
-        BadModel{[](Options& o) { o.train.warmup_steps = 5000; }, "train.warmup_steps"},
         BadModel{[](Options& o) { o.train.accelerator = "gpu"; }, "train.accelerator"},
         BadModel{[](Options& o) { o.train.run.clear(); }, "train.run"}));
 

@@ -1,8 +1,10 @@
 #include "smartinf/train/run_folder.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <system_error>
 #include <utility>
 
@@ -27,6 +29,20 @@ Status write_all(int descriptor, std::string_view text, const std::string& path)
     text.remove_prefix(static_cast<size_t>(written));
   }
   return Status();
+}
+
+// Lines of a log that say their step. One that a kill cut short is none.
+void for_each_line(const std::string& path,
+                   const std::function<void(base::StepNumber, const nlohmann::json&,
+                                            const std::string&)>& visit) {
+  std::ifstream in(path);
+  for (std::string line; std::getline(in, line);) {
+    const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (!json.is_object()) continue;
+    const auto step = json.find("step");
+    if (step == json.end() || !step->is_number_unsigned()) continue;
+    visit(step->get<base::StepNumber>(), json, line);
+  }
 }
 
 }  // namespace
@@ -57,12 +73,14 @@ Result<RunFolder> RunFolder::open(const std::string& path) {
 RunFolder::RunFolder(RunFolder&& other) noexcept
     : path_(std::move(other.path_)),
       lock_(std::exchange(other.lock_, -1)),
-      log_(std::exchange(other.log_, -1)) {}
+      log_(std::exchange(other.log_, -1)),
+      validated_(other.validated_) {}
 
 RunFolder& RunFolder::operator=(RunFolder&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(lock_, other.lock_);
   std::swap(log_, other.log_);
+  std::swap(validated_, other.validated_);
   return *this;
 }
 
@@ -77,22 +95,33 @@ Status RunFolder::keep_recipe(std::string_view text) const {
   return write_file(file(kRecipeFile), text);
 }
 
+base::StepNumber RunFolder::logged_step() const {
+  base::StepNumber last = 0;
+  for_each_line(file(kLogFile), [&](base::StepNumber step, const nlohmann::json&, const std::string&) {
+    last = std::max(last, step);
+  });
+  return last;
+}
+
 Status RunFolder::keep_log_until(base::StepNumber step) {
   const std::string path = file(kLogFile);
   std::string kept;
-  std::ifstream in(path);
-  for (std::string line; std::getline(in, line);) {
-    const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    const auto of_step = json.is_object() ? json.find("step") : json.end();
-    // A line cut short by a kill is no object.
-    if (!json.is_object() || of_step == json.end() || *of_step > step) continue;
+  validated_.reset();
+  for_each_line(path, [&](base::StepNumber of, const nlohmann::json& json, const std::string& line) {
+    if (of > step) return;
+    if (json.contains("validation_loss")) validated_ = of;
     kept += line + "\n";
-  }
-  in.close();
+  });
   SI_RETURN_IF_ERROR(write_file(path, kept));
   if (log_ >= 0) ::close(log_);
   log_ = ::open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
   return log_ >= 0 ? Status() : base::errno_status(errno, "cannot open the log", path);
+}
+
+Status RunFolder::append_validation(base::StepNumber step, double loss) {
+  if (validated_ == step) return Status();
+  validated_ = step;
+  return append_log(nlohmann::ordered_json{{"step", step}, {"validation_loss", loss}}.dump());
 }
 
 Status RunFolder::append_log(std::string_view json_line) {

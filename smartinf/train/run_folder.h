@@ -1,6 +1,7 @@
 // The folder of a run: the recipe it was started with, one line of JSON per step, a lock.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -27,8 +28,12 @@ class RunFolder {
   std::string file(std::string_view name) const;
 
   base::Status keep_recipe(std::string_view text) const;
+  /// The last step that the log has; 0 for a new run.
+  base::StepNumber logged_step() const;
   /// Cuts the log after its lines of `step` and before: what a lost step wrote is not history.
   base::Status keep_log_until(base::StepNumber step);
+  /// Appends the validation loss of a step; once, though a complete run is run again.
+  base::Status append_validation(base::StepNumber step, double loss);
   /// Appends a line; it reaches the operating system before the call returns.
   base::Status append_log(std::string_view json_line);
 
@@ -37,6 +42,7 @@ class RunFolder {
   std::string path_;
   int lock_ = -1;
   int log_ = -1;
+  std::optional<base::StepNumber> validated_;  // the last step whose validation the log has
 };
 
 /// Writes a file so that either all of it or nothing is there: beside it, then renamed over it.

@@ -4,6 +4,18 @@
 
 namespace smartinf::train {
 
+namespace {
+
+nlohmann::ordered_json by_kind(const std::array<uint64_t, base::kTrafficKinds>& bytes) {
+  nlohmann::ordered_json kinds;
+  for (size_t kind = 0; kind < bytes.size(); ++kind) {
+    kinds[base::traffic_kind_name(static_cast<base::TrafficKind>(kind))] = bytes[kind];
+  }
+  return kinds;
+}
+
+}  // namespace
+
 std::string StepReport::to_json() const {
   nlohmann::ordered_json line = {
       {"step", step},
@@ -16,11 +28,25 @@ std::string StepReport::to_json() const {
       {"forward_s", forward_s},
       {"backward_s", backward_s},
       {"update_s", update_s},
-      {"host_up_bytes", host_up_bytes},
-      {"host_down_bytes", host_down_bytes},
-      {"store_read_bytes", store_read_bytes},
-      {"store_written_bytes", store_written_bytes},
+      {"host_up_bytes", traffic.host_link.up_total()},
+      {"host_down_bytes", traffic.host_link.down_total()},
+      {"store_read_bytes", traffic.store.up_total()},
+      {"store_written_bytes", traffic.store.down_total()},
   };
+  for (size_t d = 0; d < traffic.devices.size(); ++d) {
+    const base::TrafficReading& host = traffic.host_link_by_device[d];
+    const base::TrafficReading& store = traffic.store_by_device[d];
+    line["devices"].push_back({{"name", traffic.devices[d]},
+                               {"host_up", by_kind(host.up_bytes)},
+                               {"host_down", by_kind(host.down_bytes)},
+                               {"read", by_kind(store.up_bytes)},
+                               {"written", by_kind(store.down_bytes)}});
+  }
+  if (compressed_bytes > 0) {
+    line["compressed_bytes"] = compressed_bytes;
+    line["compress_ratio"] = compress_ratio;
+    line["residual_norm"] = residual_norm;
+  }
   if (!skipped.empty()) line["skipped"] = skipped;
   return line.dump();
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "smartinf/base/ids.h"
+#include "smartinf/engine/updater.h"
 
 namespace smartinf::train {
 
@@ -29,11 +30,12 @@ struct StepReport {
   double update_s =
       0;  // gradients down to new weights there; the commit goes on behind the next step
 
-  // Since the report before this one.
-  uint64_t host_up_bytes = 0;
-  uint64_t host_down_bytes = 0;
-  uint64_t store_read_bytes = 0;
-  uint64_t store_written_bytes = 0;
+  engine::UpdaterTraffic traffic;  // since the report before this one
+
+  // Of compressed gradients; 0 without.
+  uint64_t compressed_bytes = 0;  // that were sent
+  double compress_ratio = 0;      // in force (engine::CompressOptions::ratio)
+  double residual_norm = 0;       // of what is kept for the next step
 
   /// Why there was no update (non-finite gradients, parameter named); empty: there was one.
   std::string skipped;

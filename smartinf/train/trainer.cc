@@ -100,6 +100,16 @@ Status different(const char* key, const std::string& here, const std::string& th
                 "Go on with the value the run was started with, or choose another train.run");
 }
 
+// A run's log has steps, and its devices have no state.
+Status without_state(const RunFolder& folder, base::StepNumber trained, const std::string& where) {
+  return Status(ErrorCode::kNotFound,
+                fmt::format("train.run: {} has trained {} step{}, but {}", folder.path(), trained,
+                            trained == 1 ? "" : "s", where),
+                fmt::format("Name the devices it was trained on (they stand in {}), or choose another "
+                            "train.run. To start over, remove the folder",
+                            folder.file(kRecipeFile)));
+}
+
 Result<torch::Device> choose_accelerator(const std::string& name) {
   const bool cuda = torch::cuda::is_available();
   if (name == "cuda" && !cuda) {
@@ -130,6 +140,7 @@ class TorchTrainer final : public Trainer {
   const Options& options() const override { return options_; }
   base::StepNumber step() const override { return step_; }
   Result<StepReport> train_step(std::stop_token stop) override;
+  Result<engine::CheckpointSummary> checkpoint(const engine::StateProgress& progress) override;
   Result<double> validation_loss() override;
   Result<std::string> sample() override;
   Status finish() override;
@@ -162,6 +173,8 @@ class TorchTrainer final : public Trainer {
   std::unique_ptr<Model> model_;
   std::vector<Tensor> sums_;  // f32, per parameter, over micro batches; empty without accumulation
 
+  std::vector<std::string> device_paths_;
+  storage::RingKind ring_ = storage::RingKind::kAuto;
   std::unique_ptr<engine::Updater> updater_;  // after the weights: it writes into them
   MemoryUpdater* memory_ = nullptr;           // the same, with optimizer.where = "memory"
   base::DataType gradient_type_ = base::DataType::kBf16;
@@ -222,6 +235,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     report_traffic(report);
     // A line too many is cut when the run goes on; one that is missing would stay missing.
     SI_RETURN_IF_ERROR(folder_.append_log(report.to_json()));
+    if (step_ == options_.train.steps) updater_->keep_residual();
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
     if (memory_ != nullptr && step_ % options_.train.save_every == 0) {
       SI_RETURN_IF_ERROR(memory_->save());
@@ -296,6 +310,7 @@ Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& para
 
 Status TorchTrainer::start(const Job& job) {
   const TrainOptions& train = options_.train;
+  const base::StepNumber trained = folder_.logged_step();
   if (train.where == OptimizerWhere::kMemory) {
     SI_ASSIGN_OR_RETURN(std::unique_ptr<MemoryUpdater> memory,
                         MemoryUpdater::open(job.updater.rule, space_, folder_.path()));
@@ -305,9 +320,22 @@ Status TorchTrainer::start(const Job& job) {
     engine::UpdaterOptions options = job.updater;
     options.where = train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
                                                          : engine::UpdateWhere::kDevice;
-    SI_ASSIGN_OR_RETURN(updater_, engine::Updater::open(options, space_));
+    // A run that has trained has its state somewhere: it is not begun anew on empty devices.
+    options.create = trained == 0;
+    base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
+    if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
+      return without_state(folder_, trained, opened.status().what());
+    }
+    SI_ASSIGN_OR_RETURN(updater_, std::move(opened));
+  }
+  if (updater_->fresh() && trained > 0) {
+    return without_state(folder_, trained, "no state is there");
   }
   gradient_type_ = job.updater.gradient_type;
+  ring_ = job.updater.ring;
+  for (const engine::DeviceOptions& device : job.updater.devices) {
+    device_paths_.push_back(device.path);
+  }
 
   position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest()};
   if (updater_->fresh()) {
@@ -401,8 +429,7 @@ Result<double> TorchTrainer::validation_loss() {
              static_cast<double>(windows.size());
     }
     const double loss = sum / static_cast<double>(wanted);
-    SI_RETURN_IF_ERROR(folder_.append_log(
-        nlohmann::ordered_json{{"step", step_}, {"validation_loss", loss}}.dump()));
+    SI_RETURN_IF_ERROR(folder_.append_validation(step_, loss));
     return loss;
   });
 }
@@ -445,6 +472,29 @@ Result<std::string> TorchTrainer::sample() {
   });
 }
 
+Result<engine::CheckpointSummary> TorchTrainer::checkpoint(const engine::StateProgress& progress) {
+  return guarded("checkpoint", [&]() -> Result<engine::CheckpointSummary> {
+    SI_RETURN_IF_ERROR(updater_->wait_commit());
+    const uint64_t begin_ns = base::now_ns();
+    engine::CheckpointOptions options;
+    options.folder = options_.checkpoint.folder;
+    options.keep = options_.checkpoint.keep;
+    options.lent_memory = updater_->idle_memory();
+    options.ring = ring_;
+    options.progress = progress;
+    SI_ASSIGN_OR_RETURN(engine::CheckpointSummary made,
+                        engine::checkpoint_open_run(device_paths_, options));
+    SI_RETURN_IF_ERROR(folder_.append_log(nlohmann::ordered_json{
+        {"step", made.step},
+        {"checkpoint", made.path},
+        {"state_bytes", made.state_bytes},
+        {"cloned", made.cloned},
+        {"seconds", base::seconds_since(begin_ns)},
+        {"removed", made.removed}}.dump()));
+    return made;
+  });
+}
+
 Status TorchTrainer::finish() {
   return guarded("end of the run", [&]() -> Status {
     SI_RETURN_IF_ERROR(updater_->wait_commit());
@@ -454,23 +504,22 @@ Status TorchTrainer::finish() {
 
 void TorchTrainer::report_traffic(StepReport& report) {
   const engine::UpdaterTraffic now = updater_->traffic();
-  const base::TrafficReading host = now.host_link.since(traffic_.host_link);
-  const base::TrafficReading store = now.store.since(traffic_.store);
-  report.host_up_bytes = host.up_total();
-  report.host_down_bytes = host.down_total();
-  report.store_read_bytes = store.up_total();
-  report.store_written_bytes = store.down_total();
+  report.traffic = now.since(traffic_);
   traffic_ = now;
+  const engine::CompressionSummary compression = updater_->compression();
+  report.compressed_bytes = compression.bytes;
+  report.compress_ratio = compression.ratio;
+  report.residual_norm = compression.residual_norm;
 }
 
 std::vector<std::string> TorchTrainer::describe() const {
   const ModelOptions& model = options_.model;
   std::vector<std::string> lines;
   lines.push_back(fmt::format(
-      "model: {:.2f} million parameters, {} layers of width {}, {} heads ({} of keys and values), "
+      "model: {:.2f} million parameters, {} layer{} of width {}, {} head{} ({} of keys and values), "
       "{} on {}",
-      static_cast<double>(space_.count()) * 1e-6, model.layers, model.width, model.heads,
-      model.kv_heads, precision_name(options_.train.precision), accelerator_.str()));
+      static_cast<double>(space_.count()) * 1e-6, model.layers, model.layers == 1 ? "" : "s",
+      model.width, model.heads, model.heads == 1 ? "" : "s", model.kv_heads, precision_name(options_.train.precision), accelerator_.str()));
   lines.push_back("data: " + corpus_.describe());
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   return lines;
@@ -503,6 +552,14 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
     }
     SI_ASSIGN_OR_RETURN(plan::ParameterSpace space, make_parameter_space(options.model));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
+    if (options.checkpoint.folder.empty()) {
+      options.checkpoint.folder = folder.file(kCheckpointsFolder);
+    }
+    // Told now, not after the first so many steps.
+    if (options.checkpoint.every != 0) {
+      SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
+                             .with_context("checkpoint.folder"));
+    }
     auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(corpus),
                                                   std::move(folder), std::move(space), accelerator);
     SI_RETURN_IF_ERROR(trainer->start(job));

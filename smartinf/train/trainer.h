@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/train/options.h"
 #include "smartinf/train/step_report.h"
@@ -37,6 +38,11 @@ class Trainer {
   /// Errors: kCancelled when `stop` was requested before the gradients were complete (nothing has
   /// changed then); else the step is lost and the committed ones stand.
   virtual base::Result<StepReport> train_step(std::stop_token stop) = 0;
+  /// Keeps a copy of the state at step(), after waiting for its commit, and deletes older ones
+  /// (options().checkpoint); logged in the run's folder. Training goes on with the same losses,
+  /// made or not. Errors: kCancelled by `progress`; of the commit; as engine::write_checkpoint.
+  virtual base::Result<engine::CheckpointSummary> checkpoint(
+      const engine::StateProgress& progress) = 0;
   /// Mean loss in nats per token over data held out, logged. Errors: kNotFound when none is held
   /// out.
   virtual base::Result<double> validation_loss() = 0;

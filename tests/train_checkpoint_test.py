@@ -1,0 +1,94 @@
+"""checkpoint.every: copies made between steps, the oldest dropped, one brought back on other devices."""
+import json
+import os
+import subprocess
+import unittest
+
+from train_runs import SMARTINF, TrainCase
+
+EVERY = ("--checkpoint.every", "10", "--checkpoint.keep", "2")
+
+
+class Checkpoints(TrainCase):
+    def smartinf(self, *words, code=0):
+        done = subprocess.run([SMARTINF, *words], capture_output=True, text=True, timeout=300, check=False)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done.stdout + done.stderr
+
+    def kept(self, run):
+        return sorted(os.listdir(self.folder / run / "checkpoints"))
+
+    def test_made_dropped_restored_and_gone_on_with(self):
+        recipe = self.recipe(steps=50)
+        two = self.devices("a", 2)
+        self.train(recipe, "plain")
+        self.train(recipe, "a", *two, *EVERY)
+        # The run is what it would have been without.
+        self.assertEqual(self.losses("a"), self.losses("plain"))
+        weights = self.master_weights("plain")
+        self.assertEqual(self.master_weights("a"), weights)
+        self.assertEqual(self.kept("a"), ["step-00000040", "step-00000050"])
+        made = [line for line in self.log("a") if "checkpoint" in line]
+        self.assertEqual([line["step"] for line in made], [10, 20, 30, 40, 50])
+        self.assertEqual([names(line["removed"]) for line in made],
+                         [[], [], ["step-00000010"], ["step-00000020"], ["step-00000030"]])
+        checkpoint = str(self.folder / "a/checkpoints/step-00000040")
+        self.smartinf("fsck", checkpoint)
+        # Three devices instead of two, and one; the rest of the steps is the same to the last bit.
+        for count in (3, 1):
+            with self.subTest(devices=count):
+                run = f"back{count}"
+                devices = self.devices(run, count)
+                self.smartinf("restore", checkpoint,
+                              *[word for path in devices[1::2] for word in ("--device", path)])
+                self.train(recipe, run, *devices)
+                self.assertEqual(self.losses(run), self.losses("plain")[40:])
+                self.assertEqual(self.master_weights(run), weights)
+
+    @unittest.skipIf(os.geteuid() != 0, "only root can mount a small file system")
+    def test_no_room_costs_a_copy_and_not_the_run(self):
+        recipe = self.recipe(steps=20)
+        small = self.folder / "small"
+        small.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small]
+        if subprocess.run(mount, check=False).returncode != 0:
+            self.skipTest("no tmpfs can be mounted here")
+        self.addCleanup(subprocess.run, ["umount", small], check=False)
+        self.train(recipe, "plain")
+        told = self.train(recipe, "a", *EVERY, "--checkpoint.folder", str(small))
+        self.assertIn("step 10: no checkpoint: ", told)
+        self.assertIn("step 20: no checkpoint: ", told)
+        self.assertEqual(self.losses("a"), self.losses("plain"))
+        self.assertEqual(os.listdir(small), [], "nothing half-made stays")
+
+    def test_what_cannot_work_is_said_at_the_start(self):
+        recipe = self.recipe(steps=20)
+        (self.folder / "in_the_way").write_text("a file", encoding="ascii")
+        told = self.train(recipe, "a", *EVERY, "--checkpoint.folder", str(self.folder / "in_the_way"),
+                          code=1)
+        self.assertIn("checkpoint.folder", told)
+        self.assertEqual(self.log("a") if (self.folder / "a/log.jsonl").exists() else [], [])
+        told = self.train(recipe, "b", *EVERY, "--optimizer.where", "memory", code=2)
+        self.assertIn("checkpoint.every is set", told)
+
+    def test_wear_is_told_at_the_end(self):
+        recipe = self.recipe(steps=5)
+        words = self.command(recipe, "a", ["--device.0.path", str(self.folder / "a_device"),
+                                           "--device.0.rated_endurance", "600TB"])
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+        self.assertRegex(done.stdout, r"written to .*a_device: [\d.]+ MiB by this state, .*% of the .* "
+                                      r"the drive is rated for")
+        done = subprocess.run([*words, "--json", "--train.steps", "6"], capture_output=True, text=True,
+                              timeout=300, check=True)
+        wear = [line for line in map(json.loads, done.stdout.splitlines()) if "bytes_written_ever" in line]
+        self.assertEqual(len(wear), 1)
+        self.assertEqual(wear[0]["rated_endurance_bytes"], 600 * 10**12)
+        self.assertGreater(wear[0]["bytes_written_ever"], 6 * 12 * 100000)
+
+
+def names(paths):
+    return [os.path.basename(path) for path in paths]
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What takes too long for every change: thread sanitizer, long power-cut runs, fuzzing.
+# What takes too long for every change: thread sanitizer, long power-cut runs, the kernels on AArch64,
+# fuzzing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/steps.sh disable=SC2154  # root is set there
@@ -9,8 +10,11 @@ help() {
   cat <<'TEXT'
 Usage: scripts/nightly.sh [options]
 
-Runs scripts/test.sh with the thread sanitizer, then smartinf-crashtest with ten seeds of 1000 power
-cuts, then each fuzz target (where clang is there). Stops at the first failure.
+Runs scripts/test.sh with the thread sanitizer, then the tests that take long (the quickstart beside
+torch's AdamW; a training run killed 50 times; a state of 4 GB checked and copied with 256 MiB of
+memory, which takes 17 GB of disk in /tmp or SMARTINF_STATE_DIR), then smartinf-crashtest with ten
+seeds of 1000 power cuts, then the kernels' tests on AArch64 (where qemu is there), then each fuzz
+target (where clang is there). Stops at the first failure.
 
   --fuzz-seconds N   time for each fuzz target (default 600)
   --help             this text
@@ -28,10 +32,14 @@ while [ $# -gt 0 ]; do
 done
 
 scripts/test.sh --thread
+say "Tests that take long"
+ctest --test-dir build/release -C Nightly -L nightly --output-on-failure
 for seed in 1 2 3 4 5 6 7 8 9 10; do
   say "Power cuts, seed $seed"
   build/release/bin/smartinf-crashtest --seed "$seed" --points 1000
 done
+
+scripts/test_arm.sh
 
 if ! command -v clang++ >/dev/null; then
   say "No clang++: fuzzing is left out (Debian: clang libclang-rt-14-dev)"

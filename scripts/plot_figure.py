@@ -79,7 +79,7 @@ def main():
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].set_ylabel(figure["y_label"])
     axes[0][-1].legend(fontsize=8)
-    canvas.suptitle(f"Figure {figure['figure']}. {figure['title']}", fontsize=11)
+    canvas.suptitle(f"Figure {figure['figure']}. {figure['title']}\n{figure['basis']}", fontsize=11)
     canvas.tight_layout()
     for kind in (".svg", ".png"):
         canvas.savefig(path.with_suffix(kind), dpi=140)

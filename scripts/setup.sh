@@ -71,6 +71,27 @@ find_base_python() {
   return 1
 }
 
+# The Python that the package will be built for, as far as it is there already.
+package_python() {
+  if [ -n "$python" ]; then
+    echo "$python"
+  elif [ -n "${VIRTUAL_ENV:-}" ] && has_torch "$VIRTUAL_ENV/bin/python"; then
+    echo "$VIRTUAL_ENV/bin/python"
+  elif [ -x .venv/bin/python ]; then
+    echo .venv/bin/python
+  else
+    find_base_python || echo /usr/bin/python3
+  fi
+}
+
+# True unless Python $1 is the system's and has no Python.h: only then does python3-dev help.
+has_headers() {
+  "$1" - >/dev/null 2>&1 <<'PY' || ! [[ $(readlink -f "$(command -v "$1" || echo "$1")") =~ ^/usr/bin/ ]]
+import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))
+PY
+}
+
 installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
 
 missing_packages() {
@@ -84,10 +105,7 @@ missing_packages() {
     find_base_python >/dev/null || echo python3-venv
   fi
   # Headers for the Python package; a Python from elsewhere brings its own.
-  if [ "$torch" = yes ] && [ -z "$python" ] &&
-    [ "$(command -v python3 || echo /usr/bin/python3)" = /usr/bin/python3 ]; then
-    installed python3-dev || echo python3-dev
-  fi
+  if [ "$torch" = yes ] && ! has_headers "$(package_python)"; then echo python3-dev; fi
   local package
   # ca-certificates: pip downloads over TLS.
   for package in libc6-dev liburing-dev libhwy-dev libcli11-dev libtomlplusplus-dev \
@@ -237,6 +255,8 @@ choose_python() {
     lacking=$(cd / && "$python" -c 'import importlib.util as u
 print(*[n for n in ("numpy", "safetensors", "tokenizers", "transformers", "pytest") if not u.find_spec(n)])')
     say "Using the torch of $python$([ -z "$lacking" ] || echo " (which lacks, for tests and tools: $lacking)")"
+    (cd / && "$python" -c 'import nanobind' >/dev/null 2>&1) ||
+      say "No Python package will be built: $python lacks nanobind ($python -m pip install nanobind, then run this again)"
   fi
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "smartinf/storage/format.h"
+#include "smartinf/storage/forwarding_ring.h"
 
 namespace smartinf::crash {
 namespace {
@@ -14,19 +15,10 @@ using base::Status;
 using storage::IoOp;
 using storage::IoRequest;
 
-class FlawedRing final : public storage::Ring {
+class FlawedRing final : public storage::ForwardingRing {
  public:
   FlawedRing(std::unique_ptr<storage::Ring> inner, CommitFlaw flaw)
-      : inner_(std::move(inner)), flaw_(flaw) {}
-
-  std::string_view name() const override { return "flawed"; }
-  uint32_t depth() const override { return inner_->depth(); }
-  Result<uint32_t> add_file(int descriptor, std::string path) override {
-    return inner_->add_file(descriptor, std::move(path));
-  }
-  base::Status register_memory(std::span<std::byte> memory) override {
-    return inner_->register_memory(memory);
-  }
+      : ForwardingRing(std::move(inner)), flaw_(flaw) {}
 
   Status submit(std::span<IoRequest* const> requests) override {
     std::vector<IoRequest*> passed;
@@ -52,7 +44,7 @@ class FlawedRing final : public storage::Ring {
       }
     }
     passed_ += passed.size();
-    return inner_->submit(passed);
+    return ForwardingRing::submit(passed);
   }
 
   Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
@@ -62,7 +54,7 @@ class FlawedRing final : public storage::Ring {
       pretended_.pop_back();
     }
     if (count > 0) return count;
-    SI_ASSIGN_OR_RETURN(count, inner_->reap(done, wait));
+    SI_ASSIGN_OR_RETURN(count, ForwardingRing::reap(done, wait));
     passed_ -= count;
     bool superblock = false;
     for (size_t i = 0; i < count; ++i) {
@@ -88,14 +80,13 @@ class FlawedRing final : public storage::Ring {
 
   Status run(IoRequest& request) {
     IoRequest* pointer = &request;
-    SI_RETURN_IF_ERROR(inner_->submit({&pointer, 1}));
+    SI_RETURN_IF_ERROR(ForwardingRing::submit({&pointer, 1}));
     for (size_t count = 0; count == 0;) {
-      SI_ASSIGN_OR_RETURN(count, inner_->reap({&pointer, 1}, std::chrono::seconds(1)));
+      SI_ASSIGN_OR_RETURN(count, ForwardingRing::reap({&pointer, 1}, std::chrono::seconds(1)));
     }
     return Status();
   }
 
-  std::unique_ptr<storage::Ring> inner_;
   CommitFlaw flaw_;
   size_t passed_ = 0;
   std::vector<IoRequest*> pretended_;

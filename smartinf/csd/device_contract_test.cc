@@ -11,7 +11,7 @@
 
 #include "smartinf/csd/emulated_device.h"
 #include "smartinf/csd/local_device.h"
-#include "smartinf/csd/test_model.h"
+#include "smartinf/csd/test_device.h"
 
 namespace smartinf::csd {
 namespace {
@@ -19,8 +19,6 @@ namespace {
 using base::DataType;
 using base::StateFormat;
 using base::Status;
-
-constexpr auto kWait = std::chrono::seconds(60);
 
 struct Kind {
   std::string name;
@@ -148,31 +146,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     return options;
   }
 
-  /// Submits and waits for kDone.
-  Status run(Command& command) {
-    command.replies = &queue_;
-    device_->submit(command);
-    return wait_for(command);
-  }
-  Status wait_for(Command& command) {
-    Completion completion;
-    while (queue_.pop(completion, kWait)) {
-      if (completion.event == Completion::Event::kWeightsReady) {
-        ready_.push_back(completion.subgroup);
-        continue;
-      }
-      EXPECT_EQ(completion.command, &command);
-      return completion.status;
-    }
-    return Status(base::ErrorCode::kTimeout, "no completion");
-  }
-  Status run(CommandKind kind, uint64_t step) {
-    Command command;
-    command.kind = kind;
-    command.step = step;
-    command.blob = "blob of step " + std::to_string(step);
-    return run(command);
-  }
+  Status run(Command& command) { return driver_.run(command); }
+  Status run(CommandKind kind, uint64_t step) { return driver_.run(kind, step); }
 
   void create() {
     if (GetParam().memory) {
@@ -186,18 +161,9 @@ class DeviceContract : public testing::TestWithParam<Kind> {
                                   : create_local_device(options(), layout_);
     ASSERT_TRUE(made.ok()) << made.status().to_string();
     device_ = std::move(*made);
-    ASSERT_TRUE(run(CommandKind::kBeginStep, 0).ok());
-    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
-      std::vector<float> master = ReferenceModel::master_at_start(subgroup);
-      Command write;
-      write.kind = CommandKind::kWriteState;
-      write.subgroup = subgroup.id;
-      write.count = subgroup.count;
-      write.planes[0] = master.data();
-      const Status status = run(write);
-      ASSERT_TRUE(status.ok()) << status.to_string();
-    }
-    finish_step(0);
+    driver_.drive(*device_);
+    const Status status = driver_.make_start(layout_);
+    ASSERT_TRUE(status.ok()) << status.to_string();
   }
   void open() {
     device_.reset();
@@ -205,27 +171,19 @@ class DeviceContract : public testing::TestWithParam<Kind> {
         GetParam().memory ? open_emulated_device(options(), *drive_) : open_local_device(options());
     ASSERT_TRUE(opened.ok()) << opened.status().to_string();
     device_ = std::move(*opened);
+    driver_.drive(*device_);
     const Status status = device_->recover_to(device_->state().committed_step);
     ASSERT_TRUE(status.ok()) << status.to_string();
   }
   void finish_step(uint64_t step) {
-    Status status = run(CommandKind::kPrepare, step);
-    ASSERT_TRUE(status.ok()) << status.to_string();
-    status = run(CommandKind::kCommit, step);
+    const Status status = driver_.finish_step(step);
     ASSERT_TRUE(status.ok()) << status.to_string();
     EXPECT_EQ(device_->state().committed_step, step);
   }
 
   Status put(const storage::StoredSubgroup& subgroup, const std::vector<std::byte>& gradient,
              uint64_t first, uint64_t count) {
-    Command put;
-    put.kind = CommandKind::kPutGradient;
-    put.subgroup = subgroup.id;
-    put.first = first;
-    put.count = count;
-    put.type = GetParam().gradient_type;
-    put.gradient = gradient.data() + first * type_bytes();
-    return run(put);
+    return driver_.put(subgroup, gradient, GetParam().gradient_type, first, count);
   }
   /// Backward's order: last subgroup first, each in pieces.
   void put_all(uint64_t step) {
@@ -290,10 +248,11 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     ASSERT_TRUE(run(CommandKind::kBeginStep, number).ok());
     put_all(number);
     Command update = update_command(number);
-    ready_.clear();
+    driver_.ready.clear();
     const Status status = run(update);
     ASSERT_TRUE(status.ok()) << status.to_string();
-    EXPECT_EQ(ready_.size(), layout_.subgroups.size()) << "weights are ready once per subgroup";
+    EXPECT_EQ(driver_.ready.size(), layout_.subgroups.size())
+        << "weights are ready once per subgroup";
   }
 
   void expect_state(ReferenceModel& reference) {
@@ -319,10 +278,9 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   std::vector<plan::GroupStretch> groups_;
   std::shared_ptr<Link> host_link_;
   std::shared_ptr<Link> drive_link_;
-  CompletionQueue queue_;
+  DeviceDriver driver_;
   std::unique_ptr<EmulatedDrive> drive_;
   std::unique_ptr<Device> device_;
-  std::vector<base::SubgroupId> ready_;
   std::vector<std::vector<std::byte>> weights_;
 };
 
@@ -383,16 +341,15 @@ TEST_P(DeviceContract, StopsAnUpdateThatIsTakenBack) {
   ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
   put_all(1);
   Command update = update_command(1);
-  update.replies = &queue_;
   Command back;
   back.kind = CommandKind::kTakeBack;
   back.step = 1;
-  back.replies = &queue_;
-  device_->submit(update);
-  device_->submit(back);
-  const Status stopped = wait_for(update);  // cancelled, or done before the other command came
+  driver_.start(update);
+  driver_.start(back);
+  const Status stopped =
+      driver_.wait_for(update);  // cancelled, or done before the other command came
   EXPECT_TRUE(stopped.ok() || stopped.code() == base::ErrorCode::kCancelled);
-  EXPECT_TRUE(wait_for(back).ok());
+  EXPECT_TRUE(driver_.wait_for(back).ok());
   expect_state(reference);
 }
 
@@ -549,21 +506,8 @@ TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
   auto made = create_emulated_device(options, layout, **drive);
   ASSERT_TRUE(made.ok()) << made.status().to_string();
   Device& device = **made;
-  CompletionQueue queue;
-  const auto run = [&](Command& command) {
-    command.replies = &queue;
-    device.submit(command);
-    Completion completion;
-    while (queue.pop(completion, kWait) && completion.event != Completion::Event::kDone) {
-    }
-    return completion.status;
-  };
-  const auto simple = [&](CommandKind kind, uint64_t step) {
-    Command command;
-    command.kind = kind;
-    command.step = step;
-    return run(command);
-  };
+  DeviceDriver driver;
+  driver.drive(device);
   const auto residual_of = [&](const storage::StoredSubgroup& subgroup, uint64_t step) {
     std::vector<base::Bf16> residual(subgroup.count);
     const auto wide = random_floats(subgroup.count, step, 1.0f);
@@ -578,46 +522,20 @@ TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
       read.subgroup = subgroup.id;
       read.count = subgroup.count;
       read.planes[3] = found.data();
-      ASSERT_TRUE(run(read).ok());
+      ASSERT_TRUE(driver.run(read).ok());
       const auto expected = residual_of(subgroup, of_step);
       for (size_t i = 0; i < found.size(); ++i) {
         ASSERT_EQ(found[i], of_step == 0 ? 0.0f : base::to_f32(expected[i]));
       }
     }
   };
-  ASSERT_TRUE(simple(CommandKind::kBeginStep, 0).ok());
-  for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
-    std::vector<float> master = ReferenceModel::master_at_start(subgroup);
-    Command write;
-    write.kind = CommandKind::kWriteState;
-    write.subgroup = subgroup.id;
-    write.count = subgroup.count;
-    write.planes[0] = master.data();
-    ASSERT_TRUE(run(write).ok());
-  }
-  ASSERT_TRUE(simple(CommandKind::kPrepare, 0).ok());
-  ASSERT_TRUE(simple(CommandKind::kCommit, 0).ok());
+  ASSERT_TRUE(driver.make_start(layout).ok());
   uint64_t kept = 0;
   for (uint64_t step = 1; step <= 5; ++step) {
-    ASSERT_TRUE(simple(CommandKind::kBeginStep, step).ok());
-    for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
-      const auto gradient = test_gradient(subgroup, step, DataType::kBf16);
-      Command put;
-      put.kind = CommandKind::kPutGradient;
-      put.subgroup = subgroup.id;
-      put.count = subgroup.count;
-      put.gradient = gradient.data();
-      ASSERT_TRUE(run(put).ok());
-    }
-    Command update;
-    update.kind = CommandKind::kUpdate;
-    update.step = step;
-    update.scalars = test_scalars(step);
-    for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
-      update.updates.push_back({subgroup.id, nullptr});
-    }
+    ASSERT_TRUE(driver.run(CommandKind::kBeginStep, step).ok());
+    ASSERT_TRUE(driver.put_all(layout, step).ok());
     const auto before = device.store_traffic();
-    ASSERT_TRUE(run(update).ok());
+    ASSERT_TRUE(driver.update(layout, step).ok());
     const auto moved = device.store_traffic().since(before);
     EXPECT_EQ(moved.up(base::TrafficKind::kState), moved.down(base::TrafficKind::kState));
     if (step != 3) {  // a step that leaves it alone
@@ -631,18 +549,18 @@ TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
         write.count = subgroup.count;
         write.plane_mask = 1u << 3;
         write.residual = residual.data();
-        ASSERT_TRUE(run(write).ok());
+        ASSERT_TRUE(driver.run(write).ok());
         bytes += subgroup.count * 2;
       }
       EXPECT_EQ(device.host_traffic().down(base::TrafficKind::kState) - down, bytes);
     }
-    ASSERT_TRUE(simple(CommandKind::kPrepare, step).ok());
+    ASSERT_TRUE(driver.run(CommandKind::kPrepare, step).ok());
     if (step == 4) {  // never was
-      ASSERT_TRUE(simple(CommandKind::kTakeBack, step).ok());
+      ASSERT_TRUE(driver.run(CommandKind::kTakeBack, step).ok());
       expect_residual(kept);
       break;
     }
-    ASSERT_TRUE(simple(CommandKind::kCommit, step).ok());
+    ASSERT_TRUE(driver.run(CommandKind::kCommit, step).ok());
     if (step != 3) kept = step;
     expect_residual(kept);
   }

@@ -10,7 +10,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/csd/emulated_device.h"
 #include "smartinf/csd/fault_ring.h"
-#include "smartinf/csd/test_model.h"
+#include "smartinf/csd/test_device.h"
 
 namespace smartinf::csd {
 namespace {
@@ -43,56 +43,15 @@ class DeviceFaults : public testing::Test {
     ASSERT_TRUE(made.ok()) << made.status().to_string();
     device_ = std::move(*made);
     reference_ = std::make_unique<ReferenceModel>(layout_, groups_);
-    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
-      std::vector<float> master = ReferenceModel::master_at_start(subgroup);
-      Command write;
-      write.kind = CommandKind::kWriteState;
-      write.subgroup = subgroup.id;
-      write.count = subgroup.count;
-      write.planes[0] = master.data();
-      ASSERT_TRUE(run(write).ok());
-    }
-    ASSERT_TRUE(run(CommandKind::kPrepare, 0).ok());
-    ASSERT_TRUE(run(CommandKind::kCommit, 0).ok());
+    driver_.drive(*device_);
+    const Status status = driver_.make_start(layout_);
+    ASSERT_TRUE(status.ok()) << status.to_string();
   }
 
-  Status run(Command& command) {
-    command.replies = &queue_;
-    device_->submit(command);
-    Completion completion;
-    while (queue_.pop(completion, std::chrono::seconds(100))) {
-      if (completion.event == Completion::Event::kDone) return completion.status;
-    }
-    return Status(base::ErrorCode::kTimeout, "no completion");
-  }
-  Status run(CommandKind kind, uint64_t step) {
-    Command command;
-    command.kind = kind;
-    command.step = step;
-    return run(command);
-  }
-  Status put_all(uint64_t step) {
-    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
-      const auto gradient = test_gradient(subgroup, step, DataType::kBf16);
-      Command put;
-      put.kind = CommandKind::kPutGradient;
-      put.subgroup = subgroup.id;
-      put.count = subgroup.count;
-      put.gradient = gradient.data();
-      SI_RETURN_IF_ERROR(run(put));
-    }
-    return Status();
-  }
-  Status update(uint64_t step) {
-    Command update;
-    update.kind = CommandKind::kUpdate;
-    update.step = step;
-    update.scalars = test_scalars(step);
-    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
-      update.updates.push_back({subgroup.id, nullptr});
-    }
-    return run(update);
-  }
+  Status run(Command& command) { return driver_.run(command); }
+  Status run(CommandKind kind, uint64_t step) { return driver_.run(kind, step); }
+  Status put_all(uint64_t step) { return driver_.put_all(layout_, step); }
+  Status update(uint64_t step) { return driver_.update(layout_, step); }
   void expect_master() {
     for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
       std::vector<float> master(layout_.subgroups[i].count);
@@ -135,7 +94,7 @@ class DeviceFaults : public testing::Test {
   storage::StoreLayout layout_;
   std::vector<plan::GroupStretch> groups_;
   LocalDeviceOptions options_;
-  CompletionQueue queue_;
+  DeviceDriver driver_;
   std::unique_ptr<ReferenceModel> reference_;
   std::unique_ptr<EmulatedDrive> drive_;
   std::unique_ptr<Device> device_;
@@ -228,12 +187,7 @@ TEST_F(DeviceFaults, MoreIncompleteSpilledGradientsThanBuffersAreRefused) {
   Status last;
   for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
     const auto gradient = test_gradient(subgroup, 1, DataType::kBf16);
-    Command put;
-    put.kind = CommandKind::kPutGradient;
-    put.subgroup = subgroup.id;
-    put.count = 1000;
-    put.gradient = gradient.data();
-    last = run(put);
+    last = driver_.put(subgroup, gradient, DataType::kBf16, 0, 1000);
     if (!last.ok()) break;
   }
   EXPECT_EQ(last.code(), base::ErrorCode::kOutOfMemory) << last.to_string();
@@ -261,15 +215,14 @@ TEST_F(DeviceFaults, ClosesWhileAnUpdateRuns) {
   update.kind = CommandKind::kUpdate;
   update.step = 1;
   update.scalars = test_scalars(1);
-  update.replies = &queue_;
   for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
     update.updates.push_back({subgroup.id, nullptr});
   }
-  device_->submit(update);
+  driver_.start(update);
   device_.reset();
   Completion completion;
   do {
-    ASSERT_TRUE(queue_.pop(completion, std::chrono::seconds(0))) << "not answered";
+    ASSERT_TRUE(driver_.queue.pop(completion, std::chrono::seconds(0))) << "not answered";
   } while (completion.event != Completion::Event::kDone);
   EXPECT_TRUE(completion.status.ok() || completion.status.code() == base::ErrorCode::kCancelled);
 }

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "smartinf/storage/ring.h"
+#include "smartinf/storage/forwarding_ring.h"
 
 namespace smartinf::csd {
 
@@ -20,18 +20,10 @@ struct Faults {
   base::TrafficKind kind = base::TrafficKind::kState;
 };
 
-class FaultRing final : public storage::Ring {
+class FaultRing final : public storage::ForwardingRing {
  public:
   FaultRing(std::unique_ptr<storage::Ring> inner, Faults& faults)
-      : inner_(std::move(inner)), faults_(faults) {}
-  std::string_view name() const override { return "faulty"; }
-  uint32_t depth() const override { return inner_->depth(); }
-  base::Result<uint32_t> add_file(int descriptor, std::string path) override {
-    return inner_->add_file(descriptor, std::move(path));
-  }
-  base::Status register_memory(std::span<std::byte> memory) override {
-    return inner_->register_memory(memory);
-  }
+      : ForwardingRing(std::move(inner)), faults_(faults) {}
   base::Status submit(std::span<storage::IoRequest* const> requests) override {
     std::vector<storage::IoRequest*> passed;
     for (storage::IoRequest* request : requests) {
@@ -44,7 +36,7 @@ class FaultRing final : public storage::Ring {
       }
       (dropped ? dropped_ : passed).push_back(request);
     }
-    return inner_->submit(passed);
+    return ForwardingRing::submit(passed);
   }
   base::Result<size_t> reap(std::span<storage::IoRequest*> done,
                             std::chrono::nanoseconds wait) override {
@@ -53,7 +45,7 @@ class FaultRing final : public storage::Ring {
       dropped_.pop_back();
       return size_t{1};
     }
-    SI_ASSIGN_OR_RETURN(size_t count, inner_->reap(done, wait));
+    SI_ASSIGN_OR_RETURN(size_t count, ForwardingRing::reap(done, wait));
     for (size_t i = 0; i < count;) {
       if (!treat(*done[i])) {
         done[i] = done[--count];  // lost: never completes
@@ -86,7 +78,6 @@ class FaultRing final : public storage::Ring {
     return true;
   }
 
-  std::unique_ptr<storage::Ring> inner_;
   Faults& faults_;
   std::vector<storage::IoRequest*> dropped_;
 };

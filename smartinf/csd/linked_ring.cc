@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/storage/forwarding_ring.h"
 
 namespace smartinf::csd {
 namespace {
@@ -14,23 +15,16 @@ namespace {
 using storage::IoOp;
 using storage::IoRequest;
 
-class LinkedRing final : public storage::Ring {
+class LinkedRing final : public storage::ForwardingRing {
  public:
   LinkedRing(std::unique_ptr<storage::Ring> inner, std::vector<std::shared_ptr<Link>> links)
-      : inner_(std::move(inner)),
+      : ForwardingRing(std::move(inner)),
         links_(std::move(links)),
-        name_(std::string(inner_->name()) + " behind links") {
-    in_flight_.reserve(inner_->depth());
+        name_(std::string(ForwardingRing::name()) + " behind links") {
+    in_flight_.reserve(depth());
   }
 
   std::string_view name() const override { return name_; }
-  uint32_t depth() const override { return inner_->depth(); }
-  base::Result<uint32_t> add_file(int descriptor, std::string path) override {
-    return inner_->add_file(descriptor, std::move(path));
-  }
-  base::Status register_memory(std::span<std::byte> memory) override {
-    return inner_->register_memory(memory);
-  }
 
   base::Status submit(std::span<IoRequest* const> requests) override {
     for (IoRequest* request : requests) {
@@ -44,7 +38,7 @@ class LinkedRing final : public storage::Ring {
       }
       in_flight_.push_back({request, due_ns, false});
     }
-    return inner_->submit(requests);
+    return ForwardingRing::submit(requests);
   }
 
   base::Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
@@ -79,7 +73,7 @@ class LinkedRing final : public storage::Ring {
 
   base::Status reap_inner(std::chrono::nanoseconds wait) {
     std::array<IoRequest*, 32> moved;
-    SI_ASSIGN_OR_RETURN(const size_t count, inner_->reap(moved, wait));
+    SI_ASSIGN_OR_RETURN(const size_t count, ForwardingRing::reap(moved, wait));
     for (size_t i = 0; i < count; ++i) {
       const auto entry = std::find_if(in_flight_.begin(), in_flight_.end(),
                                       [&](const InFlight& e) { return e.request == moved[i]; });
@@ -99,7 +93,6 @@ class LinkedRing final : public storage::Ring {
     return count;
   }
 
-  std::unique_ptr<storage::Ring> inner_;
   std::vector<std::shared_ptr<Link>> links_;
   std::string name_;
   std::vector<InFlight> in_flight_;  // at most depth()

@@ -13,6 +13,7 @@
 
 #include "smartinf/base/log.h"
 #include "smartinf/storage/faulty_ring.h"
+#include "smartinf/storage/forwarding_ring.h"
 #include "smartinf/storage/memory_store_test.h"
 
 namespace smartinf::storage {
@@ -139,15 +140,9 @@ TEST(Faults, SilentOnesAreNeverTakenForTheState) {
 }
 
 /// Refuses the superblock writes that are not synced: those of commit().
-class NoCommitRing final : public Ring {
+class NoCommitRing final : public ForwardingRing {
  public:
-  explicit NoCommitRing(std::unique_ptr<Ring> inner) : inner_(std::move(inner)) {}
-  std::string_view name() const override { return "no commit"; }
-  uint32_t depth() const override { return inner_->depth(); }
-  base::Result<uint32_t> add_file(int file, std::string path) override {
-    return inner_->add_file(file, std::move(path));
-  }
-  base::Status register_memory(std::span<std::byte>) override { return base::Status(); }
+  explicit NoCommitRing(std::unique_ptr<Ring> inner) : ForwardingRing(std::move(inner)) {}
   Status submit(std::span<IoRequest* const> requests) override {
     std::vector<IoRequest*> passed;
     for (IoRequest* request : requests) {
@@ -155,10 +150,10 @@ class NoCommitRing final : public Ring {
           request->op == IoOp::kWrite && request->offset_bytes < kSuperblockAreaBytes;
       (commit ? refused_ : passed).push_back(request);
     }
-    return inner_->submit(passed);
+    return ForwardingRing::submit(passed);
   }
   base::Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
-    if (refused_.empty()) return inner_->reap(done, wait);
+    if (refused_.empty()) return ForwardingRing::reap(done, wait);
     done[0] = refused_.back();
     refused_.pop_back();
     done[0]->outcome = -EIO;
@@ -166,7 +161,6 @@ class NoCommitRing final : public Ring {
   }
 
  private:
-  std::unique_ptr<Ring> inner_;
   std::vector<IoRequest*> refused_;
 };
 
@@ -197,26 +191,18 @@ TEST(Faults, FailedCommitSuperblockNeverCostsTheLastGoodOne) {
 }
 
 /// Keeps completions back until told.
-class HangingRing final : public Ring {
+class HangingRing final : public ForwardingRing {
  public:
   explicit HangingRing(std::unique_ptr<Ring> inner, std::atomic<bool>& hanging)
-      : inner_(std::move(inner)), hanging_(hanging) {}
-  std::string_view name() const override { return "hanging"; }
-  uint32_t depth() const override { return inner_->depth(); }
-  base::Result<uint32_t> add_file(int file, std::string path) override {
-    return inner_->add_file(file, std::move(path));
-  }
-  base::Status register_memory(std::span<std::byte>) override { return base::Status(); }
-  Status submit(std::span<IoRequest* const> requests) override { return inner_->submit(requests); }
+      : ForwardingRing(std::move(inner)), hanging_(hanging) {}
   base::Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
-    if (!hanging_) return inner_->reap(done, wait);
+    if (!hanging_) return ForwardingRing::reap(done, wait);
     std::this_thread::sleep_for(
         std::min<std::chrono::nanoseconds>(wait, std::chrono::milliseconds(5)));
     return size_t{0};
   }
 
  private:
-  std::unique_ptr<Ring> inner_;
   std::atomic<bool>& hanging_;
 };
 
@@ -249,29 +235,22 @@ TEST(Faults, WatchdogNamesTheRequestThatHangs) {
 }
 
 /// Fails as a whole while a sync is on its way, and works again afterwards.
-class BreakingRing final : public Ring {
+class BreakingRing final : public ForwardingRing {
  public:
   BreakingRing(std::unique_ptr<Ring> inner, std::atomic<bool>& armed)
-      : inner_(std::move(inner)), armed_(armed) {}
-  std::string_view name() const override { return "breaking"; }
-  uint32_t depth() const override { return inner_->depth(); }
-  base::Result<uint32_t> add_file(int file, std::string path) override {
-    return inner_->add_file(file, std::move(path));
-  }
-  base::Status register_memory(std::span<std::byte>) override { return base::Status(); }
+      : ForwardingRing(std::move(inner)), armed_(armed) {}
   Status submit(std::span<IoRequest* const> requests) override {
     for (const IoRequest* request : requests) {
       fail_ = fail_ || (request->op == IoOp::kSync && armed_.exchange(false));
     }
-    return inner_->submit(requests);
+    return ForwardingRing::submit(requests);
   }
   base::Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
     if (std::exchange(fail_, false)) return Status(ErrorCode::kIo, "asked to break", "A test.");
-    return inner_->reap(done, wait);
+    return ForwardingRing::reap(done, wait);
   }
 
  private:
-  std::unique_ptr<Ring> inner_;
   std::atomic<bool>& armed_;
   bool fail_ = false;
 };

@@ -7,6 +7,7 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/storage/forwarding_ring.h"
 
 namespace smartinf::storage {
 namespace {
@@ -16,24 +17,15 @@ using base::Status;
 
 constexpr uint32_t kDelayReapsMax = 5;
 
-class FaultyRing final : public Ring {
+class FaultyRing final : public ForwardingRing {
  public:
   FaultyRing(std::unique_ptr<Ring> inner, const FaultOptions& options, FaultCounts* counts)
-      : inner_(std::move(inner)),
+      : ForwardingRing(std::move(inner)),
         options_(options),
         counts_(counts != nullptr ? *counts : own_counts_),
         random_(options.seed),
-        twins_(inner_->depth()) {
+        twins_(depth()) {
     for (Twin& twin : twins_) free_.push_back(&twin);
-  }
-
-  std::string_view name() const override { return "faulty"; }
-  uint32_t depth() const override { return inner_->depth(); }
-  Result<uint32_t> add_file(int descriptor, std::string path) override {
-    return inner_->add_file(descriptor, std::move(path));
-  }
-  base::Status register_memory(std::span<std::byte> memory) override {
-    return inner_->register_memory(memory);
   }
 
   Status submit(std::span<IoRequest* const> requests) override {
@@ -60,14 +52,14 @@ class FaultyRing final : public Ring {
         passed.push_back(&twin.request);
       }
     }
-    return inner_->submit(passed);
+    return ForwardingRing::submit(passed);
   }
 
   Result<size_t> reap(std::span<IoRequest*> done, std::chrono::nanoseconds wait) override {
     std::vector<IoRequest*> finished(twins_.size());
     // What is held back here is due soon: the inner ring is not waited for.
     const auto patience = held_.empty() ? wait : std::chrono::nanoseconds(0);
-    SI_ASSIGN_OR_RETURN(const size_t count, inner_->reap(finished, patience));
+    SI_ASSIGN_OR_RETURN(const size_t count, ForwardingRing::reap(finished, patience));
     for (size_t i = 0; i < count; ++i) held_.push_back(static_cast<Twin*>(finished[i]->owner));
     size_t given = 0;
     for (size_t i = 0; i < held_.size();) {
@@ -160,7 +152,6 @@ class FaultyRing final : public Ring {
     return kPass;
   }
 
-  std::unique_ptr<Ring> inner_;
   FaultOptions options_;
   FaultCounts own_counts_;
   FaultCounts& counts_;

@@ -27,7 +27,7 @@ class Resume(TrainCase):
         self.fail("no step before the end: " + process.stderr.read())
 
     def test_kill_at_random_moments(self):
-        recipe = self.recipe(steps=400)
+        recipe = self.recipe(steps=40 * KILLS)  # more than are made between the kills
         self.train(recipe, "whole")
         draw = random.Random(os.environ.get("SMARTINF_TEST_SEED", "7"))
         flags = self.devices("killed", 2)

@@ -23,7 +23,7 @@ THIRD_PARTY = {
     r"hwloc": ["smartinf/csd/"],
     r"CLI/": ["apps/"],
     r"spdlog/": ["apps/"],
-    r"toml\+\+": ["smartinf/config/", "smartinf/sim/"],
+    r"toml\+\+": ["smartinf/base/toml.h"],
 }
 
 

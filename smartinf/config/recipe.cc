@@ -19,9 +19,7 @@
 // Header-only and without exceptions, in this file alone.
 #define TOML_HEADER_ONLY 1
 #define TOML_EXCEPTIONS 0
-// toml++ asserts on some malformed text that it refuses without assertions.
-#define TOML_ASSERT(expr) static_assert(true)
-#include <toml++/toml.h>
+#include "smartinf/base/toml.h"
 
 namespace smartinf::config {
 namespace {

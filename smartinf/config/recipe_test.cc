@@ -174,6 +174,11 @@ TEST(Recipe, SyntaxErrorsNameTheLine) {
   EXPECT_THAT(bad("[train]\nsteps = 1\nsteps = 2\n"), HasSubstr("some/name.toml:3:"));
 }
 
+TEST(Recipe, LettersOutsideOfStringsAreSyntaxErrors) {
+  EXPECT_THAT(bad("[train]\nlr = \u00e9-3\n"), HasSubstr("some/name.toml:2"));
+  EXPECT_THAT(bad("[train]\nlr \u0401 = 1\n"), HasSubstr("some/name.toml:2"));
+}
+
 TEST(Recipe, ReportsAllProblemsAtOnceUpToABound) {
   const std::string text = bad("[train]\nstpes = 5\nlr = \"x\"\n", {{"model.with", "3"}});
   EXPECT_THAT(text, HasSubstr("stpes"));

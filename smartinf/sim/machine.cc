@@ -7,11 +7,9 @@
 #include <type_traits>
 
 #include <fmt/format.h>
-// toml++ asserts on some malformed text that it refuses without assertions.
-#define TOML_ASSERT(expr) static_assert(true)
-#include <toml++/toml.h>
 
 #include "smartinf/base/nearest.h"
+#include "smartinf/base/toml.h"
 #include "smartinf/base/units.h"
 #include "smartinf/sim/machine_presets.h"
 

@@ -328,6 +328,17 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
   std::vector<storage::StoreState> states;
   for (const auto& device : set.devices) states.push_back(device->state());
   SI_ASSIGN_OR_RETURN(set.step, storage::recovery_step(states));
+  if (options.recover_to && *options.recover_to != set.step) {
+    for (const storage::StoreState& state : states) {
+      if (state.committed_step == *options.recover_to) continue;
+      return Status(
+          ErrorCode::kMismatch,
+          fmt::format("{} holds step {}, and the processes that share the run agreed on {}",
+                      set.devices[state.device_index]->info().name, set.step, *options.recover_to),
+          "Load the last checkpoint.");
+    }
+    set.step = *options.recover_to;
+  }
   for (const auto& device : set.devices) SI_RETURN_IF_ERROR(device->recover_to(set.step));
   return set;
 }

@@ -314,22 +314,29 @@ Status DeviceUpdater::read_planes(
 
 Status DeviceUpdater::edit_state(
     const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
-    const std::string& blob) {
+    const std::string& blob, const base::Bf16* residual) {
   if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
   SI_RETURN_IF_ERROR(wait_commit());
+  if (compressor_ == nullptr || !compressor_->feedback()) residual = nullptr;
+  const bool write_residuals =
+      residual != nullptr && set_.residual && options_.compress.kept_on_devices();
   base::StepNumber step = 0;
   std::string stored;
   {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(require(Phase::kIdle, "editing the state"));
     step = committed_step_ + 1;
-    // Editing changes nothing of what compression keeps: it is the new step's as well.
-    keeping_ = set_.residual && residual_step_ == committed_step_;
+    // What compression keeps and is not given anew is the new step's as well.
+    keeping_ =
+        residual != nullptr ? write_residuals : set_.residual && residual_step_ == committed_step_;
+    new_residual_ = residual != nullptr;
     commit_blob_ = blob;
     stored = joined_blob();
   }
   SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kBeginStep, step, {}));
-  Status result = edit_subgroups(edit);
+  Status result = edit ? edit_subgroups(edit) : Status();
+  if (residual != nullptr) compressor_->propose_residual(residual);
+  if (result.ok() && write_residuals) result = keep_all();
   if (result.ok()) result = on_all_devices(CommandKind::kPrepare, step, stored);
   if (!result.ok()) {
     const Status taken_back = on_all_devices(CommandKind::kTakeBack, step, {});
@@ -337,16 +344,41 @@ Status DeviceUpdater::edit_state(
     if (!taken_back.ok()) phase_ = Phase::kBroken;
     return result;
   }
-  result = on_all_devices(CommandKind::kCommit, step, {});
+  {
+    const std::lock_guard lock(mutex_);
+    phase_ = Phase::kPrepared;
+  }
+  return options_.hold_commit ? Status() : finish_commit();
+}
+
+Status DeviceUpdater::finish_commit() {
+  SI_RETURN_IF_ERROR(wait_commit());
+  base::StepNumber step = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    SI_RETURN_IF_ERROR(require(Phase::kPrepared, "a commit finished"));
+    step = committed_step_ + 1;
+  }
+  Status result = on_all_devices(CommandKind::kCommit, step, {});
   const std::lock_guard lock(mutex_);
   if (!result.ok()) {
     phase_ = Phase::kBroken;  // some may have committed
     return result;
   }
-  committed_step_ = step;
-  if (keeping_) residual_step_ = step;
-  blob_ = blob;
+  committed();
+  phase_ = Phase::kIdle;
   return Status();
+}
+
+const base::Bf16* DeviceUpdater::residual() const {
+  return compressor_ != nullptr ? compressor_->residual() : nullptr;
+}
+
+void DeviceUpdater::committed() {
+  ++committed_step_;
+  blob_ = std::move(commit_blob_);
+  if (keeping_) residual_step_ = committed_step_;
+  if (new_residual_) compressor_->commit();
 }
 
 Status DeviceUpdater::edit_subgroups(
@@ -600,7 +632,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     command.type = type;
     for (uint32_t g = 0; g < space_.group_count(); ++g) {
       command.scalars[g] = kernels::make_step_scalars(
-          options_.rule, options.groups[g], step,
+          options_.rule, options.groups[g], options.number != 0 ? options.number : step,
           compressor_ != nullptr ? 1 : options.gradient_scale, options_.seed);
     }
   }
@@ -712,16 +744,14 @@ void DeviceUpdater::advance() {
       if (step_error_.ok()) return submit_to_all(Phase::kPreparing, CommandKind::kPrepare);
       return submit_to_all(Phase::kTakingBack, CommandKind::kTakeBack);
     case Phase::kPreparing:
+      if (step_error_.ok() && options_.hold_commit) return end(Phase::kPrepared, Status());
       if (step_error_.ok()) return submit_to_all(Phase::kCommitting, CommandKind::kCommit);
       return submit_to_all(Phase::kTakingBack, CommandKind::kTakeBack);
     case Phase::kCommitting:
       // Every device is prepared, so whichever failed now, opening again rolls the step forward or
       // back on all of them. Here it cannot be known which.
       if (!step_error_.ok()) return end(Phase::kBroken, std::move(step_error_));
-      ++committed_step_;
-      blob_ = std::move(commit_blob_);
-      if (keeping_) residual_step_ = committed_step_;
-      if (compressor_ != nullptr) compressor_->commit();
+      committed();
       return end(Phase::kIdle, Status());
     case Phase::kTakingBack:
       // The caller hears of the error that led here.
@@ -744,6 +774,7 @@ Status DeviceUpdater::start_commit(const std::string& blob) {
   keeping_ = set_.residual && options_.compress.kept_on_devices() &&
              (keep_wanted_ || (committed_step_ + 1) % every == 0);
   keep_wanted_ = false;
+  new_residual_ = compressor_ != nullptr;
   commit_blob_ = blob;
   take_back_failed_ = false;
   if (updates_in_flight_ == 0) advance();
@@ -829,12 +860,27 @@ Status DeviceUpdater::recall_residual() {
 }
 
 void DeviceUpdater::keep_next_of(size_t device) {
-  const storage::StoredSubgroup& subgroup =
-      set_.devices[device]->layout().subgroups[next_to_keep_[device]++];
-  Command& command = phase_commands_[device];
+  write_residual(phase_commands_[device], device,
+                 set_.devices[device]->layout().subgroups[next_to_keep_[device]++], step_replies_);
+}
+
+Status DeviceUpdater::keep_all() {
+  for (size_t d = 0; d < set_.devices.size(); ++d) {
+    for (const storage::StoredSubgroup& subgroup : set_.devices[d]->layout().subgroups) {
+      Command command;
+      write_residual(command, d, subgroup, caller_replies_);
+      SI_RETURN_IF_ERROR(named(next_reply(caller_replies_).status, &command));
+    }
+  }
+  return Status();
+}
+
+void DeviceUpdater::write_residual(Command& command, size_t device,
+                                   const storage::StoredSubgroup& subgroup,
+                                   csd::CompletionQueue& replies) {
   command = Command{};
   command.kind = CommandKind::kWriteState;
-  command.replies = &step_replies_;
+  command.replies = &replies;
   command.owner = set_.devices[device].get();
   command.subgroup = subgroup.id;
   command.count = subgroup.count;
@@ -844,7 +890,7 @@ void DeviceUpdater::keep_next_of(size_t device) {
 }
 
 Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
-  const base::StepNumber step = committed_step_ + 1;
+  const base::StepNumber step = options.number != 0 ? options.number : committed_step_ + 1;
   size_t next_writer = 0;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     if (left_alone(subgroup, options)) {

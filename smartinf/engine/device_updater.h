@@ -44,7 +44,8 @@ class DeviceUpdater final : public Updater {
       override;
   base::Status edit_state(
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
-      const std::string& blob) override;
+      const std::string& blob, const base::Bf16* residual) override;
+  const base::Bf16* residual() const override;
   base::Status load_weights(base::DataType type, const WeightsSink& sink) override;
 
   base::Status begin_step() override;
@@ -57,6 +58,7 @@ class DeviceUpdater final : public Updater {
   base::Status wait_weights(uint64_t first, uint64_t count) override;
   base::Status start_commit(const std::string& blob) override;
   base::Status wait_commit() override;
+  base::Status finish_commit() override;
   base::Status take_back() override;
 
   void keep_residual() override;
@@ -80,6 +82,7 @@ class DeviceUpdater final : public Updater {
     kUpdating,   // devices update; weights come up
     kKeeping,    // what compression keeps is written
     kPreparing,
+    kPrepared,  // UpdaterOptions::hold_commit: finish_commit() or take_back() comes next
     kCommitting,
     kTakingBack,
     kBroken,  // the devices may disagree: only opening again can tell
@@ -127,7 +130,12 @@ class DeviceUpdater final : public Updater {
   /// What compression kept at the committed step, from the devices or, where that is not there,
   /// nothing. Once after opening.
   base::Status recall_residual();
+  /// The command that writes the next residual of one of a device's subgroups.
+  void write_residual(csd::Command& command, size_t device, const storage::StoredSubgroup& subgroup,
+                      csd::CompletionQueue& replies);
   void keep_next_of(size_t device);  // mutex_ held: writes its next subgroup's residual
+  base::Status keep_all();           // of all subgroups, within an edit
+  void committed();                  // mutex_ held: the step in progress is real
 
   void take_completions();                                 // the engine thread
   void complete(csd::Completion&& completion);             // mutex_ held
@@ -172,6 +180,7 @@ class DeviceUpdater final : public Updater {
   bool commit_wanted_ = false;
   bool keep_wanted_ = false;                       // by keep_residual()
   bool keeping_ = false;                           // this commit writes residuals
+  bool new_residual_ = false;                      // and they count from it on
   std::optional<base::StepNumber> residual_step_;  // of those on the devices
   CompressionSummary compression_;                 // of the last update
   std::string commit_blob_;

@@ -181,6 +181,10 @@ void GradientCompressor::commit() {
   if (residual_ != nullptr) std::swap(gradient_, residual_);
 }
 
+void GradientCompressor::propose_residual(const base::Bf16* values) {
+  std::memcpy(static_cast<void*>(gradient_), values, elements_ * sizeof(base::Bf16));
+}
+
 void GradientCompressor::set_residual(uint64_t first, std::span<const float> values) {
   kernels::kernels().cast_from_f32(values.data(), residual_ + first, DataType::kBf16,
                                    values.size());

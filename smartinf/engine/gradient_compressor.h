@@ -57,6 +57,10 @@ class GradientCompressor {
   bool feedback() const { return options_.feedback != CompressOptions::Feedback::kNone; }
   /// What the step in progress keeps: [count]. For the store.
   const base::Bf16* next_residual(uint64_t first) const { return gradient_ + first; }
+  /// What the committed step kept: [elements]; null without feedback.
+  const base::Bf16* residual() const { return residual_; }
+  /// Between steps: commit() makes it what is kept. [elements]
+  void propose_residual(const base::Bf16* values);
   /// What the committed step kept, from the store.
   void set_residual(uint64_t first, std::span<const float> values);
   uint64_t memory_bytes() const { return memory_.size(); }

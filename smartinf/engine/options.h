@@ -4,10 +4,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
+#include "smartinf/base/ids.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/csd/trace.h"
 #include "smartinf/kernels/update_rule.h"
@@ -94,7 +96,14 @@ struct UpdaterOptions {
   /// With several devices: each one's threads are kept on cores of their own, near its drive, where
   /// there are enough cores. For one process on the machine.
   bool pin_threads = true;
-  bool create = true;      // false: only open what exists
+  bool create = true;  // false: only open what exists
+  /// Several processes share a run and decide together whether a step is committed:
+  /// Updater::finish_commit().
+  bool hold_commit = false;
+  /// The step that those processes agreed to recover to, one that each of them has committed or
+  /// prepared (storage::recovery_step's rule, over all of them); none: the devices of this one
+  /// decide.
+  std::optional<base::StepNumber> recover_to;
   EmulatedLink host_link;  // one for all devices
   /// What devices and links do is recorded there; null: nowhere. Read it when the updater is gone,
   /// or between a wait_commit() and the next step.

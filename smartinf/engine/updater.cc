@@ -42,9 +42,14 @@ UpdaterTraffic UpdaterTraffic::since(const UpdaterTraffic& earlier) const {
 
 base::Status Updater::edit_state(
     const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>&,
-    const std::string&) {
+    const std::string&, const base::Bf16*) {
   return base::Status(base::ErrorCode::kUnsupported, "this updater's state cannot be rewritten",
                       "Keep the state on devices.");
+}
+
+base::Status Updater::finish_commit() {
+  return base::Status(base::ErrorCode::kUnsupported, "this updater commits by itself",
+                      "Call wait_commit().");
 }
 
 base::Status Updater::skip_gradient(uint64_t, uint64_t) {

@@ -32,6 +32,9 @@ namespace smartinf::engine {
 struct UpdateOptions {
   double gradient_scale = 1;                  // multiplies every gradient: unscale x clip factor
   std::vector<kernels::GroupOptions> groups;  // one per group of the parameter space
+  /// Which step this is to the caller, from 1: rounding by chance and compression's warm-up go by
+  /// it. 0: committed_step() + 1, which also counts edits and begins anew on other devices.
+  uint64_t number = 0;
 };
 
 struct UpdaterTraffic {
@@ -88,11 +91,16 @@ class Updater {
   /// returns whether it changed them. What it changed becomes real at once, as a step of its own
   /// with `blob` (committed_step() counts it); a failure leaves the state as it was. Beyond the
   /// memory budget it takes one subgroup's planes for the time it runs. Import, and weights that
-  /// were written from outside. Errors: kUnsupported where state is not on devices.
+  /// were written from outside. An empty `edit` changes no plane, and none is read for it.
+  /// residual: [space().count()], what compression is to keep from now on (ignored without
+  /// feedback); null: what it keeps already. Errors: kUnsupported where state is not on devices.
   virtual base::Status edit_state(
       const std::function<base::Result<bool>(uint64_t first,
                                              std::span<const std::span<float>> planes)>& edit,
-      const std::string& blob);
+      const std::string& blob, const base::Bf16* residual = nullptr);
+  /// What compression kept at the committed step: [space().count()], valid until the next call that
+  /// changes state; null without feedback.
+  virtual const base::Bf16* residual() const { return nullptr; }
   /// Master weights of the current step, cast: resume and evaluation.
   virtual base::Status load_weights(base::DataType type, const WeightsSink& sink) = 0;
 
@@ -130,6 +138,10 @@ class Updater {
   /// Waits for its outcome; ok when none was started. On failure the step has been taken back on
   /// every device and the last committed one stands; weights that came up are stale (load_weights).
   virtual base::Status wait_commit() = 0;
+  /// With UpdaterOptions::hold_commit, start_commit() and edit_state() only prepare the step: after
+  /// a wait_commit() that returned ok this commits it on every device, or take_back() drops it.
+  /// Errors: kFailedPrecondition when no step is prepared.
+  virtual base::Status finish_commit();
   /// Both at once.
   base::Status commit(const std::string& blob) {
     SI_RETURN_IF_ERROR(start_commit(blob));

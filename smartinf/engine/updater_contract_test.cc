@@ -742,6 +742,114 @@ TEST(Compression, WhatIsKeptSurvivesAnEditOfTheState) {
   }
 }
 
+TEST(Compression, WhatIsKeptCanBeReplaced) {
+  Scratch scratch;
+  const Outcome expected = compressed_run(compressed_options(scratch));
+  // Copied by hand, planes and residual, onto other devices, whose steps count from 1 again.
+  Scratch from;
+  auto first = Updater::open(compressed_options(from), contract_space());
+  ASSERT_TRUE(first.ok()) << first.status().to_string();
+  initialize(**first);
+  Outcome outcome;
+  run_steps(**first, 1, 2, outcome);
+  std::array<std::vector<float>, 3> state;
+  expect_ok((*first)->read_state(7, [&](uint64_t, std::span<const std::span<const float>> planes) {
+    for (size_t p = 0; p < state.size(); ++p) {
+      state[p].insert(state[p].end(), planes[p].begin(), planes[p].end());
+    }
+    return base::Status();
+  }));
+  const base::Bf16* kept = (*first)->residual();
+  ASSERT_NE(kept, nullptr);
+  const std::vector<base::Bf16> residual(kept, kept + contract_space().count());
+
+  const auto copy = [&](uint64_t at, std::span<const std::span<float>> planes) {
+    for (size_t p = 0; p < state.size(); ++p) {
+      std::copy_n(state[p].begin() + static_cast<ptrdiff_t>(at), planes[p].size(),
+                  planes[p].begin());
+    }
+    return base::Result<bool>(true);
+  };
+  for (const uint64_t every : {uint64_t{0}, uint64_t{1}}) {
+    for (const bool reopened : {false, true}) {
+      if (every == 0 && reopened) continue;  // nothing is kept
+      Scratch own;
+      UpdaterOptions options = compressed_options(own, 2, 1);
+      options.compress.keep_every = every;
+      auto updater = Updater::open(options, contract_space());
+      ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+      initialize(**updater);
+      expect_ok((*updater)->edit_state(copy, "copied", residual.data()));
+      // Steps 1 and 2 of these devices; nothing changes but the number.
+      expect_ok((*updater)->edit_state(nullptr, "again"));
+      if (reopened) {
+        updater->reset();
+        updater = Updater::open(options, contract_space());
+        ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+      }
+      Outcome rest = outcome;
+      run_steps(**updater, 3, kSteps, rest);
+      EXPECT_EQ(rest, expected) << "every " << every;
+    }
+  }
+}
+
+// ---- Several processes share a run: each prepares, then all commit.
+
+TEST(HeldCommit, IsRealOnlyWhenItIsFinished) {
+  Scratch scratch;
+  Variant variant;
+  variant.devices = 2;
+  UpdaterOptions options = options_of(variant, scratch);
+  const auto open = [&] {
+    auto updater = Updater::open(options, contract_space());
+    EXPECT_TRUE(updater.ok()) << updater.status().to_string();
+    return std::move(updater).value();
+  };
+  const auto prepare = [&](Updater& updater) {
+    const auto gradient = contract_gradient(contract_space().count(), 1);
+    expect_ok(updater.begin_step());
+    expect_ok(updater.put_gradient(0, gradient.data(), DataType::kBf16, gradient.size()));
+    expect_ok(updater.finish_gradients(1).status());
+    UpdateOptions update;
+    update.groups.resize(2);
+    expect_ok(updater.start_update(update, DataType::kBf16, nullptr));
+    expect_ok(updater.start_commit("held"));
+    expect_ok(updater.wait_commit());
+    EXPECT_EQ(updater.committed_step(), 0u);
+    EXPECT_FALSE(updater.begin_step().ok());
+  };
+  options.hold_commit = true;
+  auto updater = open();
+  initialize(*updater);
+  const std::string before = updater->blob();
+  EXPECT_FALSE(updater->finish_commit().ok());
+  prepare(*updater);
+  expect_ok(updater->take_back());
+  EXPECT_EQ(updater->committed_step(), 0u);
+  prepare(*updater);
+
+  // The processes end here; what they agree on decides.
+  updater.reset();
+  options.recover_to = 2;
+  EXPECT_EQ(Updater::open(options, contract_space()).status().code(), base::ErrorCode::kMismatch);
+  options.recover_to = 0;
+  updater = open();
+  EXPECT_EQ(updater->blob(), before);
+  prepare(*updater);
+  updater.reset();
+  options.recover_to = 1;
+  updater = open();
+  EXPECT_EQ(updater->blob(), "held");
+  EXPECT_EQ(updater->committed_step(), 1u);
+
+  expect_ok(updater->edit_state(nullptr, "edited"));
+  EXPECT_EQ(updater->committed_step(), 1u);
+  expect_ok(updater->finish_commit());
+  EXPECT_EQ(updater->committed_step(), 2u);
+  EXPECT_EQ(updater->blob(), "edited");
+}
+
 TEST(Compression, GoesOnAfterReshardingAsIfNothingHadHappened) {
   Scratch scratch;
   const Outcome expected = compressed_run(compressed_options(scratch));

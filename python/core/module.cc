@@ -1,6 +1,7 @@
 // smartinf._core: the engine's Updater for Python. Tensors are addresses of host memory here, so
 // the module needs neither torch nor numpy; smartinf/optimizers.py keeps them alive.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -10,6 +11,7 @@
 #include "smartinf/kernels/update.h"
 
 #include "python/core/errors.h"
+#include "python/core/remarks.h"
 #include "python/core/updater.h"
 
 namespace nb = nanobind;
@@ -21,6 +23,7 @@ NB_MODULE(_core, module) {
   // holds beyond that is no news to the user.
   nb::set_leak_warnings(false);
   smartinf::python::register_errors();
+  smartinf::python::collect_remarks();
   module.doc() = "The core of smartinf. Internal: use smartinf.AdamW and its siblings.";
   module.attr("__version__") = SMARTINF_VERSION;
   module.def(
@@ -44,6 +47,21 @@ NB_MODULE(_core, module) {
         }
       },
       "path"_a, "Removes the state that a device holds, if there is any. Not while it is open.");
+  module.def(
+      "peek",
+      [](const std::string& path) -> std::optional<std::tuple<bool, uint64_t, uint64_t>> {
+        smartinf::engine::UpdaterOptions options;
+        options.devices.emplace_back().path = path;
+        const nb::gil_scoped_release released;
+        const auto sources = smartinf::engine::local_sources(options);
+        const auto state = smartinf::python::take(sources.front()->peek());
+        if (!state) return std::nullopt;
+        return std::tuple(state->initialized, state->committed_step, state->prepared_step);
+      },
+      "path"_a,
+      "(initialized, committed step, prepared step) of a device without opening it; None: empty.");
+  module.def("take_remarks", &smartinf::python::take_remarks,
+             "What the core has remarked since the last call: [(level, text)].");
 
   nb::class_<PyUpdater>(module, "Updater",
                         "Optimizer state on devices. Sizes are in elements, addresses are of host "
@@ -66,27 +84,36 @@ NB_MODULE(_core, module) {
           "read_state", &PyUpdater::read_state, "planes"_a, "visit"_a,
           "visit(first, count, views) for pieces in ascending order; views holds an f32 memoryview "
           "for each plane of the mask, else None, valid during the call.")
-      .def("edit_state", &PyUpdater::edit_state, "edit"_a, "blob"_a,
+      .def("edit_state", &PyUpdater::edit_state, "edit"_a.none(), "blob"_a, "residual"_a = 0,
            "Like read_state over all planes, with views that may be written; what edit(first, "
-           "count, "
-           "views) returns true for is written back. All becomes real at once, as a step.")
+           "count, views) returns true for is written back. All becomes real at once, as a step. "
+           "edit None: no plane changes. residual: address of what compression is to keep from now "
+           "on, bf16 in the order of the space; 0: as it is.")
+      .def("residual", &PyUpdater::residual,
+           "Address of what compression keeps, bf16 in the order of the space, valid until state "
+           "changes; 0 without feedback.")
+      .def("compression", &PyUpdater::compression, "Of the last update.")
       .def("load_weights", &PyUpdater::load_weights, "type"_a, "address"_a,
            "Master weights, cast, to one flat array in the order of the space.")
       .def("begin_step", &PyUpdater::begin_step)
       .def("put_gradients", &PyUpdater::put_gradients, "ranges"_a, "addresses"_a, "types"_a,
            "Whole ranges, contiguous; copied before the call returns.")
+      .def("put_gradient_part", &PyUpdater::put_gradient_part, "range"_a, "first"_a, "address"_a,
+           "type"_a, "count"_a, "Elements [first, first + count) of a range, cut as the core asks.")
       .def("skip_gradient", &PyUpdater::skip_gradient, "range"_a,
            "This range gets none in this step and is to be left alone by the update.")
       .def("finish_gradients", &PyUpdater::finish_gradients, "unscale"_a,
            "(L2 norm after unscaling, finite, name of the first range that is not finite)")
       .def(
-          "start_update", &PyUpdater::start_update, "gradient_scale"_a, "groups"_a, "type"_a,
-          "address"_a,
+          "start_update", &PyUpdater::start_update, "number"_a, "gradient_scale"_a, "groups"_a,
+          "type"_a, "address"_a,
           "groups: for each range a dict of torch's options and 'step' (counts from 1), or None to "
           "leave it alone. Weights go to one flat array in the order of the space.")
       .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
       .def("start_commit", &PyUpdater::start_commit, "blob"_a)
       .def("wait_commit", &PyUpdater::wait_commit)
+      .def("finish_commit", &PyUpdater::finish_commit,
+           "With the option hold_commit: commits what wait_commit() found prepared.")
       .def("take_back", &PyUpdater::take_back)
       .def("count", &PyUpdater::count)
       .def("traffic", &PyUpdater::traffic,

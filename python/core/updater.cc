@@ -53,6 +53,46 @@ kernels::RuleOptions rule_options(const nb::dict& given, kernels::RuleOptions ru
   return rule;
 }
 
+/// "none", "topk", ... in the recipe's words.
+template <typename T>
+T choice(const nb::dict& given, const char* key, T otherwise,
+         std::initializer_list<std::pair<const char*, T>> known) {
+  if (!given.contains(key)) return otherwise;
+  const auto name = nb::cast<std::string>(given[key]);
+  std::string names;
+  for (const auto& [known_name, value] : known) {
+    if (name == known_name) return value;
+    names += (names.empty() ? "" : ", ") + std::string(known_name);
+  }
+  usage("compress: " + std::string(key) + " = '" + name + "'", "Known are " + names + ".");
+}
+
+engine::CompressOptions compress_options(const nb::dict& given) {
+  using engine::CompressOptions;
+  using Codec = CompressOptions::Codec;
+  CompressOptions compress;
+  compress.codec = choice(given, "codec", Codec::kTopK,
+                          {{"none", Codec::kNone},
+                           {"topk", Codec::kTopK},
+                           {"randomk", Codec::kRandomK},
+                           {"dense", Codec::kDense}});
+  compress.ratio = option(given, "ratio", compress.ratio);
+  compress.values = choice(given, "values", compress.values,
+                           {{"f32", base::DataType::kF32},
+                            {"bf16", base::DataType::kBf16},
+                            {"f16", base::DataType::kF16}});
+  using Feedback = CompressOptions::Feedback;
+  compress.feedback = choice(given, "feedback", compress.feedback,
+                             {{"none", Feedback::kNone}, {"host", Feedback::kHost}});
+  compress.feedback_decay = option(given, "feedback_decay", compress.feedback_decay);
+  using Variance = CompressOptions::Variance;
+  compress.variance = choice(given, "variance", compress.variance,
+                             {{"sent", Variance::kSent}, {"dense", Variance::kDense}});
+  compress.warmup_steps = option(given, "warmup_steps", compress.warmup_steps);
+  compress.keep_every = option(given, "keep_every", compress.keep_every);
+  return compress;
+}
+
 engine::UpdaterOptions updater_options(const nb::dict& given) {
   engine::UpdaterOptions options;
   for (const nb::handle entry : nb::cast<nb::list>(given["devices"])) {
@@ -98,6 +138,11 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
   options.checksums = option(given, "checksums", options.checksums);
   options.pin_threads = false;  // the ranks of a job share the machine's cores
   options.create = option(given, "create", options.create);
+  if (given.contains("compress")) {
+    options.compress = compress_options(nb::cast<nb::dict>(given["compress"]));
+  }
+  options.hold_commit = option(given, "hold_commit", options.hold_commit);
+  if (given.contains("recover_to")) options.recover_to = nb::cast<uint64_t>(given["recover_to"]);
   return options;
 }
 
@@ -115,8 +160,8 @@ plan::ParameterSpace parameter_space(const std::vector<std::string>& names,
 /// because torch warns of buffers that are not; it is the engine's own copy in any case.
 nb::object float_view(const float* data, uint64_t count) {
   auto* bytes = reinterpret_cast<char*>(const_cast<float*>(data));
-  nb::object raw = nb::steal(PyMemoryView_FromMemory(
-      bytes, static_cast<Py_ssize_t>(count * sizeof(float)), PyBUF_WRITE));
+  nb::object raw = nb::steal(
+      PyMemoryView_FromMemory(bytes, static_cast<Py_ssize_t>(count * sizeof(float)), PyBUF_WRITE));
   if (!raw.is_valid()) throw nb::python_error();
   return raw.attr("cast")("f");
 }
@@ -212,19 +257,34 @@ void PyUpdater::read_state(uint32_t planes, nb::callable visit) {
   });
 }
 
-void PyUpdater::edit_state(nb::callable edit, std::string blob) {
+void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual) {
   engine::Updater& updater = core();
+  std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)> visit;
+  if (!edit.is_none()) {
+    visit = [&](uint64_t first, std::span<const std::span<float>> values) -> base::Result<bool> {
+      const uint64_t count = values.front().size();
+      const nb::gil_scoped_acquire acquired;
+      nb::list views;
+      for (const auto plane : values) views.append(float_view(plane.data(), count));
+      return nb::cast<bool>(edit(first, count, views));
+    };
+  }
   caller_->run([&] {
-    check(updater.edit_state(
-        [&](uint64_t first, std::span<const std::span<float>> values) -> base::Result<bool> {
-          const uint64_t count = values.front().size();
-          const nb::gil_scoped_acquire acquired;
-          nb::list views;
-          for (const auto plane : values) views.append(float_view(plane.data(), count));
-          return nb::cast<bool>(edit(first, count, views));
-        },
-        blob));
+    check(updater.edit_state(visit, blob, reinterpret_cast<const base::Bf16*>(residual)));
   });
+}
+
+uintptr_t PyUpdater::residual() { return reinterpret_cast<uintptr_t>(core().residual()); }
+
+nb::dict PyUpdater::compression() {
+  const engine::CompressionSummary summary = core().compression();
+  nb::dict out;
+  out["elements"] = summary.elements;
+  out["values"] = summary.values;
+  out["bytes"] = summary.bytes;
+  out["ratio"] = summary.ratio;
+  out["residual_norm"] = summary.residual_norm;
+  return out;
 }
 
 void PyUpdater::load_weights(const std::string& type, uintptr_t address) {
@@ -267,6 +327,16 @@ void PyUpdater::put_gradients(const std::vector<size_t>& ranges,
   });
 }
 
+void PyUpdater::put_gradient_part(size_t index, uint64_t first, uintptr_t address,
+                                  const std::string& type, uint64_t count) {
+  engine::Updater& updater = core();
+  const plan::ParameterRange& whole = range(index);
+  if (first > whole.count || count > whole.count - first) usage("a gradient beyond its range");
+  const base::DataType given = data_type(type);
+  const auto* gradient = reinterpret_cast<const void*>(address);
+  caller_->run([&] { check(updater.put_gradient(whole.first + first, gradient, given, count)); });
+}
+
 void PyUpdater::skip_gradient(size_t index) {
   const plan::ParameterRange& skipped = range(index);
   check(core().skip_gradient(skipped.first, skipped.count));
@@ -277,11 +347,12 @@ std::tuple<double, bool, std::string> PyUpdater::finish_gradients(double unscale
   return {summary.norm, summary.finite, summary.first_bad};
 }
 
-void PyUpdater::start_update(double gradient_scale, const nb::list& groups, const std::string& type,
-                             uintptr_t address) {
+void PyUpdater::start_update(uint64_t number, double gradient_scale, const nb::list& groups,
+                             const std::string& type, uintptr_t address) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
   engine::UpdateOptions options;
+  options.number = number;
   options.gradient_scale = gradient_scale;
   options.groups.reserve(groups.size());
   for (const nb::handle entry : groups) {
@@ -321,6 +392,11 @@ void PyUpdater::start_commit(std::string blob) {
 void PyUpdater::wait_commit() {
   engine::Updater& updater = core();
   caller_->run([&] { check(updater.wait_commit()); });
+}
+
+void PyUpdater::finish_commit() {
+  engine::Updater& updater = core();
+  caller_->run([&] { check(updater.finish_commit()); });
 }
 
 void PyUpdater::take_back() {

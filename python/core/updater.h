@@ -33,19 +33,24 @@ class PyUpdater {
 
   void initialize(nanobind::callable provide, std::string blob);
   void read_state(uint32_t planes, nanobind::callable visit);
-  void edit_state(nanobind::callable edit, std::string blob);
+  void edit_state(nanobind::object edit, std::string blob, uintptr_t residual);
+  uintptr_t residual();
+  nanobind::dict compression();
   void load_weights(const std::string& type, uintptr_t address);
 
   void begin_step();
   void put_gradients(const std::vector<size_t>& ranges, const std::vector<uintptr_t>& addresses,
                      const std::vector<std::string>& types);
+  void put_gradient_part(size_t range, uint64_t first, uintptr_t address, const std::string& type,
+                         uint64_t count);
   void skip_gradient(size_t range);
   std::tuple<double, bool, std::string> finish_gradients(double unscale);
-  void start_update(double gradient_scale, const nanobind::list& groups, const std::string& type,
-                    uintptr_t address);
+  void start_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
+                    const std::string& type, uintptr_t address);
   void wait_weights(uint64_t first, uint64_t count);
   void start_commit(std::string blob);
   void wait_commit();
+  void finish_commit();
   void take_back();
 
   nanobind::dict traffic();

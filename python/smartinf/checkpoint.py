@@ -56,6 +56,16 @@ def save(optimizer, folder, replace=False):
             }
             bases[p, segment.index] = offset
             offset = end
+    residual = optimizer._residual()
+    if residual is not None:
+        for segment, shape in zip(layout.segments, layout.range_shapes(), strict=True):
+            end = offset + 2 * segment.count
+            header[f"residual.{layout.range_name(segment)}"] = {
+                "dtype": "BF16",
+                "shape": shape,
+                "data_offsets": [offset, end],
+            }
+            offset = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     data_from = 8 + len(text)
@@ -74,6 +84,8 @@ def save(optimizer, folder, replace=False):
                 bar.update(count)
 
             optimizer._core.read_state((1 << len(planes)) - 1, visit)
+            if residual is not None:  # segments lie in the space as in the file
+                _write(file, optimizer._residual_memory(), data_from + offset - 2 * len(residual), path)
         os.fsync(file)
     except OSError as error:
         if isinstance(error, DeviceError):
@@ -92,6 +104,7 @@ def save(optimizer, folder, replace=False):
             "format": _FORMAT,
             "rule": optimizer._rule,
             "planes": planes,
+            "residual": residual is not None,
             "lineage": optimizer._lineage.to_json(),
             "parameters": [
                 [name, list(param.shape)]
@@ -206,7 +219,15 @@ def load(optimizer, folder, strict):
                 source.copy(plane, start, stop, out, layout.names[segment.param])
             return True
 
-        optimizer._edit(edit, lineage)
+        residual = optimizer._no_residual()
+        if residual is not None:
+            for segment in layout.segments:
+                source = sources.get(segment.param)
+                if source is not None and index.get("residual"):
+                    out = residual[segment.first : segment.first + segment.count]
+                    name = layout.names[segment.param]
+                    source.copy("residual", segment.start, segment.stop, out, name)
+        optimizer._edit(edit, lineage, residual)
     optimizer._undecided = False
     optimizer._expected = None
     optimizer._take_weights()
@@ -232,14 +253,15 @@ def _map(path, ranges, index, wanted, sources):
             count *= size
         range_name = name if stop - start == count else f"{name}[{start}:{stop}]"
         planes = {}
-        for plane in index["planes"]:
+        kept = ["residual"] if index.get("residual") else []
+        for plane in [*index["planes"], *kept]:
+            width = 2 if plane == "residual" else 4
             entry = header.get(f"{plane}.{range_name}")
             if entry is None:
                 raise CorruptError(f"{path} lacks {plane}.{range_name}")
             low, high = (8 + length + offset for offset in entry["data_offsets"])
-            if high > len(memory) or high - low != 4 * (stop - start):
+            if high > len(memory) or high - low != width * (stop - start):
                 raise CorruptError(f"{path} is too short for {plane}.{range_name}: the copy is incomplete")
-            planes[plane] = torch.frombuffer(
-                memory, dtype=torch.float32, count=stop - start, offset=low
-            )
+            dtype = torch.bfloat16 if plane == "residual" else torch.float32
+            planes[plane] = torch.frombuffer(memory, dtype=dtype, count=stop - start, offset=low)
         sources[i].parts.append((start, stop, planes))

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from smartinf.errors import MismatchError
+from smartinf.errors import DeviceError, Error, MismatchError
 
 
 class Ranks:
@@ -36,6 +36,16 @@ class Ranks:
         device["path"] = path
         return device
 
+    def begin_averaging(self):
+        """A group of its own for add_up(), so that its order does not depend on the other calls'."""
+        self._averaging_group = dist.new_group(self._members, backend="gloo")
+
+    def add_up(self, tensor, owner):
+        """Starts adding up every rank's `tensor` into `owner`'s; the others' is then of no use."""
+        return dist.reduce(
+            tensor, dst=self._members[owner], group=self._averaging_group, async_op=True
+        )
+
     def barrier(self):
         if self.world > 1:
             dist.barrier(self._group)
@@ -52,14 +62,78 @@ class Ranks:
         """Errors: MismatchError when the ranks hold states of different steps or runs."""
         if self.world == 1:
             return
-        values = [None] * self.world
-        dist.all_gather_object(values, value, group=self._group)
+        values = self.gathered(value)
         if any(other != values[0] for other in values):
             raise MismatchError(
                 "the ranks' devices hold different states: "
                 + "; ".join(f"rank {r}: update {v['updates']}" for r, v in enumerate(values))
                 + ". Load the last checkpoint."
             )
+
+    def gathered(self, value):
+        """Every rank's value, by rank."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def stand_or_fall(self, failure):
+        """Raises on every rank when one of them has a failure (an Error, or None)."""
+        texts = self.gathered(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        for r, text in enumerate(texts):
+            if text is not None:
+                raise DeviceError(f"rank {r}: {text}")
+
+    def all_agree(self, yes):
+        votes = torch.tensor([int(yes)])
+        dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
+        return bool(votes.item())
+
+    def recovery(self, paths, peek, erase):
+        """The step that every rank's devices can be brought to, by the rule that one rank follows with
+        its devices: what some have committed and all have at least prepared. None: they are fresh, or
+        this is the only rank. A run that was killed while it was being made starts over."""
+        if self.world == 1:
+            return None
+        states, failure = [], None
+        try:
+            states = [peek(path) for path in paths]
+        except Error as error:
+            failure = error
+        self.stand_or_fall(failure)
+        held = [state for state in states if state is not None and state[0]]
+        mine = None
+        if len(held) == len(states):
+            mine = (max(state[1] for state in held), min(state[2] for state in held))
+        everyone = self.gathered(mine)
+        holding = [state for state in everyone if state is not None]
+        if not holding:
+            return None
+        step = min(prepared for _, prepared in holding)
+        newest = max(committed for committed, _ in holding)
+        what = ", ".join(
+            f"rank {r}: " + ("empty" if state is None else f"step {state[1]}")
+            for r, state in enumerate(everyone)
+        )
+        if len(holding) < self.world:
+            if newest > 0:
+                raise MismatchError(
+                    f"some ranks' devices hold state and others' do not ({what}). Give every rank the "
+                    "devices it had, or load the last checkpoint over empty ones (resume=False)."
+                )
+            for path in paths:
+                erase(path)
+            self.barrier()
+            return None
+        if newest > step:
+            raise MismatchError(
+                f"the ranks' devices hold different steps, and no crash explains that ({what}): one of "
+                "them was replaced by an older copy. Load the last checkpoint."
+            )
+        return step
 
     def any_of(self, indices, count):
         """The union of every rank's indices (below count), in order."""
@@ -78,6 +152,10 @@ class Ranks:
         dist.all_reduce(sums, group=self._group)
         finite = sums[1].item() == 0
         return (math.sqrt(sums[0].item()) if finite else math.inf), finite
+
+    def spread(self, tensor):
+        """Rank 0's values into every rank's tensor."""
+        dist.broadcast(tensor, src=self._members[0], group=self._group)
 
     def sum(self, tensor):
         dist.all_reduce(tensor, group=self._group)

@@ -1,5 +1,8 @@
 """What all optimizers of the package share: parameters in, steps over devices, state in and out."""
 
+import contextlib
+import ctypes
+import logging
 import math
 import os
 import shutil
@@ -7,8 +10,10 @@ import uuid
 
 import torch
 
-from smartinf import _core, checkpoint, open_optimizers
+from smartinf import _core, checkpoint, compression, open_optimizers
+from smartinf.averaging import Averaging
 from smartinf.errors import (
+    DeviceError,
     Error,
     MismatchError,
     NonFiniteGradientError,
@@ -22,6 +27,13 @@ from smartinf.sizes import parse_bytes
 _FORMAT = 1  # of the small state dict
 _BLOCK_ELEMENTS = 1 << 16  # of the devices' checksummed blocks, the least a device can hold
 _WORTH_MEASURING_BYTES = 1 << 30
+_log = logging.getLogger("smartinf")
+
+
+def _pass_remarks_on():
+    """What the core has to say goes to Python's logger "smartinf"."""
+    for level, text in _core.take_remarks():
+        _log.log(logging.getLevelNamesMapping()[level.upper()], text)
 
 
 class StorageOptimizer(torch.optim.Optimizer):
@@ -39,6 +51,12 @@ class StorageOptimizer(torch.optim.Optimizer):
         on (empty devices are begun). False: discard it. None: the first step raises UsageError unless
         load_state_dict() or load_checkpoint() has said which state is meant.
     state_format: "f32" (exact), "bf16" or "q8": how momentum and variance are kept.
+    compress: sends the largest elements of each gradient instead of all, and keeps the rest for later
+        steps: a ratio (0.02 sends 1 %), a codec ("topk", "randomk", "dense"), or a dict with any of
+        codec, ratio, values, feedback, feedback_decay, variance, warmup_steps, keep_every, as in a
+        recipe (docs/smartcomp.md). 4 bytes per parameter in host memory, in place of the gradients'.
+        Clipping, GradScaler and accumulation come before anything is kept; a step that is skipped or
+        fails changes nothing of it; resume and checkpoints carry it. None: gradients go whole.
     memory_budget: bytes (or "512MiB") for the buffers of engine and devices; gradients come on top.
     gradient_budget: bytes of gradients held in memory between backward and update; the rest is
         spilled to the devices. None: all stay in memory.
@@ -50,7 +68,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         or "apply" it as torch does. Before the first two nothing has changed.
     release_gradients: backward hands each gradient over as soon as it is complete and frees it. With
         accumulation_steps=k the sum over k backward passes is kept in host memory and handed over in
-        the k-th. p.grad is None after backward then, so clip with max_grad_norm.
+        the k-th. p.grad is None after backward then, so clip with max_grad_norm. GradScaler works
+        (leave scaler.unscale_ out). Under several ranks gradients are averaged on the way, bucket by
+        bucket, each to the rank that owns it; do not wrap the model in DistributedDataParallel then.
     where: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
     subgroup_elements, checksums, seed: see docs/python.md.
     process_group: the ranks that share the state. None: all of them under torch.distributed.
@@ -89,6 +109,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         process_group=None,
     ):
         self._core = None
+        self._broken = self._begun = self._stepped = False
         if devices is None or isinstance(devices, (str, os.PathLike, dict)):
             devices = [] if devices is None else [devices]
         if not devices:
@@ -96,12 +117,16 @@ class StorageOptimizer(torch.optim.Optimizer):
                 'no device given: say where the state is to live, e.g. devices=["/nvme/run1"]. A '
                 "directory is made if it is missing."
             )
-        if compress is not None:
-            raise UsageError("compress: this build cannot compress gradients; leave it out")
+        self._compress = compression.parse(compress)
         if resume not in (None, True, False):
             raise UsageError(f"resume={resume!r}: known are True, False and None")
         if nonfinite not in ("raise", "skip", "apply"):
             raise UsageError(f'nonfinite={nonfinite!r}: known are "raise", "skip" and "apply"')
+        if self._compress is not None and nonfinite == "apply":
+            raise UsageError(
+                'nonfinite="apply" does not go together with compress, which would keep the infinity for '
+                'all later steps; choose "raise" or "skip"'
+            )
         if max_grad_norm is not None and not float(max_grad_norm) > 0:
             raise UsageError(f"max_grad_norm={max_grad_norm!r} must be positive, or None")
         if accumulation_steps < 1 or int(accumulation_steps) != accumulation_steps:
@@ -113,11 +138,6 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._release = bool(release_gradients)
         self._accumulation_steps = int(accumulation_steps)
         self._ranks = Ranks(process_group)
-        if self._release and self._ranks.world > 1:
-            raise UsageError(
-                "release_gradients does not go together with several ranks: their gradients are "
-                "averaged after backward. Leave it out."
-            )
         self._devices = [self._ranks.device(device) for device in devices]
         self._gradient_type = gradient_type
         self._core_options = {
@@ -129,12 +149,17 @@ class StorageOptimizer(torch.optim.Optimizer):
             "subgroup_elements": int(subgroup_elements),
             "checksums": bool(checksums),
             "seed": int(seed),
+            "hold_commit": self._ranks.world > 1,  # see _settle
         }
+        if self._compress is not None:
+            self._core_options["compress"] = self._compress
         if gradient_budget is not None:
             self._core_options["gradient_budget_bytes"] = parse_bytes(
                 gradient_budget, "gradient_budget"
             )
         self._hooks = []
+        if self._release and self._ranks.world > 1:
+            self._ranks.begin_averaging()
         super().__init__(params, defaults)
         self._open(resume)
 
@@ -162,10 +187,28 @@ class StorageOptimizer(torch.optim.Optimizer):
             options |= {"io_bytes": 4 << 20, "io_depth": 8}
             options["devices"] = [{"bandwidth": 1.0, **device} for device in self._devices]
         self._check_shares(options)
+        paths = [device["path"] for device in self._devices]
+        recover_to = self._ranks.recovery(paths, _core.peek, _core.erase)
+        if recover_to is not None:
+            options["recover_to"] = recover_to
         self._layout.settle()
-        self._core = _core.Updater(options, self._layout.range_names(), self._layout.range_shapes())
+        failure = None
+        try:
+            self._core = _core.Updater(options, self._layout.range_names(), self._layout.range_shapes())
+        except Error as error:
+            failure = error
+        _pass_remarks_on()
+        self._stand_or_fall(failure)
         self._begun = False
         self._broken = False
+        self._prepared = False  # several ranks: the last step is still to be committed
+        self._all_failed = False  # several ranks: the step was taken back on all of them
+        self._stepped = False  # something is kept that may not be on the devices
+        self._taking = None  # which parameters take part, once all gradients are handed over
+        self._receipt = None  # the parameter that shows GradScaler what the gradients held
+        self._averaging = None
+        if self._release and self._ranks.world > 1:
+            self._averaging = Averaging(self._layout, self._ranks, self._put_averaged)
         # While gradients are released, by parameter: handed over; sum of the passes so far; passes.
         self._received = set()
         self._kept = {}
@@ -176,6 +219,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._lineage = Lineage(len(self._layout.params))
         if self._core.fresh():
             self._lineage.run = self._lineage.branch = self._ranks.same(self._lineage.run)
+            if self._averaging is not None:
+                self._start_alike()
             values = [None]  # keeps alive what the core reads
 
             def provide(index):
@@ -183,7 +228,11 @@ class StorageOptimizer(torch.optim.Optimizer):
                 values[0] = self._layout.values(segment.param)[segment.start : segment.stop]
                 return values[0].data_ptr(), TYPE_NAMES[values[0].dtype]
 
-            self._core.initialize(provide, self._lineage.to_json())
+            try:
+                self._core.initialize(provide, self._lineage.to_json())
+            except Error as error:
+                failure = error
+            self._stand_or_fall(failure)
             self._layout.remember()
         else:
             self._lineage = self._stored_lineage()
@@ -198,6 +247,22 @@ class StorageOptimizer(torch.optim.Optimizer):
                 for param in self._layout.params
             ]
         open_optimizers.add(self)
+
+    def _stand_or_fall(self, failure):
+        try:
+            self._ranks.stand_or_fall(failure)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _start_alike(self):
+        """Rank 0's weights on all ranks, as DistributedDataParallel does it."""
+        layout = self._layout
+        for i, param in enumerate(layout.params):
+            values = layout.values(i).clone()
+            self._ranks.spread(values)
+            with torch.no_grad():
+                param.copy_(values.view(param.shape))
 
     def _check_shares(self, options):
         """Every device gets some of the state, also of a small model."""
@@ -234,8 +299,22 @@ class StorageOptimizer(torch.optim.Optimizer):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if core is not None:
+        if core is None:
+            return
+        try:
+            whole = self._stepped and not (self._broken or self._begun)
+            if whole and self._ranks.world == 1 and compression.keeps_at_close(self._compress):
+                core.wait_commit()
+                core.edit_state(None, self._lineage.to_json(), core.residual())
+        finally:
             core.close()
+            _pass_remarks_on()
+
+    def _abandon(self):
+        """Lets the devices go as they are; opening them again decides on the step."""
+        self._broken = True
+        with contextlib.suppress(Error):
+            self.close()
 
     def _opened(self):
         if self._core is None:
@@ -243,10 +322,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         return self._core
 
     def synchronize(self):
-        """Waits until the last step is durable on all devices. Errors: of its commit."""
-        core = self._opened()
+        """Waits until the last step is durable on all devices. Collective. Errors: of its commit."""
+        self._opened()
         try:
-            core.wait_commit()
+            self._settle()
         except Error as error:
             self._recover_after(error)
             raise
@@ -299,32 +378,27 @@ class StorageOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._release and getattr(self, "grad_scale", None) is not None:
-            raise UsageError(
-                "release_gradients does not go together with GradScaler, which must see all gradients "
-                "before the step. Use bfloat16 autocast, which needs no scaler."
-            )
         try:
             self._step()
         except BaseException as error:
             self._recover_after(error)
             raise
+        finally:
+            self._take_receipt()
         return loss
 
     def _step(self):
         layout = self._layout
         core = self._opened()
-        taking_part = [
-            param.grad is not None or i in self._received or i in self._kept
-            for i, param in enumerate(layout.params)
-        ]
         self._reject_thawed()
+        scale = self._scaled_by()
+        if scale is None:  # GradScaler has seen an infinity and lowers its scale
+            self._drop()
+            return
+        taking_part = self._hand_over()
         if not any(taking_part):
             return
-        self._begin()
-        self._send_gradients(taking_part)
-        norm, finite, first_bad = core.finish_gradients(1.0)
-        norm, finite = self._ranks.norm(norm, finite)
+        norm, finite, first_bad = self._sum_up(1.0 / scale)
         self.grad_norm = norm
         if not finite and self.nonfinite != "apply":
             self._drop()
@@ -334,14 +408,18 @@ class StorageOptimizer(torch.optim.Optimizer):
                 f"the gradient of {first_bad or 'a parameter of another rank'} is not finite; the step "
                 'was not made. Lower the learning rate or clip; nonfinite="skip" leaves such steps out.'
             )
-        scale = 1.0
+        clip = 1.0
         if self.max_grad_norm is not None and math.isfinite(norm):
-            scale = min(1.0, float(self.max_grad_norm) / (norm + 1e-6))
+            clip = min(1.0, float(self.max_grad_norm) / (norm + 1e-6))
 
         after = self._lineage.advanced(taking_part)
         self._weights_in_doubt = True
         core.start_update(
-            scale, self._group_options(after, taking_part), layout.type_name, layout.owned_address
+            after.updates,
+            clip / scale,
+            self._group_options(after, taking_part),
+            layout.type_name,
+            layout.owned_address,
         )
         if self._ranks.world == 1:
             for segment in layout.segments:
@@ -356,13 +434,96 @@ class StorageOptimizer(torch.optim.Optimizer):
             for i, taking in enumerate(taking_part):
                 if taking:
                     layout.deliver(i)
+            self._prepared = True
         self._lineage = after
+        self._stepped = True
+        self._forget()
         self._begun = False
+        layout.remember()
+        self._weights_in_doubt = False
+
+    def _forget(self):
+        """No gradient has been handed over."""
         self._received.clear()
         self._kept.clear()
         self._passes.clear()
-        layout.remember()
-        self._weights_in_doubt = False
+        self._taking = None
+
+    def _hand_over(self):
+        """All gradients of the step to the devices. Which parameters take part, on any rank."""
+        if self._taking is not None:
+            return self._taking
+        layout = self._layout
+        taking_part = [
+            param.grad is not None or i in self._received or i in self._kept
+            for i, param in enumerate(layout.params)
+        ]
+        if self._averaging is not None:
+            self._begin()
+            here = [i for i, taking in enumerate(taking_part) if taking]
+            anywhere = set(self._ranks.any_of(here, len(taking_part)))
+            taking_part = [i in anywhere for i in range(len(taking_part))]
+        if not any(taking_part):
+            return taking_part
+        self._begin()
+        if self._averaging is None:
+            self._send_gradients(taking_part)
+        else:
+            self._average_the_rest(taking_part)
+        self._taking = taking_part
+        return taking_part
+
+    def _sum_up(self, unscale):
+        """(norm, finite, name of the first that is not) of what was handed over, on all ranks."""
+        norm, finite, first_bad = self._core.finish_gradients(unscale)
+        norm, finite = self._ranks.norm(norm, finite)
+        return norm, finite, first_bad
+
+    # ---- GradScaler, where gradients were released.
+
+    @property
+    def _step_supports_amp_scaling(self):
+        """GradScaler.step() asks for this, looks for infinities in what p.grad holds, then calls step()
+        with `grad_scale` and `found_inf` set. Released gradients are with the devices by then, so they
+        are summed up here, and a gradient of one element says what they held."""
+        if not self._release or self._core is None or not (self._begun or self._passes):
+            return False
+        try:
+            taking_part = self._hand_over()
+            if not any(taking_part):
+                return False
+            _, finite, _ = self._sum_up(1.0)
+            param = self._layout.params[taking_part.index(True)]
+            place = torch.zeros((param.dim(), 1), dtype=torch.int64, device=param.device)
+            value = torch.full(
+                (1,), 0.0 if finite else math.inf, dtype=param.dtype, device=param.device
+            )
+            self._take_receipt()
+            self._receipt = param
+            param.grad = torch.sparse_coo_tensor(place, value, param.shape, check_invariants=False)
+        except BaseException as error:
+            self._recover_after(error)
+            raise
+        return True
+
+    def _take_receipt(self):
+        if self._receipt is not None:
+            self._receipt.grad = None
+            self._receipt = None
+
+    def _scaled_by(self):
+        """What GradScaler multiplied released gradients by, 1 without one; None: skip the step."""
+        found = getattr(self, "found_inf", None)
+        self._take_receipt()
+        if not self._release or found is None:
+            return 1.0
+        scale = getattr(self, "grad_scale", None)
+        if scale is None or not isinstance(found, torch.Tensor):
+            raise UsageError(
+                "scaler.unscale_() finds no gradients with release_gradients: leave it out, scaler.step() "
+                "does what is needed, and clip with max_grad_norm."
+            )
+        return None if found.item() != 0 else float(scale)
 
     def _group_options(self, after, taking_part):
         by_parameter = {}
@@ -393,6 +554,11 @@ class StorageOptimizer(torch.optim.Optimizer):
         core = self._opened()
         if self._broken:
             self._recover()
+        try:
+            self._settle()
+        except Error as error:
+            self._recover_after(error)
+            raise
         if self._expected is not None:
             here, wanted = self._lineage, self._expected
             raise MismatchError(
@@ -466,14 +632,40 @@ class StorageOptimizer(torch.optim.Optimizer):
                 self._kept[i] = gradient if ours else gradient.clone()
             else:
                 self._begin()
-                self._core.put_gradients(
-                    [self._segment_of[i]], [gradient.data_ptr()], [TYPE_NAMES[gradient.dtype]]
-                )
+                if self._averaging is not None:
+                    self._averaging.add(i, gradient)
+                else:
+                    self._core.put_gradients(
+                        [self._segment_of[i]], [gradient.data_ptr()], [TYPE_NAMES[gradient.dtype]]
+                    )
                 self._received.add(i)
         except BaseException as error:
             self._recover_after(error)
             raise
         param.grad = None
+
+    def _put_averaged(self, param, within, values):
+        segment = self._segment_of[param]
+        self._core.put_gradient_part(segment, within, values.data_ptr(), "f32", values.numel())
+
+    def _average_the_rest(self, taking_part):
+        """What backward has not handed over: sums of fewer passes than said, gradients set by hand."""
+        for i, param in enumerate(self._layout.params):
+            if i in self._received:
+                if param.grad is not None:
+                    raise UsageError(
+                        "gradients are there again after release_gradients has taken them. If the model "
+                        "is wrapped in DistributedDataParallel, give the plain model instead: gradients "
+                        "are averaged over the ranks as they leave."
+                    )
+            elif i in self._kept:
+                self._averaging.add(i, self._kept[i])
+            elif param.grad is not None:
+                self._averaging.add(i, self._host_gradient(i))
+        self._averaging.finish(taking_part)
+        for segment in self._layout.segments:
+            if not taking_part[segment.param]:
+                self._core.skip_gradient(segment.index)
 
     def _reject_thawed(self):
         for group in self.param_groups:
@@ -498,10 +690,13 @@ class StorageOptimizer(torch.optim.Optimizer):
             self._drop()
 
     def _drop(self):
-        """Forgets the step in progress, before its update has begun."""
-        self._received.clear()
-        self._kept.clear()
-        self._passes.clear()
+        """Forgets the step in progress, before its update has begun. Collective where gradients are
+        averaged as they leave."""
+        if self._averaging is not None and self._taking is None:
+            self._begin()
+            if self._ranks.any_of([0] if self._averaging.started else [], 1):
+                self._averaging.finish()
+        self._forget()
         if self._begun:
             self._core.take_back()
             self._begun = False
@@ -518,9 +713,11 @@ class StorageOptimizer(torch.optim.Optimizer):
         if self._core is None:
             return
         self._broken = True  # until this has come to its end
-        self._received.clear()
-        self._kept.clear()
-        self._passes.clear()
+        if self._ranks.world > 1 and not self._all_failed:
+            self._recover_alone()
+            return
+        self._all_failed = False
+        self._forget()
         if self._core.fresh() and not self._core.blob():
             return
         if self._begun or self._lineage.updates > 0:
@@ -535,6 +732,53 @@ class StorageOptimizer(torch.optim.Optimizer):
                 self._lineage = stored
                 self._take_weights()
         self._broken = False
+
+    def _recover_alone(self):
+        """After a failure that the other ranks do not know of. Nothing collective happens here, and
+        what others may have committed is not taken back."""
+        if self._weights_in_doubt or self._averaging is not None and (self._begun or self._passes):
+            self._abandon()
+            raise DeviceError(
+                "the ranks are no longer in step, so the optimizer was closed; start the job again with "
+                "resume=True"
+            )
+        self._forget()
+        if self._begun:
+            self._core.take_back()
+            self._begun = False
+        self._broken = False
+
+    # ---- Committing.
+
+    def _settle(self, failure=None):
+        """Waits for the last step's commit. With several ranks it is prepared on all of them, then
+        committed on all of them or on none; a rank that dies in between leaves it prepared, and opening
+        again rolls it forward or back everywhere. failure: of this rank, before it could prepare."""
+        core = self._core
+        if self._ranks.world == 1:
+            if failure is not None:
+                raise failure
+            core.wait_commit()
+            return
+        if not self._prepared:
+            return
+        if failure is None:
+            try:
+                core.wait_commit()
+            except Error as error:
+                failure = error
+        try:
+            agreed = self._ranks.all_agree(failure is None)
+        except BaseException:
+            self._abandon()  # others may have committed
+            raise
+        self._prepared = False
+        if agreed:
+            core.finish_commit()
+            return
+        core.take_back()
+        self._all_failed = self._weights_in_doubt = True
+        raise failure or DeviceError("another rank could not write its part of the step: it was taken back")
 
     # ---- Weights.
 
@@ -584,9 +828,10 @@ class StorageOptimizer(torch.optim.Optimizer):
                 start = segment.start + low - segment.first
                 yield segment, start, start + high - low, low - first
 
-    def _edit(self, edit, lineage):
+    def _edit(self, edit, lineage, residual=None):
         """Rewrites state: edit(segment, start, stop, planes) changes f32 tensors [stop - start] in
-        place and returns whether it did. `lineage` becomes true with it, or nothing does."""
+        place and returns whether it did. `lineage` becomes true with it, or nothing does. residual:
+        bf16 tensor [owned], what compression is to keep; None: what it keeps."""
 
         def visit(first, count, views):
             tensors = [torch.frombuffer(view, dtype=torch.float32) for view in views]
@@ -597,8 +842,37 @@ class StorageOptimizer(torch.optim.Optimizer):
                     written |= edit(segment, start, stop, planes)
             return written
 
-        self._core.edit_state(visit, lineage.to_json())
+        self._settle()
+        failure = None
+        try:
+            address = 0 if residual is None else residual.data_ptr()
+            self._core.edit_state(visit, lineage.to_json(), address)
+        except BaseException as error:
+            failure = error
+        self._prepared = self._ranks.world > 1
+        try:
+            self._settle(failure)
+        except BaseException:
+            self._weights_in_doubt = self._all_failed = False  # nothing has changed
+            raise
         self._lineage = lineage
+
+    def _no_residual(self):
+        """Nothing kept, for states that come without; None when nothing is ever kept."""
+        if not compression.keeps(self._compress):
+            return None
+        return torch.zeros(self._layout.owned[1] - self._layout.owned[0], dtype=torch.bfloat16)
+
+    def _residual(self):
+        """What compression keeps, bf16 [owned], in the core's memory until the next step; None without.
+        The last step has been settled."""
+        memory = self._residual_memory()
+        return None if memory is None else torch.frombuffer(memory, dtype=torch.bfloat16)
+
+    def _residual_memory(self):
+        address = self._opened().residual()
+        count = self._layout.owned[1] - self._layout.owned[0]
+        return None if address == 0 else (ctypes.c_char * (2 * count)).from_address(address)
 
     def state_dict(self):
         """A small dict: param_groups as in torch, and which state on the devices it belongs to. The
@@ -742,7 +1016,7 @@ class StorageOptimizer(torch.optim.Optimizer):
                     plane.zero_()
             return True
 
-        self._edit(edit, lineage)
+        self._edit(edit, lineage, self._no_residual())
         self._undecided = False
         self._expected = None
         self._adopt_weights(range(len(self._layout.params)))
@@ -770,6 +1044,11 @@ class StorageOptimizer(torch.optim.Optimizer):
         """Bytes since the devices were opened, of this rank: {"host_up", "host_down", "read",
         "written"}, each by kind."""
         return self._opened().traffic()
+
+    def compression(self):
+        """Of the last step, this rank's part: {"elements" that took part, "values" sent of them, "bytes"
+        of messages, "ratio" in force, "residual_norm" of what is kept}. All 0 without compress."""
+        return self._opened().compression()
 
     def describe_devices(self):
         """One line per device of this rank."""

@@ -197,6 +197,41 @@ def test_gradscaler_skips_overflow(device):
     assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradscaler_and_released_gradients(passes, device):
+    """Infinities are seen before the update, although p.grad is empty when the scaler looks."""
+    ours, optimizer, theirs, reference = pair(
+        device, mlp, lr=1e-2, release_gradients=True, accumulation_steps=passes, max_grad_norm=0.1
+    )
+    for model, opt in ((ours, optimizer), (theirs, reference)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for step in range(5):
+            opt.zero_grad()
+            for micro in range(passes):
+                loss = model(data(10 * step + micro)).pow(2).mean() / passes
+                scaler.scale(loss * float("inf") if step == 2 and micro == 0 else loss).backward()
+            if opt is reference:
+                scaler.unscale_(opt)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(opt)
+            scaler.update()
+            assert opt is reference or all(p.grad is None for p in model.parameters())
+        assert scaler.get_scale() == 2.0**11  # up, down, up
+    assert optimizer._lineage.updates == 4
+    assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    assert_close(ours, theirs)
+
+
+def test_unscaling_released_gradients_is_refused(device):
+    model = mlp()
+    optimizer = smartinf.AdamW(model.parameters(), devices=[device], release_gradients=True)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(data(1)).sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(smartinf.UsageError, match="unscale_"):
+        scaler.step(optimizer)
+
+
 def test_non_finite_gradients(device, tmp_path):
     model = mlp()
     optimizer = smartinf.AdamW(model.named_parameters(), devices=[device])

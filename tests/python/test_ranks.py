@@ -1,6 +1,8 @@
 """Two ranks under torchrun on gloo, each owning half of the state, against one rank."""
 
+import json
 import pathlib
+import random
 import subprocess
 import sys
 
@@ -8,50 +10,130 @@ import pytest
 import torch
 
 WORKER = str(pathlib.Path(__file__).with_name("ranks_worker.py"))
+STEPS = 12
 
 
-def run(world, *arguments):
-    launch = [sys.executable, WORKER]
-    if world > 1:
-        launch = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={world}",
-            WORKER,
-        ]
-    return subprocess.run([*launch, *map(str, arguments)], capture_output=True, text=True, timeout=240)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    """run(world, folder, **job): see ranks_worker.py. Returns what the ranks made."""
+    server = subprocess.Popen(
+        [sys.executable, WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def run(world, folder, expect_death=False, torchrun=False, **job):
+        folder.mkdir(exist_ok=True)
+        job = {"devices": str(folder / "devices"), "results": str(folder), "last": STEPS, **job}
+        job["world"] = world
+        if torchrun:
+            launch = [*TORCHRUN, f"--nproc-per-node={world}", WORKER, json.dumps(job)]
+            done = subprocess.run(launch, capture_output=True, text=True, timeout=240)
+            outcome = 9 if "Signal 9" in done.stderr else done.returncode
+        else:
+            server.stdin.write(json.dumps(job) + "\n")
+            server.stdin.flush()
+            outcome = int(server.stdout.readline().split()[1])
+        assert outcome == (9 if expect_death else 0)
+        return None if expect_death else torch.load(folder / f"w{world}.pt")
+
+    yield run
+    server.stdin.close()
+    server.wait(timeout=60)
 
 
 def assert_close(a, b):
     for name, value in a["model"].items():
         # The mean over ranks is added up in another order than the mean over the batch.
         assert torch.allclose(value, b["model"][name], rtol=1e-4, atol=1e-5), name
+    assert a["optimizer"]["state"].keys() == b["optimizer"]["state"].keys()
     for number, entry in a["optimizer"]["state"].items():
         other = b["optimizer"]["state"][number]
         assert entry["step"] == other["step"]
         assert torch.allclose(entry["exp_avg"], other["exp_avg"], rtol=1e-3, atol=1e-6)
 
 
-def test_two_ranks_are_one_and_resume_on_one(tmp_path):
-    one = run(1, tmp_path / "d1", 0, 6, "-", tmp_path)
-    assert one.returncode == 0, one.stderr
-    two = run(2, tmp_path / "d2", 0, 6, "-", tmp_path)
-    assert two.returncode == 0, two.stderr
-    assert (tmp_path / "d2" / "rank0").is_dir()
-    assert (tmp_path / "d2" / "rank1").is_dir()
-    expected = torch.load(tmp_path / "w1.pt")
-    assert_close(torch.load(tmp_path / "w2.pt"), expected)
+def assert_same(a, b):
+    for name, value in a["model"].items():
+        assert torch.equal(value, b["model"][name]), name
+    for number, entry in a["optimizer"]["state"].items():
+        other = b["optimizer"]["state"][number]
+        assert all(torch.equal(entry[key], other[key]) for key in entry)
 
-    # One of two ranks is killed in a later step; the checkpoint of both goes on with one.
-    killed = run(2, tmp_path / "d3", 0, 5, "-", tmp_path / "killed", "kill")
-    assert killed.returncode != 0
-    saved = tmp_path / "killed" / "checkpoint-2"
-    assert len(list(saved.glob("*.safetensors"))) == 2
-    resumed = run(1, tmp_path / "d4", 3, 6, saved, tmp_path / "killed")
-    assert resumed.returncode == 0, resumed.stderr
-    assert_close(torch.load(tmp_path / "killed" / "w1.pt"), expected)
+
+@pytest.fixture(scope="module")
+def one(run, tmp_path_factory):
+    return run(1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def two(run, tmp_path_factory):
+    return run(2, tmp_path_factory.mktemp("two"), torchrun=True)
+
+
+def test_two_ranks_are_one(one, two):
+    assert_close(two, one)
+
+
+def test_a_killed_rank_costs_nothing(run, one, two, tmp_path):
+    """One of two dies while the other commits what both have prepared: both come back to that step,
+    and the end is that of the undisturbed run, bit for bit."""
+    run(2, tmp_path, expect_death=True, kill=["commit", 2])
+    assert_same(run(2, tmp_path, save_after=STEPS - 1), two)
+    # The checkpoint of both goes on with one.
+    alone = run(1, tmp_path / "one", load=str(tmp_path / "checkpoint"))
+    assert_close(alone, one)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("point", ["update", "agree", *["random"] * 4])
+def test_a_rank_killed_at_another_moment(run, point, two, tmp_path):
+    if point == "random":
+        # Waits after the last step, so that death comes during training in any case.
+        death = {"kill": [point, random.uniform(0, 0.3)], "stop_at": STEPS, "last": STEPS + 1}
+        run(2, tmp_path, expect_death=True, torchrun=True, **death)
+    else:
+        run(2, tmp_path, expect_death=True, kill=[point, 3])
+    assert_same(run(2, tmp_path), two)
+
+
+def test_gradients_are_averaged_as_they_leave(run, tmp_path):
+    """Without DistributedDataParallel, over several backward passes, scaled, one step overflowing."""
+    release = {"release_gradients": True, "accumulation_steps": 2}
+    expected = run(1, tmp_path / "one", passes=2)
+    made = run(
+        2, tmp_path / "two", ddp=False, passes=2, options=release, scaler=True, overflow_at=3
+    )
+    assert_close(made, expected)
+    assert "unused" in made["model"]
+
+
+def test_ranks_that_hold_different_steps_are_refused(tmp_path):
+    from smartinf.errors import MismatchError
+    from smartinf.ranks import Ranks
+
+    ranks, erased = Ranks(), []
+    ranks.world = 2
+
+    def recovery(mine, others):
+        ranks.gathered = lambda value: [value, others] if not isinstance(value, str) else [None, None]
+        ranks.stand_or_fall = lambda failure: None
+        ranks.barrier = lambda: None
+        return ranks.recovery(["here"], lambda path: mine, erased.append)
+
+    assert recovery(None, None) is None
+    assert recovery((True, 4, 5), (5, 5)) == 5  # the other has committed what is prepared here
+    assert recovery((True, 5, 5), (4, 5)) == 5
+    assert recovery((True, 4, 5), (4, 4)) == 4  # taken back here
+    assert recovery((True, 4, 5), (4, 5)) == 5  # nobody has committed, all could
+    with pytest.raises(MismatchError, match="older copy"):
+        recovery((True, 3, 4), (5, 5))
+    with pytest.raises(MismatchError, match="rank 1: empty"):
+        recovery((True, 3, 4), None)
+    assert not erased
+    assert recovery((True, 0, 0), None) is None  # killed while the run was made
+    assert erased == ["here"]
 
 
 if not torch.distributed.is_available():

@@ -1,0 +1,139 @@
+"""Gradients that leave during backward, averaged over ranks on the way.
+
+Elements are cut into pieces, each of one parameter and one owner, and pieces into buckets for one
+owner. A bucket is added up at its owner as soon as all of its parameters are complete and all buckets
+before it have gone: the same order on every rank, as in DistributedDataParallel. The first step's
+order is that of the parameters, backwards; later ones go by when gradients really came on rank 0.
+"""
+
+import collections
+
+import torch
+
+BUCKET_ELEMENTS = 4 << 20  # 16 MiB, in f32
+_IN_FLIGHT_MAX = 3  # buckets being added up, and their buffers
+
+
+class _Piece:
+    __slots__ = ("count", "owner", "param", "start", "within")
+
+    def __init__(self, param, start, count, owner, within):
+        self.param = param
+        self.start = start  # in the parameter
+        self.count = count
+        self.owner = owner  # a rank
+        self.within = within  # first element in the owner's range of that parameter
+
+
+class Averaging:
+    """put(owned piece) is called with each of this rank's pieces, averaged, as (param, within, f32
+    tensor); it is copied before the call returns."""
+
+    def __init__(self, layout, ranks, put):
+        self._layout = layout
+        self._ranks = ranks
+        self._put = put
+        self._pieces = [self._cut(i) for i in range(len(layout.params))]
+        self._buffers = []
+        self._arranged = False
+        self._arrange(range(len(layout.params) - 1, -1, -1))
+        self._reset()
+
+    def _cut(self, i):
+        layout, pieces = self._layout, []
+        first, count = layout.firsts[i], layout.params[i].numel()
+        for owner in range(self._ranks.world):
+            low = max(layout.bounds[owner] - first, 0)
+            high = min(layout.bounds[owner + 1] - first, count)
+            for start in range(low, high, BUCKET_ELEMENTS):
+                here = min(BUCKET_ELEMENTS, high - start)
+                pieces.append(_Piece(i, start, here, owner, start - low))
+        return pieces
+
+    def _arrange(self, order):
+        self._buckets, sizes = [], []
+        for i in order:
+            for piece in self._pieces[i]:
+                last = self._buckets[-1] if self._buckets else None
+                if last and last[0].owner == piece.owner and sizes[-1] + piece.count <= BUCKET_ELEMENTS:
+                    last.append(piece)
+                    sizes[-1] += piece.count
+                else:
+                    self._buckets.append([piece])
+                    sizes.append(piece.count)
+        self._bucket_elements = max(sizes)
+
+    def _reset(self):
+        self._gradients = {}  # complete ones, until all their pieces have gone
+        self._left = {}
+        self._came = []
+        self._next = 0
+        self._flying = collections.deque()
+        self._taking = None
+
+    @property
+    def started(self):
+        """Whether this rank has sent anything in this step."""
+        return self._next > 0
+
+    def add(self, i, gradient):
+        """Parameter i's gradient of this rank is complete: [numel] in CPU memory."""
+        self._gradients[i] = gradient
+        self._left[i] = len(self._pieces[i])
+        self._came.append(i)
+        while self._next < len(self._buckets) and all(
+            piece.param in self._gradients for piece in self._buckets[self._next]
+        ):
+            self._launch()
+
+    def finish(self, taking=None):
+        """Sends what is left and waits for all of it. Collective. taking: for each parameter whether
+        any rank had a gradient; one that none had is not put. None: nothing is put any more."""
+        self._taking = taking if taking is not None else [False] * len(self._layout.params)
+        while self._next < len(self._buckets):
+            self._launch()
+        while self._flying:
+            self._land()
+        if not self._arranged and taking is not None:
+            self._arranged = True
+            came = self._ranks.same(self._came)
+            there = set(came)
+            self._arrange([*came, *(i for i in range(len(self._pieces)) if i not in there)])
+        self._reset()
+
+    def _launch(self):
+        while len(self._flying) >= _IN_FLIGHT_MAX:
+            self._land()
+        bucket = self._buckets[self._next]
+        self._next += 1
+        elements = sum(piece.count for piece in bucket)
+        memory = self._buffers.pop() if self._buffers else torch.empty(0)
+        if memory.numel() < elements:
+            memory = torch.empty(self._bucket_elements)
+        flat, at = memory[:elements], 0
+        for piece in bucket:
+            out = flat[at : at + piece.count]
+            gradient = self._gradients.get(piece.param)
+            if gradient is None:
+                out.zero_()
+            else:
+                torch.div(
+                    gradient[piece.start : piece.start + piece.count].float(), self._ranks.world, out=out
+                )
+                self._left[piece.param] -= 1
+                if self._left[piece.param] == 0:
+                    self._gradients[piece.param] = None  # has been here, but is no longer held
+            at += piece.count
+        work = self._ranks.add_up(flat, bucket[0].owner)
+        self._flying.append((bucket, memory, flat, work))
+
+    def _land(self):
+        bucket, memory, flat, work = self._flying.popleft()
+        work.wait()
+        if bucket[0].owner == self._ranks.rank:
+            at = 0
+            for piece in bucket:
+                if self._taking is None or self._taking[piece.param]:
+                    self._put(piece.param, piece.within, flat[at : at + piece.count])
+                at += piece.count
+        self._buffers.append(memory)

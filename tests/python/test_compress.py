@@ -1,0 +1,247 @@
+"""compress=: every rule, what is kept, and what must not change it."""
+
+import logging
+
+import pytest
+import torch
+
+import smartinf
+
+RULES = [
+    ("AdamW", {"lr": 1e-2}),
+    ("Adam", {"lr": 1e-2}),
+    ("SGD", {"lr": 1e-1, "momentum": 0.9}),
+    ("Adagrad", {"lr": 1e-2}),
+    ("Lion", {"lr": 1e-3}),
+]
+
+
+def build():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
+
+
+def train(model, optimizer, first, last, passes=1, scaler=None, overflow=None):
+    for step in range(first, last):
+        optimizer.zero_grad()
+        for micro in range(passes):
+            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(100 * step + micro))
+            loss = (model(x).sum(1) - x.mean(1)).pow(2).mean() / passes
+            if step == overflow:
+                loss = loss * float("inf")
+            (scaler.scale(loss) if scaler else loss).backward()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    return loss.item()
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def kept_by(optimizer):
+    optimizer.synchronize()
+    return optimizer._residual().clone()
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(**options) -> (model, AdamW over a folder of its own, or over `device`)."""
+    made = []
+
+    def make(device=None, **options):
+        model = build()
+        made.append(device or str(tmp_path / f"d{len(made)}"))
+        options = {"lr": 1e-2, "compress": {"ratio": 0.1}, **options}
+        return model, smartinf.AdamW(model.named_parameters(), devices=[made[-1]], **options)
+
+    return make
+
+
+@pytest.mark.parametrize(("name", "options"), RULES)
+def test_every_rule(name, options, tmp_path):
+    def run(folder, **more):
+        model = build()
+        optimizer = getattr(smartinf, name)(
+            model.parameters(), **options, devices=[str(tmp_path / folder)], **more
+        )
+        before = optimizer.traffic()["host_down"]["gradient"]
+        train(model, optimizer, 0, 5)
+        return model, optimizer.traffic()["host_down"]["gradient"] - before, optimizer.compression()
+
+    # Sending everything is the same as not compressing, to the bit.
+    whole, bytes_whole, nothing = run("whole", gradient_type="bf16")
+    dense = {"codec": "dense", "values": "f32", "variance": "sent"}
+    assert same(run("dense", compress=dense)[0], whole)
+    assert set(nothing.values()) == {0}
+
+    topk, bytes_topk, sent = run("topk", compress=0.02)
+    assert not same(topk, whole)
+    assert bytes_topk < 0.1 * bytes_whole
+    assert sent["ratio"] == 0.02
+    assert sent["values"] / sent["elements"] == pytest.approx(0.01, rel=0.05)
+    assert sent["residual_norm"] > 0
+    assert run("paper", compress={"ratio": 0.02, "feedback": "none"})[2]["residual_norm"] == 0
+    assert run("warm", compress={"ratio": 0.02, "warmup_steps": 50})[2]["ratio"] > 0.3
+
+
+def test_it_learns(make):
+    model, optimizer = make(lr=1e-3, compress={"ratio": 0.1, "feedback_decay": 0.5})
+    first = train(model, optimizer, 0, 1)
+    for _ in range(100):
+        last = train(model, optimizer, 0, 1)
+    assert last < 0.3 * first
+
+
+@pytest.mark.parametrize("every", [1, 1000, 0])
+def test_what_is_kept_is_resumed(every, make, tmp_path, caplog):
+    compress = {"ratio": 0.1, "keep_every": every, "warmup_steps": 4}
+    straight, optimizer = make(compress=compress)
+    train(straight, optimizer, 0, 6)
+    device = str(tmp_path / "device")
+    model, optimizer = make(device, compress=compress)
+    train(model, optimizer, 0, 3)
+    optimizer.close()
+    with caplog.at_level(logging.WARNING, "smartinf"):
+        model, optimizer = make(device, compress=compress, resume=True)
+    train(model, optimizer, 3, 6)
+    # Closing writes it, unless it is never to be written; that is said.
+    assert same(model, straight) == (every != 0)
+    assert ("going on without" in caplog.text) == (every == 0)
+
+
+@pytest.mark.parametrize("state_format", ["f32", "bf16"])
+def test_checkpoints_carry_what_is_kept(state_format, make, tmp_path):
+    model, optimizer = make(state_format=state_format, compress={"ratio": 0.1, "warmup_steps": 4})
+    train(model, optimizer, 0, 3)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    train(model, optimizer, 3, 6)
+    expected = weights(model)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    train(model, optimizer, 3, 6)
+    assert all(torch.equal(a, b) for a, b in zip(expected, weights(model), strict=True))
+
+    moved, optimizer = make(
+        state_format=state_format, compress={"ratio": 0.1, "warmup_steps": 4, "keep_every": 0}
+    )
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert optimizer._residual().float().norm() > 0
+    train(moved, optimizer, 3, 6)
+    assert all(torch.equal(a, b) for a, b in zip(expected, weights(moved), strict=True))
+
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "saved" / "state-00000-of-00001.safetensors")
+    assert tensors["residual.0.weight"].dtype == torch.bfloat16
+    # One that does not compress reads it as well, and the other way round.
+    plain, optimizer = make(compress=None, state_format=state_format)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    train(plain, optimizer, 3, 4)
+    optimizer.save_checkpoint(tmp_path / "plain")
+    model, optimizer = make(state_format=state_format)
+    train(model, optimizer, 0, 1)
+    optimizer.load_checkpoint(tmp_path / "plain")
+    assert optimizer._residual().float().norm() == 0
+
+
+def test_full_state_dict_and_new_groups(make):
+    model, optimizer = make()
+    train(model, optimizer, 0, 3)
+    kept = kept_by(optimizer)
+    added = torch.nn.Parameter(torch.zeros(10))
+    optimizer.add_param_group({"params": [("added", added)]})
+    assert torch.equal(optimizer._residual()[: len(kept)], kept)
+    assert optimizer._residual()[len(kept) :].count_nonzero() == 0
+    # torch's form has no place for it.
+    again, other = make()
+    train(again, other, 0, 1)
+    reference = torch.optim.AdamW(build().parameters())
+    reference.param_groups[0]["params"][0].grad = torch.ones_like(model[0].weight)
+    reference.step()
+    other.load_state_dict(reference.state_dict())
+    assert other._residual().float().norm() == 0
+
+
+def test_skipped_and_failed_steps_change_nothing(make):
+    straight, optimizer = make()
+    train(straight, optimizer, 0, 4)
+    kept = kept_by(optimizer)
+    skipping, optimizer = make(nonfinite="skip")
+    train(skipping, optimizer, 0, 2)
+    train(skipping, optimizer, 99, 100, overflow=99)
+    train(skipping, optimizer, 2, 4)
+    assert same(skipping, straight)
+    assert torch.equal(kept_by(optimizer), kept)
+    failing, optimizer = make()
+    train(failing, optimizer, 0, 2)
+    with pytest.raises(smartinf.NonFiniteGradientError):
+        train(failing, optimizer, 99, 100, overflow=99)
+    train(failing, optimizer, 2, 4)
+    assert same(failing, straight)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_gradscaler(release, make):
+    """Scales are powers of two, so the steps that are made are those without a scaler, to the bit."""
+    straight, optimizer = make(max_grad_norm=0.5)
+    train(straight, optimizer, 0, 4)
+    scaled, optimizer = make(max_grad_norm=0.5, release_gradients=release)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    train(scaled, optimizer, 0, 2, scaler=scaler)
+    train(scaled, optimizer, 99, 100, scaler=scaler, overflow=99)
+    assert scaler.get_scale() == 2.0**9
+    train(scaled, optimizer, 2, 4, scaler=scaler)
+    assert optimizer._lineage.updates == 4
+    assert same(scaled, straight)
+
+
+def test_clipping_and_accumulation(make):
+    straight, optimizer = make(max_grad_norm=0.01)
+    train(straight, optimizer, 0, 3, passes=3)
+    # The norm is that of the whole gradient.
+    norm = torch.linalg.vector_norm(
+        torch.cat([p.grad.flatten() for p in straight.parameters()]).double()
+    )
+    assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    unclipped, other = make()
+    train(unclipped, other, 0, 3, passes=3)
+    assert not same(unclipped, straight)
+    released, optimizer = make(max_grad_norm=0.01, release_gradients=True, accumulation_steps=3)
+    train(released, optimizer, 0, 3, passes=3)
+    assert same(released, straight)
+
+
+def test_what_it_cannot_be_is_named(make):
+    for bad, match in [
+        ({"rato": 0.1}, "did you mean 'ratio'"),
+        ({"ratio": "many"}, "must be a number"),
+        ({"warmup_steps": 1.5}, "whole number"),
+        ("zip", "topk"),
+        (0.0, "ratio of 0"),
+        ([1], "give a ratio"),
+    ]:
+        with pytest.raises(smartinf.UsageError, match=match):
+            make(compress=bad)
+    with pytest.raises(smartinf.UsageError, match="nonfinite"):
+        make(nonfinite="apply")
+    with pytest.raises(smartinf.UsageError, match="host update"):
+        make(where="host")
+    assert make(compress={"codec": "none"})[1]._compress is None
+
+
+def test_devices_without_room_for_it(make, tmp_path):
+    device = str(tmp_path / "device")
+    model, optimizer = make(device, compress=None)
+    train(model, optimizer, 0, 2)
+    optimizer.close()
+    with pytest.raises(smartinf.MismatchError, match="keep_every = 0"):
+        make(device, resume=True)
+    model, optimizer = make(device, resume=True, compress={"ratio": 0.1, "keep_every": 0})
+    train(model, optimizer, 2, 4)

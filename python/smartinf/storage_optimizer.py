@@ -36,6 +36,12 @@ def _pass_remarks_on():
         _log.log(logging.getLevelNamesMapping()[level.upper()], text)
 
 
+def _as_written(method):
+    """A method of torch's Optimizer without the wrapper that hides it from torch.compile, whose first
+    call imports the compiler: 150 MB and a second that nobody needs who does not compile."""
+    return getattr(method, "__wrapped__", method)
+
+
 class StorageOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose state is kept and updated on storage devices.
 
@@ -333,7 +339,7 @@ class StorageOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group):
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
         there already is kept, by way of a checkpoint beside the first device."""
-        super().add_param_group(param_group)
+        _as_written(torch.optim.Optimizer.add_param_group)(self, param_group)
         if self._core is None:
             return
         try:
@@ -685,7 +691,7 @@ class StorageOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none=True):
         """As in torch; also drops gradients that backward has handed over already."""
-        super().zero_grad(set_to_none)
+        _as_written(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         if self._core is not None and (self._begun or self._passes):
             self._drop()
 
@@ -878,7 +884,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         """A small dict: param_groups as in torch, and which state on the devices it belongs to. The
         state itself stays there; save_checkpoint() or full_state_dict() copy it. Load it into an
         optimizer over the same devices at the same step, or load the checkpoint written with it."""
-        made = super().state_dict()
+        made = _as_written(torch.optim.Optimizer.state_dict)(self)
         made["state"] = {}
         made["smartinf"] = {"format": _FORMAT, **self._lineage.identity()}
         return made
@@ -893,7 +899,7 @@ class StorageOptimizer(torch.optim.Optimizer):
             tensors[index] = planes
 
         self._visit(take)
-        made = super().state_dict()
+        made = _as_written(torch.optim.Optimizer.state_dict)(self)
         numbers = self._numbers()
         made["state"] = {}
         for i, planes in sorted(tensors.items()):
@@ -965,7 +971,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         if own is not None and own.get("format") != _FORMAT:
             raise MismatchError(f"the state dict has format {own.get('format')}, known is {_FORMAT}")
         groups = {key: value for key, value in state_dict.items() if key != "smartinf"}
-        super().load_state_dict({**groups, "state": {}})
+        _as_written(torch.optim.Optimizer.load_state_dict)(self, {**groups, "state": {}})
         if state_dict.get("state"):
             self._import_full(state_dict["state"])
         elif own is not None:

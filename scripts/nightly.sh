@@ -10,11 +10,12 @@ help() {
   cat <<'TEXT'
 Usage: scripts/nightly.sh [options]
 
-Runs scripts/test.sh with the thread sanitizer, then the tests that take long (the quickstart beside
-torch's AdamW; a training run killed 50 times; a state of 4 GB checked and copied with 256 MiB of
-memory, which takes 17 GB of disk in /tmp or SMARTINF_STATE_DIR), then smartinf-crashtest with ten
-seeds of 1000 power cuts, then the kernels' tests on AArch64 (where qemu is there), then each fuzz
-target (where clang is there). Stops at the first failure.
+Runs scripts/test.sh with the thread sanitizer, then the tests of links and unequal devices against
+the clock, then the tests that take long (the quickstart beside torch's AdamW; a training run killed
+50 times; a state of 4 GB checked and copied with 256 MiB of memory, which takes 17 GB of disk in
+/tmp or SMARTINF_STATE_DIR), then smartinf-crashtest with ten seeds of 1000 power cuts, then the
+kernels' tests on AArch64 (where qemu is there), then each fuzz target (where clang is there). Stops
+at the first failure.
 
   --fuzz-seconds N   time for each fuzz target (default 600)
   --help             this text
@@ -32,6 +33,8 @@ while [ $# -gt 0 ]; do
 done
 
 scripts/test.sh --thread
+say "Links and unequal devices against the clock"
+SMARTINF_TEST_TIMING=1 ctest --test-dir build/release -R '^(csd|engine)$' --output-on-failure
 say "Tests that take long"
 ctest --test-dir build/release -C Nightly -L nightly --output-on-failure
 for seed in 1 2 3 4 5 6 7 8 9 10; do

@@ -184,8 +184,8 @@ TEST_P(CheckpointTest, ADeviceMoreTakesOnlyItsShare) {
   EXPECT_LE(taken, base::divide_up(made.pieces.size(), 3));
 }
 
-// A copy that was cut between two devices' first steps is no run with a device missing, and no place
-// for a new run either: it is made again.
+// A copy that was cut between two devices' first steps is no run with a device missing, and no
+// place for a new run either: it is made again.
 TEST_P(CheckpointTest, AnInterruptedCopyIsMadeAgain) {
   StoredRun run = stored(paths({"a", "b"}), storage::ReaderLock::kLeave);
   const storage::RunId id = storage::make_run_id();
@@ -283,17 +283,20 @@ TEST_P(CheckpointTest, ATakeBackStopsTheUpdateUnderWay) {
     return updater_->start_update(update, DataType::kF32,
                                   [&](uint64_t first) { return weights.data() + first; });
   };
-  ASSERT_TRUE(begin().ok());
-  const uint64_t read_before = updater_->traffic().store.up_total();
-  const base::Status taken = updater_->take_back();
-  ASSERT_TRUE(taken.ok()) << taken.to_string();
-  const uint64_t read = updater_->traffic().store.up_total() - read_before;
   uint64_t all = 0;
   for (const std::vector<float>& plane : before) all += plane.size() * sizeof(float);
-  if (GetParam() == StateFormat::kF32) {
-    EXPECT_LT(read, all * 9 / 10) << "the update went on to its end";
+  // On a busy machine the update may be over before it is taken back: then once more.
+  bool stopped = false;
+  for (int attempt = 0; attempt < 10 && !stopped; ++attempt) {
+    const uint64_t read_before = updater_->traffic().store.up_total();
+    ASSERT_TRUE(begin().ok());
+    const base::Status taken = updater_->take_back();
+    ASSERT_TRUE(taken.ok()) << taken.to_string();
+    const uint64_t read = updater_->traffic().store.up_total() - read_before;
+    EXPECT_EQ(state(*updater_), before);
+    stopped = GetParam() != StateFormat::kF32 || read < all * 9 / 10;
   }
-  EXPECT_EQ(state(*updater_), before);
+  EXPECT_TRUE(stopped) << "every update went on to its end";
   ASSERT_TRUE(begin().ok());
   ASSERT_TRUE(updater_->wait_weights(0, kCount).ok());
   EXPECT_TRUE(updater_->commit("again").ok());

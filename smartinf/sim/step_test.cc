@@ -1,7 +1,7 @@
 #include "smartinf/sim/step.h"
 
-#include <chrono>
 #include <cmath>
+#include <ctime>
 
 #include <gtest/gtest.h>
 
@@ -77,12 +77,11 @@ TEST(Step, IsTheSameToTheBitEveryTime) {
 TEST(Step, A33BStepOnTenDevicesIsFast) {
   const ModelShape shape = model("gpt2-33.0B");
   const Machine machine = paper_machine(10);
-  const auto start = std::chrono::steady_clock::now();
+  const std::clock_t start = std::clock();  // of this process: others may keep the processor busy
   const StepTimes times = run(shape, machine, {});
-  const double wall_s =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double processor_s = static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
   EXPECT_GT(times.events, 5000u);
-  EXPECT_LT(wall_s, 1.0);  // tens of milliseconds; room for sanitizers on a busy machine
+  EXPECT_LT(processor_s, 1.0);  // tens of milliseconds; room for sanitizers
 }
 
 TEST(Step, WithOnlyDrivesLeftTheUpdateIsTheirTime) {

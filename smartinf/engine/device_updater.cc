@@ -67,6 +67,8 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       staging_(std::move(staging)),
       intake_(space_),
       compressor_(std::move(compressor)),
+      sender_(compressor_ == nullptr ? nullptr
+                                     : std::make_unique<CompressedSender>(*compressor_, 0)),
       gradient_commands_(kGradientCommands),
       update_commands_(set_.devices.size()),
       phase_commands_(set_.devices.size()),
@@ -111,8 +113,11 @@ size_t DeviceUpdater::subgroup_at(uint64_t element) const {
 }
 
 Status DeviceUpdater::named(Status status, const Command* command) const {
+  return named(std::move(status), static_cast<const csd::Device*>(command->owner));
+}
+
+Status DeviceUpdater::named(Status status, const csd::Device* device) const {
   if (status.ok()) return status;
-  const auto* device = static_cast<const csd::Device*>(command->owner);
   const std::string& name = device->info().name;
   // Devices and stores name themselves where they can.
   if (status.what().find(name) != std::string::npos ||
@@ -627,16 +632,17 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
         {subgroup.id, sink ? sink(subgroup.first) : nullptr});
   }
   const base::StepNumber step = committed_step_ + 1;
+  const base::StepNumber number = options.number != 0 ? options.number : step;
   for (Command& command : update_commands_) {
     command.step = step;
     command.type = type;
     for (uint32_t g = 0; g < space_.group_count(); ++g) {
       command.scalars[g] = kernels::make_step_scalars(
-          options_.rule, options.groups[g], options.number != 0 ? options.number : step,
+          options_.rule, options.groups[g], number,
           compressor_ != nullptr ? 1 : options.gradient_scale, options_.seed);
     }
   }
-  if (compressor_ != nullptr) compression_ = compressor_->summary();
+  if (compressor_ != nullptr) compression_ = compressor_->summary(number);
   phase_ = Phase::kUpdating;
   updates_in_flight_ = static_cast<size_t>(
       std::count_if(update_commands_.begin(), update_commands_.end(),
@@ -891,37 +897,22 @@ void DeviceUpdater::write_residual(Command& command, size_t device,
 
 Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
   const base::StepNumber step = options.number != 0 ? options.number : committed_step_ + 1;
-  size_t next_writer = 0;
+  std::vector<CompressedSender::Piece> pieces;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     if (left_alone(subgroup, options)) {
       compressor_->leave(subgroup);
       continue;
     }
-    std::vector<plan::GroupStretch> sits_out = space_.stretches(subgroup.first, subgroup.count);
-    std::erase_if(sits_out, [&](const plan::GroupStretch& stretch) {
+    CompressedSender::Piece& piece = pieces.emplace_back();
+    piece.subgroup = &subgroup;
+    piece.device = &device_of(subgroup.id);
+    piece.sits_out = space_.stretches(subgroup.first, subgroup.count);
+    std::erase_if(piece.sits_out, [&](const plan::GroupStretch& stretch) {
       return !options.groups[stretch.group].skip;
     });
-    if (next_writer == writers_.size()) {
-      SI_RETURN_IF_ERROR(drain_gradients(0));
-      next_writer = 0;
-    }
-    const auto message = compressor_->compress(writers_[next_writer++], subgroup, sits_out, step,
-                                               options.gradient_scale);
-    SI_RETURN_IF_ERROR(drain_gradients(kGradientCommands - 1));
-    Command& command = *gradient_free_.back();
-    gradient_free_.pop_back();
-    csd::Device& device = device_of(subgroup.id);
-    command = Command{};
-    command.kind = CommandKind::kPutGradient;
-    command.replies = &caller_replies_;
-    command.owner = &device;
-    command.subgroup = subgroup.id;
-    command.gradient = message.data();
-    command.message_bytes = message.size();
-    device.submit(command);
   }
-  compressor_->finish_step(step);
-  return Status();
+  CompressedSender::Failure failure = sender_->send(pieces, step, options.gradient_scale);
+  return named(std::move(failure.status), failure.device);
 }
 
 void DeviceUpdater::keep_residual() {

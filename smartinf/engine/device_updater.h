@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/updater.h"
@@ -107,6 +108,7 @@ class DeviceUpdater final : public Updater {
   size_t subgroup_at(uint64_t element) const;
   base::Status require(Phase phase, std::string_view what) const;  // mutex_ held
   base::Status named(base::Status status, const csd::Command* command) const;
+  base::Status named(base::Status status, const csd::Device* device) const;
 
   /// One command of `kind` to every device, replies to the caller's own queue; waits for all.
   base::Status on_all_devices(csd::CommandKind kind, base::StepNumber step,
@@ -125,7 +127,7 @@ class DeviceUpdater final : public Updater {
   base::Status send_gradient(uint64_t first, const void* gradient, uint64_t count);
   base::Status drain_gradients(size_t in_flight_max);
 
-  /// Compresses and sends all gradients of the step. Returns with commands still in flight.
+  /// Compresses and sends all gradients of the step.
   base::Status send_compressed(const UpdateOptions& options);
   /// What compression kept at the committed step, from the devices or, where that is not there,
   /// nothing. Once after opening.
@@ -148,7 +150,7 @@ class DeviceUpdater final : public Updater {
   base::AlignedBuffer staging_;
   GradientIntake intake_;
   std::unique_ptr<GradientCompressor> compressor_;  // null: gradients go down whole
-  std::array<csd::CompressedWriter, 4> writers_;    // a message each, while it is in flight
+  std::unique_ptr<CompressedSender> sender_;        // with it
 
   // Replies to commands that are waited for in the call that makes them: gradients, reading,
   // writing.

@@ -1,9 +1,11 @@
 #include "smartinf/engine/gradient_compressor.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
@@ -59,15 +61,11 @@ GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t 
       seed_(seed),
       squares_(squares),
       memory_(std::move(memory)),
-      values_(kBlockElements),
-      kept_(kBlockElements),
-      squares_of_block_(kBlockElements / kSquaresElements),
-      indices_(kBlockElements),
-      selected_(kBlockElements) {}
+      residual_squares_(base::divide_up(elements, kBlockElements)) {}
 
 void GradientCompressor::begin_step() {
-  summary_ = CompressionSummary{};
-  residual_squares_ = 0;
+  elements_of_step_ = values_of_step_ = bytes_of_step_ = 0;
+  std::fill(residual_squares_.begin(), residual_squares_.end(), 0.0);
 }
 
 void GradientCompressor::put(uint64_t first, const void* gradient, DataType type, uint64_t count) {
@@ -78,32 +76,37 @@ void GradientCompressor::put(uint64_t first, const void* gradient, DataType type
   }
   const kernels::KernelTable& table = kernels::kernels();
   const auto* bytes = static_cast<const std::byte*>(gradient);
-  for (uint64_t done = 0; done < count; done += kBlockElements) {
-    const uint64_t n = std::min(kBlockElements, count - done);
-    table.cast_to_f32(bytes + done * base::data_type_bytes(type), type, values_.data(), n);
-    table.cast_from_f32(values_.data(), gradient_ + first + done, DataType::kBf16, n);
+  std::array<float, 4096> wide;
+  for (uint64_t done = 0; done < count; done += wide.size()) {
+    const uint64_t n = std::min<uint64_t>(wide.size(), count - done);
+    table.cast_to_f32(bytes + done * base::data_type_bytes(type), type, wide.data(), n);
+    table.cast_from_f32(wide.data(), gradient_ + first + done, DataType::kBf16, n);
   }
 }
 
 std::span<const std::byte> GradientCompressor::compress(
-    csd::CompressedWriter& writer, const plan::Subgroup& subgroup,
+    Scratch& scratch, csd::CompressedWriter& writer, const plan::Subgroup& subgroup,
     std::span<const plan::GroupStretch> sits_out, base::StepNumber step, double scale) {
   writer.begin(subgroup.id, subgroup.count, options_.values, squares_);
   for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
-    compress_block(writer, subgroup.first + first, std::min(kBlockElements, subgroup.count - first),
-                   step, static_cast<float>(scale), sits_out);
+    compress_block(scratch, writer, subgroup.first + first,
+                   std::min(kBlockElements, subgroup.count - first), step,
+                   static_cast<float>(scale), sits_out);
   }
   const auto message = writer.finish();
-  summary_.bytes += message.size();
-  summary_.elements += subgroup.count;
+  bytes_of_step_ += message.size();
+  elements_of_step_ += subgroup.count;
   return message;
 }
 
-void GradientCompressor::compress_block(csd::CompressedWriter& writer, uint64_t first,
-                                        uint64_t count, base::StepNumber step, float scale,
-                                        std::span<const plan::GroupStretch> sits_out) {
+void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter& writer,
+                                        uint64_t first, uint64_t count, base::StepNumber step,
+                                        float scale, std::span<const plan::GroupStretch> sits_out) {
   const kernels::KernelTable& table = kernels::kernels();
-  float* values = values_.data();
+  float* values = scratch.values.data();
+  float* kept = scratch.kept.data();
+  uint32_t* indices = scratch.indices.data();
+  float* selected = scratch.selected.data();
   base::Bf16* gradient = gradient_ + first;
   table.cast_to_f32(gradient, DataType::kBf16, values, count);
   for (uint64_t i = 0; i < count; ++i) values[i] *= scale;
@@ -114,7 +117,7 @@ void GradientCompressor::compress_block(csd::CompressedWriter& writer, uint64_t 
   }
   std::span<float> squares;
   if (squares_) {
-    squares = std::span(squares_of_block_).first(base::divide_up(count, kSquaresElements));
+    squares = std::span(scratch.squares).first(base::divide_up(count, kSquaresElements));
     for (uint64_t g = 0; g < squares.size(); ++g) {
       const uint64_t begin = g * kSquaresElements;
       const uint64_t n = std::min(kSquaresElements, count - begin);
@@ -130,9 +133,9 @@ void GradientCompressor::compress_block(csd::CompressedWriter& writer, uint64_t 
   }
   const base::Bf16* residual = residual_ == nullptr ? nullptr : residual_ + first;
   if (residual != nullptr) {
-    table.cast_to_f32(residual, DataType::kBf16, kept_.data(), count);
+    table.cast_to_f32(residual, DataType::kBf16, kept, count);
     const auto decay = static_cast<float>(options_.feedback_decay);
-    for (uint64_t i = 0; i < count; ++i) values[i] = values[i] + decay * kept_[i];
+    for (uint64_t i = 0; i < count; ++i) values[i] = values[i] + decay * kept[i];
     for (const plan::GroupStretch& out : sits_out) {
       const uint64_t from = std::max(out.first, first);
       const uint64_t to = std::min(out.first + out.count, first + count);
@@ -140,20 +143,19 @@ void GradientCompressor::compress_block(csd::CompressedWriter& writer, uint64_t 
     }
   }
   const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step), first);
-  summary_.ratio = ratio_of_step(options_, step);
-  const size_t most = values_per_block(options_.codec, summary_.ratio, count);
-  const size_t sent = codec_.select({values, count}, most, seed, indices_.data(), selected_.data());
-  writer.add_block(std::span(indices_).first(sent), std::span(selected_).first(sent), squares);
-  summary_.values += sent;
+  const size_t most = values_per_block(options_.codec, ratio_of_step(options_, step), count);
+  const size_t sent = codec_.select({values, count}, most, seed, indices, selected);
+  writer.add_block({indices, sent}, {selected, sent}, squares);
+  values_of_step_ += sent;
   if (residual == nullptr) return;
 
   if (options_.values == DataType::kF32) {
-    for (size_t i = 0; i < sent; ++i) values[indices_[i]] = 0;
+    for (size_t i = 0; i < sent; ++i) values[indices[i]] = 0;
   } else {
     // What rounding the sent value took away is not lost either.
-    table.cast_from_f32(selected_.data(), gradient, options_.values, sent);
-    table.cast_to_f32(gradient, options_.values, kept_.data(), sent);
-    for (size_t i = 0; i < sent; ++i) values[indices_[i]] = selected_[i] - kept_[i];
+    table.cast_from_f32(selected, gradient, options_.values, sent);
+    table.cast_to_f32(gradient, options_.values, kept, sent);
+    for (size_t i = 0; i < sent; ++i) values[indices[i]] = selected[i] - kept[i];
   }
   round_by_chance(values, gradient, count, seed);
   for (const plan::GroupStretch& out : sits_out) {
@@ -161,20 +163,30 @@ void GradientCompressor::compress_block(csd::CompressedWriter& writer, uint64_t 
     const uint64_t to = std::min(out.first + out.count, first + count);
     if (from < to) std::copy(residual_ + from, residual_ + to, gradient_ + from);
   }
-  residual_squares_ += table.partial_norm(gradient, DataType::kBf16, count).sum_of_squares;
+  residual_squares_[first / kBlockElements] =
+      table.partial_norm(gradient, DataType::kBf16, count).sum_of_squares;
 }
 
 void GradientCompressor::leave(const plan::Subgroup& subgroup) {
   if (residual_ == nullptr) return;
-  const base::Bf16* kept = residual_ + subgroup.first;
-  std::copy(kept, kept + subgroup.count, gradient_ + subgroup.first);
-  residual_squares_ +=
-      kernels::kernels().partial_norm(kept, DataType::kBf16, subgroup.count).sum_of_squares;
+  for (uint64_t done = 0; done < subgroup.count; done += kBlockElements) {
+    const uint64_t first = subgroup.first + done;
+    const uint64_t n = std::min(kBlockElements, subgroup.count - done);
+    std::copy(residual_ + first, residual_ + first + n, gradient_ + first);
+    residual_squares_[first / kBlockElements] =
+        kernels::kernels().partial_norm(gradient_ + first, DataType::kBf16, n).sum_of_squares;
+  }
 }
 
-void GradientCompressor::finish_step(base::StepNumber step) {
-  summary_.ratio = ratio_of_step(options_, step);
-  summary_.residual_norm = std::sqrt(residual_squares_);
+CompressionSummary GradientCompressor::summary(base::StepNumber step) const {
+  CompressionSummary summary;
+  summary.elements = elements_of_step_;
+  summary.values = values_of_step_;
+  summary.bytes = bytes_of_step_;
+  summary.ratio = ratio_of_step(options_, step);
+  summary.residual_norm =
+      std::sqrt(std::accumulate(residual_squares_.begin(), residual_squares_.end(), 0.0));
+  return summary;
 }
 
 void GradientCompressor::commit() {

@@ -5,6 +5,7 @@
 // accumulation, clipping) is known: a gradient is scaled before it meets what earlier steps kept.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,9 +30,19 @@ struct CompressionSummary {
   double residual_norm = 0;  // of what is kept for the next step; 0 without feedback
 };
 
-/// Threads: one at a time; nobody calls while a residual is being read by reference.
+/// Threads: one at a time, but for compress() and leave(); nobody calls while a residual is being
+/// read by reference.
 class GradientCompressor {
  public:
+  /// A thread's working memory: a block in its stages. About 1.3 MiB.
+  struct Scratch {
+    std::vector<float> values = std::vector<float>(base::kBlockElements);
+    std::vector<float> kept = std::vector<float>(base::kBlockElements);
+    std::vector<float> squares = std::vector<float>(base::kBlockElements / csd::kSquaresElements);
+    std::vector<uint32_t> indices = std::vector<uint32_t>(base::kBlockElements);
+    std::vector<float> selected = std::vector<float>(base::kBlockElements);
+  };
+
   /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more.
   static base::Result<std::unique_ptr<GradientCompressor>> make(const CompressOptions& options,
                                                                 uint64_t elements, uint64_t seed,
@@ -42,14 +53,16 @@ class GradientCompressor {
   void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
 
   /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
-  /// in order, that send nothing and keep their residual as it is.
-  std::span<const std::byte> compress(csd::CompressedWriter& writer, const plan::Subgroup& subgroup,
+  /// in order, that send nothing and keep their residual as it is. Threads: several at once, each
+  /// with subgroups, a scratch and a writer of its own; what they make does not depend on it.
+  std::span<const std::byte> compress(Scratch& scratch, csd::CompressedWriter& writer,
+                                      const plan::Subgroup& subgroup,
                                       std::span<const plan::GroupStretch> sits_out,
                                       base::StepNumber step, double scale);
-  /// A subgroup that takes no part in the step: what it keeps stays.
+  /// A subgroup that takes no part in the step: what it keeps stays. Threads: as compress().
   void leave(const plan::Subgroup& subgroup);
-  const CompressionSummary& summary() const { return summary_; }
-  void finish_step(base::StepNumber step);
+  /// After the last subgroup of a step.
+  CompressionSummary summary(base::StepNumber step) const;
 
   /// The step is real: what it kept counts from now on. Without it, what the step before kept.
   void commit();
@@ -68,8 +81,8 @@ class GradientCompressor {
  private:
   GradientCompressor(const CompressOptions& options, uint64_t elements, uint64_t seed, bool squares,
                      base::AlignedBuffer memory);
-  void compress_block(csd::CompressedWriter& writer, uint64_t first, uint64_t count,
-                      base::StepNumber step, float scale,
+  void compress_block(Scratch& scratch, csd::CompressedWriter& writer, uint64_t first,
+                      uint64_t count, base::StepNumber step, float scale,
                       std::span<const plan::GroupStretch> sits_out);
 
   const CompressOptions options_;
@@ -80,15 +93,11 @@ class GradientCompressor {
   base::AlignedBuffer memory_;
   base::Bf16* gradient_ = nullptr;  // [elements]; becomes what is kept, block by block
   base::Bf16* residual_ = nullptr;  // [elements] of the committed step; null without feedback
-  CompressionSummary summary_;
-  double residual_squares_ = 0;
-
-  // One block.
-  std::vector<float> values_;
-  std::vector<float> kept_;
-  std::vector<float> squares_of_block_;
-  std::vector<uint32_t> indices_;
-  std::vector<float> selected_;
+  // Of the step so far.
+  std::atomic<uint64_t> elements_of_step_{0};
+  std::atomic<uint64_t> values_of_step_{0};
+  std::atomic<uint64_t> bytes_of_step_{0};
+  std::vector<double> residual_squares_;  // by block, so that their sum has one order
 };
 
 }  // namespace smartinf::engine

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <map>
+#include <optional>
 #include <random>
 #include <tuple>
 
@@ -16,6 +18,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/fault_ring.h"
+#include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/device_build.h"
 #include "smartinf/engine/emulated_source.h"
 #include "smartinf/engine/fake_device.h"
@@ -903,11 +906,86 @@ TEST(Compression, CountedBytesAreTwoPercentAndLess) {
   }
 }
 
+/// Keeps the messages that reach it, until one of `bad` comes.
+class Recorder final : public csd::Device {
+ public:
+  const csd::DeviceInfo& info() const override { return info_; }
+  const storage::StoreLayout& layout() const override { return layout_; }
+  storage::StoreState state() const override { return {}; }
+  std::string blob() const override { return {}; }
+  base::Status recover_to(base::StepNumber) override { return base::Status(); }
+  void submit(csd::Command& command) override {
+    const auto* bytes = static_cast<const std::byte*>(command.gradient);
+    messages[command.subgroup.value].assign(bytes, bytes + command.message_bytes);
+    csd::Completion done;
+    done.command = &command;
+    if (command.subgroup.value == bad) {
+      done.status = base::Status(base::ErrorCode::kCorrupt, "asked to fail", "It is a test.");
+    }
+    command.replies->push(std::move(done));
+  }
+  base::TrafficReading host_traffic() const override { return {}; }
+  base::TrafficReading store_traffic() const override { return {}; }
+  uint64_t bytes_written_ever() const override { return 0; }
+
+  std::map<uint32_t, std::vector<std::byte>> messages;
+  uint32_t bad = ~0u;
+
+ private:
+  csd::DeviceInfo info_;
+  storage::StoreLayout layout_;
+};
+
+TEST(Compression, ThreadsChangeNothing) {
+  constexpr uint32_t kSubgroups = 23;
+  constexpr uint64_t kElements = (kSubgroups - 1) * kBlock + 1234;
+  std::vector<plan::Subgroup> subgroups;
+  for (uint32_t i = 0; i < kSubgroups; ++i) {
+    const uint64_t first = i * kBlock;
+    subgroups.push_back({base::SubgroupId{i}, first, std::min(kBlock, kElements - first)});
+  }
+  std::optional<CompressionSummary> first_summary;
+  std::map<uint32_t, std::vector<std::byte>> first_messages;
+  for (const uint32_t threads : {1u, 2u, 7u}) {
+    Recorder recorder;
+    CompressOptions options;
+    options.codec = CompressOptions::Codec::kTopK;
+    auto made = GradientCompressor::make(options, kElements, 1, true);
+    ASSERT_TRUE(made.ok());
+    CompressedSender sender(**made, threads);
+    std::vector<CompressedSender::Piece> pieces;
+    for (const plan::Subgroup& subgroup : subgroups) pieces.push_back({&subgroup, &recorder, {}});
+    for (int step = 1; step <= 3; ++step) {
+      const auto gradient = contract_gradient(kElements, step);
+      (*made)->begin_step();
+      (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
+      ASSERT_TRUE(sender.send(pieces, static_cast<uint64_t>(step), 1).status.ok());
+      if (step < 3) (*made)->commit();
+    }
+    const CompressionSummary summary = (*made)->summary(3);
+    if (!first_summary) {
+      first_summary = summary;
+      first_messages = recorder.messages;
+    }
+    EXPECT_TRUE(recorder.messages == first_messages) << threads << " threads";
+    EXPECT_EQ(summary.residual_norm, first_summary->residual_norm);
+    EXPECT_EQ(summary.values, first_summary->values);
+    EXPECT_EQ(summary.bytes, first_summary->bytes);
+    recorder.bad = 11;
+    const auto failure = sender.send(pieces, 4, 1);
+    EXPECT_EQ(failure.status.code(), base::ErrorCode::kCorrupt);
+    EXPECT_EQ(failure.device, &recorder);
+    EXPECT_EQ(failure.subgroup.value, 11u);
+  }
+  EXPECT_EQ(first_messages.size(), kSubgroups);
+}
+
 TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
   const auto message_of = [](GradientCompressor& compressor, csd::CompressedWriter& writer,
                              std::span<const plan::GroupStretch> out, uint64_t step) {
+    GradientCompressor::Scratch scratch;
     const auto message =
-        compressor.compress(writer, {base::SubgroupId{0}, 0, 1000}, out, step, 1.0);
+        compressor.compress(scratch, writer, {base::SubgroupId{0}, 0, 1000}, out, step, 1.0);
     std::vector<base::Bf16> values(1000);
     csd::CompressedView::parse(message)->expand_block(0,
                                                       reinterpret_cast<std::byte*>(values.data()));
@@ -924,7 +1002,6 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
     compressor.begin_step();
     compressor.put(0, ones.data(), DataType::kF32, 1000);
     auto values = message_of(compressor, writer, out, number);
-    compressor.finish_step(number);
     compressor.commit();
     return values;
   };
@@ -948,6 +1025,7 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
   options.ratio = 0.1;
   auto made = GradientCompressor::make(options, kElements, 1, true);
   ASSERT_TRUE(made.ok());
+  GradientCompressor::Scratch scratch;
   csd::CompressedWriter writer;
   std::vector<double> owed(kElements);
   std::vector<base::Bf16> values(kElements);
@@ -956,7 +1034,7 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
     const double scale = step % 3 == 0 ? 0.5 : 1;  // a clipped step
     (*made)->begin_step();
     (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
-    const auto message = (*made)->compress(writer, {base::SubgroupId{0}, 0, kElements}, {},
+    const auto message = (*made)->compress(scratch, writer, {base::SubgroupId{0}, 0, kElements}, {},
                                            static_cast<uint64_t>(step), scale);
     const auto view = csd::CompressedView::parse(message);
     ASSERT_TRUE(view.ok());
@@ -966,7 +1044,6 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
     for (uint64_t i = 0; i < kElements; ++i) {
       owed[i] += scale * base::to_f32(gradient[i]) - base::to_f32(values[i]);
     }
-    (*made)->finish_step(static_cast<uint64_t>(step));
     if (step < 30) (*made)->commit();
   }
   const base::Bf16* kept = (*made)->next_residual(0);
@@ -979,7 +1056,7 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
     error += difference * difference;
     bias += difference;
   }
-  EXPECT_NEAR(std::sqrt(squares), (*made)->summary().residual_norm, 0.01 * std::sqrt(squares));
+  EXPECT_NEAR(std::sqrt(squares), (*made)->summary(30).residual_norm, 0.01 * std::sqrt(squares));
   // 30 roundings to 8 bits, each by chance: seen 0.9 %.
   EXPECT_LT(std::sqrt(error), 0.02 * std::sqrt(squares));
   // Rounding to nearest would be as small, but the errors must not add up to one side.

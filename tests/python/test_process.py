@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -23,18 +24,17 @@ def run(code, *args, timeout=120, **kwargs):
     )
 
 
-def test_import_is_fast_and_takes_no_torch():
+def test_import_takes_no_torch():
+    """What makes it slow is other packages (docs/results/python.md has the time)."""
     code = """
-        import sys, time
-        start = time.process_time()
+        import sys
         import smartinf
-        print(time.process_time() - start)
-        assert "torch" not in sys.modules
+        heavy = {"torch", "numpy", "transformers", "tqdm", "asyncio", "multiprocessing"} & set(sys.modules)
+        assert not heavy, heavy
         assert "AdamW" in dir(smartinf)
     """
     done = run(code)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 0.5
 
 
 TRAIN = """
@@ -44,7 +44,6 @@ TRAIN = """
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(500_000)) for _ in range(4)]
     optimizer = smartinf.AdamW(params, devices=[sys.argv[1]], resume=True)
-    print("ready", flush=True)
 """
 
 
@@ -66,6 +65,7 @@ def test_exit_with_open_devices_is_clean(device):
 def test_ctrl_c_leaves_a_whole_step(device):
     code = TRAIN + """
     try:
+        print("ready", flush=True)
         while True:
             for p in params: p.grad = torch.randn_like(p)
             optimizer.step()
@@ -118,31 +118,55 @@ def test_fork_and_dataloader_workers_do_no_harm(device):
     assert optimizer._lineage.updates == 5
 
 
-def test_the_gil_is_free_during_a_step(device):
-    """A Python thread makes progress while step() waits for devices."""
-    import threading
+class Watched:
+    """The core, with a note of the calls in which another Python thread has moved."""
 
-    params = [torch.nn.Parameter(torch.zeros(4_000_000))]
-    optimizer = smartinf.AdamW(params, devices=[device])
-    counted, stop = [0], threading.Event()
+    def __init__(self, core, moves):
+        self.core, self.moves, self.seen = core, moves, set()
 
-    def count():
+    def __getattr__(self, name):
+        method = getattr(self.core, name)
+
+        def call(*args):
+            before = self.moves[0]
+            made = method(*args)
+            if self.moves[0] != before:
+                self.seen.add(name)
+            return made
+
+        return call
+
+
+def test_the_gil_is_free_while_the_core_works(device):
+    """Nobody takes the GIL away here, so the other thread moves only where a call lets go of it. How
+    often it then gets a processor is the machine's business: once in each call is enough."""
+    param = torch.nn.Parameter(torch.zeros(4_000_000))
+    optimizer = smartinf.AdamW([param], devices=[device])
+    param.grad = torch.ones_like(param)
+    long_calls = {"put_gradients", "wait_weights", "wait_commit"}
+    moves, stop = [0], threading.Event()
+
+    def move():
         while not stop.is_set():
-            counted[0] += 1
-            time.sleep(0.001)
+            moves[0] += 1
+            time.sleep(0)  # lets go of the GIL and asks for it again
 
-    params[0].grad = torch.ones_like(params[0])
-    thread = threading.Thread(target=count)
-    thread.start()
-    counts = []
-    for _ in range(3):
-        before, start = counted[0], time.monotonic()
-        optimizer.step()
-        optimizer.synchronize()
-        counts.append((counted[0] - before) / (time.monotonic() - start))
-    stop.set()
-    thread.join()
-    assert max(counts) > 50  # a second; with the GIL held it would be about none
+    thread = threading.Thread(target=move)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    try:
+        thread.start()
+        optimizer._core = watched = Watched(optimizer._core, moves)
+        for _ in range(200):
+            optimizer.step()
+            optimizer.synchronize()
+            if long_calls <= watched.seen:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+    assert long_calls <= watched.seen
 
 
 def test_a_full_device_is_found_before_the_first_step(device):

@@ -40,6 +40,20 @@ def test_trainer(tmp_path):
     example("trainer.py", tmp_path / "device", tmp_path / "out", "--resume")
 
 
+def test_lightning_module(tmp_path):
+    """Stopped after 6 steps, resumed on other devices: the losses of the whole run."""
+    pytest.importorskip("lightning")
+
+    def losses(device, out, *arguments):
+        text = example("lightning_module.py", tmp_path / device, tmp_path / out, *arguments)
+        return re.findall(r"step \d+ loss \S+", text)
+
+    whole = losses("d1", "o1", 10)
+    assert len(whole) == 10
+    first = losses("d2", "o2", 6)
+    assert first + losses("d3", "o3", 10, tmp_path / "o2" / "last.ckpt") == whole
+
+
 def test_every_example_is_run():
     tested = set(re.findall(r'"(\w+\.py)"', pathlib.Path(__file__).read_text()))
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested

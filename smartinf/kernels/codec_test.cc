@@ -12,17 +12,10 @@
 #include <rapidcheck/gtest.h>
 
 #include "smartinf/kernels/state_codec.h"
-#include "smartinf/kernels/update.h"
+#include "smartinf/kernels/test_kernels.h"
 
 namespace smartinf::kernels {
 namespace {
-
-using base::DataType;
-using base::Encoding;
-using base::PlaneKind;
-using base::StateFormat;
-
-const KernelTable& scalar() { return *supported_tables().front(); }
 
 constexpr size_t kGroup = base::kQ8GroupElements;
 
@@ -233,8 +226,7 @@ TEST(Codec, LogisticRegressionEndsWhereF32Ends) {
                             static_cast<uint64_t>(step), 1, 21);
       const GroupRun run{kFeatures, &scalars};
       kernels().update_block(format,
-                             {.planes = {reinterpret_cast<std::byte*>(master.data()),
-                                         momentum.data(), variance.data()},
+                             {.planes = {plane_of(master), momentum.data(), variance.data()},
                               .count = kFeatures,
                               .gradient = gradient.data(),
                               .gradient_type = DataType::kF32},

@@ -9,15 +9,10 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/kernels/selection.h"
-#include "smartinf/kernels/update.h"
+#include "smartinf/kernels/test_kernels.h"
 
 namespace smartinf::kernels {
 namespace {
-
-using base::DataType;
-using base::Encoding;
-using base::PlaneKind;
-using base::StateFormat;
 
 constexpr size_t kElements = 4000;  // not a multiple of a group
 
@@ -119,8 +114,10 @@ TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
       std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(digest));
       return std::string(text);
     };
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kF32)), "a39e578522c83114") << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16)), "74d260a8dc85255c") << table->isa();
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kF32)), "a39e578522c83114")
+        << table->isa();
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16)), "74d260a8dc85255c")
+        << table->isa();
     EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8)), "b18ad3f458c9ba51") << table->isa();
     EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
   }

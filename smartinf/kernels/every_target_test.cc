@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "smartinf/kernels/update.h"
+#include "smartinf/kernels/test_kernels.h"
 
 namespace smartinf::kernels {
 namespace {
@@ -17,11 +17,6 @@ namespace {
 bool same_bits(const float* a, const float* b, size_t n) {
   return n == 0 || std::memcmp(a, b, n * sizeof(float)) == 0;
 }
-
-using base::DataType;
-using base::Encoding;
-using base::PlaneKind;
-using base::StateFormat;
 
 constexpr std::array kTypes = {DataType::kF32, DataType::kBf16, DataType::kF16};
 constexpr std::array kFormats = {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8};
@@ -59,9 +54,29 @@ std::vector<float> tame_values(size_t n, uint32_t seed, bool only_positive = fal
   return values;
 }
 
+/// Tiles of every kind next to each other: usual ones, zeros, magnitudes over 30 decades, ones with
+/// an infinity or a NaN in them.
+std::vector<float> tiles_of_all_kinds(size_t n, uint32_t seed, bool only_positive = false) {
+  std::vector<float> values = tame_values(n, seed, only_positive);
+  std::mt19937 random(seed);
+  for (size_t first = 0; first < n; first += kTileElements) {
+    const size_t last = std::min(n, first + kTileElements);
+    const auto kind = random() % 10;
+    for (size_t i = first; i < last; ++i) {
+      if (kind == 5) values[i] = 0.0f;
+      if (kind == 6 || kind == 7) values[i] *= std::pow(10.0f, -static_cast<float>(i % 30));
+    }
+    if (kind == 8) values[first + random() % (last - first)] = INFINITY;
+    if (kind == 9) values[first + random() % (last - first)] = NAN;
+  }
+  return values;
+}
+
+using Values = std::vector<float> (*)(size_t n, uint32_t seed, bool only_positive);
+
 class EveryTarget : public testing::TestWithParam<const KernelTable*> {
  protected:
-  const KernelTable& truth() const { return *supported_tables().front(); }
+  const KernelTable& truth() const { return scalar(); }
   const KernelTable& table() const { return *GetParam(); }
 };
 
@@ -172,25 +187,24 @@ TEST_P(EveryTarget, CodecsAgree) {
 /// A block with everything an update touches, in memory that is misaligned by `shift` elements.
 struct Block {
   Block(UpdateRule rule, StateFormat format, DataType gradient_type, DataType weights_type,
-        size_t n, size_t shift, bool wild)
+        size_t n, size_t shift, Values values_of)
       : rule_(rule),
         format_(format),
         gradient_type_(gradient_type),
         weights_type_(weights_type),
         n_(n),
         shift_(shift) {
-    const KernelTable& truth = *supported_tables().front();
+    const KernelTable& truth = scalar();
     uint32_t seed = static_cast<uint32_t>(n * 131 + shift * 7 + static_cast<size_t>(rule));
     for (const PlaneKind kind : rule_planes(rule)) {
       const bool positive = kind == PlaneKind::kVariance;
-      const std::vector<float> values =
-          wild ? wild_values(n, ++seed, positive) : tame_values(n, ++seed, positive);
+      const std::vector<float> values = values_of(n, ++seed, positive);
       const Encoding encoding = base::plane_encoding(format, kind);
       std::vector<std::byte>& plane =
           planes_.emplace_back(base::encoded_bytes(encoding, n) + 4 * shift, std::byte{0xee});
       truth.encode_block(encoding, kind, values.data(), plane.data() + 4 * shift, n, 0, 1, 1);
     }
-    const std::vector<float> wide = wild ? wild_values(n, ++seed) : tame_values(n, ++seed);
+    const std::vector<float> wide = values_of(n, ++seed, false);
     gradient_.resize((n + shift) * base::data_type_bytes(gradient_type));
     truth.cast_from_f32(wide.data(), gradient(), gradient_type, n);
     weights_.assign((n + shift) * base::data_type_bytes(weights_type), std::byte{0xee});
@@ -223,16 +237,16 @@ struct Block {
 
 /// Runs the same steps on the truth and on the table and compares every byte after each.
 void expect_same(const KernelTable& table, const RuleOptions& options, StateFormat format,
-                 DataType gradient_type, DataType weights_type, size_t n, size_t shift, bool wild,
-                 const std::string& what) {
-  Block expected(options.rule, format, gradient_type, weights_type, n, shift, wild);
-  Block actual(options.rule, format, gradient_type, weights_type, n, shift, wild);
+                 DataType gradient_type, DataType weights_type, size_t n, size_t shift,
+                 Values values, const std::string& what) {
+  Block expected(options.rule, format, gradient_type, weights_type, n, shift, values);
+  Block actual(options.rule, format, gradient_type, weights_type, n, shift, values);
   for (uint64_t step = 1; step <= 3; ++step) {
     const StepScalars first =
         make_step_scalars(options, {.lr = 1e-2, .weight_decay = 0.1}, step, 0.7, 11);
     const StepScalars second = make_step_scalars(options, {.lr = 3e-3}, step, 0.7, 11);
     const std::array runs = {GroupRun{n / 3, &first}, GroupRun{n - n / 3, &second}};
-    expected.update(*supported_tables().front(), runs);
+    expected.update(scalar(), runs);
     actual.update(table, runs);
     for (size_t i = 0; i < expected.planes_.size(); ++i) {
       ASSERT_EQ(actual.planes_[i], expected.planes_[i])
@@ -269,8 +283,9 @@ TEST_P(EveryTarget, UpdatesAgreeForEveryRuleFormatAndType) {
                                    std::string(base::state_format_name(format)) + " " +
                                    std::string(base::data_type_name(gradient_type)) + " " +
                                    std::string(base::data_type_name(weights_type));
-          for (const bool wild : {false, true}) {
-            expect_same(table(), options, format, gradient_type, weights_type, 1031, 1, wild, what);
+          for (const Values values : {tame_values, wild_values}) {
+            expect_same(table(), options, format, gradient_type, weights_type, 1031, 1, values,
+                        what);
             if (testing::Test::HasFatalFailure()) return;
           }
         }
@@ -285,10 +300,22 @@ TEST_P(EveryTarget, UpdatesAgreeForEveryLengthAndAlignment) {
       for (size_t n = 0; n <= kLengthMax; ++n) {
         for (size_t shift = 0; shift < 16; ++shift) {
           expect_same(table(), {.rule = rule}, format, DataType::kBf16, DataType::kBf16, n, shift,
-                      shift % 2 != 0, std::string(update_rule_name(rule)));
+                      shift % 2 != 0 ? wild_values : tame_values,
+                      std::string(update_rule_name(rule)));
           if (testing::Test::HasFatalFailure()) return;
         }
       }
+    }
+  }
+}
+
+// What a tile leaves to the next one is done whatever that one holds.
+TEST_P(EveryTarget, UpdatesAgreeForTilesOfAllKinds) {
+  for (const RuleOptions& options : every_option()) {
+    for (const StateFormat format : kFormats) {
+      expect_same(table(), options, format, DataType::kBf16, DataType::kBf16, 40 * kTileElements, 1,
+                  tiles_of_all_kinds, std::string(update_rule_name(options.rule)));
+      if (testing::Test::HasFatalFailure()) return;
     }
   }
 }

@@ -9,15 +9,10 @@
 
 #include <gtest/gtest.h>
 
+#include "smartinf/kernels/test_kernels.h"
+
 namespace smartinf::kernels {
 namespace {
-
-using base::DataType;
-using base::Encoding;
-using base::PlaneKind;
-using base::StateFormat;
-
-const KernelTable& scalar() { return *supported_tables().front(); }
 
 TEST(UpdateBlock, AdamWFollowsTheFormula) {
   const RuleOptions options{.beta1 = 0.9, .beta2 = 0.99, .eps = 1e-6};
@@ -34,9 +29,7 @@ TEST(UpdateBlock, AdamWFollowsTheFormula) {
     const StepScalars scalars = make_step_scalars(options, group, step, 0.5, 0);
     const GroupRun run{3, &scalars};
     scalar().update_block(StateFormat::kF32,
-                          {.planes = {reinterpret_cast<std::byte*>(master.data()),
-                                      reinterpret_cast<std::byte*>(momentum.data()),
-                                      reinterpret_cast<std::byte*>(variance.data())},
+                          {.planes = {plane_of(master), plane_of(momentum), plane_of(variance)},
                            .count = 3,
                            .gradient = gradient.data(),
                            .gradient_type = DataType::kF32,
@@ -70,8 +63,7 @@ TEST(UpdateBlock, RunsGiveEachElementItsGroup) {
   const std::array runs = {GroupRun{1, &fast}, GroupRun{0, &slow}, GroupRun{300, &slow},
                            GroupRun{699, &fast}};
   scalar().update_block(StateFormat::kF32,
-                        {.planes = {reinterpret_cast<std::byte*>(master.data()),
-                                    reinterpret_cast<std::byte*>(momentum.data())},
+                        {.planes = {plane_of(master), plane_of(momentum)},
                          .count = n,
                          .gradient = gradient.data(),
                          .gradient_type = DataType::kF32},
@@ -95,15 +87,14 @@ TEST(UpdateBlock, SkippedRunsKeepTheirBits) {
     const std::vector<float> gradient(n, 1.0f);
     std::vector<float> weights(n);
     const std::array runs = {GroupRun{256, &on}, GroupRun{512, &off}, GroupRun{256, &on}};
-    scalar().update_block(
-        format,
-        {.planes = {reinterpret_cast<std::byte*>(master.data()), momentum.data(), variance.data()},
-         .count = n,
-         .gradient = gradient.data(),
-         .gradient_type = DataType::kF32,
-         .weights_out = weights.data(),
-         .weights_type = DataType::kF32},
-        runs);
+    scalar().update_block(format,
+                          {.planes = {plane_of(master), momentum.data(), variance.data()},
+                           .count = n,
+                           .gradient = gradient.data(),
+                           .gradient_type = DataType::kF32,
+                           .weights_out = weights.data(),
+                           .weights_type = DataType::kF32},
+                          runs);
     const uint64_t width = base::encoded_bytes(plane_encoding(format, PlaneKind::kMomentum), 4) / 4;
     const uint64_t element_bytes = format == StateFormat::kQ8 ? 1 : width;
     for (size_t i = 0; i < n; ++i) {

@@ -21,6 +21,7 @@
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/median.h"
 
 namespace smartinf::apps {
 namespace {
@@ -102,11 +103,6 @@ Share share_of(uint64_t count, uint32_t index, uint32_t threads) {
 SI_EVERY_WIDTH void triad(float* __restrict a, const float* __restrict b, const float* __restrict c,
                           float scale, size_t n) {
   for (size_t i = 0; i < n; ++i) a[i] = b[i] + scale * c[i];
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 class KernelBench {

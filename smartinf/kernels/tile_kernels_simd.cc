@@ -16,6 +16,7 @@
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
+#if HWY_TARGET != HWY_SCALAR  // a baseline that Highway may compile, and that never runs
 namespace smartinf::kernels {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
@@ -86,14 +87,9 @@ HWY_INLINE void store_upper_halves(VU bits, uint16_t* out) {
   hn::StoreU(hn::TruncateTo(U16(), hn::ShiftRight<16>(bits)), U16(), out);
 }
 HWY_INLINE void store_upper_halves(VU first, VU second, uint16_t* out) {
-#if HWY_TARGET == HWY_SCALAR  // the baseline that this library compiles, and never runs
-  store_upper_halves(first, out);
-  store_upper_halves(second, out + 1);
-#else
   const hn::Repartition<uint16_t, U32> halves;
   hn::StoreU(hn::ConcatOdd(halves, hn::BitCast(halves, second), hn::BitCast(halves, first)), halves,
              out);
-#endif
 }
 
 // Rounds a number that is no NaN, but the canonical one, to bf16 in the upper half.
@@ -204,14 +200,14 @@ struct GradientDecay {
   VF weight_decay;
 };
 
-template <bool kDecays>
+// kNear: lerp() starts from the momentum, as it does for every usual beta1.
+template <bool kDecays, bool kNear>
 struct Adam {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = true;
   explicit Adam(const StepScalars& s)
       : decay(s),
-        near(hn::Lt(set(s.one_minus_beta1), set(0.5f))),
-        weight(set(s.one_minus_beta1 < 0.5f ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)),
+        weight(set(kNear ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)),
         decay_factor(set(s.decay_factor)),
         beta2(set(s.beta2)),
         one_minus_beta2(set(s.one_minus_beta2)),
@@ -220,9 +216,8 @@ struct Adam {
   HWY_INLINE void update(VF gradient, StateVectors& e) const {
     e.master = hn::Mul(e.master, decay_factor);
     gradient = decay(gradient, e.master);
-    // lerp(), from whichever end is nearer.
     const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
-    e.momentum = hn::Add(hn::IfThenElse(near, e.momentum, gradient), difference);
+    e.momentum = hn::Add(kNear ? e.momentum : gradient, difference);
     e.variance =
         hn::Add(hn::Mul(e.variance, beta2), hn::Mul(hn::Mul(one_minus_beta2, gradient), gradient));
     e.root = hn::Sqrt(e.variance);
@@ -232,7 +227,6 @@ struct Adam {
   HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
 
   GradientDecay<kDecays> decay;
-  hn::Mask<F32> near;
   VF weight, decay_factor, beta2, one_minus_beta2, minus_step_size, eps;
 };
 
@@ -326,8 +320,12 @@ HWY_INLINE void with_rule(const StepScalars& s, const Work& work) {
   switch (s.rule) {
     case UpdateRule::kAdamW:
     case UpdateRule::kAdam:
-      return decays ? work.template operator()<Adam<true>>()
-                    : work.template operator()<Adam<false>>();
+      if (s.one_minus_beta1 < 0.5f) {
+        return decays ? work.template operator()<Adam<true, true>>()
+                      : work.template operator()<Adam<false, true>>();
+      }
+      return decays ? work.template operator()<Adam<true, false>>()
+                    : work.template operator()<Adam<false, false>>();
     case UpdateRule::kSgdMomentum:
       return decays ? work.template operator()<Sgd<true>>()
                     : work.template operator()<Sgd<false>>();
@@ -379,6 +377,7 @@ void update(const StepScalars& scalars, const float* gradient, float* master, fl
 // The random numbers of a group, a vector at a time.
 class RandomVectors {
  public:
+  RandomVectors() = default;
   // Steps of `stride` lanes lie between one vector and the next.
   HWY_INLINE RandomVectors(const Progression& numbers, size_t stride)
       : next_(hn::Add(set_bits(numbers.start),
@@ -414,22 +413,17 @@ void encode_bf16(PlaneKind kind, RoundingKey key, const float* in, uint16_t* out
   }
 }
 
-// Codes in the upper byte of each lane.
+// An f32 whose upper part is the value's code: the bits above the cut of its plane.
 template <PlaneKind kKind>
 HWY_INLINE VU encode(VF value, VF inverse, VU random) {
+  constexpr int kCut = kKind == PlaneKind::kVariance ? kVarianceCut : kMomentumCut;
   const VF steps = hn::Mul(value, inverse);
-  if constexpr (kKind == PlaneKind::kVariance) {
-    const VU noise = hn::ShiftRight<32 - kVarianceCut>(random);
-    const VU bits = hn::Add(bits_of(hn::Add(steps, set(kCodeBias))), noise);
-    // Roots of f32 are 0 or have more than this as bits.
-    const VU not_zero = hn::Min(bits_of(value), set_bits(1u << 24));
-    return hn::Max(hn::ShiftLeft<24 - kVarianceCut>(bits), not_zero);
-  } else {
-    const VU bias = hn::OrAnd(set_bits(kCodeBiasBits), bits_of(steps), set_bits(kSignBit));
-    const VU noise = hn::ShiftRight<32 - kMomentumCut>(random);
-    const VU bits = hn::Add(bits_of(hn::Add(steps, float_of(bias))), noise);
-    return hn::OrAnd(hn::ShiftLeft<24 - kMomentumCut>(bits), bits, set_bits(kSignBit));
+  VF bias = set(kCodeBias);
+  if constexpr (kKind == PlaneKind::kMomentum) {
+    bias = float_of(hn::OrAnd(bits_of(bias), bits_of(steps), set_bits(kSignBit)));
   }
+  const VU noise = hn::ShiftRight<32 - kCut>(random);
+  return hn::Add(bits_of(hn::Add(steps, bias)), noise);
 }
 
 // (z - kCodeBias) * step. The difference is exact and so is 2 * step: fused it is the same number.
@@ -470,12 +464,32 @@ HWY_INLINE VF decode(VU words, VF step) {
   }
 }
 
-// Words of codes: each lane's upper byte moved to its place.
-HWY_INLINE VU pack_codes(VU byte0, VU byte1, VU byte2, VU byte3) {
-  VU words = hn::ShiftRight<24>(byte0);
-  words = hn::OrAnd(words, hn::ShiftRight<16>(byte1), set_bits(0x0000ff00u));
-  words = hn::OrAnd(words, hn::ShiftRight<8>(byte2), set_bits(0x00ff0000u));
-  return hn::OrAnd(words, byte3, set_bits(0xff000000u));
+// The upper halves of two vectors, the first's in the lower half of each lane.
+HWY_INLINE VU upper_halves(VU lower, VU upper) {
+  const hn::Repartition<uint16_t, U32> halves;
+  return hn::BitCast(U32(), hn::OddEven(hn::BitCast(halves, upper),
+                                        hn::BitCast(halves, hn::ShiftRight<16>(lower))));
+}
+
+HWY_INLINE VU select_bits(uint32_t mask, VU yes, VU no) {
+  return hn::Or(hn::And(set_bits(mask), yes), hn::AndNot(set_bits(mask), no));
+}
+
+// Words of codes, byte j of a lane from what encode() made of vector j. In halves: two vectors at a
+// time.
+template <PlaneKind kKind>
+HWY_INLINE VU pack_codes(VU bits0, VU bits1, VU bits2, VU bits3) {
+  const VU even = upper_halves(bits0, bits2);
+  const VU odd = upper_halves(bits1, bits3);
+  if constexpr (kKind == PlaneKind::kVariance) {
+    return select_bits(0x00ff00ffu, hn::ShiftRight<kVarianceCut - 16>(even),
+                       hn::ShiftLeft<24 - kVarianceCut>(odd));
+  } else {
+    const VU magnitudes = select_bits(0x007f007fu, hn::ShiftRight<kMomentumCut - 16>(even),
+                                      hn::ShiftLeft<24 - kMomentumCut>(odd));
+    const VU signs = select_bits(0x00ff00ffu, hn::ShiftRight<8>(even), odd);
+    return select_bits(0x80808080u, signs, magnitudes);
+  }
 }
 
 /// Momenta or roots of variances of a group that is about to be encoded.
@@ -493,32 +507,100 @@ HWY_INLINE VI largest_of(const GroupValues& group) {
   return largest;
 }
 
+// The larger magnitude. Which it is where either is NaN differs between targets.
+HWY_INLINE VI larger_magnitude(VI largest, VF value) {
+#if HWY_TARGET == HWY_AVX3
+  constexpr int kMagnitudes = 3 | 2 << 2;  // of both, the sign dropped
+  return hn::BitCast(I32(),
+                     VF{_mm512_range_ps(hn::BitCast(F32(), largest).raw, value.raw, kMagnitudes)});
+#else
+  return hn::Max(largest, hn::BitCast(I32(), hn::Abs(value)));
+#endif
+}
+
+/// Encodes a group a column at a time: elements word + lane + 64 j, which share words.
+template <PlaneKind kKind>
+class GroupEncoder {
+ public:
+  GroupEncoder() = default;
+  GroupEncoder(const GroupValues& group, float step, const Progression& numbers, uint8_t* out)
+      : values_(group.values),
+        out_(reinterpret_cast<uint32_t*>(out)),
+        inverse_(set(group_inverse(step))),
+        quarter_(set_bits(numbers.stride * static_cast<uint32_t>(kCodeWords))),
+        random_(numbers, hn::Lanes(F32())) {}
+
+  HWY_INLINE void column(size_t word) {
+    const float* values = values_ + word;
+    const VU random0 = random_.next();
+    const VU random1 = hn::Add(random0, quarter_);
+    const VU random2 = hn::Add(random1, quarter_);
+    const VU random3 = hn::Add(random2, quarter_);
+    const VU words = pack_codes<kKind>(
+        encode<kKind>(hn::Load(F32(), values), inverse_, random0),
+        encode<kKind>(hn::Load(F32(), values + kCodeWords), inverse_, random1),
+        encode<kKind>(hn::Load(F32(), values + 2 * kCodeWords), inverse_, random2),
+        encode<kKind>(hn::Load(F32(), values + 3 * kCodeWords), inverse_, random3));
+    hn::StoreU(words, U32(), out_ + word);
+    if constexpr (kKind == PlaneKind::kVariance) {
+      smallest_ = hn::Min(smallest_, hn::BitCast(hn::Repartition<uint8_t, U32>(), words));
+    }
+  }
+
+  /// To be called after the last column.
+  HWY_INLINE void finish() {
+    if constexpr (kKind == PlaneKind::kVariance) {
+      const hn::Repartition<uint8_t, U32> u8;
+      if (HWY_UNLIKELY(!hn::AllFalse(u8, hn::Eq(smallest_, hn::Zero(u8))))) keep_above_zero();
+    }
+  }
+
+  HWY_INLINE void all() {
+    for (size_t word = 0; word < kCodeWords; word += hn::Lanes(F32())) column(word);
+    finish();
+  }
+
+ private:
+  /// Only +0 gets code 0.
+  HWY_NOINLINE void keep_above_zero() {
+    const hn::Repartition<uint8_t, U32> u8;
+    // 1 in the byte of a root that is not 0; such roots of f32 have more than this as bits.
+    const auto least = [&](size_t word, int byte) HWY_ATTR {
+      const VF root = hn::Load(F32(), values_ + word + static_cast<size_t>(byte) * kCodeWords);
+      return hn::Min(bits_of(root), set_bits(1u << (8 * byte)));
+    };
+    for (size_t word = 0; word < kCodeWords; word += hn::Lanes(F32())) {
+      const VU ones =
+          hn::Or(hn::Or(least(word, 0), least(word, 1)), hn::Or(least(word, 2), least(word, 3)));
+      const VU words = hn::LoadU(U32(), out_ + word);
+      hn::StoreU(hn::BitCast(U32(), hn::Max(hn::BitCast(u8, words), hn::BitCast(u8, ones))), U32(),
+                 out_ + word);
+    }
+  }
+
+  const float* values_ = nullptr;
+  uint32_t* out_ = nullptr;
+  hn::Vec<hn::Repartition<uint8_t, U32>> smallest_ = hn::Set(hn::Repartition<uint8_t, U32>(), 255);
+  VF inverse_ = hn::Zero(F32());
+  VU quarter_ = hn::Zero(U32());
+  RandomVectors random_;
+};
+
+/// The step of a group whose largest magnitude is known.
+template <PlaneKind kKind>
+HWY_INLINE float step_of(VI largest) {
+  return group_step(kKind, static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(I32(), largest))));
+}
+
 /// Encodes a group whose largest magnitude is known. Returns its step.
 template <PlaneKind kKind>
 HWY_INLINE float encode_group(const GroupValues& group, VI largest, const Progression& numbers,
                               uint8_t* out) {
-  const size_t lanes = hn::Lanes(F32());
-  const auto bits = static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(I32(), largest)));
-  const float step = group_step(kKind, bits);
+  const float step = step_of<kKind>(largest);
   if (HWY_UNLIKELY(!(step > 0))) {
     std::fill_n(out, kTileElements, uint8_t{0});
-    return step;
-  }
-  const VF inverse = set(group_inverse(step));
-  const VU quarter = set_bits(numbers.stride * static_cast<uint32_t>(kCodeWords));
-  RandomVectors random(numbers, lanes);
-  for (size_t word = 0; word < kCodeWords; word += lanes) {
-    const float* values = group.values + word;
-    const VU random0 = random.next();
-    const VU random1 = hn::Add(random0, quarter);
-    const VU random2 = hn::Add(random1, quarter);
-    const VU random3 = hn::Add(random2, quarter);
-    const VU words =
-        pack_codes(encode<kKind>(hn::Load(F32(), values), inverse, random0),
-                   encode<kKind>(hn::Load(F32(), values + kCodeWords), inverse, random1),
-                   encode<kKind>(hn::Load(F32(), values + 2 * kCodeWords), inverse, random2),
-                   encode<kKind>(hn::Load(F32(), values + 3 * kCodeWords), inverse, random3));
-    hn::StoreU(words, U32(), reinterpret_cast<uint32_t*>(out) + word);
+  } else {
+    GroupEncoder<kKind>(group, step, numbers, out).all();
   }
   return step;
 }
@@ -592,8 +674,8 @@ class TileStep {
     hn::StoreU(e.master, F32(), t_.master + i);
   }
 
-  /// Weights out of a tile whose master weights are done, and still in the first-level cache.
-  HWY_INLINE void weights(size_t first) const {
+  /// Weights out of elements whose master weights are done, and still in the first-level cache.
+  HWY_INLINE void weights(size_t first, size_t count = kTileElements) const {
     const F32 f32;
     const size_t lanes = hn::Lanes(f32);
     const float* master = t_.master + first;
@@ -601,11 +683,11 @@ class TileStep {
     if (t_.weights_type != DataType::kBf16) {
       narrow(master,
              static_cast<std::byte*>(t_.weights) + first * base::data_type_bytes(t_.weights_type),
-             t_.weights_type, kTileElements);
+             t_.weights_type, count);
       return;
     }
     auto* out = static_cast<uint16_t*>(t_.weights) + first;
-    for (size_t i = 0; i < kTileElements; i += 2 * lanes) {
+    for (size_t i = 0; i < count; i += 2 * lanes) {
       // Every NaN is canonical by now.
       store_upper_halves(round_bf16_nearest(hn::LoadU(f32, master + i)),
                          round_bf16_nearest(hn::LoadU(f32, master + i + lanes)), out + i);
@@ -689,27 +771,49 @@ void update_whole_bf16(const StepScalars& s, const WholeTiles& t) {
   }
 }
 
+/// Momenta and variances in q8. A tile's scales are known only after its last element, so its codes
+/// and weights out are written while the next tile is updated: dividing and rooting of one hide the
+/// encoding of the other.
 template <typename Rule, DataType kGradient>
-void update_whole_q8(const StepScalars& s, const WholeTiles& t) {
-  const size_t lanes = hn::Lanes(F32());
-  const TileStep<Rule, kGradient> step(s, t);
-  const uint64_t step_seed = rounding_seed(s.seed, s.step);
-  GroupValues momenta;
-  GroupValues roots;
-  for (size_t tile = 0; tile < t.count; ++tile) {
+class Q8Tiles {
+ public:
+  Q8Tiles(const StepScalars& s, const WholeTiles& tiles)
+      : t_(tiles), step_(s, tiles), step_seed_(rounding_seed(s.seed, s.step)) {}
+
+  void run() {
+    bool behind = false;  // whether the codes of the tile before are still to be written
+    for (size_t tile = 0; tile < t_.count; ++tile) {
+      behind = behind ? update<true>(tile) : update<false>(tile);
+    }
+    if (behind) {
+      if constexpr (Rule::kMomentum) momentum_encoder_.all();
+      if constexpr (Rule::kVariance) root_encoder_.all();
+      step_.weights((t_.count - 1) * kTileElements);
+    }
+  }
+
+ private:
+  /// Returns whether the tile's codes and weights are left to the next.
+  template <bool kBehind>
+  HWY_INLINE bool update(size_t tile) {
+    const size_t lanes = hn::Lanes(F32());
     const size_t first = tile * kTileElements;
+    GroupValues& momenta = momenta_[tile % 2];
+    GroupValues& roots = roots_[tile % 2];
     uint8_t* momentum_codes = nullptr;
     uint8_t* variance_codes = nullptr;
     VF momentum_step = hn::Zero(F32());
     VF variance_step = hn::Zero(F32());
     if constexpr (Rule::kMomentum) {
-      momentum_codes = reinterpret_cast<uint8_t*>(t.momentum) + first;
-      momentum_step = set(t.momentum_steps[tile]);
+      momentum_codes = reinterpret_cast<uint8_t*>(t_.momentum) + first;
+      momentum_step = set(t_.momentum_steps[tile]);
     }
     if constexpr (Rule::kVariance) {
-      variance_codes = reinterpret_cast<uint8_t*>(t.variance) + first;
-      variance_step = set(t.variance_steps[tile]);
+      variance_codes = reinterpret_cast<uint8_t*>(t_.variance) + first;
+      variance_step = set(t_.variance_steps[tile]);
     }
+    auto momentum_encoder = momentum_encoder_;
+    auto root_encoder = root_encoder_;
     VF watch = hn::Zero(F32());
     VI momentum_largest = hn::Zero(I32());
     VI root_largest = hn::Zero(I32());
@@ -731,10 +835,10 @@ void update_whole_q8(const StepScalars& s, const WholeTiles& t) {
         if constexpr (Rule::kVariance) {
           e.variance = decode<PlaneKind::kVariance, byte>(variance_words, variance_step);
         }
-        step.vector(first + lane, e, watch);
+        step_.vector(first + lane, e, watch);
         if constexpr (Rule::kMomentum) {
           hn::Store(e.momentum, F32(), momenta.values + lane);
-          momentum_largest = hn::Max(momentum_largest, hn::BitCast(I32(), hn::Abs(e.momentum)));
+          momentum_largest = larger_magnitude(momentum_largest, e.momentum);
         }
         if constexpr (Rule::kVariance) {
           hn::Store(e.root, F32(), roots.values + lane);
@@ -743,25 +847,53 @@ void update_whole_q8(const StepScalars& s, const WholeTiles& t) {
       };
       quarter(std::integral_constant<int, 0>());
       quarter(std::integral_constant<int, 1>());
+      if constexpr (kBehind && Rule::kMomentum) momentum_encoder.column(word);
       quarter(std::integral_constant<int, 2>());
       quarter(std::integral_constant<int, 3>());
+      if constexpr (kBehind && Rule::kVariance) root_encoder.column(word);
+      if constexpr (kBehind) step_.weights(first - kTileElements + 4 * word, 4 * lanes);
     }
+    if constexpr (kBehind && Rule::kMomentum) momentum_encoder.finish();
+    if constexpr (kBehind && Rule::kVariance) root_encoder.finish();
     if (HWY_UNLIKELY(any_nan(watch))) {
-      canonicalize(t.master + first, kTileElements);
-      if constexpr (Rule::kVariance) root_largest = largest_of(roots);  // NaN may be negative
+      canonicalize(t_.master + first, kTileElements);
+      if constexpr (Rule::kMomentum) momentum_largest = largest_of(momenta);
+      if constexpr (Rule::kVariance) root_largest = largest_of(roots);
     }
-    const RoundingKey key = rounding_key(step_seed, t.element + first);
+    const RoundingKey key = rounding_key(step_seed_, t_.element + first);
+    bool encodes = true;  // both planes
     if constexpr (Rule::kMomentum) {
-      t.momentum_steps[tile] = encode_group<PlaneKind::kMomentum>(momenta, momentum_largest,
-                                                                  key.momentum, momentum_codes);
+      const float step = step_of<PlaneKind::kMomentum>(momentum_largest);
+      t_.momentum_steps[tile] = step;
+      momentum_encoder_ =
+          GroupEncoder<PlaneKind::kMomentum>(momenta, step, key.momentum, momentum_codes);
+      encodes = encodes && step > 0;
     }
     if constexpr (Rule::kVariance) {
-      t.variance_steps[tile] =
-          encode_group<PlaneKind::kVariance>(roots, root_largest, key.variance, variance_codes);
+      const float step = step_of<PlaneKind::kVariance>(root_largest);
+      t_.variance_steps[tile] = step;
+      root_encoder_ = GroupEncoder<PlaneKind::kVariance>(roots, step, key.variance, variance_codes);
+      encodes = encodes && step > 0;
     }
-    step.weights(first);
+    if (HWY_LIKELY(encodes)) return true;
+    if constexpr (Rule::kMomentum) {
+      encode_group<PlaneKind::kMomentum>(momenta, momentum_largest, key.momentum, momentum_codes);
+    }
+    if constexpr (Rule::kVariance) {
+      encode_group<PlaneKind::kVariance>(roots, root_largest, key.variance, variance_codes);
+    }
+    step_.weights(first);
+    return false;
   }
-}
+
+  const WholeTiles t_;
+  const TileStep<Rule, kGradient> step_;
+  const uint64_t step_seed_;
+  GroupValues momenta_[2];  // by turns: of the tile at hand, and of the one before it
+  GroupValues roots_[2];
+  GroupEncoder<PlaneKind::kMomentum> momentum_encoder_;
+  GroupEncoder<PlaneKind::kVariance> root_encoder_;
+};
 
 template <typename Rule, DataType kGradient>
 void update_whole(base::StateFormat format, const StepScalars& s, const WholeTiles& t) {
@@ -773,7 +905,7 @@ void update_whole(base::StateFormat format, const StepScalars& s, const WholeTil
       update_whole_bf16<Rule, kGradient>(s, t);
       return;
     case base::StateFormat::kQ8:
-      update_whole_q8<Rule, kGradient>(s, t);
+      Q8Tiles<Rule, kGradient>(s, t).run();
       return;
   }
 }
@@ -845,6 +977,7 @@ TileKernels tiles() {
 
 }  // namespace HWY_NAMESPACE
 }  // namespace smartinf::kernels
+#endif  // HWY_TARGET != HWY_SCALAR
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE

@@ -39,6 +39,17 @@ class BesideTorch(TrainCase):
         self.train(recipe, "memory", *self.CALM, "--optimizer.where", "memory")
         self.check_beside_torch("device", "memory", steps=200)
 
+    def test_parameter_groups_are_those_of_torch_adamw(self):
+        # torch's AdamW gets each group as one of its param_groups.
+        flags = [*self.CALM, "--train.lr_factors", "*.mlp.*=0.5,model.embed_tokens.weight=2",
+                 "--train.weight_decays", "model.embed_tokens.weight=0,*.self_attn.*=0.3"]
+        recipe = self.recipe(steps=60, precision="f32")
+        self.train(recipe, "device", *flags)
+        self.train(recipe, "memory", *flags, "--optimizer.where", "memory")
+        self.check_beside_torch("device", "memory", steps=60)
+        self.train(recipe, "plain", *self.CALM)
+        self.assertNotEqual(self.losses("plain"), self.losses("device"))
+
     def test_bf16_stays_in_a_band_around_torch_adamw(self):
         # A weight whose f32 differs in the last place may round to another bf16 (2^-8 relative), and
         # from there the runs drift apart: hence a band, not equality.

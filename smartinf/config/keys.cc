@@ -98,6 +98,12 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("train.lr_floor", &r.options.train.lr_floor, "share of lr that the cosine ends at"),
     SI_KEY("train.warmup_steps", &r.options.train.warmup_steps, "steps of linear warm-up"),
     SI_KEY("train.weight_decay", &r.options.train.weight_decay, "on matrices only"),
+    SI_KEY("train.lr_factors", &r.options.train.lr_factors,
+           "of parameters by name, each \"PATTERN = NUMBER\", the last that fits counts: "
+           "\"model.embed_tokens.weight = 0.5\" halves lr there; * stands for any text"),
+    SI_KEY("train.weight_decays", &r.options.train.weight_decays,
+           "likewise, in place of weight_decay: \"model.embed_tokens.weight = 0\". A run keeps "
+           "the patterns it began with; the numbers may change"),
     SI_KEY("train.clip_norm", &r.options.train.clip_norm,
            "largest global L2 norm of the gradient; 0: no clipping"),
     SI_KEY("train.skips_max", &r.options.train.skips_max,

@@ -15,6 +15,7 @@
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/hugging_face.h"
 #include "smartinf/train/memory_state.h"
+#include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/parameters.h"
 #include "smartinf/train/run_folder.h"
 #include "smartinf/train/safetensors.h"
@@ -225,7 +226,10 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
       data.tokenizer.empty() && (model.vocabulary == 0 || !data.paths.front().ends_with(".bin"));
   if (model.vocabulary == 0) model.vocabulary = kByteVocabulary;
   const DataType type = options.type.value_or(precision_data_type(job.options.train.precision));
-  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(model));
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace whole, make_parameter_space(model));
+  SI_ASSIGN_OR_RETURN(const GroupedParameters parameters,
+                      group_parameters(whole, job.options.train));
+  const plan::ParameterSpace& space = parameters.space;
   SI_ASSIGN_OR_RETURN(StagedFolder folder, StagedFolder::make(options.out));
 
   const std::vector<Shard> shards = cut_into_shards(space, type, options.shard_bytes_max);

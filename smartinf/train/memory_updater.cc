@@ -123,7 +123,7 @@ class TorchAdamW final : public MemoryUpdater {
                       const engine::WeightsSink& sink) override {
     if (options.gradient_scale != 1) gradient_N_.mul_(static_cast<float>(options.gradient_scale));
     if (optimizer_ == nullptr) make_optimizer();
-    for (size_t group = 0; group < kGroups; ++group) {
+    for (size_t group = 0; group < space_.group_count(); ++group) {
       auto& to =
           static_cast<torch::optim::AdamWOptions&>(optimizer_->param_groups()[group].options());
       to.lr(options.groups[group].lr).weight_decay(options.groups[group].weight_decay);
@@ -163,7 +163,7 @@ class TorchAdamW final : public MemoryUpdater {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     torch::optim::AdamWOptions defaults;
     defaults.betas({rule_.beta1, rule_.beta2}).eps(rule_.eps);
-    for (uint32_t group = 0; group < kGroups; ++group) {
+    for (uint32_t group = 0; group < space_.group_count(); ++group) {
       std::vector<Tensor> members;
       for (const plan::ParameterRange& range : space_.ranges()) {
         if (range.group != group) continue;

@@ -1,11 +1,14 @@
 #include "smartinf/train/options.h"
 
+#include <algorithm>
 #include <cmath>
 #include <type_traits>
 
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/train/parameter_groups.h"
+#include "smartinf/train/parameters.h"
 
 namespace smartinf::train {
 namespace {
@@ -148,6 +151,12 @@ Status validate(const Options& options) {
   SI_RETURN_IF_ERROR(validate(options.model));
   SI_RETURN_IF_ERROR(validate(options.data));
   SI_RETURN_IF_ERROR(validate(options.train));
+  if (!options.train.lr_factors.empty() || !options.train.weight_decays.empty()) {
+    ModelOptions model = with_defaults(options.model);
+    model.vocabulary = std::max(model.vocabulary, 1u);  // names do not depend on it
+    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(model));
+    SI_RETURN_IF_ERROR(group_parameters(space, options.train).status());
+  }
   if (options.checkpoint.every != 0 && options.train.where == OptimizerWhere::kMemory) {
     return wrong("checkpoint.every",
                  "is set, but with optimizer.where = \"memory\" no device holds a state",

@@ -72,8 +72,11 @@ struct TrainOptions {
   double lr_floor = 0.1;  // share of lr that the cosine ends at
   uint64_t warmup_steps = 0;
   double weight_decay = 0.1;  // on matrices only
-  double clip_norm = 1;       // global L2 norm; 0: no clipping
-  uint32_t skips_max = 5;     // steps in a row that may be skipped for non-finite gradients
+  /// "PATTERN = NUMBER" each; of the patterns that fit a parameter's name the last one counts.
+  std::vector<std::string> lr_factors;
+  std::vector<std::string> weight_decays;
+  double clip_norm = 1;    // global L2 norm; 0: no clipping
+  uint32_t skips_max = 5;  // steps in a row that may be skipped for non-finite gradients
 
   uint64_t seed = 1;     // of initial weights and the sample
   uint32_t threads = 0;  // of torch's operators; 0: all cores. Losses repeat for equal numbers only

@@ -44,7 +44,7 @@ InitialWeights::InitialWeights(const ModelOptions& model, const plan::ParameterS
     const bool into_residual = range.name.ends_with("self_attn.o_proj.weight") ||
                                range.name.ends_with("mlp.down_proj.weight");
     const double scale = into_residual ? 1 / std::sqrt(2.0 * model.layers) : 1;
-    std_.push_back(range.group == kVectorGroup ? 0 : model.init_std * scale);
+    std_.push_back(range.shape.size() == 1 ? 0 : model.init_std * scale);
   }
 }
 

@@ -13,7 +13,8 @@
 
 namespace smartinf::train {
 
-/// Groups of the parameter space: weight decay acts on matrices only.
+/// Groups of the parameter space: weight decay acts on matrices only. Patterns of names make more
+/// (parameter_groups.h).
 inline constexpr uint32_t kMatrixGroup = 0;
 inline constexpr uint32_t kVectorGroup = 1;
 inline constexpr uint32_t kGroups = 2;

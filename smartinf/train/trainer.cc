@@ -16,6 +16,7 @@
 #include "smartinf/train/lr_schedule.h"
 #include "smartinf/train/memory_updater.h"
 #include "smartinf/train/model.h"
+#include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/parameters.h"
 #include "smartinf/train/random.h"
 #include "smartinf/train/run_folder.h"
@@ -102,12 +103,13 @@ Status different(const char* key, const std::string& here, const std::string& th
 
 // A run's log has steps, and its devices have no state.
 Status without_state(const RunFolder& folder, base::StepNumber trained, const std::string& where) {
-  return Status(ErrorCode::kNotFound,
-                fmt::format("train.run: {} has trained {} step{}, but {}", folder.path(), trained,
-                            trained == 1 ? "" : "s", where),
-                fmt::format("Name the devices it was trained on (they stand in {}), or choose another "
-                            "train.run. To start over, remove the folder",
-                            folder.file(kRecipeFile)));
+  return Status(
+      ErrorCode::kNotFound,
+      fmt::format("train.run: {} has trained {} step{}, but {}", folder.path(), trained,
+                  trained == 1 ? "" : "s", where),
+      fmt::format("Name the devices it was trained on (they stand in {}), or choose another "
+                  "train.run. To start over, remove the folder",
+                  folder.file(kRecipeFile)));
 }
 
 Result<torch::Device> choose_accelerator(const std::string& name) {
@@ -121,12 +123,13 @@ Result<torch::Device> choose_accelerator(const std::string& name) {
 
 class TorchTrainer final : public Trainer {
  public:
-  TorchTrainer(Options options, Corpus corpus, RunFolder folder, plan::ParameterSpace space,
+  TorchTrainer(Options options, Corpus corpus, RunFolder folder, GroupedParameters parameters,
                torch::Device accelerator)
       : options_(std::move(options)),
         corpus_(std::move(corpus)),
         folder_(std::move(folder)),
-        space_(std::move(space)),
+        space_(std::move(parameters.space)),
+        groups_(std::move(parameters.groups)),
         accelerator_(accelerator),
         weights_type_(precision_data_type(options_.train.precision)) {}
 
@@ -165,6 +168,7 @@ class TorchTrainer final : public Trainer {
   Corpus corpus_;
   RunFolder folder_;
   plan::ParameterSpace space_;
+  std::vector<ParameterGroup> groups_;
   torch::Device accelerator_;
   base::DataType weights_type_;
 
@@ -282,9 +286,9 @@ Status TorchTrainer::update(const engine::GradientSummary& summary, double lr) {
   if (train.clip_norm > 0 && summary.norm > train.clip_norm) {
     options.gradient_scale *= train.clip_norm / summary.norm;
   }
-  options.groups.resize(kGroups);
-  options.groups[kMatrixGroup] = {.lr = lr, .weight_decay = train.weight_decay};
-  options.groups[kVectorGroup] = {.lr = lr, .weight_decay = 0};
+  for (const ParameterGroup& group : groups_) {
+    options.groups.push_back({.lr = lr * group.lr_factor, .weight_decay = group.weight_decay});
+  }
   SI_RETURN_IF_ERROR(updater_->start_update(options, weights_type_,
                                             [this](uint64_t first) { return weights_at(first); }));
   SI_RETURN_IF_ERROR(updater_->wait_weights(0, space_.count()));
@@ -516,10 +520,12 @@ std::vector<std::string> TorchTrainer::describe() const {
   const ModelOptions& model = options_.model;
   std::vector<std::string> lines;
   lines.push_back(fmt::format(
-      "model: {:.2f} million parameters, {} layer{} of width {}, {} head{} ({} of keys and values), "
+      "model: {:.2f} million parameters, {} layer{} of width {}, {} head{} ({} of keys and "
+      "values), "
       "{} on {}",
       static_cast<double>(space_.count()) * 1e-6, model.layers, model.layers == 1 ? "" : "s",
-      model.width, model.heads, model.heads == 1 ? "" : "s", model.kv_heads, precision_name(options_.train.precision), accelerator_.str()));
+      model.width, model.heads, model.heads == 1 ? "" : "s", model.kv_heads,
+      precision_name(options_.train.precision), accelerator_.str()));
   lines.push_back("data: " + corpus_.describe());
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   return lines;
@@ -550,7 +556,8 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
       return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
                     "Token files do not say it: set it to the tokenizer's size");
     }
-    SI_ASSIGN_OR_RETURN(plan::ParameterSpace space, make_parameter_space(options.model));
+    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
+    SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
     if (options.checkpoint.folder.empty()) {
       options.checkpoint.folder = folder.file(kCheckpointsFolder);
@@ -560,8 +567,9 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
       SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
                              .with_context("checkpoint.folder"));
     }
-    auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(corpus),
-                                                  std::move(folder), std::move(space), accelerator);
+    auto trainer =
+        std::make_unique<TorchTrainer>(std::move(options), std::move(corpus), std::move(folder),
+                                       std::move(parameters), accelerator);
     SI_RETURN_IF_ERROR(trainer->start(job));
     return std::unique_ptr<Trainer>(std::move(trainer));
   });

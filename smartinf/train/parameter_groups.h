@@ -1,0 +1,36 @@
+// Which parameters share a learning rate and a decay: torch's param_groups, told by patterns of
+// names (train.lr_factors, train.weight_decays).
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/plan/parameter_space.h"
+#include "smartinf/train/options.h"
+
+namespace smartinf::train {
+
+/// What a group has of its own.
+struct ParameterGroup {
+  double lr_factor = 1;  // of the schedule's learning rate
+  double weight_decay = 0;
+};
+
+struct GroupedParameters {
+  plan::ParameterSpace space;  // each range with its group
+  std::vector<ParameterGroup> groups;
+};
+
+/// Whether a whole name fits a pattern: * stands for any text, ? for any one character.
+bool matches(std::string_view pattern, std::string_view name);
+
+/// `space` as make_parameter_space() gives it, cut into groups by the patterns of `train`. Groups
+/// depend on the patterns, not on their numbers: these may change while a run goes on.
+/// Errors: kInvalidArgument, beginning with the key, for what is not "PATTERN = NUMBER", a number
+/// that cannot work, or a pattern that no name fits, with the name that was perhaps meant.
+base::Result<GroupedParameters> group_parameters(const plan::ParameterSpace& space,
+                                                 const TrainOptions& train);
+
+}  // namespace smartinf::train

@@ -28,9 +28,11 @@ size_t drop_zeros(size_t count, uint32_t* indices, float* values) {
 class TopK final : public GradientCodec {
  public:
   std::string_view name() const override { return "topk"; }
-  size_t select(std::span<const float> in, size_t k, uint64_t, uint32_t* indices,
+  size_t select(std::span<const float> in, size_t k, uint64_t, float& border, uint32_t* indices,
                 float* values) const override {
-    return drop_zeros(kernels::top_k(kernels::kernels(), in, k, indices, values), indices, values);
+    const size_t count = kernels::top_k_near(kernels::kernels(), in, k, base::kBlockElements,
+                                             indices, values, border);
+    return drop_zeros(count, indices, values);
   }
 };
 
@@ -38,7 +40,7 @@ class TopK final : public GradientCodec {
 class RandomK final : public GradientCodec {
  public:
   std::string_view name() const override { return "randomk"; }
-  size_t select(std::span<const float> in, size_t k, uint64_t seed, uint32_t* indices,
+  size_t select(std::span<const float> in, size_t k, uint64_t seed, float&, uint32_t* indices,
                 float* values) const override {
     thread_local const std::unique_ptr<float[]> lots =
         std::make_unique<float[]>(base::kBlockElements);
@@ -55,7 +57,7 @@ class RandomK final : public GradientCodec {
 class Dense final : public GradientCodec {
  public:
   std::string_view name() const override { return "dense"; }
-  size_t select(std::span<const float> in, size_t, uint64_t, uint32_t* indices,
+  size_t select(std::span<const float> in, size_t, uint64_t, float&, uint32_t* indices,
                 float* values) const override {
     for (size_t i = 0; i < in.size(); ++i) {
       indices[i] = static_cast<uint32_t>(i);

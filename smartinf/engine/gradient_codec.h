@@ -17,10 +17,11 @@ class GradientCodec {
   virtual ~GradientCodec() = default;
   virtual std::string_view name() const = 0;
   /// At most k elements of a block: their indices, ascending, and values. Zeros are left out.
-  /// Shapes: in: [n], n <= kBlockElements; indices, values: [min(k, n)]. Returns how many.
-  /// seed: of this block in this step.
-  virtual size_t select(std::span<const float> in, size_t k, uint64_t seed, uint32_t* indices,
-                        float* values) const = 0;
+  /// Shapes: in: [n], n <= kBlockElements; indices, values: [kBlockElements]. Returns how many.
+  /// seed: of this block in this step. border: what the codec left there for the same block in the
+  /// step before, at first 0; only time depends on it.
+  virtual size_t select(std::span<const float> in, size_t k, uint64_t seed, float& border,
+                        uint32_t* indices, float* values) const = 0;
 };
 
 /// codec is not kNone (SI_CHECK).

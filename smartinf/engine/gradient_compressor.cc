@@ -2,39 +2,24 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <numeric>
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
-#include "smartinf/kernels/update.h"
+#include "smartinf/kernels/feedback.h"
 
 namespace smartinf::engine {
 namespace {
 
 using base::DataType;
 using base::kBlockElements;
-using csd::kSquaresElements;
 
-/// Rounds to bf16 up or down by chance, so that what is kept for many steps is right on average: a
-/// gradient below a 512th of it would otherwise never count. One 32-bit generator a lane would do
-/// the same; a hash of the place needs no order.
-void round_by_chance(const float* in, base::Bf16* out, uint64_t n, uint64_t seed) {
-  const auto low = static_cast<uint32_t>(seed);
-  const auto high = static_cast<uint32_t>(seed >> 32);
-  for (uint32_t i = 0; i < n; ++i) {
-    uint32_t lot = (i ^ low) * 0x9e3779b1u;
-    lot = (lot ^ (lot >> 15) ^ high) * 0x85ebca77u;
-    lot ^= lot >> 13;
-    const auto bits = std::bit_cast<uint32_t>(in[i]);
-    // What is not finite stays so; a step with such values is taken back.
-    const bool special = (bits & 0x7f800000u) == 0x7f800000u;
-    const uint32_t rounded = special ? bits : bits + (lot & 0xffffu);
-    out[i].bits = static_cast<uint16_t>(rounded >> 16);
-  }
-}
+static_assert(kernels::kMeanSquareElements == csd::kSquaresElements);
+
+// Other random numbers than those that the devices round the state with.
+constexpr uint64_t kRoundingStream = 0x6b65'7074;
 
 }  // namespace
 
@@ -61,6 +46,7 @@ GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t 
       seed_(seed),
       squares_(squares),
       memory_(std::move(memory)),
+      borders_(base::divide_up(elements, kBlockElements)),
       residual_squares_(base::divide_up(elements, kBlockElements)) {}
 
 void GradientCompressor::begin_step() {
@@ -104,47 +90,32 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
                                         float scale, std::span<const plan::GroupStretch> sits_out) {
   const kernels::KernelTable& table = kernels::kernels();
   float* values = scratch.values.data();
-  float* kept = scratch.kept.data();
   uint32_t* indices = scratch.indices.data();
   float* selected = scratch.selected.data();
   base::Bf16* gradient = gradient_ + first;
-  table.cast_to_f32(gradient, DataType::kBf16, values, count);
-  for (uint64_t i = 0; i < count; ++i) values[i] *= scale;
-  for (const plan::GroupStretch& out : sits_out) {
+  const base::Bf16* residual = residual_ == nullptr ? nullptr : residual_ + first;
+  const auto within = [&](const plan::GroupStretch& out, auto&& act) {
     const uint64_t from = std::max(out.first, first);
     const uint64_t to = std::min(out.first + out.count, first + count);
-    if (from < to) std::fill(values + (from - first), values + (to - first), 0.0f);
+    if (from < to) act(from - first, to - first);
+  };
+  for (const plan::GroupStretch& out : sits_out) {
+    within(out, [&](uint64_t from, uint64_t to) {
+      std::fill(gradient + from, gradient + to, base::Bf16{});
+    });
   }
-  std::span<float> squares;
-  if (squares_) {
-    squares = std::span(scratch.squares).first(base::divide_up(count, kSquaresElements));
-    for (uint64_t g = 0; g < squares.size(); ++g) {
-      const uint64_t begin = g * kSquaresElements;
-      const uint64_t n = std::min(kSquaresElements, count - begin);
-      // Eight sums: an order that vectors can keep.
-      std::array<float, 8> sums{};
-      for (uint64_t i = 0; i < n; ++i) {
-        sums[i % sums.size()] += values[begin + i] * values[begin + i];
-      }
-      squares[g] = (((sums[0] + sums[4]) + (sums[1] + sums[5])) +
-                    ((sums[2] + sums[6]) + (sums[3] + sums[7]))) /
-                   static_cast<float>(n);
-    }
-  }
-  const base::Bf16* residual = residual_ == nullptr ? nullptr : residual_ + first;
-  if (residual != nullptr) {
-    table.cast_to_f32(residual, DataType::kBf16, kept, count);
-    const auto decay = static_cast<float>(options_.feedback_decay);
-    for (uint64_t i = 0; i < count; ++i) values[i] = values[i] + decay * kept[i];
-    for (const plan::GroupStretch& out : sits_out) {
-      const uint64_t from = std::max(out.first, first);
-      const uint64_t to = std::min(out.first + out.count, first + count);
-      if (from < to) std::fill(values + (from - first), values + (to - first), 0.0f);
-    }
+  const auto squares = std::span(scratch.squares)
+                           .first(squares_ ? base::divide_up(count, csd::kSquaresElements) : 0);
+  kernels::add_feedback(table, {gradient, count}, {residual, residual == nullptr ? 0 : count},
+                        scale, static_cast<float>(options_.feedback_decay), {values, count},
+                        squares);
+  for (const plan::GroupStretch& out : sits_out) {
+    within(out, [&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
   }
   const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step), first);
   const size_t most = values_per_block(options_.codec, ratio_of_step(options_, step), count);
-  const size_t sent = codec_.select({values, count}, most, seed, indices, selected);
+  const size_t sent = codec_.select({values, count}, most, seed, borders_[first / kBlockElements],
+                                    indices, selected);
   writer.add_block({indices, sent}, {selected, sent}, squares);
   values_of_step_ += sent;
   if (residual == nullptr) return;
@@ -153,15 +124,20 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
     for (size_t i = 0; i < sent; ++i) values[indices[i]] = 0;
   } else {
     // What rounding the sent value took away is not lost either.
+    float* arrived = scratch.arrived.data();
     table.cast_from_f32(selected, gradient, options_.values, sent);
-    table.cast_to_f32(gradient, options_.values, kept, sent);
-    for (size_t i = 0; i < sent; ++i) values[indices[i]] = selected[i] - kept[i];
+    table.cast_to_f32(gradient, options_.values, arrived, sent);
+    for (size_t i = 0; i < sent; ++i) values[indices[i]] = selected[i] - arrived[i];
   }
-  round_by_chance(values, gradient, count, seed);
+  // By chance, so that what is kept for many steps is right on average: a gradient below a 512th of
+  // it would otherwise never count.
+  table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, values,
+                     reinterpret_cast<std::byte*>(gradient), count, first, step,
+                     base::mix_seed(seed_, kRoundingStream));
   for (const plan::GroupStretch& out : sits_out) {
-    const uint64_t from = std::max(out.first, first);
-    const uint64_t to = std::min(out.first + out.count, first + count);
-    if (from < to) std::copy(residual_ + from, residual_ + to, gradient_ + from);
+    within(out, [&](uint64_t from, uint64_t to) {
+      std::copy(residual + from, residual + to, gradient + from);
+    });
   }
   residual_squares_[first / kBlockElements] =
       table.partial_norm(gradient, DataType::kBf16, count).sum_of_squares;

@@ -37,7 +37,7 @@ class GradientCompressor {
   /// A thread's working memory: a block in its stages. About 1.3 MiB.
   struct Scratch {
     std::vector<float> values = std::vector<float>(base::kBlockElements);
-    std::vector<float> kept = std::vector<float>(base::kBlockElements);
+    std::vector<float> arrived = std::vector<float>(base::kBlockElements);
     std::vector<float> squares = std::vector<float>(base::kBlockElements / csd::kSquaresElements);
     std::vector<uint32_t> indices = std::vector<uint32_t>(base::kBlockElements);
     std::vector<float> selected = std::vector<float>(base::kBlockElements);
@@ -97,6 +97,7 @@ class GradientCompressor {
   std::atomic<uint64_t> elements_of_step_{0};
   std::atomic<uint64_t> values_of_step_{0};
   std::atomic<uint64_t> bytes_of_step_{0};
+  std::vector<float> borders_;            // by block: the codec's, from the step before
   std::vector<double> residual_squares_;  // by block, so that their sum has one order
 };
 

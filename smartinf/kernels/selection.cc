@@ -41,6 +41,23 @@ void collect(const float* in, size_t n, Border border, size_t k, uint32_t* indic
   }
 }
 
+size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint32_t* indices,
+                    float* values) {
+  size_t taken = 0;
+  for (size_t i = 0; i < n && taken < room; ++i) {
+    if (magnitude_of(in[i]) < lowest) continue;
+    indices[taken] = static_cast<uint32_t>(i);
+    values[taken] = in[i];
+    ++taken;
+  }
+  return taken;
+}
+
+float finite_border(int32_t magnitude) {
+  const auto value = std::bit_cast<float>(magnitude);
+  return std::isfinite(value) ? value : 0;
+}
+
 constexpr std::array kShifts = {18, 5, 0};  // digits of 13, 13 and 5 bits
 
 /// A magnitude that is very likely at or below the k-th largest, so that the first histogram can
@@ -95,10 +112,54 @@ Border border_of(const SelectionKernels& kernels, std::span<const float> in, siz
   return *border;
 }
 
+constexpr size_t kCandidatesMax = 4096;
+
+/// The border of the k largest of a few, none of which is smaller than `lowest`. 0 < k <= n.
+Border border_of_candidates(std::span<const float> candidates, size_t k, int32_t lowest) {
+  // 256 buckets for each power of two. What lies far above the border needs no order.
+  constexpr int kShift = 15;
+  constexpr int32_t kBuckets = 1024;
+  std::array<uint16_t, kBuckets> counts{};
+  std::array<uint16_t, kCandidatesMax> buckets;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const int32_t bucket = std::min((magnitude_of(candidates[i]) - lowest) >> kShift, kBuckets - 1);
+    buckets[i] = static_cast<uint16_t>(bucket);
+    ++counts[static_cast<size_t>(bucket)];
+  }
+  size_t needed = k;
+  size_t bucket = kBuckets - 1;
+  while (counts[bucket] < needed) needed -= counts[bucket--];
+  std::array<int32_t, kCandidatesMax> inside;
+  size_t count = 0;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    inside[count] = magnitude_of(candidates[i]);
+    count += buckets[i] == bucket ? 1 : 0;
+  }
+  const auto nth = inside.begin() + static_cast<ptrdiff_t>(needed - 1);
+  std::nth_element(inside.begin(), nth, inside.begin() + static_cast<ptrdiff_t>(count),
+                   std::greater<>());
+  return {*nth, static_cast<size_t>(std::count(inside.begin(), nth + 1, *nth))};
+}
+
+/// Moves what the border takes to the front; returns how many.
+size_t keep_candidates(Border border, size_t count, uint32_t* indices, float* values) {
+  size_t taken = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const int32_t magnitude = magnitude_of(values[i]);
+    const bool tie = magnitude == border.magnitude && border.ties > 0;
+    border.ties -= tie ? 1 : 0;
+    indices[taken] = indices[i];
+    values[taken] = values[i];
+    taken += magnitude > border.magnitude || tie ? 1 : 0;
+  }
+  return taken;
+}
+
 }  // namespace
 
 const SelectionKernels& scalar_selection() {
-  static constexpr SelectionKernels kKernels{.count_digits = count_digits, .collect = collect};
+  static constexpr SelectionKernels kKernels{
+      .count_digits = count_digits, .collect = collect, .collect_from = collect_from};
   return kKernels;
 }
 
@@ -111,6 +172,31 @@ size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint
   const Border border = k < in.size() ? border_of(kernels, in, k) : Border{};
   kernels.collect(in.data(), in.size(), border, k, indices, values);
   return k;
+}
+
+size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k, size_t room,
+                  uint32_t* indices, float* values, float& border) {
+  constexpr float kNear = 0.9f;
+  SI_CHECK(room >= std::min(k, in.size()), "room for what is found");
+  SI_CHECK(in.size() <= std::numeric_limits<uint32_t>::max(), "indices have 32 bits");
+  if (k == 0) return 0;
+  room = std::min({room, kCandidatesMax, in.size()});
+  const int32_t lowest = magnitude_of(kNear * border);
+  size_t found = 0;
+  if (border > 0 && k < room) {
+    found =
+        table.tiles().selection.collect_from(in.data(), in.size(), lowest, room, indices, values);
+  }
+  if (found < k || found == room) {  // there may be more above it
+    const size_t taken = top_k(table, in, k, indices, values);
+    int32_t least = taken > 0 ? kMagnitudeMax : 0;
+    for (size_t i = 0; i < taken; ++i) least = std::min(least, magnitude_of(values[i]));
+    border = finite_border(least);
+    return taken;
+  }
+  const Border exact = border_of_candidates({values, found}, k, lowest);
+  border = finite_border(exact.magnitude);
+  return keep_candidates(exact, found, indices, values);
 }
 
 void scatter_add(std::span<const uint32_t> indices, std::span<const float> values,

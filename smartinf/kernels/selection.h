@@ -20,6 +20,14 @@ namespace smartinf::kernels {
 size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint32_t* indices,
              float* values);
 
+/// The same, for data whose k-th largest magnitude is about known: as that of the step before.
+/// border: in: that magnitude, or 0; out: the k-th largest (0 where it is not finite). What is
+/// found does not depend on it, only the time: elements near it or above are collected in one pass,
+/// and the k largest of those few taken.
+/// Shapes: indices, values: [room], room >= min(k, n); twice k is room enough to gain by it.
+size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k, size_t room,
+                  uint32_t* indices, float* values, float& border);
+
 /// out[indices[i]] += values[i], in the order of i, so that repeated indices are well defined.
 /// Shapes: indices, values: [n]. Every index lies inside `out` (SI_CHECK: check what comes from
 /// outside before). Threads: safe on disjoint `out`.

@@ -31,6 +31,11 @@ struct SelectionKernels {
   /// Writes index and value of what `border` takes, ascending. Exactly k elements qualify.
   void (*collect)(const float* in, size_t n, Border border, size_t k, uint32_t* indices,
                   float* values);
+  /// Writes index and value of every magnitude from `lowest` on, ascending. Returns how many; or
+  /// `room`, when there may be no room for all: then what was written means nothing.
+  /// Shapes: indices, values: [room].
+  size_t (*collect_from)(const float* in, size_t n, int32_t lowest, size_t room, uint32_t* indices,
+                         float* values);
 };
 
 const SelectionKernels& scalar_selection();

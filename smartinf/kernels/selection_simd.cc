@@ -112,7 +112,50 @@ void collect(const float* in, size_t n, Border border, size_t k, uint32_t* indic
   for (; i < n && taken < k; ++i) collect_one(in, i, border, taken, indices, values);
 }
 
-SelectionKernels selection_kernels() { return {.count_digits = count_digits, .collect = collect}; }
+// Few qualify. Which ones is gathered for 64 at a time, and a fixed number of indices written for
+// them, so that the processor foresees every branch but those of the rare fuller ones.
+size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint32_t* indices,
+                    float* values) {
+  constexpr size_t kGroup = 64;
+  constexpr size_t kAtOnce = 4;
+  const size_t lanes = hn::Lanes(I32());
+  const auto below = hn::Set(I32(), lowest - 1);
+  size_t taken = 0;
+  size_t i = 0;
+  for (; i + kGroup <= n; i += kGroup) {
+    uint64_t left = 0;
+    for (size_t v = 0; v < kGroup; v += lanes) {
+      uint8_t bytes[8] = {};
+      hn::StoreMaskBits(I32(), hn::Gt(magnitudes(in + i + v), below), bytes);
+      uint64_t bits;
+      std::memcpy(&bits, bytes, sizeof(bits));
+      left |= bits << v;
+    }
+    if (room - taken <= kGroup) return room;
+    const auto count = static_cast<size_t>(std::popcount(left));
+    for (size_t done = 0; done == 0 || done < count; done += kAtOnce) {
+      for (size_t e = 0; e < kAtOnce; ++e, left &= left - 1) {
+        // Beyond the last one: anything, written over by the next ones.
+        const size_t at = i + (static_cast<size_t>(std::countr_zero(left)) & (kGroup - 1));
+        indices[taken + done + e] = static_cast<uint32_t>(at);
+        values[taken + done + e] = in[at];
+      }
+    }
+    taken += count;
+  }
+  if (room - taken <= n - i) return room;
+  for (; i < n; ++i) {
+    if (magnitude_of(in + i) < lowest) continue;
+    indices[taken] = static_cast<uint32_t>(i);
+    values[taken] = in[i];
+    ++taken;
+  }
+  return taken;
+}
+
+SelectionKernels selection_kernels() {
+  return {.count_digits = count_digits, .collect = collect, .collect_from = collect_from};
+}
 
 }  // namespace HWY_NAMESPACE
 }  // namespace smartinf::kernels

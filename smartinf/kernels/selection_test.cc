@@ -104,6 +104,54 @@ RC_GTEST_PROP(TopK, AgreesWithSorting, ()) {
   }
 }
 
+// Whatever it is told about the border.
+TEST(TopK, NearABorderFindsTheSame) {
+  std::mt19937 random(6);
+  std::normal_distribution<float> normal(0, 1e-3f);
+  for (const KernelTable* table : supported_tables()) {
+    for (const size_t n : {0ul, 1ul, 65ul, 5000ul, 20000ul}) {
+      for (const bool ties : {false, true}) {
+        std::vector<float> in(n);
+        for (float& value : in) {
+          value = ties ? static_cast<float>(static_cast<int>(random() % 9) - 4) : normal(random);
+        }
+        for (const size_t k : {size_t{0}, size_t{1}, n / 100, n / 3, n, n + 1}) {
+          const auto expected = sorted_top_k(in, k);
+          const size_t least = std::min(k, n);
+          for (const size_t room : {least, std::min(2 * least, n), n}) {
+            for (const float told : {1e-30f, 2.5e-3f, 3.0f, std::numeric_limits<float>::infinity(),
+                                     std::numeric_limits<float>::quiet_NaN()}) {
+              std::vector<uint32_t> indices(room);
+              std::vector<float> values(room);
+              float border = told;
+              for (int again = 0; again < 2; ++again) {  // then with the border it left
+                ASSERT_EQ(top_k_near(*table, in, k, room, indices.data(), values.data(), border),
+                          expected.size());
+                for (size_t i = 0; i < expected.size(); ++i) {
+                  ASSERT_EQ(indices[i], expected[i]) << table->isa() << " n " << n << " k " << k
+                                                     << " room " << room << " told " << told;
+                  ASSERT_EQ(values[i], in[expected[i]]);
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(TopK, ANanIsNoBorder) {
+  std::vector<float> in(1000, 1.0f);
+  in[500] = std::numeric_limits<float>::quiet_NaN();
+  std::vector<uint32_t> indices(1000);
+  std::vector<float> values(1000);
+  float border = 1;
+  EXPECT_EQ(top_k_near(kernels(), in, 1, 1000, indices.data(), values.data(), border), 1u);
+  EXPECT_EQ(indices[0], 500u);
+  EXPECT_EQ(border, 0);
+}
+
 TEST(ScatterAdd, AddsInOrderAndPutsBackWhatTopKTook) {
   std::vector<float> out = {1, 2, 3, 4};
   scatter_add(std::vector<uint32_t>{3, 0, 3}, std::vector<float>{0.5f, 1.0f, 0.25f}, out);

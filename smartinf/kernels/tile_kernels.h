@@ -9,6 +9,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/kernels/feedback_kernels.h"
 #include "smartinf/kernels/selection_kernels.h"
 #include "smartinf/kernels/state_codec.h"
 #include "smartinf/kernels/update_rule.h"
@@ -66,6 +67,7 @@ struct TileKernels {
   double (*leaf_squares)(const void* in, base::DataType type, size_t n);
 
   SelectionKernels selection;
+  FeedbackKernels feedback;
 };
 
 /// The plain truth; every machine has it.

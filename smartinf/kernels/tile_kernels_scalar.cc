@@ -157,7 +157,8 @@ const TileKernels& scalar_tiles() {
                                   .encode_q8 = encode_q8,
                                   .decode_q8 = decode_q8,
                                   .leaf_squares = leaf_squares,
-                                  .selection = scalar_selection()};
+                                  .selection = scalar_selection(),
+                                  .feedback = scalar_feedback()};
   return kTiles;
 }
 

@@ -961,6 +961,7 @@ double leaf_squares(const void* in, DataType type, size_t n) {
 }
 
 SelectionKernels selection_kernels();  // selection_simd.cc
+FeedbackKernels feedback_kernels();    // feedback_simd.cc
 
 TileKernels tiles() {
   return {.isa = hwy::TargetName(HWY_TARGET),
@@ -972,7 +973,8 @@ TileKernels tiles() {
           .encode_q8 = encode_q8,
           .decode_q8 = decode_q8,
           .leaf_squares = leaf_squares,
-          .selection = selection_kernels()};
+          .selection = selection_kernels(),
+          .feedback = feedback_kernels()};
 }
 
 }  // namespace HWY_NAMESPACE

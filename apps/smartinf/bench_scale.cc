@@ -103,13 +103,8 @@ class ScaleBench {
       nlohmann::ordered_json row = {{"devices", devices}, {"params", options_.params}};
       if (!options_.json) fmt::print("{:>7}", devices);
       for (const Scheme& scheme : kSchemes) {
-        std::vector<double> seconds;
-        uint32_t slots = 0;
-        for (int i = 0; i < options_.repeat; ++i) {
-          SI_ASSIGN_OR_RETURN(const Measured once, measure(scheme, devices));
-          seconds.push_back(once.seconds);
-          slots = once.slots;
-        }
+        SI_ASSIGN_OR_RETURN(const Measured measured, measure(scheme, devices));
+        const auto& [seconds, slots] = measured;
         SI_ASSIGN_OR_RETURN(const double bound_s, bound(scheme, devices));
         SI_ASSIGN_OR_RETURN(const auto simulated_s, simulated(scheme, devices, slots));
         const std::string key = scheme.key;
@@ -227,11 +222,10 @@ class ScaleBench {
            std::max(drives(state, state), host(2, 0));
   }
 
-  /// The same update on the virtual clock; nothing with unequal devices or compressed gradients: it
-  /// does not know their selection and expansion.
+  /// The same update on the virtual clock; nothing with unequal devices.
   base::Result<std::optional<double>> simulated(const Scheme& scheme, uint32_t devices,
                                                 uint32_t slots) {
-    if (options_.slow_device != 1 || scheme.compressed) return std::optional<double>();
+    if (options_.slow_device != 1) return std::optional<double>();
     const bool host = scheme.where == engine::UpdateWhere::kHost;
     sim::UpdateShape shape;
     shape.parameters = options_.params;
@@ -242,6 +236,7 @@ class ScaleBench {
     shape.master = bytes_.master;
     shape.moments = bytes_.moments;
     shape.gradient = shape.weight = static_cast<double>(base::data_type_bytes(scheme.type));
+    if (scheme.compressed) shape.gradient = kCompressedBytes;
     shape.host_update = shape.gradient_spilled = host;
     shape.drive_read_bytes_per_s = static_cast<double>(read_);
     shape.drive_write_bytes_per_s = static_cast<double>(write_);
@@ -249,17 +244,37 @@ class ScaleBench {
     shape.host_up_bytes_per_s = shape.host_down_bytes_per_s = static_cast<double>(host_);
     shape.host_shared_budget = host_shares_;
     shape.link_catch_up_s = std::chrono::duration<double>(csd::Link::kCatchUp).count();
-    SI_ASSIGN_OR_RETURN(shape.update_params_per_s, update_rate(devices));
+    shape.links_in_order = true;
+    SI_ASSIGN_OR_RETURN(const Rates rates, measured_rates(scheme, devices));
+    shape.update_params_per_s = rates.update;
+    shape.copy_bytes_per_s = rates.copy;
+    shape.intake_params_per_s = rates.intake;
+    shape.select_params_per_s = rates.select.params_per_s;
+    shape.select_threads = rates.select.threads;
     SI_ASSIGN_OR_RETURN(const sim::UpdateTimes times, sim::simulate_update(shape));
     return std::optional<double>(times.total_s());
   }
-  /// Of all processors: one thread for each device, as many at once as there are cores.
-  base::Result<double> update_rate(uint32_t devices) {
+  /// Parameters per second of this machine's cores.
+  struct Rates {
+    double update = 0;  // of all processors: one thread for each device, as many as there are cores
+    double copy = 0;    // bytes: the drives are memory
+    double intake = 0;
+    SelectRate select;
+  };
+  base::Result<Rates> measured_rates(const Scheme& scheme, uint32_t devices) {
     const uint32_t threads = std::min(devices, std::max(1u, std::thread::hardware_concurrency()));
-    if (!update_rates_.contains(threads)) {
-      SI_ASSIGN_OR_RETURN(update_rates_[threads], measure_update_rate(format_, threads));
+    const auto known = rates_.find({&scheme, threads});
+    if (known != rates_.end()) return known->second;
+    Rates rates;
+    SI_ASSIGN_OR_RETURN(rates.update,
+                        measure_update_rate({format_, false, scheme.compressed}, threads));
+    SI_ASSIGN_OR_RETURN(rates.copy, measure_copy_rate(threads));
+    SI_ASSIGN_OR_RETURN(rates.intake, measure_intake_rate(scheme.type));
+    if (scheme.compressed) {
+      SI_ASSIGN_OR_RETURN(rates.select, measure_select_rate(engine::CompressOptions().ratio, true));
     }
-    return update_rates_[threads];
+    rates_[{&scheme, threads}] = rates;
+    return rates;
   }
 
   plan::ParameterSpace space() const {
@@ -281,8 +296,8 @@ class ScaleBench {
   }
 
   struct Measured {
-    double seconds = 0;
-    uint32_t slots = 0;  // of each device
+    std::vector<double> seconds;  // of each step
+    uint32_t slots = 0;           // of each device
   };
   base::Result<Measured> measure(const Scheme& scheme, uint32_t devices) const {
     engine::UpdaterOptions options = updater_options(scheme, devices);
@@ -308,17 +323,20 @@ class ScaleBench {
     }
     options.host_link = {host_, host_, host_shares_};
     if (!options_.trace.empty()) options.trace = std::make_shared<csd::Trace>();
-    StepTimes times;
     Measured measured;
     {
       SI_ASSIGN_OR_RETURN(const auto updater,
                           engine::Updater::open(options, steps->space(),
                                                 engine::emulated_sources(options, drives)));
       measured.slots = updater->slots();
-      SI_ASSIGN_OR_RETURN(times, steps->step(*updater));
+      // Not counted: the first step after opening touches memory for the first time.
+      SI_RETURN_IF_ERROR(steps->step(*updater).status());
+      for (int i = 0; i < options_.repeat; ++i) {
+        SI_ASSIGN_OR_RETURN(const StepTimes times, steps->step(*updater));
+        measured.seconds.push_back(times.gradient_s + times.update_s);
+      }
     }
     if (options.trace != nullptr) SI_RETURN_IF_ERROR(write_trace(options_.trace, *options.trace));
-    measured.seconds = times.gradient_s + times.update_s;
     return measured;
   }
 
@@ -330,7 +348,7 @@ class ScaleBench {
   uint64_t read_ = 0;
   uint64_t write_ = 0;
   uint64_t host_ = 0;
-  std::map<uint32_t, double> update_rates_;  // by threads, parameters per second
+  std::map<std::pair<const Scheme*, uint32_t>, Rates> rates_;  // by scheme and threads
 };
 
 }  // namespace
@@ -378,7 +396,7 @@ void add_bench_scale(CLI::App& bench, Run& run) {
       ->capture_default_str();
   command
       ->add_option("--trace", options->trace,
-                   "Write the last step as a Chrome trace (ui.perfetto.dev)")
+                   "Write all steps of the last scheme as a Chrome trace (ui.perfetto.dev)")
       ->type_name("FILE");
   command->add_flag("--json", options->json, "A JSON object with one row for each count");
   command->footer(

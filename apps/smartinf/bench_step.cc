@@ -2,6 +2,7 @@
 // drives need for the same bytes. Steps and limit are timed in turn, so a busy machine slows both.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <csignal>
 #include <memory>
 #include <optional>
@@ -70,6 +71,9 @@ uint64_t rss_peak_bytes() {
   getrusage(RUSAGE_SELF, &usage);
   return static_cast<uint64_t>(usage.ru_maxrss) * 1024;
 }
+
+/// Of a subgroup on the drive, for padding and block scales.
+constexpr uint64_t kSlack = 256 * base::kKiB;
 
 class StepBench {
  public:
@@ -141,33 +145,41 @@ class StepBench {
 
   /// Only AdamW's kernel is timed; another rule is simulated from a machine file or not at all.
   Status read_machine() {
+    const bool compressed = updater_.compress.on();
     if (options_.machine.empty()) {
       if (updater_.rule.rule != kernels::UpdateRule::kAdamW) return Status();
       const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
       const auto count = static_cast<uint32_t>(options_.devices.size());
       const uint32_t threads = options_.threads == 0 ? cores : options_.threads * count;
-      SI_ASSIGN_OR_RETURN(update_params_per_s_,
-                          measure_update_rate(updater_.format, std::min(cores, threads)));
-      return Status();
+      SI_ASSIGN_OR_RETURN(rates_.update_params_per_s,
+                          measure_update_rate({updater_.format, updater_.checksums, compressed},
+                                              std::min(cores, threads)));
+    } else {
+      SI_ASSIGN_OR_RETURN(const sim::Machine machine, sim::load_machine(options_.machine));
+      double bytes_per_s = 0;
+      for (const sim::DeviceGroup* device : machine.each_device()) {
+        bytes_per_s += compressed ? device->decompress_bytes_per_s : device->update_bytes_per_s;
+      }
+      // As many of its devices as are timed here. By the bytes that come in: f32 state, bf16
+      // gradient.
+      bytes_per_s *= static_cast<double>(options_.devices.size()) / machine.device_count();
+      rates_.update_params_per_s = bytes_per_s / 14;
     }
-    SI_ASSIGN_OR_RETURN(const sim::Machine machine, sim::load_machine(options_.machine));
-    double bytes_per_s = 0;
-    for (const sim::DeviceGroup* device : machine.each_device()) {
-      bytes_per_s += device->update_bytes_per_s;
+    if (compressed) {
+      SI_ASSIGN_OR_RETURN(const SelectRate select,
+                          measure_select_rate(options_.compress, options_.feedback == "host"));
+      rates_.select_params_per_s = select.params_per_s;
+      rates_.select_threads = select.threads;
     }
-    // As many of its devices as are timed here. By the bytes that come in: f32 state, bf16
-    // gradient.
-    bytes_per_s *= static_cast<double>(options_.devices.size()) / machine.device_count();
-    update_params_per_s_ = bytes_per_s / 14;
     return Status();
   }
 
-  /// The same update on the virtual clock: drives at the rate that the limit of this run found for
-  /// reads and writes together, processors at the rate of their kernel.
+  /// The same update on the virtual clock: drives at the rate that this run found for the same
+  /// bytes in the same order, processors and selection at the rate of their kernels.
   Status simulate() {
-    if (update_params_per_s_ <= 0) return Status();
+    if (rates_.update_params_per_s <= 0) return Status();
     const StateBytes bytes = state_bytes_per_parameter(updater_.rule.rule, updater_.format);
-    sim::UpdateShape shape;
+    sim::UpdateShape shape = rates_;
     shape.parameters = params_;
     shape.devices = static_cast<uint32_t>(options_.devices.size());
     shape.subgroup_elements = subgroup_elements_;
@@ -180,8 +192,7 @@ class StepBench {
     shape.gradient_spilled = options_.spill;
     shape.shared_budget = true;
     shape.drive_read_bytes_per_s = shape.drive_write_bytes_per_s =
-        median(limit_rate_) / static_cast<double>(shape.devices);
-    shape.update_params_per_s = update_params_per_s_;
+        median(drive_rate_) / static_cast<double>(shape.devices);
     SI_ASSIGN_OR_RETURN(simulated_, sim::simulate_update(shape));
     return Status();
   }
@@ -226,8 +237,12 @@ class StepBench {
     return Status();
   }
 
+  struct Moved {
+    double bytes = 0;
+    double seconds = 0;
+  };
   /// The same bytes without computing, on all devices at once.
-  Status time_limit() {
+  base::Result<Moved> move_state(uint64_t memory_bytes) const {
     const auto count = options_.devices.size();
     storage::StoreOptions store;
     store.ring.kind = updater_.ring;
@@ -246,8 +261,7 @@ class StepBench {
           }
           if (updater_.io_bytes != 0) store.io_bytes = updater_.io_bytes;
           if (updater_.io_depth != 0) store.io_depth = updater_.io_depth;
-          const auto limit = storage::drive_limit(options_.devices[d], store,
-                                                  updater_.memory_budget_bytes / count);
+          const auto limit = storage::drive_limit(options_.devices[d], store, memory_bytes / count);
           results[d] = limit.status();
           if (!limit.ok()) return;
           seconds[d] = limit->seconds;
@@ -256,13 +270,27 @@ class StepBench {
       }
     }
     for (const Status& result : results) SI_RETURN_IF_ERROR(result);
+    return Moved{static_cast<double>(bytes.load()),
+                 *std::max_element(seconds.begin(), seconds.end())};
+  }
+
+  Status time_limit() {
+    // In as much memory as the step: a drive may be faster into buffers that the caches hold.
+    const StateBytes bytes = state_bytes_per_parameter(updater_.rule.rule, updater_.format);
+    const auto subgroup_bytes = static_cast<uint64_t>(
+        std::ceil((bytes.master + bytes.moments) * static_cast<double>(subgroup_elements_)));
+    const uint64_t count = options_.devices.size();
+    SI_ASSIGN_OR_RETURN(const Moved most, move_state(slots_ * count * (subgroup_bytes + kSlack)));
     // Spilled gradients are read in a step and not here: scale by what a step moves.
     const double moved = static_cast<double>(store_.up_total() + store_.down_total() -
                                              store_.down(base::TrafficKind::kGradient));
-    const double scale = moved / static_cast<double>(bytes.load());
-    const double slowest_s = *std::max_element(seconds.begin(), seconds.end());
-    limit_s_.push_back(slowest_s * scale);
-    limit_rate_.push_back(static_cast<double>(bytes.load()) / slowest_s);
+    limit_s_.push_back(most.seconds * moved / most.bytes);
+    Moved as_scheduled = most;
+    if (updater_.schedule == plan::ScheduleVariant::kNaive) {
+      // Reads and writes in turn, one subgroup after another: another rate than both at once.
+      SI_ASSIGN_OR_RETURN(as_scheduled, move_state(1));
+    }
+    drive_rate_.push_back(as_scheduled.bytes / as_scheduled.seconds);
     return Status();
   }
 
@@ -313,7 +341,10 @@ class StepBench {
       if (simulated_) {
         row["simulated_s"] = simulated_->update_s;
         row["simulated_ratio"] = simulated_->update_s / update_s;
-        row["update_params_per_s"] = update_params_per_s_;
+        row["update_params_per_s"] = rates_.update_params_per_s;
+        if (rates_.select_params_per_s > 0) {
+          row["select_params_per_s"] = rates_.select_params_per_s;
+        }
       }
       fmt::print("{}\n", row.dump());
       return;
@@ -353,8 +384,8 @@ class StepBench {
   base::TrafficReading host_link_;
   uint64_t engine_memory_bytes_ = 0;
   uint64_t gradient_memory_bytes_ = 0;
-  std::vector<double> limit_rate_;  // bytes per second of all drives, both directions
-  double update_params_per_s_ = 0;  // of all processors; 0: not known
+  std::vector<double> drive_rate_;  // as scheduled: bytes per second of all drives, both directions
+  sim::UpdateShape rates_;          // of processors and selection; 0: not known
   uint32_t slots_ = 0;              // of each device
   uint64_t subgroup_elements_ = 0;
   std::optional<sim::UpdateTimes> simulated_;

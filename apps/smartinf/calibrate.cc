@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -12,8 +11,6 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "smartinf/base/aligned_buffer.h"
-#include "smartinf/base/clock.h"
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
 #include "smartinf/sim/machine.h"
@@ -39,27 +36,6 @@ struct CalibrateFlags {
 /// threads and scratch, the runtime, and the text of the quickstart. Measured as the peak of a
 /// model of 50 thousand parameters with optimizer.where = "memory", torch 2.15 on x86-64.
 constexpr uint64_t kProcessBytes = 534'000'000;
-
-/// The best of five passes: what the machine can do, not what else it was doing.
-template <typename Work>
-double best_seconds(Work work) {
-  double best_s = 1e30;
-  for (int i = 0; i < 5; ++i) {
-    const uint64_t start_ns = base::now_ns();
-    work();
-    best_s = std::min(best_s, base::seconds_since(start_ns));
-  }
-  return best_s;
-}
-
-/// One thread's copy between buffers too large for its caches, bytes per second.
-base::Result<double> copy_rate() {
-  constexpr uint64_t kBytes = uint64_t{128} << 20;
-  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer from, base::AlignedBuffer::allocate(kBytes));
-  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer to, base::AlignedBuffer::allocate(kBytes));
-  return static_cast<double>(kBytes) /
-         best_seconds([&] { std::memcpy(to.data(), from.data(), kBytes); });
-}
 
 /// Of a name that may be mistyped: nothing is made for it.
 base::Status check_directory(const std::string& path) {
@@ -147,9 +123,9 @@ int run_calibrate(const CalibrateFlags& flags) {
     if (!gpu.ok()) return report(gpu.status(), kExitUsage);
     machine.gpu = *gpu;
   }
-  const auto copies = copy_rate();
+  const auto copies = measure_copy_rate(1);
   if (!copies.ok()) return report(copies.status());
-  const auto update_params = measure_update_rate(base::StateFormat::kF32, cores);
+  const auto update_params = measure_update_rate({base::StateFormat::kF32, true, false}, cores);
   if (!update_params.ok()) return report(update_params.status());
   // State and gradient in: 12 and 2 bytes per parameter.
   const double updates = *update_params * 14;

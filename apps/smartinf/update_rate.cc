@@ -1,57 +1,223 @@
 #include "apps/smartinf/update_rate.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
+#include <numeric>
 #include <thread>
 #include <vector>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/engine/compressed_sender.h"
+#include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/kernels/update.h"
 
-namespace smartinf::apps {
+#include "apps/smartinf/synthetic_steps.h"
 
-base::Result<double> measure_update_rate(base::StateFormat format, uint32_t threads) {
-  constexpr uint64_t kBlocks = 64;  // of each thread: beyond the caches
-  constexpr uint64_t kBlock = base::kBlockElements;
-  const auto planes = kernels::rule_planes(kernels::UpdateRule::kAdamW);
-  std::vector<uint64_t> plane_at;
-  uint64_t block_bytes = 0;
-  for (const base::PlaneKind kind : planes) {
-    plane_at.push_back(block_bytes);
-    block_bytes += base::round_up(base::encoded_bytes(base::plane_encoding(format, kind), kBlock),
-                                  uint64_t{64});
+namespace smartinf::apps {
+namespace {
+
+using base::DataType;
+
+constexpr uint64_t kBlock = base::kBlockElements;
+constexpr uint64_t kBlocks = 64;  // of each thread: beyond the caches
+
+template <typename Pass>
+double best_seconds(Pass pass) {
+  double best_s = 1e30;
+  for (int i = 0; i < 5; ++i) {
+    const uint64_t start_ns = base::now_ns();
+    pass();
+    best_s = std::min(best_s, base::seconds_since(start_ns));
   }
-  const uint64_t gradient_at = block_bytes;
-  block_bytes += 2 * 2 * kBlock;  // the gradient, and weights out
+  return best_s;
+}
+
+/// Every hundredth element of each block.
+std::vector<std::byte> sparse_message() {
+  std::vector<uint32_t> indices(kBlock / 100);
+  for (uint32_t i = 0; i < indices.size(); ++i) indices[i] = 100 * i + i % 7;
+  const std::vector<float> values(indices.size(), 1e-3f);
+  const std::vector<float> squares(kBlock / csd::kSquaresElements, 1e-6f);
+  csd::CompressedWriter writer;
+  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, DataType::kBf16, true);
+  for (uint64_t b = 0; b < kBlocks; ++b) writer.add_block(indices, values, squares);
+  const auto message = writer.finish();
+  return {message.begin(), message.end()};
+}
+
+/// One thread's state; its work is that of csd::UpdateWork, without a store behind it.
+class ProcessorPass {
+ public:
+  ProcessorPass(const ProcessorWork& work, std::byte* memory, uint64_t block_bytes,
+                std::span<const std::byte> message)
+      : work_(work), memory_(memory), block_bytes_(block_bytes), message_(message) {}
+
+  void run(const kernels::StepScalars& scalars) {
+    using base::PlaneKind;
+    const auto planes = kernels::rule_planes(kernels::UpdateRule::kAdamW);
+    std::vector<float> variance(kBlock);
+    std::array<float, kBlock / csd::kSquaresElements> squares;
+    for (uint64_t b = 0; b < kBlocks; ++b) {
+      std::byte* at = memory_ + b * block_bytes_;
+      kernels::UpdateBlock block;
+      block.count = kBlock;
+      std::array<std::span<std::byte>, 3> bytes;
+      for (size_t i = 0; i < planes.size(); ++i) {
+        block.planes[i] = at;
+        bytes[i] = {at, base::encoded_bytes(base::plane_encoding(work_.format, planes[i]), kBlock)};
+        if (work_.checksums) seen_ ^= base::checksum(bytes[i], b);
+        at += base::round_up(bytes[i].size(), uint64_t{64});
+      }
+      block.gradient = at;
+      if (work_.compressed) {
+        const auto view = csd::CompressedView::trusted(message_);
+        view.expand_block(b, at);
+        view.squares_of_block(b, squares.data());
+        age(block.planes[2], squares, variance, scalars);
+      }
+      block.weights_out = at + 2 * kBlock;
+      const kernels::GroupRun run{kBlock, &scalars};
+      kernels::kernels().update_block(work_.format, block, {&run, 1});
+      for (size_t i = 0; work_.checksums && i < planes.size(); ++i) {
+        seen_ ^= base::checksum(bytes[i], b);
+      }
+    }
+  }
+  /// Of all that was seen, so that it is computed.
+  uint64_t seen() const { return seen_; }
+
+ private:
+  void age(std::byte* stored, std::span<const float> squares, std::vector<float>& room,
+           const kernels::StepScalars& scalars) const {
+    using base::PlaneKind;
+    const auto encoding = base::plane_encoding(work_.format, PlaneKind::kVariance);
+    const bool direct = encoding == base::Encoding::kF32;
+    float* variance = direct ? reinterpret_cast<float*>(stored) : room.data();
+    const auto& table = kernels::kernels();
+    if (!direct) table.decode_block(encoding, PlaneKind::kVariance, stored, variance, kBlock);
+    for (uint64_t i = 0; i < kBlock; ++i) {
+      variance[i] = variance[i] * scalars.beta2 + squares[i / csd::kSquaresElements];
+    }
+    if (!direct) {
+      table.encode_block(encoding, PlaneKind::kVariance, variance, stored, kBlock, 0, scalars.step,
+                         scalars.seed);
+    }
+  }
+
+  const ProcessorWork work_;
+  std::byte* memory_;
+  uint64_t block_bytes_;
+  std::span<const std::byte> message_;
+  uint64_t seen_ = 0;
+};
+
+}  // namespace
+
+base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t threads) {
+  uint64_t block_bytes = 2 * 2 * kBlock;  // the gradient, and weights out
+  for (const base::PlaneKind kind : kernels::rule_planes(kernels::UpdateRule::kAdamW)) {
+    block_bytes += base::round_up(
+        base::encoded_bytes(base::plane_encoding(work.format, kind), kBlock), uint64_t{64});
+  }
   SI_ASSIGN_OR_RETURN(const base::AlignedBuffer memory,
                       base::AlignedBuffer::allocate(threads * kBlocks * block_bytes));
+  std::memset(memory.data(), 0, memory.size());
+  const std::vector<std::byte> message =
+      work.compressed ? sparse_message() : std::vector<std::byte>();
+  std::vector<ProcessorPass> passes;
+  for (uint32_t t = 0; t < threads; ++t) {
+    passes.emplace_back(work, memory.data() + t * kBlocks * block_bytes, block_bytes, message);
+  }
   kernels::RuleOptions rule;
   rule.rule = kernels::UpdateRule::kAdamW;
   const kernels::StepScalars scalars =
       kernels::make_step_scalars(rule, kernels::GroupOptions{}, 1, 1.0, 0);
-  const auto pass = [&](uint32_t thread) {
-    for (uint64_t b = 0; b < kBlocks; ++b) {
-      std::byte* at = memory.data() + (thread * kBlocks + b) * block_bytes;
-      kernels::UpdateBlock block;
-      for (size_t i = 0; i < plane_at.size(); ++i) block.planes[i] = at + plane_at[i];
-      block.count = kBlock;
-      block.gradient = at + gradient_at;
-      block.weights_out = at + gradient_at + 2 * kBlock;
-      const kernels::GroupRun run{kBlock, &scalars};
-      kernels::kernels().update_block(format, block, {&run, 1});
+  const double best_s = best_seconds([&] {
+    std::vector<std::jthread> workers;
+    for (ProcessorPass& pass : passes) workers.emplace_back([&] { pass.run(scalars); });
+  });
+  return static_cast<double>(threads * kBlocks * kBlock) / best_s;
+}
+
+base::Result<double> measure_intake_rate(DataType type) {
+  constexpr uint64_t kElements = kBlocks * kBlock;
+  const uint64_t bytes = kElements * base::data_type_bytes(type);
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer from, base::AlignedBuffer::allocate(bytes));
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer to, base::AlignedBuffer::allocate(bytes));
+  std::memset(from.data(), 0, bytes);
+  std::memset(to.data(), 0, bytes);
+  volatile double norm = 0;
+  return static_cast<double>(kElements) / best_seconds([&] {
+           std::memcpy(to.data(), from.data(), bytes);
+           norm = kernels::kernels().partial_norm(from.data(), type, kElements).sum_of_squares;
+         });
+}
+
+base::Result<double> measure_copy_rate(uint32_t threads) {
+  constexpr uint64_t kBytes = uint64_t{64} << 20;  // of each thread
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer from,
+                      base::AlignedBuffer::allocate(threads * kBytes));
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer to,
+                      base::AlignedBuffer::allocate(threads * kBytes));
+  std::memset(from.data(), 0, from.size());
+  std::memset(to.data(), 0, to.size());
+  const double best_s = best_seconds([&] {
+    std::vector<std::jthread> workers;
+    for (uint32_t t = 0; t < threads; ++t) {
+      workers.emplace_back(
+          [&, t] { std::memcpy(to.data() + t * kBytes, from.data() + t * kBytes, kBytes); });
+    }
+  });
+  return static_cast<double>(threads * kBytes) / best_s;
+}
+
+base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
+  using engine::CompressedSender;
+  using engine::CompressOptions;
+  CompressOptions options;
+  options.codec = CompressOptions::Codec::kTopK;
+  options.ratio = ratio;
+  options.feedback = feedback ? CompressOptions::Feedback::kHost : CompressOptions::Feedback::kNone;
+  SelectRate rate;
+  rate.threads = std::clamp(std::thread::hardware_concurrency(), 1u, CompressedSender::kThreadsMax);
+  constexpr uint64_t kElements = kBlocks * kBlock;  // of each thread
+  const uint64_t elements = rate.threads * kElements;
+  SI_ASSIGN_OR_RETURN(const auto compressor,
+                      engine::GradientCompressor::make(options, elements, 0, true));
+  // The same values as the steps that are timed, whose spread decides how long selecting takes.
+  SI_ASSIGN_OR_RETURN(const auto steps,
+                      SyntheticSteps::make(kElements, DataType::kBf16, DataType::kBf16));
+  std::vector<engine::GradientCompressor::Scratch> scratches(rate.threads);
+  std::vector<csd::CompressedWriter> writers(rate.threads);
+  uint64_t step = 0;
+  const auto pass = [&] {
+    std::vector<std::jthread> workers;
+    for (uint32_t t = 0; t < rate.threads; ++t) {
+      workers.emplace_back([&, t] {
+        const plan::Subgroup own{base::SubgroupId{t}, t * kElements, kElements};
+        (void)compressor->compress(scratches[t], writers[t], own, {}, step, 1);
+      });
     }
   };
-  double best_s = 1e30;  // what the machine can do, not what else it was doing
+  double best_s = 1e30;
   for (int i = 0; i < 5; ++i) {
-    const uint64_t start_ns = base::now_ns();
-    {
-      std::vector<std::jthread> workers;
-      for (uint32_t t = 0; t < threads; ++t) workers.emplace_back(pass, t);
+    compressor->begin_step();
+    for (uint64_t first = 0; first < elements; first += engine::kGradientCutElements) {
+      compressor->put(first, steps->gradient(), DataType::kBf16, engine::kGradientCutElements);
     }
+    ++step;
+    const uint64_t start_ns = base::now_ns();
+    pass();
     best_s = std::min(best_s, base::seconds_since(start_ns));
+    compressor->commit();
   }
-  return static_cast<double>(threads * kBlocks * kBlock) / best_s;
+  rate.params_per_s = static_cast<double>(kElements) / best_s;
+  return rate;
 }
 
 StateBytes state_bytes_per_parameter(kernels::UpdateRule rule, base::StateFormat format) {

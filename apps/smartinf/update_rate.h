@@ -1,19 +1,41 @@
 // What the simulator is told about an update of this engine: its bytes, and how fast this machine's
-// cores run its kernel.
+// cores do its work.
 #pragma once
 
 #include <cstdint>
 
+#include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
 #include "smartinf/kernels/update_rule.h"
 
 namespace smartinf::apps {
 
-/// Parameters per second of AdamW on `threads` threads at once, over buffers beyond the caches,
-/// with a bf16 gradient and bf16 weights out; the best of five passes of some ten milliseconds
-/// each. Errors: kOutOfMemory.
-base::Result<double> measure_update_rate(base::StateFormat format, uint32_t threads);
+// Each is the best of five passes of some ten milliseconds, over buffers beyond the caches: what
+// the machine can do, not what else it was doing. Errors: kOutOfMemory.
+
+/// What a processor does with a block of AdamW's state, a bf16 gradient and bf16 weights out.
+struct ProcessorWork {
+  base::StateFormat format = base::StateFormat::kF32;
+  bool checksums = false;   // every block is verified and sealed
+  bool compressed = false;  // the gradient's largest 1 % are expanded, variance aged by its squares
+};
+/// Parameters per second on `threads` threads at once.
+base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t threads);
+
+/// Parameters per second at which one thread of the host copies gradients and finds their norm.
+base::Result<double> measure_intake_rate(base::DataType type);
+
+/// Bytes per second that so many threads copy at once.
+base::Result<double> measure_copy_rate(uint32_t threads);
+
+/// How many threads of the host select from gradients, and parameters per second at which each adds
+/// what was not sent, selects the largest of a gradient and packs them.
+struct SelectRate {
+  uint32_t threads = 1;
+  double params_per_s = 0;
+};
+base::Result<SelectRate> measure_select_rate(double ratio, bool feedback);
 
 /// Bytes of state per parameter, block scales included.
 struct StateBytes {

@@ -60,11 +60,18 @@ void EventGraph::share_out(std::vector<Active>& active, double now_s) {
   std::vector<double> cost(count, 0.0);
   std::vector<uint8_t> directions(count, 0);
   std::vector<uint32_t> rising;
-  for (uint32_t i = 0; i < active.size(); ++i) {
+  std::vector<uint8_t> taken(count, 0);           // in order, and not this one's turn
+  for (uint32_t i = 0; i < active.size(); ++i) {  // in the order in which they came
     active[i].rate = 0;
     if (active[i].latency_left_s > 0) continue;
-    rising.push_back(i);
     const Stage& stage = stages_[active[i].stage];
+    bool turn = true;
+    for (uint32_t u = 0; u < stage.use_count; ++u) turn = turn && !taken[stage.uses[u].resource];
+    for (uint32_t u = 0; u < stage.use_count; ++u) {
+      taken[stage.uses[u].resource] |= resources_[stage.uses[u].resource].in_order;
+    }
+    if (!turn) continue;
+    rising.push_back(i);
     for (uint32_t u = 0; u < stage.use_count; ++u) {
       const Use& use = stage.uses[u];
       cost[use.resource] += use.seconds_per_byte;
@@ -148,22 +155,25 @@ void EventGraph::run() {
   size_t finished = 0;
   double now_s = 0;
 
-  // Bytes that the resource which binds a stage lets through at once after an idle time.
+  // Bytes that the resource which binds a stage lets through at once after an idle time. What is
+  // left of a resource's idle time may still be used by the next stage: a token bucket.
   const auto caught_up = [&](const Stage& stage) {
     const Use* binds = nullptr;
     for (uint32_t u = 0; u < stage.use_count; ++u) {
       const Use& use = stage.uses[u];
       if (binds == nullptr || use.seconds_per_byte > binds->seconds_per_byte) binds = &use;
     }
-    double bytes = 0;
-    if (binds != nullptr && binds->seconds_per_byte > 0) {
-      const Resource& resource = resources_[binds->resource];
-      const double idle_s = now_s - resource.used_until_s;
-      bytes = std::min(static_cast<double>(stage.bytes),
-                       std::min(resource.catch_up_s, idle_s) / binds->seconds_per_byte);
-    }
+    if (binds == nullptr || binds->seconds_per_byte <= 0) return 0.0;
+    const auto credit_s = [&](const Resource& resource) {
+      return std::min(resource.catch_up_s, now_s - resource.used_until_s);
+    };
+    const double bytes = std::min(static_cast<double>(stage.bytes),
+                                  credit_s(resources_[binds->resource]) / binds->seconds_per_byte);
     for (uint32_t u = 0; u < stage.use_count; ++u) {
-      resources_[stage.uses[u].resource].used_until_s = now_s;
+      const Use& use = stage.uses[u];
+      Resource& resource = resources_[use.resource];
+      resource.used_until_s =
+          std::min(now_s, now_s - credit_s(resource) + bytes * use.seconds_per_byte);
     }
     return bytes;
   };
@@ -207,7 +217,7 @@ void EventGraph::run() {
     now_s += passed_s;
     for (const Active& entry : active) {
       const Stage& stage = stages_[entry.stage];
-      if (entry.latency_left_s > 0) continue;
+      if (entry.latency_left_s > 0 || entry.bytes_left <= 0) continue;
       for (uint32_t u = 0; u < stage.use_count; ++u) {
         resources_[stage.uses[u].resource].used_until_s = now_s;
       }

@@ -50,6 +50,8 @@ class EventGraph {
   /// flight on it, in (0, 1]. catch_up_s: after an idle time a stage that it binds has so much of
   /// the time behind it already, at most the idle time: csd::Link's token bucket.
   uint32_t add_resource(std::string name, double mixed_efficiency = 1, double catch_up_s = 0);
+  /// Stages pass one after another, in the order in which they come, instead of sharing it.
+  void set_in_order(uint32_t resource) { resources_[resource].in_order = true; }
 
   /// A task that starts when all of `after` are done (kNone is skipped). Tasks without stages take
   /// no time: barriers.
@@ -75,6 +77,7 @@ class EventGraph {
     std::string name;
     double mixed_efficiency = 1;
     double catch_up_s = 0;
+    bool in_order = false;
     double used_until_s = -std::numeric_limits<double>::infinity();
     // Utilization as steps: from moment, level. Bound: one entry per event.
     std::vector<std::pair<double, double>> levels;

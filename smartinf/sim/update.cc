@@ -1,10 +1,12 @@
 #include "smartinf/sim/update.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <initializer_list>
+#include <map>
+#include <span>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -23,6 +25,7 @@ class UpdateGraph {
     host_up_ = add_link("host link up");
     host_down_ = shape.host_shared_budget ? host_up_ : add_link("host link down");
     processors_ = graph_.add_resource("processors");
+    host_thread_ = graph_.add_resource("host thread");
     for (uint32_t d = 0; d < shape.devices; ++d) {
       const uint32_t read = add_link("drive " + std::to_string(d));
       drives_.push_back({read, shape.shared_budget ? read : add_link("writes")});
@@ -36,13 +39,19 @@ class UpdateGraph {
       subgroups[d].push_back(std::min(left, shape_.subgroup_elements));
       left -= subgroups[d].back();
     }
-    const TaskIndex all_down = put_gradients(subgroups);
+    const bool compressed = shape_.select_params_per_s > 0;
+    std::vector<TaskIndex> spilled(shape_.devices, EventGraph::kNone);
+    const TaskIndex given = compressed ? take_in() : put_gradients(subgroups, spilled);
+    const TaskIndex all_down = compressed ? send_selected(subgroups, given) : given;
     std::vector<TaskIndex> weights;
-    for (uint32_t d = 0; d < shape_.devices; ++d) update_device(d, subgroups[d], all_down, weights);
+    for (uint32_t d = 0; d < shape_.devices; ++d) {
+      const TaskIndex start = graph_.add_task({}, {all_down, spilled[d]});
+      update_device(d, subgroups[d], start, weights);
+    }
     graph_.run();
 
     UpdateTimes times;
-    times.gradient_s = graph_.times(all_down).end_s;
+    times.gradient_s = graph_.times(given).end_s;
     times.update_s = graph_.end_s() - times.gradient_s;
     for (const TaskIndex task : weights) {
       times.weights_s = std::max(times.weights_s, graph_.times(task).end_s - times.gradient_s);
@@ -57,79 +66,139 @@ class UpdateGraph {
   };
 
   uint32_t add_link(std::string name) {
-    return graph_.add_resource(std::move(name), 1, shape_.link_catch_up_s);
+    const uint32_t link = graph_.add_resource(std::move(name), 1, shape_.link_catch_up_s);
+    if (shape_.links_in_order) graph_.set_in_order(link);
+    return link;
   }
   static uint64_t bytes(double per_parameter, uint64_t count) {
     return static_cast<uint64_t>(std::llround(per_parameter * static_cast<double>(count)));
   }
 
+  /// Bytes, or parameters, through one resource.
   struct Passing {
     uint32_t resource = 0;
     double per_s = 0;  // 0: no limit
-    Direction direction = Direction::kNone;
+    uint64_t moved = 0;
   };
-  /// Through all of them at once; what has no limit takes no time.
-  static Stage through(uint64_t moved, std::initializer_list<Passing> all) {
-    Stage stage;
+  // What is given to a resource by one queue passes in that order.
+  enum Queue : uint32_t { kReads, kProcessor, kUp, kWrites, kGradients, kQueues };
+
+  /// Through all of them, done when the last has let it pass. Links in a row do not wait for each
+  /// other: each books its own time, as csd::Link does. What has no limit takes no time.
+  TaskIndex pass(uint32_t device, Queue queue, std::initializer_list<Passing> all,
+                 std::span<const TaskIndex> after) {
+    std::vector<TaskIndex> parts;
     for (const Passing& one : all) {
-      if (one.per_s > 0)
-        stage.uses[stage.use_count++] = {one.resource, 1 / one.per_s, one.direction};
+      if (one.per_s <= 0 || one.moved == 0) continue;
+      const TaskIndex part =
+          graph_.add_task({Stage(one.moved, {{one.resource, 1 / one.per_s}})}, {});
+      for (const TaskIndex before : after) graph_.add_dependency(part, before);
+      const auto [last, first] = last_.try_emplace({device, queue, one.resource}, part);
+      if (!first) {
+        graph_.add_dependency(part, last->second);
+        last->second = part;
+      }
+      parts.push_back(part);
     }
-    stage.bytes = stage.use_count > 0 ? moved : 0;
-    return stage;
+    if (parts.size() == 1) return parts.front();
+    const TaskIndex done = graph_.add_task({}, {});
+    for (const TaskIndex before : parts.empty() ? after : parts)
+      graph_.add_dependency(done, before);
+    return done;
   }
 
-  /// Over the host link one after another; where they are spilled, into the drives side by side.
-  TaskIndex put_gradients(const std::vector<std::vector<uint64_t>>& subgroups) {
-    std::vector<TaskIndex> last(subgroups.size(), EventGraph::kNone);
-    TaskIndex before = EventGraph::kNone;
-    for (uint32_t d = 0; d < subgroups.size(); ++d) {
-      if (shape_.gradient_spilled) before = EventGraph::kNone;
-      for (const uint64_t count : subgroups[d]) {
-        before = graph_.add_task({put_gradient(d, bytes(shape_.gradient, count))}, {before});
-      }
-      last[d] = before;
+  Passing up(uint64_t moved) const { return {host_up_, shape_.host_up_bytes_per_s, moved}; }
+  Passing down(uint64_t moved) const { return {host_down_, shape_.host_down_bytes_per_s, moved}; }
+
+  TaskIndex take_in() {
+    return pass(0, kGradients, {{host_thread_, shape_.intake_params_per_s, shape_.parameters}}, {});
+  }
+  /// A message is on the host link while the next one is made.
+  TaskIndex send_selected(const std::vector<std::vector<uint64_t>>& subgroups, TaskIndex given) {
+    std::vector<uint32_t> threads;
+    for (uint32_t t = 0; t < std::max(1u, shape_.select_threads); ++t) {
+      threads.push_back(graph_.add_resource("selecting"));
     }
+    std::vector<TaskIndex> sent;
+    for (const std::vector<uint64_t>& of_device : subgroups) {
+      for (const uint64_t count : of_device) {
+        const size_t ahead = 2 * threads.size();
+        const TaskIndex room = sent.size() < ahead ? given : sent[sent.size() - ahead];
+        const Passing select{threads[sent.size() % threads.size()], shape_.select_params_per_s,
+                             count};
+        const TaskIndex selected = pass(0, kGradients, {select}, {{given, room}});
+        sent.push_back(pass(0, kGradients, {down(bytes(shape_.gradient, count))}, {{selected}}));
+      }
+    }
+    const TaskIndex all = graph_.add_task({}, {});
+    for (const TaskIndex one : sent) graph_.add_dependency(all, one);
+    return all;
+  }
+
+  /// In the order of the parameter space, which goes from device to device. A gradient that will
+  /// be spilled waits for a slot's buffer. spilled: by device, its last write.
+  TaskIndex put_gradients(const std::vector<std::vector<uint64_t>>& subgroups,
+                          std::vector<TaskIndex>& spilled) {
     const TaskIndex all_down = graph_.add_task({}, {});
-    for (const TaskIndex task : last) graph_.add_dependency(all_down, task);
+    std::vector<std::vector<TaskIndex>> writes(shape_.devices);
+    for (size_t i = 0; i < subgroups.front().size(); ++i) {
+      for (uint32_t d = 0; d < shape_.devices; ++d) {
+        if (i >= subgroups[d].size()) continue;
+        const uint64_t count = subgroups[d][i];
+        const TaskIndex buffer = i >= shape_.slots && shape_.gradient_spilled
+                                     ? writes[d][i - shape_.slots]
+                                     : EventGraph::kNone;
+        const Passing host{host_thread_, shape_.intake_params_per_s, count};
+        const TaskIndex taken = pass(0, kGradients, {host}, {{buffer}});
+        // The host update's gradients are in host memory already: only a spill moves them.
+        const TaskIndex put =
+            shape_.host_update
+                ? taken
+                : pass(0, kGradients, {down(bytes(shape_.gradient, count))}, {{taken}});
+        graph_.add_dependency(all_down, put);
+        if (!shape_.gradient_spilled) continue;
+        spilled[d] = out(d, shape_.gradient, count, {{put}});
+        writes[d].push_back(spilled[d]);
+      }
+    }
     return all_down;
   }
-  Stage put_gradient(uint32_t device, uint64_t moved) const {
-    // The host update's gradients are in host memory already: only a spill moves them.
-    if (shape_.host_update) return shape_.gradient_spilled ? write(device, moved) : Stage();
-    const Passing link{host_down_, shape_.host_down_bytes_per_s};
-    if (!shape_.gradient_spilled) return through(moved, {link});
-    return through(
-        moved, {link, {drives_[device].write, shape_.drive_write_bytes_per_s, Direction::kWrite}});
+
+  TaskIndex in(uint32_t device, double per_parameter, uint64_t count,
+               std::span<const TaskIndex> after) {
+    const uint64_t moved = bytes(per_parameter, count);
+    const Passing drive{drives_[device].read, shape_.drive_read_bytes_per_s, moved};
+    const Passing copy{processors_, shape_.copy_bytes_per_s, moved};
+    if (!shape_.host_update) return pass(device, kReads, {drive, copy}, after);
+    return pass(device, kReads, {drive, copy, up(moved)}, after);
   }
-  Stage read(uint32_t device, uint64_t moved) const {
-    const Passing drive{drives_[device].read, shape_.drive_read_bytes_per_s, Direction::kRead};
-    if (!shape_.host_update) return through(moved, {drive});
-    return through(moved, {drive, {host_up_, shape_.host_up_bytes_per_s}});
-  }
-  Stage write(uint32_t device, uint64_t moved) const {
-    const Passing drive{drives_[device].write, shape_.drive_write_bytes_per_s, Direction::kWrite};
-    if (!shape_.host_update) return through(moved, {drive});
-    return through(moved, {drive, {host_down_, shape_.host_down_bytes_per_s}});
+  TaskIndex out(uint32_t device, double per_parameter, uint64_t count,
+                std::span<const TaskIndex> after) {
+    const uint64_t moved = bytes(per_parameter, count);
+    const Passing drive{drives_[device].write, shape_.drive_write_bytes_per_s, moved};
+    const Passing copy{processors_, shape_.copy_bytes_per_s, moved};
+    if (!shape_.host_update) return pass(device, kWrites, {drive, copy}, after);
+    return pass(device, kWrites, {drive, copy, down(moved)}, after);
   }
 
-  std::vector<Stage> stages(plan::TaskKind kind, uint32_t device, uint64_t count) const {
+  TaskIndex run_task(plan::TaskKind kind, uint32_t device, uint64_t count,
+                     std::span<const TaskIndex> after) {
     switch (kind) {
       case plan::TaskKind::kReadGradient:
-        return {read(device, bytes(shape_.gradient, count))};
+        return in(device, shape_.gradient, count, after);
       case plan::TaskKind::kReadState:
-        return {read(device, bytes(shape_.master + shape_.moments, count))};
+        return in(device, shape_.master + shape_.moments, count, after);
       case plan::TaskKind::kUpdate:
-        return {through(count, {{processors_, shape_.update_params_per_s}})};
+        return pass(device, kProcessor, {{processors_, shape_.update_params_per_s, count}}, after);
       case plan::TaskKind::kWriteWeights:
-        if (shape_.host_update) return {};
-        return {through(bytes(shape_.weight, count), {{host_up_, shape_.host_up_bytes_per_s}})};
+        if (shape_.host_update) return pass(device, kUp, {}, after);
+        return pass(device, kUp, {up(bytes(shape_.weight, count))}, after);
       case plan::TaskKind::kWriteMaster:
-        return {write(device, bytes(shape_.master, count))};
+        return out(device, shape_.master, count, after);
       case plan::TaskKind::kWriteMoments:
-        return {write(device, bytes(shape_.moments, count))};
+        return out(device, shape_.moments, count, after);
     }
-    return {};
+    return EventGraph::kNone;
   }
 
   void update_device(uint32_t device, const std::vector<uint64_t>& subgroups, TaskIndex start,
@@ -141,43 +210,22 @@ class UpdateGraph {
     input.slots = std::min(shape_.slots, input.subgroups);
     input.gradient_spilled = shape_.gradient_spilled;
     input.has_moments = shape_.moments > 0;
-    // A drive takes its reads in order, and its writes; so do the processor and the way up.
-    enum Queue { kReads, kProcessor, kUp, kWrites, kQueues };
-    const auto queue_of = [](plan::TaskKind kind) {
-      switch (kind) {
-        case plan::TaskKind::kReadGradient:
-        case plan::TaskKind::kReadState:
-          return kReads;
-        case plan::TaskKind::kUpdate:
-          return kProcessor;
-        case plan::TaskKind::kWriteWeights:
-          return kUp;
-        case plan::TaskKind::kWriteMaster:
-        case plan::TaskKind::kWriteMoments:
-          return kWrites;
-      }
-      return kWrites;
-    };
-    std::array<TaskIndex, kQueues> before_in;
-    before_in.fill(start);
-    std::vector<TaskIndex> index_of;
+    std::vector<TaskIndex> made;
     for (const plan::Task& task : plan::make_schedule(input)) {
-      TaskIndex& before = before_in[queue_of(task.kind)];
-      const TaskIndex made =
-          graph_.add_task(stages(task.kind, device, subgroups[task.subgroup]), {before});
-      before = made;
-      for (const uint32_t after : task.after) {
-        if (after != plan::Task::kNone) graph_.add_dependency(made, index_of[after]);
+      std::vector<TaskIndex> after{start};
+      for (const uint32_t before : task.after) {
+        if (before != plan::Task::kNone) after.push_back(made[before]);
       }
-      if (task.kind == plan::TaskKind::kWriteWeights) weights.push_back(made);
-      index_of.push_back(made);
+      made.push_back(run_task(task.kind, device, subgroups[task.subgroup], after));
+      if (task.kind == plan::TaskKind::kWriteWeights) weights.push_back(made.back());
     }
   }
 
   const UpdateShape& shape_;
   EventGraph graph_;
-  uint32_t host_up_ = 0, host_down_ = 0, processors_ = 0;
+  uint32_t host_up_ = 0, host_down_ = 0, processors_ = 0, host_thread_ = 0;
   std::vector<Drive> drives_;
+  std::map<std::tuple<uint32_t, Queue, uint32_t>, TaskIndex> last_;  // by device, queue, resource
 };
 
 }  // namespace

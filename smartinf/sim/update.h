@@ -34,21 +34,33 @@ struct UpdateShape {
   bool shared_budget = false;      // reads and writes draw on one budget of time
   double host_up_bytes_per_s = 0;  // shared by all devices
   double host_down_bytes_per_s = 0;
-  double link_catch_up_s = 0;  // what links and drives make good after an idle time (csd::Link)
+  double link_catch_up_s = 0;   // what links and drives make good after an idle time (csd::Link)
+  bool links_in_order = false;  // a transfer has a link or drive for itself, as csd::Link books
   bool host_shared_budget = false;  // its two directions draw on one budget of time
   double update_params_per_s = 0;   // of all processors together; a device alone may use them all
+  /// Drives in memory: what they move takes the processors' time. 0: drives that move it
+  /// themselves.
+  double copy_bytes_per_s = 0;
+  double intake_params_per_s = 0;  // one host thread: copies gradients and finds their norm
+  /// Compressed gradients: so many host threads select and pack them, each a subgroup at a time and
+  /// two messages ahead, when the norm is known. The rate is one thread's beside the others; 0:
+  /// whole gradients.
+  double select_params_per_s = 0;
+  uint32_t select_threads = 1;
 };
 
 struct UpdateTimes {
-  double gradient_s = 0;  // until the last gradient is down
-  double update_s = 0;    // from there until everything is written
-  double weights_s = 0;   // of it, until all new weights are up
+  double gradient_s =
+      0;                 // until the norm is known: whole gradients are down, others in host memory
+  double update_s = 0;   // from there until everything is written
+  double weights_s = 0;  // of it, until all new weights are up
   double total_s() const { return gradient_s + update_s; }
 };
 
-/// Pure; deterministic to the bit. An update starts when all gradients are down, since clipping
-/// needs their norm.
-/// Errors: kInvalidArgument (no parameters, devices, slots or subgroups; more than 10^6 subgroups).
+/// Pure; deterministic to the bit. An update starts when all gradients are there, since clipping
+/// needs their norm, and on each device when its spilled ones are written; a compressed one when
+/// all messages are down. Errors: kInvalidArgument (no parameters, devices, slots or subgroups;
+/// more than 10^6 subgroups).
 base::Result<UpdateTimes> simulate_update(const UpdateShape& shape);
 
 }  // namespace smartinf::sim

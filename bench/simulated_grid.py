@@ -1,0 +1,197 @@
+"""Holds the simulator's update times against measured ones over a grid, and writes a page.
+
+Usage: simulated_grid.py ROWS.jsonl [--device DIR] [--seconds 230] [--page PAGE.md]
+
+Runs `smartinf bench scale` (emulated devices) over device counts, rates, state formats and subgroup sizes,
+and with --device `bench step` on the real drive behind DIR. Rows that ROWS.jsonl has already are not run
+again, and after --seconds no new one is begun: run it as often as it takes, when nothing else runs.
+SMARTINF names the binary [build/release/bin/smartinf].
+"""
+import argparse
+import itertools
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SMARTINF = pathlib.Path(os.environ.get("SMARTINF", ROOT / "build/release/bin/smartinf"))
+SCHEMES = ("host_update", "naive", "overlapped", "compressed")
+
+# Drives and host link per second, what shares a budget, and the parameters that make a step of some tenths
+# of a second to some seconds of it.
+RATES = {"slow": ("75MB", "40MB", "160MB", "all", 1 << 21), "middle": ("200MB", "120MB", "400MB", "drives", 1 << 22),
+         "fast": ("250MB", "200MB", "800MB", "none", 1 << 23)}
+SCALE = [("scale", {"devices": devices, "rates": rates, "format": state, "subgroups": subgroups})
+         for rates, subgroups, state, devices in itertools.product(RATES, (8, 32), ("f32", "bf16", "q8"), (1, 2, 4, 10))]
+STEP = [("step", {"devices": devices, "format": state, "subgroup": subgroup, "way": way})
+        for state, subgroup, devices, way in (
+            *itertools.product(("f32", "bf16", "q8"), (1 << 20, 1 << 22), (1,), ("device",)),
+            *itertools.product(("f32", "q8"), (1 << 20,), (1,),
+                               ("device --schedule naive", "device --spill", "device --compress 0.02", "host --spill")),
+            ("f32", 1 << 20, 2, "device"))]
+PARAMS = "1e8"
+
+
+def command(kind, point, device):
+    if kind == "scale":
+        read, write, host, shared, params = RATES[point["rates"]]
+        return ["bench", "scale", "--devices", str(point["devices"]), "--params", str(params), "--internal-read", read,
+                "--internal-write", write, "--host-link", host, "--shared", shared, "--state-format", point["format"],
+                "--subgroups", str(point["subgroups"]), "--json"]
+    words = ["bench", "step", "--params", PARAMS, "--state-format", point["format"], "--subgroup", str(point["subgroup"]),
+             "--repeat", "3", "--json", "--where", *point["way"].split()]
+    for index in range(point["devices"]):
+        words += ["--device", f"{device}/{index}"]
+    return words
+
+
+def measure(rows, grid, device, seconds):
+    known = {json.dumps([row["kind"], row["point"]]) for row in read(rows)}
+    end = time.monotonic() + seconds
+    for kind, point in grid:
+        if json.dumps([kind, point]) in known:
+            continue
+        if time.monotonic() > end:
+            return False
+        words = command(kind, point, device)
+        done = subprocess.run([SMARTINF, *words], capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.exit(f"smartinf {' '.join(words)}: {done.stderr}")
+        result = json.loads(done.stdout.splitlines()[-1])
+        row = {"kind": kind, "point": point, "load": os.getloadavg()[0],
+               "result": result["rows"][0] if kind == "scale" else result}
+        with open(rows, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(kind, *point.values(), *(f"{name} {100 * error:+.1f}" for name, _, _, error in comparisons(row)))
+    return True
+
+
+def read(rows):
+    if not rows.exists():
+        return []
+    return [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+
+
+def comparisons(row):
+    """(scheme, measured, simulated, error) of each pair in a row."""
+    result, found = row["result"], []
+    if row["kind"] == "step":
+        pairs = [(row["point"]["way"], result["update_s"], result.get("simulated_s"))]
+    else:
+        pairs = [(name, result[f"{name}_s"], result.get(f"{name}_simulated_s")) for name in SCHEMES]
+    for name, measured, simulated in pairs:
+        if simulated is not None:
+            found.append((name, measured, simulated, simulated / measured - 1))
+    return found
+
+
+def summary(rows, title, key):
+    """A table of mean and worst error by what key(row, scheme) gives."""
+    groups = {}
+    for row in rows:
+        for name, _, _, error in comparisons(row):
+            groups.setdefault(key(row, name), []).append(abs(error))
+            groups.setdefault("all", []).append(abs(error))
+    lines = [f"| {title} | points | mean error | worst |", "|---|---|---|---|"]
+    order = sorted((name for name in groups if name != "all"), key=str) + ["all"]
+    for name in order:
+        errors = groups[name]
+        lines.append(f"| {name} | {len(errors)} | {100 * sum(errors) / len(errors):.1f} % | {100 * max(errors):.1f} % |")
+    return "\n".join(lines)
+
+
+def raw(rows, fields):
+    lines = [",".join(["load", *fields, "scheme", "measured_s", "simulated_s", "error_percent"])]
+    for row in rows:
+        for name, measured, simulated, error in comparisons(row):
+            values = [f"{row['load']:.1f}", *(str(row["point"][field]) for field in fields), name]
+            lines.append(",".join([*values, f"{measured:.4f}", f"{simulated:.4f}", f"{100 * error:+.1f}"]))
+    return "```csv\n" + "\n".join(lines) + "\n```"
+
+
+def machine():
+    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo", encoding="utf-8")
+                  if line.startswith("model name")), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB memory, Linux {platform.release().split('-')[0]}"
+
+
+def shown(kind, point):
+    return "smartinf " + " ".join(command(kind, point, "DIR"))
+
+
+def page(rows):
+    scale = [row for row in rows if row["kind"] == "scale"]
+    step = [row for row in rows if row["kind"] == "step"]
+    rates = "\n".join(f"- {name}: drives {read} read, {write} written; host link {host}; `--shared {shared}`; {params} parameters"
+                      for name, (read, write, host, shared, params) in RATES.items())
+    text = f"""# The simulated update against the measured one
+
+Command: `python3 bench/simulated_grid.py rows.jsonl --device DIR --page docs/results/simulator.md`, run until all
+rows are there, when nothing else ran.
+
+Machine: {machine()}. The load in the rows is the one-minute average, most of it this
+command's own.
+
+Every point of the grid is run once; none is left out. An error is simulated / measured - 1. Nothing is fitted: the simulator gets the rates asked for, and the rates of
+the kernels (update; selection and expansion of compressed gradients) as timed in the same run.
+
+## bench scale: emulated devices
+
+From the first gradient to the committed step. `{shown(*SCALE[0])}` and so on: 1, 2, 4 and 10 devices; f32, bf16
+and q8 state; 8 and 32 subgroups on each device; rates
+
+{rates}
+
+{summary(scale, "scheme", lambda row, name: name)}
+
+{summary(scale, "rates", lambda row, name: row["point"]["rates"])}
+
+{summary(scale, "devices", lambda row, name: row["point"]["devices"])}
+
+{summary(scale, "state", lambda row, name: row["point"]["format"])}
+
+{summary(scale, "subgroups", lambda row, name: row["point"]["subgroups"])}
+"""
+    if step:
+        text += f"""
+## bench step: the real drive
+
+The update from the norm to the committed step, median of 3. The drive's rate is the one that `bench step` finds with the same
+bytes and no computing, in turn with the steps. `{shown(*STEP[0])}` and so on; two devices are two directories on one
+drive.
+
+{summary(step, "way", lambda row, name: name)}
+
+{summary(step, "state", lambda row, name: row["point"]["format"])}
+
+{summary(step, "subgroup", lambda row, name: row["point"]["subgroup"])}
+
+{summary(step, "devices", lambda row, name: row["point"]["devices"])}
+"""
+    text += f"\n## Every row\n\n{raw(scale, ('devices', 'rates', 'format', 'subgroups'))}\n"
+    if step:
+        text += f"\n{raw(step, ('devices', 'format', 'subgroup'))}\n"
+    return text
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=pathlib.Path)
+    parser.add_argument("--device", help="A directory on a real drive; 8 GB are written there and erased")
+    parser.add_argument("--seconds", type=float, default=230)
+    parser.add_argument("--page", type=pathlib.Path)
+    options = parser.parse_args()
+    complete = measure(options.rows, SCALE + (STEP if options.device else []), options.device, options.seconds)
+    if not complete:
+        print("not complete: run it again")
+    if options.page:
+        options.page.write_text(page(read(options.rows)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

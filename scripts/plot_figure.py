@@ -6,6 +6,7 @@ Usage: plot_figure.py FILE.json     (needs matplotlib; the rows are there withou
 import json
 import pathlib
 import sys
+import textwrap
 
 COLOURS = {"baseline": "#8a8f98", "su": "#9ecae1", "su+o": "#3182bd", "su+o+c": "#e6550d",
            "forward": "#a1d99b", "backward": "#9ecae1", "update": "#fdae6b"}
@@ -52,7 +53,13 @@ def lines_or_bars(axis, rows):
         axis.minorticks_off()
     else:
         axis.set_xticks(range(len(places)), places, rotation=20 if len(places) > 4 else 0)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.08 * axis.get_ylim()[1])
+
+
+def label_of(text, panel, panels):
+    """Panels of different kinds have a label each: "model / drives"."""
+    parts = text.split(" / ")
+    return parts[panel] if len(parts) == panels else text
 
 
 def main():
@@ -69,18 +76,28 @@ def main():
     import matplotlib.pyplot as plot
 
     panels = unique(row["panel"] for row in figure["rows"])
-    canvas, axes = plot.subplots(1, len(panels), figsize=(max(6, 4.2 * len(panels)), 4.2),
-                                 squeeze=False)
-    for axis, panel in zip(axes[0], panels):
+    width = max(7, 4.2 * len(panels))
+    canvas, axes = plot.subplots(1, len(panels), figsize=(width, 4.9), squeeze=False)
+    for index, (axis, panel) in enumerate(zip(axes[0], panels)):
         rows = [row for row in figure["rows"] if row["panel"] == panel]
         (stacked if figure["stacked"] else lines_or_bars)(axis, rows)
         axis.set_title(panel, fontsize=10)
-        axis.set_xlabel(figure["x_label"])
+        axis.set_xlabel(label_of(figure["x_label"], index, len(panels)))
+        label = label_of(figure["y_label"], index, len(panels))
+        if index == 0 or label != figure["y_label"]:
+            axis.set_ylabel(label)
         axis.grid(axis="y", alpha=0.3)
-    axes[0][0].set_ylabel(figure["y_label"])
-    axes[0][-1].legend(fontsize=8)
-    canvas.suptitle(f"Figure {figure['figure']}. {figure['title']}\n{figure['basis']}", fontsize=11)
-    canvas.tight_layout()
+        axis.set_axisbelow(True)
+    # One legend for all panels, below them, where it hides nothing.
+    shown = {name: handle for axis in axes[0] for handle, name in zip(*axis.get_legend_handles_labels())}
+    columns = min(len(shown), int(width / 1.5))
+    canvas.legend(shown.values(), shown.keys(), fontsize=8, loc="lower center", ncols=columns, frameon=False)
+    title = textwrap.fill(f"Figure {figure['figure']}. {figure['title']}", int(11 * width))
+    basis = textwrap.fill(figure["basis"], int(13 * width))
+    canvas.suptitle(title, fontsize=11, y=0.985)
+    canvas.text(0.5, 0.93 - 0.04 * title.count("\n"), basis, fontsize=9, ha="center", va="top", color="#555555")
+    lines = title.count("\n") + basis.count("\n")
+    canvas.tight_layout(rect=(0, 0.05 * -(-len(shown) // columns), 1, 0.96 - 0.04 * lines))
     for kind in (".svg", ".png"):
         canvas.savefig(path.with_suffix(kind), dpi=140)
         print(path.with_suffix(kind))

@@ -155,7 +155,7 @@ Status ablation(Figure& figure) {
 Status larger_models(Figure& figure) {
   figure.title = "Larger models, ten devices: speed-up over the baseline";
   figure.x_label = "model";
-  figure.y_label = "speed-up";
+  figure.y_label = "speed-up over the baseline";
   Builder builder(figure);
   for (const std::string_view model :
        {"gpt2-4.0B", "gpt2-8.4B", "gpt2-16.6B", "gpt2-24.8B", "gpt2-33.0B"}) {
@@ -189,15 +189,15 @@ Status scaling(Figure& figure) {
 Status other_gpus(Figure& figure) {
   figure.title = "Other GPUs, ten devices: speed-up over the baseline";
   figure.x_label = "GPU";
-  figure.y_label = "speed-up";
+  figure.y_label = "speed-up over the baseline";
   Builder builder(figure);
   for (const std::string_view model : {"gpt2-4.0B", "gpt2-8.4B"}) {
     for (const std::string_view machine : {"smartssd-a5000", "smartssd-a100"}) {
       Point point;
       point.model = model;
       point.machine = machine;
-      const std::string gpu(machine.substr(machine.find('-') + 1));
-      SI_RETURN_IF_ERROR(builder.speed_ups(std::string(model), gpu, point, kThree));
+      SI_ASSIGN_OR_RETURN(const Machine built, load_machine(machine));
+      SI_RETURN_IF_ERROR(builder.speed_ups(std::string(model), built.gpu.name, point, kThree));
     }
   }
   return {};
@@ -206,7 +206,7 @@ Status other_gpus(Figure& figure) {
 Status other_models(Figure& figure) {
   figure.title = "Other kinds of models, ten devices: speed-up over the baseline";
   figure.x_label = "model";
-  figure.y_label = "speed-up";
+  figure.y_label = "speed-up over the baseline";
   Builder builder(figure);
   for (const std::string_view model : {"bert-0.34B", "bert-4.0B", "bert-8.3B", "bloom-3B",
                                        "bloom-7.1B", "vit-0.30B", "vit-0.63B"}) {
@@ -220,7 +220,7 @@ Status other_models(Figure& figure) {
 Status other_optimizers(Figure& figure) {
   figure.title = "Other optimizers: speed-up over the baseline of the same, GPT-2 4.0B";
   figure.x_label = "optimizer";
-  figure.y_label = "speed-up";
+  figure.y_label = "speed-up over the baseline";
   Builder builder(figure);
   for (const uint32_t devices : {6u, 10u}) {
     for (const Optimizer optimizer :
@@ -238,7 +238,7 @@ Status other_optimizers(Figure& figure) {
 Status ratios(Figure& figure) {
   figure.title = "Compression ratio: speed-up over the baseline, GPT-2 4.0B";
   figure.x_label = "compressed volume, % of the f32 gradients";
-  figure.y_label = "speed-up";
+  figure.y_label = "speed-up over the baseline";
   Builder builder(figure);
   for (const uint32_t devices : {6u, 10u}) {
     const std::string panel = fmt::format("{} devices", devices);

@@ -47,6 +47,8 @@ size_t edit_distance(std::string_view a, std::string_view b) {
   return above[b.size()];
 }
 
+bool same_name(std::string_view a, std::string_view b) { return lower(a) == lower(b); }
+
 std::string_view nearest_name(std::string_view name, std::span<const std::string_view> candidates) {
   if (name.size() > kLengthMax) return {};
   const std::string wanted = lower(name);

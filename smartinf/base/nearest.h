@@ -10,6 +10,9 @@ namespace smartinf::base {
 /// Characters to insert, delete, replace or swap with their neighbour to get from one to the other.
 size_t edit_distance(std::string_view a, std::string_view b);
 
+/// Upper case counts as lower case, a dash as an underscore.
+bool same_name(std::string_view a, std::string_view b);
+
 /// The candidate closest to `name`, or empty when none is close enough to be worth a question.
 /// Dotted names are compared as a whole and by their last part, so that a key under the wrong
 /// section is found too. Upper case counts as lower case.

@@ -19,6 +19,11 @@ TEST(EditDistance, CountsInsertionsDeletionsReplacementsAndSwaps) {
   EXPECT_EQ(edit_distance("kitten", "sitting"), 3u);
 }
 
+TEST(SameName, LooksPastCaseAndDashes) {
+  EXPECT_TRUE(same_name("GPT2-4.0b", "gpt2_4.0B"));
+  EXPECT_FALSE(same_name("gpt2-4.0B", "gpt2-4B"));
+}
+
 TEST(NearestName, FindsSlipsWrongSectionsAndCase) {
   constexpr std::array<std::string_view, 5> kNames{"train.steps", "train.seed", "model.layers",
                                                    "engine.io_size", "optimizer.beta1"};

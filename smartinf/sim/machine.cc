@@ -9,9 +9,12 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/nearest.h"
-#include "smartinf/base/toml.h"
 #include "smartinf/base/units.h"
 #include "smartinf/sim/machine_presets.h"
+
+#define TOML_HEADER_ONLY 1
+#define TOML_EXCEPTIONS 0
+#include "smartinf/base/toml.h"
 
 namespace smartinf::sim {
 namespace {
@@ -87,6 +90,15 @@ void visit(Visitor& v, Price& price) {
   v("power_watts", price.power_watts, Rule::kNotNegative);
   v("per_kwh", price.per_kwh, Rule::kNotNegative);
   v("life_years", price.life_years, Rule::kPositive);
+}
+
+/// The tables of the file that are there once, in the order in which they are written.
+template <typename SomeMachine, typename Use>
+Status each_table(SomeMachine& machine, Use use) {
+  SI_RETURN_IF_ERROR(use("gpu", machine.gpu));
+  SI_RETURN_IF_ERROR(use("host", machine.host));
+  SI_RETURN_IF_ERROR(use("software", machine.software));
+  return use("price", machine.price);
 }
 
 Status broken_rule(std::string_view section, std::string_view key, double value, Rule rule) {
@@ -272,17 +284,6 @@ const std::vector<Gpu>& gpu_table() {
   return table;
 }
 
-bool same_name(std::string_view a, std::string_view b) {
-  if (a.size() != b.size()) return false;
-  for (size_t i = 0; i < a.size(); ++i) {
-    if (std::tolower(static_cast<unsigned char>(a[i])) !=
-        std::tolower(static_cast<unsigned char>(b[i]))) {
-      return false;
-    }
-  }
-  return true;
-}
-
 }  // namespace
 
 uint32_t Machine::device_count() const {
@@ -305,7 +306,7 @@ std::vector<std::string_view> gpu_preset_names() {
 
 Result<Gpu> gpu_preset(std::string_view name) {
   for (const Gpu& gpu : gpu_table()) {
-    if (same_name(gpu.name, name)) return gpu;
+    if (base::same_name(gpu.name, name)) return gpu;
   }
   const std::vector<std::string_view> names = gpu_preset_names();
   const std::string_view nearest = base::nearest_name(name, names);
@@ -337,7 +338,7 @@ Result<Machine> load_machine(std::string_view name_or_path) {
     return parse_machine(text.str(), path);
   }
   for (const MachinePreset& preset : machine_presets()) {
-    if (same_name(preset.name, name_or_path)) return parse_machine(preset.toml, preset.name);
+    if (base::same_name(preset.name, name_or_path)) return parse_machine(preset.toml, preset.name);
   }
   const std::vector<std::string_view> names = machine_preset_names();
   const std::string_view nearest = base::nearest_name(name_or_path, names);
@@ -351,54 +352,52 @@ Result<Machine> parse_machine(std::string_view toml_text, std::string_view origi
   Machine machine;
   machine.origin = std::string(origin);
   machine.name = std::string(origin);
-  toml::table root;
-  try {  // toml++ reports syntax errors this way only
-    root = toml::parse(toml_text, origin);
-  } catch (const toml::parse_error& error) {
+  const toml::parse_result parsed = toml::parse(toml_text, origin);
+  if (!parsed) {
+    const toml::parse_error& error = parsed.error();
     return Status(
         ErrorCode::kInvalidArgument,
         fmt::format("{} line {}: {}", origin, static_cast<uint32_t>(error.source().begin.line),
                     error.description()),
         "A machine file is TOML; `smartinf simulate --print-machine` shows one.");
   }
-  static const std::vector<std::string_view> kSections{"name",     "note",  "gpu",   "host",
-                                                       "software", "price", "device"};
+  const toml::table& root = parsed.table();
+  std::vector<std::string_view> sections{"name", "note", "device"};
+  for (const auto& [key, text] : {std::pair{"name", &machine.name}, {"note", &machine.note}}) {
+    const toml::node* node = root.get(key);
+    if (node == nullptr) continue;
+    if (!node->is_string()) {
+      return Status(ErrorCode::kInvalidArgument, fmt::format("{}: {} is not a text", origin, key),
+                    "Put it in quotes.");
+    }
+    *text = *node->value<std::string>();
+  }
+  SI_RETURN_IF_ERROR(each_table(machine, [&](std::string_view section, auto& target) -> Status {
+    sections.push_back(section);
+    const toml::node* node = root.get(section);
+    return node == nullptr ? Status() : read_section(*node, section, origin, target);
+  }));
+  if (const toml::node* node = root.get("device"); node != nullptr) {
+    const toml::array* array = node->as_array();
+    if (array == nullptr) {
+      return Status(ErrorCode::kInvalidArgument, fmt::format("{}: device is not a list", origin),
+                    "Write [[device]], once for each kind of device.");
+    }
+    for (const toml::node& entry : *array) {
+      DeviceGroup group;
+      SI_RETURN_IF_ERROR(read_section(entry, "device", origin, group));
+      machine.devices.push_back(group);
+    }
+  }
   for (const auto& [key, node] : root) {
     const std::string_view section = key.str();
-    if (section == "name" || section == "note") {
-      const auto text = node.value<std::string>();
-      if (!text) {
-        return Status(ErrorCode::kInvalidArgument,
-                      fmt::format("{}: {} is not a text", origin, section), "Put it in quotes.");
-      }
-      (section == "name" ? machine.name : machine.note) = *text;
-    } else if (section == "gpu") {
-      SI_RETURN_IF_ERROR(read_section(node, section, origin, machine.gpu));
-    } else if (section == "host") {
-      SI_RETURN_IF_ERROR(read_section(node, section, origin, machine.host));
-    } else if (section == "software") {
-      SI_RETURN_IF_ERROR(read_section(node, section, origin, machine.software));
-    } else if (section == "price") {
-      SI_RETURN_IF_ERROR(read_section(node, section, origin, machine.price));
-    } else if (section == "device") {
-      const toml::array* array = node.as_array();
-      if (array == nullptr) {
-        return Status(ErrorCode::kInvalidArgument, fmt::format("{}: device is not a list", origin),
-                      "Write [[device]], once for each kind of device.");
-      }
-      for (const toml::node& entry : *array) {
-        DeviceGroup group;
-        SI_RETURN_IF_ERROR(read_section(entry, "device", origin, group));
-        machine.devices.push_back(group);
-      }
-    } else {
-      const std::string_view nearest = base::nearest_name(section, kSections);
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("{} line {}: '{}' is not a section of a machine file", origin,
-                                static_cast<uint32_t>(node.source().begin.line), section),
-                    nearest.empty() ? fmt::format("Sections: {}.", fmt::join(kSections, ", "))
-                                    : fmt::format("Did you mean {}?", nearest));
-    }
+    if (std::find(sections.begin(), sections.end(), section) != sections.end()) continue;
+    const std::string_view nearest = base::nearest_name(section, sections);
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("{} line {}: '{}' is not a section of a machine file", origin,
+                              static_cast<uint32_t>(node.source().begin.line), section),
+                  nearest.empty() ? fmt::format("Sections: {}.", fmt::join(sections, ", "))
+                                  : fmt::format("Did you mean {}?", nearest));
   }
   SI_RETURN_IF_ERROR(check_machine(machine).with_context(origin));
   return machine;
@@ -409,26 +408,22 @@ std::string machine_to_toml(const Machine& machine) {
   Writer writer;
   writer("name", copy.name, Rule::kAny);
   if (!copy.note.empty()) writer("note", copy.note, Rule::kAny);
-  writer.text += "\n[gpu]\n";
-  visit(writer, copy.gpu);
-  writer.text += "\n[host]\n";
-  visit(writer, copy.host);
+  (void)each_table(copy, [&](std::string_view section, auto& table) {
+    writer.text += fmt::format("\n[{}]\n", section);
+    visit(writer, table);
+    return Status();
+  });
   for (DeviceGroup& group : copy.devices) {
     writer.text += "\n[[device]]\n";
     visit(writer, group);
   }
-  writer.text += "\n[software]\n";
-  visit(writer, copy.software);
-  writer.text += "\n[price]\n";
-  visit(writer, copy.price);
   return std::move(writer.text);
 }
 
 Status check_machine(const Machine& machine) {
-  SI_RETURN_IF_ERROR(check_section("gpu", machine.gpu));
-  SI_RETURN_IF_ERROR(check_section("host", machine.host));
-  SI_RETURN_IF_ERROR(check_section("software", machine.software));
-  SI_RETURN_IF_ERROR(check_section("price", machine.price));
+  SI_RETURN_IF_ERROR(each_table(machine, [](std::string_view section, auto& table) {
+    return check_section(section, table);
+  }));
   if (machine.devices.empty()) {
     return Status(ErrorCode::kInvalidArgument, "the machine has no device", "Add a [[device]].");
   }

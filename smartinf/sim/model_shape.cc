@@ -108,15 +108,6 @@ constexpr std::array<std::pair<std::string_view, std::string_view>, 7> kAliases{
     {"bloom-3.0B", "bloom-3B"},
 }};
 
-bool same_name(std::string_view a, std::string_view b) {
-  if (a.size() != b.size()) return false;
-  for (size_t i = 0; i < a.size(); ++i) {
-    const auto lower = [](char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c + 32) : c; };
-    if (lower(a[i]) != lower(b[i])) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 uint64_t ModelShape::layer_parameters() const {
@@ -182,10 +173,10 @@ std::vector<std::string_view> model_preset_names() {
 Result<ModelShape> model_preset(std::string_view name) {
   std::string_view wanted = name;
   for (const auto& [alias, meant] : kAliases) {
-    if (same_name(alias, name)) wanted = meant;
+    if (base::same_name(alias, name)) wanted = meant;
   }
   for (const Preset& preset : kPresets) {
-    if (!same_name(preset.name, wanted)) continue;
+    if (!base::same_name(preset.name, wanted)) continue;
     ModelShape model;
     model.name = std::string(preset.name);
     model.layers = preset.layers;

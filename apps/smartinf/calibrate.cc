@@ -87,6 +87,16 @@ std::optional<sim::Gpu> listed_gpu() {
 }
 
 int run_calibrate(const CalibrateFlags& flags) {
+  // Before some seconds of measuring, not after.
+  const std::filesystem::path folder = std::filesystem::absolute(flags.out).parent_path();
+  std::error_code error;
+  if (!std::filesystem::is_directory(folder, error)) {
+    base::ErrorPlace place;
+    place.path = folder.string();
+    return report(base::Status(base::ErrorCode::kNotFound, "no directory for --out",
+                               "Make it, or give --out elsewhere.", std::move(place)),
+                  kExitUsage);
+  }
   for (const std::string& path : flags.devices) {
     const base::Status there = check_directory(path);
     if (!there.ok()) return report(there, kExitUsage);

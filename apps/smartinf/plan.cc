@@ -22,6 +22,7 @@ struct PlanFlags {
   std::string model;
   std::string html;
   std::string recipe;
+  std::string precision = "bf16";
   bool json = false;
 };
 
@@ -64,6 +65,8 @@ void print_json(const sim::Plan& plan) {
       {"gpu_bytes", best.need.gpu_bytes},
       {"host_bytes", best.need.host_bytes},
       {"host_bytes_without_checkpoints", best.need.host_bytes_without_checkpoints},
+      {"memory_host_bytes", best.need.memory_host_bytes},
+      {"memory_host_bytes_without_checkpoints", best.need.memory_host_bytes_without_checkpoints},
       {"device_bytes", best.need.drive_bytes},
       {"total_s", best.times.total_s},
       {"tokens_per_s", best.tokens_per_s},
@@ -83,8 +86,10 @@ void print_plan(const sim::Plan& plan) {
   fmt::print("needs  GPU {}, host {}, each device {}\n", base::format_bytes(best.need.gpu_bytes),
              base::format_bytes(best.need.host_bytes), base::format_bytes(best.need.drive_bytes));
   if (best.need.host_bytes_without_checkpoints > 0) {
-    fmt::print("       host {} without checkpoint_activations\n",
-               base::format_bytes(best.need.host_bytes_without_checkpoints));
+    fmt::print("       host {} without checkpoint_activations; {} and {} with where = \"memory\"\n",
+               base::format_bytes(best.need.host_bytes_without_checkpoints),
+               base::format_bytes(best.need.memory_host_bytes),
+               base::format_bytes(best.need.memory_host_bytes_without_checkpoints));
   }
   fmt::print("{}\n\n", plan.fits ? "it fits" : "IT DOES NOT FIT: " + best.shortfall);
   fmt::print("  {:<36} {:>9} {:>9} {:>6} {:>10} {:>8}  {}\n", "way", "step", "tokens/s", "exact",
@@ -111,8 +116,9 @@ int run_plan(const PlanFlags& flags) {
   if (question_flags.find("machine") == question_flags.end()) {
     question_flags["machine"] = "workstation-gen4";
   }
-  const auto question = apply_sim_flags(question_flags);
+  auto question = apply_sim_flags(question_flags);
   if (!question.ok()) return report(question.status(), kExitUsage);
+  question->options.value_bytes = flags.precision == "f32" ? 4 : 2;
   const auto plan = sim::make_plan(question->model, question->machine, question->options);
   if (!plan.ok()) return report(plan.status(), kExitUsage);
   if (!flags.html.empty()) {
@@ -146,6 +152,13 @@ void add_plan(CLI::App& app, Run& run) {
       ->type_name("FILE");
   command->add_option("--recipe", flags->recipe, "Write the recommended way as a recipe for train")
       ->type_name("FILE");
+  command
+      ->add_option(
+          "--precision", flags->precision,
+          "Of weights and activations, for the trainer's memory on a machine without a GPU "
+          "and the recipe; seconds stay those of 16 bit")
+      ->check(CLI::IsMember({"bf16", "f32"}))
+      ->capture_default_str();
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
       "The machine is workstation-gen4 unless --machine names another or a TOML file.\n\n"

@@ -148,6 +148,8 @@ int print_closed_form(const SimQuestion& question, const sim::StepTimes& times, 
 }
 
 /// "devices=1..10" or "method=su,su+o" into the flag and its values.
+constexpr int64_t kSweepMax = 10'000;
+
 Result<std::pair<std::string, std::vector<std::string>>> parse_sweep(const std::string& text) {
   const size_t equals = text.find('=');
   const std::string name = text.substr(0, equals);
@@ -172,7 +174,12 @@ Result<std::pair<std::string, std::vector<std::string>>> parse_sweep(const std::
     const auto high = std::from_chars(begin + dots + 2, begin + values.size(), to);
     const bool whole = low.ec == std::errc() && high.ec == std::errc() && low.ptr == begin + dots &&
                        high.ptr == begin + values.size();
-    if (!whole || to < from || to - from > 10'000) return wrong;
+    if (!whole || to < from) return wrong;
+    if (to - from >= kSweepMax) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("--sweep {} has too many values", text),
+                    fmt::format("Give at most {}.", kSweepMax));
+    }
     for (int64_t value = from; value <= to; ++value) list.push_back(std::to_string(value));
     return std::make_pair(name, list);
   }

@@ -1,6 +1,7 @@
 #include "smartinf/sim/machine.h"
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <optional>
 #include <sstream>
@@ -103,10 +104,10 @@ Status each_table(SomeMachine& machine, Use use) {
 
 Status broken_rule(std::string_view section, std::string_view key, double value, Rule rule) {
   const char* wanted = nullptr;
-  if (!std::isfinite(value)) wanted = "a finite number";
-  if (rule == Rule::kPositive && !(value > 0)) wanted = "above zero";
+  if (rule == Rule::kPositive && value <= 0) wanted = "above zero";
   if (rule == Rule::kNotNegative && value < 0) wanted = "not negative";
-  if (rule == Rule::kShare && !(value > 0 && value <= 1)) wanted = "above 0 and at most 1";
+  if (rule == Rule::kShare && (value <= 0 || value > 1)) wanted = "above 0 and at most 1";
+  if (!std::isfinite(value)) wanted = "a finite number";
   if (wanted == nullptr) return {};
   return Status(ErrorCode::kInvalidArgument, fmt::format("{}.{} is {}", section, key, value),
                 fmt::format("It must be {}.", wanted));
@@ -326,10 +327,15 @@ Result<Machine> load_machine(std::string_view name_or_path) {
       name_or_path.find('/') != std::string_view::npos || name_or_path.ends_with(".toml");
   if (is_path) {
     const std::string path(name_or_path);
+    base::ErrorPlace place;
+    place.path = path;
+    std::error_code error;
+    if (std::filesystem::is_directory(path, error)) {
+      return Status(ErrorCode::kInvalidArgument, "the machine file is a directory",
+                    "Name a .toml file in it.", std::move(place));
+    }
     std::ifstream file(path, std::ios::binary);
     if (!file) {
-      base::ErrorPlace place;
-      place.path = path;
       return Status(ErrorCode::kNotFound, "cannot open the machine file", "Check the path.",
                     std::move(place));
     }

@@ -63,6 +63,8 @@ TEST(Machine, NamesTheKeyAndTheNearestOne) {
                              HasSubstr("Did you mean read_bytes_per_s")));
   EXPECT_THAT(failure(with("[host]", "[hosts]")), HasSubstr("Did you mean host"));
   EXPECT_THAT(failure(with("3e9", "-3e9")), HasSubstr("above zero"));
+  EXPECT_THAT(failure(with("3e9", "nan")), HasSubstr("a finite number"));
+  EXPECT_THAT(failure(with("3e9", "inf")), HasSubstr("a finite number"));
   EXPECT_THAT(failure(with("count = 2", "count = 0")), HasSubstr("above zero"));
   EXPECT_THAT(failure(with("count = 2", "count = 1.5")), HasSubstr("whole"));
   EXPECT_THAT(failure(with("count = 2", "count = \"two\"")), HasSubstr("not a number"));

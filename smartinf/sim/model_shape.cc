@@ -247,9 +247,18 @@ Result<ModelShape> model_from_hf_config(std::string_view json_text, std::string_
   if (model.hidden == 0) return fail("hidden_size (n_embd) is missing or zero");
   if (model.heads == 0) return fail("num_attention_heads (n_head) is missing or zero");
   model.kv_heads = dimension({"num_key_value_heads"}, model.heads);
-  model.head_size = dimension({"head_dim"}, model.hidden / model.heads);
+  model.head_size = dimension({"head_dim"}, 0);
+  if (model.head_size == 0 && model.hidden % model.heads != 0) {
+    return fail(
+        fmt::format("{} attention heads do not divide the hidden size {}, and head_dim is missing",
+                    model.heads, model.hidden));
+  }
+  if (model.head_size == 0) model.head_size = model.hidden / model.heads;
   model.feed_forward = dimension({"intermediate_size", "ffn_dim", "n_inner"}, 4 * model.hidden);
   model.vocabulary = dimension({"vocab_size"}, 0);
+  if (model.vocabulary == 0 && type != "vit" && problem.ok()) {
+    problem = fail("vocab_size is missing or zero");
+  }
   const uint64_t context = dimension({"max_position_embeddings", "n_positions", "n_ctx"}, 2048);
   model.positions = old_form && type != "bloom" && type != "gpt_neox" ? context : 0;
   if (type == "vit") {

@@ -65,8 +65,13 @@ TEST(ModelShape, SaysWhatIsWrongWithAConfig) {
   EXPECT_THAT(failure(R"({"hidden_size": "64", "num_hidden_layers": 2})"),
               HasSubstr("hidden_size is not a whole number"));
   EXPECT_THAT(failure(R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
-                         "num_key_value_heads": 4, "head_dim": 16})"),
+                         "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 100})"),
               HasSubstr("do not divide"));
+  EXPECT_THAT(failure(R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3,
+                         "vocab_size": 100})"),
+              HasSubstr("head_dim is missing"));
+  EXPECT_THAT(failure(R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})"),
+              HasSubstr("vocab_size is missing"));
 }
 
 }  // namespace

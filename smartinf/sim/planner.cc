@@ -138,6 +138,16 @@ std::string bars(const std::vector<const Choice*>& choices) {
   return svg + "</svg>\n";
 }
 
+/// The least of 1, 2, 3, 5 times a power of ten (of minutes, from one on) that is not below.
+double round_step(double seconds) {
+  const double unit = seconds > 30 ? 60 : 1;
+  const double power = unit * std::pow(10, std::floor(std::log10(seconds / unit)));
+  for (const double factor : {1.0, 2.0, 3.0, 5.0}) {
+    if (factor * power >= seconds) return factor * power;
+  }
+  return 10 * power;
+}
+
 /// Step time against the number of devices, all methods of the plan's kind.
 std::string device_curve(const Plan& plan) {
   const Choice& best = plan.choices[plan.recommended];
@@ -154,19 +164,23 @@ std::string device_curve(const Plan& plan) {
     points.emplace_back(n, times->total_s);
     top = std::max(top, times->total_s);
   }
-  constexpr double kLeft = 60;
-  constexpr double kWide = 640;
+  constexpr double kLeft = 96;
+  constexpr double kWide = 610;
   constexpr double kHigh = 220;
+  const double rule_s = round_step(top / 4);
+  const int rules = static_cast<int>(std::ceil(top / rule_s));
+  top = rule_s * rules;
   const auto x_of = [&](double n) { return kLeft + kWide * (n - 1) / std::max(1.0, most - 1.0); };
   const auto y_of = [&](double s) { return 20 + kHigh * (1 - s / top); };
   std::string svg =
       "<svg viewBox=\"0 0 740 290\" role=\"img\" aria-label=\"step time by devices\">\n";
-  for (int i = 0; i <= 4; ++i) {
-    const double s = top * i / 4;
+  for (int i = 0; i <= rules; ++i) {
+    const double s = rule_s * i;
     svg += fmt::format(
         "<line class=\"g\" x1=\"{0}\" x2=\"{1}\" y1=\"{2:.1f}\" y2=\"{2:.1f}\"/><text x=\"{3}\" "
-        "y=\"{4:.1f}\" text-anchor=\"end\">{5:.3g} s</text>\n",
-        kLeft, kLeft + kWide, y_of(s), kLeft - 6, y_of(s) + 4, s);
+        "y=\"{4:.1f}\" text-anchor=\"end\">{5}</text>\n",
+        kLeft, kLeft + kWide, y_of(s), kLeft - 6, y_of(s) + 4,
+        i == 0 ? "0" : base::format_seconds(s));
   }
   std::string line;
   for (const auto& [n, s] : points) {
@@ -183,27 +197,57 @@ std::string device_curve(const Plan& plan) {
 }
 
 /// The trainer's process on a machine without a GPU, at its peak: when backward begins, or when the
-/// drives are first measured, which touches about 128 MiB (storage/tuning.cc).
+/// drives are first measured, which touches about 128 MiB (storage/tuning.cc). state_bytes: the
+/// optimizer's part of it.
 uint64_t trainer_bytes(const ModelShape& model, const Machine& machine, const StepOptions& options,
-                       uint64_t buffer_bytes, bool checkpoints) {
-  constexpr uint32_t kValueBytes = 2;  // weights, activations and gradients in bf16
+                       uint64_t state_bytes, bool checkpoints) {
   constexpr uint64_t kTuningBytes = 128 * base::kMiB;
-  const uint64_t parameters = model.parameters();
-  const uint64_t saved = model.layer_saved_bytes(kValueBytes);
-  const uint64_t kept =
-      checkpoints ? model.layers * model.checkpoint_bytes() + saved : model.layers * saved;
-  // Logits as they are, in f32, their logarithms, and a gradient of each.
-  const uint64_t logits = model.tokens() * model.vocabulary * (2 * kValueBytes + 3 * 4);
-  uint64_t engine = buffer_bytes;
-  if (!machine.software.gradient_spilled) {
-    engine += options.method == Method::kSmartComp
-                  ? static_cast<uint64_t>(4 * options.ratio * static_cast<double>(parameters))
-                  : machine.software.gradient_bytes * parameters;
-  }
+  const uint64_t value_bytes = options.value_bytes;
+  const uint64_t saved = model.layer_saved_bytes(options.value_bytes);
+  const uint64_t kept = checkpoints
+                            ? model.layers * model.checkpoint_bytes() * value_bytes / 2 + saved
+                            : model.layers * saved;
+  // Logits as they are, in f32, their logarithms, and a gradient of each; f32 is no copy of f32.
+  const uint64_t logits = model.tokens() * model.vocabulary * (2 * 2 + 3 * 4);
   // Weights, and autograd's gradients of all of them before the first goes down.
-  const uint64_t training = 2 * kValueBytes * parameters + engine + kept +
-                            model.layer_backward_bytes(kValueBytes) + logits;
+  const uint64_t training = 2 * value_bytes * model.parameters() + state_bytes + kept +
+                            model.layer_backward_bytes(options.value_bytes) + logits;
   return machine.host.process_bytes + std::max(training, kTuningBytes);
+}
+
+/// What the engine keeps in the trainer's process: slots, staging, gradients that are not spilled.
+/// Subgroups are as small as give every device some, and staged as f32 twice
+/// (engine/memory_plan.cc, csd/local_device.cc).
+uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOptions& options) {
+  constexpr uint64_t kSubgroupsPerDevice = 16;
+  constexpr uint64_t kBudgetBytes = 512 * base::kMiB;
+  constexpr uint64_t kSpillSlotsMax = 32;  // slots that also collect gradients are never too many
+  const Software& software = machine.software;
+  const uint64_t wanted =
+      options.subgroup_elements != 0 ? options.subgroup_elements : software.subgroup_elements;
+  const uint64_t elements = share_of(parameters, machine);
+  const uint64_t some =
+      base::round_up(base::divide_up(elements, kSubgroupsPerDevice), base::kBlockElements);
+  const uint64_t size = std::min(wanted, some);
+  const uint64_t staging = 2 * 4 * size;
+  const uint64_t devices = std::max(1u, machine.device_count());
+  const double state = state_bytes_per_parameter(options.optimizer, options.format);
+  uint64_t slots = options.slots != 0 ? options.slots : software.slots;
+  double each = state;
+  uint64_t gradients = 0;
+  if (software.gradient_spilled) {
+    each += software.gradient_bytes;
+    const double fitting = static_cast<double>(kBudgetBytes - std::min(kBudgetBytes, staging)) /
+                           (static_cast<double>(devices * size) * each);
+    slots = std::clamp<uint64_t>(static_cast<uint64_t>(fitting), 1, kSpillSlotsMax);
+  } else if (options.method == Method::kSmartComp) {
+    gradients = static_cast<uint64_t>(4 * options.ratio * static_cast<double>(parameters));
+  } else {
+    gradients = software.gradient_bytes * parameters;
+  }
+  slots = std::min(slots, base::divide_up(elements, size));
+  return staging + gradients +
+         static_cast<uint64_t>(static_cast<double>(devices * slots * size) * each);
 }
 
 }  // namespace
@@ -230,18 +274,14 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine,
   const auto slot_bytes =
       static_cast<uint64_t>(static_cast<double>(std::min(subgroup, elements)) * (state + 4));
   // On the CPU the processors of local drives are in the trainer's process.
-  // Subgroups are as small as give every device some, and staged as f32 twice (engine/memory_plan).
   if (!gpu && model.gated) {
-    constexpr uint64_t kSubgroupsPerDevice = 16;
-    const uint64_t some =
-        base::round_up(base::divide_up(elements, kSubgroupsPerDevice), base::kBlockElements);
-    const uint64_t size = std::min(subgroup, some);
-    const uint64_t count = std::min<uint64_t>(slots, base::divide_up(elements, size));
-    const uint64_t in_flight =
-        2 * 4 * size +
-        static_cast<uint64_t>(static_cast<double>(machine.device_count() * count * size) * state);
-    need.host_bytes = trainer_bytes(model, machine, options, in_flight, true);
-    need.host_bytes_without_checkpoints = trainer_bytes(model, machine, options, in_flight, false);
+    const uint64_t engine = engine_bytes(parameters, machine, options);
+    need.host_bytes = trainer_bytes(model, machine, options, engine, true);
+    need.host_bytes_without_checkpoints = trainer_bytes(model, machine, options, engine, false);
+    // Master, momentum and variance, and all gradients once more, in f32.
+    need.memory_host_bytes = trainer_bytes(model, machine, options, 16 * parameters, true);
+    need.memory_host_bytes_without_checkpoints =
+        trainer_bytes(model, machine, options, 16 * parameters, false);
   } else {
     need.host_bytes = 2 * parameters + (gpu ? 0 : working);
   }
@@ -326,10 +366,12 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
   changed = machine;
   changed.gpu.peak_flops *= 2;
   changed.gpu.memory_bytes_per_s *= 2;
-  SI_RETURN_IF_ERROR(consider("a GPU twice as fast, same link", changed, best.options));
+  const bool gpu = machine.gpu.name != "none";
+  SI_RETURN_IF_ERROR(consider(gpu ? "a GPU twice as fast, same link" : "cores twice as fast",
+                              changed, best.options));
   changed = machine;
   changed.gpu.link_bytes_per_s *= 2;
-  SI_RETURN_IF_ERROR(consider("a GPU link twice as fast", changed, best.options));
+  if (gpu) SI_RETURN_IF_ERROR(consider("a GPU link twice as fast", changed, best.options));
   if (can_decompress) {
     StepOptions compressed = best.options;
     compressed.method = Method::kSmartComp;
@@ -367,8 +409,9 @@ Result<std::string> plan_recipe(const Plan& plan) {
       model.tied);
   text += fmt::format(
       "[data]\npaths = [\"tokens.bin\"]\nsequence = {}\n\n"
-      "[train]\nprecision = \"bf16\"\nmicro_batch = {}\ncheckpoint_activations = true\n\n",
-      model.sequence, model.batch);
+      "[train]\nprecision = \"{}\"\nmicro_batch = {}\ncheckpoint_activations = true\n\n",
+      model.sequence, plan.choices[plan.recommended].options.value_bytes == 4 ? "f32" : "bf16",
+      model.batch);
   const char* rule = best.options.optimizer == Optimizer::kAdam          ? "adamw"
                      : best.options.optimizer == Optimizer::kSgdMomentum ? "sgd"
                                                                          : "adagrad";
@@ -394,7 +437,7 @@ std::string plan_html(const Plan& plan) {
       "1em;color:#222}}\n"
       "table{{border-collapse:collapse;width:100%;font-size:14px}}"
       "td,th{{padding:.35em .6em;border-bottom:1px solid #ddd;text-align:right}}"
-      "td:first-child,th:first-child{{text-align:left}}\n"
+      "td:first-child,th:first-child{{text-align:left}} td:nth-child(2){{white-space:nowrap}}\n"
       "tr.best{{background:#eaf3fb;font-weight:600}} .no{{color:#b3261e}}\n"
       "svg{{width:100%;height:auto;font-size:13px}} .f{{fill:#a1d99b}} .b{{fill:#9ecae1}} "
       ".u{{fill:#fdae6b}} .g{{stroke:#e3e3e3}} .l{{fill:none;stroke:#3182bd;stroke-width:2}} "

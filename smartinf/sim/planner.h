@@ -21,6 +21,9 @@ struct MemoryNeed {
   uint64_t host_bytes = 0;
   uint64_t host_bytes_without_checkpoints =
       0;  // every layer's activations kept; without a GPU only
+  // Likewise with optimizer.where = "memory", checkpoints and not: torch's AdamW beside the model.
+  uint64_t memory_host_bytes = 0;
+  uint64_t memory_host_bytes_without_checkpoints = 0;
   uint64_t drive_bytes =
       0;  // of one device: its share of the state, twice (a step is never written in place)
 };

@@ -42,6 +42,27 @@ TEST(Planner, DriveLifeIsEnduranceOverBytesWritten) {
   }
 }
 
+TEST(Planner, CostIsWhatWearsOutWhileTokensAreMade) {
+  const Plan plan = plan_of("llama3-8B", "workstation-gen5");
+  const Choice& best = plan.choices[plan.recommended];
+  EXPECT_NEAR(best.tokens_per_s, 4 * 2048 / best.times.total_s, 1e-6);
+  // Machine and GPU over four years, four drives over their life, power.
+  const double per_s = (3000 + 1800) / (4 * 365 * 86400.0) +
+                       4 * 250 / (best.drive_life_days * 86400) + 0.7 * 0.30 / 3600;
+  EXPECT_NEAR(best.cost_per_mtoken, per_s / best.tokens_per_s * 1e6, 1e-6);
+}
+
+TEST(Planner, BuysNoGpuForAMachineWithoutOne) {
+  auto machine = load_machine("workstation-gen4");
+  ASSERT_TRUE(machine.ok());
+  machine->gpu.name = "none";
+  const auto plan = make_plan(*model_preset("llama3-1B"), *machine, {});
+  ASSERT_TRUE(plan.ok());
+  for (const Purchase& purchase : plan->purchases) {
+    EXPECT_THAT(purchase.what, testing::Not(HasSubstr("GPU")));
+  }
+}
+
 TEST(Planner, SaysByHowMuchItDoesNotFit) {
   const Plan plan = plan_of("llama3-405B", "workstation-gen4");
   EXPECT_FALSE(plan.fits);

@@ -51,6 +51,7 @@ struct StepOptions {
   uint64_t subgroup_elements = 0;  // 0: the machine's software says
   uint32_t slots = 0;              // likewise
   bool trace = false;              // keep spans
+  uint32_t value_bytes = 2;        // of the trainer's weights and activations: only for its memory
 };
 
 /// Bytes per parameter that stay on the drive for an optimizer in a format, exact for f32 and bf16;

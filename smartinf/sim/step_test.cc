@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include "smartinf/base/test_timing.h"
 #include "smartinf/sim/closed_form.h"
 #include "smartinf/sim/paper_rows.h"
 
@@ -77,11 +78,11 @@ TEST(Step, IsTheSameToTheBitEveryTime) {
 TEST(Step, A33BStepOnTenDevicesIsFast) {
   const ModelShape shape = model("gpt2-33.0B");
   const Machine machine = paper_machine(10);
-  const std::clock_t start = std::clock();  // of this process: others may keep the processor busy
+  const std::clock_t start = std::clock();
   const StepTimes times = run(shape, machine, {});
-  const double processor_s = static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+  base::expect_in_time(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, 1.0);
   EXPECT_GT(times.events, 5000u);
-  EXPECT_LT(processor_s, 1.0);  // tens of milliseconds; room for sanitizers
+  EXPECT_LT(times.events, 7000u);
 }
 
 TEST(Step, WithOnlyDrivesLeftTheUpdateIsTheirTime) {

@@ -21,6 +21,7 @@
 #include "smartinf/engine/updater.h"
 #include "smartinf/plan/placement.h"
 #include "smartinf/sim/update.h"
+#include "smartinf/sim/update_json.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/median.h"
@@ -106,7 +107,12 @@ class ScaleBench {
         SI_ASSIGN_OR_RETURN(const Measured measured, measure(scheme, devices));
         const auto& [seconds, slots] = measured;
         SI_ASSIGN_OR_RETURN(const double bound_s, bound(scheme, devices));
-        SI_ASSIGN_OR_RETURN(const auto simulated_s, simulated(scheme, devices, slots));
+        SI_ASSIGN_OR_RETURN(const auto shape, simulated_shape(scheme, devices, slots));
+        std::optional<double> simulated_s;
+        if (shape) {
+          SI_ASSIGN_OR_RETURN(const sim::UpdateTimes times, sim::simulate_update(*shape));
+          simulated_s = times.total_s();
+        }
         const std::string key = scheme.key;
         row[key + "_s"] = median(seconds);
         row[key + "_s_min"] = *std::min_element(seconds.begin(), seconds.end());
@@ -117,6 +123,7 @@ class ScaleBench {
         if (simulated_s) {
           row[key + "_simulated_s"] = *simulated_s;
           row[key + "_simulated_ratio"] = *simulated_s / median(seconds);
+          row[key + "_shape"] = nlohmann::json(*shape);
         }
         if (options_.json) continue;
         fmt::print("  {:>8.3f} s = {:4.2f} bound", median(seconds), median(seconds) / bound_s);
@@ -223,9 +230,9 @@ class ScaleBench {
   }
 
   /// The same update on the virtual clock; nothing with unequal devices.
-  base::Result<std::optional<double>> simulated(const Scheme& scheme, uint32_t devices,
-                                                uint32_t slots) {
-    if (options_.slow_device != 1) return std::optional<double>();
+  base::Result<std::optional<sim::UpdateShape>> simulated_shape(const Scheme& scheme,
+                                                                uint32_t devices, uint32_t slots) {
+    if (options_.slow_device != 1) return std::optional<sim::UpdateShape>();
     const bool host = scheme.where == engine::UpdateWhere::kHost;
     sim::UpdateShape shape;
     shape.parameters = options_.params;
@@ -251,8 +258,7 @@ class ScaleBench {
     shape.intake_params_per_s = rates.intake;
     shape.select_params_per_s = rates.select.params_per_s;
     shape.select_threads = rates.select.threads;
-    SI_ASSIGN_OR_RETURN(const sim::UpdateTimes times, sim::simulate_update(shape));
-    return std::optional<double>(times.total_s());
+    return std::optional<sim::UpdateShape>(shape);
   }
   /// Parameters per second of this machine's cores.
   struct Rates {

@@ -19,6 +19,7 @@
 #include "smartinf/kernels/update.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/sim/update.h"
+#include "smartinf/sim/update_json.h"
 #include "smartinf/storage/erase.h"
 #include "smartinf/storage/tuning.h"
 
@@ -194,6 +195,7 @@ class StepBench {
     shape.drive_read_bytes_per_s = shape.drive_write_bytes_per_s =
         median(drive_rate_) / static_cast<double>(shape.devices);
     SI_ASSIGN_OR_RETURN(simulated_, sim::simulate_update(shape));
+    simulated_shape_ = shape;
     return Status();
   }
 
@@ -341,6 +343,7 @@ class StepBench {
       if (simulated_) {
         row["simulated_s"] = simulated_->update_s;
         row["simulated_ratio"] = simulated_->update_s / update_s;
+        row["simulated_shape"] = nlohmann::json(simulated_shape_);
         row["update_params_per_s"] = rates_.update_params_per_s;
         if (rates_.select_params_per_s > 0) {
           row["select_params_per_s"] = rates_.select_params_per_s;
@@ -389,6 +392,7 @@ class StepBench {
   uint32_t slots_ = 0;              // of each device
   uint64_t subgroup_elements_ = 0;
   std::optional<sim::UpdateTimes> simulated_;
+  sim::UpdateShape simulated_shape_;
   std::vector<std::string> devices_;
 };
 

@@ -46,7 +46,7 @@ def variants_of(rows):
 
 
 def train(smartinf, recipe, folder, variant, flags, seed, train_flags):
-    command = [smartinf, "train", recipe, "--json", "--train.run", str(folder), "--train.seed", str(seed),
+    command = [str(smartinf), "train", str(recipe), "--train.run", str(folder), "--train.seed", str(seed),
                "--data.seed", str(seed), "--train.sample_tokens", "0", *train_flags, *flags]
     started = time.monotonic()
     result = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)

@@ -22,6 +22,10 @@ from smartinf.errors import (
     UsageError,
 )
 
+TYPE_CHECKING = False  # type checkers take it for true; typing itself need not be imported
+if TYPE_CHECKING:
+    from smartinf.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
 
 __all__ = [

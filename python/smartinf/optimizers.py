@@ -1,7 +1,12 @@
 """torch optimizers whose state lives on devices: see StorageOptimizer for what they share."""
 
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from smartinf.storage_optimizer import StorageOptimizer
+from smartinf.storage_options import StorageOptions
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "StorageOptimizer"]
 
@@ -51,7 +56,7 @@ class _AdamFamily(StorageOptimizer):
 class AdamW(_AdamFamily):
     """AdamW with decoupled weight decay; numbers as in torch.optim.AdamW.
 
-    lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
+    lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW. amsgrad: must be False.
     devices and every further keyword: see StorageOptimizer.
     Source: Loshchilov and Hutter 2019, Algorithm 2.
     """
@@ -60,22 +65,24 @@ class AdamW(_AdamFamily):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
-        maximize=False,
-        **storage,
-    ):
+        maximize: bool = False,
+        **storage: Unpack[StorageOptions],
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize, storage)
 
 
 class Adam(_AdamFamily):
     """Adam with L2 regularization; numbers as in torch.optim.Adam.
 
+    lr, betas, eps, weight_decay, maximize: as in torch.optim.Adam. amsgrad: must be False.
+    devices and every further keyword: see StorageOptimizer.
     Source: Kingma and Ba 2015, Algorithm 1.
     """
 
@@ -83,23 +90,26 @@ class Adam(_AdamFamily):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0,
-        amsgrad=False,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
         *,
-        maximize=False,
-        **storage,
-    ):
+        maximize: bool = False,
+        **storage: Unpack[StorageOptions],
+    ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize, storage)
 
 
 class SGD(StorageOptimizer):
     """Stochastic gradient descent with momentum; numbers as in torch.optim.SGD.
 
-    The momentum takes its place on the devices also when it is 0.
+    lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD. The momentum takes
+        its place on the devices also when it is 0.
+    devices and every further keyword: see StorageOptimizer.
+    Source: Sutskever et al. 2013, with the momentum as torch defines it.
     """
 
     _rule = "sgd"
@@ -108,16 +118,16 @@ class SGD(StorageOptimizer):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        momentum=0,
-        dampening=0,
-        weight_decay=0,
-        nesterov=False,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
         *,
-        maximize=False,
-        **storage,
-    ):
+        maximize: bool = False,
+        **storage: Unpack[StorageOptions],
+    ) -> None:
         _check_common(lr, weight_decay)
         _require(momentum >= 0, f"Invalid momentum value: {momentum}")
         if nesterov and (momentum <= 0 or dampening != 0):
@@ -144,23 +154,28 @@ class SGD(StorageOptimizer):
 
 
 class Adagrad(StorageOptimizer):
-    """Adagrad; numbers as in torch.optim.Adagrad. Source: Duchi, Hazan and Singer 2011."""
+    """Adagrad; numbers as in torch.optim.Adagrad.
+
+    lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in torch.optim.Adagrad.
+    devices and every further keyword: see StorageOptimizer.
+    Source: Duchi, Hazan and Singer 2011.
+    """
 
     _rule = "adagrad"
     _state_keys = ("sum",)
 
     def __init__(
         self,
-        params,
-        lr=1e-2,
-        lr_decay=0,
-        weight_decay=0,
-        initial_accumulator_value=0,
-        eps=1e-10,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
         *,
-        maximize=False,
-        **storage,
-    ):
+        maximize: bool = False,
+        **storage: Unpack[StorageOptions],
+    ) -> None:
         _check_common(lr, weight_decay)
         _require(lr_decay >= 0, f"Invalid lr_decay value: {lr_decay}")
         _require(eps >= 0, f"Invalid epsilon value: {eps}")
@@ -188,21 +203,27 @@ class Adagrad(StorageOptimizer):
 
 
 class Lion(StorageOptimizer):
-    """Lion: the sign of an interpolated momentum. Source: Chen et al. 2023, Algorithm 2."""
+    """Lion: the sign of an interpolated momentum; torch.optim has none.
+
+    lr: of each step, in the unit of the weights: 3 to 10 times smaller than AdamW's.
+    betas: of the step's direction, and of the momentum that is kept. weight_decay: decoupled; maximize.
+    devices and every further keyword: see StorageOptimizer.
+    Source: Chen et al. 2023, Algorithm 2.
+    """
 
     _rule = "lion"
     _state_keys = ("exp_avg",)
 
     def __init__(
         self,
-        params,
-        lr=1e-4,
-        betas=(0.9, 0.99),
-        weight_decay=0,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0,
         *,
-        maximize=False,
-        **storage,
-    ):
+        maximize: bool = False,
+        **storage: Unpack[StorageOptions],
+    ) -> None:
         _check_common(lr, weight_decay)
         _check_betas(betas)
         defaults = {

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 
 import torch
 
@@ -23,6 +24,7 @@ from smartinf.layout import TYPE_NAMES, Layout
 from smartinf.lineage import Lineage
 from smartinf.ranks import Ranks
 from smartinf.sizes import parse_bytes
+from smartinf.storage_options import Path
 
 _FORMAT = 1  # of the small state dict
 _BLOCK_ELEMENTS = 1 << 16  # of the devices' checksummed blocks, the least a device can hold
@@ -78,7 +80,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         (leave scaler.unscale_ out). Under several ranks gradients are averaged on the way, bucket by
         bucket, each to the rank that owns it; do not wrap the model in DistributedDataParallel then.
     where: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
-    subgroup_elements, checksums, seed: see docs/python.md.
+    subgroup_elements: of the unit that is read, updated and written at once; 0: chosen.
+    checksums: of every block on the devices, checked when it is read. False saves a little time.
+    seed: of stochastic rounding (state_format "bf16" and "q8") and of the codec "randomk".
     process_group: the ranks that share the state. None: all of them under torch.distributed.
 
     After a step: ``grad_norm`` is the global L2 norm of its gradients before clipping.
@@ -298,7 +302,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         where = ", ".join(device["path"] for device in self._devices)
         return Lineage.from_json(self._core.blob(), len(self._layout.params), where)
 
-    def close(self):
+    def close(self) -> None:
         """Carries the last step's commit through and lets the devices go. Raises what that commit
         failed with; the state is then that of the step before. A second call does nothing."""
         core, self._core = self._core, None
@@ -327,7 +331,7 @@ class StorageOptimizer(torch.optim.Optimizer):
             raise UsageError("the optimizer is closed; make a new one with resume=True to go on")
         return self._core
 
-    def synchronize(self):
+    def synchronize(self) -> None:
         """Waits until the last step is durable on all devices. Collective. Errors: of its commit."""
         self._opened()
         try:
@@ -336,7 +340,7 @@ class StorageOptimizer(torch.optim.Optimizer):
             self._recover_after(error)
             raise
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: dict) -> None:
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
         there already is kept, by way of a checkpoint beside the first device."""
         _as_written(torch.optim.Optimizer.add_param_group)(self, param_group)
@@ -689,7 +693,7 @@ class StorageOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{what} between backward and step(): finish the step or call zero_grad()")
 
     @torch.no_grad()
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; also drops gradients that backward has handed over already."""
         _as_written(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         if self._core is not None and (self._begun or self._passes):
@@ -880,7 +884,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         count = self._layout.owned[1] - self._layout.owned[0]
         return None if address == 0 else (ctypes.c_char * (2 * count)).from_address(address)
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         """A small dict: param_groups as in torch, and which state on the devices it belongs to. The
         state itself stays there; save_checkpoint() or full_state_dict() copy it. Load it into an
         optimizer over the same devices at the same step, or load the checkpoint written with it."""
@@ -889,7 +893,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         made["smartinf"] = {"format": _FORMAT, **self._lineage.identity()}
         return made
 
-    def full_state_dict(self):
+    def full_state_dict(self) -> dict:
         """torch's own state dict of this rule, in CPU memory (4 bytes per parameter and moment, f32):
         torch.optim's class of the same name loads it. Collective: under several ranks every rank
         calls it and gets all of it. Parameters that have not been stepped yet have no entry."""
@@ -913,7 +917,7 @@ class StorageOptimizer(torch.optim.Optimizer):
             made["state"][numbers[i]] = entry
         return made
 
-    def visit_full_state(self, visit):
+    def visit_full_state(self, visit: Callable[[str, torch.Tensor, dict], None]) -> None:
         """Streams the state: visit(name, parameter, {"step": int, "master": tensor, "exp_avg": ...})
         for one parameter after another, f32 in CPU memory, so no more than one is held at a time.
         One rank only; several write a checkpoint."""
@@ -961,7 +965,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         return [next(n for n, p in enumerate(params) if p is param) for param in self._layout.params]
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict) -> None:
         """Takes either form: the small dict of state_dict(), or a full one, also of torch.optim's
         class of the same rule. A small one whose state the devices do not hold is remembered, and
         the first step asks for the checkpoint that was written with it."""
@@ -1027,7 +1031,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._expected = None
         self._adopt_weights(range(len(self._layout.params)))
 
-    def save_checkpoint(self, folder, replace=False):
+    def save_checkpoint(self, folder: Path, replace: bool = False) -> None:
         """Copies the whole state into a folder of its own (made if missing), streamed: safetensors
         files, one per rank, 4 bytes per parameter and plane. Collective. The folder can be moved,
         and loaded by any number of ranks over any devices. One that holds a checkpoint is refused
@@ -1036,7 +1040,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._reject_step_in_progress("save_checkpoint")
         checkpoint.save(self, folder, replace)
 
-    def load_checkpoint(self, folder):
+    def load_checkpoint(self, folder: Path) -> None:
         """Replaces state and weights by those of save_checkpoint(). Collective. Errors:
         MismatchError for another rule or model, or when a small state dict was loaded that belongs to
         another checkpoint; CorruptError for an incomplete folder. State is then unchanged."""
@@ -1046,21 +1050,21 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     # ---- What it costs.
 
-    def traffic(self):
+    def traffic(self) -> dict:
         """Bytes since the devices were opened, of this rank: {"host_up", "host_down", "read",
         "written"}, each by kind."""
         return self._opened().traffic()
 
-    def compression(self):
+    def compression(self) -> dict:
         """Of the last step, this rank's part: {"elements" that took part, "values" sent of them, "bytes"
         of messages, "ratio" in force, "residual_norm" of what is kept}. All 0 without compress."""
         return self._opened().compression()
 
-    def describe_devices(self):
+    def describe_devices(self) -> list[str]:
         """One line per device of this rank."""
         return self._opened().describe_devices()
 
-    def memory_bytes(self):
+    def memory_bytes(self) -> int:
         """Buffers of engine and devices, gradients included."""
         return self._opened().memory_bytes() + self._core.gradient_memory_bytes()
 

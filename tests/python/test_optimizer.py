@@ -168,6 +168,40 @@ def test_accumulation_and_clipping(release, passes, device):
     assert_close(ours, theirs)
 
 
+def test_torchs_clipping_and_zeroed_gradients(device):
+    """clip_grad_norm_ scales what step() then takes; gradients of zero are gradients."""
+    ours, optimizer, theirs, reference = pair(device, mlp, lr=1e-2, weight_decay=0.1)
+    for step in range(3):
+        for model, opt in ((ours, optimizer), (theirs, reference)):
+            opt.zero_grad(set_to_none=False)
+            if step != 1:
+                model(data(step)).pow(2).mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            opt.step()
+    assert optimizer._lineage.updates == 3
+    assert_close(ours, theirs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("release", [False, True])
+def test_parameters_on_cuda(release, device):
+    """Copied through host memory; with autocast and GradScaler."""
+    ours, optimizer, theirs, reference = pair(
+        device, lambda: mlp().cuda(), lr=1e-2, release_gradients=release
+    )
+    for model, opt in ((ours, optimizer), (theirs, reference)):
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        for step in range(4):
+            opt.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(data(step).cuda()).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.step(opt)
+            scaler.update()
+    assert all(p.is_cuda for p in ours.parameters())
+    assert_close(ours, theirs)
+
+
 def test_released_gradients_can_be_dropped(device):
     ours, optimizer, theirs, reference = pair(device, mlp, lr=1e-2, release_gradients=True)
     ours(data(5)).sum().backward()

@@ -1,0 +1,45 @@
+"""The keywords that every optimizer of the package takes, for type checkers; see StorageOptimizer."""
+
+import os
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, TypedDict
+
+Path: TypeAlias = str | os.PathLike[str]
+Size: TypeAlias = int | float | str  # bytes, or text such as "512MiB"
+
+
+class _Place(TypedDict):
+    path: Path
+
+
+class Device(_Place, total=False):
+    """A device that is more than a path. threads: of its own; bandwidth: bytes per second, for its share
+    of the state; capacity_bytes: at most so much is kept there."""
+
+    name: str
+    threads: int
+    bandwidth: float
+    capacity_bytes: int
+
+
+Devices: TypeAlias = Path | Device | Sequence[Path | Device]
+
+
+class StorageOptions(TypedDict, total=False):
+    devices: Devices
+    resume: bool | None
+    state_format: Literal["f32", "bf16", "q8"]
+    compress: float | str | dict | None
+    memory_budget: Size
+    gradient_budget: Size | None
+    gradient_type: Literal["f32", "bf16", None]
+    durability: Literal["step", "none"]
+    max_grad_norm: float | None
+    nonfinite: Literal["raise", "skip", "apply"]
+    release_gradients: bool
+    accumulation_steps: int
+    where: Literal["device", "host"]
+    subgroup_elements: int
+    checksums: bool
+    seed: int
+    process_group: object

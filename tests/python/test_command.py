@@ -1,6 +1,7 @@
 """`python -m smartinf`."""
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -31,9 +32,9 @@ CONFIG = {
 }
 
 
-def command(*arguments):
+def command(*arguments, **kwargs):
     return subprocess.run(
-        [sys.executable, "-m", "smartinf", *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "smartinf", *arguments], capture_output=True, text=True, timeout=60, **kwargs
     )
 
 
@@ -87,3 +88,15 @@ def test_bad_configurations_are_named(tmp_path):
     bad = command("import-ds-config", str(tmp_path / "bad.json"))
     assert bad.returncode == 1
     assert "not JSON" in bad.stderr
+
+
+def test_everything_else_is_the_command(tmp_path):
+    """A wheel has it inside; in a build tree it is found on PATH."""
+    built = os.path.join(os.environ.get("SMARTINF_BINARY_DIR", ""), "bin")
+    done = command("doctor", "--json", env={**os.environ, "PATH": f"{built}:{os.environ['PATH']}"})
+    if "not installed with this package" in done.stderr:
+        pytest.skip("the smartinf command has not been built")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    without = command("doctor", env={**os.environ, "PATH": str(tmp_path)})
+    assert without.returncode == 0 or "scripts/setup.sh" in without.stderr

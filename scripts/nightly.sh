@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What takes too long for every change: thread sanitizer, long power-cut runs, the kernels on AArch64,
-# fuzzing.
+# What takes too long for every change: thread sanitizer, long power-cut runs, the wheel, the kernels on
+# AArch64, fuzzing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/steps.sh disable=SC2154  # root is set there
@@ -13,9 +13,9 @@ Usage: scripts/nightly.sh [options]
 Runs scripts/test.sh with the thread sanitizer, then the tests of links and unequal devices against
 the clock, then the tests that take long (the quickstart beside torch's AdamW; a training run killed
 50 times; a state of 4 GB checked and copied with 256 MiB of memory, which takes 17 GB of disk in
-/tmp or SMARTINF_STATE_DIR), then smartinf-crashtest with ten seeds of 1000 power cuts, then the
-kernels' tests on AArch64 (where qemu is there), then each fuzz target (where clang is there). Stops
-at the first failure.
+/tmp or SMARTINF_STATE_DIR), then smartinf-crashtest with ten seeds of 1000 power cuts, then the wheel
+(scripts/wheel.sh, which fetches auditwheel), then the kernels' tests on AArch64 (where qemu is
+there), then each fuzz target (where clang is there). Stops at the first failure.
 
   --fuzz-seconds N   time for each fuzz target (default 600)
   --help             this text
@@ -42,6 +42,7 @@ for seed in 1 2 3 4 5 6 7 8 9 10; do
   build/release/bin/smartinf-crashtest --seed "$seed" --points 1000
 done
 
+scripts/wheel.sh
 scripts/test_arm.sh
 
 if ! command -v clang++ >/dev/null; then

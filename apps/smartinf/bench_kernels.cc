@@ -17,6 +17,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/update.h"
 
@@ -131,6 +132,7 @@ class KernelBench {
       if (wanted(options_.kernels, "cast")) bench_casts(team);
       if (wanted(options_.kernels, "checksum")) bench_checksum(team);
       if (wanted(options_.kernels, "topk")) bench_selection(team);
+      if (wanted(options_.kernels, "compress")) SI_RETURN_IF_ERROR(bench_compression(team));
     }
     if (options_.json) fmt::print("\n]\n");
     return {};
@@ -196,12 +198,16 @@ class KernelBench {
     std::string rule = {};
     std::string format = {};
     std::string gradient = {};
-    double share = 0;    // that Top-K keeps; 0: not a selection
+    double share = 0;    // that is kept; 0: not a selection
     uint64_t bytes = 0;  // read and written by one run of the kernel
+    int warm_up = 1;     // runs that are not timed
   };
 
-  /// Times `work` and a triad of as many bytes in turn and reports medians.
-  void report(Team& team, const Row& row, const std::function<void(uint32_t)>& work) {
+  /// Times `work` and a triad of as many bytes in turn and reports medians. `prepare`, before each
+  /// run of `work`, is not timed.
+  void report(
+      Team& team, const Row& row, const std::function<void(uint32_t)>& work,
+      const std::function<void()>& prepare = [] {}) {
     const uint64_t triad_elements = row.bytes / 12;
     const std::function<void(uint32_t)> run_triad = [&](uint32_t index) {
       const Share share = share_of(triad_elements, index, team.size());
@@ -210,9 +216,13 @@ class KernelBench {
     };
     std::vector<double> kernel_s;
     std::vector<double> triad_s;
-    team.seconds(work);
+    for (int i = 0; i < row.warm_up; ++i) {
+      prepare();
+      team.seconds(work);
+    }
     for (int i = 0; i < options_.repeat; ++i) {
       triad_s.push_back(team.seconds(run_triad));
+      prepare();
       kernel_s.push_back(team.seconds(work));
     }
     const double seconds = median(kernel_s);
@@ -408,6 +418,50 @@ class KernelBench {
     }
   }
 
+  /// A step's gradients with feedback, from bf16 to messages. What goes over the link instead of
+  /// them is not counted in the bytes: it is a hundredth of what is read.
+  base::Status bench_compression(Team& team) {
+    fill_gradient(DataType::kBf16);
+    const uint64_t blocks = base::divide_up(elements_, base::kBlockElements);
+    for (const double share : options_.shares) {
+      engine::CompressOptions options;
+      options.codec = engine::CompressOptions::Codec::kTopK;
+      options.ratio = 2 * share;
+      SI_ASSIGN_OR_RETURN(const auto compressor,
+                          engine::GradientCompressor::make(options, elements_, 1, true));
+      std::vector<engine::GradientCompressor::Scratch> scratch(team.size());
+      std::vector<csd::CompressedWriter> writers(team.size());
+      uint64_t step = 0;
+      report(
+          team,
+          {.kernel = "compress",
+           .gradient = "bf16",
+           .share = share,
+           .bytes = elements_ * 6,
+           .warm_up = 20},  // until what is kept is as large as it stays
+          [&](uint32_t t) {
+            const Share part = share_of(blocks, t, team.size());
+            for (uint64_t b = part.first; b < part.last; b += kBlocksOfSubgroup) {
+              const uint64_t first = b * base::kBlockElements;
+              const uint64_t end = std::min(
+                  elements_, std::min(part.last, b + kBlocksOfSubgroup) * base::kBlockElements);
+              compressor->compress(scratch[t], writers[t],
+                                   {base::SubgroupId{0}, first, end - first}, {}, step, 1.0);
+            }
+          },
+          [&] {
+            if (step++ > 0) compressor->commit();
+            compressor->begin_step();
+            // The same numbers at other places in every step.
+            const uint64_t turned = step * 7919 * 64 % elements_;
+            compressor->put(0, gradient_.data() + turned * 2, DataType::kBf16, elements_ - turned);
+            compressor->put(elements_ - turned, gradient_.data(), DataType::kBf16, turned);
+          });
+    }
+    return {};
+  }
+  static constexpr uint64_t kBlocksOfSubgroup = 16;
+
   BenchOptions options_;
   uint64_t elements_;
   std::array<base::AlignedBuffer, 3> planes_;
@@ -432,9 +486,12 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
   command->add_option("--threads", options->threads, "Thread counts (default: 1 and all cores)")
       ->check(CLI::Range(1u, 1024u));
   command
-      ->add_option("--kernel", options->kernels,
-                   "Only these: update, sealed-update (with checksums), norm, cast, checksum, topk")
-      ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum", "topk"}));
+      ->add_option(
+          "--kernel", options->kernels,
+          "Only these: update, sealed-update (with checksums), norm, cast, checksum, topk, "
+          "compress")
+      ->check(CLI::IsMember(
+          {"update", "sealed-update", "norm", "cast", "checksum", "topk", "compress"}));
   command->add_option("--rule", options->rules, "Only these update rules")
       ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}));
   command->add_option("--format", options->formats, "Only these state formats")
@@ -444,7 +501,9 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
   command->add_option("--weights", options->weights, "What an update writes out beside the state")
       ->check(CLI::IsMember({"none", "bf16", "f32"}))
       ->capture_default_str();
-  command->add_option("--share", options->shares, "What Top-K keeps of the elements, e.g. 0.01")
+  command
+      ->add_option("--share", options->shares,
+                   "What Top-K and compression keep of the elements, e.g. 0.01")
       ->check(CLI::Range(1e-6, 1.0))
       ->capture_default_str();
   command->add_flag("--json", options->json, "A JSON array with one object a row");

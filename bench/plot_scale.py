@@ -18,7 +18,8 @@ PAPER = {"host_update": {1: 1.00, 2: 1.55, 4: 2.23, 6: 2.26, 8: 2.26, 10: 2.27},
          "overlapped": {1: .80, 2: 1.48, 4: 2.55, 6: 2.92, 8: 3.25, 10: 3.64}}
 PAPER_NAMES = {"host_update": "paper: host update", "overlapped": "paper: SmartUpdate, fp32, overlapped"}
 SCHEMES = {"host_update": ("host update", "#8a8f98", "s"), "naive": ("SmartUpdate, naive", "#7fb2dd", "^"),
-           "overlapped": ("SmartUpdate, overlapped", "#1f5fa8", "o")}
+           "overlapped": ("SmartUpdate, overlapped", "#1f5fa8", "o"),
+           "compressed": ("..., gradients compressed", "#2e8b57", "D")}
 
 
 def read_result(path):

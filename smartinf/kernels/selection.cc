@@ -112,7 +112,7 @@ Border border_of(const SelectionKernels& kernels, std::span<const float> in, siz
   return *border;
 }
 
-constexpr size_t kCandidatesMax = 4096;
+constexpr size_t kCandidatesMax = 16384;  // a quarter of a block
 
 /// The border of the k largest of a few, none of which is smaller than `lowest`. 0 < k <= n.
 Border border_of_candidates(std::span<const float> candidates, size_t k, int32_t lowest) {

@@ -34,7 +34,7 @@ CONFIG = {
 
 def command(*arguments, **kwargs):
     return subprocess.run(
-        [sys.executable, "-m", "smartinf", *arguments], capture_output=True, text=True, timeout=60, **kwargs
+        [sys.executable, "-m", "smartinf", *arguments], capture_output=True, text=True, timeout=600, **kwargs
     )
 
 

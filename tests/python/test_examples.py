@@ -15,7 +15,7 @@ def example(name, *arguments):
         [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -29,7 +29,7 @@ def run():
         job["world"] = world
         if torchrun:
             launch = [*TORCHRUN, f"--nproc-per-node={world}", WORKER, json.dumps(job)]
-            done = subprocess.run(launch, capture_output=True, text=True, timeout=240)
+            done = subprocess.run(launch, capture_output=True, text=True, timeout=600)
             outcome = 9 if "Signal 9" in done.stderr else done.returncode
         else:
             server.stdin.write(json.dumps(job) + "\n")
@@ -40,7 +40,7 @@ def run():
 
     yield run
     server.stdin.close()
-    server.wait(timeout=60)
+    server.wait(timeout=600)
 
 
 def assert_close(a, b):

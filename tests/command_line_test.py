@@ -67,6 +67,22 @@ class WrongUsage(unittest.TestCase):
         self.refused("simulate", "--model", "gpt2-4.0", says="gpt2-4.0B?")
         self.refused("simulate", "--method", "su+p", says="su+o?")
         self.refused("simulate", "--ratio", "1.5", says="at most 1")
+        self.refused("simulate", "--ratio", "nan", says="not a number")
+        self.refused("simulate", "--devices", "two", says="not a number")
+        self.refused("simulate", "--devices", "1e5", says="at most 4096")
+        self.refused("simulate", "--batch", "1e20", says="at most 1e15")
+        self.refused("simulate", "--seq", "-3", says="at least 1")
+        self.refused("simulate", "--layers", "2", says="--hidden")
+        self.refused("simulate", "--layers", "2", "--hidden", "65", "--heads", "2", says="do not divide")
+        self.refused("simulate", "--optimizer", "adm", says="adam?")
+        self.refused("simulate", "--gpu", "A5001", says="A5000?")
+        self.refused("simulate", "--figure", "8", says="10, 11")
+        self.refused("simulate", "--sweep", "device=1..3", says="devices?")
+        self.refused("simulate", "--sweep", "devices=0..3", says="at least 1")
+        self.refused("simulate", "--machine", "./none.toml", says="./none.toml")
+        self.refused("simulate", "--model", "./none.json", says="./none.json")
+        self.refused("calibrate", "--device", ".", "--gpu", "A5001", says="A5000?")
+        self.refused("calibrate", "--device", ".", "--out", "./none/m.toml", says="--out")
         self.refused("plan", "llama3-8C", says="llama3-8B?")
         self.refused("plan", "llama3-8B", "--machine", "workstation-gen6", says="workstation-gen")
         good = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
@@ -74,7 +90,10 @@ class WrongUsage(unittest.TestCase):
             machine = pathlib.Path(folder) / "m.toml"
             for wrong, says in ((good.replace("link_bytes_per_s", "lnik_bytes_per_s", 1), "link_bytes_per_s?"),
                                 (good.replace("read_bytes_per_s = ", "read_bytes_per_s = -", 1), "above zero"),
-                                (good.replace("[host]", "[hots]"), "host?")):
+                                (good.replace("[host]", "[hots]"), "host?"),
+                                (good.replace("[[device]]", "[device]"), "Write [[device]]"),
+                                (good.replace("[gpu]", "[gpu"), "line 3"),
+                                (good.replace("count = 4", "count = 0"), "above zero")):
                 self.assertNotEqual(wrong, good)
                 machine.write_text(wrong, encoding="utf-8")
                 self.refused("plan", "llama3-8B", "--machine", str(machine), says=says)

@@ -62,7 +62,8 @@ Result<double> number(std::string_view flag, const std::string& text) {
 
 Result<uint64_t> count(std::string_view flag, const std::string& text) {
   SI_ASSIGN_OR_RETURN(const double value, number(flag, text));
-  if (value < 1 || value != std::floor(value) || value > 1e15) {
+  if (value > 1e15) return bad_value(flag, text, "Give at most 1e15.");
+  if (value < 1 || value != std::floor(value)) {
     return bad_value(flag, text, "Give a whole number of at least 1.");
   }
   return static_cast<uint64_t>(value);

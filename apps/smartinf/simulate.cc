@@ -196,10 +196,7 @@ Result<std::pair<std::string, std::vector<std::string>>> parse_sweep(const std::
 int run_sweep(const SimulateFlags& flags) {
   const auto sweep = parse_sweep(flags.sweep);
   if (!sweep.ok()) return report(sweep.status(), kExitUsage);
-  if (!flags.json) {
-    fmt::print("{:>16} {:>10} {:>10} {:>10} {:>10} {:>10}  {}\n", sweep->first, "forward_s",
-               "backward_s", "update_s", "total_s", "tokens/s", "bound by");
-  }
+  bool headed = flags.json;
   for (const std::string& value : sweep->second) {
     SimFlags one = flags.question;
     one[sweep->first] = value;
@@ -208,6 +205,11 @@ int run_sweep(const SimulateFlags& flags) {
     const auto times = sim::simulate_step(question->model, question->machine, question->options);
     if (!times.ok()) return report(times.status(), kExitUsage);
     const ordered_json row = to_json(*question, *times);
+    if (!headed) {
+      fmt::print("{:>16} {:>10} {:>10} {:>10} {:>10} {:>10}  {}\n", sweep->first, "forward_s",
+                 "backward_s", "update_s", "total_s", "tokens/s", "bound by");
+      headed = true;
+    }
     if (flags.json) {
       fmt::print("{}\n", row.dump());
     } else {

@@ -207,8 +207,9 @@ uint64_t trainer_bytes(const ModelShape& model, const Machine& machine, const St
   const uint64_t kept = checkpoints
                             ? model.layers * model.checkpoint_bytes() * value_bytes / 2 + saved
                             : model.layers * saved;
-  // Logits as they are, in f32, their logarithms, and a gradient of each; f32 is no copy of f32.
-  const uint64_t logits = model.tokens() * model.vocabulary * (2 * 2 + 3 * 4);
+  // When backward begins: the logarithms of the chances, and gradients of them and of the logits,
+  // in f32. What the logarithms were made of is gone.
+  const uint64_t logits = model.tokens() * model.vocabulary * 3 * 4;
   // Weights, and autograd's gradients of all of them before the first goes down.
   const uint64_t training = 2 * value_bytes * model.parameters() + state_bytes + kept +
                             model.layer_backward_bytes(options.value_bytes) + logits;
@@ -241,7 +242,7 @@ uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOpt
                            (static_cast<double>(devices * size) * each);
     slots = std::clamp<uint64_t>(static_cast<uint64_t>(fitting), 1, kSpillSlotsMax);
   } else if (options.method == Method::kSmartComp) {
-    gradients = static_cast<uint64_t>(4 * options.ratio * static_cast<double>(parameters));
+    gradients = 4 * parameters;  // the step's and what earlier ones did not send, in bf16
   } else {
     gradients = software.gradient_bytes * parameters;
   }

@@ -12,6 +12,7 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "smartinf/kernels/tile_kernels_simd.cc"
+#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>  // must precede highway.h
 #include <hwy/highway.h>
 
@@ -657,6 +658,19 @@ HWY_INLINE VF load_gradient(const void* gradient, size_t i) {
   }
 }
 
+// How far ahead memory is asked for what an update reads and writes: the processor's own
+// prefetching stops at each page's end.
+constexpr size_t kAheadElements = 2048;
+constexpr size_t kAskElements = 64;  // at once: at least a line of every plane, in any format
+static_assert(kTileElements % kAskElements == 0);
+
+// Of one plane, `width` bytes an element. Addresses beyond its end do no harm.
+HWY_INLINE void ask_for(const void* plane, size_t element, size_t width) {
+  constexpr size_t kLineBytes = 64;
+  const auto* line = static_cast<const char*>(plane) + (element + kAheadElements) * width;
+  for (size_t i = 0; i < kAskElements * width; i += kLineBytes) hwy::Prefetch(line + i);
+}
+
 /// What all tiles of a call share. kGradient: the type of the gradients.
 template <typename Rule, DataType kGradient>
 class TileStep {
@@ -672,6 +686,15 @@ class TileStep {
     rule_.update(hn::Mul(load_gradient<kGradient>(t_.gradient, i), scale_), e);
     watch = hn::Add(watch, rule_.watch(e));
     hn::StoreU(e.master, F32(), t_.master + i);
+  }
+
+  /// Asks for what elements kAheadElements after `i` need; `width`: bytes of a momentum.
+  HWY_INLINE void ask_ahead(size_t i, size_t width) const {
+    ask_for(t_.master, i, sizeof(float));
+    ask_for(t_.gradient, i, base::data_type_bytes(kGradient));
+    if constexpr (Rule::kMomentum) ask_for(t_.momentum, i, width);
+    if constexpr (Rule::kVariance) ask_for(t_.variance, i, width);
+    if (t_.weights != nullptr) ask_for(t_.weights, i, sizeof(uint16_t));
   }
 
   /// Weights out of elements whose master weights are done, and still in the first-level cache.
@@ -709,6 +732,7 @@ void update_whole_f32(const StepScalars& s, const WholeTiles& t) {
   for (size_t first = 0; first < t.count * kTileElements; first += kTileElements) {
     VF watch = hn::Zero(f32);
     for (size_t i = first; i < first + kTileElements; i += hn::Lanes(f32)) {
+      if (i % kAskElements == 0) step.ask_ahead(i, sizeof(float));
       StateVectors e = zero_state();
       if constexpr (Rule::kMomentum) e.momentum = hn::LoadU(f32, momentum + i);
       if constexpr (Rule::kVariance) e.variance = hn::LoadU(f32, variance + i);
@@ -744,6 +768,7 @@ void update_whole_bf16(const StepScalars& s, const WholeTiles& t) {
     RandomVectors momentum_random(key.momentum, lanes);
     RandomVectors variance_random(key.variance, lanes);
     for (size_t i = first; i < first + kTileElements; i += 2 * lanes) {
+      if (i % kAskElements == 0) step.ask_ahead(i, sizeof(uint16_t));
       StateVectors a = load(i);
       StateVectors b = load(i + lanes);
       VF watch = hn::Zero(F32());
@@ -818,6 +843,7 @@ class Q8Tiles {
     VI momentum_largest = hn::Zero(I32());
     VI root_largest = hn::Zero(I32());
     for (size_t word = 0; word < kCodeWords; word += lanes) {
+      if (4 * word % kAskElements == 0) step_.ask_ahead(first + 4 * word, sizeof(uint8_t));
       VU momentum_words = hn::Zero(U32());
       VU variance_words = hn::Zero(U32());
       if constexpr (Rule::kMomentum) {

@@ -166,18 +166,29 @@ TEST_P(EveryTarget, CodecsAgree) {
           const bool positive = kind == PlaneKind::kVariance && n % 3 != 0;
           const std::vector<float> in = wild ? wild_values(n, static_cast<uint32_t>(n), positive)
                                              : tame_values(n, static_cast<uint32_t>(n), positive);
-          std::vector<std::byte> expected(base::encoded_bytes(encoding, n), std::byte{0xee});
-          std::vector<std::byte> actual(expected.size(), std::byte{0xdd});
-          truth().encode_block(encoding, kind, in.data(), expected.data(), n, 256 * 7, 3, 5);
-          table().encode_block(encoding, kind, in.data(), actual.data(), n, 256 * 7, 3, 5);
-          ASSERT_EQ(actual, expected) << base::encoding_name(encoding) << " n " << n;
+          for (const size_t shift : {n % 16, (n + 5) % 16, (n + 10) % 16}) {
+            std::vector<float> shifted(shift + n);
+            std::copy(in.begin(), in.end(), shifted.begin() + static_cast<ptrdiff_t>(shift));
+            const size_t start = 4 * shift;  // planes are aligned to 4 bytes
+            std::vector<std::byte> expected(start + base::encoded_bytes(encoding, n),
+                                            std::byte{0xee});
+            std::vector<std::byte> actual = expected;
+            truth().encode_block(encoding, kind, in.data(), expected.data() + start, n, 256 * 7, 3,
+                                 5);
+            table().encode_block(encoding, kind, shifted.data() + shift, actual.data() + start, n,
+                                 256 * 7, 3, 5);
+            ASSERT_EQ(actual, expected)
+                << base::encoding_name(encoding) << " n " << n << " shift " << shift;
 
-          std::vector<float> expected_out(n);
-          std::vector<float> actual_out(n);
-          truth().decode_block(encoding, kind, expected.data(), expected_out.data(), n);
-          table().decode_block(encoding, kind, expected.data(), actual_out.data(), n);
-          ASSERT_TRUE(same_bits(actual_out.data(), expected_out.data(), n))
-              << base::encoding_name(encoding) << " n " << n;
+            std::vector<float> expected_out(shift + n);
+            std::vector<float> actual_out(shift + n);
+            truth().decode_block(encoding, kind, expected.data() + start,
+                                 expected_out.data() + shift, n);
+            table().decode_block(encoding, kind, expected.data() + start, actual_out.data() + shift,
+                                 n);
+            ASSERT_TRUE(same_bits(actual_out.data(), expected_out.data(), shift + n))
+                << base::encoding_name(encoding) << " n " << n << " shift " << shift;
+          }
         }
       }
     }

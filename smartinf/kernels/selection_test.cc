@@ -33,10 +33,15 @@ std::vector<uint32_t> sorted_top_k(const std::vector<float>& in, size_t k) {
 testing::AssertionResult selects_right(const KernelTable& table, const std::vector<float>& in,
                                        size_t k) {
   const size_t room = std::min(k, in.size());
+  // The elements at every misalignment, by turns, as K changes.
+  const size_t shift = k % 16;
+  std::vector<float> shifted(shift + in.size());
+  std::copy(in.begin(), in.end(), shifted.begin() + static_cast<ptrdiff_t>(shift));
   // One element behind each output shows a store that goes too far.
   std::vector<uint32_t> indices(room + 1, 0xdeadbeefu);
   std::vector<float> values(room + 1, -7.0f);
-  const size_t taken = top_k(table, in, k, indices.data(), values.data());
+  const size_t taken = top_k(table, std::span<const float>(shifted).subspan(shift), k,
+                             indices.data(), values.data());
   const auto complain = [&](const std::string& what) {
     return testing::AssertionFailure()
            << table.isa() << " n " << in.size() << " k " << k << ": " << what;

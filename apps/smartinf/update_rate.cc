@@ -177,14 +177,13 @@ base::Result<double> measure_copy_rate(uint32_t threads) {
 }
 
 base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
-  using engine::CompressedSender;
   using engine::CompressOptions;
   CompressOptions options;
   options.codec = CompressOptions::Codec::kTopK;
   options.ratio = ratio;
   options.feedback = feedback ? CompressOptions::Feedback::kHost : CompressOptions::Feedback::kNone;
   SelectRate rate;
-  rate.threads = std::clamp(std::thread::hardware_concurrency(), 1u, CompressedSender::kThreadsMax);
+  rate.threads = engine::CompressedSender::default_threads();
   constexpr uint64_t kElements = kBlocks * kBlock;  // of each thread
   const uint64_t elements = rate.threads * kElements;
   SI_ASSIGN_OR_RETURN(const auto compressor,

@@ -8,8 +8,11 @@ namespace smartinf::engine {
 
 CompressedSender::CompressedSender(GradientCompressor& compressor, uint32_t threads)
     : compressor_(compressor) {
-  const uint32_t wanted = threads > 0 ? threads : std::thread::hardware_concurrency();
-  workers_.resize(std::clamp(wanted, 1u, kThreadsMax));
+  workers_.resize(threads > 0 ? std::min(threads, kThreadsMax) : default_threads());
+}
+
+uint32_t CompressedSender::default_threads() {
+  return std::clamp(std::thread::hardware_concurrency(), 1u, kThreadsMax);
 }
 
 CompressedSender::Failure CompressedSender::send(std::span<const Piece> pieces,

@@ -20,8 +20,10 @@ class CompressedSender {
  public:
   /// More threads than this are faster than any link. What each needs: two messages and a Scratch.
   static constexpr uint32_t kThreadsMax = 8;
+  /// As many as there are cores, within that.
+  static uint32_t default_threads();
 
-  /// threads: 0: as many as there are cores. The compressor outlives this.
+  /// threads: 0: default_threads(). The compressor outlives this.
   CompressedSender(GradientCompressor& compressor, uint32_t threads);
 
   struct Piece {

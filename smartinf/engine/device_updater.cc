@@ -112,6 +112,10 @@ size_t DeviceUpdater::subgroup_at(uint64_t element) const {
   return static_cast<size_t>(after - set_.subgroups.begin()) - 1;
 }
 
+base::StepNumber DeviceUpdater::number_of(const UpdateOptions& options) const {
+  return options.number != 0 ? options.number : committed_step_ + 1;
+}
+
 Status DeviceUpdater::named(Status status, const Command* command) const {
   return named(std::move(status), static_cast<const csd::Device*>(command->owner));
 }
@@ -632,7 +636,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
         {subgroup.id, sink ? sink(subgroup.first) : nullptr});
   }
   const base::StepNumber step = committed_step_ + 1;
-  const base::StepNumber number = options.number != 0 ? options.number : step;
+  const base::StepNumber number = number_of(options);
   for (Command& command : update_commands_) {
     command.step = step;
     command.type = type;
@@ -896,7 +900,6 @@ void DeviceUpdater::write_residual(Command& command, size_t device,
 }
 
 Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
-  const base::StepNumber step = options.number != 0 ? options.number : committed_step_ + 1;
   std::vector<CompressedSender::Piece> pieces;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     if (left_alone(subgroup, options)) {
@@ -911,7 +914,8 @@ Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
       return !options.groups[stretch.group].skip;
     });
   }
-  CompressedSender::Failure failure = sender_->send(pieces, step, options.gradient_scale);
+  CompressedSender::Failure failure =
+      sender_->send(pieces, number_of(options), options.gradient_scale);
   return named(std::move(failure.status), failure.device);
 }
 

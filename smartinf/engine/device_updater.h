@@ -107,6 +107,8 @@ class DeviceUpdater final : public Updater {
   /// First subgroup that reaches beyond `element`.
   size_t subgroup_at(uint64_t element) const;
   base::Status require(Phase phase, std::string_view what) const;  // mutex_ held
+  /// The step's number for rules and random choices: the caller's, or the one to be committed.
+  base::StepNumber number_of(const UpdateOptions& options) const;
   base::Status named(base::Status status, const csd::Command* command) const;
   base::Status named(base::Status status, const csd::Device* device) const;
 

@@ -94,24 +94,21 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
   float* selected = scratch.selected.data();
   base::Bf16* gradient = gradient_ + first;
   const base::Bf16* residual = residual_ == nullptr ? nullptr : residual_ + first;
-  const auto within = [&](const plan::GroupStretch& out, auto&& act) {
-    const uint64_t from = std::max(out.first, first);
-    const uint64_t to = std::min(out.first + out.count, first + count);
-    if (from < to) act(from - first, to - first);
+  const auto each_out = [&](auto&& act) {
+    for (const plan::GroupStretch& out : sits_out) {
+      const uint64_t from = std::max(out.first, first);
+      const uint64_t to = std::min(out.first + out.count, first + count);
+      if (from < to) act(from - first, to - first);
+    }
   };
-  for (const plan::GroupStretch& out : sits_out) {
-    within(out, [&](uint64_t from, uint64_t to) {
-      std::fill(gradient + from, gradient + to, base::Bf16{});
-    });
-  }
+  each_out(
+      [&](uint64_t from, uint64_t to) { std::fill(gradient + from, gradient + to, base::Bf16{}); });
   const auto squares = std::span(scratch.squares)
                            .first(squares_ ? base::divide_up(count, csd::kSquaresElements) : 0);
   kernels::add_feedback(table, {gradient, count}, {residual, residual == nullptr ? 0 : count},
                         scale, static_cast<float>(options_.feedback_decay), {values, count},
                         squares);
-  for (const plan::GroupStretch& out : sits_out) {
-    within(out, [&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
-  }
+  each_out([&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
   const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step), first);
   const size_t most = values_per_block(options_.codec, ratio_of_step(options_, step), count);
   const size_t sent = codec_.select({values, count}, most, seed, borders_[first / kBlockElements],
@@ -134,11 +131,9 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, values,
                      reinterpret_cast<std::byte*>(gradient), count, first, step,
                      base::mix_seed(seed_, kRoundingStream));
-  for (const plan::GroupStretch& out : sits_out) {
-    within(out, [&](uint64_t from, uint64_t to) {
-      std::copy(residual + from, residual + to, gradient + from);
-    });
-  }
+  each_out([&](uint64_t from, uint64_t to) {
+    std::copy(residual + from, residual + to, gradient + from);
+  });
   residual_squares_[first / kBlockElements] =
       table.partial_norm(gradient, DataType::kBf16, count).sum_of_squares;
 }

@@ -20,11 +20,9 @@ void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, fl
       out[first + i] =
           residual == nullptr ? scaled : scaled + decay * base::to_f32(residual[first + i]);
     }
-    if (squares == nullptr) continue;
-    for (size_t half = kMeanSquareLanes / 2; half > 0; half /= 2) {
-      for (size_t l = 0; l < half; ++l) by_lane[l] += by_lane[l + half];
+    if (squares != nullptr) {
+      squares[first / kMeanSquareElements] = mean_square(by_lane.data(), count);
     }
-    squares[first / kMeanSquareElements] = by_lane[0] / static_cast<float>(count);
   }
 }
 

@@ -12,6 +12,14 @@ namespace smartinf::kernels {
 inline constexpr size_t kMeanSquareElements = 256;
 inline constexpr size_t kMeanSquareLanes = 32;
 
+/// Of `count` elements, from the sums by lane; uses them up. by_lane: [kMeanSquareLanes].
+inline float mean_square(float* by_lane, size_t count) {
+  for (size_t half = kMeanSquareLanes / 2; half > 0; half /= 2) {
+    for (size_t l = 0; l < half; ++l) by_lane[l] += by_lane[l + half];
+  }
+  return by_lane[0] / static_cast<float>(count);
+}
+
 struct FeedbackKernels {
   /// As kernels::add_feedback(). residual or squares may be null.
   void (*add)(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,

@@ -1,6 +1,4 @@
 // Error feedback as one Highway body for every instruction set.
-#include <algorithm>
-
 #include "smartinf/kernels/feedback_kernels.h"
 #include "smartinf/kernels/vector_targets.h"
 
@@ -25,19 +23,17 @@ HWY_INLINE hn::Vec<F32> widened(const base::Bf16* in) {
   return hn::BitCast(F32(), hn::ShiftLeft<16>(hn::PromoteTo(U32(), half)));
 }
 
-// A group, or the whole lanes' worth of its beginning; returns how many elements that were. The
-// sums by lane go to `by_lane`: [kMeanSquareLanes].
+// A whole group. The sums by lane go to `by_lane`: [kMeanSquareLanes].
 template <bool kResidual>
-HWY_INLINE size_t add_group(const base::Bf16* gradient, const base::Bf16* residual, float scale,
-                            float decay, float* out, float* by_lane, size_t n) {
+HWY_INLINE void add_group(const base::Bf16* gradient, const base::Bf16* residual, float scale,
+                          float decay, float* out, float* by_lane) {
   constexpr size_t kAccumulators = kMeanSquareLanes / hn::MaxLanes(F32());
   const size_t lanes = hn::Lanes(F32());
   const auto scales = hn::Set(F32(), scale);
   const auto decays = hn::Set(F32(), decay);
   hn::Vec<F32> sums[kAccumulators];
   for (auto& sum : sums) sum = hn::Zero(F32());
-  size_t i = 0;
-  for (; i + kMeanSquareLanes <= n; i += kMeanSquareLanes) {
+  for (size_t i = 0; i < kMeanSquareElements; i += kMeanSquareLanes) {
     for (size_t a = 0; a < kAccumulators; ++a) {
       const size_t at = i + a * lanes;
       auto value = hn::Mul(scales, widened(gradient + at));
@@ -47,30 +43,28 @@ HWY_INLINE size_t add_group(const base::Bf16* gradient, const base::Bf16* residu
     }
   }
   for (size_t a = 0; a < kAccumulators; ++a) hn::StoreU(sums[a], F32(), by_lane + a * lanes);
-  return i;
+}
+
+template <bool kResidual>
+void add_groups(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
+                float* out, float* squares, size_t n) {
+  size_t i = 0;
+  for (; i + kMeanSquareElements <= n; i += kMeanSquareElements) {
+    float by_lane[kMeanSquareLanes];
+    add_group<kResidual>(gradient + i, kResidual ? residual + i : nullptr, scale, decay, out + i,
+                         by_lane);
+    if (squares != nullptr) *squares++ = mean_square(by_lane, kMeanSquareElements);
+  }
+  if (i < n) {
+    scalar_feedback().add(gradient + i, kResidual ? residual + i : nullptr, scale, decay, out + i,
+                          squares, n - i);
+  }
 }
 
 void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
          float* out, float* squares, size_t n) {
-  for (size_t first = 0; first < n; first += kMeanSquareElements) {
-    const size_t count = std::min(kMeanSquareElements, n - first);
-    float by_lane[kMeanSquareLanes];
-    size_t i = residual == nullptr ? add_group<false>(gradient + first, nullptr, scale, decay,
-                                                      out + first, by_lane, count)
-                                   : add_group<true>(gradient + first, residual + first, scale,
-                                                     decay, out + first, by_lane, count);
-    for (size_t l = 0; i < count; ++i, ++l) {
-      const float scaled = scale * base::to_f32(gradient[first + i]);
-      by_lane[l] += scaled * scaled;
-      out[first + i] =
-          residual == nullptr ? scaled : scaled + decay * base::to_f32(residual[first + i]);
-    }
-    if (squares == nullptr) continue;
-    for (size_t half = kMeanSquareLanes / 2; half > 0; half /= 2) {
-      for (size_t l = 0; l < half; ++l) by_lane[l] += by_lane[l + half];
-    }
-    squares[first / kMeanSquareElements] = by_lane[0] / static_cast<float>(count);
-  }
+  (residual == nullptr ? add_groups<false> : add_groups<true>)(gradient, residual, scale, decay,
+                                                               out, squares, n);
 }
 
 FeedbackKernels feedback_kernels() { return {.add = add}; }

@@ -241,15 +241,12 @@ def main():
     parser.add_argument("--page", type=pathlib.Path)
     parser.add_argument("--part", type=pathlib.Path, help="Measure what the test keeps, and write its rows")
     options = parser.parse_args()
-    if options.part:
-        complete = measure(options.rows, PART, None, options.round, options.seconds)
-        options.part.write_text(recorded(read(options.rows)), encoding="utf-8")
-        return
-    complete = measure(options.rows, SCALE + (STEP if options.device else []), options.device, options.round,
-                       options.seconds)
-    if not complete:
+    grid, device = (PART, None) if options.part else (SCALE + (STEP if options.device else []), options.device)
+    if not measure(options.rows, grid, device, options.round, options.seconds):
         print("not complete: run it again")
-    if options.page:
+    if options.part:
+        options.part.write_text(recorded(read(options.rows)), encoding="utf-8")
+    elif options.page:
         options.page.write_text(page(read(options.rows)), encoding="utf-8")
 
 

@@ -114,6 +114,9 @@ def main():
         return print("\n".join(ROWS))
     if not options.device:
         parser.error("--device is missing")
+    for name in options.rows:
+        if name not in ROWS:
+            parser.error(f"no row '{name}'; --list names them")
     options.device.mkdir(parents=True, exist_ok=True)
     machine = options.device / "machine.toml"
     run(["calibrate", "--device", options.device, "--out", machine])

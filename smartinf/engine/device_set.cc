@@ -177,6 +177,14 @@ Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& s
                               difference),
                   std::string(kOtherPlaceAdvice));
   }
+  if (const std::string difference =
+          plan::ParameterSpace::first_other_group(space, description.space);
+      !difference.empty()) {
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("{} holds state whose parameters are in other groups ({})",
+                              device_text(source), difference),
+                  std::string(plan::kOtherGroupsAdvice));
+  }
   if (description.rule != options.rule.rule) {
     return Status(ErrorCode::kMismatch,
                   fmt::format("{} holds state of the update rule {}, not {}", device_text(source),

@@ -175,15 +175,24 @@ std::string ParameterSpace::first_difference(const ParameterSpace& here,
       return fmt::format("{}: {} here, {} on the device", a.name, shape_text(a.shape),
                          shape_text(b.shape));
     }
-    if (a.group != b.group) {
-      return fmt::format("{}: group {} here, {} on the device", a.name, a.group, b.group);
-    }
   }
   if (here.ranges_.size() > common) {
     return fmt::format("{}: here, but not on the device", here.ranges_[common].name);
   }
   if (there.ranges_.size() > common) {
     return fmt::format("{}: on the device, but not here", there.ranges_[common].name);
+  }
+  return {};
+}
+
+std::string ParameterSpace::first_other_group(const ParameterSpace& here,
+                                              const ParameterSpace& there) {
+  for (size_t i = 0; i < std::min(here.ranges_.size(), there.ranges_.size()); ++i) {
+    const ParameterRange& a = here.ranges_[i];
+    const ParameterRange& b = there.ranges_[i];
+    if (a.group != b.group) {
+      return fmt::format("{}: group {} here, {} on the device", a.name, a.group, b.group);
+    }
   }
   return {};
 }

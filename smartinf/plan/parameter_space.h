@@ -34,6 +34,12 @@ struct GroupStretch {
   uint32_t group = 0;
 };
 
+/// What to do where a run's groups are not those of its state.
+inline constexpr std::string_view kOtherGroupsAdvice =
+    "Group them as when the run began (train.lr_factors and train.weight_decays name the same "
+    "parameters; from Python, the optimizer's groups have the same members): only the groups' "
+    "values may change. Or give this run another directory.";
+
 /// Threads: const members are safe from any thread.
 class ParameterSpace {
  public:
@@ -68,9 +74,11 @@ class ParameterSpace {
   std::string to_json() const;
   /// Errors: kCorrupt with the place for text that to_json() did not write.
   static base::Result<ParameterSpace> from_json(std::string_view text);
-  /// The first difference between two spaces, for a message: "layer.3.wq: [256, 256] here, [512,
-  /// 512] on the device". Empty when equal.
+  /// The first difference in names, order and shapes between two spaces, for a message:
+  /// "layer.3.wq: [256, 256] here, [512, 512] on the device". Empty without one.
   static std::string first_difference(const ParameterSpace& here, const ParameterSpace& there);
+  /// The same of groups, when there is no other difference.
+  static std::string first_other_group(const ParameterSpace& here, const ParameterSpace& there);
 
  private:
   std::vector<ParameterRange> ranges_;

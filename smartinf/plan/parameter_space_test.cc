@@ -111,11 +111,13 @@ TEST(ParameterSpace, DigestSeesEveryDifferenceAndTheMessageNamesTheFirst) {
                              : space.add(range.name, range.shape, range.group).ok());
     }
     EXPECT_NE(space.digest(), here.digest());
-    return ParameterSpace::first_difference(here, space);
+    const std::string difference = ParameterSpace::first_difference(here, space);
+    return difference.empty() ? ParameterSpace::first_other_group(here, space) : difference;
   };
   EXPECT_EQ(changed(1, "norm", {2, 2}, 1), "norm: [4] here, [2, 2] on the device");
   EXPECT_EQ(changed(1, "other", {4}, 1), "parameter 1 is norm here, other on the device");
   EXPECT_EQ(changed(3, "head", {4, 16}, 1), "head: group 0 here, 1 on the device");
+  EXPECT_EQ(ParameterSpace::first_other_group(here, here), "");
   EXPECT_EQ(ParameterSpace::first_difference(here, ParameterSpace()),
             "embed: here, but not on the device");
   EXPECT_EQ(ParameterSpace::first_difference(ParameterSpace(), here),

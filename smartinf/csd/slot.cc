@@ -28,49 +28,6 @@ std::byte* thread_gradient() {
   return buffer.data();
 }
 
-/// Takes the variance a step further with the mean squares of a block's neighbours in place of the
-/// squares of what was sent, and makes the rule leave it alone: docs/smartcomp.md says why. Written
-/// without a target's vectors: multiplications and additions in this order, nothing fused.
-void age_variance(const PlaneBlocks& planes, size_t plane, uint64_t block,
-                  const CompressedView& message, uint64_t element,
-                  std::vector<kernels::GroupRun>& runs,
-                  std::vector<kernels::StepScalars>& scalars) {
-  thread_local const std::unique_ptr<float[]> squares =
-      std::make_unique<float[]>(kBlockElements / kSquaresElements);
-  message.squares_of_block(block, squares.get());
-  const uint64_t elements = planes.elements(block);
-  const base::Encoding encoding = planes.encoding(plane);
-  std::byte* stored = planes.bytes(plane, block).data();
-  const bool direct = encoding == base::Encoding::kF32;
-  float* variance = direct ? reinterpret_cast<float*>(stored) : thread_block().data();
-  const kernels::StepScalars& any = *runs.front().scalars;
-  if (!direct) {
-    kernels::kernels().decode_block(encoding, base::PlaneKind::kVariance, stored, variance,
-                                    elements);
-  }
-  scalars.clear();
-  scalars.reserve(runs.size());  // runs point into it
-  uint64_t i = 0;
-  for (kernels::GroupRun& run : runs) {
-    kernels::StepScalars& own = scalars.emplace_back(*run.scalars);
-    const uint64_t end = i + run.count;
-    while (i < end && !own.skip) {
-      const uint64_t group = i / kSquaresElements;
-      const uint64_t group_end = std::min(end, (group + 1) * kSquaresElements);
-      const float square = own.one_minus_beta2 * squares[group];
-      for (; i < group_end; ++i) variance[i] = variance[i] * own.beta2 + square;
-    }
-    i = end;
-    own.beta2 = 1;
-    own.one_minus_beta2 = 0;
-    run.scalars = &own;
-  }
-  if (!direct) {
-    kernels::kernels().encode_block(encoding, base::PlaneKind::kVariance, variance, stored,
-                                    elements, element, any.step, any.seed);
-  }
-}
-
 }  // namespace
 
 PlaneBlocks::PlaneBlocks(storage::Store& store, uint32_t subgroup, std::span<std::byte> extent)
@@ -173,11 +130,16 @@ base::Status UpdateWork::run_block(uint64_t block) {
       element = end;
     }
   }
-  const auto variance = std::find(kinds.begin(), kinds.end(), base::PlaneKind::kVariance);
-  if (compressed && message.has_squares() && variance != kinds.end()) {
-    thread_local std::vector<kernels::StepScalars> scalars;
-    age_variance(planes_, static_cast<size_t>(variance - kinds.begin()), block, message,
-                 work.element, runs, scalars);
+  if (compressed && message.has_squares()) {
+    if (!kernels::takes_mean_squares(update_->scalars.front().rule)) {
+      return base::Status(base::ErrorCode::kMismatch,
+                          "a message with mean squares for a rule without Adam's variance",
+                          "Send it without (compress.variance = \"sent\").");
+    }
+    static_assert(kSquaresElements == kernels::kTileElements);
+    thread_local std::array<float, kBlockElements / kSquaresElements> squares;
+    message.squares_of_block(block, squares.data());
+    work.mean_squares = squares.data();
   }
   kernels::kernels().update_block(planes_.format(), work, runs);
   for (size_t plane = 0; plane < kinds.size(); ++plane) planes_.seal(plane, block);

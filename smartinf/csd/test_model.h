@@ -122,8 +122,6 @@ class ReferenceModel {
                                            base::DataType weights_type,
                                            TestSparsity sparsity = {}) {
     const std::vector<kernels::StepScalars> scalars = test_scalars(number);
-    std::vector<kernels::StepScalars> aged = scalars;  // for a variance that was aged before
-    for (kernels::StepScalars& own : aged) own.beta2 = 1, own.one_minus_beta2 = 0;
     std::vector<std::vector<std::byte>> weights;
     for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
       const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
@@ -150,24 +148,14 @@ class ReferenceModel {
         block.weights_type = weights_type;
         std::vector<kernels::GroupRun> runs;  // one per element's group, joined
         for (uint64_t e = 0; e < count; ++e) {
-          const kernels::StepScalars* own =
-              &(sparsity.squares ? aged : scalars)[group_of(block.element + e)];
+          const kernels::StepScalars* own = &scalars[group_of(block.element + e)];
           if (runs.empty() || runs.back().scalars != own) runs.push_back({0, own});
           ++runs.back().count;
         }
+        std::vector<float> squares;
         if (sparsity.squares) {
-          const std::vector<float> squares = test_squares({whole.data() + first, count});
-          std::vector<float> variance(count);
-          std::byte* stored = block.planes[2];
-          scalar_.decode_block(encoding(2), base::PlaneKind::kVariance, stored, variance.data(),
-                               count);
-          for (uint64_t e = 0; e < count; ++e) {
-            const kernels::StepScalars& own = scalars[group_of(block.element + e)];
-            variance[e] =
-                variance[e] * own.beta2 + own.one_minus_beta2 * squares[e / kSquaresElements];
-          }
-          scalar_.encode_block(encoding(2), base::PlaneKind::kVariance, variance.data(), stored,
-                               count, block.element, number, scalars[0].seed);
+          squares = test_squares({whole.data() + first, count});
+          block.mean_squares = squares.data();
         }
         scalar_.update_block(layout_.format, block, runs);
       });

@@ -380,16 +380,15 @@ Status check_compression(const UpdaterOptions& options) {
 }  // namespace
 
 bool sends_squares(const UpdaterOptions& options) {
-  const bool adam = options.rule.rule == kernels::UpdateRule::kAdam ||
-                    options.rule.rule == kernels::UpdateRule::kAdamW;
-  return adam && options.compress.variance == CompressOptions::Variance::kDense;
+  return kernels::takes_mean_squares(options.rule.rule) &&
+         options.compress.variance == CompressOptions::Variance::kDense;
 }
 
 uint64_t compressed_block_bytes(const UpdaterOptions& options) {
   const CompressOptions& compress = options.compress;
   if (!compress.on()) return 0;
-  const double most = std::max(ratio_of_step(compress, 1), compress.ratio);
-  const uint64_t values = values_per_block(compress.codec, most, base::kBlockElements);
+  const uint64_t values =
+      values_per_block(compress.codec, ratio_most(compress), base::kBlockElements);
   return csd::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values,
                                           sends_squares(options)) -
          sizeof(csd::CompressedHeader);

@@ -41,13 +41,15 @@ class Digest {
   uint64_t digest_ = 0;
 };
 
-uint64_t digest_of_updates(const KernelTable& table, StateFormat format) {
+uint64_t digest_of_updates(const KernelTable& table, StateFormat format,
+                           bool mean_squares = false) {
   Digest digest;
   std::vector<RuleOptions> all;
   for (const UpdateRule rule : all_update_rules()) all.push_back({.rule = rule});
   all.push_back({.rule = UpdateRule::kSgdMomentum, .nesterov = true, .maximize = true});
   all.push_back({.rule = UpdateRule::kAdam, .beta1 = 0.2, .eps = 1e-3});
   for (const RuleOptions& options : all) {
+    if (mean_squares && !takes_mean_squares(options.rule)) continue;
     for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
       for (const bool wild : {false, true}) {
         const std::span<const PlaneKind> kinds = rule_planes(options.rule);
@@ -68,6 +70,8 @@ uint64_t digest_of_updates(const KernelTable& table, StateFormat format) {
         table.cast_from_f32(fixed_values(77, wild, false).data(), gradient.data(), type, kElements);
         block.gradient = gradient.data();
         block.weights_out = weights.data();
+        const std::vector<float> squares = fixed_values(78, wild, true);
+        if (mean_squares) block.mean_squares = squares.data();
         for (uint64_t step = 1; step <= 3; ++step) {
           const StepScalars scalars =
               make_step_scalars(options, {.lr = 0.25, .weight_decay = 0.125}, step, 0.5, 4);
@@ -119,6 +123,12 @@ TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
     EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16)), "74d260a8dc85255c")
         << table->isa();
     EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8)), "b18ad3f458c9ba51") << table->isa();
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kF32, true)), "5a1ca793f5f250a4")
+        << table->isa();
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16, true)), "9a8def2c98f2f927")
+        << table->isa();
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8, true)), "5e17d77fbf6b044a")
+        << table->isa();
     EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
   }
 }

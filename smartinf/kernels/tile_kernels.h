@@ -35,7 +35,8 @@ struct WholeTiles {
   std::byte* variance = nullptr;
   float* momentum_steps = nullptr;  // q8: one step a tile
   float* variance_steps = nullptr;
-  uint64_t element = 0;  // of the first tile in the parameter space
+  const float* mean_squares = nullptr;  // one a tile, or null
+  uint64_t element = 0;                 // of the first tile in the parameter space
 };
 
 /// Any n for casts; at most kTileElements (kNormLeafElements for squares) otherwise. Pointers are
@@ -46,9 +47,10 @@ struct TileKernels {
   void (*widen)(const void* in, base::DataType type, float* out, size_t n);
   void (*narrow)(const float* in, void* out, base::DataType type, size_t n);
 
-  /// One step in place. momentum or variance is null when the rule does not keep it.
+  /// One step in place. momentum or variance is null when the rule does not keep it. mean_square:
+  /// the tile's, or null.
   void (*update)(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
-                 float* variance, size_t n);
+                 float* variance, size_t n, const float* mean_square);
 
   /// All stages at once, values staying in registers from read to write: the way of nearly all
   /// elements. Null: there is none, and the stages do it one by one. Same bits either way.

@@ -9,12 +9,13 @@
 
 namespace smartinf::kernels {
 
-ElementState update_element(const StepScalars& scalars, float gradient, ElementState state) {
+ElementState update_element(const StepScalars& scalars, float gradient, const float* mean_square,
+                            ElementState state) {
   gradient = gradient * (scalars.maximize ? -scalars.gradient_scale : scalars.gradient_scale);
   switch (scalars.rule) {
     case UpdateRule::kAdamW:
     case UpdateRule::kAdam:
-      update_adam(scalars, gradient, state);
+      update_adam(scalars, gradient, mean_square, state);
       break;
     case UpdateRule::kSgdMomentum:
       update_sgd(scalars, gradient, state);
@@ -77,12 +78,12 @@ void narrow(const float* in, void* out, DataType type, size_t n) {
 }
 
 void update(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
-            float* variance, size_t n) {
+            float* variance, size_t n, const float* mean_square) {
   for (size_t i = 0; i < n; ++i) {
     ElementState state{.master = master[i],
                        .momentum = momentum != nullptr ? momentum[i] : 0,
                        .variance = variance != nullptr ? variance[i] : 0};
-    state = update_element(scalars, gradient[i], state);
+    state = update_element(scalars, gradient[i], mean_square, state);
     master[i] = state.master;
     if (momentum != nullptr) momentum[i] = state.momentum;
     if (variance != nullptr) variance[i] = state.variance;
@@ -122,8 +123,8 @@ float encode_q8(PlaneKind kind, RoundingKey key, const float* in, uint8_t* out, 
 void decode_q8(PlaneKind kind, float step, const uint8_t* in, float* out, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const uint8_t code = in[code_position(i, n)];
-    out[i] = kind == PlaneKind::kVariance ? decode_variance(code, step)
-                                          : decode_momentum(code, step);
+    out[i] =
+        kind == PlaneKind::kVariance ? decode_variance(code, step) : decode_momentum(code, step);
   }
 }
 

@@ -179,12 +179,13 @@ struct StateVectors {
   VF master;
   VF momentum;
   VF variance;
-  VF root;  // of the variance; set by rules that keep one
+  VF root;         // of the variance; set by rules that keep one
+  VF mean_square;  // of the tile, for rules with kMeanSquares
 };
 
 HWY_INLINE StateVectors zero_state() {
   const VF zero = hn::Zero(F32());
-  return {.master = zero, .momentum = zero, .variance = zero, .root = zero};
+  return {.master = zero, .momentum = zero, .variance = zero, .root = zero, .mean_square = zero};
 }
 
 // Each rule holds its scalars, one in every lane; update() does one step, and watch() is NaN in a
@@ -206,6 +207,7 @@ template <bool kDecays, bool kNear>
 struct Adam {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = true;
+  static constexpr bool kMeanSquares = false;
   explicit Adam(const StepScalars& s)
       : decay(s),
         weight(set(kNear ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)),
@@ -231,10 +233,44 @@ struct Adam {
   VF weight, decay_factor, beta2, one_minus_beta2, minus_step_size, eps;
 };
 
+// Adam whose variance is given the mean squares of a gradient that it does not see whole. Rarer,
+// so its cases are told apart at run time.
+struct AdamOfMeanSquares {
+  static constexpr bool kMomentum = true;
+  static constexpr bool kVariance = true;
+  static constexpr bool kMeanSquares = true;
+  explicit AdamOfMeanSquares(const StepScalars& s)
+      : decays(s.weight_decay != 0),
+        near(s.one_minus_beta1 < 0.5f),
+        decay(s),
+        weight(set(near ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)),
+        decay_factor(set(s.decay_factor)),
+        beta2(set(s.beta2)),
+        one_minus_beta2(set(s.one_minus_beta2)),
+        minus_step_size(set(-s.step_size)),
+        eps(set(s.eps)) {}
+  HWY_INLINE void update(VF gradient, StateVectors& e) const {
+    e.master = hn::Mul(e.master, decay_factor);
+    if (decays) gradient = decay(gradient, e.master);
+    const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
+    e.momentum = hn::Add(near ? e.momentum : gradient, difference);
+    e.variance = hn::Add(hn::Mul(e.variance, beta2), hn::Mul(one_minus_beta2, e.mean_square));
+    e.root = hn::Sqrt(e.variance);
+    e.master =
+        hn::Add(e.master, hn::Div(hn::Mul(minus_step_size, e.momentum), hn::Add(e.root, eps)));
+  }
+  HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
+
+  bool decays, near;
+  GradientDecay<true> decay;
+  VF weight, decay_factor, beta2, one_minus_beta2, minus_step_size, eps;
+};
+
 template <bool kDecays>
 struct Sgd {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = false;
+  static constexpr bool kMeanSquares = false;
   explicit Sgd(const StepScalars& s)
       : decay(s),
         forgets(s.first_step || s.beta1 == 0),
@@ -263,6 +299,7 @@ template <bool kDecays>
 struct Adagrad {
   static constexpr bool kMomentum = false;
   static constexpr bool kVariance = true;
+  static constexpr bool kMeanSquares = false;
   explicit Adagrad(const StepScalars& s)
       : decay(s),
         first_step(s.first_step),
@@ -285,6 +322,7 @@ struct Adagrad {
 struct Lion {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = false;
+  static constexpr bool kMeanSquares = false;
   explicit Lion(const StepScalars& s)
       : decay_factor(set(s.decay_factor)),
         beta1(set(s.beta1)),
@@ -316,11 +354,12 @@ void canonicalize(float* values, size_t n) {
 
 // Calls `work` with the type of the rule as its template argument.
 template <typename Work>
-HWY_INLINE void with_rule(const StepScalars& s, const Work& work) {
+HWY_INLINE void with_rule(const StepScalars& s, bool mean_squares, const Work& work) {
   const bool decays = s.weight_decay != 0;
   switch (s.rule) {
     case UpdateRule::kAdamW:
     case UpdateRule::kAdam:
+      if (mean_squares) return work.template operator()<AdamOfMeanSquares>();
       if (s.one_minus_beta1 < 0.5f) {
         return decays ? work.template operator()<Adam<true, true>>()
                       : work.template operator()<Adam<false, true>>();
@@ -344,7 +383,7 @@ HWY_INLINE VF gradient_scale(const StepScalars& s) {
 
 template <typename Rule>
 void update_rule(const StepScalars& s, const float* gradient, float* master, float* momentum,
-                 float* variance, size_t n) {
+                 float* variance, size_t n, const float* mean_square) {
   const F32 f32;
   const size_t lanes = hn::Lanes(f32);
   const VF scale = gradient_scale(s);
@@ -355,6 +394,7 @@ void update_rule(const StepScalars& s, const float* gradient, float* master, flo
     e.master = hn::LoadU(f32, master + i);
     if constexpr (Rule::kMomentum) e.momentum = hn::LoadU(f32, momentum + i);
     if constexpr (Rule::kVariance) e.variance = hn::LoadU(f32, variance + i);
+    if constexpr (Rule::kMeanSquares) e.mean_square = set(*mean_square);
     rule.update(hn::Mul(hn::LoadU(f32, gradient + i), scale), e);
     hn::StoreU(canonical_nan(e.master), f32, master + i);
     if constexpr (Rule::kMomentum) hn::StoreU(canonical_nan(e.momentum), f32, momentum + i);
@@ -362,14 +402,14 @@ void update_rule(const StepScalars& s, const float* gradient, float* master, flo
   }
   if (i < n) {
     scalar_tiles().update(s, gradient + i, master + i, Rule::kMomentum ? momentum + i : nullptr,
-                          Rule::kVariance ? variance + i : nullptr, n - i);
+                          Rule::kVariance ? variance + i : nullptr, n - i, mean_square);
   }
 }
 
 void update(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
-            float* variance, size_t n) {
-  with_rule(scalars, [&]<typename Rule>() {
-    update_rule<Rule>(scalars, gradient, master, momentum, variance, n);
+            float* variance, size_t n, const float* mean_square) {
+  with_rule(scalars, mean_square != nullptr, [&]<typename Rule>() {
+    update_rule<Rule>(scalars, gradient, master, momentum, variance, n, mean_square);
   });
 }
 
@@ -683,6 +723,7 @@ class TileStep {
   /// does `watch`; the caller makes it canonical.
   HWY_INLINE void vector(size_t i, StateVectors& e, VF& watch) const {
     e.master = hn::LoadU(F32(), t_.master + i);
+    if constexpr (Rule::kMeanSquares) e.mean_square = set(t_.mean_squares[i / kTileElements]);
     rule_.update(hn::Mul(load_gradient<kGradient>(t_.gradient, i), scale_), e);
     watch = hn::Add(watch, rule_.watch(e));
     hn::StoreU(e.master, F32(), t_.master + i);
@@ -937,7 +978,7 @@ void update_whole(base::StateFormat format, const StepScalars& s, const WholeTil
 }
 
 void update_whole_tiles(base::StateFormat format, const StepScalars& s, const WholeTiles& t) {
-  with_rule(s, [&]<typename Rule>() {
+  with_rule(s, t.mean_squares != nullptr, [&]<typename Rule>() {
     switch (t.gradient_type) {
       case DataType::kF32:
         update_whole<Rule, DataType::kF32>(format, s, t);

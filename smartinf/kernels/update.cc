@@ -147,6 +147,7 @@ class BlockUpdate {
                                .variance = variance_.codes(first),
                                .momentum_steps = momentum_.steps(first),
                                .variance_steps = variance_.steps(first),
+                               .mean_squares = mean_square_at(first),
                                .element = block_.element + first});
   }
 
@@ -168,7 +169,8 @@ class BlockUpdate {
       if (!cursor.scalars().skip) {
         tiles_.update(cursor.scalars(), gradient + done, master + done,
                       momentum != nullptr ? momentum + done : nullptr,
-                      variance != nullptr ? variance + done : nullptr, piece);
+                      variance != nullptr ? variance + done : nullptr, piece,
+                      mean_square_at(first));
       }
       done += piece;
       cursor.advance(piece);
@@ -185,6 +187,9 @@ class BlockUpdate {
   const void* gradient_at(size_t first) const {
     return static_cast<const std::byte*>(block_.gradient) +
            first * base::data_type_bytes(block_.gradient_type);
+  }
+  const float* mean_square_at(size_t first) const {
+    return block_.mean_squares == nullptr ? nullptr : block_.mean_squares + first / kTileElements;
   }
   void* weights_at(size_t first) const {
     if (block_.weights_out == nullptr) return nullptr;
@@ -228,6 +233,8 @@ void KernelTable::update_block(base::StateFormat format, const UpdateBlock& bloc
   if (block.count == 0) return;
   SI_CHECK(!runs.empty(), "a block needs the scalars of its elements");
   SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
+  SI_CHECK(block.mean_squares == nullptr || takes_mean_squares(runs.front().scalars->rule),
+           "mean squares are for Adam's variance");
   BlockUpdate update(tiles_, format, block, *runs.front().scalars);
   RunCursor cursor(runs);
   for (size_t first = 0; first < block.count;) {

@@ -26,6 +26,9 @@ struct UpdateBlock {
   uint64_t element = 0;            // index of the first one in the parameter space; multiple of 256
   const void* gradient = nullptr;  // [count] of gradient_type
   base::DataType gradient_type = base::DataType::kBf16;
+  /// Adam and AdamW only: what the variance takes in place of the squares of `gradient`, one for
+  /// kTileElements neighbours, already scaled; null: those squares. [divide_up(count, 256)]
+  const float* mean_squares = nullptr;
   void* weights_out = nullptr;  // [count] of weights_type, or null: no weights wanted
   base::DataType weights_type = base::DataType::kBf16;
 };

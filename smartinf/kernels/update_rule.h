@@ -30,6 +30,11 @@ std::optional<UpdateRule> update_rule_from_name(std::string_view name);
 /// The planes the rule keeps, in their order on the drive; master comes first.
 std::span<const base::PlaneKind> rule_planes(UpdateRule rule);
 
+/// Whether its variance can be given mean squares of the gradient (UpdateBlock::mean_squares).
+inline bool takes_mean_squares(UpdateRule rule) {
+  return rule == UpdateRule::kAdamW || rule == UpdateRule::kAdam;
+}
+
 /// A user's options, in torch.optim's meaning. What a rule does not know must be at its default.
 struct RuleOptions {
   UpdateRule rule = UpdateRule::kAdamW;

@@ -51,6 +51,32 @@ TEST(UpdateBlock, AdamWFollowsTheFormula) {
   }
 }
 
+TEST(UpdateBlock, MeanSquaresTakeThePlaceOfTheGradientsSquares) {
+  const size_t n = kTileElements + 3;
+  const std::vector<float> mean_squares = {4.0f, 0.25f};
+  const std::vector<float> gradient(n, 0.5f);
+  const StepScalars scalars =
+      make_step_scalars({.beta1 = 0.9, .beta2 = 0.75, .eps = 1e-6}, {.lr = 0.01}, 1, 1, 0);
+  std::vector<float> master(n, 1.0f);
+  std::vector<float> momentum(n);
+  std::vector<float> variance(n, 8.0f);
+  const GroupRun run{n, &scalars};
+  scalar().update_block(StateFormat::kF32,
+                        {.planes = {plane_of(master), plane_of(momentum), plane_of(variance)},
+                         .count = n,
+                         .gradient = gradient.data(),
+                         .gradient_type = DataType::kF32,
+                         .mean_squares = mean_squares.data()},
+                        {&run, 1});
+  for (size_t i = 0; i < n; ++i) {
+    const double v = 0.75 * 8 + 0.25 * (i < kTileElements ? 4.0 : 0.25);
+    ASSERT_EQ(variance[i], v) << i;
+    ASSERT_NEAR(momentum[i], 0.05, 1e-8);
+    // The first step's corrections make the momentum's share 1 and the variance's 1 / 0.25.
+    ASSERT_NEAR(master[i], 1 - 0.01 * 0.5 / std::sqrt(v / 0.25), 1e-7) << i;
+  }
+}
+
 TEST(UpdateBlock, RunsGiveEachElementItsGroup) {
   const StepScalars fast =
       make_step_scalars({.rule = UpdateRule::kSgdMomentum, .beta1 = 0}, {.lr = 1}, 1, 1, 0);

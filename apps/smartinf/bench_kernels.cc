@@ -446,7 +446,7 @@ class KernelBench {
               const uint64_t end = std::min(
                   elements_, std::min(part.last, b + kBlocksOfSubgroup) * base::kBlockElements);
               compressor->compress(scratch[t], writers[t],
-                                   {base::SubgroupId{0}, first, end - first}, {}, step, 1.0);
+                                   {base::SubgroupId{0}, first, end - first}, {});
             }
           },
           [&] {
@@ -456,6 +456,7 @@ class KernelBench {
             const uint64_t turned = step * 7919 * 64 % elements_;
             compressor->put(0, gradient_.data() + turned * 2, DataType::kBf16, elements_ - turned);
             compressor->put(elements_ - turned, gradient_.data(), DataType::kBf16, turned);
+            compressor->begin_update(step, 1, 1);
           });
     }
     return {};

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/check.h"
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
@@ -16,6 +17,7 @@
 #include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/kernels/update.h"
 
+#include "apps/smartinf/median.h"
 #include "apps/smartinf/synthetic_steps.h"
 
 namespace smartinf::apps {
@@ -26,15 +28,21 @@ using base::DataType;
 constexpr uint64_t kBlock = base::kBlockElements;
 constexpr uint64_t kBlocks = 64;  // of each thread: beyond the caches
 
-template <typename Pass>
-double best_seconds(Pass pass) {
-  double best_s = 1e30;
-  for (int i = 0; i < 5; ++i) {
+/// The median of some passes; `prepare`, before each, is not timed.
+template <typename Pass, typename Prepare>
+double median_seconds(Pass pass, Prepare prepare) {
+  std::vector<double> seconds(5);
+  for (double& pass_s : seconds) {
+    prepare();
     const uint64_t start_ns = base::now_ns();
     pass();
-    best_s = std::min(best_s, base::seconds_since(start_ns));
+    pass_s = base::seconds_since(start_ns);
   }
-  return best_s;
+  return median(std::move(seconds));
+}
+template <typename Pass>
+double median_seconds(Pass pass) {
+  return median_seconds(pass, [] {});
 }
 
 /// Every hundredth element of each block.
@@ -60,7 +68,6 @@ class ProcessorPass {
   void run(const kernels::StepScalars& scalars) {
     using base::PlaneKind;
     const auto planes = kernels::rule_planes(kernels::UpdateRule::kAdamW);
-    std::vector<float> variance(kBlock);
     std::array<float, kBlock / csd::kSquaresElements> squares;
     for (uint64_t b = 0; b < kBlocks; ++b) {
       std::byte* at = memory_ + b * block_bytes_;
@@ -78,7 +85,7 @@ class ProcessorPass {
         const auto view = csd::CompressedView::trusted(message_);
         view.expand_block(b, at);
         view.squares_of_block(b, squares.data());
-        age(block.planes[2], squares, variance, scalars);
+        block.mean_squares = squares.data();
       }
       block.weights_out = at + 2 * kBlock;
       const kernels::GroupRun run{kBlock, &scalars};
@@ -92,23 +99,6 @@ class ProcessorPass {
   uint64_t seen() const { return seen_; }
 
  private:
-  void age(std::byte* stored, std::span<const float> squares, std::vector<float>& room,
-           const kernels::StepScalars& scalars) const {
-    using base::PlaneKind;
-    const auto encoding = base::plane_encoding(work_.format, PlaneKind::kVariance);
-    const bool direct = encoding == base::Encoding::kF32;
-    float* variance = direct ? reinterpret_cast<float*>(stored) : room.data();
-    const auto& table = kernels::kernels();
-    if (!direct) table.decode_block(encoding, PlaneKind::kVariance, stored, variance, kBlock);
-    for (uint64_t i = 0; i < kBlock; ++i) {
-      variance[i] = variance[i] * scalars.beta2 + squares[i / csd::kSquaresElements];
-    }
-    if (!direct) {
-      table.encode_block(encoding, PlaneKind::kVariance, variance, stored, kBlock, 0, scalars.step,
-                         scalars.seed);
-    }
-  }
-
   const ProcessorWork work_;
   std::byte* memory_;
   uint64_t block_bytes_;
@@ -137,11 +127,11 @@ base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t thr
   rule.rule = kernels::UpdateRule::kAdamW;
   const kernels::StepScalars scalars =
       kernels::make_step_scalars(rule, kernels::GroupOptions{}, 1, 1.0, 0);
-  const double best_s = best_seconds([&] {
+  const double pass_s = median_seconds([&] {
     std::vector<std::jthread> workers;
     for (ProcessorPass& pass : passes) workers.emplace_back([&] { pass.run(scalars); });
   });
-  return static_cast<double>(threads * kBlocks * kBlock) / best_s;
+  return static_cast<double>(threads * kBlocks * kBlock) / pass_s;
 }
 
 base::Result<double> measure_intake_rate(DataType type) {
@@ -152,7 +142,7 @@ base::Result<double> measure_intake_rate(DataType type) {
   std::memset(from.data(), 0, bytes);
   std::memset(to.data(), 0, bytes);
   volatile double norm = 0;
-  return static_cast<double>(kElements) / best_seconds([&] {
+  return static_cast<double>(kElements) / median_seconds([&] {
            std::memcpy(to.data(), from.data(), bytes);
            norm = kernels::kernels().partial_norm(from.data(), type, kElements).sum_of_squares;
          });
@@ -166,14 +156,14 @@ base::Result<double> measure_copy_rate(uint32_t threads) {
                       base::AlignedBuffer::allocate(threads * kBytes));
   std::memset(from.data(), 0, from.size());
   std::memset(to.data(), 0, to.size());
-  const double best_s = best_seconds([&] {
+  const double pass_s = median_seconds([&] {
     std::vector<std::jthread> workers;
     for (uint32_t t = 0; t < threads; ++t) {
       workers.emplace_back(
           [&, t] { std::memcpy(to.data() + t * kBytes, from.data() + t * kBytes, kBytes); });
     }
   });
-  return static_cast<double>(threads * kBytes) / best_s;
+  return static_cast<double>(threads * kBytes) / pass_s;
 }
 
 base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
@@ -199,23 +189,21 @@ base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
     for (uint32_t t = 0; t < rate.threads; ++t) {
       workers.emplace_back([&, t] {
         const plan::Subgroup own{base::SubgroupId{t}, t * kElements, kElements};
-        (void)compressor->compress(scratches[t], writers[t], own, {}, step, 1);
+        const auto message = compressor->compress(scratches[t], writers[t], own, {});
+        // As the device does, on these cores.
+        SI_CHECK(csd::CompressedView::parse(message).ok(), "a message of our own");
       });
     }
   };
-  double best_s = 1e30;
-  for (int i = 0; i < 5; ++i) {
+  const auto prepare = [&] {
+    if (step++ > 0) compressor->commit();
     compressor->begin_step();
     for (uint64_t first = 0; first < elements; first += engine::kGradientCutElements) {
       compressor->put(first, steps->gradient(), DataType::kBf16, engine::kGradientCutElements);
     }
-    ++step;
-    const uint64_t start_ns = base::now_ns();
-    pass();
-    best_s = std::min(best_s, base::seconds_since(start_ns));
-    compressor->commit();
-  }
-  rate.params_per_s = static_cast<double>(kElements) / best_s;
+    compressor->begin_update(step, 1, 1);
+  };
+  rate.params_per_s = static_cast<double>(kElements) / median_seconds(pass, prepare);
   return rate;
 }
 

@@ -11,8 +11,8 @@
 
 namespace smartinf::apps {
 
-// Each is the best of five passes of some ten milliseconds, over buffers beyond the caches: what
-// the machine can do, not what else it was doing. Errors: kOutOfMemory.
+// Each is the median of five passes of some ten milliseconds, over buffers beyond the caches.
+// Errors: kOutOfMemory.
 
 /// What a processor does with a block of AdamW's state, a bf16 gradient and bf16 weights out.
 struct ProcessorWork {
@@ -30,7 +30,8 @@ base::Result<double> measure_intake_rate(base::DataType type);
 base::Result<double> measure_copy_rate(uint32_t threads);
 
 /// How many threads of the host select from gradients, and parameters per second at which each adds
-/// what was not sent, selects the largest of a gradient and packs them.
+/// what was not sent, selects the largest of a gradient and packs them, and at which the device
+/// checks the message.
 struct SelectRate {
   uint32_t threads = 1;
   double params_per_s = 0;

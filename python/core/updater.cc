@@ -77,6 +77,8 @@ engine::CompressOptions compress_options(const nb::dict& given) {
                            {"randomk", Codec::kRandomK},
                            {"dense", Codec::kDense}});
   compress.ratio = option(given, "ratio", compress.ratio);
+  compress.ratio_max = option(given, "ratio_max", compress.ratio_max);
+  compress.backlog = option(given, "backlog", compress.backlog);
   compress.values = choice(given, "values", compress.values,
                            {{"f32", base::DataType::kF32},
                             {"bf16", base::DataType::kBf16},

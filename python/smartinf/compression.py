@@ -7,6 +7,8 @@ from smartinf.errors import UsageError
 _TYPES = {
     "codec": str,
     "ratio": float,
+    "ratio_max": float,
+    "backlog": float,
     "values": str,
     "feedback": str,
     "feedback_decay": float,
@@ -19,8 +21,8 @@ _TYPES = {
 def parse(value):
     """The keys given, as the core wants them; None: gradients go whole.
 
-    value: None, a ratio (0.02), a codec ("topk"), or a dict with any of codec, ratio, values,
-    feedback, feedback_decay, variance, warmup_steps, keep_every. Raises UsageError.
+    value: None, a ratio (0.02), a codec ("topk"), or a dict with any of codec, ratio, ratio_max,
+    backlog, values, feedback, feedback_decay, variance, warmup_steps, keep_every. Raises UsageError.
     """
     if value is None or value is False or value == "none":
         return None

@@ -157,6 +157,11 @@ constexpr auto kKeys = std::to_array<Key>({
            "\"dense\": controls"),
     SI_KEY("compress.ratio", &r.updater.compress.ratio,
            "volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %"),
+    SI_KEY("compress.ratio_max", &r.updater.compress.ratio_max,
+           "above 0 the ratio is automatic: it rises up to this while more than \"backlog\" waits"),
+    SI_KEY(
+        "compress.backlog", &r.updater.compress.backlog,
+        "of an automatic ratio: how many steps' gradients may wait, by the squares of the norms"),
     SI_KEY("compress.values", choice(r.updater.compress.values, kGradient), "of what is sent"),
     SI_KEY("compress.feedback", choice(r.updater.compress.feedback, kFeedback),
            "\"host\": what is not sent is kept in host memory and added to the next gradient; "

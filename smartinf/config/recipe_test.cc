@@ -364,7 +364,7 @@ TEST(Recipes, OfTheProjectAreValid) {
 TEST(Recipe, Compression) {
   const LoadedRecipe loaded = good(
       "[compress]\ncodec = \"topk\"\nratio = 0.05\nvalues = \"f16\"\nfeedback = \"none\"\n"
-      "variance = \"sent\"\nwarmup_steps = 100\nkeep_every = 8\n",
+      "variance = \"sent\"\nwarmup_steps = 100\nkeep_every = 8\nbacklog = 12.5\n",
       {});
   const engine::CompressOptions& compress = loaded.recipe.updater.compress;
   EXPECT_EQ(compress.codec, engine::CompressOptions::Codec::kTopK);
@@ -373,11 +373,17 @@ TEST(Recipe, Compression) {
   EXPECT_EQ(compress.feedback, engine::CompressOptions::Feedback::kNone);
   EXPECT_EQ(compress.variance, engine::CompressOptions::Variance::kSent);
   EXPECT_EQ(compress.warmup_steps, 100u);
+  EXPECT_EQ(compress.backlog, 12.5);
+  EXPECT_FALSE(compress.automatic());
   EXPECT_EQ(compress.keep_every, 8u);
   EXPECT_THAT(bad("[compress]\nratoi = 0.1\n"), HasSubstr("compress.ratio"));
   EXPECT_THAT(bad("[compress]\ncodec = \"top\"\n"), HasSubstr("\"topk\""));
   EXPECT_THAT(bad("[compress]\nratio = 0.0\n"), HasSubstr("compress.ratio"));
   EXPECT_THAT(bad("[compress]\nratio = 3.0\n"), HasSubstr("compress.ratio"));
+  EXPECT_THAT(bad("[compress]\nratio_max = 0.01\n"), HasSubstr("compress.ratio_max"));
+  EXPECT_THAT(bad("[compress]\nbacklog = 0.0\n"), HasSubstr("compress.backlog"));
+  EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\nratio_max = 0.5\nfeedback = \"none\"\n"),
+              HasSubstr("compress.ratio_max"));
   EXPECT_THAT(bad("[compress]\nfeedback_decay = 1.5\n"), HasSubstr("compress.feedback_decay"));
   EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\n[optimizer]\nwhere = \"memory\"\n"),
               HasSubstr("optimizer.where"));

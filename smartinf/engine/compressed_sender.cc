@@ -15,8 +15,7 @@ uint32_t CompressedSender::default_threads() {
   return std::clamp(std::thread::hardware_concurrency(), 1u, kThreadsMax);
 }
 
-CompressedSender::Failure CompressedSender::send(std::span<const Piece> pieces,
-                                                 base::StepNumber step, double scale) {
+CompressedSender::Failure CompressedSender::send(std::span<const Piece> pieces) {
   next_ = 0;
   failed_ = false;
   failure_ = Failure{};
@@ -26,25 +25,24 @@ CompressedSender::Failure CompressedSender::send(std::span<const Piece> pieces,
     if (workers_[i] == nullptr) workers_[i] = std::make_unique<Worker>();
     // The last one is this thread's.
     if (i + 1 < count) {
-      threads.emplace_back([&, i] { work(*workers_[i], pieces, step, scale); });
+      threads.emplace_back([&, i] { work(*workers_[i], pieces); });
     } else {
-      work(*workers_[i], pieces, step, scale);
+      work(*workers_[i], pieces);
     }
   }
   threads.clear();
   return std::move(failure_);
 }
 
-void CompressedSender::work(Worker& worker, std::span<const Piece> pieces, base::StepNumber step,
-                            double scale) {
+void CompressedSender::work(Worker& worker, std::span<const Piece> pieces) {
   for (size_t turn = 0;; ++turn) {
     Outgoing& outgoing = worker.outgoing[turn % worker.outgoing.size()];
     wait_for(worker, outgoing);
     const size_t next = next_++;
     if (failed_ || next >= pieces.size()) break;
     const Piece& piece = pieces[next];
-    const auto message = compressor_.compress(worker.scratch, outgoing.writer, *piece.subgroup,
-                                              piece.sits_out, step, scale);
+    const auto message =
+        compressor_.compress(worker.scratch, outgoing.writer, *piece.subgroup, piece.sits_out);
     csd::Command& command = outgoing.command;
     command = csd::Command{};
     command.kind = csd::CommandKind::kPutGradient;

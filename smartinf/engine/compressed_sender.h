@@ -38,7 +38,7 @@ class CompressedSender {
   };
   /// The message of every piece; when it returns, every device has what was sent to it. Gives up
   /// after the first failure. Threads: one at a time, and nobody else submits to the devices.
-  Failure send(std::span<const Piece> pieces, base::StepNumber step, double scale);
+  Failure send(std::span<const Piece> pieces);
 
  private:
   struct Outgoing {
@@ -51,7 +51,7 @@ class CompressedSender {
     std::array<Outgoing, 2> outgoing;
     csd::CompletionQueue replies;
   };
-  void work(Worker& worker, std::span<const Piece> pieces, base::StepNumber step, double scale);
+  void work(Worker& worker, std::span<const Piece> pieces);
   void wait_for(Worker& worker, const Outgoing& outgoing);
 
   GradientCompressor& compressor_;

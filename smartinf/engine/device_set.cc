@@ -370,6 +370,21 @@ Status check_compression(const UpdaterOptions& options) {
     return bad(fmt::format("a compression ratio of {}", compress.ratio),
                "Choose one above 0 and at most 2: 0.02 sends the largest 1 %.");
   }
+  if (compress.ratio_max != 0) {
+    if (!(compress.ratio_max >= compress.ratio && compress.ratio_max <= 2)) {
+      return bad(fmt::format("a largest compression ratio of {} beside a ratio of {}",
+                             compress.ratio_max, compress.ratio),
+                 "Choose one from that ratio to 2, or 0 for a ratio that stays.");
+    }
+    if (compress.feedback == CompressOptions::Feedback::kNone) {
+      return bad("an automatic compression ratio without feedback",
+                 "It goes by what is kept: choose feedback \"host\", or a largest ratio of 0.");
+    }
+  }
+  if (!(compress.backlog > 0)) {
+    return bad(fmt::format("a compression backlog of {}", compress.backlog),
+               "Choose one above 0: so many steps' gradients may wait before more is sent.");
+  }
   if (!(compress.feedback_decay >= 0 && compress.feedback_decay <= 1)) {
     return bad(fmt::format("a feedback decay of {}", compress.feedback_decay),
                "Choose one from 0 (nothing is kept) to 1 (all of it).");

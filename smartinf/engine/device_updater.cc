@@ -646,7 +646,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
           compressor_ != nullptr ? 1 : options.gradient_scale, options_.seed);
     }
   }
-  if (compressor_ != nullptr) compression_ = compressor_->summary(number);
+  if (compressor_ != nullptr) compression_ = compressor_->summary();
   phase_ = Phase::kUpdating;
   updates_in_flight_ = static_cast<size_t>(
       std::count_if(update_commands_.begin(), update_commands_.end(),
@@ -900,6 +900,8 @@ void DeviceUpdater::write_residual(Command& command, size_t device,
 }
 
 Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
+  SI_ASSIGN_OR_RETURN(const GradientSummary gradient, intake_.finish(options.gradient_scale));
+  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm);
   std::vector<CompressedSender::Piece> pieces;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     if (left_alone(subgroup, options)) {
@@ -914,8 +916,7 @@ Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
       return !options.groups[stretch.group].skip;
     });
   }
-  CompressedSender::Failure failure =
-      sender_->send(pieces, number_of(options), options.gradient_scale);
+  CompressedSender::Failure failure = sender_->send(pieces);
   return named(std::move(failure.status), failure.device);
 }
 

@@ -92,10 +92,19 @@ size_t values_per_block(Codec codec, double ratio, uint64_t elements) {
   return std::clamp<size_t>(static_cast<size_t>(values), 1, elements);
 }
 
-double ratio_of_step(const CompressOptions& options, uint64_t step) {
-  if (step > options.warmup_steps || options.ratio >= kWarmupRatio) return options.ratio;
-  const double done = static_cast<double>(step - 1) / static_cast<double>(options.warmup_steps);
-  return kWarmupRatio * std::pow(options.ratio / kWarmupRatio, done);
+double ratio_of_step(const CompressOptions& options, uint64_t step, double backlog) {
+  double ratio = options.ratio;
+  if (step <= options.warmup_steps && ratio < kWarmupRatio) {
+    const double done = static_cast<double>(step - 1) / static_cast<double>(options.warmup_steps);
+    ratio = kWarmupRatio * std::pow(ratio / kWarmupRatio, done);
+  }
+  if (!options.automatic() || backlog <= options.backlog) return ratio;
+  const double wanted = options.ratio * backlog / options.backlog;
+  return std::max(ratio, std::min(wanted, options.ratio_max));
+}
+
+double ratio_most(const CompressOptions& options) {
+  return std::max({options.ratio, options.ratio_max, options.warmup_steps > 0 ? kWarmupRatio : 0});
 }
 
 }  // namespace smartinf::engine

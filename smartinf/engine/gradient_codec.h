@@ -33,8 +33,12 @@ const GradientCodec& gradient_codec(CompressOptions::Codec codec);
 size_t values_per_block(CompressOptions::Codec codec, double ratio, uint64_t elements);
 
 /// The ratio of a step (from 1): during the warm-up it falls from kWarmupRatio to options.ratio by
-/// the same factor each step. Source: Lin et al. 2018 (DGC), section 3.3.
+/// the same factor each step; an automatic one is at least that, and rises with the backlog: square
+/// of the norm of what is kept over that of the step's gradient.
+/// Source: Lin et al. 2018 (DGC), section 3.3, for the warm-up; docs/smartcomp.md for the rest.
 inline constexpr double kWarmupRatio = 0.5;
-double ratio_of_step(const CompressOptions& options, uint64_t step);
+double ratio_of_step(const CompressOptions& options, uint64_t step, double backlog);
+/// The largest that ratio_of_step() gives.
+double ratio_most(const CompressOptions& options);
 
 }  // namespace smartinf::engine

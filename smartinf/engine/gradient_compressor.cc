@@ -21,6 +21,10 @@ static_assert(kernels::kMeanSquareElements == csd::kSquaresElements);
 // Other random numbers than those that the devices round the state with.
 constexpr uint64_t kRoundingStream = 0x6b65'7074;
 
+double square_of(const base::Bf16* values, uint64_t count) {
+  return kernels::kernels().partial_norm(values, DataType::kBf16, count).sum_of_squares;
+}
+
 }  // namespace
 
 base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
@@ -70,14 +74,39 @@ void GradientCompressor::put(uint64_t first, const void* gradient, DataType type
   }
 }
 
+double GradientCompressor::sum_of_squares() const {
+  return std::accumulate(residual_squares_.begin(), residual_squares_.end(), 0.0);
+}
+
+void GradientCompressor::find_squares(const base::Bf16* values) {
+  for (size_t b = 0; b < residual_squares_.size(); ++b) {
+    const uint64_t first = b * kBlockElements;
+    residual_squares_[b] = square_of(values + first, std::min(kBlockElements, elements_ - first));
+  }
+}
+
+void GradientCompressor::begin_update(base::StepNumber step, double scale, double norm) {
+  step_ = step;
+  scale_ = static_cast<float>(scale);
+  double backlog = 0;
+  if (options_.automatic()) {
+    if (!kept_square_) {
+      find_squares(residual_);
+      kept_square_ = sum_of_squares();
+    }
+    const double waiting = *kept_square_ * options_.feedback_decay * options_.feedback_decay;
+    if (waiting > 0) backlog = waiting / (norm * norm);
+  }
+  ratio_ = ratio_of_step(options_, step, backlog);
+}
+
 std::span<const std::byte> GradientCompressor::compress(
     Scratch& scratch, csd::CompressedWriter& writer, const plan::Subgroup& subgroup,
-    std::span<const plan::GroupStretch> sits_out, base::StepNumber step, double scale) {
+    std::span<const plan::GroupStretch> sits_out) {
   writer.begin(subgroup.id, subgroup.count, options_.values, squares_);
   for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
     compress_block(scratch, writer, subgroup.first + first,
-                   std::min(kBlockElements, subgroup.count - first), step,
-                   static_cast<float>(scale), sits_out);
+                   std::min(kBlockElements, subgroup.count - first), sits_out);
   }
   const auto message = writer.finish();
   bytes_of_step_ += message.size();
@@ -86,8 +115,8 @@ std::span<const std::byte> GradientCompressor::compress(
 }
 
 void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter& writer,
-                                        uint64_t first, uint64_t count, base::StepNumber step,
-                                        float scale, std::span<const plan::GroupStretch> sits_out) {
+                                        uint64_t first, uint64_t count,
+                                        std::span<const plan::GroupStretch> sits_out) {
   const kernels::KernelTable& table = kernels::kernels();
   float* values = scratch.values.data();
   uint32_t* indices = scratch.indices.data();
@@ -106,11 +135,11 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
   const auto squares = std::span(scratch.squares)
                            .first(squares_ ? base::divide_up(count, csd::kSquaresElements) : 0);
   kernels::add_feedback(table, {gradient, count}, {residual, residual == nullptr ? 0 : count},
-                        scale, static_cast<float>(options_.feedback_decay), {values, count},
+                        scale_, static_cast<float>(options_.feedback_decay), {values, count},
                         squares);
   each_out([&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
-  const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step), first);
-  const size_t most = values_per_block(options_.codec, ratio_of_step(options_, step), count);
+  const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step_), first);
+  const size_t most = values_per_block(options_.codec, ratio_, count);
   const size_t sent = codec_.select({values, count}, most, seed, borders_[first / kBlockElements],
                                     indices, selected);
   writer.add_block({indices, sent}, {selected, sent}, squares);
@@ -129,13 +158,12 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
   // By chance, so that what is kept for many steps is right on average: a gradient below a 512th of
   // it would otherwise never count.
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, values,
-                     reinterpret_cast<std::byte*>(gradient), count, first, step,
+                     reinterpret_cast<std::byte*>(gradient), count, first, step_,
                      base::mix_seed(seed_, kRoundingStream));
   each_out([&](uint64_t from, uint64_t to) {
     std::copy(residual + from, residual + to, gradient + from);
   });
-  residual_squares_[first / kBlockElements] =
-      table.partial_norm(gradient, DataType::kBf16, count).sum_of_squares;
+  residual_squares_[first / kBlockElements] = square_of(gradient, count);
 }
 
 void GradientCompressor::leave(const plan::Subgroup& subgroup) {
@@ -144,31 +172,33 @@ void GradientCompressor::leave(const plan::Subgroup& subgroup) {
     const uint64_t first = subgroup.first + done;
     const uint64_t n = std::min(kBlockElements, subgroup.count - done);
     std::copy(residual_ + first, residual_ + first + n, gradient_ + first);
-    residual_squares_[first / kBlockElements] =
-        kernels::kernels().partial_norm(gradient_ + first, DataType::kBf16, n).sum_of_squares;
+    residual_squares_[first / kBlockElements] = square_of(gradient_ + first, n);
   }
 }
 
-CompressionSummary GradientCompressor::summary(base::StepNumber step) const {
+CompressionSummary GradientCompressor::summary() const {
   CompressionSummary summary;
   summary.elements = elements_of_step_;
   summary.values = values_of_step_;
   summary.bytes = bytes_of_step_;
-  summary.ratio = ratio_of_step(options_, step);
-  summary.residual_norm =
-      std::sqrt(std::accumulate(residual_squares_.begin(), residual_squares_.end(), 0.0));
+  summary.ratio = ratio_;
+  summary.residual_norm = std::sqrt(sum_of_squares());
   return summary;
 }
 
 void GradientCompressor::commit() {
-  if (residual_ != nullptr) std::swap(gradient_, residual_);
+  if (residual_ == nullptr) return;
+  std::swap(gradient_, residual_);
+  kept_square_ = sum_of_squares();
 }
 
 void GradientCompressor::propose_residual(const base::Bf16* values) {
   std::memcpy(static_cast<void*>(gradient_), values, elements_ * sizeof(base::Bf16));
+  find_squares(gradient_);
 }
 
 void GradientCompressor::set_residual(uint64_t first, std::span<const float> values) {
+  kept_square_.reset();
   kernels::kernels().cast_from_f32(values.data(), residual_ + first, DataType::kBf16,
                                    values.size());
 }

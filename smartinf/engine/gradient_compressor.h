@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -26,12 +27,13 @@ struct CompressionSummary {
   uint64_t elements = 0;     // that took part
   uint64_t values = 0;       // sent of them
   uint64_t bytes = 0;        // of messages
-  double ratio = 0;          // in force: CompressOptions::ratio, or the warm-up's
+  double ratio = 0;          // in force: CompressOptions::ratio, the warm-up's or the automatic one
   double residual_norm = 0;  // of what is kept for the next step; 0 without feedback
 };
 
-/// Threads: one at a time, but for compress() and leave(); nobody calls while a residual is being
-/// read by reference.
+/// A step: begin_step, put, begin_update, then compress or leave for every subgroup, summary,
+/// commit. Threads: one at a time, but for compress() and leave(); nobody calls while a residual is
+/// being read by reference.
 class GradientCompressor {
  public:
   /// A thread's working memory: a block in its stages. About 1.3 MiB.
@@ -52,17 +54,19 @@ class GradientCompressor {
   /// Copies a piece, cast to bf16.
   void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
 
+  /// When the gradient is whole: chooses the step's ratio. scale: of the gradient; norm: its own,
+  /// after that.
+  void begin_update(base::StepNumber step, double scale, double norm);
   /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
   /// in order, that send nothing and keep their residual as it is. Threads: several at once, each
   /// with subgroups, a scratch and a writer of its own; what they make does not depend on it.
   std::span<const std::byte> compress(Scratch& scratch, csd::CompressedWriter& writer,
                                       const plan::Subgroup& subgroup,
-                                      std::span<const plan::GroupStretch> sits_out,
-                                      base::StepNumber step, double scale);
+                                      std::span<const plan::GroupStretch> sits_out);
   /// A subgroup that takes no part in the step: what it keeps stays. Threads: as compress().
   void leave(const plan::Subgroup& subgroup);
   /// After the last subgroup of a step.
-  CompressionSummary summary(base::StepNumber step) const;
+  CompressionSummary summary() const;
 
   /// The step is real: what it kept counts from now on. Without it, what the step before kept.
   void commit();
@@ -82,8 +86,9 @@ class GradientCompressor {
   GradientCompressor(const CompressOptions& options, uint64_t elements, uint64_t seed, bool squares,
                      base::AlignedBuffer memory);
   void compress_block(Scratch& scratch, csd::CompressedWriter& writer, uint64_t first,
-                      uint64_t count, base::StepNumber step, float scale,
-                      std::span<const plan::GroupStretch> sits_out);
+                      uint64_t count, std::span<const plan::GroupStretch> sits_out);
+  double sum_of_squares() const;  // of residual_squares_
+  void find_squares(const base::Bf16* values);
 
   const CompressOptions options_;
   const GradientCodec& codec_;
@@ -93,12 +98,16 @@ class GradientCompressor {
   base::AlignedBuffer memory_;
   base::Bf16* gradient_ = nullptr;  // [elements]; becomes what is kept, block by block
   base::Bf16* residual_ = nullptr;  // [elements] of the committed step; null without feedback
-  // Of the step so far.
+  // Of the step in progress.
+  base::StepNumber step_ = 0;
+  float scale_ = 1;
+  double ratio_ = 0;
   std::atomic<uint64_t> elements_of_step_{0};
   std::atomic<uint64_t> values_of_step_{0};
   std::atomic<uint64_t> bytes_of_step_{0};
-  std::vector<float> borders_;            // by block: the codec's, from the step before
-  std::vector<double> residual_squares_;  // by block, so that their sum has one order
+  std::vector<float> borders_;             // by block: the codec's, from the step before
+  std::vector<double> residual_squares_;   // by block, so that their sum has one order
+  std::optional<double> kept_square_ = 0;  // of residual_; nothing: to be found
 };
 
 }  // namespace smartinf::engine

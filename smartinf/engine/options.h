@@ -62,6 +62,10 @@ struct CompressOptions {
   Codec codec = Codec::kNone;
   /// Volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %.
   double ratio = 0.02;
+  /// Above 0 the ratio is automatic: `ratio` while what is kept weighs no more than `backlog` of
+  /// the step's gradients (squares of their norms), more in proportion beyond, at most this.
+  double ratio_max = 0;
+  double backlog = 5;
   base::DataType values = base::DataType::kBf16;
   Feedback feedback = Feedback::kHost;
   double feedback_decay = 1;  // of what is kept, per step; in [0, 1]
@@ -72,6 +76,7 @@ struct CompressOptions {
   uint64_t keep_every = 1;
 
   bool on() const { return codec != Codec::kNone; }
+  bool automatic() const { return ratio_max > 0; }
   /// What is kept is part of the state on the devices.
   bool kept_on_devices() const { return on() && feedback != Feedback::kNone && keep_every > 0; }
 };

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <optional>
 #include <random>
@@ -661,6 +662,73 @@ TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
   }
 }
 
+TEST(Compression, AnAutomaticRatioRisesWithTheBacklogWithinItsLimits) {
+  CompressOptions options;
+  options.ratio = 0.02;
+  options.backlog = 10;
+  EXPECT_EQ(ratio_of_step(options, 1, 1e6), 0.02);  // not automatic
+  options.ratio_max = 0.3;
+  EXPECT_EQ(ratio_of_step(options, 1, 0), 0.02);
+  EXPECT_EQ(ratio_of_step(options, 1, 10), 0.02);
+  EXPECT_DOUBLE_EQ(ratio_of_step(options, 1, 30), 0.06);
+  EXPECT_EQ(ratio_of_step(options, 1, 1e6), 0.3);
+  EXPECT_EQ(ratio_of_step(options, 1, std::numeric_limits<double>::infinity()), 0.3);
+  options.warmup_steps = 10;
+  EXPECT_EQ(ratio_of_step(options, 1, 30), kWarmupRatio);
+  EXPECT_EQ(ratio_most(options), kWarmupRatio);
+}
+
+TEST(Compression, AnAutomaticRatioGoesByTheStateAlone) {
+  std::optional<Outcome> first;
+  std::vector<double> first_ratios;
+  struct Case {
+    size_t devices;
+    uint64_t blocks;
+    bool reopened;
+    bool taken_back;
+  };
+  for (const Case& one : {Case{3, 1, false, false}, {2, 2, true, false}, {1, 4, false, true}}) {
+    Scratch scratch;
+    UpdaterOptions options = compressed_options(scratch, one.devices, one.blocks);
+    options.compress.ratio_max = 0.2;
+    options.compress.backlog = 0.3;
+    auto updater = Updater::open(options, contract_space());
+    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+    initialize(**updater);
+    Outcome outcome;
+    std::vector<double> ratios;
+    for (int step = 1; step <= kSteps; ++step) {
+      if (one.reopened) {
+        updater->reset();
+        updater = Updater::open(options, contract_space());
+        ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+      }
+      if (one.taken_back) {
+        const auto other = contract_gradient(contract_space().count(), 99);
+        expect_ok((*updater)->begin_step());
+        expect_ok((*updater)->put_gradient(0, other.data(), DataType::kBf16, other.size()));
+        expect_ok((*updater)->finish_gradients(1).status());
+        UpdateOptions update;
+        update.groups.resize(2);
+        expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));
+        expect_ok((*updater)->take_back());
+      }
+      run_steps(**updater, step, step, outcome);
+      ratios.push_back((*updater)->compression().ratio);
+    }
+    if (!first) {
+      first = outcome;
+      first_ratios = ratios;
+      EXPECT_EQ(ratios.front(), options.compress.ratio);  // nothing waits yet
+      EXPECT_GT(ratios[1], options.compress.ratio);
+      EXPECT_GT(ratios[2], ratios[1]);
+      EXPECT_LT(ratios[2], options.compress.ratio_max);
+    }
+    EXPECT_EQ(outcome, *first) << one.devices << " devices";
+    EXPECT_EQ(ratios, first_ratios) << one.devices << " devices";
+  }
+}
+
 TEST(Compression, AStepTakenBackKeepsWhatWasKept) {
   Scratch scratch;
   const Outcome expected = compressed_run(compressed_options(scratch));
@@ -959,10 +1027,11 @@ TEST(Compression, ThreadsChangeNothing) {
       const auto gradient = contract_gradient(kElements, step);
       (*made)->begin_step();
       (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
-      ASSERT_TRUE(sender.send(pieces, static_cast<uint64_t>(step), 1).status.ok());
+      (*made)->begin_update(static_cast<uint64_t>(step), 1, 1);
+      ASSERT_TRUE(sender.send(pieces).status.ok());
       if (step < 3) (*made)->commit();
     }
-    const CompressionSummary summary = (*made)->summary(3);
+    const CompressionSummary summary = (*made)->summary();
     if (!first_summary) {
       first_summary = summary;
       first_messages = recorder.messages;
@@ -972,7 +1041,7 @@ TEST(Compression, ThreadsChangeNothing) {
     EXPECT_EQ(summary.values, first_summary->values);
     EXPECT_EQ(summary.bytes, first_summary->bytes);
     recorder.bad = 11;
-    const auto failure = sender.send(pieces, 4, 1);
+    const auto failure = sender.send(pieces);
     EXPECT_EQ(failure.status.code(), base::ErrorCode::kCorrupt);
     EXPECT_EQ(failure.device, &recorder);
     EXPECT_EQ(failure.subgroup.value, 11u);
@@ -982,10 +1051,9 @@ TEST(Compression, ThreadsChangeNothing) {
 
 TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
   const auto message_of = [](GradientCompressor& compressor, csd::CompressedWriter& writer,
-                             std::span<const plan::GroupStretch> out, uint64_t step) {
+                             std::span<const plan::GroupStretch> out) {
     GradientCompressor::Scratch scratch;
-    const auto message =
-        compressor.compress(scratch, writer, {base::SubgroupId{0}, 0, 1000}, out, step, 1.0);
+    const auto message = compressor.compress(scratch, writer, {base::SubgroupId{0}, 0, 1000}, out);
     std::vector<base::Bf16> values(1000);
     csd::CompressedView::parse(message)->expand_block(0,
                                                       reinterpret_cast<std::byte*>(values.data()));
@@ -1001,7 +1069,8 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
   const auto step = [&](uint64_t number, std::span<const plan::GroupStretch> out) {
     compressor.begin_step();
     compressor.put(0, ones.data(), DataType::kF32, 1000);
-    auto values = message_of(compressor, writer, out, number);
+    compressor.begin_update(number, 1, 1);
+    auto values = message_of(compressor, writer, out);
     compressor.commit();
     return values;
   };
@@ -1034,8 +1103,9 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
     const double scale = step % 3 == 0 ? 0.5 : 1;  // a clipped step
     (*made)->begin_step();
     (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
-    const auto message = (*made)->compress(scratch, writer, {base::SubgroupId{0}, 0, kElements}, {},
-                                           static_cast<uint64_t>(step), scale);
+    (*made)->begin_update(static_cast<uint64_t>(step), scale, 1);
+    const auto message =
+        (*made)->compress(scratch, writer, {base::SubgroupId{0}, 0, kElements}, {});
     const auto view = csd::CompressedView::parse(message);
     ASSERT_TRUE(view.ok());
     for (uint64_t b = 0; b < view->blocks(); ++b) {
@@ -1056,7 +1126,7 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
     error += difference * difference;
     bias += difference;
   }
-  EXPECT_NEAR(std::sqrt(squares), (*made)->summary(30).residual_norm, 0.01 * std::sqrt(squares));
+  EXPECT_NEAR(std::sqrt(squares), (*made)->summary().residual_norm, 0.01 * std::sqrt(squares));
   // 30 roundings to 8 bits, each by chance: seen 0.9 %.
   EXPECT_LT(std::sqrt(error), 0.02 * std::sqrt(squares));
   // Rounding to nearest would be as small, but the errors must not add up to one side.

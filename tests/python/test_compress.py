@@ -90,6 +90,8 @@ def test_every_rule(name, options, tmp_path):
     assert sent["residual_norm"] > 0
     assert run("paper", compress={"ratio": 0.02, "feedback": "none"})[2]["residual_norm"] == 0
     assert run("warm", compress={"ratio": 0.02, "warmup_steps": 50})[2]["ratio"] > 0.3
+    rising = run("rising", compress={"ratio": 0.02, "ratio_max": 0.5, "backlog": 0.1})
+    assert 0.02 < rising[2]["ratio"] <= 0.5
 
 
 def test_it_learns(make):
@@ -225,6 +227,8 @@ def test_what_it_cannot_be_is_named(make):
         ({"warmup_steps": 1.5}, "whole number"),
         ("zip", "topk"),
         (0.0, "ratio of 0"),
+        ({"ratio": 0.1, "ratio_max": 0.05}, "largest compression ratio of 0.05"),
+        ({"ratio_max": 0.5, "feedback": "none"}, "without feedback"),
         ([1], "give a ratio"),
     ]:
         with pytest.raises(smartinf.UsageError, match=match):

@@ -90,7 +90,7 @@ def test_every_rule(name, options, tmp_path):
     assert sent["residual_norm"] > 0
     assert run("paper", compress={"ratio": 0.02, "feedback": "none"})[2]["residual_norm"] == 0
     assert run("warm", compress={"ratio": 0.02, "warmup_steps": 50})[2]["ratio"] > 0.3
-    rising = run("rising", compress={"ratio": 0.02, "ratio_max": 0.5, "backlog": 0.1})
+    rising = run("rising", compress={"ratio": 0.02, "ratio_max": 0.5, "backlog": 1e-5})
     assert 0.02 < rising[2]["ratio"] <= 0.5
 
 

@@ -202,6 +202,23 @@ struct GradientDecay {
   VF weight_decay;
 };
 
+// What both forms of Adam do once they have the momentum, and the variance's share of this step.
+struct AdamEnd {
+  explicit AdamEnd(const StepScalars& s)
+      : decay_factor(set(s.decay_factor)),
+        beta2(set(s.beta2)),
+        one_minus_beta2(set(s.one_minus_beta2)),
+        minus_step_size(set(-s.step_size)),
+        eps(set(s.eps)) {}
+  HWY_INLINE void operator()(VF share, StateVectors& e) const {
+    e.variance = hn::Add(hn::Mul(e.variance, beta2), share);
+    e.root = hn::Sqrt(e.variance);
+    e.master =
+        hn::Add(e.master, hn::Div(hn::Mul(minus_step_size, e.momentum), hn::Add(e.root, eps)));
+  }
+  VF decay_factor, beta2, one_minus_beta2, minus_step_size, eps;
+};
+
 // kNear: lerp() starts from the momentum, as it does for every usual beta1.
 template <bool kDecays, bool kNear>
 struct Adam {
@@ -209,28 +226,19 @@ struct Adam {
   static constexpr bool kVariance = true;
   static constexpr bool kMeanSquares = false;
   explicit Adam(const StepScalars& s)
-      : decay(s),
-        weight(set(kNear ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)),
-        decay_factor(set(s.decay_factor)),
-        beta2(set(s.beta2)),
-        one_minus_beta2(set(s.one_minus_beta2)),
-        minus_step_size(set(-s.step_size)),
-        eps(set(s.eps)) {}
+      : decay(s), weight(set(kNear ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)), end(s) {}
   HWY_INLINE void update(VF gradient, StateVectors& e) const {
-    e.master = hn::Mul(e.master, decay_factor);
+    e.master = hn::Mul(e.master, end.decay_factor);
     gradient = decay(gradient, e.master);
     const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
     e.momentum = hn::Add(kNear ? e.momentum : gradient, difference);
-    e.variance =
-        hn::Add(hn::Mul(e.variance, beta2), hn::Mul(hn::Mul(one_minus_beta2, gradient), gradient));
-    e.root = hn::Sqrt(e.variance);
-    e.master =
-        hn::Add(e.master, hn::Div(hn::Mul(minus_step_size, e.momentum), hn::Add(e.root, eps)));
+    end(hn::Mul(hn::Mul(end.one_minus_beta2, gradient), gradient), e);
   }
   HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
 
   GradientDecay<kDecays> decay;
-  VF weight, decay_factor, beta2, one_minus_beta2, minus_step_size, eps;
+  VF weight;
+  AdamEnd end;
 };
 
 // Adam whose variance is given the mean squares of a gradient that it does not see whole. Rarer,
@@ -244,26 +252,20 @@ struct AdamOfMeanSquares {
         near(s.one_minus_beta1 < 0.5f),
         decay(s),
         weight(set(near ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)),
-        decay_factor(set(s.decay_factor)),
-        beta2(set(s.beta2)),
-        one_minus_beta2(set(s.one_minus_beta2)),
-        minus_step_size(set(-s.step_size)),
-        eps(set(s.eps)) {}
+        end(s) {}
   HWY_INLINE void update(VF gradient, StateVectors& e) const {
-    e.master = hn::Mul(e.master, decay_factor);
+    e.master = hn::Mul(e.master, end.decay_factor);
     if (decays) gradient = decay(gradient, e.master);
     const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
     e.momentum = hn::Add(near ? e.momentum : gradient, difference);
-    e.variance = hn::Add(hn::Mul(e.variance, beta2), hn::Mul(one_minus_beta2, e.mean_square));
-    e.root = hn::Sqrt(e.variance);
-    e.master =
-        hn::Add(e.master, hn::Div(hn::Mul(minus_step_size, e.momentum), hn::Add(e.root, eps)));
+    end(hn::Mul(end.one_minus_beta2, e.mean_square), e);
   }
   HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
 
   bool decays, near;
   GradientDecay<true> decay;
-  VF weight, decay_factor, beta2, one_minus_beta2, minus_step_size, eps;
+  VF weight;
+  AdamEnd end;
 };
 
 template <bool kDecays>

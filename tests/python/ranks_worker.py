@@ -29,6 +29,10 @@ import torch.distributed as dist
 
 import smartinf
 
+# One thread for each rank, as torchrun gives it. With two, torch's first gradients in a process differ
+# from all later ones in one of several hundred processes, without an optimizer too.
+torch.set_num_threads(1)
+
 GLOBAL_BATCH = 8
 
 
@@ -76,6 +80,9 @@ def main(job):
     optimizer = smartinf.AdamW(
         model.named_parameters(),
         lr=1e-2,
+        # Of the size of a clipped gradient's elements: with torch's 1e-8 Adam makes a step of lr out of
+        # what rounding left of an element, and no tolerance holds on every processor.
+        eps=1e-4,
         max_grad_norm=0.05,
         devices=[job["devices"]],
         resume=True,

@@ -178,10 +178,7 @@ cores do as timed in the same run (update, copies, selection and expansion of co
 
 From the first gradient to the committed step. 1, 2, 4 and 10 devices; f32, bf16 and q8 state; 8 and 32
 subgroups on each device; the rates below, with twice the parameters on 4 and four times on 10 devices, so that
-a step takes from a tenth of a second to some seconds. (In a grid before this one it did not: with as many
-parameters on 10 devices as on one, steps of 40 to 80 ms on the fast drives took up to 31 % longer than simulated, 6
-of 288 points more than 12 %. There two cores change between some forty threads; and the rate of selection was the
-best of five passes, where it is now, like all rates, their median.) The first point:
+a step takes from a tenth of a second to some seconds. The first point:
 
     {shown(*SCALE[0])}
 
@@ -214,9 +211,6 @@ The update from the norm to the committed step, median of {REPEAT}. The drive's 
 finds with the same bytes in the same memory and no computing, in turn with the steps. Two devices are two
 directories on one drive. That drive is a virtual machine's, and others use it: `limit_spread` is the longest of
 their limits over the shortest. {steady}
-(Two rounds before these, medians of 3 in hours when the drive was busier: 27 points, mean error 5.7 %, worst 32.9 %;
-3.1 % and 10.4 % where the limits stayed within 10 %. These rows come from a build whose rates of the cores were the
-best of five passes.)
 The first point:
 
     {shown(*STEP[0])}

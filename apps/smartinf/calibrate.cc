@@ -32,10 +32,9 @@ struct CalibrateFlags {
   bool json = false;
 };
 
-/// Resident in `smartinf train` whatever the model: 419 MB before the first step (torch 2.15 on
-/// x86-64), and what torch's threads and products keep after it; fitted to the peaks in
-/// docs/results/plan_memory.md. Text that train reads itself comes on top.
-constexpr uint64_t kProcessBytes = 506'000'000;
+/// Resident in `smartinf train` whatever the model, half of it torch's code (torch 2.15 on x86-64);
+/// fitted to the peaks in docs/results/plan_memory.md. Text that train reads itself comes on top.
+constexpr uint64_t kProcessBytes = 418'000'000;
 
 /// Of a name that may be mistyped: nothing is made for it.
 base::Status check_directory(const std::string& path) {

@@ -196,24 +196,31 @@ std::string device_curve(const Plan& plan) {
   return svg + "</svg>\n";
 }
 
-/// The trainer's process on a machine without a GPU, at its peak: when backward begins, or when the
-/// drives are first measured, which touches about 128 MiB (storage/tuning.cc). state_bytes: the
-/// optimizer's part of it.
+/// The trainer's process on a machine without a GPU, at its peak. state_bytes: the optimizer's part
+/// of it. Tensors have pages of their own (train/tensor_memory.h), so what is free does not count.
 uint64_t trainer_bytes(const ModelShape& model, const Machine& machine, const StepOptions& options,
                        uint64_t state_bytes, bool checkpoints) {
-  constexpr uint64_t kTuningBytes = 128 * base::kMiB;
+  // Measuring the drives takes this for a while (storage/tuning.cc), before torch has loaded all of
+  // what training needs of it, which process_bytes holds.
+  constexpr uint64_t kTuningBytes = 256 * base::kMiB;
+  constexpr uint64_t kLoadedLaterBytes = 32 * base::kMiB;
   const uint64_t value_bytes = options.value_bytes;
-  const uint64_t saved = model.layer_saved_bytes(options.value_bytes);
-  const uint64_t kept = checkpoints
-                            ? model.layers * model.checkpoint_bytes() * value_bytes / 2 + saved
-                            : model.layers * saved;
-  // When backward begins: the logarithms of the chances, and gradients of them and of the logits,
-  // in f32. What the logarithms were made of is gone.
-  const uint64_t logits = model.tokens() * model.vocabulary * 3 * 4;
-  // Weights, and autograd's gradients of all of them before the first goes down.
-  const uint64_t training = 2 * value_bytes * model.parameters() + state_bytes + kept +
-                            model.layer_backward_bytes(options.value_bytes) + logits;
-  return machine.host.process_bytes + std::max(training, kTuningBytes);
+  const uint64_t saved = model.layer_saved_bytes(value_bytes);
+  const uint64_t backward = model.layer_backward_bytes(value_bytes);
+  const uint64_t inputs = model.layers * model.checkpoint_bytes() * value_bytes / 2;
+  const uint64_t kept = checkpoints ? inputs : model.layers * saved;
+  // Backward begins: the logarithms of the chances, and gradients of them and of the logits, in
+  // f32. What the logarithms were made of is gone.
+  const uint64_t loss = kept + model.tokens() * model.vocabulary * 3 * 4;
+  // Then the last layer's, with its values computed once more where they were not kept, and the
+  // head's gradient; ...
+  const uint64_t again = checkpoints ? saved : 0;
+  const uint64_t last = kept + again + backward + value_bytes * model.vocabulary * model.hidden;
+  // ...and the first layer's, with the gradients of all others.
+  const uint64_t first = saved + backward + value_bytes * model.parameters();
+  const uint64_t training =
+      value_bytes * model.parameters() + state_bytes + std::max({loss, last, first});
+  return machine.host.process_bytes + std::max(training, kTuningBytes - kLoadedLaterBytes);
 }
 
 /// What the engine keeps in the trainer's process: slots, staging, gradients that are not spilled.

@@ -20,6 +20,7 @@
 #include "smartinf/train/parameters.h"
 #include "smartinf/train/random.h"
 #include "smartinf/train/run_folder.h"
+#include "smartinf/train/tensor_memory.h"
 #include "smartinf/train/window_order.h"
 
 namespace smartinf::train {
@@ -164,6 +165,10 @@ class TorchTrainer final : public Trainer {
   void report_traffic(StepReport& report);
   void* weights_at(uint64_t element) const;
 
+  // Destroyed last. torch's own end touches much of its library for the first time.
+  struct TensorMemory {
+    ~TensorMemory() { unmap_waiting_pages(); }
+  } tensor_memory_;
   Options options_;
   Corpus corpus_;
   RunFolder folder_;
@@ -536,6 +541,7 @@ std::vector<std::string> TorchTrainer::describe() const {
 Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
   return guarded("start", [&]() -> Result<std::unique_ptr<Trainer>> {
     SI_RETURN_IF_ERROR(validate(job.options));
+    give_tensors_their_own_pages();
     Options options = job.options;
     options.model = with_defaults(options.model);
     const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());

@@ -1,0 +1,17 @@
+// Where torch's tensors in CPU memory live.
+#pragma once
+
+namespace smartinf::train {
+
+/// From now on every tensor of 1 MiB or more in CPU memory gets pages of its own: huge ones where
+/// the system gives them. Freed pages wait for the next tensor of their size, never more of them
+/// than tensors have needed at once, so that the process is as large as its tensors at their peak
+/// (docs/decisions/tensor-memory.md). Once per process, before the first tensor is made; a second
+/// call does nothing. Errors, later: c10::OutOfMemoryError from whatever makes a tensor.
+/// Threads: tensors are made and freed by any.
+void give_tensors_their_own_pages();
+
+/// What waits goes back to the system, and what tensors have once needed is forgotten.
+void unmap_waiting_pages();
+
+}  // namespace smartinf::train

@@ -205,8 +205,8 @@ uint64_t trainer_bytes(const ModelShape& model, const Machine& machine, const St
   constexpr uint64_t kTuningBytes = 256 * base::kMiB;
   constexpr uint64_t kLoadedLaterBytes = 32 * base::kMiB;
   const uint64_t value_bytes = options.value_bytes;
-  const uint64_t saved = model.layer_saved_bytes(value_bytes);
-  const uint64_t backward = model.layer_backward_bytes(value_bytes);
+  const uint64_t saved = model.layer_saved_bytes(options.value_bytes);
+  const uint64_t backward = model.layer_backward_bytes(options.value_bytes);
   const uint64_t inputs = model.layers * model.checkpoint_bytes() * value_bytes / 2;
   const uint64_t kept = checkpoints ? inputs : model.layers * saved;
   // Backward begins: the logarithms of the chances, and gradients of them and of the logits, in

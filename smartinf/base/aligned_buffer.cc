@@ -1,36 +1,38 @@
 #include "smartinf/base/aligned_buffer.h"
 
-#include <sys/mman.h>
-
 #include <cerrno>
 #include <utility>
 
 #include <fmt/format.h>
+#include <sys/mman.h>
 
 #include "smartinf/base/units.h"
 
 namespace smartinf::base {
-namespace {
 
-constexpr uint64_t kPageBytes = 4096;
-constexpr uint64_t kHugePageBytes = 2 * kMiB;
-
-}  // namespace
-
-Result<AlignedBuffer> AlignedBuffer::allocate(uint64_t size_bytes) {
+Result<AlignedBuffer> AlignedBuffer::allocate(uint64_t size_bytes, uint64_t alignment) {
   if (size_bytes == 0) return AlignedBuffer();
   const uint64_t mapped = round_up(size_bytes, kPageBytes);
+  // What lies before and behind the aligned part is given back.
+  const uint64_t spare = alignment - kPageBytes;
   void* memory =
-      mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      mmap(nullptr, mapped + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
-    return Status(ErrorCode::kOutOfMemory,
-                  fmt::format("cannot allocate {} of memory", format_bytes(size_bytes)),
-                  "Lower the memory budget, or raise the limit (ulimit -v, the container's memory).",
-                  ErrorPlace{{}, {}, {}, errno});
+    return Status(
+        ErrorCode::kOutOfMemory,
+        fmt::format("cannot allocate {} of memory", format_bytes(size_bytes)),
+        "Lower the memory budget, or raise the limit (ulimit -v, the container's memory).",
+        ErrorPlace{{}, {}, {}, errno});
   }
+  auto* start = static_cast<std::byte*>(memory);
+  const uint64_t address = reinterpret_cast<uintptr_t>(start);
+  const uint64_t before = round_up(address, alignment) - address;
+  if (before > 0) munmap(start, before);
+  start += before;
+  if (spare > before) munmap(start + mapped, spare - before);
   // Best effort: without huge pages it is slower, not wrong.
-  if (mapped >= kHugePageBytes) (void)madvise(memory, mapped, MADV_HUGEPAGE);
-  return AlignedBuffer(static_cast<std::byte*>(memory), mapped);
+  if (mapped >= kHugePageBytes) (void)madvise(start, mapped, MADV_HUGEPAGE);
+  return AlignedBuffer(start, mapped);
 }
 
 AlignedBuffer::AlignedBuffer(AlignedBuffer&& other) noexcept

@@ -11,12 +11,16 @@
 
 namespace smartinf::base {
 
+inline constexpr uint64_t kPageBytes = 4096;
+inline constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
+
 /// Page-aligned anonymous memory, zeroed, released on destruction. Large ones ask for huge pages.
 class AlignedBuffer {
  public:
   AlignedBuffer() = default;
-  /// Errors: kOutOfMemory with the size asked for and the limit that was met.
-  static Result<AlignedBuffer> allocate(uint64_t size_bytes);
+  /// size_bytes is rounded up to whole pages; alignment: a multiple of a page that is a power of
+  /// two. Errors: kOutOfMemory with the size asked for and the limit that was met.
+  static Result<AlignedBuffer> allocate(uint64_t size_bytes, uint64_t alignment = kPageBytes);
 
   AlignedBuffer(AlignedBuffer&& other) noexcept;
   AlignedBuffer& operator=(AlignedBuffer&& other) noexcept;

@@ -17,6 +17,15 @@ TEST(AlignedBuffer, IsAlignedZeroedAndMovable) {
   EXPECT_EQ(buffer->data(), nullptr);
 }
 
+TEST(AlignedBuffer, BeginsWhereItIsToldTo) {
+  for (const uint64_t bytes : {uint64_t{1}, kPageBytes, kHugePageBytes, 3 * kHugePageBytes + 1}) {
+    auto buffer = AlignedBuffer::allocate(bytes, kHugePageBytes);
+    ASSERT_TRUE(buffer.ok());
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(buffer->data()) % kHugePageBytes, 0u);
+    buffer->bytes().front() = buffer->bytes().back() = std::byte{1};
+  }
+}
+
 TEST(AlignedBuffer, TooMuchIsAStatusThatNamesTheSize) {
   const auto buffer = AlignedBuffer::allocate(uint64_t{1} << 60);
   ASSERT_FALSE(buffer.ok());

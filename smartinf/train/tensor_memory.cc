@@ -3,27 +3,22 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <list>
+#include <deque>
+#include <iterator>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <sys/mman.h>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/units.h"
 
 namespace smartinf::train {
 namespace {
 
-constexpr size_t kPageBytes = 4096;
-constexpr size_t kHugePageBytes = size_t{2} << 20;
 constexpr size_t kOwnPagesBytes = size_t{1} << 20;  // from here on
-
-struct Pages {
-  std::byte* address = nullptr;
-  size_t bytes = 0;
-};
-
-Pages map(size_t bytes);
 
 // Freed pages wait here for the next tensor of the same size, as long as all pages together are no
 // more than tensors have once needed at the same time: a step makes the tensors of the step before,
@@ -31,88 +26,65 @@ Pages map(size_t bytes);
 class PagePool {
  public:
   // Null when the system has no more.
-  void* take(size_t bytes) {
+  void* take(size_t wanted) {
+    const uint64_t bytes = base::round_up(wanted, base::kPageBytes);
     const std::lock_guard lock(mutex_);
-    Pages pages;
-    if (const auto found = by_size_.find(bytes); found != by_size_.end()) {
-      const Place place = found->second;
-      pages = *place;
-      forget(place);
+    base::AlignedBuffer pages;
+    // The last that was given is the likeliest to be in the caches.
+    const auto same = std::find_if(waiting_.rbegin(), waiting_.rend(),
+                                   [&](const auto& waiting) { return waiting.size() == bytes; });
+    if (same != waiting_.rend()) {
+      pages = std::move(*same);
+      waiting_.erase(std::next(same).base());
+      waiting_bytes_ -= bytes;
     } else {
-      needed_ = std::max(needed_, in_use_bytes_ + bytes);
-      while (in_use_bytes_ + waiting_bytes_ + bytes > needed_) unmap_oldest();
-      pages = map(bytes);
-      if (pages.address == nullptr) return nullptr;
+      const uint64_t needed = std::max(needed_, in_use_bytes_ + bytes);
+      while (in_use_bytes_ + waiting_bytes_ + bytes > needed) {
+        waiting_bytes_ -= waiting_.front().size();
+        waiting_.pop_front();
+      }
+      auto mapped = base::AlignedBuffer::allocate(bytes, base::kHugePageBytes);
+      if (!mapped.ok()) return nullptr;
+      pages = std::move(*mapped);
+      needed_ = needed;
     }
-    in_use_.emplace(pages.address, bytes);
     in_use_bytes_ += bytes;
-    return pages.address;
+    void* address = pages.data();
+    in_use_.emplace(address, std::move(pages));
+    return address;
   }
 
   // Whether it was from here.
   bool give(void* address) {
-    if (reinterpret_cast<uintptr_t>(address) % kHugePageBytes != 0) return false;
+    if (reinterpret_cast<uintptr_t>(address) % base::kHugePageBytes != 0) return false;
     const std::lock_guard lock(mutex_);
-    const auto found = in_use_.find(address);
-    if (found == in_use_.end()) return false;
-    const Pages pages{static_cast<std::byte*>(address), found->second};
-    in_use_.erase(found);
-    in_use_bytes_ -= pages.bytes;
-    waiting_bytes_ += pages.bytes;
-    by_size_.emplace(pages.bytes, waiting_.insert(waiting_.end(), pages));
+    auto found = in_use_.extract(address);
+    if (found.empty()) return false;
+    in_use_bytes_ -= found.mapped().size();
+    waiting_bytes_ += found.mapped().size();
+    waiting_.push_back(std::move(found.mapped()));
     return true;
   }
 
   void unmap_waiting() {
     const std::lock_guard lock(mutex_);
-    while (!waiting_.empty()) unmap_oldest();
+    waiting_.clear();
+    waiting_bytes_ = 0;
     needed_ = in_use_bytes_;
   }
 
  private:
-  using Place = std::list<Pages>::iterator;
-
-  void unmap_oldest() {
-    const Pages oldest = waiting_.front();
-    forget(waiting_.begin());
-    munmap(oldest.address, oldest.bytes);
-  }
-
-  void forget(Place place) {
-    const auto [first, last] = by_size_.equal_range(place->bytes);
-    by_size_.erase(std::find_if(first, last, [&](const auto& at) { return at.second == place; }));
-    waiting_bytes_ -= place->bytes;
-    waiting_.erase(place);
-  }
-
   std::mutex mutex_;
-  std::list<Pages> waiting_;  // longest first
-  std::unordered_multimap<size_t, Place> by_size_;
-  size_t waiting_bytes_ = 0;
-  std::unordered_map<void*, size_t> in_use_;  // bytes by address
-  size_t in_use_bytes_ = 0;
-  size_t needed_ = 0;  // in_use_bytes_ at its highest
+  std::deque<base::AlignedBuffer> waiting_;  // longest first
+  uint64_t waiting_bytes_ = 0;
+  std::unordered_map<void*, base::AlignedBuffer> in_use_;  // by address
+  uint64_t in_use_bytes_ = 0;
+  uint64_t needed_ = 0;  // in_use_bytes_ at its highest
 };
 
 PagePool& pool() {
   static auto* made = new PagePool;  // never destroyed: tensors may outlive it
   return *made;
-}
-
-// Whole huge pages begin on their own boundary, so that the system can give them at once; the rest,
-// less than one, is of small pages.
-Pages map(size_t bytes) {
-  const size_t room = bytes + kHugePageBytes;
-  void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (mapped == MAP_FAILED) return {};
-  auto* start = static_cast<std::byte*>(mapped);
-  const size_t before =
-      (kHugePageBytes - reinterpret_cast<uintptr_t>(start) % kHugePageBytes) % kHugePageBytes;
-  if (before > 0) munmap(start, before);
-  munmap(start + before + bytes, room - before - bytes);
-  const Pages pages{start + before, bytes};
-  madvise(pages.address, bytes / kHugePageBytes * kHugePageBytes, MADV_HUGEPAGE);
-  return pages;
 }
 
 // Small ones go where they went before. torch also frees by address alone (raw_deallocate), so a
@@ -124,7 +96,7 @@ class PagesAllocator final : public c10::Allocator {
     if (wanted < kOwnPagesBytes) {
       address = small().allocate(wanted).release_context();
     } else {
-      address = pool().take((wanted + kPageBytes - 1) / kPageBytes * kPageBytes);
+      address = pool().take(wanted);
       TORCH_CHECK_WITH(OutOfMemoryError, address != nullptr, "no memory for a tensor of ", wanted,
                        " bytes");
     }

@@ -90,6 +90,7 @@ engine::CompressOptions compress_options(const nb::dict& given) {
   using Variance = CompressOptions::Variance;
   compress.variance = choice(given, "variance", compress.variance,
                              {{"sent", Variance::kSent}, {"dense", Variance::kDense}});
+  compress.step_ahead = option(given, "step_ahead", compress.step_ahead);
   compress.warmup_steps = option(given, "warmup_steps", compress.warmup_steps);
   compress.keep_every = option(given, "keep_every", compress.keep_every);
   return compress;

@@ -13,6 +13,7 @@ _TYPES = {
     "feedback": str,
     "feedback_decay": float,
     "variance": str,
+    "step_ahead": bool,
     "warmup_steps": int,
     "keep_every": int,
 }
@@ -22,7 +23,8 @@ def parse(value):
     """The keys given, as the core wants them; None: gradients go whole.
 
     value: None, a ratio (0.02), a codec ("topk"), or a dict with any of codec, ratio, ratio_max,
-    backlog, values, feedback, feedback_decay, variance, warmup_steps, keep_every. Raises UsageError.
+    backlog, values, feedback, feedback_decay, variance, step_ahead, warmup_steps,
+    keep_every. Raises UsageError.
     """
     if value is None or value is False or value == "none":
         return None
@@ -42,8 +44,8 @@ def parse(value):
             near = difflib.get_close_matches(str(key), _TYPES, 1, 0)[0]
             raise UsageError(f"compress has no key {key!r}; did you mean {near!r}?")
         fits = isinstance(given, (int, float) if kind is float else kind)
-        if not fits or isinstance(given, bool) or (kind is int and given < 0):
-            what = {str: "text", float: "a number", int: "a whole number, 0 or more"}[kind]
+        if not fits or isinstance(given, bool) != (kind is bool) or (kind is int and given < 0):
+            what = {str: "text", float: "a number", int: "a whole number, 0 or more", bool: "True or False"}[kind]
             raise UsageError(f"compress[{key!r}]={given!r} must be {what}")
         options[key] = kind(given)
     if options.get("codec", "topk") == "none":

@@ -64,6 +64,9 @@ class CompletionQueue {
 struct SubgroupUpdate {
   base::SubgroupId subgroup;
   void* weights_out = nullptr;  // [count] of Command::type, valid until kDone; null: not wanted
+  /// [divide_up(count, kSquaresElements)]: the new variances, one for each group of elements
+  /// (kernels::group_variances). For rules that keep one (SI_CHECK); null: not wanted.
+  float* variances_out = nullptr;
 };
 
 /// One message. Owned by the caller, not moved and not touched between submit() and kDone.

@@ -7,7 +7,9 @@
 #include <string>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/units.h"
 #include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::csd {
@@ -67,6 +69,7 @@ void UpdateWork::prepare(const PlaneBlocks& planes, const Command& update, size_
   planes_ = planes;
   update_ = &update;
   weights_out_ = static_cast<std::byte*>(update.updates[entry].weights_out);
+  variances_out_ = update.updates[entry].variances_out;
   subgroup_ = subgroup;
   gradient_ = gradient;
   from_spill_ = from_spill;
@@ -142,8 +145,26 @@ base::Status UpdateWork::run_block(uint64_t block) {
     work.mean_squares = squares.data();
   }
   kernels::kernels().update_block(planes_.format(), work, runs);
+  if (variances_out_ != nullptr) send_variances(block, kinds);
   for (size_t plane = 0; plane < kinds.size(); ++plane) planes_.seal(plane, block);
   return base::Status();
+}
+
+void UpdateWork::send_variances(uint64_t block, std::span<const base::PlaneKind> kinds) {
+  const auto found = std::find(kinds.begin(), kinds.end(), base::PlaneKind::kVariance);
+  SI_CHECK(found != kinds.end(), "variances of a rule that keeps them");
+  const auto plane = static_cast<size_t>(found - kinds.begin());
+  const uint64_t elements = planes_.elements(block);
+  const std::byte* bytes = planes_.bytes(plane, block).data();
+  const float* variances = reinterpret_cast<const float*>(bytes);
+  if (planes_.encoding(plane) != base::Encoding::kF32) {
+    float* decoded = thread_block().data();
+    kernels::kernels().decode_block(planes_.encoding(plane), *found, bytes, decoded, elements);
+    variances = decoded;
+  }
+  kernels::group_variances({variances, elements},
+                           {variances_out_ + block * (kBlockElements / kSquaresElements),
+                            base::divide_up(elements, kSquaresElements)});
 }
 
 uint64_t DecodeWork::prepare(const PlaneBlocks& planes, const Command& read) {

@@ -59,9 +59,12 @@ class UpdateWork final : public BlockWork {
   base::Status run_block(uint64_t block) override;
 
  private:
+  void send_variances(uint64_t block, std::span<const base::PlaneKind> kinds);
+
   PlaneBlocks planes_;
   const Command* update_ = nullptr;
   std::byte* weights_out_ = nullptr;
+  float* variances_out_ = nullptr;
   uint32_t subgroup_ = 0;  // index in the layout
   const std::byte* gradient_ = nullptr;
   bool from_spill_ = false;

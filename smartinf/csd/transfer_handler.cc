@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/units.h"
+#include "smartinf/csd/compressed_gradient.h"
 
 namespace smartinf::csd {
 namespace {
@@ -177,8 +179,11 @@ void TransferHandler::send_weights(uint32_t task) {
   const bool counted =
       entry.weights_out != nullptr && parts_.options.host_link_place == HostLinkPlace::kAtProcessor;
   if (!counted) return weights_ready(task);
-  const uint64_t bytes = parts_.store->layout().subgroups[subgroup_of(task)].count *
-                         base::data_type_bytes(update_->type);
+  const uint64_t count = parts_.store->layout().subgroups[subgroup_of(task)].count;
+  uint64_t bytes = count * base::data_type_bytes(update_->type);
+  if (entry.variances_out != nullptr) {
+    bytes += base::divide_up(count, kSquaresElements) * sizeof(float);
+  }
   parts_.host_traffic.add_up(base::TrafficKind::kWeight, bytes);
   // They left block by block while the update ran.
   parts_.record_host(LinkDirection::kUp, base::TrafficKind::kWeight, entry.subgroup,

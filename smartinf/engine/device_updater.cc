@@ -1,6 +1,7 @@
 #include "smartinf/engine/device_updater.h"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -10,6 +11,7 @@
 #include "smartinf/base/check.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::engine {
@@ -80,6 +82,14 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
     KeptBlob kept = split_blob(set_.devices.front()->blob());
     blob_ = std::move(kept.blob);
     residual_step_ = kept.residual_step;
+    ahead_ = std::move(kept.ahead);
+  }
+  ahead_.resize(space_.group_count());
+  next_ahead_ = ahead_;
+  if (compressor_ != nullptr && compressor_->feedback() && sends_squares(options_) &&
+      options_.compress.step_ahead) {
+    variances_.resize(base::divide_up(space_.count(), csd::kSquaresElements));
+    weights_out_.resize(set_.subgroups.size());
   }
   next_to_keep_.resize(set_.devices.size());
   for (Command& command : gradient_commands_) gradient_free_.push_back(&command);
@@ -339,6 +349,7 @@ Status DeviceUpdater::edit_state(
     keeping_ =
         residual != nullptr ? write_residuals : set_.residual && residual_step_ == committed_step_;
     new_residual_ = residual != nullptr;
+    next_ahead_ = ahead_;
     commit_blob_ = blob;
     stored = joined_blob();
   }
@@ -388,6 +399,7 @@ void DeviceUpdater::committed() {
   blob_ = std::move(commit_blob_);
   if (keeping_) residual_step_ = committed_step_;
   if (new_residual_) compressor_->commit();
+  ahead_ = next_ahead_;
 }
 
 Status DeviceUpdater::edit_subgroups(
@@ -425,23 +437,70 @@ Status DeviceUpdater::edit_subgroups(
   return Status();
 }
 
+uint32_t DeviceUpdater::weight_planes() const {
+  constexpr uint32_t kMaster = 1;
+  if (variances_.empty()) return kMaster;
+  const auto kinds = kernels::rule_planes(options_.rule.rule);
+  const auto variance = std::find(kinds.begin(), kinds.end(), base::PlaneKind::kVariance);
+  return kMaster | 1u << (variance - kinds.begin());
+}
+
+void DeviceUpdater::step_ahead(uint64_t first, uint64_t count, const base::Bf16* residual,
+                               const std::vector<kernels::StepAhead>& ahead, std::byte* weights,
+                               base::DataType type) const {
+  for (const plan::GroupStretch& stretch : space_.stretches(first, count)) {
+    const uint64_t group = stretch.first / csd::kSquaresElements;
+    const uint64_t phase = stretch.first % csd::kSquaresElements;
+    kernels::step_ahead(
+        kernels::kernels(), ahead[stretch.group], {residual + stretch.first, stretch.count},
+        std::span(variances_)
+            .subspan(group, base::divide_up(phase + stretch.count, csd::kSquaresElements)),
+        phase, weights + (stretch.first - first) * base::data_type_bytes(type), type);
+  }
+}
+
+void DeviceUpdater::step_ahead(uint64_t first, std::span<const std::span<const float>> planes,
+                               std::byte* weights, base::DataType type) {
+  if (variances_.empty()) return;
+  const std::span<const float> variances =
+      planes[static_cast<size_t>(std::bit_width(weight_planes())) - 1];
+  kernels::group_variances(variances,
+                           std::span(variances_)
+                               .subspan(first / csd::kSquaresElements,
+                                        base::divide_up(variances.size(), csd::kSquaresElements)));
+  step_ahead(first, planes.front().size(), compressor_->residual(), ahead_, weights, type);
+}
+
+Status DeviceUpdater::read_weights(
+    const std::function<Status(uint64_t, std::span<const float>)>& visit) {
+  std::vector<float> weights;
+  return read_state(weight_planes(), [&](uint64_t first,
+                                         std::span<const std::span<const float>> planes) {
+    if (variances_.empty()) return visit(first, planes.front());
+    weights.assign(planes.front().begin(), planes.front().end());
+    step_ahead(first, planes, reinterpret_cast<std::byte*>(weights.data()), base::DataType::kF32);
+    return visit(first, weights);
+  });
+}
+
 Status DeviceUpdater::load_weights(base::DataType type, const WeightsSink& sink) {
   std::byte* weights = nullptr;
   size_t of_subgroup = ~size_t{0};
-  return read_state(1u, [&](uint64_t first, std::span<const std::span<const float>> planes) {
-    const size_t index = subgroup_at(first);
-    const plan::Subgroup& subgroup = set_.subgroups[index];
-    if (index != of_subgroup) {
-      of_subgroup = index;
-      weights = static_cast<std::byte*>(sink(subgroup.first));
-    }
-    if (weights != nullptr) {
-      kernels::kernels().cast_from_f32(
-          planes[0].data(), weights + (first - subgroup.first) * base::data_type_bytes(type), type,
-          planes[0].size());
-    }
-    return Status();
-  });
+  return read_state(
+      weight_planes(), [&](uint64_t first, std::span<const std::span<const float>> planes) {
+        const size_t index = subgroup_at(first);
+        const plan::Subgroup& subgroup = set_.subgroups[index];
+        if (index != of_subgroup) {
+          of_subgroup = index;
+          weights = static_cast<std::byte*>(sink(subgroup.first));
+        }
+        if (weights != nullptr) {
+          std::byte* out = weights + (first - subgroup.first) * base::data_type_bytes(type);
+          kernels::kernels().cast_from_f32(planes[0].data(), out, type, planes[0].size());
+          step_ahead(first, planes, out, type);
+        }
+        return Status();
+      });
 }
 
 // ---- A step: gradients.
@@ -632,11 +691,23 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     const bool alone = left_alone(subgroup, options);
     weights_ready_[i] = alone ? 1 : 0;  // nothing of it changes
     if (alone) continue;
-    update_commands_[set_.owner[i].value].updates.push_back(
-        {subgroup.id, sink ? sink(subgroup.first) : nullptr});
+    void* weights = sink ? sink(subgroup.first) : nullptr;
+    float* variances = nullptr;
+    if (!variances_.empty()) {
+      weights_out_[i] = static_cast<std::byte*>(weights);
+      variances = variances_.data() + subgroup.first / csd::kSquaresElements;
+    }
+    update_commands_[set_.owner[i].value].updates.push_back({subgroup.id, weights, variances});
   }
+  weights_type_ = type;
   const base::StepNumber step = committed_step_ + 1;
   const base::StepNumber number = number_of(options);
+  // A group that sits out keeps its own: its weights stay where they are.
+  next_ahead_ = ahead_;
+  for (uint32_t g = 0; g < space_.group_count(); ++g) {
+    if (options.groups[g].skip) continue;
+    next_ahead_[g] = kernels::make_step_ahead(options_.rule, options.groups[g], number);
+  }
   for (Command& command : update_commands_) {
     command.step = step;
     command.type = type;
@@ -687,6 +758,15 @@ void DeviceUpdater::take_completions() {
   for (;;) {
     Completion completion = next_reply(step_replies_);
     if (completion.command == nullptr) return;  // the destructor's
+    const bool ready = completion.event == Completion::Event::kWeightsReady;
+    if (ready && completion.status.ok() && !variances_.empty()) {
+      const plan::Subgroup& subgroup = set_.subgroups[completion.subgroup.value];
+      std::byte* weights = weights_out_[completion.subgroup.value];
+      if (weights != nullptr) {
+        step_ahead(subgroup.first, subgroup.count, compressor_->next_residual(0), next_ahead_,
+                   weights, weights_type_);
+      }
+    }
     {
       const std::lock_guard lock(mutex_);
       complete(std::move(completion));
@@ -820,23 +900,45 @@ Status DeviceUpdater::take_back() {
 
 namespace {
 
-/// Behind the caller's blob, where devices keep residuals: this and the step they are of.
-constexpr std::string_view kResidualMark = "SIRESID1";
-constexpr size_t kResidualMarkBytes = 16;
+/// Behind the caller's blob, where devices keep residuals: kernels::StepAhead of every group, how
+/// many there are, this, and the step that the residuals are of.
+constexpr std::string_view kResidualMark = "SIRESID2";
+struct ResidualTail {
+  uint64_t groups = 0;
+  std::array<char, kResidualMark.size()> mark{};
+  base::StepNumber step = 0;
+};
+constexpr size_t kMarkAndStep = 16;
+/// The mark of runs from before stepping ahead: nothing but the step belongs to it.
+constexpr std::string_view kResidualMarkAlone = "SIRESID1";
+static_assert(sizeof(ResidualTail) == 24 && sizeof(kernels::StepAhead) == 12);
 
 }  // namespace
 
 DeviceUpdater::KeptBlob DeviceUpdater::split_blob(std::string stored) {
   KeptBlob kept;
-  if (stored.size() >= kResidualMarkBytes &&
-      stored.compare(stored.size() - kResidualMarkBytes, kResidualMark.size(), kResidualMark) ==
-          0) {
-    base::StepNumber step = 0;
-    std::memcpy(&step, stored.data() + stored.size() - sizeof(step), sizeof(step));
-    kept.residual_step = step;
-    stored.resize(stored.size() - kResidualMarkBytes);
-  }
   kept.blob = std::move(stored);
+  ResidualTail tail;
+  const auto take = [&](void* out, size_t bytes) {
+    std::memcpy(out, kept.blob.data() + kept.blob.size() - bytes, bytes);
+    kept.blob.resize(kept.blob.size() - bytes);
+  };
+  const auto marked = [&](size_t bytes, std::string_view mark) {
+    return kept.blob.size() >= bytes &&
+           kept.blob.compare(kept.blob.size() - kMarkAndStep, mark.size(), mark) == 0;
+  };
+  if (marked(kMarkAndStep, kResidualMarkAlone)) {
+    take(&tail.step, sizeof(tail.step));
+    kept.blob.resize(kept.blob.size() - kResidualMarkAlone.size());
+    kept.residual_step = tail.step;
+  } else if (marked(sizeof(tail), kResidualMark)) {
+    take(&tail, sizeof(tail));
+    SI_CHECK(tail.groups <= kept.blob.size() / sizeof(kernels::StepAhead),
+             "a blob that was joined");
+    kept.residual_step = tail.step;
+    kept.ahead.resize(tail.groups);
+    take(kept.ahead.data(), tail.groups * sizeof(kernels::StepAhead));
+  }
   return kept;
 }
 
@@ -844,8 +946,14 @@ std::string DeviceUpdater::joined_blob() const {
   const std::optional<base::StepNumber> step =
       keeping_ ? std::optional(committed_step_ + 1) : residual_step_;
   if (!set_.residual || !step) return commit_blob_;
-  std::string joined = commit_blob_ + std::string(kResidualMark);
-  joined.append(reinterpret_cast<const char*>(&*step), sizeof(*step));
+  ResidualTail tail;
+  tail.groups = next_ahead_.size();
+  tail.step = *step;
+  std::copy(kResidualMark.begin(), kResidualMark.end(), tail.mark.begin());
+  std::string joined = commit_blob_;
+  joined.append(reinterpret_cast<const char*>(next_ahead_.data()),
+                next_ahead_.size() * sizeof(kernels::StepAhead));
+  joined.append(reinterpret_cast<const char*>(&tail), sizeof(tail));
   return joined;
 }
 

@@ -20,6 +20,7 @@
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/kernels/feedback.h"
 
 namespace smartinf::engine {
 
@@ -47,6 +48,8 @@ class DeviceUpdater final : public Updater {
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
       const std::string& blob, const base::Bf16* residual) override;
   const base::Bf16* residual() const override;
+  base::Status read_weights(
+      const std::function<base::Status(uint64_t, std::span<const float>)>& visit) override;
   base::Status load_weights(base::DataType type, const WeightsSink& sink) override;
 
   base::Status begin_step() override;
@@ -97,6 +100,7 @@ class DeviceUpdater final : public Updater {
   struct KeptBlob {
     std::string blob;
     std::optional<base::StepNumber> residual_step;
+    std::vector<kernels::StepAhead> ahead;  // by group; empty: none
   };
   static KeptBlob split_blob(std::string stored);
   std::string joined_blob() const;  // mutex_ held: with commit_blob_
@@ -140,6 +144,17 @@ class DeviceUpdater final : public Updater {
   void keep_next_of(size_t device);  // mutex_ held: writes its next subgroup's residual
   base::Status keep_all();           // of all subgroups, within an edit
   void committed();                  // mutex_ held: the step in progress is real
+  /// Of what the devices keep: master weights, with the variances behind them where stepping ahead
+  /// wants those, and the index of those among the planes.
+  uint32_t weight_planes() const;
+  /// Takes weights that are as the devices have them to where training is. weights: [count] of
+  /// type; first is a multiple of kSquaresElements; residual: of the whole space.
+  void step_ahead(uint64_t first, uint64_t count, const base::Bf16* residual,
+                  const std::vector<kernels::StepAhead>& ahead, std::byte* weights,
+                  base::DataType type) const;
+  /// For weights that were read, whose variances were as well: of the committed step.
+  void step_ahead(uint64_t first, std::span<const std::span<const float>> planes,
+                  std::byte* weights, base::DataType type);
 
   void take_completions();                                 // the engine thread
   void complete(csd::Completion&& completion);             // mutex_ held
@@ -153,6 +168,11 @@ class DeviceUpdater final : public Updater {
   GradientIntake intake_;
   std::unique_ptr<GradientCompressor> compressor_;  // null: gradients go down whole
   std::unique_ptr<CompressedSender> sender_;        // with it
+  // Stepping ahead; variances_ is empty where weights come up as they are stored.
+  std::vector<float> variances_;         // [divide_up(space, kSquaresElements)]
+  std::vector<std::byte*> weights_out_;  // of every subgroup in this step
+  base::DataType weights_type_ = base::DataType::kBf16;
+  std::vector<kernels::StepAhead> next_ahead_;  // of the step in progress, by group
 
   // Replies to commands that are waited for in the call that makes them: gradients, reading,
   // writing.
@@ -186,6 +206,7 @@ class DeviceUpdater final : public Updater {
   bool keeping_ = false;                           // this commit writes residuals
   bool new_residual_ = false;                      // and they count from it on
   std::optional<base::StepNumber> residual_step_;  // of those on the devices
+  std::vector<kernels::StepAhead> ahead_;          // of the committed step, by group
   CompressionSummary compression_;                 // of the last update
   std::string commit_blob_;
   bool take_back_failed_ = false;

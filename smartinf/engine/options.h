@@ -70,6 +70,9 @@ struct CompressOptions {
   Feedback feedback = Feedback::kHost;
   double feedback_decay = 1;  // of what is kept, per step; in [0, 1]
   Variance variance = Variance::kDense;
+  /// Weights come up as if what is kept had arrived too (kernels::step_ahead). Only with feedback,
+  /// and where the rule takes the dense gradient's variance.
+  bool step_ahead = true;
   uint64_t warmup_steps = 0;  // the ratio falls from 0.5 to `ratio`
   /// Steps between writes of what is kept to the devices (2 bytes a parameter over the host link
   /// each time); 1: a crash loses nothing. 0: never.

@@ -101,7 +101,12 @@ class Updater {
   /// What compression kept at the committed step: [space().count()], valid until the next call that
   /// changes state; null without feedback.
   virtual const base::Bf16* residual() const { return nullptr; }
-  /// Master weights of the current step, cast: resume and evaluation.
+  /// The current step's master weights as f32, piece by piece, in ascending order, as
+  /// load_weights() gives them but for the rounding: what training has arrived at. With compression
+  /// the stored ones lag behind by what is kept (CompressOptions::step_ahead).
+  virtual base::Status read_weights(
+      const std::function<base::Status(uint64_t first, std::span<const float>)>& visit) = 0;
+  /// The weights that the current step's update sent up: resume and evaluation.
   virtual base::Status load_weights(base::DataType type, const WeightsSink& sink) = 0;
 
   /// Starts committed_step() + 1, after waiting for a commit that was started.

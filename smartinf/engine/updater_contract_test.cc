@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <random>
 #include <tuple>
@@ -26,6 +27,7 @@
 #include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/engine/reshard.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/kernels/feedback.h"
 
 namespace smartinf::engine {
 namespace {
@@ -88,6 +90,13 @@ std::vector<base::Bf16> contract_gradient(uint64_t count, int step) {
 
 void expect_ok(const base::Status& status) { ASSERT_TRUE(status.ok()) << status.to_string(); }
 
+uint64_t loaded_weights(Updater& updater) {
+  std::vector<base::Bf16> loaded(updater.space().count());
+  expect_ok(
+      updater.load_weights(DataType::kBf16, [&](uint64_t first) { return loaded.data() + first; }));
+  return digest(loaded);
+}
+
 void run_steps(Updater& updater, int first_step, int last_step, Outcome& outcome) {
   const plan::ParameterSpace& space = updater.space();
   std::vector<base::Bf16> weights(space.count());
@@ -127,10 +136,7 @@ void run_steps(Updater& updater, int first_step, int last_step, Outcome& outcome
     state = digest(plane, state);
   }
   outcome.state = state;
-  std::vector<base::Bf16> loaded(space.count());
-  expect_ok(
-      updater.load_weights(DataType::kBf16, [&](uint64_t first) { return loaded.data() + first; }));
-  EXPECT_EQ(digest(loaded), outcome.weights.back());
+  EXPECT_EQ(loaded_weights(updater), outcome.weights.back());
 }
 
 void initialize(Updater& updater) {
@@ -781,9 +787,116 @@ TEST(Compression, WhatIsKeptIsPartOfTheState) {
     auto updater = Updater::open(options, contract_space());
     ASSERT_TRUE(updater.ok()) << updater.status().to_string();
     EXPECT_EQ((*updater)->blob(), "after step 2");
+    EXPECT_EQ(loaded_weights(**updater) == outcome.weights.back(), one.exact);
     run_steps(**updater, 3, kSteps, outcome);
     EXPECT_EQ(outcome == expected, one.exact) << "every " << one.every << " steps";
   }
+}
+
+TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
+  const plan::ParameterSpace space = contract_space();
+  for (const base::StateFormat format :
+       {base::StateFormat::kF32, base::StateFormat::kBf16, base::StateFormat::kQ8}) {
+    for (const bool ahead : {true, false}) {
+      Scratch scratch;
+      UpdaterOptions options = compressed_options(scratch, 2);
+      options.format = format;
+      options.compress.step_ahead = ahead;
+      auto updater = Updater::open(options, space);
+      ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+      initialize(**updater);
+      Outcome outcome;
+      run_steps(**updater, 1, 2, outcome);  // what came up is what is loaded
+      std::vector<float> master, variances, weights;
+      expect_ok(
+          (*updater)->read_state(5, [&](uint64_t, std::span<const std::span<const float>> planes) {
+            master.insert(master.end(), planes[0].begin(), planes[0].end());
+            variances.insert(variances.end(), planes[2].begin(), planes[2].end());
+            return base::Status();
+          }));
+      expect_ok((*updater)->read_weights([&](uint64_t first, std::span<const float> some) {
+        EXPECT_EQ(first, weights.size());
+        weights.insert(weights.end(), some.begin(), some.end());
+        return base::Status();
+      }));
+      if (!ahead) {
+        EXPECT_EQ(weights, master);
+        continue;
+      }
+      const base::Bf16* kept = (*updater)->residual();
+      const double bias = 1 - std::pow(options.rule.beta2, 2);
+      double farthest = 0;
+      for (const plan::GroupStretch& stretch : space.stretches(0, space.count())) {
+        const double lr = stretch.group == 0 ? 0.01 : 0.02;
+        for (uint64_t i = stretch.first; i < stretch.first + stretch.count; ++i) {
+          const uint64_t group = i / csd::kSquaresElements * csd::kSquaresElements;
+          const uint64_t samples =
+              std::min<uint64_t>(kernels::kVarianceSamples, space.count() - group);
+          const double v =
+              std::accumulate(variances.begin() + static_cast<ptrdiff_t>(group),
+                              variances.begin() + static_cast<ptrdiff_t>(group + samples), 0.0) /
+              static_cast<double>(samples);
+          const double steps =
+              std::clamp<double>(base::to_f32(kept[i]) / (std::sqrt(v / bias) + options.rule.eps),
+                                 -kernels::kStepAheadMost, kernels::kStepAheadMost);
+          ASSERT_NEAR(weights[i], master[i] - lr * steps, 1e-5 * lr + 2e-7) << i;
+          farthest = std::max(farthest, std::abs(steps));
+        }
+      }
+      EXPECT_GT(farthest, 1);
+    }
+  }
+}
+
+TEST(Compression, WeightsOfAGroupThatSitsOutStayWhereTheyAre) {
+  const plan::ParameterSpace space = contract_space();
+  Scratch scratch;
+  const UpdaterOptions options = compressed_options(scratch, 2, 1);
+  auto updater = Updater::open(options, space);
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  std::vector<float> weights(space.count());
+  std::vector<float> before;
+  for (int step = 1; step <= 2; ++step) {
+    const auto gradient = contract_gradient(space.count(), step);
+    expect_ok((*updater)->begin_step());
+    for (const plan::ParameterRange& range : space.ranges()) {
+      if (step == 2 && range.group == 1) {
+        expect_ok((*updater)->skip_gradient(range.first, range.count));
+      } else {
+        expect_ok((*updater)->put_gradient(range.first, gradient.data() + range.first,
+                                           DataType::kBf16, range.count));
+      }
+    }
+    expect_ok((*updater)->finish_gradients(1).status());
+    UpdateOptions update;
+    // The rate of a group that sits out is not looked at.
+    update.groups = {{.lr = 0.01}, {.lr = step == 1 ? 0.02 : 0.5, .skip = step == 2}};
+    before = weights;
+    expect_ok((*updater)->start_update(update, DataType::kF32,
+                                       [&](uint64_t first) { return weights.data() + first; }));
+    expect_ok((*updater)->wait_weights(0, space.count()));
+    expect_ok((*updater)->commit("after step"));
+  }
+  for (const plan::ParameterRange& range : space.ranges()) {
+    // Elements that share a variance with another range's go with that.
+    const auto from = static_cast<ptrdiff_t>(base::round_up(range.first, csd::kSquaresElements));
+    const auto end = static_cast<ptrdiff_t>(range.first + range.count);
+    const auto to = std::max(from, end / static_cast<ptrdiff_t>(csd::kSquaresElements) *
+                                       static_cast<ptrdiff_t>(csd::kSquaresElements));
+    if (range.name == "bias") continue;
+    ASSERT_LT(from, to);
+    EXPECT_EQ(std::equal(weights.begin() + from, weights.begin() + to, before.begin() + from),
+              range.group == 1)
+        << range.name;
+  }
+  updater->reset();
+  updater = Updater::open(options, space);
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  std::vector<float> loaded(space.count());
+  expect_ok((*updater)->load_weights(DataType::kF32,
+                                     [&](uint64_t first) { return loaded.data() + first; }));
+  EXPECT_EQ(loaded, weights);
 }
 
 TEST(Compression, WhatIsKeptSurvivesAnEditOfTheState) {

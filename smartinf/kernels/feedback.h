@@ -19,4 +19,33 @@ void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient
                   std::span<const base::Bf16> residual, float scale, float decay,
                   std::span<float> out, std::span<float> squares);
 
+/// Elements of a group whose variances stand for all 256 of it.
+inline constexpr size_t kVarianceSamples = 16;
+
+/// One variance for each kMeanSquareElements neighbours: the mean of the first kVarianceSamples.
+/// With mean squares in the gradients' place they are all equal; without, they were so long ago
+/// that only an estimate is wanted. Shapes: variances: [n]; out: [divide_up(n,
+/// kMeanSquareElements)]. Threads: pure.
+void group_variances(std::span<const float> variances, std::span<float> out);
+
+/// Takes weights to where they would be had what is kept arrived as well:
+/// weights -= lr * min(max(residual / (sqrt(v / bias) + eps), -kStepAheadMost), kStepAheadMost),
+/// in f32, the result rounded to their type.
+/// The bound is for elements whose variance has decayed while they waited.
+/// Shapes: weights: [n] of type; residual: [n]; v: [n] by its group of kMeanSquareElements, of
+/// which the first begins `phase` elements before weights[0]. Threads: safe on disjoint weights.
+/// Source: Xu, Huo and Huang 2021, step-ahead error feedback; docs/smartcomp.md.
+inline constexpr float kStepAheadMost = 4;
+struct StepAhead {
+  float lr = 0;    // 0: nothing changes
+  float bias = 1;  // of the variance: 1 - beta2^t
+  float eps = 0;
+};
+/// `step` is the updater's, as for make_step_scalars().
+StepAhead make_step_ahead(const RuleOptions& options, const GroupOptions& group,
+                          base::StepNumber step);
+void step_ahead(const KernelTable& table, const StepAhead& how,
+                std::span<const base::Bf16> residual, std::span<const float> variances,
+                size_t phase, void* weights, base::DataType type);
+
 }  // namespace smartinf::kernels

@@ -24,6 +24,8 @@ struct FeedbackKernels {
   /// As kernels::add_feedback(). residual or squares may be null.
   void (*add)(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
               float* out, float* squares, size_t n);
+  /// weights -= residual * rate, which is held within [-limit, limit].
+  void (*ahead)(const base::Bf16* residual, float rate, float limit, float* weights, size_t n);
 };
 
 const FeedbackKernels& scalar_feedback();

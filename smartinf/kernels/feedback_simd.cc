@@ -67,7 +67,20 @@ void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, fl
                                                                out, squares, n);
 }
 
-FeedbackKernels feedback_kernels() { return {.add = add}; }
+void ahead(const base::Bf16* residual, float rate, float limit, float* weights, size_t n) {
+  const size_t lanes = hn::Lanes(F32());
+  const auto rates = hn::Set(F32(), rate);
+  const auto most = hn::Set(F32(), limit);
+  const auto least = hn::Set(F32(), -limit);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto step = hn::Min(hn::Max(hn::Mul(widened(residual + i), rates), least), most);
+    hn::StoreU(hn::Sub(hn::LoadU(F32(), weights + i), step), F32(), weights + i);
+  }
+  scalar_feedback().ahead(residual + i, rate, limit, weights + i, n - i);
+}
+
+FeedbackKernels feedback_kernels() { return {.add = add, .ahead = ahead}; }
 
 }  // namespace HWY_NAMESPACE
 }  // namespace smartinf::kernels

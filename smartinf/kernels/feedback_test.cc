@@ -1,5 +1,6 @@
 #include "smartinf/kernels/feedback.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -82,6 +83,68 @@ TEST(Feedback, IsTheSumAndTheMeanSquare) {
     const double mean = sums[g] / (g < 2 ? 256.0 : 88.0);
     EXPECT_NEAR(squares[g], mean, 1e-5 * mean);
   }
+}
+
+TEST(StepAhead, EveryTargetGivesTheSameBits) {
+  const KernelTable& truth = *supported_tables().front();
+  for (const size_t n : lengths()) {
+    const auto residual = values_of(n, 5);
+    const auto start = values_of(n, 6);
+    for (const size_t phase : {0ul, 77ul, 255ul}) {
+      std::vector<float> variances(base::divide_up(phase + n, kMeanSquareElements));
+      for (size_t g = 0; g < variances.size(); ++g) {
+        variances[g] = g % 3 == 2 ? 0.0f : 0.3f / static_cast<float>(g + 1);
+      }
+      for (const base::DataType type :
+           {base::DataType::kF32, base::DataType::kBf16, base::DataType::kF16}) {
+        const auto run = [&](const KernelTable& table) {
+          std::vector<float> wide(n);
+          table.cast_to_f32(start.data(), base::DataType::kBf16, wide.data(), n);
+          std::vector<std::byte> weights(n * base::data_type_bytes(type));
+          table.cast_from_f32(wide.data(), weights.data(), type, n);
+          step_ahead(table, {.lr = 0.1f, .bias = 0.7f, .eps = 1e-8f}, residual, variances, phase,
+                     weights.data(), type);
+          return weights;
+        };
+        const auto expected = run(truth);
+        for (const KernelTable* table : supported_tables()) {
+          ASSERT_EQ(run(*table), expected) << table->isa() << " n " << n << " phase " << phase;
+        }
+      }
+    }
+  }
+}
+
+TEST(StepAhead, IsAStepOfWhatIsKeptWithinItsBound) {
+  constexpr size_t kCount = 600;
+  constexpr size_t kPhase = 100;
+  const auto residual = values_of(kCount, 7);
+  std::vector<float> weights(kCount, 1.0f);
+  const std::vector<float> variances{0.5f, 2.0f, 0.0f};
+  step_ahead(kernels(), {.lr = 0.01f, .bias = 0.5f, .eps = 1e-8f}, residual, variances, kPhase,
+             weights.data(), base::DataType::kF32);
+  size_t bounded = 0;
+  for (size_t i = 0; i < kCount; ++i) {
+    const double v = variances[(kPhase + i) / kMeanSquareElements];
+    const double steps = base::to_f32(residual[i]) / (std::sqrt(v / 0.5) + 1e-8);
+    bounded += std::abs(steps) > kStepAheadMost ? 1 : 0;
+    EXPECT_NEAR(weights[i], 1 - 0.01 * std::clamp<double>(steps, -kStepAheadMost, kStepAheadMost),
+                1e-6);
+  }
+  EXPECT_GT(bounded, 0u);
+  EXPECT_LT(bounded, kCount / 4);
+  step_ahead(kernels(), {.lr = -0.01f, .bias = 0.5f, .eps = 1e-8f}, residual, variances, kPhase,
+             weights.data(), base::DataType::kF32);
+  for (const float weight : weights) EXPECT_NEAR(weight, 1, 1e-6);  // maximizing is the way back
+}
+
+TEST(StepAhead, GroupVariancesAreMeansOfTheFirst) {
+  std::vector<float> variances(kMeanSquareElements + 3, 9.0f);
+  for (size_t i = 0; i < kVarianceSamples; ++i) variances[i] = static_cast<float>(i);
+  std::fill(variances.end() - 3, variances.end(), 5.0f);
+  std::vector<float> groups(2);
+  group_variances(variances, groups);
+  EXPECT_EQ(groups, (std::vector<float>{(kVarianceSamples - 1) / 2.0f, 5.0f}));
 }
 
 }  // namespace

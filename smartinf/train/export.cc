@@ -210,9 +210,8 @@ Result<base::StepNumber> read_master(const Job& job, const plan::ParameterSpace&
   options.create = false;
   SI_ASSIGN_OR_RETURN(const std::unique_ptr<engine::Updater> updater,
                       engine::Updater::open(options, space));
-  SI_RETURN_IF_ERROR(updater->read_state(
-      /*plane_mask=*/1,
-      [&](uint64_t, std::span<const std::span<const float>> planes) { return take(planes[0]); }));
+  SI_RETURN_IF_ERROR(updater->read_weights(
+      [&](uint64_t, std::span<const float> weights) { return take(weights); }));
   return updater->committed_step();
 }
 

@@ -82,6 +82,11 @@ class TorchAdamW final : public MemoryUpdater {
     return visit(0, planes);
   }
 
+  Status read_weights(
+      const std::function<Status(uint64_t, std::span<const float>)>& visit) override {
+    return visit(0, plane(0));
+  }
+
   Status load_weights(DataType type, const engine::WeightsSink& sink) override {
     const Tensor weights_N = planes_[0].to(scalar_type(type));
     std::memcpy(sink(0), weights_N.data_ptr(), weights_N.nbytes());

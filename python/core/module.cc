@@ -1,6 +1,7 @@
 // smartinf._core: the engine's Updater for Python. Tensors are addresses of host memory here, so
 // the module needs neither torch nor numpy; smartinf/optimizers.py keeps them alive.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -85,10 +86,15 @@ NB_MODULE(_core, module) {
           "visit(first, count, views) for pieces in ascending order; views holds an f32 memoryview "
           "for each plane of the mask, else None, valid during the call.")
       .def("edit_state", &PyUpdater::edit_state, "edit"_a.none(), "blob"_a, "residual"_a = 0,
+           "ahead"_a = std::vector<std::array<float, 3>>(),
            "Like read_state over all planes, with views that may be written; what edit(first, "
            "count, views) returns true for is written back. All becomes real at once, as a step. "
            "edit None: no plane changes. residual: address of what compression is to keep from now "
-           "on, bf16 in the order of the space; 0: as it is.")
+           "on, bf16 in the order of the space; 0: as it is. ahead: step_ahead() of where that "
+           "comes from; empty: as it is.")
+      .def("step_ahead", &PyUpdater::step_ahead,
+           "(lr, variance's bias, eps) by group, by which weights are ahead of the stored ones for "
+           "what compression keeps; empty when they are not.")
       .def("residual", &PyUpdater::residual,
            "Address of what compression keeps, bf16 in the order of the space, valid until state "
            "changes; 0 without feedback.")

@@ -260,7 +260,8 @@ void PyUpdater::read_state(uint32_t planes, nb::callable visit) {
   });
 }
 
-void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual) {
+void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual,
+                           const std::vector<std::array<float, 3>>& ahead) {
   engine::Updater& updater = core();
   std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)> visit;
   if (!edit.is_none()) {
@@ -272,9 +273,19 @@ void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual
       return nb::cast<bool>(edit(first, count, views));
     };
   }
+  std::vector<kernels::StepAhead> rates;
+  for (const auto& [lr, bias, eps] : ahead) rates.push_back({lr, bias, eps});
   caller_->run([&] {
-    check(updater.edit_state(visit, blob, reinterpret_cast<const base::Bf16*>(residual)));
+    check(updater.edit_state(visit, blob, reinterpret_cast<const base::Bf16*>(residual), rates));
   });
+}
+
+std::vector<std::array<float, 3>> PyUpdater::step_ahead() {
+  std::vector<std::array<float, 3>> rates;
+  for (const kernels::StepAhead& one : core().step_ahead()) {
+    rates.push_back({one.lr, one.bias, one.eps});
+  }
+  return rates;
 }
 
 uintptr_t PyUpdater::residual() { return reinterpret_cast<uintptr_t>(core().residual()); }

@@ -2,6 +2,7 @@
 // signals answered in every call that may take long, and no harm from fork.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -33,7 +34,9 @@ class PyUpdater {
 
   void initialize(nanobind::callable provide, std::string blob);
   void read_state(uint32_t planes, nanobind::callable visit);
-  void edit_state(nanobind::object edit, std::string blob, uintptr_t residual);
+  void edit_state(nanobind::object edit, std::string blob, uintptr_t residual,
+                  const std::vector<std::array<float, 3>>& ahead);
+  std::vector<std::array<float, 3>> step_ahead();
   uintptr_t residual();
   nanobind::dict compression();
   void load_weights(const std::string& type, uintptr_t address);

@@ -105,6 +105,7 @@ def save(optimizer, folder, replace=False):
             "rule": optimizer._rule,
             "planes": planes,
             "residual": residual is not None,
+            "step_ahead": optimizer._core.step_ahead(),  # by parameter
             "lineage": optimizer._lineage.to_json(),
             "parameters": [
                 [name, list(param.shape)]
@@ -227,10 +228,23 @@ def load(optimizer, folder, strict):
                     out = residual[segment.first : segment.first + segment.count]
                     name = layout.names[segment.param]
                     source.copy("residual", segment.start, segment.stop, out, name)
-        optimizer._edit(edit, lineage, residual)
+        optimizer._edit(edit, lineage, residual, _ahead(optimizer, index, wanted))
     optimizer._undecided = False
     optimizer._expected = None
     optimizer._take_weights()
+
+
+def _ahead(optimizer, index, wanted):
+    """The core's step_ahead() for what the checkpoint kept; a parameter that it lacks has no rate."""
+    here = optimizer._core.step_ahead()
+    if not here or not index.get("residual"):
+        return ()
+    there = index.get("step_ahead", [])
+    ahead = [(0.0, 1.0, 0.0)] * len(here)
+    for number, i in wanted.items():
+        if number < len(there):
+            ahead[i] = tuple(there[number])
+    return ahead
 
 
 def _map(path, ranges, index, wanted, sources):

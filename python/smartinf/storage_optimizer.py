@@ -805,10 +805,17 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def _adopt_weights(self, changed):
         """Master weights from parameters that were written from outside, e.g. by
-        model.load_state_dict(). Where a parameter still is the rounded master, the master stays."""
+        model.load_state_dict(). Where a parameter still is what came up, the master stays; elsewhere
+        nothing that compression kept is left to come."""
         wanted = set(changed)
         layout = self._layout
         values = {}
+        sent = residual = None
+        if self._core.step_ahead():
+            self._settle()
+            sent = torch.empty(layout.owned[1] - layout.owned[0], dtype=layout.dtype)
+            self._core.load_weights(layout.type_name, sent.data_ptr())
+            residual = self._residual().clone()
 
         def edit(segment, start, stop, planes):
             if segment.param not in wanted:
@@ -817,13 +824,16 @@ class StorageOptimizer(torch.optim.Optimizer):
                 values.clear()  # pieces come in order
                 values[segment.param] = layout.values(segment.param)
             given = values[segment.param][start:stop]
-            differs = planes[0].to(given.dtype) != given
+            at = slice(segment.first + start - segment.start, segment.first + stop - segment.start)
+            differs = (planes[0] if sent is None else sent[at]).to(given.dtype) != given
             if not bool(differs.any()):
                 return False
+            if residual is not None:
+                residual[at].masked_fill_(differs, 0)
             torch.where(differs, given.float(), planes[0], out=planes[0])
             return True
 
-        self._edit(edit, self._lineage)
+        self._edit(edit, self._lineage, residual)
         self._take_weights()
 
     # ---- State in and out.
@@ -838,10 +848,11 @@ class StorageOptimizer(torch.optim.Optimizer):
                 start = segment.start + low - segment.first
                 yield segment, start, start + high - low, low - first
 
-    def _edit(self, edit, lineage, residual=None):
+    def _edit(self, edit, lineage, residual=None, ahead=()):
         """Rewrites state: edit(segment, start, stop, planes) changes f32 tensors [stop - start] in
         place and returns whether it did. `lineage` becomes true with it, or nothing does. residual:
-        bf16 tensor [owned], what compression is to keep; None: what it keeps."""
+        bf16 tensor [owned], what compression is to keep; None: what it keeps. ahead: the core's
+        step_ahead() of where that comes from."""
 
         def visit(first, count, views):
             tensors = [torch.frombuffer(view, dtype=torch.float32) for view in views]
@@ -856,7 +867,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         failure = None
         try:
             address = 0 if residual is None else residual.data_ptr()
-            self._core.edit_state(visit, lineage.to_json(), address)
+            self._core.edit_state(visit, lineage.to_json(), address, list(ahead))
         except BaseException as error:
             failure = error
         self._prepared = self._ranks.world > 1

@@ -333,7 +333,13 @@ Status DeviceUpdater::read_planes(
 
 Status DeviceUpdater::edit_state(
     const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
-    const std::string& blob, const base::Bf16* residual) {
+    const std::string& blob, const base::Bf16* residual,
+    std::span<const kernels::StepAhead> ahead) {
+  if (!ahead.empty() && ahead.size() != ahead_.size()) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("rates of stepping ahead for {} groups given, the model has {}",
+                              ahead.size(), ahead_.size()));
+  }
   if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
   SI_RETURN_IF_ERROR(wait_commit());
   if (compressor_ == nullptr || !compressor_->feedback()) residual = nullptr;
@@ -349,7 +355,7 @@ Status DeviceUpdater::edit_state(
     keeping_ =
         residual != nullptr ? write_residuals : set_.residual && residual_step_ == committed_step_;
     new_residual_ = residual != nullptr;
-    next_ahead_ = ahead_;
+    next_ahead_ = ahead.empty() ? ahead_ : std::vector(ahead.begin(), ahead.end());
     commit_blob_ = blob;
     stored = joined_blob();
   }
@@ -392,6 +398,11 @@ Status DeviceUpdater::finish_commit() {
 
 const base::Bf16* DeviceUpdater::residual() const {
   return compressor_ != nullptr ? compressor_->residual() : nullptr;
+}
+
+std::vector<kernels::StepAhead> DeviceUpdater::step_ahead() const {
+  const std::lock_guard lock(mutex_);
+  return variances_.empty() ? std::vector<kernels::StepAhead>() : ahead_;
 }
 
 void DeviceUpdater::committed() {

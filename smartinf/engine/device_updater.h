@@ -20,7 +20,6 @@
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/updater.h"
-#include "smartinf/kernels/feedback.h"
 
 namespace smartinf::engine {
 
@@ -46,8 +45,10 @@ class DeviceUpdater final : public Updater {
       override;
   base::Status edit_state(
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
-      const std::string& blob, const base::Bf16* residual) override;
+      const std::string& blob, const base::Bf16* residual,
+      std::span<const kernels::StepAhead> ahead) override;
   const base::Bf16* residual() const override;
+  std::vector<kernels::StepAhead> step_ahead() const override;
   base::Status read_weights(
       const std::function<base::Status(uint64_t, std::span<const float>)>& visit) override;
   base::Status load_weights(base::DataType type, const WeightsSink& sink) override;

@@ -42,7 +42,7 @@ UpdaterTraffic UpdaterTraffic::since(const UpdaterTraffic& earlier) const {
 
 base::Status Updater::edit_state(
     const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>&,
-    const std::string&, const base::Bf16*) {
+    const std::string&, const base::Bf16*, std::span<const kernels::StepAhead>) {
   return base::Status(base::ErrorCode::kUnsupported, "this updater's state cannot be rewritten",
                       "Keep the state on devices.");
 }

@@ -24,6 +24,7 @@
 #include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/parameter_space.h"
 
@@ -93,14 +94,19 @@ class Updater {
   /// memory budget it takes one subgroup's planes for the time it runs. Import, and weights that
   /// were written from outside. An empty `edit` changes no plane, and none is read for it.
   /// residual: [space().count()], what compression is to keep from now on (ignored without
-  /// feedback); null: what it keeps already. Errors: kUnsupported where state is not on devices.
+  /// feedback); null: what it keeps already. ahead: step_ahead() of where it comes from; empty: as
+  /// it is. Errors: kUnsupported where state is not on devices.
   virtual base::Status edit_state(
       const std::function<base::Result<bool>(uint64_t first,
                                              std::span<const std::span<float>> planes)>& edit,
-      const std::string& blob, const base::Bf16* residual = nullptr);
+      const std::string& blob, const base::Bf16* residual = nullptr,
+      std::span<const kernels::StepAhead> ahead = {});
   /// What compression kept at the committed step: [space().count()], valid until the next call that
   /// changes state; null without feedback.
   virtual const base::Bf16* residual() const { return nullptr; }
+  /// How far weights of each group are ahead of the stored ones, by what compression keeps; empty
+  /// when they are not.
+  virtual std::vector<kernels::StepAhead> step_ahead() const { return {}; }
   /// The current step's master weights as f32, piece by piece, in ascending order, as
   /// load_weights() gives them but for the rounding: what training has arrived at. With compression
   /// the stored ones lag behind by what is kept (CompressOptions::step_ahead).

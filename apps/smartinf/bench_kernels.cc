@@ -41,7 +41,8 @@ struct BenchOptions {
   std::vector<std::string> formats;
   std::vector<std::string> gradients;
   std::string weights = "bf16";
-  std::vector<double> shares = {0.01};  // of the elements, that Top-K keeps
+  std::vector<double> shares = {0.01};            // of the elements, that Top-K keeps
+  csd::ValueForm values = csd::ValueForm::kBf16;  // of compressed gradients
   bool json = false;
 };
 
@@ -418,15 +419,17 @@ class KernelBench {
     }
   }
 
-  /// A step's gradients with feedback, from bf16 to messages. What goes over the link instead of
-  /// them is not counted in the bytes: it is a hundredth of what is read.
+  /// A step's gradients with feedback, from bf16 to messages, then one of these checked and
+  /// expanded as on a device. What goes over the link is not counted in the bytes: it is far less
+  /// than they.
   base::Status bench_compression(Team& team) {
     fill_gradient(DataType::kBf16);
     const uint64_t blocks = base::divide_up(elements_, base::kBlockElements);
     for (const double share : options_.shares) {
       engine::CompressOptions options;
       options.codec = engine::CompressOptions::Codec::kTopK;
-      options.ratio = 2 * share;
+      options.values = options_.values;
+      options.ratio = share * engine::counted_bytes(options.values) / 4;
       SI_ASSIGN_OR_RETURN(const auto compressor,
                           engine::GradientCompressor::make(options, elements_, 1, true));
       std::vector<engine::GradientCompressor::Scratch> scratch(team.size());
@@ -458,6 +461,21 @@ class KernelBench {
             compressor->put(elements_ - turned, gradient_.data(), DataType::kBf16, turned);
             compressor->begin_update(step, 1, 1);
           });
+      const uint64_t elements = std::min(elements_, kBlocksOfSubgroup * base::kBlockElements);
+      const auto message =
+          compressor->compress(scratch[0], writers[0], {base::SubgroupId{0}, 0, elements}, {});
+      report(team, {.kernel = "expand", .gradient = "bf16", .share = share, .bytes = elements_ * 2},
+             [&](uint32_t t) {
+               const Share part = share_of(blocks, t, team.size());
+               auto* out = reinterpret_cast<std::byte*>(scratch[t].arrived.data());
+               for (uint64_t b = part.first; b < part.last;) {
+                 const auto view = csd::CompressedView::parse(message);
+                 SI_CHECK(view.ok(), "a message of our own");
+                 for (uint64_t i = 0; i < view->blocks() && b < part.last; ++i, ++b) {
+                   view->expand_block(i, out);
+                 }
+               }
+             });
     }
     return {};
   }
@@ -507,6 +525,15 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
                    "What Top-K and compression keep of the elements, e.g. 0.01")
       ->check(CLI::Range(1e-6, 1.0))
       ->capture_default_str();
+  command
+      ->add_option("--values", options->values,
+                   "How compressed gradients carry values: f32, bf16, f16, sign (default: bf16)")
+      ->transform(CLI::CheckedTransformer(
+                      std::map<std::string, csd::ValueForm>{{"f32", csd::ValueForm::kF32},
+                                                            {"bf16", csd::ValueForm::kBf16},
+                                                            {"f16", csd::ValueForm::kF16},
+                                                            {"sign", csd::ValueForm::kSign}})
+                      .description(""));
   command->add_flag("--json", options->json, "A JSON array with one object a row");
   command->footer(
       "Examples:\n"

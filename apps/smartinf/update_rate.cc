@@ -52,7 +52,7 @@ std::vector<std::byte> sparse_message() {
   const std::vector<float> values(indices.size(), 1e-3f);
   const std::vector<float> squares(kBlock / csd::kSquaresElements, 1e-6f);
   csd::CompressedWriter writer;
-  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, DataType::kBf16, true);
+  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, csd::ValueForm::kBf16, true);
   for (uint64_t b = 0; b < kBlocks; ++b) writer.add_block(indices, values, squares);
   const auto message = writer.finish();
   return {message.begin(), message.end()};

@@ -80,9 +80,10 @@ engine::CompressOptions compress_options(const nb::dict& given) {
   compress.ratio_max = option(given, "ratio_max", compress.ratio_max);
   compress.backlog = option(given, "backlog", compress.backlog);
   compress.values = choice(given, "values", compress.values,
-                           {{"f32", base::DataType::kF32},
-                            {"bf16", base::DataType::kBf16},
-                            {"f16", base::DataType::kF16}});
+                           {{"f32", csd::ValueForm::kF32},
+                            {"bf16", csd::ValueForm::kBf16},
+                            {"f16", csd::ValueForm::kF16},
+                            {"sign", csd::ValueForm::kSign}});
   using Feedback = CompressOptions::Feedback;
   compress.feedback = choice(given, "feedback", compress.feedback,
                              {{"none", Feedback::kNone}, {"host", Feedback::kHost}});

@@ -21,6 +21,7 @@ constexpr std::array<std::string_view, 2> kPrecision{"bf16", "f32"};
 constexpr std::array<std::string_view, 5> kRule{"adamw", "adam", "sgd", "adagrad", "lion"};
 constexpr std::array<std::string_view, 3> kFormat{"f32", "bf16", "q8"};
 constexpr std::array<std::string_view, 3> kGradient{"f32", "bf16", "f16"};
+constexpr std::array<std::string_view, 4> kValues{"f32", "bf16", "f16", "sign"};
 constexpr std::array<std::string_view, 4> kCodec{"none", "topk", "randomk", "dense"};
 constexpr std::array<std::string_view, 2> kFeedback{"none", "host"};
 constexpr std::array<std::string_view, 2> kVariance{"sent", "dense"};
@@ -155,14 +156,17 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("compress.codec", choice(r.updater.compress.codec, kCodec),
            "\"topk\": the largest of each 65536 elements; \"none\": whole gradients; \"randomk\", "
            "\"dense\": controls"),
-    SI_KEY("compress.ratio", &r.updater.compress.ratio,
-           "volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %"),
+    SI_KEY(
+        "compress.ratio", &r.updater.compress.ratio,
+        "volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %; a "
+        "sign and its index as 1: 8 %"),
     SI_KEY("compress.ratio_max", &r.updater.compress.ratio_max,
            "above 0 the ratio is automatic: it rises up to this while more than \"backlog\" waits"),
     SI_KEY(
         "compress.backlog", &r.updater.compress.backlog,
         "of an automatic ratio: how many steps' gradients may wait, by the squares of the norms"),
-    SI_KEY("compress.values", choice(r.updater.compress.values, kGradient), "of what is sent"),
+    SI_KEY("compress.values", choice(r.updater.compress.values, kValues),
+           "what is sent of an element; \"sign\": its sign, and one magnitude for each block"),
     SI_KEY("compress.feedback", choice(r.updater.compress.feedback, kFeedback),
            "\"host\": what is not sent is kept in host memory and added to the next gradient; "
            "\"none\": it is lost"),

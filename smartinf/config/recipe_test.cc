@@ -369,7 +369,7 @@ TEST(Recipe, Compression) {
   const engine::CompressOptions& compress = loaded.recipe.updater.compress;
   EXPECT_EQ(compress.codec, engine::CompressOptions::Codec::kTopK);
   EXPECT_EQ(compress.ratio, 0.05);
-  EXPECT_EQ(compress.values, base::DataType::kF16);
+  EXPECT_EQ(compress.values, csd::ValueForm::kF16);
   EXPECT_EQ(compress.feedback, engine::CompressOptions::Feedback::kNone);
   EXPECT_EQ(compress.variance, engine::CompressOptions::Variance::kSent);
   EXPECT_EQ(compress.warmup_steps, 100u);
@@ -384,6 +384,8 @@ TEST(Recipe, Compression) {
   EXPECT_THAT(bad("[compress]\nbacklog = 0.0\n"), HasSubstr("compress.backlog"));
   EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\nratio_max = 0.5\nfeedback = \"none\"\n"),
               HasSubstr("compress.ratio_max"));
+  EXPECT_THAT(bad("[compress]\nratio_max = 2.5\n"), HasSubstr("compress.ratio_max"));
+  EXPECT_THAT(bad("[compress]\nvalues = \"int8\"\n"), HasSubstr("\"sign\""));
   EXPECT_THAT(bad("[compress]\nfeedback_decay = 1.5\n"), HasSubstr("compress.feedback_decay"));
   EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\n[optimizer]\nwhere = \"memory\"\n"),
               HasSubstr("optimizer.where"));

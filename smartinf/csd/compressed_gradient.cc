@@ -1,7 +1,7 @@
 #include "smartinf/csd/compressed_gradient.h"
 
 #include <algorithm>
-#include <array>
+#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -24,6 +24,8 @@ constexpr size_t kChecksumOffset = offsetof(CompressedHeader, checksum);
 constexpr uint32_t kCountMask = 0xffffffu;
 constexpr uint32_t kLowBitsShift = 24;
 constexpr uint8_t kLowBitsMax = 16;
+constexpr uint16_t kBf16Sign = 0x8000;
+constexpr size_t kSignsAtOnce = 32;  // of a dense block
 
 uint64_t checksum_of(std::span<const std::byte> message) {
   return base::checksum(message.subspan(sizeof(CompressedHeader)),
@@ -40,97 +42,162 @@ uint8_t low_bits_of(uint64_t elements, uint64_t values) {
   return values == 0 ? uint8_t{0} : static_cast<uint8_t>(std::bit_width(elements / values) - 1);
 }
 
+uint64_t data_bytes(ValueForm form, uint64_t values) {
+  if (form == ValueForm::kSign) return sizeof(base::Bf16);
+  return values * base::data_type_bytes(expanded_type(form));
+}
+
+unsigned sign_bits_of(ValueForm form) { return form == ValueForm::kSign ? 1 : 0; }
+uint64_t sign_of(float value) { return std::bit_cast<uint32_t>(value) >> 31; }
+
+/// No block of n elements with at most k values has more of them. The high parts of all gaps sum to
+/// less than n >> low, the ones, low bits and signs to k * (1 + low + sign_bits). Fewer values have
+/// longer gaps, but never so many more bits that the sum grows; all but one have no low bits.
+uint64_t bits_max(uint64_t n, uint64_t k, unsigned sign_bits) {
+  if (k == n) return n * (1 + sign_bits);
+  const uint64_t low = low_bits_of(n, k);
+  return k * (1 + low + sign_bits) + (n >> low);
+}
+
+/// Summed in the order of the elements, so that it is the same everywhere. A NaN has no sign
+/// either.
+base::Bf16 mean_magnitude(std::span<const float> values) {
+  double sum = 0;
+  for (const float value : values) sum += std::abs(value);
+  const auto mean =
+      static_cast<float>(sum / static_cast<double>(std::max<size_t>(values.size(), 1)));
+  return {static_cast<uint16_t>(base::to_bf16(mean).bits & ~kBf16Sign)};
+}
+
 /// First bit first in each byte.
 class BitWriter {
  public:
-  explicit BitWriter(std::vector<std::byte>& out) : out_(out) {}
-  void put(uint64_t bits, unsigned count) {  // count <= 32
+  BitWriter(std::vector<std::byte>& out, uint64_t bits_max) : out_(out), at_(out.size()) {
+    out_.resize(at_ + bits_max / 8 + sizeof(word_));
+  }
+  void put(uint64_t bits, unsigned count) {  // count <= kPutMax
     word_ |= bits << filled_;
-    for (filled_ += count; filled_ >= 8; filled_ -= 8, word_ >>= 8) {
-      out_.push_back(static_cast<std::byte>(word_));
+    std::memcpy(out_.data() + at_, &word_, sizeof(word_));
+    filled_ += count;
+    at_ += filled_ / 8;
+    word_ >>= filled_ / 8 * 8;
+    filled_ %= 8;
+  }
+  /// So many zeros, then the bits.
+  void put_after(uint64_t zeros, uint64_t bits, unsigned count) {
+    for (; zeros + count > kPutMax; zeros -= std::min<uint64_t>(zeros, kPutMax)) {
+      put(0, static_cast<unsigned>(std::min<uint64_t>(zeros, kPutMax)));
     }
+    put(bits << zeros, static_cast<unsigned>(zeros) + count);
   }
-  void put_zeros(uint64_t count) {
-    for (; count > 32; count -= 32) put(0, 32);
-    put(0, static_cast<unsigned>(count));
-  }
-  void finish() {
-    if (filled_ > 0) out_.push_back(static_cast<std::byte>(word_));
-  }
+  void finish() { out_.resize(at_ + (filled_ > 0 ? 1 : 0)); }
 
  private:
+  static constexpr unsigned kPutMax = 56;
   std::vector<std::byte>& out_;
+  size_t at_;  // of the first byte that is not full; a whole word fits there
   uint64_t word_ = 0;
   unsigned filled_ = 0;
 };
 
-/// Never reads beyond its bytes; past the end there are zeros, and at() says so.
+/// Never reads beyond its bytes.
 class BitReader {
  public:
-  explicit BitReader(std::span<const std::byte> bytes) : bytes_(bytes) {}
-  uint64_t at() const { return at_; }
-  uint64_t end() const { return bytes_.size() * 8; }
+  explicit BitReader(std::span<const std::byte> bytes) : bytes_(bytes) { fill(); }
 
-  /// Zeros before the next one, which is passed too. False when there is none.
-  bool unary(uint64_t& zeros) {
-    zeros = 0;
-    while (at_ < end()) {
-      const uint64_t word = peek();
-      if (word != 0) {
-        const auto run = static_cast<unsigned>(std::countr_zero(word));
-        zeros += run;
-        at_ += run + 1;
-        return at_ <= end();
-      }
-      zeros += kPeeked;
-      at_ += kPeeked;
-    }
-    return false;
+  /// The zeros before the next one, and the `count` bits after it, at most kLowBitsMax + 1. False
+  /// when the bytes end before.
+  bool take(unsigned count, uint64_t& zeros, uint64_t& bits) {
+    const auto run = static_cast<unsigned>(std::countr_zero(word_));
+    if (run + 1 + count > left_) return take_slowly(count, zeros, bits);
+    zeros = run;
+    bits = (word_ >> run >> 1) & mask(count);
+    drop(run + 1 + count);
+    return true;
   }
-  uint64_t take(unsigned count) {  // count <= kLowBitsMax
-    const uint64_t bits = peek() & ((uint64_t{1} << count) - 1);
-    at_ += count;
-    return bits;
+  bool rest_is_zero() {
+    fill();
+    return bytes_.size() * 8 - at_ < 8 && word_ == 0;
   }
-  bool rest_is_zero() { return at_ <= end() && end() - at_ < 8 && (at_ == end() || peek() == 0); }
 
  private:
-  static constexpr unsigned kPeeked = 57;
-  uint64_t peek() const {
+  static constexpr unsigned kFilled = 57;  // whatever bit of a byte is the first
+  static uint64_t mask(unsigned count) { return (uint64_t{1} << count) - 1; }
+
+  void fill() {
     const uint64_t first = at_ / 8;
-    if (first >= bytes_.size()) return 0;
-    uint64_t word = 0;
-    std::memcpy(&word, bytes_.data() + first,
-                std::min<size_t>(sizeof(word), bytes_.size() - first));
-    return word >> (at_ % 8) & ((uint64_t{1} << kPeeked) - 1);
+    word_ = 0;
+    if (first + sizeof(word_) <= bytes_.size()) {
+      std::memcpy(&word_, bytes_.data() + first, sizeof(word_));
+    } else if (first < bytes_.size()) {
+      std::memcpy(&word_, bytes_.data() + first, bytes_.size() - first);
+    }
+    word_ = (word_ >> at_ % 8) & mask(kFilled);
+    left_ = static_cast<unsigned>(std::min<uint64_t>(kFilled, bytes_.size() * 8 - at_));
+  }
+  void drop(unsigned count) {
+    word_ >>= count;
+    left_ -= count;
+    at_ += count;
+  }
+  bool take_slowly(unsigned count, uint64_t& zeros, uint64_t& bits) {
+    zeros = 0;
+    for (fill(); word_ == 0; fill()) {
+      if (left_ == 0) return false;
+      zeros += left_;
+      drop(left_);
+    }
+    const auto run = static_cast<unsigned>(std::countr_zero(word_));
+    zeros += run;
+    drop(run + 1);
+    fill();
+    if (count > left_) return false;
+    bits = word_ & mask(count);
+    drop(count);
+    return true;
   }
 
   std::span<const std::byte> bytes_;
-  uint64_t at_ = 0;
+  uint64_t at_ = 0;    // in bits
+  uint64_t word_ = 0;  // the next bits, of which `left_` are filled
+  unsigned left_ = 0;
 };
 
-/// Calls visit(index) for each; false when the bits give less, more, or leave the block.
-template <typename Visit>
-bool for_each_index(std::span<const std::byte> gaps, uint8_t low_bits, uint64_t values,
-                    uint64_t elements, Visit visit) {
-  BitReader reader(gaps);
-  uint64_t index = 0;
-  for (uint64_t i = 0; i < values; ++i) {
-    uint64_t high = 0;
-    if (!reader.unary(high) || high > elements) return false;
-    index += high << low_bits | reader.take(low_bits);
-    if (index >= elements || reader.at() > reader.end()) return false;
-    visit(index);
-    ++index;
+/// What says where a block's values belong, and their signs where these are all there is of them.
+struct GapBits {
+  std::span<const std::byte> bytes;
+  unsigned low_bits = 0;
+  unsigned sign_bits = 0;
+  uint64_t values = 0;
+  uint64_t elements = 0;  // of the block
+
+  /// Calls visit(index, sign) for each; false when the bits give less, more, or leave the block.
+  template <typename Visit>
+  bool for_each(Visit visit) const {
+    BitReader reader(bytes);
+    uint64_t index = 0;
+    for (uint64_t i = 0; i < values; ++i) {
+      uint64_t high = 0;
+      uint64_t tail = 0;
+      if (!reader.take(low_bits + sign_bits, high, tail) || high > elements) return false;
+      index += high << low_bits | (tail & ((uint64_t{1} << low_bits) - 1));
+      if (index >= elements) return false;
+      visit(index, tail >> low_bits);
+      ++index;
+    }
+    return reader.rest_is_zero();
   }
-  return reader.rest_is_zero();
+};
+
+uint16_t magnitude_bits(std::span<const std::byte> data) {
+  uint16_t bits = 0;
+  std::memcpy(&bits, data.data(), sizeof(bits));
+  return bits;
 }
 
 template <typename Bits>
-void scatter(std::span<const std::byte> gaps, uint8_t low_bits, std::span<const std::byte> data,
-             uint64_t elements, std::byte* out) {
-  const std::byte* value = data.data();
-  for_each_index(gaps, low_bits, data.size() / sizeof(Bits), elements, [&](uint64_t index) {
+void scatter(const GapBits& gaps, const std::byte* value, std::byte* out) {
+  gaps.for_each([&](uint64_t index, uint64_t) {
     std::memcpy(out + index * sizeof(Bits), value, sizeof(Bits));
     value += sizeof(Bits);
   });
@@ -144,10 +211,10 @@ Status corrupt(const std::string& what) {
 
 }  // namespace
 
-void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, DataType values,
+void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values,
                              bool squares) {
   header_ = CompressedHeader{};
-  header_.value_type = static_cast<uint8_t>(values);
+  header_.value_form = static_cast<uint8_t>(values);
   header_.has_squares = squares ? 1 : 0;
   header_.subgroup = subgroup.value;
   header_.elements = elements;
@@ -158,7 +225,7 @@ void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, DataT
 }
 
 void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<const float> values,
-                                 std::span<const float> squares) {
+                                 std::span<const float> squares, std::span<float> arrived) {
   SI_CHECK(next_block_ < header_.blocks, "more blocks than the subgroup has");
   const uint64_t elements =
       std::min(kBlockElements, header_.elements - next_block_ * kBlockElements);
@@ -166,28 +233,32 @@ void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<co
   const bool wanted = header_.has_squares != 0;
   SI_CHECK(squares.size() == (wanted ? base::divide_up(elements, kSquaresElements) : 0),
            "one mean square for each group, or none");
-  const auto type = static_cast<DataType>(header_.value_type);
-  const auto append = [&](std::span<const float> floats, DataType as) {
-    const size_t at = message_.size();
-    message_.resize(at + floats.size() * base::data_type_bytes(as));
-    kernels::kernels().cast_from_f32(floats.data(), message_.data() + at, as, floats.size());
-  };
+  SI_CHECK(arrived.empty() || arrived.size() == values.size(), "room for all or for none");
   append(squares, DataType::kBf16);
-  append(values, type);
+  append_values(values, arrived);
   const bool dense = values.size() == elements;
   const uint8_t low_bits = dense ? kDense : low_bits_of(elements, values.size());
+  const unsigned sign_bits = sign_bits_of(form());
+  BitWriter bits(message_, bits_max(elements, values.size(), sign_bits));
   if (!dense) {
-    BitWriter bits(message_);
     uint64_t expected = 0;
-    for (const uint32_t index : indices) {
-      SI_CHECK(index >= expected && index < elements, "indices ascend within the block");
-      const uint64_t gap = index - expected;
-      bits.put_zeros(gap >> low_bits);
-      bits.put(1 | (gap & ((uint64_t{1} << low_bits) - 1)) << 1, 1u + low_bits);
-      expected = uint64_t{index} + 1;
+    for (size_t i = 0; i < indices.size(); ++i) {
+      SI_CHECK(indices[i] >= expected && indices[i] < elements, "indices ascend within the block");
+      const uint64_t gap = indices[i] - expected;
+      uint64_t tail = gap & ((uint64_t{1} << low_bits) - 1);
+      if (sign_bits > 0) tail |= sign_of(values[i]) << low_bits;
+      bits.put_after(gap >> low_bits, 1 | tail << 1, 1 + low_bits + sign_bits);
+      expected = uint64_t{indices[i]} + 1;
     }
-    bits.finish();
+  } else if (sign_bits > 0) {
+    for (size_t first = 0; first < values.size(); first += kSignsAtOnce) {
+      const auto some = values.subspan(first, std::min(kSignsAtOnce, values.size() - first));
+      uint64_t signs = 0;
+      for (size_t i = 0; i < some.size(); ++i) signs |= sign_of(some[i]) << i;
+      bits.put(signs, static_cast<unsigned>(some.size()));
+    }
   }
+  bits.finish();
   const uint64_t end = message_.size() - sizeof(header_) - header_.blocks * sizeof(CompressedBlock);
   SI_CHECK(end <= ~uint32_t{0}, "a message of less than 4 GiB");
   const CompressedBlock entry{static_cast<uint32_t>(end), static_cast<uint32_t>(values.size()) |
@@ -195,6 +266,25 @@ void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<co
   std::memcpy(message_.data() + sizeof(header_) + next_block_ * sizeof(entry), &entry,
               sizeof(entry));
   ++next_block_;
+}
+
+void CompressedWriter::append(std::span<const float> floats, DataType type) {
+  const size_t at = message_.size();
+  message_.resize(at + floats.size() * base::data_type_bytes(type));
+  kernels::kernels().cast_from_f32(floats.data(), message_.data() + at, type, floats.size());
+}
+
+void CompressedWriter::append_values(std::span<const float> values, std::span<float> arrived) {
+  if (form() != ValueForm::kSign) {
+    const size_t at = message_.size();
+    const DataType type = expanded_type(form());
+    append(values, type);
+    kernels::kernels().cast_to_f32(message_.data() + at, type, arrived.data(), arrived.size());
+    return;
+  }
+  const float magnitude = base::to_f32(mean_magnitude(values));
+  append({&magnitude, 1}, DataType::kBf16);
+  for (size_t i = 0; i < arrived.size(); ++i) arrived[i] = std::copysign(magnitude, values[i]);
 }
 
 std::span<const std::byte> CompressedWriter::finish() {
@@ -205,17 +295,14 @@ std::span<const std::byte> CompressedWriter::finish() {
   return message_;
 }
 
-uint64_t CompressedWriter::bytes_max(uint64_t elements, uint64_t per_block, DataType values,
+uint64_t CompressedWriter::bytes_max(uint64_t elements, uint64_t per_block, ValueForm values,
                                      bool squares) {
   const uint64_t blocks = base::divide_up(elements, kBlockElements);
   const uint64_t n = std::min(elements, kBlockElements);
   const uint64_t k = std::min(per_block, n);
-  // The high parts of all gaps sum to less than n >> low, the ones and low bits to k * (1 + low).
-  // Fewer values have longer gaps, but never so many more bits that the sum grows.
-  const uint64_t low = low_bits_of(n, k);
-  const uint64_t bits = k == n ? 0 : k * (1 + low) + (n >> low) + 8;
-  const uint64_t block = (squares ? squares_bytes(n) : 0) + k * base::data_type_bytes(values) +
-                         base::divide_up(bits, 8) + sizeof(CompressedBlock);
+  const uint64_t block = (squares ? squares_bytes(n) : 0) + data_bytes(values, k) +
+                         base::divide_up(bits_max(n, k, sign_bits_of(values)), 8) +
+                         sizeof(CompressedBlock);
   return sizeof(CompressedHeader) + blocks * block;
 }
 
@@ -245,8 +332,8 @@ CompressedView::Section CompressedView::section(uint64_t block) const {
   section.low_bits = static_cast<uint8_t>(found.count >> kLowBitsShift);
   section.squares = bytes.first(has_squares() ? squares_bytes(section.elements) : 0);
   bytes = bytes.subspan(section.squares.size());
-  section.data = bytes.first(section.values * base::data_type_bytes(type()));
-  section.gaps = bytes.subspan(section.data.size());
+  section.data = bytes.first(data_bytes(form(), section.values));
+  section.bits = bytes.subspan(section.data.size());
   return section;
 }
 
@@ -266,7 +353,7 @@ base::Result<CompressedView> CompressedView::parse(std::span<const std::byte> me
                    std::to_string(header.bytes));
   }
   if (header.checksum != checksum_of(message)) return corrupt("its checksum is wrong");
-  if (header.value_type > static_cast<uint8_t>(DataType::kF16) || header.has_squares > 1 ||
+  if (header.value_form > static_cast<uint8_t>(ValueForm::kSign) || header.has_squares > 1 ||
       header.reserved != 0) {
     return corrupt("a field of its header has no meaning");
   }
@@ -301,19 +388,29 @@ Status CompressedView::check_block(uint64_t block) const {
   const auto bad = [&](const std::string& what) {
     return corrupt("block " + std::to_string(block) + " " + what);
   };
-  const uint64_t known =
-      (has_squares() ? squares_bytes(elements) : 0) + count * base::data_type_bytes(type());
+  const uint64_t known = (has_squares() ? squares_bytes(elements) : 0) + data_bytes(form(), count);
   if (found.end < begin || found.end > message_.size() - sections_offset() || count > elements ||
       known > found.end - begin) {
     return bad("does not fit its section");
   }
   const Section parts = section(block);
+  if (form() == ValueForm::kSign && (magnitude_bits(parts.data) & kBf16Sign) != 0) {
+    return bad("has a magnitude with a sign");
+  }
+  const unsigned sign_bits = sign_bits_of(form());
   if (low_bits == kDense) {
-    if (count != elements || !parts.gaps.empty()) return bad("is neither dense nor indexed");
+    const uint64_t bits = count * sign_bits;
+    if (count != elements || parts.bits.size() != base::divide_up(bits, 8)) {
+      return bad("is neither dense nor indexed");
+    }
+    if (bits % 8 != 0 && std::to_integer<unsigned>(parts.bits.back()) >> bits % 8 != 0) {
+      return bad("has bits after its last sign");
+    }
     return Status();
   }
   if (low_bits > kLowBitsMax) return bad("has gaps of no known form");
-  if (!for_each_index(parts.gaps, low_bits, count, elements, [](uint64_t) {})) {
+  const GapBits gaps{parts.bits, low_bits, sign_bits, count, elements};
+  if (!gaps.for_each([](uint64_t, uint64_t) {})) {
     return bad("has indices that leave it, or more or fewer than values");
   }
   return Status();
@@ -321,15 +418,29 @@ Status CompressedView::check_block(uint64_t block) const {
 
 void CompressedView::expand_block(uint64_t block, std::byte* out) const {
   const Section parts = section(block);
-  if (parts.low_bits == kDense) {
+  const bool dense = parts.low_bits == kDense;
+  if (!dense) std::memset(out, 0, parts.elements * base::data_type_bytes(type()));
+  const GapBits gaps{parts.bits, parts.low_bits, sign_bits_of(form()), parts.values,
+                     parts.elements};
+  if (form() == ValueForm::kSign) {
+    const auto put_sign = [&, magnitude = magnitude_bits(parts.data)](uint64_t index,
+                                                                      uint64_t sign) {
+      const auto bits = static_cast<uint16_t>(magnitude | sign << 15);
+      std::memcpy(out + index * sizeof(bits), &bits, sizeof(bits));
+    };
+    if (!dense) {
+      gaps.for_each(put_sign);
+      return;
+    }
+    for (uint64_t i = 0; i < parts.elements; ++i) {
+      put_sign(i, std::to_integer<uint64_t>(parts.bits[i / 8]) >> (i % 8) & 1);
+    }
+  } else if (dense) {
     std::memcpy(out, parts.data.data(), parts.data.size());
-    return;
-  }
-  std::memset(out, 0, parts.elements * base::data_type_bytes(type()));
-  if (type() == DataType::kF32) {
-    scatter<uint32_t>(parts.gaps, parts.low_bits, parts.data, parts.elements, out);
+  } else if (type() == DataType::kF32) {
+    scatter<uint32_t>(gaps, parts.data.data(), out);
   } else {
-    scatter<uint16_t>(parts.gaps, parts.low_bits, parts.data, parts.elements, out);
+    scatter<uint16_t>(gaps, parts.data.data(), out);
   }
 }
 

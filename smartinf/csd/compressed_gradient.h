@@ -22,11 +22,32 @@ inline constexpr uint16_t kCompressedVersion = 1;
 /// Elements that share one mean square.
 inline constexpr uint64_t kSquaresElements = 256;
 
+/// How values are written.
+enum class ValueForm : uint8_t {
+  kF32,
+  kBf16,
+  kF16,
+  kSign,  // a bit each, and for the block one magnitude in bf16: the mean of theirs
+};
+/// What a device sees them as.
+constexpr base::DataType expanded_type(ValueForm form) {
+  switch (form) {
+    case ValueForm::kF32:
+      return base::DataType::kF32;
+    case ValueForm::kF16:
+      return base::DataType::kF16;
+    case ValueForm::kBf16:
+    case ValueForm::kSign:
+      break;
+  }
+  return base::DataType::kBf16;
+}
+
 /// Little-endian, at the beginning of a message.
 struct CompressedHeader {
   uint64_t magic = kCompressedMagic;
   uint16_t version = kCompressedVersion;
-  uint8_t value_type = 0;   // base::DataType
+  uint8_t value_form = 0;   // ValueForm
   uint8_t has_squares = 0;  // 0 or 1
   uint32_t subgroup = 0;    // a message that went astray is found
   uint64_t elements = 0;    // of the subgroup
@@ -50,20 +71,24 @@ inline constexpr uint8_t kDense = 0xff;
 class CompressedWriter {
  public:
   /// A message holds at most kBlockElements * blocks elements; sections end below 4 GiB (SI_CHECK).
-  void begin(base::SubgroupId subgroup, uint64_t elements, base::DataType values, bool squares);
+  void begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values, bool squares);
   /// Shapes: indices, values: [k]; indices ascending and inside the block (SI_CHECK). k may be 0.
   /// squares: [divide_up(block's elements, kSquaresElements)], or empty if the message has none.
+  /// arrived: [k] for the values as a device will see them, or empty.
   void add_block(std::span<const uint32_t> indices, std::span<const float> values,
-                 std::span<const float> squares);
+                 std::span<const float> squares, std::span<float> arrived = {});
   /// The message; valid until the next begin(). All blocks must have been added (SI_CHECK).
   std::span<const std::byte> finish();
 
   void reserve(uint64_t bytes) { message_.reserve(bytes); }
   /// No message of so many elements with at most `per_block` values in a block is longer.
-  static uint64_t bytes_max(uint64_t elements, uint64_t per_block, base::DataType values,
-                            bool squares);
+  static uint64_t bytes_max(uint64_t elements, uint64_t per_block, ValueForm values, bool squares);
 
  private:
+  ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
+  void append(std::span<const float> floats, base::DataType type);
+  void append_values(std::span<const float> values, std::span<float> arrived);
+
   std::vector<std::byte> message_;
   CompressedHeader header_;
   uint32_t next_block_ = 0;
@@ -85,7 +110,8 @@ class CompressedView {
   base::SubgroupId subgroup() const { return base::SubgroupId{header_.subgroup}; }
   uint64_t elements() const { return header_.elements; }
   uint64_t blocks() const { return header_.blocks; }
-  base::DataType type() const { return static_cast<base::DataType>(header_.value_type); }
+  ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
+  base::DataType type() const { return expanded_type(form()); }
   bool has_squares() const { return header_.has_squares != 0; }
   uint64_t values(uint64_t block) const { return entry(block).count & 0xffffffu; }
 
@@ -102,8 +128,8 @@ class CompressedView {
     uint64_t values = 0;
     uint8_t low_bits = 0;
     std::span<const std::byte> squares;
-    std::span<const std::byte> data;
-    std::span<const std::byte> gaps;
+    std::span<const std::byte> data;  // values, or their magnitude
+    std::span<const std::byte> bits;  // gaps, signs
   };
   CompressedBlock entry(uint64_t block) const;
   uint64_t elements_of(uint64_t block) const;

@@ -1,7 +1,9 @@
 #include "smartinf/csd/compressed_gradient.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <random>
 
@@ -18,17 +20,17 @@ using base::kBlockElements;
 
 struct Gradient {
   uint64_t elements = 0;
-  DataType type = DataType::kBf16;
+  ValueForm form = ValueForm::kBf16;
   bool squares = false;
   std::vector<std::vector<uint32_t>> indices;  // of every block
   std::vector<std::vector<float>> values;
 };
 
 /// Values that every type holds exactly.
-Gradient random_gradient(uint64_t elements, double share, DataType type, bool squares,
+Gradient random_gradient(uint64_t elements, double share, ValueForm form, bool squares,
                          uint32_t seed) {
   std::mt19937 random(seed);
-  Gradient made{elements, type, squares, {}, {}};
+  Gradient made{elements, form, squares, {}, {}};
   for (uint64_t first = 0; first < elements; first += kBlockElements) {
     const auto n = static_cast<uint32_t>(std::min(kBlockElements, elements - first));
     std::vector<uint32_t> all(n);
@@ -46,14 +48,27 @@ Gradient random_gradient(uint64_t elements, double share, DataType type, bool sq
 
 float square_of(uint64_t block, uint64_t group) { return static_cast<float>(block * 3 + group); }
 
+/// Values as a device sees them: those of the tests as they are, or with the mean of their
+/// magnitudes.
+std::vector<float> arrived_of(std::vector<float> values, ValueForm form) {
+  if (form != ValueForm::kSign || values.empty()) return values;
+  double sum = 0;
+  for (const float value : values) sum += std::abs(value);
+  const auto mean = static_cast<float>(sum / static_cast<double>(values.size()));
+  for (float& value : values) value = std::copysign(base::to_f32(base::to_bf16(mean)), value);
+  return values;
+}
+
 std::vector<std::byte> encode(const Gradient& gradient) {
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{7}, gradient.elements, gradient.type, gradient.squares);
+  writer.begin(base::SubgroupId{7}, gradient.elements, gradient.form, gradient.squares);
   for (size_t b = 0; b < gradient.indices.size(); ++b) {
     const uint64_t n = std::min(kBlockElements, gradient.elements - b * kBlockElements);
     std::vector<float> squares(gradient.squares ? base::divide_up(n, kSquaresElements) : 0);
     for (size_t g = 0; g < squares.size(); ++g) squares[g] = square_of(b, g);
-    writer.add_block(gradient.indices[b], gradient.values[b], squares);
+    std::vector<float> arrived(gradient.values[b].size());
+    writer.add_block(gradient.indices[b], gradient.values[b], squares, arrived);
+    EXPECT_EQ(arrived, arrived_of(gradient.values[b], gradient.form));
   }
   const auto message = writer.finish();
   return {message.begin(), message.end()};
@@ -74,13 +89,15 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
   for (const uint64_t elements : {uint64_t{1}, uint64_t{2}, uint64_t{255}, uint64_t{1000},
                                   kBlockElements, kBlockElements + 1, 3 * kBlockElements - 7}) {
     for (const double share : {0.0, 0.001, 0.01, 0.3, 0.9, 1.0}) {
-      for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
+      for (const ValueForm form :
+           {ValueForm::kF32, ValueForm::kBf16, ValueForm::kF16, ValueForm::kSign}) {
         const bool squares = share < 0.5;
-        const Gradient gradient = random_gradient(elements, share, type, squares, 5);
+        const DataType type = expanded_type(form);
+        const Gradient gradient = random_gradient(elements, share, form, squares, 5);
         const auto message = encode(gradient);
         uint64_t most = 0;
         for (const auto& block : gradient.indices) most = std::max<uint64_t>(most, block.size());
-        EXPECT_LE(message.size(), CompressedWriter::bytes_max(elements, most, type, squares));
+        EXPECT_LE(message.size(), CompressedWriter::bytes_max(elements, most, form, squares));
         const auto view = CompressedView::parse(message);
         ASSERT_TRUE(view.ok()) << view.status().to_string() << elements << " " << share;
         EXPECT_EQ(view->subgroup().value, 7u);
@@ -91,9 +108,10 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
           const uint64_t n = std::min(kBlockElements, elements - b * kBlockElements);
           ASSERT_EQ(view->values(b), gradient.indices[b].size());
           view->expand_block(b, out.data());
+          const std::vector<float> arrived = arrived_of(gradient.values[b], form);
           std::vector<float> expected(n, 0.0f);
-          for (size_t i = 0; i < gradient.indices[b].size(); ++i) {
-            expected[gradient.indices[b][i]] = gradient.values[b][i];
+          for (size_t i = 0; i < arrived.size(); ++i) {
+            expected[gradient.indices[b][i]] = arrived[i];
           }
           for (uint64_t i = 0; i < n; ++i) ASSERT_EQ(value_at(out.data(), type, i), expected[i]);
           ASSERT_EQ(view->has_squares(), squares);
@@ -112,7 +130,7 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
 TEST(CompressedGradient, WorkedExample) {
   // docs/format.md shows these bytes.
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{3}, 100, DataType::kBf16, false);
+  writer.begin(base::SubgroupId{3}, 100, ValueForm::kBf16, false);
   const std::vector<uint32_t> indices = {4, 40, 41, 99};
   const std::vector<float> values = {1, -2, 0.5f, 4};
   writer.add_block(indices, values, {});
@@ -124,67 +142,160 @@ TEST(CompressedGradient, WorkedExample) {
   EXPECT_EQ(std::memcmp(message.data() + 56, section.data(), section.size()), 0);
 }
 
+TEST(CompressedGradient, WorkedExampleOfSigns) {
+  // docs/format.md shows these bytes.
+  CompressedWriter writer;
+  writer.begin(base::SubgroupId{3}, 100, ValueForm::kSign, false);
+  const std::vector<uint32_t> indices = {4, 40, 41, 99};
+  const std::vector<float> values = {1, -2, 0.5f, 4};
+  writer.add_block(indices, values, {});
+  const auto message = writer.finish();
+  // 1.875, then the gaps with a sign after the low bits of each.
+  const std::vector<uint8_t> section = {0xf0, 0x3f, 0x09, 0x67, 0x80, 0x09};
+  ASSERT_EQ(message.size(), 48 + 8 + section.size());
+  EXPECT_EQ(std::memcmp(message.data() + 56, section.data(), section.size()), 0);
+}
+
+TEST(CompressedGradient, SignsOfEverythingTakeABitEach) {
+  const Gradient gradient = random_gradient(kBlockElements + 100, 1.0, ValueForm::kSign, false, 4);
+  EXPECT_EQ(encode(gradient).size(), 48 + 2 * 8 + 2 + kBlockElements / 8 + 2 + 13);
+}
+
+/// As with values of their own: what is not finite arrives as that.
+TEST(CompressedGradient, SignsCarryWhatIsNotFinite) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const float value : {kInfinity, -kInfinity, kNan, -kNan, 3.4e38f}) {
+    CompressedWriter writer;
+    writer.begin(base::SubgroupId{3}, 100, ValueForm::kSign, false);
+    std::vector<float> arrived(1);
+    writer.add_block(std::vector<uint32_t>{9}, std::vector<float>{value}, {}, arrived);
+    const auto view = CompressedView::parse(writer.finish());
+    ASSERT_TRUE(view.ok()) << view.status().to_string();
+    std::vector<base::Bf16> out(100);
+    view->expand_block(0, reinterpret_cast<std::byte*>(out.data()));
+    for (const float found : {arrived[0], base::to_f32(out[9])}) {
+      EXPECT_EQ(std::isnan(found), std::isnan(value));
+      EXPECT_FALSE(std::isfinite(found));
+      EXPECT_EQ(std::signbit(found), std::signbit(value));
+    }
+  }
+}
+
+/// The longest gaps are one long one; and a block may have fewer values than its bound was made
+/// for.
+TEST(CompressedGradient, NoBlockIsLongerThanItsBound) {
+  for (const uint64_t n : {1, 2, 3, 64, 100, 1000}) {
+    for (const ValueForm form : {ValueForm::kF32, ValueForm::kBf16, ValueForm::kSign}) {
+      uint64_t longest = 0;
+      for (uint64_t k = 0; k <= n; ++k) {
+        std::vector<uint32_t> indices(k);
+        std::iota(indices.begin(), indices.end(), static_cast<uint32_t>(n - k));
+        CompressedWriter writer;
+        writer.begin(base::SubgroupId{0}, n, form, false);
+        writer.add_block(indices, std::vector<float>(k, 1.0f), {});
+        longest = std::max<uint64_t>(longest, writer.finish().size());
+        ASSERT_LE(longest, CompressedWriter::bytes_max(n, k, form, false)) << k << " of " << n;
+      }
+    }
+  }
+}
+
 TEST(CompressedGradient, IsLessThanHalfOfPairs) {
   constexpr uint64_t kElements = 16 * kBlockElements;
-  const Gradient gradient = random_gradient(kElements, 0.01, DataType::kBf16, false, 9);
+  const Gradient gradient = random_gradient(kElements, 0.01, ValueForm::kBf16, false, 9);
   const double pairs = 8 * 0.01 * static_cast<double>(kElements);
   const auto bytes = static_cast<double>(encode(gradient).size());
   EXPECT_LT(bytes, 0.4 * pairs);
-  Gradient wide = random_gradient(kElements, 0.01, DataType::kF32, false, 9);
+  Gradient wide = random_gradient(kElements, 0.01, ValueForm::kF32, false, 9);
   EXPECT_LT(static_cast<double>(encode(wide).size()), 0.66 * pairs);
   // With mean squares it is still what is promised: at most 0.04 bytes a parameter.
-  const Gradient full = random_gradient(kElements, 0.01, DataType::kBf16, true, 9);
+  const Gradient full = random_gradient(kElements, 0.01, ValueForm::kBf16, true, 9);
   EXPECT_LT(static_cast<double>(encode(full).size()), 0.04 * static_cast<double>(kElements));
+  // And signs are less than the byte each that the ratio counts them as.
+  const Gradient signs = random_gradient(kElements, 0.08, ValueForm::kSign, true, 9);
+  EXPECT_LT(static_cast<double>(encode(signs).size()), 0.07 * static_cast<double>(kElements));
 }
 
 TEST(CompressedGradient, RefusesEveryFlippedBitAndEveryCut) {
-  const auto message = encode(random_gradient(3000, 0.02, DataType::kBf16, true, 3));
-  ASSERT_TRUE(CompressedView::parse(message).ok());
-  for (size_t bit = 0; bit < message.size() * 8; ++bit) {
-    auto damaged = message;
-    damaged[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
-    ASSERT_FALSE(CompressedView::parse(damaged).ok()) << "bit " << bit;
+  for (const ValueForm form : {ValueForm::kBf16, ValueForm::kSign}) {
+    const auto message = encode(random_gradient(3000, 0.02, form, true, 3));
+    ASSERT_TRUE(CompressedView::parse(message).ok());
+    for (size_t bit = 0; bit < message.size() * 8; ++bit) {
+      auto damaged = message;
+      damaged[bit / 8] ^= static_cast<std::byte>(1u << (bit % 8));
+      ASSERT_FALSE(CompressedView::parse(damaged).ok()) << "bit " << bit;
+    }
+    for (size_t length = 0; length < message.size(); ++length) {
+      ASSERT_FALSE(CompressedView::parse(std::span(message).first(length)).ok()) << length;
+    }
   }
-  for (size_t length = 0; length < message.size(); ++length) {
-    ASSERT_FALSE(CompressedView::parse(std::span(message).first(length)).ok()) << length;
-  }
+}
+
+void refused(std::span<const std::byte> message, size_t offset, uint64_t value, size_t width,
+             ErrorCode code, const std::string& why) {
+  std::vector<std::byte> damaged(message.begin(), message.end());
+  std::memcpy(damaged.data() + offset, &value, width);
+  seal_compressed(damaged);
+  const auto view = CompressedView::parse(damaged);
+  ASSERT_FALSE(view.ok()) << why;
+  EXPECT_EQ(view.status().code(), code);
+  EXPECT_NE(view.status().what().find(why), std::string::npos) << view.status().to_string();
 }
 
 /// What a right checksum does not make right.
 TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
-  const auto message = encode(random_gradient(2 * kBlockElements, 0.01, DataType::kBf16, false, 3));
-  const auto refused = [&](size_t offset, uint64_t value, size_t width, ErrorCode code,
-                           const std::string& why) {
-    auto damaged = message;
-    std::memcpy(damaged.data() + offset, &value, width);
-    seal_compressed(damaged);
-    const auto view = CompressedView::parse(damaged);
-    ASSERT_FALSE(view.ok()) << why;
-    EXPECT_EQ(view.status().code(), code);
-    EXPECT_NE(view.status().what().find(why), std::string::npos) << view.status().to_string();
-  };
-  refused(0, 1, 8, ErrorCode::kCorrupt, "begin");
-  refused(8, 2, 2, ErrorCode::kMismatch, "version 2");
-  refused(10, 3, 1, ErrorCode::kCorrupt, "no meaning");
-  refused(11, 2, 1, ErrorCode::kCorrupt, "no meaning");
-  refused(16, 0, 8, ErrorCode::kCorrupt, "blocks for");
-  refused(16, ~uint64_t{0}, 8, ErrorCode::kCorrupt, "blocks for");
-  refused(24, 3, 4, ErrorCode::kCorrupt, "blocks for");
-  refused(28, 1, 4, ErrorCode::kCorrupt, "no meaning");
-  refused(32, 48, 8, ErrorCode::kCorrupt, "says 48");
-  refused(48, 0, 4, ErrorCode::kCorrupt, "block 0");               // its section is empty
-  refused(48, ~0u, 4, ErrorCode::kCorrupt, "block 0");             // or ends outside
-  refused(52, 654 | 6u << 24, 4, ErrorCode::kCorrupt, "block 0");  // a value less
-  refused(52, 656 | 6u << 24, 4, ErrorCode::kCorrupt, "block 0");  // a value more
-  refused(52, 655 | 60u << 24, 4, ErrorCode::kCorrupt, "no known form");
-  refused(52, 655 | 255u << 24, 4, ErrorCode::kCorrupt, "neither dense");
-  refused(56, 1, 4, ErrorCode::kCorrupt, "block 1");  // ends before it begins
+  const auto message =
+      encode(random_gradient(2 * kBlockElements, 0.01, ValueForm::kBf16, false, 3));
+  refused(message, 0, 1, 8, ErrorCode::kCorrupt, "begin");
+  refused(message, 8, 2, 2, ErrorCode::kMismatch, "version 2");
+  refused(message, 10, 4, 1, ErrorCode::kCorrupt, "no meaning");
+  refused(message, 11, 2, 1, ErrorCode::kCorrupt, "no meaning");
+  refused(message, 16, 0, 8, ErrorCode::kCorrupt, "blocks for");
+  refused(message, 16, ~uint64_t{0}, 8, ErrorCode::kCorrupt, "blocks for");
+  refused(message, 24, 3, 4, ErrorCode::kCorrupt, "blocks for");
+  refused(message, 28, 1, 4, ErrorCode::kCorrupt, "no meaning");
+  refused(message, 32, 48, 8, ErrorCode::kCorrupt, "says 48");
+  refused(message, 48, 0, 4, ErrorCode::kCorrupt, "block 0");               // its section is empty
+  refused(message, 48, ~0u, 4, ErrorCode::kCorrupt, "block 0");             // or ends outside
+  refused(message, 52, 654 | 6u << 24, 4, ErrorCode::kCorrupt, "block 0");  // a value less
+  refused(message, 52, 656 | 6u << 24, 4, ErrorCode::kCorrupt, "block 0");  // a value more
+  refused(message, 52, 655 | 60u << 24, 4, ErrorCode::kCorrupt, "no known form");
+  refused(message, 52, 655 | 255u << 24, 4, ErrorCode::kCorrupt, "neither dense");
+  refused(message, 56, 1, 4, ErrorCode::kCorrupt, "block 1");  // ends before it begins
   auto longer = message;
   longer.push_back(std::byte{0});
   const uint64_t bytes = longer.size();
   std::memcpy(longer.data() + 32, &bytes, 8);
   seal_compressed(longer);
   EXPECT_FALSE(CompressedView::parse(longer).ok());
+}
+
+TEST(CompressedGradient, RefusesSignsThatAreSealedButWrong) {
+  constexpr auto kCorrupt = ErrorCode::kCorrupt;
+  // The worked example: 4 of 100, 4 low bits; the section begins at 56 and has 6 bytes.
+  Gradient gradient{100, ValueForm::kSign, false, {{4, 40, 41, 99}}, {{1, -2, 0.5f, 4}}};
+  const auto sparse = encode(gradient);
+  refused(sparse, 52, 3 | 4u << 24, 4, kCorrupt, "more or fewer than values");
+  refused(sparse, 52, 5 | 4u << 24, 4, kCorrupt, "more or fewer than values");
+  refused(sparse, 52, 4 | 5u << 24, 4, kCorrupt, "indices that leave it");
+  refused(sparse, 52, 4 | 17u << 24, 4, kCorrupt, "no known form");
+  refused(sparse, 52, 100 | 255u << 24, 4, kCorrupt, "neither dense");
+  refused(sparse, 56, 0xbff0, 2, kCorrupt, "a magnitude with a sign");
+  refused(sparse, 56, 0x8000, 2, kCorrupt, "a magnitude with a sign");
+  refused(sparse, 61, 0x89, 1, kCorrupt, "more or fewer than values");  // padding
+  refused(sparse, 48, 1, 4, kCorrupt, "does not fit");
+  refused(sparse, 10, 1, 1, kCorrupt, "does not fit");  // as values they would be longer
+
+  gradient.indices[0].resize(100);
+  std::iota(gradient.indices[0].begin(), gradient.indices[0].end(), 0u);
+  gradient.values[0].assign(100, -1.0f);
+  const auto dense = encode(gradient);  // 13 bytes of signs, the last with 4
+  ASSERT_EQ(dense.size(), 56 + 2 + 13u);
+  refused(dense, 52, 99 | 255u << 24, 4, kCorrupt, "neither dense");
+  refused(dense, 52, 100, 4, kCorrupt, "more or fewer than values");
+  refused(dense, 70, 0x1f, 1, kCorrupt, "after its last sign");
+  refused(dense, 48, 14, 4, kCorrupt, "neither dense");
 }
 
 }  // namespace

@@ -96,6 +96,13 @@ std::vector<Kind> compressed_kinds() {
   return all;
 }
 
+ValueForm form_of(DataType type) {
+  for (const ValueForm form : {ValueForm::kF32, ValueForm::kF16}) {
+    if (expanded_type(form) == type) return form;
+  }
+  return ValueForm::kBf16;
+}
+
 class DeviceContract : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
@@ -205,7 +212,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     std::vector<float> wide(subgroup.count);
     kernels::kernels().cast_to_f32(gradient.data(), kind.gradient_type, wide.data(), wide.size());
     CompressedWriter writer;
-    writer.begin(subgroup.id, subgroup.count, kind.gradient_type, kind.sparsity.squares);
+    writer.begin(subgroup.id, subgroup.count, form_of(kind.gradient_type), kind.sparsity.squares);
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       const std::span<const float> block(wide.data() + first,
                                          std::min(base::kBlockElements, subgroup.count - first));

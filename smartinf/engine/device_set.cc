@@ -357,11 +357,10 @@ namespace {
 
 Status check_compression(const UpdaterOptions& options) {
   const CompressOptions& compress = options.compress;
-  if (!compress.on()) return Status();
   const auto bad = [](std::string what, std::string advice) {
     return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
   };
-  if (options.where == UpdateWhere::kHost) {
+  if (compress.on() && options.where == UpdateWhere::kHost) {
     return bad("compressed gradients for a host update",
                "There no gradient crosses the host link: leave compression out, or update on the "
                "devices.");
@@ -376,7 +375,7 @@ Status check_compression(const UpdaterOptions& options) {
                              compress.ratio_max, compress.ratio),
                  "Choose one from that ratio to 2, or 0 for a ratio that stays.");
     }
-    if (compress.feedback == CompressOptions::Feedback::kNone) {
+    if (compress.on() && compress.feedback == CompressOptions::Feedback::kNone) {
       return bad("an automatic compression ratio without feedback",
                  "It goes by what is kept: choose feedback \"host\", or a largest ratio of 0.");
     }
@@ -402,8 +401,7 @@ bool sends_squares(const UpdaterOptions& options) {
 uint64_t compressed_block_bytes(const UpdaterOptions& options) {
   const CompressOptions& compress = options.compress;
   if (!compress.on()) return 0;
-  const uint64_t values =
-      values_per_block(compress.codec, ratio_most(compress), base::kBlockElements);
+  const uint64_t values = values_per_block(compress, ratio_most(compress), base::kBlockElements);
   return csd::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values,
                                           sends_squares(options)) -
          sizeof(csd::CompressedHeader);

@@ -86,9 +86,10 @@ const GradientCodec& gradient_codec(Codec codec) {
   SI_CHECK(false, "no codec, nothing to select");
 }
 
-size_t values_per_block(Codec codec, double ratio, uint64_t elements) {
-  if (codec == Codec::kDense) return elements;
-  const double values = std::round(ratio / 2 * static_cast<double>(elements));
+size_t values_per_block(const CompressOptions& options, double ratio, uint64_t elements) {
+  if (options.codec == Codec::kDense) return elements;
+  const double share = ratio * 4 / counted_bytes(options.values);
+  const double values = std::round(share * static_cast<double>(elements));
   return std::clamp<size_t>(static_cast<size_t>(values), 1, elements);
 }
 

@@ -27,10 +27,13 @@ class GradientCodec {
 /// codec is not kNone (SI_CHECK).
 const GradientCodec& gradient_codec(CompressOptions::Codec codec);
 
-/// Values that a block of n elements may send: the ratio counts index and value of 4 bytes each
-/// against 4 bytes for every element, as the paper does; so a ratio of 0.02 sends 1 %. At least
-/// one.
-size_t values_per_block(CompressOptions::Codec codec, double ratio, uint64_t elements);
+/// What a value and its index count as in the ratio, against 4 bytes for every element: 4 bytes
+/// each, as in the paper, so that 0.02 sends 1 %; a sign and its index 1, so that it sends 8 %.
+constexpr double counted_bytes(csd::ValueForm form) {
+  return form == csd::ValueForm::kSign ? 1 : 8;
+}
+/// Values that a block of n elements may send. At least one.
+size_t values_per_block(const CompressOptions& options, double ratio, uint64_t elements);
 
 /// The ratio of a step (from 1): during the warm-up it falls from kWarmupRatio to options.ratio by
 /// the same factor each step; an automatic one is at least that, and rises with the backlog: square

@@ -139,22 +139,16 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
                         squares);
   each_out([&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
   const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step_), first);
-  const size_t most = values_per_block(options_.codec, ratio_, count);
+  const size_t most = values_per_block(options_, ratio_, count);
   const size_t sent = codec_.select({values, count}, most, seed, borders_[first / kBlockElements],
                                     indices, selected);
-  writer.add_block({indices, sent}, {selected, sent}, squares);
+  const auto arrived = std::span(scratch.arrived).first(residual == nullptr ? 0 : sent);
+  writer.add_block({indices, sent}, {selected, sent}, squares, arrived);
   values_of_step_ += sent;
   if (residual == nullptr) return;
 
-  if (options_.values == DataType::kF32) {
-    for (size_t i = 0; i < sent; ++i) values[indices[i]] = 0;
-  } else {
-    // What rounding the sent value took away is not lost either.
-    float* arrived = scratch.arrived.data();
-    table.cast_from_f32(selected, gradient, options_.values, sent);
-    table.cast_to_f32(gradient, options_.values, arrived, sent);
-    for (size_t i = 0; i < sent; ++i) values[indices[i]] = selected[i] - arrived[i];
-  }
+  // What rounding the sent value took away is not lost either.
+  for (size_t i = 0; i < sent; ++i) values[indices[i]] = selected[i] - arrived[i];
   // By chance, so that what is kept for many steps is right on average: a gradient below a 512th of
   // it would otherwise never count.
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, values,

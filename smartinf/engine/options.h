@@ -11,6 +11,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/ids.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/csd/trace.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/schedule.h"
@@ -60,13 +61,14 @@ struct CompressOptions {
     kDense,  // of the whole gradient: its mean square over 256 neighbours goes along
   };
   Codec codec = Codec::kNone;
-  /// Volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %.
+  /// Volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %; a sign
+  /// and its index as 1: 8 %.
   double ratio = 0.02;
   /// Above 0 the ratio is automatic: `ratio` while what is kept weighs no more than `backlog` of
   /// the step's gradients (squares of their norms), more in proportion beyond, at most this.
   double ratio_max = 0;
   double backlog = 5;
-  base::DataType values = base::DataType::kBf16;
+  csd::ValueForm values = csd::ValueForm::kBf16;
   Feedback feedback = Feedback::kHost;
   double feedback_decay = 1;  // of what is kept, per step; in [0, 1]
   Variance variance = Variance::kDense;

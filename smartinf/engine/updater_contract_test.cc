@@ -641,7 +641,7 @@ TEST(Compression, SendingEverythingIsTheSameAsNotCompressing) {
   Scratch scratch;
   UpdaterOptions options = compressed_options(scratch, 2);
   options.compress.codec = CompressOptions::Codec::kDense;
-  options.compress.values = DataType::kF32;
+  options.compress.values = csd::ValueForm::kF32;
   options.compress.variance = CompressOptions::Variance::kSent;
   EXPECT_EQ(compressed_run(options), reference(DataType::kBf16));
 }

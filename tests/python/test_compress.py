@@ -249,3 +249,41 @@ def test_devices_without_room_for_it(make, tmp_path):
         make(device, resume=True)
     model, optimizer = make(device, resume=True, compress={"ratio": 0.1, "keep_every": 0})
     train(model, optimizer, 2, 4)
+
+
+def test_weights_step_ahead_of_what_is_kept(make):
+    ahead, optimizer = make(compress=0.1)
+    train(ahead, optimizer, 0, 3)
+    stored, _ = make(compress={"ratio": 0.1, "step_ahead": False})
+    train(stored, _, 0, 1)
+    assert not same(ahead, stored)
+    optimizer.synchronize()
+    masters = []
+    optimizer.visit_full_state(lambda name, param, entry: masters.append(entry["master"]))
+    moved = [(p - m).abs().max() for p, m in zip(ahead.parameters(), masters, strict=True)]
+    assert 0 < max(moved) <= 4.01 * 1e-2  # lr, and the bound of kernels::kStepAheadMost
+
+
+def test_weights_that_were_written_end_what_was_kept(make):
+    model, optimizer = make(compress=0.1)
+    train(model, optimizer, 0, 3)
+    before = kept_by(optimizer)
+    with torch.no_grad():
+        model[0].bias.fill_(0.25)
+    model.zero_grad()
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(model[0].bias, torch.full_like(model[0].bias, 0.25))
+    # Of what was written nothing waits any more, of the rest nothing was forgotten but what went down.
+    after = kept_by(optimizer)
+    first = model[0].weight.numel()
+    last = first + model[0].bias.numel()
+    assert not after[first:last].any() and before[first:last].any()
+    assert (before != after).float().mean() < 0.5
+
+
+def test_step_ahead_must_be_true_or_false(make):
+    with pytest.raises(smartinf.UsageError, match="True or False"):
+        make(compress={"ratio": 0.1, "step_ahead": 1})

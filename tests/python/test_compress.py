@@ -104,7 +104,9 @@ def test_it_learns(make):
     assert last < 0.3 * first
 
 
-@pytest.mark.parametrize(("every", "values"), [(1, "bf16"), (1000, "bf16"), (0, "bf16"), (1, "sign")])
+@pytest.mark.parametrize(
+    ("every", "values"), [(1, "bf16"), (1000, "bf16"), (0, "bf16"), (1, "sign")]
+)
 def test_what_is_kept_is_resumed(every, values, make, tmp_path, caplog):
     compress = {"ratio": 0.1, "values": values, "keep_every": every, "warmup_steps": 4}
     straight, optimizer = make(compress=compress)

@@ -376,6 +376,8 @@ TEST(Recipe, Compression) {
   EXPECT_EQ(compress.backlog, 12.5);
   EXPECT_FALSE(compress.automatic());
   EXPECT_EQ(compress.keep_every, 8u);
+  EXPECT_EQ(good("[compress]\nvalues = \"sign\"\n", {}).recipe.updater.compress.values,
+            csd::ValueForm::kSign);
   EXPECT_THAT(bad("[compress]\nratoi = 0.1\n"), HasSubstr("compress.ratio"));
   EXPECT_THAT(bad("[compress]\ncodec = \"top\"\n"), HasSubstr("\"topk\""));
   EXPECT_THAT(bad("[compress]\nratio = 0.0\n"), HasSubstr("compress.ratio"));

@@ -52,7 +52,8 @@ uint64_t sign_of(float value) { return std::bit_cast<uint32_t>(value) >> 31; }
 
 /// No block of n elements with at most k values has more of them. The high parts of all gaps sum to
 /// less than n >> low, the ones, low bits and signs to k * (1 + low + sign_bits). Fewer values have
-/// longer gaps, but never so many more bits that the sum grows; all but one have no low bits.
+/// longer gaps, but never so many more bits that the sum grows. Where all fit, all but one are the
+/// longest: their ones and its gap are n bits.
 uint64_t bits_max(uint64_t n, uint64_t k, unsigned sign_bits) {
   if (k == n) return n * (1 + sign_bits);
   const uint64_t low = low_bits_of(n, k);
@@ -75,7 +76,8 @@ class BitWriter {
   BitWriter(std::vector<std::byte>& out, uint64_t bits_max) : out_(out), at_(out.size()) {
     out_.resize(at_ + bits_max / 8 + sizeof(word_));
   }
-  void put(uint64_t bits, unsigned count) {  // count <= kPutMax
+  /// count <= kPutMax. A whole word is written whatever the count, and the next begins in it.
+  void put(uint64_t bits, unsigned count) {
     word_ |= bits << filled_;
     std::memcpy(out_.data() + at_, &word_, sizeof(word_));
     filled_ += count;
@@ -85,8 +87,10 @@ class BitWriter {
   }
   /// So many zeros, then the bits.
   void put_after(uint64_t zeros, uint64_t bits, unsigned count) {
-    for (; zeros + count > kPutMax; zeros -= std::min<uint64_t>(zeros, kPutMax)) {
-      put(0, static_cast<unsigned>(std::min<uint64_t>(zeros, kPutMax)));
+    while (zeros + count > kPutMax) {
+      const auto some = static_cast<unsigned>(std::min<uint64_t>(zeros, kPutMax));
+      put(0, some);
+      zeros -= some;
     }
     put(bits << zeros, static_cast<unsigned>(zeros) + count);
   }
@@ -95,7 +99,7 @@ class BitWriter {
  private:
   static constexpr unsigned kPutMax = 56;
   std::vector<std::byte>& out_;
-  size_t at_;  // of the first byte that is not full; a whole word fits there
+  size_t at_;  // of the first byte that is not full
   uint64_t word_ = 0;
   unsigned filled_ = 0;
 };

@@ -649,9 +649,13 @@ TEST(Compression, SendingEverythingIsTheSameAsNotCompressing) {
 TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
   using Codec = CompressOptions::Codec;
   using Feedback = CompressOptions::Feedback;
-  for (const auto& [codec, feedback] : {std::pair{Codec::kTopK, Feedback::kHost},
-                                        {Codec::kTopK, Feedback::kNone},
-                                        {Codec::kRandomK, Feedback::kHost}}) {
+  using csd::ValueForm;
+  for (const auto& [codec, feedback, values] :
+       {std::tuple{Codec::kTopK, Feedback::kHost, ValueForm::kBf16},
+        {Codec::kTopK, Feedback::kNone, ValueForm::kBf16},
+        {Codec::kRandomK, Feedback::kHost, ValueForm::kBf16},
+        {Codec::kTopK, Feedback::kHost, ValueForm::kSign},
+        {Codec::kDense, Feedback::kHost, ValueForm::kSign}}) {
     std::optional<Outcome> first;
     for (const auto& [devices, blocks] : {std::pair{1, 4}, {3, 1}}) {
       Scratch scratch;
@@ -659,6 +663,7 @@ TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
           compressed_options(scratch, static_cast<size_t>(devices), static_cast<uint64_t>(blocks));
       options.compress.feedback = feedback;
       options.compress.codec = codec;
+      options.compress.values = values;
       options.compress.warmup_steps = 2;
       const Outcome outcome = compressed_run(options);
       if (!first) first = outcome;
@@ -666,6 +671,21 @@ TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
     }
     EXPECT_NE(*first, reference(DataType::kBf16));
   }
+}
+
+TEST(Compression, TheRatioCountsVolume) {
+  CompressOptions options;
+  options.codec = CompressOptions::Codec::kTopK;
+  EXPECT_EQ(values_per_block(options, 0.02, kBlock), 655u);
+  EXPECT_EQ(values_per_block(options, 1e-6, kBlock), 1u);
+  EXPECT_EQ(values_per_block(options, 2, kBlock), kBlock);
+  options.values = csd::ValueForm::kSign;
+  EXPECT_EQ(values_per_block(options, 0.02, kBlock), 5243u);
+  EXPECT_EQ(values_per_block(options, 0.02, 1000), 80u);
+  EXPECT_EQ(values_per_block(options, 1e-7, kBlock), 1u);
+  EXPECT_EQ(values_per_block(options, kWarmupRatio, kBlock), kBlock);
+  options.codec = CompressOptions::Codec::kDense;
+  EXPECT_EQ(values_per_block(options, 0.02, kBlock), kBlock);
 }
 
 TEST(Compression, AnAutomaticRatioRisesWithTheBacklogWithinItsLimits) {
@@ -760,37 +780,57 @@ TEST(Compression, AStepTakenBackKeepsWhatWasKept) {
 }
 
 TEST(Compression, WhatIsKeptIsPartOfTheState) {
-  Scratch scratch;
-  const Outcome expected = compressed_run(compressed_options(scratch));
-  // Opened again after step 2, having kept it: in every step; in every second; in every third, but
-  // asked to; in every third, and so not.
-  struct Case {
-    uint64_t every;
-    bool asked;
-    bool exact;
-  };
-  for (const Case& one :
-       {Case{1, false, true}, {2, false, true}, {3, true, true}, {3, false, false}}) {
-    Scratch own;
-    UpdaterOptions options = compressed_options(own, 2);
-    options.compress.keep_every = one.every;
-    Outcome outcome;
-    {
+  for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
+    Scratch scratch;
+    UpdaterOptions options = compressed_options(scratch);
+    options.compress.values = values;
+    const Outcome expected = compressed_run(options);
+    // Opened again after step 2, having kept it: in every step; in every second; in every third,
+    // but asked to; in every third, and so not.
+    struct Case {
+      uint64_t every;
+      bool asked;
+      bool exact;
+    };
+    for (const Case& one :
+         {Case{1, false, true}, {2, false, true}, {3, true, true}, {3, false, false}}) {
+      Scratch own;
+      options = compressed_options(own, 2);
+      options.compress.values = values;
+      options.compress.keep_every = one.every;
+      Outcome outcome;
+      {
+        auto updater = Updater::open(options, contract_space());
+        ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+        initialize(**updater);
+        run_steps(**updater, 1, 1, outcome);
+        if (one.asked) (*updater)->keep_residual();
+        run_steps(**updater, 2, 2, outcome);
+        EXPECT_EQ((*updater)->blob(), "after step 2");
+      }
       auto updater = Updater::open(options, contract_space());
       ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-      initialize(**updater);
-      run_steps(**updater, 1, 1, outcome);
-      if (one.asked) (*updater)->keep_residual();
-      run_steps(**updater, 2, 2, outcome);
       EXPECT_EQ((*updater)->blob(), "after step 2");
+      EXPECT_EQ(loaded_weights(**updater) == outcome.weights.back(), one.exact);
+      run_steps(**updater, 3, kSteps, outcome);
+      EXPECT_EQ(outcome == expected, one.exact) << "every " << one.every << " steps";
     }
+  }
+}
+
+TEST(Compression, AMarkFromBeforeSteppingAheadIsRead) {
+  Scratch scratch;
+  UpdaterOptions options = compressed_options(scratch);
+  options.compress.codec = CompressOptions::Codec::kNone;  // so that nothing is added behind it
+  const std::string old = std::string("before") + "SIRESID1" + std::string("\5\0\0\0\0\0\0\0", 8);
+  {
     auto updater = Updater::open(options, contract_space());
     ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-    EXPECT_EQ((*updater)->blob(), "after step 2");
-    EXPECT_EQ(loaded_weights(**updater) == outcome.weights.back(), one.exact);
-    run_steps(**updater, 3, kSteps, outcome);
-    EXPECT_EQ(outcome == expected, one.exact) << "every " << one.every << " steps";
+    expect_ok((*updater)->initialize([](uint64_t, std::span<float>) {}, old));
   }
+  auto updater = Updater::open(options, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  EXPECT_EQ((*updater)->blob(), "before");
 }
 
 TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
@@ -1064,10 +1104,20 @@ TEST(Compression, GoesOnAfterReshardingAsIfNothingHadHappened) {
 }
 
 TEST(Compression, CountedBytesAreTwoPercentAndLess) {
-  for (const bool kept : {false, true}) {
+  struct Case {
+    csd::ValueForm values;
+    bool kept;
+    double share;  // sent
+    double bytes;  // a parameter, at most
+  };
+  using csd::ValueForm;
+  for (const Case& one : {Case{ValueForm::kBf16, false, 0.01, 0.04},
+                          {ValueForm::kBf16, true, 0.01, 0.04},
+                          {ValueForm::kSign, true, 0.08, 0.07}}) {
     Scratch scratch;
     UpdaterOptions options = compressed_options(scratch, 2);
-    if (!kept) options.compress.keep_every = 0;
+    options.compress.values = one.values;
+    if (!one.kept) options.compress.keep_every = 0;
     auto updater = Updater::open(options, contract_space());
     ASSERT_TRUE(updater.ok()) << updater.status().to_string();
     initialize(**updater);
@@ -1078,10 +1128,10 @@ TEST(Compression, CountedBytesAreTwoPercentAndLess) {
     const base::TrafficReading host = (*updater)->traffic().host_link.since(before.host_link);
     const CompressionSummary summary = (*updater)->compression();
     EXPECT_EQ(host.down(TrafficKind::kGradient), summary.bytes);
-    EXPECT_LE(static_cast<double>(summary.bytes), 0.04 * count);
-    EXPECT_NEAR(static_cast<double>(summary.values), 0.01 * count, 30);
+    EXPECT_LE(static_cast<double>(summary.bytes), one.bytes * count);
+    EXPECT_NEAR(static_cast<double>(summary.values), one.share * count, 30);
     EXPECT_GT(summary.residual_norm, 0);
-    EXPECT_EQ(host.down(TrafficKind::kState), kept ? 2 * contract_space().count() : 0);
+    EXPECT_EQ(host.down(TrafficKind::kState), one.kept ? 2 * contract_space().count() : 0);
     // The dense form would be 2 bytes a parameter, on the device too.
     EXPECT_LT(static_cast<double>((*updater)->gradient_memory_bytes()), 4.1 * count);
   }
@@ -1125,41 +1175,44 @@ TEST(Compression, ThreadsChangeNothing) {
     const uint64_t first = i * kBlock;
     subgroups.push_back({base::SubgroupId{i}, first, std::min(kBlock, kElements - first)});
   }
-  std::optional<CompressionSummary> first_summary;
-  std::map<uint32_t, std::vector<std::byte>> first_messages;
-  for (const uint32_t threads : {1u, 2u, 7u}) {
-    Recorder recorder;
-    CompressOptions options;
-    options.codec = CompressOptions::Codec::kTopK;
-    auto made = GradientCompressor::make(options, kElements, 1, true);
-    ASSERT_TRUE(made.ok());
-    CompressedSender sender(**made, threads);
-    std::vector<CompressedSender::Piece> pieces;
-    for (const plan::Subgroup& subgroup : subgroups) pieces.push_back({&subgroup, &recorder, {}});
-    for (int step = 1; step <= 3; ++step) {
-      const auto gradient = contract_gradient(kElements, step);
-      (*made)->begin_step();
-      (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
-      (*made)->begin_update(static_cast<uint64_t>(step), 1, 1);
-      ASSERT_TRUE(sender.send(pieces).status.ok());
-      if (step < 3) (*made)->commit();
+  for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
+    std::optional<CompressionSummary> first_summary;
+    std::map<uint32_t, std::vector<std::byte>> first_messages;
+    for (const uint32_t threads : {1u, 2u, 7u}) {
+      Recorder recorder;
+      CompressOptions options;
+      options.values = values;
+      options.codec = CompressOptions::Codec::kTopK;
+      auto made = GradientCompressor::make(options, kElements, 1, true);
+      ASSERT_TRUE(made.ok());
+      CompressedSender sender(**made, threads);
+      std::vector<CompressedSender::Piece> pieces;
+      for (const plan::Subgroup& subgroup : subgroups) pieces.push_back({&subgroup, &recorder, {}});
+      for (int step = 1; step <= 3; ++step) {
+        const auto gradient = contract_gradient(kElements, step);
+        (*made)->begin_step();
+        (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
+        (*made)->begin_update(static_cast<uint64_t>(step), 1, 1);
+        ASSERT_TRUE(sender.send(pieces).status.ok());
+        if (step < 3) (*made)->commit();
+      }
+      const CompressionSummary summary = (*made)->summary();
+      if (!first_summary) {
+        first_summary = summary;
+        first_messages = recorder.messages;
+      }
+      EXPECT_TRUE(recorder.messages == first_messages) << threads << " threads";
+      EXPECT_EQ(summary.residual_norm, first_summary->residual_norm);
+      EXPECT_EQ(summary.values, first_summary->values);
+      EXPECT_EQ(summary.bytes, first_summary->bytes);
+      recorder.bad = 11;
+      const auto failure = sender.send(pieces);
+      EXPECT_EQ(failure.status.code(), base::ErrorCode::kCorrupt);
+      EXPECT_EQ(failure.device, &recorder);
+      EXPECT_EQ(failure.subgroup.value, 11u);
     }
-    const CompressionSummary summary = (*made)->summary();
-    if (!first_summary) {
-      first_summary = summary;
-      first_messages = recorder.messages;
-    }
-    EXPECT_TRUE(recorder.messages == first_messages) << threads << " threads";
-    EXPECT_EQ(summary.residual_norm, first_summary->residual_norm);
-    EXPECT_EQ(summary.values, first_summary->values);
-    EXPECT_EQ(summary.bytes, first_summary->bytes);
-    recorder.bad = 11;
-    const auto failure = sender.send(pieces);
-    EXPECT_EQ(failure.status.code(), base::ErrorCode::kCorrupt);
-    EXPECT_EQ(failure.device, &recorder);
-    EXPECT_EQ(failure.subgroup.value, 11u);
+    EXPECT_EQ(first_messages.size(), kSubgroups);
   }
-  EXPECT_EQ(first_messages.size(), kSubgroups);
 }
 
 TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
@@ -1172,78 +1225,84 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
                                                       reinterpret_cast<std::byte*>(values.data()));
     return values;
   };
-  CompressOptions options;
-  options.codec = CompressOptions::Codec::kTopK;
-  auto made = GradientCompressor::make(options, 1000, 1, false);
-  ASSERT_TRUE(made.ok());
-  GradientCompressor& compressor = **made;
-  csd::CompressedWriter writer;
-  const std::vector<float> ones(1000, 1.0f);
-  const auto step = [&](uint64_t number, std::span<const plan::GroupStretch> out) {
-    compressor.begin_step();
-    compressor.put(0, ones.data(), DataType::kF32, 1000);
-    compressor.begin_update(number, 1, 1);
-    auto values = message_of(compressor, writer, out);
-    compressor.commit();
-    return values;
-  };
-  step(1, {});
-  const std::vector<plan::GroupStretch> out = {{0, 500, 0}};
-  const auto second = step(2, out);
-  for (size_t i = 0; i < 500; ++i) ASSERT_EQ(second[i].bits, 0) << i;
-  const auto third = step(3, {});
-  // 10 went in the first step, from the front: their place has 1 or 2, others of the front 2 kept
-  // and new, the rest of the second half 3.
-  for (size_t i = 0; i < 1000; ++i) {
-    ASSERT_TRUE(third[i].bits == 0 || base::to_f32(third[i]) == 3.0f) << i;
+  for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
+    CompressOptions options;
+    options.values = values;
+    options.codec = CompressOptions::Codec::kTopK;
+    auto made = GradientCompressor::make(options, 1000, 1, false);
+    ASSERT_TRUE(made.ok());
+    GradientCompressor& compressor = **made;
+    csd::CompressedWriter writer;
+    const std::vector<float> ones(1000, 1.0f);
+    const auto step = [&](uint64_t number, std::span<const plan::GroupStretch> out) {
+      compressor.begin_step();
+      compressor.put(0, ones.data(), DataType::kF32, 1000);
+      compressor.begin_update(number, 1, 1);
+      auto sent = message_of(compressor, writer, out);
+      compressor.commit();
+      return sent;
+    };
+    step(1, {});
+    const std::vector<plan::GroupStretch> out = {{0, 500, 0}};
+    const auto second = step(2, out);
+    for (size_t i = 0; i < 500; ++i) ASSERT_EQ(second[i].bits, 0) << i;
+    const auto third = step(3, {});
+    // 10 (80 signs) went in the first step, from the front: their place has 1 or 2, others of the
+    // front 2 kept and new, the rest of the second half 3.
+    for (size_t i = 0; i < 1000; ++i) {
+      ASSERT_TRUE(third[i].bits == 0 || base::to_f32(third[i]) == 3.0f) << i;
+    }
   }
 }
 
 /// Nothing gets lost: what was sent and what is kept sum to what came in.
 TEST(Compression, SentAndKeptSumToTheGradients) {
   constexpr uint64_t kElements = kBlock + 777;
-  CompressOptions options;
-  options.codec = CompressOptions::Codec::kTopK;
-  options.ratio = 0.1;
-  auto made = GradientCompressor::make(options, kElements, 1, true);
-  ASSERT_TRUE(made.ok());
-  GradientCompressor::Scratch scratch;
-  csd::CompressedWriter writer;
-  std::vector<double> owed(kElements);
-  std::vector<base::Bf16> values(kElements);
-  for (int step = 1; step <= 30; ++step) {
-    const auto gradient = contract_gradient(kElements, step);
-    const double scale = step % 3 == 0 ? 0.5 : 1;  // a clipped step
-    (*made)->begin_step();
-    (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
-    (*made)->begin_update(static_cast<uint64_t>(step), scale, 1);
-    const auto message =
-        (*made)->compress(scratch, writer, {base::SubgroupId{0}, 0, kElements}, {});
-    const auto view = csd::CompressedView::parse(message);
-    ASSERT_TRUE(view.ok());
-    for (uint64_t b = 0; b < view->blocks(); ++b) {
-      view->expand_block(b, reinterpret_cast<std::byte*>(values.data() + b * kBlock));
+  for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
+    CompressOptions options;
+    options.values = values;
+    options.codec = CompressOptions::Codec::kTopK;
+    options.ratio = 0.1;
+    auto made = GradientCompressor::make(options, kElements, 1, true);
+    ASSERT_TRUE(made.ok());
+    GradientCompressor::Scratch scratch;
+    csd::CompressedWriter writer;
+    std::vector<double> owed(kElements);
+    std::vector<base::Bf16> arrived(kElements);
+    for (int step = 1; step <= 30; ++step) {
+      const auto gradient = contract_gradient(kElements, step);
+      const double scale = step % 3 == 0 ? 0.5 : 1;  // a clipped step
+      (*made)->begin_step();
+      (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
+      (*made)->begin_update(static_cast<uint64_t>(step), scale, 1);
+      const auto message =
+          (*made)->compress(scratch, writer, {base::SubgroupId{0}, 0, kElements}, {});
+      const auto view = csd::CompressedView::parse(message);
+      ASSERT_TRUE(view.ok());
+      for (uint64_t b = 0; b < view->blocks(); ++b) {
+        view->expand_block(b, reinterpret_cast<std::byte*>(arrived.data() + b * kBlock));
+      }
+      for (uint64_t i = 0; i < kElements; ++i) {
+        owed[i] += scale * base::to_f32(gradient[i]) - base::to_f32(arrived[i]);
+      }
+      if (step < 30) (*made)->commit();
     }
+    const base::Bf16* kept = (*made)->next_residual(0);
+    double squares = 0;
+    double error = 0;
+    double bias = 0;
     for (uint64_t i = 0; i < kElements; ++i) {
-      owed[i] += scale * base::to_f32(gradient[i]) - base::to_f32(values[i]);
+      const double difference = owed[i] - base::to_f32(kept[i]);
+      squares += owed[i] * owed[i];
+      error += difference * difference;
+      bias += difference;
     }
-    if (step < 30) (*made)->commit();
+    EXPECT_NEAR(std::sqrt(squares), (*made)->summary().residual_norm, 0.01 * std::sqrt(squares));
+    // 30 roundings to 8 bits, each by chance: seen 0.9 %.
+    EXPECT_LT(std::sqrt(error), 0.02 * std::sqrt(squares));
+    // Rounding to nearest would be as small, but the errors must not add up to one side.
+    EXPECT_LT(std::abs(bias), 4 * std::sqrt(error));
   }
-  const base::Bf16* kept = (*made)->next_residual(0);
-  double squares = 0;
-  double error = 0;
-  double bias = 0;
-  for (uint64_t i = 0; i < kElements; ++i) {
-    const double difference = owed[i] - base::to_f32(kept[i]);
-    squares += owed[i] * owed[i];
-    error += difference * difference;
-    bias += difference;
-  }
-  EXPECT_NEAR(std::sqrt(squares), (*made)->summary().residual_norm, 0.01 * std::sqrt(squares));
-  // 30 roundings to 8 bits, each by chance: seen 0.9 %.
-  EXPECT_LT(std::sqrt(error), 0.02 * std::sqrt(squares));
-  // Rounding to nearest would be as small, but the errors must not add up to one side.
-  EXPECT_LT(std::abs(bias), 4 * std::sqrt(error));
 }
 
 TEST(Compression, RefusesWhatCannotWork) {
@@ -1259,6 +1318,18 @@ TEST(Compression, RefusesWhatCannotWork) {
   EXPECT_EQ(code([](auto& o) { o.compress.ratio = 0; }), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.compress.ratio = 2.5; }), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.compress.feedback_decay = 1.5; }), ErrorCode::kInvalidArgument);
+  // Out of range is refused also where nothing is compressed; what does not go together is not.
+  const auto code_without = [&](auto change) {
+    return code([&](auto& o) {
+      o.compress = {};
+      change(o);
+    });
+  };
+  EXPECT_EQ(code_without([](auto& o) { o.compress.ratio = 2.5; }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code_without([](auto& o) { o.compress.ratio_max = 2.5; }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code_without([](auto& o) { o.compress.backlog = 0; }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code_without([](auto& o) { o.compress.feedback_decay = -1; }),
+            ErrorCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.gradient_budget_bytes = 1000; }), ErrorCode::kOutOfMemory);
   // A run that was begun without is not one that can keep.
   UpdaterOptions plain = compressed_options(scratch);

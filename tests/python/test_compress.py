@@ -88,6 +88,8 @@ def test_every_rule(name, options, tmp_path):
     assert sent["ratio"] == 0.02
     assert sent["values"] / sent["elements"] == pytest.approx(0.01, rel=0.05)
     assert sent["residual_norm"] > 0
+    signs = run("signs", compress={"ratio": 0.02, "values": "sign"})[2]
+    assert signs["values"] / signs["elements"] == pytest.approx(0.08, rel=0.05)
     assert run("paper", compress={"ratio": 0.02, "feedback": "none"})[2]["residual_norm"] == 0
     assert run("warm", compress={"ratio": 0.02, "warmup_steps": 50})[2]["ratio"] > 0.3
     rising = run("rising", compress={"ratio": 0.02, "ratio_max": 0.5, "backlog": 1e-5})
@@ -102,9 +104,11 @@ def test_it_learns(make):
     assert last < 0.3 * first
 
 
-@pytest.mark.parametrize("every", [1, 1000, 0])
-def test_what_is_kept_is_resumed(every, make, tmp_path, caplog):
-    compress = {"ratio": 0.1, "keep_every": every, "warmup_steps": 4}
+@pytest.mark.parametrize(
+    ("every", "values"), [(1, "bf16"), (1000, "bf16"), (0, "bf16"), (1, "sign")]
+)
+def test_what_is_kept_is_resumed(every, values, make, tmp_path, caplog):
+    compress = {"ratio": 0.1, "values": values, "keep_every": every, "warmup_steps": 4}
     straight, optimizer = make(compress=compress)
     train(straight, optimizer, 0, 6)
     device = str(tmp_path / "device")
@@ -226,6 +230,7 @@ def test_what_it_cannot_be_is_named(make):
         ({"ratio": "many"}, "must be a number"),
         ({"warmup_steps": 1.5}, "whole number"),
         ("zip", "topk"),
+        ({"values": "int8"}, "sign"),
         (0.0, "ratio of 0"),
         ({"ratio": 0.1, "ratio_max": 0.05}, "largest compression ratio of 0.05"),
         ({"ratio_max": 0.5, "feedback": "none"}, "without feedback"),

@@ -18,6 +18,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/gradient_compressor.h"
+#include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/update.h"
 
@@ -133,6 +134,7 @@ class KernelBench {
       if (wanted(options_.kernels, "cast")) bench_casts(team);
       if (wanted(options_.kernels, "checksum")) bench_checksum(team);
       if (wanted(options_.kernels, "topk")) bench_selection(team);
+      if (wanted(options_.kernels, "step-ahead")) bench_step_ahead(team);
       if (wanted(options_.kernels, "compress")) SI_RETURN_IF_ERROR(bench_compression(team));
     }
     if (options_.json) fmt::print("\n]\n");
@@ -375,6 +377,28 @@ class KernelBench {
     }
   }
 
+  /// What compression adds to weights on their way up: bf16 of both, a variance for each group.
+  void bench_step_ahead(Team& team) {
+    fill_gradient(DataType::kBf16);
+    const std::vector<float> variances(base::divide_up(elements_, uint64_t{csd::kSquaresElements}),
+                                       1e-4f);
+    const auto* residual = reinterpret_cast<const base::Bf16*>(gradient_.data());
+    report(team, {.kernel = "step-ahead", .gradient = "bf16", .bytes = elements_ * 6},
+           [&](uint32_t index) {
+             const Share blocks =
+                 share_of(base::divide_up(elements_, base::kBlockElements), index, team.size());
+             const uint64_t first = blocks.first * base::kBlockElements;
+             const uint64_t count = std::min(elements_, blocks.last * base::kBlockElements) - first;
+             const uint64_t group = first / csd::kSquaresElements;
+             kernels::step_ahead(
+                 kernels::kernels(), {.lr = 1e-3f, .bias = 1, .eps = 1e-8f},
+                 {residual + first, count},
+                 std::span(variances).subspan(
+                     group, base::divide_up(count, uint64_t{csd::kSquaresElements})),
+                 0, weights_.data() + first * sizeof(base::Bf16), DataType::kBf16);
+           });
+  }
+
   void bench_checksum(Team& team) {
     std::atomic<uint64_t> checksums{0};
     report(team, {.kernel = "checksum", .bytes = elements_ * 4}, [&](uint32_t index) {
@@ -509,8 +533,8 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
           "--kernel", options->kernels,
           "Only these: update, sealed-update (with checksums), norm, cast, checksum, topk, "
           "compress")
-      ->check(CLI::IsMember(
-          {"update", "sealed-update", "norm", "cast", "checksum", "topk", "compress"}));
+      ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum", "topk",
+                             "step-ahead", "compress"}));
   command->add_option("--rule", options->rules, "Only these update rules")
       ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}));
   command->add_option("--format", options->formats, "Only these state formats")

@@ -165,7 +165,8 @@ class TorchTrainer final : public Trainer {
   void report_traffic(StepReport& report);
   void* weights_at(uint64_t element) const;
 
-  // Destroyed last. torch's own end touches much of its library for the first time.
+  // Destroyed last, when all tensors are gone: their pages go back before the process ends, because
+  // torch's own end touches much of its library for the first time and needs room for that.
   struct TensorMemory {
     ~TensorMemory() { unmap_waiting_pages(); }
   } tensor_memory_;

@@ -357,7 +357,7 @@ Status DeviceUpdater::edit_state(
     new_residual_ = residual != nullptr;
     next_ahead_ = ahead.empty() ? ahead_ : std::vector(ahead.begin(), ahead.end());
     commit_blob_ = blob;
-    stored = joined_blob();
+    stored = stored_blob();
   }
   SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kBeginStep, step, {}));
   Status result = edit ? edit_subgroups(edit) : Status();
@@ -820,7 +820,7 @@ void DeviceUpdater::submit_to_all(Phase phase, CommandKind kind) {
     command.replies = &step_replies_;
     command.owner = set_.devices[d].get();
     command.step = committed_step_ + 1;
-    if (kind == CommandKind::kPrepare) command.blob = joined_blob();
+    if (kind == CommandKind::kPrepare) command.blob = stored_blob();
     set_.devices[d]->submit(command);
   }
 }
@@ -909,63 +909,14 @@ Status DeviceUpdater::take_back() {
 
 // ---- Compression.
 
-namespace {
-
-/// Behind the caller's blob, where devices keep residuals: kernels::StepAhead of every group, how
-/// many there are, this, and the step that the residuals are of.
-constexpr std::string_view kResidualMark = "SIRESID2";
-struct ResidualTail {
-  uint64_t groups = 0;
-  std::array<char, kResidualMark.size()> mark{};
-  base::StepNumber step = 0;
-};
-constexpr size_t kMarkAndStep = 16;
-/// The mark of runs from before stepping ahead: nothing but the step belongs to it.
-constexpr std::string_view kResidualMarkAlone = "SIRESID1";
-static_assert(sizeof(ResidualTail) == 24 && sizeof(kernels::StepAhead) == 12);
-
-}  // namespace
-
-DeviceUpdater::KeptBlob DeviceUpdater::split_blob(std::string stored) {
+std::string DeviceUpdater::stored_blob() const {
   KeptBlob kept;
-  kept.blob = std::move(stored);
-  ResidualTail tail;
-  const auto take = [&](void* out, size_t bytes) {
-    std::memcpy(out, kept.blob.data() + kept.blob.size() - bytes, bytes);
-    kept.blob.resize(kept.blob.size() - bytes);
-  };
-  const auto marked = [&](size_t bytes, std::string_view mark) {
-    return kept.blob.size() >= bytes &&
-           kept.blob.compare(kept.blob.size() - kMarkAndStep, mark.size(), mark) == 0;
-  };
-  if (marked(kMarkAndStep, kResidualMarkAlone)) {
-    take(&tail.step, sizeof(tail.step));
-    kept.blob.resize(kept.blob.size() - kResidualMarkAlone.size());
-    kept.residual_step = tail.step;
-  } else if (marked(sizeof(tail), kResidualMark)) {
-    take(&tail, sizeof(tail));
-    SI_CHECK(tail.groups <= kept.blob.size() / sizeof(kernels::StepAhead),
-             "a blob that was joined");
-    kept.residual_step = tail.step;
-    kept.ahead.resize(tail.groups);
-    take(kept.ahead.data(), tail.groups * sizeof(kernels::StepAhead));
+  kept.blob = commit_blob_;
+  if (set_.residual) {
+    kept.residual_step = keeping_ ? std::optional(committed_step_ + 1) : residual_step_;
+    if (!variances_.empty()) kept.ahead = next_ahead_;
   }
-  return kept;
-}
-
-std::string DeviceUpdater::joined_blob() const {
-  const std::optional<base::StepNumber> step =
-      keeping_ ? std::optional(committed_step_ + 1) : residual_step_;
-  if (!set_.residual || !step) return commit_blob_;
-  ResidualTail tail;
-  tail.groups = next_ahead_.size();
-  tail.step = *step;
-  std::copy(kResidualMark.begin(), kResidualMark.end(), tail.mark.begin());
-  std::string joined = commit_blob_;
-  joined.append(reinterpret_cast<const char*>(next_ahead_.data()),
-                next_ahead_.size() * sizeof(kernels::StepAhead));
-  joined.append(reinterpret_cast<const char*>(&tail), sizeof(tail));
-  return joined;
+  return join_blob(kept);
 }
 
 Status DeviceUpdater::recall_residual() {

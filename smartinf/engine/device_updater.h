@@ -19,6 +19,7 @@
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_intake.h"
+#include "smartinf/engine/kept_blob.h"
 #include "smartinf/engine/updater.h"
 
 namespace smartinf::engine {
@@ -97,14 +98,7 @@ class DeviceUpdater final : public Updater {
                 base::AlignedBuffer staging, std::unique_ptr<GradientCompressor> compressor);
 
   const std::string& device_name(size_t device) const { return set_.devices[device]->info().name; }
-  /// The caller's part of a blob, and the step whose residual is on the devices.
-  struct KeptBlob {
-    std::string blob;
-    std::optional<base::StepNumber> residual_step;
-    std::vector<kernels::StepAhead> ahead;  // by group; empty: none
-  };
-  static KeptBlob split_blob(std::string stored);
-  std::string joined_blob() const;  // mutex_ held: with commit_blob_
+  std::string stored_blob() const;  // mutex_ held: commit_blob_ and what belongs behind it
 
   csd::Device& device_of(base::SubgroupId subgroup) {
     return *set_.devices[set_.owner[subgroup.value].value];

@@ -818,21 +818,6 @@ TEST(Compression, WhatIsKeptIsPartOfTheState) {
   }
 }
 
-TEST(Compression, AMarkFromBeforeSteppingAheadIsRead) {
-  Scratch scratch;
-  UpdaterOptions options = compressed_options(scratch);
-  options.compress.codec = CompressOptions::Codec::kNone;  // so that nothing is added behind it
-  const std::string old = std::string("before") + "SIRESID1" + std::string("\5\0\0\0\0\0\0\0", 8);
-  {
-    auto updater = Updater::open(options, contract_space());
-    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-    expect_ok((*updater)->initialize([](uint64_t, std::span<float>) {}, old));
-  }
-  auto updater = Updater::open(options, contract_space());
-  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  EXPECT_EQ((*updater)->blob(), "before");
-}
-
 TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
   const plan::ParameterSpace space = contract_space();
   for (const base::StateFormat format :

@@ -1,0 +1,94 @@
+#include "smartinf/engine/kept_blob.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "smartinf/base/check.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::engine {
+namespace {
+
+/// So many groups in a row have the same.
+struct Run {
+  uint32_t groups = 0;
+  kernels::StepAhead ahead;
+};
+static_assert(sizeof(Run) == 16);
+
+constexpr std::string_view kMark = "SIRESID2";
+/// The mark of runs from before stepping ahead: nothing but the step belongs to it.
+constexpr std::string_view kMarkOfStep = "SIRESID1";
+
+struct Tail {  // behind the runs
+  uint64_t runs = 0;
+  std::array<char, kMark.size()> mark{};
+  base::StepNumber step = 0;
+};
+static_assert(sizeof(Tail) == 24);
+constexpr size_t kMarkBytes = sizeof(Tail) - offsetof(Tail, mark);  // with the step
+
+bool same(const kernels::StepAhead& a, const kernels::StepAhead& b) {
+  return a.lr == b.lr && a.bias == b.bias && a.eps == b.eps;
+}
+
+std::vector<Run> runs_of(const std::vector<kernels::StepAhead>& ahead) {
+  std::vector<Run> runs;
+  for (const kernels::StepAhead& one : ahead) {
+    if (runs.empty() || !same(runs.back().ahead, one)) runs.push_back({0, one});
+    ++runs.back().groups;
+  }
+  return runs;
+}
+
+}  // namespace
+
+std::string join_blob(const KeptBlob& kept) {
+  SI_CHECK(kept.blob.size() <= storage::Store::kBlobBytesMax, "a blob that fits");
+  const size_t room = storage::Store::kBlobBytesMax - kept.blob.size();
+  if (!kept.residual_step || room < sizeof(Tail)) return kept.blob;
+  std::vector<Run> runs = runs_of(kept.ahead);
+  if (runs.size() > (room - sizeof(Tail)) / sizeof(Run)) runs.clear();
+  Tail tail;
+  tail.runs = runs.size();
+  tail.step = *kept.residual_step;
+  std::copy(kMark.begin(), kMark.end(), tail.mark.begin());
+  std::string joined = kept.blob;
+  joined.append(reinterpret_cast<const char*>(runs.data()), runs.size() * sizeof(Run));
+  joined.append(reinterpret_cast<const char*>(&tail), sizeof(tail));
+  return joined;
+}
+
+KeptBlob split_blob(std::string stored) {
+  KeptBlob kept;
+  kept.blob = std::move(stored);
+  Tail tail;
+  const auto marked = [&](size_t bytes, std::string_view mark) {
+    if (kept.blob.size() < bytes) return false;
+    const std::string_view end = std::string_view(kept.blob).substr(kept.blob.size() - bytes);
+    std::memcpy(reinterpret_cast<char*>(&tail) + sizeof(tail) - bytes, end.data(), bytes);
+    return std::string_view(tail.mark.data(), tail.mark.size()) == mark;
+  };
+  if (marked(kMarkBytes, kMarkOfStep)) {
+    kept.residual_step = tail.step;
+    kept.blob.resize(kept.blob.size() - kMarkBytes);
+  } else if (marked(sizeof(tail), kMark) &&
+             tail.runs <= (kept.blob.size() - sizeof(tail)) / sizeof(Run)) {
+    const size_t trainers = kept.blob.size() - sizeof(tail) - tail.runs * sizeof(Run);
+    for (uint64_t i = 0; i < tail.runs; ++i) {
+      Run run;
+      std::memcpy(&run, kept.blob.data() + trainers + i * sizeof(run), sizeof(run));
+      if (run.groups > (1u << 24)) continue;  // not ours
+      kept.ahead.insert(kept.ahead.end(), run.groups, run.ahead);
+    }
+    kept.residual_step = tail.step;
+    kept.blob.resize(trainers);
+  }
+  return kept;
+}
+
+}  // namespace smartinf::engine

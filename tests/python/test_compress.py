@@ -96,8 +96,11 @@ def test_every_rule(name, options, tmp_path):
     assert 0.02 < rising[2]["ratio"] <= 0.5
 
 
-def test_it_learns(make):
-    model, optimizer = make(lr=1e-3, compress={"ratio": 0.1, "feedback_decay": 0.5})
+@pytest.mark.parametrize(
+    "compress", [{"ratio": 0.1}, {"ratio": 0.1, "values": "sign"}, {"ratio": 0.1, "feedback_decay": 0.5}]
+)
+def test_it_learns(compress, make):
+    model, optimizer = make(lr=1e-3, compress=compress)
     first = train(model, optimizer, 0, 1)
     for _ in range(100):
         last = train(model, optimizer, 0, 1)

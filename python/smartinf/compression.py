@@ -45,7 +45,12 @@ def parse(value):
             raise UsageError(f"compress has no key {key!r}; did you mean {near!r}?")
         fits = isinstance(given, (int, float) if kind is float else kind)
         if not fits or isinstance(given, bool) != (kind is bool) or (kind is int and given < 0):
-            what = {str: "text", float: "a number", int: "a whole number, 0 or more", bool: "True or False"}[kind]
+            what = {
+                str: "text",
+                float: "a number",
+                int: "a whole number, 0 or more",
+                bool: "True or False",
+            }[kind]
             raise UsageError(f"compress[{key!r}]={given!r} must be {what}")
         options[key] = kind(given)
     if options.get("codec", "topk") == "none":

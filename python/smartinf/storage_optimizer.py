@@ -811,8 +811,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         layout = self._layout
         values = {}
         sent = residual = None
+        if compression.keeps(self._compress):
+            self._settle()  # all ranks, also one that owns nothing
         if self._core.step_ahead():
-            self._settle()
             sent = torch.empty(layout.owned[1] - layout.owned[0], dtype=layout.dtype)
             self._core.load_weights(layout.type_name, sent.data_ptr())
             residual = self._residual().clone()

@@ -532,7 +532,7 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
       ->add_option(
           "--kernel", options->kernels,
           "Only these: update, sealed-update (with checksums), norm, cast, checksum, topk, "
-          "compress")
+          "step-ahead, compress (with expand, its way back)")
       ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum", "topk",
                              "step-ahead", "compress"}));
   command->add_option("--rule", options->rules, "Only these update rules")

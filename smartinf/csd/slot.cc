@@ -145,21 +145,20 @@ base::Status UpdateWork::run_block(uint64_t block) {
     work.mean_squares = squares.data();
   }
   kernels::kernels().update_block(planes_.format(), work, runs);
-  if (variances_out_ != nullptr) send_variances(block, kinds);
+  if (variances_out_ != nullptr) send_variances(block);
   for (size_t plane = 0; plane < kinds.size(); ++plane) planes_.seal(plane, block);
   return base::Status();
 }
 
-void UpdateWork::send_variances(uint64_t block, std::span<const base::PlaneKind> kinds) {
-  const auto found = std::find(kinds.begin(), kinds.end(), base::PlaneKind::kVariance);
-  SI_CHECK(found != kinds.end(), "variances of a rule that keeps them");
-  const auto plane = static_cast<size_t>(found - kinds.begin());
+void UpdateWork::send_variances(uint64_t block) {
+  const size_t plane = kernels::variance_plane(update_->scalars.front().rule);
   const uint64_t elements = planes_.elements(block);
   const std::byte* bytes = planes_.bytes(plane, block).data();
   const float* variances = reinterpret_cast<const float*>(bytes);
   if (planes_.encoding(plane) != base::Encoding::kF32) {
     float* decoded = thread_block().data();
-    kernels::kernels().decode_block(planes_.encoding(plane), *found, bytes, decoded, elements);
+    kernels::kernels().decode_block(planes_.encoding(plane), base::PlaneKind::kVariance, bytes,
+                                    decoded, elements);
     variances = decoded;
   }
   kernels::group_variances({variances, elements},

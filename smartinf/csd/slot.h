@@ -59,7 +59,7 @@ class UpdateWork final : public BlockWork {
   base::Status run_block(uint64_t block) override;
 
  private:
-  void send_variances(uint64_t block, std::span<const base::PlaneKind> kinds);
+  void send_variances(uint64_t block);
 
   PlaneBlocks planes_;
   const Command* update_ = nullptr;

@@ -1,7 +1,6 @@
 #include "smartinf/engine/device_updater.h"
 
 #include <algorithm>
-#include <bit>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -450,10 +449,7 @@ Status DeviceUpdater::edit_subgroups(
 
 uint32_t DeviceUpdater::weight_planes() const {
   constexpr uint32_t kMaster = 1;
-  if (variances_.empty()) return kMaster;
-  const auto kinds = kernels::rule_planes(options_.rule.rule);
-  const auto variance = std::find(kinds.begin(), kinds.end(), base::PlaneKind::kVariance);
-  return kMaster | 1u << (variance - kinds.begin());
+  return variances_.empty() ? kMaster : kMaster | 1u << kernels::variance_plane(options_.rule.rule);
 }
 
 void DeviceUpdater::step_ahead(uint64_t first, uint64_t count, const base::Bf16* residual,
@@ -473,8 +469,7 @@ void DeviceUpdater::step_ahead(uint64_t first, uint64_t count, const base::Bf16*
 void DeviceUpdater::step_ahead(uint64_t first, std::span<const std::span<const float>> planes,
                                std::byte* weights, base::DataType type) {
   if (variances_.empty()) return;
-  const std::span<const float> variances =
-      planes[static_cast<size_t>(std::bit_width(weight_planes())) - 1];
+  const std::span<const float> variances = planes[kernels::variance_plane(options_.rule.rule)];
   kernels::group_variances(variances,
                            std::span(variances_)
                                .subspan(first / csd::kSquaresElements,
@@ -710,7 +705,6 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     }
     update_commands_[set_.owner[i].value].updates.push_back({subgroup.id, weights, variances});
   }
-  weights_type_ = type;
   const base::StepNumber step = committed_step_ + 1;
   const base::StepNumber number = number_of(options);
   // A group that sits out keeps its own: its weights stay where they are.
@@ -775,7 +769,7 @@ void DeviceUpdater::take_completions() {
       std::byte* weights = weights_out_[completion.subgroup.value];
       if (weights != nullptr) {
         step_ahead(subgroup.first, subgroup.count, compressor_->next_residual(0), next_ahead_,
-                   weights, weights_type_);
+                   weights, completion.command->type);
       }
     }
     {

@@ -139,8 +139,7 @@ class DeviceUpdater final : public Updater {
   void keep_next_of(size_t device);  // mutex_ held: writes its next subgroup's residual
   base::Status keep_all();           // of all subgroups, within an edit
   void committed();                  // mutex_ held: the step in progress is real
-  /// Of what the devices keep: master weights, with the variances behind them where stepping ahead
-  /// wants those, and the index of those among the planes.
+  /// A mask of the planes that weights are made of: master, and where they step ahead the variance.
   uint32_t weight_planes() const;
   /// Takes weights that are as the devices have them to where training is. weights: [count] of
   /// type; first is a multiple of kSquaresElements; residual: of the whole space.
@@ -164,9 +163,8 @@ class DeviceUpdater final : public Updater {
   std::unique_ptr<GradientCompressor> compressor_;  // null: gradients go down whole
   std::unique_ptr<CompressedSender> sender_;        // with it
   // Stepping ahead; variances_ is empty where weights come up as they are stored.
-  std::vector<float> variances_;         // [divide_up(space, kSquaresElements)]
-  std::vector<std::byte*> weights_out_;  // of every subgroup in this step
-  base::DataType weights_type_ = base::DataType::kBf16;
+  std::vector<float> variances_;                // [divide_up(space, kSquaresElements)]
+  std::vector<std::byte*> weights_out_;         // of every subgroup in this step
   std::vector<kernels::StepAhead> next_ahead_;  // of the step in progress, by group
 
   // Replies to commands that are waited for in the call that makes them: gradients, reading,

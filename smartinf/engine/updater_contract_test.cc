@@ -90,6 +90,19 @@ std::vector<base::Bf16> contract_gradient(uint64_t count, int step) {
 
 void expect_ok(const base::Status& status) { ASSERT_TRUE(status.ok()) << status.to_string(); }
 
+/// Range by range; those of one group may be skipped.
+void put_gradients(Updater& updater, const std::vector<base::Bf16>& gradient,
+                   std::optional<uint32_t> skipped_group) {
+  for (const plan::ParameterRange& range : updater.space().ranges()) {
+    if (range.group == skipped_group) {
+      expect_ok(updater.skip_gradient(range.first, range.count));
+    } else {
+      expect_ok(updater.put_gradient(range.first, gradient.data() + range.first, DataType::kBf16,
+                                     range.count));
+    }
+  }
+}
+
 uint64_t loaded_weights(Updater& updater) {
   std::vector<base::Bf16> loaded(updater.space().count());
   expect_ok(
@@ -343,14 +356,7 @@ TEST_P(UpdaterContract, SkippedRangesAreLeftAlone) {
   std::vector<base::Bf16> weights(space.count());
   const auto step = [&](uint32_t skipped_group) {
     expect_ok((*updater)->begin_step());
-    for (const plan::ParameterRange& range : space.ranges()) {
-      if (range.group == skipped_group) {
-        expect_ok((*updater)->skip_gradient(range.first, range.count));
-      } else {
-        expect_ok((*updater)->put_gradient(range.first, gradient.data() + range.first,
-                                           DataType::kBf16, range.count));
-      }
-    }
+    put_gradients(**updater, gradient, skipped_group);
     expect_ok((*updater)->finish_gradients(1).status());
     UpdateOptions update;
     update.groups.resize(2);
@@ -885,14 +891,7 @@ TEST(Compression, WeightsOfAGroupThatSitsOutStayWhereTheyAre) {
   for (int step = 1; step <= 2; ++step) {
     const auto gradient = contract_gradient(space.count(), step);
     expect_ok((*updater)->begin_step());
-    for (const plan::ParameterRange& range : space.ranges()) {
-      if (step == 2 && range.group == 1) {
-        expect_ok((*updater)->skip_gradient(range.first, range.count));
-      } else {
-        expect_ok((*updater)->put_gradient(range.first, gradient.data() + range.first,
-                                           DataType::kBf16, range.count));
-      }
-    }
+    put_gradients(**updater, gradient, step == 2 ? std::optional(1u) : std::nullopt);
     expect_ok((*updater)->finish_gradients(1).status());
     UpdateOptions update;
     // The rate of a group that sits out is not looked at.

@@ -63,6 +63,13 @@ void group_variances(std::span<const float> variances, std::span<float> out) {
   }
 }
 
+size_t variance_plane(UpdateRule rule) {
+  const auto kinds = rule_planes(rule);
+  const auto found = std::find(kinds.begin(), kinds.end(), base::PlaneKind::kVariance);
+  SI_CHECK(found != kinds.end(), "a rule that keeps variances");
+  return static_cast<size_t>(found - kinds.begin());
+}
+
 StepAhead make_step_ahead(const RuleOptions& run_options, const GroupOptions& group,
                           base::StepNumber step) {
   const RuleOptions& options = group.rule ? *group.rule : run_options;

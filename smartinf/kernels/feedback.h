@@ -28,22 +28,27 @@ inline constexpr size_t kVarianceSamples = 16;
 /// kMeanSquareElements)]. Threads: pure.
 void group_variances(std::span<const float> variances, std::span<float> out);
 
-/// Takes weights to where they would be had what is kept arrived as well:
-/// weights -= lr * min(max(residual / (sqrt(v / bias) + eps), -kStepAheadMost), kStepAheadMost),
-/// in f32, the result rounded to their type.
-/// The bound is for elements whose variance has decayed while they waited.
-/// Shapes: weights: [n] of type; residual: [n]; v: [n] by its group of kMeanSquareElements, of
-/// which the first begins `phase` elements before weights[0]. Threads: safe on disjoint weights.
-/// Source: Xu, Huo and Huang 2021, step-ahead error feedback; docs/smartcomp.md.
-inline constexpr float kStepAheadMost = 4;
+/// Which of the rule's planes is its variance. For rules that keep one (SI_CHECK).
+size_t variance_plane(UpdateRule rule);
+
+/// How far a group's weights step ahead: what an update of its rule made of what is kept.
 struct StepAhead {
   float lr = 0;    // 0: nothing changes
   float bias = 1;  // of the variance: 1 - beta2^t
   float eps = 0;
 };
-/// `step` is the updater's, as for make_step_scalars().
+/// For adam and adamw. `step` is the updater's, as for make_step_scalars().
 StepAhead make_step_ahead(const RuleOptions& options, const GroupOptions& group,
                           base::StepNumber step);
+
+/// In steps of lr; for elements whose variance has decayed while they waited.
+inline constexpr float kStepAheadMost = 4;
+/// Takes weights to where they would be had what is kept arrived as well:
+/// weights -= lr * min(max(residual / (sqrt(v / bias) + eps), -kStepAheadMost), kStepAheadMost),
+/// in f32, the result rounded to their type.
+/// Shapes: weights: [n] of type; residual: [n]; v: [n] by its group of kMeanSquareElements, of
+/// which the first begins `phase` elements before weights[0]. Threads: safe on disjoint weights.
+/// Source: Xu, Huo and Huang 2021, step-ahead error feedback; docs/smartcomp.md.
 void step_ahead(const KernelTable& table, const StepAhead& how,
                 std::span<const base::Bf16> residual, std::span<const float> variances,
                 size_t phase, void* weights, base::DataType type);

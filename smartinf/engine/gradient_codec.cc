@@ -28,6 +28,7 @@ size_t drop_zeros(size_t count, uint32_t* indices, float* values) {
 class TopK final : public GradientCodec {
  public:
   std::string_view name() const override { return "topk"; }
+  bool takes_largest() const override { return true; }
   size_t select(std::span<const float> in, size_t k, uint64_t, float& border, uint32_t* indices,
                 float* values) const override {
     const size_t count = kernels::top_k_near(kernels::kernels(), in, k, base::kBlockElements,

@@ -16,6 +16,8 @@ class GradientCodec {
  public:
   virtual ~GradientCodec() = default;
   virtual std::string_view name() const = 0;
+  /// Whether it selects the largest: those of kernels::top_k().
+  virtual bool takes_largest() const { return false; }
   /// At most k elements of a block: their indices, ascending, and values. Zeros are left out.
   /// Shapes: in: [n], n <= kBlockElements; indices, values: [kBlockElements]. Returns how many.
   /// seed: of this block in this step. border: what the codec left there for the same block in the

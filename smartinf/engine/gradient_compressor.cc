@@ -8,7 +8,6 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
-#include "smartinf/kernels/feedback.h"
 
 namespace smartinf::engine {
 namespace {
@@ -21,8 +20,8 @@ static_assert(kernels::kMeanSquareElements == csd::kSquaresElements);
 // Other random numbers than those that the devices round the state with.
 constexpr uint64_t kRoundingStream = 0x6b65'7074;
 
-double square_of(const base::Bf16* values, uint64_t count) {
-  return kernels::kernels().partial_norm(values, DataType::kBf16, count).sum_of_squares;
+double square_of(std::span<const base::Bf16> values) {
+  return kernels::copy_squares(kernels::kernels(), values, nullptr);
 }
 
 }  // namespace
@@ -81,7 +80,7 @@ double GradientCompressor::sum_of_squares() const {
 void GradientCompressor::find_squares(const base::Bf16* values) {
   for (size_t b = 0; b < residual_squares_.size(); ++b) {
     const uint64_t first = b * kBlockElements;
-    residual_squares_[b] = square_of(values + first, std::min(kBlockElements, elements_ - first));
+    residual_squares_[b] = square_of({values + first, std::min(kBlockElements, elements_ - first)});
   }
 }
 
@@ -117,12 +116,55 @@ std::span<const std::byte> GradientCompressor::compress(
 void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter& writer,
                                         uint64_t first, uint64_t count,
                                         std::span<const plan::GroupStretch> sits_out) {
+  const Block block{
+      .feedback = {.gradient = {gradient_ + first, count},
+                   .residual = {residual_ + first, residual_ == nullptr ? 0 : count},
+                   .scale = scale_,
+                   .decay = static_cast<float>(options_.feedback_decay),
+                   .element = first,
+                   .step = step_,
+                   .seed = base::mix_seed(seed_, kRoundingStream)},
+      .squares = std::span(scratch.squares)
+                     .first(squares_ ? base::divide_up(count, csd::kSquaresElements) : 0),
+      .most = values_per_block(options_, ratio_, count),
+      .border = borders_[first / kBlockElements]};
+  const bool whole = std::none_of(sits_out.begin(), sits_out.end(), [&](const auto& out) {
+    return out.first < first + count && first < out.first + out.count;
+  });
+  size_t sent = 0;
+  if (!whole || !compress_in_one_pass(scratch, writer, block, sent)) {
+    sent = compress_in_stages(scratch, writer, block, sits_out);
+  }
+  values_of_step_ += sent;
+}
+
+bool GradientCompressor::compress_in_one_pass(Scratch& scratch, csd::CompressedWriter& writer,
+                                              const Block& block, size_t& sent) {
+  const size_t count = block.feedback.gradient.size();
+  if (residual_ == nullptr || !codec_.takes_largest()) return false;
+  const auto kept = std::span(scratch.kept).first(count);
+  const auto found =
+      kernels::keep_unsent(kernels::kernels(), block.feedback, block.most, block.border, kept,
+                           block.squares, scratch.indices, scratch.selected);
+  if (!found) return false;
+  sent = *found;
+  const auto indices = std::span(scratch.indices).first(sent);
+  kernels::keep_rest(block.feedback, indices, add_block(scratch, writer, block, sent), kept);
+  const uint64_t first = block.feedback.element;
+  residual_squares_[first / kBlockElements] =
+      kernels::copy_squares(kernels::kernels(), kept, gradient_ + first);
+  return true;
+}
+
+size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer,
+                                              const Block& block,
+                                              std::span<const plan::GroupStretch> sits_out) {
   const kernels::KernelTable& table = kernels::kernels();
+  const kernels::FeedbackBlock& feedback = block.feedback;
+  const uint64_t first = feedback.element;
+  const uint64_t count = feedback.gradient.size();
   float* values = scratch.values.data();
-  uint32_t* indices = scratch.indices.data();
-  float* selected = scratch.selected.data();
   base::Bf16* gradient = gradient_ + first;
-  const base::Bf16* residual = residual_ == nullptr ? nullptr : residual_ + first;
   const auto each_out = [&](auto&& act) {
     for (const plan::GroupStretch& out : sits_out) {
       const uint64_t from = std::max(out.first, first);
@@ -132,32 +174,37 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
   };
   each_out(
       [&](uint64_t from, uint64_t to) { std::fill(gradient + from, gradient + to, base::Bf16{}); });
-  const auto squares = std::span(scratch.squares)
-                           .first(squares_ ? base::divide_up(count, csd::kSquaresElements) : 0);
-  kernels::add_feedback(table, {gradient, count}, {residual, residual == nullptr ? 0 : count},
-                        scale_, static_cast<float>(options_.feedback_decay), {values, count},
-                        squares);
+  kernels::add_feedback(table, feedback.gradient, feedback.residual, feedback.scale, feedback.decay,
+                        {values, count}, block.squares);
   each_out([&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
   const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step_), first);
-  const size_t most = values_per_block(options_, ratio_, count);
-  const size_t sent = codec_.select({values, count}, most, seed, borders_[first / kBlockElements],
-                                    indices, selected);
-  const auto arrived = std::span(scratch.arrived).first(residual == nullptr ? 0 : sent);
-  writer.add_block({indices, sent}, {selected, sent}, squares, arrived);
-  values_of_step_ += sent;
-  if (residual == nullptr) return;
+  const size_t sent = codec_.select({values, count}, block.most, seed, block.border,
+                                    scratch.indices.data(), scratch.selected.data());
+  const auto rests = add_block(scratch, writer, block, sent);
+  if (residual_ == nullptr) return sent;
 
-  // What rounding the sent value took away is not lost either.
-  for (size_t i = 0; i < sent; ++i) values[indices[i]] = selected[i] - arrived[i];
+  for (size_t i = 0; i < sent; ++i) values[scratch.indices[i]] = rests[i];
   // By chance, so that what is kept for many steps is right on average: a gradient below a 512th of
   // it would otherwise never count.
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, values,
-                     reinterpret_cast<std::byte*>(gradient), count, first, step_,
-                     base::mix_seed(seed_, kRoundingStream));
+                     reinterpret_cast<std::byte*>(gradient), count, first, feedback.step,
+                     feedback.seed);
   each_out([&](uint64_t from, uint64_t to) {
-    std::copy(residual + from, residual + to, gradient + from);
+    std::copy_n(feedback.residual.begin() + from, to - from, gradient + from);
   });
-  residual_squares_[first / kBlockElements] = square_of(gradient, count);
+  residual_squares_[first / kBlockElements] = square_of({gradient, count});
+  return sent;
+}
+
+std::span<const float> GradientCompressor::add_block(Scratch& scratch,
+                                                     csd::CompressedWriter& writer,
+                                                     const Block& block, size_t sent) {
+  const auto selected = std::span(scratch.selected).first(sent);
+  const auto arrived = std::span(scratch.arrived).first(residual_ == nullptr ? 0 : sent);
+  writer.add_block({scratch.indices.data(), sent}, selected, block.squares, arrived);
+  // What rounding the sent value took away is not lost either.
+  for (size_t i = 0; i < arrived.size(); ++i) arrived[i] = selected[i] - arrived[i];
+  return arrived;
 }
 
 void GradientCompressor::leave(const plan::Subgroup& subgroup) {
@@ -165,8 +212,8 @@ void GradientCompressor::leave(const plan::Subgroup& subgroup) {
   for (uint64_t done = 0; done < subgroup.count; done += kBlockElements) {
     const uint64_t first = subgroup.first + done;
     const uint64_t n = std::min(kBlockElements, subgroup.count - done);
-    std::copy(residual_ + first, residual_ + first + n, gradient_ + first);
-    residual_squares_[first / kBlockElements] = square_of(gradient_ + first, n);
+    residual_squares_[first / kBlockElements] =
+        kernels::copy_squares(kernels::kernels(), {residual_ + first, n}, gradient_ + first);
   }
 }
 

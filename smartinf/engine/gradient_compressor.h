@@ -18,6 +18,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/engine/gradient_codec.h"
+#include "smartinf/kernels/feedback.h"
 #include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::engine {
@@ -36,8 +37,9 @@ struct CompressionSummary {
 /// being read by reference.
 class GradientCompressor {
  public:
-  /// A thread's working memory: a block in its stages. About 1.3 MiB.
+  /// A thread's working memory: a block in its stages. About 1.2 MiB.
   struct Scratch {
+    std::vector<base::Bf16> kept = std::vector<base::Bf16>(base::kBlockElements);
     std::vector<float> values = std::vector<float>(base::kBlockElements);
     std::vector<float> arrived = std::vector<float>(base::kBlockElements);
     std::vector<float> squares = std::vector<float>(base::kBlockElements / csd::kSquaresElements);
@@ -85,8 +87,24 @@ class GradientCompressor {
  private:
   GradientCompressor(const CompressOptions& options, uint64_t elements, uint64_t seed, bool squares,
                      base::AlignedBuffer memory);
+  /// A block of the step in progress on its way.
+  struct Block {
+    kernels::FeedbackBlock feedback;  // no residual without feedback
+    std::span<float> squares;         // mean squares that are sent, or none
+    size_t most = 0;                  // elements that may be sent
+    float& border;                    // the codec's
+  };
   void compress_block(Scratch& scratch, csd::CompressedWriter& writer, uint64_t first,
                       uint64_t count, std::span<const plan::GroupStretch> sits_out);
+  /// The way of nearly all blocks; same bits as the other. False: not possible here.
+  bool compress_in_one_pass(Scratch& scratch, csd::CompressedWriter& writer, const Block& block,
+                            size_t& sent);
+  /// Returns how many elements are sent.
+  size_t compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer, const Block& block,
+                            std::span<const plan::GroupStretch> sits_out);
+  /// Packs what is selected. Returns what is left of it: [sent], empty without feedback.
+  std::span<const float> add_block(Scratch& scratch, csd::CompressedWriter& writer,
+                                   const Block& block, size_t sent);
   double sum_of_squares() const;  // of residual_squares_
   void find_squares(const base::Bf16* values);
 

@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/selection.h"
+#include "smartinf/kernels/state_codec.h"
 
 namespace smartinf::kernels {
 namespace {
@@ -27,6 +30,41 @@ void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, fl
   }
 }
 
+size_t keep(const FeedbackPass& pass, size_t n) {
+  size_t found = 0;
+  std::array<float, kMeanSquareElements> values;
+  for (size_t first = 0; first < n; first += kMeanSquareElements) {
+    const size_t count = std::min(kMeanSquareElements, n - first);
+    add(pass.gradient + first, pass.residual + first, pass.scale, pass.decay, values.data(),
+        pass.squares == nullptr ? nullptr : pass.squares + first / kMeanSquareElements, count);
+    const size_t more =
+        scalar_selection().collect_from(values.data(), count, pass.lowest, pass.room - found,
+                                        pass.indices + found, pass.values + found);
+    if (more == pass.room - found) return pass.room;
+    for (size_t i = found; i < found + more; ++i) pass.indices[i] += static_cast<uint32_t>(first);
+    found += more;
+    scalar_tiles().encode_bf16(
+        base::PlaneKind::kMomentum, rounding_key(pass.rounding_seed, pass.element + first),
+        values.data(), reinterpret_cast<uint16_t*>(pass.kept + first), count);
+  }
+  return found;
+}
+
+double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
+  double sum = 0;
+  for (size_t first = 0; first < n; first += kMeanSquareElements) {
+    const size_t count = std::min(kMeanSquareElements, n - first);
+    std::array<float, kMeanSquareLanes> by_lane{};
+    for (size_t i = 0; i < count; ++i) {
+      const float value = base::to_f32(in[first + i]);
+      by_lane[i % kMeanSquareLanes] += value * value;
+      if (out != nullptr) out[first + i] = in[first + i];
+    }
+    sum += sum_of_lanes(by_lane.data());
+  }
+  return sum;
+}
+
 void ahead(const base::Bf16* residual, float rate, float limit, float* weights, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     weights[i] -= std::min(std::max(base::to_f32(residual[i]) * rate, -limit), limit);
@@ -36,7 +74,8 @@ void ahead(const base::Bf16* residual, float rate, float limit, float* weights, 
 }  // namespace
 
 const FeedbackKernels& scalar_feedback() {
-  static constexpr FeedbackKernels kKernels{.add = add, .ahead = ahead};
+  static constexpr FeedbackKernels kKernels{
+      .add = add, .keep = keep, .copy_squares = copy_squares, .ahead = ahead};
   return kKernels;
 }
 
@@ -49,6 +88,56 @@ void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient
            "a mean square for each group");
   table.tiles().feedback.add(gradient.data(), residual.empty() ? nullptr : residual.data(), scale,
                              decay, out.data(), squares.empty() ? nullptr : squares.data(), n);
+}
+
+std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock& block, size_t k,
+                                  float& border, std::span<base::Bf16> kept,
+                                  std::span<float> squares, std::span<uint32_t> indices,
+                                  std::span<float> values) {
+  const size_t n = block.gradient.size();
+  SI_CHECK(block.residual.size() == n && kept.size() == n && indices.size() == values.size(),
+           "as many of each");
+  SI_CHECK(squares.empty() || squares.size() == base::divide_up(n, kMeanSquareElements),
+           "a mean square for each group");
+  SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
+  const std::optional<Candidates> candidates = candidates_near(border, k, indices.size());
+  if (!candidates) return std::nullopt;
+  const size_t found =
+      table.tiles().feedback.keep({.gradient = block.gradient.data(),
+                                   .residual = block.residual.data(),
+                                   .scale = block.scale,
+                                   .decay = block.decay,
+                                   .element = block.element,
+                                   .rounding_seed = rounding_seed(block.seed, block.step),
+                                   .kept = kept.data(),
+                                   .squares = squares.empty() ? nullptr : squares.data(),
+                                   .lowest = candidates->lowest,
+                                   .room = candidates->room,
+                                   .likely = k,
+                                   .indices = indices.data(),
+                                   .values = values.data()},
+                                  n);
+  return top_k_of_candidates(*candidates, found, k, indices.data(), values.data(), border);
+}
+
+void keep_rest(const FeedbackBlock& block, std::span<const uint32_t> indices,
+               std::span<const float> rests, std::span<base::Bf16> kept) {
+  const uint64_t seed = rounding_seed(block.seed, block.step);
+  uint64_t group = std::numeric_limits<uint64_t>::max();
+  RoundingKey key;  // of the group
+  for (size_t i = 0; i < indices.size(); ++i) {
+    const size_t lane = indices[i] % kTileElements;
+    if (const uint64_t its = indices[i] - lane; its != group) {
+      group = its;
+      key = rounding_key(seed, block.element + group);
+    }
+    kept[indices[i]] =
+        base::Bf16{round_bf16(rests[i], random_number(key, base::PlaneKind::kMomentum, lane))};
+  }
+}
+
+double copy_squares(const KernelTable& table, std::span<const base::Bf16> in, base::Bf16* out) {
+  return table.tiles().feedback.copy_squares(in.data(), out, in.size());
 }
 
 void group_variances(std::span<const float> variances, std::span<float> out) {

@@ -2,6 +2,8 @@
 // send.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <span>
 
 #include "smartinf/kernels/update.h"
@@ -18,6 +20,38 @@ namespace smartinf::kernels {
 void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient,
                   std::span<const base::Bf16> residual, float scale, float decay,
                   std::span<float> out, std::span<float> squares);
+
+/// What meets in a block of a step.
+struct FeedbackBlock {
+  std::span<const base::Bf16> gradient;  // [n]
+  std::span<const base::Bf16> residual;  // [n]
+  float scale = 1;
+  float decay = 1;
+  uint64_t element = 0;  // the first one's place in the parameter space; on a rounding group
+  uint64_t step = 0;     // what is kept is rounded by chance, as a function of these three, with
+  uint64_t seed = 0;     // the bits of KernelTable::encode_block() for a momentum in bf16
+};
+
+/// add_feedback(), top_k() of what it gives, and what a block would keep had none of it been sent,
+/// in one pass over memory, for blocks whose k-th largest magnitude is about known. border: as for
+/// top_k_near(). Returns how many were found, k; nothing when the border is of no use: then what
+/// was written means nothing, border is as it was, and the functions named do what this one would.
+/// Shapes: kept: [n]; squares: as for add_feedback(); indices, values: [room] each, room more than
+/// k. Threads: safe on disjoint outputs.
+std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock& block, size_t k,
+                                  float& border, std::span<base::Bf16> kept,
+                                  std::span<float> squares, std::span<uint32_t> indices,
+                                  std::span<float> values);
+
+/// Makes right what keep_unsent() kept of elements that are sent: kept[indices[i]] becomes
+/// rests[i], rounded like the others. Shapes: indices: [k], each below kept's length; rests: [k];
+/// kept: [n].
+void keep_rest(const FeedbackBlock& block, std::span<const uint32_t> indices,
+               std::span<const float> rests, std::span<base::Bf16> kept);
+
+/// The sum of squares of `in`, the same on all instruction sets, and where out is not null a copy.
+/// Shapes: in, out: [n]. Threads: safe on disjoint outputs.
+double copy_squares(const KernelTable& table, std::span<const base::Bf16> in, base::Bf16* out);
 
 /// Elements of a group whose variances stand for all 256 of it.
 inline constexpr size_t kVarianceSamples = 16;

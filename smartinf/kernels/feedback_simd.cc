@@ -1,5 +1,11 @@
 // Error feedback as one Highway body for every instruction set.
+#include <array>
+#include <bit>
+#include <cstring>
+
 #include "smartinf/kernels/feedback_kernels.h"
+#include "smartinf/kernels/state_codec.h"
+#include "smartinf/kernels/tile_kernels.h"
 #include "smartinf/kernels/vector_targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -8,6 +14,7 @@
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
+#if HWY_TARGET != HWY_SCALAR  // as in tile_kernels_simd.cc
 namespace smartinf::kernels {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
@@ -23,10 +30,28 @@ HWY_INLINE hn::Vec<F32> widened(const base::Bf16* in) {
   return hn::BitCast(F32(), hn::ShiftLeft<16>(hn::PromoteTo(U32(), half)));
 }
 
-// A whole group. The sums by lane go to `by_lane`: [kMeanSquareLanes].
+// Lanes added in halves: the order of sum_of_lanes() within a vector.
+template <class D>
+HWY_INLINE float sum_of_vector(D d, hn::Vec<D> sums) {
+  if constexpr (hn::MaxLanes(D()) == 1) {
+    return hn::GetLane(sums);
+  } else {
+    const hn::Half<D> half;
+    return sum_of_vector(half, hn::Add(hn::LowerHalf(half, sums), hn::UpperHalf(half, sums)));
+  }
+}
+template <size_t kVectors>
+HWY_INLINE hn::Vec<F32> sum_of_vectors(hn::Vec<F32> (&sums)[kVectors]) {
+  for (size_t half = kVectors / 2; half > 0; half /= 2) {
+    for (size_t v = 0; v < half; ++v) sums[v] = hn::Add(sums[v], sums[v + half]);
+  }
+  return sums[0];
+}
+
+// A whole group. Returns the sum of its squares.
 template <bool kResidual>
-HWY_INLINE void add_group(const base::Bf16* gradient, const base::Bf16* residual, float scale,
-                          float decay, float* out, float* by_lane) {
+HWY_INLINE float add_group(const base::Bf16* gradient, const base::Bf16* residual, float scale,
+                           float decay, float* out) {
   constexpr size_t kAccumulators = kMeanSquareLanes / hn::MaxLanes(F32());
   const size_t lanes = hn::Lanes(F32());
   const auto scales = hn::Set(F32(), scale);
@@ -42,7 +67,7 @@ HWY_INLINE void add_group(const base::Bf16* gradient, const base::Bf16* residual
       hn::StoreU(value, F32(), out + at);
     }
   }
-  for (size_t a = 0; a < kAccumulators; ++a) hn::StoreU(sums[a], F32(), by_lane + a * lanes);
+  return sum_of_vector(F32(), sum_of_vectors(sums));
 }
 
 template <bool kResidual>
@@ -50,10 +75,9 @@ void add_groups(const base::Bf16* gradient, const base::Bf16* residual, float sc
                 float* out, float* squares, size_t n) {
   size_t i = 0;
   for (; i + kMeanSquareElements <= n; i += kMeanSquareElements) {
-    float by_lane[kMeanSquareLanes];
-    add_group<kResidual>(gradient + i, kResidual ? residual + i : nullptr, scale, decay, out + i,
-                         by_lane);
-    if (squares != nullptr) *squares++ = mean_square(by_lane, kMeanSquareElements);
+    const float sum = add_group<kResidual>(gradient + i, kResidual ? residual + i : nullptr, scale,
+                                           decay, out + i);
+    if (squares != nullptr) *squares++ = sum / static_cast<float>(kMeanSquareElements);
   }
   if (i < n) {
     scalar_feedback().add(gradient + i, kResidual ? residual + i : nullptr, scale, decay, out + i,
@@ -65,6 +89,202 @@ void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, fl
          float* out, float* squares, size_t n) {
   (residual == nullptr ? add_groups<false> : add_groups<true>)(gradient, residual, scale, decay,
                                                                out, squares, n);
+}
+
+// Where many bf16 are widened and narrowed again, a vector holds elements 0, 2, 4, ... of two
+// vectors' worth in a row and another 1, 3, 5, ...: then the bits stay in their 32-bit lane, and
+// nothing is shuffled.
+using Halves = hn::Repartition<uint16_t, F32>;
+
+struct EvenOdd {
+  hn::Vec<F32> even, odd;
+};
+
+HWY_INLINE EvenOdd widened_pairs(const base::Bf16* in) {
+  const auto pairs = hn::BitCast(U32(), hn::LoadU(Halves(), reinterpret_cast<const uint16_t*>(in)));
+  return {hn::BitCast(F32(), hn::ShiftLeft<16>(pairs)),
+          hn::BitCast(F32(), hn::And(pairs, hn::Set(U32(), 0xffff0000u)))};
+}
+
+// Of squares added up by such lanes.
+template <size_t kPairs>
+HWY_INLINE float sum_of_pairs(hn::Vec<F32> (&even)[kPairs], hn::Vec<F32> (&odd)[kPairs]) {
+  return sum_of_vector(F32(), sum_of_vectors(even)) + sum_of_vector(F32(), sum_of_vectors(odd));
+}
+
+// The upper halves of both, back in their order.
+HWY_INLINE void store_pairs(hn::Vec<U32> even, hn::Vec<U32> odd, base::Bf16* out) {
+  const auto lower = hn::ShiftRight<16>(even);
+  hn::StoreU(hn::OddEven(hn::BitCast(Halves(), odd), hn::BitCast(Halves(), lower)), Halves(),
+             reinterpret_cast<uint16_t*>(out));
+}
+
+// Bit i of 32 goes to place 2 i.
+HWY_INLINE uint64_t spread(uint64_t bits) {
+#if HWY_TARGET == HWY_AVX3  // below it there are processors where the instruction is slow
+  return _pdep_u64(bits, 0x5555555555555555u);
+#else
+  bits = (bits | bits << 16) & 0x0000ffff0000ffffu;
+  bits = (bits | bits << 8) & 0x00ff00ff00ff00ffu;
+  bits = (bits | bits << 4) & 0x0f0f0f0f0f0f0f0fu;
+  bits = (bits | bits << 2) & 0x3333333333333333u;
+  return (bits | bits << 1) & 0x5555555555555555u;
+#endif
+}
+
+template <class D, class M>
+HWY_INLINE uint64_t bits_of_mask(D d, M mask) {
+  uint8_t bytes[8] = {};
+  hn::StoreMaskBits(d, mask, bytes);
+  uint64_t bits;
+  std::memcpy(&bits, bytes, sizeof(bits));
+  return bits;
+}
+
+// Whole groups of what keep() does. Candidates: as in selection's collect_from(), a fixed number of
+// indices for 64 elements, so that the processor foresees nearly every branch.
+template <bool kDecay, size_t kAtOnce>
+size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
+  using I32 = hn::RebindToSigned<F32>;
+  constexpr size_t kGroup = 64;
+  constexpr size_t kPairs = kMeanSquareLanes / (2 * hn::MaxLanes(F32()));
+  const size_t lanes = hn::Lanes(F32());
+  // Copies, because what is stored might otherwise be any of them.
+  const base::Bf16* const gradient = pass.gradient;
+  const base::Bf16* const residual = pass.residual;
+  base::Bf16* const kept = pass.kept;
+  uint32_t* const indices = pass.indices;
+  float* const values = pass.values;
+  const size_t room = pass.room;
+  const auto scales = hn::Set(F32(), pass.scale);
+  const auto decays = hn::Set(F32(), pass.decay);
+  const auto below = hn::Set(I32(), pass.lowest - 1);
+  HWY_ALIGN std::array<float, kMeanSquareElements> sum;  // even ones, then odd ones
+  size_t found = 0;
+  for (size_t first = 0; first < n; first += kMeanSquareElements) {
+    const Progression numbers = rounding_key(pass.rounding_seed, pass.element + first).momentum;
+    const auto stride = hn::Set(U32(), numbers.stride);
+    auto random = hn::Add(hn::Set(U32(), numbers.start),
+                          hn::Mul(hn::Iota(U32(), 0), hn::Add(stride, stride)));
+    const auto random_step = hn::Set(U32(), numbers.stride * static_cast<uint32_t>(2 * lanes));
+    hn::Vec<F32> even_squares[kPairs];
+    hn::Vec<F32> odd_squares[kPairs];
+    for (size_t p = 0; p < kPairs; ++p) even_squares[p] = odd_squares[p] = hn::Zero(F32());
+    for (size_t i = 0; i < kMeanSquareElements; i += kGroup) {
+      uint64_t even_bits = 0;
+      uint64_t odd_bits = 0;
+      for (size_t half = 0; half < kGroup; half += kMeanSquareLanes) {
+        for (size_t p = 0; p < kPairs; ++p) {
+          const size_t at = i + half + p * 2 * lanes;
+          auto [even, odd] = widened_pairs(gradient + first + at);
+          const EvenOdd waiting = widened_pairs(residual + first + at);
+          even = hn::Mul(scales, even);
+          odd = hn::Mul(scales, odd);
+          even_squares[p] = hn::Add(even_squares[p], hn::Mul(even, even));
+          odd_squares[p] = hn::Add(odd_squares[p], hn::Mul(odd, odd));
+          even = hn::Add(even, kDecay ? hn::Mul(decays, waiting.even) : waiting.even);
+          odd = hn::Add(odd, kDecay ? hn::Mul(decays, waiting.odd) : waiting.odd);
+          hn::Store(even, F32(), sum.data() + at / 2);
+          hn::Store(odd, F32(), sum.data() + kMeanSquareElements / 2 + at / 2);
+          const auto candidates = [&](hn::Vec<F32> value) {
+            return bits_of_mask(I32(), hn::Gt(hn::BitCast(I32(), hn::Abs(value)), below));
+          };
+          even_bits |= candidates(even) << ((half + p * 2 * lanes) / 2);
+          odd_bits |= candidates(odd) << ((half + p * 2 * lanes) / 2);
+          // round_bf16() of numbers; those that are none follow.
+          const auto rounded = [](hn::Vec<F32> value, hn::Vec<U32> by) {
+            return hn::Add(hn::BitCast(U32(), value), hn::ShiftRight<16>(by));
+          };
+          store_pairs(rounded(even, random), rounded(odd, hn::Add(random, stride)),
+                      kept + first + at);
+          random = hn::Add(random, random_step);
+        }
+      }
+      if (room - found <= kGroup) return room;
+      uint64_t left = spread(even_bits) | spread(odd_bits) << 1;
+      const auto count = static_cast<size_t>(std::popcount(left));
+      for (size_t done = 0; done == 0 || done < count; done += kAtOnce) {
+        for (size_t e = 0; e < kAtOnce; ++e, left &= left - 1) {
+          // Beyond the last one: anything, written over by the next ones.
+          const size_t at = i + (static_cast<size_t>(std::countr_zero(left)) & (kGroup - 1));
+          indices[found + done + e] = static_cast<uint32_t>(first + at);
+          values[found + done + e] = sum[std::rotr(static_cast<uint8_t>(at), 1)];
+        }
+      }
+      found += count;
+    }
+    if (pass.squares != nullptr) {
+      pass.squares[first / kMeanSquareElements] =
+          sum_of_pairs(even_squares, odd_squares) / static_cast<float>(kMeanSquareElements);
+    }
+  }
+  return found;
+}
+static_assert(kMeanSquareElements == 256, "rotating the bits of a byte finds a group's element");
+
+// NaNs are larger than any border, so they are among the candidates.
+HWY_INLINE void keep_nans(const FeedbackPass& pass, size_t found) {
+  const size_t lanes = hn::Lanes(F32());
+  const auto one = [&](size_t i) {
+    if (pass.values[i] == pass.values[i]) return;
+    pass.kept[pass.indices[i]].bits = static_cast<uint16_t>(kCanonicalNan >> 16);
+  };
+  size_t i = 0;
+  for (; i + lanes <= found; i += lanes) {
+    if (hn::AllFalse(F32(), hn::IsNaN(hn::LoadU(F32(), pass.values + i)))) continue;
+    for (size_t e = i; e < i + lanes; ++e) one(e);
+  }
+  for (; i < found; ++i) one(i);
+}
+
+size_t keep(const FeedbackPass& pass, size_t n) {
+  const bool many = pass.likely > n / 24;
+  const auto whole_groups =
+      pass.decay == 1 ? (many ? keep_whole_groups<false, 12> : keep_whole_groups<false, 4>)
+                      : (many ? keep_whole_groups<true, 12> : keep_whole_groups<true, 4>);
+  const size_t first = n - n % kMeanSquareElements;
+  const size_t found = whole_groups(pass, first);
+  if (found == pass.room) return found;
+  keep_nans(pass, found);
+  if (first == n) return found;
+  FeedbackPass rest = pass;
+  rest.gradient += first;
+  rest.residual += first;
+  rest.element += first;
+  rest.kept += first;
+  if (rest.squares != nullptr) rest.squares += first / kMeanSquareElements;
+  rest.room -= found;
+  rest.indices += found;
+  rest.values += found;
+  const size_t more = scalar_feedback().keep(rest, n - first);
+  if (more == rest.room) return pass.room;
+  for (size_t i = 0; i < more; ++i) rest.indices[i] += static_cast<uint32_t>(first);
+  return found + more;
+}
+
+double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
+  constexpr size_t kPairs = kMeanSquareLanes / (2 * hn::MaxLanes(F32()));
+  const size_t lanes = hn::Lanes(F32());
+  double total = 0;
+  size_t first = 0;
+  for (; first + kMeanSquareElements <= n; first += kMeanSquareElements) {
+    hn::Vec<F32> even[kPairs];
+    hn::Vec<F32> odd[kPairs];
+    for (size_t p = 0; p < kPairs; ++p) even[p] = odd[p] = hn::Zero(F32());
+    for (size_t i = 0; i < kMeanSquareElements; i += kMeanSquareLanes) {
+      for (size_t p = 0; p < kPairs; ++p) {
+        const size_t at = first + i + p * 2 * lanes;
+        const EvenOdd value = widened_pairs(in + at);
+        even[p] = hn::Add(even[p], hn::Mul(value.even, value.even));
+        odd[p] = hn::Add(odd[p], hn::Mul(value.odd, value.odd));
+      }
+    }
+    total += sum_of_pairs(even, odd);
+  }
+  if (out != nullptr) std::memcpy(static_cast<void*>(out), in, first * sizeof(base::Bf16));
+  if (first == n) return total;
+  return total +
+         scalar_feedback().copy_squares(in + first, out == nullptr ? out : out + first, n - first);
 }
 
 void ahead(const base::Bf16* residual, float rate, float limit, float* weights, size_t n) {
@@ -80,8 +300,11 @@ void ahead(const base::Bf16* residual, float rate, float limit, float* weights, 
   scalar_feedback().ahead(residual + i, rate, limit, weights + i, n - i);
 }
 
-FeedbackKernels feedback_kernels() { return {.add = add, .ahead = ahead}; }
+FeedbackKernels feedback_kernels() {
+  return {.add = add, .keep = keep, .copy_squares = copy_squares, .ahead = ahead};
+}
 
 }  // namespace HWY_NAMESPACE
 }  // namespace smartinf::kernels
+#endif  // HWY_TARGET != HWY_SCALAR
 HWY_AFTER_NAMESPACE();

@@ -176,25 +176,33 @@ size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint
 
 size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k, size_t room,
                   uint32_t* indices, float* values, float& border) {
-  constexpr float kNear = 0.9f;
   SI_CHECK(room >= std::min(k, in.size()), "room for what is found");
   SI_CHECK(in.size() <= std::numeric_limits<uint32_t>::max(), "indices have 32 bits");
   if (k == 0) return 0;
-  room = std::min({room, kCandidatesMax, in.size()});
-  const int32_t lowest = magnitude_of(kNear * border);
-  size_t found = 0;
-  if (border > 0 && k < room) {
-    found =
-        table.tiles().selection.collect_from(in.data(), in.size(), lowest, room, indices, values);
+  if (const auto candidates = candidates_near(border, k, std::min(room, in.size()))) {
+    const size_t found = table.tiles().selection.collect_from(
+        in.data(), in.size(), candidates->lowest, candidates->room, indices, values);
+    const auto taken = top_k_of_candidates(*candidates, found, k, indices, values, border);
+    if (taken) return *taken;
   }
-  if (found < k || found == room) {  // there may be more above it
-    const size_t taken = top_k(table, in, k, indices, values);
-    int32_t least = taken > 0 ? kMagnitudeMax : 0;
-    for (size_t i = 0; i < taken; ++i) least = std::min(least, magnitude_of(values[i]));
-    border = finite_border(least);
-    return taken;
-  }
-  const Border exact = border_of_candidates({values, found}, k, lowest);
+  const size_t taken = top_k(table, in, k, indices, values);
+  int32_t least = taken > 0 ? kMagnitudeMax : 0;
+  for (size_t i = 0; i < taken; ++i) least = std::min(least, magnitude_of(values[i]));
+  border = finite_border(least);
+  return taken;
+}
+
+std::optional<Candidates> candidates_near(float border, size_t k, size_t room) {
+  constexpr float kNear = 0.9f;
+  room = std::min(room, kCandidatesMax);
+  if (!(border > 0) || k >= room) return std::nullopt;
+  return Candidates{.lowest = magnitude_of(kNear * border), .room = room};
+}
+
+std::optional<size_t> top_k_of_candidates(const Candidates& candidates, size_t found, size_t k,
+                                          uint32_t* indices, float* values, float& border) {
+  if (found < k || found >= candidates.room) return std::nullopt;  // there may be more above it
+  const Border exact = border_of_candidates({values, found}, k, candidates.lowest);
   border = finite_border(exact.magnitude);
   return keep_candidates(exact, found, indices, values);
 }

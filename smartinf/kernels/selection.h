@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "smartinf/kernels/update.h"
@@ -27,6 +28,19 @@ size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint
 /// Shapes: indices, values: [room], room >= min(k, n); twice k is room enough to gain by it.
 size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k, size_t room,
                   uint32_t* indices, float* values, float& border);
+
+/// top_k_near() in two parts, for passes over the data that do more than collect.
+/// Candidates are the elements of magnitude `lowest` or more.
+struct Candidates {
+  int32_t lowest = 0;  // as the 31 lower bits of an f32
+  size_t room = 0;     // more than these are of no use, nor are as many
+};
+/// Nothing when a border that is not known, or little room, makes candidates useless.
+std::optional<Candidates> candidates_near(float border, size_t k, size_t room);
+/// Moves the k largest of all candidates to the front, their order as it was. Nothing, and border as
+/// it was, when k largest cannot be told from so few or so many. Shapes: indices, values: [found].
+std::optional<size_t> top_k_of_candidates(const Candidates& candidates, size_t found, size_t k,
+                                          uint32_t* indices, float* values, float& border);
 
 /// out[indices[i]] += values[i], in the order of i, so that repeated indices are well defined.
 /// Shapes: indices, values: [n]. Every index lies inside `out` (SI_CHECK: check what comes from

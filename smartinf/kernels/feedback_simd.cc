@@ -1,4 +1,5 @@
 // Error feedback as one Highway body for every instruction set.
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstring>
@@ -11,6 +12,7 @@
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "smartinf/kernels/feedback_simd.cc"
 #include <hwy/foreach_target.h>  // must precede highway.h
+#include <hwy/cache_control.h>
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
@@ -160,6 +162,9 @@ size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
   const auto decays = hn::Set(F32(), pass.decay);
   const auto below = hn::Set(I32(), pass.lowest - 1);
   HWY_ALIGN std::array<float, kMeanSquareElements> sum;  // even ones, then odd ones
+  // Four groups ahead, over the ends of pages, at which the processor's own prefetching stops.
+  constexpr size_t kFetchAhead = 4 * kMeanSquareElements;
+  constexpr size_t kLine = 64 / sizeof(base::Bf16);
   size_t found = 0;
   for (size_t first = 0; first < n; first += kMeanSquareElements) {
     const Progression numbers = rounding_key(pass.rounding_seed, pass.element + first).momentum;
@@ -170,6 +175,11 @@ size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
     hn::Vec<F32> even_squares[kPairs];
     hn::Vec<F32> odd_squares[kPairs];
     for (size_t p = 0; p < kPairs; ++p) even_squares[p] = odd_squares[p] = hn::Zero(F32());
+    const size_t fetched = std::min(first + kFetchAhead, n - kMeanSquareElements);
+    for (size_t i = fetched; i < fetched + kMeanSquareElements; i += kLine) {
+      hwy::Prefetch(gradient + i);
+      hwy::Prefetch(residual + i);
+    }
     for (size_t i = 0; i < kMeanSquareElements; i += kGroup) {
       uint64_t even_bits = 0;
       uint64_t odd_bits = 0;

@@ -118,7 +118,9 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
                                         std::span<const plan::GroupStretch> sits_out) {
   const Block block{
       .feedback = {.gradient = {gradient_ + first, count},
-                   .residual = {residual_ + first, residual_ == nullptr ? 0 : count},
+                   .residual = residual_ == nullptr
+                                   ? std::span<const base::Bf16>()
+                                   : std::span<const base::Bf16>(residual_ + first, count),
                    .scale = scale_,
                    .decay = static_cast<float>(options_.feedback_decay),
                    .element = first,
@@ -146,7 +148,10 @@ bool GradientCompressor::compress_in_one_pass(Scratch& scratch, csd::CompressedW
   const auto found =
       kernels::keep_unsent(kernels::kernels(), block.feedback, block.most, block.border, kept,
                            block.squares, scratch.indices, scratch.selected);
-  if (!found) return false;
+  if (!found) {
+    block.border = 0;  // of no use to the other way either
+    return false;
+  }
   sent = *found;
   const auto indices = std::span(scratch.indices).first(sent);
   kernels::keep_rest(block.feedback, indices, add_block(scratch, writer, block, sent), kept);

@@ -37,7 +37,7 @@ struct CompressionSummary {
 /// being read by reference.
 class GradientCompressor {
  public:
-  /// A thread's working memory: a block in its stages. About 1.2 MiB.
+  /// A thread's working memory: a block in its stages. About 1.1 MiB.
   struct Scratch {
     std::vector<base::Bf16> kept = std::vector<base::Bf16>(base::kBlockElements);
     std::vector<float> values = std::vector<float>(base::kBlockElements);

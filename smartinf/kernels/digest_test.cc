@@ -8,6 +8,8 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/checksum.h"
+#include "smartinf/base/units.h"
+#include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/test_kernels.h"
 
@@ -111,6 +113,47 @@ uint64_t digest_of_the_rest(const KernelTable& table) {
   return digest.value();
 }
 
+uint64_t digest_of_feedback(const KernelTable& table) {
+  constexpr size_t kMost = 60;
+  Digest digest;
+  std::vector<base::Bf16> gradient(kElements);
+  std::vector<base::Bf16> residual(kElements);
+  table.cast_from_f32(fixed_values(6, false, false).data(), gradient.data(), DataType::kBf16,
+                      kElements);
+  table.cast_from_f32(fixed_values(7, false, false).data(), residual.data(), DataType::kBf16,
+                      kElements);
+  const FeedbackBlock block{.gradient = gradient,
+                            .residual = residual,
+                            .scale = 0.7f,
+                            .decay = 0.9f,
+                            .element = 1024,
+                            .step = 3,
+                            .seed = 5};
+  std::vector<float> sum(kElements);
+  std::vector<float> squares(base::divide_up(kElements, kMeanSquareElements));
+  std::vector<uint32_t> indices(kElements);
+  std::vector<float> values(kElements);
+  std::vector<base::Bf16> kept(kElements);
+  float border = 0;
+  add_feedback(table, gradient, residual, block.scale, block.decay, sum, squares);
+  top_k_near(table, sum, kMost, kElements, indices.data(), values.data(), border);
+  const auto found = keep_unsent(table, block, kMost, border, kept, squares, indices, values);
+  EXPECT_EQ(found, kMost);
+  keep_rest(block, std::span(indices).first(kMost), std::span(sum).first(kMost), kept);
+  const double square = copy_squares(table, kept, nullptr);
+  std::vector<float> weights = fixed_values(8, false, false);
+  step_ahead(table, {.lr = 1e-2f, .bias = 0.5f, .eps = 1e-8f}, kept, squares, 0, weights.data(),
+             DataType::kF32);
+  digest.add(sum.data(), sum.size() * sizeof(float));
+  digest.add(squares.data(), squares.size() * sizeof(float));
+  digest.add(indices.data(), kMost * sizeof(uint32_t));
+  digest.add(values.data(), kMost * sizeof(float));
+  digest.add(kept.data(), kept.size() * sizeof(base::Bf16));
+  digest.add(&square, sizeof(square));
+  digest.add(weights.data(), weights.size() * sizeof(float));
+  return digest.value();
+}
+
 TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
   for (const KernelTable* table : supported_tables()) {
     const auto hex = [](uint64_t digest) {
@@ -130,6 +173,7 @@ TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
     EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8, true)), "5e17d77fbf6b044a")
         << table->isa();
     EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
+    EXPECT_EQ(hex(digest_of_feedback(*table)), "d1997c8c5fcb09a4") << table->isa();
   }
 }
 

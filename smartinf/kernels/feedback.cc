@@ -60,7 +60,7 @@ double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
       by_lane[i % kMeanSquareLanes] += value * value;
       if (out != nullptr) out[first + i] = in[first + i];
     }
-    sum += sum_of_lanes(by_lane.data());
+    sum += sum_in_range(sum_of_lanes(by_lane.data()), in + first, count);
   }
   return sum;
 }
@@ -72,6 +72,16 @@ void ahead(const base::Bf16* residual, float rate, float limit, float* weights, 
 }
 
 }  // namespace
+
+double sum_in_range(float sum, const base::Bf16* in, size_t n) {
+  if (sum == 0 || (sum >= kSquaresLeast && sum <= std::numeric_limits<float>::max())) return sum;
+  double wide = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const double value = base::to_f32(in[i]);
+    wide += value * value;
+  }
+  return wide;
+}
 
 const FeedbackKernels& scalar_feedback() {
   static constexpr FeedbackKernels kKernels{
@@ -95,6 +105,7 @@ std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock&
                                   std::span<float> squares, std::span<uint32_t> indices,
                                   std::span<float> values) {
   const size_t n = block.gradient.size();
+  SI_CHECK(k > 0 && n <= std::numeric_limits<uint32_t>::max(), "some of what has 32-bit indices");
   SI_CHECK(block.residual.size() == n && kept.size() == n && indices.size() == values.size(),
            "as many of each");
   SI_CHECK(squares.empty() || squares.size() == base::divide_up(n, kMeanSquareElements),

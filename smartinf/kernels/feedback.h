@@ -36,8 +36,9 @@ struct FeedbackBlock {
 /// in one pass over memory, for blocks whose k-th largest magnitude is about known. border: as for
 /// top_k_near(). Returns how many were found, k; nothing when the border is of no use: then what
 /// was written means nothing, border is as it was, and the functions named do what this one would.
-/// Shapes: kept: [n]; squares: as for add_feedback(); indices, values: [room] each, room more than
-/// k. Threads: safe on disjoint outputs.
+/// Shapes: kept: [n], apart from gradient and residual; squares: as for add_feedback(); indices,
+/// values: [room] each, room more than k; 0 < k. Threads: safe on disjoint outputs. Errors: none at
+/// run time; other lengths and places are bugs (SI_CHECK).
 std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock& block, size_t k,
                                   float& border, std::span<base::Bf16> kept,
                                   std::span<float> squares, std::span<uint32_t> indices,
@@ -45,11 +46,12 @@ std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock&
 
 /// Makes right what keep_unsent() kept of elements that are sent: kept[indices[i]] becomes
 /// rests[i], rounded like the others. Shapes: indices: [k], each below kept's length; rests: [k];
-/// kept: [n].
+/// kept: [n]. Threads: safe on disjoint outputs.
 void keep_rest(const FeedbackBlock& block, std::span<const uint32_t> indices,
                std::span<const float> rests, std::span<base::Bf16> kept);
 
 /// The sum of squares of `in`, the same on all instruction sets, and where out is not null a copy.
+/// Squares are those of f32: a number below 1e-23 adds nothing.
 /// Shapes: in, out: [n]. Threads: safe on disjoint outputs.
 double copy_squares(const KernelTable& table, std::span<const base::Bf16> in, base::Bf16* out);
 

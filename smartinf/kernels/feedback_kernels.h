@@ -24,11 +24,15 @@ inline float sum_of_lanes(float* by_lane) {
 inline float mean_square(float* by_lane, size_t count) {
   return sum_of_lanes(by_lane) / static_cast<float>(count);
 }
+/// A sum of n squares, or where it is beyond what f32 can tell, the same in f64. in: [n].
+double sum_in_range(float sum, const base::Bf16* in, size_t n);
+inline constexpr float kSquaresLeast = 1e-28f;
 
 // What is kept is rounded by the groups whose mean squares are found.
 static_assert(kMeanSquareElements == base::kQ8GroupElements);
 
-/// What keep() reads and makes, all of n elements: arrays as in kernels::keep_unsent().
+/// What keep() reads and makes of n elements: arrays as in kernels::keep_unsent(), none of them
+/// null but squares. element: a multiple of kMeanSquareElements.
 struct FeedbackPass {
   const base::Bf16* gradient = nullptr;
   const base::Bf16* residual = nullptr;
@@ -49,11 +53,11 @@ struct FeedbackKernels {
   /// As kernels::add_feedback(). residual or squares may be null.
   void (*add)(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
               float* out, float* squares, size_t n);
-  /// As kernels::keep_unsent(); returns the number of candidates, or `room` when there may be no
-  /// room for all: then what was written means nothing.
+  /// As kernels::keep_unsent(), but for choosing among the candidates: returns how many there are,
+  /// or `room` when there may be no room for all: then what was written means nothing.
   size_t (*keep)(const FeedbackPass& pass, size_t n);
-  /// Copies; returns the sum of squares: in f32 for each kMeanSquareElements, by lanes as above,
-  /// and of those sums in f64. out may be null.
+  /// Copies; returns the sum of squares: in f32 for each kMeanSquareElements, by lanes as above, or
+  /// in f64 (sum_in_range); of those sums in f64. out may be null.
   double (*copy_squares)(const base::Bf16* in, base::Bf16* out, size_t n);
   /// weights -= residual * rate, which is held within [-limit, limit].
   void (*ahead)(const base::Bf16* residual, float rate, float limit, float* weights, size_t n);

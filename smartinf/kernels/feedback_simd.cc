@@ -6,13 +6,12 @@
 
 #include "smartinf/kernels/feedback_kernels.h"
 #include "smartinf/kernels/state_codec.h"
-#include "smartinf/kernels/tile_kernels.h"
 #include "smartinf/kernels/vector_targets.h"
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "smartinf/kernels/feedback_simd.cc"
-#include <hwy/foreach_target.h>  // must precede highway.h
 #include <hwy/cache_control.h>
+#include <hwy/foreach_target.h>  // must precede highway.h
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
@@ -149,6 +148,7 @@ template <bool kDecay, size_t kAtOnce>
 size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
   using I32 = hn::RebindToSigned<F32>;
   constexpr size_t kGroup = 64;
+  static_assert(kGroup % kAtOnce == 0, "no more is written than a group has elements");
   constexpr size_t kPairs = kMeanSquareLanes / (2 * hn::MaxLanes(F32()));
   const size_t lanes = hn::Lanes(F32());
   // Copies, because what is stored might otherwise be any of them.
@@ -196,13 +196,13 @@ size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
           odd = hn::Add(odd, kDecay ? hn::Mul(decays, waiting.odd) : waiting.odd);
           hn::Store(even, F32(), sum.data() + at / 2);
           hn::Store(odd, F32(), sum.data() + kMeanSquareElements / 2 + at / 2);
-          const auto candidates = [&](hn::Vec<F32> value) {
+          const auto candidates = [&](hn::Vec<F32> value) HWY_ATTR {
             return bits_of_mask(I32(), hn::Gt(hn::BitCast(I32(), hn::Abs(value)), below));
           };
           even_bits |= candidates(even) << ((half + p * 2 * lanes) / 2);
           odd_bits |= candidates(odd) << ((half + p * 2 * lanes) / 2);
           // round_bf16() of numbers; those that are none follow.
-          const auto rounded = [](hn::Vec<F32> value, hn::Vec<U32> by) {
+          const auto rounded = [](hn::Vec<F32> value, hn::Vec<U32> by) HWY_ATTR {
             return hn::Add(hn::BitCast(U32(), value), hn::ShiftRight<16>(by));
           };
           store_pairs(rounded(even, random), rounded(odd, hn::Add(random, stride)),
@@ -250,8 +250,8 @@ HWY_INLINE void keep_nans(const FeedbackPass& pass, size_t found) {
 size_t keep(const FeedbackPass& pass, size_t n) {
   const bool many = pass.likely > n / 24;
   const auto whole_groups =
-      pass.decay == 1 ? (many ? keep_whole_groups<false, 12> : keep_whole_groups<false, 4>)
-                      : (many ? keep_whole_groups<true, 12> : keep_whole_groups<true, 4>);
+      pass.decay == 1 ? (many ? keep_whole_groups<false, 16> : keep_whole_groups<false, 4>)
+                      : (many ? keep_whole_groups<true, 16> : keep_whole_groups<true, 4>);
   const size_t first = n - n % kMeanSquareElements;
   const size_t found = whole_groups(pass, first);
   if (found == pass.room) return found;
@@ -289,7 +289,7 @@ double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
         odd[p] = hn::Add(odd[p], hn::Mul(value.odd, value.odd));
       }
     }
-    total += sum_of_pairs(even, odd);
+    total += sum_in_range(sum_of_pairs(even, odd), in + first, kMeanSquareElements);
   }
   if (out != nullptr) std::memcpy(static_cast<void*>(out), in, first * sizeof(base::Bf16));
   if (first == n) return total;

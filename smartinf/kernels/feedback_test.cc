@@ -202,12 +202,14 @@ TEST(Feedback, OnePassKeepsWhatIsNoNumber) {
   const FeedbackBlock block{.gradient = gradient, .residual = residual, .step = 1, .seed = 2};
   // Fewer are sent than are no numbers: the rest of those is kept.
   expect_one_pass_is_stages(block, 30, "sent");
-  const Kept expected = in_stages(*supported_tables().front(), block, 2);
-  for (const KernelTable* table : supported_tables()) {
-    const auto found = in_one_pass(*table, block, 2, 3.0f, 400);
-    ASSERT_TRUE(found);
-    EXPECT_EQ(found->indices, expected.indices);
-    EXPECT_TRUE(same_bits(found->kept, expected.kept)) << table->isa();
+  for (const size_t k : {1ul, 2ul}) {
+    const Kept expected = in_stages(*supported_tables().front(), block, k);
+    for (const KernelTable* table : supported_tables()) {
+      const auto found = in_one_pass(*table, block, k, 3.0f, 400);
+      ASSERT_TRUE(found);
+      EXPECT_EQ(found->indices, expected.indices);
+      EXPECT_TRUE(same_bits(found->kept, expected.kept)) << table->isa() << " k " << k;
+    }
   }
 }
 
@@ -220,6 +222,7 @@ TEST(Feedback, OnePassGivesUpWhereTheBorderIsOfNoUse) {
     EXPECT_FALSE(in_one_pass(*table, block, 40, 100.0f, 4096));  // too few above it
     EXPECT_FALSE(in_one_pass(*table, block, 40, 0.01f, 200));    // too many
     EXPECT_FALSE(in_one_pass(*table, block, 40, 1.0f, 40));      // no room to choose from
+    EXPECT_FALSE(in_one_pass(*table, block, 400, 1e-30f, 450));  // too many, where many are likely
   }
 }
 
@@ -236,6 +239,18 @@ TEST(Feedback, CopiesAndSumsSquares) {
       EXPECT_EQ(copy_squares(*table, in, out.data()), truth) << table->isa() << " n " << n;
       EXPECT_EQ(n == 0 ? 0 : std::memcmp(out.data(), in.data(), n * sizeof(base::Bf16)), 0);
       EXPECT_EQ(out.back().bits, 0x4321);
+    }
+  }
+}
+
+TEST(Feedback, SumsSquaresThatAnF32DoesNotHold) {
+  for (const float size : {1e-22f, 1e-17f, 1e15f, 1e19f, 3e38f}) {
+    const std::vector<base::Bf16> values(600, base::to_bf16(size));
+    const double expected = 600 * std::pow(base::to_f32(values[0]), 2);
+    const double truth = copy_squares(*supported_tables().front(), values, nullptr);
+    EXPECT_NEAR(truth, expected, 1e-5 * expected);
+    for (const KernelTable* table : supported_tables()) {
+      EXPECT_EQ(copy_squares(*table, values, nullptr), truth) << table->isa();
     }
   }
 }

@@ -37,8 +37,9 @@ struct Candidates {
 };
 /// Nothing when a border that is not known, or little room, makes candidates useless.
 std::optional<Candidates> candidates_near(float border, size_t k, size_t room);
-/// Moves the k largest of all candidates to the front, their order as it was. Nothing, and border as
-/// it was, when k largest cannot be told from so few or so many. Shapes: indices, values: [found].
+/// Moves the k largest of all candidates to the front, their order as it was. Nothing, and border
+/// as it was, when k largest cannot be told from so few or so many. None of them is a zero, because
+/// a border is above it. Shapes: indices, values: [found]; 0 < k. Threads: pure, both.
 std::optional<size_t> top_k_of_candidates(const Candidates& candidates, size_t found, size_t k,
                                           uint32_t* indices, float* values, float& border);
 

@@ -46,10 +46,11 @@ done
 compile() {
   local sources=(/usr/src/googletest/googletest/src/{gtest-all,gtest_main}.cc
     smartinf/base/{check,checksum,state_format,status,units}.cc
-    smartinf/kernels/{dispatch,selection,selection_simd,tile_kernels_scalar,tile_kernels_simd}.cc
-    smartinf/kernels/{update,update_rule}.cc
-    smartinf/kernels/{digest,dispatch,every_target,update,update_rule}_test.cc)
+    smartinf/kernels/{digest,dispatch,every_target,feedback,update,update_rule}_test.cc)
   local source object
+  for source in smartinf/kernels/*.cc; do
+    case $source in *_test.cc | */kernels_parity.cc) ;; *) sources+=("$source") ;; esac
+  done
   # The flags of cmake/toolchain.cmake that decide about numbers; xxHash and fmt come with their headers.
   for source in "${sources[@]}"; do
     object=$build/$(basename "$source" .cc).o

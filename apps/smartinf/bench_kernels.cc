@@ -549,15 +549,15 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
                    "What Top-K and compression keep of the elements, e.g. 0.01")
       ->check(CLI::Range(1e-6, 1.0))
       ->capture_default_str();
+  static const std::map<std::string, csd::ValueForm> forms{{"f32", csd::ValueForm::kF32},
+                                                           {"bf16", csd::ValueForm::kBf16},
+                                                           {"f16", csd::ValueForm::kF16},
+                                                           {"sign", csd::ValueForm::kSign}};
   command
-      ->add_option("--values", options->values,
-                   "How compressed gradients carry values: f32, bf16, f16, sign (default: bf16)")
-      ->transform(CLI::CheckedTransformer(
-                      std::map<std::string, csd::ValueForm>{{"f32", csd::ValueForm::kF32},
-                                                            {"bf16", csd::ValueForm::kBf16},
-                                                            {"f16", csd::ValueForm::kF16},
-                                                            {"sign", csd::ValueForm::kSign}})
-                      .description(""));
+      ->add_option_function<std::string>(
+          "--values", [options](const std::string& name) { options->values = forms.at(name); },
+          "How compressed gradients carry values (default: bf16)")
+      ->check(CLI::IsMember({"f32", "bf16", "f16", "sign"}));
   command->add_flag("--json", options->json, "A JSON array with one object a row");
   command->footer(
       "Examples:\n"

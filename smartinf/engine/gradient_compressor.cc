@@ -133,32 +133,30 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
   const bool whole = std::none_of(sits_out.begin(), sits_out.end(), [&](const auto& out) {
     return out.first < first + count && first < out.first + out.count;
   });
-  size_t sent = 0;
-  if (!whole || !compress_in_one_pass(scratch, writer, block, sent)) {
-    sent = compress_in_stages(scratch, writer, block, sits_out);
-  }
-  values_of_step_ += sent;
+  std::optional<size_t> sent;
+  if (whole) sent = compress_in_one_pass(scratch, writer, block);
+  values_of_step_ += sent ? *sent : compress_in_stages(scratch, writer, block, sits_out);
 }
 
-bool GradientCompressor::compress_in_one_pass(Scratch& scratch, csd::CompressedWriter& writer,
-                                              const Block& block, size_t& sent) {
+std::optional<size_t> GradientCompressor::compress_in_one_pass(Scratch& scratch,
+                                                               csd::CompressedWriter& writer,
+                                                               const Block& block) {
   const size_t count = block.feedback.gradient.size();
-  if (residual_ == nullptr || !codec_.takes_largest()) return false;
+  if (residual_ == nullptr || !codec_.takes_largest()) return std::nullopt;
   const auto kept = std::span(scratch.kept).first(count);
-  const auto found =
+  const auto sent =
       kernels::keep_unsent(kernels::kernels(), block.feedback, block.most, block.border, kept,
                            block.squares, scratch.indices, scratch.selected);
-  if (!found) {
+  if (!sent) {
     block.border = 0;  // of no use to the other way either
-    return false;
+    return std::nullopt;
   }
-  sent = *found;
-  const auto indices = std::span(scratch.indices).first(sent);
-  kernels::keep_rest(block.feedback, indices, add_block(scratch, writer, block, sent), kept);
+  const auto indices = std::span(scratch.indices).first(*sent);
+  kernels::keep_rest(block.feedback, indices, add_block(scratch, writer, block, *sent), kept);
   const uint64_t first = block.feedback.element;
   residual_squares_[first / kBlockElements] =
       kernels::copy_squares(kernels::kernels(), kept, gradient_ + first);
-  return true;
+  return sent;
 }
 
 size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer,

@@ -96,9 +96,10 @@ class GradientCompressor {
   };
   void compress_block(Scratch& scratch, csd::CompressedWriter& writer, uint64_t first,
                       uint64_t count, std::span<const plan::GroupStretch> sits_out);
-  /// The way of nearly all blocks; same bits as the other. False: not possible here.
-  bool compress_in_one_pass(Scratch& scratch, csd::CompressedWriter& writer, const Block& block,
-                            size_t& sent);
+  /// The way of nearly all blocks; same bits as the other. Returns how many elements are sent, or
+  /// nothing where it is not possible.
+  std::optional<size_t> compress_in_one_pass(Scratch& scratch, csd::CompressedWriter& writer,
+                                             const Block& block);
   /// Returns how many elements are sent.
   size_t compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer, const Block& block,
                             std::span<const plan::GroupStretch> sits_out);

@@ -14,6 +14,8 @@
 #include <hwy/foreach_target.h>  // must precede highway.h
 #include <hwy/highway.h>
 
+#include "smartinf/kernels/candidates-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 #if HWY_TARGET != HWY_SCALAR  // as in tile_kernels_simd.cc
 namespace smartinf::kernels {
@@ -133,22 +135,11 @@ HWY_INLINE uint64_t spread(uint64_t bits) {
 #endif
 }
 
-template <class D, class M>
-HWY_INLINE uint64_t bits_of_mask(D d, M mask) {
-  uint8_t bytes[8] = {};
-  hn::StoreMaskBits(d, mask, bytes);
-  uint64_t bits;
-  std::memcpy(&bits, bytes, sizeof(bits));
-  return bits;
-}
-
-// Whole groups of what keep() does. Candidates: as in selection's collect_from(), a fixed number of
-// indices for 64 elements, so that the processor foresees nearly every branch.
+// Whole groups of what keep() does.
 template <bool kDecay, size_t kAtOnce>
 size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
   using I32 = hn::RebindToSigned<F32>;
-  constexpr size_t kGroup = 64;
-  static_assert(kGroup % kAtOnce == 0, "no more is written than a group has elements");
+  constexpr size_t kGroup = kCandidateGroup;
   constexpr size_t kPairs = kMeanSquareLanes / (2 * hn::MaxLanes(F32()));
   const size_t lanes = hn::Lanes(F32());
   // Copies, because what is stored might otherwise be any of them.
@@ -211,17 +202,11 @@ size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
         }
       }
       if (room - found <= kGroup) return room;
-      uint64_t left = spread(even_bits) | spread(odd_bits) << 1;
-      const auto count = static_cast<size_t>(std::popcount(left));
-      for (size_t done = 0; done == 0 || done < count; done += kAtOnce) {
-        for (size_t e = 0; e < kAtOnce; ++e, left &= left - 1) {
-          // Beyond the last one: anything, written over by the next ones.
-          const size_t at = i + (static_cast<size_t>(std::countr_zero(left)) & (kGroup - 1));
-          indices[found + done + e] = static_cast<uint32_t>(first + at);
-          values[found + done + e] = sum[std::rotr(static_cast<uint8_t>(at), 1)];
-        }
-      }
-      found += count;
+      const auto value_at = [&](size_t at) {
+        return sum[std::rotr(static_cast<uint8_t>(i + at), 1)];
+      };
+      found += put_candidates<kAtOnce>(spread(even_bits) | spread(odd_bits) << 1, first + i,
+                                       value_at, indices + found, values + found);
     }
     if (pass.squares != nullptr) {
       pass.squares[first / kMeanSquareElements] =
@@ -248,7 +233,7 @@ HWY_INLINE void keep_nans(const FeedbackPass& pass, size_t found) {
 }
 
 size_t keep(const FeedbackPass& pass, size_t n) {
-  const bool many = pass.likely > n / 24;
+  const bool many = pass.likely > n / 24;  // then 4 of a group are too few too often
   const auto whole_groups =
       pass.decay == 1 ? (many ? keep_whole_groups<false, 16> : keep_whole_groups<false, 4>)
                       : (many ? keep_whole_groups<true, 16> : keep_whole_groups<true, 4>);

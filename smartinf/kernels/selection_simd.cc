@@ -12,6 +12,8 @@
 #include <hwy/foreach_target.h>  // must precede highway.h
 #include <hwy/highway.h>
 
+#include "smartinf/kernels/candidates-inl.h"
+
 HWY_BEFORE_NAMESPACE();
 namespace smartinf::kernels {
 namespace HWY_NAMESPACE {
@@ -63,11 +65,7 @@ void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint
     const auto magnitude = magnitudes(in + i);
     const auto inside = hn::AndNot(hn::Gt(magnitude, highest), hn::Gt(magnitude, lowest));
     if (hn::AllFalse(I32(), inside)) continue;
-    uint8_t bits[8] = {};
-    hn::StoreMaskBits(I32(), inside, bits);
-    uint64_t left;
-    std::memcpy(&left, bits, sizeof(left));
-    for (; left != 0; left &= left - 1) {
+    for (uint64_t left = bits_of_mask(I32(), inside); left != 0; left &= left - 1) {
       const auto lane = static_cast<size_t>(std::countr_zero(left));
       ++counts[(magnitude_of(in + i + lane) >> digit.shift) & digit.mask];
     }
@@ -112,12 +110,10 @@ void collect(const float* in, size_t n, Border border, size_t k, uint32_t* indic
   for (; i < n && taken < k; ++i) collect_one(in, i, border, taken, indices, values);
 }
 
-// Few qualify. Which ones is gathered for 64 at a time, and a fixed number of indices written for
-// them, so that the processor foresees every branch but those of the rare fuller ones.
+// Few qualify.
 size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint32_t* indices,
                     float* values) {
-  constexpr size_t kGroup = 64;
-  constexpr size_t kAtOnce = 4;
+  constexpr size_t kGroup = kCandidateGroup;
   const size_t lanes = hn::Lanes(I32());
   const auto below = hn::Set(I32(), lowest - 1);
   size_t taken = 0;
@@ -125,23 +121,11 @@ size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint
   for (; i + kGroup <= n; i += kGroup) {
     uint64_t left = 0;
     for (size_t v = 0; v < kGroup; v += lanes) {
-      uint8_t bytes[8] = {};
-      hn::StoreMaskBits(I32(), hn::Gt(magnitudes(in + i + v), below), bytes);
-      uint64_t bits;
-      std::memcpy(&bits, bytes, sizeof(bits));
-      left |= bits << v;
+      left |= bits_of_mask(I32(), hn::Gt(magnitudes(in + i + v), below)) << v;
     }
     if (room - taken <= kGroup) return room;
-    const auto count = static_cast<size_t>(std::popcount(left));
-    for (size_t done = 0; done == 0 || done < count; done += kAtOnce) {
-      for (size_t e = 0; e < kAtOnce; ++e, left &= left - 1) {
-        // Beyond the last one: anything, written over by the next ones.
-        const size_t at = i + (static_cast<size_t>(std::countr_zero(left)) & (kGroup - 1));
-        indices[taken + done + e] = static_cast<uint32_t>(at);
-        values[taken + done + e] = in[at];
-      }
-    }
-    taken += count;
+    taken += put_candidates<4>(
+        left, i, [&](size_t at) { return in[i + at]; }, indices + taken, values + taken);
   }
   if (room - taken <= n - i) return room;
   for (; i < n; ++i) {

@@ -24,6 +24,7 @@
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/median.h"
+#include "apps/smartinf/synthetic_steps.h"
 
 namespace smartinf::apps {
 namespace {
@@ -134,6 +135,7 @@ class KernelBench {
       if (wanted(options_.kernels, "cast")) bench_casts(team);
       if (wanted(options_.kernels, "checksum")) bench_checksum(team);
       if (wanted(options_.kernels, "topk")) bench_selection(team);
+      if (wanted(options_.kernels, "matrix-squares")) bench_matrix_squares(team);
       if (wanted(options_.kernels, "step-ahead")) bench_step_ahead(team);
       if (wanted(options_.kernels, "compress")) SI_RETURN_IF_ERROR(bench_compression(team));
     }
@@ -377,25 +379,41 @@ class KernelBench {
     }
   }
 
-  /// What compression adds to weights on their way up: bf16 of both, a variance for each group.
+  /// Of a step's gradient before it is compressed: squares by row and by column.
+  void bench_matrix_squares(Team& team) {
+    fill_gradient(DataType::kBf16);
+    const auto* gradient = reinterpret_cast<const base::Bf16*>(gradient_.data());
+    const uint64_t rows = elements_ / kMatrixColumns;
+    std::vector<std::vector<float>> row_sums(team.size(), std::vector<float>(rows));
+    std::vector<std::vector<float>> column_sums(team.size(), std::vector<float>(kMatrixColumns));
+    report(team, {.kernel = "matrix-squares", .gradient = "bf16", .bytes = elements_ * 2},
+           [&](uint32_t index) {
+             const Share share = share_of(rows, index, team.size());
+             const uint64_t count = share.last - share.first;
+             kernels::add_matrix_squares(
+                 kernels::kernels(),
+                 {gradient + share.first * kMatrixColumns, count * kMatrixColumns}, 1,
+                 std::span(row_sums[index]).first(count), column_sums[index]);
+           });
+  }
+
+  /// What compression adds to weights on their way up: bf16 of both, roots of the variance by row
+  /// and column.
   void bench_step_ahead(Team& team) {
     fill_gradient(DataType::kBf16);
-    const std::vector<float> variances(base::divide_up(elements_, uint64_t{csd::kSquaresElements}),
-                                       1e-4f);
+    const std::vector<float> roots(kMatrixColumns, 1e-2f);
     const auto* residual = reinterpret_cast<const base::Bf16*>(gradient_.data());
     report(team, {.kernel = "step-ahead", .gradient = "bf16", .bytes = elements_ * 6},
            [&](uint32_t index) {
-             const Share blocks =
-                 share_of(base::divide_up(elements_, base::kBlockElements), index, team.size());
-             const uint64_t first = blocks.first * base::kBlockElements;
-             const uint64_t count = std::min(elements_, blocks.last * base::kBlockElements) - first;
-             const uint64_t group = first / csd::kSquaresElements;
-             kernels::step_ahead(
-                 kernels::kernels(), {.lr = 1e-3f, .bias = 1, .eps = 1e-8f},
-                 {residual + first, count},
-                 std::span(variances).subspan(
-                     group, base::divide_up(count, uint64_t{csd::kSquaresElements})),
-                 0, weights_.data() + first * sizeof(base::Bf16), DataType::kBf16);
+             const Share rows =
+                 share_of(base::divide_up(elements_, uint64_t{kMatrixColumns}), index, team.size());
+             for (uint64_t row = rows.first; row < rows.last; ++row) {
+               const uint64_t first = row * kMatrixColumns;
+               const uint64_t count = std::min<uint64_t>(kMatrixColumns, elements_ - first);
+               kernels::step_ahead(kernels::kernels(), {.lr = 1e-3f, .bias = 1, .eps = 1e-8f},
+                                   {residual + first, count}, 1.0f, std::span(roots).first(count),
+                                   weights_.data() + first * sizeof(base::Bf16), DataType::kBf16);
+             }
            });
   }
 
@@ -449,13 +467,15 @@ class KernelBench {
   base::Status bench_compression(Team& team) {
     fill_gradient(DataType::kBf16);
     const uint64_t blocks = base::divide_up(elements_, base::kBlockElements);
+    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements_));
     for (const double share : options_.shares) {
       engine::CompressOptions options;
       options.codec = engine::CompressOptions::Codec::kTopK;
       options.values = options_.values;
       options.ratio = share * engine::counted_bytes(options.values) / 4;
-      SI_ASSIGN_OR_RETURN(const auto compressor,
-                          engine::GradientCompressor::make(options, elements_, 1, true));
+      SI_ASSIGN_OR_RETURN(
+          const auto compressor,
+          engine::GradientCompressor::make(options, elements_, 1, plan::matrix_forms(space)));
       std::vector<engine::GradientCompressor::Scratch> scratch(team.size());
       std::vector<csd::CompressedWriter> writers(team.size());
       uint64_t step = 0;
@@ -534,7 +554,7 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
           "Only these: update, sealed-update (with checksums), norm, cast, checksum, topk, "
           "step-ahead, compress (with expand, its way back)")
       ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum", "topk",
-                             "step-ahead", "compress"}));
+                             "matrix-squares", "step-ahead", "compress"}));
   command->add_option("--rule", options->rules, "Only these update rules")
       ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}));
   command->add_option("--format", options->formats, "Only these state formats")

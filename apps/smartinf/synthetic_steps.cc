@@ -21,11 +21,19 @@ float value_at(uint64_t element, float scale) {
 
 }  // namespace
 
+base::Result<plan::ParameterSpace> synthetic_space(uint64_t params) {
+  std::vector<uint64_t> shape{params};
+  if (params % kMatrixColumns == 0) shape = {params / kMatrixColumns, kMatrixColumns};
+  plan::ParameterSpace space;
+  SI_RETURN_IF_ERROR(space.add("synthetic", std::move(shape), 0));
+  return space;
+}
+
 base::Result<std::unique_ptr<SyntheticSteps>> SyntheticSteps::make(uint64_t params,
                                                                    DataType gradient_type,
                                                                    DataType weights_type) {
   std::unique_ptr<SyntheticSteps> steps(new SyntheticSteps());
-  SI_RETURN_IF_ERROR(steps->space_.add("synthetic", {params}, 0));
+  SI_ASSIGN_OR_RETURN(steps->space_, synthetic_space(params));
   steps->gradient_type_ = gradient_type;
   steps->weights_type_ = weights_type;
   SI_ASSIGN_OR_RETURN(steps->weights_,

@@ -13,6 +13,11 @@
 
 namespace smartinf::apps {
 
+/// Columns of the matrix that synthetic parameters are; a number that does not divide is a vector.
+inline constexpr uint64_t kMatrixColumns = 4096;
+/// So many in one range. Errors: kInvalidArgument.
+base::Result<plan::ParameterSpace> synthetic_space(uint64_t params);
+
 struct StepTimes {
   double gradient_s = 0;  // gradients put, with the norm
   double update_s = 0;    // from the last gradient to the committed step

@@ -50,10 +50,9 @@ std::vector<std::byte> sparse_message() {
   std::vector<uint32_t> indices(kBlock / 100);
   for (uint32_t i = 0; i < indices.size(); ++i) indices[i] = 100 * i + i % 7;
   const std::vector<float> values(indices.size(), 1e-3f);
-  const std::vector<float> squares(kBlock / csd::kSquaresElements, 1e-6f);
   csd::CompressedWriter writer;
-  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, csd::ValueForm::kBf16, true);
-  for (uint64_t b = 0; b < kBlocks; ++b) writer.add_block(indices, values, squares);
+  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, csd::ValueForm::kBf16, {});
+  for (uint64_t b = 0; b < kBlocks; ++b) writer.add_block(indices, values);
   const auto message = writer.finish();
   return {message.begin(), message.end()};
 }
@@ -68,7 +67,9 @@ class ProcessorPass {
   void run(const kernels::StepScalars& scalars) {
     using base::PlaneKind;
     const auto planes = kernels::rule_planes(kernels::UpdateRule::kAdamW);
-    std::array<float, kBlock / csd::kSquaresElements> squares;
+    // A matrix of 4096 columns, whose factors are decoded for every block.
+    std::vector<float> columns(kMatrixColumns);
+    std::vector<kernels::SquaresRow> squares(kBlock / kMatrixColumns);
     for (uint64_t b = 0; b < kBlocks; ++b) {
       std::byte* at = memory_ + b * block_bytes_;
       kernels::UpdateBlock block;
@@ -84,8 +85,11 @@ class ProcessorPass {
       if (work_.compressed) {
         const auto view = csd::CompressedView::trusted(message_);
         view.expand_block(b, at);
-        view.squares_of_block(b, squares.data());
-        block.mean_squares = squares.data();
+        kernels::kernels().cast_to_f32(factors_.data(), DataType::kBf16, columns.data(),
+                                       columns.size());
+        std::fill(squares.begin(), squares.end(),
+                  kernels::SquaresRow{kMatrixColumns, 1e-6f, columns.data()});
+        block.squares = squares;
       }
       block.weights_out = at + 2 * kBlock;
       const kernels::GroupRun run{kBlock, &scalars};
@@ -103,6 +107,8 @@ class ProcessorPass {
   std::byte* memory_;
   uint64_t block_bytes_;
   std::span<const std::byte> message_;
+  const std::vector<base::Bf16> factors_ =
+      std::vector<base::Bf16>(kMatrixColumns, base::to_bf16(1.0f));
   uint64_t seen_ = 0;
 };
 
@@ -176,8 +182,9 @@ base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
   rate.threads = engine::CompressedSender::default_threads();
   constexpr uint64_t kElements = kBlocks * kBlock;  // of each thread
   const uint64_t elements = rate.threads * kElements;
-  SI_ASSIGN_OR_RETURN(const auto compressor,
-                      engine::GradientCompressor::make(options, elements, 0, true));
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements));
+  SI_ASSIGN_OR_RETURN(const auto compressor, engine::GradientCompressor::make(
+                                                 options, elements, 0, plan::matrix_forms(space)));
   // The same values as the steps that are timed, whose spread decides how long selecting takes.
   SI_ASSIGN_OR_RETURN(const auto steps,
                       SyntheticSteps::make(kElements, DataType::kBf16, DataType::kBf16));
@@ -185,6 +192,7 @@ base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
   std::vector<csd::CompressedWriter> writers(rate.threads);
   uint64_t step = 0;
   const auto pass = [&] {
+    compressor->begin_update(step, 1, 1, {}, rate.threads);
     std::vector<std::jthread> workers;
     for (uint32_t t = 0; t < rate.threads; ++t) {
       workers.emplace_back([&, t] {
@@ -201,7 +209,6 @@ base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
     for (uint64_t first = 0; first < elements; first += engine::kGradientCutElements) {
       compressor->put(first, steps->gradient(), DataType::kBf16, engine::kGradientCutElements);
     }
-    compressor->begin_update(step, 1, 1);
   };
   rate.params_per_s = static_cast<double>(kElements) / median_seconds(pass, prepare);
   return rate;

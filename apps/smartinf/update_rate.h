@@ -18,7 +18,7 @@ namespace smartinf::apps {
 struct ProcessorWork {
   base::StateFormat format = base::StateFormat::kF32;
   bool checksums = false;   // every block is verified and sealed
-  bool compressed = false;  // the gradient's largest 1 % are expanded, variance aged by its squares
+  bool compressed = false;  // the gradient's largest 1 % are expanded, variance aged by factors
 };
 /// Parameters per second on `threads` threads at once.
 base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t threads);

@@ -25,15 +25,12 @@ constexpr uint32_t kCountMask = 0xffffffu;
 constexpr uint32_t kLowBitsShift = 24;
 constexpr uint8_t kLowBitsMax = 16;
 constexpr uint16_t kBf16Sign = 0x8000;
+constexpr uint16_t kBf16Infinity = 0x7f80;
 constexpr size_t kSignsAtOnce = 32;  // of a dense block
 
 uint64_t checksum_of(std::span<const std::byte> message) {
   return base::checksum(message.subspan(sizeof(CompressedHeader)),
                         base::checksum(message.first(kChecksumOffset), kCompressedMagic));
-}
-
-uint64_t squares_bytes(uint64_t elements) {
-  return base::divide_up(elements, kSquaresElements) * sizeof(base::Bf16);
 }
 
 /// Bits of a gap that are written as they are. Gaps between k values among n elements are close to
@@ -216,29 +213,35 @@ Status corrupt(const std::string& what) {
 }  // namespace
 
 void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values,
-                             bool squares) {
+                             std::span<const float> factors) {
   header_ = CompressedHeader{};
   header_.value_form = static_cast<uint8_t>(values);
-  header_.has_squares = squares ? 1 : 0;
   header_.subgroup = subgroup.value;
   header_.elements = elements;
   header_.blocks = static_cast<uint32_t>(base::divide_up(elements, kBlockElements));
+  SI_CHECK(factors.size() <= ~uint32_t{0}, "as many factors as a message can count");
+  header_.factors = static_cast<uint32_t>(factors.size());
   next_block_ = 0;
   message_.clear();
   message_.resize(sizeof(header_) + header_.blocks * sizeof(CompressedBlock));
+  append(factors, DataType::kBf16);
+  std::byte* at = message_.data() + message_.size() - factors.size() * sizeof(uint16_t);
+  for (size_t i = 0; i < factors.size(); ++i, at += sizeof(uint16_t)) {
+    uint16_t bits = 0;
+    std::memcpy(&bits, at, sizeof(bits));
+    SI_CHECK(bits <= kBf16Infinity, "factors are neither negative nor NaN");
+    bits = std::min<uint16_t>(bits, kBf16Infinity - 1);
+    std::memcpy(at, &bits, sizeof(bits));
+  }
 }
 
 void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<const float> values,
-                                 std::span<const float> squares, std::span<float> arrived) {
+                                 std::span<float> arrived) {
   SI_CHECK(next_block_ < header_.blocks, "more blocks than the subgroup has");
   const uint64_t elements =
       std::min(kBlockElements, header_.elements - next_block_ * kBlockElements);
   SI_CHECK(indices.size() == values.size() && values.size() <= elements, "an index for each value");
-  const bool wanted = header_.has_squares != 0;
-  SI_CHECK(squares.size() == (wanted ? base::divide_up(elements, kSquaresElements) : 0),
-           "one mean square for each group, or none");
   SI_CHECK(arrived.empty() || arrived.size() == values.size(), "room for all or for none");
-  append(squares, DataType::kBf16);
   append_values(values, arrived);
   const bool dense = values.size() == elements;
   const uint8_t low_bits = dense ? kDense : low_bits_of(elements, values.size());
@@ -263,7 +266,7 @@ void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<co
     }
   }
   bits.finish();
-  const uint64_t end = message_.size() - sizeof(header_) - header_.blocks * sizeof(CompressedBlock);
+  const uint64_t end = message_.size() - sections_offset();
   SI_CHECK(end <= ~uint32_t{0}, "a message of less than 4 GiB");
   const CompressedBlock entry{static_cast<uint32_t>(end), static_cast<uint32_t>(values.size()) |
                                                               uint32_t{low_bits} << kLowBitsShift};
@@ -300,14 +303,14 @@ std::span<const std::byte> CompressedWriter::finish() {
 }
 
 uint64_t CompressedWriter::bytes_max(uint64_t elements, uint64_t per_block, ValueForm values,
-                                     bool squares) {
+                                     uint64_t factors) {
   const uint64_t blocks = base::divide_up(elements, kBlockElements);
   const uint64_t n = std::min(elements, kBlockElements);
   const uint64_t k = std::min(per_block, n);
-  const uint64_t block = (squares ? squares_bytes(n) : 0) + data_bytes(values, k) +
+  const uint64_t block = data_bytes(values, k) +
                          base::divide_up(bits_max(n, k, sign_bits_of(values)), 8) +
                          sizeof(CompressedBlock);
-  return sizeof(CompressedHeader) + blocks * block;
+  return sizeof(CompressedHeader) + blocks * block + factors * sizeof(base::Bf16);
 }
 
 void seal_compressed(std::span<std::byte> message) {
@@ -334,8 +337,6 @@ CompressedView::Section CompressedView::section(uint64_t block) const {
   section.elements = elements_of(block);
   section.values = found.count & kCountMask;
   section.low_bits = static_cast<uint8_t>(found.count >> kLowBitsShift);
-  section.squares = bytes.first(has_squares() ? squares_bytes(section.elements) : 0);
-  bytes = bytes.subspan(section.squares.size());
   section.data = bytes.first(data_bytes(form(), section.values));
   section.bits = bytes.subspan(section.data.size());
   return section;
@@ -357,16 +358,16 @@ base::Result<CompressedView> CompressedView::parse(std::span<const std::byte> me
                    std::to_string(header.bytes));
   }
   if (header.checksum != checksum_of(message)) return corrupt("its checksum is wrong");
-  if (header.value_form > static_cast<uint8_t>(ValueForm::kSign) || header.has_squares > 1 ||
-      header.reserved != 0) {
+  if (header.value_form > static_cast<uint8_t>(ValueForm::kSign) || header.reserved != 0) {
     return corrupt("a field of its header has no meaning");
   }
   if (header.elements == 0 || header.elements / kBlockElements > header.blocks ||
       base::divide_up(header.elements, kBlockElements) != header.blocks ||
       message.size() < view.sections_offset()) {
-    return corrupt(std::to_string(header.blocks) + " blocks for " +
-                   std::to_string(header.elements) + " elements");
+    return corrupt(std::to_string(header.blocks) + " blocks and " + std::to_string(header.factors) +
+                   " factors for " + std::to_string(header.elements) + " elements");
   }
+  SI_RETURN_IF_ERROR(view.check_factors());
   for (uint64_t block = 0; block < header.blocks; ++block) {
     SI_RETURN_IF_ERROR(view.check_block(block));
   }
@@ -383,6 +384,17 @@ CompressedView CompressedView::trusted(std::span<const std::byte> message) {
   return view;
 }
 
+Status CompressedView::check_factors() const {
+  const std::byte* at = message_.data() + factors_offset();
+  for (uint64_t i = 0; i < header_.factors; ++i, at += sizeof(uint16_t)) {
+    uint16_t bits = 0;
+    std::memcpy(&bits, at, sizeof(bits));
+    if (bits < kBf16Infinity) continue;
+    return corrupt("factor " + std::to_string(i) + " of its squares is negative or no number");
+  }
+  return Status();
+}
+
 Status CompressedView::check_block(uint64_t block) const {
   const CompressedBlock found = entry(block);
   const uint64_t begin = block == 0 ? 0 : entry(block - 1).end;
@@ -392,7 +404,7 @@ Status CompressedView::check_block(uint64_t block) const {
   const auto bad = [&](const std::string& what) {
     return corrupt("block " + std::to_string(block) + " " + what);
   };
-  const uint64_t known = (has_squares() ? squares_bytes(elements) : 0) + data_bytes(form(), count);
+  const uint64_t known = data_bytes(form(), count);
   if (found.end < begin || found.end > message_.size() - sections_offset() || count > elements ||
       known > found.end - begin) {
     return bad("does not fit its section");
@@ -448,10 +460,10 @@ void CompressedView::expand_block(uint64_t block, std::byte* out) const {
   }
 }
 
-void CompressedView::squares_of_block(uint64_t block, float* out) const {
-  const Section parts = section(block);
-  kernels::kernels().cast_to_f32(parts.squares.data(), DataType::kBf16, out,
-                                 parts.squares.size() / sizeof(base::Bf16));
+void CompressedView::read_factors(uint64_t first, std::span<float> out) const {
+  SI_CHECK(first <= factors() && out.size() <= factors() - first, "factors that there are");
+  kernels::kernels().cast_to_f32(message_.data() + factors_offset() + first * sizeof(base::Bf16),
+                                 DataType::kBf16, out.data(), out.size());
 }
 
 }  // namespace smartinf::csd

@@ -18,9 +18,7 @@
 namespace smartinf::csd {
 
 inline constexpr uint64_t kCompressedMagic = 0x31475243'4e494953;  // "SIINCRG1"
-inline constexpr uint16_t kCompressedVersion = 1;
-/// Elements that share one mean square.
-inline constexpr uint64_t kSquaresElements = 256;
+inline constexpr uint16_t kCompressedVersion = 2;
 
 /// How values are written.
 enum class ValueForm : uint8_t {
@@ -47,12 +45,12 @@ constexpr base::DataType expanded_type(ValueForm form) {
 struct CompressedHeader {
   uint64_t magic = kCompressedMagic;
   uint16_t version = kCompressedVersion;
-  uint8_t value_form = 0;   // ValueForm
-  uint8_t has_squares = 0;  // 0 or 1
-  uint32_t subgroup = 0;    // a message that went astray is found
-  uint64_t elements = 0;    // of the subgroup
-  uint32_t blocks = 0;      // divide_up(elements, kBlockElements): the directory's length
-  uint32_t reserved = 0;
+  uint8_t value_form = 0;  // ValueForm
+  uint8_t reserved = 0;
+  uint32_t subgroup = 0;  // a message that went astray is found
+  uint64_t elements = 0;  // of the subgroup
+  uint32_t blocks = 0;    // divide_up(elements, kBlockElements): the directory's length
+  uint32_t factors = 0;   // of the gradient's squares, behind the directory; 0: none
   uint64_t bytes = 0;     // of the whole message
   uint64_t checksum = 0;  // of all bytes but these eight
 };
@@ -71,21 +69,29 @@ inline constexpr uint8_t kDense = 0xff;
 class CompressedWriter {
  public:
   /// A message holds at most kBlockElements * blocks elements; sections end below 4 GiB (SI_CHECK).
-  void begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values, bool squares);
+  /// factors: of the whole gradient's squares, for every part of a matrix that the subgroup holds
+  /// the mean of each row and then of each column relative to all (plan::FormPart); or empty.
+  /// They are neither negative nor NaN; those beyond bf16 become its largest.
+  void begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values,
+             std::span<const float> factors);
   /// Shapes: indices, values: [k]; indices ascending and inside the block (SI_CHECK). k may be 0.
-  /// squares: [divide_up(block's elements, kSquaresElements)], or empty if the message has none.
   /// arrived: [k] for the values as a device will see them, or empty.
   void add_block(std::span<const uint32_t> indices, std::span<const float> values,
-                 std::span<const float> squares, std::span<float> arrived = {});
+                 std::span<float> arrived = {});
   /// The message; valid until the next begin(). All blocks must have been added (SI_CHECK).
   std::span<const std::byte> finish();
 
   void reserve(uint64_t bytes) { message_.reserve(bytes); }
   /// No message of so many elements with at most `per_block` values in a block is longer.
-  static uint64_t bytes_max(uint64_t elements, uint64_t per_block, ValueForm values, bool squares);
+  static uint64_t bytes_max(uint64_t elements, uint64_t per_block, ValueForm values,
+                            uint64_t factors);
 
  private:
   ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
+  uint64_t sections_offset() const {
+    return sizeof(header_) + header_.blocks * sizeof(CompressedBlock) +
+           header_.factors * sizeof(base::Bf16);
+  }
   void append(std::span<const float> floats, base::DataType type);
   void append_values(std::span<const float> values, std::span<float> arrived);
 
@@ -112,31 +118,33 @@ class CompressedView {
   uint64_t blocks() const { return header_.blocks; }
   ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
   base::DataType type() const { return expanded_type(form()); }
-  bool has_squares() const { return header_.has_squares != 0; }
+  uint64_t factors() const { return header_.factors; }
   uint64_t values(uint64_t block) const { return entry(block).count & 0xffffffu; }
 
   /// The block's gradient with zeros where nothing was sent. Shapes: out: [block's elements] of
   /// type(). Threads: pure.
   void expand_block(uint64_t block, std::byte* out) const;
-  /// Mean squares of the block's gradient as it was before selection, one for each
-  /// kSquaresElements. Shapes: out: [divide_up(block's elements, kSquaresElements)].
-  void squares_of_block(uint64_t block, float* out) const;
+  /// The factors from `first` on. Shapes: out: [at most factors() - first].
+  void read_factors(uint64_t first, std::span<float> out) const;
 
  private:
   struct Section {
     uint64_t elements = 0;
     uint64_t values = 0;
     uint8_t low_bits = 0;
-    std::span<const std::byte> squares;
     std::span<const std::byte> data;  // values, or their magnitude
     std::span<const std::byte> bits;  // gaps, signs
   };
   CompressedBlock entry(uint64_t block) const;
   uint64_t elements_of(uint64_t block) const;
   uint64_t sections_offset() const {
+    return factors_offset() + header_.factors * sizeof(base::Bf16);
+  }
+  uint64_t factors_offset() const {
     return sizeof(CompressedHeader) + header_.blocks * sizeof(CompressedBlock);
   }
   Section section(uint64_t block) const;
+  base::Status check_factors() const;
   base::Status check_block(uint64_t block) const;
 
   CompressedHeader header_;

@@ -21,16 +21,17 @@ using base::kBlockElements;
 struct Gradient {
   uint64_t elements = 0;
   ValueForm form = ValueForm::kBf16;
-  bool squares = false;
+  std::vector<float> factors;
   std::vector<std::vector<uint32_t>> indices;  // of every block
   std::vector<std::vector<float>> values;
 };
 
 /// Values that every type holds exactly.
-Gradient random_gradient(uint64_t elements, double share, ValueForm form, bool squares,
+Gradient random_gradient(uint64_t elements, double share, ValueForm form, size_t factors,
                          uint32_t seed) {
   std::mt19937 random(seed);
-  Gradient made{elements, form, squares, {}, {}};
+  Gradient made{elements, form, std::vector<float>(factors), {}, {}};
+  for (size_t i = 0; i < factors; ++i) made.factors[i] = 0.1f * static_cast<float>(i);
   for (uint64_t first = 0; first < elements; first += kBlockElements) {
     const auto n = static_cast<uint32_t>(std::min(kBlockElements, elements - first));
     std::vector<uint32_t> all(n);
@@ -46,8 +47,6 @@ Gradient random_gradient(uint64_t elements, double share, ValueForm form, bool s
   return made;
 }
 
-float square_of(uint64_t block, uint64_t group) { return static_cast<float>(block * 3 + group); }
-
 /// Values as a device sees them: those of the tests as they are, or with the mean of their
 /// magnitudes.
 std::vector<float> arrived_of(std::vector<float> values, ValueForm form) {
@@ -61,13 +60,10 @@ std::vector<float> arrived_of(std::vector<float> values, ValueForm form) {
 
 std::vector<std::byte> encode(const Gradient& gradient) {
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{7}, gradient.elements, gradient.form, gradient.squares);
+  writer.begin(base::SubgroupId{7}, gradient.elements, gradient.form, gradient.factors);
   for (size_t b = 0; b < gradient.indices.size(); ++b) {
-    const uint64_t n = std::min(kBlockElements, gradient.elements - b * kBlockElements);
-    std::vector<float> squares(gradient.squares ? base::divide_up(n, kSquaresElements) : 0);
-    for (size_t g = 0; g < squares.size(); ++g) squares[g] = square_of(b, g);
     std::vector<float> arrived(gradient.values[b].size());
-    writer.add_block(gradient.indices[b], gradient.values[b], squares, arrived);
+    writer.add_block(gradient.indices[b], gradient.values[b], arrived);
     EXPECT_EQ(arrived, arrived_of(gradient.values[b], gradient.form));
   }
   const auto message = writer.finish();
@@ -91,18 +87,25 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
     for (const double share : {0.0, 0.001, 0.01, 0.3, 0.9, 1.0}) {
       for (const ValueForm form :
            {ValueForm::kF32, ValueForm::kBf16, ValueForm::kF16, ValueForm::kSign}) {
-        const bool squares = share < 0.5;
+        const size_t factors = share < 0.5 ? 1 + elements / 100 : 0;
         const DataType type = expanded_type(form);
-        const Gradient gradient = random_gradient(elements, share, form, squares, 5);
+        const Gradient gradient = random_gradient(elements, share, form, factors, 5);
         const auto message = encode(gradient);
         uint64_t most = 0;
         for (const auto& block : gradient.indices) most = std::max<uint64_t>(most, block.size());
-        EXPECT_LE(message.size(), CompressedWriter::bytes_max(elements, most, form, squares));
+        EXPECT_LE(message.size(), CompressedWriter::bytes_max(elements, most, form, factors));
         const auto view = CompressedView::parse(message);
         ASSERT_TRUE(view.ok()) << view.status().to_string() << elements << " " << share;
         EXPECT_EQ(view->subgroup().value, 7u);
         EXPECT_EQ(view->elements(), elements);
         EXPECT_EQ(view->type(), type);
+        ASSERT_EQ(view->factors(), factors);
+        std::vector<float> found(factors / 2);
+        view->read_factors(factors - found.size(), found);
+        for (size_t i = 0; i < found.size(); ++i) {
+          ASSERT_EQ(found[i],
+                    base::to_f32(base::to_bf16(gradient.factors[factors - found.size() + i])));
+        }
         std::vector<std::byte> out(kBlockElements * 4, std::byte{0x55});
         for (uint64_t b = 0; b < view->blocks(); ++b) {
           const uint64_t n = std::min(kBlockElements, elements - b * kBlockElements);
@@ -114,13 +117,6 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
             expected[gradient.indices[b][i]] = arrived[i];
           }
           for (uint64_t i = 0; i < n; ++i) ASSERT_EQ(value_at(out.data(), type, i), expected[i]);
-          ASSERT_EQ(view->has_squares(), squares);
-          if (!squares) continue;
-          std::vector<float> found(base::divide_up(n, kSquaresElements));
-          view->squares_of_block(b, found.data());
-          for (size_t g = 0; g < found.size(); ++g) {
-            ASSERT_EQ(found[g], base::to_f32(base::to_bf16(square_of(b, g))));
-          }
         }
       }
     }
@@ -130,10 +126,10 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
 TEST(CompressedGradient, WorkedExample) {
   // docs/format.md shows these bytes.
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{3}, 100, ValueForm::kBf16, false);
+  writer.begin(base::SubgroupId{3}, 100, ValueForm::kBf16, {});
   const std::vector<uint32_t> indices = {4, 40, 41, 99};
   const std::vector<float> values = {1, -2, 0.5f, 4};
-  writer.add_block(indices, values, {});
+  writer.add_block(indices, values);
   const auto message = writer.finish();
   // 4 of 100: gaps 4, 35, 0, 57 with 4 low bits.
   const std::vector<uint8_t> section = {0x80, 0x3f, 0x00, 0xc0, 0x00, 0x3f,
@@ -145,10 +141,10 @@ TEST(CompressedGradient, WorkedExample) {
 TEST(CompressedGradient, WorkedExampleOfSigns) {
   // docs/format.md shows these bytes.
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{3}, 100, ValueForm::kSign, false);
+  writer.begin(base::SubgroupId{3}, 100, ValueForm::kSign, {});
   const std::vector<uint32_t> indices = {4, 40, 41, 99};
   const std::vector<float> values = {1, -2, 0.5f, 4};
-  writer.add_block(indices, values, {});
+  writer.add_block(indices, values);
   const auto message = writer.finish();
   // 1.875, then the gaps with a sign after the low bits of each.
   const std::vector<uint8_t> section = {0xf0, 0x3f, 0x09, 0x67, 0x80, 0x09};
@@ -157,7 +153,7 @@ TEST(CompressedGradient, WorkedExampleOfSigns) {
 }
 
 TEST(CompressedGradient, SignsOfEverythingTakeABitEach) {
-  const Gradient gradient = random_gradient(kBlockElements + 100, 1.0, ValueForm::kSign, false, 4);
+  const Gradient gradient = random_gradient(kBlockElements + 100, 1.0, ValueForm::kSign, 0, 4);
   EXPECT_EQ(encode(gradient).size(), 48 + 2 * 8 + 2 + kBlockElements / 8 + 2 + 13);
 }
 
@@ -167,9 +163,9 @@ TEST(CompressedGradient, SignsCarryWhatIsNotFinite) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   for (const float value : {kInfinity, -kInfinity, kNan, -kNan, 3.4e38f}) {
     CompressedWriter writer;
-    writer.begin(base::SubgroupId{3}, 100, ValueForm::kSign, false);
+    writer.begin(base::SubgroupId{3}, 100, ValueForm::kSign, {});
     std::vector<float> arrived(1);
-    writer.add_block(std::vector<uint32_t>{9}, std::vector<float>{value}, {}, arrived);
+    writer.add_block(std::vector<uint32_t>{9}, std::vector<float>{value}, arrived);
     const auto view = CompressedView::parse(writer.finish());
     ASSERT_TRUE(view.ok()) << view.status().to_string();
     std::vector<base::Bf16> out(100);
@@ -192,10 +188,10 @@ TEST(CompressedGradient, NoBlockIsLongerThanItsBound) {
         std::vector<uint32_t> indices(k);
         std::iota(indices.begin(), indices.end(), static_cast<uint32_t>(n - k));
         CompressedWriter writer;
-        writer.begin(base::SubgroupId{0}, n, form, false);
-        writer.add_block(indices, std::vector<float>(k, 1.0f), {});
+        writer.begin(base::SubgroupId{0}, n, form, {});
+        writer.add_block(indices, std::vector<float>(k, 1.0f));
         longest = std::max<uint64_t>(longest, writer.finish().size());
-        ASSERT_LE(longest, CompressedWriter::bytes_max(n, k, form, false)) << k << " of " << n;
+        ASSERT_LE(longest, CompressedWriter::bytes_max(n, k, form, 0)) << k << " of " << n;
       }
     }
   }
@@ -203,23 +199,24 @@ TEST(CompressedGradient, NoBlockIsLongerThanItsBound) {
 
 TEST(CompressedGradient, IsLessThanHalfOfPairs) {
   constexpr uint64_t kElements = 16 * kBlockElements;
-  const Gradient gradient = random_gradient(kElements, 0.01, ValueForm::kBf16, false, 9);
+  const Gradient gradient = random_gradient(kElements, 0.01, ValueForm::kBf16, 0, 9);
   const double pairs = 8 * 0.01 * static_cast<double>(kElements);
   const auto bytes = static_cast<double>(encode(gradient).size());
   EXPECT_LT(bytes, 0.4 * pairs);
-  Gradient wide = random_gradient(kElements, 0.01, ValueForm::kF32, false, 9);
+  Gradient wide = random_gradient(kElements, 0.01, ValueForm::kF32, 0, 9);
   EXPECT_LT(static_cast<double>(encode(wide).size()), 0.66 * pairs);
-  // With mean squares it is still what is promised: at most 0.04 bytes a parameter.
-  const Gradient full = random_gradient(kElements, 0.01, ValueForm::kBf16, true, 9);
+  // With factors of a matrix as wide as it is high it is still what is promised: at most 0.04 bytes
+  // a parameter.
+  const Gradient full = random_gradient(kElements, 0.01, ValueForm::kBf16, 2048, 9);
   EXPECT_LT(static_cast<double>(encode(full).size()), 0.04 * static_cast<double>(kElements));
   // And signs are less than the byte each that the ratio counts them as.
-  const Gradient signs = random_gradient(kElements, 0.08, ValueForm::kSign, true, 9);
+  const Gradient signs = random_gradient(kElements, 0.08, ValueForm::kSign, 2048, 9);
   EXPECT_LT(static_cast<double>(encode(signs).size()), 0.07 * static_cast<double>(kElements));
 }
 
 TEST(CompressedGradient, RefusesEveryFlippedBitAndEveryCut) {
   for (const ValueForm form : {ValueForm::kBf16, ValueForm::kSign}) {
-    const auto message = encode(random_gradient(3000, 0.02, form, true, 3));
+    const auto message = encode(random_gradient(3000, 0.02, form, 20, 3));
     ASSERT_TRUE(CompressedView::parse(message).ok());
     for (size_t bit = 0; bit < message.size() * 8; ++bit) {
       auto damaged = message;
@@ -245,16 +242,16 @@ void refused(std::span<const std::byte> message, size_t offset, uint64_t value, 
 
 /// What a right checksum does not make right.
 TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
-  const auto message =
-      encode(random_gradient(2 * kBlockElements, 0.01, ValueForm::kBf16, false, 3));
+  const auto message = encode(random_gradient(2 * kBlockElements, 0.01, ValueForm::kBf16, 0, 3));
   refused(message, 0, 1, 8, ErrorCode::kCorrupt, "begin");
-  refused(message, 8, 2, 2, ErrorCode::kMismatch, "version 2");
+  refused(message, 8, 1, 2, ErrorCode::kMismatch, "version 1");
+  refused(message, 8, 3, 2, ErrorCode::kMismatch, "version 3");
   refused(message, 10, 4, 1, ErrorCode::kCorrupt, "no meaning");
   refused(message, 11, 2, 1, ErrorCode::kCorrupt, "no meaning");
-  refused(message, 16, 0, 8, ErrorCode::kCorrupt, "blocks for");
-  refused(message, 16, ~uint64_t{0}, 8, ErrorCode::kCorrupt, "blocks for");
-  refused(message, 24, 3, 4, ErrorCode::kCorrupt, "blocks for");
-  refused(message, 28, 1, 4, ErrorCode::kCorrupt, "no meaning");
+  refused(message, 16, 0, 8, ErrorCode::kCorrupt, "blocks and 0 factors for");
+  refused(message, 16, ~uint64_t{0}, 8, ErrorCode::kCorrupt, "factors for");
+  refused(message, 24, 3, 4, ErrorCode::kCorrupt, "factors for");
+  refused(message, 28, ~0u, 4, ErrorCode::kCorrupt, "4294967295 factors for");
   refused(message, 32, 48, 8, ErrorCode::kCorrupt, "says 48");
   refused(message, 48, 0, 4, ErrorCode::kCorrupt, "block 0");               // its section is empty
   refused(message, 48, ~0u, 4, ErrorCode::kCorrupt, "block 0");             // or ends outside
@@ -271,10 +268,33 @@ TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
   EXPECT_FALSE(CompressedView::parse(longer).ok());
 }
 
+TEST(CompressedGradient, RefusesFactorsThatAreSealedButWrong) {
+  const auto message = encode(random_gradient(1000, 0.01, ValueForm::kBf16, 5, 3));
+  refused(message, 56, 0x8001, 2, ErrorCode::kCorrupt, "factor 0");  // below 0
+  refused(message, 58, 0x7f80, 2, ErrorCode::kCorrupt, "factor 1");  // infinity
+  refused(message, 64, 0x7fc0, 2, ErrorCode::kCorrupt, "factor 4");  // NaN
+  refused(message, 28, 4, 4, ErrorCode::kCorrupt, "do not fill it");
+  // What follows them is taken for one.
+  refused(message, 28, 6, 4, ErrorCode::kCorrupt, "refused");
+}
+
+TEST(CompressedGradient, FactorsBeyondBf16AreItsLargest) {
+  CompressedWriter writer;
+  const std::vector<float> factors = {3.4e38f, std::numeric_limits<float>::infinity(), 0};
+  writer.begin(base::SubgroupId{3}, 100, ValueForm::kBf16, factors);
+  writer.add_block({}, {});
+  const auto view = CompressedView::parse(writer.finish());
+  ASSERT_TRUE(view.ok()) << view.status().to_string();
+  std::vector<float> found(3);
+  view->read_factors(0, found);
+  const float largest = base::to_f32(base::Bf16{0x7f7f});
+  EXPECT_EQ(found, (std::vector<float>{largest, largest, 0}));
+}
+
 TEST(CompressedGradient, RefusesSignsThatAreSealedButWrong) {
   constexpr auto kCorrupt = ErrorCode::kCorrupt;
   // The worked example: 4 of 100, 4 low bits; the section begins at 56 and has 6 bytes.
-  Gradient gradient{100, ValueForm::kSign, false, {{4, 40, 41, 99}}, {{1, -2, 0.5f, 4}}};
+  Gradient gradient{100, ValueForm::kSign, {}, {{4, 40, 41, 99}}, {{1, -2, 0.5f, 4}}};
   const auto sparse = encode(gradient);
   refused(sparse, 52, 3 | 4u << 24, 4, kCorrupt, "more or fewer than values");
   refused(sparse, 52, 5 | 4u << 24, 4, kCorrupt, "more or fewer than values");

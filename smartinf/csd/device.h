@@ -64,9 +64,10 @@ class CompletionQueue {
 struct SubgroupUpdate {
   base::SubgroupId subgroup;
   void* weights_out = nullptr;  // [count] of Command::type, valid until kDone; null: not wanted
-  /// [divide_up(count, kSquaresElements)]: the new variances, one for each group of elements
-  /// (kernels::group_variances). For rules that keep one (SI_CHECK); null: not wanted.
-  float* variances_out = nullptr;
+  /// Where samples of the new variances go: those of the whole space (plan::sample_offsets), of
+  /// which the subgroup's are written. For rules that keep one and devices that know the space's
+  /// forms (SI_CHECK); null: not wanted.
+  base::Bf16* samples_out = nullptr;
 };
 
 /// One message. Owned by the caller, not moved and not touched between submit() and kDone.

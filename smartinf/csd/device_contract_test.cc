@@ -112,6 +112,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     layout_ = test_layout(GetParam().format, GetParam().spill ? type_bytes() : 0);
     const storage::StoredSubgroup& last = layout_.subgroups.back();
     groups_ = test_groups(last.first_element + last.count);
+    forms_ = test_forms(last.first_element + last.count);
     host_link_ = std::make_shared<Link>(LinkOptions{"host", 4e9, 4e9, false, {}});
     drive_link_ = std::make_shared<Link>(LinkOptions{"drive", 2e9, 1e9, true, {}});
   }
@@ -135,6 +136,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     if (kind.spill) options.gradient_budget_bytes = 2 * base::kBlockElements * type_bytes();
     if (kind.place == HostLinkPlace::kAtStore) options.gradient_budget_bytes = 0;
     if (kind.sparsity.every > 1) options.compressed_block_bytes = 8192;
+    if (kind.sparsity.factors) options.forms = forms_;
     options.schedule = kind.schedule;
     options.store.ring.kind = kind.ring;
     options.store.durability = kind.durability;
@@ -212,7 +214,9 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     std::vector<float> wide(subgroup.count);
     kernels::kernels().cast_to_f32(gradient.data(), kind.gradient_type, wide.data(), wide.size());
     CompressedWriter writer;
-    writer.begin(subgroup.id, subgroup.count, form_of(kind.gradient_type), kind.sparsity.squares);
+    writer.begin(
+        subgroup.id, subgroup.count, form_of(kind.gradient_type),
+        kind.sparsity.factors ? test_factors(forms_, subgroup, step) : std::vector<float>());
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       const std::span<const float> block(wide.data() + first,
                                          std::min(base::kBlockElements, subgroup.count - first));
@@ -222,8 +226,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
         indices.push_back(i);
         values.push_back(block[i]);
       }
-      writer.add_block(indices, values,
-                       kind.sparsity.squares ? test_squares(block) : std::vector<float>());
+      writer.add_block(indices, values);
     }
     const auto made = writer.finish();
     return {made.begin(), made.end()};
@@ -283,6 +286,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   std::string folder_;
   storage::StoreLayout layout_;
   std::vector<plan::GroupStretch> groups_;
+  std::vector<plan::MatrixForm> forms_;
   std::shared_ptr<Link> host_link_;
   std::shared_ptr<Link> drive_link_;
   DeviceDriver driver_;
@@ -457,11 +461,31 @@ TEST_P(CompressedContract, GivesTheBitsOfThePlainReference) {
       ASSERT_TRUE(status.ok()) << status.to_string();
     }
     Command update = update_command(number);
+    // Samples of the variance are wanted too, where the device knows what they are of.
+    std::vector<base::Bf16> samples(plan::sample_count(forms_));
+    for (SubgroupUpdate& entry : update.updates) {
+      if (GetParam().sparsity.factors) entry.samples_out = samples.data();
+    }
+    const uint64_t up = device_->host_traffic().up(base::TrafficKind::kWeight);
     const Status status = run(update);
     ASSERT_TRUE(status.ok()) << status.to_string();
     finish_step(number);
     const auto expected = reference.step(number, GetParam().gradient_type, GetParam().weights_type,
                                          GetParam().sparsity);
+    std::vector<base::Bf16> expected_samples(samples.size());
+    uint64_t expected_up = 0;
+    for (size_t i = 0; i < expected.size(); ++i) {
+      expected_up += expected[i].size();
+      if (!GetParam().sparsity.factors) continue;
+      const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
+      plan::take_samples(forms_, subgroup.first_element, reference.plane(i, 2),
+                         expected_samples.data());
+      expected_up +=
+          plan::samples_in(forms_, subgroup.first_element, subgroup.count) * sizeof(base::Bf16);
+    }
+    EXPECT_EQ(device_->host_traffic().up(base::TrafficKind::kWeight) - up, expected_up);
+    EXPECT_TRUE(std::equal(samples.begin(), samples.end(), expected_samples.begin(),
+                           [](base::Bf16 a, base::Bf16 b) { return a.bits == b.bits; }));
     for (size_t i = 0; i < expected.size(); ++i) {
       EXPECT_TRUE(weights_[i] == expected[i]) << "step " << number << " subgroup " << i;
     }
@@ -486,6 +510,16 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
   EXPECT_EQ(put_message(layout_.subgroups[1], good).code(), base::ErrorCode::kInvalidArgument);
   const std::vector<std::byte> dense(subgroup.count * type_bytes());
   EXPECT_EQ(put(subgroup, dense, 0, subgroup.count).code(), base::ErrorCode::kInvalidArgument);
+  if (GetParam().sparsity.factors) {
+    CompressedWriter writer;
+    writer.begin(subgroup.id, subgroup.count, ValueForm::kBf16, std::vector<float>(7, 1.0f));
+    for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
+      writer.add_block({}, {});
+    }
+    const Status other_forms = put_message(subgroup, writer.finish());
+    EXPECT_EQ(other_forms.code(), base::ErrorCode::kInvalidArgument);
+    EXPECT_NE(other_forms.what().find("7 factors"), std::string::npos) << other_forms.to_string();
+  }
   // None of them stands in the way of the right one.
   for (const storage::StoredSubgroup& each : layout_.subgroups) {
     ASSERT_TRUE(put_message(each, message(each, 1)).ok());

@@ -42,15 +42,20 @@ GradientMemory::GradientMemory(const storage::StoreLayout& layout, base::DataTyp
 
 base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
     const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes, bool checksums,
-    uint64_t compressed_block_bytes) {
+    uint64_t compressed_block_bytes, std::span<const plan::MatrixForm> forms) {
   std::unique_ptr<GradientMemory> made(new GradientMemory(layout, type, checksums));
   const uint64_t element_bytes = base::data_type_bytes(type);
   made->compressed_block_bytes_ = compressed_block_bytes;
+  for (size_t i = 0; i < made->entries_.size(); ++i) {
+    made->entries_[i].factors =
+        plan::factors_in(forms, layout.subgroups[i].first_element, layout.subgroups[i].count);
+  }
   const auto room = [&](const Entry& entry) {
     const uint64_t bytes =
         compressed_block_bytes > 0
             ? sizeof(CompressedHeader) +
-                  base::divide_up(entry.count, base::kBlockElements) * compressed_block_bytes
+                  base::divide_up(entry.count, base::kBlockElements) * compressed_block_bytes +
+                  entry.factors * sizeof(base::Bf16)
             : entry.count * element_bytes;
     return base::round_up(bytes, kAlignment);
   };
@@ -166,6 +171,12 @@ base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId 
                             std::to_string(view.subgroup().value) + " with " +
                             std::to_string(view.elements()) + " elements was put to subgroup " +
                             std::to_string(id.value) + " of " + std::to_string(entry.count));
+  }
+  if (view.factors() != 0 && view.factors() != entry.factors) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "a compressed gradient with " + std::to_string(view.factors()) +
+                            " factors of its squares, where the parameters' rows and columns are " +
+                            std::to_string(entry.factors));
   }
   if (entry.received > 0 || message.size() > entry.room_bytes) {
     return base::Status(base::ErrorCode::kInvalidArgument,

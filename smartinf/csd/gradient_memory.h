@@ -15,6 +15,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -34,11 +35,12 @@ class GradientMemory {
   /// Keeps as many of the first subgroups in memory as `budget_bytes` holds: backward completes
   /// them last, so their update finds them there. Errors: kOutOfMemory when not all fit and the
   /// layout has no spill area; kMismatch when the spill area was made for another type.
-  /// compressed_block_bytes above 0: for put_compressed() instead of put(), all of it in memory.
-  static base::Result<std::unique_ptr<GradientMemory>> create(const storage::StoreLayout& layout,
-                                                              base::DataType type,
-                                                              uint64_t budget_bytes, bool checksums,
-                                                              uint64_t compressed_block_bytes = 0);
+  /// compressed_block_bytes above 0: for put_compressed() instead of put(), all of it in memory;
+  /// forms: LocalDeviceOptions::forms.
+  static base::Result<std::unique_ptr<GradientMemory>> create(
+      const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes,
+      bool checksums, uint64_t compressed_block_bytes = 0,
+      std::span<const plan::MatrixForm> forms = {});
 
   /// Bytes that each lent buffer must have; 0 when nothing is spilled.
   uint64_t buffer_bytes() const { return buffer_bytes_; }
@@ -59,8 +61,8 @@ class GradientMemory {
                                          base::DataType type, const void* gradient,
                                          std::chrono::nanoseconds wait);
   /// Copies a whole subgroup's message after checking it through; a bad one changes nothing.
-  /// Errors: CompressedView::parse's; kInvalidArgument for another subgroup's, one that is longer
-  /// than there is room for, or a second one in a step.
+  /// Errors: CompressedView::parse's; kInvalidArgument for another subgroup's, one with factors of
+  /// other forms, one that is longer than there is room for, or a second one in a step.
   base::Status put_compressed(uint32_t subgroup, base::SubgroupId id,
                               std::span<const std::byte> message);
   bool compressed() const { return compressed_block_bytes_ > 0; }
@@ -92,6 +94,7 @@ class GradientMemory {
     std::byte* kept = nullptr;
     uint64_t room_bytes = 0;                // at `kept`
     uint64_t message_bytes = 0;             // there now, when compressed
+    uint64_t factors = 0;                   // that a message may have
     uint32_t buffer = kNone;                // while incomplete and not kept
     std::vector<uint64_t> block_checksums;  // of a spilled gradient
   };

@@ -155,9 +155,10 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   for (uint32_t i = 0; i < layout.subgroups.size(); ++i) {
     parts_.index_of[layout.subgroups[i].id] = i;
   }
-  SI_ASSIGN_OR_RETURN(gradients_, GradientMemory::create(
-                                      layout, options.gradient_type, options.gradient_budget_bytes,
-                                      options.store.checksums, options.compressed_block_bytes));
+  SI_ASSIGN_OR_RETURN(gradients_,
+                      GradientMemory::create(layout, options.gradient_type,
+                                             options.gradient_budget_bytes, options.store.checksums,
+                                             options.compressed_block_bytes, options.forms));
   parts_.gradients = gradients_.get();
   SI_RETURN_IF_ERROR(allocate_slots());
 
@@ -284,8 +285,8 @@ void LocalDevice::put_gradient(Command& command) {
                                                " belongs to another device"));
   }
   const bool compressed = command.message_bytes > 0;
-  const uint64_t bytes = compressed ? command.message_bytes
-                                    : command.count * base::data_type_bytes(command.type);
+  const uint64_t bytes =
+      compressed ? command.message_bytes : command.count * base::data_type_bytes(command.type);
   const uint64_t begin_ns = base::now_ns();
   Letter letter;
   if (compressed) {

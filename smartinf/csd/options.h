@@ -9,6 +9,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/csd/link.h"
 #include "smartinf/csd/trace.h"
+#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/schedule.h"
 #include "smartinf/storage/store.h"
@@ -52,6 +53,9 @@ struct LocalDeviceOptions {
   /// Above 0: gradients come compressed, with at most so many bytes for a block of a subgroup and
   /// its directory entry. They are kept as they come and expanded block by block at the processor.
   uint64_t compressed_block_bytes = 0;
+  /// With that: how the parameter space lies in rows and columns, for messages with factors of the
+  /// gradient's squares and for samples of the variance. Empty: neither comes nor is wanted.
+  std::vector<plan::MatrixForm> forms;
 
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   storage::StoreOptions store;  // ring, durability, checksums, transfer size and depth, watchdog

@@ -65,16 +65,16 @@ void PlaneBlocks::seal(size_t plane, uint64_t block) const {
 
 void UpdateWork::prepare(const PlaneBlocks& planes, const Command& update, size_t entry,
                          uint32_t subgroup, const std::byte* gradient, bool from_spill,
-                         const GradientMemory& memory, std::span<const plan::GroupStretch> groups) {
+                         const GradientMemory& memory, const LocalDeviceOptions& options) {
   planes_ = planes;
   update_ = &update;
   weights_out_ = static_cast<std::byte*>(update.updates[entry].weights_out);
-  variances_out_ = update.updates[entry].variances_out;
+  samples_out_ = update.updates[entry].samples_out;
   subgroup_ = subgroup;
   gradient_ = gradient;
   from_spill_ = from_spill;
   memory_ = &memory;
-  groups_ = groups;
+  options_ = &options;
   trace_subgroup_ = planes.subgroup().id.value;
 }
 
@@ -120,11 +120,12 @@ base::Status UpdateWork::run_block(uint64_t block) {
   // Cleared, not freed: no allocation after the first blocks.
   thread_local std::vector<kernels::GroupRun> runs;
   runs.clear();
-  if (groups_.empty()) {
+  const std::vector<plan::GroupStretch>& groups = options_->groups;
+  if (groups.empty()) {
     runs.push_back({elements, update_->scalars.data()});
   } else {
     auto stretch = std::upper_bound(
-        groups_.begin(), groups_.end(), work.element,
+        groups.begin(), groups.end(), work.element,
         [](uint64_t element, const plan::GroupStretch& s) { return element < s.first; });
     --stretch;
     for (uint64_t element = work.element; element < work.element + elements; ++stretch) {
@@ -133,24 +134,55 @@ base::Status UpdateWork::run_block(uint64_t block) {
       element = end;
     }
   }
-  if (compressed && message.has_squares()) {
-    if (!kernels::takes_mean_squares(update_->scalars.front().rule)) {
+  if (compressed && message.factors() > 0) {
+    if (!kernels::takes_squares(update_->scalars.front().rule)) {
       return base::Status(base::ErrorCode::kMismatch,
-                          "a message with mean squares for a rule without Adam's variance",
+                          "a message with factors of squares for a rule without Adam's variance",
                           "Send it without (compress.variance = \"sent\").");
     }
-    static_assert(kSquaresElements == kernels::kTileElements);
-    thread_local std::array<float, kBlockElements / kSquaresElements> squares;
-    message.squares_of_block(block, squares.data());
-    work.mean_squares = squares.data();
+    work.squares = squares_of(message, block);
   }
   kernels::kernels().update_block(planes_.format(), work, runs);
-  if (variances_out_ != nullptr) send_variances(block);
+  if (samples_out_ != nullptr) send_samples(block);
   for (size_t plane = 0; plane < kinds.size(); ++plane) planes_.seal(plane, block);
   return base::Status();
 }
 
-void UpdateWork::send_variances(uint64_t block) {
+std::span<const kernels::SquaresRow> UpdateWork::squares_of(const CompressedView& message,
+                                                            uint64_t block) {
+  // Cleared, not freed.
+  thread_local std::vector<kernels::SquaresRow> squares;
+  thread_local std::vector<float> means;
+  squares.clear();
+  const storage::StoredSubgroup& subgroup = planes_.subgroup();
+  const uint64_t first = subgroup.first_element + block * kBlockElements;
+  const uint64_t end = first + planes_.elements(block);
+  float* columns = thread_block().data();  // of all parts: no more than the block has elements
+  uint64_t factors = 0;                    // of the parts before
+  for (const plan::MatrixForm& form :
+       plan::forms_in(options_->forms, subgroup.first_element, subgroup.count)) {
+    const plan::FormPart sent = plan::part_of(form, subgroup.first_element, subgroup.count);
+    const uint64_t means_at = factors;
+    factors += sent.factors();
+    if (form.end() <= first) continue;
+    if (form.first >= end) break;
+    const plan::FormPart part = plan::part_of(form, first, end - first);
+    means.resize(part.rows());
+    message.read_factors(means_at + part.first_row() - sent.first_row(), means);
+    // From the part's first column on and round the end, as far as it reaches.
+    const uint64_t turn = (part.first_column() + form.columns - sent.first_column()) % form.columns;
+    const uint64_t some = std::min(part.columns(), sent.columns() - turn);
+    message.read_factors(means_at + sent.rows() + turn, {columns, some});
+    message.read_factors(means_at + sent.rows(), {columns + some, part.columns() - some});
+    part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
+      squares.push_back({count, means[row], columns + column});
+    });
+    columns += part.columns();
+  }
+  return squares;
+}
+
+void UpdateWork::send_samples(uint64_t block) {
   const size_t plane = kernels::variance_plane(update_->scalars.front().rule);
   const uint64_t elements = planes_.elements(block);
   const std::byte* bytes = planes_.bytes(plane, block).data();
@@ -161,9 +193,8 @@ void UpdateWork::send_variances(uint64_t block) {
                                     decoded, elements);
     variances = decoded;
   }
-  kernels::group_variances({variances, elements},
-                           {variances_out_ + block * (kBlockElements / kSquaresElements),
-                            base::divide_up(elements, kSquaresElements)});
+  const uint64_t first = planes_.subgroup().first_element + block * kBlockElements;
+  plan::take_samples(options_->forms, first, {variances, elements}, samples_out_);
 }
 
 uint64_t DecodeWork::prepare(const PlaneBlocks& planes, const Command& read) {

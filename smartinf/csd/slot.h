@@ -10,8 +10,9 @@
 #include "smartinf/base/state_format.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/gradient_memory.h"
+#include "smartinf/csd/options.h"
 #include "smartinf/csd/processor.h"
-#include "smartinf/plan/parameter_space.h"
+#include "smartinf/kernels/update.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -55,21 +56,23 @@ class UpdateWork final : public BlockWork {
   /// gradient: [count] of the memory's type; from_spill: check it against what was put.
   void prepare(const PlaneBlocks& planes, const Command& update, size_t entry, uint32_t subgroup,
                const std::byte* gradient, bool from_spill, const GradientMemory& memory,
-               std::span<const plan::GroupStretch> groups);
+               const LocalDeviceOptions& options);
   base::Status run_block(uint64_t block) override;
 
  private:
-  void send_variances(uint64_t block);
+  /// The squares of a block as its message has them, in memory of the thread's own.
+  std::span<const kernels::SquaresRow> squares_of(const CompressedView& message, uint64_t block);
+  void send_samples(uint64_t block);
 
   PlaneBlocks planes_;
   const Command* update_ = nullptr;
   std::byte* weights_out_ = nullptr;
-  float* variances_out_ = nullptr;
+  base::Bf16* samples_out_ = nullptr;
   uint32_t subgroup_ = 0;  // index in the layout
   const std::byte* gradient_ = nullptr;
   bool from_spill_ = false;
   const GradientMemory* memory_ = nullptr;
-  std::span<const plan::GroupStretch> groups_;
+  const LocalDeviceOptions* options_ = nullptr;
 };
 
 /// Planes to f32 in the caller's memory (Command::planes).

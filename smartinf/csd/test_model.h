@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "smartinf/base/state_format.h"
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/storage/store.h"
 
@@ -71,19 +73,45 @@ inline std::vector<std::byte> test_gradient(const storage::StoredSubgroup& subgr
 /// What is sent of a gradient when it is compressed.
 struct TestSparsity {
   uint64_t every = 1;    // elements at multiples of it within their block; the others count as 0
-  bool squares = false;  // with the mean square of each kSquaresElements of the whole gradient
+  bool factors = false;  // of squares go along: those of test_forms()
 };
 
-/// [divide_up(n, kSquaresElements)], as they arrive.
-inline std::vector<float> test_squares(std::span<const float> block) {
-  std::vector<float> squares;
-  for (size_t first = 0; first < block.size(); first += kSquaresElements) {
-    const size_t n = std::min<size_t>(kSquaresElements, block.size() - first);
-    float sum = 0;
-    for (size_t i = first; i < first + n; ++i) sum += block[i] * block[i];
-    squares.push_back(base::to_f32(base::to_bf16(sum / static_cast<float>(n))));
+/// Matrices of all kinds, without gaps; subgroups cut through them.
+inline std::vector<plan::MatrixForm> test_forms(uint64_t elements) {
+  std::vector<plan::MatrixForm> forms;
+  for (uint64_t first = 0; first < elements; first = forms.back().end()) {
+    constexpr std::array<uint64_t, 5> kColumns = {1000, 77, 4096, 100'000, 1};
+    const uint64_t columns = std::min(kColumns[forms.size() % kColumns.size()], elements - first);
+    const uint64_t rows = std::min<uint64_t>((elements - first) / columns, 90);
+    forms.push_back({first, rows, columns, plan::sample_count(forms), 0});
   }
-  return squares;
+  return forms;
+}
+/// What a message says of a row, or of a column, in a step.
+inline float test_factor(uint64_t form, uint64_t step, bool of_row, uint64_t index) {
+  const uint64_t mixed = (index + 3 * form + 5 * step) % 61;
+  return base::to_f32(base::to_bf16(of_row ? 1e-5f * static_cast<float>(mixed)
+                                           : 0.03f * static_cast<float>(mixed + 1)));
+}
+/// Of a subgroup, in the message's order.
+inline std::vector<float> test_factors(const std::vector<plan::MatrixForm>& forms,
+                                       const storage::StoredSubgroup& subgroup, uint64_t step) {
+  std::vector<float> factors;
+  for (uint64_t f = 0; f < forms.size(); ++f) {
+    const uint64_t first = std::max(subgroup.first_element, forms[f].first);
+    const uint64_t end = std::min(subgroup.first_element + subgroup.count, forms[f].end());
+    if (first >= end) continue;
+    const auto row_of = [&](uint64_t element) {
+      return (element - forms[f].first) / forms[f].columns;
+    };
+    for (uint64_t row = row_of(first); row <= row_of(end - 1); ++row) {
+      factors.push_back(test_factor(f, step, true, row));
+    }
+    for (uint64_t e = first; e < std::min(end, first + forms[f].columns); ++e) {
+      factors.push_back(test_factor(f, step, false, (e - forms[f].first) % forms[f].columns));
+    }
+  }
+  return factors;
 }
 
 inline std::vector<kernels::StepScalars> test_scalars(uint64_t step) {
@@ -96,6 +124,8 @@ class ReferenceModel {
  public:
   ReferenceModel(const storage::StoreLayout& layout, std::vector<plan::GroupStretch> groups)
       : layout_(layout), groups_(std::move(groups)), scalar_(*kernels::supported_tables().front()) {
+    const storage::StoredSubgroup& last = layout_.subgroups.back();
+    forms_ = test_forms(last.first_element + last.count);
     for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
       std::vector<std::vector<std::byte>> planes;
       for (size_t plane = 0; plane < layout_.planes.size(); ++plane) {
@@ -126,8 +156,6 @@ class ReferenceModel {
     for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
       const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
       std::vector<std::byte> gradient = test_gradient(subgroup, number, gradient_type);
-      std::vector<float> whole(subgroup.count);
-      scalar_.cast_to_f32(gradient.data(), gradient_type, whole.data(), whole.size());
       for (uint64_t e = 0; e < subgroup.count; ++e) {
         if (e % base::kBlockElements % sparsity.every == 0) continue;
         std::fill_n(
@@ -152,11 +180,18 @@ class ReferenceModel {
           if (runs.empty() || runs.back().scalars != own) runs.push_back({0, own});
           ++runs.back().count;
         }
-        std::vector<float> squares;
-        if (sparsity.squares) {
-          squares = test_squares({whole.data() + first, count});
-          block.mean_squares = squares.data();
+        std::vector<kernels::SquaresRow> squares;  // one for each element
+        std::vector<float> columns(count);
+        for (uint64_t e = 0; sparsity.factors && e < count; ++e) {
+          const uint64_t element = block.element + e;
+          uint64_t f = 0;
+          while (forms_[f].end() <= element) ++f;
+          const uint64_t within = element - forms_[f].first;
+          columns[e] = test_factor(f, number, false, within % forms_[f].columns);
+          squares.push_back(
+              {1, test_factor(f, number, true, within / forms_[f].columns), &columns[e]});
         }
+        block.squares = squares;
         scalar_.update_block(layout_.format, block, runs);
       });
       weights.push_back(std::move(out));
@@ -196,6 +231,7 @@ class ReferenceModel {
 
   storage::StoreLayout layout_;
   std::vector<plan::GroupStretch> groups_;
+  std::vector<plan::MatrixForm> forms_;
   const kernels::KernelTable& scalar_;
   std::vector<std::vector<std::vector<std::byte>>> state_;  // subgroup, plane, encoded
   size_t cursor_ = 0;

@@ -153,7 +153,7 @@ void TransferHandler::begin(uint32_t index) {
       slot.update_ns = base::now_ns();
       slot.update.prepare(planes, *update_, task.subgroup, subgroup,
                           kept ? parts_.gradients->data(subgroup) : slot.gradient.data(), !kept,
-                          *parts_.gradients, parts_.options.groups);
+                          *parts_.gradients, parts_.options);
       ++works_;
       return parts_.processor->start(slot.update, planes.blocks());
     }
@@ -181,8 +181,11 @@ void TransferHandler::send_weights(uint32_t task) {
   if (!counted) return weights_ready(task);
   const uint64_t count = parts_.store->layout().subgroups[subgroup_of(task)].count;
   uint64_t bytes = count * base::data_type_bytes(update_->type);
-  if (entry.variances_out != nullptr) {
-    bytes += base::divide_up(count, kSquaresElements) * sizeof(float);
+  if (entry.samples_out != nullptr) {
+    bytes +=
+        plan::samples_in(parts_.options.forms,
+                         parts_.store->layout().subgroups[subgroup_of(task)].first_element, count) *
+        sizeof(base::Bf16);
   }
   parts_.host_traffic.add_up(base::TrafficKind::kWeight, bytes);
   // They left block by block while the update ran.

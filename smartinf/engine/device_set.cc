@@ -49,11 +49,13 @@ Status check_places(const Sources& sources) {
   return Status();
 }
 
-uint64_t gradient_bytes(const UpdaterOptions& options, uint64_t elements) {
+uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space) {
   if (const uint64_t block = compressed_block_bytes(options); block > 0) {
-    return base::divide_up(elements, base::kBlockElements) * block;
+    const auto forms = forms_of_squares(options, space);
+    return base::divide_up(space.count(), base::kBlockElements) * block +
+           plan::factors_in(forms, 0, space.count()) * sizeof(base::Bf16);
   }
-  return elements * base::data_type_bytes(options.gradient_type);
+  return space.count() * base::data_type_bytes(options.gradient_type);
 }
 
 /// The memory that each device may use, from what the budget leaves after staging.
@@ -64,18 +66,19 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
   share.compressed_block_bytes = compressed_block_bytes(options);
   // In proportion to what the device holds, so that all of them spill alike.
   const double part = static_cast<double>(device_elements) / static_cast<double>(space.count());
-  const bool fits = gradient_bytes(options, space.count()) <= options.gradient_budget_bytes;
+  const bool fits = gradient_bytes(options, space) <= options.gradient_budget_bytes;
   share.gradient_memory_bytes =
       fits ? ~uint64_t{0}
            : static_cast<uint64_t>(part * static_cast<double>(options.gradient_budget_bytes));
   share.groups = space.stretches(0, space.count());
+  share.forms = forms_of_squares(options, space);
   return share;
 }
 
 Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::ParameterSpace& space,
                              Sources& sources) {
-  const bool spilled = !options.compress.on() &&
-                       gradient_bytes(options, space.count()) > options.gradient_budget_bytes;
+  const bool spilled =
+      !options.compress.on() && gradient_bytes(options, space) > options.gradient_budget_bytes;
   const uint32_t spill_bytes =
       spilled ? static_cast<uint32_t>(base::data_type_bytes(options.gradient_type)) : 0;
   const auto count = static_cast<uint32_t>(sources.size());
@@ -207,12 +210,12 @@ Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& s
                   "in other directories.");
   }
   if (!options.compress.on() && layout.gradient_spill_bytes == 0 &&
-      gradient_bytes(options, space.count()) > options.gradient_budget_bytes) {
+      gradient_bytes(options, space) > options.gradient_budget_bytes) {
     return Status(
         ErrorCode::kOutOfMemory,
         fmt::format("{} was made without room for gradients, and they need {} of memory where the "
                     "budget is {}",
-                    device_text(source), base::format_bytes(gradient_bytes(options, space.count())),
+                    device_text(source), base::format_bytes(gradient_bytes(options, space)),
                     base::format_bytes(options.gradient_budget_bytes)),
         "Raise the gradient budget.");
   }
@@ -393,17 +396,18 @@ Status check_compression(const UpdaterOptions& options) {
 
 }  // namespace
 
-bool sends_squares(const UpdaterOptions& options) {
-  return kernels::takes_mean_squares(options.rule.rule) &&
-         options.compress.variance == CompressOptions::Variance::kDense;
+std::vector<plan::MatrixForm> forms_of_squares(const UpdaterOptions& options,
+                                               const plan::ParameterSpace& space) {
+  const bool sent = options.compress.on() && kernels::takes_squares(options.rule.rule) &&
+                    options.compress.variance == CompressOptions::Variance::kDense;
+  return sent ? plan::matrix_forms(space) : std::vector<plan::MatrixForm>();
 }
 
 uint64_t compressed_block_bytes(const UpdaterOptions& options) {
   const CompressOptions& compress = options.compress;
   if (!compress.on()) return 0;
   const uint64_t values = values_per_block(compress, ratio_most(compress), base::kBlockElements);
-  return csd::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values,
-                                          sends_squares(options)) -
+  return csd::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values, 0) -
          sizeof(csd::CompressedHeader);
 }
 

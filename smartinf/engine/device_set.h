@@ -11,6 +11,7 @@
 #include "smartinf/csd/device.h"
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::engine {
@@ -18,8 +19,9 @@ namespace smartinf::engine {
 /// Bytes that a block of a compressed gradient may take, with its directory entry; 0: not
 /// compressed.
 uint64_t compressed_block_bytes(const UpdaterOptions& options);
-/// Whether the rule keeps a variance that mean squares can age.
-bool sends_squares(const UpdaterOptions& options);
+/// The space's forms where messages tell of the gradient's squares; else none.
+std::vector<plan::MatrixForm> forms_of_squares(const UpdaterOptions& options,
+                                               const plan::ParameterSpace& space);
 
 struct DeviceSet {
   std::vector<std::unique_ptr<csd::Device>> devices;  // in the run's order

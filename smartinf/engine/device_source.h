@@ -10,6 +10,7 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/csd/device.h"
+#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/storage/store.h"
 
@@ -21,6 +22,7 @@ struct DeviceShare {
   uint64_t compressed_block_bytes = 0;     // above 0: gradients come compressed
   uint64_t gradient_memory_bytes = 0;      // at most so much for gradients; the rest is spilled
   std::vector<plan::GroupStretch> groups;  // of the whole parameter space
+  std::vector<plan::MatrixForm> forms;     // of it too, where compression needs them
 };
 
 /// Threads: one at a time.

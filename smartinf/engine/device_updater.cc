@@ -39,6 +39,8 @@ Status blob_too_long() {
                 fmt::format("It may take {}.", base::format_bytes(storage::Store::kBlobBytesMax)));
 }
 
+constexpr uint32_t kMaster = 1;  // in a mask of planes
+
 /// Elements of one plane in one command when state is read.
 constexpr uint64_t kReadElementsMax = 4 * base::kBlockElements;
 
@@ -50,8 +52,9 @@ base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions&
   SI_ASSIGN_OR_RETURN(auto staging, base::AlignedBuffer::allocate(set.staging_bytes));
   std::unique_ptr<GradientCompressor> compressor;
   if (options.compress.on()) {
-    SI_ASSIGN_OR_RETURN(compressor, GradientCompressor::make(options.compress, space.count(),
-                                                             options.seed, sends_squares(options)));
+    SI_ASSIGN_OR_RETURN(compressor,
+                        GradientCompressor::make(options.compress, space.count(), options.seed,
+                                                 forms_of_squares(options, space)));
   }
   std::unique_ptr<DeviceUpdater> made(
       new DeviceUpdater(options, space, std::move(set), std::move(staging), std::move(compressor)));
@@ -76,7 +79,9 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       phase_(set_.fresh ? Phase::kUnwritten : Phase::kIdle),
       committed_step_(set_.step),
       blob_(),
-      weights_ready_(set_.subgroups.size(), 0) {
+      weights_ready_(set_.subgroups.size(), 0),
+      updated_(set_.subgroups.size(), 0) {
+  samples_current_ = samples_next_ = set_.fresh;  // all variances are 0
   if (!set_.fresh) {
     KeptBlob kept = split_blob(set_.devices.front()->blob());
     blob_ = std::move(kept.blob);
@@ -85,9 +90,10 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
   }
   ahead_.resize(space_.group_count());
   next_ahead_ = ahead_;
-  if (compressor_ != nullptr && compressor_->feedback() && sends_squares(options_) &&
-      options_.compress.step_ahead) {
-    variances_.resize(base::divide_up(space_.count(), csd::kSquaresElements));
+  if (compressor_ != nullptr && compressor_->feedback() &&
+      !forms_of_squares(options_, space_).empty() && options_.compress.step_ahead) {
+    weights_ahead_ =
+        std::make_unique<WeightsAhead>(forms_of_squares(options_, space_), space_, set_.subgroups);
     weights_out_.resize(set_.subgroups.size());
   }
   next_to_keep_.resize(set_.devices.size());
@@ -354,6 +360,7 @@ Status DeviceUpdater::edit_state(
     keeping_ =
         residual != nullptr ? write_residuals : set_.residual && residual_step_ == committed_step_;
     new_residual_ = residual != nullptr;
+    samples_next_ = samples_current_ && !edit;
     next_ahead_ = ahead.empty() ? ahead_ : std::vector(ahead.begin(), ahead.end());
     commit_blob_ = blob;
     stored = stored_blob();
@@ -401,7 +408,7 @@ const base::Bf16* DeviceUpdater::residual() const {
 
 std::vector<kernels::StepAhead> DeviceUpdater::step_ahead() const {
   const std::lock_guard lock(mutex_);
-  return variances_.empty() ? std::vector<kernels::StepAhead>() : ahead_;
+  return weights_ahead_ == nullptr ? std::vector<kernels::StepAhead>() : ahead_;
 }
 
 void DeviceUpdater::committed() {
@@ -410,6 +417,7 @@ void DeviceUpdater::committed() {
   if (keeping_) residual_step_ = committed_step_;
   if (new_residual_) compressor_->commit();
   ahead_ = next_ahead_;
+  samples_current_ = samples_next_;
 }
 
 Status DeviceUpdater::edit_subgroups(
@@ -447,66 +455,53 @@ Status DeviceUpdater::edit_subgroups(
   return Status();
 }
 
-uint32_t DeviceUpdater::weight_planes() const {
-  constexpr uint32_t kMaster = 1;
-  return variances_.empty() ? kMaster : kMaster | 1u << kernels::variance_plane(options_.rule.rule);
+Status DeviceUpdater::find_samples() {
+  if (weights_ahead_ == nullptr || samples_current_) return Status();
+  const size_t plane = kernels::variance_plane(options_.rule.rule);
+  SI_RETURN_IF_ERROR(
+      read_state(1u << plane, [&](uint64_t first, std::span<const std::span<const float>> planes) {
+        weights_ahead_->take(first, planes[plane]);
+        return Status();
+      }));
+  samples_current_ = true;
+  return Status();
 }
 
-void DeviceUpdater::step_ahead(uint64_t first, uint64_t count, const base::Bf16* residual,
-                               const std::vector<kernels::StepAhead>& ahead, std::byte* weights,
-                               base::DataType type) const {
-  for (const plan::GroupStretch& stretch : space_.stretches(first, count)) {
-    const uint64_t group = stretch.first / csd::kSquaresElements;
-    const uint64_t phase = stretch.first % csd::kSquaresElements;
-    kernels::step_ahead(
-        kernels::kernels(), ahead[stretch.group], {residual + stretch.first, stretch.count},
-        std::span(variances_)
-            .subspan(group, base::divide_up(phase + stretch.count, csd::kSquaresElements)),
-        phase, weights + (stretch.first - first) * base::data_type_bytes(type), type);
-  }
-}
-
-void DeviceUpdater::step_ahead(uint64_t first, std::span<const std::span<const float>> planes,
-                               std::byte* weights, base::DataType type) {
-  if (variances_.empty()) return;
-  const std::span<const float> variances = planes[kernels::variance_plane(options_.rule.rule)];
-  kernels::group_variances(variances,
-                           std::span(variances_)
-                               .subspan(first / csd::kSquaresElements,
-                                        base::divide_up(variances.size(), csd::kSquaresElements)));
-  step_ahead(first, planes.front().size(), compressor_->residual(), ahead_, weights, type);
+void DeviceUpdater::step_ahead(uint64_t first, uint64_t count, void* weights, base::DataType type) {
+  if (weights_ahead_ == nullptr) return;
+  weights_ahead_->step({compressor_->residual(), ahead_}, first, count, weights, type);
 }
 
 Status DeviceUpdater::read_weights(
     const std::function<Status(uint64_t, std::span<const float>)>& visit) {
+  SI_RETURN_IF_ERROR(find_samples());
   std::vector<float> weights;
-  return read_state(weight_planes(), [&](uint64_t first,
-                                         std::span<const std::span<const float>> planes) {
-    if (variances_.empty()) return visit(first, planes.front());
+  return read_state(kMaster, [&](uint64_t first, std::span<const std::span<const float>> planes) {
+    if (weights_ahead_ == nullptr) return visit(first, planes.front());
     weights.assign(planes.front().begin(), planes.front().end());
-    step_ahead(first, planes, reinterpret_cast<std::byte*>(weights.data()), base::DataType::kF32);
+    step_ahead(first, weights.size(), weights.data(), base::DataType::kF32);
     return visit(first, weights);
   });
 }
 
 Status DeviceUpdater::load_weights(base::DataType type, const WeightsSink& sink) {
+  SI_RETURN_IF_ERROR(find_samples());
   std::byte* weights = nullptr;
   size_t of_subgroup = ~size_t{0};
-  return read_state(
-      weight_planes(), [&](uint64_t first, std::span<const std::span<const float>> planes) {
-        const size_t index = subgroup_at(first);
-        const plan::Subgroup& subgroup = set_.subgroups[index];
-        if (index != of_subgroup) {
-          of_subgroup = index;
-          weights = static_cast<std::byte*>(sink(subgroup.first));
-        }
-        if (weights != nullptr) {
-          std::byte* out = weights + (first - subgroup.first) * base::data_type_bytes(type);
-          kernels::kernels().cast_from_f32(planes[0].data(), out, type, planes[0].size());
-          step_ahead(first, planes, out, type);
-        }
-        return Status();
-      });
+  return read_state(kMaster, [&](uint64_t first, std::span<const std::span<const float>> planes) {
+    const size_t index = subgroup_at(first);
+    const plan::Subgroup& subgroup = set_.subgroups[index];
+    if (index != of_subgroup) {
+      of_subgroup = index;
+      weights = static_cast<std::byte*>(sink(subgroup.first));
+    }
+    if (weights != nullptr) {
+      std::byte* out = weights + (first - subgroup.first) * base::data_type_bytes(type);
+      kernels::kernels().cast_from_f32(planes[0].data(), out, type, planes[0].size());
+      step_ahead(first, planes[0].size(), out, type);
+    }
+    return Status();
+  });
 }
 
 // ---- A step: gradients.
@@ -517,6 +512,10 @@ Status DeviceUpdater::begin_step() {
   {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(require(Phase::kIdle, "a step begun"));
+  }
+  SI_RETURN_IF_ERROR(find_samples());
+  {
+    const std::lock_guard lock(mutex_);
     step = committed_step_ + 1;
     phase_ = Phase::kGradients;
     step_error_ = Status();
@@ -696,14 +695,20 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     const plan::Subgroup& subgroup = set_.subgroups[i];
     const bool alone = left_alone(subgroup, options);
     weights_ready_[i] = alone ? 1 : 0;  // nothing of it changes
+    updated_[i] = alone ? 0 : 1;
     if (alone) continue;
     void* weights = sink ? sink(subgroup.first) : nullptr;
-    float* variances = nullptr;
-    if (!variances_.empty()) {
-      weights_out_[i] = static_cast<std::byte*>(weights);
-      variances = variances_.data() + subgroup.first / csd::kSquaresElements;
+    base::Bf16* samples = nullptr;
+    if (weights_ahead_ != nullptr) {
+      weights_out_[i] = weights;
+      samples = weights_ahead_->samples();
     }
-    update_commands_[set_.owner[i].value].updates.push_back({subgroup.id, weights, variances});
+    update_commands_[set_.owner[i].value].updates.push_back({subgroup.id, weights, samples});
+  }
+  if (weights_ahead_ != nullptr) {
+    weights_ahead_->expect(updated_);
+    samples_current_ = false;
+    samples_next_ = true;
   }
   const base::StepNumber step = committed_step_ + 1;
   const base::StepNumber number = number_of(options);
@@ -764,16 +769,20 @@ void DeviceUpdater::take_completions() {
     Completion completion = next_reply(step_replies_);
     if (completion.command == nullptr) return;  // the destructor's
     const bool ready = completion.event == Completion::Event::kWeightsReady;
-    if (ready && completion.status.ok() && !variances_.empty()) {
-      const plan::Subgroup& subgroup = set_.subgroups[completion.subgroup.value];
-      std::byte* weights = weights_out_[completion.subgroup.value];
-      if (weights != nullptr) {
-        step_ahead(subgroup.first, subgroup.count, compressor_->next_residual(0), next_ahead_,
-                   weights, completion.command->type);
+    std::vector<size_t> weights_ready;
+    if (ready && completion.status.ok()) {
+      const size_t subgroup = completion.subgroup.value;
+      if (weights_ahead_ == nullptr) {
+        weights_ready.push_back(subgroup);
+      } else {
+        weights_ahead_->arrived({compressor_->next_residual(0), next_ahead_}, subgroup,
+                                weights_out_[subgroup], completion.command->type,
+                                [&](size_t done) { weights_ready.push_back(done); });
       }
     }
     {
       const std::lock_guard lock(mutex_);
+      for (const size_t subgroup : weights_ready) weights_ready_[subgroup] = 1;
       complete(std::move(completion));
     }
     changed_.notify_all();
@@ -787,10 +796,7 @@ void DeviceUpdater::complete(Completion&& completion) {
     if (phase_ == Phase::kTakingBack) take_back_failed_ = true;
     if (step_error_.ok()) step_error_ = status;
   }
-  if (completion.event == Completion::Event::kWeightsReady) {
-    if (status.ok()) weights_ready_[completion.subgroup.value] = 1;
-    return;
-  }
+  if (completion.event == Completion::Event::kWeightsReady) return;
   if (completion.command->kind == CommandKind::kUpdate) {
     if (--updates_in_flight_ == 0 && commit_wanted_) advance();
     return;
@@ -908,7 +914,7 @@ std::string DeviceUpdater::stored_blob() const {
   kept.blob = commit_blob_;
   if (set_.residual) {
     kept.residual_step = keeping_ ? std::optional(committed_step_ + 1) : residual_step_;
-    if (!variances_.empty()) kept.ahead = next_ahead_;
+    if (weights_ahead_ != nullptr) kept.ahead = next_ahead_;
   }
   return join_blob(kept);
 }
@@ -965,7 +971,12 @@ void DeviceUpdater::write_residual(Command& command, size_t device,
 
 Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
   SI_ASSIGN_OR_RETURN(const GradientSummary gradient, intake_.finish(options.gradient_scale));
-  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm);
+  std::vector<plan::GroupStretch> sits_out = space_.stretches(0, space_.count());
+  std::erase_if(sits_out, [&](const plan::GroupStretch& stretch) {
+    return !options.groups[stretch.group].skip;
+  });
+  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm, sits_out,
+                            CompressedSender::default_threads());
   std::vector<CompressedSender::Piece> pieces;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     if (left_alone(subgroup, options)) {
@@ -1043,6 +1054,7 @@ uint64_t DeviceUpdater::memory_bytes() const {
 
 uint64_t DeviceUpdater::gradient_memory_bytes() const {
   uint64_t bytes = compressor_ != nullptr ? compressor_->memory_bytes() : 0;
+  if (weights_ahead_ != nullptr) bytes += weights_ahead_->memory_bytes();
   for (const auto& device : set_.devices) bytes += device->info().gradient_memory_bytes;
   return bytes;
 }

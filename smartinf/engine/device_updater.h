@@ -21,6 +21,7 @@
 #include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/kept_blob.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/engine/weights_ahead.h"
 
 namespace smartinf::engine {
 
@@ -139,16 +140,11 @@ class DeviceUpdater final : public Updater {
   void keep_next_of(size_t device);  // mutex_ held: writes its next subgroup's residual
   base::Status keep_all();           // of all subgroups, within an edit
   void committed();                  // mutex_ held: the step in progress is real
-  /// A mask of the planes that weights are made of: master, and where they step ahead the variance.
-  uint32_t weight_planes() const;
-  /// Takes weights that are as the devices have them to where training is. weights: [count] of
-  /// type; first is a multiple of kSquaresElements; residual: of the whole space.
-  void step_ahead(uint64_t first, uint64_t count, const base::Bf16* residual,
-                  const std::vector<kernels::StepAhead>& ahead, std::byte* weights,
-                  base::DataType type) const;
-  /// For weights that were read, whose variances were as well: of the committed step.
-  void step_ahead(uint64_t first, std::span<const std::span<const float>> planes,
-                  std::byte* weights, base::DataType type);
+  /// Samples of the committed step's variances, where weights step ahead.
+  base::Status find_samples();
+  /// Takes weights of the committed step that are as stored to where training is. weights: [count]
+  /// of type.
+  void step_ahead(uint64_t first, uint64_t count, void* weights, base::DataType type);
 
   void take_completions();                                 // the engine thread
   void complete(csd::Completion&& completion);             // mutex_ held
@@ -162,10 +158,11 @@ class DeviceUpdater final : public Updater {
   GradientIntake intake_;
   std::unique_ptr<GradientCompressor> compressor_;  // null: gradients go down whole
   std::unique_ptr<CompressedSender> sender_;        // with it
-  // Stepping ahead; variances_ is empty where weights come up as they are stored.
-  std::vector<float> variances_;                // [divide_up(space, kSquaresElements)]
-  std::vector<std::byte*> weights_out_;         // of every subgroup in this step
-  std::vector<kernels::StepAhead> next_ahead_;  // of the step in progress, by group
+  std::unique_ptr<WeightsAhead> weights_ahead_;     // null: weights come up as they are stored
+  std::vector<void*> weights_out_;                  // with it: of every subgroup in this step
+  bool samples_current_ = false;                    // its samples are of the committed step
+  bool samples_next_ = false;                       // and will be when the step in progress is
+  std::vector<kernels::StepAhead> next_ahead_;      // of the step in progress, by group
 
   // Replies to commands that are waited for in the call that makes them: gradients, reading,
   // writing.
@@ -192,6 +189,7 @@ class DeviceUpdater final : public Updater {
   base::StepNumber committed_step_ = 0;
   std::string blob_;
   std::vector<uint8_t> weights_ready_;  // of every subgroup
+  std::vector<uint8_t> updated_;        // of every subgroup: is in this step's update
   size_t updates_in_flight_ = 0;        // devices whose kUpdate has not ended
   size_t replies_due_ = 0;              // of the present phase
   bool commit_wanted_ = false;

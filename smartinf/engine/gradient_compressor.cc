@@ -15,8 +15,6 @@ namespace {
 using base::DataType;
 using base::kBlockElements;
 
-static_assert(kernels::kMeanSquareElements == csd::kSquaresElements);
-
 // Other random numbers than those that the devices round the state with.
 constexpr uint64_t kRoundingStream = 0x6b65'7074;
 
@@ -27,12 +25,13 @@ double square_of(std::span<const base::Bf16> values) {
 }  // namespace
 
 base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
-    const CompressOptions& options, uint64_t elements, uint64_t seed, bool squares) {
+    const CompressOptions& options, uint64_t elements, uint64_t seed,
+    std::vector<plan::MatrixForm> forms) {
   const uint64_t planes = options.feedback == CompressOptions::Feedback::kNone ? 1 : 2;
   const uint64_t plane_bytes = base::round_up(elements * sizeof(base::Bf16), base::kIoAlignment);
   SI_ASSIGN_OR_RETURN(auto memory, base::AlignedBuffer::allocate(planes * plane_bytes));
   std::unique_ptr<GradientCompressor> made(
-      new GradientCompressor(options, elements, seed, squares, std::move(memory)));
+      new GradientCompressor(options, elements, seed, std::move(forms), std::move(memory)));
   made->gradient_ = reinterpret_cast<base::Bf16*>(made->memory_.data());
   if (planes == 2) {
     made->residual_ = reinterpret_cast<base::Bf16*>(made->memory_.data() + plane_bytes);
@@ -42,15 +41,17 @@ base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
 }
 
 GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t elements,
-                                       uint64_t seed, bool squares, base::AlignedBuffer memory)
+                                       uint64_t seed, std::vector<plan::MatrixForm> forms,
+                                       base::AlignedBuffer memory)
     : options_(options),
       codec_(gradient_codec(options.codec)),
       elements_(elements),
       seed_(seed),
-      squares_(squares),
       memory_(std::move(memory)),
       borders_(base::divide_up(elements, kBlockElements)),
-      residual_squares_(base::divide_up(elements, kBlockElements)) {}
+      residual_squares_(base::divide_up(elements, kBlockElements)) {
+  if (!forms.empty()) squares_.emplace(std::move(forms));
+}
 
 void GradientCompressor::begin_step() {
   elements_of_step_ = values_of_step_ = bytes_of_step_ = 0;
@@ -84,9 +85,12 @@ void GradientCompressor::find_squares(const base::Bf16* values) {
   }
 }
 
-void GradientCompressor::begin_update(base::StepNumber step, double scale, double norm) {
+void GradientCompressor::begin_update(base::StepNumber step, double scale, double norm,
+                                      std::span<const plan::GroupStretch> sits_out,
+                                      uint32_t threads) {
   step_ = step;
   scale_ = static_cast<float>(scale);
+  if (squares_) squares_->find(gradient_, scale_, sits_out, threads);
   double backlog = 0;
   if (options_.automatic()) {
     if (!kept_square_) {
@@ -102,7 +106,9 @@ void GradientCompressor::begin_update(base::StepNumber step, double scale, doubl
 std::span<const std::byte> GradientCompressor::compress(
     Scratch& scratch, csd::CompressedWriter& writer, const plan::Subgroup& subgroup,
     std::span<const plan::GroupStretch> sits_out) {
-  writer.begin(subgroup.id, subgroup.count, options_.values, squares_);
+  scratch.factors.clear();
+  if (squares_) squares_->append(subgroup, scratch.factors);
+  writer.begin(subgroup.id, subgroup.count, options_.values, scratch.factors);
   for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
     compress_block(scratch, writer, subgroup.first + first,
                    std::min(kBlockElements, subgroup.count - first), sits_out);
@@ -116,20 +122,17 @@ std::span<const std::byte> GradientCompressor::compress(
 void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter& writer,
                                         uint64_t first, uint64_t count,
                                         std::span<const plan::GroupStretch> sits_out) {
-  const Block block{
-      .feedback = {.gradient = {gradient_ + first, count},
-                   .residual = residual_ == nullptr
-                                   ? std::span<const base::Bf16>()
-                                   : std::span<const base::Bf16>(residual_ + first, count),
-                   .scale = scale_,
-                   .decay = static_cast<float>(options_.feedback_decay),
-                   .element = first,
-                   .step = step_,
-                   .seed = base::mix_seed(seed_, kRoundingStream)},
-      .squares = std::span(scratch.squares)
-                     .first(squares_ ? base::divide_up(count, csd::kSquaresElements) : 0),
-      .most = values_per_block(options_, ratio_, count),
-      .border = borders_[first / kBlockElements]};
+  const Block block{.feedback = {.gradient = {gradient_ + first, count},
+                                 .residual = residual_ == nullptr ? std::span<const base::Bf16>()
+                                                                  : std::span<const base::Bf16>(
+                                                                        residual_ + first, count),
+                                 .scale = scale_,
+                                 .decay = static_cast<float>(options_.feedback_decay),
+                                 .element = first,
+                                 .step = step_,
+                                 .seed = base::mix_seed(seed_, kRoundingStream)},
+                    .most = values_per_block(options_, ratio_, count),
+                    .border = borders_[first / kBlockElements]};
   const bool whole = std::none_of(sits_out.begin(), sits_out.end(), [&](const auto& out) {
     return out.first < first + count && first < out.first + out.count;
   });
@@ -144,15 +147,14 @@ std::optional<size_t> GradientCompressor::compress_in_one_pass(Scratch& scratch,
   const size_t count = block.feedback.gradient.size();
   if (residual_ == nullptr || !codec_.takes_largest()) return std::nullopt;
   const auto kept = std::span(scratch.kept).first(count);
-  const auto sent =
-      kernels::keep_unsent(kernels::kernels(), block.feedback, block.most, block.border, kept,
-                           block.squares, scratch.indices, scratch.selected);
+  const auto sent = kernels::keep_unsent(kernels::kernels(), block.feedback, block.most,
+                                         block.border, kept, scratch.indices, scratch.selected);
   if (!sent) {
     block.border = 0;  // of no use to the other way either
     return std::nullopt;
   }
   const auto indices = std::span(scratch.indices).first(*sent);
-  kernels::keep_rest(block.feedback, indices, add_block(scratch, writer, block, *sent), kept);
+  kernels::keep_rest(block.feedback, indices, add_block(scratch, writer, *sent), kept);
   const uint64_t first = block.feedback.element;
   residual_squares_[first / kBlockElements] =
       kernels::copy_squares(kernels::kernels(), kept, gradient_ + first);
@@ -178,12 +180,12 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedW
   each_out(
       [&](uint64_t from, uint64_t to) { std::fill(gradient + from, gradient + to, base::Bf16{}); });
   kernels::add_feedback(table, feedback.gradient, feedback.residual, feedback.scale, feedback.decay,
-                        {values, count}, block.squares);
+                        {values, count});
   each_out([&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
   const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step_), first);
   const size_t sent = codec_.select({values, count}, block.most, seed, block.border,
                                     scratch.indices.data(), scratch.selected.data());
-  const auto rests = add_block(scratch, writer, block, sent);
+  const auto rests = add_block(scratch, writer, sent);
   if (residual_ == nullptr) return sent;
 
   for (size_t i = 0; i < sent; ++i) values[scratch.indices[i]] = rests[i];
@@ -200,11 +202,10 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedW
 }
 
 std::span<const float> GradientCompressor::add_block(Scratch& scratch,
-                                                     csd::CompressedWriter& writer,
-                                                     const Block& block, size_t sent) {
+                                                     csd::CompressedWriter& writer, size_t sent) {
   const auto selected = std::span(scratch.selected).first(sent);
   const auto arrived = std::span(scratch.arrived).first(residual_ == nullptr ? 0 : sent);
-  writer.add_block({scratch.indices.data(), sent}, selected, block.squares, arrived);
+  writer.add_block({scratch.indices.data(), sent}, selected, arrived);
   // What rounding the sent value took away is not lost either.
   for (size_t i = 0; i < arrived.size(); ++i) arrived[i] = selected[i] - arrived[i];
   return arrived;

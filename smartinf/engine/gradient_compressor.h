@@ -18,6 +18,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/engine/gradient_codec.h"
+#include "smartinf/engine/gradient_squares.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/plan/parameter_space.h"
 
@@ -42,23 +43,26 @@ class GradientCompressor {
     std::vector<base::Bf16> kept = std::vector<base::Bf16>(base::kBlockElements);
     std::vector<float> values = std::vector<float>(base::kBlockElements);
     std::vector<float> arrived = std::vector<float>(base::kBlockElements);
-    std::vector<float> squares = std::vector<float>(base::kBlockElements / csd::kSquaresElements);
     std::vector<uint32_t> indices = std::vector<uint32_t>(base::kBlockElements);
     std::vector<float> selected = std::vector<float>(base::kBlockElements);
+    std::vector<float> factors;
   };
 
-  /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more.
-  static base::Result<std::unique_ptr<GradientCompressor>> make(const CompressOptions& options,
-                                                                uint64_t elements, uint64_t seed,
-                                                                bool squares);
+  /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more. forms: of the
+  /// space where messages have factors of its squares, else empty.
+  static base::Result<std::unique_ptr<GradientCompressor>> make(
+      const CompressOptions& options, uint64_t elements, uint64_t seed,
+      std::vector<plan::MatrixForm> forms);
 
   void begin_step();
   /// Copies a piece, cast to bf16.
   void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
 
-  /// When the gradient is whole: chooses the step's ratio. scale: of the gradient; norm: its own,
-  /// after that.
-  void begin_update(base::StepNumber step, double scale, double norm);
+  /// When the gradient is whole: chooses the step's ratio and finds what is told of the gradient's
+  /// squares, by so many threads. scale: of the gradient; norm: its own, after that; sits_out:
+  /// stretches of the space whose gradient is none.
+  void begin_update(base::StepNumber step, double scale, double norm,
+                    std::span<const plan::GroupStretch> sits_out = {}, uint32_t threads = 1);
   /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
   /// in order, that send nothing and keep their residual as it is. Threads: several at once, each
   /// with subgroups, a scratch and a writer of its own; what they make does not depend on it.
@@ -82,15 +86,16 @@ class GradientCompressor {
   void propose_residual(const base::Bf16* values);
   /// What the committed step kept, from the store.
   void set_residual(uint64_t first, std::span<const float> values);
-  uint64_t memory_bytes() const { return memory_.size(); }
+  uint64_t memory_bytes() const {
+    return memory_.size() + (squares_ ? squares_->memory_bytes() : 0);
+  }
 
  private:
-  GradientCompressor(const CompressOptions& options, uint64_t elements, uint64_t seed, bool squares,
-                     base::AlignedBuffer memory);
+  GradientCompressor(const CompressOptions& options, uint64_t elements, uint64_t seed,
+                     std::vector<plan::MatrixForm> forms, base::AlignedBuffer memory);
   /// A block of the step in progress on its way.
   struct Block {
     kernels::FeedbackBlock feedback;  // no residual without feedback
-    std::span<float> squares;         // mean squares that are sent, or none
     size_t most = 0;                  // elements that may be sent
     float& border;                    // the codec's
   };
@@ -104,8 +109,7 @@ class GradientCompressor {
   size_t compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer, const Block& block,
                             std::span<const plan::GroupStretch> sits_out);
   /// Packs what is selected. Returns what is left of it: [sent], empty without feedback.
-  std::span<const float> add_block(Scratch& scratch, csd::CompressedWriter& writer,
-                                   const Block& block, size_t sent);
+  std::span<const float> add_block(Scratch& scratch, csd::CompressedWriter& writer, size_t sent);
   double sum_of_squares() const;  // of residual_squares_
   void find_squares(const base::Bf16* values);
 
@@ -113,7 +117,7 @@ class GradientCompressor {
   const GradientCodec& codec_;
   const uint64_t elements_;
   const uint64_t seed_;
-  const bool squares_;
+  std::optional<GradientSquares> squares_;
   base::AlignedBuffer memory_;
   base::Bf16* gradient_ = nullptr;  // [elements]; becomes what is kept, block by block
   base::Bf16* residual_ = nullptr;  // [elements] of the committed step; null without feedback

@@ -44,14 +44,14 @@ class Digest {
 };
 
 uint64_t digest_of_updates(const KernelTable& table, StateFormat format,
-                           bool mean_squares = false) {
+                           bool given_squares = false) {
   Digest digest;
   std::vector<RuleOptions> all;
   for (const UpdateRule rule : all_update_rules()) all.push_back({.rule = rule});
   all.push_back({.rule = UpdateRule::kSgdMomentum, .nesterov = true, .maximize = true});
   all.push_back({.rule = UpdateRule::kAdam, .beta1 = 0.2, .eps = 1e-3});
   for (const RuleOptions& options : all) {
-    if (mean_squares && !takes_mean_squares(options.rule)) continue;
+    if (given_squares && !takes_squares(options.rule)) continue;
     for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
       for (const bool wild : {false, true}) {
         const std::span<const PlaneKind> kinds = rule_planes(options.rule);
@@ -72,8 +72,10 @@ uint64_t digest_of_updates(const KernelTable& table, StateFormat format,
         table.cast_from_f32(fixed_values(77, wild, false).data(), gradient.data(), type, kElements);
         block.gradient = gradient.data();
         block.weights_out = weights.data();
-        const std::vector<float> squares = fixed_values(78, wild, true);
-        if (mean_squares) block.mean_squares = squares.data();
+        const std::vector<float> columns = fixed_values(78, wild, true);
+        const std::array rows = {SquaresRow{100, 0.5f, columns.data() + 7},
+                                 SquaresRow{kElements - 100, 1.25f, columns.data()}};
+        if (given_squares) block.squares = rows;
         for (uint64_t step = 1; step <= 3; ++step) {
           const StepScalars scalars =
               make_step_scalars(options, {.lr = 0.25, .weight_decay = 0.125}, step, 0.5, 4);
@@ -130,22 +132,27 @@ uint64_t digest_of_feedback(const KernelTable& table) {
                             .step = 3,
                             .seed = 5};
   std::vector<float> sum(kElements);
-  std::vector<float> squares(base::divide_up(kElements, kMeanSquareElements));
+  std::vector<float> rows(3);
+  std::vector<float> columns(kElements / 3);
   std::vector<uint32_t> indices(kElements);
   std::vector<float> values(kElements);
   std::vector<base::Bf16> kept(kElements);
   float border = 0;
-  add_feedback(table, gradient, residual, block.scale, block.decay, sum, squares);
+  add_feedback(table, gradient, residual, block.scale, block.decay, sum);
+  add_matrix_squares(table, std::span(block.gradient).first(3 * columns.size()), block.scale, rows,
+                     columns);
   top_k_near(table, sum, kMost, kElements, indices.data(), values.data(), border);
-  const auto found = keep_unsent(table, block, kMost, border, kept, squares, indices, values);
+  const auto found = keep_unsent(table, block, kMost, border, kept, indices, values);
   EXPECT_EQ(found, kMost);
   keep_rest(block, std::span(indices).first(kMost), std::span(sum).first(kMost), kept);
   const double square = copy_squares(table, kept, nullptr);
   std::vector<float> weights = fixed_values(8, false, false);
-  step_ahead(table, {.lr = 1e-2f, .bias = 0.5f, .eps = 1e-8f}, kept, squares, 0, weights.data(),
+  const std::vector<float> roots = fixed_values(9, false, true);
+  step_ahead(table, {.lr = 1e-2f, .bias = 0.5f, .eps = 1e-8f}, kept, 0.75f, roots, weights.data(),
              DataType::kF32);
   digest.add(sum.data(), sum.size() * sizeof(float));
-  digest.add(squares.data(), squares.size() * sizeof(float));
+  digest.add(rows.data(), rows.size() * sizeof(float));
+  digest.add(columns.data(), columns.size() * sizeof(float));
   digest.add(indices.data(), kMost * sizeof(uint32_t));
   digest.add(values.data(), kMost * sizeof(float));
   digest.add(kept.data(), kept.size() * sizeof(base::Bf16));
@@ -166,14 +173,14 @@ TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
     EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16)), "74d260a8dc85255c")
         << table->isa();
     EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8)), "b18ad3f458c9ba51") << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kF32, true)), "5a1ca793f5f250a4")
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kF32, true)), "015157859d4bd660")
         << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16, true)), "9a8def2c98f2f927")
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kBf16, true)), "2c61c38e76b19dc6")
         << table->isa();
-    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8, true)), "5e17d77fbf6b044a")
+    EXPECT_EQ(hex(digest_of_updates(*table, StateFormat::kQ8, true)), "f25519fb930ad763")
         << table->isa();
     EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
-    EXPECT_EQ(hex(digest_of_feedback(*table)), "d1997c8c5fcb09a4") << table->isa();
+    EXPECT_EQ(hex(digest_of_feedback(*table)), "66e4d99f06811092") << table->isa();
   }
 }
 

@@ -14,29 +14,19 @@ namespace smartinf::kernels {
 namespace {
 
 void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
-         float* out, float* squares, size_t n) {
-  for (size_t first = 0; first < n; first += kMeanSquareElements) {
-    const size_t count = std::min(kMeanSquareElements, n - first);
-    std::array<float, kMeanSquareLanes> by_lane{};
-    for (size_t i = 0; i < count; ++i) {
-      const float scaled = scale * base::to_f32(gradient[first + i]);
-      by_lane[i % kMeanSquareLanes] += scaled * scaled;
-      out[first + i] =
-          residual == nullptr ? scaled : scaled + decay * base::to_f32(residual[first + i]);
-    }
-    if (squares != nullptr) {
-      squares[first / kMeanSquareElements] = mean_square(by_lane.data(), count);
-    }
+         float* out, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    const float scaled = scale * base::to_f32(gradient[i]);
+    out[i] = residual == nullptr ? scaled : scaled + decay * base::to_f32(residual[i]);
   }
 }
 
 size_t keep(const FeedbackPass& pass, size_t n) {
   size_t found = 0;
-  std::array<float, kMeanSquareElements> values;
-  for (size_t first = 0; first < n; first += kMeanSquareElements) {
-    const size_t count = std::min(kMeanSquareElements, n - first);
-    add(pass.gradient + first, pass.residual + first, pass.scale, pass.decay, values.data(),
-        pass.squares == nullptr ? nullptr : pass.squares + first / kMeanSquareElements, count);
+  std::array<float, kSquaresGroup> values;
+  for (size_t first = 0; first < n; first += kSquaresGroup) {
+    const size_t count = std::min(kSquaresGroup, n - first);
+    add(pass.gradient + first, pass.residual + first, pass.scale, pass.decay, values.data(), count);
     const size_t more =
         scalar_selection().collect_from(values.data(), count, pass.lowest, pass.room - found,
                                         pass.indices + found, pass.values + found);
@@ -52,22 +42,38 @@ size_t keep(const FeedbackPass& pass, size_t n) {
 
 double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
   double sum = 0;
-  for (size_t first = 0; first < n; first += kMeanSquareElements) {
-    const size_t count = std::min(kMeanSquareElements, n - first);
-    std::array<float, kMeanSquareLanes> by_lane{};
+  for (size_t first = 0; first < n; first += kSquaresGroup) {
+    const size_t count = std::min(kSquaresGroup, n - first);
+    std::array<float, kSquaresLanes> by_lane{};
     for (size_t i = 0; i < count; ++i) {
       const float value = base::to_f32(in[first + i]);
-      by_lane[i % kMeanSquareLanes] += value * value;
+      by_lane[i % kSquaresLanes] += value * value;
       if (out != nullptr) out[first + i] = in[first + i];
     }
-    sum += sum_in_range(sum_of_lanes(by_lane.data()), in + first, count);
+    sum += sum_in_range(sum_of_lanes(by_lane), in + first, count);
   }
   return sum;
 }
 
-void ahead(const base::Bf16* residual, float rate, float limit, float* weights, size_t n) {
+void add_matrix_squares(const base::Bf16* in, size_t rows, size_t columns, float scale,
+                        float* row_sums, float* column_sums) {
+  for (size_t r = 0; r < rows; ++r) {
+    std::array<float, kRowLanes> by_lane{};
+    for (size_t c = 0; c < columns; ++c) {
+      const float value = scale * base::to_f32(in[r * columns + c]);
+      const float square = value * value;
+      by_lane[c % kRowLanes] += square;
+      column_sums[c] += square;
+    }
+    row_sums[r] += sum_of_lanes(by_lane);
+  }
+}
+
+void ahead(const AheadPass& pass, float* weights, size_t n) {
   for (size_t i = 0; i < n; ++i) {
-    weights[i] -= std::min(std::max(base::to_f32(residual[i]) * rate, -limit), limit);
+    const float root = std::max(pass.root * pass.roots[i] + pass.eps, kRootLeast);
+    const float step = pass.lr * base::to_f32(pass.residual[i]) / root;
+    weights[i] -= std::min(std::max(step, -pass.limit), pass.limit);
   }
 }
 
@@ -84,32 +90,30 @@ double sum_in_range(float sum, const base::Bf16* in, size_t n) {
 }
 
 const FeedbackKernels& scalar_feedback() {
-  static constexpr FeedbackKernels kKernels{
-      .add = add, .keep = keep, .copy_squares = copy_squares, .ahead = ahead};
+  static constexpr FeedbackKernels kKernels{.add = add,
+                                            .keep = keep,
+                                            .copy_squares = copy_squares,
+                                            .add_matrix_squares = add_matrix_squares,
+                                            .ahead = ahead};
   return kKernels;
 }
 
 void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient,
                   std::span<const base::Bf16> residual, float scale, float decay,
-                  std::span<float> out, std::span<float> squares) {
+                  std::span<float> out) {
   const size_t n = gradient.size();
   SI_CHECK(out.size() == n && (residual.empty() || residual.size() == n), "as many of each");
-  SI_CHECK(squares.empty() || squares.size() == base::divide_up(n, kMeanSquareElements),
-           "a mean square for each group");
   table.tiles().feedback.add(gradient.data(), residual.empty() ? nullptr : residual.data(), scale,
-                             decay, out.data(), squares.empty() ? nullptr : squares.data(), n);
+                             decay, out.data(), n);
 }
 
 std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock& block, size_t k,
                                   float& border, std::span<base::Bf16> kept,
-                                  std::span<float> squares, std::span<uint32_t> indices,
-                                  std::span<float> values) {
+                                  std::span<uint32_t> indices, std::span<float> values) {
   const size_t n = block.gradient.size();
   SI_CHECK(k > 0 && n <= std::numeric_limits<uint32_t>::max(), "some of what has 32-bit indices");
   SI_CHECK(block.residual.size() == n && kept.size() == n && indices.size() == values.size(),
            "as many of each");
-  SI_CHECK(squares.empty() || squares.size() == base::divide_up(n, kMeanSquareElements),
-           "a mean square for each group");
   SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
   const std::optional<Candidates> candidates = candidates_near(border, k, indices.size());
   if (!candidates) return std::nullopt;
@@ -121,7 +125,6 @@ std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock&
                                    .element = block.element,
                                    .rounding_seed = rounding_seed(block.seed, block.step),
                                    .kept = kept.data(),
-                                   .squares = squares.empty() ? nullptr : squares.data(),
                                    .lowest = candidates->lowest,
                                    .room = candidates->room,
                                    .likely = k,
@@ -151,16 +154,11 @@ double copy_squares(const KernelTable& table, std::span<const base::Bf16> in, ba
   return table.tiles().feedback.copy_squares(in.data(), out, in.size());
 }
 
-void group_variances(std::span<const float> variances, std::span<float> out) {
-  SI_CHECK(out.size() == base::divide_up(variances.size(), kMeanSquareElements),
-           "a variance for each group");
-  for (size_t g = 0; g < out.size(); ++g) {
-    const auto group = variances.subspan(g * kMeanSquareElements);
-    const auto samples = group.first(std::min(group.size(), kVarianceSamples));
-    float sum = 0;
-    for (const float variance : samples) sum += variance;
-    out[g] = sum / static_cast<float>(samples.size());
-  }
+void add_matrix_squares(const KernelTable& table, std::span<const base::Bf16> in, float scale,
+                        std::span<float> row_sums, std::span<float> column_sums) {
+  SI_CHECK(in.size() == row_sums.size() * column_sums.size(), "rows and columns of a matrix");
+  table.tiles().feedback.add_matrix_squares(in.data(), row_sums.size(), column_sums.size(), scale,
+                                            row_sums.data(), column_sums.data());
 }
 
 size_t variance_plane(UpdateRule rule) {
@@ -180,26 +178,29 @@ StepAhead make_step_ahead(const RuleOptions& run_options, const GroupOptions& gr
 }
 
 void step_ahead(const KernelTable& table, const StepAhead& how,
-                std::span<const base::Bf16> residual, std::span<const float> variances,
-                size_t phase, void* weights, base::DataType type) {
+                std::span<const base::Bf16> residual, float root, std::span<const float> roots,
+                void* weights, base::DataType type) {
   const size_t n = residual.size();
-  SI_CHECK(variances.size() == base::divide_up(phase + n, kMeanSquareElements) &&
-               (n == 0 || phase < kMeanSquareElements),
-           "a variance for each group");
+  SI_CHECK(roots.size() == n, "a root for each element");
   if (how.lr == 0) return;
-  auto* bytes = static_cast<std::byte*>(weights);
-  std::array<float, kMeanSquareElements> wide;
+  AheadPass pass{.residual = residual.data(),
+                 .lr = how.lr,
+                 .limit = std::abs(how.lr) * kStepAheadMost,
+                 .root = root / std::sqrt(how.bias),
+                 .roots = roots.data(),
+                 .eps = how.eps};
+  const auto& feedback = table.tiles().feedback;
+  if (type == base::DataType::kF32) return feedback.ahead(pass, static_cast<float*>(weights), n);
+  auto* at = static_cast<std::byte*>(weights);
+  std::array<float, 1024> wide;
   for (size_t first = 0; first < n;) {
-    const size_t count =
-        std::min(n - first, kMeanSquareElements - (phase + first) % kMeanSquareElements);
-    const float variance = variances[(phase + first) / kMeanSquareElements];
-    const float rate = how.lr / (std::sqrt(variance / how.bias) + how.eps);
-    std::byte* at = bytes + first * base::data_type_bytes(type);
-    auto* floats = type == base::DataType::kF32 ? reinterpret_cast<float*>(at) : wide.data();
-    if (floats == wide.data()) table.cast_to_f32(at, type, floats, count);
-    table.tiles().feedback.ahead(residual.data() + first, rate, std::abs(how.lr) * kStepAheadMost,
-                                 floats, count);
-    if (floats == wide.data()) table.cast_from_f32(floats, at, type, count);
+    const size_t count = std::min(n - first, wide.size());
+    table.cast_to_f32(at, type, wide.data(), count);
+    feedback.ahead(pass, wide.data(), count);
+    table.cast_from_f32(wide.data(), at, type, count);
+    at += count * base::data_type_bytes(type);
+    pass.residual += count;
+    pass.roots += count;
     first += count;
   }
 }

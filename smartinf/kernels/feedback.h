@@ -11,15 +11,12 @@
 namespace smartinf::kernels {
 
 /// out = scale * gradient + decay * residual, each product and the sum rounded to f32.
-/// squares: the mean of (scale * gradient)^2 over each kMeanSquareElements neighbours, the last
-/// over what is left; summed in a fixed order, so that all instruction sets give the same bits.
-/// Shapes: gradient, out: [n]; residual: [n] or empty (then as if 0 and decay 0);
-/// squares: [divide_up(n, kMeanSquareElements)] or empty (not wanted). Threads: safe on disjoint
-/// outputs. Errors: none at run time; spans of other lengths are bugs (SI_CHECK).
-/// Source: error feedback as in Karimireddy et al. 2019; docs/smartcomp.md has the use of squares.
+/// Shapes: gradient, out: [n]; residual: [n] or empty (then as if 0 and decay 0). Threads: safe on
+/// disjoint outputs. Errors: none at run time; spans of other lengths are bugs (SI_CHECK).
+/// Source: error feedback as in Karimireddy et al. 2019.
 void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient,
                   std::span<const base::Bf16> residual, float scale, float decay,
-                  std::span<float> out, std::span<float> squares);
+                  std::span<float> out);
 
 /// What meets in a block of a step.
 struct FeedbackBlock {
@@ -36,13 +33,12 @@ struct FeedbackBlock {
 /// in one pass over memory, for blocks whose k-th largest magnitude is about known. border: as for
 /// top_k_near(). Returns how many were found, k; nothing when the border is of no use: then what
 /// was written means nothing, border is as it was, and the functions named do what this one would.
-/// Shapes: kept: [n], apart from gradient and residual; squares: as for add_feedback(); indices,
-/// values: [room] each, room more than k; 0 < k. Threads: safe on disjoint outputs. Errors: none at
-/// run time; other lengths and places are bugs (SI_CHECK).
+/// Shapes: kept: [n], apart from gradient and residual; indices, values: [room] each, room more
+/// than k; 0 < k. Threads: safe on disjoint outputs. Errors: none at run time; other lengths and
+/// places are bugs (SI_CHECK).
 std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock& block, size_t k,
                                   float& border, std::span<base::Bf16> kept,
-                                  std::span<float> squares, std::span<uint32_t> indices,
-                                  std::span<float> values);
+                                  std::span<uint32_t> indices, std::span<float> values);
 
 /// Makes right what keep_unsent() kept of elements that are sent: kept[indices[i]] becomes
 /// rests[i], rounded like the others. Shapes: indices: [k], each below kept's length; rests: [k];
@@ -55,14 +51,12 @@ void keep_rest(const FeedbackBlock& block, std::span<const uint32_t> indices,
 /// Shapes: in, out: [n]. Threads: safe on disjoint outputs.
 double copy_squares(const KernelTable& table, std::span<const base::Bf16> in, base::Bf16* out);
 
-/// Elements of a group whose variances stand for all 256 of it.
-inline constexpr size_t kVarianceSamples = 16;
-
-/// One variance for each kMeanSquareElements neighbours: the mean of the first kVarianceSamples.
-/// With mean squares in the gradients' place they are all equal; without, they were so long ago
-/// that only an estimate is wanted. Shapes: variances: [n]; out: [divide_up(n,
-/// kMeanSquareElements)]. Threads: pure.
-void group_variances(std::span<const float> variances, std::span<float> out);
+/// Adds the squares of scale * in by row and by column, all in f32 and in a fixed order, the same
+/// on all instruction sets. A square beyond f32 makes its sums infinite.
+/// Shapes: in: [row_sums, column_sums] row by row. Threads: safe on disjoint outputs.
+/// Source: Shazeer and Stern 2018 (Adafactor), section 3; docs/smartcomp.md has the use.
+void add_matrix_squares(const KernelTable& table, std::span<const base::Bf16> in, float scale,
+                        std::span<float> row_sums, std::span<float> column_sums);
 
 /// Which of the rule's planes is its variance. For rules that keep one (SI_CHECK).
 size_t variance_plane(UpdateRule rule);
@@ -80,13 +74,13 @@ StepAhead make_step_ahead(const RuleOptions& options, const GroupOptions& group,
 /// In steps of lr; for elements whose variance has decayed while they waited.
 inline constexpr float kStepAheadMost = 4;
 /// Takes weights to where they would be had what is kept arrived as well:
-/// weights -= lr * min(max(residual / (sqrt(v / bias) + eps), -kStepAheadMost), kStepAheadMost),
-/// in f32, the result rounded to their type.
-/// Shapes: weights: [n] of type; residual: [n]; v: [n] by its group of kMeanSquareElements, of
-/// which the first begins `phase` elements before weights[0]. Threads: safe on disjoint weights.
+/// weights -= min(max(lr * residual / (root * roots / sqrt(bias) + eps), -most), most) with
+/// most = |lr| * kStepAheadMost, in f32, the result rounded to their type.
+/// Shapes: weights: [n] of type, of one row of a matrix; residual: [n]; root times roots [n]: the
+/// square roots of the variances. Threads: safe on disjoint weights.
 /// Source: Xu, Huo and Huang 2021, step-ahead error feedback; docs/smartcomp.md.
 void step_ahead(const KernelTable& table, const StepAhead& how,
-                std::span<const base::Bf16> residual, std::span<const float> variances,
-                size_t phase, void* weights, base::DataType type);
+                std::span<const base::Bf16> residual, float root, std::span<const float> roots,
+                void* weights, base::DataType type);
 
 }  // namespace smartinf::kernels

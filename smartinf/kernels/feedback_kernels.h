@@ -1,38 +1,40 @@
 // What each instruction set implements of error feedback. The public side is feedback.h.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
 
 namespace smartinf::kernels {
 
-/// Elements that share one mean square, and the lanes its squares are added up in: lane l adds
+/// Elements whose squares are added up in f32, and the lanes they are added up in: lane l adds
 /// elements l, l + 32, ... in order; lanes are then added in halves (16 + 16, ..., 1 + 1).
-inline constexpr size_t kMeanSquareElements = 256;
-inline constexpr size_t kMeanSquareLanes = 32;
+inline constexpr size_t kSquaresGroup = 256;
+inline constexpr size_t kSquaresLanes = 32;
+/// The same of a matrix's row, whatever its length.
+inline constexpr size_t kRowLanes = 16;
 
-/// The sum of the sums by lane; uses them up. by_lane: [kMeanSquareLanes].
-inline float sum_of_lanes(float* by_lane) {
-  for (size_t half = kMeanSquareLanes / 2; half > 0; half /= 2) {
+/// The sum of the sums by lane; uses them up.
+template <size_t kLanes>
+float sum_of_lanes(std::array<float, kLanes>& by_lane) {
+  for (size_t half = kLanes / 2; half > 0; half /= 2) {
     for (size_t l = 0; l < half; ++l) by_lane[l] += by_lane[l + half];
   }
   return by_lane[0];
-}
-inline float mean_square(float* by_lane, size_t count) {
-  return sum_of_lanes(by_lane) / static_cast<float>(count);
 }
 /// A sum of n squares, or where it is beyond what f32 can tell, the same in f64. in: [n].
 double sum_in_range(float sum, const base::Bf16* in, size_t n);
 inline constexpr float kSquaresLeast = 1e-28f;
 
-// What is kept is rounded by the groups whose mean squares are found.
-static_assert(kMeanSquareElements == base::kQ8GroupElements);
+// What is kept is rounded by such groups too.
+static_assert(kSquaresGroup == base::kQ8GroupElements);
 
 /// What keep() reads and makes of n elements: arrays as in kernels::keep_unsent(), none of them
-/// null but squares. element: a multiple of kMeanSquareElements.
+/// null. element: a multiple of kSquaresGroup.
 struct FeedbackPass {
   const base::Bf16* gradient = nullptr;
   const base::Bf16* residual = nullptr;
@@ -41,26 +43,40 @@ struct FeedbackPass {
   uint64_t element = 0;        // the first one's place in the parameter space
   uint64_t rounding_seed = 0;  // as in state_codec.h
   base::Bf16* kept = nullptr;
-  float* squares = nullptr;  // or null
-  int32_t lowest = 0;        // magnitude of the smallest candidate
-  size_t room = 0;           // for candidates
-  size_t likely = 0;         // candidates; only time depends on it
+  int32_t lowest = 0;  // magnitude of the smallest candidate
+  size_t room = 0;     // for candidates
+  size_t likely = 0;   // candidates; only time depends on it
   uint32_t* indices = nullptr;
   float* values = nullptr;
 };
 
+/// What ahead() reads of n elements.
+struct AheadPass {
+  const base::Bf16* residual = nullptr;
+  float lr = 0;
+  float limit = 0;  // of a step
+  float root = 0;
+  const float* roots = nullptr;
+  float eps = 0;
+};
+/// Where root and eps are both 0: then what is kept is 0 too, and the step shall be.
+inline constexpr float kRootLeast = std::numeric_limits<float>::min();
+
 struct FeedbackKernels {
-  /// As kernels::add_feedback(). residual or squares may be null.
+  /// As kernels::add_feedback(). residual may be null.
   void (*add)(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
-              float* out, float* squares, size_t n);
+              float* out, size_t n);
   /// As kernels::keep_unsent(), but for choosing among the candidates: returns how many there are,
   /// or `room` when there may be no room for all: then what was written means nothing.
   size_t (*keep)(const FeedbackPass& pass, size_t n);
-  /// Copies; returns the sum of squares: in f32 for each kMeanSquareElements, by lanes as above, or
+  /// Copies; returns the sum of squares: in f32 for each kSquaresGroup, by lanes as above, or
   /// in f64 (sum_in_range); of those sums in f64. out may be null.
   double (*copy_squares)(const base::Bf16* in, base::Bf16* out, size_t n);
-  /// weights -= residual * rate, which is held within [-limit, limit].
-  void (*ahead)(const base::Bf16* residual, float rate, float limit, float* weights, size_t n);
+  /// As kernels::add_matrix_squares().
+  void (*add_matrix_squares)(const base::Bf16* in, size_t rows, size_t columns, float scale,
+                             float* row_sums, float* column_sums);
+  /// As kernels::step_ahead(), of f32; root has the bias in it.
+  void (*ahead)(const AheadPass& pass, float* weights, size_t n);
 };
 
 const FeedbackKernels& scalar_feedback();

@@ -51,47 +51,25 @@ HWY_INLINE hn::Vec<F32> sum_of_vectors(hn::Vec<F32> (&sums)[kVectors]) {
   return sums[0];
 }
 
-// A whole group. Returns the sum of its squares.
 template <bool kResidual>
-HWY_INLINE float add_group(const base::Bf16* gradient, const base::Bf16* residual, float scale,
-                           float decay, float* out) {
-  constexpr size_t kAccumulators = kMeanSquareLanes / hn::MaxLanes(F32());
+void add_all(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
+             float* out, size_t n) {
   const size_t lanes = hn::Lanes(F32());
   const auto scales = hn::Set(F32(), scale);
   const auto decays = hn::Set(F32(), decay);
-  hn::Vec<F32> sums[kAccumulators];
-  for (auto& sum : sums) sum = hn::Zero(F32());
-  for (size_t i = 0; i < kMeanSquareElements; i += kMeanSquareLanes) {
-    for (size_t a = 0; a < kAccumulators; ++a) {
-      const size_t at = i + a * lanes;
-      auto value = hn::Mul(scales, widened(gradient + at));
-      sums[a] = hn::Add(sums[a], hn::Mul(value, value));
-      if (kResidual) value = hn::Add(value, hn::Mul(decays, widened(residual + at)));
-      hn::StoreU(value, F32(), out + at);
-    }
-  }
-  return sum_of_vector(F32(), sum_of_vectors(sums));
-}
-
-template <bool kResidual>
-void add_groups(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
-                float* out, float* squares, size_t n) {
   size_t i = 0;
-  for (; i + kMeanSquareElements <= n; i += kMeanSquareElements) {
-    const float sum = add_group<kResidual>(gradient + i, kResidual ? residual + i : nullptr, scale,
-                                           decay, out + i);
-    if (squares != nullptr) *squares++ = sum / static_cast<float>(kMeanSquareElements);
+  for (; i + lanes <= n; i += lanes) {
+    auto value = hn::Mul(scales, widened(gradient + i));
+    if (kResidual) value = hn::Add(value, hn::Mul(decays, widened(residual + i)));
+    hn::StoreU(value, F32(), out + i);
   }
-  if (i < n) {
-    scalar_feedback().add(gradient + i, kResidual ? residual + i : nullptr, scale, decay, out + i,
-                          squares, n - i);
-  }
+  scalar_feedback().add(gradient + i, kResidual ? residual + i : nullptr, scale, decay, out + i,
+                        n - i);
 }
 
 void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
-         float* out, float* squares, size_t n) {
-  (residual == nullptr ? add_groups<false> : add_groups<true>)(gradient, residual, scale, decay,
-                                                               out, squares, n);
+         float* out, size_t n) {
+  (residual == nullptr ? add_all<false> : add_all<true>)(gradient, residual, scale, decay, out, n);
 }
 
 // Where many bf16 are widened and narrowed again, a vector holds elements 0, 2, 4, ... of two
@@ -140,7 +118,7 @@ template <bool kDecay, size_t kAtOnce>
 size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
   using I32 = hn::RebindToSigned<F32>;
   constexpr size_t kGroup = kCandidateGroup;
-  constexpr size_t kPairs = kMeanSquareLanes / (2 * hn::MaxLanes(F32()));
+  constexpr size_t kPairs = kSquaresLanes / (2 * hn::MaxLanes(F32()));
   const size_t lanes = hn::Lanes(F32());
   // Copies, because what is stored might otherwise be any of them.
   const base::Bf16* const gradient = pass.gradient;
@@ -152,41 +130,36 @@ size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
   const auto scales = hn::Set(F32(), pass.scale);
   const auto decays = hn::Set(F32(), pass.decay);
   const auto below = hn::Set(I32(), pass.lowest - 1);
-  HWY_ALIGN std::array<float, kMeanSquareElements> sum;  // even ones, then odd ones
+  HWY_ALIGN std::array<float, kSquaresGroup> sum;  // even ones, then odd ones
   // Four groups ahead, over the ends of pages, at which the processor's own prefetching stops.
-  constexpr size_t kFetchAhead = 4 * kMeanSquareElements;
+  constexpr size_t kFetchAhead = 4 * kSquaresGroup;
   constexpr size_t kLine = 64 / sizeof(base::Bf16);
   size_t found = 0;
-  for (size_t first = 0; first < n; first += kMeanSquareElements) {
+  for (size_t first = 0; first < n; first += kSquaresGroup) {
     const Progression numbers = rounding_key(pass.rounding_seed, pass.element + first).momentum;
     const auto stride = hn::Set(U32(), numbers.stride);
     auto random = hn::Add(hn::Set(U32(), numbers.start),
                           hn::Mul(hn::Iota(U32(), 0), hn::Add(stride, stride)));
     const auto random_step = hn::Set(U32(), numbers.stride * static_cast<uint32_t>(2 * lanes));
-    hn::Vec<F32> even_squares[kPairs];
-    hn::Vec<F32> odd_squares[kPairs];
-    for (size_t p = 0; p < kPairs; ++p) even_squares[p] = odd_squares[p] = hn::Zero(F32());
-    const size_t fetched = std::min(first + kFetchAhead, n - kMeanSquareElements);
-    for (size_t i = fetched; i < fetched + kMeanSquareElements; i += kLine) {
+    const size_t fetched = std::min(first + kFetchAhead, n - kSquaresGroup);
+    for (size_t i = fetched; i < fetched + kSquaresGroup; i += kLine) {
       hwy::Prefetch(gradient + i);
       hwy::Prefetch(residual + i);
     }
-    for (size_t i = 0; i < kMeanSquareElements; i += kGroup) {
+    for (size_t i = 0; i < kSquaresGroup; i += kGroup) {
       uint64_t even_bits = 0;
       uint64_t odd_bits = 0;
-      for (size_t half = 0; half < kGroup; half += kMeanSquareLanes) {
+      for (size_t half = 0; half < kGroup; half += kSquaresLanes) {
         for (size_t p = 0; p < kPairs; ++p) {
           const size_t at = i + half + p * 2 * lanes;
           auto [even, odd] = widened_pairs(gradient + first + at);
           const EvenOdd waiting = widened_pairs(residual + first + at);
           even = hn::Mul(scales, even);
           odd = hn::Mul(scales, odd);
-          even_squares[p] = hn::Add(even_squares[p], hn::Mul(even, even));
-          odd_squares[p] = hn::Add(odd_squares[p], hn::Mul(odd, odd));
           even = hn::Add(even, kDecay ? hn::Mul(decays, waiting.even) : waiting.even);
           odd = hn::Add(odd, kDecay ? hn::Mul(decays, waiting.odd) : waiting.odd);
           hn::Store(even, F32(), sum.data() + at / 2);
-          hn::Store(odd, F32(), sum.data() + kMeanSquareElements / 2 + at / 2);
+          hn::Store(odd, F32(), sum.data() + kSquaresGroup / 2 + at / 2);
           const auto candidates = [&](hn::Vec<F32> value) HWY_ATTR {
             return bits_of_mask(I32(), hn::Gt(hn::BitCast(I32(), hn::Abs(value)), below));
           };
@@ -208,14 +181,10 @@ size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
       found += put_candidates<kAtOnce>(spread(even_bits) | spread(odd_bits) << 1, first + i,
                                        value_at, indices + found, values + found);
     }
-    if (pass.squares != nullptr) {
-      pass.squares[first / kMeanSquareElements] =
-          sum_of_pairs(even_squares, odd_squares) / static_cast<float>(kMeanSquareElements);
-    }
   }
   return found;
 }
-static_assert(kMeanSquareElements == 256, "rotating the bits of a byte finds a group's element");
+static_assert(kSquaresGroup == 256, "rotating the bits of a byte finds a group's element");
 
 // NaNs are larger than any border, so they are among the candidates.
 HWY_INLINE void keep_nans(const FeedbackPass& pass, size_t found) {
@@ -237,7 +206,7 @@ size_t keep(const FeedbackPass& pass, size_t n) {
   const auto whole_groups =
       pass.decay == 1 ? (many ? keep_whole_groups<false, 16> : keep_whole_groups<false, 4>)
                       : (many ? keep_whole_groups<true, 16> : keep_whole_groups<true, 4>);
-  const size_t first = n - n % kMeanSquareElements;
+  const size_t first = n - n % kSquaresGroup;
   const size_t found = whole_groups(pass, first);
   if (found == pass.room) return found;
   keep_nans(pass, found);
@@ -247,7 +216,6 @@ size_t keep(const FeedbackPass& pass, size_t n) {
   rest.residual += first;
   rest.element += first;
   rest.kept += first;
-  if (rest.squares != nullptr) rest.squares += first / kMeanSquareElements;
   rest.room -= found;
   rest.indices += found;
   rest.values += found;
@@ -258,15 +226,15 @@ size_t keep(const FeedbackPass& pass, size_t n) {
 }
 
 double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
-  constexpr size_t kPairs = kMeanSquareLanes / (2 * hn::MaxLanes(F32()));
+  constexpr size_t kPairs = kSquaresLanes / (2 * hn::MaxLanes(F32()));
   const size_t lanes = hn::Lanes(F32());
   double total = 0;
   size_t first = 0;
-  for (; first + kMeanSquareElements <= n; first += kMeanSquareElements) {
+  for (; first + kSquaresGroup <= n; first += kSquaresGroup) {
     hn::Vec<F32> even[kPairs];
     hn::Vec<F32> odd[kPairs];
     for (size_t p = 0; p < kPairs; ++p) even[p] = odd[p] = hn::Zero(F32());
-    for (size_t i = 0; i < kMeanSquareElements; i += kMeanSquareLanes) {
+    for (size_t i = 0; i < kSquaresGroup; i += kSquaresLanes) {
       for (size_t p = 0; p < kPairs; ++p) {
         const size_t at = first + i + p * 2 * lanes;
         const EvenOdd value = widened_pairs(in + at);
@@ -274,7 +242,7 @@ double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
         odd[p] = hn::Add(odd[p], hn::Mul(value.odd, value.odd));
       }
     }
-    total += sum_in_range(sum_of_pairs(even, odd), in + first, kMeanSquareElements);
+    total += sum_in_range(sum_of_pairs(even, odd), in + first, kSquaresGroup);
   }
   if (out != nullptr) std::memcpy(static_cast<void*>(out), in, first * sizeof(base::Bf16));
   if (first == n) return total;
@@ -282,21 +250,82 @@ double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
          scalar_feedback().copy_squares(in + first, out == nullptr ? out : out + first, n - first);
 }
 
-void ahead(const base::Bf16* residual, float rate, float limit, float* weights, size_t n) {
+// kRows rows at once, so that the columns' sums are read and written once for all of them.
+template <size_t kRows>
+HWY_INLINE void add_rows(const base::Bf16* in, size_t columns, float scale, float* row_sums,
+                         float* column_sums) {
+  constexpr size_t kVectors = kRowLanes / hn::MaxLanes(F32());
   const size_t lanes = hn::Lanes(F32());
-  const auto rates = hn::Set(F32(), rate);
-  const auto most = hn::Set(F32(), limit);
-  const auto least = hn::Set(F32(), -limit);
+  const auto scales = hn::Set(F32(), scale);
+  hn::Vec<F32> by_lane[kRows][kVectors];
+  for (auto& row : by_lane) {
+    for (auto& sum : row) sum = hn::Zero(F32());
+  }
+  size_t c = 0;
+  for (; c + kRowLanes <= columns; c += kRowLanes) {
+    for (size_t v = 0; v < kVectors; ++v) {
+      const size_t at = c + v * lanes;
+      auto column = hn::LoadU(F32(), column_sums + at);
+      for (size_t r = 0; r < kRows; ++r) {
+        const auto value = hn::Mul(scales, widened(in + r * columns + at));
+        const auto square = hn::Mul(value, value);
+        by_lane[r][v] = hn::Add(by_lane[r][v], square);
+        column = hn::Add(column, square);
+      }
+      hn::StoreU(column, F32(), column_sums + at);
+    }
+  }
+  for (size_t r = 0; r < kRows; ++r) {
+    std::array<float, kRowLanes> sums;
+    for (size_t v = 0; v < kVectors; ++v) hn::StoreU(by_lane[r][v], F32(), sums.data() + v * lanes);
+    for (size_t i = c; i < columns; ++i) {
+      const float value = scale * base::to_f32(in[r * columns + i]);
+      const float square = value * value;
+      sums[i - c] += square;
+      column_sums[i] += square;
+    }
+    row_sums[r] += sum_of_lanes(sums);
+  }
+}
+
+void add_matrix_squares(const base::Bf16* in, size_t rows, size_t columns, float scale,
+                        float* row_sums, float* column_sums) {
+  constexpr size_t kAtOnce = 4;
+  size_t r = 0;
+  for (; r + kAtOnce <= rows; r += kAtOnce) {
+    add_rows<kAtOnce>(in + r * columns, columns, scale, row_sums + r, column_sums);
+  }
+  for (; r < rows; ++r) add_rows<1>(in + r * columns, columns, scale, row_sums + r, column_sums);
+}
+
+void ahead(const AheadPass& pass, float* weights, size_t n) {
+  const size_t lanes = hn::Lanes(F32());
+  const auto lr = hn::Set(F32(), pass.lr);
+  const auto row = hn::Set(F32(), pass.root);
+  const auto eps = hn::Set(F32(), pass.eps);
+  const auto most = hn::Set(F32(), pass.limit);
+  const auto least = hn::Set(F32(), -pass.limit);
+  const auto root_least = hn::Set(F32(), kRootLeast);
   size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
-    const auto step = hn::Min(hn::Max(hn::Mul(widened(residual + i), rates), least), most);
-    hn::StoreU(hn::Sub(hn::LoadU(F32(), weights + i), step), F32(), weights + i);
+    const auto roots = hn::Mul(row, hn::LoadU(F32(), pass.roots + i));
+    const auto root = hn::Max(hn::Add(roots, eps), root_least);
+    const auto step = hn::Div(hn::Mul(lr, widened(pass.residual + i)), root);
+    const auto held = hn::Min(hn::Max(step, least), most);
+    hn::StoreU(hn::Sub(hn::LoadU(F32(), weights + i), held), F32(), weights + i);
   }
-  scalar_feedback().ahead(residual + i, rate, limit, weights + i, n - i);
+  AheadPass rest = pass;
+  rest.residual += i;
+  rest.roots += i;
+  scalar_feedback().ahead(rest, weights + i, n - i);
 }
 
 FeedbackKernels feedback_kernels() {
-  return {.add = add, .keep = keep, .copy_squares = copy_squares, .ahead = ahead};
+  return {.add = add,
+          .keep = keep,
+          .copy_squares = copy_squares,
+          .add_matrix_squares = add_matrix_squares,
+          .ahead = ahead};
 }
 
 }  // namespace HWY_NAMESPACE

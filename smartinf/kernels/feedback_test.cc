@@ -33,7 +33,7 @@ std::vector<size_t> lengths() {
   std::vector<size_t> all;
   for (size_t n = 0; n <= 4 * 32 + 1; ++n) all.push_back(n);
   for (size_t n = 250; n <= 260; ++n) all.push_back(n);
-  all.push_back(5 * kMeanSquareElements + 77);
+  all.push_back(5 * kSquaresGroup + 77);
   return all;
 }
 
@@ -43,31 +43,76 @@ TEST(Feedback, EveryTargetGivesTheSameBits) {
     for (const size_t shift : {0ul, 1ul, 3ul}) {
       const auto gradient = values_of(n + shift, 1);
       const auto residual = values_of(n + shift, 2);
-      const std::span g = std::span(gradient).subspan(shift);
-      const size_t groups = base::divide_up(n, kMeanSquareElements);
       for (const bool feedback : {false, true}) {
-        for (const bool squared : {false, true}) {
-          const auto run = [&](const KernelTable& table) {
-            std::vector<float> out(n + shift + 1, -7.0f);
-            std::vector<float> squares(groups + 1, -7.0f);
-            const auto r =
-                feedback ? std::span(residual).subspan(shift) : std::span(residual).first(0);
-            add_feedback(table, g, r, 0.37f, 0.9f, std::span(out).subspan(shift, n),
-                         std::span(squares).first(squared ? groups : 0));
-            EXPECT_EQ(out.back(), -7.0f);
-            EXPECT_EQ(squares[squared ? groups : 0], -7.0f);
-            out.insert(out.end(), squares.begin(), squares.end());
-            return out;
-          };
-          const auto expected = run(truth);
-          for (const KernelTable* table : supported_tables()) {
-            const auto found = run(*table);
-            ASSERT_EQ(std::memcmp(found.data(), expected.data(), found.size() * sizeof(float)), 0)
-                << table->isa() << " n " << n << " shift " << shift << " feedback " << feedback;
-          }
+        const auto run = [&](const KernelTable& table) {
+          std::vector<float> out(n + shift + 1, -7.0f);
+          const auto r =
+              feedback ? std::span(residual).subspan(shift) : std::span(residual).first(0);
+          add_feedback(table, std::span(gradient).subspan(shift), r, 0.37f, 0.9f,
+                       std::span(out).subspan(shift, n));
+          EXPECT_EQ(out.back(), -7.0f);
+          return out;
+        };
+        const auto expected = run(truth);
+        for (const KernelTable* table : supported_tables()) {
+          const auto found = run(*table);
+          ASSERT_EQ(std::memcmp(found.data(), expected.data(), found.size() * sizeof(float)), 0)
+              << table->isa() << " n " << n << " shift " << shift << " feedback " << feedback;
         }
       }
     }
+  }
+}
+
+struct Sums {
+  std::vector<float> rows;
+  std::vector<float> columns;
+};
+
+TEST(MatrixSquares, EveryTargetGivesTheSameBits) {
+  for (const size_t columns : lengths()) {
+    for (const size_t rows : {0ul, 1ul, 3ul, 4ul, 5ul, 11ul}) {
+      auto matrix = values_of(rows * columns + 1, 8);
+      if (matrix.size() > 300) matrix[300] = base::to_bf16(3e30f);  // whose square is no number
+      const auto run = [&](const KernelTable& table) {
+        // They are added to what is there.
+        Sums sums{std::vector<float>(rows + 1, 0.5f), std::vector<float>(columns + 1, 0.25f)};
+        add_matrix_squares(table, std::span(matrix).subspan(1), 0.37f,
+                           std::span(sums.rows).first(rows),
+                           std::span(sums.columns).first(columns));
+        EXPECT_EQ(sums.rows.back(), 0.5f);
+        EXPECT_EQ(sums.columns.back(), 0.25f);
+        return sums;
+      };
+      const Sums expected = run(*supported_tables().front());
+      for (const KernelTable* table : supported_tables()) {
+        const Sums found = run(*table);
+        ASSERT_EQ(found.rows, expected.rows) << table->isa() << " " << rows << " x " << columns;
+        ASSERT_EQ(found.columns, expected.columns)
+            << table->isa() << " " << rows << " x " << columns;
+      }
+    }
+  }
+}
+
+TEST(MatrixSquares, AreSumsByRowAndColumn) {
+  constexpr size_t kRows = 37;
+  constexpr size_t kColumns = 301;
+  const auto matrix = values_of(kRows * kColumns, 9);
+  std::vector<float> rows(kRows);
+  std::vector<float> columns(kColumns);
+  add_matrix_squares(kernels(), matrix, 0.5f, rows, columns);
+  std::vector<double> expected_rows(kRows);
+  std::vector<double> expected_columns(kColumns);
+  for (size_t i = 0; i < matrix.size(); ++i) {
+    const double square = std::pow(0.5 * base::to_f32(matrix[i]), 2);
+    expected_rows[i / kColumns] += square;
+    expected_columns[i % kColumns] += square;
+  }
+  // Squares of denormals are 0.
+  for (size_t r = 0; r < kRows; ++r) EXPECT_NEAR(rows[r], expected_rows[r], 1e-5 * rows[r]);
+  for (size_t c = 0; c < kColumns; ++c) {
+    EXPECT_NEAR(columns[c], expected_columns[c], 1e-5 * columns[c] + 1e-40);
   }
 }
 
@@ -76,7 +121,6 @@ struct Kept {
   std::vector<uint32_t> indices;
   std::vector<float> values;
   std::vector<base::Bf16> kept;
-  std::vector<float> squares;
   float border = 0;
   double square = 0;
 };
@@ -92,9 +136,8 @@ Kept in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
   const size_t n = block.gradient.size();
   Kept made;
   made.kept.resize(n);
-  made.squares.resize(base::divide_up(n, kMeanSquareElements));
   std::vector<float> sum(n);
-  add_feedback(table, block.gradient, block.residual, block.scale, block.decay, sum, made.squares);
+  add_feedback(table, block.gradient, block.residual, block.scale, block.decay, sum);
   made.indices.resize(k);
   made.values.resize(k);
   top_k(table, sum, k, made.indices.data(), made.values.data());
@@ -118,14 +161,11 @@ std::optional<Kept> in_one_pass(const KernelTable& table, const FeedbackBlock& b
   Kept made{.indices = std::vector<uint32_t>(room + 1, 0xdeadbeefu),
             .values = std::vector<float>(room + 1, -7.0f),
             .kept = std::vector<base::Bf16>(n + 1, base::Bf16{0x4321}),
-            .squares = std::vector<float>(base::divide_up(n, kMeanSquareElements) + 1, -7.0f),
             .border = border};
   const auto found =
       keep_unsent(table, block, k, made.border, std::span(made.kept).first(n),
-                  std::span(made.squares).first(made.squares.size() - 1),
                   std::span(made.indices).first(room), std::span(made.values).first(room));
   EXPECT_EQ(made.kept.back().bits, 0x4321);
-  EXPECT_EQ(made.squares.back(), -7.0f);
   EXPECT_EQ(made.indices.back(), 0xdeadbeefu);
   EXPECT_EQ(made.values.back(), -7.0f);
   if (!found) {
@@ -134,7 +174,6 @@ std::optional<Kept> in_one_pass(const KernelTable& table, const FeedbackBlock& b
   }
   EXPECT_EQ(*found, k);
   made.kept.pop_back();
-  made.squares.pop_back();
   made.indices.resize(k);
   made.values.resize(k);
   keep_rest(block, made.indices, rests_of(made), made.kept);
@@ -162,7 +201,6 @@ void expect_one_pass_is_stages(const FeedbackBlock& block, size_t k, const std::
       ASSERT_EQ(found->indices, expected.indices) << where;
       ASSERT_TRUE(same_bits(found->values, expected.values)) << where;
       ASSERT_TRUE(same_bits(found->kept, expected.kept)) << where;
-      ASSERT_TRUE(same_bits(found->squares, expected.squares)) << where;
       ASSERT_EQ(found->border, expected.border) << where;
       if (!square) square = found->square;
       if (!std::isnan(expected.square)) {
@@ -183,7 +221,7 @@ TEST(Feedback, OnePassGivesTheBitsOfTheStages) {
                                   .residual = std::span(residual).subspan(shift),
                                   .scale = 0.37f,
                                   .decay = decay,
-                                  .element = 3 * kMeanSquareElements,
+                                  .element = 3 * kSquaresGroup,
                                   .step = 7,
                                   .seed = 11};
         for (const size_t k : {size_t{1}, n / 100 + 1, n / 12 + 1}) {
@@ -255,22 +293,22 @@ TEST(Feedback, SumsSquaresThatAnF32DoesNotHold) {
   }
 }
 
-TEST(Feedback, IsTheSumAndTheMeanSquare) {
+TEST(Feedback, IsTheSum) {
   constexpr size_t kCount = 600;
   const auto gradient = values_of(kCount, 3);
   const auto residual = values_of(kCount, 4);
   std::vector<float> out(kCount);
-  std::vector<float> squares(3);
-  add_feedback(kernels(), gradient, residual, 0.5f, 0.25f, out, squares);
-  std::vector<double> sums(3);
+  add_feedback(kernels(), gradient, residual, 0.5f, 0.25f, out);
   for (size_t i = 0; i < kCount; ++i) {
     EXPECT_EQ(out[i], 0.5f * base::to_f32(gradient[i]) + 0.25f * base::to_f32(residual[i]));
-    sums[i / kMeanSquareElements] += std::pow(0.5 * base::to_f32(gradient[i]), 2);
   }
-  for (size_t g = 0; g < 3; ++g) {
-    const double mean = sums[g] / (g < 2 ? 256.0 : 88.0);
-    EXPECT_NEAR(squares[g], mean, 1e-5 * mean);
-  }
+}
+
+std::vector<float> roots_of(size_t n) {
+  std::vector<float> roots(n);
+  for (size_t i = 0; i < n; ++i)
+    roots[i] = i % 31 == 7 ? 0.0f : 0.3f + 0.01f * static_cast<float>(i % 97);
+  return roots;
 }
 
 TEST(StepAhead, EveryTargetGivesTheSameBits) {
@@ -278,11 +316,8 @@ TEST(StepAhead, EveryTargetGivesTheSameBits) {
   for (const size_t n : lengths()) {
     const auto residual = values_of(n, 5);
     const auto start = values_of(n, 6);
-    for (const size_t phase : {0ul, 77ul, 255ul}) {
-      std::vector<float> variances(base::divide_up(phase + n, kMeanSquareElements));
-      for (size_t g = 0; g < variances.size(); ++g) {
-        variances[g] = g % 3 == 2 ? 0.0f : 0.3f / static_cast<float>(g + 1);
-      }
+    const auto roots = roots_of(n);
+    for (const float root : {1.0f, 0.01f, 0.0f}) {
       for (const base::DataType type :
            {base::DataType::kF32, base::DataType::kBf16, base::DataType::kF16}) {
         const auto run = [&](const KernelTable& table) {
@@ -290,13 +325,13 @@ TEST(StepAhead, EveryTargetGivesTheSameBits) {
           table.cast_to_f32(start.data(), base::DataType::kBf16, wide.data(), n);
           std::vector<std::byte> weights(n * base::data_type_bytes(type));
           table.cast_from_f32(wide.data(), weights.data(), type, n);
-          step_ahead(table, {.lr = 0.1f, .bias = 0.7f, .eps = 1e-8f}, residual, variances, phase,
+          step_ahead(table, {.lr = 0.1f, .bias = 0.7f, .eps = 1e-8f}, residual, root, roots,
                      weights.data(), type);
           return weights;
         };
         const auto expected = run(truth);
         for (const KernelTable* table : supported_tables()) {
-          ASSERT_EQ(run(*table), expected) << table->isa() << " n " << n << " phase " << phase;
+          ASSERT_EQ(run(*table), expected) << table->isa() << " n " << n << " root " << root;
         }
       }
     }
@@ -304,35 +339,36 @@ TEST(StepAhead, EveryTargetGivesTheSameBits) {
 }
 
 TEST(StepAhead, IsAStepOfWhatIsKeptWithinItsBound) {
-  constexpr size_t kCount = 600;
-  constexpr size_t kPhase = 100;
+  constexpr size_t kCount = 3000;
   const auto residual = values_of(kCount, 7);
+  const auto roots = roots_of(kCount);
   std::vector<float> weights(kCount, 1.0f);
-  const std::vector<float> variances{0.5f, 2.0f, 0.0f};
-  step_ahead(kernels(), {.lr = 0.01f, .bias = 0.5f, .eps = 1e-8f}, residual, variances, kPhase,
+  step_ahead(kernels(), {.lr = 0.01f, .bias = 0.5f, .eps = 1e-8f}, residual, 0.75f, roots,
              weights.data(), base::DataType::kF32);
   size_t bounded = 0;
   for (size_t i = 0; i < kCount; ++i) {
-    const double v = variances[(kPhase + i) / kMeanSquareElements];
-    const double steps = base::to_f32(residual[i]) / (std::sqrt(v / 0.5) + 1e-8);
+    const double root = 0.75 * roots[i] / std::sqrt(0.5) + 1e-8;
+    const double steps = base::to_f32(residual[i]) / root;
     bounded += std::abs(steps) > kStepAheadMost ? 1 : 0;
     EXPECT_NEAR(weights[i], 1 - 0.01 * std::clamp<double>(steps, -kStepAheadMost, kStepAheadMost),
                 1e-6);
   }
   EXPECT_GT(bounded, 0u);
   EXPECT_LT(bounded, kCount / 4);
-  step_ahead(kernels(), {.lr = -0.01f, .bias = 0.5f, .eps = 1e-8f}, residual, variances, kPhase,
+  step_ahead(kernels(), {.lr = -0.01f, .bias = 0.5f, .eps = 1e-8f}, residual, 0.75f, roots,
              weights.data(), base::DataType::kF32);
   for (const float weight : weights) EXPECT_NEAR(weight, 1, 1e-6);  // maximizing is the way back
 }
 
-TEST(StepAhead, GroupVariancesAreMeansOfTheFirst) {
-  std::vector<float> variances(kMeanSquareElements + 3, 9.0f);
-  for (size_t i = 0; i < kVarianceSamples; ++i) variances[i] = static_cast<float>(i);
-  std::fill(variances.end() - 3, variances.end(), 5.0f);
-  std::vector<float> groups(2);
-  group_variances(variances, groups);
-  EXPECT_EQ(groups, (std::vector<float>{(kVarianceSamples - 1) / 2.0f, 5.0f}));
+TEST(StepAhead, LeavesAWeightWhereNothingIsKeptAndNothingIsKnown) {
+  const std::vector<base::Bf16> residual(40);
+  const std::vector<float> roots(40);
+  for (const KernelTable* table : supported_tables()) {
+    std::vector<float> weights(40, 1.0f);
+    step_ahead(*table, {.lr = 0.01f, .bias = 0.5f, .eps = 0}, residual, 0, roots, weights.data(),
+               base::DataType::kF32);
+    EXPECT_EQ(weights, std::vector<float>(40, 1.0f)) << table->isa();
+  }
 }
 
 }  // namespace

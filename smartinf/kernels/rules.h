@@ -21,17 +21,17 @@ inline float lerp(float a, float b, float weight) {
   return weight < 0.5f ? a + weight * (b - a) : b + (weight - 1.0f) * (b - a);
 }
 
-/// Adam and AdamW; they differ in which of the two decays is not neutral. mean_square: what the
-/// variance takes in place of the gradient's square, or null (UpdateBlock::mean_squares).
+/// Adam and AdamW; they differ in which of the two decays is not neutral. square: what the variance
+/// takes in place of the gradient's, or null (UpdateBlock::squares).
 /// Source: Kingma and Ba 2015, Algorithm 1 in the order of its section 2, where step size and eps
 /// carry the bias corrections; Loshchilov and Hutter 2019, Algorithm 2.
-inline void update_adam(const StepScalars& s, float gradient, const float* mean_square,
+inline void update_adam(const StepScalars& s, float gradient, const float* square,
                         ElementState& e) {
   e.master = e.master * s.decay_factor;
   if (s.weight_decay != 0) gradient = gradient + s.weight_decay * e.master;
   e.momentum = lerp(e.momentum, gradient, s.one_minus_beta1);
-  const float share = mean_square != nullptr ? s.one_minus_beta2 * *mean_square
-                                             : (s.one_minus_beta2 * gradient) * gradient;
+  const float share =
+      square != nullptr ? s.one_minus_beta2 * *square : (s.one_minus_beta2 * gradient) * gradient;
   e.variance = e.variance * s.beta2 + share;
   e.master = e.master + (-s.step_size * e.momentum) / (std::sqrt(e.variance) + s.eps);
 }
@@ -71,10 +71,10 @@ inline void update_lion(const StepScalars& s, float gradient, ElementState& e) {
 }
 
 /// One step of one element. `gradient` is as it came; scale and sign are applied here, but not to
-/// `mean_square`, which is null but for Adam and AdamW.
+/// `square`, which is null but for Adam and AdamW.
 /// NaN results are made the one quiet NaN 0x7fc00000, since the payload that arithmetic produces
 /// differs between processors.
-ElementState update_element(const StepScalars& scalars, float gradient, const float* mean_square,
+ElementState update_element(const StepScalars& scalars, float gradient, const float* square,
                             ElementState state);
 
 }  // namespace smartinf::kernels

@@ -35,8 +35,8 @@ struct WholeTiles {
   std::byte* variance = nullptr;
   float* momentum_steps = nullptr;  // q8: one step a tile
   float* variance_steps = nullptr;
-  const float* mean_squares = nullptr;  // one a tile, or null
-  uint64_t element = 0;                 // of the first tile in the parameter space
+  const float* squares = nullptr;  // one for each element, or null
+  uint64_t element = 0;            // of the first tile in the parameter space
 };
 
 /// Any n for casts; at most kTileElements (kNormLeafElements for squares) otherwise. Pointers are
@@ -47,10 +47,10 @@ struct TileKernels {
   void (*widen)(const void* in, base::DataType type, float* out, size_t n);
   void (*narrow)(const float* in, void* out, base::DataType type, size_t n);
 
-  /// One step in place. momentum or variance is null when the rule does not keep it. mean_square:
-  /// the tile's, or null.
+  /// One step in place. momentum or variance is null when the rule does not keep it. squares: [n]
+  /// in place of the gradient's, or null.
   void (*update)(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
-                 float* variance, size_t n, const float* mean_square);
+                 float* variance, size_t n, const float* squares);
 
   /// All stages at once, values staying in registers from read to write: the way of nearly all
   /// elements. Null: there is none, and the stages do it one by one. Same bits either way.
@@ -63,6 +63,9 @@ struct TileKernels {
   float (*encode_q8)(base::PlaneKind kind, RoundingKey key, const float* in, uint8_t* out,
                      size_t n);
   void (*decode_q8)(base::PlaneKind kind, float step, const uint8_t* in, float* out, size_t n);
+
+  /// out[i] = in[i] * by.
+  void (*multiply)(const float* in, float by, float* out, size_t n);
 
   /// Sum of squares of a leaf: lane l adds elements l, l + 16, l + 32, ... in order; lanes are then
   /// added in halves (8 + 8, 4 + 4, 2 + 2, 1 + 1).

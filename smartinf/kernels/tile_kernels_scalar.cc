@@ -9,13 +9,13 @@
 
 namespace smartinf::kernels {
 
-ElementState update_element(const StepScalars& scalars, float gradient, const float* mean_square,
+ElementState update_element(const StepScalars& scalars, float gradient, const float* square,
                             ElementState state) {
   gradient = gradient * (scalars.maximize ? -scalars.gradient_scale : scalars.gradient_scale);
   switch (scalars.rule) {
     case UpdateRule::kAdamW:
     case UpdateRule::kAdam:
-      update_adam(scalars, gradient, mean_square, state);
+      update_adam(scalars, gradient, square, state);
       break;
     case UpdateRule::kSgdMomentum:
       update_sgd(scalars, gradient, state);
@@ -78,12 +78,12 @@ void narrow(const float* in, void* out, DataType type, size_t n) {
 }
 
 void update(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
-            float* variance, size_t n, const float* mean_square) {
+            float* variance, size_t n, const float* squares) {
   for (size_t i = 0; i < n; ++i) {
     ElementState state{.master = master[i],
                        .momentum = momentum != nullptr ? momentum[i] : 0,
                        .variance = variance != nullptr ? variance[i] : 0};
-    state = update_element(scalars, gradient[i], mean_square, state);
+    state = update_element(scalars, gradient[i], squares != nullptr ? squares + i : nullptr, state);
     master[i] = state.master;
     if (momentum != nullptr) momentum[i] = state.momentum;
     if (variance != nullptr) variance[i] = state.variance;
@@ -128,6 +128,10 @@ void decode_q8(PlaneKind kind, float step, const uint8_t* in, float* out, size_t
   }
 }
 
+void multiply(const float* in, float by, float* out, size_t n) {
+  for (size_t i = 0; i < n; ++i) out[i] = in[i] * by;
+}
+
 double leaf_squares(const void* in, DataType type, size_t n) {
   std::array<double, kNormLanes> lanes{};
   std::array<float, kNormLanes> wide{};
@@ -157,6 +161,7 @@ const TileKernels& scalar_tiles() {
                                   .encode_bf16 = encode_bf16,
                                   .encode_q8 = encode_q8,
                                   .decode_q8 = decode_q8,
+                                  .multiply = multiply,
                                   .leaf_squares = leaf_squares,
                                   .selection = scalar_selection(),
                                   .feedback = scalar_feedback()};

@@ -179,13 +179,13 @@ struct StateVectors {
   VF master;
   VF momentum;
   VF variance;
-  VF root;         // of the variance; set by rules that keep one
-  VF mean_square;  // of the tile, for rules with kMeanSquares
+  VF root;    // of the variance; set by rules that keep one
+  VF square;  // in place of the gradient's, for rules with kSquares
 };
 
 HWY_INLINE StateVectors zero_state() {
   const VF zero = hn::Zero(F32());
-  return {.master = zero, .momentum = zero, .variance = zero, .root = zero, .mean_square = zero};
+  return {.master = zero, .momentum = zero, .variance = zero, .root = zero, .square = zero};
 }
 
 // Each rule holds its scalars, one in every lane; update() does one step, and watch() is NaN in a
@@ -224,7 +224,7 @@ template <bool kDecays, bool kNear>
 struct Adam {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = true;
-  static constexpr bool kMeanSquares = false;
+  static constexpr bool kSquares = false;
   explicit Adam(const StepScalars& s)
       : decay(s), weight(set(kNear ? s.one_minus_beta1 : s.one_minus_beta1 - 1.0f)), end(s) {}
   HWY_INLINE void update(VF gradient, StateVectors& e) const {
@@ -241,13 +241,13 @@ struct Adam {
   AdamEnd end;
 };
 
-// Adam whose variance is given the mean squares of a gradient that it does not see whole. Rarer,
+// Adam whose variance is given the squares of a gradient that it does not see whole. Rarer,
 // so its cases are told apart at run time.
-struct AdamOfMeanSquares {
+struct AdamOfSquares {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = true;
-  static constexpr bool kMeanSquares = true;
-  explicit AdamOfMeanSquares(const StepScalars& s)
+  static constexpr bool kSquares = true;
+  explicit AdamOfSquares(const StepScalars& s)
       : decays(s.weight_decay != 0),
         near(s.one_minus_beta1 < 0.5f),
         decay(s),
@@ -258,7 +258,7 @@ struct AdamOfMeanSquares {
     if (decays) gradient = decay(gradient, e.master);
     const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
     e.momentum = hn::Add(near ? e.momentum : gradient, difference);
-    end(hn::Mul(end.one_minus_beta2, e.mean_square), e);
+    end(hn::Mul(end.one_minus_beta2, e.square), e);
   }
   HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
 
@@ -272,7 +272,7 @@ template <bool kDecays>
 struct Sgd {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = false;
-  static constexpr bool kMeanSquares = false;
+  static constexpr bool kSquares = false;
   explicit Sgd(const StepScalars& s)
       : decay(s),
         forgets(s.first_step || s.beta1 == 0),
@@ -301,7 +301,7 @@ template <bool kDecays>
 struct Adagrad {
   static constexpr bool kMomentum = false;
   static constexpr bool kVariance = true;
-  static constexpr bool kMeanSquares = false;
+  static constexpr bool kSquares = false;
   explicit Adagrad(const StepScalars& s)
       : decay(s),
         first_step(s.first_step),
@@ -324,7 +324,7 @@ struct Adagrad {
 struct Lion {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = false;
-  static constexpr bool kMeanSquares = false;
+  static constexpr bool kSquares = false;
   explicit Lion(const StepScalars& s)
       : decay_factor(set(s.decay_factor)),
         beta1(set(s.beta1)),
@@ -356,12 +356,12 @@ void canonicalize(float* values, size_t n) {
 
 // Calls `work` with the type of the rule as its template argument.
 template <typename Work>
-HWY_INLINE void with_rule(const StepScalars& s, bool mean_squares, const Work& work) {
+HWY_INLINE void with_rule(const StepScalars& s, bool squares, const Work& work) {
   const bool decays = s.weight_decay != 0;
   switch (s.rule) {
     case UpdateRule::kAdamW:
     case UpdateRule::kAdam:
-      if (mean_squares) return work.template operator()<AdamOfMeanSquares>();
+      if (squares) return work.template operator()<AdamOfSquares>();
       if (s.one_minus_beta1 < 0.5f) {
         return decays ? work.template operator()<Adam<true, true>>()
                       : work.template operator()<Adam<false, true>>();
@@ -385,7 +385,7 @@ HWY_INLINE VF gradient_scale(const StepScalars& s) {
 
 template <typename Rule>
 void update_rule(const StepScalars& s, const float* gradient, float* master, float* momentum,
-                 float* variance, size_t n, const float* mean_square) {
+                 float* variance, size_t n, const float* squares) {
   const F32 f32;
   const size_t lanes = hn::Lanes(f32);
   const VF scale = gradient_scale(s);
@@ -396,7 +396,7 @@ void update_rule(const StepScalars& s, const float* gradient, float* master, flo
     e.master = hn::LoadU(f32, master + i);
     if constexpr (Rule::kMomentum) e.momentum = hn::LoadU(f32, momentum + i);
     if constexpr (Rule::kVariance) e.variance = hn::LoadU(f32, variance + i);
-    if constexpr (Rule::kMeanSquares) e.mean_square = set(*mean_square);
+    if constexpr (Rule::kSquares) e.square = hn::LoadU(f32, squares + i);
     rule.update(hn::Mul(hn::LoadU(f32, gradient + i), scale), e);
     hn::StoreU(canonical_nan(e.master), f32, master + i);
     if constexpr (Rule::kMomentum) hn::StoreU(canonical_nan(e.momentum), f32, momentum + i);
@@ -404,14 +404,15 @@ void update_rule(const StepScalars& s, const float* gradient, float* master, flo
   }
   if (i < n) {
     scalar_tiles().update(s, gradient + i, master + i, Rule::kMomentum ? momentum + i : nullptr,
-                          Rule::kVariance ? variance + i : nullptr, n - i, mean_square);
+                          Rule::kVariance ? variance + i : nullptr, n - i,
+                          squares == nullptr ? nullptr : squares + i);
   }
 }
 
 void update(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
-            float* variance, size_t n, const float* mean_square) {
-  with_rule(scalars, mean_square != nullptr, [&]<typename Rule>() {
-    update_rule<Rule>(scalars, gradient, master, momentum, variance, n, mean_square);
+            float* variance, size_t n, const float* squares) {
+  with_rule(scalars, squares != nullptr, [&]<typename Rule>() {
+    update_rule<Rule>(scalars, gradient, master, momentum, variance, n, squares);
   });
 }
 
@@ -725,7 +726,7 @@ class TileStep {
   /// does `watch`; the caller makes it canonical.
   HWY_INLINE void vector(size_t i, StateVectors& e, VF& watch) const {
     e.master = hn::LoadU(F32(), t_.master + i);
-    if constexpr (Rule::kMeanSquares) e.mean_square = set(t_.mean_squares[i / kTileElements]);
+    if constexpr (Rule::kSquares) e.square = hn::LoadU(F32(), t_.squares + i);
     rule_.update(hn::Mul(load_gradient<kGradient>(t_.gradient, i), scale_), e);
     watch = hn::Add(watch, rule_.watch(e));
     hn::StoreU(e.master, F32(), t_.master + i);
@@ -980,7 +981,7 @@ void update_whole(base::StateFormat format, const StepScalars& s, const WholeTil
 }
 
 void update_whole_tiles(base::StateFormat format, const StepScalars& s, const WholeTiles& t) {
-  with_rule(s, t.mean_squares != nullptr, [&]<typename Rule>() {
+  with_rule(s, t.squares != nullptr, [&]<typename Rule>() {
     switch (t.gradient_type) {
       case DataType::kF32:
         update_whole<Rule, DataType::kF32>(format, s, t);
@@ -996,6 +997,16 @@ void update_whole_tiles(base::StateFormat format, const StepScalars& s, const Wh
 }
 
 // ---- norm ----
+
+void multiply(const float* in, float by, float* out, size_t n) {
+  const size_t lanes = hn::Lanes(F32());
+  const VF factor = set(by);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    hn::StoreU(hn::Mul(hn::LoadU(F32(), in + i), factor), F32(), out + i);
+  }
+  for (; i < n; ++i) out[i] = in[i] * by;
+}
 
 double leaf_squares(const void* in, DataType type, size_t n) {
   const F64 f64;
@@ -1041,6 +1052,7 @@ TileKernels tiles() {
           .encode_bf16 = encode_bf16,
           .encode_q8 = encode_q8,
           .decode_q8 = decode_q8,
+          .multiply = multiply,
           .leaf_squares = leaf_squares,
           .selection = selection_kernels(),
           .feedback = feedback_kernels()};

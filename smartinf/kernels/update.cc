@@ -111,6 +111,48 @@ class RunCursor {
   uint64_t ahead_;
 };
 
+/// Walks through the squares of a block.
+class SquaresCursor {
+ public:
+  SquaresCursor(const TileKernels& tiles, std::span<const SquaresRow> rows)
+      : tiles_(tiles), rows_(rows) {}
+  bool given() const { return !rows_.empty(); }
+
+  /// Those of the next elements.
+  void take(std::span<float> out) {
+    each(out.size(), [&](const SquaresRow& row, uint64_t from, size_t count) {
+      tiles_.multiply(row.columns + from, row.mean, out.data(), count);
+      out = out.subspan(count);
+    });
+  }
+  void skip(uint64_t count) {
+    each(count, [](const SquaresRow&, uint64_t, size_t) {});
+  }
+
+ private:
+  template <typename Act>
+  void each(uint64_t left, const Act& act) {
+    while (left > 0) {
+      SI_CHECK(row_ < rows_.size(), "the squares of a block cover all its elements");
+      const SquaresRow& row = rows_[row_];
+      const auto count = static_cast<size_t>(std::min(left, row.count - taken_));
+      act(row, taken_, count);
+      left -= count;
+      taken_ += count;
+      if (taken_ < row.count) return;
+      ++row_;
+      taken_ = 0;
+    }
+  }
+  const TileKernels& tiles_;
+  std::span<const SquaresRow> rows_;
+  size_t row_ = 0;
+  uint64_t taken_ = 0;  // of that row
+};
+
+/// Tiles whose squares are made at once, to be read from the first-level cache.
+constexpr size_t kSquaresAtOnce = 16;
+
 /// The stages of a block's update, with what they all need.
 class BlockUpdate {
  public:
@@ -119,6 +161,7 @@ class BlockUpdate {
       : tiles_(tiles),
         format_(format),
         block_(block),
+        squares_(tiles, block.squares),
         step_seed_(rounding_seed(scalars.seed, scalars.step)),
         master_(reinterpret_cast<float*>(block.planes[0])) {
     const std::span<const PlaneKind> kinds = rule_planes(scalars.rule);
@@ -129,26 +172,26 @@ class BlockUpdate {
     }
   }
 
-  /// Weights out for elements whose master stays as it is.
+  /// Elements that stay as they are: weights out, no more.
+  void leave(size_t first, size_t count) {
+    if (squares_.given()) squares_.skip(count);
+    weights_of(first, count);
+  }
+
   void weights_of(size_t first, size_t count) const {
     if (block_.weights_out == nullptr) return;
     tiles_.narrow(master_ + first, weights_at(first), block_.weights_type, count);
   }
 
-  void whole_tiles(size_t first, size_t count, const StepScalars& scalars) const {
-    tiles_.update_whole_tiles(format_, scalars,
-                              {.count = count,
-                               .gradient = gradient_at(first),
-                               .gradient_type = block_.gradient_type,
-                               .weights = weights_at(first),
-                               .weights_type = block_.weights_type,
-                               .master = master_ + first,
-                               .momentum = momentum_.codes(first),
-                               .variance = variance_.codes(first),
-                               .momentum_steps = momentum_.steps(first),
-                               .variance_steps = variance_.steps(first),
-                               .mean_squares = mean_square_at(first),
-                               .element = block_.element + first});
+  void whole_tiles(size_t first, size_t count, const StepScalars& scalars) {
+    if (!squares_.given()) return some_tiles(first, count, scalars, nullptr);
+    alignas(64) std::array<float, kSquaresAtOnce * kTileElements> squares;
+    for (size_t done = 0; done < count;) {
+      const size_t some = std::min(kSquaresAtOnce, count - done);
+      squares_.take({squares.data(), some * kTileElements});
+      some_tiles(first + done * kTileElements, some, scalars, squares.data());
+      done += some;
+    }
   }
 
   /// Stage by stage: the last tile of a block, one whose elements differ in scalars, and every tile
@@ -163,6 +206,12 @@ class BlockUpdate {
     float* master = master_ + first;
     float* momentum = momentum_.present() ? momentum_.load(first, count) : nullptr;
     float* variance = variance_.present() ? variance_.load(first, count) : nullptr;
+    std::array<float, kTileElements> own_squares;
+    const float* squares = nullptr;
+    if (squares_.given()) {
+      squares_.take({own_squares.data(), count});
+      squares = own_squares.data();
+    }
     for (size_t done = 0; done < count;) {
       SI_CHECK(cursor.ahead() > 0, "the runs of a block cover all its elements");
       const auto piece = static_cast<size_t>(std::min<uint64_t>(cursor.ahead(), count - done));
@@ -170,7 +219,7 @@ class BlockUpdate {
         tiles_.update(cursor.scalars(), gradient + done, master + done,
                       momentum != nullptr ? momentum + done : nullptr,
                       variance != nullptr ? variance + done : nullptr, piece,
-                      mean_square_at(first));
+                      squares != nullptr ? squares + done : nullptr);
       }
       done += piece;
       cursor.advance(piece);
@@ -184,12 +233,25 @@ class BlockUpdate {
   }
 
  private:
+  void some_tiles(size_t first, size_t count, const StepScalars& scalars,
+                  const float* squares) const {
+    tiles_.update_whole_tiles(format_, scalars,
+                              {.count = count,
+                               .gradient = gradient_at(first),
+                               .gradient_type = block_.gradient_type,
+                               .weights = weights_at(first),
+                               .weights_type = block_.weights_type,
+                               .master = master_ + first,
+                               .momentum = momentum_.codes(first),
+                               .variance = variance_.codes(first),
+                               .momentum_steps = momentum_.steps(first),
+                               .variance_steps = variance_.steps(first),
+                               .squares = squares,
+                               .element = block_.element + first});
+  }
   const void* gradient_at(size_t first) const {
     return static_cast<const std::byte*>(block_.gradient) +
            first * base::data_type_bytes(block_.gradient_type);
-  }
-  const float* mean_square_at(size_t first) const {
-    return block_.mean_squares == nullptr ? nullptr : block_.mean_squares + first / kTileElements;
   }
   void* weights_at(size_t first) const {
     if (block_.weights_out == nullptr) return nullptr;
@@ -200,6 +262,7 @@ class BlockUpdate {
   const TileKernels& tiles_;
   base::StateFormat format_;
   const UpdateBlock& block_;
+  SquaresCursor squares_;
   uint64_t step_seed_;
   float* master_;
   PlaneTile momentum_;
@@ -233,8 +296,8 @@ void KernelTable::update_block(base::StateFormat format, const UpdateBlock& bloc
   if (block.count == 0) return;
   SI_CHECK(!runs.empty(), "a block needs the scalars of its elements");
   SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
-  SI_CHECK(block.mean_squares == nullptr || takes_mean_squares(runs.front().scalars->rule),
-           "mean squares are for Adam's variance");
+  SI_CHECK(block.squares.empty() || takes_squares(runs.front().scalars->rule),
+           "squares are for Adam's variance");
   BlockUpdate update(tiles_, format, block, *runs.front().scalars);
   RunCursor cursor(runs);
   for (size_t first = 0; first < block.count;) {
@@ -243,7 +306,7 @@ void KernelTable::update_block(base::StateFormat format, const UpdateBlock& bloc
     if (cursor.scalars().skip && (ahead >= kTileElements || ahead == left)) {
       // Not even decoded and encoded again, so that what is left alone keeps its bits.
       const size_t count = ahead == left ? left : ahead / kTileElements * kTileElements;
-      update.weights_of(first, count);
+      update.leave(first, count);
       cursor.advance(count);
       first += count;
     } else if (ahead >= kTileElements && tiles_.update_whole_tiles != nullptr) {

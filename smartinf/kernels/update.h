@@ -17,6 +17,14 @@
 
 namespace smartinf::kernels {
 
+/// Squares of neighbours in a row of a matrix: square i is mean * columns[i]. Rows of a block are
+/// ordered, without gaps, and sum to its elements.
+struct SquaresRow {
+  uint64_t count = 0;
+  float mean = 0;
+  const float* columns = nullptr;  // [count]
+};
+
 /// One checksum block of a subgroup: what an update reads and writes.
 struct UpdateBlock {
   /// This block of each plane, in rule_planes() order, encoded as base::plane_encoding says.
@@ -26,9 +34,9 @@ struct UpdateBlock {
   uint64_t element = 0;            // index of the first one in the parameter space; multiple of 256
   const void* gradient = nullptr;  // [count] of gradient_type
   base::DataType gradient_type = base::DataType::kBf16;
-  /// Adam and AdamW only: what the variance takes in place of the squares of `gradient`, one for
-  /// kTileElements neighbours, already scaled; null: those squares. [divide_up(count, 256)]
-  const float* mean_squares = nullptr;
+  /// Adam and AdamW only: what the variance takes in place of the squares of `gradient`, already
+  /// scaled; empty: those squares.
+  std::span<const SquaresRow> squares = {};
   void* weights_out = nullptr;  // [count] of weights_type, or null: no weights wanted
   base::DataType weights_type = base::DataType::kBf16;
 };

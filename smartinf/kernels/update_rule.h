@@ -30,8 +30,8 @@ std::optional<UpdateRule> update_rule_from_name(std::string_view name);
 /// The planes the rule keeps, in their order on the drive; master comes first.
 std::span<const base::PlaneKind> rule_planes(UpdateRule rule);
 
-/// Whether its variance can be given mean squares of the gradient (UpdateBlock::mean_squares).
-inline bool takes_mean_squares(UpdateRule rule) {
+/// Whether its variance can be given squares that are not its gradient's (UpdateBlock::squares).
+inline bool takes_squares(UpdateRule rule) {
   return rule == UpdateRule::kAdamW || rule == UpdateRule::kAdam;
 }
 

@@ -51,9 +51,14 @@ TEST(UpdateBlock, AdamWFollowsTheFormula) {
   }
 }
 
-TEST(UpdateBlock, MeanSquaresTakeThePlaceOfTheGradientsSquares) {
-  const size_t n = kTileElements + 3;
-  const std::vector<float> mean_squares = {4.0f, 0.25f};
+TEST(UpdateBlock, GivenSquaresTakeThePlaceOfTheGradients) {
+  const size_t n = 20 * kTileElements + 3;
+  // Rows that begin and end anywhere.
+  const std::vector<float> columns = {4.0f, 0.25f, 1.0f, 2.0f, 0.5f, 8.0f, 16.0f};
+  std::vector<SquaresRow> rows = {{3, 0.5f, columns.data() + 4}};
+  for (uint64_t left = n - 3; left > 0; left -= rows.back().count) {
+    rows.push_back({std::min<uint64_t>(7, left), static_cast<float>(rows.size()), columns.data()});
+  }
   const std::vector<float> gradient(n, 0.5f);
   const StepScalars scalars =
       make_step_scalars({.beta1 = 0.9, .beta2 = 0.75, .eps = 1e-6}, {.lr = 0.01}, 1, 1, 0);
@@ -66,11 +71,13 @@ TEST(UpdateBlock, MeanSquaresTakeThePlaceOfTheGradientsSquares) {
                          .count = n,
                          .gradient = gradient.data(),
                          .gradient_type = DataType::kF32,
-                         .mean_squares = mean_squares.data()},
+                         .squares = rows},
                         {&run, 1});
   for (size_t i = 0; i < n; ++i) {
-    const double v = 0.75 * 8 + 0.25 * (i < kTileElements ? 4.0 : 0.25);
-    ASSERT_EQ(variance[i], v) << i;
+    const double square =
+        i < 3 ? 0.5 * columns[4 + i] : static_cast<double>((i - 3) / 7 + 1) * columns[(i - 3) % 7];
+    const double v = 0.75 * 8 + 0.25 * square;
+    ASSERT_FLOAT_EQ(variance[i], static_cast<float>(v)) << i;
     ASSERT_NEAR(momentum[i], 0.05, 1e-8);
     // The first step's corrections make the momentum's share 1 and the variance's 1 / 0.25.
     ASSERT_NEAR(master[i], 1 - 0.01 * 0.5 / std::sqrt(v / 0.25), 1e-7) << i;

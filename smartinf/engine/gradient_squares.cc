@@ -1,0 +1,118 @@
+#include "smartinf/engine/gradient_squares.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <thread>
+
+#include "smartinf/kernels/feedback.h"
+
+namespace smartinf::engine {
+namespace {
+
+/// Of what is no number the square counts as the largest there is.
+float factor(double mean) {
+  return mean >= 0 ? static_cast<float>(mean) : std::numeric_limits<float>::infinity();
+}
+
+}  // namespace
+
+GradientSquares::GradientSquares(std::vector<plan::MatrixForm> forms)
+    : forms_(std::move(forms)), sits_out_(forms_.size()) {
+  size_t rows = 0;
+  size_t columns = 0;
+  size_t partial = 0;
+  for (size_t f = 0; f < forms_.size(); ++f) {
+    const plan::MatrixForm& form = forms_[f];
+    rows_at_.push_back(rows);
+    columns_at_.push_back(columns);
+    rows += form.rows;
+    columns += form.columns;
+    const uint64_t at_once = std::max<uint64_t>(1, kSectionElements / form.columns);
+    for (uint64_t row = 0; row < form.rows; row += at_once) {
+      sections_.push_back({f, row, std::min(at_once, form.rows - row), partial});
+      partial += form.columns;
+    }
+  }
+  rows_.resize(rows);
+  columns_.resize(columns);
+  partial_.resize(partial);
+}
+
+void GradientSquares::find(const base::Bf16* gradient, float scale,
+                           std::span<const plan::GroupStretch> sits_out, uint32_t threads) {
+  std::fill(rows_.begin(), rows_.end(), 0.0f);
+  std::fill(partial_.begin(), partial_.end(), 0.0f);
+  std::fill(sits_out_.begin(), sits_out_.end(), uint8_t{0});
+  for (const plan::GroupStretch& out : sits_out) {
+    for (const plan::MatrixForm& form : plan::forms_in(forms_, out.first, out.count)) {
+      sits_out_[static_cast<size_t>(&form - forms_.data())] = 1;
+    }
+  }
+  std::atomic<size_t> next = 0;
+  const auto work = [&] {
+    for (size_t i = next++; i < sections_.size(); i = next++) {
+      if (sits_out_[sections_[i].form] == 0) sum(sections_[i], gradient, scale);
+    }
+  };
+  {
+    std::vector<std::jthread> others;
+    for (uint32_t i = 1; i < std::min<size_t>(threads, sections_.size()); ++i) {
+      others.emplace_back(work);
+    }
+    work();
+  }
+  for (size_t i = 0; i < sections_.size();) {
+    const size_t form = sections_[i].form;
+    size_t end = i + 1;
+    while (end < sections_.size() && sections_[end].form == form) ++end;
+    make_means(form, std::span(sections_).subspan(i, end - i));
+    i = end;
+  }
+}
+
+void GradientSquares::sum(const Section& section, const base::Bf16* gradient, float scale) {
+  const plan::MatrixForm& form = forms_[section.form];
+  kernels::add_matrix_squares(
+      kernels::kernels(),
+      {gradient + form.first + section.row * form.columns, section.rows * form.columns}, scale,
+      std::span(rows_).subspan(rows_at_[section.form] + section.row, section.rows),
+      std::span(partial_).subspan(section.columns_at, form.columns));
+}
+
+void GradientSquares::make_means(size_t index, std::span<const Section> sections) {
+  const plan::MatrixForm& form = forms_[index];
+  const auto rows = std::span(rows_).subspan(rows_at_[index], form.rows);
+  const auto columns = std::span(columns_).subspan(columns_at_[index], form.columns);
+  const double total = std::accumulate(rows.begin(), rows.end(), 0.0);
+  const auto width = static_cast<double>(form.columns);
+  for (float& row : rows) row = factor(row / width);
+  const bool known = total > 0 && std::isfinite(total);
+  for (size_t c = 0; c < columns.size(); ++c) {
+    double column = 0;
+    for (const Section& section : sections) column += partial_[section.columns_at + c];
+    columns[c] = known ? factor(column * width / total) : 1.0f;
+  }
+}
+
+void GradientSquares::append(const plan::Subgroup& subgroup, std::vector<float>& out) const {
+  for (const plan::MatrixForm& form : plan::forms_in(forms_, subgroup.first, subgroup.count)) {
+    const auto index = static_cast<size_t>(&form - forms_.data());
+    const plan::FormPart part = plan::part_of(form, subgroup.first, subgroup.count);
+    const auto rows = std::span(rows_).subspan(rows_at_[index] + part.first_row(), part.rows());
+    out.insert(out.end(), rows.begin(), rows.end());
+    const auto columns = std::span(columns_).subspan(columns_at_[index], form.columns);
+    const uint64_t some = std::min(part.columns(), form.columns - part.first_column());
+    const auto from = columns.subspan(part.first_column(), some);
+    out.insert(out.end(), from.begin(), from.end());
+    out.insert(out.end(), columns.begin(),
+               columns.begin() + static_cast<ptrdiff_t>(part.columns() - some));
+  }
+}
+
+uint64_t GradientSquares::memory_bytes() const {
+  return (rows_.size() + columns_.size() + partial_.size()) * sizeof(float);
+}
+
+}  // namespace smartinf::engine

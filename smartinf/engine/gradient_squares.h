@@ -1,0 +1,55 @@
+// The squares of a step's gradient, told by so many numbers for each matrix's rows and columns:
+// what devices age the variance with where they do not see the gradient whole.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/plan/matrix_forms.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::engine {
+
+/// A square is about its row's mean times its column's mean relative to the mean of all (Shazeer
+/// and Stern 2018). They are of whole matrices, so that they do not depend on how the space is cut
+/// into subgroups. Threads: one at a time, but for append().
+class GradientSquares {
+ public:
+  explicit GradientSquares(std::vector<plan::MatrixForm> forms);
+
+  /// Of scale * gradient, by so many threads; what they find does not depend on how many.
+  /// gradient: of the whole space. Forms that reach into sits_out have squares of 0.
+  void find(const base::Bf16* gradient, float scale, std::span<const plan::GroupStretch> sits_out,
+            uint32_t threads);
+  /// What a message of the subgroup says of them, behind what is in `out`.
+  void append(const plan::Subgroup& subgroup, std::vector<float>& out) const;
+
+  std::span<const plan::MatrixForm> forms() const { return forms_; }
+  uint64_t memory_bytes() const;
+
+ private:
+  /// Rows that are summed by one thread, the columns' sums apart from those of other sections.
+  struct Section {
+    size_t form = 0;
+    uint64_t row = 0;
+    uint64_t rows = 0;
+    size_t columns_at = 0;  // in partial_
+  };
+  static constexpr uint64_t kSectionElements = uint64_t{1} << 24;
+  void sum(const Section& section, const base::Bf16* gradient, float scale);
+  void make_means(size_t form, std::span<const Section> sections);
+
+  const std::vector<plan::MatrixForm> forms_;
+  std::vector<Section> sections_;   // in order
+  std::vector<size_t> rows_at_;     // of each form, in rows_
+  std::vector<size_t> columns_at_;  // of each form, in columns_
+  std::vector<float> rows_;         // means, and sums before
+  std::vector<float> columns_;      // relative means
+  std::vector<float> partial_;      // sums of columns, by section
+  std::vector<uint8_t> sits_out_;   // by form
+};
+
+}  // namespace smartinf::engine

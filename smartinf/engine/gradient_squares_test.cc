@@ -1,0 +1,150 @@
+#include "smartinf/engine/gradient_squares.h"
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <random>
+
+#include <gtest/gtest.h>
+
+#include "smartinf/base/state_format.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::kBlockElements;
+
+plan::ParameterSpace test_space() {
+  plan::ParameterSpace space;
+  EXPECT_TRUE(space.add("wide", {50, 4001}, 0).ok());
+  EXPECT_TRUE(space.add("norm", {300}, 1).ok());
+  EXPECT_TRUE(space.add("tall", {3000, 37}, 0).ok());
+  return space;
+}
+
+/// Squares that are a product of row and column in every matrix, in each its own.
+std::vector<base::Bf16> gradient_of(const plan::ParameterSpace& space) {
+  std::mt19937 random(5);
+  std::vector<base::Bf16> gradient(space.count());
+  for (const plan::MatrixForm& form : plan::matrix_forms(space)) {
+    std::vector<float> columns(form.columns);
+    for (float& column : columns) column = static_cast<float>(1 + random() % 15);
+    for (uint64_t i = 0; i < form.count(); ++i) {
+      const uint64_t row = i / form.columns;
+      // At most eight bits: nothing is rounded.
+      const float size = static_cast<float>(1 + row * 7 % 15) * columns[i % form.columns];
+      gradient[form.first + i] = base::to_bf16(random() % 2 == 0 ? size : -size);
+    }
+  }
+  return gradient;
+}
+
+/// The square of every element as the factors of its subgroup's message tell it.
+std::vector<float> told(const GradientSquares& squares, const plan::ParameterSpace& space,
+                        uint64_t subgroup_elements) {
+  std::vector<float> all(space.count());
+  for (const plan::Subgroup& subgroup : space.subgroups(subgroup_elements)) {
+    std::vector<float> factors = {-7.0f};  // behind what is there
+    squares.append(subgroup, factors);
+    EXPECT_EQ(factors.front(), -7.0f);
+    EXPECT_EQ(factors.size(),
+              1 + plan::factors_in(squares.forms(), subgroup.first, subgroup.count));
+    uint64_t at = 1;
+    for (const plan::MatrixForm& form :
+         plan::forms_in(squares.forms(), subgroup.first, subgroup.count)) {
+      const plan::FormPart part = plan::part_of(form, subgroup.first, subgroup.count);
+      float* out = all.data() + part.first;
+      part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
+        for (uint64_t i = 0; i < count; ++i) {
+          *out++ = factors[at + row] * factors[at + part.rows() + column + i];
+        }
+      });
+      at += part.factors();
+    }
+  }
+  return all;
+}
+
+TEST(GradientSquares, AreExactWhereTheyAreAProduct) {
+  const plan::ParameterSpace space = test_space();
+  const auto gradient = gradient_of(space);
+  GradientSquares squares(plan::matrix_forms(space));
+  squares.find(gradient.data(), 0.5f, {}, 1);
+  const auto found = told(squares, space, kBlockElements);
+  for (uint64_t i = 0; i < found.size(); ++i) {
+    const double square = std::pow(0.5 * base::to_f32(gradient[i]), 2);
+    ASSERT_NEAR(found[i], square, 1e-4 * square) << i;  // of thousands summed in f32
+  }
+}
+
+TEST(GradientSquares, DoNotDependOnThreadsOrSubgroups) {
+  const plan::ParameterSpace space = test_space();
+  const auto gradient = gradient_of(space);
+  GradientSquares squares(plan::matrix_forms(space));
+  squares.find(gradient.data(), 0.3f, {}, 1);
+  const auto expected = told(squares, space, kBlockElements);
+  for (const uint32_t threads : {2u, 5u}) {
+    squares.find(gradient.data(), 0.3f, {}, threads);  // again: nothing is left of the time before
+    EXPECT_EQ(told(squares, space, 2 * kBlockElements), expected) << threads;
+    EXPECT_EQ(told(squares, space, 100 * kBlockElements), expected) << threads;
+  }
+}
+
+TEST(GradientSquares, OfTallMatricesAreSummedInSections) {
+  // Two sections of 2^24 elements and a piece.
+  plan::ParameterSpace space;
+  ASSERT_TRUE(space.add("tall", {40'000, 1000}, 0).ok());
+  std::vector<base::Bf16> gradient(space.count());
+  for (uint64_t i = 0; i < gradient.size(); ++i) {
+    gradient[i] = base::to_bf16(i % 1000 == 7 ? 2.0f : 1.0f);
+  }
+  std::optional<std::vector<float>> first;
+  for (const uint32_t threads : {1u, 3u}) {
+    GradientSquares squares(plan::matrix_forms(space));
+    squares.find(gradient.data(), 1, {}, threads);
+    std::vector<float> factors;
+    squares.append({base::SubgroupId{0}, 0, space.count()}, factors);
+    if (!first) first = factors;
+    EXPECT_EQ(factors, *first);
+  }
+  EXPECT_NEAR((*first)[39'999] * (*first)[40'007], 4.0, 1e-4);
+  EXPECT_NEAR((*first)[39'999] * (*first)[40'008], 1.0, 1e-4);
+}
+
+TEST(GradientSquares, OfGroupsThatSitOutAreNone) {
+  const plan::ParameterSpace space = test_space();
+  auto gradient = gradient_of(space);
+  std::vector<plan::GroupStretch> out = space.stretches(0, space.count());
+  std::erase_if(out, [](const plan::GroupStretch& stretch) { return stretch.group == 0; });
+  const plan::ParameterRange& norm = *space.find("norm");
+  std::fill_n(gradient.begin() + static_cast<ptrdiff_t>(norm.first), norm.count,
+              base::to_bf16(std::numeric_limits<float>::quiet_NaN()));  // whatever lies there
+  GradientSquares squares(plan::matrix_forms(space));
+  squares.find(gradient.data(), 1, out, 2);
+  const auto found = told(squares, space, kBlockElements);
+  for (uint64_t i = 0; i < found.size(); ++i) {
+    const bool sits_out = i >= norm.first && i < norm.first + norm.count;
+    ASSERT_EQ(found[i] == 0, sits_out) << i;
+  }
+}
+
+/// What is no number, or beyond f32, leaves no factor that a message could not hold.
+TEST(GradientSquares, AreNumbersWhateverTheGradientIs) {
+  plan::ParameterSpace space;
+  ASSERT_TRUE(space.add("matrix", {60, 50}, 0).ok());
+  for (const float odd : {std::numeric_limits<float>::quiet_NaN(),
+                          std::numeric_limits<float>::infinity(), 3e38f, 1e-30f, 0.0f}) {
+    std::vector<base::Bf16> gradient(space.count(), base::to_bf16(odd == 0 ? 0.0f : 1e-3f));
+    gradient[123] = base::to_bf16(odd);
+    GradientSquares squares(plan::matrix_forms(space));
+    squares.find(gradient.data(), 1, {}, 1);
+    std::vector<float> factors;
+    squares.append({base::SubgroupId{0}, 0, space.count()}, factors);
+    for (const float factor : factors) ASSERT_GE(factor, 0) << odd;
+    if (odd != 0) continue;
+    for (size_t i = 0; i < factors.size(); ++i) EXPECT_EQ(factors[i], i < 60 ? 0.0f : 1.0f);
+  }
+}
+
+}  // namespace
+}  // namespace smartinf::engine

@@ -1,0 +1,117 @@
+#include "smartinf/engine/weights_ahead.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace smartinf::engine {
+
+WeightsAhead::WeightsAhead(std::vector<plan::MatrixForm> forms, const plan::ParameterSpace& space,
+                           std::span<const plan::Subgroup> subgroups)
+    : forms_(std::move(forms)),
+      subgroups_(subgroups.begin(), subgroups.end()),
+      samples_(plan::sample_count(forms_)),
+      weights_(subgroups_.size()),
+      samples_missing_(forms_.size()) {
+  for (const plan::MatrixForm& form : forms_) groups_.push_back(space.ranges()[form.range].group);
+}
+
+void WeightsAhead::take(uint64_t first, std::span<const float> variances) {
+  plan::take_samples(forms_, first, variances, samples_.data());
+  roots_.form = ~size_t{0};
+}
+
+void WeightsAhead::find_roots(size_t index) {
+  if (roots_.form == index) return;
+  roots_.form = index;
+  const plan::MatrixForm& form = forms_[index];
+  const plan::FormSamples samples{form};
+  std::vector<float>& rows = roots_.rows;
+  std::vector<float>& columns = roots_.columns;
+  columns.assign(form.columns, 0.0f);
+  for (uint64_t s = 0; s < samples.sampled_rows(); ++s) {
+    const base::Bf16* row = samples_.data() + samples.of_row(s);
+    for (uint64_t c = 0; c < form.columns; ++c) columns[c] += base::to_f32(row[c]);
+  }
+  rows.resize(form.rows);
+  for (uint64_t r = 0; r < form.rows; ++r) {
+    const base::Bf16* row = samples_.data() + samples.of_columns(r);
+    rows[r] = 0;
+    for (uint64_t s = 0; s < samples.sampled_columns(); ++s) rows[r] += base::to_f32(row[s]);
+  }
+  // What is in both: rows * columns / both is exact where every variance is such a product.
+  float both = 0;
+  for (uint64_t s = 0; s < samples.sampled_columns(); ++s) both += columns[samples.column(s)];
+  if (!(both > 0)) {
+    // Nothing is known of the columns: all are alike.
+    both = static_cast<float>(samples.sampled_columns());
+    std::fill(columns.begin(), columns.end(), 1.0f);
+  }
+  for (float& row : rows) row = std::sqrt(row / both);
+  for (float& column : columns) column = std::sqrt(column);
+}
+
+void WeightsAhead::step_in_form(const Step& step, size_t index, uint64_t first, uint64_t count,
+                                void* weights, base::DataType type) {
+  find_roots(index);
+  const plan::MatrixForm& form = forms_[index];
+  const plan::FormPart part = plan::part_of(form, first, count);
+  const kernels::StepAhead& rate = step.rates[groups_[index]];
+  uint64_t row = part.first_row();
+  uint64_t column = part.first_column();
+  for (uint64_t at = part.first; at < part.first + part.count; ++row, column = 0) {
+    const uint64_t some = std::min(form.columns - column, part.first + part.count - at);
+    kernels::step_ahead(
+        kernels::kernels(), rate, {step.residual + at, some}, roots_.rows[row],
+        std::span(roots_.columns).subspan(column, some),
+        static_cast<std::byte*>(weights) + (at - first) * base::data_type_bytes(type), type);
+    at += some;
+  }
+}
+
+void WeightsAhead::step(const Step& step, uint64_t first, uint64_t count, void* weights,
+                        base::DataType type) {
+  for (const plan::MatrixForm& form : plan::forms_in(forms_, first, count)) {
+    step_in_form(step, index_of(form), first, count, weights, type);
+  }
+}
+
+void WeightsAhead::expect(std::span<const uint8_t> wanted) {
+  roots_.form = ~size_t{0};
+  std::fill(samples_missing_.begin(), samples_missing_.end(), 0);
+  for (size_t i = 0; i < subgroups_.size(); ++i) {
+    weights_[i] = {.at = nullptr, .wanted = wanted[i] != 0, .forms_missing = 0};
+    if (!weights_[i].wanted) continue;
+    for (const plan::MatrixForm& form :
+         plan::forms_in(forms_, subgroups_[i].first, subgroups_[i].count)) {
+      ++samples_missing_[index_of(form)];
+      ++weights_[i].forms_missing;
+    }
+  }
+}
+
+void WeightsAhead::arrived(const Step& step, size_t subgroup, void* weights, base::DataType type,
+                           const std::function<void(size_t)>& done) {
+  const plan::Subgroup& own = subgroups_[subgroup];
+  weights_[subgroup].at = weights;
+  for (const plan::MatrixForm& form : plan::forms_in(forms_, own.first, own.count)) {
+    if (--samples_missing_[index_of(form)] > 0) continue;
+    // All of the form has come: the subgroups that reach into it go ahead there.
+    const auto end =
+        std::partition_point(subgroups_.begin(), subgroups_.end(),
+                             [&](const plan::Subgroup& other) { return other.first < form.end(); });
+    for (auto other = end; other != subgroups_.begin();) {
+      --other;
+      if (other->first + other->count <= form.first) break;
+      Weights& its = weights_[static_cast<size_t>(other - subgroups_.begin())];
+      if (!its.wanted) continue;
+      if (its.at != nullptr) {
+        step_in_form(step, index_of(form), other->first, other->count, its.at, type);
+      }
+      if (--its.forms_missing == 0) done(static_cast<size_t>(other - subgroups_.begin()));
+    }
+  }
+}
+
+uint64_t WeightsAhead::memory_bytes() const { return samples_.size() * sizeof(base::Bf16); }
+
+}  // namespace smartinf::engine

@@ -1,0 +1,157 @@
+// How a space's parameters lie in rows and columns: what squares and variances are told of by so
+// many numbers per row and per column, in place of one per element.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::plan {
+
+/// A stretch of elements as whole rows.
+struct MatrixForm {
+  uint64_t first = 0;  // element in the space
+  uint64_t rows = 0;
+  uint64_t columns = 0;
+  uint64_t samples = 0;  // of the forms before it (FormSamples)
+  size_t range = 0;      // of the space, to which all of it belongs
+
+  uint64_t count() const { return rows * columns; }
+  uint64_t end() const { return first + count(); }
+};
+
+inline constexpr uint64_t kVectorColumns = 4096;
+inline constexpr uint64_t kCutColumns = 1024;
+inline constexpr uint64_t kStackedElements = 256;  // to a row or column, at least
+inline constexpr uint64_t kMatrixElements = 64;    // likewise, of large matrices
+inline constexpr uint64_t kFewRows = 8192;         // and columns, of the others
+/// The forms of all ranges, in order, without gaps. A range of two dimensions is the matrix that it
+/// is. One with more is a stack of matrices (of experts, say) where each has kStackedElements to
+/// every row and column of its; within a matrix neighbouring dimensions are joined so that rows and
+/// columns are fewest. A vector of up to kVectorColumns is one row; a longer one, and a large
+/// matrix that is so narrow that its rows would tell too little, is cut into rows of kCutColumns
+/// and one of what is left.
+std::vector<MatrixForm> matrix_forms(const ParameterSpace& space);
+
+/// The forms that reach into [first, first + count). forms: in order, without gaps.
+std::span<const MatrixForm> forms_in(std::span<const MatrixForm> forms, uint64_t first,
+                                     uint64_t count);
+
+/// A part of a form: the rows that it touches, of which the first and last may be cut, and the
+/// columns that occur in it, from that of its first element on and round the end.
+struct FormPart {
+  MatrixForm form;
+  uint64_t first = 0;  // element in the space
+  uint64_t count = 0;
+
+  uint64_t first_row() const { return (first - form.first) / form.columns; }
+  uint64_t rows() const {
+    return (first + count - 1 - form.first) / form.columns + 1 - first_row();
+  }
+  uint64_t first_column() const { return (first - form.first) % form.columns; }
+  uint64_t columns() const { return std::min(form.columns, count); }
+  /// Numbers that tell of it: one for each row, then one for each column.
+  uint64_t factors() const { return rows() + columns(); }
+
+  /// act(row, column, count): a stretch in one row. The row counts from the part's first, the
+  /// column is the position among the part's columns.
+  template <typename Act>
+  void each_row(const Act& act) const {
+    uint64_t column = first_column();
+    uint64_t row = 0;
+    for (uint64_t done = 0; done < count; ++row) {
+      uint64_t left = std::min(count - done, form.columns - column);
+      while (left > 0) {
+        const uint64_t position = column >= first_column() ? column - first_column()
+                                                           : column + form.columns - first_column();
+        // Round the end of the part's columns: there the next position is 0.
+        const uint64_t some = std::min(left, columns() - position);
+        act(row, position, some);
+        done += some;
+        left -= some;
+        column += some;
+      }
+      column = 0;
+    }
+  }
+};
+
+/// What lies in [first, first + count) of a form that reaches into it.
+inline FormPart part_of(const MatrixForm& form, uint64_t first, uint64_t count) {
+  const uint64_t from = std::max(first, form.first);
+  return {form, from, std::min(first + count, form.end()) - from};
+}
+
+/// Factors of all parts of [first, first + count), in order.
+uint64_t factors_in(std::span<const MatrixForm> forms, uint64_t first, uint64_t count);
+
+/// Samples of a form, by which a plane of it is told that is about a product of row and column:
+/// some rows whole, and of every row some columns.
+struct FormSamples {
+  MatrixForm form;
+
+  /// So many of n, spread evenly.
+  static uint64_t some_of(uint64_t n) { return std::min(n, 16 + n / 256); }
+  static uint64_t place(uint64_t sample, uint64_t n) {
+    return (2 * sample + 1) * n / (2 * some_of(n));
+  }
+  uint64_t sampled_rows() const { return some_of(form.rows); }
+  uint64_t sampled_columns() const { return some_of(form.columns); }
+  uint64_t row(uint64_t sample) const { return place(sample, form.rows); }
+  uint64_t column(uint64_t sample) const { return place(sample, form.columns); }
+
+  /// First the sampled rows, then for every row its sampled columns. Places among the samples of
+  /// all forms: from form.samples on.
+  uint64_t count() const { return sampled_rows() * form.columns + form.rows * sampled_columns(); }
+  uint64_t of_row(uint64_t sample) const { return form.samples + sample * form.columns; }
+  uint64_t of_columns(uint64_t row) const {
+    return form.samples + sampled_rows() * form.columns + row * sampled_columns();
+  }
+
+  /// act(element, sample, count): samples of [first, first + count), by element of the space; so
+  /// many neighbours of both.
+  template <typename Act>
+  void each_in(uint64_t first, uint64_t count, const Act& act) const {
+    const FormPart part = part_of(form, first, count);
+    const uint64_t last_row = part.first_row() + part.rows();
+    for (uint64_t s = first_sample(part.first_row(), form.rows);
+         s < sampled_rows() && row(s) < last_row; ++s) {
+      const uint64_t begin = form.first + row(s) * form.columns;
+      const uint64_t from = std::max(begin, part.first);
+      const uint64_t to = std::min(begin + form.columns, part.first + part.count);
+      act(from, of_row(s) + from - begin, to - from);
+    }
+    for (uint64_t r = part.first_row(); r < last_row; ++r) {
+      const uint64_t begin = form.first + r * form.columns;
+      for (uint64_t s = 0; s < sampled_columns(); ++s) {
+        const uint64_t element = begin + column(s);
+        if (element < part.first || element >= part.first + part.count) continue;
+        act(element, of_columns(r) + s, uint64_t{1});
+      }
+    }
+  }
+
+ private:
+  /// The first sample whose place is not before `at`.
+  static uint64_t first_sample(uint64_t at, uint64_t n) {
+    uint64_t sample = at * some_of(n) / n;
+    while (sample > 0 && place(sample - 1, n) >= at) --sample;
+    while (sample < some_of(n) && place(sample, n) < at) ++sample;
+    return sample;
+  }
+};
+
+/// Samples of all forms.
+uint64_t sample_count(std::span<const MatrixForm> forms);
+/// Of them, those of [first, first + count).
+uint64_t samples_in(std::span<const MatrixForm> forms, uint64_t first, uint64_t count);
+/// Rounds to their places in `samples` those of a stretch of the space that begins at `first`.
+/// Shapes: values: [n]; samples: [sample_count(forms)]. Threads: safe on disjoint stretches.
+void take_samples(std::span<const MatrixForm> forms, uint64_t first, std::span<const float> values,
+                  base::Bf16* samples);
+
+}  // namespace smartinf::plan

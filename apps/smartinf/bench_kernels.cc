@@ -124,7 +124,7 @@ class KernelBench {
     if (options_.json) {
       fmt::print("[");
     } else {
-      fmt::print("{:<13} {:<8} {:<5} {:<5} {:>3}  {:>12} {:>11} {:>11} {:>6}\n", "kernel", "rule",
+      fmt::print("{:<14} {:<8} {:<5} {:<5} {:>3}  {:>12} {:>11} {:>11} {:>6}\n", "kernel", "rule",
                  "state", "grad", "thr", "Mparams/s", "GB/s", "triad GB/s", "share");
     }
     for (const uint32_t size : sizes) {
@@ -237,7 +237,7 @@ class KernelBench {
     if (!options_.json) {
       const std::string kernel =
           row.share > 0 ? fmt::format("{}-{:g}%", row.kernel, row.share * 100) : row.kernel;
-      fmt::print("{:<13} {:<8} {:<5} {:<5} {:>3}  {:>12.1f} {:>11.2f} {:>11.2f} {:>6.2f}\n", kernel,
+      fmt::print("{:<14} {:<8} {:<5} {:<5} {:>3}  {:>12.1f} {:>11.2f} {:>11.2f} {:>6.2f}\n", kernel,
                  row.rule, row.format, row.gradient, team.size(), params_per_s * 1e-6,
                  bytes_per_s * 1e-9, triad_per_s * 1e-9, bytes_per_s / triad_per_s);
       std::fflush(stdout);

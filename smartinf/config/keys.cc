@@ -172,9 +172,9 @@ constexpr auto kKeys = std::to_array<Key>({
            "\"none\": it is lost"),
     SI_KEY("compress.feedback_decay", &r.updater.compress.feedback_decay,
            "of what is kept, per step; 1: all of it stays"),
-    SI_KEY(
-        "compress.variance", choice(r.updater.compress.variance, kVariance),
-        "of adam and adamw, from the \"dense\" gradient's mean squares or from what was \"sent\""),
+    SI_KEY("compress.variance", choice(r.updater.compress.variance, kVariance),
+           "of adam and adamw, from the \"dense\" gradient's squares by row and column or from "
+           "what was \"sent\""),
     SI_KEY("compress.step_ahead", &r.updater.compress.step_ahead,
            "weights come up as if what is kept had arrived; with feedback and \"dense\" variance"),
     SI_KEY("compress.warmup_steps", &r.updater.compress.warmup_steps,

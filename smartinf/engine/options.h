@@ -58,7 +58,7 @@ struct CompressOptions {
   };
   enum class Variance : uint8_t {
     kSent,   // of the elements that were sent, as in the paper
-    kDense,  // of the whole gradient: its mean square over 256 neighbours goes along
+    kDense,  // of the whole gradient: its squares go along, by row and column
   };
   Codec codec = Codec::kNone;
   /// Volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %; a sign

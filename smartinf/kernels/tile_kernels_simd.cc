@@ -258,7 +258,10 @@ struct AdamOfSquares {
     if (decays) gradient = decay(gradient, e.master);
     const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
     e.momentum = hn::Add(near ? e.momentum : gradient, difference);
-    end(hn::Mul(end.one_minus_beta2, e.square), e);
+    // std::max() where one of them is no number too.
+    const VF own = hn::Mul(gradient, gradient);
+    const VF larger = hn::IfThenElse(hn::Lt(e.square, own), own, e.square);
+    end(hn::Mul(end.one_minus_beta2, larger), e);
   }
   HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
 

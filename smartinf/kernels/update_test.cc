@@ -59,7 +59,8 @@ TEST(UpdateBlock, GivenSquaresTakeThePlaceOfTheGradients) {
   for (uint64_t left = n - 3; left > 0; left -= rows.back().count) {
     rows.push_back({std::min<uint64_t>(7, left), static_cast<float>(rows.size()), columns.data()});
   }
-  const std::vector<float> gradient(n, 0.5f);
+  std::vector<float> gradient(n, 0.5f);
+  gradient[5] = 30;  // whose own square is larger than any
   const StepScalars scalars =
       make_step_scalars({.beta1 = 0.9, .beta2 = 0.75, .eps = 1e-6}, {.lr = 0.01}, 1, 1, 0);
   std::vector<float> master(n, 1.0f);
@@ -76,11 +77,12 @@ TEST(UpdateBlock, GivenSquaresTakeThePlaceOfTheGradients) {
   for (size_t i = 0; i < n; ++i) {
     const double square =
         i < 3 ? 0.5 * columns[4 + i] : static_cast<double>((i - 3) / 7 + 1) * columns[(i - 3) % 7];
-    const double v = 0.75 * 8 + 0.25 * square;
+    const double own = gradient[i];
+    const double v = 0.75 * 8 + 0.25 * std::max(square, own * own);
     ASSERT_FLOAT_EQ(variance[i], static_cast<float>(v)) << i;
-    ASSERT_NEAR(momentum[i], 0.05, 1e-8);
+    ASSERT_FLOAT_EQ(momentum[i], 0.1f * gradient[i]);
     // The first step's corrections make the momentum's share 1 and the variance's 1 / 0.25.
-    ASSERT_NEAR(master[i], 1 - 0.01 * 0.5 / std::sqrt(v / 0.25), 1e-7) << i;
+    ASSERT_NEAR(master[i], 1 - 0.01 * own / std::sqrt(v / 0.25), 1e-7) << i;
   }
 }
 

@@ -22,10 +22,17 @@ float value_at(uint64_t element, float scale) {
 }  // namespace
 
 base::Result<plan::ParameterSpace> synthetic_space(uint64_t params) {
-  std::vector<uint64_t> shape{params};
-  if (params % kMatrixColumns == 0) shape = {params / kMatrixColumns, kMatrixColumns};
+  constexpr uint64_t kMatrix = kMatrixColumns * kMatrixColumns;
+  static_assert(kMatrix % engine::kGradientCutElements == 0, "the rest is cut where it begins");
   plan::ParameterSpace space;
-  SI_RETURN_IF_ERROR(space.add("synthetic", std::move(shape), 0));
+  if (params >= kMatrix) {
+    SI_RETURN_IF_ERROR(
+        space.add("matrices", {params / kMatrix, kMatrixColumns, kMatrixColumns}, 0));
+  }
+  const uint64_t rest = params % kMatrix;
+  std::vector<uint64_t> shape{rest};
+  if (rest % kMatrixColumns == 0) shape = {rest / kMatrixColumns, kMatrixColumns};
+  if (rest > 0) SI_RETURN_IF_ERROR(space.add("rest", std::move(shape), 0));
   return space;
 }
 

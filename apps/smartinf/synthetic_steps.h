@@ -1,4 +1,4 @@
-// Optimizer steps without a model: one flat parameter range, gradients out of a small buffer,
+// Optimizer steps without a model: parameters without names, gradients out of a small buffer,
 // weights into memory. What the step benchmarks have in common.
 #pragma once
 
@@ -13,9 +13,9 @@
 
 namespace smartinf::apps {
 
-/// Columns of the matrix that synthetic parameters are; a number that does not divide is a vector.
+/// Rows and columns of the matrices that synthetic parameters are.
 inline constexpr uint64_t kMatrixColumns = 4096;
-/// So many in one range. Errors: kInvalidArgument.
+/// So many, the last ones in a part of a matrix or a vector. Errors: kInvalidArgument.
 base::Result<plan::ParameterSpace> synthetic_space(uint64_t params);
 
 struct StepTimes {

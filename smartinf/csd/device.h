@@ -64,7 +64,7 @@ class CompletionQueue {
 struct SubgroupUpdate {
   base::SubgroupId subgroup;
   void* weights_out = nullptr;  // [count] of Command::type, valid until kDone; null: not wanted
-  /// Where samples of the new variances go: those of the whole space (plan::sample_offsets), of
+  /// Where samples of the new variances go: those of the whole space (plan::FormSamples), of
   /// which the subgroup's are written. For rules that keep one and devices that know the space's
   /// forms (SI_CHECK); null: not wanted.
   base::Bf16* samples_out = nullptr;

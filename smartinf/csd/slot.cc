@@ -183,6 +183,7 @@ std::span<const kernels::SquaresRow> UpdateWork::squares_of(const CompressedView
 }
 
 void UpdateWork::send_samples(uint64_t block) {
+  SI_CHECK(!options_->forms.empty(), "samples of forms that the device knows");
   const size_t plane = kernels::variance_plane(update_->scalars.front().rule);
   const uint64_t elements = planes_.elements(block);
   const std::byte* bytes = planes_.bytes(plane, block).data();

@@ -49,11 +49,17 @@ Status check_places(const Sources& sources) {
   return Status();
 }
 
+/// That devices keep until the update; compressed, about: their subgroups are not known yet.
 uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space) {
   if (const uint64_t block = compressed_block_bytes(options); block > 0) {
     const auto forms = forms_of_squares(options, space);
+    uint64_t factors = 0;
+    for (const plan::Subgroup& subgroup : space.subgroups(
+             options.subgroup_elements != 0 ? options.subgroup_elements : kSubgroupElementsMax)) {
+      factors += plan::factors_in(forms, subgroup.first, subgroup.count);
+    }
     return base::divide_up(space.count(), base::kBlockElements) * block +
-           plan::factors_in(forms, 0, space.count()) * sizeof(base::Bf16);
+           factors * sizeof(base::Bf16);
   }
   return space.count() * base::data_type_bytes(options.gradient_type);
 }

@@ -456,7 +456,9 @@ Status DeviceUpdater::edit_subgroups(
 }
 
 Status DeviceUpdater::find_samples() {
-  if (weights_ahead_ == nullptr || samples_current_) return Status();
+  if (weights_ahead_ == nullptr) return Status();
+  SI_RETURN_IF_ERROR(wait_commit());
+  if (samples_current_) return Status();
   const size_t plane = kernels::variance_plane(options_.rule.rule);
   SI_RETURN_IF_ERROR(
       read_state(1u << plane, [&](uint64_t first, std::span<const std::span<const float>> planes) {

@@ -38,7 +38,7 @@ class GradientSquares {
     uint64_t rows = 0;
     size_t columns_at = 0;  // in partial_
   };
-  static constexpr uint64_t kSectionElements = uint64_t{1} << 24;
+  static constexpr uint64_t kSectionElements = uint64_t{1} << 22;
   void sum(const Section& section, const base::Bf16* gradient, float scale);
   void make_means(size_t form, std::span<const Section> sections);
 

@@ -91,7 +91,7 @@ TEST(GradientSquares, DoNotDependOnThreadsOrSubgroups) {
 }
 
 TEST(GradientSquares, OfTallMatricesAreSummedInSections) {
-  // Two sections of 2^24 elements and a piece.
+  // Nine sections of 2^22 elements and a piece.
   plan::ParameterSpace space;
   ASSERT_TRUE(space.add("tall", {40'000, 1000}, 0).ok());
   std::vector<base::Bf16> gradient(space.count());

@@ -13,9 +13,6 @@ namespace smartinf::engine {
 
 namespace {
 
-/// A plane of so many f32 elements is one transfer of 4 MiB: large enough for a drive's full rate,
-/// small enough that filling and draining the pipeline is a small part of a step.
-constexpr uint64_t kSubgroupElementsMax = uint64_t{1} << 20;
 /// A device with fewer subgroups than this spends its time filling and draining.
 constexpr uint64_t kSubgroupsPerDeviceMin = 16;
 

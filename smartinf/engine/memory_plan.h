@@ -10,6 +10,11 @@
 
 namespace smartinf::engine {
 
+/// Of a subgroup that is chosen here. A plane of so many f32 elements is one transfer of 4 MiB:
+/// large enough for a drive's full rate, small enough that filling and draining the pipeline is a
+/// small part of a step.
+inline constexpr uint64_t kSubgroupElementsMax = uint64_t{1} << 20;
+
 struct MemoryPlanInput {
   uint64_t budget_bytes = 0;
   uint64_t elements = 0;  // of the parameter space

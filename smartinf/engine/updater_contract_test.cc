@@ -1194,7 +1194,7 @@ TEST(Compression, ThreadsChangeNothing) {
         const auto gradient = contract_gradient(kElements, step);
         (*made)->begin_step();
         (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
-        (*made)->begin_update(static_cast<uint64_t>(step), 1, 1);
+        (*made)->begin_update(static_cast<uint64_t>(step), 1, 1, {}, threads);
         ASSERT_TRUE(sender.send(pieces).status.ok());
         if (step < 3) (*made)->commit();
       }

@@ -14,7 +14,7 @@
 
 namespace smartinf::engine {
 
-/// A variance is about its row's times its column's, for it is made of squares that are
+/// A variance is about its row's times its column's, for it is mostly made of squares that are
 /// (GradientSquares). Nothing is remembered of earlier steps: the same state gives the same
 /// weights, on whatever devices it lies. Threads: one at a time, but for samples().
 class WeightsAhead {

@@ -309,9 +309,12 @@ void ahead(const AheadPass& pass, float* weights, size_t n) {
   size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     const auto roots = hn::Mul(row, hn::LoadU(F32(), pass.roots + i));
-    const auto root = hn::Max(hn::Add(roots, eps), root_least);
+    // std::max() and std::min() where a number is none too.
+    const auto sum = hn::Add(roots, eps);
+    const auto root = hn::IfThenElse(hn::Lt(sum, root_least), root_least, sum);
     const auto step = hn::Div(hn::Mul(lr, widened(pass.residual + i)), root);
-    const auto held = hn::Min(hn::Max(step, least), most);
+    const auto above = hn::IfThenElse(hn::Lt(step, least), least, step);
+    const auto held = hn::IfThenElse(hn::Lt(most, above), most, above);
     hn::StoreU(hn::Sub(hn::LoadU(F32(), weights + i), held), F32(), weights + i);
   }
   AheadPass rest = pass;

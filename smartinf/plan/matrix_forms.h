@@ -125,17 +125,36 @@ struct FormSamples {
       const uint64_t to = std::min(begin + form.columns, part.first + part.count);
       act(from, of_row(s) + from - begin, to - from);
     }
+    std::vector<uint64_t> columns(sampled_columns());
+    for (uint64_t s = 0; s < columns.size(); ++s) columns[s] = column(s);
     for (uint64_t r = part.first_row(); r < last_row; ++r) {
       const uint64_t begin = form.first + r * form.columns;
-      for (uint64_t s = 0; s < sampled_columns(); ++s) {
-        const uint64_t element = begin + column(s);
+      for (uint64_t s = 0; s < columns.size(); ++s) {
+        const uint64_t element = begin + columns[s];
         if (element < part.first || element >= part.first + part.count) continue;
         act(element, of_columns(r) + s, uint64_t{1});
       }
     }
   }
+  /// How many those are.
+  uint64_t count_in(uint64_t first, uint64_t count) const {
+    const FormPart part = part_of(form, first, count);
+    return up_to(part.first + part.count - form.first) - up_to(part.first - form.first);
+  }
 
  private:
+  /// Of the form's first elements.
+  uint64_t up_to(uint64_t elements) const {
+    const uint64_t whole = elements / form.columns;
+    const uint64_t rest = elements % form.columns;
+    const uint64_t rows_before =
+        whole == form.rows ? sampled_rows() : first_sample(whole, form.rows);
+    const uint64_t in_rest = rest > 0 ? first_sample(rest, form.columns) : 0;
+    const bool cut_row_sampled =
+        rest > 0 && rows_before < sampled_rows() && row(rows_before) == whole;
+    return rows_before * form.columns + (cut_row_sampled ? rest : 0) + whole * sampled_columns() +
+           in_rest;
+  }
   /// The first sample whose place is not before `at`.
   static uint64_t first_sample(uint64_t at, uint64_t n) {
     uint64_t sample = at * some_of(n) / n;

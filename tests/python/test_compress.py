@@ -84,7 +84,8 @@ def test_every_rule(name, options, tmp_path):
 
     topk, bytes_topk, sent = run("topk", compress=0.02)
     assert not same(topk, whole)
-    assert bytes_topk < 0.1 * bytes_whole
+    # Of so small a model what tells of the squares is more than what is sent.
+    assert bytes_topk < 0.2 * bytes_whole
     assert sent["ratio"] == 0.02
     assert sent["values"] / sent["elements"] == pytest.approx(0.01, rel=0.05)
     assert sent["residual_norm"] > 0

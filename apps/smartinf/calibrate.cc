@@ -13,6 +13,7 @@
 
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/options.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/storage/tuning.h"
 #include "smartinf/train/product_rate.h"
@@ -136,10 +137,20 @@ int run_calibrate(const CalibrateFlags& flags) {
   if (!copies.ok()) return report(copies.status());
   const auto update_params = measure_update_rate({base::StateFormat::kF32, true, false}, cores);
   if (!update_params.ok()) return report(update_params.status());
-  // State and gradient in: 12 and 2 bytes per parameter.
+  const auto expand_params = measure_update_rate({base::StateFormat::kF32, true, true}, cores);
+  if (!expand_params.ok()) return report(expand_params.status());
+  const engine::CompressOptions compress;
+  const auto select = measure_select_rate(compress.ratio, true);
+  if (!select.ok()) return report(select.status());
+  const auto step_ahead = measure_step_ahead_rate();
+  if (!step_ahead.ok()) return report(step_ahead.status());
+  // State and gradient in: 12 and 2 bytes per parameter, or what little there is of compressed ones.
   const double updates = *update_params * 14;
+  const double expansions = *expand_params * 12;
   machine.host.memory_bytes = memory_facts().total_bytes;
   machine.host.copy_bytes_per_s = *copies;
+  machine.host.select_params_per_s = select->params_per_s * select->threads;
+  machine.host.step_ahead_params_per_s = *step_ahead;
   // State out again counts for the host update, too: 26 bytes for each 14 that come in.
   machine.host.update_bytes_per_s = updates * 26 / 14;
   // Local drives meet the host in its memory: every byte is written once and read once.
@@ -163,6 +174,7 @@ int run_calibrate(const CalibrateFlags& flags) {
     device.write_bytes_per_s = 2 * tuning->write_bytes_per_second;
     device.link_bytes_per_s = *copies / 2;
     device.update_bytes_per_s = updates / static_cast<double>(flags.devices.size());
+    device.decompress_bytes_per_s = expansions / static_cast<double>(flags.devices.size());
     device.memory_bytes = uint64_t{512} << 20;
     device.capacity_bytes = drive_facts(path).free_bytes;
     machine.devices.push_back(std::move(device));
@@ -188,6 +200,9 @@ int run_calibrate(const CalibrateFlags& flags) {
     nlohmann::ordered_json all{{"file", flags.out},
                                {"copy_bytes_per_s", *copies},
                                {"update_bytes_per_s", updates},
+                               {"decompress_bytes_per_s", expansions},
+                               {"select_params_per_s", machine.host.select_params_per_s},
+                               {"step_ahead_params_per_s", *step_ahead},
                                {"cores", cores},
                                {"gpu", machine.gpu.name}};
     if (products > 0) all["product_flops"] = products;
@@ -200,6 +215,8 @@ int run_calibrate(const CalibrateFlags& flags) {
   }
   fmt::print("copy    {} (one thread)\nupdate  {} ({} cores, state and gradient in)\n",
              base::format_rate(*copies), base::format_rate(updates), cores);
+  fmt::print("select  {:.0f} M parameters/s ({} threads; compressed gradients, ratio {})\n",
+             machine.host.select_params_per_s * 1e-6, select->threads, compress.ratio);
   if (products > 0) {
     fmt::print("compute {:.1f} GFLOP/s in bf16 matrix products (torch, {} cores)\n",
                products * 1e-9, cores);

@@ -119,7 +119,9 @@ int run_plan(const PlanFlags& flags) {
   auto question = apply_sim_flags(question_flags);
   if (!question.ok()) return report(question.status(), kExitUsage);
   question->options.value_bytes = flags.precision == "f32" ? 4 : 2;
-  const auto plan = sim::make_plan(question->model, question->machine, question->options);
+  const auto given = [&](const char* name) { return question_flags.count(name) > 0; };
+  const bool asked = given("method") || given("state-format") || given("hide");
+  const auto plan = sim::make_plan(question->model, question->machine, question->options, asked);
   if (!plan.ok()) return report(plan.status(), kExitUsage);
   if (!flags.html.empty()) {
     const base::Status written = write_text(flags.html, sim::plan_html(*plan));
@@ -161,10 +163,13 @@ void add_plan(CLI::App& app, Run& run) {
       ->capture_default_str();
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "The machine is workstation-gen4 unless --machine names another or a TOML file.\n\n"
+      "The machine is workstation-gen4 unless --machine names another or a TOML file. Marked and\n"
+      "recommended is the fastest way that changes no bits, or the one that --method,\n"
+      "--state-format and --hide name.\n\n"
       "Examples:\n"
       "  smartinf plan llama3-8B --machine workstation-gen5 --html plan.html\n"
       "  smartinf plan ./config.json --machine my.toml --recipe train.toml\n"
+      "  smartinf plan llama3-8B --method su+o+c --ratio 0.02 --recipe train.toml\n"
       "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json");
   command->callback([flags, &run] { run = [flags] { return run_plan(*flags); }; });
 }

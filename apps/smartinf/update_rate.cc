@@ -15,6 +15,7 @@
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/gradient_compressor.h"
+#include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/median.h"
@@ -212,6 +213,25 @@ base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
   };
   rate.params_per_s = static_cast<double>(kElements) / median_seconds(pass, prepare);
   return rate;
+}
+
+base::Result<double> measure_step_ahead_rate() {
+  constexpr uint64_t kElements = kBlocks * kBlock;
+  constexpr uint64_t kBytes = kElements * sizeof(base::Bf16);
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer weights, base::AlignedBuffer::allocate(kBytes));
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer residual, base::AlignedBuffer::allocate(kBytes));
+  std::memset(weights.data(), 0, kBytes);
+  std::memset(residual.data(), 0, kBytes);
+  const std::vector<float> roots(kMatrixColumns, 1e-2f);
+  const double pass_s = median_seconds([&] {
+    for (uint64_t first = 0; first < kElements; first += kMatrixColumns) {
+      kernels::step_ahead(
+          kernels::kernels(), {.lr = 1e-3f, .bias = 1, .eps = 1e-8f},
+          {reinterpret_cast<const base::Bf16*>(residual.data()) + first, kMatrixColumns}, 1.0f,
+          roots, weights.data() + first * sizeof(base::Bf16), DataType::kBf16);
+    }
+  });
+  return static_cast<double>(kElements) / pass_s;
 }
 
 StateBytes state_bytes_per_parameter(kernels::UpdateRule rule, base::StateFormat format) {

@@ -38,6 +38,9 @@ struct SelectRate {
 };
 base::Result<SelectRate> measure_select_rate(double ratio, bool feedback);
 
+/// Weights per second that one thread takes ahead by what was not sent.
+base::Result<double> measure_step_ahead_rate();
+
 /// Bytes of state per parameter, block scales included.
 struct StateBytes {
   double master = 0;

@@ -107,7 +107,7 @@ void seal_compressed(std::span<std::byte> message);
 /// A message that has been checked through: counts, order, bounds, checksum.
 class CompressedView {
  public:
-  /// Borrows `message`, which need not be aligned. Errors: kMismatch for a later version, else
+  /// Borrows `message`, which need not be aligned. Errors: kMismatch for another version, else
   /// kCorrupt; both say what is wrong, and nothing was written anywhere.
   static base::Result<CompressedView> parse(std::span<const std::byte> message);
   /// Of bytes that parse() has accepted.

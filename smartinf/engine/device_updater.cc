@@ -90,10 +90,9 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
   }
   ahead_.resize(space_.group_count());
   next_ahead_ = ahead_;
-  if (compressor_ != nullptr && compressor_->feedback() &&
-      !forms_of_squares(options_, space_).empty() && options_.compress.step_ahead) {
-    weights_ahead_ =
-        std::make_unique<WeightsAhead>(forms_of_squares(options_, space_), space_, set_.subgroups);
+  auto forms = forms_of_squares(options_, space_);
+  if (!forms.empty() && compressor_->feedback() && options_.compress.step_ahead) {
+    weights_ahead_ = std::make_unique<WeightsAhead>(std::move(forms), space_, set_.subgroups);
     weights_out_.resize(set_.subgroups.size());
   }
   next_to_keep_.resize(set_.devices.size());

@@ -178,11 +178,6 @@ class BlockUpdate {
     weights_of(first, count);
   }
 
-  void weights_of(size_t first, size_t count) const {
-    if (block_.weights_out == nullptr) return;
-    tiles_.narrow(master_ + first, weights_at(first), block_.weights_type, count);
-  }
-
   void whole_tiles(size_t first, size_t count, const StepScalars& scalars) {
     if (!squares_.given()) return some_tiles(first, count, scalars, nullptr);
     alignas(64) std::array<float, kSquaresAtOnce * kTileElements> squares;
@@ -233,6 +228,11 @@ class BlockUpdate {
   }
 
  private:
+  void weights_of(size_t first, size_t count) const {
+    if (block_.weights_out == nullptr) return;
+    tiles_.narrow(master_ + first, weights_at(first), block_.weights_type, count);
+  }
+
   void some_tiles(size_t first, size_t count, const StepScalars& scalars,
                   const float* squares) const {
     tiles_.update_whole_tiles(format_, scalars,

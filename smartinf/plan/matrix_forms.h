@@ -125,12 +125,9 @@ struct FormSamples {
       const uint64_t to = std::min(begin + form.columns, part.first + part.count);
       act(from, of_row(s) + from - begin, to - from);
     }
-    std::vector<uint64_t> columns(sampled_columns());
-    for (uint64_t s = 0; s < columns.size(); ++s) columns[s] = column(s);
-    for (uint64_t r = part.first_row(); r < last_row; ++r) {
-      const uint64_t begin = form.first + r * form.columns;
-      for (uint64_t s = 0; s < columns.size(); ++s) {
-        const uint64_t element = begin + columns[s];
+    for (uint64_t s = 0; s < sampled_columns(); ++s) {
+      uint64_t element = form.first + part.first_row() * form.columns + column(s);
+      for (uint64_t r = part.first_row(); r < last_row; ++r, element += form.columns) {
         if (element < part.first || element >= part.first + part.count) continue;
         act(element, of_columns(r) + s, uint64_t{1});
       }

@@ -33,8 +33,13 @@ Result<ClosedForm> closed_form(const ModelShape& model, const Machine& machine,
   const bool baseline = options.method == Method::kBaseline;
   const double state = state_bytes_per_parameter(options.optimizer, options.format);
   const double dense = software.gradient_bytes;
-  const double gradient = options.method == Method::kSmartComp ? 4 * options.ratio : dense;
-  const double read = parameters * (state + (software.gradient_spilled ? gradient : 0));
+  // Where the host selects, whole gradients leave the GPU and wait in memory.
+  const bool host_selects =
+      options.method == Method::kSmartComp && machine.host.select_params_per_s > 0;
+  const double gradient =
+      options.method == Method::kSmartComp && !host_selects ? 4 * options.ratio : dense;
+  const bool spilled = software.gradient_spilled && !host_selects;
+  const double read = parameters * (state + (spilled ? gradient : 0));
   const double written = parameters * state;
 
   ClosedForm form;
@@ -72,7 +77,12 @@ Result<std::vector<Reason>> why_they_part(const ModelShape& model, const Machine
        [](Machine& m, StepOptions&) { m.host.copy_bytes_per_s = kEndless; }},
       {"gradients leave while backward goes on",
        [](Machine& m, StepOptions&) { m.software.offload_waits = false; }},
-      {"Top-K on the GPU takes no time", [](Machine& m, StepOptions&) { m.gpu.select_passes = 0; }},
+      {"selection takes no time",
+       [](Machine& m, StepOptions&) {
+         m.gpu.select_passes = 0;
+         if (m.host.select_params_per_s > 0) m.host.select_params_per_s = kEndless;
+         m.host.step_ahead_params_per_s = 0;
+       }},
       {"drives lose nothing when reads and writes mix, nor to their own processor",
        [](Machine& m, StepOptions&) {
          for (DeviceGroup& device : m.devices) device.mixed_efficiency = device.peer_efficiency = 1;

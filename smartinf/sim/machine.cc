@@ -49,6 +49,8 @@ void visit(Visitor& v, Host& host) {
   v("link_bytes_per_s", host.link_bytes_per_s, Rule::kPositive);
   v("update_bytes_per_s", host.update_bytes_per_s, Rule::kPositive);
   v("copy_bytes_per_s", host.copy_bytes_per_s, Rule::kPositive);
+  v("select_params_per_s", host.select_params_per_s, Rule::kNotNegative);
+  v("step_ahead_params_per_s", host.step_ahead_params_per_s, Rule::kNotNegative);
   v("process_bytes", host.process_bytes, Rule::kNotNegative);
 }
 

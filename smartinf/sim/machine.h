@@ -31,6 +31,9 @@ struct Host {
   double link_bytes_per_s = 0;    // shared by all devices, each direction
   double update_bytes_per_s = 0;  // host update: state and gradient in, state out
   double copy_bytes_per_s = 0;    // pinned-buffer copies and casts around the host link
+  // SmartComp on the cores of the host, all that do it together; 0: the GPU selects.
+  double select_params_per_s = 0;
+  double step_ahead_params_per_s = 0;  // of new weights, by what was not sent; 0: no such pass
   uint64_t process_bytes = 0;     // resident before a model is there: torch, runtime, text
 };
 

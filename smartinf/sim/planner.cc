@@ -223,6 +223,15 @@ uint64_t trainer_bytes(const ModelShape& model, const Machine& machine, const St
   return machine.host.process_bytes + std::max(training, kTuningBytes - kLoadedLaterBytes);
 }
 
+/// For each parameter, in this software's error feedback (engine/gradient_compressor.h): the step's
+/// gradient and what earlier ones did not send, in host memory; of these the second is a plane of
+/// the state, too.
+constexpr uint64_t kResidualBytes = 2;
+constexpr uint64_t kCompressionBytes = 2 + kResidualBytes;
+bool compressed_by_host(const Machine& machine, const StepOptions& options) {
+  return options.method == Method::kSmartComp && machine.host.select_params_per_s > 0;
+}
+
 /// What the engine keeps in the trainer's process: slots, staging, gradients that are not spilled.
 /// Subgroups are as small as give every device some, and staged as f32 twice
 /// (engine/memory_plan.cc, csd/local_device.cc).
@@ -243,13 +252,14 @@ uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOpt
   uint64_t slots = options.slots != 0 ? options.slots : software.slots;
   double each = state;
   uint64_t gradients = 0;
-  if (software.gradient_spilled) {
+  if (compressed_by_host(machine, options)) {
+    gradients = kCompressionBytes * parameters;
+    each += kResidualBytes;
+  } else if (software.gradient_spilled) {
     each += software.gradient_bytes;
     const double fitting = static_cast<double>(kBudgetBytes - std::min(kBudgetBytes, staging)) /
                            (static_cast<double>(devices * size) * each);
     slots = std::clamp<uint64_t>(static_cast<uint64_t>(fitting), 1, kSpillSlotsMax);
-  } else if (options.method == Method::kSmartComp) {
-    gradients = 4 * parameters;  // the step's and what earlier ones did not send, in bf16
   } else {
     gradients = software.gradient_bytes * parameters;
   }
@@ -294,21 +304,24 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine,
     need.host_bytes = 2 * parameters + (gpu ? 0 : working);
   }
   const bool whole = need.host_bytes_without_checkpoints > 0;
-  if (!whole && !software.gradient_spilled) {
+  const bool compressed_here = compressed_by_host(machine, options);
+  if (!whole && compressed_here) {
+    need.host_bytes += kCompressionBytes * parameters;
+  } else if (!whole && !software.gradient_spilled) {
     need.host_bytes +=
         options.method == Method::kSmartComp
             ? static_cast<uint64_t>(4 * options.ratio * static_cast<double>(parameters))
             : software.gradient_bytes * parameters;
   }
   if (!whole && options.method == Method::kBaseline) need.host_bytes += slots * slot_bytes;
-  double kept = 2 * state;
-  if (software.gradient_spilled) kept += software.gradient_bytes;
+  double kept = 2 * (state + (compressed_here ? kResidualBytes : 0));
+  if (software.gradient_spilled && !compressed_here) kept += software.gradient_bytes;
   need.drive_bytes = static_cast<uint64_t>(kept * static_cast<double>(elements));
   return need;
 }
 
 Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
-                       const StepOptions& base_options) {
+                       const StepOptions& base_options, bool asked) {
   Plan plan;
   plan.model = model;
   plan.machine = machine;
@@ -339,13 +352,21 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
   if (can_decompress) {
     SI_RETURN_IF_ERROR(add(Method::kSmartComp, StateFormat::kF32, Hidden::kNothing));
   }
+  const auto is_asked = [&](const Choice& choice) {
+    return choice.options.method == base_options.method &&
+           choice.options.format == base_options.format &&
+           choice.options.hidden == base_options.hidden;
+  };
+  if (asked && std::none_of(plan.choices.begin(), plan.choices.end(), is_asked)) {
+    SI_RETURN_IF_ERROR(add(base_options.method, base_options.format, base_options.hidden));
+  }
   std::stable_sort(plan.choices.begin(), plan.choices.end(), [](const Choice& a, const Choice& b) {
     if (a.fits != b.fits) return a.fits;
     return a.times.total_s < b.times.total_s;
   });
-  // Recommended is what changes no bits; the faster inexact ones stand beside it in the list.
+  // Unless asked for, what changes no bits; the faster inexact ones stand beside it in the list.
   for (size_t i = 0; i < plan.choices.size(); ++i) {
-    if (plan.choices[i].exact) {
+    if (asked ? is_asked(plan.choices[i]) : plan.choices[i].exact) {
       plan.recommended = i;
       break;
     }
@@ -426,6 +447,10 @@ Result<std::string> plan_recipe(const Plan& plan) {
   text += fmt::format("[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\n",
                       best.options.method == Method::kBaseline ? "host" : "device", rule,
                       base::state_format_name(best.options.format));
+  if (best.options.method == Method::kSmartComp) {
+    text += fmt::format("\n[compress]\ncodec = \"topk\"\nratio = {}\nkeep_every = {}\n",
+                        best.options.ratio, best.options.keep_every);
+  }
   for (uint32_t d = 0; d < plan.machine.device_count(); ++d) {
     text += fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", d);
   }

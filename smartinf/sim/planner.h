@@ -53,15 +53,16 @@ struct Plan {
   ModelShape model;
   Machine machine;
   std::vector<Choice> choices;  // fastest first among those that fit, then the others
-  size_t recommended = 0;       // exact and fastest; index into choices
+  size_t recommended = 0;       // exact and fastest, or the way asked for; index into choices
   bool fits = false;
   std::vector<Purchase> purchases;  // for the recommended choice, best first
 };
 
-/// Tries every method the devices can do, the state formats and what hides the update.
+/// Tries every method the devices can do, the state formats and what hides the update. With
+/// `asked`, the method, format and hiding of base_options are tried too and are what is recommended.
 /// Errors: those of simulate_step.
 base::Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
-                             const StepOptions& base_options);
+                             const StepOptions& base_options, bool asked = false);
 
 /// A recipe for `smartinf train`: model, engine and devices; data and paths are to be filled in.
 /// Errors: kUnsupported for a model that is not of the Llama form, which is what train trains.

@@ -10,11 +10,12 @@ namespace {
 
 using testing::HasSubstr;
 
-Plan plan_of(std::string_view model, std::string_view machine) {
+Plan plan_of(std::string_view model, std::string_view machine, const StepOptions& options = {},
+             bool asked = false) {
   const auto shape = model_preset(model);
   const auto built = load_machine(machine);
   EXPECT_TRUE(shape.ok() && built.ok());
-  auto plan = make_plan(*shape, *built, {});
+  auto plan = make_plan(*shape, *built, options, asked);
   EXPECT_TRUE(plan.ok()) << plan.status().to_string();
   return *plan;
 }
@@ -31,6 +32,23 @@ TEST(Planner, RecommendsTheFastestExactWayThatFits) {
     EXPECT_GT(choice.drive_life_days, 0);
     EXPECT_GT(choice.cost_per_mtoken, 0);
   }
+}
+
+TEST(Planner, RecommendsTheWayAskedFor) {
+  StepOptions options;
+  options.method = Method::kSmartComp;
+  for (const base::StateFormat format : {base::StateFormat::kF32, base::StateFormat::kQ8}) {
+    options.format = format;  // the second is not among those that are tried anyway
+    const Plan plan = plan_of("llama3-8B", "workstation-gen5", options, true);
+    const Choice& marked = plan.choices[plan.recommended];
+    EXPECT_EQ(marked.options.method, Method::kSmartComp);
+    EXPECT_EQ(marked.options.format, format);
+    const auto recipe = plan_recipe(plan);
+    ASSERT_TRUE(recipe.ok());
+    EXPECT_THAT(*recipe, HasSubstr("codec = \"topk\"\nratio = 0.02\nkeep_every = 16\n"));
+  }
+  EXPECT_THAT(*plan_recipe(plan_of("llama3-8B", "workstation-gen5")),
+              testing::Not(HasSubstr("[compress]")));
 }
 
 TEST(Planner, DriveLifeIsEnduranceOverBytesWritten) {
@@ -78,6 +96,18 @@ TEST(Planner, MemoryFollowsFromShapes) {
   const uint64_t p = model->parameters();
   EXPECT_EQ(need.host_bytes, 4 * p) << "16-bit weights and gradients";
   EXPECT_EQ(need.drive_bytes, 2 * 12 * ((p + 3) / 4)) << "state twice, on four drives";
+
+  StepOptions options;
+  options.method = Method::kSmartComp;
+  const MemoryNeed compressed = memory_need(*model, *machine, options);
+  EXPECT_EQ(compressed.host_bytes, 6 * p) << "and 16 bits of what was not sent";
+  EXPECT_EQ(compressed.drive_bytes, 2 * 14 * ((p + 3) / 4)) << "which is kept there, too";
+  machine->software.gradient_spilled = true;
+  EXPECT_EQ(memory_need(*model, *machine, options).host_bytes, 6 * p) << "compression never spills";
+  machine->gpu.name = "none";
+  EXPECT_GT(memory_need(*model_preset("llama3-1B"), *machine, options).host_bytes,
+            memory_need(*model_preset("llama3-1B"), *machine, {}).host_bytes +
+                3 * model_preset("llama3-1B")->parameters());
 }
 
 TEST(Planner, WhatAutogradKeepsOfALayerIsWhatTorchReported) {

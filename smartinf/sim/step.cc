@@ -138,6 +138,7 @@ class StepGraph {
  private:
   bool baseline() const { return options_.method == Method::kBaseline; }
   bool compressed() const { return options_.method == Method::kSmartComp; }
+  bool host_selects() const { return compressed() && machine_.host.select_params_per_s > 0; }
   bool on_gpu() const { return machine_.gpu.name != "none"; }
 
   static Stage seconds_on(uint32_t resource, double seconds) {
@@ -145,14 +146,24 @@ class StepGraph {
   }
   static double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
 
-  /// Compressed: (index, value) pairs of 8 bytes, Top-K of the whole; else whole elements. Cut at
-  /// running totals, so that pieces add up to the whole exactly.
+  uint64_t whole_gradient_bytes(uint64_t count) const {
+    return count * machine_.software.gradient_bytes;
+  }
+  /// Compressed: Top-K of the whole, in (index, value) pairs of 8 bytes, or where this software's
+  /// host selects, of packed ones; else whole elements. Cut at running totals, so that pieces add
+  /// up to the whole exactly.
   uint64_t gradient_bytes(uint64_t first, uint64_t count) const {
-    if (!compressed()) return count * machine_.software.gradient_bytes;
+    if (!compressed()) return whole_gradient_bytes(count);
     const auto pairs = [&](uint64_t elements) {
       return static_cast<uint64_t>(std::floor(static_cast<double>(elements) * options_.ratio / 2));
     };
-    return 8 * (pairs(first + count) - pairs(first));
+    const uint64_t values = pairs(first + count) - pairs(first);
+    return host_selects() ? packed_bytes(values) : 8 * values;
+  }
+  /// A value in bf16 and the Rice code of its gap (docs/format.md).
+  uint64_t packed_bytes(uint64_t values) const {
+    const double bits = 16 + 1.5 + std::log2(2 / options_.ratio);
+    return static_cast<uint64_t>(std::ceil(static_cast<double>(values) * bits / 8));
   }
 
   void make_units() {
@@ -190,6 +201,8 @@ class StepGraph {
     host_down_ = graph_.add_resource("host link down");
     host_copy_ = graph_.add_resource("host copies");
     host_update_ = graph_.add_resource("host update");
+    host_select_ = graph_.add_resource("host selection");
+    host_ahead_ = graph_.add_resource("host step-ahead");
     // Several GPUs: each fetches all weights and keeps its own batch (data parallel, ZeRO-3).
     // Behind one link their fetches add up.
     sharers_ = gpu.links_shared || gpu.link_is_host_link ? gpu.count : 1;
@@ -311,16 +324,17 @@ class StepGraph {
     return end;
   }
 
-  /// Gradients of a unit: compressed on the GPU if asked, to the host, into a pinned buffer.
+  /// Gradients of a unit: compressed on the GPU if it selects, to the host, into a pinned buffer.
   TaskIndex offload(const Unit& unit, TaskIndex computed, TaskIndex before) {
     const Gpu& gpu = machine_.gpu;
     TaskIndex last = computed;
-    if (compressed()) {
+    if (compressed() && !host_selects()) {
       const double bytes = 4.0 * static_cast<double>(unit.count) / gpu.count;
       last = task(0, "select " + unit.name,
                   {seconds_on(gpu_, bytes * gpu.select_passes / gpu.memory_bytes_per_s)}, {last});
     }
-    const uint64_t bytes = gradient_bytes(unit.first, unit.count);
+    const uint64_t bytes = host_selects() ? whole_gradient_bytes(unit.count)
+                                          : gradient_bytes(unit.first, unit.count);
     if (on_gpu()) {
       // Each GPU sends its share of the sum; sums of several GPUs cross the links once more.
       const uint64_t moved = bytes + 2 * unit.count * (gpu.count - 1);
@@ -342,6 +356,7 @@ class StepGraph {
     const auto [first, count] = local_range(owner, unit.first, unit.count);
     const uint64_t bytes = gradient_bytes(first, count);
     const bool spilled = machine_.software.gradient_spilled;
+    if (host_selects()) return arrived;          // from where they are compressed when all are there
     if (baseline() && !spilled) return arrived;  // they are where the update wants them
     bytes_.host_link_down += bytes;
     const double link = cost(owner.link_bytes_per_s);
@@ -399,7 +414,7 @@ class StepGraph {
       }
       input.subgroups = static_cast<uint32_t>((owner.elements + wanted - 1) / wanted);
       input.slots = options_.slots != 0 ? options_.slots : software.slots;
-      input.gradient_spilled = software.gradient_spilled;
+      input.gradient_spilled = software.gradient_spilled && !host_selects();
       const uint64_t each = (owner.elements + input.subgroups - 1) / input.subgroups;
       subgroup_elements_ = each;
       weights_ready_[d].assign(input.subgroups, kNone);
@@ -407,6 +422,7 @@ class StepGraph {
       const std::vector<plan::Task> schedule = plan::make_schedule(input);
       std::vector<TaskIndex> made(schedule.size(), kNone);
       std::array<TaskIndex, 4> last_in_lane{kNone, kNone, kNone, kNone};
+      TaskIndex sent = kNone;
       for (size_t i = 0; i < schedule.size(); ++i) {
         const plan::Task& planned = schedule[i];
         const uint64_t first = std::min(planned.subgroup * each, owner.elements);
@@ -417,6 +433,10 @@ class StepGraph {
         last_in_lane[queue] = made[i];
         for (const uint32_t before : planned.after) {
           if (before != plan::Task::kNone) graph_.add_dependency(made[i], made[before]);
+        }
+        if (host_selects() && planned.kind == plan::TaskKind::kUpdate) {
+          sent = send_compressed(owner, first, count, {all_gradients(after), sent});
+          graph_.add_dependency(made[i], sent);
         }
         if (early && planned.kind == plan::TaskKind::kUpdate) wait_for_gradient(made[i], d, first);
         if (early && planned.kind == plan::TaskKind::kReadGradient) {
@@ -429,6 +449,34 @@ class StepGraph {
       }
     }
     return end;
+  }
+
+  /// Selection needs the norm of all gradients, and tells of the squares of all (engine).
+  TaskIndex all_gradients(TaskIndex after) {
+    if (after != kNone) return after;
+    const TaskIndex all = graph_.add_task({}, {});
+    for (const auto& of_unit : gradient_arrived_) {
+      for (const TaskIndex arrived : of_unit) graph_.add_dependency(all, arrived);
+    }
+    return all;
+  }
+
+  /// A subgroup's gradient, selected and packed by the host, goes down to its device; every so many
+  /// steps with what was held back, here a share of it in each.
+  TaskIndex send_compressed(const Owner& owner, uint64_t first, uint64_t count,
+                            std::initializer_list<TaskIndex> after) {
+    const uint64_t bytes = gradient_bytes(first, count) + residual_bytes(count);
+    bytes_.host_link_down += bytes;
+    return task(4, "select",
+                {Stage(count, {{host_select_, cost(machine_.host.select_params_per_s)}}),
+                 Stage(bytes,
+                       {{owner.link_down, cost(owner.link_bytes_per_s)},
+                        {host_down_, cost(machine_.host.link_bytes_per_s)}},
+                       owner.latency_s)},
+                after);
+  }
+  uint64_t residual_bytes(uint64_t count) const {
+    return host_selects() && options_.keep_every > 0 ? 2 * count / options_.keep_every : 0;
   }
 
   /// Reads, processor, weights and writes of a device each go in the schedule's order.
@@ -524,13 +572,19 @@ class StepGraph {
         if (baseline()) return {};  // the host has them
         const uint64_t bytes = count * machine_.software.weight_bytes;
         bytes_.host_link_up += bytes;
-        return {Stage(bytes, {{owner.link_up, link}, {host_up_, host}}, owner.latency_s),
-                Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})};
+        std::vector<Stage> stages{
+            Stage(bytes, {{owner.link_up, link}, {host_up_, host}}, owner.latency_s),
+            Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})};
+        if (host_selects() && machine_.host.step_ahead_params_per_s > 0) {
+          stages.push_back(
+              Stage(count, {{host_ahead_, cost(machine_.host.step_ahead_params_per_s)}}));
+        }
+        return stages;
       }
       case plan::TaskKind::kWriteMaster:
         return to_drive(state.master);
       case plan::TaskKind::kWriteMoments:
-        return to_drive(state.moments);
+        return to_drive(state.moments + residual_bytes(count));
     }
     return {};
   }
@@ -558,7 +612,7 @@ class StepGraph {
 
   std::vector<Span> spans() const {
     static constexpr std::array<const char*, 8> kLanes{
-        "GPU", "GPU link down", "GPU link up", "", "", "host copies", "", ""};
+        "GPU", "GPU link down", "GPU link up", "", "host selection", "host copies", "", ""};
     static constexpr std::array<const char*, 4> kQueues{"reads", "update", "weights", "writes"};
     std::vector<Span> all;
     for (const Label& label : labels_) {
@@ -595,6 +649,7 @@ class StepGraph {
   std::vector<Owner> owners_;
   uint32_t gpu_ = 0, gpu_up_ = 0, gpu_down_ = 0;
   uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_update_ = 0;
+  uint32_t host_select_ = 0, host_ahead_ = 0;
   double sharers_ = 1;
   uint64_t subgroup_elements_ = 0;
   std::vector<std::vector<TaskIndex>> gradient_arrived_;  // by unit, by owner

@@ -47,6 +47,8 @@ struct StepOptions {
   Optimizer optimizer = Optimizer::kAdam;
   base::StateFormat format = base::StateFormat::kF32;
   double ratio = 0.02;  // compressed gradient bytes / f32 gradient bytes, in (0, 1]
+  /// Steps between writes of what compression on the host holds back; 0: it is never written.
+  uint32_t keep_every = 16;
   Hidden hidden = Hidden::kNothing;
   uint64_t subgroup_elements = 0;  // 0: the machine's software says
   uint32_t slots = 0;              // likewise

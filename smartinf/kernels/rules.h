@@ -23,7 +23,8 @@ inline float lerp(float a, float b, float weight) {
 }
 
 /// Adam and AdamW; they differ in which of the two decays is not neutral. square: what the variance
-/// takes in place of the gradient's where that is not larger, or null (UpdateBlock::squares).
+/// takes in place of the gradient's, or null (UpdateBlock::squares). With it the variance is at least
+/// what this gradient alone would make of 0: no gradient moves a weight further than Adam's first.
 /// Source: Kingma and Ba 2015, Algorithm 1 in the order of its section 2, where step size and eps
 /// carry the bias corrections; Loshchilov and Hutter 2019, Algorithm 2.
 inline void update_adam(const StepScalars& s, float gradient, const float* square,
@@ -31,9 +32,12 @@ inline void update_adam(const StepScalars& s, float gradient, const float* squar
   e.master = e.master * s.decay_factor;
   if (s.weight_decay != 0) gradient = gradient + s.weight_decay * e.master;
   e.momentum = lerp(e.momentum, gradient, s.one_minus_beta1);
-  const float share = square != nullptr ? s.one_minus_beta2 * std::max(*square, gradient * gradient)
-                                        : (s.one_minus_beta2 * gradient) * gradient;
-  e.variance = e.variance * s.beta2 + share;
+  const float share = (s.one_minus_beta2 * gradient) * gradient;
+  if (square != nullptr) {
+    e.variance = std::max(e.variance * s.beta2 + s.one_minus_beta2 * *square, share);
+  } else {
+    e.variance = e.variance * s.beta2 + share;
+  }
   e.master = e.master + (-s.step_size * e.momentum) / (std::sqrt(e.variance) + s.eps);
 }
 

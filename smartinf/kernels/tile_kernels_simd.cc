@@ -202,7 +202,7 @@ struct GradientDecay {
   VF weight_decay;
 };
 
-// What both forms of Adam do once they have the momentum, and the variance's share of this step.
+// What both forms of Adam do once they have the momentum.
 struct AdamEnd {
   explicit AdamEnd(const StepScalars& s)
       : decay_factor(set(s.decay_factor)),
@@ -210,8 +210,11 @@ struct AdamEnd {
         one_minus_beta2(set(s.one_minus_beta2)),
         minus_step_size(set(-s.step_size)),
         eps(set(s.eps)) {}
-  HWY_INLINE void operator()(VF share, StateVectors& e) const {
-    e.variance = hn::Add(hn::Mul(e.variance, beta2), share);
+  HWY_INLINE VF share(VF gradient) const {
+    return hn::Mul(hn::Mul(one_minus_beta2, gradient), gradient);
+  }
+  HWY_INLINE void operator()(VF variance, StateVectors& e) const {
+    e.variance = variance;
     e.root = hn::Sqrt(e.variance);
     e.master =
         hn::Add(e.master, hn::Div(hn::Mul(minus_step_size, e.momentum), hn::Add(e.root, eps)));
@@ -232,7 +235,7 @@ struct Adam {
     gradient = decay(gradient, e.master);
     const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
     e.momentum = hn::Add(kNear ? e.momentum : gradient, difference);
-    end(hn::Mul(hn::Mul(end.one_minus_beta2, gradient), gradient), e);
+    end(hn::Add(hn::Mul(e.variance, end.beta2), end.share(gradient)), e);
   }
   HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
 
@@ -258,10 +261,11 @@ struct AdamOfSquares {
     if (decays) gradient = decay(gradient, e.master);
     const VF difference = hn::Mul(weight, hn::Sub(gradient, e.momentum));
     e.momentum = hn::Add(near ? e.momentum : gradient, difference);
+    const VF given =
+        hn::Add(hn::Mul(e.variance, end.beta2), hn::Mul(end.one_minus_beta2, e.square));
     // std::max() where one of them is no number too.
-    const VF own = hn::Mul(gradient, gradient);
-    const VF larger = hn::IfThenElse(hn::Lt(e.square, own), own, e.square);
-    end(hn::Mul(end.one_minus_beta2, larger), e);
+    const VF own = end.share(gradient);
+    end(hn::IfThenElse(hn::Lt(given, own), own, given), e);
   }
   HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
 

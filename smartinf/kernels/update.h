@@ -35,7 +35,7 @@ struct UpdateBlock {
   const void* gradient = nullptr;  // [count] of gradient_type
   base::DataType gradient_type = base::DataType::kBf16;
   /// Adam and AdamW only: what the variance takes in place of the squares of `gradient`, already
-  /// scaled; of each the larger one. Empty: those squares.
+  /// scaled; it is at least 1 - beta2 of each of those. Empty: those squares.
   std::span<const SquaresRow> squares = {};
   void* weights_out = nullptr;  // [count] of weights_type, or null: no weights wanted
   base::DataType weights_type = base::DataType::kBf16;

@@ -60,7 +60,8 @@ TEST(UpdateBlock, GivenSquaresTakeThePlaceOfTheGradients) {
     rows.push_back({std::min<uint64_t>(7, left), static_cast<float>(rows.size()), columns.data()});
   }
   std::vector<float> gradient(n, 0.5f);
-  gradient[5] = 30;  // whose own square is larger than any
+  gradient[5] = 30;  // too large for what the variance was
+  gradient[6] = 4;   // larger than what is given, and not too large
   const StepScalars scalars =
       make_step_scalars({.beta1 = 0.9, .beta2 = 0.75, .eps = 1e-6}, {.lr = 0.01}, 1, 1, 0);
   std::vector<float> master(n, 1.0f);
@@ -78,7 +79,7 @@ TEST(UpdateBlock, GivenSquaresTakeThePlaceOfTheGradients) {
     const double square =
         i < 3 ? 0.5 * columns[4 + i] : static_cast<double>((i - 3) / 7 + 1) * columns[(i - 3) % 7];
     const double own = gradient[i];
-    const double v = 0.75 * 8 + 0.25 * std::max(square, own * own);
+    const double v = std::max(0.75 * 8 + 0.25 * square, 0.25 * own * own);
     ASSERT_FLOAT_EQ(variance[i], static_cast<float>(v)) << i;
     ASSERT_FLOAT_EQ(momentum[i], 0.1f * gradient[i]);
     // The first step's corrections make the momentum's share 1 and the variance's 1 / 0.25.

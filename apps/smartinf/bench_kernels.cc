@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -25,6 +26,7 @@
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/median.h"
 #include "apps/smartinf/synthetic_steps.h"
+#include "apps/smartinf/values_flag.h"
 
 namespace smartinf::apps {
 namespace {
@@ -43,8 +45,8 @@ struct BenchOptions {
   std::vector<std::string> formats;
   std::vector<std::string> gradients;
   std::string weights = "bf16";
-  std::vector<double> shares = {0.01};            // of the elements, that Top-K keeps
-  csd::ValueForm values = csd::ValueForm::kBf16;  // of compressed gradients
+  std::vector<double> shares = {0.01};   // of the elements, that Top-K keeps
+  std::optional<csd::ValueForm> values;  // of compressed gradients
   bool json = false;
 };
 
@@ -471,7 +473,7 @@ class KernelBench {
     for (const double share : options_.shares) {
       engine::CompressOptions options;
       options.codec = engine::CompressOptions::Codec::kTopK;
-      options.values = options_.values;
+      options.values = options_.values.value_or(csd::ValueForm::kBf16);
       options.ratio = share * engine::counted_bytes(options.values) / 4;
       SI_ASSIGN_OR_RETURN(
           const auto compressor,
@@ -569,15 +571,7 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
                    "What Top-K and compression keep of the elements, e.g. 0.01")
       ->check(CLI::Range(1e-6, 1.0))
       ->capture_default_str();
-  static const std::map<std::string, csd::ValueForm> forms{{"f32", csd::ValueForm::kF32},
-                                                           {"bf16", csd::ValueForm::kBf16},
-                                                           {"f16", csd::ValueForm::kF16},
-                                                           {"sign", csd::ValueForm::kSign}};
-  command
-      ->add_option_function<std::string>(
-          "--values", [options](const std::string& name) { options->values = forms.at(name); },
-          "How compressed gradients carry values (default: bf16)")
-      ->check(CLI::IsMember({"f32", "bf16", "f16", "sign"}));
+  add_values_flag(*command, options->values, "bf16");
   command->add_flag("--json", options->json, "A JSON array with one object a row");
   command->footer(
       "Examples:\n"

@@ -28,6 +28,7 @@
 #include "apps/smartinf/synthetic_steps.h"
 #include "apps/smartinf/trace_file.h"
 #include "apps/smartinf/update_rate.h"
+#include "apps/smartinf/values_flag.h"
 
 namespace smartinf::apps {
 namespace {
@@ -49,6 +50,7 @@ struct ScaleOptions {
   std::string shared = "all";
   double slow_device = 1;
   std::string format = "f32";
+  std::optional<csd::ValueForm> values;
   uint64_t subgroups = kSubgroupsPerDevice;
   int repeat = 1;
   std::string trace;
@@ -60,7 +62,7 @@ struct Scheme {
   engine::UpdateWhere where;
   plan::ScheduleVariant schedule;
   DataType type;            // of gradients and weights
-  bool compressed = false;  // gradients: the largest 1 %, what is not sent kept in memory
+  bool compressed = false;  // gradients: ratio 0.02, what is not sent kept in memory
 };
 
 constexpr Scheme kSchemes[] = {
@@ -72,9 +74,6 @@ constexpr Scheme kSchemes[] = {
      DataType::kBf16, true},
 };
 
-/// Of a gradient at ratio 0.02, without the factors of its squares (docs/format.md).
-constexpr double kCompressedBytes = 0.031;
-
 class ScaleBench {
  public:
   explicit ScaleBench(const ScaleOptions& options)
@@ -82,7 +81,9 @@ class ScaleBench {
         format_(*base::state_format_from_name(options.format)),
         bytes_(state_bytes_per_parameter(kernels::UpdateRule::kAdamW, format_)),
         drives_share_(options.shared != "none"),
-        host_shares_(options.shared == "all") {}
+        host_shares_(options.shared == "all"),
+        compress_(compression(options)),
+        packed_bytes_(compressed_bytes_per_parameter(compress_)) {}
 
   Status run() {
     SI_ASSIGN_OR_RETURN(read_, rate(options_.internal_read));
@@ -135,16 +136,19 @@ class ScaleBench {
       if (!options_.json) fmt::print("\n");
     }
     if (options_.json) {
-      const nlohmann::ordered_json result = {{"params", options_.params},
-                                             {"internal_read_bytes_per_s", read_},
-                                             {"internal_write_bytes_per_s", write_},
-                                             {"host_link_bytes_per_s", host_},
-                                             {"shared", options_.shared},
-                                             {"slow_device", options_.slow_device},
-                                             {"state_format", options_.format},
-                                             {"subgroups_per_device", options_.subgroups},
-                                             {"repeat", options_.repeat},
-                                             {"rows", rows}};
+      const nlohmann::ordered_json result = {
+          {"params", options_.params},
+          {"internal_read_bytes_per_s", read_},
+          {"internal_write_bytes_per_s", write_},
+          {"host_link_bytes_per_s", host_},
+          {"shared", options_.shared},
+          {"slow_device", options_.slow_device},
+          {"state_format", options_.format},
+          {"subgroups_per_device", options_.subgroups},
+          {"repeat", options_.repeat},
+          {"compress_ratio", compress_.ratio},
+          {"compress_values", csd::value_form_name(compress_.values)},
+          {"rows", rows}};
       fmt::print("{}\n", result.dump());
     }
     return Status();
@@ -158,6 +162,14 @@ class ScaleBench {
                   "Give bytes per second, e.g. 80MB.");
   }
 
+  static engine::CompressOptions compression(const ScaleOptions& options) {
+    engine::CompressOptions compress;
+    compress.codec = engine::CompressOptions::Codec::kTopK;
+    compress.keep_every = 0;
+    compress.values = options.values.value_or(compress.usual_values());
+    return compress;
+  }
+
   /// Of a compressed gradient, per parameter: every subgroup has factors of its own.
   double compressed_bytes(uint32_t devices) const {
     const plan::ParameterSpace parameters = space();
@@ -166,7 +178,7 @@ class ScaleBench {
     for (const plan::Subgroup& subgroup : parameters.subgroups(subgroup_elements(devices))) {
       factors += plan::factors_in(forms, subgroup.first, subgroup.count);
     }
-    return kCompressedBytes +
+    return packed_bytes_ +
            static_cast<double>(factors * sizeof(base::Bf16)) / static_cast<double>(options_.params);
   }
 
@@ -189,10 +201,7 @@ class ScaleBench {
     options.where = scheme.where;
     options.schedule = scheme.schedule;
     options.gradient_type = scheme.type;
-    if (scheme.compressed) {
-      options.compress.codec = engine::CompressOptions::Codec::kTopK;
-      options.compress.keep_every = 0;
-    }
+    if (scheme.compressed) options.compress = compress_;
     options.format = format_;
     options.checksums = false;  // two cores stand for all devices' processors
     options.subgroup_elements = subgroup_elements(devices);
@@ -284,12 +293,13 @@ class ScaleBench {
     const auto known = rates_.find({&scheme, threads});
     if (known != rates_.end()) return known->second;
     Rates rates;
-    SI_ASSIGN_OR_RETURN(rates.update,
-                        measure_update_rate({format_, false, scheme.compressed}, threads));
+    ProcessorWork work{format_, false};
+    if (scheme.compressed) work.compress = compress_;
+    SI_ASSIGN_OR_RETURN(rates.update, measure_update_rate(work, threads));
     SI_ASSIGN_OR_RETURN(rates.copy, measure_copy_rate(threads));
     SI_ASSIGN_OR_RETURN(rates.intake, measure_intake_rate(scheme.type));
     if (scheme.compressed) {
-      SI_ASSIGN_OR_RETURN(rates.select, measure_select_rate(engine::CompressOptions().ratio, true));
+      SI_ASSIGN_OR_RETURN(rates.select, measure_select_rate(compress_));
     }
     rates_[{&scheme, threads}] = rates;
     return rates;
@@ -363,6 +373,8 @@ class ScaleBench {
   const StateBytes bytes_;
   const bool drives_share_;
   const bool host_shares_;
+  const engine::CompressOptions compress_;
+  const double packed_bytes_;  // of a parameter's compressed gradient, without factors
   uint64_t read_ = 0;
   uint64_t write_ = 0;
   uint64_t host_ = 0;
@@ -404,6 +416,7 @@ void add_bench_scale(CLI::App& bench, Run& run) {
   command->add_option("--state-format", options->format, "How momentum and variance are kept")
       ->check(CLI::IsMember({"f32", "bf16", "q8"}))
       ->capture_default_str();
+  add_values_flag(*command, options->values, "sign");
   command
       ->add_option("--subgroups", options->subgroups,
                    "Subgroups of each device; few, and filling and draining it shows")

@@ -28,6 +28,7 @@
 #include "apps/smartinf/synthetic_steps.h"
 #include "apps/smartinf/trace_file.h"
 #include "apps/smartinf/update_rate.h"
+#include "apps/smartinf/values_flag.h"
 
 namespace smartinf::apps {
 namespace {
@@ -53,6 +54,7 @@ struct StepOptions {
   std::string gradient;  // empty: bf16; f32 for a host update
   bool spill = false;
   double compress = 0;  // ratio; 0: whole gradients
+  std::optional<csd::ValueForm> values;
   std::string feedback = "host";
   uint64_t keep_every = 0;
   std::string io_bytes = "0";
@@ -130,6 +132,7 @@ class StepBench {
       updater_.compress.feedback = options_.feedback == "none" ? CompressOptions::Feedback::kNone
                                                                : CompressOptions::Feedback::kHost;
       updater_.compress.keep_every = options_.keep_every;
+      updater_.compress.values = options_.values.value_or(updater_.compress.usual_values());
     }
     if (!options_.trace.empty()) {
       updater_.trace = std::make_shared<csd::Trace>();
@@ -146,29 +149,28 @@ class StepBench {
 
   /// Only AdamW's kernel is timed; another rule is simulated from a machine file or not at all.
   Status read_machine() {
-    const bool compressed = updater_.compress.on();
+    const engine::CompressOptions& compress = updater_.compress;
     if (options_.machine.empty()) {
       if (updater_.rule.rule != kernels::UpdateRule::kAdamW) return Status();
       const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
       const auto count = static_cast<uint32_t>(options_.devices.size());
       const uint32_t threads = options_.threads == 0 ? cores : options_.threads * count;
       SI_ASSIGN_OR_RETURN(rates_.update_params_per_s,
-                          measure_update_rate({updater_.format, updater_.checksums, compressed},
+                          measure_update_rate({updater_.format, updater_.checksums, compress},
                                               std::min(cores, threads)));
     } else {
       SI_ASSIGN_OR_RETURN(const sim::Machine machine, sim::load_machine(options_.machine));
       double bytes_per_s = 0;
       for (const sim::DeviceGroup* device : machine.each_device()) {
-        bytes_per_s += compressed ? device->decompress_bytes_per_s : device->update_bytes_per_s;
+        bytes_per_s += compress.on() ? device->decompress_bytes_per_s : device->update_bytes_per_s;
       }
       // As many of its devices as are timed here. By the bytes that come in: f32 state, bf16
       // gradient.
       bytes_per_s *= static_cast<double>(options_.devices.size()) / machine.device_count();
       rates_.update_params_per_s = bytes_per_s / 14;
     }
-    if (compressed) {
-      SI_ASSIGN_OR_RETURN(const SelectRate select,
-                          measure_select_rate(options_.compress, options_.feedback == "host"));
+    if (compress.on()) {
+      SI_ASSIGN_OR_RETURN(const SelectRate select, measure_select_rate(compress));
       rates_.select_params_per_s = select.params_per_s;
       rates_.select_threads = select.threads;
     }
@@ -311,6 +313,7 @@ class StepBench {
           {"gradient", base::data_type_name(updater_.gradient_type)},
           {"spill", options_.spill},
           {"compress", options_.compress},
+          {"compress_values", csd::value_form_name(updater_.compress.values)},
           {"compress_feedback", options_.feedback},
           {"compress_keep_every", options_.keep_every},
           {"durability", options_.durability},
@@ -442,8 +445,10 @@ void add_bench_step(CLI::App& bench, Run& run) {
   command->add_flag("--spill", options->spill, "Gradients go to the drive instead of memory");
   command
       ->add_option("--compress", options->compress,
-                   "Compressed gradients: volume against f32, e.g. 0.02 sends the largest 1 %")
+                   "Compressed gradients: volume against f32, e.g. 0.02 sends the largest 8 % as "
+                   "signs, or the largest 1 % as numbers")
       ->check(CLI::Range(1e-6, 2.0));
+  add_values_flag(*command, options->values, "sign; without feedback bf16");
   command->add_option("--feedback", options->feedback, "What is not sent: kept in memory or lost")
       ->check(CLI::IsMember({"host", "none"}))
       ->capture_default_str();

@@ -135,16 +135,18 @@ int run_calibrate(const CalibrateFlags& flags) {
   }
   const auto copies = measure_copy_rate(1);
   if (!copies.ok()) return report(copies.status());
-  const auto update_params = measure_update_rate({base::StateFormat::kF32, true, false}, cores);
+  const auto update_params = measure_update_rate({base::StateFormat::kF32, true}, cores);
   if (!update_params.ok()) return report(update_params.status());
-  const auto expand_params = measure_update_rate({base::StateFormat::kF32, true, true}, cores);
+  engine::CompressOptions compress;
+  compress.codec = engine::CompressOptions::Codec::kTopK;
+  const auto expand_params = measure_update_rate({base::StateFormat::kF32, true, compress}, cores);
   if (!expand_params.ok()) return report(expand_params.status());
-  const engine::CompressOptions compress;
-  const auto select = measure_select_rate(compress.ratio, true);
+  const auto select = measure_select_rate(compress);
   if (!select.ok()) return report(select.status());
   const auto step_ahead = measure_step_ahead_rate();
   if (!step_ahead.ok()) return report(step_ahead.status());
-  // State and gradient in: 12 and 2 bytes per parameter, or what little there is of compressed ones.
+  // State and gradient in: 12 and 2 bytes per parameter, or what little there is of compressed
+  // ones.
   const double updates = *update_params * 14;
   const double expansions = *expand_params * 12;
   machine.host.memory_bytes = memory_facts().total_bytes;

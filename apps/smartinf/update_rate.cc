@@ -14,6 +14,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/engine/compressed_sender.h"
+#include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update.h"
@@ -46,13 +47,20 @@ double median_seconds(Pass pass) {
   return median_seconds(pass, [] {});
 }
 
-/// Every hundredth element of each block.
-std::vector<std::byte> sparse_message() {
-  std::vector<uint32_t> indices(kBlock / 100);
-  for (uint32_t i = 0; i < indices.size(); ++i) indices[i] = 100 * i + i % 7;
-  const std::vector<float> values(indices.size(), 1e-3f);
+/// As many elements of each block as are sent, anywhere in it, half of them negative.
+std::vector<std::byte> sparse_message(const engine::CompressOptions& compress) {
+  const size_t sent = engine::values_per_block(compress, compress.ratio, kBlock);
+  std::vector<uint32_t> indices;
+  std::vector<float> values;
+  uint64_t random = 1;
+  for (uint32_t i = 0; i < kBlock; ++i) {
+    random = base::mix_seed(random, i);
+    if (random % (kBlock - i) >= sent - indices.size()) continue;
+    indices.push_back(i);
+    values.push_back(random >> 63 == 0 ? 1e-3f : -1e-3f);
+  }
   csd::CompressedWriter writer;
-  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, csd::ValueForm::kBf16, {});
+  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, compress.values, {});
   for (uint64_t b = 0; b < kBlocks; ++b) writer.add_block(indices, values);
   const auto message = writer.finish();
   return {message.begin(), message.end()};
@@ -83,7 +91,7 @@ class ProcessorPass {
         at += base::round_up(bytes[i].size(), uint64_t{64});
       }
       block.gradient = at;
-      if (work_.compressed) {
+      if (work_.compress.on()) {
         const auto view = csd::CompressedView::trusted(message_);
         view.expand_block(b, at);
         kernels::kernels().cast_to_f32(factors_.data(), DataType::kBf16, columns.data(),
@@ -125,7 +133,7 @@ base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t thr
                       base::AlignedBuffer::allocate(threads * kBlocks * block_bytes));
   std::memset(memory.data(), 0, memory.size());
   const std::vector<std::byte> message =
-      work.compressed ? sparse_message() : std::vector<std::byte>();
+      work.compress.on() ? sparse_message(work.compress) : std::vector<std::byte>();
   std::vector<ProcessorPass> passes;
   for (uint32_t t = 0; t < threads; ++t) {
     passes.emplace_back(work, memory.data() + t * kBlocks * block_bytes, block_bytes, message);
@@ -173,19 +181,18 @@ base::Result<double> measure_copy_rate(uint32_t threads) {
   return static_cast<double>(threads * kBytes) / pass_s;
 }
 
-base::Result<SelectRate> measure_select_rate(double ratio, bool feedback) {
-  using engine::CompressOptions;
-  CompressOptions options;
-  options.codec = CompressOptions::Codec::kTopK;
-  options.ratio = ratio;
-  options.feedback = feedback ? CompressOptions::Feedback::kHost : CompressOptions::Feedback::kNone;
+double compressed_bytes_per_parameter(const engine::CompressOptions& compress) {
+  return static_cast<double>(sparse_message(compress).size()) / (kBlocks * kBlock);
+}
+
+base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& compress) {
   SelectRate rate;
   rate.threads = engine::CompressedSender::default_threads();
   constexpr uint64_t kElements = kBlocks * kBlock;  // of each thread
   const uint64_t elements = rate.threads * kElements;
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements));
   SI_ASSIGN_OR_RETURN(const auto compressor, engine::GradientCompressor::make(
-                                                 options, elements, 0, plan::matrix_forms(space)));
+                                                 compress, elements, 0, plan::matrix_forms(space)));
   // The same values as the steps that are timed, whose spread decides how long selecting takes.
   SI_ASSIGN_OR_RETURN(const auto steps,
                       SyntheticSteps::make(kElements, DataType::kBf16, DataType::kBf16));

@@ -7,6 +7,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
+#include "smartinf/engine/options.h"
 #include "smartinf/kernels/update_rule.h"
 
 namespace smartinf::apps {
@@ -18,7 +19,7 @@ namespace smartinf::apps {
 struct ProcessorWork {
   base::StateFormat format = base::StateFormat::kF32;
   bool checksums = false;   // every block is verified and sealed
-  bool compressed = false;  // the gradient's largest 1 % are expanded, variance aged by factors
+  engine::CompressOptions compress = {};  // on: what is sent is expanded, variance aged by factors
 };
 /// Parameters per second on `threads` threads at once.
 base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t threads);
@@ -36,7 +37,10 @@ struct SelectRate {
   uint32_t threads = 1;
   double params_per_s = 0;
 };
-base::Result<SelectRate> measure_select_rate(double ratio, bool feedback);
+base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& compress);
+
+/// Bytes per parameter of a gradient so compressed, without the factors of its squares.
+double compressed_bytes_per_parameter(const engine::CompressOptions& compress);
 
 /// Weights per second that one thread takes ahead by what was not sent.
 base::Result<double> measure_step_ahead_rate();

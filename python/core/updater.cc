@@ -79,14 +79,14 @@ engine::CompressOptions compress_options(const nb::dict& given) {
   compress.ratio = option(given, "ratio", compress.ratio);
   compress.ratio_max = option(given, "ratio_max", compress.ratio_max);
   compress.backlog = option(given, "backlog", compress.backlog);
-  compress.values = choice(given, "values", compress.values,
+  using Feedback = CompressOptions::Feedback;
+  compress.feedback = choice(given, "feedback", compress.feedback,
+                             {{"none", Feedback::kNone}, {"host", Feedback::kHost}});
+  compress.values = choice(given, "values", compress.usual_values(),
                            {{"f32", csd::ValueForm::kF32},
                             {"bf16", csd::ValueForm::kBf16},
                             {"f16", csd::ValueForm::kF16},
                             {"sign", csd::ValueForm::kSign}});
-  using Feedback = CompressOptions::Feedback;
-  compress.feedback = choice(given, "feedback", compress.feedback,
-                             {{"none", Feedback::kNone}, {"host", Feedback::kHost}});
   compress.feedback_decay = option(given, "feedback_decay", compress.feedback_decay);
   using Variance = CompressOptions::Variance;
   compress.variance = choice(given, "variance", compress.variance,

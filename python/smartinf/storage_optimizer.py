@@ -60,7 +60,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         load_state_dict() or load_checkpoint() has said which state is meant.
     state_format: "f32" (exact), "bf16" or "q8": how momentum and variance are kept.
     compress: sends the largest elements of each gradient instead of all, and keeps the rest for later
-        steps: a ratio (0.02 sends 1 %), a codec ("topk", "randomk", "dense"), or a dict with any of
+        steps: a ratio (0.02 sends the signs of 8 %), a codec ("topk", "randomk", "dense"), or a dict with any of
         codec, ratio, values, feedback, feedback_decay, variance, step_ahead, warmup_steps, keep_every, as
         in a recipe (docs/smartcomp.md). 4 bytes per parameter in host memory, in place of the gradients'.
         Clipping, GradScaler and accumulation come before anything is kept; a step that is skipped or

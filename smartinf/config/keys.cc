@@ -21,7 +21,6 @@ constexpr std::array<std::string_view, 2> kPrecision{"bf16", "f32"};
 constexpr std::array<std::string_view, 5> kRule{"adamw", "adam", "sgd", "adagrad", "lion"};
 constexpr std::array<std::string_view, 3> kFormat{"f32", "bf16", "q8"};
 constexpr std::array<std::string_view, 3> kGradient{"f32", "bf16", "f16"};
-constexpr std::array<std::string_view, 4> kValues{"f32", "bf16", "f16", "sign"};
 constexpr std::array<std::string_view, 4> kCodec{"none", "topk", "randomk", "dense"};
 constexpr std::array<std::string_view, 2> kFeedback{"none", "host"};
 constexpr std::array<std::string_view, 2> kVariance{"sent", "dense"};
@@ -158,15 +157,16 @@ constexpr auto kKeys = std::to_array<Key>({
            "\"dense\": controls"),
     SI_KEY(
         "compress.ratio", &r.updater.compress.ratio,
-        "volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %; a "
-        "sign and its index as 1: 8 %"),
+        "volume against f32 gradients, a sign and its index counted as 1 byte: 0.02 sends 8 %; index "
+        "and number as 4 bytes each: 1 %"),
     SI_KEY("compress.ratio_max", &r.updater.compress.ratio_max,
            "above 0 the ratio is automatic: it rises up to this while more than \"backlog\" waits"),
     SI_KEY(
         "compress.backlog", &r.updater.compress.backlog,
         "of an automatic ratio: how many steps' gradients may wait, by the squares of the norms"),
-    SI_KEY("compress.values", choice(r.updater.compress.values, kValues),
-           "what is sent of an element; \"sign\": its sign, and one magnitude for each block"),
+    SI_KEY("compress.values", choice(r.updater.compress.values, csd::kValueFormNames),
+           "what is sent of an element; \"sign\": its sign, and one magnitude for each block; when "
+           "not set without feedback, or with another codec than topk: \"bf16\""),
     SI_KEY("compress.feedback", choice(r.updater.compress.feedback, kFeedback),
            "\"host\": what is not sent is kept in host memory and added to the next gradient; "
            "\"none\": it is lost"),

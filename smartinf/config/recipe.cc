@@ -173,6 +173,8 @@ class Reader {
     if (!loaded_.origins.contains("optimizer.gradient_type")) {
       recipe.updater.gradient_type = train::precision_data_type(recipe.options.train.precision);
     }
+    engine::CompressOptions& compress = recipe.updater.compress;
+    if (!loaded_.origins.contains("compress.values")) compress.values = compress.usual_values();
     recipe.updater.where = recipe.options.train.where == train::OptimizerWhere::kHost
                                ? engine::UpdateWhere::kHost
                                : engine::UpdateWhere::kDevice;

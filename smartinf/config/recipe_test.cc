@@ -376,8 +376,13 @@ TEST(Recipe, Compression) {
   EXPECT_EQ(compress.backlog, 12.5);
   EXPECT_FALSE(compress.automatic());
   EXPECT_EQ(compress.keep_every, 8u);
-  EXPECT_EQ(good("[compress]\nvalues = \"sign\"\n", {}).recipe.updater.compress.values,
-            csd::ValueForm::kSign);
+  const auto values = [](const std::string& text) {
+    return good("[compress]\n" + text, {}).recipe.updater.compress.values;
+  };
+  EXPECT_EQ(values("codec = \"topk\"\n"), csd::ValueForm::kSign);
+  EXPECT_EQ(values("codec = \"topk\"\nfeedback = \"none\"\n"), csd::ValueForm::kBf16);
+  EXPECT_EQ(values("codec = \"dense\"\n"), csd::ValueForm::kBf16);
+  EXPECT_EQ(values("codec = \"dense\"\nvalues = \"sign\"\n"), csd::ValueForm::kSign);
   EXPECT_THAT(bad("[compress]\nratoi = 0.1\n"), HasSubstr("compress.ratio"));
   EXPECT_THAT(bad("[compress]\ncodec = \"top\"\n"), HasSubstr("\"topk\""));
   EXPECT_THAT(bad("[compress]\nratio = 0.0\n"), HasSubstr("compress.ratio"));

@@ -4,10 +4,12 @@
 // and no device needs room for a dense gradient.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
@@ -27,6 +29,10 @@ enum class ValueForm : uint8_t {
   kF16,
   kSign,  // a bit each, and for the block one magnitude in bf16: the mean of theirs
 };
+inline constexpr std::array<std::string_view, 4> kValueFormNames{"f32", "bf16", "f16", "sign"};
+constexpr std::string_view value_form_name(ValueForm form) {
+  return kValueFormNames[static_cast<size_t>(form)];
+}
 /// What a device sees them as.
 constexpr base::DataType expanded_type(ValueForm form) {
   switch (form) {

@@ -61,14 +61,14 @@ struct CompressOptions {
     kDense,  // of the whole gradient: its squares go along, by row and column
   };
   Codec codec = Codec::kNone;
-  /// Volume against f32 gradients, index and value counted as 4 bytes each: 0.02 sends 1 %; a sign
-  /// and its index as 1: 8 %.
+  /// Volume against f32 gradients, a sign and its index counted as 1 byte: 0.02 sends 8 %; index
+  /// and number as 4 bytes each: 1 %.
   double ratio = 0.02;
   /// Above 0 the ratio is automatic: `ratio` while what is kept weighs no more than `backlog` of
   /// the step's gradients (squares of their norms), more in proportion beyond, at most this.
   double ratio_max = 0;
   double backlog = 5;
-  csd::ValueForm values = csd::ValueForm::kBf16;
+  csd::ValueForm values = csd::ValueForm::kSign;
   Feedback feedback = Feedback::kHost;
   double feedback_decay = 1;  // of what is kept, per step; in [0, 1]
   Variance variance = Variance::kDense;
@@ -81,6 +81,12 @@ struct CompressOptions {
   uint64_t keep_every = 1;
 
   bool on() const { return codec != Codec::kNone; }
+  /// What `values` are unless something is said of them: signs, but that nothing takes back what
+  /// their one magnitude is too much or too little without feedback, and controls send numbers.
+  csd::ValueForm usual_values() const {
+    const bool signs = codec == Codec::kTopK && feedback != Feedback::kNone;
+    return signs ? csd::ValueForm::kSign : csd::ValueForm::kBf16;
+  }
   bool automatic() const { return ratio_max > 0; }
   /// What is kept is part of the state on the devices.
   bool kept_on_devices() const { return on() && feedback != Feedback::kNone && keep_every > 0; }

@@ -689,6 +689,7 @@ TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
 TEST(Compression, TheRatioCountsVolume) {
   CompressOptions options;
   options.codec = CompressOptions::Codec::kTopK;
+  options.values = csd::ValueForm::kBf16;
   EXPECT_EQ(values_per_block(options, 0.02, kBlock), 655u);
   EXPECT_EQ(values_per_block(options, 1e-6, kBlock), 1u);
   EXPECT_EQ(values_per_block(options, 2, kBlock), kBlock);

@@ -333,8 +333,8 @@ class StepGraph {
       last = task(0, "select " + unit.name,
                   {seconds_on(gpu_, bytes * gpu.select_passes / gpu.memory_bytes_per_s)}, {last});
     }
-    const uint64_t bytes = host_selects() ? whole_gradient_bytes(unit.count)
-                                          : gradient_bytes(unit.first, unit.count);
+    const uint64_t bytes =
+        host_selects() ? whole_gradient_bytes(unit.count) : gradient_bytes(unit.first, unit.count);
     if (on_gpu()) {
       // Each GPU sends its share of the sum; sums of several GPUs cross the links once more.
       const uint64_t moved = bytes + 2 * unit.count * (gpu.count - 1);
@@ -356,7 +356,7 @@ class StepGraph {
     const auto [first, count] = local_range(owner, unit.first, unit.count);
     const uint64_t bytes = gradient_bytes(first, count);
     const bool spilled = machine_.software.gradient_spilled;
-    if (host_selects()) return arrived;          // from where they are compressed when all are there
+    if (host_selects()) return arrived;  // from where they are compressed when all are there
     if (baseline() && !spilled) return arrived;  // they are where the update wants them
     bytes_.host_link_down += bytes;
     const double link = cost(owner.link_bytes_per_s);

@@ -1,0 +1,29 @@
+// --values of the benches: what is sent of a compressed gradient's elements.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <CLI/CLI.hpp>
+
+#include "smartinf/csd/compressed_gradient.h"
+
+namespace smartinf::apps {
+
+inline void add_values_flag(CLI::App& command, std::optional<csd::ValueForm>& values,
+                            const std::string& usual) {
+  const auto& names = csd::kValueFormNames;
+  command
+      .add_option_function<std::string>(
+          "--values",
+          [&values](const std::string& name) {
+            const auto found = std::find(names.begin(), names.end(), name);
+            values = static_cast<csd::ValueForm>(found - names.begin());
+          },
+          "What compressed gradients carry of an element: f32, bf16, f16 or sign [" + usual + "]")
+      ->check(CLI::IsMember(std::vector<std::string>(names.begin(), names.end())));
+}
+
+}  // namespace smartinf::apps

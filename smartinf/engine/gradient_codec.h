@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "smartinf/engine/options.h"
@@ -34,6 +35,8 @@ const GradientCodec& gradient_codec(CompressOptions::Codec codec);
 constexpr double counted_bytes(csd::ValueForm form) {
   return form == csd::ValueForm::kSign ? 1 : 8;
 }
+/// What is sent of gradients and what becomes of the rest, for people: one line. on() (SI_CHECK).
+std::string describe_compression(const CompressOptions& options);
 /// Values that a block of n elements may send. At least one.
 size_t values_per_block(const CompressOptions& options, double ratio, uint64_t elements);
 

@@ -702,6 +702,26 @@ TEST(Compression, TheRatioCountsVolume) {
   EXPECT_EQ(values_per_block(options, 0.02, kBlock), kBlock);
 }
 
+TEST(Compression, SaysWhatIsSentAndWhatBecomesOfTheRest) {
+  CompressOptions options;
+  options.codec = CompressOptions::Codec::kTopK;
+  EXPECT_THAT(describe_compression(options),
+              ::testing::StartsWith("topk, 8 % of the elements as signs"));
+  EXPECT_THAT(describe_compression(options), ::testing::HasSubstr("keep_every = 16"));
+  options.keep_every = 16;
+  EXPECT_THAT(describe_compression(options), ::testing::HasSubstr("written every 16 steps"));
+  options.ratio_max = 0.1;
+  options.keep_every = 0;
+  options.values = csd::ValueForm::kF16;
+  EXPECT_EQ(
+      describe_compression(options),
+      "topk, 1 % of the elements and more up to ratio 0.1 in f16; the rest is sent later, but "
+      "for what waits when the run stops (keep_every = 0)");
+  options.codec = CompressOptions::Codec::kDense;
+  options.feedback = CompressOptions::Feedback::kNone;
+  EXPECT_EQ(describe_compression(options), "dense in f16; the rest is lost");
+}
+
 TEST(Compression, AnAutomaticRatioRisesWithTheBacklogWithinItsLimits) {
   CompressOptions options;
   options.ratio = 0.02;

@@ -11,6 +11,7 @@
 #include <torch/types.h>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/lr_schedule.h"
@@ -184,6 +185,7 @@ class TorchTrainer final : public Trainer {
   std::vector<Tensor> sums_;  // f32, per parameter, over micro batches; empty without accumulation
 
   std::vector<std::string> device_paths_;
+  std::string compression_;  // what is sent; empty where gradients go whole
   storage::RingKind ring_ = storage::RingKind::kAuto;
   std::unique_ptr<engine::Updater> updater_;  // after the weights: it writes into them
   MemoryUpdater* memory_ = nullptr;           // the same, with optimizer.where = "memory"
@@ -343,6 +345,9 @@ Status TorchTrainer::start(const Job& job) {
   }
   gradient_type_ = job.updater.gradient_type;
   ring_ = job.updater.ring;
+  if (job.updater.compress.on()) {
+    compression_ = engine::describe_compression(job.updater.compress);
+  }
   for (const engine::DeviceOptions& device : job.updater.devices) {
     device_paths_.push_back(device.path);
   }
@@ -534,6 +539,7 @@ std::vector<std::string> TorchTrainer::describe() const {
       precision_name(options_.train.precision), accelerator_.str()));
   lines.push_back("data: " + corpus_.describe());
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
+  if (!compression_.empty()) lines.push_back("gradients: " + compression_);
   return lines;
 }
 

@@ -28,8 +28,7 @@ variants=(--variant dense=)
 for ratio in $ratios; do
   topk="--compress.codec topk --compress.ratio $ratio --compress.keep_every 0"
   variants+=(--variant "paper-$ratio=$topk --compress.feedback none --compress.variance sent")
-  variants+=(--variant "feedback-$ratio=$topk --compress.step_ahead false")
-  variants+=(--variant "ahead-$ratio=$topk")
+  variants+=(--variant "bf16-$ratio=$topk --compress.values bf16")
   variants+=(--variant "signs-$ratio=$topk --compress.values sign")
 done
 smallest=${ratios##* }

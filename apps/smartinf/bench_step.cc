@@ -164,10 +164,10 @@ class StepBench {
       for (const sim::DeviceGroup* device : machine.each_device()) {
         bytes_per_s += compress.on() ? device->decompress_bytes_per_s : device->update_bytes_per_s;
       }
-      // As many of its devices as are timed here. By the bytes that come in: f32 state, bf16
-      // gradient.
+      // As many of its devices as are timed here. By the bytes that come in: f32 state, and a bf16
+      // gradient or the little there is of a compressed one.
       bytes_per_s *= static_cast<double>(options_.devices.size()) / machine.device_count();
-      rates_.update_params_per_s = bytes_per_s / 14;
+      rates_.update_params_per_s = bytes_per_s / (compress.on() ? 12 : 14);
     }
     if (compress.on()) {
       SI_ASSIGN_OR_RETURN(const SelectRate select, measure_select_rate(compress));

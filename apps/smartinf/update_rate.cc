@@ -28,7 +28,8 @@ namespace {
 using base::DataType;
 
 constexpr uint64_t kBlock = base::kBlockElements;
-constexpr uint64_t kBlocks = 64;  // of each thread: beyond the caches
+constexpr uint64_t kBlocks = 64;                    // of each thread: beyond the caches
+constexpr uint64_t kGradientBytesMax = 4 * kBlock;  // of a block, when expanded
 
 /// The median of some passes; `prepare`, before each, is not timed.
 template <typename Pass, typename Prepare>
@@ -99,8 +100,9 @@ class ProcessorPass {
         std::fill(squares.begin(), squares.end(),
                   kernels::SquaresRow{kMatrixColumns, 1e-6f, columns.data()});
         block.squares = squares;
+        block.gradient_type = csd::expanded_type(work_.compress.values);
       }
-      block.weights_out = at + 2 * kBlock;
+      block.weights_out = at + kGradientBytesMax;
       const kernels::GroupRun run{kBlock, &scalars};
       kernels::kernels().update_block(work_.format, block, {&run, 1});
       for (size_t i = 0; work_.checksums && i < planes.size(); ++i) {
@@ -124,7 +126,7 @@ class ProcessorPass {
 }  // namespace
 
 base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t threads) {
-  uint64_t block_bytes = 2 * 2 * kBlock;  // the gradient, and weights out
+  uint64_t block_bytes = kGradientBytesMax + 2 * kBlock;  // and weights out
   for (const base::PlaneKind kind : kernels::rule_planes(kernels::UpdateRule::kAdamW)) {
     block_bytes += base::round_up(
         base::encoded_bytes(base::plane_encoding(work.format, kind), kBlock), uint64_t{64});

@@ -34,8 +34,8 @@ def parse(value):
         value = {"ratio": value}
     if not isinstance(value, dict):
         raise UsageError(
-            f'compress={value!r}: give a ratio (0.02 sends the signs of the largest 8 %), a codec ("topk"), or a dict '
-            f"with any of {', '.join(_TYPES)}"
+            f"compress={value!r}: give a ratio (0.02 sends the signs of the largest 8 %), "
+            f'a codec ("topk"), or a dict with any of {", ".join(_TYPES)}'
         )
     options = {}
     for key, given in value.items():

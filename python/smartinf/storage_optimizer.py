@@ -60,9 +60,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         load_state_dict() or load_checkpoint() has said which state is meant.
     state_format: "f32" (exact), "bf16" or "q8": how momentum and variance are kept.
     compress: sends the largest elements of each gradient instead of all, and keeps the rest for later
-        steps: a ratio (0.02 sends the signs of 8 %), a codec ("topk", "randomk", "dense"), or a dict with any of
-        codec, ratio, values, feedback, feedback_decay, variance, step_ahead, warmup_steps, keep_every, as
-        in a recipe (docs/smartcomp.md). 4 bytes per parameter in host memory, in place of the gradients'.
+        steps: a ratio (0.02 sends the signs of 8 %), a codec ("topk", "randomk", "dense"), or a dict
+        with any of codec, ratio, values, feedback, feedback_decay, variance, step_ahead,
+        warmup_steps, keep_every, as in a recipe (docs/smartcomp.md). 4 bytes per parameter in host
+        memory, in place of the gradients'.
         Clipping, GradScaler and accumulation come before anything is kept; a step that is skipped or
         fails changes nothing of it; resume and checkpoints carry it. None: gradients go whole.
     memory_budget: bytes (or "512MiB") for the buffers of engine and devices; gradients come on top.

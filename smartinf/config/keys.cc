@@ -157,8 +157,8 @@ constexpr auto kKeys = std::to_array<Key>({
            "\"dense\": controls"),
     SI_KEY(
         "compress.ratio", &r.updater.compress.ratio,
-        "volume against f32 gradients, a sign and its index counted as 1 byte: 0.02 sends 8 %; index "
-        "and number as 4 bytes each: 1 %"),
+        "volume against f32 gradients, a sign and its index counted as 1 byte: 0.02 sends 8 %; a "
+        "number and its index as 8: 1 %"),
     SI_KEY("compress.ratio_max", &r.updater.compress.ratio_max,
            "above 0 the ratio is automatic: it rises up to this while more than \"backlog\" waits"),
     SI_KEY(

@@ -379,6 +379,7 @@ TEST(Recipe, Compression) {
   const auto values = [](const std::string& text) {
     return good("[compress]\n" + text, {}).recipe.updater.compress.values;
   };
+  EXPECT_EQ(values(""), csd::ValueForm::kSign) << "as documented, whatever the codec is later";
   EXPECT_EQ(values("codec = \"topk\"\n"), csd::ValueForm::kSign);
   EXPECT_EQ(values("codec = \"topk\"\nfeedback = \"none\"\n"), csd::ValueForm::kBf16);
   EXPECT_EQ(values("codec = \"dense\"\n"), csd::ValueForm::kBf16);

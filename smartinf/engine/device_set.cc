@@ -376,7 +376,7 @@ Status check_compression(const UpdaterOptions& options) {
   }
   if (!(compress.ratio > 0 && compress.ratio <= 2)) {
     return bad(fmt::format("a compression ratio of {}", compress.ratio),
-               "Choose one above 0 and at most 2: 0.02 sends the largest 1 %.");
+               "Choose one above 0 and at most 2: 0.02 sends the signs of 8 %, or 1 % as numbers.");
   }
   if (compress.ratio_max != 0) {
     if (!(compress.ratio_max >= compress.ratio && compress.ratio_max <= 2)) {

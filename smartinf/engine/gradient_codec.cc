@@ -92,25 +92,26 @@ const GradientCodec& gradient_codec(Codec codec) {
 std::string describe_compression(const CompressOptions& options) {
   const double share = std::min(1.0, options.ratio * 4 / counted_bytes(options.values));
   std::string text(gradient_codec(options.codec).name());
-  if (options.codec != Codec::kDense) {
+  const bool dense = options.codec == Codec::kDense;
+  if (!dense) {
     text += fmt::format(", {:.3g} % of the elements", 100 * share);
     if (options.automatic()) text += fmt::format(" and more up to ratio {}", options.ratio_max);
+    if (options.warmup_steps > 0) text += fmt::format(" after {} steps", options.warmup_steps);
   }
   text += options.values == csd::ValueForm::kSign
               ? " as signs"
               : fmt::format(" in {}", csd::value_form_name(options.values));
-  if (options.feedback == CompressOptions::Feedback::kNone) return text + "; the rest is lost";
-  if (options.keep_every == 0) {
-    return text +
-           "; the rest is sent later, but for what waits when the run stops (keep_every = 0)";
-  }
+  text += dense ? "; what rounding takes" : "; the rest";
+  if (options.feedback == CompressOptions::Feedback::kNone) return text + " is lost";
+  text += " is sent later, ";
+  if (options.keep_every == 0)
+    return text + "but for what waits when the run stops (keep_every = 0)";
   if (options.keep_every == 1) {
     return text +
-           "; the rest is sent later, and written in every step, 2 bytes a parameter on the link "
-           "(keep_every = 16 makes that 0.13; a crash then loses what waits)";
+           "and written in every step, 2 bytes a parameter on the link (keep_every = 16 makes that "
+           "0.13; a crash then loses what waits)";
   }
-  return text + fmt::format("; the rest is sent later, and written every {} steps (keep_every)",
-                            options.keep_every);
+  return text + fmt::format("and written every {} steps (keep_every)", options.keep_every);
 }
 
 size_t values_per_block(const CompressOptions& options, double ratio, uint64_t elements) {

@@ -84,8 +84,8 @@ struct CompressOptions {
   /// What `values` are unless something is said of them: signs, but that nothing takes back what
   /// their one magnitude is too much or too little without feedback, and controls send numbers.
   csd::ValueForm usual_values() const {
-    const bool signs = codec == Codec::kTopK && feedback != Feedback::kNone;
-    return signs ? csd::ValueForm::kSign : csd::ValueForm::kBf16;
+    const bool control = codec == Codec::kRandomK || codec == Codec::kDense;
+    return control || feedback == Feedback::kNone ? csd::ValueForm::kBf16 : csd::ValueForm::kSign;
   }
   bool automatic() const { return ratio_max > 0; }
   /// What is kept is part of the state on the devices.

@@ -711,15 +711,15 @@ TEST(Compression, SaysWhatIsSentAndWhatBecomesOfTheRest) {
   options.keep_every = 16;
   EXPECT_THAT(describe_compression(options), ::testing::HasSubstr("written every 16 steps"));
   options.ratio_max = 0.1;
+  options.warmup_steps = 50;
   options.keep_every = 0;
   options.values = csd::ValueForm::kF16;
-  EXPECT_EQ(
-      describe_compression(options),
-      "topk, 1 % of the elements and more up to ratio 0.1 in f16; the rest is sent later, but "
-      "for what waits when the run stops (keep_every = 0)");
+  EXPECT_EQ(describe_compression(options),
+            "topk, 1 % of the elements and more up to ratio 0.1 after 50 steps in f16; the rest is "
+            "sent later, but for what waits when the run stops (keep_every = 0)");
   options.codec = CompressOptions::Codec::kDense;
   options.feedback = CompressOptions::Feedback::kNone;
-  EXPECT_EQ(describe_compression(options), "dense in f16; the rest is lost");
+  EXPECT_EQ(describe_compression(options), "dense in f16; what rounding takes is lost");
 }
 
 TEST(Compression, AnAutomaticRatioRisesWithTheBacklogWithinItsLimits) {

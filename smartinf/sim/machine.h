@@ -34,7 +34,7 @@ struct Host {
   // SmartComp on the cores of the host, all that do it together; 0: the GPU selects.
   double select_params_per_s = 0;
   double step_ahead_params_per_s = 0;  // of new weights, by what was not sent; 0: no such pass
-  uint64_t process_bytes = 0;     // resident before a model is there: torch, runtime, text
+  uint64_t process_bytes = 0;          // resident before a model is there: torch, runtime, text
 };
 
 /// Devices of one kind.
@@ -50,7 +50,7 @@ struct DeviceGroup {
   double link_bytes_per_s = 0;    // its own link to the host, each direction
   double latency_s = 0;           // of one command over that link
   double update_bytes_per_s = 0;  // processor: state and gradient in; 0: cannot update
-  double decompress_bytes_per_s = 0;  // processor with SmartComp, by the same measure
+  double decompress_bytes_per_s = 0;  // processor with SmartComp: state and compressed gradient in
   bool update_streams = false;        // overlapped, it works on a subgroup while that is being read
   uint64_t memory_bytes = 0;
   uint64_t capacity_bytes = 0;

@@ -451,6 +451,7 @@ Result<std::string> plan_recipe(const Plan& plan) {
     text += fmt::format("\n[compress]\ncodec = \"topk\"\nratio = {}\nkeep_every = {}\n",
                         best.options.ratio, best.options.keep_every);
   }
+  if (best.options.method == Method::kSmart) text += "\n[engine]\nschedule = \"naive\"\n";
   for (uint32_t d = 0; d < plan.machine.device_count(); ++d) {
     text += fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", d);
   }

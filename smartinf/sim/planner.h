@@ -59,8 +59,8 @@ struct Plan {
 };
 
 /// Tries every method the devices can do, the state formats and what hides the update. With
-/// `asked`, the method, format and hiding of base_options are tried too and are what is recommended.
-/// Errors: those of simulate_step.
+/// `asked`, the method, format and hiding of base_options are tried too and are what is
+/// recommended. Errors: those of simulate_step.
 base::Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
                              const StepOptions& base_options, bool asked = false);
 

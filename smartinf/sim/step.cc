@@ -150,20 +150,22 @@ class StepGraph {
     return count * machine_.software.gradient_bytes;
   }
   /// Compressed: Top-K of the whole, in (index, value) pairs of 8 bytes, or where this software's
-  /// host selects, of packed ones; else whole elements. Cut at running totals, so that pieces add
+  /// host selects, as packed signs; else whole elements. Cut at running totals, so that pieces add
   /// up to the whole exactly.
   uint64_t gradient_bytes(uint64_t first, uint64_t count) const {
     if (!compressed()) return whole_gradient_bytes(count);
-    const auto pairs = [&](uint64_t elements) {
-      return static_cast<uint64_t>(std::floor(static_cast<double>(elements) * options_.ratio / 2));
+    const auto before = [&](uint64_t elements) {
+      const auto all = static_cast<double>(elements);
+      if (host_selects()) return static_cast<uint64_t>(std::floor(all * sign_bytes()));
+      return 8 * static_cast<uint64_t>(std::floor(all * options_.ratio / 2));
     };
-    const uint64_t values = pairs(first + count) - pairs(first);
-    return host_selects() ? packed_bytes(values) : 8 * values;
+    return before(first + count) - before(first);
   }
-  /// A value in bf16 and the Rice code of its gap (docs/format.md).
-  uint64_t packed_bytes(uint64_t values) const {
-    const double bits = 16 + 1.5 + std::log2(2 / options_.ratio);
-    return static_cast<uint64_t>(std::ceil(static_cast<double>(values) * bits / 8));
+  /// Of a parameter: signs of 4 * ratio, each with the Rice code of its gap, or of all in a bit
+  /// each (docs/format.md).
+  double sign_bytes() const {
+    const double share = 4 * options_.ratio;
+    return share < 1 ? share * (1 + 1.5 - std::log2(share)) / 8 : 1.0 / 8;
   }
 
   void make_units() {
@@ -403,7 +405,8 @@ class StepGraph {
     const bool early = after == kNone;
     const TaskIndex end = graph_.add_task({}, {after});
     weights_ready_.assign(owners_.size(), {});
-    std::vector<TaskIndex> copied_before(owners_.size(), kNone);
+    // Messages are all on their devices before the first subgroup is read (engine).
+    const TaskIndex begin = host_selects() ? send_all(after, wanted) : after;
     for (size_t d = 0; d < owners_.size(); ++d) {
       const Owner& owner = owners_[d];
       if (owner.elements == 0) continue;
@@ -422,21 +425,16 @@ class StepGraph {
       const std::vector<plan::Task> schedule = plan::make_schedule(input);
       std::vector<TaskIndex> made(schedule.size(), kNone);
       std::array<TaskIndex, 4> last_in_lane{kNone, kNone, kNone, kNone};
-      TaskIndex sent = kNone;
       for (size_t i = 0; i < schedule.size(); ++i) {
         const plan::Task& planned = schedule[i];
         const uint64_t first = std::min(planned.subgroup * each, owner.elements);
         const uint64_t count = std::min(each, owner.elements - first);
         const size_t queue = queue_of(planned.kind);
         made[i] = task(lane(d, queue), std::string(plan::task_kind_name(planned.kind)),
-                       stages_of(planned.kind, owner, first, count), {after, last_in_lane[queue]});
+                       stages_of(planned.kind, owner, first, count), {begin, last_in_lane[queue]});
         last_in_lane[queue] = made[i];
         for (const uint32_t before : planned.after) {
           if (before != plan::Task::kNone) graph_.add_dependency(made[i], made[before]);
-        }
-        if (host_selects() && planned.kind == plan::TaskKind::kUpdate) {
-          sent = send_compressed(owner, first, count, {all_gradients(after), sent});
-          graph_.add_dependency(made[i], sent);
         }
         if (early && planned.kind == plan::TaskKind::kUpdate) wait_for_gradient(made[i], d, first);
         if (early && planned.kind == plan::TaskKind::kReadGradient) {
@@ -451,29 +449,34 @@ class StepGraph {
     return end;
   }
 
-  /// Selection needs the norm of all gradients, and tells of the squares of all (engine).
-  TaskIndex all_gradients(TaskIndex after) {
-    if (after != kNone) return after;
-    const TaskIndex all = graph_.add_task({}, {});
-    for (const auto& of_unit : gradient_arrived_) {
-      for (const TaskIndex arrived : of_unit) graph_.add_dependency(all, arrived);
+  /// What the host selects and packs goes down, subgroup by subgroup, once all gradients are there
+  /// (after, or kNone): their norm and their squares are those of all. Every so many steps what is
+  /// held back goes along, here a share of it in each. The end of it.
+  TaskIndex send_all(TaskIndex after, uint64_t subgroup) {
+    const TaskIndex end = graph_.add_task({}, {after});
+    for (size_t d = 0; d < owners_.size(); ++d) {
+      const Owner& owner = owners_[d];
+      // The last unit whose gradients arrive is the first.
+      const TaskIndex arrived = after == kNone ? gradient_arrived_.front()[d] : after;
+      TaskIndex selected = kNone;
+      TaskIndex sent = kNone;
+      for (uint64_t first = 0; first < owner.elements; first += subgroup) {
+        const uint64_t count = std::min(subgroup, owner.elements - first);
+        const uint64_t bytes = gradient_bytes(first, count) + residual_bytes(count);
+        bytes_.host_link_down += bytes;
+        selected = task(4, "select",
+                        {Stage(count, {{host_select_, cost(machine_.host.select_params_per_s)}})},
+                        {arrived, selected});
+        sent = task(lane(d, 0), "gradient",
+                    {Stage(bytes,
+                           {{owner.link_down, cost(owner.link_bytes_per_s)},
+                            {host_down_, cost(machine_.host.link_bytes_per_s)}},
+                           owner.latency_s)},
+                    {selected, sent});
+      }
+      graph_.add_dependency(end, sent);
     }
-    return all;
-  }
-
-  /// A subgroup's gradient, selected and packed by the host, goes down to its device; every so many
-  /// steps with what was held back, here a share of it in each.
-  TaskIndex send_compressed(const Owner& owner, uint64_t first, uint64_t count,
-                            std::initializer_list<TaskIndex> after) {
-    const uint64_t bytes = gradient_bytes(first, count) + residual_bytes(count);
-    bytes_.host_link_down += bytes;
-    return task(4, "select",
-                {Stage(count, {{host_select_, cost(machine_.host.select_params_per_s)}}),
-                 Stage(bytes,
-                       {{owner.link_down, cost(owner.link_bytes_per_s)},
-                        {host_down_, cost(machine_.host.link_bytes_per_s)}},
-                       owner.latency_s)},
-                after);
+    return end;
   }
   uint64_t residual_bytes(uint64_t count) const {
     return host_selects() && options_.keep_every > 0 ? 2 * count / options_.keep_every : 0;
@@ -575,7 +578,8 @@ class StepGraph {
         std::vector<Stage> stages{
             Stage(bytes, {{owner.link_up, link}, {host_up_, host}}, owner.latency_s),
             Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})};
-        if (host_selects() && machine_.host.step_ahead_params_per_s > 0) {
+        if (host_selects() && options_.optimizer == Optimizer::kAdam &&
+            machine_.host.step_ahead_params_per_s > 0) {
           stages.push_back(
               Stage(count, {{host_ahead_, cost(machine_.host.step_ahead_params_per_s)}}));
         }

@@ -46,7 +46,7 @@ struct StepOptions {
   Method method = Method::kSmartOver;
   Optimizer optimizer = Optimizer::kAdam;
   base::StateFormat format = base::StateFormat::kF32;
-  double ratio = 0.02;  // compressed gradient bytes / f32 gradient bytes, in (0, 1]
+  double ratio = 0.02;  // counted volume against f32 gradients (docs/smartcomp.md), in (0, 1]
   /// Steps between writes of what compression on the host holds back; 0: it is never written.
   uint32_t keep_every = 16;
   Hidden hidden = Hidden::kNothing;

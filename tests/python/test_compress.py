@@ -100,7 +100,7 @@ def test_every_rule(name, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "compress", [{"ratio": 0.1}, {"ratio": 0.1, "values": "bf16"}, {"ratio": 0.1, "feedback_decay": 0.5}]
+    "compress", [{"ratio": 0.02}, {"ratio": 0.1, "values": "bf16"}, {"ratio": 0.02, "feedback_decay": 0.5}]
 )
 def test_it_learns(compress, make):
     model, optimizer = make(lr=1e-3, compress=compress)

@@ -53,10 +53,16 @@ for seed in ${seeds//,/ }; do
     pid=$!
     until grep -q "\"step\":$((steps / 2))," "$half.log" 2>/dev/null; do
       kill -0 "$pid" 2>/dev/null || { wait "$pid"; exit 1; }
-      sleep 0.2
+      sleep 0.05
     done
     kill -INT "$pid"
     wait "$pid" || [ $? -eq 130 ]
+    stopped=$(grep -o '"step":[0-9]*,"loss"' "$half.log" | tail -1 | tr -dc 0-9)
+    if [ "$stopped" -gt "$((steps * 6 / 10))" ]; then
+      echo "$0: $half was to be stopped after step $((steps / 2)) and was at $stopped before it could be;" \
+        "its steps are too short: more steps, or a larger model" >&2
+      exit 1
+    fi
     touch "$half/done"
   fi
   for ((i = 1; i < ${#variants[@]}; i += 2)); do

@@ -4,7 +4,6 @@
 #include <barrier>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -403,19 +402,15 @@ class KernelBench {
   /// and column.
   void bench_step_ahead(Team& team) {
     fill_gradient(DataType::kBf16);
-    const std::vector<float> roots(kMatrixColumns, 1e-2f);
     const auto* residual = reinterpret_cast<const base::Bf16*>(gradient_.data());
     report(team, {.kernel = "step-ahead", .gradient = "bf16", .bytes = elements_ * 6},
            [&](uint32_t index) {
              const Share rows =
                  share_of(base::divide_up(elements_, uint64_t{kMatrixColumns}), index, team.size());
-             for (uint64_t row = rows.first; row < rows.last; ++row) {
-               const uint64_t first = row * kMatrixColumns;
-               const uint64_t count = std::min<uint64_t>(kMatrixColumns, elements_ - first);
-               kernels::step_ahead(kernels::kernels(), {.lr = 1e-3f, .bias = 1, .eps = 1e-8f},
-                                   {residual + first, count}, 1.0f, std::span(roots).first(count),
-                                   weights_.data() + first * sizeof(base::Bf16), DataType::kBf16);
-             }
+             const uint64_t first = std::min(rows.first * kMatrixColumns, elements_);
+             const uint64_t last = std::min(rows.last * kMatrixColumns, elements_);
+             step_rows_ahead({residual + first, last - first},
+                             weights_.data() + first * sizeof(base::Bf16));
            });
   }
 

@@ -145,8 +145,7 @@ int run_calibrate(const CalibrateFlags& flags) {
   if (!select.ok()) return report(select.status());
   const auto step_ahead = measure_step_ahead_rate();
   if (!step_ahead.ok()) return report(step_ahead.status());
-  // State and gradient in: 12 and 2 bytes per parameter, or what little there is of compressed
-  // ones.
+  // State and gradient in: 12 bytes per parameter and 2, or the little there is when compressed.
   const double updates = *update_params * 14;
   const double expansions = *expand_params * 12;
   machine.host.memory_bytes = memory_facts().total_bytes;

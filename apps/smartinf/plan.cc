@@ -1,5 +1,4 @@
 // `smartinf plan`: what a model needs of a machine, and which way of running it to take.
-#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -123,11 +122,9 @@ int run_plan(const PlanFlags& flags) {
   const auto given = [&](const char* name) { return question_flags.count(name) > 0; };
   const bool asked = given("method") || given("state-format") || given("hide");
   // Asked for a format only, and nothing there can update: the host does.
-  const auto& devices = question->machine.devices;
-  const bool can_update = std::all_of(devices.begin(), devices.end(), [](const auto& device) {
-    return device.update_bytes_per_s > 0;
-  });
-  if (!given("method") && !can_update) question->options.method = sim::Method::kBaseline;
+  if (!given("method") && !question->machine.can_update()) {
+    question->options.method = sim::Method::kBaseline;
+  }
   const auto plan = sim::make_plan(question->model, question->machine, question->options, asked);
   if (!plan.ok()) return report(plan.status(), kExitUsage);
   if (!flags.html.empty()) {

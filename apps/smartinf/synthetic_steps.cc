@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/kernels/feedback.h"
 
 namespace smartinf::apps {
 
@@ -34,6 +35,17 @@ base::Result<plan::ParameterSpace> synthetic_space(uint64_t params) {
   if (rest % kMatrixColumns == 0) shape = {rest / kMatrixColumns, kMatrixColumns};
   if (rest > 0) SI_RETURN_IF_ERROR(space.add("rest", std::move(shape), 0));
   return space;
+}
+
+void step_rows_ahead(std::span<const base::Bf16> residual, std::byte* weights) {
+  const std::vector<float> roots(kMatrixColumns, 1e-2f);
+  for (size_t first = 0; first < residual.size(); first += kMatrixColumns) {
+    const auto row =
+        residual.subspan(first, std::min<size_t>(kMatrixColumns, residual.size() - first));
+    kernels::step_ahead(kernels::kernels(), {.lr = 1e-3f, .bias = 1, .eps = 1e-8f}, row, 1.0f,
+                        std::span(roots).first(row.size()), weights + first * sizeof(base::Bf16),
+                        DataType::kBf16);
+  }
 }
 
 base::Result<std::unique_ptr<SyntheticSteps>> SyntheticSteps::make(uint64_t params,

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "smartinf/base/aligned_buffer.h"
@@ -17,6 +18,9 @@ namespace smartinf::apps {
 inline constexpr uint64_t kMatrixColumns = 4096;
 /// So many, the last ones in a part of a matrix or a vector. Errors: kInvalidArgument.
 base::Result<plan::ParameterSpace> synthetic_space(uint64_t params);
+
+/// Takes the bf16 weights of such matrices ahead by a residual, row by row, on this thread.
+void step_rows_ahead(std::span<const base::Bf16> residual, std::byte* weights);
 
 struct StepTimes {
   double gradient_s = 0;  // gradients put, with the norm

@@ -16,7 +16,6 @@
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/gradient_compressor.h"
-#include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/median.h"
@@ -231,15 +230,8 @@ base::Result<double> measure_step_ahead_rate() {
   SI_ASSIGN_OR_RETURN(const base::AlignedBuffer residual, base::AlignedBuffer::allocate(kBytes));
   std::memset(weights.data(), 0, kBytes);
   std::memset(residual.data(), 0, kBytes);
-  const std::vector<float> roots(kMatrixColumns, 1e-2f);
-  const double pass_s = median_seconds([&] {
-    for (uint64_t first = 0; first < kElements; first += kMatrixColumns) {
-      kernels::step_ahead(
-          kernels::kernels(), {.lr = 1e-3f, .bias = 1, .eps = 1e-8f},
-          {reinterpret_cast<const base::Bf16*>(residual.data()) + first, kMatrixColumns}, 1.0f,
-          roots, weights.data() + first * sizeof(base::Bf16), DataType::kBf16);
-    }
-  });
+  const std::span kept(reinterpret_cast<const base::Bf16*>(residual.data()), kElements);
+  const double pass_s = median_seconds([&] { step_rows_ahead(kept, weights.data()); });
   return static_cast<double>(kElements) / pass_s;
 }
 

@@ -104,8 +104,9 @@ std::string describe_compression(const CompressOptions& options) {
   text += dense ? "; what rounding takes" : "; the rest";
   if (options.feedback == CompressOptions::Feedback::kNone) return text + " is lost";
   text += " is sent later, ";
-  if (options.keep_every == 0)
+  if (options.keep_every == 0) {
     return text + "but for what waits when the run stops (keep_every = 0)";
+  }
   if (options.keep_every == 1) {
     return text +
            "and written in every step, 2 bytes a parameter on the link (keep_every = 16 makes that "

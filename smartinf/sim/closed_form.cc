@@ -34,11 +34,10 @@ Result<ClosedForm> closed_form(const ModelShape& model, const Machine& machine,
   const double state = state_bytes_per_parameter(options.optimizer, options.format);
   const double dense = software.gradient_bytes;
   // Where the host selects, whole gradients leave the GPU and wait in memory.
-  const bool host_selects =
-      options.method == Method::kSmartComp && machine.host.select_params_per_s > 0;
+  const bool on_host = host_selects(machine, options);
   const double gradient =
-      options.method == Method::kSmartComp && !host_selects ? 4 * options.ratio : dense;
-  const bool spilled = software.gradient_spilled && !host_selects;
+      options.method == Method::kSmartComp && !on_host ? 4 * options.ratio : dense;
+  const bool spilled = software.gradient_spilled && !on_host;
   const double read = parameters * (state + (spilled ? gradient : 0));
   const double written = parameters * state;
 

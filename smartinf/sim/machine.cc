@@ -1,5 +1,6 @@
 #include "smartinf/sim/machine.h"
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -293,6 +294,11 @@ uint32_t Machine::device_count() const {
   uint32_t count = 0;
   for (const DeviceGroup& group : devices) count += group.count;
   return count;
+}
+
+bool Machine::can_update() const {
+  return std::all_of(devices.begin(), devices.end(),
+                     [](const DeviceGroup& device) { return device.update_bytes_per_s > 0; });
 }
 
 std::vector<const DeviceGroup*> Machine::each_device() const {

@@ -88,6 +88,8 @@ struct Machine {
   Price price;
 
   uint32_t device_count() const;
+  /// Whether every device has a processor that updates.
+  bool can_update() const;
   /// One entry per device.
   std::vector<const DeviceGroup*> each_device() const;
 };

@@ -228,9 +228,6 @@ uint64_t trainer_bytes(const ModelShape& model, const Machine& machine, const St
 /// the state, too.
 constexpr uint64_t kResidualBytes = 2;
 constexpr uint64_t kCompressionBytes = 2 + kResidualBytes;
-bool compressed_by_host(const Machine& machine, const StepOptions& options) {
-  return options.method == Method::kSmartComp && machine.host.select_params_per_s > 0;
-}
 
 /// What the engine keeps in the trainer's process: slots, staging, gradients that are not spilled.
 /// Subgroups are as small as give every device some, and staged as f32 twice
@@ -252,7 +249,7 @@ uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOpt
   uint64_t slots = options.slots != 0 ? options.slots : software.slots;
   double each = state;
   uint64_t gradients = 0;
-  if (compressed_by_host(machine, options)) {
+  if (host_selects(machine, options)) {
     gradients = kCompressionBytes * parameters;
     each += kResidualBytes;
   } else if (software.gradient_spilled) {
@@ -304,7 +301,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine,
     need.host_bytes = 2 * parameters + (gpu ? 0 : working);
   }
   const bool whole = need.host_bytes_without_checkpoints > 0;
-  const bool compressed_here = compressed_by_host(machine, options);
+  const bool compressed_here = host_selects(machine, options);
   if (!whole && compressed_here) {
     need.host_bytes += kCompressionBytes * parameters;
   } else if (!whole && !software.gradient_spilled) {
@@ -325,10 +322,8 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
   Plan plan;
   plan.model = model;
   plan.machine = machine;
-  bool can_update = true;
   bool can_decompress = true;
   for (const DeviceGroup& device : machine.devices) {
-    can_update = can_update && device.update_bytes_per_s > 0;
     can_decompress = can_decompress && device.decompress_bytes_per_s > 0;
   }
   const auto add = [&](Method method, base::StateFormat format, Hidden hidden) -> Status {
@@ -342,7 +337,7 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
   };
   using base::StateFormat;
   SI_RETURN_IF_ERROR(add(Method::kBaseline, StateFormat::kF32, Hidden::kNothing));
-  if (can_update) {
+  if (machine.can_update()) {
     SI_RETURN_IF_ERROR(add(Method::kSmart, StateFormat::kF32, Hidden::kNothing));
     for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
       SI_RETURN_IF_ERROR(add(Method::kSmartOver, format, Hidden::kNothing));

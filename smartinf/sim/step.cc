@@ -138,7 +138,7 @@ class StepGraph {
  private:
   bool baseline() const { return options_.method == Method::kBaseline; }
   bool compressed() const { return options_.method == Method::kSmartComp; }
-  bool host_selects() const { return compressed() && machine_.host.select_params_per_s > 0; }
+  bool host_selects() const { return sim::host_selects(machine_, options_); }
   bool on_gpu() const { return machine_.gpu.name != "none"; }
 
   static Stage seconds_on(uint32_t resource, double seconds) {

@@ -56,6 +56,11 @@ struct StepOptions {
   uint32_t value_bytes = 2;        // of the trainer's weights and activations: only for its memory
 };
 
+/// Whether gradients are compressed, and on the host's cores instead of the GPU.
+inline bool host_selects(const Machine& machine, const StepOptions& options) {
+  return options.method == Method::kSmartComp && machine.host.select_params_per_s > 0;
+}
+
 /// Bytes per parameter that stay on the drive for an optimizer in a format, exact for f32 and bf16;
 /// q8 with its scales.
 double state_bytes_per_parameter(Optimizer optimizer, base::StateFormat format);

@@ -100,12 +100,19 @@ def test_every_rule(name, options, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "compress", [{"ratio": 0.02}, {"ratio": 0.1, "values": "bf16"}, {"ratio": 0.02, "feedback_decay": 0.5}]
+    ("compress", "steps"),
+    [
+        ({"ratio": 0.02}, 100),
+        ({"ratio": 0.1}, 200),  # signs of 40 %, of a block that mixes parameters of many sizes
+        ({"ratio": 0.1, "values": "bf16"}, 100),
+        ({"ratio": 0.02, "feedback_decay": 0.5}, 100),
+        ({"ratio": 0.1, "feedback_decay": 0.5}, 200),
+    ],
 )
-def test_it_learns(compress, make):
+def test_it_learns(compress, steps, make):
     model, optimizer = make(lr=1e-3, compress=compress)
     first = train(model, optimizer, 0, 1)
-    for _ in range(100):
+    for _ in range(steps):
         last = train(model, optimizer, 0, 1)
     assert last < 0.3 * first
 

@@ -20,8 +20,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!view.ok()) return 0;
   std::vector<std::byte> out(base::kBlockElements * 4);
   std::vector<float> factors(view->factors());
-  view->read_factors(0, factors);
-  for (const float factor : factors) SI_CHECK(factor >= 0, "a factor of squares");
+  for (uint64_t run = 0; run < view->runs(); ++run) {
+    view->read_factors(run, run % (factors.size() + 1),
+                       std::span(factors).subspan(run % (factors.size() + 1)));
+    for (const float factor : factors) SI_CHECK(factor >= 0, "a factor of squares");
+    if (run == 3) break;  // they may be many
+  }
   for (uint64_t block = 0; block < view->blocks(); ++block) {
     SI_CHECK(view->values(block) <= base::kBlockElements, "more values than elements");
     view->expand_block(block, out.data());

@@ -176,10 +176,9 @@ class ScaleBench {
     const auto forms = plan::matrix_forms(parameters);
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : parameters.subgroups(subgroup_elements(devices))) {
-      factors += plan::factors_in(forms, subgroup.first, subgroup.count);
+      factors += csd::factors_bytes(forms, subgroup.first, subgroup.count);
     }
-    return packed_bytes_ +
-           static_cast<double>(factors * sizeof(base::Bf16)) / static_cast<double>(options_.params);
+    return packed_bytes_ + static_cast<double>(factors) / static_cast<double>(options_.params);
   }
 
   uint64_t subgroup_elements(uint32_t devices) const {

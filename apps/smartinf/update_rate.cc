@@ -60,7 +60,11 @@ std::vector<std::byte> sparse_message(const engine::CompressOptions& compress) {
     values.push_back(random >> 63 == 0 ? 1e-3f : -1e-3f);
   }
   csd::CompressedWriter writer;
-  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, compress.values, {});
+  // Of a matrix whose columns are decoded for every block.
+  constexpr uint64_t kRows = kBlocks * kBlock / kMatrixColumns;
+  writer.begin(base::SubgroupId{0}, kBlocks * kBlock, compress.values,
+               {.values = std::vector<float>(kRows + kMatrixColumns, 1.0f),
+                .runs = {kRows, kMatrixColumns}});
   for (uint64_t b = 0; b < kBlocks; ++b) writer.add_block(indices, values);
   const auto message = writer.finish();
   return {message.begin(), message.end()};
@@ -76,7 +80,6 @@ class ProcessorPass {
   void run(const kernels::StepScalars& scalars) {
     using base::PlaneKind;
     const auto planes = kernels::rule_planes(kernels::UpdateRule::kAdamW);
-    // A matrix of 4096 columns, whose factors are decoded for every block.
     std::vector<float> columns(kMatrixColumns);
     std::vector<kernels::SquaresRow> squares(kBlock / kMatrixColumns);
     for (uint64_t b = 0; b < kBlocks; ++b) {
@@ -94,8 +97,7 @@ class ProcessorPass {
       if (work_.compress.on()) {
         const auto view = csd::CompressedView::trusted(message_);
         view.expand_block(b, at);
-        kernels::kernels().cast_to_f32(factors_.data(), DataType::kBf16, columns.data(),
-                                       columns.size());
+        view.read_factors(1, view.factors() - columns.size(), columns);
         std::fill(squares.begin(), squares.end(),
                   kernels::SquaresRow{kMatrixColumns, 1e-6f, columns.data()});
         block.squares = squares;
@@ -117,8 +119,6 @@ class ProcessorPass {
   std::byte* memory_;
   uint64_t block_bytes_;
   std::span<const std::byte> message_;
-  const std::vector<base::Bf16> factors_ =
-      std::vector<base::Bf16>(kMatrixColumns, base::to_bf16(1.0f));
   uint64_t seen_ = 0;
 };
 

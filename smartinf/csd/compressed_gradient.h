@@ -16,11 +16,14 @@
 #include "smartinf/base/ids.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
+#include "smartinf/base/units.h"
+#include "smartinf/csd/gap_code.h"
+#include "smartinf/plan/matrix_forms.h"
 
 namespace smartinf::csd {
 
 inline constexpr uint64_t kCompressedMagic = 0x31475243'4e494953;  // "SIINCRG1"
-inline constexpr uint16_t kCompressedVersion = 2;
+inline constexpr uint16_t kCompressedVersion = 3;
 
 /// How values are written.
 enum class ValueForm : uint8_t {
@@ -55,8 +58,8 @@ struct CompressedHeader {
   uint8_t reserved = 0;
   uint32_t subgroup = 0;  // a message that went astray is found
   uint64_t elements = 0;  // of the subgroup
-  uint32_t blocks = 0;    // divide_up(elements, kBlockElements): the directory's length
-  uint32_t factors = 0;   // of the gradient's squares, behind the directory; 0: none
+  uint32_t runs = 0;      // of factors of the gradient's squares, behind the directory
+  uint32_t factors = 0;   // of all runs; 0: none
   uint64_t bytes = 0;     // of the whole message
   uint64_t checksum = 0;  // of all bytes but these eight
 };
@@ -71,39 +74,81 @@ static_assert(sizeof(CompressedBlock) == 8);
 /// In place of the gaps' low bits: all elements are there, and no indices.
 inline constexpr uint8_t kDense = 0xff;
 
+/// Before the factors themselves, one entry for each run of them: of one matrix's rows or columns,
+/// which share a scale. A factor is a byte: 0 for 0, else the top of an f32 less the scale.
+struct FactorRun {
+  uint32_t count =
+      0;  // in the lower 24 bits; in the upper 8 the exponent of the largest, as in f32
+};
+static_assert(sizeof(FactorRun) == 4);
+/// One of its rows, one of its columns.
+inline constexpr uint64_t kRunsOfForm = 2;
+/// What factors take in a message.
+constexpr uint64_t factors_bytes(uint64_t factors, uint64_t runs) {
+  return factors + runs * sizeof(FactorRun);
+}
+/// The same of all factors of [first, first + count), elements of the parameter space.
+uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count);
+
+/// Factors of squares as a message's writer takes them: none of them negative or NaN; those beyond
+/// a run's scale become its ends.
+struct SquaresFactors {
+  std::vector<float> values;
+  std::vector<uint32_t> runs;  // so many values each
+
+  void clear() {
+    values.clear();
+    runs.clear();
+  }
+};
+
 /// Makes a message, block by block in order. Its memory is kept for the next one.
 class CompressedWriter {
  public:
   /// A message holds at most kBlockElements * blocks elements; sections end below 4 GiB (SI_CHECK).
   /// factors: of the whole gradient's squares, for every part of a matrix that the subgroup holds
-  /// the mean of each row and then of each column relative to all (plan::FormPart); or empty.
-  /// They are neither negative nor NaN; those beyond bf16 become its largest.
+  /// a run with the mean of each row and then one with each column relative to all
+  /// (plan::FormPart); or empty. Runs that do not add up or hold other numbers are bugs (SI_CHECK).
   void begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values,
-             std::span<const float> factors);
+             const SquaresFactors& factors);
   /// Shapes: indices, values: [k]; indices ascending and inside the block (SI_CHECK). k may be 0.
   /// arrived: [k] for the values as a device will see them, or empty.
   void add_block(std::span<const uint32_t> indices, std::span<const float> values,
                  std::span<float> arrived = {});
+  /// add_block() of elements that all arrive as `magnitude` with their sign, but not of all the
+  /// block's. For messages of signs (SI_CHECK).
+  /// Shapes: sent, negative: [divide_up(block's elements, 64)] as kernels::keep_but_signs() makes
+  /// them; `count` bits of sent are set, and no bit of negative that is not.
+  void add_signs(std::span<const uint64_t> sent, std::span<const uint64_t> negative, size_t count,
+                 base::Bf16 magnitude);
   /// The message; valid until the next begin(). All blocks must have been added (SI_CHECK).
   std::span<const std::byte> finish();
 
   void reserve(uint64_t bytes) { message_.reserve(bytes); }
   /// No message of so many elements with at most `per_block` values in a block is longer.
   static uint64_t bytes_max(uint64_t elements, uint64_t per_block, ValueForm values,
-                            uint64_t factors);
+                            uint64_t factors_bytes);
 
  private:
   ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
+  uint64_t blocks() const { return base::divide_up(header_.elements, base::kBlockElements); }
   uint64_t sections_offset() const {
-    return sizeof(header_) + header_.blocks * sizeof(CompressedBlock) +
-           header_.factors * sizeof(base::Bf16);
+    return sizeof(header_) + blocks() * sizeof(CompressedBlock) +
+           factors_bytes(header_.factors, header_.runs);
   }
+  void append_factors(const SquaresFactors& factors);
   void append(std::span<const float> floats, base::DataType type);
   void append_values(std::span<const float> values, std::span<float> arrived);
+  uint64_t elements_of_next_block() const;
+  void append_gaps(uint64_t elements, uint64_t count);  // of ends_, and ends the block
+  void append_all_signs(std::span<const float> values);
+  void end_block(uint64_t count, uint8_t low_bits);
 
   std::vector<std::byte> message_;
   CompressedHeader header_;
   uint32_t next_block_ = 0;
+  std::vector<uint32_t> ends_;  // of a block's values
+  GapWriter gaps_;
 };
 
 /// Writes the right checksum into a message whose header has the right length; for tests and the
@@ -121,17 +166,18 @@ class CompressedView {
 
   base::SubgroupId subgroup() const { return base::SubgroupId{header_.subgroup}; }
   uint64_t elements() const { return header_.elements; }
-  uint64_t blocks() const { return header_.blocks; }
+  uint64_t blocks() const { return base::divide_up(header_.elements, base::kBlockElements); }
   ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
   base::DataType type() const { return expanded_type(form()); }
   uint64_t factors() const { return header_.factors; }
+  uint64_t runs() const { return header_.runs; }
   uint64_t values(uint64_t block) const { return entry(block).count & 0xffffffu; }
 
   /// The block's gradient with zeros where nothing was sent. Shapes: out: [block's elements] of
   /// type(). Threads: pure.
   void expand_block(uint64_t block, std::byte* out) const;
-  /// The factors from `first` on. Shapes: out: [at most factors() - first].
-  void read_factors(uint64_t first, std::span<float> out) const;
+  /// The factors from `first` on, which lie in `run`. Shapes: out: [at most factors() - first].
+  void read_factors(uint64_t run, uint64_t first, std::span<float> out) const;
 
  private:
   struct Section {
@@ -143,13 +189,15 @@ class CompressedView {
   };
   CompressedBlock entry(uint64_t block) const;
   uint64_t elements_of(uint64_t block) const;
+  uint64_t runs_offset() const {
+    return sizeof(CompressedHeader) + blocks() * sizeof(CompressedBlock);
+  }
   uint64_t sections_offset() const {
-    return factors_offset() + header_.factors * sizeof(base::Bf16);
+    return runs_offset() + factors_bytes(header_.factors, header_.runs);
   }
-  uint64_t factors_offset() const {
-    return sizeof(CompressedHeader) + header_.blocks * sizeof(CompressedBlock);
-  }
+  FactorRun run_at(uint64_t run) const;
   Section section(uint64_t block) const;
+  GapReader gaps_of(const Section& section) const;
   base::Status check_factors() const;
   base::Status check_block(uint64_t block) const;
 

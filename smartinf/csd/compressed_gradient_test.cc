@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/signs.h"
 
 namespace smartinf::csd {
 namespace {
@@ -21,7 +22,7 @@ using base::kBlockElements;
 struct Gradient {
   uint64_t elements = 0;
   ValueForm form = ValueForm::kBf16;
-  std::vector<float> factors;
+  SquaresFactors factors;
   std::vector<std::vector<uint32_t>> indices;  // of every block
   std::vector<std::vector<float>> values;
 };
@@ -30,8 +31,11 @@ struct Gradient {
 Gradient random_gradient(uint64_t elements, double share, ValueForm form, size_t factors,
                          uint32_t seed) {
   std::mt19937 random(seed);
-  Gradient made{elements, form, std::vector<float>(factors), {}, {}};
-  for (size_t i = 0; i < factors; ++i) made.factors[i] = 0.1f * static_cast<float>(i);
+  Gradient made{elements, form, {}, {}, {}};
+  for (size_t i = 0; i < factors; ++i) made.factors.values.push_back(0.1f * static_cast<float>(i));
+  for (size_t left = factors; left > 0; left -= made.factors.runs.back()) {
+    made.factors.runs.push_back(static_cast<uint32_t>(std::min(left, left / 3 + 1)));
+  }
   for (uint64_t first = 0; first < elements; first += kBlockElements) {
     const auto n = static_cast<uint32_t>(std::min(kBlockElements, elements - first));
     std::vector<uint32_t> all(n);
@@ -93,18 +97,25 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
         const auto message = encode(gradient);
         uint64_t most = 0;
         for (const auto& block : gradient.indices) most = std::max<uint64_t>(most, block.size());
-        EXPECT_LE(message.size(), CompressedWriter::bytes_max(elements, most, form, factors));
+        EXPECT_LE(message.size(),
+                  CompressedWriter::bytes_max(
+                      elements, most, form, factors_bytes(factors, gradient.factors.runs.size())));
         const auto view = CompressedView::parse(message);
         ASSERT_TRUE(view.ok()) << view.status().to_string() << elements << " " << share;
         EXPECT_EQ(view->subgroup().value, 7u);
         EXPECT_EQ(view->elements(), elements);
         EXPECT_EQ(view->type(), type);
         ASSERT_EQ(view->factors(), factors);
-        std::vector<float> found(factors / 2);
-        view->read_factors(factors - found.size(), found);
-        for (size_t i = 0; i < found.size(); ++i) {
-          ASSERT_EQ(found[i],
-                    base::to_f32(base::to_bf16(gradient.factors[factors - found.size() + i])));
+        ASSERT_EQ(view->runs(), gradient.factors.runs.size());
+        uint64_t first_factor = 0;
+        for (size_t run = 0; run < gradient.factors.runs.size(); ++run) {
+          std::vector<float> found(gradient.factors.runs[run]);
+          view->read_factors(run, first_factor, found);
+          for (const float factor : found) {
+            const float expected_factor = gradient.factors.values[first_factor++];
+            ASSERT_NEAR(factor, expected_factor, expected_factor / 16);
+            ASSERT_EQ(factor == 0, expected_factor == 0);
+          }
         }
         std::vector<std::byte> out(kBlockElements * 4, std::byte{0x55});
         for (uint64_t b = 0; b < view->blocks(); ++b) {
@@ -131,9 +142,9 @@ TEST(CompressedGradient, WorkedExample) {
   const std::vector<float> values = {1, -2, 0.5f, 4};
   writer.add_block(indices, values);
   const auto message = writer.finish();
-  // 4 of 100: gaps 4, 35, 0, 57 with 4 low bits.
+  // 4 of 100: gaps 4, 35, 0, 57; 4 low bits of each, then 0, 2, 0 and 3 zeros and a one each.
   const std::vector<uint8_t> section = {0x80, 0x3f, 0x00, 0xc0, 0x00, 0x3f,
-                                        0x80, 0x40, 0x89, 0x13, 0x30, 0x01};
+                                        0x80, 0x40, 0x34, 0x90, 0x19, 0x01};
   ASSERT_EQ(message.size(), 48 + 8 + section.size());
   EXPECT_EQ(std::memcmp(message.data() + 56, section.data(), section.size()), 0);
 }
@@ -146,10 +157,40 @@ TEST(CompressedGradient, WorkedExampleOfSigns) {
   const std::vector<float> values = {1, -2, 0.5f, 4};
   writer.add_block(indices, values);
   const auto message = writer.finish();
-  // 1.875, then the gaps with a sign after the low bits of each.
-  const std::vector<uint8_t> section = {0xf0, 0x3f, 0x09, 0x67, 0x80, 0x09};
+  // 1.875, then the gaps with a sign above the low bits of each.
+  const std::vector<uint8_t> section = {0xf0, 0x3f, 0x64, 0x82, 0x04, 0x19, 0x01};
   ASSERT_EQ(message.size(), 48 + 8 + section.size());
   EXPECT_EQ(std::memcmp(message.data() + 56, section.data(), section.size()), 0);
+}
+
+TEST(CompressedGradient, SignsFromBitsAreThoseFromAList) {
+  for (const uint64_t elements : {uint64_t{20}, uint64_t{1000}, kBlockElements + 100}) {
+    for (const double share : {0.0, 0.0005, 0.01, 0.08, 0.3, 0.9}) {
+      const Gradient gradient = random_gradient(elements, share, ValueForm::kSign, 3, 8);
+      CompressedWriter writer;
+      writer.begin(base::SubgroupId{7}, elements, ValueForm::kSign, gradient.factors);
+      for (size_t b = 0; b < gradient.indices.size(); ++b) {
+        const uint64_t n = std::min(kBlockElements, elements - b * kBlockElements);
+        std::vector<uint64_t> sent(base::divide_up(n, 64));
+        std::vector<uint64_t> negative(sent.size());
+        double sum = 0;
+        for (size_t i = 0; i < gradient.indices[b].size(); ++i) {
+          const uint32_t index = gradient.indices[b][i];
+          const float value = gradient.values[b][i];
+          sent[index / 64] |= uint64_t{1} << index % 64;
+          negative[index / 64] |= uint64_t{std::signbit(value)} << index % 64;
+          sum += std::abs(value);
+        }
+        const size_t count = gradient.indices[b].size();
+        writer.add_signs(sent, negative, count, kernels::mean_magnitude(sum, count));
+      }
+      const auto message = writer.finish();
+      const auto expected = encode(gradient);
+      ASSERT_EQ(message.size(), expected.size()) << elements << " " << share;
+      EXPECT_EQ(std::memcmp(message.data(), expected.data(), expected.size()), 0)
+          << elements << " " << share;
+    }
+  }
 }
 
 TEST(CompressedGradient, SignsOfEverythingTakeABitEach) {
@@ -244,14 +285,16 @@ void refused(std::span<const std::byte> message, size_t offset, uint64_t value, 
 TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
   const auto message = encode(random_gradient(2 * kBlockElements, 0.01, ValueForm::kBf16, 0, 3));
   refused(message, 0, 1, 8, ErrorCode::kCorrupt, "begin");
-  refused(message, 8, 1, 2, ErrorCode::kMismatch, "version 1");
-  refused(message, 8, 3, 2, ErrorCode::kMismatch, "version 3");
+  refused(message, 8, 4, 2, ErrorCode::kMismatch, "version 4");
+  refused(message, 8, 2, 2, ErrorCode::kMismatch, "version 2");
   refused(message, 10, 4, 1, ErrorCode::kCorrupt, "no meaning");
   refused(message, 11, 2, 1, ErrorCode::kCorrupt, "no meaning");
-  refused(message, 16, 0, 8, ErrorCode::kCorrupt, "blocks and 0 factors for");
-  refused(message, 16, ~uint64_t{0}, 8, ErrorCode::kCorrupt, "factors for");
-  refused(message, 24, 3, 4, ErrorCode::kCorrupt, "factors for");
-  refused(message, 28, ~0u, 4, ErrorCode::kCorrupt, "4294967295 factors for");
+  refused(message, 16, 0, 8, ErrorCode::kCorrupt, "too short for 0 elements");
+  refused(message, 16, ~uint64_t{0}, 8, ErrorCode::kCorrupt, "too short for");
+  refused(message, 16, 3 * kBlockElements, 8, ErrorCode::kCorrupt, "refused");
+  refused(message, 24, 3, 4, ErrorCode::kCorrupt, "factors of squares");
+  refused(message, 24, ~0u, 4, ErrorCode::kCorrupt, "4294967295 runs");
+  refused(message, 28, ~0u, 4, ErrorCode::kCorrupt, "4294967295 factors");
   refused(message, 32, 48, 8, ErrorCode::kCorrupt, "says 48");
   refused(message, 48, 0, 4, ErrorCode::kCorrupt, "block 0");               // its section is empty
   refused(message, 48, ~0u, 4, ErrorCode::kCorrupt, "block 0");             // or ends outside
@@ -269,31 +312,54 @@ TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
 }
 
 TEST(CompressedGradient, RefusesFactorsThatAreSealedButWrong) {
+  // Runs of 2, 2 and 1; the first entry is at 56.
   const auto message = encode(random_gradient(1000, 0.01, ValueForm::kBf16, 5, 3));
-  refused(message, 56, 0x8001, 2, ErrorCode::kCorrupt, "factor 0");  // below 0
-  refused(message, 58, 0x7f80, 2, ErrorCode::kCorrupt, "factor 1");  // infinity
-  refused(message, 64, 0x7fc0, 2, ErrorCode::kCorrupt, "factor 4");  // NaN
-  refused(message, 28, 4, 4, ErrorCode::kCorrupt, "do not fill it");
-  // What follows them is taken for one.
-  refused(message, 28, 6, 4, ErrorCode::kCorrupt, "refused");
+  refused(message, 59, 30, 1, ErrorCode::kCorrupt, "run 0");   // ends below the smallest f32
+  refused(message, 63, 255, 1, ErrorCode::kCorrupt, "run 1");  // goes up to infinity
+  refused(message, 64, 0, 3, ErrorCode::kCorrupt, "run 2");    // is empty
+  refused(message, 60, 3, 3, ErrorCode::kCorrupt, "have 6 factors of squares, and it 5");
+  refused(message, 28, 4, 4, ErrorCode::kCorrupt, "have 5 factors of squares, and it 4");
 }
 
-TEST(CompressedGradient, FactorsBeyondBf16AreItsLargest) {
+TEST(CompressedGradient, FactorsAreRoundedToTheNearestByte) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float largest = std::ldexp(1.875f, 127);
+  const SquaresFactors factors{
+      .values = {1.0f, 1.06f, 1.07f, 1.99f, 0, std::ldexp(1.5f, -30), 1e-12f,  // of one scale
+                 3.4e38f, kInfinity, 0,                                        // to the largest
+                 std::ldexp(1.0f, -127), 1e-45f,                               // to the smallest
+                 0, 0},
+      .runs = {7, 3, 2, 2}};
+  const std::vector<float> expected = {1.0f,
+                                       1.0f,
+                                       1.125f,
+                                       2.0f,
+                                       0,
+                                       std::ldexp(1.5f, -30),
+                                       std::ldexp(1.125f, -30),
+                                       largest,
+                                       largest,
+                                       0,
+                                       std::ldexp(1.0f, -127),
+                                       0,
+                                       0,
+                                       0};
   CompressedWriter writer;
-  const std::vector<float> factors = {3.4e38f, std::numeric_limits<float>::infinity(), 0};
   writer.begin(base::SubgroupId{3}, 100, ValueForm::kBf16, factors);
   writer.add_block({}, {});
   const auto view = CompressedView::parse(writer.finish());
   ASSERT_TRUE(view.ok()) << view.status().to_string();
-  std::vector<float> found(3);
-  view->read_factors(0, found);
-  const float largest = base::to_f32(base::Bf16{0x7f7f});
-  EXPECT_EQ(found, (std::vector<float>{largest, largest, 0}));
+  std::vector<float> found(factors.values.size());
+  uint64_t first = 0;
+  for (size_t run = 0; run < factors.runs.size(); first += factors.runs[run++]) {
+    view->read_factors(run, first, std::span(found).subspan(first, factors.runs[run]));
+  }
+  EXPECT_EQ(found, expected);
 }
 
 TEST(CompressedGradient, RefusesSignsThatAreSealedButWrong) {
   constexpr auto kCorrupt = ErrorCode::kCorrupt;
-  // The worked example: 4 of 100, 4 low bits; the section begins at 56 and has 6 bytes.
+  // The worked example: 4 of 100, 4 low bits; the section begins at 56 and has 7 bytes.
   Gradient gradient{100, ValueForm::kSign, {}, {{4, 40, 41, 99}}, {{1, -2, 0.5f, 4}}};
   const auto sparse = encode(gradient);
   refused(sparse, 52, 3 | 4u << 24, 4, kCorrupt, "more or fewer than values");
@@ -303,7 +369,10 @@ TEST(CompressedGradient, RefusesSignsThatAreSealedButWrong) {
   refused(sparse, 52, 100 | 255u << 24, 4, kCorrupt, "neither dense");
   refused(sparse, 56, 0xbff0, 2, kCorrupt, "a magnitude with a sign");
   refused(sparse, 56, 0x8000, 2, kCorrupt, "a magnitude with a sign");
-  refused(sparse, 61, 0x89, 1, kCorrupt, "more or fewer than values");  // padding
+  refused(sparse, 60, 0x14, 1, kCorrupt, "more or fewer than values");  // padding of low bits
+  refused(sparse, 61, 0x09, 1, kCorrupt, "more or fewer than values");  // an index less
+  refused(sparse, 62, 0x03, 1, kCorrupt, "more or fewer than values");  // one more
+  refused(sparse, 62, 0x80, 1, kCorrupt, "indices that leave it");
   refused(sparse, 48, 1, 4, kCorrupt, "does not fit");
   refused(sparse, 10, 1, 1, kCorrupt, "does not fit");  // as values they would be longer
 

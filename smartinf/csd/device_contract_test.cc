@@ -214,9 +214,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     std::vector<float> wide(subgroup.count);
     kernels::kernels().cast_to_f32(gradient.data(), kind.gradient_type, wide.data(), wide.size());
     CompressedWriter writer;
-    writer.begin(
-        subgroup.id, subgroup.count, form_of(kind.gradient_type),
-        kind.sparsity.factors ? test_factors(forms_, subgroup, step) : std::vector<float>());
+    writer.begin(subgroup.id, subgroup.count, form_of(kind.gradient_type),
+                 kind.sparsity.factors ? test_factors(forms_, subgroup, step) : SquaresFactors());
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       const std::span<const float> block(wide.data() + first,
                                          std::min(base::kBlockElements, subgroup.count - first));
@@ -512,7 +511,8 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
   EXPECT_EQ(put(subgroup, dense, 0, subgroup.count).code(), base::ErrorCode::kInvalidArgument);
   if (GetParam().sparsity.factors) {
     CompressedWriter writer;
-    writer.begin(subgroup.id, subgroup.count, ValueForm::kBf16, std::vector<float>(7, 1.0f));
+    writer.begin(subgroup.id, subgroup.count, ValueForm::kBf16,
+                 {.values = std::vector<float>(7, 1.0f), .runs = {3, 4}});
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       writer.add_block({}, {});
     }

@@ -47,15 +47,17 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
   const uint64_t element_bytes = base::data_type_bytes(type);
   made->compressed_block_bytes_ = compressed_block_bytes;
   for (size_t i = 0; i < made->entries_.size(); ++i) {
-    made->entries_[i].factors =
-        plan::factors_in(forms, layout.subgroups[i].first_element, layout.subgroups[i].count);
+    const storage::StoredSubgroup& subgroup = layout.subgroups[i];
+    Entry& entry = made->entries_[i];
+    entry.factors = plan::factors_in(forms, subgroup.first_element, subgroup.count);
+    entry.runs = kRunsOfForm * plan::forms_in(forms, subgroup.first_element, subgroup.count).size();
   }
   const auto room = [&](const Entry& entry) {
     const uint64_t bytes =
         compressed_block_bytes > 0
             ? sizeof(CompressedHeader) +
                   base::divide_up(entry.count, base::kBlockElements) * compressed_block_bytes +
-                  entry.factors * sizeof(base::Bf16)
+                  factors_bytes(entry.factors, entry.runs)
             : entry.count * element_bytes;
     return base::round_up(bytes, kAlignment);
   };
@@ -172,11 +174,12 @@ base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId 
                             std::to_string(view.elements()) + " elements was put to subgroup " +
                             std::to_string(id.value) + " of " + std::to_string(entry.count));
   }
-  if (view.factors() != 0 && view.factors() != entry.factors) {
+  if (view.factors() != 0 && (view.factors() != entry.factors || view.runs() != entry.runs)) {
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "a compressed gradient with " + std::to_string(view.factors()) +
-                            " factors of its squares, where the parameters' rows and columns are " +
-                            std::to_string(entry.factors));
+                            " factors of its squares in " + std::to_string(view.runs()) +
+                            " runs, where the parameters have " + std::to_string(entry.factors) +
+                            " rows and columns in " + std::to_string(entry.runs));
   }
   if (entry.received > 0 || message.size() > entry.room_bytes) {
     return base::Status(base::ErrorCode::kInvalidArgument,

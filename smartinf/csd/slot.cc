@@ -159,21 +159,26 @@ std::span<const kernels::SquaresRow> UpdateWork::squares_of(const CompressedView
   const uint64_t end = first + planes_.elements(block);
   float* columns = thread_block().data();  // of all parts: no more than the block has elements
   uint64_t factors = 0;                    // of the parts before
+  uint64_t run = 0;
   for (const plan::MatrixForm& form :
        plan::forms_in(options_->forms, subgroup.first_element, subgroup.count)) {
     const plan::FormPart sent = plan::part_of(form, subgroup.first_element, subgroup.count);
     const uint64_t means_at = factors;
+    const uint64_t rows_run = run;
+    const uint64_t columns_run = run + 1;
     factors += sent.factors();
+    run += kRunsOfForm;
     if (form.end() <= first) continue;
     if (form.first >= end) break;
     const plan::FormPart part = plan::part_of(form, first, end - first);
     means.resize(part.rows());
-    message.read_factors(means_at + part.first_row() - sent.first_row(), means);
+    message.read_factors(rows_run, means_at + part.first_row() - sent.first_row(), means);
     // From the part's first column on and round the end, as far as it reaches.
     const uint64_t turn = (part.first_column() + form.columns - sent.first_column()) % form.columns;
     const uint64_t some = std::min(part.columns(), sent.columns() - turn);
-    message.read_factors(means_at + sent.rows() + turn, {columns, some});
-    message.read_factors(means_at + sent.rows(), {columns + some, part.columns() - some});
+    message.read_factors(columns_run, means_at + sent.rows() + turn, {columns, some});
+    message.read_factors(columns_run, means_at + sent.rows(),
+                         {columns + some, part.columns() - some});
     part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
       squares.push_back({count, means[row], columns + column});
     });

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -87,16 +88,17 @@ inline std::vector<plan::MatrixForm> test_forms(uint64_t elements) {
   }
   return forms;
 }
-/// What a message says of a row, or of a column, in a step.
+/// What a message says of a row, or of a column, in a step: what a factor's byte holds exactly.
 inline float test_factor(uint64_t form, uint64_t step, bool of_row, uint64_t index) {
   const uint64_t mixed = (index + 3 * form + 5 * step) % 61;
-  return base::to_f32(base::to_bf16(of_row ? 1e-5f * static_cast<float>(mixed)
-                                           : 0.03f * static_cast<float>(mixed + 1)));
+  if (of_row && mixed == 0) return 0;
+  const float mantissa = 1 + static_cast<float>(mixed % 8) / 8;
+  return std::ldexp(mantissa, static_cast<int>(mixed / 8) - (of_row ? 20 : 4));
 }
 /// Of a subgroup, in the message's order.
-inline std::vector<float> test_factors(const std::vector<plan::MatrixForm>& forms,
-                                       const storage::StoredSubgroup& subgroup, uint64_t step) {
-  std::vector<float> factors;
+inline SquaresFactors test_factors(const std::vector<plan::MatrixForm>& forms,
+                                   const storage::StoredSubgroup& subgroup, uint64_t step) {
+  SquaresFactors factors;
   for (uint64_t f = 0; f < forms.size(); ++f) {
     const uint64_t first = std::max(subgroup.first_element, forms[f].first);
     const uint64_t end = std::min(subgroup.first_element + subgroup.count, forms[f].end());
@@ -104,12 +106,17 @@ inline std::vector<float> test_factors(const std::vector<plan::MatrixForm>& form
     const auto row_of = [&](uint64_t element) {
       return (element - forms[f].first) / forms[f].columns;
     };
+    const size_t rows_at = factors.values.size();
     for (uint64_t row = row_of(first); row <= row_of(end - 1); ++row) {
-      factors.push_back(test_factor(f, step, true, row));
+      factors.values.push_back(test_factor(f, step, true, row));
     }
+    const size_t columns_at = factors.values.size();
     for (uint64_t e = first; e < std::min(end, first + forms[f].columns); ++e) {
-      factors.push_back(test_factor(f, step, false, (e - forms[f].first) % forms[f].columns));
+      factors.values.push_back(
+          test_factor(f, step, false, (e - forms[f].first) % forms[f].columns));
     }
+    factors.runs.push_back(static_cast<uint32_t>(columns_at - rows_at));
+    factors.runs.push_back(static_cast<uint32_t>(factors.values.size() - columns_at));
   }
   return factors;
 }

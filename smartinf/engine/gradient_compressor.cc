@@ -110,8 +110,9 @@ std::span<const std::byte> GradientCompressor::compress(
   if (squares_) squares_->append(subgroup, scratch.factors);
   writer.begin(subgroup.id, subgroup.count, options_.values, scratch.factors);
   for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
-    compress_block(scratch, writer, subgroup.first + first,
-                   std::min(kBlockElements, subgroup.count - first), sits_out);
+    const uint64_t count = std::min(kBlockElements, subgroup.count - first);
+    compress_block(scratch, writer, subgroup.first + first, count,
+                   std::min(kBlockElements, subgroup.count - first - count), sits_out);
   }
   const auto message = writer.finish();
   bytes_of_step_ += message.size();
@@ -120,7 +121,7 @@ std::span<const std::byte> GradientCompressor::compress(
 }
 
 void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter& writer,
-                                        uint64_t first, uint64_t count,
+                                        uint64_t first, uint64_t count, uint64_t next,
                                         std::span<const plan::GroupStretch> sits_out) {
   const Block block{.feedback = {.gradient = {gradient_ + first, count},
                                  .residual = residual_ == nullptr ? std::span<const base::Bf16>()
@@ -130,7 +131,8 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
                                  .decay = static_cast<float>(options_.feedback_decay),
                                  .element = first,
                                  .step = step_,
-                                 .seed = base::mix_seed(seed_, kRoundingStream)},
+                                 .seed = base::mix_seed(seed_, kRoundingStream),
+                                 .next = next},
                     .most = values_per_block(options_, ratio_, count),
                     .border = borders_[first / kBlockElements]};
   const bool whole = std::none_of(sits_out.begin(), sits_out.end(), [&](const auto& out) {
@@ -146,6 +148,7 @@ std::optional<size_t> GradientCompressor::compress_in_one_pass(Scratch& scratch,
                                                                const Block& block) {
   const size_t count = block.feedback.gradient.size();
   if (residual_ == nullptr || !codec_.takes_largest()) return std::nullopt;
+  if (options_.values == csd::ValueForm::kSign) return compress_as_signs(scratch, writer, block);
   const auto kept = std::span(scratch.kept).first(count);
   const auto sent = kernels::keep_unsent(kernels::kernels(), block.feedback, block.most,
                                          block.border, kept, scratch.indices, scratch.selected);
@@ -159,6 +162,23 @@ std::optional<size_t> GradientCompressor::compress_in_one_pass(Scratch& scratch,
   residual_squares_[first / kBlockElements] =
       kernels::copy_squares(kernels::kernels(), kept, gradient_ + first);
   return sent;
+}
+
+std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
+                                                            csd::CompressedWriter& writer,
+                                                            const Block& block) {
+  const uint64_t first = block.feedback.element;
+  const size_t count = block.feedback.gradient.size();
+  const size_t words = base::divide_up(count, 64);
+  const auto sent = std::span(scratch.sent).first(words);
+  const auto negative = std::span(scratch.negative).first(words);
+  const auto signs =
+      kernels::keep_but_signs(kernels::kernels(), block.feedback, block.most, block.border,
+                              scratch.candidates, {gradient_ + first, count}, sent, negative);
+  if (!signs) return std::nullopt;
+  writer.add_signs(sent, negative, block.most, signs->magnitude);
+  residual_squares_[first / kBlockElements] = signs->kept_squares;
+  return block.most;
 }
 
 size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer,

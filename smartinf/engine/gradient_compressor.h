@@ -20,6 +20,7 @@
 #include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/gradient_squares.h"
 #include "smartinf/kernels/feedback.h"
+#include "smartinf/kernels/signs.h"
 #include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::engine {
@@ -45,7 +46,10 @@ class GradientCompressor {
     std::vector<float> arrived = std::vector<float>(base::kBlockElements);
     std::vector<uint32_t> indices = std::vector<uint32_t>(base::kBlockElements);
     std::vector<float> selected = std::vector<float>(base::kBlockElements);
-    std::vector<float> factors;
+    csd::SquaresFactors factors;
+    std::vector<float> candidates = std::vector<float>(kernels::kSignCandidates);
+    std::vector<uint64_t> sent = std::vector<uint64_t>(base::kBlockElements / 64);
+    std::vector<uint64_t> negative = std::vector<uint64_t>(base::kBlockElements / 64);
   };
 
   /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more. forms: of the
@@ -100,11 +104,14 @@ class GradientCompressor {
     float& border;                    // the codec's
   };
   void compress_block(Scratch& scratch, csd::CompressedWriter& writer, uint64_t first,
-                      uint64_t count, std::span<const plan::GroupStretch> sits_out);
+                      uint64_t count, uint64_t next, std::span<const plan::GroupStretch> sits_out);
   /// The way of nearly all blocks; same bits as the other. Returns how many elements are sent, or
   /// nothing where it is not possible.
   std::optional<size_t> compress_in_one_pass(Scratch& scratch, csd::CompressedWriter& writer,
                                              const Block& block);
+  /// The same for signs.
+  std::optional<size_t> compress_as_signs(Scratch& scratch, csd::CompressedWriter& writer,
+                                          const Block& block);
   /// Returns how many elements are sent.
   size_t compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer, const Block& block,
                             std::span<const plan::GroupStretch> sits_out);

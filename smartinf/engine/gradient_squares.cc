@@ -16,6 +16,15 @@ float factor(double mean) {
   return mean >= 0 ? static_cast<float>(mean) : std::numeric_limits<float>::infinity();
 }
 
+/// What is not 0 becomes at least the largest over 2^29, so that the bytes of any part of them
+/// (csd::FactorRun) say the same of each.
+void hold_together(std::span<float> means) {
+  constexpr float kRange = 0x1p-29f;
+  const float largest =
+      std::min(*std::max_element(means.begin(), means.end()), std::numeric_limits<float>::max());
+  for (float& mean : means) mean = mean > 0 ? std::max(mean, largest * kRange) : 0.0f;
+}
+
 }  // namespace
 
 GradientSquares::GradientSquares(std::vector<plan::MatrixForm> forms)
@@ -94,20 +103,25 @@ void GradientSquares::make_means(size_t index, std::span<const Section> sections
     for (const Section& section : sections) column += partial_[section.columns_at + c];
     columns[c] = known ? factor(column * width / total) : 1.0f;
   }
+  hold_together(rows);
+  hold_together(columns);
 }
 
-void GradientSquares::append(const plan::Subgroup& subgroup, std::vector<float>& out) const {
+void GradientSquares::append(const plan::Subgroup& subgroup, csd::SquaresFactors& out) const {
   for (const plan::MatrixForm& form : plan::forms_in(forms_, subgroup.first, subgroup.count)) {
     const auto index = static_cast<size_t>(&form - forms_.data());
     const plan::FormPart part = plan::part_of(form, subgroup.first, subgroup.count);
+    std::vector<float>& values = out.values;
     const auto rows = std::span(rows_).subspan(rows_at_[index] + part.first_row(), part.rows());
-    out.insert(out.end(), rows.begin(), rows.end());
+    values.insert(values.end(), rows.begin(), rows.end());
     const auto columns = std::span(columns_).subspan(columns_at_[index], form.columns);
     const uint64_t some = std::min(part.columns(), form.columns - part.first_column());
     const auto from = columns.subspan(part.first_column(), some);
-    out.insert(out.end(), from.begin(), from.end());
-    out.insert(out.end(), columns.begin(),
-               columns.begin() + static_cast<ptrdiff_t>(part.columns() - some));
+    values.insert(values.end(), from.begin(), from.end());
+    values.insert(values.end(), columns.begin(),
+                  columns.begin() + static_cast<ptrdiff_t>(part.columns() - some));
+    out.runs.push_back(static_cast<uint32_t>(part.rows()));
+    out.runs.push_back(static_cast<uint32_t>(part.columns()));
   }
 }
 

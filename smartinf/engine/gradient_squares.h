@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
+#include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 
@@ -25,7 +26,7 @@ class GradientSquares {
   void find(const base::Bf16* gradient, float scale, std::span<const plan::GroupStretch> sits_out,
             uint32_t threads);
   /// What a message of the subgroup says of them, behind what is in `out`.
-  void append(const plan::Subgroup& subgroup, std::vector<float>& out) const;
+  void append(const plan::Subgroup& subgroup, csd::SquaresFactors& out) const;
 
   std::span<const plan::MatrixForm> forms() const { return forms_; }
   uint64_t memory_bytes() const;

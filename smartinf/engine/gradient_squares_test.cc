@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <random>
 
@@ -44,9 +45,12 @@ std::vector<float> told(const GradientSquares& squares, const plan::ParameterSpa
                         uint64_t subgroup_elements) {
   std::vector<float> all(space.count());
   for (const plan::Subgroup& subgroup : space.subgroups(subgroup_elements)) {
-    std::vector<float> factors = {-7.0f};  // behind what is there
-    squares.append(subgroup, factors);
+    csd::SquaresFactors appended{.values = {-7.0f}, .runs = {1}};  // behind what is there
+    squares.append(subgroup, appended);
+    const std::vector<float>& factors = appended.values;
     EXPECT_EQ(factors.front(), -7.0f);
+    EXPECT_EQ(std::accumulate(appended.runs.begin(), appended.runs.end(), size_t{0}),
+              factors.size());
     EXPECT_EQ(factors.size(),
               1 + plan::factors_in(squares.forms(), subgroup.first, subgroup.count));
     uint64_t at = 1;
@@ -102,8 +106,9 @@ TEST(GradientSquares, OfTallMatricesAreSummedInSections) {
   for (const uint32_t threads : {1u, 3u}) {
     GradientSquares squares(plan::matrix_forms(space));
     squares.find(gradient.data(), 1, {}, threads);
-    std::vector<float> factors;
-    squares.append({base::SubgroupId{0}, 0, space.count()}, factors);
+    csd::SquaresFactors appended;
+    squares.append({base::SubgroupId{0}, 0, space.count()}, appended);
+    const std::vector<float>& factors = appended.values;
     if (!first) first = factors;
     EXPECT_EQ(factors, *first);
   }
@@ -138,8 +143,9 @@ TEST(GradientSquares, AreNumbersWhateverTheGradientIs) {
     gradient[123] = base::to_bf16(odd);
     GradientSquares squares(plan::matrix_forms(space));
     squares.find(gradient.data(), 1, {}, 1);
-    std::vector<float> factors;
-    squares.append({base::SubgroupId{0}, 0, space.count()}, factors);
+    csd::SquaresFactors appended;
+    squares.append({base::SubgroupId{0}, 0, space.count()}, appended);
+    const std::vector<float>& factors = appended.values;
     for (const float factor : factors) ASSERT_GE(factor, 0) << odd;
     if (odd != 0) continue;
     for (size_t i = 0; i < factors.size(); ++i) EXPECT_EQ(factors[i], i < 60 ? 0.0f : 1.0f);

@@ -11,6 +11,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/selection.h"
+#include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/test_kernels.h"
 
 namespace smartinf::kernels {
@@ -161,6 +162,52 @@ uint64_t digest_of_feedback(const KernelTable& table) {
   return digest.value();
 }
 
+uint64_t digest_of_signs(const KernelTable& table) {
+  constexpr size_t kMost = 300;
+  Digest digest;
+  std::vector<base::Bf16> gradient(kElements);
+  std::vector<base::Bf16> residual(kElements);
+  table.cast_from_f32(fixed_values(6, false, false).data(), gradient.data(), DataType::kBf16,
+                      kElements);
+  table.cast_from_f32(fixed_values(7, false, false).data(), residual.data(), DataType::kBf16,
+                      kElements);
+  std::vector<float> sum(kElements);
+  std::vector<uint32_t> indices(kElements);
+  std::vector<float> candidates(kSignCandidates);
+  std::vector<uint64_t> sent((kElements + 63) / 64);
+  std::vector<uint64_t> negative(sent.size());
+  std::vector<uint32_t> ends(1 + 64 * sent.size() + kEndSlack);
+  std::vector<uint64_t> tails(kMost / 2);
+  std::vector<uint64_t> highs(kMost / 2);
+  std::vector<uint64_t> high_bits(kMost / 2);
+  float border = 0;
+  add_feedback(table, gradient, residual, 0.7f, 0.9f, sum);
+  top_k_near(table, sum, kMost, kElements, indices.data(), candidates.data(), border);
+  const auto signs = keep_but_signs(table,
+                                    {.gradient = gradient,
+                                     .residual = residual,
+                                     .scale = 0.7f,
+                                     .decay = 0.9f,
+                                     .element = 1024,
+                                     .step = 3,
+                                     .seed = 5},
+                                    kMost, border, candidates, gradient, sent, negative);
+  if (!signs) return 0;
+  EXPECT_EQ(ends_of_signs(table, sent, negative, std::span(ends).subspan(1)), kMost);
+  split_gaps(table, std::span(ends).first(1 + kMost), 3, 1, {tails, highs, high_bits});
+  digest.add(gradient.data(), gradient.size() * sizeof(base::Bf16));
+  digest.add(sent.data(), sent.size() * sizeof(uint64_t));
+  digest.add(negative.data(), negative.size() * sizeof(uint64_t));
+  digest.add(&signs->magnitude, sizeof(signs->magnitude));
+  digest.add(&signs->kept_squares, sizeof(signs->kept_squares));
+  digest.add(tails.data(), tails.size() * sizeof(uint64_t));
+  digest.add(high_bits.data(), high_bits.size() * sizeof(uint64_t));
+  for (size_t p = 0; p < highs.size(); ++p) {
+    if (high_bits[p] != 0) digest.add(&highs[p], sizeof(highs[p]));
+  }
+  return digest.value();
+}
+
 TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
   for (const KernelTable* table : supported_tables()) {
     const auto hex = [](uint64_t digest) {
@@ -181,6 +228,7 @@ TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
         << table->isa();
     EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
     EXPECT_EQ(hex(digest_of_feedback(*table)), "66e4d99f06811092") << table->isa();
+    EXPECT_EQ(hex(digest_of_signs(*table)), "9e6ac9d2ba326873") << table->isa();
   }
 }
 

@@ -27,6 +27,7 @@ struct FeedbackBlock {
   uint64_t element = 0;  // the first one's place in the parameter space; on a rounding group
   uint64_t step = 0;     // what is kept is rounded by chance, as a function of these three, with
   uint64_t seed = 0;     // the bits of KernelTable::encode_block() for a momentum in bf16
+  size_t next = 0;       // elements behind it, of both, that will be read next; only for time
 };
 
 /// add_feedback(), top_k() of what it gives, and what a block would keep had none of it been sent,

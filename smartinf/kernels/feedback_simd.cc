@@ -15,6 +15,7 @@
 #include <hwy/highway.h>
 
 #include "smartinf/kernels/candidates-inl.h"
+#include "smartinf/kernels/pairs-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 #if HWY_TARGET != HWY_SCALAR  // as in tile_kernels_simd.cc
@@ -31,24 +32,6 @@ using U16 = hn::Rebind<uint16_t, F32>;
 HWY_INLINE hn::Vec<F32> widened(const base::Bf16* in) {
   const auto half = hn::LoadU(U16(), reinterpret_cast<const uint16_t*>(in));
   return hn::BitCast(F32(), hn::ShiftLeft<16>(hn::PromoteTo(U32(), half)));
-}
-
-// Lanes added in halves: the order of sum_of_lanes() within a vector.
-template <class D>
-HWY_INLINE float sum_of_vector(D d, hn::Vec<D> sums) {
-  if constexpr (hn::MaxLanes(D()) == 1) {
-    return hn::GetLane(sums);
-  } else {
-    const hn::Half<D> half;
-    return sum_of_vector(half, hn::Add(hn::LowerHalf(half, sums), hn::UpperHalf(half, sums)));
-  }
-}
-template <size_t kVectors>
-HWY_INLINE hn::Vec<F32> sum_of_vectors(hn::Vec<F32> (&sums)[kVectors]) {
-  for (size_t half = kVectors / 2; half > 0; half /= 2) {
-    for (size_t v = 0; v < half; ++v) sums[v] = hn::Add(sums[v], sums[v + half]);
-  }
-  return sums[0];
 }
 
 template <bool kResidual>
@@ -70,47 +53,6 @@ void add_all(const base::Bf16* gradient, const base::Bf16* residual, float scale
 void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
          float* out, size_t n) {
   (residual == nullptr ? add_all<false> : add_all<true>)(gradient, residual, scale, decay, out, n);
-}
-
-// Where many bf16 are widened and narrowed again, a vector holds elements 0, 2, 4, ... of two
-// vectors' worth in a row and another 1, 3, 5, ...: then the bits stay in their 32-bit lane, and
-// nothing is shuffled.
-using Halves = hn::Repartition<uint16_t, F32>;
-
-struct EvenOdd {
-  hn::Vec<F32> even, odd;
-};
-
-HWY_INLINE EvenOdd widened_pairs(const base::Bf16* in) {
-  const auto pairs = hn::BitCast(U32(), hn::LoadU(Halves(), reinterpret_cast<const uint16_t*>(in)));
-  return {hn::BitCast(F32(), hn::ShiftLeft<16>(pairs)),
-          hn::BitCast(F32(), hn::And(pairs, hn::Set(U32(), 0xffff0000u)))};
-}
-
-// Of squares added up by such lanes.
-template <size_t kPairs>
-HWY_INLINE float sum_of_pairs(hn::Vec<F32> (&even)[kPairs], hn::Vec<F32> (&odd)[kPairs]) {
-  return sum_of_vector(F32(), sum_of_vectors(even)) + sum_of_vector(F32(), sum_of_vectors(odd));
-}
-
-// The upper halves of both, back in their order.
-HWY_INLINE void store_pairs(hn::Vec<U32> even, hn::Vec<U32> odd, base::Bf16* out) {
-  const auto lower = hn::ShiftRight<16>(even);
-  hn::StoreU(hn::OddEven(hn::BitCast(Halves(), odd), hn::BitCast(Halves(), lower)), Halves(),
-             reinterpret_cast<uint16_t*>(out));
-}
-
-// Bit i of 32 goes to place 2 i.
-HWY_INLINE uint64_t spread(uint64_t bits) {
-#if HWY_TARGET == HWY_AVX3  // below it there are processors where the instruction is slow
-  return _pdep_u64(bits, 0x5555555555555555u);
-#else
-  bits = (bits | bits << 16) & 0x0000ffff0000ffffu;
-  bits = (bits | bits << 8) & 0x00ff00ff00ff00ffu;
-  bits = (bits | bits << 4) & 0x0f0f0f0f0f0f0f0fu;
-  bits = (bits | bits << 2) & 0x3333333333333333u;
-  return (bits | bits << 1) & 0x5555555555555555u;
-#endif
 }
 
 // Whole groups of what keep() does.

@@ -11,6 +11,7 @@
 #include "smartinf/base/state_format.h"
 #include "smartinf/kernels/feedback_kernels.h"
 #include "smartinf/kernels/selection_kernels.h"
+#include "smartinf/kernels/signs_kernels.h"
 #include "smartinf/kernels/state_codec.h"
 #include "smartinf/kernels/update_rule.h"
 
@@ -73,6 +74,7 @@ struct TileKernels {
 
   SelectionKernels selection;
   FeedbackKernels feedback;
+  SignKernels signs;
 };
 
 /// The plain truth; every machine has it.

@@ -164,7 +164,8 @@ const TileKernels& scalar_tiles() {
                                   .multiply = multiply,
                                   .leaf_squares = leaf_squares,
                                   .selection = scalar_selection(),
-                                  .feedback = scalar_feedback()};
+                                  .feedback = scalar_feedback(),
+                                  .signs = scalar_signs()};
   return kTiles;
 }
 

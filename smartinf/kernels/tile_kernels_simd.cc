@@ -1049,6 +1049,7 @@ double leaf_squares(const void* in, DataType type, size_t n) {
 
 SelectionKernels selection_kernels();  // selection_simd.cc
 FeedbackKernels feedback_kernels();    // feedback_simd.cc
+SignKernels sign_kernels();            // signs_simd.cc
 
 TileKernels tiles() {
   return {.isa = hwy::TargetName(HWY_TARGET),
@@ -1062,7 +1063,8 @@ TileKernels tiles() {
           .multiply = multiply,
           .leaf_squares = leaf_squares,
           .selection = selection_kernels(),
-          .feedback = feedback_kernels()};
+          .feedback = feedback_kernels(),
+          .signs = sign_kernels()};
 }
 
 }  // namespace HWY_NAMESPACE

@@ -1,0 +1,85 @@
+// What each instruction set implements for blocks that send signs. The public side is signs.h.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/kernels/feedback_kernels.h"
+#include "smartinf/kernels/selection_kernels.h"
+
+namespace smartinf::kernels {
+
+/// What both passes read of n elements. element: a multiple of kSquaresGroup.
+struct SignsPass {
+  const base::Bf16* gradient = nullptr;
+  const base::Bf16* residual = nullptr;
+  float scale = 1;
+  float decay = 1;
+  size_t fetch = 0;  // elements behind these that will be read next
+};
+
+/// What the second pass writes.
+struct SignsKept {
+  uint64_t element = 0;        // the first one's place in the parameter space
+  uint64_t rounding_seed = 0;  // as in state_codec.h
+  Border border;               // of what is sent; ties are used up
+  float magnitude = 0;         // that it arrives as
+  base::Bf16* kept = nullptr;  // [n]
+  uint64_t* sent = nullptr;    // [divide_up(n, 64)]
+  uint64_t* negative = nullptr;
+
+  /// Of the elements from i on, a multiple of kSquaresGroup.
+  SignsKept from(size_t i) const {
+    SignsKept rest = *this;
+    rest.element += i;
+    rest.kept += i;
+    rest.sent += i / 64;
+    rest.negative += i / 64;
+    return rest;
+  }
+};
+
+/// Borders that are tried at once.
+inline constexpr size_t kBordersAtOnce = 8;
+using Borders = std::array<int32_t, kBordersAtOnce>;
+using CountsAbove = std::array<uint32_t, kBordersAtOnce>;
+
+/// What split() reads.
+struct GapsToSplit {
+  const uint32_t* ends = nullptr;  // [2 * pairs + 1]
+  size_t pairs = 0;
+  unsigned low_bits = 0;
+  unsigned sign_bits = 0;
+
+  GapsToSplit from(size_t pair) const {
+    return {ends + 2 * pair, pairs - pair, low_bits, sign_bits};
+  }
+};
+
+struct SignKernels {
+  /// Writes |scale * gradient + decay * residual| of every element whose magnitude is at least
+  /// `lowest`, in any order. Returns how many; or `room`, when there may be no room for all: then
+  /// what was written means nothing. Shapes: out: [room].
+  size_t (*collect)(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out);
+  /// The largest magnitude; a NaN is larger than any number.
+  int32_t (*largest)(const float* magnitudes, size_t n);
+  /// The sum of those above a border, in any order.
+  double (*sum_above)(const float* magnitudes, size_t n, int32_t border);
+  /// How many are above each border. All magnitudes are without a sign.
+  CountsAbove (*count_above)(const float* magnitudes, size_t n, const Borders& borders);
+  /// Those above `low` and at most `high`, in any order. Returns how many.
+  /// Shapes: out: [n], may be `magnitudes`.
+  size_t (*between)(const float* magnitudes, size_t n, int32_t low, int32_t high, float* out);
+  /// Returns the sum of squares of what is kept, as FeedbackKernels::copy_squares() does.
+  double (*keep)(const SignsPass& pass, SignsKept& out, size_t n);
+  /// As ends_of_signs(), of whole words. ends: [count + kEndSlack].
+  size_t (*ends)(const uint64_t* sent, const uint64_t* negative, size_t words, uint32_t* ends);
+  /// As kernels::split_gaps().
+  void (*split)(const GapsToSplit& gaps, uint64_t* tails, uint64_t* highs, uint64_t* high_bits);
+};
+
+const SignKernels& scalar_signs();
+
+}  // namespace smartinf::kernels

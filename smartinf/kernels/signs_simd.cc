@@ -1,0 +1,366 @@
+// Blocks that send signs, as one Highway body for every instruction set.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "smartinf/kernels/feedback_kernels.h"
+#include "smartinf/kernels/signs.h"
+#include "smartinf/kernels/signs_kernels.h"
+#include "smartinf/kernels/state_codec.h"
+#include "smartinf/kernels/vector_targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "smartinf/kernels/signs_simd.cc"
+#include <hwy/cache_control.h>
+#include <hwy/foreach_target.h>  // must precede highway.h
+#include <hwy/highway.h>
+
+#include "smartinf/kernels/candidates-inl.h"
+#include "smartinf/kernels/pairs-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+#if HWY_TARGET != HWY_SCALAR  // as in tile_kernels_simd.cc
+namespace smartinf::kernels {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+SignKernels sign_kernels();
+
+using F32 = hn::ScalableTag<float>;
+using I32 = hn::RebindToSigned<F32>;
+using U32 = hn::RebindToUnsigned<F32>;
+
+constexpr size_t kWordBits = 64;
+// Four groups ahead, over the ends of pages, at which the processor's own prefetching stops.
+constexpr size_t kFetchAhead = 4 * kSquaresGroup;
+constexpr size_t kLine = 64 / sizeof(base::Bf16);
+
+// A whole vector is written: on many processors that is far quicker than a store under a mask.
+template <class D>
+HWY_INLINE size_t put_compressed(D d, hn::Vec<D> values, hn::Mask<D> mask, hn::TFromD<D>* out) {
+  hn::StoreU(hn::Compress(values, mask), d, out);
+  return hn::CountTrue(d, mask);
+}
+
+HWY_INLINE hn::Vec<I32> magnitudes(hn::Vec<F32> values) {
+  return hn::BitCast(I32(), hn::Abs(values));
+}
+
+// A word's bits, those of even elements apart from those of odd ones.
+struct EvenOddBits {
+  uint64_t even = 0;
+  uint64_t odd = 0;
+  HWY_INLINE uint64_t in_order() const { return spread(even) | spread(odd) << 1; }
+};
+
+template <bool kDecay>
+HWY_INLINE EvenOdd sums(const base::Bf16* gradient, const base::Bf16* residual, hn::Vec<F32> scales,
+                        hn::Vec<F32> decays) {
+  const EvenOdd value = widened_pairs(gradient);
+  const EvenOdd waiting = widened_pairs(residual);
+  return {
+      hn::Add(hn::Mul(scales, value.even), kDecay ? hn::Mul(decays, waiting.even) : waiting.even),
+      hn::Add(hn::Mul(scales, value.odd), kDecay ? hn::Mul(decays, waiting.odd) : waiting.odd)};
+}
+
+template <bool kDecay>
+size_t collect_all(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out) {
+  const size_t lanes = hn::Lanes(F32());
+  const auto scales = hn::Set(F32(), pass.scale);
+  const auto decays = hn::Set(F32(), pass.decay);
+  const auto below = hn::Set(I32(), lowest - 1);
+  const base::Bf16* const gradient = pass.gradient;
+  const base::Bf16* const residual = pass.residual;
+  const size_t whole = n - n % kSquaresGroup;
+  size_t found = 0;
+  for (size_t first = 0; first < whole; first += kSquaresGroup) {
+    const size_t fetched = std::min(first + kFetchAhead, whole - kSquaresGroup);
+    for (size_t i = fetched; i < fetched + kSquaresGroup; i += kLine) {
+      hwy::Prefetch(gradient + i);
+      hwy::Prefetch(residual + i);
+    }
+    if (room - found <= kSquaresGroup + hn::MaxLanes(F32())) return room;
+    for (size_t i = first; i < first + kSquaresGroup; i += 2 * lanes) {
+      const EvenOdd value = sums<kDecay>(gradient + i, residual + i, scales, decays);
+      for (const auto half : {hn::Abs(value.even), hn::Abs(value.odd)}) {
+        const auto taken = hn::RebindMask(F32(), hn::Gt(hn::BitCast(I32(), half), below));
+        found += put_compressed(F32(), half, taken, out + found);
+      }
+    }
+  }
+  SignsPass rest = pass;
+  rest.gradient += whole;
+  rest.residual += whole;
+  const size_t more = scalar_signs().collect(rest, n - whole, lowest, room - found, out + found);
+  return more == room - found ? room : found + more;
+}
+
+size_t collect(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out) {
+  return (pass.decay == 1 ? collect_all<false> : collect_all<true>)(pass, n, lowest, room, out);
+}
+
+int32_t largest(const float* in, size_t n) {
+  const size_t lanes = hn::Lanes(I32());
+  auto most = hn::Zero(I32());
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    most = hn::Max(most, hn::BitCast(I32(), hn::LoadU(F32(), in + i)));
+  }
+  return std::max(scalar_signs().largest(in + i, n - i), hn::GetLane(hn::MaxOfLanes(I32(), most)));
+}
+
+double sum_above(const float* in, size_t n, int32_t border) {
+  double sum = 0;
+  size_t i = 0;
+#if HWY_HAVE_FLOAT64
+  const size_t lanes = hn::Lanes(F32());
+  const auto borders = hn::Set(I32(), border);
+  using F64 = hn::ScalableTag<double>;
+  using HalfF32 = hn::Rebind<float, F64>;
+  auto lower = hn::Zero(F64());
+  auto upper = hn::Zero(F64());
+  for (; i + lanes <= n; i += lanes) {
+    const auto value = hn::LoadU(F32(), in + i);
+    const auto counted = hn::IfThenElseZero(
+        hn::RebindMask(F32(), hn::Gt(hn::BitCast(I32(), value), borders)), value);
+    lower = hn::Add(lower, hn::PromoteTo(F64(), hn::LowerHalf(HalfF32(), counted)));
+    upper = hn::Add(upper, hn::PromoteTo(F64(), hn::UpperHalf(HalfF32(), counted)));
+  }
+  sum = hn::GetLane(hn::SumOfLanes(F64(), hn::Add(lower, upper)));
+#endif
+  return sum + scalar_signs().sum_above(in + i, n - i, border);
+}
+
+CountsAbove count_above(const float* in, size_t n, const Borders& borders) {
+  const size_t lanes = hn::Lanes(F32());
+  hn::Vec<I32> counts[kBordersAtOnce];
+  hn::Vec<I32> border[kBordersAtOnce];
+  for (size_t b = 0; b < kBordersAtOnce; ++b) {
+    counts[b] = hn::Zero(I32());
+    border[b] = hn::Set(I32(), borders[b]);
+  }
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto magnitude = hn::BitCast(I32(), hn::LoadU(F32(), in + i));
+    for (size_t b = 0; b < kBordersAtOnce; ++b) {
+      counts[b] = hn::Sub(counts[b], hn::VecFromMask(I32(), hn::Gt(magnitude, border[b])));
+    }
+  }
+  CountsAbove above = scalar_signs().count_above(in + i, n - i, borders);
+  for (size_t b = 0; b < kBordersAtOnce; ++b) {
+    above[b] += static_cast<uint32_t>(hn::GetLane(hn::SumOfLanes(I32(), counts[b])));
+  }
+  return above;
+}
+
+size_t between(const float* in, size_t n, int32_t low, int32_t high, float* out) {
+  const size_t lanes = hn::Lanes(F32());
+  const auto lowest = hn::Set(I32(), low);
+  const auto highest = hn::Set(I32(), high);
+  size_t found = 0;
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto value = hn::LoadU(F32(), in + i);
+    const auto magnitude = hn::BitCast(I32(), value);
+    const auto inside = hn::AndNot(hn::Gt(magnitude, highest), hn::Gt(magnitude, lowest));
+    found += put_compressed(F32(), value, hn::RebindMask(F32(), inside), out + found);
+  }
+  return found + scalar_signs().between(in + i, n - i, low, high, out + found);
+}
+
+// What keep() does of one group. above: borders that what is sent is above.
+struct GroupOfKept {
+  double squares = 0;
+  size_t ties = 0;  // elements as large as the border
+};
+template <bool kDecay, bool kTies>
+HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, size_t first,
+                                  hn::Vec<I32> above, size_t pass_size) {
+  constexpr size_t kPairs = kSquaresLanes / (2 * hn::MaxLanes(F32()));
+  const size_t lanes = hn::Lanes(F32());
+  const base::Bf16* const gradient = pass.gradient + first;
+  const base::Bf16* const residual = pass.residual + first;
+  base::Bf16* const kept = out.kept + first;
+  const auto scales = hn::Set(F32(), pass.scale);
+  const auto decays = hn::Set(F32(), pass.decay);
+  const auto border = hn::Set(I32(), out.border.magnitude);
+  const auto arrives = hn::Set(F32(), out.magnitude);
+  const Progression numbers = rounding_key(out.rounding_seed, out.element + first).momentum;
+  const auto stride = hn::Set(U32(), numbers.stride);
+  auto random =
+      hn::Add(hn::Set(U32(), numbers.start), hn::Mul(hn::Iota(U32(), 0), hn::Add(stride, stride)));
+  const auto random_step = hn::Set(U32(), numbers.stride * static_cast<uint32_t>(2 * lanes));
+  hn::Vec<F32> even_squares[kPairs];
+  hn::Vec<F32> odd_squares[kPairs];
+  for (size_t p = 0; p < kPairs; ++p) even_squares[p] = odd_squares[p] = hn::Zero(F32());
+  auto ties = hn::Zero(I32());
+  for (size_t word = 0; word < kSquaresGroup; word += kWordBits) {
+    EvenOddBits sent;
+    EvenOddBits negative;
+    // The next block is on its way to the second-level cache while this one is worked on.
+    if (first + word + kWordBits <= pass.fetch) {
+      for (size_t i = pass_size + word; i < pass_size + word + kWordBits; i += kLine) {
+        __builtin_prefetch(gradient + i, 0, 2);
+        __builtin_prefetch(residual + i, 0, 2);
+      }
+    }
+    for (size_t half = 0; half < kWordBits; half += kSquaresLanes) {
+      for (size_t p = 0; p < kPairs; ++p) {
+        const size_t at = half + p * 2 * lanes;
+        const EvenOdd sum =
+            sums<kDecay>(gradient + word + at, residual + word + at, scales, decays);
+        const auto rounded = [&](hn::Vec<F32> value, hn::Vec<U32> by, uint64_t& sent_bits,
+                                 uint64_t& negative_bits) HWY_ATTR {
+          const auto bits = hn::BitCast(I32(), value);
+          const auto magnitude = magnitudes(value);
+          const auto taken = hn::Gt(magnitude, above);
+          if (kTies) ties = hn::Sub(ties, hn::VecFromMask(I32(), hn::Eq(magnitude, border)));
+          sent_bits |= bits_of_mask(I32(), taken) << at / 2;
+          negative_bits |= bits_of_mask(I32(), hn::Lt(bits, hn::Zero(I32()))) << at / 2;
+          const auto less = hn::Sub(value, hn::CopySign(arrives, value));
+          const auto rest = hn::IfThenElse(hn::RebindMask(F32(), taken), less, value);
+          // round_bf16() of what is not NaN.
+          return hn::Add(hn::BitCast(U32(), rest), hn::ShiftRight<16>(by));
+        };
+        const auto even = rounded(sum.even, random, sent.even, negative.even);
+        const auto odd = rounded(sum.odd, hn::Add(random, stride), sent.odd, negative.odd);
+        store_pairs(even, odd, kept + word + at);
+        const auto even_kept = upper_half(even);
+        const auto odd_kept = upper_half(odd);
+        even_squares[p] = hn::Add(even_squares[p], hn::Mul(even_kept, even_kept));
+        odd_squares[p] = hn::Add(odd_squares[p], hn::Mul(odd_kept, odd_kept));
+        random = hn::Add(random, random_step);
+      }
+    }
+    const uint64_t bits = sent.in_order();
+    out.sent[(first + word) / kWordBits] = bits;
+    out.negative[(first + word) / kWordBits] = negative.in_order() & bits;
+  }
+  GroupOfKept group{.squares =
+                        sum_in_range(sum_of_pairs(even_squares, odd_squares), kept, kSquaresGroup)};
+  if (kTies && !hn::AllTrue(I32(), hn::Eq(ties, hn::Zero(I32())))) {
+    group.ties = static_cast<size_t>(hn::GetLane(hn::SumOfLanes(I32(), ties)));
+  }
+  return group;
+}
+
+// Elements as large as the border are all taken up to the group in which there are too many; that
+// one is left to the scalar way, which tells them apart.
+template <bool kDecay>
+double keep_whole_groups(const SignsPass& pass, SignsKept& out, size_t n) {
+  const auto border = hn::Set(I32(), out.border.magnitude);
+  const auto below_border = hn::Set(I32(), out.border.magnitude - 1);
+  double squares = 0;
+  for (size_t first = 0; first < n; first += kSquaresGroup) {
+    if (out.border.ties == 0) {
+      squares += keep_group<kDecay, false>(pass, out, first, border, n).squares;
+      continue;
+    }
+    HWY_ALIGN std::array<base::Bf16, kSquaresGroup> gradient;  // whose place may be kept's
+    std::memcpy(static_cast<void*>(gradient.data()), pass.gradient + first, sizeof(gradient));
+    const GroupOfKept group = keep_group<kDecay, true>(pass, out, first, below_border, n);
+    if (group.ties <= out.border.ties) {
+      out.border.ties -= group.ties;
+      squares += group.squares;
+      continue;
+    }
+    SignsPass again = pass;
+    again.gradient = gradient.data();
+    again.residual += first;
+    SignsKept one_by_one = out.from(first);
+    squares += scalar_signs().keep(again, one_by_one, kSquaresGroup);
+    out.border.ties = 0;
+  }
+  return squares;
+}
+
+double keep(const SignsPass& pass, SignsKept& out, size_t n) {
+  const size_t whole = n - n % kSquaresGroup;
+  const double total =
+      (pass.decay == 1 ? keep_whole_groups<false> : keep_whole_groups<true>)(pass, out, whole);
+  if (whole == n) return total;
+  SignsPass rest = pass;
+  rest.gradient += whole;
+  rest.residual += whole;
+  SignsKept end = out.from(whole);
+  return total + scalar_signs().keep(rest, end, n - whole);
+}
+
+// Always kAtOnce of a word, so that nearly all branches are foreseen; beyond the last one lies
+// anything, which the next ones write over.
+size_t ends(const uint64_t* sent, const uint64_t* negative, size_t words, uint32_t* ends) {
+  constexpr size_t kAtOnce = 8;
+  static_assert(kEndSlack >= kAtOnce);
+  size_t found = 0;
+  for (size_t w = 0; w < words; ++w) {
+    uint64_t left = sent[w];
+    const uint64_t signs = negative[w];
+    const auto first = static_cast<uint32_t>(w * kWordBits + 1);
+    const auto count = static_cast<size_t>(std::popcount(left));
+    for (size_t done = 0; done == 0 || done < count; done += kAtOnce) {
+      for (size_t i = done; i < done + kAtOnce; ++i, left &= left - 1) {
+        const auto at = static_cast<uint32_t>(std::countr_zero(left)) % kWordBits;
+        ends[found + i] = static_cast<uint32_t>(first + at) | static_cast<uint32_t>(signs >> at)
+                                                                  << 31;
+      }
+    }
+    found += count;
+  }
+  return found;
+}
+
+void split(const GapsToSplit& gaps, uint64_t* tails, uint64_t* highs, uint64_t* high_bits) {
+  using U64 = hn::RepartitionToWide<U32>;
+  const size_t lanes = hn::Lanes(U64());
+  const auto low_bits = static_cast<int>(gaps.low_bits);
+  const auto place = hn::Set(U32(), kEndMask);
+  const auto one = hn::Set(U32(), 1);
+  const auto low_mask = hn::Set(U32(), (1u << gaps.low_bits) - 1);
+  const auto sign_mask = hn::Set(U32(), gaps.sign_bits > 0 ? ~0u : 0u);
+  const auto too_long = hn::Set(U32(), kHighBitsMax + 1);
+  const auto most = hn::Set(U32(), 31);  // that a lane can be shifted by
+  const auto lower = hn::Set(U64(), 0xffffffffu);
+  const auto tail_bits = static_cast<int>(gaps.low_bits + gaps.sign_bits);
+  size_t p = 0;
+  for (; p + lanes <= gaps.pairs; p += lanes) {
+    const auto end = hn::LoadU(U32(), gaps.ends + 2 * p + 1);
+    const auto before = hn::And(hn::LoadU(U32(), gaps.ends + 2 * p), place);
+    const auto gap = hn::Sub(hn::Sub(hn::And(end, place), before), one);
+    const auto sign = hn::And(hn::ShiftRight<31>(end), sign_mask);
+    const auto tail =
+        hn::BitCast(U64(), hn::Or(hn::And(gap, low_mask), hn::ShiftLeftSame(sign, low_bits)));
+    const auto zeros = hn::ShiftRightSame(gap, low_bits);
+    const auto length = hn::Add(zeros, one);
+    const auto fits = hn::VecFromMask(U32(), hn::Lt(length, too_long));
+    const auto high = hn::BitCast(U64(), hn::Shl(one, hn::Min(zeros, most)));
+    // The first of each pair is in the lower half of a lane.
+    const auto lengths = hn::BitCast(U64(), hn::And(length, fits));
+    const auto first_length = hn::And(lengths, lower);
+    const auto both_fit = hn::Eq(hn::BitCast(U64(), fits), hn::Set(U64(), ~uint64_t{0}));
+    const auto both = [&](hn::Vec<U64> halves, hn::Vec<U64> second)
+                          HWY_ATTR { return hn::Or(hn::And(halves, lower), second); };
+    hn::StoreU(both(tail, hn::ShiftLeftSame(hn::ShiftRight<32>(tail), tail_bits)), U64(),
+               tails + p);
+    hn::StoreU(both(high, hn::Shl(hn::ShiftRight<32>(high), first_length)), U64(), highs + p);
+    hn::StoreU(hn::IfThenElseZero(both_fit, hn::Add(first_length, hn::ShiftRight<32>(lengths))),
+               U64(), high_bits + p);
+  }
+  scalar_signs().split(gaps.from(p), tails + p, highs + p, high_bits + p);
+}
+
+SignKernels sign_kernels() {
+  return {.collect = collect,
+          .largest = largest,
+          .sum_above = sum_above,
+          .count_above = count_above,
+          .between = between,
+          .keep = keep,
+          .ends = ends,
+          .split = split};
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace smartinf::kernels
+#endif  // HWY_TARGET != HWY_SCALAR
+HWY_AFTER_NAMESPACE();

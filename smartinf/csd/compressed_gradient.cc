@@ -118,7 +118,7 @@ void CompressedWriter::append_factors(const SquaresFactors& factors) {
     const uint32_t scale = (exponent - kFactorExponents) << kFactorMantissaBits;
     for (const float value : values) {
       const uint32_t bits = factor_bits(value);
-      // What is below the scale is its smallest: only 0 is 0.
+      // What is not 0, but below the scale, is its smallest.
       *code++ = static_cast<std::byte>(bits == 0 ? 0 : bits > scale ? bits - scale : 1);
     }
     const FactorRun run{count | exponent << kExponentShift};
@@ -319,12 +319,11 @@ Status CompressedView::check_factors() const {
   uint64_t factors = 0;
   for (uint64_t i = 0; i < header_.runs; ++i) {
     const FactorRun run = run_at(i);
-    const uint32_t exponent = run.count >> kExponentShift;
-    if (exponent < kFactorExponents || exponent > kFactorMost >> kFactorMantissaBits ||
-        (run.count & kCountMask) == 0) {
+    if (run.exponent() < kFactorExponents || run.exponent() > kFactorMost >> kFactorMantissaBits ||
+        run.count() == 0) {
       return corrupt("run " + std::to_string(i) + " of the factors of its squares has no scale");
     }
-    factors += run.count & kCountMask;
+    factors += run.count();
   }
   if (factors != header_.factors) {
     return corrupt("its runs have " + std::to_string(factors) + " factors of squares, and it " +
@@ -405,8 +404,7 @@ void CompressedView::expand_block(uint64_t block, std::byte* out) const {
 void CompressedView::read_factors(uint64_t run, uint64_t first, std::span<float> out) const {
   SI_CHECK(run < runs() && first <= factors() && out.size() <= factors() - first,
            "factors that there are");
-  const uint32_t exponent = run_at(run).count >> kExponentShift;
-  const uint32_t scale = (exponent - kFactorExponents) << kFactorMantissaBits;
+  const uint32_t scale = (run_at(run).exponent() - kFactorExponents) << kFactorMantissaBits;
   const std::byte* code = message_.data() + runs_offset() + runs() * sizeof(FactorRun) + first;
   for (size_t i = 0; i < out.size(); ++i) {
     const auto bits = std::to_integer<uint32_t>(code[i]);

@@ -77,8 +77,11 @@ inline constexpr uint8_t kDense = 0xff;
 /// Before the factors themselves, one entry for each run of them: of one matrix's rows or columns,
 /// which share a scale. A factor is a byte: 0 for 0, else the top of an f32 less the scale.
 struct FactorRun {
-  uint32_t count =
-      0;  // in the lower 24 bits; in the upper 8 the exponent of the largest, as in f32
+  // Count in the lower 24 bits; in the upper 8 the exponent of the largest, as in an f32.
+  uint32_t count_and_exponent = 0;
+
+  uint32_t count() const { return count_and_exponent & 0xffffffu; }
+  uint32_t exponent() const { return count_and_exponent >> 24; }
 };
 static_assert(sizeof(FactorRun) == 4);
 /// One of its rows, one of its columns.
@@ -171,6 +174,7 @@ class CompressedView {
   base::DataType type() const { return expanded_type(form()); }
   uint64_t factors() const { return header_.factors; }
   uint64_t runs() const { return header_.runs; }
+  uint64_t factors_of(uint64_t run) const { return run_at(run).count(); }
   uint64_t values(uint64_t block) const { return entry(block).count & 0xffffffu; }
 
   /// The block's gradient with zeros where nothing was sent. Shapes: out: [block's elements] of

@@ -253,6 +253,9 @@ TEST(CompressedGradient, IsLessThanHalfOfPairs) {
   // And signs are less than the byte each that the ratio counts them as.
   const Gradient signs = random_gradient(kElements, 0.08, ValueForm::kSign, 2048, 9);
   EXPECT_LT(static_cast<double>(encode(signs).size()), 0.07 * static_cast<double>(kElements));
+  // Also of a matrix that is 14336 wide.
+  const Gradient broad = random_gradient(kElements, 0.08, ValueForm::kSign, 14336 + 75, 9);
+  EXPECT_LT(static_cast<double>(encode(broad).size()), 0.08 * static_cast<double>(kElements));
 }
 
 TEST(CompressedGradient, RefusesEveryFlippedBitAndEveryCut) {

@@ -519,6 +519,16 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
     const Status other_forms = put_message(subgroup, writer.finish());
     EXPECT_EQ(other_forms.code(), base::ErrorCode::kInvalidArgument);
     EXPECT_NE(other_forms.what().find("7 factors"), std::string::npos) << other_forms.to_string();
+    // As many as there should be, but of other rows and columns.
+    SquaresFactors factors = test_factors(forms_, subgroup, 1);
+    ASSERT_GT(factors.runs[0], 1u);
+    --factors.runs[0];
+    ++factors.runs[1];
+    writer.begin(subgroup.id, subgroup.count, ValueForm::kBf16, factors);
+    for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
+      writer.add_block({}, {});
+    }
+    EXPECT_EQ(put_message(subgroup, writer.finish()).code(), base::ErrorCode::kInvalidArgument);
   }
   // None of them stands in the way of the right one.
   for (const storage::StoredSubgroup& each : layout_.subgroups) {

@@ -9,8 +9,6 @@
 namespace smartinf::csd {
 namespace {
 
-constexpr uint32_t kPlaceMask = 0x7fffffffu;
-
 /// First bit first in each byte.
 class BitWriter {
  public:
@@ -43,7 +41,7 @@ class BitWriter {
 };
 
 uint64_t gap_before(std::span<const uint32_t> ends, size_t i) {
-  return (ends[i + 1] & kPlaceMask) - (ends[i] & kPlaceMask) - 1;
+  return (ends[i + 1] & kernels::kEndMask) - (ends[i] & kernels::kEndMask) - 1;
 }
 
 /// The high parts of all gaps sum to at most that.
@@ -56,10 +54,12 @@ unsigned gap_low_bits(uint64_t elements, uint64_t values) {
 }
 
 uint64_t gap_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits) {
-  // Where all fit, all but one are the longest: their ones and its gap are as many bits as
-  // elements. Fewer values than asked for have longer gaps, but never so many more bits that the
-  // sum grows.
-  if (values >= elements) return base::divide_up(elements * (1 + sign_bits), 8) + 1;
+  // Where all fit, those of all but one, or of every other one, are the longest: no gaps are needed
+  // for all. Fewer values than asked for have longer gaps, but never so many more bits that the sum
+  // grows.
+  if (values >= elements) {
+    return base::divide_up(elements * (1 + sign_bits) + elements / 4, 8) + 1;
+  }
   const uint64_t low_bits = gap_low_bits(elements, values);
   const uint64_t bits = values * (1 + low_bits + sign_bits) + (elements >> low_bits);
   return base::divide_up(bits, 8) + 1;  // each stream ends on a whole byte
@@ -68,6 +68,8 @@ uint64_t gap_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits) {
 void GapWriter::append(std::span<const uint32_t> ends, const GapForm& form,
                        std::vector<std::byte>& out) {
   SI_CHECK(ends.size() == 1 + form.values && form.low_bits <= kGapLowBitsMax, "an end for each");
+  SI_CHECK(form.values <= form.elements && (ends.back() & kernels::kEndMask) <= form.elements,
+           "values inside the block");
   const size_t pairs = form.values / 2;
   const bool odd = form.values % 2 != 0;
   tails_.resize(pairs);
@@ -125,7 +127,7 @@ GapReader::GapReader(std::span<const std::byte> bytes, const GapForm& form)
 
 bool GapReader::well_formed() const {
   const uint64_t tail_bits = form_.values * form_.tail_bits();
-  if (form_.low_bits > kGapLowBitsMax || form_.values > form_.elements) return false;
+  if (form_.values > form_.elements) return false;
   if (bytes_.size() < base::divide_up(tail_bits, 8)) return false;
   if (form_.values == 0) return bytes_.empty();
   if (tail_bits % 8 != 0 &&

@@ -45,6 +45,7 @@ class GapWriter {
 /// Never reads beyond its bytes.
 class GapReader {
  public:
+  /// form: with at most kGapLowBitsMax low bits.
   GapReader(std::span<const std::byte> bytes, const GapForm& form);
 
   /// Whether the bytes are the gaps of as many values, all of them inside the block, and nothing

@@ -50,14 +50,19 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
     const storage::StoredSubgroup& subgroup = layout.subgroups[i];
     Entry& entry = made->entries_[i];
     entry.factors = plan::factors_in(forms, subgroup.first_element, subgroup.count);
-    entry.runs = kRunsOfForm * plan::forms_in(forms, subgroup.first_element, subgroup.count).size();
+    for (const plan::MatrixForm& form :
+         plan::forms_in(forms, subgroup.first_element, subgroup.count)) {
+      const auto part = plan::part_of(form, subgroup.first_element, subgroup.count);
+      entry.runs.push_back(static_cast<uint32_t>(part.rows()));
+      entry.runs.push_back(static_cast<uint32_t>(part.columns()));
+    }
   }
   const auto room = [&](const Entry& entry) {
     const uint64_t bytes =
         compressed_block_bytes > 0
             ? sizeof(CompressedHeader) +
                   base::divide_up(entry.count, base::kBlockElements) * compressed_block_bytes +
-                  factors_bytes(entry.factors, entry.runs)
+                  factors_bytes(entry.factors, entry.runs.size())
             : entry.count * element_bytes;
     return base::round_up(bytes, kAlignment);
   };
@@ -174,12 +179,17 @@ base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId 
                             std::to_string(view.elements()) + " elements was put to subgroup " +
                             std::to_string(id.value) + " of " + std::to_string(entry.count));
   }
-  if (view.factors() != 0 && (view.factors() != entry.factors || view.runs() != entry.runs)) {
+  bool same_runs = view.runs() == entry.runs.size();
+  for (uint64_t run = 0; same_runs && run < view.runs(); ++run) {
+    same_runs = view.factors_of(run) == entry.runs[run];
+  }
+  if (view.factors() != 0 && !same_runs) {
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "a compressed gradient with " + std::to_string(view.factors()) +
                             " factors of its squares in " + std::to_string(view.runs()) +
                             " runs, where the parameters have " + std::to_string(entry.factors) +
-                            " rows and columns in " + std::to_string(entry.runs));
+                            " rows and columns in " + std::to_string(entry.runs.size()) +
+                            " others");
   }
   if (entry.received > 0 || message.size() > entry.room_bytes) {
     return base::Status(base::ErrorCode::kInvalidArgument,

@@ -95,7 +95,7 @@ class GradientMemory {
     uint64_t room_bytes = 0;                // at `kept`
     uint64_t message_bytes = 0;             // there now, when compressed
     uint64_t factors = 0;                   // that a message may have
-    uint64_t runs = 0;                      // of these
+    std::vector<uint32_t> runs;             // so many of them each
     uint32_t buffer = kNone;                // while incomplete and not kept
     std::vector<uint64_t> block_checksums;  // of a spilled gradient
   };

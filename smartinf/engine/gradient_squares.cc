@@ -20,8 +20,8 @@ float factor(double mean) {
 /// (csd::FactorRun) say the same of each.
 void hold_together(std::span<float> means) {
   constexpr float kRange = 0x1p-29f;
-  const float largest =
-      std::min(*std::max_element(means.begin(), means.end()), std::numeric_limits<float>::max());
+  float largest = 0;
+  for (const float mean : means) largest = std::isfinite(mean) ? std::max(largest, mean) : largest;
   for (float& mean : means) mean = mean > 0 ? std::max(mean, largest * kRange) : 0.0f;
 }
 

@@ -1,5 +1,6 @@
 #include "smartinf/engine/gradient_squares.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -150,6 +151,49 @@ TEST(GradientSquares, AreNumbersWhateverTheGradientIs) {
     if (odd != 0) continue;
     for (size_t i = 0; i < factors.size(); ++i) EXPECT_EQ(factors[i], i < 60 ? 0.0f : 1.0f);
   }
+}
+
+/// Rows and columns whose means are far apart: what a message says of an element does not depend on
+/// what else its subgroup holds.
+TEST(GradientSquares, ReadTheSameFromAnySubgroup) {
+  constexpr uint64_t kRows = 2048;
+  constexpr uint64_t kColumns = 512;
+  plan::ParameterSpace space;
+  ASSERT_TRUE(space.add("matrix", {kRows, kColumns}, 0).ok());
+  std::vector<base::Bf16> gradient(space.count());
+  for (uint64_t i = 0; i < gradient.size(); ++i) {
+    const uint64_t size = i / kColumns / 64 + i % kColumns / 16;
+    gradient[i] = base::to_bf16(std::ldexp(1.0f, -static_cast<int>(size)));
+  }
+  GradientSquares squares(plan::matrix_forms(space));
+  squares.find(gradient.data(), 1, {}, 1);
+  std::optional<std::vector<float>> expected;
+  for (const uint64_t elements : {space.count(), 3 * kBlockElements, kBlockElements}) {
+    std::vector<float> read(kRows + kColumns);
+    for (const plan::Subgroup& subgroup : space.subgroups(elements)) {
+      csd::SquaresFactors factors;
+      squares.append(subgroup, factors);
+      csd::CompressedWriter writer;
+      writer.begin(subgroup.id, subgroup.count, csd::ValueForm::kSign, factors);
+      for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
+        writer.add_block({}, {});
+      }
+      const auto view = csd::CompressedView::parse(writer.finish());
+      ASSERT_TRUE(view.ok()) << view.status().to_string();
+      const uint64_t rows = factors.runs[0];
+      view->read_factors(0, 0, std::span(read).subspan(subgroup.first / kColumns, rows));
+      std::vector<float> columns(kColumns);
+      view->read_factors(1, rows, columns);
+      const auto before = std::span(read).subspan(kRows);
+      if (subgroup.first > 0) {
+        ASSERT_TRUE(std::equal(columns.begin(), columns.end(), before.begin()));
+      }
+      std::copy(columns.begin(), columns.end(), before.begin());
+    }
+    if (!expected) expected = read;
+    ASSERT_EQ(read, *expected) << elements;
+  }
+  EXPECT_GT(*std::min_element(expected->begin(), expected->end()), 0.0f);
 }
 
 }  // namespace

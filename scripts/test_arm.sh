@@ -46,7 +46,7 @@ done
 compile() {
   local sources=(/usr/src/googletest/googletest/src/{gtest-all,gtest_main}.cc
     smartinf/base/{check,checksum,state_format,status,units}.cc
-    smartinf/kernels/{digest,dispatch,every_target,feedback,update,update_rule}_test.cc)
+    smartinf/kernels/{digest,dispatch,every_target,feedback,signs,update,update_rule}_test.cc)
   local source object
   for source in smartinf/kernels/*.cc; do
     case $source in *_test.cc | */kernels_parity.cc) ;; *) sources+=("$source") ;; esac

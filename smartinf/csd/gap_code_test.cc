@@ -73,7 +73,7 @@ TEST(GapCode, ReadsBackWhatItWrites) {
         std::bernoulli_distribution taken(share);
         for (uint32_t i = 0; i < elements; ++i) {
           if (!taken(random)) continue;
-          const uint32_t sign = sign_bits > 0 ? random() & 1 : 0;
+          const auto sign = static_cast<uint32_t>(sign_bits > 0 ? random() & 1 : 0);
           ends.push_back((i + 1) | sign << 31);
           expected.emplace_back(i, sign);
         }
@@ -116,7 +116,9 @@ TEST(GapCode, TakesNoDamageThatTheGrammarDoesNot) {
   std::mt19937 random(2);
   std::vector<uint32_t> ends = {0};
   for (uint32_t i = 0; i < 900; ++i) {
-    if (random() % 11 == 0) ends.push_back((i + 1) | (random() & 1u) << 31);
+    if (random() % 11 != 0) continue;
+    const auto sign = static_cast<uint32_t>(random() & 1);
+    ends.push_back((i + 1) | sign << 31);
   }
   const GapForm form{.low_bits = 3, .sign_bits = 1, .values = ends.size() - 1, .elements = 900};
   GapWriter writer;

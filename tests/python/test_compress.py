@@ -1,6 +1,7 @@
 """compress=: every rule, what is kept, and what must not change it."""
 
 import logging
+import statistics
 
 import pytest
 import torch
@@ -112,9 +113,9 @@ def test_every_rule(name, options, tmp_path):
 def test_it_learns(compress, steps, make):
     model, optimizer = make(lr=1e-3, compress=compress)
     first = train(model, optimizer, 0, 1)
-    for _ in range(steps):
-        last = train(model, optimizer, 0, 1)
-    assert last < 0.3 * first
+    losses = [train(model, optimizer, 0, 1) for _ in range(steps)]
+    # Not the last one: where signs of all sizes share a magnitude, a loss so small has spikes.
+    assert statistics.median(losses[-50:]) < 0.3 * first
 
 
 @pytest.mark.parametrize(

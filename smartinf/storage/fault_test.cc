@@ -234,6 +234,36 @@ TEST(Faults, WatchdogNamesTheRequestThatHangs) {
   EXPECT_THAT(remarks[0], HasSubstr("offset 8192"));
 }
 
+// Ctrl-Z and fg: the answer was there long ago, and nobody could look.
+TEST(Faults, WatchdogDoesNotCountTimeInWhichTheProcessStoodStill) {
+  PowerSupply power;
+  std::atomic<bool> hanging{true};
+  MemoryStore memory;
+  ASSERT_TRUE(memory.create().ok());
+  ASSERT_TRUE(memory.make_step(0).ok());
+  memory.close();
+  const auto buffer = base::AlignedBuffer::allocate(4096);
+  Transfer transfer;
+  transfer.offset_bytes = 8192;
+  transfer.buffer = buffer->bytes();
+  TransferQueue queue(
+      std::make_unique<HangingRing>(make_memory_ring(memory.disk(), power, 4, 1), hanging), 0,
+      "disk", true, std::chrono::milliseconds(20));
+  queue.start(transfer);
+  Transfer* done = nullptr;
+  const auto before = queue.finish({&done, 1}, std::chrono::seconds(0));
+  ASSERT_TRUE(before.ok() && before.value() == 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+  const auto at_once = queue.finish({&done, 1}, std::chrono::seconds(0));
+  ASSERT_TRUE(at_once.ok()) << at_once.status().to_string();
+  EXPECT_EQ(at_once.value(), 0u);
+  hanging = false;
+  const auto answered = queue.finish({&done, 1}, std::chrono::seconds(10));
+  ASSERT_TRUE(answered.ok()) << answered.status().to_string();
+  EXPECT_EQ(answered.value(), 1u);
+  EXPECT_EQ(done, &transfer);
+}
+
 /// Fails as a whole while a sync is on its way, and works again afterwards.
 class BreakingRing final : public ForwardingRing {
  public:

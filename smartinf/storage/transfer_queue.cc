@@ -20,6 +20,7 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 
+constexpr uint64_t kStoodStillNs = 1'000'000'000;     // beyond two watchdog periods
 constexpr std::chrono::microseconds kRetryPause{50};  // doubled with every retry
 constexpr std::chrono::milliseconds kCloseWait{100};  // one look at the ring while closing
 
@@ -252,8 +253,16 @@ Result<size_t> TransferQueue::wait_for_some(std::span<Transfer*> done,
 Status TransferQueue::check_watchdog() {
   const uint64_t now = base::now_ns();
   const auto period = static_cast<uint64_t>(watchdog_.count());
-  if (flying_ == nullptr || now - watchdog_checked_ns_ < period / 2) return Status();
+  const uint64_t unseen = now - watchdog_checked_ns_;
+  if (flying_ == nullptr || unseen < period / 2) return Status();
   watchdog_checked_ns_ = now;
+  if (unseen > 2 * period + kStoodStillNs) {
+    // The process was stopped, or did not wait: an answer may be there and not yet looked at.
+    for (Transfer* transfer = flying_; transfer != nullptr; transfer = transfer->next) {
+      transfer->started_ns = std::min(now, transfer->started_ns + unseen);
+    }
+    return Status();
+  }
   for (const Transfer* transfer = flying_; transfer != nullptr; transfer = transfer->next) {
     const uint64_t age = now - transfer->started_ns;
     if (age < period) continue;

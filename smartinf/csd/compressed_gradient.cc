@@ -22,9 +22,6 @@ using base::Status;
 static_assert(std::endian::native == std::endian::little, "the wire form is little-endian");
 
 constexpr size_t kChecksumOffset = offsetof(CompressedHeader, checksum);
-constexpr uint32_t kCountMask = 0xffffffu;  // of blocks and of runs
-constexpr uint32_t kLowBitsShift = 24;
-constexpr uint32_t kExponentShift = 24;
 constexpr uint16_t kBf16Sign = 0x8000;
 // A factor's byte: 5 bits of exponent and 3 of mantissa, of the upper 11 bits of an f32.
 constexpr uint32_t kFactorCut = 20;
@@ -86,6 +83,15 @@ uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, uint64_t first, 
                        kRunsOfForm * plan::forms_in(forms, first, count).size());
 }
 
+void append_factor_runs(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count,
+                        std::vector<uint32_t>& out) {
+  for (const plan::MatrixForm& form : plan::forms_in(forms, first, count)) {
+    const plan::FormPart part = plan::part_of(form, first, count);
+    out.push_back(static_cast<uint32_t>(part.rows()));
+    out.push_back(static_cast<uint32_t>(part.columns()));
+  }
+}
+
 void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values,
                              const SquaresFactors& factors) {
   header_ = CompressedHeader{};
@@ -108,7 +114,7 @@ void CompressedWriter::append_factors(const SquaresFactors& factors) {
   std::byte* code = run_at + factors.runs.size() * sizeof(FactorRun);
   std::span<const float> left = factors.values;
   for (const uint32_t count : factors.runs) {
-    SI_CHECK(count > 0 && count <= std::min<size_t>(kCountMask, left.size()),
+    SI_CHECK(count > 0 && count <= std::min<size_t>(CountAndByte::kCountMax, left.size()),
              "runs add up to the factors");
     const auto values = left.first(count);
     left = left.subspan(count);
@@ -121,7 +127,7 @@ void CompressedWriter::append_factors(const SquaresFactors& factors) {
       // What is not 0, but below the scale, is its smallest.
       *code++ = static_cast<std::byte>(bits == 0 ? 0 : bits > scale ? bits - scale : 1);
     }
-    const FactorRun run{count | exponent << kExponentShift};
+    const FactorRun run{{count, exponent}};
     std::memcpy(run_at, &run, sizeof(run));
     run_at += sizeof(run);
   }
@@ -192,8 +198,7 @@ void CompressedWriter::append_all_signs(std::span<const float> values) {
 void CompressedWriter::end_block(uint64_t count, uint8_t low_bits) {
   const uint64_t end = message_.size() - sections_offset();
   SI_CHECK(end <= ~uint32_t{0}, "a message of less than 4 GiB");
-  const CompressedBlock entry{static_cast<uint32_t>(end),
-                              static_cast<uint32_t>(count) | uint32_t{low_bits} << kLowBitsShift};
+  const CompressedBlock entry{static_cast<uint32_t>(end), {count, low_bits}};
   std::memcpy(message_.data() + sizeof(header_) + next_block_ * sizeof(entry), &entry,
               sizeof(entry));
   ++next_block_;
@@ -258,8 +263,8 @@ CompressedView::Section CompressedView::section(uint64_t block) const {
   std::span<const std::byte> bytes = message_.subspan(sections_offset() + begin, found.end - begin);
   Section section;
   section.elements = elements_of(block);
-  section.values = found.count & kCountMask;
-  section.low_bits = static_cast<uint8_t>(found.count >> kLowBitsShift);
+  section.values = found.values.count();
+  section.low_bits = static_cast<uint8_t>(found.values.byte());
   section.data = bytes.first(data_bytes(form(), section.values));
   section.bits = bytes.subspan(section.data.size());
   return section;
@@ -318,8 +323,8 @@ CompressedView CompressedView::trusted(std::span<const std::byte> message) {
 Status CompressedView::check_factors() const {
   uint64_t factors = 0;
   for (uint64_t i = 0; i < header_.runs; ++i) {
-    const FactorRun run = run_at(i);
-    if (run.exponent() < kFactorExponents || run.exponent() > kFactorMost >> kFactorMantissaBits ||
+    const CountAndByte run = run_at(i).factors;
+    if (run.byte() < kFactorExponents || run.byte() > kFactorMost >> kFactorMantissaBits ||
         run.count() == 0) {
       return corrupt("run " + std::to_string(i) + " of the factors of its squares has no scale");
     }
@@ -342,8 +347,7 @@ Status CompressedView::check_block(uint64_t block) const {
   const CompressedBlock found = entry(block);
   const uint64_t begin = block == 0 ? 0 : entry(block - 1).end;
   const uint64_t elements = elements_of(block);
-  const uint64_t count = found.count & kCountMask;
-  const auto low_bits = static_cast<uint8_t>(found.count >> kLowBitsShift);
+  const uint64_t count = found.values.count();
   const auto bad = [&](const std::string& what) {
     return corrupt("block " + std::to_string(block) + " " + what);
   };
@@ -357,7 +361,7 @@ Status CompressedView::check_block(uint64_t block) const {
     return bad("has a magnitude with a sign");
   }
   const unsigned sign_bits = sign_bits_of(form());
-  if (low_bits == kDense) {
+  if (parts.low_bits == kDense) {
     const uint64_t bits = count * sign_bits;
     if (count != elements || parts.bits.size() != base::divide_up(bits, 8)) {
       return bad("is neither dense nor indexed");
@@ -367,7 +371,7 @@ Status CompressedView::check_block(uint64_t block) const {
     }
     return Status();
   }
-  if (low_bits > kGapLowBitsMax) return bad("has gaps of no known form");
+  if (parts.low_bits > kGapLowBitsMax) return bad("has gaps of no known form");
   if (!gaps_of(parts).well_formed()) {
     return bad("has indices that leave it, or more or fewer than values");
   }
@@ -404,7 +408,7 @@ void CompressedView::expand_block(uint64_t block, std::byte* out) const {
 void CompressedView::read_factors(uint64_t run, uint64_t first, std::span<float> out) const {
   SI_CHECK(run < runs() && first <= factors() && out.size() <= factors() - first,
            "factors that there are");
-  const uint32_t scale = (run_at(run).exponent() - kFactorExponents) << kFactorMantissaBits;
+  const uint32_t scale = (run_at(run).factors.byte() - kFactorExponents) << kFactorMantissaBits;
   const std::byte* code = message_.data() + runs_offset() + runs() * sizeof(FactorRun) + first;
   for (size_t i = 0; i < out.size(); ++i) {
     const auto bits = std::to_integer<uint32_t>(code[i]);

@@ -65,10 +65,21 @@ struct CompressedHeader {
 };
 static_assert(sizeof(CompressedHeader) == 48);
 
+/// A number below 2^24 and a byte above it.
+struct CountAndByte {
+  uint32_t bits = 0;
+
+  static constexpr uint32_t kCountMax = 0xffffffu;
+  CountAndByte() = default;
+  CountAndByte(uint64_t count, uint32_t byte) : bits(static_cast<uint32_t>(count) | byte << 24) {}
+  uint32_t count() const { return bits & kCountMax; }
+  uint32_t byte() const { return bits >> 24; }
+};
+
 /// One entry of the directory, per block.
 struct CompressedBlock {
-  uint32_t end = 0;    // of the block's section, from the first section on
-  uint32_t count = 0;  // values in the lower 24 bits; in the upper 8 the gaps' low bits, or kDense
+  uint32_t end = 0;     // of the block's section, from the first section on
+  CountAndByte values;  // their count, and the gaps' low bits or kDense
 };
 static_assert(sizeof(CompressedBlock) == 8);
 /// In place of the gaps' low bits: all elements are there, and no indices.
@@ -77,11 +88,7 @@ inline constexpr uint8_t kDense = 0xff;
 /// Before the factors themselves, one entry for each run of them: of one matrix's rows or columns,
 /// which share a scale. A factor is a byte: 0 for 0, else the top of an f32 less the scale.
 struct FactorRun {
-  // Count in the lower 24 bits; in the upper 8 the exponent of the largest, as in an f32.
-  uint32_t count_and_exponent = 0;
-
-  uint32_t count() const { return count_and_exponent & 0xffffffu; }
-  uint32_t exponent() const { return count_and_exponent >> 24; }
+  CountAndByte factors;  // their count, and the exponent of the largest, as in an f32
 };
 static_assert(sizeof(FactorRun) == 4);
 /// One of its rows, one of its columns.
@@ -92,6 +99,10 @@ constexpr uint64_t factors_bytes(uint64_t factors, uint64_t runs) {
 }
 /// The same of all factors of [first, first + count), elements of the parameter space.
 uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count);
+
+/// How many each run of them has.
+void append_factor_runs(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count,
+                        std::vector<uint32_t>& out);
 
 /// Factors of squares as a message's writer takes them: none of them negative or NaN; those beyond
 /// a run's scale become its ends.
@@ -174,8 +185,8 @@ class CompressedView {
   base::DataType type() const { return expanded_type(form()); }
   uint64_t factors() const { return header_.factors; }
   uint64_t runs() const { return header_.runs; }
-  uint64_t factors_of(uint64_t run) const { return run_at(run).count(); }
-  uint64_t values(uint64_t block) const { return entry(block).count & 0xffffffu; }
+  uint64_t factors_of(uint64_t run) const { return run_at(run).factors.count(); }
+  uint64_t values(uint64_t block) const { return entry(block).values.count(); }
 
   /// The block's gradient with zeros where nothing was sent. Shapes: out: [block's elements] of
   /// type(). Threads: pure.

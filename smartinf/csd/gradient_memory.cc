@@ -50,12 +50,7 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
     const storage::StoredSubgroup& subgroup = layout.subgroups[i];
     Entry& entry = made->entries_[i];
     entry.factors = plan::factors_in(forms, subgroup.first_element, subgroup.count);
-    for (const plan::MatrixForm& form :
-         plan::forms_in(forms, subgroup.first_element, subgroup.count)) {
-      const auto part = plan::part_of(form, subgroup.first_element, subgroup.count);
-      entry.runs.push_back(static_cast<uint32_t>(part.rows()));
-      entry.runs.push_back(static_cast<uint32_t>(part.columns()));
-    }
+    append_factor_runs(forms, subgroup.first_element, subgroup.count, entry.runs);
   }
   const auto room = [&](const Entry& entry) {
     const uint64_t bytes =

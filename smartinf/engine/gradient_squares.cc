@@ -120,9 +120,8 @@ void GradientSquares::append(const plan::Subgroup& subgroup, csd::SquaresFactors
     values.insert(values.end(), from.begin(), from.end());
     values.insert(values.end(), columns.begin(),
                   columns.begin() + static_cast<ptrdiff_t>(part.columns() - some));
-    out.runs.push_back(static_cast<uint32_t>(part.rows()));
-    out.runs.push_back(static_cast<uint32_t>(part.columns()));
   }
+  csd::append_factor_runs(forms_, subgroup.first, subgroup.count, out.runs);
 }
 
 uint64_t GradientSquares::memory_bytes() const {

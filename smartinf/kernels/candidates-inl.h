@@ -27,6 +27,16 @@ HWY_INLINE uint64_t bits_of_mask(D d, hwy::HWY_NAMESPACE::Mask<D> mask) {
   return bits;
 }
 
+/// Writes the values whose lanes are set, one behind the other, and returns how many. A whole
+/// vector is written: on many processors that is far quicker than a store under a mask.
+template <class D>
+HWY_INLINE size_t put_compressed(D d, hwy::HWY_NAMESPACE::Vec<D> values,
+                                 hwy::HWY_NAMESPACE::Mask<D> mask,
+                                 hwy::HWY_NAMESPACE::TFromD<D>* out) {
+  hwy::HWY_NAMESPACE::StoreU(hwy::HWY_NAMESPACE::Compress(values, mask), d, out);
+  return hwy::HWY_NAMESPACE::CountTrue(d, mask);
+}
+
 /// Elements whose candidates are written together.
 inline constexpr size_t kCandidateGroup = 64;
 

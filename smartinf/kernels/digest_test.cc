@@ -116,22 +116,29 @@ uint64_t digest_of_the_rest(const KernelTable& table) {
   return digest.value();
 }
 
+std::vector<base::Bf16> fixed_bf16(const KernelTable& table, uint64_t seed) {
+  std::vector<base::Bf16> values(kElements);
+  table.cast_from_f32(fixed_values(seed, false, false).data(), values.data(), DataType::kBf16,
+                      kElements);
+  return values;
+}
+FeedbackBlock feedback_of(std::span<const base::Bf16> gradient,
+                          std::span<const base::Bf16> residual) {
+  return {.gradient = gradient,
+          .residual = residual,
+          .scale = 0.7f,
+          .decay = 0.9f,
+          .element = 1024,
+          .step = 3,
+          .seed = 5};
+}
+
 uint64_t digest_of_feedback(const KernelTable& table) {
   constexpr size_t kMost = 60;
   Digest digest;
-  std::vector<base::Bf16> gradient(kElements);
-  std::vector<base::Bf16> residual(kElements);
-  table.cast_from_f32(fixed_values(6, false, false).data(), gradient.data(), DataType::kBf16,
-                      kElements);
-  table.cast_from_f32(fixed_values(7, false, false).data(), residual.data(), DataType::kBf16,
-                      kElements);
-  const FeedbackBlock block{.gradient = gradient,
-                            .residual = residual,
-                            .scale = 0.7f,
-                            .decay = 0.9f,
-                            .element = 1024,
-                            .step = 3,
-                            .seed = 5};
+  const std::vector<base::Bf16> gradient = fixed_bf16(table, 6);
+  const std::vector<base::Bf16> residual = fixed_bf16(table, 7);
+  const FeedbackBlock block = feedback_of(gradient, residual);
   std::vector<float> sum(kElements);
   std::vector<float> rows(3);
   std::vector<float> columns(kElements / 3);
@@ -165,12 +172,8 @@ uint64_t digest_of_feedback(const KernelTable& table) {
 uint64_t digest_of_signs(const KernelTable& table) {
   constexpr size_t kMost = 300;
   Digest digest;
-  std::vector<base::Bf16> gradient(kElements);
-  std::vector<base::Bf16> residual(kElements);
-  table.cast_from_f32(fixed_values(6, false, false).data(), gradient.data(), DataType::kBf16,
-                      kElements);
-  table.cast_from_f32(fixed_values(7, false, false).data(), residual.data(), DataType::kBf16,
-                      kElements);
+  std::vector<base::Bf16> gradient = fixed_bf16(table, 6);
+  const std::vector<base::Bf16> residual = fixed_bf16(table, 7);
   std::vector<float> sum(kElements);
   std::vector<uint32_t> indices(kElements);
   std::vector<float> candidates(kSignCandidates);
@@ -181,17 +184,11 @@ uint64_t digest_of_signs(const KernelTable& table) {
   std::vector<uint64_t> highs(kMost / 2);
   std::vector<uint64_t> high_bits(kMost / 2);
   float border = 0;
-  add_feedback(table, gradient, residual, 0.7f, 0.9f, sum);
+  const FeedbackBlock block = feedback_of(gradient, residual);
+  add_feedback(table, gradient, residual, block.scale, block.decay, sum);
   top_k_near(table, sum, kMost, kElements, indices.data(), candidates.data(), border);
-  const auto signs = keep_but_signs(table,
-                                    {.gradient = gradient,
-                                     .residual = residual,
-                                     .scale = 0.7f,
-                                     .decay = 0.9f,
-                                     .element = 1024,
-                                     .step = 3,
-                                     .seed = 5},
-                                    kMost, border, candidates, gradient, sent, negative);
+  const auto signs =
+      keep_but_signs(table, block, kMost, border, candidates, gradient, sent, negative);
   if (!signs) return 0;
   EXPECT_EQ(ends_of_signs(table, sent, negative, std::span(ends).subspan(1)), kMost);
   split_gaps(table, std::span(ends).first(1 + kMost), 3, 1, {tails, highs, high_bits});

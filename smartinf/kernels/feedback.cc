@@ -131,7 +131,7 @@ std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock&
                                    .indices = indices.data(),
                                    .values = values.data()},
                                   n);
-  return top_k_of_candidates(*candidates, found, k, indices.data(), values.data(), border);
+  return top_k_of_candidates(table, *candidates, found, k, indices.data(), values.data(), border);
 }
 
 void keep_rest(const FeedbackBlock& block, std::span<const uint32_t> indices,

@@ -10,7 +10,6 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "smartinf/kernels/feedback_simd.cc"
-#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>  // must precede highway.h
 #include <hwy/highway.h>
 
@@ -60,7 +59,6 @@ template <bool kDecay, size_t kAtOnce>
 size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
   using I32 = hn::RebindToSigned<F32>;
   constexpr size_t kGroup = kCandidateGroup;
-  constexpr size_t kPairs = kSquaresLanes / (2 * hn::MaxLanes(F32()));
   const size_t lanes = hn::Lanes(F32());
   // Copies, because what is stored might otherwise be any of them.
   const base::Bf16* const gradient = pass.gradient;
@@ -73,48 +71,27 @@ size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
   const auto decays = hn::Set(F32(), pass.decay);
   const auto below = hn::Set(I32(), pass.lowest - 1);
   HWY_ALIGN std::array<float, kSquaresGroup> sum;  // even ones, then odd ones
-  // Four groups ahead, over the ends of pages, at which the processor's own prefetching stops.
-  constexpr size_t kFetchAhead = 4 * kSquaresGroup;
-  constexpr size_t kLine = 64 / sizeof(base::Bf16);
   size_t found = 0;
   for (size_t first = 0; first < n; first += kSquaresGroup) {
-    const Progression numbers = rounding_key(pass.rounding_seed, pass.element + first).momentum;
-    const auto stride = hn::Set(U32(), numbers.stride);
-    auto random = hn::Add(hn::Set(U32(), numbers.start),
-                          hn::Mul(hn::Iota(U32(), 0), hn::Add(stride, stride)));
-    const auto random_step = hn::Set(U32(), numbers.stride * static_cast<uint32_t>(2 * lanes));
-    const size_t fetched = std::min(first + kFetchAhead, n - kSquaresGroup);
-    for (size_t i = fetched; i < fetched + kSquaresGroup; i += kLine) {
-      hwy::Prefetch(gradient + i);
-      hwy::Prefetch(residual + i);
-    }
+    PairRounding rounding(rounding_key(pass.rounding_seed, pass.element + first));
+    fetch_ahead(gradient, residual, first, n);
     for (size_t i = 0; i < kSquaresGroup; i += kGroup) {
       uint64_t even_bits = 0;
       uint64_t odd_bits = 0;
-      for (size_t half = 0; half < kGroup; half += kSquaresLanes) {
-        for (size_t p = 0; p < kPairs; ++p) {
-          const size_t at = i + half + p * 2 * lanes;
-          auto [even, odd] = widened_pairs(gradient + first + at);
-          const EvenOdd waiting = widened_pairs(residual + first + at);
-          even = hn::Mul(scales, even);
-          odd = hn::Mul(scales, odd);
-          even = hn::Add(even, kDecay ? hn::Mul(decays, waiting.even) : waiting.even);
-          odd = hn::Add(odd, kDecay ? hn::Mul(decays, waiting.odd) : waiting.odd);
-          hn::Store(even, F32(), sum.data() + at / 2);
-          hn::Store(odd, F32(), sum.data() + kSquaresGroup / 2 + at / 2);
-          const auto candidates = [&](hn::Vec<F32> value) HWY_ATTR {
-            return bits_of_mask(I32(), hn::Gt(hn::BitCast(I32(), hn::Abs(value)), below));
-          };
-          even_bits |= candidates(even) << ((half + p * 2 * lanes) / 2);
-          odd_bits |= candidates(odd) << ((half + p * 2 * lanes) / 2);
-          // round_bf16() of numbers; those that are none follow.
-          const auto rounded = [](hn::Vec<F32> value, hn::Vec<U32> by) HWY_ATTR {
-            return hn::Add(hn::BitCast(U32(), value), hn::ShiftRight<16>(by));
-          };
-          store_pairs(rounded(even, random), rounded(odd, hn::Add(random, stride)),
-                      kept + first + at);
-          random = hn::Add(random, random_step);
-        }
+      for (size_t p = 0; p < kGroup; p += 2 * lanes) {
+        const size_t at = i + p;
+        const EvenOdd value =
+            feedback_sums<kDecay>(gradient + first + at, residual + first + at, scales, decays);
+        hn::Store(value.even, F32(), sum.data() + at / 2);
+        hn::Store(value.odd, F32(), sum.data() + kSquaresGroup / 2 + at / 2);
+        const auto candidates = [&](hn::Vec<F32> lanes_of) HWY_ATTR {
+          return bits_of_mask(I32(), hn::Gt(hn::BitCast(I32(), hn::Abs(lanes_of)), below));
+        };
+        even_bits |= candidates(value.even) << (p / 2);
+        odd_bits |= candidates(value.odd) << (p / 2);
+        // Those that are no numbers follow.
+        store_pairs(rounding.even(value.even), rounding.odd(value.odd), kept + first + at);
+        rounding.go_on();
       }
       if (room - found <= kGroup) return room;
       const auto value_at = [&](size_t at) {
@@ -168,23 +145,17 @@ size_t keep(const FeedbackPass& pass, size_t n) {
 }
 
 double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
-  constexpr size_t kPairs = kSquaresLanes / (2 * hn::MaxLanes(F32()));
   const size_t lanes = hn::Lanes(F32());
   double total = 0;
   size_t first = 0;
   for (; first + kSquaresGroup <= n; first += kSquaresGroup) {
-    hn::Vec<F32> even[kPairs];
-    hn::Vec<F32> odd[kPairs];
-    for (size_t p = 0; p < kPairs; ++p) even[p] = odd[p] = hn::Zero(F32());
+    SquaresByLane squares;
     for (size_t i = 0; i < kSquaresGroup; i += kSquaresLanes) {
-      for (size_t p = 0; p < kPairs; ++p) {
-        const size_t at = first + i + p * 2 * lanes;
-        const EvenOdd value = widened_pairs(in + at);
-        even[p] = hn::Add(even[p], hn::Mul(value.even, value.even));
-        odd[p] = hn::Add(odd[p], hn::Mul(value.odd, value.odd));
+      for (size_t p = 0; p < SquaresByLane::kPairs; ++p) {
+        squares.add(p, widened_pairs(in + first + i + p * 2 * lanes));
       }
     }
-    total += sum_in_range(sum_of_pairs(even, odd), in + first, kSquaresGroup);
+    total += squares.sum(in + first);
   }
   if (out != nullptr) std::memcpy(static_cast<void*>(out), in, first * sizeof(base::Bf16));
   if (first == n) return total;

@@ -14,10 +14,6 @@
 namespace smartinf::kernels {
 namespace {
 
-int32_t magnitude_of(float value) {
-  return static_cast<int32_t>(std::bit_cast<uint32_t>(value) & kMagnitudeMask);
-}
-
 void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint32_t* counts) {
   for (size_t i = 0; i < n; ++i) {
     const int32_t magnitude = magnitude_of(in[i]);
@@ -51,6 +47,25 @@ size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint
     ++taken;
   }
   return taken;
+}
+
+CountsAbove count_above(const float* in, size_t n, const Borders& borders) {
+  CountsAbove counts{};
+  for (size_t i = 0; i < n; ++i) {
+    for (size_t b = 0; b < borders.size(); ++b) {
+      counts[b] += magnitude_of(in[i]) > borders[b] ? 1 : 0;
+    }
+  }
+  return counts;
+}
+
+size_t between(const float* in, size_t n, int32_t low, int32_t high, float* out) {
+  size_t found = 0;
+  for (size_t i = 0; i < n; ++i) {
+    const int32_t magnitude = magnitude_of(in[i]);
+    if (magnitude > low && magnitude <= high) out[found++] = in[i];
+  }
+  return found;
 }
 
 float finite_border(int32_t magnitude) {
@@ -114,33 +129,6 @@ Border border_of(const SelectionKernels& kernels, std::span<const float> in, siz
 
 constexpr size_t kCandidatesMax = 16384;  // a quarter of a block
 
-/// The border of the k largest of a few, none of which is smaller than `lowest`. 0 < k <= n.
-Border border_of_candidates(std::span<const float> candidates, size_t k, int32_t lowest) {
-  // 256 buckets for each power of two. What lies far above the border needs no order.
-  constexpr int kShift = 15;
-  constexpr int32_t kBuckets = 1024;
-  std::array<uint16_t, kBuckets> counts{};
-  std::array<uint16_t, kCandidatesMax> buckets;
-  for (size_t i = 0; i < candidates.size(); ++i) {
-    const int32_t bucket = std::min((magnitude_of(candidates[i]) - lowest) >> kShift, kBuckets - 1);
-    buckets[i] = static_cast<uint16_t>(bucket);
-    ++counts[static_cast<size_t>(bucket)];
-  }
-  size_t needed = k;
-  size_t bucket = kBuckets - 1;
-  while (counts[bucket] < needed) needed -= counts[bucket--];
-  std::array<int32_t, kCandidatesMax> inside;
-  size_t count = 0;
-  for (size_t i = 0; i < candidates.size(); ++i) {
-    inside[count] = magnitude_of(candidates[i]);
-    count += buckets[i] == bucket ? 1 : 0;
-  }
-  const auto nth = inside.begin() + static_cast<ptrdiff_t>(needed - 1);
-  std::nth_element(inside.begin(), nth, inside.begin() + static_cast<ptrdiff_t>(count),
-                   std::greater<>());
-  return {*nth, static_cast<size_t>(std::count(inside.begin(), nth + 1, *nth))};
-}
-
 /// Moves what the border takes to the front; returns how many.
 size_t keep_candidates(Border border, size_t count, uint32_t* indices, float* values) {
   size_t taken = 0;
@@ -158,9 +146,48 @@ size_t keep_candidates(Border border, size_t count, uint32_t* indices, float* va
 }  // namespace
 
 const SelectionKernels& scalar_selection() {
-  static constexpr SelectionKernels kKernels{
-      .count_digits = count_digits, .collect = collect, .collect_from = collect_from};
+  static constexpr SelectionKernels kKernels{.count_digits = count_digits,
+                                             .collect = collect,
+                                             .collect_from = collect_from,
+                                             .count_above = count_above,
+                                             .between = between};
   return kKernels;
+}
+
+Border border_among(const SelectionKernels& kernels, std::span<const float> in, size_t k,
+                    int32_t low, int32_t near, std::span<float> spare) {
+  constexpr size_t kFew = 256;
+  constexpr int32_t kPercent = 1 << 17;  // of a magnitude, about
+  constexpr std::array<int32_t, kBordersAtOnce> kNear = {-8, -4, -2, 0, 2, 4, 8, 16};
+  SI_CHECK(k > 0 && k <= in.size() && spare.size() >= in.size(), "k of a few, and room for them");
+  // The border is above `low` and at most `high`, and so are the magnitudes that are left.
+  int32_t high = kMagnitudeMax;
+  for (bool first = true; in.size() > kFew && int64_t{high} - low > 1; first = false) {
+    Borders borders;
+    for (size_t b = 0; b < kBordersAtOnce; ++b) {
+      const int64_t even = (int64_t{high} - low) * static_cast<int64_t>(b + 1);
+      borders[b] = first ? std::clamp(near + kNear[b] * kPercent, low, high)
+                         : low + static_cast<int32_t>(even / (kBordersAtOnce + 1));
+    }
+    const CountsAbove above = kernels.count_above(in.data(), in.size(), borders);
+    size_t b = 0;
+    while (b < kBordersAtOnce && above[b] >= k) low = borders[b++];
+    if (b < kBordersAtOnce) {
+      high = borders[b];
+      k -= above[b];
+    }
+    in = {spare.data(), kernels.between(in.data(), in.size(), low, high, spare.data())};
+  }
+  if (in.data() != spare.data()) std::copy(in.begin(), in.end(), spare.begin());
+  const auto left = spare.first(in.size());
+  const auto nth = left.begin() + static_cast<ptrdiff_t>(k - 1);
+  std::nth_element(left.begin(), nth, left.end(),
+                   [](float a, float b) { return magnitude_of(a) > magnitude_of(b); });
+  const int32_t border = magnitude_of(*nth);
+  const auto is_tie = [&](float value) { return magnitude_of(value) == border; };
+  // All as large as the border are taken: it lies just below them, and none need be counted.
+  if (std::none_of(nth + 1, left.end(), is_tie)) return {border - 1, 0};
+  return {border, static_cast<size_t>(std::count_if(left.begin(), nth + 1, is_tie))};
 }
 
 size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint32_t* indices,
@@ -182,7 +209,7 @@ size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k,
   if (const auto candidates = candidates_near(border, k, std::min(room, in.size()))) {
     const size_t found = table.tiles().selection.collect_from(
         in.data(), in.size(), candidates->lowest, candidates->room, indices, values);
-    const auto taken = top_k_of_candidates(*candidates, found, k, indices, values, border);
+    const auto taken = top_k_of_candidates(table, *candidates, found, k, indices, values, border);
     if (taken) return *taken;
   }
   const size_t taken = top_k(table, in, k, indices, values);
@@ -199,11 +226,14 @@ std::optional<Candidates> candidates_near(float border, size_t k, size_t room) {
   return Candidates{.lowest = magnitude_of(kNear * border), .room = room};
 }
 
-std::optional<size_t> top_k_of_candidates(const Candidates& candidates, size_t found, size_t k,
-                                          uint32_t* indices, float* values, float& border) {
+std::optional<size_t> top_k_of_candidates(const KernelTable& table, const Candidates& candidates,
+                                          size_t found, size_t k, uint32_t* indices, float* values,
+                                          float& border) {
   if (found < k || found >= candidates.room) return std::nullopt;  // there may be more above it
-  const Border exact = border_of_candidates({values, found}, k, candidates.lowest);
-  border = finite_border(exact.magnitude);
+  std::array<float, kCandidatesMax> spare;
+  const Border exact = border_among(table.tiles().selection, {values, found}, k,
+                                    candidates.lowest - 1, magnitude_of(border), spare);
+  border = finite_border(kth_magnitude(exact));
   return keep_candidates(exact, found, indices, values);
 }
 

@@ -40,8 +40,9 @@ std::optional<Candidates> candidates_near(float border, size_t k, size_t room);
 /// Moves the k largest of all candidates to the front, their order as it was. Nothing, and border
 /// as it was, when k largest cannot be told from so few or so many. None of them is a zero, because
 /// a border is above it. Shapes: indices, values: [found]; 0 < k. Threads: pure, both.
-std::optional<size_t> top_k_of_candidates(const Candidates& candidates, size_t found, size_t k,
-                                          uint32_t* indices, float* values, float& border);
+std::optional<size_t> top_k_of_candidates(const KernelTable& table, const Candidates& candidates,
+                                          size_t found, size_t k, uint32_t* indices, float* values,
+                                          float& border);
 
 /// out[indices[i]] += values[i], in the order of i, so that repeated indices are well defined.
 /// Shapes: indices, values: [n]. Every index lies inside `out` (SI_CHECK: check what comes from

@@ -2,13 +2,21 @@
 // once, in selection.cc.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <span>
+
+#include "smartinf/kernels/state_codec.h"
 
 namespace smartinf::kernels {
 
 /// A magnitude is the 31 lower bits of an f32 as a number: ordered as the values are.
 inline constexpr int32_t kMagnitudeMax = 0x7fffffff;
+inline int32_t magnitude_of(float value) {
+  return static_cast<int32_t>(std::bit_cast<uint32_t>(value) & kMagnitudeMask);
+}
 
 /// Which magnitudes a histogram looks at, and by which of their bits it sorts them.
 struct DigitOfMagnitude {
@@ -24,6 +32,15 @@ struct Border {
   int32_t magnitude = -1;
   size_t ties = 0;
 };
+/// Of the smallest that is taken, where the border is border_among()'s.
+inline int32_t kth_magnitude(const Border& border) {
+  return border.ties > 0 ? border.magnitude : border.magnitude + 1;
+}
+
+/// Borders that are tried at once.
+inline constexpr size_t kBordersAtOnce = 8;
+using Borders = std::array<int32_t, kBordersAtOnce>;
+using CountsAbove = std::array<uint32_t, kBordersAtOnce>;
 
 struct SelectionKernels {
   /// Adds to counts: [digit.mask + 1].
@@ -36,8 +53,18 @@ struct SelectionKernels {
   /// Shapes: indices, values: [room].
   size_t (*collect_from)(const float* in, size_t n, int32_t lowest, size_t room, uint32_t* indices,
                          float* values);
+  /// How many magnitudes are above each border.
+  CountsAbove (*count_above)(const float* in, size_t n, const Borders& borders);
+  /// Those above `low` and at most `high`, in any order. Returns how many.
+  /// Shapes: out: [n], may be `in`.
+  size_t (*between)(const float* in, size_t n, int32_t low, int32_t high, float* out);
 };
 
 const SelectionKernels& scalar_selection();
+
+/// The k-th largest magnitude of a few, all above `low`; likely near `near`. 0 < k <= n. No ties
+/// where all that are as large are taken. Shapes: spare: [n]. Threads: safe on disjoint `spare`.
+Border border_among(const SelectionKernels& kernels, std::span<const float> in, size_t k,
+                    int32_t low, int32_t near, std::span<float> spare);
 
 }  // namespace smartinf::kernels

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "smartinf/kernels/selection_kernels.h"
-#include "smartinf/kernels/state_codec.h"
 #include "smartinf/kernels/vector_targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -29,10 +28,6 @@ HWY_INLINE hn::Vec<I32> magnitudes(const float* in) {
   return hn::BitCast(I32(), hn::Abs(hn::LoadU(F32(), in)));
 }
 
-HWY_INLINE int32_t magnitude_of(const float* in) {
-  return static_cast<int32_t>(std::bit_cast<uint32_t>(*in) & kMagnitudeMask);
-}
-
 // Four histograms, so that equal digits in a row do not wait for each other's count.
 void count_all_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint32_t* counts) {
   constexpr size_t kTables = 4;
@@ -42,10 +37,10 @@ void count_all_digits(const float* in, size_t n, const DigitOfMagnitude& digit, 
   size_t i = 0;
   for (; i + kTables <= n; i += kTables) {
     for (size_t t = 0; t < kTables; ++t) {
-      ++tables[t][(magnitude_of(in + i + t) >> digit.shift) & digit.mask];
+      ++tables[t][(magnitude_of(in[i + t]) >> digit.shift) & digit.mask];
     }
   }
-  for (; i < n; ++i) ++tables[0][(magnitude_of(in + i) >> digit.shift) & digit.mask];
+  for (; i < n; ++i) ++tables[0][(magnitude_of(in[i]) >> digit.shift) & digit.mask];
   for (size_t d = 0; d <= static_cast<size_t>(digit.mask); ++d) {
     for (const auto& table : tables) counts[d] += table[d];
   }
@@ -67,7 +62,7 @@ void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint
     if (hn::AllFalse(I32(), inside)) continue;
     for (uint64_t left = bits_of_mask(I32(), inside); left != 0; left &= left - 1) {
       const auto lane = static_cast<size_t>(std::countr_zero(left));
-      ++counts[(magnitude_of(in + i + lane) >> digit.shift) & digit.mask];
+      ++counts[(magnitude_of(in[i + lane]) >> digit.shift) & digit.mask];
     }
   }
   if (i < n) scalar_selection().count_digits(in + i, n - i, digit, counts);
@@ -76,7 +71,7 @@ void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint
 // What a vector cannot do: ties, and the ends of input and output.
 HWY_INLINE void collect_one(const float* in, size_t i, Border& border, size_t& taken,
                             uint32_t* indices, float* values) {
-  const auto magnitude = magnitude_of(in + i);
+  const auto magnitude = magnitude_of(in[i]);
   if (magnitude < border.magnitude) return;
   if (magnitude == border.magnitude) {
     if (border.ties == 0) return;
@@ -129,7 +124,7 @@ size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint
   }
   if (room - taken <= n - i) return room;
   for (; i < n; ++i) {
-    if (magnitude_of(in + i) < lowest) continue;
+    if (magnitude_of(in[i]) < lowest) continue;
     indices[taken] = static_cast<uint32_t>(i);
     values[taken] = in[i];
     ++taken;
@@ -137,8 +132,49 @@ size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint
   return taken;
 }
 
+CountsAbove count_above(const float* in, size_t n, const Borders& borders) {
+  const size_t lanes = hn::Lanes(F32());
+  hn::Vec<I32> counts[kBordersAtOnce];
+  hn::Vec<I32> border[kBordersAtOnce];
+  for (size_t b = 0; b < kBordersAtOnce; ++b) {
+    counts[b] = hn::Zero(I32());
+    border[b] = hn::Set(I32(), borders[b]);
+  }
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto magnitude = magnitudes(in + i);
+    for (size_t b = 0; b < kBordersAtOnce; ++b) {
+      counts[b] = hn::Sub(counts[b], hn::VecFromMask(I32(), hn::Gt(magnitude, border[b])));
+    }
+  }
+  CountsAbove above = scalar_selection().count_above(in + i, n - i, borders);
+  for (size_t b = 0; b < kBordersAtOnce; ++b) {
+    above[b] += static_cast<uint32_t>(hn::GetLane(hn::SumOfLanes(I32(), counts[b])));
+  }
+  return above;
+}
+
+size_t between(const float* in, size_t n, int32_t low, int32_t high, float* out) {
+  const size_t lanes = hn::Lanes(F32());
+  const auto lowest = hn::Set(I32(), low);
+  const auto highest = hn::Set(I32(), high);
+  size_t found = 0;
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto value = hn::LoadU(F32(), in + i);
+    const auto magnitude = hn::BitCast(I32(), hn::Abs(value));
+    const auto inside = hn::AndNot(hn::Gt(magnitude, highest), hn::Gt(magnitude, lowest));
+    found += put_compressed(F32(), value, hn::RebindMask(F32(), inside), out + found);
+  }
+  return found + scalar_selection().between(in + i, n - i, low, high, out + found);
+}
+
 SelectionKernels selection_kernels() {
-  return {.count_digits = count_digits, .collect = collect, .collect_from = collect_from};
+  return {.count_digits = count_digits,
+          .collect = collect,
+          .collect_from = collect_from,
+          .count_above = count_above,
+          .between = between};
 }
 
 }  // namespace HWY_NAMESPACE

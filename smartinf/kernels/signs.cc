@@ -4,12 +4,10 @@
 #include <array>
 #include <bit>
 #include <cmath>
-#include <functional>
 #include <limits>
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
-#include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/state_codec.h"
 
 namespace smartinf::kernels {
@@ -17,9 +15,6 @@ namespace {
 
 constexpr size_t kWordBits = 64;
 
-int32_t magnitude_of(float value) {
-  return static_cast<int32_t>(std::bit_cast<uint32_t>(value) & kMagnitudeMask);
-}
 float value_of(int32_t magnitude) { return std::bit_cast<float>(magnitude); }
 
 size_t collect(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out) {
@@ -49,25 +44,6 @@ double sum_above(const float* magnitudes, size_t n, int32_t border) {
     if (magnitude_of(magnitudes[i]) > border) sum += magnitudes[i];
   }
   return sum;
-}
-
-CountsAbove count_above(const float* magnitudes, size_t n, const Borders& borders) {
-  CountsAbove counts{};
-  for (size_t i = 0; i < n; ++i) {
-    for (size_t b = 0; b < borders.size(); ++b) {
-      counts[b] += magnitude_of(magnitudes[i]) > borders[b] ? 1 : 0;
-    }
-  }
-  return counts;
-}
-
-size_t between(const float* magnitudes, size_t n, int32_t low, int32_t high, float* out) {
-  size_t found = 0;
-  for (size_t i = 0; i < n; ++i) {
-    const int32_t magnitude = magnitude_of(magnitudes[i]);
-    if (magnitude > low && magnitude <= high) out[found++] = magnitudes[i];
-  }
-  return found;
 }
 
 double keep(const SignsPass& pass, SignsKept& out, size_t n) {
@@ -134,43 +110,6 @@ void split(const GapsToSplit& gaps, uint64_t* tails, uint64_t* highs, uint64_t* 
   }
 }
 
-/// The k-th largest of a few magnitudes, none of them NaN, all above `low`; likely near `near`.
-/// 0 < k <= n. spare: [n].
-Border border_among(const SignKernels& kernels, std::span<const float> magnitudes, size_t k,
-                    int32_t low, int32_t near, float* spare) {
-  constexpr size_t kFew = 256;
-  constexpr int32_t kPercent = 1 << 17;  // of a magnitude, about
-  constexpr std::array<int32_t, kBordersAtOnce> kNear = {-8, -4, -2, 0, 2, 4, 8, 16};
-  // The border is above `low` and at most `high`, and so are the magnitudes that are left.
-  int32_t high = kMagnitudeMax;
-  for (bool first = true; magnitudes.size() > kFew && high - low > 1; first = false) {
-    Borders borders;
-    for (size_t b = 0; b < kBordersAtOnce; ++b) {
-      const int64_t even = (int64_t{high} - low) * static_cast<int64_t>(b + 1);
-      borders[b] = first ? std::clamp(near + kNear[b] * kPercent, low, high)
-                         : low + static_cast<int32_t>(even / (kBordersAtOnce + 1));
-    }
-    const CountsAbove above = kernels.count_above(magnitudes.data(), magnitudes.size(), borders);
-    size_t b = 0;
-    while (b < kBordersAtOnce && above[b] >= k) low = borders[b++];
-    if (b < kBordersAtOnce) {
-      high = borders[b];
-      k -= above[b];
-    }
-    magnitudes = {spare, kernels.between(magnitudes.data(), magnitudes.size(), low, high, spare)};
-  }
-  if (magnitudes.data() != spare) std::copy(magnitudes.begin(), magnitudes.end(), spare);
-  float* const nth = spare + (k - 1);
-  std::nth_element(spare, nth, spare + magnitudes.size(), std::greater<>());
-  const int32_t border = magnitude_of(*nth);
-  const auto ties = static_cast<size_t>(std::count(spare, nth + 1, *nth));
-  // All as large as the border are taken: it lies just below them, and none need be counted.
-  if (std::find(nth + 1, spare + magnitudes.size(), *nth) == spare + magnitudes.size()) {
-    return {border - 1, 0};
-  }
-  return {border, ties};
-}
-
 /// Whether n magnitudes from `lowest` to `largest` add up in f64 without rounding, so that their
 /// order does not count: all are multiples of the lowest's last bit, and their sum has 53 bits.
 bool adds_exactly(int32_t lowest, int32_t largest) {
@@ -214,8 +153,6 @@ const SignKernels& scalar_signs() {
   static constexpr SignKernels kKernels{.collect = collect,
                                         .largest = largest,
                                         .sum_above = sum_above,
-                                        .count_above = count_above,
-                                        .between = between,
                                         .keep = keep,
                                         .ends = ends_one_by_one,
                                         .split = split};
@@ -251,11 +188,11 @@ std::optional<SentSigns> keep_but_signs(const KernelTable& table, const Feedback
   const auto magnitudes = candidates.first(collected->found);
   const int32_t largest = kernels.largest(magnitudes.data(), magnitudes.size());
   if (!adds_exactly(collected->lowest, largest)) return std::nullopt;
-  const Border exact = border_among(kernels, magnitudes, k, collected->lowest - 1,
-                                    magnitude_of(border), candidates.data() + room);
+  const Border exact = border_among(table.tiles().selection, magnitudes, k, collected->lowest - 1,
+                                    magnitude_of(border), candidates.subspan(room));
   const double sum = kernels.sum_above(magnitudes.data(), magnitudes.size(), exact.magnitude) +
                      static_cast<double>(exact.ties) * value_of(exact.magnitude);
-  border = value_of(exact.ties > 0 ? exact.magnitude : exact.magnitude + 1);
+  border = value_of(kth_magnitude(exact));
   SentSigns made{.magnitude = mean_magnitude(sum, k)};
   SignsKept out{.element = block.element,
                 .rounding_seed = rounding_seed(block.seed, block.step),

@@ -1,7 +1,6 @@
 // What each instruction set implements for blocks that send signs. The public side is signs.h.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 
@@ -41,11 +40,6 @@ struct SignsKept {
   }
 };
 
-/// Borders that are tried at once.
-inline constexpr size_t kBordersAtOnce = 8;
-using Borders = std::array<int32_t, kBordersAtOnce>;
-using CountsAbove = std::array<uint32_t, kBordersAtOnce>;
-
 /// What split() reads.
 struct GapsToSplit {
   const uint32_t* ends = nullptr;  // [2 * pairs + 1]
@@ -66,12 +60,8 @@ struct SignKernels {
   /// The largest magnitude; a NaN is larger than any number.
   int32_t (*largest)(const float* magnitudes, size_t n);
   /// The sum of those above a border, in any order.
+  /// All magnitudes are without a sign.
   double (*sum_above)(const float* magnitudes, size_t n, int32_t border);
-  /// How many are above each border. All magnitudes are without a sign.
-  CountsAbove (*count_above)(const float* magnitudes, size_t n, const Borders& borders);
-  /// Those above `low` and at most `high`, in any order. Returns how many.
-  /// Shapes: out: [n], may be `magnitudes`.
-  size_t (*between)(const float* magnitudes, size_t n, int32_t low, int32_t high, float* out);
   /// Returns the sum of squares of what is kept, as FeedbackKernels::copy_squares() does.
   double (*keep)(const SignsPass& pass, SignsKept& out, size_t n);
   /// As ends_of_signs(), of whole words. ends: [count + kEndSlack].

@@ -12,7 +12,6 @@
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "smartinf/kernels/signs_simd.cc"
-#include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>  // must precede highway.h
 #include <hwy/highway.h>
 
@@ -32,16 +31,6 @@ using I32 = hn::RebindToSigned<F32>;
 using U32 = hn::RebindToUnsigned<F32>;
 
 constexpr size_t kWordBits = 64;
-// Four groups ahead, over the ends of pages, at which the processor's own prefetching stops.
-constexpr size_t kFetchAhead = 4 * kSquaresGroup;
-constexpr size_t kLine = 64 / sizeof(base::Bf16);
-
-// A whole vector is written: on many processors that is far quicker than a store under a mask.
-template <class D>
-HWY_INLINE size_t put_compressed(D d, hn::Vec<D> values, hn::Mask<D> mask, hn::TFromD<D>* out) {
-  hn::StoreU(hn::Compress(values, mask), d, out);
-  return hn::CountTrue(d, mask);
-}
 
 HWY_INLINE hn::Vec<I32> magnitudes(hn::Vec<F32> values) {
   return hn::BitCast(I32(), hn::Abs(values));
@@ -55,16 +44,6 @@ struct EvenOddBits {
 };
 
 template <bool kDecay>
-HWY_INLINE EvenOdd sums(const base::Bf16* gradient, const base::Bf16* residual, hn::Vec<F32> scales,
-                        hn::Vec<F32> decays) {
-  const EvenOdd value = widened_pairs(gradient);
-  const EvenOdd waiting = widened_pairs(residual);
-  return {
-      hn::Add(hn::Mul(scales, value.even), kDecay ? hn::Mul(decays, waiting.even) : waiting.even),
-      hn::Add(hn::Mul(scales, value.odd), kDecay ? hn::Mul(decays, waiting.odd) : waiting.odd)};
-}
-
-template <bool kDecay>
 size_t collect_all(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out) {
   const size_t lanes = hn::Lanes(F32());
   const auto scales = hn::Set(F32(), pass.scale);
@@ -75,14 +54,10 @@ size_t collect_all(const SignsPass& pass, size_t n, int32_t lowest, size_t room,
   const size_t whole = n - n % kSquaresGroup;
   size_t found = 0;
   for (size_t first = 0; first < whole; first += kSquaresGroup) {
-    const size_t fetched = std::min(first + kFetchAhead, whole - kSquaresGroup);
-    for (size_t i = fetched; i < fetched + kSquaresGroup; i += kLine) {
-      hwy::Prefetch(gradient + i);
-      hwy::Prefetch(residual + i);
-    }
+    fetch_ahead(gradient, residual, first, whole);
     if (room - found <= kSquaresGroup + hn::MaxLanes(F32())) return room;
     for (size_t i = first; i < first + kSquaresGroup; i += 2 * lanes) {
-      const EvenOdd value = sums<kDecay>(gradient + i, residual + i, scales, decays);
+      const EvenOdd value = feedback_sums<kDecay>(gradient + i, residual + i, scales, decays);
       for (const auto half : {hn::Abs(value.even), hn::Abs(value.odd)}) {
         const auto taken = hn::RebindMask(F32(), hn::Gt(hn::BitCast(I32(), half), below));
         found += put_compressed(F32(), half, taken, out + found);
@@ -132,43 +107,6 @@ double sum_above(const float* in, size_t n, int32_t border) {
   return sum + scalar_signs().sum_above(in + i, n - i, border);
 }
 
-CountsAbove count_above(const float* in, size_t n, const Borders& borders) {
-  const size_t lanes = hn::Lanes(F32());
-  hn::Vec<I32> counts[kBordersAtOnce];
-  hn::Vec<I32> border[kBordersAtOnce];
-  for (size_t b = 0; b < kBordersAtOnce; ++b) {
-    counts[b] = hn::Zero(I32());
-    border[b] = hn::Set(I32(), borders[b]);
-  }
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    const auto magnitude = hn::BitCast(I32(), hn::LoadU(F32(), in + i));
-    for (size_t b = 0; b < kBordersAtOnce; ++b) {
-      counts[b] = hn::Sub(counts[b], hn::VecFromMask(I32(), hn::Gt(magnitude, border[b])));
-    }
-  }
-  CountsAbove above = scalar_signs().count_above(in + i, n - i, borders);
-  for (size_t b = 0; b < kBordersAtOnce; ++b) {
-    above[b] += static_cast<uint32_t>(hn::GetLane(hn::SumOfLanes(I32(), counts[b])));
-  }
-  return above;
-}
-
-size_t between(const float* in, size_t n, int32_t low, int32_t high, float* out) {
-  const size_t lanes = hn::Lanes(F32());
-  const auto lowest = hn::Set(I32(), low);
-  const auto highest = hn::Set(I32(), high);
-  size_t found = 0;
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    const auto value = hn::LoadU(F32(), in + i);
-    const auto magnitude = hn::BitCast(I32(), value);
-    const auto inside = hn::AndNot(hn::Gt(magnitude, highest), hn::Gt(magnitude, lowest));
-    found += put_compressed(F32(), value, hn::RebindMask(F32(), inside), out + found);
-  }
-  return found + scalar_signs().between(in + i, n - i, low, high, out + found);
-}
-
 // What keep() does of one group. above: borders that what is sent is above.
 struct GroupOfKept {
   double squares = 0;
@@ -177,7 +115,6 @@ struct GroupOfKept {
 template <bool kDecay, bool kTies>
 HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, size_t first,
                                   hn::Vec<I32> above, size_t pass_size) {
-  constexpr size_t kPairs = kSquaresLanes / (2 * hn::MaxLanes(F32()));
   const size_t lanes = hn::Lanes(F32());
   const base::Bf16* const gradient = pass.gradient + first;
   const base::Bf16* const residual = pass.residual + first;
@@ -186,32 +123,26 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
   const auto decays = hn::Set(F32(), pass.decay);
   const auto border = hn::Set(I32(), out.border.magnitude);
   const auto arrives = hn::Set(F32(), out.magnitude);
-  const Progression numbers = rounding_key(out.rounding_seed, out.element + first).momentum;
-  const auto stride = hn::Set(U32(), numbers.stride);
-  auto random =
-      hn::Add(hn::Set(U32(), numbers.start), hn::Mul(hn::Iota(U32(), 0), hn::Add(stride, stride)));
-  const auto random_step = hn::Set(U32(), numbers.stride * static_cast<uint32_t>(2 * lanes));
-  hn::Vec<F32> even_squares[kPairs];
-  hn::Vec<F32> odd_squares[kPairs];
-  for (size_t p = 0; p < kPairs; ++p) even_squares[p] = odd_squares[p] = hn::Zero(F32());
+  PairRounding rounding(rounding_key(out.rounding_seed, out.element + first));
+  SquaresByLane squares;
   auto ties = hn::Zero(I32());
   for (size_t word = 0; word < kSquaresGroup; word += kWordBits) {
     EvenOddBits sent;
     EvenOddBits negative;
     // The next block is on its way to the second-level cache while this one is worked on.
     if (first + word + kWordBits <= pass.fetch) {
-      for (size_t i = pass_size + word; i < pass_size + word + kWordBits; i += kLine) {
+      for (size_t i = pass_size + word; i < pass_size + word + kWordBits; i += kLineElements) {
         __builtin_prefetch(gradient + i, 0, 2);
         __builtin_prefetch(residual + i, 0, 2);
       }
     }
     for (size_t half = 0; half < kWordBits; half += kSquaresLanes) {
-      for (size_t p = 0; p < kPairs; ++p) {
+      for (size_t p = 0; p < SquaresByLane::kPairs; ++p) {
         const size_t at = half + p * 2 * lanes;
         const EvenOdd sum =
-            sums<kDecay>(gradient + word + at, residual + word + at, scales, decays);
-        const auto rounded = [&](hn::Vec<F32> value, hn::Vec<U32> by, uint64_t& sent_bits,
-                                 uint64_t& negative_bits) HWY_ATTR {
+            feedback_sums<kDecay>(gradient + word + at, residual + word + at, scales, decays);
+        const auto rest = [&](hn::Vec<F32> value, uint64_t& sent_bits,
+                              uint64_t& negative_bits) HWY_ATTR {
           const auto bits = hn::BitCast(I32(), value);
           const auto magnitude = magnitudes(value);
           const auto taken = hn::Gt(magnitude, above);
@@ -219,26 +150,20 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
           sent_bits |= bits_of_mask(I32(), taken) << at / 2;
           negative_bits |= bits_of_mask(I32(), hn::Lt(bits, hn::Zero(I32()))) << at / 2;
           const auto less = hn::Sub(value, hn::CopySign(arrives, value));
-          const auto rest = hn::IfThenElse(hn::RebindMask(F32(), taken), less, value);
-          // round_bf16() of what is not NaN.
-          return hn::Add(hn::BitCast(U32(), rest), hn::ShiftRight<16>(by));
+          return hn::IfThenElse(hn::RebindMask(F32(), taken), less, value);
         };
-        const auto even = rounded(sum.even, random, sent.even, negative.even);
-        const auto odd = rounded(sum.odd, hn::Add(random, stride), sent.odd, negative.odd);
+        const auto even = rounding.even(rest(sum.even, sent.even, negative.even));
+        const auto odd = rounding.odd(rest(sum.odd, sent.odd, negative.odd));
         store_pairs(even, odd, kept + word + at);
-        const auto even_kept = upper_half(even);
-        const auto odd_kept = upper_half(odd);
-        even_squares[p] = hn::Add(even_squares[p], hn::Mul(even_kept, even_kept));
-        odd_squares[p] = hn::Add(odd_squares[p], hn::Mul(odd_kept, odd_kept));
-        random = hn::Add(random, random_step);
+        squares.add(p, {upper_half(even), upper_half(odd)});
+        rounding.go_on();
       }
     }
     const uint64_t bits = sent.in_order();
     out.sent[(first + word) / kWordBits] = bits;
     out.negative[(first + word) / kWordBits] = negative.in_order() & bits;
   }
-  GroupOfKept group{.squares =
-                        sum_in_range(sum_of_pairs(even_squares, odd_squares), kept, kSquaresGroup)};
+  GroupOfKept group{.squares = squares.sum(kept)};
   if (kTies && !hn::AllTrue(I32(), hn::Eq(ties, hn::Zero(I32())))) {
     group.ties = static_cast<size_t>(hn::GetLane(hn::SumOfLanes(I32(), ties)));
   }
@@ -353,8 +278,6 @@ SignKernels sign_kernels() {
   return {.collect = collect,
           .largest = largest,
           .sum_above = sum_above,
-          .count_above = count_above,
-          .between = between,
           .keep = keep,
           .ends = ends,
           .split = split};

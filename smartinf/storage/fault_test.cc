@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cerrno>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -206,28 +207,40 @@ class HangingRing final : public ForwardingRing {
   std::atomic<bool>& hanging_;
 };
 
-TEST(Faults, WatchdogNamesTheRequestThatHangs) {
-  PowerSupply power;
-  std::atomic<bool> hanging{false};
-  MemoryStore memory;
-  ASSERT_TRUE(memory.create().ok());
-  ASSERT_TRUE(memory.make_step(0).ok());
-  memory.close();
-  const auto buffer = base::AlignedBuffer::allocate(4096);
-  Transfer transfer;
-  transfer.offset_bytes = 8192;
-  transfer.buffer = buffer->bytes();
-  TransferQueue queue(
-      std::make_unique<HangingRing>(make_memory_ring(memory.disk(), power, 4, 1), hanging), 0,
-      "disk", true, std::chrono::milliseconds(20));
+/// A write on its way to a disk that does not answer while `hanging`.
+class Watchdog : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(memory_.create().ok());
+    ASSERT_TRUE(memory_.make_step(0).ok());
+    memory_.close();
+    ASSERT_TRUE(buffer_.ok());
+    transfer_.offset_bytes = 8192;
+    transfer_.buffer = buffer_->bytes();
+    queue_.emplace(
+        std::make_unique<HangingRing>(make_memory_ring(memory_.disk(), power_, 4, 1), hanging_), 0,
+        "disk", true, std::chrono::milliseconds(20));
+  }
+  base::Result<size_t> finish(std::chrono::nanoseconds wait) {
+    return queue_->finish({&done_, 1}, wait);
+  }
+
+  PowerSupply power_;
+  std::atomic<bool> hanging_{true};
+  MemoryStore memory_;
+  const base::Result<base::AlignedBuffer> buffer_ = base::AlignedBuffer::allocate(4096);
+  Transfer transfer_;
+  std::optional<TransferQueue> queue_;
+  Transfer* done_ = nullptr;
+};
+
+TEST_F(Watchdog, NamesTheRequestThatHangs) {
   std::vector<std::string> remarks;
   base::set_log_sink([&](base::LogLevel, std::string_view text) { remarks.emplace_back(text); });
-  hanging = true;
-  queue.start(transfer);
-  Transfer* done = nullptr;
-  const auto result = queue.finish({&done, 1}, std::chrono::seconds(10));
+  queue_->start(transfer_);
+  const auto result = finish(std::chrono::seconds(10));
   base::set_log_sink({});
-  hanging = false;
+  hanging_ = false;
   EXPECT_EQ(result.status().code(), ErrorCode::kTimeout);
   EXPECT_EQ(result.status().place().offset_bytes, 8192u);
   ASSERT_FALSE(remarks.empty()) << "said before it is given up";
@@ -235,33 +248,19 @@ TEST(Faults, WatchdogNamesTheRequestThatHangs) {
 }
 
 // Ctrl-Z and fg: the answer was there long ago, and nobody could look.
-TEST(Faults, WatchdogDoesNotCountTimeInWhichTheProcessStoodStill) {
-  PowerSupply power;
-  std::atomic<bool> hanging{true};
-  MemoryStore memory;
-  ASSERT_TRUE(memory.create().ok());
-  ASSERT_TRUE(memory.make_step(0).ok());
-  memory.close();
-  const auto buffer = base::AlignedBuffer::allocate(4096);
-  Transfer transfer;
-  transfer.offset_bytes = 8192;
-  transfer.buffer = buffer->bytes();
-  TransferQueue queue(
-      std::make_unique<HangingRing>(make_memory_ring(memory.disk(), power, 4, 1), hanging), 0,
-      "disk", true, std::chrono::milliseconds(20));
-  queue.start(transfer);
-  Transfer* done = nullptr;
-  const auto before = queue.finish({&done, 1}, std::chrono::seconds(0));
+TEST_F(Watchdog, DoesNotCountTimeInWhichTheProcessStoodStill) {
+  queue_->start(transfer_);
+  const auto before = finish(std::chrono::seconds(0));
   ASSERT_TRUE(before.ok() && before.value() == 0);
   std::this_thread::sleep_for(std::chrono::milliseconds(1200));
-  const auto at_once = queue.finish({&done, 1}, std::chrono::seconds(0));
+  const auto at_once = finish(std::chrono::seconds(0));
   ASSERT_TRUE(at_once.ok()) << at_once.status().to_string();
   EXPECT_EQ(at_once.value(), 0u);
-  hanging = false;
-  const auto answered = queue.finish({&done, 1}, std::chrono::seconds(10));
+  hanging_ = false;
+  const auto answered = finish(std::chrono::seconds(10));
   ASSERT_TRUE(answered.ok()) << answered.status().to_string();
   EXPECT_EQ(answered.value(), 1u);
-  EXPECT_EQ(done, &transfer);
+  EXPECT_EQ(done_, &transfer_);
 }
 
 /// Fails as a whole while a sync is on its way, and works again afterwards.

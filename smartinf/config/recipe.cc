@@ -182,6 +182,7 @@ class Reader {
       const Status checked = check_recipe(recipe);
       if (!checked.ok()) problems_.push_back(with_origin(checked));
     }
+    if (problems_.empty()) check_compression_is_chosen();
     if (problems_.empty()) return std::move(loaded_);
     if (left_out_ > 0) problems_.push_back(fmt::format("and {} more", left_out_));
     return Status(ErrorCode::kInvalidArgument, fmt::format("{}", fmt::join(problems_, "\n")));
@@ -294,6 +295,19 @@ class Reader {
       return;
     }
     loaded_.origins[override.key] = {Origin::Kind::kFlag, 0};
+  }
+
+  // How to compress, and not that: gradients would go whole without a word.
+  void check_compression_is_chosen() {
+    if (loaded_.origins.contains("compress.codec")) return;
+    for (const auto& [key, origin] : loaded_.origins) {
+      if (section_of(key) != "compress") continue;
+      problems_.push_back(with_origin(
+          Status(ErrorCode::kInvalidArgument,
+                 key + " is given, but no compress.codec, so gradients would be sent whole",
+                 R"(Add compress.codec = "topk" (or "none", and they are).)")));
+      return;
+    }
   }
 
   static std::string excerpt_end(std::string_view text) {

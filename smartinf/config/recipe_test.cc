@@ -385,6 +385,10 @@ TEST(Recipe, Compression) {
   EXPECT_EQ(values("codec = \"dense\"\n"), csd::ValueForm::kBf16);
   EXPECT_EQ(values("codec = \"dense\"\nvalues = \"sign\"\n"), csd::ValueForm::kSign);
   EXPECT_THAT(bad("[compress]\nratoi = 0.1\n"), HasSubstr("compress.ratio"));
+  EXPECT_THAT(bad("[compress]\nratio = 0.05\n"), HasSubstr(":2: compress.ratio is given, but no"));
+  EXPECT_THAT(bad("", {{"compress.ratio", "0.05"}}), HasSubstr("--compress.ratio is given, but no"));
+  EXPECT_EQ(good("[compress]\ncodec = \"none\"\nratio = 0.05\n", {}).recipe.updater.compress.on(),
+            false);
   EXPECT_THAT(bad("[compress]\ncodec = \"top\"\n"), HasSubstr("\"topk\""));
   EXPECT_THAT(bad("[compress]\nratio = 0.0\n"), HasSubstr("compress.ratio"));
   EXPECT_THAT(bad("[compress]\nratio = 3.0\n"), HasSubstr("compress.ratio"));

@@ -50,7 +50,8 @@ if ! command -v clang++ >/dev/null; then
   exit 0
 fi
 step configure-fuzz "Configuring build/fuzz" cmake -S . -B build/fuzz -G Ninja \
-  -DCMAKE_CXX_COMPILER=clang++ -DSMARTINF_FUZZ=ON -DSMARTINF_TORCH=OFF -DSMARTINF_TESTS=OFF \
+  -DCMAKE_CXX_COMPILER=clang++ -DSMARTINF_FUZZ=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" -DSMARTINF_TORCH=OFF -DSMARTINF_TESTS=OFF \
   -DSMARTINF_APPS=OFF -DSMARTINF_PYTHON_PACKAGE=OFF || fail "cmake could not configure build/fuzz"
 step build-fuzz "Building build/fuzz" cmake --build build/fuzz --target fuzzers -j "$(build_jobs)" ||
   fail "the build of build/fuzz failed"

@@ -176,7 +176,8 @@ class ScaleBench {
     const auto forms = plan::matrix_forms(parameters);
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : parameters.subgroups(subgroup_elements(devices))) {
-      factors += csd::factors_bytes(forms, subgroup.first, subgroup.count);
+      factors += csd::factors_bytes(forms, compression(options_).in_levels(), subgroup.first,
+                                    subgroup.count);
     }
     return packed_bytes_ + static_cast<double>(factors) / static_cast<double>(options_.params);
   }

@@ -60,14 +60,16 @@ class Screen {
       print(fmt::format("step {}: no update: {}", report.step, report.skipped));
       return;
     }
-    print(fmt::format(
-        "step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tokens/s  forward {:.3f} "
-        "backward {:.3f} update {:.3f} s  link up {} down {}  drives read {} written {}",
-        report.step, std::to_string(steps_).size(), steps_, report.loss, report.gradient_norm,
-        report.lr, report.tokens_per_s(), report.forward_s, report.backward_s, report.update_s,
-        by_kind(report.traffic.host_link.up_bytes), by_kind(report.traffic.host_link.down_bytes),
-        by_kind(report.traffic.store.up_bytes), by_kind(report.traffic.store.down_bytes)) +
-          compression_text(report));
+    print(
+        fmt::format(
+            "step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tokens/s  forward {:.3f} "
+            "backward {:.3f} update {:.3f} s  link up {} down {}  drives read {} written {}",
+            report.step, std::to_string(steps_).size(), steps_, report.loss, report.gradient_norm,
+            report.lr, report.tokens_per_s(), report.forward_s, report.backward_s, report.update_s,
+            by_kind(report.traffic.host_link.up_bytes),
+            by_kind(report.traffic.host_link.down_bytes), by_kind(report.traffic.store.up_bytes),
+            by_kind(report.traffic.store.down_bytes)) +
+        compression_text(report));
     draw_bar(report.step);
   }
 

@@ -16,6 +16,8 @@
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/gradient_compressor.h"
+#include "smartinf/engine/sign_levels.h"
+#include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/median.h"
@@ -64,7 +66,9 @@ std::vector<std::byte> sparse_message(const engine::CompressOptions& compress) {
   constexpr uint64_t kRows = kBlocks * kBlock / kMatrixColumns;
   writer.begin(base::SubgroupId{0}, kBlocks * kBlock, compress.values,
                {.values = std::vector<float>(kRows + kMatrixColumns, 1.0f),
-                .runs = {kRows, kMatrixColumns}});
+                .runs = {kRows, kMatrixColumns},
+                .levels = std::vector<int8_t>(compress.in_levels() ? kRows + kMatrixColumns : 0,
+                                              int8_t{1})});
   for (uint64_t b = 0; b < kBlocks; ++b) writer.add_block(indices, values);
   const auto message = writer.finish();
   return {message.begin(), message.end()};
@@ -98,6 +102,7 @@ class ProcessorPass {
         const auto view = csd::CompressedView::trusted(message_);
         view.expand_block(b, at);
         view.read_factors(1, view.factors() - columns.size(), columns);
+        if (view.levels() > 0) lift(view, at);
         std::fill(squares.begin(), squares.end(),
                   kernels::SquaresRow{kMatrixColumns, 1e-6f, columns.data()});
         block.squares = squares;
@@ -115,10 +120,19 @@ class ProcessorPass {
   uint64_t seen() const { return seen_; }
 
  private:
+  void lift(const csd::CompressedView& view, std::byte* gradient) {
+    view.read_levels(view.levels() - kMatrixColumns, levels_);
+    auto* value = reinterpret_cast<base::Bf16*>(gradient);
+    for (uint64_t row = 0; row < kBlock / kMatrixColumns; ++row, value += kMatrixColumns) {
+      kernels::lift(kernels::kernels(), 1, levels_, {value, kMatrixColumns});
+    }
+  }
+
   const ProcessorWork work_;
   std::byte* memory_;
   uint64_t block_bytes_;
   std::span<const std::byte> message_;
+  std::vector<int8_t> levels_ = std::vector<int8_t>(kMatrixColumns);
   uint64_t seen_ = 0;
 };
 
@@ -194,6 +208,7 @@ base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& comp
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements));
   SI_ASSIGN_OR_RETURN(const auto compressor, engine::GradientCompressor::make(
                                                  compress, elements, 0, plan::matrix_forms(space)));
+  const engine::SignLevels levels(plan::matrix_forms(space));
   // The same values as the steps that are timed, whose spread decides how long selecting takes.
   SI_ASSIGN_OR_RETURN(const auto steps,
                       SyntheticSteps::make(kElements, DataType::kBf16, DataType::kBf16));
@@ -201,7 +216,8 @@ base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& comp
   std::vector<csd::CompressedWriter> writers(rate.threads);
   uint64_t step = 0;
   const auto pass = [&] {
-    compressor->begin_update(step, 1, 1, {}, rate.threads);
+    compressor->begin_update(step, 1, 1, {.levels = compress.in_levels() ? &levels : nullptr},
+                             rate.threads);
     std::vector<std::jthread> workers;
     for (uint32_t t = 0; t < rate.threads; ++t) {
       workers.emplace_back([&, t] {

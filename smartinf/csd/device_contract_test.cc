@@ -93,6 +93,13 @@ std::vector<Kind> compressed_kinds() {
   for (size_t i = 0; i < all.size(); ++i) {
     all[i].sparsity = {97, all[i].name != "naive" && all[i].name != "scratch"};
   }
+  // Signs arrive as bf16, whatever the device's own type.
+  for (const bool factors : {false, true}) {
+    Kind signs;
+    signs.name = factors ? "signs_in_levels" : "signs";
+    signs.sparsity = {97, factors, true};
+    all.push_back(signs);
+  }
   return all;
 }
 
@@ -208,14 +215,20 @@ class DeviceContract : public testing::TestWithParam<Kind> {
       }
     }
   }
+  SquaresFactors factors(const storage::StoredSubgroup& subgroup, uint64_t step) const {
+    const TestSparsity& sparsity = GetParam().sparsity;
+    return sparsity.factors ? test_factors(forms_, subgroup, step, sparsity.signs)
+                            : SquaresFactors();
+  }
   std::vector<std::byte> message(const storage::StoredSubgroup& subgroup, uint64_t step) const {
     const Kind& kind = GetParam();
     const auto gradient = test_gradient(subgroup, step, kind.gradient_type);
     std::vector<float> wide(subgroup.count);
     kernels::kernels().cast_to_f32(gradient.data(), kind.gradient_type, wide.data(), wide.size());
     CompressedWriter writer;
-    writer.begin(subgroup.id, subgroup.count, form_of(kind.gradient_type),
-                 kind.sparsity.factors ? test_factors(forms_, subgroup, step) : SquaresFactors());
+    writer.begin(subgroup.id, subgroup.count,
+                 kind.sparsity.signs ? ValueForm::kSign : form_of(kind.gradient_type),
+                 factors(subgroup, step));
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       const std::span<const float> block(wide.data() + first,
                                          std::min(base::kBlockElements, subgroup.count - first));
@@ -520,7 +533,7 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
     EXPECT_EQ(other_forms.code(), base::ErrorCode::kInvalidArgument);
     EXPECT_NE(other_forms.what().find("7 factors"), std::string::npos) << other_forms.to_string();
     // As many as there should be, but of other rows and columns.
-    SquaresFactors factors = test_factors(forms_, subgroup, 1);
+    SquaresFactors factors = test_factors(forms_, subgroup, 1, false);
     ASSERT_GT(factors.runs[0], 1u);
     --factors.runs[0];
     ++factors.runs[1];

@@ -10,6 +10,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/kernels/feedback.h"
+#include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::csd {
@@ -140,7 +141,7 @@ base::Status UpdateWork::run_block(uint64_t block) {
                           "a message with factors of squares for a rule without Adam's variance",
                           "Send it without (compress.variance = \"sent\").");
     }
-    work.squares = squares_of(message, block);
+    work.squares = take_squares(message, block, thread_gradient());
   }
   kernels::kernels().update_block(planes_.format(), work, runs);
   if (samples_out_ != nullptr) send_samples(block);
@@ -148,12 +149,16 @@ base::Status UpdateWork::run_block(uint64_t block) {
   return base::Status();
 }
 
-std::span<const kernels::SquaresRow> UpdateWork::squares_of(const CompressedView& message,
-                                                            uint64_t block) {
+std::span<const kernels::SquaresRow> UpdateWork::take_squares(const CompressedView& message,
+                                                              uint64_t block, std::byte* gradient) {
   // Cleared, not freed.
   thread_local std::vector<kernels::SquaresRow> squares;
   thread_local std::vector<float> means;
+  thread_local std::vector<int8_t> row_levels;
+  thread_local std::vector<int8_t> column_levels;
   squares.clear();
+  const bool levels = message.levels() > 0;
+  auto* value = reinterpret_cast<base::Bf16*>(gradient);
   const storage::StoredSubgroup& subgroup = planes_.subgroup();
   const uint64_t first = subgroup.first_element + block * kBlockElements;
   const uint64_t end = first + planes_.elements(block);
@@ -172,15 +177,28 @@ std::span<const kernels::SquaresRow> UpdateWork::squares_of(const CompressedView
     if (form.first >= end) break;
     const plan::FormPart part = plan::part_of(form, first, end - first);
     means.resize(part.rows());
-    message.read_factors(rows_run, means_at + part.first_row() - sent.first_row(), means);
+    const uint64_t rows_at = means_at + part.first_row() - sent.first_row();
+    message.read_factors(rows_run, rows_at, means);
     // From the part's first column on and round the end, as far as it reaches.
     const uint64_t turn = (part.first_column() + form.columns - sent.first_column()) % form.columns;
     const uint64_t some = std::min(part.columns(), sent.columns() - turn);
-    message.read_factors(columns_run, means_at + sent.rows() + turn, {columns, some});
-    message.read_factors(columns_run, means_at + sent.rows(),
-                         {columns + some, part.columns() - some});
+    const uint64_t columns_at = means_at + sent.rows();
+    message.read_factors(columns_run, columns_at + turn, {columns, some});
+    message.read_factors(columns_run, columns_at, {columns + some, part.columns() - some});
+    if (levels) {
+      row_levels.resize(part.rows());
+      message.read_levels(rows_at, row_levels);
+      column_levels.resize(part.columns());
+      message.read_levels(columns_at + turn, std::span(column_levels).first(some));
+      message.read_levels(columns_at, std::span(column_levels).subspan(some));
+    }
     part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
       squares.push_back({count, means[row], columns + column});
+      if (levels) {
+        kernels::lift(kernels::kernels(), row_levels[row],
+                      std::span(column_levels).subspan(column, count), {value, count});
+      }
+      value += count;
     });
     columns += part.columns();
   }

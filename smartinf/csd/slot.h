@@ -60,8 +60,10 @@ class UpdateWork final : public BlockWork {
   base::Status run_block(uint64_t block) override;
 
  private:
-  /// The squares of a block as its message has them, in memory of the thread's own.
-  std::span<const kernels::SquaresRow> squares_of(const CompressedView& message, uint64_t block);
+  /// The squares of a block as its message has them, in memory of the thread's own. Lifts signs by
+  /// their levels. gradient: of the block, expanded.
+  std::span<const kernels::SquaresRow> take_squares(const CompressedView& message, uint64_t block,
+                                                    std::byte* gradient);
   void send_samples(uint64_t block);
 
   PlaneBlocks planes_;

@@ -56,7 +56,8 @@ uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpac
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : space.subgroups(
              options.subgroup_elements != 0 ? options.subgroup_elements : kSubgroupElementsMax)) {
-      factors += csd::factors_bytes(forms, subgroup.first, subgroup.count);
+      factors +=
+          csd::factors_bytes(forms, options.compress.in_levels(), subgroup.first, subgroup.count);
     }
     return base::divide_up(space.count(), base::kBlockElements) * block + factors;
   }

@@ -90,10 +90,11 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
   }
   ahead_.resize(space_.group_count());
   next_ahead_ = ahead_;
-  auto forms = forms_of_squares(options_, space_);
+  const auto forms = forms_of_squares(options_, space_);
   if (!forms.empty() && compressor_->feedback() && options_.compress.step_ahead) {
-    weights_ahead_ = std::make_unique<WeightsAhead>(std::move(forms), space_, set_.subgroups);
+    weights_ahead_ = std::make_unique<WeightsAhead>(forms, space_, set_.subgroups);
     weights_out_.resize(set_.subgroups.size());
+    if (options_.compress.in_levels()) sign_levels_ = std::make_unique<SignLevels>(forms);
   }
   next_to_keep_.resize(set_.devices.size());
   for (Command& command : gradient_commands_) gradient_free_.push_back(&command);
@@ -976,7 +977,9 @@ Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
   std::erase_if(sits_out, [&](const plan::GroupStretch& stretch) {
     return !options.groups[stretch.group].skip;
   });
-  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm, sits_out,
+  if (sign_levels_ != nullptr) weights_ahead_->find_levels(*sign_levels_);
+  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm,
+                            {.sits_out = sits_out, .levels = sign_levels_.get()},
                             CompressedSender::default_threads());
   std::vector<CompressedSender::Piece> pieces;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
@@ -1056,6 +1059,7 @@ uint64_t DeviceUpdater::memory_bytes() const {
 uint64_t DeviceUpdater::gradient_memory_bytes() const {
   uint64_t bytes = compressor_ != nullptr ? compressor_->memory_bytes() : 0;
   if (weights_ahead_ != nullptr) bytes += weights_ahead_->memory_bytes();
+  if (sign_levels_ != nullptr) bytes += sign_levels_->memory_bytes();
   for (const auto& device : set_.devices) bytes += device->info().gradient_memory_bytes;
   return bytes;
 }

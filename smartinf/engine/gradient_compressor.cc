@@ -22,6 +22,12 @@ double square_of(std::span<const base::Bf16> values) {
   return kernels::copy_squares(kernels::kernels(), values, nullptr);
 }
 
+/// What arrives of a sign that is told as `told`.
+float lifted(float told, int16_t level) {
+  const base::Bf16 magnitude = kernels::arrives_at(base::to_bf16(std::abs(told)), level);
+  return std::copysign(base::to_f32(magnitude), told);
+}
+
 }  // namespace
 
 base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
@@ -86,11 +92,12 @@ void GradientCompressor::find_squares(const base::Bf16* values) {
 }
 
 void GradientCompressor::begin_update(base::StepNumber step, double scale, double norm,
-                                      std::span<const plan::GroupStretch> sits_out,
-                                      uint32_t threads) {
+                                      const StepForms& forms, uint32_t threads) {
   step_ = step;
   scale_ = static_cast<float>(scale);
-  if (squares_) squares_->find(gradient_, scale_, sits_out, threads);
+  if (squares_) squares_->find(gradient_, scale_, forms.sits_out, threads);
+  finite_ = std::isfinite(norm);
+  levels_ = forms.levels;
   double backlog = 0;
   if (options_.automatic()) {
     if (!kept_square_) {
@@ -108,6 +115,7 @@ std::span<const std::byte> GradientCompressor::compress(
     std::span<const plan::GroupStretch> sits_out) {
   scratch.factors.clear();
   if (squares_) squares_->append(subgroup, scratch.factors);
+  if (levels_ != nullptr) levels_->append(subgroup, scratch.factors.levels);
   writer.begin(subgroup.id, subgroup.count, options_.values, scratch.factors);
   for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
     const uint64_t count = std::min(kBlockElements, subgroup.count - first);
@@ -123,6 +131,8 @@ std::span<const std::byte> GradientCompressor::compress(
 void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter& writer,
                                         uint64_t first, uint64_t count, uint64_t next,
                                         std::span<const plan::GroupStretch> sits_out) {
+  const auto levels = std::span(scratch.levels).first(levels_ == nullptr ? 0 : count);
+  if (levels_ != nullptr) levels_->of_elements(first, levels);
   const Block block{.feedback = {.gradient = {gradient_ + first, count},
                                  .residual = residual_ == nullptr ? std::span<const base::Bf16>()
                                                                   : std::span<const base::Bf16>(
@@ -133,6 +143,7 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
                                  .step = step_,
                                  .seed = base::mix_seed(seed_, kRoundingStream),
                                  .next = next},
+                    .levels = levels,
                     .most = values_per_block(options_, ratio_, count),
                     .border = borders_[first / kBlockElements]};
   const bool whole = std::none_of(sits_out.begin(), sits_out.end(), [&](const auto& out) {
@@ -157,7 +168,11 @@ std::optional<size_t> GradientCompressor::compress_in_one_pass(Scratch& scratch,
     return std::nullopt;
   }
   const auto indices = std::span(scratch.indices).first(*sent);
-  kernels::keep_rest(block.feedback, indices, add_block(scratch, writer, *sent), kept);
+  // What rounding the sent value took away is not lost either.
+  const auto rests = std::span(scratch.selected).first(*sent);
+  const auto arrived = add_block(scratch, writer, *sent);
+  for (size_t i = 0; i < *sent; ++i) rests[i] -= arrived[i];
+  kernels::keep_rest(block.feedback, indices, rests, kept);
   const uint64_t first = block.feedback.element;
   residual_squares_[first / kBlockElements] =
       kernels::copy_squares(kernels::kernels(), kept, gradient_ + first);
@@ -167,14 +182,15 @@ std::optional<size_t> GradientCompressor::compress_in_one_pass(Scratch& scratch,
 std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
                                                             csd::CompressedWriter& writer,
                                                             const Block& block) {
+  if (!finite_) return std::nullopt;
   const uint64_t first = block.feedback.element;
   const size_t count = block.feedback.gradient.size();
   const size_t words = base::divide_up(count, 64);
   const auto sent = std::span(scratch.sent).first(words);
   const auto negative = std::span(scratch.negative).first(words);
-  const auto signs =
-      kernels::keep_but_signs(kernels::kernels(), block.feedback, block.most, block.border,
-                              scratch.candidates, {gradient_ + first, count}, sent, negative);
+  const auto signs = kernels::keep_but_signs(kernels::kernels(), block.feedback, block.levels,
+                                             block.most, block.border, scratch.candidates,
+                                             {gradient_ + first, count}, sent, negative);
   if (!signs) return std::nullopt;
   writer.add_signs(sent, negative, block.most, signs->magnitude);
   residual_squares_[first / kBlockElements] = signs->kept_squares;
@@ -203,12 +219,24 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedW
                         {values, count});
   each_out([&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
   const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step_), first);
-  const size_t sent = codec_.select({values, count}, block.most, seed, block.border,
+  const bool in_levels = !block.levels.empty();
+  float* told = values;
+  if (in_levels) {
+    told = scratch.told.data();
+    for (size_t i = 0; i < count; ++i) told[i] = kernels::told_at(values[i], block.levels[i]);
+  }
+  const size_t sent = codec_.select({told, count}, block.most, seed, block.border,
                                     scratch.indices.data(), scratch.selected.data());
-  const auto rests = add_block(scratch, writer, sent);
+  const auto arrived = add_block(scratch, writer, sent);
   if (residual_ == nullptr) return sent;
 
-  for (size_t i = 0; i < sent; ++i) values[scratch.indices[i]] = rests[i];
+  for (size_t i = 0; i < sent; ++i) {
+    const uint32_t at = scratch.indices[i];
+    float arrives = arrived[i];
+    if (in_levels) arrives = lifted(arrives, block.levels[at]);
+    // What rounding the sent value took away is not lost either.
+    values[at] -= arrives;
+  }
   // By chance, so that what is kept for many steps is right on average: a gradient below a 512th of
   // it would otherwise never count.
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, values,
@@ -226,8 +254,6 @@ std::span<const float> GradientCompressor::add_block(Scratch& scratch,
   const auto selected = std::span(scratch.selected).first(sent);
   const auto arrived = std::span(scratch.arrived).first(residual_ == nullptr ? 0 : sent);
   writer.add_block({scratch.indices.data(), sent}, selected, arrived);
-  // What rounding the sent value took away is not lost either.
-  for (size_t i = 0; i < arrived.size(); ++i) arrived[i] = selected[i] - arrived[i];
   return arrived;
 }
 

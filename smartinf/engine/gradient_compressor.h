@@ -19,6 +19,7 @@
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/gradient_squares.h"
+#include "smartinf/engine/sign_levels.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/plan/parameter_space.h"
@@ -34,19 +35,27 @@ struct CompressionSummary {
   double residual_norm = 0;  // of what is kept for the next step; 0 without feedback
 };
 
+/// What a step's squares and signs are told by.
+struct StepForms {
+  std::span<const plan::GroupStretch> sits_out = {};  // of the space: whose gradient is none
+  const SignLevels* levels = nullptr;                 // until summary(); null: signs are told as is
+};
+
 /// A step: begin_step, put, begin_update, then compress or leave for every subgroup, summary,
 /// commit. Threads: one at a time, but for compress() and leave(); nobody calls while a residual is
 /// being read by reference.
 class GradientCompressor {
  public:
-  /// A thread's working memory: a block in its stages. About 1.1 MiB.
+  /// A thread's working memory: a block in its stages. About 1.5 MiB.
   struct Scratch {
     std::vector<base::Bf16> kept = std::vector<base::Bf16>(base::kBlockElements);
     std::vector<float> values = std::vector<float>(base::kBlockElements);
+    std::vector<float> told = std::vector<float>(base::kBlockElements);
     std::vector<float> arrived = std::vector<float>(base::kBlockElements);
     std::vector<uint32_t> indices = std::vector<uint32_t>(base::kBlockElements);
     std::vector<float> selected = std::vector<float>(base::kBlockElements);
     csd::SquaresFactors factors;
+    std::vector<int16_t> levels = std::vector<int16_t>(base::kBlockElements);
     std::vector<float> candidates = std::vector<float>(kernels::kSignCandidates);
     std::vector<uint64_t> sent = std::vector<uint64_t>(base::kBlockElements / 64);
     std::vector<uint64_t> negative = std::vector<uint64_t>(base::kBlockElements / 64);
@@ -63,10 +72,9 @@ class GradientCompressor {
   void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
 
   /// When the gradient is whole: chooses the step's ratio and finds what is told of the gradient's
-  /// squares, by so many threads. scale: of the gradient; norm: its own, after that; sits_out:
-  /// stretches of the space whose gradient is none.
-  void begin_update(base::StepNumber step, double scale, double norm,
-                    std::span<const plan::GroupStretch> sits_out = {}, uint32_t threads = 1);
+  /// squares, by so many threads. scale: of the gradient; norm: its own, after that.
+  void begin_update(base::StepNumber step, double scale, double norm, const StepForms& forms = {},
+                    uint32_t threads = 1);
   /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
   /// in order, that send nothing and keep their residual as it is. Threads: several at once, each
   /// with subgroups, a scratch and a writer of its own; what they make does not depend on it.
@@ -100,6 +108,7 @@ class GradientCompressor {
   /// A block of the step in progress on its way.
   struct Block {
     kernels::FeedbackBlock feedback;  // no residual without feedback
+    std::span<const int16_t> levels;  // of its elements; empty where they are told as they are
     size_t most = 0;                  // elements that may be sent
     float& border;                    // the codec's
   };
@@ -115,7 +124,7 @@ class GradientCompressor {
   /// Returns how many elements are sent.
   size_t compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer, const Block& block,
                             std::span<const plan::GroupStretch> sits_out);
-  /// Packs what is selected. Returns what is left of it: [sent], empty without feedback.
+  /// Packs what is selected. Returns what arrives of it: [sent], empty without feedback.
   std::span<const float> add_block(Scratch& scratch, csd::CompressedWriter& writer, size_t sent);
   double sum_of_squares() const;  // of residual_squares_
   void find_squares(const base::Bf16* values);
@@ -132,6 +141,8 @@ class GradientCompressor {
   base::StepNumber step_ = 0;
   float scale_ = 1;
   double ratio_ = 0;
+  bool finite_ = true;  // the step's gradient
+  const SignLevels* levels_ = nullptr;
   std::atomic<uint64_t> elements_of_step_{0};
   std::atomic<uint64_t> values_of_step_{0};
   std::atomic<uint64_t> bytes_of_step_{0};

@@ -28,30 +28,22 @@ void hold_together(std::span<float> means) {
 }  // namespace
 
 GradientSquares::GradientSquares(std::vector<plan::MatrixForm> forms)
-    : forms_(std::move(forms)), sits_out_(forms_.size()) {
-  size_t rows = 0;
-  size_t columns = 0;
+    : forms_(std::move(forms)), means_(forms_), sits_out_(forms_.size()) {
   size_t partial = 0;
   for (size_t f = 0; f < forms_.size(); ++f) {
     const plan::MatrixForm& form = forms_[f];
-    rows_at_.push_back(rows);
-    columns_at_.push_back(columns);
-    rows += form.rows;
-    columns += form.columns;
     const uint64_t at_once = std::max<uint64_t>(1, kSectionElements / form.columns);
     for (uint64_t row = 0; row < form.rows; row += at_once) {
       sections_.push_back({f, row, std::min(at_once, form.rows - row), partial});
       partial += form.columns;
     }
   }
-  rows_.resize(rows);
-  columns_.resize(columns);
   partial_.resize(partial);
 }
 
 void GradientSquares::find(const base::Bf16* gradient, float scale,
                            std::span<const plan::GroupStretch> sits_out, uint32_t threads) {
-  std::fill(rows_.begin(), rows_.end(), 0.0f);
+  std::ranges::fill(means_.all(), 0.0f);
   std::fill(partial_.begin(), partial_.end(), 0.0f);
   std::fill(sits_out_.begin(), sits_out_.end(), uint8_t{0});
   for (const plan::GroupStretch& out : sits_out) {
@@ -86,14 +78,14 @@ void GradientSquares::sum(const Section& section, const base::Bf16* gradient, fl
   kernels::add_matrix_squares(
       kernels::kernels(),
       {gradient + form.first + section.row * form.columns, section.rows * form.columns}, scale,
-      std::span(rows_).subspan(rows_at_[section.form] + section.row, section.rows),
+      means_.rows(section.form).subspan(section.row, section.rows),
       std::span(partial_).subspan(section.columns_at, form.columns));
 }
 
 void GradientSquares::make_means(size_t index, std::span<const Section> sections) {
   const plan::MatrixForm& form = forms_[index];
-  const auto rows = std::span(rows_).subspan(rows_at_[index], form.rows);
-  const auto columns = std::span(columns_).subspan(columns_at_[index], form.columns);
+  const auto rows = means_.rows(index);
+  const auto columns = means_.columns(index);
   const double total = std::accumulate(rows.begin(), rows.end(), 0.0);
   const auto width = static_cast<double>(form.columns);
   for (float& row : rows) row = factor(row / width);
@@ -108,24 +100,12 @@ void GradientSquares::make_means(size_t index, std::span<const Section> sections
 }
 
 void GradientSquares::append(const plan::Subgroup& subgroup, csd::SquaresFactors& out) const {
-  for (const plan::MatrixForm& form : plan::forms_in(forms_, subgroup.first, subgroup.count)) {
-    const auto index = static_cast<size_t>(&form - forms_.data());
-    const plan::FormPart part = plan::part_of(form, subgroup.first, subgroup.count);
-    std::vector<float>& values = out.values;
-    const auto rows = std::span(rows_).subspan(rows_at_[index] + part.first_row(), part.rows());
-    values.insert(values.end(), rows.begin(), rows.end());
-    const auto columns = std::span(columns_).subspan(columns_at_[index], form.columns);
-    const uint64_t some = std::min(part.columns(), form.columns - part.first_column());
-    const auto from = columns.subspan(part.first_column(), some);
-    values.insert(values.end(), from.begin(), from.end());
-    values.insert(values.end(), columns.begin(),
-                  columns.begin() + static_cast<ptrdiff_t>(part.columns() - some));
-  }
+  means_.append(subgroup.first, subgroup.count, out.values);
   csd::append_factor_runs(forms_, subgroup.first, subgroup.count, out.runs);
 }
 
 uint64_t GradientSquares::memory_bytes() const {
-  return (rows_.size() + columns_.size() + partial_.size()) * sizeof(float);
+  return means_.memory_bytes() + partial_.size() * sizeof(float);
 }
 
 }  // namespace smartinf::engine

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/engine/form_table.h"
 #include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 
@@ -44,13 +45,10 @@ class GradientSquares {
   void make_means(size_t form, std::span<const Section> sections);
 
   const std::vector<plan::MatrixForm> forms_;
-  std::vector<Section> sections_;   // in order
-  std::vector<size_t> rows_at_;     // of each form, in rows_
-  std::vector<size_t> columns_at_;  // of each form, in columns_
-  std::vector<float> rows_;         // means, and sums before
-  std::vector<float> columns_;      // relative means
-  std::vector<float> partial_;      // sums of columns, by section
-  std::vector<uint8_t> sits_out_;   // by form
+  std::vector<Section> sections_;  // in order
+  FormTable<float> means_;         // of rows; of columns, relative; and sums before
+  std::vector<float> partial_;     // sums of columns, by section
+  std::vector<uint8_t> sits_out_;  // by form
 };
 
 }  // namespace smartinf::engine

@@ -88,6 +88,12 @@ struct CompressOptions {
     return control || feedback == Feedback::kNone ? csd::ValueForm::kBf16 : csd::ValueForm::kSign;
   }
   bool automatic() const { return ratio_max > 0; }
+  /// Where signs are told in units of their own (SignLevels), for which the variances are needed
+  /// that stepping ahead samples.
+  bool in_levels() const {
+    return values == csd::ValueForm::kSign && step_ahead && feedback != Feedback::kNone &&
+           variance == Variance::kDense;
+  }
   /// What is kept is part of the state on the devices.
   bool kept_on_devices() const { return on() && feedback != Feedback::kNone && keep_every > 0; }
 };

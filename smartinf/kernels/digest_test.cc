@@ -169,7 +169,7 @@ uint64_t digest_of_feedback(const KernelTable& table) {
   return digest.value();
 }
 
-uint64_t digest_of_signs(const KernelTable& table) {
+uint64_t digest_of_signs(const KernelTable& table, bool in_levels) {
   constexpr size_t kMost = 300;
   Digest digest;
   std::vector<base::Bf16> gradient = fixed_bf16(table, 6);
@@ -185,10 +185,15 @@ uint64_t digest_of_signs(const KernelTable& table) {
   std::vector<uint64_t> high_bits(kMost / 2);
   float border = 0;
   const FeedbackBlock block = feedback_of(gradient, residual);
+  std::vector<int16_t> levels(in_levels ? kElements : 0);
   add_feedback(table, gradient, residual, block.scale, block.decay, sum);
+  for (size_t i = 0; i < levels.size(); ++i) {
+    levels[i] = static_cast<int16_t>(static_cast<int>(37 * i % 600) - 300);
+    sum[i] = told_at(sum[i], levels[i]);
+  }
   top_k_near(table, sum, kMost, kElements, indices.data(), candidates.data(), border);
   const auto signs =
-      keep_but_signs(table, block, kMost, border, candidates, gradient, sent, negative);
+      keep_but_signs(table, block, levels, kMost, border, candidates, gradient, sent, negative);
   if (!signs) return 0;
   EXPECT_EQ(ends_of_signs(table, sent, negative, std::span(ends).subspan(1)), kMost);
   split_gaps(table, std::span(ends).first(1 + kMost), 3, 1, {tails, highs, high_bits});
@@ -225,7 +230,8 @@ TEST(Digest, IsThatOfX86sScalarTruthOnEveryTarget) {
         << table->isa();
     EXPECT_EQ(hex(digest_of_the_rest(*table)), "139e07b90cf9631d") << table->isa();
     EXPECT_EQ(hex(digest_of_feedback(*table)), "66e4d99f06811092") << table->isa();
-    EXPECT_EQ(hex(digest_of_signs(*table)), "9e6ac9d2ba326873") << table->isa();
+    EXPECT_EQ(hex(digest_of_signs(*table, false)), "9e6ac9d2ba326873") << table->isa();
+    EXPECT_EQ(hex(digest_of_signs(*table, true)), "6f31b22e015074cd") << table->isa();
   }
 }
 

@@ -138,7 +138,8 @@ void CompressedWriter::append_factors(const SquaresFactors& factors) {
     run_at += sizeof(run);
   }
   SI_CHECK(left.empty(), "runs add up to the factors");
-  std::memcpy(code, factors.levels.data(), factors.levels.size());
+  std::ranges::transform(factors.levels, code,
+                         [](int8_t level) { return static_cast<std::byte>(level); });
 }
 
 uint64_t CompressedWriter::elements_of_next_block() const {
@@ -429,7 +430,9 @@ void CompressedView::read_factors(uint64_t run, uint64_t first, std::span<float>
 void CompressedView::read_levels(uint64_t first, std::span<int8_t> out) const {
   SI_CHECK(first <= levels() && out.size() <= levels() - first, "levels that there are");
   const uint64_t at = runs_offset() + factors_bytes(header_.factors, first, header_.runs);
-  std::memcpy(out.data(), message_.data() + at, out.size());
+  std::ranges::transform(message_.subspan(at, out.size()), out.begin(), [](std::byte level) {
+    return static_cast<int8_t>(std::to_integer<uint8_t>(level));
+  });
 }
 
 }  // namespace smartinf::csd

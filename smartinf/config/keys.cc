@@ -175,8 +175,10 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("compress.variance", choice(r.updater.compress.variance, kVariance),
            "of adam and adamw, from the \"dense\" gradient's squares by row and column or from "
            "what was \"sent\""),
-    SI_KEY("compress.step_ahead", &r.updater.compress.step_ahead,
-           "weights come up as if what is kept had arrived; with feedback and \"dense\" variance"),
+    SI_KEY(
+        "compress.step_ahead", &r.updater.compress.step_ahead,
+        "weights come up as if what is kept had arrived, and signs have units; with feedback and "
+        "\"dense\" variance"),
     SI_KEY("compress.warmup_steps", &r.updater.compress.warmup_steps,
            "in which the ratio falls from 0.5"),
     SI_KEY("compress.keep_every", &r.updater.compress.keep_every,

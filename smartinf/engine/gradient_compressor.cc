@@ -222,7 +222,7 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedW
   const bool in_levels = !block.levels.empty();
   float* told = values;
   if (in_levels) {
-    told = scratch.told.data();
+    told = scratch.arrived.data();  // of no use until something is selected
     for (size_t i = 0; i < count; ++i) told[i] = kernels::told_at(values[i], block.levels[i]);
   }
   const size_t sent = codec_.select({told, count}, block.most, seed, block.border,

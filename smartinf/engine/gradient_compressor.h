@@ -46,11 +46,10 @@ struct StepForms {
 /// being read by reference.
 class GradientCompressor {
  public:
-  /// A thread's working memory: a block in its stages. About 1.5 MiB.
+  /// A thread's working memory: a block in its stages. About 1.3 MiB.
   struct Scratch {
     std::vector<base::Bf16> kept = std::vector<base::Bf16>(base::kBlockElements);
     std::vector<float> values = std::vector<float>(base::kBlockElements);
-    std::vector<float> told = std::vector<float>(base::kBlockElements);
     std::vector<float> arrived = std::vector<float>(base::kBlockElements);
     std::vector<uint32_t> indices = std::vector<uint32_t>(base::kBlockElements);
     std::vector<float> selected = std::vector<float>(base::kBlockElements);

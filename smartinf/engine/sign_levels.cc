@@ -56,13 +56,11 @@ void SignLevels::of_elements(uint64_t first, std::span<int16_t> out) const {
     const auto rows = levels_.rows(index);
     const auto columns = levels_.columns(index);
     auto rest = out.subspan(part.first - first, part.count);
-    uint64_t column = part.first_column();
-    for (uint64_t row = part.first_row(); !rest.empty(); ++row, column = 0) {
-      const uint64_t some = std::min<uint64_t>(rest.size(), form.columns - column);
+    part.each_stretch([&](uint64_t row, uint64_t column, uint64_t some) {
       kernels::add_levels(kernels::kernels(), rows[row], columns.subspan(column, some),
                           rest.first(some));
       rest = rest.subspan(some);
-    }
+    });
   }
 }
 

@@ -63,16 +63,14 @@ void WeightsAhead::step_in_form(const Step& step, size_t index, uint64_t first, 
   const plan::MatrixForm& form = forms_[index];
   const plan::FormPart part = plan::part_of(form, first, count);
   const kernels::StepAhead& rate = step.rates[groups_[index]];
-  uint64_t row = part.first_row();
-  uint64_t column = part.first_column();
-  for (uint64_t at = part.first; at < part.first + part.count; ++row, column = 0) {
-    const uint64_t some = std::min(form.columns - column, part.first + part.count - at);
+  uint64_t at = part.first;
+  part.each_stretch([&](uint64_t row, uint64_t column, uint64_t some) {
     kernels::step_ahead(
         kernels::kernels(), rate, {step.residual + at, some}, roots_.rows[row],
         std::span(roots_.columns).subspan(column, some),
         static_cast<std::byte*>(weights) + (at - first) * base::data_type_bytes(type), type);
     at += some;
-  }
+  });
 }
 
 void WeightsAhead::step(const Step& step, uint64_t first, uint64_t count, void* weights,

@@ -28,7 +28,7 @@ class WeightsAhead {
   /// Samples of variances that were read. first: in the space.
   void take(uint64_t first, std::span<const float> variances);
 
-  /// The roots of variances for signs, where all samples are there.
+  /// Signs' levels, by the variances that the samples tell of; all samples must be there.
   void find_levels(SignLevels& out);
 
   /// What weights step by: kept, of the whole space; rates by group.

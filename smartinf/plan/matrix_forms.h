@@ -57,26 +57,33 @@ struct FormPart {
   /// Numbers that tell of it: one for each row, then one for each column.
   uint64_t factors() const { return rows() + columns(); }
 
-  /// act(row, column, count): a stretch in one row. The row counts from the part's first, the
-  /// column is the position among the part's columns.
+  /// act(row, column, count): what the part has of each row, by the form's own rows and columns.
+  template <typename Act>
+  void each_stretch(const Act& act) const {
+    uint64_t row = first_row();
+    uint64_t column = first_column();
+    for (uint64_t left = count; left > 0; ++row, column = 0) {
+      const uint64_t some = std::min(left, form.columns - column);
+      act(row, column, some);
+      left -= some;
+    }
+  }
+
+  /// act(row, column, count): the same by the part's own: the row counts from its first, the column
+  /// is the position among its columns.
   template <typename Act>
   void each_row(const Act& act) const {
-    uint64_t column = first_column();
-    uint64_t row = 0;
-    for (uint64_t done = 0; done < count; ++row) {
-      uint64_t left = std::min(count - done, form.columns - column);
+    each_stretch([&](uint64_t row, uint64_t column, uint64_t left) {
       while (left > 0) {
         const uint64_t position = column >= first_column() ? column - first_column()
                                                            : column + form.columns - first_column();
         // Round the end of the part's columns: there the next position is 0.
         const uint64_t some = std::min(left, columns() - position);
-        act(row, position, some);
-        done += some;
+        act(row - first_row(), position, some);
         left -= some;
         column += some;
       }
-      column = 0;
-    }
+    });
   }
 };
 

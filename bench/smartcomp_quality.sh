@@ -10,6 +10,8 @@
 #   python3 bench/loss_curves.py plot quality/scratch.jsonl --out curves.svg
 #
 # On a GPU nothing changes: the trainer finds it (train.accelerator = "auto"). SMARTINF names the program.
+# AGAIN="--train.lr 1.0001e-3", a change too small to matter, adds runs of whole gradients with it: how far
+# they end from the first ones is how far a run's end can be trusted.
 set -euo pipefail
 positional=()
 while [ $# -gt 0 ] && [ "$1" != "--" ]; do positional+=("$1"); shift; done
@@ -25,6 +27,7 @@ flags=(--train.steps "$steps" --train.validate_every "$((steps / 10))" "$@")
 mkdir -p "$out"
 
 variants=(--variant dense=)
+[ -z "${AGAIN:-}" ] || variants+=(--variant "again=$AGAIN")
 for ratio in $ratios; do
   topk="--compress.codec topk --compress.ratio $ratio --compress.keep_every 0"
   variants+=(--variant "paper-$ratio=$topk --compress.feedback none --compress.variance sent")

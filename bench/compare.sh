@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Times smartinf's optimizer step and DeepSpeed ZeRO-Infinity's in turn, on one drive, and writes a
-# page with the commands, the machine, every row and the medians.
+# page with the commands, the machine and the medians, and every row into RESULT.jsonl beside it.
 #
 #   bench/compare.sh DIRECTORY [RESULT.md]
 #
@@ -35,7 +35,7 @@ for round in $(seq "$rounds"); do
   tail -n "$(($(wc -w <<<"$formats") + 1))" "$rows" | cut -c 1-160
 done
 
-PARAMS=$params ROUNDS=$rounds REPEAT=$repeat FORMATS=$formats python3 - "$rows" "$drive" >"$result" <<'PYTHON'
+PARAMS=$params ROUNDS=$rounds REPEAT=$repeat FORMATS=$formats python3 - "$rows" "$drive" "${result%.md}.jsonl" >"$result" <<'PYTHON'
 import json, os, platform, shlex, statistics, subprocess, sys
 
 rows = [json.loads(line) for line in open(sys.argv[1])]
@@ -71,9 +71,10 @@ for who, group in by_who.items():
     faster = f"{base / statistics.median(times):.2f}" if base else ""
     print(f"| {who} | {statistics.median(times):.3f} | {min(times):.3f} | {max(times):.3f} | {share} | "
           f"{memory:.2f} | {faster} |")
-print("\nEvery row (a median of its round's steps):\n\n```json")
-for row in rows:
-    print(json.dumps(row))
-print("```")
+name = os.path.basename(sys.argv[3])
+print(f"\nThe rows behind this page, each the median of its round's steps, are in [{name}]({name}).")
+with open(sys.argv[3], "w", encoding="utf-8") as out:
+    for row in rows:
+        out.write(json.dumps(row) + "\n")
 PYTHON
-echo "written: $result"
+echo "written: $result and ${result%.md}.jsonl"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What durable steps and checksums cost: the optimizer step as it is by default and with
 # durability "none" and no checksums, in turn on one drive, each beside the drive's time for the same
-# bytes. Writes a page with the command, the machine, every row and the medians.
+# bytes. Writes a page with the command, the machine and the medians, and every row into RESULT.jsonl beside it.
 #
 #   bench/durability_cost.sh DIRECTORY [RESULT.md]
 #
@@ -34,7 +34,7 @@ for round in $(seq "$rounds"); do
   fi
 done
 
-PARAMS=$params ROUNDS=$rounds REPEAT=$repeat python3 - "$rows" "$drive" >"$result" <<'PYTHON'
+PARAMS=$params ROUNDS=$rounds REPEAT=$repeat python3 - "$rows" "$drive" "${result%.md}.jsonl" >"$result" <<'PYTHON'
 import json, os, platform, statistics, subprocess, sys
 
 rows = [json.loads(line) for line in open(sys.argv[1])]
@@ -70,10 +70,11 @@ cost = statistics.median(of("default", "update_s")) / statistics.median(of("bare
 print(f"\nDefault over bare: {100 * (cost - 1):+.1f} % of the medians; round by round "
       f"{', '.join(f'{100 * (ratio - 1):+.1f}' for ratio in ratios)} %, median "
       f"{100 * (statistics.median(ratios) - 1):+.1f} %.")
-print("\nEvery row (a median of its round's steps):\n\n```json")
-for row in rows:
-    print(json.dumps(row))
-print("```")
+name = os.path.basename(sys.argv[3])
+print(f"\nThe rows behind this page, each the median of its round's steps, are in [{name}]({name}).")
+with open(sys.argv[3], "w", encoding="utf-8") as out:
+    for row in rows:
+        out.write(json.dumps(row) + "\n")
 PYTHON
 sed -n '/^| who/,/^Default/p' "$result"
-echo "written: $result"
+echo "written: $result and ${result%.md}.jsonl"

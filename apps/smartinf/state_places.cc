@@ -26,6 +26,8 @@ base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>
       }
     } else if (engine::is_checkpoint(word)) {
       SI_ASSIGN_OR_RETURN(const engine::Checkpoint checkpoint, engine::read_checkpoint(word));
+      SI_RETURN_IF_ERROR(engine::check_one_rank(checkpoint));
+      SI_RETURN_IF_ERROR(engine::check_devices(checkpoint));
       devices.insert(devices.end(), checkpoint.devices.begin(), checkpoint.devices.end());
     } else {
       devices.push_back(word);

@@ -13,7 +13,7 @@ namespace smartinf::apps {
 bool is_run_folder(const std::string& path);
 
 /// The devices of each word in turn. Nothing is opened. Errors: a run's recipe or a checkpoint's
-/// description that cannot be read.
+/// description that cannot be read; a checkpoint that was put together from others.
 base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words);
 
 }  // namespace smartinf::apps

@@ -169,21 +169,14 @@ Status validate(Trainer& trainer, const Screen& screen) {
   return loss.status().code() == base::ErrorCode::kNotFound ? Status() : loss.status();
 }
 
-/// A copy that finds no room, or that Ctrl-C ends, costs the run nothing but itself.
+/// A copy that cannot be made costs the run nothing but itself.
 Status keep_checkpoint(Trainer& trainer, const Screen& screen, const Interrupt& interrupt) {
   Progress progress("copying the state", interrupt.token());
-  const Result<engine::CheckpointSummary> made =
+  const Result<std::optional<engine::CheckpointSummary>> made =
       trainer.checkpoint([&](uint64_t done, uint64_t total) { return progress(done, total); });
   progress.clear();
-  if (made.ok()) {
-    screen.checkpoint(*made);
-  } else if (made.status().code() == base::ErrorCode::kNoSpace) {
-    base::log(base::LogLevel::kWarning,
-              fmt::format("step {}: no checkpoint: {}", trainer.step(), made.status().to_string()));
-  } else {
-    return made.status();
-  }
-  return Status();
+  if (made.ok() && *made) screen.checkpoint(**made);
+  return made.status();
 }
 
 void show_wear(const config::LoadedRecipe& loaded, const Screen& screen) {

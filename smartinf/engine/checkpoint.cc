@@ -14,6 +14,7 @@
 #include <linux/fs.h>
 #include <nlohmann/json.hpp>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
@@ -30,9 +31,8 @@ namespace fs = std::filesystem;
 
 namespace {
 
-std::string device_folder(const fs::path& checkpoint, size_t device) {
-  return (checkpoint / fmt::format("device-{}", device)).string();
-}
+/// Of a description; more is damage, and no reason to take memory.
+constexpr uint64_t kDevicesMax = 65536;
 
 Status sync_path(const std::string& path, int flags) {
   const storage::FileDescriptor file(::open(path.c_str(), flags | O_CLOEXEC));
@@ -42,12 +42,9 @@ Status sync_path(const std::string& path, int flags) {
   return Status();
 }
 
-Status make_folder(const fs::path& path) {
-  std::error_code error;
-  fs::create_directories(path, error);
-  if (!error) return Status();
-  return base::errno_status(error.value(), "cannot make the checkpoint's folder", path.string(), {},
-                            {}, "Name a folder that can be written to.");
+Status make_folder(const std::string& path) {
+  if (::mkdir(path.c_str(), 0777) == 0) return Status();
+  return base::errno_status(errno, "cannot make the checkpoint's folder", path);
 }
 
 /// Lets `to` share the blocks of an open file. False: this file system cannot, or not between these
@@ -82,7 +79,7 @@ Result<bool> clone_devices(const StoredRun& run, const fs::path& partial) {
     const storage::StateReader& reader = *run.devices[device];
     std::error_code error;
     if (!fs::is_regular_file(reader.file_path(), error)) return false;  // a block device
-    const std::string folder = device_folder(partial, device);
+    const std::string folder = device_folder(partial.string(), device);
     SI_RETURN_IF_ERROR(make_folder(folder));
     SI_ASSIGN_OR_RETURN(
         const bool cloned,
@@ -109,7 +106,7 @@ Status copy_devices(StoredRun& run, const fs::path& partial, const CheckpointOpt
                     CheckpointSummary& summary) {
   std::vector<std::string> targets;
   for (size_t device = 0; device < run.devices.size(); ++device) {
-    targets.push_back(device_folder(partial, device));
+    targets.push_back(device_folder(partial.string(), device));
   }
   ReshardOptions copy;
   copy.format = run.layout().format;
@@ -133,25 +130,32 @@ std::string description_checksum(nlohmann::json others) {
   return fmt::format("{:016x}", base::checksum(std::as_bytes(std::span(text)), 0));
 }
 
-Status write_description(const StoredRun& run, const fs::path& partial,
-                         const CheckpointSummary& summary) {
-  nlohmann::ordered_json json{{"run", run.layout().run.to_string()},
-                              {"step", run.step},
-                              {"created_seconds", std::time(nullptr)},
-                              {"devices", run.devices.size()},
-                              {"device_names", run.description.devices},
-                              {"state_format", base::state_format_name(run.layout().format)},
-                              {"rule", kernels::update_rule_name(run.description.rule)},
-                              {"parameters", run.description.space.count()},
-                              {"state_bytes", summary.state_bytes},
-                              {"cloned", summary.cloned}};
+/// The description lies in a file that is complete before anything counts on it: the folder still
+/// has another name.
+Status write_description(nlohmann::ordered_json json, const std::string& folder) {
+  json["created_seconds"] = std::time(nullptr);
   json["checksum"] = description_checksum(json);
-  const std::string path = (partial / kCheckpointFile).string();
+  const std::string path = (fs::path(folder) / kCheckpointFile).string();
   std::ofstream out(path);
   out << json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
   out.close();
   if (!out) return base::errno_status(errno, "cannot write the checkpoint's description", path);
-  return sync_path(path, O_RDONLY);
+  SI_RETURN_IF_ERROR(sync_path(path, O_RDONLY));
+  return sync_path(folder, O_RDONLY | O_DIRECTORY);
+}
+
+nlohmann::ordered_json describe(const StoredRun& run, const CheckpointSummary& summary,
+                                const std::string& trainer) {
+  return {{"run", run.layout().run.to_string()},
+          {"step", run.step},
+          {"devices", run.devices.size()},
+          {"device_names", run.description.devices},
+          {"state_format", base::state_format_name(run.layout().format)},
+          {"rule", kernels::update_rule_name(run.description.rule)},
+          {"parameters", run.description.space.count()},
+          {"state_bytes", summary.state_bytes},
+          {"cloned", summary.cloned},
+          {"trainer", trainer}};
 }
 
 Status write_into(StoredRun& run, const fs::path& partial, const CheckpointOptions& options,
@@ -159,19 +163,19 @@ Status write_into(StoredRun& run, const fs::path& partial, const CheckpointOptio
   SI_ASSIGN_OR_RETURN(summary.cloned, clone_devices(run, partial));
   if (!summary.cloned) {
     std::error_code error;
-    fs::remove_all(partial, error);
-    SI_RETURN_IF_ERROR(make_folder(partial));
+    for (size_t device = 0; device < run.devices.size(); ++device) {
+      fs::remove_all(device_folder(partial.string(), device), error);
+    }
     SI_RETURN_IF_ERROR(copy_devices(run, partial, options, summary));
   }
   for (size_t device = 0; device < run.devices.size(); ++device) {
-    const fs::path folder = device_folder(partial, device);
+    const fs::path folder = device_folder(partial.string(), device);
     std::error_code error;
     fs::remove(folder / storage::kLockFileName, error);
     SI_RETURN_IF_ERROR(sync_path((folder / storage::kStateFileName).string(), O_RDONLY));
     SI_RETURN_IF_ERROR(sync_path(folder.string(), O_RDONLY | O_DIRECTORY));
   }
-  SI_RETURN_IF_ERROR(write_description(run, partial, summary));
-  return sync_path(partial.string(), O_RDONLY | O_DIRECTORY);
+  return write_description(describe(run, summary, options.trainer), partial.string());
 }
 
 void remove_older(const storage::RunId& run, const CheckpointOptions& options,
@@ -182,18 +186,36 @@ void remove_older(const storage::RunId& run, const CheckpointOptions& options,
   // Never the one just written, even when a step was gone back to.
   std::erase_if(ours, [&](const Checkpoint& other) { return other.path == summary.path; });
   for (size_t i = 0; i + options.keep - 1 < ours.size(); ++i) {
-    // First it stops being a checkpoint, so that a crash leaves no half of one.
-    const std::string doomed = ours[i].path + std::string(kPartialSuffix);
-    std::error_code error;
-    fs::rename(ours[i].path, doomed, error);
-    if (!error) fs::remove_all(doomed, error);
-    if (error) {
-      base::log(base::LogLevel::kWarning, fmt::format("{}: an old checkpoint cannot be deleted: {}",
-                                                      ours[i].path, error.message()));
+    if (const Status gone = remove_checkpoint(ours[i].path, run); !gone.ok()) {
+      base::log(base::LogLevel::kWarning,
+                fmt::format("an old checkpoint cannot be deleted: {}", gone.to_string()));
       continue;
     }
     summary.removed.push_back(ours[i].path);
   }
+}
+
+std::string without_slash(std::string path) {
+  while (path.size() > 1 && path.ends_with('/')) path.pop_back();
+  return path;
+}
+
+/// Where the run's checkpoint of this step goes. True: it is there already.
+Result<bool> choose_name(const StoredRun& run, const std::string& folder, std::string& path) {
+  path = (fs::path(folder) / fmt::format("step-{:08}", run.step)).string();
+  if (!fs::exists(path)) return false;
+  Result<Checkpoint> there = read_checkpoint(path);
+  // A restored run comes to the steps of the one before it again: both have their checkpoints.
+  if (!there.ok() || !(there->run == run.layout().run)) {
+    path += "-" + run.layout().run.to_string().substr(0, 8);
+    if (!fs::exists(path)) return false;
+    there = read_checkpoint(path);
+    if (!there.ok()) return std::move(there).status();
+  }
+  if (there->run == run.layout().run && there->step == run.step) return true;
+  return Status(ErrorCode::kAlreadyExists, "the folder holds a checkpoint of another run",
+                "Name another folder, or delete it if it is not needed.",
+                base::ErrorPlace{path, {}, {}, 0});
 }
 
 }  // namespace
@@ -202,44 +224,55 @@ Result<CheckpointSummary> write_checkpoint(StoredRun& run, const CheckpointOptio
   CheckpointSummary summary;
   summary.step = run.step;
   summary.state_bytes = run.state_bytes();
-  fs::path path = fs::path(options.folder) / fmt::format("step-{:08}", run.step);
-  if (fs::exists(path)) {
-    const Result<Checkpoint> there = read_checkpoint(path.string());
-    // A restored run comes to the steps of the one before it again: both have their checkpoints.
-    if (!there.ok() || !(there->run == run.layout().run)) {
-      path += "-" + run.layout().run.to_string().substr(0, 8);
-    }
-  }
-  summary.path = path.string();
-  if (fs::exists(path)) {
-    SI_ASSIGN_OR_RETURN(const Checkpoint there, read_checkpoint(summary.path));
-    if (!(there.run == run.layout().run) || there.step != run.step) {
-      return Status(ErrorCode::kAlreadyExists, "the folder holds a checkpoint of another run",
-                    "Name another folder, or delete it if it is not needed.",
-                    base::ErrorPlace{summary.path, {}, {}, 0});
-    }
-    summary.existed = true;
-    return summary;
-  }
-  SI_RETURN_IF_ERROR(make_folder(options.folder));
-  const fs::path partial = summary.path + std::string(kPartialSuffix);
-  std::error_code error;
-  fs::remove_all(partial, error);  // of a crash
-  SI_RETURN_IF_ERROR(make_folder(partial));
-  Status status = write_into(run, partial, options, summary);
-  if (status.ok()) {
-    fs::rename(partial, path, error);
-    if (error) {
-      status = base::errno_status(error.value(), "cannot name the checkpoint", summary.path);
-    }
-  }
-  if (!status.ok()) {
-    fs::remove_all(partial, error);
-    return status;
-  }
-  SI_RETURN_IF_ERROR(sync_path(options.folder, O_RDONLY | O_DIRECTORY));
-  remove_older(run.layout().run, options, summary);
+  const bool named = !options.path.empty();
+  const std::string path = without_slash(options.path);
+  const std::string folder = named ? parent_folder(path) : options.folder;
+  SI_RETURN_IF_ERROR(make_durable_folder(folder));
+  const auto choose = [&]() -> Result<bool> {
+    if (!named) return choose_name(run, folder, summary.path);
+    summary.path = path;
+    SI_RETURN_IF_ERROR(check_place(summary.path, options.replace));
+    return false;
+  };
+  // Who finds a name free takes it: nobody else looks in between. A path that was given needs no
+  // such care, and copying neither: until it has its name a checkpoint is its process's own.
+  const auto lock = [&]() -> Result<storage::FileDescriptor> {
+    if (named) return storage::FileDescriptor();
+    return lock_checkpoints(folder);
+  };
+  SI_ASSIGN_OR_RETURN(storage::FileDescriptor locked, lock());
+  SI_ASSIGN_OR_RETURN(summary.existed, choose());
+  if (summary.existed) return summary;
+  SI_ASSIGN_OR_RETURN(PartialCheckpoint partial,
+                      PartialCheckpoint::begin(summary.path, run.layout().run, !named));
+  locked.reset();
+  SI_RETURN_IF_ERROR(write_into(run, partial.folder(), options, summary));
+  SI_ASSIGN_OR_RETURN(locked, lock());
+  SI_ASSIGN_OR_RETURN(summary.existed, choose());
+  if (summary.existed) return summary;
+  SI_RETURN_IF_ERROR(partial.name(summary.path, options.replace));
+  if (!named) remove_older(run.layout().run, options, summary);
   return summary;
+}
+
+Result<RanksCheckpoint> RanksCheckpoint::begin(const std::string& given, bool replace,
+                                               const storage::RunId& run) {
+  const std::string path = without_slash(given);
+  const std::string folder = parent_folder(path);
+  SI_RETURN_IF_ERROR(make_durable_folder(folder));
+  SI_RETURN_IF_ERROR(check_place(path, replace));
+  SI_ASSIGN_OR_RETURN(PartialCheckpoint partial, PartialCheckpoint::begin(path, run, false));
+  return RanksCheckpoint(std::move(partial), path, replace);
+}
+
+Status RanksCheckpoint::finish(size_t ranks, const std::string& trainer) {
+  nlohmann::ordered_json json{{"trainer", trainer}};
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    SI_ASSIGN_OR_RETURN(const Checkpoint part, read_checkpoint(rank_folder(folder(), rank)));
+    json["ranks"].push_back({{"run", part.run.to_string()}, {"step", part.step}});
+  }
+  SI_RETURN_IF_ERROR(write_description(std::move(json), folder()));
+  return partial_.name(path_, replace_);
 }
 
 Result<CheckpointSummary> checkpoint_open_run(const std::vector<std::string>& paths,
@@ -249,7 +282,7 @@ Result<CheckpointSummary> checkpoint_open_run(const std::vector<std::string>& pa
 }
 
 Status check_checkpoint_folder(const std::string& folder) {
-  SI_RETURN_IF_ERROR(make_folder(folder));
+  SI_RETURN_IF_ERROR(make_durable_folder(folder));
   // Not access(): that says nothing of a file system that is mounted read-only or over its quota.
   const std::string probe = (fs::path(folder) / fmt::format("probe{}", kPartialSuffix)).string();
   const storage::FileDescriptor made(::open(probe.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
@@ -266,12 +299,62 @@ bool is_checkpoint(const std::string& path) {
          !path.ends_with(kPartialSuffix);
 }
 
+namespace {
+
+bool read_run_and_step(const nlohmann::json& json, Checkpoint& out) {
+  if (!json.is_object() || !json.contains("run") || !json["run"].is_string() ||
+      !json.contains("step") || !json["step"].is_number_unsigned()) {
+    return false;
+  }
+  out.step = json["step"].get<uint64_t>();
+  const auto digits = json["run"].get<std::string>();
+  if (digits.size() != 2 * out.run.bytes.size() ||
+      digits.find_first_not_of("0123456789abcdef") != std::string::npos) {
+    return false;
+  }
+  for (size_t i = 0; i < out.run.bytes.size(); ++i) {
+    out.run.bytes[i] = static_cast<uint8_t>(std::stoi(digits.substr(2 * i, 2), nullptr, 16));
+  }
+  return true;
+}
+
+Status not_together(const std::string& path, std::string what) {
+  return Status(ErrorCode::kMismatch, "the checkpoint was put together from others: " + what,
+                "Use another checkpoint.", base::ErrorPlace{path, {}, {}, 0});
+}
+
+/// Of several ranks: what the description says of each, and each one's own.
+Status read_ranks(const nlohmann::json& ranks, Checkpoint& checkpoint) {
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    Checkpoint said;
+    if (!read_run_and_step(ranks[rank], said)) {
+      return Status(ErrorCode::kCorrupt, "the checkpoint's description names no run of a rank",
+                    "Use another checkpoint.", base::ErrorPlace{checkpoint.path, {}, {}, 0});
+    }
+    SI_ASSIGN_OR_RETURN(Checkpoint part, read_checkpoint(rank_folder(checkpoint.path, rank)));
+    if (!(part.run == said.run) || part.step != said.step || !part.ranks.empty()) {
+      return not_together(part.path, fmt::format("it is of step {} of run {}, and step {} of run "
+                                                 "{} belongs here",
+                                                 part.step, part.run.to_string().substr(0, 8),
+                                                 said.step, said.run.to_string().substr(0, 8)));
+    }
+    checkpoint.ranks.push_back(std::move(part));
+  }
+  checkpoint.step = checkpoint.ranks.front().step;
+  return Status();
+}
+
+}  // namespace
+
 Result<Checkpoint> read_checkpoint(const std::string& path) {
   const std::string file = (fs::path(path) / kCheckpointFile).string();
   std::ifstream in(file);
   if (!in) {
     return Status(ErrorCode::kNotFound, "no checkpoint is here",
-                  "Name its folder, e.g. runs/mine/checkpoints/step-00000100.",
+                  is_checkpoint(path + std::string(kReplacedSuffix))
+                      ? "It was being replaced; the one before it is beside it, and whole: " +
+                            path + std::string(kReplacedSuffix)
+                      : "Name its folder, e.g. runs/mine/checkpoints/step-00000100.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
   std::stringstream text;
@@ -282,28 +365,93 @@ Result<Checkpoint> read_checkpoint(const std::string& path) {
                   "Its devices may be whole: name them one by one (device-0, device-1, ...).",
                   base::ErrorPlace{file, {}, {}, 0});
   };
-  if (!json.is_object() || !json.contains("run") || !json["run"].is_string() ||
-      !json.contains("step") || !json["step"].is_number_unsigned() || !json.contains("devices") ||
-      !json["devices"].is_number_unsigned() || json["devices"].get<uint64_t>() > 65536 ||
+  if (!json.is_object() ||
       (json.contains("checksum") && json["checksum"] != description_checksum(json))) {
     return corrupt();
   }
   Checkpoint checkpoint;
   checkpoint.path = path;
-  checkpoint.step = json["step"].get<uint64_t>();
   checkpoint.created_seconds = json.value("created_seconds", uint64_t{0});
-  const auto digits = json["run"].get<std::string>();
-  if (digits.size() != 2 * checkpoint.run.bytes.size() ||
-      digits.find_first_not_of("0123456789abcdef") != std::string::npos) {
-    return corrupt();
+  if (json.contains("trainer") && json["trainer"].is_string()) {
+    checkpoint.trainer = json["trainer"].get<std::string>();
   }
-  for (size_t i = 0; i < checkpoint.run.bytes.size(); ++i) {
-    checkpoint.run.bytes[i] = static_cast<uint8_t>(std::stoi(digits.substr(2 * i, 2), nullptr, 16));
+  if (json.contains("ranks")) {
+    const nlohmann::json& ranks = json["ranks"];
+    if (!ranks.is_array() || ranks.empty() || ranks.size() > kDevicesMax) return corrupt();
+    SI_RETURN_IF_ERROR(read_ranks(ranks, checkpoint));
+    return checkpoint;
+  }
+  if (!read_run_and_step(json, checkpoint) || !json.contains("devices") ||
+      !json["devices"].is_number_unsigned() || json["devices"].get<uint64_t>() > kDevicesMax) {
+    return corrupt();
   }
   for (size_t device = 0; device < json["devices"].get<uint64_t>(); ++device) {
     checkpoint.devices.push_back(device_folder(path, device));
   }
   return checkpoint;
+}
+
+Status check_devices(const Checkpoint& checkpoint) {
+  std::vector<storage::StoreState> states;
+  for (size_t device = 0; device < checkpoint.devices.size(); ++device) {
+    const std::string& path = checkpoint.devices[device];
+    const Result<storage::StoreState> state = storage::Store::peek(path);
+    if (!state.ok() || !state->initialized) continue;
+    if (!(state->run == checkpoint.run)) {
+      return not_together(path, fmt::format("the device is of run {}, and the description of run "
+                                            "{}",
+                                            state->run.to_string().substr(0, 8),
+                                            checkpoint.run.to_string().substr(0, 8)));
+    }
+    if (state->device_index != device || state->device_count != checkpoint.devices.size()) {
+      return not_together(path, fmt::format("the device is number {} of {}, and number {} of {} "
+                                            "belongs here",
+                                            state->device_index, state->device_count, device,
+                                            checkpoint.devices.size()));
+    }
+    if (state->committed_step != checkpoint.step && state->prepared_step != checkpoint.step) {
+      return not_together(path, fmt::format("the device holds step {}, and the description is of "
+                                            "step {}",
+                                            state->committed_step, checkpoint.step));
+    }
+    states.push_back(*state);
+  }
+  if (states.size() != checkpoint.devices.size()) return Status();
+  const Result<base::StepNumber> step = storage::recovery_step(states);
+  if (step.ok() && *step == checkpoint.step) return Status();
+  return not_together(checkpoint.path,
+                      step.ok() ? fmt::format("the devices hold step {}, and the description is of "
+                                              "step {}",
+                                              *step, checkpoint.step)
+                                : step.status().what());
+}
+
+Result<StoredRun> open_checkpoint(const Checkpoint& checkpoint) {
+  SI_RETURN_IF_ERROR(check_one_rank(checkpoint));
+  SI_RETURN_IF_ERROR(check_devices(checkpoint));
+  return open_stored_run(checkpoint.devices, storage::ReaderLock::kLeave);
+}
+
+Status check_one_rank(const Checkpoint& checkpoint) {
+  if (checkpoint.ranks.empty()) return Status();
+  return Status(
+      ErrorCode::kUnsupported,
+      fmt::format("a checkpoint that {} ranks have written together", checkpoint.ranks.size()),
+      fmt::format("Name one rank's part ({}, ...), or load all of it from Python "
+                  "(load_checkpoint).",
+                  checkpoint.ranks.front().path),
+      base::ErrorPlace{checkpoint.path, {}, {}, 0});
+}
+
+Status refuse_checkpoint_device(const std::string& device) {
+  std::error_code error;
+  fs::path absolute = fs::weakly_canonical(device, error);
+  if (error || !is_checkpoint(absolute.parent_path().string())) return Status();
+  return Status(ErrorCode::kFailedPrecondition, "this device is part of a checkpoint",
+                fmt::format("Training would change it. Bring it back onto other devices: smartinf "
+                            "restore {} --device DIR",
+                            absolute.parent_path().string()),
+                base::ErrorPlace{device, {}, {}, 0});
 }
 
 std::vector<Checkpoint> list_checkpoints(const std::string& folder) {

@@ -12,6 +12,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/local_device.h"
+#include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/device_build.h"
 #include "smartinf/storage/erase.h"
 #include "smartinf/storage/tuning.h"
@@ -79,9 +80,13 @@ class LocalSource final : public DeviceSource {
 
   Result<std::unique_ptr<csd::Device>> create(const storage::StoreLayout& layout,
                                               const DeviceShare& share) override {
+    SI_RETURN_IF_ERROR(
+        refuse_checkpoint_device(device_.path).with_context("device " + device_.name));
     return csd::create_local_device(device_options(share), layout);
   }
   Result<std::unique_ptr<csd::Device>> open(const DeviceShare& share) override {
+    SI_RETURN_IF_ERROR(
+        refuse_checkpoint_device(device_.path).with_context("device " + device_.name));
     return csd::open_local_device(device_options(share));
   }
   Status erase() override {

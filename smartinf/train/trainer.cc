@@ -11,6 +11,7 @@
 #include <torch/types.h>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/log.h"
 #include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/corpus.h"
@@ -145,7 +146,8 @@ class TorchTrainer final : public Trainer {
   const Options& options() const override { return options_; }
   base::StepNumber step() const override { return step_; }
   Result<StepReport> train_step(std::stop_token stop) override;
-  Result<engine::CheckpointSummary> checkpoint(const engine::StateProgress& progress) override;
+  Result<std::optional<engine::CheckpointSummary>> checkpoint(
+      const engine::StateProgress& progress) override;
   Result<double> validation_loss() override;
   Result<std::string> sample() override;
   Status finish() override;
@@ -487,8 +489,10 @@ Result<std::string> TorchTrainer::sample() {
   });
 }
 
-Result<engine::CheckpointSummary> TorchTrainer::checkpoint(const engine::StateProgress& progress) {
-  return guarded("checkpoint", [&]() -> Result<engine::CheckpointSummary> {
+Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
+    const engine::StateProgress& progress) {
+  using Made = std::optional<engine::CheckpointSummary>;
+  return guarded("checkpoint", [&]() -> Result<Made> {
     SI_RETURN_IF_ERROR(updater_->wait_commit());
     const uint64_t begin_ns = base::now_ns();
     engine::CheckpointOptions options;
@@ -497,16 +501,24 @@ Result<engine::CheckpointSummary> TorchTrainer::checkpoint(const engine::StatePr
     options.lent_memory = updater_->idle_memory();
     options.ring = ring_;
     options.progress = progress;
-    SI_ASSIGN_OR_RETURN(engine::CheckpointSummary made,
-                        engine::checkpoint_open_run(device_paths_, options));
+    Result<engine::CheckpointSummary> made = engine::checkpoint_open_run(device_paths_, options);
+    const ErrorCode code = made.status().code();
+    if (code == ErrorCode::kCancelled || code == ErrorCode::kCorrupt) {
+      return std::move(made).status();
+    }
+    if (!made.ok()) {
+      base::log(base::LogLevel::kWarning,
+                fmt::format("step {}: no checkpoint: {}", step(), made.status().to_string()));
+      return Made();
+    }
     SI_RETURN_IF_ERROR(folder_.append_log(nlohmann::ordered_json{
-        {"step", made.step},
-        {"checkpoint", made.path},
-        {"state_bytes", made.state_bytes},
-        {"cloned", made.cloned},
+        {"step", made->step},
+        {"checkpoint", made->path},
+        {"state_bytes", made->state_bytes},
+        {"cloned", made->cloned},
         {"seconds", base::seconds_since(begin_ns)},
-        {"removed", made.removed}}.dump()));
-    return made;
+        {"removed", made->removed}}.dump()));
+    return Made(std::move(*made));
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <stop_token>
 #include <string>
 #include <vector>
@@ -40,8 +41,9 @@ class Trainer {
   virtual base::Result<StepReport> train_step(std::stop_token stop) = 0;
   /// Keeps a copy of the state at step(), after waiting for its commit, and deletes older ones
   /// (options().checkpoint); logged in the run's folder. Training goes on with the same losses,
-  /// made or not. Errors: kCancelled by `progress`; of the commit; as engine::write_checkpoint.
-  virtual base::Result<engine::CheckpointSummary> checkpoint(
+  /// made or not: nothing is returned for one that could not be made, of which a warning says why.
+  /// Errors: kCancelled by `progress`; kCorrupt for a damaged block; of the commit; of the log.
+  virtual base::Result<std::optional<engine::CheckpointSummary>> checkpoint(
       const engine::StateProgress& progress) = 0;
   /// Mean loss in nats per token over data held out, logged. Errors: kNotFound when none is held
   /// out.

@@ -1,6 +1,7 @@
 """checkpoint.every: copies made between steps, the oldest dropped, one brought back on other devices."""
 import json
 import os
+import re
 import subprocess
 import unittest
 
@@ -71,13 +72,23 @@ class Checkpoints(TrainCase):
         told = self.train(recipe, "b", *EVERY, "--optimizer.where", "memory", code=2)
         self.assertIn("checkpoint.every is set", told)
 
-    def test_wear_is_told_at_the_end(self):
+    def test_what_a_run_says(self):
         recipe = self.recipe(steps=5)
         words = self.command(recipe, "a", ["--device.0.path", str(self.folder / "a_device"),
-                                           "--device.0.rated_endurance", "600TB"])
+                                           "--device.0.rated_endurance", "600TB",
+                                           "--train.log_every", "2"])
         done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
         self.assertRegex(done.stdout, r"written to .*a_device: [\d.]+ MiB by this state, .*% of the .* "
                                       r"the drive is rated for")
+        steps = [line for line in done.stdout.splitlines() if re.match(r"step \d+/", line)]
+        self.assertEqual([line.split("/")[0] for line in steps], [f"step {n}" for n in (1, 2, 4, 5)])
+        for line in steps:
+            self.assertLess(len(line), 150)
+            self.assertRegex(line, r"/5  loss [\d.]+  grad norm [\d.]+  lr [\d.e-]+  .* tokens/s")
+        self.assertIn(" left", steps[0])
+        self.assertEqual(done.stdout.count("bytes of a step: host link up "), 1)
+        self.assertEqual(len(re.findall("^memory: ", done.stdout, re.MULTILINE)), 2)
+        self.assertEqual(len(self.losses("a")), 5, "the log has every step")
         done = subprocess.run([*words, "--json", "--train.steps", "6"], capture_output=True, text=True,
                               timeout=300, check=True)
         wear = [line for line in map(json.loads, done.stdout.splitlines()) if "bytes_written_ever" in line]

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "smartinf/base/clock.h"
@@ -26,13 +27,14 @@ using base::Status;
 using train::StepReport;
 using train::Trainer;
 
-/// "9.8 MiB weight", "61 MiB state + 16 KiB metadata", "0 B".
-std::string by_kind(const std::array<uint64_t, base::kTrafficKinds>& bytes) {
+/// Bytes of one of `steps` equal steps: "9.8 MiB weight", "61 MiB state + 16 KiB metadata", "0 B".
+std::string by_kind(const std::array<uint64_t, base::kTrafficKinds>& bytes, uint64_t steps) {
   std::string text;
   for (size_t kind = 0; kind < bytes.size(); ++kind) {
     if (bytes[kind] == 0) continue;
-    text += fmt::format("{}{} {}", text.empty() ? "" : " + ", base::format_bytes(bytes[kind]),
-                        base::traffic_kind_name(static_cast<base::TrafficKind>(kind)));
+    text +=
+        fmt::format("{}{} {}", text.empty() ? "" : " + ", base::format_bytes(bytes[kind] / steps),
+                    base::traffic_kind_name(static_cast<base::TrafficKind>(kind)));
   }
   return text.empty() ? base::format_bytes(0) : text;
 }
@@ -40,37 +42,58 @@ std::string by_kind(const std::array<uint64_t, base::kTrafficKinds>& bytes) {
 // What a run says: for people, with a bar on a terminal, or as JSON lines.
 class Screen {
  public:
-  Screen(bool json, uint64_t steps, base::StepNumber first)
-      : json_(json), bar_(!json && isatty(STDOUT_FILENO) != 0), steps_(steps), first_(first) {}
-
-  static std::string compression_text(const StepReport& report) {
-    if (report.compressed_bytes == 0) return "";
-    return fmt::format("  gradients {} at ratio {:.3g}, residual {:.3f}",
-                       base::format_bytes(report.compressed_bytes), report.compress_ratio,
-                       report.residual_norm);
-  }
+  Screen(bool json, const train::TrainOptions& train, base::StepNumber first)
+      : json_(json),
+        bar_(!json && isatty(STDOUT_FILENO) != 0),
+        steps_(train.steps),
+        log_every_(train.log_every),
+        first_(first) {}
 
   void note(const std::string& text) const {
     if (!json_) print(text);
   }
 
-  void step(const StepReport& report) const {
-    if (json_) return print(report.to_json());
+  void step(const StepReport& report) {
+    reports_ += report.skipped.empty() ? 1 : 0;
+    host_link_ += report.traffic.host_link;
+    store_ += report.traffic.store;
+    compressed_bytes_ += report.compressed_bytes;
     if (!report.skipped.empty()) {
-      print(fmt::format("step {}: no update: {}", report.step, report.skipped));
+      print(json_ ? report.to_json()
+                  : fmt::format("step {}: no update: {}", report.step, report.skipped));
       return;
     }
-    print(
-        fmt::format(
-            "step {:>{}}/{}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {:.0f} tokens/s  forward {:.3f} "
-            "backward {:.3f} update {:.3f} s  link up {} down {}  drives read {} written {}",
-            report.step, std::to_string(steps_).size(), steps_, report.loss, report.gradient_norm,
-            report.lr, report.tokens_per_s(), report.forward_s, report.backward_s, report.update_s,
-            by_kind(report.traffic.host_link.up_bytes),
-            by_kind(report.traffic.host_link.down_bytes), by_kind(report.traffic.store.up_bytes),
-            by_kind(report.traffic.store.down_bytes)) +
-        compression_text(report));
+    const bool shown =
+        report.step % log_every_ == 0 || report.step == first_ + 1 || report.step == steps_;
+    if (shown && json_) print(report.to_json());
+    if (shown && !json_) {
+      print(
+          fmt::format("step {:>{}}/{}  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  "
+                      "{:.3g} s (forward {:.3g} backward {:.3g} update {:.3g})  "
+                      "{:.0f} tokens/s{}",
+                      report.step, std::to_string(steps_).size(), steps_, report.loss,
+                      report.gradient_norm, report.lr, report.seconds, report.forward_s,
+                      report.backward_s, report.update_s, report.tokens_per_s(),
+                      bar_ || report.step == steps_ ? "" : ", " + time_left(report.step)));
+    }
     draw_bar(report.step);
+  }
+
+  /// What was the same in every step, once, at the end.
+  void totals() const {
+    if (json_ || reports_ == 0) return;
+    print(fmt::format(
+        "bytes of a step: host link up {}, down {}; drives read {}, written {}{}",
+        by_kind(host_link_.up_bytes, reports_), by_kind(host_link_.down_bytes, reports_),
+        by_kind(store_.up_bytes, reports_), by_kind(store_.down_bytes, reports_),
+        compressed_bytes_ == 0 ? ""
+                               : fmt::format("; compressed gradients {}",
+                                             base::format_bytes(compressed_bytes_ / reports_))));
+    rusage used{};
+    if (getrusage(RUSAGE_SELF, &used) == 0) {
+      print(fmt::format("memory: at most {} of this process were in the host's memory",
+                        base::format_bytes(static_cast<uint64_t>(used.ru_maxrss) * 1024)));
+    }
   }
 
   void validation(base::StepNumber at, double loss) const {
@@ -133,22 +156,33 @@ class Screen {
     std::fflush(stdout);
   }
 
+  /// "12 min left", at the pace of this start so far.
+  std::string time_left(base::StepNumber step) const {
+    const double left_s = base::seconds_since(start_ns_) / static_cast<double>(step - first_) *
+                          static_cast<double>(steps_ - step);
+    return base::format_seconds(left_s) + " left";
+  }
+
   void draw_bar(base::StepNumber step) const {
     if (!bar_ || step >= steps_) return;
     constexpr uint64_t kWidth = 40;
-    const double left_s = base::seconds_since(start_ns_) / static_cast<double>(step - first_) *
-                          static_cast<double>(steps_ - step);
     const uint64_t full = kWidth * step / steps_;
-    fmt::print("[{:#>{}}{:>{}}] {}%, {} left", "", full, "", kWidth - full, 100 * step / steps_,
-               base::format_seconds(left_s));
+    fmt::print("[{:#>{}}{:>{}}] step {}/{}, {}%, {}", "", full, "", kWidth - full, step, steps_,
+               100 * step / steps_, time_left(step));
     std::fflush(stdout);
   }
 
   bool json_;
   bool bar_;
   uint64_t steps_;
+  uint64_t log_every_;
   base::StepNumber first_;
   uint64_t start_ns_ = base::now_ns();
+  // Of all steps of this start.
+  uint64_t reports_ = 0;
+  uint64_t compressed_bytes_ = 0;
+  base::TrafficReading host_link_;
+  base::TrafficReading store_;
 };
 
 /// The trainer's own track, beside those of devices and links.
@@ -187,7 +221,7 @@ void show_wear(const config::LoadedRecipe& loaded, const Screen& screen) {
   }
 }
 
-Status train_steps(Trainer& trainer, const Screen& screen, const Interrupt& interrupt,
+Status train_steps(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
                    csd::Trace* trace) {
   const train::TrainOptions& options = trainer.options().train;
   while (trainer.step() < options.steps) {
@@ -226,7 +260,7 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
   }
   Trainer& trainer = **opened;
   const train::TrainOptions& options = trainer.options().train;
-  const Screen screen(json, options.steps, trainer.step());
+  Screen screen(json, options, trainer.step());
   for (const std::string& line : trainer.describe()) screen.note(line);
   if (trainer.step() > 0) screen.note(fmt::format("going on after step {}", trainer.step()));
 
@@ -247,6 +281,7 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
     }
   }
   if (interrupted) {
+    screen.totals();
     show_wear(loaded, screen);
     screen.note(
         fmt::format("stopped at step {}, committed; run it again to go on", trainer.step()));
@@ -261,6 +296,7 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
     if (!text.ok()) return report(text.status());
     screen.sample(*text);
   }
+  screen.totals();
   show_wear(loaded, screen);
   screen.note(fmt::format("done: smartinf export {} --out DIR makes a folder for transformers",
                           options.run));

@@ -28,8 +28,6 @@ std::string wear_text(uint64_t written_bytes, uint64_t rated_bytes, const DriveF
   }
   if (const std::string wear = drive_wear_text(drive); !wear.empty()) {
     text += "; the drive: " + wear;
-  } else if (rated_bytes == 0) {
-    text += "; what the drive is rated for is not known";
   }
   return text;
 }

@@ -90,6 +90,8 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("train.precision", choice(r.options.train.precision, kPrecision),
            "of weights and compute; the state has its own (optimizer.format)"),
     SI_KEY("train.steps", &r.options.train.steps, "optimizer steps"),
+    SI_KEY("train.log_every", &r.options.train.log_every,
+           "steps between two printed lines; the run's log.jsonl has every step"),
     SI_KEY("train.micro_batch", &r.options.train.micro_batch, "sequences in one forward"),
     SI_KEY("train.accumulation", &r.options.train.accumulation, "micro batches in one step"),
     SI_KEY("train.checkpoint_activations", &r.options.train.checkpoint_activations,

@@ -121,6 +121,7 @@ Status validate(const DataOptions& data) {
 
 Status validate(const TrainOptions& train) {
   SI_RETURN_IF_ERROR(within("train.steps", train.steps, 1, uint64_t{1} << 40));
+  SI_RETURN_IF_ERROR(within("train.log_every", train.log_every, 1, uint64_t{1} << 40));
   SI_RETURN_IF_ERROR(within("train.micro_batch", train.micro_batch, 1, 1u << 20));
   SI_RETURN_IF_ERROR(within("train.accumulation", train.accumulation, 1, 1u << 20));
   SI_RETURN_IF_ERROR(positive("train.lr", train.lr));

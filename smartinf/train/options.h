@@ -64,6 +64,7 @@ struct TrainOptions {
   Precision precision = Precision::kBf16;
 
   uint64_t steps = 1000;
+  uint64_t log_every = 1;               // steps between lines on the terminal; the log has all
   uint32_t micro_batch = 8;             // sequences in one forward
   uint32_t accumulation = 1;            // micro batches in one step
   bool checkpoint_activations = false;  // keep a layer's input only, compute the rest twice

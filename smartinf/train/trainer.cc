@@ -12,6 +12,7 @@
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
 #include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/corpus.h"
@@ -552,6 +553,13 @@ std::vector<std::string> TorchTrainer::describe() const {
   lines.push_back("data: " + corpus_.describe());
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
+  lines.push_back(fmt::format(
+      "memory: {} weights in the host's memory{}, {} gradients and what compression keeps, {} "
+      "buffers; activations and torch come on top",
+      base::format_bytes(host_weights_N_.nbytes()),
+      accelerator_.is_cpu() ? "" : " and once more on the GPU",
+      base::format_bytes(updater_->gradient_memory_bytes()),
+      base::format_bytes(updater_->memory_bytes())));
   return lines;
 }
 

@@ -1,12 +1,15 @@
 """Where each torch parameter stands in the parameter space and in host memory."""
 
+import ctypes
 import mmap
+import zlib
 
 import torch
 
 from smartinf.errors import UsageError
 
 TYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_SAMPLE_BYTES = 4096  # at the beginning and at the end of each parameter
 
 
 class Segment:
@@ -36,8 +39,9 @@ class Layout:
 
     A contiguous parameter in CPU memory moves into the buffer: the devices then write its new
     weights where the model reads them, and there is no second copy. Every other parameter (on a GPU,
-    not contiguous, of another type than the rest) is copied from the buffer after each step. Each
-    parameter keeps a storage of its own, so saving one of them saves no more than itself.
+    in shared memory, not contiguous, of another type than the rest) is copied from the buffer after
+    each step, and so is one whose storage is exchanged later, wherever it then is. Each parameter
+    keeps a storage of its own, so saving one of them saves no more than itself.
     """
 
     def __init__(self, named_params, rank=0, world=1):
@@ -49,6 +53,13 @@ class Layout:
                 raise UsageError(
                     f"parameter {name} is {kind}; only float32, bfloat16 and float16 parameters can be "
                     "optimized here. Convert it, or give it to an optimizer of torch.optim."
+                )
+            if hasattr(param, "device_mesh"):
+                raise UsageError(
+                    f"parameter {name} is a DTensor, as FSDP2 (fully_shard) and tensor parallelism make "
+                    "them; these optimizers need whole parameters. Leave fully_shard out: under torchrun "
+                    "each rank keeps a part of the optimizer state on its own devices by itself, with "
+                    "DistributedDataParallel or with release_gradients=True."
                 )
             if param.layout is not torch.strided:
                 raise UsageError(f"parameter {name} is sparse; only dense parameters can be optimized")
@@ -90,16 +101,8 @@ class Layout:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.flat = torch.frombuffer(self._memory, dtype=self.dtype, count=total)
-        # Slices of one tensor would share a storage; each of these is its own.
-        view = memoryview(self._memory)
-        width = self.dtype.itemsize
-        self._homes = [
-            torch.frombuffer(
-                view[first * width : (first + param.numel()) * width], dtype=self.dtype
-            ).view(param.shape)
-            for first, param in zip(self.firsts, self.params, strict=True)
-        ]
-        self._versions = [None] * len(self.params)
+        self._shapes = [param.shape for param in self.params]
+        self._seen = [None] * len(self.params)
 
     @property
     def owned_address(self):
@@ -122,15 +125,29 @@ class Layout:
             shapes.append(list(param.shape) if whole else [segment.count])
         return shapes
 
+    def _home(self, i):
+        """The place of parameter i in the flat buffer."""
+        first = self.firsts[i]
+        return self.flat[first : first + self._shapes[i].numel()].view(self._shapes[i])
+
     def at_home(self, i):
-        return self.params[i].data_ptr() == self._homes[i].data_ptr()
+        # By the buffer's own address: a tensor that shares the parameter's storage moves with it.
+        return self.params[i].data_ptr() == self.flat.data_ptr() + self.firsts[i] * self.dtype.itemsize
 
     def settle(self):
-        """Moves every parameter that can live in the flat buffer there, with its values."""
-        for param, home in zip(self.params, self._homes, strict=True):
-            if param.device.type == "cpu" and param.dtype == self.dtype and param.is_contiguous():
-                home.copy_(param.data)
-                param.data = home
+        """Moves every parameter that can live in the flat buffer there, with its values. One in shared
+        memory stays: other processes look at it."""
+        view = memoryview(self._memory)
+        width = self.dtype.itemsize
+        for i, param in enumerate(self.params):
+            movable = param.device.type == "cpu" and param.dtype == self.dtype and param.is_contiguous()
+            if not movable or param.is_shared():
+                continue
+            self._home(i).copy_(param.data)
+            # A slice of the flat tensor would share a storage with all others; this one is its own.
+            first = self.firsts[i] * width
+            place = view[first : first + param.numel() * width]
+            param.data = torch.frombuffer(place, dtype=self.dtype).view(param.shape)
 
     def values(self, i):
         """Parameter i as a contiguous tensor [numel] in CPU memory, of its own type."""
@@ -142,16 +159,55 @@ class Layout:
         if self.at_home(i):
             torch.autograd.graph.increment_version(param)
         else:
-            param.detach().copy_(self._homes[i])
+            self._check_shape(i)
+            param.detach().copy_(self._home(i))
+
+    def _check_shape(self, i):
+        if self.params[i].shape != self._shapes[i]:
+            raise UsageError(
+                f"parameter {self.names[i]} is {list(self.params[i].shape)} now and was "
+                f"{list(self._shapes[i])} when the optimizer was made. Resize the model first (for "
+                "example resize_token_embeddings), then make the optimizer."
+            )
+
+    def _looks(self):
+        """Of each parameter what tells that somebody else wrote or exchanged it: torch's version, its
+        place, and a checksum of its first and last 4 KiB, because a write through `.data` leaves the
+        version as it is. Complete for whatever replaces a parameter as a whole."""
+        sums = [0] * len(self.params)
+        elsewhere = {}  # samples on other devices come in one copy for each device
+        for i, param in enumerate(self.params):
+            self._check_shape(i)
+            if param.device.type != "cpu" or not param.is_contiguous():
+                elsewhere.setdefault((param.device, param.dtype), []).append(i)
+                continue
+            size = param.numel() * param.dtype.itemsize
+            head = ctypes.string_at(param.data_ptr(), min(size, _SAMPLE_BYTES))
+            rest = min(size - len(head), _SAMPLE_BYTES)
+            sums[i] = zlib.crc32(ctypes.string_at(param.data_ptr() + size - rest, rest), zlib.crc32(head))
+        for (_, dtype), indices in elsewhere.items():
+            count = _SAMPLE_BYTES // dtype.itemsize
+            samples = []
+            for i in indices:
+                flat = self.params[i].detach().reshape(-1)
+                samples += [flat[:count], flat[count:][-count:]]
+            together = torch.cat(samples).cpu()
+            at = 0
+            for i in indices:
+                length = min(self.params[i].numel(), 2 * count)
+                piece = together[at : at + length]
+                sums[i] = zlib.crc32(ctypes.string_at(piece.data_ptr(), length * dtype.itemsize))
+                at += length
+        return [
+            (param._version, param.data_ptr(), param.dtype, looked)
+            for param, looked in zip(self.params, sums, strict=True)
+        ]
 
     def remember(self):
         """The parameters now hold what the master weights say."""
-        self._versions = [(param._version, param.data_ptr()) for param in self.params]
+        self._seen = self._looks()
 
     def changed(self):
-        """Parameters whose values somebody else may have written since remember()."""
-        return [
-            i
-            for i, param in enumerate(self.params)
-            if self._versions[i] != (param._version, param.data_ptr())
-        ]
+        """Parameters whose values somebody else may have written since remember(). Errors: UsageError
+        that names a parameter whose shape has changed."""
+        return [i for i, look in enumerate(self._looks()) if self._seen[i] != look]

@@ -120,7 +120,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         process_group=None,
     ):
         self._core = None
-        self._broken = self._begun = self._stepped = False
+        self._broken = self._begun = self._stepped = self._said_nothing_moves = False
         if devices is None or isinstance(devices, (str, os.PathLike, dict)):
             devices = [] if devices is None else [devices]
         if not devices:
@@ -408,6 +408,12 @@ class StorageOptimizer(torch.optim.Optimizer):
             return
         taking_part = self._hand_over()
         if not any(taking_part):
+            if not self._said_nothing_moves:
+                self._said_nothing_moves = True
+                _log.warning(
+                    "no parameter of the optimizer has a gradient, so step() changed nothing. Was backward "
+                    "called, and are these still the model's own parameters?"
+                )
             return
         norm, finite, first_bad = self._sum_up(1.0 / scale)
         self.grad_norm = norm
@@ -580,10 +586,11 @@ class StorageOptimizer(torch.optim.Optimizer):
             )
         if self._undecided:
             raise UsageError(
-                f"{self._devices[0]['path']} holds the state of a run that has made "
-                f"{self._lineage.updates} steps. Make the optimizer with resume=True to continue it, "
-                "with resume=False to discard it, or load a state dict or checkpoint before the first "
-                "step."
+                f"{self._devices[0]['path']} holds the state of run {self._lineage.run[:8]}, which has "
+                f"made {self._lineage.updates} steps; it is not taken over unasked. Make the optimizer "
+                "with resume=True to continue that run with its weights, with resume=False to discard its "
+                "state and train this model, or load the checkpoint that is meant before the first step. "
+                "Another folder keeps both."
             )
         return core
 
@@ -903,7 +910,14 @@ class StorageOptimizer(torch.optim.Optimizer):
         optimizer over the same devices at the same step, or load the checkpoint written with it."""
         made = _as_written(torch.optim.Optimizer.state_dict)(self)
         made["state"] = {}
-        made["smartinf"] = {"format": _FORMAT, **self._lineage.identity()}
+        if self._expected is not None:
+            refers_to = self._expected
+        elif self._undecided:
+            # Whoever loads this back, as accelerate does it, has not said that the state is meant.
+            refers_to = {"undecided": True}
+        else:
+            refers_to = self._lineage.identity()
+        made["smartinf"] = {"format": _FORMAT, **refers_to}
         return made
 
     def full_state_dict(self) -> dict:
@@ -991,6 +1005,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         _as_written(torch.optim.Optimizer.load_state_dict)(self, {**groups, "state": {}})
         if state_dict.get("state"):
             self._import_full(state_dict["state"])
+        elif own is not None and own.get("undecided"):
+            pass  # saved before it was said which state is meant: only groups are in it
         elif own is not None:
             wanted = {key: own[key] for key in ("run", "branch", "updates")}
             if wanted == self._lineage.identity():

@@ -1,0 +1,198 @@
+"""Whose weights are trained: those the user gave, also where their storage is exchanged or written
+behind the optimizer's back."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from test_state import build, train, weights
+
+import smartinf
+
+
+def largest_difference(a, b):
+    return max((x.float() - y.float()).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def used_device(device):
+    """A device that holds a run of another model of the same shape."""
+    torch.manual_seed(1)
+    model = build()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1.0)
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 3)
+    saved = optimizer.state_dict()
+    optimizer.close()
+    return saved
+
+
+# ---- State that lies on a device.
+
+
+def test_a_state_dict_loaded_back_decides_nothing(device):
+    used_device(device)
+    model = build()
+    given = weights(model)
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    for _ in range(2):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), given, strict=True))
+    with pytest.raises(smartinf.UsageError, match=r"not taken over unasked.*resume=True.*resume=False"):
+        train(model, optimizer, 0, 1)
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), given, strict=True))
+
+
+def test_accelerate_does_not_take_an_old_run_over(device):
+    accelerate = pytest.importorskip("accelerate")
+    used_device(device)
+    model = build()
+    given = weights(model)
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), given, strict=True))
+    with pytest.raises(smartinf.UsageError, match="not taken over unasked"):
+        train(model, optimizer, 0, 1)
+
+
+def test_a_state_dict_that_was_saved_decides(device):
+    saved = used_device(device)
+    model = build()
+    given = weights(model)
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert largest_difference(weights(model), given) > 0.5
+    train(model, optimizer, 3, 4)
+
+
+def test_what_a_state_dict_refers_to_survives_being_loaded_back(device, tmp_path):
+    saved = used_device(device)
+    model = build()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[str(tmp_path / "fresh")])
+    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(smartinf.MismatchError, match="refers to update 3"):
+        train(model, optimizer, 0, 1)
+
+
+# ---- Parameters whose storage is exchanged or written.
+
+
+def as_undisturbed(device, disturb, exact=True, dtype=torch.float32):
+    """Trains before and after `disturb(model)`, which changes no value; the weights must be those of a
+    run without it."""
+    model = build(dtype)
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 3)
+    before = weights(model)
+    disturb(model)
+    train(model, optimizer, 3, 8)
+    assert largest_difference(weights(model), before) > 1e-3
+    whole = build(dtype)
+    other = smartinf.AdamW(whole.parameters(), lr=1e-2, devices=[device + "-whole"])
+    train(whole, other, 0, 8)
+    if exact:
+        assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(whole), strict=True))
+    return model, optimizer
+
+
+def test_shared_memory_is_followed(device):
+    model, _ = as_undisturbed(device, lambda model: model.share_memory())
+    assert all(param.is_shared() for param in model.parameters())
+
+
+def _nothing(model):
+    sum(param.sum().item() for param in model.parameters())
+
+
+def test_a_spawned_process_is_followed(device):
+    def spawn(model):
+        child = torch.multiprocessing.get_context("spawn").Process(target=_nothing, args=(model,))
+        child.start()
+        child.join(120)
+        assert child.exitcode == 0
+
+    as_undisturbed(device, spawn)
+
+
+def test_parameters_in_shared_memory_stay_there(device):
+    model = build().share_memory()
+    same = [param.detach() for param in model.parameters()]  # as an actor sees them
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    given = [value.clone() for value in same]
+    train(model, optimizer, 0, 3)
+    assert all(param.is_shared() for param in model.parameters())
+    assert largest_difference(same, given) > 1e-3
+    assert largest_difference(same, weights(model)) == 0
+
+
+def test_exchanged_data_is_followed(device):
+    def exchange(model):
+        for param in model.parameters():
+            param.data = param.data.clone()
+
+    as_undisturbed(device, exchange)
+
+
+def test_another_type_is_followed(device):
+    model, _ = as_undisturbed(device, lambda model: model.to(torch.bfloat16), exact=False)
+    assert all(param.dtype == torch.bfloat16 for param in model.parameters())
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_write_through_data_counts(device, moved):
+    """As torch's AdamW sees it: the values are the new ones, the moments stay."""
+
+    def disturb(model):
+        if moved:
+            model.share_memory()
+        model[0].weight.data.zero_()
+        model[2].weight.data.copy_(torch.full_like(model[2].weight, 0.25))
+
+    model, reference = build(), build()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 3)
+    torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    train(reference, torchs, 0, 3)
+    disturb(model)
+    disturb(reference)
+    train(model, optimizer, 3, 5)
+    train(reference, torchs, 3, 5)
+    assert largest_difference(weights(model), weights(reference)) < 1e-5
+
+
+def test_another_shape_is_refused_by_name(device):
+    model = build()
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 2)
+    model[2].weight.data = torch.zeros(9, 50)
+    model[2].bias.data = torch.zeros(9)
+    model.zero_grad()
+    with pytest.raises(smartinf.UsageError, match=r"parameter 2\.weight is \[9, 50\] now and was \[5, 50\]"):
+        train(model, optimizer, 2, 3)
+
+
+def test_a_step_that_moves_nothing_says_so(device, caplog):
+    model = build()
+    optimizer = smartinf.AdamW(model.parameters(), devices=[device])
+    with caplog.at_level(logging.WARNING, "smartinf"):
+        optimizer.step()
+        optimizer.step()
+    assert [record.message.count("changed nothing") for record in caplog.records] == [1]
+
+
+def test_dtensors_are_refused_by_name(device, tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = build()
+        torch.distributed.fsdp.fully_shard(
+            model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        )
+        with pytest.raises(smartinf.UsageError, match="FSDP2"):
+            smartinf.AdamW(model.parameters(), devices=[device])
+    finally:
+        torch.distributed.destroy_process_group()

@@ -13,7 +13,8 @@ Usage: scripts/nightly.sh [options]
 Runs scripts/test.sh with the thread sanitizer, then the tests of links and unequal devices against
 the clock, then the tests that take long (the quickstart beside torch's AdamW; a training run killed
 50 times; a state of 4 GB checked and copied with 256 MiB of memory, which takes 17 GB of disk in
-/tmp or SMARTINF_STATE_DIR), then smartinf-crashtest with ten seeds of 1000 power cuts, then the wheel
+/tmp or SMARTINF_STATE_DIR), then smartinf-crashtest with ten seeds of 1000 power cuts, then
+tests/reliability (states, processes and inputs harmed in some 1700 ways, counted in a table), then the wheel
 (scripts/wheel.sh, which fetches auditwheel), then the kernels' tests on AArch64 (where qemu is
 there), then each fuzz target (where clang is there). Stops at the first failure.
 
@@ -41,6 +42,9 @@ for seed in 1 2 3 4 5 6 7 8 9 10; do
   say "Power cuts, seed $seed"
   build/release/bin/smartinf-crashtest --seed "$seed" --points 1000
 done
+
+say "Harmed states, processes and inputs"
+ctest --test-dir build/release -C Nightly -R '^reliability_long$' --verbose
 
 scripts/wheel.sh
 scripts/test_arm.sh

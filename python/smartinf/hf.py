@@ -39,6 +39,7 @@ class CheckpointCallback(TrainerCallback):
         ours = unwrap(optimizer)
         if ours is None:
             raise UsageError("smartinf.hf.CheckpointCallback needs a smartinf optimizer in the Trainer")
+        ours._state_is_saved = True
         wanted = ours._expected
         if wanted is None:
             return
@@ -73,6 +74,7 @@ def register(accelerator, optimizer):
     ours = unwrap(optimizer)
     if ours is None:
         raise UsageError("smartinf.hf.register needs a smartinf optimizer")
+    ours._state_is_saved = True
 
     def save(models, weights, folder):
         ours.save_checkpoint(os.path.join(folder, _FOLDER), replace=True)

@@ -71,6 +71,8 @@ class Lineage:
                 f"{where} holds state that was not written by this package ({error}). State of "
                 "`smartinf train` is continued with that command."
             ) from error
+        if lineage.updates < 0 or any(type(step) is not int or step < 0 for step in lineage.steps):
+            raise CorruptError(f"{where} holds a negative number of steps")
         if len(lineage.steps) != params:
             raise CorruptError(f"{where} counts steps of {len(lineage.steps)} parameters, not {params}")
         return lineage

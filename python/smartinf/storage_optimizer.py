@@ -27,6 +27,11 @@ from smartinf.sizes import parse_bytes
 from smartinf.storage_options import Path
 
 _FORMAT = 1  # of the small state dict
+_NO_STATE = "smartinf_note"  # in the group that keeps torch's optimizers from taking a small state dict
+_NO_STATE_TEXT = (
+    "The optimizer state is not in this file: it is on the devices of a smartinf optimizer, and in the "
+    "checkpoint written with this file, if there is one."
+)
 _BLOCK_ELEMENTS = 1 << 16  # of the devices' checksummed blocks, the least a device can hold
 _WORTH_MEASURING_BYTES = 1 << 30
 _log = logging.getLogger("smartinf")
@@ -36,6 +41,20 @@ def _pass_remarks_on():
     """What the core has to say goes to Python's logger "smartinf"."""
     for level, text in _core.take_remarks():
         _log.log(logging.getLevelNamesMapping()[level.upper()], text)
+
+
+class _StateOnDevices(dict):
+    """What ``optimizer.state`` is: empty, and not to be taken for the state of an optimizer that has not
+    stepped, which torch.distributed.checkpoint for one would bring about by making a step."""
+
+    def __bool__(self):
+        return True
+
+    def __missing__(self, key):
+        raise UsageError(
+            "optimizer.state is empty: the state is on the devices. visit_full_state() shows it parameter by "
+            "parameter, full_state_dict() makes a copy in memory."
+        )
 
 
 def _as_written(method):
@@ -76,8 +95,8 @@ class StorageOptimizer(torch.optim.Optimizer):
     nonfinite: on a gradient with an infinity or NaN "raise" NonFiniteGradientError, "skip" the step,
         or "apply" it as torch does. Before the first two nothing has changed.
     release_gradients: backward hands each gradient over as soon as it is complete and frees it. With
-        accumulation_steps=k the sum over k backward passes is kept in host memory and handed over in
-        the k-th. p.grad is None after backward then, so clip with max_grad_norm. GradScaler works
+        accumulation_steps=k the sum over k backward passes is kept in host memory, in f32, and handed
+        over in the k-th. p.grad is None after backward then, so clip with max_grad_norm. GradScaler works
         (leave scaler.unscale_ out). Under several ranks gradients are averaged on the way, bucket by
         bucket, each to the rank that owns it; do not wrap the model in DistributedDataParallel then.
     where: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
@@ -95,6 +114,8 @@ class StorageOptimizer(torch.optim.Optimizer):
     _rule = ""
     _state_keys = ()
     _torch_counts_steps = True
+
+    state = property(lambda self: _StateOnDevices(), lambda self, value: None)
 
     def __init__(
         self,
@@ -146,10 +167,11 @@ class StorageOptimizer(torch.optim.Optimizer):
         self.nonfinite = nonfinite
         self.grad_norm = None
         self._resume = resume
+        self._state_is_saved = False  # by a checkpoint, so that a small state dict is enough
         self._release = bool(release_gradients)
         self._accumulation_steps = int(accumulation_steps)
         self._ranks = Ranks(process_group)
-        self._devices = [self._ranks.device(device) for device in devices]
+        self._given_devices = [self._ranks.device(device) for device in devices]
         self._gradient_type = gradient_type
         self._core_options = {
             "rule": self._rule,
@@ -184,8 +206,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         gradient_type = self._gradient_type
         if gradient_type is None:
             gradient_type = "bf16" if self._layout.dtype == torch.bfloat16 else "f32"
+        self._leave_out_devices()
         if resume is False:
-            for device in self._devices:
+            for device in self._given_devices:
                 _core.erase(device["path"])
         options = {
             **self._core_options,
@@ -275,14 +298,24 @@ class StorageOptimizer(torch.optim.Optimizer):
             with torch.no_grad():
                 param.copy_(values.view(param.shape))
 
+    def _leave_out_devices(self):
+        """A small model, as of LoRA adapters, may have no block for the last devices."""
+        owned = self._layout.owned[1] - self._layout.owned[0]
+        enough = -(-owned // _BLOCK_ELEMENTS)
+        if enough < len(self._given_devices):
+            left_out = [device["path"] for device in self._given_devices[enough:]]
+            _log.info(
+                "%d elements are too few for %d devices, each of which holds %d at least; left out: %s",
+                owned,
+                len(self._given_devices),
+                _BLOCK_ELEMENTS,
+                ", ".join(left_out),
+            )
+        self._devices = self._given_devices[:enough]
+
     def _check_shares(self, options):
         """Every device gets some of the state, also of a small model."""
         owned, devices = self._layout.owned[1] - self._layout.owned[0], len(self._devices)
-        if owned <= (devices - 1) * _BLOCK_ELEMENTS:
-            raise UsageError(
-                f"{owned} elements are too few for {devices} devices, each of which holds {_BLOCK_ELEMENTS} "
-                "at least; give fewer devices"
-            )
         if devices > 1 and options["subgroup_elements"] == 0 and "io_bytes" in options:
             blocks = -(-owned // _BLOCK_ELEMENTS)
             options["subgroup_elements"] = max(blocks // (4 * devices), 1) * _BLOCK_ELEMENTS
@@ -646,8 +679,8 @@ class StorageOptimizer(torch.optim.Optimizer):
                 gradient = kept.add_(gradient)
             self._passes[i] = self._passes.get(i, 0) + 1
             if self._passes[i] < self._accumulation_steps:
-                ours = kept is not None or gradient.data_ptr() != param.grad.data_ptr()
-                self._kept[i] = gradient if ours else gradient.clone()
+                # In f32: many sums rounded to bf16 would lose what a single pass adds.
+                self._kept[i] = gradient if kept is not None else gradient.to(torch.float32, copy=True)
             else:
                 self._begin()
                 if self._averaging is not None:
@@ -689,7 +722,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for i, param in enumerate(group["params"]):
                 if param.grad is not None and param.numel() > 0 and id(param) not in self._index_of:
-                    name = group["param_names"][i] if "param_names" in group else f"number {i}"
+                    name = f"number {i} of its group, of shape {list(param.shape)},"
+                    if "param_names" in group:
+                        name = group["param_names"][i]
                     raise UsageError(
                         f"parameter {name} has a gradient but was frozen when the optimizer was made, so "
                         "the devices hold no state for it. Set requires_grad before making the "
@@ -910,6 +945,17 @@ class StorageOptimizer(torch.optim.Optimizer):
         optimizer over the same devices at the same step, or load the checkpoint written with it."""
         made = _as_written(torch.optim.Optimizer.state_dict)(self)
         made["state"] = {}
+        if self._lineage.updates > 0 and not (self._undecided or self._state_is_saved):
+            self._state_is_saved = True  # said once
+            _log.warning(
+                "state_dict() holds no optimizer state: that stays on the devices, and this dict is of use "
+                "only while they stand at update %d. save_checkpoint(folder) copies the state, "
+                "full_state_dict() gives torch's own form in memory; with Trainer and Accelerate see "
+                "smartinf.hf.",
+                self._lineage.updates,
+            )
+        # A group too many: torch's own optimizers refuse the dict instead of starting without moments.
+        made["param_groups"].append({**made["param_groups"][0], "params": [], _NO_STATE: _NO_STATE_TEXT})
         if self._expected is not None:
             refers_to = self._expected
         elif self._undecided:
@@ -1002,6 +1048,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         if own is not None and own.get("format") != _FORMAT:
             raise MismatchError(f"the state dict has format {own.get('format')}, known is {_FORMAT}")
         groups = {key: value for key, value in state_dict.items() if key != "smartinf"}
+        groups["param_groups"] = [g for g in groups["param_groups"] if _NO_STATE not in g]
         _as_written(torch.optim.Optimizer.load_state_dict)(self, {**groups, "state": {}})
         if state_dict.get("state"):
             self._import_full(state_dict["state"])
@@ -1067,6 +1114,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         unless `replace` is true; it is then incomplete until the call returns."""
         self._ready()
         self._reject_step_in_progress("save_checkpoint")
+        self._state_is_saved = True
         checkpoint.save(self, folder, replace)
 
     def load_checkpoint(self, folder: Path) -> None:

@@ -196,3 +196,81 @@ def test_dtensors_are_refused_by_name(device, tmp_path):
             smartinf.AdamW(model.parameters(), devices=[device])
     finally:
         torch.distributed.destroy_process_group()
+
+
+# ---- State that a dict does not hold.
+
+
+def test_torchs_optimizer_refuses_a_small_state_dict(device, tmp_path):
+    model = build()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 3)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    small = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    for torchs in (torch.optim.AdamW(build().parameters()), torch.optim.SGD(build().parameters())):
+        with pytest.raises(ValueError, match="different number of parameter groups"):
+            torchs.load_state_dict(small)
+    assert "on the devices" in str(small["param_groups"][-1])
+    optimizer.load_state_dict(small)
+    train(model, optimizer, 3, 4)
+    full = torch.optim.AdamW(build().parameters())
+    full.load_state_dict(optimizer.full_state_dict())
+
+
+def test_a_state_dict_without_a_checkpoint_says_so_once(device, tmp_path, caplog):
+    model = build()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    with caplog.at_level(logging.WARNING, "smartinf"):
+        optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does before the first step
+        assert not caplog.records
+        train(model, optimizer, 0, 1)
+        optimizer.state_dict()
+        optimizer.state_dict()
+    assert [record.message.count("holds no optimizer state") for record in caplog.records] == [1]
+    optimizer.close()
+    caplog.clear()
+    other = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device], resume=True)
+    with caplog.at_level(logging.WARNING, "smartinf"):
+        other.save_checkpoint(tmp_path / "checkpoint")
+        other.state_dict()
+    assert not caplog.records
+
+
+def test_state_by_parameter_is_refused_and_no_step_is_made_for_it(device):
+    model = build()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 2)
+    before = optimizer.full_state_dict()
+    with pytest.raises(smartinf.UsageError, match="visit_full_state"):
+        optimizer.state[model[0].weight]["exp_avg"]
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    optimizer.zero_grad()
+    get_optimizer_state_dict(model, optimizer)  # makes a step where it finds no state
+    after = optimizer.full_state_dict()
+    assert after["state"][0]["step"] == before["state"][0]["step"]
+
+
+def test_few_elements_leave_devices_out(tmp_path, caplog):
+    model = build()
+    devices = [str(tmp_path / "a"), str(tmp_path / "b")]
+    with caplog.at_level(logging.INFO, "smartinf"):
+        optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=devices)
+    assert [record.message for record in caplog.records if devices[1] in record.message]
+    train(model, optimizer, 0, 2)
+    optimizer.close()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=devices, resume=True)
+    train(model, optimizer, 2, 3)
+    assert len(optimizer.describe_devices()) == 1
+
+
+def test_sums_of_passes_are_exact_to_f32(device):
+    """One large gradient and many small ones, of which bf16 sums would lose each."""
+    param = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    optimizer = smartinf.SGD(
+        [param], lr=1.0, devices=[device], release_gradients=True, accumulation_steps=65
+    )
+    for scale in (256.0, *[1.0] * 64):
+        (param * scale).sum().backward()
+    optimizer.step()
+    assert torch.equal(param.detach().float(), torch.full((1000,), -320.0))

@@ -18,6 +18,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/link.h"
 #include "smartinf/engine/emulated_source.h"
+#include "smartinf/engine/gradient_sender.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/plan/placement.h"
 #include "smartinf/sim/update.h"
@@ -297,7 +298,10 @@ class ScaleBench {
     if (scheme.compressed) work.compress = compress_;
     SI_ASSIGN_OR_RETURN(rates.update, measure_update_rate(work, threads));
     SI_ASSIGN_OR_RETURN(rates.copy, measure_copy_rate(threads));
-    SI_ASSIGN_OR_RETURN(rates.intake, measure_intake_rate(scheme.type));
+    // The host update's gradients are spilled: one thread hands them over.
+    const uint32_t intake_threads =
+        scheme.where == engine::UpdateWhere::kHost ? 1 : engine::gradient_threads();
+    SI_ASSIGN_OR_RETURN(rates.intake, measure_intake_rate(scheme.type, intake_threads));
     if (scheme.compressed) {
       SI_ASSIGN_OR_RETURN(rates.select, measure_select_rate(compress_));
     }

@@ -4,18 +4,18 @@
 #include <array>
 #include <cstring>
 #include <numeric>
-#include <thread>
 #include <vector>
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/check.h"
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/clock.h"
+#include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/gradient_compressor.h"
+#include "smartinf/engine/gradient_sender.h"
 #include "smartinf/engine/sign_levels.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/update.h"
@@ -157,25 +157,32 @@ base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t thr
   rule.rule = kernels::UpdateRule::kAdamW;
   const kernels::StepScalars scalars =
       kernels::make_step_scalars(rule, kernels::GroupOptions{}, 1, 1.0, 0);
-  const double pass_s = median_seconds([&] {
-    std::vector<std::jthread> workers;
-    for (ProcessorPass& pass : passes) workers.emplace_back([&] { pass.run(scalars); });
-  });
+  base::ThreadTeam team(threads, "si-measure");
+  const double pass_s = median_seconds(
+      [&] { team.run(passes.size(), [&](uint32_t, size_t t) { passes[t].run(scalars); }); });
   return static_cast<double>(threads * kBlocks * kBlock) / pass_s;
 }
 
-base::Result<double> measure_intake_rate(DataType type) {
-  constexpr uint64_t kElements = kBlocks * kBlock;
-  const uint64_t bytes = kElements * base::data_type_bytes(type);
-  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer from, base::AlignedBuffer::allocate(bytes));
-  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer to, base::AlignedBuffer::allocate(bytes));
-  std::memset(from.data(), 0, bytes);
-  std::memset(to.data(), 0, bytes);
-  volatile double norm = 0;
-  return static_cast<double>(kElements) / median_seconds([&] {
-           std::memcpy(to.data(), from.data(), bytes);
-           norm = kernels::kernels().partial_norm(from.data(), type, kElements).sum_of_squares;
-         });
+base::Result<double> measure_intake_rate(DataType type, uint32_t threads) {
+  constexpr uint64_t kPiece = engine::kGradientPieceElements;
+  const uint64_t piece_bytes = kPiece * base::data_type_bytes(type);
+  const uint64_t pieces = threads * kBlocks * kBlock / kPiece;
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer from,
+                      base::AlignedBuffer::allocate(pieces * piece_bytes));
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer to,
+                      base::AlignedBuffer::allocate(pieces * piece_bytes));
+  std::memset(from.data(), 0, from.size());
+  std::memset(to.data(), 0, to.size());
+  std::vector<double> norms(pieces);
+  base::ThreadTeam team(threads, "si-measure");
+  const double pass_s = median_seconds([&] {
+    team.run(pieces, [&](uint32_t, size_t i) {
+      const std::byte* piece = from.data() + i * piece_bytes;
+      norms[i] = kernels::kernels().partial_norm(piece, type, kPiece).sum_of_squares;
+      std::memcpy(to.data() + i * piece_bytes, piece, piece_bytes);
+    });
+  });
+  return static_cast<double>(pieces * kPiece) / pass_s;
 }
 
 base::Result<double> measure_copy_rate(uint32_t threads) {
@@ -186,12 +193,11 @@ base::Result<double> measure_copy_rate(uint32_t threads) {
                       base::AlignedBuffer::allocate(threads * kBytes));
   std::memset(from.data(), 0, from.size());
   std::memset(to.data(), 0, to.size());
+  base::ThreadTeam team(threads, "si-measure");
   const double pass_s = median_seconds([&] {
-    std::vector<std::jthread> workers;
-    for (uint32_t t = 0; t < threads; ++t) {
-      workers.emplace_back(
-          [&, t] { std::memcpy(to.data() + t * kBytes, from.data() + t * kBytes, kBytes); });
-    }
+    team.run(threads, [&](uint32_t, size_t t) {
+      std::memcpy(to.data() + t * kBytes, from.data() + t * kBytes, kBytes);
+    });
   });
   return static_cast<double>(threads * kBytes) / pass_s;
 }
@@ -202,7 +208,7 @@ double compressed_bytes_per_parameter(const engine::CompressOptions& compress) {
 
 base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& compress) {
   SelectRate rate;
-  rate.threads = engine::CompressedSender::default_threads();
+  rate.threads = engine::gradient_threads();
   constexpr uint64_t kElements = kBlocks * kBlock;  // of each thread
   const uint64_t elements = rate.threads * kElements;
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements));
@@ -214,19 +220,18 @@ base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& comp
                       SyntheticSteps::make(kElements, DataType::kBf16, DataType::kBf16));
   std::vector<engine::GradientCompressor::Scratch> scratches(rate.threads);
   std::vector<csd::CompressedWriter> writers(rate.threads);
+  base::ThreadTeam team(rate.threads, "si-measure");
   uint64_t step = 0;
   const auto pass = [&] {
     compressor->begin_update(step, 1, 1, {.levels = compress.in_levels() ? &levels : nullptr},
-                             rate.threads);
-    std::vector<std::jthread> workers;
-    for (uint32_t t = 0; t < rate.threads; ++t) {
-      workers.emplace_back([&, t] {
-        const plan::Subgroup own{base::SubgroupId{t}, t * kElements, kElements};
-        const auto message = compressor->compress(scratches[t], writers[t], own, {});
-        // As the device does, on these cores.
-        SI_CHECK(csd::CompressedView::parse(message).ok(), "a message of our own");
-      });
-    }
+                             team);
+    team.run(rate.threads, [&](uint32_t worker, size_t t) {
+      const plan::Subgroup own{base::SubgroupId{static_cast<uint32_t>(t)}, t * kElements,
+                               kElements};
+      const auto message = compressor->compress(scratches[worker], writers[worker], own, {});
+      // As the device does, on these cores.
+      SI_CHECK(csd::CompressedView::parse(message).ok(), "a message of our own");
+    });
   };
   const auto prepare = [&] {
     if (step++ > 0) compressor->commit();

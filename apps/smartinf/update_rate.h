@@ -18,14 +18,15 @@ namespace smartinf::apps {
 /// What a processor does with a block of AdamW's state, a bf16 gradient and bf16 weights out.
 struct ProcessorWork {
   base::StateFormat format = base::StateFormat::kF32;
-  bool checksums = false;   // every block is verified and sealed
+  bool checksums = false;                 // every block is verified and sealed
   engine::CompressOptions compress = {};  // on: what is sent is expanded, variance aged by factors
 };
 /// Parameters per second on `threads` threads at once.
 base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t threads);
 
-/// Parameters per second at which one thread of the host copies gradients and finds their norm.
-base::Result<double> measure_intake_rate(base::DataType type);
+/// Parameters per second at which so many threads of the host together copy gradients and find
+/// their norm.
+base::Result<double> measure_intake_rate(base::DataType type, uint32_t threads);
 
 /// Bytes per second that so many threads copy at once.
 base::Result<double> measure_copy_rate(uint32_t threads);

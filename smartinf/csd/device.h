@@ -114,7 +114,9 @@ struct DeviceInfo {
   uint32_t threads = 0;            // processor threads
 };
 
-/// Threads: submit() from one thread at a time; completions are pushed from the device's own.
+/// Threads: submit() from one thread at a time, but for kPutGradient where gradients are not
+/// spilled (DeviceInfo): those of different elements may come from several threads at once.
+/// Completions are pushed from the device's own threads or from within submit().
 class Device {
  public:
   virtual ~Device() = default;  // waits for what is in flight

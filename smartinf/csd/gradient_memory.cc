@@ -35,8 +35,7 @@ void copy_cast(const std::byte* in, base::DataType in_type, std::byte* out, base
 
 GradientMemory::GradientMemory(const storage::StoreLayout& layout, base::DataType type,
                                bool checksums)
-    : type_(type), checksums_(checksums) {
-  entries_.resize(layout.subgroups.size());
+    : type_(type), checksums_(checksums), entries_(layout.subgroups.size()) {
   for (size_t i = 0; i < entries_.size(); ++i) entries_[i].count = layout.subgroups[i].count;
 }
 
@@ -132,7 +131,10 @@ base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "a gradient that is not compressed, for a device that was opened for such");
   }
-  if (first > entry.count || count > entry.count - first || count > entry.count - entry.received) {
+  const bool inside = first <= entry.count && count <= entry.count - first;
+  const uint64_t before = inside ? entry.received.fetch_add(count) : 0;
+  if (!inside || count > entry.count - before) {
+    if (inside) entry.received -= count;
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "gradient elements " + std::to_string(first) + " and " +
                             std::to_string(count) + " following are not open in subgroup of " +
@@ -140,13 +142,17 @@ base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
                         "Each element's gradient goes down once per step.");
   }
   if (entry.kept == nullptr && entry.buffer == kNone) {
-    SI_ASSIGN_OR_RETURN(entry.buffer, take_buffer(wait));
+    base::Result<uint32_t> buffer = take_buffer(wait);
+    if (!buffer.ok()) {
+      entry.received -= count;
+      return std::move(buffer).status();
+    }
+    entry.buffer = *buffer;
   }
   std::byte* base = entry.kept != nullptr ? entry.kept : buffers_[entry.buffer].data();
   copy_cast(static_cast<const std::byte*>(gradient), type,
             base + first * base::data_type_bytes(type_), type_, count);
-  entry.received += count;
-  if (entry.kept != nullptr || entry.received != entry.count) return std::optional<Spill>();
+  if (entry.kept != nullptr || before + count != entry.count) return std::optional<Spill>();
 
   const uint64_t bytes = entry.count * base::data_type_bytes(type_);
   const uint64_t padded = base::round_up(bytes, base::kIoAlignment);

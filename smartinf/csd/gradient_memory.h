@@ -2,6 +2,7 @@
 // in the store's spill area, through buffers that the slots lend while no update runs.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -21,8 +22,9 @@
 namespace smartinf::csd {
 
 /// Subgroups are named by their index in the layout.
-/// Threads: begin_step and put from the thread that submits commands, written() from the one that
-/// drives the store, the rest once all gradients of the step are there.
+/// Threads: begin_step from the thread that submits commands; put and put_compressed likewise, or,
+/// where nothing is spilled, from several at once for different elements; written() from the one
+/// that drives the store, the rest once all gradients of the step are there.
 class GradientMemory {
  public:
   /// A complete gradient that must go to the spill area.
@@ -89,8 +91,8 @@ class GradientMemory {
   static constexpr uint32_t kNone = ~0u;
 
   struct Entry {
-    uint64_t count = 0;     // elements
-    uint64_t received = 0;  // of them, in this step
+    uint64_t count = 0;                  // elements
+    std::atomic<uint64_t> received = 0;  // of them, in this step
     std::byte* kept = nullptr;
     uint64_t room_bytes = 0;                // at `kept`
     uint64_t message_bytes = 0;             // there now, when compressed

@@ -1,61 +1,43 @@
 #include "smartinf/engine/compressed_sender.h"
 
-#include <algorithm>
 #include <chrono>
-#include <thread>
+#include <utility>
 
 namespace smartinf::engine {
 
-CompressedSender::CompressedSender(GradientCompressor& compressor, uint32_t threads)
-    : compressor_(compressor) {
-  workers_.resize(threads > 0 ? std::min(threads, kThreadsMax) : default_threads());
-}
-
-uint32_t CompressedSender::default_threads() {
-  return std::clamp(std::thread::hardware_concurrency(), 1u, kThreadsMax);
-}
+CompressedSender::CompressedSender(GradientCompressor& compressor, base::ThreadTeam& team)
+    : compressor_(compressor), team_(team), workers_(team.size()) {}
 
 CompressedSender::Failure CompressedSender::send(std::span<const Piece> pieces) {
-  next_ = 0;
   failed_ = false;
   failure_ = Failure{};
-  const size_t count = std::min(workers_.size(), pieces.size());
-  std::vector<std::jthread> threads;
-  for (size_t i = 0; i < count; ++i) {
-    if (workers_[i] == nullptr) workers_[i] = std::make_unique<Worker>();
-    // The last one is this thread's.
-    if (i + 1 < count) {
-      threads.emplace_back([&, i] { work(*workers_[i], pieces); });
-    } else {
-      work(*workers_[i], pieces);
-    }
+  team_.run(pieces.size(), [&](uint32_t worker, size_t index) {
+    if (failed_) return;
+    if (workers_[worker] == nullptr) workers_[worker] = std::make_unique<Worker>();
+    send_one(*workers_[worker], pieces[index]);
+  });
+  for (const auto& worker : workers_) {
+    if (worker == nullptr) continue;
+    for (const Outgoing& outgoing : worker->outgoing) wait_for(*worker, outgoing);
   }
-  threads.clear();
   return std::move(failure_);
 }
 
-void CompressedSender::work(Worker& worker, std::span<const Piece> pieces) {
-  for (size_t turn = 0;; ++turn) {
-    Outgoing& outgoing = worker.outgoing[turn % worker.outgoing.size()];
-    wait_for(worker, outgoing);
-    const size_t next = next_++;
-    if (failed_ || next >= pieces.size()) break;
-    const Piece& piece = pieces[next];
-    const auto message =
-        compressor_.compress(worker.scratch, outgoing.writer, *piece.subgroup, piece.sits_out);
-    csd::Command& command = outgoing.command;
-    command = csd::Command{};
-    command.kind = csd::CommandKind::kPutGradient;
-    command.replies = &worker.replies;
-    command.owner = piece.device;
-    command.subgroup = piece.subgroup->id;
-    command.gradient = message.data();
-    command.message_bytes = message.size();
-    outgoing.in_flight = true;
-    const std::lock_guard lock(mutex_);
-    piece.device->submit(command);
-  }
-  for (const Outgoing& outgoing : worker.outgoing) wait_for(worker, outgoing);
+void CompressedSender::send_one(Worker& worker, const Piece& piece) {
+  Outgoing& outgoing = worker.outgoing[worker.turn++ % worker.outgoing.size()];
+  wait_for(worker, outgoing);
+  const auto message =
+      compressor_.compress(worker.scratch, outgoing.writer, *piece.subgroup, piece.sits_out);
+  csd::Command& command = outgoing.command;
+  command = csd::Command{};
+  command.kind = csd::CommandKind::kPutGradient;
+  command.replies = &worker.replies;
+  command.owner = piece.device;
+  command.subgroup = piece.subgroup->id;
+  command.gradient = message.data();
+  command.message_bytes = message.size();
+  outgoing.in_flight = true;
+  piece.device->submit(command);
 }
 
 void CompressedSender::wait_for(Worker& worker, const Outgoing& outgoing) {

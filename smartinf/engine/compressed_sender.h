@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/base/thread_team.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/engine/gradient_compressor.h"
 
@@ -18,13 +19,8 @@ namespace smartinf::engine {
 
 class CompressedSender {
  public:
-  /// More threads than this are faster than any link. What each needs: two messages and a Scratch.
-  static constexpr uint32_t kThreadsMax = 8;
-  /// As many as there are cores, within that.
-  static uint32_t default_threads();
-
-  /// threads: 0: default_threads(). The compressor outlives this.
-  CompressedSender(GradientCompressor& compressor, uint32_t threads);
+  /// Compressor and team outlive this. Each thread of the team needs two messages and a Scratch.
+  CompressedSender(GradientCompressor& compressor, base::ThreadTeam& team);
 
   struct Piece {
     const plan::Subgroup* subgroup = nullptr;
@@ -49,15 +45,16 @@ class CompressedSender {
   struct Worker {
     GradientCompressor::Scratch scratch;
     std::array<Outgoing, 2> outgoing;
+    size_t turn = 0;
     csd::CompletionQueue replies;
   };
-  void work(Worker& worker, std::span<const Piece> pieces);
+  void send_one(Worker& worker, const Piece& piece);
   void wait_for(Worker& worker, const Outgoing& outgoing);
 
   GradientCompressor& compressor_;
-  std::vector<std::unique_ptr<Worker>> workers_;
-  std::atomic<size_t> next_{0};
-  std::mutex mutex_;  // of the devices' submit() and of failure_
+  base::ThreadTeam& team_;
+  std::vector<std::unique_ptr<Worker>> workers_;  // made when first needed
+  std::mutex mutex_;                              // of failure_
   std::atomic<bool> failed_{false};
   Failure failure_;
 };

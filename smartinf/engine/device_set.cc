@@ -486,4 +486,11 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
   return create_all(options, space, sources);
 }
 
+size_t DeviceSet::subgroup_at(uint64_t element) const {
+  const auto after = std::upper_bound(
+      subgroups.begin(), subgroups.end(), element,
+      [](uint64_t value, const plan::Subgroup& subgroup) { return value < subgroup.first; });
+  return static_cast<size_t>(after - subgroups.begin()) - 1;
+}
+
 }  // namespace smartinf::engine

@@ -31,6 +31,9 @@ struct DeviceSet {
   bool residual = false;       // the devices have room for what compression keeps
   bool fresh = false;          // made now: step 0 is still to be written
   uint64_t staging_bytes = 0;  // what the memory budget leaves to the engine itself
+
+  /// Index of the subgroup that holds an element of the space.
+  size_t subgroup_at(uint64_t element) const;
 };
 
 /// Opens what the sources hold, or creates it when all are empty and options.create is set. A

@@ -70,10 +70,12 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       set_(std::move(set)),
       staging_(std::move(staging)),
       intake_(space_),
+      team_(gradient_threads(), "si-gradient"),
+      gradient_sender_(set_, intake_, team_, options_.gradient_type),
       compressor_(std::move(compressor)),
-      sender_(compressor_ == nullptr ? nullptr
-                                     : std::make_unique<CompressedSender>(*compressor_, 0)),
-      gradient_commands_(kGradientCommands),
+      compressed_sender_(compressor_ == nullptr
+                             ? nullptr
+                             : std::make_unique<CompressedSender>(*compressor_, team_)),
       update_commands_(set_.devices.size()),
       phase_commands_(set_.devices.size()),
       phase_(set_.fresh ? Phase::kUnwritten : Phase::kIdle),
@@ -97,7 +99,6 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
     if (options_.compress.in_levels()) sign_levels_ = std::make_unique<SignLevels>(forms);
   }
   next_to_keep_.resize(set_.devices.size());
-  for (Command& command : gradient_commands_) gradient_free_.push_back(&command);
   for (size_t d = 0; d < set_.devices.size(); ++d) {
     Command& command = update_commands_[d];
     command.kind = CommandKind::kUpdate;
@@ -118,13 +119,6 @@ DeviceUpdater::~DeviceUpdater() {
   set_.devices.clear();  // each waits for what it has in flight
   step_replies_.push(Completion{});
   completions_thread_.join();
-}
-
-size_t DeviceUpdater::subgroup_at(uint64_t element) const {
-  const auto after = std::upper_bound(
-      set_.subgroups.begin(), set_.subgroups.end(), element,
-      [](uint64_t value, const plan::Subgroup& subgroup) { return value < subgroup.first; });
-  return static_cast<size_t>(after - set_.subgroups.begin()) - 1;
 }
 
 base::StepNumber DeviceUpdater::number_of(const UpdateOptions& options) const {
@@ -166,7 +160,6 @@ Status DeviceUpdater::require(Phase phase, std::string_view what) const {
 
 Status DeviceUpdater::on_all_devices(CommandKind kind, base::StepNumber step,
                                      const std::string& blob) {
-  SI_CHECK(gradient_free_.size() == kGradientCommands, "a gradient is still in flight");
   // No commit runs while the caller does this, so its commands are free.
   for (size_t d = 0; d < set_.devices.size(); ++d) {
     Command& command = phase_commands_[d];
@@ -491,7 +484,7 @@ Status DeviceUpdater::load_weights(base::DataType type, const WeightsSink& sink)
   std::byte* weights = nullptr;
   size_t of_subgroup = ~size_t{0};
   return read_state(kMaster, [&](uint64_t first, std::span<const std::span<const float>> planes) {
-    const size_t index = subgroup_at(first);
+    const size_t index = set_.subgroup_at(first);
     const plan::Subgroup& subgroup = set_.subgroups[index];
     if (index != of_subgroup) {
       of_subgroup = index;
@@ -530,44 +523,6 @@ Status DeviceUpdater::begin_step() {
   return gradient_error_;
 }
 
-Status DeviceUpdater::drain_gradients(size_t in_flight_max) {
-  while (kGradientCommands - gradient_free_.size() > in_flight_max) {
-    const Completion completion = next_reply(caller_replies_);
-    Status status = named(completion.status, completion.command);
-    gradient_free_.push_back(completion.command);
-    if (gradient_error_.ok()) gradient_error_ = std::move(status);
-  }
-  return gradient_error_;
-}
-
-/// `gradient` is of options_.gradient_type. Returns with commands still in flight, also on failure.
-Status DeviceUpdater::send_gradient(uint64_t first, const void* gradient, uint64_t count) {
-  const uint64_t element_bytes = base::data_type_bytes(options_.gradient_type);
-  const auto* bytes = static_cast<const std::byte*>(gradient);
-  for (size_t i = subgroup_at(first); count > 0; ++i) {
-    const plan::Subgroup& subgroup = set_.subgroups[i];
-    const uint64_t within = first - subgroup.first;
-    const uint64_t here = std::min(count, subgroup.count - within);
-    SI_RETURN_IF_ERROR(drain_gradients(kGradientCommands - 1));
-    Command& command = *gradient_free_.back();
-    gradient_free_.pop_back();
-    csd::Device& device = device_of(subgroup.id);
-    command.kind = CommandKind::kPutGradient;
-    command.replies = &caller_replies_;
-    command.owner = &device;
-    command.subgroup = subgroup.id;
-    command.first = within;
-    command.count = here;
-    command.type = options_.gradient_type;
-    command.gradient = bytes;
-    device.submit(command);
-    bytes += here * element_bytes;
-    first += here;
-    count -= here;
-  }
-  return Status();
-}
-
 Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::DataType type,
                                    uint64_t count) {
   {
@@ -575,46 +530,21 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
     SI_RETURN_IF_ERROR(require(Phase::kGradients, "a gradient given"));
   }
   SI_RETURN_IF_ERROR(gradient_error_);
-  SI_ASSIGN_OR_RETURN(const auto cuts, intake_.take(first, count));
-  const auto* bytes = static_cast<const std::byte*>(gradient);
+  SI_ASSIGN_OR_RETURN(const auto pieces, intake_.take(first, count));
   if (compressor_ != nullptr) {
-    compressor_->put(first, gradient, type, count);
-    for (const GradientIntake::Cut& cut : cuts) {
-      intake_.measure(cut, bytes + (cut.first - first) * base::data_type_bytes(type), type);
-    }
+    const auto* bytes = static_cast<const std::byte*>(gradient);
+    team_.run(pieces.size(), [&](uint32_t, size_t index) {
+      const GradientIntake::Piece& piece = pieces[index];
+      const std::byte* values = bytes + (piece.first - first) * base::data_type_bytes(type);
+      compressor_->put(piece.first, values, type, piece.count);
+      intake_.measure(piece, values, type);
+    });
     return Status();
   }
-  if (type == options_.gradient_type) {
-    // The devices copy while the norm is found here.
-    Status sent = send_gradient(first, gradient, count);
-    for (const GradientIntake::Cut& cut : cuts) {
-      intake_.measure(cut, bytes + (cut.first - first) * base::data_type_bytes(type), type);
-    }
-    Status drained = drain_gradients(0);
-    return sent.ok() ? std::move(drained) : std::move(sent);
-  }
-  // What is measured is what the devices get, so the cast comes first, cut by cut.
-  auto* wide = reinterpret_cast<float*>(staging_.data());
-  std::byte* narrow = staging_.data() + kGradientCutElements * sizeof(float);
-  for (const GradientIntake::Cut& cut : cuts) {
-    const std::byte* in = bytes + (cut.first - first) * base::data_type_bytes(type);
-    const void* out = wide;
-    const float* values = wide;
-    if (type == base::DataType::kF32) {
-      values = reinterpret_cast<const float*>(in);
-    } else {
-      kernels::kernels().cast_to_f32(in, type, wide, cut.count);
-    }
-    if (options_.gradient_type != base::DataType::kF32) {
-      kernels::kernels().cast_from_f32(values, narrow, options_.gradient_type, cut.count);
-      out = narrow;
-    }
-    Status sent = send_gradient(cut.first, out, cut.count);
-    intake_.measure(cut, out, options_.gradient_type);
-    SI_RETURN_IF_ERROR(drain_gradients(0));
-    SI_RETURN_IF_ERROR(std::move(sent));
-  }
-  return Status();
+  GradientSender::Failure failure =
+      gradient_sender_.put(pieces, first, gradient, type, staging_.bytes());
+  gradient_error_ = named(std::move(failure.status), failure.device);
+  return gradient_error_;
 }
 
 Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
@@ -636,20 +566,18 @@ bool DeviceUpdater::left_alone(const plan::Subgroup& subgroup, const UpdateOptio
 
 Status DeviceUpdater::fill_skipped(const UpdateOptions& options) {
   if (skipped_.empty()) return Status();
-  const uint64_t zeros = staging_.size() / base::data_type_bytes(options_.gradient_type);
   std::memset(staging_.data(), 0, staging_.size());
   for (const Skipped& skipped : skipped_) {
     const uint64_t end = skipped.first + skipped.count;
-    for (size_t i = subgroup_at(skipped.first);
+    for (size_t i = set_.subgroup_at(skipped.first);
          i < set_.subgroups.size() && set_.subgroups[i].first < end; ++i) {
       const plan::Subgroup& subgroup = set_.subgroups[i];
       if (left_alone(subgroup, options)) continue;
-      const uint64_t to = std::min(end, subgroup.first + subgroup.count);
-      for (uint64_t first = std::max(skipped.first, subgroup.first); first < to;) {
-        const uint64_t here = std::min(zeros, to - first);
-        SI_RETURN_IF_ERROR(send_gradient(first, staging_.data(), here));
-        first += here;
-      }
+      const uint64_t first = std::max(skipped.first, subgroup.first);
+      const uint64_t count = std::min(end, subgroup.first + subgroup.count) - first;
+      GradientSender::Failure failure = gradient_sender_.put_zeros(first, count, staging_.bytes());
+      gradient_error_ = named(std::move(failure.status), failure.device);
+      SI_RETURN_IF_ERROR(gradient_error_);
     }
   }
   return Status();
@@ -687,10 +615,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
                     "Set skip for the groups whose gradient was skipped.");
     }
   }
-  const Status filled = compressor_ != nullptr ? send_compressed(options) : fill_skipped(options);
-  const Status drained = drain_gradients(0);  // also after a failure: the zeros lie in staging_
-  if (!filled.ok()) return filled;
-  if (!drained.ok()) return drained;
+  SI_RETURN_IF_ERROR(compressor_ != nullptr ? send_compressed(options) : fill_skipped(options));
   const std::lock_guard lock(mutex_);
   for (Command& command : update_commands_) command.updates.clear();
   for (size_t i = 0; i < set_.subgroups.size(); ++i) {
@@ -744,8 +669,8 @@ Status DeviceUpdater::wait_weights(uint64_t first, uint64_t count) {
   SI_CHECK(first <= space_.count() && count <= space_.count() - first,
            "weights outside the parameter space");
   if (count == 0) return Status();
-  const size_t from = subgroup_at(first);
-  const size_t to = subgroup_at(first + count - 1);
+  const size_t from = set_.subgroup_at(first);
+  const size_t to = set_.subgroup_at(first + count - 1);
   std::unique_lock lock(mutex_);
   const auto all_ready = [&] {
     return std::all_of(weights_ready_.begin() + static_cast<ptrdiff_t>(from),
@@ -979,8 +904,7 @@ Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
   });
   if (sign_levels_ != nullptr) weights_ahead_->find_levels(*sign_levels_);
   compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm,
-                            {.sits_out = sits_out, .levels = sign_levels_.get()},
-                            CompressedSender::default_threads());
+                            {.sits_out = sits_out, .levels = sign_levels_.get()}, team_);
   std::vector<CompressedSender::Piece> pieces;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     if (left_alone(subgroup, options)) {
@@ -995,7 +919,7 @@ Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
       return !options.groups[stretch.group].skip;
     });
   }
-  CompressedSender::Failure failure = sender_->send(pieces);
+  CompressedSender::Failure failure = compressed_sender_->send(pieces);
   return named(std::move(failure.status), failure.device);
 }
 

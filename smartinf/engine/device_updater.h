@@ -19,6 +19,7 @@
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_intake.h"
+#include "smartinf/engine/gradient_sender.h"
 #include "smartinf/engine/kept_blob.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/engine/weights_ahead.h"
@@ -104,8 +105,6 @@ class DeviceUpdater final : public Updater {
   csd::Device& device_of(base::SubgroupId subgroup) {
     return *set_.devices[set_.owner[subgroup.value].value];
   }
-  /// First subgroup that reaches beyond `element`.
-  size_t subgroup_at(uint64_t element) const;
   base::Status require(Phase phase, std::string_view what) const;  // mutex_ held
   /// The step's number for rules and random choices: the caller's, or the one to be committed.
   base::StepNumber number_of(const UpdateOptions& options) const;
@@ -123,11 +122,8 @@ class DeviceUpdater final : public Updater {
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit);
   /// True when every group of the subgroup sits this step out.
   bool left_alone(const plan::Subgroup& subgroup, const UpdateOptions& options) const;
-  /// Zeros for what got no gradient, where the rest of its subgroup is updated. Returns with
-  /// commands still in flight.
+  /// Zeros for what got no gradient, where the rest of its subgroup is updated.
   base::Status fill_skipped(const UpdateOptions& options);
-  base::Status send_gradient(uint64_t first, const void* gradient, uint64_t count);
-  base::Status drain_gradients(size_t in_flight_max);
 
   /// Compresses and sends all gradients of the step.
   base::Status send_compressed(const UpdateOptions& options);
@@ -156,21 +152,19 @@ class DeviceUpdater final : public Updater {
   DeviceSet set_;
   base::AlignedBuffer staging_;
   GradientIntake intake_;
-  std::unique_ptr<GradientCompressor> compressor_;  // null: gradients go down whole
-  std::unique_ptr<CompressedSender> sender_;        // with it
-  std::unique_ptr<WeightsAhead> weights_ahead_;     // null: weights come up as they are stored
-  std::vector<void*> weights_out_;                  // with it: of every subgroup in this step
-  bool samples_current_ = false;                    // its samples are of the committed step
-  bool samples_next_ = false;                       // and will be when the step in progress is
-  std::unique_ptr<SignLevels> sign_levels_;         // null: signs are told as they are
-  std::vector<kernels::StepAhead> next_ahead_;      // of the step in progress, by group
+  base::ThreadTeam team_;  // copies, casts, measures and compresses gradients
+  GradientSender gradient_sender_;
+  std::unique_ptr<GradientCompressor> compressor_;       // null: gradients go down whole
+  std::unique_ptr<CompressedSender> compressed_sender_;  // with it
+  std::unique_ptr<WeightsAhead> weights_ahead_;          // null: weights come up as they are stored
+  std::vector<void*> weights_out_;                       // with it: of every subgroup in this step
+  bool samples_current_ = false;                         // its samples are of the committed step
+  bool samples_next_ = false;                            // and will be when the step in progress is
+  std::unique_ptr<SignLevels> sign_levels_;              // null: signs are told as they are
+  std::vector<kernels::StepAhead> next_ahead_;           // of the step in progress, by group
 
-  // Replies to commands that are waited for in the call that makes them: gradients, reading,
-  // writing.
+  // Replies to commands that are waited for in the call that makes them: reading, writing.
   csd::CompletionQueue caller_replies_;
-  static constexpr size_t kGradientCommands = 256;
-  std::vector<csd::Command> gradient_commands_;
-  std::vector<csd::Command*> gradient_free_;
   base::Status gradient_error_;
   struct Skipped {
     uint64_t first = 0;

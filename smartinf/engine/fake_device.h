@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -54,6 +55,7 @@ class FakeDevice final : public csd::Device {
   }
 
   void submit(csd::Command& command) override {
+    const std::lock_guard lock(mutex_);  // gradients come from several threads
     base::Status status;
     if (drive_->fail_next == command.kind) {
       drive_->fail_next.reset();
@@ -174,6 +176,7 @@ class FakeDevice final : public csd::Device {
   std::vector<std::vector<std::byte>> gradients_;
   base::DataType type_ = base::DataType::kBf16;
   base::TrafficCounter host_;
+  std::mutex mutex_;
 };
 
 class FakeSource final : public DeviceSource {

@@ -92,10 +92,10 @@ void GradientCompressor::find_squares(const base::Bf16* values) {
 }
 
 void GradientCompressor::begin_update(base::StepNumber step, double scale, double norm,
-                                      const StepForms& forms, uint32_t threads) {
+                                      const StepForms& forms, base::ThreadTeam& team) {
   step_ = step;
   scale_ = static_cast<float>(scale);
-  if (squares_) squares_->find(gradient_, scale_, forms.sits_out, threads);
+  if (squares_) squares_->find(gradient_, scale_, forms.sits_out, team);
   finite_ = std::isfinite(norm);
   levels_ = forms.levels;
   double backlog = 0;

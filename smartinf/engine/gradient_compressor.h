@@ -16,6 +16,7 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/base/thread_team.h"
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/gradient_squares.h"
@@ -71,9 +72,9 @@ class GradientCompressor {
   void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
 
   /// When the gradient is whole: chooses the step's ratio and finds what is told of the gradient's
-  /// squares, by so many threads. scale: of the gradient; norm: its own, after that.
-  void begin_update(base::StepNumber step, double scale, double norm, const StepForms& forms = {},
-                    uint32_t threads = 1);
+  /// squares. scale: of the gradient; norm: its own, after that.
+  void begin_update(base::StepNumber step, double scale, double norm, const StepForms& forms,
+                    base::ThreadTeam& team);
   /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
   /// in order, that send nothing and keep their residual as it is. Threads: several at once, each
   /// with subgroups, a scratch and a writer of its own; what they make does not depend on it.

@@ -2,7 +2,8 @@
 // the first parameter that is not finite. Holds no gradients; those go straight to the devices.
 //
 // The norm is a sum over fixed cuts of every range, added up in the order of the space. It is the
-// same whatever the order and size of the pieces, the number of devices or the size of subgroups.
+// same whatever the order and size of what is given at once, the number of threads and of devices,
+// or the size of subgroups.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +17,14 @@
 
 namespace smartinf::engine {
 
-/// Pieces of a range's gradient start and end on multiples of this within the range (or at its
-/// end).
+/// What is given of a range's gradient at once starts and ends on multiples of this within the
+/// range (or at its end).
 inline constexpr uint64_t kGradientCutElements = uint64_t{1} << 20;
+/// What one thread measures and hands over at once, counted from the beginning of a cut: small
+/// enough to stay in a core's cache in between, and a whole part of the tree by which a cut's
+/// squares are added up.
+inline constexpr uint64_t kGradientPieceElements = uint64_t{1} << 17;
+static_assert(kGradientCutElements % kGradientPieceElements == 0);
 
 /// Found while gradients came in.
 struct GradientSummary {
@@ -29,8 +35,8 @@ struct GradientSummary {
 
 class GradientIntake {
  public:
-  struct Cut {
-    size_t index = 0;    // among all cuts of the space
+  struct Piece {
+    size_t index = 0;    // among all pieces of the space
     uint64_t first = 0;  // element in the space
     uint64_t count = 0;
   };
@@ -41,13 +47,13 @@ class GradientIntake {
   /// Forgets the step before.
   void begin();
 
-  /// The cuts of a piece, into a list that is reused. Marks them as given.
+  /// The pieces of a stretch of the gradient, in order. Marks them as given.
   /// Errors: kInvalidArgument outside the space or cut elsewhere, kFailedPrecondition when a part
   /// was given before. Then nothing is marked.
-  base::Result<std::vector<Cut>> take(uint64_t first, uint64_t count);
+  base::Result<std::vector<Piece>> take(uint64_t first, uint64_t count);
 
-  /// Measures one cut's values. Threads: safe for different cuts.
-  void measure(const Cut& cut, const void* gradient, base::DataType type);
+  /// Measures one piece's values. Threads: safe for different pieces.
+  void measure(const Piece& piece, const void* gradient, base::DataType type);
 
   /// Errors: kFailedPrecondition when a range is incomplete (named).
   base::Result<GradientSummary> finish(double unscale) const;
@@ -58,13 +64,9 @@ class GradientIntake {
     bool given = false;
     bool finite = true;
   };
-  size_t cut_index(size_t range, uint64_t within) const {
-    return first_cut_[range] + within / kGradientCutElements;
-  }
-
   const plan::ParameterSpace& space_;
-  std::vector<size_t> first_cut_;  // of every range
-  std::vector<Found> found_;       // of every cut
+  std::vector<size_t> first_piece_;  // of every range
+  std::vector<Found> found_;         // of every piece
 };
 
 }  // namespace smartinf::engine

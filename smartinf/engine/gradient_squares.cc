@@ -4,7 +4,6 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
-#include <thread>
 
 #include "smartinf/kernels/feedback.h"
 
@@ -42,7 +41,7 @@ GradientSquares::GradientSquares(std::vector<plan::MatrixForm> forms)
 }
 
 void GradientSquares::find(const base::Bf16* gradient, float scale,
-                           std::span<const plan::GroupStretch> sits_out, uint32_t threads) {
+                           std::span<const plan::GroupStretch> sits_out, base::ThreadTeam& team) {
   std::ranges::fill(means_.all(), 0.0f);
   std::fill(partial_.begin(), partial_.end(), 0.0f);
   std::fill(sits_out_.begin(), sits_out_.end(), uint8_t{0});
@@ -51,19 +50,9 @@ void GradientSquares::find(const base::Bf16* gradient, float scale,
       sits_out_[static_cast<size_t>(&form - forms_.data())] = 1;
     }
   }
-  std::atomic<size_t> next = 0;
-  const auto work = [&] {
-    for (size_t i = next++; i < sections_.size(); i = next++) {
-      if (sits_out_[sections_[i].form] == 0) sum(sections_[i], gradient, scale);
-    }
-  };
-  {
-    std::vector<std::jthread> others;
-    for (uint32_t i = 1; i < std::min<size_t>(threads, sections_.size()); ++i) {
-      others.emplace_back(work);
-    }
-    work();
-  }
+  team.run(sections_.size(), [&](uint32_t, size_t i) {
+    if (sits_out_[sections_[i].form] == 0) sum(sections_[i], gradient, scale);
+  });
   for (size_t i = 0; i < sections_.size();) {
     const size_t form = sections_[i].form;
     size_t end = i + 1;

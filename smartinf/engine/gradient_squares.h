@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
+#include "smartinf/base/thread_team.h"
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/engine/form_table.h"
 #include "smartinf/plan/matrix_forms.h"
@@ -22,10 +23,10 @@ class GradientSquares {
  public:
   explicit GradientSquares(std::vector<plan::MatrixForm> forms);
 
-  /// Of scale * gradient, by so many threads; what they find does not depend on how many.
+  /// Of scale * gradient, by a team of threads; what it finds does not depend on how many.
   /// gradient: of the whole space. Forms that reach into sits_out have squares of 0.
   void find(const base::Bf16* gradient, float scale, std::span<const plan::GroupStretch> sits_out,
-            uint32_t threads);
+            base::ThreadTeam& team);
   /// What a message of the subgroup says of them, behind what is in `out`.
   void append(const plan::Subgroup& subgroup, csd::SquaresFactors& out) const;
 

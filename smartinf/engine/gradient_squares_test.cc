@@ -74,7 +74,8 @@ TEST(GradientSquares, AreExactWhereTheyAreAProduct) {
   const plan::ParameterSpace space = test_space();
   const auto gradient = gradient_of(space);
   GradientSquares squares(plan::matrix_forms(space));
-  squares.find(gradient.data(), 0.5f, {}, 1);
+  base::ThreadTeam team(1, "test");
+  squares.find(gradient.data(), 0.5f, {}, team);
   const auto found = told(squares, space, kBlockElements);
   for (uint64_t i = 0; i < found.size(); ++i) {
     const double square = std::pow(0.5 * base::to_f32(gradient[i]), 2);
@@ -86,10 +87,12 @@ TEST(GradientSquares, DoNotDependOnThreadsOrSubgroups) {
   const plan::ParameterSpace space = test_space();
   const auto gradient = gradient_of(space);
   GradientSquares squares(plan::matrix_forms(space));
-  squares.find(gradient.data(), 0.3f, {}, 1);
+  base::ThreadTeam alone(1, "test");
+  squares.find(gradient.data(), 0.3f, {}, alone);
   const auto expected = told(squares, space, kBlockElements);
   for (const uint32_t threads : {2u, 5u}) {
-    squares.find(gradient.data(), 0.3f, {}, threads);  // again: nothing is left of the time before
+    base::ThreadTeam team(threads, "test");
+    squares.find(gradient.data(), 0.3f, {}, team);  // again: nothing is left of the time before
     EXPECT_EQ(told(squares, space, 2 * kBlockElements), expected) << threads;
     EXPECT_EQ(told(squares, space, 100 * kBlockElements), expected) << threads;
   }
@@ -106,7 +109,8 @@ TEST(GradientSquares, OfTallMatricesAreSummedInSections) {
   std::optional<std::vector<float>> first;
   for (const uint32_t threads : {1u, 3u}) {
     GradientSquares squares(plan::matrix_forms(space));
-    squares.find(gradient.data(), 1, {}, threads);
+    base::ThreadTeam team(threads, "test");
+    squares.find(gradient.data(), 1, {}, team);
     csd::SquaresFactors appended;
     squares.append({base::SubgroupId{0}, 0, space.count()}, appended);
     const std::vector<float>& factors = appended.values;
@@ -126,7 +130,8 @@ TEST(GradientSquares, OfGroupsThatSitOutAreNone) {
   std::fill_n(gradient.begin() + static_cast<ptrdiff_t>(norm.first), norm.count,
               base::to_bf16(std::numeric_limits<float>::quiet_NaN()));  // whatever lies there
   GradientSquares squares(plan::matrix_forms(space));
-  squares.find(gradient.data(), 1, out, 2);
+  base::ThreadTeam team(2, "test");
+  squares.find(gradient.data(), 1, out, team);
   const auto found = told(squares, space, kBlockElements);
   for (uint64_t i = 0; i < found.size(); ++i) {
     const bool sits_out = i >= norm.first && i < norm.first + norm.count;
@@ -143,7 +148,8 @@ TEST(GradientSquares, AreNumbersWhateverTheGradientIs) {
     std::vector<base::Bf16> gradient(space.count(), base::to_bf16(odd == 0 ? 0.0f : 1e-3f));
     gradient[123] = base::to_bf16(odd);
     GradientSquares squares(plan::matrix_forms(space));
-    squares.find(gradient.data(), 1, {}, 1);
+    base::ThreadTeam team(1, "test");
+    squares.find(gradient.data(), 1, {}, team);
     csd::SquaresFactors appended;
     squares.append({base::SubgroupId{0}, 0, space.count()}, appended);
     const std::vector<float>& factors = appended.values;
@@ -166,7 +172,8 @@ TEST(GradientSquares, ReadTheSameFromAnySubgroup) {
     gradient[i] = base::to_bf16(std::ldexp(1.0f, -static_cast<int>(size)));
   }
   GradientSquares squares(plan::matrix_forms(space));
-  squares.find(gradient.data(), 1, {}, 1);
+  base::ThreadTeam team(1, "test");
+  squares.find(gradient.data(), 1, {}, team);
   std::optional<std::vector<float>> expected;
   for (const uint64_t elements : {space.count(), 3 * kBlockElements, kBlockElements}) {
     std::vector<float> read(kRows + kColumns);

@@ -1169,6 +1169,7 @@ class Recorder final : public csd::Device {
   std::string blob() const override { return {}; }
   base::Status recover_to(base::StepNumber) override { return base::Status(); }
   void submit(csd::Command& command) override {
+    const std::lock_guard lock(mutex_);
     const auto* bytes = static_cast<const std::byte*>(command.gradient);
     messages[command.subgroup.value].assign(bytes, bytes + command.message_bytes);
     csd::Completion done;
@@ -1186,6 +1187,7 @@ class Recorder final : public csd::Device {
   uint32_t bad = ~0u;
 
  private:
+  std::mutex mutex_;
   csd::DeviceInfo info_;
   storage::StoreLayout layout_;
 };
@@ -1208,14 +1210,15 @@ TEST(Compression, ThreadsChangeNothing) {
       options.codec = CompressOptions::Codec::kTopK;
       auto made = GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
       ASSERT_TRUE(made.ok());
-      CompressedSender sender(**made, threads);
+      base::ThreadTeam team(threads, "test");
+      CompressedSender sender(**made, team);
       std::vector<CompressedSender::Piece> pieces;
       for (const plan::Subgroup& subgroup : subgroups) pieces.push_back({&subgroup, &recorder, {}});
       for (int step = 1; step <= 3; ++step) {
         const auto gradient = contract_gradient(kElements, step);
         (*made)->begin_step();
         (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
-        (*made)->begin_update(static_cast<uint64_t>(step), 1, 1, {}, threads);
+        (*made)->begin_update(static_cast<uint64_t>(step), 1, 1, {}, team);
         ASSERT_TRUE(sender.send(pieces).status.ok());
         if (step < 3) (*made)->commit();
       }
@@ -1260,7 +1263,8 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
     const auto step = [&](uint64_t number, std::span<const plan::GroupStretch> out) {
       compressor.begin_step();
       compressor.put(0, ones.data(), DataType::kF32, 1000);
-      compressor.begin_update(number, 1, 1);
+      base::ThreadTeam alone(1, "test");
+      compressor.begin_update(number, 1, 1, {}, alone);
       auto sent = message_of(compressor, writer, out);
       compressor.commit();
       return sent;
@@ -1297,7 +1301,8 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
       const double scale = step % 3 == 0 ? 0.5 : 1;  // a clipped step
       (*made)->begin_step();
       (*made)->put(0, gradient.data(), DataType::kBf16, kElements);
-      (*made)->begin_update(static_cast<uint64_t>(step), scale, 1);
+      base::ThreadTeam alone(1, "test");
+      (*made)->begin_update(static_cast<uint64_t>(step), scale, 1, {}, alone);
       const auto message =
           (*made)->compress(scratch, writer, {base::SubgroupId{0}, 0, kElements}, {});
       const auto view = csd::CompressedView::parse(message);

@@ -7,6 +7,7 @@
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/pairwise_sum.h"
 
 namespace smartinf::kernels {
 namespace {
@@ -267,26 +268,6 @@ class BlockUpdate {
   float* master_;
   PlaneTile momentum_;
   PlaneTile variance_;
-};
-
-/// Adds leaves pairwise as a binary counter carries: the shape depends on their number only.
-class PairwiseSum {
- public:
-  void add(double leaf) {
-    for (uint64_t carry = leaves_; (carry & 1) != 0; carry >>= 1) leaf = levels_[--depth_] + leaf;
-    levels_[depth_++] = leaf;
-    ++leaves_;
-  }
-  double total() const {
-    double sum = 0;
-    for (size_t i = depth_; i > 0; --i) sum = levels_[i - 1] + sum;
-    return sum;
-  }
-
- private:
-  std::array<double, 64> levels_{};
-  size_t depth_ = 0;
-  uint64_t leaves_ = 0;
 };
 
 }  // namespace

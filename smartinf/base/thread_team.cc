@@ -1,0 +1,58 @@
+#include "smartinf/base/thread_team.h"
+
+#include <pthread.h>
+
+#include "smartinf/base/check.h"
+
+namespace smartinf::base {
+
+ThreadTeam::ThreadTeam(uint32_t threads, std::string name) {
+  SI_CHECK(threads > 0, "a team has at least the thread that calls it");
+  name.resize(std::min<size_t>(name.size(), 15));  // what the kernel keeps of a thread's name
+  for (uint32_t worker = 1; worker < threads; ++worker) {
+    others_.emplace_back([this, worker](const std::stop_token& stop) { serve(stop, worker); });
+    (void)pthread_setname_np(others_.back().native_handle(), name.c_str());
+  }
+}
+
+ThreadTeam::~ThreadTeam() {
+  for (std::jthread& thread : others_) thread.request_stop();
+}
+
+void ThreadTeam::run(size_t parts, const std::function<void(uint32_t, size_t)>& part) {
+  if (parts <= 1 || others_.empty()) {
+    for (size_t index = 0; index < parts; ++index) part(0, index);
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    SI_CHECK(working_ == 0, "a team does one job at a time");
+    part_ = &part;
+    parts_ = parts;
+    next_ = 0;
+    working_ = static_cast<uint32_t>(others_.size());
+    ++job_;
+  }
+  begun_.notify_all();
+  work(0);
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [&] { return working_ == 0; });
+}
+
+void ThreadTeam::work(uint32_t worker) {
+  for (size_t index = next_++; index < parts_; index = next_++) (*part_)(worker, index);
+}
+
+void ThreadTeam::serve(const std::stop_token& stop, uint32_t worker) {
+  uint64_t seen = 0;
+  std::unique_lock lock(mutex_);
+  while (begun_.wait(lock, stop, [&] { return job_ != seen; })) {
+    seen = job_;
+    lock.unlock();
+    work(worker);
+    lock.lock();
+    if (--working_ == 0) done_.notify_one();
+  }
+}
+
+}  // namespace smartinf::base

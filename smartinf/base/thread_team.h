@@ -1,0 +1,50 @@
+// Threads that share out the parts of one job, made once and used for job after job: starting
+// threads for each job would cost more than many of the jobs.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace smartinf::base {
+
+/// Threads: run() from one thread at a time, and not from within a part.
+class ThreadTeam {
+ public:
+  /// threads: those that work on a job, the caller of run() among them; at least 1.
+  ThreadTeam(uint32_t threads, std::string name);
+  ~ThreadTeam();
+  ThreadTeam(const ThreadTeam&) = delete;
+  ThreadTeam& operator=(const ThreadTeam&) = delete;
+
+  uint32_t size() const { return static_cast<uint32_t>(others_.size()) + 1; }
+
+  /// Calls part(worker, index) once for each index in [0, parts), each on any of the threads, lower
+  /// indices begun first; returns when all have returned. worker is in [0, size()) and belongs to
+  /// one thread during the call, so that it can name memory of the thread's own. With one part, or
+  /// a team of one, everything runs on the calling thread. A part does not throw.
+  void run(size_t parts, const std::function<void(uint32_t worker, size_t index)>& part);
+
+ private:
+  void work(uint32_t worker);
+  void serve(const std::stop_token& stop, uint32_t worker);
+
+  const std::function<void(uint32_t, size_t)>* part_ = nullptr;
+  size_t parts_ = 0;
+  std::atomic<size_t> next_{0};
+
+  std::mutex mutex_;
+  std::condition_variable_any begun_;
+  std::condition_variable done_;
+  uint64_t job_ = 0;                  // how many jobs were begun
+  uint32_t working_ = 0;              // other threads that have not finished this one
+  std::vector<std::jthread> others_;  // last: joined before the rest goes
+};
+
+}  // namespace smartinf::base

@@ -40,9 +40,9 @@ class Checkpoints(TrainCase):
             with self.subTest(devices=count):
                 run = f"back{count}"
                 devices = self.devices(run, count)
-                self.smartinf("restore", checkpoint,
-                              *[word for path in devices[1::2] for word in ("--device", path)])
-                self.train(recipe, run, *devices)
+                told = self.smartinf("restore", checkpoint,
+                                     *[word for path in devices[1::2] for word in ("--device", path)])
+                self.train(recipe, run, *told.split("smartinf train RECIPE ")[1].split())
                 self.assertEqual(self.losses(run), self.losses("plain")[40:])
                 self.assertEqual(self.master_weights(run), weights)
 

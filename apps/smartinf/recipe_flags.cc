@@ -1,6 +1,11 @@
 #include "apps/smartinf/recipe_flags.h"
 
 #include <cstdio>
+#include <filesystem>
+
+#include "smartinf/train/run_folder.h"
+
+#include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
 
@@ -40,7 +45,12 @@ std::optional<int> read_recipe(const RecipeFlags& flags, const Overrides& overri
                                "Name one, e.g. recipes/quickstart.toml."),
                   kExitUsage);
   }
-  base::Result<config::LoadedRecipe> result = config::load_recipe(flags.path, overrides);
+  // A run's own recipe is of the run where it lies, also when that was copied or moved.
+  const std::filesystem::path path(flags.path);
+  const std::string folder = path.has_parent_path() ? path.parent_path().string() : ".";
+  const bool kept = path.filename() == train::kRecipeFile && has_begun(folder);
+  base::Result<config::LoadedRecipe> result =
+      kept ? load_run(folder, overrides) : config::load_recipe(flags.path, overrides);
   if (!result.ok()) return report(result.status(), kExitUsage);
   loaded = std::move(result).value();
   if (flags.print_config) {

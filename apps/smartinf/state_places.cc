@@ -1,9 +1,10 @@
 #include "apps/smartinf/state_places.h"
 
 #include <filesystem>
+#include <optional>
 #include <utility>
 
-#include "smartinf/config/recipe.h"
+#include "smartinf/config/keys.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/train/run_folder.h"
 
@@ -14,13 +15,43 @@ bool is_run_folder(const std::string& path) {
   return std::filesystem::is_regular_file(std::filesystem::path(path) / train::kRecipeFile, error);
 }
 
+bool has_begun(const std::string& folder) {
+  std::error_code error;
+  const std::filesystem::path path(folder);
+  return std::filesystem::exists(path / train::kRunFile, error) ||
+         std::filesystem::exists(path / train::kLogFile, error);
+}
+
+base::Result<config::LoadedRecipe> load_run(const std::string& folder,
+                                            std::span<const config::Override> overrides) {
+  const std::string path = (std::filesystem::path(folder) / train::kRecipeFile).string();
+  SI_ASSIGN_OR_RETURN(config::LoadedRecipe loaded, config::load_recipe(path, overrides));
+  const auto by_flag = [&](const std::string& key) {
+    const auto origin = loaded.origins.find(key);
+    return origin != loaded.origins.end() && origin->second.kind == config::Origin::Kind::kFlag;
+  };
+  if (by_flag("train.run")) return loaded;
+  SI_ASSIGN_OR_RETURN(const std::optional<train::RunRecord> record, train::read_run_record(folder));
+  std::string& run = loaded.recipe.options.train.run;
+  const std::string inside = run + "/";
+  std::vector<engine::DeviceOptions>& devices = loaded.recipe.updater.devices;
+  for (size_t i = 0; i < devices.size(); ++i) {
+    if (by_flag(config::numbered_key("device.path", i))) continue;
+    if (record && record->devices.size() == devices.size()) {
+      devices[i].path = record->devices[i];
+    } else if (devices[i].path.starts_with(inside)) {  // before folders kept a record
+      devices[i].path = folder + "/" + devices[i].path.substr(inside.size());
+    }
+  }
+  run = folder;
+  return loaded;
+}
+
 base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words) {
   std::vector<std::string> devices;
   for (const std::string& word : words) {
     if (is_run_folder(word)) {
-      const auto recipe = std::filesystem::path(word) / train::kRecipeFile;
-      SI_ASSIGN_OR_RETURN(const config::LoadedRecipe loaded,
-                          config::load_recipe(recipe.string(), {}));
+      SI_ASSIGN_OR_RETURN(const config::LoadedRecipe loaded, load_run(word));
       for (const engine::DeviceOptions& device : loaded.recipe.updater.devices) {
         devices.push_back(device.path);
       }

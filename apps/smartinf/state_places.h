@@ -2,15 +2,26 @@
 // checkpoint's.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/config/recipe.h"
 
 namespace smartinf::apps {
 
 /// Whether the path is the folder of a training run.
 bool is_run_folder(const std::string& path);
+
+/// Whether a run has begun in the folder: its recipe is then the one that the run keeps.
+bool has_begun(const std::string& folder);
+
+/// The recipe that a run's folder keeps, with the values it trained with, as of where the folder is
+/// now: of one that was copied or moved, train.run and the devices inside are the copy's, from any
+/// working directory. What a flag gives counts, and with a flag for train.run nothing follows.
+base::Result<config::LoadedRecipe> load_run(const std::string& folder,
+                                            std::span<const config::Override> overrides = {});
 
 /// The devices of each word in turn. Nothing is opened. Errors: a run's recipe or a checkpoint's
 /// description that cannot be read; a checkpoint that was put together from others.

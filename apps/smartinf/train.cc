@@ -1,4 +1,4 @@
-// smartinf train: runs a recipe, one line a step; run again, it goes on.
+// smartinf train: runs a recipe, one line a step; run again, it resumes.
 #include <memory>
 
 #include <fmt/format.h>
@@ -16,6 +16,7 @@
 #include "apps/smartinf/machine.h"
 #include "apps/smartinf/progress.h"
 #include "apps/smartinf/recipe_flags.h"
+#include "apps/smartinf/state_places.h"
 #include "apps/smartinf/trace_file.h"
 #include "apps/smartinf/wear.h"
 
@@ -101,6 +102,26 @@ class Screen {
       print(nlohmann::ordered_json{{"step", at}, {"validation_loss", loss}}.dump());
     } else {
       print(fmt::format("step {}: validation loss {:.4f} nats per token", at, loss));
+    }
+  }
+
+  void resumed(base::StepNumber step, const std::vector<config::KeyChange>& changes) const {
+    if (json_) {
+      nlohmann::ordered_json line{{"resumed_after_step", step}};
+      line["steps_left"] = steps_ - std::min(step, steps_);
+      line["changed"] = nlohmann::ordered_json::object();
+      for (const auto& [key, before, now] : changes) line["changed"][key] = {before, now};
+      return print(line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
+    }
+    if (!changes.empty()) print("changed since the last start:");
+    for (const auto& [key, before, now] : changes) {
+      print(fmt::format("  {}: {} -> {}", key, before, now));
+    }
+    if (step < steps_) {
+      print(fmt::format("resuming at step {}", step + 1));
+    } else {
+      print(fmt::format("nothing to train: the run is at step {}, and train.steps is {}", step,
+                        steps_));
     }
   }
 
@@ -240,9 +261,22 @@ Status train_steps(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
   return Status();
 }
 
-int run_train(const config::LoadedRecipe& loaded, bool json) {
+/// What another recipe would do than the one that the run's folder has kept until now.
+std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
+  const std::string& run = loaded.recipe.options.train.run;
+  if (!has_begun(run)) return {};
+  const Result<config::LoadedRecipe> before = load_run(run);
+  if (before.ok()) return config::changed_keys(before->recipe, loaded.recipe);
+  base::log(base::LogLevel::kWarning,
+            before.status().to_string() + " Which keys have changed cannot be told.");
+  return {};
+}
+
+int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
   Interrupt interrupt;
-  train::Job job{loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded)};
+  train::Job job{loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded),
+                 choice};
+  const std::vector<config::KeyChange> changes = changes_of(loaded);
   const std::string& trace_path = job.options.train.trace;
   std::shared_ptr<csd::Trace> trace;
   if (!trace_path.empty()) {
@@ -262,7 +296,7 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
   const train::TrainOptions& options = trainer.options().train;
   Screen screen(json, options, trainer.step());
   for (const std::string& line : trainer.describe()) screen.note(line);
-  if (trainer.step() > 0) screen.note(fmt::format("going on after step {}", trainer.step()));
+  if (trainer.step() > 0) screen.resumed(trainer.step(), changes);
 
   Status status = train_steps(trainer, screen, interrupt, trace.get());
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
@@ -307,16 +341,28 @@ int run_train(const config::LoadedRecipe& loaded, bool json) {
 
 void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
   CLI::App* command = app.add_subcommand(
-      "train", "Train a model; run again, it goes on after the last committed step");
+      "train", "Train a model; run again, it resumes after the last committed step");
   struct Flags {
     RecipeFlags recipe;
     std::string trace;
+    train::RunChoice choice;
     bool json = false;
   };
   auto flags = std::make_shared<Flags>();
   add_recipe_flags(*command, flags->recipe);
   command->add_option("--trace", flags->trace, "Write a trace for ui.perfetto.dev (train.trace)")
       ->type_name("FILE");
+  CLI::Option* take_over =
+      command
+          ->add_option("--take-over", flags->choice.take_over,
+                       "Go on in this run's folder with a state that another run has left on the "
+                       "devices, or that was restored; named by the first 8 digits of its run")
+          ->type_name("RUN");
+  command
+      ->add_option("--start-over", flags->choice.start_over,
+                   "Delete the state of this run from the devices and start a new one")
+      ->type_name("RUN")
+      ->excludes(take_over);
   command->add_flag("--json", flags->json, "One JSON object a line instead of text");
   command->footer(
       "Examples:\n"
@@ -331,7 +377,7 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
       Overrides values = overrides;
       if (!flags->trace.empty()) values.push_back({"train.trace", flags->trace});
       if (const auto code = read_recipe(flags->recipe, values, loaded)) return *code;
-      return run_train(loaded, flags->json);
+      return run_train(loaded, flags->choice, flags->json);
     };
   });
 }

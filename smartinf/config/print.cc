@@ -1,5 +1,6 @@
 // The recipe and its keys as text: --print-config, --help-recipe, docs/recipe.md.
 #include <algorithm>
+#include <filesystem>
 
 #include <fmt/format.h>
 
@@ -78,6 +79,39 @@ std::string print_recipe(const LoadedRecipe& loaded) {
     }
   }
   return out;
+}
+
+std::vector<KeyChange> changed_keys(const Recipe& before, const Recipe& now) {
+  // Fields are pointers to mutable values.
+  Recipe old_recipe = before;
+  Recipe new_recipe = now;
+  const auto same_place = [](const Field& a, const Field& b) {
+    const auto place = [](const Field& field) {
+      std::error_code error;
+      return std::filesystem::weakly_canonical(*std::get<std::string*>(field), error);
+    };
+    return place(a) == place(b);
+  };
+  std::vector<KeyChange> changes;
+  for (const Key& key : keys()) {
+    const bool of_device = section_of(key.name) == kDeviceSection;
+    const bool is_path = key.name == "device.path" || key.name == "train.run";
+    const size_t old_count = of_device ? old_recipe.updater.devices.size() : 1;
+    const size_t new_count = of_device ? new_recipe.updater.devices.size() : 1;
+    for (size_t i = 0; i < std::max(old_count, new_count); ++i) {
+      if (i >= std::min(old_count, new_count) && !is_path) continue;
+      KeyChange change{numbered_key(key.name, i), "none", "none"};
+      if (i < old_count) change.before = format_value(key.field(old_recipe, i));
+      if (i < new_count) change.now = format_value(key.field(new_recipe, i));
+      if (change.before == change.now) continue;
+      if (is_path && i < std::min(old_count, new_count) &&
+          same_place(key.field(old_recipe, i), key.field(new_recipe, i))) {
+        continue;
+      }
+      changes.push_back(std::move(change));
+    }
+  }
+  return changes;
 }
 
 std::string recipe_reference() {

@@ -66,6 +66,16 @@ base::Result<std::vector<Override>> take_overrides(std::vector<std::string>& wor
 /// same recipe.
 std::string print_recipe(const LoadedRecipe& loaded);
 
+/// A key that has another value than before, both as in a recipe.
+struct KeyChange {
+  std::string key;
+  std::string before;
+  std::string now;
+};
+/// Paths of run and devices that lead to the same place are the same. A device that one of the two
+/// does not have is told by its path alone.
+std::vector<KeyChange> changed_keys(const Recipe& before, const Recipe& now);
+
 /// Every key with type, default and meaning, as the page docs/recipe.md.
 std::string recipe_reference();
 

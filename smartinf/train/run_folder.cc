@@ -9,19 +9,30 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <nlohmann/json.hpp>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
+
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
 
 namespace smartinf::train {
 
 using base::ErrorCode;
 using base::Result;
 using base::Status;
+namespace fs = std::filesystem;
 
 namespace {
 
-Status write_all(int descriptor, std::string_view text, const std::string& path) {
+/// Of lines that wait for room on the disk: those of some ten thousand steps.
+constexpr size_t kPendingBytesMax = size_t{16} << 20;
+constexpr uint64_t kRecordBytesMax = uint64_t{1} << 20;
+
+/// Takes what was written off the front of `text`.
+Status write_all(int descriptor, std::string_view& text, const std::string& path) {
   while (!text.empty()) {
     const ssize_t written = ::write(descriptor, text.data(), text.size());
     if (written < 0 && errno == EINTR) continue;
@@ -32,9 +43,11 @@ Status write_all(int descriptor, std::string_view text, const std::string& path)
 }
 
 // Lines of a log that say their step. One that a kill cut short is none.
-void for_each_line(const std::string& path,
-                   const std::function<void(base::StepNumber, const nlohmann::json&,
-                                            const std::string&)>& visit) {
+void for_each_line(
+    const std::string& path,
+    const std::function<void(base::StepNumber, const nlohmann::json&, const std::string&)>& visit) {
+  std::error_code error;
+  if (!fs::is_regular_file(path, error)) return;
   std::ifstream in(path);
   for (std::string line; std::getline(in, line);) {
     const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
@@ -45,47 +58,115 @@ void for_each_line(const std::string& path,
   }
 }
 
+/// Whether a file ends within a line, as after a kill.
+bool ends_in_a_line(const std::string& path) {
+  std::error_code error;
+  if (!fs::is_regular_file(path, error)) return false;
+  std::ifstream in(path, std::ios::binary | std::ios::ate);
+  if (!in || in.tellg() <= 0) return false;
+  in.seekg(-1, std::ios::end);
+  return in.get() != '\n';
+}
+
+/// The first of log.jsonl.1, log.jsonl.2, ... that is not there.
+std::string free_name(const std::string& path) {
+  std::error_code error;
+  for (uint32_t number = 1;; ++number) {
+    std::string name = fmt::format("{}.{}", path, number);
+    if (!fs::exists(fs::symlink_status(name, error))) return name;
+  }
+}
+
+/// As others find it from any working directory; what lies in the folder is named from there.
+std::string in_record(const std::string& device, const fs::path& folder) {
+  const fs::path path = fs::absolute(device).lexically_normal();
+  const fs::path within = path.lexically_relative(fs::absolute(folder).lexically_normal());
+  return within.empty() || *within.begin() == ".." ? path.string() : within.string();
+}
+
 }  // namespace
+
+Result<std::optional<RunRecord>> read_run_record(const std::string& folder) {
+  const std::string path = folder + "/" + std::string(kRunFile);
+  const Result<std::string> text = read_file(path, kRecordBytesMax);
+  if (text.status().code() == ErrorCode::kNotFound) return std::optional<RunRecord>();
+  SI_RETURN_IF_ERROR(text.status());
+  const auto json = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  RunRecord record;
+  bool sound = json.is_object() && json.contains("run") && json["run"].is_string() &&
+               json.contains("devices") && json["devices"].is_array();
+  if (sound) record.run = json["run"].get<std::string>();
+  for (size_t i = 0; sound && i < json["devices"].size(); ++i) {
+    sound = json["devices"][i].is_string();
+    if (sound) {
+      record.devices.push_back((fs::path(folder) / json["devices"][i].get<std::string>()).string());
+    }
+  }
+  if (sound) return std::optional(std::move(record));
+  return Status(ErrorCode::kCorrupt, "the file that says which run this folder is of is damaged",
+                "Remove it; `smartinf train` then says how to go on.",
+                base::ErrorPlace{path, {}, {}, 0});
+}
+
+base::StepNumber logged_step(const std::string& folder) {
+  base::StepNumber last = 0;
+  for_each_line(folder + "/" + std::string(kLogFile),
+                [&](base::StepNumber step, const nlohmann::json&, const std::string&) {
+                  last = std::max(last, step);
+                });
+  return last;
+}
 
 Result<RunFolder> RunFolder::open(const std::string& path) {
   std::error_code error;
-  std::filesystem::create_directories(path, error);
+  if (fs::create_directories(path, error)) {
+    // The state may lie elsewhere, and outlive a power cut that a new name of the folder does not.
+    const fs::path absolute = fs::absolute(path).lexically_normal();
+    SI_RETURN_IF_ERROR(sync_folder(absolute.parent_path().string()));
+  }
   if (error) {
     return base::errno_status(error.value(), "train.run: cannot make the run's folder", path, {},
                               {}, "Choose another folder");
   }
   const std::string lock_path = path + "/lock";
-  const int lock = ::open(lock_path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
+  const int lock = ::open(lock_path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NONBLOCK, 0644);
   if (lock < 0) {
     return base::errno_status(errno, "train.run: cannot write in the run's folder", path, {}, {},
                               "Choose another folder");
   }
   RunFolder folder(path, lock);
-  if (::flock(lock, LOCK_EX | LOCK_NB) != 0) {
-    base::ErrorPlace place;
-    place.path = path;
-    return Status(ErrorCode::kBusy, "train.run: another process works in this folder",
-                  "Wait for it to end, or choose another folder", place);
+  if (::flock(lock, LOCK_EX | LOCK_NB) == 0) return folder;
+  if (errno != EWOULDBLOCK) {
+    return base::errno_status(errno, "train.run: cannot lock the run's folder", lock_path, {}, {},
+                              "Its file system must have locks (flock): choose another folder");
   }
-  return folder;
+  return Status(ErrorCode::kBusy, "train.run: another process works in this folder",
+                "Wait for it to end, or choose another folder", base::ErrorPlace{path, {}, {}, 0});
 }
 
 RunFolder::RunFolder(RunFolder&& other) noexcept
     : path_(std::move(other.path_)),
       lock_(std::exchange(other.lock_, -1)),
       log_(std::exchange(other.log_, -1)),
+      pending_(std::move(other.pending_)),
+      pending_lost_(other.pending_lost_),
       validated_(other.validated_) {}
 
 RunFolder& RunFolder::operator=(RunFolder&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(lock_, other.lock_);
   std::swap(log_, other.log_);
+  std::swap(pending_, other.pending_);
+  std::swap(pending_lost_, other.pending_lost_);
   std::swap(validated_, other.validated_);
   return *this;
 }
 
 RunFolder::~RunFolder() {
-  if (log_ >= 0) ::close(log_);
+  if (log_ >= 0) {
+    close_log();
+    ::close(log_);
+  }
   if (lock_ >= 0) ::close(lock_);
 }
 
@@ -95,43 +176,102 @@ Status RunFolder::keep_recipe(std::string_view text) const {
   return write_file(file(kRecipeFile), text);
 }
 
-base::StepNumber RunFolder::logged_step() const {
-  base::StepNumber last = 0;
-  for_each_line(file(kLogFile), [&](base::StepNumber step, const nlohmann::json&, const std::string&) {
-    last = std::max(last, step);
-  });
-  return last;
+Status RunFolder::keep_run_record(const RunRecord& record) const {
+  nlohmann::ordered_json json{{"run", record.run}, {"devices", nlohmann::ordered_json::array()}};
+  for (const std::string& device : record.devices) {
+    json["devices"].push_back(in_record(device, path_));
+  }
+  const std::string text =
+      json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  if (const auto there = read_file(file(kRunFile), kRecordBytesMax); there.ok() && *there == text) {
+    return Status();
+  }
+  return write_file(file(kRunFile), text);
 }
 
-Status RunFolder::keep_log_until(base::StepNumber step) {
+Result<RunFolder::LogCut> RunFolder::keep_log_until(base::StepNumber step) {
   const std::string path = file(kLogFile);
+  LogCut cut;
   std::string kept;
+  std::string behind;
   validated_.reset();
-  for_each_line(path, [&](base::StepNumber of, const nlohmann::json& json, const std::string& line) {
-    if (of > step) return;
-    if (json.contains("validation_loss")) validated_ = of;
-    kept += line + "\n";
-  });
-  SI_RETURN_IF_ERROR(write_file(path, kept));
+  for_each_line(path,
+                [&](base::StepNumber of, const nlohmann::json& json, const std::string& line) {
+                  cut.last = std::max(cut.last, of);
+                  if (of <= step && json.contains("validation_loss")) validated_ = of;
+                  (of > step ? behind : kept) += line + "\n";
+                });
+  if (cut.last > step + 1) {
+    cut.kept_in = free_name(path);
+    SI_RETURN_IF_ERROR(write_file(cut.kept_in, behind));
+  }
+  // On a full disk a log that needs no change can still be gone on with.
+  if (!behind.empty() || ends_in_a_line(path)) SI_RETURN_IF_ERROR(write_file(path, kept));
   if (log_ >= 0) ::close(log_);
-  log_ = ::open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC);
-  return log_ >= 0 ? Status() : base::errno_status(errno, "cannot open the log", path);
+  log_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
+  if (log_ < 0) return base::errno_status(errno, "cannot open the log", path);
+  return cut;
 }
 
-Status RunFolder::append_validation(base::StepNumber step, double loss) {
-  if (validated_ == step) return Status();
+Result<std::string> RunFolder::set_log_aside() const {
+  const std::string path = file(kLogFile);
+  std::error_code error;
+  if (!fs::exists(path, error)) return std::string();
+  std::string name = free_name(path);
+  if (::rename(path.c_str(), name.c_str()) != 0) {
+    return base::errno_status(errno, "cannot rename the log", path);
+  }
+  SI_RETURN_IF_ERROR(sync_folder(path_));
+  return name;
+}
+
+void RunFolder::append_validation(base::StepNumber step, double loss) {
+  if (validated_ == step) return;
   validated_ = step;
-  return append_log(nlohmann::ordered_json{{"step", step}, {"validation_loss", loss}}.dump());
+  append_log(nlohmann::ordered_json{{"step", step}, {"validation_loss", loss}}.dump());
 }
 
-Status RunFolder::append_log(std::string_view json_line) {
+Status RunFolder::write_pending() {
+  // What is left of a line that was written in part follows on it.
+  std::string_view left = pending_;
+  const Status written = write_all(log_, left, file(kLogFile));
+  pending_.erase(0, pending_.size() - left.size());
+  return written;
+}
+
+void RunFolder::append_log(std::string_view json_line) {
   SI_CHECK(log_ >= 0, "keep_log_until() opens the log");
-  return write_all(log_, std::string(json_line) + "\n", file(kLogFile));
+  const bool waiting = !pending_.empty();
+  if (pending_.size() + json_line.size() < kPendingBytesMax) {
+    pending_ += json_line;
+    pending_ += '\n';
+  } else {
+    pending_lost_ = true;
+  }
+  const Status written = write_pending();
+  if (written.ok() || waiting) return;
+  base::log(base::LogLevel::kWarning,
+            fmt::format("{}; the run goes on, and the line is written with a later one",
+                        written.to_string()));
+}
+
+void RunFolder::close_log() {
+  const Status written = pending_.empty() ? Status() : write_pending();
+  if (written.ok() && !pending_lost_) return;
+  base::log(base::LogLevel::kWarning, fmt::format("{} lacks lines of this run{}", file(kLogFile),
+                                                  written.ok() ? "" : ": " + written.to_string()));
+  pending_.clear();
+  pending_lost_ = false;
 }
 
 Status write_file(const std::string& path, std::string_view text) {
   const std::string partial = path + ".partial";
-  const int out = ::open(partial.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0644);
+  // A leftover, or a link that would lead elsewhere: neither is written through.
+  if (::unlink(partial.c_str()) != 0 && errno != ENOENT) {
+    return base::errno_status(errno, "cannot remove what was left", partial);
+  }
+  const int out =
+      ::open(partial.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0644);
   if (out < 0) return base::errno_status(errno, "cannot make the file", partial);
   Status status = write_all(out, text, partial);
   if (status.ok() && ::fsync(out) != 0) status = base::errno_status(errno, "cannot sync", partial);
@@ -139,7 +279,49 @@ Status write_file(const std::string& path, std::string_view text) {
   if (status.ok() && ::rename(partial.c_str(), path.c_str()) != 0) {
     status = base::errno_status(errno, "cannot rename to", path);
   }
+  if (status.ok()) return sync_folder(fs::path(path).parent_path().string());
+  (void)::unlink(partial.c_str());
   return status;
+}
+
+Result<std::string> read_file(const std::string& path, uint64_t bytes_max) {
+  // Not to wait for a writer, should it be a pipe.
+  const int in = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  if (in < 0) return base::errno_status(errno, "cannot read", path);
+  struct stat info {};
+  Status status;
+  if (::fstat(in, &info) != 0) {
+    status = base::errno_status(errno, "cannot look at", path);
+  } else if (!S_ISREG(info.st_mode) || static_cast<uint64_t>(info.st_size) > bytes_max) {
+    status = Status(ErrorCode::kInvalidArgument,
+                    S_ISREG(info.st_mode)
+                        ? fmt::format("the file is longer than {}", base::format_bytes(bytes_max))
+                        : std::string("this is not a file"),
+                    "Is it the right one?", base::ErrorPlace{path, {}, {}, 0});
+  }
+  std::string text(status.ok() ? static_cast<size_t>(info.st_size) : 0, '\0');
+  size_t got = 0;
+  while (status.ok() && got < text.size()) {
+    const ssize_t count = ::read(in, text.data() + got, text.size() - got);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) status = base::errno_status(errno, "cannot read", path);
+    if (count <= 0) break;
+    got += static_cast<size_t>(count);
+  }
+  ::close(in);
+  if (!status.ok()) return status;
+  text.resize(got);
+  return text;
+}
+
+Status sync_folder(const std::string& path) {
+  const std::string folder = path.empty() ? "." : path;
+  const int opened = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  const int synced = opened < 0 ? -1 : ::fsync(opened);
+  const int why = errno;
+  if (opened >= 0) ::close(opened);
+  if (synced == 0) return Status();
+  return base::errno_status(why, "cannot make a directory entry durable", folder);
 }
 
 }  // namespace smartinf::train

@@ -1,9 +1,11 @@
-// The folder of a run: the recipe it was started with, one line of JSON per step, a lock.
+// The folder of a run: the recipe it was started with, which run on which devices it belongs to,
+// one line of JSON per step, a lock.
 #pragma once
 
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
@@ -11,8 +13,23 @@
 namespace smartinf::train {
 
 inline constexpr std::string_view kRecipeFile = "recipe.toml";
+inline constexpr std::string_view kRunFile = "run.json";
 inline constexpr std::string_view kLogFile = "log.jsonl";
 inline constexpr std::string_view kCheckpointsFolder = "checkpoints";
+
+/// Which state is this folder's. Devices know the folder in turn (Position::folder), and the two
+/// must agree. In the file, paths inside the folder are relative to it: a copy of the folder is of
+/// the copied devices.
+struct RunRecord {
+  std::string run;                   // storage::RunId as text
+  std::vector<std::string> devices;  // paths; those outside the folder are absolute
+  friend bool operator==(const RunRecord&, const RunRecord&) = default;
+};
+/// Nothing for a folder that has none: it is no run's, or an earlier version's. Errors: kCorrupt.
+base::Result<std::optional<RunRecord>> read_run_record(const std::string& folder);
+
+/// The last step that a run's log has; 0 without a log.
+base::StepNumber logged_step(const std::string& folder);
 
 /// Threads: one caller.
 class RunFolder {
@@ -28,24 +45,45 @@ class RunFolder {
   std::string file(std::string_view name) const;
 
   base::Status keep_recipe(std::string_view text) const;
-  /// The last step that the log has; 0 for a new run.
-  base::StepNumber logged_step() const;
-  /// Cuts the log after its lines of `step` and before: what a lost step wrote is not history.
-  base::Status keep_log_until(base::StepNumber step);
+  /// Durable when it returns: devices are given their first state after it.
+  base::Status keep_run_record(const RunRecord& record) const;
+
+  /// What keep_log_until() took out of the log.
+  struct LogCut {
+    base::StepNumber last = 0;  // of the log before
+    std::string kept_in;        // the file that has the lines now; empty: they were of step + 1
+  };
+  /// Opens the log after its lines of `step` and before. A line of the step after it is what a
+  /// crash lost, and dropped; more than that goes to a file of its own.
+  base::Result<LogCut> keep_log_until(base::StepNumber step);
+  /// Gives the log another name, if there is one, and says which: log.jsonl.1, log.jsonl.2, ...
+  base::Result<std::string> set_log_aside() const;
   /// Appends the validation loss of a step; once, though a complete run is run again.
-  base::Status append_validation(base::StepNumber step, double loss);
-  /// Appends a line; it reaches the operating system before the call returns.
-  base::Status append_log(std::string_view json_line);
+  void append_validation(base::StepNumber step, double loss);
+  /// Appends a line; it reaches the operating system before the call returns, unless it cannot be
+  /// written: then a warning says so once, and it is tried again with the lines that follow, for a
+  /// log is not worth the run.
+  void append_log(std::string_view json_line);
+  /// Tries to write what is left, and warns of what is lost with it.
+  void close_log();
 
  private:
   RunFolder(std::string path, int lock) : path_(std::move(path)), lock_(lock) {}
+  base::Status write_pending();
+
   std::string path_;
   int lock_ = -1;
   int log_ = -1;
+  std::string pending_;  // of the log, not written yet; at most kPendingBytesMax
+  bool pending_lost_ = false;
   std::optional<base::StepNumber> validated_;  // the last step whose validation the log has
 };
 
-/// Writes a file so that either all of it or nothing is there: beside it, then renamed over it.
+/// Writes a file so that either all of it or nothing is there, durably: beside it, then renamed
+/// over it.
 base::Status write_file(const std::string& path, std::string_view text);
+/// A regular file's bytes. Errors: kNotFound, kInvalidArgument (longer than that, or no file), kIo.
+base::Result<std::string> read_file(const std::string& path, uint64_t bytes_max);
+base::Status sync_folder(const std::string& path);
 
 }  // namespace smartinf::train

@@ -1,6 +1,7 @@
 #include "smartinf/train/trainer.h"
 
 #include <cmath>
+#include <filesystem>
 #include <thread>
 #include <utility>
 
@@ -13,7 +14,9 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/found_run.h"
 #include "smartinf/engine/gradient_codec.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/lr_schedule.h"
@@ -21,7 +24,9 @@
 #include "smartinf/train/model.h"
 #include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/parameters.h"
+#include "smartinf/train/position.h"
 #include "smartinf/train/random.h"
+#include "smartinf/train/run_choice.h"
 #include "smartinf/train/run_folder.h"
 #include "smartinf/train/tensor_memory.h"
 #include "smartinf/train/window_order.h"
@@ -68,37 +73,6 @@ auto guarded(const char* doing, Body body) -> decltype(body()) {
   }
 }
 
-// What a committed step must agree on with the run that goes on from it.
-struct Position {
-  uint64_t windows = 0;  // seen so far: where the data goes on
-  uint64_t data_seed = 0;
-  uint64_t sequence = 0;
-  uint64_t corpus = 0;  // digest
-
-  std::string to_json() const {
-    return nlohmann::json{
-        {"windows", windows}, {"data_seed", data_seed}, {"sequence", sequence}, {"corpus", corpus}}
-        .dump();
-  }
-
-  static Result<Position> from_json(const std::string& text) {
-    const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
-    Position position;
-    for (const auto& [key, value] : {std::pair{"windows", &position.windows},
-                                     {"data_seed", &position.data_seed},
-                                     {"sequence", &position.sequence},
-                                     {"corpus", &position.corpus}}) {
-      const auto found = json.is_object() ? json.find(key) : json.end();
-      if (!json.is_object() || found == json.end() || !found->is_number_unsigned()) {
-        return Status(ErrorCode::kMismatch, "the state was not made by this trainer",
-                      "Choose other devices, or another train.run");
-      }
-      *value = found->get<uint64_t>();
-    }
-    return position;
-  }
-};
-
 Status different(const char* key, const std::string& here, const std::string& there) {
   return Status(ErrorCode::kMismatch,
                 fmt::format("{} is {} here and {} in the run", key, here, there),
@@ -142,7 +116,8 @@ class TorchTrainer final : public Trainer {
     if (updater_ != nullptr) static_cast<void>(updater_->wait_commit());
   }
 
-  Status start(const Job& job);
+  /// Errors also: of a state that came to the devices since `run_start` was made.
+  Status start(const Job& job, const RunStart& run_start);
 
   const Options& options() const override { return options_; }
   base::StepNumber step() const override { return step_; }
@@ -166,6 +141,8 @@ class TorchTrainer final : public Trainer {
   Status put_gradients();
   Result<StepReport> skip(StepReport report, const std::string& parameter);
   Status update(const engine::GradientSummary& summary, double lr);
+  Status open_devices(const Job& job, const RunStart& run_start);
+  Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
   void* weights_at(uint64_t element) const;
 
@@ -195,8 +172,11 @@ class TorchTrainer final : public Trainer {
   base::DataType gradient_type_ = base::DataType::kBf16;
   engine::UpdaterTraffic traffic_;
 
+  base::StepNumber first_ = 0;  // what training began from
   base::StepNumber step_ = 0;
   Position position_;
+  RunRecord record_;    // of the state on devices
+  std::string remark_;  // on the log
   uint32_t skips_in_a_row_ = 0;
 };
 
@@ -248,8 +228,9 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9;
     report.phases.push_back({"update", update_ns, end_ns});
     report_traffic(report);
-    // A line too many is cut when the run goes on; one that is missing would stay missing.
-    SI_RETURN_IF_ERROR(folder_.append_log(report.to_json()));
+    // Before the commit: a line too many is cut when the run goes on, one that a crash kept from
+    // being written would stay missing.
+    folder_.append_log(report.to_json());
     if (step_ == options_.train.steps) updater_->keep_residual();
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
     if (memory_ != nullptr && step_ % options_.train.save_every == 0) {
@@ -311,7 +292,7 @@ Status TorchTrainer::update(const engine::GradientSummary& summary, double lr) {
 Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& parameter) {
   SI_RETURN_IF_ERROR(updater_->take_back());
   report.skipped = fmt::format("gradient of {} is not finite", parameter);
-  SI_RETURN_IF_ERROR(folder_.append_log(report.to_json()));
+  folder_.append_log(report.to_json());
   if (++skips_in_a_row_ > options_.train.skips_max) {
     return Status(
         ErrorCode::kFailedPrecondition,
@@ -323,40 +304,111 @@ Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& para
 
 // ------------------------------------------------------------------------------------ around it
 
-Status TorchTrainer::start(const Job& job) {
+/// Deletes the state of one run, and nothing that is of another.
+Status discard_run(const engine::UpdaterOptions& options, const storage::RunId& run) {
+  for (const auto& source : engine::local_sources(options)) {
+    SI_ASSIGN_OR_RETURN(const auto state, source->peek());
+    if (state && state->run == run) SI_RETURN_IF_ERROR(source->erase());
+  }
+  return Status();
+}
+
+Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
+  const base::StepNumber trained = run_start.discard ? 0 : logged_step(folder_.path());
+  engine::UpdaterOptions options = job.updater;
+  options.where = options_.train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
+                                                                : engine::UpdateWhere::kDevice;
+  if (run_start.discard) {
+    SI_RETURN_IF_ERROR(discard_run(options, run_start.found->run));
+    SI_ASSIGN_OR_RETURN(const std::string aside, folder_.set_log_aside());
+    if (!aside.empty()) remark_ = "log: that of the run before is in " + aside;
+  }
+  // A run that has trained has its state somewhere: it is not begun anew on empty devices.
+  options.create = trained == 0;
+  base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
+  if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
+    return without_state(folder_, trained, opened.status().what());
+  }
+  SI_ASSIGN_OR_RETURN(updater_, std::move(opened));
+  // From here on the devices are locked.
+  const std::optional<storage::RunId> run = engine::run_made_for(device_paths_);
+  if (!run) {
+    return Status(ErrorCode::kIo, "a device cannot be read that was just opened",
+                  "Look at it with smartinf fsck",
+                  base::ErrorPlace{device_paths_.front(), {}, {}, 0});
+  }
+  const bool expected = !run_start.discard && run_start.found;
+  if (!updater_->fresh() && !(expected && *run == run_start.found->run)) {
+    return Status(ErrorCode::kBusy, "another process has begun a run on the devices just now",
+                  "Run it again to see whose they are");
+  }
+  record_ = {run->to_string(), device_paths_};
+  return Status();
+}
+
+// The log tells one story: what is not of it goes to a file of its own, and is told of.
+Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
+                                  base::StepNumber logged) {
+  SI_RETURN_IF_ERROR(folder_.keep_recipe(job.recipe));
+  if (memory_ == nullptr) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
+  std::string aside;
+  if (!run_start.own_log) {
+    SI_ASSIGN_OR_RETURN(aside, folder_.set_log_aside());
+  }
+  SI_ASSIGN_OR_RETURN(const RunFolder::LogCut cut, folder_.keep_log_until(step_));
+  if (run_start.taken_over) {
+    folder_.append_log(nlohmann::ordered_json{
+        {"step", step_}, {"taken_over", record_.run}, {"from", run_start.from}}
+                           .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+    const std::string kept_in = aside.empty() ? cut.kept_in : aside;
+    if (!kept_in.empty()) remark_ = "log: what is not of this run is in " + kept_in;
+    return Status();
+  }
+  // In memory a step is written now and then only.
+  if (memory_ == nullptr && !cut.kept_in.empty()) {
+    base::log(
+        base::LogLevel::kWarning,
+        fmt::format("{} has steps to {}, but the devices hold step {}: they are an older copy, "
+                    "or a drive has lost what it said was written. Training goes on from step "
+                    "{}; the lines behind it are in {} now",
+                    folder_.file(kLogFile), cut.last, step_, step_, cut.kept_in));
+  }
+  if (logged < step_) {
+    base::log(base::LogLevel::kWarning,
+              fmt::format("{} ends at step {}, and the devices hold step {}: the lines between are "
+                          "missing",
+                          folder_.file(kLogFile), logged, step_));
+  }
+  return Status();
+}
+
+Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   const TrainOptions& train = options_.train;
-  const base::StepNumber trained = folder_.logged_step();
+  for (const engine::DeviceOptions& device : job.updater.devices) {
+    device_paths_.push_back(device.path);
+  }
   if (train.where == OptimizerWhere::kMemory) {
     SI_ASSIGN_OR_RETURN(std::unique_ptr<MemoryUpdater> memory,
                         MemoryUpdater::open(job.updater.rule, space_, folder_.path()));
     memory_ = memory.get();
     updater_ = std::move(memory);
   } else {
-    engine::UpdaterOptions options = job.updater;
-    options.where = train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
-                                                         : engine::UpdateWhere::kDevice;
-    // A run that has trained has its state somewhere: it is not begun anew on empty devices.
-    options.create = trained == 0;
-    base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
-    if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
-      return without_state(folder_, trained, opened.status().what());
-    }
-    SI_ASSIGN_OR_RETURN(updater_, std::move(opened));
+    SI_RETURN_IF_ERROR(open_devices(job, run_start));
   }
-  if (updater_->fresh() && trained > 0) {
-    return without_state(folder_, trained, "no state is there");
-  }
+  const base::StepNumber logged = logged_step(folder_.path());
+  if (updater_->fresh() && logged > 0) return without_state(folder_, logged, "no state is there");
   gradient_type_ = job.updater.gradient_type;
   ring_ = job.updater.ring;
   if (job.updater.compress.on()) {
     compression_ = engine::describe_compression(job.updater.compress);
   }
-  for (const engine::DeviceOptions& device : job.updater.devices) {
-    device_paths_.push_back(device.path);
-  }
 
-  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest()};
+  std::error_code error;
+  const std::string folder = std::filesystem::absolute(folder_.path(), error).lexically_normal();
+  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), folder};
   if (updater_->fresh()) {
+    // Before there is a state that the folder would not know.
+    if (memory_ == nullptr) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
     const InitialWeights initial(options_.model, space_, train.seed);
     SI_RETURN_IF_ERROR(updater_->initialize(
         [&](uint64_t first, std::span<float> out) { initial.fill(first, out); },
@@ -377,11 +429,15 @@ Status TorchTrainer::start(const Job& job) {
       return different("data.seed", std::to_string(position_.data_seed),
                        std::to_string(there.data_seed));
     }
-    position_ = there;
+    position_.windows = there.windows;
   }
-  step_ = updater_->committed_step();
-  SI_RETURN_IF_ERROR(folder_.keep_recipe(job.recipe));
-  SI_RETURN_IF_ERROR(folder_.keep_log_until(step_));
+  step_ = first_ = updater_->committed_step();
+  // Where nothing is trained the folder stays as it is.
+  if (step_ < train.steps) {
+    SI_RETURN_IF_ERROR(keep_history(job, run_start, logged));
+  } else if (step_ == train.steps) {
+    SI_RETURN_IF_ERROR(folder_.keep_log_until(step_).status());
+  }
 
   const auto count = static_cast<int64_t>(space_.count());
   host_weights_N_ = torch::empty(
@@ -447,7 +503,8 @@ Result<double> TorchTrainer::validation_loss() {
              static_cast<double>(windows.size());
     }
     const double loss = sum / static_cast<double>(wanted);
-    SI_RETURN_IF_ERROR(folder_.append_validation(step_, loss));
+    // Of a run that was trained further the log says nothing new.
+    if (step_ <= options_.train.steps) folder_.append_validation(step_, loss);
     return loss;
   });
 }
@@ -512,13 +569,14 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
                 fmt::format("step {}: no checkpoint: {}", step(), made.status().to_string()));
       return Made();
     }
-    SI_RETURN_IF_ERROR(folder_.append_log(nlohmann::ordered_json{
+    folder_.append_log(nlohmann::ordered_json{
         {"step", made->step},
         {"checkpoint", made->path},
         {"state_bytes", made->state_bytes},
         {"cloned", made->cloned},
         {"seconds", base::seconds_since(begin_ns)},
-        {"removed", made->removed}}.dump()));
+        {"removed",
+         made->removed}}.dump());
     return Made(std::move(*made));
   });
 }
@@ -526,7 +584,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
 Status TorchTrainer::finish() {
   return guarded("end of the run", [&]() -> Status {
     SI_RETURN_IF_ERROR(updater_->wait_commit());
-    return memory_ != nullptr ? memory_->save() : Status();
+    return memory_ != nullptr && step_ > first_ ? memory_->save() : Status();
   });
 }
 
@@ -560,7 +618,22 @@ std::vector<std::string> TorchTrainer::describe() const {
       accelerator_.is_cpu() ? "" : " and once more on the GPU",
       base::format_bytes(updater_->gradient_memory_bytes()),
       base::format_bytes(updater_->memory_bytes())));
+  if (!remark_.empty()) lines.push_back(remark_);
   return lines;
+}
+
+Result<RunStart> choose_start(const Job& job) {
+  const bool chosen = !job.choice.take_over.empty() || !job.choice.start_over.empty();
+  if (job.options.train.where != OptimizerWhere::kMemory) {
+    std::vector<std::string> devices;
+    for (const auto& device : job.updater.devices) devices.push_back(device.path);
+    return choose_run(job.options.train.run, devices, job.choice);
+  }
+  if (!chosen) return RunStart{};
+  return Status(ErrorCode::kInvalidArgument,
+                "--take-over and --start-over are about states on devices, and optimizer.where is "
+                "\"memory\"",
+                "To start over, remove the run's folder");
 }
 
 }  // namespace
@@ -591,6 +664,7 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
     }
     SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
     SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
+    SI_ASSIGN_OR_RETURN(const RunStart run_start, choose_start(job));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
     if (options.checkpoint.folder.empty()) {
       options.checkpoint.folder = folder.file(kCheckpointsFolder);
@@ -603,7 +677,7 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
     auto trainer =
         std::make_unique<TorchTrainer>(std::move(options), std::move(corpus), std::move(folder),
                                        std::move(parameters), accelerator);
-    SI_RETURN_IF_ERROR(trainer->start(job));
+    SI_RETURN_IF_ERROR(trainer->start(job, run_start));
     return std::unique_ptr<Trainer>(std::move(trainer));
   });
 }

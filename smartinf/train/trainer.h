@@ -11,6 +11,7 @@
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/train/options.h"
+#include "smartinf/train/run_choice.h"
 #include "smartinf/train/step_report.h"
 
 namespace smartinf::train {
@@ -20,13 +21,16 @@ struct Job {
   Options options;
   engine::UpdaterOptions updater;  // with optimizer.where = "memory" only its rule is looked at
   std::string recipe;
+  RunChoice choice;  // of a state on the devices that the run's folder does not know
 };
 
 /// Threads: one caller. Errors: as values; what torch throws is caught and named.
 class Trainer {
  public:
   /// Locks the run's folder, reads the data, opens the state or creates it, and stands at the last
-  /// committed step. Errors: whatever a user can get wrong; each names the key, file or device.
+  /// committed step. A state on the devices that is not of this run's folder is refused before
+  /// anything is written. The folder is not changed when there is no step left to train. Errors:
+  /// whatever a user can get wrong; each names the key, file or device.
   static base::Result<std::unique_ptr<Trainer>> open(const Job& job);
   virtual ~Trainer() = default;
 
@@ -35,7 +39,8 @@ class Trainer {
   /// Updates done. The last one's commit may still be under way.
   virtual base::StepNumber step() const = 0;
 
-  /// One optimizer step, logged in the run's folder. The commit goes on behind the next forward.
+  /// One optimizer step, logged in the run's folder. The commit goes on behind the next forward: a
+  /// crash may cost the step of the last report.
   /// Errors: kCancelled when `stop` was requested before the gradients were complete (nothing has
   /// changed then); else the step is lost and the committed ones stand.
   virtual base::Result<StepReport> train_step(std::stop_token stop) = 0;

@@ -1,0 +1,29 @@
+// Whose state lies on devices: the run and its step, read without opening them for a run. What
+// `smartinf train` asks before it changes anything, and gc and inspect tell.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+
+#include "smartinf/base/ids.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::engine {
+
+struct FoundRun {
+  storage::RunId run;
+  base::StepNumber step = 0;
+  std::string device;  // that says so
+  std::string blob;    // the trainer's, of that step; empty: it cannot be read
+};
+
+/// The run of the first device that holds a state to go on from. Nothing: none does; what is wrong
+/// with them is said by whoever opens them. Locks and changes nothing; a run may be going
+/// meanwhile.
+std::optional<FoundRun> find_run(std::span<const std::string> devices);
+
+/// The run that the first of them was made for, whether or not its state was ever completed.
+std::optional<storage::RunId> run_made_for(std::span<const std::string> devices);
+
+}  // namespace smartinf::engine

@@ -1,0 +1,24 @@
+// What the trainer commits with each step: where the data goes on, what must be the same when a run
+// goes on, and the folder that the run belongs to.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "smartinf/base/status.h"
+
+namespace smartinf::train {
+
+struct Position {
+  uint64_t windows = 0;  // seen so far: where the data goes on
+  uint64_t data_seed = 0;
+  uint64_t sequence = 0;
+  uint64_t corpus = 0;  // digest
+  std::string folder;   // of the run, absolute; empty: of a version that did not say
+
+  std::string to_json() const;
+  /// Errors: kMismatch for what this trainer did not write.
+  static base::Result<Position> from_json(const std::string& text);
+};
+
+}  // namespace smartinf::train

@@ -55,7 +55,7 @@ int run_export(const Flags& flags) {
   options.shard_bytes_max = *shard_bytes;
   follow_run(loaded->recipe, flags.run);
   const Result<train::ExportSummary> summary =
-      train::export_run({loaded->recipe.options, loaded->recipe.updater, /*recipe=*/""}, options);
+      train::export_run({loaded->recipe.options, loaded->recipe.updater, /*recipe=*/"", {}}, options);
   if (!summary.ok()) return report(summary.status());
   if (flags.json) {
     const nlohmann::ordered_json line = {{"out", flags.out},

@@ -9,18 +9,20 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/units.h"
+#include "smartinf/engine/found_run.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/storage/summary.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
+#include "apps/smartinf/state_places.h"
 #include "apps/smartinf/wear.h"
 
 namespace smartinf::apps {
 namespace {
 
 struct InspectFlags {
-  std::string device;
+  std::vector<std::string> places;
   std::string rated_endurance;
   bool ranges = false;
   bool json = false;
@@ -28,7 +30,9 @@ struct InspectFlags {
 
 // What the store's layout and the engine's description say, put together.
 struct Contents {
+  std::string device;  // as named
   storage::StoreSummary store;
+  std::string owner;  // whose state it is; empty: not known
   DriveFacts drive;
   uint64_t rated_bytes = 0;  // as the user says; 0: not known
   engine::RunDescription run;
@@ -38,7 +42,11 @@ struct Contents {
 
 base::Result<Contents> read_contents(const std::string& device) {
   Contents contents;
+  contents.device = device;
   SI_ASSIGN_OR_RETURN(contents.store, storage::summarize(device));
+  if (const auto found = engine::find_run({&device, 1})) {
+    contents.owner = owner_text(owner_of(found->blob));
+  }
   for (const storage::StoredSubgroup& subgroup : contents.store.layout.subgroups) {
     contents.elements += subgroup.count;
     contents.subgroup_max = std::max(contents.subgroup_max, subgroup.count);
@@ -86,12 +94,13 @@ void print_line(const char* name, const std::string& value) {
 void print_contents(const InspectFlags& flags, const Contents& contents) {
   const storage::StoreSummary& store = contents.store;
   const storage::StoreState& state = store.state;
-  print_line("device", flags.device);
+  print_line("device", contents.device);
   print_line("state in",
              fmt::format("{}, {}", store.file_path, base::format_bytes(store.container_bytes)));
   print_line("run",
              fmt::format("{}, device {} of {} (counted from 0), made {}", state.run.to_string(),
                          state.device_index, state.device_count, time_text(store.created_seconds)));
+  if (!contents.owner.empty()) print_line("belongs to", contents.owner);
   if (store.superblock_copies_damaged > 0) {
     print_line("damage", fmt::format("{} of {} superblock copies; the next steps replace them",
                                      store.superblock_copies_damaged, store.superblock_copies));
@@ -151,11 +160,12 @@ nlohmann::json to_json(const InspectFlags& flags, const Contents& contents) {
   for (const base::PlaneKind kind : store.layout.planes) {
     planes.push_back(base::plane_kind_name(kind));
   }
-  nlohmann::json json{{"device", flags.device},
+  nlohmann::json json{{"device", contents.device},
                       {"file", store.file_path},
                       {"container_bytes", store.container_bytes},
                       {"format_version", store.format_version},
                       {"run", store.state.run.to_string()},
+                      {"belongs_to", contents.owner},
                       {"device_index", store.state.device_index},
                       {"device_count", store.state.device_count},
                       {"created_seconds", store.created_seconds},
@@ -190,22 +200,38 @@ nlohmann::json to_json(const InspectFlags& flags, const Contents& contents) {
 }
 
 int run_inspect(const InspectFlags& flags) {
-  base::Result<Contents> contents = read_contents(flags.device);
-  if (!contents.ok()) return report(contents.status());
-  contents->drive = drive_facts(flags.device);
+  uint64_t rated_bytes = 0;
   if (!flags.rated_endurance.empty()) {
     const base::Result<uint64_t> rated = base::parse_bytes(flags.rated_endurance);
     if (!rated.ok()) return report(rated.status(), kExitUsage);
-    contents->rated_bytes = *rated;
+    rated_bytes = *rated;
   }
-  if (flags.json) {
-    const std::string text =
-        to_json(flags, *contents).dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
-    std::printf("%s\n", text.c_str());
-  } else {
-    print_contents(flags, *contents);
+  const base::Result<std::vector<std::string>> devices = devices_of(flags.places);
+  if (!devices.ok()) return report(devices.status());
+  nlohmann::json all = nlohmann::json::array();
+  int code = kExitDone;
+  for (const std::string& device : *devices) {
+    base::Result<Contents> contents = read_contents(device);
+    if (!contents.ok()) {
+      code = report(contents.status());
+      continue;
+    }
+    contents->drive = drive_facts(device);
+    contents->rated_bytes = rated_bytes;
+    if (flags.json) {
+      all.push_back(to_json(flags, *contents));
+    } else {
+      if (device != devices->front()) std::printf("\n");
+      print_contents(flags, *contents);
+    }
   }
-  return kExitDone;
+  // One device is one object, as long as it can be read.
+  if (flags.json && !(devices->size() == 1 && all.empty())) {
+    const nlohmann::json json =
+        devices->size() == 1 ? all.front() : nlohmann::json{{"devices", all}};
+    std::printf("%s\n", json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  }
+  return code;
 }
 
 }  // namespace
@@ -213,9 +239,11 @@ int run_inspect(const InspectFlags& flags) {
 void add_inspect(CLI::App& app, Run& run) {
   CLI::App* command = app.add_subcommand("inspect", "What is on a device");
   auto flags = std::make_shared<InspectFlags>();
-  command->add_option("device", flags->device, "The device's directory or block device")
+  command
+      ->add_option("device", flags->places,
+                   "Directories or block devices; or a run's or checkpoint's folder: all of its")
       ->required()
-      ->type_name("DEVICE");
+      ->type_name("DEVICE...");
   command
       ->add_option("--rated-endurance", flags->rated_endurance,
                    "Bytes the drive may be written in its life, as its data sheet says (600TB)")
@@ -225,7 +253,7 @@ void add_inspect(CLI::App& app, Run& run) {
   command->footer(
       "Looks without locking or changing anything, also while a run is going.\n\n"
       "Examples:\n"
-      "  smartinf inspect runs/quickstart/state\n"
+      "  smartinf inspect runs/quickstart\n"
       "  smartinf inspect runs/quickstart/state --ranges\n"
       "  smartinf inspect /dev/nvme1n1 --json");
   command->callback([flags, &run] { run = [flags] { return run_inspect(*flags); }; });

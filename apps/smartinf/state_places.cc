@@ -4,8 +4,11 @@
 #include <optional>
 #include <utility>
 
+#include <nlohmann/json.hpp>
+
 #include "smartinf/config/keys.h"
 #include "smartinf/engine/checkpoint.h"
+#include "smartinf/train/position.h"
 #include "smartinf/train/run_folder.h"
 
 namespace smartinf::apps {
@@ -65,6 +68,23 @@ base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>
     }
   }
   return devices;
+}
+
+StateOwner owner_of(const std::string& blob) {
+  using Kind = StateOwner::Kind;
+  if (const auto position = train::Position::from_json(blob); position.ok()) {
+    return {Kind::kTrain, position->folder};
+  }
+  const auto json = nlohmann::json::parse(blob, nullptr, /*allow_exceptions=*/false);
+  // What the Python package keeps with a step (python/smartinf/lineage.py).
+  const bool python = json.is_object() && json.contains("branch") && json.contains("updates");
+  return {python ? Kind::kPython : Kind::kUnknown, {}};
+}
+
+std::string owner_text(const StateOwner& owner) {
+  if (owner.kind == StateOwner::Kind::kPython) return "a program with the Python package";
+  if (owner.kind == StateOwner::Kind::kUnknown) return {};
+  return owner.folder.empty() ? "a run of smartinf train" : "the run in " + owner.folder;
 }
 
 }  // namespace smartinf::apps

@@ -47,7 +47,7 @@ class Trainer {
   /// Keeps a copy of the state at step(), after waiting for its commit, and deletes older ones
   /// (options().checkpoint); logged in the run's folder. Training goes on with the same losses,
   /// made or not: nothing is returned for one that could not be made, of which a warning says why.
-  /// Errors: kCancelled by `progress`; kCorrupt for a damaged block; of the commit; of the log.
+  /// Errors: kCancelled by `progress`; kCorrupt for a damaged block; of the commit.
   virtual base::Result<std::optional<engine::CheckpointSummary>> checkpoint(
       const engine::StateProgress& progress) = 0;
   /// Mean loss in nats per token over data held out, logged. Errors: kNotFound when none is held

@@ -7,16 +7,26 @@ import sys
 from smartinf.errors import Error
 
 
+_OWN = (
+    "python -m smartinf import-ds-config ds_config.json   the call that does what a DeepSpeed "
+    "configuration says"
+)
+
+
 def _binary():
-    """The command that came with the wheel, else one on PATH that is not this script."""
-    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", "smartinf")
-    if os.access(beside, os.X_OK):
-        return beside
-    found = shutil.which("smartinf")
-    if found is not None:
-        with open(found, "rb") as file:
-            if file.read(4) == b"\x7fELF":
-                return found
+    """The command that came with the wheel or that the build tree has built, else one on PATH that is not
+    this script."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    built = os.path.dirname(os.path.dirname(package))  # build/release of build/release/python/smartinf
+    for found in (
+        os.path.join(package, "bin", "smartinf"),
+        os.path.join(built, "bin", "smartinf"),
+        shutil.which("smartinf"),
+    ):
+        if found is not None and os.path.isfile(found) and os.access(found, os.X_OK):
+            with open(found, "rb") as file:
+                if file.read(4) == b"\x7fELF":
+                    return found
     return None
 
 
@@ -40,13 +50,17 @@ def main(arguments=None):
             return 1
         return 0
     binary = _binary()
+    asked = not arguments or arguments[0] in ("--help", "-h")
+    if asked:
+        print(f"{_OWN}\npython -m smartinf COMMAND ...   everything else: the smartinf command\n", flush=True)
     if binary is None:
         print(
-            "smartinf: the command is not installed with this package; build it with scripts/setup.sh "
-            "and put build/release/bin on PATH",
+            "smartinf: the command smartinf is neither in this package nor on PATH. `pip install .` in the "
+            "checkout installs both; in a build tree `cmake --build build/release --target smartinf` "
+            "builds it.",
             file=sys.stderr,
         )
-        return 1
+        return 0 if asked else 1
     os.execv(binary, [binary, *arguments])
 
 

@@ -9,7 +9,6 @@ import sys
 import torch
 import transformers
 
-import smartinf
 import smartinf.hf
 
 text = b"".join(path.read_bytes() for path in sorted(pathlib.Path(__file__).parent.glob("*.py")))
@@ -20,13 +19,13 @@ torch.manual_seed(0)
 config = transformers.LlamaConfig(
     vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
 )
+args = transformers.TrainingArguments(
+    output_dir=sys.argv[2], max_steps=20, save_steps=10, learning_rate=3e-3, report_to=[], use_cpu=True
+)
 trainer = transformers.Trainer(
     model=transformers.LlamaForCausalLM(config),
-    args=transformers.TrainingArguments(
-        output_dir=sys.argv[2], max_steps=20, save_steps=10, learning_rate=3e-3, report_to=[], use_cpu=True
-    ),
+    args=args,
     train_dataset=windows,
-    optimizer_cls_and_kwargs=(smartinf.AdamW, {"lr": 3e-3, "devices": [sys.argv[1]]}),
-    callbacks=[smartinf.hf.CheckpointCallback()],
+    **smartinf.hf.optimizer(args, devices=[sys.argv[1]]),
 )
 trainer.train(resume_from_checkpoint="--resume" in sys.argv)

@@ -1,22 +1,99 @@
-"""Hugging Face: the optimizer's state in Trainer's checkpoint folders and in Accelerate's.
+"""Hugging Face: an optimizer by TrainingArguments, and its state in Trainer's checkpoint folders and in
+Accelerate's.
 
 Trainer writes our small state dict to checkpoint-N/optimizer.pt; the state itself goes into
 checkpoint-N/smartinf/ beside it, so save_total_limit, moving a folder and resume_from_checkpoint work
 as they do with any optimizer.
 """
 
+import logging
 import os
 
-from transformers import TrainerCallback
+import transformers
+from transformers.trainer import DEFAULT_CALLBACKS
 
-from smartinf import checkpoint
+from smartinf import checkpoint, trainer_arguments
 from smartinf.errors import MismatchError, UsageError
 
 _FOLDER = "smartinf"
+_log = logging.getLogger("smartinf")
+# Where TrainingArguments say what an optimizer's keyword says.
+_FIELDS = {
+    "lr": "learning_rate",
+    "weight_decay": "weight_decay",
+    "max_grad_norm": "max_grad_norm",
+    "accumulation_steps": "gradient_accumulation_steps",
+}
+_ADAM_FIELDS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
+
+
+def optimizer(args, *, devices, optimizer_class=None, callbacks=(), **options):
+    """Trainer's keyword arguments for an optimizer whose state lives on `devices`:
+
+        trainer = Trainer(model, args, ..., **smartinf.hf.optimizer(args, devices=["/nvme0", "/nvme1"]))
+
+    also for SFTTrainer and other subclasses. Learning rate, betas, epsilon and weight decay (by Trainer's
+    own rule: no biases and norms), and with release_gradients=True clipping and accumulation, are those
+    of `args`, a TrainingArguments. Trainer makes the optimizer itself when training begins, from the model
+    as it is then (PEFT's adapters, model_init), and parameters keep the model's names. CheckpointCallback
+    comes with it.
+
+    optimizer_class: smartinf.AdamW unless given. callbacks: further ones for Trainer.
+    options: any keyword of StorageOptimizer, or of the class, that `args` do not decide.
+    Errors: UsageError for an option that has its place in TrainingArguments.
+    """
+    from smartinf.optimizers import Adam, AdamW
+
+    made = AdamW if optimizer_class is None else optimizer_class
+    fields = _FIELDS | _ADAM_FIELDS if issubclass(made, (Adam, AdamW)) else _FIELDS
+    for key, field in fields.items():
+        if key in options:
+            raise UsageError(f"{key}={options[key]!r}: set {field} in TrainingArguments instead")
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim not in ("adamw_torch", "adamw_torch_fused"):  # the default, by torch's version
+        raise UsageError(
+            f"optim={optim!r} in TrainingArguments names another optimizer than "
+            f"smartinf.{made.__name__}: leave it out"
+        )
+    return {
+        "optimizer_cls_and_kwargs": (
+            _Maker,
+            {"args": args, "optimizer_class": made, "options": {"devices": devices, **options}},
+        ),
+        "callbacks": [CheckpointCallback(), *callbacks],
+    }
+
+
+class _Maker:
+    """Trainer calls it with the model, as it does for optimizers that are no single class: that brings the
+    parameters' names, which groups that Trainer makes do not have."""
+
+    def __call__(self, model, args, optimizer_class, options):
+        decaying = set(transformers.Trainer.get_decay_parameter_names(None, model))
+        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        groups = []
+        for decay in (True, False):  # in Trainer's order, so that its checkpoints fit
+            named = [(name, param) for name, param in trained if (name in decaying) == decay]
+            groups.append(
+                {
+                    "params": [param for _, param in named],
+                    "param_names": [name for name, _ in named],
+                    "weight_decay": args.weight_decay if decay else 0.0,
+                }
+            )
+        by_args = {"lr": args.learning_rate}
+        if optimizer_class._rule in ("adam", "adamw"):
+            by_args |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        if options.get("release_gradients"):
+            # Trainer's own clipping finds no gradients then; otherwise it clips, as ever.
+            by_args["max_grad_norm"] = args.max_grad_norm or float("inf")
+            by_args["accumulation_steps"] = args.gradient_accumulation_steps
+        return optimizer_class(groups, **by_args, **options)
 
 
 def unwrap(optimizer):
-    """Our optimizer inside what Accelerate wraps around it; None when it is not one of ours."""
+    """Our optimizer inside what Accelerate wraps around it; None when it is not one of ours.
+    unwrap(trainer.optimizer).close() lets Trainer's devices go."""
     from smartinf.storage_optimizer import StorageOptimizer
 
     while optimizer is not None and not isinstance(optimizer, StorageOptimizer):
@@ -24,7 +101,36 @@ def unwrap(optimizer):
     return optimizer
 
 
-class CheckpointCallback(TrainerCallback):
+class _Watch(transformers.TrainerCallback):
+    """Of every Trainer of the process; does nothing unless its optimizer is ours."""
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        ours = unwrap(optimizer)
+        if ours is None:
+            return
+        trainer_arguments.check_clipping(args, ours)
+        for text in trainer_arguments.differences(args, ours):
+            _log.warning(
+                "TrainingArguments and the optimizer disagree: %s. The optimizer's value counts.", text
+            )
+
+    def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
+        ours = unwrap(optimizer)
+        if ours is None or not ours._release or "grad_norm" not in (logs or {}):
+            return
+        # Trainer looked for gradients after they had gone, and found a norm of 0.
+        logs["grad_norm"] = ours.grad_norm
+        if state.log_history and "grad_norm" in state.log_history[-1]:
+            state.log_history[-1]["grad_norm"] = ours.grad_norm
+
+
+# Trainer calls what reports (report_to) before the callbacks that it is given, so what they are to report
+# has to be right before that: only a default callback comes first.
+if _Watch not in DEFAULT_CALLBACKS:
+    DEFAULT_CALLBACKS.append(_Watch)
+
+
+class CheckpointCallback(transformers.TrainerCallback):
     """Give it to Trainer(callbacks=[...]): every checkpoint-N then holds the optimizer's state, and
     resume_from_checkpoint takes it from there.
 

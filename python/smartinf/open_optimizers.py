@@ -3,13 +3,48 @@ background is carried through and the devices are let go in order."""
 
 import atexit
 import contextlib
+import os
 import weakref
+
+from smartinf.errors import DeviceError
 
 _open = weakref.WeakSet()
 
 
 def add(optimizer):
     _open.add(optimizer)
+
+
+def _same(a, b):
+    try:
+        return os.path.samefile(a, b)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def named_when_busy(devices):
+    """The lock on a device names the process that holds it. When that is this one, it is an optimizer
+    that a notebook's cell or an earlier Trainer has made, and the user can close it."""
+    try:
+        yield
+    except DeviceError as error:
+        if error.code != "busy":
+            raise
+        held = [d["path"] for o in list(_open) if o._core is not None for d in o._devices]
+        for device in devices:
+            if any(_same(device["path"], path) for path in held):
+                advice = (
+                    "Call its close(), or del it, before you make a new one. With Trainer it is "
+                    "smartinf.hf.unwrap(trainer.optimizer), with Accelerate "
+                    "smartinf.hf.unwrap(optimizer)."
+                )
+                told = DeviceError(
+                    f"{device['path']}: the device is in use by another optimizer of this process. {advice}"
+                )
+                told.code, told.path, told.advice = error.code, device["path"], advice
+                raise told from None
+        raise
 
 
 @atexit.register

@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import difflib
+import inspect
 import logging
 import math
 import os
@@ -11,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from smartinf import _core, checkpoint, compression, open_optimizers
+from smartinf import _core, checkpoint, compression, open_optimizers, trainer_arguments
 from smartinf.averaging import Averaging
 from smartinf.errors import (
     DeviceError,
@@ -63,6 +65,19 @@ def _as_written(method):
     return getattr(method, "__wrapped__", method)
 
 
+def _unexpected(kind, keyword):
+    """What Python says of a keyword that a class does not take, with the nearest that it does."""
+    known = {
+        name
+        for cls in (kind, StorageOptimizer)
+        for name, p in inspect.signature(cls.__init__).parameters.items()
+        if name not in ("self", "defaults") and p.kind != p.VAR_KEYWORD
+    }
+    near = difflib.get_close_matches(keyword, sorted(known), 1)
+    text = f"{kind.__name__}() got an unexpected keyword argument {keyword!r}"
+    return f"{text}; did you mean {near[0]!r}?" if near else text
+
+
 class StorageOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose state is kept and updated on storage devices.
 
@@ -92,6 +107,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         parameter is bfloat16.
     durability: "step": every step survives a power cut. "none": scratch runs; nothing is promised.
     max_grad_norm: clips by the global L2 norm, found while gradients are handed over: no extra pass.
+        float("inf") clips nothing, and says that this is meant.
     nonfinite: on a gradient with an infinity or NaN "raise" NonFiniteGradientError, "skip" the step,
         or "apply" it as torch does. Before the first two nothing has changed.
     release_gradients: backward hands each gradient over as soon as it is complete and frees it. With
@@ -104,8 +120,12 @@ class StorageOptimizer(torch.optim.Optimizer):
     checksums: of every block on the devices, checked when it is read. False saves a little time.
     seed: of stochastic rounding (state_format "bf16" and "q8") and of the codec "randomk".
     process_group: the ranks that share the state. None: all of them under torch.distributed.
+    fused, foreach: taken from configurations written for torch.optim, and without effect: they choose
+        among torch's own loops. capturable, differentiable: must be False.
 
     After a step: ``grad_norm`` is the global L2 norm of its gradients before clipping.
+
+    ``with smartinf.AdamW(...) as optimizer:`` closes it at the end of the block.
 
     Errors: see smartinf.errors. A failed or interrupted step has not happened: weights and state are
     those of the step before. Threads: one at a time. Not usable in a forked child.
@@ -139,9 +159,23 @@ class StorageOptimizer(torch.optim.Optimizer):
         checksums=True,
         seed=0,
         process_group=None,
+        fused=None,
+        foreach=None,
+        capturable=False,
+        differentiable=False,
+        **unknown,
     ):
         self._core = None
         self._broken = self._begun = self._stepped = self._said_nothing_moves = False
+        self._said_nothing_is_clipped = False
+        if unknown:
+            raise TypeError(_unexpected(type(self), next(iter(unknown))))
+        for name, given in (("capturable", capturable), ("differentiable", differentiable)):
+            if given:
+                raise UsageError(
+                    f"{name}={given!r} is not supported: a step leaves the GPU and the autograd graph. "
+                    "Leave it out."
+                )
         if devices is None or isinstance(devices, (str, os.PathLike, dict)):
             devices = [] if devices is None else [devices]
         if not devices:
@@ -194,6 +228,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         if self._release and self._ranks.world > 1:
             self._ranks.begin_averaging()
         super().__init__(params, defaults)
+        trainer_arguments.check_making(self)
         self._open(resume)
 
     # ---- Opening and closing.
@@ -208,8 +243,9 @@ class StorageOptimizer(torch.optim.Optimizer):
             gradient_type = "bf16" if self._layout.dtype == torch.bfloat16 else "f32"
         self._leave_out_devices()
         if resume is False:
-            for device in self._given_devices:
-                _core.erase(device["path"])
+            with open_optimizers.named_when_busy(self._given_devices):
+                for device in self._given_devices:
+                    _core.erase(device["path"])
         options = {
             **self._core_options,
             "gradient_type": gradient_type,
@@ -228,7 +264,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._layout.settle()
         failure = None
         try:
-            self._core = _core.Updater(options, self._layout.range_names(), self._layout.range_shapes())
+            with open_optimizers.named_when_busy(self._devices):
+                self._core = _core.Updater(
+                    options, self._layout.range_names(), self._layout.range_shapes()
+                )
         except Error as error:
             failure = error
         _pass_remarks_on()
@@ -354,6 +393,12 @@ class StorageOptimizer(torch.optim.Optimizer):
             core.close()
             _pass_remarks_on()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        self.close()
+
     def _abandon(self):
         """Lets the devices go as they are; opening them again decides on the step."""
         self._broken = True
@@ -450,6 +495,13 @@ class StorageOptimizer(torch.optim.Optimizer):
             return
         norm, finite, first_bad = self._sum_up(1.0 / scale)
         self.grad_norm = norm
+        if self._release and self.max_grad_norm is None and not self._said_nothing_is_clipped:
+            self._said_nothing_is_clipped = True
+            _log.warning(
+                "no gradient is clipped: release_gradients=True and the optimizer has no max_grad_norm. "
+                "clip_grad_norm_ and Trainer's own clipping find no gradients and return 0. Give "
+                'max_grad_norm=1.0, or max_grad_norm=float("inf") when none are to be clipped.'
+            )
         if not finite and self.nonfinite != "apply":
             self._drop()
             if self.nonfinite == "skip":

@@ -43,3 +43,7 @@ class StorageOptions(TypedDict, total=False):
     checksums: bool
     seed: int
     process_group: object
+    fused: bool | None
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool

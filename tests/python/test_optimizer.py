@@ -365,3 +365,70 @@ def test_several_devices_and_budgets_give_the_same_bits(tmp_path):
         optimizer.close()
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def parameter(count=100):
+    return torch.nn.Parameter(torch.linspace(-1, 1, count))
+
+
+@pytest.mark.parametrize(
+    "kind", [smartinf.AdamW, smartinf.Adam, smartinf.SGD, smartinf.Adagrad, smartinf.Lion]
+)
+def test_keywords_of_torchs_loops(kind, tmp_path):
+    """What chooses among torch's own loops changes nothing; what would change meaning is refused."""
+    params, results = [], []
+    for i, keywords in enumerate(
+        ({}, {"fused": True, "foreach": False, "capturable": False, "differentiable": False}, {"foreach": True})
+    ):
+        params.append(parameter())
+        with kind([params[-1]], lr=1e-2, devices=[str(tmp_path / str(i))], **keywords) as optimizer:
+            params[-1].grad = torch.ones_like(params[-1])
+            optimizer.step()
+        results.append(params[-1].detach().clone())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    for keyword in ("capturable", "differentiable"):
+        with pytest.raises(smartinf.UsageError, match=f"{keyword}=True is not supported"):
+            kind([parameter()], devices=[str(tmp_path / "other")], **{keyword: True})
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\(\) .*'device'; did you mean 'devices'"):
+        kind([parameter()], device=str(tmp_path / "other"))
+    with pytest.raises(TypeError, match="'weight_deacy'; did you mean 'weight_decay'"):
+        kind([parameter()], devices=[str(tmp_path / "other")], weight_deacy=0.1)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_with_block_closes(device):
+    with smartinf.AdamW([parameter()], devices=[device]) as optimizer:
+        assert optimizer._core is not None
+    assert optimizer._core is None
+    with pytest.raises(ZeroDivisionError), smartinf.AdamW([parameter()], devices=[device], resume=True):
+        1 / 0  # noqa: B018
+    smartinf.AdamW([parameter()], devices=[device], resume=True).close()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_devices_that_this_process_holds(resume, device, tmp_path):
+    first = smartinf.AdamW([parameter()], devices=[device])
+    (tmp_path / "link").symlink_to(device)
+    with pytest.raises(smartinf.DeviceError, match=r"another optimizer of this process.*close\(\)") as raised:
+        smartinf.AdamW([parameter()], devices=[str(tmp_path / "link")], resume=resume)
+    assert (raised.value.code, raised.value.path) == ("busy", str(tmp_path / "link"))
+    first.close()
+    smartinf.AdamW([parameter()], devices=[device], resume=resume)
+
+
+def test_released_gradients_that_nobody_clips_are_told_once(tmp_path, caplog):
+    def steps(name, **options):
+        caplog.clear()
+        param = parameter()
+        with smartinf.AdamW([param], devices=[str(tmp_path / name)], **options) as optimizer:
+            for _ in range(2):
+                param.pow(2).sum().backward()
+                torch.nn.utils.clip_grad_norm_([param], 1.0)
+                optimizer.step()
+        return caplog.text.count("no gradient is clipped")
+
+    assert steps("a", release_gradients=True) == 1
+    assert steps("b", release_gradients=True, max_grad_norm=1.0) == 0
+    assert steps("c", release_gradients=True, max_grad_norm=float("inf")) == 0
+    assert steps("d") == 0

@@ -77,25 +77,32 @@ def lora():
     )
 
 
-def trainer(model, folder, dataset=None, steps=STEPS, callbacks=(), **kwargs):
-    args = transformers.TrainingArguments(
-        output_dir=str(folder),
-        max_steps=steps,
-        per_device_train_batch_size=4,
-        learning_rate=5e-3,
-        weight_decay=0.1,
-        lr_scheduler_type="cosine",
-        warmup_steps=2,
-        logging_steps=1,
-        save_steps=4,
-        save_total_limit=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=11,
-    )
+def arguments(folder, steps=STEPS, **changes):
+    options = {
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 5e-3,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 4,
+        "save_total_limit": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 11,
+    }
+    return transformers.TrainingArguments(output_dir=str(folder), **(options | changes))
+
+
+def trainer(model, folder, dataset=None, steps=STEPS, callbacks=(), changes=None, **kwargs):
     return transformers.Trainer(
-        model=model, args=args, train_dataset=dataset or Text(), callbacks=list(callbacks), **kwargs
+        model=model,
+        args=arguments(folder, steps, **(changes or {})),
+        train_dataset=dataset or Text(),
+        callbacks=list(callbacks),
+        **kwargs,
     )
 
 
@@ -214,3 +221,126 @@ def test_accelerate(tmp_path):
     accelerator, model, optimizer, loader = start(tmp_path / "b")
     accelerator.load_state(str(tmp_path / "state"))
     assert torch.equal(train(accelerator, model, optimizer, loader), expected)
+
+
+@pytest.mark.parametrize("build", [llama, lora])
+def test_hf_optimizer_is_what_training_arguments_say(build, tmp_path):
+    args = arguments(tmp_path / "run", learning_rate=3e-4, adam_beta2=0.95, adam_epsilon=1e-6)
+    model = build()
+    theirs = transformers.Trainer(model=model, args=args, train_dataset=Text()).create_optimizer()
+    run = transformers.Trainer(
+        model=model,
+        args=args,
+        train_dataset=Text(),
+        **smartinf.hf.optimizer(args, devices=[str(tmp_path / "d")], memory_budget="256MiB"),
+    )
+    made = run.create_optimizer()
+    assert type(made) is smartinf.AdamW
+    assert made.defaults["betas"] == (0.9, 0.95)
+    assert made.max_grad_norm is None  # Trainer clips whole gradients itself
+    assert len(made.param_groups) == len(theirs.param_groups) == 2
+    for group, expected in zip(made.param_groups, theirs.param_groups, strict=True):
+        assert [id(p) for p in group["params"]] == [id(p) for p in expected["params"]]
+        for key in ("lr", "betas", "eps", "weight_decay"):
+            assert group[key] == expected[key], key
+    names = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert set(made._layout.names) == names
+    assert sum(isinstance(c, smartinf.hf.CheckpointCallback) for c in run.callback_handler.callbacks) == 1
+
+
+def test_hf_optimizer_refuses_what_training_arguments_decide(tmp_path):
+    args = arguments(tmp_path)
+    for option, field in (
+        ({"lr": 1e-4}, "learning_rate"),
+        ({"betas": (0.9, 0.95)}, "adam_beta1"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm"),
+        ({"accumulation_steps": 4}, "gradient_accumulation_steps"),
+    ):
+        with pytest.raises(smartinf.UsageError, match=f"{field}.* in TrainingArguments"):
+            smartinf.hf.optimizer(args, devices=[str(tmp_path / "d")], **option)
+    with pytest.raises(smartinf.UsageError, match="adafactor"):
+        smartinf.hf.optimizer(arguments(tmp_path, optim="adafactor"), devices=[str(tmp_path / "d")])
+    # Lion's betas are no Adam's.
+    smartinf.hf.optimizer(
+        args, devices=[str(tmp_path / "d")], optimizer_class=smartinf.Lion, betas=(0.95, 0.98)
+    )
+
+
+class Reporter(transformers.TrainerCallback):
+    """Stands where those of report_to stand."""
+
+    norms = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "grad_norm" in logs:
+            Reporter.norms.append(logs["grad_norm"])
+
+
+def test_released_gradients_are_clipped_summed_and_logged_as_by_trainer(tmp_path, monkeypatch):
+    changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    reference = trainer(llama(), tmp_path / "reference", steps=4, changes=changes)
+    reference.train()
+    monkeypatch.setattr(transformers.trainer, "get_reporting_integration_callbacks", lambda _: [Reporter])
+    Reporter.norms.clear()
+    args = arguments(tmp_path / "run", 4, **changes)
+    run = transformers.Trainer(
+        model=llama(),
+        args=args,
+        train_dataset=Text(),
+        **smartinf.hf.optimizer(args, devices=[str(tmp_path / "d")], release_gradients=True),
+    )
+    run.train()
+    assert losses(run) == pytest.approx(losses(reference), rel=BAND)
+
+    def norms(trained):
+        return [entry["grad_norm"] for entry in trained.state.log_history if "grad_norm" in entry]
+
+    assert min(norms(reference)) > 0.5  # all are clipped
+    assert norms(run) == pytest.approx(norms(reference), rel=1e-3)
+    assert Reporter.norms == norms(run)
+
+
+def test_training_arguments_are_not_ignored_in_silence(tmp_path, caplog):
+    """Trainer hands optimizer_cls_and_kwargs nothing of them."""
+    device = str(tmp_path / "d")
+
+    def train(kwargs, **changes):
+        trainer(
+            llama(), tmp_path / "run", steps=1, changes=changes, optimizer_cls_and_kwargs=(smartinf.AdamW, kwargs)
+        ).train()
+
+    with pytest.raises(smartinf.UsageError, match=r"learning_rate=5e-05 there, lr=0.001 here.*hf.optimizer"):
+        train({"devices": [device]}, learning_rate=5e-5)
+    with pytest.raises(smartinf.UsageError, match=r"adam_beta2=\(0.9, 0.95\) there, betas=\(0.9, 0.999\) here"):
+        train({"devices": [device], "lr": 5e-3}, adam_beta2=0.95)
+    released = {"devices": [device], "lr": 5e-3, "release_gradients": True}
+    with pytest.raises(smartinf.UsageError, match="max_grad_norm=1.0 in TrainingArguments, max_grad_norm=None"):
+        train(released)
+    with pytest.raises(smartinf.UsageError, match="gradient_accumulation_steps=2"):
+        train(released | {"max_grad_norm": 1.0}, gradient_accumulation_steps=2)
+    with pytest.raises(smartinf.UsageError, match="clipped twice"):
+        train({"devices": [device], "lr": 5e-3, "max_grad_norm": 2.0})
+    assert not (tmp_path / "d").exists()  # all before anything was made
+
+    model = llama()
+    made = smartinf.AdamW(model.parameters(), devices=[device])
+    trainer(model, tmp_path / "run", steps=1, optimizers=(made, None)).train()
+    assert "learning_rate=0.005 there, lr=0.001 here" in caplog.text
+
+
+def test_a_second_trainer_is_told_who_holds_the_devices(tmp_path):
+    def make():
+        args = arguments(tmp_path / "run", 1)
+        return transformers.Trainer(
+            model=llama(),
+            args=args,
+            train_dataset=Text(),
+            **smartinf.hf.optimizer(args, devices=[str(tmp_path / "d")], resume=True),
+        )
+
+    first = make()
+    first.train()
+    with pytest.raises(smartinf.DeviceError, match="another optimizer of this process.*hf.unwrap"):
+        make().train()
+    smartinf.hf.unwrap(first.optimizer).close()
+    make().train()

@@ -1,0 +1,77 @@
+"""What Hugging Face's TrainingArguments say of an optimizer, compared with what it was made with.
+
+Trainer makes optimizer_cls_and_kwargs[0](groups, **kwargs) and passes on nothing of TrainingArguments but
+the weight decay in the groups, so learning_rate, adam_beta2 and adam_epsilon would be ignored in silence.
+Nothing here needs transformers.
+"""
+
+import sys
+
+from smartinf.errors import UsageError
+
+_ADVICE = (
+    "**smartinf.hf.optimizer(args, devices=...) among Trainer's arguments takes them from "
+    "TrainingArguments; else give the same value in both places."
+)
+
+
+def check_making(optimizer):
+    """`optimizer` is about to touch its devices. Raises UsageError when Trainer.create_optimizer makes it
+    with other values than its arguments have."""
+    frame = sys._getframe(1)
+    # Trainer hands its arguments to nobody, so they are looked up where it calls from.
+    while frame is not None:
+        if (
+            frame.f_code.co_name == "create_optimizer"
+            and frame.f_globals.get("__name__") == "transformers.trainer"
+        ):
+            args = frame.f_locals["self"].args
+            different = differences(args, optimizer)
+            if different:
+                raise UsageError(
+                    f"TrainingArguments and the optimizer disagree: {'; '.join(different)}. {_ADVICE}"
+                )
+            check_clipping(args, optimizer)
+            return
+        frame = frame.f_back
+
+
+def differences(args, optimizer):
+    """One text for each value that TrainingArguments have and no group of the optimizer has."""
+    wanted = {"lr": ("learning_rate", args.learning_rate)}
+    if optimizer._rule in ("adam", "adamw"):
+        wanted["betas"] = ("adam_beta1, adam_beta2", (args.adam_beta1, args.adam_beta2))
+        wanted["eps"] = ("adam_epsilon", args.adam_epsilon)
+    texts = []
+    for key, (name, value) in wanted.items():
+        # A schedule has changed lr already, and keeps what it began with.
+        here = [group.get(f"initial_{key}", group[key]) for group in optimizer.param_groups]
+        here = [tuple(v) if isinstance(v, (tuple, list)) else float(v) for v in here]
+        if value not in here:
+            texts.append(f"{name}={value!r} there, {key}={here[0]!r} here")
+    return texts
+
+
+def check_clipping(args, optimizer):
+    """Raises UsageError when gradients would be clipped twice or, in silence, not at all, or when the
+    optimizer counts other backward passes than Trainer makes."""
+    theirs, ours = args.max_grad_norm or 0, optimizer.max_grad_norm
+    if not optimizer._release:
+        if theirs and ours is not None:
+            raise UsageError(
+                f"gradients would be clipped twice: max_grad_norm={theirs} in TrainingArguments and "
+                f"max_grad_norm={ours} in the optimizer. Leave the optimizer's out."
+            )
+        return
+    if theirs and (ours is None or float(ours) != float(theirs)):
+        raise UsageError(
+            f"Trainer cannot clip what release_gradients=True has taken: max_grad_norm={theirs} in "
+            f"TrainingArguments, max_grad_norm={ours} in the optimizer, which has to do it. {_ADVICE}"
+        )
+    passes = args.gradient_accumulation_steps
+    if passes != optimizer._accumulation_steps:
+        raise UsageError(
+            f"gradient_accumulation_steps={passes} in TrainingArguments, but the optimizer was made with "
+            f"accumulation_steps={optimizer._accumulation_steps}, and release_gradients=True sums the "
+            f"passes itself. {_ADVICE}"
+        )

@@ -8,9 +8,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include "smartinf/engine/checkpoint.h"
+#include "smartinf/engine/kept_blob.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/kernels/update.h"
 
+#include "python/core/checkpoint.h"
 #include "python/core/errors.h"
 #include "python/core/remarks.h"
 #include "python/core/updater.h"
@@ -61,8 +64,56 @@ NB_MODULE(_core, module) {
       },
       "path"_a,
       "(initialized, committed step, prepared step) of a device without opening it; None: empty.");
+  module.def(
+      "stored_blob",
+      [](const std::vector<std::string>& paths) {
+        const nb::gil_scoped_release released;
+        const auto run = smartinf::python::take(
+            smartinf::engine::open_stored_run(paths, smartinf::storage::ReaderLock::kTake));
+        return smartinf::engine::split_blob(run.blob).blob;
+      },
+      "paths"_a,
+      "The text that was given with the step that devices hold. Not while they are open.");
   module.def("take_remarks", &smartinf::python::take_remarks,
              "What the core has remarked since the last call: [(level, text)].");
+
+  using smartinf::python::PyCheckpoint;
+  nb::class_<PyCheckpoint>(module, "Checkpoint",
+                           "A checkpoint's elements as numbers, every block checked. Its parts are "
+                           "those of the ranks that wrote it, or one.")
+      .def(nb::init<const std::string&>(), "path"_a)
+      .def("trainer", &PyCheckpoint::trainer, "The text that was saved with it, or ''.")
+      .def("rule", &PyCheckpoint::rule)
+      .def("planes", &PyCheckpoint::planes, "Names, in the order of read()'s numbers.")
+      .def("parts", &PyCheckpoint::parts,
+           "[{run, step, blob, count (elements), ranges [(name, shape)], residual (whether that "
+           "plane is of this step), ahead [(lr, variance's bias, eps)] by range, or none}]")
+      .def("read", &PyCheckpoint::read, "part"_a, "plane"_a, "first"_a, "count"_a, "address"_a,
+           "Elements of a part's space as f32 to host memory.")
+      .def("check", &PyCheckpoint::check, "Reads everything, for its checksums only.");
+
+  using smartinf::engine::RanksCheckpoint;
+  nb::class_<RanksCheckpoint>(module, "RanksCheckpoint",
+                              "A checkpoint of several ranks, as rank 0 makes it: each saves its "
+                              "own at rank_folder(). Deleted with this object unless finished.")
+      .def_static(
+          "begin",
+          [](const std::string& path, bool replace) {
+            return smartinf::python::take(
+                RanksCheckpoint::begin(path, replace, smartinf::storage::make_run_id()));
+          },
+          "path"_a, "replace"_a)
+      .def("rank_folder",
+           [](const RanksCheckpoint& checkpoint, size_t rank) {
+             return smartinf::engine::rank_folder(checkpoint.folder(), rank);
+           })
+      .def(
+          "finish",
+          [](RanksCheckpoint& checkpoint, size_t ranks, const std::string& trainer) {
+            const nb::gil_scoped_release released;
+            smartinf::python::check(checkpoint.finish(ranks, trainer));
+          },
+          "ranks"_a, "trainer"_a);
 
   nb::class_<PyUpdater>(module, "Updater",
                         "Optimizer state on devices. Sizes are in elements, addresses are of host "
@@ -121,6 +172,10 @@ NB_MODULE(_core, module) {
       .def("finish_commit", &PyUpdater::finish_commit,
            "With the option hold_commit: commits what wait_commit() found prepared.")
       .def("take_back", &PyUpdater::take_back)
+      .def("save_checkpoint", &PyUpdater::save_checkpoint, "path"_a, "replace"_a, "trainer"_a,
+           "progress"_a,
+           "Copies the committed state into a folder of its own, durably. trainer: text kept with "
+           "it. progress(bytes done, bytes in all).")
       .def("count", &PyUpdater::count)
       .def("traffic", &PyUpdater::traffic,
            "Bytes so far: host_up, host_down (host link), read, written (devices), each by kind.")

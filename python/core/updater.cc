@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <utility>
 
@@ -11,6 +12,7 @@
 #include <unistd.h>
 
 #include "smartinf/base/float_formats.h"
+#include "smartinf/engine/checkpoint.h"
 #include "smartinf/kernels/update.h"
 
 #include "python/core/errors.h"
@@ -178,6 +180,7 @@ PyUpdater::PyUpdater(const nb::dict& options, const std::vector<std::string>& na
   const engine::UpdaterOptions made = updater_options(options);
   const plan::ParameterSpace space = parameter_space(names, shapes);
   rule_ = made.rule;
+  for (const engine::DeviceOptions& device : made.devices) device_paths_.push_back(device.path);
   caller_->run([&] { updater_ = take(engine::Updater::open(made, space)); });
 }
 
@@ -264,6 +267,7 @@ void PyUpdater::read_state(uint32_t planes, nb::callable visit) {
 void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual,
                            const std::vector<std::array<float, 3>>& ahead) {
   engine::Updater& updater = core();
+  std::exception_ptr raised;
   std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)> visit;
   if (!edit.is_none()) {
     visit = [&](uint64_t first, std::span<const std::span<float>> values) -> base::Result<bool> {
@@ -271,13 +275,22 @@ void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual
       const nb::gil_scoped_acquire acquired;
       nb::list views;
       for (const auto plane : values) views.append(float_view(plane.data(), count));
-      return nb::cast<bool>(edit(first, count, views));
+      try {
+        return nb::cast<bool>(edit(first, count, views));
+      } catch (...) {
+        // Raised once the edit has been taken back: the core knows failures, not exceptions.
+        raised = std::current_exception();
+        return Status(ErrorCode::kCancelled, "the edit raised an exception");
+      }
     };
   }
   std::vector<kernels::StepAhead> rates;
   for (const auto& [lr, bias, eps] : ahead) rates.push_back({lr, bias, eps});
   caller_->run([&] {
-    check(updater.edit_state(visit, blob, reinterpret_cast<const base::Bf16*>(residual), rates));
+    Status edited =
+        updater.edit_state(visit, blob, reinterpret_cast<const base::Bf16*>(residual), rates);
+    if (raised) std::rethrow_exception(raised);
+    check(std::move(edited));
   });
 }
 
@@ -417,6 +430,25 @@ void PyUpdater::finish_commit() {
 void PyUpdater::take_back() {
   engine::Updater& updater = core();
   caller_->run([&] { check(updater.take_back()); });
+}
+
+void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::string trainer,
+                                nb::callable progress) {
+  engine::Updater& updater = core();
+  engine::CheckpointOptions options;
+  options.path = path;
+  options.replace = replace;
+  options.trainer = std::move(trainer);
+  options.progress = [&](uint64_t done, uint64_t total) {
+    const nb::gil_scoped_acquire acquired;
+    progress(done, total);
+    return Status();
+  };
+  caller_->run([&] {
+    check(updater.wait_commit());
+    options.lent_memory = updater.idle_memory();
+    take(engine::checkpoint_open_run(device_paths_, options));
+  });
 }
 
 nb::dict PyUpdater::traffic() {

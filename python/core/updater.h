@@ -56,6 +56,10 @@ class PyUpdater {
   void finish_commit();
   void take_back();
 
+  /// Copies the committed state, durably; progress(bytes done, bytes in all).
+  void save_checkpoint(const std::string& path, bool replace, std::string trainer,
+                       nanobind::callable progress);
+
   nanobind::dict traffic();
   uint64_t memory_bytes() { return core().memory_bytes(); }
   uint64_t gradient_memory_bytes() { return core().gradient_memory_bytes(); }
@@ -69,6 +73,7 @@ class PyUpdater {
   const plan::ParameterRange& range(size_t index);
 
   kernels::RuleOptions rule_;
+  std::vector<std::string> device_paths_;
   pid_t owner_;  // threads and ring exist only there
   std::unique_ptr<Caller> caller_;
   std::unique_ptr<engine::Updater> updater_;

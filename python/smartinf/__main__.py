@@ -1,4 +1,4 @@
-"""`python -m smartinf COMMAND`: import-ds-config here, everything else the smartinf command."""
+"""`python -m smartinf COMMAND`: import-ds-config and torch-state here, everything else the smartinf command."""
 
 import os
 import shutil
@@ -30,24 +30,56 @@ def _binary():
     return None
 
 
+def _import_ds_config(arguments):
+    if len(arguments) != 1:
+        return None
+    from smartinf import deepspeed
+
+    return deepspeed.report(arguments[0])
+
+
+def _torch_state(arguments):
+    if len(arguments) != 3 or arguments[1] != "--out":
+        return None
+    from smartinf import torch_state
+
+    return torch_state.write(arguments[0], arguments[2])
+
+
+# What is done here: a function of the words behind, which returns text to print, or None when the words
+# are wrong; and how it is used.
+_COMMANDS = {
+    "import-ds-config": (
+        _import_ds_config,
+        "Usage: python -m smartinf import-ds-config ds_config.json\n\n"
+        "Prints the call and the recipe that do what a DeepSpeed configuration says, and lists "
+        "what has no equivalent.",
+    ),
+    "torch-state": (
+        _torch_state,
+        "Usage: python -m smartinf torch-state CHECKPOINT --out optimizer.pt\n\n"
+        "Writes the state of a checkpoint (of save_checkpoint(), or Trainer's checkpoint-N) as the "
+        "state dict of torch.optim's class, which load_state_dict() and Trainer take. Needs no model and no "
+        "devices, and as much memory as torch's optimizer. The way back needs no tool: load_state_dict() "
+        "of a smartinf optimizer takes torch's state dict.",
+    ),
+}
+
+
 def main(arguments=None):
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["import-ds-config"]:
-        if len(arguments) != 2 or arguments[1].startswith("-"):
-            print(
-                "Usage: python -m smartinf import-ds-config ds_config.json\n\n"
-                "Prints the call and the recipe that do what a DeepSpeed configuration says, and lists "
-                "what has no equivalent.",
-                file=sys.stdout if "--help" in arguments else sys.stderr,
-            )
-            return 0 if "--help" in arguments else 2
-        from smartinf import deepspeed
-
+    if arguments and arguments[0] in _COMMANDS:
+        run, usage = _COMMANDS[arguments[0]]
+        asked = "--help" in arguments
         try:
-            print(deepspeed.report(arguments[1]))
+            text = None if asked else run(arguments[1:])
         except Error as error:
             print(f"smartinf: {error}", file=sys.stderr)
             return 1
+        if text is None:
+            print(usage, file=sys.stdout if asked else sys.stderr)
+            return 0 if asked else 2
+        print(text)
         return 0
     binary = _binary()
     asked = not arguments or arguments[0] in ("--help", "-h")

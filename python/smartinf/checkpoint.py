@@ -1,196 +1,236 @@
-"""The whole state in a folder, streamed.
+"""The whole state in a folder: copies of the devices' stores, as `smartinf checkpoint` writes them.
 
-    index.json                     rule, lineage, parameters, files; written last
-    state-00000-of-00002.safetensors   one per rank that wrote: "master.<range>", "exp_avg.<range>", ...
+    checkpoint.json              run, step, devices; with a checksum; written last
+    device-0, device-1, ...      stores, every block with a checksum
 
-A range is a parameter, or its part "name[start:stop]" where a rank owned only that. Any safetensors
-reader opens the files.
+Several ranks: rank-0, rank-1 and so on, each of them such a folder, and a checkpoint.json that says which
+belong together. The ranks' parts, end to end, are the parameters, end to end.
 """
 
+import contextlib
 import json
-import mmap
+import math
 import os
-import struct
 
 import torch
 
-from smartinf.errors import CorruptError, DeviceError, MismatchError
+from smartinf import _core
+from smartinf.errors import CorruptError, DeviceError, Error, MismatchError
 from smartinf.lineage import Lineage
 from smartinf.progress import progress
 
-_FORMAT = 1
-_INDEX = "index.json"
-
-
-def _plane_names(optimizer):
-    return ("master", *optimizer._state_keys)
+_AT_ONCE = 1 << 20  # elements of the residual that are read at once
 
 
 def save(optimizer, folder, replace=False):
     ranks, layout = optimizer._ranks, optimizer._layout
-    folder = os.fspath(folder)
-    os.makedirs(folder, exist_ok=True)
-    there = os.path.exists(os.path.join(folder, _INDEX))
-    ranks.barrier()
-    if there and not replace:
-        raise DeviceError(f"{folder} holds a checkpoint already; give another folder or replace=True")
-    if there and ranks.rank == 0:
-        # The index goes first: from here on the folder is seen to be incomplete.
-        os.unlink(os.path.join(folder, _INDEX))
-        for name in os.listdir(folder):
-            if name.startswith("state-") and name.endswith(".safetensors"):
-                os.unlink(os.path.join(folder, name))
-    ranks.barrier()
-    name = f"state-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors"
-    planes = _plane_names(optimizer)
-
-    header, bases, offset = {}, {}, 0
-    for p, plane in enumerate(planes):
-        shapes = layout.range_shapes()
-        for segment, shape in zip(layout.segments, shapes, strict=True):
-            end = offset + 4 * segment.count
-            header[f"{plane}.{layout.range_name(segment)}"] = {
-                "dtype": "F32",
-                "shape": shape,
-                "data_offsets": [offset, end],
-            }
-            bases[p, segment.index] = offset
-            offset = end
-    residual = optimizer._residual()
-    if residual is not None:
-        for segment, shape in zip(layout.segments, layout.range_shapes(), strict=True):
-            end = offset + 2 * segment.count
-            header[f"residual.{layout.range_name(segment)}"] = {
-                "dtype": "BF16",
-                "shape": shape,
-                "data_offsets": [offset, end],
-            }
-            offset = end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    data_from = 8 + len(text)
-
-    path = os.path.join(folder, name)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    try:
-        _write(file, struct.pack("<Q", len(text)) + text, 0, path)
-        with progress("Saving optimizer state", layout.owned[1] - layout.owned[0], ranks.rank) as bar:
-
-            def visit(first, count, views):
-                for segment, start, stop, at in optimizer._pieces(first, count):
-                    for p, view in enumerate(views):
-                        where = data_from + bases[p, segment.index] + 4 * (start - segment.start)
-                        _write(file, view[at : at + stop - start].cast("B"), where, path)
-                bar.update(count)
-
-            optimizer._core.read_state((1 << len(planes)) - 1, visit)
-            if residual is not None:  # segments lie in the space as in the file
-                _write(file, optimizer._residual_memory(), data_from + offset - 2 * len(residual), path)
-        os.fsync(file)
-    except OSError as error:
-        if isinstance(error, DeviceError):
-            raise
-        raise DeviceError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        os.close(file)
-
-    mine = {"file": name, "ranges": [[s.param, s.start, s.stop] for s in layout.segments]}
-    files = [mine]
-    if ranks.world > 1:
-        files = [None] * ranks.world
-        torch.distributed.all_gather_object(files, mine, group=ranks._group)
-    if ranks.rank == 0:
-        index = {
-            "format": _FORMAT,
-            "rule": optimizer._rule,
-            "planes": planes,
-            "residual": residual is not None,
-            "step_ahead": optimizer._core.step_ahead(),  # by parameter
-            "lineage": optimizer._lineage.to_json(),
+    folder = os.path.abspath(os.fspath(folder))
+    optimizer._write_residual(optimizer._core)
+    optimizer._settle()
+    about = json.dumps(
+        {
             "parameters": [
                 [name, list(param.shape)]
                 for name, param in zip(layout.names, layout.params, strict=True)
             ],
-            "files": files,
-        }
-        temporary = os.path.join(folder, _INDEX + ".new")
-        with open(temporary, "w", encoding="utf-8") as out:
-            json.dump(index, out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, os.path.join(folder, _INDEX))
-    ranks.barrier()
+            "param_groups": _plain_groups(optimizer),
+        },
+        separators=(",", ":"),
+    )
+    owned = layout.owned[1] - layout.owned[0]
+    with progress("Saving optimizer state", owned, ranks.rank) as bar:
+        shown = 0
+
+        def moved(done, total):
+            nonlocal shown
+            elements = owned * done // max(total, 1)
+            bar.update(elements - shown)
+            shown = elements
+
+        if ranks.world == 1:
+            try:
+                optimizer._core.save_checkpoint(folder, replace, about, moved)
+            except MismatchError as error:
+                raise _in_the_way(error) from None
+            return
+        _save_of_ranks(optimizer, folder, replace, about, moved)
 
 
-def _write(file, data, offset, path):
-    data = memoryview(data)
-    while data:
-        written = os.pwrite(file, data, offset)
-        data = data[written:]
-        offset += written
-
-
-def read_index(folder):
-    """Errors: DeviceError without one, CorruptError for one that save() did not write."""
-    path = os.path.join(os.fspath(folder), _INDEX)
+def _save_of_ranks(optimizer, folder, replace, about, moved):
+    ranks = optimizer._ranks
+    whole, place, failure = None, None, None
+    if ranks.rank == 0:
+        try:
+            whole = _core.RanksCheckpoint.begin(folder, replace)
+            place = [whole.rank_folder(r) for r in range(ranks.world)]
+        except MismatchError as error:
+            failure = _in_the_way(error)
+        except DeviceError as error:
+            failure = error
+    ranks.stand_or_fall(failure)
     try:
-        with open(path, encoding="utf-8") as file:
-            index = json.load(file)
-    except FileNotFoundError:
-        raise DeviceError(
-            f"{folder} holds no complete optimizer checkpoint ({_INDEX} is missing): it was interrupted "
-            "while it was written, or it was saved without smartinf's callback. Use the one before it."
-        ) from None
-    except ValueError as error:
-        raise CorruptError(f"{path} is damaged: {error}") from error
-    if index.get("format") != _FORMAT:
-        raise MismatchError(f"{path} has format {index.get('format')}, this version knows {_FORMAT}")
-    return index
+        place = ranks.same(place)
+        try:
+            optimizer._core.save_checkpoint(place[ranks.rank], False, "", moved)
+        except (DeviceError, CorruptError, MismatchError) as error:
+            failure = error
+        ranks.stand_or_fall(failure)
+        try:
+            if whole is not None:
+                whole.finish(ranks.world, about)
+        except (DeviceError, CorruptError, MismatchError) as error:
+            failure = error
+        ranks.stand_or_fall(failure)
+    finally:
+        del whole  # unless it is finished nothing is left of it
+
+
+def _in_the_way(error):
+    made = DeviceError(str(error))
+    made.code, made.path, made.advice = error.code, error.path, error.advice
+    return made
+
+
+def _plain_groups(optimizer):
+    """param_groups as in torch's state dict, as far as JSON can say it."""
+    groups, numbers = [], {}
+    for group in optimizer.param_groups:
+        plain = {}
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            with contextlib.suppress(TypeError, ValueError):
+                json.dumps(value)
+                plain[key] = value
+        plain["params"] = [numbers.setdefault(id(param), len(numbers)) for param in group["params"]]
+        groups.append(plain)
+    return groups
+
+
+class Stored:
+    """A checkpoint opened for reading. Every block that is read is checked."""
+
+    def __init__(self, folder):
+        self.folder = os.fspath(folder)
+        try:
+            self._core = _core.Checkpoint(self.folder)
+        except DeviceError as error:
+            if error.code != "not found" or error.path != self.folder:
+                raise
+            raise self._missing(error) from None
+        self.rule = self._core.rule()
+        self.planes = self._core.planes()
+        self._parts = self._core.parts()
+        about = json.loads(self._core.trainer() or "{}")
+        self.param_groups = about.get("param_groups")
+        # A checkpoint that the command made says of its parameters what the devices say.
+        self.parameters = [
+            (name, list(shape)) for name, shape in about.get("parameters") or self._parts[0]["ranges"]
+        ]
+        self._firsts = [0]
+        for _, shape in self.parameters:
+            self._firsts.append(self._firsts[-1] + math.prod(shape))
+        self._bounds = [0]
+        self._ahead = {}  # by the first element of a range
+        for part in self._parts:
+            first = self._bounds[-1]
+            for (_, shape), rates in zip(part["ranges"], part["ahead"], strict=False):
+                self._ahead[first] = rates
+                first += math.prod(shape)
+            self._bounds.append(self._bounds[-1] + part["count"])
+        if self._bounds[-1] != self._firsts[-1]:
+            raise CorruptError(
+                f"{self.folder} holds {self._bounds[-1]} elements of parameters that have {self._firsts[-1]}"
+            )
+        self.residual = "residual" in self.planes and all(part["residual"] for part in self._parts)
+        lineages = [self._lineage(part) for part in self._parts]
+        self.lineage = lineages[0]
+        if any(other.identity() != self.lineage.identity() for other in lineages):
+            raise MismatchError(f"{self.folder}: the ranks' parts are of different updates")
+
+    def _missing(self, error):
+        if os.path.exists(os.path.join(self.folder, "index.json")):
+            return MismatchError(
+                f"{self.folder} was written before checkpoints had checksums (index.json beside safetensors "
+                "files), and this version does not read that form. Load it with the version of smartinf that "
+                "wrote it, save full_state_dict() there with torch.save, and give that to load_state_dict() here."
+            )
+        advice = error.advice if "beside it" in error.advice else "Use the one before it."
+        return DeviceError(
+            f"{self.folder} holds no complete optimizer checkpoint (checkpoint.json is missing): it was "
+            f"interrupted while it was written, or it was saved without smartinf's callback. {advice}"
+        )
+
+    def _lineage(self, part):
+        count = len(self.parameters)
+        try:
+            ours = "branch" in json.loads(part["blob"])
+        except (ValueError, TypeError):
+            ours = False
+        if ours:
+            return Lineage.from_json(part["blob"], count, self.folder)
+        # Of `smartinf train`, where every step is one of all parameters.
+        lineage = Lineage(count)
+        lineage.run = lineage.branch = part["run"]
+        lineage.updates = part["step"]
+        lineage.steps = [part["step"]] * count
+        return lineage
+
+    def check(self):
+        """Reads everything. Errors: CorruptError for a damaged block."""
+        self._core.check()
+
+    def read(self, plane, number, start, stop, out):
+        """Elements [start, stop) of parameter `number` into `out`, a contiguous f32 tensor."""
+        first, end = self._firsts[number] + start, self._firsts[number] + stop
+        for i, low in enumerate(self._bounds[:-1]):
+            a, b = max(first, low), min(end, self._bounds[i + 1])
+            if a < b:
+                self._core.read(i, plane, a - low, b - a, out.data_ptr() + 4 * (a - first))
+
+    def read_residual(self, number, start, stop, out):
+        """The same of what compression keeps, into bf16."""
+        piece = torch.empty(min(_AT_ONCE, stop - start))
+        for first in range(start, stop, _AT_ONCE):
+            end = min(stop, first + _AT_ONCE)
+            self.read(len(self.planes) - 1, number, first, end, piece)
+            out[first - start : end - start].copy_(piece[: end - first])
+
+    def ahead(self, number):
+        """By how much weights are ahead of the stored ones, for what compression keeps."""
+        return self._ahead.get(self._firsts[number], (0.0, 1.0, 0.0))
 
 
 def identity(folder):
     """Which state it holds, as in a small state dict."""
-    index = read_index(folder)
-    lineage = Lineage.from_json(index["lineage"], len(index["parameters"]), folder)
-    return lineage.identity()
+    return Stored(folder).lineage.identity()
 
 
-class _Source:
-    """The ranges of one parameter in the files: read-only views of mapped memory."""
-
-    def __init__(self):
-        self.parts = []  # (start, stop, {plane: f32 tensor})
-
-    def copy(self, plane, start, stop, out, name):
-        done = start
-        for low, high, planes in self.parts:
-            a, b = max(start, low), min(stop, high)
-            if a < b:
-                out[a - start : b - start].copy_(planes[plane][a - low : b - low])
-                done += b - a
-        if done != stop:
-            raise CorruptError(f"the checkpoint lacks elements of {plane} of {name}")
+def identity_of_devices(paths):
+    """The same of devices that nobody has open; None: it is not this package's."""
+    try:
+        given = json.loads(_core.stored_blob(paths))
+        return {key: given[key] for key in ("run", "branch", "updates")}
+    except (Error, ValueError, KeyError, TypeError):
+        return None
 
 
 def load(optimizer, folder, strict):
     """strict: every parameter must be there. Otherwise one that is not keeps what the optimizer has.
     Parameters are matched by name."""
     layout, ranks = optimizer._layout, optimizer._ranks
-    index = read_index(folder)
-    if index["rule"] != optimizer._rule:
-        raise MismatchError(f"{folder} holds state of {index['rule']}, this optimizer is {optimizer._rule}")
-    stored = Lineage.from_json(index["lineage"], len(index["parameters"]), folder)
+    stored = Stored(folder)
+    if stored.rule != optimizer._rule:
+        raise MismatchError(f"{folder} holds state of {stored.rule}, this optimizer is {optimizer._rule}")
     expected = optimizer._expected
-    if expected is not None and expected != stored.identity():
+    if expected is not None and expected != stored.lineage.identity():
         raise MismatchError(
-            f"{folder} holds update {stored.updates} of run {stored.run[:8]}, but the state dict that was "
-            f"loaded belongs to update {expected['updates']} of run {expected['run'][:8]}"
+            f"{folder} holds update {stored.lineage.updates} of run {stored.lineage.run[:8]}, but the state "
+            f"dict that was loaded belongs to update {expected['updates']} of run {expected['run'][:8]}"
         )
-    there = {name: (i, shape) for i, (name, shape) in enumerate(index["parameters"])}
-    lineage = Lineage(len(layout.params))
-    lineage.run, lineage.branch, lineage.updates = stored.run, stored.branch, stored.updates
-    lineage.branch_next = True
-    wanted = {}
+    there = {name: (number, shape) for number, (name, shape) in enumerate(stored.parameters)}
+    lineage = stored.lineage.continued(len(layout.params), ranks.same)
+    number_of = {}  # the layout's index: the checkpoint's number
     for i, (name, param) in enumerate(zip(layout.names, layout.params, strict=True)):
         if name not in there:
             if strict:
@@ -199,83 +239,40 @@ def load(optimizer, folder, strict):
         number, shape = there[name]
         if shape != list(param.shape):
             raise MismatchError(f"{name} is {shape} in {folder} and {list(param.shape)} here")
-        wanted[number] = i
-        lineage.steps[i] = stored.steps[number]
+        number_of[i] = number
+        lineage.steps[i] = stored.lineage.steps[number]
     if strict and len(there) != len(layout.params):
         missing = sorted(set(there) - set(layout.names))[0]
         raise MismatchError(f"{folder} holds state of {missing}, which this optimizer does not have")
+    if optimizer._core_options["durability"] == "none":
+        stored.check()  # what is overwritten in place cannot be taken back
 
-    sources = {i: _Source() for i in wanted.values()}
-    for entry in index["files"]:
-        _map(os.path.join(folder, entry["file"]), entry["ranges"], index, wanted, sources)
-    planes_here = _plane_names(optimizer)
     with progress("Loading optimizer state", layout.owned[1] - layout.owned[0], ranks.rank) as bar:
 
         def edit(segment, start, stop, planes):
-            source = sources.get(segment.param)
+            number = number_of.get(segment.param)
             bar.update(stop - start)
-            if source is None:
+            if number is None:
                 return False
-            for plane, out in zip(planes_here, planes, strict=True):
-                source.copy(plane, start, stop, out, layout.names[segment.param])
+            for plane, out in enumerate(planes):
+                stored.read(plane, number, start, stop, out)
             return True
 
         residual = optimizer._no_residual()
-        if residual is not None:
+        if residual is not None and stored.residual:
             for segment in layout.segments:
-                source = sources.get(segment.param)
-                if source is not None and index.get("residual"):
+                number = number_of.get(segment.param)
+                if number is not None:
                     out = residual[segment.first : segment.first + segment.count]
-                    name = layout.names[segment.param]
-                    source.copy("residual", segment.start, segment.stop, out, name)
-        optimizer._edit(edit, lineage, residual, _ahead(optimizer, index, wanted))
+                    stored.read_residual(number, segment.start, segment.stop, out)
+        ahead = ()
+        if optimizer._core.step_ahead() and stored.residual:
+            # A parameter that the checkpoint lacks keeps nothing, and so is not ahead.
+            ahead = [
+                stored.ahead(number_of[segment.param]) if segment.param in number_of else (0.0, 1.0, 0.0)
+                for segment in layout.segments
+            ]
+        optimizer._edit(edit, lineage, residual, ahead)
     optimizer._undecided = False
     optimizer._expected = None
     optimizer._take_weights()
-
-
-def _ahead(optimizer, index, wanted):
-    """The core's step_ahead() for what the checkpoint kept; a parameter that it lacks has no rate."""
-    here = optimizer._core.step_ahead()
-    if not here or not index.get("residual"):
-        return ()
-    there = index.get("step_ahead", [])
-    ahead = [(0.0, 1.0, 0.0)] * len(here)
-    for number, i in wanted.items():
-        if number < len(there):
-            ahead[i] = tuple(there[number])
-    return ahead
-
-
-def _map(path, ranges, index, wanted, sources):
-    try:
-        with open(path, "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        (length,) = struct.unpack("<Q", memory[:8])
-        header = json.loads(memory[8 : 8 + length])
-    except FileNotFoundError:
-        raise DeviceError(f"{path} is missing: the checkpoint is incomplete") from None
-    except (ValueError, struct.error) as error:
-        raise CorruptError(f"{path} is damaged: {error}") from error
-    for number, start, stop in ranges:
-        i = wanted.get(number)
-        if i is None:
-            continue
-        name, shape = index["parameters"][number]
-        count = 1
-        for size in shape:
-            count *= size
-        range_name = name if stop - start == count else f"{name}[{start}:{stop}]"
-        planes = {}
-        kept = ["residual"] if index.get("residual") else []
-        for plane in [*index["planes"], *kept]:
-            width = 2 if plane == "residual" else 4
-            entry = header.get(f"{plane}.{range_name}")
-            if entry is None:
-                raise CorruptError(f"{path} lacks {plane}.{range_name}")
-            low, high = (8 + length + offset for offset in entry["data_offsets"])
-            if high > len(memory) or high - low != width * (stop - start):
-                raise CorruptError(f"{path} is too short for {plane}.{range_name}: the copy is incomplete")
-            dtype = torch.bfloat16 if plane == "residual" else torch.float32
-            planes[plane] = torch.frombuffer(memory, dtype=dtype, count=stop - start, offset=low)
-        sources[i].parts.append((start, stop, planes))

@@ -23,17 +23,25 @@ class Lineage:
         self.branch = self.run
         self.updates = 0
         self.steps = [0] * params
-        self.branch_next = False
+        self.branch_next = ""  # the branch that the next step begins
 
     def identity(self):
         return {"run": self.run, "branch": self.branch, "updates": self.updates}
+
+    def continued(self, params, same):
+        """The lineage of a copy of this state among `params` parameters, none of them stepped yet: its next
+        step begins a branch. same(value): the first rank's, on all ranks."""
+        lineage = Lineage(params)
+        lineage.run, lineage.branch, lineage.updates = self.run, self.branch, self.updates
+        lineage.branch_next = same(uuid.uuid4().hex)
+        return lineage
 
     def advanced(self, taking_part):
         """The lineage after an update of the parameters in `taking_part` (a list of bool)."""
         after = Lineage.__new__(Lineage)
         after.run = self.run
-        after.branch = uuid.uuid4().hex if self.branch_next else self.branch
-        after.branch_next = False
+        after.branch = self.branch_next or self.branch
+        after.branch_next = ""
         after.updates = self.updates + 1
         after.steps = [s + int(t) for s, t in zip(self.steps, taking_part, strict=True)]
         return after
@@ -61,11 +69,16 @@ class Lineage:
             lineage.run = str(given["run"])
             lineage.branch = str(given["branch"])
             lineage.updates = int(given["updates"])
-            lineage.branch_next = bool(given["branch_next"])
+            lineage.branch_next = given["branch_next"]
+            if not isinstance(lineage.branch_next, str):  # true or false, until version 0.1
+                lineage.branch_next = uuid.uuid4().hex if lineage.branch_next else ""
             runs = given["steps"]
             if isinstance(runs, str):
                 runs = json.loads(zlib.decompress(base64.b64decode(runs)))
-            lineage.steps = [step for count, step in runs for _ in range(count)]
+            counted = sum(count for count, _ in runs)
+            lineage.steps = []
+            if counted == params:
+                lineage.steps = [step for count, step in runs for _ in range(count)]
         except (ValueError, KeyError, TypeError, zlib.error) as error:
             raise CorruptError(
                 f"{where} holds state that was not written by this package ({error}). State of "
@@ -74,5 +87,5 @@ class Lineage:
         if lineage.updates < 0 or any(type(step) is not int or step < 0 for step in lineage.steps):
             raise CorruptError(f"{where} holds a negative number of steps")
         if len(lineage.steps) != params:
-            raise CorruptError(f"{where} counts steps of {len(lineage.steps)} parameters, not {params}")
+            raise CorruptError(f"{where} counts steps of {counted} parameters, not {params}")
         return lineage

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import shutil
-import uuid
 from collections.abc import Callable
 
 import torch
@@ -246,6 +245,8 @@ class StorageOptimizer(torch.optim.Optimizer):
             with open_optimizers.named_when_busy(self._given_devices):
                 for device in self._given_devices:
                     _core.erase(device["path"])
+        else:
+            self._reject_relayed()
         options = {
             **self._core_options,
             "gradient_type": gradient_type,
@@ -386,9 +387,9 @@ class StorageOptimizer(torch.optim.Optimizer):
             return
         try:
             whole = self._stepped and not (self._broken or self._begun)
-            if whole and self._ranks.world == 1 and compression.keeps_at_close(self._compress):
+            if whole and self._ranks.world == 1:
                 core.wait_commit()
-                core.edit_state(None, self._lineage.to_json(), core.residual())
+                self._write_residual(core)
         finally:
             core.close()
             _pass_remarks_on()
@@ -398,6 +399,12 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *raised):
         self.close()
+
+    def _write_residual(self, core):
+        """To the devices, where they have it only every now and then. No step is in progress."""
+        if self._stepped and compression.keeps_at_close(self._compress):
+            core.edit_state(None, self._lineage.to_json(), core.residual())
+            self._prepared = self._ranks.world > 1
 
     def _abandon(self):
         """Lets the devices go as they are; opening them again decides on the step."""
@@ -421,7 +428,8 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
-        there already is kept, by way of a checkpoint beside the first device."""
+        there already is kept, by way of a checkpoint beside the first device. After a crash in between
+        that checkpoint is still there, and opening the devices says how to bring it back."""
         _as_written(torch.optim.Optimizer.add_param_group)(self, param_group)
         if self._core is None:
             return
@@ -439,9 +447,8 @@ class StorageOptimizer(torch.optim.Optimizer):
             self._open(False)
             return
         self._ready()
-        folder = f"{self._devices[0]['path'].rstrip('/')}-{uuid.uuid4().hex[:8]}.checkpoint"
-        folder = self._ranks.same(folder)
-        self.save_checkpoint(folder)
+        folder = self._relay_folder()
+        checkpoint.save(self, folder, replace=True)
         self.close()
         try:
             self._open(False)
@@ -449,9 +456,39 @@ class StorageOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             error.add_note(f"The state before add_param_group is in {folder}: load_checkpoint() reads it.")
             raise
+        self._forget_relayed()
+
+    def _relay_folder(self):
+        """Where the state is while add_param_group lays the devices out anew."""
+        return self._ranks.same(f"{os.path.abspath(self._given_devices[0]['path'])}-add_param_group.checkpoint")
+
+    def _forget_relayed(self):
         self._ranks.barrier()
         if self._ranks.rank == 0:
-            shutil.rmtree(folder)
+            shutil.rmtree(self._relay_folder(), ignore_errors=True)
+
+    def _reject_relayed(self):
+        """After a crash in add_param_group the devices may be empty, or hold a beginning, while the state
+        is in its checkpoint. Where they hold that very state it is of no use any more."""
+        folder, failure = self._relay_folder(), None
+        if self._ranks.same(not os.path.isdir(folder)):
+            return
+        try:
+            kept = checkpoint.identity(folder)
+            paths = [device["path"] for device in self._devices]
+            here = [_core.peek(path) for path in paths]
+            if all(state is not None and state[0] for state in here):
+                here = checkpoint.identity_of_devices(paths)
+            if here != kept:
+                failure = MismatchError(
+                    f"add_param_group was interrupted: the state of update {kept['updates']} is in {folder}, "
+                    f"and not on {paths[0]}. Bring it back: make the optimizer with resume=False, and call "
+                    f'load_checkpoint("{folder}") before the first step. If it is not needed, delete it.'
+                )
+        except Error as error:
+            failure = error
+        self._ranks.stand_or_fall(failure)
+        self._forget_relayed()
 
     # ---- A step.
 
@@ -1160,22 +1197,26 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._adopt_weights(range(len(self._layout.params)))
 
     def save_checkpoint(self, folder: Path, replace: bool = False) -> None:
-        """Copies the whole state into a folder of its own (made if missing), streamed: safetensors
-        files, one per rank, 4 bytes per parameter and plane. Collective. The folder can be moved,
-        and loaded by any number of ranks over any devices. One that holds a checkpoint is refused
-        unless `replace` is true; it is then incomplete until the call returns."""
+        """Copies the whole state into a folder of its own (made if missing), as `smartinf checkpoint` does:
+        every block with a checksum, durable when the call returns. Collective. The folder can be moved,
+        and loaded by any number of ranks over any devices; `smartinf restore`, fsck and reshard take it, or
+        with several ranks each of its parts. One that holds a checkpoint is refused unless `replace` is
+        true; the old one is then there until the new one is whole."""
         self._ready()
         self._reject_step_in_progress("save_checkpoint")
         self._state_is_saved = True
         checkpoint.save(self, folder, replace)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Replaces state and weights by those of save_checkpoint(). Collective. Errors:
-        MismatchError for another rule or model, or when a small state dict was loaded that belongs to
-        another checkpoint; CorruptError for an incomplete folder. State is then unchanged."""
+        """Replaces state and weights by those of save_checkpoint(), or of a checkpoint that the command
+        made of a model with the same names. Collective. Errors: MismatchError for another rule or model,
+        or when a small state dict was loaded that belongs to another checkpoint; CorruptError for a
+        damaged block. State is then unchanged."""
         self._opened()
         self._reject_step_in_progress("load_checkpoint")
         checkpoint.load(self, folder, strict=True)
+        if os.path.abspath(os.fspath(folder)) == self._relay_folder():
+            self._forget_relayed()
 
     # ---- What it costs.
 

@@ -5,6 +5,8 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/kernels/update.h"
+
 namespace smartinf::engine {
 
 using base::ErrorCode;
@@ -83,6 +85,52 @@ Result<StoredRun> open_stored_run(const std::vector<std::string>& paths, storage
                   "Run smartinf fsck on them.");
   }
   return run;
+}
+
+ElementReader::ElementReader(StoredRun& run) : run_(run), blocks_(run.layout().planes.size()) {}
+
+Status ElementReader::fetch(size_t plane, uint64_t element) {
+  const StoredRun::Piece& piece = run_.at(element);
+  const uint64_t block = (element - piece.first) / base::kBlockElements;
+  const uint64_t within = block * base::kBlockElements;
+  const uint64_t count = std::min(base::kBlockElements, piece.count - within);
+  const base::PlaneKind kind = run_.layout().planes[plane];
+  const base::Encoding encoding = base::plane_encoding(run_.layout().format, kind);
+  encoded_.resize(base::encoded_bytes(encoding, count));
+  blocks_[plane].values.clear();
+  SI_RETURN_IF_ERROR(
+      run_.devices[piece.device]->read_blocks(piece.subgroup, plane, block, 1, encoded_));
+  blocks_[plane].first = piece.first + within;
+  blocks_[plane].values.resize(count);
+  kernels::kernels().decode_block(encoding, kind, encoded_.data(), blocks_[plane].values.data(),
+                                  count);
+  return Status();
+}
+
+Status ElementReader::read(size_t plane, uint64_t first, std::span<float> out) {
+  while (!out.empty()) {
+    const Block& block = blocks_[plane];
+    if (first < block.first || first - block.first >= block.values.size()) {
+      SI_RETURN_IF_ERROR(fetch(plane, first));
+    }
+    const std::span<const float> rest = std::span(block.values).subspan(first - block.first);
+    const size_t here = std::min(out.size(), rest.size());
+    std::copy_n(rest.begin(), here, out.begin());
+    out = out.subspan(here);
+    first += here;
+  }
+  return Status();
+}
+
+Status ElementReader::check() {
+  for (const StoredRun::Piece& piece : run_.pieces) {
+    for (uint64_t done = 0; done < piece.count; done += base::kBlockElements) {
+      for (size_t plane = 0; plane < blocks_.size(); ++plane) {
+        SI_RETURN_IF_ERROR(fetch(plane, piece.first + done));
+      }
+    }
+  }
+  return Status();
 }
 
 }  // namespace smartinf::engine

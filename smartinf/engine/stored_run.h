@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -46,5 +47,29 @@ struct StoredRun {
 /// for devices of different runs, kCorrupt when they do not hold every parameter once.
 base::Result<StoredRun> open_stored_run(const std::vector<std::string>& paths,
                                         storage::ReaderLock lock);
+
+/// Elements of a run's planes as numbers, every block checked. Memory: one block of each plane.
+/// Threads: one at a time.
+class ElementReader {
+ public:
+  explicit ElementReader(StoredRun& run);
+
+  /// Elements [first, first + out.size()) of the layout's plane `plane`. Cheap where calls go
+  /// through a plane in order, however small their pieces. Errors: of StateReader::read_blocks().
+  base::Status read(size_t plane, uint64_t first, std::span<float> out);
+  /// Reads everything, for its checksums only.
+  base::Status check();
+
+ private:
+  struct Block {
+    uint64_t first = 0;  // of the elements in values
+    std::vector<float> values;
+  };
+  base::Status fetch(size_t plane, uint64_t element);
+
+  StoredRun& run_;
+  std::vector<Block> blocks_;  // of each plane the last one read
+  std::vector<std::byte> encoded_;
+};
 
 }  // namespace smartinf::engine

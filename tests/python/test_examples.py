@@ -36,7 +36,7 @@ def test_trainer(tmp_path):
     pytest.importorskip("accelerate")
     out = example("trainer.py", tmp_path / "device", tmp_path / "out")
     assert "train_loss" in out
-    assert (tmp_path / "out" / "checkpoint-20" / "smartinf" / "index.json").exists()
+    assert (tmp_path / "out" / "checkpoint-20" / "smartinf" / "checkpoint.json").exists()
     example("trainer.py", tmp_path / "device", tmp_path / "out", "--resume")
 
 

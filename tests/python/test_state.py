@@ -1,12 +1,16 @@
 """State in and out: resume, state dicts both ways, checkpoints, what is refused."""
 
 import copy
+import os
+import pathlib
 import shutil
+import subprocess
 
 import pytest
 import torch
 
 import smartinf
+from smartinf import checkpoint
 
 
 def build(dtype=torch.float32):
@@ -153,16 +157,146 @@ def test_checkpoint_can_be_moved_and_continued(device, tmp_path):
     optimizer.load_checkpoint(tmp_path / "moved")
     assert train(other, optimizer, 3, 6) == expected
 
-    from safetensors.torch import load_file
-
-    tensors = load_file(tmp_path / "moved" / "state-00000-of-00001.safetensors")
-    assert torch.equal(tensors["master.0.weight"], at_three[0])
     with pytest.raises(smartinf.DeviceError, match="replace=True"):
         optimizer.save_checkpoint(tmp_path / "moved")
+    train(other, optimizer, 6, 7)
     optimizer.save_checkpoint(tmp_path / "moved", replace=True)
-    (tmp_path / "moved" / "index.json").unlink()
+    at_seven = weights(other)
+    train(other, optimizer, 7, 8)
+    optimizer.load_checkpoint(tmp_path / "moved")
+    assert all(torch.equal(a, b) for a, b in zip(weights(other), at_seven, strict=True))
+    (tmp_path / "moved" / "checkpoint.json").unlink()
     with pytest.raises(smartinf.DeviceError, match="no complete optimizer checkpoint"):
         optimizer.load_checkpoint(tmp_path / "moved")
+    # What is in the folder besides is nobody's to delete.
+    (tmp_path / "moved" / "notes").write_text("mine")
+    with pytest.raises(smartinf.DeviceError, match="moved/notes"):
+        optimizer.save_checkpoint(tmp_path / "moved", replace=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["device", "else", "moved"]
+
+
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_a_flipped_bit_in_a_checkpoint_is_never_loaded(durability, device, tmp_path):
+    model = build()
+    optimizer = smartinf.AdamW(
+        model.named_parameters(), lr=1e-2, devices=[device], durability=durability
+    )
+    train(model, optimizer, 0, 2)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    train(model, optimizer, 2, 3)
+    before, full = weights(model), copy.deepcopy(optimizer.full_state_dict())
+    file = tmp_path / "saved" / "device-0" / "smartinf.state"
+    whole = file.read_bytes()
+    # The last plane's end, so that all that comes before it has been taken over when it is met.
+    last = torch.empty(full["state"][3]["exp_avg_sq"].shape)
+    checkpoint.Stored(tmp_path / "saved").read(2, 3, 0, last.numel(), last)
+    place = whole.index(last.numpy().tobytes())
+    for at in (place, place + 4 * last.numel() - 1):
+        for bit in (1, 0x40):
+            damaged = bytearray(whole)
+            damaged[at] ^= bit
+            file.write_bytes(damaged)
+            with pytest.raises(smartinf.CorruptError, match="variance plane"):
+                optimizer.load_checkpoint(tmp_path / "saved")
+            assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+            here = optimizer.full_state_dict()["state"]
+            for number, entry in full["state"].items():
+                assert torch.equal(entry["exp_avg_sq"], here[number]["exp_avg_sq"])
+    train(model, optimizer, 3, 4)  # and it is not in the way of training on
+    file.write_bytes(whole)
+    optimizer.load_checkpoint(tmp_path / "saved")
+
+
+def test_a_checkpoint_of_the_first_form_is_explained(device, tmp_path):
+    optimizer = smartinf.AdamW(build().named_parameters(), devices=[device])
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "index.json").write_text('{"format": 1}')
+    with pytest.raises(smartinf.MismatchError, match="full_state_dict"):
+        optimizer.load_checkpoint(tmp_path / "old")
+    optimizer.save_checkpoint(tmp_path / "old", replace=True)
+    assert not (tmp_path / "old" / "index.json").exists()
+    optimizer.load_checkpoint(tmp_path / "old")
+
+
+def command(*words, code=0):
+    binary = os.path.join(os.environ["SMARTINF_BINARY_DIR"], "bin", "smartinf")
+    done = subprocess.run([binary, *map(str, words)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif("SMARTINF_BINARY_DIR" not in os.environ, reason="the command is not built here")
+def test_the_command_and_python_take_each_others_checkpoints(device, tmp_path):
+    model = build()
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 3)
+    optimizer.save_checkpoint(tmp_path / "ours")
+    expected = train(model, optimizer, 3, 6)
+    optimizer.close()
+    assert "sound" in command("fsck", tmp_path / "ours")
+    assert "step 3" in command("restore", tmp_path / "ours", "--device", tmp_path / "back")
+    again = build()
+    optimizer = smartinf.AdamW(
+        again.named_parameters(), lr=1e-2, devices=[str(tmp_path / "back")], resume=True
+    )
+    optimizer.synchronize()
+    command("checkpoint", tmp_path / "back", "--out", tmp_path / "kept", code=1)  # it is in use
+    optimizer.close()
+    command("checkpoint", tmp_path / "back", "--out", tmp_path / "kept")
+    third = build()
+    optimizer = smartinf.AdamW(third.named_parameters(), lr=1e-2, devices=[str(tmp_path / "third")])
+    optimizer.load_checkpoint(tmp_path / "kept" / "step-00000003")
+    assert train(third, optimizer, 3, 6) == expected
+    with pytest.raises(smartinf.UsageError, match="part of a checkpoint"):
+        smartinf.AdamW(build().named_parameters(), devices=[str(tmp_path / "ours" / "device-0")])
+
+
+@pytest.mark.parametrize("killed_at", ["save", "erase", "open", "load", "forget"])
+def test_a_crash_in_add_param_group_loses_nothing(killed_at, device, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def die(*_, **__):
+        raise Killed
+
+    model, late = build(), torch.nn.Parameter(torch.ones(9))
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device])
+    train(model, optimizer, 0, 3)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    kept = checkpoint.identity(tmp_path / "saved")
+    with monkeypatch.context() as patched:
+        if killed_at == "save":
+            patched.setattr(optimizer, "close", die)
+        elif killed_at == "erase":
+            erase = smartinf._core.erase
+            patched.setattr(smartinf._core, "erase", lambda path: (erase(path), die()))
+        elif killed_at == "open":
+            patched.setattr(checkpoint, "load", die)
+        elif killed_at == "load":
+            patched.setattr(optimizer, "_take_weights", die)
+        else:
+            patched.setattr(optimizer, "_forget_relayed", die)
+        with pytest.raises(Killed):
+            optimizer.add_param_group({"params": [("late", late)]})
+    if optimizer._core is not None:
+        optimizer._core.close()
+        optimizer._core = None
+
+    left = pathlib.Path(f"{device}-add_param_group.checkpoint")
+    assert left.is_dir()
+    parameters = list(build().named_parameters())
+    if killed_at in ("load", "forget"):  # the state is on the devices, laid out anew
+        parameters.append(("late", late))
+    if killed_at in ("erase", "open"):
+        for resume in (True, None):
+            with pytest.raises(smartinf.MismatchError, match="add_param_group was interrupted"):
+                smartinf.AdamW(parameters, lr=1e-2, devices=[device], resume=resume)
+        optimizer = smartinf.AdamW(parameters, lr=1e-2, devices=[device], resume=False)
+        optimizer.load_checkpoint(left)
+    else:
+        optimizer = smartinf.AdamW(parameters, lr=1e-2, devices=[device], resume=True)
+    assert optimizer._lineage.identity() == kept
+    assert not left.exists()
 
 
 def test_weights_written_from_outside_are_taken_over(device):

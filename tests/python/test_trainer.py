@@ -184,6 +184,26 @@ def test_a_checkpoint_without_the_callback_is_explained(tmp_path):
         again.train(resume_from_checkpoint=str(folder))
 
 
+def test_a_checkpoint_goes_back_to_torch(tmp_path):
+    """Trained with ours to step 4, converted, trained on with torch's AdamW: torch's own losses."""
+    from smartinf.__main__ import main
+
+    reference = trainer(llama(), tmp_path / "reference", steps=6)
+    reference.train()
+    first = trainer(
+        llama(), tmp_path / "run", steps=6, callbacks=[smartinf_callback()], **ours(tmp_path / "d")
+    )
+    first.args.save_total_limit = 2
+    first.train()
+    smartinf.hf.unwrap(first.optimizer).close()
+    shutil.rmtree(tmp_path / "d")  # neither devices nor model are needed
+    folder = tmp_path / "run" / "checkpoint-4"
+    assert main(["torch-state", str(folder), "--out", str(folder / "optimizer.pt")]) == 0
+    again = trainer(llama(), tmp_path / "run", steps=6)
+    again.train(resume_from_checkpoint=str(folder))
+    assert losses(again) == pytest.approx(losses(reference), rel=BAND)
+
+
 def test_accelerate(tmp_path):
     import accelerate
 

@@ -1,0 +1,86 @@
+"""A checkpoint as the optimizer.pt of torch.optim's class of the same rule, without a model or devices."""
+
+import os
+
+import torch
+
+from smartinf import checkpoint
+from smartinf.errors import DeviceError, MismatchError, UsageError
+from smartinf.storage_optimizer import _NO_STATE
+
+# Rule: whether torch keeps a count of steps, and its name of each plane behind the master weights.
+_RULES = {
+    "adamw": (True, ("exp_avg", "exp_avg_sq")),
+    "adam": (True, ("exp_avg", "exp_avg_sq")),
+    "sgd": (False, ("momentum_buffer",)),
+    "adagrad": (True, ("sum",)),
+}
+
+
+def write(folder, out):
+    """folder: of save_checkpoint(), or Trainer's checkpoint-N with smartinf/ in it. Memory: what
+    torch's optimizer takes as well, 4 bytes per parameter and moment. Returns one line for people."""
+    folder, out = os.fspath(folder), os.fspath(out)
+    inner = os.path.join(folder, "smartinf")
+    groups = None
+    if os.path.isdir(inner):
+        groups = _saved_groups(os.path.join(folder, "optimizer.pt"))
+        folder = inner
+    stored = checkpoint.Stored(folder)
+    if stored.rule not in _RULES:
+        raise MismatchError(f"{folder} holds state of {stored.rule}, which torch.optim does not have")
+    groups = groups or stored.param_groups
+    if groups is None:
+        raise UsageError(
+            f"{folder} does not say how torch numbers the parameters, since the command made it. Load it in "
+            "Python (load_checkpoint), and save full_state_dict() with torch.save."
+        )
+    counts_steps, keys = _RULES[stored.rule]
+    state = {}
+    for number, at in enumerate(_numbers(stored, groups)):
+        steps = stored.lineage.steps[number]
+        if steps == 0:
+            continue
+        shape = stored.parameters[number][1]
+        entry = {"step": torch.tensor(float(steps))} if counts_steps else {}
+        for plane, key in enumerate(keys, start=1):
+            entry[key] = torch.empty(shape)
+            stored.read(plane, number, 0, entry[key].numel(), entry[key])
+        state[at] = entry
+    made = {"state": state, "param_groups": [dict(group) for group in groups]}
+    partial = f"{out}.partial"
+    try:
+        torch.save(made, partial)
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, out)
+    except OSError as error:
+        raise DeviceError(f"{out} cannot be written: {error.strerror}") from error
+    return f"{out}: update {stored.lineage.updates}, {len(state)} of {len(stored.parameters)} parameters with state"
+
+
+def _saved_groups(path):
+    """Of the state dict that Trainer saved beside the checkpoint; None without one."""
+    if not os.path.exists(path):
+        return None
+    try:
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise MismatchError(f"{path} cannot be read: {error}") from error
+    if not isinstance(saved, dict):
+        return None
+    # Without the group by which torch's own optimizers refuse the dict.
+    return [group for group in saved.get("param_groups", []) if _NO_STATE not in group]
+
+
+def _numbers(stored, groups):
+    """torch's number of each parameter of the checkpoint."""
+    by_name = {}
+    for g, group in enumerate(groups):
+        for i, number in enumerate(group["params"]):
+            names = group.get("param_names")
+            by_name[names[i] if names else f"group{g}.param{i}"] = number
+    missing = [name for name, _ in stored.parameters if name not in by_name]
+    if missing:
+        raise MismatchError(f"the saved parameter groups do not name {missing[0]}, which the checkpoint holds")
+    return [by_name[name] for name, _ in stored.parameters]

@@ -381,6 +381,23 @@ class Copies(unittest.TestCase):
             self.done("restore", made["checkpoint"], "--device", a, "--device", d, "--replace")
             self.assertEqual(self.state_of(d)["state_format"], "f32")
             self.assertEqual(run("fsck", a, d).returncode, 0)
+            # The old state stays until the new one is whole, also when a later target cannot take its part.
+            pathlib.Path(folder, "file").write_bytes(b"x")
+            before = self.state_of(a)
+            refused = run("restore", made["checkpoint"], "--device", a, "--device", folder + "/file", "--replace")
+            self.assertNotEqual(refused.returncode, 0)
+            self.assertEqual(self.state_of(a), before)
+            # A description over the devices of another checkpoint is no checkpoint.
+            mixed = folder + "/mixed"
+            shutil.copytree(made["checkpoint"], mixed)
+            other = self.done("checkpoint", c, "--out", folder + "/other")["checkpoint"]
+            shutil.copy(other + "/checkpoint.json", mixed)
+            for words in (("fsck", mixed), ("restore", mixed, "--device", folder + "/e"),
+                          ("reshard", "--from", mixed, "--to", folder + "/e")):
+                refused = run(*words)
+                self.assertEqual(refused.returncode, 1, refused)
+                self.assertIn("was put together from others", refused.stderr)
+            self.assertFalse(os.path.exists(folder + "/e"))
             # Nothing is deleted for a checkpoint that turns out to be damaged.
             flip(made["checkpoint"] + "/device-0/smartinf.state", 1 << 20)
             self.assertEqual(run("fsck", made["checkpoint"]).returncode, 1)

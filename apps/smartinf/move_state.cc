@@ -1,5 +1,6 @@
 #include "apps/smartinf/move_state.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <optional>
@@ -11,7 +12,6 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/reshard.h"
 #include "smartinf/storage/check_store.h"
-#include "smartinf/storage/erase.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
@@ -43,7 +43,13 @@ Status check_apart(const std::vector<std::string>& from, const std::vector<std::
   return Status();
 }
 
-/// Nothing is deleted for the sake of a source that turns out to be damaged.
+bool is_block_device(const std::string& path) {
+  std::error_code error;
+  return std::filesystem::is_block_file(path, error);
+}
+
+/// A block device is wiped before the new state is written: not for the sake of a source that turns
+/// out to be damaged.
 Status check_whole(const std::vector<std::string>& from, uint64_t memory_bytes,
                    Progress& progress) {
   for (const std::string& device : from) {
@@ -65,14 +71,11 @@ Status check_whole(const std::vector<std::string>& from, uint64_t memory_bytes,
 Result<engine::ReshardSummary> move(const MoveFlags& flags, const std::vector<std::string>& from,
                                     uint64_t memory_bytes, base::StateFormat& format,
                                     Progress& progress) {
-  if (flags.replace) {
+  const bool wipes =
+      flags.replace && std::any_of(flags.to.begin(), flags.to.end(), is_block_device);
+  if (wipes) {
     progress.rename("checking");
     SI_RETURN_IF_ERROR(check_whole(from, memory_bytes, progress));
-    for (const std::string& target : flags.to) {
-      std::error_code error;
-      if (!std::filesystem::exists(target, error)) continue;
-      SI_RETURN_IF_ERROR(storage::erase_store(target));
-    }
   }
   progress.rename("copying the state");
   SI_ASSIGN_OR_RETURN(engine::StoredRun run,
@@ -85,7 +88,10 @@ Result<engine::ReshardSummary> move(const MoveFlags& flags, const std::vector<st
   options.memory_budget_bytes = memory_bytes;
   if (flags.durability == "none") options.durability = storage::Durability::kNone;
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
-  return engine::reshard(run, flags.to, options);
+  options.replace = flags.replace;
+  auto moved = engine::reshard(run, flags.to, options);
+  if (moved.ok() || !flags.replace || wipes) return moved;
+  return std::move(moved).status().with_context("nothing was replaced");
 }
 
 }  // namespace

@@ -29,8 +29,9 @@ void add_restore(CLI::App& app, Run& run) {
                    "Where to: as many devices as wanted, whatever the checkpoint came from")
       ->required()
       ->type_name("DEVICE");
-  command->add_flag("--replace", flags->replace,
-                    "Delete states that the devices hold, once the checkpoint was found whole");
+  command->add_flag(
+      "--replace", flags->replace,
+      "Delete states that the devices hold, once the new one is whole; both need room");
   add_move_flags(*command, *flags);
   command->footer(
       "The checkpoint stays as it is. What is restored is a run of its own: its devices are not\n"

@@ -804,6 +804,62 @@ TEST_P(CheckpointFolderTest, OfSeveralRanksIsWholeOrRefused) {
   }
 }
 
+TEST_P(CheckpointFolderTest, AStateIsReplacedByAWholeOneOnly) {
+  const CheckpointSummary made = checkpoint_at("kept");
+  step(*updater_, 4);
+  const auto at_four = state(*updater_);
+  updater_.reset();
+  const auto kept = read_checkpoint(made.path);
+  StoredRun from = *open_checkpoint(*kept);
+  ReshardOptions replace;
+  replace.format = GetParam();
+  replace.replace = true;
+  const auto old_is_untouched = [&] {
+    EXPECT_EQ(stored(paths({"a", "b"})).step, 4u);
+    for (const std::string& target : paths({"a", "b"})) {
+      for (const auto& entry : fs::directory_iterator(target)) {
+        EXPECT_FALSE(entry.is_directory()) << entry.path();
+      }
+    }
+  };
+  // A place that takes nothing, found when the others are ready; a copy that is stopped; a rename
+  // that fails when the first has been exchanged.
+  write(path("file"), "x");
+  EXPECT_FALSE(reshard(from, paths({"a", "file"}), replace).ok());
+  old_is_untouched();
+  replace.progress = [](uint64_t done, uint64_t total) {
+    return done < total ? base::Status() : base::Status(ErrorCode::kCancelled, "enough");
+  };
+  EXPECT_EQ(reshard(from, paths({"a", "b"}), replace).status().code(), ErrorCode::kCancelled);
+  old_is_untouched();
+  replace.progress = {};
+  int exchanges = 0;
+  watched_calls = [&](const std::string& call, const std::string&) {
+    if (call == "exchange" && ++exchanges == 1)
+      fs::rename(path("b/smartinf.state"), path("hidden"));
+    if (call == "exchange" && exchanges == 2) fs::rename(path("hidden"), path("b/smartinf.state"));
+  };
+  const auto failed = reshard(from, paths({"a", "b"}), replace);
+  watched_calls = nullptr;
+  EXPECT_EQ(failed.status().code(), ErrorCode::kNotFound) << failed.status().to_string();
+  EXPECT_EQ(exchanges, 2) << "the first is taken back";
+  old_is_untouched();
+  const auto many = reshard(from, paths({"a", "b", "c", "d", "e", "f", "g", "h", "i"}), replace);
+  EXPECT_THAT(many.status().to_string(), HasSubstr("Leave this place out"));
+  old_is_untouched();
+  updater_ = open(options_);
+  EXPECT_EQ(state(*updater_), at_four);
+  EXPECT_EQ(reshard(from, paths({"a", "b"}), replace).status().code(), ErrorCode::kBusy);
+  updater_.reset();
+
+  const auto done = reshard(from, paths({"a", "c"}), replace);
+  ASSERT_TRUE(done.ok()) << done.status().to_string();
+  const StoredRun now = stored(paths({"a", "c"}));
+  EXPECT_EQ(now.step, 3u);
+  EXPECT_EQ(now.layout().run, done->run);
+  EXPECT_FALSE(fs::exists(path("a/smartinf.replacement")));
+}
+
 INSTANTIATE_TEST_SUITE_P(Once, CheckpointFolderTest, ::testing::Values(StateFormat::kF32),
                          [](const auto&) { return std::string("f32"); });
 

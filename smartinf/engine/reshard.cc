@@ -2,22 +2,28 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/checkpoint_folder.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/memory_plan.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/placement.h"
 #include "smartinf/storage/abandoned.h"
+#include "smartinf/storage/container.h"
 #include "smartinf/storage/erase.h"
 
 namespace smartinf::engine {
@@ -25,6 +31,7 @@ namespace smartinf::engine {
 using base::ErrorCode;
 using base::Result;
 using base::Status;
+namespace fs = std::filesystem;
 
 namespace {
 
@@ -42,6 +49,9 @@ std::optional<dev_t> file_system(std::filesystem::path path) {
   return S_ISBLK(info.st_mode) ? info.st_rdev : info.st_dev;
 }
 
+/// In a target whose state is replaced.
+constexpr std::string_view kReplacementFolder = "smartinf.replacement";
+
 /// One subgroup is read while another is written.
 constexpr size_t kBuffers = 2;
 
@@ -53,20 +63,78 @@ class Resharder {
   Result<ReshardSummary> run() {
     Status status = copy();
     close_stores();
+    if (status.ok()) status = take_places();
     if (status.ok()) return summary_;
     // Nothing half-made stays in the way.
-    for (const std::string& made : made_) {
-      const Status erased = storage::erase_store(made);
-      if (!erased.ok()) base::log(base::LogLevel::kWarning, erased.to_string());
-    }
+    for (const uint32_t made : made_) clear(made);
     return status;
   }
 
  private:
+  bool beside(uint32_t device) const { return places_[device] != targets_[device]; }
+
+  void clear(uint32_t device) {
+    const Status erased = storage::erase_store(places_[device]);
+    if (!erased.ok()) base::log(base::LogLevel::kWarning, erased.to_string());
+    if (beside(device)) (void)::rmdir(places_[device].c_str());
+  }
+
+  /// Where each target's store is made. What a target holds is locked until the end.
+  Status choose_places() {
+    places_ = targets_;
+    locks_.resize(targets_.size());
+    for (uint32_t device = 0; options_.replace && device < targets_.size(); ++device) {
+      std::error_code error;
+      const fs::path target = targets_[device];
+      if (!fs::exists(target / storage::kStateFileName, error)) continue;
+      SI_ASSIGN_OR_RETURN(locks_[device], storage::lock_container(targets_[device]));
+      places_[device] = (target / kReplacementFolder).string();
+      if (!fs::exists(places_[device], error)) continue;
+      clear(device);  // of an attempt that was interrupted
+    }
+    return Status();
+  }
+
+  static Status exchange_states(const std::string& place, const std::string& target) {
+    const std::string made = (fs::path(place) / storage::kStateFileName).string();
+    const std::string old = (fs::path(target) / storage::kStateFileName).string();
+    if (::renameat2(AT_FDCWD, made.c_str(), AT_FDCWD, old.c_str(), RENAME_EXCHANGE) == 0 ||
+        ((errno == EINVAL || errno == ENOSYS || errno == ENOTSUP) &&
+         ::rename(made.c_str(), old.c_str()) == 0)) {
+      return Status();
+    }
+    return base::errno_status(errno, "cannot put the new state in the old one's place", old);
+  }
+
+  /// The new states are whole and durable: they take the places of the old ones, all or none.
+  Status take_places() {
+    Status status;
+    uint32_t taken = 0;
+    for (; taken < targets_.size(); ++taken) {
+      if (!beside(taken)) continue;
+      status = exchange_states(places_[taken], targets_[taken]);
+      if (!status.ok()) break;
+    }
+    if (!status.ok()) {
+      while (taken-- > 0) {
+        if (!beside(taken)) continue;
+        const Status back = exchange_states(places_[taken], targets_[taken]);
+        if (!back.ok()) base::log(base::LogLevel::kWarning, back.to_string());
+      }
+      return status;
+    }
+    for (uint32_t device = 0; device < targets_.size(); ++device) {
+      if (!beside(device)) continue;
+      SI_RETURN_IF_ERROR(sync_folder(targets_[device]));
+      clear(device);
+    }
+    return Status();
+  }
+
   void close_stores() {
     bool hung = false;
     for (auto& store : stores_) {
-      if (store->close().ok()) continue;
+      if (store == nullptr || store->close().ok()) continue;
       hung = true;
       storage::abandon(std::move(store));
     }
@@ -83,6 +151,7 @@ class Resharder {
 
   Status copy() {
     SI_RETURN_IF_ERROR(plan());
+    SI_RETURN_IF_ERROR(choose_places());
     SI_RETURN_IF_ERROR(create());
     SI_RETURN_IF_ERROR(allocate());
     for (size_t i = 0; i < subgroups_.size(); ++i) {
@@ -152,6 +221,18 @@ class Resharder {
                     "Free space there, or name another or a further place.");
     }
     SI_ASSIGN_OR_RETURN(owner_, std::move(owner));
+    for (uint32_t device = 0; device < targets_.size(); ++device) {
+      if (std::any_of(owner_.begin(), owner_.end(),
+                      [&](base::DeviceId owner_id) { return owner_id.value == device; })) {
+        continue;
+      }
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("nothing of the state would be kept here: it has {} subgroups of "
+                                "{}, and free are {}",
+                                subgroups_.size(), base::format_bytes(each), free_text),
+                    "Leave this place out, or free space there.",
+                    base::ErrorPlace{targets_[device], {}, {}, 0});
+    }
     return Status();
   }
 
@@ -191,20 +272,29 @@ class Resharder {
     storage::StoreOptions store_options;
     store_options.ring.kind = options_.ring;
     store_options.durability = options_.durability;
-    for (uint32_t device = 0; device < targets_.size(); ++device) {
-      layout.device_index = device;
-      layout.subgroups.clear();
-      for (const plan::Subgroup& subgroup : subgroups_) {
-        if (owner_[subgroup.id.value].value != device) continue;
-        layout.subgroups.push_back({subgroup.id, subgroup.first, subgroup.count});
+    stores_.resize(targets_.size());
+    // Block devices last: there the old state cannot stay until the new one is whole.
+    for (const bool block_devices : {false, true}) {
+      for (uint32_t device = 0; device < targets_.size(); ++device) {
+        std::error_code error;
+        if (fs::is_block_file(targets_[device], error) != block_devices) continue;
+        if (block_devices && options_.replace) {
+          SI_RETURN_IF_ERROR(storage::erase_store(targets_[device]));
+        }
+        layout.device_index = device;
+        layout.subgroups.clear();
+        for (const plan::Subgroup& subgroup : subgroups_) {
+          if (owner_[subgroup.id.value].value != device) continue;
+          layout.subgroups.push_back({subgroup.id, subgroup.first, subgroup.count});
+        }
+        auto store = storage::Store::create(places_[device], layout, store_options);
+        if (!store.ok()) {
+          return std::move(store).status().with_context("device " + targets_[device]);
+        }
+        made_.push_back(device);
+        (*store)->begin_step(from_.step);
+        stores_[device] = std::move(*store);
       }
-      auto store = storage::Store::create(targets_[device], layout, store_options);
-      if (!store.ok()) {
-        return std::move(store).status().with_context("device " + targets_[device]);
-      }
-      made_.push_back(targets_[device]);
-      (*store)->begin_step(from_.step);
-      stores_.push_back(std::move(*store));
     }
     summary_.run = layout.run;
     summary_.step = from_.step;
@@ -328,7 +418,9 @@ class Resharder {
   ReshardSummary summary_;
   std::vector<plan::Subgroup> subgroups_;
   std::vector<base::DeviceId> owner_;
-  std::vector<std::string> made_;
+  std::vector<std::string> places_;  // of the targets; another one where a state is replaced
+  std::vector<storage::FileDescriptor> locks_;
+  std::vector<uint32_t> made_;
   std::vector<std::byte> encoded_;
   std::vector<float> values_;
   uint64_t bytes_done_ = 0;

@@ -33,6 +33,10 @@ struct ReshardOptions {
   /// A new run, so that old and new devices are never mixed. Only a copy that stands in for the
   /// original keeps its name.
   bool keep_run = false;
+  /// What targets hold makes room, but not before the new state is whole: it is made in a folder
+  /// inside them, and takes the old one's place in the end. So both need room. A block device has
+  /// no such folder: its old state is gone once all else is ready.
+  bool replace = false;
   /// As given to the new run's devices, for messages; empty: the paths.
   std::vector<std::string> names;
   StateProgress progress;

@@ -88,6 +88,15 @@ def test_a_killed_rank_costs_nothing(run, one, two, tmp_path):
     assert_same(run(2, tmp_path), two)
 
 
+def test_two_ranks_go_on_from_a_checkpoint(run, two, tmp_path):
+    """And are one run from there on: what is resumed later has one history on all ranks."""
+    run(2, tmp_path, last=3, save_after=2)
+    saved = tmp_path / "checkpoint"
+    assert sorted(path.name for path in saved.iterdir()) == ["checkpoint.json", "rank-0", "rank-1"]
+    run(2, tmp_path / "on", last=4, load=str(saved))
+    assert_same(run(2, tmp_path / "on"), two)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["update", "agree", *["random"] * 4])
 def test_a_rank_killed_at_another_moment(run, point, two, tmp_path):

@@ -54,12 +54,17 @@ class Layout:
                     f"parameter {name} is {kind}; only float32, bfloat16 and float16 parameters can be "
                     "optimized here. Convert it, or give it to an optimizer of torch.optim."
                 )
-            if hasattr(param, "device_mesh"):
+            flat = getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False)
+            if flat or hasattr(param, "device_mesh"):
+                kind = (
+                    "a part of a FlatParameter, as FullyShardedDataParallel makes it"
+                    if flat
+                    else "a DTensor, as FSDP2 (fully_shard) and tensor parallelism make them"
+                )
                 raise UsageError(
-                    f"parameter {name} is a DTensor, as FSDP2 (fully_shard) and tensor parallelism make "
-                    "them; these optimizers need whole parameters. Leave fully_shard out: under torchrun "
-                    "each rank keeps a part of the optimizer state on its own devices by itself, with "
-                    "DistributedDataParallel or with release_gradients=True."
+                    f"parameter {name} is {kind}; these optimizers need whole parameters. Leave the "
+                    "sharding out: under torchrun each rank keeps a part of the optimizer state on its own "
+                    "devices by itself, with DistributedDataParallel or with release_gradients=True."
                 )
             if param.layout is not torch.strided:
                 raise UsageError(f"parameter {name} is sparse; only dense parameters can be optimized")

@@ -1,5 +1,5 @@
 """Every open optimizer of this process: closed when the interpreter ends, so that a commit in the
-background is carried through and the devices are let go in order."""
+background is carried through and the devices are let go in order. Forked children let go at once."""
 
 import atexit
 import contextlib
@@ -53,3 +53,19 @@ def close_all():
         # Too late to be handled; the state of the last committed step stands in any case.
         with contextlib.suppress(Exception):
             optimizer.close()
+
+
+def _let_go_in_child():
+    """The lock of a device belongs to an open file, which a forked child shares: a DataLoader's worker
+    that outlives its killed parent would hold the device. The child cannot use the optimizer."""
+    places = [os.path.realpath(d["path"]) for o in _open if o._core is not None for d in o._devices]
+    if not places:
+        return
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{number}")
+            if any(path == place or path.startswith(place + os.sep) for place in places):
+                os.close(int(number))
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

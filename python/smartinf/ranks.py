@@ -3,11 +3,12 @@ parameter space on its own devices, and new weights are gathered after every ste
 
 import math
 import os
+import zlib
 
 import torch
 import torch.distributed as dist
 
-from smartinf.errors import DeviceError, Error, MismatchError
+from smartinf.errors import DeviceError, Error, MismatchError, UsageError
 
 
 class Ranks:
@@ -68,6 +69,16 @@ class Ranks:
                 "the ranks' devices hold different states: "
                 + "; ".join(f"rank {r}: update {v['updates']}" for r, v in enumerate(values))
                 + ". Load the last checkpoint."
+            )
+
+    def check_parameters(self, described):
+        """Errors: UsageError when the ranks optimize different parameters (lists of names and shapes)."""
+        digests = self.gathered(zlib.crc32(repr(described).encode()))
+        if any(digest != digests[0] for digest in digests):
+            raise UsageError(
+                "the ranks' optimizers have different parameters, as FSDP, tensor or pipeline parallelism "
+                "make them; these optimizers need the whole model on every rank. Leave that wrapper out, or "
+                "give process_group the ranks that hold the same parameters."
             )
 
     def gathered(self, value):

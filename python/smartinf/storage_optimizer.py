@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable
 
 import torch
@@ -28,11 +29,14 @@ from smartinf.sizes import parse_bytes
 from smartinf.storage_options import Path
 
 _FORMAT = 1  # of the small state dict
-_NO_STATE = "smartinf_note"  # in the group that keeps torch's optimizers from taking a small state dict
-_NO_STATE_TEXT = (
-    "The optimizer state is not in this file: it is on the devices of a smartinf optimizer, and in the "
-    "checkpoint written with this file, if there is one."
-)
+# What stands in the small dict in place of a state, so that torch's optimizers refuse it instead of
+# starting without moments. Those that count steps read "step" as a number, and their error then holds this
+# text: bytes, because torch copies a str as an iterator. The others look at nothing but the number of
+# groups.
+_NO_STATE_TEXT = b"""no state is in this file: it is on the devices of a smartinf optimizer, and in the checkpoint \
+written with this file, if there is one. What torch.optim takes is made of that checkpoint by `python -m smartinf \
+torch-state`, of a live optimizer by full_state_dict()"""
+_NO_STATE = "smartinf_note"
 _BLOCK_ELEMENTS = 1 << 16  # of the devices' checksummed blocks, the least a device can hold
 _WORTH_MEASURING_BYTES = 1 << 30
 _log = logging.getLogger("smartinf")
@@ -45,17 +49,34 @@ def _pass_remarks_on():
 
 
 class _StateOnDevices(dict):
-    """What ``optimizer.state`` is: empty, and not to be taken for the state of an optimizer that has not
-    stepped, which torch.distributed.checkpoint for one would bring about by making a step."""
+    """What ``optimizer.state`` is: it has no entries, and asking for one is an error."""
 
-    def __bool__(self):
-        return True
-
-    def __missing__(self, key):
+    @staticmethod
+    def refuse(*_):
         raise UsageError(
             "optimizer.state is empty: the state is on the devices. visit_full_state() shows it parameter by "
-            "parameter, full_state_dict() makes a copy in memory."
+            "parameter, full_state_dict() makes a copy in memory, load_state_dict() takes such a copy, "
+            "save_checkpoint() is for files. torch.distributed.checkpoint cannot save it."
         )
+
+    __missing__ = __setitem__ = setdefault = update = refuse
+    # torch.distributed.checkpoint asks this, and makes a step where there is no state.
+    __bool__ = refuse
+
+
+def _reject_wrapper():
+    """ZeroRedundancyOptimizer makes an inner optimizer on each rank with other parameters. Sharded here
+    once more, each rank would wait for elements that no other has."""
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    frame = sys._getframe(1)
+    while zero is not None and frame is not None:
+        if isinstance(frame.f_locals.get("self"), zero.ZeroRedundancyOptimizer):
+            raise UsageError(
+                "ZeroRedundancyOptimizer cannot wrap these optimizers: under torchrun each rank keeps a "
+                "part of the state on its own devices by itself. Make the optimizer with the model's "
+                "parameters, without the wrapper."
+            )
+        frame = frame.f_back
 
 
 def _as_written(method):
@@ -134,8 +155,6 @@ class StorageOptimizer(torch.optim.Optimizer):
     _state_keys = ()
     _torch_counts_steps = True
 
-    state = property(lambda self: _StateOnDevices(), lambda self, value: None)
-
     def __init__(
         self,
         params,
@@ -164,6 +183,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         differentiable=False,
         **unknown,
     ):
+        _reject_wrapper()
         self._core = None
         self._broken = self._begun = self._stepped = self._said_nothing_moves = False
         self._said_nothing_is_clipped = False
@@ -228,6 +248,7 @@ class StorageOptimizer(torch.optim.Optimizer):
             self._ranks.begin_averaging()
         super().__init__(params, defaults)
         trainer_arguments.check_making(self)
+        self._ranks.check_parameters([[name, list(param.shape)] for name, param in self._trainable()])
         self._open(resume)
 
     # ---- Opening and closing.
@@ -500,6 +521,12 @@ class StorageOptimizer(torch.optim.Optimizer):
         On return the parameters hold the new weights; moments are still being written, and that
         write becomes real while the next forward runs (synchronize() waits for it).
         """
+        if "torch._dynamo" in sys.modules:
+            # torch.compile(optimizer.step) would compile what works on addresses, for each parameter anew.
+            return torch.compiler.disable(self._step_after)(closure)
+        return self._step_after(closure)
+
+    def _step_after(self, closure):
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -971,6 +998,16 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     # ---- State in and out.
 
+    @property
+    def state(self):
+        """Empty; asking for a parameter's state raises UsageError, which says what to call instead."""
+        return _StateOnDevices()
+
+    @state.setter
+    def state(self, given):
+        if len(given) > 0:  # torch's own __init__ sets an empty one
+            _StateOnDevices.refuse()
+
     def _pieces(self, first, count):
         """(segment, start, stop, offset in the piece) for each parameter in elements [first, first +
         count) of this rank's space; start and stop count within the parameter."""
@@ -1043,8 +1080,11 @@ class StorageOptimizer(torch.optim.Optimizer):
                 "smartinf.hf.",
                 self._lineage.updates,
             )
-        # A group too many: torch's own optimizers refuse the dict instead of starting without moments.
-        made["param_groups"].append({**made["param_groups"][0], "params": [], _NO_STATE: _NO_STATE_TEXT})
+        if self._torch_counts_steps:
+            made["state"] = {0: {"step": _NO_STATE_TEXT}}
+        else:
+            note = {**made["param_groups"][0], "params": [], _NO_STATE: _NO_STATE_TEXT}
+            made["param_groups"].append(note)
         if self._expected is not None:
             refers_to = self._expected
         elif self._undecided:
@@ -1139,7 +1179,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         groups = {key: value for key, value in state_dict.items() if key != "smartinf"}
         groups["param_groups"] = [g for g in groups["param_groups"] if _NO_STATE not in g]
         _as_written(torch.optim.Optimizer.load_state_dict)(self, {**groups, "state": {}})
-        if state_dict.get("state"):
+        if own is None and state_dict.get("state"):
             self._import_full(state_dict["state"])
         elif own is not None and own.get("undecided"):
             pass  # saved before it was said which state is meant: only groups are in it

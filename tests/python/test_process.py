@@ -187,3 +187,31 @@ def test_a_closed_optimizer_says_so(device):
     param.grad = torch.ones(4)
     with pytest.raises(smartinf.UsageError, match="closed"):
         with_grad.step()
+
+
+def test_a_forked_child_of_a_killed_process_does_not_hold_the_device(device):
+    """As a DataLoader's worker that outlives its parent."""
+    code = TRAIN + """
+    import os
+    child = os.fork()
+    if child == 0:
+        print("child", os.getpid(), flush=True)
+        time.sleep(600)
+        os._exit(0)
+    time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), device], stdout=subprocess.PIPE, text=True
+    )
+    child = int(parent.stdout.readline().split()[1])
+    try:
+        params = [torch.nn.Parameter(torch.zeros(500_000)) for _ in range(4)]
+        with pytest.raises(smartinf.DeviceError, match=f"process {parent.pid}"):
+            smartinf.AdamW(params, devices=[device], resume=True)
+        parent.kill()
+        parent.wait()
+        os.kill(child, 0)  # it lives
+        smartinf.AdamW(params, devices=[device], resume=True).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.stdout.close()

@@ -74,7 +74,7 @@ def test_small_state_dict_refers_to_the_devices(device, tmp_path):
     optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
     train(model, optimizer, 0, 3)
     saved, saved_model = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    assert saved["state"] == {}
+    assert not any(isinstance(value, torch.Tensor) for value in saved["state"].get(0, {}).values())
     torch.save(saved, tmp_path / "optimizer.pt")
     optimizer.close()
 

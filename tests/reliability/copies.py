@@ -1,12 +1,13 @@
 """Trials of what copies a state: checkpoint, restore, reshard and export, interrupted at any call."""
 import json
+import pathlib
 import shutil
 import signal
 
 import shim
 from machine import BEGUN, KINDS, device_of, check_end, weights_in
 from outcomes import Failure, Outcome
-from processes import recorded, shim_environment
+from processes import counted, recorded, shim_environment
 from trials import scenario
 
 KIND = KINDS["threads"]
@@ -36,19 +37,6 @@ def prepare(machine, root):
     shutil.copytree(machine.once("to_be_copied", make), root, dirs_exist_ok=True)
 
 
-def calls_of(machine, tool):
-    def make():
-        root = machine.folder / f"counted_{tool}"
-        prepare(machine, root)
-        count = machine.folder / f"count_{tool}"
-        done = machine.answer(*words_of(machine, tool, root),
-                              env=shim_environment(machine, root, count=count))
-        if done.code != 0:
-            raise Failure(f"{tool} under the shim fails: {done.text}")
-        return {call: int(number) for call, number in map(str.split, count.read_text().splitlines())}
-    return machine.once((tool, "counted"), make)
-
-
 def check_source(machine, tool, root):
     """What was copied from is as it was. Of restore --replace, only the checkpoint is."""
     for devices in ([] if tool == "replace" else [machine.devices(KIND, root / "run")]) + [
@@ -74,12 +62,15 @@ def check_result(machine, tool, root):
             raise Failure(f"a checkpoint that was made cannot be restored: {done.text}")
     elif tool != "replace":
         for i, device in enumerate(devices):
-            shutil.rmtree(device)
+            shutil.rmtree(device, ignore_errors=True)
             (root / f"to{i}").rename(device)
     step, sound, done = machine.fsck(devices)
     if step != BEGUN or not sound:
         raise Failure(f"what {tool} made is not sound: {done.text}")
-    done = machine.answer(*machine.train_words(KIND, run))
+    # A copy is a run of its own, which this folder does not know yet.
+    copied = json.loads(machine.answer("inspect", devices[0], "--json").out)
+    copied = copied.get("run") or copied["devices"][0]["run"]
+    done = machine.answer(*machine.train_words(KIND, run), "--take-over", copied[:8])
     if done.code != 0:
         raise Failure(f"training does not go on from what {tool} made: {done.text}")
     machine.check_weights(KIND, run)
@@ -110,7 +101,8 @@ def interrupted_copy(trial):
     tool = TOOLS[trial.index % len(TOOLS)]
     root = trial.folder / "root"
     prepare(machine, root)
-    calls = calls_of(machine, tool)
+    calls = counted(machine, tool, lambda root: prepare(machine, root),
+                    lambda root: words_of(machine, tool, root))
     fault = draw.choice(("kill", "kill", "interrupt", draw.choice(shim.ERRORS)))
     words = words_of(machine, tool, root)
     nth = draw.randint(1, calls["any"])
@@ -139,26 +131,31 @@ def power_cut_copy(trial):
     """A copying command loses power: after it said that it is done all is there, before it the source is."""
     machine, draw = trial.machine, trial.draw
     tool = TOOLS[trial.index % len(TOOLS)]
-    before, record = recorded(machine, tool, lambda root: prepare(machine, root),
+    before, record, lock = recorded(machine, tool, lambda root: prepare(machine, root),
                               lambda root: words_of(machine, tool, root))
     done = draw.random() < 0.5
     cut = len(record) if done else draw.randint(0, len(record))
     fate = "drop" if done else draw.choice(("drop", "keep", "tear"))
-    root = trial.folder / "root"
-    shim.crash(before, record, cut, fate, draw, root)
-    try:
-        check_source(machine, tool, root)
-        if not done:
-            whole = made(tool, root)
-            if whole and tool in ("restore", "reshard", "replace"):
-                whole = machine.fsck(machine.devices(KIND, root / "run") if tool == "replace" else
-                                     [root / "to0", root / "to1"])[0] is not None
-            if not whole:
-                again(machine, tool, root)
-        check_result(machine, tool, root)
-    except Failure as failure:
-        raise Failure(f"{tool}, power cut at {cut} of {len(record)}, {fate}: {failure}") from None
-    except FileNotFoundError as error:
-        raise Failure(f"{tool} said that it is done, and after a power cut there is no {error.filename}"
-                      if done else f"{tool}, {cut}: {error}") from None
+    with lock:
+        root = pathlib.Path(record.root)
+        shim.crash(before, record, cut, fate, draw, root)
+        try:
+            _after_power_cut(machine, tool, root, done)
+        except Failure as failure:
+            raise Failure(f"{tool}, power cut at {cut} of {len(record)}, {fate}: {failure}") from None
+        except FileNotFoundError as error:
+            raise Failure(f"{tool} said that it is done, and after a power cut there is no {error.filename}"
+                          if done else f"{tool}, {cut}: {error}") from None
     return Outcome.SAME
+
+
+def _after_power_cut(machine, tool, root, done):
+    check_source(machine, tool, root)
+    if not done:
+        whole = made(tool, root)
+        if whole and tool in ("restore", "reshard", "replace"):
+            whole = machine.fsck(machine.devices(KIND, root / "run") if tool == "replace" else
+                                 [root / "to0", root / "to1"])[0] is not None
+        if not whole:
+            again(machine, tool, root)
+    check_result(machine, tool, root)

@@ -151,7 +151,7 @@ def linked_twice(trial, kind, run):
 
 def odd_kind(trial, kind, run):
     state = state_of(run, trial.draw.randrange(kind.devices))
-    odd = trial.draw.choice(("folder", "socket", "null", "dangling", "text", "loop"))
+    odd = trial.draw.choice(("folder", "socket", "null", "dangling", "text", "loop", "fifo", "fifo"))
     state.unlink()
     if odd == "folder":
         state.mkdir()
@@ -160,6 +160,8 @@ def odd_kind(trial, kind, run):
             here = os.open(state.parent, os.O_PATH)
             unix.bind(f"/proc/self/fd/{here}/{state.name}")  # a socket's own path is at most 108 bytes
             os.close(here)
+    elif odd == "fifo":
+        os.mkfifo(state)
     elif odd == "null":
         state.symlink_to("/dev/null")
     elif odd == "dangling":
@@ -180,8 +182,9 @@ def damage(trial):
     """Damage with a structure; every sort of it in turn."""
     kind = KINDS[trial.draw.choice(("f32", "two", "two", "topk"))]
     run = trial.machine.begun(kind, trial.folder)
-    DAMAGE[trial.index % len(DAMAGE)](trial, kind, run)
-    return trial.machine.judge(kind, run)
+    harm = DAMAGE[trial.index % len(DAMAGE)]
+    harm(trial, kind, run)
+    return trial.machine.judge(kind, run, foreign=harm is device_of_another_run)
 
 
 @scenario(count=32, short=1)
@@ -216,7 +219,8 @@ def _odd_description(trial, text):
     choice = trial.draw.choice(("name", "shape", "rule", "devices", "group", "empty", "twice", "type", "bytes"))
     one = trial.draw.choice(ranges)
     if choice == "name":
-        one["name"] = trial.draw.choice(("", "x" * 100_000, "../../etc/passwd", ranges[0]["name"]))
+        one["name"] = trial.draw.choice(("", "x" * 100_000, "../../etc/passwd", ranges[0]["name"],
+                                          "\033[2J\033]0;title\007", "\x9b31m"))
     elif choice == "shape":
         one["shape"] = trial.draw.choice(([], [0], [2**63], [2**32, 2**32], [-1], [1.5], [1] * 1000, "x"))
     elif choice == "rule":
@@ -231,8 +235,12 @@ def _odd_description(trial, text):
         ranges.append(ranges[0])
     elif choice == "type":
         description = trial.draw.choice(([], "x", 7, None, {}, {"space": 1}, {"space": {"ranges": [1]}}))
-    else:
+    elif trial.draw.random() < 0.3:
         return bytes(trial.draw.randbytes(200))
+    else:
+        deep = trial.draw.choice((b"[", b'{"a":')) * trial.draw.choice((100, 10_000, 200_000))
+        return trial.draw.choice((deep, text[:-1] + b',"more":' + deep, text[:-1] + b',"more":' + b"[" * 100_000 +
+                                  b"]" * 100_000 + b"}"))
     return json.dumps(description).encode()
 
 
@@ -242,8 +250,13 @@ def hostile(trial):
     kind = KINDS[trial.draw.choice(("f32", "two"))]
     run = trial.machine.begun(kind, trial.folder)
     store = StoreFile(state_of(run))
-    what = trial.index % 3
-    if what == 0:
+    what, sparse = trial.index % 3, False
+    if what == 0 and trial.draw.random() < 0.2:
+        store.put("layout_bytes", trial.draw.choice((2**30, 2**36, 2**40)))
+        store.put("container_bytes", 2**41)
+        store.seal_superblocks()
+        sparse = True
+    elif what == 0:
         for _ in range(trial.draw.randint(1, 2)):
             field = trial.draw.choice(sorted(FIELDS))
             bits = 32 if FIELDS[field][1] == "I" else 64
@@ -260,6 +273,8 @@ def hostile(trial):
         store.put_description(_odd_description(trial, store.description))
         store.seal()
     store.save()
+    if sparse:
+        os.truncate(store.path, 2**41)
     devices = trial.machine.devices(kind, run)
     words = [("inspect", devices[0], "--ranges"), ("fsck", *devices),
              ("reshard", "--from", *devices, "--to", trial.folder / "to"),
@@ -267,7 +282,7 @@ def hostile(trial):
     codes = []
     for each in words:
         done = trial.machine.answer(*each, memory=8 << 30)
-        if any(ord(c) < 32 and c not in "\n\t\r" for c in done.text):
+        if any(ord(c) < 32 and c not in "\n\t\r" or 0x7f <= ord(c) < 0xa0 for c in done.text):
             raise Failure(f"control characters in what {each[0]} prints")
         codes.append(done.code)
     return Outcome.REFUSED if codes[-1] else Outcome.UNHARMED

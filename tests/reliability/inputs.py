@@ -1,6 +1,7 @@
 """Trials of what people give to the command: recipes, paths and files that are not what they should be."""
 import os
 import re
+import shutil
 import socket
 
 from machine import KINDS, state_of
@@ -68,7 +69,8 @@ def odd_recipes(trial):
 
 
 def _odd_file(trial, path):
-    sort = trial.draw.choice(("folder", "socket", "null", "zero", "dangling", "loop", "bytes", "empty", "secret"))
+    sort = trial.draw.choice(("folder", "socket", "null", "zero", "dangling", "loop", "bytes", "empty", "secret",
+                              "fifo", "fifo", "link", "link"))
     if sort == "folder":
         path.mkdir()
     elif sort == "socket":
@@ -76,8 +78,11 @@ def _odd_file(trial, path):
             here = os.open(path.parent, os.O_PATH)
             unix.bind(f"/proc/self/fd/{here}/{path.name}")  # a socket's own path is at most 108 bytes
             os.close(here)
-    elif sort in ("null", "dangling", "loop"):
-        path.symlink_to({"null": "/dev/null", "dangling": path.parent / "nowhere", "loop": path}[sort])
+    elif sort in ("null", "dangling", "loop", "link"):
+        path.symlink_to({"null": "/dev/null", "dangling": path.parent / "nowhere", "loop": path,
+                         "link": trial.folder / "victim"}[sort])
+    elif sort == "fifo":
+        os.mkfifo(path)
     elif sort == "zero":
         path.write_bytes(bytes(10_000))
     elif sort == "bytes":
@@ -101,7 +106,11 @@ def odd_files(trial):
               "run lock": run / "lock", "device lock": state_of(run).with_name("smartinf.lock"),
               "tuning": state_of(run).with_name("smartinf.tuning"), "text": trial.folder / "text.txt",
               "tokens": trial.folder / "tokens.bin", "creation": state_of(run).with_name(
-                  "smartinf.state.creating"), "partial": run / "log.jsonl.partial"}
+                  "smartinf.state.creating"), "partial": run / "log.jsonl.partial",
+              "recipe's partial": run / "recipe.toml.partial",
+              "measure": state_of(run).with_name("smartinf.measure")}
+    victim = trial.folder / "victim"
+    victim.write_bytes(b"somebody else's\n" * 1000)
     name = sorted(places)[trial.index % len(places)]
     if places[name].exists():
         places[name].unlink()
@@ -110,11 +119,16 @@ def odd_files(trial):
     words[1] = recipe
     if name in ("text", "tokens"):
         words += ["--data.paths", places[name]]
+    if name in ("measure", "tuning"):
+        words += ["--engine.io_size", 0, "--engine.io_depth", 0]
     done = machine.answer(*words)
     exported = machine.answer("export", run, "--out", trial.folder / "weights")
     what = f"the {name} is {sort}"
     if done.code not in (0, 1, 2) or exported.code not in (0, 1, 2):
         raise Failure(f"{what}: {done.code} {done.text[-800:]}")
+    if victim.read_bytes() != b"somebody else's\n" * 1000:
+        raise Failure(f"{what}: what it points at was written to")
+    shutil.rmtree(places[name]) if sort == "folder" else places[name].unlink(missing_ok=True)
     step, _, checked = machine.fsck(machine.devices(kind, run))
     if step is None:
         raise Failure(f"{what}: the state is lost: {checked.text}")

@@ -194,18 +194,19 @@ class Machine:
             if done.code == 0:
                 raise Failure(f"fsck --json is no JSON: {_tail(done.text)}") from None
             return None, False, done
-        lost = bool(found["problem"]) or any(device["state_lost"] for device in found["devices"])
+        lost = bool(found["problem"]) or any(
+            device.get("state_lost", True) for device in found["devices"])
         if found["sound"] and (lost or done.code != 0):
             raise Failure(f"fsck contradicts itself: code {done.code}\n{done.out}")
         return None if lost else found["step"], found["sound"], done
 
-    def judge(self, kind, run, steps=STEPS, words=None):
+    def judge(self, kind, run, steps=STEPS, foreign=False):
         """Lets a harmed run go on to its end: its weights are an undisturbed run's, or it is refused and
-        fsck has said so before."""
+        fsck has said so before. foreign: a state that is sound, but not this folder's, may be refused, too."""
         step, _, checked = self.fsck(self.devices(kind, run))
-        done = self.answer(*(words or self.train_words(kind, run, steps)))
+        done = self.answer(*self.train_words(kind, run, steps))
         if done.code != 0:
-            if step is not None:
+            if step is not None and not foreign:
                 raise Failure(f"fsck finds step {step}, train refuses: {_tail(done.text)}\n"
                               f"fsck: {_tail(checked.text)}")
             return Outcome.REFUSED

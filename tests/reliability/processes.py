@@ -3,12 +3,15 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
+import struct
+import subprocess
 import threading
 
 import shim
-from machine import ANSWER_S, BEGUN, KINDS, STEPS, check_end, state_of
+from machine import ANSWER_S, BEGUN, KINDS, STEPS, Done, check_end
 from outcomes import Failure, Outcome
 from trials import scenario
 
@@ -60,28 +63,33 @@ def kill(trial):
             raise Failure(f"no step in {ANSWER_S} s:\n{text}{out}{err}")
         late.cancel()
         text += out
-        found = re.search(r"going on after step (\d+)", text)
-        if "step " in text:
-            _check_nothing_lost(said, int(found[1]) if found else None, "a kill")
+        first = re.search(r"^step +(\d+)/", text, re.MULTILINE)
+        if first:
+            _check_nothing_lost(said, int(first[1]) - 1, "a kill")
         said = max(said, _last_step(text))
         if process.returncode == 0:
             break
     return trial.machine.judge(kind, run, KILLED_STEPS)
 
 
-def counted(machine, kind, begun):
-    """How often a run makes each call on files of its folder; begun: from step BEGUN on."""
+def counted(machine, name, before, words_in):
+    """How often a command makes each call. before(root) makes the folder's contents; words_in(root): the command."""
     def make():
-        folder = machine.folder / f"counted_{kind.name}_{begun}"
-        folder.mkdir()
-        run = machine.begun(kind, folder) if begun else folder / "run"
-        done = machine.answer(*machine.train_words(kind, run), env=shim_environment(
-            machine, folder, count=folder / "count"))
+        root, count = machine.folder / f"counted_{name}", machine.folder / f"count_{name}"
+        root.mkdir()
+        before(root)
+        done = machine.answer(*words_in(root), env=shim_environment(machine, root, count=count))
         if done.code != 0:
-            raise Failure(f"a run under the shim fails: {done.text}")
-        counts = (line.split() for line in (folder / "count").read_text().splitlines())
-        return {call: int(count) for call, count in counts}
-    return machine.once((kind.name, begun, "counted"), make)
+            raise Failure(f"a command under the shim fails: {done.text}")
+        counts = (line.split() for line in count.read_text().splitlines())
+        return {call: int(number) for call, number in counts}
+    return machine.once((name, "counted"), make)
+
+
+def calls_of_training(machine, kind, begun):
+    """begun: from step BEGUN on."""
+    return counted(machine, f"{kind.name}_{begun}", lambda root: machine.begun(kind, root) if begun else None,
+                   lambda root: machine.train_words(kind, root / "run"))
 
 
 @scenario(count=400, short=8)
@@ -90,7 +98,7 @@ def system_errors(trial):
     machine, draw = trial.machine, trial.draw
     kind = KINDS["threads"]
     begun = draw.random() < 0.6
-    calls = counted(machine, kind, begun)
+    calls = calls_of_training(machine, kind, begun)
     # Reads and writes of the state most often: their faults are the most various.
     call = draw.choice([call for call in (*shim.CALLS, *3 * ("preadv2", "pwritev2")) if calls[call] > 0])
     fault = draw.choice((*shim.ERRORS, *shim.KINDS.get(call, ()), "kill"))
@@ -135,7 +143,9 @@ def _after(machine, kind, run, steps, harmed=False):
 
 
 def recorded(machine, name, before, words_in, expected=(0,)):
-    """A command's record. before(folder) makes the folder's contents; words_in(folder): the command."""
+    """A command's record: a copy of its folder from before, the Record, a lock for who works in that folder.
+    before(root) makes the folder's contents; words_in(root): the command. Images are made at the same place:
+    a run's folder that is elsewhere is another run's."""
     def make():
         folder = machine.folder / f"recorded_{name}"
         folder.mkdir()
@@ -147,7 +157,7 @@ def recorded(machine, name, before, words_in, expected=(0,)):
         done = machine.answer(*words_in(root), env=shim_environment(machine, root, record=folder / "record"))
         if done.code not in expected:
             raise Failure(f"the command to be recorded fails: {done.text}")
-        return folder / "before", shim.Record(folder / "record", root, inodes)
+        return folder / "before", shim.Record(folder / "record", root, inodes), threading.Lock()
     return machine.once((name, "recorded"), make)
 
 
@@ -157,33 +167,31 @@ def power_cut(trial):
     machine, draw = trial.machine, trial.draw
     kind = KINDS[("threads", "topk_two", "q8_kept", "f32")[trial.index % 4]]
     begun = trial.index % 8 < 4
-    before, record = recorded(
+    before, record, lock = recorded(
         machine, f"{kind.name}_{begun}", lambda root: machine.begun(kind, root) if begun else None,
         lambda root: machine.train_words(kind, root / "run"))
     cut = draw.randint(0, len(record))
     fate = draw.choice(("drop", "keep", "tear", "tear"))
-    shim.crash(before, record, cut, fate, draw, trial.folder / "root")
-    run = trial.folder / "root" / "run"
-    what = f"{kind.name}, cut at {cut} of {len(record)}, {fate}"
     said = max((json.loads(data).get("step", 0) for data in _log_lines(record, cut)), default=0)
-    try:
-        if said > 1 or begun:
-            step, _, done = machine.fsck(machine.devices(kind, run))
-            _check_nothing_lost(max(said, BEGUN + 1 if begun else 0), step, f"a power cut: {done.text}")
-        elif not any(state_of(run, i).exists() for i in range(kind.devices)):
-            shutil.rmtree(run, ignore_errors=True)
-        else:
-            done = machine.answer(*machine.train_words(kind, run))
-            if done.code != 0:
-                raise Failure(f"a run that had not begun does not begin: {done.text}")
-            machine.check_weights(kind, run)
-            return Outcome.SAME
-        done = machine.answer(*machine.train_words(kind, run))
-        if done.code != 0:
-            raise Failure(f"does not go on: {done.text}")
-        machine.check_weights(kind, run)
-    except Failure as failure:
-        raise Failure(f"{what}: {failure}") from None
+    with lock:
+        shim.crash(before, record, cut, fate, draw, record.root)
+        try:
+            return _after_power_cut(machine, kind, pathlib.Path(record.root) / "run", begun, said)
+        except Failure as failure:
+            raise Failure(f"{kind.name}, cut at {cut} of {len(record)}, {fate}: {failure}") from None
+
+
+def _after_power_cut(machine, kind, run, begun, said):
+    devices = machine.devices(kind, run)
+    if said > 1 or begun:
+        step, _, done = machine.fsck(devices)
+        _check_nothing_lost(max(said, BEGUN + 1 if begun else 0), step, f"a power cut: {done.text}")
+    elif not any(device.joinpath("smartinf.state").exists() for device in devices):
+        shutil.rmtree(run, ignore_errors=True)
+    done = machine.answer(*machine.train_words(kind, run))
+    if done.code != 0:
+        raise Failure(f"does not go on: {done.text}")
+    machine.check_weights(kind, run)
     return Outcome.SAME
 
 
@@ -204,29 +212,34 @@ def second_process(trial):
     kind = KINDS["threads"]
     checkpoints = trial.folder / "kept"
     run = machine.begun(kind, trial.folder)
-    made = machine.answer("checkpoint", run, "--out", checkpoints, "--json")
+    devices = machine.devices(kind, run)
+    made = machine.answer("checkpoint", *devices, "--out", checkpoints, "--json")
     if made.code != 0:
         raise Failure(f"no checkpoint: {made.text}")
     kept = json.loads(made.out)["checkpoint"]
-    nth = draw.randint(1, counted(machine, kind, True)["pwritev2"])
+    nth = draw.randint(1, calls_of_training(machine, kind, True)["pwritev2"])
     process = machine.start(*machine.train_words(kind, run), env=shim_environment(
         machine, trial.folder, fault=f"pwritev2 stop {nth} 0", fired=trial.folder / "fired"))
     late = threading.Timer(ANSWER_S, process.kill)
     late.start()
+    what = ""
     try:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        devices = machine.devices(kind, run)
         commands = {"train": machine.train_words(kind, run),
                     "train elsewhere": [*machine.train_words(kind, run), "--train.run", trial.folder / "b"],
-                    "fsck": ("fsck", *devices), "checkpoint": ("checkpoint", run),
+                    "fsck": ("fsck", *devices), "checkpoint": ("checkpoint", *devices, "--out", checkpoints),
                     "reshard": ("reshard", "--from", *devices, "--to", trial.folder / "to"),
                     "export": ("export", run, "--out", trial.folder / "weights"),
                     "restore": ("restore", kept, "--device", devices[0], "--device", devices[1], "--replace"),
                     "gc": ("gc", trial.folder, "--states", "--yes"), "inspect": ("inspect", devices[0])}
+        if trial.index % 2 == 1:  # somebody took it for left over
+            for lock in (run / "lock", *(pathlib.Path(device, "smartinf.lock") for device in devices)):
+                lock.unlink(missing_ok=True)
+            what = "after its lock files were deleted"
         for name in draw.sample(sorted(commands), 4):
             done = machine.answer(*commands[name])
             if (done.code == 0) != (name in ("inspect", "gc")):
-                raise Failure(f"{name} beside a running process: {done.text}")
+                raise Failure(f"{name} beside a running process {what}: {done.text}")
             if done.code != 0 and str(process.pid) not in done.text and "process" not in done.text:
                 raise Failure(f"{name} does not say that another process is there: {done.text}")
         if not all(pathlib.Path(device, "smartinf.state").exists() for device in devices):
@@ -239,3 +252,53 @@ def second_process(trial):
         raise Failure(f"the first process: code {process.returncode} {out[-500:]}{err[-1500:]}")
     machine.check_weights(kind, run)
     return Outcome.SAME
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+@scenario(count=20, short=0)
+def limits(trial):
+    """A file may not grow, memory ends, files are few, or the data are cut short under a running process."""
+    machine, draw = trial.machine, trial.draw
+    kind = KINDS["f32"]
+    what = ("file size", "cut short", "descriptors", "address space")[trial.index % 4]
+    begun = what != "cut short" and draw.random() < 0.5
+    run = machine.begun(kind, trial.folder) if begun else trial.folder / "run"
+    words = machine.train_words(kind, run)
+    if what == "cut short":
+        tokens = trial.folder / "tokens.bin"
+        tokens.write_bytes(struct.pack("<256i", 20240520, 1, 1 << 20, *253 * (0,)) +
+                           b"".join(bytes((byte, 0)) for byte in draw.randbytes(1 << 20)))
+        process = machine.start(*words, "--train.steps", 100_000, "--data.paths", tokens,
+                                "--model.vocabulary", 256)
+        late = threading.Timer(ANSWER_S, process.kill)
+        late.start()
+        for line in process.stdout:
+            if line.startswith("step"):
+                break
+        os.truncate(tokens, 4096)
+        out, err = process.communicate()
+        late.cancel()
+        check_end(Done(process.returncode, out, err), words)
+        return Outcome.REFUSED if process.returncode else Outcome.UNHARMED
+    limit, most = {"file size": (resource.RLIMIT_FSIZE, draw.choice((0, 4096, 1 << 20, 10 << 20))),
+                   "descriptors": (resource.RLIMIT_NOFILE, draw.randint(40, 80)),
+                   "address space": (resource.RLIMIT_AS, draw.randint(8, 30) << 28)}[what]
+    if what == "file size":
+        words += ["--engine.io_size", 0, "--engine.io_depth", 0]
+    with machine.start(*words) as process:
+        resource.prlimit(process.pid, limit, (most, most))
+        try:
+            done = Done(-1, *process.communicate(timeout=ANSWER_S))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise Failure(f"no end under a limit of {what} of {most}") from None
+    done.code = process.returncode
+    # The loader's own words where not even libraries fit.
+    if not (done.code == 127 and "shared libraries" in done.err):
+        try:
+            check_end(done, words)
+        except Failure as failure:
+            raise Failure(f"{what} of {most}: {failure}") from None
+    return _after(machine, kind, run, STEPS)

@@ -31,9 +31,11 @@ from trials import SCENARIOS, Trial
 
 import copies  # noqa: F401  each module of scenarios adds its own
 import files  # noqa: F401
-import from_python
+import folders  # noqa: F401
+import from_python  # noqa: F401
 import inputs  # noqa: F401
 import processes  # noqa: F401
+import python_checkpoints  # noqa: F401
 
 
 def arguments():
@@ -86,7 +88,7 @@ def main():
         for scenario in SCENARIOS.values():
             if options.scenario and scenario.name not in options.scenario:
                 continue
-            if not python and scenario.run.__module__ == from_python.__name__:
+            if not python and scenario.name.startswith("python_"):
                 continue
             count = scenario.short if options.short else scenario.count
             count = count if options.count is None else options.count

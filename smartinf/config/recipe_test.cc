@@ -1,5 +1,6 @@
 #include "smartinf/config/recipe.h"
 
+#include <cctype>
 #include <filesystem>
 #include <fstream>
 #include <set>
@@ -401,6 +402,16 @@ TEST(Recipe, Compression) {
   EXPECT_THAT(bad("[compress]\nfeedback_decay = 1.5\n"), HasSubstr("compress.feedback_decay"));
   EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\n[optimizer]\nwhere = \"memory\"\n"),
               HasSubstr("optimizer.where"));
+}
+
+TEST(Keys, HelpBeginsWithWhatTheKeyIs) {
+  for (const Key& key : keys()) {
+    const std::string_view first = key.help.substr(0, key.help.find(' '));
+    for (const std::string_view other : {"of", "in", "on", "that", "likewise,", "relative", "0:"}) {
+      EXPECT_NE(first, other) << key.name << ": " << key.help;
+    }
+    EXPECT_TRUE(std::isalpha(static_cast<unsigned char>(key.help.front()))) << key.name;
+  }
 }
 
 }  // namespace

@@ -559,8 +559,8 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
   command
       ->add_option(
           "--kernel", options->kernels,
-          "Only these: update, sealed-update (with checksums), norm, cast, checksum, topk, "
-          "step-ahead, compress (with expand, its way back)")
+          "Only these kernels; sealed-update is an update with checksums, compress comes with "
+          "expand, its way back")
       ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum", "topk",
                              "matrix-squares", "step-ahead", "compress"}));
   command->add_option("--rule", options->rules, "Only these update rules")

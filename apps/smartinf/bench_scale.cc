@@ -14,6 +14,7 @@
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
+#include <unistd.h>
 
 #include "smartinf/base/units.h"
 #include "smartinf/csd/link.h"
@@ -104,8 +105,9 @@ class ScaleBench {
     }
     for (const uint32_t devices : options_.devices) {
       nlohmann::ordered_json row = {{"devices", devices}, {"params", options_.params}};
-      if (!options_.json) fmt::print("{:>7}", devices);
+      std::string line = fmt::format("{:>7}", devices);
       for (const Scheme& scheme : kSchemes) {
+        say(fmt::format("timing {} device{}: {}", devices, devices == 1 ? "" : "s", scheme.key));
         SI_ASSIGN_OR_RETURN(const Measured measured, measure(scheme, devices));
         const auto& [seconds, slots] = measured;
         SI_ASSIGN_OR_RETURN(const double bound_s, bound(scheme, devices));
@@ -128,13 +130,15 @@ class ScaleBench {
           row[key + "_shape"] = nlohmann::json(*shape);
         }
         if (options_.json) continue;
-        fmt::print("  {:>8.3f} s = {:4.2f} bound", median(seconds), median(seconds) / bound_s);
-        const std::string beside = simulated_s ? fmt::format("{:.3f} s", *simulated_s) : "-";
-        fmt::print(", simulated {:>8}", beside);
-        std::fflush(stdout);
+        line +=
+            fmt::format("  {:>8.3f} s = {:4.2f} bound", median(seconds), median(seconds) / bound_s);
+        line += fmt::format(", simulated {:>8}",
+                            simulated_s ? fmt::format("{:.3f} s", *simulated_s) : "-");
       }
       rows.push_back(row);
-      if (!options_.json) fmt::print("\n");
+      say("");
+      if (!options_.json) fmt::print("{}\n", line);
+      std::fflush(stdout);
     }
     if (options_.json) {
       const nlohmann::ordered_json result = {
@@ -156,6 +160,13 @@ class ScaleBench {
   }
 
  private:
+  /// What is being timed, on a terminal; the next call writes over it.
+  static void say(const std::string& doing) {
+    if (isatty(STDERR_FILENO) == 0) return;
+    fmt::print(stderr, "\r\x1b[K{}", doing);
+    std::fflush(stderr);
+  }
+
   static base::Result<uint64_t> rate(const std::string& text) {
     SI_ASSIGN_OR_RETURN(const uint64_t bytes, base::parse_bytes(text));
     if (bytes > 0) return bytes;

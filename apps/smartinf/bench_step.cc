@@ -85,8 +85,15 @@ class StepBench {
   Status run() {
     SI_RETURN_IF_ERROR(read_options());
     SI_RETURN_IF_ERROR(read_machine());
-    SI_ASSIGN_OR_RETURN(steps_,
-                        SyntheticSteps::make(params_, updater_.gradient_type, DataType::kBf16));
+    auto steps = SyntheticSteps::make(params_, updater_.gradient_type, DataType::kBf16);
+    if (steps.status().code() == ErrorCode::kOutOfMemory) {
+      return Status(ErrorCode::kOutOfMemory,
+                    fmt::format("--params {:g}: the weights that come back, 2 bytes each, take {} "
+                                "of memory, and they are not to be had",
+                                options_.params, base::format_bytes(2 * params_)),
+                    "Give fewer parameters.");
+    }
+    SI_ASSIGN_OR_RETURN(steps_, std::move(steps));
     const Status measured = measure();
     if (!options_.keep && made_) {
       for (const std::string& device : options_.devices) {
@@ -238,6 +245,11 @@ class StepBench {
     slots_ = updater->slots();
     subgroup_elements_ = updater->subgroup_elements();
     devices_ = updater->describe_devices();
+    if (updater_.compress.kept_on_devices()) {
+      // As a run's last step: the next round opens a state that lacks nothing.
+      updater->keep_residual();
+      SI_RETURN_IF_ERROR(steps_->step(*updater).status());
+    }
     return Status();
   }
 
@@ -428,13 +440,15 @@ void add_bench_step(CLI::App& bench, Run& run) {
   command->add_option("--where", options->where, "Where the update runs")
       ->check(CLI::IsMember({"device", "host"}))
       ->capture_default_str();
-  command->add_option("--schedule", options->schedule, "Of the transfer handler")
+  command
+      ->add_option("--schedule", options->schedule,
+                   "Schedule of reads, updates and writes on a device")
       ->check(CLI::IsMember({"naive", "overlapped"}))
       ->capture_default_str();
   command->add_option("--ring", options->ring, "The I/O engine")
       ->check(CLI::IsMember({"auto", "uring", "threads"}))
       ->capture_default_str();
-  command->add_option("--memory-budget", options->memory_budget, "For the engine's buffers")
+  command->add_option("--memory-budget", options->memory_budget, "Memory for the engine's buffers")
       ->capture_default_str();
   command->add_option("--subgroup", options->subgroup, "Parameters of a subgroup; 0: chosen")
       ->capture_default_str();

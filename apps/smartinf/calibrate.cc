@@ -1,6 +1,7 @@
 // `smartinf calibrate`: measures this machine and writes a machine file for simulate and plan.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -86,6 +87,13 @@ std::optional<sim::Gpu> listed_gpu() {
   return found;
 }
 
+/// Four digits are more than measurements of a busy machine repeat.
+double rounded(double value) {
+  if (value == 0) return 0;
+  const double unit = std::pow(10, std::floor(std::log10(std::abs(value))) - 3);
+  return std::round(value / unit) * unit;
+}
+
 int run_calibrate(const CalibrateFlags& flags) {
   // Before some seconds of measuring, not after.
   const std::filesystem::path folder = std::filesystem::absolute(flags.out).parent_path();
@@ -119,7 +127,7 @@ int run_calibrate(const CalibrateFlags& flags) {
     const auto rate = train::measure_product_rate(train::Precision::kBf16);
     if (rate.ok()) {
       products = *rate;
-      machine.gpu.peak_flops = products;
+      machine.gpu.peak_flops = rounded(products);
       machine.gpu.product_efficiency = 1;  // it is what products reach
     } else {
       // Assumed without torch: about what a core with AVX-512 makes in f32; with AMX or bf16
@@ -149,13 +157,13 @@ int run_calibrate(const CalibrateFlags& flags) {
   const double updates = *update_params * 14;
   const double expansions = *expand_params * 12;
   machine.host.memory_bytes = memory_facts().total_bytes;
-  machine.host.copy_bytes_per_s = *copies;
-  machine.host.select_params_per_s = select->params_per_s * select->threads;
-  machine.host.step_ahead_params_per_s = *step_ahead;
+  machine.host.copy_bytes_per_s = rounded(*copies);
+  machine.host.select_params_per_s = rounded(select->params_per_s * select->threads);
+  machine.host.step_ahead_params_per_s = rounded(*step_ahead);
   // State out again counts for the host update, too: 26 bytes for each 14 that come in.
-  machine.host.update_bytes_per_s = updates * 26 / 14;
+  machine.host.update_bytes_per_s = rounded(updates * 26 / 14);
   // Local drives meet the host in its memory: every byte is written once and read once.
-  machine.host.link_bytes_per_s = *copies / 2;
+  machine.host.link_bytes_per_s = rounded(*copies / 2);
   machine.host.process_bytes = kProcessBytes;
   uint64_t in_flight_bytes = 0;
   for (const std::string& path : flags.devices) {
@@ -171,11 +179,11 @@ int run_calibrate(const CalibrateFlags& flags) {
     device.name = path;
     in_flight_bytes = std::max(in_flight_bytes, tuning->io_bytes * tuning->io_depth);
     // Both moved at once; each alone gets the whole budget.
-    device.read_bytes_per_s = 2 * tuning->read_bytes_per_second;
-    device.write_bytes_per_s = 2 * tuning->write_bytes_per_second;
-    device.link_bytes_per_s = *copies / 2;
-    device.update_bytes_per_s = updates / static_cast<double>(flags.devices.size());
-    device.decompress_bytes_per_s = expansions / static_cast<double>(flags.devices.size());
+    device.read_bytes_per_s = rounded(2 * tuning->read_bytes_per_second);
+    device.write_bytes_per_s = rounded(2 * tuning->write_bytes_per_second);
+    device.link_bytes_per_s = rounded(*copies / 2);
+    device.update_bytes_per_s = rounded(updates / static_cast<double>(flags.devices.size()));
+    device.decompress_bytes_per_s = rounded(expansions / static_cast<double>(flags.devices.size()));
     device.memory_bytes = uint64_t{512} << 20;
     device.capacity_bytes = drive_facts(path).free_bytes;
     machine.devices.push_back(std::move(device));

@@ -145,11 +145,15 @@ void look_at_cores(const CpuFacts& cpu, Report& report) {
 }
 
 void look_at_kernels(Report& report) {
-  std::string value(kernels::kernels().isa());
-  std::vector<std::string_view> names;
+  // Highway's names, by which SMARTINF_FORCE_ISA pins one, and the one that people know.
+  const auto name = [](const kernels::KernelTable& table) {
+    return std::string(table.isa()) + (table.isa().starts_with("AVX3") ? " (AVX-512)" : "");
+  };
+  std::string value = name(kernels::kernels());
+  std::vector<std::string> names;
   for (const kernels::KernelTable* table : kernels::supported_tables())
-    names.push_back(table->isa());
-  value += fmt::format(" in use, of {}", fmt::join(names, " "));
+    names.push_back(name(*table));
+  value += fmt::format(" in use, of {}", fmt::join(names, ", "));
   const base::Status forced = kernels::forced_isa_status();
   const char* pin = std::getenv("SMARTINF_FORCE_ISA");
   if (!forced.ok()) {
@@ -302,7 +306,7 @@ void look_at_device(const std::string& path, Report& report, nlohmann::json& jso
         report.ok("  wear", wear);
       }
     } else {
-      report.ok("  wear", "not known: " + drive.wear_source);
+      report.note("  wear", "not known", drive.wear_source);
     }
   }
   const base::Result<storage::StoreState> held = storage::Store::peek(path);

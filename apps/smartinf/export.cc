@@ -80,10 +80,10 @@ void add_export(CLI::App& app, Run& run) {
       ->required()
       ->type_name("RUN");
   command->add_option("--out", flags->out, "The folder to make")->required()->type_name("DIR");
-  command->add_option("--type", flags->type, "Of the weights; default: as the run trained")
+  command->add_option("--type", flags->type, "Type of the weights [as the run trained]")
       ->check(CLI::IsMember({"bf16", "f32"}))
       ->type_name("bf16|f32");
-  command->add_option("--shard-size", flags->shard_size, "Most bytes in one file (5GB)")
+  command->add_option("--shard-size", flags->shard_size, "Most bytes in one file [5GB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(

@@ -37,6 +37,34 @@ void install_log_sink(bool verbose) {
   });
 }
 
+/// "UINT:INT in [1 - 1024]" is N to a person, "TEXT:{f32,bf16}" is f32|bf16.
+std::string plain_type(const std::string& type) {
+  const size_t colon = type.find(':');
+  std::string name = type.substr(0, colon);
+  if (name == "UINT" || name == "INT") name = "N";
+  if (name == "FLOAT") name = "NUMBER";
+  if (name == "BOOLEAN") name = "true|false";
+  if (name == "TEXT" && colon != std::string::npos && type.substr(colon, 2) == ":{") {
+    name = type.substr(colon + 2, type.find('}') - colon - 2);
+    std::ranges::replace(name, ',', '|');
+  }
+  return name;
+}
+
+/// Help with plain names of types, and defaults in brackets.
+class PlainFormatter : public CLI::Formatter {
+ public:
+  std::string make_option_opts(const CLI::Option* option) const override {
+    if (option->get_type_size() == 0) return {};
+    std::string text = " " + plain_type(option->get_type_name());
+    const std::string& usual = option->get_default_str();
+    if (!usual.empty() && usual != "[]") text += " [" + usual + "]";
+    if (option->get_expected_max() == CLI::detail::expected_max_vector_size) text += " ...";
+    if (option->get_required()) text += " (required)";
+    return text;
+  }
+};
+
 int usage(const std::string& problem, const std::string& advice) {
   std::fprintf(stderr, "smartinf: %s%s\n", problem.c_str(), advice.c_str());
   return kExitUsage;
@@ -84,7 +112,7 @@ int explain(const CLI::App& app, const CLI::ParseError& error) {
   const std::vector<std::string> extras = app.remaining(true);
   if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError) && !extras.empty()) {
     const std::string& word = extras.front();
-    if (!word.starts_with("-")) return usage("one word too many: '" + word + "'", help);
+    if (!word.starts_with("-")) return usage("unexpected argument '" + word + "'", help);
     const std::string name = word.substr(0, word.find('='));
     return usage("unknown flag " + name, did_you_mean(name, flag_names(app, command), help));
   }
@@ -100,6 +128,7 @@ int run_command_line(int argc, char** argv) {
       "Trains language models whose optimizer state lives on storage and is updated there.",
       "smartinf");
   app.set_version_flag("--version", SMARTINF_VERSION);
+  app.formatter(std::make_shared<PlainFormatter>());  // before the commands, which take it over
   app.fallthrough();
   app.require_subcommand(0, 1);
   app.footer(

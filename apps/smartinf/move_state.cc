@@ -106,10 +106,10 @@ void add_move_flags(CLI::App& command, MoveFlags& flags) {
       .add_option("--subgroup-elements", flags.subgroup_elements,
                   "Elements updated at once; default: as it is, where the budget allows")
       ->type_name("N");
-  command.add_option("--durability", flags.durability, "Of the new state (step)")
+  command.add_option("--durability", flags.durability, "Durability of the new state [step]")
       ->check(CLI::IsMember({"step", "none"}))
       ->type_name("step|none");
-  command.add_option("--memory-budget", flags.memory_budget, "For the copy (256MiB)")
+  command.add_option("--memory-budget", flags.memory_budget, "Memory for the copy [256MiB]")
       ->type_name("SIZE");
   command.add_flag("--json", flags.json, "Print one JSON object");
 }

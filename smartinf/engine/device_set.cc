@@ -202,11 +202,16 @@ Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& s
                   std::string(kOtherPlaceAdvice));
   }
   if (layout.format != options.format) {
-    return Status(ErrorCode::kMismatch,
-                  fmt::format("{} holds state in the format {}, not {}", device_text(source),
-                              base::state_format_name(layout.format),
-                              base::state_format_name(options.format)),
-                  std::string(kOtherPlaceAdvice));
+    return Status(
+        ErrorCode::kMismatch,
+        fmt::format("{} holds state in the format {}, not {}", device_text(source),
+                    base::state_format_name(layout.format),
+                    base::state_format_name(options.format)),
+        fmt::format("Keep its format (optimizer.format = \"{0}\", or state_format=\"{0}\" in "
+                    "Python), or make a copy in the other one: smartinf reshard "
+                    "--state-format {1}.",
+                    base::state_format_name(layout.format),
+                    base::state_format_name(options.format)));
   }
   if (options.compress.kept_on_devices() && layout.planes.back() != base::PlaneKind::kResidual) {
     return Status(ErrorCode::kMismatch,

@@ -1,6 +1,7 @@
 #include "smartinf/sim/machine.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -205,25 +206,84 @@ struct Reader {
   }
 };
 
+struct Meaning {
+  std::string_view section;
+  std::string_view key;
+  std::string_view text;
+};
+
+/// Comments of written files, for keys whose names do not say it all.
+constexpr auto kMeanings = std::to_array<Meaning>({
+    Meaning{"gpu", "name", "\"none\": no GPU, the host's cores compute"},
+    Meaning{"gpu", "memory_bytes", "of one"},
+    Meaning{"gpu", "peak_flops", "16-bit matrix products, dense"},
+    Meaning{"gpu", "product_efficiency", "share of the peak that large products reach"},
+    Meaning{"gpu", "memory_bytes_per_s", "its own memory"},
+    Meaning{"gpu", "activation_passes",
+            "times that what lies between products goes through that memory"},
+    Meaning{"gpu", "select_passes",
+            "times that a gradient does where the GPU selects for compression"},
+    Meaning{"gpu", "link_bytes_per_s", "to the host, each direction"},
+    Meaning{"gpu", "links_shared", "several GPUs behind one such link"},
+    Meaning{"gpu", "link_is_host_link", "and that link is the devices' as well"},
+    Meaning{"host", "link_bytes_per_s", "shared by all devices, each direction"},
+    Meaning{"host", "update_bytes_per_s", "update on the host: state and gradient in, state out"},
+    Meaning{"host", "copy_bytes_per_s", "one thread's copies around the host link"},
+    Meaning{"host", "select_params_per_s", "compression on the host's cores; 0: the GPU does it"},
+    Meaning{"host", "step_ahead_params_per_s",
+            "one pass over new weights with compression; 0: none"},
+    Meaning{"host", "process_bytes", "resident before there is a model: torch and the runtime"},
+    Meaning{"device", "read_bytes_per_s", "alone, for long"},
+    Meaning{"device", "write_bytes_per_s", "alone, for long, after the drive's cache"},
+    Meaning{"device", "mixed_efficiency", "share that is left while it reads and writes at once"},
+    Meaning{"device", "peer_efficiency",
+            "share that is left when its own processor is at the other end"},
+    Meaning{"device", "write_amplification", "bytes written inside the drive for each byte"},
+    Meaning{"device", "burst_bytes", "written at the read rate after an idle time"},
+    Meaning{"device", "link_bytes_per_s", "its own link to the host, each direction"},
+    Meaning{"device", "latency_s", "of one command"},
+    Meaning{"device", "update_bytes_per_s",
+            "processor: state and gradient in; 0: it cannot update"},
+    Meaning{"device", "decompress_bytes_per_s",
+            "processor with compressed gradients; 0: it cannot"},
+    Meaning{"device", "update_streams", "it updates a part of the state while that is being read"},
+    Meaning{"device", "endurance_bytes", "rated bytes written over its life; 0: not known"},
+    Meaning{"software", "subgroup_elements", "parameters read, updated and written at once"},
+    Meaning{"software", "slots", "of those in flight on a device"},
+    Meaning{"software", "gradient_bytes", "of a parameter, on the host link"},
+    Meaning{"software", "weight_bytes", "of a parameter, on the way back"},
+    Meaning{"software", "overlapped", "schedule that su+o means"},
+    Meaning{"software", "gradient_spilled", "gradients wait on the drive, not in memory"},
+    Meaning{"software", "offload_waits", "backward stands still while a layer's gradients leave"},
+    Meaning{"price", "host", "in any currency, without GPU and drives"},
+    Meaning{"price", "gpu", "of one"},
+    Meaning{"price", "life_years", "of machine and GPU"},
+});
+
 struct Writer {
-  std::string text;
+  std::string text = {};
+  std::string_view section = {};
 
   template <typename T>
   void operator()(const char* key, T& value, Rule) {
-    if constexpr (std::is_same_v<T, bool>) {
-      text += fmt::format("{} = {}\n", key, value);
-    } else if constexpr (std::is_same_v<T, std::string>) {
-      text += fmt::format("{} = '{}'\n", key, value);
+    std::string line;
+    if constexpr (std::is_same_v<T, std::string>) {
+      line = fmt::format("{} = '{}'", key, value);
     } else if constexpr (std::is_same_v<T, plan::ScheduleVariant>) {
-      text += fmt::format("{} = '{}'\n", key, plan::schedule_variant_name(value));
+      line = fmt::format("{} = '{}'", key, plan::schedule_variant_name(value));
     } else if constexpr (std::is_floating_point_v<T>) {
       // A number that TOML takes for a float in every case, with all its digits.
       const std::string digits = fmt::format("{}", value);
       const bool is_float = digits.find_first_of(".e") != std::string::npos;
-      text += fmt::format("{} = {}{}\n", key, digits, is_float ? "" : ".0");
+      line = fmt::format("{} = {}{}", key, digits, is_float ? "" : ".0");
     } else {
-      text += fmt::format("{} = {}\n", key, value);
+      line = fmt::format("{} = {}", key, value);
     }
+    const auto known = std::ranges::find_if(kMeanings, [&](const Meaning& meaning) {
+      return meaning.section == section && meaning.key == key;
+    });
+    text += known == kMeanings.end() ? line : fmt::format("{:<36}  # {}", line, known->text);
+    text += "\n";
   }
 };
 
@@ -318,6 +378,18 @@ Result<Gpu> gpu_preset(std::string_view name) {
     if (base::same_name(gpu.name, name)) return gpu;
   }
   const std::vector<std::string_view> names = gpu_preset_names();
+  // "4090" is the one whose name ends so.
+  const Gpu* meant = nullptr;
+  size_t meanings = 0;
+  for (const Gpu& gpu : gpu_table()) {
+    if (name.size() < 3 || gpu.name.size() < name.size()) continue;
+    if (!base::same_name(std::string_view(gpu.name).substr(gpu.name.size() - name.size()), name)) {
+      continue;
+    }
+    meant = &gpu;
+    ++meanings;
+  }
+  if (meanings == 1) return *meant;
   const std::string_view nearest = base::nearest_name(name, names);
   return Status(ErrorCode::kNotFound, fmt::format("unknown GPU '{}'", name),
                 nearest.empty() ? fmt::format("Known: {}.", fmt::join(names, ", "))
@@ -424,11 +496,13 @@ std::string machine_to_toml(const Machine& machine) {
   if (!copy.note.empty()) writer("note", copy.note, Rule::kAny);
   (void)each_table(copy, [&](std::string_view section, auto& table) {
     writer.text += fmt::format("\n[{}]\n", section);
+    writer.section = section;
     visit(writer, table);
     return Status();
   });
   for (DeviceGroup& group : copy.devices) {
     writer.text += "\n[[device]]\n";
+    writer.section = "device";
     visit(writer, group);
   }
   return std::move(writer.text);

@@ -4,7 +4,8 @@
     bench/plan_memory.py --device DIR [ROW ...]
 
 Each row is a run of three steps of `smartinf train` on this project's own text, without a GPU, and a question to
-`plan` about the same model, precision and devices. The peak is the kernel's, of the whole process.
+`plan` about the same model, precision and devices. The peak is the kernel's, of the whole process. Rows with "python"
+train a Llama of transformers with the Python package instead, on random tokens; they need both, torch, and PYTHONPATH.
 Rows are named by what --list prints; all of them when none is named. SMARTINF names the binary
 [build/release/bin/smartinf].
 """
@@ -38,9 +39,46 @@ WAYS = {
     "spill": {"spill": True},
     "two devices": {"devices": 2},
     "batch 2 of 1024": {"batch": 2, "sequence": 1024},
+    "accumulation": {"accumulation": 2},
+    "checkpoints accumulation": {"accumulation": 2, "checkpoints": True},
+    "python": {"python": True},
+    "python checkpoints": {"python": True, "checkpoints": True},
+    "python release": {"python": True, "release": True},
+    "python release checkpoints": {"python": True, "release": True, "checkpoints": True},
+    "python release checkpoints accumulation": {"python": True, "release": True, "checkpoints": True,
+                                                "accumulation": 2},
+    "python checkpoints accumulation": {"python": True, "checkpoints": True, "accumulation": 2},
 }
 ROWS = {f"{model} {name}".strip(): (model, way) for model in MODELS for name, way in WAYS.items()
-        if model in ("5M", "25M") or name in ("", "checkpoints", "f32", "memory", "spill")}
+        if model in ("5M", "25M") or name in ("", "checkpoints", "f32", "memory", "spill")
+        or ("python" in way and model == "108M")}
+
+PYTHON = """
+import json, sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import smartinf
+
+way = json.loads(sys.argv[1])
+torch.set_default_dtype(torch.bfloat16)
+model = LlamaForCausalLM(LlamaConfig(**way["config"], attn_implementation="sdpa"))
+model.train()
+if way.get("checkpoints"):
+    model.gradient_checkpointing_enable()
+accumulation = way.get("accumulation", 1)
+release = way.get("release", False)
+optimizer = smartinf.AdamW(model.parameters(), lr=1e-4, devices=[way["device"]], resume=False,
+                           release_gradients=release, accumulation_steps=accumulation if release else 1)
+for step in range(3):
+    for _ in range(accumulation):
+        tokens = torch.randint(0, way["config"]["vocab_size"], (8, 256))
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        del loss
+    optimizer.step()
+    optimizer.zero_grad()
+optimizer.close()
+"""
 
 
 def run(words, **options):
@@ -50,30 +88,37 @@ def run(words, **options):
     return done.stdout
 
 
-def planned(model, way, machine, folder):
+def config(model):
     layers, width, heads, kv_heads, inner, vocabulary = MODELS[model]
-    (folder / "config.json").write_text(json.dumps(
-        {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
-         "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocabulary,
-         "tie_word_embeddings": True}), encoding="utf-8")
+    return {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "intermediate_size": inner, "vocab_size": vocabulary,
+            "tie_word_embeddings": True}
+
+
+def planned(model, way, machine, folder):
+    (folder / "config.json").write_text(json.dumps(config(model)), encoding="utf-8")
     if way.get("spill"):
         machine = re.sub(r"gradient_spilled *= *\w+", "gradient_spilled = true", machine)
     (folder / "machine.toml").write_text(machine, encoding="utf-8")
     plan = json.loads(run(["plan", folder / "config.json", "--machine", folder / "machine.toml",
                            "--batch", way.get("batch", BATCH), "--seq", way.get("sequence", SEQUENCE),
                            "--precision", way.get("precision", "bf16"),
-                           "--devices", way.get("devices", 1), "--recipe", folder / "recipe.toml",
-                           "--json"]))
+                           "--devices", way.get("devices", 1), "--accumulation", way.get("accumulation", 1),
+                           "--recompute", str(way.get("checkpoints", False)).lower(),
+                           "--recipe", folder / "recipe.toml", "--json"]))
+    if way.get("python"):
+        name = "Python, release_gradients=True" if way.get("release") else "Python"
+        return next(one["host_bytes"] for one in plan["uses"] if one["with"] == name)
     key = "memory_host_bytes" if way.get("where") == "memory" else "host_bytes"
     return plan[key if way.get("checkpoints") else key + "_without_checkpoints"]
 
 
-def peak(way, device, folder):
+def peak(model, way, device, folder):
     """Of a process that trains plan's recipe: what the kernel counted when it ended."""
     keys = {"data.paths": ROOT / "docs", "data.suffixes": ".md", "data.validation_share": 0.2,
             "data.sequence": way.get("sequence", SEQUENCE), "train.run": folder / "run",
             "train.steps": STEPS, "train.sample_tokens": 0,
-            "train.micro_batch": way.get("batch", BATCH),
+            "train.micro_batch": way.get("batch", BATCH), "train.accumulation": way.get("accumulation", 1),
             "train.precision": way.get("precision", "bf16"), "train.accelerator": "cpu",
             "train.checkpoint_activations": str(way.get("checkpoints", False)).lower(),
             "optimizer.where": way.get("where", "device")}
@@ -83,13 +128,18 @@ def peak(way, device, folder):
         keys[f"device.{index}.path"] = device / str(index)
     words = ["train", folder / "recipe.toml"]
     words += [word for key, value in keys.items() for word in (f"--{key}", value)]
+    words = [SMARTINF, *words]
+    if way.get("python"):
+        (folder / "train.py").write_text(PYTHON, encoding="utf-8")
+        words = [sys.executable, folder / "train.py",
+                 json.dumps(dict(way, config=config(model), device=str(device / "0")))]
     report = folder / "steps.txt"
     with open(report, "w", encoding="utf-8") as out:
-        child = subprocess.Popen([str(SMARTINF), *map(str, words)], stdout=out, stderr=out)
+        child = subprocess.Popen([str(word) for word in words], stdout=out, stderr=out)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode != 0:
-        sys.exit(f"smartinf {' '.join(map(str, words))}: {report.read_text(encoding='utf-8')}")
+        sys.exit(f"{' '.join(map(str, words))}: {report.read_text(encoding='utf-8')}")
     return usage.ru_maxrss * 1024
 
 
@@ -98,7 +148,7 @@ def measured(name, device, machine):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         try:
-            return name, planned(model, way, machine, folder), peak(way, device, folder)
+            return name, planned(model, way, machine, folder), peak(model, way, device, folder)
         finally:
             for index in range(2):
                 shutil.rmtree(device / str(index), ignore_errors=True)

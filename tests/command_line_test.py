@@ -39,7 +39,7 @@ class WrongUsage(unittest.TestCase):
 
     def test_missing_and_superfluous_words(self):
         self.refused("inspect", says="device is required")
-        self.refused("doctor", "extra", says="'extra'")
+        self.refused("doctor", "extra", says="unexpected argument 'extra'")
         self.refused("train", says="no recipe given")
 
     def test_recipe_keys(self):
@@ -85,6 +85,8 @@ class WrongUsage(unittest.TestCase):
         self.refused("calibrate", "--device", ".", "--out", "./none/m.toml", says="--out")
         self.refused("plan", "llama3-8C", says="llama3-8B?")
         self.refused("plan", "llama3-8B", "--machine", "workstation-gen6", says="workstation-gen")
+        self.refused("plan", "llama3-8B", "--hide", "forward", says="smartinf simulate --hide")
+        self.refused("plan", "llama3-8B", "--gpu", "3091", says="RTX3090?")
         good = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
         with tempfile.TemporaryDirectory() as folder:
             machine = pathlib.Path(folder) / "m.toml"
@@ -97,6 +99,13 @@ class WrongUsage(unittest.TestCase):
                 self.assertNotEqual(wrong, good)
                 machine.write_text(wrong, encoding="utf-8")
                 self.refused("plan", "llama3-8B", "--machine", str(machine), says=says)
+
+    def test_a_machine_file_says_what_its_keys_are(self):
+        text = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
+        for key in ("select_passes", "mixed_efficiency", "update_streams"):
+            self.assertRegex(text, rf"(?m)^{key} = \S+ +# \w+")
+        short, whole = (json.loads(run("simulate", "--gpu", gpu, "--json").stdout) for gpu in ("4090", "RTX4090"))
+        self.assertEqual(short, whole)
 
     def test_calibrate_makes_no_directory_for_a_mistyped_one(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -119,6 +128,19 @@ class Help(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done)
             self.assertIn("Examples:", done.stdout, command)
 
+    def test_types_are_named_plainly_and_examples_are_the_commands_own(self):
+        shown = {words: run(*words.split(), "--help").stdout
+                 for words in ("bench", "bench step", "bench scale", "bench traffic", "bench kernels", "plan",
+                               "simulate", "calibrate", "export", "doctor", "reshard")}
+        for command, text in shown.items():
+            self.assertNotRegex(text, r"\b(FLOAT|UINT|INT|TEXT):|:\{| in \[\d", command)
+            self.assertNotRegex(text, r"\d]? *=", command)
+            self.assertIn(f"  smartinf {command.split()[0]}", text.split("Examples:")[-1], command)
+            self.assertNotIn("smartinf train recipes/quickstart", text, command)
+        self.assertRegex(shown["bench step"], r"--params NUMBER \[2e\+08\]")
+        self.assertRegex(shown["bench step"], r"--state-format f32\|bf16\|q8 \[f32\]")
+        self.assertIn("matrix-squares", shown["bench kernels"])
+
     def test_version(self):
         self.assertRegex(run("--version").stdout, r"^\d+\.\d+\.\d+\n$")
 
@@ -137,6 +159,98 @@ class Recipes(unittest.TestCase):
         self.assertEqual(done.stdout, (ROOT / "docs/recipe.md").read_text(encoding="utf-8"))
 
 
+TINY_LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "intermediate_size": 192, "vocab_size": 256, "tie_word_embeddings": True,
+              "rope_theta": 50000.0, "rms_norm_eps": 1e-6}
+MACHINE = ROOT / "machines/workstation-gen4.toml"
+
+
+class Plan(unittest.TestCase):
+    def planned(self, *words, code=0):
+        done = run("plan", *words, "--json")
+        self.assertEqual(done.returncode, code, done)
+        return json.loads(done.stdout), done.stderr
+
+    def test_memory_is_what_the_programs_hold(self):
+        """Weights are not streamed: 16 bits of weight and of gradient for each parameter are on the GPU."""
+        plan, _ = self.planned("llama3-8B", "--gpu", "4090", "--devices", "2", "--seq", "1024", "--batch", "1",
+                               "--with", "train")
+        self.assertFalse(plan["fits"])
+        self.assertGreater(plan["gpu_bytes"], 4 * plan["parameters"])
+        self.assertIn("It does not fit, with smartinf train: GPU memory lacks", plan["verdict"])
+        self.assertIn("a GPU with memory of", plan["buy_next"][0]["what"])
+        plan, _ = self.planned("llama3-8B", "--batch", "1")
+        self.assertTrue(plan["fits"])
+        self.assertEqual(plan["with"], "Python, release_gradients=True")
+        self.assertEqual([one["fits"] for one in plan["uses"]], [False, False, True])
+        self.assertIn("wears the drives out", plan["verdict"])
+        for way in plan["ways"]:
+            self.assertNotIn("hidden", way["way"])
+
+    def test_accumulation(self):
+        one, _ = self.planned("llama3-8B", "--gpu", "H200", "--batch", "1")
+        many, _ = self.planned("llama3-8B", "--gpu", "H200", "--batch", "1", "--accumulation", "16")
+        self.assertGreater(many["tokens_per_s"], 1.5 * one["tokens_per_s"])
+        self.assertGreater(many["drive_life_days"], 1.5 * one["drive_life_days"])
+        self.assertEqual(many["gpu_bytes"] - one["gpu_bytes"], 4 * one["parameters"])
+
+    def test_no_gpu_is_said_as_it_is(self):
+        with tempfile.TemporaryDirectory() as folder:
+            text = MACHINE.read_text(encoding="utf-8").replace(
+                'preset = "RTX4090"', 'name = "none"\npeak_flops = 1e12\nmemory_bytes_per_s = 5e10\n'
+                "link_bytes_per_s = 1e10")
+            machine = pathlib.Path(folder) / "none.toml"
+            machine.write_text(text, encoding="utf-8")
+            shown = run("plan", "llama3-8B", "--machine", str(machine), "--batch", "1").stdout
+            self.assertIn("(no GPU, 4 x", shown)
+            self.assertNotIn("GPU", shown.replace("no GPU", ""))
+
+    def test_recipes_run_or_are_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            recipe = pathlib.Path(folder) / "r.toml"
+            for model, feature in (("qwen3-0.6B", "norms of query and key"),
+                                   ("qwen2.5-0.5B", "biases of query, key and value"),
+                                   ("llama3-1B", "scaled rotary positions"),
+                                   ("llama3-8B", "would not fit")):
+                done = run("plan", model, "--recipe", str(recipe))
+                self.assertEqual(done.returncode, 1, done)
+                self.assertIn(feature, done.stderr)
+                self.assertIn("drives last", done.stdout, "the plan itself is shown")
+                self.assertFalse(recipe.exists())
+            config = pathlib.Path(folder) / "config.json"
+            config.write_text(json.dumps(TINY_LLAMA), encoding="utf-8")
+            machine = ["--machine", str(MACHINE), "--devices", "1", "--seq", "32", "--batch", "2"]
+            for words in (["--method", "baseline"], ["--method", "su"], ["--method", "su+o"],
+                          ["--method", "su+o", "--state-format", "q8", "--accumulation", "2"],
+                          ["--method", "su+o+c", "--recompute", "false"], ["--precision", "f32"]):
+                done = run("plan", str(config), *machine, *words, "--recipe", str(recipe))
+                self.assertEqual(done.returncode, 0, done)
+                self.assertNotIn("hidden", recipe.read_text(encoding="utf-8"))
+                shown = run("train", str(recipe), "--print-config").stdout
+                self.assertRegex(shown, r"rope_base = 50000(\.0)? ")
+                self.assertRegex(shown, r"norm_eps = 1e-0?6 ")
+                if run("train", str(recipe), "--data.paths", "none").stderr.find("built without torch") >= 0:
+                    continue  # this build has no trainer
+                trained = run("train", str(recipe), "--train.steps", "1", "--train.sample_tokens", "0",
+                              "--data.paths", str(ROOT / "docs"), "--data.suffixes", ".md",
+                              "--train.accelerator", "cpu", "--train.run", f"{folder}/run{len(words)}{words[-1]}",
+                              "--device.0.path", f"{folder}/d{len(words)}{words[-1]}",
+                              "--engine.io_size", "1MiB", "--engine.io_depth", "4")
+                self.assertEqual(trained.returncode, 0, trained)
+                self.assertIn("step 1/1  loss ", trained.stdout)
+
+    def test_the_page_has_a_verdict_and_marks(self):
+        with tempfile.TemporaryDirectory() as folder:
+            page = pathlib.Path(folder) / "plan.html"
+            run("plan", "llama3-8B", "--batch", "1", "--html", str(page))
+            text = page.read_text(encoding="utf-8")
+            self.assertIn('<p class="verdict no"><b>It fits, with Python, release_gradients=True.', text)
+            self.assertEqual(text.count('<div class="way best">'), 1)
+            self.assertIn("<b>exact</b>: the same bits", text)
+            self.assertIn("US dollars", text)
+            self.assertRegex(text, r'<td class="no">\d+ days</td>')
+
+
 class Doctor(unittest.TestCase):
     def test_json_has_findings_and_devices(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -149,6 +263,12 @@ class Doctor(unittest.TestCase):
             self.assertEqual(len(report["devices"]), 2)
             self.assertGreater(report["devices"][0]["free_bytes"], 0)
             self.assertEqual(os.listdir(folder), [], "the doctor leaves nothing behind")
+
+    def test_names_that_people_know(self):
+        shown = run("doctor").stdout
+        if "AVX3" in shown:
+            self.assertIn("AVX3 (AVX-512)", shown)
+        self.assertNotRegex(shown, r"ok +wear +not known")
 
     def test_a_file_is_no_device(self):
         done = run("doctor", "--device", __file__)
@@ -235,6 +355,15 @@ class Bench(unittest.TestCase):
         result = self.row("scale", "--devices", "2", "--params", str(1 << 18), "--slow-device", "0.5",
                           "--internal-read", "400MB", "--internal-write", "300MB")
         self.assertNotIn("overlapped_simulated_s", result["rows"][0])
+
+    def test_step_on_its_own_compressed_state_and_on_another_format(self):
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["bench", "step", "--params", "3e5", "--device", folder, "--io-bytes", "1048576", "--io-depth", "2"]
+            done = run(*words, "--compress", "0.02", "--repeat", "2", "--keep")
+            self.assertEqual((done.returncode, done.stderr), (0, ""), "no warning about what it made itself")
+            other = run(*words, "--compress", "0.02", "--repeat", "1", "--state-format", "q8")
+            self.assertEqual(other.returncode, 1)
+            self.assertIn("smartinf reshard --state-format q8", other.stderr)
 
     def test_step_stands_beside_the_simulator(self):
         with tempfile.TemporaryDirectory() as folder:

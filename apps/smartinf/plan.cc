@@ -23,6 +23,9 @@ struct PlanFlags {
   std::string html;
   std::string recipe;
   std::string precision = "bf16";
+  std::string with;
+  uint32_t accumulation = 1;
+  bool recompute = true;
   bool json = false;
 };
 
@@ -56,55 +59,113 @@ void print_json(const sim::Plan& plan) {
     next.push_back(
         {{"what", purchase.what}, {"total_s", purchase.step_s}, {"saved", purchase.saved}});
   }
-  const ordered_json all{
-      {"model", plan.model.name},
-      {"parameters", plan.model.parameters()},
-      {"machine", plan.machine.name},
-      {"fits", plan.fits},
-      {"recommended", best.label},
-      {"gpu_bytes", best.need.gpu_bytes},
-      {"host_bytes", best.need.host_bytes},
-      {"host_bytes_without_checkpoints", best.need.host_bytes_without_checkpoints},
-      {"memory_host_bytes", best.need.memory_host_bytes},
-      {"memory_host_bytes_without_checkpoints", best.need.memory_host_bytes_without_checkpoints},
-      {"device_bytes", best.need.drive_bytes},
-      {"total_s", best.times.total_s},
-      {"tokens_per_s", best.tokens_per_s},
-      {"bound_by", best.times.bound_by},
-      {"drive_life_days", best.drive_life_days},
-      {"cost_per_mtoken", best.cost_per_mtoken},
-      {"ways", ways},
-      {"buy_next", next}};
+  ordered_json uses = ordered_json::array();
+  for (const sim::UseNeed& one : plan.uses) {
+    const auto parts = [](const std::vector<plan::MemoryPart>& all) {
+      ordered_json bytes = ordered_json::object();
+      for (const plan::MemoryPart& part : all) bytes[part.name] = part.bytes;
+      return bytes;
+    };
+    uses.push_back({{"with", sim::use_name(one.use)},
+                    {"fits", one.shortfall.empty()},
+                    {"shortfall", one.shortfall},
+                    {"gpu_bytes", one.need.gpu_bytes},
+                    {"host_bytes", one.need.host_bytes},
+                    {"device_bytes", one.need.drive_bytes},
+                    {"gpu_parts", parts(one.need.gpu_parts)},
+                    {"host_parts", parts(one.need.host_parts)}});
+  }
+  // The host's memory with other settings of train, which cost no question of their own.
+  const auto host_bytes = [&](bool recompute, bool in_memory) {
+    sim::TrainingUse use = plan.use;
+    use.recompute = recompute;
+    use.in_memory = in_memory;
+    return sim::memory_need(plan.model, plan.machine, best.options, use).host_bytes;
+  };
+  const ordered_json all{{"model", plan.model.name},
+                         {"parameters", plan.model.parameters()},
+                         {"machine", plan.machine.name},
+                         {"fits", plan.fits},
+                         {"verdict", sim::plan_verdict(plan)},
+                         {"with", sim::use_name(plan.use)},
+                         {"accumulation", best.options.accumulation},
+                         {"uses", uses},
+                         {"recommended", best.label},
+                         {"gpu_bytes", best.need.gpu_bytes},
+                         {"host_bytes", best.need.host_bytes},
+                         {"host_bytes_without_checkpoints", host_bytes(false, false)},
+                         {"memory_host_bytes", host_bytes(true, true)},
+                         {"memory_host_bytes_without_checkpoints", host_bytes(false, true)},
+                         {"device_bytes", best.need.drive_bytes},
+                         {"total_s", best.times.total_s},
+                         {"tokens_per_s", best.tokens_per_s},
+                         {"bound_by", best.times.bound_by},
+                         {"drive_life_days", best.drive_life_days},
+                         {"cost_per_mtoken", best.cost_per_mtoken},
+                         {"ways", ways},
+                         {"buy_next", next}};
   fmt::print("{}\n", all.dump(2));
 }
 
 void print_plan(const sim::Plan& plan) {
   const sim::Choice& best = plan.choices[plan.recommended];
-  fmt::print("{}: {:.2f} B parameters on {} ({}, {} x {})\n", plan.model.name,
+  const bool gpu = plan.machine.gpu.name != "none";
+  fmt::print("{}: {:.2f} B parameters on {} ({}, {} x {})\n{}\n\n", plan.model.name,
              static_cast<double>(plan.model.parameters()) / 1e9, plan.machine.name,
-             plan.machine.gpu.name, plan.machine.device_count(), plan.machine.devices.front().name);
-  fmt::print("needs  GPU {}, host {}, each device {}\n", base::format_bytes(best.need.gpu_bytes),
-             base::format_bytes(best.need.host_bytes), base::format_bytes(best.need.drive_bytes));
-  if (best.need.host_bytes_without_checkpoints > 0) {
-    fmt::print("       host {} without checkpoint_activations; {} and {} with where = \"memory\"\n",
-               base::format_bytes(best.need.host_bytes_without_checkpoints),
-               base::format_bytes(best.need.memory_host_bytes),
-               base::format_bytes(best.need.memory_host_bytes_without_checkpoints));
+             gpu ? plan.machine.gpu.name : "no GPU", plan.machine.device_count(),
+             plan.machine.devices.front().name, sim::plan_verdict(plan));
+  fmt::print("  {:<32} {:>10} {:>10} {:>10}\n", "memory", gpu ? "GPU" : "", "host", "each drive");
+  const auto row = [&](std::string_view mark, const std::string& name, uint64_t on_gpu,
+                       uint64_t on_host, uint64_t on_drive, const std::string& text) {
+    fmt::print("{} {:<32} {:>10} {:>10} {:>10}  {}\n", mark, name,
+               gpu ? base::format_bytes(on_gpu) : "", base::format_bytes(on_host),
+               base::format_bytes(on_drive), text);
+  };
+  for (const sim::UseNeed& one : plan.uses) {
+    row(sim::use_name(one.use) == sim::use_name(plan.use) ? "*" : " ", sim::use_name(one.use),
+        one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes,
+        one.shortfall.empty() ? "fits" : one.shortfall);
   }
-  fmt::print("{}\n\n", plan.fits ? "it fits" : "IT DOES NOT FIT: " + best.shortfall);
-  fmt::print("  {:<36} {:>9} {:>9} {:>6} {:>10} {:>8}  {}\n", "way", "step", "tokens/s", "exact",
-             "drive life", "cost/Mt", "bound by");
+  row(" ", "there is", plan.machine.gpu.memory_bytes, plan.machine.host.memory_bytes,
+      plan.machine.devices.front().capacity_bytes, "");
+  const auto parts = [](const char* where, const std::vector<plan::MemoryPart>& all) {
+    if (all.empty()) return;
+    fmt::print("  {}:", where);
+    const char* between = " ";
+    for (const plan::MemoryPart& part : all) {
+      if (part.bytes == 0) continue;
+      fmt::print("{}{} {}", between, part.name, base::format_bytes(part.bytes));
+      between = ", ";
+    }
+    fmt::print("\n");
+  };
+  parts("GPU", best.need.gpu_parts);
+  parts("host", best.need.host_parts);
+  fmt::print("\n  {:<24} {:>9} {:>9} {:>6} {:>11} {:>8}  {}\n", "how", "step", "tokens/s", "exact",
+             "drives last", "cost/Mt", "bound by");
   for (size_t i = 0; i < plan.choices.size(); ++i) {
     const sim::Choice& choice = plan.choices[i];
-    fmt::print("{} {:<36} {:>9} {:>9.1f} {:>6} {:>10} {:>8}  {}{}\n",
+    fmt::print("{} {:<24} {:>9} {:>9.1f} {:>6} {:>11} {:>8}  {}{}\n",
                i == plan.recommended ? "*" : " ", choice.label,
                base::format_seconds(choice.times.total_s), choice.tokens_per_s,
-               choice.exact ? "yes" : "no",
-               choice.drive_life_days > 0 ? fmt::format("{:.0f} d", choice.drive_life_days) : "-",
+               choice.exact ? "yes" : "no", sim::drive_life_text(choice.drive_life_days),
                choice.cost_per_mtoken > 0 ? fmt::format("{:.2f}", choice.cost_per_mtoken) : "-",
-               choice.times.bound_by, choice.fits ? "" : " (does not fit)");
+               choice.times.bound_by, choice.fits ? "" : "; does not fit");
   }
-  fmt::print("\nwhat to buy next (for the way marked *)\n");
+  fmt::print("\n");
+  for (const sim::Method method : {sim::Method::kBaseline, sim::Method::kSmart,
+                                   sim::Method::kSmartOver, sim::Method::kSmartComp}) {
+    fmt::print("  {:<9} {}\n", sim::method_name(method), sim::method_meaning(method));
+  }
+  fmt::print(
+      "  exact     the same bits as training with an optimizer state of 32 bit in memory\n"
+      "  cost/Mt   of a million tokens, in the currency of the machine file's prices\n");
+  if (!plan.fits) {
+    fmt::print("\nwhat to buy, for it to fit at all\n");
+    for (const sim::Purchase& purchase : plan.purchases) fmt::print("  {}\n", purchase.what);
+    return;
+  }
+  fmt::print("\nwhat to buy next (saved of the step marked *)\n");
   for (const sim::Purchase& purchase : plan.purchases) {
     fmt::print("  {:>6.1f} %  {}\n", 100 * purchase.saved, purchase.what);
   }
@@ -119,28 +180,43 @@ int run_plan(const PlanFlags& flags) {
   auto question = apply_sim_flags(question_flags);
   if (!question.ok()) return report(question.status(), kExitUsage);
   question->options.value_bytes = flags.precision == "f32" ? 4 : 2;
+  question->options.accumulation = flags.accumulation;
   const auto given = [&](const char* name) { return question_flags.count(name) > 0; };
-  const bool asked = given("method") || given("state-format") || given("hide");
+  const bool asked = given("method") || given("state-format");
+  if (given("hide")) {
+    return report(base::Status(base::ErrorCode::kUnsupported,
+                               "--hide: neither `smartinf train` nor the Python package hides "
+                               "updates yet",
+                               "Ask `smartinf simulate --hide` what it would bring."),
+                  kExitUsage);
+  }
   // Asked for a format only, and nothing there can update: the host does.
   if (!given("method") && !question->machine.can_update()) {
     question->options.method = sim::Method::kBaseline;
   }
-  const auto plan = sim::make_plan(question->model, question->machine, question->options, asked);
+  sim::PlanRequest request;
+  request.options = question->options;
+  request.asked = asked;
+  request.recompute = flags.recompute;
+  if (flags.with == "train") request.program = plan::TrainingProgram::kTrain;
+  if (flags.with == "python") request.program = plan::TrainingProgram::kPython;
+  const auto plan = sim::make_plan(question->model, question->machine, request);
   if (!plan.ok()) return report(plan.status(), kExitUsage);
   if (!flags.html.empty()) {
     const base::Status written = write_text(flags.html, sim::plan_html(*plan));
-    if (!written.ok()) return report(written);
-  }
-  if (!flags.recipe.empty()) {
-    const auto recipe = sim::plan_recipe(*plan);
-    if (!recipe.ok()) return report(recipe.status());
-    const base::Status written = write_text(flags.recipe, *recipe);
     if (!written.ok()) return report(written);
   }
   if (flags.json) {
     print_json(*plan);
   } else {
     print_plan(*plan);
+  }
+  std::fflush(stdout);  // before what may be wrong with the recipe
+  if (!flags.recipe.empty()) {
+    const auto recipe = sim::plan_recipe(*plan);
+    if (!recipe.ok()) return report(recipe.status());
+    const base::Status written = write_text(flags.recipe, *recipe);
+    if (!written.ok()) return report(written);
   }
   return kExitDone;
 }
@@ -161,19 +237,36 @@ void add_plan(CLI::App& app, Run& run) {
   command
       ->add_option(
           "--precision", flags->precision,
-          "Of weights and activations, for the trainer's memory on a machine without a GPU "
-          "and the recipe; seconds stay those of 16 bit")
+          "Type of weights and activations, for memory and the recipe; seconds stay those of 16 "
+          "bit [bf16]")
       ->check(CLI::IsMember({"bf16", "f32"}))
-      ->capture_default_str();
+      ->type_name("bf16|f32");
+  command
+      ->add_option("--with", flags->with,
+                   "Program that trains: `smartinf train` or the Python package [the first that "
+                   "fits]")
+      ->check(CLI::IsMember({"train", "python"}))
+      ->type_name("train|python");
+  command
+      ->add_option("--accumulation", flags->accumulation,
+                   "Micro batches in a step, for tokens/s, cost and drive life [1]")
+      ->check(CLI::Range(1, 1 << 20))
+      ->type_name("N");
+  command
+      ->add_option("--recompute", flags->recompute,
+                   "Whether activations are computed again in backward instead of kept "
+                   "(train.checkpoint_activations) [true]")
+      ->type_name("true|false");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "The machine is workstation-gen4 unless --machine names another or a TOML file. Marked and\n"
-      "recommended is the fastest way that changes no bits, or the one that --method,\n"
-      "--state-format and --hide name.\n\n"
+      "The machine is workstation-gen4 unless --machine names another or a TOML file. Marked (*) "
+      "is\n"
+      "the fastest that changes no bits, or what --method and --state-format name, with the first\n"
+      "program that fits. --batch is the micro batch.\n\n"
       "Examples:\n"
-      "  smartinf plan llama3-8B --machine workstation-gen5 --html plan.html\n"
+      "  smartinf plan llama3-8B --batch 1 --accumulation 64 --html plan.html\n"
       "  smartinf plan ./config.json --machine my.toml --recipe train.toml\n"
-      "  smartinf plan llama3-8B --method su+o+c --ratio 0.02 --recipe train.toml\n"
+      "  smartinf plan llama3-8B --gpu H100 --method su+o+c --ratio 0.02 --recipe train.toml\n"
       "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json");
   command->callback([flags, &run] { run = [flags] { return run_plan(*flags); }; });
 }

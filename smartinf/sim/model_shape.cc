@@ -1,5 +1,6 @@
 #include "smartinf/sim/model_shape.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <span>
@@ -108,6 +109,81 @@ constexpr std::array<std::pair<std::string_view, std::string_view>, 7> kAliases{
     {"bloom-3.0B", "bloom-3B"},
 }};
 
+constexpr const char* kQkvBiases = "biases of query, key and value";
+constexpr const char* kQkNorms = "norms of query and key";
+
+/// What the published models of a family have beside their shape. All llama3 sizes but 8B and 70B
+/// are of releases 3.1 and 3.2, which scale rotary positions.
+void describe_preset(ModelShape& model) {
+  const std::string_view name = model.name;
+  if (name.starts_with("llama3-")) {
+    model.rope_base = 500000;
+    if (name != "llama3-8B" && name != "llama3-70B") {
+      model.beyond_train.push_back("scaled rotary positions (\"llama3\")");
+    }
+  } else if (name.starts_with("qwen2.5-")) {
+    model.rope_base = 1e6;
+    model.norm_eps = 1e-6;
+    model.beyond_train.push_back(kQkvBiases);
+  } else if (name.starts_with("qwen3-")) {
+    model.rope_base = 1e6;
+    model.norm_eps = 1e-6;
+    model.beyond_train.push_back(kQkNorms);
+  } else {
+    model.beyond_train.push_back("another form than Llama's");
+  }
+}
+
+/// The same from a config.json of the Llama form.
+void describe_config(const nlohmann::json& json, std::string_view type, ModelShape& model) {
+  const auto lacks = [&](std::string what) { model.beyond_train.push_back(std::move(what)); };
+  const auto there = [](const nlohmann::json& from, const char* key) {
+    const auto found = from.find(key);
+    return found != from.end() && !found->is_null() ? &*found : nullptr;
+  };
+  const auto number = [&](const nlohmann::json& from, const char* key, double& out) {
+    const nlohmann::json* value = there(from, key);
+    if (value != nullptr && value->is_number()) out = value->get<double>();
+  };
+  const auto is_true = [&](const char* key) {
+    const nlohmann::json* value = there(json, key);
+    return value != nullptr && value->is_boolean() && value->get<bool>();
+  };
+  model.norm_eps = 1e-6;  // where the file does not say, as in LlamaConfig
+  number(json, "rope_theta", model.rope_base);
+  number(json, "rms_norm_eps", model.norm_eps);
+  number(json, "initializer_range", model.init_std);
+  // transformers 5 has both in "rope_parameters"; before, "rope_scaling" stood alone.
+  for (const char* key : {"rope_parameters", "rope_scaling"}) {
+    const nlohmann::json* rope = there(json, key);
+    if (rope == nullptr || !rope->is_object()) continue;
+    number(*rope, "rope_theta", model.rope_base);
+    for (const char* kind : {"rope_type", "type"}) {
+      const nlohmann::json* value = there(*rope, kind);
+      if (value == nullptr || !value->is_string() || *value == "default") continue;
+      lacks(fmt::format("scaled rotary positions (\"{}\")", value->get<std::string>()));
+      break;
+    }
+  }
+  if (type == "qwen2") {
+    lacks(kQkvBiases);
+  } else if (type == "qwen3") {
+    lacks(kQkNorms);
+  } else if (type != "llama" && type != "mistral" && !type.empty()) {
+    lacks(fmt::format("the form of \"{}\"", type));
+  }
+  if (is_true("attention_bias")) lacks("biases in attention");
+  if (is_true("mlp_bias")) lacks("biases in the feed-forward part");
+  const bool windows =
+      there(json, "use_sliding_window") == nullptr || is_true("use_sliding_window");
+  const nlohmann::json* window = there(json, "sliding_window");
+  if (window != nullptr && window->is_number() && windows) lacks("attention in a sliding window");
+  const nlohmann::json* activation = there(json, "hidden_act");
+  if (activation != nullptr && activation->is_string() && *activation != "silu") {
+    lacks(fmt::format("the activation \"{}\"", activation->get<std::string>()));
+  }
+}
+
 }  // namespace
 
 uint64_t ModelShape::layer_parameters() const {
@@ -145,18 +221,21 @@ double ModelShape::head_forward_flops() const {
          static_cast<double>(vocabulary);
 }
 
-uint64_t ModelShape::layer_saved_bytes(uint32_t value_bytes) const {
-  const uint64_t query = heads * head_size;
-  const uint64_t key_value = kv_heads * head_size;
-  // A norm: its input and the normalized value in f32, one factor, the product with its weight.
-  const uint64_t norm = hidden * (8 + value_bytes) + 4;
-  // Query, key and value in one tensor, kept by the value's view; rotated query and key; the
-  // result.
-  const uint64_t attention =
-      value_bytes * (query + 2 * key_value + query + key_value + query) + 4 * heads;
-  // Gate and up in one tensor, what SiLU makes of the gate, the product of both.
-  const uint64_t forward = value_bytes * 4 * feed_forward;
-  return tokens() * (2 * norm + attention + forward);
+plan::TrainingModel ModelShape::training_model() const {
+  plan::TrainingModel model;
+  model.parameters = parameters();
+  model.largest_parameter = hidden * std::max({vocabulary, feed_forward, heads * head_size});
+  model.layers = layers;
+  model.width = hidden;
+  model.heads = heads;
+  model.query_width = heads * head_size;
+  model.kv_width = kv_heads * head_size;
+  model.mlp_width = feed_forward;
+  model.vocabulary = vocabulary;
+  model.tokens = tokens();
+  model.gated = gated;
+  model.tied = tied;
+  return model;
 }
 
 double ModelShape::layer_activation_bytes() const {
@@ -191,6 +270,7 @@ Result<ModelShape> model_preset(std::string_view name) {
     model.tied = preset.tied;
     model.biases = preset.biases;
     model.sequence = preset.sequence;
+    describe_preset(model);
     return model;
   }
   const std::vector<std::string_view> names = model_preset_names();
@@ -273,6 +353,11 @@ Result<ModelShape> model_from_hf_config(std::string_view json_text, std::string_
   model.gated = !old_form;
   model.biases = old_form;
   model.tied = flag("tie_word_embeddings", old_form);
+  if (old_form) {
+    model.beyond_train.push_back("another form than Llama's");
+  } else {
+    describe_config(json, type, model);
+  }
   if (!problem.ok()) return problem;
   SI_RETURN_IF_ERROR(check_model(model).with_context(origin));
   return model;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/plan/training_memory.h"
 
 namespace smartinf::sim {
 
@@ -24,6 +25,12 @@ struct ModelShape {
   bool gated = false;         // SwiGLU: three feed-forward matrices instead of two
   bool tied = true;           // the head is the embedding
   bool biases = true;         // matrices and norms have biases
+  double rope_base = 10000;   // the Llama form only, as the next two
+  double norm_eps = 1e-5;
+  double init_std = 0.02;
+  /// What this model has and `smartinf train` has not ("biases of query, key and value"); empty: a
+  /// recipe can say all of it.
+  std::vector<std::string> beyond_train;
   uint64_t sequence = 1024;
   uint64_t batch = 4;
 
@@ -42,16 +49,8 @@ struct ModelShape {
   /// steps between matrix products move through GPU memory. Source: Korthikanti et al. 2022,
   /// "Reducing Activation Recomputation", section 4.1.
   double layer_activation_bytes() const;
-  /// Bytes that autograd keeps of one layer for backward in smartinf's own trainer on a CPU (the
-  /// Llama form; train/model.cc), without checkpoints. Norms are computed in f32 whatever the type.
-  uint64_t layer_saved_bytes(uint32_t value_bytes) const;
-  /// Bytes that one layer's backward takes beside that: gradients between its feed-forward
-  /// products.
-  uint64_t layer_backward_bytes(uint32_t value_bytes) const {
-    return tokens() * value_bytes * 6 * feed_forward;
-  }
-  /// One checkpoint: the layer's input, 16-bit.
-  uint64_t checkpoint_bytes() const { return 2 * tokens() * hidden; }
+  /// The same for plan::training_memory.
+  plan::TrainingModel training_model() const;
 };
 
 /// Names of all presets, e.g. "gpt2-4.0B".

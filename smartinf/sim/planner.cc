@@ -29,18 +29,20 @@ double written_per_device(const Choice& choice, const Machine& machine) {
          machine.device_count();
 }
 
-void judge_fit(Choice& choice, const Machine& machine) {
-  const auto lacks = [&](const char* where, uint64_t need, uint64_t have) {
-    if (have == 0 || need <= have) return;
-    choice.fits = false;
-    choice.shortfall += fmt::format("{}{} lacks {}", choice.shortfall.empty() ? "" : "; ", where,
-                                    base::format_bytes(need - have));
+/// What does not fit, and by how much; empty: all of it does.
+std::string shortfall_of(const MemoryNeed& need, const Machine& machine) {
+  std::string text;
+  const auto lacks = [&](const std::string& where, uint64_t needed, uint64_t have) {
+    if (have == 0 || needed <= have) return;
+    text += fmt::format("{}{} lacks {}", text.empty() ? "" : "; ", where,
+                        base::format_bytes(needed - have));
   };
-  if (machine.gpu.name != "none") lacks("GPU", choice.need.gpu_bytes, machine.gpu.memory_bytes);
-  lacks("host", choice.need.host_bytes, machine.host.memory_bytes);
+  if (machine.gpu.name != "none") lacks("GPU memory", need.gpu_bytes, machine.gpu.memory_bytes);
+  lacks("host memory", need.host_bytes, machine.host.memory_bytes);
   for (const DeviceGroup& device : machine.devices) {
-    lacks(device.name.c_str(), choice.need.drive_bytes, device.capacity_bytes);
+    lacks(device.name, need.drive_bytes, device.capacity_bytes);
   }
+  return text;
 }
 
 void judge_cost(Choice& choice, const Machine& machine) {
@@ -70,23 +72,36 @@ std::string label_of(const StepOptions& options) {
   std::string label(method_name(options.method));
   if (options.method == Method::kSmartComp) label += fmt::format(" {:.0f} %", 100 * options.ratio);
   label += fmt::format(", {} state", base::state_format_name(options.format));
-  if (options.hidden != Hidden::kNothing) {
-    label += fmt::format(", hidden behind {}", hidden_name(options.hidden));
-  }
   return label;
 }
 
-Result<Choice> try_one(const ModelShape& model, const Machine& machine,
-                       const StepOptions& options) {
+StepOptions options_for(StepOptions options, const TrainingUse& use) {
+  options.weights_stay = true;
+  options.release_gradients = use.release_gradients;
+  options.hidden = Hidden::kNothing;  // neither program hides updates
+  return options;
+}
+
+/// train computes on one GPU.
+std::string beyond(const TrainingUse& use, const Machine& machine) {
+  if (use.program != plan::TrainingProgram::kTrain || machine.gpu.count <= 1) return {};
+  return "smartinf train computes on one GPU";
+}
+
+Result<Choice> try_one(const ModelShape& model, const Machine& machine, const StepOptions& options,
+                       const TrainingUse& use) {
   Choice choice;
-  choice.options = options;
+  choice.options = options_for(options, use);
   choice.label = label_of(options);
-  SI_ASSIGN_OR_RETURN(choice.times, simulate_step(model, machine, options));
-  choice.need = memory_need(model, machine, options);
+  SI_ASSIGN_OR_RETURN(choice.times, simulate_step(model, machine, choice.options));
+  choice.need = memory_need(model, machine, options, use);
   choice.exact = options.format == base::StateFormat::kF32 && options.method != Method::kSmartComp;
   choice.tokens_per_s =
-      static_cast<double>(model.tokens() * machine.gpu.count) / choice.times.total_s;
-  judge_fit(choice, machine);
+      static_cast<double>(model.tokens() * options.accumulation * machine.gpu.count) /
+      choice.times.total_s;
+  choice.shortfall = shortfall_of(choice.need, machine);
+  if (choice.shortfall.empty()) choice.shortfall = beyond(use, machine);
+  choice.fits = choice.shortfall.empty();
   judge_cost(choice, machine);
   return choice;
 }
@@ -106,36 +121,26 @@ std::string escaped(std::string_view text) {
   return out;
 }
 
-/// Horizontal stacked bars of the three phases.
-std::string bars(const std::vector<const Choice*>& choices) {
-  constexpr int kRow = 30;
-  constexpr int kLabel = 300;
-  constexpr int kWidth = 560;
+/// Stacked bars of the three phases, each below or beside its name.
+std::string bars(const Plan& plan) {
+  constexpr double kLongest = 80;  // percent; the rest is for the seconds
   double longest_s = 0;
-  for (const Choice* choice : choices) longest_s = std::max(longest_s, choice->times.total_s);
-  std::string svg =
-      fmt::format("<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"seconds per step\">\n",
-                  kLabel + kWidth + 90, kRow * static_cast<int>(choices.size()) + 8);
-  int y = 4;
-  for (const Choice* choice : choices) {
-    svg += fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>\n", kLabel - 8,
-                       y + 18, escaped(choice->label));
-    double x = kLabel;
-    const StepTimes& times = choice->times;
+  for (const Choice& choice : plan.choices) longest_s = std::max(longest_s, choice.times.total_s);
+  std::string html;
+  for (size_t i = 0; i < plan.choices.size(); ++i) {
+    const StepTimes& times = plan.choices[i].times;
+    html += fmt::format("<div class=\"way{}\"><div>{}{}</div><div class=\"bar\">",
+                        i == plan.recommended ? " best" : "", escaped(plan.choices[i].label),
+                        i == plan.recommended ? " (recommended)" : "");
     for (const auto& [kind, seconds] :
          {std::pair{"f", times.forward_s}, std::pair{"b", times.backward_s},
           std::pair{"u", times.update_s}}) {
-      const double width = kWidth * seconds / longest_s;
-      svg +=
-          fmt::format("<rect class=\"{}\" x=\"{:.1f}\" y=\"{}\" width=\"{:.1f}\" height=\"20\"/>\n",
-                      kind, x, y + 3, width);
-      x += width;
+      html += fmt::format("<span class=\"{}\" style=\"width:{:.1f}%\"></span>", kind,
+                          kLongest * seconds / longest_s);
     }
-    svg += fmt::format("<text x=\"{:.1f}\" y=\"{}\">{}</text>\n", x + 6, y + 18,
-                       base::format_seconds(times.total_s));
-    y += kRow;
+    html += fmt::format("<em>{}</em></div></div>\n", base::format_seconds(times.total_s));
   }
-  return svg + "</svg>\n";
+  return html;
 }
 
 /// The least of 1, 2, 3, 5 times a power of ten (of minutes, from one on) that is not below.
@@ -173,7 +178,8 @@ std::string device_curve(const Plan& plan) {
   const auto x_of = [&](double n) { return kLeft + kWide * (n - 1) / std::max(1.0, most - 1.0); };
   const auto y_of = [&](double s) { return 20 + kHigh * (1 - s / top); };
   std::string svg =
-      "<svg viewBox=\"0 0 740 290\" role=\"img\" aria-label=\"step time by devices\">\n";
+      "<div class=\"scroll\"><svg viewBox=\"0 0 740 290\" role=\"img\" aria-label=\"step time by "
+      "devices\">\n";
   for (int i = 0; i <= rules; ++i) {
     const double s = rule_s * i;
     svg += fmt::format(
@@ -193,34 +199,7 @@ std::string device_curve(const Plan& plan) {
   svg += fmt::format("<polyline class=\"l\" points=\"{}\"/>\n", line);
   svg += fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">devices</text>\n",
                      kLeft + kWide / 2, kHigh + 62);
-  return svg + "</svg>\n";
-}
-
-/// The trainer's process on a machine without a GPU, at its peak. state_bytes: the optimizer's part
-/// of it. Tensors have pages of their own (train/tensor_memory.h), so what is free does not count.
-uint64_t trainer_bytes(const ModelShape& model, const Machine& machine, const StepOptions& options,
-                       uint64_t state_bytes, bool checkpoints) {
-  // Measuring the drives takes this for a while (storage/tuning.cc), before torch has loaded all of
-  // what training needs of it, which process_bytes holds.
-  constexpr uint64_t kTuningBytes = 256 * base::kMiB;
-  constexpr uint64_t kLoadedLaterBytes = 32 * base::kMiB;
-  const uint64_t value_bytes = options.value_bytes;
-  const uint64_t saved = model.layer_saved_bytes(options.value_bytes);
-  const uint64_t backward = model.layer_backward_bytes(options.value_bytes);
-  const uint64_t inputs = model.layers * model.checkpoint_bytes() * value_bytes / 2;
-  const uint64_t kept = checkpoints ? inputs : model.layers * saved;
-  // Backward begins: the logarithms of the chances, and gradients of them and of the logits, in
-  // f32. What the logarithms were made of is gone.
-  const uint64_t loss = kept + model.tokens() * model.vocabulary * 3 * 4;
-  // Then the last layer's, with its values computed once more where they were not kept, and the
-  // head's gradient; ...
-  const uint64_t again = checkpoints ? saved : 0;
-  const uint64_t last = kept + again + backward + value_bytes * model.vocabulary * model.hidden;
-  // ...and the first layer's, with the gradients of all others.
-  const uint64_t first = saved + backward + value_bytes * model.parameters();
-  const uint64_t training =
-      value_bytes * model.parameters() + state_bytes + std::max({loss, last, first});
-  return machine.host.process_bytes + std::max(training, kTuningBytes - kLoadedLaterBytes);
+  return svg + "</svg></div>\n";
 }
 
 /// For each parameter, in this software's error feedback (engine/gradient_compressor.h): the step's
@@ -261,99 +240,183 @@ uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOpt
     gradients = software.gradient_bytes * parameters;
   }
   slots = std::min(slots, base::divide_up(elements, size));
-  return staging + gradients +
-         static_cast<uint64_t>(static_cast<double>(devices * slots * size) * each);
+  const auto buffers =
+      staging + static_cast<uint64_t>(static_cast<double>(devices * slots * size) * each);
+  return gradients + std::min(buffers, kBudgetBytes);
 }
 
 }  // namespace
 
-MemoryNeed memory_need(const ModelShape& model, const Machine& machine,
-                       const StepOptions& options) {
-  MemoryNeed need;
+std::string use_name(const TrainingUse& use) {
+  if (use.program == plan::TrainingProgram::kTrain) return "smartinf train";
+  return use.release_gradients ? "Python, release_gradients=True" : "Python";
+}
+
+MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const StepOptions& options,
+                       const TrainingUse& use) {
+  // Python with torch and transformers beside what the machine file says of a program with torch.
+  constexpr uint64_t kTransformersBytes = 330'000'000;
+  constexpr uint64_t kProcessBytes = 420'000'000;  // where the machine file says nothing
+  // Assumed: CUDA's libraries as a process has them in the host's memory.
+  constexpr uint64_t kCudaHostBytes = 1'500'000'000;
   const Software& software = machine.software;
   const uint64_t parameters = model.parameters();
-  const uint64_t largest =
-      std::max({model.layer_parameters(), model.embedding_parameters(), model.head_parameters()});
-  // Weights of the unit at work and of the next; gradients of one; its activations; checkpoints of
-  // all layers; logits and their gradient in f32.
-  const bool gpu = machine.gpu.name != "none";
-  const uint64_t working =
-      2 * 2 * largest + 2 * largest + static_cast<uint64_t>(model.layer_activation_bytes()) +
-      model.layers * model.checkpoint_bytes() + 2 * 4 * model.tokens() * model.vocabulary;
-  need.gpu_bytes = gpu ? working : 0;
-  const uint64_t subgroup =
-      options.subgroup_elements != 0 ? options.subgroup_elements : software.subgroup_elements;
-  const uint32_t slots = options.slots != 0 ? options.slots : software.slots;
-  const double state = state_bytes_per_parameter(options.optimizer, options.format);
-  const uint64_t elements = share_of(parameters, machine);
-  const auto slot_bytes =
-      static_cast<uint64_t>(static_cast<double>(std::min(subgroup, elements)) * (state + 4));
-  // On the CPU the processors of local drives are in the trainer's process.
-  if (!gpu && model.gated) {
-    const uint64_t engine = engine_bytes(parameters, machine, options);
-    need.host_bytes = trainer_bytes(model, machine, options, engine, true);
-    need.host_bytes_without_checkpoints = trainer_bytes(model, machine, options, engine, false);
-    // Master, momentum and variance, and all gradients once more, in f32.
-    need.memory_host_bytes = trainer_bytes(model, machine, options, 16 * parameters, true);
-    need.memory_host_bytes_without_checkpoints =
-        trainer_bytes(model, machine, options, 16 * parameters, false);
-  } else {
-    need.host_bytes = 2 * parameters + (gpu ? 0 : working);
-  }
-  const bool whole = need.host_bytes_without_checkpoints > 0;
+  const bool python = use.program == plan::TrainingProgram::kPython;
   const bool compressed_here = host_selects(machine, options);
-  if (!whole && compressed_here) {
-    need.host_bytes += kCompressionBytes * parameters;
-  } else if (!whole && !software.gradient_spilled) {
-    need.host_bytes +=
-        options.method == Method::kSmartComp
-            ? static_cast<uint64_t>(4 * options.ratio * static_cast<double>(parameters))
-            : software.gradient_bytes * parameters;
+  plan::TrainingMemoryInput input;
+  input.model = model.training_model();
+  input.program = use.program;
+  input.gpu = machine.gpu.name != "none";
+  input.value_bytes = options.value_bytes;
+  input.recompute = use.recompute;
+  input.accumulation = options.accumulation;
+  input.release_gradients = use.release_gradients;
+  // Master, momentum and variance, and all gradients once more, in f32.
+  input.optimizer_bytes =
+      use.in_memory ? 16 * parameters : engine_bytes(parameters, machine, options);
+  input.process_bytes =
+      machine.host.process_bytes != 0 ? machine.host.process_bytes : kProcessBytes;
+  if (python) input.process_bytes += kTransformersBytes;
+  if (input.gpu) input.process_bytes += kCudaHostBytes;
+  const plan::TrainingMemory memory = plan::training_memory(input);
+  MemoryNeed need;
+  need.gpu_bytes = memory.accelerator_bytes;
+  need.gpu_parts = memory.accelerator;
+  // Of several ranks each has a flat buffer of all weights and a process; they share the rest.
+  const uint64_t more_ranks = python ? machine.gpu.count - 1 : 0;
+  need.host_bytes =
+      memory.host_bytes + more_ranks * (input.value_bytes * parameters + input.process_bytes);
+  need.host_parts = memory.host;
+  if (more_ranks > 0) {
+    need.host_parts.push_back({"the other ranks", need.host_bytes - memory.host_bytes});
   }
-  if (!whole && options.method == Method::kBaseline) need.host_bytes += slots * slot_bytes;
+  const double state = state_bytes_per_parameter(options.optimizer, options.format);
   double kept = 2 * (state + (compressed_here ? kResidualBytes : 0));
   if (software.gradient_spilled && !compressed_here) kept += software.gradient_bytes;
-  need.drive_bytes = static_cast<uint64_t>(kept * static_cast<double>(elements));
+  need.drive_bytes =
+      static_cast<uint64_t>(kept * static_cast<double>(share_of(parameters, machine)));
   return need;
 }
 
+namespace {
+
+bool fits(const ModelShape& model, const Machine& machine, const StepOptions& options,
+          const TrainingUse& use) {
+  return beyond(use, machine).empty() &&
+         shortfall_of(memory_need(model, machine, options, use), machine).empty();
+}
+
+/// Settings, then smaller models, that would make it fit, each alone where one is enough.
+std::vector<std::string> ways_out_of(const Plan& plan, const StepOptions& options) {
+  std::vector<std::string> ways;
+  const Machine& machine = plan.machine;
+  const auto smaller_batch = [&](const TrainingUse& use) -> uint64_t {
+    ModelShape smaller = plan.model;
+    for (uint64_t batch = plan.model.batch; batch >= 1; batch /= 2) {
+      smaller.batch = batch;
+      if (fits(smaller, machine, options, use)) return batch;
+    }
+    return 0;
+  };
+  std::vector<TrainingUse> uses{plan.use};
+  for (const UseNeed& other : plan.uses) {
+    if (use_name(other.use) != use_name(plan.use)) uses.push_back(other.use);
+  }
+  for (TrainingUse use : uses) {
+    for (const bool recompute : {plan.use.recompute, true}) {
+      use.recompute = recompute;
+      const uint64_t batch = smaller_batch(use);
+      if (batch == 0) continue;
+      std::string way = use_name(use);
+      if (use.recompute != plan.use.recompute) way += ", activations computed twice";
+      if (batch != plan.model.batch) way += fmt::format(", a micro batch of {}", batch);
+      ways.push_back(std::move(way));
+      break;
+    }
+  }
+  if (!ways.empty()) return ways;
+  ModelShape smaller = plan.model;
+  smaller.batch = 1;
+  while (smaller.layers > 1 && !fits(smaller, machine, options, uses.back())) --smaller.layers;
+  if (fits(smaller, machine, options, uses.back())) {
+    ways.push_back(
+        fmt::format("{}, a micro batch of 1 and {} of the {} layers ({:.2f} billion "
+                    "parameters)",
+                    use_name(uses.back()), smaller.layers, plan.model.layers,
+                    static_cast<double>(smaller.parameters()) / 1e9));
+  }
+  return ways;
+}
+
+}  // namespace
+
+Status check_train_can(const ModelShape& model) {
+  std::vector<std::string> lacks = model.beyond_train;
+  if (!model.gated && lacks.empty()) lacks.push_back("another form than Llama's");
+  if (model.gated && model.head_size * model.heads != model.hidden) {
+    lacks.push_back(fmt::format("heads of {} that together are not the width", model.head_size));
+  }
+  if (lacks.empty()) return {};
+  return Status(
+      base::ErrorCode::kUnsupported,
+      fmt::format("{} has what `smartinf train` has not: {}", model.name, fmt::join(lacks, ", ")),
+      "Train it from Python (docs/trainer.md), or plan a model of the plain Llama form.");
+}
+
 Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
-                       const StepOptions& base_options, bool asked) {
+                       const PlanRequest& request) {
+  using plan::TrainingProgram;
+  const StepOptions& base_options = request.options;
+  const bool asked = request.asked;
   Plan plan;
   plan.model = model;
   plan.machine = machine;
+  const auto consider_use = [&](TrainingProgram program, bool release) {
+    if (request.program.value_or(program) != program) return;
+    UseNeed one;
+    one.use = {program, release, request.recompute, false};
+    one.need = memory_need(model, machine, base_options, one.use);
+    one.shortfall = shortfall_of(one.need, machine);
+    if (one.shortfall.empty()) one.shortfall = beyond(one.use, machine);
+    plan.uses.push_back(std::move(one));
+  };
+  if (request.program == TrainingProgram::kTrain || check_train_can(model).ok()) {
+    consider_use(TrainingProgram::kTrain, false);
+  }
+  consider_use(TrainingProgram::kPython, false);
+  consider_use(TrainingProgram::kPython, true);
+  const auto fitting = std::find_if(plan.uses.begin(), plan.uses.end(),
+                                    [](const UseNeed& one) { return one.shortfall.empty(); });
+  plan.use = (fitting != plan.uses.end() ? *fitting : plan.uses.front()).use;
   bool can_decompress = true;
   for (const DeviceGroup& device : machine.devices) {
     can_decompress = can_decompress && device.decompress_bytes_per_s > 0;
   }
-  const auto add = [&](Method method, base::StateFormat format, Hidden hidden) -> Status {
+  const auto add = [&](Method method, base::StateFormat format) -> Status {
     StepOptions options = base_options;
     options.method = method;
     options.format = format;
-    options.hidden = hidden;
-    SI_ASSIGN_OR_RETURN(Choice choice, try_one(model, machine, options));
+    SI_ASSIGN_OR_RETURN(Choice choice, try_one(model, machine, options, plan.use));
     plan.choices.push_back(std::move(choice));
     return {};
   };
   using base::StateFormat;
-  SI_RETURN_IF_ERROR(add(Method::kBaseline, StateFormat::kF32, Hidden::kNothing));
+  SI_RETURN_IF_ERROR(add(Method::kBaseline, StateFormat::kF32));
   if (machine.can_update()) {
-    SI_RETURN_IF_ERROR(add(Method::kSmart, StateFormat::kF32, Hidden::kNothing));
+    SI_RETURN_IF_ERROR(add(Method::kSmart, StateFormat::kF32));
     for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
-      SI_RETURN_IF_ERROR(add(Method::kSmartOver, format, Hidden::kNothing));
+      SI_RETURN_IF_ERROR(add(Method::kSmartOver, format));
     }
-    SI_RETURN_IF_ERROR(add(Method::kSmartOver, StateFormat::kF32, Hidden::kForward));
   }
   if (can_decompress) {
-    SI_RETURN_IF_ERROR(add(Method::kSmartComp, StateFormat::kF32, Hidden::kNothing));
+    SI_RETURN_IF_ERROR(add(Method::kSmartComp, StateFormat::kF32));
   }
   const auto is_asked = [&](const Choice& choice) {
     return choice.options.method == base_options.method &&
-           choice.options.format == base_options.format &&
-           choice.options.hidden == base_options.hidden;
+           choice.options.format == base_options.format;
   };
   if (asked && std::none_of(plan.choices.begin(), plan.choices.end(), is_asked)) {
-    SI_RETURN_IF_ERROR(add(base_options.method, base_options.format, base_options.hidden));
+    SI_RETURN_IF_ERROR(add(base_options.method, base_options.format));
   }
   std::stable_sort(plan.choices.begin(), plan.choices.end(), [](const Choice& a, const Choice& b) {
     if (a.fits != b.fits) return a.fits;
@@ -368,6 +431,28 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
   }
   const Choice& best = plan.choices[plan.recommended];
   plan.fits = best.fits;
+  for (UseNeed& one : plan.uses) {
+    one.need = memory_need(model, machine, best.options, one.use);
+    one.shortfall = shortfall_of(one.need, machine);
+    if (one.shortfall.empty()) one.shortfall = beyond(one.use, machine);
+  }
+  if (!plan.fits) {
+    plan.ways_out = ways_out_of(plan, best.options);
+    const auto more = [&](const std::string& what, uint64_t needed, uint64_t have) {
+      if (have == 0 || needed <= have) return;
+      plan.purchases.push_back({fmt::format("{} of {} instead of {}", what,
+                                            base::format_bytes(needed), base::format_bytes(have)),
+                                0, 0});
+    };
+    if (machine.gpu.name != "none") {
+      more("a GPU with memory", best.need.gpu_bytes, machine.gpu.memory_bytes);
+    }
+    more("host memory", best.need.host_bytes, machine.host.memory_bytes);
+    for (const DeviceGroup& device : machine.devices) {
+      more("drives with space", best.need.drive_bytes, device.capacity_bytes);
+    }
+    return plan;
+  }
 
   const auto consider = [&](std::string what, const Machine& changed,
                             const StepOptions& options) -> Status {
@@ -410,32 +495,32 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
 
 Result<std::string> plan_recipe(const Plan& plan) {
   const ModelShape& model = plan.model;
-  if (!model.gated) {
-    return Status(
-        base::ErrorCode::kUnsupported,
-        fmt::format("no recipe for {}: train trains models of the Llama form", model.name),
-        "Plan a llama3-* or qwen* model, or a config.json of that form.");
-  }
-  if (model.head_size * model.heads != model.hidden) {
-    return Status(base::ErrorCode::kUnsupported,
-                  fmt::format("no recipe for {}: {} heads of {} are not its width {}", model.name,
-                              model.heads, model.head_size, model.hidden),
-                  "train needs heads x head size = width.");
+  SI_RETURN_IF_ERROR(check_train_can(model));
+  const TrainingUse train{plan::TrainingProgram::kTrain, false, plan.use.recompute, false};
+  const MemoryNeed need =
+      memory_need(model, plan.machine, plan.choices[plan.recommended].options, train);
+  std::string shortfall = shortfall_of(need, plan.machine);
+  if (shortfall.empty()) shortfall = beyond(train, plan.machine);
+  if (!shortfall.empty()) {
+    return Status(base::ErrorCode::kOutOfMemory,
+                  fmt::format("no recipe: `smartinf train` would not fit: {}", shortfall),
+                  "What else would fit stands in the plan.");
   }
   const Choice& best = plan.choices[plan.recommended];
   std::string text = fmt::format(
       "# {} on {}, as `smartinf plan` recommends: {}, {} a step.\n"
       "# Fill in the data and the path of each device.\n\n"
       "[model]\nlayers = {}\nwidth = {}\nheads = {}\nkv_heads = {}\nmlp_width = {}\n"
-      "vocabulary = {}\ntied_head = {}\n\n",
+      "vocabulary = {}\ntied_head = {}\nrope_base = {}\nnorm_eps = {}\ninit_std = {}\n\n",
       model.name, plan.machine.name, best.label, base::format_seconds(best.times.total_s),
       model.layers, model.hidden, model.heads, model.kv_heads, model.feed_forward, model.vocabulary,
-      model.tied);
+      model.tied, model.rope_base, model.norm_eps, model.init_std);
   text += fmt::format(
       "[data]\npaths = [\"tokens.bin\"]\nsequence = {}\n\n"
-      "[train]\nprecision = \"{}\"\nmicro_batch = {}\ncheckpoint_activations = true\n\n",
+      "[train]\nprecision = \"{}\"\nmicro_batch = {}\naccumulation = {}\n"
+      "checkpoint_activations = {}\n\n",
       model.sequence, plan.choices[plan.recommended].options.value_bytes == 4 ? "f32" : "bf16",
-      model.batch);
+      model.batch, best.options.accumulation, plan.use.recompute);
   const char* rule = best.options.optimizer == Optimizer::kAdam          ? "adamw"
                      : best.options.optimizer == Optimizer::kSgdMomentum ? "sgd"
                                                                          : "adagrad";
@@ -446,84 +531,198 @@ Result<std::string> plan_recipe(const Plan& plan) {
     text += fmt::format("\n[compress]\ncodec = \"topk\"\nratio = {}\nkeep_every = {}\n",
                         best.options.ratio, best.options.keep_every);
   }
-  if (best.options.method == Method::kSmart) text += "\n[engine]\nschedule = \"naive\"\n";
+  const bool spilled =
+      plan.machine.software.gradient_spilled && best.options.method != Method::kSmartComp;
+  if (best.options.method == Method::kSmart || spilled) {
+    text += fmt::format("\n[engine]\n{}{}",
+                        best.options.method == Method::kSmart ? "schedule = \"naive\"\n" : "",
+                        spilled ? "gradient_budget = 0\n" : "");
+  }
   for (uint32_t d = 0; d < plan.machine.device_count(); ++d) {
     text += fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", d);
   }
   return text;
 }
 
+std::string_view method_meaning(Method method) {
+  switch (method) {
+    case Method::kBaseline:
+      return "the host's processor updates; all state crosses the host link both ways";
+    case Method::kSmart:
+      return "each device updates its own share of the state, one part after another";
+    case Method::kSmartOver:
+      return "the same with reading, updating and writing at the same time";
+    case Method::kSmartComp:
+      return "the same with compressed gradients; what is not sent is added to the next gradient";
+  }
+  return "";
+}
+
+std::string drive_life_text(double days) {
+  if (days <= 0) return "-";
+  if (days < 2) return fmt::format("{:.0f} hours", 24 * days);
+  if (days < 730) return fmt::format("{:.0f} days", days);
+  return fmt::format("{:.1f} years", days / 365);
+}
+
+namespace {
+
+std::string soon(double days) {
+  if (days < 2) return fmt::format("in {:.0f} hours", std::max(1.0, 24 * days));
+  if (days < 6) return fmt::format("in {:.0f} days", days);
+  if (days < 10.5) return "in a week";
+  return fmt::format("in {:.0f} weeks", days / 7);
+}
+
+}  // namespace
+
+std::string plan_verdict(const Plan& plan) {
+  const Choice& best = plan.choices[plan.recommended];
+  if (!plan.fits) {
+    std::string text =
+        fmt::format("It does not fit, with {}: {}.", use_name(plan.use), best.shortfall);
+    if (plan.ways_out.empty()) return text + " No setting makes it fit.";
+    return text + fmt::format(" It would fit with {}.", fmt::join(plan.ways_out, "; or with "));
+  }
+  std::string text = fmt::format("It fits, with {}.", use_name(plan.use));
+  for (const UseNeed& other : plan.uses) {
+    if (other.shortfall.empty()) break;
+    text += fmt::format(" ({}: {}.)", use_name(other.use), other.shortfall);
+  }
+  if (best.drive_life_days > 0 && best.drive_life_days < kFewDays) {
+    text += fmt::format(
+        " Training without a pause wears {} out {}: more micro batches in a step (accumulation) or "
+        "a smaller state format write less.",
+        plan.machine.device_count() == 1 ? "the drive" : "the drives", soon(best.drive_life_days));
+  }
+  return text;
+}
+
 std::string plan_html(const Plan& plan) {
   const Choice& best = plan.choices[plan.recommended];
-  std::vector<const Choice*> shown;
-  for (const Choice& choice : plan.choices) shown.push_back(&choice);
   const Machine& machine = plan.machine;
+  const bool gpu = machine.gpu.name != "none";
   std::string html = fmt::format(
       "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
       "<title>{0} on {1}</title>\n<style>\n"
       "body{{font:15px/1.5 system-ui,sans-serif;max-width:980px;margin:2em auto;padding:0 "
       "1em;color:#222}}\n"
-      "table{{border-collapse:collapse;width:100%;font-size:14px}}"
+      ".scroll{{overflow-x:auto}} table{{border-collapse:collapse;width:100%;font-size:14px}}"
       "td,th{{padding:.35em .6em;border-bottom:1px solid #ddd;text-align:right}}"
-      "td:first-child,th:first-child{{text-align:left}} td:nth-child(2){{white-space:nowrap}}\n"
+      "td:first-child,th:first-child,td.text{{text-align:left}}\n"
       "tr.best{{background:#eaf3fb;font-weight:600}} .no{{color:#b3261e}}\n"
-      "svg{{width:100%;height:auto;font-size:13px}} .f{{fill:#a1d99b}} .b{{fill:#9ecae1}} "
-      ".u{{fill:#fdae6b}} .g{{stroke:#e3e3e3}} .l{{fill:none;stroke:#3182bd;stroke-width:2}} "
-      ".dot{{fill:#3182bd}} .now{{fill:#e6550d}}\n"
+      ".verdict{{font-size:17px;border-left:4px solid #31a354;padding:.3em .8em}}"
+      ".verdict.no{{border-color:#b3261e}}\n"
+      ".way{{display:grid;grid-template-columns:15em 1fr;gap:.2em .8em;padding:.25em .4em}}"
+      ".way.best{{background:#eaf3fb;font-weight:600}} .bar{{display:flex;align-items:center}}"
+      ".bar span{{height:20px}} .bar em{{font-style:normal;margin-left:.4em;white-space:nowrap}}\n"
+      "svg{{width:100%;min-width:560px;height:auto;font-size:13px}} .f{{background:#a1d99b}} "
+      ".b{{background:#9ecae1}} .u{{background:#fdae6b}} .g{{stroke:#e3e3e3}} "
+      ".l{{fill:none;stroke:#3182bd;stroke-width:2}} .dot{{fill:#3182bd}} .now{{fill:#e6550d}}\n"
       ".key span{{display:inline-block;width:.9em;height:.9em;margin:0 .3em 0 1em}}\n"
+      "@media (max-width:640px){{.way{{grid-template-columns:1fr}} body{{margin:1em auto}}}}\n"
       "</style></head><body>\n<h1>{0} on {1}</h1>\n",
       escaped(plan.model.name), escaped(machine.name));
+  const bool worn = best.drive_life_days > 0 && best.drive_life_days < kFewDays;
+  html += fmt::format("<p class=\"verdict{}\"><b>{}</b></p>\n", plan.fits && !worn ? "" : " no",
+                      escaped(plan_verdict(plan)));
   html += fmt::format(
-      "<p>{:.2f} billion parameters, {} x {} tokens in a step; {}{}, {} x {}.</p>\n",
-      static_cast<double>(plan.model.parameters()) / 1e9, plan.model.batch, plan.model.sequence,
-      machine.gpu.count > 1 ? fmt::format("{} x ", machine.gpu.count) : "",
-      escaped(machine.gpu.name), machine.device_count(), escaped(machine.devices.front().name));
-  html += plan.fits ? fmt::format(
-                          "<p><b>It fits.</b> Recommended: {}, {} a step, {:.0f} tokens/s, bound "
-                          "by {}.</p>\n",
-                          escaped(best.label), base::format_seconds(best.times.total_s),
-                          best.tokens_per_s, escaped(best.times.bound_by))
-                    : fmt::format("<p class=\"no\"><b>It does not fit:</b> {}.</p>\n",
-                                  escaped(best.shortfall));
-  html += fmt::format(
-      "<h2>Where the bytes lie</h2>\n<table><tr><th></th><th>needed</th><th>there</th></tr>"
-      "<tr><td>GPU</td><td>{}</td><td>{}</td></tr><tr><td>host</td><td>{}</td><td>{}</td></tr>"
-      "<tr><td>each device</td><td>{}</td><td>{}</td></tr></table>\n",
-      base::format_bytes(best.need.gpu_bytes), base::format_bytes(machine.gpu.memory_bytes),
-      base::format_bytes(best.need.host_bytes), base::format_bytes(machine.host.memory_bytes),
-      base::format_bytes(best.need.drive_bytes),
-      base::format_bytes(machine.devices.front().capacity_bytes));
+      "<p>{:.2f} billion parameters; {} of {} sequences of {} tokens in a step; {}, {} x {}.</p>\n",
+      static_cast<double>(plan.model.parameters()) / 1e9,
+      best.options.accumulation == 1 ? "one micro batch"
+                                     : fmt::format("{} micro batches", best.options.accumulation),
+      plan.model.batch, plan.model.sequence,
+      !gpu ? "no GPU"
+           : (machine.gpu.count > 1 ? fmt::format("{} x ", machine.gpu.count) : "") +
+                 escaped(machine.gpu.name),
+      machine.device_count(), escaped(machine.devices.front().name));
+  if (plan.fits) {
+    html += fmt::format("<p>Recommended: {}, {} a step, {:.0f} tokens/s, bound by {}.</p>\n",
+                        escaped(best.label), base::format_seconds(best.times.total_s),
+                        best.tokens_per_s, escaped(best.times.bound_by));
+  }
+  html += "<h2>Memory</h2>\n<div class=\"scroll\"><table><tr><th></th>";
+  if (gpu) html += "<th>GPU</th>";
+  html += "<th>host</th><th>each drive</th><th></th></tr>\n";
+  const auto memory_row = [&](const std::string& name, uint64_t on_gpu, uint64_t on_host,
+                              uint64_t on_drive, const std::string& text, bool marked) {
+    html += fmt::format("<tr{}><td>{}</td>", marked ? " class=\"best\"" : "", escaped(name));
+    if (gpu) html += fmt::format("<td>{}</td>", base::format_bytes(on_gpu));
+    html += fmt::format("<td>{}</td><td>{}</td><td class=\"text{}\">{}</td></tr>\n",
+                        base::format_bytes(on_host), base::format_bytes(on_drive),
+                        text == "fits" || text.empty() ? "" : " no", escaped(text));
+  };
+  for (const UseNeed& one : plan.uses) {
+    memory_row(use_name(one.use), one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes,
+               one.shortfall.empty() ? "fits" : one.shortfall,
+               use_name(one.use) == use_name(plan.use));
+  }
+  memory_row("there is", machine.gpu.memory_bytes, machine.host.memory_bytes,
+             machine.devices.front().capacity_bytes, "", false);
+  html += "</table></div>\n<p>At the peak, with " + escaped(use_name(plan.use)) + ":";
+  const auto parts = [&](const char* where, const std::vector<plan::MemoryPart>& all) {
+    if (all.empty()) return;
+    html += fmt::format(" {}:", where);
+    const char* between = " ";
+    for (const plan::MemoryPart& part : all) {
+      if (part.bytes == 0) continue;
+      html += fmt::format("{}{} {}", between, part.name, base::format_bytes(part.bytes));
+      between = ", ";
+    }
+    html += ".";
+  };
+  parts("GPU", best.need.gpu_parts);
+  parts("host", best.need.host_parts);
   html +=
-      "<h2>Seconds in a step</h2>\n<p class=\"key\"><span class=\"f\" "
-      "style=\"background:#a1d99b\"></span>forward<span "
-      "style=\"background:#9ecae1\"></span>backward"
-      "<span style=\"background:#fdae6b\"></span>update that nothing hides</p>\n";
-  html += bars(shown);
+      "</p>\n<h2>Seconds in a step</h2>\n<p class=\"key\"><span class=\"f\"></span>forward<span "
+      "class=\"b\"></span>backward<span class=\"u\"></span>update</p>\n";
+  html += bars(plan);
   html +=
-      "<table><tr><th>way</th><th>step</th><th>tokens/s</th><th>bound by</th><th>exact</th>"
-      "<th>drives last</th><th>cost / M tokens</th><th></th></tr>\n";
+      "<div class=\"scroll\"><table><tr><th>how</th><th>step</th><th>tokens/s</th><th>bound by</th>"
+      "<th>exact</th><th>drives last</th><th>cost of a million tokens</th><th></th></tr>\n";
   for (size_t i = 0; i < plan.choices.size(); ++i) {
     const Choice& choice = plan.choices[i];
+    const bool few = choice.drive_life_days > 0 && choice.drive_life_days < kFewDays;
     html += fmt::format(
-        "<tr{}><td>{}</td><td>{}</td><td>{:.0f}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td>"
+        "<tr{}><td>{}</td><td>{}</td><td>{:.0f}</td><td>{}</td><td>{}</td><td{}>{}</td><td>{}</td>"
         "<td class=\"no\">{}</td></tr>\n",
         i == plan.recommended ? " class=\"best\"" : "", escaped(choice.label),
         base::format_seconds(choice.times.total_s), choice.tokens_per_s,
-        escaped(choice.times.bound_by), choice.exact ? "yes" : "no",
-        choice.drive_life_days > 0 ? fmt::format("{:.0f} days", choice.drive_life_days) : "-",
+        escaped(choice.times.bound_by), choice.exact ? "yes" : "no", few ? " class=\"no\"" : "",
+        drive_life_text(choice.drive_life_days),
         choice.cost_per_mtoken > 0 ? fmt::format("{:.2f}", choice.cost_per_mtoken) : "-",
-        escaped(choice.shortfall));
+        choice.fits ? "" : "does not fit");
   }
-  html += "</table>\n<h2>More devices</h2>\n" + device_curve(plan);
-  html += "<h2>What to buy next</h2>\n<table><tr><th></th><th>step</th><th>saved</th></tr>\n";
-  for (const Purchase& purchase : plan.purchases) {
-    html +=
-        fmt::format("<tr><td>{}</td><td>{}</td><td>{:.1f} %</td></tr>\n", escaped(purchase.what),
-                    base::format_seconds(purchase.step_s), 100 * purchase.saved);
+  html += "</table></div>\n<ul>\n";
+  for (const Method method :
+       {Method::kBaseline, Method::kSmart, Method::kSmartOver, Method::kSmartComp}) {
+    html += fmt::format("<li><b>{}</b>: {}</li>\n", method_name(method), method_meaning(method));
   }
   html +=
-      "</table>\n<p>Simulated by smartinf; docs/simulator.md says how, and how well.</p>\n"
+      "<li><b>exact</b>: the same bits as training with an optimizer state of 32 bit in memory; "
+      "bf16 "
+      "and q8 round momentum and variance, compression sends a part of each gradient</li>\n";
+  html += fmt::format(
+      "<li><b>drives last</b>: the endurance that they are rated for over what a step writes, "
+      "training without a pause</li>\n<li><b>cost</b>: in the currency of the machine file's "
+      "prices "
+      "(the files that come with smartinf assume US dollars): machine and GPU over {:g} years, "
+      "drives "
+      "over their life, power at {:g} a kWh</li>\n</ul>\n",
+      machine.price.life_years, machine.price.per_kwh);
+  html += "<h2>More devices</h2>\n" + device_curve(plan);
+  html += "<h2>What to buy next</h2>\n";
+  if (!plan.fits) html += "<p>What lacks, before anything makes it faster:</p>\n";
+  html += "<div class=\"scroll\"><table><tr><th></th><th>step</th><th>saved</th></tr>\n";
+  for (const Purchase& purchase : plan.purchases) {
+    html += fmt::format(
+        "<tr><td>{}</td><td>{}</td><td>{}</td></tr>\n", escaped(purchase.what),
+        purchase.step_s > 0 ? base::format_seconds(purchase.step_s) : "-",
+        purchase.step_s > 0 ? fmt::format("{:.1f} %", 100 * purchase.saved) : "to fit at all");
+  }
+  html +=
+      "</table></div>\n<p>Simulated by smartinf; docs/simulator.md says how, and how well.</p>\n"
       "</body></html>\n";
   return html;
 }

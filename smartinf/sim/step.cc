@@ -196,7 +196,7 @@ class StepGraph {
 
   void make_resources() {
     const Gpu& gpu = machine_.gpu;
-    gpu_ = graph_.add_resource("GPU");
+    gpu_ = graph_.add_resource(on_gpu() ? "GPU" : "cores");
     gpu_up_ = graph_.add_resource("GPU link up");
     gpu_down_ = graph_.add_resource("GPU link down");
     host_up_ = graph_.add_resource("host link up");
@@ -278,9 +278,13 @@ class StepGraph {
   /// `subgroup_ready`, when not empty, holds back each unit's fetch until its weights are new.
   TaskIndex forward(TaskIndex start) {
     std::vector<TaskIndex> computed;
+    if (options_.weights_stay && on_gpu()) {
+      start = task(1, "new weights", {fetch_stage(parameters_)}, {start});
+    }
+    start = earlier_passes(start, "forward", &Unit::forward_s);
     TaskIndex fetched = start;
     for (size_t u = 0; u < units_.size(); ++u) {
-      if (on_gpu()) {
+      if (on_gpu() && !options_.weights_stay) {
         const TaskIndex room = u >= kPrefetchLayers ? computed[u - kPrefetchLayers] : start;
         fetched =
             task(1, "fetch " + units_[u].name, {fetch_stage(units_[u].count)}, {fetched, room});
@@ -299,7 +303,28 @@ class StepGraph {
     return computed.back();
   }
 
+  /// Of the micro batches before the last one: computing, one after another.
+  TaskIndex earlier_passes(TaskIndex start, const char* phase, double Unit::*seconds) {
+    const double passes = options_.accumulation - 1.0;
+    if (passes == 0) return start;
+    double each_s = 0;
+    for (const Unit& unit : units_) each_s += unit.*seconds;
+    return task(0, fmt::format("{} of earlier micro batches", phase),
+                {seconds_on(gpu_, passes * each_s)}, {start});
+  }
+
   TaskIndex backward(TaskIndex start) {
+    start = earlier_passes(start, "backward", &Unit::backward_s);
+    const bool together = options_.weights_stay && !options_.release_gradients;
+    if (options_.weights_stay && !together && on_gpu() && options_.accumulation > 1) {
+      // Their gradients go to the host as well, where they are added up.
+      const uint64_t bytes = (options_.accumulation - 1) * whole_gradient_bytes(parameters_);
+      bytes_.gpu_link_up += bytes;
+      start = task(2, "gradients of earlier micro batches",
+                   {Stage(bytes, {{gpu_up_, cost(machine_.gpu.link_bytes_per_s)}}),
+                    Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})},
+                   {start});
+    }
     std::vector<TaskIndex> computed;
     std::vector<TaskIndex> last_write(owners_.size(), start);
     TaskIndex fetched = start;
@@ -308,22 +333,32 @@ class StepGraph {
     for (size_t u = units_.size(); u-- > 0;) {
       const Unit& unit = units_[u];
       const size_t done = computed.size();
-      if (on_gpu()) {
+      if (on_gpu() && !options_.weights_stay) {
         const TaskIndex room = done >= kPrefetchLayers ? computed[done - kPrefetchLayers] : start;
         fetched = task(1, "fetch " + unit.name, {fetch_stage(unit.count)}, {fetched, room});
       }
       const TaskIndex before = computed.empty() ? start : computed.back();
       computed.push_back(task(0, "backward " + unit.name, {seconds_on(gpu_, unit.backward_s)},
                               {fetched, before, machine_.software.offload_waits ? left : kNone}));
-      left = offload(unit, computed.back(), left);
-      for (size_t d = 0; d < owners_.size(); ++d) {
-        last_write[d] = store_gradient(unit, d, left, last_write[d]);
-      }
-      gradient_arrived_[u] = last_write;
+      if (!together) left = hand_over(u, computed.back(), left, last_write);
+    }
+    for (size_t u = units_.size(); together && u-- > 0;) {
+      left = hand_over(u, computed.back(), left, last_write);
     }
     const TaskIndex end = graph_.add_task({}, {computed.back(), left});
     for (const TaskIndex write : last_write) graph_.add_dependency(end, write);
     return end;
+  }
+
+  /// A unit's gradients to the host and to the owners of their state; when they have left the GPU.
+  TaskIndex hand_over(size_t u, TaskIndex computed, TaskIndex left,
+                      std::vector<TaskIndex>& last_write) {
+    left = offload(units_[u], computed, left);
+    for (size_t d = 0; d < owners_.size(); ++d) {
+      last_write[d] = store_gradient(units_[u], d, left, last_write[d]);
+    }
+    gradient_arrived_[u] = last_write;
+    return left;
   }
 
   /// Gradients of a unit: compressed on the GPU if it selects, to the host, into a pinned buffer.
@@ -624,7 +659,7 @@ class StepGraph {
       if (when.end_s <= when.start_s) continue;
       std::string lane_name;
       if (label.lane < 8) {
-        lane_name = kLanes[label.lane];
+        lane_name = label.lane == 0 && !on_gpu() ? "cores" : kLanes[label.lane];
       } else {
         const uint32_t owner = (label.lane - 8) / 4;
         const char* queue = kQueues[(label.lane - 8) % 4];
@@ -757,6 +792,10 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
     return invalid(
         fmt::format("subgroups of {} elements cut the model into more than a million", wanted),
         "Give larger subgroups.");
+  }
+  if (options.accumulation == 0 || options.accumulation > 1'000'000) {
+    return invalid(fmt::format("{} micro batches in a step", options.accumulation),
+                   "Give a number from 1 to a million.");
   }
   if (options.slots > 1024 || machine.software.slots > 1024) {
     return invalid("more than 1024 slots", "Give fewer.");

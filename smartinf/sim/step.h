@@ -54,6 +54,12 @@ struct StepOptions {
   uint32_t slots = 0;              // likewise
   bool trace = false;              // keep spans
   uint32_t value_bytes = 2;        // of the trainer's weights and activations: only for its memory
+  /// As `smartinf train` and the Python package work: all weights stay on the GPU and go there
+  /// once, when they are new, and gradients leave when backward has made all of them. Else as the
+  /// paper's stack: each layer's weights are fetched for its forward and again for its backward.
+  bool weights_stay = false;
+  bool release_gradients = false;  // with weights_stay: each leaves once complete, in every pass
+  uint32_t accumulation = 1;       // with weights_stay: micro batches (ModelShape::batch) in a step
 };
 
 /// Whether gradients are compressed, and on the host's cores instead of the GPU.

@@ -109,7 +109,7 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   }
   memory.host.push_back({"optimizer: buffers and gradients", input.optimizer_bytes});
   if (python && input.release_gradients && accumulates) {
-    memory.host.push_back({"sums of released gradients", weights});
+    memory.host.push_back({"sums of released gradients in f32", 4 * model.parameters});
   }
   memory.host.push_back({"the process itself", input.process_bytes});
   memory.host_bytes =

@@ -591,8 +591,8 @@ std::string plan_verdict(const Plan& plan) {
   }
   if (best.drive_life_days > 0 && best.drive_life_days < kFewDays) {
     text += fmt::format(
-        " Training without a pause wears {} out {}: more micro batches in a step (accumulation) or "
-        "a smaller state format write less.",
+        " Training without a pause wears {} out {}. More micro batches in a step (accumulation) "
+        "wear less; a smaller state format writes less for each token.",
         plan.machine.device_count() == 1 ? "the drive" : "the drives", soon(best.drive_life_days));
   }
   return text;

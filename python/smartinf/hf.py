@@ -69,7 +69,9 @@ class _Maker:
     parameters' names, which groups that Trainer makes do not have."""
 
     def __call__(self, model, args, optimizer_class, options):
-        decaying = set(transformers.Trainer.get_decay_parameter_names(None, model))
+        trainer = trainer_arguments.maker()  # a subclass may have a rule of its own
+        kind = transformers.Trainer if trainer is None else type(trainer)
+        decaying = set(kind.get_decay_parameter_names(trainer, model))
         trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         groups = []
         for decay in (True, False):  # in Trainer's order, so that its checkpoints fit
@@ -116,7 +118,7 @@ class _Watch(transformers.TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
         ours = unwrap(optimizer)
-        if ours is None or not ours._release or "grad_norm" not in (logs or {}):
+        if ours is None or not ours._release or ours.grad_norm is None or "grad_norm" not in (logs or {}):
             return
         # Trainer looked for gradients after they had gone, and found a norm of 0.
         logs["grad_norm"] = ours.grad_norm

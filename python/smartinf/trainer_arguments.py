@@ -15,25 +15,30 @@ _ADVICE = (
 )
 
 
-def check_making(optimizer):
-    """`optimizer` is about to touch its devices. Raises UsageError when Trainer.create_optimizer makes it
-    with other values than its arguments have."""
+def maker():
+    """The Trainer whose create_optimizer() is under way, or None. Trainer hands itself to nobody, so it is
+    looked up where the call comes from."""
     frame = sys._getframe(1)
-    # Trainer hands its arguments to nobody, so they are looked up where it calls from.
     while frame is not None:
         if (
             frame.f_code.co_name == "create_optimizer"
             and frame.f_globals.get("__name__") == "transformers.trainer"
         ):
-            args = frame.f_locals["self"].args
-            different = differences(args, optimizer)
-            if different:
-                raise UsageError(
-                    f"TrainingArguments and the optimizer disagree: {'; '.join(different)}. {_ADVICE}"
-                )
-            check_clipping(args, optimizer)
-            return
+            return frame.f_locals["self"]
         frame = frame.f_back
+    return None
+
+
+def check_making(optimizer):
+    """`optimizer` is about to touch its devices. Raises UsageError when Trainer makes it with other values
+    than its arguments have."""
+    trainer = maker()
+    if trainer is None:
+        return
+    different = differences(trainer.args, optimizer)
+    if different:
+        raise UsageError(f"TrainingArguments and the optimizer disagree: {'; '.join(different)}. {_ADVICE}")
+    check_clipping(trainer.args, optimizer)
 
 
 def differences(args, optimizer):

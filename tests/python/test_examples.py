@@ -40,6 +40,41 @@ def test_trainer(tmp_path):
     example("trainer.py", tmp_path / "device", tmp_path / "out", "--resume")
 
 
+def test_finetune(tmp_path):
+    """A small Llama and its tokenizer from a folder, with every setting of docs/finetune.md."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    tokenizers = pytest.importorskip("tokenizers")
+    text = EXAMPLES / "finetune.py"
+    words = tokenizers.ByteLevelBPETokenizer()
+    words.train([str(text)], vocab_size=300, show_progress=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words._tokenizer)
+    tokenizer.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+
+    def run(*more):
+        places = [tmp_path / name for name in ("model", text, "out", "nvme0", "nvme1")]
+        small = ["--sequence", 32, "--accumulation", 2, "--save-steps", 2, "--gradient-budget", "1MiB"]
+        return example("finetune.py", *places, *small, *more)
+
+    first = run("--steps", 2)
+    norms = [float(norm) for norm in re.findall(r"'grad_norm': '?([0-9.e+-]+)", first)]
+    assert len(norms) == 2
+    assert min(norms) > 0
+    assert any((tmp_path / "out" / "checkpoint-2" / "smartinf").iterdir())
+    resumed = run("--steps", 3, "--resume")
+    assert len(re.findall("'grad_norm'", resumed)) == 1
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
+    assert tuned.dtype == torch.bfloat16
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "final")("import", return_tensors="pt")
+    assert tuned.generate(ids.input_ids, max_new_tokens=4, do_sample=False).shape[1] > ids.input_ids.shape[1]
+
+
 def test_lightning_module(tmp_path):
     """Stopped after 6 steps, resumed on other devices: the losses of the whole run."""
     pytest.importorskip("lightning")

@@ -268,6 +268,18 @@ def test_hf_optimizer_is_what_training_arguments_say(build, tmp_path):
     assert sum(isinstance(c, smartinf.hf.CheckpointCallback) for c in run.callback_handler.callbacks) == 1
 
 
+def test_hf_optimizer_asks_a_subclass_what_decays(tmp_path):
+    class Own(transformers.Trainer):
+        def get_decay_parameter_names(self, model):
+            return ["lm_head.weight"]
+
+    args = arguments(tmp_path / "run")
+    with Own(
+        model=llama(), args=args, **smartinf.hf.optimizer(args, devices=[str(tmp_path / "d")])
+    ).create_optimizer() as made:
+        assert made.param_groups[0]["param_names"] == ["lm_head.weight"]
+
+
 def test_hf_optimizer_refuses_what_training_arguments_decide(tmp_path):
     args = arguments(tmp_path)
     for option, field in (

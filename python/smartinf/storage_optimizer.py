@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 
 import torch
@@ -185,6 +186,7 @@ class StorageOptimizer(torch.optim.Optimizer):
     ):
         _reject_wrapper()
         self._core = None
+        self._turn = threading.Lock()  # held while a step or a hook of backward works with the core
         self._broken = self._begun = self._stepped = self._said_nothing_moves = False
         self._said_nothing_is_clipped = False
         if unknown:
@@ -531,13 +533,14 @@ class StorageOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            self._step()
-        except BaseException as error:
-            self._recover_after(error)
-            raise
-        finally:
-            self._take_receipt()
+        with self._turn:
+            try:
+                self._step()
+            except BaseException as error:
+                self._recover_after(error)
+                raise
+            finally:
+                self._take_receipt()
         return loss
 
     def _step(self):
@@ -783,33 +786,37 @@ class StorageOptimizer(torch.optim.Optimizer):
     def _take_gradient(self, param):
         """The hook of release_gradients: a backward pass has completed the gradient of `param`."""
         i = self._index_of[id(param)]
-        try:
-            if i in self._received:
-                raise UsageError(
-                    f"a second gradient of {self._layout.names[i]} came before step(). Say how many "
-                    "backward passes make a step with accumulation_steps."
-                )
-            gradient = self._host_gradient(i)
-            kept = self._kept.pop(i, None)
-            if kept is not None:
-                gradient = kept.add_(gradient)
-            self._passes[i] = self._passes.get(i, 0) + 1
-            if self._passes[i] < self._accumulation_steps:
-                # In f32: many sums rounded to bf16 would lose what a single pass adds.
-                self._kept[i] = gradient if kept is not None else gradient.to(torch.float32, copy=True)
-            else:
-                self._begin()
-                if self._averaging is not None:
-                    self._averaging.add(i, gradient)
-                else:
-                    self._core.put_gradients(
-                        [self._segment_of[i]], [gradient.data_ptr()], [TYPE_NAMES[gradient.dtype]]
-                    )
-                self._received.add(i)
-        except BaseException as error:
-            self._recover_after(error)
-            raise
+        with self._turn:
+            try:
+                self._take_gradient_of(i, param)
+            except BaseException as error:
+                self._recover_after(error)
+                raise
         param.grad = None
+
+    def _take_gradient_of(self, i, param):
+        if i in self._received:
+            raise UsageError(
+                f"a second gradient of {self._layout.names[i]} came before step(). Say how many "
+                "backward passes make a step with accumulation_steps."
+            )
+        gradient = self._host_gradient(i)
+        kept = self._kept.pop(i, None)
+        if kept is not None:
+            gradient = kept.add_(gradient)
+        self._passes[i] = self._passes.get(i, 0) + 1
+        if self._passes[i] < self._accumulation_steps:
+            # In f32: many sums rounded to bf16 would lose what a single pass adds.
+            self._kept[i] = gradient if kept is not None else gradient.to(torch.float32, copy=True)
+        else:
+            self._begin()
+            if self._averaging is not None:
+                self._averaging.add(i, gradient)
+            else:
+                self._core.put_gradients(
+                    [self._segment_of[i]], [gradient.data_ptr()], [TYPE_NAMES[gradient.dtype]]
+                )
+            self._received.add(i)
 
     def _put_averaged(self, param, within, values):
         segment = self._segment_of[param]

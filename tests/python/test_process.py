@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import smartinf
+from smartinf import open_optimizers
 
 
 def run(code, *args, timeout=600, **kwargs):
@@ -215,3 +216,41 @@ def test_a_forked_child_of_a_killed_process_does_not_hold_the_device(device):
     finally:
         os.kill(child, signal.SIGKILL)
         parent.stdout.close()
+
+
+class Slow:
+    """The core, with a pause in the middle of a step."""
+
+    def __init__(self, core, entered):
+        self.core, self.entered = core, entered
+
+    def __getattr__(self, name):
+        if name == "start_update":
+            self.entered.set()
+            time.sleep(0.3)
+        return getattr(self.core, name)
+
+
+def test_the_end_waits_for_a_step_of_another_thread(device):
+    """As of a daemon thread, when the interpreter ends: the core is not taken away from under it."""
+    param = torch.nn.Parameter(torch.zeros(1000))
+    param.grad = torch.ones_like(param)
+    optimizer = smartinf.AdamW([param], devices=[device])
+    entered, raised = threading.Event(), []
+    optimizer._core = Slow(optimizer._core, entered)
+
+    def work():
+        try:
+            optimizer.step()
+            optimizer.step()
+        except smartinf.Error as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert entered.wait(60)
+    open_optimizers.close_all()
+    thread.join()
+    assert [str(error) for error in raised if "closed" not in str(error)] == []
+    again = smartinf.AdamW([param], devices=[device], resume=True)
+    assert again._lineage.updates >= 1

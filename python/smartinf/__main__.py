@@ -1,4 +1,4 @@
-"""`python -m smartinf COMMAND`: import-ds-config and torch-state here, everything else the smartinf command."""
+"""`python -m smartinf COMMAND`: import-ds-config and torch-state here, all else the smartinf command."""
 
 import os
 import shutil

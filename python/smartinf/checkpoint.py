@@ -153,7 +153,8 @@ class Stored:
             return MismatchError(
                 f"{self.folder} was written before checkpoints had checksums (index.json beside safetensors "
                 "files), and this version does not read that form. Load it with the version of smartinf that "
-                "wrote it, save full_state_dict() there with torch.save, and give that to load_state_dict() here."
+                "wrote it, save full_state_dict() there with torch.save, and give that to load_state_dict() "
+                "here."
             )
         advice = error.advice if "beside it" in error.advice else "Use the one before it."
         return DeviceError(

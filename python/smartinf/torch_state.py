@@ -56,7 +56,8 @@ def write(folder, out):
         os.replace(partial, out)
     except OSError as error:
         raise DeviceError(f"{out} cannot be written: {error.strerror}") from error
-    return f"{out}: update {stored.lineage.updates}, {len(state)} of {len(stored.parameters)} parameters with state"
+    count = len(stored.parameters)
+    return f"{out}: update {stored.lineage.updates}, {len(state)} of {count} parameters with state"
 
 
 def _saved_groups(path):
@@ -82,5 +83,7 @@ def _numbers(stored, groups):
             by_name[names[i] if names else f"group{g}.param{i}"] = number
     missing = [name for name, _ in stored.parameters if name not in by_name]
     if missing:
-        raise MismatchError(f"the saved parameter groups do not name {missing[0]}, which the checkpoint holds")
+        raise MismatchError(
+            f"the saved parameter groups do not name {missing[0]}, which the checkpoint holds"
+        )
     return [by_name[name] for name, _ in stored.parameters]

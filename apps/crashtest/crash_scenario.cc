@@ -156,6 +156,10 @@ Status Scenario::verify(uint32_t device, uint32_t subgroup, std::span<const std:
   return Status();
 }
 
+bool Scenario::stays_in_memory(uint32_t device, uint32_t subgroup) const {
+  return base::mix_seed(options_.seed, 1000 + device * kSubgroups + subgroup) % 2 == 0;
+}
+
 Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
   BlockStore& store = *devices_[device].store;
   store.begin_step(step);
@@ -165,14 +169,20 @@ Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
   for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
     if (rests(subgroup, step) && !garbage) continue;
     const storage::StoredSubgroup& stored = store.layout().subgroups[subgroup];
-    auto buffer = base::AlignedBuffer::allocate(store.extent_bytes(stored.id));
-    SI_RETURN_IF_ERROR(buffer.status());
-    buffers.push_back(std::move(*buffer));
-    const std::span<std::byte> bytes = buffers.back().bytes();
+    InMemory passing;
+    const bool stays = stays_in_memory(device, subgroup);
+    InMemory& here = stays ? devices_[device].in_memory[subgroup] : passing;
+    if (here.buffer.size() == 0) {
+      SI_ASSIGN_OR_RETURN(here.buffer,
+                          base::AlignedBuffer::allocate(store.extent_bytes(stored.id)));
+    }
+    const std::span<std::byte> bytes = here.buffer.bytes();
     if (step > 0) {
-      SI_RETURN_IF_ERROR(read(device, stored.id, bytes));
+      if (!here.current) SI_RETURN_IF_ERROR(read(device, stored.id, bytes));
       SI_RETURN_IF_ERROR(verify(device, subgroup, bytes));
     }
+    here.current = !garbage;  // garbage is taken back
+    if (!stays) buffers.push_back(std::move(here.buffer));
     const bool kept = keeps(step) || garbage;
     for (uint32_t plane = 0; plane < kPlanes; ++plane) {
       auto* values =
@@ -265,6 +275,7 @@ void Scenario::run(uint64_t cut_events) {
 }
 
 void Scenario::settle(storage::CutFate fate, uint64_t seed) {
+  for (Device& device : devices_) device.in_memory.clear();
   for (uint32_t device = 0; device < options_.devices; ++device) {
     disks_[device].settle(fate, base::mix_seed(seed, device));
   }

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
 #include "smartinf/storage/block_store.h"
@@ -21,12 +23,14 @@ struct ScenarioOptions {
   uint32_t devices = 3;
   uint32_t steps = 4;
   uint64_t elements = 1500;  // of each device's larger subgroup
-  uint64_t seed = 1;         // of the order of completions and of what a cut leaves
+  /// Of the order of completions, of what a cut leaves, and of which subgroups stay in memory.
+  uint64_t seed = 1;
   CommitFlaw flaw = CommitFlaw::kNone;
 };
 
 /// One life of a run: create, steps (some taken back and made again), power cut, recovery, one more
-/// step. The update is a toy with the shape of the real one: read, verify, change, seal, write.
+/// step. The update is a toy with the shape of the real one: read (or have it in memory, as with a
+/// state cache), verify, change, seal, write.
 class Scenario {
  public:
   explicit Scenario(const ScenarioOptions& options);
@@ -47,9 +51,16 @@ class Scenario {
   void set_disks(const std::vector<storage::MemoryDisk>& disks) { disks_ = disks; }
 
  private:
+  /// A subgroup as a write left it; not current when that was taken back.
+  struct InMemory {
+    base::AlignedBuffer buffer;
+    bool current = false;
+  };
   struct Device {
     std::unique_ptr<storage::BlockStore> store;
+    std::map<uint32_t, InMemory> in_memory;  // by subgroup; goes when the power does
   };
+  bool stays_in_memory(uint32_t device, uint32_t subgroup) const;
   storage::Container container(uint32_t device);
   storage::StoreLayout layout(uint32_t device) const;
   uint32_t element(uint32_t device, uint32_t subgroup, uint32_t plane, uint64_t index,

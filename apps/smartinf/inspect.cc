@@ -106,9 +106,7 @@ void print_contents(const InspectFlags& flags, const Contents& contents) {
                                      store.superblock_copies_damaged, store.superblock_copies));
   }
   if (state.torn) {
-    print_line("step",
-               "none: a crash fell into a step, and durability \"none\" keeps nothing to go "
-               "back to");
+    print_line("step", fmt::format("none: {}", storage::kTornState));
   } else if (!state.initialized) {
     print_line("step", state.copied_step == 0
                            ? "none: its creation was interrupted; the next run starts over"

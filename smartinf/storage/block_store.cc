@@ -1,8 +1,10 @@
 #include "smartinf/storage/block_store.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <ctime>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -24,7 +26,8 @@ using base::StepNumber;
 constexpr std::chrono::milliseconds kMetadataWait{100};
 
 bool is_write(const SubgroupIo& io) {
-  return io.op == SubgroupIo::Op::kWrite || io.op == SubgroupIo::Op::kWriteGradient;
+  return io.op == SubgroupIo::Op::kWrite || io.op == SubgroupIo::Op::kWriteGradient ||
+         io.op == SubgroupIo::Op::kFlush;
 }
 bool is_gradient(const SubgroupIo& io) {
   return io.op == SubgroupIo::Op::kReadGradient || io.op == SubgroupIo::Op::kWriteGradient;
@@ -108,6 +111,7 @@ Status BlockStore::allocate() {
     }
   }
   sealed_.resize(blocks);
+  held_.resize(sealed_first_.size());
   return Status();
 }
 
@@ -342,13 +346,11 @@ Status BlockStore::read_table(StepNumber step, uint64_t bytes, uint64_t expected
 Status BlockStore::recover_to(StepNumber step) {
   SI_CHECK(phase_ == StepPhase::kUnrecovered, "recover_to comes once, after open");
   if (!state().initialized) {
-    return Status(
-        ErrorCode::kFailedPrecondition,
-        superblock_.in_place_step != 0
-            ? "a crash fell into a step, and durability \"none\" keeps nothing to go back to"
-            : "the device's creation was interrupted",
-        "Delete the device's state and start over, or restore a checkpoint.",
-        base::ErrorPlace{container_.file_path, {}, {}, 0});
+    return Status(ErrorCode::kFailedPrecondition,
+                  superblock_.in_place_step != 0 ? std::string(kTornState)
+                                                 : "the device's creation was interrupted",
+                  "Delete the device's state and start over, or restore a checkpoint.",
+                  base::ErrorPlace{container_.file_path, {}, {}, 0});
   }
   const bool to_prepared = step == superblock_.prepared_step;
   if (!to_prepared && step != superblock_.committed_step) {
@@ -429,11 +431,52 @@ void BlockStore::begin_table(StepNumber step) {
   std::memcpy(image.data(), current.data(), geometry_.table_records_bytes());
 }
 
-void BlockStore::note_written_planes(const SubgroupIo& io) {
-  const size_t subgroup = geometry_.index_of(io.subgroup);
-  const bool fresh = superblock_.phase == Phase::kCreating;
+Status BlockStore::begin_writing() {
+  SI_CHECK(phase_ == StepPhase::kWriting, "a write before begin_step");
+  if (step_written_) return Status();
+  step_written_ = true;
+  if (durable() || superblock_.phase == Phase::kCreating) return Status();
+  // From here on the old state is being overwritten; after a crash it must not be taken for one.
+  superblock_.in_place_step = step_;
+  Status written = write_superblock(false);
+  if (!written.ok()) step_failure_ = written;
+  return written;
+}
+
+Status BlockStore::hold(base::SubgroupId id, uint32_t plane_mask) {
+  SI_CHECK(!durable(), "planes held in memory are of no durable step");
+  SI_CHECK(superblock_.phase != Phase::kCreating, "a store's first step is on the drive");
+  SI_RETURN_IF_ERROR(begin_writing());
+  note_written_planes(geometry_.index_of(id), plane_mask, true);
+  return Status();
+}
+
+Status BlockStore::finish_flush() {
+  SI_CHECK(phase_ == StepPhase::kIdle && writes_open_ == 0, "a flush within a step");
+  SI_CHECK(held_count_ == 0, "planes that are held were not flushed");
+  if (superblock_.in_place_step == 0) return Status();
+  const StepNumber before = std::exchange(superblock_.in_place_step, 0);
+  Status written = write_superblock(false);
+  if (!written.ok()) superblock_.in_place_step = before;
+  return written;
+}
+
+void BlockStore::forget_held(size_t subgroup, uint32_t plane_mask) {
   for (size_t plane = 0; plane < geometry_.planes(); ++plane) {
-    if ((io.plane_mask >> plane & 1u) == 0) continue;
+    if ((plane_mask >> plane & 1u) == 0) continue;
+    held_count_ -= std::exchange(held_[subgroup * geometry_.planes() + plane], uint8_t{0});
+  }
+}
+
+void BlockStore::note_written_planes(size_t subgroup, uint32_t plane_mask, bool held) {
+  const bool fresh = superblock_.phase == Phase::kCreating;
+  forget_held(subgroup, plane_mask);
+  for (size_t plane = 0; plane < geometry_.planes(); ++plane) {
+    if ((plane_mask >> plane & 1u) == 0) continue;
+    if (held) {
+      held_[subgroup * geometry_.planes() + plane] = 1;
+      ++held_count_;
+    }
     PlaneRecord written = record(step_, subgroup, plane);
     const uint32_t current = fresh ? 0 : record(superblock_.committed_step, subgroup, plane).slot;
     written.step = step_;
@@ -447,24 +490,21 @@ void BlockStore::start(SubgroupIo& io) {
   const size_t subgroup = geometry_.index_of(io.subgroup);
   SI_CHECK(reinterpret_cast<uintptr_t>(io.buffer.data()) % base::kIoAlignment == 0,
            "a transfer's buffer must be aligned to kIoAlignment");
-  SI_CHECK(io.buffer.size() >= (is_gradient(io) ? geometry_.gradient_bytes(subgroup)
-                                                : geometry_.extent_bytes(subgroup)),
-           "a transfer's buffer is smaller than the subgroup");
+  uint64_t needed_bytes = geometry_.gradient_bytes(subgroup);
+  if (!is_gradient(io)) {
+    const uint32_t last = std::bit_width(io.plane_mask);
+    needed_bytes = geometry_.plane_offset(subgroup, std::min<size_t>(last, geometry_.planes()));
+  }
+  SI_CHECK(io.buffer.size() >= needed_bytes, "a transfer's buffer is smaller than its planes");
   io.status = Status();
   io.next_offset_bytes = 0;
   io.transfers_in_flight = 0;
   io.all_started = false;
   if (io.op == SubgroupIo::Op::kWrite && phase_ != StepPhase::kRehearsal) {
-    SI_CHECK(phase_ == StepPhase::kWriting, "a write before begin_step");
-    if (!durable() && !step_written_ && superblock_.phase != Phase::kCreating) {
-      // From here on the old state is being overwritten; after a crash it must not be taken for
-      // one.
-      superblock_.in_place_step = step_;
-      io.status = write_superblock(false);
-      if (!io.status.ok()) step_failure_ = io.status;
-    }
-    step_written_ = true;
-    note_written_planes(io);
+    io.status = begin_writing();
+    note_written_planes(subgroup, io.plane_mask, false);
+  } else if (io.op == SubgroupIo::Op::kFlush) {
+    SI_CHECK(phase_ == StepPhase::kIdle && !durable(), "a flush within a step");
   } else if (io.op == SubgroupIo::Op::kRead) {
     SI_CHECK(phase_ != StepPhase::kUnrecovered && superblock_.phase != Phase::kCreating,
              "a read before there is a committed step");
@@ -579,7 +619,11 @@ void BlockStore::finish_if_done(SubgroupIo& io) {
   if (!io.all_started || io.transfers_in_flight > 0) return;
   if (is_write(io)) {
     --writes_open_;
-    if (!io.status.ok() && step_failure_.ok()) step_failure_ = io.status;
+    if (io.op == SubgroupIo::Op::kFlush) {
+      if (io.status.ok()) forget_held(geometry_.index_of(io.subgroup), io.plane_mask);
+    } else if (!io.status.ok() && step_failure_.ok()) {
+      step_failure_ = io.status;
+    }
   } else {
     --reads_open_;
   }
@@ -834,7 +878,7 @@ Status BlockStore::commit(StepNumber step) {
   superblock_.committed_table_bytes = superblock_.prepared_table_bytes;
   superblock_.committed_table_checksum = superblock_.prepared_table_checksum;
   superblock_.phase = Phase::kComplete;
-  superblock_.in_place_step = 0;
+  superblock_.in_place_step = held_count_ > 0 ? step : 0;
   // All devices have prepared the step, so recovery finds it whether this superblock arrives or not
   // (docs/format.md): it needs no sync, and its failure is not the step's. The first one is
   // synced, because from then on create() must refuse to start over.

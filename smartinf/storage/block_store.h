@@ -32,6 +32,7 @@ class BlockStore final : public Store {
   const std::string& path() const override { return container_.path; }
   std::string_view ring_name() const override { return ring_name_; }
   StoreState state() const override;
+  Durability durability() const override { return options_.durability; }
   std::string blob() const override;
   base::Status recover_to(base::StepNumber step) override;
 
@@ -49,6 +50,8 @@ class BlockStore final : public Store {
                             std::span<const std::byte> bytes) const override;
   void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
                   std::span<const std::byte> bytes) override;
+  base::Status hold(base::SubgroupId subgroup, uint32_t plane_mask) override;
+  base::Status finish_flush() override;
   void begin_step(base::StepNumber step) override;
   base::Status prepare(base::StepNumber step, const std::string& blob) override;
   base::Status commit(base::StepNumber step) override;
@@ -128,7 +131,9 @@ class BlockStore final : public Store {
   void finish_if_done(SubgroupIo& io);
   base::Status step_queue(std::chrono::nanoseconds wait);
   base::Status drain(bool writes_only);
-  void note_written_planes(const SubgroupIo& io);
+  base::Status begin_writing();
+  void note_written_planes(size_t subgroup, uint32_t plane_mask, bool held);
+  void forget_held(size_t subgroup, uint32_t plane_mask);
 
   Container container_;
   StoreOptions options_;
@@ -146,6 +151,8 @@ class BlockStore final : public Store {
   base::Status step_failure_;           // of a write of the step in progress
   std::vector<uint8_t> sealed_;         // of the step in progress, per block of each plane
   std::vector<uint64_t> sealed_first_;  // per subgroup and plane: its first entry in sealed_
+  std::vector<uint8_t> held_;           // per subgroup and plane: hold() keeps it in memory
+  uint64_t held_count_ = 0;
 
   base::AlignedBuffer tables_;         // kTablePlaces images
   base::AlignedBuffer superblock_io_;  // kSuperblockCopies images

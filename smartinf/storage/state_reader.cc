@@ -34,9 +34,8 @@ Result<std::unique_ptr<StateReader>> StateReader::open(const std::string& path, 
   reader->superblock_ = found.superblock;
   reader->state_ = state_of(found.superblock);
   if (reader->state_.torn) {
-    return Status(ErrorCode::kFailedPrecondition,
-                  "a crash fell into a step, and durability \"none\" keeps nothing to go back to",
-                  "Restore a checkpoint.", base::ErrorPlace{path, {}, {}, 0});
+    return Status(ErrorCode::kFailedPrecondition, std::string(kTornState), "Restore a checkpoint.",
+                  base::ErrorPlace{path, {}, {}, 0});
   }
   if (!reader->state_.initialized) {
     const Status why = interrupted_creation(reader->state_);

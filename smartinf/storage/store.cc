@@ -104,9 +104,7 @@ Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
   for (const StoreState& device : devices) {
     if (device.torn) {
       return Status(ErrorCode::kFailedPrecondition,
-                    fmt::format("a crash fell into a step of device {}, and durability \"none\" "
-                                "keeps nothing to go back to",
-                                device.device_index),
+                    fmt::format("device {}: {}", device.device_index, kTornState),
                     "Delete the state and start over.");
     }
     unfinished = unfinished || !device.initialized;

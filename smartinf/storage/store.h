@@ -14,6 +14,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "smartinf/base/ids.h"
@@ -77,11 +78,17 @@ struct StoreOptions {
 /// Moves whole subgroups or single planes between a slot's buffer and the drive. Owned by the
 /// caller and not moved while in flight; reusable after completion.
 struct SubgroupIo {
-  enum class Op : uint8_t { kRead, kWrite, kReadGradient, kWriteGradient };
+  enum class Op : uint8_t {
+    kRead,
+    kWrite,
+    kReadGradient,
+    kWriteGradient,
+    kFlush,  // between steps: writes planes that hold() kept in memory
+  };
   Op op = Op::kRead;
   base::SubgroupId subgroup;
-  /// The slot's memory: Store::extent_bytes(subgroup), planes at Store::plane_offset. For gradients
-  /// count * gradient_spill_bytes, rounded up to kIoAlignment.
+  /// The slot's memory, planes at Store::plane_offset, up to the end of the last one that takes
+  /// part. For gradients count * gradient_spill_bytes, rounded up to kIoAlignment.
   std::span<std::byte> buffer;
   uint32_t plane_mask = ~0u;  // bit i: the i-th plane of the layout takes part
   void* owner = nullptr;      // the caller's own
@@ -106,9 +113,15 @@ struct StoreState {
   bool initialized = false;            // false: creation was interrupted, start over
   bool complete = false;               // its first step is committed, not prepared only
   base::StepNumber copied_step = 0;    // of StoreLayout
-  /// Durability kNone only: a crash fell into a step, and nothing that can be used is left.
+  /// Durability kNone only: a crash fell into a step, or the process ended before it wrote what it
+  /// held in memory, and nothing that can be used is left.
   bool torn = false;
 };
+
+/// What to say of a torn state.
+inline constexpr std::string_view kTornState =
+    "a crash fell into a step, or its state was in memory only, and durability \"none\" keeps "
+    "nothing to go back to";
 
 /// Threads: one thread drives I/O and steps (begin_step, start, poll, prepare, commit, take_back).
 /// verify_block and seal_block are safe from any thread, for different blocks at once, between
@@ -116,9 +129,9 @@ struct StoreState {
 class Store {
  public:
   /// Makes a store in a directory (made if missing) or on a block device, reserves all its space
-  /// and locks it. It is initialized once prepare and commit of its first step have succeeded. Errors:
-  /// kAlreadyExists (holds another run: named), kNoSpace (with what is needed and free), kBusy,
-  /// kInvalidArgument (path is a plain file, ...), kIo.
+  /// and locks it. It is initialized once prepare and commit of its first step have succeeded.
+  /// Errors: kAlreadyExists (holds another run: named), kNoSpace (with what is needed and free),
+  /// kBusy, kInvalidArgument (path is a plain file, ...), kIo.
   static base::Result<std::unique_ptr<Store>> create(const std::string& path,
                                                      const StoreLayout& layout,
                                                      StoreOptions options);
@@ -138,6 +151,8 @@ class Store {
   virtual const std::string& path() const = 0;
   virtual std::string_view ring_name() const = 0;
   virtual StoreState state() const = 0;
+  /// What the store was made with, whatever it was opened with.
+  virtual Durability durability() const = 0;
   /// The client's blob of the committed step (at most kBlobBytesMax), as given to prepare().
   virtual std::string blob() const = 0;
   static constexpr uint64_t kBlobBytesMax = 64 * 1024;
@@ -172,6 +187,15 @@ class Store {
   /// on, every block of a plane that is written must be sealed before prepare().
   virtual void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
                           std::span<const std::byte> bytes) = 0;
+  /// Durability kNone only: the new contents of these planes stay in the caller's memory in the
+  /// step in progress. To the step they are written (and sealed), but the drive has older ones
+  /// until a kFlush, and until finish_flush() whoever opens the store finds it torn. To be called
+  /// before that memory is changed: from then on the step cannot be taken back.
+  virtual base::Status hold(base::SubgroupId subgroup, uint32_t plane_mask) = 0;
+  /// Between steps, when kFlush has written all that was held: the store says that it holds the
+  /// committed step.
+  virtual base::Status finish_flush() = 0;
+
   /// Says that the step in progress will be `step`; seals carry it. Once before the first write:
   /// committed_step + 1; after create() any step: 0 of a new run, or the one of the state that is
   /// copied here (the same on all devices).
@@ -182,7 +206,8 @@ class Store {
   /// After a failure the step must be taken back.
   virtual base::Status prepare(base::StepNumber step, const std::string& blob) = 0;
   /// Makes the prepared step the current one. Only after all devices of the run have prepared it:
-  /// from then on it is decided, so this does not fail but for a store's first step, and needs no sync.
+  /// from then on it is decided, so this does not fail but for a store's first step, and needs no
+  /// sync.
   virtual base::Status commit(base::StepNumber step) = 0;
   /// Forgets what was written for `step`, prepared or not; durable when it returns. After a failure
   /// no device of the run may go on. With durability kNone impossible once something was written.

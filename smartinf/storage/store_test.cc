@@ -99,8 +99,9 @@ class StoreTest : public ::testing::TestWithParam<RingKind> {
     return io.status;
   }
 
-  Status write(SubgroupId id, uint64_t seed, uint32_t mask = ~0u) {
-    const auto buffer = base::AlignedBuffer::allocate(store_->extent_bytes(id));
+  /// New contents of planes, sealed for the step in progress.
+  base::AlignedBuffer contents(SubgroupId id, uint64_t seed, uint32_t mask = ~0u) {
+    auto buffer = base::AlignedBuffer::allocate(store_->extent_bytes(id));
     for (size_t plane = 0; plane < layout_.planes.size(); ++plane) {
       if ((mask >> plane & 1u) == 0) continue;
       fill(buffer->bytes().subspan(store_->plane_offset(id, plane), store_->plane_bytes(id, plane)),
@@ -109,10 +110,17 @@ class StoreTest : public ::testing::TestWithParam<RingKind> {
         store_->seal_block(id, plane, b, block(buffer->bytes(), id, plane, b));
       }
     }
+    return std::move(*buffer);
+  }
+  Status write(SubgroupId id, uint64_t seed, uint32_t mask = ~0u) {
+    return write_from(contents(id, seed, mask), SubgroupIo::Op::kWrite, id, mask);
+  }
+  Status write_from(const base::AlignedBuffer& buffer, SubgroupIo::Op op, SubgroupId id,
+                    uint32_t mask) {
     SubgroupIo io;
-    io.op = SubgroupIo::Op::kWrite;
+    io.op = op;
     io.subgroup = id;
-    io.buffer = buffer->bytes();
+    io.buffer = buffer.bytes();
     io.plane_mask = mask;
     return transfer(io);
   }
@@ -476,6 +484,48 @@ TEST_P(StoreTest, DurabilityNoneTakesHalfTheSpace) {
   EXPECT_EQ(store_->recover_to(1).code(), ErrorCode::kFailedPrecondition);
   EXPECT_EQ(recovery_step(std::vector{store_->state()}).status().code(),
             ErrorCode::kFailedPrecondition);
+}
+
+TEST_P(StoreTest, PlanesHeldInMemoryAreTornUntilTheyAreFlushed) {
+  options_.durability = Durability::kNone;
+  create();
+  make_step(0, "zero");
+  store_->begin_step(1);
+  ASSERT_TRUE(store_->hold(SubgroupId{3}, 0b111).ok());
+  EXPECT_TRUE(Store::peek(path_)->torn) << "what is in memory is being changed";
+  const base::AlignedBuffer held = contents(SubgroupId{3}, 100);
+  ASSERT_TRUE(write(SubgroupId{7}, 100).ok());
+  ASSERT_TRUE(store_->prepare(1, "one").ok());
+  ASSERT_TRUE(store_->commit(1).ok());
+  EXPECT_FALSE(store_->state().torn);
+  EXPECT_TRUE(Store::peek(path_)->torn);
+  // A step that writes nothing changes nothing of that, committed or taken back.
+  store_->begin_step(2);
+  EXPECT_TRUE(store_->take_back(2).ok());
+  store_->begin_step(2);
+  ASSERT_TRUE(store_->prepare(2, "two").ok());
+  ASSERT_TRUE(store_->commit(2).ok());
+  EXPECT_TRUE(Store::peek(path_)->torn);
+  // Planes that are written are held no more; the others are still to be flushed.
+  store_->begin_step(3);
+  ASSERT_TRUE(write(SubgroupId{3}, 300, 0b010).ok());
+  ASSERT_TRUE(store_->prepare(3, "three").ok());
+  ASSERT_TRUE(store_->commit(3).ok());
+  EXPECT_TRUE(Store::peek(path_)->torn);
+  ASSERT_TRUE(write_from(held, SubgroupIo::Op::kFlush, SubgroupId{3}, 0b101).ok());
+  EXPECT_TRUE(Store::peek(path_)->torn);
+  ASSERT_TRUE(store_->finish_flush().ok());
+  reopen();
+  EXPECT_FALSE(store_->state().torn);
+  ASSERT_TRUE(store_->recover_to(3).ok());
+  EXPECT_TRUE(expect(SubgroupId{3}, 100, 0b101).ok());
+  EXPECT_TRUE(expect(SubgroupId{3}, 300, 0b010).ok());
+  EXPECT_TRUE(expect(SubgroupId{7}, 100).ok());
+  // A step that changes what is held cannot be taken back, whatever was written.
+  store_->begin_step(4);
+  ASSERT_TRUE(store_->hold(SubgroupId{3}, 0b111).ok());
+  EXPECT_EQ(store_->take_back(4).code(), ErrorCode::kFailedPrecondition);
+  EXPECT_TRUE(Store::peek(path_)->torn);
 }
 
 TEST_P(StoreTest, WithoutChecksumsNothingIsCheckedOrSealed) {

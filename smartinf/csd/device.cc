@@ -11,6 +11,12 @@ constexpr auto kWaitMax = std::chrono::hours(24);
 
 }  // namespace
 
+base::Status Device::cache_state(std::span<const base::SubgroupId> subgroups) {
+  if (subgroups.empty()) return base::Status();
+  return base::Status(base::ErrorCode::kUnsupported,
+                      "a " + info().kind + " device keeps no state in memory", {});
+}
+
 void CompletionQueue::push(Completion completion) {
   // Notified under the lock: the waiter may destroy the queue as soon as it has its last entry.
   const std::lock_guard lock(mutex_);

@@ -32,6 +32,7 @@ enum class CommandKind : uint8_t {
   kPrepare,
   kCommit,
   kTakeBack,
+  kFlush,  // between steps: writes what the state cache holds and the drive does not
 };
 
 struct Command;
@@ -112,6 +113,8 @@ struct DeviceInfo {
   uint64_t gradient_memory_bytes = 0;
   bool gradients_spilled = false;  // some of them go to the store's spill area
   uint32_t threads = 0;            // processor threads
+  uint64_t state_cache_bytes = 0;
+  uint32_t cached_subgroups = 0;
 };
 
 /// Threads: submit() from one thread at a time, but for kPutGradient where gradients are not
@@ -128,6 +131,13 @@ class Device {
   /// Once after opening, before any command: the step that recovery decided on.
   virtual base::Status recover_to(base::StepNumber step) = 0;
 
+  /// Once after opening, before any command: the state of these subgroups of the layout stays in
+  /// this machine's memory from its first update on, and is not read from the drive again. Steps
+  /// are written as ever; with durability "none" cached subgroups are written by kFlush, and when
+  /// the device is closed between steps.
+  /// Errors: kOutOfMemory; kUnsupported for a device that has no such memory.
+  virtual base::Status cache_state(std::span<const base::SubgroupId> subgroups);
+
   /// Takes the command. Never fails: a failure is the completion's status. Commands of one device
   /// are carried out in order, but for kPutGradient, which may complete early.
   virtual void submit(Command& command) = 0;
@@ -137,6 +147,8 @@ class Device {
   /// At the drive: up is read, down is written.
   virtual base::TrafficReading store_traffic() const = 0;
   virtual uint64_t bytes_written_ever() const = 0;
+  /// Of state that was in memory and would have been read from the drive.
+  virtual uint64_t state_bytes_cached() const { return 0; }
 
   /// Buffers of this machine that nobody uses until the next kBeginStep, kReadState or kWriteState:
   /// the slots of a device that has them here. To be used while no command is under way.

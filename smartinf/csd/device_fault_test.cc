@@ -20,8 +20,8 @@ using base::Status;
 
 class DeviceFaults : public testing::Test {
  protected:
-  void make(uint64_t gradient_budget,
-            std::chrono::milliseconds watchdog = std::chrono::seconds(60)) {
+  void make(uint64_t gradient_budget, std::chrono::milliseconds watchdog = std::chrono::seconds(60),
+            uint64_t cached = 0) {
     layout_ = test_layout(base::StateFormat::kF32, 2);
     groups_ = test_groups(layout_.subgroups.back().first_element + 2 * base::kBlockElements);
     options_.path = options_.name = "drive-b";
@@ -44,6 +44,7 @@ class DeviceFaults : public testing::Test {
     device_ = std::move(*made);
     reference_ = std::make_unique<ReferenceModel>(layout_, groups_);
     driver_.drive(*device_);
+    ASSERT_TRUE(driver_.cache_state(layout_, cached).ok());
     const Status status = driver_.make_start(layout_);
     ASSERT_TRUE(status.ok()) << status.to_string();
   }
@@ -66,28 +67,31 @@ class DeviceFaults : public testing::Test {
     }
   }
   /// A step that fails, is taken back, and succeeds when repeated.
-  void fail_and_repeat(Faults::What what, uint32_t after, base::ErrorCode code) {
+  void fail_and_repeat(Faults::What what, uint32_t after, base::ErrorCode code, uint64_t step = 1) {
     faults_.after = after;
-    ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+    ASSERT_TRUE(run(CommandKind::kBeginStep, step).ok());
     faults_.what = what;
-    ASSERT_TRUE(put_all(1).ok());
-    const Status status = update(1);
+    ASSERT_TRUE(put_all(step).ok());
+    const Status status = update(step);
     EXPECT_EQ(status.code(), code) << status.to_string();
     EXPECT_NE(status.to_string().find("drive-b"), std::string::npos) << status.to_string();
     EXPECT_GT(faults_.done, 0u);
-    EXPECT_FALSE(run(CommandKind::kPrepare, 1).ok()) << "a failed step must not be prepared";
+    EXPECT_FALSE(run(CommandKind::kPrepare, step).ok()) << "a failed step must not be prepared";
     faults_.what = Faults::What::kNothing;
-    ASSERT_TRUE(run(CommandKind::kTakeBack, 1).ok());
-    EXPECT_EQ(device_->state().committed_step, 0u);
+    ASSERT_TRUE(run(CommandKind::kTakeBack, step).ok());
+    EXPECT_EQ(device_->state().committed_step, step - 1);
     expect_master();
-    ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
-    ASSERT_TRUE(put_all(1).ok());
-    const Status again = update(1);
-    ASSERT_TRUE(again.ok()) << again.to_string();
-    ASSERT_TRUE(run(CommandKind::kPrepare, 1).ok());
-    ASSERT_TRUE(run(CommandKind::kCommit, 1).ok());
-    reference_->step(1, DataType::kBf16, DataType::kBf16);
+    make_step(step);
     expect_master();
+  }
+  void make_step(uint64_t step) {
+    ASSERT_TRUE(run(CommandKind::kBeginStep, step).ok());
+    ASSERT_TRUE(put_all(step).ok());
+    const Status status = update(step);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    ASSERT_TRUE(run(CommandKind::kPrepare, step).ok());
+    ASSERT_TRUE(run(CommandKind::kCommit, step).ok());
+    reference_->step(step, DataType::kBf16, DataType::kBf16);
   }
 
   Faults faults_;
@@ -118,6 +122,26 @@ TEST_F(DeviceFaults, DamagedStateIsFoundBeforeItIsUsed) {
   fail_and_repeat(Faults::What::kFlipReads, 3, base::ErrorCode::kCorrupt);
 }
 
+// What a step has changed in memory before it failed is not taken for the committed state.
+TEST_F(DeviceFaults, AFailureWithStateInMemoryLeavesTheCommittedOne) {
+  for (const uint64_t cached : {3, 6}) {
+    make(~uint64_t{0}, std::chrono::seconds(60), cached);
+    ASSERT_FALSE(HasFatalFailure());
+    make_step(1);
+    fail_and_repeat(Faults::What::kFailWrites, 11, base::ErrorCode::kIo, 2);
+    if (cached < 6) fail_and_repeat(Faults::What::kFlipReads, 3, base::ErrorCode::kCorrupt, 3);
+    device_.reset();
+  }
+}
+
+TEST_F(DeviceFaults, AFailureWhileTheCacheIsFilledIsNoState) {
+  make(~uint64_t{0}, std::chrono::seconds(60), 6);
+  ASSERT_FALSE(HasFatalFailure());
+  fail_and_repeat(Faults::What::kFailReads, 7, base::ErrorCode::kIo);
+  make_step(2);
+  expect_master();
+}
+
 TEST_F(DeviceFaults, ADamagedSpilledGradientIsFoundBeforeItIsUsed) {
   make(0);
   ASSERT_FALSE(HasFatalFailure());
@@ -130,12 +154,7 @@ TEST_F(DeviceFaults, AStaleSpilledGradientIsFoundBeforeItIsUsed) {
   make(0);
   ASSERT_FALSE(HasFatalFailure());
   faults_.kind = base::TrafficKind::kGradient;
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
-  ASSERT_TRUE(put_all(1).ok());
-  ASSERT_TRUE(update(1).ok());
-  ASSERT_TRUE(run(CommandKind::kPrepare, 1).ok());
-  ASSERT_TRUE(run(CommandKind::kCommit, 1).ok());
-  reference_->step(1, DataType::kBf16, DataType::kBf16);
+  make_step(1);
   ASSERT_TRUE(run(CommandKind::kBeginStep, 2).ok());
   faults_.what = Faults::What::kDropWrites;
   ASSERT_TRUE(put_all(2).ok());

@@ -15,6 +15,7 @@ const char* transfer_name(Op op) {
     case Op::kRead:
       return "read state";
     case Op::kWrite:
+    case Op::kFlush:
       return "write state";
     case Op::kReadGradient:
       return "read gradient";
@@ -33,7 +34,8 @@ void DeviceParts::start(Transfer& transfer, SlotUser& user, Op op, uint32_t subg
   transfer.user = &user;
   transfer.io.op = op;
   transfer.io.subgroup = id;
-  transfer.io.buffer = buffer.first(gradient ? store->gradient_bytes(id) : store->extent_bytes(id));
+  // A cached extent ends with the planes that updates need.
+  transfer.io.buffer = gradient ? buffer.first(store->gradient_bytes(id)) : buffer;
   transfer.io.plane_mask = plane_mask;
   transfer.io.owner = &transfer;
   transfer.io.status = base::Status();

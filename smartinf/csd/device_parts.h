@@ -11,6 +11,7 @@
 #include "smartinf/csd/options.h"
 #include "smartinf/csd/processor.h"
 #include "smartinf/csd/slot.h"
+#include "smartinf/csd/state_cache.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -23,6 +24,7 @@ struct DeviceParts {
   storage::Store* store = nullptr;
   GradientMemory* gradients = nullptr;
   Processor* processor = nullptr;
+  StateCache cache;
   std::span<Slot> slots;
   std::unordered_map<base::SubgroupId, uint32_t> index_of;  // subgroup -> index in the layout
   base::TrafficCounter host_traffic;
@@ -34,6 +36,9 @@ struct DeviceParts {
   uint32_t step_track = 0;
   uint32_t up_track = 0;  // of the host link where it is not emulated: that has tracks of its own
   uint32_t down_track = 0;
+
+  /// Cached subgroups are not written in a step.
+  bool holds_back() const { return store->durability() == storage::Durability::kNone; }
 
   /// Starts a transfer of a subgroup's planes or gradient between a slot and the store.
   void start(Transfer& transfer, SlotUser& user, storage::SubgroupIo::Op op, uint32_t subgroup,

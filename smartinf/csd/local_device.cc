@@ -69,6 +69,7 @@ class LocalDevice final : public Device, private SlotUser {
     return blob_;
   }
   Status recover_to(base::StepNumber step) override;
+  Status cache_state(std::span<const base::SubgroupId> subgroups) override;
   void submit(Command& command) override;
   base::TrafficReading host_traffic() const override {
     return parts_.options.host_link_place == HostLinkPlace::kAtStore ? store_->traffic()
@@ -76,6 +77,7 @@ class LocalDevice final : public Device, private SlotUser {
   }
   base::TrafficReading store_traffic() const override { return store_->traffic(); }
   uint64_t bytes_written_ever() const override { return store_->bytes_written_ever(); }
+  uint64_t state_bytes_cached() const override { return parts_.cache.hit_bytes(); }
   std::span<std::byte> idle_memory() override { return slot_memory_.bytes(); }
 
  private:
@@ -96,6 +98,7 @@ class LocalDevice final : public Device, private SlotUser {
   Status prepare(const Command& command);
   Status commit(const Command& command);
   Status take_back(const Command& command);
+  bool flush_before_closing();
   void give_up(Status status);
   void on_transfer(Transfer& transfer) override;  // of a spill
   void on_work(Slot&, BlockWork&) override {}
@@ -112,6 +115,7 @@ class LocalDevice final : public Device, private SlotUser {
   std::unique_ptr<storage::Store> store_;
   TransferHandler handler_{parts_};
   StateAccess state_access_{parts_};
+  StateFlush flush_{parts_};
   Inbox inbox_;
 
   mutable std::mutex state_mutex_;
@@ -122,7 +126,9 @@ class LocalDevice final : public Device, private SlotUser {
 
   // The I/O thread's own.
   bool closing_ = false;
-  Status broken_;  // the store cannot go on
+  bool closing_flush_ = false;  // started
+  Status broken_;               // the store cannot go on
+  Status lost_;                 // a step could not be taken back: what lies here is of none
   enum class Phase : uint8_t { kIdle, kBegun, kPrepared };
   Phase phase_ = Phase::kIdle;
   base::StepNumber step_ = 0;      // in progress, unless idle
@@ -254,6 +260,7 @@ LocalDevice::~LocalDevice() {
         Status(closed).with_context(parts_.name + " is closed without an answer").to_string());
     storage::abandon(std::move(store_));
     storage::abandon(std::move(slot_memory_));
+    storage::abandon(parts_.cache.take_memory());
   }
 }
 
@@ -268,6 +275,15 @@ Status LocalDevice::recover_to(base::StepNumber step) {
   recovered_ = status.ok();
   remember_state();
   return std::move(status).with_context(parts_.name);
+}
+
+Status LocalDevice::cache_state(std::span<const base::SubgroupId> subgroups) {
+  std::vector<uint32_t> indices;
+  for (const base::SubgroupId id : subgroups) indices.push_back(parts_.index_of.at(id));
+  SI_RETURN_IF_ERROR(parts_.cache.allocate(*store_, indices).with_context(parts_.name));
+  info_.state_cache_bytes = parts_.cache.memory_bytes();
+  info_.cached_subgroups = parts_.cache.subgroups();
+  return Status();
 }
 
 void LocalDevice::submit(Command& command) {
@@ -321,7 +337,7 @@ void LocalDevice::run() {
     read_inbox(polled ? std::chrono::nanoseconds(0) : until_due());
     on_time();
     serve_commands();
-    if (closing_ && nothing_in_flight()) return;
+    if (closing_ && nothing_in_flight() && !flush_before_closing()) return;
     polled = parts_.transfers_in_flight > 0;
     if (polled) poll_store(std::min<std::chrono::nanoseconds>(kPollWaitMax, until_due()));
   }
@@ -337,7 +353,7 @@ std::chrono::nanoseconds LocalDevice::until_due() const {
 
 bool LocalDevice::nothing_in_flight() const {
   return parts_.transfers_in_flight == 0 && passing_.empty() && !handler_.running() &&
-         state_access_.idle();
+         state_access_.idle() && !flush_.running();
 }
 
 void LocalDevice::read_inbox(std::chrono::nanoseconds wait) {
@@ -396,7 +412,7 @@ void LocalDevice::serve_commands() {
 
 /// False when the command must wait for what is in flight.
 bool LocalDevice::try_serve(Command& command) {
-  if (handler_.running()) return false;
+  if (handler_.running() || flush_.running()) return false;
   if (!recovered_) {
     parts_.complete(command, wrong_order("the device has not been recovered", command.step));
     return true;
@@ -434,6 +450,15 @@ bool LocalDevice::try_serve(Command& command) {
       break;
     case CommandKind::kTakeBack:
       end_step(command, &LocalDevice::take_back);
+      break;
+    case CommandKind::kFlush:
+      if (!lost_.ok()) {
+        parts_.complete(command, lost_);
+      } else if (phase_ != Phase::kIdle) {
+        parts_.complete(command, wrong_order("the state is flushed between steps", step_));
+      } else {
+        flush_.start(&command);
+      }
       break;
     case CommandKind::kPutGradient:
     case CommandKind::kReadState:
@@ -486,6 +511,7 @@ Status LocalDevice::commit(const Command& command) {
     return wrong_order("it is not prepared", command.step);
   }
   phase_ = Phase::kIdle;
+  parts_.cache.commit();
   return store_->commit(command.step);
 }
 
@@ -497,7 +523,36 @@ Status LocalDevice::take_back(const Command& command) {
   state_access_.forget_failure();
   step_failure_ = Status();
   phase_ = Phase::kIdle;
-  return store_->take_back(command.step);
+  lost_ = store_->take_back(command.step);
+  if (lost_.ok()) {
+    parts_.cache.take_back();
+  } else {
+    parts_.cache.drop();
+  }
+  return lost_;
+}
+
+/// After the last command: brings what only memory has to the drive. True while that is under way.
+bool LocalDevice::flush_before_closing() {
+  const bool failed = !flush_.status().ok();
+  if (parts_.cache.all_unwritten().empty() && !failed) return false;
+  Status status = !broken_.ok() ? broken_ : closing_flush_ ? flush_.status() : Status();
+  if (status.ok() && phase_ != Phase::kIdle) {
+    Command back;
+    back.step = step_;
+    status = take_back(back);
+  }
+  if (status.ok() && !std::exchange(closing_flush_, true)) {
+    flush_.start(nullptr);
+    return true;
+  }
+  if (!status.ok()) {
+    base::log(base::LogLevel::kWarning,
+              Status(status)
+                  .with_context(parts_.name + " is closed, and its newest state was in memory only")
+                  .to_string());
+  }
+  return false;
 }
 
 void LocalDevice::spill(const GradientMemory::Spill& spill) {
@@ -521,6 +576,7 @@ void LocalDevice::give_up(Status status) {
   gradients_->fail(broken_);
   handler_.abandon(broken_);
   state_access_.abandon(broken_);
+  flush_.abandon(broken_);
 }
 
 }  // namespace

@@ -33,8 +33,12 @@ std::byte* thread_gradient() {
 
 }  // namespace
 
-PlaneBlocks::PlaneBlocks(storage::Store& store, uint32_t subgroup, std::span<std::byte> extent)
-    : store_(&store), subgroup_(&store.layout().subgroups[subgroup]), extent_(extent) {}
+PlaneBlocks::PlaneBlocks(storage::Store& store, uint32_t subgroup, std::span<std::byte> extent,
+                         uint32_t memory_mask)
+    : store_(&store),
+      subgroup_(&store.layout().subgroups[subgroup]),
+      extent_(extent),
+      memory_mask_(memory_mask) {}
 
 uint64_t PlaneBlocks::blocks() const {
   return (subgroup_->count + kBlockElements - 1) / kBlockElements;
@@ -57,7 +61,12 @@ std::span<std::byte> PlaneBlocks::bytes(size_t plane, uint64_t block) const {
 }
 
 base::Status PlaneBlocks::verify(size_t plane, uint64_t block) const {
-  return store_->verify_block(subgroup_->id, plane, block, bytes(plane, block));
+  base::Status status = store_->verify_block(subgroup_->id, plane, block, bytes(plane, block));
+  if (status.ok() || (memory_mask_ >> plane & 1u) == 0) return status;
+  return base::Status(
+      status.code(), "in the state cache " + status.what(),
+      "It changed in this machine's memory: test that before you go on. With durability \"step\" "
+      "the state on the drive is whole.");
 }
 
 void PlaneBlocks::seal(size_t plane, uint64_t block) const {
@@ -221,8 +230,11 @@ void UpdateWork::send_samples(uint64_t block) {
   plan::take_samples(options_->forms, first, {variances, elements}, samples_out_);
 }
 
-uint64_t DecodeWork::prepare(const PlaneBlocks& planes, const Command& read) {
+uint64_t DecodeWork::prepare(const PlaneBlocks& planes, const PlaneBlocks& cached,
+                             uint32_t cached_mask, const Command& read) {
   planes_ = planes;
+  cached_ = cached;
+  cached_mask_ = cached_mask;
   read_ = &read;
   trace_subgroup_ = planes.subgroup().id.value;
   return (read.count + kBlockElements - 1) / kBlockElements;
@@ -234,11 +246,12 @@ base::Status DecodeWork::run_block(uint64_t index) {
   const uint64_t wanted = std::min(elements, read_->count - index * kBlockElements);
   for (size_t plane = 0; plane < planes_.planes().size(); ++plane) {
     if (read_->planes[plane] == nullptr) continue;
-    SI_RETURN_IF_ERROR(planes_.verify(plane, block));
+    const PlaneBlocks& from = (cached_mask_ >> plane & 1u) != 0 ? cached_ : planes_;
+    SI_RETURN_IF_ERROR(from.verify(plane, block));
     float* out = read_->planes[plane] + index * kBlockElements;
     float* decoded = wanted == elements ? out : thread_block().data();
     kernels::kernels().decode_block(planes_.encoding(plane), planes_.planes()[plane],
-                                    planes_.bytes(plane, block).data(), decoded, elements);
+                                    from.bytes(plane, block).data(), decoded, elements);
     if (decoded != out) std::memcpy(out, decoded, wanted * sizeof(float));
   }
   return base::Status();

@@ -32,7 +32,9 @@ struct Transfer {
 class PlaneBlocks {
  public:
   PlaneBlocks() = default;
-  PlaneBlocks(storage::Store& store, uint32_t subgroup, std::span<std::byte> extent);
+  /// memory_mask: planes that were here already, not read from the drive for this.
+  PlaneBlocks(storage::Store& store, uint32_t subgroup, std::span<std::byte> extent,
+              uint32_t memory_mask = 0);
 
   const storage::StoredSubgroup& subgroup() const { return *subgroup_; }
   base::StateFormat format() const { return store_->layout().format; }
@@ -48,6 +50,7 @@ class PlaneBlocks {
   storage::Store* store_ = nullptr;
   const storage::StoredSubgroup* subgroup_ = nullptr;
   std::span<std::byte> extent_;
+  uint32_t memory_mask_ = 0;
 };
 
 /// Verifies, updates and seals: the block's state is read from memory once and written once.
@@ -81,12 +84,16 @@ class UpdateWork final : public BlockWork {
 class DecodeWork final : public BlockWork {
  public:
   DecodeWork() { trace_name_ = "decode"; }
-  /// Returns the number of blocks; block 0 of the work is the first one that the command wants.
-  uint64_t prepare(const PlaneBlocks& planes, const Command& read);
+  /// Those of cached_mask come from `cached`, which is in memory. Returns the number of blocks;
+  /// block 0 of the work is the first one that the command wants.
+  uint64_t prepare(const PlaneBlocks& planes, const PlaneBlocks& cached, uint32_t cached_mask,
+                   const Command& read);
   base::Status run_block(uint64_t block) override;
 
  private:
   PlaneBlocks planes_;
+  PlaneBlocks cached_;
+  uint32_t cached_mask_ = 0;
   const Command* read_ = nullptr;
 };
 
@@ -117,6 +124,7 @@ struct Slot {
   SlotUser* user = nullptr;    // null: free
   Command* command = nullptr;  // kReadState or kWriteState being served...
   bool transferring = false;   // ...between slot and store, not at the processor
+  uint32_t cached_mask = 0;    // planes that the state cache had for it
   uint32_t task = 0;           // the update's, of the schedule
   uint64_t update_ns = 0;      // when the update began, for a trace
 

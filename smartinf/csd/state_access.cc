@@ -52,8 +52,15 @@ bool StateAccess::try_start(Command& command) {
     for (size_t plane = 0; plane < parts_.store->layout().planes.size(); ++plane) {
       if (command.planes[plane] != nullptr) mask |= 1u << plane;
     }
+    slot->cached_mask = parts_.cache.current(subgroup) & mask;
+    parts_.cache.count_hit(*parts_.store, subgroup, slot->cached_mask);
+    if (slot->cached_mask == mask) {
+      decode(*slot);
+      return true;
+    }
     slot->transferring = true;
-    parts_.start(slot->state_in, *this, Op::kRead, subgroup, slot->extent, mask);
+    parts_.start(slot->state_in, *this, Op::kRead, subgroup, slot->extent,
+                 mask & ~slot->cached_mask);
   } else {
     if (command.residual != nullptr &&
         parts_.options.host_link_place == HostLinkPlace::kAtProcessor) {
@@ -71,22 +78,31 @@ bool StateAccess::try_start(Command& command) {
   return true;
 }
 
+void StateAccess::decode(Slot& slot) {
+  const uint32_t subgroup = parts_.index_of.at(slot.command->subgroup);
+  const PlaneBlocks planes(*parts_.store, subgroup, slot.extent);
+  const PlaneBlocks cached(*parts_.store, subgroup, parts_.cache.extent(subgroup),
+                           slot.cached_mask);
+  parts_.processor->start(slot.decode,
+                          slot.decode.prepare(planes, cached, slot.cached_mask, *slot.command));
+}
+
 void StateAccess::on_transfer(Transfer& transfer) {
   Slot& slot = *transfer.slot;
   slot.transferring = false;
   if (!transfer.io.status.ok() || kind_ == CommandKind::kWriteState) {
     return answer(slot, transfer.io.status);
   }
-  const PlaneBlocks planes(*parts_.store, parts_.index_of.at(slot.command->subgroup), slot.extent);
-  parts_.processor->start(slot.decode, slot.decode.prepare(planes, *slot.command));
+  decode(slot);
 }
 
 void StateAccess::on_work(Slot& slot, BlockWork& work) {
   if (abandoned_) return answer(slot, abandoned_for_);
   if (!work.status().ok() || kind_ == CommandKind::kReadState) return answer(slot, work.status());
   slot.transferring = true;
-  parts_.start(slot.master_out, *this, Op::kWrite, parts_.index_of.at(slot.command->subgroup),
-               slot.extent, slot.command->plane_mask);
+  const uint32_t subgroup = parts_.index_of.at(slot.command->subgroup);
+  parts_.cache.overwritten(subgroup, slot.command->plane_mask);
+  parts_.start(slot.master_out, *this, Op::kWrite, subgroup, slot.extent, slot.command->plane_mask);
 }
 
 void StateAccess::answer(Slot& slot, base::Status status) {

@@ -30,6 +30,7 @@ class StateAccess final : public SlotUser {
 
  private:
   base::Status check(const Command& command) const;
+  void decode(Slot& slot);
   void answer(Slot& slot, base::Status status);
 
   DeviceParts& parts_;

@@ -8,6 +8,7 @@
 
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/test_model.h"
+#include "smartinf/plan/state_cache.h"
 
 namespace smartinf::csd {
 
@@ -94,6 +95,17 @@ class DeviceDriver {
       update.updates.push_back({subgroup.id, nullptr});
     }
     return run(update);
+  }
+
+  /// So many subgroups of the device, spread evenly.
+  base::Status cache_state(const storage::StoreLayout& layout, uint64_t cached) {
+    std::vector<base::SubgroupId> ids;
+    for (size_t i = 0; i < layout.subgroups.size(); ++i) {
+      if (plan::stays_in_memory(i, cached, layout.subgroups.size())) {
+        ids.push_back(layout.subgroups[i].id);
+      }
+    }
+    return device_->cache_state(ids);
   }
 
   std::vector<base::SubgroupId> ready;  // whose weights came, in order

@@ -135,6 +135,9 @@ void TransferHandler::begin(uint32_t index) {
   const Task& task = tasks_[index];
   Slot& slot = parts_.slots[task.slot.value];
   const uint32_t subgroup = subgroup_of(index);
+  // A cached subgroup is read into, updated in and written from memory of its own.
+  const bool cached = parts_.cache.holds(subgroup);
+  const std::span<std::byte> extent = cached ? parts_.cache.extent(subgroup) : slot.extent;
   const auto transfer = [&](Transfer& which, Op op, std::span<std::byte> buffer, uint32_t mask) {
     which.task = index;
     ++transfers_;
@@ -144,10 +147,18 @@ void TransferHandler::begin(uint32_t index) {
     case TaskKind::kReadGradient:
       if (parts_.gradients->kept(subgroup)) return finish(index);
       return transfer(slot.gradient_in, Op::kReadGradient, slot.gradient, ~0u);
-    case TaskKind::kReadState:
-      return transfer(slot.state_in, Op::kRead, slot.extent, rule_mask(*update_));
+    case TaskKind::kReadState: {
+      const uint32_t wanted = rule_mask(*update_);
+      slot.cached_mask = parts_.cache.current(subgroup) & wanted;
+      parts_.cache.count_hit(*parts_.store, subgroup, slot.cached_mask);
+      if (slot.cached_mask == wanted) return finish(index);
+      return transfer(slot.state_in, Op::kRead, extent, wanted & ~slot.cached_mask);
+    }
     case TaskKind::kUpdate: {
-      const PlaneBlocks planes(*parts_.store, subgroup, slot.extent);
+      if (cached) {
+        if (failure_ = begin_in_cache(subgroup); !failure_.ok()) return;
+      }
+      const PlaneBlocks planes(*parts_.store, subgroup, extent, slot.cached_mask);
       const bool kept = parts_.gradients->kept(subgroup);
       slot.task = index;
       slot.update_ns = base::now_ns();
@@ -160,11 +171,22 @@ void TransferHandler::begin(uint32_t index) {
     case TaskKind::kWriteWeights:
       return send_weights(index);
     case TaskKind::kWriteMaster:
-      return transfer(slot.master_out, Op::kWrite, slot.extent, kMasterMask);
+      if (parts_.cache.unwritten(subgroup) != 0) return finish(index);
+      return transfer(slot.master_out, Op::kWrite, extent, kMasterMask);
     case TaskKind::kWriteMoments:
-      return transfer(slot.moments_out, Op::kWrite, slot.extent,
-                      rule_mask(*update_) & ~kMasterMask);
+      if (parts_.cache.unwritten(subgroup) != 0) return finish(index);
+      return transfer(slot.moments_out, Op::kWrite, extent, rule_mask(*update_) & ~kMasterMask);
   }
+}
+
+/// Before a block of it is changed: what lies there may be the only copy of the committed state.
+base::Status TransferHandler::begin_in_cache(uint32_t subgroup) {
+  if (parts_.holds_back()) {
+    SI_RETURN_IF_ERROR(
+        parts_.store->hold(parts_.store->layout().subgroups[subgroup].id, rule_mask(*update_)));
+  }
+  parts_.cache.begin_update(subgroup);
+  return base::Status();
 }
 
 void TransferHandler::finish(uint32_t task) {
@@ -230,6 +252,9 @@ void TransferHandler::on_work(Slot& slot, BlockWork& work) {
   if (!work.status().ok()) {
     if (failure_.ok()) failure_ = work.status();
   } else {
+    if (const uint32_t subgroup = subgroup_of(slot.task); parts_.cache.holds(subgroup)) {
+      parts_.cache.updated(subgroup, rule_mask(*update_), parts_.holds_back());
+    }
     finish(slot.task);
   }
   go_on();

@@ -53,6 +53,7 @@ class TransferHandler final : public SlotUser {
   void send_weights(uint32_t task);
   void weights_ready(uint32_t task);
   uint32_t subgroup_of(uint32_t task) const;
+  base::Status begin_in_cache(uint32_t subgroup);
 
   DeviceParts& parts_;
   Command* update_ = nullptr;

@@ -139,6 +139,8 @@ class FakeDevice final : public csd::Device {
       case csd::CommandKind::kTakeBack:
         drive_->state.prepared_step = drive_->state.committed_step;
         break;
+      case csd::CommandKind::kFlush:
+        break;
     }
   }
 

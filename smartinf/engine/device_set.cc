@@ -14,6 +14,7 @@
 #include "smartinf/engine/memory_plan.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/plan/placement.h"
+#include "smartinf/plan/state_cache.h"
 
 namespace smartinf::engine {
 
@@ -79,6 +80,48 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
   share.groups = space.stretches(0, space.count());
   share.forms = forms_of_squares(options, space);
   return share;
+}
+
+/// Of the rule's planes, which updates move and a cache holds.
+uint64_t moved_bytes(const UpdaterOptions& options, uint64_t elements) {
+  return state_bytes(options.rule.rule, options.format, elements);
+}
+
+Status check_cache_fits(const UpdaterOptions& options, const plan::ParameterSpace& space) {
+  if (options.state_cache_bytes == 0) return Status();
+  const uint64_t gradients =
+      std::min(gradient_bytes(options, space), options.gradient_budget_bytes);
+  return check_state_cache(std::min(options.state_cache_bytes, moved_bytes(options, space.count())),
+                           options.memory_budget_bytes + gradients, host_memory_bytes());
+}
+
+/// Tells the devices which state stays in memory. sources: in the devices' order.
+Status cache_state(const UpdaterOptions& options, std::span<DeviceSource* const> sources,
+                   DeviceSet& set) {
+  if (options.state_cache_bytes == 0) return Status();
+  std::vector<plan::CachedDevice> shares;
+  for (size_t d = 0; d < set.devices.size(); ++d) {
+    plan::CachedDevice share;
+    for (const storage::StoredSubgroup& stored : set.devices[d]->layout().subgroups) {
+      ++share.subgroups;
+      share.subgroup_bytes = std::max(share.subgroup_bytes, moved_bytes(options, stored.count));
+    }
+    if (set.devices.size() > 1) {
+      SI_ASSIGN_OR_RETURN(share.bandwidth, sources[d]->bandwidth());
+    }
+    shares.push_back(share);
+  }
+  const bool writes_too = options.durability == storage::Durability::kNone;
+  const auto cached = plan::share_state_cache(shares, options.state_cache_bytes, writes_too);
+  for (size_t d = 0; d < set.devices.size(); ++d) {
+    std::vector<base::SubgroupId> ids;
+    const auto& stored = set.devices[d]->layout().subgroups;
+    for (size_t i = 0; i < stored.size(); ++i) {
+      if (plan::stays_in_memory(i, cached[d], stored.size())) ids.push_back(stored[i].id);
+    }
+    SI_RETURN_IF_ERROR(set.devices[d]->cache_state(ids));
+  }
+  return Status();
 }
 
 Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::ParameterSpace& space,
@@ -268,13 +311,14 @@ Status join_subgroups(const plan::ParameterSpace& space, DeviceSet& set) {
 
 /// One opened device with what it says of its run.
 struct Opened {
-  const DeviceSource* source = nullptr;
+  DeviceSource* source = nullptr;
   std::unique_ptr<csd::Device> device;
   RunDescription description;
 };
 
 /// Puts the devices in the run's order. Errors: of different runs, copies, or not all of them.
-Status order_devices(std::vector<Opened>& opened, DeviceSet& set) {
+Status order_devices(std::vector<Opened>& opened, DeviceSet& set,
+                     std::vector<DeviceSource*>& sources) {
   const Opened& first = opened.front();
   const storage::StoreLayout& run = first.device->layout();
   for (const Opened& other : opened) {
@@ -312,7 +356,10 @@ Status order_devices(std::vector<Opened>& opened, DeviceSet& set) {
                               i < names.size() ? names[i] : fmt::format("number {}", i + 1)),
                   "Name all devices that the run was begun with.");
   }
-  for (Opened* each : by_index) set.devices.push_back(std::move(each->device));
+  for (Opened* each : by_index) {
+    set.devices.push_back(std::move(each->device));
+    sources.push_back(each->source);
+  }
   return Status();
 }
 
@@ -343,7 +390,8 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
         check_device(options, space, *source, each.device->layout(), each.description));
     opened.push_back(std::move(each));
   }
-  SI_RETURN_IF_ERROR(order_devices(opened, set));
+  std::vector<DeviceSource*> in_order;
+  SI_RETURN_IF_ERROR(order_devices(opened, set, in_order));
   SI_RETURN_IF_ERROR(join_subgroups(space, set));
   set.residual = set.devices.front()->layout().planes.back() == base::PlaneKind::kResidual;
 
@@ -362,6 +410,7 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
     set.step = *options.recover_to;
   }
   for (const auto& device : set.devices) SI_RETURN_IF_ERROR(device->recover_to(set.step));
+  SI_RETURN_IF_ERROR(cache_state(options, in_order, set));
   return set;
 }
 
@@ -426,6 +475,7 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
                                   Sources& sources) {
   SI_RETURN_IF_ERROR(check_places(sources));
   SI_RETURN_IF_ERROR(check_compression(options));
+  SI_RETURN_IF_ERROR(check_cache_fits(options, space));
   if (space.count() == 0) {
     return Status(ErrorCode::kInvalidArgument, "the model has no parameter to train",
                   "Add its parameters to the space before opening the updater.");
@@ -488,7 +538,11 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
                           device_text(*source)));
     SI_RETURN_IF_ERROR(source->erase());
   }
-  return create_all(options, space, sources);
+  SI_ASSIGN_OR_RETURN(DeviceSet set, create_all(options, space, sources));
+  std::vector<DeviceSource*> in_order;
+  for (const auto& source : sources) in_order.push_back(source.get());
+  SI_RETURN_IF_ERROR(cache_state(options, in_order, set));
+  return set;
 }
 
 size_t DeviceSet::subgroup_at(uint64_t element) const {

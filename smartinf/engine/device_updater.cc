@@ -395,6 +395,16 @@ Status DeviceUpdater::finish_commit() {
   return Status();
 }
 
+Status DeviceUpdater::flush() {
+  SI_RETURN_IF_ERROR(wait_commit());
+  {
+    const std::lock_guard lock(mutex_);
+    if (phase_ == Phase::kUnwritten) return Status();
+    SI_RETURN_IF_ERROR(require(Phase::kIdle, "a flush"));
+  }
+  return on_all_devices(CommandKind::kFlush, committed_step_, {});
+}
+
 const base::Bf16* DeviceUpdater::residual() const {
   return compressor_ != nullptr ? compressor_->residual() : nullptr;
 }
@@ -959,6 +969,7 @@ UpdaterTraffic DeviceUpdater::traffic() const {
     traffic.store_by_device.push_back(device->store_traffic());
     traffic.host_link += traffic.host_link_by_device.back();
     traffic.store += traffic.store_by_device.back();
+    traffic.state_bytes_cached += device->state_bytes_cached();
   }
   return traffic;
 }
@@ -978,6 +989,12 @@ std::vector<std::span<std::byte>> DeviceUpdater::idle_memory() {
 uint64_t DeviceUpdater::memory_bytes() const {
   uint64_t bytes = staging_.size();
   for (const auto& device : set_.devices) bytes += device->info().memory_bytes;
+  return bytes;
+}
+
+uint64_t DeviceUpdater::state_cache_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& device : set_.devices) bytes += device->info().state_cache_bytes;
   return bytes;
 }
 
@@ -1007,11 +1024,15 @@ std::vector<std::string> DeviceUpdater::describe_devices() const {
     for (const auto& subgroup : device->layout().subgroups) elements += subgroup.count;
     lines.push_back(fmt::format(
         "{}: {} device, {} ring, {} thread{}, {} slots in {}, {:.1f} % of the parameters in {} "
-        "subgroups{}",
+        "subgroups{}{}",
         info.name, info.kind, info.ring, info.threads, info.threads == 1 ? "" : "s", info.slots,
         base::format_bytes(info.memory_bytes),
         100.0 * static_cast<double>(elements) / static_cast<double>(space_.count()),
         device->layout().subgroups.size(),
+        info.cached_subgroups == 0
+            ? ""
+            : fmt::format(", {} of them in memory too ({})", info.cached_subgroups,
+                          base::format_bytes(info.state_cache_bytes)),
         info.gradients_spilled ? ", gradients spilled to the store" : ""));
   }
   return lines;

@@ -67,6 +67,7 @@ class DeviceUpdater final : public Updater {
   base::Status start_commit(const std::string& blob) override;
   base::Status wait_commit() override;
   base::Status finish_commit() override;
+  base::Status flush() override;
   base::Status take_back() override;
 
   void keep_residual() override;
@@ -75,6 +76,7 @@ class DeviceUpdater final : public Updater {
   uint64_t bytes_written_ever() const override;
   std::vector<std::span<std::byte>> idle_memory() override;
   uint64_t memory_bytes() const override;
+  uint64_t state_cache_bytes() const override;
   uint64_t gradient_memory_bytes() const override;
   uint32_t slots() const override;
   uint64_t subgroup_elements() const override;

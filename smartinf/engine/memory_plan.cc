@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include "smartinf/base/units.h"
 #include "smartinf/csd/options.h"
@@ -27,6 +28,25 @@ uint64_t staging_bytes(uint64_t subgroup_elements) {
 }
 
 }  // namespace
+
+uint64_t host_memory_bytes() {
+  return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+         static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+base::Status check_state_cache(uint64_t cache_bytes, uint64_t other_bytes, uint64_t host_bytes) {
+  if (other_bytes <= host_bytes && cache_bytes <= host_bytes - other_bytes) return base::Status();
+  const uint64_t most = host_bytes - std::min(host_bytes, other_bytes);
+  return base::Status(
+      base::ErrorCode::kOutOfMemory,
+      fmt::format("a state cache of {} does not fit: this machine has {} of memory, and the "
+                  "engine's buffers and gradients take {}",
+                  base::format_bytes(cache_bytes), base::format_bytes(host_bytes),
+                  base::format_bytes(other_bytes)),
+      fmt::format("Make it smaller (memory.state_cache): at most {}, less what the model and the "
+                  "rest of the machine need.",
+                  base::format_bytes(most)));
+}
 
 uint64_t staging_bytes_to_read() {
   // Reading needs a block of every plane, better two; casting a gradient needs one cut of it as f32

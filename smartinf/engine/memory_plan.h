@@ -39,6 +39,12 @@ inline constexpr uint32_t kSlotsMin = 2;
 /// Errors: kOutOfMemory with the smallest budget that would do.
 base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input);
 
+/// Memory of this machine in all.
+uint64_t host_memory_bytes();
+/// Whether a state cache of so many bytes leaves room for `other_bytes`, the engine's buffers and
+/// gradients. Errors: kOutOfMemory with the numbers.
+base::Status check_state_cache(uint64_t cache_bytes, uint64_t other_bytes, uint64_t host_bytes);
+
 /// The engine's own buffer where state exists and none has to be written.
 uint64_t staging_bytes_to_read();
 

@@ -70,6 +70,17 @@ TEST(MemoryPlan, SmallModelsStillGiveEveryDeviceSeveralSubgroups) {
   EXPECT_GE(input.elements / plan->subgroup_elements, 2u * 12);
 }
 
+TEST(MemoryPlan, AStateCacheMustFitTheMachine) {
+  const uint64_t gib = base::kGiB;
+  EXPECT_TRUE(check_state_cache(14 * gib, 2 * gib, 16 * gib).ok());
+  const auto refused = check_state_cache(14 * gib + 1, 2 * gib, 16 * gib);
+  EXPECT_EQ(refused.code(), base::ErrorCode::kOutOfMemory);
+  EXPECT_THAT(refused.to_string(), ::testing::HasSubstr("16.0 GiB of memory"));
+  EXPECT_THAT(refused.to_string(), ::testing::HasSubstr("at most 14.0 GiB"));
+  EXPECT_FALSE(check_state_cache(1, 17 * gib, 16 * gib).ok());
+  EXPECT_GT(host_memory_bytes(), 64 * base::kMiB);
+}
+
 TEST(MemoryPlan, StateBytesAreThoseOfTheEncodings) {
   using base::StateFormat;
   const uint64_t block = base::kBlockElements;

@@ -108,6 +108,8 @@ struct UpdaterOptions {
   uint64_t seed = 0;                                     // of stochastic rounding
   CompressOptions compress;
   uint64_t memory_budget_bytes = uint64_t{512} << 20;  // slots; gradients and weights come on top
+  /// Of state that stays in memory as well and is read from the drives once; on top of the budget.
+  uint64_t state_cache_bytes = 0;
   uint64_t gradient_budget_bytes = ~uint64_t{0};       // above it gradients are spilled
   uint64_t subgroup_elements = 0;                      // 0: chosen from the budget
   storage::Durability durability = storage::Durability::kStep;

@@ -33,6 +33,7 @@ UpdaterTraffic UpdaterTraffic::since(const UpdaterTraffic& earlier) const {
   UpdaterTraffic delta = *this;
   delta.host_link = host_link.since(earlier.host_link);
   delta.store = store.since(earlier.store);
+  delta.state_bytes_cached = state_bytes_cached - earlier.state_bytes_cached;
   for (size_t d = 0; d < devices.size(); ++d) {
     delta.host_link_by_device[d] = host_link_by_device[d].since(earlier.host_link_by_device[d]);
     delta.store_by_device[d] = store_by_device[d].since(earlier.store_by_device[d]);

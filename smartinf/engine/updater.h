@@ -44,6 +44,7 @@ struct UpdaterTraffic {
   std::vector<std::string> devices;  // their names, in the order of the next two
   std::vector<base::TrafficReading> host_link_by_device;
   std::vector<base::TrafficReading> store_by_device;
+  uint64_t state_bytes_cached = 0;  // of state that was in memory and not read from a drive
 
   /// What passed between an earlier reading of the same updater and this one.
   UpdaterTraffic since(const UpdaterTraffic& earlier) const;
@@ -153,6 +154,11 @@ class Updater {
   /// a wait_commit() that returned ok this commits it on every device, or take_back() drops it.
   /// Errors: kFailedPrecondition when no step is prepared.
   virtual base::Status finish_commit();
+  /// Writes what is in memory only (UpdaterOptions::state_cache_bytes with durability "none"),
+  /// after waiting for a commit that was started: before anything but this updater reads the
+  /// devices. The destructor does so too, but can only log a failure. Ok where every step is
+  /// written.
+  virtual base::Status flush() { return wait_commit(); }
   /// Both at once.
   base::Status commit(const std::string& blob) {
     SI_RETURN_IF_ERROR(start_commit(blob));
@@ -172,8 +178,10 @@ class Updater {
   /// The devices' buffers, which nobody uses between wait_commit() and the next call: a checkpoint
   /// is copied through them, within the memory that the engine has anyway.
   virtual std::vector<std::span<std::byte>> idle_memory() { return {}; }
-  /// Buffers of the engine and its devices without gradients.
+  /// Buffers of the engine and its devices without gradients and without the state cache.
   virtual uint64_t memory_bytes() const = 0;
+  /// State that stays in memory as well.
+  virtual uint64_t state_cache_bytes() const { return 0; }
   virtual uint64_t gradient_memory_bytes() const = 0;
   /// Subgroups that a device may have in flight, the most of any; 0 where state is not on devices.
   virtual uint32_t slots() const { return 0; }

@@ -204,6 +204,7 @@ struct Variant {
   bool in_memory = false;     // emulated drives; else directories
   bool behind_links = false;  // of each drive, and one to the host
   bool unequal = false;       // each device as much faster than the one before
+  uint64_t state_cache_bytes = 0;
 };
 
 std::ostream& operator<<(std::ostream& out, const Variant& variant) { return out << variant.name; }
@@ -230,6 +231,7 @@ UpdaterOptions options_of(const Variant& variant, const Scratch& scratch) {
   options.durability = variant.durability;
   options.checksums = variant.checksums;
   options.memory_budget_bytes = variant.memory_budget_bytes;
+  options.state_cache_bytes = variant.state_cache_bytes;
   return options;
 }
 
@@ -324,7 +326,11 @@ TEST_P(UpdaterContract, CountedBytesAreThoseOfTheScheme) {
   const uint64_t padding = 3 * 4096 * 2 * (count / kBlock + 1);
   EXPECT_GE(store.up(TrafficKind::kState), 12 * count);
   EXPECT_LE(store.up(TrafficKind::kState), 12 * count + padding);
-  EXPECT_EQ(store.down(TrafficKind::kState), store.up(TrafficKind::kState));
+  if (GetParam().durability == storage::Durability::kStep) {
+    EXPECT_EQ(store.down(TrafficKind::kState), store.up(TrafficKind::kState));
+  } else {  // what stays in memory is not written
+    EXPECT_LE(store.down(TrafficKind::kState), store.up(TrafficKind::kState));
+  }
   if (GetParam().where == UpdateWhere::kDevice) {
     EXPECT_EQ(host.down(TrafficKind::kGradient), gradient_bytes);
     EXPECT_EQ(host.up(TrafficKind::kWeight), 2 * count);
@@ -451,6 +457,9 @@ TEST_P(UpdaterContract, EditedStateIsKept) {
   }
 }
 
+/// Of contract_space().
+constexpr uint64_t kHalfOfState = 9 * base::kMiB;
+
 const Variant kVariants[] = {
     {.name = "OneDevice"},
     {.name = "TwoDevices", .devices = 2},
@@ -495,6 +504,24 @@ const Variant kVariants[] = {
      .where = UpdateWhere::kHost,
      .in_memory = true,
      .behind_links = true},
+    {.name = "AllCached", .devices = 2, .in_memory = true, .state_cache_bytes = base::kGiB},
+    {.name = "UnequalDevicesHalfCached",
+     .devices = 3,
+     .subgroup_elements = kBlock,
+     .in_memory = true,
+     .unequal = true,
+     .state_cache_bytes = kHalfOfState},
+    {.name = "HostUpdateSpilledHalfCached",
+     .devices = 2,
+     .where = UpdateWhere::kHost,
+     .gradient_budget_bytes = 0,
+     .behind_links = true,
+     .state_cache_bytes = kHalfOfState},
+    {.name = "InPlaceHalfCached",
+     .devices = 2,
+     .subgroup_elements = kBlock,
+     .durability = storage::Durability::kNone,
+     .state_cache_bytes = kHalfOfState},
 };
 
 INSTANTIATE_TEST_SUITE_P(All, UpdaterContract, ::testing::ValuesIn(kVariants),
@@ -537,13 +564,18 @@ class FailingSource final : public DeviceSource {
   csd::Faults* const faults_;
 };
 
-class FailingDrive : public ::testing::TestWithParam<std::tuple<UpdateWhere, csd::Faults::What>> {};
+class FailingDrive
+    : public ::testing::TestWithParam<std::tuple<UpdateWhere, csd::Faults::What, uint64_t>> {};
 
 TEST_P(FailingDrive, IsNamedAndTheLastCommittedStepStands) {
-  const auto [where, what] = GetParam();
+  const auto [where, what, state_cache_bytes] = GetParam();
   const Scratch scratch;
-  const UpdaterOptions options =
-      options_of({.name = "", .devices = 2, .subgroup_elements = kBlock, .where = where}, scratch);
+  const UpdaterOptions options = options_of({.name = "",
+                                             .devices = 2,
+                                             .subgroup_elements = kBlock,
+                                             .where = where,
+                                             .state_cache_bytes = state_cache_bytes},
+                                            scratch);
   std::vector<std::unique_ptr<csd::EmulatedDrive>> drives;
   std::vector<std::unique_ptr<DeviceSource>> sources;
   csd::Faults faults;
@@ -588,7 +620,105 @@ INSTANTIATE_TEST_SUITE_P(BothUpdaters, FailingDrive,
                          ::testing::Combine(::testing::Values(UpdateWhere::kDevice,
                                                               UpdateWhere::kHost),
                                             ::testing::Values(csd::Faults::What::kFailReads,
-                                                              csd::Faults::What::kFailWrites)));
+                                                              csd::Faults::What::kFailWrites),
+                                            ::testing::Values(0, kHalfOfState)));
+
+// ---- State that stays in memory.
+
+/// Bytes of state that a step moves, in each direction and out of memory.
+struct StepMoved {
+  uint64_t read = 0;
+  uint64_t written = 0;
+  uint64_t cached = 0;
+};
+StepMoved moved_in_step(Updater& updater, int step) {
+  const UpdaterTraffic before = updater.traffic();
+  const uint64_t count = updater.space().count();
+  const auto gradient = contract_gradient(count, step);
+  expect_ok(updater.begin_step());
+  expect_ok(updater.put_gradient(0, gradient.data(), DataType::kBf16, count));
+  expect_ok(updater.finish_gradients(1).status());
+  UpdateOptions update;
+  update.groups.resize(2);
+  expect_ok(updater.start_update(update, DataType::kBf16, nullptr));
+  expect_ok(updater.commit("moved"));
+  const UpdaterTraffic moved = updater.traffic().since(before);
+  return {moved.store.up(TrafficKind::kState), moved.store.down(TrafficKind::kState),
+          moved.state_bytes_cached};
+}
+
+TEST(StateCache, SavesReadsOfTheSlowestDeviceFirst) {
+  const Scratch scratch;
+  UpdaterOptions options = options_of(
+      {.name = "", .devices = 2, .subgroup_elements = kBlock, .state_cache_bytes = 8 * base::kMiB},
+      scratch);
+  auto updater = Updater::open(options, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  const StepMoved first = moved_in_step(**updater, 1);
+  EXPECT_EQ(first.cached, 0u);
+  const StepMoved second = moved_in_step(**updater, 2);
+  EXPECT_EQ(second.cached, (*updater)->state_cache_bytes());
+  EXPECT_LE(second.cached, options.state_cache_bytes);
+  // What is left is less than a subgroup, and the last one, which is shorter, counts as whole.
+  EXPECT_GT(second.cached, options.state_cache_bytes - 2 * 12 * kBlock);
+  EXPECT_EQ(second.read, first.read - second.cached);
+  EXPECT_EQ(second.written, first.written);
+  EXPECT_LE((*updater)->memory_bytes(), options.memory_budget_bytes);
+  // The state is where it was; now one of its devices is said to be slow, and gets it all.
+  updater->reset();
+  options.devices[0].bandwidth = 10;
+  updater = Updater::open(options, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  (void)moved_in_step(**updater, 3);
+  const UpdaterTraffic before = (*updater)->traffic();
+  (void)moved_in_step(**updater, 4);
+  const UpdaterTraffic moved = (*updater)->traffic().since(before);
+  EXPECT_EQ(moved.store_by_device[0].up(TrafficKind::kState),
+            moved.store_by_device[0].down(TrafficKind::kState));
+  EXPECT_EQ(moved.store_by_device[1].up(TrafficKind::kState) + moved.state_bytes_cached,
+            moved.store_by_device[1].down(TrafficKind::kState));
+}
+
+TEST(StateCache, InPlaceStateIsWrittenWhenAskedForAndAtTheEnd) {
+  const Scratch scratch;
+  const UpdaterOptions options = options_of({.name = "",
+                                             .devices = 2,
+                                             .durability = storage::Durability::kNone,
+                                             .state_cache_bytes = kHalfOfState},
+                                            scratch);
+  const std::vector<std::string> paths = {options.devices[0].path, options.devices[1].path};
+  const auto stored_step = [&] {
+    const auto run = open_stored_run(paths, storage::ReaderLock::kLeave);
+    return run.ok() ? run->step : ~base::StepNumber{0};
+  };
+  auto updater = Updater::open(options, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  expect_ok((*updater)->flush());  // nothing is there yet
+  initialize(**updater);
+  const StepMoved first = moved_in_step(**updater, 1);
+  const StepMoved second = moved_in_step(**updater, 2);
+  EXPECT_EQ(second.read, first.read - second.cached);
+  EXPECT_EQ(second.written, second.read);
+  EXPECT_THAT(open_stored_run(paths, storage::ReaderLock::kLeave).status().to_string(),
+              ::testing::HasSubstr("in memory only"));
+  expect_ok((*updater)->flush());
+  EXPECT_EQ(stored_step(), 2u);
+  const auto planes = all_planes(**updater);
+  updater->reset();
+  updater = Updater::open(options, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  EXPECT_EQ(all_planes(**updater), planes);
+  (void)moved_in_step(**updater, 3);
+  const auto newer = all_planes(**updater);
+  EXPECT_EQ((*updater)->begin_step().code(), base::ErrorCode::kOk);
+  EXPECT_EQ((*updater)->flush().code(), base::ErrorCode::kFailedPrecondition);
+  updater->reset();  // in a step that has not changed anything
+  EXPECT_EQ(stored_step(), 3u);
+  updater = Updater::open(options, contract_space());
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  EXPECT_EQ(all_planes(**updater), newer);
+}
 
 // ---- Instruction sets. The table is chosen once in a process, so each gets one of its own.
 

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/nearest.h"
+#include "smartinf/base/units.h"
 
 namespace smartinf::apps {
 namespace {
@@ -43,6 +44,7 @@ constexpr std::array kFlags{
     Flag{"state-format", "NAME", "f32, bf16 or q8 [f32]"},
     Flag{"subgroup", "N", "Elements of a subgroup [the machine file's]"},
     Flag{"slots", "N", "Subgroups in flight on a device [the machine file's]"},
+    Flag{"state-cache", "SIZE", "State that stays in memory and is not read again, e.g. 24GB [0]"},
     Flag{"hide", "PHASE", "Let the update run behind: none, forward, backward or both [none]"},
 };
 
@@ -217,6 +219,9 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
       return bad_value("ratio", *text,
                        "It is compressed bytes over f32 bytes: above 0 and at most 1.");
     }
+  }
+  if (const std::string* text = value_of("state-cache")) {
+    SI_ASSIGN_OR_RETURN(options.state_cache_bytes, base::parse_bytes(*text));
   }
   if (const std::string* text = value_of("subgroup")) {
     SI_ASSIGN_OR_RETURN(options.subgroup_elements, count("subgroup", *text));

@@ -208,7 +208,8 @@ std::string device_curve(const Plan& plan) {
 constexpr uint64_t kResidualBytes = 2;
 constexpr uint64_t kCompressionBytes = 2 + kResidualBytes;
 
-/// What the engine keeps in the trainer's process: slots, staging, gradients that are not spilled.
+/// What the engine keeps in the trainer's process: slots, staging, gradients that are not spilled,
+/// cached state.
 /// Subgroups are as small as give every device some, and staged as f32 twice
 /// (engine/memory_plan.cc, csd/local_device.cc).
 uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOptions& options) {
@@ -242,7 +243,9 @@ uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOpt
   slots = std::min(slots, base::divide_up(elements, size));
   const auto buffers =
       staging + static_cast<uint64_t>(static_cast<double>(devices * slots * size) * each);
-  return gradients + std::min(buffers, kBudgetBytes);
+  const auto cache = std::min(options.state_cache_bytes,
+                              static_cast<uint64_t>(state * static_cast<double>(parameters)));
+  return gradients + cache + std::min(buffers, kBudgetBytes);
 }
 
 }  // namespace

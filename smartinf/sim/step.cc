@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/plan/schedule.h"
+#include "smartinf/plan/state_cache.h"
 #include "smartinf/sim/event_graph.h"
 
 namespace smartinf::sim {
@@ -442,6 +443,7 @@ class StepGraph {
     weights_ready_.assign(owners_.size(), {});
     // Messages are all on their devices before the first subgroup is read (engine).
     const TaskIndex begin = host_selects() ? send_all(after, wanted) : after;
+    const std::vector<uint64_t> cached = cached_subgroups(wanted);
     for (size_t d = 0; d < owners_.size(); ++d) {
       const Owner& owner = owners_[d];
       if (owner.elements == 0) continue;
@@ -465,8 +467,12 @@ class StepGraph {
         const uint64_t first = std::min(planned.subgroup * each, owner.elements);
         const uint64_t count = std::min(each, owner.elements - first);
         const size_t queue = queue_of(planned.kind);
+        const bool in_memory = planned.kind == plan::TaskKind::kReadState &&
+                               plan::stays_in_memory(planned.subgroup, cached[d], input.subgroups);
         made[i] = task(lane(d, queue), std::string(plan::task_kind_name(planned.kind)),
-                       stages_of(planned.kind, owner, first, count), {begin, last_in_lane[queue]});
+                       in_memory ? stages_in_memory(owner, first, count)
+                                 : stages_of(planned.kind, owner, first, count),
+                       {begin, last_in_lane[queue]});
         last_in_lane[queue] = made[i];
         for (const uint32_t before : planned.after) {
           if (before != plan::Task::kNone) graph_.add_dependency(made[i], made[before]);
@@ -515,6 +521,25 @@ class StepGraph {
   }
   uint64_t residual_bytes(uint64_t count) const {
     return host_selects() && options_.keep_every > 0 ? 2 * count / options_.keep_every : 0;
+  }
+
+  /// Of each owner, as the engine shares out its cache.
+  std::vector<uint64_t> cached_subgroups(uint64_t wanted) const {
+    std::vector<plan::CachedDevice> devices;
+    for (const Owner& owner : owners_) {
+      const uint64_t subgroups = (owner.elements + wanted - 1) / wanted;
+      const uint64_t each = subgroups > 0 ? (owner.elements + subgroups - 1) / subgroups : 0;
+      devices.push_back({subgroups, state_bytes(options_.optimizer, options_.format, each).total(),
+                         1 / (1 / owner.read_bytes_per_s + write_cost(owner))});
+    }
+    return plan::share_state_cache(devices, options_.state_cache_bytes, false);
+  }
+  /// Of state that need not be read: where the processor works along with reading, its work stays.
+  std::vector<Stage> stages_in_memory(const Owner& owner, uint64_t first, uint64_t count) const {
+    if (baseline() || !owner.streams) return {};
+    const uint64_t in = state_bytes(options_.optimizer, options_.format, count).total() +
+                        gradient_bytes(first, count);
+    return {Stage(in, {{owner.processor, cost(owner.update_bytes_per_s)}})};
   }
 
   /// Reads, processor, weights and writes of a device each go in the schedule's order.

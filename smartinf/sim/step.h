@@ -60,6 +60,9 @@ struct StepOptions {
   bool weights_stay = false;
   bool release_gradients = false;  // with weights_stay: each leaves once complete, in every pass
   uint32_t accumulation = 1;       // with weights_stay: micro batches (ModelShape::batch) in a step
+  /// Of state that stays in the memory of whoever updates, all devices together; it is written as
+  /// ever, but not read from the drives.
+  uint64_t state_cache_bytes = 0;
 };
 
 /// Whether gradients are compressed, and on the host's cores instead of the GPU.

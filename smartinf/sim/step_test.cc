@@ -199,6 +199,29 @@ TEST(Step, HidingTheUpdateNeverCostsAndNeverBeatsTheDrives) {
   EXPECT_GE(best, drives_s * 0.999);
 }
 
+TEST(Step, StateInMemoryIsNotRead) {
+  const ModelShape shape = model("gpt2-1.6B");
+  for (const Method method : {Method::kBaseline, Method::kSmart, Method::kSmartOver}) {
+    StepOptions options;
+    options.method = method;
+    options.subgroup_elements = 4'000'000;
+    const StepTimes none = run(shape, paper_machine(3), options);
+    const uint64_t state = 12 * shape.parameters();
+    for (const uint64_t part : {4u, 2u, 1u}) {
+      options.state_cache_bytes = state / part;
+      const StepTimes cached = run(shape, paper_machine(3), options);
+      const uint64_t saved = none.bytes.drive_read - cached.bytes.drive_read;
+      EXPECT_LE(saved, options.state_cache_bytes);
+      EXPECT_GE(saved + 3 * 12 * options.subgroup_elements, options.state_cache_bytes);
+      EXPECT_EQ(cached.bytes.drive_written, none.bytes.drive_written);
+      EXPECT_LT(cached.update_s, none.update_s);
+      if (method == Method::kBaseline) {
+        EXPECT_EQ(none.bytes.host_link_up - cached.bytes.host_link_up, saved);
+      }
+    }
+  }
+}
+
 TEST(Step, SmallerStatesAndGradientsTakeLessTime) {
   const ModelShape shape = model("gpt2-4.0B");
   StepOptions options;

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "smartinf/plan/state_cache.h"
 #include "smartinf/sim/event_graph.h"
 
 namespace smartinf::sim {
@@ -44,6 +45,12 @@ class UpdateGraph {
     const TaskIndex given = compressed ? take_in() : put_gradients(subgroups, spilled);
     const TaskIndex all_down = compressed ? send_selected(subgroups, given) : given;
     std::vector<TaskIndex> weights;
+    std::vector<plan::CachedDevice> state;
+    for (const std::vector<uint64_t>& of_device : subgroups) {
+      state.push_back(
+          {of_device.size(), bytes(shape_.master + shape_.moments, shape_.subgroup_elements), 1});
+    }
+    cached_ = plan::share_state_cache(state, shape_.state_cache_bytes, shape_.cached_writes_wait);
     for (uint32_t d = 0; d < shape_.devices; ++d) {
       const TaskIndex start = graph_.add_task({}, {all_down, spilled[d]});
       update_device(d, subgroups[d], start, weights);
@@ -181,8 +188,13 @@ class UpdateGraph {
     return pass(device, kWrites, {drive, copy, down(moved)}, after);
   }
 
-  TaskIndex run_task(plan::TaskKind kind, uint32_t device, uint64_t count,
+  TaskIndex run_task(plan::TaskKind kind, uint32_t device, uint64_t count, bool cached,
                      std::span<const TaskIndex> after) {
+    using plan::TaskKind;
+    const bool written = kind == TaskKind::kWriteMaster || kind == TaskKind::kWriteMoments;
+    if (cached && (kind == TaskKind::kReadState || (written && shape_.cached_writes_wait))) {
+      return pass(device, written ? kWrites : kReads, {}, after);
+    }
     switch (kind) {
       case plan::TaskKind::kReadGradient:
         return in(device, shape_.gradient, count, after);
@@ -216,7 +228,8 @@ class UpdateGraph {
       for (const uint32_t before : task.after) {
         if (before != plan::Task::kNone) after.push_back(made[before]);
       }
-      made.push_back(run_task(task.kind, device, subgroups[task.subgroup], after));
+      const bool cached = plan::stays_in_memory(task.subgroup, cached_[device], subgroups.size());
+      made.push_back(run_task(task.kind, device, subgroups[task.subgroup], cached, after));
       if (task.kind == plan::TaskKind::kWriteWeights) weights.push_back(made.back());
     }
   }
@@ -225,6 +238,7 @@ class UpdateGraph {
   EventGraph graph_;
   uint32_t host_up_ = 0, host_down_ = 0, processors_ = 0, host_thread_ = 0;
   std::vector<Drive> drives_;
+  std::vector<uint64_t> cached_;  // subgroups of each device that stay in memory
   std::map<std::tuple<uint32_t, Queue, uint32_t>, TaskIndex> last_;  // by device, queue, resource
 };
 

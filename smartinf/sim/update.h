@@ -28,6 +28,10 @@ struct UpdateShape {
   bool host_update = false;
   /// Gradients are written to the drives before the update and read again in it.
   bool gradient_spilled = false;
+  /// Of state that stays in memory as well, all devices together: not read from the drives, and
+  /// with cached_writes_wait (durability "none") not written in the step.
+  uint64_t state_cache_bytes = 0;
+  bool cached_writes_wait = false;
 
   double drive_read_bytes_per_s = 0;  // of each device
   double drive_write_bytes_per_s = 0;

@@ -22,10 +22,11 @@ namespace smartinf::sim {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(UpdateShape, parameters, devices, subgroup_elements, slots,
                                    schedule, master, moments, gradient, weight, host_update,
-                                   gradient_spilled, drive_read_bytes_per_s,
-                                   drive_write_bytes_per_s, shared_budget, host_up_bytes_per_s,
-                                   host_down_bytes_per_s, link_catch_up_s, links_in_order,
-                                   host_shared_budget, update_params_per_s, copy_bytes_per_s,
-                                   intake_params_per_s, select_params_per_s, select_threads)
+                                   gradient_spilled, state_cache_bytes, cached_writes_wait,
+                                   drive_read_bytes_per_s, drive_write_bytes_per_s, shared_budget,
+                                   host_up_bytes_per_s, host_down_bytes_per_s, link_catch_up_s,
+                                   links_in_order, host_shared_budget, update_params_per_s,
+                                   copy_bytes_per_s, intake_params_per_s, select_params_per_s,
+                                   select_threads)
 
 }  // namespace smartinf::sim

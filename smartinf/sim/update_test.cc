@@ -48,6 +48,23 @@ TEST(SimulateUpdate, OneBudgetForReadsAndWritesAddsThem) {
   EXPECT_NEAR(simulate_update(shared).value().update_s, sum_s, 0.02 * sum_s);
 }
 
+TEST(SimulateUpdate, StateInMemoryIsNotRead) {
+  UpdateShape cached = shape();
+  cached.shared_budget = true;
+  const double read_s = 48e6 * 12 / 100e6;
+  const double write_s = 48e6 * 12 / 50e6;
+  const auto update_s = [&](double share) {
+    cached.state_cache_bytes = static_cast<uint64_t>(share * 48e6 * 12);
+    return simulate_update(cached).value().update_s;
+  };
+  for (const double share : {0.0, 0.25, 0.5, 1.0, 2.0}) {
+    const double sum_s = (1 - std::min(share, 1.0)) * read_s + write_s;
+    EXPECT_NEAR(update_s(share), sum_s, 0.02 * sum_s) << share;
+  }
+  cached.cached_writes_wait = true;
+  EXPECT_NEAR(update_s(0.5), 0.5 * (read_s + write_s), 0.02 * (read_s + write_s));
+}
+
 TEST(SimulateUpdate, SmartUpdateScalesAndTheHostUpdateDoesNot) {
   UpdateShape device = shape();
   UpdateShape host = shape();

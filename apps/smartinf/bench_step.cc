@@ -15,6 +15,8 @@
 #include <sys/resource.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/csd/link.h"
+#include "smartinf/csd/linked_ring.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/sim/machine.h"
@@ -50,6 +52,9 @@ struct StepOptions {
   std::string schedule = "overlapped";
   std::string ring = "auto";
   std::string memory_budget = "512MiB";
+  std::string state_cache = "0";
+  std::string internal_read = "0";
+  std::string internal_write = "0";
   uint64_t subgroup = 0;
   std::string gradient;  // empty: bf16; f32 for a host update
   bool spill = false;
@@ -125,6 +130,10 @@ class StepBench {
                     : options_.ring == "threads" ? storage::RingKind::kThreads
                                                  : storage::RingKind::kAuto;
     SI_ASSIGN_OR_RETURN(updater_.memory_budget_bytes, base::parse_bytes(options_.memory_budget));
+    SI_ASSIGN_OR_RETURN(updater_.state_cache_bytes, base::parse_bytes(options_.state_cache));
+    SI_ASSIGN_OR_RETURN(link_.up_bytes_per_s, base::parse_bytes(options_.internal_read));
+    SI_ASSIGN_OR_RETURN(link_.down_bytes_per_s, base::parse_bytes(options_.internal_write));
+    link_.shared_budget = true;
     SI_ASSIGN_OR_RETURN(updater_.io_bytes, base::parse_bytes(options_.io_bytes));
     updater_.io_depth = options_.io_depth;
     updater_.subgroup_elements = options_.subgroup;
@@ -149,6 +158,7 @@ class StepBench {
       engine::DeviceOptions device;
       device.path = path;
       device.threads = options_.threads;
+      device.internal_link = link_;
       updater_.devices.push_back(device);
     }
     return Status();
@@ -200,6 +210,8 @@ class StepBench {
     shape.gradient = static_cast<double>(base::data_type_bytes(updater_.gradient_type));
     shape.host_update = updater_.where == engine::UpdateWhere::kHost;
     shape.gradient_spilled = options_.spill;
+    shape.state_cache_bytes = updater_.state_cache_bytes;
+    shape.cached_writes_wait = updater_.durability == storage::Durability::kNone;
     shape.shared_budget = true;
     shape.drive_read_bytes_per_s = shape.drive_write_bytes_per_s =
         median(drive_rate_) / static_cast<double>(shape.devices);
@@ -239,9 +251,11 @@ class StepBench {
     weights_s_.push_back(times.weights_s);
     gradient_s_.push_back(times.gradient_s);
     store_ = after.store.since(before.store);
+    state_bytes_cached_ = after.since(before).state_bytes_cached;
     host_link_ = after.host_link.since(before.host_link);
     engine_memory_bytes_ = updater->memory_bytes();
     gradient_memory_bytes_ = updater->gradient_memory_bytes();
+    state_cache_bytes_ = updater->state_cache_bytes();
     slots_ = updater->slots();
     subgroup_elements_ = updater->subgroup_elements();
     devices_ = updater->describe_devices();
@@ -274,6 +288,17 @@ class StepBench {
           if (const auto tuned = storage::recall_tuning(options_.devices[d])) {
             store.io_bytes = tuned->io_bytes;
             store.io_depth = tuned->io_depth;
+          }
+          if (link_.given()) {
+            csd::LinkOptions link{"drive",
+                                  static_cast<double>(link_.up_bytes_per_s),
+                                  static_cast<double>(link_.down_bytes_per_s),
+                                  link_.shared_budget,
+                                  {}};
+            store.wrap_ring = [link = std::make_shared<csd::Link>(std::move(link))](
+                                  std::unique_ptr<storage::Ring> ring) {
+              return csd::make_linked_ring(std::move(ring), {link});
+            };
           }
           if (updater_.io_bytes != 0) store.io_bytes = updater_.io_bytes;
           if (updater_.io_depth != 0) store.io_depth = updater_.io_depth;
@@ -341,6 +366,8 @@ class StepBench {
           {"gradient_s", median(gradient_s_)},
           {"bytes_read", store_.up_total()},
           {"bytes_written", store_.down_total()},
+          {"state_bytes_cached", state_bytes_cached_},
+          {"state_cache_bytes", state_cache_bytes_},
           {"host_bytes_up", host_link_.up_total()},
           {"host_bytes_down", host_link_.down_total()},
           {"host_gradient_bytes_down", host_link_.down(base::TrafficKind::kGradient)},
@@ -375,18 +402,21 @@ class StepBench {
     fmt::print(
         "update         {} ({} to {}), new weights after {}\n"
         "drive alone    {}: the update runs at {:.1f} % of it\n"
-        "on the drive   {} read, {} written in a step\n"
+        "on the drive   {} read, {} written in a step{}\n"
         "host link      {} up, {} down\n"
         "gradients      {} to give them and find their norm\n"
-        "memory         {} at most; engine {} of {}, gradients {}\n",
+        "memory         {} at most; engine {} of {}, gradients {}, state cache {}\n",
         base::format_seconds(update_s), base::format_seconds(*update_min),
         base::format_seconds(*update_max), base::format_seconds(median(weights_s_)),
         base::format_seconds(limit_s), 100 * limit_s / update_s,
         base::format_bytes(store_.up_total()), base::format_bytes(store_.down_total()),
+        state_bytes_cached_ == 0
+            ? ""
+            : fmt::format(", {} were in memory", base::format_bytes(state_bytes_cached_)),
         base::format_bytes(host_link_.up_total()), base::format_bytes(host_link_.down_total()),
         base::format_seconds(median(gradient_s_)), base::format_bytes(rss_peak_bytes()),
         base::format_bytes(engine_memory_bytes_), base::format_bytes(updater_.memory_budget_bytes),
-        base::format_bytes(gradient_memory_bytes_));
+        base::format_bytes(gradient_memory_bytes_), base::format_bytes(state_cache_bytes_));
   }
 
   const StepOptions options_;
@@ -402,6 +432,9 @@ class StepBench {
   base::TrafficReading host_link_;
   uint64_t engine_memory_bytes_ = 0;
   uint64_t gradient_memory_bytes_ = 0;
+  uint64_t state_cache_bytes_ = 0;
+  uint64_t state_bytes_cached_ = 0;  // in one step
+  engine::EmulatedLink link_;        // of each drive
   std::vector<double> drive_rate_;  // as scheduled: bytes per second of all drives, both directions
   sim::UpdateShape rates_;          // of processors and selection; 0: not known
   uint32_t slots_ = 0;              // of each device
@@ -449,6 +482,20 @@ void add_bench_step(CLI::App& bench, Run& run) {
       ->check(CLI::IsMember({"auto", "uring", "threads"}))
       ->capture_default_str();
   command->add_option("--memory-budget", options->memory_budget, "Memory for the engine's buffers")
+      ->capture_default_str();
+  command
+      ->add_option("--state-cache", options->state_cache,
+                   "State that stays in memory as well and is not read again, e.g. 1GB")
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--internal-read", options->internal_read,
+          "Emulation: bytes per second that each drive reads, its time shared with writes; "
+          "0: as fast as it goes")
+      ->capture_default_str();
+  command
+      ->add_option("--internal-write", options->internal_write,
+                   "Emulation: bytes per second that each drive writes")
       ->capture_default_str();
   command->add_option("--subgroup", options->subgroup, "Parameters of a subgroup; 0: chosen")
       ->capture_default_str();

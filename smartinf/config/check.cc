@@ -121,6 +121,12 @@ Status check_recipe(const Recipe& recipe) {
                  "is not \"adamw\", and optimizer.where = \"memory\" knows no other",
                  "Choose optimizer.where = \"device\" or optimizer.rule = \"adamw\".");
   }
+  if (recipe.options.train.where == train::OptimizerWhere::kMemory &&
+      updater.state_cache_bytes != 0) {
+    return wrong("memory.state_cache",
+                 "is set, but optimizer.where = \"memory\" keeps the whole state in memory",
+                 "Leave it out, or set optimizer.where = \"device\".");
+  }
   const engine::CompressOptions& compress = updater.compress;
   SI_RETURN_IF_ERROR(within("compress.ratio", compress.ratio, 1e-6, 2));
   SI_RETURN_IF_ERROR(within("compress.backlog", compress.backlog, 1e-6, 1e9));

@@ -54,6 +54,7 @@ constexpr std::array kSections{
     Section{"optimizer", "The update rule, and where it runs."},
     Section{"compress", "Gradients compressed before the host link: docs/smartcomp.md."},
     Section{"engine", "How the state is moved and kept."},
+    Section{"memory", "Host memory that is there for more (docs/devices.md)."},
     Section{"device",
             "Where the state lives: one [[device]] table for each drive. "
             "Without any, one device inside the run's folder."},
@@ -226,6 +227,11 @@ constexpr auto kKeys = std::to_array<Key>({
            "emulation: whether both directions draw on one budget of time"),
     SI_KEY("engine.host_link_latency_us", &r.updater.host_link.latency_us,
            "emulation: microseconds added to every transfer"),
+
+    SI_KEY("memory.state_cache", ByteCount{&r.updater.state_cache_bytes},
+           "of the state, so much stays in host memory as well and is not read from the drives "
+           "again; every step is written as ever, but with engine.durability = \"none\" only at "
+           "checkpoints and at the end"),
 
     SI_DEVICE_KEY("device.path", &r.updater.devices[i].path, "directory or block device"),
     SI_DEVICE_KEY("device.name", &r.updater.devices[i].name, "name in messages; empty: the path"),

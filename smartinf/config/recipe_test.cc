@@ -204,6 +204,19 @@ TEST(Recipe, RangesAreCheckedAndNameTheirOrigin) {
   EXPECT_THAT(bad("[model]\nwidth = 64\nheads = 5\n"), HasSubstr("model.heads"));
 }
 
+TEST(Recipe, AStateCacheIsASizeOfItsOwnSection) {
+  EXPECT_EQ(good("").recipe.updater.state_cache_bytes, 0u);
+  EXPECT_EQ(good("[memory]\nstate_cache = \"24GB\"\n").recipe.updater.state_cache_bytes,
+            24'000'000'000u);
+  const LoadedRecipe flagged = good("", {{"memory.state_cache", "1GiB"}});
+  EXPECT_EQ(flagged.recipe.updater.state_cache_bytes, uint64_t{1} << 30);
+  EXPECT_THAT(print_recipe(flagged), HasSubstr("state_cache = \"1GiB\""));
+  EXPECT_THAT(bad("[memory]\nstate_cash = \"1GB\"\n"), HasSubstr("state_cache"));
+  EXPECT_THAT(bad("[memory]\nstate_cache = \"much\"\n"), HasSubstr("memory.state_cache"));
+  EXPECT_THAT(bad("[memory]\nstate_cache = \"1GB\"\n[optimizer]\nwhere = \"memory\"\n"),
+              HasSubstr("memory.state_cache is set, but"));
+}
+
 TEST(Recipe, DevicesFromFlags) {
   const LoadedRecipe loaded =
       good("", {{"device.1.path", "b"}, {"device.0.path", "a"}, {"device.1.threads", "2"}});

@@ -551,7 +551,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
     const engine::StateProgress& progress) {
   using Made = std::optional<engine::CheckpointSummary>;
   return guarded("checkpoint", [&]() -> Result<Made> {
-    SI_RETURN_IF_ERROR(updater_->wait_commit());
+    SI_RETURN_IF_ERROR(updater_->flush());
     const uint64_t begin_ns = base::now_ns();
     engine::CheckpointOptions options;
     options.folder = options_.checkpoint.folder;
@@ -583,7 +583,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
 
 Status TorchTrainer::finish() {
   return guarded("end of the run", [&]() -> Status {
-    SI_RETURN_IF_ERROR(updater_->wait_commit());
+    SI_RETURN_IF_ERROR(updater_->flush());
     return memory_ != nullptr && step_ > first_ ? memory_->save() : Status();
   });
 }

@@ -180,6 +180,7 @@ NB_MODULE(_core, module) {
       .def("traffic", &PyUpdater::traffic,
            "Bytes so far: host_up, host_down (host link), read, written (devices), each by kind.")
       .def("memory_bytes", &PyUpdater::memory_bytes)
+      .def("state_cache_bytes", &PyUpdater::state_cache_bytes)
       .def("gradient_memory_bytes", &PyUpdater::gradient_memory_bytes)
       .def("bytes_written_ever", &PyUpdater::bytes_written_ever)
       .def("describe_devices", &PyUpdater::describe_devices)

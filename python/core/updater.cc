@@ -138,6 +138,7 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
   options.memory_budget_bytes = option(given, "memory_budget_bytes", options.memory_budget_bytes);
   options.gradient_budget_bytes =
       option(given, "gradient_budget_bytes", options.gradient_budget_bytes);
+  options.state_cache_bytes = option(given, "state_cache_bytes", options.state_cache_bytes);
   options.subgroup_elements = option(given, "subgroup_elements", options.subgroup_elements);
   options.io_bytes = option(given, "io_bytes", options.io_bytes);
   options.io_depth = option(given, "io_depth", options.io_depth);
@@ -466,6 +467,9 @@ nb::dict PyUpdater::traffic() {
   out["host_down"] = by_kind(all.host_link.down_bytes);
   out["read"] = by_kind(all.store.up_bytes);
   out["written"] = by_kind(all.store.down_bytes);
+  nb::dict cached;
+  cached["state"] = all.state_bytes_cached;
+  out["cached"] = cached;
   return out;
 }
 
@@ -474,6 +478,11 @@ void PyUpdater::close() {
   Status outcome;
   caller_->run([&] {
     outcome = updater_->wait_commit();
+    // Refused in the middle of a step, where the devices write what they hold when they go.
+    Status flushed = updater_->flush();
+    if (outcome.ok() && flushed.code() != ErrorCode::kFailedPrecondition) {
+      outcome = std::move(flushed);
+    }
     updater_.reset();
   });
   check(std::move(outcome));

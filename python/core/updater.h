@@ -62,6 +62,7 @@ class PyUpdater {
 
   nanobind::dict traffic();
   uint64_t memory_bytes() { return core().memory_bytes(); }
+  uint64_t state_cache_bytes() { return core().state_cache_bytes(); }
   uint64_t gradient_memory_bytes() { return core().gradient_memory_bytes(); }
   uint64_t bytes_written_ever() { return core().bytes_written_ever(); }
   std::vector<std::string> describe_devices() { return core().describe_devices(); }

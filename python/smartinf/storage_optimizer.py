@@ -124,6 +124,9 @@ class StorageOptimizer(torch.optim.Optimizer):
     memory_budget: bytes (or "512MiB") for the buffers of engine and devices; gradients come on top.
     gradient_budget: bytes of gradients held in memory between backward and update; the rest is
         spilled to the devices. None: all stay in memory.
+    state_cache: bytes (or "24GB") of the state that stay in host memory as well and are not read from
+        the devices again, of each process; on top of memory_budget. Every step is written as ever, but
+        with durability "none" only when the optimizer is closed. None: none.
     gradient_type: "f32" or "bf16", how gradients travel to the devices. None: "f32" unless every
         parameter is bfloat16.
     durability: "step": every step survives a power cut. "none": scratch runs; nothing is promised.
@@ -167,6 +170,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         compress=None,
         memory_budget="512MiB",
         gradient_budget=None,
+        state_cache=None,
         gradient_type=None,
         durability="step",
         max_grad_norm=None,
@@ -245,6 +249,8 @@ class StorageOptimizer(torch.optim.Optimizer):
             self._core_options["gradient_budget_bytes"] = parse_bytes(
                 gradient_budget, "gradient_budget"
             )
+        if state_cache is not None:
+            self._core_options["state_cache_bytes"] = parse_bytes(state_cache, "state_cache")
         self._hooks = []
         if self._release and self._ranks.world > 1:
             self._ranks.begin_averaging()
@@ -1269,7 +1275,7 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def traffic(self) -> dict:
         """Bytes since the devices were opened, of this rank: {"host_up", "host_down", "read",
-        "written"}, each by kind."""
+        "written", "cached"}, each by kind; "cached" was in the state cache and not read."""
         return self._opened().traffic()
 
     def compression(self) -> dict:
@@ -1282,8 +1288,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         return self._opened().describe_devices()
 
     def memory_bytes(self) -> int:
-        """Buffers of engine and devices, gradients included."""
-        return self._opened().memory_bytes() + self._core.gradient_memory_bytes()
+        """Buffers of engine and devices, with gradients and the state cache."""
+        core = self._opened()
+        return core.memory_bytes() + core.gradient_memory_bytes() + core.state_cache_bytes()
 
     def __getstate__(self):
         raise UsageError(

@@ -32,6 +32,7 @@ class StorageOptions(TypedDict, total=False):
     compress: float | str | dict | None
     memory_budget: Size
     gradient_budget: Size | None
+    state_cache: Size | None
     gradient_type: Literal["f32", "bf16", None]
     durability: Literal["step", "none"]
     max_grad_norm: float | None

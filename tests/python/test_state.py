@@ -69,6 +69,47 @@ def test_devices_with_state_need_a_decision(device):
         smartinf.AdamW(torch.nn.Linear(3, 3).parameters(), devices=[device])
 
 
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_state_in_memory_changes_no_bit(durability, tmp_path):
+    def run(cache):
+        torch.manual_seed(5)
+        model = torch.nn.Linear(640, 512, bias=False)  # five subgroups
+        moved = []
+        for first in (0, 2):
+            optimizer = smartinf.AdamW(
+                model.parameters(),
+                lr=1e-2,
+                devices=[tmp_path / f"cache-{cache}"],
+                resume=first > 0,
+                subgroup_elements=65536,
+                durability=durability,
+                state_cache=cache,
+            )
+            for step in range(first, first + 2):
+                generator = torch.Generator().manual_seed(step)
+                before = optimizer.traffic()
+                model(torch.randn(3, 640, generator=generator)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.synchronize()
+                now = optimizer.traffic()
+                moved.append([now[way]["state"] - before[way]["state"] for way in ("read", "cached")])
+            assert ("2 of them in memory too" in optimizer.describe_devices()[0]) == bool(cache)
+            state = optimizer.full_state_dict()["state"][0]
+            optimizer.close()
+        return [model.weight.detach().clone(), state["exp_avg"], state["exp_avg_sq"]], moved
+
+    plain, moved_plain = run(None)
+    cached, moved = run("2MB")
+    for a, b in zip(plain, cached, strict=True):
+        assert torch.equal(a, b)
+    # Filled by the first step after opening; two subgroups are in memory from then on.
+    assert [held for _, held in moved] == [0, 2 * 12 * 65536, 0, 2 * 12 * 65536]
+    assert [read + held for read, held in moved] == [read for read, _ in moved_plain]
+    with pytest.raises(smartinf.UsageError, match="state_cache"):
+        smartinf.AdamW([plain[0].requires_grad_()], devices=[tmp_path / "x"], state_cache="much")
+
+
 def test_small_state_dict_refers_to_the_devices(device, tmp_path):
     model = build()
     optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])

@@ -613,11 +613,14 @@ std::vector<std::string> TorchTrainer::describe() const {
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
   lines.push_back(fmt::format(
       "memory: {} weights in the host's memory{}, {} gradients and what compression keeps, {} "
-      "buffers; activations and torch come on top",
+      "buffers{}; activations and torch come on top",
       base::format_bytes(host_weights_N_.nbytes()),
       accelerator_.is_cpu() ? "" : " and once more on the GPU",
       base::format_bytes(updater_->gradient_memory_bytes()),
-      base::format_bytes(updater_->memory_bytes())));
+      base::format_bytes(updater_->memory_bytes()),
+      updater_->state_cache_bytes() == 0
+          ? ""
+          : fmt::format(", {} of state", base::format_bytes(updater_->state_cache_bytes()))));
   if (!remark_.empty()) lines.push_back(remark_);
   return lines;
 }

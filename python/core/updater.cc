@@ -446,7 +446,7 @@ void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::stri
     return Status();
   };
   caller_->run([&] {
-    check(updater.wait_commit());
+    check(updater.flush());
     options.lent_memory = updater.idle_memory();
     take(engine::checkpoint_open_run(device_paths_, options));
   });

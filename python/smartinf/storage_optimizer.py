@@ -126,7 +126,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         spilled to the devices. None: all stay in memory.
     state_cache: bytes (or "24GB") of the state that stay in host memory as well and are not read from
         the devices again, of each process; on top of memory_budget. Every step is written as ever, but
-        with durability "none" only when the optimizer is closed. None: none.
+        with durability "none" only for a checkpoint and when closed. None: none.
     gradient_type: "f32" or "bf16", how gradients travel to the devices. None: "f32" unless every
         parameter is bfloat16.
     durability: "step": every step survives a power cut. "none": scratch runs; nothing is promised.

@@ -96,6 +96,7 @@ def test_state_in_memory_changes_no_bit(durability, tmp_path):
                 moved.append([now[way]["state"] - before[way]["state"] for way in ("read", "cached")])
             assert ("2 of them in memory too" in optimizer.describe_devices()[0]) == bool(cache)
             state = optimizer.full_state_dict()["state"][0]
+            optimizer.save_checkpoint(tmp_path / f"checkpoint-{cache}-{first}")
             optimizer.close()
         return [model.weight.detach().clone(), state["exp_avg"], state["exp_avg_sq"]], moved
 

@@ -485,7 +485,7 @@ void add_bench_step(CLI::App& bench, Run& run) {
       ->capture_default_str();
   command
       ->add_option("--state-cache", options->state_cache,
-                   "State that stays in memory as well and is not read again, e.g. 1GB")
+                   "Size of the state that stays in memory as well and is not read again, e.g. 1GB")
       ->capture_default_str();
   command
       ->add_option(

@@ -229,7 +229,7 @@ constexpr auto kKeys = std::to_array<Key>({
            "emulation: microseconds added to every transfer"),
 
     SI_KEY("memory.state_cache", ByteCount{&r.updater.state_cache_bytes},
-           "of the state, so much stays in host memory as well and is not read from the drives "
+           "size of the state that stays in host memory as well and is not read from the drives "
            "again; every step is written as ever, but with engine.durability = \"none\" only at "
            "checkpoints and at the end"),
 

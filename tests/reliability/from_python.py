@@ -80,6 +80,9 @@ def python_signals(trial):
                 raise Failure(f"{kind}: step {before} was made, and is made again after a kill")
     late.cancel()
     out, err = finish(process)
-    if _state(text + out, err, process)[0] != undisturbed(machine, kind):
+    found, interrupts = _state(text + out, err, process)
+    if not killed and said < STEPS and interrupts < 3:
+        raise Failure(f"{kind}: Ctrl-C three times, {interrupts} KeyboardInterrupts")
+    if found != undisturbed(machine, kind):
         raise Failure(f"{kind}, {'killed' if killed else 'interrupted'}: another state than undisturbed")
     return Outcome.SAME

@@ -6,6 +6,7 @@
 """
 import hashlib
 import json
+import signal
 import sys
 
 import torch
@@ -52,19 +53,18 @@ def loop(device, steps, kind):
     optimizer = make(device, kind)
     print("ready", flush=True)
     interrupts = 0
-    while optimizer._lineage.updates < steps:
-        try:
-            step(optimizer, optimizer._lineage.updates)
-            print("step", optimizer._lineage.updates, flush=True)
-        except KeyboardInterrupt:
-            interrupts += 1
     while True:
         try:
-            print("state", state(optimizer), interrupts, flush=True)
-            optimizer.close()
-            return
+            while optimizer._lineage.updates < steps:
+                step(optimizer, optimizer._lineage.updates)
+                print("step", optimizer._lineage.updates, flush=True)
+            found = state(optimizer)
+            break
         except KeyboardInterrupt:
             interrupts += 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("state", found, interrupts, flush=True)
+    optimizer.close()
 
 
 def serve(device):

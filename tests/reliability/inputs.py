@@ -30,7 +30,7 @@ def _keys(machine):
     return machine.once("keys", make)
 
 
-@scenario(count=220, short=4)
+@scenario(count=220, short=3)
 def odd_recipes(trial):
     """A value of a recipe that is odd in size, sign, type or length; or a recipe that is none."""
     machine, draw = trial.machine, trial.draw
@@ -94,7 +94,7 @@ def _odd_file(trial, path):
     return sort
 
 
-@scenario(count=60, short=3)
+@scenario(count=60, short=2)
 def odd_files(trial):
     """A file that the command reads or writes is another sort of thing."""
     machine, draw = trial.machine, trial.draw

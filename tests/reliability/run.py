@@ -7,8 +7,8 @@ that nothing reported, a hang, a death without a message, fsck and train disagre
 step. Each is printed with the command that repeats it. Exit code 0: no failures, 1: some, 77: cannot run
 here.
 
-  run.py --smartinf build/release/bin/smartinf             all scenarios (about an hour on 2 cores)
-  run.py --smartinf ... --short                            some trials of each (a minute on 2 cores)
+  run.py --smartinf build/release/bin/smartinf             all scenarios; a trial takes a core about 2 s
+  run.py --smartinf ... --short                            a few trials of each
   run.py --smartinf ... --scenario flips --count 50 --seed 7
   run.py --smartinf ... --scenario flips --seed 7 --only 31    one trial again; its files are kept
 """

@@ -1,6 +1,9 @@
 // The smartinf command: parses the command line, installs the log sink, runs one subcommand.
+#include <csignal>
 #include <cstdio>
+#include <exception>
 #include <memory>
+#include <new>
 
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
@@ -193,4 +196,19 @@ int report(const base::Status& status, int code) {
 
 }  // namespace smartinf::apps
 
-int main(int argc, char** argv) { return smartinf::apps::run_command_line(argc, argv); }
+int main(int argc, char** argv) {
+  // Writing beyond the limit of file sizes is then an error that is told, not the end.
+  std::signal(SIGXFSZ, SIG_IGN);
+  try {
+    return smartinf::apps::run_command_line(argc, argv);
+  } catch (const std::bad_alloc&) {
+    std::fputs(
+        "smartinf: there is not enough memory. Lower engine.memory_budget (--memory-budget) or the "
+        "model's size, or raise the limit of this process (ulimit -v, the cgroup's memory).\n",
+        stderr);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "smartinf: unexpected failure: %s. This is a bug; please report it.\n",
+                 error.what());
+  }
+  return smartinf::apps::kExitFailed;
+}

@@ -3,11 +3,11 @@
 #include <array>
 #include <charconv>
 #include <cmath>
-#include <fstream>
 #include <sstream>
 
 #include <fmt/format.h>
 
+#include "smartinf/base/file.h"
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
 
@@ -104,16 +104,9 @@ Result<sim::ModelShape> model_by(const SimFlags& flags) {
   if (!shaped) {
     const std::string name = named == end ? "gpt2-4.0B" : named->second;
     if (name.ends_with(".json") || name.find('/') != std::string::npos) {
-      std::ifstream file(name, std::ios::binary);
-      base::ErrorPlace place;
-      place.path = name;
-      if (!file) {
-        return Status(ErrorCode::kNotFound, "cannot open the model's config", "Check the path.",
-                      std::move(place));
-      }
-      std::ostringstream text;
-      text << file.rdbuf();
-      SI_ASSIGN_OR_RETURN(model, sim::model_from_hf_config(text.str(), name));
+      SI_ASSIGN_OR_RETURN(const std::string text,
+                          base::read_text_file(name, "cannot read the model's config"));
+      SI_ASSIGN_OR_RETURN(model, sim::model_from_hf_config(text, name));
     } else {
       SI_ASSIGN_OR_RETURN(model, sim::model_preset(name));
     }

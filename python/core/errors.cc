@@ -30,6 +30,7 @@ const char* class_of(base::ErrorCode code) {
     case ErrorCode::kIo:
     case ErrorCode::kCancelled:
     case ErrorCode::kTimeout:
+    case ErrorCode::kPermissionDenied:
       return "DeviceError";
   }
   return "Error";

@@ -271,8 +271,8 @@ class StorageOptimizer(torch.optim.Optimizer):
             gradient_type = "bf16" if self._layout.dtype == torch.bfloat16 else "f32"
         self._leave_out_devices()
         if resume is False:
-            with open_optimizers.named_when_busy(self._given_devices):
-                for device in self._given_devices:
+            with open_optimizers.named_when_busy(self._devices):
+                for device in self._devices:
                     _core.erase(device["path"])
         else:
             self._reject_relayed()

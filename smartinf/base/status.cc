@@ -33,12 +33,12 @@ ErrorCode code_of_errno(int system_errno) {
     case EOPNOTSUPP:
     case ENOSYS:
       return ErrorCode::kUnsupported;
+    case EISDIR:
+      return ErrorCode::kInvalidArgument;
     case EACCES:
     case EPERM:
-    case EISDIR:
     case EROFS:
-    case EINVAL:
-      return ErrorCode::kInvalidArgument;
+      return ErrorCode::kPermissionDenied;
     case ETIMEDOUT:
       return ErrorCode::kTimeout;
     default:
@@ -46,24 +46,53 @@ ErrorCode code_of_errno(int system_errno) {
   }
 }
 
+std::string without_control(std::string_view text) {
+  std::string shown;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if ((byte < 0x20 && c != '\n') || byte == 0x7f) {
+      shown += fmt::format("\\x{:02x}", byte);
+    } else {
+      shown += c;
+    }
+  }
+  return shown;
+}
+
 }  // namespace
 
 std::string_view error_code_name(ErrorCode code) {
   switch (code) {
-    case ErrorCode::kOk: return "ok";
-    case ErrorCode::kInvalidArgument: return "invalid argument";
-    case ErrorCode::kNotFound: return "not found";
-    case ErrorCode::kAlreadyExists: return "already exists";
-    case ErrorCode::kBusy: return "busy";
-    case ErrorCode::kMismatch: return "mismatch";
-    case ErrorCode::kNoSpace: return "no space";
-    case ErrorCode::kOutOfMemory: return "out of memory";
-    case ErrorCode::kIo: return "I/O error";
-    case ErrorCode::kCorrupt: return "corrupt";
-    case ErrorCode::kUnsupported: return "unsupported";
-    case ErrorCode::kFailedPrecondition: return "failed precondition";
-    case ErrorCode::kCancelled: return "cancelled";
-    case ErrorCode::kTimeout: return "timeout";
+    case ErrorCode::kOk:
+      return "ok";
+    case ErrorCode::kInvalidArgument:
+      return "invalid argument";
+    case ErrorCode::kNotFound:
+      return "not found";
+    case ErrorCode::kAlreadyExists:
+      return "already exists";
+    case ErrorCode::kBusy:
+      return "busy";
+    case ErrorCode::kMismatch:
+      return "mismatch";
+    case ErrorCode::kNoSpace:
+      return "no space";
+    case ErrorCode::kOutOfMemory:
+      return "out of memory";
+    case ErrorCode::kIo:
+      return "I/O error";
+    case ErrorCode::kCorrupt:
+      return "corrupt";
+    case ErrorCode::kUnsupported:
+      return "unsupported";
+    case ErrorCode::kFailedPrecondition:
+      return "failed precondition";
+    case ErrorCode::kCancelled:
+      return "cancelled";
+    case ErrorCode::kTimeout:
+      return "timeout";
+    case ErrorCode::kPermissionDenied:
+      return "permission denied";
   }
   return "unknown";
 }
@@ -88,12 +117,14 @@ const ErrorPlace& Status::place() const { return detail_ ? detail_->place : kNow
 
 std::string Status::to_string() const {
   if (ok()) return "ok";
-  std::string text = detail_->what;
+  // Names in it may come from a file that somebody else wrote: a terminal must not obey them.
+  std::string text = without_control(detail_->what);
   const ErrorPlace& place = detail_->place;
-  if (!place.path.empty()) text += fmt::format(": {}", place.path);
+  if (!place.path.empty()) text += fmt::format(": {}", without_control(place.path));
   if (place.offset_bytes) text += fmt::format(" at offset {}", *place.offset_bytes);
   if (place.length_bytes) text += fmt::format(", length {}", *place.length_bytes);
   if (place.system_errno != 0) text += fmt::format(": {}", std::strerror(place.system_errno));
+  if (place.system_errno == EFBIG) text += " (the limit of file sizes: ulimit -f)";
   if (!detail_->advice.empty()) {
     if (text.back() != '.') text += '.';
     text += ' ';

@@ -29,6 +29,7 @@ enum class ErrorCode : uint8_t {
   kFailedPrecondition,  // wrong order of calls or wrong state
   kCancelled,           // the user asked to stop
   kTimeout,             // no completion in the time allowed
+  kPermissionDenied,    // the operating system does not let this user do it, or nobody (read-only)
 };
 
 /// The code's name as shown to users, e.g. "no space".
@@ -79,7 +80,8 @@ class [[nodiscard]] Status {
   std::unique_ptr<Detail> detail_;
 };
 
-/// A failed system call on a file. The code follows from errno (ENOSPC becomes kNoSpace, and so on).
+/// A failed system call on a file. The code follows from errno (ENOSPC becomes kNoSpace, and so
+/// on).
 Status errno_status(int system_errno, std::string what, std::string path,
                     std::optional<uint64_t> offset_bytes = {},
                     std::optional<uint64_t> length_bytes = {}, std::string advice = {});
@@ -88,7 +90,7 @@ Status errno_status(int system_errno, std::string what, std::string path,
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : held_(std::move(value)) {}  // NOLINT: returning a T is the point
+  Result(T value) : held_(std::move(value)) {}        // NOLINT: returning a T is the point
   Result(Status status) : held_(std::move(status)) {  // NOLINT
     SI_CHECK(!std::get<Status>(held_).ok(), "a Result made from a Status must hold a failure");
   }
@@ -127,10 +129,9 @@ class [[nodiscard]] Result {
 #define SI_CONCAT(a, b) SI_CONCAT_INNER(a, b)
 
 /// Leaves the function with the failure, if there is one.
-#define SI_RETURN_IF_ERROR(expression)                                    \
-  do {                                                                    \
-    if (::smartinf::base::Status si_status_ = (expression); !si_status_.ok()) \
-      return si_status_;                                                  \
+#define SI_RETURN_IF_ERROR(expression)                                                           \
+  do {                                                                                           \
+    if (::smartinf::base::Status si_status_ = (expression); !si_status_.ok()) return si_status_; \
   } while (false)
 
 /// SI_ASSIGN_OR_RETURN(auto x, f()): x is the value of the Result, or the function is left.

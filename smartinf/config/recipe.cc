@@ -5,13 +5,13 @@
 #include <charconv>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <set>
 #include <sstream>
 #include <type_traits>
 
 #include <fmt/format.h>
 
+#include "smartinf/base/file.h"
 #include "smartinf/base/nearest.h"
 #include "smartinf/config/check.h"
 #include "smartinf/config/keys.h"
@@ -360,21 +360,17 @@ base::Result<LoadedRecipe> load_recipe(const std::string& path,
                   "Name a .toml file, e.g. recipes/quickstart.toml.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
-  std::ifstream file(path, std::ios::binary);
-  if (!file) {
-    return base::errno_status(errno, "cannot read the recipe", path, {}, {},
-                              "Recipes that come with the project are in recipes/.");
+  const base::Result<std::string> text =
+      base::read_text_file(path, "cannot read the recipe", kFileBytesMax);
+  if (!text.ok()) {
+    const Status& why = text.status();
+    return Status(why.code(), why.what(),
+                  why.code() == ErrorCode::kNotFound
+                      ? "Recipes that come with the project are in recipes/."
+                      : "A recipe is a short TOML file; is this the right one?",
+                  why.place());
   }
-  std::string text;
-  text.resize(kFileBytesMax + 1);
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<size_t>(file.gcount()));
-  if (text.size() > kFileBytesMax) {
-    return Status(ErrorCode::kInvalidArgument, "the recipe is larger than 1 MiB",
-                  "A recipe is a short TOML file; is this the right one?",
-                  base::ErrorPlace{path, {}, {}, 0});
-  }
-  return parse_recipe(text, path, overrides);
+  return parse_recipe(*text, path, overrides);
 }
 
 base::Result<std::vector<Override>> take_overrides(std::vector<std::string>& words) {

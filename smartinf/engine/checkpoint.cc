@@ -18,6 +18,7 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
+#include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/file_descriptor.h"
@@ -359,7 +360,9 @@ Result<Checkpoint> read_checkpoint(const std::string& path) {
   }
   std::stringstream text;
   text << in.rdbuf();
-  const auto json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
+  const auto json = base::json_depth_ok(text.str())
+                        ? nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false)
+                        : nlohmann::json(nlohmann::json::value_t::discarded);
   const auto corrupt = [&] {
     return Status(ErrorCode::kCorrupt, "the checkpoint's description cannot be read",
                   "Its devices may be whole: name them one by one (device-0, device-1, ...).",

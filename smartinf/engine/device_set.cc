@@ -124,13 +124,36 @@ Status cache_state(const UpdaterOptions& options, std::span<DeviceSource* const>
   return Status();
 }
 
+/// A small model may have no subgroup for a device, nor a very slow or a full one a share. Takes
+/// those out of the list and says so; owner: of every subgroup, by position in it.
+void leave_out_idle(Sources& sources, std::vector<DeviceId>& owner) {
+  std::vector<uint32_t> subgroups(sources.size(), 0);
+  for (const DeviceId device : owner) ++subgroups[device.value];
+  std::vector<uint32_t> position(sources.size(), 0);
+  Sources used;
+  for (size_t d = 0; d < sources.size(); ++d) {
+    position[d] = static_cast<uint32_t>(used.size());
+    if (subgroups[d] > 0) {
+      used.push_back(std::move(sources[d]));
+      continue;
+    }
+    base::log(
+        base::LogLevel::kWarning,
+        fmt::format("{} is left out: of {} subgroups, by which state is shared out, none falls "
+                    "to it. The model is small, or the device slow or full beside the others",
+                    device_text(*sources[d]), owner.size()));
+  }
+  sources = std::move(used);
+  for (DeviceId& device : owner) device.value = position[device.value];
+}
+
 Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::ParameterSpace& space,
                              Sources& sources) {
   const bool spilled =
       !options.compress.on() && gradient_bytes(options, space) > options.gradient_budget_bytes;
   const uint32_t spill_bytes =
       spilled ? static_cast<uint32_t>(base::data_type_bytes(options.gradient_type)) : 0;
-  const auto count = static_cast<uint32_t>(sources.size());
+  auto count = static_cast<uint32_t>(sources.size());
   MemoryPlanInput input;
   input.budget_bytes = options.memory_budget_bytes;
   input.elements = space.count();
@@ -176,6 +199,8 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
                   "Free space there, add a device, or choose a smaller state format.");
   }
   SI_ASSIGN_OR_RETURN(set.owner, std::move(owner));
+  leave_out_idle(sources, set.owner);
+  count = static_cast<uint32_t>(sources.size());
 
   RunDescription description;
   description.space = space;
@@ -489,6 +514,7 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
   base::StepNumber newest = 0;
   bool complete = false;  // some device's first step is committed
   base::StepNumber copied_step = 0;
+  uint32_t run_devices = 0;
   for (const auto& source : sources) {
     SI_ASSIGN_OR_RETURN(const std::optional<storage::StoreState> state, source->peek());
     if (!state) {
@@ -498,6 +524,7 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
     begun.push_back(source.get());
     one_run = one_run && (!run || *run == state->run);
     run = state->run;
+    run_devices = state->device_count;
     complete = complete || state->complete;
     copied_step = std::max(copied_step, state->copied_step);
     // A torn state is a run's too: recovery says so, and does not start over by itself.
@@ -511,6 +538,20 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
   // The first step becomes real device by device; until the last one has it, nothing was trained.
   const bool interrupted =
       unfinished != nullptr && (holding == nullptr || (one_run && (newest == 0 || !complete)));
+  // The run began without them, or they were added since: its state is all on the others.
+  if (holding != nullptr && empty != nullptr && one_run && begun.size() == run_devices) {
+    std::erase_if(sources, [&](const std::unique_ptr<DeviceSource>& source) {
+      if (std::find(begun.begin(), begun.end(), source.get()) != begun.end()) return false;
+      base::log(
+          base::LogLevel::kWarning,
+          fmt::format("{} is left out: it holds nothing, and the run on {} has its state on {} "
+                      "other device{}. smartinf reshard moves a run onto more devices",
+                      device_text(*source), device_text(*holding), run_devices,
+                      run_devices == 1 ? "" : "s"));
+      return true;
+    });
+    empty = nullptr;
+  }
   if (holding != nullptr && !interrupted) {
     if (const DeviceSource* missing = empty != nullptr ? empty : unfinished; missing != nullptr) {
       return Status(ErrorCode::kNotFound,

@@ -419,7 +419,7 @@ class Resharder {
   std::vector<plan::Subgroup> subgroups_;
   std::vector<base::DeviceId> owner_;
   std::vector<std::string> places_;  // of the targets; another one where a state is replaced
-  std::vector<storage::FileDescriptor> locks_;
+  std::vector<storage::ContainerLock> locks_;
   std::vector<uint32_t> made_;
   std::vector<std::byte> encoded_;
   std::vector<float> values_;

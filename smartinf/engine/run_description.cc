@@ -2,6 +2,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/text.h"
+
 namespace smartinf::engine {
 
 std::string to_json(const RunDescription& description) {
@@ -16,6 +18,7 @@ base::Result<RunDescription> run_description_from_json(std::string_view text) {
     return base::Status(base::ErrorCode::kCorrupt, "run description: " + std::move(what),
                         "The device's metadata is damaged; run smartinf fsck on it.");
   };
+  if (!base::json_depth_ok(text)) return corrupt("brackets stand too deep in each other");
   const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object() || !json.contains("space") || !json.contains("rule") ||
       !json["rule"].is_string()) {
@@ -28,7 +31,9 @@ base::Result<RunDescription> run_description_from_json(std::string_view text) {
   description.rule = *rule;
   if (json.contains("devices") && json["devices"].is_array()) {
     for (const nlohmann::json& name : json["devices"]) {
-      if (!name.is_string()) return corrupt("a device name that is not text");
+      if (!name.is_string() || !base::printable(name.get<std::string>())) {
+        return corrupt("a device name that is not text");
+      }
       description.devices.push_back(name.get<std::string>());
     }
   }

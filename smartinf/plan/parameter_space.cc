@@ -9,6 +9,7 @@
 #include "smartinf/base/check.h"
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 
 namespace smartinf::plan {
@@ -33,6 +34,11 @@ Status ParameterSpace::add(std::string name, std::vector<uint64_t> shape, uint32
   if (name.empty()) {
     return Status(ErrorCode::kInvalidArgument, "a parameter range has an empty name",
                   "Give every parameter a name.");
+  }
+  if (!base::printable(name)) {
+    return Status(ErrorCode::kInvalidArgument,
+                  "a parameter range has a name with control characters",
+                  "Names are printable text.");
   }
   if (index_by_name_.contains(name)) {
     return Status(ErrorCode::kInvalidArgument, fmt::format("parameter {} appears twice", name),
@@ -135,6 +141,7 @@ std::string ParameterSpace::to_json() const {
 }
 
 base::Result<ParameterSpace> ParameterSpace::from_json(std::string_view text) {
+  if (!base::json_depth_ok(text)) return corrupt("brackets stand too deep in each other");
   const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (json.is_discarded()) return corrupt("not JSON");
   if (!json.is_object() || !json.contains("ranges") || !json["ranges"].is_array()) {

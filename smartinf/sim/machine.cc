@@ -4,13 +4,13 @@
 #include <array>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <optional>
 #include <sstream>
 #include <type_traits>
 
 #include <fmt/format.h>
 
+#include "smartinf/base/file.h"
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
 #include "smartinf/sim/machine_presets.h"
@@ -414,14 +414,9 @@ Result<Machine> load_machine(std::string_view name_or_path) {
       return Status(ErrorCode::kInvalidArgument, "the machine file is a directory",
                     "Name a .toml file in it.", std::move(place));
     }
-    std::ifstream file(path, std::ios::binary);
-    if (!file) {
-      return Status(ErrorCode::kNotFound, "cannot open the machine file", "Check the path.",
-                    std::move(place));
-    }
-    std::ostringstream text;
-    text << file.rdbuf();
-    return parse_machine(text.str(), path);
+    SI_ASSIGN_OR_RETURN(const std::string text,
+                        base::read_text_file(path, "cannot read the machine file"));
+    return parse_machine(text, path);
   }
   for (const MachinePreset& preset : machine_presets()) {
     if (base::same_name(preset.name, name_or_path)) return parse_machine(preset.toml, preset.name);

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/nearest.h"
+#include "smartinf/base/text.h"
 
 namespace smartinf::sim {
 namespace {
@@ -290,7 +291,9 @@ Result<ModelShape> model_from_hf_config(std::string_view json_text, std::string_
     return Status(ErrorCode::kInvalidArgument, std::move(what),
                   "It must be a Hugging Face config.json of a transformer.", std::move(place));
   };
-  const nlohmann::json json = nlohmann::json::parse(json_text, nullptr, false);
+  const nlohmann::json json = base::json_depth_ok(json_text)
+                                  ? nlohmann::json::parse(json_text, nullptr, false)
+                                  : nlohmann::json(nlohmann::json::value_t::discarded);
   if (!json.is_object()) return fail("not a JSON object");
   Status problem;
   // The families name the same dimension differently; the first name that is there counts.

@@ -375,7 +375,10 @@ Status BlockStore::recover_to(StepNumber step) {
   superblock_.committed_table_bytes = superblock_.prepared_table_bytes = bytes;
   superblock_.committed_table_checksum = superblock_.prepared_table_checksum = checksum;
   superblock_.phase = Phase::kComplete;
-  if (changed) SI_RETURN_IF_ERROR(write_superblock(true));
+  if (changed) {
+    SI_RETURN_IF_ERROR(check_newest());
+    SI_RETURN_IF_ERROR(write_superblock(true));
+  }
   phase_ = StepPhase::kIdle;
   return Status();
 }
@@ -743,6 +746,32 @@ Status BlockStore::write_superblock(bool durably) {
   return Status();
 }
 
+Status BlockStore::check_newest() {
+  std::array<Transfer, kSuperblockCopies> reads;
+  const std::span<std::byte> images = superblock_io_.bytes();
+  for (uint32_t copy = 0; copy < kSuperblockCopies; ++copy) {
+    reads[copy] = metadata_transfer(IoOp::kRead, superblock_offset(copy),
+                                    images.subspan(copy * kSuperblockBytes, kSuperblockBytes));
+  }
+  // A copy that cannot be read leaves what was written there last, which is not newer.
+  if (!move_metadata(reads).ok() && !ring_failure_.ok()) return ring_failure_;
+  for (uint32_t copy = 0; copy < kSuperblockCopies; ++copy) {
+    traffic_.add_up(base::TrafficKind::kMetadata, kSuperblockBytes);
+    const Result<Superblock> found =
+        parse_superblock(images.subspan(copy * kSuperblockBytes, kSuperblockBytes), copy);
+    if (!found.ok() || found->sequence <= superblock_.sequence) continue;
+    return Status(
+        ErrorCode::kBusy,
+        fmt::format("another process has written to the device since it was opened: its "
+                    "state stands at step {}",
+                    found->committed_step),
+        "Stop all but one of the processes that use this device. Nothing of theirs was "
+        "overwritten.",
+        base::ErrorPlace{container_.file_path, superblock_offset(copy), kSuperblockBytes, 0});
+  }
+  return Status();
+}
+
 Status BlockStore::verify_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
                                 std::span<const std::byte> bytes) const {
   const size_t index = geometry_.index_of(subgroup);
@@ -841,6 +870,7 @@ Status BlockStore::prepare(StepNumber step, const std::string& blob) {
   SI_RETURN_IF_ERROR(drain(true));
   if (!step_failure_.ok()) return step_failure_;
   SI_RETURN_IF_ERROR(check_written(step));
+  SI_RETURN_IF_ERROR(check_newest());
 
   const Superblock before = superblock_;
   const auto attempt = [&]() -> Status {
@@ -913,6 +943,10 @@ Status BlockStore::take_back(StepNumber step) {
   }
   if (phase_ != StepPhase::kWriting) {
     // A superblock that speaks of the step is on the drive, or may be.
+    if (Status newest = check_newest(); !newest.ok()) {
+      phase_ = StepPhase::kBroken;
+      return newest;
+    }
     superblock_.prepared_step = superblock_.committed_step;
     superblock_.prepared_table_bytes = superblock_.committed_table_bytes;
     superblock_.prepared_table_checksum = superblock_.committed_table_checksum;

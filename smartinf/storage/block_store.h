@@ -120,6 +120,9 @@ class BlockStore final : public Store {
 
   // Metadata goes through the same queue as the planes, and is waited for.
   base::Status write_superblock(bool durable);
+  /// Whether the newest superblock on the drive is this store's own. Errors: kBusy when somebody
+  /// else has written one since; the drive's are not judged here.
+  base::Status check_newest();
   base::Status write_metadata(std::span<const Transfer> transfers);
   base::Status sync_container();
   base::Status move_metadata(std::span<const Transfer> transfers);
@@ -157,7 +160,8 @@ class BlockStore final : public Store {
   base::AlignedBuffer tables_;         // kTablePlaces images
   base::AlignedBuffer superblock_io_;  // kSuperblockCopies images
   // In flight for as long as the drive wants: neither on the stack nor tied to this object.
-  std::unique_ptr<std::array<Transfer, 2>> metadata_ = std::make_unique<std::array<Transfer, 2>>();
+  std::unique_ptr<std::array<Transfer, kSuperblockCopies>> metadata_ =
+      std::make_unique<std::array<Transfer, kSuperblockCopies>>();
 
   base::TrafficCounter traffic_;
   uint64_t written_before_ = 0;  // bytes_written_ever at open

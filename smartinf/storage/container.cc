@@ -116,7 +116,8 @@ Status lock_file(int descriptor, const std::string& path) {
 
 Result<FileDescriptor> lock_directory(const std::string& path) {
   const std::string lock_path = join(path, kLockFileName);
-  FileDescriptor lock(open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  FileDescriptor lock(
+      open(lock_path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
   const int why = errno;
   if (!lock.is_open() && (why == EROFS || why == EACCES)) {
     // Who may only read can still check and copy, and keep writers away meanwhile.
@@ -135,13 +136,35 @@ Result<FileDescriptor> lock_directory(const std::string& path) {
   return lock;
 }
 
+/// How a file system says that it has no direct I/O; whatever else fails is a failure.
+bool refuses_direct(int system_errno) {
+  return system_errno == EINVAL || system_errno == EOPNOTSUPP;
+}
+
 /// Whether direct transfers work on this file. It must have at least kIoAlignment bytes.
-bool direct_works(const std::string& path) {
-  const FileDescriptor file(open(path.c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC));
-  if (!file.is_open()) return false;
-  const auto buffer = base::AlignedBuffer::allocate(base::kIoAlignment);
-  return buffer.ok() && pread(file.get(), buffer->data(), base::kIoAlignment, 0) ==
-                            static_cast<ssize_t>(base::kIoAlignment);
+Result<bool> direct_works(const std::string& path) {
+  const FileDescriptor file(open(path.c_str(), O_RDONLY | O_DIRECT | O_NONBLOCK | O_CLOEXEC));
+  if (!file.is_open() && refuses_direct(errno)) return false;
+  if (!file.is_open()) return base::errno_status(errno, "cannot open the device's state", path);
+  SI_ASSIGN_OR_RETURN(const auto buffer, base::AlignedBuffer::allocate(base::kIoAlignment));
+  const ssize_t got = pread(file.get(), buffer.data(), base::kIoAlignment, 0);
+  if (got < 0 && !refuses_direct(errno)) {
+    return base::errno_status(errno, "cannot read", path, 0, base::kIoAlignment);
+  }
+  return got == static_cast<ssize_t>(base::kIoAlignment);
+}
+
+/// A state is a regular file, or a link to one.
+Status check_regular(const std::string& path) {
+  struct stat info {};
+  if (stat(path.c_str(), &info) != 0) {
+    return base::errno_status(errno, "cannot look at the device's state", path);
+  }
+  if (S_ISREG(info.st_mode)) return Status();
+  return Status(ErrorCode::kInvalidArgument,
+                "the device's state is not a regular file (a FIFO, a socket or a folder)",
+                "Use another directory, or delete it if it is not needed.",
+                base::ErrorPlace{path, {}, {}, 0});
 }
 
 Result<uint64_t> size_of(int descriptor, PathKind kind, const std::string& path) {
@@ -159,7 +182,8 @@ Result<uint64_t> size_of(int descriptor, PathKind kind, const std::string& path)
 
 /// Opens the state for transfers and gives it to a ring.
 Status attach(Container& container, PathKind kind, const StoreOptions& options) {
-  container.direct = direct_works(container.file_path);
+  if (kind == PathKind::kDirectory) SI_RETURN_IF_ERROR(check_regular(container.file_path));
+  SI_ASSIGN_OR_RETURN(container.direct, direct_works(container.file_path));
   if (!container.direct) {
     base::log(base::LogLevel::kInfo,
               fmt::format("{}: no direct I/O here; transfers go through the page cache",
@@ -175,6 +199,16 @@ Status attach(Container& container, PathKind kind, const StoreOptions& options) 
                               errno == EBUSY
                                   ? "It is mounted or part of a volume: unmount it first."
                                   : "It must be readable and writable.");
+  }
+  // A block device is locked itself, there is no lock file. Through a descriptor of its own: the
+  // ring holds on to that of the transfers, and a forked child to the ring.
+  if (kind == PathKind::kDirectory) {
+    container.lock.state =
+        FileDescriptor(open(container.file_path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+    if (!container.lock.state.is_open()) {
+      return base::errno_status(errno, "cannot open the device's state", container.file_path);
+    }
+    SI_RETURN_IF_ERROR(lock_file(container.lock.state.get(), container.path));
   }
   SI_ASSIGN_OR_RETURN(container.size_bytes,
                       size_of(container.state.get(), kind, container.file_path));
@@ -293,12 +327,14 @@ Result<Container> create_in_directory(const std::string& path, uint64_t bytes,
   SI_RETURN_IF_ERROR(make_directory(path));
   Container container;
   container.path = path;
-  SI_ASSIGN_OR_RETURN(container.lock, lock_directory(path));
+  SI_ASSIGN_OR_RETURN(container.lock.file, lock_directory(path));
   const std::string final_path = join(path, kStateFileName);
   const std::string creating_path = join(path, kCreatingFileName);
   {
-    const FileDescriptor existing(open(final_path.c_str(), O_RDONLY | O_CLOEXEC));
+    const FileDescriptor existing(open(final_path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
     if (existing.is_open()) {
+      SI_RETURN_IF_ERROR(check_regular(final_path));
+      SI_RETURN_IF_ERROR(lock_file(existing.get(), path));
       SI_RETURN_IF_ERROR(may_replace(existing.get(), path));
     } else if (errno != ENOENT) {
       return base::errno_status(errno, "cannot open what the device holds", final_path);
@@ -359,12 +395,12 @@ Result<Container> lock_block_device(const std::string& path) {
   Container container;
   container.path = path;
   container.file_path = path;
-  container.lock = FileDescriptor(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!container.lock.is_open()) {
+  container.lock.file = FileDescriptor(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!container.lock.file.is_open()) {
     return base::errno_status(errno, "cannot open the block device", path, {}, {},
                               "Its owner or group must include you.");
   }
-  SI_RETURN_IF_ERROR(lock_file(container.lock.get(), path));
+  SI_RETURN_IF_ERROR(lock_file(container.lock.file.get(), path));
   return container;
 }
 
@@ -372,13 +408,13 @@ Result<Container> create_on_block_device(const std::string& path, uint64_t bytes
                                          const StoreOptions& options) {
   SI_ASSIGN_OR_RETURN(Container container, lock_block_device(path));
   SI_ASSIGN_OR_RETURN(const uint64_t size_bytes,
-                      size_of(container.lock.get(), PathKind::kBlockDevice, path));
+                      size_of(container.lock.file.get(), PathKind::kBlockDevice, path));
   if (size_bytes < bytes) return no_space(path, bytes, size_bytes);
-  const Result<Superblock> found = superblock_of(container.lock.get(), path);
+  const Result<Superblock> found = superblock_of(container.lock.file.get(), path);
   if (found.ok()) {
-    SI_RETURN_IF_ERROR(may_replace(container.lock.get(), path));
+    SI_RETURN_IF_ERROR(may_replace(container.lock.file.get(), path));
   } else if (!options.force_block_device) {
-    SI_RETURN_IF_ERROR(is_blank(container.lock.get(), size_bytes, path));
+    SI_RETURN_IF_ERROR(is_blank(container.lock.file.get(), size_bytes, path));
   }
   SI_RETURN_IF_ERROR(attach(container, PathKind::kBlockDevice, options));
   return container;
@@ -414,7 +450,7 @@ Result<Container> open_container(const std::string& path, const StoreOptions& op
       container.file_path = join(path, kStateFileName);
       // Asked before locking: a directory without a store is not given a lock file.
       if (access(container.file_path.c_str(), F_OK) != 0) return missing(path);
-      SI_ASSIGN_OR_RETURN(container.lock, lock_directory(path));
+      SI_ASSIGN_OR_RETURN(container.lock.file, lock_directory(path));
       break;
     }
   }
@@ -422,12 +458,22 @@ Result<Container> open_container(const std::string& path, const StoreOptions& op
   return container;
 }
 
-Result<FileDescriptor> lock_container(const std::string& path) {
+Result<ContainerLock> lock_container(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const PathKind kind, kind_of(path));
-  if (kind == PathKind::kDirectory) return lock_directory(path);
   if (kind == PathKind::kMissing) return missing(path);
-  SI_ASSIGN_OR_RETURN(Container container, lock_block_device(path));
-  return std::move(container.lock);
+  ContainerLock lock;
+  if (kind == PathKind::kBlockDevice) {
+    SI_ASSIGN_OR_RETURN(Container container, lock_block_device(path));
+    return std::move(container.lock);
+  }
+  SI_ASSIGN_OR_RETURN(lock.file, lock_directory(path));
+  for (const std::string_view name : {kStateFileName, kCreatingFileName}) {
+    FileDescriptor state(open(join(path, name).c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+    if (!state.is_open()) continue;
+    SI_RETURN_IF_ERROR(lock_file(state.get(), path));
+    if (!lock.state.is_open()) lock.state = std::move(state);
+  }
+  return lock;
 }
 
 Result<ReadOnlyContainer> open_container_to_read(const std::string& path) {
@@ -435,11 +481,13 @@ Result<ReadOnlyContainer> open_container_to_read(const std::string& path) {
   if (kind == PathKind::kMissing) return missing(path);
   ReadOnlyContainer container;
   container.file_path = kind == PathKind::kDirectory ? join(path, kStateFileName) : path;
-  container.file = FileDescriptor(open(container.file_path.c_str(), O_RDONLY | O_CLOEXEC));
+  container.file =
+      FileDescriptor(open(container.file_path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   if (!container.file.is_open()) {
     if (errno == ENOENT) return missing(path);
     return base::errno_status(errno, "cannot open the device's state", container.file_path);
   }
+  if (kind == PathKind::kDirectory) SI_RETURN_IF_ERROR(check_regular(container.file_path));
   SI_ASSIGN_OR_RETURN(container.size_bytes,
                       size_of(container.file.get(), kind, container.file_path));
   return container;

@@ -21,6 +21,13 @@ inline constexpr std::string_view kLockFileName = "smartinf.lock";
 /// Has the state's name once its superblock is on the drive; before that it is nobody's loss.
 inline constexpr std::string_view kCreatingFileName = "smartinf.state.creating";
 
+/// What keeps others away: the lock file and, in a directory, the state file itself, so that a lock
+/// file that was deleted lets nobody in.
+struct ContainerLock {
+  FileDescriptor file;
+  FileDescriptor state;
+};
+
 /// Open and locked. Closing it (destruction) unlocks.
 struct Container {
   std::string path;       // as the user named it
@@ -30,7 +37,7 @@ struct Container {
   std::unique_ptr<Ring> ring;
   uint32_t file = 0;  // of the ring
 
-  FileDescriptor lock;
+  ContainerLock lock;
   FileDescriptor state;
   /// Gives the container its final name, for good. Empty: it has it.
   std::function<base::Status()> publish;
@@ -51,7 +58,7 @@ struct ReadOnlyContainer {
 };
 base::Result<ReadOnlyContainer> open_container_to_read(const std::string& path);
 
-/// Takes the lock alone, until the descriptor is closed. Errors: kNotFound, kBusy (by whom), kIo.
-base::Result<FileDescriptor> lock_container(const std::string& path);
+/// Takes the lock alone, until it is destroyed. Errors: kNotFound, kBusy (by whom), kIo.
+base::Result<ContainerLock> lock_container(const std::string& path);
 
 }  // namespace smartinf::storage

@@ -49,6 +49,14 @@ Status erase_store(const std::string& path) {
     return Status(base::ErrorCode::kBusy, "the device was in use until now", "Try again.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
+  for (const std::string_view name : {kStateFileName, kCreatingFileName}) {
+    const FileDescriptor file(open((directory / name).c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+    if (!file.is_open() || flock(file.get(), LOCK_EX | LOCK_NB) == 0) continue;
+    const auto holder = lock_container(path);
+    if (!holder.ok()) return holder.status();
+    return Status(base::ErrorCode::kBusy, "the device was in use until now", "Try again.",
+                  base::ErrorPlace{path, {}, {}, 0});
+  }
   for (const std::string_view name : {kStateFileName, kCreatingFileName, kLockFileName}) {
     const std::string file = (directory / name).string();
     if (unlink(file.c_str()) != 0 && errno != ENOENT) {

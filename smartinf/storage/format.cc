@@ -44,7 +44,10 @@ bool sound(const Superblock& superblock) {
   return superblock.phase <= Phase::kComplete && (superblock.slots == 1 || superblock.slots == 2) &&
          superblock.device_count > 0 && superblock.device_index < superblock.device_count &&
          superblock.container_bytes <= kContainerBytesMax &&
+         superblock.device_count <= kDevicesMax &&
          superblock.layout_bytes >= sizeof(LayoutHeader) &&
+         superblock.layout_bytes <=
+             sizeof(LayoutHeader) + kSubgroupsMax * sizeof(LayoutSubgroup) + kDescriptionBytesMax &&
          superblock.layout_bytes <= superblock.container_bytes &&
          (superblock.prepared_step == superblock.committed_step ||
           superblock.prepared_step == superblock.committed_step + 1);
@@ -256,12 +259,13 @@ Result<StoreLayout> parse_layout(std::span<const std::byte> bytes, const Superbl
   StoreLayout layout;
   layout.format = static_cast<base::StateFormat>(header.state_format);
   if (layout.format == base::StateFormat::kQ8 && superblock.version < kQ8CodesSince) {
-    return Status(ErrorCode::kMismatch,
-                  fmt::format("q8 state of format version {}, whose codes mean something else since "
-                              "version {}",
-                              superblock.version, kQ8CodesSince),
-                  "Convert it to f32 with the smartinf that wrote it (smartinf reshard "
-                  "--state-format f32), then use this one.");
+    return Status(
+        ErrorCode::kMismatch,
+        fmt::format("q8 state of format version {}, whose codes mean something else since "
+                    "version {}",
+                    superblock.version, kQ8CodesSince),
+        "Convert it to f32 with the smartinf that wrote it (smartinf reshard "
+        "--state-format f32), then use this one.");
   }
   layout.run.bytes = superblock.run;
   layout.device_index = superblock.device_index;

@@ -32,7 +32,8 @@ static_assert(std::endian::native == std::endian::little,
 /// container's readable_since is at most the program's kFormatVersion. A change that older programs
 /// may ignore (a reserved field gets a meaning) raises `version` alone; one that they may not
 /// raises readable_since with it.
-/// 2: Superblock::copied_step; other codes in q8 planes, so that q8 state is read by 2 and later only,
+/// 2: Superblock::copied_step; other codes in q8 planes, so that q8 state is read by 2 and later
+/// only,
 ///    and that of version 1 is refused.
 inline constexpr uint32_t kFormatVersion = 2;
 inline constexpr uint32_t kQ8CodesSince = 2;
@@ -63,7 +64,8 @@ inline constexpr uint32_t kTablePlaces = 2;
 inline constexpr uint32_t kPlanesMax = 8;
 /// Bounds that a damaged record cannot exceed, so that believing a number never means gigabytes.
 inline constexpr uint64_t kSubgroupsMax = uint64_t{1} << 24;
-inline constexpr uint64_t kDescriptionBytesMax = uint64_t{1} << 30;
+inline constexpr uint64_t kDescriptionBytesMax = uint64_t{1} << 28;
+inline constexpr uint32_t kDevicesMax = 65536;
 inline constexpr uint64_t kElementsMax = uint64_t{1} << 48;
 
 /// How far a store has come. The order is the order in which it happens.

@@ -57,6 +57,21 @@ std::vector<std::byte> bytes_of(Superblock superblock, uint32_t copy) {
   return bytes;
 }
 
+/// With a right checksum, so that only a bug or malice can have made it.
+TEST(SuperblockBytes, CountsBeyondAllBoundsAreNotBelieved) {
+  const StoreLayout layout = layout_of(base::StateFormat::kF32);
+  const Geometry geometry = *Geometry::make(layout, 2);
+  const Superblock sound = superblock_of(layout, geometry);
+  ASSERT_TRUE(parse_superblock(bytes_of(sound, 0), 0).ok());
+  Superblock devices = sound;
+  devices.device_count = 3681404497u;
+  EXPECT_EQ(parse_superblock(bytes_of(devices, 0), 0).status().code(), base::ErrorCode::kCorrupt);
+  Superblock record = sound;
+  record.container_bytes = uint64_t{1} << 40;
+  record.layout_bytes = uint64_t{1} << 36;
+  EXPECT_EQ(parse_superblock(bytes_of(record, 0), 0).status().code(), base::ErrorCode::kCorrupt);
+}
+
 TEST(Geometry, NothingOverlapsAndEverythingIsAligned) {
   for (const auto format :
        {base::StateFormat::kF32, base::StateFormat::kBf16, base::StateFormat::kQ8}) {

@@ -54,7 +54,7 @@ class StateReader {
   StateReader() = default;
 
   std::string path_;
-  FileDescriptor lock_;
+  ContainerLock lock_;
   ReadOnlyContainer container_;
   Superblock superblock_{};
   StoreState state_;

@@ -68,9 +68,9 @@ struct StoreOptions {
   uint64_t io_bytes = uint64_t{4} << 20;  // size of one transfer
   uint32_t io_depth = 8;                  // transfers in flight per direction
   std::chrono::milliseconds watchdog{
-      60'000};                            // a request without completion for so long is reported
-  bool read_only = false;                 // for checking: nothing can be written
-  bool force_block_device = false;        // use a block device that holds something else
+      60'000};                      // a request without completion for so long is reported
+  bool read_only = false;           // for checking: nothing can be written
+  bool force_block_device = false;  // use a block device that holds something else
   /// Wraps the ring that was made, or puts another in its place (tests: faulty; emulation: links).
   std::function<std::unique_ptr<Ring>(std::unique_ptr<Ring>)> wrap_ring;
 };

@@ -8,11 +8,13 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/container.h"
 #include "smartinf/storage/erase.h"
 #include "smartinf/storage/format.h"
 #include "smartinf/storage/summary.h"
@@ -388,6 +390,80 @@ TEST_P(StoreTest, LockedByName) {
   const auto again = Store::create(path_, layout_, options_);
   EXPECT_EQ(again.status().code(), ErrorCode::kAlreadyExists);
   EXPECT_THAT(again.status().what(), HasSubstr(layout_.run.to_string()));
+}
+
+TEST_P(StoreTest, ADeletedLockFileLetsNobodyIn) {
+  create();
+  make_step(0, "");
+  ASSERT_TRUE(std::filesystem::remove(std::filesystem::path(path_) / "smartinf.lock"));
+  const auto second = Store::open(path_, options_);
+  EXPECT_EQ(second.status().code(), ErrorCode::kBusy);
+  EXPECT_THAT(second.status().what(), HasSubstr(std::to_string(getpid())));
+  EXPECT_EQ(Store::create(path_, layout_, options_).status().code(), ErrorCode::kBusy);
+  EXPECT_EQ(lock_container(path_).status().code(), ErrorCode::kBusy);
+  EXPECT_EQ(erase_store(path_).code(), ErrorCode::kBusy);
+  make_step(1, "");
+  store_.reset();
+  EXPECT_TRUE(lock_container(path_).ok());
+}
+
+TEST_P(StoreTest, ANewerSuperblockIsNeverOverwritten) {
+  create();
+  make_step(0, "");
+  // As a second process would write it that no lock has kept away.
+  const std::string file = (std::filesystem::path(path_) / "smartinf.state").string();
+  std::vector<std::byte> area(kSuperblockAreaBytes);
+  const int state = ::open(file.c_str(), O_RDWR);
+  ASSERT_GE(state, 0);
+  ASSERT_EQ(pread(state, area.data(), area.size(), 0), static_cast<ssize_t>(area.size()));
+  auto newer = choose_superblock(area);
+  ASSERT_TRUE(newer.ok());
+  newer->sequence += 5;
+  newer->copy = 3;
+  seal_superblock(*newer);
+  ASSERT_EQ(pwrite(state, &*newer, sizeof(*newer), 3 * kSuperblockStride),
+            static_cast<ssize_t>(sizeof(*newer)));
+  ASSERT_EQ(fsync(state), 0);
+  store_->begin_step(1);
+  for (const StoredSubgroup& subgroup : layout_.subgroups) {
+    ASSERT_TRUE(write(subgroup.id, 10).ok());
+  }
+  const Status status = store_->prepare(1, "");
+  EXPECT_EQ(status.code(), ErrorCode::kBusy);
+  EXPECT_THAT(status.to_string(), HasSubstr("another process has written"));
+  store_.reset();
+  ASSERT_EQ(pread(state, area.data(), area.size(), 0), static_cast<ssize_t>(area.size()));
+  EXPECT_EQ(choose_superblock(area)->sequence, newer->sequence);
+  ::close(state);
+}
+
+TEST_P(StoreTest, AFifoIsRefusedAtOnce) {
+  const std::string fifo = (std::filesystem::path(path_) / "smartinf.state").string();
+  ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
+  for (const Status& status :
+       {Store::open(path_, options_).status(), Store::create(path_, layout_, options_).status(),
+        Store::peek(path_).status(), summarize(path_).status()}) {
+    EXPECT_EQ(status.code(), ErrorCode::kInvalidArgument) << status.to_string();
+    EXPECT_THAT(status.to_string(), HasSubstr("not a regular file"));
+  }
+  const std::string tuning = (std::filesystem::path(path_) / "smartinf.tuning").string();
+  ASSERT_EQ(mkfifo(tuning.c_str(), 0600), 0);
+  EXPECT_FALSE(recall_tuning(path_).has_value());
+}
+
+TEST_P(StoreTest, MeasuringFollowsNoLink) {
+  const std::string victim = (std::filesystem::path(path_) / "victim").string();
+  std::ofstream(victim) << "precious";
+  std::filesystem::create_symlink(victim, std::filesystem::path(path_) / "smartinf.measure");
+  std::filesystem::create_symlink(victim, std::filesystem::path(path_) / "smartinf.tuning");
+  MeasureOptions quick;
+  quick.file_bytes = 32 << 20;
+  quick.seconds = 0.01;
+  (void)measure_io(path_, quick);
+  (void)remember_tuning(path_, IoTuning{2 << 20, 16, 1.5e9, 1e9});
+  std::string text;
+  std::ifstream(victim) >> text;
+  EXPECT_EQ(text, "precious");
 }
 
 TEST_P(StoreTest, SummaryTellsStateAndLayoutOfAStoreInUse) {

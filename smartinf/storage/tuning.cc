@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
+#include <sstream>
 #include <vector>
 
 #include <fcntl.h>
@@ -16,6 +16,7 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/clock.h"
+#include "smartinf/base/file.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/abandoned.h"
 #include "smartinf/storage/block_store.h"
@@ -155,12 +156,16 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
   std::filesystem::create_directories(path, error);
   if (error) return base::errno_status(error.value(), "cannot make the device's directory", path);
   const std::string file_path = (std::filesystem::path(path) / kMeasureFileName).string();
-  int flags = O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC;
-  FileDescriptor file(open(file_path.c_str(), flags | O_DIRECT, 0600));
-  const bool direct = file.is_open();
-  if (!direct) file = FileDescriptor(open(file_path.c_str(), flags, 0600));
+  (void)unlink(file_path.c_str());  // of a measurement that was killed
+  // Made anew, so that no link that stands there is followed.
+  const FileDescriptor file(
+      open(file_path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_DIRECT | O_CLOEXEC, 0600));
   if (!file.is_open()) {
-    return base::errno_status(errno, "cannot make a file to measure the drive with", file_path);
+    const int why = errno;
+    (void)unlink(file_path.c_str());  // some make the file and then refuse to open it so
+    // Through the page cache the rate would be memory's: nothing is known then.
+    if (why == EINVAL || why == EOPNOTSUPP) return IoTuning{};
+    return base::errno_status(why, "cannot make a file to measure the drive with", file_path);
   }
   // Without a name it goes away by itself, whatever happens.
   (void)unlink(file_path.c_str());
@@ -186,7 +191,7 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
     out = word;
   }
   std::vector<Transfer> transfers(size_t{2} * kDepths.back());
-  TransferQueue queue(std::move(ring), index, file_path, direct, kPatience);
+  TransferQueue queue(std::move(ring), index, file_path, /*direct=*/true, kPatience);
   Mover mover(queue, transfers, memory.bytes(), file_bytes);
   IoTuning best;
   const Status measured = try_all(mover, memory.size(), options.seconds, best);
@@ -201,21 +206,22 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
 Status remember_tuning(const std::string& path, const IoTuning& tuning) {
   if (is_block_device(path)) return Status();
   const std::string file_path = (std::filesystem::path(path) / kTuningFileName).string();
-  std::ofstream file(file_path, std::ios::trunc);
-  file << fmt::format(
-      "# Found by smartinf at first use. Delete this file to have it measured again.\n"
-      "io_bytes = {}\nio_depth = {}\nread_bytes_per_second = {:.0f}\n"
-      "write_bytes_per_second = {:.0f}\n",
-      tuning.io_bytes, tuning.io_depth, tuning.read_bytes_per_second,
-      tuning.write_bytes_per_second);
-  file.close();
-  if (!file) return base::errno_status(errno, "cannot remember the drive's tuning", file_path);
-  return Status();
+  return base::write_text_file(
+      file_path,
+      fmt::format("# Found by smartinf at first use. Delete this file to have it measured again.\n"
+                  "io_bytes = {}\nio_depth = {}\nread_bytes_per_second = {:.0f}\n"
+                  "write_bytes_per_second = {:.0f}\n",
+                  tuning.io_bytes, tuning.io_depth, tuning.read_bytes_per_second,
+                  tuning.write_bytes_per_second),
+      "cannot remember the drive's tuning");
 }
 
 std::optional<IoTuning> recall_tuning(const std::string& path) {
   if (is_block_device(path)) return std::nullopt;
-  std::ifstream file((std::filesystem::path(path) / kTuningFileName).string());
+  const auto text = base::read_text_file((std::filesystem::path(path) / kTuningFileName).string(),
+                                         "cannot read", base::kMiB);
+  if (!text.ok()) return std::nullopt;
+  std::istringstream file(*text);
   IoTuning tuning;
   int found = 0;
   for (std::string line; std::getline(file, line);) {

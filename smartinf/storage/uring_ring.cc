@@ -107,13 +107,14 @@ class UringRing final : public Ring {
         io_uring_register_buffers(&ring_, buffers_.data(), static_cast<unsigned>(buffers_.size()));
     buffers_registered_ = code == 0;
     if (code == 0) return Status();
-    return Status(ErrorCode::kOutOfMemory,
-                  fmt::format("io_uring cannot keep {} of buffers mapped ({}), and maps them at every "
-                              "transfer",
-                              base::format_bytes(memory.size()),
-                              code == -ENOMEM ? "RLIMIT_MEMLOCK is too small" : std::strerror(-code)),
-                  "It costs a little speed; to avoid it raise the locked-memory limit (ulimit -l, or "
-                  "a file in /etc/security/limits.d)");
+    return Status(
+        ErrorCode::kOutOfMemory,
+        fmt::format("io_uring cannot keep {} of buffers mapped ({}), and maps them at every "
+                    "transfer",
+                    base::format_bytes(memory.size()),
+                    code == -ENOMEM ? "RLIMIT_MEMLOCK is too small" : std::strerror(-code)),
+        "It costs a little speed; to avoid it raise the locked-memory limit (ulimit -l, or "
+        "a file in /etc/security/limits.d)");
   }
 
   Status submit(std::span<IoRequest* const> requests) override {

@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <system_error>
 #include <utility>
@@ -118,16 +117,11 @@ Result<std::vector<TextFile>> list_text(std::string_view key, const std::vector<
 
 // Appends a file and a separator. Binary files (a zero byte near the start) are left out: false.
 Result<bool> append_text(const TextFile& file, std::vector<std::byte>& text) {
-  std::ifstream in(file.path, std::ios::binary | std::ios::ate);
-  if (!in) return base::errno_status(errno, "cannot read the text file", file.path);
-  const auto size = static_cast<size_t>(in.tellg());
+  SI_ASSIGN_OR_RETURN(const DataFile in, DataFile::open(file.path));
+  const size_t size = in.size();
   const size_t start = text.size();
   text.resize(start + size + 1);
-  in.seekg(0);
-  in.read(reinterpret_cast<char*>(text.data() + start), static_cast<std::streamsize>(size));
-  if (static_cast<size_t>(in.gcount()) != size) {
-    return base::errno_status(errno, "cannot read the text file", file.path);
-  }
+  SI_RETURN_IF_ERROR(in.read(0, std::span(text).subspan(start, size)));
   const bool binary =
       size == 0 || std::memchr(text.data() + start, 0, std::min<size_t>(size, 8192)) != nullptr;
   if (binary) {
@@ -138,23 +132,24 @@ Result<bool> append_text(const TextFile& file, std::vector<std::byte>& text) {
   return true;
 }
 
-Result<TokenSegment> parse_token_file(const std::string& path, std::span<const std::byte> bytes) {
+Result<TokenSegment> parse_token_file(std::shared_ptr<const DataFile> file) {
+  const std::string& path = file->path();
   const auto corrupt = [&](std::string what) {
     return Status(ErrorCode::kCorrupt, std::move(what),
                   "Make token files with scripts/tokenize_text.py or llm.c's data scripts",
                   at_path(path));
   };
   int32_t header[3] = {};
-  if (bytes.size() < kTokenHeaderBytes) return corrupt("token file is shorter than its header");
-  std::memcpy(header, bytes.data(), sizeof header);
+  if (file->size() < kTokenHeaderBytes) return corrupt("token file is shorter than its header");
+  SI_RETURN_IF_ERROR(file->read(0, std::as_writable_bytes(std::span(header))));
   for (const TokenFileKind& kind : kTokenFileKinds) {
     if (header[0] != kind.magic || header[1] != kind.version) continue;
-    const uint64_t held = (bytes.size() - kTokenHeaderBytes) / kind.token_bytes;
+    const uint64_t held = (file->size() - kTokenHeaderBytes) / kind.token_bytes;
     if (header[2] < 0 || static_cast<uint64_t>(header[2]) != held) {
       return corrupt(
           fmt::format("token file's header says {} tokens, its size says {}", header[2], held));
     }
-    return TokenSegment{bytes.data() + kTokenHeaderBytes, held, kind.token_bytes, path};
+    return TokenSegment{nullptr, std::move(file), kTokenHeaderBytes, held, kind.token_bytes, path};
   }
   return corrupt(fmt::format("not a token file: magic {} version {}", header[0], header[1]));
 }
@@ -175,8 +170,16 @@ Status TokenStream::read(uint64_t first, uint64_t vocabulary, std::span<int64_t>
   for (size_t done = 0; done < out.size(); ++index) {
     const TokenSegment& segment = segments_[index];
     uint64_t at = first + done - (ends_[index] - segment.count);
-    for (; at < segment.count && done < out.size(); ++at, ++done) {
-      const std::byte* token = segment.data + at * segment.token_bytes;
+    const uint64_t bytes = std::min(segment.count - at, out.size() - done) * segment.token_bytes;
+    std::vector<std::byte> read;
+    const std::byte* token = segment.data + at * segment.token_bytes;
+    if (segment.file != nullptr) {
+      read.resize(bytes);
+      SI_RETURN_IF_ERROR(segment.file->read(segment.offset + at * segment.token_bytes, read));
+      token = read.data();
+    }
+    for (const std::byte* end = token + bytes; token != end;
+         token += segment.token_bytes, ++at, ++done) {
       uint32_t value = 0;
       std::memcpy(&value, token, segment.token_bytes);
       if (value >= vocabulary) {
@@ -274,7 +277,7 @@ Status Corpus::add_text(const DataOptions& options) {
   vocabulary_ = kByteVocabulary;
   for (auto [text, stream] : {std::pair{&training, &training_}, {&validation, &validation_}}) {
     texts_.push_back(std::move(*text));
-    stream->add({texts_.back().data(), texts_.back().size(), 1, "the corpus"});
+    stream->add({texts_.back().data(), nullptr, 0, texts_.back().size(), 1, "the corpus"});
   }
   return Status();
 }
@@ -282,13 +285,15 @@ Status Corpus::add_text(const DataOptions& options) {
 Status Corpus::add_token_files(const DataOptions& options) {
   const bool own_validation = !options.validation_paths.empty();
   const auto add = [&](const std::string& path, bool for_validation) -> Status {
-    SI_ASSIGN_OR_RETURN(FileMapping mapping, FileMapping::open(path));
-    const std::span<const std::byte> bytes = mapping.bytes();
-    SI_ASSIGN_OR_RETURN(TokenSegment segment, parse_token_file(path, bytes));
-    const uint64_t sample = std::min<uint64_t>(bytes.size(), kDigestSampleBytes);
-    digest_ = base::mix_seed(digest_, bytes.size());
-    digest_ = digest_bytes(digest_, bytes.first(sample));
-    digest_ = digest_bytes(digest_, bytes.last(sample));
+    SI_ASSIGN_OR_RETURN(DataFile opened, DataFile::open(path));
+    const auto file = std::make_shared<const DataFile>(std::move(opened));
+    SI_ASSIGN_OR_RETURN(TokenSegment segment, parse_token_file(file));
+    std::vector<std::byte> sample(std::min<uint64_t>(file->size(), kDigestSampleBytes));
+    digest_ = base::mix_seed(digest_, file->size());
+    for (const uint64_t offset : {uint64_t{0}, file->size() - sample.size()}) {
+      SI_RETURN_IF_ERROR(file->read(offset, sample));
+      digest_ = digest_bytes(digest_, sample);
+    }
     if (for_validation) {
       validation_.add(segment);
     } else {
@@ -297,11 +302,10 @@ Status Corpus::add_token_files(const DataOptions& options) {
                                   : static_cast<uint64_t>(static_cast<double>(segment.count) *
                                                           options.validation_share);
       segment.count -= held.count;
-      held.data += segment.count * segment.token_bytes;
+      held.offset += segment.count * segment.token_bytes;
       training_.add(segment);
       validation_.add(held);
     }
-    mappings_.push_back(std::move(mapping));
     ++files_;
     return Status();
   };

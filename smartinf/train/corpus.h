@@ -4,12 +4,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "smartinf/base/status.h"
-#include "smartinf/train/file_mapping.h"
+#include "smartinf/train/data_file.h"
 #include "smartinf/train/options.h"
 
 namespace smartinf::train {
@@ -18,9 +19,11 @@ namespace smartinf::train {
 inline constexpr uint32_t kByteVocabulary = 256;
 inline constexpr uint32_t kByteSeparator = 255;
 
-/// A run of tokens, one after another, in memory or mapped from a file.
+/// A run of tokens, one after another, in memory or in a file.
 struct TokenSegment {
-  const std::byte* data = nullptr;
+  const std::byte* data = nullptr;  // null: in a file...
+  std::shared_ptr<const DataFile> file;
+  uint64_t offset = 0;  // ...from this byte on
   uint64_t count = 0;
   uint32_t token_bytes = 1;  // 1, 2 or 4, little-endian
   std::string path;          // for messages
@@ -31,7 +34,8 @@ class TokenStream {
   void add(TokenSegment segment);
   uint64_t count() const { return count_; }
   /// Tokens [first, first + out.size()). Errors: kCorrupt for a token not below `vocabulary`, with
-  /// its file and position. first + out.size() <= count().
+  /// its file and position, and for a file that has become shorter; kIo. first + out.size() <=
+  /// count().
   base::Status read(uint64_t first, uint64_t vocabulary, std::span<int64_t> out) const;
 
  private:
@@ -40,7 +44,7 @@ class TokenStream {
   uint64_t count_ = 0;
 };
 
-/// Immutable once open. Text is held in memory, token files are mapped.
+/// Immutable once open. Text is held in memory, token files are read window by window.
 /// Held out for validation: data.validation_paths if given. Else, of a corpus with many files,
 /// whole files chosen by a hash of their names; of one with few, the last share of each.
 class Corpus {
@@ -67,7 +71,6 @@ class Corpus {
   TokenStream training_;
   TokenStream validation_;
   std::vector<std::vector<std::byte>> texts_;
-  std::vector<FileMapping> mappings_;
   uint32_t vocabulary_ = 0;
   uint64_t digest_ = 0;
   uint64_t files_ = 0;

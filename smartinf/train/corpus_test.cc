@@ -132,6 +132,21 @@ TEST_F(CorpusTest, SpoiltTokenFilesAreRefused) {
   EXPECT_THAT(open_error(), HasSubstr("shorter than its header"));
 }
 
+TEST_F(CorpusTest, ATokenFileThatBecomesShorterIsAnError) {
+  const std::vector<uint16_t> tokens(20'000, 7);
+  options_.paths = {write_tokens("a.bin", 20240520, 1, tokens, 20'000)};
+  const auto corpus = Corpus::open(options_);
+  ASSERT_TRUE(corpus.ok());
+  std::vector<int64_t> window(100);
+  ASSERT_TRUE(corpus->training().read(19'000, 50257, window).ok());
+  EXPECT_EQ(window[99], 7);
+  fs::resize_file(options_.paths[0], 2000);
+  const auto status = corpus->training().read(19'000, 50257, window);
+  EXPECT_EQ(status.code(), base::ErrorCode::kCorrupt);
+  EXPECT_THAT(status.to_string(), HasSubstr("has become shorter"));
+  EXPECT_THAT(status.to_string(), HasSubstr("a.bin"));
+}
+
 TEST_F(CorpusTest, WhatCannotBeLearntFromIsRefused) {
   options_.paths = {folder_.string() + "/none"};
   EXPECT_THAT(open_error(), HasSubstr("/none"));

@@ -8,14 +8,16 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "smartinf/base/file.h"
+
 namespace smartinf::train {
 
 using base::Result;
 using base::Status;
 
 Result<FileMapping> FileMapping::open(const std::string& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) return base::errno_status(errno, "cannot open the file", path);
+  SI_ASSIGN_OR_RETURN(const int descriptor,
+                      base::open_regular_file(path, O_RDONLY, "cannot open the file"));
   struct stat info = {};
   Status failure;
   void* memory = nullptr;

@@ -4,6 +4,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/text.h"
+
 namespace smartinf::train {
 
 std::string Position::to_json() const {
@@ -14,7 +16,9 @@ std::string Position::to_json() const {
 }
 
 base::Result<Position> Position::from_json(const std::string& text) {
-  const auto json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const auto json = base::json_depth_ok(text)
+                        ? nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false)
+                        : nlohmann::json(nlohmann::json::value_t::discarded);
   Position position;
   for (const auto& [key, value] : {std::pair{"windows", &position.windows},
                                    {"data_seed", &position.data_seed},

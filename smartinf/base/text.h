@@ -1,0 +1,21 @@
+// Text that comes from outside: files that somebody else may have written.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace smartinf::base {
+
+/// How deep brackets and braces of JSON may stand in each other: parsers and printers that call
+/// themselves for each level need so much stack at most.
+inline constexpr uint32_t kJsonDepthMax = 64;
+
+/// Whether JSON text stays within kJsonDepthMax. Asked before it is parsed; says nothing else of
+/// it.
+bool json_depth_ok(std::string_view text);
+
+/// Whether a name can be shown as it is: no control characters, by which a terminal could be made
+/// to show something else.
+bool printable(std::string_view name);
+
+}  // namespace smartinf::base

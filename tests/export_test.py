@@ -2,8 +2,12 @@
 
 Usage: export_test.py SMARTINF LOGITS_OF_EXPORT
 """
+import fcntl
 import json
+import os
 import pathlib
+import shutil
+import signal
 import subprocess
 import sys
 import unittest
@@ -75,6 +79,78 @@ class Export(TrainCase):
         out.mkdir()
         self.assertTrue((self.export("a", "out") / "model.safetensors").exists())
         self.assertFalse((self.folder / "out.partial").exists())
+
+    def refused(self, *words, code=1, says):
+        done = subprocess.run([SMARTINF, "export", *map(str, words)], capture_output=True, text=True,
+                              timeout=120, check=False)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        self.assertIn(says, done.stderr)
+
+    def test_exports_to_one_place_do_not_mix(self):
+        self.train(self.recipe(steps=2), "a")
+        alive = self.folder / "out.00000001.partial"
+        alive.mkdir()
+        (alive / "model.safetensors.partial").write_bytes(b"half")
+        with open(alive / ".smartinf-export", "w", encoding="ascii") as mark:
+            fcntl.flock(mark, fcntl.LOCK_EX)
+            weights = (self.export("a", "out") / "model.safetensors").read_bytes()
+            self.assertEqual((alive / "model.safetensors.partial").read_bytes(), b"half")
+        shutil.rmtree(self.folder / "out")
+        words = [SMARTINF, "export", str(self.folder / "a"), "--out", str(self.folder / "out")]
+        both = [subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in range(2)]
+        for each in both:
+            each.communicate(timeout=120)
+        self.assertEqual(sorted(each.returncode for each in both), [0, 1])
+        self.assertEqual((self.folder / "out/model.safetensors").read_bytes(), weights)
+        self.assertEqual([p.name for p in self.folder.glob("out*")], ["out"])
+
+    def test_an_interrupt_ends_it_and_leaves_nothing(self):
+        self.train(self.recipe(steps=1), "a", "--model.width", "384", "--model.layers", "6",
+                   "--model.mlp_width", "1024", "--train.micro_batch", "1", "--train.accumulation", "1")
+
+        def interrupted_from_the_start():
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            os.kill(os.getpid(), signal.SIGINT)
+
+        done = subprocess.run([SMARTINF, "export", str(self.folder / "a"), "--out", str(self.folder / "out")],
+                              capture_output=True, text=True, timeout=120, check=False,
+                              preexec_fn=interrupted_from_the_start)
+        self.assertEqual(done.returncode, 130, done.stdout + done.stderr)
+        self.assertEqual([p.name for p in self.folder.glob("out*")], [])
+
+    def test_only_a_tokenizer_is_copied(self):
+        self.train(self.recipe(steps=1), "a")
+        recipe = self.folder / "a/recipe.toml"
+        text = recipe.read_text()
+        secret, fifo = self.folder / "secret", self.folder / "fifo"
+        secret.write_text("root:*:1:0\n")
+        os.mkfifo(fifo)
+        wrong = self.folder / "wrong.json"
+        wrong.write_text('{"model": "bpe", "version": "1.0"}')
+        for path, says in ((secret, "not a tokenizer.json"), (wrong, "not a tokenizer.json"),
+                           (fifo, "not a file"), (self.folder / "none", "data.tokenizer")):
+            with self.subTest(path=path.name):
+                recipe.write_text(text.replace('tokenizer = ""', f'tokenizer = "{path}"'))
+                self.refused(self.folder / "a", "--out", self.folder / "out", says=says)
+                self.assertEqual([p.name for p in self.folder.glob("out*")], [])
+        good = self.folder / "good.json"
+        good.write_text('{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}}}')
+        recipe.write_text(text.replace('tokenizer = ""', f'tokenizer = "{good}"'))
+        self.assertEqual((self.export("a", "out") / "tokenizer.json").read_bytes(), good.read_bytes())
+        self.refused(self.folder / "a", "--out", self.folder / "b", "--shard-size", "0", code=2,
+                     says="--shard-size")
+
+    @unittest.skipIf(os.geteuid() != 0, "only root can mount a file system")
+    def test_from_a_file_system_that_cannot_be_written_to(self):
+        place = self.folder / "place"
+        place.mkdir()
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], check=False).returncode:
+            self.skipTest("no tmpfs can be mounted here")
+        self.addCleanup(subprocess.run, ["umount", place], check=False)
+        self.train(self.recipe(steps=2), "place/a")
+        before = (self.export("place/a", "before") / "model.safetensors").read_bytes()
+        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+        self.assertEqual((self.export("place/a", "after") / "model.safetensors").read_bytes(), before)
 
     def test_shards_are_the_same_weights(self):
         self.train(self.recipe(steps=3), "a")

@@ -10,6 +10,9 @@
 #include "smartinf/train/run_folder.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/interrupt.h"
+#include "apps/smartinf/progress.h"
+#include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
 namespace {
@@ -25,21 +28,9 @@ struct Flags {
   bool json = false;
 };
 
-// A folder that was moved, or is named from another working folder, brings along what lies in it.
-void follow_run(config::Recipe& recipe, const std::string& run) {
-  const std::string inside = recipe.options.train.run + "/";
-  for (engine::DeviceOptions& device : recipe.updater.devices) {
-    if (device.path.starts_with(inside)) {
-      device.path = run + "/" + device.path.substr(inside.size());
-    }
-  }
-  recipe.options.train.run = run;
-}
-
 int run_export(const Flags& flags) {
   // The run keeps the values it trained with, those of its flags too.
-  const std::string recipe = flags.run + "/" + std::string(train::kRecipeFile);
-  Result<config::LoadedRecipe> loaded = config::load_recipe(recipe, {});
+  Result<config::LoadedRecipe> loaded = load_run(flags.run);
   if (!loaded.ok()) {
     return report(std::move(loaded).status().with_context(flags.run + " is no run's folder"));
   }
@@ -49,13 +40,20 @@ int run_export(const Flags& flags) {
     options.type = flags.type == "f32" ? base::DataType::kF32 : base::DataType::kBf16;
   }
   const Result<uint64_t> shard_bytes = base::parse_bytes(flags.shard_size);
-  if (!shard_bytes.ok()) {
-    return report(shard_bytes.status(), kExitUsage);
+  if (!shard_bytes.ok()) return report(shard_bytes.status(), kExitUsage);
+  if (*shard_bytes < base::kKiB) {
+    return report(Status(base::ErrorCode::kInvalidArgument,
+                         fmt::format("--shard-size is {}", base::format_bytes(*shard_bytes)),
+                         "Choose a size from 1 KiB."),
+                  kExitUsage);
   }
   options.shard_bytes_max = *shard_bytes;
-  follow_run(loaded->recipe, flags.run);
-  const Result<train::ExportSummary> summary =
-      train::export_run({loaded->recipe.options, loaded->recipe.updater, /*recipe=*/"", {}}, options);
+  const Interrupt interrupt("stopping; once more to stop at once");
+  Progress progress("exporting", interrupt.token());
+  options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
+  const Result<train::ExportSummary> summary = train::export_run(
+      {loaded->recipe.options, loaded->recipe.updater, /*recipe=*/"", {}}, options);
+  progress.clear();
   if (!summary.ok()) return report(summary.status());
   if (flags.json) {
     const nlohmann::ordered_json line = {{"out", flags.out},

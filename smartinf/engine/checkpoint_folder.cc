@@ -249,7 +249,7 @@ std::string foreign_in_checkpoint(const std::string& folder) { return contents_o
 Status sync_folder(const std::string& folder) {
   SI_ASSIGN_OR_RETURN(const FileDescriptor opened, open_folder(folder));
   if (::fsync(opened.get()) == 0) return Status();
-  return base::errno_status(errno, "cannot make the checkpoint durable", folder);
+  return base::errno_status(errno, "cannot make the folder durable", folder);
 }
 
 Status make_durable_folder(const std::string& folder) {
@@ -263,7 +263,7 @@ Status make_durable_folder(const std::string& folder) {
   }
   fs::create_directories(folder, error);
   if (error) {
-    return base::errno_status(error.value(), "cannot make the checkpoint's folder", folder, {}, {},
+    return base::errno_status(error.value(), "cannot make the folder", folder, {}, {},
                               "Name a folder that can be written to.");
   }
   for (const fs::path& each : made) {

@@ -48,8 +48,11 @@ Result<uint64_t> free_bytes_at(const std::string& path) {
 
 class LocalSource final : public DeviceSource {
  public:
-  LocalSource(const UpdaterOptions& options, DeviceBuild build)
-      : options_(options), build_(std::move(build)), device_(build_.device) {}
+  LocalSource(const UpdaterOptions& options, DeviceBuild build, bool read_only)
+      : options_(options),
+        build_(std::move(build)),
+        device_(build_.device),
+        read_only_(read_only) {}
 
   const std::string& name() const override { return device_.name; }
 
@@ -98,6 +101,7 @@ class LocalSource final : public DeviceSource {
   storage::IoTuning tuning() {
     if (tuning_) return *tuning_;
     tuning_ = storage::recall_tuning(device_.path);
+    if (!tuning_ && read_only_) tuning_ = storage::IoTuning{};  // measuring writes
     if (tuning_) return *tuning_;
     storage::MeasureOptions measure;
     measure.ring.kind = options_.ring;
@@ -124,6 +128,7 @@ class LocalSource final : public DeviceSource {
 
   csd::LocalDeviceOptions device_options(const DeviceShare& share) {
     csd::LocalDeviceOptions result = build_.options(options_, share);
+    result.store.read_only = read_only_;
     if (options_.io_bytes == 0 || options_.io_depth == 0) {
       const storage::IoTuning tuned = tuning();
       if (options_.io_bytes == 0) result.store.io_bytes = tuned.io_bytes;
@@ -135,15 +140,17 @@ class LocalSource final : public DeviceSource {
   const UpdaterOptions options_;
   const DeviceBuild build_;
   const DeviceOptions& device_;  // of build_
+  const bool read_only_;
   std::optional<storage::IoTuning> tuning_;
 };
 
 }  // namespace
 
-std::vector<std::unique_ptr<DeviceSource>> local_sources(const UpdaterOptions& options) {
+std::vector<std::unique_ptr<DeviceSource>> local_sources(const UpdaterOptions& options,
+                                                         bool read_only) {
   std::vector<std::unique_ptr<DeviceSource>> sources;
   for (DeviceBuild& build : device_builds(options)) {
-    sources.push_back(std::make_unique<LocalSource>(options, std::move(build)));
+    sources.push_back(std::make_unique<LocalSource>(options, std::move(build), read_only));
   }
   return sources;
 }

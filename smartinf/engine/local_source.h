@@ -9,7 +9,9 @@
 
 namespace smartinf::engine {
 
-/// One for each of options.devices, in order. Nothing is looked at or opened yet.
-std::vector<std::unique_ptr<DeviceSource>> local_sources(const UpdaterOptions& options);
+/// One for each of options.devices, in order. Nothing is looked at or opened yet. read_only: what
+/// is opened by them can be read and nothing else, also on a file system that cannot be written to.
+std::vector<std::unique_ptr<DeviceSource>> local_sources(const UpdaterOptions& options,
+                                                         bool read_only = false);
 
 }  // namespace smartinf::engine

@@ -368,14 +368,15 @@ Status BlockStore::recover_to(StepNumber step) {
   // What was found may only be in a cache: whoever wrote it died before syncing. After this it is
   // on the medium, and the pair it came from is the one to spare.
   written_pair_ = superblock_.copy % kSuperblockPairs;
-  SI_RETURN_IF_ERROR(sync_container());
+  if (!options_.read_only) SI_RETURN_IF_ERROR(sync_container());
   const bool changed = superblock_.committed_step != step || superblock_.prepared_step != step ||
                        superblock_.phase != Phase::kComplete;
   superblock_.committed_step = superblock_.prepared_step = step;
   superblock_.committed_table_bytes = superblock_.prepared_table_bytes = bytes;
   superblock_.committed_table_checksum = superblock_.prepared_table_checksum = checksum;
   superblock_.phase = Phase::kComplete;
-  if (changed) {
+  // Who only reads goes by the decision, and leaves it to the next writer to make it durable.
+  if (changed && !options_.read_only) {
     SI_RETURN_IF_ERROR(check_newest());
     SI_RETURN_IF_ERROR(write_superblock(true));
   }

@@ -1,16 +1,25 @@
 #include "smartinf/train/export.h"
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <memory>
+#include <random>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include "smartinf/base/log.h"
+#include "smartinf/engine/checkpoint_folder.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/hugging_face.h"
@@ -123,6 +132,68 @@ std::string index_json(const std::vector<Shard>& shards) {
          "\n";
 }
 
+/// Its lock says that the export is going on; a partial folder without it is nobody's.
+constexpr std::string_view kMark = ".smartinf-export";
+constexpr std::string_view kPartialSuffix = ".partial";
+constexpr uint64_t kTokenizerBytesMax = uint64_t{256} << 20;
+
+bool is_digits(std::string_view text) {
+  return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;
+}
+
+/// "model-00001-of-00002.safetensors" and the other files that an export is made of, finished or
+/// not.
+bool is_export_file(std::string_view name) {
+  if (name.ends_with(kPartialSuffix)) name.remove_suffix(kPartialSuffix.size());
+  constexpr std::array<std::string_view, 7> kNames = {kMark,
+                                                      "config.json",
+                                                      "generation_config.json",
+                                                      "tokenizer.json",
+                                                      "tokenizer_config.json",
+                                                      "model.safetensors",
+                                                      "model.safetensors.index.json"};
+  if (std::find(kNames.begin(), kNames.end(), name) != kNames.end()) return true;
+  constexpr std::string_view kBegin = "model-";
+  constexpr std::string_view kMiddle = "-of-";
+  constexpr std::string_view kEnd = ".safetensors";
+  const size_t middle = name.find(kMiddle);
+  if (!name.starts_with(kBegin) || !name.ends_with(kEnd) || middle == std::string_view::npos) {
+    return false;
+  }
+  name.remove_suffix(kEnd.size());
+  return is_digits(name.substr(kBegin.size(), middle - kBegin.size())) &&
+         is_digits(name.substr(middle + kMiddle.size()));
+}
+
+/// Its files, where it is a partial export and nothing else; else nothing.
+std::vector<fs::path> files_of_partial(const fs::path& folder) {
+  std::vector<fs::path> files;
+  std::error_code error;
+  if (!folder.string().ends_with(kPartialSuffix) ||
+      fs::symlink_status(folder, error).type() != fs::file_type::directory ||
+      fs::symlink_status(folder / kMark, error).type() != fs::file_type::regular) {
+    return {};
+  }
+  auto entries = fs::directory_iterator(folder, error);
+  for (; !error && entries != fs::directory_iterator(); entries.increment(error)) {
+    std::error_code unknown;
+    const bool file = entries->symlink_status(unknown).type() == fs::file_type::regular;
+    if (!file || !is_export_file(entries->path().filename().string())) return {};
+    files.push_back(entries->path());
+  }
+  return error ? std::vector<fs::path>() : files;
+}
+
+/// Whoever fills the folder has the lock of its mark. Not open: it cannot be had.
+storage::FileDescriptor lock_mark(const fs::path& folder, int flags) {
+  storage::FileDescriptor mark(
+      ::open((folder / kMark).c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | flags, 0644));
+  // Where the file system knows no locks a name that is random keeps exports apart.
+  const bool locked =
+      mark.is_open() && (::flock(mark.get(), LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK);
+  return locked ? std::move(mark) : storage::FileDescriptor();
+}
+
 // The folder while it is filled: beside the one asked for, which it becomes when it is complete. An
 // export that fails leaves nothing; one that was killed leaves a folder that the next one removes.
 class StagedFolder {
@@ -131,54 +202,58 @@ class StagedFolder {
     StagedFolder folder;
     folder.out_ = fs::path(out).lexically_normal();
     if (!folder.out_.has_filename()) folder.out_ = folder.out_.parent_path();
-    folder.path_ = folder.out_.string() + ".partial";
     std::error_code error;
     if (fs::exists(folder.out_, error) &&
         !(fs::is_directory(folder.out_, error) && fs::is_empty(folder.out_, error))) {
       return in_the_way(folder.out_, "--out: there is something already");
     }
-    if (fs::exists(folder.path_, error)) {
-      if (!fs::exists(folder.path_ / kMark, error)) {
-        return in_the_way(folder.path_, "--out: the folder to fill is in use for something else");
-      }
-      fs::remove_all(folder.path_, error);
-      if (error) {
-        return base::errno_status(error.value(), "cannot remove what an export left", folder.path_);
-      }
+    const std::string parent = engine::parent_folder(folder.out_.string());
+    SI_RETURN_IF_ERROR(engine::make_durable_folder(parent).with_context("--out"));
+    remove_leftovers(parent, folder.out_.filename().string());
+    // A name of its own: two exports to one place do not mix, and the second one is refused.
+    folder.path_ =
+        fmt::format("{}.{:08x}{}", folder.out_.string(), std::random_device{}(), kPartialSuffix);
+    if (::mkdir(folder.path_.c_str(), 0777) != 0) {
+      return base::errno_status(errno, "--out: cannot make the folder", folder.path_);
     }
-    fs::create_directories(folder.path_, error);
-    if (error) {
-      return base::errno_status(error.value(), "--out: cannot make the folder", folder.path_);
-    }
+    folder.mark_ = lock_mark(folder.path_, O_CREAT | O_EXCL);
     folder.made_ = true;
-    SI_RETURN_IF_ERROR(write_file((folder.path_ / kMark).string(), ""));
-    return folder;
+    if (folder.mark_.is_open()) return folder;
+    return base::errno_status(errno, "--out: cannot write in the folder", folder.path_);
   }
 
   StagedFolder(StagedFolder&& other) noexcept
       : out_(std::move(other.out_)),
         path_(std::move(other.path_)),
+        mark_(std::move(other.mark_)),
         made_(std::exchange(other.made_, false)) {}
   StagedFolder& operator=(StagedFolder&&) = delete;
   ~StagedFolder() {
     std::error_code ignored;
-    if (made_) fs::remove_all(path_, ignored);
+    if (made_) fs::remove_all(path_, ignored);  // made by this object
   }
 
   std::string path() const { return path_.string(); }
 
+  /// All files in it are durable already.
   Status finish() {
-    std::error_code error;
-    fs::remove(path_ / kMark, error);
-    if (!error) fs::rename(path_, out_, error);  // over an empty folder, too
-    if (error) return base::errno_status(error.value(), "--out: cannot rename to", out_);
+    SI_RETURN_IF_ERROR(engine::sync_folder(path()));
+    // Of a folder, rename() takes the place of nothing but an empty one.
+    if (::rename(path_.c_str(), out_.c_str()) != 0) {
+      if (errno == ENOTEMPTY || errno == EEXIST || errno == ENOTDIR) {
+        return in_the_way(out_, "--out: there is something by now");
+      }
+      return base::errno_status(errno, "--out: cannot rename to", out_);
+    }
     made_ = false;
-    return Status();
+    std::error_code error;
+    fs::remove(out_ / kMark, error);
+    if (error) return base::errno_status(error.value(), "--out: cannot delete the mark", out_);
+    SI_RETURN_IF_ERROR(engine::sync_folder(out_.string()));
+    return engine::sync_folder(engine::parent_folder(out_.string()));
   }
 
  private:
-  static constexpr const char* kMark = ".smartinf-export";
-
   StagedFolder() = default;
   static Status in_the_way(const fs::path& path, std::string what) {
     base::ErrorPlace place;
@@ -187,15 +262,50 @@ class StagedFolder {
                   "Choose another folder, or remove this one first", place);
   }
 
+  /// Of exports to the same place that were killed. Whatever is not theirs stays.
+  static void remove_leftovers(const std::string& parent, const std::string& name) {
+    std::vector<std::string> leftovers;
+    std::error_code error;
+    for (const auto& entry : fs::directory_iterator(parent, error)) {
+      const std::string other = entry.path().filename().string();
+      if (other.starts_with(name + ".") && other.ends_with(kPartialSuffix)) {
+        leftovers.push_back(entry.path().string());
+      }
+    }
+    for (const std::string& leftover : leftovers) {
+      if (look_at_partial_export(leftover) != PartialExport::kLeftover) continue;
+      if (const Status removed = remove_partial_export(leftover); !removed.ok()) {
+        base::log(base::LogLevel::kWarning, removed.to_string());
+      }
+    }
+  }
+
   fs::path out_;
   fs::path path_;
+  storage::FileDescriptor mark_;
   bool made_ = false;
 };
 
-Result<std::string> read_text(const std::string& key, const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  if (!in) return base::errno_status(errno, key + ": cannot read the file", path);
-  return std::string(std::istreambuf_iterator<char>(in), {});
+/// A tokenizer's text, and not of whatever file the recipe names.
+Result<std::string> read_tokenizer(const std::string& path) {
+  Result<std::string> text = read_file(path, kTokenizerBytesMax);
+  if (!text.ok()) return std::move(text).status().with_context("data.tokenizer");
+  // What is inside the members is not looked at, and takes no memory.
+  const auto outline = nlohmann::json::parse(
+      *text, [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) { return depth <= 1; },
+      /*allow_exceptions=*/false);
+  const auto is_object = [&](const char* member) {
+    const auto found = outline.find(member);
+    return found != outline.end() && found->is_object();
+  };
+  if (outline.is_object() && is_object("model") &&
+      (outline.contains("added_tokens") || outline.contains("version"))) {
+    return text;
+  }
+  return Status(ErrorCode::kInvalidArgument, "data.tokenizer: the file is not a tokenizer.json",
+                "Name the tokenizer.json of Hugging Face's tokenizers that the token files were "
+                "made with",
+                base::ErrorPlace{path, {}, {}, 0});
 }
 
 // Streams master weights in ascending order into `take`; returns the step they are of.
@@ -208,14 +318,42 @@ Result<base::StepNumber> read_master(const Job& job, const plan::ParameterSpace&
   }
   engine::UpdaterOptions options = job.updater;
   options.create = false;
-  SI_ASSIGN_OR_RETURN(const std::unique_ptr<engine::Updater> updater,
-                      engine::Updater::open(options, space));
+  SI_ASSIGN_OR_RETURN(
+      const std::unique_ptr<engine::Updater> updater,
+      engine::Updater::open(options, space, engine::local_sources(options, /*read_only=*/true)));
   SI_RETURN_IF_ERROR(updater->read_weights(
       [&](uint64_t, std::span<const float> weights) { return take(weights); }));
   return updater->committed_step();
 }
 
 }  // namespace
+
+PartialExport look_at_partial_export(const std::string& folder) {
+  if (files_of_partial(folder).empty()) return PartialExport::kForeign;
+  return lock_mark(folder, 0).is_open() ? PartialExport::kLeftover : PartialExport::kInUse;
+}
+
+Status remove_partial_export(const std::string& folder) {
+  const base::ErrorPlace place{folder, {}, {}, 0};
+  const storage::FileDescriptor mark = lock_mark(folder, 0);
+  const std::vector<fs::path> files = files_of_partial(folder);
+  if (files.empty()) {
+    return Status(ErrorCode::kFailedPrecondition,
+                  "not an export, or not only that: nothing was deleted",
+                  "Look at what it is, and delete it yourself if it is not needed", place);
+  }
+  if (!mark.is_open()) {
+    return Status(ErrorCode::kBusy, "a process is writing this export", "Wait until it is done",
+                  place);
+  }
+  for (const fs::path& file : files) {
+    if (::unlink(file.c_str()) != 0 && errno != ENOENT) {
+      return base::errno_status(errno, "cannot delete", file.string());
+    }
+  }
+  if (::rmdir(folder.c_str()) == 0) return Status();
+  return base::errno_status(errno, "cannot delete", folder);
+}
 
 Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   ModelOptions model = with_defaults(job.options.model);
@@ -229,13 +367,22 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   SI_ASSIGN_OR_RETURN(const GroupedParameters parameters,
                       group_parameters(whole, job.options.train));
   const plan::ParameterSpace& space = parameters.space;
+  // Told before the weights are read.
+  std::string tokenizer;
+  if (!data.tokenizer.empty()) {
+    SI_ASSIGN_OR_RETURN(tokenizer, read_tokenizer(data.tokenizer));
+  }
   SI_ASSIGN_OR_RETURN(StagedFolder folder, StagedFolder::make(options.out));
 
   const std::vector<Shard> shards = cut_into_shards(space, type, options.shard_bytes_max);
   ShardStream stream(folder.path(), shards);
   ExportSummary summary;
-  SI_ASSIGN_OR_RETURN(summary.step, read_master(job, space, [&](std::span<const float> elements) {
-                        return stream.append(elements);
+  uint64_t done = 0;
+  SI_ASSIGN_OR_RETURN(summary.step,
+                      read_master(job, space, [&](std::span<const float> elements) -> Status {
+                        SI_RETURN_IF_ERROR(stream.append(elements));
+                        done += elements.size();
+                        return options.progress ? options.progress(done, space.count()) : Status();
                       }));
   SI_CHECK(stream.complete(), "the updater visited less than the whole space");
   summary.parameters = space.count();
@@ -249,7 +396,6 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
     texts.emplace_back("tokenizer_config.json",
                        tokenizer_config_json(data.sequence, kByteSeparatorText));
   } else if (!data.tokenizer.empty()) {
-    SI_ASSIGN_OR_RETURN(std::string tokenizer, read_text("data.tokenizer", data.tokenizer));
     texts.emplace_back("tokenizer.json", std::move(tokenizer));
     texts.emplace_back("tokenizer_config.json", tokenizer_config_json(data.sequence, ""));
   }

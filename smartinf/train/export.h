@@ -9,6 +9,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/engine/reshard.h"
 #include "smartinf/train/trainer.h"
 
 namespace smartinf::train {
@@ -17,6 +18,7 @@ struct ExportOptions {
   std::string out;                           // folder; made, or empty; filled wholly or not at all
   std::optional<base::DataType> type;        // default: as the run trained
   uint64_t shard_bytes_max = 5'000'000'000;  // above it several files with an index
+  engine::StateProgress progress;            // a failure it returns ends the export
 };
 
 struct ExportSummary {
@@ -26,9 +28,21 @@ struct ExportSummary {
 };
 
 /// Master weights are read from the devices piece by piece and cast on the way: memory stays within
-/// the engine's budget. Nothing on the devices changes.
-/// Errors: kNotFound (no state there), kAlreadyExists (something is in the way), kBusy (the run is going
-/// on), the devices'.
+/// the engine's budget. Nothing on the devices changes, which may be on a file system that cannot
+/// be written to. The folder is made durable, then gets its name; an export that fails leaves
+/// nothing.
+/// Errors: kNotFound (no state there), kAlreadyExists (something is in the way), kBusy (the run is
+/// going on), kInvalidArgument (data.tokenizer is none), kCancelled by `progress`, the devices'.
 base::Result<ExportSummary> export_run(const Job& job, const ExportOptions& options);
+
+enum class PartialExport : uint8_t {
+  kForeign,   // not an export that was not completed, or something else is in it
+  kInUse,     // a process is writing it
+  kLeftover,  // of a process that is gone
+};
+/// Follows no link.
+PartialExport look_at_partial_export(const std::string& folder);
+/// Deletes a leftover. Errors: kBusy, kFailedPrecondition (it is none; nothing is deleted), kIo.
+base::Status remove_partial_export(const std::string& folder);
 
 }  // namespace smartinf::train

@@ -17,6 +17,7 @@
 
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/checkpoint_folder.h"
 
 namespace smartinf::train {
 
@@ -118,16 +119,8 @@ base::StepNumber logged_step(const std::string& folder) {
 }
 
 Result<RunFolder> RunFolder::open(const std::string& path) {
-  std::error_code error;
-  if (fs::create_directories(path, error)) {
-    // The state may lie elsewhere, and outlive a power cut that a new name of the folder does not.
-    const fs::path absolute = fs::absolute(path).lexically_normal();
-    SI_RETURN_IF_ERROR(sync_folder(absolute.parent_path().string()));
-  }
-  if (error) {
-    return base::errno_status(error.value(), "train.run: cannot make the run's folder", path, {},
-                              {}, "Choose another folder");
-  }
+  // Durably: the state may lie elsewhere, and must not outlive the folder that knows it.
+  SI_RETURN_IF_ERROR(engine::make_durable_folder(path).with_context("train.run"));
   const std::string lock_path = path + "/lock";
   const int lock = ::open(lock_path.c_str(), O_CREAT | O_RDWR | O_CLOEXEC | O_NONBLOCK, 0644);
   if (lock < 0) {
@@ -221,7 +214,7 @@ Result<std::string> RunFolder::set_log_aside() const {
   if (::rename(path.c_str(), name.c_str()) != 0) {
     return base::errno_status(errno, "cannot rename the log", path);
   }
-  SI_RETURN_IF_ERROR(sync_folder(path_));
+  SI_RETURN_IF_ERROR(engine::sync_folder(path_));
   return name;
 }
 
@@ -279,7 +272,7 @@ Status write_file(const std::string& path, std::string_view text) {
   if (status.ok() && ::rename(partial.c_str(), path.c_str()) != 0) {
     status = base::errno_status(errno, "cannot rename to", path);
   }
-  if (status.ok()) return sync_folder(fs::path(path).parent_path().string());
+  if (status.ok()) return engine::sync_folder(engine::parent_folder(path));
   (void)::unlink(partial.c_str());
   return status;
 }
@@ -312,16 +305,6 @@ Result<std::string> read_file(const std::string& path, uint64_t bytes_max) {
   if (!status.ok()) return status;
   text.resize(got);
   return text;
-}
-
-Status sync_folder(const std::string& path) {
-  const std::string folder = path.empty() ? "." : path;
-  const int opened = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  const int synced = opened < 0 ? -1 : ::fsync(opened);
-  const int why = errno;
-  if (opened >= 0) ::close(opened);
-  if (synced == 0) return Status();
-  return base::errno_status(why, "cannot make a directory entry durable", folder);
 }
 
 }  // namespace smartinf::train

@@ -84,6 +84,5 @@ class RunFolder {
 base::Status write_file(const std::string& path, std::string_view text);
 /// A regular file's bytes. Errors: kNotFound, kInvalidArgument (longer than that, or no file), kIo.
 base::Result<std::string> read_file(const std::string& path, uint64_t bytes_max);
-base::Status sync_folder(const std::string& path);
 
 }  // namespace smartinf::train

@@ -22,7 +22,8 @@ class BadInput(TrainCase):
                            ("model.layers", "0"), ("model.width", "4294967295"),
                            ("model.vocabulary", "100"),
                            ("data.sequence", "0"), ("train.steps", "0"), ("train.lr", "-1"),
-                           ("train.accelerator", "gpu"), ("optimizer.where", "gpu")):
+                           ("train.accelerator", "gpu"), ("optimizer.where", "gpu"),
+                           ("optimizer.eps", "0"), ("optimizer.eps", "1e-40")):
             with self.subTest(key=key, value=value):
                 self.refused([key], ["--" + key, value], code=(2,))
         self.assertFalse((self.folder / "a").exists(), "nothing was made")

@@ -30,7 +30,7 @@ struct CheckpointFlags {
 };
 
 int run_checkpoint(const CheckpointFlags& flags) {
-  const Result<uint64_t> memory_bytes = base::parse_bytes(flags.memory_budget);
+  const Result<uint64_t> memory_bytes = memory_budget(flags.memory_budget);
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
   engine::CheckpointOptions options;
   options.folder = flags.out;
@@ -100,6 +100,9 @@ void add_checkpoint(CLI::App& app, Run& run) {
   command->add_option("--out", flags->out, "Folder for checkpoints (RUN/checkpoints)")
       ->type_name("DIR");
   command->add_option("--keep", flags->keep, "Keep so many, delete older ones of this run; 0: all")
+      ->check([](const std::string& text) {
+        return text.starts_with("-") ? "give a whole number from 0" : std::string();
+      })
       ->type_name("N");
   command->add_option("--memory-budget", flags->memory_budget, "For the copy (256MiB)")
       ->type_name("SIZE");

@@ -177,7 +177,7 @@ nlohmann::ordered_json to_json(const CheckedDevice& device) {
 }
 
 int run_fsck(const FsckFlags& flags) {
-  const Result<uint64_t> memory_bytes = base::parse_bytes(flags.memory_budget);
+  const Result<uint64_t> memory_bytes = memory_budget(flags.memory_budget);
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
   const Result<std::vector<std::string>> places = devices_of(flags.places);
   if (!places.ok()) return report(places.status());
@@ -204,9 +204,14 @@ int run_fsck(const FsckFlags& flags) {
     for (const CheckedDevice& device : devices) json["devices"].push_back(to_json(device));
     std::printf("%s\n", json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
   } else {
-    if (agreement.step) {
-      std::printf("the run goes on after step %llu\n",
+    const bool lost = std::any_of(devices.begin(), devices.end(), [](const CheckedDevice& device) {
+      return !device.failure.ok() || device.report.state_lost || device.report.state.torn;
+    });
+    if (agreement.step && !lost) {
+      std::printf("the run resumes after step %llu\n",
                   static_cast<unsigned long long>(*agreement.step));
+    } else if (agreement.step) {
+      std::printf("the run cannot be resumed with these devices as they are\n");
     }
     if (!agreement.note.empty()) std::printf("%s\n", agreement.note.c_str());
     if (!agreement.problem.ok()) {

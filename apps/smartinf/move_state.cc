@@ -115,7 +115,7 @@ void add_move_flags(CLI::App& command, MoveFlags& flags) {
 }
 
 int move_state(const MoveFlags& flags) {
-  const Result<uint64_t> memory_bytes = base::parse_bytes(flags.memory_budget);
+  const Result<uint64_t> memory_bytes = memory_budget(flags.memory_budget);
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
   const Result<std::vector<std::string>> from = devices_of(flags.from);
   if (!from.ok()) return report(from.status());

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/text.h"
+#include "smartinf/base/units.h"
 #include "smartinf/config/keys.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/train/position.h"
@@ -88,6 +89,16 @@ std::string owner_text(const StateOwner& owner) {
   if (owner.kind == StateOwner::Kind::kPython) return "a program with the Python package";
   if (owner.kind == StateOwner::Kind::kUnknown) return {};
   return owner.folder.empty() ? "a run of smartinf train" : "the run in " + owner.folder;
+}
+
+base::Result<uint64_t> memory_budget(const std::string& text) {
+  base::Result<uint64_t> bytes = base::parse_bytes(text);
+  constexpr uint64_t kMost = uint64_t{1} << 50;
+  if (!bytes.ok() || (*bytes >= base::kMiB && *bytes <= kMost)) return bytes;
+  return base::Status(base::ErrorCode::kInvalidArgument,
+                      "--memory-budget is " + base::format_bytes(*bytes),
+                      "Choose a size from " + base::format_bytes(base::kMiB) + " to " +
+                          base::format_bytes(kMost) + ".");
 }
 
 }  // namespace smartinf::apps

@@ -1,5 +1,5 @@
-// What a word on the command line stands for: a device, a run's folder with all its devices, or a
-// checkpoint's.
+// What a word on the command line of the commands for states stands for: a device, a run's folder
+// with all its devices, or a checkpoint's; a memory budget. And whose state it is that lies there.
 #pragma once
 
 #include <cstdint>
@@ -37,5 +37,8 @@ struct StateOwner {
 StateOwner owner_of(const std::string& blob);
 /// "the run in runs/own", "a state written from Python"; empty: not known.
 std::string owner_text(const StateOwner& owner);
+
+/// The value of --memory-budget. Errors: kInvalidArgument, also for what nothing can work with.
+base::Result<uint64_t> memory_budget(const std::string& text);
 
 }  // namespace smartinf::apps

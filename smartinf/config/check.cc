@@ -42,7 +42,7 @@ Status check_rule(const kernels::RuleOptions& rule) {
   const double most = std::numeric_limits<double>::max();
   SI_RETURN_IF_ERROR(within("optimizer.beta1", rule.beta1, 0, below_one));
   SI_RETURN_IF_ERROR(within("optimizer.beta2", rule.beta2, 0, below_one));
-  SI_RETURN_IF_ERROR(within("optimizer.eps", rule.eps, 0, 1));
+  SI_RETURN_IF_ERROR(within("optimizer.eps", rule.eps, 1e-30, 1));
   SI_RETURN_IF_ERROR(within("optimizer.dampening", rule.dampening, 0, 1));
   SI_RETURN_IF_ERROR(within("optimizer.lr_decay", rule.lr_decay, 0, most));
   SI_RETURN_IF_ERROR(

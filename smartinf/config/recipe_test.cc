@@ -191,6 +191,7 @@ TEST(Recipe, ReportsAllProblemsAtOnceUpToABound) {
 }
 
 TEST(Recipe, RangesAreCheckedAndNameTheirOrigin) {
+  EXPECT_THAT(bad("[optimizer]\neps = 0\n"), HasSubstr("optimizer.eps is 0"));
   EXPECT_THAT(bad("[train]\nsteps = 0\n"), HasSubstr("some/name.toml:2: train.steps is 0"));
   EXPECT_THAT(bad("", {{"train.steps", "0"}}), HasSubstr("--train.steps is 0"));
   EXPECT_THAT(bad("[optimizer]\nbeta1 = 1.0\n"), HasSubstr("optimizer.beta1 is 1"));
@@ -400,7 +401,8 @@ TEST(Recipe, Compression) {
   EXPECT_EQ(values("codec = \"dense\"\nvalues = \"sign\"\n"), csd::ValueForm::kSign);
   EXPECT_THAT(bad("[compress]\nratoi = 0.1\n"), HasSubstr("compress.ratio"));
   EXPECT_THAT(bad("[compress]\nratio = 0.05\n"), HasSubstr(":2: compress.ratio is given, but no"));
-  EXPECT_THAT(bad("", {{"compress.ratio", "0.05"}}), HasSubstr("--compress.ratio is given, but no"));
+  EXPECT_THAT(bad("", {{"compress.ratio", "0.05"}}),
+              HasSubstr("--compress.ratio is given, but no"));
   EXPECT_EQ(good("[compress]\ncodec = \"none\"\nratio = 0.05\n", {}).recipe.updater.compress.on(),
             false);
   EXPECT_THAT(bad("[compress]\ncodec = \"top\"\n"), HasSubstr("\"topk\""));

@@ -443,6 +443,20 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
 
 namespace {
 
+/// With an eps of 0, an element whose gradients were all 0 becomes 0 / 0. An f32 holds this one
+/// also where Adam makes it smaller by sqrt(1 - beta2). (config/check.cc has the same for recipes.)
+constexpr double kEpsMin = 1e-30;
+
+Status check_rule(const kernels::RuleOptions& rule) {
+  using kernels::UpdateRule;
+  const bool divides = rule.rule != UpdateRule::kSgdMomentum && rule.rule != UpdateRule::kLion;
+  if (!divides || (rule.eps >= kEpsMin && rule.eps <= 1)) return Status();
+  return Status(
+      ErrorCode::kInvalidArgument,
+      fmt::format("an eps of {}: where gradients are 0, weights would become 0 / 0", rule.eps),
+      fmt::format("Choose one from {} to 1; 1e-8 is usual.", kEpsMin));
+}
+
 Status check_compression(const UpdaterOptions& options) {
   const CompressOptions& compress = options.compress;
   const auto bad = [](std::string what, std::string advice) {
@@ -498,6 +512,7 @@ uint64_t compressed_block_bytes(const UpdaterOptions& options) {
 
 Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::ParameterSpace& space,
                                   Sources& sources) {
+  SI_RETURN_IF_ERROR(check_rule(options.rule));
   SI_RETURN_IF_ERROR(check_places(sources));
   SI_RETURN_IF_ERROR(check_compression(options));
   SI_RETURN_IF_ERROR(check_cache_fits(options, space));

@@ -11,8 +11,16 @@ namespace smartinf::storage {
 base::Result<std::unique_ptr<Ring>> make_ring(const RingOptions& options) {
   if (options.kind == RingKind::kThreads) return make_thread_ring(options.depth, options.threads);
   auto ring = make_uring_ring(options.depth);
-  if (ring.ok() || options.kind == RingKind::kUring) return ring;
-  base::log(base::LogLevel::kInfo, ring.status().to_string());
+  if (ring.ok()) return ring;
+  const base::Status& why = ring.status();
+  if (options.kind == RingKind::kUring) {
+    return base::Status(why.code(), why.what(),
+                        (why.advice().empty() ? "" : why.advice() + " ") +
+                            "Or let the ring be chosen (ring = \"auto\"): a pool of threads does "
+                            "the same.",
+                        why.place());
+  }
+  base::log(base::LogLevel::kInfo, why.to_string() + " The thread ring is used instead.");
   return make_thread_ring(options.depth, options.threads);
 }
 

@@ -33,23 +33,22 @@ constexpr std::chrono::microseconds kSubmitPause{100};
 
 Status setup_status(int system_errno) {
   std::string what = "io_uring cannot be used";
-  std::string advice = "The thread ring is used instead.";
+  std::string advice;
   switch (system_errno) {
     case ENOSYS:
       what = "this kernel has no io_uring";
-      advice = "Use Linux 5.6 or newer. The thread ring is used instead.";
+      advice = "Use Linux 5.6 or newer.";
       break;
     case EPERM:
       what = "io_uring is forbidden here";
       advice =
           "A container's seccomp profile or the sysctl kernel.io_uring_disabled forbids it: run "
           "with "
-          "--security-opt seccomp=unconfined, or set the sysctl to 0. The thread ring is used "
-          "instead.";
+          "--security-opt seccomp=unconfined, or set the sysctl to 0.";
       break;
     case ENOMEM:
       what = "no locked memory for io_uring";
-      advice = "Raise the locked-memory limit (ulimit -l). The thread ring is used instead.";
+      advice = "Raise the locked-memory limit (ulimit -l).";
       break;
     default:
       break;
@@ -79,7 +78,7 @@ class UringRing final : public Ring {
     // Without it a wait with a time limit takes an entry of the submission queue (before 5.11).
     if ((ring_.features & IORING_FEAT_EXT_ARG) == 0) {
       return Status(ErrorCode::kUnsupported, "this kernel's io_uring is too old",
-                    "Use Linux 5.11 or newer. The thread ring is used instead.");
+                    "Use Linux 5.11 or newer.");
     }
     if (ring_.sq.ring_entries < depth_) depth_ = ring_.sq.ring_entries;
     refused_.reserve(depth_);

@@ -460,6 +460,18 @@ class Fsck(unittest.TestCase):
             self.assertEqual(code, 1)
             self.assertTrue(found["devices"][0]["state_lost"])
             self.assertTrue(not found["devices"][1]["state_lost"])
+            told = run("fsck", folder + "/a", folder + "/b").stdout
+            self.assertIn("state is lost", told)
+            self.assertNotIn("resumes after", told)
+
+    def test_values_that_make_no_sense(self):
+        for words in (("fsck", "x", "--memory-budget", "0"), ("checkpoint", "x", "--out", "y", "--keep=-1"),
+                      ("checkpoint", "x", "--out", "y", "--memory-budget", "1000"),
+                      ("reshard", "--from", "x", "--to", "y", "--memory-budget", "0")):
+            with self.subTest(words=words):
+                done = run(*words)
+                self.assertEqual(done.returncode, 2, done)
+                self.assertIn(words[-1].split("=")[0] if "=" in words[-1] else words[-2], done.stderr)
 
 
 class Copies(unittest.TestCase):
@@ -541,8 +553,8 @@ class Copies(unittest.TestCase):
             other.mkdir()
             (other / "smartinf.state.creating").write_bytes(bytes(100000))
             partial = pathlib.Path(folder) / "kept/step-00000007.partial"
-            partial.mkdir(parents=True)
-            (partial / "file").write_bytes(b"x")
+            (partial / "device-0").mkdir(parents=True)
+            (partial / "device-0/smartinf.state").write_bytes(b"x")
 
             def kinds(*words):
                 done = run("gc", folder, "--json", *words)
@@ -551,7 +563,7 @@ class Copies(unittest.TestCase):
 
             # The checkpoint is of just now: somebody may be writing it.
             self.assertEqual(kinds(), [("interrupted creation", False)])
-            for path in (partial / "file", partial):
+            for path in (*partial.rglob("*"), partial):
                 os.utime(path, (1, 1))
             self.assertEqual([kind for kind, _ in kinds()],
                              ["interrupted checkpoint", "interrupted creation"])
@@ -570,8 +582,52 @@ class Copies(unittest.TestCase):
             (pathlib.Path(folder) / "recipe.toml").write_text("", encoding="utf-8")
             self.assertEqual(kinds("--states", "--yes"), [])
             os.unlink(folder + "/recipe.toml")
-            self.assertEqual(kinds("--states", "--yes"), [("state without a run's folder", True)])
+            # Nor because it is offered: by the name of its run alone.
+            run_id = self.state_of(folder + "/a")["run"]
+            self.assertEqual(kinds("--states", "--yes"), [("state without a run's folder", False)])
+            told = run("gc", folder, "--states", "--yes").stdout
+            self.assertIn(f"run {run_id[:8]}, step ", told)
+            self.assertIn(f"--delete-run {run_id[:8]} does it", told)
+            self.assertEqual(run("gc", folder, "--delete-run", run_id[:4]).returncode, 2)
+            self.assertEqual(run("gc", folder, "--delete-run", "00000000").returncode, 1)
+            self.assertTrue(os.path.exists(folder + "/a/smartinf.state"))
+            # A recipe that names it is enough to keep it, even against its name.
+            recipe = pathlib.Path(folder) / "sub/mine.toml"
+            recipe.parent.mkdir()
+            recipe.write_text(f'[[device]]\npath = "{folder}/a"\n', encoding="utf-8")
+            refused = run("gc", folder, "--delete-run", run_id[:8])
+            self.assertEqual(refused.returncode, 1)
+            self.assertIn("mine.toml", refused.stderr)
+            recipe.unlink()
+            self.assertEqual(kinds("--delete-run", run_id[:8]), [("state without a run's folder", True)])
             self.assertFalse(os.path.exists(folder + "/a/smartinf.state"))
+
+    def test_gc_deletes_nothing_that_is_not_smartinfs(self):
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            for name in ("step-1-draft.partial/thesis.tex", "step-00000001.partial/thesis.tex",
+                         "step-00000002.partial/device-0/smartinf.state", "step-00000002.partial/notes.txt",
+                         "model.partial/model.safetensors", "other.0a1b2c3d.partial/.smartinf-export",
+                         "other.0a1b2c3d.partial/notes.txt"):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_text("work", encoding="ascii")
+            (root / "step-00000003.partial").symlink_to(root / "step-00000001.partial")
+            for path in root.rglob("*"):
+                os.utime(path, (1, 1), follow_symlinks=False)
+            before = sorted(root.rglob("*"))
+            done = run("gc", folder, "--yes", "--states")
+            self.assertEqual(done.returncode, 0, done)
+            self.assertEqual(sorted(root.rglob("*")), before, done.stdout)
+            self.assertIn("step-00000001.partial: holds something that is not smartinf's", done.stdout)
+            # What a killed export leaves is its own, and so is what one that runs is writing.
+            (root / "other.0a1b2c3d.partial/notes.txt").unlink()
+            with open(root / "other.0a1b2c3d.partial/.smartinf-export", encoding="ascii") as mark:
+                fcntl.flock(mark, fcntl.LOCK_EX)
+                self.assertIn("may be being written", run("gc", folder, "--yes").stdout)
+                self.assertTrue((root / "other.0a1b2c3d.partial").exists())
+            self.assertIn("interrupted export", run("gc", folder, "--yes").stdout)
+            self.assertFalse((root / "other.0a1b2c3d.partial").exists())
+            self.assertTrue((root / "model.partial/model.safetensors").exists())
 
 
 def table_at(file, begin, stride, step):

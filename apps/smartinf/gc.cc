@@ -4,18 +4,25 @@
 #include <cstdio>
 #include <filesystem>
 #include <iostream>
+#include <map>
 #include <memory>
+#include <optional>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/config/recipe.h"
 #include "smartinf/engine/checkpoint.h"
+#include "smartinf/engine/found_run.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/erase.h"
 #include "smartinf/storage/summary.h"
+#include "smartinf/train/export.h"
+#include "smartinf/train/run_folder.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/state_places.h"
@@ -30,11 +37,14 @@ namespace fs = std::filesystem;
 /// Folders below the one named that are looked into: runs/ -> a run -> checkpoints -> step ->
 /// device.
 constexpr int kDepthMax = 5;
-/// A checkpoint that is being written is touched more often than this.
+/// What is being written is touched more often than this, also where locks are not to be had.
 constexpr std::chrono::minutes kQuiet{10};
+constexpr size_t kRunDigits = 8;  // of a run's id, as it is named
+constexpr uintmax_t kRecipeBytesMax = uintmax_t{1} << 20;
 
 struct GcFlags {
   std::vector<std::string> places;
+  std::vector<std::string> runs;  // whose whole states are to be deleted
   bool states = false;
   bool yes = false;
   bool json = false;
@@ -44,6 +54,7 @@ enum class LeftoverKind : uint8_t {
   kCreating,    // a state that never got its name
   kUnfinished,  // a state that never got its first step
   kPartial,     // a checkpoint that was not completed
+  kExport,      // an export that was not completed
   kState,       // a whole state that no run's folder speaks of
 };
 const char* kind_text(LeftoverKind kind) {
@@ -53,6 +64,8 @@ const char* kind_text(LeftoverKind kind) {
       return "interrupted creation";
     case LeftoverKind::kPartial:
       return "interrupted checkpoint";
+    case LeftoverKind::kExport:
+      return "interrupted export";
     case LeftoverKind::kState:
       return "state without a run's folder";
   }
@@ -64,8 +77,10 @@ struct Leftover {
   fs::path path;  // of the device's folder, or of the checkpoint
   uint64_t bytes = 0;
   std::string remark;
+  std::string run = {};     // kState: its id
+  std::string folder = {};  // kState: of the run, where it says so; gone
   bool deleted = false;
-  Status failure;
+  Status failure = {};
 };
 
 /// What was found and stays, with why.
@@ -79,6 +94,9 @@ struct Findings {
   std::vector<Leftover> leftovers;
   std::vector<Kept> kept;
 };
+
+/// Devices that a run's folder or a recipe names, by their canonical path, with what names them.
+using Named = std::map<std::string, std::string>;
 
 /// What a file really takes: reserved space counts, holes do not.
 uint64_t bytes_on_drive(const fs::path& path) {
@@ -108,14 +126,59 @@ Status in_use(const fs::path& device) {
   return lock.ok() ? Status() : lock.status();
 }
 
-/// Whether a run's folder, or a checkpoint, is above the device.
-bool belongs_to_run(const fs::path& device) {
+std::string place_of(const fs::path& path) {
+  std::error_code error;
+  const fs::path found = fs::weakly_canonical(path, error);
+  return error ? path.string() : found.string();
+}
+
+void collect_named(const fs::path& folder, int depth, Named& named) {
+  const std::string by_run = "belongs to " + folder.string();
+  const auto record = train::read_run_record(folder.string());
+  if (record.ok() && *record) {
+    for (const std::string& device : (*record)->devices) named.emplace(place_of(device), by_run);
+  } else if (has_begun(folder.string())) {
+    if (const auto run = load_run(folder.string()); run.ok()) {
+      for (const auto& device : run->recipe.updater.devices) {
+        named.emplace(place_of(device.path), by_run);
+      }
+    }
+  }
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    std::error_code unknown;
+    if (entry.is_symlink(unknown)) continue;
+    if (entry.is_directory(unknown) && depth < kDepthMax) {
+      collect_named(entry.path(), depth + 1, named);
+    }
+    if (entry.path().extension() != ".toml" || !entry.is_regular_file(unknown) ||
+        entry.file_size(unknown) > kRecipeBytesMax) {
+      continue;
+    }
+    // Other programs have .toml files, too: those are no recipes.
+    const auto recipe = config::load_recipe(entry.path().string(), {});
+    if (!recipe.ok()) continue;
+    for (const auto& device : recipe->recipe.updater.devices) {
+      named.emplace(place_of(device.path), "is named by the recipe " + entry.path().string());
+    }
+  }
+}
+
+/// Why a whole state stays; empty: nothing that is there speaks of it.
+std::string claim_on(const fs::path& device, const storage::RunId& run, const StateOwner& owner,
+                     const Named& named) {
   fs::path above = fs::absolute(device).lexically_normal();
   for (int i = 0; i < kDepthMax && above.has_relative_path(); ++i) {
-    if (is_run_folder(above.string()) || engine::is_checkpoint(above.string())) return true;
+    if (is_run_folder(above.string()) || engine::is_checkpoint(above.string())) {
+      return "belongs to " + above.string();
+    }
     above = above.parent_path();
   }
-  return false;
+  if (const auto by = named.find(place_of(device)); by != named.end()) return by->second;
+  if (owner.folder.empty()) return {};
+  const auto record = train::read_run_record(owner.folder);
+  const bool its = record.ok() && *record && (*record)->run == run.to_string();
+  return its ? "belongs to " + owner.folder : std::string();
 }
 
 /// Whether anything in a folder was written a short time ago.
@@ -133,7 +196,8 @@ bool is_fresh(const fs::path& folder) {
   return false;
 }
 
-void look_at_state(const fs::path& device, const GcFlags& flags, Findings& findings) {
+void look_at_state(const fs::path& device, const GcFlags& flags, const Named& named,
+                   Findings& findings) {
   const fs::path file = device / storage::kStateFileName;
   const uint64_t bytes = bytes_on_drive(file);
   const auto summary = storage::summarize(device.string());
@@ -143,31 +207,59 @@ void look_at_state(const fs::path& device, const GcFlags& flags, Findings& findi
   }
   const storage::StoreState& state = summary->state;
   if (!state.initialized && !state.torn) {
-    findings.leftovers.push_back({LeftoverKind::kUnfinished, device, bytes, "", false, Status()});
+    findings.leftovers.push_back({LeftoverKind::kUnfinished, device, bytes, ""});
     return;
   }
-  const std::string what =
-      fmt::format("run {}, step {}", state.run.to_string().substr(0, 8), state.committed_step);
-  if (belongs_to_run(device)) {
-    findings.kept.push_back({device, bytes, what + ": belongs to the run or checkpoint around it"});
-  } else if (!flags.states) {
+  const std::string path = device.string();
+  const auto found = engine::find_run({&path, 1});
+  const StateOwner owner = found ? owner_of(found->blob) : StateOwner{};
+  std::string what = fmt::format("run {}, step {}", state.run.to_string().substr(0, kRunDigits),
+                                 found ? found->step : state.committed_step);
+  const std::string claim = claim_on(device, state.run, owner, named);
+  if (claim.empty() && owner.kind == StateOwner::Kind::kPython) what += ", written from Python";
+  if (claim.empty() && !owner.folder.empty()) {
+    what += fmt::format(", of the run in {}, which is not there any more", owner.folder);
+  }
+  const bool asked_for = flags.states || !flags.runs.empty();
+  if (!claim.empty()) {
+    findings.kept.push_back({device, bytes, what + ": " + claim});
+  } else if (!asked_for) {
     findings.kept.push_back({device, bytes, what + ": a whole state; --states offers it, too"});
   } else {
-    findings.leftovers.push_back({LeftoverKind::kState, device, bytes, what, false, Status()});
+    findings.leftovers.push_back(
+        {LeftoverKind::kState, device, bytes, what, state.run.to_string(), owner.folder});
   }
 }
 
-void look_at(const fs::path& folder, const GcFlags& flags, int depth, Findings& findings) {
-  if (folder.string().ends_with(engine::kPartialSuffix) &&
-      folder.filename().string().starts_with("step-")) {
-    const uint64_t bytes = bytes_in(folder);
-    if (is_fresh(folder)) {
-      findings.kept.push_back({folder, bytes, "a checkpoint that may be being written just now"});
-    } else {
-      findings.leftovers.push_back({LeftoverKind::kPartial, folder, bytes, "", false, Status()});
+/// False: it is something else, to be looked through.
+bool look_at_partial(const fs::path& folder, Findings& findings) {
+  if (!folder.string().ends_with(engine::kPartialSuffix)) return false;
+  const uint64_t bytes = bytes_in(folder);
+  LeftoverKind kind = LeftoverKind::kPartial;
+  engine::PartialFolder state = engine::look_at_partial(folder.string());
+  if (state == engine::PartialFolder::kForeign) {
+    const train::PartialExport of_export = train::look_at_partial_export(folder.string());
+    if (of_export == train::PartialExport::kForeign) {
+      findings.kept.push_back({folder, bytes, "holds something that is not smartinf's"});
+      return false;
     }
-    return;
+    kind = LeftoverKind::kExport;
+    if (of_export == train::PartialExport::kLeftover) state = engine::PartialFolder::kLeftover;
+    if (of_export == train::PartialExport::kInUse) state = engine::PartialFolder::kInUse;
   }
+  // An export is always locked while it is written; checkpoints of earlier versions were not.
+  if (state == engine::PartialFolder::kInUse ||
+      (kind == LeftoverKind::kPartial && is_fresh(folder))) {
+    findings.kept.push_back({folder, bytes, "may be being written just now"});
+  } else {
+    findings.leftovers.push_back({kind, folder, bytes, ""});
+  }
+  return true;
+}
+
+void look_at(const fs::path& folder, const GcFlags& flags, int depth, const Named& named,
+             Findings& findings) {
+  if (look_at_partial(folder, findings)) return;
   const bool creating = is_there(folder / storage::kCreatingFileName);
   const bool state = is_there(folder / storage::kStateFileName);
   if (creating || state) {
@@ -177,11 +269,10 @@ void look_at(const fs::path& folder, const GcFlags& flags, int depth, Findings& 
     }
   }
   if (creating) {
-    findings.leftovers.push_back({LeftoverKind::kCreating, folder,
-                                  bytes_on_drive(folder / storage::kCreatingFileName), "", false,
-                                  Status()});
+    findings.leftovers.push_back(
+        {LeftoverKind::kCreating, folder, bytes_on_drive(folder / storage::kCreatingFileName), ""});
   }
-  if (state) look_at_state(folder, flags, findings);
+  if (state) look_at_state(folder, flags, named, findings);
   if (depth == kDepthMax) return;
   std::error_code error;
   std::vector<fs::path> below;
@@ -189,42 +280,128 @@ void look_at(const fs::path& folder, const GcFlags& flags, int depth, Findings& 
     if (entry.is_directory(error) && !entry.is_symlink(error)) below.push_back(entry.path());
   }
   std::sort(below.begin(), below.end());
-  for (const fs::path& each : below) look_at(each, flags, depth + 1, findings);
+  for (const fs::path& each : below) look_at(each, flags, depth + 1, named, findings);
 }
 
 /// Takes the lock first and looks again: a run may have begun since.
 Status remove(const Leftover& leftover) {
-  std::error_code error;
-  if (leftover.kind == LeftoverKind::kPartial) {
-    fs::remove_all(leftover.path, error);
-    if (!error) return Status();
-    return base::errno_status(error.value(), "cannot delete", leftover.path.string());
-  }
-  if (leftover.kind == LeftoverKind::kState) return storage::erase_store(leftover.path.string());
-  SI_ASSIGN_OR_RETURN(const auto lock, storage::lock_container(leftover.path.string()));
+  const std::string path = leftover.path.string();
+  if (leftover.kind == LeftoverKind::kPartial) return engine::remove_partial(path);
+  if (leftover.kind == LeftoverKind::kExport) return train::remove_partial_export(path);
+  SI_ASSIGN_OR_RETURN(const auto lock, storage::lock_container(path));
   fs::path file = leftover.path / storage::kCreatingFileName;
-  if (leftover.kind == LeftoverKind::kUnfinished) {
+  if (leftover.kind != LeftoverKind::kCreating) {
     file = leftover.path / storage::kStateFileName;
-    SI_ASSIGN_OR_RETURN(const auto state, storage::Store::peek(leftover.path.string()));
-    if (state.initialized) {
-      return Status(ErrorCode::kFailedPrecondition, "it has been completed since: left alone");
+    SI_ASSIGN_OR_RETURN(const auto state, storage::Store::peek(path));
+    const bool another = leftover.kind == LeftoverKind::kUnfinished
+                             ? state.initialized
+                             : state.run.to_string() != leftover.run;
+    if (another) {
+      return Status(ErrorCode::kFailedPrecondition, "it has been changed since: left alone", {},
+                    base::ErrorPlace{path, {}, {}, 0});
     }
   }
+  std::error_code error;
   fs::remove(file, error);
   if (!error) return Status();
   return base::errno_status(error.value(), "cannot delete", file.string());
 }
 
-bool ask(uint64_t bytes) {
-  if (isatty(STDIN_FILENO) == 0) {
-    std::printf("nothing was deleted; --yes does it\n");
-    return false;
+bool is_named(const GcFlags& flags, const std::string& run) {
+  return std::any_of(flags.runs.begin(), flags.runs.end(),
+                     [&](const std::string& name) { return run.starts_with(name); });
+}
+
+/// Errors: --delete-run with a run that is not there, or that something speaks of.
+Status check_runs(const GcFlags& flags, const Findings& findings) {
+  for (const std::string& name : flags.runs) {
+    if (name.size() < kRunDigits) {
+      return Status(ErrorCode::kInvalidArgument, "--delete-run " + name + " does not name a run",
+                    "Give the first eight digits of its id; smartinf inspect shows it.");
+    }
+    if (std::any_of(findings.leftovers.begin(), findings.leftovers.end(),
+                    [&](const Leftover& each) { return each.run.starts_with(name); })) {
+      continue;
+    }
+    for (const Kept& each : findings.kept) {
+      if (!each.why.starts_with("run " + name.substr(0, kRunDigits))) continue;
+      return Status(ErrorCode::kFailedPrecondition,
+                    fmt::format("--delete-run {}: {}: {}", name, each.path.string(), each.why),
+                    "Delete what names it first, if it is not needed either.");
+    }
+    return Status(ErrorCode::kNotFound, "--delete-run " + name + ": no such state is here",
+                  "smartinf gc --states lists those that nothing speaks of.");
   }
-  std::printf("Delete them (%s)? [y/N] ", base::format_bytes(bytes).c_str());
+  return Status();
+}
+
+std::string answer_to(const std::string& question) {
+  std::printf("%s", question.c_str());
   std::fflush(stdout);
   std::string answer;
   std::getline(std::cin, answer);
-  return answer == "y" || answer == "Y" || answer == "yes";
+  return answer;
+}
+
+/// A state that is whole is deleted only by its run's name.
+bool ask_for_run(const std::vector<Leftover>& leftovers, const std::string& run) {
+  std::vector<std::string> devices;
+  std::string folder;
+  uint64_t bytes = 0;
+  for (const Leftover& each : leftovers) {
+    if (each.run != run) continue;
+    devices.push_back(each.path.string());
+    bytes += each.bytes;
+    folder = fs::path(each.folder).filename().string();
+  }
+  const std::string digits = run.substr(0, kRunDigits);
+  const std::string answer = answer_to(fmt::format(
+      "Run {} on {} ({}) is whole. To delete it, type the first {} digits of its id{}: ", digits,
+      fmt::join(devices, ", "), base::format_bytes(bytes), kRunDigits,
+      folder.empty() ? "" : fmt::format(", or the name of its folder ({})", folder)));
+  return answer == digits || (!folder.empty() && answer == folder);
+}
+
+/// Which of the leftovers go: as the flags say, or as the user does.
+std::vector<Leftover*> choose(Findings& findings, const GcFlags& flags) {
+  const bool asking = !flags.json && isatty(STDIN_FILENO) != 0;
+  std::vector<Leftover*> doomed;
+  std::map<std::string, bool> runs;
+  uint64_t bytes = 0;
+  bool left = false;
+  for (Leftover& each : findings.leftovers) {
+    if (each.kind != LeftoverKind::kState) {
+      bytes += each.bytes;
+      doomed.push_back(&each);
+    }
+  }
+  if (!doomed.empty() && !flags.yes) {
+    const std::string answer =
+        asking ? answer_to(fmt::format("Delete what was interrupted ({})? [y/N] ",
+                                       base::format_bytes(bytes)))
+               : "";
+    if (answer != "y" && answer != "Y" && answer != "yes") {
+      doomed.clear();
+      left = true;
+    }
+  }
+  for (Leftover& each : findings.leftovers) {
+    if (each.kind != LeftoverKind::kState) continue;
+    if (!runs.contains(each.run)) {
+      runs[each.run] = is_named(flags, each.run) ||
+                       (asking && flags.runs.empty() && ask_for_run(findings.leftovers, each.run));
+    }
+    if (runs[each.run]) doomed.push_back(&each);
+  }
+  if (!flags.json && !asking) {
+    if (left) std::printf("nothing was deleted of what was interrupted; --yes does it\n");
+    for (const auto& [run, wanted] : runs) {
+      if (wanted) continue;
+      std::printf("run %s is whole, and was not deleted; --delete-run %s does it\n",
+                  run.substr(0, kRunDigits).c_str(), run.substr(0, kRunDigits).c_str());
+    }
+  }
+  return doomed;
 }
 
 nlohmann::ordered_json to_json(const Findings& findings) {
@@ -234,6 +411,7 @@ nlohmann::ordered_json to_json(const Findings& findings) {
                          {"kind", kind_text(leftover.kind)},
                          {"bytes", leftover.bytes},
                          {"remark", leftover.remark},
+                         {"run", leftover.run},
                          {"deleted", leftover.deleted},
                          {"failure", leftover.failure.to_string()}});
   }
@@ -246,6 +424,8 @@ nlohmann::ordered_json to_json(const Findings& findings) {
 
 int run_gc(const GcFlags& flags) {
   Findings findings;
+  Named named;
+  for (const std::string& place : flags.places) collect_named(place, 0, named);
   for (const std::string& place : flags.places) {
     std::error_code error;
     if (!fs::is_directory(place, error)) {
@@ -255,10 +435,11 @@ int run_gc(const GcFlags& flags) {
                            base::ErrorPlace{place, {}, {}, 0}),
                     kExitUsage);
     }
-    look_at(place, flags, 0, findings);
+    look_at(place, flags, 0, named, findings);
   }
-  uint64_t bytes = 0;
-  for (const Leftover& leftover : findings.leftovers) bytes += leftover.bytes;
+  if (const Status runs = check_runs(flags, findings); !runs.ok()) {
+    return report(runs, runs.code() == ErrorCode::kInvalidArgument ? kExitUsage : kExitFailed);
+  }
   if (!flags.json) {
     for (const Kept& each : findings.kept) {
       std::printf("kept      %10s  %s: %s\n", base::format_bytes(each.bytes).c_str(),
@@ -272,16 +453,17 @@ int run_gc(const GcFlags& flags) {
     if (findings.leftovers.empty()) std::printf("nothing to clean up\n");
   }
   bool failed = false;
-  if (!findings.leftovers.empty() && (flags.yes || (!flags.json && ask(bytes)))) {
-    uint64_t freed = 0;
-    for (Leftover& leftover : findings.leftovers) {
-      leftover.failure = remove(leftover);
-      leftover.deleted = leftover.failure.ok();
-      failed = failed || !leftover.deleted;
-      if (leftover.deleted) freed += leftover.bytes;
-      if (!leftover.deleted && !flags.json) report(leftover.failure);
-    }
-    if (!flags.json) std::printf("%s freed\n", base::format_bytes(freed).c_str());
+  const std::vector<Leftover*> doomed = choose(findings, flags);
+  uint64_t freed = 0;
+  for (Leftover* leftover : doomed) {
+    leftover->failure = remove(*leftover);
+    leftover->deleted = leftover->failure.ok();
+    failed = failed || !leftover->deleted;
+    if (leftover->deleted) freed += leftover->bytes;
+    if (!leftover->deleted && !flags.json) report(leftover->failure);
+  }
+  if (!doomed.empty() && !flags.json) {
+    std::printf("%s freed\n", base::format_bytes(freed).c_str());
   }
   if (flags.json) {
     std::printf(
@@ -300,17 +482,26 @@ void add_gc(CLI::App& app, Run& run) {
       ->required()
       ->type_name("PATH...");
   command->add_flag("--states", flags->states,
-                    "Offer whole states, too, that are neither in a run's folder nor in a "
-                    "checkpoint");
-  command->add_flag("--yes", flags->yes, "Delete without asking");
-  command->add_flag("--json", flags->json, "Print one JSON object; deletes with --yes only");
+                    "Offer whole states, too, of which no folder of a run, checkpoint or recipe "
+                    "speaks; each goes only by the name of its run");
+  command->add_flag("--yes", flags->yes, "Delete what was interrupted without asking");
+  command
+      ->add_option("--delete-run", flags->runs,
+                   "Delete the whole state of this run without asking, where nothing speaks of "
+                   "it; named by the first 8 digits of its id")
+      ->type_name("RUN")
+      ->expected(1);
+  command->add_flag("--json", flags->json,
+                    "Print one JSON object; deletes with --yes or --delete-run only");
   command->footer(
-      "Finds creations and checkpoints that were interrupted. What a process uses is left alone,\n"
-      "and so is a state with a committed step, unless --states asks for it.\n\n"
+      "Finds creations, checkpoints and exports that were interrupted. What a process uses is\n"
+      "left alone, and so is every file that is not smartinf's. A state with a committed step is\n"
+      "deleted only where nothing that is there speaks of it, and by the name of its run.\n\n"
       "Examples:\n"
       "  smartinf gc runs /mnt/a /mnt/b\n"
       "  smartinf gc /mnt/a --states\n"
-      "  smartinf gc runs --yes");
+      "  smartinf gc runs --yes\n"
+      "  smartinf gc /mnt/a --delete-run 0a1b2c3d");
   command->callback([flags, &run] { run = [flags] { return run_gc(*flags); }; });
 }
 

@@ -861,9 +861,8 @@ Status DeviceUpdater::recall_residual() {
     return Status();
   }
   if (!set_.residual || residual_step_ != committed_step_) {
-    // With keep_every = 0 that was the user's choice.
     base::log(
-        options_.compress.keep_every == 0 ? base::LogLevel::kInfo : base::LogLevel::kWarning,
+        base::LogLevel::kWarning,
         fmt::format("what compression kept at step {} is not on the devices; going on without "
                     "it (compress.keep_every = 1 keeps it in every step)",
                     committed_step_));

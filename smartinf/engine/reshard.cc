@@ -126,6 +126,7 @@ class Resharder {
     for (uint32_t device = 0; device < targets_.size(); ++device) {
       if (!beside(device)) continue;
       SI_RETURN_IF_ERROR(sync_folder(targets_[device]));
+      locks_[device].state.reset();  // of the old state, which lies in the other folder now
       clear(device);
     }
     return Status();

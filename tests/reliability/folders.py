@@ -158,7 +158,7 @@ def mixed_checkpoint(trial):
     return Outcome.REFUSED
 
 
-@scenario(count=20, short=0)
+@scenario(count=20, short=1)
 def cleaning_up(trial):
     """gc --yes deletes nothing that is not smartinf's, and nothing that a run needs."""
     machine, draw = trial.machine, trial.draw
@@ -216,7 +216,7 @@ def replace_that_fails(trial):
     return machine.judge(TWO, run)
 
 
-@scenario(count=20, short=0)
+@scenario(count=20, short=1)
 def small_model_many_devices(trial):
     """More devices than there are parts of the model, or very unequal ones: the run trains, with a remark."""
     machine, draw = trial.machine, trial.draw

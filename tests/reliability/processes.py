@@ -257,7 +257,7 @@ def second_process(trial):
 # --- limits -----------------------------------------------------------------------------------------------
 
 
-@scenario(count=20, short=0)
+@scenario(count=20, short=1)
 def limits(trial):
     """A file may not grow, memory ends, files are few, or the data are cut short under a running process."""
     machine, draw = trial.machine, trial.draw

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <functional>
+#include <optional>
+#include <string_view>
 #include <vector>
 
 #include <CLI/CLI.hpp>
@@ -38,6 +40,13 @@ void add_checkpoint(CLI::App& app, Run& run);
 void add_restore(CLI::App& app, Run& run);
 void add_reshard(CLI::App& app, Run& run);
 void add_gc(CLI::App& app, Run& run);
+
+inline constexpr char kTrainSummary[] =
+    "Train a model; run again, it resumes after the last committed step";
+
+/// Goes on as the process that is linked with torch where `command` needs it; `arguments` are
+/// main's. Nothing where this process is the one to run it; an exit code where it cannot start.
+std::optional<int> run_with_torch(std::string_view command, char** arguments);
 
 // Subcommands of bench.
 void add_bench_kernels(CLI::App& bench, Run& run);

@@ -126,6 +126,11 @@ int run_command_line(int argc, char** argv) {
   std::vector<std::string> words(argv + 1, argv + argc);
   base::Result<Overrides> overrides = config::take_overrides(words);
   if (!overrides.ok()) return report(overrides.status(), kExitUsage);
+  const auto command =
+      std::ranges::find_if(words, [](const std::string& word) { return !word.starts_with("-"); });
+  if (command != words.end()) {
+    if (const std::optional<int> code = run_with_torch(*command, argv)) return *code;
+  }
 
   CLI::App app(
       "Trains language models whose optimizer state lives on storage and is updated there.",

@@ -340,8 +340,7 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
 }  // namespace
 
 void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
-  CLI::App* command = app.add_subcommand(
-      "train", "Train a model; run again, it resumes after the last committed step");
+  CLI::App* command = app.add_subcommand("train", kTrainSummary);
   struct Flags {
     RecipeFlags recipe;
     std::string trace;
@@ -380,6 +379,10 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
       return run_train(loaded, flags->choice, flags->json);
     };
   });
+}
+
+std::optional<int> run_with_torch(std::string_view /*command*/, char** /*arguments*/) {
+  return std::nullopt;
 }
 
 }  // namespace smartinf::apps

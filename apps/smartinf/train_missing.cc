@@ -22,4 +22,8 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
   });
 }
 
+std::optional<int> run_with_torch(std::string_view /*command*/, char** /*arguments*/) {
+  return std::nullopt;
+}
+
 }  // namespace smartinf::apps

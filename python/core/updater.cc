@@ -1,9 +1,11 @@
 #include "python/core/updater.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <thread>
 #include <utility>
 
 #include <nanobind/stl/pair.h>
@@ -27,6 +29,11 @@ using base::Status;
 
 [[noreturn]] void usage(std::string what, std::string advice = {}) {
   throw StatusError(Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice)));
+}
+
+StatusError closed() {
+  return StatusError(Status(ErrorCode::kFailedPrecondition, "the optimizer is closed",
+                            "Make a new one with resume=True to go on."));
 }
 
 base::DataType data_type(const std::string& name) {
@@ -205,11 +212,21 @@ engine::Updater& PyUpdater::core() {
                              "this optimizer belongs to the process that this one was forked from",
                              "Use it there, or make a new one here on other devices."));
   }
-  if (updater_ == nullptr) {
-    throw StatusError(Status(ErrorCode::kFailedPrecondition, "the optimizer is closed",
-                             "Make a new one with resume=True to go on."));
-  }
+  if (updater_ == nullptr) throw closed();
   return *updater_;
+}
+
+void PyUpdater::run(const std::function<void()>& work) {
+  struct Call {
+    explicit Call(int& calls) : calls_(calls) { ++calls_; }
+    ~Call() { --calls_; }
+    int& calls_;
+  };
+  const Call call(calls_);
+  caller_->run([&] {
+    if (closed_) throw closed();
+    work();
+  });
 }
 
 const plan::ParameterRange& PyUpdater::range(size_t index) {
@@ -220,7 +237,7 @@ const plan::ParameterRange& PyUpdater::range(size_t index) {
 
 void PyUpdater::initialize(nb::callable provide, std::string blob) {
   engine::Updater& updater = core();
-  caller_->run([&] {
+  run([&] {
     const plan::ParameterSpace& space = updater.space();
     size_t current = ~size_t{0};
     const std::byte* values = nullptr;
@@ -249,7 +266,7 @@ void PyUpdater::initialize(nb::callable provide, std::string blob) {
 
 void PyUpdater::read_state(uint32_t planes, nb::callable visit) {
   engine::Updater& updater = core();
-  caller_->run([&] {
+  run([&] {
     check(updater.read_state(
         planes, [&](uint64_t first, std::span<const std::span<const float>> values) {
           uint64_t count = 0;
@@ -287,7 +304,7 @@ void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual
   }
   std::vector<kernels::StepAhead> rates;
   for (const auto& [lr, bias, eps] : ahead) rates.push_back({lr, bias, eps});
-  caller_->run([&] {
+  run([&] {
     Status edited =
         updater.edit_state(visit, blob, reinterpret_cast<const base::Bf16*>(residual), rates);
     if (raised) std::rethrow_exception(raised);
@@ -320,7 +337,7 @@ void PyUpdater::load_weights(const std::string& type, uintptr_t address) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
   auto* flat = reinterpret_cast<std::byte*>(address);
-  caller_->run([&] {
+  run([&] {
     check(updater.load_weights(
         out, [&](uint64_t first) { return flat + first * base::data_type_bytes(out); }));
   });
@@ -328,7 +345,7 @@ void PyUpdater::load_weights(const std::string& type, uintptr_t address) {
 
 void PyUpdater::begin_step() {
   engine::Updater& updater = core();
-  caller_->run([&] { check(updater.begin_step()); });
+  run([&] { check(updater.begin_step()); });
 }
 
 void PyUpdater::put_gradients(const std::vector<size_t>& ranges,
@@ -348,7 +365,7 @@ void PyUpdater::put_gradients(const std::vector<size_t>& ranges,
     pieces.push_back(
         {&range(ranges[i]), reinterpret_cast<const void*>(addresses[i]), data_type(types[i])});
   }
-  caller_->run([&] {
+  run([&] {
     for (const Piece& piece : pieces) {
       check(
           updater.put_gradient(piece.range->first, piece.gradient, piece.type, piece.range->count));
@@ -363,7 +380,7 @@ void PyUpdater::put_gradient_part(size_t index, uint64_t first, uintptr_t addres
   if (first > whole.count || count > whole.count - first) usage("a gradient beyond its range");
   const base::DataType given = data_type(type);
   const auto* gradient = reinterpret_cast<const void*>(address);
-  caller_->run([&] { check(updater.put_gradient(whole.first + first, gradient, given, count)); });
+  run([&] { check(updater.put_gradient(whole.first + first, gradient, given, count)); });
 }
 
 void PyUpdater::skip_gradient(size_t index) {
@@ -398,7 +415,7 @@ void PyUpdater::start_update(uint64_t number, double gradient_scale, const nb::l
     options.groups.push_back(std::move(group));
   }
   auto* flat = reinterpret_cast<std::byte*>(address);
-  caller_->run([&] {
+  run([&] {
     check(updater.start_update(options, out, [flat, out](uint64_t first) {
       return flat + first * base::data_type_bytes(out);
     }));
@@ -410,27 +427,27 @@ void PyUpdater::wait_weights(uint64_t first, uint64_t count) {
   if (first > updater.space().count() || count > updater.space().count() - first) {
     usage("weights outside the parameter space waited for");
   }
-  caller_->run([&] { check(updater.wait_weights(first, count)); });
+  run([&] { check(updater.wait_weights(first, count)); });
 }
 
 void PyUpdater::start_commit(std::string blob) {
   engine::Updater& updater = core();
-  caller_->run([&] { check(updater.start_commit(blob)); });
+  run([&] { check(updater.start_commit(blob)); });
 }
 
 void PyUpdater::wait_commit() {
   engine::Updater& updater = core();
-  caller_->run([&] { check(updater.wait_commit()); });
+  run([&] { check(updater.wait_commit()); });
 }
 
 void PyUpdater::finish_commit() {
   engine::Updater& updater = core();
-  caller_->run([&] { check(updater.finish_commit()); });
+  run([&] { check(updater.finish_commit()); });
 }
 
 void PyUpdater::take_back() {
   engine::Updater& updater = core();
-  caller_->run([&] { check(updater.take_back()); });
+  run([&] { check(updater.take_back()); });
 }
 
 void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::string trainer,
@@ -445,7 +462,7 @@ void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::stri
     progress(done, total);
     return Status();
   };
-  caller_->run([&] {
+  run([&] {
     check(updater.flush());
     options.lent_memory = updater.idle_memory();
     take(engine::checkpoint_open_run(device_paths_, options));
@@ -476,15 +493,24 @@ nb::dict PyUpdater::traffic() {
 void PyUpdater::close() {
   if (updater_ == nullptr || getpid() != owner_) return;
   Status outcome;
-  caller_->run([&] {
-    outcome = updater_->wait_commit();
-    // Refused in the middle of a step, where the devices write what they hold when they go.
-    Status flushed = updater_->flush();
-    if (outcome.ok() && flushed.code() != ErrorCode::kFailedPrecondition) {
-      outcome = std::move(flushed);
-    }
-    updater_.reset();
-  });
+  // Another thread may be in a call, or wait for its turn with a reference to the updater.
+  std::unique_ptr<engine::Updater> closing = std::move(updater_);
+  try {
+    caller_->run([&] {
+      outcome = closing->wait_commit();
+      closing.reset();
+      closed_ = true;
+    });
+  } catch (...) {
+    updater_ = std::move(closing);  // a signal came before this call's turn
+    throw;
+  }
+  // A thread that is still in a call when the interpreter ends would be ended by it inside of C++,
+  // which std::terminate answers. No new call begins.
+  while (calls_ > 0) {
+    const nb::gil_scoped_release released;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   check(std::move(outcome));
 }
 

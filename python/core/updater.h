@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -72,12 +73,16 @@ class PyUpdater {
   /// The updater, unless it was closed or belongs to the process that forked this one.
   engine::Updater& core();
   const plan::ParameterRange& range(size_t index);
+  /// Caller::run() of what works on core(). Errors: closed by another thread in the meantime.
+  void run(const std::function<void()>& work);
 
   kernels::RuleOptions rule_;
   std::vector<std::string> device_paths_;
   pid_t owner_;  // threads and ring exist only there
   std::unique_ptr<Caller> caller_;
   std::unique_ptr<engine::Updater> updater_;
+  bool closed_ = false;  // seen on the caller's thread only
+  int calls_ = 0;        // threads in run(); with the GIL held
 };
 
 }  // namespace smartinf::python

@@ -5,11 +5,13 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 import weakref
 
 from smartinf.errors import DeviceError
 
 _LAST_STEP_SECONDS = 60
+_ERROR_SECONDS = 0.1
 _open = weakref.WeakSet()
 
 
@@ -54,19 +56,22 @@ def close_all():
     for optimizer in list(_open):
         # A daemon thread may be in a step, which is waited for. One without an end (a rank that waits for
         # another that died) is left as it is.
-        if not optimizer._turn.acquire(timeout=_LAST_STEP_SECONDS):
+        contended = not optimizer._turn.acquire(blocking=False)
+        if contended and not optimizer._turn.acquire(timeout=_LAST_STEP_SECONDS):
             continue
         # Too late to be handled; the state of the last committed step stands in any case.
         with contextlib.suppress(Exception):
             optimizer.close()
         optimizer._turn.release()
+        if contended:  # its next step fails now; the interpreter's end inside of torch would abort it
+            time.sleep(_ERROR_SECONDS)
 
 
 def _let_go_in_child():
     """The lock of a device belongs to an open file, which a forked child shares: a DataLoader's worker
     that outlives its killed parent would hold the device. The child cannot use the optimizer."""
     for optimizer in _open:
-        optimizer._turn = threading.Lock()  # whoever held it is not here
+        optimizer._turn = threading.RLock()  # whoever held it is not here
     places = [os.path.realpath(d["path"]) for o in _open if o._core is not None for d in o._devices]
     if not places:
         return

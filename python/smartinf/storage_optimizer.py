@@ -190,7 +190,7 @@ class StorageOptimizer(torch.optim.Optimizer):
     ):
         _reject_wrapper()
         self._core = None
-        self._turn = threading.Lock()  # held while a step or a hook of backward works with the core
+        self._turn = threading.RLock()  # held while a step, a hook of backward or close() works with the core
         self._broken = self._begun = self._stepped = self._said_nothing_moves = False
         self._said_nothing_is_clipped = False
         if unknown:
@@ -407,21 +407,23 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Carries the last step's commit through and lets the devices go. Raises what that commit
-        failed with; the state is then that of the step before. A second call does nothing."""
-        core, self._core = self._core, None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if core is None:
-            return
-        try:
-            whole = self._stepped and not (self._broken or self._begun)
-            if whole and self._ranks.world == 1:
-                core.wait_commit()
-                self._write_residual(core)
-        finally:
-            core.close()
-            _pass_remarks_on()
+        failed with; the state is then that of the step before. A second call does nothing. A step
+        that another thread is in ends first."""
+        with self._turn:
+            core, self._core = self._core, None
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
+            if core is None:
+                return
+            try:
+                whole = self._stepped and not (self._broken or self._begun)
+                if whole and self._ranks.world == 1:
+                    core.wait_commit()
+                    self._write_residual(core)
+            finally:
+                core.close()
+                _pass_remarks_on()
 
     def __enter__(self):
         return self

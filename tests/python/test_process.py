@@ -254,3 +254,46 @@ def test_the_end_waits_for_a_step_of_another_thread(device):
     assert [str(error) for error in raised if "closed" not in str(error)] == []
     again = smartinf.AdamW([param], devices=[device], resume=True)
     assert again._lineage.updates >= 1
+
+
+RUNNING_THREAD = """
+    import sys, threading, time
+    import torch, smartinf
+
+    params = [torch.nn.Parameter(torch.randn(500_000)) for _ in range(4)]
+    optimizer = smartinf.AdamW(params, devices=[sys.argv[1]], resume=False)
+
+    for p in params: p.grad = torch.ones_like(p)
+
+    def steps():
+        while True:
+            try:
+                optimizer.step()
+            except (smartinf.Error, RuntimeError) as error:
+                ended.append(str(error))
+                return
+
+    ended = []
+    thread = threading.Thread(target=steps, daemon=True)
+    thread.start()
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_close_beside_a_step_of_another_thread(device):
+    """The call that is under way ends before the devices go; the next one says that they are gone."""
+    code = RUNNING_THREAD + """
+    optimizer.close()
+    thread.join(60)
+    assert len(ended) == 1 and "closed" in ended[0], ended
+    """
+    for wait in ("0.3", "0.301", "0.305", "0.312", "0.32"):
+        done = run(code, device, wait)
+        assert done.returncode == 0, done.stderr
+
+
+def test_exit_beside_a_step_of_a_daemon_thread(device):
+    for wait in ("0.3", "0.303", "0.307", "0.315", "0.33"):
+        done = run(RUNNING_THREAD, device, wait)
+        assert done.returncode == 0, done.stderr
+        assert "terminate" not in done.stderr

@@ -8,7 +8,9 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/units.h"
+#include "smartinf/engine/run_description.h"
 #include "smartinf/storage/check_store.h"
+#include "smartinf/storage/summary.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
@@ -77,6 +79,18 @@ Agreement compare(const std::vector<std::string>& devices) {
   return agreement;
 }
 
+/// What the store carries for the engine and does not look into: without it no run opens.
+std::optional<StoreFault> description_fault(const std::string& path) {
+  const auto store = storage::summarize(path);
+  if (!store.ok() || store->layout.description.empty()) return std::nullopt;
+  const auto run = engine::run_description_from_json(store->layout.description);
+  if (run.ok()) return std::nullopt;
+  return StoreFault{storage::FaultKind::kLayout,
+                    Status(run.status().code(), run.status().what(),
+                           "Restore a checkpoint (smartinf restore).",
+                           base::ErrorPlace{store->file_path, {}, {}, 0})};
+}
+
 CheckedDevice check(const std::string& path, const FsckFlags& flags, uint64_t memory_bytes,
                     std::optional<base::StepNumber> step, Progress& progress) {
   CheckedDevice device;
@@ -87,17 +101,24 @@ CheckedDevice check(const std::string& path, const FsckFlags& flags, uint64_t me
   options.step = step;
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
   progress.rename("checking " + path);
-  Result<storage::CheckReport> report =
-      storage::check_store(path, options, [&](const StoreFault& fault) {
-        if (device.faults.size() >= kFaultsShownMax) return;
-        device.faults.push_back(fault);
-        if (flags.json) return;
-        progress.clear();
-        std::printf("%s: %s: %s\n", fault.repaired ? "repaired" : "damaged",
-                    std::string(storage::fault_kind_name(fault.kind)).c_str(),
-                    fault.status.to_string().c_str());
-      });
+  const auto visit = [&](const StoreFault& fault) {
+    if (device.faults.size() >= kFaultsShownMax) return;
+    device.faults.push_back(fault);
+    if (flags.json) return;
+    progress.clear();
+    std::printf("%s: %s: %s\n", fault.repaired ? "repaired" : "damaged",
+                std::string(storage::fault_kind_name(fault.kind)).c_str(),
+                fault.status.to_string().c_str());
+  };
+  Result<storage::CheckReport> report = storage::check_store(path, options, visit);
   progress.clear();
+  if (report.ok() && report->state.initialized && !report->state_lost) {
+    if (const auto fault = description_fault(path)) {
+      visit(*fault);
+      ++report->faults;
+      report->state_lost = true;
+    }
+  }
   if (report.ok()) {
     device.report = *report;
   } else {

@@ -20,6 +20,8 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include "smartinf/base/text.h"
+
 #include "apps/smartinf/child.h"
 
 namespace smartinf::apps {
@@ -168,10 +170,6 @@ void read_wear(DriveFacts& facts) {
   const std::string drive = "/dev/" + facts.kernel_name;
   constexpr std::chrono::milliseconds kWait{3000};
   const auto smart = child_output({"smartctl", "--json=c", "-A", drive}, kWait);
-  // Parsed without exceptions; anything unexpected is a discarded value.
-  const auto parse = [](const std::string& text) {
-    return nlohmann::json::parse(text, nullptr, false);
-  };
   const auto take = [&](const nlohmann::json& log, const char* source) {
     if (!log.is_object()) return false;
     const auto used = log.find("percentage_used");
@@ -190,14 +188,14 @@ void read_wear(DriveFacts& facts) {
     return facts.wear_share.has_value();
   };
   if (smart) {
-    const nlohmann::json log = parse(*smart);
+    const nlohmann::json log = base::parse_json(*smart);
     if (log.is_object() && log.contains("nvme_smart_health_information_log") &&
         take(log["nvme_smart_health_information_log"], "smartctl")) {
       return;
     }
   }
   const auto nvme = child_output({"nvme", "smart-log", "-o", "json", drive}, kWait);
-  if (nvme && take(parse(*nvme), "nvme")) return;
+  if (nvme && take(base::parse_json(*nvme), "nvme")) return;
   facts.wear_source = smart || nvme ? "the drive does not tell, or only root may ask"
                                     : "install smartmontools or nvme-cli to see it";
 }

@@ -77,9 +77,7 @@ StateOwner owner_of(const std::string& blob) {
   if (const auto position = train::Position::from_json(blob); position.ok()) {
     return {Kind::kTrain, position->folder};
   }
-  const auto json = base::json_depth_ok(blob)
-                        ? nlohmann::json::parse(blob, nullptr, /*allow_exceptions=*/false)
-                        : nlohmann::json(nlohmann::json::value_t::discarded);
+  const nlohmann::json json = base::parse_json(blob);
   // What the Python package keeps with a step (python/smartinf/lineage.py).
   const bool python = json.is_object() && json.contains("branch") && json.contains("updates");
   return {python ? Kind::kPython : Kind::kUnknown, {}};

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <nlohmann/json.hpp>
+
 namespace smartinf::base {
 
 bool json_depth_ok(std::string_view text) {
@@ -21,6 +23,11 @@ bool json_depth_ok(std::string_view text) {
     }
   }
   return true;
+}
+
+nlohmann::json parse_json(std::string_view text) {
+  if (!json_depth_ok(text)) return nlohmann::json(nlohmann::json::value_t::discarded);
+  return nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
 }
 
 bool printable(std::string_view name) {

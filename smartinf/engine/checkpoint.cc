@@ -360,9 +360,7 @@ Result<Checkpoint> read_checkpoint(const std::string& path) {
   }
   std::stringstream text;
   text << in.rdbuf();
-  const auto json = base::json_depth_ok(text.str())
-                        ? nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false)
-                        : nlohmann::json(nlohmann::json::value_t::discarded);
+  const nlohmann::json json = base::parse_json(text.str());
   const auto corrupt = [&] {
     return Status(ErrorCode::kCorrupt, "the checkpoint's description cannot be read",
                   "Its devices may be whole: name them one by one (device-0, device-1, ...).",

@@ -18,8 +18,7 @@ base::Result<RunDescription> run_description_from_json(std::string_view text) {
     return base::Status(base::ErrorCode::kCorrupt, "run description: " + std::move(what),
                         "The device's metadata is damaged; run smartinf fsck on it.");
   };
-  if (!base::json_depth_ok(text)) return corrupt("brackets stand too deep in each other");
-  const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json json = base::parse_json(text);
   if (!json.is_object() || !json.contains("space") || !json.contains("rule") ||
       !json["rule"].is_string()) {
     return corrupt("no parameter space and rule in it");

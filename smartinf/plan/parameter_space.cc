@@ -141,8 +141,7 @@ std::string ParameterSpace::to_json() const {
 }
 
 base::Result<ParameterSpace> ParameterSpace::from_json(std::string_view text) {
-  if (!base::json_depth_ok(text)) return corrupt("brackets stand too deep in each other");
-  const nlohmann::json json = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json json = base::parse_json(text);
   if (json.is_discarded()) return corrupt("not JSON");
   if (!json.is_object() || !json.contains("ranges") || !json["ranges"].is_array()) {
     return corrupt("no list \"ranges\"");

@@ -291,9 +291,7 @@ Result<ModelShape> model_from_hf_config(std::string_view json_text, std::string_
     return Status(ErrorCode::kInvalidArgument, std::move(what),
                   "It must be a Hugging Face config.json of a transformer.", std::move(place));
   };
-  const nlohmann::json json = base::json_depth_ok(json_text)
-                                  ? nlohmann::json::parse(json_text, nullptr, false)
-                                  : nlohmann::json(nlohmann::json::value_t::discarded);
+  const nlohmann::json json = base::parse_json(json_text);
   if (!json.is_object()) return fail("not a JSON object");
   Status problem;
   // The families name the same dimension differently; the first name that is there counts.

@@ -17,6 +17,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "smartinf/base/file.h"
 #include "smartinf/base/log.h"
 #include "smartinf/engine/checkpoint_folder.h"
 #include "smartinf/engine/local_source.h"
@@ -288,7 +289,7 @@ class StagedFolder {
 
 /// A tokenizer's text, and not of whatever file the recipe names.
 Result<std::string> read_tokenizer(const std::string& path) {
-  Result<std::string> text = read_file(path, kTokenizerBytesMax);
+  Result<std::string> text = base::read_text_file(path, "cannot read it", kTokenizerBytesMax);
   if (!text.ok()) return std::move(text).status().with_context("data.tokenizer");
   // What is inside the members is not looked at, and takes no memory.
   const auto outline = nlohmann::json::parse(
@@ -401,7 +402,7 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   }
   if (shards.size() > 1) texts.emplace_back("model.safetensors.index.json", index_json(shards));
   for (const auto& [name, text] : texts) {
-    SI_RETURN_IF_ERROR(write_file(folder.path() + "/" + name, text));
+    SI_RETURN_IF_ERROR(base::write_text_file(folder.path() + "/" + name, text, "cannot write the export"));
     summary.files.push_back(name);
   }
   for (const Shard& shard : shards) summary.files.push_back(shard.name);

@@ -16,9 +16,7 @@ std::string Position::to_json() const {
 }
 
 base::Result<Position> Position::from_json(const std::string& text) {
-  const auto json = base::json_depth_ok(text)
-                        ? nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false)
-                        : nlohmann::json(nlohmann::json::value_t::discarded);
+  const nlohmann::json json = base::parse_json(text);
   Position position;
   for (const auto& [key, value] : {std::pair{"windows", &position.windows},
                                    {"data_seed", &position.data_seed},

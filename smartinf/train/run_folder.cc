@@ -15,7 +15,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "smartinf/base/file.h"
 #include "smartinf/base/log.h"
+#include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/checkpoint_folder.h"
 
@@ -51,7 +53,7 @@ void for_each_line(
   if (!fs::is_regular_file(path, error)) return;
   std::ifstream in(path);
   for (std::string line; std::getline(in, line);) {
-    const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const nlohmann::json json = base::parse_json(line);
     if (!json.is_object()) continue;
     const auto step = json.find("step");
     if (step == json.end() || !step->is_number_unsigned()) continue;
@@ -89,10 +91,10 @@ std::string in_record(const std::string& device, const fs::path& folder) {
 
 Result<std::optional<RunRecord>> read_run_record(const std::string& folder) {
   const std::string path = folder + "/" + std::string(kRunFile);
-  const Result<std::string> text = read_file(path, kRecordBytesMax);
+  const Result<std::string> text = base::read_text_file(path, "cannot read the run's record", kRecordBytesMax);
   if (text.status().code() == ErrorCode::kNotFound) return std::optional<RunRecord>();
   SI_RETURN_IF_ERROR(text.status());
-  const auto json = nlohmann::json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json json = base::parse_json(*text);
   RunRecord record;
   bool sound = json.is_object() && json.contains("run") && json["run"].is_string() &&
                json.contains("devices") && json["devices"].is_array();
@@ -166,7 +168,7 @@ RunFolder::~RunFolder() {
 std::string RunFolder::file(std::string_view name) const { return path_ + "/" + std::string(name); }
 
 Status RunFolder::keep_recipe(std::string_view text) const {
-  return write_file(file(kRecipeFile), text);
+  return base::write_text_file(file(kRecipeFile), text, "cannot write the recipe");
 }
 
 Status RunFolder::keep_run_record(const RunRecord& record) const {
@@ -176,10 +178,10 @@ Status RunFolder::keep_run_record(const RunRecord& record) const {
   }
   const std::string text =
       json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-  if (const auto there = read_file(file(kRunFile), kRecordBytesMax); there.ok() && *there == text) {
+  if (const auto there = base::read_text_file(file(kRunFile), "cannot read the run's record", kRecordBytesMax); there.ok() && *there == text) {
     return Status();
   }
-  return write_file(file(kRunFile), text);
+  return base::write_text_file(file(kRunFile), text, "cannot write the run's record");
 }
 
 Result<RunFolder::LogCut> RunFolder::keep_log_until(base::StepNumber step) {
@@ -196,10 +198,10 @@ Result<RunFolder::LogCut> RunFolder::keep_log_until(base::StepNumber step) {
                 });
   if (cut.last > step + 1) {
     cut.kept_in = free_name(path);
-    SI_RETURN_IF_ERROR(write_file(cut.kept_in, behind));
+    SI_RETURN_IF_ERROR(base::write_text_file(cut.kept_in, behind, "cannot keep the log's end"));
   }
   // On a full disk a log that needs no change can still be gone on with.
-  if (!behind.empty() || ends_in_a_line(path)) SI_RETURN_IF_ERROR(write_file(path, kept));
+  if (!behind.empty() || ends_in_a_line(path)) SI_RETURN_IF_ERROR(base::write_text_file(path, kept, "cannot write the log"));
   if (log_ >= 0) ::close(log_);
   log_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
   if (log_ < 0) return base::errno_status(errno, "cannot open the log", path);
@@ -255,56 +257,6 @@ void RunFolder::close_log() {
                                                   written.ok() ? "" : ": " + written.to_string()));
   pending_.clear();
   pending_lost_ = false;
-}
-
-Status write_file(const std::string& path, std::string_view text) {
-  const std::string partial = path + ".partial";
-  // A leftover, or a link that would lead elsewhere: neither is written through.
-  if (::unlink(partial.c_str()) != 0 && errno != ENOENT) {
-    return base::errno_status(errno, "cannot remove what was left", partial);
-  }
-  const int out =
-      ::open(partial.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0644);
-  if (out < 0) return base::errno_status(errno, "cannot make the file", partial);
-  Status status = write_all(out, text, partial);
-  if (status.ok() && ::fsync(out) != 0) status = base::errno_status(errno, "cannot sync", partial);
-  ::close(out);
-  if (status.ok() && ::rename(partial.c_str(), path.c_str()) != 0) {
-    status = base::errno_status(errno, "cannot rename to", path);
-  }
-  if (status.ok()) return engine::sync_folder(engine::parent_folder(path));
-  (void)::unlink(partial.c_str());
-  return status;
-}
-
-Result<std::string> read_file(const std::string& path, uint64_t bytes_max) {
-  // Not to wait for a writer, should it be a pipe.
-  const int in = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  if (in < 0) return base::errno_status(errno, "cannot read", path);
-  struct stat info {};
-  Status status;
-  if (::fstat(in, &info) != 0) {
-    status = base::errno_status(errno, "cannot look at", path);
-  } else if (!S_ISREG(info.st_mode) || static_cast<uint64_t>(info.st_size) > bytes_max) {
-    status = Status(ErrorCode::kInvalidArgument,
-                    S_ISREG(info.st_mode)
-                        ? fmt::format("the file is longer than {}", base::format_bytes(bytes_max))
-                        : std::string("this is not a file"),
-                    "Is it the right one?", base::ErrorPlace{path, {}, {}, 0});
-  }
-  std::string text(status.ok() ? static_cast<size_t>(info.st_size) : 0, '\0');
-  size_t got = 0;
-  while (status.ok() && got < text.size()) {
-    const ssize_t count = ::read(in, text.data() + got, text.size() - got);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) status = base::errno_status(errno, "cannot read", path);
-    if (count <= 0) break;
-    got += static_cast<size_t>(count);
-  }
-  ::close(in);
-  if (!status.ok()) return status;
-  text.resize(got);
-  return text;
 }
 
 }  // namespace smartinf::train

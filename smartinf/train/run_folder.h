@@ -79,10 +79,4 @@ class RunFolder {
   std::optional<base::StepNumber> validated_;  // the last step whose validation the log has
 };
 
-/// Writes a file so that either all of it or nothing is there, durably: beside it, then renamed
-/// over it.
-base::Status write_file(const std::string& path, std::string_view text);
-/// A regular file's bytes. Errors: kNotFound, kInvalidArgument (longer than that, or no file), kIo.
-base::Result<std::string> read_file(const std::string& path, uint64_t bytes_max);
-
 }  // namespace smartinf::train

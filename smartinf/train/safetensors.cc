@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 
 namespace smartinf::train {
@@ -122,10 +123,8 @@ Result<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
   if (bytes.size() < sizeof length) return corrupt("too short");
   std::memcpy(&length, bytes.data(), sizeof length);
   if (length > bytes.size() - sizeof length) return corrupt("header longer than the file");
-  const auto header = nlohmann::json::parse(
-      std::string_view(reinterpret_cast<const char*>(bytes.data()) + sizeof length, length),
-      nullptr,
-      /*allow_exceptions=*/false);
+  const nlohmann::json header = base::parse_json(
+      std::string_view(reinterpret_cast<const char*>(bytes.data()) + sizeof length, length));
   if (!header.is_object()) return corrupt("header is not a JSON object");
   const std::span<const std::byte> data = bytes.subspan(sizeof length + length);
   for (const auto& [name, entry] : header.items()) {

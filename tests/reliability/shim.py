@@ -185,7 +185,7 @@ def crash(before, record, cut, fate, draw, out):
             moved = here.now[name]
             change((here, name, there.now[new] if kind == _EXCHANGED else None), (there, new, moved))
         elif inode not in files and not (kind == _SYNC and offset):
-            raise RuntimeError(f"operation {kind} on a file that the shim did not see being made")
+            raise RuntimeError(f"operation {kind} at {offset} on a file that the shim did not see being made: {path or inode}")
         elif kind == _DATA:
             if synced:  # RWF_DSYNC: this write, and nothing that was written before it
                 files[inode].put(offset, data)

@@ -86,6 +86,8 @@ TEST(Text, ControlCharactersAreNotPrintable) {
   EXPECT_FALSE(printable("a\x1b[2Jb"));
   EXPECT_FALSE(printable("a\nb"));
   EXPECT_FALSE(printable("a\x7f"));
+  EXPECT_FALSE(printable("\xc2\x9b" "31m"));
+  EXPECT_TRUE(printable("\xc2\xa7"));
 }
 
 }  // namespace

@@ -1,7 +1,5 @@
 #include "smartinf/base/text.h"
 
-#include <algorithm>
-
 #include <nlohmann/json.hpp>
 
 namespace smartinf::base {
@@ -31,10 +29,15 @@ nlohmann::json parse_json(std::string_view text) {
 }
 
 bool printable(std::string_view name) {
-  return std::none_of(name.begin(), name.end(), [](char c) {
-    const auto byte = static_cast<unsigned char>(c);
-    return byte < 0x20 || byte == 0x7f;
-  });
+  for (size_t i = 0; i < name.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(name[i]);
+    if (byte < 0x20 || byte == 0x7f) return false;
+    // U+0080 to U+009F, which some terminals take for the beginning of an escape sequence.
+    if (byte == 0xc2 && i + 1 < name.size() && static_cast<unsigned char>(name[i + 1]) < 0xa0) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace smartinf::base

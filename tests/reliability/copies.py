@@ -11,7 +11,7 @@ from processes import counted, recorded, shim_environment
 from trials import scenario
 
 KIND = KINDS["threads"]
-TOOLS = ("checkpoint", "restore", "replace", "reshard")
+TOOLS = ("checkpoint", "restore", "replace", "reshard", "export")
 
 
 def words_of(machine, tool, root):

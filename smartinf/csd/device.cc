@@ -1,6 +1,7 @@
 #include "smartinf/csd/device.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 namespace smartinf::csd {
@@ -10,6 +11,13 @@ namespace {
 constexpr auto kWaitMax = std::chrono::hours(24);
 
 }  // namespace
+
+std::string_view message_name(const Message& message) {
+  static constexpr std::array<std::string_view, std::variant_size_v<Message>> kNames = {
+      "begin step",  "put gradient", "put gradient", "update", "read state",
+      "write state", "prepare",      "commit",       "abort",  "flush"};
+  return kNames[message.index()];
+}
 
 base::Status Device::cache_state(std::span<const base::SubgroupId> subgroups) {
   if (subgroups.empty()) return base::Status();

@@ -12,6 +12,8 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
+#include <variant>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
@@ -23,22 +25,10 @@
 
 namespace smartinf::csd {
 
-enum class CommandKind : uint8_t {
-  kBeginStep,    // step number; gradients may follow
-  kPutGradient,  // a piece of a subgroup's gradient goes down; its memory is free at completion
-  kUpdate,       // update these subgroups, in this order; weights come up one subgroup at a time
-  kReadState,    // one subgroup's planes decoded to f32 (export, checkpoint, resume: master only)
-  kWriteState,   // one subgroup's planes from f32 (initialization, import)
-  kPrepare,
-  kCommit,
-  kTakeBack,
-  kFlush,  // between steps: writes what the state cache holds and the drive does not
-};
-
 struct Command;
 
-/// What a device says of a command. kUpdate says kWeightsReady once per subgroup, then kDone once
-/// all state is written; every other kind says kDone only.
+/// What a device says of a command. Update says kWeightsReady once per subgroup, then kDone once
+/// all state is written; every other message has kDone only.
 struct Completion {
   enum class Event : uint8_t { kWeightsReady, kDone };
   Command* command = nullptr;
@@ -61,47 +51,101 @@ class CompletionQueue {
   std::deque<Completion> entries_;
 };
 
+// ---- The messages. Memory that one points to is the caller's and stays as it is until kDone.
+
+/// Begins the step after the committed one (0: the first state); its gradients may follow at once.
+struct BeginStep {
+  base::StepNumber step = 0;
+};
+
+/// A piece of a subgroup's gradient goes down. Pieces do not overlap; together they are all of it.
+struct PutGradient {
+  base::SubgroupId subgroup;
+  uint64_t first = 0;  // element within the subgroup
+  uint64_t count = 0;  // elements
+  base::DataType type = base::DataType::kBf16;
+  const void* gradient = nullptr;  // [count] of type
+};
+
+/// A whole subgroup's gradient goes down compressed (compressed_gradient.h), for devices that were
+/// made for it (LocalDeviceOptions::compressed_block_bytes).
+struct PutCompressedGradient {
+  base::SubgroupId subgroup;
+  std::span<const std::byte> message;
+};
+
 /// Where an update's new weights of one subgroup go.
 struct SubgroupUpdate {
   base::SubgroupId subgroup;
-  void* weights_out = nullptr;  // [count] of Command::type, valid until kDone; null: not wanted
+  void* weights_out = nullptr;  // [count] of Update::weights_type; null: not wanted
   /// Where samples of the new variances go: those of the whole space (plan::FormSamples), of
   /// which the subgroup's are written. For rules that keep one and devices that know the space's
   /// forms (SI_CHECK); null: not wanted.
   base::Bf16* samples_out = nullptr;
 };
 
-/// One message. Owned by the caller, not moved and not touched between submit() and kDone.
+/// Updates these subgroups, in this order; weights come up one subgroup at a time.
+struct Update {
+  base::DataType weights_type = base::DataType::kBf16;
+  std::vector<kernels::StepScalars> scalars;  // one entry per group of the parameter space
+  std::vector<SubgroupUpdate> updates;
+};
+
+/// Elements [first, first + count) of a subgroup's planes, decoded to f32: of the committed step.
+struct ReadState {
+  base::SubgroupId subgroup;
+  uint64_t first = 0;  // a multiple of kBlockElements
+  uint64_t count = 0;
+  std::array<float*, 4> planes{};  // [count] for each plane of the layout; null: not wanted
+};
+
+/// A whole subgroup's planes from f32, as state of the step that has begun.
+struct WriteState {
+  base::SubgroupId subgroup;
+  uint64_t count = 0;                    // elements of the subgroup
+  std::array<const float*, 4> planes{};  // [count] for each plane of the layout; null: zeros
+  uint32_t plane_mask = ~0u;             // bit i: the i-th plane of the layout; others stay
+  /// [count], the residual plane as it is kept, in place of its f32; or null. It comes over the
+  /// host link and is counted there as state.
+  const base::Bf16* residual = nullptr;
+};
+
+/// Makes the step durable beside the committed one, with the caller's own bytes.
+struct Prepare {
+  base::StepNumber step = 0;
+  std::string blob;
+};
+
+/// Makes the prepared step the committed one.
+struct Commit {
+  base::StepNumber step = 0;
+};
+
+/// Forgets the step that has begun or is prepared; an update that runs ends as kCancelled.
+struct Abort {
+  base::StepNumber step = 0;
+};
+
+/// Between steps: writes what the state cache holds and the drive does not.
+struct Flush {};
+
+using Message = std::variant<BeginStep, PutGradient, PutCompressedGradient, Update, ReadState,
+                             WriteState, Prepare, Commit, Abort, Flush>;
+
+/// As in error texts and traces: "begin step".
+std::string_view message_name(const Message& message);
+
+/// A message on its way. Owned by the caller, not moved and not touched between submit() and kDone.
 struct Command {
-  CommandKind kind = CommandKind::kBeginStep;
+  Message message;
   CompletionQueue* replies = nullptr;
   void* owner = nullptr;  // the caller's own
 
-  base::StepNumber step = 0;                    // kBeginStep, kUpdate, kPrepare, kCommit, kTakeBack
-  base::SubgroupId subgroup;                    // kPutGradient, kReadState, kWriteState
-  uint64_t first = 0;                           // kPutGradient: first element within the subgroup
-  uint64_t count = 0;                           // kPutGradient, kReadState, kWriteState: elements
-  base::DataType type = base::DataType::kBf16;  // of the gradient put, or of weights_out
-  const void* gradient = nullptr;               // kPutGradient: [count] of type
-  /// kPutGradient: above 0, `gradient` is a message of so many bytes (compressed_gradient.h) with
-  /// the whole subgroup's gradient; first, count and type are not read. For devices that were made
-  /// for it (LocalDeviceOptions::compressed_block_bytes).
-  uint64_t message_bytes = 0;
-
-  /// kUpdate: one entry per group of the parameter space.
-  std::vector<kernels::StepScalars> scalars;
-  std::vector<SubgroupUpdate> updates;
-
-  /// kReadState, kWriteState: [count] f32 for each plane of the layout; null: not wanted (on write:
-  /// zeros). Elements [first, first + count) of the subgroup; first a multiple of kBlockElements on
-  /// read, 0 and the whole subgroup on write.
-  std::array<float*, 4> planes{};
-  uint32_t plane_mask = ~0u;  // kWriteState: bit i: the i-th plane of the layout; others stay
-  /// kWriteState: [count], the residual plane as it is kept, in place of its f32; or null. It comes
-  /// over the host link and is counted there as state.
-  const base::Bf16* residual = nullptr;
-
-  std::string blob;  // kPrepare
+  /// The message if it is of this type, else null.
+  template <typename Type>
+  const Type* as() const {
+    return std::get_if<Type>(&message);
+  }
 };
 
 struct DeviceInfo {
@@ -117,7 +161,7 @@ struct DeviceInfo {
   uint32_t cached_subgroups = 0;
 };
 
-/// Threads: submit() from one thread at a time, but for kPutGradient where gradients are not
+/// Threads: submit() from one thread at a time, but for gradients where gradients are not
 /// spilled (DeviceInfo): those of different elements may come from several threads at once.
 /// Completions are pushed from the device's own threads or from within submit().
 class Device {
@@ -133,13 +177,13 @@ class Device {
 
   /// Once after opening, before any command: the state of these subgroups of the layout stays in
   /// this machine's memory from its first update on, and is not read from the drive again. Steps
-  /// are written as ever; with durability "none" cached subgroups are written by kFlush, and when
+  /// are written as ever; with durability "none" cached subgroups are written by Flush, and when
   /// the device is closed between steps.
   /// Errors: kOutOfMemory; kUnsupported for a device that has no such memory.
   virtual base::Status cache_state(std::span<const base::SubgroupId> subgroups);
 
   /// Takes the command. Never fails: a failure is the completion's status. Commands of one device
-  /// are carried out in order, but for kPutGradient, which may complete early.
+  /// are carried out in order, but for gradients, which may complete early.
   virtual void submit(Command& command) = 0;
 
   /// Over the host link: up are weights (and state, for a host update), down are gradients.
@@ -150,7 +194,7 @@ class Device {
   /// Of state that was in memory and would have been read from the drive.
   virtual uint64_t state_bytes_cached() const { return 0; }
 
-  /// Buffers of this machine that nobody uses until the next kBeginStep, kReadState or kWriteState:
+  /// Buffers of this machine that nobody uses until the next BeginStep, ReadState or WriteState:
   /// the slots of a device that has them here. To be used while no command is under way.
   virtual std::span<std::byte> idle_memory() { return {}; }
 };

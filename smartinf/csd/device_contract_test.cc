@@ -206,8 +206,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     return options;
   }
 
-  Status run(Command& command) { return driver_.run(command); }
-  Status run(CommandKind kind, uint64_t step) { return driver_.run(kind, step); }
+  Status run(Message message) { return driver_.run(std::move(message)); }
+  Status prepare(uint64_t step) { return driver_.prepare(step); }
 
   void create() {
     if (GetParam().memory) {
@@ -290,22 +290,15 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     return {made.begin(), made.end()};
   }
   Status put_message(const storage::StoredSubgroup& subgroup, std::span<const std::byte> message) {
-    Command put;
-    put.kind = CommandKind::kPutGradient;
-    put.subgroup = subgroup.id;
-    put.gradient = message.data();
-    put.message_bytes = message.size();
-    return run(put);
+    return run(PutCompressedGradient{subgroup.id, message});
   }
-  Command update_command(uint64_t step) {
-    Command update;
-    update.kind = CommandKind::kUpdate;
-    update.step = step;
-    update.type = GetParam().weights_type;
+  Update update_of(uint64_t step) {
+    Update update;
+    update.weights_type = GetParam().weights_type;
     update.scalars = test_scalars(step);
     weights_.clear();
     for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
-      weights_.emplace_back(subgroup.count * base::data_type_bytes(update.type));
+      weights_.emplace_back(subgroup.count * base::data_type_bytes(update.weights_type));
     }
     for (size_t i = 0; i < weights_.size(); ++i) {
       update.updates.push_back({layout_.subgroups[i].id, weights_[i].data()});
@@ -313,9 +306,9 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     return update;
   }
   void step(uint64_t number) {
-    ASSERT_TRUE(run(CommandKind::kBeginStep, number).ok());
+    ASSERT_TRUE(run(BeginStep{number}).ok());
     put_all(number);
-    Command update = update_command(number);
+    Update update = update_of(number);
     driver_.ready.clear();
     const Status status = run(update);
     ASSERT_TRUE(status.ok()) << status.to_string();
@@ -328,8 +321,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
       const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
       std::vector<std::vector<float>> planes(layout_.planes.size(),
                                              std::vector<float>(subgroup.count));
-      Command read;
-      read.kind = CommandKind::kReadState;
+      ReadState read;
       read.subgroup = subgroup.id;
       read.count = subgroup.count;
       for (size_t p = 0; p < planes.size(); ++p) read.planes[p] = planes[p].data();
@@ -383,18 +375,18 @@ TEST_P(DeviceContract, TakesAStepBack) {
   ReferenceModel reference(layout_, groups_);
   step(1);
   ASSERT_FALSE(HasFatalFailure());
-  ASSERT_TRUE(run(CommandKind::kTakeBack, 1).ok());
+  ASSERT_TRUE(run(Abort{1}).ok());
   expect_state(reference);
   // Prepared, then taken back.
   step(1);
   ASSERT_FALSE(HasFatalFailure());
-  ASSERT_TRUE(run(CommandKind::kPrepare, 1).ok());
-  ASSERT_TRUE(run(CommandKind::kTakeBack, 1).ok());
+  ASSERT_TRUE(prepare(1).ok());
+  ASSERT_TRUE(run(Abort{1}).ok());
   expect_state(reference);
   // Only gradients came; then the step again, whole.
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  ASSERT_TRUE(run(BeginStep{1}).ok());
   put_all(1);
-  ASSERT_TRUE(run(CommandKind::kTakeBack, 1).ok());
+  ASSERT_TRUE(run(Abort{1}).ok());
   step(1);
   ASSERT_FALSE(HasFatalFailure());
   finish_step(1);
@@ -407,12 +399,10 @@ TEST_P(DeviceContract, StopsAnUpdateThatIsTakenBack) {
   create();
   ASSERT_FALSE(HasFatalFailure());
   ReferenceModel reference(layout_, groups_);
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  ASSERT_TRUE(run(BeginStep{1}).ok());
   put_all(1);
-  Command update = update_command(1);
-  Command back;
-  back.kind = CommandKind::kTakeBack;
-  back.step = 1;
+  Command update{update_of(1)};
+  Command back{Abort{1}};
   driver_.start(update);
   driver_.start(back);
   const Status stopped =
@@ -430,13 +420,13 @@ TEST_P(DeviceContract, StopsAnUpdateThatIsTakenBack) {
 TEST_P(DeviceContract, RefusesCommandsOutOfOrder) {
   create();
   ASSERT_FALSE(HasFatalFailure());
-  EXPECT_EQ(run(CommandKind::kPrepare, 1).code(), base::ErrorCode::kFailedPrecondition);
-  EXPECT_EQ(run(CommandKind::kCommit, 1).code(), base::ErrorCode::kFailedPrecondition);
-  EXPECT_TRUE(run(CommandKind::kTakeBack, 1).ok());
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
-  EXPECT_EQ(run(CommandKind::kBeginStep, 1).code(), base::ErrorCode::kFailedPrecondition);
+  EXPECT_EQ(prepare(1).code(), base::ErrorCode::kFailedPrecondition);
+  EXPECT_EQ(run(Commit{1}).code(), base::ErrorCode::kFailedPrecondition);
+  EXPECT_TRUE(run(Abort{1}).ok());
+  ASSERT_TRUE(run(BeginStep{1}).ok());
+  EXPECT_EQ(run(BeginStep{1}).code(), base::ErrorCode::kFailedPrecondition);
 
-  Command update = update_command(1);
+  Update update = update_of(1);
   const Status incomplete = run(update);
   EXPECT_EQ(incomplete.code(), base::ErrorCode::kFailedPrecondition);
   EXPECT_NE(incomplete.to_string().find("drive-a"), std::string::npos) << incomplete.to_string();
@@ -495,8 +485,7 @@ TEST_P(DeviceContract, ReadsAPieceOfOnePlane) {
   ReferenceModel reference(layout_, groups_);
   const storage::StoredSubgroup& subgroup = layout_.subgroups[1];
   std::vector<float> piece(1000, -1.0f);
-  Command read;
-  read.kind = CommandKind::kReadState;
+  ReadState read;
   read.subgroup = subgroup.id;
   read.first = base::kBlockElements;
   read.count = piece.size() - 1;
@@ -577,8 +566,7 @@ TEST_P(CachedContract, AWriteReplacesWhatIsInMemory) {
   step(1);
   finish_step(1);
   const auto read = [&](size_t i, std::vector<std::vector<float>>& planes) {
-    Command command;
-    command.kind = CommandKind::kReadState;
+    ReadState command;
     command.subgroup = layout_.subgroups[i].id;
     command.count = layout_.subgroups[i].count;
     planes.assign(3, std::vector<float>(command.count));
@@ -587,10 +575,9 @@ TEST_P(CachedContract, AWriteReplacesWhatIsInMemory) {
   };
   std::vector<std::vector<std::vector<float>>> before(layout_.subgroups.size());
   for (size_t i = 0; i < before.size(); ++i) read(i, before[i]);
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 2).ok());
+  ASSERT_TRUE(run(BeginStep{2}).ok());
   for (size_t i = 0; i < before.size(); ++i) {
-    Command write;
-    write.kind = CommandKind::kWriteState;
+    WriteState write;
     write.subgroup = layout_.subgroups[i].id;
     write.count = layout_.subgroups[i].count;
     write.plane_mask = 1;
@@ -608,7 +595,7 @@ TEST_P(CachedContract, AWriteReplacesWhatIsInMemory) {
   };
   expect_planes();
   if (GetParam().held_back()) {
-    ASSERT_TRUE(run(CommandKind::kFlush, 0).ok());
+    ASSERT_TRUE(run(Flush{}).ok());
   }
   open();
   ASSERT_FALSE(HasFatalFailure());
@@ -648,11 +635,11 @@ TEST_P(CachedContract, StateInMemoryOnlyIsTornUntilItIsFlushed) {
     EXPECT_EQ(refused.code(), base::ErrorCode::kFailedPrecondition) << refused.to_string();
   }
   // Not in the middle of a step.
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 3).ok());
-  EXPECT_EQ(run(CommandKind::kFlush, 0).code(), base::ErrorCode::kFailedPrecondition);
-  ASSERT_TRUE(run(CommandKind::kTakeBack, 3).ok());
+  ASSERT_TRUE(run(BeginStep{3}).ok());
+  EXPECT_EQ(run(Flush{}).code(), base::ErrorCode::kFailedPrecondition);
+  ASSERT_TRUE(run(Abort{3}).ok());
   const uint64_t written = device_->store_traffic().down(base::TrafficKind::kState);
-  ASSERT_TRUE(run(CommandKind::kFlush, 0).ok());
+  ASSERT_TRUE(run(Flush{}).ok());
   EXPECT_EQ(device_->store_traffic().down(base::TrafficKind::kState) - written,
             state_bytes(layout_, GetParam().cached, true));
   {
@@ -667,12 +654,12 @@ TEST_P(CachedContract, StateInMemoryOnlyIsTornUntilItIsFlushed) {
     driver_.drive(*device_);
   }
   // A second flush has nothing to do, and the cache is as good as before.
-  ASSERT_TRUE(run(CommandKind::kFlush, 0).ok());
+  ASSERT_TRUE(run(Flush{}).ok());
   step(3);
   finish_step(3);
   reference.step(3, GetParam().gradient_type, GetParam().weights_type);
   // Closed in a step that has gradients and nothing else.
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 4).ok());
+  ASSERT_TRUE(run(BeginStep{4}).ok());
   put_all(4);
   open();
   ASSERT_FALSE(HasFatalFailure());
@@ -691,14 +678,14 @@ TEST_P(CompressedContract, GivesTheBitsOfThePlainReference) {
   uint64_t sent = 0;
   const uint64_t before = device_->host_traffic().down(base::TrafficKind::kGradient);
   for (uint64_t number = 1; number <= 3; ++number) {
-    ASSERT_TRUE(run(CommandKind::kBeginStep, number).ok());
+    ASSERT_TRUE(run(BeginStep{number}).ok());
     for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
       const auto bytes = message(subgroup, number);
       sent += bytes.size();
       const Status status = put_message(subgroup, bytes);
       ASSERT_TRUE(status.ok()) << status.to_string();
     }
-    Command update = update_command(number);
+    Update update = update_of(number);
     // Samples of the variance are wanted too, where the device knows what they are of.
     std::vector<base::Bf16> samples(plan::sample_count(forms_));
     for (SubgroupUpdate& entry : update.updates) {
@@ -737,7 +724,7 @@ TEST_P(CompressedContract, GivesTheBitsOfThePlainReference) {
 TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
   create();
   ReferenceModel reference(layout_, groups_);
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  ASSERT_TRUE(run(BeginStep{1}).ok());
   const storage::StoredSubgroup& subgroup = layout_.subgroups.front();
   const auto good = message(subgroup, 1);
   auto bad = good;
@@ -774,7 +761,7 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
     ASSERT_TRUE(put_message(each, message(each, 1)).ok());
   }
   EXPECT_EQ(put_message(subgroup, good).code(), base::ErrorCode::kInvalidArgument);
-  Command update = update_command(1);
+  Update update = update_of(1);
   ASSERT_TRUE(run(update).ok());
   finish_step(1);
   reference.step(1, GetParam().gradient_type, GetParam().weights_type, GetParam().sparsity);
@@ -807,8 +794,7 @@ TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
   const auto expect_residual = [&](uint64_t of_step) {
     for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
       std::vector<float> found(subgroup.count);
-      Command read;
-      read.kind = CommandKind::kReadState;
+      ReadState read;
       read.subgroup = subgroup.id;
       read.count = subgroup.count;
       read.planes[3] = found.data();
@@ -822,7 +808,7 @@ TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
   ASSERT_TRUE(driver.make_start(layout).ok());
   uint64_t kept = 0;
   for (uint64_t step = 1; step <= 5; ++step) {
-    ASSERT_TRUE(driver.run(CommandKind::kBeginStep, step).ok());
+    ASSERT_TRUE(driver.run(BeginStep{step}).ok());
     ASSERT_TRUE(driver.put_all(layout, step).ok());
     const auto before = device.store_traffic();
     ASSERT_TRUE(driver.update(layout, step).ok());
@@ -833,8 +819,7 @@ TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
       uint64_t bytes = 0;
       for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
         const auto residual = residual_of(subgroup, step);
-        Command write;
-        write.kind = CommandKind::kWriteState;
+        WriteState write;
         write.subgroup = subgroup.id;
         write.count = subgroup.count;
         write.plane_mask = 1u << 3;
@@ -844,13 +829,13 @@ TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
       }
       EXPECT_EQ(device.host_traffic().down(base::TrafficKind::kState) - down, bytes);
     }
-    ASSERT_TRUE(driver.run(CommandKind::kPrepare, step).ok());
+    ASSERT_TRUE(driver.prepare(step).ok());
     if (step == 4) {  // never was
-      ASSERT_TRUE(driver.run(CommandKind::kTakeBack, step).ok());
+      ASSERT_TRUE(driver.run(Abort{step}).ok());
       expect_residual(kept);
       break;
     }
-    ASSERT_TRUE(driver.run(CommandKind::kCommit, step).ok());
+    ASSERT_TRUE(driver.run(Commit{step}).ok());
     if (step != 3) kept = step;
     expect_residual(kept);
   }

@@ -49,15 +49,14 @@ class DeviceFaults : public testing::Test {
     ASSERT_TRUE(status.ok()) << status.to_string();
   }
 
-  Status run(Command& command) { return driver_.run(command); }
-  Status run(CommandKind kind, uint64_t step) { return driver_.run(kind, step); }
+  Status run(Message message) { return driver_.run(std::move(message)); }
+  Status prepare(uint64_t step) { return driver_.prepare(step); }
   Status put_all(uint64_t step) { return driver_.put_all(layout_, step); }
   Status update(uint64_t step) { return driver_.update(layout_, step); }
   void expect_master() {
     for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
       std::vector<float> master(layout_.subgroups[i].count);
-      Command read;
-      read.kind = CommandKind::kReadState;
+      ReadState read;
       read.subgroup = layout_.subgroups[i].id;
       read.count = master.size();
       read.planes[0] = master.data();
@@ -69,28 +68,28 @@ class DeviceFaults : public testing::Test {
   /// A step that fails, is taken back, and succeeds when repeated.
   void fail_and_repeat(Faults::What what, uint32_t after, base::ErrorCode code, uint64_t step = 1) {
     faults_.after = after;
-    ASSERT_TRUE(run(CommandKind::kBeginStep, step).ok());
+    ASSERT_TRUE(run(BeginStep{step}).ok());
     faults_.what = what;
     ASSERT_TRUE(put_all(step).ok());
     const Status status = update(step);
     EXPECT_EQ(status.code(), code) << status.to_string();
     EXPECT_NE(status.to_string().find("drive-b"), std::string::npos) << status.to_string();
     EXPECT_GT(faults_.done, 0u);
-    EXPECT_FALSE(run(CommandKind::kPrepare, step).ok()) << "a failed step must not be prepared";
+    EXPECT_FALSE(prepare(step).ok()) << "a failed step must not be prepared";
     faults_.what = Faults::What::kNothing;
-    ASSERT_TRUE(run(CommandKind::kTakeBack, step).ok());
+    ASSERT_TRUE(run(Abort{step}).ok());
     EXPECT_EQ(device_->state().committed_step, step - 1);
     expect_master();
     make_step(step);
     expect_master();
   }
   void make_step(uint64_t step) {
-    ASSERT_TRUE(run(CommandKind::kBeginStep, step).ok());
+    ASSERT_TRUE(run(BeginStep{step}).ok());
     ASSERT_TRUE(put_all(step).ok());
     const Status status = update(step);
     ASSERT_TRUE(status.ok()) << status.to_string();
-    ASSERT_TRUE(run(CommandKind::kPrepare, step).ok());
-    ASSERT_TRUE(run(CommandKind::kCommit, step).ok());
+    ASSERT_TRUE(prepare(step).ok());
+    ASSERT_TRUE(run(Commit{step}).ok());
     reference_->step(step, DataType::kBf16, DataType::kBf16);
   }
 
@@ -155,7 +154,7 @@ TEST_F(DeviceFaults, AStaleSpilledGradientIsFoundBeforeItIsUsed) {
   ASSERT_FALSE(HasFatalFailure());
   faults_.kind = base::TrafficKind::kGradient;
   make_step(1);
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 2).ok());
+  ASSERT_TRUE(run(BeginStep{2}).ok());
   faults_.what = Faults::What::kDropWrites;
   ASSERT_TRUE(put_all(2).ok());
   const Status status = update(2);
@@ -163,7 +162,7 @@ TEST_F(DeviceFaults, AStaleSpilledGradientIsFoundBeforeItIsUsed) {
   EXPECT_EQ(status.code(), base::ErrorCode::kCorrupt) << status.to_string();
   EXPECT_NE(status.to_string().find("spilled gradient"), std::string::npos) << status.to_string();
   faults_.what = Faults::What::kNothing;
-  ASSERT_TRUE(run(CommandKind::kTakeBack, 2).ok());
+  ASSERT_TRUE(run(Abort{2}).ok());
   expect_master();
 }
 
@@ -177,13 +176,13 @@ TEST_F(DeviceFaults, ADriveThatNeverAnswersIsNamedAndCanBeClosed) {
     const std::lock_guard lock(mutex);
     remarks.emplace_back(text);
   });
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  ASSERT_TRUE(run(BeginStep{1}).ok());
   faults_.what = Faults::What::kLoseAll;
   faults_.after = 5;
   ASSERT_TRUE(put_all(1).ok());
   const Status status = update(1);
   EXPECT_EQ(status.code(), base::ErrorCode::kTimeout) << status.to_string();
-  EXPECT_FALSE(run(CommandKind::kTakeBack, 1).ok()) << "what is on the drive is not known";
+  EXPECT_FALSE(run(Abort{1}).ok()) << "what is on the drive is not known";
   device_.reset();
   base::set_log_sink({});
   ASSERT_FALSE(remarks.empty());
@@ -202,7 +201,7 @@ TEST_F(DeviceFaults, AGradientThatCannotBeSpilledFailsTheUpdate) {
 TEST_F(DeviceFaults, MoreIncompleteSpilledGradientsThanBuffersAreRefused) {
   make(0);
   ASSERT_FALSE(HasFatalFailure());
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  ASSERT_TRUE(run(BeginStep{1}).ok());
   Status last;
   for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
     const auto gradient = test_gradient(subgroup, 1, DataType::kBf16);
@@ -210,7 +209,7 @@ TEST_F(DeviceFaults, MoreIncompleteSpilledGradientsThanBuffersAreRefused) {
     if (!last.ok()) break;
   }
   EXPECT_EQ(last.code(), base::ErrorCode::kOutOfMemory) << last.to_string();
-  EXPECT_TRUE(run(CommandKind::kTakeBack, 1).ok());
+  EXPECT_TRUE(run(Abort{1}).ok());
   expect_master();
 }
 
@@ -228,16 +227,15 @@ TEST_F(DeviceFaults, SaysWhatMemoryItNeeds) {
 TEST_F(DeviceFaults, ClosesWhileAnUpdateRuns) {
   make(~uint64_t{0});
   ASSERT_FALSE(HasFatalFailure());
-  ASSERT_TRUE(run(CommandKind::kBeginStep, 1).ok());
+  ASSERT_TRUE(run(BeginStep{1}).ok());
   ASSERT_TRUE(put_all(1).ok());
-  Command update;
-  update.kind = CommandKind::kUpdate;
-  update.step = 1;
+  Update update;
   update.scalars = test_scalars(1);
   for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
     update.updates.push_back({subgroup.id, nullptr});
   }
-  driver_.start(update);
+  Command command{update};
+  driver_.start(command);
   device_.reset();
   Completion completion;
   do {

@@ -20,7 +20,7 @@ namespace smartinf::csd {
 /// One thing from the caller's thread, in the order in which it came.
 struct Letter {
   Command* command = nullptr;  // null: only a spill
-  uint64_t due_ns = 0;         // kPutGradient: when it will have passed the host link
+  uint64_t due_ns = 0;         // of a gradient: when it will have passed the host link
   std::optional<GradientMemory::Spill> spill;  // a gradient to write to the spill area
 };
 

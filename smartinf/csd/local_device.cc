@@ -44,8 +44,10 @@ const std::string& device_name(const LocalDeviceOptions& options) {
   return options.name.empty() ? options.path : options.name;
 }
 
+Status wrong_order(const std::string& why) { return Status(ErrorCode::kFailedPrecondition, why); }
+
 Status wrong_order(const std::string& why, base::StepNumber step) {
-  return Status(ErrorCode::kFailedPrecondition, "step " + std::to_string(step) + ": " + why);
+  return wrong_order("step " + std::to_string(step) + ": " + why);
 }
 
 class LocalDevice final : public Device, private SlotUser {
@@ -83,7 +85,8 @@ class LocalDevice final : public Device, private SlotUser {
  private:
   Status allocate_slots();
   void remember_state();
-  void put_gradient(Command& command);
+  template <typename Put>
+  void put_gradient(Command& command, const Put& put);
 
   // On the I/O thread.
   void run();
@@ -94,10 +97,10 @@ class LocalDevice final : public Device, private SlotUser {
   bool try_serve(Command& command);
   void spill(const GradientMemory::Spill& spill);
   Status begin_step(base::StepNumber step);
-  void end_step(Command& command, Status (LocalDevice::*way)(const Command&));
-  Status prepare(const Command& command);
-  Status commit(const Command& command);
-  Status take_back(const Command& command);
+  void serve_step(Command& command);
+  Status prepare(const Prepare& prepare);
+  Status commit(base::StepNumber step);
+  Status abort(base::StepNumber step);
   bool flush_before_closing();
   void give_up(Status status);
   void on_transfer(Transfer& transfer) override;  // of a spill
@@ -287,39 +290,39 @@ Status LocalDevice::cache_state(std::span<const base::SubgroupId> subgroups) {
 }
 
 void LocalDevice::submit(Command& command) {
-  if (command.kind == CommandKind::kPutGradient) return put_gradient(command);
+  if (const auto* put = command.as<PutGradient>()) return put_gradient(command, *put);
+  if (const auto* put = command.as<PutCompressedGradient>()) return put_gradient(command, *put);
   // Here and not when the command is served: gradients may follow at once.
-  if (command.kind == CommandKind::kBeginStep) gradients_->begin_step();
+  if (command.as<BeginStep>() != nullptr) gradients_->begin_step();
   inbox_.post(Letter{&command, 0, std::nullopt});
 }
 
-void LocalDevice::put_gradient(Command& command) {
-  const auto found = parts_.index_of.find(command.subgroup);
+template <typename Put>
+void LocalDevice::put_gradient(Command& command, const Put& put) {
+  const auto found = parts_.index_of.find(put.subgroup);
   if (found == parts_.index_of.end()) {
     return parts_.complete(command, Status(ErrorCode::kInvalidArgument,
-                                           "subgroup " + std::to_string(command.subgroup.value) +
+                                           "subgroup " + std::to_string(put.subgroup.value) +
                                                " belongs to another device"));
   }
-  const bool compressed = command.message_bytes > 0;
-  const uint64_t bytes =
-      compressed ? command.message_bytes : command.count * base::data_type_bytes(command.type);
   const uint64_t begin_ns = base::now_ns();
   Letter letter;
-  if (compressed) {
-    const auto* message = static_cast<const std::byte*>(command.gradient);
-    Status put = gradients_->put_compressed(found->second, command.subgroup, {message, bytes});
-    if (!put.ok()) return parts_.complete(command, std::move(put));
+  uint64_t bytes = 0;
+  if constexpr (std::is_same_v<Put, PutCompressedGradient>) {
+    bytes = put.message.size();
+    Status taken = gradients_->put_compressed(found->second, put.subgroup, put.message);
+    if (!taken.ok()) return parts_.complete(command, std::move(taken));
   } else {
-    Result<std::optional<GradientMemory::Spill>> put =
-        gradients_->put(found->second, command.first, command.count, command.type, command.gradient,
-                        parts_.options.store.watchdog);
-    if (!put.ok()) return parts_.complete(command, std::move(put).status());
-    letter.spill = std::move(*put);
+    bytes = put.count * base::data_type_bytes(put.type);
+    Result<std::optional<GradientMemory::Spill>> taken = gradients_->put(
+        found->second, put.first, put.count, put.type, put.gradient, parts_.options.store.watchdog);
+    if (!taken.ok()) return parts_.complete(command, std::move(taken).status());
+    letter.spill = std::move(*taken);
   }
   if (parts_.options.host_link_place == HostLinkPlace::kAtProcessor) {
     parts_.host_traffic.add_down(base::TrafficKind::kGradient, bytes);
-    parts_.record_host(LinkDirection::kDown, base::TrafficKind::kGradient, command.subgroup,
-                       begin_ns, bytes);
+    parts_.record_host(LinkDirection::kDown, base::TrafficKind::kGradient, put.subgroup, begin_ns,
+                       bytes);
     if (Link* link = parts_.options.links.host.get(); link != nullptr) {
       letter.due_ns = link->book(LinkDirection::kDown, base::TrafficKind::kGradient, bytes);
       letter.command = &command;
@@ -362,11 +365,11 @@ void LocalDevice::read_inbox(std::chrono::nanoseconds wait) {
   for (const Letter& letter : letters_) {
     if (letter.spill.has_value()) spill(*letter.spill);
     if (letter.command == nullptr) continue;
-    if (letter.command->kind == CommandKind::kPutGradient) {
+    if (letter.due_ns != 0) {  // a gradient on the host link
       passing_.push_back({letter.due_ns, letter.command});
     } else {
       // A step that is to be forgotten need not be finished.
-      if (letter.command->kind == CommandKind::kTakeBack) handler_.cancel();
+      if (letter.command->as<Abort>() != nullptr) handler_.cancel();
       commands_.push_back(letter.command);
     }
   }
@@ -413,59 +416,67 @@ void LocalDevice::serve_commands() {
 /// False when the command must wait for what is in flight.
 bool LocalDevice::try_serve(Command& command) {
   if (handler_.running() || flush_.running()) return false;
+  const bool reads = command.as<ReadState>() != nullptr;
+  const bool writes = command.as<WriteState>() != nullptr;
+  const bool updates = command.as<Update>() != nullptr;
   if (!recovered_) {
-    parts_.complete(command, wrong_order("the device has not been recovered", command.step));
+    parts_.complete(command, wrong_order("the device has not been recovered"));
     return true;
   }
-  if (command.kind == CommandKind::kReadState && !store_->state().initialized) {
-    parts_.complete(command, wrong_order("there is no committed state to read", command.step));
+  if (reads && !store_->state().initialized) {
+    parts_.complete(command, wrong_order("there is no committed state to read"));
     return true;
   }
-  const bool changes_state =
-      command.kind == CommandKind::kUpdate || command.kind == CommandKind::kWriteState;
-  if (changes_state && phase_ != Phase::kBegun) {
-    parts_.complete(command, wrong_order("state can be written only in a step", command.step));
+  if ((updates || writes) && phase_ != Phase::kBegun) {
+    parts_.complete(command, wrong_order("state can be written only in a step"));
     return true;
   }
-  if (command.kind == CommandKind::kReadState || command.kind == CommandKind::kWriteState) {
-    return state_access_.try_start(command);
-  }
+  if (reads || writes) return state_access_.try_start(command);
   if (!nothing_in_flight()) return false;
-  switch (command.kind) {
-    case CommandKind::kBeginStep:
-      parts_.complete(command, begin_step(command.step));
-      break;
-    case CommandKind::kUpdate:
-      if (step_failure_.ok()) {
-        handler_.start(command);
-      } else {
-        parts_.complete(command, step_failure_);
-      }
-      break;
-    case CommandKind::kPrepare:
-      end_step(command, &LocalDevice::prepare);
-      break;
-    case CommandKind::kCommit:
-      end_step(command, &LocalDevice::commit);
-      break;
-    case CommandKind::kTakeBack:
-      end_step(command, &LocalDevice::take_back);
-      break;
-    case CommandKind::kFlush:
-      if (!lost_.ok()) {
-        parts_.complete(command, lost_);
-      } else if (phase_ != Phase::kIdle) {
-        parts_.complete(command, wrong_order("the state is flushed between steps", step_));
-      } else {
-        flush_.start(&command);
-      }
-      break;
-    case CommandKind::kPutGradient:
-    case CommandKind::kReadState:
-    case CommandKind::kWriteState:
-      SI_CHECK(false, "served elsewhere");
+  if (updates) {
+    if (step_failure_.ok()) {
+      handler_.start(command);
+    } else {
+      parts_.complete(command, step_failure_);
+    }
+  } else if (command.as<Flush>() != nullptr) {
+    if (!lost_.ok()) {
+      parts_.complete(command, lost_);
+    } else if (phase_ != Phase::kIdle) {
+      parts_.complete(command, wrong_order("the state is flushed between steps", step_));
+    } else {
+      flush_.start(&command);
+    }
+  } else {
+    serve_step(command);
   }
   return true;
+}
+
+/// What begins and ends a step: carried out at once.
+void LocalDevice::serve_step(Command& command) {
+  if (const auto* begin = command.as<BeginStep>()) {
+    return parts_.complete(command, begin_step(begin->step));
+  }
+  const uint64_t begin_ns = base::now_ns();
+  Status status;
+  base::StepNumber step = 0;
+  if (const auto* prepared = command.as<Prepare>()) {
+    status = prepare(*prepared);
+    step = prepared->step;
+  } else if (const auto* committed = command.as<Commit>()) {
+    status = commit(committed->step);
+    step = committed->step;
+  } else {
+    step = std::get<Abort>(command.message).step;
+    status = abort(step);
+  }
+  if (parts_.options.trace != nullptr) {
+    parts_.options.trace->record(
+        {message_name(command.message).data(), parts_.step_track, step, begin_ns, base::now_ns()});
+  }
+  remember_state();
+  parts_.complete(command, std::move(status));
 }
 
 Status LocalDevice::begin_step(base::StepNumber step) {
@@ -481,49 +492,34 @@ Status LocalDevice::begin_step(base::StepNumber step) {
   return Status();
 }
 
-void LocalDevice::end_step(Command& command, Status (LocalDevice::*way)(const Command&)) {
-  const uint64_t begin_ns = base::now_ns();
-  Status status = (this->*way)(command);
-  if (parts_.options.trace != nullptr) {
-    const char* name = command.kind == CommandKind::kPrepare  ? "prepare"
-                       : command.kind == CommandKind::kCommit ? "commit"
-                                                              : "take back";
-    parts_.options.trace->record({name, parts_.step_track, command.step, begin_ns, base::now_ns()});
-  }
-  remember_state();
-  parts_.complete(command, std::move(status));
-}
-
-Status LocalDevice::prepare(const Command& command) {
-  if (phase_ != Phase::kBegun || command.step != step_) {
-    return wrong_order("it has not begun", command.step);
+Status LocalDevice::prepare(const Prepare& prepare) {
+  if (phase_ != Phase::kBegun || prepare.step != step_) {
+    return wrong_order("it has not begun", prepare.step);
   }
   for (const Status& failure : {step_failure_, handler_.failure(), state_access_.write_failure()}) {
     if (!failure.ok()) return failure;
   }
-  SI_RETURN_IF_ERROR(store_->prepare(command.step, command.blob));
+  SI_RETURN_IF_ERROR(store_->prepare(prepare.step, prepare.blob));
   phase_ = Phase::kPrepared;
   return Status();
 }
 
-Status LocalDevice::commit(const Command& command) {
-  if (phase_ != Phase::kPrepared || command.step != step_) {
-    return wrong_order("it is not prepared", command.step);
-  }
+Status LocalDevice::commit(base::StepNumber step) {
+  if (phase_ != Phase::kPrepared || step != step_) return wrong_order("it is not prepared", step);
   phase_ = Phase::kIdle;
   parts_.cache.commit();
-  return store_->commit(command.step);
+  return store_->commit(step);
 }
 
-Status LocalDevice::take_back(const Command& command) {
+Status LocalDevice::abort(base::StepNumber step) {
   // Taking back what never began is what it asks for.
   if (phase_ == Phase::kIdle) return Status();
-  if (command.step != step_) return wrong_order("another one is in progress", command.step);
+  if (step != step_) return wrong_order("another one is in progress", step);
   handler_.forget_failure();
   state_access_.forget_failure();
   step_failure_ = Status();
   phase_ = Phase::kIdle;
-  lost_ = store_->take_back(command.step);
+  lost_ = store_->take_back(step);
   if (lost_.ok()) {
     parts_.cache.take_back();
   } else {
@@ -538,9 +534,7 @@ bool LocalDevice::flush_before_closing() {
   if (parts_.cache.all_unwritten().empty() && !failed) return false;
   Status status = !broken_.ok() ? broken_ : closing_flush_ ? flush_.status() : Status();
   if (status.ok() && phase_ != Phase::kIdle) {
-    Command back;
-    back.step = step_;
-    status = take_back(back);
+    status = abort(step_);
   }
   if (status.ok() && !std::exchange(closing_flush_, true)) {
     flush_.start(nullptr);

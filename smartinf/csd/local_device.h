@@ -12,8 +12,8 @@
 namespace smartinf::csd {
 
 /// Makes a store at options.path and a device over it. All memory is allocated here.
-/// Gradients of a step may be put from kBeginStep's submission on, until kUpdate's. They stay in
-/// device memory until that update's kDone, so the next kBeginStep comes after it.
+/// Gradients of a step may be put from BeginStep's submission on, until Update's. They stay in
+/// device memory until that update's kDone, so the next BeginStep comes after it.
 /// Errors: Store::create's; kOutOfMemory when memory_bytes holds no slot, or gradients exceed their
 /// budget and the layout has no spill area; kInvalidArgument. All name the device.
 base::Result<std::unique_ptr<Device>> create_local_device(LocalDeviceOptions options,

@@ -73,7 +73,7 @@ void PlaneBlocks::seal(size_t plane, uint64_t block) const {
   store_->seal_block(subgroup_->id, plane, block, bytes(plane, block));
 }
 
-void UpdateWork::prepare(const PlaneBlocks& planes, const Command& update, size_t entry,
+void UpdateWork::prepare(const PlaneBlocks& planes, const Update& update, size_t entry,
                          uint32_t subgroup, const std::byte* gradient, bool from_spill,
                          const GradientMemory& memory, const LocalDeviceOptions& options) {
   planes_ = planes;
@@ -123,9 +123,9 @@ base::Status UpdateWork::run_block(uint64_t block) {
   work.gradient = gradient;
   work.gradient_type = gradient_type;
   if (weights_out_ != nullptr) {
-    work.weights_out = weights_out_ + first * base::data_type_bytes(update_->type);
+    work.weights_out = weights_out_ + first * base::data_type_bytes(update_->weights_type);
   }
-  work.weights_type = update_->type;
+  work.weights_type = update_->weights_type;
 
   // Cleared, not freed: no allocation after the first blocks.
   thread_local std::vector<kernels::GroupRun> runs;
@@ -231,7 +231,7 @@ void UpdateWork::send_samples(uint64_t block) {
 }
 
 uint64_t DecodeWork::prepare(const PlaneBlocks& planes, const PlaneBlocks& cached,
-                             uint32_t cached_mask, const Command& read) {
+                             uint32_t cached_mask, const ReadState& read) {
   planes_ = planes;
   cached_ = cached;
   cached_mask_ = cached_mask;
@@ -257,7 +257,7 @@ base::Status DecodeWork::run_block(uint64_t index) {
   return base::Status();
 }
 
-void EncodeWork::prepare(const PlaneBlocks& planes, const Command& write) {
+void EncodeWork::prepare(const PlaneBlocks& planes, const WriteState& write) {
   planes_ = planes;
   write_ = &write;
   trace_subgroup_ = planes.subgroup().id.value;
@@ -284,7 +284,7 @@ base::Status EncodeWork::run_block(uint64_t block) {
     }
     kernels::kernels().encode_block(planes_.encoding(plane), planes_.planes()[plane], in,
                                     planes_.bytes(plane, block).data(), elements,
-                                    planes_.subgroup().first_element + first, write_->step, 0);
+                                    planes_.subgroup().first_element + first, 0, 0);
     planes_.seal(plane, block);
   }
   return base::Status();

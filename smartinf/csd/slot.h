@@ -57,7 +57,7 @@ class PlaneBlocks {
 class UpdateWork final : public BlockWork {
  public:
   /// gradient: [count] of the memory's type; from_spill: check it against what was put.
-  void prepare(const PlaneBlocks& planes, const Command& update, size_t entry, uint32_t subgroup,
+  void prepare(const PlaneBlocks& planes, const Update& update, size_t entry, uint32_t subgroup,
                const std::byte* gradient, bool from_spill, const GradientMemory& memory,
                const LocalDeviceOptions& options);
   base::Status run_block(uint64_t block) override;
@@ -70,7 +70,7 @@ class UpdateWork final : public BlockWork {
   void send_samples(uint64_t block);
 
   PlaneBlocks planes_;
-  const Command* update_ = nullptr;
+  const Update* update_ = nullptr;
   std::byte* weights_out_ = nullptr;
   base::Bf16* samples_out_ = nullptr;
   uint32_t subgroup_ = 0;  // index in the layout
@@ -80,33 +80,33 @@ class UpdateWork final : public BlockWork {
   const LocalDeviceOptions* options_ = nullptr;
 };
 
-/// Planes to f32 in the caller's memory (Command::planes).
+/// Planes to f32 in the caller's memory (ReadState::planes).
 class DecodeWork final : public BlockWork {
  public:
   DecodeWork() { trace_name_ = "decode"; }
   /// Those of cached_mask come from `cached`, which is in memory. Returns the number of blocks;
   /// block 0 of the work is the first one that the command wants.
   uint64_t prepare(const PlaneBlocks& planes, const PlaneBlocks& cached, uint32_t cached_mask,
-                   const Command& read);
+                   const ReadState& read);
   base::Status run_block(uint64_t block) override;
 
  private:
   PlaneBlocks planes_;
   PlaneBlocks cached_;
   uint32_t cached_mask_ = 0;
-  const Command* read_ = nullptr;
+  const ReadState* read_ = nullptr;
 };
 
 /// Planes from f32 in the caller's memory; those not given become zero.
 class EncodeWork final : public BlockWork {
  public:
   EncodeWork() { trace_name_ = "encode"; }
-  void prepare(const PlaneBlocks& planes, const Command& write);
+  void prepare(const PlaneBlocks& planes, const WriteState& write);
   base::Status run_block(uint64_t block) override;
 
  private:
   PlaneBlocks planes_;
-  const Command* write_ = nullptr;
+  const WriteState* write_ = nullptr;
 };
 
 /// Who occupies a slot, and who hears of what was started.
@@ -122,10 +122,10 @@ struct Slot {
   std::span<std::byte>
       gradient;                // lent to the gradient memory between updates; empty: none spilled
   SlotUser* user = nullptr;    // null: free
-  Command* command = nullptr;  // kReadState or kWriteState being served...
+  Command* command = nullptr;  // ReadState or WriteState being served...
   bool transferring = false;   // ...between slot and store, not at the processor
   uint32_t cached_mask = 0;    // planes that the state cache had for it
-  uint32_t task = 0;           // the update's, of the schedule
+  uint32_t task = 0;           // the update's, of the schedule; else the subgroup
   uint64_t update_ns = 0;      // when the update began, for a trace
 
   Transfer state_in;

@@ -15,7 +15,7 @@ class StateAccess final : public SlotUser {
  public:
   explicit StateAccess(DeviceParts& parts) : parts_(parts) {}
 
-  /// Serves a kReadState or kWriteState command; false when it must wait (no slot is free, or a
+  /// Serves a ReadState or WriteState command; false when it must wait (no slot is free, or a
   /// command of the other kind is in flight).
   bool try_start(Command& command);
   bool idle() const { return in_flight_ == 0; }
@@ -29,13 +29,15 @@ class StateAccess final : public SlotUser {
   void on_work(Slot& slot, BlockWork& work) override;
 
  private:
-  base::Status check(const Command& command) const;
-  void decode(Slot& slot);
+  base::Status check(base::SubgroupId subgroup, uint64_t first, uint64_t count, bool whole) const;
+  void start_read(Slot& slot, const ReadState& read);
+  void start_write(Slot& slot, const WriteState& write);
+  void decode(Slot& slot, const ReadState& read);
   void answer(Slot& slot, base::Status status);
 
   DeviceParts& parts_;
   uint32_t in_flight_ = 0;
-  CommandKind kind_ = CommandKind::kReadState;  // of those in flight
+  bool writes_ = false;  // those in flight
   bool abandoned_ = false;
   base::Status abandoned_for_;
   base::Status write_failure_;

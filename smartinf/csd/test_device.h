@@ -38,44 +38,33 @@ class DeviceDriver {
     }
     return base::Status(base::ErrorCode::kTimeout, "no completion");
   }
-  base::Status run(CommandKind kind, uint64_t step) {
-    Command command;
-    command.kind = kind;
-    command.step = step;
-    command.blob = "blob of step " + std::to_string(step);
+  base::Status run(Message message) {
+    Command command{std::move(message)};
     return run(command);
+  }
+  base::Status prepare(uint64_t step) {
+    return run(Prepare{step, "blob of step " + std::to_string(step)});
   }
 
   /// Step 0: the reference's master weights, everything else 0, prepared and committed.
   base::Status make_start(const storage::StoreLayout& layout) {
-    SI_RETURN_IF_ERROR(run(CommandKind::kBeginStep, 0));
+    SI_RETURN_IF_ERROR(run(BeginStep{0}));
     for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
       std::vector<float> master = ReferenceModel::master_at_start(subgroup);
-      Command write;
-      write.kind = CommandKind::kWriteState;
-      write.subgroup = subgroup.id;
-      write.count = subgroup.count;
-      write.planes[0] = master.data();
-      SI_RETURN_IF_ERROR(run(write));
+      SI_RETURN_IF_ERROR(run(WriteState{subgroup.id, subgroup.count, {master.data()}}));
     }
     return finish_step(0);
   }
   base::Status finish_step(uint64_t step) {
-    SI_RETURN_IF_ERROR(run(CommandKind::kPrepare, step));
-    return run(CommandKind::kCommit, step);
+    SI_RETURN_IF_ERROR(prepare(step));
+    return run(Commit{step});
   }
 
   /// Elements [first, first + count) of a subgroup's gradient. `gradient` is the whole one.
   base::Status put(const storage::StoredSubgroup& subgroup, const std::vector<std::byte>& gradient,
                    base::DataType type, uint64_t first, uint64_t count) {
-    Command put;
-    put.kind = CommandKind::kPutGradient;
-    put.subgroup = subgroup.id;
-    put.first = first;
-    put.count = count;
-    put.type = type;
-    put.gradient = gradient.data() + first * base::data_type_bytes(type);
-    return run(put);
+    return run(PutGradient{subgroup.id, first, count, type,
+                           gradient.data() + first * base::data_type_bytes(type)});
   }
   /// test_gradient() of every subgroup, bf16.
   base::Status put_all(const storage::StoreLayout& layout, uint64_t step) {
@@ -87,9 +76,7 @@ class DeviceDriver {
   }
   /// Updates every subgroup; new weights are not wanted.
   base::Status update(const storage::StoreLayout& layout, uint64_t step) {
-    Command update;
-    update.kind = CommandKind::kUpdate;
-    update.step = step;
+    Update update;
     update.scalars = test_scalars(step);
     for (const storage::StoredSubgroup& subgroup : layout.subgroups) {
       update.updates.push_back({subgroup.id, nullptr});

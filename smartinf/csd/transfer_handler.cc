@@ -19,21 +19,22 @@ using Op = storage::SubgroupIo::Op;
 constexpr uint32_t kMasterMask = 1;
 
 /// The planes that an update reads and writes.
-uint32_t rule_mask(const Command& update) {
+uint32_t rule_mask(const Update& update) {
   return (1u << kernels::rule_planes(update.scalars.front().rule).size()) - 1;
 }
 
 }  // namespace
 
-void TransferHandler::start(Command& update) {
-  update_ = &update;
-  failure_ = check(update);
+void TransferHandler::start(Command& command) {
+  command_ = &command;
+  update_ = command.as<Update>();
+  failure_ = check(*update_);
   unfinished_ = 0;
-  if (failure_.ok()) make_plan(update);
+  if (failure_.ok()) make_plan(*update_);
   go_on();
 }
 
-base::Status TransferHandler::check(const Command& update) const {
+base::Status TransferHandler::check(const Update& update) const {
   uint32_t groups = 1;
   for (const plan::GroupStretch& stretch : parts_.options.groups) {
     groups = std::max(groups, stretch.group + 1);
@@ -70,7 +71,7 @@ base::Status TransferHandler::check(const Command& update) const {
   return base::Status();
 }
 
-void TransferHandler::make_plan(const Command& update) {
+void TransferHandler::make_plan(const Update& update) {
   plan::ScheduleInput input;
   input.variant = parts_.options.schedule;
   input.subgroups = static_cast<uint32_t>(update.updates.size());
@@ -115,14 +116,14 @@ void TransferHandler::make_plan(const Command& update) {
 void TransferHandler::go_on() {
   while (failure_.ok() && ready_next_ < ready_.size()) begin(ready_[ready_next_++]);
   const bool nothing_in_flight = transfers_ == 0 && works_ == 0 && on_link_.empty();
-  if (update_ == nullptr || !nothing_in_flight || (failure_.ok() && unfinished_ > 0)) return;
+  if (!running() || !nothing_in_flight || (failure_.ok() && unfinished_ > 0)) return;
   // After abandon() the drive may still write into slots: they are never used again.
   for (Slot& slot : parts_.slots) {
     if (slot.user == this && !abandoned_) slot.user = nullptr;
   }
   ready_.clear();
   ready_next_ = 0;
-  Command& done = *std::exchange(update_, nullptr);
+  Command& done = *std::exchange(command_, nullptr);
   last_failure_ = std::exchange(failure_, base::Status());
   parts_.complete(done, last_failure_);
 }
@@ -202,7 +203,7 @@ void TransferHandler::send_weights(uint32_t task) {
       entry.weights_out != nullptr && parts_.options.host_link_place == HostLinkPlace::kAtProcessor;
   if (!counted) return weights_ready(task);
   const uint64_t count = parts_.store->layout().subgroups[subgroup_of(task)].count;
-  uint64_t bytes = count * base::data_type_bytes(update_->type);
+  uint64_t bytes = count * base::data_type_bytes(update_->weights_type);
   if (entry.samples_out != nullptr) {
     bytes +=
         plan::samples_in(parts_.options.forms,
@@ -220,10 +221,10 @@ void TransferHandler::send_weights(uint32_t task) {
 }
 
 void TransferHandler::weights_ready(uint32_t task) {
-  update_->replies->push({update_,
-                          Completion::Event::kWeightsReady,
-                          update_->updates[tasks_[task].subgroup].subgroup,
-                          {}});
+  command_->replies->push({command_,
+                           Completion::Event::kWeightsReady,
+                           update_->updates[tasks_[task].subgroup].subgroup,
+                           {}});
   finish(task);
 }
 

@@ -19,10 +19,10 @@ class TransferHandler final : public SlotUser {
  public:
   explicit TransferHandler(DeviceParts& parts) : parts_(parts) {}
 
-  /// Starts a kUpdate command; all slots must be free and all gradients there. Answers it when all
+  /// Starts an Update command; all slots must be free and all gradients there. Answers it when all
   /// state is written, or after a failure when nothing is in flight any more.
-  void start(Command& update);
-  bool running() const { return update_ != nullptr; }
+  void start(Command& command);
+  bool running() const { return command_ != nullptr; }
   /// Starts nothing more; the update ends as kCancelled.
   void cancel();
   /// Why the last update failed: its step cannot be prepared. Ok again after forget_failure().
@@ -45,8 +45,8 @@ class TransferHandler final : public SlotUser {
     uint32_t task;
   };
 
-  base::Status check(const Command& update) const;
-  void make_plan(const Command& update);
+  base::Status check(const Update& update) const;
+  void make_plan(const Update& update);
   void begin(uint32_t task);
   void finish(uint32_t task);
   void go_on();
@@ -56,9 +56,10 @@ class TransferHandler final : public SlotUser {
   base::Status begin_in_cache(uint32_t subgroup);
 
   DeviceParts& parts_;
-  Command* update_ = nullptr;
-  base::Status failure_;       // of the update that runs
-  base::Status last_failure_;  // of the last one
+  Command* command_ = nullptr;
+  const Update* update_ = nullptr;  // its message
+  base::Status failure_;            // of the update that runs
+  base::Status last_failure_;       // of the last one
   bool abandoned_ = false;
   uint32_t transfers_ = 0;  // in flight
   uint32_t works_ = 0;      // in flight

@@ -28,16 +28,10 @@ void CompressedSender::send_one(Worker& worker, const Piece& piece) {
   wait_for(worker, outgoing);
   const auto message =
       compressor_.compress(worker.scratch, outgoing.writer, *piece.subgroup, piece.sits_out);
-  csd::Command& command = outgoing.command;
-  command = csd::Command{};
-  command.kind = csd::CommandKind::kPutGradient;
-  command.replies = &worker.replies;
-  command.owner = piece.device;
-  command.subgroup = piece.subgroup->id;
-  command.gradient = message.data();
-  command.message_bytes = message.size();
+  outgoing.command = {csd::PutCompressedGradient{piece.subgroup->id, message}, &worker.replies,
+                      piece.device};
   outgoing.in_flight = true;
-  piece.device->submit(command);
+  piece.device->submit(outgoing.command);
 }
 
 void CompressedSender::wait_for(Worker& worker, const Outgoing& outgoing) {
@@ -52,7 +46,7 @@ void CompressedSender::wait_for(Worker& worker, const Outgoing& outgoing) {
     if (failed_.exchange(true)) continue;
     failure_.status = std::move(completion.status);
     failure_.device = static_cast<const csd::Device*>(completion.command->owner);
-    failure_.subgroup = completion.command->subgroup;
+    failure_.subgroup = completion.command->as<csd::PutCompressedGradient>()->subgroup;
   }
 }
 

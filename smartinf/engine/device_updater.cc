@@ -18,7 +18,6 @@ namespace smartinf::engine {
 using base::ErrorCode;
 using base::Status;
 using csd::Command;
-using csd::CommandKind;
 using csd::Completion;
 using std::chrono::nanoseconds;
 
@@ -101,10 +100,7 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
   next_to_keep_.resize(set_.devices.size());
   for (size_t d = 0; d < set_.devices.size(); ++d) {
     Command& command = update_commands_[d];
-    command.kind = CommandKind::kUpdate;
-    command.replies = &step_replies_;
-    command.owner = set_.devices[d].get();
-    command.scalars.resize(space_.group_count());
+    command = {csd::Update{}, &step_replies_, set_.devices[d].get()};
   }
   completions_thread_ = std::jthread([this] { take_completions(); });
 }
@@ -158,19 +154,22 @@ Status DeviceUpdater::require(Phase phase, std::string_view what) const {
 
 // ---- The whole state: initialization, reading.
 
-Status DeviceUpdater::on_all_devices(CommandKind kind, base::StepNumber step,
-                                     const std::string& blob) {
-  // No commit runs while the caller does this, so its commands are free.
+void DeviceUpdater::submit_to_all(const csd::Message& message, csd::CompletionQueue& replies) {
   for (size_t d = 0; d < set_.devices.size(); ++d) {
-    Command& command = phase_commands_[d];
-    command = Command{};
-    command.kind = kind;
-    command.replies = &caller_replies_;
-    command.owner = set_.devices[d].get();
-    command.step = step;
-    command.blob = blob;
-    set_.devices[d]->submit(command);
+    phase_commands_[d] = {message, &replies, set_.devices[d].get()};
+    set_.devices[d]->submit(phase_commands_[d]);
   }
+}
+
+Status DeviceUpdater::on_device(csd::Device& device, csd::Message message) {
+  Command command{std::move(message), &caller_replies_, &device};
+  device.submit(command);
+  return named(next_reply(caller_replies_).status, &command);
+}
+
+Status DeviceUpdater::on_all_devices(const csd::Message& message) {
+  // No commit runs while the caller does this, so its commands are free.
+  submit_to_all(message, caller_replies_);
   Status result;
   for (size_t d = 0; d < set_.devices.size(); ++d) {
     const Completion completion = next_reply(caller_replies_);
@@ -190,7 +189,7 @@ Status DeviceUpdater::initialize(const std::function<void(uint64_t, std::span<fl
                     "initialize() is for fresh devices only.");
     }
   }
-  SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kBeginStep, 0, {}));
+  SI_RETURN_IF_ERROR(on_all_devices(csd::BeginStep{0}));
   // Two halves: one is filled while the other is being written.
   auto* floats = reinterpret_cast<float*>(staging_.data());
   const uint64_t half_elements = staging_.size() / sizeof(float) / 2;
@@ -216,20 +215,15 @@ Status DeviceUpdater::initialize(const std::function<void(uint64_t, std::span<fl
     float* buffer = &half == &halves[0] ? floats : floats + half_elements;
     fill(subgroup.first, std::span<float>(buffer, subgroup.count));
     csd::Device& device = device_of(subgroup.id);
-    half.command = Command{};
-    half.command.kind = CommandKind::kWriteState;
-    half.command.replies = &caller_replies_;
-    half.command.owner = &device;
-    half.command.subgroup = subgroup.id;
-    half.command.count = subgroup.count;
-    half.command.planes[0] = buffer;
+    half.command = {csd::WriteState{subgroup.id, subgroup.count, {buffer}}, &caller_replies_,
+                    &device};
     half.in_flight = true;
     device.submit(half.command);
   }
   while (halves[0].in_flight || halves[1].in_flight) finish_one();
   SI_RETURN_IF_ERROR(std::move(result));
-  SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kPrepare, 0, blob));
-  SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kCommit, 0, {}));
+  SI_RETURN_IF_ERROR(on_all_devices(csd::Prepare{0, blob}));
+  SI_RETURN_IF_ERROR(on_all_devices(csd::Commit{0}));
   const std::lock_guard lock(mutex_);
   phase_ = Phase::kIdle;
   committed_step_ = 0;
@@ -266,6 +260,7 @@ Status DeviceUpdater::read_planes(
   struct Piece {
     Command command;
     uint64_t first = 0;
+    std::array<std::span<const float>, 4> planes;
     bool done = false;
     Status status;
   };
@@ -281,19 +276,16 @@ Status DeviceUpdater::read_planes(
     Piece& slot = ring[sent % pieces];
     slot = Piece{};
     slot.first = subgroup.first + next_within;
-    slot.command.kind = CommandKind::kReadState;
-    slot.command.replies = &caller_replies_;
-    slot.command.owner = &device;
-    slot.command.subgroup = subgroup.id;
-    slot.command.first = next_within;
-    slot.command.count = std::min(piece, subgroup.count - next_within);
+    csd::ReadState read{subgroup.id, next_within, std::min(piece, subgroup.count - next_within)};
     float* out = memory + (sent % pieces) * piece * wanted;
     for (size_t p = 0; p < plane_count; ++p) {
       if (((plane_mask >> p) & 1u) == 0) continue;
-      slot.command.planes[p] = out;
+      read.planes[p] = out;
+      slot.planes[p] = {out, read.count};
       out += piece;
     }
-    next_within += slot.command.count;
+    slot.command = {read, &caller_replies_, &device};
+    next_within += read.count;
     if (next_within == subgroup.count) {
       ++next_subgroup;
       next_within = 0;
@@ -316,13 +308,8 @@ Status DeviceUpdater::read_planes(
     }
     if (result.ok()) result = std::move(oldest.status);
     if (result.ok()) {
-      std::array<std::span<const float>, 4> planes;
-      for (size_t p = 0; p < plane_count; ++p) {
-        if (oldest.command.planes[p] == nullptr) continue;
-        planes[p] = {oldest.command.planes[p], oldest.command.count};
-      }
-      result =
-          visit(oldest.first, std::span<const std::span<const float>>(planes.data(), plane_count));
+      result = visit(oldest.first,
+                     std::span<const std::span<const float>>(oldest.planes.data(), plane_count));
     }
     ++visited;
   }
@@ -358,13 +345,13 @@ Status DeviceUpdater::edit_state(
     commit_blob_ = blob;
     stored = stored_blob();
   }
-  SI_RETURN_IF_ERROR(on_all_devices(CommandKind::kBeginStep, step, {}));
+  SI_RETURN_IF_ERROR(on_all_devices(csd::BeginStep{step}));
   Status result = edit ? edit_subgroups(edit) : Status();
   if (residual != nullptr) compressor_->propose_residual(residual);
   if (result.ok() && write_residuals) result = keep_all();
-  if (result.ok()) result = on_all_devices(CommandKind::kPrepare, step, stored);
+  if (result.ok()) result = on_all_devices(csd::Prepare{step, stored});
   if (!result.ok()) {
-    const Status taken_back = on_all_devices(CommandKind::kTakeBack, step, {});
+    const Status taken_back = on_all_devices(csd::Abort{step});
     const std::lock_guard lock(mutex_);
     if (!taken_back.ok()) phase_ = Phase::kBroken;
     return result;
@@ -384,7 +371,7 @@ Status DeviceUpdater::finish_commit() {
     SI_RETURN_IF_ERROR(require(Phase::kPrepared, "a commit finished"));
     step = committed_step_ + 1;
   }
-  Status result = on_all_devices(CommandKind::kCommit, step, {});
+  Status result = on_all_devices(csd::Commit{step});
   const std::lock_guard lock(mutex_);
   if (!result.ok()) {
     phase_ = Phase::kBroken;  // some may have committed
@@ -402,7 +389,7 @@ Status DeviceUpdater::flush() {
     if (phase_ == Phase::kUnwritten) return Status();
     SI_RETURN_IF_ERROR(require(Phase::kIdle, "a flush"));
   }
-  return on_all_devices(CommandKind::kFlush, committed_step_, {});
+  return on_all_devices(csd::Flush{});
 }
 
 const base::Bf16* DeviceUpdater::residual() const {
@@ -434,26 +421,18 @@ Status DeviceUpdater::edit_subgroups(
                       base::AlignedBuffer::allocate(count_max * plane_count * sizeof(float)));
   auto* floats = reinterpret_cast<float*>(memory.data());
   for (const plan::Subgroup& subgroup : set_.subgroups) {
-    Command command;
-    command.kind = CommandKind::kReadState;
-    command.replies = &caller_replies_;
-    command.owner = &device_of(subgroup.id);
-    command.subgroup = subgroup.id;
-    command.count = subgroup.count;
+    csd::ReadState read{subgroup.id, 0, subgroup.count};
+    csd::WriteState write{subgroup.id, subgroup.count, {}, (1u << plane_count) - 1};
     std::array<std::span<float>, 4> planes;
     for (size_t p = 0; p < plane_count; ++p) {
-      command.planes[p] = floats + p * count_max;
-      planes[p] = {command.planes[p], subgroup.count};
+      read.planes[p] = floats + p * count_max;
+      write.planes[p] = read.planes[p];
+      planes[p] = {read.planes[p], subgroup.count};
     }
-    device_of(subgroup.id).submit(command);
-    SI_RETURN_IF_ERROR(named(next_reply(caller_replies_).status, &command));
-    command.plane_mask = (1u << plane_count) - 1;
+    SI_RETURN_IF_ERROR(on_device(device_of(subgroup.id), read));
     SI_ASSIGN_OR_RETURN(const bool changed, edit(subgroup.first, std::span<const std::span<float>>(
                                                                      planes.data(), plane_count)));
-    if (!changed) continue;
-    command.kind = CommandKind::kWriteState;
-    device_of(subgroup.id).submit(command);
-    SI_RETURN_IF_ERROR(named(next_reply(caller_replies_).status, &command));
+    if (changed) SI_RETURN_IF_ERROR(on_device(device_of(subgroup.id), write));
   }
   return Status();
 }
@@ -529,7 +508,7 @@ Status DeviceUpdater::begin_step() {
   if (compressor_ != nullptr) compressor_->begin_step();
   skipped_.clear();
   gradient_error_ = Status();
-  gradient_error_ = on_all_devices(CommandKind::kBeginStep, step, {});
+  gradient_error_ = on_all_devices(csd::BeginStep{step});
   return gradient_error_;
 }
 
@@ -627,7 +606,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
   }
   SI_RETURN_IF_ERROR(compressor_ != nullptr ? send_compressed(options) : fill_skipped(options));
   const std::lock_guard lock(mutex_);
-  for (Command& command : update_commands_) command.updates.clear();
+  std::vector<csd::Update> updates(set_.devices.size());
   for (size_t i = 0; i < set_.subgroups.size(); ++i) {
     const plan::Subgroup& subgroup = set_.subgroups[i];
     const bool alone = left_alone(subgroup, options);
@@ -640,14 +619,13 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
       weights_out_[i] = weights;
       samples = weights_ahead_->samples();
     }
-    update_commands_[set_.owner[i].value].updates.push_back({subgroup.id, weights, samples});
+    updates[set_.owner[i].value].updates.push_back({subgroup.id, weights, samples});
   }
   if (weights_ahead_ != nullptr) {
     weights_ahead_->expect(updated_);
     samples_current_ = false;
     samples_next_ = true;
   }
-  const base::StepNumber step = committed_step_ + 1;
   const base::StepNumber number = number_of(options);
   // A group that sits out keeps its own: its weights stay where they are.
   next_ahead_ = ahead_;
@@ -655,22 +633,23 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     if (options.groups[g].skip) continue;
     next_ahead_[g] = kernels::make_step_ahead(options_.rule, options.groups[g], number);
   }
-  for (Command& command : update_commands_) {
-    command.step = step;
-    command.type = type;
-    for (uint32_t g = 0; g < space_.group_count(); ++g) {
-      command.scalars[g] = kernels::make_step_scalars(
-          options_.rule, options.groups[g], number,
-          compressor_ != nullptr ? 1 : options.gradient_scale, options_.seed);
-    }
+  std::vector<kernels::StepScalars> scalars;
+  for (uint32_t g = 0; g < space_.group_count(); ++g) {
+    scalars.push_back(kernels::make_step_scalars(
+        options_.rule, options.groups[g], number,
+        compressor_ != nullptr ? 1 : options.gradient_scale, options_.seed));
   }
   if (compressor_ != nullptr) compression_ = compressor_->summary();
   phase_ = Phase::kUpdating;
   updates_in_flight_ = static_cast<size_t>(
-      std::count_if(update_commands_.begin(), update_commands_.end(),
-                    [](const Command& command) { return !command.updates.empty(); }));
-  for (size_t d = 0; d < update_commands_.size(); ++d) {
-    if (!update_commands_[d].updates.empty()) set_.devices[d]->submit(update_commands_[d]);
+      std::count_if(updates.begin(), updates.end(),
+                    [](const csd::Update& update) { return !update.updates.empty(); }));
+  for (size_t d = 0; d < updates.size(); ++d) {
+    if (updates[d].updates.empty()) continue;
+    updates[d].weights_type = type;
+    updates[d].scalars = scalars;
+    update_commands_[d].message = std::move(updates[d]);
+    set_.devices[d]->submit(update_commands_[d]);
   }
   return Status();
 }
@@ -713,7 +692,8 @@ void DeviceUpdater::take_completions() {
         weights_ready.push_back(subgroup);
       } else {
         weights_ahead_->arrived({compressor_->next_residual(0), next_ahead_}, subgroup,
-                                weights_out_[subgroup], completion.command->type,
+                                weights_out_[subgroup],
+                                completion.command->as<csd::Update>()->weights_type,
                                 [&](size_t done) { weights_ready.push_back(done); });
       }
     }
@@ -734,7 +714,7 @@ void DeviceUpdater::complete(Completion&& completion) {
     if (step_error_.ok()) step_error_ = status;
   }
   if (completion.event == Completion::Event::kWeightsReady) return;
-  if (completion.command->kind == CommandKind::kUpdate) {
+  if (completion.command->as<csd::Update>() != nullptr) {
     if (--updates_in_flight_ == 0 && commit_wanted_) advance();
     return;
   }
@@ -747,22 +727,14 @@ void DeviceUpdater::complete(Completion&& completion) {
   if (--replies_due_ == 0) advance();
 }
 
-void DeviceUpdater::submit_to_all(Phase phase, CommandKind kind) {
+void DeviceUpdater::enter(Phase phase, const csd::Message& message) {
   phase_ = phase;
   replies_due_ = set_.devices.size();
-  for (size_t d = 0; d < set_.devices.size(); ++d) {
-    Command& command = phase_commands_[d];
-    command = Command{};
-    command.kind = kind;
-    command.replies = &step_replies_;
-    command.owner = set_.devices[d].get();
-    command.step = committed_step_ + 1;
-    if (kind == CommandKind::kPrepare) command.blob = stored_blob();
-    set_.devices[d]->submit(command);
-  }
+  submit_to_all(message, step_replies_);
 }
 
 void DeviceUpdater::advance() {
+  const base::StepNumber step = committed_step_ + 1;
   const auto end = [&](Phase phase, Status error) {
     phase_ = phase;
     commit_error_ = std::move(error);
@@ -779,12 +751,12 @@ void DeviceUpdater::advance() {
       }
       [[fallthrough]];
     case Phase::kKeeping:
-      if (step_error_.ok()) return submit_to_all(Phase::kPreparing, CommandKind::kPrepare);
-      return submit_to_all(Phase::kTakingBack, CommandKind::kTakeBack);
+      if (step_error_.ok()) return enter(Phase::kPreparing, csd::Prepare{step, stored_blob()});
+      return enter(Phase::kTakingBack, csd::Abort{step});
     case Phase::kPreparing:
       if (step_error_.ok() && options_.hold_commit) return end(Phase::kPrepared, Status());
-      if (step_error_.ok()) return submit_to_all(Phase::kCommitting, CommandKind::kCommit);
-      return submit_to_all(Phase::kTakingBack, CommandKind::kTakeBack);
+      if (step_error_.ok()) return enter(Phase::kCommitting, csd::Commit{step});
+      return enter(Phase::kTakingBack, csd::Abort{step});
     case Phase::kCommitting:
       // Every device is prepared, so whichever failed now, opening again rolls the step forward or
       // back on all of them. Here it cannot be known which.
@@ -836,7 +808,7 @@ Status DeviceUpdater::take_back() {
     step = committed_step_ + 1;
   }
   // A device drops an update that is under way, and answers it before this.
-  const Status result = on_all_devices(CommandKind::kTakeBack, step, {});
+  const Status result = on_all_devices(csd::Abort{step});
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return updates_in_flight_ == 0; });
   step_error_ = Status();
@@ -876,34 +848,27 @@ Status DeviceUpdater::recall_residual() {
                      });
 }
 
+csd::WriteState DeviceUpdater::next_residual(size_t device, size_t subgroup) const {
+  const storage::StoreLayout& layout = set_.devices[device]->layout();
+  const storage::StoredSubgroup& stored = layout.subgroups[subgroup];
+  csd::WriteState write{stored.id, stored.count, {}, 1u << (layout.planes.size() - 1)};
+  write.residual = compressor_->next_residual(stored.first_element);
+  return write;
+}
+
 void DeviceUpdater::keep_next_of(size_t device) {
-  write_residual(phase_commands_[device], device,
-                 set_.devices[device]->layout().subgroups[next_to_keep_[device]++], step_replies_);
+  phase_commands_[device] = {next_residual(device, next_to_keep_[device]++), &step_replies_,
+                             set_.devices[device].get()};
+  set_.devices[device]->submit(phase_commands_[device]);
 }
 
 Status DeviceUpdater::keep_all() {
   for (size_t d = 0; d < set_.devices.size(); ++d) {
-    for (const storage::StoredSubgroup& subgroup : set_.devices[d]->layout().subgroups) {
-      Command command;
-      write_residual(command, d, subgroup, caller_replies_);
-      SI_RETURN_IF_ERROR(named(next_reply(caller_replies_).status, &command));
+    for (size_t i = 0; i < set_.devices[d]->layout().subgroups.size(); ++i) {
+      SI_RETURN_IF_ERROR(on_device(*set_.devices[d], next_residual(d, i)));
     }
   }
   return Status();
-}
-
-void DeviceUpdater::write_residual(Command& command, size_t device,
-                                   const storage::StoredSubgroup& subgroup,
-                                   csd::CompletionQueue& replies) {
-  command = Command{};
-  command.kind = CommandKind::kWriteState;
-  command.replies = &replies;
-  command.owner = set_.devices[device].get();
-  command.subgroup = subgroup.id;
-  command.count = subgroup.count;
-  command.plane_mask = 1u << (set_.devices[device]->layout().planes.size() - 1);
-  command.residual = compressor_->next_residual(subgroup.first_element);
-  set_.devices[device]->submit(command);
 }
 
 Status DeviceUpdater::send_compressed(const UpdateOptions& options) {

@@ -113,9 +113,10 @@ class DeviceUpdater final : public Updater {
   base::Status named(base::Status status, const csd::Command* command) const;
   base::Status named(base::Status status, const csd::Device* device) const;
 
-  /// One command of `kind` to every device, replies to the caller's own queue; waits for all.
-  base::Status on_all_devices(csd::CommandKind kind, base::StepNumber step,
-                              const std::string& blob);
+  /// The message to a device; waits for the answer.
+  base::Status on_device(csd::Device& device, csd::Message message);
+  /// The message to every device, replies to the caller's own queue; waits for all.
+  base::Status on_all_devices(const csd::Message& message);
   /// read_state of the first `plane_count` planes, a residual among them if wanted.
   base::Status read_planes(
       uint32_t plane_mask, size_t plane_count,
@@ -132,9 +133,8 @@ class DeviceUpdater final : public Updater {
   /// What compression kept at the committed step, from the devices or, where that is not there,
   /// nothing. Once after opening.
   base::Status recall_residual();
-  /// The command that writes the next residual of one of a device's subgroups.
-  void write_residual(csd::Command& command, size_t device, const storage::StoredSubgroup& subgroup,
-                      csd::CompletionQueue& replies);
+  /// Writes the next residual of one of a device's subgroups (by index in its layout).
+  csd::WriteState next_residual(size_t device, size_t subgroup) const;
   void keep_next_of(size_t device);  // mutex_ held: writes its next subgroup's residual
   base::Status keep_all();           // of all subgroups, within an edit
   void committed();                  // mutex_ held: the step in progress is real
@@ -144,10 +144,11 @@ class DeviceUpdater final : public Updater {
   /// of type.
   void step_ahead(uint64_t first, uint64_t count, void* weights, base::DataType type);
 
-  void take_completions();                                 // the engine thread
-  void complete(csd::Completion&& completion);             // mutex_ held
-  void advance();                                          // mutex_ held: next part of a commit
-  void submit_to_all(Phase phase, csd::CommandKind kind);  // mutex_ held
+  void take_completions();                      // the engine thread
+  void complete(csd::Completion&& completion);  // mutex_ held
+  void advance();                               // mutex_ held: next part of a commit
+  void submit_to_all(const csd::Message& message, csd::CompletionQueue& replies);
+  void enter(Phase phase, const csd::Message& message);  // mutex_ held
 
   const UpdaterOptions options_;
   const plan::ParameterSpace space_;
@@ -187,7 +188,7 @@ class DeviceUpdater final : public Updater {
   std::string blob_;
   std::vector<uint8_t> weights_ready_;  // of every subgroup
   std::vector<uint8_t> updated_;        // of every subgroup: is in this step's update
-  size_t updates_in_flight_ = 0;        // devices whose kUpdate has not ended
+  size_t updates_in_flight_ = 0;        // devices whose Update has not ended
   size_t replies_due_ = 0;              // of the present phase
   bool commit_wanted_ = false;
   bool keep_wanted_ = false;                       // by keep_residual()

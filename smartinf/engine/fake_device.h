@@ -29,8 +29,8 @@ struct FakeDrive {
   uint64_t capacity_bytes = ~uint64_t{0};
   double bandwidth = 1;
   bool refuse_to_create = false;
-  /// The next command of this kind fails.
-  std::optional<csd::CommandKind> fail_next;
+  /// The next message of this type fails.
+  std::optional<csd::Message> fail_next;
 };
 
 class FakeDevice final : public csd::Device {
@@ -57,14 +57,13 @@ class FakeDevice final : public csd::Device {
   void submit(csd::Command& command) override {
     const std::lock_guard lock(mutex_);  // gradients come from several threads
     base::Status status;
-    if (drive_->fail_next == command.kind) {
+    if (drive_->fail_next && drive_->fail_next->index() == command.message.index()) {
       drive_->fail_next.reset();
       status = base::Status(base::ErrorCode::kIo, "asked to fail", "It is a test.");
     } else {
       carry_out(command);
     }
-    command.replies->push(
-        {&command, csd::Completion::Event::kDone, command.subgroup, std::move(status)});
+    command.replies->push({&command, csd::Completion::Event::kDone, {}, std::move(status)});
   }
 
   base::TrafficReading host_traffic() const override { return host_.read(); }
@@ -87,64 +86,50 @@ class FakeDevice final : public csd::Device {
   }
 
   void carry_out(csd::Command& command) {
-    switch (command.kind) {
-      case csd::CommandKind::kBeginStep:
-        drive_->shadow = drive_->committed;
-        for (auto& gradient : gradients_) gradient.clear();
-        break;
-      case csd::CommandKind::kPutGradient: {
-        const size_t at = position(command.subgroup);
-        auto& gradient = gradients_[at];
-        const size_t bytes = base::data_type_bytes(command.type);
-        gradient.resize(drive_->layout->subgroups[at].count * bytes);
-        std::copy_n(static_cast<const std::byte*>(command.gradient), command.count * bytes,
-                    gradient.begin() + static_cast<ptrdiff_t>(command.first * bytes));
-        type_ = command.type;
-        host_.add_down(base::TrafficKind::kGradient, command.count * bytes);
-        break;
+    if (command.as<csd::BeginStep>() != nullptr) {
+      drive_->shadow = drive_->committed;
+      for (auto& gradient : gradients_) gradient.clear();
+    } else if (const auto* put = command.as<csd::PutGradient>()) {
+      const size_t at = position(put->subgroup);
+      auto& gradient = gradients_[at];
+      const size_t bytes = base::data_type_bytes(put->type);
+      gradient.resize(drive_->layout->subgroups[at].count * bytes);
+      std::copy_n(static_cast<const std::byte*>(put->gradient), put->count * bytes,
+                  gradient.begin() + static_cast<ptrdiff_t>(put->first * bytes));
+      type_ = put->type;
+      host_.add_down(base::TrafficKind::kGradient, put->count * bytes);
+    } else if (const auto* update = command.as<csd::Update>()) {
+      for (const csd::SubgroupUpdate& entry : update->updates) {
+        update_subgroup(*update, entry);
+        command.replies->push(
+            {&command, csd::Completion::Event::kWeightsReady, entry.subgroup, {}});
       }
-      case csd::CommandKind::kUpdate:
-        for (const csd::SubgroupUpdate& update : command.updates) {
-          update_subgroup(command, update);
-          command.replies->push(
-              {&command, csd::Completion::Event::kWeightsReady, update.subgroup, {}});
-        }
-        break;
-      case csd::CommandKind::kReadState: {
-        const FakeDrive::Planes& planes = drive_->committed[position(command.subgroup)];
-        for (size_t p = 0; p < 3; ++p) {
-          if (command.planes[p] == nullptr) continue;
-          std::copy_n(planes.values[p].begin() + static_cast<ptrdiff_t>(command.first),
-                      command.count, command.planes[p]);
-        }
-        break;
+    } else if (const auto* read = command.as<csd::ReadState>()) {
+      const FakeDrive::Planes& planes = drive_->committed[position(read->subgroup)];
+      for (size_t p = 0; p < 3; ++p) {
+        if (read->planes[p] == nullptr) continue;
+        std::copy_n(planes.values[p].begin() + static_cast<ptrdiff_t>(read->first), read->count,
+                    read->planes[p]);
       }
-      case csd::CommandKind::kWriteState: {
-        FakeDrive::Planes& planes = drive_->shadow[position(command.subgroup)];
-        for (size_t p = 0; p < 3; ++p) {
-          planes.values[p].assign(command.count, 0.0f);
-          if (command.planes[p] != nullptr) {
-            std::copy_n(command.planes[p], command.count, planes.values[p].begin());
-          }
+    } else if (const auto* write = command.as<csd::WriteState>()) {
+      FakeDrive::Planes& planes = drive_->shadow[position(write->subgroup)];
+      for (size_t p = 0; p < 3; ++p) {
+        planes.values[p].assign(write->count, 0.0f);
+        if (write->planes[p] != nullptr) {
+          std::copy_n(write->planes[p], write->count, planes.values[p].begin());
         }
-        break;
       }
-      case csd::CommandKind::kPrepare:
-        drive_->state.prepared_step = command.step;
-        drive_->prepared_blob = command.blob;
-        break;
-      case csd::CommandKind::kCommit:
-        commit();
-        break;
-      case csd::CommandKind::kTakeBack:
-        drive_->state.prepared_step = drive_->state.committed_step;
-        break;
-      case csd::CommandKind::kFlush:
-        break;
+    } else if (const auto* prepare = command.as<csd::Prepare>()) {
+      drive_->state.prepared_step = prepare->step;
+      drive_->prepared_blob = prepare->blob;
+    } else if (command.as<csd::Commit>() != nullptr) {
+      commit();
+    } else if (command.as<csd::Abort>() != nullptr) {
+      drive_->state.prepared_step = drive_->state.committed_step;
     }
   }
 
-  void update_subgroup(const csd::Command& command, const csd::SubgroupUpdate& update) {
+  void update_subgroup(const csd::Update& step, const csd::SubgroupUpdate& update) {
     const size_t at = position(update.subgroup);
     const storage::StoredSubgroup& subgroup = drive_->layout->subgroups[at];
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
@@ -156,8 +141,8 @@ class FakeDevice final : public csd::Device {
       }
       block.gradient_type = type_;
       block.gradient = gradients_[at].data() + first * base::data_type_bytes(type_);
-      block.weights_type = command.type;
-      const uint64_t weight_bytes = base::data_type_bytes(command.type);
+      block.weights_type = step.weights_type;
+      const uint64_t weight_bytes = base::data_type_bytes(step.weights_type);
       if (update.weights_out != nullptr) {
         block.weights_out = static_cast<std::byte*>(update.weights_out) + first * weight_bytes;
         host_.add_up(base::TrafficKind::kWeight, block.count * weight_bytes);
@@ -166,7 +151,7 @@ class FakeDevice final : public csd::Device {
       for (const plan::GroupStretch& stretch : groups_) {
         const uint64_t from = std::max(stretch.first, block.element);
         const uint64_t to = std::min(stretch.first + stretch.count, block.element + block.count);
-        if (from < to) runs.push_back({to - from, &command.scalars[stretch.group]});
+        if (from < to) runs.push_back({to - from, &step.scalars[stretch.group]});
       }
       kernels::kernels().update_block(base::StateFormat::kF32, block, runs);
     }

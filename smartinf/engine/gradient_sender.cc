@@ -80,14 +80,8 @@ void GradientSender::send(Lane& lane, uint64_t first, const std::byte* gradient,
     csd::Command& command = *lane.free.back();
     lane.free.pop_back();
     csd::Device& device = *set_.devices[set_.owner[subgroup.id.value].value];
-    command.kind = csd::CommandKind::kPutGradient;
-    command.replies = &lane.replies;
-    command.owner = &device;
-    command.subgroup = subgroup.id;
-    command.first = within;
-    command.count = here;
-    command.type = type_;
-    command.gradient = gradient;
+    command = {csd::PutGradient{subgroup.id, within, here, type_, gradient}, &lane.replies,
+               &device};
     device.submit(command);
     gradient += here * base::data_type_bytes(type_);
     first += here;

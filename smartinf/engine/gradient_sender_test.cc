@@ -33,14 +33,15 @@ class Recorder final : public csd::Device {
   base::Status recover_to(base::StepNumber) override { return base::Status(); }
   void submit(csd::Command& command) override {
     const std::lock_guard lock(mutex_);
-    const uint64_t width = base::data_type_bytes(command.type);
-    std::memcpy(gradient.data() + (first_of[command.subgroup.value] + command.first) * width,
-                command.gradient, command.count * width);
+    const auto& put = std::get<csd::PutGradient>(command.message);
+    const uint64_t width = base::data_type_bytes(put.type);
+    std::memcpy(gradient.data() + (first_of[put.subgroup.value] + put.first) * width, put.gradient,
+                put.count * width);
     threads.insert(std::this_thread::get_id());
-    elements += command.count;
+    elements += put.count;
     csd::Completion done;
     done.command = &command;
-    if (command.subgroup.value == bad) {
+    if (put.subgroup.value == bad) {
       done.status = base::Status(base::ErrorCode::kIo, "asked to fail", "It is a test.");
     }
     command.replies->push(std::move(done));

@@ -1300,11 +1300,11 @@ class Recorder final : public csd::Device {
   base::Status recover_to(base::StepNumber) override { return base::Status(); }
   void submit(csd::Command& command) override {
     const std::lock_guard lock(mutex_);
-    const auto* bytes = static_cast<const std::byte*>(command.gradient);
-    messages[command.subgroup.value].assign(bytes, bytes + command.message_bytes);
+    const auto& put = std::get<csd::PutCompressedGradient>(command.message);
+    messages[put.subgroup.value].assign(put.message.begin(), put.message.end());
     csd::Completion done;
     done.command = &command;
-    if (command.subgroup.value == bad) {
+    if (put.subgroup.value == bad) {
       done.status = base::Status(base::ErrorCode::kCorrupt, "asked to fail", "It is a test.");
     }
     command.replies->push(std::move(done));

@@ -15,7 +15,6 @@ namespace {
 
 using base::DataType;
 using base::ErrorCode;
-using csd::CommandKind;
 using ::testing::HasSubstr;
 
 constexpr uint64_t kCount = 5 * base::kBlockElements + 1234;
@@ -274,7 +273,7 @@ TEST_F(UpdaterOverFakes, AStepTakenBackLeavesNoTrace) {
 }
 
 class FailingCommand : public UpdaterOverFakes,
-                       public ::testing::WithParamInterface<CommandKind> {};
+                       public ::testing::WithParamInterface<csd::Message> {};
 
 TEST_P(FailingCommand, NamesTheDeviceAndLeavesTheLastCommittedStep) {
   auto updater = open_fresh();
@@ -295,14 +294,14 @@ TEST_P(FailingCommand, NamesTheDeviceAndLeavesTheLastCommittedStep) {
 }
 
 INSTANTIATE_TEST_SUITE_P(BeforeAllArePrepared, FailingCommand,
-                         ::testing::Values(CommandKind::kBeginStep, CommandKind::kPutGradient,
-                                           CommandKind::kUpdate, CommandKind::kPrepare));
+                         ::testing::Values(csd::BeginStep{}, csd::PutGradient{}, csd::Update{},
+                                           csd::Prepare{}));
 
 TEST_F(UpdaterOverFakes, AFailureWhileCommittingIsSettledByOpeningAgain) {
   auto updater = open_fresh();
   ASSERT_TRUE(step(*updater, 1).ok());
   ASSERT_TRUE(step_until_commit(*updater, 2).ok());
-  drives_[1]->fail_next = CommandKind::kCommit;
+  drives_[1]->fail_next = csd::Commit{};
   const base::Status failed = updater->commit("step 2");
   EXPECT_THAT(failed.to_string(), HasSubstr("drive1"));
   EXPECT_THAT(updater->begin_step().to_string(), HasSubstr("Open the updater again"));
@@ -322,7 +321,7 @@ TEST_F(UpdaterOverFakes, ACommitInTheBackgroundIsFinishedByWhoeverNeedsItNext) {
   EXPECT_EQ(updater->committed_step(), 1u);
   ASSERT_TRUE(updater->take_back().ok());
   ASSERT_TRUE(step_until_commit(*updater, 2).ok());
-  drives_[0]->fail_next = CommandKind::kPrepare;
+  drives_[0]->fail_next = csd::Prepare{};
   ASSERT_TRUE(updater->start_commit("c").ok());
   EXPECT_THAT(updater->begin_step().to_string(), HasSubstr("drive0"));
   EXPECT_EQ(updater->committed_step(), 1u);
@@ -475,7 +474,7 @@ TEST_F(UpdaterOverFakes, AFailureWhileZerosAreSentIsTakenBack) {
   ASSERT_TRUE(updater->finish_gradients(1).ok());
   UpdateOptions update = update_options();
   update.groups[1].skip = true;
-  drives_[0]->fail_next = CommandKind::kPutGradient;
+  drives_[0]->fail_next = csd::PutGradient{};
   EXPECT_EQ(updater->start_update(update, DataType::kF32, sink()).code(), ErrorCode::kIo);
   const base::Status taken_back = updater->take_back();
   EXPECT_TRUE(taken_back.ok()) << taken_back.to_string();

@@ -116,12 +116,15 @@ struct Prepare {
   std::string blob;
 };
 
-/// Makes the prepared step the committed one.
+/// Makes the prepared step the committed one. Asked for again, it has the same answer: a reply may
+/// be lost. Errors: kFailedPrecondition for a step that is neither prepared nor the committed one.
 struct Commit {
   base::StepNumber step = 0;
 };
 
-/// Forgets the step that has begun or is prepared; an update that runs ends as kCancelled.
+/// Forgets the step that has begun or is prepared; an update that runs ends as kCancelled. Has the
+/// same answer when it is asked for again; without such a step there is nothing to do.
+/// Errors: kFailedPrecondition for the committed step, or while another one is in progress.
 struct Abort {
   base::StepNumber step = 0;
 };

@@ -440,6 +440,47 @@ TEST_P(DeviceContract, RefusesCommandsOutOfOrder) {
   EXPECT_EQ(put(first, gradient, 0, first.count).code(), base::ErrorCode::kInvalidArgument);
 }
 
+// Their replies may be lost on the way.
+TEST_P(DeviceContract, ACommitAndAnAbortCanBeAskedForAgain) {
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  EXPECT_TRUE(run(Commit{0}).ok());
+  ReferenceModel reference(layout_, groups_);
+  step(1);
+  finish_step(1);
+  reference.step(1, GetParam().gradient_type, GetParam().weights_type);
+  const auto expect_committed = [&] {
+    EXPECT_TRUE(run(Commit{1}).ok());
+    for (const uint64_t other : {0, 2}) {
+      EXPECT_EQ(run(Commit{other}).code(), base::ErrorCode::kFailedPrecondition) << other;
+    }
+    EXPECT_EQ(device_->state().committed_step, 1u);
+    EXPECT_EQ(device_->blob(), "blob of step 1");
+  };
+  expect_committed();
+  ASSERT_TRUE(run(BeginStep{2}).ok());
+  expect_committed();
+  for (int time = 0; time < 3; ++time) EXPECT_TRUE(run(Abort{2}).ok());
+  EXPECT_EQ(run(Abort{1}).code(), base::ErrorCode::kFailedPrecondition) << "it is committed";
+  expect_committed();
+  expect_state(reference);
+  open();
+  ASSERT_FALSE(HasFatalFailure());
+  EXPECT_TRUE(run(Abort{2}).ok());
+  expect_committed();
+  step(2);  // none of it stands in the way
+  ASSERT_TRUE(prepare(2).ok());
+  EXPECT_TRUE(run(Commit{1}).ok());
+  ASSERT_TRUE(run(Commit{2}).ok());
+  reference.step(2, GetParam().gradient_type, GetParam().weights_type);
+  expect_state(reference);
+  if (GetParam().durability == storage::Durability::kStep) return;
+  // In place: a step that has written cannot be taken back, however often it is asked for.
+  step(3);
+  for (int time = 0; time < 2; ++time) EXPECT_FALSE(run(Abort{3}).ok());
+  EXPECT_FALSE(run(Commit{2}).ok()) << "what lies there is of no step";
+}
+
 TEST_P(DeviceContract, CountsWhatPasses) {
   create();
   ASSERT_FALSE(HasFatalFailure());

@@ -99,6 +99,10 @@ class LocalDevice final : public Device, private SlotUser {
   Status begin_step(base::StepNumber step);
   void serve_step(Command& command);
   Status prepare(const Prepare& prepare);
+  bool is_committed(base::StepNumber step) const {
+    const storage::StoreState state = store_->state();
+    return state.complete && state.committed_step == step;
+  }
   Status commit(base::StepNumber step);
   Status abort(base::StepNumber step);
   bool flush_before_closing();
@@ -132,6 +136,7 @@ class LocalDevice final : public Device, private SlotUser {
   bool closing_flush_ = false;  // started
   Status broken_;               // the store cannot go on
   Status lost_;                 // a step could not be taken back: what lies here is of none
+  Status commit_answer_;        // of the committed step: it may be asked for again
   enum class Phase : uint8_t { kIdle, kBegun, kPrepared };
   Phase phase_ = Phase::kIdle;
   base::StepNumber step_ = 0;      // in progress, unless idle
@@ -505,15 +510,20 @@ Status LocalDevice::prepare(const Prepare& prepare) {
 }
 
 Status LocalDevice::commit(base::StepNumber step) {
-  if (phase_ != Phase::kPrepared || step != step_) return wrong_order("it is not prepared", step);
+  if (phase_ != Phase::kPrepared || step != step_) {
+    if (!is_committed(step)) return wrong_order("it is not prepared", step);
+    return lost_.ok() ? commit_answer_ : lost_;
+  }
   phase_ = Phase::kIdle;
   parts_.cache.commit();
-  return store_->commit(step);
+  commit_answer_ = store_->commit(step);
+  return commit_answer_;
 }
 
 Status LocalDevice::abort(base::StepNumber step) {
-  // Taking back what never began is what it asks for.
-  if (phase_ == Phase::kIdle) return Status();
+  if (is_committed(step)) return wrong_order("it is committed", step);
+  // Taking back what never began is what it asks for; so is what was taken back before.
+  if (phase_ == Phase::kIdle) return lost_;
   if (step != step_) return wrong_order("another one is in progress", step);
   handler_.forget_failure();
   state_access_.forget_failure();

@@ -180,6 +180,23 @@ class RunFolders(TrainCase):
         record = json.loads((elsewhere / "D/run.json").read_text())
         self.assertEqual(record["devices"], [str(self.folder / "out_of_c")])
 
+    def test_the_first_device_may_be_one_that_nothing_falls_to(self):
+        recipe, devices = self.recipe(steps=4), self.devices("own", 2)
+        self.train(recipe, "plain")
+        for steps in (2, 4):
+            told = self.start(recipe, "own", *devices, "--device.0.bandwidth", 1, "--device.1.bandwidth", 1e6,
+                              "--train.steps", steps)
+            self.assertIn("own_device0 is left out", told)
+        self.assertEqual(self.losses("own"), self.losses("plain"))
+
+    def test_a_device_whose_name_cannot_be_shown_is_refused_before_anything_is_written(self):
+        recipe = self.recipe(steps=2)
+        for name in ("tab\there", "new\nline", "\x1b[31m"):
+            told = self.start(recipe, name, code=2)
+            self.assertIn("control characters", told)
+            self.assertNotIn("\x1b", told)
+            self.assertFalse((self.folder / name / "state").exists())
+
     def test_a_log_that_cannot_be_written_costs_the_log_and_not_the_run(self):
         recipe = self.recipe(steps=4)
         self.train(recipe, "plain")

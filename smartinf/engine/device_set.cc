@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/log.h"
+#include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/compressed_gradient.h"
 #include "smartinf/engine/gradient_codec.h"
@@ -39,6 +40,12 @@ Status check_places(const Sources& sources) {
   }
   std::map<std::string, const DeviceSource*> by_place;
   for (const auto& source : sources) {
+    // The names of all devices stand in the description that each of them carries.
+    if (!base::printable(source->name()) || !base::printable(source->place())) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("a device's path has control characters: {}", source->place()),
+                    "Choose one without tabs and line breaks.");
+    }
     const auto [found, added] = by_place.emplace(source->place(), source.get());
     if (!added) {
       return Status(ErrorCode::kInvalidArgument,

@@ -30,9 +30,11 @@ std::optional<FoundRun> find_run(std::span<const std::string> devices) {
 }
 
 std::optional<storage::RunId> run_made_for(std::span<const std::string> devices) {
-  if (devices.empty()) return std::nullopt;
-  const auto state = storage::Store::peek(devices.front());
-  return state.ok() ? std::optional(state->run) : std::nullopt;
+  for (const std::string& device : devices) {
+    const auto state = storage::Store::peek(device);
+    if (state.ok()) return state->run;
+  }
+  return std::nullopt;
 }
 
 }  // namespace smartinf::engine

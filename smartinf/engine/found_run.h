@@ -23,7 +23,8 @@ struct FoundRun {
 /// meanwhile.
 std::optional<FoundRun> find_run(std::span<const std::string> devices);
 
-/// The run that the first of them was made for, whether or not its state was ever completed.
+/// The run that the first of them with a state was made for, whether or not that was ever completed.
+/// A device that no part of the model falls to holds none.
 std::optional<storage::RunId> run_made_for(std::span<const std::string> devices);
 
 }  // namespace smartinf::engine

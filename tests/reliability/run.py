@@ -19,6 +19,7 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -72,6 +73,8 @@ def one(machine, scenario, seed, index, kept):
 
 
 def main():
+    # Behind a shell's & it would be ignored, and by all children as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options = arguments()
     if shutil.which(os.environ.get("CC", "cc")) is None:
         print("reliability: no C compiler (Debian: gcc): skipped")

@@ -138,7 +138,8 @@ using Message = std::variant<BeginStep, PutGradient, PutCompressedGradient, Upda
 /// As in error texts and traces: "begin step".
 std::string_view message_name(const Message& message);
 
-/// A message on its way. Owned by the caller, not moved and not touched between submit() and kDone.
+/// A message on its way. Owned by the caller, not moved and not touched between submit() and kDone,
+/// or until the device is destroyed.
 struct Command {
   Message message;
   CompletionQueue* replies = nullptr;
@@ -169,7 +170,9 @@ struct DeviceInfo {
 /// Completions are pushed from the device's own threads or from within submit().
 class Device {
  public:
-  virtual ~Device() = default;  // waits for what is in flight
+  /// Waits for what is in flight, but no longer than the device's own watchdog; no memory of a
+  /// command is read or written afterwards.
+  virtual ~Device() = default;
 
   virtual const DeviceInfo& info() const = 0;
   virtual const storage::StoreLayout& layout() const = 0;

@@ -1,19 +1,19 @@
 #include "smartinf/engine/compressed_sender.h"
 
-#include <chrono>
 #include <utility>
 
 namespace smartinf::engine {
 
-CompressedSender::CompressedSender(GradientCompressor& compressor, base::ThreadTeam& team)
-    : compressor_(compressor), team_(team), workers_(team.size()) {}
+CompressedSender::CompressedSender(GradientCompressor& compressor, base::ThreadTeam& team,
+                                   DeviceWatch& watch)
+    : compressor_(compressor), team_(team), watch_(watch), workers_(team.size()) {}
 
 CompressedSender::Failure CompressedSender::send(std::span<const Piece> pieces) {
   failed_ = false;
   failure_ = Failure{};
   team_.run(pieces.size(), [&](uint32_t worker, size_t index) {
     if (failed_) return;
-    if (workers_[worker] == nullptr) workers_[worker] = std::make_unique<Worker>();
+    if (workers_[worker] == nullptr) workers_[worker] = std::make_unique<Worker>(watch_);
     send_one(*workers_[worker], pieces[index]);
   });
   for (const auto& worker : workers_) {
@@ -28,18 +28,15 @@ void CompressedSender::send_one(Worker& worker, const Piece& piece) {
   wait_for(worker, outgoing);
   const auto message =
       compressor_.compress(worker.scratch, outgoing.writer, *piece.subgroup, piece.sits_out);
-  outgoing.command = {csd::PutCompressedGradient{piece.subgroup->id, message}, &worker.replies,
-                      piece.device};
-  outgoing.in_flight = true;
-  piece.device->submit(outgoing.command);
+  outgoing.in_flight =
+      worker.replies.submit(*piece.device, csd::PutCompressedGradient{piece.subgroup->id, message});
 }
 
 void CompressedSender::wait_for(Worker& worker, const Outgoing& outgoing) {
-  while (outgoing.in_flight) {
-    csd::Completion completion;
-    if (!worker.replies.pop(completion, std::chrono::hours(1))) continue;
+  while (outgoing.in_flight != nullptr) {
+    csd::Completion completion = worker.replies.next();
     for (Outgoing& own : worker.outgoing) {
-      if (&own.command == completion.command) own.in_flight = false;
+      if (own.in_flight == completion.command) own.in_flight = nullptr;
     }
     if (completion.status.ok()) continue;
     const std::lock_guard lock(mutex_);

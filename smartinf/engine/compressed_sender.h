@@ -13,6 +13,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/csd/device.h"
+#include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/gradient_compressor.h"
 
 namespace smartinf::engine {
@@ -20,7 +21,7 @@ namespace smartinf::engine {
 class CompressedSender {
  public:
   /// Compressor and team outlive this. Each thread of the team needs two messages and a Scratch.
-  CompressedSender(GradientCompressor& compressor, base::ThreadTeam& team);
+  CompressedSender(GradientCompressor& compressor, base::ThreadTeam& team, DeviceWatch& watch);
 
   struct Piece {
     const plan::Subgroup* subgroup = nullptr;
@@ -39,20 +40,21 @@ class CompressedSender {
  private:
   struct Outgoing {
     csd::CompressedWriter writer;
-    csd::Command command;
-    bool in_flight = false;
+    const csd::Command* in_flight = nullptr;
   };
   struct Worker {
     GradientCompressor::Scratch scratch;
     std::array<Outgoing, 2> outgoing;
     size_t turn = 0;
-    csd::CompletionQueue replies;
+    DeviceReplies replies;
+    explicit Worker(DeviceWatch& watch) : replies(watch) {}
   };
   void send_one(Worker& worker, const Piece& piece);
   void wait_for(Worker& worker, const Outgoing& outgoing);
 
   GradientCompressor& compressor_;
   base::ThreadTeam& team_;
+  DeviceWatch& watch_;
   std::vector<std::unique_ptr<Worker>> workers_;  // made when first needed
   std::mutex mutex_;                              // of failure_
   std::atomic<bool> failed_{false};

@@ -1,7 +1,6 @@
 #include "smartinf/engine/device_updater.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -17,21 +16,9 @@ namespace smartinf::engine {
 
 using base::ErrorCode;
 using base::Status;
-using csd::Command;
 using csd::Completion;
-using std::chrono::nanoseconds;
 
 namespace {
-
-/// Devices report a transfer that does not come back themselves; the engine only waits.
-constexpr nanoseconds kLong = std::chrono::hours(1);
-
-Completion next_reply(csd::CompletionQueue& replies) {
-  Completion completion;
-  while (!replies.pop(completion, kLong)) {
-  }
-  return completion;
-}
 
 Status blob_too_long() {
   return Status(ErrorCode::kInvalidArgument, "the data to be kept with a step is too long",
@@ -68,15 +55,14 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       space_(space),
       set_(std::move(set)),
       staging_(std::move(staging)),
+      watch_(options_.device_silence_max),
       intake_(space_),
       team_(gradient_threads(), "si-gradient"),
-      gradient_sender_(set_, intake_, team_, options_.gradient_type),
+      gradient_sender_(set_, intake_, team_, options_.gradient_type, watch_),
       compressor_(std::move(compressor)),
       compressed_sender_(compressor_ == nullptr
                              ? nullptr
-                             : std::make_unique<CompressedSender>(*compressor_, team_)),
-      update_commands_(set_.devices.size()),
-      phase_commands_(set_.devices.size()),
+                             : std::make_unique<CompressedSender>(*compressor_, team_, watch_)),
       phase_(set_.fresh ? Phase::kUnwritten : Phase::kIdle),
       committed_step_(set_.step),
       blob_(),
@@ -98,10 +84,6 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
     if (options_.compress.in_levels()) sign_levels_ = std::make_unique<SignLevels>(forms);
   }
   next_to_keep_.resize(set_.devices.size());
-  for (size_t d = 0; d < set_.devices.size(); ++d) {
-    Command& command = update_commands_[d];
-    command = {csd::Update{}, &step_replies_, set_.devices[d].get()};
-  }
   completions_thread_ = std::jthread([this] { take_completions(); });
 }
 
@@ -110,30 +92,14 @@ DeviceUpdater::~DeviceUpdater() {
     // A commit that was started is carried through; anything else is dropped with the devices.
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return !commit_wanted_; });
-    closing_ = true;
   }
-  set_.devices.clear();  // each waits for what it has in flight
-  step_replies_.push(Completion{});
+  step_replies_.close();
   completions_thread_.join();
+  set_.devices.clear();  // each waits for what it has in flight
 }
 
 base::StepNumber DeviceUpdater::number_of(const UpdateOptions& options) const {
   return options.number != 0 ? options.number : committed_step_ + 1;
-}
-
-Status DeviceUpdater::named(Status status, const Command* command) const {
-  return named(std::move(status), static_cast<const csd::Device*>(command->owner));
-}
-
-Status DeviceUpdater::named(Status status, const csd::Device* device) const {
-  if (status.ok()) return status;
-  const std::string& name = device->info().name;
-  // Devices and stores name themselves where they can.
-  if (status.what().find(name) != std::string::npos ||
-      status.place().path.find(name) != std::string::npos) {
-    return status;
-  }
-  return std::move(status).with_context("device " + name);
 }
 
 Status DeviceUpdater::require(Phase phase, std::string_view what) const {
@@ -154,26 +120,20 @@ Status DeviceUpdater::require(Phase phase, std::string_view what) const {
 
 // ---- The whole state: initialization, reading.
 
-void DeviceUpdater::submit_to_all(const csd::Message& message, csd::CompletionQueue& replies) {
-  for (size_t d = 0; d < set_.devices.size(); ++d) {
-    phase_commands_[d] = {message, &replies, set_.devices[d].get()};
-    set_.devices[d]->submit(phase_commands_[d]);
-  }
+void DeviceUpdater::submit_to_all(const csd::Message& message, DeviceReplies& replies) {
+  for (const auto& device : set_.devices) replies.submit(*device, message);
 }
 
 Status DeviceUpdater::on_device(csd::Device& device, csd::Message message) {
-  Command command{std::move(message), &caller_replies_, &device};
-  device.submit(command);
-  return named(next_reply(caller_replies_).status, &command);
+  caller_replies_.submit(device, std::move(message));
+  return caller_replies_.next().status;
 }
 
 Status DeviceUpdater::on_all_devices(const csd::Message& message) {
-  // No commit runs while the caller does this, so its commands are free.
   submit_to_all(message, caller_replies_);
   Status result;
-  for (size_t d = 0; d < set_.devices.size(); ++d) {
-    const Completion completion = next_reply(caller_replies_);
-    Status status = named(completion.status, completion.command);
+  while (caller_replies_.owed() > 0) {
+    Status status = caller_replies_.next().status;
     if (result.ok()) result = std::move(status);
   }
   return result;
@@ -193,34 +153,26 @@ Status DeviceUpdater::initialize(const std::function<void(uint64_t, std::span<fl
   // Two halves: one is filled while the other is being written.
   auto* floats = reinterpret_cast<float*>(staging_.data());
   const uint64_t half_elements = staging_.size() / sizeof(float) / 2;
-  struct Half {
-    Command command;
-    bool in_flight = false;
-  };
-  std::array<Half, 2> halves;
+  std::array<const csd::Command*, 2> halves{};  // in flight
   Status result;
   const auto finish_one = [&] {
-    const Completion completion = next_reply(caller_replies_);
-    for (Half& half : halves) {
-      if (&half.command == completion.command) half.in_flight = false;
+    Completion completion = caller_replies_.next();
+    for (auto& half : halves) {
+      if (half == completion.command) half = nullptr;
     }
-    Status status = named(completion.status, completion.command);
-    if (result.ok()) result = std::move(status);
+    if (result.ok()) result = std::move(completion.status);
   };
   for (const plan::Subgroup& subgroup : set_.subgroups) {
-    if (halves[0].in_flight && halves[1].in_flight) finish_one();
+    if (halves[0] != nullptr && halves[1] != nullptr) finish_one();
     if (!result.ok()) break;
     SI_CHECK(subgroup.count <= half_elements, "a subgroup fits half of the staging buffer");
-    Half& half = halves[0].in_flight ? halves[1] : halves[0];
-    float* buffer = &half == &halves[0] ? floats : floats + half_elements;
+    const size_t half = halves[0] == nullptr ? 0 : 1;
+    float* buffer = floats + half * half_elements;
     fill(subgroup.first, std::span<float>(buffer, subgroup.count));
-    csd::Device& device = device_of(subgroup.id);
-    half.command = {csd::WriteState{subgroup.id, subgroup.count, {buffer}}, &caller_replies_,
-                    &device};
-    half.in_flight = true;
-    device.submit(half.command);
+    halves[half] = caller_replies_.submit(device_of(subgroup.id),
+                                          csd::WriteState{subgroup.id, subgroup.count, {buffer}});
   }
-  while (halves[0].in_flight || halves[1].in_flight) finish_one();
+  while (caller_replies_.owed() > 0) finish_one();
   SI_RETURN_IF_ERROR(std::move(result));
   SI_RETURN_IF_ERROR(on_all_devices(csd::Prepare{0, blob}));
   SI_RETURN_IF_ERROR(on_all_devices(csd::Commit{0}));
@@ -258,10 +210,9 @@ Status DeviceUpdater::read_planes(
   const size_t pieces = floats / (piece * wanted);
 
   struct Piece {
-    Command command;
+    const csd::Command* command = nullptr;  // in flight
     uint64_t first = 0;
     std::array<std::span<const float>, 4> planes;
-    bool done = false;
     Status status;
   };
   std::vector<Piece> ring(pieces);
@@ -272,7 +223,6 @@ Status DeviceUpdater::read_planes(
   auto* memory = reinterpret_cast<float*>(staging_.data());
   const auto send = [&] {
     const plan::Subgroup& subgroup = set_.subgroups[next_subgroup];
-    csd::Device& device = device_of(subgroup.id);
     Piece& slot = ring[sent % pieces];
     slot = Piece{};
     slot.first = subgroup.first + next_within;
@@ -284,26 +234,26 @@ Status DeviceUpdater::read_planes(
       slot.planes[p] = {out, read.count};
       out += piece;
     }
-    slot.command = {read, &caller_replies_, &device};
     next_within += read.count;
     if (next_within == subgroup.count) {
       ++next_subgroup;
       next_within = 0;
     }
     ++sent;
-    device.submit(slot.command);
+    slot.command = caller_replies_.submit(device_of(subgroup.id), read);
   };
   const auto more = [&] { return next_subgroup < set_.subgroups.size(); };
   Status result;
   while (visited < sent || (result.ok() && more())) {
     while (result.ok() && more() && sent - visited < pieces) send();
     Piece& oldest = ring[visited % pieces];
-    while (!oldest.done) {
-      const Completion completion = next_reply(caller_replies_);
+    while (oldest.command != nullptr) {
+      Completion completion = caller_replies_.next();
       for (Piece& candidate : ring) {
-        if (&candidate.command != completion.command) continue;
-        candidate.done = true;
-        candidate.status = named(completion.status, completion.command);
+        if (candidate.command != completion.command) continue;
+        candidate.command = nullptr;
+        candidate.status = std::move(completion.status);
+        break;
       }
     }
     if (result.ok()) result = std::move(oldest.status);
@@ -417,9 +367,9 @@ Status DeviceUpdater::edit_subgroups(
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     count_max = std::max(count_max, subgroup.count);
   }
-  SI_ASSIGN_OR_RETURN(const auto memory,
+  SI_ASSIGN_OR_RETURN(edit_memory_,
                       base::AlignedBuffer::allocate(count_max * plane_count * sizeof(float)));
-  auto* floats = reinterpret_cast<float*>(memory.data());
+  auto* floats = reinterpret_cast<float*>(edit_memory_.data());
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     csd::ReadState read{subgroup.id, 0, subgroup.count};
     csd::WriteState write{subgroup.id, subgroup.count, {}, (1u << plane_count) - 1};
@@ -434,6 +384,7 @@ Status DeviceUpdater::edit_subgroups(
                                                                      planes.data(), plane_count)));
     if (changed) SI_RETURN_IF_ERROR(on_device(device_of(subgroup.id), write));
   }
+  edit_memory_ = base::AlignedBuffer();
   return Status();
 }
 
@@ -532,7 +483,7 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
   }
   GradientSender::Failure failure =
       gradient_sender_.put(pieces, first, gradient, type, staging_.bytes());
-  gradient_error_ = named(std::move(failure.status), failure.device);
+  gradient_error_ = std::move(failure.status);
   return gradient_error_;
 }
 
@@ -565,7 +516,7 @@ Status DeviceUpdater::fill_skipped(const UpdateOptions& options) {
       const uint64_t first = std::max(skipped.first, subgroup.first);
       const uint64_t count = std::min(end, subgroup.first + subgroup.count) - first;
       GradientSender::Failure failure = gradient_sender_.put_zeros(first, count, staging_.bytes());
-      gradient_error_ = named(std::move(failure.status), failure.device);
+      gradient_error_ = std::move(failure.status);
       SI_RETURN_IF_ERROR(gradient_error_);
     }
   }
@@ -648,8 +599,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     if (updates[d].updates.empty()) continue;
     updates[d].weights_type = type;
     updates[d].scalars = scalars;
-    update_commands_[d].message = std::move(updates[d]);
-    set_.devices[d]->submit(update_commands_[d]);
+    step_replies_.submit(*set_.devices[d], std::move(updates[d]));
   }
   return Status();
 }
@@ -682,8 +632,8 @@ Status DeviceUpdater::wait_weights(uint64_t first, uint64_t count) {
 
 void DeviceUpdater::take_completions() {
   for (;;) {
-    Completion completion = next_reply(step_replies_);
-    if (completion.command == nullptr) return;  // the destructor's
+    Completion completion = step_replies_.next();
+    if (completion.command == nullptr) return;  // closed
     const bool ready = completion.event == Completion::Event::kWeightsReady;
     std::vector<size_t> weights_ready;
     if (ready && completion.status.ok()) {
@@ -707,11 +657,9 @@ void DeviceUpdater::take_completions() {
 }
 
 void DeviceUpdater::complete(Completion&& completion) {
-  if (closing_) return;  // nobody waits, and the device that says so may be gone
-  Status status = named(std::move(completion.status), completion.command);
-  if (!status.ok()) {
+  if (!completion.status.ok()) {
     if (phase_ == Phase::kTakingBack) take_back_failed_ = true;
-    if (step_error_.ok()) step_error_ = status;
+    if (step_error_.ok()) step_error_ = std::move(completion.status);
   }
   if (completion.event == Completion::Event::kWeightsReady) return;
   if (completion.command->as<csd::Update>() != nullptr) {
@@ -719,7 +667,8 @@ void DeviceUpdater::complete(Completion&& completion) {
     return;
   }
   if (phase_ == Phase::kKeeping && step_error_.ok()) {
-    const auto device = static_cast<size_t>(completion.command - phase_commands_.data());
+    size_t device = 0;
+    while (set_.devices[device].get() != completion.command->owner) ++device;
     if (next_to_keep_[device] < set_.devices[device]->layout().subgroups.size()) {
       return keep_next_of(device);
     }
@@ -857,9 +806,7 @@ csd::WriteState DeviceUpdater::next_residual(size_t device, size_t subgroup) con
 }
 
 void DeviceUpdater::keep_next_of(size_t device) {
-  phase_commands_[device] = {next_residual(device, next_to_keep_[device]++), &step_replies_,
-                             set_.devices[device].get()};
-  set_.devices[device]->submit(phase_commands_[device]);
+  step_replies_.submit(*set_.devices[device], next_residual(device, next_to_keep_[device]++));
 }
 
 Status DeviceUpdater::keep_all() {
@@ -894,8 +841,7 @@ Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
       return !options.groups[stretch.group].skip;
     });
   }
-  CompressedSender::Failure failure = compressed_sender_->send(pieces);
-  return named(std::move(failure.status), failure.device);
+  return compressed_sender_->send(pieces).status;
 }
 
 void DeviceUpdater::keep_residual() {

@@ -17,6 +17,7 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/engine/compressed_sender.h"
+#include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/gradient_sender.h"
@@ -110,8 +111,6 @@ class DeviceUpdater final : public Updater {
   base::Status require(Phase phase, std::string_view what) const;  // mutex_ held
   /// The step's number for rules and random choices: the caller's, or the one to be committed.
   base::StepNumber number_of(const UpdateOptions& options) const;
-  base::Status named(base::Status status, const csd::Command* command) const;
-  base::Status named(base::Status status, const csd::Device* device) const;
 
   /// The message to a device; waits for the answer.
   base::Status on_device(csd::Device& device, csd::Message message);
@@ -147,13 +146,15 @@ class DeviceUpdater final : public Updater {
   void take_completions();                      // the engine thread
   void complete(csd::Completion&& completion);  // mutex_ held
   void advance();                               // mutex_ held: next part of a commit
-  void submit_to_all(const csd::Message& message, csd::CompletionQueue& replies);
+  void submit_to_all(const csd::Message& message, DeviceReplies& replies);
   void enter(Phase phase, const csd::Message& message);  // mutex_ held
 
   const UpdaterOptions options_;
   const plan::ParameterSpace space_;
   DeviceSet set_;
   base::AlignedBuffer staging_;
+  base::AlignedBuffer edit_memory_;  // of an edit; stays after one that failed (DeviceReplies)
+  DeviceWatch watch_;
   GradientIntake intake_;
   base::ThreadTeam team_;  // copies, casts, measures and compresses gradients
   GradientSender gradient_sender_;
@@ -167,7 +168,7 @@ class DeviceUpdater final : public Updater {
   std::vector<kernels::StepAhead> next_ahead_;           // of the step in progress, by group
 
   // Replies to commands that are waited for in the call that makes them: reading, writing.
-  csd::CompletionQueue caller_replies_;
+  DeviceReplies caller_replies_{watch_};
   base::Status gradient_error_;
   struct Skipped {
     uint64_t first = 0;
@@ -175,11 +176,8 @@ class DeviceUpdater final : public Updater {
   };
   std::vector<Skipped> skipped_;  // in this step
 
-  // The step's commands, one of each per device, answered to the engine thread.
-  csd::CompletionQueue step_replies_;
-  std::vector<csd::Command> update_commands_;
-  std::vector<csd::Command> phase_commands_;
-  std::vector<size_t> next_to_keep_;  // by device: index in its layout
+  DeviceReplies step_replies_{watch_};  // to the engine thread
+  std::vector<size_t> next_to_keep_;    // by device: index in its layout
 
   mutable std::mutex mutex_;  // of everything below
   std::condition_variable changed_;
@@ -199,7 +197,6 @@ class DeviceUpdater final : public Updater {
   CompressionSummary compression_;                 // of the last update
   std::string commit_blob_;
   bool take_back_failed_ = false;
-  bool closing_ = false;       // the destructor drops the devices
   base::Status step_error_;    // the first of this step
   base::Status commit_error_;  // for wait_commit
 

@@ -31,6 +31,9 @@ struct FakeDrive {
   bool refuse_to_create = false;
   /// The next message of this type fails.
   std::optional<csd::Message> fail_next;
+  /// From the next message of this type on nothing is carried out or answered.
+  std::optional<csd::Message> silent_from;
+  bool silent = false;
 };
 
 class FakeDevice final : public csd::Device {
@@ -56,8 +59,13 @@ class FakeDevice final : public csd::Device {
 
   void submit(csd::Command& command) override {
     const std::lock_guard lock(mutex_);  // gradients come from several threads
+    const auto is = [&](const std::optional<csd::Message>& type) {
+      return type && type->index() == command.message.index();
+    };
+    drive_->silent = drive_->silent || is(drive_->silent_from);
+    if (drive_->silent) return;
     base::Status status;
-    if (drive_->fail_next && drive_->fail_next->index() == command.message.index()) {
+    if (is(drive_->fail_next)) {
       drive_->fail_next.reset();
       status = base::Status(base::ErrorCode::kIo, "asked to fail", "It is a test.");
     } else {

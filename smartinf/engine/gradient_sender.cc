@@ -1,7 +1,6 @@
 #include "smartinf/engine/gradient_sender.h"
 
 #include <algorithm>
-#include <chrono>
 #include <thread>
 #include <utility>
 
@@ -12,12 +11,11 @@ namespace smartinf::engine {
 uint32_t gradient_threads() { return std::clamp(std::thread::hardware_concurrency(), 1u, 8u); }
 
 GradientSender::GradientSender(const DeviceSet& set, GradientIntake& intake, base::ThreadTeam& team,
-                               base::DataType type)
+                               base::DataType type, DeviceWatch& watch)
     : set_(set), intake_(intake), team_(team), type_(type) {
   for (const auto& device : set_.devices) spilled_ = spilled_ || device->info().gradients_spilled;
   for (uint32_t worker = 0; worker < team_.size(); ++worker) {
-    Lane& lane = *lanes_.emplace_back(std::make_unique<Lane>());
-    for (csd::Command& command : lane.commands) lane.free.push_back(&command);
+    lanes_.push_back(std::make_unique<Lane>(watch));
   }
 }
 
@@ -75,14 +73,10 @@ void GradientSender::send(Lane& lane, uint64_t first, const std::byte* gradient,
     const plan::Subgroup& subgroup = set_.subgroups[i];
     const uint64_t within = first - subgroup.first;
     const uint64_t here = std::min(count, subgroup.count - within);
-    wait(lane, Lane::kCommands - 1);
+    wait(lane, Lane::kCommandsMax - 1);
     if (!lane.failure.status.ok()) return;
-    csd::Command& command = *lane.free.back();
-    lane.free.pop_back();
     csd::Device& device = *set_.devices[set_.owner[subgroup.id.value].value];
-    command = {csd::PutGradient{subgroup.id, within, here, type_, gradient}, &lane.replies,
-               &device};
-    device.submit(command);
+    lane.replies.submit(device, csd::PutGradient{subgroup.id, within, here, type_, gradient});
     gradient += here * base::data_type_bytes(type_);
     first += here;
     count -= here;
@@ -90,11 +84,8 @@ void GradientSender::send(Lane& lane, uint64_t first, const std::byte* gradient,
 }
 
 void GradientSender::wait(Lane& lane, size_t in_flight_max) {
-  while (Lane::kCommands - lane.free.size() > in_flight_max) {
-    csd::Completion completion;
-    // A device reports by itself what hangs.
-    if (!lane.replies.pop(completion, std::chrono::hours(1))) continue;
-    lane.free.push_back(completion.command);
+  while (lane.replies.owed() > in_flight_max) {
+    csd::Completion completion = lane.replies.next();
     if (completion.status.ok() || !lane.failure.status.ok()) continue;
     lane.failure = {std::move(completion.status),
                     static_cast<const csd::Device*>(completion.command->owner)};

@@ -12,6 +12,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/csd/device.h"
+#include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_intake.h"
 
@@ -30,7 +31,7 @@ class GradientSender {
   /// Where a device spills gradients to its store one thread does everything: the drive is what is
   /// waited for there, and the spill buffers are few.
   GradientSender(const DeviceSet& set, GradientIntake& intake, base::ThreadTeam& team,
-                 base::DataType type);
+                 base::DataType type, DeviceWatch& watch);
 
   struct Failure {
     base::Status status;
@@ -47,10 +48,9 @@ class GradientSender {
  private:
   /// What one thread has under way.
   struct Lane {
-    static constexpr size_t kCommands = 64;
-    csd::CompletionQueue replies;
-    std::vector<csd::Command> commands = std::vector<csd::Command>(kCommands);
-    std::vector<csd::Command*> free;
+    static constexpr size_t kCommandsMax = 64;
+    explicit Lane(DeviceWatch& watch) : replies(watch) {}
+    DeviceReplies replies;
     Failure failure;
   };
   /// Returns with commands in flight.

@@ -111,6 +111,7 @@ class GradientSenderTest : public testing::Test {
   }
 
   plan::ParameterSpace space_;
+  DeviceWatch watch_{std::chrono::minutes(1)};
   DeviceSet set_;
   std::array<Recorder*, 2> recorders_{};
   std::vector<float> values_;
@@ -126,7 +127,7 @@ TEST_F(GradientSenderTest, AnyNumberOfThreadsGivesTheSameGradientAndNorm) {
         make_devices(sent);
         base::ThreadTeam team(threads, "test");
         GradientIntake intake(space_);
-        GradientSender sender(set_, intake, team, sent);
+        GradientSender sender(set_, intake, team, sent, watch_);
         Bytes cast_memory(threads * GradientSender::kCastBytes);
         intake.begin();
         // The last parameter in two parts, the end first.
@@ -187,7 +188,7 @@ TEST_F(GradientSenderTest, SpilledGradientsComeFromOneThread) {
   recorders_[1]->spill();
   base::ThreadTeam team(4, "test");
   GradientIntake intake(space_);
-  GradientSender sender(set_, intake, team, DataType::kF32);
+  GradientSender sender(set_, intake, team, DataType::kF32, watch_);
   const auto pieces = intake.take(0, space_.count());
   ASSERT_TRUE(pieces.ok());
   ASSERT_TRUE(sender.put(*pieces, 0, values_.data(), DataType::kF32, {}).status.ok());
@@ -201,7 +202,7 @@ TEST_F(GradientSenderTest, NamesTheDeviceThatFailed) {
   recorders_[1]->bad = 3;
   base::ThreadTeam team(3, "test");
   GradientIntake intake(space_);
-  GradientSender sender(set_, intake, team, DataType::kF32);
+  GradientSender sender(set_, intake, team, DataType::kF32, watch_);
   const auto pieces = intake.take(0, space_.count());
   ASSERT_TRUE(pieces.ok());
   const auto failure = sender.put(*pieces, 0, values_.data(), DataType::kF32, {});

@@ -2,6 +2,7 @@
 // [[device]] tables map to these one to one.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -110,8 +111,8 @@ struct UpdaterOptions {
   uint64_t memory_budget_bytes = uint64_t{512} << 20;  // slots; gradients and weights come on top
   /// Of state that stays in memory as well and is read from the drives once; on top of the budget.
   uint64_t state_cache_bytes = 0;
-  uint64_t gradient_budget_bytes = ~uint64_t{0};       // above it gradients are spilled
-  uint64_t subgroup_elements = 0;                      // 0: chosen from the budget
+  uint64_t gradient_budget_bytes = ~uint64_t{0};  // above it gradients are spilled
+  uint64_t subgroup_elements = 0;                 // 0: chosen from the budget
   storage::Durability durability = storage::Durability::kStep;
   bool checksums = true;
   storage::RingKind ring = storage::RingKind::kAuto;
@@ -121,6 +122,10 @@ struct UpdaterOptions {
   /// there are enough cores. For one process on the machine.
   bool pin_threads = true;
   bool create = true;  // false: only open what exists
+  /// A device that owes an answer and for so long neither gives one nor moves a byte is an error,
+  /// not waited for any longer. Beyond what a local drive's own watchdog takes to give up a request
+  /// (five times StoreOptions::watchdog).
+  std::chrono::nanoseconds device_silence_max = std::chrono::minutes(10);
   /// Several processes share a run and decide together whether a step is committed:
   /// Updater::finish_commit().
   bool hold_commit = false;

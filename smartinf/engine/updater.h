@@ -57,6 +57,8 @@ struct UpdaterTraffic {
 using WeightsSink = std::function<void*(uint64_t first)>;
 
 /// Threads: one caller. The devices' own threads work in between.
+/// After kTimeout a device may still read or write what was handed in for it: gradients and weights
+/// have to stay until the updater is destroyed.
 class Updater {
  public:
   /// Opens what is on the devices, or creates it when all of them are empty (see options.h).

@@ -1341,7 +1341,8 @@ TEST(Compression, ThreadsChangeNothing) {
       auto made = GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
       ASSERT_TRUE(made.ok());
       base::ThreadTeam team(threads, "test");
-      CompressedSender sender(**made, team);
+      DeviceWatch watch{std::chrono::minutes(1)};
+      CompressedSender sender(**made, team, watch);
       std::vector<CompressedSender::Piece> pieces;
       for (const plan::Subgroup& subgroup : subgroups) pieces.push_back({&subgroup, &recorder, {}});
       for (int step = 1; step <= 3; ++step) {

@@ -313,6 +313,70 @@ TEST_F(UpdaterOverFakes, AFailureWhileCommittingIsSettledByOpeningAgain) {
   EXPECT_EQ(loaded(**again), weights_);
 }
 
+class SilentDevice : public UpdaterOverFakes, public ::testing::WithParamInterface<csd::Message> {};
+
+TEST_P(SilentDevice, IsAnErrorThatNamesItAndTheStateIsRecovered) {
+  options_.device_silence_max = std::chrono::milliseconds(60);
+  auto updater = open_fresh();
+  ASSERT_TRUE(step(*updater, 1).ok());
+  const std::vector<float> committed = weights_;
+  drives_[1]->silent_from = GetParam();
+  const base::Status failed = step(*updater, 2);
+  EXPECT_EQ(failed.code(), ErrorCode::kTimeout);
+  EXPECT_THAT(failed.to_string(), HasSubstr("device drive1 has not answered \"" +
+                                            std::string(csd::message_name(GetParam())) + "\""));
+  // Nobody waits for it a second time, and closing does not either.
+  EXPECT_FALSE(updater->take_back().ok());
+  EXPECT_FALSE(updater->begin_step().ok());
+  updater.reset();
+  drives_[1]->silent_from.reset();
+  drives_[1]->silent = false;
+  auto again = open();
+  ASSERT_TRUE(again.ok()) << again.status().to_string();
+  const bool decided = std::holds_alternative<csd::Commit>(GetParam());
+  EXPECT_EQ((*again)->committed_step(), decided ? 2u : 1u);
+  EXPECT_EQ(loaded(**again), decided ? weights_ : committed);
+  EXPECT_TRUE(step(**again, 3).ok());
+}
+
+INSTANTIATE_TEST_SUITE_P(InAStep, SilentDevice,
+                         ::testing::Values(csd::BeginStep{}, csd::PutGradient{}, csd::Update{},
+                                           csd::Prepare{}, csd::Commit{}));
+
+TEST_F(UpdaterOverFakes, ASilentDeviceEndsReadingEditingAndInitialization) {
+  options_.device_silence_max = std::chrono::milliseconds(60);
+  auto updater = open_fresh();
+  std::vector<float> out(kCount);
+  const auto fails_at = [&](csd::Message message, const auto& call) {
+    drives_[1]->silent_from = std::move(message);
+    EXPECT_THAT(call().to_string(), HasSubstr("drive1"));
+    drives_[1]->silent_from.reset();
+    drives_[1]->silent = false;
+    updater.reset();
+    auto again = open();
+    ASSERT_TRUE(again.ok()) << again.status().to_string();
+    updater = std::move(*again);
+  };
+  fails_at(csd::ReadState{}, [&] {
+    return updater->load_weights(DataType::kF32, [&](uint64_t first) { return &out[first]; });
+  });
+  const auto edit = [&] {
+    return updater->edit_state([](uint64_t, auto) { return true; }, "edited", nullptr, {});
+  };
+  fails_at(csd::ReadState{}, edit);
+  fails_at(csd::WriteState{}, edit);
+  EXPECT_TRUE(edit().ok());
+  EXPECT_EQ(updater->blob(), "edited");
+  updater.reset();
+  for (auto& drive : drives_) drive = std::make_shared<FakeDrive>();
+  auto fresh = open();
+  ASSERT_TRUE(fresh.ok());
+  drives_[1]->silent_from = csd::WriteState{};
+  const base::Status failed = (*fresh)->initialize([](uint64_t, std::span<float>) {}, "");
+  EXPECT_EQ(failed.code(), ErrorCode::kTimeout);
+  EXPECT_THAT(failed.to_string(), HasSubstr("\"write state\""));
+}
+
 TEST_F(UpdaterOverFakes, ACommitInTheBackgroundIsFinishedByWhoeverNeedsItNext) {
   auto updater = open_fresh();
   ASSERT_TRUE(step_until_commit(*updater, 1).ok());

@@ -22,22 +22,23 @@ from smartinf.progress import progress
 _AT_ONCE = 1 << 20  # elements of the residual that are read at once
 
 
-def save(optimizer, folder, replace=False):
-    ranks, layout = optimizer._ranks, optimizer._layout
+def save(session, groups, folder, replace=False):
+    """groups: param_groups, which torch-state needs. No step is in progress. Collective."""
+    ranks, layout = session.ranks, session.layout
     folder = os.path.abspath(os.fspath(folder))
-    optimizer._write_residual(optimizer._core)
-    optimizer._settle()
+    session.write_residual()
+    session.wait_commit()
     about = json.dumps(
         {
             "parameters": [
                 [name, list(param.shape)]
                 for name, param in zip(layout.names, layout.params, strict=True)
             ],
-            "param_groups": _plain_groups(optimizer),
+            "param_groups": _plain_groups(groups),
         },
         separators=(",", ":"),
     )
-    owned = layout.owned[1] - layout.owned[0]
+    owned = layout.owned_count
     with progress("Saving optimizer state", owned, ranks.rank) as bar:
         shown = 0
 
@@ -49,15 +50,15 @@ def save(optimizer, folder, replace=False):
 
         if ranks.world == 1:
             try:
-                optimizer._core.save_checkpoint(folder, replace, about, moved)
+                session.core.save_checkpoint(folder, replace, about, moved)
             except MismatchError as error:
                 raise _in_the_way(error) from None
             return
-        _save_of_ranks(optimizer, folder, replace, about, moved)
+        _save_of_ranks(session, folder, replace, about, moved)
 
 
-def _save_of_ranks(optimizer, folder, replace, about, moved):
-    ranks = optimizer._ranks
+def _save_of_ranks(session, folder, replace, about, moved):
+    ranks = session.ranks
     whole, place, failure = None, None, None
     if ranks.rank == 0:
         try:
@@ -67,20 +68,20 @@ def _save_of_ranks(optimizer, folder, replace, about, moved):
             failure = _in_the_way(error)
         except DeviceError as error:
             failure = error
-    ranks.stand_or_fall(failure)
+    ranks.raise_on_any_failure(failure)
     try:
-        place = ranks.same(place)
+        place = ranks.broadcast_object(place)
         try:
-            optimizer._core.save_checkpoint(place[ranks.rank], False, "", moved)
+            session.core.save_checkpoint(place[ranks.rank], False, "", moved)
         except (DeviceError, CorruptError, MismatchError) as error:
             failure = error
-        ranks.stand_or_fall(failure)
+        ranks.raise_on_any_failure(failure)
         try:
             if whole is not None:
                 whole.finish(ranks.world, about)
         except (DeviceError, CorruptError, MismatchError) as error:
             failure = error
-        ranks.stand_or_fall(failure)
+        ranks.raise_on_any_failure(failure)
     finally:
         del whole  # unless it is finished nothing is left of it
 
@@ -91,10 +92,10 @@ def _in_the_way(error):
     return made
 
 
-def _plain_groups(optimizer):
+def _plain_groups(param_groups):
     """param_groups as in torch's state dict, as far as JSON can say it."""
     groups, numbers = [], {}
-    for group in optimizer.param_groups:
+    for group in param_groups:
         plain = {}
         for key, value in group.items():
             if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -216,39 +217,27 @@ def identity_of_devices(paths):
         return None
 
 
-def load(optimizer, folder, strict):
+def load(session, folder, strict):
     """strict: every parameter must be there. Otherwise one that is not keeps what the optimizer has.
-    Parameters are matched by name."""
-    layout, ranks = optimizer._layout, optimizer._ranks
+    Parameters are matched by name. Collective."""
+    layout, options = session.layout, session.options
     stored = Stored(folder)
-    if stored.rule != optimizer._rule:
-        raise MismatchError(f"{folder} holds state of {stored.rule}, this optimizer is {optimizer._rule}")
-    expected = optimizer._expected
+    if stored.rule != options.rule:
+        raise MismatchError(f"{folder} holds state of {stored.rule}, this optimizer is {options.rule}")
+    expected = session.expected
     if expected is not None and expected != stored.lineage.identity():
         raise MismatchError(
             f"{folder} holds update {stored.lineage.updates} of run {stored.lineage.run[:8]}, but the state "
             f"dict that was loaded belongs to update {expected['updates']} of run {expected['run'][:8]}"
         )
-    there = {name: (number, shape) for number, (name, shape) in enumerate(stored.parameters)}
-    lineage = stored.lineage.continued(len(layout.params), ranks.same)
-    number_of = {}  # the layout's index: the checkpoint's number
-    for i, (name, param) in enumerate(zip(layout.names, layout.params, strict=True)):
-        if name not in there:
-            if strict:
-                raise MismatchError(f"{folder} holds no state of parameter {name}: it is of another model")
-            continue
-        number, shape = there[name]
-        if shape != list(param.shape):
-            raise MismatchError(f"{name} is {shape} in {folder} and {list(param.shape)} here")
-        number_of[i] = number
+    number_of = _matched(stored, layout, strict)
+    lineage = stored.lineage.continued(len(layout.params), session.ranks.broadcast_object)
+    for i, number in number_of.items():
         lineage.steps[i] = stored.lineage.steps[number]
-    if strict and len(there) != len(layout.params):
-        missing = sorted(set(there) - set(layout.names))[0]
-        raise MismatchError(f"{folder} holds state of {missing}, which this optimizer does not have")
-    if optimizer._core_options["durability"] == "none":
+    if options.core["durability"] == "none":
         stored.check()  # what is overwritten in place cannot be taken back
 
-    with progress("Loading optimizer state", layout.owned[1] - layout.owned[0], ranks.rank) as bar:
+    with progress("Loading optimizer state", layout.owned_count, session.ranks.rank) as bar:
 
         def edit(segment, start, stop, planes):
             number = number_of.get(segment.param)
@@ -259,7 +248,7 @@ def load(optimizer, folder, strict):
                 stored.read(plane, number, start, stop, out)
             return True
 
-        residual = optimizer._no_residual()
+        residual = session.empty_residual()
         if residual is not None and stored.residual:
             for segment in layout.segments:
                 number = number_of.get(segment.param)
@@ -267,13 +256,33 @@ def load(optimizer, folder, strict):
                     out = residual[segment.first : segment.first + segment.count]
                     stored.read_residual(number, segment.start, segment.stop, out)
         ahead = ()
-        if optimizer._core.step_ahead() and stored.residual:
+        if session.core.step_ahead() and stored.residual:
             # A parameter that the checkpoint lacks keeps nothing, and so is not ahead.
             ahead = [
                 stored.ahead(number_of[segment.param]) if segment.param in number_of else (0.0, 1.0, 0.0)
                 for segment in layout.segments
             ]
-        optimizer._edit(edit, lineage, residual, ahead)
-    optimizer._undecided = False
-    optimizer._expected = None
-    optimizer._take_weights()
+        session.edit(edit, lineage, residual, ahead)
+    session.claim()
+    session.load_weights()
+
+
+def _matched(stored, layout, strict):
+    """The checkpoint's number of each of the layout's parameters that it holds, by the layout's index."""
+    there = {name: (number, shape) for number, (name, shape) in enumerate(stored.parameters)}
+    number_of = {}
+    for i, (name, param) in enumerate(zip(layout.names, layout.params, strict=True)):
+        if name not in there:
+            if strict:
+                raise MismatchError(
+                    f"{stored.folder} holds no state of parameter {name}: it is of another model"
+                )
+            continue
+        number, shape = there[name]
+        if shape != list(param.shape):
+            raise MismatchError(f"{name} is {shape} in {stored.folder} and {list(param.shape)} here")
+        number_of[i] = number
+    if strict and len(there) != len(layout.params):
+        missing = sorted(set(there) - set(layout.names))[0]
+        raise MismatchError(f"{stored.folder} holds state of {missing}, which this optimizer does not have")
+    return number_of

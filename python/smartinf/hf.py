@@ -14,6 +14,8 @@ from transformers.trainer import DEFAULT_CALLBACKS
 
 from smartinf import checkpoint, trainer_arguments
 from smartinf.errors import MismatchError, UsageError
+from smartinf.optimizers import Adam, AdamW
+from smartinf.storage_optimizer import StorageOptimizer, session_of
 
 _FOLDER = "smartinf"
 _log = logging.getLogger("smartinf")
@@ -42,8 +44,6 @@ def optimizer(args, *, devices, optimizer_class=None, callbacks=(), **options):
     options: any keyword of StorageOptimizer, or of the class, that `args` do not decide.
     Errors: UsageError for an option that has its place in TrainingArguments.
     """
-    from smartinf.optimizers import Adam, AdamW
-
     made = AdamW if optimizer_class is None else optimizer_class
     fields = _FIELDS | _ADAM_FIELDS if issubclass(made, (Adam, AdamW)) else _FIELDS
     for key, field in fields.items():
@@ -84,7 +84,7 @@ class _Maker:
                 }
             )
         by_args = {"lr": args.learning_rate}
-        if optimizer_class._rule in ("adam", "adamw"):
+        if issubclass(optimizer_class, (Adam, AdamW)):
             by_args |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
         if options.get("release_gradients"):
             # Trainer's own clipping finds no gradients then; otherwise it clips, as ever.
@@ -96,8 +96,6 @@ class _Maker:
 def unwrap(optimizer):
     """Our optimizer inside what Accelerate wraps around it; None when it is not one of ours.
     unwrap(trainer.optimizer).close() lets Trainer's devices go."""
-    from smartinf.storage_optimizer import StorageOptimizer
-
     while optimizer is not None and not isinstance(optimizer, StorageOptimizer):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer
@@ -110,15 +108,18 @@ class _Watch(transformers.TrainerCallback):
         ours = unwrap(optimizer)
         if ours is None:
             return
-        trainer_arguments.check_clipping(args, ours)
-        for text in trainer_arguments.differences(args, ours):
+        options = session_of(ours).options
+        trainer_arguments.check_clipping(args, options, ours.max_grad_norm)
+        for text in trainer_arguments.differences(args, ours.param_groups, options):
             _log.warning(
                 "TrainingArguments and the optimizer disagree: %s. The optimizer's value counts.", text
             )
 
     def on_log(self, args, state, control, logs=None, optimizer=None, **kwargs):
         ours = unwrap(optimizer)
-        if ours is None or not ours._release or ours.grad_norm is None or "grad_norm" not in (logs or {}):
+        if ours is None or ours.grad_norm is None or "grad_norm" not in (logs or {}):
+            return
+        if not session_of(ours).options.release:
             return
         # Trainer looked for gradients after they had gone, and found a norm of 0.
         logs["grad_norm"] = ours.grad_norm
@@ -147,8 +148,9 @@ class CheckpointCallback(transformers.TrainerCallback):
         ours = unwrap(optimizer)
         if ours is None:
             raise UsageError("smartinf.hf.CheckpointCallback needs a smartinf optimizer in the Trainer")
-        ours._state_is_saved = True
-        wanted = ours._expected
+        session = session_of(ours)
+        session.options.never_warn("state_dict")
+        wanted = session.expected
         if wanted is None:
             return
         name = f"checkpoint-{state.global_step}"
@@ -182,7 +184,7 @@ def register(accelerator, optimizer):
     ours = unwrap(optimizer)
     if ours is None:
         raise UsageError("smartinf.hf.register needs a smartinf optimizer")
-    ours._state_is_saved = True
+    session_of(ours).options.never_warn("state_dict")
 
     def save(models, weights, folder):
         ours.save_checkpoint(os.path.join(folder, _FOLDER), replace=True)

@@ -34,7 +34,7 @@ class Segment:
 
 
 class Layout:
-    """All parameters laid end to end, their homes in one flat buffer of new weights, and the part of
+    """All parameters laid end to end in one flat buffer of new weights, and the part of
     it that this rank owns.
 
     A contiguous parameter in CPU memory moves into the buffer: the devices then write its new
@@ -107,11 +107,27 @@ class Layout:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.flat = torch.frombuffer(self._memory, dtype=self.dtype, count=total)
         self._shapes = [param.shape for param in self.params]
-        self._seen = [None] * len(self.params)
+        self._snapshot = [None] * len(self.params)
+        self.index_of = {id(param): i for i, param in enumerate(self.params)}
+        self.segment_of = {segment.param: segment.index for segment in self.segments}
+
+    @property
+    def owned_count(self):
+        return self.owned[1] - self.owned[0]
 
     @property
     def owned_address(self):
         return self.flat.data_ptr() + self.owned[0] * self.dtype.itemsize
+
+    def pieces(self, first, count):
+        """(segment, start, stop, offset in the piece) for each parameter in elements [first, first +
+        count) of this rank's space; start and stop count within the parameter."""
+        for segment in self.segments:
+            low = max(first, segment.first)
+            high = min(first + count, segment.first + segment.count)
+            if low < high:
+                start = segment.start + low - segment.first
+                yield segment, start, start + high - low, low - first
 
     def range_names(self):
         return [self.range_name(segment) for segment in self.segments]
@@ -130,16 +146,16 @@ class Layout:
             shapes.append(list(param.shape) if whole else [segment.count])
         return shapes
 
-    def _home(self, i):
-        """The place of parameter i in the flat buffer."""
+    def _flat_view(self, i):
+        """Parameter i in the flat buffer."""
         first = self.firsts[i]
         return self.flat[first : first + self._shapes[i].numel()].view(self._shapes[i])
 
-    def at_home(self, i):
+    def is_view(self, i):
         # By the buffer's own address: a tensor that shares the parameter's storage moves with it.
         return self.params[i].data_ptr() == self.flat.data_ptr() + self.firsts[i] * self.dtype.itemsize
 
-    def settle(self):
+    def rebind(self):
         """Moves every parameter that can live in the flat buffer there, with its values. One in shared
         memory stays: other processes look at it."""
         view = memoryview(self._memory)
@@ -148,7 +164,7 @@ class Layout:
             movable = param.device.type == "cpu" and param.dtype == self.dtype and param.is_contiguous()
             if not movable or param.is_shared():
                 continue
-            self._home(i).copy_(param.data)
+            self._flat_view(i).copy_(param.data)
             # A slice of the flat tensor would share a storage with all others; this one is its own.
             first = self.firsts[i] * width
             place = view[first : first + param.numel() * width]
@@ -158,14 +174,14 @@ class Layout:
         """Parameter i as a contiguous tensor [numel] in CPU memory, of its own type."""
         return self.params[i].detach().to("cpu").contiguous().view(-1)
 
-    def deliver(self, i):
+    def copy_back(self, i):
         """Hands the weights that are in the flat buffer to parameter i."""
         param = self.params[i]
-        if self.at_home(i):
+        if self.is_view(i):
             torch.autograd.graph.increment_version(param)
         else:
             self._check_shape(i)
-            param.detach().copy_(self._home(i))
+            param.detach().copy_(self._flat_view(i))
 
     def _check_shape(self, i):
         if self.params[i].shape != self._shapes[i]:
@@ -175,7 +191,7 @@ class Layout:
                 "example resize_token_embeddings), then make the optimizer."
             )
 
-    def _looks(self):
+    def _versions(self):
         """Of each parameter what tells that somebody else wrote or exchanged it: torch's version, its
         place, and a checksum of its first and last 4 KiB, because a write through `.data` leaves the
         version as it is. Complete for whatever replaces a parameter as a whole."""
@@ -204,15 +220,15 @@ class Layout:
                 sums[i] = zlib.crc32(ctypes.string_at(piece.data_ptr(), length * dtype.itemsize))
                 at += length
         return [
-            (param._version, param.data_ptr(), param.dtype, looked)
-            for param, looked in zip(self.params, sums, strict=True)
+            (param._version, param.data_ptr(), param.dtype, checksum)
+            for param, checksum in zip(self.params, sums, strict=True)
         ]
 
-    def remember(self):
+    def snapshot_versions(self):
         """The parameters now hold what the master weights say."""
-        self._seen = self._looks()
+        self._snapshot = self._versions()
 
     def changed(self):
-        """Parameters whose values somebody else may have written since remember(). Errors: UsageError
-        that names a parameter whose shape has changed."""
-        return [i for i, look in enumerate(self._looks()) if self._seen[i] != look]
+        """Parameters whose values somebody else may have written since snapshot_versions().
+        Errors: UsageError that names a parameter whose shape has changed."""
+        return [i for i, version in enumerate(self._versions()) if self._snapshot[i] != version]

@@ -1,4 +1,4 @@
-"""Every open optimizer of this process: closed when the interpreter ends, so that a commit in the
+"""Every open session of this process: closed when the interpreter ends, so that a commit in the
 background is carried through and the devices are let go in order. Forked children let go at once."""
 
 import atexit
@@ -15,8 +15,8 @@ _ERROR_SECONDS = 0.1
 _open = weakref.WeakSet()
 
 
-def add(optimizer):
-    _open.add(optimizer)
+def add(session):
+    _open.add(session)
 
 
 def _same(a, b):
@@ -35,7 +35,7 @@ def named_when_busy(devices):
     except DeviceError as error:
         if error.code != "busy":
             raise
-        held = [d["path"] for o in list(_open) if o._core is not None for d in o._devices]
+        held = [d["path"] for s in list(_open) if s.core is not None for d in s.devices]
         for device in devices:
             if any(_same(device["path"], path) for path in held):
                 advice = (
@@ -53,16 +53,16 @@ def named_when_busy(devices):
 
 @atexit.register
 def close_all():
-    for optimizer in list(_open):
+    for session in list(_open):
         # A daemon thread may be in a step, which is waited for. One without an end (a rank that waits for
         # another that died) is left as it is.
-        contended = not optimizer._turn.acquire(blocking=False)
-        if contended and not optimizer._turn.acquire(timeout=_LAST_STEP_SECONDS):
+        contended = not session.turn.acquire(blocking=False)
+        if contended and not session.turn.acquire(timeout=_LAST_STEP_SECONDS):
             continue
         # Too late to be handled; the state of the last committed step stands in any case.
         with contextlib.suppress(Exception):
-            optimizer.close()
-        optimizer._turn.release()
+            session.close()
+        session.turn.release()
         if contended:  # its next step fails now; the interpreter's end inside of torch would abort it
             time.sleep(_ERROR_SECONDS)
 
@@ -70,9 +70,9 @@ def close_all():
 def _let_go_in_child():
     """The lock of a device belongs to an open file, which a forked child shares: a DataLoader's worker
     that outlives its killed parent would hold the device. The child cannot use the optimizer."""
-    for optimizer in _open:
-        optimizer._turn = threading.RLock()  # whoever held it is not here
-    places = [os.path.realpath(d["path"]) for o in _open if o._core is not None for d in o._devices]
+    for session in _open:
+        session.turn = threading.RLock()  # whoever held it is not here
+    places = [os.path.realpath(d["path"]) for s in _open if s.core is not None for d in s.devices]
     if not places:
         return
     for number in os.listdir("/proc/self/fd"):

@@ -1,5 +1,5 @@
 """Several ranks that share one optimizer state (as in ZeRO stage 1): each owns a stretch of the
-parameter space on its own devices, and new weights are gathered after every step."""
+parameter space on its own devices, and new weights are all_gather_object after every step."""
 
 import math
 import os
@@ -37,21 +37,21 @@ class Ranks:
         device["path"] = path
         return device
 
-    def begin_averaging(self):
-        """A group of its own for add_up(), so that its order does not depend on the other calls'."""
-        self._averaging_group = dist.new_group(self._members, backend="gloo")
+    def make_reduce_group(self):
+        """A group of its own for reduce(), so that its order does not depend on the other calls'."""
+        self._reduce_group = dist.new_group(self._members, backend="gloo")
 
-    def add_up(self, tensor, owner):
+    def reduce(self, tensor, owner):
         """Starts adding up every rank's `tensor` into `owner`'s; the others' is then of no use."""
         return dist.reduce(
-            tensor, dst=self._members[owner], group=self._averaging_group, async_op=True
+            tensor, dst=self._members[owner], group=self._reduce_group, async_op=True
         )
 
     def barrier(self):
         if self.world > 1:
             dist.barrier(self._group)
 
-    def same(self, value):
+    def broadcast_object(self, value):
         """Rank 0's value on every rank."""
         if self.world == 1:
             return value
@@ -59,11 +59,11 @@ class Ranks:
         dist.broadcast_object_list(box, src=self._members[0], group=self._group)
         return box[0]
 
-    def check_same(self, value):
+    def check_same_state(self, value):
         """Errors: MismatchError when the ranks hold states of different steps or runs."""
         if self.world == 1:
             return
-        values = self.gathered(value)
+        values = self.all_gather_object(value)
         if any(other != values[0] for other in values):
             raise MismatchError(
                 "the ranks' devices hold different states: "
@@ -73,7 +73,7 @@ class Ranks:
 
     def check_parameters(self, described):
         """Errors: UsageError when the ranks optimize different parameters (lists of names and shapes)."""
-        digests = self.gathered(zlib.crc32(repr(described).encode()))
+        digests = self.all_gather_object(zlib.crc32(repr(described).encode()))
         if any(digest != digests[0] for digest in digests):
             raise UsageError(
                 "the ranks' optimizers have different parameters, as FSDP, tensor or pipeline parallelism "
@@ -81,7 +81,7 @@ class Ranks:
                 "give process_group the ranks that hold the same parameters."
             )
 
-    def gathered(self, value):
+    def all_gather_object(self, value):
         """Every rank's value, by rank."""
         if self.world == 1:
             return [value]
@@ -89,9 +89,9 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def stand_or_fall(self, failure):
+    def raise_on_any_failure(self, failure):
         """Raises on every rank when one of them has a failure (an Error, or None)."""
-        texts = self.gathered(None if failure is None else str(failure))
+        texts = self.all_gather_object(None if failure is None else str(failure))
         if failure is not None:
             raise failure
         for r, text in enumerate(texts):
@@ -103,7 +103,7 @@ class Ranks:
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
         return bool(votes.item())
 
-    def recovery(self, paths, peek, erase):
+    def recovery_step(self, paths, peek, erase):
         """The step that every rank's devices can be brought to, by the rule that one rank follows with
         its devices: what some have committed and all have at least prepared. None: they are fresh, or
         this is the only rank. A run that was killed while it was being made starts over."""
@@ -114,12 +114,12 @@ class Ranks:
             states = [peek(path) for path in paths]
         except Error as error:
             failure = error
-        self.stand_or_fall(failure)
+        self.raise_on_any_failure(failure)
         held = [state for state in states if state is not None and state[0]]
         mine = None
         if len(held) == len(states):
             mine = (max(state[1] for state in held), min(state[2] for state in held))
-        everyone = self.gathered(mine)
+        everyone = self.all_gather_object(mine)
         holding = [state for state in everyone if state is not None]
         if not holding:
             return None
@@ -146,7 +146,7 @@ class Ranks:
             )
         return step
 
-    def any_of(self, indices, count):
+    def union(self, indices, count):
         """The union of every rank's indices (below count), in order."""
         if self.world == 1:
             return indices
@@ -164,17 +164,58 @@ class Ranks:
         finite = sums[1].item() == 0
         return (math.sqrt(sums[0].item()) if finite else math.inf), finite
 
-    def spread(self, tensor):
+    def broadcast(self, tensor):
         """Rank 0's values into every rank's tensor."""
         dist.broadcast(tensor, src=self._members[0], group=self._group)
 
-    def sum(self, tensor):
+    def all_reduce(self, tensor):
         dist.all_reduce(tensor, group=self._group)
 
-    def gather(self, layout):
+    def all_gather_weights(self, layout):
         """Every rank's part of the flat weights to all ranks."""
         if self.world == 1:
             return
         for r, member in enumerate(self._members):
             part = layout.flat[layout.bounds[r] : layout.bounds[r + 1]].view(torch.uint8)
             dist.broadcast(part, src=member, group=self._group)
+
+
+class Commit:
+    """The commit of the last step. One rank waits for its core. Several prepare the step on all of them, then
+    commit it on all of them or on none; a rank that dies in between leaves it prepared, and opening again rolls
+    it forward or back everywhere."""
+
+    def __init__(self, ranks):
+        self._ranks = ranks
+        self._prepared = False  # the last step is still to be agreed on
+        # What became of a step when wait() raises:
+        self.outcome_unknown = False  # the ranks did not answer, and others may have committed
+        self.aborted = False  # all ranks took it back
+
+    def started(self):
+        self._prepared = self._ranks.world > 1
+
+    def wait(self, core, failure=None):
+        """Raises what the commit failed with. failure: of this rank, before it could prepare."""
+        if self._ranks.world == 1:
+            if failure is not None:
+                raise failure
+            core.wait_commit()
+            return
+        self.aborted = False
+        if not self._prepared:
+            return
+        if failure is None:
+            try:
+                core.wait_commit()
+            except Error as error:
+                failure = error
+        self.outcome_unknown = True
+        agreed = self._ranks.all_agree(failure is None)
+        self.outcome_unknown = self._prepared = False
+        if agreed:
+            core.finish_commit()
+            return
+        core.take_back()
+        self.aborted = True
+        raise failure or DeviceError("another rank could not write its part of the step: it was taken back")

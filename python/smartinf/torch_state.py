@@ -4,9 +4,8 @@ import os
 
 import torch
 
-from smartinf import checkpoint
+from smartinf import checkpoint, state_io
 from smartinf.errors import DeviceError, MismatchError, UsageError
-from smartinf.storage_optimizer import _NO_STATE
 
 # Rule: whether torch keeps a count of steps, and its name of each plane behind the master weights.
 _RULES = {
@@ -70,8 +69,7 @@ def _saved_groups(path):
         raise MismatchError(f"{path} cannot be read: {error}") from error
     if not isinstance(saved, dict):
         return None
-    # Without the group by which torch's own optimizers refuse the dict.
-    return [group for group in saved.get("param_groups", []) if _NO_STATE not in group]
+    return state_io.state_groups(saved.get("param_groups", []))
 
 
 def _numbers(stored, groups):

@@ -29,39 +29,39 @@ def maker():
     return None
 
 
-def check_making(optimizer):
-    """`optimizer` is about to touch its devices. Raises UsageError when Trainer makes it with other values
-    than its arguments have."""
+def check_making(param_groups, options, max_grad_norm):
+    """An optimizer of these is about to touch its devices. Raises UsageError when Trainer makes it with other
+    values than its arguments have."""
     trainer = maker()
     if trainer is None:
         return
-    different = differences(trainer.args, optimizer)
+    different = differences(trainer.args, param_groups, options)
     if different:
         raise UsageError(f"TrainingArguments and the optimizer disagree: {'; '.join(different)}. {_ADVICE}")
-    check_clipping(trainer.args, optimizer)
+    check_clipping(trainer.args, options, max_grad_norm)
 
 
-def differences(args, optimizer):
+def differences(args, param_groups, options):
     """One text for each value that TrainingArguments have and no group of the optimizer has."""
     wanted = {"lr": ("learning_rate", args.learning_rate)}
-    if optimizer._rule in ("adam", "adamw"):
+    if options.rule in ("adam", "adamw"):
         wanted["betas"] = ("adam_beta1, adam_beta2", (args.adam_beta1, args.adam_beta2))
         wanted["eps"] = ("adam_epsilon", args.adam_epsilon)
     texts = []
     for key, (name, value) in wanted.items():
         # A schedule has changed lr already, and keeps what it began with.
-        here = [group.get(f"initial_{key}", group[key]) for group in optimizer.param_groups]
+        here = [group.get(f"initial_{key}", group[key]) for group in param_groups]
         here = [tuple(v) if isinstance(v, (tuple, list)) else float(v) for v in here]
         if value not in here:
             texts.append(f"{name}={value!r} there, {key}={here[0]!r} here")
     return texts
 
 
-def check_clipping(args, optimizer):
+def check_clipping(args, options, max_grad_norm):
     """Raises UsageError when gradients would be clipped twice or, in silence, not at all, or when the
     optimizer counts other backward passes than Trainer makes."""
-    theirs, ours = args.max_grad_norm or 0, optimizer.max_grad_norm
-    if not optimizer._release:
+    theirs, ours = args.max_grad_norm or 0, max_grad_norm
+    if not options.release:
         if theirs and ours is not None:
             raise UsageError(
                 f"gradients would be clipped twice: max_grad_norm={theirs} in TrainingArguments and "
@@ -74,9 +74,9 @@ def check_clipping(args, optimizer):
             f"TrainingArguments, max_grad_norm={ours} in the optimizer, which has to do it. {_ADVICE}"
         )
     passes = args.gradient_accumulation_steps
-    if passes != optimizer._accumulation_steps:
+    if passes != options.accumulation_steps:
         raise UsageError(
             f"gradient_accumulation_steps={passes} in TrainingArguments, but the optimizer was made with "
-            f"accumulation_steps={optimizer._accumulation_steps}, and release_gradients=True sums the "
+            f"accumulation_steps={options.accumulation_steps}, and release_gradients=True sums the "
             f"passes itself. {_ADVICE}"
         )

@@ -9,6 +9,7 @@ the number of the signal that ended one of them, or 0.
   stop_at            waits after so many
   load               a checkpoint to begin from
   save_after         updates after which a checkpoint is saved
+  add_after          updates after which a parameter without a gradient is added
   kill               [point, update]: the last rank kills itself in that update: "update" before its
                      commit is started, "agree" when it is prepared, "commit" when all have agreed;
                      or ["random", seconds]
@@ -44,12 +45,12 @@ def plan_death(optimizer, point, when):
     if point == "random":
         threading.Thread(target=lambda: (time.sleep(when), die()), daemon=True).start()
         return
-    ranks, begin_commit = optimizer._ranks, type(optimizer._lineage).to_json
+    ranks, begin_commit = optimizer._session.ranks, type(optimizer._session.lineage).to_json
     agree = ranks.all_agree
 
     def all_agree(yes):
         # The commit of update N is agreed on when N + 1 begins.
-        here = optimizer._lineage.updates == when
+        here = optimizer._session.lineage.updates == when
         if here and point == "agree":
             die()
         agreed = agree(yes)
@@ -63,7 +64,7 @@ def plan_death(optimizer, point, when):
         return begin_commit(lineage)
 
     ranks.all_agree = all_agree
-    type(optimizer._lineage).to_json = to_json
+    type(optimizer._session.lineage).to_json = to_json
 
 
 def main(job):
@@ -96,7 +97,7 @@ def main(job):
     if "kill" in job and rank == world - 1:
         plan_death(optimizer, *job["kill"])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=job.get("scaler", False))
-    step = optimizer._lineage.updates
+    step = optimizer._session.lineage.updates
     overflow = job.get("overflow_at")
     while step < job["last"]:
         if step == job.get("stop_at"):
@@ -115,10 +116,12 @@ def main(job):
         if step == overflow:
             overflow = None
             assert scaler.get_scale() == 2.0**9, scaler.get_scale()
-            assert optimizer._lineage.updates == step
-        step = optimizer._lineage.updates
+            assert optimizer._session.lineage.updates == step
+        step = optimizer._session.lineage.updates
         if step == job.get("save_after"):
             optimizer.save_checkpoint(os.path.join(job["results"], "checkpoint"))
+        if step == job.get("add_after"):
+            optimizer.add_param_group({"params": [("late", torch.nn.Parameter(torch.ones(9)))]})
     state = optimizer.full_state_dict()
     if rank == 0:
         made = {"model": model.state_dict(), "optimizer": state}

@@ -45,7 +45,7 @@ def weights(model):
 
 def kept_by(optimizer):
     optimizer.synchronize()
-    return optimizer._residual().clone()
+    return optimizer._session.residual().clone()
 
 
 def same(a, b):
@@ -152,7 +152,7 @@ def test_checkpoints_carry_what_is_kept(state_format, make, tmp_path):
         state_format=state_format, compress={"ratio": 0.1, "warmup_steps": 4, "keep_every": 0}
     )
     optimizer.load_checkpoint(tmp_path / "saved")
-    assert optimizer._residual().float().norm() > 0
+    assert optimizer._session.residual().float().norm() > 0
     train(moved, optimizer, 3, 6)
     assert all(torch.equal(a, b) for a, b in zip(expected, weights(moved), strict=True))
 
@@ -173,7 +173,7 @@ def test_checkpoints_carry_what_is_kept(state_format, make, tmp_path):
     model, optimizer = make(state_format=state_format)
     train(model, optimizer, 0, 1)
     optimizer.load_checkpoint(tmp_path / "plain")
-    assert optimizer._residual().float().norm() == 0
+    assert optimizer._session.residual().float().norm() == 0
 
 
 def test_full_state_dict_and_new_groups(make):
@@ -182,8 +182,8 @@ def test_full_state_dict_and_new_groups(make):
     kept = kept_by(optimizer)
     added = torch.nn.Parameter(torch.zeros(10))
     optimizer.add_param_group({"params": [("added", added)]})
-    assert torch.equal(optimizer._residual()[: len(kept)], kept)
-    assert optimizer._residual()[len(kept) :].count_nonzero() == 0
+    assert torch.equal(optimizer._session.residual()[: len(kept)], kept)
+    assert optimizer._session.residual()[len(kept) :].count_nonzero() == 0
     # torch's form has no place for it.
     again, other = make()
     train(again, other, 0, 1)
@@ -191,7 +191,7 @@ def test_full_state_dict_and_new_groups(make):
     reference.param_groups[0]["params"][0].grad = torch.ones_like(model[0].weight)
     reference.step()
     other.load_state_dict(reference.state_dict())
-    assert other._residual().float().norm() == 0
+    assert other._session.residual().float().norm() == 0
 
 
 def test_skipped_and_failed_steps_change_nothing(make):
@@ -223,7 +223,7 @@ def test_gradscaler(release, make):
     train(scaled, optimizer, 99, 100, scaler=scaler, overflow=99)
     assert scaler.get_scale() == 2.0**9
     train(scaled, optimizer, 2, 4, scaler=scaler)
-    assert optimizer._lineage.updates == 4
+    assert optimizer._session.lineage.updates == 4
     assert same(scaled, straight)
 
 
@@ -261,7 +261,7 @@ def test_what_it_cannot_be_is_named(make):
         make(nonfinite="apply")
     with pytest.raises(smartinf.UsageError, match="host update"):
         make(where="host")
-    assert make(compress={"codec": "none"})[1]._compress is None
+    assert make(compress={"codec": "none"})[1]._session.options.compress is None
 
 
 def test_devices_without_room_for_it(make, tmp_path):

@@ -136,7 +136,7 @@ def test_long_work_shows_progress_on_rank_0(rank, shown, device, tmp_path, monke
     optimizer = smartinf.AdamW([param], devices=[device])
     param.grad = torch.ones_like(param)
     optimizer.step()
-    optimizer._ranks.rank = rank
+    optimizer._session.ranks.rank = rank
     optimizer.save_checkpoint(tmp_path / "saved")
     assert ("Saving optimizer state" in terminal.text) == shown
     if shown:

@@ -178,7 +178,7 @@ def test_torchs_clipping_and_zeroed_gradients(device):
                 model(data(step)).pow(2).mean().backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
             opt.step()
-    assert optimizer._lineage.updates == 3
+    assert optimizer._session.lineage.updates == 3
     assert_close(ours, theirs)
 
 
@@ -227,7 +227,7 @@ def test_gradscaler_skips_overflow(device):
             scaler.step(opt)
             scaler.update()
         assert scaler.get_scale() == 2.0**9
-    assert optimizer._lineage.updates == 3
+    assert optimizer._session.lineage.updates == 3
     assert_close(ours, theirs)
 
 
@@ -251,7 +251,7 @@ def test_gradscaler_and_released_gradients(passes, device):
             scaler.update()
             assert opt is reference or all(p.grad is None for p in model.parameters())
         assert scaler.get_scale() == 2.0**11  # up, down, up
-    assert optimizer._lineage.updates == 4
+    assert optimizer._session.lineage.updates == 4
     assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-4)
     assert_close(ours, theirs)
 
@@ -298,8 +298,8 @@ def test_add_param_group(device):
     before = added.bias.detach().clone()
     optimizer.step()
     assert not torch.equal(before, added.bias)
-    assert optimizer._lineage.steps[-1] == 1
-    assert optimizer._lineage.steps[0] == 2
+    assert optimizer._session.lineage.steps[-1] == 1
+    assert optimizer._session.lineage.steps[0] == 2
 
 
 def test_compiled_model(device):
@@ -399,8 +399,8 @@ def test_keywords_of_torchs_loops(kind, tmp_path):
 
 def test_a_with_block_closes(device):
     with smartinf.AdamW([parameter()], devices=[device]) as optimizer:
-        assert optimizer._core is not None
-    assert optimizer._core is None
+        assert optimizer._session.core is not None
+    assert optimizer._session.core is None
     with pytest.raises(ZeroDivisionError), smartinf.AdamW([parameter()], devices=[device], resume=True):
         1 / 0  # noqa: B018
     smartinf.AdamW([parameter()], devices=[device], resume=True).close()

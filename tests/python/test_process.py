@@ -59,7 +59,7 @@ def test_exit_with_open_devices_is_clean(device):
         assert done.stderr == ""
         params = [torch.nn.Parameter(torch.zeros(500_000)) for _ in range(4)]
         optimizer = smartinf.AdamW(params, devices=[device], resume=True)
-        assert optimizer._lineage.updates == updates
+        assert optimizer._session.lineage.updates == updates
         optimizer.close()
 
 
@@ -116,7 +116,7 @@ def test_fork_and_dataloader_workers_do_no_harm(device):
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     optimizer.step()
-    assert optimizer._lineage.updates == 5
+    assert optimizer._session.lineage.updates == 5
 
 
 class Watched:
@@ -157,7 +157,7 @@ def test_the_gil_is_free_while_the_core_works(device):
     sys.setswitchinterval(3600)
     try:
         thread.start()
-        optimizer._core = watched = Watched(optimizer._core, moves)
+        optimizer._session.core = watched = Watched(optimizer._session.core, moves)
         for _ in range(200):
             optimizer.step()
             optimizer.synchronize()
@@ -237,7 +237,7 @@ def test_the_end_waits_for_a_step_of_another_thread(device):
     param.grad = torch.ones_like(param)
     optimizer = smartinf.AdamW([param], devices=[device])
     entered, raised = threading.Event(), []
-    optimizer._core = Slow(optimizer._core, entered)
+    optimizer._session.core = Slow(optimizer._session.core, entered)
 
     def work():
         try:
@@ -253,7 +253,7 @@ def test_the_end_waits_for_a_step_of_another_thread(device):
     thread.join()
     assert [str(error) for error in raised if "closed" not in str(error)] == []
     again = smartinf.AdamW([param], devices=[device], resume=True)
-    assert again._lineage.updates >= 1
+    assert again._session.lineage.updates >= 1
 
 
 RUNNING_THREAD = """

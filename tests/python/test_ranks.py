@@ -97,6 +97,12 @@ def test_two_ranks_go_on_from_a_checkpoint(run, two, tmp_path):
     assert_same(run(2, tmp_path / "on"), two)
 
 
+def test_two_ranks_add_a_parameter(run, two, tmp_path):
+    """The state is laid out anew on both: elements change their owner, and the run goes on."""
+    assert_close(run(2, tmp_path, add_after=3), two)
+    assert [path.name for path in tmp_path.iterdir() if "add_param_group" in path.name] == []
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["update", "agree", *["random"] * 4])
 def test_a_rank_killed_at_another_moment(run, point, two, tmp_path):
@@ -128,10 +134,10 @@ def test_ranks_that_hold_different_steps_are_refused(tmp_path):
     ranks.world = 2
 
     def recovery(mine, others):
-        ranks.gathered = lambda value: [value, others] if not isinstance(value, str) else [None, None]
-        ranks.stand_or_fall = lambda failure: None
+        ranks.all_gather_object = lambda value: [value, others] if not isinstance(value, str) else [None, None]
+        ranks.raise_on_any_failure = lambda failure: None
         ranks.barrier = lambda: None
-        return ranks.recovery(["here"], lambda path: mine, erased.append)
+        return ranks.recovery_step(["here"], lambda path: mine, erased.append)
 
     assert recovery(None, None) is None
     assert recovery((True, 4, 5), (5, 5)) == 5  # the other has committed what is prepared here

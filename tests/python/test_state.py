@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import smartinf
-from smartinf import checkpoint
+from smartinf import checkpoint, relayout, session
 
 
 def build(dtype=torch.float32):
@@ -63,7 +63,7 @@ def test_devices_with_state_need_a_decision(device):
         train(model, second, 1, 2)
     second.close()
     third = smartinf.AdamW(build().parameters(), devices=[device], resume=False)
-    assert third._lineage.updates == 0
+    assert third._session.lineage.updates == 0
     third.close()
     with pytest.raises(smartinf.MismatchError, match="device"):
         smartinf.AdamW(torch.nn.Linear(3, 3).parameters(), devices=[device])
@@ -315,14 +315,14 @@ def test_a_crash_in_add_param_group_loses_nothing(killed_at, device, tmp_path, m
         elif killed_at == "open":
             patched.setattr(checkpoint, "load", die)
         elif killed_at == "load":
-            patched.setattr(optimizer, "_take_weights", die)
+            patched.setattr(session.Session, "load_weights", die)
         else:
-            patched.setattr(optimizer, "_forget_relayed", die)
+            patched.setattr(relayout, "discard", die)
         with pytest.raises(Killed):
             optimizer.add_param_group({"params": [("late", late)]})
-    if optimizer._core is not None:
-        optimizer._core.close()
-        optimizer._core = None
+    if optimizer._session.core is not None:
+        optimizer._session.core.close()
+        optimizer._session.core = None
 
     left = pathlib.Path(f"{device}-add_param_group.checkpoint")
     assert left.is_dir()
@@ -337,7 +337,7 @@ def test_a_crash_in_add_param_group_loses_nothing(killed_at, device, tmp_path, m
         optimizer.load_checkpoint(left)
     else:
         optimizer = smartinf.AdamW(parameters, lr=1e-2, devices=[device], resume=True)
-    assert optimizer._lineage.identity() == kept
+    assert optimizer._session.lineage.identity() == kept
     assert not left.exists()
 
 

@@ -168,7 +168,7 @@ def test_optimizers_argument(tmp_path):
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
     run = trainer(model, tmp_path / "run", optimizers=(optimizer, schedule), steps=3)
     run.train()
-    assert optimizer._lineage.updates == 3
+    assert optimizer._session.lineage.updates == 3
     assert optimizer.param_groups[0]["lr"] < 5e-3
 
 
@@ -264,7 +264,7 @@ def test_hf_optimizer_is_what_training_arguments_say(build, tmp_path):
         for key in ("lr", "betas", "eps", "weight_decay"):
             assert group[key] == expected[key], key
     names = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert set(made._layout.names) == names
+    assert set(made._session.layout.names) == names
     assert sum(isinstance(c, smartinf.hf.CheckpointCallback) for c in run.callback_handler.callbacks) == 1
 
 

@@ -358,6 +358,6 @@ def test_a_compiled_step_compiles_nothing_of_ours(device):
     for _ in range(3):
         model(torch.ones(1, 4)).sum().backward()
         step()
-    assert optimizer._lineage.updates == 3
+    assert optimizer._session.lineage.updates == 3
     # torch's own wrapper around step() is all; our code would make some twenty frames.
     assert torch._dynamo.utils.counters["frames"]["total"] < 12

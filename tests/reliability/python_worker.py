@@ -55,9 +55,9 @@ def loop(device, steps, kind):
     interrupts = 0
     while True:
         try:
-            while optimizer._lineage.updates < steps:
-                step(optimizer, optimizer._lineage.updates)
-                print("step", optimizer._lineage.updates, flush=True)
+            while optimizer._session.lineage.updates < steps:
+                step(optimizer, optimizer._session.lineage.updates)
+                print("step", optimizer._session.lineage.updates, flush=True)
             found = state(optimizer)
             break
         except KeyboardInterrupt:

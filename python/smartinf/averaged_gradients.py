@@ -10,6 +10,10 @@ import collections
 
 import torch
 
+from smartinf.errors import UsageError
+from smartinf.released_gradients import ReleasedGradients
+from smartinf.session import Phase
+
 BUCKET_ELEMENTS = 4 << 20  # 16 MiB, in f32
 _IN_FLIGHT_MAX = 3  # buckets being added up, and their buffers
 
@@ -25,7 +29,7 @@ class _Piece:
         self.within = within  # first element in the owner's range of that parameter
 
 
-class Averaging:
+class Buckets:
     """put(owned piece) is called with each of this rank's pieces, averaged, as (param, within, f32
     tensor); it is copied before the call returns."""
 
@@ -96,7 +100,7 @@ class Averaging:
             self._land()
         if not self._arranged and taking is not None:
             self._arranged = True
-            came = self._ranks.same(self._came)
+            came = self._ranks.broadcast_object(self._came)
             there = set(came)
             self._arrange([*came, *(i for i in range(len(self._pieces)) if i not in there)])
         self._reset()
@@ -124,7 +128,7 @@ class Averaging:
                 if self._left[piece.param] == 0:
                     self._gradients[piece.param] = None  # has been here, but is no longer held
             at += piece.count
-        work = self._ranks.add_up(flat, bucket[0].owner)
+        work = self._ranks.reduce(flat, bucket[0].owner)
         self._flying.append((bucket, memory, flat, work))
 
     def _land(self):
@@ -137,3 +141,64 @@ class Averaging:
                     self._put(piece.param, piece.within, flat[at : at + piece.count])
                 at += piece.count
         self._buffers.append(memory)
+
+
+class AveragedGradients(ReleasedGradients):
+    """Released gradients, averaged over the ranks as they leave. Each rank's core gets its own part."""
+
+    collective = True
+
+    def __init__(self, accumulation_steps, session):
+        super().__init__(accumulation_steps)
+        core, segment_of = session.core, session.layout.segment_of
+
+        def put(param, within, values):
+            core.put_gradient_part(segment_of[param], within, values.data_ptr(), "f32", values.numel())
+
+        self._buckets = Buckets(session.layout, session.ranks, put)
+
+    def broadcast_parameters(self, session):
+        """Rank 0's on all ranks, as DistributedDataParallel does it."""
+        layout = session.layout
+        for i, param in enumerate(layout.params):
+            values = layout.values(i).clone()
+            session.ranks.broadcast(values)
+            with torch.no_grad():
+                param.copy_(values.view(param.shape))
+
+    def hand_over(self, session):
+        session.begin_step()
+        here = [i for i, taking in enumerate(self.taking_part(session.layout)) if taking]
+        count = len(session.layout.params)
+        anywhere = set(session.ranks.union(here, count))
+        taking_part = [i in anywhere for i in range(count)]
+        if any(taking_part):
+            self._put_all(session, taking_part)
+        return taking_part
+
+    def drop(self, session):
+        if session.phase is Phase.COLLECTED:
+            return
+        session.begin_step()
+        if session.ranks.union([0] if self._buckets.started else [], 1):
+            self._buckets.finish()
+
+    def _put(self, session, i, gradient):
+        self._buckets.add(i, gradient)
+
+    def _put_all(self, session, taking_part):
+        """What backward has not handed over: sums of fewer passes than said, gradients set by hand."""
+        layout = session.layout
+        for i, param in enumerate(layout.params):
+            if i in self._handed_over and param.grad is not None:
+                raise UsageError(
+                    "gradients are there again after release_gradients has taken them. If the model "
+                    "is wrapped in DistributedDataParallel, give the plain model instead: gradients "
+                    "are averaged over the ranks as they leave."
+                )
+            if i in self._sums or param.grad is not None:
+                self._buckets.add(i, self._rest_of(layout, i))
+        self._buckets.finish(taking_part)
+        for segment in layout.segments:
+            if not taking_part[segment.param]:
+                session.core.skip_gradient(segment.index)

@@ -1,0 +1,88 @@
+"""The keywords of an optimizer, checked, for as long as it lives; see StorageOptimizer for what they mean."""
+
+import logging
+import os
+
+from smartinf import compression
+from smartinf.errors import UsageError
+from smartinf.ranks import Ranks
+from smartinf.sizes import parse_bytes
+
+_log = logging.getLogger("smartinf")
+
+
+class Options:
+    """given: the keywords of StorageOptions. core: what the core is made with, but for what depends on the
+    parameters. state_keys, counts_steps: what torch calls the planes of state, and whether it counts steps."""
+
+    def __init__(self, given, rule, state_keys, counts_steps):
+        _check(given)
+        self.rule, self.state_keys, self.counts_steps = rule, state_keys, counts_steps
+        self.compress = compression.parse(given["compress"])
+        if self.compress is not None and given["nonfinite"] == "apply":
+            raise UsageError(
+                'nonfinite="apply" does not go together with compress, which would keep the infinity for '
+                'all later steps; choose "raise" or "skip"'
+            )
+        self.release = bool(given["release_gradients"])
+        self.accumulation_steps = int(given["accumulation_steps"])
+        self.gradient_type = given["gradient_type"]
+        self.ranks = Ranks(given["process_group"])
+        if self.release and self.ranks.world > 1:
+            self.ranks.make_reduce_group()
+        self.devices = [self.ranks.device(device) for device in _device_list(given["devices"])]
+        self.core = {
+            "rule": rule,
+            "state_format": given["state_format"],
+            "memory_budget_bytes": parse_bytes(given["memory_budget"], "memory_budget"),
+            "durability": given["durability"],
+            "where": given["where"],
+            "subgroup_elements": int(given["subgroup_elements"]),
+            "checksums": bool(given["checksums"]),
+            "seed": int(given["seed"]),
+            "hold_commit": self.ranks.world > 1,  # see ranks.Commit
+        }
+        if self.compress is not None:
+            self.core["compress"] = self.compress
+        for key in ("gradient_budget", "state_cache"):
+            if given[key] is not None:
+                self.core[f"{key}_bytes"] = parse_bytes(given[key], key)
+        self._warned = set()
+
+    def warn_once(self, about, text, *args):
+        if about not in self._warned:
+            self._warned.add(about)
+            _log.warning(text, *args)
+
+    def never_warn(self, about):
+        self._warned.add(about)
+
+
+def _device_list(devices):
+    if devices is None or isinstance(devices, (str, os.PathLike, dict)):
+        return [] if devices is None else [devices]
+    return devices
+
+
+def _check(given):
+    for name in ("capturable", "differentiable"):
+        if given[name]:
+            raise UsageError(
+                f"{name}={given[name]!r} is not supported: a step leaves the GPU and the autograd graph. "
+                "Leave it out."
+            )
+    if not _device_list(given["devices"]):
+        raise UsageError(
+            'no device given: say where the state is to live, e.g. devices=["/nvme/run1"]. A '
+            "directory is made if it is missing."
+        )
+    resume, nonfinite = given["resume"], given["nonfinite"]
+    if resume not in (None, True, False):
+        raise UsageError(f"resume={resume!r}: known are True, False and None")
+    if nonfinite not in ("raise", "skip", "apply"):
+        raise UsageError(f'nonfinite={nonfinite!r}: known are "raise", "skip" and "apply"')
+    clip, passes = given["max_grad_norm"], given["accumulation_steps"]
+    if clip is not None and not float(clip) > 0:
+        raise UsageError(f"max_grad_norm={clip!r} must be positive, or None")
+    if passes < 1 or int(passes) != passes:
+        raise UsageError(f"accumulation_steps={passes!r} must be a positive integer")

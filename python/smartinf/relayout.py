@@ -1,0 +1,62 @@
+"""add_param_group() after the optimizer was made lays the devices out anew. State that is there already is kept in a
+checkpoint beside the first device meanwhile; after a crash it is still there, and opening the devices says so."""
+
+import os
+import shutil
+
+from smartinf import _core, checkpoint
+from smartinf.errors import Error, MismatchError
+
+
+def folder(options):
+    """Where that checkpoint is. Collective."""
+    return options.ranks.broadcast_object(
+        f"{os.path.abspath(options.devices[0]['path'])}-add_param_group.checkpoint"
+    )
+
+
+def discard(options):
+    """The checkpoint is of no use any more. Collective."""
+    kept = folder(options)
+    options.ranks.barrier()
+    if options.ranks.rank == 0:
+        shutil.rmtree(kept, ignore_errors=True)
+
+
+def lay_out_anew(session, groups, reopen):
+    """reopen() opens the devices with resume=False, and returns the session. Collective."""
+    if session.lineage.updates == 0 and not session.unclaimed:
+        reopen()
+        return
+    session.ready()
+    kept = folder(session.options)
+    checkpoint.save(session, groups, kept, replace=True)
+    try:
+        checkpoint.load(reopen(), kept, strict=False)
+    except BaseException as error:
+        error.add_note(f"The state before add_param_group is in {kept}: load_checkpoint() reads it.")
+        raise
+    discard(session.options)
+
+
+def check_interrupted(options, paths):
+    """After a crash the devices may be empty, or hold a beginning, while the state is in the checkpoint. Where
+    they hold that very state the checkpoint is of no use any more. Collective. Errors: MismatchError."""
+    kept, failure = folder(options), None
+    if options.ranks.broadcast_object(not os.path.isdir(kept)):
+        return
+    try:
+        wanted = checkpoint.identity(kept)
+        here = [_core.peek(path) for path in paths]
+        if all(state is not None and state[0] for state in here):
+            here = checkpoint.identity_of_devices(paths)
+        if here != wanted:
+            failure = MismatchError(
+                f"add_param_group was interrupted: the state of update {wanted['updates']} is in {kept}, "
+                f"and not on {paths[0]}. Bring it back: make the optimizer with resume=False, and call "
+                f'load_checkpoint("{kept}") before the first step. If it is not needed, delete it.'
+            )
+    except Error as error:
+        failure = error
+    options.ranks.raise_on_any_failure(failure)
+    discard(options)

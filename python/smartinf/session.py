@@ -1,0 +1,476 @@
+"""One opening of the devices: the core that works with them, what state they hold, and how far a step has come."""
+
+import contextlib
+import ctypes
+import enum
+import logging
+import threading
+
+import torch
+
+from smartinf import _core, compression, open_optimizers, relayout
+from smartinf.errors import DeviceError, Error, MismatchError, UsageError
+from smartinf.layout import TYPE_NAMES, Layout
+from smartinf.lineage import Lineage
+from smartinf.ranks import Commit
+
+_BLOCK_ELEMENTS = 1 << 16  # of the devices' checksummed blocks, the least a device can hold
+_WORTH_MEASURING_BYTES = 1 << 30
+_log = logging.getLogger("smartinf")
+
+
+class Phase(enum.Enum):
+    """How far a step has come. A step goes from IDLE to COLLECTING, COLLECTED, UPDATING and back to IDLE; one
+    that is dropped goes back at once. UPDATING, FAILED and ABORTED last beyond a call only where recover() could
+    not come to its end; the next call begins with it."""
+
+    IDLE = enum.auto()  # the parameters hold the last step's weights; its commit may be under way
+    COLLECTING = enum.auto()  # the core takes gradients
+    COLLECTED = enum.auto()  # it has all of them
+    UPDATING = enum.auto()  # the parameters may hold weights of a step that was never committed
+    FAILED = enum.auto()  # a step ended before its update
+    ABORTED = enum.auto()  # the last step was taken back, by all ranks; the parameters still hold its weights
+    CLOSED = enum.auto()
+
+
+def _pass_remarks_on():
+    """What the core has to say goes to Python's logger "smartinf"."""
+    for level, text in _core.take_remarks():
+        _log.log(logging.getLevelNamesMapping()[level.upper()], text)
+
+
+class Session:
+    """Opens the devices for the parameters in `named`, as `resume` says; closed, it is of no further use.
+
+    What is collective says so. Whoever calls from a hook or a step holds `turn`, so that close() waits for it.
+
+    unclaimed: the devices hold a state that nobody has said is meant (resume=None).
+    expected: identity of the state that a small state dict referred to and that is not on the devices.
+    """
+
+    def __init__(self, options, gradients, named, rule_options, resume):
+        self.options, self.ranks = options, options.ranks
+        self.turn = threading.RLock()
+        self.core, self.phase = None, Phase.CLOSED
+        self.layout = Layout(named, self.ranks.rank, self.ranks.world)
+        self.lineage = Lineage(len(self.layout.params))
+        self.devices = _devices_for(self.layout, options.devices)
+        self.unclaimed, self.expected = False, None
+        self.stepped = False  # something is kept that may not be on the devices
+        self.taking_part = None  # whether each parameter does, once COLLECTED
+        self.hooks = []
+        self._commit = Commit(self.ranks)
+        paths = [device["path"] for device in self.devices]
+        if resume is False:
+            with open_optimizers.named_when_busy(self.devices):
+                for path in paths:
+                    _core.erase(path)
+        else:
+            relayout.check_interrupted(options, paths)
+        recover_to = self.ranks.recovery_step(paths, _core.peek, _core.erase)
+        self.layout.rebind()
+        try:
+            self._open(rule_options, recover_to)
+            self.gradients = gradients(self)
+            if self.core.fresh():
+                self._initialize()
+            else:
+                self.lineage = self._stored_lineage()
+                self.ranks.check_same_state(self.lineage.identity())
+                self.unclaimed = not resume
+                if resume:
+                    self.load_weights()
+            self.gradients.attach(self)
+            open_optimizers.add(self)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _open(self, rule_options, recover_to):
+        options = _core_options(self.options, self.layout, self.devices) | rule_options
+        if recover_to is not None:
+            options["recover_to"] = recover_to
+        failure = None
+        try:
+            with open_optimizers.named_when_busy(self.devices):
+                self.core = _core.Updater(options, self.layout.range_names(), self.layout.range_shapes())
+        except Error as error:
+            failure = error
+        _pass_remarks_on()
+        self.ranks.raise_on_any_failure(failure)
+        self.phase = Phase.IDLE
+
+    def _initialize(self):
+        layout, failure = self.layout, None
+        self.lineage.run = self.lineage.branch = self.ranks.broadcast_object(self.lineage.run)
+        self.gradients.broadcast_parameters(self)
+        values = [None]  # keeps alive what the core reads
+
+        def provide(index):
+            segment = layout.segments[index]
+            values[0] = layout.values(segment.param)[segment.start : segment.stop]
+            return values[0].data_ptr(), TYPE_NAMES[values[0].dtype]
+
+        try:
+            self.core.initialize(provide, self.lineage.to_json())
+        except Error as error:
+            failure = error
+        self.ranks.raise_on_any_failure(failure)
+        layout.snapshot_versions()
+
+    def _stored_lineage(self):
+        where = ", ".join(device["path"] for device in self.devices)
+        return Lineage.from_json(self.core.blob(), len(self.layout.params), where)
+
+    # ---- Closing.
+
+    def opened(self):
+        if self.core is None:
+            raise UsageError("the optimizer is closed; make a new one with resume=True to go on")
+        return self.core
+
+    def close(self):
+        """Carries the last step's commit through, unless a step is in progress, and lets the devices go."""
+        with self.turn:
+            core, self.core = self.core, None
+            phase, self.phase = self.phase, Phase.CLOSED
+            for hook in self.hooks:
+                hook.remove()
+            self.hooks = []
+            if core is None:
+                return
+            try:
+                if self.stepped and phase is Phase.IDLE and self.ranks.world == 1:
+                    core.wait_commit()
+                    self._write_residual(core)
+            finally:
+                core.close()
+                _pass_remarks_on()
+
+    def abandon(self):
+        """Lets the devices go as they are; opening them again decides on the step."""
+        self.phase = Phase.FAILED
+        with contextlib.suppress(Error):
+            self.close()
+
+    # ---- The last step's commit, and going back behind it.
+
+    def wait_commit(self, failure=None):
+        """Collective. Errors: of the commit, or `failure`, which this rank had before its part."""
+        try:
+            self._commit.wait(self.core, failure)
+        except BaseException:
+            if self._commit.outcome_unknown:
+                self.abandon()
+            elif self._commit.aborted:
+                self.phase = Phase.ABORTED
+            raise
+
+    def settle(self):
+        """Waits for the last step's commit, and goes back to the step before where it fails. Collective."""
+        self.opened()
+        if self.phase in (Phase.UPDATING, Phase.FAILED, Phase.ABORTED):
+            self.recover()
+        try:
+            self.wait_commit()
+        except Error as error:
+            self.recover_after(error)
+            raise
+
+    def ready(self):
+        """settle(), and the state on the devices is the one that is meant. Collective."""
+        self.settle()
+        here, wanted, path = self.lineage, self.expected, self.devices[0]["path"]
+        if wanted is not None:
+            raise MismatchError(
+                f"the loaded state dict refers to update {wanted['updates']} of run "
+                f"{wanted['run'][:8]}, but {path} holds update {here.updates} of run "
+                f"{here.run[:8]}. Load the checkpoint folder that was written with it "
+                "(load_checkpoint, or smartinf.hf.CheckpointCallback with Trainer)."
+            )
+        if self.unclaimed:
+            raise UsageError(
+                f"{path} holds the state of run {here.run[:8]}, which has "
+                f"made {here.updates} steps; it is not taken over unasked. Make the optimizer "
+                "with resume=True to continue that run with its weights, with resume=False to discard its "
+                "state and train this model, or load the checkpoint that is meant before the first step. "
+                "Another folder keeps both."
+            )
+
+    def claim(self):
+        """The state on the devices is the one that is meant from now on."""
+        self.unclaimed, self.expected = False, None
+
+    def recover_after(self, error):
+        """recover() while `error` is on its way to the user, who hears of both."""
+        try:
+            self.recover()
+        except Error as failed:
+            error.add_note(f"Going back to the step before failed as well: {failed}")
+
+    def recover(self):
+        """After a failure or an interruption: weights and state of the last committed step."""
+        if self.phase is Phase.CLOSED:
+            return
+        if self.ranks.world > 1 and self.phase is not Phase.ABORTED:
+            self._recover_alone()
+            return
+        reload = self.phase in (Phase.UPDATING, Phase.ABORTED)
+        if not reload:
+            self.phase = Phase.FAILED
+        self.gradients.forget()
+        with contextlib.suppress(Error):  # its failure is on its way to the user
+            self.core.wait_commit()
+        self.core.take_back()
+        stored = self._stored_lineage()
+        if reload or stored.identity() != self.lineage.identity():
+            self.phase = Phase.ABORTED
+            self.lineage = stored
+            self.load_weights()
+        self.phase = Phase.IDLE
+
+    def _recover_alone(self):
+        """After a failure that the other ranks do not know of. Nothing collective happens here, and
+        what others may have committed is not taken back."""
+        if self.phase is Phase.UPDATING or (self.gradients.collective and self.step_in_progress):
+            self.abandon()
+            raise DeviceError(
+                "the ranks are no longer in step, so the optimizer was closed; start the job again with "
+                "resume=True"
+            )
+        self.gradients.forget()
+        if self.phase is not Phase.IDLE:
+            self.phase = Phase.FAILED
+            self.core.take_back()
+        self.phase = Phase.IDLE
+
+    # ---- A step.
+
+    @property
+    def step_in_progress(self):
+        return self.phase in (Phase.COLLECTING, Phase.COLLECTED) or self.gradients.pending
+
+    def reject_step_in_progress(self, what):
+        if self.step_in_progress:
+            raise UsageError(f"{what} between backward and step(): finish the step or call zero_grad()")
+
+    def begin_step(self):
+        """The core takes gradients from here on. Collective when it is the first call of a step."""
+        if self.phase in (Phase.COLLECTING, Phase.COLLECTED):
+            return
+        self.ready()
+        changed = self.ranks.union(self.layout.changed(), len(self.layout.params))
+        if changed:
+            self.adopt_weights(changed)
+        self.core.begin_step()
+        self.phase = Phase.COLLECTING
+
+    def collect(self):
+        """Hands over what the core does not have yet of the step's gradients. Returns for each parameter
+        whether it takes part, on any rank. Collective."""
+        if self.phase is Phase.COLLECTED:
+            return self.taking_part
+        taking_part = self.gradients.hand_over(self)
+        if any(taking_part):
+            self.taking_part, self.phase = taking_part, Phase.COLLECTED
+        return taking_part
+
+    def gradient_norm(self, unscale):
+        """(norm, finite, name of the first that is not) of what was handed over, on all ranks. Collective."""
+        norm, finite, first_bad = self.core.finish_gradients(unscale)
+        return *self.ranks.norm(norm, finite), first_bad
+
+    def update(self, after, scale, group_options):
+        """Updates with the gradients collected, times `scale`; the parameters then hold the new weights.
+        after: the lineage that the step leads to. group_options: for each parameter. Collective."""
+        core, layout, taking_part = self.core, self.layout, self.taking_part
+        by_segment = [group_options.get(segment.param) for segment in layout.segments]
+        self.phase = Phase.UPDATING
+        core.start_update(after.updates, scale, by_segment, layout.type_name, layout.owned_address)
+        if self.ranks.world == 1:
+            for segment in layout.segments:
+                if taking_part[segment.param]:
+                    core.wait_weights(segment.first, segment.count)
+                    layout.copy_back(segment.param)
+            core.start_commit(after.to_json())
+        else:
+            core.wait_weights(0, layout.owned_count)
+            core.start_commit(after.to_json())
+            self.ranks.all_gather_weights(layout)
+            for i, taking in enumerate(taking_part):
+                if taking:
+                    layout.copy_back(i)
+        self._commit.started()
+        self.lineage, self.stepped = after, True
+        self.gradients.forget()
+        layout.snapshot_versions()
+        self.phase = Phase.IDLE
+
+    def drop_step(self):
+        """Forgets the step in progress, before its update has begun. Collective where gradients are
+        averaged as they leave."""
+        self.gradients.drop(self)
+        self.gradients.forget()
+        if self.phase in (Phase.COLLECTING, Phase.COLLECTED):
+            self.core.take_back()
+            self.phase = Phase.IDLE
+
+    # ---- Weights and state.
+
+    def load_weights(self):
+        """Parameters from the master weights. Collective."""
+        layout = self.layout
+        self.core.load_weights(layout.type_name, layout.owned_address)
+        self.ranks.all_gather_weights(layout)
+        with torch.no_grad():
+            for i in range(len(layout.params)):
+                layout.copy_back(i)
+        layout.snapshot_versions()
+
+    def adopt_weights(self, changed):
+        """Master weights from parameters that were written from outside, e.g. by
+        model.load_state_dict(). Where a parameter still is what came up, the master stays; elsewhere
+        nothing that compression kept is left to come. Collective."""
+        wanted, layout, values = set(changed), self.layout, {}
+        sent = residual = None
+        if compression.keeps(self.options.compress):
+            self.wait_commit()  # all ranks, also one that owns nothing
+        if self.core.step_ahead():
+            sent = torch.empty(layout.owned_count, dtype=layout.dtype)
+            self.core.load_weights(layout.type_name, sent.data_ptr())
+            residual = self.residual().clone()
+
+        def edit(segment, start, stop, planes):
+            if segment.param not in wanted:
+                return False
+            if segment.param not in values:
+                values.clear()  # pieces come in order
+                values[segment.param] = layout.values(segment.param)
+            given = values[segment.param][start:stop]
+            at = slice(segment.first + start - segment.start, segment.first + stop - segment.start)
+            differs = (planes[0] if sent is None else sent[at]).to(given.dtype) != given
+            if not bool(differs.any()):
+                return False
+            if residual is not None:
+                residual[at].masked_fill_(differs, 0)
+            torch.where(differs, given.float(), planes[0], out=planes[0])
+            return True
+
+        self.edit(edit, self.lineage, residual)
+        self.load_weights()
+
+    def edit(self, edit, lineage, residual=None, ahead=()):
+        """Rewrites state: edit(segment, start, stop, planes) changes f32 tensors [stop - start] in
+        place and returns whether it did. `lineage` becomes true with it, or nothing does. residual:
+        bf16 tensor [owned], what compression is to keep; None: what it keeps. ahead: the core's
+        step_ahead() of where that comes from. Collective."""
+
+        def visit(first, count, views):
+            tensors = [torch.frombuffer(view, dtype=torch.float32) for view in views]
+            written = False
+            with torch.no_grad():
+                for segment, start, stop, offset in self.layout.pieces(first, count):
+                    planes = [tensor[offset : offset + stop - start] for tensor in tensors]
+                    written |= edit(segment, start, stop, planes)
+            return written
+
+        self.settle()
+        failure = None
+        try:
+            address = 0 if residual is None else residual.data_ptr()
+            self.core.edit_state(visit, lineage.to_json(), address, list(ahead))
+        except BaseException as error:
+            failure = error
+        self._commit.started()
+        try:
+            self.wait_commit(failure)
+        except BaseException:
+            if self.phase is Phase.ABORTED:  # nothing has changed
+                self.phase = Phase.IDLE
+            raise
+        self.lineage = lineage
+
+    def read(self, take, master=False):
+        """take(index, planes) for each parameter in order, planes f32, whole and in its shape: the state's,
+        with the master weights before them if asked for. Collective."""
+        self.ready()
+        self.reject_step_in_progress("reading state")
+        layout = self.layout
+        wanted = range(0 if master else 1, 1 + len(self.options.state_keys))
+        building = {}
+
+        def visit(first, count, views):
+            tensors = [torch.frombuffer(views[p], dtype=torch.float32) for p in wanted]
+            for segment, start, stop, offset in layout.pieces(first, count):
+                i = segment.param
+                if i not in building:
+                    building[i] = [torch.zeros(layout.params[i].numel()) for _ in wanted]
+                for whole, piece in zip(building[i], tensors, strict=True):
+                    whole[start:stop].copy_(piece[offset : offset + stop - start])
+                if self.ranks.world == 1 and stop == layout.params[i].numel():
+                    done = building.pop(i)
+                    take(i, [plane.view(layout.params[i].shape) for plane in done])
+
+        self.core.read_state(sum(1 << p for p in wanted), visit)
+        if self.ranks.world > 1:
+            for i, param in enumerate(layout.params):
+                planes = building.pop(i, None) or [torch.zeros(param.numel()) for _ in wanted]
+                for plane in planes:
+                    self.ranks.all_reduce(plane)
+                take(i, [plane.view(param.shape) for plane in planes])
+
+    # ---- What compression keeps.
+
+    def write_residual(self):
+        """To the devices, where they have it only every now and then. No step is in progress. Collective."""
+        self._write_residual(self.core)
+
+    def _write_residual(self, core):
+        if self.stepped and compression.keeps_at_close(self.options.compress):
+            core.edit_state(None, self.lineage.to_json(), core.residual())
+            self._commit.started()
+
+    def empty_residual(self):
+        """Nothing kept, for states that come without; None when nothing is ever kept."""
+        if not compression.keeps(self.options.compress):
+            return None
+        return torch.zeros(self.layout.owned_count, dtype=torch.bfloat16)
+
+    def residual(self):
+        """bf16 [owned], in the core's memory until the next step; None without compression. The last step
+        has been settled."""
+        address = self.opened().residual()
+        if address == 0:
+            return None
+        memory = (ctypes.c_char * (2 * self.layout.owned_count)).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.bfloat16)
+
+
+def _devices_for(layout, given):
+    """A small model, as of LoRA adapters, may have no block for the last devices."""
+    enough = -(-layout.owned_count // _BLOCK_ELEMENTS)
+    if enough < len(given):
+        _log.info(
+            "%d elements are too few for %d devices, each of which holds %d at least; left out: %s",
+            layout.owned_count,
+            len(given),
+            _BLOCK_ELEMENTS,
+            ", ".join(device["path"] for device in given[enough:]),
+        )
+    return given[:enough]
+
+
+def _core_options(options, layout, devices):
+    gradient_type = options.gradient_type
+    if gradient_type is None:
+        gradient_type = "bf16" if layout.dtype == torch.bfloat16 else "f32"
+    made = {**options.core, "gradient_type": gradient_type, "devices": devices}
+    if 4 * layout.total * (1 + len(options.state_keys)) < _WORTH_MEASURING_BYTES:
+        # Measuring the devices takes seconds; so little state gains nothing from it.
+        made |= {"io_bytes": 4 << 20, "io_depth": 8}
+        made["devices"] = [{"bandwidth": 1.0, **device} for device in devices]
+        if len(devices) > 1 and made["subgroup_elements"] == 0:
+            # Every device gets some of the state.
+            blocks = -(-layout.owned_count // _BLOCK_ELEMENTS)
+            made["subgroup_elements"] = max(blocks // (4 * len(devices)), 1) * _BLOCK_ELEMENTS
+    return made

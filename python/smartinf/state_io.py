@@ -1,0 +1,162 @@
+"""An optimizer's state as torch's dicts, and parameter by parameter. Nothing here is a file: see checkpoint.py."""
+
+import torch
+
+from smartinf.errors import MismatchError, UsageError
+from smartinf.lineage import Lineage
+
+_FORMAT = 1  # of the small state dict
+# What stands in the small dict in place of a state, so that torch's optimizers refuse it instead of
+# starting without moments. Those that count steps read "step" as a number, and their error then holds this
+# text: bytes, because torch copies a str as an iterator. The others look at nothing but the number of
+# groups.
+_NO_STATE_TEXT = b"""no state is in this file: it is on the devices of a smartinf optimizer, and in the checkpoint \
+written with this file, if there is one. What torch.optim takes is made of that checkpoint by `python -m smartinf \
+torch-state`, of a live optimizer by full_state_dict()"""
+_NO_STATE = "smartinf_note"
+
+
+class StateOnDevices(dict):
+    """What ``optimizer.state`` is: it has no entries, and asking for one is an error."""
+
+    @staticmethod
+    def refuse(*_):
+        raise UsageError(
+            "optimizer.state is empty: the state is on the devices. visit_full_state() shows it parameter by "
+            "parameter, full_state_dict() makes a copy in memory, load_state_dict() takes such a copy, "
+            "save_checkpoint() is for files. torch.distributed.checkpoint cannot save it."
+        )
+
+    __missing__ = __setitem__ = setdefault = update = refuse
+    # torch.distributed.checkpoint asks this, and makes a step where there is no state.
+    __bool__ = refuse
+
+
+def small_dict(session, made):
+    """`made`, torch's dict of an optimizer without state, with what says which state it belongs to."""
+    made["state"] = {}
+    updates = session.lineage.updates
+    if updates > 0 and not session.unclaimed:
+        session.options.warn_once(
+            "state_dict",
+            "state_dict() holds no optimizer state: that stays on the devices, and this dict is of use "
+            "only while they stand at update %d. save_checkpoint(folder) copies the state, "
+            "full_state_dict() gives torch's own form in memory; with Trainer and Accelerate see "
+            "smartinf.hf.",
+            updates,
+        )
+    if session.options.counts_steps:
+        made["state"] = {0: {"step": _NO_STATE_TEXT}}
+    else:
+        note = {**made["param_groups"][0], "params": [], _NO_STATE: _NO_STATE_TEXT}
+        made["param_groups"].append(note)
+    if session.expected is not None:
+        refers_to = session.expected
+    elif session.unclaimed:
+        # Whoever loads this back, as accelerate does it, has not said that the state is meant.
+        refers_to = {"undecided": True}
+    else:
+        refers_to = session.lineage.identity()
+    made["smartinf"] = {"format": _FORMAT, **refers_to}
+    return made
+
+
+def state_groups(groups):
+    """Without the group by which torch's own optimizers refuse a small dict."""
+    return [group for group in groups if _NO_STATE not in group]
+
+
+def full_dict(session, made, param_groups):
+    """`made`, torch's dict of an optimizer without state, with the state. Collective."""
+    tensors = {}
+    session.read(tensors.__setitem__)
+    numbers = _torch_numbers(session.layout, param_groups)
+    made["state"] = {}
+    for i, planes in sorted(tensors.items()):
+        steps = session.lineage.steps[i]
+        if steps > 0:
+            counted = {"step": torch.tensor(float(steps))} if session.options.counts_steps else {}
+            named = dict(zip(session.options.state_keys, planes, strict=True))
+            made["state"][numbers[i]] = counted | named
+    return made
+
+
+def visit(session, given):
+    if session.ranks.world > 1:
+        raise UsageError("visit_full_state is for one rank; use save_checkpoint under several")
+    layout, keys = session.layout, ("master", *session.options.state_keys)
+
+    def take(i, planes):
+        entry = {"step": session.lineage.steps[i], **dict(zip(keys, planes, strict=True))}
+        given(layout.names[i], layout.params[i], entry)
+
+    session.read(take, master=True)
+
+
+def _torch_numbers(layout, param_groups):
+    """torch's number of each parameter of the layout: its place over all groups."""
+    params = [param for group in param_groups for param in group["params"]]
+    return [next(n for n, p in enumerate(params) if p is param) for param in layout.params]
+
+
+def load(session, state_dict, load_groups):
+    """load_groups(dict) loads everything but the state, as torch does it, and returns the groups. Collective."""
+    own = state_dict.get("smartinf")
+    if own is not None and own.get("format") != _FORMAT:
+        raise MismatchError(f"the state dict has format {own.get('format')}, known is {_FORMAT}")
+    plain = {key: value for key, value in state_dict.items() if key != "smartinf"}
+    param_groups = load_groups({**plain, "param_groups": state_groups(plain["param_groups"]), "state": {}})
+    if own is None and state_dict.get("state"):
+        _load_full(session, state_dict["state"], param_groups)
+    elif own is None:
+        raise MismatchError(
+            "the state dict holds no optimizer state. One that torch.optim saved before its first "
+            "step is of no use here: leave it out."
+        )
+    elif not own.get("undecided"):  # else it was saved before it was said which state is meant
+        wanted = {key: own[key] for key in ("run", "branch", "updates")}
+        if wanted != session.lineage.identity():
+            session.expected = wanted
+            return
+        take_weights = session.unclaimed
+        session.claim()
+        if take_weights:
+            session.load_weights()
+
+
+def _load_full(session, state, param_groups):
+    layout, keys = session.layout, session.options.state_keys
+    lineage = Lineage(len(layout.params))
+    lineage.run = lineage.branch = session.ranks.broadcast_object(lineage.run)
+    entries = {}
+    for i, number in enumerate(_torch_numbers(layout, param_groups)):
+        entry = state.get(number)
+        if entry is None:
+            continue
+        for key in keys:
+            value = entry.get(key)
+            if value is None and key == "momentum_buffer":
+                continue  # torch keeps none without momentum
+            if value is None or value.numel() != layout.params[i].numel():
+                raise MismatchError(
+                    f"the state dict's {key} of {layout.names[i]} is "
+                    f"{'missing' if value is None else tuple(value.shape)}, expected "
+                    f"{tuple(layout.params[i].shape)}: it belongs to another rule or model"
+                )
+        entries[i] = entry
+        lineage.steps[i] = int(entry.get("step", 1))
+    lineage.updates = max(lineage.steps)
+
+    def edit(segment, start, stop, planes):
+        entry = entries.get(segment.param, {})
+        for key, plane in zip(("master", *keys), planes, strict=True):
+            value = entry.get(key)
+            if value is not None:
+                plane.copy_(value.detach().reshape(-1)[start:stop])
+            elif key != "master":
+                plane.zero_()
+        return True
+
+    session.edit(edit, lineage, session.empty_residual())
+    session.claim()
+    session.adopt_weights(range(len(layout.params)))

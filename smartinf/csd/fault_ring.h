@@ -11,9 +11,18 @@
 
 namespace smartinf::csd {
 
-/// Fails, damages or loses chosen requests while it is armed.
+/// Fails, damages, loses or holds back chosen requests while it is armed.
 struct Faults {
-  enum class What { kNothing, kFailReads, kFailWrites, kFlipReads, kDropWrites, kLoseAll };
+  /// kHoldWrites: they are done and nobody hears of it; afterwards of one at a time.
+  enum class What {
+    kNothing,
+    kFailReads,
+    kFailWrites,
+    kFlipReads,
+    kDropWrites,
+    kLoseAll,
+    kHoldWrites
+  };
   std::atomic<What> what{What::kNothing};
   std::atomic<uint32_t> after{0};  // so many requests of that direction still pass
   std::atomic<uint32_t> done{0};
@@ -34,19 +43,26 @@ class FaultRing final : public storage::ForwardingRing {
         ++faults_.done;
         request->outcome = static_cast<int64_t>(request->buffer.size());
       }
-      (dropped ? dropped_ : passed).push_back(request);
+      (dropped ? kept_ : passed).push_back(request);
     }
     return ForwardingRing::submit(passed);
   }
   base::Result<size_t> reap(std::span<storage::IoRequest*> done,
                             std::chrono::nanoseconds wait) override {
-    if (!dropped_.empty() && !done.empty()) {
-      done[0] = dropped_.back();
-      dropped_.pop_back();
+    const bool holds = faults_.what == Faults::What::kHoldWrites;
+    if (!holds && !kept_.empty() && !done.empty()) {
+      done[0] = kept_.back();
+      kept_.pop_back();
       return size_t{1};
     }
     SI_ASSIGN_OR_RETURN(size_t count, ForwardingRing::reap(done, wait));
     for (size_t i = 0; i < count;) {
+      if (holds && done[i]->op == storage::IoOp::kWrite && done[i]->kind == faults_.kind) {
+        kept_.push_back(done[i]);
+        ++faults_.done;
+        done[i] = done[--count];
+        continue;
+      }
       if (!treat(*done[i])) {
         done[i] = done[--count];  // lost: never completes
         continue;
@@ -62,7 +78,9 @@ class FaultRing final : public storage::ForwardingRing {
     const What what = faults_.what;
     const bool read = request.op == storage::IoOp::kRead;
     const bool meant = what == What::kLoseAll || (what == What::kFailWrites) != read;
-    if (what == What::kNothing || what == What::kDropWrites) return true;
+    if (what == What::kNothing || what == What::kDropWrites || what == What::kHoldWrites) {
+      return true;
+    }
     if (!meant || request.kind != faults_.kind) return true;
     if (faults_.after > 0) {
       --faults_.after;
@@ -79,7 +97,7 @@ class FaultRing final : public storage::ForwardingRing {
   }
 
   Faults& faults_;
-  std::vector<storage::IoRequest*> dropped_;
+  std::vector<storage::IoRequest*> kept_;  // done, and not said
 };
 
 }  // namespace smartinf::csd

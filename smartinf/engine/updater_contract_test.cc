@@ -23,7 +23,7 @@
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/device_build.h"
 #include "smartinf/engine/emulated_source.h"
-#include "smartinf/engine/fake_device.h"
+#include "smartinf/engine/fake_source.h"
 #include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/engine/reshard.h"
 #include "smartinf/engine/updater.h"

@@ -8,7 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "smartinf/engine/fake_device.h"
+#include "smartinf/engine/fake_source.h"
 
 namespace smartinf::engine {
 namespace {

@@ -1,0 +1,247 @@
+// A device in a few lines of memory, for tests: what the Device contract asks for and nothing more
+// (no compressed gradients, no residual), with failures on request. State is f32 whatever the
+// layout says. It carries commands out inside submit(), so every test over it is deterministic.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "smartinf/csd/device.h"
+#include "smartinf/kernels/update.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::csd {
+
+/// What outlives the device: a drive that can be looked at and opened again.
+struct FakeDrive {
+  struct Planes {
+    std::array<std::vector<float>, 3> values;
+  };
+  std::optional<storage::StoreLayout> layout;
+  storage::StoreState state;
+  std::vector<Planes> committed;  // by position in layout->subgroups
+  std::vector<Planes> shadow;
+  std::string blob;
+  std::string prepared_blob;
+  bool open = false;
+  uint64_t capacity_bytes = ~uint64_t{0};
+  double bandwidth = 1;
+  bool refuse_to_create = false;
+  /// The next message of this type fails.
+  std::optional<Message> fail_next;
+  /// From the next message of this type on nothing is carried out or answered.
+  std::optional<Message> silent_from;
+  bool silent = false;
+};
+
+class FakeDevice final : public Device {
+ public:
+  FakeDevice(std::shared_ptr<FakeDrive> drive, std::string name,
+             std::vector<plan::GroupStretch> groups)
+      : drive_(std::move(drive)), groups_(std::move(groups)) {
+    info_.name = std::move(name);
+    info_.kind = "fake";
+    drive_->open = true;
+    drive_->shadow.resize(drive_->committed.size());
+    gradients_.resize(drive_->layout->subgroups.size());
+    received_.resize(gradients_.size());
+    if (!drive_->state.initialized) phase_ = Phase::kBegun;  // a new one stands in step 0
+  }
+  ~FakeDevice() override { drive_->open = false; }
+
+  const DeviceInfo& info() const override { return info_; }
+  const storage::StoreLayout& layout() const override { return *drive_->layout; }
+  storage::StoreState state() const override { return drive_->state; }
+  std::string blob() const override { return drive_->blob; }
+  base::Status recover_to(base::StepNumber step) override {
+    if (step == drive_->state.prepared_step && step != drive_->state.committed_step) commit();
+    drive_->state.prepared_step = drive_->state.committed_step = step;
+    return base::Status();
+  }
+
+  void submit(Command& command) override {
+    const std::lock_guard lock(mutex_);  // gradients come from several threads
+    const auto is = [&](const std::optional<Message>& type) {
+      return type && type->index() == command.message.index();
+    };
+    drive_->silent = drive_->silent || is(drive_->silent_from);
+    if (drive_->silent) return;
+    base::Status status;
+    if (is(drive_->fail_next)) {
+      drive_->fail_next.reset();
+      status = base::Status(base::ErrorCode::kIo, "asked to fail", "It is a test.");
+    } else {
+      status = carry_out(command);
+    }
+    command.replies->push(
+        {&command, Completion::Event::kDone, {}, std::move(status).with_context(info_.name)});
+  }
+
+  base::TrafficReading host_traffic() const override { return host_.read(); }
+  base::TrafficReading store_traffic() const override { return store_.read(); }
+  uint64_t bytes_written_ever() const override { return 0; }
+
+ private:
+  enum class Phase : uint8_t { kIdle, kBegun, kPrepared };
+
+  base::Result<size_t> position(base::SubgroupId id) const {
+    for (size_t i = 0; i < drive_->layout->subgroups.size(); ++i) {
+      if (drive_->layout->subgroups[i].id == id) return i;
+    }
+    return base::Status(base::ErrorCode::kInvalidArgument, "a subgroup of another device");
+  }
+  static base::Status wrong_order(std::string what) {
+    return base::Status(base::ErrorCode::kFailedPrecondition, std::move(what));
+  }
+  bool is_committed(base::StepNumber step) const {
+    return drive_->state.complete && step == drive_->state.committed_step;
+  }
+
+  void commit() {
+    drive_->committed = drive_->shadow;
+    drive_->state.committed_step = drive_->state.prepared_step;
+    drive_->state.initialized = drive_->state.complete = true;
+    drive_->blob = drive_->prepared_blob;
+  }
+
+  base::Status carry_out(Command& command) {
+    if (const auto* begin = command.as<BeginStep>()) return begin_step(begin->step);
+    if (const auto* put = command.as<PutGradient>()) return put_gradient(*put);
+    if (const auto* update = command.as<Update>()) return update_all(command, *update);
+    if (const auto* read = command.as<ReadState>()) return read_state(*read);
+    if (const auto* write = command.as<WriteState>()) return write_state(*write);
+    if (const auto* prepare = command.as<Prepare>()) {
+      if (phase_ != Phase::kBegun || prepare->step != step_) return wrong_order("it has not begun");
+      drive_->state.prepared_step = prepare->step;
+      drive_->prepared_blob = prepare->blob;
+      phase_ = Phase::kPrepared;
+    } else if (const auto* decided = command.as<Commit>()) {
+      if (phase_ == Phase::kPrepared && decided->step == step_) {
+        commit();
+        phase_ = Phase::kIdle;
+      } else if (!is_committed(decided->step)) {
+        return wrong_order("it is not prepared");
+      }
+    } else if (const auto* abort = command.as<Abort>()) {
+      if (is_committed(abort->step)) return wrong_order("it is committed");
+      if (phase_ == Phase::kIdle) return base::Status();
+      if (abort->step != step_) return wrong_order("another one is in progress");
+      drive_->state.prepared_step = drive_->state.committed_step;
+      phase_ = Phase::kIdle;
+    } else if (command.as<Flush>() == nullptr) {
+      return base::Status(base::ErrorCode::kUnsupported, "a fake device takes whole gradients");
+    }
+    return base::Status();
+  }
+
+  base::Status begin_step(base::StepNumber step) {
+    if (phase_ == Phase::kBegun && step == 0 && step_ == 0) return base::Status();
+    if (phase_ != Phase::kIdle || step != drive_->state.committed_step + 1) {
+      return wrong_order("another step is in progress, or was before it");
+    }
+    step_ = step;
+    phase_ = Phase::kBegun;
+    drive_->shadow = drive_->committed;
+    std::fill(received_.begin(), received_.end(), uint64_t{0});
+    return base::Status();
+  }
+
+  base::Status put_gradient(const PutGradient& put) {
+    SI_ASSIGN_OR_RETURN(const size_t at, position(put.subgroup));
+    const uint64_t all = drive_->layout->subgroups[at].count;
+    if (put.first > all || put.count > all - put.first || put.count > all - received_[at]) {
+      return base::Status(base::ErrorCode::kInvalidArgument, "more than the whole gradient");
+    }
+    received_[at] += put.count;
+    const size_t bytes = base::data_type_bytes(put.type);
+    gradients_[at].resize(all * bytes);
+    std::copy_n(static_cast<const std::byte*>(put.gradient), put.count * bytes,
+                gradients_[at].begin() + static_cast<ptrdiff_t>(put.first * bytes));
+    type_ = put.type;
+    host_.add_down(base::TrafficKind::kGradient, put.count * bytes);
+    return base::Status();
+  }
+
+  base::Status update_all(Command& command, const Update& update) {
+    if (phase_ != Phase::kBegun) return wrong_order("state can be written only in a step");
+    for (const SubgroupUpdate& entry : update.updates) {
+      SI_ASSIGN_OR_RETURN(const size_t at, position(entry.subgroup));
+      if (received_[at] < drive_->layout->subgroups[at].count) {
+        return wrong_order("the gradient is not complete");
+      }
+      update_subgroup(update, entry, at);
+      command.replies->push({&command, Completion::Event::kWeightsReady, entry.subgroup, {}});
+    }
+    return base::Status();
+  }
+
+  base::Status read_state(const ReadState& read) {
+    if (!drive_->state.initialized) return wrong_order("there is no committed state to read");
+    SI_ASSIGN_OR_RETURN(const size_t at, position(read.subgroup));
+    for (size_t p = 0; p < 3; ++p) {
+      if (read.planes[p] == nullptr) continue;
+      const std::vector<float>& plane = drive_->committed[at].values[p];
+      std::copy_n(plane.begin() + static_cast<ptrdiff_t>(read.first), read.count, read.planes[p]);
+    }
+    return base::Status();
+  }
+
+  base::Status write_state(const WriteState& write) {
+    if (phase_ != Phase::kBegun) return wrong_order("state can be written only in a step");
+    SI_ASSIGN_OR_RETURN(const size_t at, position(write.subgroup));
+    for (size_t p = 0; p < 3; ++p) {
+      if ((write.plane_mask >> p & 1u) == 0) continue;
+      std::vector<float>& plane = drive_->shadow[at].values[p];
+      plane.assign(write.count, 0.0f);
+      if (write.planes[p] != nullptr) std::copy_n(write.planes[p], write.count, plane.begin());
+    }
+    return base::Status();
+  }
+
+  void update_subgroup(const Update& step, const SubgroupUpdate& update, size_t at) {
+    const storage::StoredSubgroup& subgroup = drive_->layout->subgroups[at];
+    const uint64_t state_bytes = subgroup.count * drive_->layout->planes.size() * sizeof(float);
+    store_.add_up(base::TrafficKind::kState, state_bytes);
+    store_.add_down(base::TrafficKind::kState, state_bytes);
+    for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
+      kernels::UpdateBlock block;
+      block.count = std::min(base::kBlockElements, subgroup.count - first);
+      block.element = subgroup.first_element + first;
+      for (size_t p = 0; p < drive_->layout->planes.size(); ++p) {
+        block.planes[p] = reinterpret_cast<std::byte*>(drive_->shadow[at].values[p].data() + first);
+      }
+      block.gradient_type = type_;
+      block.gradient = gradients_[at].data() + first * base::data_type_bytes(type_);
+      block.weights_type = step.weights_type;
+      const uint64_t weight_bytes = base::data_type_bytes(step.weights_type);
+      if (update.weights_out != nullptr) {
+        block.weights_out = static_cast<std::byte*>(update.weights_out) + first * weight_bytes;
+        host_.add_up(base::TrafficKind::kWeight, block.count * weight_bytes);
+      }
+      std::vector<kernels::GroupRun> runs;
+      for (const plan::GroupStretch& stretch : groups_) {
+        const uint64_t from = std::max(stretch.first, block.element);
+        const uint64_t to = std::min(stretch.first + stretch.count, block.element + block.count);
+        if (from < to) runs.push_back({to - from, &step.scalars[stretch.group]});
+      }
+      kernels::kernels().update_block(base::StateFormat::kF32, block, runs);
+    }
+  }
+
+  std::shared_ptr<FakeDrive> drive_;
+  std::vector<plan::GroupStretch> groups_;
+  DeviceInfo info_;
+  std::vector<std::vector<std::byte>> gradients_;
+  base::DataType type_ = base::DataType::kBf16;
+  std::vector<uint64_t> received_;  // elements of each gradient
+  Phase phase_ = Phase::kIdle;
+  base::StepNumber step_ = 0;  // in progress, unless idle
+  base::TrafficCounter host_;
+  base::TrafficCounter store_;
+  std::mutex mutex_;
+};
+
+}  // namespace smartinf::csd

@@ -1,13 +1,16 @@
 # smartinf_room(NAME base
 #               [SOURCES a.cc ...] [DEPENDS base kernels ...] [LIBRARIES fmt::fmt ...]
-#               [TESTS a_test.cc ...] [TEST_LIBRARIES ...] [BENCHES a_bench.cc ...])
+#               [TESTS a_test.cc ...] [TEST_LIBRARIES ...] [BENCHES a_bench.cc ...]
+#               [CAPABILITIES io_uring=*/uring ...])
 #
 # Declares the static library smartinf_<NAME> (alias smartinf::<NAME>) with every source of its
 # folder, one gtest executable <NAME>_tests and one executable per benchmark. DEPENDS names rooms;
-# tests/room_includes_test.py holds them to the table in docs/architecture.md.
+# tests/room_includes_test.py holds them to the table in docs/architecture.md. CAPABILITIES are what a
+# machine may lack: the cases that its gtest filter selects are a ctest entry <NAME>.<capability> of
+# their own, which ctest shows as "Skipped" where they skipped themselves.
 function(smartinf_room)
   cmake_parse_arguments(ROOM "" "NAME"
-    "SOURCES;DEPENDS;LIBRARIES;TESTS;TEST_LIBRARIES;BENCHES" ${ARGN})
+    "SOURCES;DEPENDS;LIBRARIES;TESTS;TEST_LIBRARIES;BENCHES;CAPABILITIES" ${ARGN})
   if(ROOM_UNPARSED_ARGUMENTS OR NOT ROOM_NAME)
     message(FATAL_ERROR "smartinf_room: unexpected ${ROOM_UNPARSED_ARGUMENTS}")
   endif()
@@ -29,13 +32,24 @@ function(smartinf_room)
     target_link_libraries(${ROOM_NAME}_tests PRIVATE
       ${library} ${ROOM_TEST_LIBRARIES} GTest::gmock GTest::gtest_main)
     include(GoogleTest)
-    # One ctest entry per room, not per case: a case is selected with --gtest_filter.
+    # One ctest entry per room and capability, not per case: a case is selected with --gtest_filter.
     set(test_name ${ROOM_NAME})
     if(SMARTINF_SANITIZE)  # scripts/test.sh runs several builds in one summary
       string(REPLACE "," "+" sanitizers ${SMARTINF_SANITIZE})
       set(test_name "${ROOM_NAME}.${sanitizers}")
     endif()
-    add_test(NAME ${test_name} COMMAND ${ROOM_NAME}_tests)
+    set(elsewhere "")
+    foreach(capability IN LISTS ROOM_CAPABILITIES)
+      string(REGEX MATCH "^([a-z0-9_]+)=(.+)$" _ ${capability})
+      set(entry ${test_name}.${CMAKE_MATCH_1})
+      string(APPEND elsewhere "${CMAKE_MATCH_2}:")
+      add_test(NAME ${entry} COMMAND ${ROOM_NAME}_tests --gtest_filter=${CMAKE_MATCH_2})
+      # A match outranks the exit status, so only a summary that ends with what was skipped is one:
+      # failures would be listed after it. No cases at all: what they need was not built.
+      set_tests_properties(${entry} PROPERTIES TIMEOUT 900 COST 10
+        SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\] [^ \n]+\n*$;Running 0 tests")
+    endforeach()
+    add_test(NAME ${test_name} COMMAND ${ROOM_NAME}_tests --gtest_filter=-${elsewhere})
     # COST, here and elsewhere: about the seconds that a test takes. ctest begins with the longest, so that
     # no core waits for one at the end.
     set(cost 10)

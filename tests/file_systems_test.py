@@ -1,8 +1,8 @@
 """The smartinf command on real file systems in small files: full, read-only, failing, with reflinks.
 
 Usage: file_systems_test.py PATH_OF_SMARTINF [unittest's own arguments]
-Exit code 77: not root, or nothing can be mounted. A file system or device-mapper target that this
-machine lacks is skipped with a message.
+Exit code 77: not root, or a file system or device-mapper target that this machine lacks was skipped,
+with a message.
 """
 import json
 import os
@@ -191,4 +191,5 @@ if __name__ == "__main__":
     if os.geteuid() != 0:
         print("file systems can be mounted by root only: skipped")
         sys.exit(77)
-    unittest.main(verbosity=2)
+    ran = unittest.main(verbosity=2, exit=False).result
+    sys.exit(1 if not ran.wasSuccessful() else 77 if ran.skipped else 0)

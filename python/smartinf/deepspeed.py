@@ -67,60 +67,8 @@ def convert(config):
     for_trainer = uses_trainer(config)
     config = dict(config)
     remarks = []
-    optimizer = config.pop("optimizer", None)
-    if optimizer is None:
-        remarks.append("optimizer: none given; AdamW assumed, take its options from your script")
-        optimizer = {"type": "AdamW", "params": {}}
-    kind = str(optimizer.get("type", "AdamW"))
-    name = _CLASSES.get(kind.lower())
-    params = dict(optimizer.get("params", {}))
-    if name is None:
-        remarks.append(f"optimizer.type {kind}: no equivalent; AdamW is written instead")
-        name = "AdamW"
-    if name == "AdamW" and params.pop("adam_w_mode", True) is False:
-        name = "Adam"
-    params.pop("torch_adam", None)
-    arguments = {}
-    for key, value in params.items():
-        if value == "auto":
-            continue  # TrainingArguments say it, and report() prints the line that takes it from there
-        if key in _OPTIMIZER_OPTIONS[name]:
-            arguments[key] = tuple(value) if isinstance(value, list) else value
-        else:
-            remarks.append(f"optimizer.params.{key}: no equivalent in {name}")
-
-    zero = dict(config.pop("zero_optimization", {}))
-    stage = zero.pop("stage", 0)
-    offload = dict(zero.pop("offload_optimizer", {}) or {})
-    where = offload.pop("device", "none")
-    arguments["devices"] = [offload.pop("nvme_path", None) or "/nvme/smartinf"]
-    if where != "nvme":
-        remarks.append(
-            f"zero_optimization.offload_optimizer.device {where}: state always lives on devices here; "
-            "choose a directory on a fast drive"
-        )
-    for key in offload:
-        remarks.append(f"zero_optimization.offload_optimizer.{key}: not needed; set memory_budget")
-    if stage in (2, 3):
-        arguments["release_gradients"] = True
-        remarks.append(
-            f"zero_optimization.stage {stage}: release_gradients=True frees every gradient during backward, "
-            "in place of partitioning them; clip_grad_norm_ finds none then, max_grad_norm clips"
-        )
-    if stage == 3:
-        remarks.append(
-            "zero_optimization.stage 3: parameters are not partitioned here; every GPU holds all bf16 "
-            "weights, 2 bytes per parameter, and every rank a share of the state (as in stage 1)"
-        )
-    parameters = dict(zero.pop("offload_param", {}) or {})
-    if parameters.get("device", "none") != "none":
-        remarks.append(
-            "zero_optimization.offload_param: neither this package nor `smartinf train` moves parameters "
-            "off the GPU; the model's weights must fit there"
-        )
-    for key in zero:
-        remarks.append(f"zero_optimization.{key}: not needed")
-
+    name, arguments = _optimizer(config, remarks)
+    _zero_optimization(config, arguments, remarks)
     clip = config.pop("gradient_clipping", None)
     if clip not in (None, "auto", 0, 0.0):
         arguments["max_grad_norm"] = clip
@@ -159,6 +107,66 @@ def convert(config):
 
     recipe = _recipe(name, arguments, train)
     return name, arguments, recipe, remarks
+
+
+def _optimizer(config, remarks):
+    """(class name, its keyword arguments)"""
+    optimizer = config.pop("optimizer", None)
+    if optimizer is None:
+        remarks.append("optimizer: none given; AdamW assumed, take its options from your script")
+        optimizer = {"type": "AdamW", "params": {}}
+    kind = str(optimizer.get("type", "AdamW"))
+    name = _CLASSES.get(kind.lower())
+    params = dict(optimizer.get("params", {}))
+    if name is None:
+        remarks.append(f"optimizer.type {kind}: no equivalent; AdamW is written instead")
+        name = "AdamW"
+    if name == "AdamW" and params.pop("adam_w_mode", True) is False:
+        name = "Adam"
+    params.pop("torch_adam", None)
+    arguments = {}
+    for key, value in params.items():
+        if value == "auto":
+            continue  # TrainingArguments say it, and report() prints the line that takes it from there
+        if key in _OPTIMIZER_OPTIONS[name]:
+            arguments[key] = tuple(value) if isinstance(value, list) else value
+        else:
+            remarks.append(f"optimizer.params.{key}: no equivalent in {name}")
+    return name, arguments
+
+
+def _zero_optimization(config, arguments, remarks):
+    zero = dict(config.pop("zero_optimization", {}))
+    stage = zero.pop("stage", 0)
+    offload = dict(zero.pop("offload_optimizer", {}) or {})
+    where = offload.pop("device", "none")
+    arguments["devices"] = [offload.pop("nvme_path", None) or "/nvme/smartinf"]
+    if where != "nvme":
+        remarks.append(
+            f"zero_optimization.offload_optimizer.device {where}: state always lives on devices here; "
+            "choose a directory on a fast drive"
+        )
+    for key in offload:
+        remarks.append(f"zero_optimization.offload_optimizer.{key}: not needed; set memory_budget")
+    if stage in (2, 3):
+        arguments["release_gradients"] = True
+        remarks.append(
+            f"zero_optimization.stage {stage}: release_gradients=True frees every gradient during backward, "
+            "in place of partitioning them; clip_grad_norm_ finds none then, max_grad_norm clips"
+        )
+    if stage == 3:
+        remarks.append(
+            "zero_optimization.stage 3: parameters are not partitioned here; every GPU holds all bf16 "
+            "weights, 2 bytes per parameter, and every rank a share of the state (as in stage 1)"
+        )
+    parameters = dict(zero.pop("offload_param", {}) or {})
+    if parameters.get("device", "none") != "none":
+        remarks.append(
+            "zero_optimization.offload_param: neither this package nor `smartinf train` moves parameters "
+            "off the GPU; the model's weights must fit there"
+        )
+    for key in zero:
+        remarks.append(f"zero_optimization.{key}: not needed")
 
 
 def _recipe(name, arguments, train):

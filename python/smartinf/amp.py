@@ -1,8 +1,8 @@
 """GradScaler with released gradients, which are with the devices when it looks for them.
 
-GradScaler.step() asks an optimizer for `_step_supports_amp_scaling`. Where that is true, it looks for infinities in
-the gradients that the parameters hold, sets `found_inf` and `grad_scale` on the optimizer, and calls its step(), which
-unscales and may skip. So what happens when it asks is:
+GradScaler.step() asks an optimizer for `_step_supports_amp_scaling`. Where that is true, it looks for
+infinities in the gradients that the parameters hold, sets `found_inf` and `grad_scale` on the optimizer,
+and calls its step(), which unscales and may skip. So what happens when it asks is:
 
 1. show() hands all gradients over and sums up their norm on all ranks. Collective.
 2. One parameter gets a sparse gradient of one element, infinite when that norm was not finite: the signal.

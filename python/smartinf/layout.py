@@ -129,22 +129,15 @@ class Layout:
                 start = segment.start + low - segment.first
                 yield segment, start, start + high - low, low - first
 
-    def range_names(self):
-        return [self.range_name(segment) for segment in self.segments]
-
-    def range_name(self, segment):
-        name = self.names[segment.param]
-        if segment.count == self.params[segment.param].numel():
-            return name
-        return f"{name}[{segment.start}:{segment.stop}]"
-
-    def range_shapes(self):
-        shapes = []
+    def ranges(self):
+        """(names, shapes) of the segments; a part of a parameter is a vector."""
+        names, shapes = [], []
         for segment in self.segments:
-            param = self.params[segment.param]
+            name, param = self.names[segment.param], self.params[segment.param]
             whole = segment.count == param.numel()
+            names.append(name if whole else f"{name}[{segment.start}:{segment.stop}]")
             shapes.append(list(param.shape) if whole else [segment.count])
-        return shapes
+        return names, shapes
 
     def _flat_view(self, i):
         """Parameter i in the flat buffer."""

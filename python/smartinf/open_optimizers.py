@@ -43,11 +43,11 @@ def named_when_busy(devices):
                     "smartinf.hf.unwrap(trainer.optimizer), with Accelerate "
                     "smartinf.hf.unwrap(optimizer)."
                 )
-                told = DeviceError(
+                advised = DeviceError(
                     f"{device['path']}: the device is in use by another optimizer of this process. {advice}"
                 )
-                told.code, told.path, told.advice = error.code, device["path"], advice
-                raise told from None
+                advised.code, advised.path, advised.advice = error.code, device["path"], advice
+                raise advised from None
         raise
 
 

@@ -13,7 +13,7 @@ _log = logging.getLogger("smartinf")
 
 class Options:
     """given: the keywords of StorageOptions. core: what the core is made with, but for what depends on the
-    parameters. state_keys, counts_steps: what torch calls the planes of state, and whether it counts steps."""
+    parameters. state_keys: torch's names of the planes of state. counts_steps: whether torch does."""
 
     def __init__(self, given, rule, state_keys, counts_steps):
         _check(given)

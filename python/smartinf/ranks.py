@@ -181,9 +181,9 @@ class Ranks:
 
 
 class Commit:
-    """The commit of the last step. One rank waits for its core. Several prepare the step on all of them, then
-    commit it on all of them or on none; a rank that dies in between leaves it prepared, and opening again rolls
-    it forward or back everywhere."""
+    """The commit of the last step. One rank waits for its core. Several prepare the step on all of them,
+    then commit it on all of them or on none; a rank that dies in between leaves it prepared, and opening
+    again rolls it forward or back everywhere."""
 
     def __init__(self, ranks):
         self._ranks = ranks

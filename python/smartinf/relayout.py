@@ -1,5 +1,6 @@
-"""add_param_group() after the optimizer was made lays the devices out anew. State that is there already is kept in a
-checkpoint beside the first device meanwhile; after a crash it is still there, and opening the devices says so."""
+"""add_param_group() after the optimizer was made lays the devices out anew. State that is there already is
+kept in a checkpoint beside the first device meanwhile; after a crash that is still there, and opening the
+devices says so."""
 
 import os
 import shutil
@@ -40,8 +41,8 @@ def lay_out_anew(session, groups, reopen):
 
 
 def check_interrupted(options, paths):
-    """After a crash the devices may be empty, or hold a beginning, while the state is in the checkpoint. Where
-    they hold that very state the checkpoint is of no use any more. Collective. Errors: MismatchError."""
+    """After a crash the devices may be empty, or hold a beginning, while the state is in the checkpoint.
+    Where they hold that very state the checkpoint is of no use any more. Collective. Errors: MismatchError."""
     kept, failure = folder(options), None
     if options.ranks.broadcast_object(not os.path.isdir(kept)):
         return

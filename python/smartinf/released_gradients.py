@@ -1,5 +1,5 @@
-"""Gradients that leave during backward (release_gradients=True): handed over one by one when complete, or summed in
-host memory over as many backward passes as make a step."""
+"""Gradients that leave during backward (release_gradients=True): each is handed over when it is complete, or
+summed in host memory over as many backward passes as make a step."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""One opening of the devices: the core that works with them, what state they hold, and how far a step has come."""
+"""One opening of the devices: the core that works with them, the state they hold, and a step's phase."""
 
 import contextlib
 import ctypes
@@ -20,16 +20,16 @@ _log = logging.getLogger("smartinf")
 
 
 class Phase(enum.Enum):
-    """How far a step has come. A step goes from IDLE to COLLECTING, COLLECTED, UPDATING and back to IDLE; one
-    that is dropped goes back at once. UPDATING, FAILED and ABORTED last beyond a call only where recover() could
-    not come to its end; the next call begins with it."""
+    """How far a step has come. A step goes from IDLE to COLLECTING, COLLECTED, UPDATING and back to IDLE;
+    one that is dropped goes back at once. UPDATING, FAILED and ABORTED last beyond a call only where
+    recover() could not come to its end; the next call that needs the state begins with it."""
 
     IDLE = enum.auto()  # the parameters hold the last step's weights; its commit may be under way
     COLLECTING = enum.auto()  # the core takes gradients
     COLLECTED = enum.auto()  # it has all of them
     UPDATING = enum.auto()  # the parameters may hold weights of a step that was never committed
     FAILED = enum.auto()  # a step ended before its update
-    ABORTED = enum.auto()  # the last step was taken back, by all ranks; the parameters still hold its weights
+    ABORTED = enum.auto()  # the last step was taken back, on all ranks; the parameters hold its weights
     CLOSED = enum.auto()
 
 
@@ -42,7 +42,7 @@ def _pass_remarks_on():
 class Session:
     """Opens the devices for the parameters in `named`, as `resume` says; closed, it is of no further use.
 
-    What is collective says so. Whoever calls from a hook or a step holds `turn`, so that close() waits for it.
+    A collective method says so. A hook of backward and a step hold `turn`, so that close() waits for them.
 
     unclaimed: the devices hold a state that nobody has said is meant (resume=None).
     expected: identity of the state that a small state dict referred to and that is not on the devices.
@@ -93,7 +93,7 @@ class Session:
         failure = None
         try:
             with open_optimizers.named_when_busy(self.devices):
-                self.core = _core.Updater(options, self.layout.range_names(), self.layout.range_shapes())
+                self.core = _core.Updater(options, *self.layout.ranges())
         except Error as error:
             failure = error
         _pass_remarks_on()
@@ -142,7 +142,7 @@ class Session:
             try:
                 if self.stepped and phase is Phase.IDLE and self.ranks.world == 1:
                     core.wait_commit()
-                    self._write_residual(core)
+                    self.write_residual(core)
             finally:
                 core.close()
                 _pass_remarks_on()
@@ -166,7 +166,7 @@ class Session:
                 self.phase = Phase.ABORTED
             raise
 
-    def settle(self):
+    def synchronize(self):
         """Waits for the last step's commit, and goes back to the step before where it fails. Collective."""
         self.opened()
         if self.phase in (Phase.UPDATING, Phase.FAILED, Phase.ABORTED):
@@ -178,8 +178,8 @@ class Session:
             raise
 
     def ready(self):
-        """settle(), and the state on the devices is the one that is meant. Collective."""
-        self.settle()
+        """synchronize(), and the state on the devices is the one that is meant. Collective."""
+        self.synchronize()
         here, wanted, path = self.lineage, self.expected, self.devices[0]["path"]
         if wanted is not None:
             raise MismatchError(
@@ -374,7 +374,7 @@ class Session:
                     written |= edit(segment, start, stop, planes)
             return written
 
-        self.settle()
+        self.synchronize()
         failure = None
         try:
             address = 0 if residual is None else residual.data_ptr()
@@ -421,11 +421,8 @@ class Session:
 
     # ---- What compression keeps.
 
-    def write_residual(self):
-        """To the devices, where they have it only every now and then. No step is in progress. Collective."""
-        self._write_residual(self.core)
-
-    def _write_residual(self, core):
+    def write_residual(self, core):
+        """To the devices, where they have it only every now and then. No step is in progress."""
         if self.stepped and compression.keeps_at_close(self.options.compress):
             core.edit_state(None, self.lineage.to_json(), core.residual())
             self._commit.started()
@@ -438,7 +435,7 @@ class Session:
 
     def residual(self):
         """bf16 [owned], in the core's memory until the next step; None without compression. The last step
-        has been settled."""
+        has been synchronized."""
         address = self.opened().residual()
         if address == 0:
             return None

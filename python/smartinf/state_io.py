@@ -1,4 +1,4 @@
-"""An optimizer's state as torch's dicts, and parameter by parameter. Nothing here is a file: see checkpoint.py."""
+"""An optimizer's state as torch's dicts, and parameter by parameter. Files are checkpoint.py's."""
 
 import torch
 
@@ -99,13 +99,18 @@ def _torch_numbers(layout, param_groups):
     return [next(n for n, p in enumerate(params) if p is param) for param in layout.params]
 
 
-def load(session, state_dict, load_groups):
-    """load_groups(dict) loads everything but the state, as torch does it, and returns the groups. Collective."""
+def without_state(state_dict):
+    """What torch loads of either form. Errors: MismatchError for a small dict of another format."""
     own = state_dict.get("smartinf")
     if own is not None and own.get("format") != _FORMAT:
         raise MismatchError(f"the state dict has format {own.get('format')}, known is {_FORMAT}")
     plain = {key: value for key, value in state_dict.items() if key != "smartinf"}
-    param_groups = load_groups({**plain, "param_groups": state_groups(plain["param_groups"]), "state": {}})
+    return {**plain, "param_groups": state_groups(plain["param_groups"]), "state": {}}
+
+
+def load_state(session, state_dict, param_groups):
+    """What without_state() left out, of either form. Collective."""
+    own = state_dict.get("smartinf")
     if own is None and state_dict.get("state"):
         _load_full(session, state_dict["state"], param_groups)
     elif own is None:

@@ -203,7 +203,7 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Waits until the last step is durable on all devices. Collective. Errors: of its commit."""
-        self._session.settle()
+        self._session.synchronize()
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
@@ -373,12 +373,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         the first step asks for the checkpoint that was written with it."""
         self._session.opened()
         self._session.reject_step_in_progress("load_state_dict")
-
-        def load_groups(groups):
-            _as_written(torch.optim.Optimizer.load_state_dict)(self, groups)
-            return self.param_groups
-
-        state_io.load(self._session, state_dict, load_groups)
+        groups = state_io.without_state(state_dict)
+        _as_written(torch.optim.Optimizer.load_state_dict)(self, groups)
+        state_io.load_state(self._session, state_dict, self.param_groups)
 
     def save_checkpoint(self, folder: Path, replace: bool = False) -> None:
         """Copies the whole state into a folder of its own (made if missing), as `smartinf checkpoint` does:

@@ -218,6 +218,44 @@ def test_a_forked_child_of_a_killed_process_does_not_hold_the_device(device):
         parent.stdout.close()
 
 
+class FailsOnce:
+    """The core; each call in `calls` fails the first time."""
+
+    def __init__(self, core, calls):
+        self.core, self.calls = core, set(calls)
+
+    def __getattr__(self, name):
+        if name in self.calls:
+            self.calls.remove(name)
+
+            def fail(*_):
+                raise smartinf.DeviceError(f"{name} failed")
+
+            return fail
+        return getattr(self.core, name)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [("finish_gradients", "take_back"), ("start_commit", "take_back"), ("start_commit", "load_weights")],
+)
+def test_a_recovery_that_fails_is_made_up_for(calls, device, tmp_path):
+    """By the next call, whichever it is: the step is then made on the weights and state before it."""
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 1000)) for _ in range(2))
+    optimizer = smartinf.AdamW([ours], lr=1e-2, devices=[device])
+    undisturbed = smartinf.AdamW([theirs], lr=1e-2, devices=[str(tmp_path / "undisturbed")])
+    for n in range(3):
+        ours.grad, theirs.grad = torch.full_like(ours, 0.1 + n), torch.full_like(theirs, 0.1 + n)
+        if n == 1:
+            optimizer._session.core = FailsOnce(optimizer._session.core, calls)
+            with pytest.raises(smartinf.DeviceError, match=f"{calls[0]} failed") as raised:
+                optimizer.step()
+            assert f"{calls[1]} failed" in raised.value.__notes__[0]
+        optimizer.step()
+        undisturbed.step()
+        assert torch.equal(ours, theirs)
+
+
 class Slow:
     """The core, with a pause in the middle of a step."""
 

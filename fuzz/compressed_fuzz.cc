@@ -25,8 +25,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     for (const float factor : factors) SI_CHECK(factor >= 0, "a factor of squares");
     if (run == 3) break;  // they may be many
   }
-  std::vector<int8_t> levels(view->levels());
-  view->read_levels(0, levels);
   for (uint64_t block = 0; block < view->blocks(); ++block) {
     SI_CHECK(view->values(block) <= base::kBlockElements, "more values than elements");
     view->expand_block(block, out.data());

@@ -2,14 +2,14 @@
 // (inspect, fsck, the start of a run) answers with a value or a typed error, in bounded memory.
 // Input: one byte of choices, the superblock's first 176 bytes, then the layout record with the
 // run's description at its end.
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <string>
 #include <vector>
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/checksum.h"
@@ -77,8 +77,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (record.size() >= sizeof(LayoutHeader)) seal_layout(record, superblock);
   if (!honest) superblock.layout_bytes = claimed;
 
-  const uint64_t stride = (record.size() + kSuperblockBytes - 1) / kSuperblockBytes *
-                          kSuperblockBytes;
+  const uint64_t stride =
+      (record.size() + kSuperblockBytes - 1) / kSuperblockBytes * kSuperblockBytes;
   std::vector<std::byte> bytes(kSuperblockAreaBytes + kLayoutCopies * stride);
   for (uint32_t copy = 0; copy < kSuperblockCopies; ++copy) {
     superblock.magic = kSuperblockMagic;

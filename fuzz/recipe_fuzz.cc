@@ -1,5 +1,5 @@
-// A recipe is any text, and so are flags: bytes before the first NUL are the file, every line behind it
-// is KEY=VALUE. A recipe that is accepted must survive being printed and read again.
+// A recipe is any text, and so are flags: bytes before the first NUL are the file, every line
+// behind it is KEY=VALUE. A recipe that is accepted must survive being printed and read again.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

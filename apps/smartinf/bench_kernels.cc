@@ -19,7 +19,6 @@
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/gradient_compressor.h"
-#include "smartinf/engine/sign_levels.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/signs.h"
@@ -470,15 +469,11 @@ class KernelBench {
     SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements_));
     for (const double share : options_.shares) {
       engine::CompressOptions options;
-      options.codec = engine::CompressOptions::Codec::kTopK;
+      options.density = share;
       options.values = options_.values.value_or(csd::ValueForm::kBf16);
-      options.ratio = share * engine::counted_bytes(options.values) / 4;
       SI_ASSIGN_OR_RETURN(
           const auto compressor,
           engine::GradientCompressor::make(options, elements_, 1, plan::matrix_forms(space)));
-      // All of them 0, which takes no less time than others.
-      const engine::SignLevels levels(plan::matrix_forms(space));
-      const std::vector<int8_t> lifted_by(base::kBlockElements);
       std::vector<engine::GradientCompressor::Scratch> scratch(team.size());
       std::vector<csd::CompressedWriter> writers(team.size());
       base::ThreadTeam alone(1, "si-measure");  // what it does is not timed
@@ -507,8 +502,7 @@ class KernelBench {
             const uint64_t turned = step * 7919 * 64 % elements_;
             compressor->put(0, gradient_.data() + turned * 2, DataType::kBf16, elements_ - turned);
             compressor->put(elements_ - turned, gradient_.data(), DataType::kBf16, turned);
-            compressor->begin_update(step, 1, 1,
-                                     {.levels = options.in_levels() ? &levels : nullptr}, alone);
+            compressor->begin_update(step, 1, 1, {}, alone);
           });
       const uint64_t elements = std::min(elements_, kBlocksOfSubgroup * base::kBlockElements);
       const auto message =
@@ -522,9 +516,6 @@ class KernelBench {
                  SI_CHECK(view.ok(), "a message of our own");
                  for (uint64_t i = 0; i < view->blocks() && b < part.last; ++i, ++b) {
                    view->expand_block(i, out);
-                   if (view->levels() == 0) continue;
-                   kernels::lift(kernels::kernels(), 0, lifted_by,
-                                 {reinterpret_cast<base::Bf16*>(out), base::kBlockElements});
                  }
                }
              });

@@ -59,12 +59,15 @@ struct ScaleOptions {
   bool json = false;
 };
 
+/// Of compressed gradients.
+constexpr double kDensity = 0.08;
+
 struct Scheme {
   const char* key;
   engine::UpdateWhere where;
   plan::ScheduleVariant schedule;
   DataType type;            // of gradients and weights
-  bool compressed = false;  // gradients: ratio 0.02, what is not sent kept in memory
+  bool compressed = false;  // gradients: density 0.08 with error feedback
 };
 
 constexpr Scheme kSchemes[] = {
@@ -141,19 +144,18 @@ class ScaleBench {
       std::fflush(stdout);
     }
     if (options_.json) {
-      const nlohmann::ordered_json result = {
-          {"params", options_.params},
-          {"internal_read_bytes_per_s", read_},
-          {"internal_write_bytes_per_s", write_},
-          {"host_link_bytes_per_s", host_},
-          {"shared", options_.shared},
-          {"slow_device", options_.slow_device},
-          {"state_format", options_.format},
-          {"subgroups_per_device", options_.subgroups},
-          {"repeat", options_.repeat},
-          {"compress_ratio", compress_.ratio},
-          {"compress_values", csd::value_form_name(compress_.values)},
-          {"rows", rows}};
+      const nlohmann::ordered_json result = {{"params", options_.params},
+                                             {"internal_read_bytes_per_s", read_},
+                                             {"internal_write_bytes_per_s", write_},
+                                             {"host_link_bytes_per_s", host_},
+                                             {"shared", options_.shared},
+                                             {"slow_device", options_.slow_device},
+                                             {"state_format", options_.format},
+                                             {"subgroups_per_device", options_.subgroups},
+                                             {"repeat", options_.repeat},
+                                             {"density", compress_.density},
+                                             {"values", csd::value_form_name(compress_.values)},
+                                             {"rows", rows}};
       fmt::print("{}\n", result.dump());
     }
     return Status();
@@ -176,9 +178,9 @@ class ScaleBench {
 
   static engine::CompressOptions compression(const ScaleOptions& options) {
     engine::CompressOptions compress;
-    compress.codec = engine::CompressOptions::Codec::kTopK;
-    compress.keep_every = 0;
-    compress.values = options.values.value_or(compress.usual_values());
+    compress.density = kDensity;
+    compress.residual_every = 0;
+    compress.values = options.values.value_or(compress.default_values());
     return compress;
   }
 
@@ -188,8 +190,7 @@ class ScaleBench {
     const auto forms = plan::matrix_forms(parameters);
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : parameters.subgroups(subgroup_elements(devices))) {
-      factors += csd::factors_bytes(forms, compression(options_).in_levels(), subgroup.first,
-                                    subgroup.count);
+      factors += csd::factors_bytes(forms, subgroup.first, subgroup.count);
     }
     return packed_bytes_ + static_cast<double>(factors) / static_cast<double>(options_.params);
   }

@@ -58,10 +58,10 @@ struct StepOptions {
   uint64_t subgroup = 0;
   std::string gradient;  // empty: bf16; f32 for a host update
   bool spill = false;
-  double compress = 0;  // ratio; 0: whole gradients
+  double density = 0;  // of compressed gradients; 0: dense ones
   std::optional<csd::ValueForm> values;
-  std::string feedback = "host";
-  uint64_t keep_every = 0;
+  bool error_feedback = true;
+  uint64_t residual_every = 0;
   std::string io_bytes = "0";
   uint32_t io_depth = 0;
   uint32_t threads = 0;
@@ -141,15 +141,11 @@ class StepBench {
         options_.gradient.empty() ? options_.where == "host" : options_.gradient == "f32";
     updater_.gradient_type = wide ? DataType::kF32 : DataType::kBf16;
     if (options_.spill) updater_.gradient_budget_bytes = 0;
-    if (options_.compress > 0) {
-      using engine::CompressOptions;
-      updater_.compress.codec = CompressOptions::Codec::kTopK;
-      updater_.compress.ratio = options_.compress;
-      updater_.compress.feedback = options_.feedback == "none" ? CompressOptions::Feedback::kNone
-                                                               : CompressOptions::Feedback::kHost;
-      updater_.compress.keep_every = options_.keep_every;
-      updater_.compress.values = options_.values.value_or(updater_.compress.usual_values());
-    }
+    engine::CompressOptions& compress = updater_.compress;
+    compress.density = options_.density;
+    compress.error_feedback = options_.error_feedback;
+    compress.residual_every = options_.residual_every;
+    compress.values = options_.values.value_or(compress.default_values());
     if (!options_.trace.empty()) {
       updater_.trace = std::make_shared<csd::Trace>();
       SI_RETURN_IF_ERROR(write_trace(options_.trace, *updater_.trace));  // told now, if it fails
@@ -259,7 +255,7 @@ class StepBench {
     slots_ = updater->slots();
     subgroup_elements_ = updater->subgroup_elements();
     devices_ = updater->describe_devices();
-    if (updater_.compress.kept_on_devices()) {
+    if (updater_.compress.residual_on_devices()) {
       // As a run's last step: the next round opens a state that lacks nothing.
       updater->keep_residual();
       SI_RETURN_IF_ERROR(steps_->step(*updater).status());
@@ -349,10 +345,10 @@ class StepBench {
           {"state_format", options_.format},
           {"gradient", base::data_type_name(updater_.gradient_type)},
           {"spill", options_.spill},
-          {"compress", options_.compress},
-          {"compress_values", csd::value_form_name(updater_.compress.values)},
-          {"compress_feedback", options_.feedback},
-          {"compress_keep_every", options_.keep_every},
+          {"density", options_.density},
+          {"values", csd::value_form_name(updater_.compress.values)},
+          {"error_feedback", options_.error_feedback},
+          {"residual_every", options_.residual_every},
           {"durability", options_.durability},
           {"checksums", updater_.checksums},
           {"schedule", options_.schedule},
@@ -505,17 +501,17 @@ void add_bench_step(CLI::App& bench, Run& run) {
       ->check(CLI::IsMember({"f32", "bf16"}));
   command->add_flag("--spill", options->spill, "Gradients go to the drive instead of memory");
   command
-      ->add_option("--compress", options->compress,
-                   "Compressed gradients: volume against f32, e.g. 0.02 sends the largest 8 % as "
-                   "signs, or the largest 1 % as numbers")
-      ->check(CLI::Range(1e-6, 2.0));
-  add_values_flag(*command, options->values, "sign; without feedback bf16");
-  command->add_option("--feedback", options->feedback, "What is not sent: kept in memory or lost")
-      ->check(CLI::IsMember({"host", "none"}))
+      ->add_option("--density", options->density,
+                   "Share of a gradient's elements that is sent, e.g. 0.08; 0: dense gradients")
+      ->check(CLI::Range(0.0, 1.0));
+  add_values_flag(*command, options->values, "sign; without error feedback bf16");
+  command
+      ->add_option("--error-feedback", options->error_feedback,
+                   "Whether what is not sent waits in memory for later steps")
       ->capture_default_str();
   command
-      ->add_option("--keep-every", options->keep_every,
-                   "Steps between writes of what is kept to the device; 0: never")
+      ->add_option("--residual-every", options->residual_every,
+                   "Steps between writes of the residual to the device; 0: never")
       ->capture_default_str();
   command->add_option("--io-bytes", options->io_bytes, "Size of a transfer; 0: measured")
       ->capture_default_str();

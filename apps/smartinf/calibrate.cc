@@ -146,7 +146,7 @@ int run_calibrate(const CalibrateFlags& flags) {
   const auto update_params = measure_update_rate({base::StateFormat::kF32, true}, cores);
   if (!update_params.ok()) return report(update_params.status());
   engine::CompressOptions compress;
-  compress.codec = engine::CompressOptions::Codec::kTopK;
+  compress.density = 0.08;
   const auto expand_params = measure_update_rate({base::StateFormat::kF32, true, compress}, cores);
   if (!expand_params.ok()) return report(expand_params.status());
   const auto select = measure_select_rate(compress);
@@ -224,8 +224,8 @@ int run_calibrate(const CalibrateFlags& flags) {
   }
   fmt::print("copy    {} (one thread)\nupdate  {} ({} cores, state and gradient in)\n",
              base::format_rate(*copies), base::format_rate(updates), cores);
-  fmt::print("select  {:.0f} M parameters/s ({} threads; compressed gradients, ratio {})\n",
-             machine.host.select_params_per_s * 1e-6, select->threads, compress.ratio);
+  fmt::print("select  {:.0f} M parameters/s ({} threads; compressed gradients, density {})\n",
+             machine.host.select_params_per_s * 1e-6, select->threads, compress.density);
   if (products > 0) {
     fmt::print("compute {:.1f} GFLOP/s in bf16 matrix products (torch, {} cores)\n",
                products * 1e-9, cores);

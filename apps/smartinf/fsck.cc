@@ -85,10 +85,10 @@ std::optional<StoreFault> description_fault(const std::string& path) {
   if (!store.ok() || store->layout.description.empty()) return std::nullopt;
   const auto run = engine::run_description_from_json(store->layout.description);
   if (run.ok()) return std::nullopt;
-  return StoreFault{storage::FaultKind::kLayout,
-                    Status(run.status().code(), run.status().what(),
-                           "Restore a checkpoint (smartinf restore).",
-                           base::ErrorPlace{store->file_path, {}, {}, 0})};
+  return StoreFault{
+      storage::FaultKind::kLayout,
+      Status(run.status().code(), run.status().what(), "Restore a checkpoint (smartinf restore).",
+             base::ErrorPlace{store->file_path, {}, {}, 0})};
 }
 
 CheckedDevice check(const std::string& path, const FsckFlags& flags, uint64_t memory_bytes,

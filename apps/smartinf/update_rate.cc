@@ -13,10 +13,9 @@
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/engine/gradient_codec.h"
+#include "smartinf/engine/density.h"
 #include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/engine/gradient_sender.h"
-#include "smartinf/engine/sign_levels.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/update.h"
 
@@ -51,7 +50,7 @@ double median_seconds(Pass pass) {
 
 /// As many elements of each block as are sent, anywhere in it, half of them negative.
 std::vector<std::byte> sparse_message(const engine::CompressOptions& compress) {
-  const size_t sent = engine::values_per_block(compress, compress.ratio, kBlock);
+  const size_t sent = engine::values_per_block(compress.density, kBlock);
   std::vector<uint32_t> indices;
   std::vector<float> values;
   uint64_t random = 1;
@@ -66,9 +65,7 @@ std::vector<std::byte> sparse_message(const engine::CompressOptions& compress) {
   constexpr uint64_t kRows = kBlocks * kBlock / kMatrixColumns;
   writer.begin(base::SubgroupId{0}, kBlocks * kBlock, compress.values,
                {.values = std::vector<float>(kRows + kMatrixColumns, 1.0f),
-                .runs = {kRows, kMatrixColumns},
-                .levels = std::vector<int8_t>(compress.in_levels() ? kRows + kMatrixColumns : 0,
-                                              int8_t{1})});
+                .runs = {kRows, kMatrixColumns}});
   for (uint64_t b = 0; b < kBlocks; ++b) writer.add_block(indices, values);
   const auto message = writer.finish();
   return {message.begin(), message.end()};
@@ -102,7 +99,6 @@ class ProcessorPass {
         const auto view = csd::CompressedView::trusted(message_);
         view.expand_block(b, at);
         view.read_factors(1, view.factors() - columns.size(), columns);
-        if (view.levels() > 0) lift(view, at);
         std::fill(squares.begin(), squares.end(),
                   kernels::SquaresRow{kMatrixColumns, 1e-6f, columns.data()});
         block.squares = squares;
@@ -120,19 +116,10 @@ class ProcessorPass {
   uint64_t seen() const { return seen_; }
 
  private:
-  void lift(const csd::CompressedView& view, std::byte* gradient) {
-    view.read_levels(view.levels() - kMatrixColumns, levels_);
-    auto* value = reinterpret_cast<base::Bf16*>(gradient);
-    for (uint64_t row = 0; row < kBlock / kMatrixColumns; ++row, value += kMatrixColumns) {
-      kernels::lift(kernels::kernels(), 1, levels_, {value, kMatrixColumns});
-    }
-  }
-
   const ProcessorWork work_;
   std::byte* memory_;
   uint64_t block_bytes_;
   std::span<const std::byte> message_;
-  std::vector<int8_t> levels_ = std::vector<int8_t>(kMatrixColumns);
   uint64_t seen_ = 0;
 };
 
@@ -214,7 +201,6 @@ base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& comp
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements));
   SI_ASSIGN_OR_RETURN(const auto compressor, engine::GradientCompressor::make(
                                                  compress, elements, 0, plan::matrix_forms(space)));
-  const engine::SignLevels levels(plan::matrix_forms(space));
   // The same values as the steps that are timed, whose spread decides how long selecting takes.
   SI_ASSIGN_OR_RETURN(const auto steps,
                       SyntheticSteps::make(kElements, DataType::kBf16, DataType::kBf16));
@@ -223,8 +209,7 @@ base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& comp
   base::ThreadTeam team(rate.threads, "si-measure");
   uint64_t step = 0;
   const auto pass = [&] {
-    compressor->begin_update(step, 1, 1, {.levels = compress.in_levels() ? &levels : nullptr},
-                             team);
+    compressor->begin_update(step, 1, 1, {}, team);
     team.run(rate.threads, [&](uint32_t worker, size_t t) {
       const plan::Subgroup own{base::SubgroupId{static_cast<uint32_t>(t)}, t * kElements,
                                kElements};

@@ -78,31 +78,16 @@ T choice(const nb::dict& given, const char* key, T otherwise,
 
 engine::CompressOptions compress_options(const nb::dict& given) {
   using engine::CompressOptions;
-  using Codec = CompressOptions::Codec;
   CompressOptions compress;
-  compress.codec = choice(given, "codec", Codec::kTopK,
-                          {{"none", Codec::kNone},
-                           {"topk", Codec::kTopK},
-                           {"randomk", Codec::kRandomK},
-                           {"dense", Codec::kDense}});
-  compress.ratio = option(given, "ratio", compress.ratio);
-  compress.ratio_max = option(given, "ratio_max", compress.ratio_max);
-  compress.backlog = option(given, "backlog", compress.backlog);
-  using Feedback = CompressOptions::Feedback;
-  compress.feedback = choice(given, "feedback", compress.feedback,
-                             {{"none", Feedback::kNone}, {"host", Feedback::kHost}});
-  compress.values = choice(given, "values", compress.usual_values(),
+  compress.density = option(given, "density", compress.density);
+  compress.error_feedback = option(given, "error_feedback", compress.error_feedback);
+  compress.values = choice(given, "values", compress.default_values(),
                            {{"f32", csd::ValueForm::kF32},
                             {"bf16", csd::ValueForm::kBf16},
                             {"f16", csd::ValueForm::kF16},
                             {"sign", csd::ValueForm::kSign}});
-  compress.feedback_decay = option(given, "feedback_decay", compress.feedback_decay);
-  using Variance = CompressOptions::Variance;
-  compress.variance = choice(given, "variance", compress.variance,
-                             {{"sent", Variance::kSent}, {"dense", Variance::kDense}});
-  compress.step_ahead = option(given, "step_ahead", compress.step_ahead);
+  compress.residual_every = option(given, "residual_every", compress.residual_every);
   compress.warmup_steps = option(given, "warmup_steps", compress.warmup_steps);
-  compress.keep_every = option(given, "keep_every", compress.keep_every);
   return compress;
 }
 
@@ -328,7 +313,7 @@ nb::dict PyUpdater::compression() {
   out["elements"] = summary.elements;
   out["values"] = summary.values;
   out["bytes"] = summary.bytes;
-  out["ratio"] = summary.ratio;
+  out["density"] = summary.density;
   out["residual_norm"] = summary.residual_norm;
   return out;
 }

@@ -5,37 +5,29 @@ import difflib
 from smartinf.errors import UsageError
 
 _TYPES = {
-    "codec": str,
-    "ratio": float,
-    "ratio_max": float,
-    "backlog": float,
+    "density": float,
     "values": str,
-    "feedback": str,
-    "feedback_decay": float,
-    "variance": str,
-    "step_ahead": bool,
+    "error_feedback": bool,
+    "residual_every": int,
     "warmup_steps": int,
-    "keep_every": int,
 }
+_RESIDUAL_EVERY = 16  # the core's default
 
 
 def parse(value):
-    """The keys given, as the core wants them; None: gradients go whole.
+    """The keys given, as the core wants them; None: gradients are sent dense.
 
-    value: None, a ratio (0.02), a codec ("topk"), or a dict with any of codec, ratio, ratio_max,
-    backlog, values, feedback, feedback_decay, variance, step_ahead, warmup_steps,
-    keep_every. Raises UsageError.
+    value: None, a density (0.08 sends the largest 8 % of the elements), or a dict with it and any of
+    values, error_feedback, residual_every, warmup_steps. Raises UsageError.
     """
-    if value is None or value is False or value == "none":
+    if value is None or value is False:
         return None
-    if isinstance(value, str):
-        value = {"codec": value}
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = {"ratio": value}
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = {"density": value}
     if not isinstance(value, dict):
         raise UsageError(
-            f"compress={value!r}: give a ratio (0.02 sends the signs of the largest 8 %), "
-            f'a codec ("topk"), or a dict with any of {", ".join(_TYPES)}'
+            f"compress={value!r}: give a density (0.08 sends the signs of the largest 8 %) or a dict "
+            f'with any of {", ".join(_TYPES)}'
         )
     options = {}
     for key, given in value.items():
@@ -53,16 +45,16 @@ def parse(value):
             }[kind]
             raise UsageError(f"compress[{key!r}]={given!r} must be {what}")
         options[key] = kind(given)
-    if options.get("codec", "topk") == "none":
-        return None
-    return {"codec": "topk", **options}
+    if "density" not in options:
+        raise UsageError("compress has no density; add \"density\": 0.08, the share of elements that are sent")
+    return options if options["density"] != 0 else None
 
 
-def keeps(options):
-    """Whether what is not sent is kept for later steps."""
-    return options is not None and options.get("feedback", "host") == "host"
+def has_residual(options):
+    """Whether what is not sent waits for later steps."""
+    return options is not None and options.get("error_feedback", True)
 
 
-def keeps_at_close(options):
-    """Whether what is kept is on the devices only every now and then, so that closing writes it."""
-    return keeps(options) and options.get("keep_every", 1) > 1
+def writes_residual_at_close(options):
+    """Whether the residual is on the devices only every now and then, so that closing writes it."""
+    return has_residual(options) and options.get("residual_every", _RESIDUAL_EVERY) > 1

@@ -333,7 +333,7 @@ class Session:
         nothing that compression kept is left to come. Collective."""
         wanted, layout, values = set(changed), self.layout, {}
         sent = residual = None
-        if compression.keeps(self.options.compress):
+        if compression.has_residual(self.options.compress):
             self.wait_commit()  # all ranks, also one that owns nothing
         if self.core.step_ahead():
             sent = torch.empty(layout.owned_count, dtype=layout.dtype)
@@ -423,13 +423,13 @@ class Session:
 
     def write_residual(self, core):
         """To the devices, where they have it only every now and then. No step is in progress."""
-        if self.stepped and compression.keeps_at_close(self.options.compress):
+        if self.stepped and compression.writes_residual_at_close(self.options.compress):
             core.edit_state(None, self.lineage.to_json(), core.residual())
             self._commit.started()
 
     def empty_residual(self):
         """Nothing kept, for states that come without; None when nothing is ever kept."""
-        if not compression.keeps(self.options.compress):
+        if not compression.has_residual(self.options.compress):
             return None
         return torch.zeros(self.layout.owned_count, dtype=torch.bfloat16)
 

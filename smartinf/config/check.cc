@@ -128,18 +128,9 @@ Status check_recipe(const Recipe& recipe) {
                  "Leave it out, or set optimizer.where = \"device\".");
   }
   const engine::CompressOptions& compress = updater.compress;
-  SI_RETURN_IF_ERROR(within("compress.ratio", compress.ratio, 1e-6, 2));
-  SI_RETURN_IF_ERROR(within("compress.backlog", compress.backlog, 1e-6, 1e9));
-  if (compress.ratio_max != 0) {
-    SI_RETURN_IF_ERROR(within("compress.ratio_max", compress.ratio_max, compress.ratio, 2));
-    if (compress.on() && compress.feedback == engine::CompressOptions::Feedback::kNone) {
-      return wrong("compress.ratio_max", "is set, but feedback = \"none\" keeps nothing to go by",
-                   "Leave it out, or set compress.feedback = \"host\".");
-    }
-  }
-  SI_RETURN_IF_ERROR(within("compress.feedback_decay", compress.feedback_decay, 0, 1));
+  SI_RETURN_IF_ERROR(within("compress.density", compress.density, 0, 1));
   if (compress.on() && recipe.options.train.where != train::OptimizerWhere::kDevice) {
-    return wrong("compress.codec",
+    return wrong("compress.density",
                  "is set, but gradients cross the host link only with optimizer.where = \"device\"",
                  "Leave it out, or set optimizer.where = \"device\".");
   }

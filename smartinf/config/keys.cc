@@ -21,9 +21,6 @@ constexpr std::array<std::string_view, 2> kPrecision{"bf16", "f32"};
 constexpr std::array<std::string_view, 5> kRule{"adamw", "adam", "sgd", "adagrad", "lion"};
 constexpr std::array<std::string_view, 3> kFormat{"f32", "bf16", "q8"};
 constexpr std::array<std::string_view, 3> kGradient{"f32", "bf16", "f16"};
-constexpr std::array<std::string_view, 4> kCodec{"none", "topk", "randomk", "dense"};
-constexpr std::array<std::string_view, 2> kFeedback{"none", "host"};
-constexpr std::array<std::string_view, 2> kVariance{"sent", "dense"};
 // "early" is for who starts updates before all gradients are there; a recipe cannot.
 constexpr std::array<std::string_view, 2> kSchedule{"naive", "overlapped"};
 constexpr std::array<std::string_view, 2> kDurability{"step", "none"};
@@ -165,36 +162,20 @@ constexpr auto kKeys = std::to_array<Key>({
            "type of gradients on the host link; when not set: that of train.precision"),
     SI_KEY("optimizer.seed", &r.updater.seed, "seed of stochastic rounding (formats bf16 and q8)"),
 
-    SI_KEY("compress.codec", choice(r.updater.compress.codec, kCodec),
-           "elements that are sent: \"topk\": the largest of each 65536; \"none\": whole "
-           "gradients; \"randomk\", \"dense\": controls"),
-    SI_KEY("compress.ratio", &r.updater.compress.ratio,
-           "volume against f32 gradients, a sign and its index counted as 1 byte: 0.02 sends 8 %; "
-           "a number and its index as 8: 1 %"),
-    SI_KEY(
-        "compress.ratio_max", &r.updater.compress.ratio_max,
-        "limit of an automatic ratio, which rises while more than \"backlog\" waits; 0: it stays"),
-    SI_KEY("compress.backlog", &r.updater.compress.backlog,
-           "steps' gradients that may wait with an automatic ratio, by the squares of the norms"),
+    SI_KEY("compress.density", &r.updater.compress.density,
+           "share of a gradient's elements that is sent, the largest of each 65536, e.g. 0.08; "
+           "0: gradients are sent dense"),
     SI_KEY("compress.values", choice(r.updater.compress.values, csd::kValueFormNames),
            "form of an element that is sent; \"sign\": its sign, and one magnitude for each block; "
-           "when not set without feedback, or with another codec than topk: \"bf16\""),
-    SI_KEY("compress.feedback", choice(r.updater.compress.feedback, kFeedback),
-           "place of what is not sent: \"host\": it is kept in host memory and added to the next "
-           "gradient; \"none\": it is lost"),
-    SI_KEY("compress.feedback_decay", &r.updater.compress.feedback_decay,
-           "factor on what is kept, per step; 1: all of it stays"),
-    SI_KEY("compress.variance", choice(r.updater.compress.variance, kVariance),
-           "variance of adam and adamw, from the \"dense\" gradient's squares by row and column or "
-           "from what was \"sent\""),
-    SI_KEY("compress.step_ahead", &r.updater.compress.step_ahead,
-           "whether weights come up as if what is kept had arrived, and signs have units; with "
-           "feedback and \"dense\" variance"),
-    SI_KEY("compress.warmup_steps", &r.updater.compress.warmup_steps,
-           "steps in which the ratio falls from 0.5"),
-    SI_KEY("compress.keep_every", &r.updater.compress.keep_every,
-           "steps between writes of what is kept to the devices, 2 bytes a parameter; 1: a crash "
+           "when not set: \"sign\", without error feedback \"bf16\""),
+    SI_KEY("compress.error_feedback", &r.updater.compress.error_feedback,
+           "whether what is not sent (the residual) waits in host memory and is added to the next "
+           "gradient; false: it is lost"),
+    SI_KEY("compress.residual_every", &r.updater.compress.residual_every,
+           "steps between writes of the residual to the devices, 2 bytes a parameter; 1: a crash "
            "loses nothing of it; 0: never"),
+    SI_KEY("compress.warmup_steps", &r.updater.compress.warmup_steps,
+           "steps in which the density falls from 0.25"),
 
     SI_KEY("engine.schedule", choice(r.updater.schedule, kSchedule),
            "order of reads, updates and writes on a device"),

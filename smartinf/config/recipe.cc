@@ -37,7 +37,25 @@ const Key* find_key(std::string_view name) {
   return found == all.end() ? nullptr : &*found;
 }
 
+/// Keys that there were, and what to write in their place.
+constexpr std::pair<std::string_view, std::string_view> kFormerKeys[] = {
+    {"compress.codec", "compress.density sends the largest elements"},
+    {"compress.ratio",
+     "it is compress.density now, the share of the elements: ratio = 0.02 sent signs of 8 %, "
+     "density = 0.08, or 1 % as numbers, density = 0.01"},
+    {"compress.feedback", "it is compress.error_feedback now, true or false"},
+    {"compress.keep_every", "it is compress.residual_every now"},
+    {"compress.ratio_max", "there is no longer an automatic ratio: choose a compress.density"},
+    {"compress.backlog", "there is no longer an automatic ratio: choose a compress.density"},
+    {"compress.feedback_decay", "the residual no longer decays: leave it out"},
+    {"compress.variance", "it no longer has a choice: compress.error_feedback decides"},
+    {"compress.step_ahead", "it no longer has a choice: compress.error_feedback decides"},
+};
+
 std::string suggestion(std::string_view name) {
+  for (const auto& [former, now] : kFormerKeys) {
+    if (name == former) return fmt::format("; {}", now);
+  }
   std::vector<std::string_view> names;
   for (const Key& key : keys()) names.push_back(key.name);
   const std::string_view nearest = base::nearest_name(name, names);
@@ -174,7 +192,7 @@ class Reader {
       recipe.updater.gradient_type = train::precision_data_type(recipe.options.train.precision);
     }
     engine::CompressOptions& compress = recipe.updater.compress;
-    if (!loaded_.origins.contains("compress.values")) compress.values = compress.usual_values();
+    if (!loaded_.origins.contains("compress.values")) compress.values = compress.default_values();
     recipe.updater.where = recipe.options.train.where == train::OptimizerWhere::kHost
                                ? engine::UpdateWhere::kHost
                                : engine::UpdateWhere::kDevice;
@@ -297,15 +315,15 @@ class Reader {
     loaded_.origins[override.key] = {Origin::Kind::kFlag, 0};
   }
 
-  // How to compress, and not that: gradients would go whole without a word.
+  // How to compress, and not that: gradients would be sent dense without a word.
   void check_compression_is_chosen() {
-    if (loaded_.origins.contains("compress.codec")) return;
+    if (loaded_.origins.contains("compress.density")) return;
     for (const auto& [key, origin] : loaded_.origins) {
       if (section_of(key) != "compress") continue;
       problems_.push_back(with_origin(
           Status(ErrorCode::kInvalidArgument,
-                 key + " is given, but no compress.codec, so gradients would be sent whole",
-                 R"(Add compress.codec = "topk" (or "none", and they are).)")));
+                 key + " is given, but no compress.density, so gradients would be sent dense",
+                 "Add compress.density = 0.08 (or 0, and they are).")));
       return;
     }
   }

@@ -378,45 +378,42 @@ TEST(Recipes, OfTheProjectAreValid) {
 
 TEST(Recipe, Compression) {
   const LoadedRecipe loaded = good(
-      "[compress]\ncodec = \"topk\"\nratio = 0.05\nvalues = \"f16\"\nfeedback = \"none\"\n"
-      "variance = \"sent\"\nwarmup_steps = 100\nkeep_every = 8\nbacklog = 12.5\n",
+      "[compress]\ndensity = 0.05\nvalues = \"f16\"\nerror_feedback = false\n"
+      "warmup_steps = 100\nresidual_every = 8\n",
       {});
   const engine::CompressOptions& compress = loaded.recipe.updater.compress;
-  EXPECT_EQ(compress.codec, engine::CompressOptions::Codec::kTopK);
-  EXPECT_EQ(compress.ratio, 0.05);
+  EXPECT_TRUE(compress.on());
+  EXPECT_EQ(compress.density, 0.05);
   EXPECT_EQ(compress.values, csd::ValueForm::kF16);
-  EXPECT_EQ(compress.feedback, engine::CompressOptions::Feedback::kNone);
-  EXPECT_EQ(compress.variance, engine::CompressOptions::Variance::kSent);
+  EXPECT_FALSE(compress.error_feedback);
   EXPECT_EQ(compress.warmup_steps, 100u);
-  EXPECT_EQ(compress.backlog, 12.5);
-  EXPECT_FALSE(compress.automatic());
-  EXPECT_EQ(compress.keep_every, 8u);
+  EXPECT_EQ(compress.residual_every, 8u);
   const auto values = [](const std::string& text) {
     return good("[compress]\n" + text, {}).recipe.updater.compress.values;
   };
-  EXPECT_EQ(values(""), csd::ValueForm::kSign) << "as documented, whatever the codec is later";
-  EXPECT_EQ(values("codec = \"topk\"\n"), csd::ValueForm::kSign);
-  EXPECT_EQ(values("codec = \"topk\"\nfeedback = \"none\"\n"), csd::ValueForm::kBf16);
-  EXPECT_EQ(values("codec = \"dense\"\n"), csd::ValueForm::kBf16);
-  EXPECT_EQ(values("codec = \"dense\"\nvalues = \"sign\"\n"), csd::ValueForm::kSign);
-  EXPECT_THAT(bad("[compress]\nratoi = 0.1\n"), HasSubstr("compress.ratio"));
-  EXPECT_THAT(bad("[compress]\nratio = 0.05\n"), HasSubstr(":2: compress.ratio is given, but no"));
-  EXPECT_THAT(bad("", {{"compress.ratio", "0.05"}}),
-              HasSubstr("--compress.ratio is given, but no"));
-  EXPECT_EQ(good("[compress]\ncodec = \"none\"\nratio = 0.05\n", {}).recipe.updater.compress.on(),
-            false);
-  EXPECT_THAT(bad("[compress]\ncodec = \"top\"\n"), HasSubstr("\"topk\""));
-  EXPECT_THAT(bad("[compress]\nratio = 0.0\n"), HasSubstr("compress.ratio"));
-  EXPECT_THAT(bad("[compress]\nratio = 3.0\n"), HasSubstr("compress.ratio"));
-  EXPECT_THAT(bad("[compress]\nratio_max = 0.01\n"), HasSubstr("compress.ratio_max"));
-  EXPECT_THAT(bad("[compress]\nbacklog = 0.0\n"), HasSubstr("compress.backlog"));
-  EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\nratio_max = 0.5\nfeedback = \"none\"\n"),
-              HasSubstr("compress.ratio_max"));
-  EXPECT_THAT(bad("[compress]\nratio_max = 2.5\n"), HasSubstr("compress.ratio_max"));
+  EXPECT_EQ(values(""), csd::ValueForm::kSign);
+  EXPECT_EQ(values("density = 0.1\n"), csd::ValueForm::kSign);
+  EXPECT_EQ(values("density = 0.1\nerror_feedback = false\n"), csd::ValueForm::kBf16);
+  EXPECT_EQ(values("density = 0.1\nvalues = \"bf16\"\n"), csd::ValueForm::kBf16);
+  EXPECT_FALSE(good("", {}).recipe.updater.compress.on());
+  EXPECT_FALSE(
+      good("[compress]\ndensity = 0.0\nwarmup_steps = 3\n", {}).recipe.updater.compress.on());
+  EXPECT_THAT(bad("[compress]\ndensitiy = 0.1\n"), HasSubstr("compress.density"));
+  EXPECT_THAT(bad("[compress]\nwarmup_steps = 3\n"),
+              HasSubstr(":2: compress.warmup_steps is given, but no"));
+  EXPECT_THAT(bad("", {{"compress.warmup_steps", "3"}}),
+              HasSubstr("--compress.warmup_steps is given, but no"));
+  EXPECT_THAT(bad("[compress]\ndensity = -0.1\n"), HasSubstr("compress.density"));
+  EXPECT_THAT(bad("[compress]\ndensity = 1.5\n"), HasSubstr("compress.density"));
   EXPECT_THAT(bad("[compress]\nvalues = \"int8\"\n"), HasSubstr("\"sign\""));
-  EXPECT_THAT(bad("[compress]\nfeedback_decay = 1.5\n"), HasSubstr("compress.feedback_decay"));
-  EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\n[optimizer]\nwhere = \"memory\"\n"),
+  EXPECT_THAT(bad("[compress]\ndensity = 0.1\n[optimizer]\nwhere = \"memory\"\n"),
               HasSubstr("optimizer.where"));
+  // Keys of earlier versions say what to write in their place.
+  EXPECT_THAT(bad("[compress]\ncodec = \"topk\"\n"), HasSubstr("compress.density"));
+  EXPECT_THAT(bad("[compress]\nratio = 0.02\n"), HasSubstr("density = 0.08"));
+  EXPECT_THAT(bad("[compress]\nkeep_every = 16\n"), HasSubstr("compress.residual_every"));
+  EXPECT_THAT(bad("", {{"compress.feedback", "none"}}), HasSubstr("compress.error_feedback"));
+  EXPECT_THAT(bad("[compress]\nratio_max = 0.1\n"), HasSubstr("no longer"));
 }
 
 TEST(Keys, HelpBeginsWithWhatTheKeyIs) {

@@ -78,10 +78,8 @@ Status corrupt(const std::string& what) {
 
 }  // namespace
 
-uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, bool levels, uint64_t first,
-                       uint64_t count) {
-  const uint64_t factors = plan::factors_in(forms, first, count);
-  return factors_bytes(factors, levels ? factors : 0,
+uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count) {
+  return factors_bytes(plan::factors_in(forms, first, count),
                        kRunsOfForm * plan::forms_in(forms, first, count).size());
 }
 
@@ -103,10 +101,6 @@ void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, Value
   SI_CHECK(factors.values.size() <= ~uint32_t{0}, "as many factors as a message can count");
   header_.runs = static_cast<uint32_t>(factors.runs.size());
   header_.factors = static_cast<uint32_t>(factors.values.size());
-  header_.levels = factors.levels.empty() ? 0 : 1;
-  SI_CHECK(factors.levels.empty() ||
-               (factors.levels.size() == factors.values.size() && values == ValueForm::kSign),
-           "a level of signs for each factor");
   next_block_ = 0;
   message_.clear();
   message_.resize(sizeof(header_) + blocks() * sizeof(CompressedBlock));
@@ -138,8 +132,6 @@ void CompressedWriter::append_factors(const SquaresFactors& factors) {
     run_at += sizeof(run);
   }
   SI_CHECK(left.empty(), "runs add up to the factors");
-  std::ranges::transform(factors.levels, code,
-                         [](int8_t level) { return static_cast<std::byte>(level); });
 }
 
 uint64_t CompressedWriter::elements_of_next_block() const {
@@ -302,7 +294,7 @@ base::Result<CompressedView> CompressedView::parse(std::span<const std::byte> me
                    std::to_string(header.bytes));
   }
   if (header.checksum != checksum_of(message)) return corrupt("its checksum is wrong");
-  if (header.value_form > static_cast<uint8_t>(ValueForm::kSign) || header.levels > 1) {
+  if (header.value_form > static_cast<uint8_t>(ValueForm::kSign) || header.reserved != 0) {
     return corrupt("a field of its header has no meaning");
   }
   if (header.elements == 0 || header.elements / kBlockElements > message.size() ||
@@ -329,9 +321,6 @@ CompressedView CompressedView::trusted(std::span<const std::byte> message) {
 }
 
 Status CompressedView::check_factors() const {
-  if (header_.levels != 0 && (header_.factors == 0 || form() != ValueForm::kSign)) {
-    return corrupt("it has levels, but not of signs");
-  }
   uint64_t factors = 0;
   for (uint64_t i = 0; i < header_.runs; ++i) {
     const CountAndByte run = run_at(i).factors;
@@ -425,14 +414,6 @@ void CompressedView::read_factors(uint64_t run, uint64_t first, std::span<float>
     const auto bits = std::to_integer<uint32_t>(code[i]);
     out[i] = std::bit_cast<float>(bits == 0 ? 0u : (bits + scale) << kFactorCut);
   }
-}
-
-void CompressedView::read_levels(uint64_t first, std::span<int8_t> out) const {
-  SI_CHECK(first <= levels() && out.size() <= levels() - first, "levels that there are");
-  const uint64_t at = runs_offset() + factors_bytes(header_.factors, first, header_.runs);
-  std::ranges::transform(message_.subspan(at, out.size()), out.begin(), [](std::byte level) {
-    return static_cast<int8_t>(std::to_integer<uint8_t>(level));
-  });
 }
 
 }  // namespace smartinf::csd

@@ -30,7 +30,7 @@ enum class ValueForm : uint8_t {
   kF32,
   kBf16,
   kF16,
-  kSign,  // a bit each, and for the block one magnitude in bf16: the mean of theirs as told
+  kSign,  // a bit each, and for the block one magnitude in bf16: the mean of theirs
 };
 inline constexpr std::array<std::string_view, 4> kValueFormNames{"f32", "bf16", "f16", "sign"};
 constexpr std::string_view value_form_name(ValueForm form) {
@@ -55,7 +55,7 @@ struct CompressedHeader {
   uint64_t magic = kCompressedMagic;
   uint16_t version = kCompressedVersion;
   uint8_t value_form = 0;  // ValueForm
-  uint8_t levels = 0;      // 1: there is one behind the factors for each of them, in their order
+  uint8_t reserved = 0;    // zero
   uint32_t subgroup = 0;   // a message that went astray is found
   uint64_t elements = 0;   // of the subgroup
   uint32_t runs = 0;       // of factors of the gradient's squares, behind the directory
@@ -64,9 +64,6 @@ struct CompressedHeader {
   uint64_t checksum = 0;   // of all bytes but these eight
 };
 static_assert(sizeof(CompressedHeader) == 48);
-constexpr uint64_t levels_in(const CompressedHeader& header) {
-  return header.levels == 0 ? 0 : header.factors;
-}
 
 /// A number below 2^24 and a byte above it.
 struct CountAndByte {
@@ -96,13 +93,12 @@ struct FactorRun {
 static_assert(sizeof(FactorRun) == 4);
 /// One of its rows, one of its columns.
 inline constexpr uint64_t kRunsOfForm = 2;
-/// What factors take in a message, with as many levels or none.
-constexpr uint64_t factors_bytes(uint64_t factors, uint64_t levels, uint64_t runs) {
-  return factors + levels + runs * sizeof(FactorRun);
+/// What factors take in a message.
+constexpr uint64_t factors_bytes(uint64_t factors, uint64_t runs) {
+  return factors + runs * sizeof(FactorRun);
 }
 /// The same of all factors of [first, first + count), elements of the parameter space.
-uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, bool levels, uint64_t first,
-                       uint64_t count);
+uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count);
 
 /// How many each run of them has.
 void append_factor_runs(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count,
@@ -112,13 +108,11 @@ void append_factor_runs(std::span<const plan::MatrixForm> forms, uint64_t first,
 /// a run's scale become its ends.
 struct SquaresFactors {
   std::vector<float> values;
-  std::vector<uint32_t> runs;       // so many values each
-  std::vector<int8_t> levels = {};  // of signs (kernels::add_levels): one for each value, or none
+  std::vector<uint32_t> runs;  // so many values each
 
   void clear() {
     values.clear();
     runs.clear();
-    levels.clear();
   }
 };
 
@@ -154,7 +148,7 @@ class CompressedWriter {
   uint64_t blocks() const { return base::divide_up(header_.elements, base::kBlockElements); }
   uint64_t sections_offset() const {
     return sizeof(header_) + blocks() * sizeof(CompressedBlock) +
-           factors_bytes(header_.factors, levels_in(header_), header_.runs);
+           factors_bytes(header_.factors, header_.runs);
   }
   void append_factors(const SquaresFactors& factors);
   void append(std::span<const float> floats, base::DataType type);
@@ -190,19 +184,16 @@ class CompressedView {
   ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
   base::DataType type() const { return expanded_type(form()); }
   uint64_t factors() const { return header_.factors; }
-  uint64_t levels() const { return levels_in(header_); }  // factors() or 0
   uint64_t runs() const { return header_.runs; }
   uint64_t factors_of(uint64_t run) const { return run_at(run).factors.count(); }
   uint64_t values(uint64_t block) const { return entry(block).values.count(); }
 
-  /// The block's gradient with zeros where nothing was sent; where there are levels, as told and
-  /// still to be lifted by them (kernels::lift). Shapes: out: [block's elements] of type().
+  /// The block's gradient with zeros where nothing was sent. Shapes: out: [block's elements] of
+  /// type().
   /// Threads: pure.
   void expand_block(uint64_t block, std::byte* out) const;
   /// The factors from `first` on, which lie in `run`. Shapes: out: [at most factors() - first].
   void read_factors(uint64_t run, uint64_t first, std::span<float> out) const;
-  /// Levels from `first` on. Shapes: out: [at most levels() - first].
-  void read_levels(uint64_t first, std::span<int8_t> out) const;
 
  private:
   struct Section {
@@ -218,7 +209,7 @@ class CompressedView {
     return sizeof(CompressedHeader) + blocks() * sizeof(CompressedBlock);
   }
   uint64_t sections_offset() const {
-    return runs_offset() + factors_bytes(header_.factors, levels(), header_.runs);
+    return runs_offset() + factors_bytes(header_.factors, header_.runs);
   }
   FactorRun run_at(uint64_t run) const;
   Section section(uint64_t block) const;

@@ -99,7 +99,7 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
         for (const auto& block : gradient.indices) most = std::max<uint64_t>(most, block.size());
         EXPECT_LE(message.size(), CompressedWriter::bytes_max(
                                       elements, most, form,
-                                      factors_bytes(factors, 0, gradient.factors.runs.size())));
+                                      factors_bytes(factors, gradient.factors.runs.size())));
         const auto view = CompressedView::parse(message);
         ASSERT_TRUE(view.ok()) << view.status().to_string() << elements << " " << share;
         EXPECT_EQ(view->subgroup().value, 7u);
@@ -291,8 +291,7 @@ TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
   refused(message, 8, 5, 2, ErrorCode::kMismatch, "version 5");
   refused(message, 8, 3, 2, ErrorCode::kMismatch, "version 3");
   refused(message, 10, 4, 1, ErrorCode::kCorrupt, "no meaning");
-  refused(message, 11, 2, 1, ErrorCode::kCorrupt, "no meaning");
-  refused(message, 11, 1, 1, ErrorCode::kCorrupt, "levels, but not of signs");
+  refused(message, 11, 1, 1, ErrorCode::kCorrupt, "no meaning");
   refused(message, 16, 0, 8, ErrorCode::kCorrupt, "too short for 0 elements");
   refused(message, 16, ~uint64_t{0}, 8, ErrorCode::kCorrupt, "too short for");
   refused(message, 16, 3 * kBlockElements, 8, ErrorCode::kCorrupt, "refused");
@@ -359,33 +358,6 @@ TEST(CompressedGradient, FactorsAreRoundedToTheNearestByte) {
     view->read_factors(run, first, std::span(found).subspan(first, factors.runs[run]));
   }
   EXPECT_EQ(found, expected);
-}
-
-TEST(CompressedGradient, SignsHaveLevels) {
-  Gradient gradient = random_gradient(1000, 0.05, ValueForm::kSign, 300, 3);
-  for (size_t i = 0; i < 300; ++i) {
-    gradient.factors.levels.push_back(static_cast<int8_t>(i % 255 - 127));
-  }
-  const auto message = encode(gradient);
-  const auto view = CompressedView::parse(message);
-  ASSERT_TRUE(view.ok()) << view.status().to_string();
-  ASSERT_EQ(view->levels(), 300u);
-  std::vector<int8_t> levels(299);
-  view->read_levels(1, levels);
-  for (size_t i = 0; i < levels.size(); ++i) {
-    ASSERT_EQ(levels[i], gradient.factors.levels[i + 1]) << i;
-  }
-  std::vector<float> factors(gradient.factors.runs[0]);
-  view->read_factors(0, 0, factors);
-  EXPECT_NEAR(factors[10], 1.0f, 0.04f);
-  std::vector<std::byte> out(2 * gradient.elements);
-  view->expand_block(0, out.data());  // as told
-  const float arrived = arrived_of(gradient.values[0], ValueForm::kSign)[7];
-  EXPECT_EQ(value_at(out.data(), DataType::kBf16, gradient.indices[0][7]), arrived);
-  refused(message, 11, 0, 1, ErrorCode::kCorrupt, "refused");  // then they are no section's
-  // Levels where there are no factors.
-  refused(encode(random_gradient(1000, 0.05, ValueForm::kSign, 0, 3)), 11, 1, 1,
-          ErrorCode::kCorrupt, "levels, but not of signs");
 }
 
 TEST(CompressedGradient, RefusesSignsThatAreSealedButWrong) {

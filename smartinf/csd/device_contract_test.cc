@@ -145,7 +145,7 @@ std::vector<Kind> compressed_kinds() {
   // Signs arrive as bf16, whatever the device's own type.
   for (const bool factors : {false, true}) {
     Kind signs;
-    signs.name = factors ? "signs_in_levels" : "signs";
+    signs.name = factors ? "signs_with_factors" : "signs";
     signs.sparsity = {97, factors, true};
     all.push_back(signs);
   }
@@ -287,7 +287,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   }
   SquaresFactors factors(const storage::StoredSubgroup& subgroup, uint64_t step) const {
     const TestSparsity& sparsity = GetParam().sparsity;
-    return sparsity.factors ? test_factors(forms_, subgroup, step, sparsity.signs)
+    return sparsity.factors ? test_factors(forms_, subgroup, step)
                             : SquaresFactors();
   }
   std::vector<std::byte> message(const storage::StoredSubgroup& subgroup, uint64_t step) const {
@@ -817,7 +817,7 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
     EXPECT_EQ(other_forms.code(), base::ErrorCode::kInvalidArgument);
     EXPECT_NE(other_forms.what().find("7 factors"), std::string::npos) << other_forms.to_string();
     // As many as there should be, but of other rows and columns.
-    SquaresFactors factors = test_factors(forms_, subgroup, 1, false);
+    SquaresFactors factors = test_factors(forms_, subgroup, 1);
     ASSERT_GT(factors.runs[0], 1u);
     --factors.runs[0];
     ++factors.runs[1];

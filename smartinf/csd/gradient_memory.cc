@@ -56,7 +56,7 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
         compressed_block_bytes > 0
             ? sizeof(CompressedHeader) +
                   base::divide_up(entry.count, base::kBlockElements) * compressed_block_bytes +
-                  factors_bytes(entry.factors, entry.factors, entry.runs.size())
+                  factors_bytes(entry.factors, entry.runs.size())
             : entry.count * element_bytes;
     return base::round_up(bytes, kAlignment);
   };

@@ -148,9 +148,9 @@ base::Status UpdateWork::run_block(uint64_t block) {
     if (!kernels::takes_squares(update_->scalars.front().rule)) {
       return base::Status(base::ErrorCode::kMismatch,
                           "a message with factors of squares for a rule without Adam's variance",
-                          "Send it without (compress.variance = \"sent\").");
+                          "This is a bug in the engine; please report it.");
     }
-    work.squares = take_squares(message, block, thread_gradient());
+    work.squares = take_squares(message, block);
   }
   kernels::kernels().update_block(planes_.format(), work, runs);
   if (samples_out_ != nullptr) send_samples(block);
@@ -159,15 +159,11 @@ base::Status UpdateWork::run_block(uint64_t block) {
 }
 
 std::span<const kernels::SquaresRow> UpdateWork::take_squares(const CompressedView& message,
-                                                              uint64_t block, std::byte* gradient) {
+                                                              uint64_t block) {
   // Cleared, not freed.
   thread_local std::vector<kernels::SquaresRow> squares;
   thread_local std::vector<float> means;
-  thread_local std::vector<int8_t> row_levels;
-  thread_local std::vector<int8_t> column_levels;
   squares.clear();
-  const bool levels = message.levels() > 0;
-  auto* value = reinterpret_cast<base::Bf16*>(gradient);
   const storage::StoredSubgroup& subgroup = planes_.subgroup();
   const uint64_t first = subgroup.first_element + block * kBlockElements;
   const uint64_t end = first + planes_.elements(block);
@@ -194,20 +190,8 @@ std::span<const kernels::SquaresRow> UpdateWork::take_squares(const CompressedVi
     const uint64_t columns_at = means_at + sent.rows();
     message.read_factors(columns_run, columns_at + turn, {columns, some});
     message.read_factors(columns_run, columns_at, {columns + some, part.columns() - some});
-    if (levels) {
-      row_levels.resize(part.rows());
-      message.read_levels(rows_at, row_levels);
-      column_levels.resize(part.columns());
-      message.read_levels(columns_at + turn, std::span(column_levels).first(some));
-      message.read_levels(columns_at, std::span(column_levels).subspan(some));
-    }
     part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
       squares.push_back({count, means[row], columns + column});
-      if (levels) {
-        kernels::lift(kernels::kernels(), row_levels[row],
-                      std::span(column_levels).subspan(column, count), {value, count});
-      }
-      value += count;
     });
     columns += part.columns();
   }

@@ -63,10 +63,8 @@ class UpdateWork final : public BlockWork {
   base::Status run_block(uint64_t block) override;
 
  private:
-  /// The squares of a block as its message has them, in memory of the thread's own. Lifts signs by
-  /// their levels. gradient: of the block, expanded.
-  std::span<const kernels::SquaresRow> take_squares(const CompressedView& message, uint64_t block,
-                                                    std::byte* gradient);
+  /// The squares of a block as its message has them, in memory of the thread's own.
+  std::span<const kernels::SquaresRow> take_squares(const CompressedView& message, uint64_t block);
   void send_samples(uint64_t block);
 
   PlaneBlocks planes_;

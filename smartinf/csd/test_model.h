@@ -75,7 +75,7 @@ inline std::vector<std::byte> test_gradient(const storage::StoredSubgroup& subgr
 struct TestSparsity {
   uint64_t every = 1;    // elements at multiples of it within their block; the others count as 0
   bool factors = false;  // of squares go along: those of test_forms()
-  bool signs = false;    // values are signs, with levels where there are factors
+  bool signs = false;    // values are signs
 };
 
 /// Matrices of all kinds, without gaps; subgroups cut through them.
@@ -96,13 +96,9 @@ inline float test_factor(uint64_t form, uint64_t step, bool of_row, uint64_t ind
   const float mantissa = 1 + static_cast<float>(mixed % 8) / 8;
   return std::ldexp(mantissa, static_cast<int>(mixed / 8) - (of_row ? 20 : 4));
 }
-inline int8_t test_level(uint64_t form, uint64_t step, bool of_row, uint64_t index) {
-  return static_cast<int8_t>((7 * index + 3 * form + step + (of_row ? 5 : 0)) % 41 - 20);
-}
 /// Of a subgroup, in the message's order.
 inline SquaresFactors test_factors(const std::vector<plan::MatrixForm>& forms,
-                                   const storage::StoredSubgroup& subgroup, uint64_t step,
-                                   bool levels) {
+                                   const storage::StoredSubgroup& subgroup, uint64_t step) {
   SquaresFactors factors;
   for (uint64_t f = 0; f < forms.size(); ++f) {
     const uint64_t first = std::max(subgroup.first_element, forms[f].first);
@@ -114,13 +110,11 @@ inline SquaresFactors test_factors(const std::vector<plan::MatrixForm>& forms,
     const size_t rows_at = factors.values.size();
     for (uint64_t row = row_of(first); row <= row_of(end - 1); ++row) {
       factors.values.push_back(test_factor(f, step, true, row));
-      if (levels) factors.levels.push_back(test_level(f, step, true, row));
     }
     const size_t columns_at = factors.values.size();
     for (uint64_t e = first; e < std::min(end, first + forms[f].columns); ++e) {
       const uint64_t column = (e - forms[f].first) % forms[f].columns;
       factors.values.push_back(test_factor(f, step, false, column));
-      if (levels) factors.levels.push_back(test_level(f, step, false, column));
     }
     factors.runs.push_back(static_cast<uint32_t>(columns_at - rows_at));
     factors.runs.push_back(static_cast<uint32_t>(factors.values.size() - columns_at));
@@ -177,7 +171,7 @@ class ReferenceModel {
             base::data_type_bytes(gradient_type), std::byte{0});
       }
       if (sparsity.signs) {
-        send_signs(subgroup, number, sparsity, reinterpret_cast<base::Bf16*>(gradient.data()));
+        send_signs(subgroup, sparsity, reinterpret_cast<base::Bf16*>(gradient.data()));
       }
       std::vector<std::byte> out(subgroup.count * base::data_type_bytes(weights_type));
       for_blocks(subgroup.count, [&](uint64_t first, uint64_t count) {
@@ -234,25 +228,18 @@ class ReferenceModel {
     return {form, within / forms_[form].columns, within % forms_[form].columns};
   }
   /// What arrives when what is sent of a gradient goes as signs.
-  void send_signs(const storage::StoredSubgroup& subgroup, uint64_t number,
-                  const TestSparsity& sparsity, base::Bf16* gradient) const {
+  void send_signs(const storage::StoredSubgroup& subgroup, const TestSparsity& sparsity,
+                  base::Bf16* gradient) const {
     for_blocks(subgroup.count, [&](uint64_t first, uint64_t count) {
       double sum = 0;
       uint64_t sent = 0;
       for (uint64_t e = 0; e < count; e += sparsity.every, ++sent) {
         sum += std::abs(base::to_f32(gradient[first + e]));
       }
-      const base::Bf16 told = kernels::mean_magnitude(sum, sent);
+      const float magnitude = base::to_f32(kernels::mean_magnitude(sum, sent));
       for (uint64_t e = 0; e < count; e += sparsity.every) {
-        const Place place = place_of(subgroup.first_element + first + e);
-        const int level =
-            sparsity.factors
-                ? kernels::kLevelStep * (test_level(place.form, number, true, place.row) +
-                                         test_level(place.form, number, false, place.column))
-                : 0;
         base::Bf16& value = gradient[first + e];
-        value = base::to_bf16(
-            std::copysign(base::to_f32(kernels::arrives_at(told, level)), base::to_f32(value)));
+        value = base::to_bf16(std::copysign(magnitude, base::to_f32(value)));
       }
     });
   }

@@ -11,7 +11,7 @@
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/engine/gradient_codec.h"
+#include "smartinf/engine/density.h"
 #include "smartinf/engine/memory_plan.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/plan/placement.h"
@@ -64,8 +64,7 @@ uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpac
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : space.subgroups(
              options.subgroup_elements != 0 ? options.subgroup_elements : kSubgroupElementsMax)) {
-      factors +=
-          csd::factors_bytes(forms, options.compress.in_levels(), subgroup.first, subgroup.count);
+      factors += csd::factors_bytes(forms, subgroup.first, subgroup.count);
     }
     return base::divide_up(space.count(), base::kBlockElements) * block + factors;
   }
@@ -167,7 +166,7 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
   input.devices = count;
   input.rule = options.rule.rule;
   input.format = options.format;
-  input.residual = options.compress.kept_on_devices();
+  input.residual = options.compress.residual_on_devices();
   input.gradient_spill_bytes = spill_bytes;
   input.subgroup_elements = options.subgroup_elements;
   SI_ASSIGN_OR_RETURN(const MemoryPlan memory, plan_memory(input));
@@ -288,12 +287,14 @@ Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& s
                     base::state_format_name(layout.format),
                     base::state_format_name(options.format)));
   }
-  if (options.compress.kept_on_devices() && layout.planes.back() != base::PlaneKind::kResidual) {
-    return Status(ErrorCode::kMismatch,
-                  fmt::format("{} was made without room for what compression keeps between steps",
-                              device_text(source)),
-                  "Set compress.keep_every = 0, with which a restart loses it, or start a new run "
-                  "in other directories.");
+  if (options.compress.residual_on_devices() &&
+      layout.planes.back() != base::PlaneKind::kResidual) {
+    return Status(
+        ErrorCode::kMismatch,
+        fmt::format("{} was made without room for what compression keeps between steps",
+                    device_text(source)),
+        "Set compress.residual_every = 0, with which a restart loses it, or start a new run "
+        "in other directories.");
   }
   if (!options.compress.on() && layout.gradient_spill_bytes == 0 &&
       gradient_bytes(options, space) > options.gradient_budget_bytes) {
@@ -474,28 +475,9 @@ Status check_compression(const UpdaterOptions& options) {
                "There no gradient crosses the host link: leave compression out, or update on the "
                "devices.");
   }
-  if (!(compress.ratio > 0 && compress.ratio <= 2)) {
-    return bad(fmt::format("a compression ratio of {}", compress.ratio),
-               "Choose one above 0 and at most 2: 0.02 sends the signs of 8 %, or 1 % as numbers.");
-  }
-  if (compress.ratio_max != 0) {
-    if (!(compress.ratio_max >= compress.ratio && compress.ratio_max <= 2)) {
-      return bad(fmt::format("a largest compression ratio of {} beside a ratio of {}",
-                             compress.ratio_max, compress.ratio),
-                 "Choose one from that ratio to 2, or 0 for a ratio that stays.");
-    }
-    if (compress.on() && compress.feedback == CompressOptions::Feedback::kNone) {
-      return bad("an automatic compression ratio without feedback",
-                 "It goes by what is kept: choose feedback \"host\", or a largest ratio of 0.");
-    }
-  }
-  if (!(compress.backlog > 0)) {
-    return bad(fmt::format("a compression backlog of {}", compress.backlog),
-               "Choose one above 0: so many steps' gradients may wait before more is sent.");
-  }
-  if (!(compress.feedback_decay >= 0 && compress.feedback_decay <= 1)) {
-    return bad(fmt::format("a feedback decay of {}", compress.feedback_decay),
-               "Choose one from 0 (nothing is kept) to 1 (all of it).");
+  if (!(compress.density >= 0 && compress.density <= 1)) {
+    return bad(fmt::format("a density of {} for compressed gradients", compress.density),
+               "Choose one above 0 and at most 1: 0.08 sends the largest 8 % of the elements.");
   }
   return Status();
 }
@@ -505,14 +487,14 @@ Status check_compression(const UpdaterOptions& options) {
 std::vector<plan::MatrixForm> forms_of_squares(const UpdaterOptions& options,
                                                const plan::ParameterSpace& space) {
   const bool sent = options.compress.on() && kernels::takes_squares(options.rule.rule) &&
-                    options.compress.variance == CompressOptions::Variance::kDense;
+                    options.compress.error_feedback;
   return sent ? plan::matrix_forms(space) : std::vector<plan::MatrixForm>();
 }
 
 uint64_t compressed_block_bytes(const UpdaterOptions& options) {
   const CompressOptions& compress = options.compress;
   if (!compress.on()) return 0;
-  const uint64_t values = values_per_block(compress, ratio_most(compress), base::kBlockElements);
+  const uint64_t values = values_per_block(density_max(compress), base::kBlockElements);
   return csd::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values, 0) -
          sizeof(csd::CompressedHeader);
 }

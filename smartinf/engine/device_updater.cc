@@ -78,10 +78,9 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
   ahead_.resize(space_.group_count());
   next_ahead_ = ahead_;
   const auto forms = forms_of_squares(options_, space_);
-  if (!forms.empty() && compressor_->feedback() && options_.compress.step_ahead) {
+  if (!forms.empty() && compressor_->feedback()) {
     weights_ahead_ = std::make_unique<WeightsAhead>(forms, space_, set_.subgroups);
     weights_out_.resize(set_.subgroups.size());
-    if (options_.compress.in_levels()) sign_levels_ = std::make_unique<SignLevels>(forms);
   }
   next_to_keep_.resize(set_.devices.size());
   completions_thread_ = std::jthread([this] { take_completions(); });
@@ -279,7 +278,7 @@ Status DeviceUpdater::edit_state(
   SI_RETURN_IF_ERROR(wait_commit());
   if (compressor_ == nullptr || !compressor_->feedback()) residual = nullptr;
   const bool write_residuals =
-      residual != nullptr && set_.residual && options_.compress.kept_on_devices();
+      residual != nullptr && set_.residual && options_.compress.residual_on_devices();
   base::StepNumber step = 0;
   std::string stored;
   {
@@ -729,8 +728,8 @@ Status DeviceUpdater::start_commit(const std::string& blob) {
                   "Call wait_commit() first.");
   }
   commit_wanted_ = true;
-  const uint64_t every = options_.compress.keep_every;
-  keeping_ = set_.residual && options_.compress.kept_on_devices() &&
+  const uint64_t every = options_.compress.residual_every;
+  keeping_ = set_.residual && options_.compress.residual_on_devices() &&
              (keep_wanted_ || (committed_step_ + 1) % every == 0);
   keep_wanted_ = false;
   new_residual_ = compressor_ != nullptr;
@@ -785,7 +784,7 @@ Status DeviceUpdater::recall_residual() {
     base::log(
         base::LogLevel::kWarning,
         fmt::format("what compression kept at step {} is not on the devices; going on without "
-                    "it (compress.keep_every = 1 keeps it in every step)",
+                    "it (compress.residual_every = 1 writes it in every step)",
                     committed_step_));
     return Status();
   }
@@ -824,9 +823,8 @@ Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
   std::erase_if(sits_out, [&](const plan::GroupStretch& stretch) {
     return !options.groups[stretch.group].skip;
   });
-  if (sign_levels_ != nullptr) weights_ahead_->find_levels(*sign_levels_);
-  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm,
-                            {.sits_out = sits_out, .levels = sign_levels_.get()}, team_);
+  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm, sits_out,
+                            team_);
   std::vector<CompressedSender::Piece> pieces;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
     if (left_alone(subgroup, options)) {
@@ -911,7 +909,6 @@ uint64_t DeviceUpdater::state_cache_bytes() const {
 uint64_t DeviceUpdater::gradient_memory_bytes() const {
   uint64_t bytes = compressor_ != nullptr ? compressor_->memory_bytes() : 0;
   if (weights_ahead_ != nullptr) bytes += weights_ahead_->memory_bytes();
-  if (sign_levels_ != nullptr) bytes += sign_levels_->memory_bytes();
   for (const auto& device : set_.devices) bytes += device->info().gradient_memory_bytes;
   return bytes;
 }

@@ -164,7 +164,6 @@ class DeviceUpdater final : public Updater {
   std::vector<void*> weights_out_;                       // with it: of every subgroup in this step
   bool samples_current_ = false;                         // its samples are of the committed step
   bool samples_next_ = false;                            // and will be when the step in progress is
-  std::unique_ptr<SignLevels> sign_levels_;              // null: signs are told as they are
   std::vector<kernels::StepAhead> next_ahead_;           // of the step in progress, by group
 
   // Replies to commands that are waited for in the call that makes them: reading, writing.

@@ -8,6 +8,7 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/selection.h"
 
 namespace smartinf::engine {
 namespace {
@@ -22,10 +23,18 @@ double square_of(std::span<const base::Bf16> values) {
   return kernels::copy_squares(kernels::kernels(), values, nullptr);
 }
 
-/// What arrives of a sign that is told as `told`.
-float lifted(float told, int16_t level) {
-  const base::Bf16 magnitude = kernels::arrives_at(base::to_bf16(std::abs(told)), level);
-  return std::copysign(base::to_f32(magnitude), told);
+/// The largest that are not 0: their indices, ascending, and values. border: as top_k_near()'s.
+size_t select_largest(std::span<const float> in, size_t k, float& border, uint32_t* indices,
+                      float* values) {
+  const size_t count =
+      kernels::top_k_near(kernels::kernels(), in, k, kBlockElements, indices, values, border);
+  size_t kept = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (values[i] == 0) continue;
+    indices[kept] = indices[i];
+    values[kept++] = values[i];
+  }
+  return kept;
 }
 
 }  // namespace
@@ -33,7 +42,7 @@ float lifted(float told, int16_t level) {
 base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
     const CompressOptions& options, uint64_t elements, uint64_t seed,
     std::vector<plan::MatrixForm> forms) {
-  const uint64_t planes = options.feedback == CompressOptions::Feedback::kNone ? 1 : 2;
+  const uint64_t planes = options.error_feedback ? 2 : 1;
   const uint64_t plane_bytes = base::round_up(elements * sizeof(base::Bf16), base::kIoAlignment);
   SI_ASSIGN_OR_RETURN(auto memory, base::AlignedBuffer::allocate(planes * plane_bytes));
   std::unique_ptr<GradientCompressor> made(
@@ -50,7 +59,6 @@ GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t 
                                        uint64_t seed, std::vector<plan::MatrixForm> forms,
                                        base::AlignedBuffer memory)
     : options_(options),
-      codec_(gradient_codec(options.codec)),
       elements_(elements),
       seed_(seed),
       memory_(std::move(memory)),
@@ -92,22 +100,13 @@ void GradientCompressor::find_squares(const base::Bf16* values) {
 }
 
 void GradientCompressor::begin_update(base::StepNumber step, double scale, double norm,
-                                      const StepForms& forms, base::ThreadTeam& team) {
+                                      std::span<const plan::GroupStretch> sits_out,
+                                      base::ThreadTeam& team) {
   step_ = step;
   scale_ = static_cast<float>(scale);
-  if (squares_) squares_->find(gradient_, scale_, forms.sits_out, team);
+  if (squares_) squares_->find(gradient_, scale_, sits_out, team);
   finite_ = std::isfinite(norm);
-  levels_ = forms.levels;
-  double backlog = 0;
-  if (options_.automatic()) {
-    if (!kept_square_) {
-      find_squares(residual_);
-      kept_square_ = sum_of_squares();
-    }
-    const double waiting = *kept_square_ * options_.feedback_decay * options_.feedback_decay;
-    if (waiting > 0) backlog = waiting / (norm * norm);
-  }
-  ratio_ = ratio_of_step(options_, step, backlog);
+  density_ = density_of_step(options_, step);
 }
 
 std::span<const std::byte> GradientCompressor::compress(
@@ -115,7 +114,6 @@ std::span<const std::byte> GradientCompressor::compress(
     std::span<const plan::GroupStretch> sits_out) {
   scratch.factors.clear();
   if (squares_) squares_->append(subgroup, scratch.factors);
-  if (levels_ != nullptr) levels_->append(subgroup, scratch.factors.levels);
   writer.begin(subgroup.id, subgroup.count, options_.values, scratch.factors);
   for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
     const uint64_t count = std::min(kBlockElements, subgroup.count - first);
@@ -131,66 +129,39 @@ std::span<const std::byte> GradientCompressor::compress(
 void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter& writer,
                                         uint64_t first, uint64_t count, uint64_t next,
                                         std::span<const plan::GroupStretch> sits_out) {
-  const auto levels = std::span(scratch.levels).first(levels_ == nullptr ? 0 : count);
-  if (levels_ != nullptr) levels_->of_elements(first, levels);
   const Block block{.feedback = {.gradient = {gradient_ + first, count},
                                  .residual = residual_ == nullptr ? std::span<const base::Bf16>()
                                                                   : std::span<const base::Bf16>(
                                                                         residual_ + first, count),
                                  .scale = scale_,
-                                 .decay = static_cast<float>(options_.feedback_decay),
                                  .element = first,
                                  .step = step_,
                                  .seed = base::mix_seed(seed_, kRoundingStream),
                                  .next = next},
-                    .levels = levels,
-                    .most = values_per_block(options_, ratio_, count),
+                    .most = values_per_block(density_, count),
                     .border = borders_[first / kBlockElements]};
   const bool whole = std::none_of(sits_out.begin(), sits_out.end(), [&](const auto& out) {
     return out.first < first + count && first < out.first + out.count;
   });
   std::optional<size_t> sent;
-  if (whole) sent = compress_in_one_pass(scratch, writer, block);
+  if (whole) sent = compress_as_signs(scratch, writer, block);
   values_of_step_ += sent ? *sent : compress_in_stages(scratch, writer, block, sits_out);
-}
-
-std::optional<size_t> GradientCompressor::compress_in_one_pass(Scratch& scratch,
-                                                               csd::CompressedWriter& writer,
-                                                               const Block& block) {
-  const size_t count = block.feedback.gradient.size();
-  if (residual_ == nullptr || !codec_.takes_largest()) return std::nullopt;
-  if (options_.values == csd::ValueForm::kSign) return compress_as_signs(scratch, writer, block);
-  const auto kept = std::span(scratch.kept).first(count);
-  const auto sent = kernels::keep_unsent(kernels::kernels(), block.feedback, block.most,
-                                         block.border, kept, scratch.indices, scratch.selected);
-  if (!sent) {
-    block.border = 0;  // of no use to the other way either
-    return std::nullopt;
-  }
-  const auto indices = std::span(scratch.indices).first(*sent);
-  // What rounding the sent value took away is not lost either.
-  const auto rests = std::span(scratch.selected).first(*sent);
-  const auto arrived = add_block(scratch, writer, *sent);
-  for (size_t i = 0; i < *sent; ++i) rests[i] -= arrived[i];
-  kernels::keep_rest(block.feedback, indices, rests, kept);
-  const uint64_t first = block.feedback.element;
-  residual_squares_[first / kBlockElements] =
-      kernels::copy_squares(kernels::kernels(), kept, gradient_ + first);
-  return sent;
 }
 
 std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
                                                             csd::CompressedWriter& writer,
                                                             const Block& block) {
-  if (!finite_) return std::nullopt;
+  if (residual_ == nullptr || options_.values != csd::ValueForm::kSign || !finite_) {
+    return std::nullopt;
+  }
   const uint64_t first = block.feedback.element;
   const size_t count = block.feedback.gradient.size();
   const size_t words = base::divide_up(count, 64);
   const auto sent = std::span(scratch.sent).first(words);
   const auto negative = std::span(scratch.negative).first(words);
-  const auto signs = kernels::keep_but_signs(kernels::kernels(), block.feedback, block.levels,
-                                             block.most, block.border, scratch.candidates,
-                                             {gradient_ + first, count}, sent, negative);
+  const auto signs =
+      kernels::keep_but_signs(kernels::kernels(), block.feedback, block.most, block.border,
+                              scratch.candidates, {gradient_ + first, count}, sent, negative);
   if (!signs) return std::nullopt;
   writer.add_signs(sent, negative, block.most, signs->magnitude);
   residual_squares_[first / kBlockElements] = signs->kept_squares;
@@ -215,27 +186,17 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedW
   };
   each_out(
       [&](uint64_t from, uint64_t to) { std::fill(gradient + from, gradient + to, base::Bf16{}); });
-  kernels::add_feedback(table, feedback.gradient, feedback.residual, feedback.scale, feedback.decay,
+  kernels::add_feedback(table, feedback.gradient, feedback.residual, feedback.scale,
                         {values, count});
   each_out([&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
-  const uint64_t seed = base::mix_seed(base::mix_seed(seed_, step_), first);
-  const bool in_levels = !block.levels.empty();
-  float* told = values;
-  if (in_levels) {
-    told = scratch.arrived.data();  // of no use until something is selected
-    for (size_t i = 0; i < count; ++i) told[i] = kernels::told_at(values[i], block.levels[i]);
-  }
-  const size_t sent = codec_.select({told, count}, block.most, seed, block.border,
-                                    scratch.indices.data(), scratch.selected.data());
+  const size_t sent = select_largest({values, count}, block.most, block.border,
+                                     scratch.indices.data(), scratch.selected.data());
   const auto arrived = add_block(scratch, writer, sent);
   if (residual_ == nullptr) return sent;
 
   for (size_t i = 0; i < sent; ++i) {
-    const uint32_t at = scratch.indices[i];
-    float arrives = arrived[i];
-    if (in_levels) arrives = lifted(arrives, block.levels[at]);
     // What rounding the sent value took away is not lost either.
-    values[at] -= arrives;
+    values[scratch.indices[i]] -= arrived[i];
   }
   // By chance, so that what is kept for many steps is right on average: a gradient below a 512th of
   // it would otherwise never count.
@@ -272,7 +233,7 @@ CompressionSummary GradientCompressor::summary() const {
   summary.elements = elements_of_step_;
   summary.values = values_of_step_;
   summary.bytes = bytes_of_step_;
-  summary.ratio = ratio_;
+  summary.density = density_;
   summary.residual_norm = std::sqrt(sum_of_squares());
   return summary;
 }
@@ -280,7 +241,6 @@ CompressionSummary GradientCompressor::summary() const {
 void GradientCompressor::commit() {
   if (residual_ == nullptr) return;
   std::swap(gradient_, residual_);
-  kept_square_ = sum_of_squares();
 }
 
 void GradientCompressor::propose_residual(const base::Bf16* values) {
@@ -289,7 +249,6 @@ void GradientCompressor::propose_residual(const base::Bf16* values) {
 }
 
 void GradientCompressor::set_residual(uint64_t first, std::span<const float> values) {
-  kept_square_.reset();
   kernels::kernels().cast_from_f32(values.data(), residual_ + first, DataType::kBf16,
                                    values.size());
 }

@@ -18,9 +18,8 @@
 #include "smartinf/base/status.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/engine/gradient_codec.h"
+#include "smartinf/engine/density.h"
 #include "smartinf/engine/gradient_squares.h"
-#include "smartinf/engine/sign_levels.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/plan/parameter_space.h"
@@ -32,14 +31,8 @@ struct CompressionSummary {
   uint64_t elements = 0;     // that took part
   uint64_t values = 0;       // sent of them
   uint64_t bytes = 0;        // of messages
-  double ratio = 0;          // in force: CompressOptions::ratio, the warm-up's or the automatic one
+  double density = 0;        // of the step: CompressOptions::density or the warm-up's
   double residual_norm = 0;  // of what is kept for the next step; 0 without feedback
-};
-
-/// What a step's squares and signs are told by.
-struct StepForms {
-  std::span<const plan::GroupStretch> sits_out = {};  // of the space: whose gradient is none
-  const SignLevels* levels = nullptr;                 // until summary(); null: signs are told as is
 };
 
 /// A step: begin_step, put, begin_update, then compress or leave for every subgroup, summary,
@@ -49,13 +42,11 @@ class GradientCompressor {
  public:
   /// A thread's working memory: a block in its stages. About 1.3 MiB.
   struct Scratch {
-    std::vector<base::Bf16> kept = std::vector<base::Bf16>(base::kBlockElements);
     std::vector<float> values = std::vector<float>(base::kBlockElements);
     std::vector<float> arrived = std::vector<float>(base::kBlockElements);
     std::vector<uint32_t> indices = std::vector<uint32_t>(base::kBlockElements);
     std::vector<float> selected = std::vector<float>(base::kBlockElements);
     csd::SquaresFactors factors;
-    std::vector<int16_t> levels = std::vector<int16_t>(base::kBlockElements);
     std::vector<float> candidates = std::vector<float>(kernels::kSignCandidates);
     std::vector<uint64_t> sent = std::vector<uint64_t>(base::kBlockElements / 64);
     std::vector<uint64_t> negative = std::vector<uint64_t>(base::kBlockElements / 64);
@@ -71,10 +62,11 @@ class GradientCompressor {
   /// Copies a piece, cast to bf16.
   void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
 
-  /// When the gradient is whole: chooses the step's ratio and finds what is told of the gradient's
-  /// squares. scale: of the gradient; norm: its own, after that.
-  void begin_update(base::StepNumber step, double scale, double norm, const StepForms& forms,
-                    base::ThreadTeam& team);
+  /// When the gradient is whole: chooses the step's density and finds the means of the gradient's
+  /// squares by row and column. scale: of the gradient; norm: its own, after that. sits_out: of the
+  /// space, whose gradient is none.
+  void begin_update(base::StepNumber step, double scale, double norm,
+                    std::span<const plan::GroupStretch> sits_out, base::ThreadTeam& team);
   /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
   /// in order, that send nothing and keep their residual as it is. Threads: several at once, each
   /// with subgroups, a scratch and a writer of its own; what they make does not depend on it.
@@ -89,7 +81,7 @@ class GradientCompressor {
   /// The step is real: what it kept counts from now on. Without it, what the step before kept.
   void commit();
 
-  bool feedback() const { return options_.feedback != CompressOptions::Feedback::kNone; }
+  bool feedback() const { return options_.error_feedback; }
   /// What the step in progress keeps: [count]. For the store.
   const base::Bf16* next_residual(uint64_t first) const { return gradient_ + first; }
   /// What the committed step kept: [elements]; null without feedback.
@@ -108,17 +100,13 @@ class GradientCompressor {
   /// A block of the step in progress on its way.
   struct Block {
     kernels::FeedbackBlock feedback;  // no residual without feedback
-    std::span<const int16_t> levels;  // of its elements; empty where they are told as they are
     size_t most = 0;                  // elements that may be sent
-    float& border;                    // the codec's
+    float& border;                    // as kernels::top_k_near()'s
   };
   void compress_block(Scratch& scratch, csd::CompressedWriter& writer, uint64_t first,
                       uint64_t count, uint64_t next, std::span<const plan::GroupStretch> sits_out);
-  /// The way of nearly all blocks; same bits as the other. Returns how many elements are sent, or
-  /// nothing where it is not possible.
-  std::optional<size_t> compress_in_one_pass(Scratch& scratch, csd::CompressedWriter& writer,
-                                             const Block& block);
-  /// The same for signs.
+  /// The way of nearly all blocks of signs; same bits as the other. Returns how many elements are
+  /// sent, or nothing where it is not possible.
   std::optional<size_t> compress_as_signs(Scratch& scratch, csd::CompressedWriter& writer,
                                           const Block& block);
   /// Returns how many elements are sent.
@@ -130,7 +118,6 @@ class GradientCompressor {
   void find_squares(const base::Bf16* values);
 
   const CompressOptions options_;
-  const GradientCodec& codec_;
   const uint64_t elements_;
   const uint64_t seed_;
   std::optional<GradientSquares> squares_;
@@ -140,15 +127,13 @@ class GradientCompressor {
   // Of the step in progress.
   base::StepNumber step_ = 0;
   float scale_ = 1;
-  double ratio_ = 0;
+  double density_ = 0;
   bool finite_ = true;  // the step's gradient
-  const SignLevels* levels_ = nullptr;
   std::atomic<uint64_t> elements_of_step_{0};
   std::atomic<uint64_t> values_of_step_{0};
   std::atomic<uint64_t> bytes_of_step_{0};
-  std::vector<float> borders_;             // by block: the codec's, from the step before
-  std::vector<double> residual_squares_;   // by block, so that their sum has one order
-  std::optional<double> kept_square_ = 0;  // of residual_; nothing: to be found
+  std::vector<float> borders_;            // by block, from the step before
+  std::vector<double> residual_squares_;  // by block, so that their sum has one order
 };
 
 }  // namespace smartinf::engine

@@ -44,59 +44,31 @@ struct DeviceOptions {
   EmulatedLink internal_link;          // between store and processor
 };
 
-/// SmartComp: gradients compressed before the host link and expanded on the device. What each
-/// choice costs and gains is in docs/smartcomp.md.
+/// SmartComp: gradients compressed before the host link and expanded on the device. What it costs
+/// and gains is in docs/smartcomp.md.
 struct CompressOptions {
-  enum class Codec : uint8_t {
-    kNone,     // whole gradients, of UpdaterOptions::gradient_type
-    kTopK,     // the largest of each block of base::kBlockElements
-    kRandomK,  // as many, by lot: a control
-    kDense,    // all, in the compressed form: a control
-  };
-  enum class Feedback : uint8_t {
-    kNone,  // what is not sent is lost, as in the paper
-    kHost,  // it is kept in host memory as bf16 and added to the next gradient
-  };
-  enum class Variance : uint8_t {
-    kSent,   // of the elements that were sent, as in the paper
-    kDense,  // of the whole gradient: its squares go along, by row and column
-  };
-  Codec codec = Codec::kNone;
-  /// Volume against f32 gradients, a sign and its index counted as 1 byte: 0.02 sends 8 %; index
-  /// and number as 4 bytes each: 1 %.
-  double ratio = 0.02;
-  /// Above 0 the ratio is automatic: `ratio` while what is kept weighs no more than `backlog` of
-  /// the step's gradients (squares of their norms), more in proportion beyond, at most this.
-  double ratio_max = 0;
-  double backlog = 5;
+  /// Share of the elements that are sent, the largest of each block of base::kBlockElements;
+  /// 0: gradients are sent dense, of UpdaterOptions::gradient_type.
+  double density = 0;
   csd::ValueForm values = csd::ValueForm::kSign;
-  Feedback feedback = Feedback::kHost;
-  double feedback_decay = 1;  // of what is kept, per step; in [0, 1]
-  Variance variance = Variance::kDense;
-  /// Weights come up as if what is kept had arrived too (kernels::step_ahead). Only with feedback,
-  /// and where the rule takes the dense gradient's variance.
-  bool step_ahead = true;
-  uint64_t warmup_steps = 0;  // the ratio falls from 0.5 to `ratio`
-  /// Steps between writes of what is kept to the devices (2 bytes a parameter over the host link
-  /// each time); 1: a crash loses nothing. 0: never.
-  uint64_t keep_every = 1;
+  /// What is not sent waits in host memory, as bf16, and is added to the next gradient (error
+  /// feedback); the rule's second moment takes the dense gradient's, by row and column, and weights
+  /// come up as if what waits had arrived (kernels::step_ahead). false: Top-K alone, as in the
+  /// paper; what is not sent is lost.
+  bool error_feedback = true;
+  /// Steps between writes of the residual to the devices (2 bytes a parameter over the host link
+  /// each time); 1: a crash loses nothing of it. 0: never.
+  uint64_t residual_every = 16;
+  uint64_t warmup_steps = 0;  // the density falls from 0.25 to its value
 
-  bool on() const { return codec != Codec::kNone; }
-  /// What `values` are unless something is said of them: signs, but that nothing takes back what
-  /// their one magnitude is too much or too little without feedback, and controls send numbers.
-  csd::ValueForm usual_values() const {
-    const bool control = codec == Codec::kRandomK || codec == Codec::kDense;
-    return control || feedback == Feedback::kNone ? csd::ValueForm::kBf16 : csd::ValueForm::kSign;
+  bool on() const { return density > 0; }
+  /// What `values` are unless something is said of them. Without error feedback nothing makes up
+  /// for what the one magnitude of signs is too large or too small.
+  csd::ValueForm default_values() const {
+    return error_feedback ? csd::ValueForm::kSign : csd::ValueForm::kBf16;
   }
-  bool automatic() const { return ratio_max > 0; }
-  /// Where signs are told in units of their own (SignLevels), for which the variances are needed
-  /// that stepping ahead samples.
-  bool in_levels() const {
-    return values == csd::ValueForm::kSign && step_ahead && feedback != Feedback::kNone &&
-           variance == Variance::kDense;
-  }
-  /// What is kept is part of the state on the devices.
-  bool kept_on_devices() const { return on() && feedback != Feedback::kNone && keep_every > 0; }
+  /// The residual is part of the state on the devices.
+  bool residual_on_devices() const { return on() && error_feedback && residual_every > 0; }
 };
 
 struct UpdaterOptions {

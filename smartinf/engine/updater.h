@@ -170,8 +170,8 @@ class Updater {
   /// weights that came up are stale. Ok when there is none.
   virtual base::Status take_back() = 0;
 
-  /// The next commit writes what compression keeps, whatever CompressOptions::keep_every says: for
-  /// the last step before a run ends.
+  /// The next commit writes what compression keeps, whatever CompressOptions::residual_every says:
+  /// for the last step before a run ends.
   virtual void keep_residual() {}
   /// What compression did to the last step's gradient; all zero without it.
   virtual CompressionSummary compression() const { return {}; }

@@ -766,7 +766,8 @@ UpdaterOptions compressed_options(const Scratch& scratch, size_t devices = 1,
   variant.devices = devices;
   variant.subgroup_elements = subgroup_blocks * kBlock;
   UpdaterOptions options = options_of(variant, scratch);
-  options.compress.codec = CompressOptions::Codec::kTopK;
+  options.compress.density = 0.08;
+  options.compress.residual_every = 1;
   return options;
 }
 
@@ -783,29 +784,25 @@ Outcome compressed_run(const UpdaterOptions& options) {
 TEST(Compression, SendingEverythingIsTheSameAsNotCompressing) {
   Scratch scratch;
   UpdaterOptions options = compressed_options(scratch, 2);
-  options.compress.codec = CompressOptions::Codec::kDense;
+  options.compress.density = 1;
   options.compress.values = csd::ValueForm::kF32;
-  options.compress.variance = CompressOptions::Variance::kSent;
+  options.compress.error_feedback = false;
   EXPECT_EQ(compressed_run(options), reference(DataType::kBf16));
 }
 
 TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
-  using Codec = CompressOptions::Codec;
-  using Feedback = CompressOptions::Feedback;
   using csd::ValueForm;
-  for (const auto& [codec, feedback, values] :
-       {std::tuple{Codec::kTopK, Feedback::kHost, ValueForm::kBf16},
-        {Codec::kTopK, Feedback::kNone, ValueForm::kBf16},
-        {Codec::kRandomK, Feedback::kHost, ValueForm::kBf16},
-        {Codec::kTopK, Feedback::kHost, ValueForm::kSign},
-        {Codec::kDense, Feedback::kHost, ValueForm::kSign}}) {
+  for (const auto& [density, feedback, values] : {std::tuple{0.01, true, ValueForm::kBf16},
+                                                  {0.01, false, ValueForm::kBf16},
+                                                  {0.08, true, ValueForm::kSign},
+                                                  {1.0, true, ValueForm::kSign}}) {
     std::optional<Outcome> first;
     for (const auto& [devices, blocks] : {std::pair{1, 4}, {3, 1}}) {
       Scratch scratch;
       UpdaterOptions options =
           compressed_options(scratch, static_cast<size_t>(devices), static_cast<uint64_t>(blocks));
-      options.compress.feedback = feedback;
-      options.compress.codec = codec;
+      options.compress.error_feedback = feedback;
+      options.compress.density = density;
       options.compress.values = values;
       options.compress.warmup_steps = 2;
       const Outcome outcome = compressed_run(options);
@@ -816,107 +813,46 @@ TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
   }
 }
 
-TEST(Compression, TheRatioCountsVolume) {
+TEST(Compression, TheDensityIsTheShareThatIsSent) {
+  EXPECT_EQ(values_per_block(0.01, kBlock), 655u);
+  EXPECT_EQ(values_per_block(0.08, kBlock), 5243u);
+  EXPECT_EQ(values_per_block(0.08, 1000), 80u);
+  EXPECT_EQ(values_per_block(1e-7, kBlock), 1u);
+  EXPECT_EQ(values_per_block(1, kBlock), kBlock);
+}
+
+TEST(Compression, TheDensityFallsDuringTheWarmUp) {
   CompressOptions options;
-  options.codec = CompressOptions::Codec::kTopK;
-  options.values = csd::ValueForm::kBf16;
-  EXPECT_EQ(values_per_block(options, 0.02, kBlock), 655u);
-  EXPECT_EQ(values_per_block(options, 1e-6, kBlock), 1u);
-  EXPECT_EQ(values_per_block(options, 2, kBlock), kBlock);
-  options.values = csd::ValueForm::kSign;
-  EXPECT_EQ(values_per_block(options, 0.02, kBlock), 5243u);
-  EXPECT_EQ(values_per_block(options, 0.02, 1000), 80u);
-  EXPECT_EQ(values_per_block(options, 1e-7, kBlock), 1u);
-  EXPECT_EQ(values_per_block(options, kWarmupRatio, kBlock), kBlock);
-  options.codec = CompressOptions::Codec::kDense;
-  EXPECT_EQ(values_per_block(options, 0.02, kBlock), kBlock);
+  options.density = 0.01;
+  EXPECT_EQ(density_of_step(options, 1), 0.01);
+  EXPECT_EQ(density_max(options), 0.01);
+  options.warmup_steps = 10;
+  EXPECT_EQ(density_of_step(options, 1), kWarmupDensity);
+  EXPECT_NEAR(density_of_step(options, 6), std::sqrt(0.01 * kWarmupDensity), 1e-12);
+  EXPECT_EQ(density_of_step(options, 11), 0.01);
+  EXPECT_EQ(density_max(options), kWarmupDensity);
+  options.density = 0.5;  // more than a warm-up begins with
+  EXPECT_EQ(density_of_step(options, 1), 0.5);
+  EXPECT_EQ(density_max(options), 0.5);
 }
 
 TEST(Compression, SaysWhatIsSentAndWhatBecomesOfTheRest) {
   CompressOptions options;
-  options.codec = CompressOptions::Codec::kTopK;
-  EXPECT_THAT(describe_compression(options),
-              ::testing::StartsWith("topk, 8 % of the elements as signs"));
-  EXPECT_THAT(describe_compression(options), ::testing::HasSubstr("keep_every = 16"));
-  options.keep_every = 16;
-  EXPECT_THAT(describe_compression(options), ::testing::HasSubstr("written every 16 steps"));
-  options.ratio_max = 0.1;
+  options.density = 0.08;
+  EXPECT_EQ(describe_compression(options),
+            "the largest 8 % of the elements as signs; the rest waits in host memory and is sent "
+            "later, and is written every 16 steps (residual_every)");
+  options.residual_every = 1;
+  EXPECT_THAT(describe_compression(options), ::testing::HasSubstr("residual_every = 16"));
+  options.density = 0.01;
   options.warmup_steps = 50;
-  options.keep_every = 0;
+  options.residual_every = 0;
   options.values = csd::ValueForm::kF16;
   EXPECT_EQ(describe_compression(options),
-            "topk, 1 % of the elements and more up to ratio 0.1 after 50 steps in f16; the rest is "
-            "sent later, but for what waits when the run stops (keep_every = 0)");
-  options.codec = CompressOptions::Codec::kDense;
-  options.feedback = CompressOptions::Feedback::kNone;
-  EXPECT_EQ(describe_compression(options), "dense in f16; what rounding takes is lost");
-}
-
-TEST(Compression, AnAutomaticRatioRisesWithTheBacklogWithinItsLimits) {
-  CompressOptions options;
-  options.ratio = 0.02;
-  options.backlog = 10;
-  EXPECT_EQ(ratio_of_step(options, 1, 1e6), 0.02);  // not automatic
-  options.ratio_max = 0.3;
-  EXPECT_EQ(ratio_of_step(options, 1, 0), 0.02);
-  EXPECT_EQ(ratio_of_step(options, 1, 10), 0.02);
-  EXPECT_DOUBLE_EQ(ratio_of_step(options, 1, 30), 0.06);
-  EXPECT_EQ(ratio_of_step(options, 1, 1e6), 0.3);
-  EXPECT_EQ(ratio_of_step(options, 1, std::numeric_limits<double>::infinity()), 0.3);
-  options.warmup_steps = 10;
-  EXPECT_EQ(ratio_of_step(options, 1, 30), kWarmupRatio);
-  EXPECT_EQ(ratio_most(options), kWarmupRatio);
-}
-
-TEST(Compression, AnAutomaticRatioGoesByTheStateAlone) {
-  std::optional<Outcome> first;
-  std::vector<double> first_ratios;
-  struct Case {
-    size_t devices;
-    uint64_t blocks;
-    bool reopened;
-    bool taken_back;
-  };
-  for (const Case& one : {Case{3, 1, false, false}, {2, 2, true, false}, {1, 4, false, true}}) {
-    Scratch scratch;
-    UpdaterOptions options = compressed_options(scratch, one.devices, one.blocks);
-    options.compress.ratio_max = 0.2;
-    options.compress.backlog = 0.3;
-    auto updater = Updater::open(options, contract_space());
-    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-    initialize(**updater);
-    Outcome outcome;
-    std::vector<double> ratios;
-    for (int step = 1; step <= kSteps; ++step) {
-      if (one.reopened) {
-        updater->reset();
-        updater = Updater::open(options, contract_space());
-        ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-      }
-      if (one.taken_back) {
-        const auto other = contract_gradient(contract_space().count(), 99);
-        expect_ok((*updater)->begin_step());
-        expect_ok((*updater)->put_gradient(0, other.data(), DataType::kBf16, other.size()));
-        expect_ok((*updater)->finish_gradients(1).status());
-        UpdateOptions update;
-        update.groups.resize(2);
-        expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));
-        expect_ok((*updater)->take_back());
-      }
-      run_steps(**updater, step, step, outcome);
-      ratios.push_back((*updater)->compression().ratio);
-    }
-    if (!first) {
-      first = outcome;
-      first_ratios = ratios;
-      EXPECT_EQ(ratios.front(), options.compress.ratio);  // nothing waits yet
-      EXPECT_GT(ratios[1], options.compress.ratio);
-      EXPECT_GT(ratios[2], ratios[1]);
-      EXPECT_LT(ratios[2], options.compress.ratio_max);
-    }
-    EXPECT_EQ(outcome, *first) << one.devices << " devices";
-    EXPECT_EQ(ratios, first_ratios) << one.devices << " devices";
-  }
+            "the largest 1 % of the elements after 50 steps in f16; the rest waits in host memory "
+            "and is sent later, or lost when the run stops (residual_every = 0)");
+  options.error_feedback = false;
+  EXPECT_THAT(describe_compression(options), ::testing::EndsWith("(error_feedback = false)"));
 }
 
 TEST(Compression, AStepTakenBackKeepsWhatWasKept) {
@@ -961,7 +897,7 @@ TEST(Compression, WhatIsKeptIsPartOfTheState) {
       Scratch own;
       options = compressed_options(own, 2);
       options.compress.values = values;
-      options.compress.keep_every = one.every;
+      options.compress.residual_every = one.every;
       Outcome outcome;
       {
         auto updater = Updater::open(options, contract_space());
@@ -990,7 +926,7 @@ TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
       Scratch scratch;
       UpdaterOptions options = compressed_options(scratch, 2);
       options.format = format;
-      options.compress.step_ahead = ahead;
+      options.compress.error_feedback = ahead;
       auto updater = Updater::open(options, space);
       ASSERT_TRUE(updater.ok()) << updater.status().to_string();
       initialize(**updater);
@@ -1150,7 +1086,7 @@ TEST(Compression, WhatIsKeptCanBeReplaced) {
       if (every == 0 && reopened) continue;  // nothing is kept
       Scratch own;
       UpdaterOptions options = compressed_options(own, 2, 1);
-      options.compress.keep_every = every;
+      options.compress.residual_every = every;
       auto updater = Updater::open(options, contract_space());
       ASSERT_TRUE(updater.ok()) << updater.status().to_string();
       initialize(**updater);
@@ -1268,8 +1204,9 @@ TEST(Compression, CountedBytesAreTwoPercentAndLess) {
     Scratch scratch;
     // Large subgroups: every one tells of the columns that it holds.
     UpdaterOptions options = compressed_options(scratch, 2, 12);
+    options.compress.density = one.share;
     options.compress.values = one.values;
-    if (!one.kept) options.compress.keep_every = 0;
+    if (!one.kept) options.compress.residual_every = 0;
     auto updater = Updater::open(options, contract_space());
     ASSERT_TRUE(updater.ok()) << updater.status().to_string();
     initialize(**updater);
@@ -1337,7 +1274,7 @@ TEST(Compression, ThreadsChangeNothing) {
       Recorder recorder;
       CompressOptions options;
       options.values = values;
-      options.codec = CompressOptions::Codec::kTopK;
+      options.density = 0.08;
       auto made = GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
       ASSERT_TRUE(made.ok());
       base::ThreadTeam team(threads, "test");
@@ -1385,7 +1322,7 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
   for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
     CompressOptions options;
     options.values = values;
-    options.codec = CompressOptions::Codec::kTopK;
+    options.density = 0.08;
     auto made = GradientCompressor::make(options, 1000, 1, {});
     ASSERT_TRUE(made.ok());
     GradientCompressor& compressor = **made;
@@ -1405,7 +1342,7 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
     const auto second = step(2, out);
     for (size_t i = 0; i < 500; ++i) ASSERT_EQ(second[i].bits, 0) << i;
     const auto third = step(3, {});
-    // 10 (80 signs) went in the first step, from the front: their place has 1 or 2, others of the
+    // 80 went in the first step, from the front: their place has 1 or 2, others of the
     // front 2 kept and new, the rest of the second half 3.
     for (size_t i = 0; i < 1000; ++i) {
       ASSERT_TRUE(third[i].bits == 0 || base::to_f32(third[i]) == 3.0f) << i;
@@ -1419,8 +1356,7 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
   for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
     CompressOptions options;
     options.values = values;
-    options.codec = CompressOptions::Codec::kTopK;
-    options.ratio = 0.1;
+    options.density = values == csd::ValueForm::kSign ? 0.4 : 0.05;
     auto made = GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
     ASSERT_TRUE(made.ok());
     GradientCompressor::Scratch scratch;
@@ -1474,28 +1410,15 @@ TEST(Compression, RefusesWhatCannotWork) {
   };
   using base::ErrorCode;
   EXPECT_EQ(code([](auto& o) { o.where = UpdateWhere::kHost; }), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(code([](auto& o) { o.compress.ratio = 0; }), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(code([](auto& o) { o.compress.ratio = 2.5; }), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(code([](auto& o) { o.compress.feedback_decay = 1.5; }), ErrorCode::kInvalidArgument);
-  // Out of range is refused also where nothing is compressed; what does not go together is not.
-  const auto code_without = [&](auto change) {
-    return code([&](auto& o) {
-      o.compress = {};
-      change(o);
-    });
-  };
-  EXPECT_EQ(code_without([](auto& o) { o.compress.ratio = 2.5; }), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(code_without([](auto& o) { o.compress.ratio_max = 2.5; }), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(code_without([](auto& o) { o.compress.backlog = 0; }), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(code_without([](auto& o) { o.compress.feedback_decay = -1; }),
-            ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.compress.density = -0.1; }), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(code([](auto& o) { o.compress.density = 1.5; }), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.gradient_budget_bytes = 1000; }), ErrorCode::kOutOfMemory);
   // A run that was begun without is not one that can keep.
   UpdaterOptions plain = compressed_options(scratch);
   plain.compress = {};
   compressed_run(plain);
   EXPECT_EQ(code([](auto&) {}), ErrorCode::kMismatch);
-  EXPECT_EQ(code([](auto& o) { o.compress.keep_every = 0; }), ErrorCode::kOk);
+  EXPECT_EQ(code([](auto& o) { o.compress.residual_every = 0; }), ErrorCode::kOk);
 }
 
 }  // namespace

@@ -50,13 +50,6 @@ void WeightsAhead::find_roots(size_t index) {
   for (float& column : columns) column = std::sqrt(column);
 }
 
-void WeightsAhead::find_levels(SignLevels& out) {
-  for (size_t form = 0; form < forms_.size(); ++form) {
-    find_roots(form);
-    out.set(form, roots_.rows, roots_.columns);
-  }
-}
-
 void WeightsAhead::step_in_form(const Step& step, size_t index, uint64_t first, uint64_t count,
                                 void* weights, base::DataType type) {
   find_roots(index);

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
-#include "smartinf/engine/sign_levels.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
@@ -27,9 +26,6 @@ class WeightsAhead {
   base::Bf16* samples() { return samples_.data(); }
   /// Samples of variances that were read. first: in the space.
   void take(uint64_t first, std::span<const float> variances);
-
-  /// Signs' levels, by the variances that the samples tell of; all samples must be there.
-  void find_levels(SignLevels& out);
 
   /// What weights step by: kept, of the whole space; rates by group.
   struct Step {

@@ -7,37 +7,17 @@
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
-#include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/state_codec.h"
 
 namespace smartinf::kernels {
 namespace {
 
-void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
-         float* out, size_t n) {
+void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, float* out,
+         size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const float scaled = scale * base::to_f32(gradient[i]);
-    out[i] = residual == nullptr ? scaled : scaled + decay * base::to_f32(residual[i]);
+    out[i] = residual == nullptr ? scaled : scaled + base::to_f32(residual[i]);
   }
-}
-
-size_t keep(const FeedbackPass& pass, size_t n) {
-  size_t found = 0;
-  std::array<float, kSquaresGroup> values;
-  for (size_t first = 0; first < n; first += kSquaresGroup) {
-    const size_t count = std::min(kSquaresGroup, n - first);
-    add(pass.gradient + first, pass.residual + first, pass.scale, pass.decay, values.data(), count);
-    const size_t more =
-        scalar_selection().collect_from(values.data(), count, pass.lowest, pass.room - found,
-                                        pass.indices + found, pass.values + found);
-    if (more == pass.room - found) return pass.room;
-    for (size_t i = found; i < found + more; ++i) pass.indices[i] += static_cast<uint32_t>(first);
-    found += more;
-    scalar_tiles().encode_bf16(
-        base::PlaneKind::kMomentum, rounding_key(pass.rounding_seed, pass.element + first),
-        values.data(), reinterpret_cast<uint16_t*>(pass.kept + first), count);
-  }
-  return found;
 }
 
 double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
@@ -91,7 +71,6 @@ double sum_in_range(float sum, const base::Bf16* in, size_t n) {
 
 const FeedbackKernels& scalar_feedback() {
   static constexpr FeedbackKernels kKernels{.add = add,
-                                            .keep = keep,
                                             .copy_squares = copy_squares,
                                             .add_matrix_squares = add_matrix_squares,
                                             .ahead = ahead};
@@ -99,55 +78,11 @@ const FeedbackKernels& scalar_feedback() {
 }
 
 void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient,
-                  std::span<const base::Bf16> residual, float scale, float decay,
-                  std::span<float> out) {
+                  std::span<const base::Bf16> residual, float scale, std::span<float> out) {
   const size_t n = gradient.size();
   SI_CHECK(out.size() == n && (residual.empty() || residual.size() == n), "as many of each");
   table.tiles().feedback.add(gradient.data(), residual.empty() ? nullptr : residual.data(), scale,
-                             decay, out.data(), n);
-}
-
-std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock& block, size_t k,
-                                  float& border, std::span<base::Bf16> kept,
-                                  std::span<uint32_t> indices, std::span<float> values) {
-  const size_t n = block.gradient.size();
-  SI_CHECK(k > 0 && n <= std::numeric_limits<uint32_t>::max(), "some of what has 32-bit indices");
-  SI_CHECK(block.residual.size() == n && kept.size() == n && indices.size() == values.size(),
-           "as many of each");
-  SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
-  const std::optional<Candidates> candidates = candidates_near(border, k, indices.size());
-  if (!candidates) return std::nullopt;
-  const size_t found =
-      table.tiles().feedback.keep({.gradient = block.gradient.data(),
-                                   .residual = block.residual.data(),
-                                   .scale = block.scale,
-                                   .decay = block.decay,
-                                   .element = block.element,
-                                   .rounding_seed = rounding_seed(block.seed, block.step),
-                                   .kept = kept.data(),
-                                   .lowest = candidates->lowest,
-                                   .room = candidates->room,
-                                   .likely = k,
-                                   .indices = indices.data(),
-                                   .values = values.data()},
-                                  n);
-  return top_k_of_candidates(table, *candidates, found, k, indices.data(), values.data(), border);
-}
-
-void keep_rest(const FeedbackBlock& block, std::span<const uint32_t> indices,
-               std::span<const float> rests, std::span<base::Bf16> kept) {
-  const uint64_t seed = rounding_seed(block.seed, block.step);
-  uint64_t group = std::numeric_limits<uint64_t>::max();
-  RoundingKey key;  // of the group
-  for (size_t i = 0; i < indices.size(); ++i) {
-    const size_t lane = indices[i] % kTileElements;
-    if (const uint64_t its = indices[i] - lane; its != group) {
-      group = its;
-      key = rounding_key(seed, block.element + group);
-    }
-    kept[indices[i]] =
-        base::Bf16{round_bf16(rests[i], random_number(key, base::PlaneKind::kMomentum, lane))};
-  }
+                             out.data(), n);
 }
 
 double copy_squares(const KernelTable& table, std::span<const base::Bf16> in, base::Bf16* out) {

@@ -3,49 +3,29 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <span>
 
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::kernels {
 
-/// out = scale * gradient + decay * residual, each product and the sum rounded to f32.
-/// Shapes: gradient, out: [n]; residual: [n] or empty (then as if 0 and decay 0). Threads: safe on
+/// out = scale * gradient + residual, product and sum rounded to f32.
+/// Shapes: gradient, out: [n]; residual: [n] or empty (then as if 0). Threads: safe on
 /// disjoint outputs. Errors: none at run time; spans of other lengths are bugs (SI_CHECK).
 /// Source: error feedback as in Karimireddy et al. 2019.
 void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient,
-                  std::span<const base::Bf16> residual, float scale, float decay,
-                  std::span<float> out);
+                  std::span<const base::Bf16> residual, float scale, std::span<float> out);
 
 /// What meets in a block of a step.
 struct FeedbackBlock {
   std::span<const base::Bf16> gradient;  // [n]
   std::span<const base::Bf16> residual;  // [n]
   float scale = 1;
-  float decay = 1;
   uint64_t element = 0;  // the first one's place in the parameter space; on a rounding group
   uint64_t step = 0;     // what is kept is rounded by chance, as a function of these three, with
   uint64_t seed = 0;     // the bits of KernelTable::encode_block() for a momentum in bf16
   size_t next = 0;       // elements behind it, of both, that will be read next; only for time
 };
-
-/// add_feedback(), top_k() of what it gives, and what a block would keep had none of it been sent,
-/// in one pass over memory, for blocks whose k-th largest magnitude is about known. border: as for
-/// top_k_near(). Returns how many were found, k; nothing when the border is of no use: then what
-/// was written means nothing, border is as it was, and the functions named do what this one would.
-/// Shapes: kept: [n], apart from gradient and residual; indices, values: [room] each, room more
-/// than k; 0 < k. Threads: safe on disjoint outputs. Errors: none at run time; other lengths and
-/// places are bugs (SI_CHECK).
-std::optional<size_t> keep_unsent(const KernelTable& table, const FeedbackBlock& block, size_t k,
-                                  float& border, std::span<base::Bf16> kept,
-                                  std::span<uint32_t> indices, std::span<float> values);
-
-/// Makes right what keep_unsent() kept of elements that are sent: kept[indices[i]] becomes
-/// rests[i], rounded like the others. Shapes: indices: [k], each below kept's length; rests: [k];
-/// kept: [n]. Threads: safe on disjoint outputs.
-void keep_rest(const FeedbackBlock& block, std::span<const uint32_t> indices,
-               std::span<const float> rests, std::span<base::Bf16> kept);
 
 /// The sum of squares of `in`, the same on all instruction sets, and where out is not null a copy.
 /// Squares are those of f32: a number below 1e-23 adds nothing.

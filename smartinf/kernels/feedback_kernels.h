@@ -33,23 +33,6 @@ inline constexpr float kSquaresLeast = 1e-28f;
 // What is kept is rounded by such groups too.
 static_assert(kSquaresGroup == base::kQ8GroupElements);
 
-/// What keep() reads and makes of n elements: arrays as in kernels::keep_unsent(), none of them
-/// null. element: a multiple of kSquaresGroup.
-struct FeedbackPass {
-  const base::Bf16* gradient = nullptr;
-  const base::Bf16* residual = nullptr;
-  float scale = 1;
-  float decay = 1;
-  uint64_t element = 0;        // the first one's place in the parameter space
-  uint64_t rounding_seed = 0;  // as in state_codec.h
-  base::Bf16* kept = nullptr;
-  int32_t lowest = 0;  // magnitude of the smallest candidate
-  size_t room = 0;     // for candidates
-  size_t likely = 0;   // candidates; only time depends on it
-  uint32_t* indices = nullptr;
-  float* values = nullptr;
-};
-
 /// What ahead() reads of n elements.
 struct AheadPass {
   const base::Bf16* residual = nullptr;
@@ -64,11 +47,8 @@ inline constexpr float kRootLeast = std::numeric_limits<float>::min();
 
 struct FeedbackKernels {
   /// As kernels::add_feedback(). residual may be null.
-  void (*add)(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
-              float* out, size_t n);
-  /// As kernels::keep_unsent(), but for choosing among the candidates: returns how many there are,
-  /// or `room` when there may be no room for all: then what was written means nothing.
-  size_t (*keep)(const FeedbackPass& pass, size_t n);
+  void (*add)(const base::Bf16* gradient, const base::Bf16* residual, float scale, float* out,
+              size_t n);
   /// Copies; returns the sum of squares: in f32 for each kSquaresGroup, by lanes as above, or
   /// in f64 (sum_in_range); of those sums in f64. out may be null.
   double (*copy_squares)(const base::Bf16* in, base::Bf16* out, size_t n);

@@ -1,7 +1,6 @@
 // Error feedback as one Highway body for every instruction set.
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cstring>
 
 #include "smartinf/kernels/feedback_kernels.h"
@@ -13,7 +12,6 @@
 #include <hwy/foreach_target.h>  // must precede highway.h
 #include <hwy/highway.h>
 
-#include "smartinf/kernels/candidates-inl.h"
 #include "smartinf/kernels/pairs-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -34,114 +32,22 @@ HWY_INLINE hn::Vec<F32> widened(const base::Bf16* in) {
 }
 
 template <bool kResidual>
-void add_all(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
-             float* out, size_t n) {
+void add_all(const base::Bf16* gradient, const base::Bf16* residual, float scale, float* out,
+             size_t n) {
   const size_t lanes = hn::Lanes(F32());
   const auto scales = hn::Set(F32(), scale);
-  const auto decays = hn::Set(F32(), decay);
   size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     auto value = hn::Mul(scales, widened(gradient + i));
-    if (kResidual) value = hn::Add(value, hn::Mul(decays, widened(residual + i)));
+    if (kResidual) value = hn::Add(value, widened(residual + i));
     hn::StoreU(value, F32(), out + i);
   }
-  scalar_feedback().add(gradient + i, kResidual ? residual + i : nullptr, scale, decay, out + i,
-                        n - i);
+  scalar_feedback().add(gradient + i, kResidual ? residual + i : nullptr, scale, out + i, n - i);
 }
 
-void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, float decay,
-         float* out, size_t n) {
-  (residual == nullptr ? add_all<false> : add_all<true>)(gradient, residual, scale, decay, out, n);
-}
-
-// Whole groups of what keep() does.
-template <bool kDecay, size_t kAtOnce>
-size_t keep_whole_groups(const FeedbackPass& pass, size_t n) {
-  using I32 = hn::RebindToSigned<F32>;
-  constexpr size_t kGroup = kCandidateGroup;
-  const size_t lanes = hn::Lanes(F32());
-  // Copies, because what is stored might otherwise be any of them.
-  const base::Bf16* const gradient = pass.gradient;
-  const base::Bf16* const residual = pass.residual;
-  base::Bf16* const kept = pass.kept;
-  uint32_t* const indices = pass.indices;
-  float* const values = pass.values;
-  const size_t room = pass.room;
-  const auto scales = hn::Set(F32(), pass.scale);
-  const auto decays = hn::Set(F32(), pass.decay);
-  const auto below = hn::Set(I32(), pass.lowest - 1);
-  HWY_ALIGN std::array<float, kSquaresGroup> sum;  // even ones, then odd ones
-  size_t found = 0;
-  for (size_t first = 0; first < n; first += kSquaresGroup) {
-    PairRounding rounding(rounding_key(pass.rounding_seed, pass.element + first));
-    fetch_ahead(gradient, residual, first, n);
-    for (size_t i = 0; i < kSquaresGroup; i += kGroup) {
-      uint64_t even_bits = 0;
-      uint64_t odd_bits = 0;
-      for (size_t p = 0; p < kGroup; p += 2 * lanes) {
-        const size_t at = i + p;
-        const EvenOdd value =
-            feedback_sums<kDecay>(gradient + first + at, residual + first + at, scales, decays);
-        hn::Store(value.even, F32(), sum.data() + at / 2);
-        hn::Store(value.odd, F32(), sum.data() + kSquaresGroup / 2 + at / 2);
-        const auto candidates = [&](hn::Vec<F32> lanes_of) HWY_ATTR {
-          return bits_of_mask(I32(), hn::Gt(hn::BitCast(I32(), hn::Abs(lanes_of)), below));
-        };
-        even_bits |= candidates(value.even) << (p / 2);
-        odd_bits |= candidates(value.odd) << (p / 2);
-        // Those that are no numbers follow.
-        store_pairs(rounding.even(value.even), rounding.odd(value.odd), kept + first + at);
-        rounding.go_on();
-      }
-      if (room - found <= kGroup) return room;
-      const auto value_at = [&](size_t at) {
-        return sum[std::rotr(static_cast<uint8_t>(i + at), 1)];
-      };
-      found += put_candidates<kAtOnce>(spread(even_bits) | spread(odd_bits) << 1, first + i,
-                                       value_at, indices + found, values + found);
-    }
-  }
-  return found;
-}
-static_assert(kSquaresGroup == 256, "rotating the bits of a byte finds a group's element");
-
-// NaNs are larger than any border, so they are among the candidates.
-HWY_INLINE void keep_nans(const FeedbackPass& pass, size_t found) {
-  const size_t lanes = hn::Lanes(F32());
-  const auto one = [&](size_t i) {
-    if (pass.values[i] == pass.values[i]) return;
-    pass.kept[pass.indices[i]].bits = static_cast<uint16_t>(kCanonicalNan >> 16);
-  };
-  size_t i = 0;
-  for (; i + lanes <= found; i += lanes) {
-    if (hn::AllFalse(F32(), hn::IsNaN(hn::LoadU(F32(), pass.values + i)))) continue;
-    for (size_t e = i; e < i + lanes; ++e) one(e);
-  }
-  for (; i < found; ++i) one(i);
-}
-
-size_t keep(const FeedbackPass& pass, size_t n) {
-  const bool many = pass.likely > n / 24;  // then 4 of a group are too few too often
-  const auto whole_groups =
-      pass.decay == 1 ? (many ? keep_whole_groups<false, 16> : keep_whole_groups<false, 4>)
-                      : (many ? keep_whole_groups<true, 16> : keep_whole_groups<true, 4>);
-  const size_t first = n - n % kSquaresGroup;
-  const size_t found = whole_groups(pass, first);
-  if (found == pass.room) return found;
-  keep_nans(pass, found);
-  if (first == n) return found;
-  FeedbackPass rest = pass;
-  rest.gradient += first;
-  rest.residual += first;
-  rest.element += first;
-  rest.kept += first;
-  rest.room -= found;
-  rest.indices += found;
-  rest.values += found;
-  const size_t more = scalar_feedback().keep(rest, n - first);
-  if (more == rest.room) return pass.room;
-  for (size_t i = 0; i < more; ++i) rest.indices[i] += static_cast<uint32_t>(first);
-  return found + more;
+void add(const base::Bf16* gradient, const base::Bf16* residual, float scale, float* out,
+         size_t n) {
+  (residual == nullptr ? add_all<false> : add_all<true>)(gradient, residual, scale, out, n);
 }
 
 double copy_squares(const base::Bf16* in, base::Bf16* out, size_t n) {
@@ -238,7 +144,6 @@ void ahead(const AheadPass& pass, float* weights, size_t n) {
 
 FeedbackKernels feedback_kernels() {
   return {.add = add,
-          .keep = keep,
           .copy_squares = copy_squares,
           .add_matrix_squares = add_matrix_squares,
           .ahead = ahead};

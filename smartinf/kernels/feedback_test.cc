@@ -48,7 +48,7 @@ TEST(Feedback, EveryTargetGivesTheSameBits) {
           std::vector<float> out(n + shift + 1, -7.0f);
           const auto r =
               feedback ? std::span(residual).subspan(shift) : std::span(residual).first(0);
-          add_feedback(table, std::span(gradient).subspan(shift), r, 0.37f, 0.9f,
+          add_feedback(table, std::span(gradient).subspan(shift), r, 0.37f,
                        std::span(out).subspan(shift, n));
           EXPECT_EQ(out.back(), -7.0f);
           return out;
@@ -116,154 +116,6 @@ TEST(MatrixSquares, AreSumsByRowAndColumn) {
   }
 }
 
-/// What keep_unsent() and keep_rest() make of a block.
-struct Kept {
-  std::vector<uint32_t> indices;
-  std::vector<float> values;
-  std::vector<base::Bf16> kept;
-  float border = 0;
-  double square = 0;
-};
-
-std::vector<float> rests_of(const Kept& made) {
-  std::vector<float> rests;
-  for (const float value : made.values) rests.push_back(value / 1024);
-  return rests;
-}
-
-/// By the functions that do a part each.
-Kept in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
-  const size_t n = block.gradient.size();
-  Kept made;
-  made.kept.resize(n);
-  std::vector<float> sum(n);
-  add_feedback(table, block.gradient, block.residual, block.scale, block.decay, sum);
-  made.indices.resize(k);
-  made.values.resize(k);
-  top_k(table, sum, k, made.indices.data(), made.values.data());
-  for (const float value : made.values) {
-    if (std::isnan(value)) continue;
-    made.border = made.border == 0 ? std::abs(value) : std::min(made.border, std::abs(value));
-  }
-  const auto rests = rests_of(made);
-  for (size_t i = 0; i < k; ++i) sum[made.indices[i]] = rests[i];
-  table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, sum.data(),
-                     reinterpret_cast<std::byte*>(made.kept.data()), n, block.element, block.step,
-                     block.seed);
-  for (const base::Bf16 value : made.kept) made.square += std::pow(base::to_f32(value), 2);
-  return made;
-}
-
-/// Nothing where the border is of no use.
-std::optional<Kept> in_one_pass(const KernelTable& table, const FeedbackBlock& block, size_t k,
-                                float border, size_t room) {
-  const size_t n = block.gradient.size();
-  Kept made{.indices = std::vector<uint32_t>(room + 1, 0xdeadbeefu),
-            .values = std::vector<float>(room + 1, -7.0f),
-            .kept = std::vector<base::Bf16>(n + 1, base::Bf16{0x4321}),
-            .border = border};
-  const auto found =
-      keep_unsent(table, block, k, made.border, std::span(made.kept).first(n),
-                  std::span(made.indices).first(room), std::span(made.values).first(room));
-  EXPECT_EQ(made.kept.back().bits, 0x4321);
-  EXPECT_EQ(made.indices.back(), 0xdeadbeefu);
-  EXPECT_EQ(made.values.back(), -7.0f);
-  if (!found) {
-    EXPECT_EQ(made.border, border);
-    return std::nullopt;
-  }
-  EXPECT_EQ(*found, k);
-  made.kept.pop_back();
-  made.indices.resize(k);
-  made.values.resize(k);
-  keep_rest(block, made.indices, rests_of(made), made.kept);
-  made.square = copy_squares(table, made.kept, nullptr);
-  return made;
-}
-
-template <typename T>
-bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
-}
-
-void expect_one_pass_is_stages(const FeedbackBlock& block, size_t k, const std::string& what) {
-  const Kept expected = in_stages(*supported_tables().front(), block, k);
-  std::optional<double> square;
-  for (const KernelTable* table : supported_tables()) {
-    // Borders that are right, a little off, and such that there are twice as many candidates.
-    for (const float near : {1.0f, 1.05f, 0.9f, 0.6f}) {
-      const auto found = in_one_pass(*table, block, k, near * expected.border, 2 * k + 400);
-      const std::string where = what + " " + std::string(table->isa()) + " " + std::to_string(near);
-      if (near == 1.0f) {
-        ASSERT_TRUE(found) << where;
-      }
-      if (!found) continue;
-      ASSERT_EQ(found->indices, expected.indices) << where;
-      ASSERT_TRUE(same_bits(found->values, expected.values)) << where;
-      ASSERT_TRUE(same_bits(found->kept, expected.kept)) << where;
-      ASSERT_EQ(found->border, expected.border) << where;
-      if (!square) square = found->square;
-      if (!std::isnan(expected.square)) {
-        ASSERT_EQ(found->square, *square) << where;
-        ASSERT_NEAR(found->square, expected.square, 1e-5 * expected.square) << where;
-      }
-    }
-  }
-}
-
-TEST(Feedback, OnePassGivesTheBitsOfTheStages) {
-  for (const size_t n : {1ul, 63ul, 64ul, 255ul, 256ul, 257ul, 512ul, 5 * 256ul + 77, 20000ul}) {
-    for (const size_t shift : {0ul, 3ul}) {
-      const auto gradient = values_of(n + shift, 1);
-      const auto residual = values_of(n + shift, 2);
-      for (const float decay : {1.0f, 0.9f}) {
-        const FeedbackBlock block{.gradient = std::span(gradient).subspan(shift),
-                                  .residual = std::span(residual).subspan(shift),
-                                  .scale = 0.37f,
-                                  .decay = decay,
-                                  .element = 3 * kSquaresGroup,
-                                  .step = 7,
-                                  .seed = 11};
-        for (const size_t k : {size_t{1}, n / 100 + 1, n / 12 + 1}) {
-          expect_one_pass_is_stages(block, k, "n " + std::to_string(n) + " k " + std::to_string(k));
-        }
-      }
-    }
-  }
-}
-
-TEST(Feedback, OnePassKeepsWhatIsNoNumber) {
-  auto gradient = values_of(1000, 1);
-  const auto residual = values_of(1000, 2);
-  gradient[5] = base::to_bf16(std::numeric_limits<float>::infinity());
-  for (const size_t at : {17ul, 300ul, 999ul}) gradient[at] = base::Bf16{0xffc1};
-  const FeedbackBlock block{.gradient = gradient, .residual = residual, .step = 1, .seed = 2};
-  // Fewer are sent than are no numbers: the rest of those is kept.
-  expect_one_pass_is_stages(block, 30, "sent");
-  for (const size_t k : {1ul, 2ul}) {
-    const Kept expected = in_stages(*supported_tables().front(), block, k);
-    for (const KernelTable* table : supported_tables()) {
-      const auto found = in_one_pass(*table, block, k, 3.0f, 400);
-      ASSERT_TRUE(found);
-      EXPECT_EQ(found->indices, expected.indices);
-      EXPECT_TRUE(same_bits(found->kept, expected.kept)) << table->isa() << " k " << k;
-    }
-  }
-}
-
-TEST(Feedback, OnePassGivesUpWhereTheBorderIsOfNoUse) {
-  const auto gradient = values_of(4096, 1);
-  const auto residual = values_of(4096, 2);
-  const FeedbackBlock block{.gradient = gradient, .residual = residual, .step = 1, .seed = 2};
-  for (const KernelTable* table : supported_tables()) {
-    EXPECT_FALSE(in_one_pass(*table, block, 40, 0.0f, 4096));    // not known
-    EXPECT_FALSE(in_one_pass(*table, block, 40, 100.0f, 4096));  // too few above it
-    EXPECT_FALSE(in_one_pass(*table, block, 40, 0.01f, 200));    // too many
-    EXPECT_FALSE(in_one_pass(*table, block, 40, 1.0f, 40));      // no room to choose from
-    EXPECT_FALSE(in_one_pass(*table, block, 400, 1e-30f, 450));  // too many, where many are likely
-  }
-}
-
 TEST(Feedback, CopiesAndSumsSquares) {
   for (const size_t n : lengths()) {
     const auto values = values_of(n + 1, 3);
@@ -298,9 +150,9 @@ TEST(Feedback, IsTheSum) {
   const auto gradient = values_of(kCount, 3);
   const auto residual = values_of(kCount, 4);
   std::vector<float> out(kCount);
-  add_feedback(kernels(), gradient, residual, 0.5f, 0.25f, out);
+  add_feedback(kernels(), gradient, residual, 0.5f, out);
   for (size_t i = 0; i < kCount; ++i) {
-    EXPECT_EQ(out[i], 0.5f * base::to_f32(gradient[i]) + 0.25f * base::to_f32(residual[i]));
+    EXPECT_EQ(out[i], 0.5f * base::to_f32(gradient[i]) + base::to_f32(residual[i]));
   }
 }
 

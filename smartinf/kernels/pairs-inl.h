@@ -112,17 +112,14 @@ struct SquaresByLane {
   }
 };
 
-/// scale * gradient + decay * residual, as FeedbackKernels::add().
-template <bool kDecay>
+/// scale * gradient + residual, as FeedbackKernels::add().
 HWY_INLINE EvenOdd feedback_sums(const base::Bf16* gradient, const base::Bf16* residual,
-                                 pairs::hn::Vec<pairs::F32> scales,
-                                 pairs::hn::Vec<pairs::F32> decays) {
+                                 pairs::hn::Vec<pairs::F32> scales) {
   namespace hn = hwy::HWY_NAMESPACE;
   const EvenOdd value = widened_pairs(gradient);
   const EvenOdd waiting = widened_pairs(residual);
-  return {
-      hn::Add(hn::Mul(scales, value.even), kDecay ? hn::Mul(decays, waiting.even) : waiting.even),
-      hn::Add(hn::Mul(scales, value.odd), kDecay ? hn::Mul(decays, waiting.odd) : waiting.odd)};
+  return {hn::Add(hn::Mul(scales, value.even), waiting.even),
+          hn::Add(hn::Mul(scales, value.odd), waiting.odd)};
 }
 
 /// The momentum's random numbers of a rounding group, pair by pair.

@@ -206,35 +206,27 @@ size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k,
   SI_CHECK(room >= std::min(k, in.size()), "room for what is found");
   SI_CHECK(in.size() <= std::numeric_limits<uint32_t>::max(), "indices have 32 bits");
   if (k == 0) return 0;
-  if (const auto candidates = candidates_near(border, k, std::min(room, in.size()))) {
-    const size_t found = table.tiles().selection.collect_from(
-        in.data(), in.size(), candidates->lowest, candidates->room, indices, values);
-    const auto taken = top_k_of_candidates(table, *candidates, found, k, indices, values, border);
-    if (taken) return *taken;
+  constexpr float kNear = 0.9f;
+  const size_t candidates_max = std::min({room, in.size(), kCandidatesMax});
+  if (border > 0 && k < candidates_max) {
+    const int32_t lowest = magnitude_of(kNear * border);
+    const SelectionKernels& kernels = table.tiles().selection;
+    const size_t found =
+        kernels.collect_from(in.data(), in.size(), lowest, candidates_max, indices, values);
+    // Of as many as there is room for there may be more.
+    if (found >= k && found < candidates_max) {
+      std::array<float, kCandidatesMax> spare;
+      const Border exact =
+          border_among(kernels, {values, found}, k, lowest - 1, magnitude_of(border), spare);
+      border = finite_border(kth_magnitude(exact));
+      return keep_candidates(exact, found, indices, values);
+    }
   }
   const size_t taken = top_k(table, in, k, indices, values);
   int32_t least = taken > 0 ? kMagnitudeMax : 0;
   for (size_t i = 0; i < taken; ++i) least = std::min(least, magnitude_of(values[i]));
   border = finite_border(least);
   return taken;
-}
-
-std::optional<Candidates> candidates_near(float border, size_t k, size_t room) {
-  constexpr float kNear = 0.9f;
-  room = std::min(room, kCandidatesMax);
-  if (!(border > 0) || k >= room) return std::nullopt;
-  return Candidates{.lowest = magnitude_of(kNear * border), .room = room};
-}
-
-std::optional<size_t> top_k_of_candidates(const KernelTable& table, const Candidates& candidates,
-                                          size_t found, size_t k, uint32_t* indices, float* values,
-                                          float& border) {
-  if (found < k || found >= candidates.room) return std::nullopt;  // there may be more above it
-  std::array<float, kCandidatesMax> spare;
-  const Border exact = border_among(table.tiles().selection, {values, found}, k,
-                                    candidates.lowest - 1, magnitude_of(border), spare);
-  border = finite_border(kth_magnitude(exact));
-  return keep_candidates(exact, found, indices, values);
 }
 
 void scatter_add(std::span<const uint32_t> indices, std::span<const float> values,

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 
 #include "smartinf/kernels/update.h"
@@ -28,21 +27,6 @@ size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint
 /// Shapes: indices, values: [room], room >= min(k, n); twice k is room enough to gain by it.
 size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k, size_t room,
                   uint32_t* indices, float* values, float& border);
-
-/// top_k_near() in two parts, for passes over the data that do more than collect.
-/// Candidates are the elements of magnitude `lowest` or more.
-struct Candidates {
-  int32_t lowest = 0;  // as the 31 lower bits of an f32
-  size_t room = 0;     // more than these are of no use, nor are as many
-};
-/// Nothing when a border that is not known, or little room, makes candidates useless.
-std::optional<Candidates> candidates_near(float border, size_t k, size_t room);
-/// Moves the k largest of all candidates to the front, their order as it was. Nothing, and border
-/// as it was, when k largest cannot be told from so few or so many. None of them is a zero, because
-/// a border is above it. Shapes: indices, values: [found]; 0 < k. Threads: pure, both.
-std::optional<size_t> top_k_of_candidates(const KernelTable& table, const Candidates& candidates,
-                                          size_t found, size_t k, uint32_t* indices, float* values,
-                                          float& border);
 
 /// out[indices[i]] += values[i], in the order of i, so that repeated indices are well defined.
 /// Shapes: indices, values: [n]. Every index lies inside `out` (SI_CHECK: check what comes from

@@ -17,22 +17,17 @@ constexpr size_t kWordBits = 64;
 
 float value_of(int32_t magnitude) { return std::bit_cast<float>(magnitude); }
 
-int32_t told_in(const SignsPass& pass, size_t i, float value) {
-  const int32_t magnitude = magnitude_of(value);
-  return pass.levels == nullptr ? magnitude : told_magnitude(magnitude, pass.levels[i]);
-}
-
 size_t collect(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out) {
   size_t found = 0;
   std::array<float, kSquaresGroup> values;
   for (size_t first = 0; first < n; first += kSquaresGroup) {
     const size_t count = std::min(kSquaresGroup, n - first);
-    scalar_feedback().add(pass.gradient + first, pass.residual + first, pass.scale, pass.decay,
-                          values.data(), count);
+    scalar_feedback().add(pass.gradient + first, pass.residual + first, pass.scale, values.data(),
+                          count);
     if (room - found <= count) return room;
     for (size_t i = 0; i < count; ++i) {
-      const int32_t told = told_in(pass, first + i, values[i]);
-      if (told >= lowest) out[found++] = value_of(told);
+      const int32_t magnitude = magnitude_of(values[i]);
+      if (magnitude >= lowest) out[found++] = value_of(magnitude);
     }
   }
   return found;
@@ -57,23 +52,19 @@ double keep(const SignsPass& pass, SignsKept& out, size_t n) {
   std::array<float, kSquaresGroup> values;
   for (size_t first = 0; first < n; first += kSquaresGroup) {
     const size_t count = std::min(kSquaresGroup, n - first);
-    scalar_feedback().add(pass.gradient + first, pass.residual + first, pass.scale, pass.decay,
-                          values.data(), count);
+    scalar_feedback().add(pass.gradient + first, pass.residual + first, pass.scale, values.data(),
+                          count);
     for (size_t i = 0; i < count; ++i) {
       const size_t word = (first + i) / kWordBits;
       const uint64_t bit = uint64_t{1} << (first + i) % kWordBits;
       if (i % kWordBits == 0) out.sent[word] = out.negative[word] = 0;
-      const int32_t magnitude = told_in(pass, first + i, values[i]);
+      const int32_t magnitude = magnitude_of(values[i]);
       const bool tie = magnitude == out.border.magnitude && out.border.ties > 0;
       out.border.ties -= tie ? 1 : 0;
       if (!tie && magnitude <= out.border.magnitude) continue;
       out.sent[word] |= bit;
       if (std::signbit(values[i])) out.negative[word] |= bit;
-      values[i] -= std::copysign(
-          pass.levels == nullptr
-              ? out.magnitude
-              : base::to_f32(arrives_at(base::to_bf16(out.magnitude), pass.levels[first + i])),
-          values[i]);
+      values[i] -= std::copysign(out.magnitude, values[i]);
     }
     scalar_tiles().encode_bf16(base::PlaneKind::kMomentum,
                                rounding_key(out.rounding_seed, out.element + first), values.data(),
@@ -81,20 +72,6 @@ double keep(const SignsPass& pass, SignsKept& out, size_t n) {
     squares += scalar_feedback().copy_squares(out.kept + first, nullptr, count);
   }
   return squares;
-}
-
-void add_levels_one_by_one(int row, const int8_t* columns, int16_t* out, size_t n) {
-  for (size_t i = 0; i < n; ++i) out[i] = static_cast<int16_t>((row + columns[i]) * kLevelStep);
-}
-
-void lift_one_by_one(int row, const int8_t* columns, base::Bf16* values, size_t n) {
-  constexpr uint16_t kMagnitude = 0x7fff;
-  for (size_t i = 0; i < n; ++i) {
-    const uint16_t sign = values[i].bits & ~kMagnitude;
-    const base::Bf16 told{static_cast<uint16_t>(values[i].bits & kMagnitude)};
-    const base::Bf16 arrives = arrives_at(told, (row + columns[i]) * kLevelStep);
-    values[i].bits = static_cast<uint16_t>(arrives.bits | sign);
-  }
 }
 
 uint32_t end_of(size_t word, uint64_t bits, uint64_t negative) {
@@ -179,9 +156,7 @@ const SignKernels& scalar_signs() {
                                         .sum_above = sum_above,
                                         .keep = keep,
                                         .ends = ends_one_by_one,
-                                        .split = split,
-                                        .add_levels = add_levels_one_by_one,
-                                        .lift = lift_one_by_one};
+                                        .split = split};
   return kKernels;
 }
 
@@ -190,39 +165,13 @@ base::Bf16 mean_magnitude(double sum, size_t count) {
   return {static_cast<uint16_t>(base::to_bf16(mean).bits & (kMagnitudeMask >> 16))};
 }
 
-float told_at(float value, int16_t level) {
-  if (!std::isfinite(value)) return value;
-  const int32_t told = told_magnitude(magnitude_of(value), level);
-  const bool number = told >= 0 && told < static_cast<int32_t>(kInfinityBits);
-  return std::copysign(number ? value_of(told) : 0.0f, value);
-}
-
-base::Bf16 arrives_at(base::Bf16 magnitude, int level) {
-  const int bits = magnitude.bits;
-  if (bits == 0 || bits > kLargestBf16) return magnitude;
-  return {static_cast<uint16_t>(std::clamp(bits + level, 0, kLargestBf16))};
-}
-
-void add_levels(const KernelTable& table, int8_t row, std::span<const int8_t> columns,
-                std::span<int16_t> out) {
-  SI_CHECK(columns.size() == out.size(), "a level for each");
-  table.tiles().signs.add_levels(row, columns.data(), out.data(), out.size());
-}
-
-void lift(const KernelTable& table, int8_t row, std::span<const int8_t> columns,
-          std::span<base::Bf16> values) {
-  SI_CHECK(columns.size() == values.size(), "a level for each");
-  table.tiles().signs.lift(row, columns.data(), values.data(), values.size());
-}
-
 std::optional<SentSigns> keep_but_signs(const KernelTable& table, const FeedbackBlock& block,
-                                        std::span<const int16_t> levels, size_t k, float& border,
-                                        std::span<float> candidates, std::span<base::Bf16> kept,
-                                        std::span<uint64_t> sent, std::span<uint64_t> negative) {
+                                        size_t k, float& border, std::span<float> candidates,
+                                        std::span<base::Bf16> kept, std::span<uint64_t> sent,
+                                        std::span<uint64_t> negative) {
   const size_t n = block.gradient.size();
   SI_CHECK(k > 0 && n <= std::numeric_limits<uint32_t>::max(), "some of what has 32-bit indices");
   SI_CHECK(block.residual.size() == n && kept.size() == n, "as many of each");
-  SI_CHECK(levels.empty() || levels.size() == n, "a level for each or for none");
   SI_CHECK(sent.size() == base::divide_up(n, kWordBits) && negative.size() == sent.size(),
            "a bit for each");
   SI_CHECK(candidates.size() == kSignCandidates, "room for candidates");
@@ -233,9 +182,7 @@ std::optional<SentSigns> keep_but_signs(const KernelTable& table, const Feedback
   const SignsPass pass{.gradient = block.gradient.data(),
                        .residual = block.residual.data(),
                        .scale = block.scale,
-                       .decay = block.decay,
-                       .fetch = block.next,
-                       .levels = levels.empty() ? nullptr : levels.data()};
+                       .fetch = block.next};
   const auto collected = collect_near(kernels, pass, n, k, border, candidates.first(room));
   if (!collected) return std::nullopt;
   const auto magnitudes = candidates.first(collected->found);

@@ -17,30 +17,8 @@ namespace smartinf::kernels {
 /// without a sign even where it is no number. Threads: pure.
 base::Bf16 mean_magnitude(double sum, size_t count);
 
-/// A level says by how much an element's magnitude is told smaller than it is, in steps of a bf16's
-/// bits, 128 to an octave: their sums and differences are products and quotients, but for the up to
-/// 6 % that a logarithm made of straight lines is off by. So a level changes which elements are the
-/// largest and what they arrive as, not that what is kept is right.
-///
-/// In messages a level is a byte, of which each counts for so many bits; that of an element is its
-/// row's and its column's.
-inline constexpr int kLevelStep = 16;
-/// Shapes: columns, out: [n]. Threads: safe on disjoint out.
-void add_levels(const KernelTable& table, int8_t row, std::span<const int8_t> columns,
-                std::span<int16_t> out);
-
-/// The magnitude as told, not below 0, with the value's sign. What is no number stays as it is, and
-/// what would become none is 0.
-float told_at(float value, int16_t level);
-/// What arrives where `magnitude` is told: a number where that is one, and 0 of 0.
-base::Bf16 arrives_at(base::Bf16 magnitude, int level);
-/// The same of told values with their signs, in place. Shapes: values, columns: [n]. Threads: safe
-/// on disjoint values.
-void lift(const KernelTable& table, int8_t row, std::span<const int8_t> columns,
-          std::span<base::Bf16> values);
-
 struct SentSigns {
-  base::Bf16 magnitude;     // that every sent element is told as
+  base::Bf16 magnitude;     // of every sent element
   double kept_squares = 0;  // sum of squares of what is kept, as copy_squares() finds it
 };
 
@@ -59,9 +37,9 @@ inline constexpr size_t kSignCandidates = 2 * 16384;
 /// Threads: safe on disjoint outputs. Errors: none at run time; other lengths and places are bugs
 /// (SI_CHECK).
 std::optional<SentSigns> keep_but_signs(const KernelTable& table, const FeedbackBlock& block,
-                                        std::span<const int16_t> levels, size_t k, float& border,
-                                        std::span<float> candidates, std::span<base::Bf16> kept,
-                                        std::span<uint64_t> sent, std::span<uint64_t> negative);
+                                        size_t k, float& border, std::span<float> candidates,
+                                        std::span<base::Bf16> kept, std::span<uint64_t> sent,
+                                        std::span<uint64_t> negative);
 
 /// Of an end, its place; the bit above it is its sign.
 inline constexpr uint32_t kEndMask = 0x7fffffffu;

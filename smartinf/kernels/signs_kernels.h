@@ -15,35 +15,25 @@ struct SignsPass {
   const base::Bf16* gradient = nullptr;
   const base::Bf16* residual = nullptr;
   float scale = 1;
-  float decay = 1;
-  size_t fetch = 0;                 // elements behind these that will be read next
-  const int16_t* levels = nullptr;  // or null: all 0
+  size_t fetch = 0;  // elements behind these that will be read next
 
   /// Of the elements from i on.
   SignsPass from(size_t i) const {
     SignsPass rest = *this;
     rest.gradient += i;
     rest.residual += i;
-    if (levels != nullptr) rest.levels += i;
     return rest;
   }
 };
 
-/// Of a bf16's bits, as an f32's.
-inline constexpr int32_t kLevelUnit = 1 << 16;
 inline constexpr int32_t kLargestBf16 = 0x7f7f;
-/// As told_at() of what is finite, but negative where that is 0 in place of less or of more.
-inline int32_t told_magnitude(int32_t magnitude, int32_t level) {
-  const auto lowered = static_cast<uint32_t>(level) * static_cast<uint32_t>(kLevelUnit);
-  return static_cast<int32_t>(static_cast<uint32_t>(magnitude) - lowered);
-}
 
 /// What the second pass writes.
 struct SignsKept {
   uint64_t element = 0;        // the first one's place in the parameter space
   uint64_t rounding_seed = 0;  // as in state_codec.h
   Border border;               // of what is sent; ties are used up
-  float magnitude = 0;         // that it is told as
+  float magnitude = 0;         // that it is sent as
   base::Bf16* kept = nullptr;  // [n]
   uint64_t* sent = nullptr;    // [divide_up(n, 64)]
   uint64_t* negative = nullptr;
@@ -72,7 +62,7 @@ struct GapsToSplit {
 };
 
 struct SignKernels {
-  /// Writes the told |scale * gradient + decay * residual| of every element of which that is at
+  /// Writes |scale * gradient + residual| of every element of which that is at
   /// least `lowest`, above 0, in any order. Returns how many; or `room`, when there may be no room
   /// for all: then what was written means nothing. Shapes: out: [room].
   size_t (*collect)(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out);
@@ -87,9 +77,6 @@ struct SignKernels {
   size_t (*ends)(const uint64_t* sent, const uint64_t* negative, size_t words, uint32_t* ends);
   /// As kernels::split_gaps().
   void (*split)(const GapsToSplit& gaps, uint64_t* tails, uint64_t* highs, uint64_t* high_bits);
-  /// As kernels::add_levels() and kernels::lift().
-  void (*add_levels)(int row, const int8_t* columns, int16_t* out, size_t n);
-  void (*lift)(int row, const int8_t* columns, base::Bf16* values, size_t n);
 };
 
 const SignKernels& scalar_signs();

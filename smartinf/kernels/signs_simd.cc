@@ -3,7 +3,6 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <type_traits>
 
 #include "smartinf/kernels/feedback_kernels.h"
 #include "smartinf/kernels/signs.h"
@@ -44,51 +43,9 @@ struct EvenOddBits {
   HWY_INLINE uint64_t in_order() const { return spread(even) | spread(odd) << 1; }
 };
 
-// Levels of pairs of elements, as an f32's bits count them.
-struct EvenOddLevels {
-  hn::Vec<I32> even, odd;
-};
-template <bool kLevels>
-HWY_INLINE EvenOddLevels levels_of(const SignsPass& pass, size_t i) {
-  if constexpr (!kLevels) {
-    return {hn::Zero(I32()), hn::Zero(I32())};
-  } else {
-    const auto both =
-        hn::BitCast(I32(), hn::LoadU(hn::Repartition<int16_t, F32>(), pass.levels + i));
-    return {hn::ShiftLeft<16>(both), hn::And(both, hn::Set(I32(), -kLevelUnit))};
-  }
-}
-/// told_magnitude()
-template <bool kLevels>
-HWY_INLINE hn::Vec<I32> told(hn::Vec<F32> value, hn::Vec<I32> level) {
-  return kLevels ? hn::Sub(magnitudes(value), level) : magnitudes(value);
-}
-/// arrives_at() of what is a number.
-template <bool kLevels>
-HWY_INLINE hn::Vec<F32> arrives_at(hn::Vec<F32> magnitude, hn::Vec<I32> level) {
-  if constexpr (!kLevels) {
-    return magnitude;
-  } else {
-    const auto largest = hn::Set(I32(), kLargestBf16 * kLevelUnit);
-    const auto lifted = hn::Add(hn::BitCast(I32(), magnitude), level);
-    return hn::BitCast(F32(), hn::Min(hn::Max(lifted, hn::Zero(I32())), largest));
-  }
-}
-
-/// act(whether what is kept decays, whether there are levels), both as types.
-template <class Act>
-HWY_INLINE auto for_pass(const SignsPass& pass, const Act& act) {
-  using Yes = std::true_type;
-  using No = std::false_type;
-  if (pass.levels == nullptr) return pass.decay == 1 ? act(No(), No()) : act(Yes(), No());
-  return pass.decay == 1 ? act(No(), Yes()) : act(Yes(), Yes());
-}
-
-template <bool kDecay, bool kLevels>
-size_t collect_all(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out) {
+size_t collect(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out) {
   const size_t lanes = hn::Lanes(F32());
   const auto scales = hn::Set(F32(), pass.scale);
-  const auto decays = hn::Set(F32(), pass.decay);
   const auto below = hn::Set(I32(), lowest - 1);
   const base::Bf16* const gradient = pass.gradient;
   const base::Bf16* const residual = pass.residual;
@@ -98,10 +55,8 @@ size_t collect_all(const SignsPass& pass, size_t n, int32_t lowest, size_t room,
     fetch_ahead(gradient, residual, first, whole);
     if (room - found <= kSquaresGroup + hn::MaxLanes(F32())) return room;
     for (size_t i = first; i < first + kSquaresGroup; i += 2 * lanes) {
-      const EvenOdd value = feedback_sums<kDecay>(gradient + i, residual + i, scales, decays);
-      const EvenOddLevels level = levels_of<kLevels>(pass, i);
-      for (const auto half :
-           {told<kLevels>(value.even, level.even), told<kLevels>(value.odd, level.odd)}) {
+      const EvenOdd value = feedback_sums(gradient + i, residual + i, scales);
+      for (const auto half : {magnitudes(value.even), magnitudes(value.odd)}) {
         const auto taken = hn::RebindMask(F32(), hn::Gt(half, below));
         found += put_compressed(F32(), hn::BitCast(F32(), half), taken, out + found);
       }
@@ -110,12 +65,6 @@ size_t collect_all(const SignsPass& pass, size_t n, int32_t lowest, size_t room,
   const size_t more =
       scalar_signs().collect(pass.from(whole), n - whole, lowest, room - found, out + found);
   return more == room - found ? room : found + more;
-}
-
-size_t collect(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out) {
-  return for_pass(pass, [&](auto decay, auto levels) HWY_ATTR {
-    return collect_all<decay, levels>(pass, n, lowest, room, out);
-  });
 }
 
 int32_t largest(const float* in, size_t n) {
@@ -155,7 +104,7 @@ struct GroupOfKept {
   double squares = 0;
   size_t ties = 0;  // elements as large as the border
 };
-template <bool kDecay, bool kLevels, bool kTies>
+template <bool kTies>
 HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, size_t first,
                                   hn::Vec<I32> above, size_t pass_size) {
   const size_t lanes = hn::Lanes(F32());
@@ -163,7 +112,6 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
   const base::Bf16* const residual = pass.residual + first;
   base::Bf16* const kept = out.kept + first;
   const auto scales = hn::Set(F32(), pass.scale);
-  const auto decays = hn::Set(F32(), pass.decay);
   const auto border = hn::Set(I32(), out.border.magnitude);
   const auto magnitude_sent = hn::Set(F32(), out.magnitude);
   PairRounding rounding(rounding_key(out.rounding_seed, out.element + first));
@@ -182,23 +130,20 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
     for (size_t half = 0; half < kWordBits; half += kSquaresLanes) {
       for (size_t p = 0; p < SquaresByLane::kPairs; ++p) {
         const size_t at = half + p * 2 * lanes;
-        const EvenOdd sum =
-            feedback_sums<kDecay>(gradient + word + at, residual + word + at, scales, decays);
-        const EvenOddLevels level = levels_of<kLevels>(pass, first + word + at);
-        const auto rest = [&](hn::Vec<F32> value, hn::Vec<I32> its_level, uint64_t& sent_bits,
+        const EvenOdd sum = feedback_sums(gradient + word + at, residual + word + at, scales);
+        const auto rest = [&](hn::Vec<F32> value, uint64_t& sent_bits,
                               uint64_t& negative_bits) HWY_ATTR {
           const auto bits = hn::BitCast(I32(), value);
-          const auto magnitude = told<kLevels>(value, its_level);
+          const auto magnitude = magnitudes(value);
           const auto taken = hn::Gt(magnitude, above);
           if (kTies) ties = hn::Sub(ties, hn::VecFromMask(I32(), hn::Eq(magnitude, border)));
           sent_bits |= bits_of_mask(I32(), taken) << at / 2;
           negative_bits |= bits_of_mask(I32(), hn::Lt(bits, hn::Zero(I32()))) << at / 2;
-          const auto arrives = arrives_at<kLevels>(magnitude_sent, its_level);
-          const auto less = hn::Sub(value, hn::CopySign(arrives, value));
+          const auto less = hn::Sub(value, hn::CopySign(magnitude_sent, value));
           return hn::IfThenElse(hn::RebindMask(F32(), taken), less, value);
         };
-        const auto even = rounding.even(rest(sum.even, level.even, sent.even, negative.even));
-        const auto odd = rounding.odd(rest(sum.odd, level.odd, sent.odd, negative.odd));
+        const auto even = rounding.even(rest(sum.even, sent.even, negative.even));
+        const auto odd = rounding.odd(rest(sum.odd, sent.odd, negative.odd));
         store_pairs(even, odd, kept + word + at);
         squares.add(p, {upper_half(even), upper_half(odd)});
         rounding.go_on();
@@ -217,19 +162,18 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
 
 // Elements as large as the border are all taken up to the group in which there are too many; that
 // one is left to the scalar way, which tells them apart.
-template <bool kDecay, bool kLevels>
 double keep_whole_groups(const SignsPass& pass, SignsKept& out, size_t n) {
   const auto border = hn::Set(I32(), out.border.magnitude);
   const auto below_border = hn::Set(I32(), out.border.magnitude - 1);
   double squares = 0;
   for (size_t first = 0; first < n; first += kSquaresGroup) {
     if (out.border.ties == 0) {
-      squares += keep_group<kDecay, kLevels, false>(pass, out, first, border, n).squares;
+      squares += keep_group<false>(pass, out, first, border, n).squares;
       continue;
     }
     HWY_ALIGN std::array<base::Bf16, kSquaresGroup> gradient;  // whose place may be kept's
     std::memcpy(static_cast<void*>(gradient.data()), pass.gradient + first, sizeof(gradient));
-    const GroupOfKept group = keep_group<kDecay, kLevels, true>(pass, out, first, below_border, n);
+    const GroupOfKept group = keep_group<true>(pass, out, first, below_border, n);
     if (group.ties <= out.border.ties) {
       out.border.ties -= group.ties;
       squares += group.squares;
@@ -246,9 +190,7 @@ double keep_whole_groups(const SignsPass& pass, SignsKept& out, size_t n) {
 
 double keep(const SignsPass& pass, SignsKept& out, size_t n) {
   const size_t whole = n - n % kSquaresGroup;
-  const double total = for_pass(pass, [&](auto decay, auto levels) HWY_ATTR {
-    return keep_whole_groups<decay, levels>(pass, out, whole);
-  });
+  const double total = keep_whole_groups(pass, out, whole);
   if (whole == n) return total;
   SignsKept end = out.from(whole);
   return total + scalar_signs().keep(pass.from(whole), end, n - whole);
@@ -316,50 +258,13 @@ void split(const GapsToSplit& gaps, uint64_t* tails, uint64_t* highs, uint64_t* 
   scalar_signs().split(gaps.from(p), tails + p, highs + p, high_bits + p);
 }
 
-using I16 = hn::Repartition<int16_t, F32>;
-
-HWY_INLINE hn::Vec<I16> levels_at(hn::Vec<I16> row, const int8_t* columns) {
-  const auto bytes = hn::LoadU(hn::Rebind<int8_t, I16>(), columns);
-  static_assert(kLevelStep == 1 << 4);
-  return hn::ShiftLeft<4>(hn::Add(row, hn::PromoteTo(I16(), bytes)));
-}
-
-void add_levels(int row, const int8_t* columns, int16_t* out, size_t n) {
-  const size_t lanes = hn::Lanes(I16());
-  const auto rows = hn::Set(I16(), static_cast<int16_t>(row));
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) hn::StoreU(levels_at(rows, columns + i), I16(), out + i);
-  scalar_signs().add_levels(row, columns + i, out + i, n - i);
-}
-
-void lift(int row, const int8_t* columns, base::Bf16* values, size_t n) {
-  const size_t lanes = hn::Lanes(I16());
-  const auto rows = hn::Set(I16(), static_cast<int16_t>(row));
-  const auto largest = hn::Set(I16(), kLargestBf16);
-  const auto magnitude_mask = hn::Set(I16(), 0x7fff);
-  size_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    auto* const at = reinterpret_cast<int16_t*>(values + i);
-    const auto told = hn::LoadU(I16(), at);
-    const auto magnitude = hn::And(told, magnitude_mask);
-    const auto sum = hn::SaturatedAdd(magnitude, levels_at(rows, columns + i));
-    const auto lifted = hn::Min(hn::Max(sum, hn::Zero(I16())), largest);
-    const auto is_some = hn::AndNot(hn::Gt(magnitude, largest), hn::Gt(magnitude, hn::Zero(I16())));
-    hn::StoreU(hn::Or(hn::IfThenElse(is_some, lifted, magnitude), hn::AndNot(magnitude_mask, told)),
-               I16(), at);
-  }
-  scalar_signs().lift(row, columns + i, values + i, n - i);
-}
-
 SignKernels sign_kernels() {
   return {.collect = collect,
           .largest = largest,
           .sum_above = sum_above,
           .keep = keep,
           .ends = ends,
-          .split = split,
-          .add_levels = add_levels,
-          .lift = lift};
+          .split = split};
 }
 
 }  // namespace HWY_NAMESPACE

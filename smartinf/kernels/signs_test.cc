@@ -42,19 +42,8 @@ struct Made {
   double squares = 0;
 };
 
-using Levels = std::span<const int16_t>;
-
-/// Up to three octaves up and down; empty where there shall be none.
-std::vector<int16_t> levels_of(size_t n, bool some) {
-  std::mt19937 random(9);
-  std::vector<int16_t> levels(some ? n : 0);
-  for (int16_t& level : levels)
-    level = static_cast<int16_t>(static_cast<int>(random() % 769) - 384);
-  return levels;
-}
-
 /// By the functions that do a part each.
-Made in_stages(const KernelTable& table, const FeedbackBlock& block, Levels levels, size_t k) {
+Made in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
   const size_t n = block.gradient.size();
   Made made{.kept = std::vector<base::Bf16>(n),
             .sent = std::vector<uint64_t>(base::divide_up(n, size_t{64})),
@@ -64,10 +53,8 @@ Made in_stages(const KernelTable& table, const FeedbackBlock& block, Levels leve
   std::vector<float> sum(n);
   std::vector<uint32_t> indices(k);
   std::vector<float> values(k);
-  add_feedback(table, block.gradient, block.residual, block.scale, block.decay, sum);
-  std::vector<float> told = sum;
-  for (size_t i = 0; i < levels.size(); ++i) told[i] = told_at(sum[i], levels[i]);
-  top_k(table, told, k, indices.data(), values.data());
+  add_feedback(table, block.gradient, block.residual, block.scale, sum);
+  top_k(table, sum, k, indices.data(), values.data());
   double total = 0;
   for (const float value : values) total += std::abs(value);
   made.magnitude = mean_magnitude(total, k);
@@ -76,8 +63,7 @@ Made in_stages(const KernelTable& table, const FeedbackBlock& block, Levels leve
     const uint64_t bit = uint64_t{1} << indices[i] % 64;
     made.sent[indices[i] / 64] |= bit;
     if (std::signbit(values[i])) made.negative[indices[i] / 64] |= bit;
-    const int level = levels.empty() ? 0 : levels[indices[i]];
-    sum[indices[i]] -= std::copysign(base::to_f32(arrives_at(made.magnitude, level)), values[i]);
+    sum[indices[i]] -= std::copysign(base::to_f32(made.magnitude), values[i]);
   }
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, sum.data(),
                      reinterpret_cast<std::byte*>(made.kept.data()), n, block.element, block.step,
@@ -87,8 +73,8 @@ Made in_stages(const KernelTable& table, const FeedbackBlock& block, Levels leve
 }
 
 /// Nothing where it is not possible. in_place: what is kept takes the gradient's place.
-std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, Levels levels, size_t k,
-                            float border, bool in_place) {
+std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, size_t k, float border,
+                            bool in_place) {
   const size_t n = block.gradient.size();
   const size_t words = base::divide_up(n, size_t{64});
   const Made untouched{.kept = std::vector<base::Bf16>(n + 1, base::Bf16{0x4321}),
@@ -105,7 +91,7 @@ std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, Level
   }
   std::vector<float> candidates(kSignCandidates);
   const auto signs =
-      keep_but_signs(table, block, levels, k, made.border, candidates, kept,
+      keep_but_signs(table, block, k, made.border, candidates, kept,
                      std::span(made.sent).first(words), std::span(made.negative).first(words));
   EXPECT_EQ(made.kept.back().bits, 0x4321);
   EXPECT_EQ(made.sent.back(), 0x5555u);
@@ -126,14 +112,14 @@ std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, Level
   return made;
 }
 
-void expect_stages(const FeedbackBlock& block, Levels levels, size_t k, const std::string& what) {
-  const Made expected = in_stages(*supported_tables().front(), block, levels, k);
+void expect_stages(const FeedbackBlock& block, size_t k, const std::string& what) {
+  const Made expected = in_stages(*supported_tables().front(), block, k);
   for (const KernelTable* table : supported_tables()) {
     // Borders that are right, and such that several tries are needed.
     for (const float near : {1.0f, 1.05f, 0.8f, 1.6f}) {
       const std::string where = what + " k " + std::to_string(k) + " " + std::string(table->isa()) +
                                 " " + std::to_string(near);
-      const auto found = at_once(*table, block, levels, k, near * expected.border, near > 1);
+      const auto found = at_once(*table, block, k, near * expected.border, near > 1);
       ASSERT_TRUE(found) << where;
       ASSERT_EQ(found->sent, expected.sent) << where;
       ASSERT_EQ(found->negative, expected.negative) << where;
@@ -154,20 +140,16 @@ TEST(Signs, AtOnceGivesTheBitsOfTheStages) {
       for (const float steps : {0.0f, 16.0f, 4.0f}) {  // with many and very many equal ones
         const auto gradient = values_of(n + shift, 1, steps);
         const auto residual = values_of(n + shift, 2, steps);
-        for (const float decay : {1.0f, 0.9f}) {
-          const FeedbackBlock block{.gradient = std::span(gradient).subspan(shift),
-                                    .residual = std::span(residual).subspan(shift),
-                                    .scale = steps > 0 ? 0.5f : 0.37f,
-                                    .decay = decay,
-                                    .element = 3 * kTileElements,
-                                    .step = 7,
-                                    .seed = 11};
-          for (const size_t k : {size_t{1}, n / 100 + 1, n / 12 + 1, n / 3}) {
-            if (k == 0) continue;
-            const std::string what = "n " + std::to_string(n) + " of " + std::to_string(steps);
-            expect_stages(block, {}, k, what);
-            expect_stages(block, levels_of(n, true), k, what + " in levels");
-          }
+        const FeedbackBlock block{.gradient = std::span(gradient).subspan(shift),
+                                  .residual = std::span(residual).subspan(shift),
+                                  .scale = steps > 0 ? 0.5f : 0.37f,
+                                  .element = 3 * kTileElements,
+                                  .step = 7,
+                                  .seed = 11};
+        for (const size_t k : {size_t{1}, n / 100 + 1, n / 12 + 1, n / 3}) {
+          if (k == 0) continue;
+          const std::string what = "n " + std::to_string(n) + " of " + std::to_string(steps);
+          expect_stages(block, k, what);
         }
       }
     }
@@ -184,11 +166,10 @@ TEST(Signs, AFullBlockGivesTheBitsOfTheStages) {
                             .seed = 11,
                             .next = kBlock - 100};
   for (const size_t k : {655ul, 5243ul, 13000ul}) {
-    expect_stages(block, {}, k, "block");
-    expect_stages(block, levels_of(kBlock, true), k, "block in levels");
+    expect_stages(block, k, "block");
   }
   for (const KernelTable* table : supported_tables()) {
-    EXPECT_FALSE(at_once(*table, block, {}, 16384, 1.0f, true));  // beyond what candidates hold
+    EXPECT_FALSE(at_once(*table, block, 16384, 1.0f, true));  // beyond what candidates hold
   }
 }
 
@@ -198,74 +179,23 @@ TEST(Signs, GivesUpWhereItIsNotPossible) {
   const FeedbackBlock block{.gradient = gradient, .residual = residual, .step = 1, .seed = 2};
   for (const KernelTable* table : supported_tables()) {
     for (const bool in_place : {false, true}) {
-      EXPECT_TRUE(at_once(*table, block, {}, 300, 2.0f, in_place));
-      EXPECT_FALSE(at_once(*table, block, {}, 300, 0.0f, in_place));     // border not known
-      EXPECT_FALSE(at_once(*table, block, {}, 300, 1000.0f, in_place));  // far above all
-      EXPECT_FALSE(at_once(*table, block, {}, 4096, 0.1f, in_place));    // all are sent
+      EXPECT_TRUE(at_once(*table, block, 300, 2.0f, in_place));
+      EXPECT_FALSE(at_once(*table, block, 300, 0.0f, in_place));     // border not known
+      EXPECT_FALSE(at_once(*table, block, 300, 1000.0f, in_place));  // far above all
+      EXPECT_FALSE(at_once(*table, block, 4096, 0.1f, in_place));    // all are sent
     }
   }
   for (const float odd :
        {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), 1e6f}) {
     gradient[77] = base::to_bf16(odd);
     for (const KernelTable* table : supported_tables()) {
-      EXPECT_FALSE(at_once(*table, block, {}, 300, 2.0f, true)) << odd;
-      EXPECT_FALSE(at_once(*table, block, {}, 30, 3.0f, true)) << odd;  // few candidates
+      EXPECT_FALSE(at_once(*table, block, 300, 2.0f, true)) << odd;
+      EXPECT_FALSE(at_once(*table, block, 30, 3.0f, true)) << odd;  // few candidates
     }
   }
   // A few thousand times the border is no matter.
   gradient[77] = base::to_bf16(4000.0f);
-  expect_stages(block, {}, 300, "unequal");
-}
-
-TEST(Signs, ALevelDividesAndMultiplies) {
-  for (const float value : {1.0f, -3.0f, 1e-20f, 1e20f}) {
-    for (int level = -1280; level <= 1280; level += 77) {  // ten octaves
-      const float told = told_at(value, static_cast<int16_t>(level));
-      EXPECT_EQ(std::signbit(told), std::signbit(value));
-      const double unit = std::exp2(level / 128.0);
-      EXPECT_NEAR(told * unit / value, 1.0, 0.13) << value << " " << level;
-      // What is told exactly arrives exactly.
-      const auto magnitude = base::to_bf16(std::abs(told));
-      const float back = base::to_f32(arrives_at(magnitude, level));
-      EXPECT_NEAR(back / std::abs(value), 1.0, 0.005) << value << " " << level;
-    }
-  }
-  constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(told_at(-kInfinity, 300), -kInfinity);
-  EXPECT_TRUE(std::isnan(told_at(std::numeric_limits<float>::quiet_NaN(), 300)));
-  EXPECT_EQ(told_at(1e-37f, 2000), 0.0f);  // below all numbers
-  EXPECT_EQ(told_at(1e37f, -2000), 0.0f);  // above them
-  EXPECT_EQ(arrives_at(base::Bf16{}, 300).bits, 0);
-  EXPECT_EQ(arrives_at(base::Bf16{0x7f80}, -300).bits, 0x7f80);
-  EXPECT_EQ(arrives_at(base::Bf16{0x7f00}, 300).bits, 0x7f7f);
-  EXPECT_EQ(arrives_at(base::Bf16{0x0100}, -300).bits, 0);
-}
-
-TEST(Signs, LiftsWhatIsNotZero) {
-  constexpr float kOne = 1;
-  // An octave has eight steps.
-  const std::vector<int8_t> some_columns = {0, 8, -8, 20, 20, 20, 127, -127};
-  const std::vector<base::Bf16> some = {
-      base::to_bf16(kOne),  base::to_bf16(-kOne), base::to_bf16(2 * kOne), base::to_bf16(0.0f),
-      base::to_bf16(-0.0f), base::Bf16{0xff80},   base::Bf16{0xff00},      base::Bf16{0x0080}};
-  const std::vector<uint16_t> some_lifted = {0x4000, 0xc080, 0x4000, 0, 0x8000, 0xff80, 0xff7f, 0};
-  for (const KernelTable* table : supported_tables()) {
-    for (const size_t n : {1ul, 8ul, 77ul, 1000ul}) {
-      std::vector<int8_t> columns(n);
-      std::vector<base::Bf16> values(n);
-      for (size_t i = 0; i < n; ++i) {
-        columns[i] = some_columns[i % some.size()];
-        values[i] = some[i % some.size()];
-      }
-      std::vector<int16_t> levels(n);
-      add_levels(*table, 8, columns, levels);
-      lift(*table, 8, columns, values);
-      for (size_t i = 0; i < n; ++i) {
-        ASSERT_EQ(levels[i], (8 + columns[i]) * kLevelStep) << table->isa() << " " << i;
-        ASSERT_EQ(values[i].bits, some_lifted[i % some.size()]) << table->isa() << " " << i;
-      }
-    }
-  }
+  expect_stages(block, 300, "unequal");
 }
 
 TEST(Signs, GapsAreTheSameOnEveryTarget) {

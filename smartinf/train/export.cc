@@ -402,7 +402,8 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   }
   if (shards.size() > 1) texts.emplace_back("model.safetensors.index.json", index_json(shards));
   for (const auto& [name, text] : texts) {
-    SI_RETURN_IF_ERROR(base::write_text_file(folder.path() + "/" + name, text, "cannot write the export"));
+    SI_RETURN_IF_ERROR(
+        base::write_text_file(folder.path() + "/" + name, text, "cannot write the export"));
     summary.files.push_back(name);
   }
   for (const Shard& shard : shards) summary.files.push_back(shard.name);

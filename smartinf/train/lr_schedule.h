@@ -16,7 +16,8 @@ inline double learning_rate(const TrainOptions& options, base::StepNumber step) 
   if (step <= options.warmup_steps) {
     return options.lr * static_cast<double>(step) / static_cast<double>(options.warmup_steps);
   }
-  const double span = static_cast<double>(options.steps) - static_cast<double>(options.warmup_steps);
+  const double span =
+      static_cast<double>(options.steps) - static_cast<double>(options.warmup_steps);
   const double done =
       std::min(1.0, static_cast<double>(step - options.warmup_steps) / std::max(1.0, span));
   const double cosine = 0.5 * (1 + std::cos(std::numbers::pi * done));

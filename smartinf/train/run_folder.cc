@@ -91,7 +91,8 @@ std::string in_record(const std::string& device, const fs::path& folder) {
 
 Result<std::optional<RunRecord>> read_run_record(const std::string& folder) {
   const std::string path = folder + "/" + std::string(kRunFile);
-  const Result<std::string> text = base::read_text_file(path, "cannot read the run's record", kRecordBytesMax);
+  const Result<std::string> text =
+      base::read_text_file(path, "cannot read the run's record", kRecordBytesMax);
   if (text.status().code() == ErrorCode::kNotFound) return std::optional<RunRecord>();
   SI_RETURN_IF_ERROR(text.status());
   const nlohmann::json json = base::parse_json(*text);
@@ -178,7 +179,9 @@ Status RunFolder::keep_run_record(const RunRecord& record) const {
   }
   const std::string text =
       json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-  if (const auto there = base::read_text_file(file(kRunFile), "cannot read the run's record", kRecordBytesMax); there.ok() && *there == text) {
+  if (const auto there =
+          base::read_text_file(file(kRunFile), "cannot read the run's record", kRecordBytesMax);
+      there.ok() && *there == text) {
     return Status();
   }
   return base::write_text_file(file(kRunFile), text, "cannot write the run's record");
@@ -201,7 +204,8 @@ Result<RunFolder::LogCut> RunFolder::keep_log_until(base::StepNumber step) {
     SI_RETURN_IF_ERROR(base::write_text_file(cut.kept_in, behind, "cannot keep the log's end"));
   }
   // On a full disk a log that needs no change can still be gone on with.
-  if (!behind.empty() || ends_in_a_line(path)) SI_RETURN_IF_ERROR(base::write_text_file(path, kept, "cannot write the log"));
+  if (!behind.empty() || ends_in_a_line(path))
+    SI_RETURN_IF_ERROR(base::write_text_file(path, kept, "cannot write the log"));
   if (log_ >= 0) ::close(log_);
   log_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644);
   if (log_ < 0) return base::errno_status(errno, "cannot open the log", path);

@@ -44,7 +44,7 @@ std::string StepReport::to_json() const {
   }
   if (compressed_bytes > 0) {
     line["compressed_bytes"] = compressed_bytes;
-    line["compress_ratio"] = compress_ratio;
+    line["density"] = density;
     line["residual_norm"] = residual_norm;
   }
   if (!skipped.empty()) line["skipped"] = skipped;

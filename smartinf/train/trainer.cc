@@ -14,8 +14,8 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/density.h"
 #include "smartinf/engine/found_run.h"
-#include "smartinf/engine/gradient_codec.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/corpus.h"
@@ -594,7 +594,7 @@ void TorchTrainer::report_traffic(StepReport& report) {
   traffic_ = now;
   const engine::CompressionSummary compression = updater_->compression();
   report.compressed_bytes = compression.bytes;
-  report.compress_ratio = compression.ratio;
+  report.density = compression.density;
   report.residual_norm = compression.residual_norm;
 }
 

@@ -1,0 +1,46 @@
+#include "smartinf/engine/density.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/check.h"
+
+namespace smartinf::engine {
+
+std::string describe_compression(const CompressOptions& options) {
+  SI_CHECK(options.on(), "gradients are compressed");
+  std::string text = fmt::format("the largest {:.3g} % of the elements", 100 * options.density);
+  if (options.warmup_steps > 0) text += fmt::format(" after {} steps", options.warmup_steps);
+  text += options.values == csd::ValueForm::kSign
+              ? " as signs"
+              : fmt::format(" in {}", csd::value_form_name(options.values));
+  if (!options.error_feedback) return text + "; the rest is lost (error_feedback = false)";
+  text += "; the rest waits in host memory and is sent later, ";
+  if (options.residual_every == 0) return text + "or lost when the run stops (residual_every = 0)";
+  if (options.residual_every == 1) {
+    return text +
+           "and is written in every step, 2 bytes a parameter on the link (residual_every = 16 "
+           "makes that 0.13; a crash then loses what waits)";
+  }
+  return text +
+         fmt::format("and is written every {} steps (residual_every)", options.residual_every);
+}
+
+size_t values_per_block(double density, uint64_t elements) {
+  const double values = std::round(density * static_cast<double>(elements));
+  return std::clamp<size_t>(static_cast<size_t>(values), 1, elements);
+}
+
+double density_of_step(const CompressOptions& options, uint64_t step) {
+  if (step > options.warmup_steps || options.density >= kWarmupDensity) return options.density;
+  const double done = static_cast<double>(step - 1) / static_cast<double>(options.warmup_steps);
+  return kWarmupDensity * std::pow(options.density / kWarmupDensity, done);
+}
+
+double density_max(const CompressOptions& options) {
+  return options.warmup_steps > 0 ? std::max(options.density, kWarmupDensity) : options.density;
+}
+
+}  // namespace smartinf::engine

@@ -38,7 +38,7 @@ STEP = [("step", {"devices": devices, "format": state, "subgroup": subgroup, "wa
         for state, subgroup, devices, way in (
             *itertools.product(("f32", "bf16", "q8"), (1 << 20, 1 << 22), (1,), ("device",)),
             *itertools.product(("f32", "q8"), (1 << 20,), (1,),
-                               ("device --schedule naive", "device --spill", "device --compress 0.02", "host --spill")),
+                               ("device --schedule naive", "device --spill", "device --density 0.08", "host --spill")),
             ("f32", 1 << 20, 2, "device"))]
 PARAMS, REPEAT = "1e8", 7
 

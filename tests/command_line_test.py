@@ -358,9 +358,9 @@ class Bench(unittest.TestCase):
     def test_step_on_its_own_compressed_state_and_on_another_format(self):
         with tempfile.TemporaryDirectory() as folder:
             words = ["bench", "step", "--params", "3e5", "--device", folder, "--io-bytes", "1048576", "--io-depth", "2"]
-            done = run(*words, "--compress", "0.02", "--repeat", "2", "--keep")
+            done = run(*words, "--density", "0.08", "--repeat", "2", "--keep")
             self.assertEqual(done.returncode, 0, done)
-            other = run(*words, "--compress", "0.02", "--repeat", "1", "--state-format", "q8")
+            other = run(*words, "--density", "0.08", "--repeat", "1", "--state-format", "q8")
             self.assertEqual(other.returncode, 1)
             self.assertIn("smartinf reshard --state-format q8", other.stderr)
 

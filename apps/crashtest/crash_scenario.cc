@@ -31,7 +31,7 @@ bool rests(uint32_t subgroup, StepNumber step) {
   return subgroup == 1 && step > 0 && step % 3 == 0;
 }
 
-/// The residual is written in every second step only, as with compress.keep_every = 2.
+/// The residual is written in every second step only, as with compress.residual_every = 2.
 bool keeps(StepNumber step) { return step % 2 == 0; }
 
 /// Takes part in the step that was taken back before this one.

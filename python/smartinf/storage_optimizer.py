@@ -96,7 +96,7 @@ class StorageOptimizer(torch.optim.Optimizer):
     where: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
     subgroup_elements: of the unit that is read, updated and written at once; 0: chosen.
     checksums: of every block on the devices, checked when it is read. False saves a little time.
-    seed: of stochastic rounding (state_format "bf16" and "q8") and of the codec "randomk".
+    seed: of stochastic rounding (state_format "bf16" and "q8").
     process_group: the ranks that share the state. None: all of them under torch.distributed.
     fused, foreach: taken from configurations written for torch.optim, and without effect: they choose
         among torch's own loops. capturable, differentiable: must be False.

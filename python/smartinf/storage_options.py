@@ -29,7 +29,7 @@ class StorageOptions(TypedDict, total=False):
     devices: Devices
     resume: bool | None
     state_format: Literal["f32", "bf16", "q8"]
-    compress: float | str | dict | None
+    compress: float | dict | None
     memory_budget: Size
     gradient_budget: Size | None
     state_cache: Size | None

@@ -531,8 +531,9 @@ Result<std::string> plan_recipe(const Plan& plan) {
                       best.options.method == Method::kBaseline ? "host" : "device", rule,
                       base::state_format_name(best.options.format));
   if (best.options.method == Method::kSmartComp) {
-    text += fmt::format("\n[compress]\ncodec = \"topk\"\nratio = {}\nkeep_every = {}\n",
-                        best.options.ratio, best.options.keep_every);
+    // The ratio counts a sign with its index as one byte, against 4 of a gradient.
+    text += fmt::format("\n[compress]\ndensity = {}\nresidual_every = {}\n",
+                        std::min(1.0, 4 * best.options.ratio), best.options.residual_every);
   }
   const bool spilled =
       plan.machine.software.gradient_spilled && best.options.method != Method::kSmartComp;

@@ -51,7 +51,7 @@ TEST(Planner, RecommendsTheWayAskedFor) {
     EXPECT_EQ(marked.options.format, format);
     const auto recipe = plan_recipe(plan);
     ASSERT_TRUE(recipe.ok());
-    EXPECT_THAT(*recipe, HasSubstr("codec = \"topk\"\nratio = 0.02\nkeep_every = 16\n"));
+    EXPECT_THAT(*recipe, HasSubstr("density = 0.08\nresidual_every = 16\n"));
   }
   EXPECT_THAT(*plan_recipe(plan_of("llama3-8B", "workstation-gen5", {}, "H100")),
               testing::Not(HasSubstr("[compress]")));

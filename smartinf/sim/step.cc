@@ -520,7 +520,7 @@ class StepGraph {
     return end;
   }
   uint64_t residual_bytes(uint64_t count) const {
-    return host_selects() && options_.keep_every > 0 ? 2 * count / options_.keep_every : 0;
+    return host_selects() && options_.residual_every > 0 ? 2 * count / options_.residual_every : 0;
   }
 
   /// Of each owner, as the engine shares out its cache.

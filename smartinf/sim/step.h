@@ -48,7 +48,7 @@ struct StepOptions {
   base::StateFormat format = base::StateFormat::kF32;
   double ratio = 0.02;  // counted volume against f32 gradients (docs/smartcomp.md), in (0, 1]
   /// Steps between writes of what compression on the host holds back; 0: it is never written.
-  uint32_t keep_every = 16;
+  uint32_t residual_every = 16;
   Hidden hidden = Hidden::kNothing;
   uint64_t subgroup_elements = 0;  // 0: the machine's software says
   uint32_t slots = 0;              // likewise

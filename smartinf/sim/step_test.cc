@@ -71,13 +71,13 @@ TEST(Step, AHostThatSelectsGetsGradientsWholeAndSendsThemPacked) {
   StepOptions options;
   const StepTimes whole = run(shape, *machine, options);
   options.method = Method::kSmartComp;
-  options.keep_every = 0;
+  options.residual_every = 0;
   const StepTimes packed = run(shape, *machine, options);
   EXPECT_EQ(packed.bytes.gpu_link_up, whole.bytes.gpu_link_up);
   EXPECT_EQ(packed.bytes.drive_written, whole.bytes.drive_written);
   // docs/smartcomp.md: signs of 8 % are 0.061 bytes a parameter.
   EXPECT_NEAR(static_cast<double>(packed.bytes.host_link_down) / p, 0.061, 0.001);
-  options.keep_every = 4;
+  options.residual_every = 4;
   const StepTimes kept = run(shape, *machine, options);
   EXPECT_NEAR(static_cast<double>(kept.bytes.host_link_down - packed.bytes.host_link_down) / p, 0.5,
               1e-6);

@@ -1,7 +1,6 @@
 """compress=: every rule, what is kept, and what must not change it."""
 
 import logging
-import statistics
 
 import pytest
 import torch
@@ -99,16 +98,17 @@ def test_every_rule(name, options, tmp_path):
 
 
 @pytest.mark.parametrize("compress", [{"density": 0.08}, {"density": 0.05, "values": "bf16"}])
-def test_it_learns_what_dense_gradients_learn(compress, make):
-    """On fresh batches, beside dense gradients."""
-    def loss_of(compress):
-        model, optimizer = make(lr=2e-3, compress=compress)
-        losses = []
-        for step in range(300):
-            losses.append(train(model, optimizer, step, step + 1))
-        return statistics.mean(losses[-100:])
+def test_it_learns_as_dense_gradients_do(compress, make):
+    """On fresh batches. At the end of a fast run a residual that is dropped or a sign that arrives too
+    small has cost a lot (1.3 times the dense loss and more, seen; 0.6 as it is), at the beginning of a
+    slow one a second moment that is too large (4.2 times; 1.02 as it is)."""
 
-    assert loss_of(compress) < 1.15 * loss_of(None)
+    def losses(lr, compress):
+        model, optimizer = make(lr=lr, compress=compress)
+        return [train(model, optimizer, step, step + 1) for step in range(300 if lr > 1e-3 else 50)]
+
+    assert sum(losses(2e-3, compress)[-100:]) < 0.9 * sum(losses(2e-3, None)[-100:])
+    assert sum(losses(5e-4, compress)) < 1.2 * sum(losses(5e-4, None))
 
 
 @pytest.mark.parametrize(

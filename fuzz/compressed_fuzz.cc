@@ -14,6 +14,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if ((data[0] & 1u) != 0 && message.size() >= sizeof(csd::CompressedHeader)) {
     const uint64_t length = message.size();
     std::memcpy(message.data() + offsetof(csd::CompressedHeader, bytes), &length, 8);
+    std::memcpy(message.data() + offsetof(csd::CompressedHeader, version),
+                &csd::kCompressedVersion, sizeof csd::kCompressedVersion);
     csd::seal_compressed(message);
   }
   const auto view = csd::CompressedView::parse(message);

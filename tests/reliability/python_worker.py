@@ -62,6 +62,7 @@ def loop(device, steps, kind):
             break
         except KeyboardInterrupt:
             interrupts += 1
+            torch.set_grad_enabled(True)  # torch's no_grad() may be cut off as it begins
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print("state", found, interrupts, flush=True)
     optimizer.close()

@@ -4,21 +4,21 @@
 #include <vector>
 
 #include "smartinf/base/check.h"
-#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/compress/message.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace smartinf;
   if (size == 0) return 0;
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   std::vector<std::byte> message(bytes + 1, bytes + size);
-  if ((data[0] & 1u) != 0 && message.size() >= sizeof(csd::CompressedHeader)) {
+  if ((data[0] & 1u) != 0 && message.size() >= sizeof(compress::CompressedHeader)) {
     const uint64_t length = message.size();
-    std::memcpy(message.data() + offsetof(csd::CompressedHeader, bytes), &length, 8);
-    std::memcpy(message.data() + offsetof(csd::CompressedHeader, version),
-                &csd::kCompressedVersion, sizeof csd::kCompressedVersion);
-    csd::seal_compressed(message);
+    std::memcpy(message.data() + offsetof(compress::CompressedHeader, bytes), &length, 8);
+    std::memcpy(message.data() + offsetof(compress::CompressedHeader, version),
+                &compress::kCompressedVersion, sizeof compress::kCompressedVersion);
+    compress::seal_compressed(message);
   }
-  const auto view = csd::CompressedView::parse(message);
+  const auto view = compress::CompressedView::parse(message);
   if (!view.ok()) return 0;
   std::vector<std::byte> out(base::kBlockElements * 4);
   std::vector<float> factors(view->factors());

@@ -18,7 +18,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
-#include "smartinf/engine/gradient_compressor.h"
+#include "smartinf/compress/gradient_compressor.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/selection.h"
 #include "smartinf/kernels/signs.h"
@@ -46,8 +46,8 @@ struct BenchOptions {
   std::vector<std::string> formats;
   std::vector<std::string> gradients;
   std::string weights = "bf16";
-  std::vector<double> shares = {0.01};   // of the elements, that Top-K keeps
-  std::optional<csd::ValueForm> values;  // of compressed gradients
+  std::vector<double> shares = {0.01};            // of the elements, that Top-K keeps
+  std::optional<compress::ValueEncoding> values;  // of compressed gradients
   bool json = false;
 };
 
@@ -468,14 +468,14 @@ class KernelBench {
     const uint64_t blocks = base::divide_up(elements_, base::kBlockElements);
     SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements_));
     for (const double share : options_.shares) {
-      engine::CompressOptions options;
+      compress::CompressOptions options;
       options.density = share;
-      options.values = options_.values.value_or(csd::ValueForm::kBf16);
-      SI_ASSIGN_OR_RETURN(
-          const auto compressor,
-          engine::GradientCompressor::make(options, elements_, 1, plan::matrix_forms(space)));
-      std::vector<engine::GradientCompressor::Scratch> scratch(team.size());
-      std::vector<csd::CompressedWriter> writers(team.size());
+      options.values = options_.values.value_or(compress::ValueEncoding::kBf16);
+      SI_ASSIGN_OR_RETURN(const auto compressor,
+                          compress::GradientCompressor::make(options, elements_, 1,
+                                                             compress::matrix_layouts(space)));
+      std::vector<compress::GradientCompressor::Scratch> scratch(team.size());
+      std::vector<compress::CompressedWriter> writers(team.size());
       base::ThreadTeam alone(1, "si-measure");  // what it does is not timed
       uint64_t step = 0;
       report(
@@ -512,7 +512,7 @@ class KernelBench {
                const Share part = share_of(blocks, t, team.size());
                auto* out = reinterpret_cast<std::byte*>(scratch[t].arrived.data());
                for (uint64_t b = part.first; b < part.last;) {
-                 const auto view = csd::CompressedView::parse(message);
+                 const auto view = compress::CompressedView::parse(message);
                  SI_CHECK(view.ok(), "a message of our own");
                  for (uint64_t i = 0; i < view->blocks() && b < part.last; ++i, ++b) {
                    view->expand_block(i, out);

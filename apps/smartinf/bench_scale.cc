@@ -52,7 +52,7 @@ struct ScaleOptions {
   std::string shared = "all";
   double slow_device = 1;
   std::string format = "f32";
-  std::optional<csd::ValueForm> values;
+  std::optional<compress::ValueEncoding> values;
   uint64_t subgroups = kSubgroupsPerDevice;
   int repeat = 1;
   std::string trace;
@@ -144,18 +144,19 @@ class ScaleBench {
       std::fflush(stdout);
     }
     if (options_.json) {
-      const nlohmann::ordered_json result = {{"params", options_.params},
-                                             {"internal_read_bytes_per_s", read_},
-                                             {"internal_write_bytes_per_s", write_},
-                                             {"host_link_bytes_per_s", host_},
-                                             {"shared", options_.shared},
-                                             {"slow_device", options_.slow_device},
-                                             {"state_format", options_.format},
-                                             {"subgroups_per_device", options_.subgroups},
-                                             {"repeat", options_.repeat},
-                                             {"density", compress_.density},
-                                             {"values", csd::value_form_name(compress_.values)},
-                                             {"rows", rows}};
+      const nlohmann::ordered_json result = {
+          {"params", options_.params},
+          {"internal_read_bytes_per_s", read_},
+          {"internal_write_bytes_per_s", write_},
+          {"host_link_bytes_per_s", host_},
+          {"shared", options_.shared},
+          {"slow_device", options_.slow_device},
+          {"state_format", options_.format},
+          {"subgroups_per_device", options_.subgroups},
+          {"repeat", options_.repeat},
+          {"density", compress_.density},
+          {"values", compress::value_encoding_name(compress_.values)},
+          {"rows", rows}};
       fmt::print("{}\n", result.dump());
     }
     return Status();
@@ -176,8 +177,8 @@ class ScaleBench {
                   "Give bytes per second, e.g. 80MB.");
   }
 
-  static engine::CompressOptions compression(const ScaleOptions& options) {
-    engine::CompressOptions compress;
+  static compress::CompressOptions compression(const ScaleOptions& options) {
+    compress::CompressOptions compress;
     compress.density = kDensity;
     compress.residual_every = 0;
     compress.values = options.values.value_or(compress.default_values());
@@ -187,10 +188,10 @@ class ScaleBench {
   /// Of a compressed gradient, per parameter: every subgroup has factors of its own.
   double compressed_bytes(uint32_t devices) const {
     const plan::ParameterSpace parameters = space();
-    const auto forms = plan::matrix_forms(parameters);
+    const auto forms = compress::matrix_layouts(parameters);
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : parameters.subgroups(subgroup_elements(devices))) {
-      factors += csd::factors_bytes(forms, subgroup.first, subgroup.count);
+      factors += compress::factors_bytes(forms, subgroup.first, subgroup.count);
     }
     return packed_bytes_ + static_cast<double>(factors) / static_cast<double>(options_.params);
   }
@@ -389,7 +390,7 @@ class ScaleBench {
   const StateBytes bytes_;
   const bool drives_share_;
   const bool host_shares_;
-  const engine::CompressOptions compress_;
+  const compress::CompressOptions compress_;
   const double packed_bytes_;  // of a parameter's compressed gradient, without factors
   uint64_t read_ = 0;
   uint64_t write_ = 0;

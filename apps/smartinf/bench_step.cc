@@ -59,7 +59,7 @@ struct StepOptions {
   std::string gradient;  // empty: bf16; f32 for a host update
   bool spill = false;
   double density = 0;  // of compressed gradients; 0: dense ones
-  std::optional<csd::ValueForm> values;
+  std::optional<compress::ValueEncoding> values;
   bool error_feedback = true;
   uint64_t residual_every = 0;
   std::string io_bytes = "0";
@@ -141,7 +141,7 @@ class StepBench {
         options_.gradient.empty() ? options_.where == "host" : options_.gradient == "f32";
     updater_.gradient_type = wide ? DataType::kF32 : DataType::kBf16;
     if (options_.spill) updater_.gradient_budget_bytes = 0;
-    engine::CompressOptions& compress = updater_.compress;
+    compress::CompressOptions& compress = updater_.compress;
     compress.density = options_.density;
     compress.error_feedback = options_.error_feedback;
     compress.residual_every = options_.residual_every;
@@ -162,7 +162,7 @@ class StepBench {
 
   /// Only AdamW's kernel is timed; another rule is simulated from a machine file or not at all.
   Status read_machine() {
-    const engine::CompressOptions& compress = updater_.compress;
+    const compress::CompressOptions& compress = updater_.compress;
     if (options_.machine.empty()) {
       if (updater_.rule.rule != kernels::UpdateRule::kAdamW) return Status();
       const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
@@ -346,7 +346,7 @@ class StepBench {
           {"gradient", base::data_type_name(updater_.gradient_type)},
           {"spill", options_.spill},
           {"density", options_.density},
-          {"values", csd::value_form_name(updater_.compress.values)},
+          {"values", compress::value_encoding_name(updater_.compress.values)},
           {"error_feedback", options_.error_feedback},
           {"residual_every", options_.residual_every},
           {"durability", options_.durability},

@@ -145,7 +145,7 @@ int run_calibrate(const CalibrateFlags& flags) {
   if (!copies.ok()) return report(copies.status());
   const auto update_params = measure_update_rate({base::StateFormat::kF32, true}, cores);
   if (!update_params.ok()) return report(update_params.status());
-  engine::CompressOptions compress;
+  compress::CompressOptions compress;
   compress.density = 0.08;
   const auto expand_params = measure_update_rate({base::StateFormat::kF32, true, compress}, cores);
   if (!expand_params.ok()) return report(expand_params.status());

@@ -12,9 +12,9 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/engine/density.h"
-#include "smartinf/engine/gradient_compressor.h"
+#include "smartinf/compress/density.h"
+#include "smartinf/compress/gradient_compressor.h"
+#include "smartinf/compress/message.h"
 #include "smartinf/engine/gradient_sender.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/update.h"
@@ -49,8 +49,8 @@ double median_seconds(Pass pass) {
 }
 
 /// As many elements of each block as are sent, anywhere in it, half of them negative.
-std::vector<std::byte> sparse_message(const engine::CompressOptions& compress) {
-  const size_t sent = engine::values_per_block(compress.density, kBlock);
+std::vector<std::byte> sparse_message(const compress::CompressOptions& compress) {
+  const size_t sent = compress::values_per_block(compress.density, kBlock);
   std::vector<uint32_t> indices;
   std::vector<float> values;
   uint64_t random = 1;
@@ -60,7 +60,7 @@ std::vector<std::byte> sparse_message(const engine::CompressOptions& compress) {
     indices.push_back(i);
     values.push_back(random >> 63 == 0 ? 1e-3f : -1e-3f);
   }
-  csd::CompressedWriter writer;
+  compress::CompressedWriter writer;
   // Of a matrix whose columns are decoded for every block.
   constexpr uint64_t kRows = kBlocks * kBlock / kMatrixColumns;
   writer.begin(base::SubgroupId{0}, kBlocks * kBlock, compress.values,
@@ -96,13 +96,13 @@ class ProcessorPass {
       }
       block.gradient = at;
       if (work_.compress.on()) {
-        const auto view = csd::CompressedView::trusted(message_);
+        const auto view = compress::CompressedView::trusted(message_);
         view.expand_block(b, at);
         view.read_factors(1, view.factors() - columns.size(), columns);
         std::fill(squares.begin(), squares.end(),
                   kernels::SquaresRow{kMatrixColumns, 1e-6f, columns.data()});
         block.squares = squares;
-        block.gradient_type = csd::expanded_type(work_.compress.values);
+        block.gradient_type = compress::expanded_type(work_.compress.values);
       }
       block.weights_out = at + kGradientBytesMax;
       const kernels::GroupRun run{kBlock, &scalars};
@@ -189,23 +189,24 @@ base::Result<double> measure_copy_rate(uint32_t threads) {
   return static_cast<double>(threads * kBytes) / pass_s;
 }
 
-double compressed_bytes_per_parameter(const engine::CompressOptions& compress) {
+double compressed_bytes_per_parameter(const compress::CompressOptions& compress) {
   return static_cast<double>(sparse_message(compress).size()) / (kBlocks * kBlock);
 }
 
-base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& compress) {
+base::Result<SelectRate> measure_select_rate(const compress::CompressOptions& compress) {
   SelectRate rate;
   rate.threads = engine::gradient_threads();
   constexpr uint64_t kElements = kBlocks * kBlock;  // of each thread
   const uint64_t elements = rate.threads * kElements;
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements));
-  SI_ASSIGN_OR_RETURN(const auto compressor, engine::GradientCompressor::make(
-                                                 compress, elements, 0, plan::matrix_forms(space)));
+  SI_ASSIGN_OR_RETURN(
+      const auto compressor,
+      compress::GradientCompressor::make(compress, elements, 0, compress::matrix_layouts(space)));
   // The same values as the steps that are timed, whose spread decides how long selecting takes.
   SI_ASSIGN_OR_RETURN(const auto steps,
                       SyntheticSteps::make(kElements, DataType::kBf16, DataType::kBf16));
-  std::vector<engine::GradientCompressor::Scratch> scratches(rate.threads);
-  std::vector<csd::CompressedWriter> writers(rate.threads);
+  std::vector<compress::GradientCompressor::Scratch> scratches(rate.threads);
+  std::vector<compress::CompressedWriter> writers(rate.threads);
   base::ThreadTeam team(rate.threads, "si-measure");
   uint64_t step = 0;
   const auto pass = [&] {
@@ -215,7 +216,7 @@ base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& comp
                                kElements};
       const auto message = compressor->compress(scratches[worker], writers[worker], own, {});
       // As the device does, on these cores.
-      SI_CHECK(csd::CompressedView::parse(message).ok(), "a message of our own");
+      SI_CHECK(compress::CompressedView::parse(message).ok(), "a message of our own");
     });
   };
   const auto prepare = [&] {

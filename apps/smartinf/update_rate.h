@@ -18,8 +18,9 @@ namespace smartinf::apps {
 /// What a processor does with a block of AdamW's state, a bf16 gradient and bf16 weights out.
 struct ProcessorWork {
   base::StateFormat format = base::StateFormat::kF32;
-  bool checksums = false;                 // every block is verified and sealed
-  engine::CompressOptions compress = {};  // on: what is sent is expanded, variance aged by factors
+  bool checksums = false;  // every block is verified and sealed
+  compress::CompressOptions compress =
+      {};  // on: what is sent is expanded, variance aged by factors
 };
 /// Parameters per second on `threads` threads at once.
 base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t threads);
@@ -38,10 +39,10 @@ struct SelectRate {
   uint32_t threads = 1;
   double params_per_s = 0;
 };
-base::Result<SelectRate> measure_select_rate(const engine::CompressOptions& compress);
+base::Result<SelectRate> measure_select_rate(const compress::CompressOptions& compress);
 
 /// Bytes per parameter of a gradient so compressed, without the factors of its squares.
-double compressed_bytes_per_parameter(const engine::CompressOptions& compress);
+double compressed_bytes_per_parameter(const compress::CompressOptions& compress);
 
 /// Weights per second that one thread takes ahead by what was not sent.
 base::Result<double> measure_step_ahead_rate();

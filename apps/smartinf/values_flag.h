@@ -8,19 +8,19 @@
 
 #include <CLI/CLI.hpp>
 
-#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/compress/message.h"
 
 namespace smartinf::apps {
 
-inline void add_values_flag(CLI::App& command, std::optional<csd::ValueForm>& values,
+inline void add_values_flag(CLI::App& command, std::optional<compress::ValueEncoding>& values,
                             const std::string& usual) {
-  const auto& names = csd::kValueFormNames;
+  const auto& names = compress::kValueEncodingNames;
   command
       .add_option_function<std::string>(
           "--values",
           [&values](const std::string& name) {
             const auto found = std::find(names.begin(), names.end(), name);
-            values = static_cast<csd::ValueForm>(found - names.begin());
+            values = static_cast<compress::ValueEncoding>(found - names.begin());
           },
           "What compressed gradients carry of an element: f32, bf16, f16 or sign [" + usual + "]")
       ->check(CLI::IsMember(std::vector<std::string>(names.begin(), names.end())));

@@ -76,16 +76,16 @@ T choice(const nb::dict& given, const char* key, T otherwise,
   usage("compress: " + std::string(key) + " = '" + name + "'", "Known are " + names + ".");
 }
 
-engine::CompressOptions compress_options(const nb::dict& given) {
-  using engine::CompressOptions;
+compress::CompressOptions compress_options(const nb::dict& given) {
+  using compress::CompressOptions;
   CompressOptions compress;
   compress.density = option(given, "density", compress.density);
   compress.error_feedback = option(given, "error_feedback", compress.error_feedback);
   compress.values = choice(given, "values", compress.default_values(),
-                           {{"f32", csd::ValueForm::kF32},
-                            {"bf16", csd::ValueForm::kBf16},
-                            {"f16", csd::ValueForm::kF16},
-                            {"sign", csd::ValueForm::kSign}});
+                           {{"f32", compress::ValueEncoding::kF32},
+                            {"bf16", compress::ValueEncoding::kBf16},
+                            {"f16", compress::ValueEncoding::kF16},
+                            {"sign", compress::ValueEncoding::kSign}});
   compress.residual_every = option(given, "residual_every", compress.residual_every);
   compress.warmup_steps = option(given, "warmup_steps", compress.warmup_steps);
   return compress;
@@ -308,7 +308,7 @@ std::vector<std::array<float, 3>> PyUpdater::step_ahead() {
 uintptr_t PyUpdater::residual() { return reinterpret_cast<uintptr_t>(core().residual()); }
 
 nb::dict PyUpdater::compression() {
-  const engine::CompressionSummary summary = core().compression();
+  const compress::CompressionSummary summary = core().compression();
   nb::dict out;
   out["elements"] = summary.elements;
   out["values"] = summary.values;

@@ -127,7 +127,7 @@ Status check_recipe(const Recipe& recipe) {
                  "is set, but optimizer.where = \"memory\" keeps the whole state in memory",
                  "Leave it out, or set optimizer.where = \"device\".");
   }
-  const engine::CompressOptions& compress = updater.compress;
+  const compress::CompressOptions& compress = updater.compress;
   SI_RETURN_IF_ERROR(within("compress.density", compress.density, 0, 1));
   if (compress.on() && recipe.options.train.where != train::OptimizerWhere::kDevice) {
     return wrong("compress.density",

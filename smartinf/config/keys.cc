@@ -165,7 +165,7 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("compress.density", &r.updater.compress.density,
            "share of a gradient's elements that is sent, the largest of each 65536, e.g. 0.08; "
            "0: gradients are sent dense"),
-    SI_KEY("compress.values", choice(r.updater.compress.values, csd::kValueFormNames),
+    SI_KEY("compress.values", choice(r.updater.compress.values, compress::kValueEncodingNames),
            "form of an element that is sent; \"sign\": its sign, and one magnitude for each block; "
            "when not set: \"sign\", without error feedback \"bf16\""),
     SI_KEY("compress.error_feedback", &r.updater.compress.error_feedback,

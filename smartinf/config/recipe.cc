@@ -191,7 +191,7 @@ class Reader {
     if (!loaded_.origins.contains("optimizer.gradient_type")) {
       recipe.updater.gradient_type = train::precision_data_type(recipe.options.train.precision);
     }
-    engine::CompressOptions& compress = recipe.updater.compress;
+    compress::CompressOptions& compress = recipe.updater.compress;
     if (!loaded_.origins.contains("compress.values")) compress.values = compress.default_values();
     recipe.updater.where = recipe.options.train.where == train::OptimizerWhere::kHost
                                ? engine::UpdateWhere::kHost

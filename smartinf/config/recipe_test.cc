@@ -381,20 +381,20 @@ TEST(Recipe, Compression) {
       "[compress]\ndensity = 0.05\nvalues = \"f16\"\nerror_feedback = false\n"
       "warmup_steps = 100\nresidual_every = 8\n",
       {});
-  const engine::CompressOptions& compress = loaded.recipe.updater.compress;
+  const compress::CompressOptions& compress = loaded.recipe.updater.compress;
   EXPECT_TRUE(compress.on());
   EXPECT_EQ(compress.density, 0.05);
-  EXPECT_EQ(compress.values, csd::ValueForm::kF16);
+  EXPECT_EQ(compress.values, compress::ValueEncoding::kF16);
   EXPECT_FALSE(compress.error_feedback);
   EXPECT_EQ(compress.warmup_steps, 100u);
   EXPECT_EQ(compress.residual_every, 8u);
   const auto values = [](const std::string& text) {
     return good("[compress]\n" + text, {}).recipe.updater.compress.values;
   };
-  EXPECT_EQ(values(""), csd::ValueForm::kSign);
-  EXPECT_EQ(values("density = 0.1\n"), csd::ValueForm::kSign);
-  EXPECT_EQ(values("density = 0.1\nerror_feedback = false\n"), csd::ValueForm::kBf16);
-  EXPECT_EQ(values("density = 0.1\nvalues = \"bf16\"\n"), csd::ValueForm::kBf16);
+  EXPECT_EQ(values(""), compress::ValueEncoding::kSign);
+  EXPECT_EQ(values("density = 0.1\n"), compress::ValueEncoding::kSign);
+  EXPECT_EQ(values("density = 0.1\nerror_feedback = false\n"), compress::ValueEncoding::kBf16);
+  EXPECT_EQ(values("density = 0.1\nvalues = \"bf16\"\n"), compress::ValueEncoding::kBf16);
   EXPECT_FALSE(good("", {}).recipe.updater.compress.on());
   EXPECT_FALSE(
       good("[compress]\ndensity = 0.0\nwarmup_steps = 3\n", {}).recipe.updater.compress.on());

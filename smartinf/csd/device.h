@@ -78,7 +78,7 @@ struct PutCompressedGradient {
 struct SubgroupUpdate {
   base::SubgroupId subgroup;
   void* weights_out = nullptr;  // [count] of Update::weights_type; null: not wanted
-  /// Where samples of the new variances go: those of the whole space (plan::FormSamples), of
+  /// Where samples of the new variances go: those of the whole space (compress::MatrixSamples), of
   /// which the subgroup's are written. For rules that keep one and devices that know the space's
   /// forms (SI_CHECK); null: not wanted.
   base::Bf16* samples_out = nullptr;

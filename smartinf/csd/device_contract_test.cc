@@ -152,11 +152,12 @@ std::vector<Kind> compressed_kinds() {
   return all;
 }
 
-ValueForm form_of(DataType type) {
-  for (const ValueForm form : {ValueForm::kF32, ValueForm::kF16}) {
-    if (expanded_type(form) == type) return form;
+compress::ValueEncoding form_of(DataType type) {
+  for (const compress::ValueEncoding form :
+       {compress::ValueEncoding::kF32, compress::ValueEncoding::kF16}) {
+    if (compress::expanded_type(form) == type) return form;
   }
-  return ValueForm::kBf16;
+  return compress::ValueEncoding::kBf16;
 }
 
 class DeviceContract : public testing::TestWithParam<Kind> {
@@ -285,19 +286,18 @@ class DeviceContract : public testing::TestWithParam<Kind> {
       }
     }
   }
-  SquaresFactors factors(const storage::StoredSubgroup& subgroup, uint64_t step) const {
+  compress::RowColumnFactors factors(const storage::StoredSubgroup& subgroup, uint64_t step) const {
     const TestSparsity& sparsity = GetParam().sparsity;
-    return sparsity.factors ? test_factors(forms_, subgroup, step)
-                            : SquaresFactors();
+    return sparsity.factors ? test_factors(forms_, subgroup, step) : compress::RowColumnFactors();
   }
   std::vector<std::byte> message(const storage::StoredSubgroup& subgroup, uint64_t step) const {
     const Kind& kind = GetParam();
     const auto gradient = test_gradient(subgroup, step, kind.gradient_type);
     std::vector<float> wide(subgroup.count);
     kernels::kernels().cast_to_f32(gradient.data(), kind.gradient_type, wide.data(), wide.size());
-    CompressedWriter writer;
+    compress::CompressedWriter writer;
     writer.begin(subgroup.id, subgroup.count,
-                 kind.sparsity.signs ? ValueForm::kSign : form_of(kind.gradient_type),
+                 kind.sparsity.signs ? compress::ValueEncoding::kSign : form_of(kind.gradient_type),
                  factors(subgroup, step));
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       const std::span<const float> block(wide.data() + first,
@@ -362,7 +362,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   std::string folder_;
   storage::StoreLayout layout_;
   std::vector<plan::GroupStretch> groups_;
-  std::vector<plan::MatrixForm> forms_;
+  std::vector<compress::MatrixLayout> forms_;
   std::shared_ptr<Link> host_link_;
   std::shared_ptr<Link> drive_link_;
   DeviceDriver driver_;
@@ -758,7 +758,7 @@ TEST_P(CompressedContract, GivesTheBitsOfThePlainReference) {
     }
     Update update = update_of(number);
     // Samples of the variance are wanted too, where the device knows what they are of.
-    std::vector<base::Bf16> samples(plan::sample_count(forms_));
+    std::vector<base::Bf16> samples(compress::sample_count(forms_));
     for (SubgroupUpdate& entry : update.updates) {
       if (GetParam().sparsity.factors) entry.samples_out = samples.data();
     }
@@ -774,10 +774,10 @@ TEST_P(CompressedContract, GivesTheBitsOfThePlainReference) {
       expected_up += expected[i].size();
       if (!GetParam().sparsity.factors) continue;
       const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
-      plan::take_samples(forms_, subgroup.first_element, reference.plane(i, 2),
-                         expected_samples.data());
+      compress::take_samples(forms_, subgroup.first_element, reference.plane(i, 2),
+                             expected_samples.data());
       expected_up +=
-          plan::samples_in(forms_, subgroup.first_element, subgroup.count) * sizeof(base::Bf16);
+          compress::samples_in(forms_, subgroup.first_element, subgroup.count) * sizeof(base::Bf16);
     }
     EXPECT_EQ(device_->host_traffic().up(base::TrafficKind::kWeight) - up, expected_up);
     EXPECT_TRUE(std::equal(samples.begin(), samples.end(), expected_samples.begin(),
@@ -807,8 +807,8 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
   const std::vector<std::byte> dense(subgroup.count * type_bytes());
   EXPECT_EQ(put(subgroup, dense, 0, subgroup.count).code(), base::ErrorCode::kInvalidArgument);
   if (GetParam().sparsity.factors) {
-    CompressedWriter writer;
-    writer.begin(subgroup.id, subgroup.count, ValueForm::kBf16,
+    compress::CompressedWriter writer;
+    writer.begin(subgroup.id, subgroup.count, compress::ValueEncoding::kBf16,
                  {.values = std::vector<float>(7, 1.0f), .runs = {3, 4}});
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       writer.add_block({}, {});
@@ -817,11 +817,11 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
     EXPECT_EQ(other_forms.code(), base::ErrorCode::kInvalidArgument);
     EXPECT_NE(other_forms.what().find("7 factors"), std::string::npos) << other_forms.to_string();
     // As many as there should be, but of other rows and columns.
-    SquaresFactors factors = test_factors(forms_, subgroup, 1);
+    compress::RowColumnFactors factors = test_factors(forms_, subgroup, 1);
     ASSERT_GT(factors.runs[0], 1u);
     --factors.runs[0];
     ++factors.runs[1];
-    writer.begin(subgroup.id, subgroup.count, ValueForm::kBf16, factors);
+    writer.begin(subgroup.id, subgroup.count, compress::ValueEncoding::kBf16, factors);
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       writer.add_block({}, {});
     }

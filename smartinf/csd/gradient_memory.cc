@@ -41,22 +41,22 @@ GradientMemory::GradientMemory(const storage::StoreLayout& layout, base::DataTyp
 
 base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
     const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes, bool checksums,
-    uint64_t compressed_block_bytes, std::span<const plan::MatrixForm> forms) {
+    uint64_t compressed_block_bytes, std::span<const compress::MatrixLayout> forms) {
   std::unique_ptr<GradientMemory> made(new GradientMemory(layout, type, checksums));
   const uint64_t element_bytes = base::data_type_bytes(type);
   made->compressed_block_bytes_ = compressed_block_bytes;
   for (size_t i = 0; i < made->entries_.size(); ++i) {
     const storage::StoredSubgroup& subgroup = layout.subgroups[i];
     Entry& entry = made->entries_[i];
-    entry.factors = plan::factors_in(forms, subgroup.first_element, subgroup.count);
-    append_factor_runs(forms, subgroup.first_element, subgroup.count, entry.runs);
+    entry.factors = compress::factors_in(forms, subgroup.first_element, subgroup.count);
+    compress::append_factor_runs(forms, subgroup.first_element, subgroup.count, entry.runs);
   }
   const auto room = [&](const Entry& entry) {
     const uint64_t bytes =
         compressed_block_bytes > 0
-            ? sizeof(CompressedHeader) +
+            ? sizeof(compress::CompressedHeader) +
                   base::divide_up(entry.count, base::kBlockElements) * compressed_block_bytes +
-                  factors_bytes(entry.factors, entry.runs.size())
+                  compress::factors_bytes(entry.factors, entry.runs.size())
             : entry.count * element_bytes;
     return base::round_up(bytes, kAlignment);
   };
@@ -172,7 +172,8 @@ base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
 base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId id,
                                             std::span<const std::byte> message) {
   Entry& entry = entries_[subgroup];
-  SI_ASSIGN_OR_RETURN(const CompressedView view, CompressedView::parse(message));
+  SI_ASSIGN_OR_RETURN(const compress::CompressedView view,
+                      compress::CompressedView::parse(message));
   if (view.subgroup() != id || view.elements() != entry.count) {
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "a compressed gradient of subgroup " +

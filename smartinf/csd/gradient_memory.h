@@ -15,8 +15,8 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
-#include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/plan/matrix_forms.h"
+#include "smartinf/compress/matrix_layout.h"
+#include "smartinf/compress/message.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -42,7 +42,7 @@ class GradientMemory {
   static base::Result<std::unique_ptr<GradientMemory>> create(
       const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes,
       bool checksums, uint64_t compressed_block_bytes = 0,
-      std::span<const plan::MatrixForm> forms = {});
+      std::span<const compress::MatrixLayout> forms = {});
 
   /// Bytes that each lent buffer must have; 0 when nothing is spilled.
   uint64_t buffer_bytes() const { return buffer_bytes_; }
@@ -63,15 +63,15 @@ class GradientMemory {
                                          base::DataType type, const void* gradient,
                                          std::chrono::nanoseconds wait);
   /// Copies a whole subgroup's message after checking it through; a bad one changes nothing.
-  /// Errors: CompressedView::parse's; kInvalidArgument for another subgroup's, one with factors of
-  /// other forms, one that is longer than there is room for, or a second one in a step.
+  /// Errors: compress::CompressedView::parse's; kInvalidArgument for another subgroup's, one with
+  /// factors of other forms, one that is longer than there is room for, or a second one in a step.
   base::Status put_compressed(uint32_t subgroup, base::SubgroupId id,
                               std::span<const std::byte> message);
   bool compressed() const { return compressed_block_bytes_ > 0; }
   /// Of a complete subgroup.
-  CompressedView message(uint32_t subgroup) const {
+  compress::CompressedView message(uint32_t subgroup) const {
     const Entry& entry = entries_[subgroup];
-    return CompressedView::trusted({entry.kept, entry.message_bytes});
+    return compress::CompressedView::trusted({entry.kept, entry.message_bytes});
   }
   /// The buffer of a spill is free again.
   void written(const Spill& spill);

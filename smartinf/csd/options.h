@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
+#include "smartinf/compress/matrix_layout.h"
 #include "smartinf/csd/link.h"
 #include "smartinf/csd/trace.h"
-#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/schedule.h"
 #include "smartinf/storage/store.h"
@@ -55,7 +55,7 @@ struct LocalDeviceOptions {
   uint64_t compressed_block_bytes = 0;
   /// With that: how the parameter space lies in rows and columns, for messages with factors of the
   /// gradient's squares and for samples of the variance. Empty: neither comes nor is wanted.
-  std::vector<plan::MatrixForm> forms;
+  std::vector<compress::MatrixLayout> forms;
 
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   storage::StoreOptions store;  // ring, durability, checksums, transfer size and depth, watchdog

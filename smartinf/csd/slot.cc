@@ -8,7 +8,7 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/compress/message.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/update.h"
@@ -92,7 +92,8 @@ base::Status UpdateWork::run_block(uint64_t block) {
   const uint64_t elements = planes_.elements(block);
   const uint64_t first = block * kBlockElements;
   const bool compressed = memory_->compressed();
-  const CompressedView message = compressed ? memory_->message(subgroup_) : CompressedView();
+  const compress::CompressedView message =
+      compressed ? memory_->message(subgroup_) : compress::CompressedView();
   const base::DataType gradient_type = compressed ? message.type() : memory_->type();
   const std::byte* gradient = nullptr;
   if (compressed) {
@@ -158,8 +159,8 @@ base::Status UpdateWork::run_block(uint64_t block) {
   return base::Status();
 }
 
-std::span<const kernels::SquaresRow> UpdateWork::take_squares(const CompressedView& message,
-                                                              uint64_t block) {
+std::span<const kernels::SquaresRow> UpdateWork::take_squares(
+    const compress::CompressedView& message, uint64_t block) {
   // Cleared, not freed.
   thread_local std::vector<kernels::SquaresRow> squares;
   thread_local std::vector<float> means;
@@ -170,17 +171,18 @@ std::span<const kernels::SquaresRow> UpdateWork::take_squares(const CompressedVi
   float* columns = thread_block().data();  // of all parts: no more than the block has elements
   uint64_t factors = 0;                    // of the parts before
   uint64_t run = 0;
-  for (const plan::MatrixForm& form :
-       plan::forms_in(options_->forms, subgroup.first_element, subgroup.count)) {
-    const plan::FormPart sent = plan::part_of(form, subgroup.first_element, subgroup.count);
+  for (const compress::MatrixLayout& form :
+       compress::matrices_in(options_->forms, subgroup.first_element, subgroup.count)) {
+    const compress::MatrixPart sent =
+        compress::part_of(form, subgroup.first_element, subgroup.count);
     const uint64_t means_at = factors;
     const uint64_t rows_run = run;
     const uint64_t columns_run = run + 1;
     factors += sent.factors();
-    run += kRunsOfForm;
+    run += compress::kRunsOfMatrix;
     if (form.end() <= first) continue;
     if (form.first >= end) break;
-    const plan::FormPart part = plan::part_of(form, first, end - first);
+    const compress::MatrixPart part = compress::part_of(form, first, end - first);
     means.resize(part.rows());
     const uint64_t rows_at = means_at + part.first_row() - sent.first_row();
     message.read_factors(rows_run, rows_at, means);
@@ -211,7 +213,7 @@ void UpdateWork::send_samples(uint64_t block) {
     variances = decoded;
   }
   const uint64_t first = planes_.subgroup().first_element + block * kBlockElements;
-  plan::take_samples(options_->forms, first, {variances, elements}, samples_out_);
+  compress::take_samples(options_->forms, first, {variances, elements}, samples_out_);
 }
 
 uint64_t DecodeWork::prepare(const PlaneBlocks& planes, const PlaneBlocks& cached,

@@ -64,7 +64,8 @@ class UpdateWork final : public BlockWork {
 
  private:
   /// The squares of a block as its message has them, in memory of the thread's own.
-  std::span<const kernels::SquaresRow> take_squares(const CompressedView& message, uint64_t block);
+  std::span<const kernels::SquaresRow> take_squares(const compress::CompressedView& message,
+                                                    uint64_t block);
   void send_samples(uint64_t block);
 
   PlaneBlocks planes_;

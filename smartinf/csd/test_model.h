@@ -11,9 +11,9 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/state_format.h"
-#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/compress/matrix_layout.h"
+#include "smartinf/compress/message.h"
 #include "smartinf/kernels/update.h"
-#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/storage/store.h"
 
@@ -79,13 +79,13 @@ struct TestSparsity {
 };
 
 /// Matrices of all kinds, without gaps; subgroups cut through them.
-inline std::vector<plan::MatrixForm> test_forms(uint64_t elements) {
-  std::vector<plan::MatrixForm> forms;
+inline std::vector<compress::MatrixLayout> test_forms(uint64_t elements) {
+  std::vector<compress::MatrixLayout> forms;
   for (uint64_t first = 0; first < elements; first = forms.back().end()) {
     constexpr std::array<uint64_t, 5> kColumns = {1000, 77, 4096, 100'000, 1};
     const uint64_t columns = std::min(kColumns[forms.size() % kColumns.size()], elements - first);
     const uint64_t rows = std::min<uint64_t>((elements - first) / columns, 90);
-    forms.push_back({first, rows, columns, plan::sample_count(forms), 0});
+    forms.push_back({first, rows, columns, compress::sample_count(forms), 0});
   }
   return forms;
 }
@@ -97,9 +97,10 @@ inline float test_factor(uint64_t form, uint64_t step, bool of_row, uint64_t ind
   return std::ldexp(mantissa, static_cast<int>(mixed / 8) - (of_row ? 20 : 4));
 }
 /// Of a subgroup, in the message's order.
-inline SquaresFactors test_factors(const std::vector<plan::MatrixForm>& forms,
-                                   const storage::StoredSubgroup& subgroup, uint64_t step) {
-  SquaresFactors factors;
+inline compress::RowColumnFactors test_factors(const std::vector<compress::MatrixLayout>& forms,
+                                               const storage::StoredSubgroup& subgroup,
+                                               uint64_t step) {
+  compress::RowColumnFactors factors;
   for (uint64_t f = 0; f < forms.size(); ++f) {
     const uint64_t first = std::max(subgroup.first_element, forms[f].first);
     const uint64_t end = std::min(subgroup.first_element + subgroup.count, forms[f].end());
@@ -263,7 +264,7 @@ class ReferenceModel {
 
   storage::StoreLayout layout_;
   std::vector<plan::GroupStretch> groups_;
-  std::vector<plan::MatrixForm> forms_;
+  std::vector<compress::MatrixLayout> forms_;
   const kernels::KernelTable& scalar_;
   std::vector<std::vector<std::vector<std::byte>>> state_;  // subgroup, plane, encoded
   size_t cursor_ = 0;

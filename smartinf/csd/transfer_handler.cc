@@ -7,7 +7,7 @@
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/compress/message.h"
 
 namespace smartinf::csd {
 namespace {
@@ -205,10 +205,10 @@ void TransferHandler::send_weights(uint32_t task) {
   const uint64_t count = parts_.store->layout().subgroups[subgroup_of(task)].count;
   uint64_t bytes = count * base::data_type_bytes(update_->weights_type);
   if (entry.samples_out != nullptr) {
-    bytes +=
-        plan::samples_in(parts_.options.forms,
-                         parts_.store->layout().subgroups[subgroup_of(task)].first_element, count) *
-        sizeof(base::Bf16);
+    bytes += compress::samples_in(parts_.options.forms,
+                                  parts_.store->layout().subgroups[subgroup_of(task)].first_element,
+                                  count) *
+             sizeof(base::Bf16);
   }
   parts_.host_traffic.add_up(base::TrafficKind::kWeight, bytes);
   // They left block by block while the update ran.

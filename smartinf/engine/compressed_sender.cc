@@ -4,7 +4,7 @@
 
 namespace smartinf::engine {
 
-CompressedSender::CompressedSender(GradientCompressor& compressor, base::ThreadTeam& team,
+CompressedSender::CompressedSender(compress::GradientCompressor& compressor, base::ThreadTeam& team,
                                    DeviceWatch& watch)
     : compressor_(compressor), team_(team), watch_(watch), workers_(team.size()) {}
 

@@ -12,21 +12,22 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/base/thread_team.h"
+#include "smartinf/compress/gradient_compressor.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/engine/device_replies.h"
-#include "smartinf/engine/gradient_compressor.h"
 
 namespace smartinf::engine {
 
 class CompressedSender {
  public:
   /// Compressor and team outlive this. Each thread of the team needs two messages and a Scratch.
-  CompressedSender(GradientCompressor& compressor, base::ThreadTeam& team, DeviceWatch& watch);
+  CompressedSender(compress::GradientCompressor& compressor, base::ThreadTeam& team,
+                   DeviceWatch& watch);
 
   struct Piece {
     const plan::Subgroup* subgroup = nullptr;
     csd::Device* device = nullptr;
-    std::vector<plan::GroupStretch> sits_out;  // as GradientCompressor::compress()
+    std::vector<plan::GroupStretch> sits_out;  // as compress::GradientCompressor::compress()
   };
   struct Failure {
     base::Status status;
@@ -39,11 +40,11 @@ class CompressedSender {
 
  private:
   struct Outgoing {
-    csd::CompressedWriter writer;
+    compress::CompressedWriter writer;
     const csd::Command* in_flight = nullptr;
   };
   struct Worker {
-    GradientCompressor::Scratch scratch;
+    compress::GradientCompressor::Scratch scratch;
     std::array<Outgoing, 2> outgoing;
     size_t turn = 0;
     DeviceReplies replies;
@@ -52,7 +53,7 @@ class CompressedSender {
   void send_one(Worker& worker, const Piece& piece);
   void wait_for(Worker& worker, const Outgoing& outgoing);
 
-  GradientCompressor& compressor_;
+  compress::GradientCompressor& compressor_;
   base::ThreadTeam& team_;
   DeviceWatch& watch_;
   std::vector<std::unique_ptr<Worker>> workers_;  // made when first needed

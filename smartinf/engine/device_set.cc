@@ -10,8 +10,8 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/engine/density.h"
+#include "smartinf/compress/density.h"
+#include "smartinf/compress/message.h"
 #include "smartinf/engine/memory_plan.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/plan/placement.h"
@@ -64,7 +64,7 @@ uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpac
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : space.subgroups(
              options.subgroup_elements != 0 ? options.subgroup_elements : kSubgroupElementsMax)) {
-      factors += csd::factors_bytes(forms, subgroup.first, subgroup.count);
+      factors += compress::factors_bytes(forms, subgroup.first, subgroup.count);
     }
     return base::divide_up(space.count(), base::kBlockElements) * block + factors;
   }
@@ -466,7 +466,7 @@ Status check_rule(const kernels::RuleOptions& rule) {
 }
 
 Status check_compression(const UpdaterOptions& options) {
-  const CompressOptions& compress = options.compress;
+  const compress::CompressOptions& compress = options.compress;
   const auto bad = [](std::string what, std::string advice) {
     return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
   };
@@ -484,19 +484,20 @@ Status check_compression(const UpdaterOptions& options) {
 
 }  // namespace
 
-std::vector<plan::MatrixForm> forms_of_squares(const UpdaterOptions& options,
-                                               const plan::ParameterSpace& space) {
+std::vector<compress::MatrixLayout> forms_of_squares(const UpdaterOptions& options,
+                                                     const plan::ParameterSpace& space) {
   const bool sent = options.compress.on() && kernels::takes_squares(options.rule.rule) &&
                     options.compress.error_feedback;
-  return sent ? plan::matrix_forms(space) : std::vector<plan::MatrixForm>();
+  return sent ? compress::matrix_layouts(space) : std::vector<compress::MatrixLayout>();
 }
 
 uint64_t compressed_block_bytes(const UpdaterOptions& options) {
-  const CompressOptions& compress = options.compress;
+  const compress::CompressOptions& compress = options.compress;
   if (!compress.on()) return 0;
-  const uint64_t values = values_per_block(density_max(compress), base::kBlockElements);
-  return csd::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values, 0) -
-         sizeof(csd::CompressedHeader);
+  const uint64_t values =
+      compress::values_per_block(compress::density_max(compress), base::kBlockElements);
+  return compress::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values, 0) -
+         sizeof(compress::CompressedHeader);
 }
 
 Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::ParameterSpace& space,

@@ -8,10 +8,10 @@
 
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
+#include "smartinf/compress/matrix_layout.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/options.h"
-#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::engine {
@@ -20,8 +20,8 @@ namespace smartinf::engine {
 /// compressed.
 uint64_t compressed_block_bytes(const UpdaterOptions& options);
 /// The space's forms where messages tell of the gradient's squares; else none.
-std::vector<plan::MatrixForm> forms_of_squares(const UpdaterOptions& options,
-                                               const plan::ParameterSpace& space);
+std::vector<compress::MatrixLayout> forms_of_squares(const UpdaterOptions& options,
+                                                     const plan::ParameterSpace& space);
 
 struct DeviceSet {
   std::vector<std::unique_ptr<csd::Device>> devices;  // in the run's order

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/compress/matrix_layout.h"
 #include "smartinf/csd/device.h"
-#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/storage/store.h"
 
@@ -18,11 +18,11 @@ namespace smartinf::engine {
 
 /// What the engine gives one device, for as long as it is open.
 struct DeviceShare {
-  uint64_t slot_memory_bytes = 0;          // at most so much for slots
-  uint64_t compressed_block_bytes = 0;     // above 0: gradients come compressed
-  uint64_t gradient_memory_bytes = 0;      // at most so much for gradients; the rest is spilled
-  std::vector<plan::GroupStretch> groups;  // of the whole parameter space
-  std::vector<plan::MatrixForm> forms;     // of it too, where compression needs them
+  uint64_t slot_memory_bytes = 0;             // at most so much for slots
+  uint64_t compressed_block_bytes = 0;        // above 0: gradients come compressed
+  uint64_t gradient_memory_bytes = 0;         // at most so much for gradients; the rest is spilled
+  std::vector<plan::GroupStretch> groups;     // of the whole parameter space
+  std::vector<compress::MatrixLayout> forms;  // of it too, where compression needs them
 };
 
 /// Threads: one at a time.

@@ -36,11 +36,11 @@ base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions&
                                                            const plan::ParameterSpace& space,
                                                            DeviceSet set) {
   SI_ASSIGN_OR_RETURN(auto staging, base::AlignedBuffer::allocate(set.staging_bytes));
-  std::unique_ptr<GradientCompressor> compressor;
+  std::unique_ptr<compress::GradientCompressor> compressor;
   if (options.compress.on()) {
-    SI_ASSIGN_OR_RETURN(compressor,
-                        GradientCompressor::make(options.compress, space.count(), options.seed,
-                                                 forms_of_squares(options, space)));
+    SI_ASSIGN_OR_RETURN(compressor, compress::GradientCompressor::make(
+                                        options.compress, space.count(), options.seed,
+                                        forms_of_squares(options, space)));
   }
   std::unique_ptr<DeviceUpdater> made(
       new DeviceUpdater(options, space, std::move(set), std::move(staging), std::move(compressor)));
@@ -50,7 +50,7 @@ base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions&
 
 DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::ParameterSpace& space,
                              DeviceSet set, base::AlignedBuffer staging,
-                             std::unique_ptr<GradientCompressor> compressor)
+                             std::unique_ptr<compress::GradientCompressor> compressor)
     : options_(options),
       space_(space),
       set_(std::move(set)),
@@ -79,7 +79,7 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
   next_ahead_ = ahead_;
   const auto forms = forms_of_squares(options_, space_);
   if (!forms.empty() && compressor_->feedback()) {
-    weights_ahead_ = std::make_unique<WeightsAhead>(forms, space_, set_.subgroups);
+    weights_ahead_ = std::make_unique<compress::StepAheadWeights>(forms, space_, set_.subgroups);
     weights_out_.resize(set_.subgroups.size());
   }
   next_to_keep_.resize(set_.devices.size());
@@ -847,7 +847,7 @@ void DeviceUpdater::keep_residual() {
   keep_wanted_ = true;
 }
 
-CompressionSummary DeviceUpdater::compression() const {
+compress::CompressionSummary DeviceUpdater::compression() const {
   const std::lock_guard lock(mutex_);
   return compression_;
 }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/compress/step_ahead.h"
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/device_set.h"
@@ -23,7 +24,6 @@
 #include "smartinf/engine/gradient_sender.h"
 #include "smartinf/engine/kept_blob.h"
 #include "smartinf/engine/updater.h"
-#include "smartinf/engine/weights_ahead.h"
 
 namespace smartinf::engine {
 
@@ -72,7 +72,7 @@ class DeviceUpdater final : public Updater {
   base::Status take_back() override;
 
   void keep_residual() override;
-  CompressionSummary compression() const override;
+  compress::CompressionSummary compression() const override;
   UpdaterTraffic traffic() const override;
   uint64_t bytes_written_ever() const override;
   std::vector<std::span<std::byte>> idle_memory() override;
@@ -100,7 +100,8 @@ class DeviceUpdater final : public Updater {
   };
 
   DeviceUpdater(const UpdaterOptions& options, const plan::ParameterSpace& space, DeviceSet set,
-                base::AlignedBuffer staging, std::unique_ptr<GradientCompressor> compressor);
+                base::AlignedBuffer staging,
+                std::unique_ptr<compress::GradientCompressor> compressor);
 
   const std::string& device_name(size_t device) const { return set_.devices[device]->info().name; }
   std::string stored_blob() const;  // mutex_ held: commit_blob_ and what belongs behind it
@@ -158,13 +159,14 @@ class DeviceUpdater final : public Updater {
   GradientIntake intake_;
   base::ThreadTeam team_;  // copies, casts, measures and compresses gradients
   GradientSender gradient_sender_;
-  std::unique_ptr<GradientCompressor> compressor_;       // null: gradients go down whole
-  std::unique_ptr<CompressedSender> compressed_sender_;  // with it
-  std::unique_ptr<WeightsAhead> weights_ahead_;          // null: weights come up as they are stored
-  std::vector<void*> weights_out_;                       // with it: of every subgroup in this step
-  bool samples_current_ = false;                         // its samples are of the committed step
-  bool samples_next_ = false;                            // and will be when the step in progress is
-  std::vector<kernels::StepAhead> next_ahead_;           // of the step in progress, by group
+  std::unique_ptr<compress::GradientCompressor> compressor_;  // null: gradients go down whole
+  std::unique_ptr<CompressedSender> compressed_sender_;       // with it
+  std::unique_ptr<compress::StepAheadWeights>
+      weights_ahead_;                           // null: weights come up as they are stored
+  std::vector<void*> weights_out_;              // with it: of every subgroup in this step
+  bool samples_current_ = false;                // its samples are of the committed step
+  bool samples_next_ = false;                   // and will be when the step in progress is
+  std::vector<kernels::StepAhead> next_ahead_;  // of the step in progress, by group
 
   // Replies to commands that are waited for in the call that makes them: reading, writing.
   DeviceReplies caller_replies_{watch_};
@@ -193,7 +195,7 @@ class DeviceUpdater final : public Updater {
   bool new_residual_ = false;                      // and they count from it on
   std::optional<base::StepNumber> residual_step_;  // of those on the devices
   std::vector<kernels::StepAhead> ahead_;          // of the committed step, by group
-  CompressionSummary compression_;                 // of the last update
+  compress::CompressionSummary compression_;       // of the last update
   std::string commit_blob_;
   bool take_back_failed_ = false;
   base::Status step_error_;    // the first of this step

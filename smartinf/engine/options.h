@@ -12,7 +12,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/ids.h"
 #include "smartinf/base/state_format.h"
-#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/compress/options.h"
 #include "smartinf/csd/trace.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/schedule.h"
@@ -44,33 +44,6 @@ struct DeviceOptions {
   EmulatedLink internal_link;          // between store and processor
 };
 
-/// SmartComp: gradients compressed before the host link and expanded on the device. What it costs
-/// and gains is in docs/smartcomp.md.
-struct CompressOptions {
-  /// Share of the elements that are sent, the largest of each block of base::kBlockElements;
-  /// 0: gradients are sent dense, of UpdaterOptions::gradient_type.
-  double density = 0;
-  csd::ValueForm values = csd::ValueForm::kSign;
-  /// What is not sent waits in host memory, as bf16, and is added to the next gradient (error
-  /// feedback); the rule's second moment takes the dense gradient's, by row and column, and weights
-  /// come up as if what waits had arrived (kernels::step_ahead). false: Top-K alone, as in the
-  /// paper; what is not sent is lost.
-  bool error_feedback = true;
-  /// Steps between writes of the residual to the devices (2 bytes a parameter over the host link
-  /// each time); 1: a crash loses nothing of it. 0: never.
-  uint64_t residual_every = 16;
-  uint64_t warmup_steps = 0;  // the density falls from 0.25 to its value
-
-  bool on() const { return density > 0; }
-  /// What `values` are unless something is said of them. Without error feedback nothing makes up
-  /// for what the one magnitude of signs is too large or too small.
-  csd::ValueForm default_values() const {
-    return error_feedback ? csd::ValueForm::kSign : csd::ValueForm::kBf16;
-  }
-  /// The residual is part of the state on the devices.
-  bool residual_on_devices() const { return on() && error_feedback && residual_every > 0; }
-};
-
 struct UpdaterOptions {
   std::vector<DeviceOptions> devices;
   kernels::RuleOptions rule;
@@ -79,7 +52,7 @@ struct UpdaterOptions {
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   base::DataType gradient_type = base::DataType::kBf16;  // on the host link
   uint64_t seed = 0;                                     // of stochastic rounding
-  CompressOptions compress;
+  compress::CompressOptions compress;
   uint64_t memory_budget_bytes = uint64_t{512} << 20;  // slots; gradients and weights come on top
   /// Of state that stays in memory as well and is read from the drives once; on top of the budget.
   uint64_t state_cache_bytes = 0;

@@ -20,8 +20,8 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
+#include "smartinf/compress/gradient_compressor.h"
 #include "smartinf/engine/device_source.h"
-#include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/kernels/feedback.h"
@@ -112,7 +112,7 @@ class Updater {
   virtual std::vector<kernels::StepAhead> step_ahead() const { return {}; }
   /// The current step's master weights as f32, piece by piece, in ascending order, as
   /// load_weights() gives them but for the rounding: what training has arrived at. With compression
-  /// the stored ones lag behind by what is kept (CompressOptions::step_ahead).
+  /// the stored ones lag behind by what is kept (compress::CompressOptions::step_ahead).
   virtual base::Status read_weights(
       const std::function<base::Status(uint64_t first, std::span<const float>)>& visit) = 0;
   /// The weights that the current step's update sent up: resume and evaluation.
@@ -170,11 +170,11 @@ class Updater {
   /// weights that came up are stale. Ok when there is none.
   virtual base::Status take_back() = 0;
 
-  /// The next commit writes what compression keeps, whatever CompressOptions::residual_every says:
-  /// for the last step before a run ends.
+  /// The next commit writes what compression keeps, whatever
+  /// compress::CompressOptions::residual_every says: for the last step before a run ends.
   virtual void keep_residual() {}
   /// What compression did to the last step's gradient; all zero without it.
-  virtual CompressionSummary compression() const { return {}; }
+  virtual compress::CompressionSummary compression() const { return {}; }
   virtual UpdaterTraffic traffic() const = 0;
   virtual uint64_t bytes_written_ever() const = 0;
   /// The devices' buffers, which nobody uses between wait_commit() and the next call: a checkpoint

@@ -19,12 +19,12 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
+#include "smartinf/compress/gradient_compressor.h"
 #include "smartinf/csd/fault_ring.h"
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/device_build.h"
 #include "smartinf/engine/emulated_source.h"
 #include "smartinf/engine/fake_source.h"
-#include "smartinf/engine/gradient_compressor.h"
 #include "smartinf/engine/reshard.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/kernels/feedback.h"
@@ -48,10 +48,10 @@ plan::ParameterSpace contract_space() {
 }
 
 /// Of one range.
-std::vector<plan::MatrixForm> flat_forms(uint64_t elements) {
+std::vector<compress::MatrixLayout> flat_forms(uint64_t elements) {
   plan::ParameterSpace space;
   EXPECT_TRUE(space.add("flat", {elements}, 0).ok());
-  return plan::matrix_forms(space);
+  return compress::matrix_layouts(space);
 }
 
 /// A directory that goes away with the test.
@@ -785,17 +785,18 @@ TEST(Compression, SendingEverythingIsTheSameAsNotCompressing) {
   Scratch scratch;
   UpdaterOptions options = compressed_options(scratch, 2);
   options.compress.density = 1;
-  options.compress.values = csd::ValueForm::kF32;
+  options.compress.values = compress::ValueEncoding::kF32;
   options.compress.error_feedback = false;
   EXPECT_EQ(compressed_run(options), reference(DataType::kBf16));
 }
 
 TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
-  using csd::ValueForm;
-  for (const auto& [density, feedback, values] : {std::tuple{0.01, true, ValueForm::kBf16},
-                                                  {0.01, false, ValueForm::kBf16},
-                                                  {0.08, true, ValueForm::kSign},
-                                                  {1.0, true, ValueForm::kSign}}) {
+  using compress::ValueEncoding;
+  for (const auto& [density, feedback, values] :
+       {std::tuple{0.01, true, compress::ValueEncoding::kBf16},
+        {0.01, false, compress::ValueEncoding::kBf16},
+        {0.08, true, compress::ValueEncoding::kSign},
+        {1.0, true, compress::ValueEncoding::kSign}}) {
     std::optional<Outcome> first;
     for (const auto& [devices, blocks] : {std::pair{1, 4}, {3, 1}}) {
       Scratch scratch;
@@ -814,45 +815,47 @@ TEST(Compression, GivesTheSameBitsHoweverTheStateIsLaidOut) {
 }
 
 TEST(Compression, TheDensityIsTheShareThatIsSent) {
-  EXPECT_EQ(values_per_block(0.01, kBlock), 655u);
-  EXPECT_EQ(values_per_block(0.08, kBlock), 5243u);
-  EXPECT_EQ(values_per_block(0.08, 1000), 80u);
-  EXPECT_EQ(values_per_block(1e-7, kBlock), 1u);
-  EXPECT_EQ(values_per_block(1, kBlock), kBlock);
+  EXPECT_EQ(compress::values_per_block(0.01, kBlock), 655u);
+  EXPECT_EQ(compress::values_per_block(0.08, kBlock), 5243u);
+  EXPECT_EQ(compress::values_per_block(0.08, 1000), 80u);
+  EXPECT_EQ(compress::values_per_block(1e-7, kBlock), 1u);
+  EXPECT_EQ(compress::values_per_block(1, kBlock), kBlock);
 }
 
 TEST(Compression, TheDensityFallsDuringTheWarmUp) {
-  CompressOptions options;
+  compress::CompressOptions options;
   options.density = 0.01;
-  EXPECT_EQ(density_of_step(options, 1), 0.01);
-  EXPECT_EQ(density_max(options), 0.01);
+  EXPECT_EQ(compress::density_of_step(options, 1), 0.01);
+  EXPECT_EQ(compress::density_max(options), 0.01);
   options.warmup_steps = 10;
-  EXPECT_EQ(density_of_step(options, 1), kWarmupDensity);
-  EXPECT_NEAR(density_of_step(options, 6), std::sqrt(0.01 * kWarmupDensity), 1e-12);
-  EXPECT_EQ(density_of_step(options, 11), 0.01);
-  EXPECT_EQ(density_max(options), kWarmupDensity);
+  EXPECT_EQ(compress::density_of_step(options, 1), compress::kWarmupDensity);
+  EXPECT_NEAR(compress::density_of_step(options, 6), std::sqrt(0.01 * compress::kWarmupDensity),
+              1e-12);
+  EXPECT_EQ(compress::density_of_step(options, 11), 0.01);
+  EXPECT_EQ(compress::density_max(options), compress::kWarmupDensity);
   options.density = 0.5;  // more than a warm-up begins with
-  EXPECT_EQ(density_of_step(options, 1), 0.5);
-  EXPECT_EQ(density_max(options), 0.5);
+  EXPECT_EQ(compress::density_of_step(options, 1), 0.5);
+  EXPECT_EQ(compress::density_max(options), 0.5);
 }
 
 TEST(Compression, SaysWhatIsSentAndWhatBecomesOfTheRest) {
-  CompressOptions options;
+  compress::CompressOptions options;
   options.density = 0.08;
-  EXPECT_EQ(describe_compression(options),
+  EXPECT_EQ(compress::describe_compression(options),
             "the largest 8 % of the elements as signs; the rest waits in host memory and is sent "
             "later, and is written every 16 steps (residual_every)");
   options.residual_every = 1;
-  EXPECT_THAT(describe_compression(options), ::testing::HasSubstr("residual_every = 16"));
+  EXPECT_THAT(compress::describe_compression(options), ::testing::HasSubstr("residual_every = 16"));
   options.density = 0.01;
   options.warmup_steps = 50;
   options.residual_every = 0;
-  options.values = csd::ValueForm::kF16;
-  EXPECT_EQ(describe_compression(options),
+  options.values = compress::ValueEncoding::kF16;
+  EXPECT_EQ(compress::describe_compression(options),
             "the largest 1 % of the elements after 50 steps in f16; the rest waits in host memory "
             "and is sent later, or lost when the run stops (residual_every = 0)");
   options.error_feedback = false;
-  EXPECT_THAT(describe_compression(options), ::testing::EndsWith("(error_feedback = false)"));
+  EXPECT_THAT(compress::describe_compression(options),
+              ::testing::EndsWith("(error_feedback = false)"));
 }
 
 TEST(Compression, AStepTakenBackKeepsWhatWasKept) {
@@ -880,7 +883,8 @@ TEST(Compression, AStepTakenBackKeepsWhatWasKept) {
 }
 
 TEST(Compression, WhatIsKeptIsPartOfTheState) {
-  for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
+  for (const compress::ValueEncoding values :
+       {compress::ValueEncoding::kBf16, compress::ValueEncoding::kSign}) {
     Scratch scratch;
     UpdaterOptions options = compressed_options(scratch);
     options.compress.values = values;
@@ -951,9 +955,9 @@ TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
       const base::Bf16* kept = (*updater)->residual();
       const double bias = 1 - std::pow(options.rule.beta2, 2);
       double farthest = 0;
-      for (const plan::MatrixForm& form : plan::matrix_forms(space)) {
+      for (const compress::MatrixLayout& form : compress::matrix_layouts(space)) {
         const double lr = space.ranges()[form.range].group == 0 ? 0.01 : 0.02;
-        const plan::FormSamples samples{form};
+        const compress::MatrixSamples samples{form};
         const auto variance = [&](uint64_t row, uint64_t column) {
           return base::to_f32(base::to_bf16(variances[form.first + row * form.columns + column]));
         };
@@ -1192,15 +1196,15 @@ TEST(Compression, GoesOnAfterReshardingAsIfNothingHadHappened) {
 
 TEST(Compression, CountedBytesAreTwoPercentAndLess) {
   struct Case {
-    csd::ValueForm values;
+    compress::ValueEncoding values;
     bool kept;
     double share;  // sent
     double bytes;  // a parameter, at most
   };
-  using csd::ValueForm;
-  for (const Case& one : {Case{ValueForm::kBf16, false, 0.01, 0.04},
-                          {ValueForm::kBf16, true, 0.01, 0.04},
-                          {ValueForm::kSign, true, 0.08, 0.07}}) {
+  using compress::ValueEncoding;
+  for (const Case& one : {Case{compress::ValueEncoding::kBf16, false, 0.01, 0.04},
+                          {compress::ValueEncoding::kBf16, true, 0.01, 0.04},
+                          {compress::ValueEncoding::kSign, true, 0.08, 0.07}}) {
     Scratch scratch;
     // Large subgroups: every one tells of the columns that it holds.
     UpdaterOptions options = compressed_options(scratch, 2, 12);
@@ -1215,7 +1219,7 @@ TEST(Compression, CountedBytesAreTwoPercentAndLess) {
     run_steps(**updater, 1, 1, outcome);
     const auto count = static_cast<double>(contract_space().count());
     const base::TrafficReading host = (*updater)->traffic().host_link.since(before.host_link);
-    const CompressionSummary summary = (*updater)->compression();
+    const compress::CompressionSummary summary = (*updater)->compression();
     EXPECT_EQ(host.down(TrafficKind::kGradient), summary.bytes);
     EXPECT_LE(static_cast<double>(summary.bytes), one.bytes * count);
     EXPECT_NEAR(static_cast<double>(summary.values), one.share * count, 30);
@@ -1267,15 +1271,16 @@ TEST(Compression, ThreadsChangeNothing) {
     const uint64_t first = i * kBlock;
     subgroups.push_back({base::SubgroupId{i}, first, std::min(kBlock, kElements - first)});
   }
-  for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
-    std::optional<CompressionSummary> first_summary;
+  for (const compress::ValueEncoding values :
+       {compress::ValueEncoding::kBf16, compress::ValueEncoding::kSign}) {
+    std::optional<compress::CompressionSummary> first_summary;
     std::map<uint32_t, std::vector<std::byte>> first_messages;
     for (const uint32_t threads : {1u, 2u, 7u}) {
       Recorder recorder;
-      CompressOptions options;
+      compress::CompressOptions options;
       options.values = values;
       options.density = 0.08;
-      auto made = GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
+      auto made = compress::GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
       ASSERT_TRUE(made.ok());
       base::ThreadTeam team(threads, "test");
       DeviceWatch watch{std::chrono::minutes(1)};
@@ -1290,7 +1295,7 @@ TEST(Compression, ThreadsChangeNothing) {
         ASSERT_TRUE(sender.send(pieces).status.ok());
         if (step < 3) (*made)->commit();
       }
-      const CompressionSummary summary = (*made)->summary();
+      const compress::CompressionSummary summary = (*made)->summary();
       if (!first_summary) {
         first_summary = summary;
         first_messages = recorder.messages;
@@ -1310,23 +1315,25 @@ TEST(Compression, ThreadsChangeNothing) {
 }
 
 TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
-  const auto message_of = [](GradientCompressor& compressor, csd::CompressedWriter& writer,
+  const auto message_of = [](compress::GradientCompressor& compressor,
+                             compress::CompressedWriter& writer,
                              std::span<const plan::GroupStretch> out) {
-    GradientCompressor::Scratch scratch;
+    compress::GradientCompressor::Scratch scratch;
     const auto message = compressor.compress(scratch, writer, {base::SubgroupId{0}, 0, 1000}, out);
     std::vector<base::Bf16> values(1000);
-    csd::CompressedView::parse(message)->expand_block(0,
-                                                      reinterpret_cast<std::byte*>(values.data()));
+    compress::CompressedView::parse(message)->expand_block(
+        0, reinterpret_cast<std::byte*>(values.data()));
     return values;
   };
-  for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
-    CompressOptions options;
+  for (const compress::ValueEncoding values :
+       {compress::ValueEncoding::kBf16, compress::ValueEncoding::kSign}) {
+    compress::CompressOptions options;
     options.values = values;
     options.density = 0.08;
-    auto made = GradientCompressor::make(options, 1000, 1, {});
+    auto made = compress::GradientCompressor::make(options, 1000, 1, {});
     ASSERT_TRUE(made.ok());
-    GradientCompressor& compressor = **made;
-    csd::CompressedWriter writer;
+    compress::GradientCompressor& compressor = **made;
+    compress::CompressedWriter writer;
     const std::vector<float> ones(1000, 1.0f);
     const auto step = [&](uint64_t number, std::span<const plan::GroupStretch> out) {
       compressor.begin_step();
@@ -1353,14 +1360,15 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
 /// Nothing gets lost: what was sent and what is kept sum to what came in.
 TEST(Compression, SentAndKeptSumToTheGradients) {
   constexpr uint64_t kElements = kBlock + 777;
-  for (const csd::ValueForm values : {csd::ValueForm::kBf16, csd::ValueForm::kSign}) {
-    CompressOptions options;
+  for (const compress::ValueEncoding values :
+       {compress::ValueEncoding::kBf16, compress::ValueEncoding::kSign}) {
+    compress::CompressOptions options;
     options.values = values;
-    options.density = values == csd::ValueForm::kSign ? 0.4 : 0.05;
-    auto made = GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
+    options.density = values == compress::ValueEncoding::kSign ? 0.4 : 0.05;
+    auto made = compress::GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
     ASSERT_TRUE(made.ok());
-    GradientCompressor::Scratch scratch;
-    csd::CompressedWriter writer;
+    compress::GradientCompressor::Scratch scratch;
+    compress::CompressedWriter writer;
     std::vector<double> owed(kElements);
     std::vector<base::Bf16> arrived(kElements);
     for (int step = 1; step <= 30; ++step) {
@@ -1372,7 +1380,7 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
       (*made)->begin_update(static_cast<uint64_t>(step), scale, 1, {}, alone);
       const auto message =
           (*made)->compress(scratch, writer, {base::SubgroupId{0}, 0, kElements}, {});
-      const auto view = csd::CompressedView::parse(message);
+      const auto view = compress::CompressedView::parse(message);
       ASSERT_TRUE(view.ok());
       for (uint64_t b = 0; b < view->blocks(); ++b) {
         view->expand_block(b, reinterpret_cast<std::byte*>(arrived.data() + b * kBlock));

@@ -14,7 +14,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
-#include "smartinf/engine/density.h"
+#include "smartinf/compress/density.h"
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/updater.h"
@@ -400,7 +400,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   gradient_type_ = job.updater.gradient_type;
   ring_ = job.updater.ring;
   if (job.updater.compress.on()) {
-    compression_ = engine::describe_compression(job.updater.compress);
+    compression_ = compress::describe_compression(job.updater.compress);
   }
 
   std::error_code error;
@@ -592,7 +592,7 @@ void TorchTrainer::report_traffic(StepReport& report) {
   const engine::UpdaterTraffic now = updater_->traffic();
   report.traffic = now.since(traffic_);
   traffic_ = now;
-  const engine::CompressionSummary compression = updater_->compression();
+  const compress::CompressionSummary compression = updater_->compression();
   report.compressed_bytes = compression.bytes;
   report.density = compression.density;
   report.residual_norm = compression.residual_norm;

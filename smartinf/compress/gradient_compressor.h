@@ -17,14 +17,14 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/thread_team.h"
-#include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/engine/density.h"
-#include "smartinf/engine/gradient_squares.h"
+#include "smartinf/compress/density.h"
+#include "smartinf/compress/factored_squares.h"
+#include "smartinf/compress/message.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/plan/parameter_space.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 
 /// What a step sent.
 struct CompressionSummary {
@@ -46,7 +46,7 @@ class GradientCompressor {
     std::vector<float> arrived = std::vector<float>(base::kBlockElements);
     std::vector<uint32_t> indices = std::vector<uint32_t>(base::kBlockElements);
     std::vector<float> selected = std::vector<float>(base::kBlockElements);
-    csd::SquaresFactors factors;
+    RowColumnFactors factors;
     std::vector<float> candidates = std::vector<float>(kernels::kSignCandidates);
     std::vector<uint64_t> sent = std::vector<uint64_t>(base::kBlockElements / 64);
     std::vector<uint64_t> negative = std::vector<uint64_t>(base::kBlockElements / 64);
@@ -54,9 +54,9 @@ class GradientCompressor {
 
   /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more. forms: of the
   /// space where messages have factors of its squares, else empty.
-  static base::Result<std::unique_ptr<GradientCompressor>> make(
-      const CompressOptions& options, uint64_t elements, uint64_t seed,
-      std::vector<plan::MatrixForm> forms);
+  static base::Result<std::unique_ptr<GradientCompressor>> make(const CompressOptions& options,
+                                                                uint64_t elements, uint64_t seed,
+                                                                std::vector<MatrixLayout> forms);
 
   void begin_step();
   /// Copies a piece, cast to bf16.
@@ -70,7 +70,7 @@ class GradientCompressor {
   /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
   /// in order, that send nothing and keep their residual as it is. Threads: several at once, each
   /// with subgroups, a scratch and a writer of its own; what they make does not depend on it.
-  std::span<const std::byte> compress(Scratch& scratch, csd::CompressedWriter& writer,
+  std::span<const std::byte> compress(Scratch& scratch, CompressedWriter& writer,
                                       const plan::Subgroup& subgroup,
                                       std::span<const plan::GroupStretch> sits_out);
   /// A subgroup that takes no part in the step: what it keeps stays. Threads: as compress().
@@ -96,31 +96,31 @@ class GradientCompressor {
 
  private:
   GradientCompressor(const CompressOptions& options, uint64_t elements, uint64_t seed,
-                     std::vector<plan::MatrixForm> forms, base::AlignedBuffer memory);
+                     std::vector<MatrixLayout> forms, base::AlignedBuffer memory);
   /// A block of the step in progress on its way.
   struct Block {
     kernels::FeedbackBlock feedback;  // no residual without feedback
     size_t most = 0;                  // elements that may be sent
     float& border;                    // as kernels::top_k_near()'s
   };
-  void compress_block(Scratch& scratch, csd::CompressedWriter& writer, uint64_t first,
-                      uint64_t count, uint64_t next, std::span<const plan::GroupStretch> sits_out);
+  void compress_block(Scratch& scratch, CompressedWriter& writer, uint64_t first, uint64_t count,
+                      uint64_t next, std::span<const plan::GroupStretch> sits_out);
   /// The way of nearly all blocks of signs; same bits as the other. Returns how many elements are
   /// sent, or nothing where it is not possible.
-  std::optional<size_t> compress_as_signs(Scratch& scratch, csd::CompressedWriter& writer,
+  std::optional<size_t> compress_as_signs(Scratch& scratch, CompressedWriter& writer,
                                           const Block& block);
   /// Returns how many elements are sent.
-  size_t compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer, const Block& block,
+  size_t compress_in_stages(Scratch& scratch, CompressedWriter& writer, const Block& block,
                             std::span<const plan::GroupStretch> sits_out);
   /// Packs what is selected. Returns what arrives of it: [sent], empty without feedback.
-  std::span<const float> add_block(Scratch& scratch, csd::CompressedWriter& writer, size_t sent);
+  std::span<const float> add_block(Scratch& scratch, CompressedWriter& writer, size_t sent);
   double sum_of_squares() const;  // of residual_squares_
   void find_squares(const base::Bf16* values);
 
   const CompressOptions options_;
   const uint64_t elements_;
   const uint64_t seed_;
-  std::optional<GradientSquares> squares_;
+  std::optional<FactoredSquares> squares_;
   base::AlignedBuffer memory_;
   base::Bf16* gradient_ = nullptr;  // [elements]; becomes what is kept, block by block
   base::Bf16* residual_ = nullptr;  // [elements] of the committed step; null without feedback
@@ -136,4 +136,4 @@ class GradientCompressor {
   std::vector<double> residual_squares_;  // by block, so that their sum has one order
 };
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

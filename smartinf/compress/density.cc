@@ -1,4 +1,4 @@
-#include "smartinf/engine/density.h"
+#include "smartinf/compress/density.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,15 +7,15 @@
 
 #include "smartinf/base/check.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 
 std::string describe_compression(const CompressOptions& options) {
   SI_CHECK(options.on(), "gradients are compressed");
   std::string text = fmt::format("the largest {:.3g} % of the elements", 100 * options.density);
   if (options.warmup_steps > 0) text += fmt::format(" after {} steps", options.warmup_steps);
-  text += options.values == csd::ValueForm::kSign
+  text += options.values == ValueEncoding::kSign
               ? " as signs"
-              : fmt::format(" in {}", csd::value_form_name(options.values));
+              : fmt::format(" in {}", value_encoding_name(options.values));
   if (!options.error_feedback) return text + "; the rest is lost (error_feedback = false)";
   text += "; the rest waits in host memory and is sent later, ";
   if (options.residual_every == 0) return text + "or lost when the run stops (residual_every = 0)";
@@ -43,4 +43,4 @@ double density_max(const CompressOptions& options) {
   return options.warmup_steps > 0 ? std::max(options.density, kWarmupDensity) : options.density;
 }
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

@@ -9,28 +9,28 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/thread_team.h"
-#include "smartinf/csd/compressed_gradient.h"
-#include "smartinf/engine/form_table.h"
-#include "smartinf/plan/matrix_forms.h"
+#include "smartinf/compress/matrix_layout.h"
+#include "smartinf/compress/message.h"
+#include "smartinf/compress/row_column_table.h"
 #include "smartinf/plan/parameter_space.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 
 /// A square is about its row's mean times its column's mean relative to the mean of all (Shazeer
 /// and Stern 2018). They are of whole matrices, so that they do not depend on how the space is cut
 /// into subgroups. Threads: one at a time, but for append().
-class GradientSquares {
+class FactoredSquares {
  public:
-  explicit GradientSquares(std::vector<plan::MatrixForm> forms);
+  explicit FactoredSquares(std::vector<MatrixLayout> forms);
 
   /// Of scale * gradient, by a team of threads; what it finds does not depend on how many.
   /// gradient: of the whole space. Forms that reach into sits_out have squares of 0.
   void find(const base::Bf16* gradient, float scale, std::span<const plan::GroupStretch> sits_out,
             base::ThreadTeam& team);
   /// What a message of the subgroup says of them, behind what is in `out`.
-  void append(const plan::Subgroup& subgroup, csd::SquaresFactors& out) const;
+  void append(const plan::Subgroup& subgroup, RowColumnFactors& out) const;
 
-  std::span<const plan::MatrixForm> forms() const { return forms_; }
+  std::span<const MatrixLayout> forms() const { return forms_; }
   uint64_t memory_bytes() const;
 
  private:
@@ -45,11 +45,11 @@ class GradientSquares {
   void sum(const Section& section, const base::Bf16* gradient, float scale);
   void make_means(size_t form, std::span<const Section> sections);
 
-  const std::vector<plan::MatrixForm> forms_;
+  const std::vector<MatrixLayout> forms_;
   std::vector<Section> sections_;  // in order
-  FormTable<float> means_;         // of rows; of columns, relative; and sums before
+  RowColumnTable<float> means_;    // of rows; of columns, relative; and sums before
   std::vector<float> partial_;     // sums of columns, by section
   std::vector<uint8_t> sits_out_;  // by form
 };
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

@@ -1,4 +1,4 @@
-#include "smartinf/engine/gradient_squares.h"
+#include "smartinf/compress/factored_squares.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +11,7 @@
 
 #include "smartinf/base/state_format.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 namespace {
 
 using base::kBlockElements;
@@ -28,7 +28,7 @@ plan::ParameterSpace test_space() {
 std::vector<base::Bf16> gradient_of(const plan::ParameterSpace& space) {
   std::mt19937 random(5);
   std::vector<base::Bf16> gradient(space.count());
-  for (const plan::MatrixForm& form : plan::matrix_forms(space)) {
+  for (const MatrixLayout& form : matrix_layouts(space)) {
     std::vector<float> columns(form.columns);
     for (float& column : columns) column = static_cast<float>(1 + random() % 15);
     for (uint64_t i = 0; i < form.count(); ++i) {
@@ -42,22 +42,20 @@ std::vector<base::Bf16> gradient_of(const plan::ParameterSpace& space) {
 }
 
 /// The square of every element as the factors of its subgroup's message tell it.
-std::vector<float> told(const GradientSquares& squares, const plan::ParameterSpace& space,
+std::vector<float> told(const FactoredSquares& squares, const plan::ParameterSpace& space,
                         uint64_t subgroup_elements) {
   std::vector<float> all(space.count());
   for (const plan::Subgroup& subgroup : space.subgroups(subgroup_elements)) {
-    csd::SquaresFactors appended{.values = {-7.0f}, .runs = {1}};  // behind what is there
+    RowColumnFactors appended{.values = {-7.0f}, .runs = {1}};  // behind what is there
     squares.append(subgroup, appended);
     const std::vector<float>& factors = appended.values;
     EXPECT_EQ(factors.front(), -7.0f);
     EXPECT_EQ(std::accumulate(appended.runs.begin(), appended.runs.end(), size_t{0}),
               factors.size());
-    EXPECT_EQ(factors.size(),
-              1 + plan::factors_in(squares.forms(), subgroup.first, subgroup.count));
+    EXPECT_EQ(factors.size(), 1 + factors_in(squares.forms(), subgroup.first, subgroup.count));
     uint64_t at = 1;
-    for (const plan::MatrixForm& form :
-         plan::forms_in(squares.forms(), subgroup.first, subgroup.count)) {
-      const plan::FormPart part = plan::part_of(form, subgroup.first, subgroup.count);
+    for (const MatrixLayout& form : matrices_in(squares.forms(), subgroup.first, subgroup.count)) {
+      const MatrixPart part = part_of(form, subgroup.first, subgroup.count);
       float* out = all.data() + part.first;
       part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
         for (uint64_t i = 0; i < count; ++i) {
@@ -70,10 +68,10 @@ std::vector<float> told(const GradientSquares& squares, const plan::ParameterSpa
   return all;
 }
 
-TEST(GradientSquares, AreExactWhereTheyAreAProduct) {
+TEST(FactoredSquares, AreExactWhereTheyAreAProduct) {
   const plan::ParameterSpace space = test_space();
   const auto gradient = gradient_of(space);
-  GradientSquares squares(plan::matrix_forms(space));
+  FactoredSquares squares(matrix_layouts(space));
   base::ThreadTeam team(1, "test");
   squares.find(gradient.data(), 0.5f, {}, team);
   const auto found = told(squares, space, kBlockElements);
@@ -83,10 +81,10 @@ TEST(GradientSquares, AreExactWhereTheyAreAProduct) {
   }
 }
 
-TEST(GradientSquares, DoNotDependOnThreadsOrSubgroups) {
+TEST(FactoredSquares, DoNotDependOnThreadsOrSubgroups) {
   const plan::ParameterSpace space = test_space();
   const auto gradient = gradient_of(space);
-  GradientSquares squares(plan::matrix_forms(space));
+  FactoredSquares squares(matrix_layouts(space));
   base::ThreadTeam alone(1, "test");
   squares.find(gradient.data(), 0.3f, {}, alone);
   const auto expected = told(squares, space, kBlockElements);
@@ -98,7 +96,7 @@ TEST(GradientSquares, DoNotDependOnThreadsOrSubgroups) {
   }
 }
 
-TEST(GradientSquares, OfTallMatricesAreSummedInSections) {
+TEST(FactoredSquares, OfTallMatricesAreSummedInSections) {
   // Nine sections of 2^22 elements and a piece.
   plan::ParameterSpace space;
   ASSERT_TRUE(space.add("tall", {40'000, 1000}, 0).ok());
@@ -108,10 +106,10 @@ TEST(GradientSquares, OfTallMatricesAreSummedInSections) {
   }
   std::optional<std::vector<float>> first;
   for (const uint32_t threads : {1u, 3u}) {
-    GradientSquares squares(plan::matrix_forms(space));
+    FactoredSquares squares(matrix_layouts(space));
     base::ThreadTeam team(threads, "test");
     squares.find(gradient.data(), 1, {}, team);
-    csd::SquaresFactors appended;
+    RowColumnFactors appended;
     squares.append({base::SubgroupId{0}, 0, space.count()}, appended);
     const std::vector<float>& factors = appended.values;
     if (!first) first = factors;
@@ -121,7 +119,7 @@ TEST(GradientSquares, OfTallMatricesAreSummedInSections) {
   EXPECT_NEAR((*first)[39'999] * (*first)[40'008], 1.0, 1e-4);
 }
 
-TEST(GradientSquares, OfGroupsThatSitOutAreNone) {
+TEST(FactoredSquares, OfGroupsThatSitOutAreNone) {
   const plan::ParameterSpace space = test_space();
   auto gradient = gradient_of(space);
   std::vector<plan::GroupStretch> out = space.stretches(0, space.count());
@@ -129,7 +127,7 @@ TEST(GradientSquares, OfGroupsThatSitOutAreNone) {
   const plan::ParameterRange& norm = *space.find("norm");
   std::fill_n(gradient.begin() + static_cast<ptrdiff_t>(norm.first), norm.count,
               base::to_bf16(std::numeric_limits<float>::quiet_NaN()));  // whatever lies there
-  GradientSquares squares(plan::matrix_forms(space));
+  FactoredSquares squares(matrix_layouts(space));
   base::ThreadTeam team(2, "test");
   squares.find(gradient.data(), 1, out, team);
   const auto found = told(squares, space, kBlockElements);
@@ -140,17 +138,17 @@ TEST(GradientSquares, OfGroupsThatSitOutAreNone) {
 }
 
 /// What is no number, or beyond f32, leaves no factor that a message could not hold.
-TEST(GradientSquares, AreNumbersWhateverTheGradientIs) {
+TEST(FactoredSquares, AreNumbersWhateverTheGradientIs) {
   plan::ParameterSpace space;
   ASSERT_TRUE(space.add("matrix", {60, 50}, 0).ok());
   for (const float odd : {std::numeric_limits<float>::quiet_NaN(),
                           std::numeric_limits<float>::infinity(), 3e38f, 1e-30f, 0.0f}) {
     std::vector<base::Bf16> gradient(space.count(), base::to_bf16(odd == 0 ? 0.0f : 1e-3f));
     gradient[123] = base::to_bf16(odd);
-    GradientSquares squares(plan::matrix_forms(space));
+    FactoredSquares squares(matrix_layouts(space));
     base::ThreadTeam team(1, "test");
     squares.find(gradient.data(), 1, {}, team);
-    csd::SquaresFactors appended;
+    RowColumnFactors appended;
     squares.append({base::SubgroupId{0}, 0, space.count()}, appended);
     const std::vector<float>& factors = appended.values;
     for (const float factor : factors) ASSERT_GE(factor, 0) << odd;
@@ -161,7 +159,7 @@ TEST(GradientSquares, AreNumbersWhateverTheGradientIs) {
 
 /// Rows and columns whose means are far apart: what a message says of an element does not depend on
 /// what else its subgroup holds.
-TEST(GradientSquares, ReadTheSameFromAnySubgroup) {
+TEST(FactoredSquares, ReadTheSameFromAnySubgroup) {
   constexpr uint64_t kRows = 2048;
   constexpr uint64_t kColumns = 512;
   plan::ParameterSpace space;
@@ -171,21 +169,21 @@ TEST(GradientSquares, ReadTheSameFromAnySubgroup) {
     const uint64_t size = i / kColumns / 64 + i % kColumns / 16;
     gradient[i] = base::to_bf16(std::ldexp(1.0f, -static_cast<int>(size)));
   }
-  GradientSquares squares(plan::matrix_forms(space));
+  FactoredSquares squares(matrix_layouts(space));
   base::ThreadTeam team(1, "test");
   squares.find(gradient.data(), 1, {}, team);
   std::optional<std::vector<float>> expected;
   for (const uint64_t elements : {space.count(), 3 * kBlockElements, kBlockElements}) {
     std::vector<float> read(kRows + kColumns);
     for (const plan::Subgroup& subgroup : space.subgroups(elements)) {
-      csd::SquaresFactors factors;
+      RowColumnFactors factors;
       squares.append(subgroup, factors);
-      csd::CompressedWriter writer;
-      writer.begin(subgroup.id, subgroup.count, csd::ValueForm::kSign, factors);
+      CompressedWriter writer;
+      writer.begin(subgroup.id, subgroup.count, ValueEncoding::kSign, factors);
       for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
         writer.add_block({}, {});
       }
-      const auto view = csd::CompressedView::parse(writer.finish());
+      const auto view = CompressedView::parse(writer.finish());
       ASSERT_TRUE(view.ok()) << view.status().to_string();
       const uint64_t rows = factors.runs[0];
       view->read_factors(0, 0, std::span(read).subspan(subgroup.first / kColumns, rows));
@@ -204,4 +202,4 @@ TEST(GradientSquares, ReadTheSameFromAnySubgroup) {
 }
 
 }  // namespace
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

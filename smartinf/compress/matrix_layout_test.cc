@@ -1,4 +1,4 @@
-#include "smartinf/plan/matrix_forms.h"
+#include "smartinf/compress/matrix_layout.h"
 
 #include <map>
 #include <random>
@@ -6,7 +6,7 @@
 
 #include <gtest/gtest.h>
 
-namespace smartinf::plan {
+namespace smartinf::compress {
 namespace {
 
 struct Shape {
@@ -17,17 +17,17 @@ std::ostream& operator<<(std::ostream& out, const Shape& shape) {
   return out << shape.rows << " x " << shape.columns;
 }
 
-std::vector<MatrixForm> forms_of(const std::vector<std::vector<uint64_t>>& shapes) {
-  ParameterSpace space;
+std::vector<MatrixLayout> forms_of(const std::vector<std::vector<uint64_t>>& shapes) {
+  plan::ParameterSpace space;
   for (const auto& shape : shapes) {
     EXPECT_TRUE(space.add("range." + std::to_string(space.ranges().size()), shape, 0).ok());
   }
-  const auto forms = matrix_forms(space);
+  const auto forms = matrix_layouts(space);
   // In order, without gaps, each within its range.
   uint64_t first = 0;
-  for (const MatrixForm& form : forms) {
+  for (const MatrixLayout& form : forms) {
     EXPECT_EQ(form.first, first);
-    const ParameterRange& range = space.ranges()[form.range];
+    const plan::ParameterRange& range = space.ranges()[form.range];
     EXPECT_GE(form.first, range.first);
     EXPECT_LE(form.end(), range.first + range.count);
     first = form.end();
@@ -38,7 +38,7 @@ std::vector<MatrixForm> forms_of(const std::vector<std::vector<uint64_t>>& shape
 
 std::vector<Shape> shapes_of(const std::vector<uint64_t>& shape) {
   std::vector<Shape> shapes;
-  for (const MatrixForm& form : forms_of({shape})) shapes.push_back({form.rows, form.columns});
+  for (const MatrixLayout& form : forms_of({shape})) shapes.push_back({form.rows, form.columns});
   return shapes;
 }
 
@@ -74,8 +74,8 @@ TEST(MatrixForms, PartsCoverWhatIsCutOut) {
     const uint64_t end = std::min(first + count, total);
     uint64_t element = first;
     uint64_t factors = 0;
-    for (const MatrixForm& form : forms_in(forms, first, end - first)) {
-      const FormPart part = part_of(form, first, end - first);
+    for (const MatrixLayout& form : matrices_in(forms, first, end - first)) {
+      const MatrixPart part = part_of(form, first, end - first);
       EXPECT_EQ(part.first, element);
       std::map<uint64_t, uint64_t> column_of;  // by position
       part.each_row([&](uint64_t row, uint64_t position, uint64_t n) {
@@ -95,7 +95,7 @@ TEST(MatrixForms, PartsCoverWhatIsCutOut) {
     EXPECT_EQ(element, end);
     EXPECT_EQ(factors_in(forms, first, end - first), factors);
   }
-  EXPECT_TRUE(forms_in(forms, total, 0).empty());
+  EXPECT_TRUE(matrices_in(forms, total, 0).empty());
 }
 
 /// However the space is cut, the same samples come to the same places, and all places are filled.
@@ -123,8 +123,8 @@ TEST(MatrixForms, SamplesDoNotDependOnHowTheSpaceIsCut) {
 
 TEST(MatrixForms, SamplesAreOfTheRowsAndColumnsTheyName) {
   const auto forms = forms_of(kShapes);
-  for (const MatrixForm& form : forms) {
-    const FormSamples samples{form};
+  for (const MatrixLayout& form : forms) {
+    const MatrixSamples samples{form};
     std::set<uint64_t> rows;
     for (uint64_t s = 0; s < samples.sampled_rows(); ++s) rows.insert(samples.row(s));
     EXPECT_EQ(rows.size(), samples.sampled_rows());
@@ -156,4 +156,4 @@ TEST(MatrixForms, SamplesAreFewOfAMatrix) {
 }
 
 }  // namespace
-}  // namespace smartinf::plan
+}  // namespace smartinf::compress

@@ -1,30 +1,31 @@
-#include "smartinf/engine/weights_ahead.h"
+#include "smartinf/compress/step_ahead.h"
 
 #include <algorithm>
 #include <cmath>
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 
-WeightsAhead::WeightsAhead(std::vector<plan::MatrixForm> forms, const plan::ParameterSpace& space,
-                           std::span<const plan::Subgroup> subgroups)
+StepAheadWeights::StepAheadWeights(std::vector<MatrixLayout> forms,
+                                   const plan::ParameterSpace& space,
+                                   std::span<const plan::Subgroup> subgroups)
     : forms_(std::move(forms)),
       subgroups_(subgroups.begin(), subgroups.end()),
-      samples_(plan::sample_count(forms_)),
+      samples_(sample_count(forms_)),
       weights_(subgroups_.size()),
       samples_missing_(forms_.size()) {
-  for (const plan::MatrixForm& form : forms_) groups_.push_back(space.ranges()[form.range].group);
+  for (const MatrixLayout& form : forms_) groups_.push_back(space.ranges()[form.range].group);
 }
 
-void WeightsAhead::take(uint64_t first, std::span<const float> variances) {
-  plan::take_samples(forms_, first, variances, samples_.data());
+void StepAheadWeights::take(uint64_t first, std::span<const float> variances) {
+  take_samples(forms_, first, variances, samples_.data());
   roots_.form = ~size_t{0};
 }
 
-void WeightsAhead::find_roots(size_t index) {
+void StepAheadWeights::find_roots(size_t index) {
   if (roots_.form == index) return;
   roots_.form = index;
-  const plan::MatrixForm& form = forms_[index];
-  const plan::FormSamples samples{form};
+  const MatrixLayout& form = forms_[index];
+  const MatrixSamples samples{form};
   std::vector<float>& rows = roots_.rows;
   std::vector<float>& columns = roots_.columns;
   columns.assign(form.columns, 0.0f);
@@ -50,11 +51,11 @@ void WeightsAhead::find_roots(size_t index) {
   for (float& column : columns) column = std::sqrt(column);
 }
 
-void WeightsAhead::step_in_form(const Step& step, size_t index, uint64_t first, uint64_t count,
-                                void* weights, base::DataType type) {
+void StepAheadWeights::step_in_form(const Step& step, size_t index, uint64_t first, uint64_t count,
+                                    void* weights, base::DataType type) {
   find_roots(index);
-  const plan::MatrixForm& form = forms_[index];
-  const plan::FormPart part = plan::part_of(form, first, count);
+  const MatrixLayout& form = forms_[index];
+  const MatrixPart part = part_of(form, first, count);
   const kernels::StepAhead& rate = step.rates[groups_[index]];
   uint64_t at = part.first;
   part.each_stretch([&](uint64_t row, uint64_t column, uint64_t some) {
@@ -66,32 +67,31 @@ void WeightsAhead::step_in_form(const Step& step, size_t index, uint64_t first, 
   });
 }
 
-void WeightsAhead::step(const Step& step, uint64_t first, uint64_t count, void* weights,
-                        base::DataType type) {
-  for (const plan::MatrixForm& form : plan::forms_in(forms_, first, count)) {
+void StepAheadWeights::step(const Step& step, uint64_t first, uint64_t count, void* weights,
+                            base::DataType type) {
+  for (const MatrixLayout& form : matrices_in(forms_, first, count)) {
     step_in_form(step, index_of(form), first, count, weights, type);
   }
 }
 
-void WeightsAhead::expect(std::span<const uint8_t> wanted) {
+void StepAheadWeights::expect(std::span<const uint8_t> wanted) {
   roots_.form = ~size_t{0};
   std::fill(samples_missing_.begin(), samples_missing_.end(), 0);
   for (size_t i = 0; i < subgroups_.size(); ++i) {
     weights_[i] = {.at = nullptr, .wanted = wanted[i] != 0, .forms_missing = 0};
     if (!weights_[i].wanted) continue;
-    for (const plan::MatrixForm& form :
-         plan::forms_in(forms_, subgroups_[i].first, subgroups_[i].count)) {
+    for (const MatrixLayout& form : matrices_in(forms_, subgroups_[i].first, subgroups_[i].count)) {
       ++samples_missing_[index_of(form)];
       ++weights_[i].forms_missing;
     }
   }
 }
 
-void WeightsAhead::arrived(const Step& step, size_t subgroup, void* weights, base::DataType type,
-                           const std::function<void(size_t)>& done) {
+void StepAheadWeights::arrived(const Step& step, size_t subgroup, void* weights,
+                               base::DataType type, const std::function<void(size_t)>& done) {
   const plan::Subgroup& own = subgroups_[subgroup];
   weights_[subgroup].at = weights;
-  for (const plan::MatrixForm& form : plan::forms_in(forms_, own.first, own.count)) {
+  for (const MatrixLayout& form : matrices_in(forms_, own.first, own.count)) {
     if (--samples_missing_[index_of(form)] > 0) continue;
     // All of the form has come: the subgroups that reach into it go ahead there.
     const auto end =
@@ -110,6 +110,6 @@ void WeightsAhead::arrived(const Step& step, size_t subgroup, void* weights, bas
   }
 }
 
-uint64_t WeightsAhead::memory_bytes() const { return samples_.size() * sizeof(base::Bf16); }
+uint64_t StepAheadWeights::memory_bytes() const { return samples_.size() * sizeof(base::Bf16); }
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

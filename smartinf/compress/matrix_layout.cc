@@ -1,8 +1,8 @@
-#include "smartinf/plan/matrix_forms.h"
+#include "smartinf/compress/matrix_layout.h"
 
 #include <algorithm>
 
-namespace smartinf::plan {
+namespace smartinf::compress {
 namespace {
 
 /// A matrix of those dimensions, joined so that rows and columns are fewest together.
@@ -23,7 +23,7 @@ Joined join(std::span<const uint64_t> shape) {
 }
 
 /// Of the trailing dimensions alone, as many matrices as there may be.
-Joined matrix_of(const ParameterRange& range) {
+Joined matrix_of(const plan::ParameterRange& range) {
   for (size_t outer = range.shape.size(); outer-- > 1;) {
     const Joined matrix = join(std::span(range.shape).subspan(outer));
     const uint64_t factors = matrix.rows + matrix.columns;
@@ -34,13 +34,13 @@ Joined matrix_of(const ParameterRange& range) {
 
 }  // namespace
 
-std::vector<MatrixForm> matrix_forms(const ParameterSpace& space) {
-  std::vector<MatrixForm> forms;
+std::vector<MatrixLayout> matrix_layouts(const plan::ParameterSpace& space) {
+  std::vector<MatrixLayout> forms;
   const auto add = [&](uint64_t first, uint64_t rows, uint64_t columns, size_t range) {
     forms.push_back({first, rows, columns, sample_count(forms), range});
   };
   for (size_t i = 0; i < space.ranges().size(); ++i) {
-    const ParameterRange& range = space.ranges()[i];
+    const plan::ParameterRange& range = space.ranges()[i];
     const auto [rows, columns] = matrix_of(range);
     const uint64_t matrices = range.count / (rows * columns);
     const bool told = rows == 1
@@ -60,40 +60,40 @@ std::vector<MatrixForm> matrix_forms(const ParameterSpace& space) {
   return forms;
 }
 
-std::span<const MatrixForm> forms_in(std::span<const MatrixForm> forms, uint64_t first,
-                                     uint64_t count) {
+std::span<const MatrixLayout> matrices_in(std::span<const MatrixLayout> forms, uint64_t first,
+                                          uint64_t count) {
   if (count == 0) return {};
   const auto begin = std::partition_point(
-      forms.begin(), forms.end(), [&](const MatrixForm& form) { return form.end() <= first; });
+      forms.begin(), forms.end(), [&](const MatrixLayout& form) { return form.end() <= first; });
   const auto end = std::partition_point(
-      begin, forms.end(), [&](const MatrixForm& form) { return form.first < first + count; });
+      begin, forms.end(), [&](const MatrixLayout& form) { return form.first < first + count; });
   return {begin, end};
 }
 
-uint64_t factors_in(std::span<const MatrixForm> forms, uint64_t first, uint64_t count) {
+uint64_t factors_in(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count) {
   uint64_t sum = 0;
-  for (const MatrixForm& form : forms_in(forms, first, count)) {
+  for (const MatrixLayout& form : matrices_in(forms, first, count)) {
     sum += part_of(form, first, count).factors();
   }
   return sum;
 }
 
-uint64_t sample_count(std::span<const MatrixForm> forms) {
-  return forms.empty() ? 0 : forms.back().samples + FormSamples{forms.back()}.count();
+uint64_t sample_count(std::span<const MatrixLayout> forms) {
+  return forms.empty() ? 0 : forms.back().samples + MatrixSamples{forms.back()}.count();
 }
 
-uint64_t samples_in(std::span<const MatrixForm> forms, uint64_t first, uint64_t count) {
+uint64_t samples_in(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count) {
   uint64_t sum = 0;
-  for (const MatrixForm& form : forms_in(forms, first, count)) {
-    sum += FormSamples{form}.count_in(first, count);
+  for (const MatrixLayout& form : matrices_in(forms, first, count)) {
+    sum += MatrixSamples{form}.count_in(first, count);
   }
   return sum;
 }
 
-void take_samples(std::span<const MatrixForm> forms, uint64_t first, std::span<const float> values,
-                  base::Bf16* samples) {
-  for (const MatrixForm& form : forms_in(forms, first, values.size())) {
-    FormSamples{form}.each_in(
+void take_samples(std::span<const MatrixLayout> forms, uint64_t first,
+                  std::span<const float> values, base::Bf16* samples) {
+  for (const MatrixLayout& form : matrices_in(forms, first, values.size())) {
+    MatrixSamples{form}.each_in(
         first, values.size(), [&](uint64_t element, uint64_t sample, uint64_t n) {
           std::transform(values.data() + (element - first), values.data() + (element - first) + n,
                          samples + sample, base::to_bf16);
@@ -101,4 +101,4 @@ void take_samples(std::span<const MatrixForm> forms, uint64_t first, std::span<c
   }
 }
 
-}  // namespace smartinf::plan
+}  // namespace smartinf::compress

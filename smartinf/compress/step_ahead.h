@@ -8,19 +8,19 @@
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
+#include "smartinf/compress/matrix_layout.h"
 #include "smartinf/kernels/feedback.h"
-#include "smartinf/plan/matrix_forms.h"
 #include "smartinf/plan/parameter_space.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 
 /// A variance is about its row's times its column's, for it is mostly made of squares that are
-/// (GradientSquares). Nothing is remembered of earlier steps: the same state gives the same
+/// (FactoredSquares). Nothing is remembered of earlier steps: the same state gives the same
 /// weights, on whatever devices it lies. Threads: one at a time, but for samples().
-class WeightsAhead {
+class StepAheadWeights {
  public:
-  WeightsAhead(std::vector<plan::MatrixForm> forms, const plan::ParameterSpace& space,
-               std::span<const plan::Subgroup> subgroups);
+  StepAheadWeights(std::vector<MatrixLayout> forms, const plan::ParameterSpace& space,
+                   std::span<const plan::Subgroup> subgroups);
 
   /// Where devices put what they sample (csd::SubgroupUpdate::samples_out).
   base::Bf16* samples() { return samples_.data(); }
@@ -61,11 +61,11 @@ class WeightsAhead {
   /// What lies in [first, first + count) of the form. weights: of `first`.
   void step_in_form(const Step& step, size_t form, uint64_t first, uint64_t count, void* weights,
                     base::DataType type);
-  size_t index_of(const plan::MatrixForm& form) const {
+  size_t index_of(const MatrixLayout& form) const {
     return static_cast<size_t>(&form - forms_.data());
   }
 
-  const std::vector<plan::MatrixForm> forms_;
+  const std::vector<MatrixLayout> forms_;
   const std::vector<plan::Subgroup> subgroups_;
   std::vector<uint32_t> groups_;  // by form
   std::vector<base::Bf16> samples_;
@@ -74,4 +74,4 @@ class WeightsAhead {
   Roots roots_;                          // of the form at hand
 };
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

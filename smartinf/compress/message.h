@@ -17,34 +17,34 @@
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/gap_code.h"
-#include "smartinf/plan/matrix_forms.h"
+#include "smartinf/compress/matrix_layout.h"
+#include "smartinf/compress/rice_code.h"
 
-namespace smartinf::csd {
+namespace smartinf::compress {
 
 inline constexpr uint64_t kCompressedMagic = 0x31475243'4e494953;  // "SIINCRG1"
 inline constexpr uint16_t kCompressedVersion = 4;
 
 /// How values are written.
-enum class ValueForm : uint8_t {
+enum class ValueEncoding : uint8_t {
   kF32,
   kBf16,
   kF16,
   kSign,  // a bit each, and for the block one magnitude in bf16: the mean of theirs
 };
-inline constexpr std::array<std::string_view, 4> kValueFormNames{"f32", "bf16", "f16", "sign"};
-constexpr std::string_view value_form_name(ValueForm form) {
-  return kValueFormNames[static_cast<size_t>(form)];
+inline constexpr std::array<std::string_view, 4> kValueEncodingNames{"f32", "bf16", "f16", "sign"};
+constexpr std::string_view value_encoding_name(ValueEncoding form) {
+  return kValueEncodingNames[static_cast<size_t>(form)];
 }
 /// What a device sees them as.
-constexpr base::DataType expanded_type(ValueForm form) {
+constexpr base::DataType expanded_type(ValueEncoding form) {
   switch (form) {
-    case ValueForm::kF32:
+    case ValueEncoding::kF32:
       return base::DataType::kF32;
-    case ValueForm::kF16:
+    case ValueEncoding::kF16:
       return base::DataType::kF16;
-    case ValueForm::kBf16:
-    case ValueForm::kSign:
+    case ValueEncoding::kBf16:
+    case ValueEncoding::kSign:
       break;
   }
   return base::DataType::kBf16;
@@ -54,7 +54,7 @@ constexpr base::DataType expanded_type(ValueForm form) {
 struct CompressedHeader {
   uint64_t magic = kCompressedMagic;
   uint16_t version = kCompressedVersion;
-  uint8_t value_form = 0;  // ValueForm
+  uint8_t value_form = 0;  // ValueEncoding
   uint8_t reserved = 0;    // zero
   uint32_t subgroup = 0;   // a message that went astray is found
   uint64_t elements = 0;   // of the subgroup
@@ -92,21 +92,21 @@ struct FactorRun {
 };
 static_assert(sizeof(FactorRun) == 4);
 /// One of its rows, one of its columns.
-inline constexpr uint64_t kRunsOfForm = 2;
+inline constexpr uint64_t kRunsOfMatrix = 2;
 /// What factors take in a message.
 constexpr uint64_t factors_bytes(uint64_t factors, uint64_t runs) {
   return factors + runs * sizeof(FactorRun);
 }
 /// The same of all factors of [first, first + count), elements of the parameter space.
-uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count);
+uint64_t factors_bytes(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count);
 
 /// How many each run of them has.
-void append_factor_runs(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count,
+void append_factor_runs(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count,
                         std::vector<uint32_t>& out);
 
 /// Factors of squares as a message's writer takes them: none of them negative or NaN; those beyond
 /// a run's scale become its ends.
-struct SquaresFactors {
+struct RowColumnFactors {
   std::vector<float> values;
   std::vector<uint32_t> runs;  // so many values each
 
@@ -122,9 +122,9 @@ class CompressedWriter {
   /// A message holds at most kBlockElements * blocks elements; sections end below 4 GiB (SI_CHECK).
   /// factors: of the whole gradient's squares, for every part of a matrix that the subgroup holds
   /// a run with the mean of each row and then one with each column relative to all
-  /// (plan::FormPart); or empty. Runs that do not add up or hold other numbers are bugs (SI_CHECK).
-  void begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values,
-             const SquaresFactors& factors);
+  /// (MatrixPart); or empty. Runs that do not add up or hold other numbers are bugs (SI_CHECK).
+  void begin(base::SubgroupId subgroup, uint64_t elements, ValueEncoding values,
+             const RowColumnFactors& factors);
   /// Shapes: indices, values: [k]; indices ascending and inside the block (SI_CHECK). k may be 0.
   /// arrived: [k] for the values as a device will see them, or empty.
   void add_block(std::span<const uint32_t> indices, std::span<const float> values,
@@ -140,17 +140,17 @@ class CompressedWriter {
 
   void reserve(uint64_t bytes) { message_.reserve(bytes); }
   /// No message of so many elements with at most `per_block` values in a block is longer.
-  static uint64_t bytes_max(uint64_t elements, uint64_t per_block, ValueForm values,
+  static uint64_t bytes_max(uint64_t elements, uint64_t per_block, ValueEncoding values,
                             uint64_t factors_bytes);
 
  private:
-  ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
+  ValueEncoding form() const { return static_cast<ValueEncoding>(header_.value_form); }
   uint64_t blocks() const { return base::divide_up(header_.elements, base::kBlockElements); }
   uint64_t sections_offset() const {
     return sizeof(header_) + blocks() * sizeof(CompressedBlock) +
            factors_bytes(header_.factors, header_.runs);
   }
-  void append_factors(const SquaresFactors& factors);
+  void append_factors(const RowColumnFactors& factors);
   void append(std::span<const float> floats, base::DataType type);
   void append_values(std::span<const float> values, std::span<float> arrived);
   uint64_t elements_of_next_block() const;
@@ -162,7 +162,7 @@ class CompressedWriter {
   CompressedHeader header_;
   uint32_t next_block_ = 0;
   std::vector<uint32_t> ends_;  // of a block's values
-  GapWriter gaps_;
+  RiceWriter gaps_;
 };
 
 /// Writes the right checksum into a message whose header has the right length; for tests and the
@@ -181,7 +181,7 @@ class CompressedView {
   base::SubgroupId subgroup() const { return base::SubgroupId{header_.subgroup}; }
   uint64_t elements() const { return header_.elements; }
   uint64_t blocks() const { return base::divide_up(header_.elements, base::kBlockElements); }
-  ValueForm form() const { return static_cast<ValueForm>(header_.value_form); }
+  ValueEncoding form() const { return static_cast<ValueEncoding>(header_.value_form); }
   base::DataType type() const { return expanded_type(form()); }
   uint64_t factors() const { return header_.factors; }
   uint64_t runs() const { return header_.runs; }
@@ -213,7 +213,7 @@ class CompressedView {
   }
   FactorRun run_at(uint64_t run) const;
   Section section(uint64_t block) const;
-  GapReader gaps_of(const Section& section) const;
+  RiceReader gaps_of(const Section& section) const;
   base::Status check_factors() const;
   base::Status check_block(uint64_t block) const;
 
@@ -221,4 +221,4 @@ class CompressedView {
   std::span<const std::byte> message_;
 };
 
-}  // namespace smartinf::csd
+}  // namespace smartinf::compress

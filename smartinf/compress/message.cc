@@ -1,4 +1,4 @@
-#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/compress/message.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +11,7 @@
 #include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/update.h"
 
-namespace smartinf::csd {
+namespace smartinf::compress {
 namespace {
 
 using base::DataType;
@@ -34,12 +34,12 @@ uint64_t checksum_of(std::span<const std::byte> message) {
                         base::checksum(message.first(kChecksumOffset), kCompressedMagic));
 }
 
-uint64_t data_bytes(ValueForm form, uint64_t values) {
-  if (form == ValueForm::kSign) return sizeof(base::Bf16);
+uint64_t data_bytes(ValueEncoding form, uint64_t values) {
+  if (form == ValueEncoding::kSign) return sizeof(base::Bf16);
   return values * base::data_type_bytes(expanded_type(form));
 }
 
-unsigned sign_bits_of(ValueForm form) { return form == ValueForm::kSign ? 1 : 0; }
+unsigned sign_bits_of(ValueEncoding form) { return form == ValueEncoding::kSign ? 1 : 0; }
 uint32_t sign_of(float value) { return std::bit_cast<uint32_t>(value) >> 31; }
 
 /// The upper bits of a factor, rounded to the nearest.
@@ -63,7 +63,7 @@ uint16_t magnitude_bits(std::span<const std::byte> data) {
 }
 
 template <typename Bits>
-void scatter(const GapReader& gaps, const std::byte* value, std::byte* out) {
+void scatter(const RiceReader& gaps, const std::byte* value, std::byte* out) {
   gaps.for_each([&](uint64_t index, uint64_t) {
     std::memcpy(out + index * sizeof(Bits), value, sizeof(Bits));
     value += sizeof(Bits);
@@ -78,22 +78,22 @@ Status corrupt(const std::string& what) {
 
 }  // namespace
 
-uint64_t factors_bytes(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count) {
-  return factors_bytes(plan::factors_in(forms, first, count),
-                       kRunsOfForm * plan::forms_in(forms, first, count).size());
+uint64_t factors_bytes(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count) {
+  return factors_bytes(factors_in(forms, first, count),
+                       kRunsOfMatrix * matrices_in(forms, first, count).size());
 }
 
-void append_factor_runs(std::span<const plan::MatrixForm> forms, uint64_t first, uint64_t count,
+void append_factor_runs(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count,
                         std::vector<uint32_t>& out) {
-  for (const plan::MatrixForm& form : plan::forms_in(forms, first, count)) {
-    const plan::FormPart part = plan::part_of(form, first, count);
+  for (const MatrixLayout& form : matrices_in(forms, first, count)) {
+    const MatrixPart part = part_of(form, first, count);
     out.push_back(static_cast<uint32_t>(part.rows()));
     out.push_back(static_cast<uint32_t>(part.columns()));
   }
 }
 
-void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, ValueForm values,
-                             const SquaresFactors& factors) {
+void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, ValueEncoding values,
+                             const RowColumnFactors& factors) {
   header_ = CompressedHeader{};
   header_.value_form = static_cast<uint8_t>(values);
   header_.subgroup = subgroup.value;
@@ -107,7 +107,7 @@ void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, Value
   append_factors(factors);
 }
 
-void CompressedWriter::append_factors(const SquaresFactors& factors) {
+void CompressedWriter::append_factors(const RowColumnFactors& factors) {
   const size_t at = message_.size();
   message_.resize(sections_offset());
   std::byte* run_at = message_.data() + at;
@@ -146,7 +146,7 @@ void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<co
   SI_CHECK(arrived.empty() || arrived.size() == values.size(), "room for all or for none");
   append_values(values, arrived);
   if (values.size() == elements) {
-    if (form() == ValueForm::kSign) append_all_signs(values);
+    if (form() == ValueEncoding::kSign) append_all_signs(values);
     end_block(values.size(), kDense);
     return;
   }
@@ -164,7 +164,7 @@ void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<co
 void CompressedWriter::add_signs(std::span<const uint64_t> sent, std::span<const uint64_t> negative,
                                  size_t count, base::Bf16 magnitude) {
   const uint64_t elements = elements_of_next_block();
-  SI_CHECK(form() == ValueForm::kSign && count < elements, "signs of a part of a block");
+  SI_CHECK(form() == ValueEncoding::kSign && count < elements, "signs of a part of a block");
   SI_CHECK(sent.size() == base::divide_up(elements, 64) && negative.size() == sent.size(),
            "a bit for each element");
   const float arrives = base::to_f32(magnitude);
@@ -178,10 +178,10 @@ void CompressedWriter::add_signs(std::span<const uint64_t> sent, std::span<const
 }
 
 void CompressedWriter::append_gaps(uint64_t elements, uint64_t count) {
-  const GapForm gaps{.low_bits = gap_low_bits(elements, count),
-                     .sign_bits = sign_bits_of(form()),
-                     .values = count,
-                     .elements = elements};
+  const RiceParameters gaps{.low_bits = gap_low_bits(elements, count),
+                            .sign_bits = sign_bits_of(form()),
+                            .values = count,
+                            .elements = elements};
   gaps_.append(std::span(ends_).first(1 + count), gaps, message_);
   end_block(count, static_cast<uint8_t>(gaps.low_bits));
 }
@@ -211,7 +211,7 @@ void CompressedWriter::append(std::span<const float> floats, DataType type) {
 }
 
 void CompressedWriter::append_values(std::span<const float> values, std::span<float> arrived) {
-  if (form() != ValueForm::kSign) {
+  if (form() != ValueEncoding::kSign) {
     const size_t at = message_.size();
     const DataType type = expanded_type(form());
     append(values, type);
@@ -231,13 +231,13 @@ std::span<const std::byte> CompressedWriter::finish() {
   return message_;
 }
 
-uint64_t CompressedWriter::bytes_max(uint64_t elements, uint64_t per_block, ValueForm values,
+uint64_t CompressedWriter::bytes_max(uint64_t elements, uint64_t per_block, ValueEncoding values,
                                      uint64_t factors_bytes) {
   const uint64_t blocks = base::divide_up(elements, kBlockElements);
   const uint64_t n = std::min(elements, kBlockElements);
   const uint64_t k = std::min(per_block, n);
   const uint64_t block =
-      data_bytes(values, k) + gap_bytes_max(n, k, sign_bits_of(values)) + sizeof(CompressedBlock);
+      data_bytes(values, k) + rice_bytes_max(n, k, sign_bits_of(values)) + sizeof(CompressedBlock);
   return sizeof(CompressedHeader) + blocks * block + factors_bytes;
 }
 
@@ -270,7 +270,7 @@ CompressedView::Section CompressedView::section(uint64_t block) const {
   return section;
 }
 
-GapReader CompressedView::gaps_of(const Section& section) const {
+RiceReader CompressedView::gaps_of(const Section& section) const {
   return {section.bits,
           {.low_bits = section.low_bits,
            .sign_bits = sign_bits_of(form()),
@@ -294,7 +294,7 @@ base::Result<CompressedView> CompressedView::parse(std::span<const std::byte> me
                    std::to_string(header.bytes));
   }
   if (header.checksum != checksum_of(message)) return corrupt("its checksum is wrong");
-  if (header.value_form > static_cast<uint8_t>(ValueForm::kSign) || header.reserved != 0) {
+  if (header.value_form > static_cast<uint8_t>(ValueEncoding::kSign) || header.reserved != 0) {
     return corrupt("a field of its header has no meaning");
   }
   if (header.elements == 0 || header.elements / kBlockElements > message.size() ||
@@ -357,7 +357,7 @@ Status CompressedView::check_block(uint64_t block) const {
     return bad("does not fit its section");
   }
   const Section parts = section(block);
-  if (form() == ValueForm::kSign && (magnitude_bits(parts.data) & kBf16Sign) != 0) {
+  if (form() == ValueEncoding::kSign && (magnitude_bits(parts.data) & kBf16Sign) != 0) {
     return bad("has a magnitude with a sign");
   }
   const unsigned sign_bits = sign_bits_of(form());
@@ -382,8 +382,8 @@ void CompressedView::expand_block(uint64_t block, std::byte* out) const {
   const Section parts = section(block);
   const bool dense = parts.low_bits == kDense;
   if (!dense) std::memset(out, 0, parts.elements * base::data_type_bytes(type()));
-  const GapReader gaps = gaps_of(dense ? Section() : parts);
-  if (form() == ValueForm::kSign) {
+  const RiceReader gaps = gaps_of(dense ? Section() : parts);
+  if (form() == ValueEncoding::kSign) {
     const auto put_sign = [&, magnitude = magnitude_bits(parts.data)](uint64_t index,
                                                                       uint64_t sign) {
       const auto bits = static_cast<uint16_t>(magnitude | sign << 15);
@@ -416,4 +416,4 @@ void CompressedView::read_factors(uint64_t run, uint64_t first, std::span<float>
   }
 }
 
-}  // namespace smartinf::csd
+}  // namespace smartinf::compress

@@ -10,14 +10,14 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/plan/parameter_space.h"
 
-namespace smartinf::plan {
+namespace smartinf::compress {
 
 /// A stretch of elements as whole rows.
-struct MatrixForm {
+struct MatrixLayout {
   uint64_t first = 0;  // element in the space
   uint64_t rows = 0;
   uint64_t columns = 0;
-  uint64_t samples = 0;  // of the forms before it (FormSamples)
+  uint64_t samples = 0;  // of the forms before it (MatrixSamples)
   size_t range = 0;      // of the space, to which all of it belongs
 
   uint64_t count() const { return rows * columns; }
@@ -35,16 +35,16 @@ inline constexpr uint64_t kFewRows = 8192;         // and columns, of the others
 /// columns are fewest. A vector of up to kVectorColumns is one row; a longer one, and a large
 /// matrix that is so narrow that its rows would tell too little, is cut into rows of kCutColumns
 /// and one of what is left.
-std::vector<MatrixForm> matrix_forms(const ParameterSpace& space);
+std::vector<MatrixLayout> matrix_layouts(const plan::ParameterSpace& space);
 
 /// The forms that reach into [first, first + count). forms: in order, without gaps.
-std::span<const MatrixForm> forms_in(std::span<const MatrixForm> forms, uint64_t first,
-                                     uint64_t count);
+std::span<const MatrixLayout> matrices_in(std::span<const MatrixLayout> forms, uint64_t first,
+                                          uint64_t count);
 
 /// A part of a form: the rows that it touches, of which the first and last may be cut, and the
 /// columns that occur in it, from that of its first element on and round the end.
-struct FormPart {
-  MatrixForm form;
+struct MatrixPart {
+  MatrixLayout form;
   uint64_t first = 0;  // element in the space
   uint64_t count = 0;
 
@@ -88,18 +88,18 @@ struct FormPart {
 };
 
 /// What lies in [first, first + count) of a form that reaches into it.
-inline FormPart part_of(const MatrixForm& form, uint64_t first, uint64_t count) {
+inline MatrixPart part_of(const MatrixLayout& form, uint64_t first, uint64_t count) {
   const uint64_t from = std::max(first, form.first);
   return {form, from, std::min(first + count, form.end()) - from};
 }
 
 /// Factors of all parts of [first, first + count), in order.
-uint64_t factors_in(std::span<const MatrixForm> forms, uint64_t first, uint64_t count);
+uint64_t factors_in(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count);
 
 /// Samples of a form, by which a plane of it is told that is about a product of row and column:
 /// some rows whole, and of every row some columns.
-struct FormSamples {
-  MatrixForm form;
+struct MatrixSamples {
+  MatrixLayout form;
 
   /// So many of n, spread evenly.
   static uint64_t some_of(uint64_t n) { return std::min(n, 16 + n / 256); }
@@ -123,7 +123,7 @@ struct FormSamples {
   /// many neighbours of both.
   template <typename Act>
   void each_in(uint64_t first, uint64_t count, const Act& act) const {
-    const FormPart part = part_of(form, first, count);
+    const MatrixPart part = part_of(form, first, count);
     const uint64_t last_row = part.first_row() + part.rows();
     for (uint64_t s = first_sample(part.first_row(), form.rows);
          s < sampled_rows() && row(s) < last_row; ++s) {
@@ -142,7 +142,7 @@ struct FormSamples {
   }
   /// How many those are.
   uint64_t count_in(uint64_t first, uint64_t count) const {
-    const FormPart part = part_of(form, first, count);
+    const MatrixPart part = part_of(form, first, count);
     return up_to(part.first + part.count - form.first) - up_to(part.first - form.first);
   }
 
@@ -169,12 +169,12 @@ struct FormSamples {
 };
 
 /// Samples of all forms.
-uint64_t sample_count(std::span<const MatrixForm> forms);
+uint64_t sample_count(std::span<const MatrixLayout> forms);
 /// Of them, those of [first, first + count).
-uint64_t samples_in(std::span<const MatrixForm> forms, uint64_t first, uint64_t count);
+uint64_t samples_in(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count);
 /// Rounds to their places in `samples` those of a stretch of the space that begins at `first`.
 /// Shapes: values: [n]; samples: [sample_count(forms)]. Threads: safe on disjoint stretches.
-void take_samples(std::span<const MatrixForm> forms, uint64_t first, std::span<const float> values,
-                  base::Bf16* samples);
+void take_samples(std::span<const MatrixLayout> forms, uint64_t first,
+                  std::span<const float> values, base::Bf16* samples);
 
-}  // namespace smartinf::plan
+}  // namespace smartinf::compress

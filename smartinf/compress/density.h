@@ -7,7 +7,7 @@
 
 #include "smartinf/engine/options.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 
 /// What is sent of gradients and what becomes of the rest, for people: one line. on() (SI_CHECK).
 std::string describe_compression(const CompressOptions& options);
@@ -23,4 +23,4 @@ double density_of_step(const CompressOptions& options, uint64_t step);
 /// The largest that density_of_step() gives.
 double density_max(const CompressOptions& options);
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

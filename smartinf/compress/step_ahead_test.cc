@@ -1,4 +1,4 @@
-#include "smartinf/engine/weights_ahead.h"
+#include "smartinf/compress/step_ahead.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 
 #include "smartinf/base/state_format.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 namespace {
 
 using base::kBlockElements;
@@ -26,7 +26,7 @@ struct Model {
   explicit Model(const plan::ParameterSpace& space)
       : variances(space.count()), residual(space.count()) {
     std::mt19937 random(5);
-    for (const plan::MatrixForm& form : plan::matrix_forms(space)) {
+    for (const MatrixLayout& form : matrix_layouts(space)) {
       for (uint64_t i = 0; i < form.count(); ++i) {
         // Products of few bits: nothing is rounded.
         variances[form.first + i] = static_cast<float>(1 + i / form.columns % 7) *
@@ -41,13 +41,13 @@ struct Model {
   std::vector<base::Bf16> residual;
   std::vector<kernels::StepAhead> rates = {{.lr = 0.01f, .bias = 0.5f, .eps = 1e-6f},
                                            {.lr = 0.02f, .bias = 0.5f, .eps = 1e-6f}};
-  WeightsAhead::Step step() const { return {residual.data(), rates}; }
+  StepAheadWeights::Step step() const { return {residual.data(), rates}; }
 };
 
-TEST(WeightsAhead, StepByTheRootsOfVariancesThatAreProducts) {
+TEST(StepAheadWeights, StepByTheRootsOfVariancesThatAreProducts) {
   const plan::ParameterSpace space = test_space();
   const Model model(space);
-  WeightsAhead ahead(plan::matrix_forms(space), space, space.subgroups(kBlockElements));
+  StepAheadWeights ahead(matrix_layouts(space), space, space.subgroups(kBlockElements));
   ahead.take(0, model.variances);
   std::vector<float> weights(space.count(), 1.0f);
   ahead.step(model.step(), 0, space.count(), weights.data(), base::DataType::kF32);
@@ -60,18 +60,18 @@ TEST(WeightsAhead, StepByTheRootsOfVariancesThatAreProducts) {
 }
 
 /// Weights step when the last subgroup of each matrix they lie in has come, in whatever order.
-TEST(WeightsAhead, WaitForAllSamplesOfAMatrix) {
+TEST(StepAheadWeights, WaitForAllSamplesOfAMatrix) {
   const plan::ParameterSpace space = test_space();
   const Model model(space);
   const auto subgroups = space.subgroups(kBlockElements);
   ASSERT_EQ(subgroups.size(), 5u);
-  WeightsAhead whole(plan::matrix_forms(space), space, subgroups);
+  StepAheadWeights whole(matrix_layouts(space), space, subgroups);
   whole.take(0, model.variances);
   std::vector<float> expected(space.count(), 1.0f);
   whole.step(model.step(), 0, space.count(), expected.data(), base::DataType::kF32);
   std::mt19937 random(3);
   for (int round = 0; round < 20; ++round) {
-    WeightsAhead ahead(plan::matrix_forms(space), space, subgroups);
+    StepAheadWeights ahead(matrix_layouts(space), space, subgroups);
     std::vector<float> weights(space.count(), 1.0f);
     // Subgroup 4 holds nothing but the second matrix.
     const bool all = round % 2 == 0;
@@ -105,11 +105,11 @@ TEST(WeightsAhead, WaitForAllSamplesOfAMatrix) {
   }
 }
 
-TEST(WeightsAhead, TakeColumnsForAlikeWhereNoSampleTells) {
+TEST(StepAheadWeights, TakeColumnsForAlikeWhereNoSampleTells) {
   plan::ParameterSpace space;
   ASSERT_TRUE(space.add("matrix", {1000, 500}, 0).ok());
-  const auto forms = plan::matrix_forms(space);
-  const plan::FormSamples samples{forms.front()};
+  const auto forms = matrix_layouts(space);
+  const MatrixSamples samples{forms.front()};
   std::set<uint64_t> sampled;
   for (uint64_t s = 0; s < samples.sampled_rows(); ++s) sampled.insert(samples.row(s));
   std::vector<float> variances(space.count());
@@ -118,7 +118,7 @@ TEST(WeightsAhead, TakeColumnsForAlikeWhereNoSampleTells) {
   }
   const std::vector<base::Bf16> residual(space.count(), base::to_bf16(0.5f));
   const std::vector<kernels::StepAhead> rates = {{.lr = 0.01f, .bias = 1, .eps = 0}};
-  WeightsAhead ahead(forms, space, space.subgroups(kBlockElements));
+  StepAheadWeights ahead(forms, space, space.subgroups(kBlockElements));
   ahead.take(0, variances);
   std::vector<float> weights(space.count());
   ahead.step({residual.data(), rates}, 0, space.count(), weights.data(), base::DataType::kF32);
@@ -129,4 +129,4 @@ TEST(WeightsAhead, TakeColumnsForAlikeWhereNoSampleTells) {
 }
 
 }  // namespace
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

@@ -1,4 +1,4 @@
-#include "smartinf/engine/gradient_compressor.h"
+#include "smartinf/compress/gradient_compressor.h"
 
 #include <algorithm>
 #include <array>
@@ -10,7 +10,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/selection.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 namespace {
 
 using base::DataType;
@@ -41,7 +41,7 @@ size_t select_largest(std::span<const float> in, size_t k, float& border, uint32
 
 base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
     const CompressOptions& options, uint64_t elements, uint64_t seed,
-    std::vector<plan::MatrixForm> forms) {
+    std::vector<MatrixLayout> forms) {
   const uint64_t planes = options.error_feedback ? 2 : 1;
   const uint64_t plane_bytes = base::round_up(elements * sizeof(base::Bf16), base::kIoAlignment);
   SI_ASSIGN_OR_RETURN(auto memory, base::AlignedBuffer::allocate(planes * plane_bytes));
@@ -56,7 +56,7 @@ base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
 }
 
 GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t elements,
-                                       uint64_t seed, std::vector<plan::MatrixForm> forms,
+                                       uint64_t seed, std::vector<MatrixLayout> forms,
                                        base::AlignedBuffer memory)
     : options_(options),
       elements_(elements),
@@ -110,7 +110,7 @@ void GradientCompressor::begin_update(base::StepNumber step, double scale, doubl
 }
 
 std::span<const std::byte> GradientCompressor::compress(
-    Scratch& scratch, csd::CompressedWriter& writer, const plan::Subgroup& subgroup,
+    Scratch& scratch, CompressedWriter& writer, const plan::Subgroup& subgroup,
     std::span<const plan::GroupStretch> sits_out) {
   scratch.factors.clear();
   if (squares_) squares_->append(subgroup, scratch.factors);
@@ -126,8 +126,8 @@ std::span<const std::byte> GradientCompressor::compress(
   return message;
 }
 
-void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter& writer,
-                                        uint64_t first, uint64_t count, uint64_t next,
+void GradientCompressor::compress_block(Scratch& scratch, CompressedWriter& writer, uint64_t first,
+                                        uint64_t count, uint64_t next,
                                         std::span<const plan::GroupStretch> sits_out) {
   const Block block{.feedback = {.gradient = {gradient_ + first, count},
                                  .residual = residual_ == nullptr ? std::span<const base::Bf16>()
@@ -149,9 +149,9 @@ void GradientCompressor::compress_block(Scratch& scratch, csd::CompressedWriter&
 }
 
 std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
-                                                            csd::CompressedWriter& writer,
+                                                            CompressedWriter& writer,
                                                             const Block& block) {
-  if (residual_ == nullptr || options_.values != csd::ValueForm::kSign || !finite_) {
+  if (residual_ == nullptr || options_.values != ValueEncoding::kSign || !finite_) {
     return std::nullopt;
   }
   const uint64_t first = block.feedback.element;
@@ -168,7 +168,7 @@ std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
   return block.most;
 }
 
-size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedWriter& writer,
+size_t GradientCompressor::compress_in_stages(Scratch& scratch, CompressedWriter& writer,
                                               const Block& block,
                                               std::span<const plan::GroupStretch> sits_out) {
   const kernels::KernelTable& table = kernels::kernels();
@@ -210,8 +210,8 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, csd::CompressedW
   return sent;
 }
 
-std::span<const float> GradientCompressor::add_block(Scratch& scratch,
-                                                     csd::CompressedWriter& writer, size_t sent) {
+std::span<const float> GradientCompressor::add_block(Scratch& scratch, CompressedWriter& writer,
+                                                     size_t sent) {
   const auto selected = std::span(scratch.selected).first(sent);
   const auto arrived = std::span(scratch.arrived).first(residual_ == nullptr ? 0 : sent);
   writer.add_block({scratch.indices.data(), sent}, selected, arrived);
@@ -253,4 +253,4 @@ void GradientCompressor::set_residual(uint64_t first, std::span<const float> val
                                    values.size());
 }
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

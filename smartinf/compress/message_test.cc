@@ -1,4 +1,4 @@
-#include "smartinf/csd/compressed_gradient.h"
+#include "smartinf/compress/message.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/signs.h"
 
-namespace smartinf::csd {
+namespace smartinf::compress {
 namespace {
 
 using base::DataType;
@@ -21,14 +21,14 @@ using base::kBlockElements;
 
 struct Gradient {
   uint64_t elements = 0;
-  ValueForm form = ValueForm::kBf16;
-  SquaresFactors factors;
+  ValueEncoding form = ValueEncoding::kBf16;
+  RowColumnFactors factors;
   std::vector<std::vector<uint32_t>> indices;  // of every block
   std::vector<std::vector<float>> values;
 };
 
 /// Values that every type holds exactly.
-Gradient random_gradient(uint64_t elements, double share, ValueForm form, size_t factors,
+Gradient random_gradient(uint64_t elements, double share, ValueEncoding form, size_t factors,
                          uint32_t seed) {
   std::mt19937 random(seed);
   Gradient made{elements, form, {}, {}, {}};
@@ -53,8 +53,8 @@ Gradient random_gradient(uint64_t elements, double share, ValueForm form, size_t
 
 /// Values as a device sees them: those of the tests as they are, or with the mean of their
 /// magnitudes.
-std::vector<float> arrived_of(std::vector<float> values, ValueForm form) {
-  if (form != ValueForm::kSign || values.empty()) return values;
+std::vector<float> arrived_of(std::vector<float> values, ValueEncoding form) {
+  if (form != ValueEncoding::kSign || values.empty()) return values;
   double sum = 0;
   for (const float value : values) sum += std::abs(value);
   const auto mean = static_cast<float>(sum / static_cast<double>(values.size()));
@@ -89,17 +89,17 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
   for (const uint64_t elements : {uint64_t{1}, uint64_t{2}, uint64_t{255}, uint64_t{1000},
                                   kBlockElements, kBlockElements + 1, 3 * kBlockElements - 7}) {
     for (const double share : {0.0, 0.001, 0.01, 0.3, 0.9, 1.0}) {
-      for (const ValueForm form :
-           {ValueForm::kF32, ValueForm::kBf16, ValueForm::kF16, ValueForm::kSign}) {
+      for (const ValueEncoding form :
+           {ValueEncoding::kF32, ValueEncoding::kBf16, ValueEncoding::kF16, ValueEncoding::kSign}) {
         const size_t factors = share < 0.5 ? 1 + elements / 100 : 0;
         const DataType type = expanded_type(form);
         const Gradient gradient = random_gradient(elements, share, form, factors, 5);
         const auto message = encode(gradient);
         uint64_t most = 0;
         for (const auto& block : gradient.indices) most = std::max<uint64_t>(most, block.size());
-        EXPECT_LE(message.size(), CompressedWriter::bytes_max(
-                                      elements, most, form,
-                                      factors_bytes(factors, gradient.factors.runs.size())));
+        EXPECT_LE(message.size(),
+                  CompressedWriter::bytes_max(
+                      elements, most, form, factors_bytes(factors, gradient.factors.runs.size())));
         const auto view = CompressedView::parse(message);
         ASSERT_TRUE(view.ok()) << view.status().to_string() << elements << " " << share;
         EXPECT_EQ(view->subgroup().value, 7u);
@@ -137,7 +137,7 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
 TEST(CompressedGradient, WorkedExample) {
   // docs/format.md shows these bytes.
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{3}, 100, ValueForm::kBf16, {});
+  writer.begin(base::SubgroupId{3}, 100, ValueEncoding::kBf16, {});
   const std::vector<uint32_t> indices = {4, 40, 41, 99};
   const std::vector<float> values = {1, -2, 0.5f, 4};
   writer.add_block(indices, values);
@@ -152,7 +152,7 @@ TEST(CompressedGradient, WorkedExample) {
 TEST(CompressedGradient, WorkedExampleOfSigns) {
   // docs/format.md shows these bytes.
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{3}, 100, ValueForm::kSign, {});
+  writer.begin(base::SubgroupId{3}, 100, ValueEncoding::kSign, {});
   const std::vector<uint32_t> indices = {4, 40, 41, 99};
   const std::vector<float> values = {1, -2, 0.5f, 4};
   writer.add_block(indices, values);
@@ -166,9 +166,9 @@ TEST(CompressedGradient, WorkedExampleOfSigns) {
 TEST(CompressedGradient, SignsFromBitsAreThoseFromAList) {
   for (const uint64_t elements : {uint64_t{20}, uint64_t{1000}, kBlockElements + 100}) {
     for (const double share : {0.0, 0.0005, 0.01, 0.08, 0.3, 0.9}) {
-      const Gradient gradient = random_gradient(elements, share, ValueForm::kSign, 3, 8);
+      const Gradient gradient = random_gradient(elements, share, ValueEncoding::kSign, 3, 8);
       CompressedWriter writer;
-      writer.begin(base::SubgroupId{7}, elements, ValueForm::kSign, gradient.factors);
+      writer.begin(base::SubgroupId{7}, elements, ValueEncoding::kSign, gradient.factors);
       for (size_t b = 0; b < gradient.indices.size(); ++b) {
         const uint64_t n = std::min(kBlockElements, elements - b * kBlockElements);
         std::vector<uint64_t> sent(base::divide_up(n, 64));
@@ -194,7 +194,7 @@ TEST(CompressedGradient, SignsFromBitsAreThoseFromAList) {
 }
 
 TEST(CompressedGradient, SignsOfEverythingTakeABitEach) {
-  const Gradient gradient = random_gradient(kBlockElements + 100, 1.0, ValueForm::kSign, 0, 4);
+  const Gradient gradient = random_gradient(kBlockElements + 100, 1.0, ValueEncoding::kSign, 0, 4);
   EXPECT_EQ(encode(gradient).size(), 48 + 2 * 8 + 2 + kBlockElements / 8 + 2 + 13);
 }
 
@@ -204,7 +204,7 @@ TEST(CompressedGradient, SignsCarryWhatIsNotFinite) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   for (const float value : {kInfinity, -kInfinity, kNan, -kNan, 3.4e38f}) {
     CompressedWriter writer;
-    writer.begin(base::SubgroupId{3}, 100, ValueForm::kSign, {});
+    writer.begin(base::SubgroupId{3}, 100, ValueEncoding::kSign, {});
     std::vector<float> arrived(1);
     writer.add_block(std::vector<uint32_t>{9}, std::vector<float>{value}, arrived);
     const auto view = CompressedView::parse(writer.finish());
@@ -223,7 +223,8 @@ TEST(CompressedGradient, SignsCarryWhatIsNotFinite) {
 /// for.
 TEST(CompressedGradient, NoBlockIsLongerThanItsBound) {
   for (const uint64_t n : {1, 2, 3, 64, 100, 1000}) {
-    for (const ValueForm form : {ValueForm::kF32, ValueForm::kBf16, ValueForm::kSign}) {
+    for (const ValueEncoding form :
+         {ValueEncoding::kF32, ValueEncoding::kBf16, ValueEncoding::kSign}) {
       uint64_t longest = 0;
       for (uint64_t k = 0; k <= n; ++k) {
         std::vector<uint32_t> indices(k);
@@ -240,26 +241,26 @@ TEST(CompressedGradient, NoBlockIsLongerThanItsBound) {
 
 TEST(CompressedGradient, IsLessThanHalfOfPairs) {
   constexpr uint64_t kElements = 16 * kBlockElements;
-  const Gradient gradient = random_gradient(kElements, 0.01, ValueForm::kBf16, 0, 9);
+  const Gradient gradient = random_gradient(kElements, 0.01, ValueEncoding::kBf16, 0, 9);
   const double pairs = 8 * 0.01 * static_cast<double>(kElements);
   const auto bytes = static_cast<double>(encode(gradient).size());
   EXPECT_LT(bytes, 0.4 * pairs);
-  Gradient wide = random_gradient(kElements, 0.01, ValueForm::kF32, 0, 9);
+  Gradient wide = random_gradient(kElements, 0.01, ValueEncoding::kF32, 0, 9);
   EXPECT_LT(static_cast<double>(encode(wide).size()), 0.66 * pairs);
   // With factors of a matrix as wide as it is high it is still what is promised: at most 0.04 bytes
   // a parameter.
-  const Gradient full = random_gradient(kElements, 0.01, ValueForm::kBf16, 2048, 9);
+  const Gradient full = random_gradient(kElements, 0.01, ValueEncoding::kBf16, 2048, 9);
   EXPECT_LT(static_cast<double>(encode(full).size()), 0.04 * static_cast<double>(kElements));
   // And signs are less than the byte each that the ratio counts them as.
-  const Gradient signs = random_gradient(kElements, 0.08, ValueForm::kSign, 2048, 9);
+  const Gradient signs = random_gradient(kElements, 0.08, ValueEncoding::kSign, 2048, 9);
   EXPECT_LT(static_cast<double>(encode(signs).size()), 0.07 * static_cast<double>(kElements));
   // Also of a matrix that is 14336 wide.
-  const Gradient broad = random_gradient(kElements, 0.08, ValueForm::kSign, 14336 + 75, 9);
+  const Gradient broad = random_gradient(kElements, 0.08, ValueEncoding::kSign, 14336 + 75, 9);
   EXPECT_LT(static_cast<double>(encode(broad).size()), 0.08 * static_cast<double>(kElements));
 }
 
 TEST(CompressedGradient, RefusesEveryFlippedBitAndEveryCut) {
-  for (const ValueForm form : {ValueForm::kBf16, ValueForm::kSign}) {
+  for (const ValueEncoding form : {ValueEncoding::kBf16, ValueEncoding::kSign}) {
     const auto message = encode(random_gradient(3000, 0.02, form, 20, 3));
     ASSERT_TRUE(CompressedView::parse(message).ok());
     for (size_t bit = 0; bit < message.size() * 8; ++bit) {
@@ -286,7 +287,8 @@ void refused(std::span<const std::byte> message, size_t offset, uint64_t value, 
 
 /// What a right checksum does not make right.
 TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
-  const auto message = encode(random_gradient(2 * kBlockElements, 0.01, ValueForm::kBf16, 0, 3));
+  const auto message =
+      encode(random_gradient(2 * kBlockElements, 0.01, ValueEncoding::kBf16, 0, 3));
   refused(message, 0, 1, 8, ErrorCode::kCorrupt, "begin");
   refused(message, 8, 5, 2, ErrorCode::kMismatch, "version 5");
   refused(message, 8, 3, 2, ErrorCode::kMismatch, "version 3");
@@ -316,7 +318,7 @@ TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
 
 TEST(CompressedGradient, RefusesFactorsThatAreSealedButWrong) {
   // Runs of 2, 2 and 1; the first entry is at 56.
-  const auto message = encode(random_gradient(1000, 0.01, ValueForm::kBf16, 5, 3));
+  const auto message = encode(random_gradient(1000, 0.01, ValueEncoding::kBf16, 5, 3));
   refused(message, 59, 30, 1, ErrorCode::kCorrupt, "run 0");   // ends below the smallest f32
   refused(message, 63, 255, 1, ErrorCode::kCorrupt, "run 1");  // goes up to infinity
   refused(message, 64, 0, 3, ErrorCode::kCorrupt, "run 2");    // is empty
@@ -327,7 +329,7 @@ TEST(CompressedGradient, RefusesFactorsThatAreSealedButWrong) {
 TEST(CompressedGradient, FactorsAreRoundedToTheNearestByte) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const float largest = std::ldexp(1.875f, 127);
-  const SquaresFactors factors{
+  const RowColumnFactors factors{
       .values = {1.0f, 1.06f, 1.07f, 1.99f, 0, std::ldexp(1.5f, -30), 1e-12f,  // of one scale
                  3.4e38f, kInfinity, 0,                                        // to the largest
                  std::ldexp(1.0f, -127), 1e-45f,                               // to the smallest
@@ -348,7 +350,7 @@ TEST(CompressedGradient, FactorsAreRoundedToTheNearestByte) {
                                        0,
                                        0};
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{3}, 100, ValueForm::kBf16, factors);
+  writer.begin(base::SubgroupId{3}, 100, ValueEncoding::kBf16, factors);
   writer.add_block({}, {});
   const auto view = CompressedView::parse(writer.finish());
   ASSERT_TRUE(view.ok()) << view.status().to_string();
@@ -363,7 +365,7 @@ TEST(CompressedGradient, FactorsAreRoundedToTheNearestByte) {
 TEST(CompressedGradient, RefusesSignsThatAreSealedButWrong) {
   constexpr auto kCorrupt = ErrorCode::kCorrupt;
   // The worked example: 4 of 100, 4 low bits; the section begins at 56 and has 7 bytes.
-  Gradient gradient{100, ValueForm::kSign, {}, {{4, 40, 41, 99}}, {{1, -2, 0.5f, 4}}};
+  Gradient gradient{100, ValueEncoding::kSign, {}, {{4, 40, 41, 99}}, {{1, -2, 0.5f, 4}}};
   const auto sparse = encode(gradient);
   refused(sparse, 52, 3 | 4u << 24, 4, kCorrupt, "more or fewer than values");
   refused(sparse, 52, 5 | 4u << 24, 4, kCorrupt, "more or fewer than values");
@@ -391,4 +393,4 @@ TEST(CompressedGradient, RefusesSignsThatAreSealedButWrong) {
 }
 
 }  // namespace
-}  // namespace smartinf::csd
+}  // namespace smartinf::compress

@@ -10,10 +10,10 @@
 
 #include "smartinf/kernels/signs.h"
 
-namespace smartinf::csd {
+namespace smartinf::compress {
 
 /// What both sides know of a block's gaps.
-struct GapForm {
+struct RiceParameters {
   unsigned low_bits = 0;   // of a gap that are written as they are, at most kGapLowBitsMax
   unsigned sign_bits = 0;  // 1 where signs are written too
   uint64_t values = 0;
@@ -27,14 +27,15 @@ inline constexpr unsigned kGapLowBitsMax = 16;
 /// with mean n / k, for which this is within a few hundredths of a bit of the best.
 unsigned gap_low_bits(uint64_t elements, uint64_t values);
 /// No block of so many elements with at most so many values has longer gaps.
-uint64_t gap_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits);
+uint64_t rice_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits);
 
 /// Its memory is kept for the next block.
-class GapWriter {
+class RiceWriter {
  public:
   /// Appends gaps and signs. ends: [1 + values], 0 and then where each value ends, as
   /// kernels::ends_of_signs() makes them; ascending and inside the block.
-  void append(std::span<const uint32_t> ends, const GapForm& form, std::vector<std::byte>& out);
+  void append(std::span<const uint32_t> ends, const RiceParameters& form,
+              std::vector<std::byte>& out);
 
  private:
   std::vector<uint64_t> tails_;
@@ -43,10 +44,10 @@ class GapWriter {
 };
 
 /// Never reads beyond its bytes.
-class GapReader {
+class RiceReader {
  public:
   /// form: with at most kGapLowBitsMax low bits.
-  GapReader(std::span<const std::byte> bytes, const GapForm& form);
+  RiceReader(std::span<const std::byte> bytes, const RiceParameters& form);
 
   /// Whether the bytes are the gaps of as many values, all of them inside the block, and nothing
   /// else.
@@ -87,9 +88,9 @@ class GapReader {
   }
 
   std::span<const std::byte> bytes_;
-  GapForm form_;
+  RiceParameters form_;
   uint64_t tails_bytes_ = 0;
   uint64_t tail_mask_ = 0;
 };
 
-}  // namespace smartinf::csd
+}  // namespace smartinf::compress

@@ -1,4 +1,4 @@
-#include "smartinf/csd/gap_code.h"
+#include "smartinf/compress/rice_code.h"
 
 #include <algorithm>
 #include <bit>
@@ -6,7 +6,7 @@
 #include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
 
-namespace smartinf::csd {
+namespace smartinf::compress {
 namespace {
 
 /// First bit first in each byte.
@@ -45,7 +45,9 @@ uint64_t gap_before(std::span<const uint32_t> ends, size_t i) {
 }
 
 /// The high parts of all gaps sum to at most that.
-uint64_t zeros_max(const GapForm& form) { return (form.elements - form.values) >> form.low_bits; }
+uint64_t zeros_max(const RiceParameters& form) {
+  return (form.elements - form.values) >> form.low_bits;
+}
 
 }  // namespace
 
@@ -53,7 +55,7 @@ unsigned gap_low_bits(uint64_t elements, uint64_t values) {
   return values == 0 ? 0 : static_cast<unsigned>(std::bit_width(elements / values)) - 1;
 }
 
-uint64_t gap_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits) {
+uint64_t rice_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits) {
   // Where all fit, those of all but one, or of every other one, are the longest: no gaps are needed
   // for all. Fewer values than asked for have longer gaps, but never so many more bits that the sum
   // grows.
@@ -65,8 +67,8 @@ uint64_t gap_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits) {
   return base::divide_up(bits, 8) + 1;  // each stream ends on a whole byte
 }
 
-void GapWriter::append(std::span<const uint32_t> ends, const GapForm& form,
-                       std::vector<std::byte>& out) {
+void RiceWriter::append(std::span<const uint32_t> ends, const RiceParameters& form,
+                        std::vector<std::byte>& out) {
   SI_CHECK(ends.size() == 1 + form.values && form.low_bits <= kGapLowBitsMax, "an end for each");
   SI_CHECK(form.values <= form.elements && (ends.back() & kernels::kEndMask) <= form.elements,
            "values inside the block");
@@ -118,14 +120,14 @@ void GapWriter::append(std::span<const uint32_t> ends, const GapForm& form,
   highs.finish();
 }
 
-GapReader::GapReader(std::span<const std::byte> bytes, const GapForm& form)
+RiceReader::RiceReader(std::span<const std::byte> bytes, const RiceParameters& form)
     : bytes_(bytes),
       form_(form),
       tails_bytes_(
           std::min<uint64_t>(base::divide_up(form.values * form.tail_bits(), 8), bytes.size())),
       tail_mask_((uint64_t{1} << form.tail_bits()) - 1) {}
 
-bool GapReader::well_formed() const {
+bool RiceReader::well_formed() const {
   const uint64_t tail_bits = form_.values * form_.tail_bits();
   if (form_.values > form_.elements) return false;
   if (bytes_.size() < base::divide_up(tail_bits, 8)) return false;
@@ -153,4 +155,4 @@ bool GapReader::well_formed() const {
   return (highs << form_.low_bits) + lows + form_.values <= form_.elements;
 }
 
-}  // namespace smartinf::csd
+}  // namespace smartinf::compress

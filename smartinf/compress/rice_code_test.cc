@@ -1,4 +1,4 @@
-#include "smartinf/csd/gap_code.h"
+#include "smartinf/compress/rice_code.h"
 
 #include <optional>
 #include <random>
@@ -6,13 +6,13 @@
 
 #include <gtest/gtest.h>
 
-namespace smartinf::csd {
+namespace smartinf::compress {
 namespace {
 
 using Values = std::vector<std::pair<uint64_t, uint64_t>>;  // index and sign
 
 /// By the grammar of docs/format.md, a bit at a time. Nothing where the bytes break it.
-std::optional<Values> read_slowly(std::span<const std::byte> bytes, const GapForm& form) {
+std::optional<Values> read_slowly(std::span<const std::byte> bytes, const RiceParameters& form) {
   uint64_t at = 0;
   const auto bit = [&]() -> int {
     if (at >= bytes.size() * 8) return -1;
@@ -53,9 +53,9 @@ std::optional<Values> read_slowly(std::span<const std::byte> bytes, const GapFor
   return values;
 }
 
-void expect_same(std::span<const std::byte> bytes, const GapForm& form) {
+void expect_same(std::span<const std::byte> bytes, const RiceParameters& form) {
   const auto expected = read_slowly(bytes, form);
-  const GapReader reader(bytes, form);
+  const RiceReader reader(bytes, form);
   ASSERT_EQ(reader.well_formed(), expected.has_value());
   if (!expected) return;
   Values found;
@@ -77,15 +77,15 @@ TEST(GapCode, ReadsBackWhatItWrites) {
           ends.push_back((i + 1) | sign << 31);
           expected.emplace_back(i, sign);
         }
-        const GapForm form{.low_bits = gap_low_bits(elements, expected.size()),
-                           .sign_bits = sign_bits,
-                           .values = expected.size(),
-                           .elements = elements};
-        GapWriter writer;
+        const RiceParameters form{.low_bits = gap_low_bits(elements, expected.size()),
+                                  .sign_bits = sign_bits,
+                                  .values = expected.size(),
+                                  .elements = elements};
+        RiceWriter writer;
         std::vector<std::byte> bytes(3, std::byte{0x77});  // behind what is there
         writer.append(ends, form, bytes);
         const auto written = std::span(bytes).subspan(3);
-        EXPECT_LE(written.size(), gap_bytes_max(elements, expected.size(), sign_bits));
+        EXPECT_LE(written.size(), rice_bytes_max(elements, expected.size(), sign_bits));
         ASSERT_EQ(read_slowly(written, form), expected) << elements << " " << share;
         expect_same(written, form);
       }
@@ -98,7 +98,7 @@ TEST(GapCode, TakesWhatIsWellFormedAndNothingElse) {
   for (const uint64_t values : {0u, 1u, 2u, 3u, 5u}) {
     for (const unsigned low_bits : {0u, 1u, 2u, 5u}) {
       for (const unsigned sign_bits : {0u, 1u}) {
-        const GapForm form{low_bits, sign_bits, values, 9};
+        const RiceParameters form{low_bits, sign_bits, values, 9};
         for (size_t length = 0; length <= 2; ++length) {
           for (uint32_t word = 0; word < 1u << 8 * length; ++word) {
             std::vector<std::byte> bytes(length);
@@ -120,8 +120,9 @@ TEST(GapCode, TakesNoDamageThatTheGrammarDoesNot) {
     const auto sign = static_cast<uint32_t>(random() & 1);
     ends.push_back((i + 1) | sign << 31);
   }
-  const GapForm form{.low_bits = 3, .sign_bits = 1, .values = ends.size() - 1, .elements = 900};
-  GapWriter writer;
+  const RiceParameters form{
+      .low_bits = 3, .sign_bits = 1, .values = ends.size() - 1, .elements = 900};
+  RiceWriter writer;
   std::vector<std::byte> bytes;
   writer.append(ends, form, bytes);
   for (int i = 0; i < 20000; ++i) {
@@ -146,11 +147,11 @@ TEST(GapCode, NoneIsLongerThanItsBound) {
                                                          : (i + 1) * (elements / values)));
           }
           for (const unsigned sign_bits : {0u, 1u}) {
-            const GapForm form{gap_low_bits(elements, values), sign_bits, values, elements};
-            GapWriter writer;
+            const RiceParameters form{gap_low_bits(elements, values), sign_bits, values, elements};
+            RiceWriter writer;
             std::vector<std::byte> bytes;
             writer.append(ends, form, bytes);
-            ASSERT_LE(bytes.size(), gap_bytes_max(elements, most, sign_bits))
+            ASSERT_LE(bytes.size(), rice_bytes_max(elements, most, sign_bits))
                 << elements << " " << most << " " << values;
           }
         }
@@ -160,4 +161,4 @@ TEST(GapCode, NoneIsLongerThanItsBound) {
 }
 
 }  // namespace
-}  // namespace smartinf::csd
+}  // namespace smartinf::compress

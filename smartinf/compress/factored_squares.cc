@@ -1,4 +1,4 @@
-#include "smartinf/engine/gradient_squares.h"
+#include "smartinf/compress/factored_squares.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +7,7 @@
 
 #include "smartinf/kernels/feedback.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 namespace {
 
 /// Of what is no number the square counts as the largest there is.
@@ -16,7 +16,7 @@ float factor(double mean) {
 }
 
 /// What is not 0 becomes at least the largest over 2^29, so that the bytes of any part of them
-/// (csd::FactorRun) say the same of each.
+/// (FactorRun) say the same of each.
 void hold_together(std::span<float> means) {
   constexpr float kRange = 0x1p-29f;
   float largest = 0;
@@ -26,11 +26,11 @@ void hold_together(std::span<float> means) {
 
 }  // namespace
 
-GradientSquares::GradientSquares(std::vector<plan::MatrixForm> forms)
+FactoredSquares::FactoredSquares(std::vector<MatrixLayout> forms)
     : forms_(std::move(forms)), means_(forms_), sits_out_(forms_.size()) {
   size_t partial = 0;
   for (size_t f = 0; f < forms_.size(); ++f) {
-    const plan::MatrixForm& form = forms_[f];
+    const MatrixLayout& form = forms_[f];
     const uint64_t at_once = std::max<uint64_t>(1, kSectionElements / form.columns);
     for (uint64_t row = 0; row < form.rows; row += at_once) {
       sections_.push_back({f, row, std::min(at_once, form.rows - row), partial});
@@ -40,13 +40,13 @@ GradientSquares::GradientSquares(std::vector<plan::MatrixForm> forms)
   partial_.resize(partial);
 }
 
-void GradientSquares::find(const base::Bf16* gradient, float scale,
+void FactoredSquares::find(const base::Bf16* gradient, float scale,
                            std::span<const plan::GroupStretch> sits_out, base::ThreadTeam& team) {
   std::ranges::fill(means_.all(), 0.0f);
   std::fill(partial_.begin(), partial_.end(), 0.0f);
   std::fill(sits_out_.begin(), sits_out_.end(), uint8_t{0});
   for (const plan::GroupStretch& out : sits_out) {
-    for (const plan::MatrixForm& form : plan::forms_in(forms_, out.first, out.count)) {
+    for (const MatrixLayout& form : matrices_in(forms_, out.first, out.count)) {
       sits_out_[static_cast<size_t>(&form - forms_.data())] = 1;
     }
   }
@@ -62,8 +62,8 @@ void GradientSquares::find(const base::Bf16* gradient, float scale,
   }
 }
 
-void GradientSquares::sum(const Section& section, const base::Bf16* gradient, float scale) {
-  const plan::MatrixForm& form = forms_[section.form];
+void FactoredSquares::sum(const Section& section, const base::Bf16* gradient, float scale) {
+  const MatrixLayout& form = forms_[section.form];
   kernels::add_matrix_squares(
       kernels::kernels(),
       {gradient + form.first + section.row * form.columns, section.rows * form.columns}, scale,
@@ -71,8 +71,8 @@ void GradientSquares::sum(const Section& section, const base::Bf16* gradient, fl
       std::span(partial_).subspan(section.columns_at, form.columns));
 }
 
-void GradientSquares::make_means(size_t index, std::span<const Section> sections) {
-  const plan::MatrixForm& form = forms_[index];
+void FactoredSquares::make_means(size_t index, std::span<const Section> sections) {
+  const MatrixLayout& form = forms_[index];
   const auto rows = means_.rows(index);
   const auto columns = means_.columns(index);
   const double total = std::accumulate(rows.begin(), rows.end(), 0.0);
@@ -88,13 +88,13 @@ void GradientSquares::make_means(size_t index, std::span<const Section> sections
   hold_together(columns);
 }
 
-void GradientSquares::append(const plan::Subgroup& subgroup, csd::SquaresFactors& out) const {
+void FactoredSquares::append(const plan::Subgroup& subgroup, RowColumnFactors& out) const {
   means_.append(subgroup.first, subgroup.count, out.values);
-  csd::append_factor_runs(forms_, subgroup.first, subgroup.count, out.runs);
+  append_factor_runs(forms_, subgroup.first, subgroup.count, out.runs);
 }
 
-uint64_t GradientSquares::memory_bytes() const {
+uint64_t FactoredSquares::memory_bytes() const {
   return means_.memory_bytes() + partial_.size() * sizeof(float);
 }
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

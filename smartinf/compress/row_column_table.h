@@ -7,23 +7,23 @@
 #include <span>
 #include <vector>
 
-#include "smartinf/plan/matrix_forms.h"
+#include "smartinf/compress/matrix_layout.h"
 
-namespace smartinf::engine {
+namespace smartinf::compress {
 
 template <typename T>
-class FormTable {
+class RowColumnTable {
  public:
   /// forms: borrowed.
-  explicit FormTable(std::span<const plan::MatrixForm> forms) : forms_(forms) {
-    for (const plan::MatrixForm& form : forms) {
+  explicit RowColumnTable(std::span<const MatrixLayout> forms) : forms_(forms) {
+    for (const MatrixLayout& form : forms) {
       at_.push_back(values_.size());
       values_.resize(values_.size() + form.rows + form.columns);
     }
   }
 
-  FormTable(const FormTable&) = delete;
-  FormTable& operator=(const FormTable&) = delete;
+  RowColumnTable(const RowColumnTable&) = delete;
+  RowColumnTable& operator=(const RowColumnTable&) = delete;
 
   std::span<T> rows(size_t form) { return {values_.data() + at_[form], forms_[form].rows}; }
   std::span<T> columns(size_t form) {
@@ -38,11 +38,11 @@ class FormTable {
   std::span<T> all() { return values_; }
 
   /// Behind what is in `out`: of every form that reaches into [first, first + count) those of the
-  /// part's rows, then those of its columns in the part's order (plan::FormPart).
+  /// part's rows, then those of its columns in the part's order (MatrixPart).
   void append(uint64_t first, uint64_t count, std::vector<T>& out) const {
-    for (const plan::MatrixForm& form : plan::forms_in(forms_, first, count)) {
+    for (const MatrixLayout& form : matrices_in(forms_, first, count)) {
       const auto index = static_cast<size_t>(&form - forms_.data());
-      const plan::FormPart part = plan::part_of(form, first, count);
+      const MatrixPart part = part_of(form, first, count);
       const auto put = [&](std::span<const T> values) {
         out.insert(out.end(), values.begin(), values.end());
       };
@@ -56,9 +56,9 @@ class FormTable {
   uint64_t memory_bytes() const { return values_.size() * sizeof(T); }
 
  private:
-  std::span<const plan::MatrixForm> forms_;
+  std::span<const MatrixLayout> forms_;
   std::vector<size_t> at_;  // of each form, in values_
   std::vector<T> values_;
 };
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::compress

@@ -255,7 +255,8 @@ void add_calibrate(CLI::App& app, Run& run) {
       ->type_name("DIR");
   command->add_option("--out", flags->out, "The machine file to write [machine.toml]")
       ->type_name("FILE");
-  command->add_option("--name", flags->name, "Its name [this-machine]")->type_name("NAME");
+  command->add_option("--name", flags->name, "Name of the machine [this-machine]")
+      ->type_name("NAME");
   command
       ->add_option("--gpu", flags->gpu,
                    "Take this GPU's data sheet [the one nvidia-smi names]; it is not measured")

@@ -99,18 +99,19 @@ void add_checkpoint(CLI::App& app, Run& run) {
       ->type_name("RUN|DEVICE...");
   command->add_option("--out", flags->out, "Folder for checkpoints (RUN/checkpoints)")
       ->type_name("DIR");
-  command->add_option("--keep", flags->keep, "Keep so many, delete older ones of this run; 0: all")
+  command->add_option("--keep", flags->keep, "Number of checkpoints to keep of this run; 0: all")
       ->check([](const std::string& text) {
         return text.starts_with("-") ? "give a whole number from 0" : std::string();
       })
       ->type_name("N");
-  command->add_option("--memory-budget", flags->memory_budget, "For the copy (256MiB)")
+  command->add_option("--memory-budget", flags->memory_budget, "Memory for the copy [256MiB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
       "Makes DIR/step-00000100 for step 100. On btrfs and xfs it shares the devices' blocks and "
       "is\n"
-      "made at once; elsewhere the state is copied and checked. Not while a run is going: stop it\n"
+      "made at once; elsewhere the state is copied and checked. The run must not be going: stop "
+      "it\n"
       "with Ctrl-C, and start it again afterwards.\n\n"
       "Examples:\n"
       "  smartinf checkpoint runs/quickstart --keep 3\n"

@@ -363,7 +363,7 @@ int run_doctor(const DoctorFlags& flags) {
 }  // namespace
 
 void add_doctor(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("doctor", "What this machine can do, with advice");
+  CLI::App* command = app.add_subcommand("doctor", "Show what this machine can do, with advice");
   auto flags = std::make_shared<DoctorFlags>();
   command
       ->add_option("-d,--device", flags->devices,

@@ -249,19 +249,20 @@ void add_fsck(CLI::App& app, Run& run) {
   auto flags = std::make_shared<FsckFlags>();
   command
       ->add_option("device", flags->places,
-                   "Devices, best all of a run together; or the run's folder")
+                   "Devices, if possible all of a run; or the run's folder")
       ->required()
       ->type_name("DEVICE...");
   command->add_flag("--repair", flags->repair,
                     "Write damaged copies of superblock, layout and tables anew from good ones; "
                     "never touches state");
-  command->add_option("--memory-budget", flags->memory_budget, "For blocks in flight (256MiB)")
+  command
+      ->add_option("--memory-budget", flags->memory_budget, "Memory for blocks in flight [256MiB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
       "Every block is read and held against its checksum, which knows run, device, step and "
       "place.\n"
-      "Locks the devices meanwhile: not while a run uses them. Exit code 0: sound, or repaired;\n"
+      "The devices are locked meanwhile, so no run may use them. Exit code 0: sound, or repaired;\n"
       "1: something stays wrong.\n\n"
       "Examples:\n"
       "  smartinf fsck runs/quickstart\n"

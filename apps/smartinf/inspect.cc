@@ -235,7 +235,7 @@ int run_inspect(const InspectFlags& flags) {
 }  // namespace
 
 void add_inspect(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("inspect", "What is on a device");
+  CLI::App* command = app.add_subcommand("inspect", "Show what is on a device");
   auto flags = std::make_shared<InspectFlags>();
   command
       ->add_option("device", flags->places,

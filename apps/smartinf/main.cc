@@ -146,7 +146,7 @@ int run_command_line(int argc, char** argv) {
       "  smartinf COMMAND --help\n\n"
       "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.");
   bool verbose = false;
-  app.add_flag("-v,--verbose", verbose, "Show the libraries' remarks, too");
+  app.add_flag("-v,--verbose", verbose, "Show the libraries' log messages, too");
 
   Run run;
   add_train(app, *overrides, run);

@@ -225,7 +225,7 @@ int run_plan(const PlanFlags& flags) {
 
 void add_plan(CLI::App& app, Run& run) {
   CLI::App* command = app.add_subcommand(
-      "plan", "What a model needs of a machine: bytes, seconds, drive life, what to buy");
+      "plan", "Predict what a model needs of a machine: bytes, seconds, drive life, what to buy");
   auto flags = std::make_shared<PlanFlags>();
   command->add_option("MODEL", flags->model, "Preset or a Hugging Face config.json")
       ->type_name("MODEL");

@@ -18,7 +18,7 @@ void add_reshard(CLI::App& app, Run& run) {
       ->type_name("DEVICE...");
   add_move_flags(*command, *flags);
   command->footer(
-      "Another number or size of devices, other subgroups, another format. The old state stays as\n"
+      "The new devices may differ in number, size, subgroups and format. The old state stays as\n"
       "it is; the new one is complete or not there. In the same format every bit is the same, and\n"
       "training goes on with the same losses.\n\n"
       "Examples:\n"

@@ -20,13 +20,13 @@ int run_restore(const MoveFlags& flags) {
 void add_restore(CLI::App& app, Run& run) {
   CLI::App* command = app.add_subcommand("restore", "Bring a checkpoint back onto devices");
   auto flags = std::make_shared<MoveFlags>();
-  command->add_option("checkpoint", flags->from, "Its folder")
+  command->add_option("checkpoint", flags->from, "Folder of the checkpoint")
       ->required()
       ->expected(1)
       ->type_name("CHECKPOINT");
   command
       ->add_option("--device", flags->to,
-                   "Where to: as many devices as wanted, whatever the checkpoint came from")
+                   "Devices for the state, in any number, whatever the checkpoint came from")
       ->required()
       ->type_name("DEVICE");
   command->add_flag(

@@ -352,8 +352,8 @@ int run_simulate(const SimulateFlags& flags) {
 }  // namespace
 
 void add_simulate(CLI::App& app, Run& run) {
-  CLI::App* command =
-      app.add_subcommand("simulate", "A training step on a virtual clock: what if, before you buy");
+  CLI::App* command = app.add_subcommand(
+      "simulate", "Predict the time of a training step on a machine that need not be there");
   auto flags = std::make_shared<SimulateFlags>();
   add_sim_flags(*command, flags->question);
   command->add_option("--sweep", flags->sweep, "Vary one flag: devices=1..10, method=baseline,su+o")

@@ -140,6 +140,17 @@ class Help(unittest.TestCase):
         self.assertRegex(shown["bench step"], r"--state-format f32\|bf16\|q8 \[f32\]")
         self.assertIn("matrix-squares", shown["bench kernels"])
 
+    def test_the_program_with_torch_is_named_when_it_is_missing(self):
+        if not (pathlib.Path(COMMAND).parent / "smartinf-torch").exists():
+            self.skipTest("this build has no torch")
+        with tempfile.TemporaryDirectory() as folder:
+            alone = shutil.copy(COMMAND, folder)
+            done = subprocess.run([alone, "--verbose", "train", "recipe.toml"], capture_output=True, text=True,
+                                  check=False)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(f"cannot start {folder}/smartinf-torch: No such file or directory", done.stderr)
+            self.assertEqual(subprocess.run([alone, "--version"], check=False, capture_output=True).returncode, 0)
+
     def test_version(self):
         self.assertRegex(run("--version").stdout, r"^\d+\.\d+\.\d+\n$")
 

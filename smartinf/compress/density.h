@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "smartinf/engine/options.h"
+#include "smartinf/compress/options.h"
 
 namespace smartinf::compress {
 

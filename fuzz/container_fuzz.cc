@@ -67,7 +67,7 @@ void seal_layout(std::span<std::byte> record, Superblock& superblock) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   static const Device device;
-  if (size < 1 + kSuperblockGiven || size > kLayoutGivenMax) return 0;
+  if (size <= 1 + kSuperblockGiven || size > kLayoutGivenMax) return 0;
   const bool honest = (data[0] & 1u) != 0;  // the superblock says how long the layout is
   Superblock superblock{};
   std::memcpy(static_cast<void*>(&superblock), data + 1, kSuperblockGiven);

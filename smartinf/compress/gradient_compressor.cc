@@ -41,12 +41,12 @@ size_t select_largest(std::span<const float> in, size_t k, float& border, uint32
 
 base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
     const CompressOptions& options, uint64_t elements, uint64_t seed,
-    std::vector<MatrixLayout> forms) {
+    std::vector<MatrixLayout> matrices) {
   const uint64_t planes = options.error_feedback ? 2 : 1;
   const uint64_t plane_bytes = base::round_up(elements * sizeof(base::Bf16), base::kIoAlignment);
   SI_ASSIGN_OR_RETURN(auto memory, base::AlignedBuffer::allocate(planes * plane_bytes));
   std::unique_ptr<GradientCompressor> made(
-      new GradientCompressor(options, elements, seed, std::move(forms), std::move(memory)));
+      new GradientCompressor(options, elements, seed, std::move(matrices), std::move(memory)));
   made->gradient_ = reinterpret_cast<base::Bf16*>(made->memory_.data());
   if (planes == 2) {
     made->residual_ = reinterpret_cast<base::Bf16*>(made->memory_.data() + plane_bytes);
@@ -56,7 +56,7 @@ base::Result<std::unique_ptr<GradientCompressor>> GradientCompressor::make(
 }
 
 GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t elements,
-                                       uint64_t seed, std::vector<MatrixLayout> forms,
+                                       uint64_t seed, std::vector<MatrixLayout> matrices,
                                        base::AlignedBuffer memory)
     : options_(options),
       elements_(elements),
@@ -64,7 +64,7 @@ GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t 
       memory_(std::move(memory)),
       borders_(base::divide_up(elements, kBlockElements)),
       residual_squares_(base::divide_up(elements, kBlockElements)) {
-  if (!forms.empty()) squares_.emplace(std::move(forms));
+  if (!matrices.empty()) squares_.emplace(std::move(matrices));
 }
 
 void GradientCompressor::begin_step() {
@@ -85,17 +85,6 @@ void GradientCompressor::put(uint64_t first, const void* gradient, DataType type
     const uint64_t n = std::min<uint64_t>(wide.size(), count - done);
     table.cast_to_f32(bytes + done * base::data_type_bytes(type), type, wide.data(), n);
     table.cast_from_f32(wide.data(), gradient_ + first + done, DataType::kBf16, n);
-  }
-}
-
-double GradientCompressor::sum_of_squares() const {
-  return std::accumulate(residual_squares_.begin(), residual_squares_.end(), 0.0);
-}
-
-void GradientCompressor::find_squares(const base::Bf16* values) {
-  for (size_t b = 0; b < residual_squares_.size(); ++b) {
-    const uint64_t first = b * kBlockElements;
-    residual_squares_[b] = square_of({values + first, std::min(kBlockElements, elements_ - first)});
   }
 }
 
@@ -234,7 +223,8 @@ CompressionSummary GradientCompressor::summary() const {
   summary.values = values_of_step_;
   summary.bytes = bytes_of_step_;
   summary.density = density_;
-  summary.residual_norm = std::sqrt(sum_of_squares());
+  summary.residual_norm =
+      std::sqrt(std::accumulate(residual_squares_.begin(), residual_squares_.end(), 0.0));
   return summary;
 }
 
@@ -245,7 +235,6 @@ void GradientCompressor::commit() {
 
 void GradientCompressor::propose_residual(const base::Bf16* values) {
   std::memcpy(static_cast<void*>(gradient_), values, elements_ * sizeof(base::Bf16));
-  find_squares(gradient_);
 }
 
 void GradientCompressor::set_residual(uint64_t first, std::span<const float> values) {

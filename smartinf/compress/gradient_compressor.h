@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -52,11 +51,11 @@ class GradientCompressor {
     std::vector<uint64_t> negative = std::vector<uint64_t>(base::kBlockElements / 64);
   };
 
-  /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more. forms: of the
+  /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more. matrices: of the
   /// space where messages have factors of its squares, else empty.
   static base::Result<std::unique_ptr<GradientCompressor>> make(const CompressOptions& options,
                                                                 uint64_t elements, uint64_t seed,
-                                                                std::vector<MatrixLayout> forms);
+                                                                std::vector<MatrixLayout> matrices);
 
   void begin_step();
   /// Copies a piece, cast to bf16.
@@ -96,7 +95,7 @@ class GradientCompressor {
 
  private:
   GradientCompressor(const CompressOptions& options, uint64_t elements, uint64_t seed,
-                     std::vector<MatrixLayout> forms, base::AlignedBuffer memory);
+                     std::vector<MatrixLayout> matrices, base::AlignedBuffer memory);
   /// A block of the step in progress on its way.
   struct Block {
     kernels::FeedbackBlock feedback;  // no residual without feedback
@@ -114,8 +113,6 @@ class GradientCompressor {
                             std::span<const plan::GroupStretch> sits_out);
   /// Packs what is selected. Returns what arrives of it: [sent], empty without feedback.
   std::span<const float> add_block(Scratch& scratch, CompressedWriter& writer, size_t sent);
-  double sum_of_squares() const;  // of residual_squares_
-  void find_squares(const base::Bf16* values);
 
   const CompressOptions options_;
   const uint64_t elements_;

@@ -188,10 +188,10 @@ class ScaleBench {
   /// Of a compressed gradient, per parameter: every subgroup has factors of its own.
   double compressed_bytes(uint32_t devices) const {
     const plan::ParameterSpace parameters = space();
-    const auto forms = compress::matrix_layouts(parameters);
+    const auto matrices = compress::matrix_layouts(parameters);
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : parameters.subgroups(subgroup_elements(devices))) {
-      factors += compress::factors_bytes(forms, subgroup.first, subgroup.count);
+      factors += compress::factors_bytes(matrices, subgroup.first, subgroup.count);
     }
     return packed_bytes_ + static_cast<double>(factors) / static_cast<double>(options_.params);
   }

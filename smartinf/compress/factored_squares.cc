@@ -26,15 +26,15 @@ void hold_together(std::span<float> means) {
 
 }  // namespace
 
-FactoredSquares::FactoredSquares(std::vector<MatrixLayout> forms)
-    : forms_(std::move(forms)), means_(forms_), sits_out_(forms_.size()) {
+FactoredSquares::FactoredSquares(std::vector<MatrixLayout> matrices)
+    : matrices_(std::move(matrices)), means_(matrices_), sits_out_(matrices_.size()) {
   size_t partial = 0;
-  for (size_t f = 0; f < forms_.size(); ++f) {
-    const MatrixLayout& form = forms_[f];
-    const uint64_t at_once = std::max<uint64_t>(1, kSectionElements / form.columns);
-    for (uint64_t row = 0; row < form.rows; row += at_once) {
-      sections_.push_back({f, row, std::min(at_once, form.rows - row), partial});
-      partial += form.columns;
+  for (size_t f = 0; f < matrices_.size(); ++f) {
+    const MatrixLayout& matrix = matrices_[f];
+    const uint64_t at_once = std::max<uint64_t>(1, kSectionElements / matrix.columns);
+    for (uint64_t row = 0; row < matrix.rows; row += at_once) {
+      sections_.push_back({f, row, std::min(at_once, matrix.rows - row), partial});
+      partial += matrix.columns;
     }
   }
   partial_.resize(partial);
@@ -46,37 +46,37 @@ void FactoredSquares::find(const base::Bf16* gradient, float scale,
   std::fill(partial_.begin(), partial_.end(), 0.0f);
   std::fill(sits_out_.begin(), sits_out_.end(), uint8_t{0});
   for (const plan::GroupStretch& out : sits_out) {
-    for (const MatrixLayout& form : matrices_in(forms_, out.first, out.count)) {
-      sits_out_[static_cast<size_t>(&form - forms_.data())] = 1;
+    for (const MatrixLayout& matrix : matrices_in(matrices_, out.first, out.count)) {
+      sits_out_[static_cast<size_t>(&matrix - matrices_.data())] = 1;
     }
   }
   team.run(sections_.size(), [&](uint32_t, size_t i) {
-    if (sits_out_[sections_[i].form] == 0) sum(sections_[i], gradient, scale);
+    if (sits_out_[sections_[i].matrix] == 0) sum(sections_[i], gradient, scale);
   });
   for (size_t i = 0; i < sections_.size();) {
-    const size_t form = sections_[i].form;
+    const size_t matrix = sections_[i].matrix;
     size_t end = i + 1;
-    while (end < sections_.size() && sections_[end].form == form) ++end;
-    make_means(form, std::span(sections_).subspan(i, end - i));
+    while (end < sections_.size() && sections_[end].matrix == matrix) ++end;
+    make_means(matrix, std::span(sections_).subspan(i, end - i));
     i = end;
   }
 }
 
 void FactoredSquares::sum(const Section& section, const base::Bf16* gradient, float scale) {
-  const MatrixLayout& form = forms_[section.form];
+  const MatrixLayout& matrix = matrices_[section.matrix];
   kernels::add_matrix_squares(
       kernels::kernels(),
-      {gradient + form.first + section.row * form.columns, section.rows * form.columns}, scale,
-      means_.rows(section.form).subspan(section.row, section.rows),
-      std::span(partial_).subspan(section.columns_at, form.columns));
+      {gradient + matrix.first + section.row * matrix.columns, section.rows * matrix.columns},
+      scale, means_.rows(section.matrix).subspan(section.row, section.rows),
+      std::span(partial_).subspan(section.columns_at, matrix.columns));
 }
 
 void FactoredSquares::make_means(size_t index, std::span<const Section> sections) {
-  const MatrixLayout& form = forms_[index];
+  const MatrixLayout& matrix = matrices_[index];
   const auto rows = means_.rows(index);
   const auto columns = means_.columns(index);
   const double total = std::accumulate(rows.begin(), rows.end(), 0.0);
-  const auto width = static_cast<double>(form.columns);
+  const auto width = static_cast<double>(matrix.columns);
   for (float& row : rows) row = factor(row / width);
   const bool known = total > 0 && std::isfinite(total);
   for (size_t c = 0; c < columns.size(); ++c) {
@@ -90,7 +90,7 @@ void FactoredSquares::make_means(size_t index, std::span<const Section> sections
 
 void FactoredSquares::append(const plan::Subgroup& subgroup, RowColumnFactors& out) const {
   means_.append(subgroup.first, subgroup.count, out.values);
-  append_factor_runs(forms_, subgroup.first, subgroup.count, out.runs);
+  append_factor_runs(matrices_, subgroup.first, subgroup.count, out.runs);
 }
 
 uint64_t FactoredSquares::memory_bytes() const {

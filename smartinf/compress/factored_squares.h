@@ -21,7 +21,7 @@ namespace smartinf::compress {
 /// into subgroups. Threads: one at a time, but for append().
 class FactoredSquares {
  public:
-  explicit FactoredSquares(std::vector<MatrixLayout> forms);
+  explicit FactoredSquares(std::vector<MatrixLayout> matrices);
 
   /// Of scale * gradient, by a team of threads; what it finds does not depend on how many.
   /// gradient: of the whole space. Forms that reach into sits_out have squares of 0.
@@ -30,26 +30,26 @@ class FactoredSquares {
   /// What a message of the subgroup says of them, behind what is in `out`.
   void append(const plan::Subgroup& subgroup, RowColumnFactors& out) const;
 
-  std::span<const MatrixLayout> forms() const { return forms_; }
+  std::span<const MatrixLayout> matrices() const { return matrices_; }
   uint64_t memory_bytes() const;
 
  private:
   /// Rows that are summed by one thread, the columns' sums apart from those of other sections.
   struct Section {
-    size_t form = 0;
+    size_t matrix = 0;
     uint64_t row = 0;
     uint64_t rows = 0;
     size_t columns_at = 0;  // in partial_
   };
   static constexpr uint64_t kSectionElements = uint64_t{1} << 22;
   void sum(const Section& section, const base::Bf16* gradient, float scale);
-  void make_means(size_t form, std::span<const Section> sections);
+  void make_means(size_t matrix, std::span<const Section> sections);
 
-  const std::vector<MatrixLayout> forms_;
+  const std::vector<MatrixLayout> matrices_;
   std::vector<Section> sections_;  // in order
   RowColumnTable<float> means_;    // of rows; of columns, relative; and sums before
   std::vector<float> partial_;     // sums of columns, by section
-  std::vector<uint8_t> sits_out_;  // by form
+  std::vector<uint8_t> sits_out_;  // by matrix
 };
 
 }  // namespace smartinf::compress

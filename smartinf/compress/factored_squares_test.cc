@@ -28,14 +28,14 @@ plan::ParameterSpace test_space() {
 std::vector<base::Bf16> gradient_of(const plan::ParameterSpace& space) {
   std::mt19937 random(5);
   std::vector<base::Bf16> gradient(space.count());
-  for (const MatrixLayout& form : matrix_layouts(space)) {
-    std::vector<float> columns(form.columns);
+  for (const MatrixLayout& matrix : matrix_layouts(space)) {
+    std::vector<float> columns(matrix.columns);
     for (float& column : columns) column = static_cast<float>(1 + random() % 15);
-    for (uint64_t i = 0; i < form.count(); ++i) {
-      const uint64_t row = i / form.columns;
+    for (uint64_t i = 0; i < matrix.count(); ++i) {
+      const uint64_t row = i / matrix.columns;
       // At most eight bits: nothing is rounded.
-      const float size = static_cast<float>(1 + row * 7 % 15) * columns[i % form.columns];
-      gradient[form.first + i] = base::to_bf16(random() % 2 == 0 ? size : -size);
+      const float size = static_cast<float>(1 + row * 7 % 15) * columns[i % matrix.columns];
+      gradient[matrix.first + i] = base::to_bf16(random() % 2 == 0 ? size : -size);
     }
   }
   return gradient;
@@ -52,10 +52,11 @@ std::vector<float> told(const FactoredSquares& squares, const plan::ParameterSpa
     EXPECT_EQ(factors.front(), -7.0f);
     EXPECT_EQ(std::accumulate(appended.runs.begin(), appended.runs.end(), size_t{0}),
               factors.size());
-    EXPECT_EQ(factors.size(), 1 + factors_in(squares.forms(), subgroup.first, subgroup.count));
+    EXPECT_EQ(factors.size(), 1 + factors_in(squares.matrices(), subgroup.first, subgroup.count));
     uint64_t at = 1;
-    for (const MatrixLayout& form : matrices_in(squares.forms(), subgroup.first, subgroup.count)) {
-      const MatrixPart part = part_of(form, subgroup.first, subgroup.count);
+    for (const MatrixLayout& matrix :
+         matrices_in(squares.matrices(), subgroup.first, subgroup.count)) {
+      const MatrixPart part = part_of(matrix, subgroup.first, subgroup.count);
       float* out = all.data() + part.first;
       part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
         for (uint64_t i = 0; i < count; ++i) {

@@ -35,9 +35,9 @@ Joined matrix_of(const plan::ParameterRange& range) {
 }  // namespace
 
 std::vector<MatrixLayout> matrix_layouts(const plan::ParameterSpace& space) {
-  std::vector<MatrixLayout> forms;
+  std::vector<MatrixLayout> layouts;
   const auto add = [&](uint64_t first, uint64_t rows, uint64_t columns, size_t range) {
-    forms.push_back({first, rows, columns, sample_count(forms), range});
+    layouts.push_back({first, rows, columns, sample_count(layouts), range});
   };
   for (size_t i = 0; i < space.ranges().size(); ++i) {
     const plan::ParameterRange& range = space.ranges()[i];
@@ -57,43 +57,45 @@ std::vector<MatrixLayout> matrix_layouts(const plan::ParameterSpace& space) {
     if (cut > 0) add(range.first, cut, kCutColumns, i);
     if (rest > 0) add(range.first + cut * kCutColumns, 1, rest, i);
   }
-  return forms;
+  return layouts;
 }
 
-std::span<const MatrixLayout> matrices_in(std::span<const MatrixLayout> forms, uint64_t first,
+std::span<const MatrixLayout> matrices_in(std::span<const MatrixLayout> matrices, uint64_t first,
                                           uint64_t count) {
   if (count == 0) return {};
-  const auto begin = std::partition_point(
-      forms.begin(), forms.end(), [&](const MatrixLayout& form) { return form.end() <= first; });
-  const auto end = std::partition_point(
-      begin, forms.end(), [&](const MatrixLayout& form) { return form.first < first + count; });
+  const auto begin =
+      std::partition_point(matrices.begin(), matrices.end(),
+                           [&](const MatrixLayout& matrix) { return matrix.end() <= first; });
+  const auto end = std::partition_point(begin, matrices.end(), [&](const MatrixLayout& matrix) {
+    return matrix.first < first + count;
+  });
   return {begin, end};
 }
 
-uint64_t factors_in(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count) {
+uint64_t factors_in(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count) {
   uint64_t sum = 0;
-  for (const MatrixLayout& form : matrices_in(forms, first, count)) {
-    sum += part_of(form, first, count).factors();
+  for (const MatrixLayout& matrix : matrices_in(matrices, first, count)) {
+    sum += part_of(matrix, first, count).factors();
   }
   return sum;
 }
 
-uint64_t sample_count(std::span<const MatrixLayout> forms) {
-  return forms.empty() ? 0 : forms.back().samples + MatrixSamples{forms.back()}.count();
+uint64_t sample_count(std::span<const MatrixLayout> matrices) {
+  return matrices.empty() ? 0 : matrices.back().samples + MatrixSamples{matrices.back()}.count();
 }
 
-uint64_t samples_in(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count) {
+uint64_t samples_in(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count) {
   uint64_t sum = 0;
-  for (const MatrixLayout& form : matrices_in(forms, first, count)) {
-    sum += MatrixSamples{form}.count_in(first, count);
+  for (const MatrixLayout& matrix : matrices_in(matrices, first, count)) {
+    sum += MatrixSamples{matrix}.count_in(first, count);
   }
   return sum;
 }
 
-void take_samples(std::span<const MatrixLayout> forms, uint64_t first,
+void take_samples(std::span<const MatrixLayout> matrices, uint64_t first,
                   std::span<const float> values, base::Bf16* samples) {
-  for (const MatrixLayout& form : matrices_in(forms, first, values.size())) {
-    MatrixSamples{form}.each_in(
+  for (const MatrixLayout& matrix : matrices_in(matrices, first, values.size())) {
+    MatrixSamples{matrix}.each_in(
         first, values.size(), [&](uint64_t element, uint64_t sample, uint64_t n) {
           std::transform(values.data() + (element - first), values.data() + (element - first) + n,
                          samples + sample, base::to_bf16);

@@ -34,12 +34,12 @@ uint64_t checksum_of(std::span<const std::byte> message) {
                         base::checksum(message.first(kChecksumOffset), kCompressedMagic));
 }
 
-uint64_t data_bytes(ValueEncoding form, uint64_t values) {
-  if (form == ValueEncoding::kSign) return sizeof(base::Bf16);
-  return values * base::data_type_bytes(expanded_type(form));
+uint64_t data_bytes(ValueEncoding encoding, uint64_t values) {
+  if (encoding == ValueEncoding::kSign) return sizeof(base::Bf16);
+  return values * base::data_type_bytes(expanded_type(encoding));
 }
 
-unsigned sign_bits_of(ValueEncoding form) { return form == ValueEncoding::kSign ? 1 : 0; }
+unsigned sign_bits_of(ValueEncoding encoding) { return encoding == ValueEncoding::kSign ? 1 : 0; }
 uint32_t sign_of(float value) { return std::bit_cast<uint32_t>(value) >> 31; }
 
 /// The upper bits of a factor, rounded to the nearest.
@@ -78,15 +78,15 @@ Status corrupt(const std::string& what) {
 
 }  // namespace
 
-uint64_t factors_bytes(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count) {
-  return factors_bytes(factors_in(forms, first, count),
-                       kRunsOfMatrix * matrices_in(forms, first, count).size());
+uint64_t factors_bytes(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count) {
+  return factors_bytes(factors_in(matrices, first, count),
+                       kRunsOfMatrix * matrices_in(matrices, first, count).size());
 }
 
-void append_factor_runs(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count,
+void append_factor_runs(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count,
                         std::vector<uint32_t>& out) {
-  for (const MatrixLayout& form : matrices_in(forms, first, count)) {
-    const MatrixPart part = part_of(form, first, count);
+  for (const MatrixLayout& matrix : matrices_in(matrices, first, count)) {
+    const MatrixPart part = part_of(matrix, first, count);
     out.push_back(static_cast<uint32_t>(part.rows()));
     out.push_back(static_cast<uint32_t>(part.columns()));
   }
@@ -95,7 +95,7 @@ void append_factor_runs(std::span<const MatrixLayout> forms, uint64_t first, uin
 void CompressedWriter::begin(base::SubgroupId subgroup, uint64_t elements, ValueEncoding values,
                              const RowColumnFactors& factors) {
   header_ = CompressedHeader{};
-  header_.value_form = static_cast<uint8_t>(values);
+  header_.value_encoding = static_cast<uint8_t>(values);
   header_.subgroup = subgroup.value;
   header_.elements = elements;
   SI_CHECK(factors.values.size() <= ~uint32_t{0}, "as many factors as a message can count");
@@ -146,7 +146,7 @@ void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<co
   SI_CHECK(arrived.empty() || arrived.size() == values.size(), "room for all or for none");
   append_values(values, arrived);
   if (values.size() == elements) {
-    if (form() == ValueEncoding::kSign) append_all_signs(values);
+    if (encoding() == ValueEncoding::kSign) append_all_signs(values);
     end_block(values.size(), kDense);
     return;
   }
@@ -164,7 +164,7 @@ void CompressedWriter::add_block(std::span<const uint32_t> indices, std::span<co
 void CompressedWriter::add_signs(std::span<const uint64_t> sent, std::span<const uint64_t> negative,
                                  size_t count, base::Bf16 magnitude) {
   const uint64_t elements = elements_of_next_block();
-  SI_CHECK(form() == ValueEncoding::kSign && count < elements, "signs of a part of a block");
+  SI_CHECK(encoding() == ValueEncoding::kSign && count < elements, "signs of a part of a block");
   SI_CHECK(sent.size() == base::divide_up(elements, 64) && negative.size() == sent.size(),
            "a bit for each element");
   const float arrives = base::to_f32(magnitude);
@@ -179,7 +179,7 @@ void CompressedWriter::add_signs(std::span<const uint64_t> sent, std::span<const
 
 void CompressedWriter::append_gaps(uint64_t elements, uint64_t count) {
   const RiceParameters gaps{.low_bits = gap_low_bits(elements, count),
-                            .sign_bits = sign_bits_of(form()),
+                            .sign_bits = sign_bits_of(encoding()),
                             .values = count,
                             .elements = elements};
   gaps_.append(std::span(ends_).first(1 + count), gaps, message_);
@@ -211,9 +211,9 @@ void CompressedWriter::append(std::span<const float> floats, DataType type) {
 }
 
 void CompressedWriter::append_values(std::span<const float> values, std::span<float> arrived) {
-  if (form() != ValueEncoding::kSign) {
+  if (encoding() != ValueEncoding::kSign) {
     const size_t at = message_.size();
-    const DataType type = expanded_type(form());
+    const DataType type = expanded_type(encoding());
     append(values, type);
     kernels::kernels().cast_to_f32(message_.data() + at, type, arrived.data(), arrived.size());
     return;
@@ -265,7 +265,7 @@ CompressedView::Section CompressedView::section(uint64_t block) const {
   section.elements = elements_of(block);
   section.values = found.values.count();
   section.low_bits = static_cast<uint8_t>(found.values.byte());
-  section.data = bytes.first(data_bytes(form(), section.values));
+  section.data = bytes.first(data_bytes(encoding(), section.values));
   section.bits = bytes.subspan(section.data.size());
   return section;
 }
@@ -273,7 +273,7 @@ CompressedView::Section CompressedView::section(uint64_t block) const {
 RiceReader CompressedView::gaps_of(const Section& section) const {
   return {section.bits,
           {.low_bits = section.low_bits,
-           .sign_bits = sign_bits_of(form()),
+           .sign_bits = sign_bits_of(encoding()),
            .values = section.values,
            .elements = section.elements}};
 }
@@ -294,7 +294,7 @@ base::Result<CompressedView> CompressedView::parse(std::span<const std::byte> me
                    std::to_string(header.bytes));
   }
   if (header.checksum != checksum_of(message)) return corrupt("its checksum is wrong");
-  if (header.value_form > static_cast<uint8_t>(ValueEncoding::kSign) || header.reserved != 0) {
+  if (header.value_encoding > static_cast<uint8_t>(ValueEncoding::kSign) || header.reserved != 0) {
     return corrupt("a field of its header has no meaning");
   }
   if (header.elements == 0 || header.elements / kBlockElements > message.size() ||
@@ -351,16 +351,16 @@ Status CompressedView::check_block(uint64_t block) const {
   const auto bad = [&](const std::string& what) {
     return corrupt("block " + std::to_string(block) + " " + what);
   };
-  const uint64_t known = data_bytes(form(), count);
+  const uint64_t known = data_bytes(encoding(), count);
   if (found.end < begin || found.end > message_.size() - sections_offset() || count > elements ||
       known > found.end - begin) {
     return bad("does not fit its section");
   }
   const Section parts = section(block);
-  if (form() == ValueEncoding::kSign && (magnitude_bits(parts.data) & kBf16Sign) != 0) {
+  if (encoding() == ValueEncoding::kSign && (magnitude_bits(parts.data) & kBf16Sign) != 0) {
     return bad("has a magnitude with a sign");
   }
-  const unsigned sign_bits = sign_bits_of(form());
+  const unsigned sign_bits = sign_bits_of(encoding());
   if (parts.low_bits == kDense) {
     const uint64_t bits = count * sign_bits;
     if (count != elements || parts.bits.size() != base::divide_up(bits, 8)) {
@@ -383,7 +383,7 @@ void CompressedView::expand_block(uint64_t block, std::byte* out) const {
   const bool dense = parts.low_bits == kDense;
   if (!dense) std::memset(out, 0, parts.elements * base::data_type_bytes(type()));
   const RiceReader gaps = gaps_of(dense ? Section() : parts);
-  if (form() == ValueEncoding::kSign) {
+  if (encoding() == ValueEncoding::kSign) {
     const auto put_sign = [&, magnitude = magnitude_bits(parts.data)](uint64_t index,
                                                                       uint64_t sign) {
       const auto bits = static_cast<uint16_t>(magnitude | sign << 15);

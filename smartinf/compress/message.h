@@ -33,12 +33,12 @@ enum class ValueEncoding : uint8_t {
   kSign,  // a bit each, and for the block one magnitude in bf16: the mean of theirs
 };
 inline constexpr std::array<std::string_view, 4> kValueEncodingNames{"f32", "bf16", "f16", "sign"};
-constexpr std::string_view value_encoding_name(ValueEncoding form) {
-  return kValueEncodingNames[static_cast<size_t>(form)];
+constexpr std::string_view value_encoding_name(ValueEncoding encoding) {
+  return kValueEncodingNames[static_cast<size_t>(encoding)];
 }
 /// What a device sees them as.
-constexpr base::DataType expanded_type(ValueEncoding form) {
-  switch (form) {
+constexpr base::DataType expanded_type(ValueEncoding encoding) {
+  switch (encoding) {
     case ValueEncoding::kF32:
       return base::DataType::kF32;
     case ValueEncoding::kF16:
@@ -54,14 +54,14 @@ constexpr base::DataType expanded_type(ValueEncoding form) {
 struct CompressedHeader {
   uint64_t magic = kCompressedMagic;
   uint16_t version = kCompressedVersion;
-  uint8_t value_form = 0;  // ValueEncoding
-  uint8_t reserved = 0;    // zero
-  uint32_t subgroup = 0;   // a message that went astray is found
-  uint64_t elements = 0;   // of the subgroup
-  uint32_t runs = 0;       // of factors of the gradient's squares, behind the directory
-  uint32_t factors = 0;    // of all runs; 0: none
-  uint64_t bytes = 0;      // of the whole message
-  uint64_t checksum = 0;   // of all bytes but these eight
+  uint8_t value_encoding = 0;  // ValueEncoding
+  uint8_t reserved = 0;        // zero
+  uint32_t subgroup = 0;       // a message that went astray is found
+  uint64_t elements = 0;       // of the subgroup
+  uint32_t runs = 0;           // of factors of the gradient's squares, behind the directory
+  uint32_t factors = 0;        // of all runs; 0: none
+  uint64_t bytes = 0;          // of the whole message
+  uint64_t checksum = 0;       // of all bytes but these eight
 };
 static_assert(sizeof(CompressedHeader) == 48);
 
@@ -98,10 +98,10 @@ constexpr uint64_t factors_bytes(uint64_t factors, uint64_t runs) {
   return factors + runs * sizeof(FactorRun);
 }
 /// The same of all factors of [first, first + count), elements of the parameter space.
-uint64_t factors_bytes(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count);
+uint64_t factors_bytes(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count);
 
 /// How many each run of them has.
-void append_factor_runs(std::span<const MatrixLayout> forms, uint64_t first, uint64_t count,
+void append_factor_runs(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count,
                         std::vector<uint32_t>& out);
 
 /// Factors of squares as a message's writer takes them: none of them negative or NaN; those beyond
@@ -144,7 +144,7 @@ class CompressedWriter {
                             uint64_t factors_bytes);
 
  private:
-  ValueEncoding form() const { return static_cast<ValueEncoding>(header_.value_form); }
+  ValueEncoding encoding() const { return static_cast<ValueEncoding>(header_.value_encoding); }
   uint64_t blocks() const { return base::divide_up(header_.elements, base::kBlockElements); }
   uint64_t sections_offset() const {
     return sizeof(header_) + blocks() * sizeof(CompressedBlock) +
@@ -181,8 +181,8 @@ class CompressedView {
   base::SubgroupId subgroup() const { return base::SubgroupId{header_.subgroup}; }
   uint64_t elements() const { return header_.elements; }
   uint64_t blocks() const { return base::divide_up(header_.elements, base::kBlockElements); }
-  ValueEncoding form() const { return static_cast<ValueEncoding>(header_.value_form); }
-  base::DataType type() const { return expanded_type(form()); }
+  ValueEncoding encoding() const { return static_cast<ValueEncoding>(header_.value_encoding); }
+  base::DataType type() const { return expanded_type(encoding()); }
   uint64_t factors() const { return header_.factors; }
   uint64_t runs() const { return header_.runs; }
   uint64_t factors_of(uint64_t run) const { return run_at(run).factors.count(); }

@@ -21,17 +21,17 @@ using base::kBlockElements;
 
 struct Gradient {
   uint64_t elements = 0;
-  ValueEncoding form = ValueEncoding::kBf16;
+  ValueEncoding encoding = ValueEncoding::kBf16;
   RowColumnFactors factors;
   std::vector<std::vector<uint32_t>> indices;  // of every block
   std::vector<std::vector<float>> values;
 };
 
 /// Values that every type holds exactly.
-Gradient random_gradient(uint64_t elements, double share, ValueEncoding form, size_t factors,
+Gradient random_gradient(uint64_t elements, double share, ValueEncoding encoding, size_t factors,
                          uint32_t seed) {
   std::mt19937 random(seed);
-  Gradient made{elements, form, {}, {}, {}};
+  Gradient made{elements, encoding, {}, {}, {}};
   for (size_t i = 0; i < factors; ++i) made.factors.values.push_back(0.1f * static_cast<float>(i));
   for (size_t left = factors; left > 0; left -= made.factors.runs.back()) {
     made.factors.runs.push_back(static_cast<uint32_t>(std::min(left, left / 3 + 1)));
@@ -53,8 +53,8 @@ Gradient random_gradient(uint64_t elements, double share, ValueEncoding form, si
 
 /// Values as a device sees them: those of the tests as they are, or with the mean of their
 /// magnitudes.
-std::vector<float> arrived_of(std::vector<float> values, ValueEncoding form) {
-  if (form != ValueEncoding::kSign || values.empty()) return values;
+std::vector<float> arrived_of(std::vector<float> values, ValueEncoding encoding) {
+  if (encoding != ValueEncoding::kSign || values.empty()) return values;
   double sum = 0;
   for (const float value : values) sum += std::abs(value);
   const auto mean = static_cast<float>(sum / static_cast<double>(values.size()));
@@ -64,11 +64,11 @@ std::vector<float> arrived_of(std::vector<float> values, ValueEncoding form) {
 
 std::vector<std::byte> encode(const Gradient& gradient) {
   CompressedWriter writer;
-  writer.begin(base::SubgroupId{7}, gradient.elements, gradient.form, gradient.factors);
+  writer.begin(base::SubgroupId{7}, gradient.elements, gradient.encoding, gradient.factors);
   for (size_t b = 0; b < gradient.indices.size(); ++b) {
     std::vector<float> arrived(gradient.values[b].size());
     writer.add_block(gradient.indices[b], gradient.values[b], arrived);
-    EXPECT_EQ(arrived, arrived_of(gradient.values[b], gradient.form));
+    EXPECT_EQ(arrived, arrived_of(gradient.values[b], gradient.encoding));
   }
   const auto message = writer.finish();
   return {message.begin(), message.end()};
@@ -89,17 +89,17 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
   for (const uint64_t elements : {uint64_t{1}, uint64_t{2}, uint64_t{255}, uint64_t{1000},
                                   kBlockElements, kBlockElements + 1, 3 * kBlockElements - 7}) {
     for (const double share : {0.0, 0.001, 0.01, 0.3, 0.9, 1.0}) {
-      for (const ValueEncoding form :
+      for (const ValueEncoding encoding :
            {ValueEncoding::kF32, ValueEncoding::kBf16, ValueEncoding::kF16, ValueEncoding::kSign}) {
         const size_t factors = share < 0.5 ? 1 + elements / 100 : 0;
-        const DataType type = expanded_type(form);
-        const Gradient gradient = random_gradient(elements, share, form, factors, 5);
+        const DataType type = expanded_type(encoding);
+        const Gradient gradient = random_gradient(elements, share, encoding, factors, 5);
         const auto message = encode(gradient);
         uint64_t most = 0;
         for (const auto& block : gradient.indices) most = std::max<uint64_t>(most, block.size());
-        EXPECT_LE(message.size(),
-                  CompressedWriter::bytes_max(
-                      elements, most, form, factors_bytes(factors, gradient.factors.runs.size())));
+        EXPECT_LE(message.size(), CompressedWriter::bytes_max(
+                                      elements, most, encoding,
+                                      factors_bytes(factors, gradient.factors.runs.size())));
         const auto view = CompressedView::parse(message);
         ASSERT_TRUE(view.ok()) << view.status().to_string() << elements << " " << share;
         EXPECT_EQ(view->subgroup().value, 7u);
@@ -122,7 +122,7 @@ TEST(CompressedGradient, GivesBackWhatWentIn) {
           const uint64_t n = std::min(kBlockElements, elements - b * kBlockElements);
           ASSERT_EQ(view->values(b), gradient.indices[b].size());
           view->expand_block(b, out.data());
-          const std::vector<float> arrived = arrived_of(gradient.values[b], form);
+          const std::vector<float> arrived = arrived_of(gradient.values[b], encoding);
           std::vector<float> expected(n, 0.0f);
           for (size_t i = 0; i < arrived.size(); ++i) {
             expected[gradient.indices[b][i]] = arrived[i];
@@ -223,17 +223,17 @@ TEST(CompressedGradient, SignsCarryWhatIsNotFinite) {
 /// for.
 TEST(CompressedGradient, NoBlockIsLongerThanItsBound) {
   for (const uint64_t n : {1, 2, 3, 64, 100, 1000}) {
-    for (const ValueEncoding form :
+    for (const ValueEncoding encoding :
          {ValueEncoding::kF32, ValueEncoding::kBf16, ValueEncoding::kSign}) {
       uint64_t longest = 0;
       for (uint64_t k = 0; k <= n; ++k) {
         std::vector<uint32_t> indices(k);
         std::iota(indices.begin(), indices.end(), static_cast<uint32_t>(n - k));
         CompressedWriter writer;
-        writer.begin(base::SubgroupId{0}, n, form, {});
+        writer.begin(base::SubgroupId{0}, n, encoding, {});
         writer.add_block(indices, std::vector<float>(k, 1.0f));
         longest = std::max<uint64_t>(longest, writer.finish().size());
-        ASSERT_LE(longest, CompressedWriter::bytes_max(n, k, form, 0)) << k << " of " << n;
+        ASSERT_LE(longest, CompressedWriter::bytes_max(n, k, encoding, 0)) << k << " of " << n;
       }
     }
   }
@@ -260,8 +260,8 @@ TEST(CompressedGradient, IsLessThanHalfOfPairs) {
 }
 
 TEST(CompressedGradient, RefusesEveryFlippedBitAndEveryCut) {
-  for (const ValueEncoding form : {ValueEncoding::kBf16, ValueEncoding::kSign}) {
-    const auto message = encode(random_gradient(3000, 0.02, form, 20, 3));
+  for (const ValueEncoding encoding : {ValueEncoding::kBf16, ValueEncoding::kSign}) {
+    const auto message = encode(random_gradient(3000, 0.02, encoding, 20, 3));
     ASSERT_TRUE(CompressedView::parse(message).ok());
     for (size_t bit = 0; bit < message.size() * 8; ++bit) {
       auto damaged = message;

@@ -45,8 +45,8 @@ uint64_t gap_before(std::span<const uint32_t> ends, size_t i) {
 }
 
 /// The high parts of all gaps sum to at most that.
-uint64_t zeros_max(const RiceParameters& form) {
-  return (form.elements - form.values) >> form.low_bits;
+uint64_t zeros_max(const RiceParameters& parameters) {
+  return (parameters.elements - parameters.values) >> parameters.low_bits;
 }
 
 }  // namespace
@@ -67,21 +67,23 @@ uint64_t rice_bytes_max(uint64_t elements, uint64_t values, unsigned sign_bits) 
   return base::divide_up(bits, 8) + 1;  // each stream ends on a whole byte
 }
 
-void RiceWriter::append(std::span<const uint32_t> ends, const RiceParameters& form,
+void RiceWriter::append(std::span<const uint32_t> ends, const RiceParameters& parameters,
                         std::vector<std::byte>& out) {
-  SI_CHECK(ends.size() == 1 + form.values && form.low_bits <= kGapLowBitsMax, "an end for each");
-  SI_CHECK(form.values <= form.elements && (ends.back() & kernels::kEndMask) <= form.elements,
+  SI_CHECK(ends.size() == 1 + parameters.values && parameters.low_bits <= kGapLowBitsMax,
+           "an end for each");
+  SI_CHECK(parameters.values <= parameters.elements &&
+               (ends.back() & kernels::kEndMask) <= parameters.elements,
            "values inside the block");
-  const size_t pairs = form.values / 2;
-  const bool odd = form.values % 2 != 0;
+  const size_t pairs = parameters.values / 2;
+  const bool odd = parameters.values % 2 != 0;
   tails_.resize(pairs);
   highs_.resize(pairs);
   high_bits_.resize(pairs);
-  kernels::split_gaps(kernels::kernels(), ends, form.low_bits, form.sign_bits,
+  kernels::split_gaps(kernels::kernels(), ends, parameters.low_bits, parameters.sign_bits,
                       {.tails = tails_, .highs = highs_, .high_bits = high_bits_});
 
-  BitWriter tails(out, form.values * form.tail_bits());
-  if (const unsigned bits = 2 * form.tail_bits(); bits > 0) {
+  BitWriter tails(out, parameters.values * parameters.tail_bits());
+  if (const unsigned bits = 2 * parameters.tail_bits(); bits > 0) {
     const size_t at_once = BitWriter::kPutMax / bits;
     const auto put_pairs = [&](size_t first, size_t count) {
       uint64_t word = 0;
@@ -93,17 +95,18 @@ void RiceWriter::append(std::span<const uint32_t> ends, const RiceParameters& fo
     if (p < pairs) put_pairs(p, pairs - p);
   }
   if (odd) {
-    const uint64_t low = gap_before(ends, form.values - 1) & ((uint64_t{1} << form.low_bits) - 1);
-    const uint64_t sign = form.sign_bits > 0 ? ends.back() >> 31 : 0;
-    tails.put(low | sign << form.low_bits, form.tail_bits());
+    const uint64_t low =
+        gap_before(ends, parameters.values - 1) & ((uint64_t{1} << parameters.low_bits) - 1);
+    const uint64_t sign = parameters.sign_bits > 0 ? ends.back() >> 31 : 0;
+    tails.put(low | sign << parameters.low_bits, parameters.tail_bits());
   }
   tails.finish();
 
-  BitWriter highs(out, form.values + zeros_max(form));
+  BitWriter highs(out, parameters.values + zeros_max(parameters));
   const auto put_pair = [&](size_t p) {
     if (high_bits_[p] != 0) return highs.put(highs_[p], high_bits_[p]);
-    highs.put_one_after(gap_before(ends, 2 * p) >> form.low_bits);
-    highs.put_one_after(gap_before(ends, 2 * p + 1) >> form.low_bits);
+    highs.put_one_after(gap_before(ends, 2 * p) >> parameters.low_bits);
+    highs.put_one_after(gap_before(ends, 2 * p + 1) >> parameters.low_bits);
   };
   size_t p = 0;
   for (; p + 2 <= pairs; p += 2) {
@@ -116,16 +119,16 @@ void RiceWriter::append(std::span<const uint32_t> ends, const RiceParameters& fo
     }
   }
   if (p < pairs) put_pair(p);
-  if (odd) highs.put_one_after(gap_before(ends, form.values - 1) >> form.low_bits);
+  if (odd) highs.put_one_after(gap_before(ends, parameters.values - 1) >> parameters.low_bits);
   highs.finish();
 }
 
-RiceReader::RiceReader(std::span<const std::byte> bytes, const RiceParameters& form)
+RiceReader::RiceReader(std::span<const std::byte> bytes, const RiceParameters& parameters)
     : bytes_(bytes),
-      form_(form),
-      tails_bytes_(
-          std::min<uint64_t>(base::divide_up(form.values * form.tail_bits(), 8), bytes.size())),
-      tail_mask_((uint64_t{1} << form.tail_bits()) - 1) {}
+      form_(parameters),
+      tails_bytes_(std::min<uint64_t>(
+          base::divide_up(parameters.values * parameters.tail_bits(), 8), bytes.size())),
+      tail_mask_((uint64_t{1} << parameters.tail_bits()) - 1) {}
 
 bool RiceReader::well_formed() const {
   const uint64_t tail_bits = form_.values * form_.tail_bits();

@@ -34,7 +34,7 @@ class RiceWriter {
  public:
   /// Appends gaps and signs. ends: [1 + values], 0 and then where each value ends, as
   /// kernels::ends_of_signs() makes them; ascending and inside the block.
-  void append(std::span<const uint32_t> ends, const RiceParameters& form,
+  void append(std::span<const uint32_t> ends, const RiceParameters& parameters,
               std::vector<std::byte>& out);
 
  private:
@@ -46,8 +46,8 @@ class RiceWriter {
 /// Never reads beyond its bytes.
 class RiceReader {
  public:
-  /// form: with at most kGapLowBitsMax low bits.
-  RiceReader(std::span<const std::byte> bytes, const RiceParameters& form);
+  /// parameters: with at most kGapLowBitsMax low bits.
+  RiceReader(std::span<const std::byte> bytes, const RiceParameters& parameters);
 
   /// Whether the bytes are the gaps of as many values, all of them inside the block, and nothing
   /// else.

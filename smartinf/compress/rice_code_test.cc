@@ -12,7 +12,8 @@ namespace {
 using Values = std::vector<std::pair<uint64_t, uint64_t>>;  // index and sign
 
 /// By the grammar of docs/format.md, a bit at a time. Nothing where the bytes break it.
-std::optional<Values> read_slowly(std::span<const std::byte> bytes, const RiceParameters& form) {
+std::optional<Values> read_slowly(std::span<const std::byte> bytes,
+                                  const RiceParameters& parameters) {
   uint64_t at = 0;
   const auto bit = [&]() -> int {
     if (at >= bytes.size() * 8) return -1;
@@ -25,13 +26,13 @@ std::optional<Values> read_slowly(std::span<const std::byte> bytes, const RicePa
     }
     return true;
   };
-  Values values(form.values);
-  std::vector<uint64_t> lows(form.values);
-  for (uint64_t i = 0; i < form.values; ++i) {
-    for (unsigned b = 0; b < form.low_bits + form.sign_bits; ++b) {
+  Values values(parameters.values);
+  std::vector<uint64_t> lows(parameters.values);
+  for (uint64_t i = 0; i < parameters.values; ++i) {
+    for (unsigned b = 0; b < parameters.low_bits + parameters.sign_bits; ++b) {
       const int next = bit();
       if (next < 0) return std::nullopt;
-      if (b < form.low_bits) {
+      if (b < parameters.low_bits) {
         lows[i] |= static_cast<uint64_t>(next) << b;
       } else {
         values[i].second = static_cast<uint64_t>(next);
@@ -40,22 +41,22 @@ std::optional<Values> read_slowly(std::span<const std::byte> bytes, const RicePa
   }
   if (!pad()) return std::nullopt;
   uint64_t expected = 0;
-  for (uint64_t i = 0; i < form.values; ++i) {
+  for (uint64_t i = 0; i < parameters.values; ++i) {
     uint64_t zeros = 0;
     int next = bit();
     for (; next == 0; next = bit()) ++zeros;
     if (next < 0) return std::nullopt;
-    values[i].first = expected + (zeros << form.low_bits) + lows[i];
-    if (values[i].first >= form.elements) return std::nullopt;
+    values[i].first = expected + (zeros << parameters.low_bits) + lows[i];
+    if (values[i].first >= parameters.elements) return std::nullopt;
     expected = values[i].first + 1;
   }
   if (!pad() || at != bytes.size() * 8) return std::nullopt;
   return values;
 }
 
-void expect_same(std::span<const std::byte> bytes, const RiceParameters& form) {
-  const auto expected = read_slowly(bytes, form);
-  const RiceReader reader(bytes, form);
+void expect_same(std::span<const std::byte> bytes, const RiceParameters& parameters) {
+  const auto expected = read_slowly(bytes, parameters);
+  const RiceReader reader(bytes, parameters);
   ASSERT_EQ(reader.well_formed(), expected.has_value());
   if (!expected) return;
   Values found;
@@ -77,17 +78,17 @@ TEST(GapCode, ReadsBackWhatItWrites) {
           ends.push_back((i + 1) | sign << 31);
           expected.emplace_back(i, sign);
         }
-        const RiceParameters form{.low_bits = gap_low_bits(elements, expected.size()),
-                                  .sign_bits = sign_bits,
-                                  .values = expected.size(),
-                                  .elements = elements};
+        const RiceParameters parameters{.low_bits = gap_low_bits(elements, expected.size()),
+                                        .sign_bits = sign_bits,
+                                        .values = expected.size(),
+                                        .elements = elements};
         RiceWriter writer;
         std::vector<std::byte> bytes(3, std::byte{0x77});  // behind what is there
-        writer.append(ends, form, bytes);
+        writer.append(ends, parameters, bytes);
         const auto written = std::span(bytes).subspan(3);
         EXPECT_LE(written.size(), rice_bytes_max(elements, expected.size(), sign_bits));
-        ASSERT_EQ(read_slowly(written, form), expected) << elements << " " << share;
-        expect_same(written, form);
+        ASSERT_EQ(read_slowly(written, parameters), expected) << elements << " " << share;
+        expect_same(written, parameters);
       }
     }
   }
@@ -98,12 +99,12 @@ TEST(GapCode, TakesWhatIsWellFormedAndNothingElse) {
   for (const uint64_t values : {0u, 1u, 2u, 3u, 5u}) {
     for (const unsigned low_bits : {0u, 1u, 2u, 5u}) {
       for (const unsigned sign_bits : {0u, 1u}) {
-        const RiceParameters form{low_bits, sign_bits, values, 9};
+        const RiceParameters parameters{low_bits, sign_bits, values, 9};
         for (size_t length = 0; length <= 2; ++length) {
           for (uint32_t word = 0; word < 1u << 8 * length; ++word) {
             std::vector<std::byte> bytes(length);
             for (size_t i = 0; i < length; ++i) bytes[i] = static_cast<std::byte>(word >> 8 * i);
-            ASSERT_NO_FATAL_FAILURE(expect_same(bytes, form))
+            ASSERT_NO_FATAL_FAILURE(expect_same(bytes, parameters))
                 << values << " " << low_bits << " " << sign_bits << " " << length << " " << word;
           }
         }
@@ -120,18 +121,18 @@ TEST(GapCode, TakesNoDamageThatTheGrammarDoesNot) {
     const auto sign = static_cast<uint32_t>(random() & 1);
     ends.push_back((i + 1) | sign << 31);
   }
-  const RiceParameters form{
+  const RiceParameters parameters{
       .low_bits = 3, .sign_bits = 1, .values = ends.size() - 1, .elements = 900};
   RiceWriter writer;
   std::vector<std::byte> bytes;
-  writer.append(ends, form, bytes);
+  writer.append(ends, parameters, bytes);
   for (int i = 0; i < 20000; ++i) {
     std::vector<std::byte> damaged = bytes;
     for (uint32_t flips = 1 + static_cast<uint32_t>(random() % 3); flips > 0; --flips) {
       damaged[random() % damaged.size()] ^= static_cast<std::byte>(1u << random() % 8);
     }
     if (random() % 8 == 0) damaged.resize(random() % (damaged.size() + 9));
-    ASSERT_NO_FATAL_FAILURE(expect_same(damaged, form));
+    ASSERT_NO_FATAL_FAILURE(expect_same(damaged, parameters));
   }
 }
 
@@ -147,10 +148,11 @@ TEST(GapCode, NoneIsLongerThanItsBound) {
                                                          : (i + 1) * (elements / values)));
           }
           for (const unsigned sign_bits : {0u, 1u}) {
-            const RiceParameters form{gap_low_bits(elements, values), sign_bits, values, elements};
+            const RiceParameters parameters{gap_low_bits(elements, values), sign_bits, values,
+                                            elements};
             RiceWriter writer;
             std::vector<std::byte> bytes;
-            writer.append(ends, form, bytes);
+            writer.append(ends, parameters, bytes);
             ASSERT_LE(bytes.size(), rice_bytes_max(elements, most, sign_bits))
                 << elements << " " << most << " " << values;
           }

@@ -5,36 +5,37 @@
 
 namespace smartinf::compress {
 
-StepAheadWeights::StepAheadWeights(std::vector<MatrixLayout> forms,
+StepAheadWeights::StepAheadWeights(std::vector<MatrixLayout> matrices,
                                    const plan::ParameterSpace& space,
                                    std::span<const plan::Subgroup> subgroups)
-    : forms_(std::move(forms)),
+    : matrices_(std::move(matrices)),
       subgroups_(subgroups.begin(), subgroups.end()),
-      samples_(sample_count(forms_)),
+      samples_(sample_count(matrices_)),
       weights_(subgroups_.size()),
-      samples_missing_(forms_.size()) {
-  for (const MatrixLayout& form : forms_) groups_.push_back(space.ranges()[form.range].group);
+      samples_missing_(matrices_.size()) {
+  for (const MatrixLayout& matrix : matrices_)
+    groups_.push_back(space.ranges()[matrix.range].group);
 }
 
 void StepAheadWeights::take(uint64_t first, std::span<const float> variances) {
-  take_samples(forms_, first, variances, samples_.data());
-  roots_.form = ~size_t{0};
+  take_samples(matrices_, first, variances, samples_.data());
+  roots_.matrix = ~size_t{0};
 }
 
 void StepAheadWeights::find_roots(size_t index) {
-  if (roots_.form == index) return;
-  roots_.form = index;
-  const MatrixLayout& form = forms_[index];
-  const MatrixSamples samples{form};
+  if (roots_.matrix == index) return;
+  roots_.matrix = index;
+  const MatrixLayout& matrix = matrices_[index];
+  const MatrixSamples samples{matrix};
   std::vector<float>& rows = roots_.rows;
   std::vector<float>& columns = roots_.columns;
-  columns.assign(form.columns, 0.0f);
+  columns.assign(matrix.columns, 0.0f);
   for (uint64_t s = 0; s < samples.sampled_rows(); ++s) {
     const base::Bf16* row = samples_.data() + samples.of_row(s);
-    for (uint64_t c = 0; c < form.columns; ++c) columns[c] += base::to_f32(row[c]);
+    for (uint64_t c = 0; c < matrix.columns; ++c) columns[c] += base::to_f32(row[c]);
   }
-  rows.resize(form.rows);
-  for (uint64_t r = 0; r < form.rows; ++r) {
+  rows.resize(matrix.rows);
+  for (uint64_t r = 0; r < matrix.rows; ++r) {
     const base::Bf16* row = samples_.data() + samples.of_columns(r);
     rows[r] = 0;
     for (uint64_t s = 0; s < samples.sampled_columns(); ++s) rows[r] += base::to_f32(row[s]);
@@ -51,11 +52,11 @@ void StepAheadWeights::find_roots(size_t index) {
   for (float& column : columns) column = std::sqrt(column);
 }
 
-void StepAheadWeights::step_in_form(const Step& step, size_t index, uint64_t first, uint64_t count,
-                                    void* weights, base::DataType type) {
+void StepAheadWeights::step_in_matrix(const Step& step, size_t index, uint64_t first,
+                                      uint64_t count, void* weights, base::DataType type) {
   find_roots(index);
-  const MatrixLayout& form = forms_[index];
-  const MatrixPart part = part_of(form, first, count);
+  const MatrixLayout& matrix = matrices_[index];
+  const MatrixPart part = part_of(matrix, first, count);
   const kernels::StepAhead& rate = step.rates[groups_[index]];
   uint64_t at = part.first;
   part.each_stretch([&](uint64_t row, uint64_t column, uint64_t some) {
@@ -69,20 +70,21 @@ void StepAheadWeights::step_in_form(const Step& step, size_t index, uint64_t fir
 
 void StepAheadWeights::step(const Step& step, uint64_t first, uint64_t count, void* weights,
                             base::DataType type) {
-  for (const MatrixLayout& form : matrices_in(forms_, first, count)) {
-    step_in_form(step, index_of(form), first, count, weights, type);
+  for (const MatrixLayout& matrix : matrices_in(matrices_, first, count)) {
+    step_in_matrix(step, index_of(matrix), first, count, weights, type);
   }
 }
 
 void StepAheadWeights::expect(std::span<const uint8_t> wanted) {
-  roots_.form = ~size_t{0};
+  roots_.matrix = ~size_t{0};
   std::fill(samples_missing_.begin(), samples_missing_.end(), 0);
   for (size_t i = 0; i < subgroups_.size(); ++i) {
-    weights_[i] = {.at = nullptr, .wanted = wanted[i] != 0, .forms_missing = 0};
+    weights_[i] = {.at = nullptr, .wanted = wanted[i] != 0, .matrices_missing = 0};
     if (!weights_[i].wanted) continue;
-    for (const MatrixLayout& form : matrices_in(forms_, subgroups_[i].first, subgroups_[i].count)) {
-      ++samples_missing_[index_of(form)];
-      ++weights_[i].forms_missing;
+    for (const MatrixLayout& matrix :
+         matrices_in(matrices_, subgroups_[i].first, subgroups_[i].count)) {
+      ++samples_missing_[index_of(matrix)];
+      ++weights_[i].matrices_missing;
     }
   }
 }
@@ -91,21 +93,21 @@ void StepAheadWeights::arrived(const Step& step, size_t subgroup, void* weights,
                                base::DataType type, const std::function<void(size_t)>& done) {
   const plan::Subgroup& own = subgroups_[subgroup];
   weights_[subgroup].at = weights;
-  for (const MatrixLayout& form : matrices_in(forms_, own.first, own.count)) {
-    if (--samples_missing_[index_of(form)] > 0) continue;
-    // All of the form has come: the subgroups that reach into it go ahead there.
-    const auto end =
-        std::partition_point(subgroups_.begin(), subgroups_.end(),
-                             [&](const plan::Subgroup& other) { return other.first < form.end(); });
+  for (const MatrixLayout& matrix : matrices_in(matrices_, own.first, own.count)) {
+    if (--samples_missing_[index_of(matrix)] > 0) continue;
+    // All of the matrix has come: the subgroups that reach into it go ahead there.
+    const auto end = std::partition_point(
+        subgroups_.begin(), subgroups_.end(),
+        [&](const plan::Subgroup& other) { return other.first < matrix.end(); });
     for (auto other = end; other != subgroups_.begin();) {
       --other;
-      if (other->first + other->count <= form.first) break;
+      if (other->first + other->count <= matrix.first) break;
       Weights& its = weights_[static_cast<size_t>(other - subgroups_.begin())];
       if (!its.wanted) continue;
       if (its.at != nullptr) {
-        step_in_form(step, index_of(form), other->first, other->count, its.at, type);
+        step_in_matrix(step, index_of(matrix), other->first, other->count, its.at, type);
       }
-      if (--its.forms_missing == 0) done(static_cast<size_t>(other - subgroups_.begin()));
+      if (--its.matrices_missing == 0) done(static_cast<size_t>(other - subgroups_.begin()));
     }
   }
 }

@@ -19,7 +19,7 @@ namespace smartinf::compress {
 /// weights, on whatever devices it lies. Threads: one at a time, but for samples().
 class StepAheadWeights {
  public:
-  StepAheadWeights(std::vector<MatrixLayout> forms, const plan::ParameterSpace& space,
+  StepAheadWeights(std::vector<MatrixLayout> matrices, const plan::ParameterSpace& space,
                    std::span<const plan::Subgroup> subgroups);
 
   /// Where devices put what they sample (csd::SubgroupUpdate::samples_out).
@@ -49,29 +49,29 @@ class StepAheadWeights {
   struct Weights {
     void* at = nullptr;
     bool wanted = false;
-    size_t forms_missing = 0;
+    size_t matrices_missing = 0;
   };
-  /// Whose product is the root of the variances of the form.
+  /// Whose product is the root of the variances of the matrix.
   struct Roots {
-    size_t form = ~size_t{0};
+    size_t matrix = ~size_t{0};
     std::vector<float> rows;
     std::vector<float> columns;
   };
-  void find_roots(size_t form);
-  /// What lies in [first, first + count) of the form. weights: of `first`.
-  void step_in_form(const Step& step, size_t form, uint64_t first, uint64_t count, void* weights,
-                    base::DataType type);
-  size_t index_of(const MatrixLayout& form) const {
-    return static_cast<size_t>(&form - forms_.data());
+  void find_roots(size_t matrix);
+  /// What lies in [first, first + count) of the matrix. weights: of `first`.
+  void step_in_matrix(const Step& step, size_t matrix, uint64_t first, uint64_t count,
+                      void* weights, base::DataType type);
+  size_t index_of(const MatrixLayout& matrix) const {
+    return static_cast<size_t>(&matrix - matrices_.data());
   }
 
-  const std::vector<MatrixLayout> forms_;
+  const std::vector<MatrixLayout> matrices_;
   const std::vector<plan::Subgroup> subgroups_;
-  std::vector<uint32_t> groups_;  // by form
+  std::vector<uint32_t> groups_;  // by matrix
   std::vector<base::Bf16> samples_;
   std::vector<Weights> weights_;         // by subgroup
-  std::vector<size_t> samples_missing_;  // by form: subgroups that are still to come
-  Roots roots_;                          // of the form at hand
+  std::vector<size_t> samples_missing_;  // by matrix: subgroups that are still to come
+  Roots roots_;                          // of the matrix at hand
 };
 
 }  // namespace smartinf::compress

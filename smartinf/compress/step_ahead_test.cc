@@ -26,11 +26,11 @@ struct Model {
   explicit Model(const plan::ParameterSpace& space)
       : variances(space.count()), residual(space.count()) {
     std::mt19937 random(5);
-    for (const MatrixLayout& form : matrix_layouts(space)) {
-      for (uint64_t i = 0; i < form.count(); ++i) {
+    for (const MatrixLayout& matrix : matrix_layouts(space)) {
+      for (uint64_t i = 0; i < matrix.count(); ++i) {
         // Products of few bits: nothing is rounded.
-        variances[form.first + i] = static_cast<float>(1 + i / form.columns % 7) *
-                                    static_cast<float>(1 + i % form.columns % 13) * 0x1p-10f;
+        variances[matrix.first + i] = static_cast<float>(1 + i / matrix.columns % 7) *
+                                      static_cast<float>(1 + i % matrix.columns % 13) * 0x1p-10f;
       }
     }
     for (base::Bf16& kept : residual) {
@@ -108,8 +108,8 @@ TEST(StepAheadWeights, WaitForAllSamplesOfAMatrix) {
 TEST(StepAheadWeights, TakeColumnsForAlikeWhereNoSampleTells) {
   plan::ParameterSpace space;
   ASSERT_TRUE(space.add("matrix", {1000, 500}, 0).ok());
-  const auto forms = matrix_layouts(space);
-  const MatrixSamples samples{forms.front()};
+  const auto matrices = matrix_layouts(space);
+  const MatrixSamples samples{matrices.front()};
   std::set<uint64_t> sampled;
   for (uint64_t s = 0; s < samples.sampled_rows(); ++s) sampled.insert(samples.row(s));
   std::vector<float> variances(space.count());
@@ -118,7 +118,7 @@ TEST(StepAheadWeights, TakeColumnsForAlikeWhereNoSampleTells) {
   }
   const std::vector<base::Bf16> residual(space.count(), base::to_bf16(0.5f));
   const std::vector<kernels::StepAhead> rates = {{.lr = 0.01f, .bias = 1, .eps = 0}};
-  StepAheadWeights ahead(forms, space, space.subgroups(kBlockElements));
+  StepAheadWeights ahead(matrices, space, space.subgroups(kBlockElements));
   ahead.take(0, variances);
   std::vector<float> weights(space.count());
   ahead.step({residual.data(), rates}, 0, space.count(), weights.data(), base::DataType::kF32);

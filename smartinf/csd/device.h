@@ -80,7 +80,7 @@ struct SubgroupUpdate {
   void* weights_out = nullptr;  // [count] of Update::weights_type; null: not wanted
   /// Where samples of the new variances go: those of the whole space (compress::MatrixSamples), of
   /// which the subgroup's are written. For rules that keep one and devices that know the space's
-  /// forms (SI_CHECK); null: not wanted.
+  /// matrices (SI_CHECK); null: not wanted.
   base::Bf16* samples_out = nullptr;
 };
 

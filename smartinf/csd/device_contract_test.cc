@@ -153,9 +153,9 @@ std::vector<Kind> compressed_kinds() {
 }
 
 compress::ValueEncoding form_of(DataType type) {
-  for (const compress::ValueEncoding form :
+  for (const compress::ValueEncoding encoding :
        {compress::ValueEncoding::kF32, compress::ValueEncoding::kF16}) {
-    if (compress::expanded_type(form) == type) return form;
+    if (compress::expanded_type(encoding) == type) return encoding;
   }
   return compress::ValueEncoding::kBf16;
 }
@@ -169,7 +169,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     layout_ = test_layout(GetParam().format, GetParam().spill ? type_bytes() : 0);
     const storage::StoredSubgroup& last = layout_.subgroups.back();
     groups_ = test_groups(last.first_element + last.count);
-    forms_ = test_forms(last.first_element + last.count);
+    matrices_ = test_matrices(last.first_element + last.count);
     host_link_ = std::make_shared<Link>(LinkOptions{"host", 4e9, 4e9, false, {}});
     drive_link_ = std::make_shared<Link>(LinkOptions{"drive", 2e9, 1e9, true, {}});
   }
@@ -193,7 +193,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     if (kind.spill) options.gradient_budget_bytes = 2 * base::kBlockElements * type_bytes();
     if (kind.place == HostLinkPlace::kAtStore) options.gradient_budget_bytes = 0;
     if (kind.sparsity.every > 1) options.compressed_block_bytes = 8192;
-    if (kind.sparsity.factors) options.forms = forms_;
+    if (kind.sparsity.factors) options.matrices = matrices_;
     options.schedule = kind.schedule;
     options.store.ring.kind = kind.ring;
     options.store.durability = kind.durability;
@@ -288,7 +288,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   }
   compress::RowColumnFactors factors(const storage::StoredSubgroup& subgroup, uint64_t step) const {
     const TestSparsity& sparsity = GetParam().sparsity;
-    return sparsity.factors ? test_factors(forms_, subgroup, step) : compress::RowColumnFactors();
+    return sparsity.factors ? test_factors(matrices_, subgroup, step)
+                            : compress::RowColumnFactors();
   }
   std::vector<std::byte> message(const storage::StoredSubgroup& subgroup, uint64_t step) const {
     const Kind& kind = GetParam();
@@ -362,7 +363,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   std::string folder_;
   storage::StoreLayout layout_;
   std::vector<plan::GroupStretch> groups_;
-  std::vector<compress::MatrixLayout> forms_;
+  std::vector<compress::MatrixLayout> matrices_;
   std::shared_ptr<Link> host_link_;
   std::shared_ptr<Link> drive_link_;
   DeviceDriver driver_;
@@ -758,7 +759,7 @@ TEST_P(CompressedContract, GivesTheBitsOfThePlainReference) {
     }
     Update update = update_of(number);
     // Samples of the variance are wanted too, where the device knows what they are of.
-    std::vector<base::Bf16> samples(compress::sample_count(forms_));
+    std::vector<base::Bf16> samples(compress::sample_count(matrices_));
     for (SubgroupUpdate& entry : update.updates) {
       if (GetParam().sparsity.factors) entry.samples_out = samples.data();
     }
@@ -774,10 +775,10 @@ TEST_P(CompressedContract, GivesTheBitsOfThePlainReference) {
       expected_up += expected[i].size();
       if (!GetParam().sparsity.factors) continue;
       const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
-      compress::take_samples(forms_, subgroup.first_element, reference.plane(i, 2),
+      compress::take_samples(matrices_, subgroup.first_element, reference.plane(i, 2),
                              expected_samples.data());
-      expected_up +=
-          compress::samples_in(forms_, subgroup.first_element, subgroup.count) * sizeof(base::Bf16);
+      expected_up += compress::samples_in(matrices_, subgroup.first_element, subgroup.count) *
+                     sizeof(base::Bf16);
     }
     EXPECT_EQ(device_->host_traffic().up(base::TrafficKind::kWeight) - up, expected_up);
     EXPECT_TRUE(std::equal(samples.begin(), samples.end(), expected_samples.begin(),
@@ -813,11 +814,12 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
     for (uint64_t first = 0; first < subgroup.count; first += base::kBlockElements) {
       writer.add_block({}, {});
     }
-    const Status other_forms = put_message(subgroup, writer.finish());
-    EXPECT_EQ(other_forms.code(), base::ErrorCode::kInvalidArgument);
-    EXPECT_NE(other_forms.what().find("7 factors"), std::string::npos) << other_forms.to_string();
+    const Status other_matrices = put_message(subgroup, writer.finish());
+    EXPECT_EQ(other_matrices.code(), base::ErrorCode::kInvalidArgument);
+    EXPECT_NE(other_matrices.what().find("7 factors"), std::string::npos)
+        << other_matrices.to_string();
     // As many as there should be, but of other rows and columns.
-    compress::RowColumnFactors factors = test_factors(forms_, subgroup, 1);
+    compress::RowColumnFactors factors = test_factors(matrices_, subgroup, 1);
     ASSERT_GT(factors.runs[0], 1u);
     --factors.runs[0];
     ++factors.runs[1];

@@ -41,15 +41,15 @@ GradientMemory::GradientMemory(const storage::StoreLayout& layout, base::DataTyp
 
 base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
     const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes, bool checksums,
-    uint64_t compressed_block_bytes, std::span<const compress::MatrixLayout> forms) {
+    uint64_t compressed_block_bytes, std::span<const compress::MatrixLayout> matrices) {
   std::unique_ptr<GradientMemory> made(new GradientMemory(layout, type, checksums));
   const uint64_t element_bytes = base::data_type_bytes(type);
   made->compressed_block_bytes_ = compressed_block_bytes;
   for (size_t i = 0; i < made->entries_.size(); ++i) {
     const storage::StoredSubgroup& subgroup = layout.subgroups[i];
     Entry& entry = made->entries_[i];
-    entry.factors = compress::factors_in(forms, subgroup.first_element, subgroup.count);
-    compress::append_factor_runs(forms, subgroup.first_element, subgroup.count, entry.runs);
+    entry.factors = compress::factors_in(matrices, subgroup.first_element, subgroup.count);
+    compress::append_factor_runs(matrices, subgroup.first_element, subgroup.count, entry.runs);
   }
   const auto room = [&](const Entry& entry) {
     const uint64_t bytes =

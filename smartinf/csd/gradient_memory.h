@@ -38,11 +38,11 @@ class GradientMemory {
   /// them last, so their update finds them there. Errors: kOutOfMemory when not all fit and the
   /// layout has no spill area; kMismatch when the spill area was made for another type.
   /// compressed_block_bytes above 0: for put_compressed() instead of put(), all of it in memory;
-  /// forms: LocalDeviceOptions::forms.
+  /// matrices: LocalDeviceOptions::matrices.
   static base::Result<std::unique_ptr<GradientMemory>> create(
       const storage::StoreLayout& layout, base::DataType type, uint64_t budget_bytes,
       bool checksums, uint64_t compressed_block_bytes = 0,
-      std::span<const compress::MatrixLayout> forms = {});
+      std::span<const compress::MatrixLayout> matrices = {});
 
   /// Bytes that each lent buffer must have; 0 when nothing is spilled.
   uint64_t buffer_bytes() const { return buffer_bytes_; }
@@ -64,7 +64,8 @@ class GradientMemory {
                                          std::chrono::nanoseconds wait);
   /// Copies a whole subgroup's message after checking it through; a bad one changes nothing.
   /// Errors: compress::CompressedView::parse's; kInvalidArgument for another subgroup's, one with
-  /// factors of other forms, one that is longer than there is room for, or a second one in a step.
+  /// factors of other matrices, one that is longer than there is room for, or a second one in a
+  /// step.
   base::Status put_compressed(uint32_t subgroup, base::SubgroupId id,
                               std::span<const std::byte> message);
   bool compressed() const { return compressed_block_bytes_ > 0; }

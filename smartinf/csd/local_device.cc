@@ -172,7 +172,7 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   SI_ASSIGN_OR_RETURN(gradients_,
                       GradientMemory::create(layout, options.gradient_type,
                                              options.gradient_budget_bytes, options.store.checksums,
-                                             options.compressed_block_bytes, options.forms));
+                                             options.compressed_block_bytes, options.matrices));
   parts_.gradients = gradients_.get();
   SI_RETURN_IF_ERROR(allocate_slots());
 

@@ -55,7 +55,7 @@ struct LocalDeviceOptions {
   uint64_t compressed_block_bytes = 0;
   /// With that: how the parameter space lies in rows and columns, for messages with factors of the
   /// gradient's squares and for samples of the variance. Empty: neither comes nor is wanted.
-  std::vector<compress::MatrixLayout> forms;
+  std::vector<compress::MatrixLayout> matrices;
 
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   storage::StoreOptions store;  // ring, durability, checksums, transfer size and depth, watchdog

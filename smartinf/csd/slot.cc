@@ -171,23 +171,24 @@ std::span<const kernels::SquaresRow> UpdateWork::take_squares(
   float* columns = thread_block().data();  // of all parts: no more than the block has elements
   uint64_t factors = 0;                    // of the parts before
   uint64_t run = 0;
-  for (const compress::MatrixLayout& form :
-       compress::matrices_in(options_->forms, subgroup.first_element, subgroup.count)) {
+  for (const compress::MatrixLayout& matrix :
+       compress::matrices_in(options_->matrices, subgroup.first_element, subgroup.count)) {
     const compress::MatrixPart sent =
-        compress::part_of(form, subgroup.first_element, subgroup.count);
+        compress::part_of(matrix, subgroup.first_element, subgroup.count);
     const uint64_t means_at = factors;
     const uint64_t rows_run = run;
     const uint64_t columns_run = run + 1;
     factors += sent.factors();
     run += compress::kRunsOfMatrix;
-    if (form.end() <= first) continue;
-    if (form.first >= end) break;
-    const compress::MatrixPart part = compress::part_of(form, first, end - first);
+    if (matrix.end() <= first) continue;
+    if (matrix.first >= end) break;
+    const compress::MatrixPart part = compress::part_of(matrix, first, end - first);
     means.resize(part.rows());
     const uint64_t rows_at = means_at + part.first_row() - sent.first_row();
     message.read_factors(rows_run, rows_at, means);
     // From the part's first column on and round the end, as far as it reaches.
-    const uint64_t turn = (part.first_column() + form.columns - sent.first_column()) % form.columns;
+    const uint64_t turn =
+        (part.first_column() + matrix.columns - sent.first_column()) % matrix.columns;
     const uint64_t some = std::min(part.columns(), sent.columns() - turn);
     const uint64_t columns_at = means_at + sent.rows();
     message.read_factors(columns_run, columns_at + turn, {columns, some});
@@ -201,7 +202,7 @@ std::span<const kernels::SquaresRow> UpdateWork::take_squares(
 }
 
 void UpdateWork::send_samples(uint64_t block) {
-  SI_CHECK(!options_->forms.empty(), "samples of forms that the device knows");
+  SI_CHECK(!options_->matrices.empty(), "samples of matrices that the device knows");
   const size_t plane = kernels::variance_plane(update_->scalars.front().rule);
   const uint64_t elements = planes_.elements(block);
   const std::byte* bytes = planes_.bytes(plane, block).data();
@@ -213,7 +214,7 @@ void UpdateWork::send_samples(uint64_t block) {
     variances = decoded;
   }
   const uint64_t first = planes_.subgroup().first_element + block * kBlockElements;
-  compress::take_samples(options_->forms, first, {variances, elements}, samples_out_);
+  compress::take_samples(options_->matrices, first, {variances, elements}, samples_out_);
 }
 
 uint64_t DecodeWork::prepare(const PlaneBlocks& planes, const PlaneBlocks& cached,

@@ -74,47 +74,48 @@ inline std::vector<std::byte> test_gradient(const storage::StoredSubgroup& subgr
 /// What is sent of a gradient when it is compressed.
 struct TestSparsity {
   uint64_t every = 1;    // elements at multiples of it within their block; the others count as 0
-  bool factors = false;  // of squares go along: those of test_forms()
+  bool factors = false;  // of squares go along: those of test_matrices()
   bool signs = false;    // values are signs
 };
 
 /// Matrices of all kinds, without gaps; subgroups cut through them.
-inline std::vector<compress::MatrixLayout> test_forms(uint64_t elements) {
-  std::vector<compress::MatrixLayout> forms;
-  for (uint64_t first = 0; first < elements; first = forms.back().end()) {
+inline std::vector<compress::MatrixLayout> test_matrices(uint64_t elements) {
+  std::vector<compress::MatrixLayout> matrices;
+  for (uint64_t first = 0; first < elements; first = matrices.back().end()) {
     constexpr std::array<uint64_t, 5> kColumns = {1000, 77, 4096, 100'000, 1};
-    const uint64_t columns = std::min(kColumns[forms.size() % kColumns.size()], elements - first);
+    const uint64_t columns =
+        std::min(kColumns[matrices.size() % kColumns.size()], elements - first);
     const uint64_t rows = std::min<uint64_t>((elements - first) / columns, 90);
-    forms.push_back({first, rows, columns, compress::sample_count(forms), 0});
+    matrices.push_back({first, rows, columns, compress::sample_count(matrices), 0});
   }
-  return forms;
+  return matrices;
 }
 /// What a message says of a row, or of a column, in a step: what a factor's byte holds exactly.
-inline float test_factor(uint64_t form, uint64_t step, bool of_row, uint64_t index) {
-  const uint64_t mixed = (index + 3 * form + 5 * step) % 61;
+inline float test_factor(uint64_t matrix, uint64_t step, bool of_row, uint64_t index) {
+  const uint64_t mixed = (index + 3 * matrix + 5 * step) % 61;
   if (of_row && mixed == 0) return 0;
   const float mantissa = 1 + static_cast<float>(mixed % 8) / 8;
   return std::ldexp(mantissa, static_cast<int>(mixed / 8) - (of_row ? 20 : 4));
 }
 /// Of a subgroup, in the message's order.
-inline compress::RowColumnFactors test_factors(const std::vector<compress::MatrixLayout>& forms,
+inline compress::RowColumnFactors test_factors(const std::vector<compress::MatrixLayout>& matrices,
                                                const storage::StoredSubgroup& subgroup,
                                                uint64_t step) {
   compress::RowColumnFactors factors;
-  for (uint64_t f = 0; f < forms.size(); ++f) {
-    const uint64_t first = std::max(subgroup.first_element, forms[f].first);
-    const uint64_t end = std::min(subgroup.first_element + subgroup.count, forms[f].end());
+  for (uint64_t f = 0; f < matrices.size(); ++f) {
+    const uint64_t first = std::max(subgroup.first_element, matrices[f].first);
+    const uint64_t end = std::min(subgroup.first_element + subgroup.count, matrices[f].end());
     if (first >= end) continue;
     const auto row_of = [&](uint64_t element) {
-      return (element - forms[f].first) / forms[f].columns;
+      return (element - matrices[f].first) / matrices[f].columns;
     };
     const size_t rows_at = factors.values.size();
     for (uint64_t row = row_of(first); row <= row_of(end - 1); ++row) {
       factors.values.push_back(test_factor(f, step, true, row));
     }
     const size_t columns_at = factors.values.size();
-    for (uint64_t e = first; e < std::min(end, first + forms[f].columns); ++e) {
-      const uint64_t column = (e - forms[f].first) % forms[f].columns;
+    for (uint64_t e = first; e < std::min(end, first + matrices[f].columns); ++e) {
+      const uint64_t column = (e - matrices[f].first) % matrices[f].columns;
       factors.values.push_back(test_factor(f, step, false, column));
     }
     factors.runs.push_back(static_cast<uint32_t>(columns_at - rows_at));
@@ -134,7 +135,7 @@ class ReferenceModel {
   ReferenceModel(const storage::StoreLayout& layout, std::vector<plan::GroupStretch> groups)
       : layout_(layout), groups_(std::move(groups)), scalar_(*kernels::supported_tables().front()) {
     const storage::StoredSubgroup& last = layout_.subgroups.back();
-    forms_ = test_forms(last.first_element + last.count);
+    matrices_ = test_matrices(last.first_element + last.count);
     for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
       std::vector<std::vector<std::byte>> planes;
       for (size_t plane = 0; plane < layout_.planes.size(); ++plane) {
@@ -196,8 +197,8 @@ class ReferenceModel {
         std::vector<float> columns(count);
         for (uint64_t e = 0; sparsity.factors && e < count; ++e) {
           const Place place = place_of(block.element + e);
-          columns[e] = test_factor(place.form, number, false, place.column);
-          squares.push_back({1, test_factor(place.form, number, true, place.row), &columns[e]});
+          columns[e] = test_factor(place.matrix, number, false, place.column);
+          squares.push_back({1, test_factor(place.matrix, number, true, place.row), &columns[e]});
         }
         block.squares = squares;
         scalar_.update_block(layout_.format, block, runs);
@@ -220,13 +221,13 @@ class ReferenceModel {
 
  private:
   struct Place {
-    uint64_t form, row, column;
+    uint64_t matrix, row, column;
   };
   Place place_of(uint64_t element) const {
-    uint64_t form = 0;
-    while (forms_[form].end() <= element) ++form;
-    const uint64_t within = element - forms_[form].first;
-    return {form, within / forms_[form].columns, within % forms_[form].columns};
+    uint64_t matrix = 0;
+    while (matrices_[matrix].end() <= element) ++matrix;
+    const uint64_t within = element - matrices_[matrix].first;
+    return {matrix, within / matrices_[matrix].columns, within % matrices_[matrix].columns};
   }
   /// What arrives when what is sent of a gradient goes as signs.
   void send_signs(const storage::StoredSubgroup& subgroup, const TestSparsity& sparsity,
@@ -264,7 +265,7 @@ class ReferenceModel {
 
   storage::StoreLayout layout_;
   std::vector<plan::GroupStretch> groups_;
-  std::vector<compress::MatrixLayout> forms_;
+  std::vector<compress::MatrixLayout> matrices_;
   const kernels::KernelTable& scalar_;
   std::vector<std::vector<std::vector<std::byte>>> state_;  // subgroup, plane, encoded
   size_t cursor_ = 0;

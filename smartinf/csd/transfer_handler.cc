@@ -205,7 +205,7 @@ void TransferHandler::send_weights(uint32_t task) {
   const uint64_t count = parts_.store->layout().subgroups[subgroup_of(task)].count;
   uint64_t bytes = count * base::data_type_bytes(update_->weights_type);
   if (entry.samples_out != nullptr) {
-    bytes += compress::samples_in(parts_.options.forms,
+    bytes += compress::samples_in(parts_.options.matrices,
                                   parts_.store->layout().subgroups[subgroup_of(task)].first_element,
                                   count) *
              sizeof(base::Bf16);

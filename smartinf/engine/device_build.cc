@@ -41,7 +41,7 @@ csd::LocalDeviceOptions DeviceBuild::options(const UpdaterOptions& engine,
   result.compressed_block_bytes = share.compressed_block_bytes;
   result.schedule = engine.schedule;
   result.groups = share.groups;
-  result.forms = share.forms;
+  result.matrices = share.matrices;
   result.trace = engine.trace;
   // The one difference between the two updates: on which side of the processor the host link is.
   const bool on_host = engine.where == UpdateWhere::kHost;

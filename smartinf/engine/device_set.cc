@@ -60,11 +60,11 @@ Status check_places(const Sources& sources) {
 /// That devices keep until the update; compressed, about: their subgroups are not known yet.
 uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space) {
   if (const uint64_t block = compressed_block_bytes(options); block > 0) {
-    const auto forms = forms_of_squares(options, space);
+    const auto matrices = matrices_of_squares(options, space);
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup : space.subgroups(
              options.subgroup_elements != 0 ? options.subgroup_elements : kSubgroupElementsMax)) {
-      factors += compress::factors_bytes(forms, subgroup.first, subgroup.count);
+      factors += compress::factors_bytes(matrices, subgroup.first, subgroup.count);
     }
     return base::divide_up(space.count(), base::kBlockElements) * block + factors;
   }
@@ -84,7 +84,7 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
       fits ? ~uint64_t{0}
            : static_cast<uint64_t>(part * static_cast<double>(options.gradient_budget_bytes));
   share.groups = space.stretches(0, space.count());
-  share.forms = forms_of_squares(options, space);
+  share.matrices = matrices_of_squares(options, space);
   return share;
 }
 
@@ -484,8 +484,8 @@ Status check_compression(const UpdaterOptions& options) {
 
 }  // namespace
 
-std::vector<compress::MatrixLayout> forms_of_squares(const UpdaterOptions& options,
-                                                     const plan::ParameterSpace& space) {
+std::vector<compress::MatrixLayout> matrices_of_squares(const UpdaterOptions& options,
+                                                        const plan::ParameterSpace& space) {
   const bool sent = options.compress.on() && kernels::takes_squares(options.rule.rule) &&
                     options.compress.error_feedback;
   return sent ? compress::matrix_layouts(space) : std::vector<compress::MatrixLayout>();

@@ -19,9 +19,9 @@ namespace smartinf::engine {
 /// Bytes that a block of a compressed gradient may take, with its directory entry; 0: not
 /// compressed.
 uint64_t compressed_block_bytes(const UpdaterOptions& options);
-/// The space's forms where messages tell of the gradient's squares; else none.
-std::vector<compress::MatrixLayout> forms_of_squares(const UpdaterOptions& options,
-                                                     const plan::ParameterSpace& space);
+/// The space's matrices where messages tell of the gradient's squares; else none.
+std::vector<compress::MatrixLayout> matrices_of_squares(const UpdaterOptions& options,
+                                                        const plan::ParameterSpace& space);
 
 struct DeviceSet {
   std::vector<std::unique_ptr<csd::Device>> devices;  // in the run's order

@@ -40,7 +40,7 @@ base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions&
   if (options.compress.on()) {
     SI_ASSIGN_OR_RETURN(compressor, compress::GradientCompressor::make(
                                         options.compress, space.count(), options.seed,
-                                        forms_of_squares(options, space)));
+                                        matrices_of_squares(options, space)));
   }
   std::unique_ptr<DeviceUpdater> made(
       new DeviceUpdater(options, space, std::move(set), std::move(staging), std::move(compressor)));
@@ -77,9 +77,9 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
   }
   ahead_.resize(space_.group_count());
   next_ahead_ = ahead_;
-  const auto forms = forms_of_squares(options_, space_);
-  if (!forms.empty() && compressor_->feedback()) {
-    weights_ahead_ = std::make_unique<compress::StepAheadWeights>(forms, space_, set_.subgroups);
+  const auto matrices = matrices_of_squares(options_, space_);
+  if (!matrices.empty() && compressor_->feedback()) {
+    weights_ahead_ = std::make_unique<compress::StepAheadWeights>(matrices, space_, set_.subgroups);
     weights_out_.resize(set_.subgroups.size());
   }
   next_to_keep_.resize(set_.devices.size());

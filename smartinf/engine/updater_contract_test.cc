@@ -48,7 +48,7 @@ plan::ParameterSpace contract_space() {
 }
 
 /// Of one range.
-std::vector<compress::MatrixLayout> flat_forms(uint64_t elements) {
+std::vector<compress::MatrixLayout> flat_matrices(uint64_t elements) {
   plan::ParameterSpace space;
   EXPECT_TRUE(space.add("flat", {elements}, 0).ok());
   return compress::matrix_layouts(space);
@@ -955,27 +955,29 @@ TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
       const base::Bf16* kept = (*updater)->residual();
       const double bias = 1 - std::pow(options.rule.beta2, 2);
       double farthest = 0;
-      for (const compress::MatrixLayout& form : compress::matrix_layouts(space)) {
-        const double lr = space.ranges()[form.range].group == 0 ? 0.01 : 0.02;
-        const compress::MatrixSamples samples{form};
+      for (const compress::MatrixLayout& matrix : compress::matrix_layouts(space)) {
+        const double lr = space.ranges()[matrix.range].group == 0 ? 0.01 : 0.02;
+        const compress::MatrixSamples samples{matrix};
         const auto variance = [&](uint64_t row, uint64_t column) {
-          return base::to_f32(base::to_bf16(variances[form.first + row * form.columns + column]));
+          return base::to_f32(
+              base::to_bf16(variances[matrix.first + row * matrix.columns + column]));
         };
         double both = 0;
-        std::vector<double> of_columns(form.columns);
+        std::vector<double> of_columns(matrix.columns);
         for (uint64_t s = 0; s < samples.sampled_rows(); ++s) {
-          for (uint64_t c = 0; c < form.columns; ++c) of_columns[c] += variance(samples.row(s), c);
+          for (uint64_t c = 0; c < matrix.columns; ++c)
+            of_columns[c] += variance(samples.row(s), c);
         }
         for (uint64_t s = 0; s < samples.sampled_columns(); ++s) {
           both += of_columns[samples.column(s)];
         }
-        for (uint64_t row = 0; row < form.rows; ++row) {
+        for (uint64_t row = 0; row < matrix.rows; ++row) {
           double of_row = 0;
           for (uint64_t s = 0; s < samples.sampled_columns(); ++s) {
             of_row += variance(row, samples.column(s));
           }
-          for (uint64_t column = 0; column < form.columns; ++column) {
-            const uint64_t i = form.first + row * form.columns + column;
+          for (uint64_t column = 0; column < matrix.columns; ++column) {
+            const uint64_t i = matrix.first + row * matrix.columns + column;
             const double v = of_row * of_columns[column] / both;
             const double steps =
                 std::clamp<double>(base::to_f32(kept[i]) / (std::sqrt(v / bias) + options.rule.eps),
@@ -1280,7 +1282,8 @@ TEST(Compression, ThreadsChangeNothing) {
       compress::CompressOptions options;
       options.values = values;
       options.density = 0.08;
-      auto made = compress::GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
+      auto made =
+          compress::GradientCompressor::make(options, kElements, 1, flat_matrices(kElements));
       ASSERT_TRUE(made.ok());
       base::ThreadTeam team(threads, "test");
       DeviceWatch watch{std::chrono::minutes(1)};
@@ -1365,7 +1368,7 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
     compress::CompressOptions options;
     options.values = values;
     options.density = values == compress::ValueEncoding::kSign ? 0.4 : 0.05;
-    auto made = compress::GradientCompressor::make(options, kElements, 1, flat_forms(kElements));
+    auto made = compress::GradientCompressor::make(options, kElements, 1, flat_matrices(kElements));
     ASSERT_TRUE(made.ok());
     compress::GradientCompressor::Scratch scratch;
     compress::CompressedWriter writer;

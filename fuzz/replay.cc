@@ -18,7 +18,7 @@ namespace {
 
 using Input = std::vector<uint8_t>;
 
-/// A few bits, bytes or stretches changed, or the end cut off.
+/// A few bits, bytes or spans changed, or the end cut off.
 Input mutate(const std::vector<Input>& corpus, std::mt19937_64& random) {
   const auto below = [&](size_t bound) { return bound == 0 ? 0 : random() % bound; };
   Input input = corpus[below(corpus.size())];
@@ -44,7 +44,7 @@ Input mutate(const std::vector<Input>& corpus, std::mt19937_64& random) {
         input.insert(input.begin() + static_cast<std::ptrdiff_t>(at), 1 + below(16),
                      static_cast<uint8_t>(random()));
         break;
-      default: {  // a stretch of another input
+      default: {  // a span of another input
         const Input& other = corpus[below(corpus.size())];
         const size_t length = std::min({below(64), other.size(), input.size() - at});
         std::copy_n(other.begin() + static_cast<std::ptrdiff_t>(below(other.size() - length + 1)),

@@ -24,7 +24,7 @@ constexpr uint32_t kPlanes = 4;
 constexpr uint32_t kResidualPlane = 3;  // bf16, so it holds the lower half of an element
 constexpr uint32_t kRingDepth = 24;
 
-std::string blob_of(StepNumber step) { return fmt::format("step {}", step); }
+std::string client_metadata_of(StepNumber step) { return fmt::format("step {}", step); }
 
 /// The second subgroup rests in every third step: what is not written keeps its state.
 bool rests(uint32_t subgroup, StepNumber step) {
@@ -34,18 +34,18 @@ bool rests(uint32_t subgroup, StepNumber step) {
 /// The residual is written in every second step only, as with compress.residual_every = 2.
 bool keeps(StepNumber step) { return step % 2 == 0; }
 
-/// Takes part in the step that was taken back before this one.
-enum class TakeBack { kNever, kUnprepared, kPartlyPrepared, kPrepared };
-TakeBack take_back_before(StepNumber step) {
+/// Takes part in the step that was aborted before this one.
+enum class Abort { kNever, kUnprepared, kPartlyPrepared, kPrepared };
+Abort abort_before(StepNumber step) {
   switch (step % 4) {
     case 0:
-      return step == 0 ? TakeBack::kNever : TakeBack::kPrepared;
+      return step == 0 ? Abort::kNever : Abort::kPrepared;
     case 1:
-      return TakeBack::kNever;
+      return Abort::kNever;
     case 2:
-      return TakeBack::kPartlyPrepared;
+      return Abort::kPartlyPrepared;
     default:
-      return TakeBack::kUnprepared;
+      return Abort::kUnprepared;
   }
 }
 
@@ -181,7 +181,7 @@ Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
       if (!here.current) SI_RETURN_IF_ERROR(read(device, stored.id, bytes));
       SI_RETURN_IF_ERROR(verify(device, subgroup, bytes));
     }
-    here.current = !garbage;  // garbage is taken back
+    here.current = !garbage;  // garbage is aborted
     if (!stays) buffers.push_back(std::move(here.buffer));
     const bool kept = keeps(step) || garbage;
     for (uint32_t plane = 0; plane < kPlanes; ++plane) {
@@ -234,24 +234,24 @@ Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
 }
 
 Status Scenario::make_step(StepNumber step) {
-  const TakeBack take_back = take_back_before(step);
-  if (take_back != TakeBack::kNever) {
+  const Abort abort = abort_before(step);
+  if (abort != Abort::kNever) {
     for (uint32_t device = 0; device < options_.devices; ++device) {
       SI_RETURN_IF_ERROR(write_step(device, step, true));
     }
-    const uint32_t prepared = take_back == TakeBack::kPrepared         ? options_.devices
-                              : take_back == TakeBack::kPartlyPrepared ? 1
-                                                                       : 0;
+    const uint32_t prepared = abort == Abort::kPrepared         ? options_.devices
+                              : abort == Abort::kPartlyPrepared ? 1
+                                                                : 0;
     for (uint32_t device = 0; device < prepared; ++device) {
-      SI_RETURN_IF_ERROR(devices_[device].store->prepare(step, "taken back"));
+      SI_RETURN_IF_ERROR(devices_[device].store->prepare(step, "aborted"));
     }
-    for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->take_back(step));
+    for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->abort(step));
   }
   for (uint32_t device = 0; device < options_.devices; ++device) {
     SI_RETURN_IF_ERROR(write_step(device, step, false));
   }
   for (Device& device : devices_) {
-    SI_RETURN_IF_ERROR(device.store->prepare(step, blob_of(step)));
+    SI_RETURN_IF_ERROR(device.store->prepare(step, client_metadata_of(step)));
   }
   for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->commit(step));
   // commit() says ok without power too: it is decided.
@@ -300,8 +300,9 @@ void Scenario::recover_and_cut(uint64_t cut_events) {
 std::string Scenario::compare(StepNumber step) {
   for (uint32_t device = 0; device < options_.devices; ++device) {
     BlockStore& store = *devices_[device].store;
-    if (store.blob() != blob_of(step)) {
-      return fmt::format("device {} has the blob \"{}\" at step {}", device, store.blob(), step);
+    if (store.client_metadata() != client_metadata_of(step)) {
+      return fmt::format("device {} has the client metadata \"{}\" at step {}", device,
+                         store.client_metadata(), step);
     }
     for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
       const storage::StoredSubgroup& stored = store.layout().subgroups[subgroup];
@@ -350,25 +351,26 @@ std::string Scenario::recover_and_judge() {
   if (*step > 0 && (!acknowledged_.has_value() || *step > *acknowledged_ + 1)) {
     return fmt::format("recovery finds step {}, which nobody made", *step);
   }
-  // A step that was taken back after all had prepared it may be found again while its taking back
+  // A step that was aborted after all had prepared it may be found again while its aborting
   // is not complete: it is whole and belongs to one attempt. Everything else is the undisturbed
   // run's.
   std::string wrong;
-  bool taken_back = true;
+  bool aborted = true;
   for (const Device& device : devices_)
-    taken_back = taken_back && device.store->blob() == "taken back";
-  if (!taken_back) wrong = compare(*step);
-  if (taken_back && (*step <= acknowledged_.value_or(0))) {
-    wrong = fmt::format("step {} was taken back and has returned", *step);
+    aborted = aborted && device.store->client_metadata() == "aborted";
+  if (!aborted) wrong = compare(*step);
+  if (aborted && (*step <= acknowledged_.value_or(0))) {
+    wrong = fmt::format("step {} was aborted and has returned", *step);
   }
-  if (wrong.empty() && !taken_back) {
+  if (wrong.empty() && !aborted) {
     for (uint32_t device = 0; device < options_.devices && wrong.empty(); ++device) {
       const Status status = write_step(device, *step + 1, false);
       if (!status.ok()) wrong = "cannot go on: " + status.to_string();
     }
     for (Device& device : devices_) {
-      const Status status =
-          wrong.empty() ? device.store->prepare(*step + 1, blob_of(*step + 1)) : Status();
+      const Status status = wrong.empty()
+                                ? device.store->prepare(*step + 1, client_metadata_of(*step + 1))
+                                : Status();
       if (!status.ok()) wrong = "cannot go on: " + status.to_string();
     }
     for (Device& device : devices_) {

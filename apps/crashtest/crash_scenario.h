@@ -28,7 +28,7 @@ struct ScenarioOptions {
   CommitFlaw flaw = CommitFlaw::kNone;
 };
 
-/// One life of a run: create, steps (some taken back and made again), power cut, recovery, one more
+/// One life of a run: create, steps (some aborted and made again), power cut, recovery, one more
 /// step. The update is a toy with the shape of the real one: read (or have it in memory, as with a
 /// state cache), verify, change, seal, write.
 class Scenario {
@@ -51,7 +51,7 @@ class Scenario {
   void set_disks(const std::vector<storage::MemoryDisk>& disks) { disks_ = disks; }
 
  private:
-  /// A subgroup as a write left it; not current when that was taken back.
+  /// A subgroup as a write left it; not current when that was aborted.
   struct InMemory {
     base::AlignedBuffer buffer;
     bool current = false;

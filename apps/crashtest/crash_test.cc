@@ -13,7 +13,7 @@ using storage::CutFate;
 ScenarioOptions small(CommitFlaw flaw = CommitFlaw::kNone) {
   ScenarioOptions options;
   options.devices = 2;
-  options.steps = 4;  // one of each way to take a step back, a resting subgroup, both table places
+  options.steps = 4;  // one of each way to abort a step, a resting subgroup, both table places
   options.elements = 1100;
   options.flaw = flaw;
   return options;

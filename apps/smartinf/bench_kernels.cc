@@ -328,7 +328,7 @@ class KernelBench {
           block.planes[i] = planes_[i].data() + b * block_bytes[i];
         }
         if (sealed) checksum_planes();
-        const kernels::GroupRun run{block.count, &scalars};
+        const kernels::ScalarsSpan run{block.count, &scalars};
         kernels::kernels().update_block(format, block, {&run, 1});
         if (sealed) checksum_planes();
       }

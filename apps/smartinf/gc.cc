@@ -212,7 +212,7 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
   }
   const std::string path = device.string();
   const auto found = engine::find_run({&path, 1});
-  const StateOwner owner = found ? owner_of(found->blob) : StateOwner{};
+  const StateOwner owner = found ? owner_of(found->client_metadata) : StateOwner{};
   std::string what = fmt::format("run {}, step {}", state.run.to_string().substr(0, kRunDigits),
                                  found ? found->step : state.committed_step);
   const std::string claim = claim_on(device, state.run, owner, named);

@@ -45,7 +45,7 @@ base::Result<Contents> read_contents(const std::string& device) {
   contents.device = device;
   SI_ASSIGN_OR_RETURN(contents.store, storage::summarize(device));
   if (const auto found = engine::find_run({&device, 1})) {
-    contents.owner = owner_text(owner_of(found->blob));
+    contents.owner = owner_text(owner_of(found->client_metadata));
   }
   for (const storage::StoredSubgroup& subgroup : contents.store.layout.subgroups) {
     contents.elements += subgroup.count;

@@ -182,7 +182,7 @@ int run_plan(const PlanFlags& flags) {
   question->options.value_bytes = flags.precision == "f32" ? 4 : 2;
   question->options.accumulation = flags.accumulation;
   const auto given = [&](const char* name) { return question_flags.count(name) > 0; };
-  const bool asked = given("method") || given("state-format");
+  const bool requested = given("method") || given("state-format");
   if (given("hide")) {
     return report(base::Status(base::ErrorCode::kUnsupported,
                                "--hide: neither `smartinf train` nor the Python package hides "
@@ -196,7 +196,7 @@ int run_plan(const PlanFlags& flags) {
   }
   sim::PlanRequest request;
   request.options = question->options;
-  request.asked = asked;
+  request.requested = requested;
   request.recompute = flags.recompute;
   if (flags.with == "train") request.program = plan::TrainingProgram::kTrain;
   if (flags.with == "python") request.program = plan::TrainingProgram::kPython;

@@ -205,7 +205,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
   }
   if (const std::string* text = value_of("hide")) {
     SI_RETURN_IF_ERROR(
-        by_name("hide", *text, sim::hidden_from_name, sim::hidden_names(), options.hidden));
+        by_name("hide", *text, sim::overlap_from_name, sim::overlap_names(), options.overlap));
   }
   if (const std::string* text = value_of("ratio")) {
     SI_ASSIGN_OR_RETURN(options.ratio, number("ratio", *text));

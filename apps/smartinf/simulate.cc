@@ -57,7 +57,7 @@ ordered_json to_json(const SimQuestion& question, const sim::StepTimes& times) {
           {"optimizer", sim::optimizer_name(question.options.optimizer)},
           {"state_format", base::state_format_name(question.options.format)},
           {"state_cache_bytes", question.options.state_cache_bytes},
-          {"hide", sim::hidden_name(question.options.hidden)},
+          {"hide", sim::overlap_name(question.options.overlap)},
           {"forward_s", times.forward_s},
           {"backward_s", times.backward_s},
           {"update_s", times.update_s},

@@ -72,12 +72,12 @@ base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>
   return devices;
 }
 
-StateOwner owner_of(const std::string& blob) {
+StateOwner owner_of(const std::string& client_metadata) {
   using Kind = StateOwner::Kind;
-  if (const auto position = train::Position::from_json(blob); position.ok()) {
+  if (const auto position = train::Position::from_json(client_metadata); position.ok()) {
     return {Kind::kTrain, position->folder};
   }
-  const nlohmann::json json = base::parse_json(blob);
+  const nlohmann::json json = base::parse_json(client_metadata);
   // What the Python package keeps with a step (python/smartinf/lineage.py).
   const bool python = json.is_object() && json.contains("branch") && json.contains("updates");
   return {python ? Kind::kPython : Kind::kUnknown, {}};

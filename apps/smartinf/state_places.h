@@ -28,13 +28,13 @@ base::Result<config::LoadedRecipe> load_run(const std::string& folder,
 /// description that cannot be read; a checkpoint that was put together from others.
 base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words);
 
-/// Who wrote a state, as the blob of its step says.
+/// Who wrote a state, as the client metadata of its step says.
 struct StateOwner {
   enum class Kind : uint8_t { kUnknown, kTrain, kPython };
   Kind kind = Kind::kUnknown;
   std::string folder;  // kTrain: of the run, absolute; empty: of a version that did not say
 };
-StateOwner owner_of(const std::string& blob);
+StateOwner owner_of(const std::string& client_metadata);
 /// "the run in runs/own", "a state written from Python"; empty: not known.
 std::string owner_text(const StateOwner& owner);
 

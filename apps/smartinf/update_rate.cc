@@ -105,7 +105,7 @@ class ProcessorPass {
         block.gradient_type = compress::expanded_type(work_.compress.values);
       }
       block.weights_out = at + kGradientBytesMax;
-      const kernels::GroupRun run{kBlock, &scalars};
+      const kernels::ScalarsSpan run{kBlock, &scalars};
       kernels::kernels().update_block(work_.format, block, {&run, 1});
       for (size_t i = 0; work_.checksums && i < planes.size(); ++i) {
         seen_ ^= base::checksum(bytes[i], b);

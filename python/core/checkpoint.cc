@@ -49,7 +49,7 @@ nb::list PyCheckpoint::parts() const {
   nb::list parts;
   for (const auto& part : parts_) {
     const engine::StoredRun& run = part->run;
-    const engine::KeptBlob kept = engine::split_blob(run.blob);
+    const engine::KeptBlob kept = engine::split_blob(run.client_metadata);
     nb::list ranges;
     for (const plan::ParameterRange& range : run.description.space.ranges()) {
       nb::list shape;
@@ -65,7 +65,7 @@ nb::list PyCheckpoint::parts() const {
     nb::dict out;
     out["run"] = run.layout().run.to_string();
     out["step"] = run.step;
-    out["blob"] = kept.blob;
+    out["client_metadata"] = kept.client_metadata;
     out["count"] = run.description.space.count();
     out["ranges"] = ranges;
     out["residual"] =

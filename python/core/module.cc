@@ -65,12 +65,12 @@ NB_MODULE(_core, module) {
       "path"_a,
       "(initialized, committed step, prepared step) of a device without opening it; None: empty.");
   module.def(
-      "stored_blob",
+      "stored_client_metadata",
       [](const std::vector<std::string>& paths) {
         const nb::gil_scoped_release released;
         const auto run = smartinf::python::take(
             smartinf::engine::open_stored_run(paths, smartinf::storage::ReaderLock::kTake));
-        return smartinf::engine::split_blob(run.blob).blob;
+        return smartinf::engine::split_blob(run.client_metadata).client_metadata;
       },
       "paths"_a,
       "The text that was given with the step that devices hold. Not while they are open.");
@@ -86,7 +86,8 @@ NB_MODULE(_core, module) {
       .def("rule", &PyCheckpoint::rule)
       .def("planes", &PyCheckpoint::planes, "Names, in the order of read()'s numbers.")
       .def("parts", &PyCheckpoint::parts,
-           "[{run, step, blob, count (elements), ranges [(name, shape)], residual (whether that "
+           "[{run, step, client metadata, count (elements), ranges [(name, shape)], residual "
+           "(whether that "
            "plane is of this step), ahead [(lr, variance's bias, eps)] by range, or none}]")
       .def("read", &PyCheckpoint::read, "part"_a, "plane"_a, "first"_a, "count"_a, "address"_a,
            "Elements of a part's space as f32 to host memory.")
@@ -127,8 +128,9 @@ NB_MODULE(_core, module) {
           "range of the parameter space, and a group of its own.")
       .def("fresh", &PyUpdater::fresh)
       .def("committed_step", &PyUpdater::committed_step)
-      .def("blob", &PyUpdater::blob, "The text given with the committed step.")
-      .def("initialize", &PyUpdater::initialize, "provide"_a, "blob"_a,
+      .def("client_metadata", &PyUpdater::client_metadata,
+           "The text given with the committed step.")
+      .def("initialize", &PyUpdater::initialize, "provide"_a, "client_metadata"_a,
            "Fresh only: writes the master weights. provide(range) gives (address, type) of a "
            "range's "
            "values; they stay valid until it is called again.")
@@ -136,8 +138,8 @@ NB_MODULE(_core, module) {
           "read_state", &PyUpdater::read_state, "planes"_a, "visit"_a,
           "visit(first, count, views) for pieces in ascending order; views holds an f32 memoryview "
           "for each plane of the mask, else None, valid during the call.")
-      .def("edit_state", &PyUpdater::edit_state, "edit"_a.none(), "blob"_a, "residual"_a = 0,
-           "ahead"_a = std::vector<std::array<float, 3>>(),
+      .def("edit_state", &PyUpdater::edit_state, "edit"_a.none(), "client_metadata"_a,
+           "residual"_a = 0, "ahead"_a = std::vector<std::array<float, 3>>(),
            "Like read_state over all planes, with views that may be written; what edit(first, "
            "count, views) returns true for is written back. All becomes real at once, as a step. "
            "edit None: no plane changes. residual: address of what compression is to keep from now "
@@ -167,11 +169,11 @@ NB_MODULE(_core, module) {
           "groups: for each range a dict of torch's options and 'step' (counts from 1), or None to "
           "leave it alone. Weights go to one flat array in the order of the space.")
       .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
-      .def("start_commit", &PyUpdater::start_commit, "blob"_a)
+      .def("start_commit", &PyUpdater::start_commit, "client_metadata"_a)
       .def("wait_commit", &PyUpdater::wait_commit)
-      .def("finish_commit", &PyUpdater::finish_commit,
-           "With the option hold_commit: commits what wait_commit() found prepared.")
-      .def("take_back", &PyUpdater::take_back)
+      .def("commit_prepared", &PyUpdater::commit_prepared,
+           "With the option external_commit: commits what wait_commit() found prepared.")
+      .def("abort", &PyUpdater::abort)
       .def("save_checkpoint", &PyUpdater::save_checkpoint, "path"_a, "replace"_a, "trainer"_a,
            "progress"_a,
            "Copies the committed state into a folder of its own, durably. trainer: text kept with "

@@ -140,7 +140,7 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
   if (given.contains("compress")) {
     options.compress = compress_options(nb::cast<nb::dict>(given["compress"]));
   }
-  options.hold_commit = option(given, "hold_commit", options.hold_commit);
+  options.external_commit = option(given, "external_commit", options.external_commit);
   if (given.contains("recover_to")) options.recover_to = nb::cast<uint64_t>(given["recover_to"]);
   return options;
 }
@@ -220,7 +220,7 @@ const plan::ParameterRange& PyUpdater::range(size_t index) {
   return ranges[index];
 }
 
-void PyUpdater::initialize(nb::callable provide, std::string blob) {
+void PyUpdater::initialize(nb::callable provide, std::string client_metadata) {
   engine::Updater& updater = core();
   run([&] {
     const plan::ParameterSpace& space = updater.space();
@@ -245,7 +245,7 @@ void PyUpdater::initialize(nb::callable provide, std::string blob) {
         first += here;
       }
     };
-    check(updater.initialize(fill, blob));
+    check(updater.initialize(fill, client_metadata));
   });
 }
 
@@ -267,7 +267,7 @@ void PyUpdater::read_state(uint32_t planes, nb::callable visit) {
   });
 }
 
-void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual,
+void PyUpdater::edit_state(nb::object edit, std::string client_metadata, uintptr_t residual,
                            const std::vector<std::array<float, 3>>& ahead) {
   engine::Updater& updater = core();
   std::exception_ptr raised;
@@ -281,7 +281,7 @@ void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual
       try {
         return nb::cast<bool>(edit(first, count, views));
       } catch (...) {
-        // Raised once the edit has been taken back: the core knows failures, not exceptions.
+        // Raised once the edit has been aborted: the core knows failures, not exceptions.
         raised = std::current_exception();
         return Status(ErrorCode::kCancelled, "the edit raised an exception");
       }
@@ -290,8 +290,8 @@ void PyUpdater::edit_state(nb::object edit, std::string blob, uintptr_t residual
   std::vector<kernels::StepAhead> rates;
   for (const auto& [lr, bias, eps] : ahead) rates.push_back({lr, bias, eps});
   run([&] {
-    Status edited =
-        updater.edit_state(visit, blob, reinterpret_cast<const base::Bf16*>(residual), rates);
+    Status edited = updater.edit_state(visit, client_metadata,
+                                       reinterpret_cast<const base::Bf16*>(residual), rates);
     if (raised) std::rethrow_exception(raised);
     check(std::move(edited));
   });
@@ -415,9 +415,9 @@ void PyUpdater::wait_weights(uint64_t first, uint64_t count) {
   run([&] { check(updater.wait_weights(first, count)); });
 }
 
-void PyUpdater::start_commit(std::string blob) {
+void PyUpdater::start_commit(std::string client_metadata) {
   engine::Updater& updater = core();
-  run([&] { check(updater.start_commit(blob)); });
+  run([&] { check(updater.start_commit(client_metadata)); });
 }
 
 void PyUpdater::wait_commit() {
@@ -425,14 +425,14 @@ void PyUpdater::wait_commit() {
   run([&] { check(updater.wait_commit()); });
 }
 
-void PyUpdater::finish_commit() {
+void PyUpdater::commit_prepared() {
   engine::Updater& updater = core();
-  run([&] { check(updater.finish_commit()); });
+  run([&] { check(updater.commit_prepared()); });
 }
 
-void PyUpdater::take_back() {
+void PyUpdater::abort() {
   engine::Updater& updater = core();
-  run([&] { check(updater.take_back()); });
+  run([&] { check(updater.abort()); });
 }
 
 void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::string trainer,
@@ -449,7 +449,7 @@ void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::stri
   };
   run([&] {
     check(updater.flush());
-    options.lent_memory = updater.idle_memory();
+    options.scratch_memory = updater.scratch_memory();
     take(engine::checkpoint_open_run(device_paths_, options));
   });
 }

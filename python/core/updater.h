@@ -30,12 +30,12 @@ class PyUpdater {
 
   bool fresh() { return core().fresh(); }
   uint64_t committed_step() { return core().committed_step(); }
-  std::string blob() { return core().blob(); }
+  std::string client_metadata() { return core().client_metadata(); }
   uint64_t count() { return core().space().count(); }
 
-  void initialize(nanobind::callable provide, std::string blob);
+  void initialize(nanobind::callable provide, std::string client_metadata);
   void read_state(uint32_t planes, nanobind::callable visit);
-  void edit_state(nanobind::object edit, std::string blob, uintptr_t residual,
+  void edit_state(nanobind::object edit, std::string client_metadata, uintptr_t residual,
                   const std::vector<std::array<float, 3>>& ahead);
   std::vector<std::array<float, 3>> step_ahead();
   uintptr_t residual();
@@ -52,10 +52,10 @@ class PyUpdater {
   void start_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
                     const std::string& type, uintptr_t address);
   void wait_weights(uint64_t first, uint64_t count);
-  void start_commit(std::string blob);
+  void start_commit(std::string client_metadata);
   void wait_commit();
-  void finish_commit();
-  void take_back();
+  void commit_prepared();
+  void abort();
 
   /// Copies the committed state, durably; progress(bytes done, bytes in all).
   void save_checkpoint(const std::string& path, bool replace, std::string trainer,

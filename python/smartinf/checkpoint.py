@@ -166,11 +166,11 @@ class Stored:
     def _lineage(self, part):
         count = len(self.parameters)
         try:
-            ours = "branch" in json.loads(part["blob"])
+            ours = "branch" in json.loads(part["client_metadata"])
         except (ValueError, TypeError):
             ours = False
         if ours:
-            return Lineage.from_json(part["blob"], count, self.folder)
+            return Lineage.from_json(part["client_metadata"], count, self.folder)
         # Of `smartinf train`, where every step is one of all parameters.
         lineage = Lineage(count)
         lineage.run = lineage.branch = part["run"]
@@ -211,7 +211,7 @@ def identity(folder):
 def identity_of_devices(paths):
     """The same of devices that nobody has open; None: it is not this package's."""
     try:
-        given = json.loads(_core.stored_blob(paths))
+        given = json.loads(_core.stored_client_metadata(paths))
         return {key: given[key] for key in ("run", "branch", "updates")}
     except (Error, ValueError, KeyError, TypeError):
         return None
@@ -235,7 +235,7 @@ def load(session, folder, strict):
     for i, number in number_of.items():
         lineage.steps[i] = stored.lineage.steps[number]
     if options.core["durability"] == "none":
-        stored.check()  # what is overwritten in place cannot be taken back
+        stored.check()  # what is overwritten in place cannot be aborted
 
     with progress("Loading optimizer state", layout.owned_count, session.ranks.rank) as bar:
 

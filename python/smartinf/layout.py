@@ -16,7 +16,7 @@ class Segment:
     """Elements [start, stop) of one parameter: a range of this process's parameter space.
 
     first: its first element in this process's space. In one process every parameter is one segment;
-    with several ranks each owns a stretch of the whole, which may begin and end inside a parameter.
+    with several ranks each owns a span of the whole, which may begin and end inside a parameter.
     """
 
     __slots__ = ("first", "index", "param", "start", "stop")

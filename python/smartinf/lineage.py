@@ -47,7 +47,7 @@ class Lineage:
         return after
 
     def to_json(self):
-        runs = []  # [how many, step]: nearly always one entry, and a blob is small
+        runs = []  # [how many, step]: nearly always one entry, and a client metadata is small
         for step in self.steps:
             if runs and runs[-1][1] == step:
                 runs[-1][0] += 1

@@ -40,7 +40,7 @@ class Options:
             "subgroup_elements": int(given["subgroup_elements"]),
             "checksums": bool(given["checksums"]),
             "seed": int(given["seed"]),
-            "hold_commit": self.ranks.world > 1,  # see ranks.Commit
+            "external_commit": self.ranks.world > 1,  # see ranks.Commit
         }
         if self.compress is not None:
             self.core["compress"] = self.compress

@@ -1,4 +1,4 @@
-"""Several ranks that share one optimizer state (as in ZeRO stage 1): each owns a stretch of the
+"""Several ranks that share one optimizer state (as in ZeRO stage 1): each owns a span of the
 parameter space on its own devices, and new weights are all_gather_object after every step."""
 
 import math
@@ -190,7 +190,7 @@ class Commit:
         self._prepared = False  # the last step is still to be agreed on
         # What became of a step when wait() raises:
         self.outcome_unknown = False  # the ranks did not answer, and others may have committed
-        self.aborted = False  # all ranks took it back
+        self.aborted = False  # all ranks aborted it
 
     def started(self):
         self._prepared = self._ranks.world > 1
@@ -214,8 +214,8 @@ class Commit:
         agreed = self._ranks.all_agree(failure is None)
         self.outcome_unknown = self._prepared = False
         if agreed:
-            core.finish_commit()
+            core.commit_prepared()
             return
-        core.take_back()
+        core.abort()
         self.aborted = True
-        raise failure or DeviceError("another rank could not write its part of the step: it was taken back")
+        raise failure or DeviceError("another rank could not write its part of the step: it was aborted")

@@ -29,7 +29,7 @@ class Phase(enum.Enum):
     COLLECTED = enum.auto()  # it has all of them
     UPDATING = enum.auto()  # the parameters may hold weights of a step that was never committed
     FAILED = enum.auto()  # a step ended before its update
-    ABORTED = enum.auto()  # the last step was taken back, on all ranks; the parameters hold its weights
+    ABORTED = enum.auto()  # the last step was aborted, on all ranks; the parameters hold its weights
     CLOSED = enum.auto()
 
 
@@ -120,7 +120,7 @@ class Session:
 
     def _stored_lineage(self):
         where = ", ".join(device["path"] for device in self.devices)
-        return Lineage.from_json(self.core.blob(), len(self.layout.params), where)
+        return Lineage.from_json(self.core.client_metadata(), len(self.layout.params), where)
 
     # ---- Closing.
 
@@ -221,7 +221,7 @@ class Session:
         self.gradients.forget()
         with contextlib.suppress(Error):  # its failure is on its way to the user
             self.core.wait_commit()
-        self.core.take_back()
+        self.core.abort()
         stored = self._stored_lineage()
         if reload or stored.identity() != self.lineage.identity():
             self.phase = Phase.ABORTED
@@ -231,7 +231,7 @@ class Session:
 
     def _recover_alone(self):
         """After a failure that the other ranks do not know of. Nothing collective happens here, and
-        what others may have committed is not taken back."""
+        what others may have committed is not aborted."""
         if self.phase is Phase.UPDATING or (self.gradients.collective and self.step_in_progress):
             self.abandon()
             raise DeviceError(
@@ -241,7 +241,7 @@ class Session:
         self.gradients.forget()
         if self.phase is not Phase.IDLE:
             self.phase = Phase.FAILED
-            self.core.take_back()
+            self.core.abort()
         self.phase = Phase.IDLE
 
     # ---- A step.
@@ -312,7 +312,7 @@ class Session:
         self.gradients.drop(self)
         self.gradients.forget()
         if self.phase in (Phase.COLLECTING, Phase.COLLECTED):
-            self.core.take_back()
+            self.core.abort()
             self.phase = Phase.IDLE
 
     # ---- Weights and state.

@@ -27,7 +27,7 @@ void hold_together(std::span<float> means) {
 }  // namespace
 
 FactoredSquares::FactoredSquares(std::vector<MatrixLayout> matrices)
-    : matrices_(std::move(matrices)), means_(matrices_), sits_out_(matrices_.size()) {
+    : matrices_(std::move(matrices)), means_(matrices_), skipped_(matrices_.size()) {
   size_t partial = 0;
   for (size_t f = 0; f < matrices_.size(); ++f) {
     const MatrixLayout& matrix = matrices_[f];
@@ -41,17 +41,17 @@ FactoredSquares::FactoredSquares(std::vector<MatrixLayout> matrices)
 }
 
 void FactoredSquares::find(const base::Bf16* gradient, float scale,
-                           std::span<const plan::GroupStretch> sits_out, base::ThreadTeam& team) {
+                           std::span<const plan::GroupSpan> skipped, base::ThreadTeam& team) {
   std::ranges::fill(means_.all(), 0.0f);
   std::fill(partial_.begin(), partial_.end(), 0.0f);
-  std::fill(sits_out_.begin(), sits_out_.end(), uint8_t{0});
-  for (const plan::GroupStretch& out : sits_out) {
+  std::fill(skipped_.begin(), skipped_.end(), uint8_t{0});
+  for (const plan::GroupSpan& out : skipped) {
     for (const MatrixLayout& matrix : matrices_in(matrices_, out.first, out.count)) {
-      sits_out_[static_cast<size_t>(&matrix - matrices_.data())] = 1;
+      skipped_[static_cast<size_t>(&matrix - matrices_.data())] = 1;
     }
   }
   team.run(sections_.size(), [&](uint32_t, size_t i) {
-    if (sits_out_[sections_[i].matrix] == 0) sum(sections_[i], gradient, scale);
+    if (skipped_[sections_[i].matrix] == 0) sum(sections_[i], gradient, scale);
   });
   for (size_t i = 0; i < sections_.size();) {
     const size_t matrix = sections_[i].matrix;

@@ -24,8 +24,8 @@ class FactoredSquares {
   explicit FactoredSquares(std::vector<MatrixLayout> matrices);
 
   /// Of scale * gradient, by a team of threads; what it finds does not depend on how many.
-  /// gradient: of the whole space. Forms that reach into sits_out have squares of 0.
-  void find(const base::Bf16* gradient, float scale, std::span<const plan::GroupStretch> sits_out,
+  /// gradient: of the whole space. Matrices that reach into skipped spans have squares of 0.
+  void find(const base::Bf16* gradient, float scale, std::span<const plan::GroupSpan> skipped,
             base::ThreadTeam& team);
   /// What a message of the subgroup says of them, behind what is in `out`.
   void append(const plan::Subgroup& subgroup, RowColumnFactors& out) const;
@@ -49,7 +49,7 @@ class FactoredSquares {
   std::vector<Section> sections_;  // in order
   RowColumnTable<float> means_;    // of rows; of columns, relative; and sums before
   std::vector<float> partial_;     // sums of columns, by section
-  std::vector<uint8_t> sits_out_;  // by matrix
+  std::vector<uint8_t> skipped_;   // by matrix
 };
 
 }  // namespace smartinf::compress

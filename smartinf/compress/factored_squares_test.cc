@@ -123,8 +123,8 @@ TEST(FactoredSquares, OfTallMatricesAreSummedInSections) {
 TEST(FactoredSquares, OfGroupsThatSitOutAreNone) {
   const plan::ParameterSpace space = test_space();
   auto gradient = gradient_of(space);
-  std::vector<plan::GroupStretch> out = space.stretches(0, space.count());
-  std::erase_if(out, [](const plan::GroupStretch& stretch) { return stretch.group == 0; });
+  std::vector<plan::GroupSpan> out = space.spans(0, space.count());
+  std::erase_if(out, [](const plan::GroupSpan& span) { return span.group == 0; });
   const plan::ParameterRange& norm = *space.find("norm");
   std::fill_n(gradient.begin() + static_cast<ptrdiff_t>(norm.first), norm.count,
               base::to_bf16(std::numeric_limits<float>::quiet_NaN()));  // whatever lies there
@@ -133,8 +133,8 @@ TEST(FactoredSquares, OfGroupsThatSitOutAreNone) {
   squares.find(gradient.data(), 1, out, team);
   const auto found = told(squares, space, kBlockElements);
   for (uint64_t i = 0; i < found.size(); ++i) {
-    const bool sits_out = i >= norm.first && i < norm.first + norm.count;
-    ASSERT_EQ(found[i] == 0, sits_out) << i;
+    const bool skipped = i >= norm.first && i < norm.first + norm.count;
+    ASSERT_EQ(found[i] == 0, skipped) << i;
   }
 }
 

@@ -89,25 +89,25 @@ void GradientCompressor::put(uint64_t first, const void* gradient, DataType type
 }
 
 void GradientCompressor::begin_update(base::StepNumber step, double scale, double norm,
-                                      std::span<const plan::GroupStretch> sits_out,
+                                      std::span<const plan::GroupSpan> skipped,
                                       base::ThreadTeam& team) {
   step_ = step;
   scale_ = static_cast<float>(scale);
-  if (squares_) squares_->find(gradient_, scale_, sits_out, team);
+  if (squares_) squares_->find(gradient_, scale_, skipped, team);
   finite_ = std::isfinite(norm);
   density_ = density_of_step(options_, step);
 }
 
-std::span<const std::byte> GradientCompressor::compress(
-    Scratch& scratch, CompressedWriter& writer, const plan::Subgroup& subgroup,
-    std::span<const plan::GroupStretch> sits_out) {
+std::span<const std::byte> GradientCompressor::compress(Scratch& scratch, CompressedWriter& writer,
+                                                        const plan::Subgroup& subgroup,
+                                                        std::span<const plan::GroupSpan> skipped) {
   scratch.factors.clear();
   if (squares_) squares_->append(subgroup, scratch.factors);
   writer.begin(subgroup.id, subgroup.count, options_.values, scratch.factors);
   for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
     const uint64_t count = std::min(kBlockElements, subgroup.count - first);
     compress_block(scratch, writer, subgroup.first + first, count,
-                   std::min(kBlockElements, subgroup.count - first - count), sits_out);
+                   std::min(kBlockElements, subgroup.count - first - count), skipped);
   }
   const auto message = writer.finish();
   bytes_of_step_ += message.size();
@@ -117,7 +117,7 @@ std::span<const std::byte> GradientCompressor::compress(
 
 void GradientCompressor::compress_block(Scratch& scratch, CompressedWriter& writer, uint64_t first,
                                         uint64_t count, uint64_t next,
-                                        std::span<const plan::GroupStretch> sits_out) {
+                                        std::span<const plan::GroupSpan> skipped) {
   const Block block{.feedback = {.gradient = {gradient_ + first, count},
                                  .residual = residual_ == nullptr ? std::span<const base::Bf16>()
                                                                   : std::span<const base::Bf16>(
@@ -129,12 +129,12 @@ void GradientCompressor::compress_block(Scratch& scratch, CompressedWriter& writ
                                  .next = next},
                     .most = values_per_block(density_, count),
                     .border = borders_[first / kBlockElements]};
-  const bool whole = std::none_of(sits_out.begin(), sits_out.end(), [&](const auto& out) {
+  const bool whole = std::none_of(skipped.begin(), skipped.end(), [&](const auto& out) {
     return out.first < first + count && first < out.first + out.count;
   });
   std::optional<size_t> sent;
   if (whole) sent = compress_as_signs(scratch, writer, block);
-  values_of_step_ += sent ? *sent : compress_in_stages(scratch, writer, block, sits_out);
+  values_of_step_ += sent ? *sent : compress_in_stages(scratch, writer, block, skipped);
 }
 
 std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
@@ -159,7 +159,7 @@ std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
 
 size_t GradientCompressor::compress_in_stages(Scratch& scratch, CompressedWriter& writer,
                                               const Block& block,
-                                              std::span<const plan::GroupStretch> sits_out) {
+                                              std::span<const plan::GroupSpan> skipped) {
   const kernels::KernelTable& table = kernels::kernels();
   const kernels::FeedbackBlock& feedback = block.feedback;
   const uint64_t first = feedback.element;
@@ -167,7 +167,7 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, CompressedWriter
   float* values = scratch.values.data();
   base::Bf16* gradient = gradient_ + first;
   const auto each_out = [&](auto&& act) {
-    for (const plan::GroupStretch& out : sits_out) {
+    for (const plan::GroupSpan& out : skipped) {
       const uint64_t from = std::max(out.first, first);
       const uint64_t to = std::min(out.first + out.count, first + count);
       if (from < to) act(from - first, to - first);

@@ -62,16 +62,16 @@ class GradientCompressor {
   void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
 
   /// When the gradient is whole: chooses the step's density and finds the means of the gradient's
-  /// squares by row and column. scale: of the gradient; norm: its own, after that. sits_out: of the
+  /// squares by row and column. scale: of the gradient; norm: its own, after that. skipped: of the
   /// space, whose gradient is none.
   void begin_update(base::StepNumber step, double scale, double norm,
-                    std::span<const plan::GroupStretch> sits_out, base::ThreadTeam& team);
-  /// The message of a subgroup; valid until the same writer's next. `sits_out` are stretches of it,
+                    std::span<const plan::GroupSpan> skipped, base::ThreadTeam& team);
+  /// The message of a subgroup; valid until the same writer's next. `skipped` are spans of it,
   /// in order, that send nothing and keep their residual as it is. Threads: several at once, each
   /// with subgroups, a scratch and a writer of its own; what they make does not depend on it.
   std::span<const std::byte> compress(Scratch& scratch, CompressedWriter& writer,
                                       const plan::Subgroup& subgroup,
-                                      std::span<const plan::GroupStretch> sits_out);
+                                      std::span<const plan::GroupSpan> skipped);
   /// A subgroup that takes no part in the step: what it keeps stays. Threads: as compress().
   void leave(const plan::Subgroup& subgroup);
   /// After the last subgroup of a step.
@@ -103,14 +103,14 @@ class GradientCompressor {
     float& border;                    // as kernels::top_k_near()'s
   };
   void compress_block(Scratch& scratch, CompressedWriter& writer, uint64_t first, uint64_t count,
-                      uint64_t next, std::span<const plan::GroupStretch> sits_out);
+                      uint64_t next, std::span<const plan::GroupSpan> skipped);
   /// The way of nearly all blocks of signs; same bits as the other. Returns how many elements are
   /// sent, or nothing where it is not possible.
   std::optional<size_t> compress_as_signs(Scratch& scratch, CompressedWriter& writer,
                                           const Block& block);
   /// Returns how many elements are sent.
   size_t compress_in_stages(Scratch& scratch, CompressedWriter& writer, const Block& block,
-                            std::span<const plan::GroupStretch> sits_out);
+                            std::span<const plan::GroupSpan> skipped);
   /// Packs what is selected. Returns what arrives of it: [sent], empty without feedback.
   std::span<const float> add_block(Scratch& scratch, CompressedWriter& writer, size_t sent);
 

@@ -12,7 +12,7 @@
 
 namespace smartinf::compress {
 
-/// A stretch of elements as whole rows.
+/// A span of elements as whole rows.
 struct MatrixLayout {
   uint64_t first = 0;  // element in the space
   uint64_t rows = 0;
@@ -59,7 +59,7 @@ struct MatrixPart {
 
   /// act(row, column, count): what the part has of each row, by the matrix's own rows and columns.
   template <typename Act>
-  void each_stretch(const Act& act) const {
+  void each_span(const Act& act) const {
     uint64_t row = first_row();
     uint64_t column = first_column();
     for (uint64_t left = count; left > 0; ++row, column = 0) {
@@ -73,7 +73,7 @@ struct MatrixPart {
   /// is the position among its columns.
   template <typename Act>
   void each_row(const Act& act) const {
-    each_stretch([&](uint64_t row, uint64_t column, uint64_t left) {
+    each_span([&](uint64_t row, uint64_t column, uint64_t left) {
       while (left > 0) {
         const uint64_t position = column >= first_column()
                                       ? column - first_column()
@@ -175,8 +175,8 @@ struct MatrixSamples {
 uint64_t sample_count(std::span<const MatrixLayout> matrices);
 /// Of them, those of [first, first + count).
 uint64_t samples_in(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count);
-/// Rounds to their places in `samples` those of a stretch of the space that begins at `first`.
-/// Shapes: values: [n]; samples: [sample_count(matrices)]. Threads: safe on disjoint stretches.
+/// Rounds to their places in `samples` those of a span of the space that begins at `first`.
+/// Shapes: values: [n]; samples: [sample_count(matrices)]. Threads: safe on disjoint spans.
 void take_samples(std::span<const MatrixLayout> matrices, uint64_t first,
                   std::span<const float> values, base::Bf16* samples);
 

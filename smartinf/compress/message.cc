@@ -72,7 +72,7 @@ void scatter(const RiceReader& gaps, const std::byte* value, std::byte* out) {
 
 Status corrupt(const std::string& what) {
   return Status(ErrorCode::kCorrupt, "a compressed gradient is refused: " + what,
-                "The step is taken back and can be repeated; if it happens again, memory or the "
+                "The step is aborted and can be repeated; if it happens again, memory or the "
                 "path to the device is failing.");
 }
 

@@ -59,7 +59,7 @@ void StepAheadWeights::step_in_matrix(const Step& step, size_t index, uint64_t f
   const MatrixPart part = part_of(matrix, first, count);
   const kernels::StepAhead& rate = step.rates[groups_[index]];
   uint64_t at = part.first;
-  part.each_stretch([&](uint64_t row, uint64_t column, uint64_t some) {
+  part.each_span([&](uint64_t row, uint64_t column, uint64_t some) {
     kernels::step_ahead(
         kernels::kernels(), rate, {step.residual + at, some}, roots_.rows[row],
         std::span(roots_.columns).subspan(column, some),

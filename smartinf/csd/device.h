@@ -113,7 +113,7 @@ struct WriteState {
 /// Makes the step durable beside the committed one, with the caller's own bytes.
 struct Prepare {
   base::StepNumber step = 0;
-  std::string blob;
+  std::string client_metadata;
 };
 
 /// Makes the prepared step the committed one. Asked for again, it has the same answer: a reply may
@@ -177,7 +177,7 @@ class Device {
   virtual const DeviceInfo& info() const = 0;
   virtual const storage::StoreLayout& layout() const = 0;
   virtual storage::StoreState state() const = 0;
-  virtual std::string blob() const = 0;
+  virtual std::string client_metadata() const = 0;
   /// Once after opening, before any command: the step that recovery decided on.
   virtual base::Status recover_to(base::StepNumber step) = 0;
 
@@ -202,7 +202,7 @@ class Device {
 
   /// Buffers of this machine that nobody uses until the next BeginStep, ReadState or WriteState:
   /// the slots of a device that has them here. To be used while no command is under way.
-  virtual std::span<std::byte> idle_memory() { return {}; }
+  virtual std::span<std::byte> scratch_memory() { return {}; }
 };
 
 }  // namespace smartinf::csd

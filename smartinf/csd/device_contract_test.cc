@@ -362,7 +362,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   mutable Faults faults_;
   std::string folder_;
   storage::StoreLayout layout_;
-  std::vector<plan::GroupStretch> groups_;
+  std::vector<plan::GroupSpan> groups_;
   std::vector<compress::MatrixLayout> matrices_;
   std::shared_ptr<Link> host_link_;
   std::shared_ptr<Link> drive_link_;
@@ -390,13 +390,13 @@ TEST_P(DeviceContract, GivesTheBitsOfThePlainReference) {
   open();
   ASSERT_FALSE(HasFatalFailure());
   EXPECT_EQ(device_->state().committed_step, 3u);
-  EXPECT_EQ(device_->blob(), "blob of step 3");
+  EXPECT_EQ(device_->client_metadata(), "client metadata of step 3");
   expect_state(reference);
 }
 
 TEST_P(DeviceContract, TakesAStepBack) {
   if (GetParam().durability == storage::Durability::kNone) {
-    GTEST_SKIP() << "in place: nothing can be taken back";
+    GTEST_SKIP() << "in place: nothing can be aborted";
   }
   create();
   ASSERT_FALSE(HasFatalFailure());
@@ -405,7 +405,7 @@ TEST_P(DeviceContract, TakesAStepBack) {
   ASSERT_FALSE(HasFatalFailure());
   ASSERT_TRUE(run(Abort{1}).ok());
   expect_state(reference);
-  // Prepared, then taken back.
+  // Prepared, then aborted.
   step(1);
   ASSERT_FALSE(HasFatalFailure());
   ASSERT_TRUE(prepare(1).ok());
@@ -422,7 +422,7 @@ TEST_P(DeviceContract, TakesAStepBack) {
   expect_state(reference);
 }
 
-TEST_P(DeviceContract, StopsAnUpdateThatIsTakenBack) {
+TEST_P(DeviceContract, StopsAnUpdateThatIsAborted) {
   if (GetParam().durability == storage::Durability::kNone) GTEST_SKIP() << "in place";
   if (GetParam().fake) GTEST_SKIP() << "an update ends within submit()";
   faulty_ = true;
@@ -486,7 +486,7 @@ TEST_P(DeviceContract, ACommitAndAnAbortCanBeAskedForAgain) {
       EXPECT_EQ(run(Commit{other}).code(), base::ErrorCode::kFailedPrecondition) << other;
     }
     EXPECT_EQ(device_->state().committed_step, 1u);
-    EXPECT_EQ(device_->blob(), "blob of step 1");
+    EXPECT_EQ(device_->client_metadata(), "client metadata of step 1");
   };
   expect_committed();
   ASSERT_TRUE(run(BeginStep{2}).ok());
@@ -506,7 +506,7 @@ TEST_P(DeviceContract, ACommitAndAnAbortCanBeAskedForAgain) {
   reference.step(2, GetParam().gradient_type, GetParam().weights_type);
   expect_state(reference);
   if (GetParam().durability == storage::Durability::kStep) return;
-  // In place: a step that has written cannot be taken back, however often it is asked for.
+  // In place: a step that has written cannot be aborted, however often it is asked for.
   step(3);
   for (int time = 0; time < 2; ++time) EXPECT_FALSE(run(Abort{3}).ok());
   EXPECT_FALSE(run(Commit{2}).ok()) << "what lies there is of no step";

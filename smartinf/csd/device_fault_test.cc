@@ -1,5 +1,5 @@
 // What a device does when its drive fails in the middle of a step: it says who it is and what
-// happened, the step can be taken back, and the state of the last committed step is what it was.
+// happened, the step can be aborted, and the state of the last committed step is what it was.
 #include <memory>
 #include <mutex>
 #include <string>
@@ -66,7 +66,7 @@ class DeviceFaults : public testing::Test {
       EXPECT_TRUE(master == reference_->plane(i, 0)) << "subgroup " << i;
     }
   }
-  /// A step that fails, is taken back, and succeeds when repeated.
+  /// A step that fails, is aborted, and succeeds when repeated.
   void fail_and_repeat(Faults::What what, uint32_t after, base::ErrorCode code, uint64_t step = 1) {
     faults_.after = after;
     ASSERT_TRUE(run(BeginStep{step}).ok());
@@ -96,7 +96,7 @@ class DeviceFaults : public testing::Test {
 
   Faults faults_;
   storage::StoreLayout layout_;
-  std::vector<plan::GroupStretch> groups_;
+  std::vector<plan::GroupSpan> groups_;
   LocalDeviceOptions options_;
   DeviceDriver driver_;
   std::unique_ptr<ReferenceModel> reference_;

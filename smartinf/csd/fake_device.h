@@ -24,8 +24,8 @@ struct FakeDrive {
   storage::StoreState state;
   std::vector<Planes> committed;  // by position in layout->subgroups
   std::vector<Planes> shadow;
-  std::string blob;
-  std::string prepared_blob;
+  std::string client_metadata;
+  std::string prepared_client_metadata;
   bool open = false;
   uint64_t capacity_bytes = ~uint64_t{0};
   double bandwidth = 1;
@@ -40,7 +40,7 @@ struct FakeDrive {
 class FakeDevice final : public Device {
  public:
   FakeDevice(std::shared_ptr<FakeDrive> drive, std::string name,
-             std::vector<plan::GroupStretch> groups)
+             std::vector<plan::GroupSpan> groups)
       : drive_(std::move(drive)), groups_(std::move(groups)) {
     info_.name = std::move(name);
     info_.kind = "fake";
@@ -55,7 +55,7 @@ class FakeDevice final : public Device {
   const DeviceInfo& info() const override { return info_; }
   const storage::StoreLayout& layout() const override { return *drive_->layout; }
   storage::StoreState state() const override { return drive_->state; }
-  std::string blob() const override { return drive_->blob; }
+  std::string client_metadata() const override { return drive_->client_metadata; }
   base::Status recover_to(base::StepNumber step) override {
     if (step == drive_->state.prepared_step && step != drive_->state.committed_step) commit();
     drive_->state.prepared_step = drive_->state.committed_step = step;
@@ -104,7 +104,7 @@ class FakeDevice final : public Device {
     drive_->committed = drive_->shadow;
     drive_->state.committed_step = drive_->state.prepared_step;
     drive_->state.initialized = drive_->state.complete = true;
-    drive_->blob = drive_->prepared_blob;
+    drive_->client_metadata = drive_->prepared_client_metadata;
   }
 
   base::Status carry_out(Command& command) {
@@ -116,7 +116,7 @@ class FakeDevice final : public Device {
     if (const auto* prepare = command.as<Prepare>()) {
       if (phase_ != Phase::kBegun || prepare->step != step_) return wrong_order("it has not begun");
       drive_->state.prepared_step = prepare->step;
-      drive_->prepared_blob = prepare->blob;
+      drive_->prepared_client_metadata = prepare->client_metadata;
       phase_ = Phase::kPrepared;
     } else if (const auto* decided = command.as<Commit>()) {
       if (phase_ == Phase::kPrepared && decided->step == step_) {
@@ -221,18 +221,18 @@ class FakeDevice final : public Device {
         block.weights_out = static_cast<std::byte*>(update.weights_out) + first * weight_bytes;
         host_.add_up(base::TrafficKind::kWeight, block.count * weight_bytes);
       }
-      std::vector<kernels::GroupRun> runs;
-      for (const plan::GroupStretch& stretch : groups_) {
-        const uint64_t from = std::max(stretch.first, block.element);
-        const uint64_t to = std::min(stretch.first + stretch.count, block.element + block.count);
-        if (from < to) runs.push_back({to - from, &step.scalars[stretch.group]});
+      std::vector<kernels::ScalarsSpan> runs;
+      for (const plan::GroupSpan& span : groups_) {
+        const uint64_t from = std::max(span.first, block.element);
+        const uint64_t to = std::min(span.first + span.count, block.element + block.count);
+        if (from < to) runs.push_back({to - from, &step.scalars[span.group]});
       }
       kernels::kernels().update_block(base::StateFormat::kF32, block, runs);
     }
   }
 
   std::shared_ptr<FakeDrive> drive_;
-  std::vector<plan::GroupStretch> groups_;
+  std::vector<plan::GroupSpan> groups_;
   DeviceInfo info_;
   std::vector<std::vector<std::byte>> gradients_;
   base::DataType type_ = base::DataType::kBf16;

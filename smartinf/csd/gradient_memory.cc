@@ -106,10 +106,10 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
   return made;
 }
 
-void GradientMemory::lend_buffers(std::vector<std::span<std::byte>> buffers) {
+void GradientMemory::set_scratch(std::vector<std::span<std::byte>> buffers) {
   buffers_ = std::move(buffers);
   for (uint32_t i = 0; i < buffers_.size(); ++i) {
-    SI_CHECK(buffers_[i].size() >= buffer_bytes_, "a lent buffer must hold a gradient");
+    SI_CHECK(buffers_[i].size() >= buffer_bytes_, "a scratch buffer must hold a gradient");
     free_.push_back(i);
   }
 }

@@ -44,9 +44,9 @@ class GradientMemory {
       bool checksums, uint64_t compressed_block_bytes = 0,
       std::span<const compress::MatrixLayout> matrices = {});
 
-  /// Bytes that each lent buffer must have; 0 when nothing is spilled.
+  /// Bytes that each scratch buffer must have; 0 when nothing is spilled.
   uint64_t buffer_bytes() const { return buffer_bytes_; }
-  void lend_buffers(std::vector<std::span<std::byte>> buffers);
+  void set_scratch(std::vector<std::span<std::byte>> buffers);
 
   uint64_t memory_bytes() const { return memory_.size(); }
   base::DataType type() const { return type_; }

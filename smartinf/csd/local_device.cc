@@ -16,11 +16,11 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/device_over_store.h"
 #include "smartinf/csd/device_parts.h"
-#include "smartinf/csd/inbox.h"
+#include "smartinf/csd/event_queue.h"
 #include "smartinf/csd/linked_ring.h"
 #include "smartinf/csd/state_access.h"
 #include "smartinf/csd/transfer_handler.h"
-#include "smartinf/storage/abandoned.h"
+#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::csd {
 namespace {
@@ -30,10 +30,10 @@ using base::Result;
 using base::Status;
 using Op = storage::SubgroupIo::Op;
 
-// How long the I/O thread sleeps in the store before it looks at its inbox again. A finished block
-// of work waits for half of it on average; there are more slots than it takes to bridge that.
+// How long the I/O thread sleeps in the store before it looks at its event queue again. A finished
+// block of work waits for half of it on average; there are more slots than it takes to bridge that.
 constexpr auto kPollWaitMax = std::chrono::microseconds(1000);
-// Without anything in flight it is woken by its inbox; this is only an upper bound.
+// Without anything in flight it is woken by its event queue; this is only an upper bound.
 constexpr auto kIdleWait = std::chrono::hours(1);
 constexpr size_t kPollBatch = 64;
 
@@ -66,9 +66,9 @@ class LocalDevice final : public Device, private SlotUser {
     const std::lock_guard lock(state_mutex_);
     return state_;
   }
-  std::string blob() const override {
+  std::string client_metadata() const override {
     const std::lock_guard lock(state_mutex_);
-    return blob_;
+    return client_metadata_;
   }
   Status recover_to(base::StepNumber step) override;
   Status cache_state(std::span<const base::SubgroupId> subgroups) override;
@@ -80,7 +80,7 @@ class LocalDevice final : public Device, private SlotUser {
   base::TrafficReading store_traffic() const override { return store_->traffic(); }
   uint64_t bytes_written_ever() const override { return store_->bytes_written_ever(); }
   uint64_t state_bytes_cached() const override { return parts_.cache.hit_bytes(); }
-  std::span<std::byte> idle_memory() override { return slot_memory_.bytes(); }
+  std::span<std::byte> scratch_memory() override { return slot_memory_.bytes(); }
 
  private:
   Status allocate_slots();
@@ -90,7 +90,7 @@ class LocalDevice final : public Device, private SlotUser {
 
   // On the I/O thread.
   void run();
-  void read_inbox(std::chrono::nanoseconds wait);
+  void read_events(std::chrono::nanoseconds wait);
   void poll_store(std::chrono::nanoseconds wait);
   void on_time();
   void serve_commands();
@@ -123,11 +123,11 @@ class LocalDevice final : public Device, private SlotUser {
   TransferHandler handler_{parts_};
   StateAccess state_access_{parts_};
   StateFlush flush_{parts_};
-  Inbox inbox_;
+  EventQueue event_queue_;
 
   mutable std::mutex state_mutex_;
   storage::StoreState state_;
-  std::string blob_;
+  std::string client_metadata_;
 
   bool recovered_ = false;  // before the first command, so no lock
 
@@ -135,21 +135,21 @@ class LocalDevice final : public Device, private SlotUser {
   bool closing_ = false;
   bool closing_flush_ = false;  // started
   Status broken_;               // the store cannot go on
-  Status lost_;                 // a step could not be taken back: what lies here is of none
+  Status lost_;                 // a step could not be aborted: what lies here is of none
   Status commit_answer_;        // of the committed step: it may be asked for again
   enum class Phase : uint8_t { kIdle, kBegun, kPrepared };
   Phase phase_ = Phase::kIdle;
   base::StepNumber step_ = 0;      // in progress, unless idle
-  Status step_failure_;            // it cannot be prepared; until it is taken back
+  Status step_failure_;            // it cannot be prepared; until it is aborted
   std::deque<Command*> commands_;  // not yet begun
-  struct Passing {
+  struct InTransit {
     uint64_t due_ns;
     Command* command;
   };
-  std::deque<Passing> passing_;  // gradients on the host link; one direction: due in order
-  std::vector<GradientMemory::Spill> spills_;  // by lent buffer
+  std::deque<InTransit> in_transit_;  // gradients on the host link; one direction: due in order
+  std::vector<GradientMemory::Spill> spills_;  // by scratch buffer
   uint32_t spills_in_flight_ = 0;
-  std::vector<Letter> letters_;
+  std::vector<DeviceEvent> events_;
   std::vector<BlockWork*> works_;
   std::vector<storage::SubgroupIo*> polled_ = std::vector<storage::SubgroupIo*>(kPollBatch);
 
@@ -188,7 +188,7 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   }
   const uint32_t threads = std::max(1u, options.threads);
   processor_ = std::make_unique<Processor>(
-      parts_.name, threads, options.cores, [this](BlockWork& work) { inbox_.post(work); },
+      parts_.name, threads, options.cores, [this](BlockWork& work) { event_queue_.post(work); },
       options.trace.get());
   parts_.processor = processor_.get();
 
@@ -231,13 +231,13 @@ Status LocalDevice::allocate_slots() {
   }
   SI_ASSIGN_OR_RETURN(slot_memory_, base::AlignedBuffer::allocate(count * slot_bytes));
   slots_ = std::vector<Slot>(count);
-  std::vector<std::span<std::byte>> lent;
+  std::vector<std::span<std::byte>> scratch;
   for (size_t i = 0; i < count; ++i) {
     Slot& slot = slots_[i];
     const std::span<std::byte> memory = slot_memory_.bytes().subspan(i * slot_bytes, slot_bytes);
     slot.extent = memory.first(extent_bytes);
     slot.gradient = memory.subspan(extent_bytes);
-    if (!slot.gradient.empty()) lent.push_back(slot.gradient);
+    if (!slot.gradient.empty()) scratch.push_back(slot.gradient);
     for (Transfer* transfer : {&slot.state_in, &slot.gradient_in, &slot.master_out,
                                &slot.moments_out, &slot.gradient_out}) {
       transfer->slot = &slot;
@@ -248,8 +248,8 @@ Status LocalDevice::allocate_slots() {
     }
   }
   parts_.slots = slots_;
-  spills_.resize(lent.size());
-  gradients_->lend_buffers(std::move(lent));
+  spills_.resize(scratch.size());
+  gradients_->set_scratch(std::move(scratch));
   if (const Status mapped = store_->register_memory(slot_memory_.bytes()); !mapped.ok()) {
     base::log(base::LogLevel::kWarning, "device " + parts_.name + ": " + mapped.to_string());
   }
@@ -257,25 +257,25 @@ Status LocalDevice::allocate_slots() {
 }
 
 LocalDevice::~LocalDevice() {
-  inbox_.close();
+  event_queue_.close();
   if (thread_.joinable()) thread_.join();
-  // Ends its threads, which post to the inbox.
+  // Ends its threads, which post to the event queue.
   processor_.reset();
   if (store_ == nullptr) return;
   if (const Status closed = store_->close(); !closed.ok()) {
     base::log(
         base::LogLevel::kWarning,
         Status(closed).with_context(parts_.name + " is closed without an answer").to_string());
-    storage::abandon(std::move(store_));
-    storage::abandon(std::move(slot_memory_));
-    storage::abandon(parts_.cache.take_memory());
+    storage::leak_in_flight(std::move(store_));
+    storage::leak_in_flight(std::move(slot_memory_));
+    storage::leak_in_flight(parts_.cache.take_memory());
   }
 }
 
 void LocalDevice::remember_state() {
   const std::lock_guard lock(state_mutex_);
   state_ = store_->state();
-  blob_ = store_->blob();
+  client_metadata_ = store_->client_metadata();
 }
 
 Status LocalDevice::recover_to(base::StepNumber step) {
@@ -299,7 +299,7 @@ void LocalDevice::submit(Command& command) {
   if (const auto* put = command.as<PutCompressedGradient>()) return put_gradient(command, *put);
   // Here and not when the command is served: gradients may follow at once.
   if (command.as<BeginStep>() != nullptr) gradients_->begin_step();
-  inbox_.post(Letter{&command, 0, std::nullopt});
+  event_queue_.post(DeviceEvent{&command, 0, std::nullopt});
 }
 
 template <typename Put>
@@ -311,7 +311,7 @@ void LocalDevice::put_gradient(Command& command, const Put& put) {
                                                " belongs to another device"));
   }
   const uint64_t begin_ns = base::now_ns();
-  Letter letter;
+  DeviceEvent event;
   uint64_t bytes = 0;
   if constexpr (std::is_same_v<Put, PutCompressedGradient>) {
     bytes = put.message.size();
@@ -322,27 +322,28 @@ void LocalDevice::put_gradient(Command& command, const Put& put) {
     Result<std::optional<GradientMemory::Spill>> taken = gradients_->put(
         found->second, put.first, put.count, put.type, put.gradient, parts_.options.store.watchdog);
     if (!taken.ok()) return parts_.complete(command, std::move(taken).status());
-    letter.spill = std::move(*taken);
+    event.spill = std::move(*taken);
   }
   if (parts_.options.host_link_place == HostLinkPlace::kAtProcessor) {
     parts_.host_traffic.add_down(base::TrafficKind::kGradient, bytes);
     parts_.record_host(LinkDirection::kDown, base::TrafficKind::kGradient, put.subgroup, begin_ns,
                        bytes);
     if (Link* link = parts_.options.links.host.get(); link != nullptr) {
-      letter.due_ns = link->book(LinkDirection::kDown, base::TrafficKind::kGradient, bytes);
-      letter.command = &command;
+      event.due_ns = link->book(LinkDirection::kDown, base::TrafficKind::kGradient, bytes);
+      event.command = &command;
     }
   }
-  const bool done = letter.command == nullptr;
-  if (letter.spill.has_value() || !done) inbox_.post(std::move(letter));
+  const bool done = event.command == nullptr;
+  if (event.spill.has_value() || !done) event_queue_.post(std::move(event));
   if (done) parts_.complete(command, Status());
 }
 
 void LocalDevice::run() {
-  // Sleeps in the inbox only when the store has nothing to do and what it last did is acted upon.
+  // Sleeps in the event queue only when the store has nothing to do and what it last did is acted
+  // upon.
   bool polled = false;
   while (true) {
-    read_inbox(polled ? std::chrono::nanoseconds(0) : until_due());
+    read_events(polled ? std::chrono::nanoseconds(0) : until_due());
     on_time();
     serve_commands();
     if (closing_ && nothing_in_flight() && !flush_before_closing()) return;
@@ -353,29 +354,29 @@ void LocalDevice::run() {
 
 std::chrono::nanoseconds LocalDevice::until_due() const {
   uint64_t due = handler_.next_due_ns();
-  if (!passing_.empty()) due = std::min(due, passing_.front().due_ns);
+  if (!in_transit_.empty()) due = std::min(due, in_transit_.front().due_ns);
   if (due == ~uint64_t{0}) return kIdleWait;
   const uint64_t now = base::now_ns();
   return std::chrono::nanoseconds(due > now ? due - now : 0);
 }
 
 bool LocalDevice::nothing_in_flight() const {
-  return parts_.transfers_in_flight == 0 && passing_.empty() && !handler_.running() &&
+  return parts_.transfers_in_flight == 0 && in_transit_.empty() && !handler_.running() &&
          state_access_.idle() && !flush_.running();
 }
 
-void LocalDevice::read_inbox(std::chrono::nanoseconds wait) {
-  const bool closed = inbox_.take(letters_, works_, wait);
+void LocalDevice::read_events(std::chrono::nanoseconds wait) {
+  const bool closed = event_queue_.take(events_, works_, wait);
   for (BlockWork* work : works_) work->slot->user->on_work(*work->slot, *work);
-  for (const Letter& letter : letters_) {
-    if (letter.spill.has_value()) spill(*letter.spill);
-    if (letter.command == nullptr) continue;
-    if (letter.due_ns != 0) {  // a gradient on the host link
-      passing_.push_back({letter.due_ns, letter.command});
+  for (const DeviceEvent& event : events_) {
+    if (event.spill.has_value()) spill(*event.spill);
+    if (event.command == nullptr) continue;
+    if (event.due_ns != 0) {  // a gradient on the host link
+      in_transit_.push_back({event.due_ns, event.command});
     } else {
       // A step that is to be forgotten need not be finished.
-      if (letter.command->as<Abort>() != nullptr) handler_.cancel();
-      commands_.push_back(letter.command);
+      if (event.command->as<Abort>() != nullptr) handler_.cancel();
+      commands_.push_back(event.command);
     }
   }
   if (closed && !closing_) {
@@ -386,9 +387,9 @@ void LocalDevice::read_inbox(std::chrono::nanoseconds wait) {
 
 void LocalDevice::on_time() {
   const uint64_t now = base::now_ns();
-  while (!passing_.empty() && passing_.front().due_ns <= now) {
-    Command& command = *passing_.front().command;
-    passing_.pop_front();
+  while (!in_transit_.empty() && in_transit_.front().due_ns <= now) {
+    Command& command = *in_transit_.front().command;
+    in_transit_.pop_front();
     parts_.complete(command, Status());
   }
   handler_.on_time(now);
@@ -504,7 +505,7 @@ Status LocalDevice::prepare(const Prepare& prepare) {
   for (const Status& failure : {step_failure_, handler_.failure(), state_access_.write_failure()}) {
     if (!failure.ok()) return failure;
   }
-  SI_RETURN_IF_ERROR(store_->prepare(prepare.step, prepare.blob));
+  SI_RETURN_IF_ERROR(store_->prepare(prepare.step, prepare.client_metadata));
   phase_ = Phase::kPrepared;
   return Status();
 }
@@ -522,16 +523,16 @@ Status LocalDevice::commit(base::StepNumber step) {
 
 Status LocalDevice::abort(base::StepNumber step) {
   if (is_committed(step)) return wrong_order("it is committed", step);
-  // Taking back what never began is what it asks for; so is what was taken back before.
+  // Aborting what never began is what it asks for; so is what was aborted before.
   if (phase_ == Phase::kIdle) return lost_;
   if (step != step_) return wrong_order("another one is in progress", step);
   handler_.forget_failure();
   state_access_.forget_failure();
   step_failure_ = Status();
   phase_ = Phase::kIdle;
-  lost_ = store_->take_back(step);
+  lost_ = store_->abort(step);
   if (lost_.ok()) {
-    parts_.cache.take_back();
+    parts_.cache.abort();
   } else {
     parts_.cache.drop();
   }

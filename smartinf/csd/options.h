@@ -60,8 +60,8 @@ struct LocalDeviceOptions {
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   storage::StoreOptions store;  // ring, durability, checksums, transfer size and depth, watchdog
 
-  /// The group of every element: stretches in order, without gaps. Empty: group 0 everywhere.
-  std::vector<plan::GroupStretch> groups;
+  /// The group of every element: spans in order, without gaps. Empty: group 0 everywhere.
+  std::vector<plan::GroupSpan> groups;
 
   HostLinkPlace host_link_place = HostLinkPlace::kAtProcessor;
   DeviceLinks links;

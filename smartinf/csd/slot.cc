@@ -105,12 +105,12 @@ base::Status UpdateWork::run_block(uint64_t block) {
   if (from_spill_ &&
       !memory_->verify_block(subgroup_, block,
                              {gradient, elements * base::data_type_bytes(gradient_type)})) {
-    return base::Status(
-        base::ErrorCode::kCorrupt,
-        "block " + std::to_string(block) + " of the spilled gradient of subgroup " +
-            std::to_string(planes_.subgroup().id.value) + " is not what was written",
-        "The step is taken back and can be repeated; if it happens again, the drive "
-        "or its cable is failing.");
+    return base::Status(base::ErrorCode::kCorrupt,
+                        "block " + std::to_string(block) + " of the spilled gradient of subgroup " +
+                            std::to_string(planes_.subgroup().id.value) +
+                            " is not what was written",
+                        "The step is aborted and can be repeated; if it happens again, the drive "
+                        "or its cable is failing.");
   }
   const std::span<const base::PlaneKind> kinds =
       kernels::rule_planes(update_->scalars.front().rule);
@@ -129,19 +129,19 @@ base::Status UpdateWork::run_block(uint64_t block) {
   work.weights_type = update_->weights_type;
 
   // Cleared, not freed: no allocation after the first blocks.
-  thread_local std::vector<kernels::GroupRun> runs;
+  thread_local std::vector<kernels::ScalarsSpan> runs;
   runs.clear();
-  const std::vector<plan::GroupStretch>& groups = options_->groups;
+  const std::vector<plan::GroupSpan>& groups = options_->groups;
   if (groups.empty()) {
     runs.push_back({elements, update_->scalars.data()});
   } else {
-    auto stretch = std::upper_bound(
+    auto span = std::upper_bound(
         groups.begin(), groups.end(), work.element,
-        [](uint64_t element, const plan::GroupStretch& s) { return element < s.first; });
-    --stretch;
-    for (uint64_t element = work.element; element < work.element + elements; ++stretch) {
-      const uint64_t end = std::min(work.element + elements, stretch->first + stretch->count);
-      runs.push_back({end - element, &update_->scalars[stretch->group]});
+        [](uint64_t element, const plan::GroupSpan& s) { return element < s.first; });
+    --span;
+    for (uint64_t element = work.element; element < work.element + elements; ++span) {
+      const uint64_t end = std::min(work.element + elements, span->first + span->count);
+      runs.push_back({end - element, &update_->scalars[span->group]});
       element = end;
     }
   }

@@ -82,7 +82,7 @@ void StateCache::commit() {
   for (Entry& entry : entries_) entry.in_step = false;
 }
 
-void StateCache::take_back() {
+void StateCache::abort() {
   for (Entry& entry : entries_) {
     if (!entry.in_step) continue;
     entry.planes = entry.unwritten = 0;

@@ -25,7 +25,7 @@ struct DeviceParts;
 ///   opened                           none             all
 ///   update of step s                 none, then s     s - 1, s once written (or held back)
 ///   commit(s)                        s counts         s
-///   take_back(s)                     none             s - 1
+///   abort(s)                     none             s - 1
 ///   a write from elsewhere           all but those    as written
 class StateCache {
  public:
@@ -52,7 +52,7 @@ class StateCache {
 
   void commit();
   /// Forgets what the step in progress changed.
-  void take_back();
+  void abort();
   /// Forgets everything: what is here and what is on the drive is of no step.
   void drop();
 

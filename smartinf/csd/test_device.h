@@ -43,7 +43,7 @@ class DeviceDriver {
     return run(command);
   }
   base::Status prepare(uint64_t step) {
-    return run(Prepare{step, "blob of step " + std::to_string(step)});
+    return run(Prepare{step, "client metadata of step " + std::to_string(step)});
   }
 
   /// Step 0: the reference's master weights, everything else 0, prepared and committed.

@@ -39,8 +39,8 @@ inline storage::StoreLayout test_layout(base::StateFormat format, uint32_t spill
 }
 
 /// Two groups that alternate, with cuts inside blocks.
-inline std::vector<plan::GroupStretch> test_groups(uint64_t elements) {
-  std::vector<plan::GroupStretch> groups;
+inline std::vector<plan::GroupSpan> test_groups(uint64_t elements) {
+  std::vector<plan::GroupSpan> groups;
   uint64_t first = 0;
   for (uint32_t i = 0; first < elements; ++i) {
     const uint64_t count = std::min<uint64_t>(elements - first, 50'000 + 1000 * (i % 7));
@@ -132,7 +132,7 @@ inline std::vector<kernels::StepScalars> test_scalars(uint64_t step) {
 
 class ReferenceModel {
  public:
-  ReferenceModel(const storage::StoreLayout& layout, std::vector<plan::GroupStretch> groups)
+  ReferenceModel(const storage::StoreLayout& layout, std::vector<plan::GroupSpan> groups)
       : layout_(layout), groups_(std::move(groups)), scalar_(*kernels::supported_tables().front()) {
     const storage::StoredSubgroup& last = layout_.subgroups.back();
     matrices_ = test_matrices(last.first_element + last.count);
@@ -187,7 +187,7 @@ class ReferenceModel {
         block.gradient_type = gradient_type;
         block.weights_out = out.data() + first * base::data_type_bytes(weights_type);
         block.weights_type = weights_type;
-        std::vector<kernels::GroupRun> runs;  // one per element's group, joined
+        std::vector<kernels::ScalarsSpan> runs;  // one per element's group, joined
         for (uint64_t e = 0; e < count; ++e) {
           const kernels::StepScalars* own = &scalars[group_of(block.element + e)];
           if (runs.empty() || runs.back().scalars != own) runs.push_back({0, own});
@@ -264,7 +264,7 @@ class ReferenceModel {
   }
 
   storage::StoreLayout layout_;
-  std::vector<plan::GroupStretch> groups_;
+  std::vector<plan::GroupSpan> groups_;
   std::vector<compress::MatrixLayout> matrices_;
   const kernels::KernelTable& scalar_;
   std::vector<std::vector<std::vector<std::byte>>> state_;  // subgroup, plane, encoded

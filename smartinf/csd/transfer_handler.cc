@@ -36,8 +36,8 @@ void TransferHandler::start(Command& command) {
 
 base::Status TransferHandler::check(const Update& update) const {
   uint32_t groups = 1;
-  for (const plan::GroupStretch& stretch : parts_.options.groups) {
-    groups = std::max(groups, stretch.group + 1);
+  for (const plan::GroupSpan& span : parts_.options.groups) {
+    groups = std::max(groups, span.group + 1);
   }
   if (update.scalars.size() < groups) {
     return base::Status(base::ErrorCode::kInvalidArgument,
@@ -115,7 +115,7 @@ void TransferHandler::make_plan(const Update& update) {
 
 void TransferHandler::go_on() {
   while (failure_.ok() && ready_next_ < ready_.size()) begin(ready_[ready_next_++]);
-  const bool nothing_in_flight = transfers_ == 0 && works_ == 0 && on_link_.empty();
+  const bool nothing_in_flight = transfers_ == 0 && works_ == 0 && in_transit_.empty();
   if (!running() || !nothing_in_flight || (failure_.ok() && unfinished_ > 0)) return;
   // After abandon() the drive may still write into slots: they are never used again.
   for (Slot& slot : parts_.slots) {
@@ -217,7 +217,7 @@ void TransferHandler::send_weights(uint32_t task) {
   Link* link = parts_.options.links.host.get();
   if (link == nullptr) return weights_ready(task);
   const uint64_t due = link->book(LinkDirection::kUp, base::TrafficKind::kWeight, bytes);
-  on_link_.push_back({due, task});
+  in_transit_.push_back({due, task});
 }
 
 void TransferHandler::weights_ready(uint32_t task) {
@@ -229,10 +229,10 @@ void TransferHandler::weights_ready(uint32_t task) {
 }
 
 void TransferHandler::on_time(uint64_t now_ns) {
-  if (on_link_.empty()) return;
-  while (!on_link_.empty() && on_link_.front().due_ns <= now_ns) {
-    const uint32_t task = on_link_.front().task;
-    on_link_.pop_front();
+  if (in_transit_.empty()) return;
+  while (!in_transit_.empty() && in_transit_.front().due_ns <= now_ns) {
+    const uint32_t task = in_transit_.front().task;
+    in_transit_.pop_front();
     weights_ready(task);
   }
   go_on();

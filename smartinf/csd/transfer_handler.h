@@ -34,13 +34,15 @@ class TransferHandler final : public SlotUser {
   /// Says that weights have passed the host link, where their time has come.
   void on_time(uint64_t now_ns);
   /// When on_time() will have something to do; ~0: nothing is on the link.
-  uint64_t next_due_ns() const { return on_link_.empty() ? ~uint64_t{0} : on_link_.front().due_ns; }
+  uint64_t next_due_ns() const {
+    return in_transit_.empty() ? ~uint64_t{0} : in_transit_.front().due_ns;
+  }
 
   void on_transfer(Transfer& transfer) override;
   void on_work(Slot& slot, BlockWork& work) override;
 
  private:
-  struct OnLink {
+  struct InTransit {
     uint64_t due_ns;
     uint32_t task;
   };
@@ -72,7 +74,7 @@ class TransferHandler final : public SlotUser {
   std::vector<uint32_t> dependents_;
   std::vector<uint32_t> ready_;  // to be started, in order
   size_t ready_next_ = 0;
-  std::deque<OnLink> on_link_;  // one direction of one link: due in order
+  std::deque<InTransit> in_transit_;  // one direction of one link: due in order
 };
 
 }  // namespace smartinf::csd

@@ -112,7 +112,7 @@ Status copy_devices(StoredRun& run, const fs::path& partial, const CheckpointOpt
   ReshardOptions copy;
   copy.format = run.layout().format;
   copy.memory_budget_bytes = options.memory_budget_bytes;
-  copy.lent_memory = options.lent_memory;
+  copy.scratch_memory = options.scratch_memory;
   copy.ring = options.ring;
   // Never overwritten, so one slot will do; it is synced below.
   copy.durability = storage::Durability::kNone;

@@ -29,7 +29,7 @@ struct CheckpointOptions {
   bool replace = false;
   std::string trainer;  // kept with it: the caller's own text (Checkpoint::trainer)
   uint64_t memory_budget_bytes = uint64_t{256} << 20;
-  std::vector<std::span<std::byte>> lent_memory;  // instead: see ReshardOptions
+  std::vector<std::span<std::byte>> scratch_memory;  // instead: see ReshardOptions
   storage::RingKind ring = storage::RingKind::kAuto;
   StateProgress progress;
 };

@@ -205,7 +205,7 @@ TEST_P(CheckpointTest, ComesBackOnOtherDevicesBitByBitAndTrainsOn) {
     auto restored = open(options(GetParam(), names));
     ASSERT_NE(restored, nullptr);
     EXPECT_EQ(restored->committed_step(), 3u);
-    EXPECT_EQ(restored->blob(), "step 3");
+    EXPECT_EQ(restored->client_metadata(), "step 3");
     EXPECT_EQ(state(*restored), at_three);
     step(*restored, 4);
     step(*restored, 5);
@@ -298,8 +298,8 @@ TEST_P(CheckpointTest, IsCopiedThroughLentMemory) {
   CheckpointOptions options;
   options.folder = path("checkpoints");
   options.memory_budget_bytes = 0;  // nothing could be allocated
-  options.lent_memory = updater_->idle_memory();
-  ASSERT_EQ(options.lent_memory.size(), 2u);
+  options.scratch_memory = updater_->scratch_memory();
+  ASSERT_EQ(options.scratch_memory.size(), 2u);
   const auto made = checkpoint_open_run(paths({"a", "b"}), options);
   ASSERT_TRUE(made.ok()) << made.status().to_string();
   const auto before = state(*updater_);
@@ -317,7 +317,7 @@ TEST_P(CheckpointTest, IsCopiedThroughLentMemory) {
 }
 
 // Dropping a step does not wait for the update of everything else.
-TEST_P(CheckpointTest, ATakeBackStopsTheUpdateUnderWay) {
+TEST_P(CheckpointTest, AnAbortStopsTheUpdateUnderWay) {
   updater_.reset();
   UpdaterOptions slow = options_;
   for (DeviceOptions& device : slow.devices) device.internal_link.up_bytes_per_s = 4e6;
@@ -338,12 +338,12 @@ TEST_P(CheckpointTest, ATakeBackStopsTheUpdateUnderWay) {
   };
   uint64_t all = 0;
   for (const std::vector<float>& plane : before) all += plane.size() * sizeof(float);
-  // On a busy machine the update may be over before it is taken back: then once more.
+  // On a busy machine the update may be over before it is aborted: then once more.
   bool stopped = false;
   for (int attempt = 0; attempt < 10 && !stopped; ++attempt) {
     const uint64_t read_before = updater_->traffic().store.up_total();
     ASSERT_TRUE(begin().ok());
-    const base::Status taken = updater_->take_back();
+    const base::Status taken = updater_->abort();
     ASSERT_TRUE(taken.ok()) << taken.to_string();
     const uint64_t read = updater_->traffic().store.up_total() - read_before;
     EXPECT_EQ(state(*updater_), before);
@@ -842,7 +842,7 @@ TEST_P(CheckpointFolderTest, AStateIsReplacedByAWholeOneOnly) {
   const auto failed = reshard(from, paths({"a", "b"}), replace);
   watched_calls = nullptr;
   EXPECT_EQ(failed.status().code(), ErrorCode::kNotFound) << failed.status().to_string();
-  EXPECT_EQ(exchanges, 2) << "the first is taken back";
+  EXPECT_EQ(exchanges, 2) << "the first is aborted";
   old_is_untouched();
   const auto many = reshard(from, paths({"a", "b", "c", "d", "e", "f", "g", "h", "i"}), replace);
   EXPECT_THAT(many.status().to_string(), HasSubstr("Leave this place out"));

@@ -27,7 +27,7 @@ void CompressedSender::send_one(Worker& worker, const Piece& piece) {
   Outgoing& outgoing = worker.outgoing[worker.turn++ % worker.outgoing.size()];
   wait_for(worker, outgoing);
   const auto message =
-      compressor_.compress(worker.scratch, outgoing.writer, *piece.subgroup, piece.sits_out);
+      compressor_.compress(worker.scratch, outgoing.writer, *piece.subgroup, piece.skipped);
   outgoing.in_flight =
       worker.replies.submit(*piece.device, csd::PutCompressedGradient{piece.subgroup->id, message});
 }

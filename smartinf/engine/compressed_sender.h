@@ -27,7 +27,7 @@ class CompressedSender {
   struct Piece {
     const plan::Subgroup* subgroup = nullptr;
     csd::Device* device = nullptr;
-    std::vector<plan::GroupStretch> sits_out;  // as compress::GradientCompressor::compress()
+    std::vector<plan::GroupSpan> skipped;  // as compress::GradientCompressor::compress()
   };
   struct Failure {
     base::Status status;

@@ -19,7 +19,7 @@ class Reluctant final : public csd::Device {
   const csd::DeviceInfo& info() const override { return info_; }
   const storage::StoreLayout& layout() const override { return layout_; }
   storage::StoreState state() const override { return {}; }
-  std::string blob() const override { return {}; }
+  std::string client_metadata() const override { return {}; }
   base::Status recover_to(base::StepNumber) override { return base::Status(); }
   void submit(csd::Command& command) override { sent.push_back(&command); }
   base::TrafficReading host_traffic() const override { return {}; }

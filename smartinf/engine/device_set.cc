@@ -83,7 +83,7 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
   share.gradient_memory_bytes =
       fits ? ~uint64_t{0}
            : static_cast<uint64_t>(part * static_cast<double>(options.gradient_budget_bytes));
-  share.groups = space.stretches(0, space.count());
+  share.groups = space.spans(0, space.count());
   share.matrices = matrices_of_squares(options, space);
   return share;
 }

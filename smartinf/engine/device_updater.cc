@@ -20,9 +20,10 @@ using csd::Completion;
 
 namespace {
 
-Status blob_too_long() {
-  return Status(ErrorCode::kInvalidArgument, "the data to be kept with a step is too long",
-                fmt::format("It may take {}.", base::format_bytes(storage::Store::kBlobBytesMax)));
+Status client_metadata_too_long() {
+  return Status(
+      ErrorCode::kInvalidArgument, "the data to be kept with a step is too long",
+      fmt::format("It may take {}.", base::format_bytes(storage::Store::kClientMetadataBytesMax)));
 }
 
 constexpr uint32_t kMaster = 1;  // in a mask of planes
@@ -56,22 +57,22 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       set_(std::move(set)),
       staging_(std::move(staging)),
       watch_(options_.device_silence_max),
-      intake_(space_),
+      gradient_tracker_(space_),
       team_(gradient_threads(), "si-gradient"),
-      gradient_sender_(set_, intake_, team_, options_.gradient_type, watch_),
+      gradient_sender_(set_, gradient_tracker_, team_, options_.gradient_type, watch_),
       compressor_(std::move(compressor)),
       compressed_sender_(compressor_ == nullptr
                              ? nullptr
                              : std::make_unique<CompressedSender>(*compressor_, team_, watch_)),
       phase_(set_.fresh ? Phase::kUnwritten : Phase::kIdle),
       committed_step_(set_.step),
-      blob_(),
+      client_metadata_(),
       weights_ready_(set_.subgroups.size(), 0),
       updated_(set_.subgroups.size(), 0) {
   samples_current_ = samples_next_ = set_.fresh;  // all variances are 0
   if (!set_.fresh) {
-    KeptBlob kept = split_blob(set_.devices.front()->blob());
-    blob_ = std::move(kept.blob);
+    KeptBlob kept = split_blob(set_.devices.front()->client_metadata());
+    client_metadata_ = std::move(kept.client_metadata);
     residual_step_ = kept.residual_step;
     ahead_ = std::move(kept.ahead);
   }
@@ -139,8 +140,9 @@ Status DeviceUpdater::on_all_devices(const csd::Message& message) {
 }
 
 Status DeviceUpdater::initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
-                                 const std::string& blob) {
-  if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
+                                 const std::string& client_metadata) {
+  if (client_metadata.size() > storage::Store::kClientMetadataBytesMax)
+    return client_metadata_too_long();
   {
     const std::lock_guard lock(mutex_);
     if (phase_ != Phase::kUnwritten) {
@@ -173,12 +175,12 @@ Status DeviceUpdater::initialize(const std::function<void(uint64_t, std::span<fl
   }
   while (caller_replies_.owed() > 0) finish_one();
   SI_RETURN_IF_ERROR(std::move(result));
-  SI_RETURN_IF_ERROR(on_all_devices(csd::Prepare{0, blob}));
+  SI_RETURN_IF_ERROR(on_all_devices(csd::Prepare{0, client_metadata}));
   SI_RETURN_IF_ERROR(on_all_devices(csd::Commit{0}));
   const std::lock_guard lock(mutex_);
   phase_ = Phase::kIdle;
   committed_step_ = 0;
-  blob_ = blob;
+  client_metadata_ = client_metadata;
   return Status();
 }
 
@@ -267,14 +269,15 @@ Status DeviceUpdater::read_planes(
 
 Status DeviceUpdater::edit_state(
     const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
-    const std::string& blob, const base::Bf16* residual,
+    const std::string& client_metadata, const base::Bf16* residual,
     std::span<const kernels::StepAhead> ahead) {
   if (!ahead.empty() && ahead.size() != ahead_.size()) {
     return Status(ErrorCode::kInvalidArgument,
                   fmt::format("rates of stepping ahead for {} groups given, the model has {}",
                               ahead.size(), ahead_.size()));
   }
-  if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
+  if (client_metadata.size() > storage::Store::kClientMetadataBytesMax)
+    return client_metadata_too_long();
   SI_RETURN_IF_ERROR(wait_commit());
   if (compressor_ == nullptr || !compressor_->feedback()) residual = nullptr;
   const bool write_residuals =
@@ -291,8 +294,8 @@ Status DeviceUpdater::edit_state(
     new_residual_ = residual != nullptr;
     samples_next_ = samples_current_ && !edit;
     next_ahead_ = ahead.empty() ? ahead_ : std::vector(ahead.begin(), ahead.end());
-    commit_blob_ = blob;
-    stored = stored_blob();
+    commit_client_metadata_ = client_metadata;
+    stored = stored_client_metadata();
   }
   SI_RETURN_IF_ERROR(on_all_devices(csd::BeginStep{step}));
   Status result = edit ? edit_subgroups(edit) : Status();
@@ -300,19 +303,19 @@ Status DeviceUpdater::edit_state(
   if (result.ok() && write_residuals) result = keep_all();
   if (result.ok()) result = on_all_devices(csd::Prepare{step, stored});
   if (!result.ok()) {
-    const Status taken_back = on_all_devices(csd::Abort{step});
+    const Status aborted = on_all_devices(csd::Abort{step});
     const std::lock_guard lock(mutex_);
-    if (!taken_back.ok()) phase_ = Phase::kBroken;
+    if (!aborted.ok()) phase_ = Phase::kBroken;
     return result;
   }
   {
     const std::lock_guard lock(mutex_);
     phase_ = Phase::kPrepared;
   }
-  return options_.hold_commit ? Status() : finish_commit();
+  return options_.external_commit ? Status() : commit_prepared();
 }
 
-Status DeviceUpdater::finish_commit() {
+Status DeviceUpdater::commit_prepared() {
   SI_RETURN_IF_ERROR(wait_commit());
   base::StepNumber step = 0;
   {
@@ -352,7 +355,7 @@ std::vector<kernels::StepAhead> DeviceUpdater::step_ahead() const {
 
 void DeviceUpdater::committed() {
   ++committed_step_;
-  blob_ = std::move(commit_blob_);
+  client_metadata_ = std::move(commit_client_metadata_);
   if (keeping_) residual_step_ = committed_step_;
   if (new_residual_) compressor_->commit();
   ahead_ = next_ahead_;
@@ -454,7 +457,7 @@ Status DeviceUpdater::begin_step() {
     phase_ = Phase::kGradients;
     step_error_ = Status();
   }
-  intake_.begin();
+  gradient_tracker_.begin();
   if (compressor_ != nullptr) compressor_->begin_step();
   skipped_.clear();
   gradient_error_ = Status();
@@ -469,14 +472,14 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
     SI_RETURN_IF_ERROR(require(Phase::kGradients, "a gradient given"));
   }
   SI_RETURN_IF_ERROR(gradient_error_);
-  SI_ASSIGN_OR_RETURN(const auto pieces, intake_.take(first, count));
+  SI_ASSIGN_OR_RETURN(const auto pieces, gradient_tracker_.take(first, count));
   if (compressor_ != nullptr) {
     const auto* bytes = static_cast<const std::byte*>(gradient);
     team_.run(pieces.size(), [&](uint32_t, size_t index) {
-      const GradientIntake::Piece& piece = pieces[index];
+      const GradientTracker::Piece& piece = pieces[index];
       const std::byte* values = bytes + (piece.first - first) * base::data_type_bytes(type);
       compressor_->put(piece.first, values, type, piece.count);
-      intake_.measure(piece, values, type);
+      gradient_tracker_.measure(piece, values, type);
     });
     return Status();
   }
@@ -491,16 +494,15 @@ Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(require(Phase::kGradients, "a gradient skipped"));
   }
-  SI_RETURN_IF_ERROR(intake_.take(first, count).status());
+  SI_RETURN_IF_ERROR(gradient_tracker_.take(first, count).status());
   skipped_.push_back({first, count});
   return Status();
 }
 
-bool DeviceUpdater::left_alone(const plan::Subgroup& subgroup, const UpdateOptions& options) const {
-  const auto stretches = space_.stretches(subgroup.first, subgroup.count);
-  return std::all_of(stretches.begin(), stretches.end(), [&](const plan::GroupStretch& stretch) {
-    return options.groups[stretch.group].skip;
-  });
+bool DeviceUpdater::is_skipped(const plan::Subgroup& subgroup, const UpdateOptions& options) const {
+  const auto spans = space_.spans(subgroup.first, subgroup.count);
+  return std::all_of(spans.begin(), spans.end(),
+                     [&](const plan::GroupSpan& span) { return options.groups[span.group].skip; });
 }
 
 Status DeviceUpdater::fill_skipped(const UpdateOptions& options) {
@@ -511,7 +513,7 @@ Status DeviceUpdater::fill_skipped(const UpdateOptions& options) {
     for (size_t i = set_.subgroup_at(skipped.first);
          i < set_.subgroups.size() && set_.subgroups[i].first < end; ++i) {
       const plan::Subgroup& subgroup = set_.subgroups[i];
-      if (left_alone(subgroup, options)) continue;
+      if (is_skipped(subgroup, options)) continue;
       const uint64_t first = std::max(skipped.first, subgroup.first);
       const uint64_t count = std::min(end, subgroup.first + subgroup.count) - first;
       GradientSender::Failure failure = gradient_sender_.put_zeros(first, count, staging_.bytes());
@@ -526,7 +528,7 @@ base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
   const std::lock_guard lock(mutex_);
   if (phase_ != Phase::kSummed) SI_RETURN_IF_ERROR(require(Phase::kGradients, "a norm asked for"));
   SI_RETURN_IF_ERROR(gradient_error_);
-  SI_ASSIGN_OR_RETURN(GradientSummary summary, intake_.finish(unscale));
+  SI_ASSIGN_OR_RETURN(GradientSummary summary, gradient_tracker_.finish(unscale));
   phase_ = Phase::kSummed;
   return summary;
 }
@@ -546,11 +548,11 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     SI_RETURN_IF_ERROR(require(Phase::kSummed, "an update started"));
   }
   for (const Skipped& skipped : skipped_) {
-    for (const plan::GroupStretch& stretch : space_.stretches(skipped.first, skipped.count)) {
-      if (options.groups[stretch.group].skip) continue;
+    for (const plan::GroupSpan& span : space_.spans(skipped.first, skipped.count)) {
+      if (options.groups[span.group].skip) continue;
       return Status(ErrorCode::kInvalidArgument,
                     fmt::format("{} got no gradient, but its group is to be updated",
-                                space_.at(stretch.first).name),
+                                space_.at(span.first).name),
                     "Set skip for the groups whose gradient was skipped.");
     }
   }
@@ -559,7 +561,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
   std::vector<csd::Update> updates(set_.devices.size());
   for (size_t i = 0; i < set_.subgroups.size(); ++i) {
     const plan::Subgroup& subgroup = set_.subgroups[i];
-    const bool alone = left_alone(subgroup, options);
+    const bool alone = is_skipped(subgroup, options);
     weights_ready_[i] = alone ? 1 : 0;  // nothing of it changes
     updated_[i] = alone ? 0 : 1;
     if (alone) continue;
@@ -577,7 +579,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     samples_next_ = true;
   }
   const base::StepNumber number = number_of(options);
-  // A group that sits out keeps its own: its weights stay where they are.
+  // A group that is skipped keeps its own: its weights stay where they are.
   next_ahead_ = ahead_;
   for (uint32_t g = 0; g < space_.group_count(); ++g) {
     if (options.groups[g].skip) continue;
@@ -657,7 +659,7 @@ void DeviceUpdater::take_completions() {
 
 void DeviceUpdater::complete(Completion&& completion) {
   if (!completion.status.ok()) {
-    if (phase_ == Phase::kTakingBack) take_back_failed_ = true;
+    if (phase_ == Phase::kAborting) abort_failed_ = true;
     if (step_error_.ok()) step_error_ = std::move(completion.status);
   }
   if (completion.event == Completion::Event::kWeightsReady) return;
@@ -699,28 +701,30 @@ void DeviceUpdater::advance() {
       }
       [[fallthrough]];
     case Phase::kKeeping:
-      if (step_error_.ok()) return enter(Phase::kPreparing, csd::Prepare{step, stored_blob()});
-      return enter(Phase::kTakingBack, csd::Abort{step});
+      if (step_error_.ok())
+        return enter(Phase::kPreparing, csd::Prepare{step, stored_client_metadata()});
+      return enter(Phase::kAborting, csd::Abort{step});
     case Phase::kPreparing:
-      if (step_error_.ok() && options_.hold_commit) return end(Phase::kPrepared, Status());
+      if (step_error_.ok() && options_.external_commit) return end(Phase::kPrepared, Status());
       if (step_error_.ok()) return enter(Phase::kCommitting, csd::Commit{step});
-      return enter(Phase::kTakingBack, csd::Abort{step});
+      return enter(Phase::kAborting, csd::Abort{step});
     case Phase::kCommitting:
       // Every device is prepared, so whichever failed now, opening again rolls the step forward or
       // back on all of them. Here it cannot be known which.
       if (!step_error_.ok()) return end(Phase::kBroken, std::move(step_error_));
       committed();
       return end(Phase::kIdle, Status());
-    case Phase::kTakingBack:
+    case Phase::kAborting:
       // The caller hears of the error that led here.
-      return end(take_back_failed_ ? Phase::kBroken : Phase::kIdle, std::move(step_error_));
+      return end(abort_failed_ ? Phase::kBroken : Phase::kIdle, std::move(step_error_));
     default:
       SI_CHECK(false, "a reply outside of a commit");
   }
 }
 
-Status DeviceUpdater::start_commit(const std::string& blob) {
-  if (blob.size() > storage::Store::kBlobBytesMax) return blob_too_long();
+Status DeviceUpdater::start_commit(const std::string& client_metadata) {
+  if (client_metadata.size() > storage::Store::kClientMetadataBytesMax)
+    return client_metadata_too_long();
   const std::lock_guard lock(mutex_);
   SI_RETURN_IF_ERROR(require(Phase::kUpdating, "a commit"));
   if (commit_wanted_) {
@@ -733,8 +737,8 @@ Status DeviceUpdater::start_commit(const std::string& blob) {
              (keep_wanted_ || (committed_step_ + 1) % every == 0);
   keep_wanted_ = false;
   new_residual_ = compressor_ != nullptr;
-  commit_blob_ = blob;
-  take_back_failed_ = false;
+  commit_client_metadata_ = client_metadata;
+  abort_failed_ = false;
   if (updates_in_flight_ == 0) advance();
   return Status();
 }
@@ -745,14 +749,14 @@ Status DeviceUpdater::wait_commit() {
   return std::exchange(commit_error_, Status());
 }
 
-Status DeviceUpdater::take_back() {
+Status DeviceUpdater::abort() {
   base::StepNumber step = 0;
   {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return !commit_wanted_; });
-    commit_error_ = Status();  // a failed commit has taken its step back
+    commit_error_ = Status();  // a failed commit has aborted its step
     if (phase_ == Phase::kIdle || phase_ == Phase::kUnwritten) return Status();
-    if (phase_ == Phase::kBroken) return require(Phase::kIdle, "a step taken back");
+    if (phase_ == Phase::kBroken) return require(Phase::kIdle, "a step aborted");
     step = committed_step_ + 1;
   }
   // A device drops an update that is under way, and answers it before this.
@@ -766,9 +770,9 @@ Status DeviceUpdater::take_back() {
 
 // ---- Compression.
 
-std::string DeviceUpdater::stored_blob() const {
+std::string DeviceUpdater::stored_client_metadata() const {
   KeptBlob kept;
-  kept.blob = commit_blob_;
+  kept.client_metadata = commit_client_metadata_;
   if (set_.residual) {
     kept.residual_step = keeping_ ? std::optional(committed_step_ + 1) : residual_step_;
     if (weights_ahead_ != nullptr) kept.ahead = next_ahead_;
@@ -818,26 +822,25 @@ Status DeviceUpdater::keep_all() {
 }
 
 Status DeviceUpdater::send_compressed(const UpdateOptions& options) {
-  SI_ASSIGN_OR_RETURN(const GradientSummary gradient, intake_.finish(options.gradient_scale));
-  std::vector<plan::GroupStretch> sits_out = space_.stretches(0, space_.count());
-  std::erase_if(sits_out, [&](const plan::GroupStretch& stretch) {
-    return !options.groups[stretch.group].skip;
-  });
-  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm, sits_out,
+  SI_ASSIGN_OR_RETURN(const GradientSummary gradient,
+                      gradient_tracker_.finish(options.gradient_scale));
+  std::vector<plan::GroupSpan> skipped = space_.spans(0, space_.count());
+  std::erase_if(skipped,
+                [&](const plan::GroupSpan& span) { return !options.groups[span.group].skip; });
+  compressor_->begin_update(number_of(options), options.gradient_scale, gradient.norm, skipped,
                             team_);
   std::vector<CompressedSender::Piece> pieces;
   for (const plan::Subgroup& subgroup : set_.subgroups) {
-    if (left_alone(subgroup, options)) {
+    if (is_skipped(subgroup, options)) {
       compressor_->leave(subgroup);
       continue;
     }
     CompressedSender::Piece& piece = pieces.emplace_back();
     piece.subgroup = &subgroup;
     piece.device = &device_of(subgroup.id);
-    piece.sits_out = space_.stretches(subgroup.first, subgroup.count);
-    std::erase_if(piece.sits_out, [&](const plan::GroupStretch& stretch) {
-      return !options.groups[stretch.group].skip;
-    });
+    piece.skipped = space_.spans(subgroup.first, subgroup.count);
+    std::erase_if(piece.skipped,
+                  [&](const plan::GroupSpan& span) { return !options.groups[span.group].skip; });
   }
   return compressed_sender_->send(pieces).status;
 }
@@ -864,9 +867,9 @@ base::StepNumber DeviceUpdater::committed_step() const {
   return committed_step_;
 }
 
-std::string DeviceUpdater::blob() const {
+std::string DeviceUpdater::client_metadata() const {
   const std::lock_guard lock(mutex_);
-  return blob_;
+  return client_metadata_;
 }
 
 UpdaterTraffic DeviceUpdater::traffic() const {
@@ -888,9 +891,9 @@ uint64_t DeviceUpdater::bytes_written_ever() const {
   return bytes;
 }
 
-std::vector<std::span<std::byte>> DeviceUpdater::idle_memory() {
+std::vector<std::span<std::byte>> DeviceUpdater::scratch_memory() {
   std::vector<std::span<std::byte>> memory;
-  for (const auto& device : set_.devices) memory.push_back(device->idle_memory());
+  for (const auto& device : set_.devices) memory.push_back(device->scratch_memory());
   return memory;
 }
 

@@ -2,7 +2,7 @@
 // built, not here.
 //
 // A thread of the engine's own takes the devices' completions and carries a commit through (writes
-// done, prepare on all, commit on all, or take back on all), so that the caller may compute
+// done, prepare on all, commit on all, or abort on all), so that the caller may compute
 // meanwhile.
 #pragma once
 
@@ -20,8 +20,8 @@
 #include "smartinf/engine/compressed_sender.h"
 #include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/device_set.h"
-#include "smartinf/engine/gradient_intake.h"
 #include "smartinf/engine/gradient_sender.h"
+#include "smartinf/engine/gradient_tracker.h"
 #include "smartinf/engine/kept_blob.h"
 #include "smartinf/engine/updater.h"
 
@@ -38,18 +38,18 @@ class DeviceUpdater final : public Updater {
 
   bool fresh() const override;
   base::StepNumber committed_step() const override;
-  std::string blob() const override;
+  std::string client_metadata() const override;
   const plan::ParameterSpace& space() const override { return space_; }
 
   base::Status initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
-                          const std::string& blob) override;
+                          const std::string& client_metadata) override;
   base::Status read_state(
       uint32_t plane_mask,
       const std::function<base::Status(uint64_t, std::span<const std::span<const float>>)>& visit)
       override;
   base::Status edit_state(
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit,
-      const std::string& blob, const base::Bf16* residual,
+      const std::string& client_metadata, const base::Bf16* residual,
       std::span<const kernels::StepAhead> ahead) override;
   const base::Bf16* residual() const override;
   std::vector<kernels::StepAhead> step_ahead() const override;
@@ -65,17 +65,17 @@ class DeviceUpdater final : public Updater {
   base::Status start_update(const UpdateOptions& options, base::DataType type,
                             const WeightsSink& sink) override;
   base::Status wait_weights(uint64_t first, uint64_t count) override;
-  base::Status start_commit(const std::string& blob) override;
+  base::Status start_commit(const std::string& client_metadata) override;
   base::Status wait_commit() override;
-  base::Status finish_commit() override;
+  base::Status commit_prepared() override;
   base::Status flush() override;
-  base::Status take_back() override;
+  base::Status abort() override;
 
   void keep_residual() override;
   compress::CompressionSummary compression() const override;
   UpdaterTraffic traffic() const override;
   uint64_t bytes_written_ever() const override;
-  std::vector<std::span<std::byte>> idle_memory() override;
+  std::vector<std::span<std::byte>> scratch_memory() override;
   uint64_t memory_bytes() const override;
   uint64_t state_cache_bytes() const override;
   uint64_t gradient_memory_bytes() const override;
@@ -93,9 +93,9 @@ class DeviceUpdater final : public Updater {
     kUpdating,   // devices update; weights come up
     kKeeping,    // what compression keeps is written
     kPreparing,
-    kPrepared,  // UpdaterOptions::hold_commit: finish_commit() or take_back() comes next
+    kPrepared,  // UpdaterOptions::external_commit: commit_prepared() or abort() comes next
     kCommitting,
-    kTakingBack,
+    kAborting,
     kBroken,  // the devices may disagree: only opening again can tell
   };
 
@@ -104,7 +104,8 @@ class DeviceUpdater final : public Updater {
                 std::unique_ptr<compress::GradientCompressor> compressor);
 
   const std::string& device_name(size_t device) const { return set_.devices[device]->info().name; }
-  std::string stored_blob() const;  // mutex_ held: commit_blob_ and what belongs behind it
+  std::string stored_client_metadata()
+      const;  // mutex_ held: commit_client_metadata_ and what belongs behind it
 
   csd::Device& device_of(base::SubgroupId subgroup) {
     return *set_.devices[set_.owner[subgroup.value].value];
@@ -124,7 +125,7 @@ class DeviceUpdater final : public Updater {
   base::Status edit_subgroups(
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit);
   /// True when every group of the subgroup sits this step out.
-  bool left_alone(const plan::Subgroup& subgroup, const UpdateOptions& options) const;
+  bool is_skipped(const plan::Subgroup& subgroup, const UpdateOptions& options) const;
   /// Zeros for what got no gradient, where the rest of its subgroup is updated.
   base::Status fill_skipped(const UpdateOptions& options);
 
@@ -156,7 +157,7 @@ class DeviceUpdater final : public Updater {
   base::AlignedBuffer staging_;
   base::AlignedBuffer edit_memory_;  // of an edit; stays after one that failed (DeviceReplies)
   DeviceWatch watch_;
-  GradientIntake intake_;
+  GradientTracker gradient_tracker_;
   base::ThreadTeam team_;  // copies, casts, measures and compresses gradients
   GradientSender gradient_sender_;
   std::unique_ptr<compress::GradientCompressor> compressor_;  // null: gradients go down whole
@@ -184,7 +185,7 @@ class DeviceUpdater final : public Updater {
   std::condition_variable changed_;
   Phase phase_;
   base::StepNumber committed_step_ = 0;
-  std::string blob_;
+  std::string client_metadata_;
   std::vector<uint8_t> weights_ready_;  // of every subgroup
   std::vector<uint8_t> updated_;        // of every subgroup: is in this step's update
   size_t updates_in_flight_ = 0;        // devices whose Update has not ended
@@ -196,8 +197,8 @@ class DeviceUpdater final : public Updater {
   std::optional<base::StepNumber> residual_step_;  // of those on the devices
   std::vector<kernels::StepAhead> ahead_;          // of the committed step, by group
   compress::CompressionSummary compression_;       // of the last update
-  std::string commit_blob_;
-  bool take_back_failed_ = false;
+  std::string commit_client_metadata_;
+  bool abort_failed_ = false;
   base::Status step_error_;    // the first of this step
   base::Status commit_error_;  // for wait_commit
 

@@ -24,7 +24,7 @@ std::optional<FoundRun> find_run(std::span<const std::string> devices) {
   found->step = step.ok() ? *step : states.front().committed_step;
   auto reader = storage::StateReader::open(found->device, storage::ReaderLock::kLeave);
   if (reader.ok() && (*reader)->choose_step(found->step).ok()) {
-    found->blob = split_blob((*reader)->blob()).blob;
+    found->client_metadata = split_blob((*reader)->client_metadata()).client_metadata;
   }
   return found;
 }

@@ -14,8 +14,8 @@ namespace smartinf::engine {
 struct FoundRun {
   storage::RunId run;
   base::StepNumber step = 0;
-  std::string device;  // that says so
-  std::string blob;    // the trainer's, of that step; empty: it cannot be read
+  std::string device;           // that says so
+  std::string client_metadata;  // the trainer's, of that step; empty: it cannot be read
 };
 
 /// The run of the first device that holds a state to go on from. Nothing: none does; what is wrong
@@ -23,8 +23,8 @@ struct FoundRun {
 /// meanwhile.
 std::optional<FoundRun> find_run(std::span<const std::string> devices);
 
-/// The run that the first of them with a state was made for, whether or not that was ever completed.
-/// A device that no part of the model falls to holds none.
+/// The run that the first of them with a state was made for, whether or not that was ever
+/// completed. A device that no part of the model falls to holds none.
 std::optional<storage::RunId> run_made_for(std::span<const std::string> devices);
 
 }  // namespace smartinf::engine

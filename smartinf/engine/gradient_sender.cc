@@ -10,16 +10,16 @@ namespace smartinf::engine {
 
 uint32_t gradient_threads() { return std::clamp(std::thread::hardware_concurrency(), 1u, 8u); }
 
-GradientSender::GradientSender(const DeviceSet& set, GradientIntake& intake, base::ThreadTeam& team,
-                               base::DataType type, DeviceWatch& watch)
-    : set_(set), intake_(intake), team_(team), type_(type) {
+GradientSender::GradientSender(const DeviceSet& set, GradientTracker& tracker,
+                               base::ThreadTeam& team, base::DataType type, DeviceWatch& watch)
+    : set_(set), gradient_tracker_(tracker), team_(team), type_(type) {
   for (const auto& device : set_.devices) spilled_ = spilled_ || device->info().gradients_spilled;
   for (uint32_t worker = 0; worker < team_.size(); ++worker) {
     lanes_.push_back(std::make_unique<Lane>(watch));
   }
 }
 
-GradientSender::Failure GradientSender::put(std::span<const GradientIntake::Piece> pieces,
+GradientSender::Failure GradientSender::put(std::span<const GradientTracker::Piece> pieces,
                                             uint64_t first, const void* gradient,
                                             base::DataType type, std::span<std::byte> cast_memory) {
   SI_CHECK(type == type_ || cast_memory.size() >= team_.size() * kCastBytes,
@@ -28,7 +28,7 @@ GradientSender::Failure GradientSender::put(std::span<const GradientIntake::Piec
   const auto one = [&](uint32_t worker, size_t index) {
     Lane& lane = *lanes_[worker];
     if (!lane.failure.status.ok()) return;
-    const GradientIntake::Piece& piece = pieces[index];
+    const GradientTracker::Piece& piece = pieces[index];
     const std::byte* values = bytes + (piece.first - first) * base::data_type_bytes(type);
     if (type != type_) {
       wait(lane, 0);  // the memory is used again
@@ -48,7 +48,7 @@ GradientSender::Failure GradientSender::put(std::span<const GradientIntake::Piec
         values = narrow;
       }
     }
-    intake_.measure(piece, values, type_);
+    gradient_tracker_.measure(piece, values, type_);
     send(lane, piece.first, values, piece.count);
   };
   if (spilled_) {

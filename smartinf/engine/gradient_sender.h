@@ -14,7 +14,7 @@
 #include "smartinf/csd/device.h"
 #include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/device_set.h"
-#include "smartinf/engine/gradient_intake.h"
+#include "smartinf/engine/gradient_tracker.h"
 
 namespace smartinf::engine {
 
@@ -30,7 +30,7 @@ class GradientSender {
   /// type: of gradients on their way to the devices. All that is referred to outlives the sender.
   /// Where a device spills gradients to its store one thread does everything: the drive is what is
   /// waited for there, and the spill buffers are few.
-  GradientSender(const DeviceSet& set, GradientIntake& intake, base::ThreadTeam& team,
+  GradientSender(const DeviceSet& set, GradientTracker& tracker, base::ThreadTeam& team,
                  base::DataType type, DeviceWatch& watch);
 
   struct Failure {
@@ -40,7 +40,7 @@ class GradientSender {
   /// Sends [count] elements from `first` on: gradient is [count] of `type`, and free again when
   /// this returns. What is measured is what the devices get. cast_memory: kCastBytes for each
   /// thread of the team, used when the types differ.
-  Failure put(std::span<const GradientIntake::Piece> pieces, uint64_t first, const void* gradient,
+  Failure put(std::span<const GradientTracker::Piece> pieces, uint64_t first, const void* gradient,
               base::DataType type, std::span<std::byte> cast_memory);
   /// The same for elements whose gradient is zero, which are not measured. zeros: zero bytes.
   Failure put_zeros(uint64_t first, uint64_t count, std::span<const std::byte> zeros);
@@ -59,7 +59,7 @@ class GradientSender {
   Failure finish();
 
   const DeviceSet& set_;
-  GradientIntake& intake_;
+  GradientTracker& gradient_tracker_;
   base::ThreadTeam& team_;
   const base::DataType type_;
   bool spilled_ = false;

@@ -29,7 +29,7 @@ class Recorder final : public csd::Device {
   const csd::DeviceInfo& info() const override { return info_; }
   const storage::StoreLayout& layout() const override { return layout_; }
   storage::StoreState state() const override { return {}; }
-  std::string blob() const override { return {}; }
+  std::string client_metadata() const override { return {}; }
   base::Status recover_to(base::StepNumber) override { return base::Status(); }
   void submit(csd::Command& command) override {
     const std::lock_guard lock(mutex_);
@@ -126,15 +126,15 @@ TEST_F(GradientSenderTest, AnyNumberOfThreadsGivesTheSameGradientAndNorm) {
       for (const uint32_t threads : {1u, 2u, 7u}) {
         make_devices(sent);
         base::ThreadTeam team(threads, "test");
-        GradientIntake intake(space_);
-        GradientSender sender(set_, intake, team, sent, watch_);
+        GradientTracker tracker(space_);
+        GradientSender sender(set_, tracker, team, sent, watch_);
         Bytes cast_memory(threads * GradientSender::kCastBytes);
-        intake.begin();
+        tracker.begin();
         // The last parameter in two parts, the end first.
         const uint64_t cut = space_.find("c")->first + kGradientCutElements;
         for (const auto& [from, to] :
              std::vector<std::pair<uint64_t, uint64_t>>{{cut, space_.count()}, {0, cut}}) {
-          const auto pieces = intake.take(from, to - from);
+          const auto pieces = tracker.take(from, to - from);
           ASSERT_TRUE(pieces.ok()) << pieces.status().to_string();
           const auto failure =
               sender.put(*pieces, from, gradient.data() + from * base::data_type_bytes(given),
@@ -142,7 +142,7 @@ TEST_F(GradientSenderTest, AnyNumberOfThreadsGivesTheSameGradientAndNorm) {
           ASSERT_TRUE(failure.status.ok());
         }
         EXPECT_EQ(recorders_[0]->elements + recorders_[1]->elements, space_.count());
-        const auto summary = intake.finish(1);
+        const auto summary = tracker.finish(1);
         ASSERT_TRUE(summary.ok());
         if (!first) {
           first = arrived(sent);
@@ -163,12 +163,12 @@ TEST_F(GradientSenderTest, AnyNumberOfThreadsGivesTheSameGradientAndNorm) {
 
 /// The tree of sums is that of whole cuts, measured at once, which states written earlier went by.
 TEST_F(GradientSenderTest, ANormIsThatOfWholeCuts) {
-  GradientIntake intake(space_);
-  intake.begin();
-  const auto pieces = intake.take(0, space_.count());
+  GradientTracker tracker(space_);
+  tracker.begin();
+  const auto pieces = tracker.take(0, space_.count());
   ASSERT_TRUE(pieces.ok());
   for (const auto& piece : *pieces) {
-    intake.measure(piece, values_.data() + piece.first, DataType::kF32);
+    tracker.measure(piece, values_.data() + piece.first, DataType::kF32);
   }
   double sum = 0;
   for (const plan::ParameterRange& range : space_.ranges()) {
@@ -178,7 +178,7 @@ TEST_F(GradientSenderTest, ANormIsThatOfWholeCuts) {
       sum += kernels::kernels().partial_norm(cut, DataType::kF32, count).sum_of_squares;
     }
   }
-  const auto summary = intake.finish(1);
+  const auto summary = tracker.finish(1);
   ASSERT_TRUE(summary.ok());
   EXPECT_EQ(summary->norm, std::sqrt(sum));
 }
@@ -187,9 +187,9 @@ TEST_F(GradientSenderTest, SpilledGradientsComeFromOneThread) {
   make_devices(DataType::kF32);
   recorders_[1]->spill();
   base::ThreadTeam team(4, "test");
-  GradientIntake intake(space_);
-  GradientSender sender(set_, intake, team, DataType::kF32, watch_);
-  const auto pieces = intake.take(0, space_.count());
+  GradientTracker tracker(space_);
+  GradientSender sender(set_, tracker, team, DataType::kF32, watch_);
+  const auto pieces = tracker.take(0, space_.count());
   ASSERT_TRUE(pieces.ok());
   ASSERT_TRUE(sender.put(*pieces, 0, values_.data(), DataType::kF32, {}).status.ok());
   for (const Recorder* recorder : recorders_) {
@@ -201,9 +201,9 @@ TEST_F(GradientSenderTest, NamesTheDeviceThatFailed) {
   make_devices(DataType::kF32);
   recorders_[1]->bad = 3;
   base::ThreadTeam team(3, "test");
-  GradientIntake intake(space_);
-  GradientSender sender(set_, intake, team, DataType::kF32, watch_);
-  const auto pieces = intake.take(0, space_.count());
+  GradientTracker tracker(space_);
+  GradientSender sender(set_, tracker, team, DataType::kF32, watch_);
+  const auto pieces = tracker.take(0, space_.count());
   ASSERT_TRUE(pieces.ok());
   const auto failure = sender.put(*pieces, 0, values_.data(), DataType::kF32, {});
   EXPECT_EQ(failure.status.code(), base::ErrorCode::kIo);
@@ -219,15 +219,15 @@ TEST_F(GradientSenderTest, NamesTheDeviceThatFailed) {
 
 TEST_F(GradientSenderTest, WhatIsNotFiniteNamesTheParameter) {
   for (const uint64_t at : {uint64_t{0}, space_.find("b")->first + 76, space_.count() - 1}) {
-    GradientIntake intake(space_);
-    const auto pieces = intake.take(0, space_.count());
+    GradientTracker tracker(space_);
+    const auto pieces = tracker.take(0, space_.count());
     ASSERT_TRUE(pieces.ok());
     std::vector<float> values = values_;
     values[at] = std::numeric_limits<float>::quiet_NaN();
     for (const auto& piece : *pieces) {
-      intake.measure(piece, values.data() + piece.first, DataType::kF32);
+      tracker.measure(piece, values.data() + piece.first, DataType::kF32);
     }
-    const auto summary = intake.finish(1);
+    const auto summary = tracker.finish(1);
     ASSERT_TRUE(summary.ok());
     EXPECT_FALSE(summary->finite);
     EXPECT_EQ(summary->first_bad, space_.ranges()[space_.index_at(at)].name);

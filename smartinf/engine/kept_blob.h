@@ -1,5 +1,5 @@
-// What the engine writes behind the trainer's blob where devices keep residuals: the step these are
-// of, and how far weights step ahead by them.
+// What the engine writes behind the trainer's client metadata where devices keep residuals: the
+// step these are of, and how far weights step ahead by them.
 #pragma once
 
 #include <optional>
@@ -12,15 +12,15 @@
 namespace smartinf::engine {
 
 struct KeptBlob {
-  std::string blob;                               // the trainer's
+  std::string client_metadata;                    // the trainer's
   std::optional<base::StepNumber> residual_step;  // nothing: no residual was ever written
   std::vector<kernels::StepAhead> ahead;          // by group; empty: not known
 };
 
-/// One text of at most storage::Store::kBlobBytesMax, as kept.blob is. Where there is no room for
-/// what belongs behind it, `ahead` is left out first: after a resume the weights of the first
-/// forward then are the stored ones.
-/// Groups in a row with the same rates take 16 bytes together.
+/// One text of at most storage::Store::kClientMetadataBytesMax, as kept.client metadata is. Where
+/// there is no room for what belongs behind it, `ahead` is left out first: after a resume the
+/// weights of the first forward then are the stored ones. Groups in a row with the same rates take
+/// 16 bytes together.
 std::string join_blob(const KeptBlob& kept);
 
 /// The way back. A text that join_blob() did not write is all the trainer's.

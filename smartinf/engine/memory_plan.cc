@@ -8,7 +8,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/csd/options.h"
-#include "smartinf/engine/gradient_intake.h"
+#include "smartinf/engine/gradient_tracker.h"
 
 namespace smartinf::engine {
 

@@ -72,8 +72,8 @@ struct UpdaterOptions {
   /// (five times StoreOptions::watchdog).
   std::chrono::nanoseconds device_silence_max = std::chrono::minutes(10);
   /// Several processes share a run and decide together whether a step is committed:
-  /// Updater::finish_commit().
-  bool hold_commit = false;
+  /// Updater::commit_prepared().
+  bool external_commit = false;
   /// The step that those processes agreed to recover to, one that each of them has committed or
   /// prepared (storage::recovery_step's rule, over all of them); none: the devices of this one
   /// decide.

@@ -22,9 +22,9 @@
 #include "smartinf/engine/memory_plan.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/placement.h"
-#include "smartinf/storage/abandoned.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/erase.h"
+#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::engine {
 
@@ -137,9 +137,9 @@ class Resharder {
     for (auto& store : stores_) {
       if (store == nullptr || store->close().ok()) continue;
       hung = true;
-      storage::abandon(std::move(store));
+      storage::leak_in_flight(std::move(store));
     }
-    if (hung) storage::abandon(std::move(buffers_));
+    if (hung) storage::leak_in_flight(std::move(buffers_));
     stores_.clear();
   }
 
@@ -159,7 +159,8 @@ class Resharder {
       SI_RETURN_IF_ERROR(copy_subgroup(i));
     }
     for (size_t b = 0; b < buffers_.size(); ++b) SI_RETURN_IF_ERROR(wait_for(buffers_[b]));
-    for (auto& store : stores_) SI_RETURN_IF_ERROR(store->prepare(from_.step, from_.blob));
+    for (auto& store : stores_)
+      SI_RETURN_IF_ERROR(store->prepare(from_.step, from_.client_metadata));
     for (auto& store : stores_) SI_RETURN_IF_ERROR(store->commit(from_.step));
     for (const auto& reader : from_.devices) {
       summary_.blocks_without_checksum += reader->blocks_without_checksum();
@@ -179,7 +180,7 @@ class Resharder {
         options_.subgroup_elements != 0 ? options_.subgroup_elements : from_.subgroup_elements();
     // What is lent holds a subgroup of its lender's.
     uint64_t subgroup_elements = from_.subgroup_elements();
-    if (options_.lent_memory.empty()) {
+    if (options_.scratch_memory.empty()) {
       auto memory = plan_memory(input);
       if (!memory.ok() && options_.subgroup_elements == 0) {
         input.subgroup_elements = 0;
@@ -313,18 +314,18 @@ class Resharder {
     }
     summary_.state_bytes = bytes_total_;
     buffers_ = std::vector<Buffer>(std::min(kBuffers, subgroups_.size()));
-    std::vector<std::span<std::byte>> lent = options_.lent_memory;
+    std::vector<std::span<std::byte>> scratch = options_.scratch_memory;
     for (Buffer& buffer : buffers_) {
-      const auto enough = std::find_if(lent.begin(), lent.end(), [&](std::span<std::byte> memory) {
-        return memory.size() >= extent_bytes;
-      });
-      if (enough != lent.end()) {
+      const auto enough =
+          std::find_if(scratch.begin(), scratch.end(),
+                       [&](std::span<std::byte> memory) { return memory.size() >= extent_bytes; });
+      if (enough != scratch.end()) {
         buffer.memory = enough->first(extent_bytes);
         *enough = enough->subspan(extent_bytes);
         continue;
       }
       // A lender with one slot in all: one buffer, and nothing overlaps.
-      if (&buffer != &buffers_.front() && !lent.empty()) {
+      if (&buffer != &buffers_.front() && !scratch.empty()) {
         buffers_.resize(1);
         break;
       }

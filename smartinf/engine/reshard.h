@@ -24,8 +24,8 @@ struct ReshardOptions {
   uint64_t subgroup_elements = 0;  // 0: the source's where the budget allows
   uint64_t memory_budget_bytes = uint64_t{256} << 20;
   /// Page-aligned buffers to copy through, instead of ones allocated from the budget: those of an
-  /// updater that has the source open (Updater::idle_memory).
-  std::vector<std::span<std::byte>> lent_memory;
+  /// updater that has the source open (Updater::scratch_memory).
+  std::vector<std::span<std::byte>> scratch_memory;
   storage::Durability durability = storage::Durability::kStep;
   storage::RingKind ring = storage::RingKind::kAuto;
   uint64_t seed = 0;               // of rounding, when the format changes
@@ -50,13 +50,13 @@ struct ReshardSummary {
   uint64_t blocks_without_checksum = 0;  // of the source; they could not be judged
 };
 
-/// Makes new stores at `targets` that hold the state of `from` at its step, with its blob. What
-/// lies on a target's drive already stays there as far as equal shares allow: with a device more,
-/// only that device's share goes to another drive. The targets are complete when it returns ok;
-/// after a failure nothing is left of them, and after a crash at most what is neither trained with
-/// nor in the way of another try. Memory: the budget, and the metadata of one step. Errors:
-/// kAlreadyExists (a target holds a state: named), kNoSpace, kOutOfMemory (the budget holds no
-/// subgroup), kCorrupt (in the source), kIo.
+/// Makes new stores at `targets` that hold the state of `from` at its step, with its client
+/// metadata. What lies on a target's drive already stays there as far as equal shares allow: with a
+/// device more, only that device's share goes to another drive. The targets are complete when it
+/// returns ok; after a failure nothing is left of them, and after a crash at most what is neither
+/// trained with nor in the way of another try. Memory: the budget, and the metadata of one step.
+/// Errors: kAlreadyExists (a target holds a state: named), kNoSpace, kOutOfMemory (the budget holds
+/// no subgroup), kCorrupt (in the source), kIo.
 base::Result<ReshardSummary> reshard(StoredRun& from, const std::vector<std::string>& targets,
                                      const ReshardOptions& options);
 

@@ -63,7 +63,7 @@ Result<StoredRun> open_stored_run(const std::vector<std::string>& paths, storage
           {layout.subgroups[i].first_element, layout.subgroups[i].count, device, i});
     }
   }
-  run.blob = run.devices.front()->blob();
+  run.client_metadata = run.devices.front()->client_metadata();
   std::sort(run.pieces.begin(), run.pieces.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   uint64_t next = 0;

@@ -22,7 +22,7 @@ struct StoredRun {
   std::vector<std::unique_ptr<storage::StateReader>> devices;  // in the run's order
   RunDescription description;
   base::StepNumber step = 0;
-  std::string blob;
+  std::string client_metadata;
 
   const storage::StoreLayout& layout() const { return devices.front()->layout(); }
   /// Of the largest subgroup.

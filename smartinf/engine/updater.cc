@@ -48,7 +48,7 @@ base::Status Updater::edit_state(
                       "Keep the state on devices.");
 }
 
-base::Status Updater::finish_commit() {
+base::Status Updater::commit_prepared() {
   return base::Status(base::ErrorCode::kUnsupported, "this updater commits by itself",
                       "Call wait_commit().");
 }

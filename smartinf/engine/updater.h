@@ -22,7 +22,7 @@
 #include "smartinf/base/traffic.h"
 #include "smartinf/compress/gradient_compressor.h"
 #include "smartinf/engine/device_source.h"
-#include "smartinf/engine/gradient_intake.h"
+#include "smartinf/engine/gradient_tracker.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update_rule.h"
@@ -33,7 +33,7 @@ namespace smartinf::engine {
 struct UpdateOptions {
   double gradient_scale = 1;                  // multiplies every gradient: unscale x clip factor
   std::vector<kernels::GroupOptions> groups;  // one per group of the parameter space
-  /// Which step this is to the caller, from 1: rounding by chance and compression's warm-up go by
+  /// Which step this is to the caller, from 1: stochastic rounding and compression's warm-up go by
   /// it. 0: committed_step() + 1, which also counts edits and begins anew on other devices.
   uint64_t number = 0;
 };
@@ -50,7 +50,7 @@ struct UpdaterTraffic {
   UpdaterTraffic since(const UpdaterTraffic& earlier) const;
 };
 
-/// Where the weights of a stretch of the parameter space that starts at `first` go in host memory.
+/// Where the weights of a span of the parameter space that starts at `first` go in host memory.
 /// The engine asks once per subgroup (`first` is a multiple of base::kBlockElements), so weights
 /// lie there in the order of the space, without gaps, at least as far as a subgroup reaches: one
 /// flat buffer, of which a model's tensors are views. Null: those weights are not wanted.
@@ -75,14 +75,14 @@ class Updater {
 
   virtual bool fresh() const = 0;
   virtual base::StepNumber committed_step() const = 0;
-  virtual std::string blob() const = 0;  // what the trainer gave to the committed step
+  virtual std::string client_metadata() const = 0;  // what the trainer gave to the committed step
   virtual const plan::ParameterSpace& space() const = 0;
 
   /// Fresh only: writes master weights as step 0, subgroup by subgroup within the memory budget;
   /// moments are zero. `fill(first, out)` puts elements [first, first + out.size()) into out.
   virtual base::Status initialize(
       const std::function<void(uint64_t first, std::span<float> out)>& fill,
-      const std::string& blob) = 0;
+      const std::string& client_metadata) = 0;
 
   /// Reads the current state, piece by piece, in ascending order. `planes[i]` is the i-th plane of
   /// the rule as f32; unwanted ones (bit i of plane_mask clear) are empty. A failure of `visit`
@@ -93,16 +93,16 @@ class Updater {
                                        std::span<const std::span<const float>> planes)>& visit) = 0;
   /// Rewrites the current state: `edit` gets each subgroup's planes as f32, in ascending order, and
   /// returns whether it changed them. What it changed becomes real at once, as a step of its own
-  /// with `blob` (committed_step() counts it); a failure leaves the state as it was. Beyond the
-  /// memory budget it takes one subgroup's planes for the time it runs. Import, and weights that
-  /// were written from outside. An empty `edit` changes no plane, and none is read for it.
-  /// residual: [space().count()], what compression is to keep from now on (ignored without
+  /// with `client_metadata` (committed_step() counts it); a failure leaves the state as it was.
+  /// Beyond the memory budget it takes one subgroup's planes for the time it runs. Import, and
+  /// weights that were written from outside. An empty `edit` changes no plane, and none is read for
+  /// it. residual: [space().count()], what compression is to keep from now on (ignored without
   /// feedback); null: what it keeps already. ahead: step_ahead() of where it comes from; empty: as
   /// it is. Errors: kUnsupported where state is not on devices.
   virtual base::Status edit_state(
       const std::function<base::Result<bool>(uint64_t first,
                                              std::span<const std::span<float>> planes)>& edit,
-      const std::string& blob, const base::Bf16* residual = nullptr,
+      const std::string& client_metadata, const base::Bf16* residual = nullptr,
       std::span<const kernels::StepAhead> ahead = {});
   /// What compression kept at the committed step: [space().count()], valid until the next call that
   /// changes state; null without feedback.
@@ -127,7 +127,7 @@ class Updater {
   /// within a range fall on multiples of kGradientCutElements of that range, so that the norm does
   /// not depend on them. Errors: kInvalidArgument for a cut elsewhere, kFailedPrecondition for a
   /// piece that was given before; else the device's. After an error of a device the step can only
-  /// be taken back.
+  /// be aborted.
   static constexpr uint64_t kGradientCutElements = engine::kGradientCutElements;
   virtual base::Status put_gradient(uint64_t first, const void* gradient, base::DataType type,
                                     uint64_t count) = 0;
@@ -139,36 +139,36 @@ class Updater {
   virtual base::Result<GradientSummary> finish_gradients(double unscale) = 0;
 
   /// Starts the update; returns at once. Weights go to where `sink` points, `type` each; that
-  /// memory stays valid until the step is committed or taken back.
+  /// memory stays valid until the step is committed or aborted.
   virtual base::Status start_update(const UpdateOptions& options, base::DataType type,
                                     const WeightsSink& sink) = 0;
   /// Waits until the new weights of [first, first + count) are there. Errors: of the device that
-  /// failed, named; the step can then only be taken back, which commit does too.
+  /// failed, named; the step can then only be aborted, which commit does too.
   virtual base::Status wait_weights(uint64_t first, uint64_t count) = 0;
 
   /// Starts the commit and returns at once: when all writes are done the step is prepared on every
-  /// device, then committed on every device. At most kBlobBytesMax of blob.
-  virtual base::Status start_commit(const std::string& blob) = 0;
-  /// Waits for its outcome; ok when none was started. On failure the step has been taken back on
+  /// device, then committed on every device. At most kClientMetadataBytesMax of client metadata.
+  virtual base::Status start_commit(const std::string& client_metadata) = 0;
+  /// Waits for its outcome; ok when none was started. On failure the step has been aborted on
   /// every device and the last committed one stands; weights that came up are stale (load_weights).
   virtual base::Status wait_commit() = 0;
-  /// With UpdaterOptions::hold_commit, start_commit() and edit_state() only prepare the step: after
-  /// a wait_commit() that returned ok this commits it on every device, or take_back() drops it.
+  /// With UpdaterOptions::external_commit, start_commit() and edit_state() only prepare the step:
+  /// after a wait_commit() that returned ok this commits it on every device, or abort() drops it.
   /// Errors: kFailedPrecondition when no step is prepared.
-  virtual base::Status finish_commit();
+  virtual base::Status commit_prepared();
   /// Writes what is in memory only (UpdaterOptions::state_cache_bytes with durability "none"),
   /// after waiting for a commit that was started: before anything but this updater reads the
   /// devices. The destructor does so too, but can only log a failure. Ok where every step is
   /// written.
   virtual base::Status flush() { return wait_commit(); }
   /// Both at once.
-  base::Status commit(const std::string& blob) {
-    SI_RETURN_IF_ERROR(start_commit(blob));
+  base::Status commit(const std::string& client_metadata) {
+    SI_RETURN_IF_ERROR(start_commit(client_metadata));
     return wait_commit();
   }
   /// Drops the step in progress: gradients, update, everything. Waits for what is in flight;
   /// weights that came up are stale. Ok when there is none.
-  virtual base::Status take_back() = 0;
+  virtual base::Status abort() = 0;
 
   /// The next commit writes what compression keeps, whatever
   /// compress::CompressOptions::residual_every says: for the last step before a run ends.
@@ -179,7 +179,7 @@ class Updater {
   virtual uint64_t bytes_written_ever() const = 0;
   /// The devices' buffers, which nobody uses between wait_commit() and the next call: a checkpoint
   /// is copied through them, within the memory that the engine has anyway.
-  virtual std::vector<std::span<std::byte>> idle_memory() { return {}; }
+  virtual std::vector<std::span<std::byte>> scratch_memory() { return {}; }
   /// Buffers of the engine and its devices without gradients and without the state cache.
   virtual uint64_t memory_bytes() const = 0;
   /// State that stays in memory as well.

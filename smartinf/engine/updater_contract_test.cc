@@ -266,16 +266,16 @@ TEST_P(UpdaterContract, SameGradientsGiveTheSameBits) {
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
   EXPECT_FALSE((*updater)->fresh());
   EXPECT_EQ((*updater)->committed_step(), 2u);
-  EXPECT_EQ((*updater)->blob(), "after step 2");
+  EXPECT_EQ((*updater)->client_metadata(), "after step 2");
   run_steps(**updater, 3, kSteps, outcome);
   EXPECT_EQ(outcome.norms, reference(GetParam().gradient_type).norms);
   EXPECT_EQ(outcome.weights, reference(GetParam().gradient_type).weights);
   EXPECT_EQ(outcome.state, reference(GetParam().gradient_type).state);
 }
 
-TEST_P(UpdaterContract, AStepTakenBackLeavesNoTrace) {
+TEST_P(UpdaterContract, AStepAbortedLeavesNoTrace) {
   if (GetParam().durability == storage::Durability::kNone) {
-    GTEST_SKIP() << "updates in place cannot be taken back";
+    GTEST_SKIP() << "updates in place cannot be aborted";
   }
   auto updater = open();
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
@@ -293,7 +293,7 @@ TEST_P(UpdaterContract, AStepTakenBackLeavesNoTrace) {
       update.groups.resize(2);
       expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));
     }
-    expect_ok((*updater)->take_back());
+    expect_ok((*updater)->abort());
     EXPECT_EQ((*updater)->committed_step(), 1u);
   }
   run_steps(**updater, 2, kSteps, outcome);
@@ -360,7 +360,7 @@ std::vector<std::vector<float>> all_planes(Updater& updater) {
 
 // What has a gradient changes as if everything had one; what has none keeps its bits and, where a
 // whole subgroup is left alone, is not even read.
-TEST_P(UpdaterContract, SkippedRangesAreLeftAlone) {
+TEST_P(UpdaterContract, SkippedRangesStayAsTheyAre) {
   auto updater = open();
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
   initialize(**updater);
@@ -425,7 +425,7 @@ TEST_P(UpdaterContract, EditedStateIsKept) {
   }
   auto updater = open();
   ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  EXPECT_EQ((*updater)->blob(), "edited");
+  EXPECT_EQ((*updater)->client_metadata(), "edited");
   const auto planes = all_planes(**updater);
   const uint64_t edited_from = std::min(options_.subgroup_elements, (*updater)->space().count());
   for (uint64_t i = 0; i < (*updater)->space().count(); ++i) {
@@ -452,7 +452,7 @@ TEST_P(UpdaterContract, EditedStateIsKept) {
       edited_from < (*updater)->space().count() ? base::ErrorCode::kCancelled
                                                 : base::ErrorCode::kOk);
   if (edited_from < (*updater)->space().count()) {
-    EXPECT_EQ((*updater)->blob(), "edited");
+    EXPECT_EQ((*updater)->client_metadata(), "edited");
     EXPECT_EQ(all_planes(**updater), planes);
   }
 }
@@ -610,7 +610,7 @@ TEST_P(FailingDrive, IsNamedAndTheLastCommittedStepStands) {
   EXPECT_EQ(failed.code(), base::ErrorCode::kIo) << failed.to_string();
   EXPECT_THAT(failed.to_string(), ::testing::HasSubstr(options.devices[1].path));
   EXPECT_EQ((*updater)->committed_step(), 1u);
-  EXPECT_EQ((*updater)->blob(), "after step 1");
+  EXPECT_EQ((*updater)->client_metadata(), "after step 1");
   EXPECT_EQ(all_planes(**updater), committed);
   run_steps(**updater, 2, kSteps, outcome);
   EXPECT_EQ(outcome, reference(DataType::kBf16));
@@ -858,7 +858,7 @@ TEST(Compression, SaysWhatIsSentAndWhatBecomesOfTheRest) {
               ::testing::EndsWith("(error_feedback = false)"));
 }
 
-TEST(Compression, AStepTakenBackKeepsWhatWasKept) {
+TEST(Compression, AStepAbortedKeepsWhatWasKept) {
   Scratch scratch;
   const Outcome expected = compressed_run(compressed_options(scratch));
   Scratch other_scratch;
@@ -876,7 +876,7 @@ TEST(Compression, AStepTakenBackKeepsWhatWasKept) {
     UpdateOptions update;
     update.groups.resize(2);
     if (updated) expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));
-    expect_ok((*updater)->take_back());
+    expect_ok((*updater)->abort());
   }
   run_steps(**updater, 2, kSteps, outcome);
   EXPECT_EQ(outcome, expected);
@@ -910,11 +910,11 @@ TEST(Compression, WhatIsKeptIsPartOfTheState) {
         run_steps(**updater, 1, 1, outcome);
         if (one.asked) (*updater)->keep_residual();
         run_steps(**updater, 2, 2, outcome);
-        EXPECT_EQ((*updater)->blob(), "after step 2");
+        EXPECT_EQ((*updater)->client_metadata(), "after step 2");
       }
       auto updater = Updater::open(options, contract_space());
       ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-      EXPECT_EQ((*updater)->blob(), "after step 2");
+      EXPECT_EQ((*updater)->client_metadata(), "after step 2");
       EXPECT_EQ(loaded_weights(**updater) == outcome.weights.back(), one.exact);
       run_steps(**updater, 3, kSteps, outcome);
       EXPECT_EQ(outcome == expected, one.exact) << "every " << one.every << " steps";
@@ -992,7 +992,7 @@ TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
   }
 }
 
-TEST(Compression, WeightsOfAGroupThatSitsOutStayWhereTheyAre) {
+TEST(Compression, WeightsOfAGroupThatIsSkippedStayWhereTheyAre) {
   const plan::ParameterSpace space = contract_space();
   Scratch scratch;
   const UpdaterOptions options = compressed_options(scratch, 2, 1);
@@ -1007,7 +1007,7 @@ TEST(Compression, WeightsOfAGroupThatSitsOutStayWhereTheyAre) {
     put_gradients(**updater, gradient, step == 2 ? std::optional(1u) : std::nullopt);
     expect_ok((*updater)->finish_gradients(1).status());
     UpdateOptions update;
-    // The rate of a group that sits out is not looked at.
+    // The rate of a group that is skipped is not looked at.
     update.groups = {{.lr = 0.01}, {.lr = step == 1 ? 0.02 : 0.5, .skip = step == 2}};
     before = weights;
     expect_ok((*updater)->start_update(update, DataType::kF32,
@@ -1051,7 +1051,7 @@ TEST(Compression, WhatIsKeptSurvivesAnEditOfTheState) {
       updater->reset();
       updater = Updater::open(options, contract_space());
       ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-      EXPECT_EQ((*updater)->blob(), "edited");
+      EXPECT_EQ((*updater)->client_metadata(), "edited");
     }
     run_steps(**updater, 3, 3, outcome);
     if (!first) first = outcome;
@@ -1136,13 +1136,13 @@ TEST(HeldCommit, IsRealOnlyWhenItIsFinished) {
     EXPECT_EQ(updater.committed_step(), 0u);
     EXPECT_FALSE(updater.begin_step().ok());
   };
-  options.hold_commit = true;
+  options.external_commit = true;
   auto updater = open();
   initialize(*updater);
-  const std::string before = updater->blob();
-  EXPECT_FALSE(updater->finish_commit().ok());
+  const std::string before = updater->client_metadata();
+  EXPECT_FALSE(updater->commit_prepared().ok());
   prepare(*updater);
-  expect_ok(updater->take_back());
+  expect_ok(updater->abort());
   EXPECT_EQ(updater->committed_step(), 0u);
   prepare(*updater);
 
@@ -1152,19 +1152,19 @@ TEST(HeldCommit, IsRealOnlyWhenItIsFinished) {
   EXPECT_EQ(Updater::open(options, contract_space()).status().code(), base::ErrorCode::kMismatch);
   options.recover_to = 0;
   updater = open();
-  EXPECT_EQ(updater->blob(), before);
+  EXPECT_EQ(updater->client_metadata(), before);
   prepare(*updater);
   updater.reset();
   options.recover_to = 1;
   updater = open();
-  EXPECT_EQ(updater->blob(), "held");
+  EXPECT_EQ(updater->client_metadata(), "held");
   EXPECT_EQ(updater->committed_step(), 1u);
 
   expect_ok(updater->edit_state(nullptr, "edited"));
   EXPECT_EQ(updater->committed_step(), 1u);
-  expect_ok(updater->finish_commit());
+  expect_ok(updater->commit_prepared());
   EXPECT_EQ(updater->committed_step(), 2u);
-  EXPECT_EQ(updater->blob(), "edited");
+  EXPECT_EQ(updater->client_metadata(), "edited");
 }
 
 TEST(Compression, GoesOnAfterReshardingAsIfNothingHadHappened) {
@@ -1239,7 +1239,7 @@ class Recorder final : public csd::Device {
   const csd::DeviceInfo& info() const override { return info_; }
   const storage::StoreLayout& layout() const override { return layout_; }
   storage::StoreState state() const override { return {}; }
-  std::string blob() const override { return {}; }
+  std::string client_metadata() const override { return {}; }
   base::Status recover_to(base::StepNumber) override { return base::Status(); }
   void submit(csd::Command& command) override {
     const std::lock_guard lock(mutex_);
@@ -1317,10 +1317,10 @@ TEST(Compression, ThreadsChangeNothing) {
   }
 }
 
-TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
+TEST(Compression, AGroupThatIsSkippedKeepsItsResidual) {
   const auto message_of = [](compress::GradientCompressor& compressor,
                              compress::CompressedWriter& writer,
-                             std::span<const plan::GroupStretch> out) {
+                             std::span<const plan::GroupSpan> out) {
     compress::GradientCompressor::Scratch scratch;
     const auto message = compressor.compress(scratch, writer, {base::SubgroupId{0}, 0, 1000}, out);
     std::vector<base::Bf16> values(1000);
@@ -1338,7 +1338,7 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
     compress::GradientCompressor& compressor = **made;
     compress::CompressedWriter writer;
     const std::vector<float> ones(1000, 1.0f);
-    const auto step = [&](uint64_t number, std::span<const plan::GroupStretch> out) {
+    const auto step = [&](uint64_t number, std::span<const plan::GroupSpan> out) {
       compressor.begin_step();
       compressor.put(0, ones.data(), DataType::kF32, 1000);
       base::ThreadTeam alone(1, "test");
@@ -1348,7 +1348,7 @@ TEST(Compression, AGroupThatSitsOutKeepsItsResidual) {
       return sent;
     };
     step(1, {});
-    const std::vector<plan::GroupStretch> out = {{0, 500, 0}};
+    const std::vector<plan::GroupSpan> out = {{0, 500, 0}};
     const auto second = step(2, out);
     for (size_t i = 0; i < 500; ++i) ASSERT_EQ(second[i].bits, 0) << i;
     const auto third = step(3, {});
@@ -1404,7 +1404,7 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
       bias += difference;
     }
     EXPECT_NEAR(std::sqrt(squares), (*made)->summary().residual_norm, 0.01 * std::sqrt(squares));
-    // 30 roundings to 8 bits, each by chance: seen 0.9 %.
+    // 30 roundings to 8 bits, each stochastic: seen 0.9 %.
     EXPECT_LT(std::sqrt(error), 0.02 * std::sqrt(squares));
     // Rounding to nearest would be as small, but the errors must not add up to one side.
     EXPECT_LT(std::abs(bias), 4 * std::sqrt(error));

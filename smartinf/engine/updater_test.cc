@@ -107,7 +107,7 @@ class UpdaterOverFakes : public ::testing::Test {
 TEST_F(UpdaterOverFakes, AStepBecomesRealAndIsThereAfterReopening) {
   auto updater = open_fresh();
   EXPECT_FALSE(updater->fresh());
-  EXPECT_EQ(updater->blob(), "step 0");
+  EXPECT_EQ(updater->client_metadata(), "step 0");
   const std::vector<float> before = loaded(*updater);
   for (uint64_t n = 1; n <= 3; ++n) {
     const base::Status status = step(*updater, n);
@@ -121,7 +121,7 @@ TEST_F(UpdaterOverFakes, AStepBecomesRealAndIsThereAfterReopening) {
   ASSERT_TRUE(again.ok()) << again.status().to_string();
   EXPECT_FALSE((*again)->fresh());
   EXPECT_EQ((*again)->committed_step(), 3u);
-  EXPECT_EQ((*again)->blob(), "step 3");
+  EXPECT_EQ((*again)->client_metadata(), "step 3");
   EXPECT_EQ(loaded(**again), weights_);
 }
 
@@ -190,7 +190,7 @@ TEST_F(UpdaterOverFakes, GradientOfAnotherTypeIsCastAndThatIsWhatIsMeasured) {
   ASSERT_TRUE(updater->put_gradient(0, values.data(), DataType::kF32, kCount).ok());
   const auto from_f32 = updater->finish_gradients(1);
   ASSERT_TRUE(from_f32.ok());
-  ASSERT_TRUE(updater->take_back().ok());
+  ASSERT_TRUE(updater->abort().ok());
   ASSERT_TRUE(updater->begin_step().ok());
   ASSERT_TRUE(updater->put_gradient(0, narrow.data(), DataType::kBf16, kCount).ok());
   const auto from_bf16 = updater->finish_gradients(1);
@@ -209,7 +209,7 @@ TEST_F(UpdaterOverFakes, NonFiniteGradientsNameTheFirstParameter) {
   ASSERT_TRUE(summary.ok());
   EXPECT_FALSE(summary->finite);
   EXPECT_EQ(summary->first_bad, "norm");
-  EXPECT_TRUE(updater->take_back().ok());
+  EXPECT_TRUE(updater->abort().ok());
   EXPECT_EQ(updater->committed_step(), 0u);
 }
 
@@ -248,7 +248,7 @@ TEST_F(UpdaterOverFakes, CallsOutOfOrderAreRefused) {
   EXPECT_EQ(updater->initialize([](uint64_t, std::span<float>) {}, "").code(),
             ErrorCode::kFailedPrecondition);
   EXPECT_EQ(updater->start_commit("").code(), ErrorCode::kFailedPrecondition);
-  EXPECT_TRUE(updater->take_back().ok());
+  EXPECT_TRUE(updater->abort().ok());
   EXPECT_TRUE(updater->wait_commit().ok());
   ASSERT_TRUE(updater->begin_step().ok());
   EXPECT_EQ(updater->begin_step().code(), ErrorCode::kFailedPrecondition);
@@ -259,13 +259,13 @@ TEST_F(UpdaterOverFakes, CallsOutOfOrderAreRefused) {
             ErrorCode::kInvalidArgument);
 }
 
-TEST_F(UpdaterOverFakes, AStepTakenBackLeavesNoTrace) {
+TEST_F(UpdaterOverFakes, AStepAbortedLeavesNoTrace) {
   auto updater = open_fresh();
   ASSERT_TRUE(step(*updater, 1).ok());
   const std::vector<float> committed = weights_;
   ASSERT_TRUE(step_until_commit(*updater, 2).ok());
   EXPECT_NE(weights_, committed);
-  ASSERT_TRUE(updater->take_back().ok());
+  ASSERT_TRUE(updater->abort().ok());
   EXPECT_EQ(updater->committed_step(), 1u);
   EXPECT_EQ(loaded(*updater), committed);
   ASSERT_TRUE(step(*updater, 3).ok());
@@ -283,10 +283,10 @@ TEST_P(FailingCommand, NamesTheDeviceAndLeavesTheLastCommittedStep) {
   const base::Status failed = step(*updater, 2);
   EXPECT_EQ(failed.code(), ErrorCode::kIo);
   EXPECT_THAT(failed.to_string(), HasSubstr("drive1"));
-  // Whatever had not been taken back by commit is now.
-  ASSERT_TRUE(updater->take_back().ok());
+  // Whatever had not been aborted by commit is now.
+  ASSERT_TRUE(updater->abort().ok());
   EXPECT_EQ(updater->committed_step(), 1u);
-  EXPECT_EQ(updater->blob(), "step 1");
+  EXPECT_EQ(updater->client_metadata(), "step 1");
   EXPECT_EQ(loaded(*updater), committed);
   EXPECT_EQ(drives_[0]->state.prepared_step, 1u);
   ASSERT_TRUE(step(*updater, 2).ok());
@@ -309,7 +309,7 @@ TEST_F(UpdaterOverFakes, AFailureWhileCommittingIsSettledByOpeningAgain) {
   auto again = open();  // one device had committed, so the other rolls forward
   ASSERT_TRUE(again.ok()) << again.status().to_string();
   EXPECT_EQ((*again)->committed_step(), 2u);
-  EXPECT_EQ((*again)->blob(), "step 2");
+  EXPECT_EQ((*again)->client_metadata(), "step 2");
   EXPECT_EQ(loaded(**again), weights_);
 }
 
@@ -326,7 +326,7 @@ TEST_P(SilentDevice, IsAnErrorThatNamesItAndTheStateIsRecovered) {
   EXPECT_THAT(failed.to_string(), HasSubstr("device drive1 has not answered \"" +
                                             std::string(csd::message_name(GetParam())) + "\""));
   // Nobody waits for it a second time, and closing does not either.
-  EXPECT_FALSE(updater->take_back().ok());
+  EXPECT_FALSE(updater->abort().ok());
   EXPECT_FALSE(updater->begin_step().ok());
   updater.reset();
   drives_[1]->silent_from.reset();
@@ -366,7 +366,7 @@ TEST_F(UpdaterOverFakes, ASilentDeviceEndsReadingEditingAndInitialization) {
   fails_at(csd::ReadState{}, edit);
   fails_at(csd::WriteState{}, edit);
   EXPECT_TRUE(edit().ok());
-  EXPECT_EQ(updater->blob(), "edited");
+  EXPECT_EQ(updater->client_metadata(), "edited");
   updater.reset();
   for (auto& drive : drives_) drive = std::make_shared<FakeDrive>();
   auto fresh = open();
@@ -383,7 +383,7 @@ TEST_F(UpdaterOverFakes, ACommitInTheBackgroundIsFinishedByWhoeverNeedsItNext) {
   ASSERT_TRUE(updater->start_commit("b").ok());
   ASSERT_TRUE(updater->begin_step().ok());
   EXPECT_EQ(updater->committed_step(), 1u);
-  ASSERT_TRUE(updater->take_back().ok());
+  ASSERT_TRUE(updater->abort().ok());
   ASSERT_TRUE(step_until_commit(*updater, 2).ok());
   drives_[0]->fail_next = csd::Prepare{};
   ASSERT_TRUE(updater->start_commit("c").ok());
@@ -517,7 +517,7 @@ TEST_F(UpdaterOverFakes, ATornStateIsSaidAndNotErased) {
 }
 
 // More ranges without a gradient than commands that may be in flight.
-TEST_F(UpdaterOverFakes, AFailureWhileZerosAreSentIsTakenBack) {
+TEST_F(UpdaterOverFakes, AFailureWhileZerosAreSentIsAborted) {
   plan::ParameterSpace space;
   for (int i = 0; i < 300; ++i) {
     ASSERT_TRUE(space.add("used" + std::to_string(i), {4}, 0).ok());
@@ -540,8 +540,8 @@ TEST_F(UpdaterOverFakes, AFailureWhileZerosAreSentIsTakenBack) {
   update.groups[1].skip = true;
   drives_[0]->fail_next = csd::PutGradient{};
   EXPECT_EQ(updater->start_update(update, DataType::kF32, sink()).code(), ErrorCode::kIo);
-  const base::Status taken_back = updater->take_back();
-  EXPECT_TRUE(taken_back.ok()) << taken_back.to_string();
+  const base::Status aborted = updater->abort();
+  EXPECT_TRUE(aborted.ok()) << aborted.to_string();
   EXPECT_TRUE(updater->begin_step().ok());
 }
 

@@ -224,7 +224,7 @@ TEST(Codec, LogisticRegressionEndsWhereF32Ends) {
       const StepScalars scalars =
           make_step_scalars({}, {.lr = 0.05 * (1 - 0.9 * step / kSteps), .weight_decay = 0.01},
                             static_cast<uint64_t>(step), 1, 21);
-      const GroupRun run{kFeatures, &scalars};
+      const ScalarsSpan run{kFeatures, &scalars};
       kernels().update_block(format,
                              {.planes = {plane_of(master), momentum.data(), variance.data()},
                               .count = kFeatures,

@@ -80,7 +80,7 @@ uint64_t digest_of_updates(const KernelTable& table, StateFormat format,
         for (uint64_t step = 1; step <= 3; ++step) {
           const StepScalars scalars =
               make_step_scalars(options, {.lr = 0.25, .weight_decay = 0.125}, step, 0.5, 4);
-          const GroupRun run{kElements, &scalars};
+          const ScalarsSpan run{kElements, &scalars};
           table.update_block(format, block, {&run, 1});
           for (const auto& plane : planes) digest.add(plane.data(), plane.size());
           digest.add(weights.data(), weights.size());

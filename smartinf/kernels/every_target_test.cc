@@ -233,7 +233,7 @@ struct Block {
 
   void* gradient() { return gradient_.data() + shift_ * base::data_type_bytes(gradient_type_); }
 
-  void update(const KernelTable& table, std::span<const GroupRun> runs) {
+  void update(const KernelTable& table, std::span<const ScalarsSpan> runs) {
     UpdateBlock block{
         .count = n_,
         .element = 256 * 1234567,
@@ -270,7 +270,7 @@ void expect_same(const KernelTable& table, const RuleOptions& options, StateForm
     const StepScalars first =
         make_step_scalars(options, {.lr = 1e-2, .weight_decay = 0.1}, step, 0.7, 11);
     const StepScalars second = make_step_scalars(options, {.lr = 3e-3}, step, 0.7, 11);
-    const std::array runs = {GroupRun{n / 3, &first}, GroupRun{n - n / 3, &second}};
+    const std::array runs = {ScalarsSpan{n / 3, &first}, ScalarsSpan{n - n / 3, &second}};
     expected.update(scalar(), runs);
     actual.update(table, runs);
     for (size_t i = 0; i < expected.planes_.size(); ++i) {

@@ -22,9 +22,9 @@ struct FeedbackBlock {
   std::span<const base::Bf16> residual;  // [n]
   float scale = 1;
   uint64_t element = 0;  // the first one's place in the parameter space; on a rounding group
-  uint64_t step = 0;     // what is kept is rounded by chance, as a function of these three, with
-  uint64_t seed = 0;     // the bits of KernelTable::encode_block() for a momentum in bf16
-  size_t next = 0;       // elements behind it, of both, that will be read next; only for time
+  uint64_t step = 0;  // what is kept is rounded stochastically, as a function of these three, with
+  uint64_t seed = 0;  // the bits of KernelTable::encode_block() for a momentum in bf16
+  size_t next = 0;    // elements behind it, of both, that will be read next; only for time
 };
 
 /// The sum of squares of `in`, the same on all instruction sets, and where out is not null a copy.

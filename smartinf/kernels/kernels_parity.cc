@@ -65,7 +65,7 @@ int main(int argc, char** argv) {
   }
   for (size_t step = 1; step <= steps; ++step) {
     const kernels::StepScalars scalars = kernels::make_step_scalars(options, group, step, 1, 0);
-    const kernels::GroupRun run{n, &scalars};
+    const kernels::ScalarsSpan run{n, &scalars};
     block.gradient = gradients.data() + (step - 1) * n;
     kernels::kernels().update_block(base::StateFormat::kF32, block, {&run, 1});
   }

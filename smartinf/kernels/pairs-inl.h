@@ -154,8 +154,8 @@ class PairRounding {
 
 /// Four groups ahead of `first`, over the ends of pages, at which the processor's own prefetching
 /// stops; not beyond the last of n elements, whole groups.
-HWY_INLINE void fetch_ahead(const base::Bf16* gradient, const base::Bf16* residual, size_t first,
-                            size_t n) {
+HWY_INLINE void prefetch_pairs(const base::Bf16* gradient, const base::Bf16* residual, size_t first,
+                               size_t n) {
   const size_t fetched = std::min(first + 4 * kSquaresGroup, n - kSquaresGroup);
   for (size_t i = fetched; i < fetched + kSquaresGroup; i += kLineElements) {
     hwy::Prefetch(gradient + i);

@@ -14,7 +14,7 @@
 namespace smartinf::kernels {
 
 /// What all `count` elements arrive as whose magnitudes sum to `sum`: their mean, rounded to bf16,
-/// without a sign even where it is no number. Threads: pure.
+/// without a sign even where it is NaN. Threads: pure.
 base::Bf16 mean_magnitude(double sum, size_t count);
 
 struct SentSigns {

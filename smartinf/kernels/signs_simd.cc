@@ -52,7 +52,7 @@ size_t collect(const SignsPass& pass, size_t n, int32_t lowest, size_t room, flo
   const size_t whole = n - n % kSquaresGroup;
   size_t found = 0;
   for (size_t first = 0; first < whole; first += kSquaresGroup) {
-    fetch_ahead(gradient, residual, first, whole);
+    prefetch_pairs(gradient, residual, first, whole);
     if (room - found <= kSquaresGroup + hn::MaxLanes(F32())) return room;
     for (size_t i = first; i < first + kSquaresGroup; i += 2 * lanes) {
       const EvenOdd value = feedback_sums(gradient + i, residual + i, scales);

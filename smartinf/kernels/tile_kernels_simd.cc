@@ -188,8 +188,8 @@ HWY_INLINE StateVectors zero_state() {
   return {.master = zero, .momentum = zero, .variance = zero, .root = zero, .square = zero};
 }
 
-// Each rule holds its scalars, one in every lane; update() does one step, and watch() is NaN in a
-// lane where any of the new values is.
+// Each rule holds its scalars, one in every lane; update() does one step, and nan_probe() is NaN in
+// a lane where any of the new values is.
 
 // What Adam, SGD and Adagrad do with L2 decay. kDecays: whether there is any.
 template <bool kDecays>
@@ -237,7 +237,7 @@ struct Adam {
     e.momentum = hn::Add(kNear ? e.momentum : gradient, difference);
     end(hn::Add(hn::Mul(e.variance, end.beta2), end.share(gradient)), e);
   }
-  HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
+  HWY_INLINE VF nan_probe(const StateVectors& e) const { return e.master; }
 
   GradientDecay<kDecays> decay;
   VF weight;
@@ -263,11 +263,11 @@ struct AdamOfSquares {
     e.momentum = hn::Add(near ? e.momentum : gradient, difference);
     const VF given =
         hn::Add(hn::Mul(e.variance, end.beta2), hn::Mul(end.one_minus_beta2, e.square));
-    // std::max() where one of them is no number too.
+    // std::max() where one of them is NaN too.
     const VF own = end.share(gradient);
     end(hn::IfThenElse(hn::Lt(given, own), own, given), e);
   }
-  HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
+  HWY_INLINE VF nan_probe(const StateVectors& e) const { return e.master; }
 
   bool decays, near;
   GradientDecay<true> decay;
@@ -297,7 +297,7 @@ struct Sgd {
     const VF direction = nesterov ? hn::Add(gradient, hn::Mul(beta1, e.momentum)) : e.momentum;
     e.master = hn::Add(e.master, hn::Mul(minus_lr, direction));
   }
-  HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
+  HWY_INLINE VF nan_probe(const StateVectors& e) const { return e.master; }
 
   GradientDecay<kDecays> decay;
   bool forgets, nesterov;
@@ -321,7 +321,7 @@ struct Adagrad {
     e.root = hn::Sqrt(e.variance);
     e.master = hn::Add(e.master, hn::Div(hn::Mul(minus_step_size, gradient), hn::Add(e.root, eps)));
   }
-  HWY_INLINE VF watch(const StateVectors& e) const { return e.master; }
+  HWY_INLINE VF nan_probe(const StateVectors& e) const { return e.master; }
 
   GradientDecay<kDecays> decay;
   bool first_step;
@@ -350,12 +350,12 @@ struct Lion {
     e.master = hn::IfThenElse(hn::IsNaN(direction), direction, e.master);
     e.momentum = hn::Add(hn::Mul(e.momentum, beta2), hn::Mul(gradient, one_minus_beta2));
   }
-  HWY_INLINE VF watch(const StateVectors& e) const { return hn::Add(e.master, e.momentum); }
+  HWY_INLINE VF nan_probe(const StateVectors& e) const { return hn::Add(e.master, e.momentum); }
 
   VF decay_factor, beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
 };
 
-HWY_INLINE bool any_nan(VF watch) { return !hn::AllFalse(F32(), hn::IsNaN(watch)); }
+HWY_INLINE bool any_nan(VF nan_probe) { return !hn::AllFalse(F32(), hn::IsNaN(nan_probe)); }
 
 void canonicalize(float* values, size_t n) {
   for (size_t i = 0; i < n; ++i) values[i] = canonical(values[i]);
@@ -711,14 +711,14 @@ HWY_INLINE VF load_gradient(const void* gradient, size_t i) {
 // How far ahead memory is asked for what an update reads and writes: the processor's own
 // prefetching stops at each page's end.
 constexpr size_t kAheadElements = 2048;
-constexpr size_t kAskElements = 64;  // at once: at least a line of every plane, in any format
-static_assert(kTileElements % kAskElements == 0);
+constexpr size_t kPrefetchElements = 64;  // at once: at least a line of every plane, in any format
+static_assert(kTileElements % kPrefetchElements == 0);
 
 // Of one plane, `width` bytes an element. Addresses beyond its end do no harm.
-HWY_INLINE void ask_for(const void* plane, size_t element, size_t width) {
+HWY_INLINE void prefetch(const void* plane, size_t element, size_t width) {
   constexpr size_t kLineBytes = 64;
   const auto* line = static_cast<const char*>(plane) + (element + kAheadElements) * width;
-  for (size_t i = 0; i < kAskElements * width; i += kLineBytes) hwy::Prefetch(line + i);
+  for (size_t i = 0; i < kPrefetchElements * width; i += kLineBytes) hwy::Prefetch(line + i);
 }
 
 /// What all tiles of a call share. kGradient: the type of the gradients.
@@ -730,22 +730,22 @@ class TileStep {
 
   /// Reads master weight and gradient of the elements from `i` on, applies the rule to them and to
   /// the momentum and variance in `e`, and writes the master weight. Where anything becomes NaN so
-  /// does `watch`; the caller makes it canonical.
-  HWY_INLINE void vector(size_t i, StateVectors& e, VF& watch) const {
+  /// does `nan_probe`; the caller makes it canonical.
+  HWY_INLINE void vector(size_t i, StateVectors& e, VF& nan_probe) const {
     e.master = hn::LoadU(F32(), t_.master + i);
     if constexpr (Rule::kSquares) e.square = hn::LoadU(F32(), t_.squares + i);
     rule_.update(hn::Mul(load_gradient<kGradient>(t_.gradient, i), scale_), e);
-    watch = hn::Add(watch, rule_.watch(e));
+    nan_probe = hn::Add(nan_probe, rule_.nan_probe(e));
     hn::StoreU(e.master, F32(), t_.master + i);
   }
 
   /// Asks for what elements kAheadElements after `i` need; `width`: bytes of a momentum.
-  HWY_INLINE void ask_ahead(size_t i, size_t width) const {
-    ask_for(t_.master, i, sizeof(float));
-    ask_for(t_.gradient, i, base::data_type_bytes(kGradient));
-    if constexpr (Rule::kMomentum) ask_for(t_.momentum, i, width);
-    if constexpr (Rule::kVariance) ask_for(t_.variance, i, width);
-    if (t_.weights != nullptr) ask_for(t_.weights, i, sizeof(uint16_t));
+  HWY_INLINE void prefetch_ahead(size_t i, size_t width) const {
+    prefetch(t_.master, i, sizeof(float));
+    prefetch(t_.gradient, i, base::data_type_bytes(kGradient));
+    if constexpr (Rule::kMomentum) prefetch(t_.momentum, i, width);
+    if constexpr (Rule::kVariance) prefetch(t_.variance, i, width);
+    if (t_.weights != nullptr) prefetch(t_.weights, i, sizeof(uint16_t));
   }
 
   /// Weights out of elements whose master weights are done, and still in the first-level cache.
@@ -781,17 +781,17 @@ void update_whole_f32(const StepScalars& s, const WholeTiles& t) {
   auto* momentum = reinterpret_cast<float*>(t.momentum);
   auto* variance = reinterpret_cast<float*>(t.variance);
   for (size_t first = 0; first < t.count * kTileElements; first += kTileElements) {
-    VF watch = hn::Zero(f32);
+    VF nan_probe = hn::Zero(f32);
     for (size_t i = first; i < first + kTileElements; i += hn::Lanes(f32)) {
-      if (i % kAskElements == 0) step.ask_ahead(i, sizeof(float));
+      if (i % kPrefetchElements == 0) step.prefetch_ahead(i, sizeof(float));
       StateVectors e = zero_state();
       if constexpr (Rule::kMomentum) e.momentum = hn::LoadU(f32, momentum + i);
       if constexpr (Rule::kVariance) e.variance = hn::LoadU(f32, variance + i);
-      step.vector(i, e, watch);
+      step.vector(i, e, nan_probe);
       if constexpr (Rule::kMomentum) hn::StoreU(e.momentum, f32, momentum + i);
       if constexpr (Rule::kVariance) hn::StoreU(e.variance, f32, variance + i);
     }
-    if (HWY_UNLIKELY(any_nan(watch))) {
+    if (HWY_UNLIKELY(any_nan(nan_probe))) {
       canonicalize(t.master + first, kTileElements);
       if constexpr (Rule::kMomentum) canonicalize(momentum + first, kTileElements);
       if constexpr (Rule::kVariance) canonicalize(variance + first, kTileElements);
@@ -819,13 +819,13 @@ void update_whole_bf16(const StepScalars& s, const WholeTiles& t) {
     RandomVectors momentum_random(key.momentum, lanes);
     RandomVectors variance_random(key.variance, lanes);
     for (size_t i = first; i < first + kTileElements; i += 2 * lanes) {
-      if (i % kAskElements == 0) step.ask_ahead(i, sizeof(uint16_t));
+      if (i % kPrefetchElements == 0) step.prefetch_ahead(i, sizeof(uint16_t));
       StateVectors a = load(i);
       StateVectors b = load(i + lanes);
-      VF watch = hn::Zero(F32());
-      step.vector(i, a, watch);
-      step.vector(i + lanes, b, watch);
-      if (HWY_UNLIKELY(any_nan(watch))) {
+      VF nan_probe = hn::Zero(F32());
+      step.vector(i, a, nan_probe);
+      step.vector(i + lanes, b, nan_probe);
+      if (HWY_UNLIKELY(any_nan(nan_probe))) {
         canonicalize(t.master + i, 2 * lanes);
         a.momentum = canonical_nan(a.momentum);
         b.momentum = canonical_nan(b.momentum);
@@ -890,11 +890,12 @@ class Q8Tiles {
     }
     auto momentum_encoder = momentum_encoder_;
     auto root_encoder = root_encoder_;
-    VF watch = hn::Zero(F32());
+    VF nan_probe = hn::Zero(F32());
     VI momentum_largest = hn::Zero(I32());
     VI root_largest = hn::Zero(I32());
     for (size_t word = 0; word < kCodeWords; word += lanes) {
-      if (4 * word % kAskElements == 0) step_.ask_ahead(first + 4 * word, sizeof(uint8_t));
+      if (4 * word % kPrefetchElements == 0)
+        step_.prefetch_ahead(first + 4 * word, sizeof(uint8_t));
       VU momentum_words = hn::Zero(U32());
       VU variance_words = hn::Zero(U32());
       if constexpr (Rule::kMomentum) {
@@ -912,7 +913,7 @@ class Q8Tiles {
         if constexpr (Rule::kVariance) {
           e.variance = decode<PlaneKind::kVariance, byte>(variance_words, variance_step);
         }
-        step_.vector(first + lane, e, watch);
+        step_.vector(first + lane, e, nan_probe);
         if constexpr (Rule::kMomentum) {
           hn::Store(e.momentum, F32(), momenta.values + lane);
           momentum_largest = larger_magnitude(momentum_largest, e.momentum);
@@ -932,7 +933,7 @@ class Q8Tiles {
     }
     if constexpr (kBehind && Rule::kMomentum) momentum_encoder.finish();
     if constexpr (kBehind && Rule::kVariance) root_encoder.finish();
-    if (HWY_UNLIKELY(any_nan(watch))) {
+    if (HWY_UNLIKELY(any_nan(nan_probe))) {
       canonicalize(t_.master + first, kTileElements);
       if constexpr (Rule::kMomentum) momentum_largest = largest_of(momenta);
       if constexpr (Rule::kVariance) root_largest = largest_of(roots);

@@ -90,9 +90,9 @@ class PlaneTile {
 };
 
 /// Walks through the runs of a block.
-class RunCursor {
+class SpanCursor {
  public:
-  explicit RunCursor(std::span<const GroupRun> runs) : runs_(runs), ahead_(runs.front().count) {
+  explicit SpanCursor(std::span<const ScalarsSpan> runs) : runs_(runs), ahead_(runs.front().count) {
     skip_empty();
   }
   const StepScalars& scalars() const { return *runs_[run_].scalars; }
@@ -107,7 +107,7 @@ class RunCursor {
   void skip_empty() {
     while (ahead_ == 0 && run_ + 1 < runs_.size()) ahead_ = runs_[++run_].count;
   }
-  std::span<const GroupRun> runs_;
+  std::span<const ScalarsSpan> runs_;
   size_t run_ = 0;
   uint64_t ahead_;
 };
@@ -192,7 +192,7 @@ class BlockUpdate {
 
   /// Stage by stage: the last tile of a block, one whose elements differ in scalars, and every tile
   /// of the scalar truth.
-  void one_tile(size_t first, size_t count, RunCursor& cursor) {
+  void one_tile(size_t first, size_t count, SpanCursor& cursor) {
     alignas(64) std::array<float, kTileElements> wide_gradient;
     const auto* gradient = static_cast<const float*>(gradient_at(first));
     if (block_.gradient_type != DataType::kF32) {
@@ -273,14 +273,14 @@ class BlockUpdate {
 }  // namespace
 
 void KernelTable::update_block(base::StateFormat format, const UpdateBlock& block,
-                               std::span<const GroupRun> runs) const {
+                               std::span<const ScalarsSpan> runs) const {
   if (block.count == 0) return;
   SI_CHECK(!runs.empty(), "a block needs the scalars of its elements");
   SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
   SI_CHECK(block.squares.empty() || takes_squares(runs.front().scalars->rule),
            "squares are for Adam's variance");
   BlockUpdate update(tiles_, format, block, *runs.front().scalars);
-  RunCursor cursor(runs);
+  SpanCursor cursor(runs);
   for (size_t first = 0; first < block.count;) {
     const size_t left = block.count - first;
     const auto ahead = static_cast<size_t>(std::min<uint64_t>(cursor.ahead(), left));

@@ -41,9 +41,9 @@ struct UpdateBlock {
   base::DataType weights_type = base::DataType::kBf16;
 };
 
-/// A stretch of a block whose elements share scalars. Stretches of a block are ordered, without
+/// A span of a block whose elements share scalars. Spans of a block are ordered, without
 /// gaps, and sum to the block's elements. All name the same rule, step and seed.
-struct GroupRun {
+struct ScalarsSpan {
   uint64_t count = 0;
   const StepScalars* scalars = nullptr;
 };
@@ -61,7 +61,7 @@ class KernelTable {
   /// Shapes: see UpdateBlock. Units: see StepScalars. NaN results are 0x7fc00000.
   /// Source: rules.h has the formulas, state_codec.h the formats.
   void update_block(base::StateFormat format, const UpdateBlock& block,
-                    std::span<const GroupRun> runs) const;
+                    std::span<const ScalarsSpan> runs) const;
 
   /// Casts master to weights (resume, export). Shapes: [n] f32 -> [n] of type. Nearest, ties to
   /// even.

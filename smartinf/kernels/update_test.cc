@@ -27,7 +27,7 @@ TEST(UpdateBlock, AdamWFollowsTheFormula) {
   std::vector<float> weights(3);
   for (uint64_t step = 1; step <= 20; ++step) {
     const StepScalars scalars = make_step_scalars(options, group, step, 0.5, 0);
-    const GroupRun run{3, &scalars};
+    const ScalarsSpan run{3, &scalars};
     scalar().update_block(StateFormat::kF32,
                           {.planes = {plane_of(master), plane_of(momentum), plane_of(variance)},
                            .count = 3,
@@ -67,7 +67,7 @@ TEST(UpdateBlock, GivenSquaresTakeThePlaceOfTheGradients) {
   std::vector<float> master(n, 1.0f);
   std::vector<float> momentum(n);
   std::vector<float> variance(n, 8.0f);
-  const GroupRun run{n, &scalars};
+  const ScalarsSpan run{n, &scalars};
   scalar().update_block(StateFormat::kF32,
                         {.planes = {plane_of(master), plane_of(momentum), plane_of(variance)},
                          .count = n,
@@ -96,8 +96,8 @@ TEST(UpdateBlock, RunsGiveEachElementItsGroup) {
   std::vector<float> master(n, 0.0f);
   std::vector<float> momentum(n);
   const std::vector<float> gradient(n, 1.0f);
-  const std::array runs = {GroupRun{1, &fast}, GroupRun{0, &slow}, GroupRun{300, &slow},
-                           GroupRun{699, &fast}};
+  const std::array runs = {ScalarsSpan{1, &fast}, ScalarsSpan{0, &slow}, ScalarsSpan{300, &slow},
+                           ScalarsSpan{699, &fast}};
   scalar().update_block(StateFormat::kF32,
                         {.planes = {plane_of(master), plane_of(momentum)},
                          .count = n,
@@ -122,7 +122,7 @@ TEST(UpdateBlock, SkippedRunsKeepTheirBits) {
     std::vector<std::byte> variance = momentum;
     const std::vector<float> gradient(n, 1.0f);
     std::vector<float> weights(n);
-    const std::array runs = {GroupRun{256, &on}, GroupRun{512, &off}, GroupRun{256, &on}};
+    const std::array runs = {ScalarsSpan{256, &on}, ScalarsSpan{512, &off}, ScalarsSpan{256, &on}};
     scalar().update_block(format,
                           {.planes = {plane_of(master), momentum.data(), variance.data()},
                            .count = n,

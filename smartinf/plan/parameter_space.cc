@@ -88,9 +88,9 @@ const ParameterRange& ParameterSpace::at(uint64_t element) const {
   return ranges_[index_at(element)];
 }
 
-std::vector<GroupStretch> ParameterSpace::stretches(uint64_t first, uint64_t count) const {
-  SI_CHECK(first <= count_ && count <= count_ - first, "stretch outside the parameter space");
-  std::vector<GroupStretch> result;
+std::vector<GroupSpan> ParameterSpace::spans(uint64_t first, uint64_t count) const {
+  SI_CHECK(first <= count_ && count <= count_ - first, "span outside the parameter space");
+  std::vector<GroupSpan> result;
   if (count == 0) return result;
   const uint64_t end = first + count;
   for (size_t i = index_at(first); i < ranges_.size() && ranges_[i].first < end; ++i) {

@@ -27,8 +27,8 @@ struct Subgroup {
   uint64_t count = 0;
 };
 
-/// A stretch of elements that share a group.
-struct GroupStretch {
+/// A span of elements that share a group.
+struct GroupSpan {
   uint64_t first = 0;
   uint64_t count = 0;
   uint32_t group = 0;
@@ -61,8 +61,8 @@ class ParameterSpace {
   /// Its position in ranges().
   size_t index_at(uint64_t element) const;
 
-  /// Stretches of [first, first + count) by group; neighbours of one group are joined.
-  std::vector<GroupStretch> stretches(uint64_t first, uint64_t count) const;
+  /// Spans of [first, first + count) by group; neighbours of one group are joined.
+  std::vector<GroupSpan> spans(uint64_t first, uint64_t count) const;
 
   /// Cuts the space into subgroups of `elements` (rounded up to a multiple of
   /// base::kBlockElements); the last one may be shorter. elements > 0.

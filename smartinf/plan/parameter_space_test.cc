@@ -44,19 +44,19 @@ TEST(ParameterSpace, RefusesWhatIsNotAParameterAndStaysAsItWas) {
   EXPECT_EQ(space.count(), 136u);
 }
 
-TEST(ParameterSpace, StretchesJoinNeighboursOfOneGroup) {
+TEST(ParameterSpace, SpansJoinNeighboursOfOneGroup) {
   const ParameterSpace space = small_space();
-  const auto all = space.stretches(0, space.count());
+  const auto all = space.spans(0, space.count());
   ASSERT_EQ(all.size(), 3u);
   EXPECT_EQ(all[1].first, 64u);
   EXPECT_EQ(all[1].count, 8u);
   EXPECT_EQ(all[1].group, 1u);
-  const auto part = space.stretches(66, 7);
+  const auto part = space.spans(66, 7);
   ASSERT_EQ(part.size(), 2u);
   EXPECT_EQ(part[0].count, 6u);
   EXPECT_EQ(part[1].first, 72u);
   EXPECT_EQ(part[1].count, 1u);
-  EXPECT_TRUE(space.stretches(136, 0).empty());
+  EXPECT_TRUE(space.spans(136, 0).empty());
 }
 
 TEST(ParameterSpace, SubgroupsAreWholeBlocksButForTheLast) {

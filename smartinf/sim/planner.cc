@@ -78,7 +78,7 @@ std::string label_of(const StepOptions& options) {
 StepOptions options_for(StepOptions options, const TrainingUse& use) {
   options.weights_stay = true;
   options.release_gradients = use.release_gradients;
-  options.hidden = Hidden::kNothing;  // neither program hides updates
+  options.overlap = Overlap::kNothing;  // neither program hides updates
   return options;
 }
 
@@ -370,7 +370,7 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
                        const PlanRequest& request) {
   using plan::TrainingProgram;
   const StepOptions& base_options = request.options;
-  const bool asked = request.asked;
+  const bool requested = request.requested;
   Plan plan;
   plan.model = model;
   plan.machine = machine;
@@ -414,11 +414,11 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
   if (can_decompress) {
     SI_RETURN_IF_ERROR(add(Method::kSmartComp, StateFormat::kF32));
   }
-  const auto is_asked = [&](const Choice& choice) {
+  const auto is_requested = [&](const Choice& choice) {
     return choice.options.method == base_options.method &&
            choice.options.format == base_options.format;
   };
-  if (asked && std::none_of(plan.choices.begin(), plan.choices.end(), is_asked)) {
+  if (requested && std::none_of(plan.choices.begin(), plan.choices.end(), is_requested)) {
     SI_RETURN_IF_ERROR(add(base_options.method, base_options.format));
   }
   std::stable_sort(plan.choices.begin(), plan.choices.end(), [](const Choice& a, const Choice& b) {
@@ -427,7 +427,7 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
   });
   // Unless asked for, what changes no bits; the faster inexact ones stand beside it in the list.
   for (size_t i = 0; i < plan.choices.size(); ++i) {
-    if (asked ? is_asked(plan.choices[i]) : plan.choices[i].exact) {
+    if (requested ? is_requested(plan.choices[i]) : plan.choices[i].exact) {
       plan.recommended = i;
       break;
     }

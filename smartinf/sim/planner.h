@@ -76,8 +76,8 @@ struct Plan {
 };
 
 struct PlanRequest {
-  StepOptions options;  // sizes, optimizer, accumulation; with `asked` method and format, too
-  bool asked = false;   // that method and format are tried, too, and are what is recommended
+  StepOptions options;  // sizes, optimizer, accumulation; with `requested` method and format, too
+  bool requested = false;  // that method and format are tried, too, and are what is recommended
   /// Empty: the first that fits of `smartinf train` (where it can train the model), the Python
   /// package, and the Python package with release_gradients; the first where none does.
   std::optional<plan::TrainingProgram> program;

@@ -41,7 +41,7 @@ TEST(Planner, RecommendsTheFastestExactWayThatFits) {
 
 TEST(Planner, RecommendsTheWayAskedFor) {
   PlanRequest request;
-  request.asked = true;
+  request.requested = true;
   request.options.method = Method::kSmartComp;
   for (const base::StateFormat format : {base::StateFormat::kF32, base::StateFormat::kQ8}) {
     request.options.format = format;  // the second is not among those that are tried anyway
@@ -146,7 +146,7 @@ TEST(Planner, AccumulationSharesOneUpdateAmongMoreTokens) {
 
 TEST(Planner, OffersOnlyWhatTheProgramsDo) {
   for (const Choice& choice : plan_of("llama3-8B", "workstation-gen5").choices) {
-    EXPECT_EQ(choice.options.hidden, Hidden::kNothing);
+    EXPECT_EQ(choice.options.overlap, Overlap::kNothing);
     EXPECT_TRUE(choice.options.weights_stay);
     EXPECT_THAT(choice.label, testing::Not(HasSubstr("hidden")));
   }

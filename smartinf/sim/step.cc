@@ -82,7 +82,7 @@ class StepGraph {
   StepTimes run() {
     TaskIndex forward_end = kNone;
     TaskIndex backward_end = kNone;
-    const bool apart = options_.hidden == Hidden::kNothing;
+    const bool apart = options_.overlap == Overlap::kNothing;
     StepTimes times;
     double forward_alone_s = 0;
     if (apart) {
@@ -93,17 +93,17 @@ class StepGraph {
       // In the steady state it does not matter where the circle is cut: here before backward, so
       // that the update's end meets the next forward inside the graph.
       StepOptions alone = options_;
-      alone.hidden = Hidden::kNothing;
+      alone.overlap = Overlap::kNothing;
       StepGraph only_forward(model_, machine_, alone);
       only_forward.forward(kNone);
       only_forward.graph_.run();
       forward_alone_s = only_forward.graph_.end_s();
       backward_end = backward(kNone);
       const bool hides_backward =
-          options_.hidden == Hidden::kBackward || options_.hidden == Hidden::kBoth;
+          options_.overlap == Overlap::kBackward || options_.overlap == Overlap::kBoth;
       const TaskIndex updated = update(hides_backward ? kNone : backward_end);
       const bool hides_forward =
-          options_.hidden == Hidden::kForward || options_.hidden == Hidden::kBoth;
+          options_.overlap == Overlap::kForward || options_.overlap == Overlap::kBoth;
       const TaskIndex start = graph_.add_task({}, {backward_end, hides_forward ? kNone : updated});
       forward(start);
     }
@@ -771,25 +771,26 @@ std::optional<Optimizer> optimizer_from_name(std::string_view name) {
   return std::nullopt;
 }
 
-std::string_view hidden_name(Hidden hidden) {
-  switch (hidden) {
-    case Hidden::kNothing:
+std::string_view overlap_name(Overlap overlap) {
+  switch (overlap) {
+    case Overlap::kNothing:
       return "none";
-    case Hidden::kForward:
+    case Overlap::kForward:
       return "forward";
-    case Hidden::kBackward:
+    case Overlap::kBackward:
       return "backward";
-    case Hidden::kBoth:
+    case Overlap::kBoth:
       return "both";
   }
   return "?";
 }
 
-std::vector<std::string_view> hidden_names() { return {"none", "forward", "backward", "both"}; }
+std::vector<std::string_view> overlap_names() { return {"none", "forward", "backward", "both"}; }
 
-std::optional<Hidden> hidden_from_name(std::string_view name) {
-  for (const auto hidden : {Hidden::kNothing, Hidden::kForward, Hidden::kBackward, Hidden::kBoth}) {
-    if (hidden_name(hidden) == name) return hidden;
+std::optional<Overlap> overlap_from_name(std::string_view name) {
+  for (const auto overlap :
+       {Overlap::kNothing, Overlap::kForward, Overlap::kBackward, Overlap::kBoth}) {
+    if (overlap_name(overlap) == name) return overlap;
   }
   return std::nullopt;
 }

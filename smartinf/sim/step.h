@@ -32,15 +32,15 @@ std::optional<Optimizer> optimizer_from_name(std::string_view name);
 std::vector<std::string_view> optimizer_names();
 
 /// What the update may run behind.
-enum class Hidden : uint8_t {
+enum class Overlap : uint8_t {
   kNothing,   // forward, backward, update, one after another: the paper
   kForward,   // the next forward starts with the first layer's new weights
   kBackward,  // a subgroup is updated as soon as its gradients are complete
   kBoth,
 };
-std::string_view hidden_name(Hidden hidden);
-std::optional<Hidden> hidden_from_name(std::string_view name);
-std::vector<std::string_view> hidden_names();
+std::string_view overlap_name(Overlap overlap);
+std::optional<Overlap> overlap_from_name(std::string_view name);
+std::vector<std::string_view> overlap_names();
 
 struct StepOptions {
   Method method = Method::kSmartOver;
@@ -49,7 +49,7 @@ struct StepOptions {
   double ratio = 0.02;  // counted volume against f32 gradients (docs/smartcomp.md), in (0, 1]
   /// Steps between writes of what compression on the host holds back; 0: it is never written.
   uint32_t residual_every = 16;
-  Hidden hidden = Hidden::kNothing;
+  Overlap overlap = Overlap::kNothing;
   uint64_t subgroup_elements = 0;  // 0: the machine's software says
   uint32_t slots = 0;              // likewise
   bool trace = false;              // keep spans

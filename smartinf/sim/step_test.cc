@@ -90,9 +90,9 @@ TEST(Step, AHostThatSelectsGetsGradientsWholeAndSendsThemPacked) {
   const StepTimes alone = run(shape, *machine, options);
   machine->host.select_params_per_s = p / 100;
   EXPECT_NEAR(run(shape, *machine, options).total_s, alone.total_s + 100, 0.5);
-  options.hidden = Hidden::kBackward;
+  options.overlap = Overlap::kBackward;
   EXPECT_GT(run(shape, *machine, options).total_s, alone.backward_s + alone.forward_s + 100);
-  options.hidden = Hidden::kNothing;
+  options.overlap = Overlap::kNothing;
   machine->host.select_params_per_s = 5e9;
   machine->host.step_ahead_params_per_s = p / 100;
   EXPECT_GT(run(shape, *machine, options).update_s, 100);
@@ -184,10 +184,10 @@ TEST(Step, HidingTheUpdateNeverCostsAndNeverBeatsTheDrives) {
   StepOptions options;
   const StepTimes apart = run(shape, *workstation, options);
   double best = apart.total_s;
-  for (const Hidden hidden : {Hidden::kForward, Hidden::kBackward, Hidden::kBoth}) {
-    options.hidden = hidden;
+  for (const Overlap overlap : {Overlap::kForward, Overlap::kBackward, Overlap::kBoth}) {
+    options.overlap = overlap;
     const StepTimes times = run(shape, *workstation, options);
-    EXPECT_LE(times.total_s, apart.total_s * 1.001) << hidden_name(hidden);
+    EXPECT_LE(times.total_s, apart.total_s * 1.001) << overlap_name(overlap);
     EXPECT_EQ(times.bytes.host_link_up, apart.bytes.host_link_up);
     EXPECT_EQ(times.bytes.drive_written, apart.bytes.drive_written);
     best = std::min(best, times.total_s);

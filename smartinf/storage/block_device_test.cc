@@ -70,7 +70,7 @@ class BlockDeviceTest : public ::testing::Test {
     (*store)->start(io);
     SubgroupIo* done = nullptr;
     ASSERT_EQ(*(*store)->poll({&done, 1}, std::chrono::seconds(20)), 1u);
-    ASSERT_TRUE((*store)->prepare(0, "blob").ok());
+    ASSERT_TRUE((*store)->prepare(0, "client_metadata").ok());
     ASSERT_TRUE((*store)->commit(0).ok());
   }
 
@@ -84,7 +84,7 @@ TEST_F(BlockDeviceTest, EmptyOnesAreTakenAndKept) {
   auto opened = Store::open(device_, {});
   ASSERT_TRUE(opened.ok()) << opened.status().to_string();
   ASSERT_TRUE((*opened)->recover_to(0).ok());
-  EXPECT_EQ((*opened)->blob(), "blob");
+  EXPECT_EQ((*opened)->client_metadata(), "client_metadata");
   const auto second = Store::open(device_, {});
   EXPECT_EQ(second.status().code(), ErrorCode::kBusy) << second.status().to_string();
   opened->reset();

@@ -12,7 +12,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
-#include "smartinf/storage/abandoned.h"
+#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::storage {
 namespace {
@@ -75,11 +75,11 @@ BlockStore::BlockStore(Container container, StoreOptions options, StoreLayout la
 BlockStore::~BlockStore() {
   // Before buffers and descriptors go.
   if (queue_->close().ok()) return;
-  abandon(std::move(queue_));
-  abandon(std::move(pieces_));
-  abandon(std::move(metadata_));
-  abandon(std::move(tables_));
-  abandon(std::move(superblock_io_));
+  leak_in_flight(std::move(queue_));
+  leak_in_flight(std::move(pieces_));
+  leak_in_flight(std::move(metadata_));
+  leak_in_flight(std::move(tables_));
+  leak_in_flight(std::move(superblock_io_));
 }
 
 Status BlockStore::allocate() {
@@ -303,13 +303,13 @@ uint64_t* BlockStore::checksums(StepNumber step, size_t subgroup, size_t plane) 
                                      sizeof(PlaneRecord));
 }
 
-std::string BlockStore::blob() const {
+std::string BlockStore::client_metadata() const {
   if (phase_ == StepPhase::kUnrecovered || superblock_.phase != Phase::kComplete) return {};
   const std::span<std::byte> image = table(superblock_.committed_step);
   TableHeader header;
   std::memcpy(&header, image.data(), sizeof(header));
   return std::string(reinterpret_cast<const char*>(image.data() + geometry_.table_records_bytes()),
-                     header.blob_bytes);
+                     header.client_metadata_bytes);
 }
 
 Status BlockStore::read_table(StepNumber step, uint64_t bytes, uint64_t expected_checksum) {
@@ -504,7 +504,7 @@ void BlockStore::start(SubgroupIo& io) {
   io.next_offset_bytes = 0;
   io.transfers_in_flight = 0;
   io.all_started = false;
-  if (io.op == SubgroupIo::Op::kWrite && phase_ != StepPhase::kRehearsal) {
+  if (io.op == SubgroupIo::Op::kWrite && phase_ != StepPhase::kWriteBenchmark) {
     io.status = begin_writing();
     note_written_planes(subgroup, io.plane_mask, false);
   } else if (io.op == SubgroupIo::Op::kFlush) {
@@ -523,22 +523,22 @@ void BlockStore::start(SubgroupIo& io) {
   pump();
 }
 
-BlockStore::Stretch BlockStore::next_stretch(SubgroupIo& io) const {
+BlockStore::Span BlockStore::next_span(SubgroupIo& io) const {
   const size_t subgroup = geometry_.index_of(io.subgroup);
-  Stretch stretch;
+  Span span;
   if (is_gradient(io)) {
-    stretch.buffer_offset = io.next_offset_bytes;
-    stretch.offset_bytes = geometry_.gradient_offset(subgroup) + io.next_offset_bytes;
-    stretch.length =
+    span.buffer_offset = io.next_offset_bytes;
+    span.offset_bytes = geometry_.gradient_offset(subgroup) + io.next_offset_bytes;
+    span.length =
         std::min(options_.io_bytes, geometry_.gradient_bytes(subgroup) - io.next_offset_bytes);
-    io.next_offset_bytes += stretch.length;
-    return stretch;
+    io.next_offset_bytes += span.length;
+    return span;
   }
   // Planes follow each other in an extent: those that take part and lie in the same slot go
   // together.
   const bool write = io.op == SubgroupIo::Op::kWrite;
-  const bool rehearsal = write && phase_ == StepPhase::kRehearsal;
-  const StepNumber step = write && !rehearsal ? step_ : superblock_.committed_step;
+  const bool write_benchmark = write && phase_ == StepPhase::kWriteBenchmark;
+  const StepNumber step = write && !write_benchmark ? step_ : superblock_.committed_step;
   uint32_t slot = 0;
   for (size_t plane = 0; plane < geometry_.planes(); ++plane) {
     const uint64_t begin = geometry_.plane_offset(subgroup, plane);
@@ -546,33 +546,33 @@ BlockStore::Stretch BlockStore::next_stretch(SubgroupIo& io) const {
     if (end <= io.next_offset_bytes) continue;
     const bool wanted = (io.plane_mask >> plane & 1u) != 0;
     uint32_t plane_slot = wanted ? record(step, subgroup, plane).slot : 0;
-    if (rehearsal) plane_slot = shadow_slot(plane_slot);
-    if (stretch.length == 0) {
+    if (write_benchmark) plane_slot = shadow_slot(plane_slot);
+    if (span.length == 0) {
       if (!wanted) {
         io.next_offset_bytes = end;
         continue;
       }
       slot = plane_slot;
-      stretch.buffer_offset = std::max(begin, io.next_offset_bytes);
+      span.buffer_offset = std::max(begin, io.next_offset_bytes);
     } else if (!wanted || plane_slot != slot) {
       break;
     }
-    stretch.length = end - stretch.buffer_offset;
-    if (stretch.length >= options_.io_bytes) {
-      stretch.length = options_.io_bytes;
+    span.length = end - span.buffer_offset;
+    if (span.length >= options_.io_bytes) {
+      span.length = options_.io_bytes;
       break;
     }
   }
-  stretch.offset_bytes = geometry_.extent_offset(subgroup, slot) + stretch.buffer_offset;
-  if (stretch.length > 0) io.next_offset_bytes = stretch.buffer_offset + stretch.length;
-  return stretch;
+  span.offset_bytes = geometry_.extent_offset(subgroup, slot) + span.buffer_offset;
+  if (span.length > 0) io.next_offset_bytes = span.buffer_offset + span.length;
+  return span;
 }
 
 void BlockStore::start_pieces(IoList& list, bool write) {
   while (list.first != nullptr && pieces_in_flight_[write] < options_.io_depth) {
     SubgroupIo& io = *list.first;
-    const Stretch stretch = io.status.ok() ? next_stretch(io) : Stretch{};
-    if (stretch.length == 0) {
+    const Span span = io.status.ok() ? next_span(io) : Span{};
+    if (span.length == 0) {
       (void)list.pop();
       io.all_started = true;
       finish_if_done(io);
@@ -583,8 +583,8 @@ void BlockStore::start_pieces(IoList& list, bool write) {
     piece.io = &io;
     piece.write = write;
     piece.transfer.op = write ? IoOp::kWrite : IoOp::kRead;
-    piece.transfer.offset_bytes = stretch.offset_bytes;
-    piece.transfer.buffer = io.buffer.subspan(stretch.buffer_offset, stretch.length);
+    piece.transfer.offset_bytes = span.offset_bytes;
+    piece.transfer.buffer = io.buffer.subspan(span.buffer_offset, span.length);
     piece.transfer.kind =
         is_gradient(io) ? base::TrafficKind::kGradient : base::TrafficKind::kState;
     ++io.transfers_in_flight;
@@ -712,13 +712,13 @@ Status BlockStore::sync_container() {
   return synced;
 }
 
-void BlockStore::begin_rehearsal() {
-  SI_CHECK(phase_ == StepPhase::kIdle, "a rehearsal while a step is in progress");
-  phase_ = StepPhase::kRehearsal;
+void BlockStore::begin_write_benchmark() {
+  SI_CHECK(phase_ == StepPhase::kIdle, "a write benchmark while a step is in progress");
+  phase_ = StepPhase::kWriteBenchmark;
 }
 
-Status BlockStore::end_rehearsal() {
-  SI_CHECK(phase_ == StepPhase::kRehearsal, "no rehearsal to end");
+Status BlockStore::end_write_benchmark() {
+  SI_CHECK(phase_ == StepPhase::kWriteBenchmark, "no write benchmark to end");
   SI_RETURN_IF_ERROR(drain(true));
   if (durable()) SI_RETURN_IF_ERROR(sync_container());
   phase_ = StepPhase::kIdle;
@@ -839,15 +839,16 @@ Status BlockStore::check_written(StepNumber step) const {
   return Status();
 }
 
-Status BlockStore::finish_table(StepNumber step, const std::string& blob) {
+Status BlockStore::finish_table(StepNumber step, const std::string& client_metadata) {
   const std::span<std::byte> image = table(step);
   TableHeader header{};
   header.magic = kTableMagic;
   header.step = step;
-  header.blob_bytes = blob.size();
-  header.bytes = geometry_.table_records_bytes() + blob.size();
+  header.client_metadata_bytes = client_metadata.size();
+  header.bytes = geometry_.table_records_bytes() + client_metadata.size();
   std::memcpy(image.data(), &header, sizeof(header));
-  std::memcpy(image.data() + geometry_.table_records_bytes(), blob.data(), blob.size());
+  std::memcpy(image.data() + geometry_.table_records_bytes(), client_metadata.data(),
+              client_metadata.size());
   const uint64_t length = base::round_up(header.bytes, base::kIoAlignment);
   std::fill(image.begin() + static_cast<std::ptrdiff_t>(header.bytes),
             image.begin() + static_cast<std::ptrdiff_t>(length), std::byte{0});
@@ -865,8 +866,9 @@ Status BlockStore::finish_table(StepNumber step, const std::string& blob) {
   return write_metadata(copies);
 }
 
-Status BlockStore::prepare(StepNumber step, const std::string& blob) {
-  SI_CHECK(blob.size() <= kBlobBytesMax, "the blob is longer than kBlobBytesMax");
+Status BlockStore::prepare(StepNumber step, const std::string& client_metadata) {
+  SI_CHECK(client_metadata.size() <= kClientMetadataBytesMax,
+           "the client metadata is longer than kClientMetadataBytesMax");
   SI_CHECK(phase_ == StepPhase::kWriting && step == step_, "prepare of a step that was not begun");
   SI_RETURN_IF_ERROR(drain(true));
   if (!step_failure_.ok()) return step_failure_;
@@ -875,7 +877,7 @@ Status BlockStore::prepare(StepNumber step, const std::string& blob) {
 
   const Superblock before = superblock_;
   const auto attempt = [&]() -> Status {
-    SI_RETURN_IF_ERROR(finish_table(step, blob));
+    SI_RETURN_IF_ERROR(finish_table(step, client_metadata));
     // Planes and table are on the medium before a superblock speaks of them.
     if (durable()) SI_RETURN_IF_ERROR(sync_container());
     phase_ = StepPhase::kPreparing;
@@ -924,11 +926,11 @@ Status BlockStore::commit(StepNumber step) {
   return Status();
 }
 
-Status BlockStore::take_back(StepNumber step) {
+Status BlockStore::abort(StepNumber step) {
   SI_CHECK(phase_ == StepPhase::kWriting || phase_ == StepPhase::kPreparing ||
                phase_ == StepPhase::kPrepared,
-           "take_back without a step in progress");
-  SI_CHECK(step == step_, "take_back of another step");
+           "abort without a step in progress");
+  SI_CHECK(step == step_, "abort of another step");
   const Status drained = drain(true);
   if (!drained.ok()) {
     phase_ = StepPhase::kBroken;
@@ -936,11 +938,10 @@ Status BlockStore::take_back(StepNumber step) {
   }
   if (!durable() && step_written_) {
     phase_ = StepPhase::kBroken;
-    return Status(
-        ErrorCode::kFailedPrecondition,
-        fmt::format("step {} overwrote the state in place and cannot be taken back", step),
-        "Use durability = \"step\" where steps may have to be taken back.",
-        base::ErrorPlace{container_.file_path, {}, {}, 0});
+    return Status(ErrorCode::kFailedPrecondition,
+                  fmt::format("step {} overwrote the state in place and cannot be aborted", step),
+                  "Use durability = \"step\" where steps may have to be aborted.",
+                  base::ErrorPlace{container_.file_path, {}, {}, 0});
   }
   if (phase_ != StepPhase::kWriting) {
     // A superblock that speaks of the step is on the drive, or may be.
@@ -958,7 +959,7 @@ Status BlockStore::take_back(StepNumber step) {
     const Status written = write_superblock(durable());
     if (!written.ok()) {
       phase_ = StepPhase::kBroken;
-      return Status(written).with_context("a prepared step cannot be taken back");
+      return Status(written).with_context("a prepared step cannot be aborted");
     }
   }
   phase_ = StepPhase::kIdle;

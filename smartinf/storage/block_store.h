@@ -33,7 +33,7 @@ class BlockStore final : public Store {
   std::string_view ring_name() const override { return ring_name_; }
   StoreState state() const override;
   Durability durability() const override { return options_.durability; }
-  std::string blob() const override;
+  std::string client_metadata() const override;
   base::Status recover_to(base::StepNumber step) override;
 
   uint64_t extent_bytes(base::SubgroupId subgroup) const override;
@@ -53,19 +53,19 @@ class BlockStore final : public Store {
   base::Status hold(base::SubgroupId subgroup, uint32_t plane_mask) override;
   base::Status finish_flush() override;
   void begin_step(base::StepNumber step) override;
-  base::Status prepare(base::StepNumber step, const std::string& blob) override;
+  base::Status prepare(base::StepNumber step, const std::string& client_metadata) override;
   base::Status commit(base::StepNumber step) override;
-  base::Status take_back(base::StepNumber step) override;
+  base::Status abort(base::StepNumber step) override;
 
   base::TrafficReading traffic() const override { return traffic_.read(); }
   uint64_t bytes_written_ever() const override;
 
-  /// For benchmarks: until end_rehearsal() writes go where those of a step would, but no step knows
-  /// of them. What a subgroup is written with must be what was read from it: with one slot it
+  /// For benchmarks: until end_write_benchmark() writes go where those of a step would, but no step
+  /// knows of them. What a subgroup is written with must be what was read from it: with one slot it
   /// stays.
-  void begin_rehearsal();
+  void begin_write_benchmark();
   /// Waits for the writes and makes them durable as prepare() would.
-  base::Status end_rehearsal();
+  base::Status end_write_benchmark();
 
   const Geometry& geometry() const { return geometry_; }
 
@@ -77,8 +77,8 @@ class BlockStore final : public Store {
     kWriting,      // begin_step was called
     kPreparing,    // prepare has written a superblock, or tried to
     kPrepared,
-    kRehearsal,  // see begin_rehearsal
-    kBroken,     // a take back failed: what is on the drive is not known
+    kWriteBenchmark,  // see begin_write_benchmark
+    kBroken,          // an abort failed: what is on the drive is not known
   };
   /// A piece of a SubgroupIo on its way, at most io_bytes long.
   struct Piece {
@@ -95,7 +95,7 @@ class BlockStore final : public Store {
     SubgroupIo* pop();
   };
   /// Where the next piece of a SubgroupIo goes; length 0: there is none.
-  struct Stretch {
+  struct Span {
     uint64_t buffer_offset = 0;
     uint64_t offset_bytes = 0;
     uint64_t length = 0;
@@ -114,7 +114,7 @@ class BlockStore final : public Store {
   void set_record(base::StepNumber step, size_t subgroup, size_t plane, const PlaneRecord& record);
   uint64_t* checksums(base::StepNumber step, size_t subgroup, size_t plane) const;
   void begin_table(base::StepNumber step);
-  base::Status finish_table(base::StepNumber step, const std::string& blob);
+  base::Status finish_table(base::StepNumber step, const std::string& client_metadata);
   base::Status check_written(base::StepNumber step) const;
   base::Status read_table(base::StepNumber step, uint64_t bytes, uint64_t checksum);
 
@@ -129,7 +129,7 @@ class BlockStore final : public Store {
 
   void pump();
   void start_pieces(IoList& list, bool write);
-  Stretch next_stretch(SubgroupIo& io) const;
+  Span next_span(SubgroupIo& io) const;
   void finish_piece(Piece& piece);
   void finish_if_done(SubgroupIo& io);
   base::Status step_queue(std::chrono::nanoseconds wait);

@@ -9,8 +9,8 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
-#include "smartinf/storage/abandoned.h"
 #include "smartinf/storage/format.h"
+#include "smartinf/storage/leak_in_flight.h"
 #include "smartinf/storage/transfer_queue.h"
 
 namespace smartinf::storage {
@@ -41,8 +41,8 @@ class Checker {
   ~Checker() {
     // Before buffers go.
     if (queue_.close().ok()) return;
-    abandon(std::move(pieces_));
-    abandon(std::move(table_));
+    leak_in_flight(std::move(pieces_));
+    leak_in_flight(std::move(table_));
   }
 
   Result<CheckReport> run() {

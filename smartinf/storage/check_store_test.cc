@@ -79,7 +79,7 @@ TEST_P(CheckStoreTest, EveryFlippedBitIsFoundByCheckAndByUse) {
                      geometry.layout_bytes(), false});
     areas.push_back({"table", FaultKind::kTable, geometry.table_offset(2, copy),
                      geometry.table_records_bytes(), false});
-    areas.push_back({"blob", FaultKind::kTable,
+    areas.push_back({"client_metadata", FaultKind::kTable,
                      geometry.table_offset(2, copy) + geometry.table_records_bytes(),
                      std::string("step 2").size(), false});
   }

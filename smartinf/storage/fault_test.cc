@@ -87,10 +87,10 @@ TEST(Faults, SomeErrorsOfTheMediumAreCuredAndLastingOnesAreTyped) {
       EXPECT_TRUE(status.place().length_bytes.has_value());
       EXPECT_NE(status.place().system_errno, 0);
       EXPECT_FALSE(status.advice().empty());
-      broken = !memory.store().take_back(committed + 1).ok();
+      broken = !memory.store().abort(committed + 1).ok();
     }
-    // A new process on a healthy ring finds the last committed step; a broken take back may also
-    // have left the step it could not take back, whole.
+    // A new process on a healthy ring finds the last committed step; a broken abort may also
+    // have left the step it could not abort, whole.
     ASSERT_TRUE(memory.open().ok());
     const StoreState state = memory.store().state();
     ASSERT_GE(state.prepared_step, committed);
@@ -296,7 +296,7 @@ TEST(Faults, NothingGoesOnAfterTheRingFailed) {
   ASSERT_TRUE(memory.make_step(0).ok());
   armed = true;
   EXPECT_THAT(memory.prepare_step(1).to_string(), HasSubstr("asked to break"));
-  EXPECT_TRUE(memory.store().take_back(1).ok()) << "nothing spoke of it yet";
+  EXPECT_TRUE(memory.store().abort(1).ok()) << "nothing spoke of it yet";
   EXPECT_THAT(memory.prepare_step(1).to_string(), HasSubstr("asked to break"));
   memory.close();
   ASSERT_TRUE(memory.open().ok());

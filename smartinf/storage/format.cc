@@ -122,7 +122,7 @@ Result<Geometry> Geometry::make(const StoreLayout& layout, uint32_t slots) {
   geometry.layout_stride_ = align(geometry.layout_bytes_);
   geometry.tables_offset_ = kSuperblockAreaBytes + kLayoutCopies * geometry.layout_stride_;
   geometry.table_records_bytes_ = record;
-  geometry.table_stride_ = align(record + Store::kBlobBytesMax);
+  geometry.table_stride_ = align(record + Store::kClientMetadataBytesMax);
   uint64_t offset = geometry.tables_offset_ + kTablePlaces * kTableCopies * geometry.table_stride_;
   for (size_t i = 0; i < count; ++i) {
     geometry.extent_offsets_.push_back(offset);
@@ -307,8 +307,9 @@ Status check_table(std::span<const std::byte> bytes, const Geometry& geometry, u
   if (header.step != step) {
     return corrupt(fmt::format("the table is of step {}, not {}", header.step, step));
   }
-  if (header.blob_bytes > Store::kBlobBytesMax || header.bytes > bytes.size() ||
-      header.bytes != geometry.table_records_bytes() + header.blob_bytes) {
+  if (header.client_metadata_bytes > Store::kClientMetadataBytesMax ||
+      header.bytes > bytes.size() ||
+      header.bytes != geometry.table_records_bytes() + header.client_metadata_bytes) {
     return corrupt("the table has a wrong length");
   }
   if (header.checksum != base::checksum(bytes.subspan(16, header.bytes - 16), seed)) {

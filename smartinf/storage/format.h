@@ -46,7 +46,7 @@ inline constexpr uint64_t kSuperblockMagic = 0x53464e4954524d53u;  // SMRTINFS
 inline constexpr uint64_t kLayoutMagic = 0x4c464e4954524d53u;      // SMRTINFL
 inline constexpr uint64_t kTableMagic = 0x54464e4954524d53u;       // SMRTINFT
 
-/// Copies of the superblock lie apart, so that one damaged stretch of the drive does not take all.
+/// Copies of the superblock lie apart, so that one damaged span of the drive does not take all.
 inline constexpr uint32_t kSuperblockCopies = 4;
 inline constexpr uint64_t kSuperblockStride = 64 * 1024;
 inline constexpr uint64_t kSuperblockBytes = 4096;
@@ -151,14 +151,14 @@ static_assert(std::has_unique_object_representations_v<LayoutSubgroup>);
 
 /// The metadata of one step: for every plane of every subgroup where it is and what it must be.
 /// Followed, subgroup by subgroup and plane by plane, by PlaneRecord and its block checksums (u64
-/// each), then the client's blob.
+/// each), then the client metadata.
 struct TableHeader {
   uint64_t magic;
   uint64_t checksum;  // of everything behind it, with run, device and step as seed: the table of
                       // another device or step is not taken, although intact
   uint64_t step;
-  uint64_t bytes;  // of header, records and blob
-  uint64_t blob_bytes;
+  uint64_t bytes;  // of header, records and client metadata
+  uint64_t client_metadata_bytes;
   uint64_t reserved;  // zero
 };
 static_assert(sizeof(TableHeader) == 48);

@@ -96,7 +96,7 @@ Status StateReader::choose_step(base::StepNumber step) {
                 base::ErrorPlace{container_.file_path, geometry_.table_offset(step, 0), bytes, 0});
 }
 
-std::string StateReader::blob() const {
+std::string StateReader::client_metadata() const {
   SI_CHECK(!table_.empty(), "a step is chosen first");
   return std::string(reinterpret_cast<const char*>(table_.data()) + geometry_.table_records_bytes(),
                      table_.size() - geometry_.table_records_bytes());

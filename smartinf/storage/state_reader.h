@@ -41,7 +41,7 @@ class StateReader {
   /// Errors: kCorrupt when no copy of its table can be used; kInvalidArgument for another step.
   base::Status choose_step(base::StepNumber step);
   base::StepNumber step() const { return step_; }
-  std::string blob() const;
+  std::string client_metadata() const;
 
   /// Reads blocks [first, first + count) of a plane; `subgroup` is its position in the layout. out
   /// has exactly their bytes. Errors: kCorrupt for a block that is not what was written, kIo.

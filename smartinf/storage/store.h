@@ -123,7 +123,7 @@ inline constexpr std::string_view kTornState =
     "a crash fell into a step, or its state was in memory only, and durability \"none\" keeps "
     "nothing to go back to";
 
-/// Threads: one thread drives I/O and steps (begin_step, start, poll, prepare, commit, take_back).
+/// Threads: one thread drives I/O and steps (begin_step, start, poll, prepare, commit, abort).
 /// verify_block and seal_block are safe from any thread, for different blocks at once, between
 /// begin_step and prepare.
 class Store {
@@ -144,7 +144,8 @@ class Store {
 
   /// Waits for what is in flight; the store is of no use afterwards. Destruction does so by itself,
   /// but cannot say that it failed: kTimeout, a request hangs (named). Then the store and the
-  /// memory of its transfers are abandon()ed by their owner: the drive may still write there.
+  /// memory of its transfers are leaked with leak_in_flight() by their owner: the drive may still
+  /// write there.
   virtual base::Status close() = 0;
 
   virtual const StoreLayout& layout() const = 0;
@@ -153,9 +154,10 @@ class Store {
   virtual StoreState state() const = 0;
   /// What the store was made with, whatever it was opened with.
   virtual Durability durability() const = 0;
-  /// The client's blob of the committed step (at most kBlobBytesMax), as given to prepare().
-  virtual std::string blob() const = 0;
-  static constexpr uint64_t kBlobBytesMax = 64 * 1024;
+  /// The client metadata of the committed step (at most kClientMetadataBytesMax), as given
+  /// to prepare().
+  virtual std::string client_metadata() const = 0;
+  static constexpr uint64_t kClientMetadataBytesMax = 64 * 1024;
 
   /// Which step's state reads give: recovery calls it once after open, before any transfer, with
   /// the step it decided on (committed_step or prepared_step of state()); durable when it returns.
@@ -190,7 +192,7 @@ class Store {
   /// Durability kNone only: the new contents of these planes stay in the caller's memory in the
   /// step in progress. To the step they are written (and sealed), but the drive has older ones
   /// until a kFlush, and until finish_flush() whoever opens the store finds it torn. To be called
-  /// before that memory is changed: from then on the step cannot be taken back.
+  /// before that memory is changed: from then on the step cannot be aborted.
   virtual base::Status hold(base::SubgroupId subgroup, uint32_t plane_mask) = 0;
   /// Between steps, when kFlush has written all that was held: the store says that it holds the
   /// committed step.
@@ -202,16 +204,16 @@ class Store {
   virtual void begin_step(base::StepNumber step) = 0;
 
   /// Waits for the writes in flight and makes everything written since the last commit durable as
-  /// step `step`. Planes not written keep their state. After it the step can still be taken back.
-  /// After a failure the step must be taken back.
-  virtual base::Status prepare(base::StepNumber step, const std::string& blob) = 0;
+  /// step `step`. Planes not written keep their state. After it the step can still be aborted.
+  /// After a failure the step must be aborted.
+  virtual base::Status prepare(base::StepNumber step, const std::string& client_metadata) = 0;
   /// Makes the prepared step the current one. Only after all devices of the run have prepared it:
   /// from then on it is decided, so this does not fail but for a store's first step, and needs no
   /// sync.
   virtual base::Status commit(base::StepNumber step) = 0;
   /// Forgets what was written for `step`, prepared or not; durable when it returns. After a failure
   /// no device of the run may go on. With durability kNone impossible once something was written.
-  virtual base::Status take_back(base::StepNumber step) = 0;
+  virtual base::Status abort(base::StepNumber step) = 0;
 
   /// Up: read from the drive; down: written to it. By kind.
   virtual base::TrafficReading traffic() const = 0;

@@ -152,12 +152,12 @@ class StoreTest : public ::testing::TestWithParam<RingKind> {
     return Status();
   }
 
-  void make_step(StepNumber step, const std::string& blob) {
+  void make_step(StepNumber step, const std::string& client_metadata) {
     store_->begin_step(step);
     for (const StoredSubgroup& subgroup : layout_.subgroups) {
       ASSERT_TRUE(write(subgroup.id, step * 10).ok());
     }
-    const Status prepared = store_->prepare(step, blob);
+    const Status prepared = store_->prepare(step, client_metadata);
     ASSERT_TRUE(prepared.ok()) << prepared.to_string();
     ASSERT_TRUE(store_->commit(step).ok());
   }
@@ -188,11 +188,11 @@ TEST_P(StoreTest, StepsSurviveReopening) {
   EXPECT_TRUE(store_->state().initialized);
   EXPECT_EQ(store_->state().committed_step, 2u);
   ASSERT_TRUE(store_->recover_to(2).ok());
-  EXPECT_EQ(store_->blob(), "two");
+  EXPECT_EQ(store_->client_metadata(), "two");
   expect_step(2);
   make_step(3, "");
   expect_step(3);
-  EXPECT_EQ(store_->blob(), "");
+  EXPECT_EQ(store_->client_metadata(), "");
   const auto seen = Store::peek(path_);
   ASSERT_TRUE(seen.ok());
   EXPECT_EQ(seen->committed_step, 3u);
@@ -233,7 +233,7 @@ TEST_P(StoreTest, TheFirstStepMayBeALaterOne) {
     const std::vector<StoreState> alone{store_->state()};
     EXPECT_EQ(*recovery_step(alone), 41u);
     ASSERT_TRUE(store_->recover_to(41).ok());
-    EXPECT_EQ(store_->blob(), "copied");
+    EXPECT_EQ(store_->client_metadata(), "copied");
     expect_step(41);
     make_step(42, "trained on");
     reopen();
@@ -244,20 +244,20 @@ TEST_P(StoreTest, TheFirstStepMayBeALaterOne) {
   }
 }
 
-TEST_P(StoreTest, AFirstStepThatIsTakenBackLeavesNothing) {
+TEST_P(StoreTest, AFirstStepThatIsAbortedLeavesNothing) {
   create();
   store_->begin_step(41);
   for (const StoredSubgroup& subgroup : layout_.subgroups) {
     ASSERT_TRUE(write(subgroup.id, 410).ok());
   }
   ASSERT_TRUE(store_->prepare(41, "").ok());
-  ASSERT_TRUE(store_->take_back(41).ok());
+  ASSERT_TRUE(store_->abort(41).ok());
   EXPECT_FALSE(store_->state().initialized);
   make_step(7, "seven");
   expect_step(7);
 }
 
-TEST_P(StoreTest, TakenBackBeforeAndAfterPrepare) {
+TEST_P(StoreTest, AbortedBeforeAndAfterPrepare) {
   create();
   make_step(0, "zero");
   make_step(1, "one");
@@ -267,13 +267,13 @@ TEST_P(StoreTest, TakenBackBeforeAndAfterPrepare) {
     if (prepare) {
       ASSERT_TRUE(store_->prepare(2, "never").ok());
     }
-    ASSERT_TRUE(store_->take_back(2).ok());
+    ASSERT_TRUE(store_->abort(2).ok());
     EXPECT_EQ(store_->state().prepared_step, 1u);
     expect_step(1);
     reopen();
     EXPECT_EQ(store_->state().prepared_step, 1u);
     ASSERT_TRUE(store_->recover_to(1).ok());
-    EXPECT_EQ(store_->blob(), "one");
+    EXPECT_EQ(store_->client_metadata(), "one");
     expect_step(1);
   }
   make_step(2, "two");
@@ -293,7 +293,7 @@ TEST_P(StoreTest, PreparedStepRollsForwardOrBack) {
     EXPECT_EQ(store_->state().committed_step, 0u);
     EXPECT_EQ(store_->state().prepared_step, 1u);
     ASSERT_TRUE(store_->recover_to(forward ? 1 : 0).ok());
-    EXPECT_EQ(store_->blob(), forward ? "one" : "zero");
+    EXPECT_EQ(store_->client_metadata(), forward ? "one" : "zero");
     expect_step(forward ? 1 : 0);
     EXPECT_EQ(store_->state().prepared_step, forward ? 1u : 0u);
   }
@@ -362,7 +362,7 @@ TEST_P(StoreTest, UnsealedOrMissingPlanesAreNotPrepared) {
   store_->begin_step(0);
   ASSERT_TRUE(write(SubgroupId{3}, 0).ok());
   EXPECT_EQ(store_->prepare(0, "").code(), ErrorCode::kFailedPrecondition);
-  ASSERT_TRUE(store_->take_back(0).ok());
+  ASSERT_TRUE(store_->abort(0).ok());
   make_step(0, "");
   store_->begin_step(1);
   const auto buffer = base::AlignedBuffer::allocate(store_->extent_bytes(SubgroupId{3}));
@@ -374,7 +374,7 @@ TEST_P(StoreTest, UnsealedOrMissingPlanesAreNotPrepared) {
   const Status status = store_->prepare(1, "");
   EXPECT_EQ(status.code(), ErrorCode::kFailedPrecondition);
   EXPECT_THAT(status.what(), HasSubstr("not sealed"));
-  ASSERT_TRUE(store_->take_back(1).ok());
+  ASSERT_TRUE(store_->abort(1).ok());
   expect_step(0);
 }
 
@@ -547,14 +547,14 @@ TEST_P(StoreTest, DurabilityNoneTakesHalfTheSpace) {
   reopen();
   EXPECT_FALSE(store_->state().torn);
   ASSERT_TRUE(store_->recover_to(1).ok());
-  EXPECT_EQ(store_->blob(), "one");
+  EXPECT_EQ(store_->client_metadata(), "one");
   expect_step(1);
-  // A step without writes can be taken back, one with writes cannot.
+  // A step without writes can be aborted, one with writes cannot.
   store_->begin_step(2);
-  EXPECT_TRUE(store_->take_back(2).ok());
+  EXPECT_TRUE(store_->abort(2).ok());
   store_->begin_step(2);
   ASSERT_TRUE(write(SubgroupId{3}, 1).ok());
-  EXPECT_EQ(store_->take_back(2).code(), ErrorCode::kFailedPrecondition);
+  EXPECT_EQ(store_->abort(2).code(), ErrorCode::kFailedPrecondition);
   reopen();
   EXPECT_TRUE(store_->state().torn);
   EXPECT_EQ(store_->recover_to(1).code(), ErrorCode::kFailedPrecondition);
@@ -575,9 +575,9 @@ TEST_P(StoreTest, PlanesHeldInMemoryAreTornUntilTheyAreFlushed) {
   ASSERT_TRUE(store_->commit(1).ok());
   EXPECT_FALSE(store_->state().torn);
   EXPECT_TRUE(Store::peek(path_)->torn);
-  // A step that writes nothing changes nothing of that, committed or taken back.
+  // A step that writes nothing changes nothing of that, committed or aborted.
   store_->begin_step(2);
-  EXPECT_TRUE(store_->take_back(2).ok());
+  EXPECT_TRUE(store_->abort(2).ok());
   store_->begin_step(2);
   ASSERT_TRUE(store_->prepare(2, "two").ok());
   ASSERT_TRUE(store_->commit(2).ok());
@@ -597,10 +597,10 @@ TEST_P(StoreTest, PlanesHeldInMemoryAreTornUntilTheyAreFlushed) {
   EXPECT_TRUE(expect(SubgroupId{3}, 100, 0b101).ok());
   EXPECT_TRUE(expect(SubgroupId{3}, 300, 0b010).ok());
   EXPECT_TRUE(expect(SubgroupId{7}, 100).ok());
-  // A step that changes what is held cannot be taken back, whatever was written.
+  // A step that changes what is held cannot be aborted, whatever was written.
   store_->begin_step(4);
   ASSERT_TRUE(store_->hold(SubgroupId{3}, 0b111).ok());
-  EXPECT_EQ(store_->take_back(4).code(), ErrorCode::kFailedPrecondition);
+  EXPECT_EQ(store_->abort(4).code(), ErrorCode::kFailedPrecondition);
   EXPECT_TRUE(Store::peek(path_)->torn);
 }
 

@@ -11,7 +11,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/units.h"
-#include "smartinf/storage/abandoned.h"
+#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::storage {
 namespace {
@@ -90,7 +90,7 @@ Status TransferQueue::close() {
     ring_.reset();
     return Status();
   }
-  abandon(std::move(ring_));
+  leak_in_flight(std::move(ring_));
   return failure_;
 }
 
@@ -107,8 +107,8 @@ Status TransferQueue::run(IoOp op, uint64_t offset_bytes, std::span<std::byte> b
   while (in_flight_ > 0) {
     const Result<size_t> count = finish({&done, 1}, watchdog_);
     if (count.ok()) continue;
-    abandon(std::move(transfer));
-    abandon(std::move(memory));
+    leak_in_flight(std::move(transfer));
+    leak_in_flight(std::move(memory));
     return count.status();
   }
   return transfer->status;
@@ -149,18 +149,18 @@ Status TransferQueue::submit() {
   return status;
 }
 
-TransferQueue::Verdict TransferQueue::judge(Transfer& transfer) {
+TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
   const int64_t outcome = transfer.request.outcome;
   const uint64_t asked = transfer.request.buffer.size();
   if (outcome >= 0 && (transfer.op == IoOp::kSync || static_cast<uint64_t>(outcome) == asked)) {
     transfer.done_bytes = transfer.buffer.size();
-    return Verdict::kFinished;
+    return Outcome::kFinished;
   }
 
   const auto fail = [&](int system_errno, std::string what, std::string_view how) {
     transfer.status = base::errno_status(system_errno, std::move(what), path_,
                                          transfer.request.offset_bytes, asked, std::string(how));
-    return Verdict::kFinished;
+    return Outcome::kFinished;
   };
 
   if (outcome > 0) {
@@ -170,13 +170,13 @@ TransferQueue::Verdict TransferQueue::judge(Transfer& transfer) {
     if (direct_) progress -= progress % base::kIoAlignment;
     transfer.done_bytes += progress;
     ++retries_ever_;
-    if (progress > 0) return Verdict::kAgain;
+    if (progress > 0) return Outcome::kAgain;
   } else if (outcome == 0) {
     if (transfer.op == IoOp::kRead) {
       transfer.status = Status(ErrorCode::kCorrupt, "the file ends before its contents",
                                "It was cut short by something else. Restore it from a checkpoint.",
                                base::ErrorPlace{path_, transfer.request.offset_bytes, asked, 0});
-      return Verdict::kFinished;
+      return Outcome::kFinished;
     }
   } else {
     const int system_errno = static_cast<int>(-outcome);
@@ -192,7 +192,7 @@ TransferQueue::Verdict TransferQueue::judge(Transfer& transfer) {
       base::log(base::LogLevel::kWarning,
                 fmt::format("{} at offset {}, length {}: {} failed (I/O error), trying again",
                             path_, transfer.request.offset_bytes, asked, verb(transfer.op)));
-      return Verdict::kAgain;
+      return Outcome::kAgain;
     }
     if (transfer.retries >= kRetriesMax) {
       return fail(system_errno, fmt::format("{} after {} attempts", what, transfer.retries + 1),
@@ -209,7 +209,7 @@ TransferQueue::Verdict TransferQueue::judge(Transfer& transfer) {
   std::this_thread::sleep_for(kRetryPause * (1u << transfer.retries));
   ++transfer.retries;
   ++retries_ever_;
-  return Verdict::kAgain;
+  return Outcome::kAgain;
 }
 
 Result<size_t> TransferQueue::finish(std::span<Transfer*> done, std::chrono::nanoseconds wait) {
@@ -233,7 +233,7 @@ Result<size_t> TransferQueue::wait_for_some(std::span<Transfer*> done,
                         ring_->reap({completed_.data(), room}, std::min(left, watchdog_)));
     for (size_t i = 0; i < count; ++i) {
       auto* transfer = static_cast<Transfer*>(completed_[i]->owner);
-      if (judge(*transfer) == Verdict::kAgain) {
+      if (classify_completion(*transfer) == Outcome::kAgain) {
         arm(*transfer);
         continue;
       }

@@ -69,7 +69,7 @@ class TransferQueue {
                    base::AlignedBuffer& memory);
   /// Waits for everything in flight, which belongs to the kernel until then, and is of no use
   /// afterwards. Errors: kTimeout (a request hangs: named) or the ring's own: then transfers and
-  /// memory in flight may still be written to, and the caller must abandon() them.
+  /// memory in flight may still be written to, and the caller must leak_in_flight() them.
   base::Status close();
   /// Of finish(): a request hangs, or the ring failed.
   bool failed() const { return !failure_.ok(); }
@@ -83,8 +83,8 @@ class TransferQueue {
   const std::string& path() const { return path_; }
 
  private:
-  enum class Verdict { kFinished, kAgain };
-  Verdict judge(Transfer& transfer);
+  enum class Outcome { kFinished, kAgain };
+  Outcome classify_completion(Transfer& transfer);
   void arm(Transfer& transfer);
   base::Status check_watchdog();
   base::Result<size_t> wait_for_some(std::span<Transfer*> done, std::chrono::nanoseconds wait);

@@ -18,9 +18,9 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/file.h"
 #include "smartinf/base/units.h"
-#include "smartinf/storage/abandoned.h"
 #include "smartinf/storage/block_store.h"
 #include "smartinf/storage/container.h"
+#include "smartinf/storage/leak_in_flight.h"
 #include "smartinf/storage/transfer_queue.h"
 
 namespace smartinf::storage {
@@ -196,8 +196,8 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
   IoTuning best;
   const Status measured = try_all(mover, memory.size(), options.seconds, best);
   if (!queue.close().ok()) {
-    abandon(std::move(transfers));
-    abandon(std::move(memory));
+    leak_in_flight(std::move(transfers));
+    leak_in_flight(std::move(memory));
   }
   SI_RETURN_IF_ERROR(measured);
   return best;
@@ -272,7 +272,7 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
 
   const base::TrafficReading before = store->traffic();
   const uint64_t start_ns = base::now_ns();
-  store->begin_rehearsal();
+  store->begin_write_benchmark();
   ios.resize(slots);
   size_t next = 0;
   size_t left = subgroups.size();
@@ -300,7 +300,7 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
       if (next < subgroups.size()) read_next(io);
     }
   }
-  SI_RETURN_IF_ERROR(store->end_rehearsal());
+  SI_RETURN_IF_ERROR(store->end_write_benchmark());
   DriveLimit limit;
   limit.seconds = base::seconds_since(start_ns);
   const base::TrafficReading moved = store->traffic().since(before);

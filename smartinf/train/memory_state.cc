@@ -49,22 +49,22 @@ Result<MemoryState> MemoryState::open(const std::string& run, const plan::Parame
   const std::string step = state.file_.metadata("step");
   const auto read = std::from_chars(step.data(), step.data() + step.size(), state.step_);
   if (step.empty() || read.ptr != step.data() + step.size()) return corrupt("step");
-  state.blob_ = state.file_.metadata("blob");
+  state.client_metadata_ = state.file_.metadata("blob");
   return state;
 }
 
 Status MemoryState::save(const std::string& run, const plan::ParameterSpace& space,
-                         base::StepNumber step, const std::string& blob,
+                         base::StepNumber step, const std::string& client_metadata,
                          const std::array<std::span<const float>, kPlanes>& planes) {
   std::vector<TensorInfo> tensors;
   for (const char* name : kPlaneNames) {
     tensors.push_back({name, base::DataType::kF32, {space.count()}});
   }
-  SI_ASSIGN_OR_RETURN(
-      SafetensorsWriter writer,
-      SafetensorsWriter::create(
-          path(run), tensors,
-          {{"parameter_space", space.to_json()}, {"step", std::to_string(step)}, {"blob", blob}}));
+  SI_ASSIGN_OR_RETURN(SafetensorsWriter writer,
+                      SafetensorsWriter::create(path(run), tensors,
+                                                {{"parameter_space", space.to_json()},
+                                                 {"step", std::to_string(step)},
+                                                 {"blob", client_metadata}}));
   for (const std::span<const float> plane : planes) {
     SI_RETURN_IF_ERROR(writer.append(std::as_bytes(plane)));
   }

@@ -21,18 +21,18 @@ class MemoryState {
   /// Errors: kNotFound; kMismatch when it is another model's; kCorrupt.
   static base::Result<MemoryState> open(const std::string& run, const plan::ParameterSpace& space);
   static base::Status save(const std::string& run, const plan::ParameterSpace& space,
-                           base::StepNumber step, const std::string& blob,
+                           base::StepNumber step, const std::string& client_metadata,
                            const std::array<std::span<const float>, kPlanes>& planes);
 
   base::StepNumber step() const { return step_; }
-  const std::string& blob() const { return blob_; }
+  const std::string& client_metadata() const { return client_metadata_; }
   std::span<const float> plane(size_t index) const { return planes_[index]; }
 
  private:
   explicit MemoryState(SafetensorsFile file) : file_(std::move(file)) {}
   SafetensorsFile file_;
   base::StepNumber step_ = 0;
-  std::string blob_;
+  std::string client_metadata_;
   std::array<std::span<const float>, kPlanes> planes_;
 };
 

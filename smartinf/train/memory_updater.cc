@@ -50,24 +50,24 @@ class TorchAdamW final : public MemoryUpdater {
       std::memcpy(planes_[i].data_ptr(), state.plane(i).data(), state.plane(i).size_bytes());
     }
     step_ = state.step();
-    blob_ = state.blob();
+    client_metadata_ = state.client_metadata();
     fresh_ = false;
     return Status();
   }
 
   Status save() override {
-    return MemoryState::save(run_, space_, step_, blob_, {plane(0), plane(1), plane(2)});
+    return MemoryState::save(run_, space_, step_, client_metadata_, {plane(0), plane(1), plane(2)});
   }
 
   bool fresh() const override { return fresh_; }
   base::StepNumber committed_step() const override { return step_; }
-  std::string blob() const override { return blob_; }
+  std::string client_metadata() const override { return client_metadata_; }
   const plan::ParameterSpace& space() const override { return space_; }
 
   Status initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
-                    const std::string& blob) override {
+                    const std::string& client_metadata) override {
     fill(0, {planes_[0].data_ptr<float>(), space_.count()});
-    blob_ = blob;
+    client_metadata_ = client_metadata;
     fresh_ = false;
     return save();
   }
@@ -139,13 +139,13 @@ class TorchAdamW final : public MemoryUpdater {
 
   Status wait_weights(uint64_t, uint64_t) override { return Status(); }
 
-  Status start_commit(const std::string& blob) override {
+  Status start_commit(const std::string& client_metadata) override {
     ++step_;
-    blob_ = blob;
+    client_metadata_ = client_metadata;
     return Status();
   }
   Status wait_commit() override { return Status(); }
-  Status take_back() override { return Status(); }
+  Status abort() override { return Status(); }
 
   engine::UpdaterTraffic traffic() const override { return {}; }
   uint64_t bytes_written_ever() const override { return 0; }
@@ -200,7 +200,7 @@ class TorchAdamW final : public MemoryUpdater {
   std::unique_ptr<torch::optim::AdamW> optimizer_;
   uint64_t elements_put_ = 0;
   base::StepNumber step_ = 0;
-  std::string blob_;
+  std::string client_metadata_;
   bool fresh_ = true;
 };
 

@@ -15,7 +15,7 @@
 
 namespace smartinf::train {
 
-/// A leaf of autograd: a stretch of the flat weights, one or several ranges that one matrix product
+/// A leaf of autograd: a span of the flat weights, one or several ranges that one matrix product
 /// uses together.
 struct Parameter {
   torch::Tensor weight;  // a view of the flat tensor

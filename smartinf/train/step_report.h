@@ -10,7 +10,7 @@
 
 namespace smartinf::train {
 
-/// A stretch of a step on the monotonic clock (base::now_ns), for a trace.
+/// A span of a step on the monotonic clock (base::now_ns), for a trace.
 struct Phase {
   const char* name = "";  // a literal
   uint64_t begin_ns = 0;

@@ -290,7 +290,7 @@ Status TorchTrainer::update(const engine::GradientSummary& summary, double lr) {
 
 // The batch is passed over for good: the next step sees other data.
 Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& parameter) {
-  SI_RETURN_IF_ERROR(updater_->take_back());
+  SI_RETURN_IF_ERROR(updater_->abort());
   report.skipped = fmt::format("gradient of {} is not finite", parameter);
   folder_.append_log(report.to_json());
   if (++skips_in_a_row_ > options_.train.skips_max) {
@@ -414,7 +414,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
         [&](uint64_t first, std::span<float> out) { initial.fill(first, out); },
         position_.to_json()));
   } else {
-    SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->blob()));
+    SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->client_metadata()));
     if (there.corpus != position_.corpus) {
       return Status(ErrorCode::kMismatch,
                     "data.paths: the training text is not what the run was started with",
@@ -556,7 +556,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
     engine::CheckpointOptions options;
     options.folder = options_.checkpoint.folder;
     options.keep = options_.checkpoint.keep;
-    options.lent_memory = updater_->idle_memory();
+    options.scratch_memory = updater_->scratch_memory();
     options.ring = ring_;
     options.progress = progress;
     Result<engine::CheckpointSummary> made = engine::checkpoint_open_run(device_paths_, options);

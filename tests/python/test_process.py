@@ -237,7 +237,7 @@ class FailsOnce:
 
 @pytest.mark.parametrize(
     "calls",
-    [("finish_gradients", "take_back"), ("start_commit", "take_back"), ("start_commit", "load_weights")],
+    [("finish_gradients", "abort"), ("start_commit", "abort"), ("start_commit", "load_weights")],
 )
 def test_a_recovery_that_fails_is_made_up_for(calls, device, tmp_path):
     """By the next call, whichever it is: the step is then made on the weights and state before it."""

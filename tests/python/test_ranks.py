@@ -142,7 +142,7 @@ def test_ranks_that_hold_different_steps_are_refused(tmp_path):
     assert recovery(None, None) is None
     assert recovery((True, 4, 5), (5, 5)) == 5  # the other has committed what is prepared here
     assert recovery((True, 5, 5), (4, 5)) == 5
-    assert recovery((True, 4, 5), (4, 4)) == 4  # taken back here
+    assert recovery((True, 4, 5), (4, 4)) == 4  # aborted here
     assert recovery((True, 4, 5), (4, 5)) == 5  # nobody has committed, all could
     with pytest.raises(MismatchError, match="older copy"):
         recovery((True, 3, 4), (5, 5))

@@ -12,7 +12,7 @@ namespace smartinf::storage {
 
 /// Takes memory, a ring or a store out of use for good. Threads: any.
 template <typename T>
-void abandon(T&& what) {
+void leak_in_flight(T&& what) {
   static_assert(!std::is_lvalue_reference_v<T>, "what is abandoned is given away");
   // Never destroyed, on purpose.
   static auto* const mutex = new std::mutex;

@@ -18,18 +18,18 @@
 namespace smartinf::csd {
 
 /// One thing from the caller's thread, in the order in which it came.
-struct Letter {
+struct DeviceEvent {
   Command* command = nullptr;  // null: only a spill
   uint64_t due_ns = 0;         // of a gradient: when it will have passed the host link
   std::optional<GradientMemory::Spill> spill;  // a gradient to write to the spill area
 };
 
-/// Bound: one letter per command in flight and one per subgroup; one work per slot.
-class Inbox {
+/// Bound: one event per command in flight and one per subgroup; one work per slot.
+class EventQueue {
  public:
-  void post(Letter letter) {
+  void post(DeviceEvent event) {
     const std::lock_guard lock(mutex_);
-    letters_.push_back(std::move(letter));
+    events_.push_back(std::move(event));
     filled_.notify_one();
   }
   void post(BlockWork& work) {
@@ -45,15 +45,15 @@ class Inbox {
 
   /// Moves what is there into the two lists (emptied first); waits up to `wait` for something.
   /// Returns whether close() was called.
-  bool take(std::vector<Letter>& letters, std::vector<BlockWork*>& works,
+  bool take(std::vector<DeviceEvent>& events, std::vector<BlockWork*>& works,
             std::chrono::nanoseconds wait) {
-    letters.clear();
+    events.clear();
     works.clear();
     std::unique_lock lock(mutex_);
     if (wait.count() > 0) {
-      filled_.wait_for(lock, wait, [&] { return closed_ || !letters_.empty() || !works_.empty(); });
+      filled_.wait_for(lock, wait, [&] { return closed_ || !events_.empty() || !works_.empty(); });
     }
-    letters.swap(letters_);
+    events.swap(events_);
     works.swap(works_);
     return closed_;
   }
@@ -61,7 +61,7 @@ class Inbox {
  private:
   std::mutex mutex_;
   std::condition_variable filled_;
-  std::vector<Letter> letters_;
+  std::vector<DeviceEvent> events_;
   std::vector<BlockWork*> works_;
   bool closed_ = false;
 };

@@ -33,7 +33,7 @@ struct GradientSummary {
   std::string first_bad;  // name of the first parameter with an infinity or NaN
 };
 
-class GradientIntake {
+class GradientTracker {
  public:
   struct Piece {
     size_t index = 0;    // among all pieces of the space
@@ -41,13 +41,13 @@ class GradientIntake {
     uint64_t count = 0;
   };
 
-  /// `space` outlives the intake.
-  explicit GradientIntake(const plan::ParameterSpace& space);
+  /// `space` outlives the tracker.
+  explicit GradientTracker(const plan::ParameterSpace& space);
 
   /// Forgets the step before.
   void begin();
 
-  /// The pieces of a stretch of the gradient, in order. Marks them as given.
+  /// The pieces of a span of the gradient, in order. Marks them as given.
   /// Errors: kInvalidArgument outside the space or cut elsewhere, kFailedPrecondition when a part
   /// was given before. Then nothing is marked.
   base::Result<std::vector<Piece>> take(uint64_t first, uint64_t count);

@@ -1,4 +1,4 @@
-#include "smartinf/engine/gradient_intake.h"
+#include "smartinf/engine/gradient_tracker.h"
 
 #include <algorithm>
 #include <cmath>
@@ -14,7 +14,7 @@ namespace smartinf::engine {
 using base::ErrorCode;
 using base::Status;
 
-GradientIntake::GradientIntake(const plan::ParameterSpace& space) : space_(space) {
+GradientTracker::GradientTracker(const plan::ParameterSpace& space) : space_(space) {
   size_t pieces = 0;
   first_piece_.reserve(space.ranges().size());
   for (const plan::ParameterRange& range : space.ranges()) {
@@ -24,10 +24,10 @@ GradientIntake::GradientIntake(const plan::ParameterSpace& space) : space_(space
   found_.resize(pieces);
 }
 
-void GradientIntake::begin() { std::fill(found_.begin(), found_.end(), Found{}); }
+void GradientTracker::begin() { std::fill(found_.begin(), found_.end(), Found{}); }
 
-base::Result<std::vector<GradientIntake::Piece>> GradientIntake::take(uint64_t first,
-                                                                      uint64_t count) {
+base::Result<std::vector<GradientTracker::Piece>> GradientTracker::take(uint64_t first,
+                                                                        uint64_t count) {
   if (first > space_.count() || count > space_.count() - first) {
     return Status(ErrorCode::kInvalidArgument,
                   fmt::format("gradient of elements {} to {} given, but the model has {}", first,
@@ -67,14 +67,14 @@ base::Result<std::vector<GradientIntake::Piece>> GradientIntake::take(uint64_t f
   return pieces;
 }
 
-void GradientIntake::measure(const Piece& piece, const void* gradient, base::DataType type) {
+void GradientTracker::measure(const Piece& piece, const void* gradient, base::DataType type) {
   const kernels::KernelTable::Norm norm =
       kernels::kernels().partial_norm(gradient, type, piece.count);
   found_[piece.index].sum_of_squares = norm.sum_of_squares;
   found_[piece.index].finite = norm.finite;
 }
 
-base::Result<GradientSummary> GradientIntake::finish(double unscale) const {
+base::Result<GradientSummary> GradientTracker::finish(double unscale) const {
   constexpr size_t kPiecesOfCut = kGradientCutElements / kGradientPieceElements;
   GradientSummary summary;
   double sum = 0;

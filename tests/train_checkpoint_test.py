@@ -46,6 +46,19 @@ class Checkpoints(TrainCase):
                 self.assertEqual(self.losses(run), self.losses("plain")[40:])
                 self.assertEqual(self.master_weights(run), weights)
 
+    def test_it_has_the_residual_of_compressed_gradients(self):
+        # Which no step but the last of all would write.
+        compress = ["--compress.density", "0.3", "--compress.residual_every", "100000"]
+        recipe = self.recipe(steps=20)
+        self.train(recipe, "a", *self.devices("a", 1), *EVERY, *compress)
+        devices = self.devices("back", 1)
+        said = self.smartinf("restore", str(self.folder / "a/checkpoints/step-00000010"), "--device",
+                             devices[1])
+        warned = self.train(recipe, "back", *said.split("smartinf train RECIPE ")[1].split(), *compress)
+        self.assertNotIn("residual", warned)
+        self.assertEqual(self.losses("back"), self.losses("a")[10:])
+        self.assertEqual(self.master_weights("back"), self.master_weights("a"))
+
     @unittest.skipIf(os.geteuid() != 0, "only root can mount a small file system")
     def test_no_room_costs_a_copy_and_not_the_run(self):
         recipe = self.recipe(steps=20)

@@ -283,7 +283,7 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
     trace = std::make_shared<csd::Trace>();
     SI_CHECK(trace->add_track({"trainer", "step", "step"}) == kTrainerTrack, "the first track");
     job.updater.trace = trace;
-    // Told now, not after the last step.
+    // Checked up front, not after the last step.
     Status written = write_trace(trace_path, *trace);
     if (!written.ok()) return report(std::move(written).with_context("train.trace"));
   }

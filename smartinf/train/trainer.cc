@@ -139,6 +139,8 @@ class TorchTrainer final : public Trainer {
 
   Status accumulate_gradients(uint32_t micro_batch);
   Status put_gradients();
+  bool residual_lags() const;
+  bool must_write_residual(const std::stop_token& stop) const;
   Result<StepReport> skip(StepReport report, const std::string& parameter);
   Status update(const engine::GradientSummary& summary, double lr);
   Status open_devices(const Job& job, const RunStart& run_start);
@@ -165,7 +167,9 @@ class TorchTrainer final : public Trainer {
   std::vector<Tensor> sums_;  // f32, per parameter, over micro batches; empty without accumulation
 
   std::vector<std::string> device_paths_;
-  std::string compression_;  // what is sent; empty where gradients go whole
+  std::string compression_;                // what is sent; empty where gradients are dense
+  uint64_t residual_every_ = 0;            // 0: no residual is written
+  base::StepNumber residual_written_ = 0;  // the last step of ours that was made to write it
   storage::RingKind ring_ = storage::RingKind::kAuto;
   std::unique_ptr<engine::Updater> updater_;  // after the weights: it writes into them
   MemoryUpdater* memory_ = nullptr;           // the same, with optimizer.where = "memory"
@@ -191,7 +195,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     const uint64_t first_window = position_.windows;
 
     for (uint32_t i = 0; i < options_.train.accumulation; ++i) {
-      if (stop.stop_requested()) {
+      if (stop.stop_requested() && !residual_lags()) {
         position_.windows = first_window;
         for (Parameter& parameter : model_->parameters()) parameter.weight.mutable_grad().reset();
         return Status(ErrorCode::kCancelled, "stopped before the step was complete");
@@ -231,13 +235,30 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     // Before the commit: a line too many is cut when the run goes on, one that a crash kept from
     // being written would stay missing.
     folder_.append_log(report.to_json());
-    if (step_ == options_.train.steps) updater_->keep_residual();
+    if (must_write_residual(stop)) {
+      updater_->keep_residual();
+      residual_written_ = step_;
+    }
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
     if (memory_ != nullptr && step_ % options_.train.save_every == 0) {
       SI_RETURN_IF_ERROR(memory_->save());
     }
     return report;
   });
+}
+
+// The residual goes to the devices within a step only: a run that is interrupted between two steps
+// that write it makes one more step, so that it resumes with the same bits.
+bool TorchTrainer::residual_lags() const {
+  if (residual_every_ == 0 || step_ == residual_written_) return false;
+  return step_ % residual_every_ != 0;
+}
+
+bool TorchTrainer::must_write_residual(const std::stop_token& stop) const {
+  const uint64_t every = options_.checkpoint.every;
+  const bool checkpoint_comes = every != 0 && step_ % every == 0;
+  return residual_every_ != 0 &&
+         (step_ == options_.train.steps || checkpoint_comes || stop.stop_requested());
 }
 
 // Weights of bf16 have gradients of bf16; their sum over micro batches is kept in f32.
@@ -401,6 +422,9 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   ring_ = job.updater.ring;
   if (job.updater.compress.on()) {
     compression_ = compress::describe_compression(job.updater.compress);
+    if (job.updater.compress.residual_on_devices()) {
+      residual_every_ = job.updater.compress.residual_every;
+    }
   }
 
   std::error_code error;
@@ -431,7 +455,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
     }
     position_.windows = there.windows;
   }
-  step_ = first_ = updater_->committed_step();
+  step_ = first_ = residual_written_ = updater_->committed_step();
   // Where nothing is trained the folder stays as it is.
   if (step_ < train.steps) {
     SI_RETURN_IF_ERROR(keep_history(job, run_start, logged));
@@ -672,7 +696,7 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
     if (options.checkpoint.folder.empty()) {
       options.checkpoint.folder = folder.file(kCheckpointsFolder);
     }
-    // Told now, not after the first so many steps.
+    // Checked up front, not after the first so many steps.
     if (options.checkpoint.every != 0) {
       SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
                              .with_context("checkpoint.folder"));

@@ -42,7 +42,9 @@ class Trainer {
   /// One optimizer step, logged in the run's folder. The commit goes on behind the next forward: a
   /// crash may cost the step of the last report.
   /// Errors: kCancelled when `stop` was requested before the gradients were complete (nothing has
-  /// changed then); else the step is lost and the committed ones stand.
+  /// changed then). Where the residual of compressed gradients was not written with the last step,
+  /// this one is finished first, and writes it; the call after it is cancelled. Else the step is
+  /// lost and the committed ones stand.
   virtual base::Result<StepReport> train_step(std::stop_token stop) = 0;
   /// Keeps a copy of the state at step(), after waiting for its commit, and deletes older ones
   /// (options().checkpoint); logged in the run's folder. Training goes on with the same losses,

@@ -1,0 +1,142 @@
+// The trainer on torch: training loop in torch_trainer.cc, opening of a run in trainer_start.cc,
+// validation and sampling in evaluation.cc.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <torch/types.h>
+
+#include "smartinf/engine/updater.h"
+#include "smartinf/train/corpus.h"
+#include "smartinf/train/memory_updater.h"
+#include "smartinf/train/model.h"
+#include "smartinf/train/parameter_groups.h"
+#include "smartinf/train/position.h"
+#include "smartinf/train/run_choice.h"
+#include "smartinf/train/run_folder.h"
+#include "smartinf/train/tensor_memory.h"
+#include "smartinf/train/trainer.h"
+
+namespace smartinf::train {
+
+torch::ScalarType scalar_type(base::DataType type);
+
+/// Runs `body`, which returns a Status or Result, and makes a Status of what torch throws.
+template <typename Body>
+auto guarded(const char* doing, Body body) -> decltype(body()) {
+  try {
+    return body();
+  } catch (const std::bad_alloc&) {
+    return base::Status(base::ErrorCode::kOutOfMemory, fmt::format("{}: out of memory", doing),
+                        "Make train.micro_batch or data.sequence smaller, or set "
+                        "train.checkpoint_activations = true");
+  } catch (const c10::OutOfMemoryError& error) {
+    return base::Status(base::ErrorCode::kOutOfMemory,
+                        fmt::format("{}: {}", doing, error.what_without_backtrace()),
+                        "Make train.micro_batch or data.sequence smaller, or set "
+                        "train.checkpoint_activations = true");
+  } catch (const c10::Error& error) {
+    return base::Status(base::ErrorCode::kFailedPrecondition,
+                        fmt::format("{}: {}", doing, error.what_without_backtrace()));
+  } catch (const std::exception& error) {
+    return base::Status(base::ErrorCode::kFailedPrecondition,
+                        fmt::format("{}: {}", doing, error.what()));
+  }
+}
+
+class TorchTrainer final : public Trainer {
+ public:
+  TorchTrainer(Options options, Corpus corpus, RunFolder folder, GroupedParameters parameters,
+               torch::Device accelerator)
+      : options_(std::move(options)),
+        corpus_(std::move(corpus)),
+        folder_(std::move(folder)),
+        space_(std::move(parameters.space)),
+        groups_(std::move(parameters.groups)),
+        accelerator_(accelerator),
+        weights_type_(precision_data_type(options_.train.precision)) {}
+
+  ~TorchTrainer() override {
+    // A commit in flight writes from memory that this object owns.
+    if (updater_ != nullptr) static_cast<void>(updater_->wait_commit());
+  }
+
+  /// Errors also: of a state that came to the devices since `run_start` was made.
+  base::Status start(const Job& job, const RunStart& run_start);
+
+  const Options& options() const override { return options_; }
+  base::StepNumber step() const override { return step_; }
+  base::Result<StepReport> train_step(std::stop_token stop) override;
+  base::Result<std::optional<engine::CheckpointSummary>> checkpoint(
+      const engine::StateProgress& progress) override;
+  base::Result<double> validation_loss() override;
+  base::Result<std::string> sample() override;
+  base::Status finish() override;
+  std::vector<std::string> describe() const override;
+
+ private:
+  struct Batch {
+    torch::Tensor tokens_BT;
+    torch::Tensor targets_BT;
+  };
+  base::Result<Batch> read_windows(const TokenStream& stream,
+                                   std::span<const uint64_t> windows) const;
+  base::Result<Batch> next_batch();
+
+  base::Status accumulate_gradients(uint32_t micro_batch);
+  base::Status put_gradients();
+  bool residual_lags() const;
+  bool must_write_residual(const std::stop_token& stop) const;
+  base::Result<StepReport> skip(StepReport report, const std::string& parameter);
+  base::Status update(const engine::GradientSummary& summary, double lr);
+  base::Status open_devices(const Job& job, const RunStart& run_start);
+  base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
+  void report_traffic(StepReport& report);
+  void* weights_at(uint64_t element) const;
+
+  // Destroyed last, when all tensors are gone: their pages go back before the process ends, because
+  // torch's own end touches much of its library for the first time and needs room for that.
+  struct TensorMemory {
+    ~TensorMemory() { unmap_waiting_pages(); }
+  } tensor_memory_;
+  Options options_;
+  Corpus corpus_;
+  RunFolder folder_;
+  plan::ParameterSpace space_;
+  std::vector<ParameterGroup> groups_;
+  torch::Device accelerator_;
+  base::DataType weights_type_;
+
+  torch::Tensor host_weights_N_;  // where updates arrive; pinned beside a GPU
+  torch::Tensor weights_N_;       // what the model uses; the same tensor without a GPU
+  std::unique_ptr<Model> model_;
+  std::vector<torch::Tensor>
+      sums_;  // f32, per parameter, over micro batches; empty without accumulation
+
+  std::vector<std::string> device_paths_;
+  std::string compression_;                // what is sent; empty where gradients are dense
+  uint64_t residual_every_ = 0;            // 0: no residual is written
+  base::StepNumber residual_written_ = 0;  // the last step of ours that was made to write it
+  storage::RingKind ring_ = storage::RingKind::kAuto;
+  std::unique_ptr<engine::Updater> updater_;  // after the weights: it writes into them
+  MemoryUpdater* memory_ = nullptr;           // the same, with optimizer.where = "memory"
+  base::DataType gradient_type_ = base::DataType::kBf16;
+  engine::UpdaterTraffic traffic_;
+
+  base::StepNumber first_ = 0;  // what training began from
+  base::StepNumber step_ = 0;
+  Position position_;
+  RunRecord record_;    // of the state on devices
+  std::string remark_;  // on the log
+  uint32_t skips_in_a_row_ = 0;
+};
+
+}  // namespace smartinf::train

@@ -1,0 +1,260 @@
+// What happens before the first step: a run is chosen, its devices are opened, its history kept.
+#include <filesystem>
+#include <thread>
+
+#include <ATen/Parallel.h>
+#include <nlohmann/json.hpp>
+#include <torch/cuda.h>
+
+#include "smartinf/base/log.h"
+#include "smartinf/compress/density.h"
+#include "smartinf/engine/found_run.h"
+#include "smartinf/engine/local_source.h"
+#include "smartinf/train/parameters.h"
+#include "smartinf/train/torch_trainer.h"
+
+namespace smartinf::train {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+namespace {
+
+Status different(const char* key, const std::string& here, const std::string& there) {
+  return Status(ErrorCode::kMismatch,
+                fmt::format("{} is {} here and {} in the run", key, here, there),
+                "Go on with the value the run was started with, or choose another train.run");
+}
+
+// A run's log has steps, and its devices have no state.
+Status without_state(const RunFolder& folder, base::StepNumber trained, const std::string& where) {
+  return Status(
+      ErrorCode::kNotFound,
+      fmt::format("train.run: {} has trained {} step{}, but {}", folder.path(), trained,
+                  trained == 1 ? "" : "s", where),
+      fmt::format("Name the devices it was trained on (they stand in {}), or choose another "
+                  "train.run. To start over, remove the folder",
+                  folder.file(kRecipeFile)));
+}
+
+Result<torch::Device> choose_accelerator(const std::string& name) {
+  const bool cuda = torch::cuda::is_available();
+  if (name == "cuda" && !cuda) {
+    return Status(ErrorCode::kUnsupported, "train.accelerator is \"cuda\", but torch sees no GPU",
+                  "Choose \"auto\" or \"cpu\", or look at what smartinf doctor says");
+  }
+  return torch::Device(name == "cpu" || !cuda ? torch::kCPU : torch::kCUDA);
+}
+
+/// Deletes the state of one run, and nothing that is of another.
+Status discard_run(const engine::UpdaterOptions& options, const storage::RunId& run) {
+  for (const auto& source : engine::local_sources(options)) {
+    SI_ASSIGN_OR_RETURN(const auto state, source->peek());
+    if (state && state->run == run) SI_RETURN_IF_ERROR(source->erase());
+  }
+  return Status();
+}
+
+Result<RunStart> choose_start(const Job& job) {
+  const bool chosen = !job.choice.take_over.empty() || !job.choice.start_over.empty();
+  if (job.options.train.where != OptimizerWhere::kMemory) {
+    std::vector<std::string> devices;
+    for (const auto& device : job.updater.devices) devices.push_back(device.path);
+    return choose_run(job.options.train.run, devices, job.choice);
+  }
+  if (!chosen) return RunStart{};
+  return Status(ErrorCode::kInvalidArgument,
+                "--take-over and --start-over are about states on devices, and optimizer.where is "
+                "\"memory\"",
+                "To start over, remove the run's folder");
+}
+
+}  // namespace
+
+Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
+  const base::StepNumber trained = run_start.discard ? 0 : logged_step(folder_.path());
+  engine::UpdaterOptions options = job.updater;
+  options.where = options_.train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
+                                                                : engine::UpdateWhere::kDevice;
+  if (run_start.discard) {
+    SI_RETURN_IF_ERROR(discard_run(options, run_start.found->run));
+    SI_ASSIGN_OR_RETURN(const std::string aside, folder_.set_log_aside());
+    if (!aside.empty()) remark_ = "log: that of the run before is in " + aside;
+  }
+  // A run that has trained has its state somewhere: it is not begun anew on empty devices.
+  options.create = trained == 0;
+  base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
+  if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
+    return without_state(folder_, trained, opened.status().what());
+  }
+  SI_ASSIGN_OR_RETURN(updater_, std::move(opened));
+  // From here on the devices are locked.
+  const std::optional<storage::RunId> run = engine::run_made_for(device_paths_);
+  if (!run) {
+    return Status(ErrorCode::kIo, "a device cannot be read that was just opened",
+                  "Look at it with smartinf fsck",
+                  base::ErrorPlace{device_paths_.front(), {}, {}, 0});
+  }
+  const bool expected = !run_start.discard && run_start.found;
+  if (!updater_->fresh() && !(expected && *run == run_start.found->run)) {
+    return Status(ErrorCode::kBusy, "another process has begun a run on the devices just now",
+                  "Run it again to see whose they are");
+  }
+  record_ = {run->to_string(), device_paths_};
+  return Status();
+}
+
+// The log tells one story: what is not of it goes to a file of its own, and is told of.
+Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
+                                  base::StepNumber logged) {
+  SI_RETURN_IF_ERROR(folder_.keep_recipe(job.recipe));
+  if (memory_ == nullptr) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
+  std::string aside;
+  if (!run_start.own_log) {
+    SI_ASSIGN_OR_RETURN(aside, folder_.set_log_aside());
+  }
+  SI_ASSIGN_OR_RETURN(const RunFolder::LogCut cut, folder_.keep_log_until(step_));
+  if (run_start.taken_over) {
+    folder_.append_log(nlohmann::ordered_json{
+        {"step", step_}, {"taken_over", record_.run}, {"from", run_start.from}}
+                           .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+    const std::string kept_in = aside.empty() ? cut.kept_in : aside;
+    if (!kept_in.empty()) remark_ = "log: what is not of this run is in " + kept_in;
+    return Status();
+  }
+  // In memory a step is written now and then only.
+  if (memory_ == nullptr && !cut.kept_in.empty()) {
+    base::log(
+        base::LogLevel::kWarning,
+        fmt::format("{} has steps to {}, but the devices hold step {}: they are an older copy, "
+                    "or a drive has lost what it said was written. Training goes on from step "
+                    "{}; the lines behind it are in {} now",
+                    folder_.file(kLogFile), cut.last, step_, step_, cut.kept_in));
+  }
+  if (logged < step_) {
+    base::log(base::LogLevel::kWarning,
+              fmt::format("{} ends at step {}, and the devices hold step {}: the lines between are "
+                          "missing",
+                          folder_.file(kLogFile), logged, step_));
+  }
+  return Status();
+}
+
+Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
+  const TrainOptions& train = options_.train;
+  for (const engine::DeviceOptions& device : job.updater.devices) {
+    device_paths_.push_back(device.path);
+  }
+  if (train.where == OptimizerWhere::kMemory) {
+    SI_ASSIGN_OR_RETURN(std::unique_ptr<MemoryUpdater> memory,
+                        MemoryUpdater::open(job.updater.rule, space_, folder_.path()));
+    memory_ = memory.get();
+    updater_ = std::move(memory);
+  } else {
+    SI_RETURN_IF_ERROR(open_devices(job, run_start));
+  }
+  const base::StepNumber logged = logged_step(folder_.path());
+  if (updater_->fresh() && logged > 0) return without_state(folder_, logged, "no state is there");
+  gradient_type_ = job.updater.gradient_type;
+  ring_ = job.updater.ring;
+  if (job.updater.compress.on()) {
+    compression_ = compress::describe_compression(job.updater.compress);
+    if (job.updater.compress.residual_on_devices()) {
+      residual_every_ = job.updater.compress.residual_every;
+    }
+  }
+
+  std::error_code error;
+  const std::string folder = std::filesystem::absolute(folder_.path(), error).lexically_normal();
+  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), folder};
+  if (updater_->fresh()) {
+    // Before there is a state that the folder would not know.
+    if (memory_ == nullptr) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
+    const InitialWeights initial(options_.model, space_, train.seed);
+    SI_RETURN_IF_ERROR(updater_->initialize(
+        [&](uint64_t first, std::span<float> out) { initial.fill(first, out); },
+        position_.to_json()));
+  } else {
+    SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->client_metadata()));
+    if (there.corpus != position_.corpus) {
+      return Status(ErrorCode::kMismatch,
+                    "data.paths: the training text is not what the run was started with",
+                    "Bring back the same files, data.suffixes and data.validation_share, or choose "
+                    "another train.run");
+    }
+    if (there.sequence != position_.sequence) {
+      return different("data.sequence", std::to_string(position_.sequence),
+                       std::to_string(there.sequence));
+    }
+    if (there.data_seed != position_.data_seed) {
+      return different("data.seed", std::to_string(position_.data_seed),
+                       std::to_string(there.data_seed));
+    }
+    position_.windows = there.windows;
+  }
+  step_ = first_ = residual_written_ = updater_->committed_step();
+  // Where nothing is trained the folder stays as it is.
+  if (step_ < train.steps) {
+    SI_RETURN_IF_ERROR(keep_history(job, run_start, logged));
+  } else if (step_ == train.steps) {
+    SI_RETURN_IF_ERROR(folder_.keep_log_until(step_).status());
+  }
+
+  const auto count = static_cast<int64_t>(space_.count());
+  host_weights_N_ = torch::empty(
+      {count}, torch::dtype(scalar_type(weights_type_)).pinned_memory(!accelerator_.is_cpu()));
+  SI_RETURN_IF_ERROR(
+      updater_->load_weights(weights_type_, [this](uint64_t first) { return weights_at(first); }));
+  weights_N_ = host_weights_N_.to(accelerator_);  // the same tensor when both are the CPU's
+  model_ = std::make_unique<Model>(options_.model, space_, weights_N_, options_.data.sequence,
+                                   train.checkpoint_activations);
+  traffic_ = updater_->traffic();
+  return Status();
+}
+
+Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
+  return guarded("start", [&]() -> Result<std::unique_ptr<Trainer>> {
+    SI_RETURN_IF_ERROR(validate(job.options));
+    give_tensors_their_own_pages();
+    Options options = job.options;
+    options.model = with_defaults(options.model);
+    const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+    at::set_num_threads(
+        static_cast<int>(options.train.threads != 0 ? options.train.threads : cores));
+
+    SI_ASSIGN_OR_RETURN(const torch::Device accelerator,
+                        choose_accelerator(options.train.accelerator));
+    SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
+    if (options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
+    if (options.model.vocabulary < corpus.vocabulary()) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("model.vocabulary is {}, and the text has {} tokens",
+                                options.model.vocabulary, corpus.vocabulary()),
+                    fmt::format("Leave it out, or choose at least {}", corpus.vocabulary()));
+    }
+    if (options.model.vocabulary == 0) {
+      return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
+                    "Token files do not say it: set it to the tokenizer's size");
+    }
+    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
+    SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
+    SI_ASSIGN_OR_RETURN(const RunStart run_start, choose_start(job));
+    SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
+    if (options.checkpoint.folder.empty()) {
+      options.checkpoint.folder = folder.file(kCheckpointsFolder);
+    }
+    // Checked up front, not after the first so many steps.
+    if (options.checkpoint.every != 0) {
+      SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
+                             .with_context("checkpoint.folder"));
+    }
+    auto trainer =
+        std::make_unique<TorchTrainer>(std::move(options), std::move(corpus), std::move(folder),
+                                       std::move(parameters), accelerator);
+    SI_RETURN_IF_ERROR(trainer->start(job, run_start));
+    return std::unique_ptr<Trainer>(std::move(trainer));
+  });
+}
+
+}  // namespace smartinf::train

@@ -3,6 +3,11 @@ import unittest
 
 from train_runs import TrainCase
 
+# Drives that need longer for an update than the next forward computes.
+SLOW = [word for i in range(3)
+        for word in (f"--device.{i}.internal_read", "40MB", f"--device.{i}.internal_write", "40MB")]
+
+
 class SameBits(TrainCase):
     def test_devices_subgroups_instruction_sets_and_rings(self):
         recipe = self.recipe(steps=50)
@@ -14,6 +19,7 @@ class SameBits(TrainCase):
             "threads": (["--engine.ring", "threads"], {}),
             "scalar": ([], {"SMARTINF_FORCE_ISA": "scalar"}),
             "host": (["--optimizer.where", "host"], {}),
+            "waiting": (["--optimizer.overlap", "none"], {}),
         }
         for run, (flags, env) in variants.items():
             with self.subTest(run):
@@ -27,6 +33,28 @@ class SameBits(TrainCase):
         self.train(recipe, "kept")
         self.train(recipe, "recomputed", "--train.checkpoint_activations", "true")
         self.assertEqual(self.losses("kept"), self.losses("recomputed"))
+
+
+class Overlap(TrainCase):
+    def test_an_update_behind_the_next_forward_changes_nothing(self):
+        recipe = self.recipe(steps=20)
+        variants = {
+            "q8": ["--optimizer.format", "q8", "--train.clip_norm", "0"],
+            "bf16": ["--optimizer.format", "bf16", "--train.clip_norm", "0.5",
+                     "--train.checkpoint_activations", "true"],
+            "compressed": ["--compress.density", "0.3", "--train.validate_every", "7"],
+        }
+        for run, flags in variants.items():
+            with self.subTest(run):
+                late = run + "_late"
+                self.train(recipe, run, *flags, *self.devices(run, 1), "--optimizer.overlap", "none")
+                self.train(recipe, late, *flags, *self.devices(late, 3), *SLOW, "--optimizer.overlap", "late")
+                self.assertEqual(self.losses(run), self.losses(late))
+                self.assertEqual(self.master_weights(run), self.master_weights(late))
+                lines = [line for line in self.log(late) if "loss" in line]
+                self.assertEqual({line["overlap"] for line in lines[:-1]}, {"late"})
+                self.assertEqual(lines[-1]["overlap"], "none", "nothing is computed behind the last step")
+                self.assertGreater(sum(line["exposed_s"] for line in lines), 0)
 
 
 class BesideTorch(TrainCase):

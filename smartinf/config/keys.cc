@@ -17,6 +17,7 @@ using base::Status;
 
 // In the order of the enumerators.
 constexpr std::array<std::string_view, 3> kWhere{"device", "host", "memory"};
+constexpr std::array<std::string_view, 3> kOverlap{"auto", "none", "late"};
 constexpr std::array<std::string_view, 2> kPrecision{"bf16", "f32"};
 constexpr std::array<std::string_view, 5> kRule{"adamw", "adam", "sgd", "adagrad", "lion"};
 constexpr std::array<std::string_view, 3> kFormat{"f32", "bf16", "q8"};
@@ -145,6 +146,11 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("optimizer.where", choice(r.options.train.where, kWhere),
            "place of the update: \"device\": it runs where the state is; \"host\": state crosses "
            "the host link both ways; \"memory\": torch's own AdamW in memory"),
+    SI_KEY(
+        "optimizer.overlap", choice(r.options.train.overlap, kOverlap),
+        "what runs beside the update: \"late\": the next forward, which waits for the weights of "
+        "one layer at a time; \"none\": nothing; \"auto\": \"late\" unless optimizer.where is "
+        "\"memory\". Weights and losses are the same bits"),
     SI_KEY("optimizer.rule", choice(r.updater.rule.rule, kRule), "the update rule"),
     SI_KEY("optimizer.beta1", &r.updater.rule.beta1, "beta1 of adam, adamw, lion; momentum of sgd"),
     SI_KEY("optimizer.beta2", &r.updater.rule.beta2, "beta2 of adam, adamw, lion"),

@@ -41,7 +41,12 @@ Model::Model(const ModelOptions& model, const plan::ParameterSpace& space, Tenso
     : options_(model),
       checkpoint_activations_(checkpoint_activations),
       weights_N_(std::move(weights_N)) {
+  const auto end_unit = [&] {
+    const Parameter& last = parameters_.back();
+    unit_ends_.push_back(last.first + static_cast<uint64_t>(last.weight.numel()));
+  };
   embedding_VC_ = take(space, {"model.embed_tokens"});
+  end_unit();
   for (uint32_t i = 0; i < model.layers; ++i) {
     const std::string layer = "model.layers." + std::to_string(i) + ".";
     const std::string attention = layer + "self_attn.";
@@ -52,9 +57,11 @@ Model::Model(const ModelOptions& model, const plan::ParameterSpace& space, Tenso
          .mlp_norm_C = take(space, {layer + "post_attention_layernorm"}),
          .gate_up_GC = take(space, {layer + "mlp.gate_proj", layer + "mlp.up_proj"}),
          .down_CF = take(space, {layer + "mlp.down_proj"})});
+    end_unit();
   }
   final_norm_C_ = take(space, {"model.norm"});
   head_VC_ = model.tied_head ? embedding_VC_ : take(space, {"lm_head"});
+  end_unit();
 
   // The first half of a head's elements turns against the second, as in Hugging Face's Llama.
   const auto half = static_cast<int64_t>(model.head_width() / 2);
@@ -117,13 +124,22 @@ Tensor Model::run_layer(const Layer& layer, const Tensor& x_BTC) {
   return y_BTC + torch::linear(torch::silu(gate_up[0]) * gate_up[1], layer.down_CF);
 }
 
+void Model::use(size_t unit) const {
+  if (!before_use_) return;
+  const uint64_t first = unit == 0 ? 0 : unit_ends_[unit - 1];
+  before_use_(first, unit_ends_[unit] - first);
+}
+
 Tensor Model::logits(const Tensor& tokens_BT) {
+  use(0);
   Tensor x_BTC = torch::embedding(embedding_VC_, tokens_BT);
   for (size_t i = 0; i < layers_.size(); ++i) {
+    use(1 + i);
     x_BTC = checkpoint_activations_ && torch::GradMode::is_enabled()
                 ? RecomputedLayer::apply(x_BTC, this, static_cast<int64_t>(i))
                 : run_layer(layers_[i], x_BTC);
   }
+  use(1 + layers_.size());
   x_BTC = torch::rms_norm(x_BTC, final_norm_C_.sizes(), final_norm_C_, options_.norm_eps);
   return torch::linear(x_BTC, head_VC_);
 }

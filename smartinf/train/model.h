@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include <torch/types.h>
@@ -31,6 +32,13 @@ class Model {
   Model(const Model&) = delete;  // backward passes hold its address
   Model& operator=(const Model&) = delete;
 
+  /// before_use(first, count): called in each forward before the weights of these elements of the
+  /// space are read: for the embedding, for every layer, for what follows them. What it throws ends
+  /// the forward. Empty: the weights are there.
+  void set_before_use(std::function<void(uint64_t, uint64_t)> before_use) {
+    before_use_ = std::move(before_use);
+  }
+
   /// Shapes: [B, T] int64 -> [B, T, V] of the weights' type.
   torch::Tensor logits(const torch::Tensor& tokens_BT);
   /// Mean cross-entropy in nats, f32, of targets [B, T].
@@ -46,12 +54,15 @@ class Model {
   };
   torch::Tensor take(const plan::ParameterSpace& space, std::vector<std::string> names);
   torch::Tensor run_layer(const Layer& layer, const torch::Tensor& x_BTC);
+  void use(size_t unit) const;
   torch::Tensor rotated(const torch::Tensor& x_BTHD);
 
   ModelOptions options_;
   bool checkpoint_activations_;
   torch::Tensor weights_N_;
   std::vector<Parameter> parameters_;
+  std::vector<uint64_t> unit_ends_;  // embedding, layers, the rest: element behind each
+  std::function<void(uint64_t, uint64_t)> before_use_;
   torch::Tensor embedding_VC_;
   std::vector<Layer> layers_;
   torch::Tensor final_norm_C_;

@@ -163,6 +163,10 @@ Status validate(const Options& options) {
                  "is set, but with optimizer.where = \"memory\" no device holds a state",
                  "Leave it out: train.save_every says how often that state is written");
   }
+  if (options.train.overlap == Overlap::kLate && options.train.where == OptimizerWhere::kMemory) {
+    return wrong("optimizer.overlap", "is \"late\", but optimizer.where is \"memory\"",
+                 "Leave it out: torch's own AdamW updates before the next forward");
+  }
   return validate(options.checkpoint);
 }
 

@@ -58,9 +58,15 @@ enum class OptimizerWhere : uint8_t { kDevice, kHost, kMemory };
 std::string_view optimizer_where_name(OptimizerWhere where);
 base::Result<OptimizerWhere> optimizer_where_from_name(std::string_view name);
 
+/// optimizer.overlap: what runs beside the update of a step. kLate: the next step's forward, layer
+/// by layer as their weights arrive. The choice changes time and no bit. kAuto: kLate where the
+/// engine updates.
+enum class Overlap : uint8_t { kAuto, kNone, kLate };
+
 struct TrainOptions {
   std::string run;  // folder of the run: recipe, log, and state unless [[device]] says otherwise
   OptimizerWhere where = OptimizerWhere::kDevice;  // optimizer.where
+  Overlap overlap = Overlap::kAuto;                // optimizer.overlap
   Precision precision = Precision::kBf16;
 
   uint64_t steps = 1000;

@@ -28,6 +28,8 @@ std::string StepReport::to_json() const {
       {"forward_s", forward_s},
       {"backward_s", backward_s},
       {"update_s", update_s},
+      {"exposed_s", exposed_s},
+      {"overlap", overlap},
       {"host_up_bytes", traffic.host_link.up_total()},
       {"host_down_bytes", traffic.host_link.down_total()},
       {"store_read_bytes", traffic.store.up_total()},

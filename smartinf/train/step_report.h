@@ -24,11 +24,12 @@ struct StepReport {
   double lr = 0;
   uint64_t tokens = 0;
 
-  double seconds = 0;  // the whole step
-  double forward_s = 0;
+  double seconds = 0;    // the whole step
+  double forward_s = 0;  // without what it waited for weights
   double backward_s = 0;
-  double update_s =
-      0;  // gradients down to new weights there; the commit goes on behind the next step
+  double update_s = 0;   // all else: gradients handed over, updates waited for
+  double exposed_s = 0;  // of it, what the step waited for: weights, or the commit before it
+  const char* overlap = "none";  // what ran beside the update of this step: "none", "late"
 
   engine::UpdaterTraffic traffic;  // since the report before this one
 

@@ -43,6 +43,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
       }
       SI_ASSIGN_OR_RETURN(const Batch batch, next_batch());
       const uint64_t forward_ns = base::now_ns();
+      const double waited_s = waited_s_;
       const Tensor loss = model_->loss(batch.tokens_BT, batch.targets_BT);
       report.loss += loss.item<double>() / options_.train.accumulation;
       const uint64_t backward_ns = base::now_ns();
@@ -51,7 +52,8 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
       const uint64_t end_ns = base::now_ns();
 
       report.tokens += static_cast<uint64_t>(batch.tokens_BT.numel());
-      report.forward_s += static_cast<double>(backward_ns - forward_ns) * 1e-9;
+      report.forward_s +=
+          static_cast<double>(backward_ns - forward_ns) * 1e-9 - (waited_s_ - waited_s);
       report.backward_s += static_cast<double>(end_ns - backward_ns) * 1e-9;
       report.phases.push_back({"forward", forward_ns, backward_ns});
       report.phases.push_back({"backward", backward_ns, end_ns});
@@ -59,6 +61,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
 
     const uint64_t update_ns = base::now_ns();
     SI_RETURN_IF_ERROR(updater_->begin_step());  // the step before this one is committed now
+    waited_s_ += base::seconds_since(update_ns);
     SI_RETURN_IF_ERROR(put_gradients());
     SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary,
                         updater_->finish_gradients(1.0 / options_.train.accumulation));
@@ -69,8 +72,10 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     skips_in_a_row_ = 0;
     const uint64_t end_ns = base::now_ns();
 
-    report.update_s = static_cast<double>(end_ns - update_ns) * 1e-9;
     report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9;
+    report.update_s = report.seconds - report.forward_s - report.backward_s;
+    report.exposed_s = std::exchange(waited_s_, 0);
+    report.overlap = weights_used_ < space_.count() ? "late" : "none";
     report.phases.push_back({"update", update_ns, end_ns});
     report_traffic(report);
     // Before the commit: a line too many is cut when the run goes on, one that a crash kept from
@@ -145,8 +150,28 @@ Status TorchTrainer::update(const engine::GradientSummary& summary, double lr) {
   }
   SI_RETURN_IF_ERROR(updater_->start_update(options, weights_type_,
                                             [this](uint64_t first) { return weights_at(first); }));
-  SI_RETURN_IF_ERROR(updater_->wait_weights(0, space_.count()));
-  if (!accelerator_.is_cpu()) weights_N_.copy_(host_weights_N_);
+  weights_used_ = 0;
+  return late() && step_ + 1 < train.steps ? Status() : use_all_weights();
+}
+
+bool TorchTrainer::late() const {
+  return memory_ == nullptr && options_.train.overlap != Overlap::kNone;
+}
+
+Status TorchTrainer::use_weights(uint64_t first, uint64_t count) {
+  if (first + count <= weights_used_) return Status();
+  const uint64_t begin_ns = base::now_ns();
+  const uint64_t from = weights_used_;
+  const uint64_t some = first + count - from;
+  SI_RETURN_IF_ERROR(updater_->wait_weights(from, some));
+  if (!accelerator_.is_cpu()) {
+    const auto part = [&](const Tensor& weights_N) {
+      return weights_N.narrow(0, static_cast<int64_t>(from), static_cast<int64_t>(some));
+    };
+    part(weights_N_).copy_(part(host_weights_N_), /*non_blocking=*/true);
+  }
+  weights_used_ = from + some;
+  waited_s_ += base::seconds_since(begin_ns);
   return Status();
 }
 
@@ -198,6 +223,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
     const engine::StateProgress& progress) {
   using Made = std::optional<engine::CheckpointSummary>;
   return guarded("checkpoint", [&]() -> Result<Made> {
+    SI_RETURN_IF_ERROR(use_all_weights());
     SI_RETURN_IF_ERROR(updater_->flush());
     const uint64_t begin_ns = base::now_ns();
     engine::CheckpointOptions options;
@@ -230,6 +256,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
 
 Status TorchTrainer::finish() {
   return guarded("end of the run", [&]() -> Status {
+    SI_RETURN_IF_ERROR(use_all_weights());
     SI_RETURN_IF_ERROR(updater_->flush());
     return memory_ != nullptr && step_ > first_ ? memory_->save() : Status();
   });

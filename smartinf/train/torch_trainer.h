@@ -29,11 +29,20 @@ namespace smartinf::train {
 
 torch::ScalarType scalar_type(base::DataType type);
 
+/// A failure where torch's code lies between who finds it and who returns it.
+struct StatusError : std::exception {
+  explicit StatusError(base::Status failure) : status(std::move(failure)) {}
+  const char* what() const noexcept override { return "see status"; }
+  base::Status status;
+};
+
 /// Runs `body`, which returns a Status or Result, and makes a Status of what torch throws.
 template <typename Body>
 auto guarded(const char* doing, Body body) -> decltype(body()) {
   try {
     return body();
+  } catch (const StatusError& error) {
+    return error.status;
   } catch (const std::bad_alloc&) {
     return base::Status(base::ErrorCode::kOutOfMemory, fmt::format("{}: out of memory", doing),
                         "Make train.micro_batch or data.sequence smaller, or set "
@@ -101,6 +110,10 @@ class TorchTrainer final : public Trainer {
   base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
   void* weights_at(uint64_t element) const;
+  bool late() const;
+  /// Waits for new weights and takes them to the accelerator. Nothing where they are there.
+  base::Status use_weights(uint64_t first, uint64_t count);
+  base::Status use_all_weights() { return use_weights(0, space_.count()); }
 
   // Destroyed last, when all tensors are gone: their pages go back before the process ends, because
   // torch's own end touches much of its library for the first time and needs room for that.
@@ -130,6 +143,8 @@ class TorchTrainer final : public Trainer {
   MemoryUpdater* memory_ = nullptr;           // the same, with optimizer.where = "memory"
   base::DataType gradient_type_ = base::DataType::kBf16;
   engine::UpdaterTraffic traffic_;
+  uint64_t weights_used_ = 0;  // elements from the first on that have the last step's weights
+  double waited_s_ = 0;        // for updates, since the report before
 
   base::StepNumber first_ = 0;  // what training began from
   base::StepNumber step_ = 0;

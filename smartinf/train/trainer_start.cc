@@ -209,6 +209,11 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   weights_N_ = host_weights_N_.to(accelerator_);  // the same tensor when both are the CPU's
   model_ = std::make_unique<Model>(options_.model, space_, weights_N_, options_.data.sequence,
                                    train.checkpoint_activations);
+  model_->set_before_use([this](uint64_t first, uint64_t elements) {
+    Status status = use_weights(first, elements);
+    if (!status.ok()) throw StatusError(std::move(status));
+  });
+  weights_used_ = space_.count();
   traffic_ = updater_->traffic();
   return Status();
 }

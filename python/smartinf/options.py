@@ -2,6 +2,9 @@
 
 import logging
 import os
+import weakref
+
+import torch
 
 from smartinf import compression
 from smartinf.errors import UsageError
@@ -47,6 +50,10 @@ class Options:
         for key in ("gradient_budget", "state_cache"):
             if given[key] is not None:
                 self.core[f"{key}_bytes"] = parse_bytes(given[key], key)
+        # Weakly: a model that nobody else holds is of no use to an optimizer.
+        self.overlap = None if given["overlap"] is None else weakref.ref(given["overlap"])
+        if self.overlap is not None and self.ranks.world > 1:
+            raise UsageError("overlap works in one process; leave it out under several ranks")
         self._warned = set()
 
     def warn_once(self, about, text, *args):
@@ -75,6 +82,11 @@ def _check(given):
         raise UsageError(
             'no device given: say where the state is to live, e.g. devices=["/nvme/run1"]. A '
             "directory is made if it is missing."
+        )
+    if not isinstance(given["overlap"], torch.nn.Module | None):
+        raise UsageError(
+            f"overlap is a {type(given['overlap']).__name__}: give the model whose forward waits for the new "
+            "weights, overlap=model"
         )
     resume, nonfinite = given["resume"], given["nonfinite"]
     if resume not in (None, True, False):

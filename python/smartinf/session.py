@@ -5,11 +5,13 @@ import ctypes
 import enum
 import logging
 import threading
+import time
 
 import torch
 
 from smartinf import _core, compression, open_optimizers, relayout
 from smartinf.errors import DeviceError, Error, MismatchError, UsageError
+from smartinf.late_weights import LateWeights
 from smartinf.layout import TYPE_NAMES, Layout
 from smartinf.lineage import Lineage
 from smartinf.ranks import Commit
@@ -56,9 +58,11 @@ class Session:
         self.lineage = Lineage(len(self.layout.params))
         self.devices = _devices_for(self.layout, options.devices)
         self.unclaimed, self.expected = False, None
+        self.waited_s = 0.0  # for commits, and for weights that a step has left behind
         self.stepped = False  # something is kept that may not be on the devices
         self.taking_part = None  # whether each parameter does, once COLLECTED
         self.hooks = []
+        self.late = LateWeights() if options.overlap is not None else None
         self._commit = Commit(self.ranks)
         paths = [device["path"] for device in self.devices]
         if resume is False:
@@ -81,6 +85,8 @@ class Session:
                 if resume:
                     self.load_weights()
             self.gradients.attach(self)
+            if self.late is not None:
+                self.late.attach(self, options.overlap())
             open_optimizers.add(self)
         except BaseException:
             self.abandon()
@@ -140,6 +146,8 @@ class Session:
             if core is None:
                 return
             try:
+                if self.late is not None and phase is Phase.IDLE:
+                    self.late.take(core, self.layout, None)
                 if self.stepped and phase is Phase.IDLE and self.ranks.world == 1:
                     core.wait_commit()
                     self.write_residual(core)
@@ -157,6 +165,7 @@ class Session:
 
     def wait_commit(self, failure=None):
         """Collective. Errors: of the commit, or `failure`, which this rank had before its part."""
+        begin = time.monotonic()
         try:
             self._commit.wait(self.core, failure)
         except BaseException:
@@ -165,12 +174,34 @@ class Session:
             elif self._commit.aborted:
                 self.phase = Phase.ABORTED
             raise
+        finally:
+            self.waited_s += time.monotonic() - begin
+
+    def take_weights(self, wanted=None):
+        """Waits for new weights of parameters (by index; None: all) that a step has left behind, and hands
+        them over. Goes back to the step before where its update failed."""
+        if self.late is None or not self.late.pending:
+            return
+        with self.turn:
+            try:
+                self._take_weights(wanted)
+            except Error as error:
+                self.recover_after(error)
+                raise
+
+    def _take_weights(self, wanted=None):
+        begin = time.monotonic()
+        self.late.take(self.opened(), self.layout, wanted)
+        if not self.late.pending:
+            self.layout.snapshot_versions()
+        self.waited_s += time.monotonic() - begin
 
     def synchronize(self):
         """Waits for the last step's commit, and goes back to the step before where it fails. Collective."""
         self.opened()
         if self.phase in (Phase.UPDATING, Phase.FAILED, Phase.ABORTED):
             self.recover()
+        self.take_weights()
         try:
             self.wait_commit()
         except Error as error:
@@ -226,7 +257,11 @@ class Session:
         if reload or stored.identity() != self.lineage.identity():
             self.phase = Phase.ABORTED
             self.lineage = stored
+            if self.late is not None:
+                self.late.pending.clear()
             self.load_weights()
+        elif self.late is not None and self.late.pending:
+            self._take_weights()
         self.phase = Phase.IDLE
 
     def _recover_alone(self):
@@ -287,7 +322,11 @@ class Session:
         by_segment = [group_options.get(segment.param) for segment in layout.segments]
         self.phase = Phase.UPDATING
         core.start_update(after.updates, scale, by_segment, layout.type_name, layout.owned_address)
-        if self.ranks.world == 1:
+        begin = time.monotonic()
+        if self.late is not None:
+            self.late.begin(layout, taking_part)
+            core.start_commit(after.to_json())
+        elif self.ranks.world == 1:
             for segment in layout.segments:
                 if taking_part[segment.param]:
                     core.wait_weights(segment.first, segment.count)
@@ -300,10 +339,12 @@ class Session:
             for i, taking in enumerate(taking_part):
                 if taking:
                     layout.copy_back(i)
+        self.waited_s += time.monotonic() - begin
         self._commit.started()
         self.lineage, self.stepped = after, True
         self.gradients.forget()
-        layout.snapshot_versions()
+        if self.late is None:
+            layout.snapshot_versions()
         self.phase = Phase.IDLE
 
     def drop_step(self):

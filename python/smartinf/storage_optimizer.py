@@ -93,6 +93,11 @@ class StorageOptimizer(torch.optim.Optimizer):
         over in the k-th. p.grad is None after backward then, so clip with max_grad_norm. GradScaler works
         (leave scaler.unscale_ out). Under several ranks gradients are averaged on the way, bucket by
         bucket, each to the rank that owns it; do not wrap the model in DistributedDataParallel then.
+    overlap: the model, whose next forward then runs while the devices update: step() returns at once, and each
+        module waits for its own parameters' new weights before it computes with them. Same weights, bit for
+        bit. state_dict(), load_state_dict() and parameters() of the model wait for all of them, and so does
+        synchronize(). Whoever holds single parameters and looks at them between step() and the next forward
+        calls wait_weights() first. One process only. None: step() waits.
     where: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
     subgroup_elements: of the unit that is read, updated and written at once; 0: chosen.
     checksums: of every block on the devices, checked when it is read. False saves a little time.
@@ -101,7 +106,8 @@ class StorageOptimizer(torch.optim.Optimizer):
     fused, foreach: taken from configurations written for torch.optim, and without effect: they choose
         among torch's own loops. capturable, differentiable: must be False.
 
-    After a step: ``grad_norm`` is the global L2 norm of its gradients before clipping.
+    After a step: ``grad_norm`` is the global L2 norm of its gradients before clipping; ``exposed_s`` the seconds
+    since the step before for which training waited for new weights or a commit.
 
     ``with smartinf.AdamW(...) as optimizer:`` closes it at the end of the block.
 
@@ -131,6 +137,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         nonfinite="raise",
         release_gradients=False,
         accumulation_steps=1,
+        overlap=None,
         where="device",
         subgroup_elements=0,
         checksums=True,
@@ -150,7 +157,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._options = Options(given, self._rule, self._state_keys, self._torch_counts_steps)
         self.max_grad_norm = max_grad_norm
         self.nonfinite = nonfinite
-        self.grad_norm = None
+        self.grad_norm, self.exposed_s = None, 0.0
         self._scaler_signal = ScalerSignal()
         super().__init__(params, defaults)
         trainer_arguments.check_making(self.param_groups, self._options, max_grad_norm)
@@ -204,6 +211,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         """Waits until the last step is durable on all devices. Collective. Errors: of its commit."""
         self._session.synchronize()
 
+    def wait_weights(self) -> None:
+        """With overlap: waits until all parameters hold the last step's weights. Else they do already."""
+        self._session.take_weights()
+
     def add_param_group(self, param_group: dict) -> None:
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
         there already is kept, by way of a checkpoint beside the first device. After a crash in between
@@ -231,7 +242,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         """One step with the gradients that the parameters hold (or that backward handed over).
 
         closure: evaluates the model and returns the loss, as in torch. Returns what it returned.
-        On return the parameters hold the new weights; moments are still being written, and that
+        On return the parameters hold the new weights (but see overlap); moments are still being written, and that
         write becomes real while the next forward runs (synchronize() waits for it).
         """
         if "torch._dynamo" in sys.modules:
@@ -292,6 +303,7 @@ class StorageOptimizer(torch.optim.Optimizer):
             clip = min(1.0, float(self.max_grad_norm) / (norm + 1e-6))
         after = session.lineage.advanced(taking_part)
         session.update(after, clip / scale, self._group_options(after, taking_part))
+        self.exposed_s, session.waited_s = session.waited_s, 0.0
 
     def _group_options(self, after, taking_part):
         by_parameter = {}

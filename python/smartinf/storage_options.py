@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, TypedDict
 
+import torch
+
 Path: TypeAlias = str | os.PathLike[str]
 Size: TypeAlias = int | float | str  # bytes, or text such as "512MiB"
 
@@ -39,6 +41,7 @@ class StorageOptions(TypedDict, total=False):
     nonfinite: Literal["raise", "skip", "apply"]
     release_gradients: bool
     accumulation_steps: int
+    overlap: torch.nn.Module | None
     where: Literal["device", "host"]
     subgroup_elements: int
     checksums: bool

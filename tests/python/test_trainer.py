@@ -268,6 +268,36 @@ def test_hf_optimizer_is_what_training_arguments_say(build, tmp_path):
     assert sum(isinstance(c, smartinf.hf.CheckpointCallback) for c in run.callback_handler.callbacks) == 1
 
 
+@pytest.mark.parametrize("release", [False, True])
+@pytest.mark.parametrize("build", [llama, lora])
+def test_an_update_behind_the_next_forward_has_the_same_losses(build, release, tmp_path):
+    runs = {}
+    for overlap in (None, True):
+        changes = {"learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 3}
+        args = arguments(tmp_path / f"run{overlap}", **changes)
+        run = transformers.Trainer(
+            model=build(),
+            args=args,
+            train_dataset=Text(),
+            eval_dataset=Text(),
+            **smartinf.hf.optimizer(
+                args, devices=[str(tmp_path / f"d{overlap}")], overlap=overlap, release_gradients=release
+            ),
+        )
+        run.train()
+        smartinf.hf.unwrap(run.optimizer).wait_weights()
+        weights = [param.detach().clone() for param in run.model.parameters()]
+        runs[overlap] = (losses(run), [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e], weights)
+        saved = type(run.model).from_pretrained if build is llama else None
+        if saved is not None:
+            kept = saved(tmp_path / f"run{overlap}" / f"checkpoint-{STEPS}").state_dict()
+            for name, value in run.model.state_dict().items():
+                assert torch.equal(kept[name], value), name
+    assert runs[None][0] == runs[True][0]
+    assert runs[None][1] == runs[True][1]
+    assert all(torch.equal(a, b) for a, b in zip(runs[None][2], runs[True][2], strict=True))
+
+
 def test_hf_optimizer_asks_a_subclass_what_decays(tmp_path):
     class Own(transformers.Trainer):
         def get_decay_parameter_names(self, model):

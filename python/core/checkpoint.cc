@@ -7,7 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "smartinf/engine/kept_blob.h"
+#include "smartinf/engine/step_metadata.h"
 
 #include "python/core/errors.h"
 
@@ -49,7 +49,7 @@ nb::list PyCheckpoint::parts() const {
   nb::list parts;
   for (const auto& part : parts_) {
     const engine::StoredRun& run = part->run;
-    const engine::KeptBlob kept = engine::split_blob(run.client_metadata);
+    const engine::StepMetadata kept = engine::split_metadata(run.client_metadata);
     nb::list ranges;
     for (const plan::ParameterRange& range : run.description.space.ranges()) {
       nb::list shape;

@@ -9,8 +9,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "smartinf/engine/checkpoint.h"
-#include "smartinf/engine/kept_blob.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/step_metadata.h"
 #include "smartinf/kernels/update.h"
 
 #include "python/core/checkpoint.h"
@@ -70,7 +70,7 @@ NB_MODULE(_core, module) {
         const nb::gil_scoped_release released;
         const auto run = smartinf::python::take(
             smartinf::engine::open_stored_run(paths, smartinf::storage::ReaderLock::kTake));
-        return smartinf::engine::split_blob(run.client_metadata).client_metadata;
+        return smartinf::engine::split_metadata(run.client_metadata).client_metadata;
       },
       "paths"_a,
       "The text that was given with the step that devices hold. Not while they are open.");

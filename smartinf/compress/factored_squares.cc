@@ -10,7 +10,7 @@
 namespace smartinf::compress {
 namespace {
 
-/// Of what is no number the square counts as the largest there is.
+/// Where the mean is NaN, it counts as the largest there is.
 float factor(double mean) {
   return mean >= 0 ? static_cast<float>(mean) : std::numeric_limits<float>::infinity();
 }

@@ -1,4 +1,4 @@
-// The squares of a step's gradient, told by so many numbers for each matrix's rows and columns:
+// The squares of a step's gradient, factored into one number for each row and column of a matrix:
 // what devices age the variance with where they do not see the gradient whole.
 #pragma once
 

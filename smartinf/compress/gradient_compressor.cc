@@ -23,11 +23,11 @@ double square_of(std::span<const base::Bf16> values) {
   return kernels::copy_squares(kernels::kernels(), values, nullptr);
 }
 
-/// The largest that are not 0: their indices, ascending, and values. border: as top_k_near()'s.
-size_t select_largest(std::span<const float> in, size_t k, float& border, uint32_t* indices,
+/// The largest that are not 0: their indices, ascending, and values. threshold: as top_k_near()'s.
+size_t select_largest(std::span<const float> in, size_t k, float& threshold, uint32_t* indices,
                       float* values) {
   const size_t count =
-      kernels::top_k_near(kernels::kernels(), in, k, kBlockElements, indices, values, border);
+      kernels::top_k_near(kernels::kernels(), in, k, kBlockElements, indices, values, threshold);
   size_t kept = 0;
   for (size_t i = 0; i < count; ++i) {
     if (values[i] == 0) continue;
@@ -62,7 +62,7 @@ GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t 
       elements_(elements),
       seed_(seed),
       memory_(std::move(memory)),
-      borders_(base::divide_up(elements, kBlockElements)),
+      thresholds_(base::divide_up(elements, kBlockElements)),
       residual_squares_(base::divide_up(elements, kBlockElements)) {
   if (!matrices.empty()) squares_.emplace(std::move(matrices));
 }
@@ -128,7 +128,7 @@ void GradientCompressor::compress_block(Scratch& scratch, CompressedWriter& writ
                                  .seed = base::mix_seed(seed_, kRoundingStream),
                                  .next = next},
                     .most = values_per_block(density_, count),
-                    .border = borders_[first / kBlockElements]};
+                    .threshold = thresholds_[first / kBlockElements]};
   const bool whole = std::none_of(skipped.begin(), skipped.end(), [&](const auto& out) {
     return out.first < first + count && first < out.first + out.count;
   });
@@ -149,7 +149,7 @@ std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
   const auto sent = std::span(scratch.sent).first(words);
   const auto negative = std::span(scratch.negative).first(words);
   const auto signs =
-      kernels::keep_but_signs(kernels::kernels(), block.feedback, block.most, block.border,
+      kernels::keep_but_signs(kernels::kernels(), block.feedback, block.most, block.threshold,
                               scratch.candidates, {gradient_ + first, count}, sent, negative);
   if (!signs) return std::nullopt;
   writer.add_signs(sent, negative, block.most, signs->magnitude);
@@ -178,7 +178,7 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, CompressedWriter
   kernels::add_feedback(table, feedback.gradient, feedback.residual, feedback.scale,
                         {values, count});
   each_out([&](uint64_t from, uint64_t to) { std::fill(values + from, values + to, 0.0f); });
-  const size_t sent = select_largest({values, count}, block.most, block.border,
+  const size_t sent = select_largest({values, count}, block.most, block.threshold,
                                      scratch.indices.data(), scratch.selected.data());
   const auto arrived = add_block(scratch, writer, sent);
   if (residual_ == nullptr) return sent;
@@ -187,8 +187,8 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, CompressedWriter
     // What rounding the sent value took away is not lost either.
     values[scratch.indices[i]] -= arrived[i];
   }
-  // By chance, so that what is kept for many steps is right on average: a gradient below a 512th of
-  // it would otherwise never count.
+  // Stochastic rounding, so that what is kept for many steps is right on average: a gradient below
+  // a 512th of it would otherwise never count.
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, values,
                      reinterpret_cast<std::byte*>(gradient), count, first, feedback.step,
                      feedback.seed);

@@ -100,7 +100,7 @@ class GradientCompressor {
   struct Block {
     kernels::FeedbackBlock feedback;  // no residual without feedback
     size_t most = 0;                  // elements that may be sent
-    float& border;                    // as kernels::top_k_near()'s
+    float& threshold;                 // as kernels::top_k_near()'s
   };
   void compress_block(Scratch& scratch, CompressedWriter& writer, uint64_t first, uint64_t count,
                       uint64_t next, std::span<const plan::GroupSpan> skipped);
@@ -129,7 +129,7 @@ class GradientCompressor {
   std::atomic<uint64_t> elements_of_step_{0};
   std::atomic<uint64_t> values_of_step_{0};
   std::atomic<uint64_t> bytes_of_step_{0};
-  std::vector<float> borders_;            // by block, from the step before
+  std::vector<float> thresholds_;         // by block, from the step before
   std::vector<double> residual_squares_;  // by block, so that their sum has one order
 };
 

@@ -43,10 +43,10 @@ std::vector<MatrixLayout> matrix_layouts(const plan::ParameterSpace& space) {
     const plan::ParameterRange& range = space.ranges()[i];
     const auto [rows, columns] = matrix_of(range);
     const uint64_t matrices = range.count / (rows * columns);
-    const bool told = rows == 1
-                          ? columns <= kVectorColumns
-                          : rows + columns <= std::max(kFewRows, rows * columns / kMatrixElements);
-    if (told) {
+    const bool long_enough =
+        rows == 1 ? columns <= kVectorColumns
+                  : rows + columns <= std::max(kFewRows, rows * columns / kMatrixElements);
+    if (long_enough) {
       for (uint64_t m = 0; m < matrices; ++m) {
         add(range.first + m * rows * columns, rows, columns, i);
       }

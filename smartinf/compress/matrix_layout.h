@@ -1,5 +1,5 @@
-// How a space's parameters lie in rows and columns: what squares and variances are told of by so
-// many numbers per row and per column, in place of one per element.
+// How a space's parameters lie in rows and columns. Squares and variances are estimated from one
+// number for each row and each column, in place of one for each element.
 #pragma once
 
 #include <algorithm>
@@ -97,7 +97,7 @@ inline MatrixPart part_of(const MatrixLayout& matrix, uint64_t first, uint64_t c
 /// Factors of all parts of [first, first + count), in order.
 uint64_t factors_in(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count);
 
-/// Samples of a matrix, by which a plane of it is told that is about a product of row and column:
+/// Samples of a matrix, from which a plane that is about a product of row and column is estimated:
 /// some rows whole, and of every row some columns.
 struct MatrixSamples {
   MatrixLayout matrix;

@@ -73,7 +73,7 @@ struct KeyChange {
   std::string now;
 };
 /// Paths of run and devices that lead to the same place are the same. A device that one of the two
-/// does not have is told by its path alone.
+/// does not have is named by its path alone.
 std::vector<KeyChange> changed_keys(const Recipe& before, const Recipe& now);
 
 /// Every key with type, default and meaning, as the page docs/recipe.md.

@@ -22,7 +22,8 @@
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_sender.h"
 #include "smartinf/engine/gradient_tracker.h"
-#include "smartinf/engine/kept_blob.h"
+#include "smartinf/engine/step_metadata.h"
+#include "smartinf/engine/step_protocol.h"
 #include "smartinf/engine/updater.h"
 
 namespace smartinf::engine {
@@ -84,33 +85,21 @@ class DeviceUpdater final : public Updater {
   std::vector<std::string> describe_devices() const override;
 
  private:
-  /// Where the step stands. Commands that belong to a phase are refused in any other.
-  enum class Phase : uint8_t {
-    kUnwritten,  // fresh: step 0 is still to be initialized
-    kIdle,       // between steps
-    kGradients,  // begun; gradients come in
-    kSummed,     // finish_gradients has been here
-    kUpdating,   // devices update; weights come up
-    kKeeping,    // what compression keeps is written
-    kPreparing,
-    kPrepared,  // UpdaterOptions::external_commit: commit_prepared() or abort() comes next
-    kCommitting,
-    kAborting,
-    kBroken,  // the devices may disagree: only opening again can tell
-  };
+  using Phase = StepProtocol::Phase;
+  using Next = StepProtocol::Next;
 
   DeviceUpdater(const UpdaterOptions& options, const plan::ParameterSpace& space, DeviceSet set,
                 base::AlignedBuffer staging,
                 std::unique_ptr<compress::GradientCompressor> compressor);
 
   const std::string& device_name(size_t device) const { return set_.devices[device]->info().name; }
+  static base::Status check_client_metadata(const std::string& client_metadata);
   std::string stored_client_metadata()
       const;  // mutex_ held: commit_client_metadata_ and what belongs behind it
 
   csd::Device& device_of(base::SubgroupId subgroup) {
     return *set_.devices[set_.owner[subgroup.value].value];
   }
-  base::Status require(Phase phase, std::string_view what) const;  // mutex_ held
   /// The step's number for rules and random choices: the caller's, or the one to be committed.
   base::StepNumber number_of(const UpdateOptions& options) const;
 
@@ -122,6 +111,7 @@ class DeviceUpdater final : public Updater {
   base::Status read_planes(
       uint32_t plane_mask, size_t plane_count,
       const std::function<base::Status(uint64_t, std::span<const std::span<const float>>)>& visit);
+  base::Status fill_subgroups(const std::function<void(uint64_t, std::span<float>)>& fill);
   base::Status edit_subgroups(
       const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>& edit);
   /// True when every group of the subgroup sits this step out.
@@ -137,8 +127,9 @@ class DeviceUpdater final : public Updater {
   /// Writes the next residual of one of a device's subgroups (by index in its layout).
   csd::WriteState next_residual(size_t device, size_t subgroup) const;
   void keep_next_of(size_t device);  // mutex_ held: writes its next subgroup's residual
-  base::Status keep_all();           // of all subgroups, within an edit
-  void committed();                  // mutex_ held: the step in progress is real
+  /// Commits, or after a failure aborts, what was written from outside; waits for it.
+  base::Status commit_edit(bool residual, base::Status written);
+  void committed();  // mutex_ held: the step in progress is real
   /// Samples of the committed step's variances, where weights step ahead.
   base::Status find_samples();
   /// Takes weights of the committed step that are as stored to where training is. weights: [count]
@@ -147,9 +138,8 @@ class DeviceUpdater final : public Updater {
 
   void take_completions();                      // the engine thread
   void complete(csd::Completion&& completion);  // mutex_ held
-  void advance();                               // mutex_ held: next part of a commit
+  void act(Next next);                          // mutex_ held
   void submit_to_all(const csd::Message& message, DeviceReplies& replies);
-  void enter(Phase phase, const csd::Message& message);  // mutex_ held
 
   const UpdaterOptions options_;
   const plan::ParameterSpace space_;
@@ -183,14 +173,10 @@ class DeviceUpdater final : public Updater {
 
   mutable std::mutex mutex_;  // of everything below
   std::condition_variable changed_;
-  Phase phase_;
-  base::StepNumber committed_step_ = 0;
+  StepProtocol protocol_;
   std::string client_metadata_;
-  std::vector<uint8_t> weights_ready_;  // of every subgroup
-  std::vector<uint8_t> updated_;        // of every subgroup: is in this step's update
-  size_t updates_in_flight_ = 0;        // devices whose Update has not ended
-  size_t replies_due_ = 0;              // of the present phase
-  bool commit_wanted_ = false;
+  std::vector<uint8_t> weights_ready_;             // of every subgroup
+  std::vector<uint8_t> updated_;                   // of every subgroup: is in this step's update
   bool keep_wanted_ = false;                       // by keep_residual()
   bool keeping_ = false;                           // this commit writes residuals
   bool new_residual_ = false;                      // and they count from it on
@@ -198,9 +184,6 @@ class DeviceUpdater final : public Updater {
   std::vector<kernels::StepAhead> ahead_;          // of the committed step, by group
   compress::CompressionSummary compression_;       // of the last update
   std::string commit_client_metadata_;
-  bool abort_failed_ = false;
-  base::Status step_error_;    // the first of this step
-  base::Status commit_error_;  // for wait_commit
 
   std::jthread completions_thread_;
 };

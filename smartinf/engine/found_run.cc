@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "smartinf/engine/kept_blob.h"
+#include "smartinf/engine/step_metadata.h"
 #include "smartinf/storage/state_reader.h"
 
 namespace smartinf::engine {
@@ -24,7 +24,7 @@ std::optional<FoundRun> find_run(std::span<const std::string> devices) {
   found->step = step.ok() ? *step : states.front().committed_step;
   auto reader = storage::StateReader::open(found->device, storage::ReaderLock::kLeave);
   if (reader.ok() && (*reader)->choose_step(found->step).ok()) {
-    found->client_metadata = split_blob((*reader)->client_metadata()).client_metadata;
+    found->client_metadata = split_metadata((*reader)->client_metadata()).client_metadata;
   }
   return found;
 }

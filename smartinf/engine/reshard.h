@@ -16,7 +16,7 @@
 
 namespace smartinf::engine {
 
-/// Told how many bytes of the state are done; a failure it returns ends the work.
+/// Called with how many bytes of the state are done; a failure it returns ends the work.
 using StateProgress = std::function<base::Status(uint64_t bytes_done, uint64_t bytes_total)>;
 
 struct ReshardOptions {

@@ -144,11 +144,11 @@ uint64_t digest_of_feedback(const KernelTable& table) {
   std::vector<uint32_t> indices(kElements);
   std::vector<float> values(kElements);
   std::vector<base::Bf16> kept(kElements);
-  float border = 0;
+  float threshold = 0;
   add_feedback(table, gradient, residual, block.scale, sum);
   add_matrix_squares(table, std::span(block.gradient).first(3 * columns.size()), block.scale, rows,
                      columns);
-  top_k_near(table, sum, kMost, kElements, indices.data(), values.data(), border);
+  top_k_near(table, sum, kMost, kElements, indices.data(), values.data(), threshold);
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, sum.data(),
                      reinterpret_cast<std::byte*>(kept.data()), kElements, block.element,
                      block.step, block.seed);
@@ -182,12 +182,12 @@ uint64_t digest_of_signs(const KernelTable& table) {
   std::vector<uint64_t> tails(kMost / 2);
   std::vector<uint64_t> highs(kMost / 2);
   std::vector<uint64_t> high_bits(kMost / 2);
-  float border = 0;
+  float threshold = 0;
   const FeedbackBlock block = feedback_of(gradient, residual);
   add_feedback(table, gradient, residual, block.scale, sum);
-  top_k_near(table, sum, kMost, kElements, indices.data(), candidates.data(), border);
+  top_k_near(table, sum, kMost, kElements, indices.data(), candidates.data(), threshold);
   const auto signs =
-      keep_but_signs(table, block, kMost, border, candidates, gradient, sent, negative);
+      keep_but_signs(table, block, kMost, threshold, candidates, gradient, sent, negative);
   if (!signs) return 0;
   EXPECT_EQ(ends_of_signs(table, sent, negative, std::span(ends).subspan(1)), kMost);
   split_gaps(table, std::span(ends).first(1 + kMost), 3, 1, {tails, highs, high_bits});

@@ -22,14 +22,15 @@ void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint
   }
 }
 
-void collect(const float* in, size_t n, Border border, size_t k, uint32_t* indices, float* values) {
+void collect(const float* in, size_t n, Threshold threshold, size_t k, uint32_t* indices,
+             float* values) {
   size_t taken = 0;
   for (size_t i = 0; i < n && taken < k; ++i) {
     const int32_t magnitude = magnitude_of(in[i]);
-    if (magnitude < border.magnitude) continue;
-    if (magnitude == border.magnitude) {
-      if (border.ties == 0) continue;
-      --border.ties;
+    if (magnitude < threshold.magnitude) continue;
+    if (magnitude == threshold.magnitude) {
+      if (threshold.ties == 0) continue;
+      --threshold.ties;
     }
     indices[taken] = static_cast<uint32_t>(i);
     values[taken] = in[i];
@@ -49,11 +50,11 @@ size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint
   return taken;
 }
 
-CountsAbove count_above(const float* in, size_t n, const Borders& borders) {
+CountsAbove count_above(const float* in, size_t n, const Thresholds& thresholds) {
   CountsAbove counts{};
   for (size_t i = 0; i < n; ++i) {
-    for (size_t b = 0; b < borders.size(); ++b) {
-      counts[b] += magnitude_of(in[i]) > borders[b] ? 1 : 0;
+    for (size_t b = 0; b < thresholds.size(); ++b) {
+      counts[b] += magnitude_of(in[i]) > thresholds[b] ? 1 : 0;
     }
   }
   return counts;
@@ -68,7 +69,7 @@ size_t between(const float* in, size_t n, int32_t low, int32_t high, float* out)
   return found;
 }
 
-float finite_border(int32_t magnitude) {
+float finite_threshold(int32_t magnitude) {
   const auto value = std::bit_cast<float>(magnitude);
   return std::isfinite(value) ? value : 0;
 }
@@ -91,10 +92,10 @@ int32_t guess_lowest(std::span<const float> in, size_t k) {
   return samples[rank] >> kShifts[0] << kShifts[0];
 }
 
-/// Narrows the border down digit by digit. 0 < k < n. Empty when fewer than k elements have at
+/// Narrows the threshold down digit by digit. 0 < k < n. Empty when fewer than k elements have at
 /// least the magnitude `lowest`.
-std::optional<Border> find_border(const SelectionKernels& kernels, std::span<const float> in,
-                                  size_t k, int32_t lowest) {
+std::optional<Threshold> find_threshold(const SelectionKernels& kernels, std::span<const float> in,
+                                        size_t k, int32_t lowest) {
   std::array<uint32_t, kDigitValuesMax> counts;
   size_t needed = k;
   int32_t highest = kMagnitudeMax;
@@ -114,31 +115,31 @@ std::optional<Border> find_border(const SelectionKernels& kernels, std::span<con
     lowest += static_cast<int32_t>(digit << shift);
     highest = lowest + static_cast<int32_t>((1u << shift) - 1);
     upper_shift = shift;
-    // All of this digit is taken: the border lies just below it.
-    if (counts[digit] == needed) return Border{lowest - 1, 0};
+    // All of this digit is taken: the threshold lies just below it.
+    if (counts[digit] == needed) return Threshold{lowest - 1, 0};
   }
-  return Border{lowest, needed};
+  return Threshold{lowest, needed};
 }
 
 /// As above, without fail.
-Border border_of(const SelectionKernels& kernels, std::span<const float> in, size_t k) {
-  std::optional<Border> border = find_border(kernels, in, k, guess_lowest(in, k));
-  if (!border) border = find_border(kernels, in, k, 0);
-  return *border;
+Threshold threshold_of(const SelectionKernels& kernels, std::span<const float> in, size_t k) {
+  std::optional<Threshold> threshold = find_threshold(kernels, in, k, guess_lowest(in, k));
+  if (!threshold) threshold = find_threshold(kernels, in, k, 0);
+  return *threshold;
 }
 
 constexpr size_t kCandidatesMax = 16384;  // a quarter of a block
 
-/// Moves what the border takes to the front; returns how many.
-size_t keep_candidates(Border border, size_t count, uint32_t* indices, float* values) {
+/// Moves what the threshold takes to the front; returns how many.
+size_t keep_candidates(Threshold threshold, size_t count, uint32_t* indices, float* values) {
   size_t taken = 0;
   for (size_t i = 0; i < count; ++i) {
     const int32_t magnitude = magnitude_of(values[i]);
-    const bool tie = magnitude == border.magnitude && border.ties > 0;
-    border.ties -= tie ? 1 : 0;
+    const bool tie = magnitude == threshold.magnitude && threshold.ties > 0;
+    threshold.ties -= tie ? 1 : 0;
     indices[taken] = indices[i];
     values[taken] = values[i];
-    taken += magnitude > border.magnitude || tie ? 1 : 0;
+    taken += magnitude > threshold.magnitude || tie ? 1 : 0;
   }
   return taken;
 }
@@ -154,26 +155,26 @@ const SelectionKernels& scalar_selection() {
   return kKernels;
 }
 
-Border border_among(const SelectionKernels& kernels, std::span<const float> in, size_t k,
-                    int32_t low, int32_t near, std::span<float> spare) {
+Threshold threshold_among(const SelectionKernels& kernels, std::span<const float> in, size_t k,
+                          int32_t low, int32_t near, std::span<float> spare) {
   constexpr size_t kFew = 256;
   constexpr int32_t kPercent = 1 << 17;  // of a magnitude, about
-  constexpr std::array<int32_t, kBordersAtOnce> kNear = {-8, -4, -2, 0, 2, 4, 8, 16};
+  constexpr std::array<int32_t, kThresholdsAtOnce> kNear = {-8, -4, -2, 0, 2, 4, 8, 16};
   SI_CHECK(k > 0 && k <= in.size() && spare.size() >= in.size(), "k of a few, and room for them");
-  // The border is above `low` and at most `high`, and so are the magnitudes that are left.
+  // The threshold is above `low` and at most `high`, and so are the magnitudes that are left.
   int32_t high = kMagnitudeMax;
   for (bool first = true; in.size() > kFew && int64_t{high} - low > 1; first = false) {
-    Borders borders;
-    for (size_t b = 0; b < kBordersAtOnce; ++b) {
+    Thresholds thresholds;
+    for (size_t b = 0; b < kThresholdsAtOnce; ++b) {
       const int64_t even = (int64_t{high} - low) * static_cast<int64_t>(b + 1);
-      borders[b] = first ? std::clamp(near + kNear[b] * kPercent, low, high)
-                         : low + static_cast<int32_t>(even / (kBordersAtOnce + 1));
+      thresholds[b] = first ? std::clamp(near + kNear[b] * kPercent, low, high)
+                            : low + static_cast<int32_t>(even / (kThresholdsAtOnce + 1));
     }
-    const CountsAbove above = kernels.count_above(in.data(), in.size(), borders);
+    const CountsAbove above = kernels.count_above(in.data(), in.size(), thresholds);
     size_t b = 0;
-    while (b < kBordersAtOnce && above[b] >= k) low = borders[b++];
-    if (b < kBordersAtOnce) {
-      high = borders[b];
+    while (b < kThresholdsAtOnce && above[b] >= k) low = thresholds[b++];
+    if (b < kThresholdsAtOnce) {
+      high = thresholds[b];
       k -= above[b];
     }
     in = {spare.data(), kernels.between(in.data(), in.size(), low, high, spare.data())};
@@ -183,11 +184,11 @@ Border border_among(const SelectionKernels& kernels, std::span<const float> in, 
   const auto nth = left.begin() + static_cast<ptrdiff_t>(k - 1);
   std::nth_element(left.begin(), nth, left.end(),
                    [](float a, float b) { return magnitude_of(a) > magnitude_of(b); });
-  const int32_t border = magnitude_of(*nth);
-  const auto is_tie = [&](float value) { return magnitude_of(value) == border; };
-  // All as large as the border are taken: it lies just below them, and none need be counted.
-  if (std::none_of(nth + 1, left.end(), is_tie)) return {border - 1, 0};
-  return {border, static_cast<size_t>(std::count_if(left.begin(), nth + 1, is_tie))};
+  const int32_t threshold = magnitude_of(*nth);
+  const auto is_tie = [&](float value) { return magnitude_of(value) == threshold; };
+  // All as large as the threshold are taken: it lies just below them, and none need be counted.
+  if (std::none_of(nth + 1, left.end(), is_tie)) return {threshold - 1, 0};
+  return {threshold, static_cast<size_t>(std::count_if(left.begin(), nth + 1, is_tie))};
 }
 
 size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint32_t* indices,
@@ -196,36 +197,36 @@ size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint
   k = std::min(k, in.size());
   if (k == 0) return 0;
   const SelectionKernels& kernels = table.tiles().selection;
-  const Border border = k < in.size() ? border_of(kernels, in, k) : Border{};
-  kernels.collect(in.data(), in.size(), border, k, indices, values);
+  const Threshold threshold = k < in.size() ? threshold_of(kernels, in, k) : Threshold{};
+  kernels.collect(in.data(), in.size(), threshold, k, indices, values);
   return k;
 }
 
 size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k, size_t room,
-                  uint32_t* indices, float* values, float& border) {
+                  uint32_t* indices, float* values, float& threshold) {
   SI_CHECK(room >= std::min(k, in.size()), "room for what is found");
   SI_CHECK(in.size() <= std::numeric_limits<uint32_t>::max(), "indices have 32 bits");
   if (k == 0) return 0;
   constexpr float kNear = 0.9f;
   const size_t candidates_max = std::min({room, in.size(), kCandidatesMax});
-  if (border > 0 && k < candidates_max) {
-    const int32_t lowest = magnitude_of(kNear * border);
+  if (threshold > 0 && k < candidates_max) {
+    const int32_t lowest = magnitude_of(kNear * threshold);
     const SelectionKernels& kernels = table.tiles().selection;
     const size_t found =
         kernels.collect_from(in.data(), in.size(), lowest, candidates_max, indices, values);
     // Of as many as there is room for there may be more.
     if (found >= k && found < candidates_max) {
       std::array<float, kCandidatesMax> spare;
-      const Border exact =
-          border_among(kernels, {values, found}, k, lowest - 1, magnitude_of(border), spare);
-      border = finite_border(kth_magnitude(exact));
+      const Threshold exact =
+          threshold_among(kernels, {values, found}, k, lowest - 1, magnitude_of(threshold), spare);
+      threshold = finite_threshold(kth_magnitude(exact));
       return keep_candidates(exact, found, indices, values);
     }
   }
   const size_t taken = top_k(table, in, k, indices, values);
   int32_t least = taken > 0 ? kMagnitudeMax : 0;
   for (size_t i = 0; i < taken; ++i) least = std::min(least, magnitude_of(values[i]));
-  border = finite_border(least);
+  threshold = finite_threshold(least);
   return taken;
 }
 

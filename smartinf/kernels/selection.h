@@ -11,7 +11,7 @@
 namespace smartinf::kernels {
 
 /// Finds the min(k, n) elements of largest |x| and writes their indices, ascending, and values.
-/// Of equal magnitudes at the border the lowest indices are taken. NaN counts as larger than any
+/// Of equal magnitudes at the threshold the lowest indices are taken. NaN counts as larger than any
 /// number, so that it is not lost. -0 and 0 are equal.
 /// Shapes: in: [n]; indices, values: [k] each. Returns how many were written.
 /// Threads: pure. Memory: 64 KiB of stack, nothing else. n < 2^32 (SI_CHECK).
@@ -21,12 +21,12 @@ size_t top_k(const KernelTable& table, std::span<const float> in, size_t k, uint
              float* values);
 
 /// The same, for data whose k-th largest magnitude is about known: as that of the step before.
-/// border: in: that magnitude, or 0; out: the k-th largest (0 where it is not finite). What is
+/// threshold: in: that magnitude, or 0; out: the k-th largest (0 where it is not finite). What is
 /// found does not depend on it, only the time: elements near it or above are collected in one pass,
 /// and the k largest of those few taken.
 /// Shapes: indices, values: [room], room >= min(k, n); twice k is room enough to gain by it.
 size_t top_k_near(const KernelTable& table, std::span<const float> in, size_t k, size_t room,
-                  uint32_t* indices, float* values, float& border);
+                  uint32_t* indices, float* values, float& threshold);
 
 /// out[indices[i]] += values[i], in the order of i, so that repeated indices are well defined.
 /// Shapes: indices, values: [n]. Every index lies inside `out` (SI_CHECK: check what comes from

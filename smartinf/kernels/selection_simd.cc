@@ -69,28 +69,30 @@ void count_digits(const float* in, size_t n, const DigitOfMagnitude& digit, uint
 }
 
 // What a vector cannot do: ties, and the ends of input and output.
-HWY_INLINE void collect_one(const float* in, size_t i, Border& border, size_t& taken,
+HWY_INLINE void collect_one(const float* in, size_t i, Threshold& threshold, size_t& taken,
                             uint32_t* indices, float* values) {
   const auto magnitude = magnitude_of(in[i]);
-  if (magnitude < border.magnitude) return;
-  if (magnitude == border.magnitude) {
-    if (border.ties == 0) return;
-    --border.ties;
+  if (magnitude < threshold.magnitude) return;
+  if (magnitude == threshold.magnitude) {
+    if (threshold.ties == 0) return;
+    --threshold.ties;
   }
   indices[taken] = static_cast<uint32_t>(i);
   values[taken] = in[i];
   ++taken;
 }
 
-void collect(const float* in, size_t n, Border border, size_t k, uint32_t* indices, float* values) {
+void collect(const float* in, size_t n, Threshold threshold, size_t k, uint32_t* indices,
+             float* values) {
   const size_t lanes = hn::Lanes(I32());
-  const auto border_lanes = hn::Set(I32(), border.magnitude);
+  const auto threshold_lanes = hn::Set(I32(), threshold.magnitude);
   size_t taken = 0;
   size_t i = 0;
   for (; i + lanes <= n && taken < k; i += lanes) {
     const auto magnitude = magnitudes(in + i);
-    const auto above = hn::Gt(magnitude, border_lanes);
-    const bool has_tie = border.ties > 0 && !hn::AllFalse(I32(), hn::Eq(magnitude, border_lanes));
+    const auto above = hn::Gt(magnitude, threshold_lanes);
+    const bool has_tie =
+        threshold.ties > 0 && !hn::AllFalse(I32(), hn::Eq(magnitude, threshold_lanes));
     // A compressed store writes a whole vector, which must not pass the end of the output.
     if (!has_tie && taken + lanes <= k) {
       if (hn::AllFalse(I32(), above)) continue;
@@ -100,9 +102,9 @@ void collect(const float* in, size_t n, Border border, size_t k, uint32_t* indic
       taken += hn::CompressStore(index, hn::RebindMask(U32(), above), U32(), indices + taken);
       continue;
     }
-    for (size_t e = i; e < i + lanes; ++e) collect_one(in, e, border, taken, indices, values);
+    for (size_t e = i; e < i + lanes; ++e) collect_one(in, e, threshold, taken, indices, values);
   }
-  for (; i < n && taken < k; ++i) collect_one(in, i, border, taken, indices, values);
+  for (; i < n && taken < k; ++i) collect_one(in, i, threshold, taken, indices, values);
 }
 
 // Few qualify.
@@ -132,23 +134,23 @@ size_t collect_from(const float* in, size_t n, int32_t lowest, size_t room, uint
   return taken;
 }
 
-CountsAbove count_above(const float* in, size_t n, const Borders& borders) {
+CountsAbove count_above(const float* in, size_t n, const Thresholds& thresholds) {
   const size_t lanes = hn::Lanes(F32());
-  hn::Vec<I32> counts[kBordersAtOnce];
-  hn::Vec<I32> border[kBordersAtOnce];
-  for (size_t b = 0; b < kBordersAtOnce; ++b) {
+  hn::Vec<I32> counts[kThresholdsAtOnce];
+  hn::Vec<I32> threshold[kThresholdsAtOnce];
+  for (size_t b = 0; b < kThresholdsAtOnce; ++b) {
     counts[b] = hn::Zero(I32());
-    border[b] = hn::Set(I32(), borders[b]);
+    threshold[b] = hn::Set(I32(), thresholds[b]);
   }
   size_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     const auto magnitude = magnitudes(in + i);
-    for (size_t b = 0; b < kBordersAtOnce; ++b) {
-      counts[b] = hn::Sub(counts[b], hn::VecFromMask(I32(), hn::Gt(magnitude, border[b])));
+    for (size_t b = 0; b < kThresholdsAtOnce; ++b) {
+      counts[b] = hn::Sub(counts[b], hn::VecFromMask(I32(), hn::Gt(magnitude, threshold[b])));
     }
   }
-  CountsAbove above = scalar_selection().count_above(in + i, n - i, borders);
-  for (size_t b = 0; b < kBordersAtOnce; ++b) {
+  CountsAbove above = scalar_selection().count_above(in + i, n - i, thresholds);
+  for (size_t b = 0; b < kThresholdsAtOnce; ++b) {
     above[b] += static_cast<uint32_t>(hn::GetLane(hn::SumOfLanes(I32(), counts[b])));
   }
   return above;

@@ -109,8 +109,8 @@ RC_GTEST_PROP(TopK, AgreesWithSorting, ()) {
   }
 }
 
-// Whatever it is told about the border.
-TEST(TopK, NearABorderFindsTheSame) {
+// Whatever it is told about the threshold.
+TEST(TopK, NearAThresholdFindsTheSame) {
   std::mt19937 random(6);
   std::normal_distribution<float> normal(0, 1e-3f);
   for (const KernelTable* table : supported_tables()) {
@@ -128,9 +128,9 @@ TEST(TopK, NearABorderFindsTheSame) {
                                      std::numeric_limits<float>::quiet_NaN()}) {
               std::vector<uint32_t> indices(room);
               std::vector<float> values(room);
-              float border = told;
-              for (int again = 0; again < 2; ++again) {  // then with the border it left
-                ASSERT_EQ(top_k_near(*table, in, k, room, indices.data(), values.data(), border),
+              float threshold = told;
+              for (int again = 0; again < 2; ++again) {  // then with the threshold it left
+                ASSERT_EQ(top_k_near(*table, in, k, room, indices.data(), values.data(), threshold),
                           expected.size());
                 for (size_t i = 0; i < expected.size(); ++i) {
                   ASSERT_EQ(indices[i], expected[i]) << table->isa() << " n " << n << " k " << k
@@ -146,15 +146,15 @@ TEST(TopK, NearABorderFindsTheSame) {
   }
 }
 
-TEST(TopK, ANanIsNoBorder) {
+TEST(TopK, ANanIsNoThreshold) {
   std::vector<float> in(1000, 1.0f);
   in[500] = std::numeric_limits<float>::quiet_NaN();
   std::vector<uint32_t> indices(1000);
   std::vector<float> values(1000);
-  float border = 1;
-  EXPECT_EQ(top_k_near(kernels(), in, 1, 1000, indices.data(), values.data(), border), 1u);
+  float threshold = 1;
+  EXPECT_EQ(top_k_near(kernels(), in, 1, 1000, indices.data(), values.data(), threshold), 1u);
   EXPECT_EQ(indices[0], 500u);
-  EXPECT_EQ(border, 0);
+  EXPECT_EQ(threshold, 0);
 }
 
 TEST(ScatterAdd, AddsInOrderAndPutsBackWhatTopKTook) {

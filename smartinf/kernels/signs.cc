@@ -39,10 +39,10 @@ int32_t largest(const float* magnitudes, size_t n) {
   return found;
 }
 
-double sum_above(const float* magnitudes, size_t n, int32_t border) {
+double sum_above(const float* magnitudes, size_t n, int32_t threshold) {
   double sum = 0;
   for (size_t i = 0; i < n; ++i) {
-    if (magnitude_of(magnitudes[i]) > border) sum += magnitudes[i];
+    if (magnitude_of(magnitudes[i]) > threshold) sum += magnitudes[i];
   }
   return sum;
 }
@@ -59,9 +59,9 @@ double keep(const SignsPass& pass, SignsKept& out, size_t n) {
       const uint64_t bit = uint64_t{1} << (first + i) % kWordBits;
       if (i % kWordBits == 0) out.sent[word] = out.negative[word] = 0;
       const int32_t magnitude = magnitude_of(values[i]);
-      const bool tie = magnitude == out.border.magnitude && out.border.ties > 0;
-      out.border.ties -= tie ? 1 : 0;
-      if (!tie && magnitude <= out.border.magnitude) continue;
+      const bool tie = magnitude == out.threshold.magnitude && out.threshold.ties > 0;
+      out.threshold.ties -= tie ? 1 : 0;
+      if (!tie && magnitude <= out.threshold.magnitude) continue;
       out.sent[word] |= bit;
       if (std::signbit(values[i])) out.negative[word] |= bit;
       values[i] -= std::copysign(out.magnitude, values[i]);
@@ -126,15 +126,16 @@ struct Collected {
   size_t found = 0;
   int32_t lowest = 0;
 };
-/// What the border of the step before is off by is found out in the second-level cache, where the
-/// first try has left the block: between a magnitude that too many have and one that too few have.
+/// What the threshold of the step before is off by is found out in the second-level cache, where
+/// the first try has left the block: between a magnitude that too many have and one that too few
+/// have.
 std::optional<Collected> collect_near(const SignKernels& kernels, const SignsPass& pass, size_t n,
-                                      size_t k, float border, std::span<float> out) {
+                                      size_t k, float threshold, std::span<float> out) {
   constexpr float kNear = 0.9f;
   constexpr int kTries = 5;
   float too_low = 0;
   float too_high = 0;  // 0: none known
-  float lowest = kNear * border;
+  float lowest = kNear * threshold;
   for (int i = 0; i < kTries && lowest > 0; ++i) {
     const size_t found = kernels.collect(pass, n, magnitude_of(lowest), out.size(), out.data());
     if (found < out.size() && found >= k) return Collected{found, magnitude_of(lowest)};
@@ -166,7 +167,7 @@ base::Bf16 mean_magnitude(double sum, size_t count) {
 }
 
 std::optional<SentSigns> keep_but_signs(const KernelTable& table, const FeedbackBlock& block,
-                                        size_t k, float& border, std::span<float> candidates,
+                                        size_t k, float& threshold, std::span<float> candidates,
                                         std::span<base::Bf16> kept, std::span<uint64_t> sent,
                                         std::span<uint64_t> negative) {
   const size_t n = block.gradient.size();
@@ -177,27 +178,28 @@ std::optional<SentSigns> keep_but_signs(const KernelTable& table, const Feedback
   SI_CHECK(candidates.size() == kSignCandidates, "room for candidates");
   SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
   const size_t room = candidates.size() / 2;
-  if (k >= n || k >= room || !(border > 0)) return std::nullopt;
+  if (k >= n || k >= room || !(threshold > 0)) return std::nullopt;
   const SignKernels& kernels = table.tiles().signs;
   const SignsPass pass{.gradient = block.gradient.data(),
                        .residual = block.residual.data(),
                        .scale = block.scale,
                        .fetch = block.next};
-  const auto collected = collect_near(kernels, pass, n, k, border, candidates.first(room));
+  const auto collected = collect_near(kernels, pass, n, k, threshold, candidates.first(room));
   if (!collected) return std::nullopt;
   const auto magnitudes = candidates.first(collected->found);
   const int32_t largest = kernels.largest(magnitudes.data(), magnitudes.size());
   if (!adds_exactly(collected->lowest, largest)) return std::nullopt;
-  const Border exact = border_among(table.tiles().selection, magnitudes, k, collected->lowest - 1,
-                                    magnitude_of(border), candidates.subspan(room));
+  const Threshold exact =
+      threshold_among(table.tiles().selection, magnitudes, k, collected->lowest - 1,
+                      magnitude_of(threshold), candidates.subspan(room));
   const double sum = kernels.sum_above(magnitudes.data(), magnitudes.size(), exact.magnitude) +
                      static_cast<double>(exact.ties) * value_of(exact.magnitude);
   SentSigns made{.magnitude = mean_magnitude(sum, k)};
   if (made.magnitude.bits == 0 || made.magnitude.bits > kLargestBf16) return std::nullopt;
-  border = value_of(kth_magnitude(exact));
+  threshold = value_of(kth_magnitude(exact));
   SignsKept out{.element = block.element,
                 .rounding_seed = rounding_seed(block.seed, block.step),
-                .border = exact,
+                .threshold = exact,
                 .magnitude = base::to_f32(made.magnitude),
                 .kept = kept.data(),
                 .sent = sent.data(),

@@ -26,18 +26,17 @@ struct SentSigns {
 inline constexpr size_t kSignCandidates = 2 * 16384;
 
 /// add_feedback(), top_k() of what it gives, mean_magnitude() of those, and what is kept when these
-/// are sent as signs of it, for blocks whose k-th largest magnitude is about known. border: as for
-/// top_k_near(). Nothing when the border is of no use, when all or more than candidates hold would
-/// be sent, or when what is sent is 0, not finite or so unequal that the order of their sum would
-/// count: then nothing but candidates was written, border is as it was, and the functions named do
-/// what this one would.
-/// Shapes: candidates: [kSignCandidates]; kept: [n], may be the gradient itself; sent, negative:
-/// [divide_up(n, 64)], bit i % 64 of word i / 64 belongs to element i: whether it is among the k,
-/// and whether it is below zero, 0 for others; 0 < k.
+/// are sent as signs of it, for blocks whose k-th largest magnitude is about known. threshold: as
+/// for top_k_near(). Nothing when the threshold is of no use, when all or more than candidates hold
+/// would be sent, or when what is sent is 0, not finite or so unequal that the order of their sum
+/// would count: then nothing but candidates was written, threshold is as it was, and the functions
+/// named do what this one would. Shapes: candidates: [kSignCandidates]; kept: [n], may be the
+/// gradient itself; sent, negative: [divide_up(n, 64)], bit i % 64 of word i / 64 belongs to
+/// element i: whether it is among the k, and whether it is below zero, 0 for others; 0 < k.
 /// Threads: safe on disjoint outputs. Errors: none at run time; other lengths and places are bugs
 /// (SI_CHECK).
 std::optional<SentSigns> keep_but_signs(const KernelTable& table, const FeedbackBlock& block,
-                                        size_t k, float& border, std::span<float> candidates,
+                                        size_t k, float& threshold, std::span<float> candidates,
                                         std::span<base::Bf16> kept, std::span<uint64_t> sent,
                                         std::span<uint64_t> negative);
 

@@ -32,7 +32,7 @@ inline constexpr int32_t kLargestBf16 = 0x7f7f;
 struct SignsKept {
   uint64_t element = 0;        // the first one's place in the parameter space
   uint64_t rounding_seed = 0;  // as in state_codec.h
-  Border border;               // of what is sent; ties are used up
+  Threshold threshold;         // of what is sent; ties are used up
   float magnitude = 0;         // that it is sent as
   base::Bf16* kept = nullptr;  // [n]
   uint64_t* sent = nullptr;    // [divide_up(n, 64)]
@@ -68,9 +68,9 @@ struct SignKernels {
   size_t (*collect)(const SignsPass& pass, size_t n, int32_t lowest, size_t room, float* out);
   /// The largest magnitude; a NaN is larger than any number.
   int32_t (*largest)(const float* magnitudes, size_t n);
-  /// The sum of those above a border, in any order.
+  /// The sum of those above a threshold, in any order.
   /// All magnitudes are without a sign.
-  double (*sum_above)(const float* magnitudes, size_t n, int32_t border);
+  double (*sum_above)(const float* magnitudes, size_t n, int32_t threshold);
   /// Returns the sum of squares of what is kept, as FeedbackKernels::copy_squares() does.
   double (*keep)(const SignsPass& pass, SignsKept& out, size_t n);
   /// As ends_of_signs(), of whole words. ends: [count + kEndSlack].

@@ -77,12 +77,12 @@ int32_t largest(const float* in, size_t n) {
   return std::max(scalar_signs().largest(in + i, n - i), hn::GetLane(hn::MaxOfLanes(I32(), most)));
 }
 
-double sum_above(const float* in, size_t n, int32_t border) {
+double sum_above(const float* in, size_t n, int32_t threshold) {
   double sum = 0;
   size_t i = 0;
 #if HWY_HAVE_FLOAT64
   const size_t lanes = hn::Lanes(F32());
-  const auto borders = hn::Set(I32(), border);
+  const auto thresholds = hn::Set(I32(), threshold);
   using F64 = hn::ScalableTag<double>;
   using HalfF32 = hn::Rebind<float, F64>;
   auto lower = hn::Zero(F64());
@@ -90,19 +90,19 @@ double sum_above(const float* in, size_t n, int32_t border) {
   for (; i + lanes <= n; i += lanes) {
     const auto value = hn::LoadU(F32(), in + i);
     const auto counted = hn::IfThenElseZero(
-        hn::RebindMask(F32(), hn::Gt(hn::BitCast(I32(), value), borders)), value);
+        hn::RebindMask(F32(), hn::Gt(hn::BitCast(I32(), value), thresholds)), value);
     lower = hn::Add(lower, hn::PromoteTo(F64(), hn::LowerHalf(HalfF32(), counted)));
     upper = hn::Add(upper, hn::PromoteTo(F64(), hn::UpperHalf(HalfF32(), counted)));
   }
   sum = hn::GetLane(hn::SumOfLanes(F64(), hn::Add(lower, upper)));
 #endif
-  return sum + scalar_signs().sum_above(in + i, n - i, border);
+  return sum + scalar_signs().sum_above(in + i, n - i, threshold);
 }
 
-// What keep() does of one group. above: borders that what is sent is above.
+// What keep() does of one group. above: thresholds that what is sent is above.
 struct GroupOfKept {
   double squares = 0;
-  size_t ties = 0;  // elements as large as the border
+  size_t ties = 0;  // elements as large as the threshold
 };
 template <bool kTies>
 HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, size_t first,
@@ -112,7 +112,7 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
   const base::Bf16* const residual = pass.residual + first;
   base::Bf16* const kept = out.kept + first;
   const auto scales = hn::Set(F32(), pass.scale);
-  const auto border = hn::Set(I32(), out.border.magnitude);
+  const auto threshold = hn::Set(I32(), out.threshold.magnitude);
   const auto magnitude_sent = hn::Set(F32(), out.magnitude);
   PairRounding rounding(rounding_key(out.rounding_seed, out.element + first));
   SquaresByLane squares;
@@ -136,7 +136,7 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
           const auto bits = hn::BitCast(I32(), value);
           const auto magnitude = magnitudes(value);
           const auto taken = hn::Gt(magnitude, above);
-          if (kTies) ties = hn::Sub(ties, hn::VecFromMask(I32(), hn::Eq(magnitude, border)));
+          if (kTies) ties = hn::Sub(ties, hn::VecFromMask(I32(), hn::Eq(magnitude, threshold)));
           sent_bits |= bits_of_mask(I32(), taken) << at / 2;
           negative_bits |= bits_of_mask(I32(), hn::Lt(bits, hn::Zero(I32()))) << at / 2;
           const auto less = hn::Sub(value, hn::CopySign(magnitude_sent, value));
@@ -160,22 +160,22 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
   return group;
 }
 
-// Elements as large as the border are all taken up to the group in which there are too many; that
-// one is left to the scalar way, which tells them apart.
+// Elements as large as the threshold are all taken up to the group in which there are too many;
+// that one is left to the scalar way, which tells them apart.
 double keep_whole_groups(const SignsPass& pass, SignsKept& out, size_t n) {
-  const auto border = hn::Set(I32(), out.border.magnitude);
-  const auto below_border = hn::Set(I32(), out.border.magnitude - 1);
+  const auto threshold = hn::Set(I32(), out.threshold.magnitude);
+  const auto below_threshold = hn::Set(I32(), out.threshold.magnitude - 1);
   double squares = 0;
   for (size_t first = 0; first < n; first += kSquaresGroup) {
-    if (out.border.ties == 0) {
-      squares += keep_group<false>(pass, out, first, border, n).squares;
+    if (out.threshold.ties == 0) {
+      squares += keep_group<false>(pass, out, first, threshold, n).squares;
       continue;
     }
     HWY_ALIGN std::array<base::Bf16, kSquaresGroup> gradient;  // whose place may be kept's
     std::memcpy(static_cast<void*>(gradient.data()), pass.gradient + first, sizeof(gradient));
-    const GroupOfKept group = keep_group<true>(pass, out, first, below_border, n);
-    if (group.ties <= out.border.ties) {
-      out.border.ties -= group.ties;
+    const GroupOfKept group = keep_group<true>(pass, out, first, below_threshold, n);
+    if (group.ties <= out.threshold.ties) {
+      out.threshold.ties -= group.ties;
       squares += group.squares;
       continue;
     }
@@ -183,7 +183,7 @@ double keep_whole_groups(const SignsPass& pass, SignsKept& out, size_t n) {
     again.gradient = gradient.data();
     SignsKept one_by_one = out.from(first);
     squares += scalar_signs().keep(again, one_by_one, kSquaresGroup);
-    out.border.ties = 0;
+    out.threshold.ties = 0;
   }
   return squares;
 }

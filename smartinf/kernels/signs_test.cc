@@ -38,7 +38,7 @@ struct Made {
   std::vector<uint64_t> sent;
   std::vector<uint64_t> negative;
   base::Bf16 magnitude;
-  float border = 0;
+  float threshold = 0;
   double squares = 0;
 };
 
@@ -49,7 +49,7 @@ Made in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
             .sent = std::vector<uint64_t>(base::divide_up(n, size_t{64})),
             .negative = std::vector<uint64_t>(base::divide_up(n, size_t{64})),
             .magnitude = {},
-            .border = std::numeric_limits<float>::infinity()};
+            .threshold = std::numeric_limits<float>::infinity()};
   std::vector<float> sum(n);
   std::vector<uint32_t> indices(k);
   std::vector<float> values(k);
@@ -59,7 +59,7 @@ Made in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
   for (const float value : values) total += std::abs(value);
   made.magnitude = mean_magnitude(total, k);
   for (size_t i = 0; i < k; ++i) {
-    made.border = std::min(made.border, std::abs(values[i]));
+    made.threshold = std::min(made.threshold, std::abs(values[i]));
     const uint64_t bit = uint64_t{1} << indices[i] % 64;
     made.sent[indices[i] / 64] |= bit;
     if (std::signbit(values[i])) made.negative[indices[i] / 64] |= bit;
@@ -73,15 +73,15 @@ Made in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
 }
 
 /// Nothing where it is not possible. in_place: what is kept takes the gradient's place.
-std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, size_t k, float border,
-                            bool in_place) {
+std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, size_t k,
+                            float threshold, bool in_place) {
   const size_t n = block.gradient.size();
   const size_t words = base::divide_up(n, size_t{64});
   const Made untouched{.kept = std::vector<base::Bf16>(n + 1, base::Bf16{0x4321}),
                        .sent = std::vector<uint64_t>(words + 1, 0x5555),
                        .negative = std::vector<uint64_t>(words + 1, 0x6666),
                        .magnitude = {},
-                       .border = border};
+                       .threshold = threshold};
   Made made = untouched;
   const auto kept = std::span(made.kept).first(n);
   const auto gradient = block.gradient;
@@ -91,13 +91,13 @@ std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, size_
   }
   std::vector<float> candidates(kSignCandidates);
   const auto signs =
-      keep_but_signs(table, block, k, made.border, candidates, kept,
+      keep_but_signs(table, block, k, made.threshold, candidates, kept,
                      std::span(made.sent).first(words), std::span(made.negative).first(words));
   EXPECT_EQ(made.kept.back().bits, 0x4321);
   EXPECT_EQ(made.sent.back(), 0x5555u);
   EXPECT_EQ(made.negative.back(), 0x6666u);
   if (!signs) {
-    EXPECT_EQ(made.border, border);
+    EXPECT_EQ(made.threshold, threshold);
     EXPECT_EQ(made.sent, untouched.sent);
     EXPECT_EQ(made.negative, untouched.negative);
     const auto before = in_place ? gradient : std::span<const base::Bf16>(untouched.kept).first(n);
@@ -115,11 +115,11 @@ std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, size_
 void expect_stages(const FeedbackBlock& block, size_t k, const std::string& what) {
   const Made expected = in_stages(*supported_tables().front(), block, k);
   for (const KernelTable* table : supported_tables()) {
-    // Borders that are right, and such that several tries are needed.
+    // Thresholds that are right, and such that several tries are needed.
     for (const float near : {1.0f, 1.05f, 0.8f, 1.6f}) {
       const std::string where = what + " k " + std::to_string(k) + " " + std::string(table->isa()) +
                                 " " + std::to_string(near);
-      const auto found = at_once(*table, block, k, near * expected.border, near > 1);
+      const auto found = at_once(*table, block, k, near * expected.threshold, near > 1);
       ASSERT_TRUE(found) << where;
       ASSERT_EQ(found->sent, expected.sent) << where;
       ASSERT_EQ(found->negative, expected.negative) << where;
@@ -128,7 +128,7 @@ void expect_stages(const FeedbackBlock& block, size_t k, const std::string& what
                             expected.kept.size() * sizeof(base::Bf16)),
                 0)
           << where;
-      ASSERT_EQ(found->border, expected.border) << where;
+      ASSERT_EQ(found->threshold, expected.threshold) << where;
       ASSERT_EQ(found->squares, expected.squares) << where;
     }
   }
@@ -180,7 +180,7 @@ TEST(Signs, GivesUpWhereItIsNotPossible) {
   for (const KernelTable* table : supported_tables()) {
     for (const bool in_place : {false, true}) {
       EXPECT_TRUE(at_once(*table, block, 300, 2.0f, in_place));
-      EXPECT_FALSE(at_once(*table, block, 300, 0.0f, in_place));     // border not known
+      EXPECT_FALSE(at_once(*table, block, 300, 0.0f, in_place));     // threshold not known
       EXPECT_FALSE(at_once(*table, block, 300, 1000.0f, in_place));  // far above all
       EXPECT_FALSE(at_once(*table, block, 4096, 0.1f, in_place));    // all are sent
     }
@@ -193,7 +193,7 @@ TEST(Signs, GivesUpWhereItIsNotPossible) {
       EXPECT_FALSE(at_once(*table, block, 30, 3.0f, true)) << odd;  // few candidates
     }
   }
-  // A few thousand times the border is no matter.
+  // A few thousand times the threshold is no matter.
   gradient[77] = base::to_bf16(4000.0f);
   expect_stages(block, 300, "unequal");
 }

@@ -40,7 +40,7 @@ struct CheckOptions {
   /// The step to check: the one that recovery over all devices decides on. Without it the prepared
   /// one, which is whole whatever the other devices say.
   std::optional<base::StepNumber> step;
-  /// Told now and then how many of the blocks are done; a failure it returns ends the check.
+  /// Called now and then with how many of the blocks are done; a failure it returns ends the check.
   std::function<base::Status(uint64_t blocks_done, uint64_t blocks_total)> progress;
 };
 

@@ -368,7 +368,7 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   SI_ASSIGN_OR_RETURN(const GroupedParameters parameters,
                       group_parameters(whole, job.options.train));
   const plan::ParameterSpace& space = parameters.space;
-  // Told before the weights are read.
+  // Checked up front, before the weights are read.
   std::string tokenizer;
   if (!data.tokenizer.empty()) {
     SI_ASSIGN_OR_RETURN(tokenizer, read_tokenizer(data.tokenizer));

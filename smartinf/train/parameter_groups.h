@@ -1,4 +1,4 @@
-// Which parameters share a learning rate and a decay: torch's param_groups, told by patterns of
+// Which parameters share a learning rate and a decay: torch's param_groups, chosen by patterns of
 // names (train.lr_factors, train.weight_decays).
 #pragma once
 

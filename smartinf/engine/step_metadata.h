@@ -11,7 +11,7 @@
 
 namespace smartinf::engine {
 
-struct KeptBlob {
+struct StepMetadata {
   std::string client_metadata;                    // the trainer's
   std::optional<base::StepNumber> residual_step;  // nothing: no residual was ever written
   std::vector<kernels::StepAhead> ahead;          // by group; empty: not known
@@ -21,9 +21,9 @@ struct KeptBlob {
 /// there is no room for what belongs behind it, `ahead` is left out first: after a resume the
 /// weights of the first forward then are the stored ones. Groups in a row with the same rates take
 /// 16 bytes together.
-std::string join_blob(const KeptBlob& kept);
+std::string join_metadata(const StepMetadata& kept);
 
-/// The way back. A text that join_blob() did not write is all the trainer's.
-KeptBlob split_blob(std::string stored);
+/// The way back. A text that join_metadata() did not write is all the trainer's.
+StepMetadata split_metadata(std::string stored);
 
 }  // namespace smartinf::engine

@@ -1,4 +1,4 @@
-#include "smartinf/engine/kept_blob.h"
+#include "smartinf/engine/step_metadata.h"
 
 #include <gtest/gtest.h>
 
@@ -19,8 +19,8 @@ void expect_same(const std::vector<kernels::StepAhead>& a,
   }
 }
 
-KeptBlob kept_of(const std::string& client_metadata, size_t groups, size_t in_a_row) {
-  KeptBlob kept{.client_metadata = client_metadata, .residual_step = 7, .ahead = {}};
+StepMetadata kept_of(const std::string& client_metadata, size_t groups, size_t in_a_row) {
+  StepMetadata kept{.client_metadata = client_metadata, .residual_step = 7, .ahead = {}};
   for (size_t g = 0; g < groups; ++g) {
     kept.ahead.push_back(
         {.lr = 0.25f * static_cast<float>(g / in_a_row), .bias = 0.5f, .eps = 1e-8f});
@@ -28,57 +28,57 @@ KeptBlob kept_of(const std::string& client_metadata, size_t groups, size_t in_a_
   return kept;
 }
 
-TEST(KeptBlob, ComesBack) {
+TEST(StepMetadata, ComesBack) {
   for (const std::string& client_metadata :
        {std::string(), std::string("a trainer's"), std::string(99, '\0')}) {
     for (const size_t groups : {0ul, 1ul, 2ul, 300ul}) {
-      const KeptBlob kept = kept_of(client_metadata, groups, 3);
-      const KeptBlob back = split_blob(join_blob(kept));
+      const StepMetadata kept = kept_of(client_metadata, groups, 3);
+      const StepMetadata back = split_metadata(join_metadata(kept));
       EXPECT_EQ(back.client_metadata, client_metadata);
       EXPECT_EQ(back.residual_step, 7u);
       expect_same(back.ahead, kept.ahead);
     }
-    const KeptBlob back = split_blob(
-        join_blob({.client_metadata = client_metadata, .residual_step = {}, .ahead = {}}));
+    const StepMetadata back = split_metadata(
+        join_metadata({.client_metadata = client_metadata, .residual_step = {}, .ahead = {}}));
     EXPECT_EQ(back.client_metadata, client_metadata);
     EXPECT_FALSE(back.residual_step);
   }
 }
 
-TEST(KeptBlob, AModelOfManyParametersWithOneRateTakesLittleRoom) {
-  EXPECT_LE(join_blob(kept_of("", 100'000, 100'000)).size(), 64u);
+TEST(StepMetadata, AModelOfManyParametersWithOneRateTakesLittleRoom) {
+  EXPECT_LE(join_metadata(kept_of("", 100'000, 100'000)).size(), 64u);
 }
 
-TEST(KeptBlob, WhatDoesNotFitIsLeftOut) {
-  const KeptBlob many = split_blob(join_blob(kept_of("a trainer's", 5000, 1)));
+TEST(StepMetadata, WhatDoesNotFitIsLeftOut) {
+  const StepMetadata many = split_metadata(join_metadata(kept_of("a trainer's", 5000, 1)));
   EXPECT_EQ(many.client_metadata, "a trainer's");
   EXPECT_EQ(many.residual_step, 7u);
   EXPECT_TRUE(many.ahead.empty());
   for (const uint64_t left : {0ul, 23ul, 24ul, 39ul, 40ul}) {
     const std::string client_metadata(kMost - left, 'x');
-    const std::string joined = join_blob(kept_of(client_metadata, 2, 2));
+    const std::string joined = join_metadata(kept_of(client_metadata, 2, 2));
     EXPECT_LE(joined.size(), kMost);
-    const KeptBlob back = split_blob(joined);
+    const StepMetadata back = split_metadata(joined);
     EXPECT_EQ(back.client_metadata, client_metadata);
     EXPECT_EQ(back.residual_step.has_value(), left >= 24);
     EXPECT_EQ(back.ahead.size(), left >= 40 ? 2u : 0u);
   }
 }
 
-TEST(KeptBlob, TextsFromBeforeSteppingAheadAreRead) {
-  const KeptBlob back =
-      split_blob("before" + std::string("SIRESID1") + std::string("\5\0\0\0\0\0\0\0", 8));
+TEST(StepMetadata, TextsFromBeforeSteppingAheadAreRead) {
+  const StepMetadata back =
+      split_metadata("before" + std::string("SIRESID1") + std::string("\5\0\0\0\0\0\0\0", 8));
   EXPECT_EQ(back.client_metadata, "before");
   EXPECT_EQ(back.residual_step, 5u);
   EXPECT_TRUE(back.ahead.empty());
 }
 
-TEST(KeptBlob, OtherTextsAreTheTrainers) {
+TEST(StepMetadata, OtherTextsAreTheTrainers) {
   // The mark, but more runs than there are bytes.
   std::string odd = "text" + std::string(8, '\xff') + "SIRESID2" + std::string(8, '\1');
   for (const std::string& text : {std::string("SIRESID2"), std::string(24, 'x'), odd}) {
-    EXPECT_EQ(split_blob(text).client_metadata, text);
-    EXPECT_FALSE(split_blob(text).residual_step);
+    EXPECT_EQ(split_metadata(text).client_metadata, text);
+    EXPECT_FALSE(split_metadata(text).residual_step);
   }
 }
 

@@ -1,4 +1,4 @@
-#include "smartinf/engine/kept_blob.h"
+#include "smartinf/engine/step_metadata.h"
 
 #include <algorithm>
 #include <array>
@@ -47,7 +47,7 @@ std::vector<Run> runs_of(const std::vector<kernels::StepAhead>& ahead) {
 
 }  // namespace
 
-std::string join_blob(const KeptBlob& kept) {
+std::string join_metadata(const StepMetadata& kept) {
   SI_CHECK(kept.client_metadata.size() <= storage::Store::kClientMetadataBytesMax,
            "a client metadata that fits");
   const size_t room = storage::Store::kClientMetadataBytesMax - kept.client_metadata.size();
@@ -64,8 +64,8 @@ std::string join_blob(const KeptBlob& kept) {
   return joined;
 }
 
-KeptBlob split_blob(std::string stored) {
-  KeptBlob kept;
+StepMetadata split_metadata(std::string stored) {
+  StepMetadata kept;
   kept.client_metadata = std::move(stored);
   Tail tail;
   const auto marked = [&](size_t bytes, std::string_view mark) {

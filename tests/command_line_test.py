@@ -35,6 +35,8 @@ class WrongUsage(unittest.TestCase):
 
     def test_unknown_flag_names_the_nearest(self):
         self.refused("doctor", "--jsno", says="did you mean --json?")
+        self.refused("bench", "step", "--densty", "0.1", says="did you mean --density?")
+        self.refused("bench", "step", "--xyzzy", says="see smartinf bench step --help")
         self.refused("train", "--print-confg", says="did you mean --print-config?")
 
     def test_missing_and_superfluous_words(self):

@@ -37,12 +37,12 @@ class SameBits(TrainCase):
 
 class Overlap(TrainCase):
     def test_an_update_behind_the_next_forward_changes_nothing(self):
-        recipe = self.recipe(steps=20)
+        recipe = self.recipe(steps=12)
         variants = {
             "q8": ["--optimizer.format", "q8", "--train.clip_norm", "0"],
             "bf16": ["--optimizer.format", "bf16", "--train.clip_norm", "0.5",
                      "--train.checkpoint_activations", "true"],
-            "compressed": ["--compress.density", "0.3", "--train.validate_every", "7"],
+            "compressed": ["--compress.density", "0.3", "--train.validate_every", "5"],
         }
         for run, flags in variants.items():
             with self.subTest(run):

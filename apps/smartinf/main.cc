@@ -86,38 +86,44 @@ std::vector<std::string> subcommand_names(const CLI::App& app) {
   return names;
 }
 
-// The flags of a command and of the whole program, and the recipe's keys where they are flags.
-std::vector<std::string> flag_names(const CLI::App& app, const CLI::App* command) {
-  std::vector<std::string> names;
-  for (const CLI::App* owner : {&app, command}) {
-    if (owner == nullptr) continue;
-    for (const CLI::Option* option : owner->get_options({})) {
-      for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
-    }
-  }
-  if (command != nullptr && takes_recipe(*command)) {
-    for (const config::Key& key : config::keys()) names.push_back("--" + std::string(key.name));
-  }
-  return names;
-}
-
 // The chosen subcommand, or null.
 const CLI::App* chosen(const CLI::App& app) {
   const std::vector<CLI::App*> parsed = app.get_subcommands();
   return parsed.empty() ? nullptr : parsed.front();
 }
 
+// The flags of the whole program and of the chosen command with its own subcommand, and the
+// recipe's keys where they are flags.
+std::vector<std::string> flag_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* owner = &app; owner != nullptr; owner = chosen(*owner)) {
+    for (const CLI::Option* option : owner->get_options({})) {
+      for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+    }
+  }
+  if (chosen(app) != nullptr && takes_recipe(*chosen(app))) {
+    for (const config::Key& key : config::keys()) names.push_back("--" + std::string(key.name));
+  }
+  return names;
+}
+
 int explain(const CLI::App& app, const CLI::ParseError& error) {
   if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::Success)) return app.exit(error);
-  const CLI::App* command = chosen(app);
-  const std::string help =
-      "; see smartinf " + (command ? command->get_name() + " --help" : std::string("--help"));
+  std::string help = "; see smartinf ";
+  for (const CLI::App* command = chosen(app); command != nullptr; command = chosen(*command)) {
+    help += command->get_name() + " ";
+  }
+  help += "--help";
   const std::vector<std::string> extras = app.remaining(true);
-  if (error.get_exit_code() == static_cast<int>(CLI::ExitCodes::ExtrasError) && !extras.empty()) {
+  // A flag that is required and misspelled is unknown first of all.
+  const auto code = static_cast<CLI::ExitCodes>(error.get_exit_code());
+  const bool about_words =
+      code == CLI::ExitCodes::ExtrasError || code == CLI::ExitCodes::RequiredError;
+  if (about_words && !extras.empty()) {
     const std::string& word = extras.front();
     if (!word.starts_with("-")) return usage("unexpected argument '" + word + "'", help);
     const std::string name = word.substr(0, word.find('='));
-    return usage("unknown flag " + name, did_you_mean(name, flag_names(app, command), help));
+    return usage("unknown flag " + name, did_you_mean(name, flag_names(app), help));
   }
   return usage(error.what(), help);
 }

@@ -27,8 +27,8 @@ namespace smartinf::csd {
 
 struct Command;
 
-/// What a device says of a command. Update says kWeightsReady once per subgroup, then kDone once
-/// all state is written; every other message has kDone only.
+/// What a device says of a command. Update says kWeightsReady once per subgroup that it updates,
+/// then kDone once all state is written; every other message has kDone only.
 struct Completion {
   enum class Event : uint8_t { kWeightsReady, kDone };
   Command* command = nullptr;
@@ -84,12 +84,24 @@ struct SubgroupUpdate {
   base::Bf16* samples_out = nullptr;
 };
 
-/// Updates these subgroups, in this order; weights come up one subgroup at a time.
+/// Updates these subgroups, in this order, from their committed state, whatever the step has made
+/// of it before; weights come up one subgroup at a time.
 struct Update {
   base::DataType weights_type = base::DataType::kBf16;
   std::vector<kernels::StepScalars> scalars;  // one entry per group of the parameter space
   std::vector<SubgroupUpdate> updates;
+  /// Right after BeginStep, before any gradient: each subgroup is updated when its gradient has
+  /// become complete, in the order in which they do. Done when all are, or when a StopUpdate or
+  /// another Update follows, which lets those finish that have begun.
+  /// Errors: kUnsupported where the committed state does not stay beside the new one, and for
+  /// compressed gradients.
+  bool as_completed = false;
+  /// Subgroups that the step has updated already are left as they are, and not reported again.
+  bool keep_updated = false;
 };
+
+/// Ends an update of subgroups as their gradients become complete; no other.
+struct StopUpdate {};
 
 /// Elements [first, first + count) of a subgroup's planes, decoded to f32: of the committed step.
 struct ReadState {
@@ -132,8 +144,8 @@ struct Abort {
 /// Between steps: writes what the state cache holds and the drive does not.
 struct Flush {};
 
-using Message = std::variant<BeginStep, PutGradient, PutCompressedGradient, Update, ReadState,
-                             WriteState, Prepare, Commit, Abort, Flush>;
+using Message = std::variant<BeginStep, PutGradient, PutCompressedGradient, Update, StopUpdate,
+                             ReadState, WriteState, Prepare, Commit, Abort, Flush>;
 
 /// As in error texts and traces: "begin step".
 std::string_view message_name(const Message& message);
@@ -159,8 +171,9 @@ struct DeviceInfo {
   uint32_t slots = 0;
   uint64_t memory_bytes = 0;  // slots
   uint64_t gradient_memory_bytes = 0;
-  bool gradients_spilled = false;  // some of them go to the store's spill area
-  uint32_t threads = 0;            // processor threads
+  bool gradients_spilled = false;     // some of them go to the store's spill area
+  base::Status updates_as_completed;  // why Update::as_completed cannot be asked for; ok: it can
+  uint32_t threads = 0;               // processor threads
   uint64_t state_cache_bytes = 0;
   uint32_t cached_subgroups = 0;
 };

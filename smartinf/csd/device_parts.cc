@@ -68,6 +68,26 @@ void DeviceParts::record_host(LinkDirection direction, base::TrafficKind kind,
                          begin_ns, base::now_ns(), bytes, kind});
 }
 
+base::Status DeviceParts::updates_as_completed() const {
+  const auto unsupported = [](const char* why, const char* instead) {
+    return base::Status(base::ErrorCode::kUnsupported, why, instead);
+  };
+  if (gradients->compressed()) {
+    return unsupported("compressed gradients are complete only when backward has ended",
+                       "Update when all gradients are there.");
+  }
+  if (store->durability() == storage::Durability::kNone) {
+    return unsupported("with durability \"none\" an update overwrites the committed state",
+                       "Update when all gradients are there, or use durability \"step\".");
+  }
+  if (slots_as_completed().empty()) {
+    return unsupported("beside gradients that are spilled there is memory for few subgroups only",
+                       "Update when all gradients are there, or raise the memory budget so that it "
+                       "has room for eight.");
+  }
+  return base::Status();
+}
+
 void DeviceParts::complete(Command& command, base::Status status) const {
   command.replies->push(
       {&command, Completion::Event::kDone, {}, std::move(status).with_context(name)});

@@ -19,9 +19,10 @@ namespace smartinf::csd {
 
 /// One thing from the caller's thread, in the order in which it came.
 struct DeviceEvent {
-  Command* command = nullptr;  // null: only a spill
+  Command* command = nullptr;  // null: only what follows
   uint64_t due_ns = 0;         // of a gradient: when it will have passed the host link
   std::optional<GradientMemory::Spill> spill;  // a gradient to write to the spill area
+  std::optional<uint32_t> completed;           // a subgroup whose gradient is in memory now
 };
 
 /// Bound: one event per command in flight and one per subgroup; one work per slot.

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "smartinf/csd/device.h"
@@ -69,6 +70,10 @@ class FakeDevice final : public Device {
     };
     drive_->silent = drive_->silent || is(drive_->silent_from);
     if (drive_->silent) return;
+    if (command.as<StopUpdate>() != nullptr || command.as<Update>() != nullptr ||
+        command.as<Abort>() != nullptr) {
+      end_update_as_completed();
+    }
     base::Status status;
     if (is(drive_->fail_next)) {
       drive_->fail_next.reset();
@@ -76,8 +81,10 @@ class FakeDevice final : public Device {
     } else {
       status = carry_out(command);
     }
+    if (&command == as_completed_) return;
     command.replies->push(
         {&command, Completion::Event::kDone, {}, std::move(status).with_context(info_.name)});
+    if (as_completed_ != nullptr && command.as<PutGradient>() != nullptr) update_completed();
   }
 
   base::TrafficReading host_traffic() const override { return host_.read(); }
@@ -131,7 +138,7 @@ class FakeDevice final : public Device {
       if (abort->step != step_) return wrong_order("another one is in progress");
       drive_->state.prepared_step = drive_->state.committed_step;
       phase_ = Phase::kIdle;
-    } else if (command.as<Flush>() == nullptr) {
+    } else if (command.as<Flush>() == nullptr && command.as<StopUpdate>() == nullptr) {
       return base::Status(base::ErrorCode::kUnsupported, "a fake device takes whole gradients");
     }
     return base::Status();
@@ -145,6 +152,7 @@ class FakeDevice final : public Device {
     step_ = step;
     phase_ = Phase::kBegun;
     drive_->shadow = drive_->committed;
+    updated_.assign(received_.size(), false);
     std::fill(received_.begin(), received_.end(), uint64_t{0});
     return base::Status();
   }
@@ -167,15 +175,37 @@ class FakeDevice final : public Device {
 
   base::Status update_all(Command& command, const Update& update) {
     if (phase_ != Phase::kBegun) return wrong_order("state can be written only in a step");
+    updated_.resize(received_.size());
+    if (update.as_completed) {
+      as_completed_ = &command;
+      return base::Status();
+    }
     for (const SubgroupUpdate& entry : update.updates) {
       SI_ASSIGN_OR_RETURN(const size_t at, position(entry.subgroup));
       if (received_[at] < drive_->layout->subgroups[at].count) {
         return wrong_order("the gradient is not complete");
       }
+      if (update.keep_updated && updated_[at]) continue;
       update_subgroup(update, entry, at);
       command.replies->push({&command, Completion::Event::kWeightsReady, entry.subgroup, {}});
     }
     return base::Status();
+  }
+
+  void update_completed() {
+    const auto& update = *as_completed_->as<Update>();
+    for (const SubgroupUpdate& entry : update.updates) {
+      const size_t at = *position(entry.subgroup);
+      if (updated_[at] || received_[at] < drive_->layout->subgroups[at].count) continue;
+      update_subgroup(update, entry, at);
+      as_completed_->replies->push(
+          {as_completed_, Completion::Event::kWeightsReady, entry.subgroup, {}});
+    }
+  }
+  void end_update_as_completed() {
+    if (as_completed_ == nullptr) return;
+    Command& done = *std::exchange(as_completed_, nullptr);
+    done.replies->push({&done, Completion::Event::kDone, {}, {}});
   }
 
   base::Status read_state(const ReadState& read) {
@@ -203,6 +233,8 @@ class FakeDevice final : public Device {
 
   void update_subgroup(const Update& step, const SubgroupUpdate& update, size_t at) {
     const storage::StoredSubgroup& subgroup = drive_->layout->subgroups[at];
+    drive_->shadow[at] = drive_->committed[at];
+    updated_[at] = true;
     const uint64_t state_bytes = subgroup.count * drive_->layout->planes.size() * sizeof(float);
     store_.add_up(base::TrafficKind::kState, state_bytes);
     store_.add_down(base::TrafficKind::kState, state_bytes);
@@ -236,7 +268,9 @@ class FakeDevice final : public Device {
   DeviceInfo info_;
   std::vector<std::vector<std::byte>> gradients_;
   base::DataType type_ = base::DataType::kBf16;
-  std::vector<uint64_t> received_;  // elements of each gradient
+  std::vector<uint64_t> received_;   // elements of each gradient
+  std::vector<bool> updated_;        // in this step
+  Command* as_completed_ = nullptr;  // an update of subgroups as their gradients become complete
   Phase phase_ = Phase::kIdle;
   base::StepNumber step_ = 0;  // in progress, unless idle
   base::TrafficCounter host_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -117,15 +118,23 @@ void GradientMemory::set_scratch(std::vector<std::span<std::byte>> buffers) {
 void GradientMemory::begin_step() {
   const std::lock_guard lock(mutex_);
   for (Entry& entry : entries_) {
-    entry.received = 0;
-    if (entry.buffer != kNone) free_.push_back(entry.buffer);
+    entry.received = entry.copied = 0;
     entry.buffer = kNone;
   }
+  SI_CHECK(being_written_ == 0, "a step begun while spilled gradients are written");
+  free_.resize(buffers_.size());
+  std::iota(free_.begin(), free_.end(), 0u);
 }
 
-base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
-    uint32_t subgroup, uint64_t first, uint64_t count, base::DataType type, const void* gradient,
-    std::chrono::nanoseconds wait) {
+void GradientMemory::reserve_buffers(uint32_t count) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(free_, [&](uint32_t buffer) { return buffer < count; });
+}
+
+base::Result<GradientMemory::Put> GradientMemory::put(uint32_t subgroup, uint64_t first,
+                                                      uint64_t count, base::DataType type,
+                                                      const void* gradient,
+                                                      std::chrono::nanoseconds wait) {
   Entry& entry = entries_[subgroup];
   if (compressed()) {
     return base::Status(base::ErrorCode::kInvalidArgument,
@@ -152,7 +161,9 @@ base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
   std::byte* base = entry.kept != nullptr ? entry.kept : buffers_[entry.buffer].data();
   copy_cast(static_cast<const std::byte*>(gradient), type,
             base + first * base::data_type_bytes(type_), type_, count);
-  if (entry.kept != nullptr || before + count != entry.count) return std::optional<Spill>();
+  // Others may still be copying what was received before this.
+  if (entry.copied.fetch_add(count) + count != entry.count) return Put();
+  if (entry.kept != nullptr) return Put{true, std::nullopt};
 
   const uint64_t bytes = entry.count * base::data_type_bytes(type_);
   const uint64_t padded = base::round_up(bytes, base::kIoAlignment);
@@ -166,7 +177,7 @@ base::Result<std::optional<GradientMemory::Spill>> GradientMemory::put(
   const Spill spill{subgroup, std::exchange(entry.buffer, kNone), {base, padded}};
   const std::lock_guard lock(mutex_);
   ++being_written_;
-  return std::optional<Spill>(spill);
+  return Put{true, spill};
 }
 
 base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId id,
@@ -202,7 +213,7 @@ base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId 
   }
   std::memcpy(entry.kept, message.data(), message.size());
   entry.message_bytes = message.size();
-  entry.received = entry.count;
+  entry.received = entry.copied = entry.count;
   return base::Status();
 }
 

@@ -33,6 +33,11 @@ class GradientMemory {
     uint32_t buffer = 0;
     std::span<std::byte> bytes;  // as SubgroupIo wants it
   };
+  /// What a piece did: made its subgroup's gradient complete, and that has to be spilled.
+  struct Put {
+    bool completed = false;
+    std::optional<Spill> spill;
+  };
 
   /// Keeps as many of the first subgroups in memory as `budget_bytes` holds: backward completes
   /// them last, so their update finds them there. Errors: kOutOfMemory when not all fit and the
@@ -53,15 +58,16 @@ class GradientMemory {
 
   /// Forgets what was put before.
   void begin_step();
+  /// Until the next step the first `count` buffers stay with their slots, which are in use.
+  void reserve_buffers(uint32_t count);
 
   /// Copies [count] elements of `type` to elements [first, first + count) of a subgroup, cast when
   /// the types differ. When that completes a subgroup that is not kept, it is handed out to be
   /// written; waits up to `wait` for a buffer while such writes are under way. Errors:
   /// kInvalidArgument for elements that the subgroup does not have or had before; kOutOfMemory when
   /// every buffer holds an incomplete gradient; kTimeout; what fail() was given.
-  base::Result<std::optional<Spill>> put(uint32_t subgroup, uint64_t first, uint64_t count,
-                                         base::DataType type, const void* gradient,
-                                         std::chrono::nanoseconds wait);
+  base::Result<Put> put(uint32_t subgroup, uint64_t first, uint64_t count, base::DataType type,
+                        const void* gradient, std::chrono::nanoseconds wait);
   /// Copies a whole subgroup's message after checking it through; a bad one changes nothing.
   /// Errors: compress::CompressedView::parse's; kInvalidArgument for another subgroup's, one with
   /// factors of other matrices, one that is longer than there is room for, or a second one in a
@@ -80,7 +86,7 @@ class GradientMemory {
   void fail(base::Status status);
 
   bool complete(uint32_t subgroup) const {
-    return entries_[subgroup].received == entries_[subgroup].count;
+    return entries_[subgroup].copied == entries_[subgroup].count;
   }
   bool kept(uint32_t subgroup) const { return entries_[subgroup].kept != nullptr; }
   /// Of a kept subgroup: [count] of type(). 64-byte aligned.
@@ -94,6 +100,7 @@ class GradientMemory {
   struct Entry {
     uint64_t count = 0;                  // elements
     std::atomic<uint64_t> received = 0;  // of them, in this step
+    std::atomic<uint64_t> copied = 0;    // of them, and in their place
     std::byte* kept = nullptr;
     uint64_t room_bytes = 0;                // at `kept`
     uint64_t message_bytes = 0;             // there now, when compressed

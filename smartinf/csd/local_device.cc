@@ -139,14 +139,10 @@ class LocalDevice final : public Device, private SlotUser {
   Status commit_answer_;        // of the committed step: it may be asked for again
   enum class Phase : uint8_t { kIdle, kBegun, kPrepared };
   Phase phase_ = Phase::kIdle;
-  base::StepNumber step_ = 0;      // in progress, unless idle
-  Status step_failure_;            // it cannot be prepared; until it is aborted
-  std::deque<Command*> commands_;  // not yet begun
-  struct InTransit {
-    uint64_t due_ns;
-    Command* command;
-  };
-  std::deque<InTransit> in_transit_;  // gradients on the host link; one direction: due in order
+  base::StepNumber step_ = 0;           // in progress, unless idle
+  Status step_failure_;                 // it cannot be prepared; until it is aborted
+  std::deque<Command*> commands_;       // not yet begun
+  std::deque<DeviceEvent> in_transit_;  // gradients on the host link; one direction: due in order
   std::vector<GradientMemory::Spill> spills_;  // by scratch buffer
   uint32_t spills_in_flight_ = 0;
   std::vector<DeviceEvent> events_;
@@ -199,6 +195,7 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   info_.memory_bytes = slot_memory_.size();
   info_.gradient_memory_bytes = gradients_->memory_bytes();
   info_.gradients_spilled = gradients_->buffer_bytes() > 0;
+  info_.updates_as_completed = parts_.updates_as_completed();
   info_.threads = threads;
   remember_state();
   thread_ = std::jthread([this] { run(); });
@@ -299,7 +296,10 @@ void LocalDevice::submit(Command& command) {
   if (const auto* put = command.as<PutCompressedGradient>()) return put_gradient(command, *put);
   // Here and not when the command is served: gradients may follow at once.
   if (command.as<BeginStep>() != nullptr) gradients_->begin_step();
-  event_queue_.post(DeviceEvent{&command, 0, std::nullopt});
+  if (const auto* update = command.as<Update>(); update != nullptr && update->as_completed) {
+    gradients_->reserve_buffers(static_cast<uint32_t>(parts_.slots_as_completed().size()));
+  }
+  event_queue_.post(DeviceEvent{&command, 0, std::nullopt, std::nullopt});
 }
 
 template <typename Put>
@@ -317,12 +317,14 @@ void LocalDevice::put_gradient(Command& command, const Put& put) {
     bytes = put.message.size();
     Status taken = gradients_->put_compressed(found->second, put.subgroup, put.message);
     if (!taken.ok()) return parts_.complete(command, std::move(taken));
+    event.completed = found->second;
   } else {
     bytes = put.count * base::data_type_bytes(put.type);
-    Result<std::optional<GradientMemory::Spill>> taken = gradients_->put(
+    Result<GradientMemory::Put> taken = gradients_->put(
         found->second, put.first, put.count, put.type, put.gradient, parts_.options.store.watchdog);
     if (!taken.ok()) return parts_.complete(command, std::move(taken).status());
-    event.spill = std::move(*taken);
+    event.spill = taken->spill;
+    if (taken->completed && !taken->spill.has_value()) event.completed = found->second;
   }
   if (parts_.options.host_link_place == HostLinkPlace::kAtProcessor) {
     parts_.host_traffic.add_down(base::TrafficKind::kGradient, bytes);
@@ -334,7 +336,9 @@ void LocalDevice::put_gradient(Command& command, const Put& put) {
     }
   }
   const bool done = event.command == nullptr;
-  if (event.spill.has_value() || !done) event_queue_.post(std::move(event));
+  if (event.spill.has_value() || event.completed.has_value() || !done) {
+    event_queue_.post(std::move(event));
+  }
   if (done) parts_.complete(command, Status());
 }
 
@@ -370,14 +374,18 @@ void LocalDevice::read_events(std::chrono::nanoseconds wait) {
   for (BlockWork* work : works_) work->slot->user->on_work(*work->slot, *work);
   for (const DeviceEvent& event : events_) {
     if (event.spill.has_value()) spill(*event.spill);
-    if (event.command == nullptr) continue;
     if (event.due_ns != 0) {  // a gradient on the host link
-      in_transit_.push_back({event.due_ns, event.command});
-    } else {
-      // A step that is to be forgotten need not be finished.
-      if (event.command->as<Abort>() != nullptr) handler_.cancel();
-      commands_.push_back(event.command);
+      in_transit_.push_back(event);
+      continue;
     }
+    if (event.completed.has_value()) handler_.gradient_completed(*event.completed);
+    if (event.command == nullptr) continue;
+    // A step that is to be forgotten need not be finished.
+    if (event.command->as<Abort>() != nullptr) handler_.cancel();
+    if (event.command->as<BeginStep>() != nullptr) handler_.begin_step();
+    const auto* update = event.command->as<Update>();
+    if (update != nullptr || event.command->as<StopUpdate>() != nullptr) handler_.stop();
+    commands_.push_back(event.command);
   }
   if (closed && !closing_) {
     closing_ = true;
@@ -388,9 +396,10 @@ void LocalDevice::read_events(std::chrono::nanoseconds wait) {
 void LocalDevice::on_time() {
   const uint64_t now = base::now_ns();
   while (!in_transit_.empty() && in_transit_.front().due_ns <= now) {
-    Command& command = *in_transit_.front().command;
+    const DeviceEvent event = in_transit_.front();
     in_transit_.pop_front();
-    parts_.complete(command, Status());
+    if (event.completed.has_value()) handler_.gradient_completed(*event.completed);
+    parts_.complete(*event.command, Status());
   }
   handler_.on_time(now);
 }
@@ -438,6 +447,10 @@ bool LocalDevice::try_serve(Command& command) {
     return true;
   }
   if (reads || writes) return state_access_.try_start(command);
+  if (command.as<StopUpdate>() != nullptr) {  // it has stopped, or none ran
+    parts_.complete(command, Status());
+    return true;
+  }
   if (!nothing_in_flight()) return false;
   if (updates) {
     if (step_failure_.ok()) {
@@ -570,8 +583,10 @@ void LocalDevice::spill(const GradientMemory::Spill& spill) {
 
 void LocalDevice::on_transfer(Transfer& transfer) {
   --spills_in_flight_;
+  const GradientMemory::Spill& spill = spills_[static_cast<size_t>(transfer.slot - slots_.data())];
   if (!transfer.io.status.ok() && step_failure_.ok()) step_failure_ = transfer.io.status;
-  gradients_->written(spills_[static_cast<size_t>(transfer.slot - slots_.data())]);
+  if (transfer.io.status.ok()) handler_.gradient_completed(spill.subgroup);
+  gradients_->written(spill);
 }
 
 void LocalDevice::give_up(Status status) {

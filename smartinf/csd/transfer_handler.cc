@@ -30,7 +30,19 @@ void TransferHandler::start(Command& command) {
   update_ = command.as<Update>();
   failure_ = check(*update_);
   unfinished_ = 0;
+  waiting_ = false;
+  updated_.resize(parts_.store->layout().subgroups.size());
   if (failure_.ok()) make_plan(*update_);
+  go_on();
+}
+
+void TransferHandler::begin_step() {
+  completed_.clear();
+  updated_.assign(parts_.store->layout().subgroups.size(), 0);
+}
+
+void TransferHandler::gradient_completed(uint32_t subgroup) {
+  completed_.push_back(subgroup);
   go_on();
 }
 
@@ -44,6 +56,7 @@ base::Status TransferHandler::check(const Update& update) const {
                         "an update for " + std::to_string(update.scalars.size()) + " of " +
                             std::to_string(groups) + " parameter groups");
   }
+  if (update.as_completed) SI_RETURN_IF_ERROR(parts_.updates_as_completed());
   const auto kinds = kernels::rule_planes(update.scalars.front().rule);
   const auto& planes = parts_.store->layout().planes;
   // Behind the rule's planes there may be a residual, which is the engine's.
@@ -62,7 +75,7 @@ base::Status TransferHandler::check(const Update& update) const {
           base::ErrorCode::kInvalidArgument,
           "subgroup " + std::to_string(entry.subgroup.value) + " belongs to another device");
     }
-    if (!parts_.gradients->complete(found->second)) {
+    if (!update.as_completed && !parts_.gradients->complete(found->second)) {
       return base::Status(
           base::ErrorCode::kFailedPrecondition,
           "the gradient of subgroup " + std::to_string(entry.subgroup.value) + " is not complete");
@@ -72,11 +85,18 @@ base::Status TransferHandler::check(const Update& update) const {
 }
 
 void TransferHandler::make_plan(const Update& update) {
+  entries_.clear();
+  for (uint32_t i = 0; i < update.updates.size(); ++i) {
+    const uint32_t subgroup = parts_.index_of.at(update.updates[i].subgroup);
+    if (!update.keep_updated || updated_[subgroup] == 0) entries_.push_back(i);
+  }
   plan::ScheduleInput input;
   input.variant = parts_.options.schedule;
-  input.subgroups = static_cast<uint32_t>(update.updates.size());
-  input.slots = static_cast<uint32_t>(parts_.slots.size());
+  input.subgroups = static_cast<uint32_t>(entries_.size());
   input.gradient_spilled = parts_.gradients->buffer_bytes() > 0;
+  const std::span<Slot> slots =
+      update.as_completed ? parts_.slots_as_completed() : std::span<Slot>(parts_.slots);
+  input.slots = static_cast<uint32_t>(slots.size());
   input.has_moments = rule_mask(update) != kMasterMask;
   // The command's order is the order wanted, for every variant.
   std::vector<uint32_t> order(input.subgroups);
@@ -101,22 +121,52 @@ void TransferHandler::make_plan(const Update& update) {
       if (before != Task::kNone) dependents_[next[before]++] = i;
     }
   }
+  tasks_left_.assign(entries_.size(), 0);
+  for (const Task& task : tasks_) ++tasks_left_[task.subgroup];
   unfinished_ = tasks_.size();
+  if (update.as_completed) {
+    entry_for_.assign(parts_.store->layout().subgroups.size(), kNone);
+    for (uint32_t i = 0; i < update.updates.size(); ++i) {
+      entry_for_[parts_.index_of.at(update.updates[i].subgroup)] = i;
+    }
+    std::fill(entries_.begin(), entries_.end(), kNone);
+    unfinished_ = 0;
+    completed_next_ = 0;
+    waiting_ = !entries_.empty();
+  }
+  parked_.clear();
   ready_.clear();
   ready_next_ = 0;
   for (uint32_t i = 0; i < tasks_.size(); ++i) {
     if (waits_[i] == 0) ready_.push_back(i);
   }
-  for (Slot& slot : parts_.slots) {
-    SI_CHECK(slot.user == nullptr, "an update needs all slots");
+  for (Slot& slot : slots) {
+    SI_CHECK(slot.user == nullptr, "an update's slots are in use");
     slot.user = this;
   }
 }
 
+/// The next subgroup whose gradient is complete takes this position. False: there is none yet.
+bool TransferHandler::assign(uint32_t position) {
+  if (entries_[position] != kNone) return true;
+  while (waiting_ && completed_next_ < completed_.size()) {
+    entries_[position] = entry_for_[completed_[completed_next_++]];
+    if (entries_[position] == kNone) continue;  // is not in this update
+    unfinished_ += tasks_left_[position];
+    waiting_ = std::count(entries_.begin(), entries_.end(), kNone) > 0;
+    return true;
+  }
+  return false;
+}
+
 void TransferHandler::go_on() {
+  if (!running()) return;
+  if (failure_.ok()) {
+    for (const uint32_t task : std::exchange(parked_, {})) ready_.push_back(task);
+  }
   while (failure_.ok() && ready_next_ < ready_.size()) begin(ready_[ready_next_++]);
   const bool nothing_in_flight = transfers_ == 0 && works_ == 0 && in_transit_.empty();
-  if (!running() || !nothing_in_flight || (failure_.ok() && unfinished_ > 0)) return;
+  if (!nothing_in_flight || (failure_.ok() && (unfinished_ > 0 || waiting_))) return;
   // After abandon() the drive may still write into slots: they are never used again.
   for (Slot& slot : parts_.slots) {
     if (slot.user == this && !abandoned_) slot.user = nullptr;
@@ -124,16 +174,15 @@ void TransferHandler::go_on() {
   ready_.clear();
   ready_next_ = 0;
   Command& done = *std::exchange(command_, nullptr);
-  last_failure_ = std::exchange(failure_, base::Status());
-  parts_.complete(done, last_failure_);
-}
-
-uint32_t TransferHandler::subgroup_of(uint32_t task) const {
-  return parts_.index_of.at(update_->updates[tasks_[task].subgroup].subgroup);
+  waiting_ = false;
+  const base::Status outcome = std::exchange(failure_, base::Status());
+  if (last_failure_.ok()) last_failure_ = outcome;
+  parts_.complete(done, outcome);
 }
 
 void TransferHandler::begin(uint32_t index) {
   const Task& task = tasks_[index];
+  if (!assign(task.subgroup)) return parked_.push_back(index);
   Slot& slot = parts_.slots[task.slot.value];
   const uint32_t subgroup = subgroup_of(index);
   // A cached subgroup is read into, updated in and written from memory of its own.
@@ -163,7 +212,7 @@ void TransferHandler::begin(uint32_t index) {
       const bool kept = parts_.gradients->kept(subgroup);
       slot.task = index;
       slot.update_ns = base::now_ns();
-      slot.update.prepare(planes, *update_, task.subgroup, subgroup,
+      slot.update.prepare(planes, *update_, entries_[task.subgroup], subgroup,
                           kept ? parts_.gradients->data(subgroup) : slot.gradient.data(), !kept,
                           *parts_.gradients, parts_.options);
       ++works_;
@@ -192,13 +241,14 @@ base::Status TransferHandler::begin_in_cache(uint32_t subgroup) {
 
 void TransferHandler::finish(uint32_t task) {
   --unfinished_;
+  if (--tasks_left_[tasks_[task].subgroup] == 0) updated_[subgroup_of(task)] = 1;
   for (uint32_t i = dependents_from_[task]; i < dependents_from_[task + 1]; ++i) {
     if (--waits_[dependents_[i]] == 0) ready_.push_back(dependents_[i]);
   }
 }
 
 void TransferHandler::send_weights(uint32_t task) {
-  const SubgroupUpdate& entry = update_->updates[tasks_[task].subgroup];
+  const SubgroupUpdate& entry = entry_of(task);
   const bool counted =
       entry.weights_out != nullptr && parts_.options.host_link_place == HostLinkPlace::kAtProcessor;
   if (!counted) return weights_ready(task);
@@ -221,10 +271,8 @@ void TransferHandler::send_weights(uint32_t task) {
 }
 
 void TransferHandler::weights_ready(uint32_t task) {
-  command_->replies->push({command_,
-                           Completion::Event::kWeightsReady,
-                           update_->updates[tasks_[task].subgroup].subgroup,
-                           {}});
+  command_->replies->push(
+      {command_, Completion::Event::kWeightsReady, entry_of(task).subgroup, {}});
   finish(task);
 }
 
@@ -266,6 +314,12 @@ void TransferHandler::cancel() {
   if (failure_.ok()) {
     failure_ = base::Status(base::ErrorCode::kCancelled, "the update was stopped");
   }
+  go_on();
+}
+
+void TransferHandler::stop() {
+  if (!waiting_) return;
+  waiting_ = false;
   go_on();
 }
 

@@ -19,13 +19,19 @@ class TransferHandler final : public SlotUser {
  public:
   explicit TransferHandler(DeviceParts& parts) : parts_(parts) {}
 
-  /// Starts an Update command; all slots must be free and all gradients there. Answers it when all
-  /// state is written, or after a failure when nothing is in flight any more.
+  /// Forgets which gradients are complete and what was updated.
+  void begin_step();
+  /// The gradient of a subgroup (index in the layout) is there.
+  void gradient_completed(uint32_t subgroup);
+  /// Starts an Update command; its slots must be free. Answers it when all state is written, or
+  /// after a failure when nothing is in flight any more.
   void start(Command& command);
   bool running() const { return command_ != nullptr; }
   /// Starts nothing more; the update ends as kCancelled.
   void cancel();
-  /// Why the last update failed: its step cannot be prepared. Ok again after forget_failure().
+  /// An update of subgroups as their gradients become complete takes up no more of them.
+  void stop();
+  /// Why an update of the step failed: it cannot be prepared. Ok again after forget_failure().
   const base::Status& failure() const { return last_failure_; }
   void forget_failure() { last_failure_ = base::Status(); }
   /// The store cannot go on: its transfers are given up, the processor's work is waited for.
@@ -49,23 +55,41 @@ class TransferHandler final : public SlotUser {
 
   base::Status check(const Update& update) const;
   void make_plan(const Update& update);
+  bool assign(uint32_t position);
   void begin(uint32_t task);
   void finish(uint32_t task);
   void go_on();
   void send_weights(uint32_t task);
   void weights_ready(uint32_t task);
-  uint32_t subgroup_of(uint32_t task) const;
+  const SubgroupUpdate& entry_of(uint32_t task) const {
+    return update_->updates[entries_[tasks_[task].subgroup]];
+  }
+  uint32_t subgroup_of(uint32_t task) const { return parts_.index_of.at(entry_of(task).subgroup); }
   base::Status begin_in_cache(uint32_t subgroup);
 
   DeviceParts& parts_;
   Command* command_ = nullptr;
   const Update* update_ = nullptr;  // its message
   base::Status failure_;            // of the update that runs
-  base::Status last_failure_;       // of the last one
+  base::Status last_failure_;       // the first one of the step
   bool abandoned_ = false;
   uint32_t transfers_ = 0;  // in flight
   uint32_t works_ = 0;      // in flight
-  size_t unfinished_ = 0;   // tasks
+  size_t unfinished_ = 0;   // tasks of the subgroups that were taken up
+
+  // Of the step, by subgroup of the layout.
+  std::vector<uint32_t> completed_;  // whose gradients are there, in the order in which they came
+  std::vector<uint8_t> updated_;     // its state is written
+  // Of an update as gradients become complete.
+  bool waiting_ = false;             // there may be more to take up
+  std::vector<uint32_t> entry_for_;  // by subgroup of the layout: in update_->updates, or kNone
+  size_t completed_next_ = 0;        // in completed_
+  std::vector<uint32_t> parked_;     // tasks whose position has no subgroup yet
+
+  // The schedule's subgroups are positions in the order in which they are taken up.
+  static constexpr uint32_t kNone = ~0u;
+  std::vector<uint32_t> entries_;     // by position: in update_->updates; kNone: not taken up yet
+  std::vector<uint32_t> tasks_left_;  // by position
 
   // Kept from step to step, so that their memory is allocated once.
   std::vector<plan::Task> tasks_;

@@ -52,7 +52,9 @@ const csd::Command* DeviceReplies::submit(csd::Device& device, csd::Message mess
     sent->owner = &device;
     sent->peer = &peer_of(device);
     sent->owed = true;
-    if (sent->peer->owed++ == 0) sent->peer->silent = {};
+    const auto* update = sent->as<csd::Update>();
+    sent->watched = update == nullptr || !update->as_completed;
+    if (sent->watched && sent->peer->owed++ == 0) sent->peer->silent = {};
     ++owed_;
     if (const base::Status why = watch_.given_up(device); !why.ok()) {
       give_up(*sent, why);
@@ -89,7 +91,7 @@ csd::Completion DeviceReplies::next() {
     peer.silent = {};
     if (completion.event == csd::Completion::Event::kDone) {
       sent.owed = false;
-      --peer.owed;
+      if (sent.watched) --peer.owed;
       --owed_;
       answered_ = &sent;
     }
@@ -149,7 +151,7 @@ void DeviceReplies::look_for_life() {
 void DeviceReplies::give_up(Sent& sent, const base::Status& why) {
   sent.owed = false;
   sent.given_up = true;
-  --sent.peer->owed;
+  if (sent.watched) --sent.peer->owed;
   --owed_;
   given_up_.push_back({&sent, csd::Completion::Event::kDone, {}, why});
 }

@@ -2,6 +2,9 @@
 // device. One that shows no sign of life for too long is given up: an error that names it takes the
 // place of every answer that it owes, and of every later one.
 //
+// An update of subgroups as their gradients become complete waits for the trainer, however long
+// that computes: only commands behind it are watched.
+//
 // What a device that was given up still has in hand stays in memory until the device is destroyed,
 // because it may yet be read or written.
 #pragma once
@@ -57,13 +60,14 @@ class DeviceReplies {
   struct Peer {
     csd::Device* device = nullptr;
     std::string name;
-    size_t owed = 0;
+    size_t owed = 0;           // of those that are watched
     uint64_t bytes_moved = 0;  // over its links and at its store, when last looked at
     std::chrono::nanoseconds silent{0};
   };
   struct Sent : csd::Command {
     Peer* peer = nullptr;
     bool owed = false;
+    bool watched = true;    // the device says nothing of it for too long only when it is stuck
     bool given_up = false;  // never used again
   };
   Peer& peer_of(csd::Device& device);

@@ -18,6 +18,16 @@ using base::ErrorCode;
 using base::Status;
 using csd::Completion;
 
+namespace {
+
+size_t devices_in(const std::vector<csd::Update>& updates) {
+  return static_cast<size_t>(
+      std::count_if(updates.begin(), updates.end(),
+                    [](const csd::Update& update) { return !update.updates.empty(); }));
+}
+
+}  // namespace
+
 base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions& options,
                                                            const plan::ParameterSpace& space,
                                                            DeviceSet set) {
@@ -122,6 +132,8 @@ Status DeviceUpdater::begin_step() {
   gradient_tracker_.begin();
   if (compressor_ != nullptr) compressor_->begin_step();
   skipped_.clear();
+  gradients_given_ = false;
+  sum_of_squares_max_ = 0;
   gradient_error_ = Status();
   gradient_error_ = on_all_devices(csd::BeginStep{step});
   return gradient_error_;
@@ -135,6 +147,7 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
   }
   SI_RETURN_IF_ERROR(gradient_error_);
   SI_ASSIGN_OR_RETURN(const auto pieces, gradient_tracker_.take(first, count));
+  gradients_given_ = true;
   if (compressor_ != nullptr) {
     const auto* bytes = static_cast<const std::byte*>(gradient);
     team_.run(pieces.size(), [&](uint32_t, size_t index) {
@@ -148,7 +161,15 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
   GradientSender::Failure failure =
       gradient_sender_.put(pieces, first, gradient, type, staging_.bytes());
   gradient_error_ = std::move(failure.status);
+  if (sum_of_squares_max_ > 0) watch_norm(pieces);
   return gradient_error_;
+}
+
+void DeviceUpdater::watch_norm(std::span<const GradientTracker::Piece> pieces) {
+  sum_of_squares_ += gradient_tracker_.sum_of_squares(pieces);
+  if (sum_of_squares_ <= sum_of_squares_max_) return;
+  sum_of_squares_max_ = 0;
+  submit_to_all(csd::StopUpdate{}, step_replies_);
 }
 
 Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
@@ -199,14 +220,101 @@ base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
 
 // ---- A step: update and weights.
 
+Status DeviceUpdater::check_groups(const UpdateOptions& options) const {
+  if (options.groups.size() >= space_.group_count()) return Status();
+  return Status(ErrorCode::kInvalidArgument,
+                fmt::format("learning rates for {} groups given, the model has {}",
+                            options.groups.size(), space_.group_count()),
+                "Give one entry for every group of the parameter space.");
+}
+
+std::vector<csd::Update> DeviceUpdater::make_updates(const UpdateOptions& options,
+                                                     base::DataType type, const WeightsSink& sink) {
+  std::vector<csd::Update> updates(set_.devices.size());
+  for (size_t i = 0; i < set_.subgroups.size(); ++i) {
+    const plan::Subgroup& subgroup = set_.subgroups[i];
+    updated_[i] = is_skipped(subgroup, options) ? 0 : 1;
+    if (updated_[i] == 0) continue;
+    void* weights = sink ? sink(subgroup.first) : nullptr;
+    base::Bf16* samples = nullptr;
+    if (weights_ahead_ != nullptr) {
+      weights_out_[i] = weights;
+      samples = weights_ahead_->samples();
+    }
+    updates[set_.owner[i].value].updates.push_back({subgroup.id, weights, samples});
+  }
+  const base::StepNumber number = number_of(options);
+  for (csd::Update& update : updates) {
+    update.weights_type = type;
+    for (uint32_t g = 0; g < space_.group_count(); ++g) {
+      update.scalars.push_back(kernels::make_step_scalars(
+          options_.rule, options.groups[g], number,
+          compressor_ != nullptr ? 1 : options.gradient_scale, options_.seed));
+    }
+  }
+  return updates;
+}
+
+void DeviceUpdater::restore_skipped(const std::vector<uint8_t>& guessed, const WeightsSink& sink,
+                                    std::vector<csd::Update>& updates) {
+  for (size_t i = 0; i < set_.subgroups.size(); ++i) {
+    const plan::Subgroup& subgroup = set_.subgroups[i];
+    if (updated_[i] != 0 || guessed[i] == 0) continue;
+    const bool complete =
+        std::none_of(skipped_.begin(), skipped_.end(), [&](const Skipped& skipped) {
+          return skipped.first < subgroup.first + subgroup.count &&
+                 subgroup.first < skipped.first + skipped.count;
+        });
+    if (!complete) continue;  // so it was not updated
+    updated_[i] = 1;
+    updates[set_.owner[i].value].updates.push_back(
+        {subgroup.id, sink ? sink(subgroup.first) : nullptr, nullptr});
+  }
+}
+
+void DeviceUpdater::submit_updates(std::vector<csd::Update> updates) {
+  for (size_t d = 0; d < updates.size(); ++d) {
+    if (!updates[d].updates.empty()) step_replies_.submit(*set_.devices[d], std::move(updates[d]));
+  }
+}
+
+Status DeviceUpdater::early_update_possible() const {
+  if (compressor_ != nullptr) {
+    return Status(ErrorCode::kUnsupported,
+                  "an early update needs whole gradients, and these are compressed",
+                  "Start the update when all gradients are there.");
+  }
+  for (const auto& device : set_.devices) {
+    const Status& possible = device->info().updates_as_completed;
+    if (!possible.ok()) return Status(possible).with_context(device->info().name);
+  }
+  return Status();
+}
+
+Status DeviceUpdater::start_early_update(const UpdateOptions& guess, base::DataType type,
+                                         const WeightsSink& sink, double norm_max) {
+  SI_RETURN_IF_ERROR(check_groups(guess));
+  SI_RETURN_IF_ERROR(early_update_possible());
+  const std::lock_guard lock(mutex_);
+  if (gradients_given_ || !skipped_.empty()) {
+    return Status(ErrorCode::kFailedPrecondition, "an early update after the first gradient",
+                  "Call start_early_update() right after begin_step().");
+  }
+  std::vector<csd::Update> updates = make_updates(guess, type, sink);
+  SI_RETURN_IF_ERROR(protocol_.start_early_update(devices_in(updates)));
+  for (csd::Update& update : updates) update.as_completed = true;
+  for (size_t i = 0; i < weights_ready_.size(); ++i) weights_ready_[i] = 1 - updated_[i];
+  guess_ = updates.front().scalars;
+  guess_type_ = type;
+  sum_of_squares_ = 0;
+  sum_of_squares_max_ = norm_max * norm_max;
+  submit_updates(std::move(updates));
+  return Status();
+}
+
 Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType type,
                                    const WeightsSink& sink) {
-  if (options.groups.size() < space_.group_count()) {
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("learning rates for {} groups given, the model has {}",
-                              options.groups.size(), space_.group_count()),
-                  "Give one entry for every group of the parameter space.");
-  }
+  SI_RETURN_IF_ERROR(check_groups(options));
   {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(protocol_.require(Phase::kSummed, "an update started"));
@@ -222,21 +330,10 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
   }
   SI_RETURN_IF_ERROR(compressor_ != nullptr ? send_compressed(options) : fill_skipped(options));
   const std::lock_guard lock(mutex_);
-  std::vector<csd::Update> updates(set_.devices.size());
-  for (size_t i = 0; i < set_.subgroups.size(); ++i) {
-    const plan::Subgroup& subgroup = set_.subgroups[i];
-    const bool alone = is_skipped(subgroup, options);
-    weights_ready_[i] = alone ? 1 : 0;  // nothing of it changes
-    updated_[i] = alone ? 0 : 1;
-    if (alone) continue;
-    void* weights = sink ? sink(subgroup.first) : nullptr;
-    base::Bf16* samples = nullptr;
-    if (weights_ahead_ != nullptr) {
-      weights_out_[i] = weights;
-      samples = weights_ahead_->samples();
-    }
-    updates[set_.owner[i].value].updates.push_back({subgroup.id, weights, samples});
-  }
+  const std::vector<uint8_t> guessed = updated_;
+  std::vector<csd::Update> updates = make_updates(options, type, sink);
+  const bool right = protocol_.early() && guess_type_ == type && guess_ == updates.front().scalars;
+  if (protocol_.early() && !right) restore_skipped(guessed, sink, updates);
   if (weights_ahead_ != nullptr) {
     weights_ahead_->expect(updated_);
     samples_current_ = false;
@@ -249,22 +346,16 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
     if (options.groups[g].skip) continue;
     next_ahead_[g] = kernels::make_step_ahead(options_.rule, options.groups[g], number);
   }
-  std::vector<kernels::StepScalars> scalars;
-  for (uint32_t g = 0; g < space_.group_count(); ++g) {
-    scalars.push_back(kernels::make_step_scalars(
-        options_.rule, options.groups[g], number,
-        compressor_ != nullptr ? 1 : options.gradient_scale, options_.seed));
-  }
   if (compressor_ != nullptr) compression_ = compressor_->summary();
-  SI_RETURN_IF_ERROR(protocol_.start_update(static_cast<size_t>(
-      std::count_if(updates.begin(), updates.end(),
-                    [](const csd::Update& update) { return !update.updates.empty(); }))));
-  for (size_t d = 0; d < updates.size(); ++d) {
-    if (updates[d].updates.empty()) continue;
-    updates[d].weights_type = type;
-    updates[d].scalars = scalars;
-    step_replies_.submit(*set_.devices[d], std::move(updates[d]));
+  SI_RETURN_IF_ERROR(protocol_.start_update(devices_in(updates)));
+  if (right) {
+    for (csd::Update& update : updates) update.keep_updated = true;
+  } else {
+    guess_type_.reset();
+    // Of what is skipped nothing changes.
+    for (size_t i = 0; i < weights_ready_.size(); ++i) weights_ready_[i] = 1 - updated_[i];
   }
+  submit_updates(std::move(updates));
   return Status();
 }
 
@@ -300,6 +391,8 @@ void DeviceUpdater::take_completions() {
     Completion completion = step_replies_.next();
     if (completion.command == nullptr) return;  // closed
     const bool ready = completion.event == Completion::Event::kWeightsReady;
+    const auto* update = completion.command->as<csd::Update>();
+    const bool early = update != nullptr && update->as_completed;
     std::vector<size_t> weights_ready;
     if (ready && completion.status.ok()) {
       const size_t subgroup = completion.subgroup.value;
@@ -307,13 +400,13 @@ void DeviceUpdater::take_completions() {
         weights_ready.push_back(subgroup);
       } else {
         weights_ahead_->arrived({compressor_->next_residual(0), next_ahead_}, subgroup,
-                                weights_out_[subgroup],
-                                completion.command->as<csd::Update>()->weights_type,
+                                weights_out_[subgroup], update->weights_type,
                                 [&](size_t done) { weights_ready.push_back(done); });
       }
     }
     {
       const std::lock_guard lock(mutex_);
+      if (early && !guess_type_.has_value()) weights_ready.clear();  // they are made again
       for (const size_t subgroup : weights_ready) weights_ready_[subgroup] = 1;
       complete(std::move(completion));
     }
@@ -323,6 +416,9 @@ void DeviceUpdater::take_completions() {
 
 void DeviceUpdater::complete(Completion&& completion) {
   if (completion.event == Completion::Event::kWeightsReady) {
+    return protocol_.failed(std::move(completion.status));
+  }
+  if (completion.command->as<csd::StopUpdate>() != nullptr) {
     return protocol_.failed(std::move(completion.status));
   }
   if (completion.command->as<csd::Update>() != nullptr) {

@@ -63,6 +63,9 @@ class DeviceUpdater final : public Updater {
                             uint64_t count) override;
   base::Status skip_gradient(uint64_t first, uint64_t count) override;
   base::Result<GradientSummary> finish_gradients(double unscale) override;
+  base::Status early_update_possible() const override;
+  base::Status start_early_update(const UpdateOptions& guess, base::DataType type,
+                                  const WeightsSink& sink, double norm_max) override;
   base::Status start_update(const UpdateOptions& options, base::DataType type,
                             const WeightsSink& sink) override;
   base::Status wait_weights(uint64_t first, uint64_t count) override;
@@ -119,6 +122,20 @@ class DeviceUpdater final : public Updater {
   /// Zeros for what got no gradient, where the rest of its subgroup is updated.
   base::Status fill_skipped(const UpdateOptions& options);
 
+  base::Status check_groups(const UpdateOptions& options) const;
+  /// A message for each device, of which some may have nothing to update; notes which subgroups
+  /// take part. mutex_ held.
+  std::vector<csd::Update> make_updates(const UpdateOptions& options, base::DataType type,
+                                        const WeightsSink& sink);
+  /// Adds what an early update has changed and the step leaves as it was: their scalars skip, which
+  /// writes the committed state again. guessed: updated_ of the early update. mutex_ held.
+  void restore_skipped(const std::vector<uint8_t>& guessed, const WeightsSink& sink,
+                       std::vector<csd::Update>& updates);
+  /// Those with something to update. mutex_ held.
+  void submit_updates(std::vector<csd::Update> updates);
+  /// Ends an early update whose guess is known to be wrong.
+  void watch_norm(std::span<const GradientTracker::Piece> pieces);
+
   /// Compresses and sends all gradients of the step.
   base::Status send_compressed(const UpdateOptions& options);
   /// What compression kept at the committed step, from the devices or, where that is not there,
@@ -166,7 +183,10 @@ class DeviceUpdater final : public Updater {
     uint64_t first = 0;
     uint64_t count = 0;
   };
-  std::vector<Skipped> skipped_;  // in this step
+  std::vector<Skipped> skipped_;   // in this step
+  bool gradients_given_ = false;   // in this step
+  double sum_of_squares_ = 0;      // of those measured since an early update began
+  double sum_of_squares_max_ = 0;  // 0: there is no limit, or it was passed
 
   DeviceReplies step_replies_{watch_};  // to the engine thread
   std::vector<size_t> next_to_keep_;    // by device: index in its layout
@@ -177,6 +197,8 @@ class DeviceUpdater final : public Updater {
   std::string client_metadata_;
   std::vector<uint8_t> weights_ready_;             // of every subgroup
   std::vector<uint8_t> updated_;                   // of every subgroup: is in this step's update
+  std::vector<kernels::StepScalars> guess_;        // of the early update
+  std::optional<base::DataType> guess_type_;       // likewise; empty: it does not count
   bool keep_wanted_ = false;                       // by keep_residual()
   bool keeping_ = false;                           // this commit writes residuals
   bool new_residual_ = false;                      // and they count from it on

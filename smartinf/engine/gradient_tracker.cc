@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include <fmt/format.h>
 
@@ -72,6 +73,15 @@ void GradientTracker::measure(const Piece& piece, const void* gradient, base::Da
       kernels::kernels().partial_norm(gradient, type, piece.count);
   found_[piece.index].sum_of_squares = norm.sum_of_squares;
   found_[piece.index].finite = norm.finite;
+}
+
+double GradientTracker::sum_of_squares(std::span<const Piece> pieces) const {
+  double sum = 0;
+  for (const Piece& piece : pieces) {
+    if (!found_[piece.index].finite) return std::numeric_limits<double>::infinity();
+    sum += found_[piece.index].sum_of_squares;
+  }
+  return sum;
 }
 
 base::Result<GradientSummary> GradientTracker::finish(double unscale) const {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,9 @@ class GradientTracker {
 
   /// Measures one piece's values. Threads: safe for different pieces.
   void measure(const Piece& piece, const void* gradient, base::DataType type);
+
+  /// Sum of squares of measured pieces; infinite where a value is not finite.
+  double sum_of_squares(std::span<const Piece> pieces) const;
 
   /// Errors: kFailedPrecondition when a range is incomplete (named).
   base::Result<GradientSummary> finish(double unscale) const;

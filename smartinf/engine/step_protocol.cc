@@ -41,6 +41,18 @@ Status StepProtocol::begin_step() {
   SI_RETURN_IF_ERROR(require(Phase::kIdle, "a step begun"));
   phase_ = Phase::kGradients;
   error_ = Status();
+  early_ = false;
+  return Status();
+}
+
+Status StepProtocol::start_early_update(size_t devices) {
+  SI_RETURN_IF_ERROR(require(Phase::kGradients, "an early update"));
+  if (early_) {
+    return Status(ErrorCode::kFailedPrecondition, "a second early update in one step",
+                  "start_update() follows it.");
+  }
+  early_ = true;
+  updates_in_flight_ = devices;
   return Status();
 }
 
@@ -53,7 +65,7 @@ Status StepProtocol::finish_gradients() {
 Status StepProtocol::start_update(size_t devices) {
   SI_RETURN_IF_ERROR(require(Phase::kSummed, "an update started"));
   phase_ = Phase::kUpdating;
-  updates_in_flight_ = devices;
+  updates_in_flight_ += devices;
   return Status();
 }
 

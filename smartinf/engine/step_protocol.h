@@ -2,6 +2,7 @@
 // device is sent next. It does nothing itself: no threads, no locks, no I/O.
 //
 //   step             begin_step -> finish_gradients -> start_update -> start_commit
+//                    (start_early_update between the first two: by a guess of its options)
 //   initialization   begin_edit -> start_commit      (step 0, which cannot be aborted)
 //   edit             begin_edit -> start_commit
 //
@@ -57,6 +58,8 @@ class StepProtocol {
   // Calls of the trainer. Errors: kFailedPrecondition for a call out of order; nothing has changed
   // then. None may come while committing().
   base::Status begin_step();
+  /// Once, before finish_gradients(). devices: as for start_update().
+  base::Status start_early_update(size_t devices);
   /// Again allowed after itself.
   base::Status finish_gradients();
   /// devices: how many have something to update.
@@ -72,7 +75,7 @@ class StepProtocol {
   base::Status require(Phase phase, std::string_view what) const;
 
   // Answers of devices.
-  /// Of a device's update; whatever else of it failed before.
+  /// Of a device's update, early or not; whatever else of it failed before.
   Next update_ended(base::Status status);
   /// To what Next said.
   Next answered(base::Status status);
@@ -81,6 +84,8 @@ class StepProtocol {
 
   Phase phase() const { return phase_; }
   bool updating() const { return updates_in_flight_ > 0; }
+  /// The step in progress has had an early update.
+  bool early() const { return early_; }
   /// From start_commit(), commit_prepared() or abort() until the outcome is known.
   bool committing() const { return committing_; }
   /// The outcome of the last of them, once.
@@ -103,6 +108,7 @@ class StepProtocol {
   bool written_;
   base::StepNumber committed_step_;
   Phase phase_;
+  bool early_ = false;
   size_t updates_in_flight_ = 0;
   size_t answers_due_ = 0;
   bool committing_ = false;

@@ -49,6 +49,44 @@ Next updates_end(StepProtocol& protocol, size_t failing = 0) {
   return next;
 }
 
+TEST(StepProtocol, AStepIsPreparedWhenItsEarlyUpdateHasEndedToo) {
+  StepProtocol protocol = written();
+  EXPECT_EQ(protocol.start_early_update(kDevices).code(), ErrorCode::kFailedPrecondition);
+  ASSERT_TRUE(protocol.begin_step().ok());
+  ASSERT_TRUE(protocol.start_early_update(kDevices).ok());
+  EXPECT_EQ(protocol.start_early_update(kDevices).code(), ErrorCode::kFailedPrecondition);
+  ASSERT_TRUE(protocol.finish_gradients().ok());
+  EXPECT_EQ(protocol.start_early_update(kDevices).code(), ErrorCode::kFailedPrecondition);
+  ASSERT_TRUE(protocol.start_update(kDevices).ok());
+  EXPECT_EQ(protocol.start_commit(false).value(), Next::kWait);
+  EXPECT_EQ(updates_end(protocol), Next::kWait) << "the other updates go on";
+  EXPECT_EQ(updates_end(protocol), Next::kPrepare);
+}
+
+TEST(StepProtocol, AFailedEarlyUpdateAbortsTheStep) {
+  StepProtocol protocol = written();
+  ASSERT_TRUE(protocol.begin_step().ok());
+  ASSERT_TRUE(protocol.start_early_update(kDevices).ok());
+  EXPECT_EQ(updates_end(protocol, 1), Next::kWait);
+  ASSERT_TRUE(protocol.finish_gradients().ok());
+  ASSERT_TRUE(protocol.start_update(kDevices).ok());
+  EXPECT_EQ(protocol.start_commit(false).value(), Next::kWait);
+  EXPECT_EQ(updates_end(protocol), Next::kAbort);
+  EXPECT_EQ(answer_all(protocol), Next::kWait);
+  EXPECT_EQ(protocol.take_outcome().what(), "update");
+}
+
+TEST(StepProtocol, AbortWaitsForAnEarlyUpdate) {
+  StepProtocol protocol = written();
+  ASSERT_TRUE(protocol.begin_step().ok());
+  ASSERT_TRUE(protocol.start_early_update(kDevices).ok());
+  EXPECT_EQ(protocol.abort().value(), Next::kAbort);
+  EXPECT_EQ(updates_end(protocol, kDevices), Next::kWait);
+  EXPECT_EQ(answer_all(protocol), Next::kWait);
+  EXPECT_EQ(protocol.phase(), Phase::kIdle);
+  EXPECT_TRUE(protocol.take_outcome().ok()) << "what is aborted may fail";
+}
+
 TEST(StepProtocol, AStepIsPreparedAndThenCommittedOnAllDevices) {
   StepProtocol protocol = written();
   update(protocol);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -112,12 +113,32 @@ inline uint64_t loaded_weights(Updater& updater) {
   return digest(loaded);
 }
 
-inline void run_steps(Updater& updater, int first_step, int last_step, Outcome& outcome) {
+/// The options of an early update, of a step whose own are given.
+struct Guess {
+  UpdateOptions options;
+  double norm_max = 0;
+};
+using Guesses = std::function<Guess(int step, const UpdateOptions& right)>;
+
+/// guesses: each step begins with an early update; norms: those of the steps, from the first on.
+inline void run_steps(Updater& updater, int first_step, int last_step, Outcome& outcome,
+                      const Guesses& guesses = nullptr, const std::vector<double>& norms = {}) {
   const plan::ParameterSpace& space = updater.space();
   std::vector<base::Bf16> weights(space.count());
   for (int step = first_step; step <= last_step; ++step) {
     const auto gradient = contract_gradient(space.count(), step);
+    const auto options_for = [](double norm) {
+      UpdateOptions options;
+      options.gradient_scale = 0.25 * std::min(1.0, 1.0 / norm);
+      options.groups = {{.lr = 0.01, .weight_decay = 0.1}, {.lr = 0.02, .weight_decay = 0}};
+      return options;
+    };
+    const WeightsSink sink = [&](uint64_t first) { return weights.data() + first; };
     expect_ok(updater.begin_step());
+    if (guesses) {
+      const Guess guess = guesses(step, options_for(norms[static_cast<size_t>(step) - 1]));
+      expect_ok(updater.start_early_update(guess.options, DataType::kBf16, sink, guess.norm_max));
+    }
     // Backward: the last range comes first.
     for (auto range = space.ranges().rbegin(); range != space.ranges().rend(); ++range) {
       expect_ok(updater.put_gradient(range->first, gradient.data() + range->first, DataType::kBf16,
@@ -126,11 +147,7 @@ inline void run_steps(Updater& updater, int first_step, int last_step, Outcome& 
     const auto summary = updater.finish_gradients(0.25);
     expect_ok(summary.status());
     outcome.norms.push_back(summary->norm);
-    UpdateOptions options;
-    options.gradient_scale = 0.25 * std::min(1.0, 1.0 / summary->norm);
-    options.groups = {{.lr = 0.01, .weight_decay = 0.1}, {.lr = 0.02, .weight_decay = 0}};
-    expect_ok(updater.start_update(options, DataType::kBf16,
-                                   [&](uint64_t first) { return weights.data() + first; }));
+    expect_ok(updater.start_update(options_for(summary->norm), DataType::kBf16, sink));
     expect_ok(updater.start_commit(fmt::format("after step {}", step)));
     expect_ok(updater.wait_weights(0, space.count()));
     outcome.weights.push_back(digest(weights));

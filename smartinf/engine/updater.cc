@@ -53,6 +53,16 @@ base::Status Updater::commit_prepared() {
                       "Call wait_commit().");
 }
 
+base::Status Updater::early_update_possible() const {
+  return base::Status(base::ErrorCode::kUnsupported, "this updater updates whole steps only",
+                      "Start the update when all gradients are there.");
+}
+
+base::Status Updater::start_early_update(const UpdateOptions&, base::DataType, const WeightsSink&,
+                                         double) {
+  return early_update_possible();
+}
+
 base::Status Updater::skip_gradient(uint64_t, uint64_t) {
   return base::Status(base::ErrorCode::kUnsupported, "this updater needs a gradient everywhere",
                       "Keep the state on devices.");

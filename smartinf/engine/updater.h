@@ -138,6 +138,19 @@ class Updater {
   /// Errors: kFailedPrecondition when a range got no gradient (named).
   virtual base::Result<GradientSummary> finish_gradients(double unscale) = 0;
 
+  /// Why start_early_update() cannot be called here; ok: it can.
+  virtual base::Status early_update_possible() const;
+  /// After begin_step(), before any gradient: devices update each subgroup as soon as its gradient
+  /// is complete, with `guess`, and its weights go to `sink` at once; so whoever computes the
+  /// gradients must have used those weights for the last time when he gives the last piece of
+  /// their gradient. start_update() tells whether the guess was right: with the same options and
+  /// type what was done counts, with others it is done again, from the committed state; the bits
+  /// are those of a step without this call. After abort() weights that came up are stale.
+  /// norm_max above 0: the guess holds up to this norm of all gradients, before unscaling. When
+  /// those that are there have passed it, or are not finite, nothing more is started.
+  virtual base::Status start_early_update(const UpdateOptions& guess, base::DataType type,
+                                          const WeightsSink& sink, double norm_max);
+
   /// Starts the update; returns at once. Weights go to where `sink` points, `type` each; that
   /// memory stays valid until the step is committed or aborted.
   virtual base::Status start_update(const UpdateOptions& options, base::DataType type,

@@ -57,6 +57,70 @@ TEST_P(UpdaterContract, SameGradientsGiveTheSameBits) {
   EXPECT_EQ(outcome.state, reference(GetParam().gradient_type).state);
 }
 
+/// A guess of a step's options changes when it is updated, and nothing else: neither one that is
+/// right, nor one that turns out wrong at the end, nor one that is known to be wrong before.
+TEST_P(UpdaterContract, EarlyUpdatesGiveTheSameBits) {
+  const Outcome& expected = reference(GetParam().gradient_type);
+  auto updater = open();
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  if (const base::Status possible = (*updater)->early_update_possible(); !possible.ok()) {
+    EXPECT_TRUE(GetParam().durability == storage::Durability::kNone || (*updater)->slots() < 8);
+    expect_ok((*updater)->begin_step());
+    UpdateOptions guess;
+    guess.groups.resize(2);
+    EXPECT_EQ((*updater)->start_early_update(guess, DataType::kBf16, nullptr, 0).code(),
+              base::ErrorCode::kUnsupported);
+    expect_ok((*updater)->abort());
+  }
+  const auto guesses = [](int step, const UpdateOptions& right) {
+    Guess guess{right};
+    if (step == 1) return guess;
+    guess.options.gradient_scale *= 1.5;
+    if (step == 2) guess.options.groups[1].skip = true;
+    if (step == 3) guess.norm_max = 0.1;  // the first piece's is more
+    return guess;
+  };
+  const bool possible = (*updater)->early_update_possible().ok();
+  Outcome outcome;
+  run_steps(**updater, 1, kSteps, outcome, possible ? Guesses(guesses) : nullptr, expected.norms);
+  EXPECT_EQ(outcome, expected);
+}
+
+/// What was updated early and then has to stay as it was.
+TEST_P(UpdaterContract, AnEarlyUpdateIsTakenBack) {
+  auto updater = open();
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  if (const base::Status possible = (*updater)->early_update_possible(); !possible.ok()) {
+    GTEST_SKIP() << possible.to_string();
+  }
+  initialize(**updater);
+  const plan::ParameterSpace& space = (*updater)->space();
+  std::vector<base::Bf16> weights(space.count());
+  const WeightsSink sink = [&](uint64_t first) { return weights.data() + first; };
+  const auto before = all_planes(**updater);
+  UpdateOptions options;
+  options.groups.resize(2);
+  const auto begin_with_all_gradients = [&] {
+    expect_ok((*updater)->begin_step());
+    expect_ok((*updater)->start_early_update(options, DataType::kBf16, sink, 0));
+    put_gradients(**updater, contract_gradient(space.count(), 7), std::nullopt);
+    expect_ok((*updater)->finish_gradients(1).status());
+  };
+  begin_with_all_gradients();
+  expect_ok((*updater)->abort());
+  EXPECT_EQ(all_planes(**updater), before);
+
+  begin_with_all_gradients();
+  UpdateOptions nothing = options;
+  for (auto& group : nothing.groups) group.skip = true;
+  expect_ok((*updater)->start_update(nothing, DataType::kBf16, sink));
+  expect_ok((*updater)->wait_weights(0, space.count()));
+  expect_ok((*updater)->commit("nothing changed"));
+  EXPECT_EQ(all_planes(**updater), before);
+  EXPECT_EQ(loaded_weights(**updater), digest(weights));
+}
+
 TEST_P(UpdaterContract, AStepAbortedLeavesNoTrace) {
   if (GetParam().durability == storage::Durability::kNone) {
     GTEST_SKIP() << "updates in place cannot be aborted";
@@ -239,6 +303,7 @@ const Variant kVariants[] = {
     {.name = "Early", .devices = 2, .schedule = plan::ScheduleVariant::kEarly},
     {.name = "ThreadRing", .devices = 2, .ring = storage::RingKind::kThreads},
     {.name = "Spilled", .devices = 2, .gradient_budget_bytes = 0},
+    {.name = "SpilledInSmallSubgroups", .subgroup_elements = kBlock, .gradient_budget_bytes = 0},
     {.name = "HalfSpilled", .gradient_budget_bytes = 2 * base::kMiB},
     {.name = "InPlace", .devices = 2, .durability = storage::Durability::kNone},
     {.name = "NoChecksums", .checksums = false},

@@ -78,6 +78,8 @@ struct StepScalars {
   float initial_variance = 0;  // initial_accumulator_value (Adagrad)
   uint64_t step = 0;           // counts from 1; with seed it makes stochastic rounding repeatable
   uint64_t seed = 0;           // of the run
+
+  bool operator==(const StepScalars&) const = default;
 };
 
 /// `step` is the updater's; a group's own one takes its place but in the seed of rounding.

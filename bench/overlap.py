@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What a training step takes with the update behind the next forward, and without, in turn.
+"""What a training step takes with the update behind forward or backward, and without, in turn.
 
     bench/overlap.py --device DIR [--rounds 3] [--steps 8] [--programs command,python]
 
 Both programs train a Llama of about 200 million parameters in bf16 on 512 tokens a step: `smartinf train`
-(optimizer.overlap none and late) and Hugging Face's model with smartinf.AdamW (with and without overlap=model).
+(optimizer.overlap none, late and early) and Hugging Face's model with smartinf.AdamW (with and without overlap=model).
 "compute": forward and backward alone, without any update. One line of JSON for each: seconds of a step, median
 over the steps behind the first two, and the bits of the last loss. Every run is a process of its own. State is
 kept below DIR and removed.
@@ -47,6 +47,7 @@ def command(args, mode, folder):
         file.write(RECIPE)
     words = [args.smartinf, "train", recipe, "--json", "--train.run", os.path.join(folder, "run")]
     words += ["--train.steps", str(args.steps + 2), "--optimizer.overlap", mode]
+    words += ["--train.clip_norm", str(args.clip_norm)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
     steps = [row for row in map(json.loads, done.stdout.splitlines()) if "forward_s" in row]
     timed = steps[2:-1]  # behind the last one nothing is computed
@@ -54,6 +55,7 @@ def command(args, mode, folder):
         "step_s": statistics.median(row["seconds"] for row in timed),
         "compute_s": statistics.median(row["forward_s"] + row["backward_s"] for row in timed),
         "exposed_s": statistics.median(row["exposed_s"] for row in timed),
+        "wrong_guesses": sum(row["wrong_guess"] for row in timed),
         "loss": steps[-1]["loss"].hex(),
     }
 
@@ -115,6 +117,7 @@ def main():
     parser.add_argument("--device", required=True, help="a directory on the drive")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
+    parser.add_argument("--clip-norm", type=float, default=1.0, help="of the command; 0: every guess is right")
     parser.add_argument("--programs", default="command,python")
     parser.add_argument("--smartinf", default="smartinf", help="the command")
     parser.add_argument("--mode", help=argparse.SUPPRESS)
@@ -124,7 +127,7 @@ def main():
     os.makedirs(args.device, exist_ok=True)
     for round_number in range(args.rounds):
         for program in args.programs.split(","):
-            for mode in ("none", "late") if program == "command" else ("compute", "none", "late"):
+            for mode in ("none", "late", "early") if program == "command" else ("compute", "none", "late"):
                 with tempfile.TemporaryDirectory(dir=args.device) as folder:
                     if program == "command":
                         row = command(args, mode, folder)

@@ -57,6 +57,38 @@ class Overlap(TrainCase):
                 self.assertGreater(sum(line["exposed_s"] for line in lines), 0)
 
 
+    def test_a_guess_right_or_wrong_changes_nothing(self):
+        recipe = self.recipe(steps=16)
+        norms = None
+        for run, flags in {
+            "f32": ["--optimizer.format", "f32"],
+            "bf16": ["--optimizer.format", "bf16", "--train.checkpoint_activations", "true",
+                     "--train.accumulation", "2", "--engine.subgroup_elements", "65536"],
+        }.items():
+            with self.subTest(run):
+                self.train(recipe, run + "_free", *flags, *self.devices(run + "_free", 1),
+                           "--train.clip_norm", "0", "--optimizer.overlap", "early")
+                norms = sorted(line["gradient_norm"] for line in self.log(run + "_free") if "loss" in line)
+                bites = ["--train.clip_norm", str(norms[len(norms) // 2])]  # in about half of the steps
+                self.train(recipe, run, *flags, *bites, *self.devices(run, 1), "--optimizer.overlap", "none")
+                early = run + "_early"
+                self.train(recipe, early, *flags, *bites, *self.devices(early, 3), *SLOW,
+                           "--optimizer.overlap", "early")
+                self.assertEqual(self.losses(run), self.losses(early))
+                self.assertEqual(self.master_weights(run), self.master_weights(early))
+                lines = [line for line in self.log(early) if "loss" in line]
+                self.assertEqual({line["overlap"] for line in lines}, {"early"})
+                self.assertEqual({line["wrong_guess"] for line in lines}, {True, False})
+                free = [line for line in self.log(run + "_free") if "loss" in line]
+                self.assertEqual({line["wrong_guess"] for line in free}, {False})
+
+    def test_early_is_refused_where_it_cannot_be(self):
+        recipe = self.recipe(steps=2)
+        done = self.train(recipe, "refused", "--compress.density", "0.3", "--optimizer.overlap", "early", code=1)
+        self.assertIn("optimizer.overlap", done)
+        self.assertIn("compressed", done)
+
+
 class BesideTorch(TrainCase):
     # A calm run: where the loss jumps, runs that differ in one last place part for good.
     CALM = ["--train.lr", "3e-4", "--train.warmup_steps", "40"]

@@ -17,7 +17,7 @@ using base::Status;
 
 // In the order of the enumerators.
 constexpr std::array<std::string_view, 3> kWhere{"device", "host", "memory"};
-constexpr std::array<std::string_view, 3> kOverlap{"auto", "none", "late"};
+constexpr std::array<std::string_view, 4> kOverlap{"auto", "none", "late", "early"};
 constexpr std::array<std::string_view, 2> kPrecision{"bf16", "f32"};
 constexpr std::array<std::string_view, 5> kRule{"adamw", "adam", "sgd", "adagrad", "lion"};
 constexpr std::array<std::string_view, 3> kFormat{"f32", "bf16", "q8"};
@@ -149,8 +149,11 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY(
         "optimizer.overlap", choice(r.options.train.overlap, kOverlap),
         "what runs beside the update: \"late\": the next forward, which waits for the weights of "
-        "one layer at a time; \"none\": nothing; \"auto\": \"late\" unless optimizer.where is "
-        "\"memory\". Weights and losses are the same bits"),
+        "one layer at a time; \"early\": backward too, by the guess that train.clip_norm will not "
+        "be "
+        "passed; \"none\": nothing; \"auto\": \"late\" unless optimizer.where is \"memory\", "
+        "\"early\" in steps where late was waited for and the guess is likely to be right. Weights "
+        "and losses are the same bits"),
     SI_KEY("optimizer.rule", choice(r.updater.rule.rule, kRule), "the update rule"),
     SI_KEY("optimizer.beta1", &r.updater.rule.beta1, "beta1 of adam, adamw, lion; momentum of sgd"),
     SI_KEY("optimizer.beta2", &r.updater.rule.beta2, "beta2 of adam, adamw, lion"),

@@ -488,6 +488,11 @@ Status DeviceUpdater::start_commit(const std::string& client_metadata) {
   return Status();
 }
 
+bool DeviceUpdater::committing() const {
+  const std::lock_guard lock(mutex_);
+  return protocol_.committing();
+}
+
 Status DeviceUpdater::wait_commit() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return !protocol_.committing(); });

@@ -70,6 +70,7 @@ class DeviceUpdater final : public Updater {
                             const WeightsSink& sink) override;
   base::Status wait_weights(uint64_t first, uint64_t count) override;
   base::Status start_commit(const std::string& client_metadata) override;
+  bool committing() const override;
   base::Status wait_commit() override;
   base::Status commit_prepared() override;
   base::Status flush() override;

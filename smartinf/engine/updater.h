@@ -162,6 +162,8 @@ class Updater {
   /// Starts the commit and returns at once: when all writes are done the step is prepared on every
   /// device, then committed on every device. At most kClientMetadataBytesMax of client metadata.
   virtual base::Status start_commit(const std::string& client_metadata) = 0;
+  /// A commit that was started has not ended yet.
+  virtual bool committing() const { return false; }
   /// Waits for its outcome; ok when none was started. On failure the step has been aborted on
   /// every device and the last committed one stands; weights that came up are stale (load_weights).
   virtual base::Status wait_commit() = 0;

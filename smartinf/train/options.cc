@@ -163,8 +163,12 @@ Status validate(const Options& options) {
                  "is set, but with optimizer.where = \"memory\" no device holds a state",
                  "Leave it out: train.save_every says how often that state is written");
   }
-  if (options.train.overlap == Overlap::kLate && options.train.where == OptimizerWhere::kMemory) {
-    return wrong("optimizer.overlap", "is \"late\", but optimizer.where is \"memory\"",
+  const Overlap overlap = options.train.overlap;
+  if ((overlap == Overlap::kLate || overlap == Overlap::kEarly) &&
+      options.train.where == OptimizerWhere::kMemory) {
+    return wrong("optimizer.overlap",
+                 fmt::format("is \"{}\", but optimizer.where is \"memory\"",
+                             overlap == Overlap::kLate ? "late" : "early"),
                  "Leave it out: torch's own AdamW updates before the next forward");
   }
   return validate(options.checkpoint);

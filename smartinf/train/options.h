@@ -59,9 +59,11 @@ std::string_view optimizer_where_name(OptimizerWhere where);
 base::Result<OptimizerWhere> optimizer_where_from_name(std::string_view name);
 
 /// optimizer.overlap: what runs beside the update of a step. kLate: the next step's forward, layer
-/// by layer as their weights arrive. The choice changes time and no bit. kAuto: kLate where the
-/// engine updates.
-enum class Overlap : uint8_t { kAuto, kNone, kLate };
+/// by layer as their weights arrive. kEarly: backward too, by the guess that nothing is clipped;
+/// where it is wrong the update is done again as kLate. The choice changes time and no bit. kAuto:
+/// kLate where the engine updates, kEarly in steps where late was waited for and the norm of the
+/// step before is well below the limit.
+enum class Overlap : uint8_t { kAuto, kNone, kLate, kEarly };
 
 struct TrainOptions {
   std::string run;  // folder of the run: recipe, log, and state unless [[device]] says otherwise

@@ -30,6 +30,7 @@ std::string StepReport::to_json() const {
       {"update_s", update_s},
       {"exposed_s", exposed_s},
       {"overlap", overlap},
+      {"wrong_guess", wrong_guess},
       {"host_up_bytes", traffic.host_link.up_total()},
       {"host_down_bytes", traffic.host_link.down_total()},
       {"store_read_bytes", traffic.store.up_total()},

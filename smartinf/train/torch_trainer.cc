@@ -15,6 +15,16 @@ using base::Result;
 using base::Status;
 using torch::Tensor;
 
+namespace {
+
+// Norms of neighbouring steps are alike: this far below the limit the next one is likely to be
+// below it, too.
+constexpr double kLikelyNorm = 0.8;
+// What a late update may be waited for before an early one is tried.
+constexpr double kExposedShareMax = 0.05;
+
+}  // namespace
+
 torch::ScalarType scalar_type(base::DataType type) {
   switch (type) {
     case base::DataType::kF32:
@@ -47,8 +57,9 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
       const Tensor loss = model_->loss(batch.tokens_BT, batch.targets_BT);
       report.loss += loss.item<double>() / options_.train.accumulation;
       const uint64_t backward_ns = base::now_ns();
+      last_micro_batch_ = i + 1 == options_.train.accumulation;
       loss.backward();
-      SI_RETURN_IF_ERROR(accumulate_gradients(i));
+      if (!last_micro_batch_) SI_RETURN_IF_ERROR(accumulate_gradients(i));
       const uint64_t end_ns = base::now_ns();
 
       report.tokens += static_cast<uint64_t>(batch.tokens_BT.numel());
@@ -60,14 +71,19 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     }
 
     const uint64_t update_ns = base::now_ns();
-    SI_RETURN_IF_ERROR(updater_->begin_step());  // the step before this one is committed now
-    waited_s_ += base::seconds_since(update_ns);
+    if (!begun_) SI_RETURN_IF_ERROR(begin_step());  // the one before is committed now
     SI_RETURN_IF_ERROR(put_gradients());
+    begun_ = last_micro_batch_ = false;
     SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary,
                         updater_->finish_gradients(1.0 / options_.train.accumulation));
     report.gradient_norm = summary.norm;
     if (!summary.finite) return skip(std::move(report), summary.first_bad);
-    SI_RETURN_IF_ERROR(update(summary, report.lr));
+    SI_RETURN_IF_ERROR(update(summary));
+    report.overlap = overlap_ == Overlap::kEarly  ? "early"
+                     : overlap_ == Overlap::kLate ? "late"
+                                                  : "none";
+    report.wrong_guess = overlap_ == Overlap::kEarly && clip_factor(summary) != 1;
+    norm_before_ = summary.norm;
     ++step_;
     skips_in_a_row_ = 0;
     const uint64_t end_ns = base::now_ns();
@@ -75,7 +91,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9;
     report.update_s = report.seconds - report.forward_s - report.backward_s;
     report.exposed_s = std::exchange(waited_s_, 0);
-    report.overlap = weights_used_ < space_.count() ? "late" : "none";
+    if (overlap_ == Overlap::kLate) late_exposed_ = report.exposed_s / report.seconds;
     report.phases.push_back({"update", update_ns, end_ns});
     report_traffic(report);
     // Before the commit: a line too many is cut when the run goes on, one that a crash kept from
@@ -123,13 +139,50 @@ Status TorchTrainer::accumulate_gradients(uint32_t micro_batch) {
   return Status();
 }
 
-// Last parameter first, as backward makes them; each gradient is freed once it is down.
+// While the commit of the step before goes on they wait here, and autograd does not.
+void TorchTrainer::gradient_arrived(size_t parameter) {
+  if (!last_micro_batch_) return;
+  gradients_ready_.push_back(parameter);
+  if (!begun_ && updater_->committing()) return;
+  Status status = begun_ ? Status() : begin_step();
+  if (status.ok()) status = put_gradients();
+  if (!status.ok()) throw StatusError(std::move(status));
+}
+
+Status TorchTrainer::begin_step() {
+  const uint64_t begin_ns = base::now_ns();
+  SI_RETURN_IF_ERROR(updater_->begin_step());
+  waited_s_ += base::seconds_since(begin_ns);
+  begun_ = true;
+  overlap_ = overlap_of_next_step();
+  if (overlap_ != Overlap::kEarly) return Status();
+  const TrainOptions& train = options_.train;
+  return updater_->start_early_update(
+      update_options(1), weights_type_, [this](uint64_t first) { return weights_at(first); },
+      train.clip_norm * train.accumulation);
+}
+
+Overlap TorchTrainer::overlap_of_next_step() const {
+  const TrainOptions& train = options_.train;
+  if (memory_ != nullptr || train.overlap == Overlap::kNone) return Overlap::kNone;
+  if (train.overlap == Overlap::kEarly) return Overlap::kEarly;
+  const bool last = step_ + 1 == train.steps;  // nothing is computed behind it
+  const bool right_guess =
+      train.clip_norm == 0 || (norm_before_ > 0 && norm_before_ < kLikelyNorm * train.clip_norm);
+  if (train.overlap == Overlap::kAuto && right_guess &&
+      (last || late_exposed_ > kExposedShareMax) && updater_->early_update_possible().ok()) {
+    return Overlap::kEarly;
+  }
+  return last ? Overlap::kNone : Overlap::kLate;
+}
+
+// In the order in which backward makes them; each gradient is freed once it is down.
 Status TorchTrainer::put_gradients() {
   const torch::ScalarType type = scalar_type(gradient_type_);
-  for (size_t i = model_->parameters().size(); i-- > 0;) {
+  for (const size_t i : std::exchange(gradients_ready_, {})) {
     Parameter& parameter = model_->parameters()[i];
-    Tensor gradient = sums_.empty() ? std::exchange(parameter.weight.mutable_grad(), Tensor())
-                                    : std::exchange(sums_[i], Tensor());
+    Tensor gradient = std::exchange(parameter.weight.mutable_grad(), Tensor());
+    if (!sums_.empty()) gradient = std::exchange(sums_[i], Tensor()).add_(gradient);
     gradient = gradient.to(type).to(torch::kCPU).contiguous();
     SI_RETURN_IF_ERROR(updater_->put_gradient(parameter.first, gradient.const_data_ptr(),
                                               gradient_type_,
@@ -138,24 +191,27 @@ Status TorchTrainer::put_gradients() {
   return Status();
 }
 
-Status TorchTrainer::update(const engine::GradientSummary& summary, double lr) {
-  const TrainOptions& train = options_.train;
+double TorchTrainer::clip_factor(const engine::GradientSummary& summary) const {
+  const double clip_norm = options_.train.clip_norm;
+  return clip_norm > 0 && summary.norm > clip_norm ? clip_norm / summary.norm : 1;
+}
+
+engine::UpdateOptions TorchTrainer::update_options(double clip_factor) const {
+  const double lr = learning_rate(options_.train, step_ + 1);
   engine::UpdateOptions options;
-  options.gradient_scale = 1.0 / train.accumulation;
-  if (train.clip_norm > 0 && summary.norm > train.clip_norm) {
-    options.gradient_scale *= train.clip_norm / summary.norm;
-  }
+  options.gradient_scale = 1.0 / options_.train.accumulation * clip_factor;
   for (const ParameterGroup& group : groups_) {
     options.groups.push_back({.lr = lr * group.lr_factor, .weight_decay = group.weight_decay});
   }
-  SI_RETURN_IF_ERROR(updater_->start_update(options, weights_type_,
-                                            [this](uint64_t first) { return weights_at(first); }));
-  weights_used_ = 0;
-  return late() && step_ + 1 < train.steps ? Status() : use_all_weights();
+  return options;
 }
 
-bool TorchTrainer::late() const {
-  return memory_ == nullptr && options_.train.overlap != Overlap::kNone;
+Status TorchTrainer::update(const engine::GradientSummary& summary) {
+  SI_RETURN_IF_ERROR(updater_->start_update(update_options(clip_factor(summary)), weights_type_,
+                                            [this](uint64_t first) { return weights_at(first); }));
+  weights_used_ = 0;
+  const bool last = step_ + 1 == options_.train.steps;
+  return overlap_ == Overlap::kNone || last ? use_all_weights() : Status();
 }
 
 Status TorchTrainer::use_weights(uint64_t first, uint64_t count) {
@@ -178,6 +234,10 @@ Status TorchTrainer::use_weights(uint64_t first, uint64_t count) {
 // The batch is passed over for good: the next step sees other data.
 Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& parameter) {
   SI_RETURN_IF_ERROR(updater_->abort());
+  if (overlap_ == Overlap::kEarly) {  // has written new weights
+    SI_RETURN_IF_ERROR(updater_->load_weights(
+        weights_type_, [this](uint64_t first) { return weights_at(first); }));
+  }
   report.skipped = fmt::format("gradient of {} is not finite", parameter);
   folder_.append_log(report.to_json());
   if (++skips_in_a_row_ > options_.train.skips_max) {

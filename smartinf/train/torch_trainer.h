@@ -101,16 +101,21 @@ class TorchTrainer final : public Trainer {
   base::Result<Batch> next_batch();
 
   base::Status accumulate_gradients(uint32_t micro_batch);
+  /// From autograd: a parameter's gradient of this micro batch is complete.
+  void gradient_arrived(size_t parameter);
+  base::Status begin_step();
   base::Status put_gradients();
   bool residual_lags() const;
   bool must_write_residual(const std::stop_token& stop) const;
   base::Result<StepReport> skip(StepReport report, const std::string& parameter);
-  base::Status update(const engine::GradientSummary& summary, double lr);
+  double clip_factor(const engine::GradientSummary& summary) const;
+  engine::UpdateOptions update_options(double clip_factor) const;
+  base::Status update(const engine::GradientSummary& summary);
+  Overlap overlap_of_next_step() const;
   base::Status open_devices(const Job& job, const RunStart& run_start);
   base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
   void* weights_at(uint64_t element) const;
-  bool late() const;
   /// Waits for new weights and takes them to the accelerator. Nothing where they are there.
   base::Status use_weights(uint64_t first, uint64_t count);
   base::Status use_all_weights() { return use_weights(0, space_.count()); }
@@ -145,6 +150,14 @@ class TorchTrainer final : public Trainer {
   engine::UpdaterTraffic traffic_;
   uint64_t weights_used_ = 0;  // elements from the first on that have the last step's weights
   double waited_s_ = 0;        // for updates, since the report before
+
+  // The step in progress.
+  bool last_micro_batch_ = false;        // its gradients go down as they arrive
+  bool begun_ = false;                   // at the updater
+  std::vector<size_t> gradients_ready_;  // parameters whose gradients go down next
+  Overlap overlap_ = Overlap::kNone;     // of this step; never kAuto
+  double norm_before_ = 0;               // of the last step; 0: there was none
+  double late_exposed_ = 0;              // share of the last late step that was waited for
 
   base::StepNumber first_ = 0;  // what training began from
   base::StepNumber step_ = 0;

@@ -1,9 +1,12 @@
 // What happens before the first step: a run is chosen, its devices are opened, its history kept.
 #include <filesystem>
+#include <functional>
 #include <thread>
 
 #include <ATen/Parallel.h>
 #include <nlohmann/json.hpp>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/cuda.h>
 
 #include "smartinf/base/log.h"
@@ -20,6 +23,12 @@ using base::Result;
 using base::Status;
 
 namespace {
+
+struct GradientHook : torch::autograd::PostAccumulateGradHook {
+  explicit GradientHook(std::function<void()> call) : arrived(std::move(call)) {}
+  void operator()(const torch::autograd::Variable&) override { arrived(); }
+  std::function<void()> arrived;
+};
 
 Status different(const char* key, const std::string& here, const std::string& there) {
   return Status(ErrorCode::kMismatch,
@@ -201,6 +210,14 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
     SI_RETURN_IF_ERROR(folder_.keep_log_until(step_).status());
   }
 
+  if (train.overlap == Overlap::kEarly) {
+    Status possible = updater_->early_update_possible();
+    if (!possible.ok()) {
+      return Status(possible.code(),
+                    fmt::format("optimizer.overlap is \"early\", but {}", possible.what()),
+                    "Set it to \"auto\" or \"late\"");
+    }
+  }
   const auto count = static_cast<int64_t>(space_.count());
   host_weights_N_ = torch::empty(
       {count}, torch::dtype(scalar_type(weights_type_)).pinned_memory(!accelerator_.is_cpu()));
@@ -209,6 +226,11 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   weights_N_ = host_weights_N_.to(accelerator_);  // the same tensor when both are the CPU's
   model_ = std::make_unique<Model>(options_.model, space_, weights_N_, options_.data.sequence,
                                    train.checkpoint_activations);
+  for (size_t i = 0; i < model_->parameters().size(); ++i) {
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        model_->parameters()[i].weight,
+        std::make_unique<GradientHook>([this, i] { gradient_arrived(i); }));
+  }
   model_->set_before_use([this](uint64_t first, uint64_t elements) {
     Status status = use_weights(first, elements);
     if (!status.ok()) throw StatusError(std::move(status));

@@ -134,8 +134,9 @@ struct Commit {
   base::StepNumber step = 0;
 };
 
-/// Forgets the step that has begun or is prepared; an update that runs ends as kCancelled. Has the
-/// same answer when it is asked for again; without such a step there is nothing to do.
+/// Forgets the step that has begun or is prepared; its update ends as kCancelled, also one that
+/// waits to start. Has the same answer when it is asked for again; without such a step there is
+/// nothing to do.
 /// Errors: kFailedPrecondition for the committed step, or while another one is in progress.
 struct Abort {
   base::StepNumber step = 0;

@@ -448,6 +448,52 @@ TEST_P(DeviceContract, StopsAnUpdateThatIsAborted) {
   expect_state(reference);
 }
 
+/// What ends an update reaches the device while the update waits for what is in flight before it.
+TEST_P(DeviceContract, AnUpdateThatHasNotStartedIsStopped) {
+  if (GetParam().durability == storage::Durability::kNone) GTEST_SKIP() << "in place";
+  if (GetParam().fake) GTEST_SKIP() << "an update ends within submit()";
+  faulty_ = true;
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  const storage::StoredSubgroup& first = layout_.subgroups.front();
+  const std::vector<float> ones(first.count, 1.0f);
+  const auto wait_behind_a_write = [&](Update message, Message end, base::ErrorCode outcome) {
+    ASSERT_TRUE(run(BeginStep{1}).ok());
+    if (!message.as_completed) put_all(1);
+    faults_.done = 0;
+    faults_.what = Faults::What::kHoldWrites;
+    Command write{WriteState{first.id, first.count, {ones.data()}}};
+    Command update{std::move(message)};
+    Command ending{std::move(end)};
+    driver_.start(write);
+    while (faults_.done == 0) std::this_thread::yield();
+    driver_.start(update);
+    driver_.start(ending);
+    driver_.ready.clear();
+    faults_.what = Faults::What::kNothing;
+    EXPECT_TRUE(driver_.wait_for(write).ok());
+    const Status status = driver_.wait_for(update);
+    EXPECT_EQ(status.code(), outcome) << status.to_string();
+    EXPECT_TRUE(driver_.wait_for(ending).ok());
+    EXPECT_TRUE(driver_.ready.empty());
+    EXPECT_TRUE(run(Abort{1}).ok());
+    expect_state(reference);
+  };
+  wait_behind_a_write(update_of(1), Abort{1}, base::ErrorCode::kCancelled);
+  if (device_->info().updates_as_completed.ok()) {
+    Update early = update_of(1);  // of gradients that never come
+    early.as_completed = true;
+    wait_behind_a_write(early, Abort{1}, base::ErrorCode::kCancelled);
+    wait_behind_a_write(early, StopUpdate{}, base::ErrorCode::kOk);
+  }
+  step(1);
+  ASSERT_FALSE(HasFatalFailure());
+  finish_step(1);
+  reference.step(1, GetParam().gradient_type, GetParam().weights_type);
+  expect_state(reference);
+}
+
 TEST_P(DeviceContract, RefusesCommandsOutOfOrder) {
   create();
   ASSERT_FALSE(HasFatalFailure());

@@ -95,6 +95,11 @@ class LocalDevice final : public Device, private SlotUser {
   void on_time();
   void serve_commands();
   bool try_serve(Command& command);
+  template <typename Kind>
+  bool waits_behind_first() const {
+    return std::any_of(commands_.begin() + 1, commands_.end(),
+                       [](const Command* command) { return command->as<Kind>() != nullptr; });
+  }
   void spill(const GradientMemory::Spill& spill);
   Status begin_step(base::StepNumber step);
   void serve_step(Command& command);
@@ -453,10 +458,14 @@ bool LocalDevice::try_serve(Command& command) {
   }
   if (!nothing_in_flight()) return false;
   if (updates) {
-    if (step_failure_.ok()) {
-      handler_.start(command);
-    } else {
+    // What ends an update may have come while it waited here.
+    if (!step_failure_.ok()) {
       parts_.complete(command, step_failure_);
+    } else if (waits_behind_first<Abort>()) {
+      parts_.complete(command, Status(ErrorCode::kCancelled, "the update was stopped"));
+    } else {
+      handler_.start(command);
+      if (waits_behind_first<Update>() || waits_behind_first<StopUpdate>()) handler_.stop();
     }
   } else if (command.as<Flush>() != nullptr) {
     if (!lost_.ok()) {

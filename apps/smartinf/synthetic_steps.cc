@@ -80,22 +80,37 @@ Status SyntheticSteps::initialize(engine::Updater& updater) const {
       {});
 }
 
+Status SyntheticSteps::put_gradients(engine::Updater& updater, uint64_t first,
+                                     uint64_t count) const {
+  const uint64_t end = first + count;
+  for (; first < end; first += engine::kGradientCutElements) {
+    SI_RETURN_IF_ERROR(updater.put_gradient(first, gradient_.data(), gradient_type_,
+                                            std::min(engine::kGradientCutElements, end - first)));
+  }
+  return Status();
+}
+
+engine::UpdateOptions SyntheticSteps::update_options() const {
+  engine::UpdateOptions options;
+  options.groups = {{.lr = 1e-4, .weight_decay = 0.01}};
+  return options;
+}
+
+engine::WeightsSink SyntheticSteps::weights_sink() {
+  return [this](uint64_t first) {
+    return weights_.data() + first * base::data_type_bytes(weights_type_);
+  };
+}
+
 base::Result<StepTimes> SyntheticSteps::step(engine::Updater& updater) {
   StepTimes times;
   SI_RETURN_IF_ERROR(updater.begin_step());
   const uint64_t gradient_ns = base::now_ns();
-  for (uint64_t first = 0; first < space_.count(); first += engine::kGradientCutElements) {
-    const uint64_t count = std::min(engine::kGradientCutElements, space_.count() - first);
-    SI_RETURN_IF_ERROR(updater.put_gradient(first, gradient_.data(), gradient_type_, count));
-  }
+  SI_RETURN_IF_ERROR(put_gradients(updater, 0, space_.count()));
   times.gradient_s = base::seconds_since(gradient_ns);
   const uint64_t update_ns = base::now_ns();
   SI_RETURN_IF_ERROR(updater.finish_gradients(1).status());
-  engine::UpdateOptions options;
-  options.groups = {{.lr = 1e-4, .weight_decay = 0.01}};
-  SI_RETURN_IF_ERROR(updater.start_update(options, weights_type_, [this](uint64_t first) {
-    return weights_.data() + first * base::data_type_bytes(weights_type_);
-  }));
+  SI_RETURN_IF_ERROR(updater.start_update(update_options(), weights_type_, weights_sink()));
   SI_RETURN_IF_ERROR(updater.start_commit({}));
   SI_RETURN_IF_ERROR(updater.wait_weights(0, space_.count()));
   times.weights_s = base::seconds_since(update_ns);

@@ -43,6 +43,13 @@ class SyntheticSteps {
   /// One whole step.
   base::Result<StepTimes> step(engine::Updater& updater);
 
+  /// The parts of one, for who computes between them. Gradients of [first, first + count); `first`
+  /// is a multiple of engine::kGradientCutElements.
+  base::Status put_gradients(engine::Updater& updater, uint64_t first, uint64_t count) const;
+  engine::UpdateOptions update_options() const;
+  engine::WeightsSink weights_sink();
+  base::DataType weights_type() const { return weights_type_; }
+
  private:
   SyntheticSteps() = default;
 

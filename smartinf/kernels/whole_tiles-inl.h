@@ -195,98 +195,121 @@ class Q8Tiles {
   }
 
  private:
-  /// Returns whether the tile's codes and weights are left to the next.
-  template <bool kBehind>
-  HWY_INLINE bool update(size_t tile) {
-    const size_t lanes = hn::Lanes(F32());
-    const size_t first = tile * kTileElements;
-    GroupValues& momenta = momenta_[tile % 2];
-    GroupValues& roots = roots_[tile % 2];
+  /// The tile at hand. What it has no plane for stays zero and unused.
+  struct Tile {
+    size_t index;
+    size_t first;  // element
     uint8_t* momentum_codes = nullptr;
     uint8_t* variance_codes = nullptr;
     VF momentum_step = hn::Zero(F32());
     VF variance_step = hn::Zero(F32());
-    if constexpr (Rule::kMomentum) {
-      momentum_codes = reinterpret_cast<uint8_t*>(t_.momentum) + first;
-      momentum_step = set(t_.momentum_steps[tile]);
-    }
-    if constexpr (Rule::kVariance) {
-      variance_codes = reinterpret_cast<uint8_t*>(t_.variance) + first;
-      variance_step = set(t_.variance_steps[tile]);
-    }
-    auto momentum_encoder = momentum_encoder_;
-    auto root_encoder = root_encoder_;
     VF nan_probe = hn::Zero(F32());
     VI momentum_largest = hn::Zero(I32());
     VI root_largest = hn::Zero(I32());
+  };
+
+  HWY_INLINE Tile begin(size_t index) const {
+    Tile tile{.index = index, .first = index * kTileElements};
+    if constexpr (Rule::kMomentum) {
+      tile.momentum_codes = reinterpret_cast<uint8_t*>(t_.momentum) + tile.first;
+      tile.momentum_step = set(t_.momentum_steps[index]);
+    }
+    if constexpr (Rule::kVariance) {
+      tile.variance_codes = reinterpret_cast<uint8_t*>(t_.variance) + tile.first;
+      tile.variance_step = set(t_.variance_steps[index]);
+    }
+    return tile;
+  }
+
+  /// Updates the elements whose codes are in byte kByte of the words.
+  template <int kByte>
+  HWY_INLINE void quarter(size_t word, VU momentum_words, VU variance_words, Tile& tile) {
+    const size_t lane = kByte * kCodeWords + word;
+    StateVectors e = zero_state();
+    if constexpr (Rule::kMomentum) {
+      e.momentum = decode<PlaneKind::kMomentum, kByte>(momentum_words, tile.momentum_step);
+    }
+    if constexpr (Rule::kVariance) {
+      e.variance = decode<PlaneKind::kVariance, kByte>(variance_words, tile.variance_step);
+    }
+    step_.vector(tile.first + lane, e, tile.nan_probe);
+    if constexpr (Rule::kMomentum) {
+      hn::Store(e.momentum, F32(), momenta_[tile.index % 2].values + lane);
+      tile.momentum_largest = larger_magnitude(tile.momentum_largest, e.momentum);
+    }
+    if constexpr (Rule::kVariance) {
+      hn::Store(e.root, F32(), roots_[tile.index % 2].values + lane);
+      tile.root_largest = hn::Max(tile.root_largest, hn::BitCast(I32(), e.root));
+    }
+  }
+
+  /// Returns whether the tile's codes and weights are left to the next.
+  template <bool kBehind>
+  HWY_INLINE bool update(size_t index) {
+    const size_t lanes = hn::Lanes(F32());
+    Tile tile = begin(index);
+    auto momentum_encoder = momentum_encoder_;
+    auto root_encoder = root_encoder_;
     for (size_t word = 0; word < kCodeWords; word += lanes) {
-      if (4 * word % kPrefetchElements == 0)
-        step_.prefetch_ahead(first + 4 * word, sizeof(uint8_t));
+      if (4 * word % kPrefetchElements == 0) {
+        step_.prefetch_ahead(tile.first + 4 * word, sizeof(uint8_t));
+      }
       VU momentum_words = hn::Zero(U32());
       VU variance_words = hn::Zero(U32());
       if constexpr (Rule::kMomentum) {
-        momentum_words = hn::LoadU(U32(), reinterpret_cast<uint32_t*>(momentum_codes) + word);
+        momentum_words = hn::LoadU(U32(), reinterpret_cast<uint32_t*>(tile.momentum_codes) + word);
       }
       if constexpr (Rule::kVariance) {
-        variance_words = hn::LoadU(U32(), reinterpret_cast<uint32_t*>(variance_codes) + word);
+        variance_words = hn::LoadU(U32(), reinterpret_cast<uint32_t*>(tile.variance_codes) + word);
       }
-      const auto quarter = [&](auto byte) HWY_ATTR {
-        const size_t lane = byte * kCodeWords + word;
-        StateVectors e = zero_state();
-        if constexpr (Rule::kMomentum) {
-          e.momentum = decode<PlaneKind::kMomentum, byte>(momentum_words, momentum_step);
-        }
-        if constexpr (Rule::kVariance) {
-          e.variance = decode<PlaneKind::kVariance, byte>(variance_words, variance_step);
-        }
-        step_.vector(first + lane, e, nan_probe);
-        if constexpr (Rule::kMomentum) {
-          hn::Store(e.momentum, F32(), momenta.values + lane);
-          momentum_largest = larger_magnitude(momentum_largest, e.momentum);
-        }
-        if constexpr (Rule::kVariance) {
-          hn::Store(e.root, F32(), roots.values + lane);
-          root_largest = hn::Max(root_largest, hn::BitCast(I32(), e.root));
-        }
-      };
-      quarter(std::integral_constant<int, 0>());
-      quarter(std::integral_constant<int, 1>());
+      quarter<0>(word, momentum_words, variance_words, tile);
+      quarter<1>(word, momentum_words, variance_words, tile);
       if constexpr (kBehind && Rule::kMomentum) momentum_encoder.column(word);
-      quarter(std::integral_constant<int, 2>());
-      quarter(std::integral_constant<int, 3>());
+      quarter<2>(word, momentum_words, variance_words, tile);
+      quarter<3>(word, momentum_words, variance_words, tile);
       if constexpr (kBehind && Rule::kVariance) root_encoder.column(word);
-      if constexpr (kBehind) step_.weights(first - kTileElements + 4 * word, 4 * lanes);
+      if constexpr (kBehind) step_.weights(tile.first - kTileElements + 4 * word, 4 * lanes);
     }
     if constexpr (kBehind && Rule::kMomentum) momentum_encoder.finish();
     if constexpr (kBehind && Rule::kVariance) root_encoder.finish();
-    if (HWY_UNLIKELY(any_nan(nan_probe))) {
-      canonicalize(t_.master + first, kTileElements);
-      if constexpr (Rule::kMomentum) momentum_largest = largest_of(momenta);
-      if constexpr (Rule::kVariance) root_largest = largest_of(roots);
+    return finish(tile);
+  }
+
+  /// Knows the tile's scales: its codes can be written. Returns as update() does.
+  HWY_INLINE bool finish(Tile& tile) {
+    GroupValues& momenta = momenta_[tile.index % 2];
+    GroupValues& roots = roots_[tile.index % 2];
+    if (HWY_UNLIKELY(any_nan(tile.nan_probe))) {
+      canonicalize(t_.master + tile.first, kTileElements);
+      if constexpr (Rule::kMomentum) tile.momentum_largest = largest_of(momenta);
+      if constexpr (Rule::kVariance) tile.root_largest = largest_of(roots);
     }
-    const RoundingKey key = rounding_key(step_seed_, t_.element + first);
+    const RoundingKey key = rounding_key(step_seed_, t_.element + tile.first);
     bool encodes = true;  // both planes
     if constexpr (Rule::kMomentum) {
-      const float step = step_of<PlaneKind::kMomentum>(momentum_largest);
-      t_.momentum_steps[tile] = step;
+      const float step = step_of<PlaneKind::kMomentum>(tile.momentum_largest);
+      t_.momentum_steps[tile.index] = step;
       momentum_encoder_ =
-          GroupEncoder<PlaneKind::kMomentum>(momenta, step, key.momentum, momentum_codes);
+          GroupEncoder<PlaneKind::kMomentum>(momenta, step, key.momentum, tile.momentum_codes);
       encodes = encodes && step > 0;
     }
     if constexpr (Rule::kVariance) {
-      const float step = step_of<PlaneKind::kVariance>(root_largest);
-      t_.variance_steps[tile] = step;
-      root_encoder_ = GroupEncoder<PlaneKind::kVariance>(roots, step, key.variance, variance_codes);
+      const float step = step_of<PlaneKind::kVariance>(tile.root_largest);
+      t_.variance_steps[tile.index] = step;
+      root_encoder_ =
+          GroupEncoder<PlaneKind::kVariance>(roots, step, key.variance, tile.variance_codes);
       encodes = encodes && step > 0;
     }
     if (HWY_LIKELY(encodes)) return true;
     if constexpr (Rule::kMomentum) {
-      encode_group<PlaneKind::kMomentum>(momenta, momentum_largest, key.momentum, momentum_codes);
+      encode_group<PlaneKind::kMomentum>(momenta, tile.momentum_largest, key.momentum,
+                                         tile.momentum_codes);
     }
     if constexpr (Rule::kVariance) {
-      encode_group<PlaneKind::kVariance>(roots, root_largest, key.variance, variance_codes);
+      encode_group<PlaneKind::kVariance>(roots, tile.root_largest, key.variance,
+                                         tile.variance_codes);
     }
-    step_.weights(first);
+    step_.weights(tile.first);
     return false;
   }
 

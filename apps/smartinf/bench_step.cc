@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
 
+#include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/link.h"
 #include "smartinf/csd/linked_ring.h"
@@ -111,7 +112,11 @@ class StepBench {
       SI_RETURN_IF_ERROR(write_trace(options_.trace, *updater_.trace));
     }
     SI_RETURN_IF_ERROR(simulate());
-    print();
+    if (options_.json) {
+      fmt::print("{}\n", row().dump());
+    } else {
+      print();
+    }
     return Status();
   }
 
@@ -267,48 +272,44 @@ class StepBench {
     double bytes = 0;
     double seconds = 0;
   };
-  /// The same bytes without computing, on all devices at once.
-  base::Result<Moved> move_state(uint64_t memory_bytes) const {
-    const auto count = options_.devices.size();
+  /// The same bytes of device d's state without computing.
+  base::Result<storage::DriveLimit> device_limit(size_t d, uint64_t memory_bytes) const {
     storage::StoreOptions store;
     store.ring.kind = updater_.ring;
     store.durability = updater_.durability;
     store.checksums = updater_.checksums;
-    std::vector<Status> results(count);
-    std::atomic<uint64_t> bytes{0};
-    std::vector<double> seconds(count);
-    {
-      std::vector<std::jthread> threads;
-      for (size_t d = 0; d < count; ++d) {
-        threads.emplace_back([&, d, store]() mutable {
-          if (const auto tuned = storage::recall_tuning(options_.devices[d])) {
-            store.io_bytes = tuned->io_bytes;
-            store.io_depth = tuned->io_depth;
-          }
-          if (link_.given()) {
-            csd::LinkOptions link{"drive",
-                                  static_cast<double>(link_.up_bytes_per_s),
-                                  static_cast<double>(link_.down_bytes_per_s),
-                                  link_.shared_budget,
-                                  {}};
-            store.wrap_ring = [link = std::make_shared<csd::Link>(std::move(link))](
-                                  std::unique_ptr<storage::Ring> ring) {
-              return csd::make_linked_ring(std::move(ring), {link});
-            };
-          }
-          if (updater_.io_bytes != 0) store.io_bytes = updater_.io_bytes;
-          if (updater_.io_depth != 0) store.io_depth = updater_.io_depth;
-          const auto limit = storage::drive_limit(options_.devices[d], store, memory_bytes / count);
-          results[d] = limit.status();
-          if (!limit.ok()) return;
-          seconds[d] = limit->seconds;
-          bytes += limit->read_bytes + limit->written_bytes;
-        });
-      }
+    if (const auto tuned = storage::recall_tuning(options_.devices[d])) {
+      store.io_bytes = tuned->io_bytes;
+      store.io_depth = tuned->io_depth;
     }
-    for (const Status& result : results) SI_RETURN_IF_ERROR(result);
-    return Moved{static_cast<double>(bytes.load()),
-                 *std::max_element(seconds.begin(), seconds.end())};
+    if (link_.given()) {
+      csd::LinkOptions link{"drive",
+                            static_cast<double>(link_.up_bytes_per_s),
+                            static_cast<double>(link_.down_bytes_per_s),
+                            link_.shared_budget,
+                            {}};
+      store.wrap_ring = [link = std::make_shared<csd::Link>(std::move(link))](
+                            std::unique_ptr<storage::Ring> ring) {
+        return csd::make_linked_ring(std::move(ring), {link});
+      };
+    }
+    if (updater_.io_bytes != 0) store.io_bytes = updater_.io_bytes;
+    if (updater_.io_depth != 0) store.io_depth = updater_.io_depth;
+    return storage::drive_limit(options_.devices[d], store, memory_bytes);
+  }
+  /// Those of all devices at once.
+  base::Result<Moved> move_state(uint64_t memory_bytes) const {
+    const auto count = options_.devices.size();
+    std::vector<base::Result<storage::DriveLimit>> limits(count, storage::DriveLimit{});
+    base::ThreadTeam team(static_cast<uint32_t>(count), "si-measure");
+    team.run(count, [&](uint32_t, size_t d) { limits[d] = device_limit(d, memory_bytes / count); });
+    Moved moved;
+    for (const auto& limit : limits) {
+      SI_RETURN_IF_ERROR(limit.status());
+      moved.bytes += static_cast<double>(limit->read_bytes + limit->written_bytes);
+      moved.seconds = std::max(moved.seconds, limit->seconds);
+    }
+    return moved;
   }
 
   Status time_limit() {
@@ -331,65 +332,68 @@ class StepBench {
     return Status();
   }
 
-  void print() const {
-    const double update_s = median(update_s_);
-    const double limit_s = median(limit_s_);
+  nlohmann::ordered_json row() const {
     const auto [update_min, update_max] = std::minmax_element(update_s_.begin(), update_s_.end());
     const auto [limit_min, limit_max] = std::minmax_element(limit_s_.begin(), limit_s_.end());
-    if (options_.json) {
-      nlohmann::ordered_json row = {
-          {"params", params_},
-          {"devices", options_.devices.size()},
-          {"where", options_.where},
-          {"rule", options_.rule},
-          {"state_format", options_.format},
-          {"gradient", base::data_type_name(updater_.gradient_type)},
-          {"spill", options_.spill},
-          {"density", options_.density},
-          {"values", compress::value_encoding_name(updater_.compress.values)},
-          {"error_feedback", options_.error_feedback},
-          {"residual_every", options_.residual_every},
-          {"durability", options_.durability},
-          {"checksums", updater_.checksums},
-          {"schedule", options_.schedule},
-          {"isa", kernels::kernels().isa()},
-          {"threads", std::thread::hardware_concurrency()},
-          {"repeat", options_.repeat},
-          {"update_s", update_s},
-          {"update_s_min", *update_min},
-          {"update_s_max", *update_max},
-          {"weights_s", median(weights_s_)},
-          {"gradient_s", median(gradient_s_)},
-          {"bytes_read", store_.up_total()},
-          {"bytes_written", store_.down_total()},
-          {"state_bytes_cached", state_bytes_cached_},
-          {"state_cache_bytes", state_cache_bytes_},
-          {"host_bytes_up", host_link_.up_total()},
-          {"host_bytes_down", host_link_.down_total()},
-          {"host_gradient_bytes_down", host_link_.down(base::TrafficKind::kGradient)},
-          {"drive_limit_s", limit_s},
-          {"drive_limit_s_min", *limit_min},
-          {"drive_limit_s_max", *limit_max},
-          {"share_of_limit", limit_s / update_s},
-          {"memory_budget_bytes", updater_.memory_budget_bytes},
-          {"engine_memory_bytes", engine_memory_bytes_},
-          {"gradient_memory_bytes", gradient_memory_bytes_},
-          {"rss_peak_bytes", rss_peak_bytes()},
-          {"slots", slots_},
-          {"subgroup_elements", subgroup_elements_},
-      };
-      if (simulated_) {
-        row["simulated_s"] = simulated_->update_s;
-        row["simulated_ratio"] = simulated_->update_s / update_s;
-        row["simulated_shape"] = nlohmann::json(simulated_shape_);
-        row["update_params_per_s"] = rates_.update_params_per_s;
-        if (rates_.select_params_per_s > 0) {
-          row["select_params_per_s"] = rates_.select_params_per_s;
-        }
+    const double update_s = median(update_s_);
+    const double limit_s = median(limit_s_);
+    nlohmann::ordered_json row = {
+        {"params", params_},
+        {"devices", options_.devices.size()},
+        {"where", options_.where},
+        {"rule", options_.rule},
+        {"state_format", options_.format},
+        {"gradient", base::data_type_name(updater_.gradient_type)},
+        {"spill", options_.spill},
+        {"density", options_.density},
+        {"values", compress::value_encoding_name(updater_.compress.values)},
+        {"error_feedback", options_.error_feedback},
+        {"residual_every", options_.residual_every},
+        {"durability", options_.durability},
+        {"checksums", updater_.checksums},
+        {"schedule", options_.schedule},
+        {"isa", kernels::kernels().isa()},
+        {"threads", std::thread::hardware_concurrency()},
+        {"repeat", options_.repeat},
+        {"update_s", update_s},
+        {"update_s_min", *update_min},
+        {"update_s_max", *update_max},
+        {"weights_s", median(weights_s_)},
+        {"gradient_s", median(gradient_s_)},
+        {"bytes_read", store_.up_total()},
+        {"bytes_written", store_.down_total()},
+        {"state_bytes_cached", state_bytes_cached_},
+        {"state_cache_bytes", state_cache_bytes_},
+        {"host_bytes_up", host_link_.up_total()},
+        {"host_bytes_down", host_link_.down_total()},
+        {"host_gradient_bytes_down", host_link_.down(base::TrafficKind::kGradient)},
+        {"drive_limit_s", limit_s},
+        {"drive_limit_s_min", *limit_min},
+        {"drive_limit_s_max", *limit_max},
+        {"share_of_limit", limit_s / update_s},
+        {"memory_budget_bytes", updater_.memory_budget_bytes},
+        {"engine_memory_bytes", engine_memory_bytes_},
+        {"gradient_memory_bytes", gradient_memory_bytes_},
+        {"rss_peak_bytes", rss_peak_bytes()},
+        {"slots", slots_},
+        {"subgroup_elements", subgroup_elements_},
+    };
+    if (simulated_) {
+      row["simulated_s"] = simulated_->update_s;
+      row["simulated_ratio"] = simulated_->update_s / update_s;
+      row["simulated_shape"] = nlohmann::json(simulated_shape_);
+      row["update_params_per_s"] = rates_.update_params_per_s;
+      if (rates_.select_params_per_s > 0) {
+        row["select_params_per_s"] = rates_.select_params_per_s;
       }
-      fmt::print("{}\n", row.dump());
-      return;
     }
+    return row;
+  }
+
+  void print() const {
+    const auto [update_min, update_max] = std::minmax_element(update_s_.begin(), update_s_.end());
+    const double update_s = median(update_s_);
+    const double limit_s = median(limit_s_);
     for (const std::string& line : devices_) fmt::print("{}\n", line);
     if (simulated_) {
       fmt::print("simulated      {}: {:.2f} of the measured update\n",
@@ -440,94 +444,105 @@ class StepBench {
   std::vector<std::string> devices_;
 };
 
+void add_update_flags(CLI::App& command, StepOptions& options) {
+  command.add_option("--params", options.params, "Parameters, e.g. 2e8")
+      ->check(CLI::Range(1.0, 1e13))
+      ->capture_default_str();
+  command.add_option("--device", options.devices, "A directory for the state; may be repeated")
+      ->required();
+  command.add_option("--repeat", options.repeat, "Steps of which the median counts")
+      ->check(CLI::Range(1, 1000))
+      ->capture_default_str();
+  command.add_option("--state-format", options.format, "How momentum and variance are kept")
+      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
+      ->capture_default_str();
+  command.add_option("--rule", options.rule, "The update rule")
+      ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}))
+      ->capture_default_str();
+  command
+      .add_option("--durability", options.durability,
+                  "step: every step survives power loss; none: in place, half the space")
+      ->check(CLI::IsMember({"step", "none"}))
+      ->capture_default_str();
+  command.add_flag("--no-checksums", options.no_checksums, "Blocks without checksums");
+  command.add_option("--where", options.where, "Where the update runs")
+      ->check(CLI::IsMember({"device", "host"}))
+      ->capture_default_str();
+  command
+      .add_option("--schedule", options.schedule,
+                  "Schedule of reads, updates and writes on a device")
+      ->check(CLI::IsMember({"naive", "overlapped"}))
+      ->capture_default_str();
+  command.add_option("--ring", options.ring, "The I/O engine")
+      ->check(CLI::IsMember({"auto", "uring", "threads"}))
+      ->capture_default_str();
+  command.add_option("--memory-budget", options.memory_budget, "Memory for the engine's buffers")
+      ->capture_default_str();
+  command
+      .add_option("--state-cache", options.state_cache,
+                  "Size of the state that stays in memory as well and is not read again, e.g. 1GB")
+      ->capture_default_str();
+  command
+      .add_option("--internal-read", options.internal_read,
+                  "Emulation: bytes per second that each drive reads, its time shared with writes; "
+                  "0: as fast as it goes")
+      ->capture_default_str();
+  command
+      .add_option("--internal-write", options.internal_write,
+                  "Emulation: bytes per second that each drive writes")
+      ->capture_default_str();
+  command.add_option("--subgroup", options.subgroup, "Parameters of a subgroup; 0: chosen")
+      ->capture_default_str();
+}
+
+void add_gradient_flags(CLI::App& command, StepOptions& options) {
+  command
+      .add_option("--gradient", options.gradient,
+                  "Type on the host link (default bf16; f32 for a host update)")
+      ->check(CLI::IsMember({"f32", "bf16"}));
+  command.add_flag("--spill", options.spill, "Gradients go to the drive instead of memory");
+  command
+      .add_option("--density", options.density,
+                  "Share of a gradient's elements that is sent, e.g. 0.08; 0: dense gradients")
+      ->check(CLI::Range(0.0, 1.0));
+  add_values_flag(command, options.values, "sign; without error feedback bf16");
+  command
+      .add_option("--error-feedback", options.error_feedback,
+                  "Whether what is not sent waits in memory for later steps")
+      ->capture_default_str();
+  command
+      .add_option("--residual-every", options.residual_every,
+                  "Steps between writes of the residual to the device; 0: never")
+      ->capture_default_str();
+}
+
+void add_measure_flags(CLI::App& command, StepOptions& options) {
+  command.add_option("--io-bytes", options.io_bytes, "Size of a transfer; 0: measured")
+      ->capture_default_str();
+  command.add_option("--io-depth", options.io_depth, "Transfers in flight; 0: measured")
+      ->capture_default_str();
+  command.add_option("--threads", options.threads, "Threads of each device; 0: shared out")
+      ->capture_default_str();
+  command
+      .add_option("--trace", options.trace, "Write all steps as a Chrome trace (ui.perfetto.dev)")
+      ->type_name("FILE");
+  command
+      .add_option("--machine", options.machine,
+                  "Simulate with the processors of this machine file; else they are timed")
+      ->type_name("NAME|FILE");
+  command.add_flag("--keep", options.keep, "Leave the state on the devices");
+  command.add_flag("--json", options.json, "One flat JSON object");
+}
+
 }  // namespace
 
 void add_bench_step(CLI::App& bench, Run& run) {
   auto options = std::make_shared<StepOptions>();
   CLI::App* command = bench.add_subcommand(
       "step", "Times the optimizer step alone, in turn with the drives' time for the same bytes");
-  command->add_option("--params", options->params, "Parameters, e.g. 2e8")
-      ->check(CLI::Range(1.0, 1e13))
-      ->capture_default_str();
-  command->add_option("--device", options->devices, "A directory for the state; may be repeated")
-      ->required();
-  command->add_option("--repeat", options->repeat, "Steps of which the median counts")
-      ->check(CLI::Range(1, 1000))
-      ->capture_default_str();
-  command->add_option("--state-format", options->format, "How momentum and variance are kept")
-      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
-      ->capture_default_str();
-  command->add_option("--rule", options->rule, "The update rule")
-      ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}))
-      ->capture_default_str();
-  command
-      ->add_option("--durability", options->durability,
-                   "step: every step survives power loss; none: in place, half the space")
-      ->check(CLI::IsMember({"step", "none"}))
-      ->capture_default_str();
-  command->add_flag("--no-checksums", options->no_checksums, "Blocks without checksums");
-  command->add_option("--where", options->where, "Where the update runs")
-      ->check(CLI::IsMember({"device", "host"}))
-      ->capture_default_str();
-  command
-      ->add_option("--schedule", options->schedule,
-                   "Schedule of reads, updates and writes on a device")
-      ->check(CLI::IsMember({"naive", "overlapped"}))
-      ->capture_default_str();
-  command->add_option("--ring", options->ring, "The I/O engine")
-      ->check(CLI::IsMember({"auto", "uring", "threads"}))
-      ->capture_default_str();
-  command->add_option("--memory-budget", options->memory_budget, "Memory for the engine's buffers")
-      ->capture_default_str();
-  command
-      ->add_option("--state-cache", options->state_cache,
-                   "Size of the state that stays in memory as well and is not read again, e.g. 1GB")
-      ->capture_default_str();
-  command
-      ->add_option(
-          "--internal-read", options->internal_read,
-          "Emulation: bytes per second that each drive reads, its time shared with writes; "
-          "0: as fast as it goes")
-      ->capture_default_str();
-  command
-      ->add_option("--internal-write", options->internal_write,
-                   "Emulation: bytes per second that each drive writes")
-      ->capture_default_str();
-  command->add_option("--subgroup", options->subgroup, "Parameters of a subgroup; 0: chosen")
-      ->capture_default_str();
-  command
-      ->add_option("--gradient", options->gradient,
-                   "Type on the host link (default bf16; f32 for a host update)")
-      ->check(CLI::IsMember({"f32", "bf16"}));
-  command->add_flag("--spill", options->spill, "Gradients go to the drive instead of memory");
-  command
-      ->add_option("--density", options->density,
-                   "Share of a gradient's elements that is sent, e.g. 0.08; 0: dense gradients")
-      ->check(CLI::Range(0.0, 1.0));
-  add_values_flag(*command, options->values, "sign; without error feedback bf16");
-  command
-      ->add_option("--error-feedback", options->error_feedback,
-                   "Whether what is not sent waits in memory for later steps")
-      ->capture_default_str();
-  command
-      ->add_option("--residual-every", options->residual_every,
-                   "Steps between writes of the residual to the device; 0: never")
-      ->capture_default_str();
-  command->add_option("--io-bytes", options->io_bytes, "Size of a transfer; 0: measured")
-      ->capture_default_str();
-  command->add_option("--io-depth", options->io_depth, "Transfers in flight; 0: measured")
-      ->capture_default_str();
-  command->add_option("--threads", options->threads, "Threads of each device; 0: shared out")
-      ->capture_default_str();
-  command
-      ->add_option("--trace", options->trace, "Write all steps as a Chrome trace (ui.perfetto.dev)")
-      ->type_name("FILE");
-  command
-      ->add_option("--machine", options->machine,
-                   "Simulate with the processors of this machine file; else they are timed")
-      ->type_name("NAME|FILE");
-  command->add_flag("--keep", options->keep, "Leave the state on the devices");
-  command->add_flag("--json", options->json, "One flat JSON object");
+  add_update_flags(*command, *options);
+  add_gradient_flags(*command, *options);
+  add_measure_flags(*command, *options);
   command->footer(
       "Examples:\n"
       "  smartinf bench step --params 2e8 --device /mnt/nvme0/bench\n"

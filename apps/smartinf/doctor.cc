@@ -227,88 +227,86 @@ std::string drive_text(const DriveFacts& drive) {
 // The state of one parameter in two slots: what the default format needs of a device.
 constexpr uint64_t kStateBytes = 24;
 
-void look_at_device(const std::string& path, Report& report, nlohmann::json& json) {
-  const DriveFacts drive = drive_facts(path);
-  const std::string topic = "device";
-  json = {{"path", path},
-          {"file_system", drive.file_system},
-          {"mount_point", drive.mount_point},
-          {"source", drive.source},
-          {"size_bytes", drive.size_bytes},
-          {"free_bytes", drive.free_bytes},
-          {"writable", drive.writable},
-          {"drive", drive.kernel_name},
-          {"model", drive.model}};
+nlohmann::json facts_json(const std::string& path, const DriveFacts& drive) {
+  nlohmann::json json = {{"path", path},
+                         {"file_system", drive.file_system},
+                         {"mount_point", drive.mount_point},
+                         {"source", drive.source},
+                         {"size_bytes", drive.size_bytes},
+                         {"free_bytes", drive.free_bytes},
+                         {"writable", drive.writable},
+                         {"drive", drive.kernel_name},
+                         {"model", drive.model}};
   if (drive.direct_io) json["direct_io"] = *drive.direct_io;
   if (drive.rotational) json["rotational"] = *drive.rotational;
   if (drive.wear_share) json["wear_share"] = *drive.wear_share;
   if (drive.written_bytes) json["drive_bytes_written"] = *drive.written_bytes;
+  return json;
+}
 
-  if (!drive.is_directory && !drive.is_block_device) {
-    report.warn(topic, fmt::format("{}: neither a directory nor a block device", path),
-                "Name a directory on the drive to use, or the drive's block device.");
-    return;
-  }
-  report.ok(topic, drive.existing_path == std::filesystem::absolute(path).string()
-                       ? path
-                       : fmt::format("{} (will be made in {})", path, drive.existing_path));
-  if (drive.read_only_mount || !drive.writable) {
-    report.warn(
-        "  access", drive.read_only_mount ? "mounted read-only" : "not writable for this user",
-        fmt::format("Choose another place, or let this user write to {}.", drive.existing_path));
-  }
+void look_at_space(const DriveFacts& drive, Report& report) {
   if (drive.is_block_device) {
     report.ok("  space", fmt::format("{}, all of it used: about {:.3g} parameters (f32)",
                                      base::format_bytes(drive.size_bytes),
                                      static_cast<double>(drive.size_bytes / kStateBytes)));
+    return;
+  }
+  const std::string space =
+      fmt::format("{} free of {} on {}: room for about {:.2g} parameters (f32)",
+                  base::format_bytes(drive.free_bytes), base::format_bytes(drive.size_bytes),
+                  drive.file_system.empty() ? "an unknown file system" : drive.file_system,
+                  static_cast<double>(drive.free_bytes / kStateBytes));
+  if (drive.free_bytes < (uint64_t{1} << 30)) {
+    report.warn("  space", space, "Make room, or choose another drive.");
   } else {
-    const std::string space =
-        fmt::format("{} free of {} on {}: room for about {:.2g} parameters (f32)",
-                    base::format_bytes(drive.free_bytes), base::format_bytes(drive.size_bytes),
-                    drive.file_system.empty() ? "an unknown file system" : drive.file_system,
-                    static_cast<double>(drive.free_bytes / kStateBytes));
-    if (drive.free_bytes < (uint64_t{1} << 30)) {
-      report.warn("  space", space, "Make room, or choose another drive.");
-    } else {
-      report.ok("  space", space);
-    }
-    if (drive.file_system == "tmpfs" || drive.file_system == "ramfs") {
-      report.warn("  file system", drive.file_system + ": this is memory, not a drive",
-                  "The state would use up memory and be gone at the next boot.");
-    } else if (drive.file_system == "overlay") {
-      report.note("  file system", "overlay: a container's own layer",
-                  "It goes with the container; mount a volume for runs to be kept.");
-    } else if (drive.file_system.starts_with("nfs") || drive.file_system == "cifs" ||
-               drive.file_system == "9p" || drive.file_system.starts_with("fuse")) {
-      report.note("  file system", drive.file_system + ": not a local drive",
-                  "Durability is what the server makes of it; a local drive is faster.");
-    }
-    if (drive.direct_io && !*drive.direct_io) {
-      report.note("  direct I/O", fmt::format("refused ({})", drive.direct_io_problem),
-                  "Transfers go through the page cache: slower, and they push out other files.");
-    } else if (drive.direct_io) {
-      report.ok("  direct I/O", "works");
-    }
+    report.ok("  space", space);
   }
-  if (const std::string text = drive_text(drive); !text.empty()) {
-    if (drive.rotational.value_or(false) && !is_virtual(drive)) {
-      report.note("  drive", text, "An update streams all state every step: expect 0.1-0.2 GB/s.");
-    } else {
-      report.ok("  drive", text);
-    }
-    if (drive.wear_share || drive.written_bytes) {
-      const std::string wear = drive_wear_text(drive);
-      if (drive.wear_share.value_or(0) > 0.8) {
-        report.warn("  wear", wear,
-                    "Every step rewrites the state: use another drive, or "
-                    "optimizer.format = \"bf16\" or \"q8\".");
-      } else {
-        report.ok("  wear", wear);
-      }
-    } else {
-      report.note("  wear", "not known", drive.wear_source);
-    }
+}
+
+void look_at_file_system(const DriveFacts& drive, Report& report) {
+  if (drive.file_system == "tmpfs" || drive.file_system == "ramfs") {
+    report.warn("  file system", drive.file_system + ": this is memory, not a drive",
+                "The state would use up memory and be gone at the next boot.");
+  } else if (drive.file_system == "overlay") {
+    report.note("  file system", "overlay: a container's own layer",
+                "It goes with the container; mount a volume for runs to be kept.");
+  } else if (drive.file_system.starts_with("nfs") || drive.file_system == "cifs" ||
+             drive.file_system == "9p" || drive.file_system.starts_with("fuse")) {
+    report.note("  file system", drive.file_system + ": not a local drive",
+                "Durability is what the server makes of it; a local drive is faster.");
   }
+  if (drive.direct_io && !*drive.direct_io) {
+    report.note("  direct I/O", fmt::format("refused ({})", drive.direct_io_problem),
+                "Transfers go through the page cache: slower, and they push out other files.");
+  } else if (drive.direct_io) {
+    report.ok("  direct I/O", "works");
+  }
+}
+
+void look_at_drive(const DriveFacts& drive, Report& report) {
+  const std::string text = drive_text(drive);
+  if (text.empty()) return;
+  if (drive.rotational.value_or(false) && !is_virtual(drive)) {
+    report.note("  drive", text, "An update streams all state every step: expect 0.1-0.2 GB/s.");
+  } else {
+    report.ok("  drive", text);
+  }
+  if (drive.wear_share || drive.written_bytes) {
+    const std::string wear = drive_wear_text(drive);
+    if (drive.wear_share.value_or(0) > 0.8) {
+      report.warn("  wear", wear,
+                  "Every step rewrites the state: use another drive, or "
+                  "optimizer.format = \"bf16\" or \"q8\".");
+    } else {
+      report.ok("  wear", wear);
+    }
+  } else {
+    report.note("  wear", "not known", drive.wear_source);
+  }
+}
+
+void look_at_state(const std::string& path, const DriveFacts& drive, Report& report,
+                   nlohmann::json& json) {
   const base::Result<storage::StoreState> held = storage::Store::peek(path);
   if (held.ok()) {
     report.ok("  holds", held->initialized
@@ -326,6 +324,29 @@ void look_at_device(const std::string& path, Report& report, nlohmann::json& jso
   } else {
     report.warn("  holds", held.status().what(), held.status().advice());
   }
+}
+
+void look_at_device(const std::string& path, Report& report, nlohmann::json& json) {
+  const DriveFacts drive = drive_facts(path);
+  const std::string topic = "device";
+  json = facts_json(path, drive);
+  if (!drive.is_directory && !drive.is_block_device) {
+    report.warn(topic, fmt::format("{}: neither a directory nor a block device", path),
+                "Name a directory on the drive to use, or the drive's block device.");
+    return;
+  }
+  report.ok(topic, drive.existing_path == std::filesystem::absolute(path).string()
+                       ? path
+                       : fmt::format("{} (will be made in {})", path, drive.existing_path));
+  if (drive.read_only_mount || !drive.writable) {
+    report.warn(
+        "  access", drive.read_only_mount ? "mounted read-only" : "not writable for this user",
+        fmt::format("Choose another place, or let this user write to {}.", drive.existing_path));
+  }
+  look_at_space(drive, report);
+  if (!drive.is_block_device) look_at_file_system(drive, report);
+  look_at_drive(drive, report);
+  look_at_state(path, drive, report, json);
 }
 
 struct DoctorFlags {

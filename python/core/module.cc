@@ -21,15 +21,13 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
-NB_MODULE(_core, module) {
-  using smartinf::python::PyUpdater;
-  // Open optimizers are closed at exit (smartinf/__init__.py); what a debugger or a reference cycle
-  // holds beyond that is no news to the user.
-  nb::set_leak_warnings(false);
-  smartinf::python::register_errors();
-  smartinf::python::collect_remarks();
-  module.doc() = "The core of smartinf. Internal: use smartinf.AdamW and its siblings.";
-  module.attr("__version__") = SMARTINF_VERSION;
+namespace {
+
+using smartinf::engine::RanksCheckpoint;
+using smartinf::python::PyCheckpoint;
+using smartinf::python::PyUpdater;
+
+void define_functions(nb::module_& module) {
   module.def(
       "instruction_set",
       [] {
@@ -76,8 +74,9 @@ NB_MODULE(_core, module) {
       "The text that was given with the step that devices hold. Not while they are open.");
   module.def("take_remarks", &smartinf::python::take_remarks,
              "What the core has remarked since the last call: [(level, text)].");
+}
 
-  using smartinf::python::PyCheckpoint;
+void define_checkpoint(nb::module_& module) {
   nb::class_<PyCheckpoint>(module, "Checkpoint",
                            "A checkpoint's elements as numbers, every block checked. Its parts are "
                            "those of the ranks that wrote it, or one.")
@@ -92,8 +91,9 @@ NB_MODULE(_core, module) {
       .def("read", &PyCheckpoint::read, "part"_a, "plane"_a, "first"_a, "count"_a, "address"_a,
            "Elements of a part's space as f32 to host memory.")
       .def("check", &PyCheckpoint::check, "Reads everything, for its checksums only.");
+}
 
-  using smartinf::engine::RanksCheckpoint;
+void define_ranks_checkpoint(nb::module_& module) {
   nb::class_<RanksCheckpoint>(module, "RanksCheckpoint",
                               "A checkpoint of several ranks, as rank 0 makes it: each saves its "
                               "own at rank_folder(). Deleted with this object unless finished.")
@@ -115,11 +115,10 @@ NB_MODULE(_core, module) {
             smartinf::python::check(checkpoint.finish(ranks, trainer));
           },
           "ranks"_a, "trainer"_a);
+}
 
-  nb::class_<PyUpdater>(module, "Updater",
-                        "Optimizer state on devices. Sizes are in elements, addresses are of host "
-                        "memory that stays valid during the call (during the step for weights). "
-                        "Data types: 'f32', 'bf16', 'f16'. Every method raises smartinf.Error.")
+void define_state(nb::class_<PyUpdater>& updater) {
+  updater
       .def(
           nb::init<const nb::dict&, const std::vector<std::string>&,
                    const std::vector<std::vector<uint64_t>>&>(),
@@ -154,7 +153,23 @@ NB_MODULE(_core, module) {
       .def("compression", &PyUpdater::compression, "Of the last update.")
       .def("load_weights", &PyUpdater::load_weights, "type"_a, "address"_a,
            "Master weights, cast, to one flat array in the order of the space.")
-      .def("begin_step", &PyUpdater::begin_step)
+      .def("save_checkpoint", &PyUpdater::save_checkpoint, "path"_a, "replace"_a, "trainer"_a,
+           "progress"_a,
+           "Copies the committed state into a folder of its own, durably. trainer: text kept with "
+           "it. progress(bytes done, bytes in all).")
+      .def("count", &PyUpdater::count)
+      .def("traffic", &PyUpdater::traffic,
+           "Bytes so far: host_up, host_down (host link), read, written (devices), each by kind.")
+      .def("memory_bytes", &PyUpdater::memory_bytes)
+      .def("state_cache_bytes", &PyUpdater::state_cache_bytes)
+      .def("gradient_memory_bytes", &PyUpdater::gradient_memory_bytes)
+      .def("bytes_written_ever", &PyUpdater::bytes_written_ever)
+      .def("describe_devices", &PyUpdater::describe_devices)
+      .def("close", &PyUpdater::close, "Carries a started commit through and lets the devices go.");
+}
+
+void define_step(nb::class_<PyUpdater>& updater) {
+  updater.def("begin_step", &PyUpdater::begin_step)
       .def("put_gradients", &PyUpdater::put_gradients, "ranges"_a, "addresses"_a, "types"_a,
            "Whole ranges, contiguous; copied before the call returns.")
       .def("put_gradient_part", &PyUpdater::put_gradient_part, "range"_a, "first"_a, "address"_a,
@@ -173,18 +188,27 @@ NB_MODULE(_core, module) {
       .def("wait_commit", &PyUpdater::wait_commit)
       .def("commit_prepared", &PyUpdater::commit_prepared,
            "With the option external_commit: commits what wait_commit() found prepared.")
-      .def("abort", &PyUpdater::abort)
-      .def("save_checkpoint", &PyUpdater::save_checkpoint, "path"_a, "replace"_a, "trainer"_a,
-           "progress"_a,
-           "Copies the committed state into a folder of its own, durably. trainer: text kept with "
-           "it. progress(bytes done, bytes in all).")
-      .def("count", &PyUpdater::count)
-      .def("traffic", &PyUpdater::traffic,
-           "Bytes so far: host_up, host_down (host link), read, written (devices), each by kind.")
-      .def("memory_bytes", &PyUpdater::memory_bytes)
-      .def("state_cache_bytes", &PyUpdater::state_cache_bytes)
-      .def("gradient_memory_bytes", &PyUpdater::gradient_memory_bytes)
-      .def("bytes_written_ever", &PyUpdater::bytes_written_ever)
-      .def("describe_devices", &PyUpdater::describe_devices)
-      .def("close", &PyUpdater::close, "Carries a started commit through and lets the devices go.");
+      .def("abort", &PyUpdater::abort);
+}
+
+}  // namespace
+
+NB_MODULE(_core, module) {
+  // Open optimizers are closed at exit (smartinf/__init__.py); what a debugger or a reference cycle
+  // holds beyond that is no news to the user.
+  nb::set_leak_warnings(false);
+  smartinf::python::register_errors();
+  smartinf::python::collect_remarks();
+  module.doc() = "The core of smartinf. Internal: use smartinf.AdamW and its siblings.";
+  module.attr("__version__") = SMARTINF_VERSION;
+  define_functions(module);
+  define_checkpoint(module);
+  define_ranks_checkpoint(module);
+  nb::class_<PyUpdater> updater(
+      module, "Updater",
+      "Optimizer state on devices. Sizes are in elements, addresses are of host memory that stays "
+      "valid during the call (during the step for weights). Data types: 'f32', 'bf16', 'f16'. "
+      "Every method raises smartinf.Error.");
+  define_state(updater);
+  define_step(updater);
 }

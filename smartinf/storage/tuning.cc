@@ -272,7 +272,11 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
 
   const base::TrafficReading before = store->traffic();
   const uint64_t start_ns = base::now_ns();
-  store->begin_write_benchmark();
+  // With two slots, a step that is aborted; with one, what a flush writes: the state stays as it
+  // is.
+  const bool two_slots = store->durability() == Durability::kStep;
+  const base::StepNumber step = store->state().committed_step + 1;
+  if (two_slots) store->begin_step(step);
   ios.resize(slots);
   size_t next = 0;
   size_t left = subgroups.size();
@@ -292,7 +296,7 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
       SubgroupIo& io = *done[i];
       if (!io.status.ok()) return io.status;
       if (io.op == SubgroupIo::Op::kRead) {
-        io.op = SubgroupIo::Op::kWrite;
+        io.op = two_slots ? SubgroupIo::Op::kWrite : SubgroupIo::Op::kFlush;
         store->start(io);
         continue;
       }
@@ -300,12 +304,13 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
       if (next < subgroups.size()) read_next(io);
     }
   }
-  SI_RETURN_IF_ERROR(store->end_write_benchmark());
+  SI_RETURN_IF_ERROR(store->sync());
   DriveLimit limit;
   limit.seconds = base::seconds_since(start_ns);
   const base::TrafficReading moved = store->traffic().since(before);
   limit.read_bytes = moved.up_total();
   limit.written_bytes = moved.down_total();
+  if (two_slots) SI_RETURN_IF_ERROR(store->abort(step));
   return limit;
 }
 

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include <fmt/format.h>
+#include <fnmatch.h>
 
 #include "smartinf/base/nearest.h"
 #include "smartinf/train/parameters.h"
@@ -100,7 +101,7 @@ Result<std::vector<Pattern>> patterns_of(std::string_view key,
 }
 
 /// The place of the last pattern that fits, from 1; 0: none does.
-size_t last_match(const std::vector<Pattern>& patterns, std::string_view name) {
+size_t last_match(const std::vector<Pattern>& patterns, const std::string& name) {
   for (size_t i = patterns.size(); i > 0; --i) {
     if (matches(patterns[i - 1].text, name)) return i;
   }
@@ -109,26 +110,8 @@ size_t last_match(const std::vector<Pattern>& patterns, std::string_view name) {
 
 }  // namespace
 
-bool matches(std::string_view pattern, std::string_view name) {
-  size_t p = 0;
-  size_t n = 0;
-  size_t star = std::string_view::npos;  // the last one seen, and what of the name it took so far
-  size_t taken = 0;
-  while (n < name.size()) {
-    if (p < pattern.size() && pattern[p] == '*') {
-      star = p++;
-      taken = n;
-    } else if (p < pattern.size() && (pattern[p] == '?' || pattern[p] == name[n])) {
-      ++p;
-      ++n;
-    } else if (star != std::string_view::npos) {
-      p = star + 1;
-      n = ++taken;
-    } else {
-      return false;
-    }
-  }
-  return pattern.find_first_not_of('*', p) == std::string_view::npos;
+bool matches(const std::string& pattern, const std::string& name) {
+  return fnmatch(pattern.c_str(), name.c_str(), FNM_NOESCAPE) == 0;
 }
 
 Result<GroupedParameters> group_parameters(const plan::ParameterSpace& space,

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "smartinf/base/status.h"
@@ -23,8 +22,9 @@ struct GroupedParameters {
   std::vector<ParameterGroup> groups;
 };
 
-/// Whether a whole name fits a pattern: * stands for any text, ? for any one character.
-bool matches(std::string_view pattern, std::string_view name);
+/// Whether a whole name fits a pattern as a shell has them (fnmatch): * stands for any text, ? for
+/// any one character, [0-3] for one of these.
+bool matches(const std::string& pattern, const std::string& name);
 
 /// `space` as make_parameter_space() gives it, cut into groups by the patterns of `train`. Groups
 /// depend on the patterns, not on their numbers: these may change while a run goes on.

@@ -31,6 +31,11 @@ TEST(ParameterGroups, PatternsFitWholeNames) {
   EXPECT_FALSE(matches("a*c*e", "abcd"));
   EXPECT_TRUE(matches("layers.?.q", "layers.3.q"));
   EXPECT_FALSE(matches("layers.?.q", "layers.33.q"));
+  EXPECT_TRUE(matches("layers.[0-3].q", "layers.3.q"));
+  EXPECT_FALSE(matches("layers.[0-3].q", "layers.4.q"));
+  EXPECT_TRUE(matches("*.q", ".q"));  // dots and slashes are characters like others
+  EXPECT_TRUE(matches("a*", "a/b"));
+  EXPECT_TRUE(matches("a\\*", "a\\b"));
 }
 
 TEST(ParameterGroups, WithoutPatternsMatricesDecay) {

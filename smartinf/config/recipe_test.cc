@@ -419,7 +419,8 @@ TEST(Recipe, Compression) {
 TEST(Keys, HelpBeginsWithWhatTheKeyIs) {
   for (const Key& key : keys()) {
     const std::string_view first = key.help.substr(0, key.help.find(' '));
-    for (const std::string_view other : {"of", "in", "on", "that", "likewise,", "relative", "0:"}) {
+    for (const std::string_view other :
+         {"of", "in", "on", "that", "likewise,", "relative", "0:", "the", "what", "where"}) {
       EXPECT_NE(first, other) << key.name << ": " << key.help;
     }
     EXPECT_TRUE(std::isalpha(static_cast<unsigned char>(key.help.front()))) << key.name;

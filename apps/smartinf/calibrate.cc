@@ -248,22 +248,26 @@ int run_calibrate(const CalibrateFlags& flags) {
 }  // namespace
 
 void add_calibrate(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("calibrate", "Measure this machine for simulate and plan");
+  CLI::App* command =
+      app.add_subcommand("calibrate", "Measure this machine, for plan and simulate");
   auto flags = std::make_shared<CalibrateFlags>();
-  command->add_option("--device", flags->devices, "A directory on each drive that will be a device")
+  command
+      ->add_option("--device", flags->devices,
+                   "Directory on each drive that will be a device; may be repeated")
       ->required()
       ->type_name("DIR");
-  command->add_option("--out", flags->out, "The machine file to write [machine.toml]")
+  command->add_option("--out", flags->out, "Machine file to write [machine.toml]")
       ->type_name("FILE");
   command->add_option("--name", flags->name, "Name of the machine [this-machine]")
       ->type_name("NAME");
   command
-      ->add_option("--gpu", flags->gpu,
-                   "Take this GPU's data sheet [the one nvidia-smi names]; it is not measured")
+      ->add_option(
+          "--gpu", flags->gpu,
+          "GPU of the machine, whose data sheet is used; it is not measured [as nvidia-smi says]")
       ->type_name("NAME");
   command->add_flag("--json", flags->json, "Print one flat JSON object");
   command->footer(
-      "Takes some seconds for each drive and needs 512 MiB free on it. Run it when nothing else "
+      "It takes some seconds and 512 MiB of free space for each drive. Run it when nothing else "
       "runs.\n\n"
       "Examples:\n"
       "  smartinf calibrate --device /mnt/a --device /mnt/b --out machine.toml\n"

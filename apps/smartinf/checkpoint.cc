@@ -92,14 +92,16 @@ int run_checkpoint(const CheckpointFlags& flags) {
 }  // namespace
 
 void add_checkpoint(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("checkpoint", "Keep a copy of a run's committed state");
+  CLI::App* command = app.add_subcommand("checkpoint", "Copy a run's committed state to a folder");
   auto flags = std::make_shared<CheckpointFlags>();
-  command->add_option("run", flags->places, "The run's folder, or all devices of a run")
+  command->add_option("run", flags->places, "Folder of the run, or all devices of a run")
       ->required()
       ->type_name("RUN|DEVICE...");
-  command->add_option("--out", flags->out, "Folder for checkpoints (RUN/checkpoints)")
+  command->add_option("--out", flags->out, "Folder for checkpoints [RUN/checkpoints]")
       ->type_name("DIR");
-  command->add_option("--keep", flags->keep, "Number of checkpoints to keep of this run; 0: all")
+  command
+      ->add_option("--keep", flags->keep,
+                   "Number of newest checkpoints of this run that are kept [0: all]")
       ->check([](const std::string& text) {
         return text.starts_with("-") ? "give a whole number from 0" : std::string();
       })
@@ -108,11 +110,9 @@ void add_checkpoint(CLI::App& app, Run& run) {
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "Makes DIR/step-00000100 for step 100. On btrfs and xfs it shares the devices' blocks and "
-      "is\n"
-      "made at once; elsewhere the state is copied and checked. The run must not be going: stop "
-      "it\n"
-      "with Ctrl-C, and start it again afterwards.\n\n"
+      "The copy of step 100 is DIR/step-00000100. On btrfs and xfs it shares the devices' blocks\n"
+      "and takes no time; elsewhere the state is copied and checked. Stop the run with Ctrl-C\n"
+      "first, and start it again afterwards.\n\n"
       "Examples:\n"
       "  smartinf checkpoint runs/quickstart --keep 3\n"
       "  smartinf checkpoint /mnt/a /mnt/b --out /backup/mine");

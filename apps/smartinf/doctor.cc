@@ -367,7 +367,7 @@ void add_doctor(CLI::App& app, Run& run) {
   auto flags = std::make_shared<DoctorFlags>();
   command
       ->add_option("-d,--device", flags->devices,
-                   "Directory or block device to look at; may be repeated. Default: this directory")
+                   "Directory or block device to examine; may be repeated [the working directory]")
       ->type_name("DIR");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(

@@ -476,27 +476,30 @@ int run_gc(const GcFlags& flags) {
 }  // namespace
 
 void add_gc(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("gc", "Clean up what dead runs have left behind");
+  CLI::App* command = app.add_subcommand("gc", "Delete what interrupted runs have left");
   auto flags = std::make_shared<GcFlags>();
-  command->add_option("path", flags->places, "Folders to look through")
-      ->required()
-      ->type_name("PATH...");
-  command->add_flag("--states", flags->states,
-                    "Offer whole states, too, of which no folder of a run, checkpoint or recipe "
-                    "speaks; each goes only by the name of its run");
-  command->add_flag("--yes", flags->yes, "Delete what was interrupted without asking");
+  command->add_option("path", flags->places, "Folders to search")->required()->type_name("PATH...");
+  command->add_flag(
+      "--states", flags->states,
+      "Also ask about complete states that no folder of a run, checkpoint or recipe names; "
+      "each is deleted only when you enter the id of its run");
+  command->add_flag("--yes", flags->yes, "Delete what was interrupted, without asking");
   command
-      ->add_option("--delete-run", flags->runs,
-                   "Delete the whole state of this run without asking, where nothing speaks of "
-                   "it; named by the first 8 digits of its id")
+      ->add_option(
+          "--delete-run", flags->runs,
+          "Delete the complete state of this run without asking, if no folder or recipe names "
+          "it; RUN is the first 8 digits of the run's id")
       ->type_name("RUN")
       ->expected(1);
-  command->add_flag("--json", flags->json,
-                    "Print one JSON object; deletes with --yes or --delete-run only");
+  command->add_flag(
+      "--json", flags->json,
+      "Print one JSON object, and ask nothing: delete with --yes or --delete-run only");
   command->footer(
-      "Finds creations, checkpoints and exports that were interrupted. What a process uses is\n"
-      "left alone, and so is every file that is not smartinf's. A state with a committed step is\n"
-      "deleted only where nothing that is there speaks of it, and by the name of its run.\n\n"
+      "It finds creations, checkpoints and exports that were interrupted. Files that a process "
+      "has\n"
+      "locked, and files that are not smartinf's, are never deleted. A state with a committed "
+      "step\n"
+      "is deleted only if no folder or recipe names it, and if you name its run.\n\n"
       "Examples:\n"
       "  smartinf gc runs /mnt/a /mnt/b\n"
       "  smartinf gc /mnt/a --states\n"

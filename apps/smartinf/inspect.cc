@@ -239,17 +239,19 @@ void add_inspect(CLI::App& app, Run& run) {
   auto flags = std::make_shared<InspectFlags>();
   command
       ->add_option("device", flags->places,
-                   "Directories or block devices; or a run's or checkpoint's folder: all of its")
+                   "Directories or block devices, or the folder of a run or a checkpoint")
       ->required()
       ->type_name("DEVICE...");
   command
-      ->add_option("--rated-endurance", flags->rated_endurance,
-                   "Bytes the drive may be written in its life, as its data sheet says (600TB)")
+      ->add_option(
+          "--rated-endurance", flags->rated_endurance,
+          "Bytes that may be written to the drive in its lifetime, from its data sheet (600TB)")
       ->type_name("SIZE");
-  command->add_flag("--ranges", flags->ranges, "List every parameter and how much of it is here");
+  command->add_flag("--ranges", flags->ranges,
+                    "List every parameter and the part of it that is on the device");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "Looks without locking or changing anything, also while a run is going.\n\n"
+      "Nothing is locked or changed, so a run may be in progress.\n\n"
       "Examples:\n"
       "  smartinf inspect runs/quickstart\n"
       "  smartinf inspect runs/quickstart/state --ranges\n"

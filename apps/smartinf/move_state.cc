@@ -98,13 +98,12 @@ Result<engine::ReshardSummary> move(const MoveFlags& flags, const std::vector<st
 
 void add_move_flags(CLI::App& command, MoveFlags& flags) {
   command
-      .add_option("--state-format", flags.format,
-                  "How momentum and variance are kept from now on; default: as they are")
+      .add_option("--state-format", flags.format, "Format of momentum and variance [as they are]")
       ->check(CLI::IsMember({"f32", "bf16", "q8"}))
       ->type_name("f32|bf16|q8");
   command
       .add_option("--subgroup-elements", flags.subgroup_elements,
-                  "Elements updated at once; default: as it is, where the budget allows")
+                  "Elements of a subgroup [as they are, if the memory budget allows]")
       ->type_name("N");
   command.add_option("--durability", flags.durability, "Durability of the new state [step]")
       ->check(CLI::IsMember({"step", "none"}))

@@ -349,27 +349,31 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
   };
   auto flags = std::make_shared<Flags>();
   add_recipe_flags(*command, flags->recipe);
-  command->add_option("--trace", flags->trace, "Write a trace for ui.perfetto.dev (train.trace)")
+  command
+      ->add_option("--trace", flags->trace,
+                   "Chrome trace to write, for ui.perfetto.dev (train.trace)")
       ->type_name("FILE");
   CLI::Option* take_over =
       command
           ->add_option("--take-over", flags->choice.take_over,
-                       "Go on in this run's folder with a state that another run has left on the "
-                       "devices, or that was restored; named by the first 8 digits of its run")
+                       "Resume in this run's folder from a state that another run has left on the "
+                       "devices, or that was restored; RUN is the first 8 digits of its run id")
           ->type_name("RUN");
   command
-      ->add_option("--start-over", flags->choice.start_over,
-                   "Delete the state of this run from the devices and start a new one")
+      ->add_option(
+          "--start-over", flags->choice.start_over,
+          "Delete the state of this run from the devices and start a new run; RUN is the first 8 "
+          "digits of its run id")
       ->type_name("RUN")
       ->excludes(take_over);
-  command->add_flag("--json", flags->json, "One JSON object a line instead of text");
+  command->add_flag("--json", flags->json, "Print one JSON object for each line of text");
   command->footer(
       "Examples:\n"
       "  smartinf train recipes/quickstart.toml\n"
       "  smartinf train recipes/quickstart.toml --train.run runs/mine --train.steps 200\n"
       "  smartinf train recipes/quickstart.toml --trace run.trace.json\n"
       "  smartinf train recipes/quickstart.toml --device.0.path /mnt/a --device.1.path /mnt/b\n\n"
-      "Ctrl-C stops at a committed step, exit code 130; a second one at once.");
+      "Ctrl-C stops at a committed step, with exit code 130; a second Ctrl-C stops at once.");
   command->callback([flags, &overrides, &run] {
     run = [flags, &overrides] {
       config::LoadedRecipe loaded;

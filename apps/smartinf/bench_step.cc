@@ -93,8 +93,8 @@ class StepBench {
     auto steps = SyntheticSteps::make(params_, updater_.gradient_type, DataType::kBf16);
     if (steps.status().code() == ErrorCode::kOutOfMemory) {
       return Status(ErrorCode::kOutOfMemory,
-                    fmt::format("--params {:g}: the weights that come back, 2 bytes each, take {} "
-                                "of memory, and they are not to be had",
+                    fmt::format("--params {:g}: the new weights, 2 bytes each, take {} of memory, "
+                                "which is not available",
                                 options_.params, base::format_bytes(2 * params_)),
                     "Give fewer parameters.");
     }

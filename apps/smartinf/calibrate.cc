@@ -61,9 +61,10 @@ base::Status check_directory(const std::string& path) {
   const std::string wanted = whole.filename().string();
   const std::string_view nearest = base::nearest_name(wanted, names);
   return base::Status(base::ErrorCode::kNotFound, "--device does not exist",
-                      nearest.empty() ? "Name a directory that is there; none is made."
-                                      : fmt::format("Did you mean {}? No directory is made.",
-                                                    (whole.parent_path() / nearest).string()),
+                      nearest.empty()
+                          ? "Name an existing directory; calibrate does not make one."
+                          : fmt::format("Did you mean {}? calibrate does not make a directory.",
+                                        (whole.parent_path() / nearest).string()),
                       std::move(place));
 }
 
@@ -101,8 +102,8 @@ int run_calibrate(const CalibrateFlags& flags) {
   if (!std::filesystem::is_directory(folder, error)) {
     base::ErrorPlace place;
     place.path = folder.string();
-    return report(base::Status(base::ErrorCode::kNotFound, "no directory for --out",
-                               "Make it, or give --out elsewhere.", std::move(place)),
+    return report(base::Status(base::ErrorCode::kNotFound, "--out: its directory does not exist",
+                               "Make the directory, or choose another --out.", std::move(place)),
                   kExitUsage);
   }
   for (const std::string& path : flags.devices) {
@@ -170,10 +171,12 @@ int run_calibrate(const CalibrateFlags& flags) {
     const auto tuning = storage::measure_io(path);
     if (!tuning.ok()) return report(tuning.status());
     if (tuning->read_bytes_per_second <= 0 || tuning->write_bytes_per_second <= 0) {
-      return report(base::Status(base::ErrorCode::kUnsupported,
-                                 "a block device is not measured, because that would write to it",
-                                 "Give a directory on a drive of the same kind."),
-                    kExitUsage);
+      return report(
+          base::Status(
+              base::ErrorCode::kUnsupported,
+              "--device is a block device, which is not measured, because that would write to it",
+              "Name a directory on a drive of the same kind."),
+          kExitUsage);
     }
     sim::DeviceGroup device;
     device.name = path;

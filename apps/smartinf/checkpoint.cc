@@ -38,10 +38,11 @@ int run_checkpoint(const CheckpointFlags& flags) {
   options.memory_budget_bytes = *memory_bytes;
   if (options.folder.empty()) {
     if (flags.places.size() != 1 || !is_run_folder(flags.places.front())) {
-      return report(base::Status(base::ErrorCode::kInvalidArgument,
-                                 "only a run's folder has a place for checkpoints of its own",
-                                 "Name one for those of devices: --out DIR."),
-                    kExitUsage);
+      return report(
+          base::Status(base::ErrorCode::kInvalidArgument,
+                       "devices were named without a folder for the checkpoint",
+                       "Name the folder (--out DIR), or name the run's folder, which has one."),
+          kExitUsage);
     }
     options.folder = flags.places.front() + "/" + std::string(train::kCheckpointsFolder);
   }
@@ -55,11 +56,12 @@ int run_checkpoint(const CheckpointFlags& flags) {
   Result<engine::StoredRun> run = engine::open_stored_run(*devices, storage::ReaderLock::kTake);
   if (!run.ok()) {
     const bool busy = run.status().code() == base::ErrorCode::kBusy;
-    return report(busy ? base::Status(base::ErrorCode::kBusy, run.status().what(),
-                                      "Wait for it to end, or stop it with Ctrl-C: it goes on "
-                                      "when it is started again.",
-                                      run.status().place())
-                       : run.status());
+    return report(
+        busy ? base::Status(
+                   base::ErrorCode::kBusy, run.status().what(),
+                   "Wait for the run to end, or stop it with Ctrl-C and start it again afterwards.",
+                   run.status().place())
+             : run.status());
   }
   const Result<engine::CheckpointSummary> made = engine::write_checkpoint(*run, options);
   progress.clear();

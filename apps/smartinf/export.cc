@@ -32,7 +32,7 @@ int run_export(const Flags& flags) {
   // The run keeps the values it trained with, those of its flags too.
   Result<config::LoadedRecipe> loaded = load_run(flags.run);
   if (!loaded.ok()) {
-    return report(std::move(loaded).status().with_context(flags.run + " is no run's folder"));
+    return report(std::move(loaded).status().with_context(flags.run + " is not a run's folder"));
   }
   train::ExportOptions options;
   options.out = flags.out;

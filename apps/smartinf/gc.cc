@@ -297,7 +297,8 @@ Status remove(const Leftover& leftover) {
                              ? state.initialized
                              : state.run.to_string() != leftover.run;
     if (another) {
-      return Status(ErrorCode::kFailedPrecondition, "it has been changed since: left alone", {},
+      return Status(ErrorCode::kFailedPrecondition,
+                    "it has changed since it was listed, and is not deleted", {},
                     base::ErrorPlace{path, {}, {}, 0});
     }
   }
@@ -327,10 +328,10 @@ Status check_runs(const GcFlags& flags, const Findings& findings) {
       if (!each.why.starts_with("run " + name.substr(0, kRunDigits))) continue;
       return Status(ErrorCode::kFailedPrecondition,
                     fmt::format("--delete-run {}: {}: {}", name, each.path.string(), each.why),
-                    "Delete what names it first, if it is not needed either.");
+                    "If you do not need what names it, delete that first.");
     }
-    return Status(ErrorCode::kNotFound, "--delete-run " + name + ": no such state is here",
-                  "smartinf gc --states lists those that nothing speaks of.");
+    return Status(ErrorCode::kNotFound, "--delete-run " + name + ": no state of this run was found",
+                  "smartinf gc --states lists the states that no folder or recipe names.");
   }
   return Status();
 }
@@ -430,8 +431,8 @@ int run_gc(const GcFlags& flags) {
     std::error_code error;
     if (!fs::is_directory(place, error)) {
       return report(Status(ErrorCode::kInvalidArgument, "not a folder",
-                           "Name a folder: runs, a run, a device's directory. A block device is "
-                           "wiped with wipefs.",
+                           "Name a folder: runs, a run, a device's directory. To wipe a block "
+                           "device use wipefs.",
                            base::ErrorPlace{place, {}, {}, 0}),
                     kExitUsage);
     }

@@ -187,8 +187,8 @@ int run_command_line(int argc, char** argv) {
     return kExitUsage;
   }
   if (!overrides->empty() && !takes_recipe(*chosen(app))) {
-    return usage("--" + overrides->front().key + " is a key of a recipe, and `smartinf " +
-                     chosen(app)->get_name() + "` takes none",
+    return usage("--" + overrides->front().key + " is a key of a recipe, but `smartinf " +
+                     chosen(app)->get_name() + "` takes no recipe",
                  "; see smartinf " + chosen(app)->get_name() + " --help");
   }
   install_log_sink(verbose);

@@ -35,8 +35,8 @@ Status check_apart(const std::vector<std::string>& from, const std::vector<std::
   for (const std::string& source : from) {
     for (const std::string& target : to) {
       if (canonical(source) != canonical(target)) continue;
-      return Status(ErrorCode::kInvalidArgument, "the same device is source and target",
-                    "The new state is made beside the old one: name another directory.",
+      return Status(ErrorCode::kInvalidArgument, "a device is both source and target",
+                    "The new state is made beside the old one, so it needs another directory.",
                     base::ErrorPlace{target, {}, {}, 0});
     }
   }

@@ -185,9 +185,9 @@ int run_plan(const PlanFlags& flags) {
   const bool requested = given("method") || given("state-format");
   if (given("hide")) {
     return report(base::Status(base::ErrorCode::kUnsupported,
-                               "--hide: neither `smartinf train` nor the Python package hides "
-                               "updates yet",
-                               "Ask `smartinf simulate --hide` what it would bring."),
+                               "--hide: the plan is for programs that do not run the update beside "
+                               "forward or backward",
+                               "Use `smartinf simulate --hide` to see what it would gain."),
                   kExitUsage);
   }
   // Asked for a format only, and nothing there can update: the host does.

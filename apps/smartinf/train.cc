@@ -268,7 +268,8 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   const Result<config::LoadedRecipe> before = load_run(run);
   if (before.ok()) return config::changed_keys(before->recipe, loaded.recipe);
   base::log(base::LogLevel::kWarning,
-            before.status().to_string() + " Which keys have changed cannot be told.");
+            before.status().to_string() +
+                " The keys that have changed since the last start cannot be shown.");
   return {};
 }
 
@@ -310,15 +311,15 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
     const Status written = write_trace(trace_path, *trace);
     if (status.ok()) status = written;
     if (trace->dropped() > 0) {
-      screen.note(
-          fmt::format("{}: full; the last {} events were left out", trace_path, trace->dropped()));
+      screen.note(fmt::format("{}: the trace is full; the last {} events were left out", trace_path,
+                              trace->dropped()));
     }
   }
   if (interrupted) {
     screen.totals();
     show_wear(loaded, screen);
-    screen.note(
-        fmt::format("stopped at step {}, committed; run it again to go on", trainer.step()));
+    screen.note(fmt::format(
+        "stopped at step {}, which is committed; run the command again to resume", trainer.step()));
     return kExitInterrupted;
   }
   if (!status.ok()) return report(status);

@@ -292,8 +292,8 @@ base::Result<CompressedView> CompressedView::parse(std::span<const std::byte> me
                   "Run the same release on both sides of the host link.");
   }
   if (header.bytes != message.size()) {
-    return corrupt("the message has " + std::to_string(message.size()) + " bytes, and its header says " +
-                   std::to_string(header.bytes));
+    return corrupt("the message has " + std::to_string(message.size()) +
+                   " bytes, and its header says " + std::to_string(header.bytes));
   }
   if (header.checksum != checksum_of(message)) return corrupt("the checksum is wrong");
   if (header.value_encoding > static_cast<uint8_t>(ValueEncoding::kSign) || header.reserved != 0) {

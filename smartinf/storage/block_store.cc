@@ -198,28 +198,29 @@ Result<std::unique_ptr<BlockStore>> BlockStore::open(Container container,
     if (!chosen.ok()) {
       const ErrorCode code = chosen.status().code();
       return Status(code == ErrorCode::kMismatch ? code : ErrorCode::kCorrupt,
-                    "no copy of the superblock can be used: " + chosen.status().what(),
+                    "no superblock can be used: " + chosen.status().what(),
                     code == ErrorCode::kMismatch ? chosen.status().advice() : std::string(restore),
                     at(0, kSuperblockAreaBytes));
     }
     superblock = *chosen;
     for (uint32_t copy = 0; copy < kSuperblockCopies; ++copy) {
       if ((bad >> copy & 1u) == 0) continue;
-      base::log(base::LogLevel::kWarning,
-                fmt::format("{}: superblock copy {} at offset {} is damaged; another copy is used, "
-                            "and the next steps overwrite this one",
-                            file_path, copy, superblock_offset(copy)));
+      base::log(
+          base::LogLevel::kWarning,
+          fmt::format("{}: superblock copy {} at offset {} is damaged; another one is used, and "
+                      "the next steps replace it",
+                      file_path, copy, superblock_offset(copy)));
     }
     if (superblock.container_bytes > container.size_bytes) {
       return Status(ErrorCode::kCorrupt,
-                    fmt::format("the container has {} bytes instead of {}", container.size_bytes,
+                    fmt::format("the container has {} bytes where {} belong", container.size_bytes,
                                 superblock.container_bytes),
                     std::string(restore), at(0, container.size_bytes));
     }
     SI_ASSIGN_OR_RETURN(
         base::AlignedBuffer record,
         base::AlignedBuffer::allocate(base::round_up(superblock.layout_bytes, base::kIoAlignment)));
-    Result<StoreLayout> parsed = Status(ErrorCode::kCorrupt, "the layout record cannot be used");
+    Result<StoreLayout> parsed = Status(ErrorCode::kCorrupt, "no layout record");
     for (uint32_t copy = 0; copy < kLayoutCopies && !parsed.ok(); ++copy) {
       const uint64_t offset = kSuperblockAreaBytes + copy * record.size();
       const Status status = read(offset, record);
@@ -234,7 +235,7 @@ Result<std::unique_ptr<BlockStore>> BlockStore::open(Container container,
     if (!parsed.ok()) {
       if (superblock.phase == Phase::kCreating) {
         return Status(ErrorCode::kFailedPrecondition, "the device's creation was interrupted",
-                      "Start the run again: the creation starts over.", at(0, 0));
+                      "Start the run again: it starts over.", at(0, 0));
       }
       return Status(ErrorCode::kCorrupt, parsed.status().what(), std::string(restore),
                     at(kSuperblockAreaBytes, kLayoutCopies * record.size()));
@@ -253,8 +254,8 @@ Result<std::unique_ptr<BlockStore>> BlockStore::open(Container container,
   const Durability made_with = superblock.slots == 1 ? Durability::kNone : Durability::kStep;
   if (kept.durability != made_with) {
     base::log(base::LogLevel::kInfo,
-              fmt::format("{}: it was made with durability \"{}\", which cannot be changed",
-                          file_path, made_with == Durability::kNone ? "none" : "step"));
+              fmt::format("{}: made with durability \"{}\", which stays", file_path,
+                          made_with == Durability::kNone ? "none" : "step"));
     kept.durability = made_with;
   }
   std::unique_ptr<BlockStore> store(new BlockStore(std::move(container), std::move(kept),
@@ -336,8 +337,7 @@ Status BlockStore::read_table(StepNumber step, uint64_t bytes, uint64_t expected
                           container_.file_path, copy, step, geometry_.table_offset(step, copy),
                           last.what()));
   }
-  return Status(last.code(),
-                fmt::format("no copy of the table of step {} can be used: {}", step, last.what()),
+  return Status(last.code(), fmt::format("no table of step {} can be used: {}", step, last.what()),
                 "Run smartinf fsck; restore the device from a checkpoint.",
                 base::ErrorPlace{container_.file_path, geometry_.table_offset(step, 0),
                                  length * kTableCopies, 0});
@@ -763,10 +763,10 @@ Status BlockStore::check_newest() {
     if (!found.ok() || found->sequence <= superblock_.sequence) continue;
     return Status(
         ErrorCode::kBusy,
-        fmt::format("another process has written to the device since it was opened: its state is "
-                    "at step {}",
+        fmt::format("another process has written to the device since it was opened: its "
+                    "state stands at step {}",
                     found->committed_step),
-        "Stop all but one of the processes that use this device. Nothing that they wrote was "
+        "Stop all but one of the processes that use this device. Nothing of theirs was "
         "overwritten.",
         base::ErrorPlace{container_.file_path, superblock_offset(copy), kSuperblockBytes, 0});
   }
@@ -787,10 +787,11 @@ Status BlockStore::verify_block(base::SubgroupId subgroup, size_t plane, uint64_
   }
   return Status(
       ErrorCode::kCorrupt,
-      fmt::format("block {} of the {} plane of subgroup {} has a wrong checksum for step {}", block,
+      fmt::format("block {} of the {} plane of subgroup {} is not what step {} wrote", block,
                   base::plane_kind_name(layout_.planes[plane]), subgroup.value, found.step),
-      "It was damaged on the drive or on its way from there. Run smartinf fsck to find further "
-      "damage, and restore the last checkpoint.",
+      "It was damaged on the drive or by the path to it. Run smartinf fsck to see what else is, "
+      "and "
+      "restore the last checkpoint.",
       base::ErrorPlace{container_.file_path,
                        geometry_.extent_offset(index, found.slot) +
                            geometry_.plane_offset(index, plane) +
@@ -828,11 +829,10 @@ Status BlockStore::check_written(StepNumber step) const {
           static_cast<std::ptrdiff_t>(sealed_first_[subgroup * geometry_.planes() + plane]);
       const auto last = first + static_cast<std::ptrdiff_t>(geometry_.blocks(subgroup));
       if (std::find(first, last, uint8_t{0}) != last) {
-        return Status(
-            ErrorCode::kFailedPrecondition,
-            fmt::format("the {} plane of subgroup {} was written, but its checksums are missing",
-                        base::plane_kind_name(layout_.planes[plane]),
-                        layout_.subgroups[subgroup].id.value));
+        return Status(ErrorCode::kFailedPrecondition,
+                      fmt::format("the {} plane of subgroup {} was written but not sealed",
+                                  base::plane_kind_name(layout_.planes[plane]),
+                                  layout_.subgroups[subgroup].id.value));
       }
     }
   }
@@ -920,7 +920,7 @@ Status BlockStore::commit(StepNumber step) {
   if (first) return written;
   if (!written.ok()) {
     base::log(base::LogLevel::kWarning,
-              fmt::format("step {} is committed, but its superblock could not be written: {}", step,
+              fmt::format("step {} stands, but its commit could not be noted: {}", step,
                           written.to_string()));
   }
   return Status();

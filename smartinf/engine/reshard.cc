@@ -103,7 +103,7 @@ class Resharder {
          ::rename(made.c_str(), old.c_str()) == 0)) {
       return Status();
     }
-    return base::errno_status(errno, "cannot replace the old state by the new one", old);
+    return base::errno_status(errno, "cannot put the new state in the old one's place", old);
   }
 
   /// The new states are whole and durable: they take the places of the old ones, all or none.
@@ -218,9 +218,9 @@ class Resharder {
     auto owner = plan::place(subgroups_, capacities, present_owners());
     if (!owner.ok() && owner.status().code() == ErrorCode::kNoSpace) {
       return Status(ErrorCode::kNoSpace,
-                    fmt::format("the state needs {}, and {} are free",
+                    fmt::format("the state needs {}, free are {}",
                                 base::format_bytes(each * subgroups_.size()), free_text),
-                    "Free space there, or name another device, or one more.");
+                    "Free space there, or name another or a further place.");
     }
     SI_ASSIGN_OR_RETURN(owner_, std::move(owner));
     for (uint32_t device = 0; device < targets_.size(); ++device) {
@@ -229,10 +229,10 @@ class Resharder {
         continue;
       }
       return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("no subgroup of the state would be placed here: it has {} "
-                                "subgroups of {}, and {} are free",
+                    fmt::format("nothing of the state would be kept here: it has {} subgroups of "
+                                "{}, and free are {}",
                                 subgroups_.size(), base::format_bytes(each), free_text),
-                    "Leave this device out, or free space there.",
+                    "Leave this place out, or free space there.",
                     base::ErrorPlace{targets_[device], {}, {}, 0});
     }
     return Status();
@@ -436,7 +436,7 @@ class Resharder {
 Result<ReshardSummary> reshard(StoredRun& from, const std::vector<std::string>& targets,
                                const ReshardOptions& options) {
   if (targets.empty()) {
-    return Status(ErrorCode::kInvalidArgument, "no target device is named",
+    return Status(ErrorCode::kInvalidArgument, "no device is named for the state to go to",
                   "Name at least one directory or block device.");
   }
   for (auto target = targets.begin(); target != targets.end(); ++target) {

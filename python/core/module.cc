@@ -75,7 +75,7 @@ NB_MODULE(_core, module) {
       "paths"_a,
       "The text that was given with the step that devices hold. Not while they are open.");
   module.def("take_remarks", &smartinf::python::take_remarks,
-             "The core's log messages since the last call: [(level, text)].");
+             "What the core has remarked since the last call: [(level, text)].");
 
   using smartinf::python::PyCheckpoint;
   nb::class_<PyCheckpoint>(module, "Checkpoint",
@@ -142,15 +142,16 @@ NB_MODULE(_core, module) {
            "residual"_a = 0, "ahead"_a = std::vector<std::array<float, 3>>(),
            "Like read_state over all planes, with views that may be written; what edit(first, "
            "count, views) returns true for is written back. All becomes real at once, as a step. "
-           "edit None: no plane changes. residual: address of the new residual, bf16 in the order "
-           "of the space; 0: unchanged. ahead: step_ahead() that belongs to it; empty: unchanged.")
+           "edit None: no plane changes. residual: address of what compression is to keep from now "
+           "on, bf16 in the order of the space; 0: as it is. ahead: step_ahead() of where that "
+           "comes from; empty: as it is.")
       .def("step_ahead", &PyUpdater::step_ahead,
-           "(lr, bias correction, eps) by group, with which step-ahead moves the stored weights; "
-           "empty without step-ahead.")
+           "(lr, variance's bias, eps) by group, by which weights are ahead of the stored ones for "
+           "what compression keeps; empty when they are not.")
       .def("residual", &PyUpdater::residual,
-           "Address of the residual, bf16 in the order of the space, valid until state changes; 0 "
-           "without error feedback.")
-      .def("compression", &PyUpdater::compression, "Counts of what the last update sent.")
+           "Address of what compression keeps, bf16 in the order of the space, valid until state "
+           "changes; 0 without feedback.")
+      .def("compression", &PyUpdater::compression, "Of the last update.")
       .def("load_weights", &PyUpdater::load_weights, "type"_a, "address"_a,
            "Master weights, cast, to one flat array in the order of the space.")
       .def("begin_step", &PyUpdater::begin_step)
@@ -159,14 +160,14 @@ NB_MODULE(_core, module) {
       .def("put_gradient_part", &PyUpdater::put_gradient_part, "range"_a, "first"_a, "address"_a,
            "type"_a, "count"_a, "Elements [first, first + count) of a range, cut as the core asks.")
       .def("skip_gradient", &PyUpdater::skip_gradient, "range"_a,
-           "This range gets no gradient in this step and is skipped by the update.")
+           "This range gets none in this step and is to be left alone by the update.")
       .def("finish_gradients", &PyUpdater::finish_gradients, "unscale"_a,
            "(L2 norm after unscaling, finite, name of the first range that is not finite)")
       .def(
           "start_update", &PyUpdater::start_update, "number"_a, "gradient_scale"_a, "groups"_a,
           "type"_a, "address"_a,
           "groups: for each range a dict of torch's options and 'step' (counts from 1), or None to "
-          "skip it. Weights go to one flat array in the order of the space.")
+          "leave it alone. Weights go to one flat array in the order of the space.")
       .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
       .def("start_commit", &PyUpdater::start_commit, "client_metadata"_a)
       .def("wait_commit", &PyUpdater::wait_commit)
@@ -185,5 +186,5 @@ NB_MODULE(_core, module) {
       .def("gradient_memory_bytes", &PyUpdater::gradient_memory_bytes)
       .def("bytes_written_ever", &PyUpdater::bytes_written_ever)
       .def("describe_devices", &PyUpdater::describe_devices)
-      .def("close", &PyUpdater::close, "Completes a started commit and releases the devices.");
+      .def("close", &PyUpdater::close, "Carries a started commit through and lets the devices go.");
 }

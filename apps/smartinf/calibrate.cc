@@ -113,7 +113,7 @@ int run_calibrate(const CalibrateFlags& flags) {
   sim::Machine machine;
   machine.name = flags.name;
   machine.note =
-      "measured by smartinf calibrate; drives with reads and writes at once, so that "
+      "measured by smartinf calibrate; drives were read and written at the same time, so "
       "mixed_efficiency is part of their rates";
   const CpuFacts cpu = cpu_facts();
   const uint32_t cores = std::max(1u, cpu.cores_allowed);

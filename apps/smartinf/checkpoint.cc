@@ -48,7 +48,7 @@ int run_checkpoint(const CheckpointFlags& flags) {
   }
   const Result<std::vector<std::string>> devices = devices_of(flags.places);
   if (!devices.ok()) return report(devices.status());
-  const Interrupt interrupt("stopping; once more to stop at once");
+  const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
   Progress progress("copying the state", interrupt.token());
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
 

@@ -48,7 +48,7 @@ int run_export(const Flags& flags) {
                   kExitUsage);
   }
   options.shard_bytes_max = *shard_bytes;
-  const Interrupt interrupt("stopping; once more to stop at once");
+  const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
   Progress progress("exporting", interrupt.token());
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
   const Result<train::ExportSummary> summary = train::export_run(

@@ -218,13 +218,14 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
   const std::string claim = claim_on(device, state.run, owner, named);
   if (claim.empty() && owner.kind == StateOwner::Kind::kPython) what += ", written from Python";
   if (claim.empty() && !owner.folder.empty()) {
-    what += fmt::format(", of the run in {}, which is not there any more", owner.folder);
+    what += fmt::format(", of the run in {}, which no longer exists", owner.folder);
   }
   const bool asked_for = flags.states || !flags.runs.empty();
   if (!claim.empty()) {
     findings.kept.push_back({device, bytes, what + ": " + claim});
   } else if (!asked_for) {
-    findings.kept.push_back({device, bytes, what + ": a whole state; --states offers it, too"});
+    findings.kept.push_back(
+        {device, bytes, what + ": a complete state; --states also asks about it"});
   } else {
     findings.leftovers.push_back(
         {LeftoverKind::kState, device, bytes, what, state.run.to_string(), owner.folder});
@@ -240,7 +241,7 @@ bool look_at_partial(const fs::path& folder, Findings& findings) {
   if (state == engine::PartialFolder::kForeign) {
     const train::PartialExport of_export = train::look_at_partial_export(folder.string());
     if (of_export == train::PartialExport::kForeign) {
-      findings.kept.push_back({folder, bytes, "holds something that is not smartinf's"});
+      findings.kept.push_back({folder, bytes, "holds files that are not smartinf's"});
       return false;
     }
     kind = LeftoverKind::kExport;
@@ -250,7 +251,7 @@ bool look_at_partial(const fs::path& folder, Findings& findings) {
   // An export is always locked while it is written; checkpoints of earlier versions were not.
   if (state == engine::PartialFolder::kInUse ||
       (kind == LeftoverKind::kPartial && is_fresh(folder))) {
-    findings.kept.push_back({folder, bytes, "may be being written just now"});
+    findings.kept.push_back({folder, bytes, "was written to within the last ten minutes"});
   } else {
     findings.leftovers.push_back({kind, folder, bytes, ""});
   }
@@ -356,10 +357,11 @@ bool ask_for_run(const std::vector<Leftover>& leftovers, const std::string& run)
     folder = fs::path(each.folder).filename().string();
   }
   const std::string digits = run.substr(0, kRunDigits);
-  const std::string answer = answer_to(fmt::format(
-      "Run {} on {} ({}) is whole. To delete it, type the first {} digits of its id{}: ", digits,
-      fmt::join(devices, ", "), base::format_bytes(bytes), kRunDigits,
-      folder.empty() ? "" : fmt::format(", or the name of its folder ({})", folder)));
+  const std::string answer = answer_to(
+      fmt::format("The state of run {} on {} ({}) is complete. To delete it, type the first {} "
+                  "digits of its id{}: ",
+                  digits, fmt::join(devices, ", "), base::format_bytes(bytes), kRunDigits,
+                  folder.empty() ? "" : fmt::format(", or the name of its folder ({})", folder)));
   return answer == digits || (!folder.empty() && answer == folder);
 }
 
@@ -395,11 +397,13 @@ std::vector<Leftover*> choose(Findings& findings, const GcFlags& flags) {
     if (runs[each.run]) doomed.push_back(&each);
   }
   if (!flags.json && !asking) {
-    if (left) std::printf("nothing was deleted of what was interrupted; --yes does it\n");
+    if (left) std::printf("nothing that was interrupted was deleted; use --yes to delete it\n");
     for (const auto& [run, wanted] : runs) {
       if (wanted) continue;
-      std::printf("run %s is whole, and was not deleted; --delete-run %s does it\n",
-                  run.substr(0, kRunDigits).c_str(), run.substr(0, kRunDigits).c_str());
+      std::printf(
+          "the state of run %s is complete, and was not deleted; use --delete-run %s to delete "
+          "it\n",
+          run.substr(0, kRunDigits).c_str(), run.substr(0, kRunDigits).c_str());
     }
   }
   return doomed;
@@ -451,7 +455,7 @@ int run_gc(const GcFlags& flags) {
                   leftover.path.c_str(), kind_text(leftover.kind),
                   leftover.remark.empty() ? "" : ", ", leftover.remark.c_str());
     }
-    if (findings.leftovers.empty()) std::printf("nothing to clean up\n");
+    if (findings.leftovers.empty()) std::printf("there is nothing to delete\n");
   }
   bool failed = false;
   const std::vector<Leftover*> doomed = choose(findings, flags);

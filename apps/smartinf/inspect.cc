@@ -102,14 +102,14 @@ void print_contents(const InspectFlags& flags, const Contents& contents) {
                          state.device_index, state.device_count, time_text(store.created_seconds)));
   if (!contents.owner.empty()) print_line("belongs to", contents.owner);
   if (store.superblock_copies_damaged > 0) {
-    print_line("damage", fmt::format("{} of {} superblock copies; the next steps replace them",
+    print_line("damage", fmt::format("{} of {} superblock copies; the next steps overwrite them",
                                      store.superblock_copies_damaged, store.superblock_copies));
   }
   if (state.torn) {
     print_line("step", fmt::format("none: {}", storage::kTornState));
   } else if (!state.initialized) {
     print_line("step", state.copied_step == 0
-                           ? "none: its creation was interrupted; the next run starts over"
+                           ? "none: the creation was interrupted; the next run starts over"
                            : fmt::format("none: a copy of step {} was interrupted; make it again "
                                          "(smartinf restore, smartinf reshard)",
                                          state.copied_step));

@@ -67,8 +67,7 @@ Agreement compare(const std::vector<std::string>& devices) {
   }
   if (step.status().code() == ErrorCode::kNotFound) {
     // Checked alone, a device is judged by what it promises itself.
-    agreement.note = step.status().what() +
-                     ": it was not checked whether the devices belong together. " +
+    agreement.note = step.status().what() + ": whether the devices fit together was not checked. " +
                      step.status().advice();
   } else if (step.status().code() == ErrorCode::kFailedPrecondition &&
              std::none_of(states.begin(), states.end(),
@@ -140,7 +139,7 @@ void print_device(const CheckedDevice& device) {
   }
   std::string verdict = "sound";
   if (report.state_lost) {
-    verdict = fmt::format("{} faults; the state is lost: restore a checkpoint (smartinf restore)",
+    verdict = fmt::format("{} faults; state is lost: restore a checkpoint (smartinf restore)",
                           report.faults);
   } else if (device.faults_that_stay() > 0) {
     verdict = fmt::format(
@@ -150,7 +149,7 @@ void print_device(const CheckedDevice& device) {
   } else if (report.faults > 0) {
     verdict = fmt::format("{} faults, all repaired", report.faults);
   } else if (!report.state.initialized) {
-    verdict = "nothing to check: the creation of the state was interrupted";
+    verdict = "nothing to check: its creation was interrupted";
   }
   std::printf(
       "%s: step %llu, %llu blocks of state checked%s, %s read: %s\n", device.path.c_str(),
@@ -203,7 +202,7 @@ int run_fsck(const FsckFlags& flags) {
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
   const Result<std::vector<std::string>> places = devices_of(flags.places);
   if (!places.ok()) return report(places.status());
-  const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
+  const Interrupt interrupt("stopping; once more to stop at once");
   const Agreement agreement = compare(*places);
 
   Progress progress("checking", interrupt.token());
@@ -233,12 +232,11 @@ int run_fsck(const FsckFlags& flags) {
       std::printf("the run resumes after step %llu\n",
                   static_cast<unsigned long long>(*agreement.step));
     } else if (agreement.step) {
-      std::printf("the run cannot be resumed with these devices\n");
+      std::printf("the run cannot be resumed with these devices as they are\n");
     }
     if (!agreement.note.empty()) std::printf("%s\n", agreement.note.c_str());
     if (!agreement.problem.ok()) {
-      std::printf("the devices do not belong together: %s\n",
-                  agreement.problem.to_string().c_str());
+      std::printf("the devices do not fit together: %s\n", agreement.problem.to_string().c_str());
     }
   }
   return sound ? kExitDone : kExitFailed;
@@ -247,25 +245,25 @@ int run_fsck(const FsckFlags& flags) {
 }  // namespace
 
 void add_fsck(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("fsck", "Check every block of the state on devices");
+  CLI::App* command = app.add_subcommand("fsck", "Check everything that is on devices");
   auto flags = std::make_shared<FsckFlags>();
   command
       ->add_option("device", flags->places,
-                   "Devices, if possible all devices of a run, or the run's folder")
+                   "Devices, if possible all of a run; or the run's folder")
       ->required()
       ->type_name("DEVICE...");
   command->add_flag("--repair", flags->repair,
-                    "Write damaged copies of superblock, layout and tables anew from intact ones; "
-                    "state is never written");
+                    "Write damaged copies of superblock, layout and tables anew from good ones; "
+                    "never touches state");
   command
       ->add_option("--memory-budget", flags->memory_budget, "Memory for blocks in flight [256MiB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "Every block is read and compared with its checksum. The devices are locked meanwhile, so "
-      "no\n"
-      "run can use them. Exit code 0: nothing is damaged, or all is repaired; 1: damage is "
-      "left.\n\n"
+      "Every block is read and held against its checksum, which knows run, device, step and "
+      "place.\n"
+      "The devices are locked meanwhile, so no run may use them. Exit code 0: sound, or repaired;\n"
+      "1: something stays wrong.\n\n"
       "Examples:\n"
       "  smartinf fsck runs/quickstart\n"
       "  smartinf fsck /mnt/a /mnt/b --repair\n"

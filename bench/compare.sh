@@ -60,7 +60,7 @@ rival = by_who.get("deepspeed", [{}])[0]
 print(f"Rival: DeepSpeed {rival.get('version')} on torch {rival.get('torch')}, stage 3, optimizer state on "
       "storage, configuration in bench/rivals/deepspeed_step.py. smartinf: durable steps, checksums on, "
       "512 MiB for the engine.\n")
-print("| who | median s | min | max | share of the drive's limit | peak memory GB | times faster |")
+print("| program | median s | min | max | share of the drive's limit | peak memory GB | times as fast as DeepSpeed |")
 print("|---|---|---|---|---|---|---|")
 base = statistics.median(r["update_s"] for r in by_who["deepspeed"]) if "deepspeed" in by_who else None
 for who, group in by_who.items():

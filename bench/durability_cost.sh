@@ -5,7 +5,7 @@
 #
 #   bench/durability_cost.sh DIRECTORY [RESULT.md]
 #
-#   PARAMS=1e8   parameters     ROUNDS=7   how often the two take turns     REPEAT=3   steps in a round
+#   PARAMS=1e8   parameters     ROUNDS=7   rounds in which the two take turns     REPEAT=3   steps in a round
 #   SMARTINF=build/release/bin/smartinf
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -56,10 +56,10 @@ cpu = said("lscpu | sed -n 's/^Model name: *//p'")
 print(f"Machine: {os.cpu_count()} cores of {cpu}, "
       f"Linux {platform.release()}, {said('df --output=fstype ' + drive + ' | tail -1')}; "
       f"load at the end {os.getloadavg()[0]:.1f}.\n")
-print("*default*: every step survives power loss (two slots, prepared and committed), a checksum for every "
-      "block. *bare*: `--durability none --no-checksums`, overwritten in place. The drive's time is that of "
-      "the same bytes without computing, measured in turn with the steps.\n")
-print("| who | median s | min | max | share of the drive's limit |")
+print("*default*: every step survives power loss (two slots, prepared and committed), and every block has a "
+      "checksum. *bare*: `--durability none --no-checksums`, so state is overwritten in place. The drive's limit "
+      "is the time that it needs for the same bytes without computing, measured in turn with the steps.\n")
+print("| options | median s | min | max | share of the drive's limit |")
 print("|---|---|---|---|---|")
 for who in ("default", "bare"):
     times = of(who, "update_s")
@@ -67,7 +67,7 @@ for who in ("default", "bare"):
           f"{statistics.median(of(who, 'share_of_limit')):.3f} |")
 ratios = [d / b for d, b in zip(of("default", "update_s"), of("bare", "update_s"))]
 cost = statistics.median(of("default", "update_s")) / statistics.median(of("bare", "update_s"))
-print(f"\nDefault over bare: {100 * (cost - 1):+.1f} % of the medians; round by round "
+print(f"\nThe median of *default* beside that of *bare*: {100 * (cost - 1):+.1f} %; in the single rounds "
       f"{', '.join(f'{100 * (ratio - 1):+.1f}' for ratio in ratios)} %, median "
       f"{100 * (statistics.median(ratios) - 1):+.1f} %.")
 name = os.path.basename(sys.argv[3])
@@ -76,5 +76,5 @@ with open(sys.argv[3], "w", encoding="utf-8") as out:
     for row in rows:
         out.write(json.dumps(row) + "\n")
 PYTHON
-sed -n '/^| who/,/^Default/p' "$result"
+sed -n '/^| options/,/^The median/p' "$result"
 echo "written: $result and ${result%.md}.jsonl"

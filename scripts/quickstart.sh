@@ -13,7 +13,7 @@ Runs scripts/setup.sh, then trains recipes/quickstart.toml: a language model of 
 parameters on the Python standard library's sources (about three minutes on two cores). Its master
 weights, momentum and variance live in files under runs/quickstart/ and are updated there.
 
-Stop it with Ctrl-C and run it again: it goes on after the last committed step. Once the run is
+Stop it with Ctrl-C and run it again: it resumes after the last committed step. Once the run is
 complete it only shows the result; rm -r runs/quickstart starts over.
 
   --python PATH, --no-system   as in scripts/setup.sh

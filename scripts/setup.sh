@@ -14,10 +14,9 @@ Usage: scripts/setup.sh [options]
 Installs the missing Debian/Ubuntu packages, makes .venv with the pinned Python packages of
 scripts/requirements.txt, and builds the smartinf command at build/release/bin/smartinf.
 
-  --no-torch      build without torch: no trainer, but the store, the tools and `smartinf bench`
-                  (a storage server needs no more); no .venv is made
+  --no-torch      build without torch: all commands work but `smartinf train`; no .venv is made
   --python PATH   use the torch of this Python instead of making .venv
-  --no-system     do not look at system packages (they were installed some other way)
+  --no-system     do not check system packages (they were installed in another way)
   --no-build      install only
   --help          this text
 

@@ -9,13 +9,13 @@ help() {
   cat <<'TEXT'
 Usage: scripts/wheel.sh [options]
 
-Builds the Python package into a wheel (dist/), puts the shared libraries it needs inside (auditwheel
-repair), checks what it then still asks of a system (auditwheel show), installs it in a new environment
-and runs a smoke test there: the module and the command, and, where torch is at hand, a training script
+Builds the Python package as a wheel in dist/, adds the shared libraries that it needs (auditwheel
+repair), shows what it then still needs from a system (auditwheel show), installs it in a new environment
+and runs a smoke test there: the module and the command, and, where torch is available, a training script
 that is stopped and resumed.
 
-  --python PATH   the Python to build with (default .venv's, else python3). From 3.12 on the wheel is of
-                  the stable ABI and serves all later ones; 3.11 gets its own.
+  --python PATH   the Python to build with (default .venv's, else python3). From 3.12 on the wheel uses
+                  the stable ABI and works for all later ones; 3.11 needs its own.
   --try PATH      the Python to try it with (default the same)
   --help          this text
 

@@ -636,7 +636,7 @@ class Copies(unittest.TestCase):
             (root / "other.0a1b2c3d.partial/notes.txt").unlink()
             with open(root / "other.0a1b2c3d.partial/.smartinf-export", encoding="ascii") as mark:
                 fcntl.flock(mark, fcntl.LOCK_EX)
-                self.assertIn("may be being written", run("gc", folder, "--yes").stdout)
+                self.assertIn("was written to within the last ten minutes", run("gc", folder, "--yes").stdout)
                 self.assertTrue((root / "other.0a1b2c3d.partial").exists())
             self.assertIn("interrupted export", run("gc", folder, "--yes").stdout)
             self.assertFalse((root / "other.0a1b2c3d.partial").exists())

@@ -123,7 +123,7 @@ class RunFolders(TrainCase):
         shutil.rmtree(self.folder / "a/state")
         (self.folder / "old").rename(self.folder / "a/state")
         told = self.start(recipe, "a", "--train.steps", "6")
-        for word in ("has steps to 6", "hold step 3", "older copy", "log.jsonl.1"):
+        for word in ("has steps up to 6", "hold step 3", "older copy", "log.jsonl.1"):
             self.assertIn(word, told)
         self.assertEqual(self.losses("a"), losses)
         cut = [json.loads(line) for line in (self.folder / "a/log.jsonl.1").read_text().splitlines()]
@@ -209,14 +209,14 @@ class RunFolders(TrainCase):
         (run / "log.jsonl").symlink_to(log)
         told = self.start(recipe, "a")
         self.assertEqual(told.count("No space left on device; the run goes on"), 1, told)
-        self.assertIn("lacks lines of this run", told)
+        self.assertIn("lines of this run are missing in", told)
         self.assertIn("step 4/4", told)
         self.assertEqual(self.master_weights("a"), self.master_weights("plain"))
         # Found when it is started again, with the folder that it has always had.
         (run / "log.jsonl").unlink()
         (run / "log.jsonl").write_text(kept)
         told = self.start(recipe, "a", "--train.steps", "5")
-        self.assertIn("ends at step 1, and the devices hold step 4", told)
+        self.assertIn("ends at step 1, but the devices hold step 4", told)
         self.assertEqual(self.steps("a"), [1, 5])
 
 

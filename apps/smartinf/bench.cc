@@ -5,7 +5,7 @@ namespace smartinf::apps {
 
 void add_bench(CLI::App& app, Run& run) {
   CLI::App* bench =
-      app.add_subcommand("bench", "Measures kernels and steps beside the machine's own limit");
+      app.add_subcommand("bench", "Measure kernels and steps beside the machine's own limit");
   bench->require_subcommand(1);
   bench->footer(
       "Examples:\n"

@@ -538,38 +538,41 @@ class KernelBench {
 void add_bench_kernels(CLI::App& bench, Run& run) {
   auto options = std::make_shared<BenchOptions>();
   CLI::App* command = bench.add_subcommand(
-      "kernels", "Times every kernel in turn with a triad that moves as many bytes");
-  command->add_option("--params", options->params, "Elements per run, e.g. 2e7")
+      "kernels", "Time every kernel in turn with a triad that moves as many bytes");
+  command->add_option("--params", options->params, "Elements in a run, e.g. 2e7")
       ->check(CLI::Range(1e4, 1e10))
       ->capture_default_str();
-  command->add_option("--repeat", options->repeat, "Runs of which the median counts")
+  command
+      ->add_option("--repeat", options->repeat, "Number of runs, of which the median is reported")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
-  command->add_option("--threads", options->threads, "Thread counts (default: 1 and all cores)")
+  command->add_option("--threads", options->threads, "Numbers of threads [1 and all cores]")
       ->check(CLI::Range(1u, 1024u));
   command
       ->add_option(
           "--kernel", options->kernels,
-          "Only these kernels; sealed-update is an update with checksums, compress comes with "
-          "expand, its way back")
+          "Kernels to time; sealed-update is an update with checksums; compress also times expand "
+          "[all]")
       ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum", "topk",
                              "matrix-squares", "step-ahead", "compress"}));
-  command->add_option("--rule", options->rules, "Only these update rules")
+  command->add_option("--rule", options->rules, "Update rules [all]")
       ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}));
-  command->add_option("--format", options->formats, "Only these state formats")
+  command->add_option("--format", options->formats, "State formats [all]")
       ->check(CLI::IsMember({"f32", "bf16", "q8"}));
-  command->add_option("--gradient", options->gradients, "Only these gradient types")
+  command->add_option("--gradient", options->gradients, "Gradient types [all]")
       ->check(CLI::IsMember({"f32", "bf16", "f16"}));
-  command->add_option("--weights", options->weights, "What an update writes out beside the state")
+  command
+      ->add_option("--weights", options->weights,
+                   "Type of the new weights that an update writes beside the state")
       ->check(CLI::IsMember({"none", "bf16", "f32"}))
       ->capture_default_str();
   command
       ->add_option("--share", options->shares,
-                   "What Top-K and compression keep of the elements, e.g. 0.01")
+                   "Share of the elements that Top-K and compression select, e.g. 0.01")
       ->check(CLI::Range(1e-6, 1.0))
       ->capture_default_str();
   add_values_flag(*command, options->values, "bf16");
-  command->add_flag("--json", options->json, "A JSON array with one object a row");
+  command->add_flag("--json", options->json, "Print a JSON array with one object for each row");
   command->footer(
       "Examples:\n"
       "  smartinf bench kernels --rule adamw --gradient bf16\n"

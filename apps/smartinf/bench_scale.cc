@@ -402,51 +402,59 @@ class ScaleBench {
 
 void add_bench_scale(CLI::App& bench, Run& run) {
   auto options = std::make_shared<ScaleOptions>();
-  CLI::App* command = bench.add_subcommand(
-      "scale",
-      "Times updates on emulated devices against their number, the links' bound and the simulator");
-  command->add_option("--devices", options->devices, "Counts of devices")
+  CLI::App* command = bench.add_subcommand("scale",
+                                           "Time updates on emulated devices of several counts, "
+                                           "beside the links' bound and the simulator");
+  command->add_option("--devices", options->devices, "Numbers of devices, one row each")
       ->delimiter(',')
       ->check(CLI::Range(1u, 64u))
       ->capture_default_str();
-  command->add_option("--params", options->params, "Parameters")
+  command->add_option("--params", options->params, "Number of parameters")
       ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 36))
       ->capture_default_str();
-  command->add_option("--internal-read", options->internal_read, "A drive's reads, per second")
-      ->capture_default_str();
-  command->add_option("--internal-write", options->internal_write, "A drive's writes, per second")
+  command
+      ->add_option("--internal-read", options->internal_read, "Bytes per second that a drive reads")
       ->capture_default_str();
   command
-      ->add_option("--host-link", options->host_link, "All devices' link to the host, per second")
+      ->add_option("--internal-write", options->internal_write,
+                   "Bytes per second that a drive writes")
       ->capture_default_str();
   command
-      ->add_option("--shared", options->shared,
-                   "Where the two directions draw on one budget of time: in the drives, there and "
-                   "on the host link (all), or nowhere")
+      ->add_option("--host-link", options->host_link,
+                   "Bytes per second of the link between all devices and the host")
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--shared", options->shared,
+          "Links whose two directions share the link's time: none, the drives', or the drives' "
+          "and the host link (all)")
       ->check(CLI::IsMember({"none", "drives", "all"}))
       ->capture_default_str();
   command
       ->add_option("--slow-device", options->slow_device,
-                   "The first device's speed, as a share of the others'")
+                   "Speed of the first device, relative to the others")
       ->check(CLI::Range(0.01, 100.0))
       ->capture_default_str();
-  command->add_option("--state-format", options->format, "How momentum and variance are kept")
+  command->add_option("--state-format", options->format, "Format of momentum and variance")
       ->check(CLI::IsMember({"f32", "bf16", "q8"}))
       ->capture_default_str();
   add_values_flag(*command, options->values, "sign");
   command
       ->add_option("--subgroups", options->subgroups,
-                   "Subgroups of each device; few, and filling and draining it shows")
+                   "Subgroups of each device; with few, filling and draining the pipeline takes a "
+                   "visible part")
       ->check(CLI::Range(uint64_t{1}, uint64_t{4096}))
       ->capture_default_str();
-  command->add_option("--repeat", options->repeat, "Steps of which the median counts")
+  command
+      ->add_option("--repeat", options->repeat, "Number of steps, of which the median is reported")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
   command
       ->add_option("--trace", options->trace,
-                   "Write all steps of the last scheme as a Chrome trace (ui.perfetto.dev)")
+                   "Chrome trace of the last scheme's steps to write (ui.perfetto.dev)")
       ->type_name("FILE");
-  command->add_flag("--json", options->json, "A JSON object with one row for each count");
+  command->add_flag("--json", options->json,
+                    "Print one JSON object with a row for each number of devices");
   command->footer(
       "Examples:\n"
       "  smartinf bench scale --json > scale.json; python3 bench/plot_scale.py scale.json\n"

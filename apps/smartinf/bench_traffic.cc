@@ -102,15 +102,17 @@ Status run_traffic(const TrafficOptions& options) {
 void add_bench_traffic(CLI::App& bench, Run& run) {
   auto options = std::make_shared<TrafficOptions>();
   CLI::App* command = bench.add_subcommand(
-      "traffic", "Counts the bytes of a step over the host link, for each scheme");
-  command->add_option("--params", options->params, "Parameters; whole blocks give whole numbers")
+      "traffic", "Count the bytes of a step over the host link, for each scheme");
+  command
+      ->add_option("--params", options->params,
+                   "Number of parameters; multiples of 65536 give whole numbers")
       ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 40))
       ->capture_default_str();
-  command->add_option("--devices", options->devices, "How many")
+  command->add_option("--devices", options->devices, "Number of devices")
       ->check(CLI::Range(1u, 64u))
       ->capture_default_str();
-  command->add_option("--scratch", options->scratch, "Where the state goes (default: memory)");
-  command->add_flag("--json", options->json, "One flat JSON object");
+  command->add_option("--scratch", options->scratch, "Directory for the state [memory]");
+  command->add_flag("--json", options->json, "Print one flat JSON object");
   command->footer("Example:\n  smartinf bench traffic --json");
   command->callback([options, &run] {
     run = [options] {

@@ -61,9 +61,10 @@ base::Status check_directory(const std::string& path) {
   const std::string wanted = whole.filename().string();
   const std::string_view nearest = base::nearest_name(wanted, names);
   return base::Status(base::ErrorCode::kNotFound, "--device does not exist",
-                      nearest.empty() ? "Name a directory that is there; none is made."
-                                      : fmt::format("Did you mean {}? No directory is made.",
-                                                    (whole.parent_path() / nearest).string()),
+                      nearest.empty()
+                          ? "Name an existing directory; calibrate does not make one."
+                          : fmt::format("Did you mean {}? calibrate does not make a directory.",
+                                        (whole.parent_path() / nearest).string()),
                       std::move(place));
 }
 
@@ -101,8 +102,8 @@ int run_calibrate(const CalibrateFlags& flags) {
   if (!std::filesystem::is_directory(folder, error)) {
     base::ErrorPlace place;
     place.path = folder.string();
-    return report(base::Status(base::ErrorCode::kNotFound, "no directory for --out",
-                               "Make it, or give --out elsewhere.", std::move(place)),
+    return report(base::Status(base::ErrorCode::kNotFound, "--out: its directory does not exist",
+                               "Make the directory, or choose another --out.", std::move(place)),
                   kExitUsage);
   }
   for (const std::string& path : flags.devices) {
@@ -112,7 +113,7 @@ int run_calibrate(const CalibrateFlags& flags) {
   sim::Machine machine;
   machine.name = flags.name;
   machine.note =
-      "measured by smartinf calibrate; drives with reads and writes at once, so that "
+      "measured by smartinf calibrate; drives were read and written at the same time, so "
       "mixed_efficiency is part of their rates";
   const CpuFacts cpu = cpu_facts();
   const uint32_t cores = std::max(1u, cpu.cores_allowed);
@@ -170,10 +171,12 @@ int run_calibrate(const CalibrateFlags& flags) {
     const auto tuning = storage::measure_io(path);
     if (!tuning.ok()) return report(tuning.status());
     if (tuning->read_bytes_per_second <= 0 || tuning->write_bytes_per_second <= 0) {
-      return report(base::Status(base::ErrorCode::kUnsupported,
-                                 "a block device is not measured, because that would write to it",
-                                 "Give a directory on a drive of the same kind."),
-                    kExitUsage);
+      return report(
+          base::Status(
+              base::ErrorCode::kUnsupported,
+              "--device is a block device, which is not measured, because that would write to it",
+              "Name a directory on a drive of the same kind."),
+          kExitUsage);
     }
     sim::DeviceGroup device;
     device.name = path;
@@ -248,22 +251,26 @@ int run_calibrate(const CalibrateFlags& flags) {
 }  // namespace
 
 void add_calibrate(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("calibrate", "Measure this machine for simulate and plan");
+  CLI::App* command =
+      app.add_subcommand("calibrate", "Measure this machine, for plan and simulate");
   auto flags = std::make_shared<CalibrateFlags>();
-  command->add_option("--device", flags->devices, "A directory on each drive that will be a device")
+  command
+      ->add_option("--device", flags->devices,
+                   "Directory on each drive that will be a device; may be repeated")
       ->required()
       ->type_name("DIR");
-  command->add_option("--out", flags->out, "The machine file to write [machine.toml]")
+  command->add_option("--out", flags->out, "Machine file to write [machine.toml]")
       ->type_name("FILE");
   command->add_option("--name", flags->name, "Name of the machine [this-machine]")
       ->type_name("NAME");
   command
-      ->add_option("--gpu", flags->gpu,
-                   "Take this GPU's data sheet [the one nvidia-smi names]; it is not measured")
+      ->add_option(
+          "--gpu", flags->gpu,
+          "GPU of the machine, whose data sheet is used; it is not measured [as nvidia-smi says]")
       ->type_name("NAME");
   command->add_flag("--json", flags->json, "Print one flat JSON object");
   command->footer(
-      "Takes some seconds for each drive and needs 512 MiB free on it. Run it when nothing else "
+      "It takes some seconds and 512 MiB of free space for each drive. Run it when nothing else "
       "runs.\n\n"
       "Examples:\n"
       "  smartinf calibrate --device /mnt/a --device /mnt/b --out machine.toml\n"

@@ -38,16 +38,17 @@ int run_checkpoint(const CheckpointFlags& flags) {
   options.memory_budget_bytes = *memory_bytes;
   if (options.folder.empty()) {
     if (flags.places.size() != 1 || !is_run_folder(flags.places.front())) {
-      return report(base::Status(base::ErrorCode::kInvalidArgument,
-                                 "only a run's folder has a place for checkpoints of its own",
-                                 "Name one for those of devices: --out DIR."),
-                    kExitUsage);
+      return report(
+          base::Status(base::ErrorCode::kInvalidArgument,
+                       "devices were named without a folder for the checkpoint",
+                       "Name the folder (--out DIR), or name the run's folder, which has one."),
+          kExitUsage);
     }
     options.folder = flags.places.front() + "/" + std::string(train::kCheckpointsFolder);
   }
   const Result<std::vector<std::string>> devices = devices_of(flags.places);
   if (!devices.ok()) return report(devices.status());
-  const Interrupt interrupt("stopping; once more to stop at once");
+  const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
   Progress progress("copying the state", interrupt.token());
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
 
@@ -55,11 +56,12 @@ int run_checkpoint(const CheckpointFlags& flags) {
   Result<engine::StoredRun> run = engine::open_stored_run(*devices, storage::ReaderLock::kTake);
   if (!run.ok()) {
     const bool busy = run.status().code() == base::ErrorCode::kBusy;
-    return report(busy ? base::Status(base::ErrorCode::kBusy, run.status().what(),
-                                      "Wait for it to end, or stop it with Ctrl-C: it goes on "
-                                      "when it is started again.",
-                                      run.status().place())
-                       : run.status());
+    return report(
+        busy ? base::Status(
+                   base::ErrorCode::kBusy, run.status().what(),
+                   "Wait for the run to end, or stop it with Ctrl-C and start it again afterwards.",
+                   run.status().place())
+             : run.status());
   }
   const Result<engine::CheckpointSummary> made = engine::write_checkpoint(*run, options);
   progress.clear();
@@ -92,14 +94,16 @@ int run_checkpoint(const CheckpointFlags& flags) {
 }  // namespace
 
 void add_checkpoint(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("checkpoint", "Keep a copy of a run's committed state");
+  CLI::App* command = app.add_subcommand("checkpoint", "Copy a run's committed state to a folder");
   auto flags = std::make_shared<CheckpointFlags>();
-  command->add_option("run", flags->places, "The run's folder, or all devices of a run")
+  command->add_option("run", flags->places, "Folder of the run, or all devices of a run")
       ->required()
       ->type_name("RUN|DEVICE...");
-  command->add_option("--out", flags->out, "Folder for checkpoints (RUN/checkpoints)")
+  command->add_option("--out", flags->out, "Folder for checkpoints [RUN/checkpoints]")
       ->type_name("DIR");
-  command->add_option("--keep", flags->keep, "Number of checkpoints to keep of this run; 0: all")
+  command
+      ->add_option("--keep", flags->keep,
+                   "Number of newest checkpoints of this run that are kept [0: all]")
       ->check([](const std::string& text) {
         return text.starts_with("-") ? "give a whole number from 0" : std::string();
       })
@@ -108,11 +112,9 @@ void add_checkpoint(CLI::App& app, Run& run) {
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "Makes DIR/step-00000100 for step 100. On btrfs and xfs it shares the devices' blocks and "
-      "is\n"
-      "made at once; elsewhere the state is copied and checked. The run must not be going: stop "
-      "it\n"
-      "with Ctrl-C, and start it again afterwards.\n\n"
+      "The copy of step 100 is DIR/step-00000100. On btrfs and xfs it shares the devices' blocks\n"
+      "and takes no time; elsewhere the state is copied and checked. Stop the run with Ctrl-C\n"
+      "first, and start it again afterwards.\n\n"
       "Examples:\n"
       "  smartinf checkpoint runs/quickstart --keep 3\n"
       "  smartinf checkpoint /mnt/a /mnt/b --out /backup/mine");

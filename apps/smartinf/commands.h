@@ -41,8 +41,7 @@ void add_restore(CLI::App& app, Run& run);
 void add_reshard(CLI::App& app, Run& run);
 void add_gc(CLI::App& app, Run& run);
 
-inline constexpr char kTrainSummary[] =
-    "Train a model; run again, it resumes after the last committed step";
+inline constexpr char kTrainSummary[] = "Train a model; resume the run when it is run again";
 
 /// Goes on as the process that is linked with torch where `command` needs it; `arguments` are
 /// main's. Nothing where this process is the one to run it; an exit code where it cannot start.

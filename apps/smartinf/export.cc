@@ -32,7 +32,7 @@ int run_export(const Flags& flags) {
   // The run keeps the values it trained with, those of its flags too.
   Result<config::LoadedRecipe> loaded = load_run(flags.run);
   if (!loaded.ok()) {
-    return report(std::move(loaded).status().with_context(flags.run + " is no run's folder"));
+    return report(std::move(loaded).status().with_context(flags.run + " is not a run's folder"));
   }
   train::ExportOptions options;
   options.out = flags.out;
@@ -48,7 +48,7 @@ int run_export(const Flags& flags) {
                   kExitUsage);
   }
   options.shard_bytes_max = *shard_bytes;
-  const Interrupt interrupt("stopping; once more to stop at once");
+  const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
   Progress progress("exporting", interrupt.token());
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
   const Result<train::ExportSummary> summary = train::export_run(
@@ -72,16 +72,16 @@ int run_export(const Flags& flags) {
 
 void add_export(CLI::App& app, Run& run) {
   CLI::App* command =
-      app.add_subcommand("export", "Write a run's weights for Hugging Face's transformers");
+      app.add_subcommand("export", "Write a run's weights as a folder that transformers loads");
   auto flags = std::make_shared<Flags>();
-  command->add_option("run", flags->run, "The run's folder, e.g. runs/quickstart")
+  command->add_option("run", flags->run, "Folder of the run, e.g. runs/quickstart")
       ->required()
       ->type_name("RUN");
-  command->add_option("--out", flags->out, "The folder to make")->required()->type_name("DIR");
-  command->add_option("--type", flags->type, "Type of the weights [as the run trained]")
+  command->add_option("--out", flags->out, "Folder to create")->required()->type_name("DIR");
+  command->add_option("--type", flags->type, "Type of the weights [train.precision of the run]")
       ->check(CLI::IsMember({"bf16", "f32"}))
       ->type_name("bf16|f32");
-  command->add_option("--shard-size", flags->shard_size, "Most bytes in one file [5GB]")
+  command->add_option("--shard-size", flags->shard_size, "Largest size of one file [5GB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(

@@ -218,13 +218,14 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
   const std::string claim = claim_on(device, state.run, owner, named);
   if (claim.empty() && owner.kind == StateOwner::Kind::kPython) what += ", written from Python";
   if (claim.empty() && !owner.folder.empty()) {
-    what += fmt::format(", of the run in {}, which is not there any more", owner.folder);
+    what += fmt::format(", of the run in {}, which no longer exists", owner.folder);
   }
   const bool asked_for = flags.states || !flags.runs.empty();
   if (!claim.empty()) {
     findings.kept.push_back({device, bytes, what + ": " + claim});
   } else if (!asked_for) {
-    findings.kept.push_back({device, bytes, what + ": a whole state; --states offers it, too"});
+    findings.kept.push_back(
+        {device, bytes, what + ": a complete state; --states also asks about it"});
   } else {
     findings.leftovers.push_back(
         {LeftoverKind::kState, device, bytes, what, state.run.to_string(), owner.folder});
@@ -240,7 +241,7 @@ bool look_at_partial(const fs::path& folder, Findings& findings) {
   if (state == engine::PartialFolder::kForeign) {
     const train::PartialExport of_export = train::look_at_partial_export(folder.string());
     if (of_export == train::PartialExport::kForeign) {
-      findings.kept.push_back({folder, bytes, "holds something that is not smartinf's"});
+      findings.kept.push_back({folder, bytes, "holds files that are not smartinf's"});
       return false;
     }
     kind = LeftoverKind::kExport;
@@ -250,7 +251,7 @@ bool look_at_partial(const fs::path& folder, Findings& findings) {
   // An export is always locked while it is written; checkpoints of earlier versions were not.
   if (state == engine::PartialFolder::kInUse ||
       (kind == LeftoverKind::kPartial && is_fresh(folder))) {
-    findings.kept.push_back({folder, bytes, "may be being written just now"});
+    findings.kept.push_back({folder, bytes, "was written to within the last ten minutes"});
   } else {
     findings.leftovers.push_back({kind, folder, bytes, ""});
   }
@@ -297,7 +298,8 @@ Status remove(const Leftover& leftover) {
                              ? state.initialized
                              : state.run.to_string() != leftover.run;
     if (another) {
-      return Status(ErrorCode::kFailedPrecondition, "it has been changed since: left alone", {},
+      return Status(ErrorCode::kFailedPrecondition,
+                    "it has changed since it was listed, and is not deleted", {},
                     base::ErrorPlace{path, {}, {}, 0});
     }
   }
@@ -327,10 +329,10 @@ Status check_runs(const GcFlags& flags, const Findings& findings) {
       if (!each.why.starts_with("run " + name.substr(0, kRunDigits))) continue;
       return Status(ErrorCode::kFailedPrecondition,
                     fmt::format("--delete-run {}: {}: {}", name, each.path.string(), each.why),
-                    "Delete what names it first, if it is not needed either.");
+                    "If you do not need what names it, delete that first.");
     }
-    return Status(ErrorCode::kNotFound, "--delete-run " + name + ": no such state is here",
-                  "smartinf gc --states lists those that nothing speaks of.");
+    return Status(ErrorCode::kNotFound, "--delete-run " + name + ": no state of this run was found",
+                  "smartinf gc --states lists the states that no folder or recipe names.");
   }
   return Status();
 }
@@ -355,10 +357,11 @@ bool ask_for_run(const std::vector<Leftover>& leftovers, const std::string& run)
     folder = fs::path(each.folder).filename().string();
   }
   const std::string digits = run.substr(0, kRunDigits);
-  const std::string answer = answer_to(fmt::format(
-      "Run {} on {} ({}) is whole. To delete it, type the first {} digits of its id{}: ", digits,
-      fmt::join(devices, ", "), base::format_bytes(bytes), kRunDigits,
-      folder.empty() ? "" : fmt::format(", or the name of its folder ({})", folder)));
+  const std::string answer = answer_to(
+      fmt::format("The state of run {} on {} ({}) is complete. To delete it, type the first {} "
+                  "digits of its id{}: ",
+                  digits, fmt::join(devices, ", "), base::format_bytes(bytes), kRunDigits,
+                  folder.empty() ? "" : fmt::format(", or the name of its folder ({})", folder)));
   return answer == digits || (!folder.empty() && answer == folder);
 }
 
@@ -394,11 +397,13 @@ std::vector<Leftover*> choose(Findings& findings, const GcFlags& flags) {
     if (runs[each.run]) doomed.push_back(&each);
   }
   if (!flags.json && !asking) {
-    if (left) std::printf("nothing was deleted of what was interrupted; --yes does it\n");
+    if (left) std::printf("nothing that was interrupted was deleted; use --yes to delete it\n");
     for (const auto& [run, wanted] : runs) {
       if (wanted) continue;
-      std::printf("run %s is whole, and was not deleted; --delete-run %s does it\n",
-                  run.substr(0, kRunDigits).c_str(), run.substr(0, kRunDigits).c_str());
+      std::printf(
+          "the state of run %s is complete, and was not deleted; use --delete-run %s to delete "
+          "it\n",
+          run.substr(0, kRunDigits).c_str(), run.substr(0, kRunDigits).c_str());
     }
   }
   return doomed;
@@ -430,8 +435,8 @@ int run_gc(const GcFlags& flags) {
     std::error_code error;
     if (!fs::is_directory(place, error)) {
       return report(Status(ErrorCode::kInvalidArgument, "not a folder",
-                           "Name a folder: runs, a run, a device's directory. A block device is "
-                           "wiped with wipefs.",
+                           "Name a folder: runs, a run, a device's directory. To wipe a block "
+                           "device use wipefs.",
                            base::ErrorPlace{place, {}, {}, 0}),
                     kExitUsage);
     }
@@ -450,7 +455,7 @@ int run_gc(const GcFlags& flags) {
                   leftover.path.c_str(), kind_text(leftover.kind),
                   leftover.remark.empty() ? "" : ", ", leftover.remark.c_str());
     }
-    if (findings.leftovers.empty()) std::printf("nothing to clean up\n");
+    if (findings.leftovers.empty()) std::printf("there is nothing to delete\n");
   }
   bool failed = false;
   const std::vector<Leftover*> doomed = choose(findings, flags);
@@ -476,27 +481,30 @@ int run_gc(const GcFlags& flags) {
 }  // namespace
 
 void add_gc(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("gc", "Clean up what dead runs have left behind");
+  CLI::App* command = app.add_subcommand("gc", "Delete what interrupted runs have left");
   auto flags = std::make_shared<GcFlags>();
-  command->add_option("path", flags->places, "Folders to look through")
-      ->required()
-      ->type_name("PATH...");
-  command->add_flag("--states", flags->states,
-                    "Offer whole states, too, of which no folder of a run, checkpoint or recipe "
-                    "speaks; each goes only by the name of its run");
-  command->add_flag("--yes", flags->yes, "Delete what was interrupted without asking");
+  command->add_option("path", flags->places, "Folders to search")->required()->type_name("PATH...");
+  command->add_flag(
+      "--states", flags->states,
+      "Also ask about complete states that no folder of a run, checkpoint or recipe names; "
+      "each is deleted only when you enter the id of its run");
+  command->add_flag("--yes", flags->yes, "Delete what was interrupted, without asking");
   command
-      ->add_option("--delete-run", flags->runs,
-                   "Delete the whole state of this run without asking, where nothing speaks of "
-                   "it; named by the first 8 digits of its id")
+      ->add_option(
+          "--delete-run", flags->runs,
+          "Delete the complete state of this run without asking, if no folder or recipe names "
+          "it; RUN is the first 8 digits of the run's id")
       ->type_name("RUN")
       ->expected(1);
-  command->add_flag("--json", flags->json,
-                    "Print one JSON object; deletes with --yes or --delete-run only");
+  command->add_flag(
+      "--json", flags->json,
+      "Print one JSON object, and ask nothing: delete with --yes or --delete-run only");
   command->footer(
-      "Finds creations, checkpoints and exports that were interrupted. What a process uses is\n"
-      "left alone, and so is every file that is not smartinf's. A state with a committed step is\n"
-      "deleted only where nothing that is there speaks of it, and by the name of its run.\n\n"
+      "It finds creations, checkpoints and exports that were interrupted. Files that a process "
+      "has\n"
+      "locked, and files that are not smartinf's, are never deleted. A state with a committed "
+      "step\n"
+      "is deleted only if no folder or recipe names it, and if you name its run.\n\n"
       "Examples:\n"
       "  smartinf gc runs /mnt/a /mnt/b\n"
       "  smartinf gc /mnt/a --states\n"

@@ -102,14 +102,14 @@ void print_contents(const InspectFlags& flags, const Contents& contents) {
                          state.device_index, state.device_count, time_text(store.created_seconds)));
   if (!contents.owner.empty()) print_line("belongs to", contents.owner);
   if (store.superblock_copies_damaged > 0) {
-    print_line("damage", fmt::format("{} of {} superblock copies; the next steps replace them",
+    print_line("damage", fmt::format("{} of {} superblock copies; the next steps overwrite them",
                                      store.superblock_copies_damaged, store.superblock_copies));
   }
   if (state.torn) {
     print_line("step", fmt::format("none: {}", storage::kTornState));
   } else if (!state.initialized) {
     print_line("step", state.copied_step == 0
-                           ? "none: its creation was interrupted; the next run starts over"
+                           ? "none: the creation was interrupted; the next run starts over"
                            : fmt::format("none: a copy of step {} was interrupted; make it again "
                                          "(smartinf restore, smartinf reshard)",
                                          state.copied_step));
@@ -239,17 +239,19 @@ void add_inspect(CLI::App& app, Run& run) {
   auto flags = std::make_shared<InspectFlags>();
   command
       ->add_option("device", flags->places,
-                   "Directories or block devices; or a run's or checkpoint's folder: all of its")
+                   "Directories or block devices, or the folder of a run or a checkpoint")
       ->required()
       ->type_name("DEVICE...");
   command
-      ->add_option("--rated-endurance", flags->rated_endurance,
-                   "Bytes the drive may be written in its life, as its data sheet says (600TB)")
+      ->add_option(
+          "--rated-endurance", flags->rated_endurance,
+          "Bytes that may be written to the drive in its lifetime, from its data sheet (600TB)")
       ->type_name("SIZE");
-  command->add_flag("--ranges", flags->ranges, "List every parameter and how much of it is here");
+  command->add_flag("--ranges", flags->ranges,
+                    "List every parameter and the part of it that is on the device");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "Looks without locking or changing anything, also while a run is going.\n\n"
+      "Nothing is locked or changed, so a run may be in progress.\n\n"
       "Examples:\n"
       "  smartinf inspect runs/quickstart\n"
       "  smartinf inspect runs/quickstart/state --ranges\n"

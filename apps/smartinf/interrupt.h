@@ -11,9 +11,9 @@ namespace smartinf::apps {
 /// inherit that the signals are not for them.
 class Interrupt {
  public:
-  /// `saying` is told the user at the first signal.
+  /// `saying` is printed at the first signal.
   explicit Interrupt(
-      const char* saying = "stopping at a committed step; once more to stop at once");
+      const char* saying = "stopping at a committed step; press Ctrl-C again to stop at once");
   Interrupt(const Interrupt&) = delete;
   Interrupt& operator=(const Interrupt&) = delete;
 

@@ -196,7 +196,7 @@ void read_wear(DriveFacts& facts) {
   }
   const auto nvme = child_output({"nvme", "smart-log", "-o", "json", drive}, kWait);
   if (nvme && take(base::parse_json(*nvme), "nvme")) return;
-  facts.wear_source = smart || nvme ? "the drive does not tell, or only root may ask"
+  facts.wear_source = smart || nvme ? "the drive does not report it, or only root can read it"
                                     : "install smartmontools or nvme-cli to see it";
 }
 

@@ -139,7 +139,7 @@ int run_command_line(int argc, char** argv) {
   }
 
   CLI::App app(
-      "Trains language models whose optimizer state lives on storage and is updated there.",
+      "Train language models whose optimizer state is stored and updated on storage devices.",
       "smartinf");
   app.set_version_flag("--version", SMARTINF_VERSION);
   app.formatter(std::make_shared<PlainFormatter>());  // before the commands, which take it over
@@ -152,7 +152,7 @@ int run_command_line(int argc, char** argv) {
       "  smartinf COMMAND --help\n\n"
       "Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.");
   bool verbose = false;
-  app.add_flag("-v,--verbose", verbose, "Show the libraries' log messages, too");
+  app.add_flag("-v,--verbose", verbose, "Show all log messages, not only warnings");
 
   Run run;
   add_train(app, *overrides, run);
@@ -187,8 +187,8 @@ int run_command_line(int argc, char** argv) {
     return kExitUsage;
   }
   if (!overrides->empty() && !takes_recipe(*chosen(app))) {
-    return usage("--" + overrides->front().key + " is a key of a recipe, and `smartinf " +
-                     chosen(app)->get_name() + "` takes none",
+    return usage("--" + overrides->front().key + " is a key of a recipe, but `smartinf " +
+                     chosen(app)->get_name() + "` takes no recipe",
                  "; see smartinf " + chosen(app)->get_name() + " --help");
   }
   install_log_sink(verbose);

@@ -185,9 +185,9 @@ int run_plan(const PlanFlags& flags) {
   const bool requested = given("method") || given("state-format");
   if (given("hide")) {
     return report(base::Status(base::ErrorCode::kUnsupported,
-                               "--hide: neither `smartinf train` nor the Python package hides "
-                               "updates yet",
-                               "Ask `smartinf simulate --hide` what it would bring."),
+                               "--hide: the plan is for programs that do not run the update beside "
+                               "forward or backward",
+                               "Use `smartinf simulate --hide` to see what it would gain."),
                   kExitUsage);
   }
   // Asked for a format only, and nothing there can update: the host does.
@@ -225,20 +225,20 @@ int run_plan(const PlanFlags& flags) {
 
 void add_plan(CLI::App& app, Run& run) {
   CLI::App* command = app.add_subcommand(
-      "plan", "Predict what a model needs of a machine: bytes, seconds, drive life, what to buy");
+      "plan",
+      "Predict what training a model takes on a machine: memory, time, drive life, what to buy");
   auto flags = std::make_shared<PlanFlags>();
-  command->add_option("MODEL", flags->model, "Preset or a Hugging Face config.json")
+  command->add_option("MODEL", flags->model, "Model: a preset or a Hugging Face config.json")
       ->type_name("MODEL");
   add_sim_flags(*command, flags->question);
-  command->add_option("--html", flags->html, "Also write a report that opens in any browser")
-      ->type_name("FILE");
+  command->add_option("--html", flags->html, "HTML report to write")->type_name("FILE");
   command->add_option("--recipe", flags->recipe, "Write the recommended way as a recipe for train")
       ->type_name("FILE");
   command
       ->add_option(
           "--precision", flags->precision,
-          "Type of weights and activations, for memory and the recipe; seconds stay those of 16 "
-          "bit [bf16]")
+          "Type of weights and activations, for memory and the recipe; times are always those of "
+          "16 bits [bf16]")
       ->check(CLI::IsMember({"bf16", "f32"}))
       ->type_name("bf16|f32");
   command

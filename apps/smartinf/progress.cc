@@ -28,7 +28,7 @@ void Progress::clear() {
 
 base::Status Progress::operator()(uint64_t done, uint64_t total) {
   if (stop_.stop_requested()) {
-    return base::Status(base::ErrorCode::kCancelled, doing_ + ": stopped before it was done");
+    return base::Status(base::ErrorCode::kCancelled, doing_ + ": stopped before it was complete");
   }
   if (base::seconds_since(shown_ns_) < (terminal_ ? kBarSeconds : kLineSeconds)) {
     return base::Status();

@@ -10,12 +10,12 @@
 namespace smartinf::apps {
 
 void add_recipe_flags(CLI::App& command, RecipeFlags& flags) {
-  command.add_option("recipe", flags.path, "The recipe, a TOML file")->type_name("RECIPE");
+  command.add_option("recipe", flags.path, "Recipe, a TOML file")->type_name("RECIPE");
   command.add_flag("--print-config", flags.print_config,
-                   "Show every value and where it came from, and stop");
+                   "Show every value and where it came from, then exit");
   command
       .add_option("--help-recipe", flags.help_recipe,
-                  "List the keys of a recipe (text or markdown)")
+                  "List the keys of a recipe, as text or markdown, then exit")
       ->expected(0, 1)
       ->default_str("text")
       ->check(CLI::IsMember({"text", "markdown"}))

@@ -8,9 +8,9 @@ namespace smartinf::apps {
 
 void add_reshard(CLI::App& app, Run& run) {
   CLI::App* command =
-      app.add_subcommand("reshard", "Bring a state onto other devices, or into another format");
+      app.add_subcommand("reshard", "Copy a state to other devices, or to another format");
   auto flags = std::make_shared<MoveFlags>();
-  command->add_option("--from", flags->from, "All devices of the run; or its folder")
+  command->add_option("--from", flags->from, "All devices of the run, or its folder")
       ->required()
       ->type_name("DEVICE...");
   command->add_option("--to", flags->to, "Directories or block devices without a state")
@@ -18,9 +18,10 @@ void add_reshard(CLI::App& app, Run& run) {
       ->type_name("DEVICE...");
   add_move_flags(*command, *flags);
   command->footer(
-      "The new devices may differ in number, size, subgroups and format. The old state stays as\n"
-      "it is; the new one is complete or not there. In the same format every bit is the same, and\n"
-      "training goes on with the same losses.\n\n"
+      "The new devices may differ in number, size, subgroups and format. The old state stays as "
+      "it\n"
+      "is. The new state appears only when it is complete. In the same format every bit is the\n"
+      "same, and training resumes with the same losses.\n\n"
       "Examples:\n"
       "  smartinf reshard --from /mnt/a --to /mnt/b /mnt/c\n"
       "  smartinf reshard --from runs/mine --to /mnt/b --state-format bf16\n"

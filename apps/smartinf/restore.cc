@@ -18,24 +18,26 @@ int run_restore(const MoveFlags& flags) {
 }  // namespace
 
 void add_restore(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("restore", "Bring a checkpoint back onto devices");
+  CLI::App* command = app.add_subcommand("restore", "Make devices from a checkpoint");
   auto flags = std::make_shared<MoveFlags>();
   command->add_option("checkpoint", flags->from, "Folder of the checkpoint")
       ->required()
       ->expected(1)
       ->type_name("CHECKPOINT");
   command
-      ->add_option("--device", flags->to,
-                   "Devices for the state, in any number, whatever the checkpoint came from")
+      ->add_option(
+          "--device", flags->to,
+          "Device for the state; may be repeated, in another number than the checkpoint came from")
       ->required()
       ->type_name("DEVICE");
-  command->add_flag(
-      "--replace", flags->replace,
-      "Delete states that the devices hold, once the new one is whole; both need room");
+  command->add_flag("--replace", flags->replace,
+                    "Replace the states that the devices hold when the new one is complete; there "
+                    "must be room for both");
   add_move_flags(*command, *flags);
   command->footer(
-      "The checkpoint stays as it is. What is restored is a run of its own: its devices are not\n"
-      "mixed up with those of before. Training goes on from its step with the same losses.\n\n"
+      "The checkpoint stays as it is. The restored state has a run id of its own, so its devices "
+      "are\n"
+      "never mixed with the old ones. Training resumes from its step with the same losses.\n\n"
       "Examples:\n"
       "  smartinf restore runs/mine/checkpoints/step-00000100 --device /mnt/a --device /mnt/b\n"
       "  smartinf restore runs/mine/checkpoints/step-00000100 --device runs/mine/state --replace");

@@ -25,7 +25,8 @@ struct Flag {
 };
 
 constexpr std::array kFlags{
-    Flag{"model", "NAME|FILE", "Preset (gpt2-4.0B, llama3-8B, ...) or a Hugging Face config.json"},
+    Flag{"model", "NAME|FILE",
+         "Model: a preset (gpt2-4.0B, llama3-8B, ...) or a Hugging Face config.json"},
     Flag{"layers", "N", "Number of layers, for a GPT-2 model given by its shape"},
     Flag{"hidden", "N", "Hidden size"},
     Flag{"heads", "N", "Number of attention heads [hidden / 128]"},
@@ -34,19 +35,26 @@ constexpr std::array kFlags{
     Flag{"vocab", "N", "Size of the vocabulary [50257]"},
     Flag{"batch", "N", "Sequences in a step, per GPU [4]"},
     Flag{"seq", "N", "Tokens in a sequence [the model's]"},
-    Flag{"machine", "NAME|FILE", "Preset (smartssd-a5000, workstation-gen4, ...) or a TOML file"},
+    Flag{"machine", "NAME|FILE",
+         "Machine: a preset (smartssd-a5000, workstation-gen4, ...) or a TOML file"},
     Flag{"gpu", "NAME",
          "GPU that the machine has instead of its own (A5000, A100, A4000, RTX4090, ...)"},
     Flag{"gpus", "N", "Number of GPUs"},
     Flag{"devices", "N", "Number of devices of the machine's first kind"},
-    Flag{"method", "NAME", "baseline, su, su+o or su+o+c [su+o]"},
-    Flag{"ratio", "R", "su+o+c: compressed over f32 gradient bytes, in (0, 1] [0.02]"},
-    Flag{"optimizer", "NAME", "adam, sgd-momentum or adagrad [adam]"},
-    Flag{"state-format", "NAME", "f32, bf16 or q8 [f32]"},
+    Flag{"method", "NAME",
+         "Method: baseline (host update), su (SmartUpdate), su+o (overlapped) or su+o+c "
+         "(compressed) [su+o]"},
+    Flag{"ratio", "R",
+         "Bytes of compressed gradients over bytes in f32, in (0, 1], for su+o+c [0.02]"},
+    Flag{"optimizer", "NAME", "Update rule: adam, sgd-momentum or adagrad [adam]"},
+    Flag{"state-format", "NAME", "Format of momentum and variance: f32, bf16 or q8 [f32]"},
     Flag{"subgroup", "N", "Elements of a subgroup [the machine file's]"},
     Flag{"slots", "N", "Subgroups in flight on a device [the machine file's]"},
-    Flag{"state-cache", "SIZE", "State that stays in memory and is not read again, e.g. 24GB [0]"},
-    Flag{"hide", "PHASE", "Let the update run behind: none, forward, backward or both [none]"},
+    Flag{"state-cache", "SIZE",
+         "Size of the part of the state that is kept in memory as well and not read again, e.g. "
+         "24GB [0]"},
+    Flag{"hide", "PHASE",
+         "Phase that the update runs beside: none, forward, backward or both [none]"},
 };
 
 Status bad_value(std::string_view flag, std::string_view value, std::string advice) {

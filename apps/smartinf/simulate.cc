@@ -136,11 +136,11 @@ int print_closed_form(const SimQuestion& question, const sim::StepTimes& times, 
       "  T_opt {:.2f} s on one device, T_swap {:.2f} s over one link, {:.1f} devices fill the host "
       "link: {}\n",
       form->optimizer_one_s, form->swap_one_s, form->links_worth,
-      form->link_bound ? "the link binds" : "the drives bind");
+      form->link_bound ? "the link is the limit" : "the drives are the limit");
   fmt::print("  Table I, host link: {} up, {} down (f32 gradients and weights)\n",
              base::format_bytes(static_cast<uint64_t>(table.up)),
              base::format_bytes(static_cast<uint64_t>(table.down)));
-  fmt::print("  They part because the closed form assumes, and the event-driven run does not:\n");
+  fmt::print("  They differ because the closed form assumes, and the event-driven run does not:\n");
   for (const sim::Reason& reason : *reasons) {
     if (reason.saved_s < 0.005 * times.total_s) continue;
     fmt::print("    {:>8.2f} s  {}\n", reason.saved_s, reason.what);
@@ -157,7 +157,7 @@ Result<std::pair<std::string, std::vector<std::string>>> parse_sweep(const std::
   const std::vector<std::string_view> names = sim_flag_names();
   if (std::find(names.begin(), names.end(), name) == names.end()) {
     const std::string_view nearest = base::nearest_name(name, names);
-    return Status(ErrorCode::kInvalidArgument, fmt::format("--sweep of unknown '{}'", name),
+    return Status(ErrorCode::kInvalidArgument, fmt::format("--sweep: there is no flag '{}'", name),
                   nearest.empty() ? fmt::format("Known: {}.", fmt::join(names, ", "))
                                   : fmt::format("Did you mean {}?", nearest));
   }
@@ -258,7 +258,8 @@ int run_figure(const SimulateFlags& flags) {
                                   std::chrono::minutes(2));
   if (!drawn) {
     std::fprintf(stderr,
-                 "smartinf: the rows are written but not drawn: that needs Python with matplotlib "
+                 "smartinf: the rows are written, but not drawn, because no Python with matplotlib "
+                 "was found "
                  "(pip install matplotlib; SMARTINF_PYTHON names which Python).\n");
   } else if (!flags.json) {
     std::fputs(drawn->c_str(), stdout);
@@ -352,27 +353,32 @@ int run_simulate(const SimulateFlags& flags) {
 }  // namespace
 
 void add_simulate(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand(
-      "simulate", "Predict the time of a training step on a machine that need not be there");
+  CLI::App* command =
+      app.add_subcommand("simulate", "Predict the time of a training step on a described machine");
   auto flags = std::make_shared<SimulateFlags>();
   add_sim_flags(*command, flags->question);
-  command->add_option("--sweep", flags->sweep, "Vary one flag: devices=1..10, method=baseline,su+o")
+  command
+      ->add_option("--sweep", flags->sweep,
+                   "Flag to vary, with its values: devices=1..10, method=baseline,su+o")
       ->type_name("FLAG=VALUES");
   command->add_flag("--closed-form", flags->closed_form,
-                    "Also the closed-form model, and where and why the two part");
+                    "Also show the closed-form model, and where and why the two differ");
   command
-      ->add_option("--figure", flags->figure, "Write a figure of the paper: rows, and SVG and PNG")
+      ->add_option("--figure", flags->figure,
+                   "Figure of the paper to write: its rows, an SVG and a PNG")
       ->type_name("N");
-  command->add_option("--out", flags->out, "Where --figure writes [.]")->type_name("DIR");
-  command->add_option("--trace", flags->trace, "Write the step as a Chrome trace (ui.perfetto.dev)")
+  command->add_option("--out", flags->out, "Folder that --figure writes to [.]")->type_name("DIR");
+  command
+      ->add_option("--trace", flags->trace, "Chrome trace of the step to write (ui.perfetto.dev)")
       ->type_name("FILE");
-  command->add_flag("--paper", flags->paper, "Compare with every row read off the paper");
-  command->add_flag("--list", flags->list, "Known models, machines, GPUs and figures");
+  command->add_flag("--paper", flags->paper, "Compare with every row that was read off the paper");
+  command->add_flag("--list", flags->list, "List the known models, machines, GPUs and figures");
   command->add_flag("--print-machine", flags->print_machine,
-                    "The machine as a TOML file, complete");
-  command->add_flag("--json", flags->json, "One flat JSON object; with --sweep one a line");
+                    "Print the complete machine as a TOML file");
+  command->add_flag("--json", flags->json,
+                    "Print one flat JSON object; with --sweep one for each line");
   command->footer(
-      "Rates of the smartssd machines are fitted to the Smart-Infinity paper "
+      "The rates of the smartssd machines are fitted to the Smart-Infinity paper "
       "(docs/simulator.md).\n\n"
       "Examples:\n"
       "  smartinf simulate --model gpt2-16.6B --devices 10 --method su+o+c\n"

@@ -21,9 +21,9 @@ std::optional<int> run_with_torch(std::string_view command, char** arguments) {
   const std::filesystem::path with_torch = self.parent_path() / "smartinf-torch";
   if (!failed) ::execv(with_torch.c_str(), arguments);
   const std::string reason = failed ? failed.message() : std::strerror(errno);
-  return report(base::Status(base::ErrorCode::kNotFound,
-                             "cannot start " + with_torch.string() + ": " + reason,
-                             "It is built beside smartinf and has to lie in the same folder."));
+  return report(base::Status(
+      base::ErrorCode::kNotFound, "cannot start " + with_torch.string() + ": " + reason,
+      "smartinf-torch has to be in the same folder as smartinf; build or install both."));
 }
 
 }  // namespace smartinf::apps

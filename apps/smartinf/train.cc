@@ -268,7 +268,8 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   const Result<config::LoadedRecipe> before = load_run(run);
   if (before.ok()) return config::changed_keys(before->recipe, loaded.recipe);
   base::log(base::LogLevel::kWarning,
-            before.status().to_string() + " Which keys have changed cannot be told.");
+            before.status().to_string() +
+                " The keys that have changed since the last start cannot be shown.");
   return {};
 }
 
@@ -310,15 +311,15 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
     const Status written = write_trace(trace_path, *trace);
     if (status.ok()) status = written;
     if (trace->dropped() > 0) {
-      screen.note(
-          fmt::format("{}: full; the last {} events were left out", trace_path, trace->dropped()));
+      screen.note(fmt::format("{}: the trace is full; the last {} events were left out", trace_path,
+                              trace->dropped()));
     }
   }
   if (interrupted) {
     screen.totals();
     show_wear(loaded, screen);
-    screen.note(
-        fmt::format("stopped at step {}, committed; run it again to go on", trainer.step()));
+    screen.note(fmt::format(
+        "stopped at step {}, which is committed; run the command again to resume", trainer.step()));
     return kExitInterrupted;
   }
   if (!status.ok()) return report(status);
@@ -349,27 +350,31 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
   };
   auto flags = std::make_shared<Flags>();
   add_recipe_flags(*command, flags->recipe);
-  command->add_option("--trace", flags->trace, "Write a trace for ui.perfetto.dev (train.trace)")
+  command
+      ->add_option("--trace", flags->trace,
+                   "Chrome trace to write, for ui.perfetto.dev (train.trace)")
       ->type_name("FILE");
   CLI::Option* take_over =
       command
           ->add_option("--take-over", flags->choice.take_over,
-                       "Go on in this run's folder with a state that another run has left on the "
-                       "devices, or that was restored; named by the first 8 digits of its run")
+                       "Resume in this run's folder from a state that another run has left on the "
+                       "devices, or that was restored; RUN is the first 8 digits of its run id")
           ->type_name("RUN");
   command
-      ->add_option("--start-over", flags->choice.start_over,
-                   "Delete the state of this run from the devices and start a new one")
+      ->add_option(
+          "--start-over", flags->choice.start_over,
+          "Delete the state of this run from the devices and start a new run; RUN is the first 8 "
+          "digits of its run id")
       ->type_name("RUN")
       ->excludes(take_over);
-  command->add_flag("--json", flags->json, "One JSON object a line instead of text");
+  command->add_flag("--json", flags->json, "Print one JSON object for each line of text");
   command->footer(
       "Examples:\n"
       "  smartinf train recipes/quickstart.toml\n"
       "  smartinf train recipes/quickstart.toml --train.run runs/mine --train.steps 200\n"
       "  smartinf train recipes/quickstart.toml --trace run.trace.json\n"
       "  smartinf train recipes/quickstart.toml --device.0.path /mnt/a --device.1.path /mnt/b\n\n"
-      "Ctrl-C stops at a committed step, exit code 130; a second one at once.");
+      "Ctrl-C stops at a committed step, with exit code 130; a second Ctrl-C stops at once.");
   command->callback([flags, &overrides, &run] {
     run = [flags, &overrides] {
       config::LoadedRecipe loaded;

@@ -7,8 +7,8 @@ namespace smartinf::apps {
 
 void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
   CLI::App* command = app.add_subcommand("train",
-                                         "Train a model (this build has no torch: "
-                                         "only --print-config and --help-recipe)");
+                                         "Train a model (not in this build, which has no torch: "
+                                         "only --print-config and --help-recipe work)");
   auto flags = std::make_shared<RecipeFlags>();
   add_recipe_flags(*command, *flags);
   command->callback([flags, &overrides, &run] {

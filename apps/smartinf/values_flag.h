@@ -22,7 +22,8 @@ inline void add_values_flag(CLI::App& command, std::optional<compress::ValueEnco
             const auto found = std::find(names.begin(), names.end(), name);
             values = static_cast<compress::ValueEncoding>(found - names.begin());
           },
-          "What compressed gradients carry of an element: f32, bf16, f16 or sign [" + usual + "]")
+          "Encoding of a sent element of compressed gradients: f32, bf16, f16 or sign [" + usual +
+              "]")
       ->check(CLI::IsMember(std::vector<std::string>(names.begin(), names.end())));
 }
 

@@ -57,15 +57,15 @@ Result<int> open_regular_file(const std::string& path, int flags, std::string_vi
   struct stat info {};
   if (descriptor < 0 && why == ENXIO && ::stat(path.c_str(), &info) == 0) {
     return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("{}: it is {}", what, kind_text(info.st_mode)),
-                  "A regular file belongs there.", ErrorPlace{path, {}, {}, 0});
+                  fmt::format("{}: the path is {}", what, kind_text(info.st_mode)),
+                  "There must be a regular file at this path.", ErrorPlace{path, {}, {}, 0});
   }
   if (descriptor < 0) return errno_status(why, std::string(what), path);
   if (::fstat(descriptor, &info) != 0 || !S_ISREG(info.st_mode)) {
     ::close(descriptor);
     return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("{}: it is {}", what, kind_text(info.st_mode)),
-                  "A regular file belongs there.", ErrorPlace{path, {}, {}, 0});
+                  fmt::format("{}: the path is {}", what, kind_text(info.st_mode)),
+                  "There must be a regular file at this path.", ErrorPlace{path, {}, {}, 0});
   }
   const int set = ::fcntl(descriptor, F_GETFL);
   if (set >= 0) (void)::fcntl(descriptor, F_SETFL, set & ~O_NONBLOCK);

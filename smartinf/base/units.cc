@@ -49,8 +49,9 @@ Result<uint64_t> parse_bytes(std::string_view text) {
   while (!text.empty() && text.back() == ' ') text.remove_suffix(1);
   double number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || !std::isfinite(number)) return fail("it does not begin with a number");
-  if (number < 0) return fail("it is negative");
+  if (error != std::errc() || !std::isfinite(number))
+    return fail("the text does not begin with a number");
+  if (number < 0) return fail("the number is negative");
   std::string_view unit(end, static_cast<size_t>(text.data() + text.size() - end));
   while (!unit.empty() && unit.front() == ' ') unit.remove_prefix(1);
   static constexpr std::array<std::pair<std::string_view, double>, 11> kUnits{{
@@ -69,7 +70,7 @@ Result<uint64_t> parse_bytes(std::string_view text) {
   for (const auto& [name, factor] : kUnits) {
     if (unit != name) continue;
     const double bytes = number * factor;
-    if (bytes >= 1.8e19) return fail("it does not fit in 64 bits");
+    if (bytes >= 1.8e19) return fail("the number does not fit in 64 bits");
     return static_cast<uint64_t>(std::llround(bytes));
   }
   return fail(fmt::format("unknown unit '{}'", unit));

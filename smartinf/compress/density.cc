@@ -17,15 +17,17 @@ std::string describe_compression(const CompressOptions& options) {
               ? " as signs"
               : fmt::format(" in {}", value_encoding_name(options.values));
   if (!options.error_feedback) return text + "; the rest is lost (error_feedback = false)";
-  text += "; the rest waits in host memory and is sent later, ";
-  if (options.residual_every == 0) return text + "or lost when the run stops (residual_every = 0)";
+  text += "; the rest (the residual) stays in host memory and is sent later; ";
+  if (options.residual_every == 0) {
+    return text + "it is lost when the run stops (residual_every = 0)";
+  }
   if (options.residual_every == 1) {
     return text +
-           "and is written in every step, 2 bytes a parameter on the link (residual_every = 16 "
-           "makes that 0.13; a crash then loses what waits)";
+           "the devices write it in every step, 2 bytes a parameter on the link (0.13 with "
+           "residual_every = 16, with which a crash loses it)";
   }
-  return text +
-         fmt::format("and is written every {} steps (residual_every)", options.residual_every);
+  return text + fmt::format("the devices write it every {} steps (residual_every)",
+                            options.residual_every);
 }
 
 size_t values_per_block(double density, uint64_t elements) {

@@ -149,11 +149,11 @@ std::optional<size_t> GradientCompressor::compress_as_signs(Scratch& scratch,
   const auto sent = std::span(scratch.sent).first(words);
   const auto negative = std::span(scratch.negative).first(words);
   const auto signs =
-      kernels::keep_but_signs(kernels::kernels(), block.feedback, block.most, block.threshold,
-                              scratch.candidates, {gradient_ + first, count}, sent, negative);
+      kernels::residual_of_signs(kernels::kernels(), block.feedback, block.most, block.threshold,
+                                 scratch.candidates, {gradient_ + first, count}, sent, negative);
   if (!signs) return std::nullopt;
   writer.add_signs(sent, negative, block.most, signs->magnitude);
-  residual_squares_[first / kBlockElements] = signs->kept_squares;
+  residual_squares_[first / kBlockElements] = signs->residual_squares;
   return block.most;
 }
 
@@ -187,7 +187,7 @@ size_t GradientCompressor::compress_in_stages(Scratch& scratch, CompressedWriter
     // What rounding the sent value took away is not lost either.
     values[scratch.indices[i]] -= arrived[i];
   }
-  // Stochastic rounding, so that what is kept for many steps is right on average: a gradient below
+  // Stochastic rounding, so that a residual of many steps is right on average: a gradient below
   // a 512th of it would otherwise never count.
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, values,
                      reinterpret_cast<std::byte*>(gradient), count, first, feedback.step,

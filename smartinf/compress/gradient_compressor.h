@@ -2,7 +2,7 @@
 // send, selects, packs, and keeps the rest for the next step. docs/smartcomp.md has the formulas.
 //
 // Everything happens when the update starts, because only then the step's scale (loss scale,
-// accumulation, clipping) is known: a gradient is scaled before it meets what earlier steps kept.
+// accumulation, clipping) is known: a gradient is scaled before the residual is added.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ struct CompressionSummary {
   uint64_t values = 0;       // sent of them
   uint64_t bytes = 0;        // of messages
   double density = 0;        // of the step: CompressOptions::density or the warm-up's
-  double residual_norm = 0;  // of what is kept for the next step; 0 without feedback
+  double residual_norm = 0;  // of the next step's residual; 0 without error feedback
 };
 
 /// A step: begin_step, put, begin_update, then compress or leave for every subgroup, summary,
@@ -61,9 +61,9 @@ class GradientCompressor {
   /// Copies a piece, cast to bf16.
   void put(uint64_t first, const void* gradient, base::DataType type, uint64_t count);
 
-  /// When the gradient is whole: chooses the step's density and finds the means of the gradient's
-  /// squares by row and column. scale: of the gradient; norm: its own, after that. skipped: of the
-  /// space, whose gradient is none.
+  /// When the gradient is complete: chooses the step's density and computes the means of the
+  /// gradient's squares by row and column. scale: by which the gradient is multiplied; norm: its
+  /// norm after that. skipped: spans of the space that have no gradient.
   void begin_update(base::StepNumber step, double scale, double norm,
                     std::span<const plan::GroupSpan> skipped, base::ThreadTeam& team);
   /// The message of a subgroup; valid until the same writer's next. `skipped` are spans of it,
@@ -72,22 +72,22 @@ class GradientCompressor {
   std::span<const std::byte> compress(Scratch& scratch, CompressedWriter& writer,
                                       const plan::Subgroup& subgroup,
                                       std::span<const plan::GroupSpan> skipped);
-  /// A subgroup that takes no part in the step: what it keeps stays. Threads: as compress().
+  /// A subgroup that is skipped: its residual stays. Threads: as compress().
   void leave(const plan::Subgroup& subgroup);
   /// After the last subgroup of a step.
   CompressionSummary summary() const;
 
-  /// The step is real: what it kept counts from now on. Without it, what the step before kept.
+  /// The step is committed: its residual is used from now on. Until then it is the step before's.
   void commit();
 
   bool feedback() const { return options_.error_feedback; }
-  /// What the step in progress keeps: [count]. For the store.
+  /// The residual of the step in progress: [count]. For the store.
   const base::Bf16* next_residual(uint64_t first) const { return gradient_ + first; }
-  /// What the committed step kept: [elements]; null without feedback.
+  /// The residual of the committed step: [elements]; null without error feedback.
   const base::Bf16* residual() const { return residual_; }
-  /// Between steps: commit() makes it what is kept. [elements]
+  /// Between steps: commit() makes it the residual. [elements]
   void propose_residual(const base::Bf16* values);
-  /// What the committed step kept, from the store.
+  /// Sets the residual of the committed step, from the store.
   void set_residual(uint64_t first, std::span<const float> values);
   uint64_t memory_bytes() const {
     return memory_.size() + (squares_ ? squares_->memory_bytes() : 0);
@@ -104,14 +104,15 @@ class GradientCompressor {
   };
   void compress_block(Scratch& scratch, CompressedWriter& writer, uint64_t first, uint64_t count,
                       uint64_t next, std::span<const plan::GroupSpan> skipped);
-  /// The way of nearly all blocks of signs; same bits as the other. Returns how many elements are
-  /// sent, or nothing where it is not possible.
+  /// For nearly all blocks of signs; same bits as compress_in_stages(). Returns how many elements
+  /// are sent, or nothing where it is not possible.
   std::optional<size_t> compress_as_signs(Scratch& scratch, CompressedWriter& writer,
                                           const Block& block);
   /// Returns how many elements are sent.
   size_t compress_in_stages(Scratch& scratch, CompressedWriter& writer, const Block& block,
                             std::span<const plan::GroupSpan> skipped);
-  /// Packs what is selected. Returns what arrives of it: [sent], empty without feedback.
+  /// Packs the selected elements. Returns them as the device receives them: [sent], empty without
+  /// error feedback.
   std::span<const float> add_block(Scratch& scratch, CompressedWriter& writer, size_t sent);
 
   const CompressOptions options_;
@@ -119,7 +120,7 @@ class GradientCompressor {
   const uint64_t seed_;
   std::optional<FactoredSquares> squares_;
   base::AlignedBuffer memory_;
-  base::Bf16* gradient_ = nullptr;  // [elements]; becomes what is kept, block by block
+  base::Bf16* gradient_ = nullptr;  // [elements]; becomes the new residual, block by block
   base::Bf16* residual_ = nullptr;  // [elements] of the committed step; null without feedback
   // Of the step in progress.
   base::StepNumber step_ = 0;

@@ -279,10 +279,12 @@ RiceReader CompressedView::gaps_of(const Section& section) const {
 }
 
 base::Result<CompressedView> CompressedView::parse(std::span<const std::byte> message) {
-  if (message.size() < sizeof(CompressedHeader)) return corrupt("it is cut short");
+  if (message.size() < sizeof(CompressedHeader)) return corrupt("the message is cut short");
   const CompressedView view = trusted(message);
   const CompressedHeader& header = view.header_;
-  if (header.magic != kCompressedMagic) return corrupt("it does not begin as one");
+  if (header.magic != kCompressedMagic) {
+    return corrupt("the message does not begin with the magic number");
+  }
   if (header.version != kCompressedVersion) {
     return Status(ErrorCode::kMismatch,
                   "a compressed gradient of version " + std::to_string(header.version) +
@@ -290,25 +292,25 @@ base::Result<CompressedView> CompressedView::parse(std::span<const std::byte> me
                   "Run the same release on both sides of the host link.");
   }
   if (header.bytes != message.size()) {
-    return corrupt("it has " + std::to_string(message.size()) + " bytes and says " +
-                   std::to_string(header.bytes));
+    return corrupt("the message has " + std::to_string(message.size()) +
+                   " bytes, and its header says " + std::to_string(header.bytes));
   }
-  if (header.checksum != checksum_of(message)) return corrupt("its checksum is wrong");
+  if (header.checksum != checksum_of(message)) return corrupt("the checksum is wrong");
   if (header.value_encoding > static_cast<uint8_t>(ValueEncoding::kSign) || header.reserved != 0) {
-    return corrupt("a field of its header has no meaning");
+    return corrupt("a field of the header has an unknown value");
   }
   if (header.elements == 0 || header.elements / kBlockElements > message.size() ||
       message.size() < view.sections_offset()) {
-    return corrupt("it is too short for " + std::to_string(header.elements) + " elements and " +
-                   std::to_string(header.factors) + " factors in " + std::to_string(header.runs) +
-                   " runs");
+    return corrupt("the message is too short for " + std::to_string(header.elements) +
+                   " elements and " + std::to_string(header.factors) + " factors in " +
+                   std::to_string(header.runs) + " runs");
   }
   SI_RETURN_IF_ERROR(view.check_factors());
   for (uint64_t block = 0; block < view.blocks(); ++block) {
     SI_RETURN_IF_ERROR(view.check_block(block));
   }
   if (view.entry(view.blocks() - 1).end != message.size() - view.sections_offset()) {
-    return corrupt("its sections do not fill it");
+    return corrupt("the sections do not fill the message");
   }
   return view;
 }
@@ -326,12 +328,12 @@ Status CompressedView::check_factors() const {
     const CountAndByte run = run_at(i).factors;
     if (run.byte() < kFactorExponents || run.byte() > kFactorMost >> kFactorMantissaBits ||
         run.count() == 0) {
-      return corrupt("run " + std::to_string(i) + " of the factors of its squares has no scale");
+      return corrupt("run " + std::to_string(i) + " of the row and column factors has no exponent");
     }
     factors += run.count();
   }
   if (factors != header_.factors) {
-    return corrupt("its runs have " + std::to_string(factors) + " factors of squares, and it " +
+    return corrupt("the runs have " + std::to_string(factors) + " factors, and the message " +
                    std::to_string(header_.factors));
   }
   return Status();

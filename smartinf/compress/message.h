@@ -131,8 +131,8 @@ class CompressedWriter {
                  std::span<float> arrived = {});
   /// add_block() of elements that all arrive as `magnitude` with their sign, but not of all the
   /// block's. For messages of signs (SI_CHECK).
-  /// Shapes: sent, negative: [divide_up(block's elements, 64)] as kernels::keep_but_signs() makes
-  /// them; `count` bits of sent are set, and no bit of negative that is not.
+  /// Shapes: sent, negative: [divide_up(block's elements, 64)] as kernels::residual_of_signs()
+  /// makes them; `count` bits of sent are set, and no bit of negative that is not.
   void add_signs(std::span<const uint64_t> sent, std::span<const uint64_t> negative, size_t count,
                  base::Bf16 magnitude);
   /// The message; valid until the next begin(). All blocks must have been added (SI_CHECK).

@@ -322,8 +322,8 @@ TEST(CompressedGradient, RefusesFactorsThatAreSealedButWrong) {
   refused(message, 59, 30, 1, ErrorCode::kCorrupt, "run 0");   // ends below the smallest f32
   refused(message, 63, 255, 1, ErrorCode::kCorrupt, "run 1");  // goes up to infinity
   refused(message, 64, 0, 3, ErrorCode::kCorrupt, "run 2");    // is empty
-  refused(message, 60, 3, 3, ErrorCode::kCorrupt, "have 6 factors of squares, and it 5");
-  refused(message, 28, 4, 4, ErrorCode::kCorrupt, "have 5 factors of squares, and it 4");
+  refused(message, 60, 3, 3, ErrorCode::kCorrupt, "have 6 factors, and the message 5");
+  refused(message, 28, 4, 4, ErrorCode::kCorrupt, "have 5 factors, and the message 4");
 }
 
 TEST(CompressedGradient, FactorsAreRoundedToTheNearestByte) {

@@ -1,5 +1,5 @@
-// Weights that step ahead by what compression keeps (kernels::step_ahead): finds the variances that
-// takes from samples of the devices', and waits until those of a whole matrix are there.
+// Step-ahead weights (kernels::step_ahead): estimates the second moment from samples that the
+// devices send, and moves the weights of a matrix when all samples of it have come.
 #pragma once
 
 #include <cstdint>
@@ -14,32 +14,32 @@
 
 namespace smartinf::compress {
 
-/// A variance is about its row's times its column's, for it is mostly made of squares that are
-/// (FactoredSquares). Nothing is remembered of earlier steps: the same state gives the same
-/// weights, on whatever devices it lies. Threads: one at a time, but for samples().
+/// The second moment of an element is estimated as a row factor times a column factor, because it
+/// is mostly an average of such products (FactoredSquares). Nothing of earlier steps is used: the
+/// same state gives the same weights, on any devices. Threads: one at a time, except samples().
 class StepAheadWeights {
  public:
   StepAheadWeights(std::vector<MatrixLayout> matrices, const plan::ParameterSpace& space,
                    std::span<const plan::Subgroup> subgroups);
 
-  /// Where devices put what they sample (csd::SubgroupUpdate::samples_out).
+  /// Where devices put their samples (csd::SubgroupUpdate::samples_out).
   base::Bf16* samples() { return samples_.data(); }
   /// Samples of variances that were read. first: in the space.
   void take(uint64_t first, std::span<const float> variances);
 
-  /// What weights step by: kept, of the whole space; rates by group.
+  /// What weights are moved by: the residual of the whole space; the scalars of each group.
   struct Step {
     const base::Bf16* residual = nullptr;
     std::span<const kernels::StepAhead> rates;
   };
-  /// Takes weights that are as the devices have them to where training is, where all samples are
-  /// there. weights: [count] of type.
+  /// Moves weights, given as the devices have them, in matrices of which all samples have come.
+  /// weights: [count] of type.
   void step(const Step& step, uint64_t first, uint64_t count, void* weights, base::DataType type);
 
   /// The next update is of the subgroups with wanted[i] != 0; its samples are still to come.
   void expect(std::span<const uint8_t> wanted);
-  /// A subgroup's new weights, or null, and samples have come. Steps where all samples that it
-  /// takes are there now, and calls done(subgroup) for each whose weights are ready.
+  /// A subgroup's new weights, or null, and samples have come. Moves the weights of each matrix
+  /// that is now complete, and calls done(subgroup) for each subgroup whose weights are ready.
   void arrived(const Step& step, size_t subgroup, void* weights, base::DataType type,
                const std::function<void(size_t)>& done);
 
@@ -51,7 +51,7 @@ class StepAheadWeights {
     bool wanted = false;
     size_t matrices_missing = 0;
   };
-  /// Whose product is the root of the variances of the matrix.
+  /// Row and column factors, whose product is the root of the matrix's second moment.
   struct Roots {
     size_t matrix = ~size_t{0};
     std::vector<float> rows;

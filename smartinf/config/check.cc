@@ -48,7 +48,7 @@ Status check_rule(const kernels::RuleOptions& rule) {
   SI_RETURN_IF_ERROR(
       within("optimizer.initial_accumulator_value", rule.initial_accumulator_value, 0, most));
   const auto only = [](std::string_view key, std::string_view whose) {
-    return wrong(key, "is set, but the rule does not use it",
+    return wrong(key, "is set, but the update rule does not use it",
                  fmt::format("Leave it out, or set optimizer.rule = \"{}\".", whose));
   };
   if (rule.rule != UpdateRule::kSgdMomentum) {
@@ -83,7 +83,7 @@ Status check_devices(const std::vector<engine::DeviceOptions>& devices) {
     const auto [other, fresh] =
         seen.emplace(path.ends_with('/') ? path.substr(0, path.size() - 1) : path, i);
     if (!fresh) {
-      return wrong(path_key, fmt::format("is the path of device {}, too", other->second),
+      return wrong(path_key, fmt::format("is also the path of device {}", other->second),
                    "Give each device a directory of its own.");
     }
     SI_RETURN_IF_ERROR(within(numbered_key("device.threads", i), device.threads, 0, 4096));
@@ -118,7 +118,7 @@ Status check_recipe(const Recipe& recipe) {
   if (recipe.options.train.where == train::OptimizerWhere::kMemory &&
       updater.rule.rule != kernels::UpdateRule::kAdamW) {
     return wrong("optimizer.rule",
-                 "is not \"adamw\", and optimizer.where = \"memory\" knows no other",
+                 "is not \"adamw\", the only rule that optimizer.where = \"memory\" has",
                  "Choose optimizer.where = \"device\" or optimizer.rule = \"adamw\".");
   }
   if (recipe.options.train.where == train::OptimizerWhere::kMemory &&

@@ -46,16 +46,16 @@ Choice choice(E& value, std::span<const std::string_view> names) {
 
 constexpr std::array kSections{
     Section{"model", "A decoder-only transformer in the Llama form."},
-    Section{"data", "What it learns from."},
+    Section{"data", "The text or tokens that the model is trained on."},
     Section{"train", "The training loop."},
     Section{"checkpoint", "Copies of the state, made between two steps (docs/state.md)."},
     Section{"optimizer", "The update rule, and where it runs."},
-    Section{"compress", "Gradients compressed before the host link: docs/smartcomp.md."},
-    Section{"engine", "How the state is moved and kept."},
-    Section{"memory", "Host memory that is there for more (docs/devices.md)."},
+    Section{"compress", "Compression of gradients before the host link (docs/smartcomp.md)."},
+    Section{"engine", "How the state is moved and stored (docs/devices.md)."},
+    Section{"memory", "Use of additional host memory (docs/devices.md)."},
     Section{"device",
-            "Where the state lives: one [[device]] table for each drive. "
-            "Without any, one device inside the run's folder."},
+            "Where the state is stored: one [[device]] table for each drive. "
+            "Without any, the state is stored in the run's folder."},
 };
 
 constexpr auto kKeys = std::to_array<Key>({
@@ -66,7 +66,7 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("model.mlp_width", &r.options.model.mlp_width,
            "inner width of the feed-forward part; 0: 8/3 of width, rounded up to a multiple of 64"),
     SI_KEY("model.vocabulary", &r.options.model.vocabulary,
-           "tokens that the model knows; 0: what the data needs"),
+           "number of tokens that the model knows; 0: as many as the data needs"),
     SI_KEY("model.rope_base", &r.options.model.rope_base,
            "base of the rotary positions' wavelengths"),
     SI_KEY("model.norm_eps", &r.options.model.norm_eps,
@@ -77,7 +77,8 @@ constexpr auto kKeys = std::to_array<Key>({
            "whether the output head is the embedding"),
 
     SI_KEY("data.paths", &r.options.data.paths,
-           "text files, folders of them, token files (.bin), or \"python-stdlib\""),
+           "text files, folders of them, token files (.bin), or \"python-stdlib\", the standard "
+           "library of the installed Python"),
     SI_KEY("data.validation_paths", &r.options.data.validation_paths,
            "data held out for validation; empty: a share of paths"),
     SI_KEY("data.validation_share", &r.options.data.validation_share,
@@ -85,42 +86,47 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("data.suffixes", &r.options.data.suffixes,
            "suffixes of the files taken from folders, e.g. [\".py\"]; empty: all text"),
     SI_KEY("data.tokenizer", &r.options.data.tokenizer,
-           "tokenizer.json that the token files were made with, for export; empty: bytes"),
-    SI_KEY("data.sequence", &r.options.data.sequence, "tokens the model sees at once"),
-    SI_KEY("data.seed", &r.options.data.seed, "seed of the order in which windows are seen"),
+           "tokenizer.json that the token files were made with, for export; empty: tokens are "
+           "bytes"),
+    SI_KEY("data.sequence", &r.options.data.sequence, "tokens in one sequence"),
+    SI_KEY("data.seed", &r.options.data.seed, "seed of the order of the sequences"),
 
     SI_KEY("train.run", &r.options.train.run,
            "folder of the run: recipe, log and state; empty: runs/ and the recipe's name"),
     SI_KEY("train.precision", choice(r.options.train.precision, kPrecision),
-           "type of weights and compute; the state has its own (optimizer.format)"),
-    SI_KEY("train.steps", &r.options.train.steps, "optimizer steps"),
+           "type of weights and compute; optimizer.format is the type of the state"),
+    SI_KEY("train.steps", &r.options.train.steps, "optimizer steps of the whole run"),
     SI_KEY("train.log_every", &r.options.train.log_every,
            "steps between two printed lines; the run's log.jsonl has every step"),
     SI_KEY("train.micro_batch", &r.options.train.micro_batch, "sequences in one forward"),
     SI_KEY("train.accumulation", &r.options.train.accumulation, "micro batches in one step"),
     SI_KEY("train.checkpoint_activations", &r.options.train.checkpoint_activations,
-           "whether only each layer's input is kept and the rest computed twice: less memory, more "
-           "time"),
+           "whether only each layer's input is kept and the rest is computed again in backward: "
+           "less memory, more time"),
     SI_KEY("train.lr", &r.options.train.lr, "highest learning rate, after the warm-up"),
-    SI_KEY("train.lr_floor", &r.options.train.lr_floor, "share of lr that the cosine ends at"),
+    SI_KEY("train.lr_floor", &r.options.train.lr_floor,
+           "share of lr that the cosine decay ends at"),
     SI_KEY("train.warmup_steps", &r.options.train.warmup_steps, "steps of linear warm-up"),
     SI_KEY("train.weight_decay", &r.options.train.weight_decay, "weight decay, on matrices only"),
     SI_KEY("train.lr_factors", &r.options.train.lr_factors,
-           "factors of lr for parameters by name, each \"PATTERN = NUMBER\", the last that fits "
-           "counts: \"model.embed_tokens.weight = 0.5\" halves lr there; * stands for any text"),
+           "factors of lr for parameters by name, each \"PATTERN = NUMBER\"; of several that match "
+           "the last one counts. \"model.embed_tokens.weight = 0.5\" halves lr for that parameter; "
+           "* stands for any text"),
     SI_KEY(
         "train.weight_decays", &r.options.train.weight_decays,
         "weight decay of parameters by name, in place of weight_decay: \"model.embed_tokens.weight "
-        "= 0\". A run keeps the patterns it began with; the numbers may change"),
+        "= 0\". The patterns of a run cannot change when it is resumed; the numbers can"),
     SI_KEY("train.clip_norm", &r.options.train.clip_norm,
            "largest global L2 norm of the gradient; 0: no clipping"),
     SI_KEY("train.skips_max", &r.options.train.skips_max,
-           "steps in a row that may be skipped for gradients that are not finite"),
+           "steps in a row that may be skipped because a gradient is not finite; one more ends the "
+           "run"),
     SI_KEY("train.seed", &r.options.train.seed, "seed of the initial weights and the sample"),
     SI_KEY("train.threads", &r.options.train.threads,
-           "threads of the model's arithmetic; 0: all cores. Losses repeat for equal numbers only"),
+           "threads that compute the model; 0: all cores. Another number of threads gives other "
+           "losses in the last bits"),
     SI_KEY("train.accelerator", &r.options.train.accelerator,
-           "where the model computes: \"auto\", \"cpu\" or \"cuda\""),
+           "processor that computes the model: \"auto\", \"cpu\" or \"cuda\""),
     SI_KEY("train.validate_every", &r.options.train.validate_every,
            "steps between validations; 0: only at the end"),
     SI_KEY("train.validation_batches", &r.options.train.validation_batches,
@@ -140,51 +146,51 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("checkpoint.keep", &r.options.checkpoint.keep,
            "newest copies that are kept, older ones of this run are deleted; 0: all"),
     SI_KEY("checkpoint.folder", &r.options.checkpoint.folder,
-           "folder of the copies; empty: checkpoints in the run's folder. At once and without "
-           "space of their own on the devices' file system if that is btrfs or xfs"),
+           "folder of the copies; empty: checkpoints in the run's folder. On the devices' own file "
+           "system, if it is btrfs or xfs, a copy takes no time and shares the devices' blocks"),
 
     SI_KEY("optimizer.where", choice(r.options.train.where, kWhere),
-           "place of the update: \"device\": it runs where the state is; \"host\": state crosses "
-           "the host link both ways; \"memory\": torch's own AdamW in memory"),
+           "place of the update: \"device\": the device that has the state; \"host\": the host, so "
+           "that state crosses the host link both ways; \"memory\": torch's own AdamW in memory"),
     SI_KEY(
         "optimizer.overlap", choice(r.options.train.overlap, kOverlap),
-        "what runs beside the update: \"late\": the next forward, which waits for the weights of "
-        "one layer at a time; \"early\": backward too, by the guess that train.clip_norm will not "
-        "be "
-        "passed; \"none\": nothing; \"auto\": \"late\" unless optimizer.where is \"memory\", "
-        "\"early\" in steps where late was waited for and the guess is likely to be right. Weights "
-        "and losses are the same bits"),
-    SI_KEY("optimizer.rule", choice(r.updater.rule.rule, kRule), "the update rule"),
+        "computation that runs at the same time as the update: \"late\": the next forward, each "
+        "layer of which waits for its new weights; \"early\": backward as well, on the assumption "
+        "that the gradient will not be clipped (train.clip_norm); \"none\": nothing; \"auto\": "
+        "\"early\" in steps where the forward had to wait and the assumption is likely to hold, "
+        "else \"late\", and \"none\" if optimizer.where is \"memory\". Weights and losses have "
+        "the same bits in all cases"),
+    SI_KEY("optimizer.rule", choice(r.updater.rule.rule, kRule), "update rule"),
     SI_KEY("optimizer.beta1", &r.updater.rule.beta1, "beta1 of adam, adamw, lion; momentum of sgd"),
     SI_KEY("optimizer.beta2", &r.updater.rule.beta2, "beta2 of adam, adamw, lion"),
     SI_KEY("optimizer.eps", &r.updater.rule.eps, "eps of adam, adamw, adagrad"),
     SI_KEY("optimizer.dampening", &r.updater.rule.dampening, "dampening of sgd"),
     SI_KEY("optimizer.nesterov", &r.updater.rule.nesterov, "whether sgd takes Nesterov momentum"),
     SI_KEY("optimizer.maximize", &r.updater.rule.maximize,
-           "whether the loss is climbed instead of descended"),
+           "whether the loss is maximized instead of minimized"),
     SI_KEY("optimizer.lr_decay", &r.updater.rule.lr_decay, "decay of lr in adagrad"),
     SI_KEY("optimizer.initial_accumulator_value", &r.updater.rule.initial_accumulator_value,
            "first value of adagrad's sums"),
     SI_KEY("optimizer.format", choice(r.updater.format, kFormat),
            "format of momentum and variance; the master weights are always f32"),
     SI_KEY("optimizer.gradient_type", choice(r.updater.gradient_type, kGradient),
-           "type of gradients on the host link; when not set: that of train.precision"),
+           "type of gradients on the host link; default: that of train.precision"),
     SI_KEY("optimizer.seed", &r.updater.seed, "seed of stochastic rounding (formats bf16 and q8)"),
 
     SI_KEY("compress.density", &r.updater.compress.density,
-           "share of a gradient's elements that is sent, the largest of each 65536, e.g. 0.08; "
-           "0: gradients are sent dense"),
+           "share of a gradient's elements that are sent, the largest of each block of 65536, e.g. "
+           "0.08; 0: gradients are sent dense"),
     SI_KEY("compress.values", choice(r.updater.compress.values, compress::kValueEncodingNames),
-           "form of an element that is sent; \"sign\": its sign, and one magnitude for each block; "
-           "when not set: \"sign\", without error feedback \"bf16\""),
+           "encoding of a sent element; \"sign\": its sign, and one magnitude for each block; "
+           "default: \"sign\", but \"bf16\" without error feedback"),
     SI_KEY("compress.error_feedback", &r.updater.compress.error_feedback,
-           "whether what is not sent (the residual) waits in host memory and is added to the next "
-           "gradient; false: it is lost"),
+           "whether the part of a gradient that is not sent (the residual) is kept in host memory "
+           "and added to the next gradient; false: it is lost"),
     SI_KEY("compress.residual_every", &r.updater.compress.residual_every,
-           "steps between writes of the residual to the devices, 2 bytes a parameter; 1: a crash "
-           "loses nothing of it; 0: never"),
+           "steps between writes of the residual to the devices, 2 bytes a parameter; 1: every "
+           "step, so that a crash loses none of it; 0: never"),
     SI_KEY("compress.warmup_steps", &r.updater.compress.warmup_steps,
-           "steps in which the density falls from 0.25"),
+           "steps in which the density falls from 0.25 to compress.density"),
 
     SI_KEY("engine.schedule", choice(r.updater.schedule, kSchedule),
            "order of reads, updates and writes on a device"),
@@ -193,56 +199,55 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("engine.gradient_budget", ByteCount{&r.updater.gradient_budget_bytes},
            "memory for gradients; beyond it they are spilled to the devices"),
     SI_KEY("engine.subgroup_elements", &r.updater.subgroup_elements,
-           "elements read, updated and written at once; 0: chosen from the budget"),
+           "elements read, updated and written as one subgroup; 0: chosen from the memory budget"),
     SI_KEY("engine.durability", choice(r.updater.durability, kDurability),
-           "what survives: \"step\": every step survives power loss; \"none\": half the space, "
-           "nothing survives a crash"),
+           "durability of the state: \"step\": every committed step survives power loss; \"none\": "
+           "the state takes half the space, and a crash loses it"),
     SI_KEY("engine.checksums", &r.updater.checksums,
            "whether every block has a checksum, checked at every read"),
     SI_KEY("engine.ring", choice(r.updater.ring, kRing),
            "kind of I/O: \"auto\": io_uring where it works, else a pool of threads"),
     SI_KEY("engine.io_size", ByteCount{&r.updater.io_bytes},
-           "size of one transfer; 0: measured at first use and remembered on the device"),
+           "size of one transfer; 0: measured at first use and stored on the device"),
     SI_KEY("engine.io_depth", &r.updater.io_depth,
-           "transfers in flight in each direction; 0: measured likewise"),
+           "transfers in flight in each direction; 0: measured at first use and stored on the "
+           "device"),
     SI_KEY("engine.pin_threads", &r.updater.pin_threads,
-           "whether, with several devices, each one's threads stay on cores of their own, near its "
+           "whether the threads of each of several devices stay on cores of their own, near its "
            "drive"),
     SI_KEY("engine.host_link_up", ByteCount{&r.updater.host_link.up_bytes_per_s},
-           "emulation: bytes per second that all devices together send to the host; 0: as fast as "
-           "it goes"),
+           "emulation: bytes per second from all devices together to the host; 0: no limit"),
     SI_KEY("engine.host_link_down", ByteCount{&r.updater.host_link.down_bytes_per_s},
-           "emulation: likewise, from the host to the devices"),
+           "emulation: bytes per second from the host to all devices together; 0: no limit"),
     SI_KEY("engine.host_link_shared", &r.updater.host_link.shared_budget,
-           "emulation: whether both directions draw on one budget of time"),
+           "emulation: whether both directions share the link's time"),
     SI_KEY("engine.host_link_latency_us", &r.updater.host_link.latency_us,
            "emulation: microseconds added to every transfer"),
 
     SI_KEY("memory.state_cache", ByteCount{&r.updater.state_cache_bytes},
-           "size of the state that stays in host memory as well and is not read from the drives "
-           "again; every step is written as ever, but with engine.durability = \"none\" only at "
-           "checkpoints and at the end"),
+           "size of the part of the state that is kept in host memory as well, and is not read "
+           "from the drives again. Every step still writes it; with engine.durability = \"none\" "
+           "it is written only at checkpoints and at the end"),
 
     SI_DEVICE_KEY("device.path", &r.updater.devices[i].path, "directory or block device"),
     SI_DEVICE_KEY("device.name", &r.updater.devices[i].name, "name in messages; empty: the path"),
     SI_DEVICE_KEY("device.threads", &r.updater.devices[i].threads,
-                  "threads that update; 0: the cores shared out among the devices"),
+                  "threads that update; 0: the cores are divided among the devices"),
     SI_DEVICE_KEY("device.bandwidth", &r.updater.devices[i].bandwidth,
                   "speed relative to the other devices, for placement; 0: measured at first use"),
     SI_DEVICE_KEY("device.capacity", ByteCount{&r.updater.devices[i].capacity_bytes},
-                  "most bytes to use; 0: what is free"),
-    SI_DEVICE_KEY(
-        "device.rated_endurance", ByteCount{&r.updater.devices[i].rated_endurance_bytes},
-        "bytes the drive may be written in its life, as its data sheet says (600TB); 0: not known"),
-    SI_DEVICE_KEY(
-        "device.internal_read", ByteCount{&r.updater.devices[i].internal_link.up_bytes_per_s},
-        "emulation: bytes per second from the store to the processor; 0: as fast as it goes"),
+                  "largest number of bytes to use; 0: all free space"),
+    SI_DEVICE_KEY("device.rated_endurance", ByteCount{&r.updater.devices[i].rated_endurance_bytes},
+                  "bytes that may be written to the drive in its lifetime, from its data sheet "
+                  "(600TB); 0: not known"),
+    SI_DEVICE_KEY("device.internal_read",
+                  ByteCount{&r.updater.devices[i].internal_link.up_bytes_per_s},
+                  "emulation: bytes per second from the store to the processor; 0: no limit"),
     SI_DEVICE_KEY("device.internal_write",
                   ByteCount{&r.updater.devices[i].internal_link.down_bytes_per_s},
-                  "emulation: likewise, from the processor to the store"),
-    SI_DEVICE_KEY(
-        "device.internal_shared", &r.updater.devices[i].internal_link.shared_budget,
-        "emulation: whether reads and writes draw on one budget of time, as in a real drive"),
+                  "emulation: bytes per second from the processor to the store; 0: no limit"),
+    SI_DEVICE_KEY("device.internal_shared", &r.updater.devices[i].internal_link.shared_budget,
+                  "emulation: whether reads and writes share the drive's time, as in a real drive"),
     SI_DEVICE_KEY("device.internal_latency_us", &r.updater.devices[i].internal_link.latency_us,
                   "emulation: microseconds added to every transfer"),
 });

@@ -322,8 +322,8 @@ class Reader {
       if (section_of(key) != "compress") continue;
       problems_.push_back(with_origin(
           Status(ErrorCode::kInvalidArgument,
-                 key + " is given, but no compress.density, so gradients would be sent dense",
-                 "Add compress.density = 0.08 (or 0, and they are).")));
+                 key + " is given without compress.density, so gradients would be sent dense",
+                 "Add compress.density = 0.08 (or 0 for dense gradients).")));
       return;
     }
   }
@@ -385,7 +385,7 @@ base::Result<LoadedRecipe> load_recipe(const std::string& path,
     return Status(why.code(), why.what(),
                   why.code() == ErrorCode::kNotFound
                       ? "Recipes that come with the project are in recipes/."
-                      : "A recipe is a short TOML file; is this the right one?",
+                      : "A recipe is a short TOML file; check that this is the right file.",
                   why.place());
   }
   return parse_recipe(*text, path, overrides);

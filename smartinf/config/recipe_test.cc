@@ -200,7 +200,7 @@ TEST(Recipe, RangesAreCheckedAndNameTheirOrigin) {
   EXPECT_THAT(bad("[engine]\nmemory_budget = \"unlimited\"\n"), HasSubstr("is unlimited"));
   EXPECT_THAT(bad("[engine]\nio_size = 5000\n"), HasSubstr("multiple of 4096"));
   EXPECT_THAT(bad("[[device]]\npath = \"a\"\n[[device]]\npath = \"./a/\"\n"),
-              HasSubstr("device.1.path is the path of device 0"));
+              HasSubstr("device.1.path is also the path of device 0"));
   EXPECT_THAT(bad("[[device]]\nname = \"a\"\n"), HasSubstr("device 0 has no path"));
   EXPECT_THAT(bad("[model]\nwidth = 64\nheads = 5\n"), HasSubstr("model.heads"));
 }
@@ -419,7 +419,8 @@ TEST(Recipe, Compression) {
 TEST(Keys, HelpBeginsWithWhatTheKeyIs) {
   for (const Key& key : keys()) {
     const std::string_view first = key.help.substr(0, key.help.find(' '));
-    for (const std::string_view other : {"of", "in", "on", "that", "likewise,", "relative", "0:"}) {
+    for (const std::string_view other :
+         {"of", "in", "on", "that", "likewise,", "relative", "0:", "the", "what", "where"}) {
       EXPECT_NE(first, other) << key.name << ": " << key.help;
     }
     EXPECT_TRUE(std::isalpha(static_cast<unsigned char>(key.help.front()))) << key.name;

@@ -80,9 +80,10 @@ TEST(Compression, TheDensityFallsDuringTheWarmUp) {
 TEST(Compression, SaysWhatIsSentAndWhatBecomesOfTheRest) {
   compress::CompressOptions options;
   options.density = 0.08;
-  EXPECT_EQ(compress::describe_compression(options),
-            "the largest 8 % of the elements as signs; the rest waits in host memory and is sent "
-            "later, and is written every 16 steps (residual_every)");
+  EXPECT_EQ(
+      compress::describe_compression(options),
+      "the largest 8 % of the elements as signs; the rest (the residual) stays in host memory "
+      "and is sent later; the devices write it every 16 steps (residual_every)");
   options.residual_every = 1;
   EXPECT_THAT(compress::describe_compression(options), ::testing::HasSubstr("residual_every = 16"));
   options.density = 0.01;
@@ -90,8 +91,9 @@ TEST(Compression, SaysWhatIsSentAndWhatBecomesOfTheRest) {
   options.residual_every = 0;
   options.values = compress::ValueEncoding::kF16;
   EXPECT_EQ(compress::describe_compression(options),
-            "the largest 1 % of the elements after 50 steps in f16; the rest waits in host memory "
-            "and is sent later, or lost when the run stops (residual_every = 0)");
+            "the largest 1 % of the elements after 50 steps in f16; the rest (the residual) "
+            "stays in host memory and is sent later; it is lost when the run stops (residual_every "
+            "= 0)");
   options.error_feedback = false;
   EXPECT_THAT(compress::describe_compression(options),
               ::testing::EndsWith("(error_feedback = false)"));

@@ -136,11 +136,11 @@ void DeviceReplies::look_for_life() {
         why = base::Status(
             base::ErrorCode::kTimeout,
             fmt::format(
-                "device {} has not answered \"{}\", and nothing moved there, for {}", peer->name,
+                "device {} has neither answered \"{}\" nor moved a byte for {}", peer->name,
                 csd::message_name(sent->message),
                 base::format_seconds(std::chrono::duration<double>(watch_.silence_max()).count())),
-            "Look after the device and what connects it (dmesg has the kernel's messages), then "
-            "start again: the state is recovered to its last committed step.");
+            "Check the device and its connection (dmesg shows the kernel's messages), then start "
+            "again: the state is recovered to its last committed step.");
         watch_.give_up(*peer->device, why);
       }
       give_up(*sent, why);

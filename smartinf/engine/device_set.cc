@@ -43,8 +43,8 @@ Status check_places(const Sources& sources) {
     // The names of all devices stand in the description that each of them carries.
     if (!base::printable(source->name()) || !base::printable(source->place())) {
       return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("a device's path has control characters: {}", source->place()),
-                    "Choose one without tabs and line breaks.");
+                    fmt::format("the path of a device has control characters: {}", source->place()),
+                    "Choose a path without tabs and line breaks.");
     }
     const auto [found, added] = by_place.emplace(source->place(), source.get());
     if (!added) {
@@ -143,11 +143,11 @@ void leave_out_idle(Sources& sources, std::vector<DeviceId>& owner) {
       used.push_back(std::move(sources[d]));
       continue;
     }
-    base::log(
-        base::LogLevel::kWarning,
-        fmt::format("{} is left out: of {} subgroups, by which state is shared out, none falls "
-                    "to it. The model is small, or the device slow or full beside the others",
-                    device_text(*sources[d]), owner.size()));
+    base::log(base::LogLevel::kWarning,
+              fmt::format(
+                  "{} is left out: none of the {} subgroups of the state is placed on it, because "
+                  "the model is small, or the device is slow or nearly full beside the others",
+                  device_text(*sources[d]), owner.size()));
   }
   sources = std::move(used);
   for (DeviceId& device : owner) device.value = position[device.value];
@@ -200,7 +200,7 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
   auto owner = plan::place(set.subgroups, capacities);
   if (!owner.ok() && owner.status().code() == ErrorCode::kNoSpace) {
     return Status(ErrorCode::kNoSpace,
-                  fmt::format("the optimizer state needs {}, free are {}",
+                  fmt::format("the optimizer state needs {}, and {} are free",
                               base::format_bytes(subgroup_bytes * set.subgroups.size()), free_text),
                   "Free space there, add a device, or choose a smaller state format.");
   }
@@ -264,7 +264,7 @@ Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& s
           plan::ParameterSpace::first_other_group(space, description.space);
       !difference.empty()) {
     return Status(ErrorCode::kMismatch,
-                  fmt::format("{} holds state whose parameters are in other groups ({})",
+                  fmt::format("{} holds state whose parameters belong to other groups ({})",
                               device_text(source), difference),
                   std::string(plan::kOtherGroupsAdvice));
   }
@@ -289,19 +289,18 @@ Status check_device(const UpdaterOptions& options, const plan::ParameterSpace& s
   }
   if (options.compress.residual_on_devices() &&
       layout.planes.back() != base::PlaneKind::kResidual) {
-    return Status(
-        ErrorCode::kMismatch,
-        fmt::format("{} was made without room for what compression keeps between steps",
-                    device_text(source)),
-        "Set compress.residual_every = 0, with which a restart loses it, or start a new run "
-        "in other directories.");
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("{} was made without room for the residual of compressed gradients",
+                              device_text(source)),
+                  "Set compress.residual_every = 0, so that the residual is lost at a restart, or "
+                  "start a new run in other directories.");
   }
   if (!options.compress.on() && layout.gradient_spill_bytes == 0 &&
       gradient_bytes(options, space) > options.gradient_budget_bytes) {
     return Status(
         ErrorCode::kOutOfMemory,
-        fmt::format("{} was made without room for gradients, and they need {} of memory where the "
-                    "budget is {}",
+        fmt::format("{} was made without room for spilled gradients; they need {} of memory, and "
+                    "the gradient budget is {}",
                     device_text(source), base::format_bytes(gradient_bytes(options, space)),
                     base::format_bytes(options.gradient_budget_bytes)),
         "Raise the gradient budget.");
@@ -327,8 +326,8 @@ Status join_subgroups(const plan::ParameterSpace& space, DeviceSet& set) {
   for (const plan::Subgroup& subgroup : set.subgroups) {
     if (subgroup.count == 0 || subgroup.first != next) {
       return Status(ErrorCode::kCorrupt,
-                    fmt::format("the devices together do not hold every parameter: element {} is "
-                                "missing or there twice",
+                    fmt::format("the devices together do not hold every parameter once: element {} "
+                                "is missing or there twice",
                                 next),
                     "Run smartinf fsck on each device.");
     }
@@ -336,7 +335,7 @@ Status join_subgroups(const plan::ParameterSpace& space, DeviceSet& set) {
   }
   if (next != space.count()) {
     return Status(ErrorCode::kCorrupt,
-                  fmt::format("the devices together hold {} parameters of {}", next, space.count()),
+                  fmt::format("the devices together hold {} of {} parameters", next, space.count()),
                   "Run smartinf fsck on each device.");
   }
   return Status();
@@ -368,7 +367,7 @@ Status order_devices(std::vector<Opened>& opened, DeviceSet& set,
     const uint32_t index = other.device->layout().device_index;
     if (index >= by_index.size()) {
       return Status(ErrorCode::kCorrupt,
-                    fmt::format("{} says it is number {} of {}", device_text(*other.source),
+                    fmt::format("{} says that it is device {} of {}", device_text(*other.source),
                                 index + 1, by_index.size()),
                     "Run smartinf fsck on it.");
     }
@@ -387,7 +386,7 @@ Status order_devices(std::vector<Opened>& opened, DeviceSet& set,
                   fmt::format("the run on {} has {} devices; {} is not among those given",
                               device_text(*first.source), by_index.size(),
                               i < names.size() ? names[i] : fmt::format("number {}", i + 1)),
-                  "Name all devices that the run was begun with.");
+                  "Name all devices that the run was started with.");
   }
   for (Opened* each : by_index) {
     set.devices.push_back(std::move(each->device));
@@ -407,7 +406,7 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
         ErrorCode::kOutOfMemory,
         fmt::format("a memory budget of {} is too small for {} device{}",
                     base::format_bytes(options.memory_budget_bytes), count, count == 1 ? "" : "s"),
-        "Give the run the budget that it was begun with.");
+        "Use the memory budget that the run was started with.");
   }
   const uint64_t slot_memory_bytes = (options.memory_budget_bytes - set.staging_bytes) / count;
   std::vector<Opened> opened;
@@ -436,7 +435,7 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
       if (state.committed_step == *options.recover_to) continue;
       return Status(
           ErrorCode::kMismatch,
-          fmt::format("{} holds step {}, and the processes that share the run agreed on {}",
+          fmt::format("{} holds step {}, but the ranks of the run agreed on step {}",
                       set.devices[state.device_index]->info().name, set.step, *options.recover_to),
           "Load the last checkpoint.");
     }
@@ -461,8 +460,8 @@ Status check_rule(const kernels::RuleOptions& rule) {
   if (!divides || (rule.eps >= kEpsMin && rule.eps <= 1)) return Status();
   return Status(
       ErrorCode::kInvalidArgument,
-      fmt::format("an eps of {}: where gradients are 0, weights would become 0 / 0", rule.eps),
-      fmt::format("Choose one from {} to 1; 1e-8 is usual.", kEpsMin));
+      fmt::format("eps is {}: where gradients are 0, weights would become 0 / 0", rule.eps),
+      fmt::format("Choose a value from {} to 1; 1e-8 is usual.", kEpsMin));
 }
 
 Status check_compression(const UpdaterOptions& options) {
@@ -508,7 +507,7 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
   SI_RETURN_IF_ERROR(check_cache_fits(options, space));
   if (space.count() == 0) {
     return Status(ErrorCode::kInvalidArgument, "the model has no parameter to train",
-                  "Add its parameters to the space before opening the updater.");
+                  "Add its parameters to the parameter space before opening the updater.");
   }
   const DeviceSource* holding = nullptr;
   const DeviceSource* empty = nullptr;
@@ -549,8 +548,8 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
       if (std::find(begun.begin(), begun.end(), source.get()) != begun.end()) return false;
       base::log(
           base::LogLevel::kWarning,
-          fmt::format("{} is left out: it holds nothing, and the run on {} has its state on {} "
-                      "other device{}. smartinf reshard moves a run onto more devices",
+          fmt::format("{} is left out: it holds no state, and the run on {} has its state on {} "
+                      "other device{}. Use smartinf reshard to move a run onto more devices",
                       device_text(*source), device_text(*holding), run_devices,
                       run_devices == 1 ? "" : "s"));
       return true;
@@ -562,7 +561,7 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
       return Status(ErrorCode::kNotFound,
                     fmt::format("{} holds no optimizer state, but {} holds that of a run",
                                 device_text(*missing), device_text(*holding)),
-                    "Name the devices that the run was begun with, or start a new run in other "
+                    "Name the devices that the run was started with, or start a new run in other "
                     "directories.");
     }
     return open_all(options, space, sources);
@@ -576,12 +575,11 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
   if (!options.create) {
     return Status(ErrorCode::kNotFound,
                   fmt::format("{} holds no optimizer state", device_text(*sources.front())),
-                  "Check the path; a training run makes the state when it starts.");
+                  "Check the path; a new run makes its state when it starts.");
   }
   for (DeviceSource* source : begun) {
     base::log(base::LogLevel::kWarning,
-              fmt::format("{} holds a creation that was interrupted; starting over",
-                          device_text(*source)));
+              fmt::format("{} holds an interrupted creation; starting over", device_text(*source)));
     SI_RETURN_IF_ERROR(source->erase());
   }
   SI_ASSIGN_OR_RETURN(DeviceSet set, create_all(options, space, sources));

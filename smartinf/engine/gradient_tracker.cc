@@ -31,8 +31,8 @@ base::Result<std::vector<GradientTracker::Piece>> GradientTracker::take(uint64_t
                                                                         uint64_t count) {
   if (first > space_.count() || count > space_.count() - first) {
     return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("gradient of elements {} to {} given, but the model has {}", first,
-                              first + count, space_.count()),
+                  fmt::format("a gradient of elements {} to {} was given, but the model has {}",
+                              first, first + count, space_.count()),
                   "This is a bug in the caller.");
   }
   std::vector<Piece> pieces;
@@ -45,11 +45,12 @@ base::Result<std::vector<GradientTracker::Piece>> GradientTracker::take(uint64_t
     const uint64_t to = std::min(end, range_end);
     if (within % kGradientCutElements != 0 ||
         (to != range_end && (to - range.first) % kGradientCutElements != 0)) {
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("the gradient of {} is cut at its element {}", range.name,
-                                within % kGradientCutElements != 0 ? within : to - range.first),
-                    fmt::format("Cuts fall on multiples of {} of a parameter, or at its end.",
-                                kGradientCutElements));
+      return Status(
+          ErrorCode::kInvalidArgument,
+          fmt::format("a piece of the gradient of {} ends at its element {}", range.name,
+                      within % kGradientCutElements != 0 ? within : to - range.first),
+          fmt::format("A piece ends at a multiple of {} elements of a parameter, or at its end.",
+                      kGradientCutElements));
     }
     for (; at < to; at = pieces.back().first + pieces.back().count) {
       const uint64_t from = at - range.first;
@@ -96,9 +97,9 @@ base::Result<GradientSummary> GradientTracker::finish(double unscale) const {
       for (size_t i = cut; i < std::min(end, cut + kPiecesOfCut); ++i) {
         if (!found_[i].given) {
           return Status(ErrorCode::kFailedPrecondition,
-                        fmt::format("{} got no gradient from its element {} on", range.name,
-                                    (i - first_piece_[r]) * kGradientPieceElements),
-                        "A parameter that took no part gets zeros.");
+                        fmt::format("the gradient of {} is missing from its element {} on",
+                                    range.name, (i - first_piece_[r]) * kGradientPieceElements),
+                        "Put zeros for a parameter that was not used.");
         }
         if (!found_[i].finite && summary.finite) {
           summary.finite = false;

@@ -42,7 +42,7 @@ Result<uint64_t> free_bytes_at(const std::string& path) {
     existing = existing.parent_path();
   }
   const fs::space_info space = fs::space(existing, error);
-  if (error) return base::errno_status(error.value(), "cannot find out the free space", path);
+  if (error) return base::errno_status(error.value(), "cannot determine the free space", path);
   return static_cast<uint64_t>(space.available);
 }
 
@@ -109,7 +109,7 @@ class LocalSource final : public DeviceSource {
     auto measured = storage::measure_io(device_.path, measure);
     if (!measured.ok()) {
       base::log(base::LogLevel::kWarning,
-                fmt::format("device {} could not be measured ({}); going on with usual values",
+                fmt::format("device {} could not be measured ({}); default values are used",
                             device_.name, measured.status().to_string()));
       tuning_ = storage::IoTuning{};
       return *tuning_;

@@ -43,9 +43,9 @@ base::Status check_state_cache(uint64_t cache_bytes, uint64_t other_bytes, uint6
                   "engine's buffers and gradients take {}",
                   base::format_bytes(cache_bytes), base::format_bytes(host_bytes),
                   base::format_bytes(other_bytes)),
-      fmt::format("Make it smaller (memory.state_cache): at most {}, less what the model and the "
-                  "rest of the machine need.",
-                  base::format_bytes(most)));
+      fmt::format(
+          "Lower memory.state_cache to at most {}, less what the model and other programs need.",
+          base::format_bytes(most)));
 }
 
 uint64_t staging_bytes_to_read() {

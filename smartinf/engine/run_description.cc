@@ -21,7 +21,7 @@ base::Result<RunDescription> run_description_from_json(std::string_view text) {
   const nlohmann::json json = base::parse_json(text);
   if (!json.is_object() || !json.contains("space") || !json.contains("rule") ||
       !json["rule"].is_string()) {
-    return corrupt("no parameter space and rule in it");
+    return corrupt("it has no parameter space or no rule");
   }
   RunDescription description;
   SI_ASSIGN_OR_RETURN(description.space, plan::ParameterSpace::from_json(json["space"].dump()));
@@ -31,7 +31,7 @@ base::Result<RunDescription> run_description_from_json(std::string_view text) {
   if (json.contains("devices") && json["devices"].is_array()) {
     for (const nlohmann::json& name : json["devices"]) {
       if (!name.is_string() || !base::printable(name.get<std::string>())) {
-        return corrupt("a device name that is not text");
+        return corrupt("a device name is not text");
       }
       description.devices.push_back(name.get<std::string>());
     }

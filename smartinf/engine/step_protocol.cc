@@ -25,16 +25,17 @@ Status StepProtocol::require(Phase phase, std::string_view what) const {
   if (phase_ == phase) return Status();
   if (phase_ == Phase::kBroken) {
     return Status(ErrorCode::kFailedPrecondition,
-                  fmt::format("{} after the devices failed to agree on a step", what),
-                  "Open the updater again: it recovers the last committed step.");
+                  fmt::format("{} was called after the devices failed to agree on a step", what),
+                  "Open the updater again, which recovers the last committed step.");
   }
   if (phase_ == Phase::kUnwritten) {
     return Status(ErrorCode::kFailedPrecondition,
-                  fmt::format("{} before the initial state was written", what),
+                  fmt::format("{} was called before the initial state was written", what),
                   "Call initialize() first.");
   }
-  return Status(ErrorCode::kFailedPrecondition, fmt::format("{} out of order", what),
-                "A step is begin_step, put_gradient, finish_gradients, start_update, commit.");
+  return Status(
+      ErrorCode::kFailedPrecondition, fmt::format("{} was called out of order", what),
+      "The calls of a step are begin_step, put_gradient, finish_gradients, start_update, commit.");
 }
 
 Status StepProtocol::begin_step() {
@@ -48,8 +49,8 @@ Status StepProtocol::begin_step() {
 Status StepProtocol::start_early_update(size_t devices) {
   SI_RETURN_IF_ERROR(require(Phase::kGradients, "an early update"));
   if (early_) {
-    return Status(ErrorCode::kFailedPrecondition, "a second early update in one step",
-                  "start_update() follows it.");
+    return Status(ErrorCode::kFailedPrecondition, "start_early_update was called twice in one step",
+                  "Call start_update() next.");
   }
   early_ = true;
   updates_in_flight_ = devices;
@@ -78,7 +79,7 @@ Status StepProtocol::begin_edit() {
 
 Result<StepProtocol::Next> StepProtocol::start_commit(bool residual, Status written) {
   if (committing_) {
-    return Status(ErrorCode::kFailedPrecondition, "a step is being committed already",
+    return Status(ErrorCode::kFailedPrecondition, "a step is already being committed",
                   "Call wait_commit() first.");
   }
   if (phase_ != Phase::kEditing) SI_RETURN_IF_ERROR(require(Phase::kUpdating, "a commit"));

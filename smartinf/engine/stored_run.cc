@@ -71,8 +71,8 @@ Result<StoredRun> open_stored_run(const std::vector<std::string>& paths, storage
     // Blocks of a state are the same wherever it is cut; the cuts fall between blocks.
     if (piece.first != next || piece.first % base::kBlockElements != 0) {
       return Status(ErrorCode::kCorrupt,
-                    fmt::format("the devices together do not hold every parameter once: see "
-                                "element {}",
+                    fmt::format("the devices together do not hold every parameter once: element {} "
+                                "is missing or there twice",
                                 next),
                     "Run smartinf fsck on them.");
     }
@@ -80,7 +80,7 @@ Result<StoredRun> open_stored_run(const std::vector<std::string>& paths, storage
   }
   if (next != run.description.space.count()) {
     return Status(ErrorCode::kCorrupt,
-                  fmt::format("the devices together hold {} parameters of {}", next,
+                  fmt::format("the devices together hold {} of {} parameters", next,
                               run.description.space.count()),
                   "Run smartinf fsck on them.");
   }

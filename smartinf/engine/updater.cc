@@ -17,7 +17,7 @@ base::Result<std::unique_ptr<Updater>> Updater::open(const UpdaterOptions& optio
   if (given != 0 && given != static_cast<ptrdiff_t>(options.devices.size())) {
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "some devices are given a bandwidth and others are not",
-                        "Give all of them one, or none to have all measured.");
+                        "Give all devices a bandwidth, or none, so that all are measured.");
   }
   return open(options, space, local_sources(options));
 }
@@ -44,8 +44,8 @@ UpdaterTraffic UpdaterTraffic::since(const UpdaterTraffic& earlier) const {
 base::Status Updater::edit_state(
     const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>&,
     const std::string&, const base::Bf16*, std::span<const kernels::StepAhead>) {
-  return base::Status(base::ErrorCode::kUnsupported, "this updater's state cannot be rewritten",
-                      "Keep the state on devices.");
+  return base::Status(base::ErrorCode::kUnsupported, "this updater cannot change stored state",
+                      "Use optimizer.where = \"device\".");
 }
 
 base::Status Updater::commit_prepared() {
@@ -54,8 +54,8 @@ base::Status Updater::commit_prepared() {
 }
 
 base::Status Updater::early_update_possible() const {
-  return base::Status(base::ErrorCode::kUnsupported, "this updater updates whole steps only",
-                      "Start the update when all gradients are there.");
+  return base::Status(base::ErrorCode::kUnsupported, "this updater has no early updates",
+                      "Start the update when all gradients are complete.");
 }
 
 base::Status Updater::start_early_update(const UpdateOptions&, base::DataType, const WeightsSink&,
@@ -64,8 +64,9 @@ base::Status Updater::start_early_update(const UpdateOptions&, base::DataType, c
 }
 
 base::Status Updater::skip_gradient(uint64_t, uint64_t) {
-  return base::Status(base::ErrorCode::kUnsupported, "this updater needs a gradient everywhere",
-                      "Keep the state on devices.");
+  return base::Status(base::ErrorCode::kUnsupported,
+                      "this updater needs the gradient of every parameter",
+                      "Use optimizer.where = \"device\".");
 }
 
 }  // namespace smartinf::engine

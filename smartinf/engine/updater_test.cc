@@ -225,7 +225,8 @@ TEST_F(UpdaterOverFakes, GradientPiecesAreHeldToTheirContract) {
   EXPECT_EQ(put(~0ull, 2).code(), ErrorCode::kInvalidArgument);
   const base::Status cut = put(0, 77);
   EXPECT_EQ(cut.code(), ErrorCode::kInvalidArgument);
-  EXPECT_THAT(cut.to_string(), HasSubstr("gradient of embed is cut at its element 77"));
+  EXPECT_THAT(cut.to_string(),
+              HasSubstr("a piece of the gradient of embed ends at its element 77"));
   ASSERT_TRUE(put(0, 2 * base::kBlockElements).ok());
   const base::Status twice = put(0, kCount);
   EXPECT_EQ(twice.code(), ErrorCode::kFailedPrecondition);
@@ -323,7 +324,7 @@ TEST_P(SilentDevice, IsAnErrorThatNamesItAndTheStateIsRecovered) {
   drives_[1]->silent_from = GetParam();
   const base::Status failed = step(*updater, 2);
   EXPECT_EQ(failed.code(), ErrorCode::kTimeout);
-  EXPECT_THAT(failed.to_string(), HasSubstr("device drive1 has not answered \"" +
+  EXPECT_THAT(failed.to_string(), HasSubstr("device drive1 has neither answered \"" +
                                             std::string(csd::message_name(GetParam())) + "\""));
   // Nobody waits for it a second time, and closing does not either.
   EXPECT_FALSE(updater->abort().ok());

@@ -187,7 +187,7 @@ uint64_t digest_of_signs(const KernelTable& table) {
   add_feedback(table, gradient, residual, block.scale, sum);
   top_k_near(table, sum, kMost, kElements, indices.data(), candidates.data(), threshold);
   const auto signs =
-      keep_but_signs(table, block, kMost, threshold, candidates, gradient, sent, negative);
+      residual_of_signs(table, block, kMost, threshold, candidates, gradient, sent, negative);
   if (!signs) return 0;
   EXPECT_EQ(ends_of_signs(table, sent, negative, std::span(ends).subspan(1)), kMost);
   split_gaps(table, std::span(ends).first(1 + kMost), 3, 1, {tails, highs, high_bits});
@@ -195,7 +195,7 @@ uint64_t digest_of_signs(const KernelTable& table) {
   digest.add(sent.data(), sent.size() * sizeof(uint64_t));
   digest.add(negative.data(), negative.size() * sizeof(uint64_t));
   digest.add(&signs->magnitude, sizeof(signs->magnitude));
-  digest.add(&signs->kept_squares, sizeof(signs->kept_squares));
+  digest.add(&signs->residual_squares, sizeof(signs->residual_squares));
   digest.add(tails.data(), tails.size() * sizeof(uint64_t));
   digest.add(high_bits.data(), high_bits.size() * sizeof(uint64_t));
   for (size_t p = 0; p < highs.size(); ++p) {

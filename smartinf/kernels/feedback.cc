@@ -49,7 +49,7 @@ void add_matrix_squares(const base::Bf16* in, size_t rows, size_t columns, float
   }
 }
 
-void ahead(const AheadPass& pass, float* weights, size_t n) {
+void ahead(const StepAheadPass& pass, float* weights, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const float root = std::max(pass.root * pass.roots[i] + pass.eps, kRootLeast);
     const float step = pass.lr * base::to_f32(pass.residual[i]) / root;
@@ -118,12 +118,12 @@ void step_ahead(const KernelTable& table, const StepAhead& how,
   const size_t n = residual.size();
   SI_CHECK(roots.size() == n, "a root for each element");
   if (how.lr == 0) return;
-  AheadPass pass{.residual = residual.data(),
-                 .lr = how.lr,
-                 .limit = std::abs(how.lr) * kStepAheadMost,
-                 .root = root / std::sqrt(how.bias),
-                 .roots = roots.data(),
-                 .eps = how.eps};
+  StepAheadPass pass{.residual = residual.data(),
+                     .lr = how.lr,
+                     .limit = std::abs(how.lr) * kStepAheadMost,
+                     .root = root / std::sqrt(how.bias),
+                     .roots = roots.data(),
+                     .eps = how.eps};
   const auto& feedback = table.tiles().feedback;
   if (type == base::DataType::kF32) return feedback.ahead(pass, static_cast<float*>(weights), n);
   auto* at = static_cast<std::byte*>(weights);

@@ -1,5 +1,5 @@
-// Error feedback for compressed gradients: the step's gradient meets what earlier steps did not
-// send.
+// Error feedback for compressed gradients: what earlier steps did not send, the residual, is added
+// to the step's gradient.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ namespace smartinf::kernels {
 void add_feedback(const KernelTable& table, std::span<const base::Bf16> gradient,
                   std::span<const base::Bf16> residual, float scale, std::span<float> out);
 
-/// What meets in a block of a step.
+/// What a block of a step adds up.
 struct FeedbackBlock {
   std::span<const base::Bf16> gradient;  // [n]
   std::span<const base::Bf16> residual;  // [n]
   float scale = 1;
   uint64_t element = 0;  // the first one's place in the parameter space; on a rounding group
-  uint64_t step = 0;  // what is kept is rounded stochastically, as a function of these three, with
-  uint64_t seed = 0;  // the bits of KernelTable::encode_block() for a momentum in bf16
+  uint64_t step = 0;  // the new residual is rounded stochastically, as a function of these three,
+  uint64_t seed = 0;  // with the bits of KernelTable::encode_block() for a momentum in bf16
   size_t next = 0;    // elements behind it, of both, that will be read next; only for time
 };
 
@@ -42,7 +42,8 @@ void add_matrix_squares(const KernelTable& table, std::span<const base::Bf16> in
 /// Which of the rule's planes is its variance. For rules that keep one (SI_CHECK).
 size_t variance_plane(UpdateRule rule);
 
-/// How far a group's weights step ahead: what an update of its rule made of what is kept.
+/// How far a group's weights step ahead: as an update of its rule would have moved them by the
+/// residual.
 struct StepAhead {
   float lr = 0;    // 0: nothing changes
   float bias = 1;  // of the variance: 1 - beta2^t
@@ -54,7 +55,7 @@ StepAhead make_step_ahead(const RuleOptions& options, const GroupOptions& group,
 
 /// In steps of lr; for elements whose variance has decayed while they waited.
 inline constexpr float kStepAheadMost = 4;
-/// Takes weights to where they would be had what is kept arrived as well:
+/// Moves weights to where they would be if the residual had arrived as well:
 /// weights -= min(max(lr * residual / (root * roots / sqrt(bias) + eps), -most), most) with
 /// most = |lr| * kStepAheadMost, in f32, the result rounded to their type.
 /// Shapes: weights: [n] of type, of one row of a matrix; residual: [n]; root times roots [n]: the

@@ -30,11 +30,11 @@ float sum_of_lanes(std::array<float, kLanes>& by_lane) {
 double sum_in_range(float sum, const base::Bf16* in, size_t n);
 inline constexpr float kSquaresLeast = 1e-28f;
 
-// What is kept is rounded by such groups too.
+// The new residual is rounded by such groups too.
 static_assert(kSquaresGroup == base::kQ8GroupElements);
 
 /// What ahead() reads of n elements.
-struct AheadPass {
+struct StepAheadPass {
   const base::Bf16* residual = nullptr;
   float lr = 0;
   float limit = 0;  // of a step
@@ -42,7 +42,7 @@ struct AheadPass {
   const float* roots = nullptr;
   float eps = 0;
 };
-/// Where root and eps are both 0: then what is kept is 0 too, and the step shall be.
+/// Where root and eps are both 0: then the residual is 0 too, and the step shall be.
 inline constexpr float kRootLeast = std::numeric_limits<float>::min();
 
 struct FeedbackKernels {
@@ -56,7 +56,7 @@ struct FeedbackKernels {
   void (*add_matrix_squares)(const base::Bf16* in, size_t rows, size_t columns, float scale,
                              float* row_sums, float* column_sums);
   /// As kernels::step_ahead(), of f32; root has the bias in it.
-  void (*ahead)(const AheadPass& pass, float* weights, size_t n);
+  void (*ahead)(const StepAheadPass& pass, float* weights, size_t n);
 };
 
 const FeedbackKernels& scalar_feedback();

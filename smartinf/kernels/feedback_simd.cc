@@ -117,7 +117,7 @@ void add_matrix_squares(const base::Bf16* in, size_t rows, size_t columns, float
   for (; r < rows; ++r) add_rows<1>(in + r * columns, columns, scale, row_sums + r, column_sums);
 }
 
-void ahead(const AheadPass& pass, float* weights, size_t n) {
+void ahead(const StepAheadPass& pass, float* weights, size_t n) {
   const size_t lanes = hn::Lanes(F32());
   const auto lr = hn::Set(F32(), pass.lr);
   const auto row = hn::Set(F32(), pass.root);
@@ -136,7 +136,7 @@ void ahead(const AheadPass& pass, float* weights, size_t n) {
     const auto held = hn::IfThenElse(hn::Lt(most, above), most, above);
     hn::StoreU(hn::Sub(hn::LoadU(F32(), weights + i), held), F32(), weights + i);
   }
-  AheadPass rest = pass;
+  StepAheadPass rest = pass;
   rest.residual += i;
   rest.roots += i;
   scalar_feedback().ahead(rest, weights + i, n - i);

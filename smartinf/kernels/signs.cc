@@ -47,7 +47,7 @@ double sum_above(const float* magnitudes, size_t n, int32_t threshold) {
   return sum;
 }
 
-double keep(const SignsPass& pass, SignsKept& out, size_t n) {
+double residual(const SignsPass& pass, SignsOut& out, size_t n) {
   double squares = 0;
   std::array<float, kSquaresGroup> values;
   for (size_t first = 0; first < n; first += kSquaresGroup) {
@@ -68,8 +68,8 @@ double keep(const SignsPass& pass, SignsKept& out, size_t n) {
     }
     scalar_tiles().encode_bf16(base::PlaneKind::kMomentum,
                                rounding_key(out.rounding_seed, out.element + first), values.data(),
-                               reinterpret_cast<uint16_t*>(out.kept + first), count);
-    squares += scalar_feedback().copy_squares(out.kept + first, nullptr, count);
+                               reinterpret_cast<uint16_t*>(out.new_residual + first), count);
+    squares += scalar_feedback().copy_squares(out.new_residual + first, nullptr, count);
   }
   return squares;
 }
@@ -155,7 +155,7 @@ const SignKernels& scalar_signs() {
   static constexpr SignKernels kKernels{.collect = collect,
                                         .largest = largest,
                                         .sum_above = sum_above,
-                                        .keep = keep,
+                                        .residual = residual,
                                         .ends = ends_one_by_one,
                                         .split = split};
   return kKernels;
@@ -166,13 +166,13 @@ base::Bf16 mean_magnitude(double sum, size_t count) {
   return {static_cast<uint16_t>(base::to_bf16(mean).bits & (kMagnitudeMask >> 16))};
 }
 
-std::optional<SentSigns> keep_but_signs(const KernelTable& table, const FeedbackBlock& block,
-                                        size_t k, float& threshold, std::span<float> candidates,
-                                        std::span<base::Bf16> kept, std::span<uint64_t> sent,
-                                        std::span<uint64_t> negative) {
+std::optional<SentSigns> residual_of_signs(const KernelTable& table, const FeedbackBlock& block,
+                                           size_t k, float& threshold, std::span<float> candidates,
+                                           std::span<base::Bf16> new_residual,
+                                           std::span<uint64_t> sent, std::span<uint64_t> negative) {
   const size_t n = block.gradient.size();
   SI_CHECK(k > 0 && n <= std::numeric_limits<uint32_t>::max(), "some of what has 32-bit indices");
-  SI_CHECK(block.residual.size() == n && kept.size() == n, "as many of each");
+  SI_CHECK(block.residual.size() == n && new_residual.size() == n, "as many of each");
   SI_CHECK(sent.size() == base::divide_up(n, kWordBits) && negative.size() == sent.size(),
            "a bit for each");
   SI_CHECK(candidates.size() == kSignCandidates, "room for candidates");
@@ -197,14 +197,14 @@ std::optional<SentSigns> keep_but_signs(const KernelTable& table, const Feedback
   SentSigns made{.magnitude = mean_magnitude(sum, k)};
   if (made.magnitude.bits == 0 || made.magnitude.bits > kLargestBf16) return std::nullopt;
   threshold = value_of(kth_magnitude(exact));
-  SignsKept out{.element = block.element,
-                .rounding_seed = rounding_seed(block.seed, block.step),
-                .threshold = exact,
-                .magnitude = base::to_f32(made.magnitude),
-                .kept = kept.data(),
-                .sent = sent.data(),
-                .negative = negative.data()};
-  made.kept_squares = kernels.keep(pass, out, n);
+  SignsOut out{.element = block.element,
+               .rounding_seed = rounding_seed(block.seed, block.step),
+               .threshold = exact,
+               .magnitude = base::to_f32(made.magnitude),
+               .new_residual = new_residual.data(),
+               .sent = sent.data(),
+               .negative = negative.data()};
+  made.residual_squares = kernels.residual(pass, out, n);
   return made;
 }
 

@@ -1,6 +1,6 @@
 // Error feedback where a block sends signs: its largest elements, all as one magnitude with a sign
-// each. What feedback.h does for numbers in one pass and a list takes two passes here and no list,
-// because so many are sent; docs/smartcomp.md has the use.
+// each, in two passes over the block and without lists of elements, because so many are sent;
+// docs/smartcomp.md has the use.
 #pragma once
 
 #include <cstddef>
@@ -13,34 +13,34 @@
 
 namespace smartinf::kernels {
 
-/// What all `count` elements arrive as whose magnitudes sum to `sum`: their mean, rounded to bf16,
-/// without a sign even where it is NaN. Threads: pure.
+/// The magnitude that `count` elements are sent with, whose magnitudes sum to `sum`: their mean,
+/// rounded to bf16, without a sign even where it is NaN. Threads: pure.
 base::Bf16 mean_magnitude(double sum, size_t count);
 
 struct SentSigns {
-  base::Bf16 magnitude;     // of every sent element
-  double kept_squares = 0;  // sum of squares of what is kept, as copy_squares() finds it
+  base::Bf16 magnitude;         // of every sent element
+  double residual_squares = 0;  // sum of squares of the new residual, as copy_squares() finds it
 };
 
-/// Room that keep_but_signs() needs for candidates.
+/// Room that residual_of_signs() needs for candidates.
 inline constexpr size_t kSignCandidates = 2 * 16384;
 
-/// add_feedback(), top_k() of what it gives, mean_magnitude() of those, and what is kept when these
-/// are sent as signs of it, for blocks whose k-th largest magnitude is about known. threshold: as
-/// for top_k_near(). Nothing when the threshold is of no use, when all or more than candidates hold
-/// would be sent, or when what is sent is 0, not finite or so unequal that the order of their sum
-/// would count: then nothing but candidates was written, threshold is as it was, and the functions
-/// named do what this one would. Shapes: candidates: [kSignCandidates]; kept: [n], may be the
-/// gradient itself; sent, negative: [divide_up(n, 64)], bit i % 64 of word i / 64 belongs to
-/// element i: whether it is among the k, and whether it is below zero, 0 for others; 0 < k.
-/// Threads: safe on disjoint outputs. Errors: none at run time; other lengths and places are bugs
-/// (SI_CHECK).
-std::optional<SentSigns> keep_but_signs(const KernelTable& table, const FeedbackBlock& block,
-                                        size_t k, float& threshold, std::span<float> candidates,
-                                        std::span<base::Bf16> kept, std::span<uint64_t> sent,
-                                        std::span<uint64_t> negative);
+/// The same as add_feedback(), top_k() of its sums, mean_magnitude() of those, and the residual
+/// that is left when they are sent as signs with that magnitude, for blocks whose k-th largest
+/// magnitude is about known. threshold: as for top_k_near(). Returns nothing when the threshold is
+/// too far off, when all elements or more than candidates has room for would be sent, or when those
+/// sent are 0, not finite or so unequal that the order of their sum would matter: then only
+/// candidates was written, threshold is as it was, and the caller calls the functions named above.
+/// Shapes: candidates: [kSignCandidates]; new_residual: [n], may be the gradient itself; sent,
+/// negative: [divide_up(n, 64)], bit i % 64 of word i / 64 belongs to element i: whether it is
+/// among the k, and whether it is below zero, 0 for others; 0 < k. Threads: safe on disjoint
+/// outputs. Errors: none at run time; other lengths and places are bugs (SI_CHECK).
+std::optional<SentSigns> residual_of_signs(const KernelTable& table, const FeedbackBlock& block,
+                                           size_t k, float& threshold, std::span<float> candidates,
+                                           std::span<base::Bf16> new_residual,
+                                           std::span<uint64_t> sent, std::span<uint64_t> negative);
 
-/// Of an end, its place; the bit above it is its sign.
+/// The bits of an end that are its place; the bit above them is its sign.
 inline constexpr uint32_t kEndMask = 0x7fffffffu;
 /// Where each sent element ends, its place + 1, ascending; in the top bit whether it is negative.
 /// Shapes: sent, negative: [words]; ends: [64 words + kEndSlack]. Returns how many. Threads: pure.

@@ -29,20 +29,20 @@ struct SignsPass {
 inline constexpr int32_t kLargestBf16 = 0x7f7f;
 
 /// What the second pass writes.
-struct SignsKept {
-  uint64_t element = 0;        // the first one's place in the parameter space
-  uint64_t rounding_seed = 0;  // as in state_codec.h
-  Threshold threshold;         // of what is sent; ties are used up
-  float magnitude = 0;         // that it is sent as
-  base::Bf16* kept = nullptr;  // [n]
-  uint64_t* sent = nullptr;    // [divide_up(n, 64)]
+struct SignsOut {
+  uint64_t element = 0;                // the first one's place in the parameter space
+  uint64_t rounding_seed = 0;          // as in state_codec.h
+  Threshold threshold;                 // of what is sent; ties are used up
+  float magnitude = 0;                 // that it is sent as
+  base::Bf16* new_residual = nullptr;  // [n]
+  uint64_t* sent = nullptr;            // [divide_up(n, 64)]
   uint64_t* negative = nullptr;
 
   /// Of the elements from i on, a multiple of kSquaresGroup.
-  SignsKept from(size_t i) const {
-    SignsKept rest = *this;
+  SignsOut from(size_t i) const {
+    SignsOut rest = *this;
     rest.element += i;
-    rest.kept += i;
+    rest.new_residual += i;
     rest.sent += i / 64;
     rest.negative += i / 64;
     return rest;
@@ -71,8 +71,8 @@ struct SignKernels {
   /// The sum of those above a threshold, in any order.
   /// All magnitudes are without a sign.
   double (*sum_above)(const float* magnitudes, size_t n, int32_t threshold);
-  /// Returns the sum of squares of what is kept, as FeedbackKernels::copy_squares() does.
-  double (*keep)(const SignsPass& pass, SignsKept& out, size_t n);
+  /// Returns the sum of squares of the new residual, as FeedbackKernels::copy_squares() does.
+  double (*residual)(const SignsPass& pass, SignsOut& out, size_t n);
   /// As ends_of_signs(), of whole words. ends: [count + kEndSlack].
   size_t (*ends)(const uint64_t* sent, const uint64_t* negative, size_t words, uint32_t* ends);
   /// As kernels::split_gaps().

@@ -99,18 +99,18 @@ double sum_above(const float* in, size_t n, int32_t threshold) {
   return sum + scalar_signs().sum_above(in + i, n - i, threshold);
 }
 
-// What keep() does of one group. above: thresholds that what is sent is above.
-struct GroupOfKept {
+// What residual() does of one group. above: thresholds that what is sent is above.
+struct ResidualGroup {
   double squares = 0;
   size_t ties = 0;  // elements as large as the threshold
 };
 template <bool kTies>
-HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, size_t first,
-                                  hn::Vec<I32> above, size_t pass_size) {
+HWY_INLINE ResidualGroup residual_group(const SignsPass& pass, const SignsOut& out, size_t first,
+                                        hn::Vec<I32> above, size_t pass_size) {
   const size_t lanes = hn::Lanes(F32());
   const base::Bf16* const gradient = pass.gradient + first;
   const base::Bf16* const residual = pass.residual + first;
-  base::Bf16* const kept = out.kept + first;
+  base::Bf16* const new_residual = out.new_residual + first;
   const auto scales = hn::Set(F32(), pass.scale);
   const auto threshold = hn::Set(I32(), out.threshold.magnitude);
   const auto magnitude_sent = hn::Set(F32(), out.magnitude);
@@ -144,7 +144,7 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
         };
         const auto even = rounding.even(rest(sum.even, sent.even, negative.even));
         const auto odd = rounding.odd(rest(sum.odd, sent.odd, negative.odd));
-        store_pairs(even, odd, kept + word + at);
+        store_pairs(even, odd, new_residual + word + at);
         squares.add(p, {upper_half(even), upper_half(odd)});
         rounding.go_on();
       }
@@ -153,7 +153,7 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
     out.sent[(first + word) / kWordBits] = bits;
     out.negative[(first + word) / kWordBits] = negative.in_order() & bits;
   }
-  GroupOfKept group{.squares = squares.sum(kept)};
+  ResidualGroup group{.squares = squares.sum(new_residual)};
   if (kTies && !hn::AllTrue(I32(), hn::Eq(ties, hn::Zero(I32())))) {
     group.ties = static_cast<size_t>(hn::GetLane(hn::SumOfLanes(I32(), ties)));
   }
@@ -162,18 +162,19 @@ HWY_INLINE GroupOfKept keep_group(const SignsPass& pass, const SignsKept& out, s
 
 // Elements as large as the threshold are all taken up to the group in which there are too many;
 // that one is left to the scalar way, which tells them apart.
-double keep_whole_groups(const SignsPass& pass, SignsKept& out, size_t n) {
+double residual_whole_groups(const SignsPass& pass, SignsOut& out, size_t n) {
   const auto threshold = hn::Set(I32(), out.threshold.magnitude);
   const auto below_threshold = hn::Set(I32(), out.threshold.magnitude - 1);
   double squares = 0;
   for (size_t first = 0; first < n; first += kSquaresGroup) {
     if (out.threshold.ties == 0) {
-      squares += keep_group<false>(pass, out, first, threshold, n).squares;
+      squares += residual_group<false>(pass, out, first, threshold, n).squares;
       continue;
     }
-    HWY_ALIGN std::array<base::Bf16, kSquaresGroup> gradient;  // whose place may be kept's
+    HWY_ALIGN std::array<base::Bf16, kSquaresGroup>
+        gradient;  // whose place may be the new residual's
     std::memcpy(static_cast<void*>(gradient.data()), pass.gradient + first, sizeof(gradient));
-    const GroupOfKept group = keep_group<true>(pass, out, first, below_threshold, n);
+    const ResidualGroup group = residual_group<true>(pass, out, first, below_threshold, n);
     if (group.ties <= out.threshold.ties) {
       out.threshold.ties -= group.ties;
       squares += group.squares;
@@ -181,19 +182,19 @@ double keep_whole_groups(const SignsPass& pass, SignsKept& out, size_t n) {
     }
     SignsPass again = pass.from(first);
     again.gradient = gradient.data();
-    SignsKept one_by_one = out.from(first);
-    squares += scalar_signs().keep(again, one_by_one, kSquaresGroup);
+    SignsOut one_by_one = out.from(first);
+    squares += scalar_signs().residual(again, one_by_one, kSquaresGroup);
     out.threshold.ties = 0;
   }
   return squares;
 }
 
-double keep(const SignsPass& pass, SignsKept& out, size_t n) {
+double residual(const SignsPass& pass, SignsOut& out, size_t n) {
   const size_t whole = n - n % kSquaresGroup;
-  const double total = keep_whole_groups(pass, out, whole);
+  const double total = residual_whole_groups(pass, out, whole);
   if (whole == n) return total;
-  SignsKept end = out.from(whole);
-  return total + scalar_signs().keep(pass.from(whole), end, n - whole);
+  SignsOut end = out.from(whole);
+  return total + scalar_signs().residual(pass.from(whole), end, n - whole);
 }
 
 // Always kAtOnce of a word, so that nearly all branches are foreseen; beyond the last one lies
@@ -262,7 +263,7 @@ SignKernels sign_kernels() {
   return {.collect = collect,
           .largest = largest,
           .sum_above = sum_above,
-          .keep = keep,
+          .residual = residual,
           .ends = ends,
           .split = split};
 }

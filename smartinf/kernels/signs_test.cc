@@ -34,7 +34,7 @@ std::vector<base::Bf16> values_of(size_t n, uint32_t seed, float steps = 0) {
 }
 
 struct Made {
-  std::vector<base::Bf16> kept;
+  std::vector<base::Bf16> new_residual;
   std::vector<uint64_t> sent;
   std::vector<uint64_t> negative;
   base::Bf16 magnitude;
@@ -45,7 +45,7 @@ struct Made {
 /// By the functions that do a part each.
 Made in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
   const size_t n = block.gradient.size();
-  Made made{.kept = std::vector<base::Bf16>(n),
+  Made made{.new_residual = std::vector<base::Bf16>(n),
             .sent = std::vector<uint64_t>(base::divide_up(n, size_t{64})),
             .negative = std::vector<uint64_t>(base::divide_up(n, size_t{64})),
             .magnitude = {},
@@ -66,49 +66,50 @@ Made in_stages(const KernelTable& table, const FeedbackBlock& block, size_t k) {
     sum[indices[i]] -= std::copysign(base::to_f32(made.magnitude), values[i]);
   }
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, sum.data(),
-                     reinterpret_cast<std::byte*>(made.kept.data()), n, block.element, block.step,
-                     block.seed);
-  made.squares = copy_squares(table, made.kept, nullptr);
+                     reinterpret_cast<std::byte*>(made.new_residual.data()), n, block.element,
+                     block.step, block.seed);
+  made.squares = copy_squares(table, made.new_residual, nullptr);
   return made;
 }
 
-/// Nothing where it is not possible. in_place: what is kept takes the gradient's place.
+/// Nothing where it is not possible. in_place: the new residual takes the gradient's place.
 std::optional<Made> at_once(const KernelTable& table, FeedbackBlock block, size_t k,
                             float threshold, bool in_place) {
   const size_t n = block.gradient.size();
   const size_t words = base::divide_up(n, size_t{64});
-  const Made untouched{.kept = std::vector<base::Bf16>(n + 1, base::Bf16{0x4321}),
+  const Made untouched{.new_residual = std::vector<base::Bf16>(n + 1, base::Bf16{0x4321}),
                        .sent = std::vector<uint64_t>(words + 1, 0x5555),
                        .negative = std::vector<uint64_t>(words + 1, 0x6666),
                        .magnitude = {},
                        .threshold = threshold};
   Made made = untouched;
-  const auto kept = std::span(made.kept).first(n);
+  const auto new_residual = std::span(made.new_residual).first(n);
   const auto gradient = block.gradient;
   if (in_place) {
-    std::copy(block.gradient.begin(), block.gradient.end(), kept.begin());
-    block.gradient = kept;
+    std::copy(block.gradient.begin(), block.gradient.end(), new_residual.begin());
+    block.gradient = new_residual;
   }
   std::vector<float> candidates(kSignCandidates);
   const auto signs =
-      keep_but_signs(table, block, k, made.threshold, candidates, kept,
-                     std::span(made.sent).first(words), std::span(made.negative).first(words));
-  EXPECT_EQ(made.kept.back().bits, 0x4321);
+      residual_of_signs(table, block, k, made.threshold, candidates, new_residual,
+                        std::span(made.sent).first(words), std::span(made.negative).first(words));
+  EXPECT_EQ(made.new_residual.back().bits, 0x4321);
   EXPECT_EQ(made.sent.back(), 0x5555u);
   EXPECT_EQ(made.negative.back(), 0x6666u);
   if (!signs) {
     EXPECT_EQ(made.threshold, threshold);
     EXPECT_EQ(made.sent, untouched.sent);
     EXPECT_EQ(made.negative, untouched.negative);
-    const auto before = in_place ? gradient : std::span<const base::Bf16>(untouched.kept).first(n);
-    EXPECT_EQ(std::memcmp(kept.data(), before.data(), n * sizeof(base::Bf16)), 0);
+    const auto before =
+        in_place ? gradient : std::span<const base::Bf16>(untouched.new_residual).first(n);
+    EXPECT_EQ(std::memcmp(new_residual.data(), before.data(), n * sizeof(base::Bf16)), 0);
     return std::nullopt;
   }
-  made.kept.pop_back();
+  made.new_residual.pop_back();
   made.sent.pop_back();
   made.negative.pop_back();
   made.magnitude = signs->magnitude;
-  made.squares = signs->kept_squares;
+  made.squares = signs->residual_squares;
   return made;
 }
 
@@ -124,8 +125,8 @@ void expect_stages(const FeedbackBlock& block, size_t k, const std::string& what
       ASSERT_EQ(found->sent, expected.sent) << where;
       ASSERT_EQ(found->negative, expected.negative) << where;
       ASSERT_EQ(found->magnitude.bits, expected.magnitude.bits) << where;
-      ASSERT_EQ(std::memcmp(found->kept.data(), expected.kept.data(),
-                            expected.kept.size() * sizeof(base::Bf16)),
+      ASSERT_EQ(std::memcmp(found->new_residual.data(), expected.new_residual.data(),
+                            expected.new_residual.size() * sizeof(base::Bf16)),
                 0)
           << where;
       ASSERT_EQ(found->threshold, expected.threshold) << where;

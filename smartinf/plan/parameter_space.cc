@@ -42,14 +42,14 @@ Status ParameterSpace::add(std::string name, std::vector<uint64_t> shape, uint32
   }
   if (index_by_name_.contains(name)) {
     return Status(ErrorCode::kInvalidArgument, fmt::format("parameter {} appears twice", name),
-                  "Tied parameters belong to the space once.");
+                  "Add tied parameters to the parameter space once.");
   }
   uint64_t count = 1;
   for (const uint64_t extent : shape) {
     if (extent == 0) {
       return Status(
           ErrorCode::kInvalidArgument,
-          fmt::format("parameter {} has shape {}, which holds nothing", name, shape_text(shape)),
+          fmt::format("parameter {} has shape {}, which has no elements", name, shape_text(shape)),
           "Leave parameters without elements out.");
     }
     if (count > kElementsMax / extent) {
@@ -61,7 +61,7 @@ Status ParameterSpace::add(std::string name, std::vector<uint64_t> shape, uint32
   }
   if (count > kElementsMax - count_) {
     return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("with parameter {} the model is too large", name),
+                  fmt::format("the model is too large with parameter {}", name),
                   "Check the model's sizes.");
   }
   index_by_name_.emplace(name, ranges_.size());
@@ -142,9 +142,9 @@ std::string ParameterSpace::to_json() const {
 
 base::Result<ParameterSpace> ParameterSpace::from_json(std::string_view text) {
   const nlohmann::json json = base::parse_json(text);
-  if (json.is_discarded()) return corrupt("not JSON");
+  if (json.is_discarded()) return corrupt("it is not JSON");
   if (!json.is_object() || !json.contains("ranges") || !json["ranges"].is_array()) {
-    return corrupt("no list \"ranges\"");
+    return corrupt("it has no list \"ranges\"");
   }
   ParameterSpace space;
   for (const nlohmann::json& range : json["ranges"]) {

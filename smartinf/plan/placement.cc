@@ -86,7 +86,7 @@ base::Result<std::vector<DeviceId>> place(std::span<const Subgroup> subgroups,
   SI_CHECK(previous.empty() || previous.size() == subgroups.size(),
            "an earlier placement is of the same subgroups");
   if (devices.empty()) {
-    return Status(ErrorCode::kInvalidArgument, "no device to place the optimizer state on",
+    return Status(ErrorCode::kInvalidArgument, "there is no device for the optimizer state",
                   "Name at least one device.");
   }
   uint64_t elements = 0;
@@ -109,8 +109,8 @@ base::Result<std::vector<DeviceId>> place(std::span<const Subgroup> subgroups,
   }
   const auto no_space = [&] {
     return Status(ErrorCode::kNoSpace,
-                  fmt::format("the devices hold {} parameters of {}, in subgroups of {}", capacity,
-                              elements, subgroup_max),
+                  fmt::format("the devices have room for {} of {} parameters, in subgroups of {}",
+                              capacity, elements, subgroup_max),
                   "Add a device, free space on one, or use smaller subgroups.");
   };
   if (capacity < elements) return no_space();

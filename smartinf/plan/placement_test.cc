@@ -62,7 +62,7 @@ TEST(Placement, SaysHowMuchIsMissing) {
   const std::vector<DeviceCapacity> devices = {{1.0, 2500}, {1.0, 6000}};
   const auto status = place(subgroups, devices).status();
   EXPECT_EQ(status.code(), ErrorCode::kNoSpace);
-  EXPECT_NE(status.what().find("8500 parameters of 10000"), std::string::npos) << status.what();
+  EXPECT_NE(status.what().find("8500 of 10000 parameters"), std::string::npos) << status.what();
   // Enough in sum, but not in whole subgroups.
   const std::vector<DeviceCapacity> halves = {{1.0, 4999}, {1.0, 5999}};
   EXPECT_EQ(place(subgroups, halves).status().code(), ErrorCode::kNoSpace);

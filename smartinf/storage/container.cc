@@ -41,13 +41,13 @@ Result<PathKind> kind_of(const std::string& path) {
   struct stat info {};
   if (stat(path.c_str(), &info) != 0) {
     if (errno == ENOENT) return PathKind::kMissing;
-    return base::errno_status(errno, "cannot look at the device's path", path);
+    return base::errno_status(errno, "cannot examine the device's path", path);
   }
   if (S_ISDIR(info.st_mode)) return PathKind::kDirectory;
   if (S_ISBLK(info.st_mode)) return PathKind::kBlockDevice;
   return Status(ErrorCode::kInvalidArgument,
                 "a device is a directory or a block device, not a file",
-                "Name a directory (it is made if missing) or a block device.",
+                "Name a directory (a missing one is made) or a block device.",
                 base::ErrorPlace{path, {}, {}, 0});
 }
 
@@ -158,7 +158,7 @@ Result<bool> direct_works(const std::string& path) {
 Status check_regular(const std::string& path) {
   struct stat info {};
   if (stat(path.c_str(), &info) != 0) {
-    return base::errno_status(errno, "cannot look at the device's state", path);
+    return base::errno_status(errno, "cannot examine the device's state", path);
   }
   if (S_ISREG(info.st_mode)) return Status();
   return Status(ErrorCode::kInvalidArgument,
@@ -171,12 +171,12 @@ Result<uint64_t> size_of(int descriptor, PathKind kind, const std::string& path)
   if (kind == PathKind::kBlockDevice) {
     uint64_t bytes = 0;
     if (ioctl(descriptor, BLKGETSIZE64, &bytes) != 0) {
-      return base::errno_status(errno, "cannot find out the block device's size", path);
+      return base::errno_status(errno, "cannot determine the block device's size", path);
     }
     return bytes;
   }
   struct stat info {};
-  if (fstat(descriptor, &info) != 0) return base::errno_status(errno, "cannot look at", path);
+  if (fstat(descriptor, &info) != 0) return base::errno_status(errno, "cannot examine", path);
   return static_cast<uint64_t>(info.st_size);
 }
 
@@ -195,10 +195,10 @@ Status attach(Container& container, PathKind kind, const StoreOptions& options) 
                     (kind == PathKind::kBlockDevice ? O_EXCL : 0);
   container.state = FileDescriptor(open(container.file_path.c_str(), flags));
   if (!container.state.is_open()) {
-    return base::errno_status(errno, "cannot open the device's state", container.file_path, {}, {},
-                              errno == EBUSY
-                                  ? "It is mounted or part of a volume: unmount it first."
-                                  : "It must be readable and writable.");
+    return base::errno_status(
+        errno, "cannot open the device's state", container.file_path, {}, {},
+        errno == EBUSY ? "The block device is mounted or part of a volume: unmount it first."
+                       : "This user must be able to read and write it.");
   }
   // A block device is locked itself, there is no lock file. Through a descriptor of its own: the
   // ring holds on to that of the transfers, and a forked child to the ring.
@@ -248,9 +248,9 @@ Status may_replace(int descriptor, const std::string& path) {
   if (!found.ok()) {
     if (found.status().code() == ErrorCode::kIo) return found.status();
     return Status(ErrorCode::kAlreadyExists,
-                  fmt::format("the device holds something that is not a readable store ({})",
+                  fmt::format("the device holds a file that is not a readable store ({})",
                               found.status().what()),
-                  "Look at it with smartinf fsck; delete it if it is not needed.",
+                  "Check it with smartinf fsck; delete it if it is not needed.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
   if (found->phase != Phase::kComplete) {
@@ -261,7 +261,7 @@ Status may_replace(int descriptor, const std::string& path) {
   return Status(ErrorCode::kAlreadyExists,
                 fmt::format("the device already holds run {} at step {}",
                             RunId{found->run}.to_string(), found->committed_step),
-                "Resume that run, use another device, or delete it if it is not needed.",
+                "Resume that run, use another device, or delete the state if it is not needed.",
                 base::ErrorPlace{path, {}, {}, 0});
 }
 
@@ -270,8 +270,8 @@ Status no_space(const std::string& path, uint64_t needed, uint64_t available) {
       ErrorCode::kNoSpace,
       fmt::format("the device needs {} ({} bytes) for the state, and {} ({} bytes) are free",
                   base::format_bytes(needed), needed, base::format_bytes(available), available),
-      fmt::format("Free {} more, use another or a further device, a smaller state format, "
-                  "or durability = \"none\" (half the space).",
+      fmt::format("Free {} more, use another device or one more, a smaller state format, or "
+                  "durability = \"none\" (half the space).",
                   base::format_bytes(needed - std::min(needed, available))),
       base::ErrorPlace{path, {}, {}, 0});
 }
@@ -293,7 +293,7 @@ Status reserve(int descriptor, uint64_t bytes, const std::string& directory,
     if (ioctl(descriptor, FS_IOC_GETFLAGS, &flags) != 0 ||
         (flags |= FS_NOCOW_FL, ioctl(descriptor, FS_IOC_SETFLAGS, &flags)) != 0) {
       base::log(base::LogLevel::kWarning,
-                fmt::format("{}: copy-on-write cannot be switched off; expect it to become slower",
+                fmt::format("{}: copy-on-write cannot be switched off, so writes may become slower",
                             file_path));
     }
   }
@@ -337,13 +337,13 @@ Result<Container> create_in_directory(const std::string& path, uint64_t bytes,
       SI_RETURN_IF_ERROR(lock_file(existing.get(), path));
       SI_RETURN_IF_ERROR(may_replace(existing.get(), path));
     } else if (errno != ENOENT) {
-      return base::errno_status(errno, "cannot open what the device holds", final_path);
+      return base::errno_status(errno, "cannot open the file on the device", final_path);
     }
   }
   // Both are leftovers now; their space counts as free.
   for (const std::string& leftover : {final_path, creating_path}) {
     if (unlink(leftover.c_str()) != 0 && errno != ENOENT) {
-      return base::errno_status(errno, "cannot remove a leftover", leftover);
+      return base::errno_status(errno, "cannot remove the rest of an earlier creation", leftover);
     }
   }
   {
@@ -369,7 +369,8 @@ Result<Container> create_in_directory(const std::string& path, uint64_t bytes,
   container.file_path = final_path;
   container.publish = [path, creating_path, final_path]() -> Status {
     if (rename(creating_path.c_str(), final_path.c_str()) != 0) {
-      return base::errno_status(errno, "cannot name the device's state", final_path);
+      return base::errno_status(errno, "cannot rename the device's state to its final name",
+                                final_path);
     }
     return sync_directory(path);
   };
@@ -398,7 +399,7 @@ Result<Container> lock_block_device(const std::string& path) {
   container.lock.file = FileDescriptor(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!container.lock.file.is_open()) {
     return base::errno_status(errno, "cannot open the block device", path, {}, {},
-                              "Its owner or group must include you.");
+                              "This user must own it or be in its group.");
   }
   SI_RETURN_IF_ERROR(lock_file(container.lock.file.get(), path));
   return container;
@@ -422,7 +423,7 @@ Result<Container> create_on_block_device(const std::string& path, uint64_t bytes
 
 Status missing(const std::string& path) {
   return Status(ErrorCode::kNotFound, "the device holds no state",
-                "Check the path; a new run makes its state there by itself.",
+                "Check the path; a new run makes its state when it starts.",
                 base::ErrorPlace{path, {}, {}, 0});
 }
 

@@ -46,7 +46,7 @@ Status erase_store(const std::string& path) {
     // Opening says who holds it.
     auto holder = open_container(path, StoreOptions{});
     if (!holder.ok()) return std::move(holder).status();
-    return Status(base::ErrorCode::kBusy, "the device was in use until now", "Try again.",
+    return Status(base::ErrorCode::kBusy, "the device was in use a moment ago", "Try again.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
   for (const std::string_view name : {kStateFileName, kCreatingFileName}) {
@@ -54,7 +54,7 @@ Status erase_store(const std::string& path) {
     if (!file.is_open() || flock(file.get(), LOCK_EX | LOCK_NB) == 0) continue;
     const auto holder = lock_container(path);
     if (!holder.ok()) return holder.status();
-    return Status(base::ErrorCode::kBusy, "the device was in use until now", "Try again.",
+    return Status(base::ErrorCode::kBusy, "the device was in use a moment ago", "Try again.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
   for (const std::string_view name : {kStateFileName, kCreatingFileName, kLockFileName}) {

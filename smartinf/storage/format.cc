@@ -239,7 +239,8 @@ std::vector<std::byte> encode_layout(const StoreLayout& layout) {
 Result<StoreLayout> parse_layout(std::span<const std::byte> bytes, const Superblock& superblock) {
   if (bytes.size() < sizeof(LayoutHeader)) return corrupt("the layout record is cut short");
   const auto header = load<LayoutHeader>(bytes, 0);
-  if (header.magic != kLayoutMagic) return corrupt("the layout record is not one");
+  if (header.magic != kLayoutMagic)
+    return corrupt("the layout record does not begin with the magic number");
   if (header.bytes != superblock.layout_bytes || header.bytes > bytes.size() ||
       header.bytes < sizeof(LayoutHeader)) {
     return corrupt("the layout record has another length than the superblock says");
@@ -261,8 +262,7 @@ Result<StoreLayout> parse_layout(std::span<const std::byte> bytes, const Superbl
   if (layout.format == base::StateFormat::kQ8 && superblock.version < kQ8CodesSince) {
     return Status(
         ErrorCode::kMismatch,
-        fmt::format("q8 state of format version {}, whose codes mean something else since "
-                    "version {}",
+        fmt::format("the q8 state is of format version {}; its codes have changed in version {}",
                     superblock.version, kQ8CodesSince),
         "Convert it to f32 with the smartinf that wrote it (smartinf reshard "
         "--state-format f32), then use this one.");
@@ -303,7 +303,7 @@ Status check_table(std::span<const std::byte> bytes, const Geometry& geometry, u
                    base::StepNumber step) {
   if (bytes.size() < geometry.table_records_bytes()) return corrupt("the table is cut short");
   const auto header = load<TableHeader>(bytes, 0);
-  if (header.magic != kTableMagic) return corrupt("the table is not one");
+  if (header.magic != kTableMagic) return corrupt("the table does not begin with the magic number");
   if (header.step != step) {
     return corrupt(fmt::format("the table is of step {}, not {}", header.step, step));
   }
@@ -320,7 +320,7 @@ Status check_table(std::span<const std::byte> bytes, const Geometry& geometry, u
       const auto record = load<PlaneRecord>(bytes, geometry.record_offset(subgroup, plane));
       if (record.blocks != geometry.blocks(subgroup) || record.slot >= geometry.slots() ||
           record.step > step) {
-        return corrupt(fmt::format("the table's record of subgroup {}, plane {} is impossible",
+        return corrupt(fmt::format("the table has an impossible record of subgroup {}, plane {}",
                                    subgroup, plane));
       }
     }

@@ -38,7 +38,7 @@ Result<FoundSuperblock> read_superblock(const ReadOnlyContainer& container) {
   if (!chosen.ok()) {
     const Status& why = chosen.status();
     return Status(why.code() == ErrorCode::kMismatch ? why.code() : ErrorCode::kCorrupt,
-                  "no superblock can be used: " + why.what(), why.advice(),
+                  "no copy of the superblock can be used: " + why.what(), why.advice(),
                   base::ErrorPlace{container.file_path, 0, area.size(), 0});
   }
   found.superblock = *chosen;
@@ -54,7 +54,7 @@ Result<StoreLayout> read_layout(const ReadOnlyContainer& container, const Superb
                   {}, base::ErrorPlace{container.file_path, {}, {}, 0});
   }
   std::vector<std::byte> record(stride);
-  Result<StoreLayout> parsed = Status(ErrorCode::kCorrupt, "no layout record");
+  Result<StoreLayout> parsed = Status(ErrorCode::kCorrupt, "the layout record cannot be used");
   for (uint32_t copy = 0; copy < kLayoutCopies && !parsed.ok(); ++copy) {
     const uint64_t offset = kSuperblockAreaBytes + copy * stride;
     SI_ASSIGN_OR_RETURN(const size_t got, read_at(container, offset, record));

@@ -16,11 +16,10 @@ base::Result<std::unique_ptr<Ring>> make_ring(const RingOptions& options) {
   if (options.kind == RingKind::kUring) {
     return base::Status(why.code(), why.what(),
                         (why.advice().empty() ? "" : why.advice() + " ") +
-                            "Or let the ring be chosen (ring = \"auto\"): a pool of threads does "
-                            "the same.",
+                            "Or use engine.ring = \"auto\": a pool of threads then does the same.",
                         why.place());
   }
-  base::log(base::LogLevel::kInfo, why.to_string() + " The thread ring is used instead.");
+  base::log(base::LogLevel::kInfo, why.to_string() + " A pool of threads is used instead.");
   return make_thread_ring(options.depth, options.threads);
 }
 

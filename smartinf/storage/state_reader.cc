@@ -46,7 +46,7 @@ Result<std::unique_ptr<StateReader>> StateReader::open(const std::string& path, 
                   base::ErrorPlace{reader->container_.file_path, {}, {}, 0});
   };
   if (found.superblock.container_bytes > reader->container_.size_bytes) {
-    return corrupt(fmt::format("the container has {} bytes where {} belong",
+    return corrupt(fmt::format("the container has {} bytes instead of {}",
                                reader->container_.size_bytes, found.superblock.container_bytes));
   }
   SI_ASSIGN_OR_RETURN(reader->layout_, read_layout(reader->container_, found.superblock));
@@ -85,13 +85,14 @@ Status StateReader::choose_step(base::StepNumber step) {
         step_ = step;
         return Status();
       }
-      if (last.ok()) last = Status(ErrorCode::kCorrupt, "it belongs to another attempt");
+      if (last.ok()) last = Status(ErrorCode::kCorrupt, "the table belongs to another attempt");
       base::log(base::LogLevel::kWarning,
                 fmt::format("{}: copy {} of the table of step {} cannot be used: {}",
                             container_.file_path, copy, step, last.what()));
     }
   }
-  return Status(last.code(), fmt::format("no table of step {} can be used: {}", step, last.what()),
+  return Status(last.code(),
+                fmt::format("no copy of the table of step {} can be used: {}", step, last.what()),
                 std::string(kRestore),
                 base::ErrorPlace{container_.file_path, geometry_.table_offset(step, 0), bytes, 0});
 }
@@ -133,8 +134,8 @@ Status StateReader::read_blocks(size_t subgroup, size_t plane, uint64_t first, u
     if (block_checksum(out.subspan(offset, length), seed, identity) != wanted) {
       return Status(
           ErrorCode::kCorrupt,
-          fmt::format("block {} of the {} plane of subgroup {} is not what step {} wrote", block,
-                      base::plane_kind_name(layout_.planes[plane]), id.value, record.step),
+          fmt::format("block {} of the {} plane of subgroup {} has a wrong checksum for step {}",
+                      block, base::plane_kind_name(layout_.planes[plane]), id.value, record.step),
           std::string(kRestore), base::ErrorPlace{container_.file_path, begin + offset, length, 0});
     }
     offset += length;

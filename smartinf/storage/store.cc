@@ -60,13 +60,13 @@ Result<StoreState> Store::peek(const std::string& path) {
 Status interrupted_creation(const StoreState& device) {
   if (device.copied_step == 0) {
     return Status(ErrorCode::kFailedPrecondition, "the run's creation was interrupted",
-                  "It starts over when the run is started again.");
+                  "The creation starts over when the run is started again.");
   }
   return Status(
       ErrorCode::kFailedPrecondition,
       fmt::format("a copy of step {} onto the devices was interrupted", device.copied_step),
-      "Make it again (smartinf restore, smartinf reshard): it takes the place of this "
-      "one. smartinf gc deletes it, for a new run from the beginning.");
+      "Make the copy again (smartinf restore, smartinf reshard), which replaces this one; or "
+      "delete it with smartinf gc for a new run from the beginning.");
 }
 
 Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
@@ -82,17 +82,17 @@ Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
     }
     if (device.device_index >= first.device_count || present[device.device_index]) {
       return Status(ErrorCode::kMismatch,
-                    fmt::format("two devices say that they are number {} of run {}",
+                    fmt::format("two devices say that they are device {} of run {}",
                                 device.device_index, first.run.to_string()),
-                    "One of them is a copy: leave it out.");
+                    "One of them is a copy; leave it out.");
     }
     present[device.device_index] = true;
   }
   for (uint32_t index = 0; index < first.device_count; ++index) {
     if (present[index]) continue;
     return Status(ErrorCode::kNotFound,
-                  fmt::format("device {} of the {} of run {} is missing", index, first.device_count,
-                              first.run.to_string()),
+                  fmt::format("device {} of the {} devices of run {} is missing", index,
+                              first.device_count, first.run.to_string()),
                   "Name all devices of the run.");
   }
   // The smallest prepared step is one that every device can give: whoever is further has committed
@@ -115,11 +115,12 @@ Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
   // Nobody commits a first step before all have prepared it. Step 0 is made anew whatever it was.
   if (unfinished && (!complete || newest_committed == 0)) return interrupted_creation(first);
   if (unfinished || newest_committed > step) {
-    return Status(ErrorCode::kMismatch,
-                  fmt::format("one device has committed step {}, another has only come to step {}: "
-                              "no crash explains that",
-                              newest_committed, unfinished ? 0 : step),
-                  "One of them was replaced by an older copy. Restore all from one checkpoint.");
+    return Status(
+        ErrorCode::kMismatch,
+        fmt::format("one device has committed step {}, another has only prepared step {}, which no "
+                    "crash can cause",
+                    newest_committed, unfinished ? 0 : step),
+        "One of them was replaced by an older copy. Restore all devices from one checkpoint.");
   }
   return step;
 }

@@ -78,7 +78,9 @@ std::unique_ptr<Ring> TransferQueue::release_ring() {
 TransferQueue::~TransferQueue() {
   if (const Status closed = close(); !closed.ok()) {
     base::log(base::LogLevel::kWarning,
-              Status(closed).with_context("closed without an answer").to_string());
+              Status(closed)
+                  .with_context("the store was closed before the transfer completed")
+                  .to_string());
   }
 }
 
@@ -174,7 +176,7 @@ TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
   } else if (outcome == 0) {
     if (transfer.op == IoOp::kRead) {
       transfer.status = Status(ErrorCode::kCorrupt, "the file ends before its contents",
-                               "It was cut short by something else. Restore it from a checkpoint.",
+                               "Another program has made it shorter. Restore it from a checkpoint.",
                                base::ErrorPlace{path_, transfer.request.offset_bytes, asked, 0});
       return Outcome::kFinished;
     }
@@ -202,7 +204,7 @@ TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
   // No progress, no lasting failure: pause and try again.
   if (transfer.retries >= kRetriesMax) {
     return fail(EIO,
-                fmt::format("no progress in a {} after {} attempts", verb(transfer.op),
+                fmt::format("a {} made no progress after {} attempts", verb(transfer.op),
                             transfer.retries + 1),
                 advice(EIO));
   }

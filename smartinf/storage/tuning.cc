@@ -171,7 +171,7 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
   (void)unlink(file_path.c_str());
   const uint64_t file_bytes = base::round_up(options.file_bytes, 2 * kSizes.back());
   if (fallocate(file.get(), 0, 0, static_cast<off_t>(file_bytes)) != 0 && errno != EOPNOTSUPP) {
-    return base::errno_status(errno, "cannot make room to measure the drive with", file_path, 0,
+    return base::errno_status(errno, "cannot reserve space to measure the drive with", file_path, 0,
                               file_bytes);
   }
   RingOptions ring_options = options.ring;

@@ -112,8 +112,8 @@ class UringRing final : public Ring {
                     "transfer",
                     base::format_bytes(memory.size()),
                     code == -ENOMEM ? "RLIMIT_MEMLOCK is too small" : std::strerror(-code)),
-        "It costs a little speed; to avoid it raise the locked-memory limit (ulimit -l, or "
-        "a file in /etc/security/limits.d)");
+        "This costs a little speed; to avoid it raise the limit of locked memory (ulimit -l, or a "
+        "file in /etc/security/limits.d)");
   }
 
   Status submit(std::span<IoRequest* const> requests) override {
@@ -140,10 +140,11 @@ class UringRing final : public Ring {
       // What it did not take stays in the queue between it and us, so nothing can be added any
       // more.
       refusal_ = code == 0 ? EIO : -code;
-      base::log(base::LogLevel::kWarning,
-                fmt::format("io_uring takes no more requests ({}); the thread ring (engine.ring = "
-                            "\"threads\") does without it",
-                            std::strerror(refusal_)));
+      base::log(
+          base::LogLevel::kWarning,
+          fmt::format(
+              "io_uring accepts no more requests ({}); engine.ring = \"threads\" does not use it",
+              std::strerror(refusal_)));
     }
     in_flight_ += static_cast<uint32_t>(submitted);
     for (IoRequest* request : requests.subspan(submitted)) {
@@ -170,7 +171,7 @@ class UringRing final : public Ring {
       const int code = io_uring_wait_cqe_timeout(&ring_, &first, &limit);
       if (code < 0 && code != -ETIME && code != -EINTR && code != -EAGAIN) {
         return base::errno_status(-code, "io_uring cannot be waited on", {}, {}, {},
-                                  "Run again with the thread ring (ring = \"threads\").");
+                                  "Run again with engine.ring = \"threads\".");
       }
       count = io_uring_peek_batch_cqe(&ring_, entries.data(), want);
     }

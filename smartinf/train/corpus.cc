@@ -103,7 +103,7 @@ Result<std::vector<TextFile>> list_text(std::string_view key, const std::vector<
     const fs::file_status status = fs::status(path, error);
     if (!fs::exists(status)) {
       return Status(ErrorCode::kNotFound, fmt::format("{}: no such file or folder", key),
-                    "Check the path; it is taken relative to the working folder", at_path(path));
+                    "Check the path; it is relative to the working directory", at_path(path));
     }
     if (fs::is_directory(status)) {
       SI_ASSIGN_OR_RETURN(std::vector<TextFile> found, list_folder(path, wanted));
@@ -140,14 +140,14 @@ Result<TokenSegment> parse_token_file(std::shared_ptr<const DataFile> file) {
                   at_path(path));
   };
   int32_t header[3] = {};
-  if (file->size() < kTokenHeaderBytes) return corrupt("token file is shorter than its header");
+  if (file->size() < kTokenHeaderBytes) return corrupt("the token file is shorter than its header");
   SI_RETURN_IF_ERROR(file->read(0, std::as_writable_bytes(std::span(header))));
   for (const TokenFileKind& kind : kTokenFileKinds) {
     if (header[0] != kind.magic || header[1] != kind.version) continue;
     const uint64_t held = (file->size() - kTokenHeaderBytes) / kind.token_bytes;
     if (header[2] < 0 || static_cast<uint64_t>(header[2]) != held) {
-      return corrupt(
-          fmt::format("token file's header says {} tokens, its size says {}", header[2], held));
+      return corrupt(fmt::format("the token file's header says {} tokens, but its size says {}",
+                                 header[2], held));
     }
     return TokenSegment{nullptr, std::move(file), kTokenHeaderBytes, held, kind.token_bytes, path};
   }
@@ -184,8 +184,8 @@ Status TokenStream::read(uint64_t first, uint64_t vocabulary, std::span<int64_t>
       std::memcpy(&value, token, segment.token_bytes);
       if (value >= vocabulary) {
         return Status(ErrorCode::kCorrupt,
-                      fmt::format("token {} at position {} is beyond model.vocabulary ({})", value,
-                                  at, vocabulary),
+                      fmt::format("token {} at position {} is not below model.vocabulary ({})",
+                                  value, at, vocabulary),
                       "Set model.vocabulary to the tokenizer's size", at_path(segment.path));
       }
       out[done] = value;
@@ -207,16 +207,17 @@ Result<std::string> python_stdlib_folder() {
     return Status(
         ErrorCode::kNotFound,
         fmt::format("data.paths: \"{}\" needs python3, which was not found", kPythonStdlib),
-        "Install python3 (Debian: apt-get install python3), or name text of your own");
+        "Install python3 (Debian: apt-get install python3), or name other text files");
   }
   return folder;
 }
 
 Result<Corpus> Corpus::open(const DataOptions& options) {
   if (std::error_code error; !options.tokenizer.empty() && !fs::exists(options.tokenizer, error)) {
-    return Status(ErrorCode::kNotFound, "data.tokenizer: no such file",
-                  "Export needs it: name the tokenizer.json of the token files, or leave it out",
-                  at_path(options.tokenizer));
+    return Status(
+        ErrorCode::kNotFound, "data.tokenizer: no such file",
+        "Name the tokenizer.json of the token files, which export needs, or leave the key out",
+        at_path(options.tokenizer));
   }
   Corpus corpus;
   const auto token_files = std::count_if(options.paths.begin(), options.paths.end(), is_token_file);
@@ -226,7 +227,7 @@ Result<Corpus> Corpus::open(const DataOptions& options) {
     SI_RETURN_IF_ERROR(corpus.add_token_files(options));
   } else {
     return Status(ErrorCode::kInvalidArgument, "data.paths mixes text and token files (.bin)",
-                  "Make token files of the text first, with scripts/tokenize_text.py");
+                  "Make token files of the text with scripts/tokenize_text.py first");
   }
   SI_RETURN_IF_ERROR(corpus.check_lengths(options));
   // Another data.validation_share moves the windows, although the text is the same.
@@ -238,8 +239,8 @@ Status Corpus::add_text(const DataOptions& options) {
   if (!options.tokenizer.empty()) {
     return Status(ErrorCode::kInvalidArgument,
                   "data.tokenizer is given, but data.paths names text, which is read as bytes",
-                  "Make token files of it with scripts/tokenize_text.py and name those, or leave "
-                  "data.tokenizer out");
+                  "Make token files of the text with scripts/tokenize_text.py and name those, or "
+                  "leave data.tokenizer out");
   }
   SI_ASSIGN_OR_RETURN(std::vector<TextFile> files,
                       list_text("data.paths", options.paths, options.suffixes));
@@ -318,26 +319,25 @@ Status Corpus::add_token_files(const DataOptions& options) {
 Status Corpus::check_lengths(const DataOptions& options) const {
   const uint64_t window = uint64_t{options.sequence} + 1;
   if (files_ == 0 || training_.count() == 0) {
-    return Status(ErrorCode::kInvalidArgument, "data.paths: the corpus is empty",
-                  options.suffixes.empty()
-                      ? "Name files with text in them"
-                      : "Name files with text in them, or look at data.suffixes",
+    return Status(ErrorCode::kInvalidArgument, "data.paths: there is no text",
+                  options.suffixes.empty() ? "Name files with text in them"
+                                           : "Name files with text in them, or check data.suffixes",
                   at_path(options.paths.front()));
   }
   if (training_.count() < window) {
     return Status(
         ErrorCode::kInvalidArgument,
-        fmt::format("data.paths: {} tokens for training are fewer than data.sequence ({}) "
-                    "and one more",
-                    training_.count(), options.sequence),
+        fmt::format(
+            "data.paths: the {} tokens for training are fewer than data.sequence ({}) plus one",
+            training_.count(), options.sequence),
         "Choose a shorter data.sequence or more text", at_path(options.paths.front()));
   }
   const bool wanted = options.validation_share > 0 || !options.validation_paths.empty();
   if (wanted && validation_.count() < window) {
     return Status(
         ErrorCode::kInvalidArgument,
-        fmt::format("data.validation_share: {} tokens held out are fewer than data.sequence ({}) "
-                    "and one more",
+        fmt::format("data.validation_share: the {} tokens held out are fewer than data.sequence "
+                    "({}) plus one",
                     validation_.count(), options.sequence),
         "Choose a larger data.validation_share (0 for no validation) or a shorter data.sequence");
   }

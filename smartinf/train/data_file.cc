@@ -22,7 +22,7 @@ Result<DataFile> DataFile::open(const std::string& path) {
   DataFile file(path, descriptor, 0);
   struct stat info {};
   if (::fstat(descriptor, &info) != 0) {
-    return base::errno_status(errno, "cannot look at the data file", path);
+    return base::errno_status(errno, "cannot examine the data file", path);
   }
   file.size_ = static_cast<uint64_t>(info.st_size);
   return file;
@@ -55,7 +55,7 @@ Status DataFile::read(uint64_t offset, std::span<std::byte> out) const {
                     fmt::format("the data file had {} bytes when training began and has become "
                                 "shorter",
                                 size_),
-                    "Put the file back as it was, then start the run again.",
+                    "Restore the file as it was, then start the run again.",
                     base::ErrorPlace{path_, at, length, 0});
     }
     at += static_cast<uint64_t>(got);

@@ -14,7 +14,7 @@ using torch::Tensor;
 Result<double> TorchTrainer::validation_loss() {
   return guarded("validation", [&]() -> Result<double> {
     if (corpus_.validation().count() == 0) {
-      return Status(ErrorCode::kNotFound, "no data is held out",
+      return Status(ErrorCode::kNotFound, "no data is held out for validation",
                     "Set data.validation_share or data.validation_paths");
     }
     const torch::NoGradGuard no_grad;

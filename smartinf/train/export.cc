@@ -249,7 +249,9 @@ class StagedFolder {
     made_ = false;
     std::error_code error;
     fs::remove(out_ / kMark, error);
-    if (error) return base::errno_status(error.value(), "--out: cannot delete the mark", out_);
+    if (error)
+      return base::errno_status(error.value(),
+                                "--out: cannot delete the mark of an incomplete export", out_);
     SI_RETURN_IF_ERROR(engine::sync_folder(out_.string()));
     return engine::sync_folder(engine::parent_folder(out_.string()));
   }
@@ -340,12 +342,12 @@ Status remove_partial_export(const std::string& folder) {
   const std::vector<fs::path> files = files_of_partial(folder);
   if (files.empty()) {
     return Status(ErrorCode::kFailedPrecondition,
-                  "not an export, or not only that: nothing was deleted",
-                  "Look at what it is, and delete it yourself if it is not needed", place);
+                  "the folder is not an export, or holds other files as well; nothing was deleted",
+                  "Check what it is, and delete it yourself if it is not needed", place);
   }
   if (!mark.is_open()) {
-    return Status(ErrorCode::kBusy, "a process is writing this export", "Wait until it is done",
-                  place);
+    return Status(ErrorCode::kBusy, "another process is writing this export",
+                  "Wait until it is done", place);
   }
   for (const fs::path& file : files) {
     if (::unlink(file.c_str()) != 0 && errno != ENOENT) {

@@ -22,7 +22,7 @@ Result<FileMapping> FileMapping::open(const std::string& path) {
   Status failure;
   void* memory = nullptr;
   if (::fstat(descriptor, &info) != 0) {
-    failure = base::errno_status(errno, "cannot look at the file", path);
+    failure = base::errno_status(errno, "cannot examine the file", path);
   } else if (info.st_size > 0) {
     memory =
         ::mmap(nullptr, static_cast<size_t>(info.st_size), PROT_READ, MAP_SHARED, descriptor, 0);

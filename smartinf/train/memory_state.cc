@@ -29,12 +29,12 @@ Result<MemoryState> MemoryState::open(const std::string& run, const plan::Parame
       !difference.empty()) {
     return Status(ErrorCode::kMismatch,
                   "train.run holds the state of a different model: " + difference,
-                  "Choose another train.run, or the model it was made with", place);
+                  "Choose another train.run, or the model that the state was made with", place);
   }
   if (const std::string difference = plan::ParameterSpace::first_other_group(space, there);
       !difference.empty()) {
     return Status(ErrorCode::kMismatch,
-                  "train.run holds state whose parameters are in other groups: " + difference,
+                  "train.run holds state whose parameters belong to other groups: " + difference,
                   std::string(plan::kOtherGroupsAdvice), place);
   }
   const auto corrupt = [&](const std::string& what) {

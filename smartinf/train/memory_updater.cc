@@ -211,7 +211,7 @@ Result<std::unique_ptr<MemoryUpdater>> MemoryUpdater::open(const kernels::RuleOp
                                                            const std::string& run) {
   if (rule.rule != kernels::UpdateRule::kAdamW || rule.maximize) {
     return Status(ErrorCode::kUnsupported,
-                  "optimizer.where = \"memory\" knows the rule \"adamw\" only",
+                  "optimizer.where = \"memory\" has the rule \"adamw\" only",
                   "Choose optimizer.rule = \"adamw\", or optimizer.where = \"device\"");
   }
   auto updater = std::make_unique<TorchAdamW>(rule, space, run);

@@ -161,7 +161,7 @@ Status validate(const Options& options) {
   if (options.checkpoint.every != 0 && options.train.where == OptimizerWhere::kMemory) {
     return wrong("checkpoint.every",
                  "is set, but with optimizer.where = \"memory\" no device holds a state",
-                 "Leave it out: train.save_every says how often that state is written");
+                 "Leave it out: use train.save_every, which says how often the state is written");
   }
   const Overlap overlap = options.train.overlap;
   if ((overlap == Overlap::kLate || overlap == Overlap::kEarly) &&
@@ -169,7 +169,7 @@ Status validate(const Options& options) {
     return wrong("optimizer.overlap",
                  fmt::format("is \"{}\", but optimizer.where is \"memory\"",
                              overlap == Overlap::kLate ? "late" : "early"),
-                 "Leave it out: torch's own AdamW updates before the next forward");
+                 "Leave it out: torch's own AdamW always updates before the next forward");
   }
   return validate(options.checkpoint);
 }

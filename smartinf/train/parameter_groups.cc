@@ -85,15 +85,15 @@ Result<std::vector<Pattern>> patterns_of(std::string_view key,
     });
     if (!fits) {
       const std::string nearest = meant(pattern.text, space);
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("{}: no parameter is called \"{}\"", key, pattern.text),
-                    nearest.empty()
-                        ? fmt::format("Patterns are of whole names, such as {}; * stands for any "
-                                      "text",
-                                      ranges.back().name)
-                        : fmt::format("Did you mean {}? Patterns are of whole names, such as {}; "
-                                      "* stands for any text",
-                                      nearest, ranges.back().name));
+      return Status(
+          ErrorCode::kInvalidArgument,
+          fmt::format("{}: no parameter is called \"{}\"", key, pattern.text),
+          nearest.empty()
+              ? fmt::format("A pattern matches whole names, such as {}; * stands for any text",
+                            ranges.back().name)
+              : fmt::format("Did you mean {}? A pattern matches whole names, such as {}; * stands "
+                            "for any text",
+                            nearest, ranges.back().name));
     }
     patterns.push_back(std::move(pattern));
   }

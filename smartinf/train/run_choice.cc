@@ -65,12 +65,12 @@ Status check_name(const std::string& flag, const std::string& name,
     return Status(ErrorCode::kNotFound,
                   fmt::format("--{} {}: {} hold{} no state", flag, name, fmt::join(devices, ", "),
                               devices.size() == 1 ? "s" : ""),
-                  "Leave the flag out, or name the devices that the run is on");
+                  "Leave the flag out, or name the devices of the run");
   }
   if (found->run.to_string().starts_with(name)) return Status();
   return Status(ErrorCode::kMismatch,
                 fmt::format("--{} {}: {}", flag, name, describe(*found, devices)),
-                "Name that one, or leave the flag out");
+                "Name that run, or leave the flag out");
 }
 
 }  // namespace
@@ -104,8 +104,8 @@ Result<RunStart> choose_run(const std::string& folder, const std::vector<std::st
     if (!other.ok() || !*other || (*other)->run != record->run) return start;
     if (choice.take_over.empty()) {
       return Status(ErrorCode::kMismatch,
-                    fmt::format("train.run: {} ends at step {}, but {}: it went on in {}", folder,
-                                logged, describe(found, devices), start.from),
+                    fmt::format("train.run: {} ends at step {}, but {}: that run was resumed in {}",
+                                folder, logged, describe(found, devices), start.from),
                     ways_out(found, start.from));
     }
   }

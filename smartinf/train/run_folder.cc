@@ -107,8 +107,8 @@ Result<std::optional<RunRecord>> read_run_record(const std::string& folder) {
     }
   }
   if (sound) return std::optional(std::move(record));
-  return Status(ErrorCode::kCorrupt, "the file that says which run this folder is of is damaged",
-                "Remove it; `smartinf train` then says how to go on.",
+  return Status(ErrorCode::kCorrupt, "the file that names the run of this folder is damaged",
+                "Remove the file; `smartinf train` then says what to do.",
                 base::ErrorPlace{path, {}, {}, 0});
 }
 
@@ -134,9 +134,9 @@ Result<RunFolder> RunFolder::open(const std::string& path) {
   if (::flock(lock, LOCK_EX | LOCK_NB) == 0) return folder;
   if (errno != EWOULDBLOCK) {
     return base::errno_status(errno, "train.run: cannot lock the run's folder", lock_path, {}, {},
-                              "Its file system must have locks (flock): choose another folder");
+                              "The file system must support locks (flock): choose another folder");
   }
-  return Status(ErrorCode::kBusy, "train.run: another process works in this folder",
+  return Status(ErrorCode::kBusy, "train.run: another process uses this folder",
                 "Wait for it to end, or choose another folder", base::ErrorPlace{path, {}, {}, 0});
 }
 
@@ -257,8 +257,9 @@ void RunFolder::append_log(std::string_view json_line) {
 void RunFolder::close_log() {
   const Status written = pending_.empty() ? Status() : write_pending();
   if (written.ok() && !pending_lost_) return;
-  base::log(base::LogLevel::kWarning, fmt::format("{} lacks lines of this run{}", file(kLogFile),
-                                                  written.ok() ? "" : ": " + written.to_string()));
+  base::log(base::LogLevel::kWarning,
+            fmt::format("lines of this run are missing in {}{}", file(kLogFile),
+                        written.ok() ? "" : ": " + written.to_string()));
   pending_.clear();
   pending_lost_ = false;
 }

@@ -116,16 +116,16 @@ Result<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
   const auto corrupt = [&](std::string what) {
     base::ErrorPlace place;
     place.path = path;
-    return Status(ErrorCode::kCorrupt, "not a sound safetensors file: " + std::move(what),
+    return Status(ErrorCode::kCorrupt, "not an intact safetensors file: " + std::move(what),
                   "Remove it, or restore it from a copy", place);
   };
   uint64_t length = 0;
-  if (bytes.size() < sizeof length) return corrupt("too short");
+  if (bytes.size() < sizeof length) return corrupt("it is too short");
   std::memcpy(&length, bytes.data(), sizeof length);
-  if (length > bytes.size() - sizeof length) return corrupt("header longer than the file");
+  if (length > bytes.size() - sizeof length) return corrupt("the header is longer than the file");
   const nlohmann::json header = base::parse_json(
       std::string_view(reinterpret_cast<const char*>(bytes.data()) + sizeof length, length));
-  if (!header.is_object()) return corrupt("header is not a JSON object");
+  if (!header.is_object()) return corrupt("the header is not a JSON object");
   const std::span<const std::byte> data = bytes.subspan(sizeof length + length);
   for (const auto& [name, entry] : header.items()) {
     if (name == kMetadata) {
@@ -138,7 +138,7 @@ Result<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
     if (!entry.is_object() || offsets == entry.end() || !offsets->is_array() ||
         offsets->size() != 2 || !(*offsets)[0].is_number_unsigned() ||
         !(*offsets)[1].is_number_unsigned()) {
-      return corrupt("no byte range for " + name);
+      return corrupt("there is no byte range for " + name);
     }
     const uint64_t begin = (*offsets)[0];
     const uint64_t end = (*offsets)[1];

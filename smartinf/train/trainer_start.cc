@@ -32,26 +32,25 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
 
 Status different(const char* key, const std::string& here, const std::string& there) {
   return Status(ErrorCode::kMismatch,
-                fmt::format("{} is {} here and {} in the run", key, here, there),
-                "Go on with the value the run was started with, or choose another train.run");
+                fmt::format("{} is {} here, but {} in the run", key, here, there),
+                "Use the value that the run was started with, or choose another train.run");
 }
 
 // A run's log has steps, and its devices have no state.
 Status without_state(const RunFolder& folder, base::StepNumber trained, const std::string& where) {
-  return Status(
-      ErrorCode::kNotFound,
-      fmt::format("train.run: {} has trained {} step{}, but {}", folder.path(), trained,
-                  trained == 1 ? "" : "s", where),
-      fmt::format("Name the devices it was trained on (they stand in {}), or choose another "
-                  "train.run. To start over, remove the folder",
-                  folder.file(kRecipeFile)));
+  return Status(ErrorCode::kNotFound,
+                fmt::format("train.run: {} has trained {} step{}, but {}", folder.path(), trained,
+                            trained == 1 ? "" : "s", where),
+                fmt::format("Name the devices that it was trained on (see {}), or choose another "
+                            "train.run. To start over, remove the folder",
+                            folder.file(kRecipeFile)));
 }
 
 Result<torch::Device> choose_accelerator(const std::string& name) {
   const bool cuda = torch::cuda::is_available();
   if (name == "cuda" && !cuda) {
     return Status(ErrorCode::kUnsupported, "train.accelerator is \"cuda\", but torch sees no GPU",
-                  "Choose \"auto\" or \"cpu\", or look at what smartinf doctor says");
+                  "Choose \"auto\" or \"cpu\"; smartinf doctor may say why");
   }
   return torch::Device(name == "cpu" || !cuda ? torch::kCPU : torch::kCUDA);
 }
@@ -73,10 +72,10 @@ Result<RunStart> choose_start(const Job& job) {
     return choose_run(job.options.train.run, devices, job.choice);
   }
   if (!chosen) return RunStart{};
-  return Status(ErrorCode::kInvalidArgument,
-                "--take-over and --start-over are about states on devices, and optimizer.where is "
-                "\"memory\"",
-                "To start over, remove the run's folder");
+  return Status(
+      ErrorCode::kInvalidArgument,
+      "--take-over and --start-over are for states on devices, but optimizer.where is \"memory\"",
+      "To start over, remove the run's folder");
 }
 
 }  // namespace
@@ -101,14 +100,14 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   // From here on the devices are locked.
   const std::optional<storage::RunId> run = engine::run_made_for(device_paths_);
   if (!run) {
-    return Status(ErrorCode::kIo, "a device cannot be read that was just opened",
-                  "Look at it with smartinf fsck",
+    return Status(ErrorCode::kIo, "a device that was just opened cannot be read",
+                  "Check it with smartinf fsck",
                   base::ErrorPlace{device_paths_.front(), {}, {}, 0});
   }
   const bool expected = !run_start.discard && run_start.found;
   if (!updater_->fresh() && !(expected && *run == run_start.found->run)) {
-    return Status(ErrorCode::kBusy, "another process has begun a run on the devices just now",
-                  "Run it again to see whose they are");
+    return Status(ErrorCode::kBusy, "another process has just started a run on the devices",
+                  "Run the command again to see which run it is");
   }
   record_ = {run->to_string(), device_paths_};
   return Status();
@@ -134,18 +133,17 @@ Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
   }
   // In memory a step is written now and then only.
   if (memory_ == nullptr && !cut.kept_in.empty()) {
-    base::log(
-        base::LogLevel::kWarning,
-        fmt::format("{} has steps to {}, but the devices hold step {}: they are an older copy, "
-                    "or a drive has lost what it said was written. Training goes on from step "
-                    "{}; the lines behind it are in {} now",
-                    folder_.file(kLogFile), cut.last, step_, step_, cut.kept_in));
+    base::log(base::LogLevel::kWarning,
+              fmt::format("{} has steps up to {}, but the devices hold step {}: they are an older "
+                          "copy, or a drive has lost what it had reported as written. Training "
+                          "resumes from step {}; the later lines are now in {}",
+                          folder_.file(kLogFile), cut.last, step_, step_, cut.kept_in));
   }
   if (logged < step_) {
     base::log(base::LogLevel::kWarning,
-              fmt::format("{} ends at step {}, and the devices hold step {}: the lines between are "
-                          "missing",
-                          folder_.file(kLogFile), logged, step_));
+              fmt::format(
+                  "{} ends at step {}, but the devices hold step {}: the lines between are missing",
+                  folder_.file(kLogFile), logged, step_));
   }
   return Status();
 }
@@ -188,8 +186,8 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
     SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->client_metadata()));
     if (there.corpus != position_.corpus) {
       return Status(ErrorCode::kMismatch,
-                    "data.paths: the training text is not what the run was started with",
-                    "Bring back the same files, data.suffixes and data.validation_share, or choose "
+                    "data.paths: the training text is not the text that the run was started with",
+                    "Use the same files, data.suffixes and data.validation_share, or choose "
                     "another train.run");
     }
     if (there.sequence != position_.sequence) {
@@ -258,11 +256,12 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
       return Status(ErrorCode::kInvalidArgument,
                     fmt::format("model.vocabulary is {}, and the text has {} tokens",
                                 options.model.vocabulary, corpus.vocabulary()),
-                    fmt::format("Leave it out, or choose at least {}", corpus.vocabulary()));
+                    fmt::format("Leave the key out, or choose at least {}", corpus.vocabulary()));
     }
     if (options.model.vocabulary == 0) {
-      return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
-                    "Token files do not say it: set it to the tokenizer's size");
+      return Status(
+          ErrorCode::kInvalidArgument, "model.vocabulary is not given",
+          "Token files do not contain it: set it to the number of tokens of the tokenizer");
     }
     SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
     SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));

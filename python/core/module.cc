@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "smartinf/engine/checkpoint.h"
+#include "smartinf/engine/early_update_pays.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/kernels/update.h"
@@ -72,6 +73,9 @@ void define_functions(nb::module_& module) {
       },
       "paths"_a,
       "The text that was given with the step that devices hold. Not while they are open.");
+  module.def("early_update_pays", &smartinf::engine::early_update_pays, "norm_before"_a,
+             "norm_max"_a, "late_exposed"_a, "last"_a,
+             "Whether overlap 'auto' makes the next update an early one.");
   module.def("take_remarks", &smartinf::python::take_remarks,
              "What the core has remarked since the last call: [(level, text)].");
 }
@@ -178,6 +182,13 @@ void define_step(nb::class_<PyUpdater>& updater) {
            "This range gets none in this step and is to be left alone by the update.")
       .def("finish_gradients", &PyUpdater::finish_gradients, "unscale"_a,
            "(L2 norm after unscaling, finite, name of the first range that is not finite)")
+      .def("early_update_refusal", &PyUpdater::early_update_refusal,
+           "Why start_early_update() cannot be called; '': it can.")
+      .def("start_early_update", &PyUpdater::start_early_update, "number"_a, "gradient_scale"_a,
+           "groups"_a, "type"_a, "address"_a, "norm_max"_a,
+           "Right after begin_step(): ranges are updated as their gradients become complete, by "
+           "the guess that start_update() will be given the same. norm_max: of all gradients, up "
+           "to which that is so; 0: whatever it is. Weights come up at any time from then on.")
       .def(
           "start_update", &PyUpdater::start_update, "number"_a, "gradient_scale"_a, "groups"_a,
           "type"_a, "address"_a,
@@ -185,6 +196,7 @@ void define_step(nb::class_<PyUpdater>& updater) {
           "leave it alone. Weights go to one flat array in the order of the space.")
       .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
       .def("start_commit", &PyUpdater::start_commit, "client_metadata"_a)
+      .def("committing", &PyUpdater::committing, "Whether a commit that was started goes on.")
       .def("wait_commit", &PyUpdater::wait_commit)
       .def("commit_prepared", &PyUpdater::commit_prepared,
            "With the option external_commit: commits what wait_commit() found prepared.")

@@ -155,6 +155,12 @@ plan::ParameterSpace parameter_space(const std::vector<std::string>& names,
   return space;
 }
 
+/// One flat array at `address` in the order of the space.
+engine::WeightsSink flat_sink(uintptr_t address, base::DataType type) {
+  auto* flat = reinterpret_cast<std::byte*>(address);
+  return [flat, type](uint64_t first) { return flat + first * base::data_type_bytes(type); };
+}
+
 /// Memory as a memoryview of floats; the GIL is held. Writable also where only reading is meant,
 /// because torch warns of buffers that are not; it is the engine's own copy in any case.
 nb::object float_view(const float* data, uint64_t count) {
@@ -321,11 +327,7 @@ nb::dict PyUpdater::compression() {
 void PyUpdater::load_weights(const std::string& type, uintptr_t address) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
-  auto* flat = reinterpret_cast<std::byte*>(address);
-  run([&] {
-    check(updater.load_weights(
-        out, [&](uint64_t first) { return flat + first * base::data_type_bytes(out); }));
-  });
+  run([&] { check(updater.load_weights(out, flat_sink(address, out))); });
 }
 
 void PyUpdater::begin_step() {
@@ -378,10 +380,8 @@ std::tuple<double, bool, std::string> PyUpdater::finish_gradients(double unscale
   return {summary.norm, summary.finite, summary.first_bad};
 }
 
-void PyUpdater::start_update(uint64_t number, double gradient_scale, const nb::list& groups,
-                             const std::string& type, uintptr_t address) {
-  engine::Updater& updater = core();
-  const base::DataType out = data_type(type);
+engine::UpdateOptions PyUpdater::update_options(uint64_t number, double gradient_scale,
+                                                const nb::list& groups) const {
   engine::UpdateOptions options;
   options.number = number;
   options.gradient_scale = gradient_scale;
@@ -399,12 +399,28 @@ void PyUpdater::start_update(uint64_t number, double gradient_scale, const nb::l
     }
     options.groups.push_back(std::move(group));
   }
-  auto* flat = reinterpret_cast<std::byte*>(address);
-  run([&] {
-    check(updater.start_update(options, out, [flat, out](uint64_t first) {
-      return flat + first * base::data_type_bytes(out);
-    }));
-  });
+  return options;
+}
+
+std::string PyUpdater::early_update_refusal() {
+  const Status possible = core().early_update_possible();
+  return possible.ok() ? std::string() : possible.to_string();
+}
+
+void PyUpdater::start_early_update(uint64_t number, double gradient_scale, const nb::list& groups,
+                                   const std::string& type, uintptr_t address, double norm_max) {
+  engine::Updater& updater = core();
+  const base::DataType out = data_type(type);
+  const engine::UpdateOptions guess = update_options(number, gradient_scale, groups);
+  run([&] { check(updater.start_early_update(guess, out, flat_sink(address, out), norm_max)); });
+}
+
+void PyUpdater::start_update(uint64_t number, double gradient_scale, const nb::list& groups,
+                             const std::string& type, uintptr_t address) {
+  engine::Updater& updater = core();
+  const base::DataType out = data_type(type);
+  const engine::UpdateOptions options = update_options(number, gradient_scale, groups);
+  run([&] { check(updater.start_update(options, out, flat_sink(address, out))); });
 }
 
 void PyUpdater::wait_weights(uint64_t first, uint64_t count) {

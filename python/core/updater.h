@@ -49,10 +49,14 @@ class PyUpdater {
                          uint64_t count);
   void skip_gradient(size_t range);
   std::tuple<double, bool, std::string> finish_gradients(double unscale);
+  std::string early_update_refusal();
+  void start_early_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
+                          const std::string& type, uintptr_t address, double norm_max);
   void start_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
                     const std::string& type, uintptr_t address);
   void wait_weights(uint64_t first, uint64_t count);
   void start_commit(std::string client_metadata);
+  bool committing() { return core().committing(); }
   void wait_commit();
   void commit_prepared();
   void abort();
@@ -73,6 +77,9 @@ class PyUpdater {
   /// The updater, unless it was closed or belongs to the process that forked this one.
   engine::Updater& core();
   const plan::ParameterRange& range(size_t index);
+  /// groups: see start_update() in module.cc.
+  engine::UpdateOptions update_options(uint64_t number, double gradient_scale,
+                                       const nanobind::list& groups) const;
   /// Caller::run() of what works on core(). Errors: closed by another thread in the meantime.
   void run(const std::function<void()>& work);
 

@@ -41,8 +41,8 @@ def optimizer(args, *, devices, optimizer_class=None, callbacks=(), **options):
     comes with it.
 
     optimizer_class: smartinf.AdamW unless given. callbacks: further ones for Trainer.
-    options: any keyword of StorageOptimizer, or of the class, that `args` do not decide; overlap=True is
-        Trainer's model.
+    options: any keyword of StorageOptimizer, or of the class, that `args` do not decide. overlap="auto", "late" or
+        "early" needs no `model`: it is Trainer's.
     Errors: UsageError for an option that has its place in TrainingArguments.
     """
     made = AdamW if optimizer_class is None else optimizer_class
@@ -91,8 +91,8 @@ class _Maker:
             # Trainer's own clipping finds no gradients then; otherwise it clips, as ever.
             by_args["max_grad_norm"] = args.max_grad_norm or float("inf")
             by_args["accumulation_steps"] = args.gradient_accumulation_steps
-        if options.get("overlap") is True:
-            by_args["overlap"] = model
+        if options.get("overlap") is not None:
+            by_args["model"] = model
         return optimizer_class(groups, **options | by_args)
 
 

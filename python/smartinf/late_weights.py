@@ -1,5 +1,5 @@
-"""Updates behind the next forward (overlap=model): step() returns while the devices update, and each module waits
-for its own parameters before it computes with them."""
+"""What overlap puts on the model: each module waits for its own parameters' new weights before it computes with them,
+and nobody reads or uses weights that are being overwritten."""
 
 import weakref
 
@@ -7,51 +7,116 @@ import torch
 
 from smartinf.errors import UsageError
 
-_waiting = weakref.WeakKeyDictionary()  # model -> what waits for all of its parameters
+_waiting = weakref.WeakKeyDictionary()  # model -> wait_for_all() of its LateWeights
 
 
 class LateWeights:
-    """pending: parameters, by index, whose new weights have not been handed over yet."""
+    """pending: parameters, by index, whose new weights have not been handed over yet.
+    early: those whose gradient is with the devices before step(); an early update may have overwritten them.
+    shared: those that belong to several modules."""
 
     def __init__(self):
-        self.pending = set()
+        self.pending, self.early, self.shared = set(), set(), set()
+        # By parameter what has updated it last: an object for each step(); before step() the backward pass that
+        # completed its gradient.
+        self._updated_by = {}
 
     def attach(self, session, model):
         """Puts the hooks on. Errors: UsageError that names a parameter that is in no module of `model`."""
-        layout, in_modules, take_weights = session.layout, set(), weakref.WeakMethod(session.take_weights)
+        names, index_of = session.layout.names, session.layout.index_of
+        take_weights = weakref.WeakMethod(session.take_weights)
 
-        def wait_for(own):
+        def take(wanted=None):
+            waiting = take_weights()
+            if waiting is None:
+                raise UsageError(
+                    "the optimizer was deleted before the model had the last step's weights; call its close() first"
+                )
+            waiting(wanted)
+
+        def wait_for_all(*_, values=True):
+            """values: whoever waits looks at weights, not only at gradients."""
+            if self.pending:
+                take()
+            if values and self.early:
+                self._reject_early(names, self.early)
+
+        def before_forward(own):
             @torch.compiler.disable
             def wait(*_):
                 if not self.pending.isdisjoint(own):
-                    take_weights()(own)
+                    take(own)
+                if not self.early.isdisjoint(own):
+                    self._reject_early(names, own & self.early)
 
             return wait
 
-        def wait_for_all(*_):
-            take_weights()()
+        def after_forward(own):
+            @torch.compiler.disable
+            def watch(module, given, output):
+                if torch.is_grad_enabled():
+                    self._watch_backward(names, own, output)
 
+            return watch
+
+        in_modules = set()
         for module in model.modules():
-            own = {layout.index_of.get(id(param)) for param in module.parameters(recurse=False)} - {None}
+            own = {index_of.get(id(param)) for param in module.parameters(recurse=False)} - {None}
             if not own:
                 continue
+            self.shared |= own & in_modules
             in_modules |= own
             session.hooks += [
-                module.register_forward_pre_hook(wait_for(frozenset(own))),
+                module.register_forward_pre_hook(before_forward(frozenset(own))),
+                module.register_forward_hook(after_forward(frozenset(own))),
                 module.register_state_dict_pre_hook(wait_for_all),
                 module.register_load_state_dict_pre_hook(wait_for_all),
             ]
-        outside = [name for i, name in enumerate(layout.names) if i not in in_modules]
+        outside = [name for i, name in enumerate(names) if i not in in_modules]
         if outside:
             raise UsageError(
                 f"overlap: parameter {outside[0]} is in no module of the model that was given. Give the model "
                 "whose forward uses all parameters of the optimizer, or leave overlap out."
             )
-        session.hooks.append(_Finished(model, take_weights))
+        session.hooks.append(_Finished(model, wait_for_all))
+
+    @staticmethod
+    def _reject_early(names, which):
+        raise UsageError(
+            f"{names[min(which)]} is used between the end of its backward and step(), and an early update may have "
+            'overwritten it already. Call step() or zero_grad() first, or make the optimizer with overlap="late".'
+        )
+
+    def _watch_backward(self, names, own, output):
+        """A backward through `output` needs the weights that it was computed with. torch compares versions where it
+        has saved a weight, but names no parameter, and nothing is saved where a forward is computed again."""
+        before = {i: self._updated_by.get(i) for i in own}
+
+        def check(_):
+            this_pass = torch._C._current_graph_task_id()
+            for i, by in before.items():
+                # What this very pass has completed it does not need any more, or torch finds it.
+                if self._updated_by.get(i) not in (by, this_pass):
+                    raise UsageError(
+                        f"backward over a graph whose weights have been updated: {names[i]} has changed since "
+                        "this forward. Compute the forward again after step()."
+                    )
+
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(check)
+
+    def begin_early(self, layout, i):
+        """The devices have the gradient of parameter i and may update it before step()."""
+        self.early.add(i)
+        self._updated_by[i] = torch._C._current_graph_task_id()
+        torch.autograd.graph.increment_version(layout.params[i])
 
     def begin(self, layout, taking_part):
-        """The devices update the parameters that take part."""
+        """step(): the devices update the parameters that take part."""
+        self.early.clear()
         self.pending = {i for i, taking in enumerate(taking_part) if taking}
+        self._updated_by |= dict.fromkeys(self.pending, object())
         for i in self.pending:
             # A graph of the weights before is of no use any more: torch's own check finds it.
             torch.autograd.graph.increment_version(layout.params[i])
@@ -65,23 +130,40 @@ class LateWeights:
                 layout.copy_back(i)
                 self.pending.discard(i)
 
+    def forget(self):
+        """The parameters hold the committed step's weights again, or are about to be given them."""
+        self.pending.clear()
+        self.early.clear()
+
+
+def _tensors(output):
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (list, tuple, dict)):
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(part)
+
 
 class _Finished:
     """Until removed, whoever walks over the model's parameters finds finished weights. The model gets a class of
     its own for that, as FSDP2 does; a copy of the model is not waited for."""
 
-    def __init__(self, model, take_weights):
+    def __init__(self, model, wait_for_all):
         self._model, self._plain = weakref.ref(model), type(model)
         plain = self._plain
 
-        def finish(self):
-            take_weights = _waiting.get(self, lambda: None)()
-            if take_weights is not None:
-                take_weights()
+        def finish(self, values=True):
+            wait = _waiting.get(self)
+            if wait is not None:
+                wait(values=values)
 
         def named_parameters(self, *args, **kwargs):
-            finish(self)
+            finish(self, values=False)  # clip_grad_norm_(model.parameters()) comes before step()
             return plain.named_parameters(self, *args, **kwargs)
+
+        def apply(self, *args, **kwargs):  # .to(), .half(), share_memory() ...
+            finish(self)
+            return plain._apply(self, *args, **kwargs)
 
         def reduce_ex(self, protocol):  # copies and pickles are of the model's own class
             finish(self)
@@ -89,27 +171,27 @@ class _Finished:
             return made, tuple(plain if arg is type(self) else arg for arg in args), *rest
 
         def zero_grad(self, set_to_none=True):
-            waiting = _waiting.pop(self, None)  # looks at gradients alone
+            wait = _waiting.pop(self, None)  # looks at gradients alone
             try:
                 plain.zero_grad(self, set_to_none)
             finally:
-                if waiting is not None:
-                    _waiting[self] = waiting
+                if wait is not None:
+                    _waiting[self] = wait
 
         body = {
             "named_parameters": named_parameters,
             "zero_grad": zero_grad,
+            "_apply": apply,
             "__reduce_ex__": reduce_ex,
             "__module__": plain.__module__,
             "__qualname__": plain.__qualname__,
             "__doc__": plain.__doc__,
         }
         model.__class__ = type(plain.__name__, (plain,), body)
-        _waiting[model] = take_weights
+        _waiting[model] = wait_for_all
 
     def remove(self):
         model = self._model()
         if model is not None:
             _waiting.pop(model, None)
             model.__class__ = self._plain
-

@@ -50,8 +50,9 @@ class Options:
         for key in ("gradient_budget", "state_cache"):
             if given[key] is not None:
                 self.core[f"{key}_bytes"] = parse_bytes(given[key], key)
+        self.overlap, model = _overlap(given)
         # Weakly: a model that nobody else holds is of no use to an optimizer.
-        self.overlap = None if given["overlap"] is None else weakref.ref(given["overlap"])
+        self.model = None if model is None else weakref.ref(model)
         if self.overlap is not None and self.ranks.world > 1:
             raise UsageError("overlap works in one process; leave it out under several ranks")
         self._warned = set()
@@ -71,6 +72,30 @@ def _device_list(devices):
     return devices
 
 
+def _overlap(given):
+    """(None, "late", "early" or "auto"; the model)."""
+    overlap, model = given["overlap"], given["model"]
+    if isinstance(overlap, torch.nn.Module) and model is None:
+        return "late", overlap
+    if overlap is None or overlap == "none":
+        return None, None
+    if overlap not in ("late", "early", "auto"):
+        raise UsageError(
+            f'overlap={overlap!r}: known are "none", "late", "early" and "auto", with model=model, or the model '
+            "itself, overlap=model"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f'overlap="{overlap}" needs the model whose modules wait for their new weights: model=model'
+        )
+    if overlap == "early" and not given["release_gradients"]:
+        raise UsageError(
+            'overlap="early" needs release_gradients=True: an update beside backward takes each gradient as soon as '
+            "it is complete"
+        )
+    return overlap, model
+
+
 def _check(given):
     for name in ("capturable", "differentiable"):
         if given[name]:
@@ -83,18 +108,13 @@ def _check(given):
             'no device given: say where the state is to live, e.g. devices=["/nvme/run1"]. A '
             "directory is made if it is missing."
         )
-    if not isinstance(given["overlap"], torch.nn.Module | None):
-        raise UsageError(
-            f"overlap is a {type(given['overlap']).__name__}: give the model whose forward waits for the new "
-            "weights, overlap=model"
-        )
     resume, nonfinite = given["resume"], given["nonfinite"]
     if resume not in (None, True, False):
         raise UsageError(f"resume={resume!r}: known are True, False and None")
     if nonfinite not in ("raise", "skip", "apply"):
         raise UsageError(f'nonfinite={nonfinite!r}: known are "raise", "skip" and "apply"')
     clip, passes = given["max_grad_norm"], given["accumulation_steps"]
-    if clip is not None and not float(clip) > 0:
-        raise UsageError(f"max_grad_norm={clip!r} must be positive, or None")
+    if clip is not None and not float(clip) >= 0:
+        raise UsageError(f"max_grad_norm={clip!r} must be positive, or 0 or None, which clip nothing")
     if passes < 1 or int(passes) != passes:
         raise UsageError(f"accumulation_steps={passes!r} must be a positive integer")

@@ -14,6 +14,7 @@ class ReleasedGradients(gradients.HeldGradients):
         # Of the step in progress, by parameter:
         self._handed_over = set()
         self._sums = {}  # of the passes so far
+        self._complete = {}  # what the core is still to be given, in the order in which backward made it
         self._passes = {}
 
     @property
@@ -35,25 +36,26 @@ class ReleasedGradients(gradients.HeldGradients):
 
     def taking_part(self, layout):
         return [
-            param.grad is not None or i in self._handed_over or i in self._sums
+            param.grad is not None or i in self._passes
             for i, param in enumerate(layout.params)
         ]
 
     def forget(self):
         self._handed_over.clear()
         self._sums.clear()
+        self._complete.clear()
         self._passes.clear()
 
     def _rest_of(self, layout, i):
         if i in self._handed_over:
             return None
-        return self._sums[i] if i in self._sums else gradients.on_host(layout, i)
+        return self._complete.get(i, self._sums.get(i)) if i in self._passes else gradients.on_host(layout, i)
 
     def _take(self, session, param):
         """A backward pass has completed the gradient of `param`."""
         layout = session.layout
         i = layout.index_of[id(param)]
-        if i in self._handed_over:
+        if self._passes.get(i, 0) == self._accumulation_steps:
             raise UsageError(
                 f"a second gradient of {layout.names[i]} came before step(). Say how many "
                 "backward passes make a step with accumulation_steps."
@@ -66,9 +68,26 @@ class ReleasedGradients(gradients.HeldGradients):
         if self._passes[i] < self._accumulation_steps:
             # In f32: many sums rounded to bf16 would lose what a single pass adds.
             self._sums[i] = gradient if total is not None else gradient.to(torch.float32, copy=True)
-        else:
+            return
+        self._complete[i] = gradient
+        if session.step_begun or not self._may_wait(session):
             session.begin_step()
-            self._put(session, i, gradient)
+            self._put_complete(session)
+
+    def _may_wait(self, session):
+        """Complete gradients stay here, so that backward need not wait for the commit of the step before. Not where
+        the memory that they take is bounded."""
+        return session.late is not None and "gradient_budget_bytes" not in session.options.core and session.committing()
+
+    def _put_complete(self, session):
+        for i in list(self._complete):
+            if session.updating_early:
+                # A module computed again in backward (gradient checkpointing) may make another gradient of a
+                # parameter that several modules share: until step() it stays as it is.
+                if i in session.late.shared:
+                    continue
+                session.late.begin_early(session.layout, i)
+            self._put(session, i, self._complete.pop(i))
             self._handed_over.add(i)
 
     def _put(self, session, i, gradient):

@@ -63,6 +63,10 @@ class Session:
         self.taking_part = None  # whether each parameter does, once COLLECTED
         self.hooks = []
         self.late = LateWeights() if options.overlap is not None else None
+        self.overlap = "none"  # of the step in progress, or of the last: "none", "late" or "early"
+        self.wrong_guess = False  # of the last step
+        self.expected_update = lambda: None  # an early update's guess: after, scale, group options, norm_max
+        self._guess = None  # what the core was given of it
         self._commit = Commit(self.ranks)
         paths = [device["path"] for device in self.devices]
         if resume is False:
@@ -86,7 +90,8 @@ class Session:
                     self.load_weights()
             self.gradients.attach(self)
             if self.late is not None:
-                self.late.attach(self, options.overlap())
+                self.late.attach(self, options.model())
+            self.early_possible = self._early_possible()
             open_optimizers.add(self)
         except BaseException:
             self.abandon()
@@ -105,6 +110,13 @@ class Session:
         _pass_remarks_on()
         self.ranks.raise_on_any_failure(failure)
         self.phase = Phase.IDLE
+
+    def _early_possible(self):
+        """Whether updates may begin in backward. Errors: UsageError where they are to."""
+        refusal = self.core.early_update_refusal()
+        if refusal and self.options.overlap == "early":
+            raise UsageError(f'overlap="early": {refusal} overlap="auto" chooses where both are possible.')
+        return self.options.release and not refusal
 
     def _initialize(self):
         layout, failure = self.layout, None
@@ -139,6 +151,7 @@ class Session:
         """Carries the last step's commit through, unless a step is in progress, and lets the devices go."""
         with self.turn:
             core, self.core = self.core, None
+            overwritten = self.updating_early
             phase, self.phase = self.phase, Phase.CLOSED
             for hook in self.hooks:
                 hook.remove()
@@ -146,6 +159,9 @@ class Session:
             if core is None:
                 return
             try:
+                if overwritten:
+                    core.abort()
+                    self._load_weights(core)
                 if self.late is not None and phase is Phase.IDLE:
                     self.late.take(core, self.layout, None)
                 if self.stepped and phase is Phase.IDLE and self.ranks.world == 1:
@@ -246,9 +262,9 @@ class Session:
         if self.ranks.world > 1 and self.phase is not Phase.ABORTED:
             self._recover_alone()
             return
-        reload = self.phase in (Phase.UPDATING, Phase.ABORTED)
-        if not reload:
-            self.phase = Phase.FAILED
+        reload = self.phase in (Phase.UPDATING, Phase.ABORTED) or self.updating_early
+        if self.phase is not Phase.ABORTED:
+            self.phase = Phase.UPDATING if reload else Phase.FAILED
         self.gradients.forget()
         with contextlib.suppress(Error):  # its failure is on its way to the user
             self.core.wait_commit()
@@ -257,8 +273,6 @@ class Session:
         if reload or stored.identity() != self.lineage.identity():
             self.phase = Phase.ABORTED
             self.lineage = stored
-            if self.late is not None:
-                self.late.pending.clear()
             self.load_weights()
         elif self.late is not None and self.late.pending:
             self._take_weights()
@@ -282,8 +296,18 @@ class Session:
     # ---- A step.
 
     @property
+    def step_begun(self):
+        """The core takes gradients, or has all of them."""
+        return self.phase in (Phase.COLLECTING, Phase.COLLECTED)
+
+    @property
+    def updating_early(self):
+        """The parameters may hold weights of the step in progress."""
+        return self.overlap == "early" and self.step_begun
+
+    @property
     def step_in_progress(self):
-        return self.phase in (Phase.COLLECTING, Phase.COLLECTED) or self.gradients.pending
+        return self.step_begun or self.gradients.pending
 
     def reject_step_in_progress(self, what):
         if self.step_in_progress:
@@ -291,7 +315,7 @@ class Session:
 
     def begin_step(self):
         """The core takes gradients from here on. Collective when it is the first call of a step."""
-        if self.phase in (Phase.COLLECTING, Phase.COLLECTED):
+        if self.step_begun:
             return
         self.ready()
         changed = self.ranks.union(self.layout.changed(), len(self.layout.params))
@@ -299,6 +323,23 @@ class Session:
             self.adopt_weights(changed)
         self.core.begin_step()
         self.phase = Phase.COLLECTING
+        self.overlap = "none" if self.late is None else "late"
+        expected = self.expected_update()
+        if expected is not None:
+            *update, norm_max = expected
+            self._guess = self._for_core(*update)
+            self.overlap = "early"
+            self.core.start_early_update(*self._guess, norm_max)
+
+    def _for_core(self, after, scale, group_options):
+        """What the core's updates are given; see update()."""
+        layout = self.layout
+        by_segment = [group_options.get(segment.param) for segment in layout.segments]
+        return after.updates, scale, by_segment, layout.type_name, layout.owned_address
+
+    def committing(self):
+        """The next begin_step() would wait."""
+        return self.core.committing()
 
     def collect(self):
         """Hands over what the core does not have yet of the step's gradients. Returns for each parameter
@@ -319,9 +360,10 @@ class Session:
         """Updates with the gradients collected, times `scale`; the parameters then hold the new weights.
         after: the lineage that the step leads to. group_options: for each parameter. Collective."""
         core, layout, taking_part = self.core, self.layout, self.taking_part
-        by_segment = [group_options.get(segment.param) for segment in layout.segments]
+        update = self._for_core(after, scale, group_options)
         self.phase = Phase.UPDATING
-        core.start_update(after.updates, scale, by_segment, layout.type_name, layout.owned_address)
+        self.wrong_guess = self.overlap == "early" and update != self._guess
+        core.start_update(*update)
         begin = time.monotonic()
         if self.late is not None:
             self.late.begin(layout, taking_part)
@@ -352,16 +394,26 @@ class Session:
         averaged as they leave."""
         self.gradients.drop(self)
         self.gradients.forget()
-        if self.phase in (Phase.COLLECTING, Phase.COLLECTED):
+        if self.step_begun:
+            overwritten = self.updating_early
+            if overwritten:
+                self.phase = Phase.UPDATING
             self.core.abort()
+            if overwritten:
+                self.load_weights()
             self.phase = Phase.IDLE
 
     # ---- Weights and state.
 
     def load_weights(self):
         """Parameters from the master weights. Collective."""
+        self._load_weights(self.core)
+
+    def _load_weights(self, core):
         layout = self.layout
-        self.core.load_weights(layout.type_name, layout.owned_address)
+        if self.late is not None:
+            self.late.forget()
+        core.load_weights(layout.type_name, layout.owned_address)
         self.ranks.all_gather_weights(layout)
         with torch.no_grad():
             for i in range(len(layout.params)):
@@ -398,7 +450,11 @@ class Session:
             return True
 
         self.edit(edit, self.lineage, residual)
-        self.load_weights()
+        if self.ranks.world == 1:
+            # Nothing is left to be written, and in the middle of a backward nothing may be.
+            layout.snapshot_versions()
+        else:
+            self.load_weights()
 
     def edit(self, edit, lineage, residual=None, ahead=()):
         """Rewrites state: edit(segment, start, stop, planes) changes f32 tensors [stop - start] in

@@ -5,6 +5,7 @@ import inspect
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from smartinf import checkpoint, relayout, state_io, trainer_arguments
 from smartinf.amp import ScalerSignal
 from smartinf.averaged_gradients import AveragedGradients
+from smartinf.early_updates import EarlyUpdates
 from smartinf.errors import NonFiniteGradientError, UsageError
 from smartinf.gradients import HeldGradients
 from smartinf.options import Options
@@ -85,7 +87,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         parameter is bfloat16.
     durability: "step": every step survives a power cut. "none": scratch runs; nothing is promised.
     max_grad_norm: clips by the global L2 norm, found while gradients are handed over: no extra pass.
-        float("inf") clips nothing, and says that this is meant.
+        0 and float("inf") clip nothing, and say that this is meant.
     nonfinite: on a gradient with an infinity or NaN "raise" NonFiniteGradientError, "skip" the step,
         or "apply" it as torch does. Before the first two nothing has changed.
     release_gradients: backward hands each gradient over as soon as it is complete and frees it. With
@@ -93,11 +95,15 @@ class StorageOptimizer(torch.optim.Optimizer):
         over in the k-th. p.grad is None after backward then, so clip with max_grad_norm. GradScaler works
         (leave scaler.unscale_ out). Under several ranks gradients are averaged on the way, bucket by
         bucket, each to the rank that owns it; do not wrap the model in DistributedDataParallel then.
-    overlap: the model, whose next forward then runs while the devices update: step() returns at once, and each
-        module waits for its own parameters' new weights before it computes with them. Same weights, bit for
-        bit. state_dict(), load_state_dict() and parameters() of the model wait for all of them, and so does
+    overlap: what runs beside the update; same weights, bit for bit. One process only; docs/python.md has the rules.
+        "late": the next forward. step() returns at once, and each module of `model` waits for its own parameters'
+        new weights before it computes with them. "early": backward too, with release_gradients=True: each device
+        updates a part as soon as its gradients are there, by the guess that nothing is clipped, and once more where
+        that was wrong. "auto": "early" in steps where it pays and the guess is likely to be right, else "late".
+        state_dict(), load_state_dict(), parameters() and copies of the model wait for all weights, and so does
         synchronize(). Whoever holds single parameters and looks at them between step() and the next forward
-        calls wait_weights() first. One process only. None: step() waits.
+        calls wait_weights() first. overlap=model is short for overlap="late", model=model. None: step() waits.
+    model: with overlap, the module in whose modules all parameters of the optimizer are.
     where: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
     subgroup_elements: of the unit that is read, updated and written at once; 0: chosen.
     checksums: of every block on the devices, checked when it is read. False saves a little time.
@@ -107,7 +113,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         among torch's own loops. capturable, differentiable: must be False.
 
     After a step: ``grad_norm`` is the global L2 norm of its gradients before clipping; ``exposed_s`` the seconds
-    since the step before for which training waited for new weights or a commit.
+    since the step before for which training waited for new weights or a commit; ``overlap`` the step's ("none",
+    "late" or "early"), and ``wrong_guess`` whether an early update was made again.
 
     ``with smartinf.AdamW(...) as optimizer:`` closes it at the end of the block.
 
@@ -138,6 +145,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         release_gradients=False,
         accumulation_steps=1,
         overlap=None,
+        model=None,
         where="device",
         subgroup_elements=0,
         checksums=True,
@@ -157,7 +165,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._options = Options(given, self._rule, self._state_keys, self._torch_counts_steps)
         self.max_grad_norm = max_grad_norm
         self.nonfinite = nonfinite
-        self.grad_norm, self.exposed_s = None, 0.0
+        self.grad_norm, self.exposed_s, self.overlap, self.wrong_guess = None, 0.0, "none", False
         self._scaler_signal = ScalerSignal()
         super().__init__(params, defaults)
         trainer_arguments.check_making(self.param_groups, self._options, max_grad_norm)
@@ -172,6 +180,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._session = Session(
             self._options, self._gradient_source, self._trainable(), rule_options, resume
         )
+        self._early_updates = EarlyUpdates(self._options.overlap)
+        expected = weakref.WeakMethod(self._expected_update)
+        self._session.expected_update = lambda: expected()()
         return self._session
 
     def _gradient_source(self, session):
@@ -212,7 +223,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._session.synchronize()
 
     def wait_weights(self) -> None:
-        """With overlap: waits until all parameters hold the last step's weights. Else they do already."""
+        """With overlap: waits until all parameters hold the last step's weights. Else they do already. Errors:
+        UsageError between backward and step(), when an early update may be overwriting them."""
+        if self._session.updating_early:
+            raise UsageError("wait_weights() while an early update is under way: call step() or zero_grad() first")
         self._session.take_weights()
 
     def add_param_group(self, param_group: dict) -> None:
@@ -299,11 +313,26 @@ class StorageOptimizer(torch.optim.Optimizer):
                 'was not made. Lower the learning rate or clip; nonfinite="skip" leaves such steps out.'
             )
         clip = 1.0
-        if self.max_grad_norm is not None and math.isfinite(norm):
+        if self.max_grad_norm and math.isfinite(norm):
             clip = min(1.0, float(self.max_grad_norm) / (norm + 1e-6))
         after = session.lineage.advanced(taking_part)
         session.update(after, clip / scale, self._group_options(after, taking_part))
         self.exposed_s, session.waited_s = session.waited_s, 0.0
+        self.overlap, self.wrong_guess = session.overlap, session.wrong_guess
+        self._early_updates.stepped(session, norm, scale, self.exposed_s)
+
+    def _expected_update(self):
+        """Session.update()'s arguments as they are likely to be at the end of backward: nothing is clipped, and the
+        same parameters take part as before; and the norm up to which that is so, before unscaling (0: any). None:
+        the update waits for all gradients."""
+        session, early = self._session, self._early_updates
+        limit = float(self.max_grad_norm or 0)
+        limit = limit if math.isfinite(limit) else 0.0
+        if not early.wanted(limit, session.early_possible):
+            return None
+        taking_part = early.taking_part or [True] * len(session.layout.params)
+        after, scale = session.lineage.advanced(taking_part), early.loss_scale
+        return after, 1.0 / scale, self._group_options(after, taking_part), limit * scale
 
     def _group_options(self, after, taking_part):
         by_parameter = {}

@@ -41,7 +41,8 @@ class StorageOptions(TypedDict, total=False):
     nonfinite: Literal["raise", "skip", "apply"]
     release_gradients: bool
     accumulation_steps: int
-    overlap: torch.nn.Module | None
+    overlap: torch.nn.Module | Literal["none", "late", "early", "auto", None]
+    model: torch.nn.Module | None
     where: Literal["device", "host"]
     subgroup_elements: int
     checksums: bool

@@ -5,6 +5,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/early_update_pays.h"
 #include "smartinf/train/lr_schedule.h"
 #include "smartinf/train/window_order.h"
 
@@ -14,16 +15,6 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 using torch::Tensor;
-
-namespace {
-
-// Norms of neighbouring steps are alike: this far below the limit the next one is likely to be
-// below it, too.
-constexpr double kLikelyNorm = 0.8;
-// What a late update may be waited for before an early one is tried.
-constexpr double kExposedShareMax = 0.05;
-
-}  // namespace
 
 torch::ScalarType scalar_type(base::DataType type) {
   switch (type) {
@@ -167,10 +158,9 @@ Overlap TorchTrainer::overlap_of_next_step() const {
   if (memory_ != nullptr || train.overlap == Overlap::kNone) return Overlap::kNone;
   if (train.overlap == Overlap::kEarly) return Overlap::kEarly;
   const bool last = step_ + 1 == train.steps;  // nothing is computed behind it
-  const bool right_guess =
-      train.clip_norm == 0 || (norm_before_ > 0 && norm_before_ < kLikelyNorm * train.clip_norm);
-  if (train.overlap == Overlap::kAuto && right_guess &&
-      (last || late_exposed_ > kExposedShareMax) && updater_->early_update_possible().ok()) {
+  if (train.overlap == Overlap::kAuto &&
+      engine::early_update_pays(norm_before_, train.clip_norm, late_exposed_, last) &&
+      updater_->early_update_possible().ok()) {
     return Overlap::kEarly;
   }
   return last ? Overlap::kNone : Overlap::kLate;

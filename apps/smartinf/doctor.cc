@@ -138,7 +138,8 @@ void look_at_cores(const CpuFacts& cpu, Report& report) {
   report.ok("cores", value);
   if (cpu.numa_nodes > 1) {
     report.note("NUMA", fmt::format("{} nodes", cpu.numa_nodes),
-                "A drive's threads do best on the node it is attached to; see its line below.");
+                "A device's threads are fastest on the node that its drive is attached to; see the "
+                "drive's line below.");
   } else {
     report.ok("NUMA", "1 node");
   }
@@ -159,7 +160,7 @@ void look_at_kernels(Report& report) {
   if (!forced.ok()) {
     report.warn("instruction set", value, forced.to_string());
   } else if (pin != nullptr && *pin != '\0') {
-    report.note("instruction set", fmt::format("{}; pinned by SMARTINF_FORCE_ISA={}", value, pin),
+    report.note("instruction set", fmt::format("{}; selected by SMARTINF_FORCE_ISA={}", value, pin),
                 "Unset it for the fastest one; results are the same.");
   } else {
     report.ok("instruction set", value);
@@ -181,7 +182,7 @@ void look_at_torch(Report& report) {
   const GpuFacts gpu = gpu_facts();
   const std::string folder = SMARTINF_TORCH_DIR;
   if (folder.empty()) {
-    report.note("torch", "this build has none: everything but training works",
+    report.note("torch", "not in this build; everything but training works",
                 "Run scripts/setup.sh to install torch and build with it.");
   } else {
     std::ifstream file(folder + "/version.py");
@@ -189,7 +190,7 @@ void look_at_torch(Report& report) {
     const std::string version = python_constant(text, "__version__");
     const std::string cuda = python_constant(text, "cuda");
     if (version.empty()) {
-      report.warn("torch", fmt::format("built with the one in {}, which is gone", folder),
+      report.warn("torch", fmt::format("built with the one in {}, which no longer exists", folder),
                   "Run scripts/setup.sh again.");
     } else {
       report.ok("torch",
@@ -197,10 +198,11 @@ void look_at_torch(Report& report) {
     }
   }
   if (!gpu.driver) {
-    report.ok("GPU", "none with an NVIDIA driver; training runs on the cores");
+    report.ok("GPU", "none with an NVIDIA driver; models are computed on the CPU");
   } else if (gpu.devices.empty()) {
-    report.warn("GPU", "an NVIDIA driver is loaded, but nvidia-smi shows no GPU",
-                "Is the GPU passed on to this container, and is nvidia-smi installed?");
+    report.warn(
+        "GPU", "an NVIDIA driver is loaded, but nvidia-smi shows no GPU",
+        "Check that the GPU is available in this container, and that nvidia-smi is installed.");
   } else {
     for (const std::string& device : gpu.devices) report.ok("GPU", device);
   }
@@ -266,18 +268,18 @@ void look_at_space(const DriveFacts& drive, Report& report) {
 void look_at_file_system(const DriveFacts& drive, Report& report) {
   if (drive.file_system == "tmpfs" || drive.file_system == "ramfs") {
     report.warn("  file system", drive.file_system + ": this is memory, not a drive",
-                "The state would use up memory and be gone at the next boot.");
+                "The state would take memory, and be lost at the next boot.");
   } else if (drive.file_system == "overlay") {
     report.note("  file system", "overlay: a container's own layer",
-                "It goes with the container; mount a volume for runs to be kept.");
+                "It is deleted with the container; mount a volume to keep runs.");
   } else if (drive.file_system.starts_with("nfs") || drive.file_system == "cifs" ||
              drive.file_system == "9p" || drive.file_system.starts_with("fuse")) {
     report.note("  file system", drive.file_system + ": not a local drive",
-                "Durability is what the server makes of it; a local drive is faster.");
+                "The server decides what survives a power loss; a local drive is faster.");
   }
   if (drive.direct_io && !*drive.direct_io) {
     report.note("  direct I/O", fmt::format("refused ({})", drive.direct_io_problem),
-                "Transfers go through the page cache: slower, and they push out other files.");
+                "Transfers go through the page cache, which is slower and displaces other files.");
   } else if (drive.direct_io) {
     report.ok("  direct I/O", "works");
   }
@@ -287,7 +289,7 @@ void look_at_drive(const DriveFacts& drive, Report& report) {
   const std::string text = drive_text(drive);
   if (text.empty()) return;
   if (drive.rotational.value_or(false) && !is_virtual(drive)) {
-    report.note("  drive", text, "An update streams all state every step: expect 0.1-0.2 GB/s.");
+    report.note("  drive", text, "Every step reads and writes all state: expect 0.1-0.2 GB/s.");
   } else {
     report.ok("  drive", text);
   }
@@ -358,7 +360,8 @@ int run_doctor(const DoctorFlags& flags) {
   Report report;
   report.ok("smartinf", fmt::format("{} on {}", SMARTINF_VERSION, system_name()));
   if (const std::string sanitizers = SMARTINF_SANITIZERS; !sanitizers.empty()) {
-    report.note("build", "with sanitizers: " + sanitizers, "Much slower; do not measure with it.");
+    report.note("build", "with sanitizers: " + sanitizers,
+                "This build is much slower; do not measure with it.");
   }
   look_at_rings(report);
   look_at_memory(memory_facts(), report);
@@ -388,7 +391,7 @@ void add_doctor(CLI::App& app, Run& run) {
   auto flags = std::make_shared<DoctorFlags>();
   command
       ->add_option("-d,--device", flags->devices,
-                   "Directory or block device to look at; may be repeated. Default: this directory")
+                   "Directory or block device to examine; may be repeated [the working directory]")
       ->type_name("DIR");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(

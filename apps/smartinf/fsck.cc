@@ -245,25 +245,25 @@ int run_fsck(const FsckFlags& flags) {
 }  // namespace
 
 void add_fsck(CLI::App& app, Run& run) {
-  CLI::App* command = app.add_subcommand("fsck", "Check everything that is on devices");
+  CLI::App* command = app.add_subcommand("fsck", "Check every block of the state on devices");
   auto flags = std::make_shared<FsckFlags>();
   command
       ->add_option("device", flags->places,
-                   "Devices, if possible all of a run; or the run's folder")
+                   "Devices, if possible all devices of a run, or the run's folder")
       ->required()
       ->type_name("DEVICE...");
   command->add_flag("--repair", flags->repair,
-                    "Write damaged copies of superblock, layout and tables anew from good ones; "
-                    "never touches state");
+                    "Write damaged copies of superblock, layout and tables anew from intact ones; "
+                    "state is never written");
   command
       ->add_option("--memory-budget", flags->memory_budget, "Memory for blocks in flight [256MiB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "Every block is read and held against its checksum, which knows run, device, step and "
-      "place.\n"
-      "The devices are locked meanwhile, so no run may use them. Exit code 0: sound, or repaired;\n"
-      "1: something stays wrong.\n\n"
+      "Every block is read and compared with its checksum. The devices are locked meanwhile, so "
+      "no\n"
+      "run can use them. Exit code 0: nothing is damaged, or all is repaired; 1: damage is "
+      "left.\n\n"
       "Examples:\n"
       "  smartinf fsck runs/quickstart\n"
       "  smartinf fsck /mnt/a /mnt/b --repair\n"

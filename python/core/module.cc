@@ -77,7 +77,7 @@ void define_functions(nb::module_& module) {
              "norm_max"_a, "late_exposed"_a, "last"_a,
              "Whether overlap 'auto' makes the next update an early one.");
   module.def("take_remarks", &smartinf::python::take_remarks,
-             "What the core has remarked since the last call: [(level, text)].");
+             "The core's log messages since the last call: [(level, text)].");
 }
 
 void define_checkpoint(nb::module_& module) {
@@ -145,16 +145,15 @@ void define_state(nb::class_<PyUpdater>& updater) {
            "residual"_a = 0, "ahead"_a = std::vector<std::array<float, 3>>(),
            "Like read_state over all planes, with views that may be written; what edit(first, "
            "count, views) returns true for is written back. All becomes real at once, as a step. "
-           "edit None: no plane changes. residual: address of what compression is to keep from now "
-           "on, bf16 in the order of the space; 0: as it is. ahead: step_ahead() of where that "
-           "comes from; empty: as it is.")
+           "edit None: no plane changes. residual: address of the new residual, bf16 in the order "
+           "of the space; 0: unchanged. ahead: step_ahead() that belongs to it; empty: unchanged.")
       .def("step_ahead", &PyUpdater::step_ahead,
-           "(lr, variance's bias, eps) by group, by which weights are ahead of the stored ones for "
-           "what compression keeps; empty when they are not.")
+           "(lr, bias correction, eps) by group, with which step-ahead moves the stored weights; "
+           "empty without step-ahead.")
       .def("residual", &PyUpdater::residual,
-           "Address of what compression keeps, bf16 in the order of the space, valid until state "
-           "changes; 0 without feedback.")
-      .def("compression", &PyUpdater::compression, "Of the last update.")
+           "Address of the residual, bf16 in the order of the space, valid until state changes; 0 "
+           "without error feedback.")
+      .def("compression", &PyUpdater::compression, "Counts of what the last update sent.")
       .def("load_weights", &PyUpdater::load_weights, "type"_a, "address"_a,
            "Master weights, cast, to one flat array in the order of the space.")
       .def("save_checkpoint", &PyUpdater::save_checkpoint, "path"_a, "replace"_a, "trainer"_a,
@@ -169,7 +168,7 @@ void define_state(nb::class_<PyUpdater>& updater) {
       .def("gradient_memory_bytes", &PyUpdater::gradient_memory_bytes)
       .def("bytes_written_ever", &PyUpdater::bytes_written_ever)
       .def("describe_devices", &PyUpdater::describe_devices)
-      .def("close", &PyUpdater::close, "Carries a started commit through and lets the devices go.");
+      .def("close", &PyUpdater::close, "Completes a started commit and releases the devices.");
 }
 
 void define_step(nb::class_<PyUpdater>& updater) {
@@ -179,7 +178,7 @@ void define_step(nb::class_<PyUpdater>& updater) {
       .def("put_gradient_part", &PyUpdater::put_gradient_part, "range"_a, "first"_a, "address"_a,
            "type"_a, "count"_a, "Elements [first, first + count) of a range, cut as the core asks.")
       .def("skip_gradient", &PyUpdater::skip_gradient, "range"_a,
-           "This range gets none in this step and is to be left alone by the update.")
+           "This range gets no gradient in this step and is skipped by the update.")
       .def("finish_gradients", &PyUpdater::finish_gradients, "unscale"_a,
            "(L2 norm after unscaling, finite, name of the first range that is not finite)")
       .def("early_update_refusal", &PyUpdater::early_update_refusal,
@@ -189,11 +188,10 @@ void define_step(nb::class_<PyUpdater>& updater) {
            "Right after begin_step(): ranges are updated as their gradients become complete, by "
            "the guess that start_update() will be given the same. norm_max: of all gradients, up "
            "to which that is so; 0: whatever it is. Weights come up at any time from then on.")
-      .def(
-          "start_update", &PyUpdater::start_update, "number"_a, "gradient_scale"_a, "groups"_a,
-          "type"_a, "address"_a,
-          "groups: for each range a dict of torch's options and 'step' (counts from 1), or None to "
-          "leave it alone. Weights go to one flat array in the order of the space.")
+      .def("start_update", &PyUpdater::start_update, "number"_a, "gradient_scale"_a, "groups"_a,
+           "type"_a, "address"_a,
+           "groups: for each range a dict of torch's options and 'step' (counts from 1), or None "
+           "to skip it. Weights go to one flat array in the order of the space.")
       .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
       .def("start_commit", &PyUpdater::start_commit, "client_metadata"_a)
       .def("committing", &PyUpdater::committing, "Whether a commit that was started goes on.")

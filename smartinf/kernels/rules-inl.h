@@ -91,11 +91,11 @@ struct Adam {
 
 // Adam whose variance is given the squares of a gradient that it does not see whole. Rarer,
 // so its cases are told apart at run time.
-struct AdamOfSquares {
+struct AdamFactored {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = true;
   static constexpr bool kSquares = true;
-  explicit AdamOfSquares(const StepScalars& s)
+  explicit AdamFactored(const StepScalars& s)
       : decays(s.weight_decay != 0),
         near(s.one_minus_beta1 < 0.5f),
         decay(s),
@@ -213,7 +213,7 @@ HWY_INLINE void with_rule(const StepScalars& s, bool squares, const Work& work) 
   switch (s.rule) {
     case UpdateRule::kAdamW:
     case UpdateRule::kAdam:
-      if (squares) return work.template operator()<AdamOfSquares>();
+      if (squares) return work.template operator()<AdamFactored>();
       if (s.one_minus_beta1 < 0.5f) {
         return decays ? work.template operator()<Adam<true, true>>()
                       : work.template operator()<Adam<false, true>>();

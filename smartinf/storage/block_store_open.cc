@@ -120,21 +120,20 @@ Result<Superblock> Opening::superblock() {
   if (!chosen.ok()) {
     const ErrorCode code = chosen.status().code();
     return Status(code == ErrorCode::kMismatch ? code : ErrorCode::kCorrupt,
-                  "no superblock can be used: " + chosen.status().what(),
+                  "no copy of the superblock can be used: " + chosen.status().what(),
                   code == ErrorCode::kMismatch ? chosen.status().advice() : std::string(kRestore),
                   at(0, kSuperblockAreaBytes));
   }
   for (uint32_t copy = 0; copy < kSuperblockCopies; ++copy) {
     if ((bad >> copy & 1u) == 0) continue;
-    base::log(
-        base::LogLevel::kWarning,
-        fmt::format("{}: superblock copy {} at offset {} is damaged; another one is used, and "
-                    "the next steps replace it",
-                    file_path_, copy, superblock_offset(copy)));
+    base::log(base::LogLevel::kWarning,
+              fmt::format("{}: superblock copy {} at offset {} is damaged; another copy is used, "
+                          "and the next steps overwrite this one",
+                          file_path_, copy, superblock_offset(copy)));
   }
   if (chosen->container_bytes > size_bytes_) {
     return Status(ErrorCode::kCorrupt,
-                  fmt::format("the container has {} bytes where {} belong", size_bytes_,
+                  fmt::format("the container has {} bytes instead of {}", size_bytes_,
                               chosen->container_bytes),
                   std::string(kRestore), at(0, size_bytes_));
   }
@@ -145,7 +144,7 @@ Result<StoreLayout> Opening::layout(const Superblock& superblock) {
   SI_ASSIGN_OR_RETURN(
       base::AlignedBuffer record,
       base::AlignedBuffer::allocate(base::round_up(superblock.layout_bytes, base::kIoAlignment)));
-  Result<StoreLayout> parsed = Status(ErrorCode::kCorrupt, "no layout record");
+  Result<StoreLayout> parsed = Status(ErrorCode::kCorrupt, "the layout record cannot be used");
   for (uint32_t copy = 0; copy < kLayoutCopies; ++copy) {
     const uint64_t offset = kSuperblockAreaBytes + copy * record.size();
     const Status status = read(offset, record);
@@ -159,7 +158,7 @@ Result<StoreLayout> Opening::layout(const Superblock& superblock) {
   }
   if (superblock.phase == Phase::kCreating) {
     return Status(ErrorCode::kFailedPrecondition, "the device's creation was interrupted",
-                  "Start the run again: it starts over.", at(0, 0));
+                  "Start the run again: the creation starts over.", at(0, 0));
   }
   return Status(ErrorCode::kCorrupt, parsed.status().what(), std::string(kRestore),
                 at(kSuperblockAreaBytes, kLayoutCopies * record.size()));
@@ -188,8 +187,8 @@ Result<std::unique_ptr<BlockStore>> BlockStore::open(Container container,
   const Durability made_with = superblock.slots == 1 ? Durability::kNone : Durability::kStep;
   if (kept.durability != made_with) {
     base::log(base::LogLevel::kInfo,
-              fmt::format("{}: made with durability \"{}\", which stays", container.file_path,
-                          made_with == Durability::kNone ? "none" : "step"));
+              fmt::format("{}: it was made with durability \"{}\", which cannot be changed",
+                          container.file_path, made_with == Durability::kNone ? "none" : "step"));
     kept.durability = made_with;
   }
   std::unique_ptr<BlockStore> store(new BlockStore(std::move(container), std::move(kept),

@@ -101,10 +101,11 @@ Status PlaneTable::check_written(StepNumber step, bool step_wrote) const {
       const auto blocks = std::span(sealed_).subspan(sealed_first_[plane_index(subgroup, plane)],
                                                      geometry_.blocks(subgroup));
       if (std::find(blocks.begin(), blocks.end(), uint8_t{0}) != blocks.end()) {
-        return Status(ErrorCode::kFailedPrecondition,
-                      fmt::format("the {} plane of subgroup {} was written but not sealed",
-                                  base::plane_kind_name(layout_.planes[plane]),
-                                  layout_.subgroups[subgroup].id.value));
+        return Status(
+            ErrorCode::kFailedPrecondition,
+            fmt::format("the {} plane of subgroup {} was written, but its checksums are missing",
+                        base::plane_kind_name(layout_.planes[plane]),
+                        layout_.subgroups[subgroup].id.value));
       }
     }
   }

@@ -59,10 +59,10 @@ Status SuperblockPairs::check_newest() {
     if (!found.ok() || found->sequence <= value_.sequence) continue;
     return Status(ErrorCode::kBusy,
                   fmt::format("another process has written to the device since it was opened: its "
-                              "state stands at step {}",
+                              "state is at step {}",
                               found->committed_step),
-                  "Stop all but one of the processes that use this device. Nothing of theirs was "
-                  "overwritten.",
+                  "Stop all but one of the processes that use this device. Nothing that they wrote "
+                  "was overwritten.",
                   base::ErrorPlace{file_path_, superblock_offset(copy), kSuperblockBytes, 0});
   }
   return Status();

@@ -78,6 +78,8 @@ def _overlap(given):
     if isinstance(overlap, torch.nn.Module) and model is None:
         return "late", overlap
     if overlap is None or overlap == "none":
+        if model is not None and overlap is None:
+            raise UsageError('model= is for overlap: say overlap="late", "early" or "auto"')
         return None, None
     if overlap not in ("late", "early", "auto"):
         raise UsageError(

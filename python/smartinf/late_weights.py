@@ -183,6 +183,10 @@ class _Finished:
             finish(self, values=False)  # clip_grad_norm_(model.parameters()) comes before step()
             return plain.named_parameters(self, *args, **kwargs)
 
+        def named_modules(self, *args, **kwargs):  # parameters() of a module around the model asks for them
+            finish(self, values=False)
+            return plain.named_modules(self, *args, **kwargs)
+
         def apply(self, *args, **kwargs):  # .to(), .half(), share_memory() ...
             finish(self)
             return plain._apply(self, *args, **kwargs)
@@ -204,6 +208,7 @@ class _Finished:
 
         body = {
             "named_parameters": named_parameters,
+            "named_modules": named_modules,
             "zero_grad": zero_grad,
             "_apply": apply,
             "__reduce_ex__": reduce_ex,

@@ -4,7 +4,7 @@
     bench/overlap.py --device DIR [--rounds 3] [--steps 8] [--programs command,python]
 
 Both programs train a Llama of about 200 million parameters in bf16 on 512 tokens a step: `smartinf train`
-(optimizer.overlap none, late and early) and Hugging Face's model with smartinf.AdamW (with and without overlap=model).
+(optimizer.overlap none, late and early) and Hugging Face's model with smartinf.AdamW (overlap none, late and early).
 "compute": forward and backward alone, without any update. One line of JSON for each: seconds of a step, median
 over the steps behind the first two, and the bits of the last loss. Every run is a process of its own. State is
 kept below DIR and removed.
@@ -60,7 +60,7 @@ def command(args, mode, folder):
     }
 
 
-def python_steps(mode, folder, steps):
+def python_steps(mode, folder, steps, clip_norm):
     """In a process of its own: the same with transformers and the package."""
     import torch
     import transformers
@@ -81,12 +81,17 @@ def python_steps(mode, folder, steps):
     ).to(torch.bfloat16)
     optimizer = None
     if mode != "compute":
-        overlap = {"overlap": model} if mode == "late" else {}
+        overlap = {} if mode == "none" else {"overlap": mode, "model": model}
         optimizer = smartinf.AdamW(
-            model.named_parameters(), lr=1e-4, devices=[folder], max_grad_norm=1.0, release_gradients=True, **overlap
+            model.named_parameters(),
+            lr=1e-4,
+            devices=[folder],
+            max_grad_norm=clip_norm,
+            release_gradients=True,
+            **overlap,
         )
     tokens = torch.randint(8192, (1, 512))
-    seconds, exposed = [], [0.0]
+    seconds, exposed, wrong = [], [0.0], [False]
     for _ in range(steps + 2):
         begin = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -96,6 +101,7 @@ def python_steps(mode, folder, steps):
         else:
             optimizer.step()
             exposed.append(optimizer.exposed_s)
+            wrong.append(optimizer.wrong_guess)
         seconds.append(time.perf_counter() - begin)
     if optimizer is not None:
         optimizer.close()
@@ -104,6 +110,7 @@ def python_steps(mode, folder, steps):
             {
                 "step_s": statistics.median(seconds[2:]),
                 "exposed_s": statistics.median(exposed[2:] or exposed),
+                "wrong_guesses": sum(wrong[3:]),
                 "loss": loss.item().hex(),
                 "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "params": sum(param.numel() for param in model.parameters()),
@@ -117,23 +124,23 @@ def main():
     parser.add_argument("--device", required=True, help="a directory on the drive")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
-    parser.add_argument("--clip-norm", type=float, default=1.0, help="of the command; 0: every guess is right")
+    parser.add_argument("--clip-norm", type=float, default=1.0, help="0: every guess is right")
     parser.add_argument("--programs", default="command,python")
     parser.add_argument("--smartinf", default="smartinf", help="the command")
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.mode:
-        return python_steps(args.mode, args.device, args.steps)
+        return python_steps(args.mode, args.device, args.steps, args.clip_norm)
     os.makedirs(args.device, exist_ok=True)
     for round_number in range(args.rounds):
         for program in args.programs.split(","):
-            for mode in ("none", "late", "early") if program == "command" else ("compute", "none", "late"):
+            for mode in ("none", "late", "early") if program == "command" else ("compute", "none", "late", "early"):
                 with tempfile.TemporaryDirectory(dir=args.device) as folder:
                     if program == "command":
                         row = command(args, mode, folder)
                     else:
                         words = [sys.executable, __file__, "--mode", mode, "--steps", str(args.steps)]
-                        words += ["--device", folder]
+                        words += ["--device", folder, "--clip-norm", str(args.clip_norm)]
                         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
                         row = json.loads(done.stdout.splitlines()[-1])
                 print(json.dumps({"round": round_number, "program": program, "mode": mode, **row}), flush=True)

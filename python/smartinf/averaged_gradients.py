@@ -72,7 +72,7 @@ class Buckets:
         self._left = {}
         self._came = []
         self._next = 0
-        self._flying = collections.deque()
+        self._in_flight = collections.deque()
         self._taking = None
 
     @property
@@ -96,8 +96,8 @@ class Buckets:
         self._taking = taking if taking is not None else [False] * len(self._layout.params)
         while self._next < len(self._buckets):
             self._launch()
-        while self._flying:
-            self._land()
+        while self._in_flight:
+            self._finish_oldest()
         if not self._arranged and taking is not None:
             self._arranged = True
             came = self._ranks.broadcast_object(self._came)
@@ -106,8 +106,8 @@ class Buckets:
         self._reset()
 
     def _launch(self):
-        while len(self._flying) >= _IN_FLIGHT_MAX:
-            self._land()
+        while len(self._in_flight) >= _IN_FLIGHT_MAX:
+            self._finish_oldest()
         bucket = self._buckets[self._next]
         self._next += 1
         elements = sum(piece.count for piece in bucket)
@@ -129,10 +129,10 @@ class Buckets:
                     self._gradients[piece.param] = None  # has been here, but is no longer held
             at += piece.count
         work = self._ranks.reduce(flat, bucket[0].owner)
-        self._flying.append((bucket, memory, flat, work))
+        self._in_flight.append((bucket, memory, flat, work))
 
-    def _land(self):
-        bucket, memory, flat, work = self._flying.popleft()
+    def _finish_oldest(self):
+        bucket, memory, flat, work = self._in_flight.popleft()
         work.wait()
         if bucket[0].owner == self._ranks.rank:
             at = 0

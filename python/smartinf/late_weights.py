@@ -1,6 +1,7 @@
 """What overlap puts on the model: each module waits for its own parameters' new weights before it computes with them,
 and nobody reads or uses weights that are being overwritten."""
 
+import copyreg
 import weakref
 
 import torch
@@ -67,10 +68,10 @@ class LateWeights:
             self.shared |= own & in_modules
             in_modules |= own
             session.hooks += [
-                module.register_forward_pre_hook(before_forward(frozenset(own))),
-                module.register_forward_hook(after_forward(frozenset(own))),
-                module.register_state_dict_pre_hook(wait_for_all),
-                module.register_load_state_dict_pre_hook(wait_for_all),
+                module.register_forward_pre_hook(_Hook(before_forward(frozenset(own)))),
+                module.register_forward_hook(_Hook(after_forward(frozenset(own)))),
+                module.register_state_dict_pre_hook(_Hook(wait_for_all)),
+                module.register_load_state_dict_pre_hook(_Hook(wait_for_all)),
             ]
         outside = [name for i, name in enumerate(names) if i not in in_modules]
         if outside:
@@ -144,6 +145,27 @@ def _tensors(output):
             yield from _tensors(part)
 
 
+class _Hook:
+    """Of a module. A copy of the module, or a pickle, has one that does nothing."""
+
+    def __init__(self, call):
+        self._call = call
+
+    def __call__(self, *given):
+        self._call(*given)
+
+    def __reduce__(self):
+        return _no_hook, ()
+
+
+def _no_hook():
+    return _nothing
+
+
+def _nothing(*_):
+    pass
+
+
 class _Finished:
     """Until removed, whoever walks over the model's parameters finds finished weights. The model gets a class of
     its own for that, as FSDP2 does; a copy of the model is not waited for."""
@@ -161,6 +183,10 @@ class _Finished:
             finish(self, values=False)  # clip_grad_norm_(model.parameters()) comes before step()
             return plain.named_parameters(self, *args, **kwargs)
 
+        def named_modules(self, *args, **kwargs):  # parameters() of a module around the model asks for them
+            finish(self, values=False)
+            return plain.named_modules(self, *args, **kwargs)
+
         def apply(self, *args, **kwargs):  # .to(), .half(), share_memory() ...
             finish(self)
             return plain._apply(self, *args, **kwargs)
@@ -168,7 +194,9 @@ class _Finished:
         def reduce_ex(self, protocol):  # copies and pickles are of the model's own class
             finish(self)
             made, args, *rest = plain.__reduce_ex__(self, protocol)
-            return made, tuple(plain if arg is type(self) else arg for arg in args), *rest
+            if made is copyreg.__newobj__:  # pickle compares its class with the object's
+                made, args = copyreg._reconstructor, (plain, object, None)
+            return made, args, *rest
 
         def zero_grad(self, set_to_none=True):
             wait = _waiting.pop(self, None)  # looks at gradients alone
@@ -180,6 +208,7 @@ class _Finished:
 
         body = {
             "named_parameters": named_parameters,
+            "named_modules": named_modules,
             "zero_grad": zero_grad,
             "_apply": apply,
             "__reduce_ex__": reduce_ex,

@@ -78,10 +78,13 @@ def _overlap(given):
     if isinstance(overlap, torch.nn.Module) and model is None:
         return "late", overlap
     if overlap is None or overlap == "none":
+        if model is not None and overlap is None:
+            raise UsageError('model= is for overlap: say overlap="late", "early" or "auto"')
         return None, None
     if overlap not in ("late", "early", "auto"):
+        given_as = repr(overlap) if isinstance(overlap, (str, bool)) else type(overlap).__name__
         raise UsageError(
-            f'overlap={overlap!r}: known are "none", "late", "early" and "auto", with model=model, or the model '
+            f'overlap={given_as}: known are "none", "late", "early" and "auto", with model=model, or the model '
             "itself, overlap=model"
         )
     if not isinstance(model, torch.nn.Module):

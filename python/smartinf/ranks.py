@@ -1,5 +1,5 @@
 """Several ranks that share one optimizer state (as in ZeRO stage 1): each owns a span of the
-parameter space on its own devices, and new weights are all_gather_object after every step."""
+parameter space on its own devices, and new weights go to all ranks after every step."""
 
 import math
 import os

@@ -1,39 +1,63 @@
-"""overlap=model: the update runs behind the next forward, and nobody sees weights that are not there yet."""
+"""overlap: the update runs behind the next forward or beside backward, with the same bits, and nobody sees weights
+that are not there yet. test_early_updates.py has what only early updates can run into."""
 
 import copy
+import gc
+import io
+import itertools
+import statistics
 
 import pytest
 import torch
+import torch.utils.checkpoint  # noqa: F401
 
 import smartinf
+from smartinf import early_updates
+
+
+WIDTH = 224  # 10 blocks of 65536 elements
+
+
+torch.set_num_threads(1)  # so small a model gains nothing from more, and waits for them
 
 
 class Model(torch.nn.Module):
     """Two modules share the embedding, one is never used, one holds a parameter of its own."""
 
-    def __init__(self, dtype=torch.float32):
+    def __init__(self, dtype=torch.float32, checkpoint=None):
         super().__init__()
-        self.embed = torch.nn.Embedding(61, 96, dtype=dtype)
-        self.body = torch.nn.Sequential(*(torch.nn.Linear(96, 96, dtype=dtype) for _ in range(12)))
-        self.scale = torch.nn.Parameter(torch.ones(96, dtype=dtype))
+        self.embed = torch.nn.Embedding(61, WIDTH, dtype=dtype)
+        torch.nn.init.normal_(self.embed.weight, std=0.05)
+        self.body = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(12)))
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH, dtype=dtype))
         self.unused = torch.nn.Linear(8, 8, dtype=dtype)
-        self.head = torch.nn.Linear(96, 61, bias=False, dtype=dtype)
+        self.head = torch.nn.Linear(WIDTH, 61, bias=False, dtype=dtype)
         self.head.weight = self.embed.weight
+        self.checkpoint = checkpoint  # None or use_reentrant
+
+    def layer(self, i, h):
+        return h + torch.nn.functional.gelu(self.body[i](h))
 
     def forward(self, x):
         h = self.embed(x) * self.scale
-        for layer in self.body:
-            h = h + torch.nn.functional.gelu(layer(h))
+        for i in range(len(self.body)):
+            if self.checkpoint is None:
+                h = self.layer(i, h)
+            else:
+                h = torch.utils.checkpoint.checkpoint(self.layer, i, h, use_reentrant=self.checkpoint)
         return self.head(h)
 
 
-def make(device, late, dtype=torch.float32, **options):
+def make(device, overlap=None, dtype=torch.float32, checkpoint=None, **options):
+    """overlap: None, "late", "early" or "auto". Released gradients where they are needed, unless options say other."""
     torch.manual_seed(5)
-    model = Model(dtype)
-    overlap = {"overlap": model} if late else {}
-    return model, smartinf.AdamW(
-        model.named_parameters(), lr=1e-2, devices=[device], **overlap, **options
-    )
+    model = Model(dtype, checkpoint)
+    if overlap is not None:
+        options |= {"overlap": overlap, "model": model}
+    if overlap == "early":
+        options = {"release_gradients": True, "max_grad_norm": 0} | options
+    options = {"lr": 1e-3, "devices": [device]} | options
+    return model, smartinf.AdamW(model.named_parameters(), **options)
 
 
 def tokens(step, batch=0):
@@ -41,14 +65,14 @@ def tokens(step, batch=0):
 
 
 def loss_of(model, x):
-    return torch.nn.functional.cross_entropy(model(x).float(), x)
+    return torch.nn.functional.cross_entropy(model(x).float(), (7 * x + 3) % 61)
 
 
 def train(model, optimizer, steps, passes=1):
     losses = []
     for step in steps:
         for i in range(passes):
-            loss = loss_of(model, tokens(step, i))
+            loss = loss_of(model, tokens(step, i)) / passes
             losses.append(loss.item())
             loss.backward()
         optimizer.step()
@@ -56,38 +80,113 @@ def train(model, optimizer, steps, passes=1):
     return losses
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_grad_norm": 0.1},
-        {"dtype": torch.bfloat16, "release_gradients": True, "max_grad_norm": 1.0},
-        {"state_format": "q8", "release_gradients": True, "accumulation_steps": 2, "max_grad_norm": 1.0},
-        {"compress": 0.3},
-        {"where": "host", "gradient_budget": "64KiB"},
-    ],
-    ids=str,
-)
-def test_same_bits_as_an_update_that_is_waited_for(tmp_path, options):
-    passes = options.get("accumulation_steps", 1)
-    seen = []
-    for late in (False, True):
-        model, optimizer = make(str(tmp_path / str(late)), late, **options)
-        seen.append((train(model, optimizer, range(8), passes), model.state_dict(), optimizer))
-    assert seen[0][0] == seen[1][0]
-    for name, value in seen[0][1].items():
-        assert torch.equal(value, seen[1][1][name]), name
-    assert seen[1][2].exposed_s > 0
+def run(folder, overlap, steps=range(7), passes=1, **options):
+    """What may not differ by a bit: losses, norms, weights, and the state on the devices."""
+    devices = [str(folder / f"{overlap}{i}") for i in range(options.pop("count", 1))]
+    if passes > 1 and options.get("release_gradients"):
+        options["accumulation_steps"] = passes
+    model, optimizer = make(None, overlap, devices=devices, **options)
+    losses, norms, overlaps, wrong = [], [], [], []
+    for step in steps:
+        losses += train(model, optimizer, [step], passes)
+        norms.append(optimizer.grad_norm)
+        overlaps.append(optimizer.overlap)
+        wrong.append(optimizer.wrong_guess)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    state = []
+    optimizer.visit_full_state(lambda name, _, planes: state.append((name, {k: torch.as_tensor(v).clone() for k, v in planes.items()})))
+    optimizer.close()
+    return (losses, norms, weights, state), overlaps, wrong
 
 
-def stepped(device, **options):
+def assert_same(a, b):
+    assert a[0] == b[0]
+    assert a[1] == b[1]
+    for name, value in a[2].items():
+        assert torch.equal(value, b[2][name]), name
+    for (name, planes), (_, others) in zip(a[3], b[3], strict=True):
+        for key, plane in planes.items():
+            assert torch.equal(plane, others[key]), (name, key)
+
+
+RELEASED = {"release_gradients": True, "max_grad_norm": 0}
+CASES = [
+    ({"max_grad_norm": 0.1}, ["late"]),
+    ({"compress": 0.3}, ["late", "auto"]),
+    ({"where": "host", "gradient_budget": "64KiB"}, ["late"]),
+    (RELEASED, ["late", "early", "auto"]),
+    (RELEASED | {"max_grad_norm": 0.01}, ["early", "auto"]),  # every guess is wrong
+    (RELEASED | {"count": 3, "subgroup_elements": 1 << 16, "max_grad_norm": "median"}, ["late", "early", "auto"]),
+    (RELEASED | {"dtype": torch.bfloat16, "state_format": "bf16", "max_grad_norm": "median"}, ["late", "early"]),
+    (RELEASED | {"state_format": "q8", "passes": 2, "max_grad_norm": "median"}, ["late", "early"]),
+    (RELEASED | {"gradient_budget": "64KiB", "max_grad_norm": "median", "subgroup_elements": 1 << 16}, ["early"]),
+    (RELEASED | {"checkpoint": True, "passes": 2}, ["late", "early"]),
+    (RELEASED | {"checkpoint": False, "max_grad_norm": "median", "where": "host"}, ["late", "early"]),
+]
+
+
+@pytest.mark.parametrize(("options", "overlaps"), CASES, ids=[f"{i}" for i in range(len(CASES))])
+def test_same_bits_as_an_update_that_is_waited_for(options, overlaps, tmp_path):
+    options = dict(options)
+    median = options.get("max_grad_norm") == "median"
+    if median:  # clips some of the steps
+        first, _, _ = run(tmp_path / "first", None, **options | {"max_grad_norm": 0})
+        options["max_grad_norm"] = statistics.median(first[1])
+    expected, _, _ = run(tmp_path, None, **options)
+    for overlap in overlaps:
+        made, had, wrong = run(tmp_path, overlap, **options)
+        assert_same(made, expected)
+        if overlap != "auto":
+            assert set(had) == {overlap}
+        if overlap == "early":
+            clipped = [0 < options["max_grad_norm"] < norm for norm in made[1]]
+            assert wrong[1:] == clipped[1:]  # the first guess is that all parameters take part
+            assert wrong[0]
+            assert not median or 0 < sum(clipped[1:]) < len(clipped[1:])
+        else:
+            assert not any(wrong[:1])
+
+
+def test_auto_may_choose_as_it_likes(tmp_path, monkeypatch):
+    """Each step otherwise than the one before; half of the guesses are wrong."""
+    options = {"release_gradients": True, "max_grad_norm": 0.0}
+    expected, _, _ = run(tmp_path / "first", None, **options)
+    options["max_grad_norm"] = statistics.median(expected[1])
+    expected, _, _ = run(tmp_path, None, **options)
+    choice = itertools.cycle([True, False, False])
+    monkeypatch.setattr(early_updates._core, "early_update_pays", lambda *_: next(choice))
+    made, had, _ = run(tmp_path, "auto", **options)
+    assert_same(made, expected)
+    assert had == ["early", "late", "late"] * 2 + ["early"]
+
+
+def test_auto_begins_early_where_it_pays():
+    pays = early_updates._core.early_update_pays
+    assert pays(0.5, 1.0, 0.1, False)
+    assert pays(0.0, 0.0, 0.1, False)  # nothing is clipped
+    assert not pays(0.0, 1.0, 0.1, False)  # no step before
+    assert not pays(0.9, 1.0, 0.1, False)
+    assert not pays(0.5, 1.0, 0.01, False)  # a late update is not waited for
+    assert pays(0.5, 1.0, 0.0, True)
+
+
+def stepped(device, overlap="late", **options):
     """(model, optimizer, weights after the step), of which the model has none yet."""
-    model, optimizer = make(device + "_plain", False, **options)
+    model, optimizer = make(device + "_plain", **options)
     train(model, optimizer, range(1))
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    model, optimizer = make(device, True, **options)
+    optimizer.close()
+    model, optimizer = make(device, overlap, **options)
     train(model, optimizer, range(1))
     assert optimizer._session.late.pending
     return model, optimizer, expected
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 READERS = {
@@ -99,26 +198,34 @@ READERS = {
     "parameters": lambda model, optimizer: dict(
         zip([name for name, _ in Model().named_parameters()], model.parameters(), strict=True)
     ),
+    "parameters of a module around it": lambda model, optimizer: {
+        name.removeprefix("0."): value for name, value in torch.nn.Sequential(model).named_parameters()
+    },
     "wait_weights": lambda model, optimizer: optimizer.wait_weights() or dict(Model.named_parameters(model)),
     "synchronize": lambda model, optimizer: optimizer.synchronize() or dict(Model.named_parameters(model)),
     "close": lambda model, optimizer: optimizer.close() or dict(Model.named_parameters(model)),
+    "moved": lambda model, optimizer: dict(Model.named_parameters(model.double().float())),
+    "a copy": lambda model, optimizer: copy.deepcopy(model).state_dict(),
+    "torch.save": lambda model, optimizer: saved_and_loaded(model).state_dict(),
     "a moving average": lambda model, optimizer: dict(
         torch.optim.swa_utils.AveragedModel(model).module.named_parameters()
     ),
 }
 
 
+@pytest.mark.parametrize("overlap", ["late", "early"])
 @pytest.mark.parametrize("reader", READERS)
-def test_whoever_reads_sees_finished_weights(device, reader):
-    model, optimizer, expected = stepped(device)
+def test_whoever_reads_sees_finished_weights(device, reader, overlap):
+    model, optimizer, expected = stepped(device, overlap)
     read = READERS[reader](model, optimizer)
     assert read
     for name, value in read.items():
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_forward_without_gradients_waits_too(device):
-    model, optimizer, expected = stepped(device)
+@pytest.mark.parametrize("overlap", ["late", "early"])
+def test_a_forward_without_gradients_waits_too(device, overlap):
+    model, optimizer, expected = stepped(device, overlap)
     plain = Model()
     plain.load_state_dict(expected)
     with torch.inference_mode():
@@ -131,24 +238,41 @@ def test_zero_grad_of_the_model_does_not_wait(device):
     assert optimizer._session.late.pending
 
 
-def test_weights_that_are_loaded_count(device):
-    model, optimizer, _ = stepped(device)
+@pytest.mark.parametrize(
+    ("overlap", "release"), [(None, True), ("late", False), ("late", True), ("early", True)]
+)
+def test_weights_that_are_loaded_count(device, overlap, release):
+    model, optimizer = make(device, overlap, release_gradients=release)
+    train(model, optimizer, range(1))
     torch.manual_seed(9)
     loaded = Model().state_dict()
     model.load_state_dict(loaded)
-    reference, other = make(device + "_reference", False)
+    reference, other = make(device + "_reference")
     train(reference, other, range(1))
+    other.synchronize()
     reference.load_state_dict(loaded)
     assert train(model, optimizer, range(1, 4)) == train(reference, other, range(1, 4))
 
 
-def test_a_second_backward_over_weights_that_were_updated_is_refused(device):
-    model, optimizer = make(device, True)
+@pytest.mark.parametrize(
+    ("overlap", "checkpoint", "release"),
+    [(None, None, False), (None, True, True), ("late", None, False), ("late", False, True), ("late", True, True)]
+    + [("early", checkpoint, True) for checkpoint in (None, False, True)],
+)
+def test_a_second_backward_over_weights_that_were_updated_is_refused(device, overlap, checkpoint, release):
+    """Without a model nobody but torch sees it, as with its own optimizers."""
+    model, optimizer = make(device, overlap, checkpoint=checkpoint, release_gradients=release)
     loss = loss_of(model, tokens(0))
     loss.backward(retain_graph=True)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    ours = pytest.raises(smartinf.UsageError, match=r"embed.weight has changed since this forward")
+    torchs = pytest.raises(RuntimeError, match="modified by an inplace operation")
+    for _ in range(2):
+        with ours if overlap else torchs:
+            loss.backward(retain_graph=True)
+    optimizer.zero_grad()
+    reference, other = make(device + "_reference")
+    assert train(reference, other, range(3))[1:] == train(model, optimizer, range(1, 3))
 
 
 def test_copies_and_closing_leave_a_plain_model(device):
@@ -172,18 +296,35 @@ def test_a_step_that_is_dropped_leaves_the_weights(device):
 
 
 def test_resumes_with_the_same_bits(device):
-    model, optimizer = make(device, True)
+    model, optimizer = make(device, "late")
     losses = train(model, optimizer, range(4))
     optimizer.close()
-    model, optimizer = make(device, True, resume=True)
+    model, optimizer = make(device, "late", resume=True)
     losses += train(model, optimizer, range(4, 8))
-    other, reference = make(device + "_whole", False)
+    other, reference = make(device + "_whole")
     assert losses == train(other, reference, range(8))
+
+
+def test_a_deleted_optimizer_is_named(device):
+    model, optimizer, _ = stepped(device)
+    del optimizer
+    gc.collect()
+    with pytest.raises(smartinf.UsageError, match="optimizer was deleted"):
+        model(tokens(0))
 
 
 def test_what_cannot_be_overlapped_is_named(device):
     model = Model()
-    with pytest.raises(smartinf.UsageError, match="overlap is a bool"):
-        smartinf.AdamW(model.parameters(), devices=[device], overlap=True)
-    with pytest.raises(smartinf.UsageError, match="parameter scale is in no module"):
-        smartinf.AdamW(model.named_parameters(), devices=[device], overlap=model.body)
+
+    def refused(match, **options):
+        with pytest.raises(smartinf.UsageError, match=match):
+            smartinf.AdamW(model.named_parameters(), devices=[device], **options)
+
+    refused('overlap=True: known are "none", "late"', overlap=True)
+    refused("overlap='soon': known are", overlap="soon", model=model)
+    refused('overlap="late" needs the model', overlap="late")
+    refused("model= is for overlap", model=model)
+    refused("parameter scale is in no module", overlap=model.body)
+    refused('overlap="early" needs release_gradients=True', overlap="early", model=model)
+    early = {"overlap": "early", "model": model, "release_gradients": True}
+    refused("needs whole gradients, and these are compressed", compress=0.3, **early | {"resume": False})

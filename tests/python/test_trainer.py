@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 import smartinf.hf  # noqa: E402 (needs transformers)
 
+torch.set_num_threads(1)  # models so small gain nothing from more, and wait for them
 VOCABULARY = 128  # bytes of English text
 STEPS = 12
 # Losses of two runs that differ in rounding only part slowly.
@@ -268,34 +269,59 @@ def test_hf_optimizer_is_what_training_arguments_say(build, tmp_path):
     assert sum(isinstance(c, smartinf.hf.CheckpointCallback) for c in run.callback_handler.callbacks) == 1
 
 
-@pytest.mark.parametrize("release", [False, True])
-@pytest.mark.parametrize("build", [llama, lora])
-def test_an_update_behind_the_next_forward_has_the_same_losses(build, release, tmp_path):
-    runs = {}
-    for overlap in (None, "late"):
-        changes = {"learning_rate": 5e-3, "eval_strategy": "steps", "eval_steps": 3}
-        args = arguments(tmp_path / f"run{overlap}", **changes)
-        run = transformers.Trainer(
+@pytest.mark.parametrize(
+    ("build", "release", "reentrant", "overlaps"),
+    [
+        (llama, False, None, ["late"]),
+        (llama, True, True, ["late", "early"]),
+        (llama, True, False, ["early", "auto"]),
+        (lora, True, None, ["late", "early"]),
+    ],
+    ids=["held", "reentrant", "non-reentrant", "lora"],
+)
+def test_overlapped_updates_have_the_same_losses(build, release, reentrant, overlaps, tmp_path):
+    """Accumulated, computed again in backward, evaluated in the middle, saved and resumed."""
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.9}
+    changes |= {"save_total_limit": 2, "logging_steps": 1}
+    if reentrant is not None:
+        changes |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+
+    def trained(overlap, device, steps=6, **resumed):
+        args = arguments(tmp_path / f"run{overlap}", steps, **changes)
+        made = transformers.Trainer(
             model=build(),
             args=args,
             train_dataset=Text(),
             eval_dataset=Text(),
             **smartinf.hf.optimizer(
-                args, devices=[str(tmp_path / f"d{overlap}")], overlap=overlap, release_gradients=release
+                args, devices=[str(tmp_path / device)], overlap=overlap, release_gradients=release
             ),
         )
-        run.train()
-        smartinf.hf.unwrap(run.optimizer).wait_weights()
-        weights = [param.detach().clone() for param in run.model.parameters()]
-        runs[overlap] = (losses(run), [e["eval_loss"] for e in run.state.log_history if "eval_loss" in e], weights)
-        saved = type(run.model).from_pretrained if build is llama else None
-        if saved is not None:
-            kept = saved(tmp_path / f"run{overlap}" / f"checkpoint-{STEPS}").state_dict()
-            for name, value in run.model.state_dict().items():
+        made.train(**resumed)
+        return made
+
+    def seen(made):
+        log = made.state.log_history
+        return [[entry[key] for entry in log if key in entry] for key in ("loss", "grad_norm", "eval_loss")]
+
+    expected = trained(None, "d")
+    for overlap in overlaps:
+        run = trained(overlap, f"d{overlap}")
+        assert seen(run) == seen(expected)
+        weights = run.model.state_dict()
+        for name, value in expected.model.state_dict().items():
+            assert torch.equal(weights[name], value), name
+        if build is llama:
+            kept = type(run.model).from_pretrained(tmp_path / f"run{overlap}" / "checkpoint-6").state_dict()
+            for name, value in weights.items():
                 assert torch.equal(kept[name], value), name
-    assert runs[None][0] == runs["late"][0]
-    assert runs[None][1] == runs["late"][1]
-    assert all(torch.equal(a, b) for a, b in zip(runs[None][2], runs["late"][2], strict=True))
+        if overlap != "auto":
+            assert smartinf.hf.unwrap(run.optimizer).overlap == overlap
+        smartinf.hf.unwrap(run.optimizer).close()
+    again = trained(
+        overlaps[-1], "other", resume_from_checkpoint=str(tmp_path / f"run{overlaps[-1]}" / "checkpoint-4")
+    )
+    assert seen(again) == seen(expected)
 
 
 def test_hf_optimizer_asks_a_subclass_what_decays(tmp_path):

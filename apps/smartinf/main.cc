@@ -208,7 +208,7 @@ int report(const base::Status& status, int code) {
 }  // namespace smartinf::apps
 
 int main(int argc, char** argv) {
-  // Writing beyond the limit of file sizes is then an error that is told, not the end.
+  // Writing beyond the limit of file sizes is then an error that is reported, and does not end the process.
   std::signal(SIGXFSZ, SIG_IGN);
   try {
     return smartinf::apps::run_command_line(argc, argv);

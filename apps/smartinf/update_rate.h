@@ -1,4 +1,4 @@
-// What the simulator is told about an update of this engine: its bytes, and how fast this machine's
+// What the simulator has to know about an update of this engine: its bytes, and how fast this machine's
 // cores do its work.
 #pragma once
 

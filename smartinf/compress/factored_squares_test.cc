@@ -41,9 +41,9 @@ std::vector<base::Bf16> gradient_of(const plan::ParameterSpace& space) {
   return gradient;
 }
 
-/// The square of every element as the factors of its subgroup's message tell it.
-std::vector<float> told(const FactoredSquares& squares, const plan::ParameterSpace& space,
-                        uint64_t subgroup_elements) {
+/// The square of every element as computed from the factors of its subgroup's message.
+std::vector<float> squares_of(const FactoredSquares& squares, const plan::ParameterSpace& space,
+                              uint64_t subgroup_elements) {
   std::vector<float> all(space.count());
   for (const plan::Subgroup& subgroup : space.subgroups(subgroup_elements)) {
     RowColumnFactors appended{.values = {-7.0f}, .runs = {1}};  // behind what is there
@@ -75,7 +75,7 @@ TEST(FactoredSquares, AreExactWhereTheyAreAProduct) {
   FactoredSquares squares(matrix_layouts(space));
   base::ThreadTeam team(1, "test");
   squares.find(gradient.data(), 0.5f, {}, team);
-  const auto found = told(squares, space, kBlockElements);
+  const auto found = squares_of(squares, space, kBlockElements);
   for (uint64_t i = 0; i < found.size(); ++i) {
     const double square = std::pow(0.5 * base::to_f32(gradient[i]), 2);
     ASSERT_NEAR(found[i], square, 1e-4 * square) << i;  // of thousands summed in f32
@@ -88,12 +88,12 @@ TEST(FactoredSquares, DoNotDependOnThreadsOrSubgroups) {
   FactoredSquares squares(matrix_layouts(space));
   base::ThreadTeam alone(1, "test");
   squares.find(gradient.data(), 0.3f, {}, alone);
-  const auto expected = told(squares, space, kBlockElements);
+  const auto expected = squares_of(squares, space, kBlockElements);
   for (const uint32_t threads : {2u, 5u}) {
     base::ThreadTeam team(threads, "test");
     squares.find(gradient.data(), 0.3f, {}, team);  // again: nothing is left of the time before
-    EXPECT_EQ(told(squares, space, 2 * kBlockElements), expected) << threads;
-    EXPECT_EQ(told(squares, space, 100 * kBlockElements), expected) << threads;
+    EXPECT_EQ(squares_of(squares, space, 2 * kBlockElements), expected) << threads;
+    EXPECT_EQ(squares_of(squares, space, 100 * kBlockElements), expected) << threads;
   }
 }
 
@@ -131,7 +131,7 @@ TEST(FactoredSquares, OfGroupsThatSitOutAreNone) {
   FactoredSquares squares(matrix_layouts(space));
   base::ThreadTeam team(2, "test");
   squares.find(gradient.data(), 1, out, team);
-  const auto found = told(squares, space, kBlockElements);
+  const auto found = squares_of(squares, space, kBlockElements);
   for (uint64_t i = 0; i < found.size(); ++i) {
     const bool skipped = i >= norm.first && i < norm.first + norm.count;
     ASSERT_EQ(found[i] == 0, skipped) << i;

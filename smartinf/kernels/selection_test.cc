@@ -109,7 +109,7 @@ RC_GTEST_PROP(TopK, AgreesWithSorting, ()) {
   }
 }
 
-// Whatever it is told about the threshold.
+// Whatever the guess of the threshold is.
 TEST(TopK, NearAThresholdFindsTheSame) {
   std::mt19937 random(6);
   std::normal_distribution<float> normal(0, 1e-3f);
@@ -124,17 +124,17 @@ TEST(TopK, NearAThresholdFindsTheSame) {
           const auto expected = sorted_top_k(in, k);
           const size_t least = std::min(k, n);
           for (const size_t room : {least, std::min(2 * least, n), n}) {
-            for (const float told : {1e-30f, 2.5e-3f, 3.0f, std::numeric_limits<float>::infinity(),
-                                     std::numeric_limits<float>::quiet_NaN()}) {
+            for (const float guess : {1e-30f, 2.5e-3f, 3.0f, std::numeric_limits<float>::infinity(),
+                                      std::numeric_limits<float>::quiet_NaN()}) {
               std::vector<uint32_t> indices(room);
               std::vector<float> values(room);
-              float threshold = told;
+              float threshold = guess;
               for (int again = 0; again < 2; ++again) {  // then with the threshold it left
                 ASSERT_EQ(top_k_near(*table, in, k, room, indices.data(), values.data(), threshold),
                           expected.size());
                 for (size_t i = 0; i < expected.size(); ++i) {
                   ASSERT_EQ(indices[i], expected[i]) << table->isa() << " n " << n << " k " << k
-                                                     << " room " << room << " told " << told;
+                                                     << " room " << room << " guess " << guess;
                   ASSERT_EQ(values[i], in[expected[i]]);
                 }
               }

@@ -2,6 +2,7 @@
 // [[device]] tables map to these one to one.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -25,6 +26,8 @@ enum class UpdateWhere : uint8_t {
   kDevice,  // SmartUpdate: state stays behind the host link
   kHost,    // the baseline: state crosses the host link both ways
 };
+inline constexpr std::array<std::string_view, 2> kUpdateWhereNames{"device", "host"};
+constexpr base::EnumNames enum_names(UpdateWhere) { return kUpdateWhereNames; }
 
 /// A path with a rate in each direction, for emulation. Bytes per second; 0: as fast as it goes.
 struct EmulatedLink {

@@ -69,6 +69,10 @@ class WrongUsage(unittest.TestCase):
         self.refused("simulate", "--layers", "2", says="--hidden")
         self.refused("simulate", "--layers", "2", "--hidden", "65", "--heads", "2", says="do not divide")
         self.refused("simulate", "--optimizer", "adm", says="adam?")
+        self.refused("simulate", "--hide", "both", says="--overlap now")
+        self.refused("simulate", "--overlap", "auto", says="none, late, early")
+        self.refused("simulate", "--overlap", "early", says="slots are too few")
+        self.refused("simulate", "--overlap", "early", "--slots", "8", "--method", "su+o+c", says="compressed")
         self.refused("simulate", "--gpu", "A5001", says="A5000?")
         self.refused("simulate", "--figure", "8", says="10, 11")
         self.refused("simulate", "--sweep", "device=1..3", says="devices?")
@@ -79,7 +83,7 @@ class WrongUsage(unittest.TestCase):
         self.refused("calibrate", "--device", ".", "--out", "./none/m.toml", says="--out")
         self.refused("plan", "llama3-8C", says="llama3-8B?")
         self.refused("plan", "llama3-8B", "--machine", "workstation-gen6", says="workstation-gen")
-        self.refused("plan", "llama3-8B", "--hide", "forward", says="smartinf simulate --hide")
+        self.refused("plan", "llama3-8B", "--hide", "forward", says="--overlap now")
         good = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
         with tempfile.TemporaryDirectory() as folder:
             machine = pathlib.Path(folder) / "m.toml"
@@ -181,15 +185,19 @@ class Plan(unittest.TestCase):
                                "--with", "train")
         self.assertFalse(plan["fits"])
         self.assertGreater(plan["gpu_bytes"], 4 * plan["parameters"])
-        self.assertIn("It does not fit, with smartinf train: GPU memory lacks", plan["verdict"])
+        self.assertIn("It does not fit, with smartinf train: GPU memory lacks", plan["result"])
         self.assertIn("a GPU with memory of", plan["buy_next"][0]["what"])
         plan, _ = self.planned("llama3-8B", "--batch", "1")
         self.assertTrue(plan["fits"])
         self.assertEqual(plan["with"], "Python, release_gradients=True")
         self.assertEqual([one["fits"] for one in plan["uses"]], [False, False, True])
-        self.assertIn("wears the drives out", plan["verdict"])
-        for way in plan["ways"]:
-            self.assertNotIn("hidden", way["way"])
+        self.assertIn("wears the drives out", plan["result"])
+        self.assertEqual({option["overlap"] for option in plan["options"]}, {"none"})
+        plan, _ = self.planned("llama3-8B", "--gpu", "H200", "--batch", "1")
+        self.assertEqual({option["overlap"] for option in plan["options"]}, {"late"})
+        seconds = [plan["overlap_total_s"][name] for name in ("none", "late", "early")]
+        self.assertEqual(seconds, sorted(seconds, reverse=True))
+        self.assertEqual(plan["total_s"], plan["overlap_total_s"]["late"])
 
     def test_accumulation(self):
         one, _ = self.planned("llama3-8B", "--gpu", "H200", "--batch", "1")
@@ -229,7 +237,7 @@ class Plan(unittest.TestCase):
                           ["--method", "su+o+c", "--recompute", "false"], ["--precision", "f32"]):
                 done = run("plan", str(config), *machine, *words, "--recipe", str(recipe))
                 self.assertEqual(done.returncode, 0, done)
-                self.assertNotIn("hidden", recipe.read_text(encoding="utf-8"))
+                self.assertNotIn("overlap", recipe.read_text(encoding="utf-8"))
                 shown = run("train", str(recipe), "--print-config").stdout
                 self.assertRegex(shown, r"rope_base = 50000(\.0)? ")
                 self.assertRegex(shown, r"norm_eps = 1e-0?6 ")
@@ -243,14 +251,15 @@ class Plan(unittest.TestCase):
                 self.assertEqual(trained.returncode, 0, trained)
                 self.assertIn("step 1/1  loss ", trained.stdout)
 
-    def test_the_page_has_a_verdict_and_marks(self):
+    def test_the_page_has_a_result_and_marks(self):
         with tempfile.TemporaryDirectory() as folder:
             page = pathlib.Path(folder) / "plan.html"
             run("plan", "llama3-8B", "--batch", "1", "--html", str(page))
             text = page.read_text(encoding="utf-8")
-            self.assertIn('<p class="verdict no"><b>It fits, with Python, release_gradients=True.', text)
-            self.assertEqual(text.count('<div class="way best">'), 1)
-            self.assertIn("<b>exact</b>: the same bits", text)
+            self.assertIn('<div class="result no"><p><b>It fits, with Python, release_gradients=True.', text)
+            self.assertEqual(text.count('<div class="option best">'), 1)
+            self.assertIn("<dt>exact</dt><dd>the same bits", text)
+            self.assertNotIn("{{", text)
             self.assertIn("US dollars", text)
             self.assertRegex(text, r'<td class="no">\d+ days</td>')
 

@@ -556,11 +556,11 @@ void add_bench_kernels(CLI::App& bench, Run& run) {
       ->check(CLI::IsMember({"update", "sealed-update", "norm", "cast", "checksum", "topk",
                              "matrix-squares", "step-ahead", "compress"}));
   command->add_option("--rule", options->rules, "Update rules [all]")
-      ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}));
+      ->check(CLI::IsMember(base::enum_name_list<kernels::UpdateRule>()));
   command->add_option("--format", options->formats, "State formats [all]")
-      ->check(CLI::IsMember({"f32", "bf16", "q8"}));
+      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()));
   command->add_option("--gradient", options->gradients, "Gradient types [all]")
-      ->check(CLI::IsMember({"f32", "bf16", "f16"}));
+      ->check(CLI::IsMember(base::enum_name_list<base::DataType>()));
   command
       ->add_option("--weights", options->weights,
                    "Type of the new weights that an update writes beside the state")

@@ -266,7 +266,7 @@ void add_bench_overlap(CLI::App& bench, Run& run) {
       ->capture_default_str();
   command->add_option("--overlap", options->overlaps, "Settings to time in turn")
       ->delimiter(',')
-      ->check(CLI::IsMember({"none", "late", "early"}))
+      ->check(CLI::IsMember(base::name_list(enum_names(plan::Overlap{}).subspan(1))))
       ->capture_default_str();
   command
       ->add_option("--guesses", options->guesses,
@@ -284,7 +284,7 @@ void add_bench_overlap(CLI::App& bench, Run& run) {
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
   command->add_option("--state-format", options->format, "Format of momentum and variance")
-      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
+      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
       ->capture_default_str();
   command->add_option("--memory-budget", options->memory_budget, "Memory for the engine's buffers")
       ->capture_default_str();

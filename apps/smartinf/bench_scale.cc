@@ -290,7 +290,7 @@ class ScaleBench {
     SI_ASSIGN_OR_RETURN(const Rates rates, measured_rates(scheme, devices));
     shape.update_params_per_s = rates.update;
     shape.copy_bytes_per_s = rates.copy;
-    shape.intake_params_per_s = rates.intake;
+    shape.gradient_params_per_s = rates.gradient;
     shape.select_params_per_s = rates.select.params_per_s;
     shape.select_threads = rates.select.threads;
     return std::optional<sim::UpdateShape>(shape);
@@ -299,7 +299,7 @@ class ScaleBench {
   struct Rates {
     double update = 0;  // of all processors: one thread for each device, as many as there are cores
     double copy = 0;    // bytes: the drives are memory
-    double intake = 0;
+    double gradient = 0;
     SelectRate select;
   };
   base::Result<Rates> measured_rates(const Scheme& scheme, uint32_t devices) {
@@ -312,9 +312,9 @@ class ScaleBench {
     SI_ASSIGN_OR_RETURN(rates.update, measure_update_rate(work, threads));
     SI_ASSIGN_OR_RETURN(rates.copy, measure_copy_rate(threads));
     // The host update's gradients are spilled: one thread hands them over.
-    const uint32_t intake_threads =
+    const uint32_t gradient_threads =
         scheme.where == engine::UpdateWhere::kHost ? 1 : engine::gradient_threads();
-    SI_ASSIGN_OR_RETURN(rates.intake, measure_intake_rate(scheme.type, intake_threads));
+    SI_ASSIGN_OR_RETURN(rates.gradient, measure_gradient_rate(scheme.type, gradient_threads));
     if (scheme.compressed) {
       SI_ASSIGN_OR_RETURN(rates.select, measure_select_rate(compress_));
     }
@@ -436,7 +436,7 @@ void add_bench_scale(CLI::App& bench, Run& run) {
       ->check(CLI::Range(0.01, 100.0))
       ->capture_default_str();
   command->add_option("--state-format", options->format, "Format of momentum and variance")
-      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
+      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
       ->capture_default_str();
   add_values_flag(*command, options->values, "sign");
   command

@@ -125,15 +125,11 @@ class StepBench {
     params_ = static_cast<uint64_t>(options_.params);
     updater_.rule.rule = *kernels::update_rule_from_name(options_.rule);
     updater_.format = *base::state_format_from_name(options_.format);
-    updater_.where =
-        options_.where == "host" ? engine::UpdateWhere::kHost : engine::UpdateWhere::kDevice;
-    updater_.schedule = *plan::schedule_variant_from_name(options_.schedule);
-    updater_.durability =
-        options_.durability == "none" ? storage::Durability::kNone : storage::Durability::kStep;
+    updater_.where = *base::enum_from_name<engine::UpdateWhere>(options_.where);
+    updater_.schedule = *base::enum_from_name<plan::ScheduleVariant>(options_.schedule);
+    updater_.durability = *base::enum_from_name<storage::Durability>(options_.durability);
     updater_.checksums = !options_.no_checksums;
-    updater_.ring = options_.ring == "uring"     ? storage::RingKind::kUring
-                    : options_.ring == "threads" ? storage::RingKind::kThreads
-                                                 : storage::RingKind::kAuto;
+    updater_.ring = *base::enum_from_name<storage::RingKind>(options_.ring);
     SI_ASSIGN_OR_RETURN(updater_.memory_budget_bytes, base::parse_bytes(options_.memory_budget));
     SI_ASSIGN_OR_RETURN(updater_.state_cache_bytes, base::parse_bytes(options_.state_cache));
     SI_ASSIGN_OR_RETURN(link_.up_bytes_per_s, base::parse_bytes(options_.internal_read));
@@ -454,27 +450,27 @@ void add_update_flags(CLI::App& command, StepOptions& options) {
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
   command.add_option("--state-format", options.format, "How momentum and variance are kept")
-      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
+      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
       ->capture_default_str();
   command.add_option("--rule", options.rule, "The update rule")
-      ->check(CLI::IsMember({"adamw", "adam", "sgd", "adagrad", "lion"}))
+      ->check(CLI::IsMember(base::enum_name_list<kernels::UpdateRule>()))
       ->capture_default_str();
   command
       .add_option("--durability", options.durability,
                   "step: every step survives power loss; none: in place, half the space")
-      ->check(CLI::IsMember({"step", "none"}))
+      ->check(CLI::IsMember(base::enum_name_list<storage::Durability>()))
       ->capture_default_str();
   command.add_flag("--no-checksums", options.no_checksums, "Blocks without checksums");
   command.add_option("--where", options.where, "Where the update runs")
-      ->check(CLI::IsMember({"device", "host"}))
+      ->check(CLI::IsMember(base::enum_name_list<engine::UpdateWhere>()))
       ->capture_default_str();
   command
       .add_option("--schedule", options.schedule,
                   "Schedule of reads, updates and writes on a device")
-      ->check(CLI::IsMember({"naive", "overlapped"}))
+      ->check(CLI::IsMember(base::name_list(plan::engine_schedule_names())))
       ->capture_default_str();
   command.add_option("--ring", options.ring, "The I/O engine")
-      ->check(CLI::IsMember({"auto", "uring", "threads"}))
+      ->check(CLI::IsMember(base::enum_name_list<storage::RingKind>()))
       ->capture_default_str();
   command.add_option("--memory-budget", options.memory_budget, "Memory for the engine's buffers")
       ->capture_default_str();

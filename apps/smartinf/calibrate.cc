@@ -1,20 +1,19 @@
 // `smartinf calibrate`: measures this machine and writes a machine file for simulate and plan.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <optional>
-#include <thread>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
-#include "smartinf/engine/options.h"
+#include "smartinf/engine/memory.h"
+#include "smartinf/plan/memory_plan.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/storage/tuning.h"
 #include "smartinf/train/product_rate.h"
@@ -95,143 +94,164 @@ double rounded(double value) {
   return std::round(value / unit) * unit;
 }
 
-int run_calibrate(const CalibrateFlags& flags) {
-  // Before some seconds of measuring, not after.
+/// Before some seconds of measuring, not after.
+base::Status check_flags(const CalibrateFlags& flags) {
   const std::filesystem::path folder = std::filesystem::absolute(flags.out).parent_path();
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error)) {
     base::ErrorPlace place;
     place.path = folder.string();
-    return report(base::Status(base::ErrorCode::kNotFound, "--out: its directory does not exist",
-                               "Make the directory, or choose another --out.", std::move(place)),
-                  kExitUsage);
+    return base::Status(base::ErrorCode::kNotFound, "--out: its directory does not exist",
+                        "Make the directory, or choose another --out.", std::move(place));
   }
-  for (const std::string& path : flags.devices) {
-    const base::Status there = check_directory(path);
-    if (!there.ok()) return report(there, kExitUsage);
+  for (const std::string& path : flags.devices) SI_RETURN_IF_ERROR(check_directory(path));
+  if (!flags.gpu.empty()) return sim::gpu_preset(flags.gpu).status();
+  return {};
+}
+
+/// What was measured of this machine's cores. Bytes are state and gradient in: 12 bytes a parameter
+/// and 2, or the little there is of a compressed one.
+struct CoreRates {
+  uint32_t cores = 1;
+  double products = 0;  // multiply-adds times two a second; 0: not measured
+  double copy_bytes = 0;
+  double update_bytes = 0;
+  double expand_bytes = 0;
+  SelectRate select;
+  double step_ahead_params = 0;
+};
+
+constexpr double kDensity = 0.08;
+
+base::Result<CoreRates> measure_cores() {
+  CoreRates rates;
+  rates.cores = std::max(1u, cpu_facts().cores_allowed);
+  SI_ASSIGN_OR_RETURN(rates.copy_bytes, measure_copy_rate(1));
+  ProcessorWork work{base::StateFormat::kF32, true};
+  SI_ASSIGN_OR_RETURN(rates.update_bytes, measure_update_rate(work, rates.cores));
+  rates.update_bytes *= 14;
+  work.compress.density = kDensity;
+  SI_ASSIGN_OR_RETURN(rates.expand_bytes, measure_update_rate(work, rates.cores));
+  rates.expand_bytes *= 12;
+  SI_ASSIGN_OR_RETURN(rates.select, measure_select_rate(work.compress));
+  SI_ASSIGN_OR_RETURN(rates.step_ahead_params, measure_step_ahead_rate());
+  return rates;
+}
+
+/// The GPU of the flag, or that of this machine, or the cores in its place, of which the rate of
+/// products is measured.
+sim::Gpu computing_part(const CalibrateFlags& flags, CoreRates& rates) {
+  if (!flags.gpu.empty()) return *sim::gpu_preset(flags.gpu);
+  if (const auto listed = listed_gpu()) return *listed;
+  sim::Gpu none;
+  none.name = "none";
+  none.memory_bytes_per_s = 10e9;
+  none.link_bytes_per_s = 10e9;
+  const auto products = train::measure_product_rate(train::Precision::kBf16);
+  if (products.ok()) {
+    rates.products = *products;
+    none.peak_flops = rounded(*products);
+    none.product_efficiency = 1;  // it is what products reach
+  } else {
+    // Assumed without torch: about what a core with AVX-512 makes in f32; with AMX or bf16
+    // instructions it is several times as much. Edit it where it matters.
+    none.peak_flops = 150e9 * rates.cores;
   }
+  return none;
+}
+
+/// in_flight_bytes: of transfers that fill the drive, one way.
+base::Result<sim::DeviceGroup> measure_device(const std::string& path, const CoreRates& rates,
+                                              size_t devices, uint64_t& in_flight_bytes) {
+  SI_ASSIGN_OR_RETURN(const storage::IoTuning tuning, storage::measure_io(path));
+  if (tuning.read_bytes_per_second <= 0 || tuning.write_bytes_per_second <= 0) {
+    return base::Status(base::ErrorCode::kUnsupported,
+                        "--device is a block device, which is not measured, because that would "
+                        "write to it",
+                        "Name a directory on a drive of the same kind.");
+  }
+  in_flight_bytes = tuning.io_bytes * tuning.io_depth;
+  sim::DeviceGroup device;
+  device.name = path;
+  // Both moved at once; each alone gets the whole budget.
+  device.read_bytes_per_s = rounded(2 * tuning.read_bytes_per_second);
+  device.write_bytes_per_s = rounded(2 * tuning.write_bytes_per_second);
+  device.link_bytes_per_s = rounded(rates.copy_bytes / 2);
+  device.update_bytes_per_s = rounded(rates.update_bytes / static_cast<double>(devices));
+  device.decompress_bytes_per_s = rounded(rates.expand_bytes / static_cast<double>(devices));
+  device.on_host_cores = true;
+  device.memory_bytes = plan::kMemoryBudgetBytes;
+  device.capacity_bytes = drive_facts(path).free_bytes;
+  return device;
+}
+
+base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRates& rates) {
   sim::Machine machine;
   machine.name = flags.name;
   machine.note =
       "measured by smartinf calibrate; drives were read and written at the same time, so "
       "mixed_efficiency is part of their rates";
-  const CpuFacts cpu = cpu_facts();
-  const uint32_t cores = std::max(1u, cpu.cores_allowed);
-  std::optional<sim::Gpu> listed;
-  if (flags.gpu.empty()) listed = listed_gpu();
-  double products = 0;  // measured
-  if (listed) {
-    machine.gpu = *listed;
-  } else if (flags.gpu.empty()) {
-    machine.gpu.name = "none";
-    machine.gpu.memory_bytes = 0;
-    const auto rate = train::measure_product_rate(train::Precision::kBf16);
-    if (rate.ok()) {
-      products = *rate;
-      machine.gpu.peak_flops = rounded(products);
-      machine.gpu.product_efficiency = 1;  // it is what products reach
-    } else {
-      // Assumed without torch: about what a core with AVX-512 makes in f32; with AMX or bf16
-      // instructions it is several times as much. Edit it where it matters.
-      machine.gpu.peak_flops = 150e9 * cores;
-    }
-    machine.gpu.memory_bytes_per_s = 10e9;
-    machine.gpu.link_bytes_per_s = 10e9;
-  } else {
-    const auto gpu = sim::gpu_preset(flags.gpu);
-    if (!gpu.ok()) return report(gpu.status(), kExitUsage);
-    machine.gpu = *gpu;
-  }
-  const auto copies = measure_copy_rate(1);
-  if (!copies.ok()) return report(copies.status());
-  const auto update_params = measure_update_rate({base::StateFormat::kF32, true}, cores);
-  if (!update_params.ok()) return report(update_params.status());
-  compress::CompressOptions compress;
-  compress.density = 0.08;
-  const auto expand_params = measure_update_rate({base::StateFormat::kF32, true, compress}, cores);
-  if (!expand_params.ok()) return report(expand_params.status());
-  const auto select = measure_select_rate(compress);
-  if (!select.ok()) return report(select.status());
-  const auto step_ahead = measure_step_ahead_rate();
-  if (!step_ahead.ok()) return report(step_ahead.status());
-  // State and gradient in: 12 bytes per parameter and 2, or the little there is when compressed.
-  const double updates = *update_params * 14;
-  const double expansions = *expand_params * 12;
+  SI_ASSIGN_OR_RETURN(rates, measure_cores());
+  machine.gpu = computing_part(flags, rates);
   machine.host.memory_bytes = memory_facts().total_bytes;
-  machine.host.copy_bytes_per_s = rounded(*copies);
-  machine.host.select_params_per_s = rounded(select->params_per_s * select->threads);
-  machine.host.step_ahead_params_per_s = rounded(*step_ahead);
+  machine.host.copy_bytes_per_s = rounded(rates.copy_bytes);
+  machine.host.select_params_per_s = rounded(rates.select.params_per_s * rates.select.threads);
+  machine.host.step_ahead_params_per_s = rounded(rates.step_ahead_params);
   // State out again counts for the host update, too: 26 bytes for each 14 that come in.
-  machine.host.update_bytes_per_s = rounded(updates * 26 / 14);
+  machine.host.update_bytes_per_s = rounded(rates.update_bytes * 26 / 14);
   // Local drives meet the host in its memory: every byte is written once and read once.
-  machine.host.link_bytes_per_s = rounded(*copies / 2);
+  machine.host.link_bytes_per_s = rounded(rates.copy_bytes / 2);
   machine.host.process_bytes = kProcessBytes;
-  uint64_t in_flight_bytes = 0;
+  plan::DeviceSlotsInput slots;
+  slots.memory_bytes = ~uint64_t{0};
+  slots.subgroups = plan::kSlotsMax;
   for (const std::string& path : flags.devices) {
-    const auto tuning = storage::measure_io(path);
-    if (!tuning.ok()) return report(tuning.status());
-    if (tuning->read_bytes_per_second <= 0 || tuning->write_bytes_per_second <= 0) {
-      return report(
-          base::Status(
-              base::ErrorCode::kUnsupported,
-              "--device is a block device, which is not measured, because that would write to it",
-              "Name a directory on a drive of the same kind."),
-          kExitUsage);
-    }
-    sim::DeviceGroup device;
-    device.name = path;
-    in_flight_bytes = std::max(in_flight_bytes, tuning->io_bytes * tuning->io_depth);
-    // Both moved at once; each alone gets the whole budget.
-    device.read_bytes_per_s = rounded(2 * tuning->read_bytes_per_second);
-    device.write_bytes_per_s = rounded(2 * tuning->write_bytes_per_second);
-    device.link_bytes_per_s = rounded(*copies / 2);
-    device.update_bytes_per_s = rounded(updates / static_cast<double>(flags.devices.size()));
-    device.decompress_bytes_per_s = rounded(expansions / static_cast<double>(flags.devices.size()));
-    device.memory_bytes = uint64_t{512} << 20;
-    device.capacity_bytes = drive_facts(path).free_bytes;
+    uint64_t in_flight_bytes = 0;
+    SI_ASSIGN_OR_RETURN(sim::DeviceGroup device,
+                        measure_device(path, rates, flags.devices.size(), in_flight_bytes));
+    slots.in_flight_bytes = std::max(slots.in_flight_bytes, in_flight_bytes);
     machine.devices.push_back(std::move(device));
   }
+  // What the engine takes on such drives.
   sim::Software& software = machine.software;
-  // What the engine takes on such drives (engine/memory_plan.cc, csd/local_device.cc): subgroups of
-  // 2^20, and slots for the transfers in flight each way and two at the processor.
-  software.subgroup_elements = uint64_t{1} << 20;
-  software.slots = static_cast<uint32_t>(std::max<uint64_t>(
-      6, 2 * base::divide_up(in_flight_bytes, 12 * software.subgroup_elements) + 2));
+  software.subgroup_elements = plan::kSubgroupElementsMax;
+  slots.slot_bytes = engine::state_bytes(kernels::UpdateRule::kAdamW, base::StateFormat::kF32,
+                                         software.subgroup_elements);
+  software.slots = static_cast<uint32_t>(plan::device_slots(slots));
   software.gradient_bytes = 2;
   software.weight_bytes = 2;
   software.gradient_spilled = false;
-  software.offload_waits = false;
-  const base::Status valid = sim::check_machine(machine);
-  if (!valid.ok()) return report(valid);
-  const std::string text = sim::machine_to_toml(machine);
-  std::ofstream file(flags.out, std::ios::binary);
-  file << text;
-  file.flush();
-  if (!file) return report(base::errno_status(errno, "cannot write", flags.out));
-  if (flags.json) {
-    nlohmann::ordered_json all{{"file", flags.out},
-                               {"copy_bytes_per_s", *copies},
-                               {"update_bytes_per_s", updates},
-                               {"decompress_bytes_per_s", expansions},
-                               {"select_params_per_s", machine.host.select_params_per_s},
-                               {"step_ahead_params_per_s", *step_ahead},
-                               {"cores", cores},
-                               {"gpu", machine.gpu.name}};
-    if (products > 0) all["product_flops"] = products;
-    for (size_t d = 0; d < machine.devices.size(); ++d) {
-      all[fmt::format("device{}_read_bytes_per_s", d)] = machine.devices[d].read_bytes_per_s;
-      all[fmt::format("device{}_write_bytes_per_s", d)] = machine.devices[d].write_bytes_per_s;
-    }
-    fmt::print("{}\n", all.dump());
-    return kExitDone;
+  software.offload_waits = true;  // they are taken in by the thread that computes backward
+  SI_RETURN_IF_ERROR(sim::check_machine(machine));
+  return machine;
+}
+
+void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const CoreRates& rates) {
+  nlohmann::ordered_json all{{"file", flags.out},
+                             {"copy_bytes_per_s", rates.copy_bytes},
+                             {"update_bytes_per_s", rates.update_bytes},
+                             {"decompress_bytes_per_s", rates.expand_bytes},
+                             {"select_params_per_s", machine.host.select_params_per_s},
+                             {"step_ahead_params_per_s", rates.step_ahead_params},
+                             {"cores", rates.cores},
+                             {"gpu", machine.gpu.name}};
+  if (rates.products > 0) all["product_flops"] = rates.products;
+  for (size_t d = 0; d < machine.devices.size(); ++d) {
+    all[fmt::format("device{}_read_bytes_per_s", d)] = machine.devices[d].read_bytes_per_s;
+    all[fmt::format("device{}_write_bytes_per_s", d)] = machine.devices[d].write_bytes_per_s;
   }
+  fmt::print("{}\n", all.dump());
+}
+
+void print_rates(const sim::Machine& machine, const CoreRates& rates) {
   fmt::print("copy    {} (one thread)\nupdate  {} ({} cores, state and gradient in)\n",
-             base::format_rate(*copies), base::format_rate(updates), cores);
+             base::format_rate(rates.copy_bytes), base::format_rate(rates.update_bytes),
+             rates.cores);
   fmt::print("select  {:.0f} M parameters/s ({} threads; compressed gradients, density {})\n",
-             machine.host.select_params_per_s * 1e-6, select->threads, compress.density);
-  if (products > 0) {
+             machine.host.select_params_per_s * 1e-6, rates.select.threads, kDensity);
+  if (rates.products > 0) {
     fmt::print("compute {:.1f} GFLOP/s in bf16 matrix products (torch, {} cores)\n",
-               products * 1e-9, cores);
+               rates.products * 1e-9, rates.cores);
   } else if (machine.gpu.name == "none") {
     fmt::print("compute {:.1f} GFLOP/s assumed: this build has no torch to time products with\n",
                machine.gpu.peak_flops * 1e-9);
@@ -244,6 +264,26 @@ int run_calibrate(const CalibrateFlags& flags) {
                base::format_rate(device.read_bytes_per_s / 2),
                base::format_rate(device.write_bytes_per_s / 2), device.name);
   }
+}
+
+int run_calibrate(const CalibrateFlags& flags) {
+  const base::Status good = check_flags(flags);
+  if (!good.ok()) return report(good, kExitUsage);
+  CoreRates rates;
+  const auto machine = measure_machine(flags, rates);
+  if (!machine.ok()) {
+    const bool wrong_device = machine.status().code() == base::ErrorCode::kUnsupported;
+    return report(machine.status(), wrong_device ? kExitUsage : kExitFailed);
+  }
+  std::ofstream file(flags.out, std::ios::binary);
+  file << sim::machine_to_toml(*machine);
+  file.flush();
+  if (!file) return report(base::errno_status(errno, "cannot write", flags.out));
+  if (flags.json) {
+    print_json(flags, *machine, rates);
+    return kExitDone;
+  }
+  print_rates(*machine, rates);
   fmt::print("{} written; smartinf plan MODEL --machine {}\n", flags.out, flags.out);
   return kExitDone;
 }

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/units.h"
+#include "smartinf/train/options.h"
 #include "smartinf/train/run_folder.h"
 
 #include "apps/smartinf/commands.h"
@@ -37,7 +38,7 @@ int run_export(const Flags& flags) {
   train::ExportOptions options;
   options.out = flags.out;
   if (!flags.type.empty()) {
-    options.type = flags.type == "f32" ? base::DataType::kF32 : base::DataType::kBf16;
+    options.type = train::precision_data_type(*base::enum_from_name<train::Precision>(flags.type));
   }
   const Result<uint64_t> shard_bytes = base::parse_bytes(flags.shard_size);
   if (!shard_bytes.ok()) return report(shard_bytes.status(), kExitUsage);
@@ -79,7 +80,7 @@ void add_export(CLI::App& app, Run& run) {
       ->type_name("RUN");
   command->add_option("--out", flags->out, "Folder to create")->required()->type_name("DIR");
   command->add_option("--type", flags->type, "Type of the weights [train.precision of the run]")
-      ->check(CLI::IsMember({"bf16", "f32"}))
+      ->check(CLI::IsMember(base::enum_name_list<train::Precision>()))
       ->type_name("bf16|f32");
   command->add_option("--shard-size", flags->shard_size, "Largest size of one file [5GB]")
       ->type_name("SIZE");

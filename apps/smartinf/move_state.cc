@@ -100,14 +100,14 @@ void add_move_flags(CLI::App& command, MoveFlags& flags) {
   command
       .add_option("--state-format", flags.format,
                   "How momentum and variance are kept from now on; default: as they are")
-      ->check(CLI::IsMember({"f32", "bf16", "q8"}))
+      ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
       ->type_name("f32|bf16|q8");
   command
       .add_option("--subgroup-elements", flags.subgroup_elements,
                   "Elements updated at once; default: as it is, where the budget allows")
       ->type_name("N");
   command.add_option("--durability", flags.durability, "Durability of the new state [step]")
-      ->check(CLI::IsMember({"step", "none"}))
+      ->check(CLI::IsMember(base::enum_name_list<storage::Durability>()))
       ->type_name("step|none");
   command.add_option("--memory-budget", flags.memory_budget, "Memory for the copy [256MiB]")
       ->type_name("SIZE");

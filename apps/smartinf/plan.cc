@@ -1,4 +1,4 @@
-// `smartinf plan`: what a model needs of a machine, and which way of running it to take.
+// `smartinf plan`: what a model needs of a machine, and which method and state format to take.
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -8,6 +8,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/sim/planner.h"
+#include "smartinf/train/options.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/sim_flags.h"
@@ -25,7 +26,6 @@ struct PlanFlags {
   std::string precision = "bf16";
   std::string with;
   uint32_t accumulation = 1;
-  bool recompute = true;
   bool json = false;
 };
 
@@ -38,22 +38,25 @@ base::Status write_text(const std::string& path, std::string_view text) {
 }
 
 void print_json(const sim::Plan& plan) {
-  const sim::Choice& best = plan.choices[plan.recommended];
-  ordered_json ways = ordered_json::array();
-  for (const sim::Choice& choice : plan.choices) {
-    ways.push_back({{"way", choice.label},
-                    {"total_s", choice.times.total_s},
-                    {"forward_s", choice.times.forward_s},
-                    {"backward_s", choice.times.backward_s},
-                    {"update_s", choice.times.update_s},
-                    {"tokens_per_s", choice.tokens_per_s},
-                    {"bound_by", choice.times.bound_by},
-                    {"exact", choice.exact},
-                    {"fits", choice.fits},
-                    {"shortfall", choice.shortfall},
-                    {"drive_life_days", choice.drive_life_days},
-                    {"cost_per_mtoken", choice.cost_per_mtoken}});
+  const sim::PlanOption& best = plan.best();
+  ordered_json options = ordered_json::array();
+  for (const sim::PlanOption& option : plan.options) {
+    options.push_back({{"option", option.label},
+                       {"overlap", base::enum_name(option.options.overlap)},
+                       {"total_s", option.times.total_s},
+                       {"forward_s", option.times.forward_s},
+                       {"backward_s", option.times.backward_s},
+                       {"update_s", option.times.update_s},
+                       {"tokens_per_s", option.tokens_per_s},
+                       {"bound_by", option.times.bound_by},
+                       {"exact", option.exact},
+                       {"fits", option.fits},
+                       {"shortfall", option.shortfall},
+                       {"drive_life_days", option.drive_life_days},
+                       {"cost_per_mtoken", option.cost_per_mtoken}});
   }
+  ordered_json overlaps = ordered_json::object();
+  for (const auto& [overlap, step_s] : plan.overlaps) overlaps[base::enum_name(overlap)] = step_s;
   ordered_json next = ordered_json::array();
   for (const sim::Purchase& purchase : plan.purchases) {
     next.push_back(
@@ -86,7 +89,7 @@ void print_json(const sim::Plan& plan) {
                          {"parameters", plan.model.parameters()},
                          {"machine", plan.machine.name},
                          {"fits", plan.fits},
-                         {"verdict", sim::plan_verdict(plan)},
+                         {"result", sim::plan_result(plan).text()},
                          {"with", sim::use_name(plan.use)},
                          {"accumulation", best.options.accumulation},
                          {"uses", uses},
@@ -98,22 +101,27 @@ void print_json(const sim::Plan& plan) {
                          {"memory_host_bytes_without_checkpoints", host_bytes(false, true)},
                          {"device_bytes", best.need.drive_bytes},
                          {"total_s", best.times.total_s},
+                         {"overlap", base::enum_name(best.options.overlap)},
+                         {"overlap_total_s", overlaps},
                          {"tokens_per_s", best.tokens_per_s},
                          {"bound_by", best.times.bound_by},
                          {"drive_life_days", best.drive_life_days},
                          {"cost_per_mtoken", best.cost_per_mtoken},
-                         {"ways", ways},
+                         {"options", options},
                          {"buy_next", next}};
   fmt::print("{}\n", all.dump(2));
 }
 
 void print_plan(const sim::Plan& plan) {
-  const sim::Choice& best = plan.choices[plan.recommended];
+  const sim::PlanOption& best = plan.best();
   const bool gpu = plan.machine.gpu.name != "none";
-  fmt::print("{}: {:.2f} B parameters on {} ({}, {} x {})\n{}\n\n", plan.model.name,
+  const sim::PlanResult result = sim::plan_result(plan);
+  fmt::print("{}: {:.2f} B parameters on {} ({}, {} x {})\n{}\n", plan.model.name,
              static_cast<double>(plan.model.parameters()) / 1e9, plan.machine.name,
              gpu ? plan.machine.gpu.name : "no GPU", plan.machine.device_count(),
-             plan.machine.devices.front().name, sim::plan_verdict(plan));
+             plan.machine.devices.front().name, result.headline);
+  for (const std::string& remark : result.remarks) fmt::print("- {}\n", remark);
+  fmt::print("\n");
   fmt::print("  {:<32} {:>10} {:>10} {:>10}\n", "memory", gpu ? "GPU" : "", "host", "each drive");
   const auto row = [&](std::string_view mark, const std::string& name, uint64_t on_gpu,
                        uint64_t on_host, uint64_t on_drive, const std::string& text) {
@@ -143,14 +151,14 @@ void print_plan(const sim::Plan& plan) {
   parts("host", best.need.host_parts);
   fmt::print("\n  {:<24} {:>9} {:>9} {:>6} {:>11} {:>8}  {}\n", "how", "step", "tokens/s", "exact",
              "drives last", "cost/Mt", "bound by");
-  for (size_t i = 0; i < plan.choices.size(); ++i) {
-    const sim::Choice& choice = plan.choices[i];
+  for (size_t i = 0; i < plan.options.size(); ++i) {
+    const sim::PlanOption& option = plan.options[i];
     fmt::print("{} {:<24} {:>9} {:>9.1f} {:>6} {:>11} {:>8}  {}{}\n",
-               i == plan.recommended ? "*" : " ", choice.label,
-               base::format_seconds(choice.times.total_s), choice.tokens_per_s,
-               choice.exact ? "yes" : "no", sim::drive_life_text(choice.drive_life_days),
-               choice.cost_per_mtoken > 0 ? fmt::format("{:.2f}", choice.cost_per_mtoken) : "-",
-               choice.times.bound_by, choice.fits ? "" : "; does not fit");
+               i == plan.recommended ? "*" : " ", option.label,
+               base::format_seconds(option.times.total_s), option.tokens_per_s,
+               option.exact ? "yes" : "no", sim::drive_life_text(option.drive_life_days),
+               option.cost_per_mtoken > 0 ? fmt::format("{:.2f}", option.cost_per_mtoken) : "-",
+               option.times.bound_by, option.fits ? "" : "; does not fit");
   }
   fmt::print("\n");
   for (const sim::Method method : {sim::Method::kBaseline, sim::Method::kSmart,
@@ -183,13 +191,6 @@ int run_plan(const PlanFlags& flags) {
   question->options.accumulation = flags.accumulation;
   const auto given = [&](const char* name) { return question_flags.count(name) > 0; };
   const bool requested = given("method") || given("state-format");
-  if (given("hide")) {
-    return report(base::Status(base::ErrorCode::kUnsupported,
-                               "--hide: the plan is for programs that do not run the update beside "
-                               "forward or backward",
-                               "Use `smartinf simulate --hide` to see what it would gain."),
-                  kExitUsage);
-  }
   // Asked for a format only, and nothing there can update: the host does.
   if (!given("method") && !question->machine.can_update()) {
     question->options.method = sim::Method::kBaseline;
@@ -197,7 +198,7 @@ int run_plan(const PlanFlags& flags) {
   sim::PlanRequest request;
   request.options = question->options;
   request.requested = requested;
-  request.recompute = flags.recompute;
+  if (given("overlap")) request.overlap = question->options.overlap;
   if (flags.with == "train") request.program = plan::TrainingProgram::kTrain;
   if (flags.with == "python") request.program = plan::TrainingProgram::kPython;
   const auto plan = sim::make_plan(question->model, question->machine, request);
@@ -232,14 +233,15 @@ void add_plan(CLI::App& app, Run& run) {
       ->type_name("MODEL");
   add_sim_flags(*command, flags->question);
   command->add_option("--html", flags->html, "HTML report to write")->type_name("FILE");
-  command->add_option("--recipe", flags->recipe, "Write the recommended way as a recipe for train")
+  command
+      ->add_option("--recipe", flags->recipe, "Write the recommended option as a recipe for train")
       ->type_name("FILE");
   command
       ->add_option(
           "--precision", flags->precision,
           "Type of weights and activations, for memory and the recipe; times are always those of "
           "16 bits [bf16]")
-      ->check(CLI::IsMember({"bf16", "f32"}))
+      ->check(CLI::IsMember(base::enum_name_list<train::Precision>()))
       ->type_name("bf16|f32");
   command
       ->add_option("--with", flags->with,
@@ -252,11 +254,6 @@ void add_plan(CLI::App& app, Run& run) {
                    "Micro batches in a step, for tokens/s, cost and drive life [1]")
       ->check(CLI::Range(1, 1 << 20))
       ->type_name("N");
-  command
-      ->add_option("--recompute", flags->recompute,
-                   "Whether activations are computed again in backward instead of kept "
-                   "(train.checkpoint_activations) [true]")
-      ->type_name("true|false");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
       "The machine is workstation-gen4 unless --machine names another or a TOML file. Marked (*) "

@@ -1,5 +1,6 @@
 #include "apps/smartinf/sim_flags.h"
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
@@ -46,16 +47,25 @@ constexpr std::array kFlags{
          "(compressed) [su+o]"},
     Flag{"ratio", "R",
          "Bytes of compressed gradients over bytes in f32, in (0, 1], for su+o+c [0.02]"},
-    Flag{"optimizer", "NAME", "Update rule: adam, sgd-momentum or adagrad [adam]"},
+    Flag{"recompute", "true|false",
+         "Whether backward computes activations again instead of keeping them "
+         "(train.checkpoint_activations) [true]"},
+    Flag{"optimizer", "NAME", "Update rule: adamw, adam, sgd, adagrad or lion [adamw]"},
     Flag{"state-format", "NAME", "Format of momentum and variance: f32, bf16 or q8 [f32]"},
     Flag{"subgroup", "N", "Elements of a subgroup [the machine file's]"},
     Flag{"slots", "N", "Subgroups in flight on a device [the machine file's]"},
     Flag{"state-cache", "SIZE",
          "Size of the part of the state that is kept in memory as well and not read again, e.g. "
          "24GB [0]"},
-    Flag{"hide", "PHASE",
-         "Phase that the update runs beside: none, forward, backward or both [none]"},
+    Flag{"overlap", "NAME",
+         "Computation that runs beside the update, as optimizer.overlap: none, late (the next "
+         "forward) or early (backward as well) [none]"},
+    Flag{"guess", "right|wrong",
+         "Guess of an early update that no gradient is clipped; a wrong one is done again [right]"},
 };
+
+/// Of earlier versions; refused with what to write in its place.
+constexpr const char* kOldOverlapFlag = "--hide";
 
 Status bad_value(std::string_view flag, std::string_view value, std::string advice) {
   return Status(ErrorCode::kInvalidArgument, fmt::format("--{} {}", flag, value),
@@ -80,15 +90,17 @@ Result<uint64_t> count(std::string_view flag, const std::string& text) {
   return static_cast<uint64_t>(value);
 }
 
-template <typename T, typename FromName>
-Status by_name(std::string_view flag, const std::string& text, FromName from_name,
-               const std::vector<std::string_view>& names, T& target) {
-  const auto found = from_name(text);
-  if (found) {
+/// names: those of the enumeration that may be given.
+template <typename E>
+Status by_name(std::string_view flag, const std::string& text, E& target,
+               base::EnumNames names = enum_names(E{})) {
+  const auto found = base::enum_from_name<E>(text);
+  if (found && std::find(names.begin(), names.end(), text) != names.end()) {
     target = *found;
     return {};
   }
-  const std::string_view nearest = base::nearest_name(text, names);
+  const std::string_view nearest =
+      base::nearest_name(text, std::vector<std::string_view>(names.begin(), names.end()));
   return bad_value(flag, text,
                    nearest.empty() ? fmt::format("Known: {}.", fmt::join(names, ", "))
                                    : fmt::format("Did you mean {}?", nearest));
@@ -162,6 +174,10 @@ void add_sim_flags(CLI::App& command, SimFlags& flags) {
             flag.help)
         ->type_name(flag.type);
   }
+  command
+      .add_option_function<std::string>(
+          kOldOverlapFlag, [&flags](const std::string& value) { flags[kOldOverlapFlag] = value; })
+      ->group("");  // not in the help
 }
 
 std::vector<std::string_view> sim_flag_names() {
@@ -175,6 +191,10 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
     const auto found = flags.find(name);
     return found == flags.end() ? nullptr : &found->second;
   };
+  if (const std::string* text = value_of(kOldOverlapFlag)) {
+    return Status(ErrorCode::kInvalidArgument, "--hide " + *text,
+                  "It is --overlap now: late for forward, early for backward or both.");
+  }
   SimQuestion question;
   SI_ASSIGN_OR_RETURN(question.model, model_by(flags));
   const std::string* machine = value_of("machine");
@@ -200,20 +220,28 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
   }
   sim::StepOptions& options = question.options;
   if (const std::string* text = value_of("method")) {
-    SI_RETURN_IF_ERROR(
-        by_name("method", *text, sim::method_from_name, sim::method_names(), options.method));
+    SI_RETURN_IF_ERROR(by_name("method", *text, options.method));
   }
   if (const std::string* text = value_of("optimizer")) {
-    SI_RETURN_IF_ERROR(by_name("optimizer", *text, sim::optimizer_from_name, sim::optimizer_names(),
-                               options.optimizer));
+    SI_RETURN_IF_ERROR(by_name("optimizer", *text, options.rule));
   }
   if (const std::string* text = value_of("state-format")) {
-    SI_RETURN_IF_ERROR(by_name("state-format", *text, base::state_format_from_name,
-                               {"f32", "bf16", "q8"}, options.format));
+    SI_RETURN_IF_ERROR(by_name("state-format", *text, options.format));
   }
-  if (const std::string* text = value_of("hide")) {
-    SI_RETURN_IF_ERROR(
-        by_name("hide", *text, sim::overlap_from_name, sim::overlap_names(), options.overlap));
+  if (const std::string* text = value_of("overlap")) {
+    SI_RETURN_IF_ERROR(by_name("overlap", *text, options.overlap,
+                               enum_names(options.overlap).subspan(1)));  // not "auto"
+  }
+  if (const std::string* text = value_of("guess")) {
+    if (*text != "right" && *text != "wrong")
+      return bad_value("guess", *text, "Say right or wrong.");
+    options.wrong_guess = *text == "wrong";
+  }
+  if (const std::string* text = value_of("recompute")) {
+    if (*text != "true" && *text != "false") {
+      return bad_value("recompute", *text, "Say true or false.");
+    }
+    options.recompute = *text == "true";
   }
   if (const std::string* text = value_of("ratio")) {
     SI_ASSIGN_OR_RETURN(options.ratio, number("ratio", *text));

@@ -54,10 +54,10 @@ ordered_json to_json(const SimQuestion& question, const sim::StepTimes& times) {
           {"devices", question.machine.device_count()},
           {"method", sim::method_name(question.options.method)},
           {"ratio", question.options.ratio},
-          {"optimizer", sim::optimizer_name(question.options.optimizer)},
+          {"optimizer", kernels::update_rule_name(question.options.rule)},
           {"state_format", base::state_format_name(question.options.format)},
           {"state_cache_bytes", question.options.state_cache_bytes},
-          {"hide", sim::overlap_name(question.options.overlap)},
+          {"overlap", base::enum_name(question.options.overlap)},
           {"forward_s", times.forward_s},
           {"backward_s", times.backward_s},
           {"update_s", times.update_s},
@@ -109,7 +109,7 @@ int print_closed_form(const SimQuestion& question, const sim::StepTimes& times, 
   if (!form.ok()) return report(form.status(), kExitUsage);
   const auto reasons = sim::why_they_part(question.model, question.machine, question.options);
   if (!reasons.ok()) return report(reasons.status(), kExitUsage);
-  const auto table = sim::table_one(question.options.method, question.options.optimizer,
+  const auto table = sim::table_one(question.options.method, question.options.rule,
                                     static_cast<double>(times.parameters), question.options.ratio);
   if (json) {
     ordered_json all = to_json(question, times);
@@ -383,7 +383,7 @@ void add_simulate(CLI::App& app, Run& run) {
       "Examples:\n"
       "  smartinf simulate --model gpt2-16.6B --devices 10 --method su+o+c\n"
       "  smartinf simulate --model gpt2-4.0B --sweep devices=1..10 --method su+o\n"
-      "  smartinf simulate --model llama3-8B --machine workstation-gen5 --hide both\n"
+      "  smartinf simulate --model llama3-8B --machine workstation-gen5 --overlap early\n"
       "  smartinf simulate --figure 11 --out figures\n"
       "  smartinf simulate --model gpt2-4.0B --method su+o --trace step.json");
   command->callback([flags, &run] { run = [flags] { return run_simulate(*flags); }; });

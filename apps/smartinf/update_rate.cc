@@ -150,7 +150,7 @@ base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t thr
   return static_cast<double>(threads * kBlocks * kBlock) / pass_s;
 }
 
-base::Result<double> measure_intake_rate(DataType type, uint32_t threads) {
+base::Result<double> measure_gradient_rate(DataType type, uint32_t threads) {
   constexpr uint64_t kPiece = engine::kGradientPieceElements;
   const uint64_t piece_bytes = kPiece * base::data_type_bytes(type);
   const uint64_t pieces = threads * kBlocks * kBlock / kPiece;

@@ -27,7 +27,7 @@ base::Result<double> measure_update_rate(const ProcessorWork& work, uint32_t thr
 
 /// Parameters per second at which so many threads of the host together copy gradients and find
 /// their norm.
-base::Result<double> measure_intake_rate(base::DataType type, uint32_t threads);
+base::Result<double> measure_gradient_rate(base::DataType type, uint32_t threads);
 
 /// Bytes per second that so many threads copy at once.
 base::Result<double> measure_copy_rate(uint32_t threads);

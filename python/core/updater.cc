@@ -36,13 +36,6 @@ StatusError closed() {
                             "Make a new one with resume=True to go on."));
 }
 
-base::DataType data_type(const std::string& name) {
-  for (const auto type : {base::DataType::kF32, base::DataType::kBf16, base::DataType::kF16}) {
-    if (base::data_type_name(type) == name) return type;
-  }
-  usage("unknown data type '" + name + "'", "Known are f32, bf16 and f16.");
-}
-
 template <typename T>
 T option(const nb::dict& options, const char* key, T otherwise) {
   if (!options.contains(key)) return otherwise;
@@ -62,18 +55,24 @@ kernels::RuleOptions rule_options(const nb::dict& given, kernels::RuleOptions ru
   return rule;
 }
 
-/// "none", "topk", ... in the recipe's words.
-template <typename T>
-T choice(const nb::dict& given, const char* key, T otherwise,
-         std::initializer_list<std::pair<const char*, T>> known) {
-  if (!given.contains(key)) return otherwise;
-  const auto name = nb::cast<std::string>(given[key]);
+/// An enumeration by the name that recipes use.
+template <typename E>
+E named(const std::string& what, const std::string& name) {
+  if (const auto known = base::enum_from_name<E>(name)) return *known;
   std::string names;
-  for (const auto& [known_name, value] : known) {
-    if (name == known_name) return value;
-    names += (names.empty() ? "" : ", ") + std::string(known_name);
+  for (const std::string_view known : enum_names(E{})) {
+    names += (names.empty() ? "" : ", ") + std::string(known);
   }
-  usage("compress: " + std::string(key) + " = '" + name + "'", "Known are " + names + ".");
+  usage("unknown " + what + " '" + name + "'", "Known are " + names + ".");
+}
+
+base::DataType data_type(const std::string& name) {
+  return named<base::DataType>("data type", name);
+}
+
+template <typename E>
+E choice(const nb::dict& given, const char* key, E otherwise) {
+  return given.contains(key) ? named<E>(key, nb::cast<std::string>(given[key])) : otherwise;
 }
 
 compress::CompressOptions compress_options(const nb::dict& given) {
@@ -81,11 +80,7 @@ compress::CompressOptions compress_options(const nb::dict& given) {
   CompressOptions compress;
   compress.density = option(given, "density", compress.density);
   compress.error_feedback = option(given, "error_feedback", compress.error_feedback);
-  compress.values = choice(given, "values", compress.default_values(),
-                           {{"f32", compress::ValueEncoding::kF32},
-                            {"bf16", compress::ValueEncoding::kBf16},
-                            {"f16", compress::ValueEncoding::kF16},
-                            {"sign", compress::ValueEncoding::kSign}});
+  compress.values = choice(given, "values", compress.default_values());
   compress.residual_every = option(given, "residual_every", compress.residual_every);
   compress.warmup_steps = option(given, "warmup_steps", compress.warmup_steps);
   return compress;
@@ -103,29 +98,12 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
     made.capacity_bytes = option(device, "capacity_bytes", uint64_t{0});
     options.devices.push_back(std::move(made));
   }
-  const auto rule = option(given, "rule", std::string("adamw"));
-  const auto known = kernels::update_rule_from_name(rule);
-  if (!known) usage("unknown update rule '" + rule + "'");
-  options.rule.rule = *known;
+  options.rule.rule = choice(given, "rule", options.rule.rule);
   options.rule = rule_options(given, options.rule);
-  const auto format = option(given, "state_format", std::string("f32"));
-  const auto known_format = base::state_format_from_name(format);
-  if (!known_format) {
-    usage("unknown state_format '" + format + "'", "Known are f32, bf16 and q8.");
-  }
-  options.format = *known_format;
-  const auto where = option(given, "where", std::string("device"));
-  if (where != "device" && where != "host") {
-    usage("unknown place of the update '" + where + "'", "Known are device and host.");
-  }
-  options.where = where == "host" ? engine::UpdateWhere::kHost : engine::UpdateWhere::kDevice;
-  const auto durability = option(given, "durability", std::string("step"));
-  if (durability != "step" && durability != "none") {
-    usage("unknown durability '" + durability + "'", "Known are step and none.");
-  }
-  options.durability =
-      durability == "none" ? storage::Durability::kNone : storage::Durability::kStep;
-  options.gradient_type = data_type(option(given, "gradient_type", std::string("f32")));
+  options.format = choice(given, "state_format", options.format);
+  options.where = choice(given, "where", options.where);
+  options.durability = choice(given, "durability", options.durability);
+  options.gradient_type = choice(given, "gradient_type", base::DataType::kF32);
   options.seed = option(given, "seed", options.seed);
   options.memory_budget_bytes = option(given, "memory_budget_bytes", options.memory_budget_bytes);
   options.gradient_budget_bytes =

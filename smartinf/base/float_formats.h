@@ -2,9 +2,12 @@
 // ties to even. The scalar truth; the vector casts in kernels/ give the same bits.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <string_view>
+
+#include "smartinf/base/enum_names.h"
 
 namespace smartinf::base {
 
@@ -13,14 +16,9 @@ enum class DataType : uint8_t { kF32 = 0, kBf16 = 1, kF16 = 2 };
 
 constexpr uint64_t data_type_bytes(DataType type) { return type == DataType::kF32 ? 4 : 2; }
 
-constexpr std::string_view data_type_name(DataType type) {
-  switch (type) {
-    case DataType::kF32: return "f32";
-    case DataType::kBf16: return "bf16";
-    case DataType::kF16: return "f16";
-  }
-  return "?";
-}
+inline constexpr std::array<std::string_view, 3> kDataTypeNames{"f32", "bf16", "f16"};
+constexpr EnumNames enum_names(DataType) { return kDataTypeNames; }
+constexpr std::string_view data_type_name(DataType type) { return enum_name(type); }
 
 struct Bf16 {
   uint16_t bits = 0;

@@ -12,29 +12,12 @@ uint64_t q8_block_bytes(uint64_t count) {
 
 }  // namespace
 
-std::string_view plane_kind_name(PlaneKind kind) {
-  switch (kind) {
-    case PlaneKind::kMaster: return "master";
-    case PlaneKind::kMomentum: return "momentum";
-    case PlaneKind::kVariance: return "variance";
-    case PlaneKind::kResidual: return "residual";
-  }
-  return "?";
-}
-
-std::string_view encoding_name(Encoding encoding) {
-  switch (encoding) {
-    case Encoding::kF32: return "f32";
-    case Encoding::kBf16: return "bf16";
-    case Encoding::kQ8: return "q8";
-  }
-  return "?";
-}
-
 uint64_t encoded_bytes(Encoding encoding, uint64_t count) {
   switch (encoding) {
-    case Encoding::kF32: return count * 4;
-    case Encoding::kBf16: return count * 2;
+    case Encoding::kF32:
+      return count * 4;
+    case Encoding::kBf16:
+      return count * 2;
     case Encoding::kQ8: {
       const uint64_t rest = count % kBlockElements;
       return count / kBlockElements * q8_block_bytes(kBlockElements) +
@@ -45,29 +28,16 @@ uint64_t encoded_bytes(Encoding encoding, uint64_t count) {
   return 0;
 }
 
-std::string_view state_format_name(StateFormat format) {
-  switch (format) {
-    case StateFormat::kF32: return "f32";
-    case StateFormat::kBf16: return "bf16";
-    case StateFormat::kQ8: return "q8";
-  }
-  return "?";
-}
-
-std::optional<StateFormat> state_format_from_name(std::string_view name) {
-  for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
-    if (state_format_name(format) == name) return format;
-  }
-  return std::nullopt;
-}
-
 Encoding plane_encoding(StateFormat format, PlaneKind kind) {
   if (kind == PlaneKind::kMaster) return Encoding::kF32;
   if (kind == PlaneKind::kResidual) return Encoding::kBf16;
   switch (format) {
-    case StateFormat::kF32: return Encoding::kF32;
-    case StateFormat::kBf16: return Encoding::kBf16;
-    case StateFormat::kQ8: return Encoding::kQ8;
+    case StateFormat::kF32:
+      return Encoding::kF32;
+    case StateFormat::kBf16:
+      return Encoding::kBf16;
+    case StateFormat::kQ8:
+      return Encoding::kQ8;
   }
   SI_CHECK(false, "unknown state format");
   return Encoding::kF32;

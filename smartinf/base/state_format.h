@@ -2,9 +2,12 @@
 // facts and nothing else, so they live below both.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string_view>
+
+#include "smartinf/base/enum_names.h"
 
 namespace smartinf::base {
 
@@ -19,12 +22,17 @@ inline constexpr uint64_t kIoAlignment = 4096;
 /// One array of a state. The order is the order on the drive.
 enum class PlaneKind : uint8_t { kMaster = 0, kMomentum = 1, kVariance = 2, kResidual = 3 };
 
-std::string_view plane_kind_name(PlaneKind kind);
+inline constexpr std::array<std::string_view, 4> kPlaneKindNames{"master", "momentum", "variance",
+                                                                 "residual"};
+constexpr EnumNames enum_names(PlaneKind) { return kPlaneKindNames; }
+constexpr std::string_view plane_kind_name(PlaneKind kind) { return enum_name(kind); }
 
 /// How one plane is stored. A q8 block holds all its codes, then one f32 scale per 256 elements.
 enum class Encoding : uint8_t { kF32 = 0, kBf16 = 1, kQ8 = 2 };
 
-std::string_view encoding_name(Encoding encoding);
+inline constexpr std::array<std::string_view, 3> kEncodingNames{"f32", "bf16", "q8"};
+constexpr EnumNames enum_names(Encoding) { return kEncodingNames; }
+constexpr std::string_view encoding_name(Encoding encoding) { return enum_name(encoding); }
 
 /// Elements that share one scale in a q8 plane.
 inline constexpr uint64_t kQ8GroupElements = 256;
@@ -37,8 +45,12 @@ uint64_t encoded_bytes(Encoding encoding, uint64_t count);
 /// bf16.
 enum class StateFormat : uint8_t { kF32 = 0, kBf16 = 1, kQ8 = 2 };
 
-std::string_view state_format_name(StateFormat format);
-std::optional<StateFormat> state_format_from_name(std::string_view name);
+inline constexpr std::array<std::string_view, 3> kStateFormatNames{"f32", "bf16", "q8"};
+constexpr EnumNames enum_names(StateFormat) { return kStateFormatNames; }
+constexpr std::string_view state_format_name(StateFormat format) { return enum_name(format); }
+constexpr std::optional<StateFormat> state_format_from_name(std::string_view name) {
+  return enum_from_name<StateFormat>(name);
+}
 
 /// The encoding that `format` gives to `kind`.
 Encoding plane_encoding(StateFormat format, PlaneKind kind);

@@ -33,8 +33,9 @@ enum class ValueEncoding : uint8_t {
   kSign,  // a bit each, and for the block one magnitude in bf16: the mean of theirs
 };
 inline constexpr std::array<std::string_view, 4> kValueEncodingNames{"f32", "bf16", "f16", "sign"};
+constexpr base::EnumNames enum_names(ValueEncoding) { return kValueEncodingNames; }
 constexpr std::string_view value_encoding_name(ValueEncoding encoding) {
-  return kValueEncodingNames[static_cast<size_t>(encoding)];
+  return base::enum_name(encoding);
 }
 /// What a device sees them as.
 constexpr base::DataType expanded_type(ValueEncoding encoding) {

@@ -15,20 +15,9 @@ namespace {
 using base::ErrorCode;
 using base::Status;
 
-// In the order of the enumerators.
-constexpr std::array<std::string_view, 3> kWhere{"device", "host", "memory"};
-constexpr std::array<std::string_view, 4> kOverlap{"auto", "none", "late", "early"};
-constexpr std::array<std::string_view, 2> kPrecision{"bf16", "f32"};
-constexpr std::array<std::string_view, 5> kRule{"adamw", "adam", "sgd", "adagrad", "lion"};
-constexpr std::array<std::string_view, 3> kFormat{"f32", "bf16", "q8"};
-constexpr std::array<std::string_view, 3> kGradient{"f32", "bf16", "f16"};
-// "early" is for who starts updates before all gradients are there; a recipe cannot.
-constexpr std::array<std::string_view, 2> kSchedule{"naive", "overlapped"};
-constexpr std::array<std::string_view, 2> kDurability{"step", "none"};
-constexpr std::array<std::string_view, 3> kRing{"auto", "uring", "threads"};
-
+/// names: all of the enumeration's or its first ones.
 template <typename E>
-Choice choice(E& value, std::span<const std::string_view> names) {
+Choice choice(E& value, base::EnumNames names = enum_names(E{})) {
   static_assert(std::is_same_v<std::underlying_type_t<E>, uint8_t>);
   return {reinterpret_cast<uint8_t*>(&value), names};
 }
@@ -93,7 +82,7 @@ constexpr auto kKeys = std::to_array<Key>({
 
     SI_KEY("train.run", &r.options.train.run,
            "folder of the run: recipe, log and state; empty: runs/ and the recipe's name"),
-    SI_KEY("train.precision", choice(r.options.train.precision, kPrecision),
+    SI_KEY("train.precision", choice(r.options.train.precision),
            "type of weights and compute; optimizer.format is the type of the state"),
     SI_KEY("train.steps", &r.options.train.steps, "optimizer steps of the whole run"),
     SI_KEY("train.log_every", &r.options.train.log_every,
@@ -149,18 +138,18 @@ constexpr auto kKeys = std::to_array<Key>({
            "folder of the copies; empty: checkpoints in the run's folder. On the devices' own file "
            "system, if it is btrfs or xfs, a copy takes no time and shares the devices' blocks"),
 
-    SI_KEY("optimizer.where", choice(r.options.train.where, kWhere),
+    SI_KEY("optimizer.where", choice(r.options.train.where),
            "place of the update: \"device\": the device that has the state; \"host\": the host, so "
            "that state crosses the host link both ways; \"memory\": torch's own AdamW in memory"),
     SI_KEY(
-        "optimizer.overlap", choice(r.options.train.overlap, kOverlap),
+        "optimizer.overlap", choice(r.options.train.overlap),
         "computation that runs at the same time as the update: \"late\": the next forward, each "
         "layer of which waits for its new weights; \"early\": backward as well, on the assumption "
         "that the gradient will not be clipped (train.clip_norm); \"none\": nothing; \"auto\": "
         "\"early\" in steps where the forward had to wait and the assumption is likely to hold, "
         "else \"late\", and \"none\" if optimizer.where is \"memory\". Weights and losses have "
         "the same bits in all cases"),
-    SI_KEY("optimizer.rule", choice(r.updater.rule.rule, kRule), "update rule"),
+    SI_KEY("optimizer.rule", choice(r.updater.rule.rule), "update rule"),
     SI_KEY("optimizer.beta1", &r.updater.rule.beta1, "beta1 of adam, adamw, lion; momentum of sgd"),
     SI_KEY("optimizer.beta2", &r.updater.rule.beta2, "beta2 of adam, adamw, lion"),
     SI_KEY("optimizer.eps", &r.updater.rule.eps, "eps of adam, adamw, adagrad"),
@@ -171,16 +160,16 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("optimizer.lr_decay", &r.updater.rule.lr_decay, "decay of lr in adagrad"),
     SI_KEY("optimizer.initial_accumulator_value", &r.updater.rule.initial_accumulator_value,
            "first value of adagrad's sums"),
-    SI_KEY("optimizer.format", choice(r.updater.format, kFormat),
+    SI_KEY("optimizer.format", choice(r.updater.format),
            "format of momentum and variance; the master weights are always f32"),
-    SI_KEY("optimizer.gradient_type", choice(r.updater.gradient_type, kGradient),
+    SI_KEY("optimizer.gradient_type", choice(r.updater.gradient_type),
            "type of gradients on the host link; default: that of train.precision"),
     SI_KEY("optimizer.seed", &r.updater.seed, "seed of stochastic rounding (formats bf16 and q8)"),
 
     SI_KEY("compress.density", &r.updater.compress.density,
            "share of a gradient's elements that are sent, the largest of each block of 65536, e.g. "
            "0.08; 0: gradients are sent dense"),
-    SI_KEY("compress.values", choice(r.updater.compress.values, compress::kValueEncodingNames),
+    SI_KEY("compress.values", choice(r.updater.compress.values),
            "encoding of a sent element; \"sign\": its sign, and one magnitude for each block; "
            "default: \"sign\", but \"bf16\" without error feedback"),
     SI_KEY("compress.error_feedback", &r.updater.compress.error_feedback,
@@ -192,7 +181,7 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("compress.warmup_steps", &r.updater.compress.warmup_steps,
            "steps in which the density falls from 0.25 to compress.density"),
 
-    SI_KEY("engine.schedule", choice(r.updater.schedule, kSchedule),
+    SI_KEY("engine.schedule", choice(r.updater.schedule, plan::engine_schedule_names()),
            "order of reads, updates and writes on a device"),
     SI_KEY("engine.memory_budget", ByteCount{&r.updater.memory_budget_bytes},
            "memory of all devices' buffers together; gradients and weights come on top"),
@@ -200,12 +189,12 @@ constexpr auto kKeys = std::to_array<Key>({
            "memory for gradients; beyond it they are spilled to the devices"),
     SI_KEY("engine.subgroup_elements", &r.updater.subgroup_elements,
            "elements read, updated and written as one subgroup; 0: chosen from the memory budget"),
-    SI_KEY("engine.durability", choice(r.updater.durability, kDurability),
+    SI_KEY("engine.durability", choice(r.updater.durability),
            "durability of the state: \"step\": every committed step survives power loss; \"none\": "
            "the state takes half the space, and a crash loses it"),
     SI_KEY("engine.checksums", &r.updater.checksums,
            "whether every block has a checksum, checked at every read"),
-    SI_KEY("engine.ring", choice(r.updater.ring, kRing),
+    SI_KEY("engine.ring", choice(r.updater.ring),
            "kind of I/O: \"auto\": io_uring where it works, else a pool of threads"),
     SI_KEY("engine.io_size", ByteCount{&r.updater.io_bytes},
            "size of one transfer; 0: measured at first use and stored on the device"),

@@ -325,36 +325,6 @@ TEST(Keys, EveryKeyHasAFieldOfItsOwn) {
   }
 }
 
-TEST(Keys, ChoicesAreInTheOrderOfTheirEnumerators) {
-  const auto names = [](std::string_view wanted) {
-    Recipe recipe;
-    recipe.updater.devices.resize(1);
-    for (const Key& key : keys()) {
-      if (key.name == wanted) return std::get<Choice>(key.field(recipe, 0)).names;
-    }
-    return std::span<const std::string_view>();
-  };
-  const auto check = [&](std::string_view key, auto name_of_value, size_t count) {
-    ASSERT_EQ(names(key).size(), count) << key;
-    for (size_t i = 0; i < count; ++i) EXPECT_EQ(names(key)[i], name_of_value(i)) << key;
-  };
-  check(
-      "optimizer.where",
-      [](size_t i) { return optimizer_where_name(static_cast<train::OptimizerWhere>(i)); }, 3);
-  check(
-      "train.precision", [](size_t i) { return precision_name(static_cast<train::Precision>(i)); },
-      2);
-  check(
-      "optimizer.format",
-      [](size_t i) { return state_format_name(static_cast<base::StateFormat>(i)); }, 3);
-  check(
-      "optimizer.gradient_type",
-      [](size_t i) { return data_type_name(static_cast<base::DataType>(i)); }, 3);
-  check(
-      "optimizer.rule",
-      [](size_t i) { return update_rule_name(static_cast<kernels::UpdateRule>(i)); }, 5);
-}
-
 TEST(Reference, PageIsInStepWithTheKeys) {
   EXPECT_EQ(read(std::filesystem::path(SMARTINF_ROOT) / "docs/recipe.md"), recipe_reference())
       << "run: smartinf train --help-recipe=markdown > docs/recipe.md";

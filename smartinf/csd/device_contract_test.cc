@@ -64,7 +64,6 @@ std::vector<Kind> kinds() {
     k.spill = true;
   });
   add("naive", [](Kind& k) { k.schedule = plan::ScheduleVariant::kNaive; });
-  add("early", [](Kind& k) { k.schedule = plan::ScheduleVariant::kEarly; });
   add("one_slot", [](Kind& k) { k.slots = 1; });
   add("many_slots", [](Kind& k) { k.slots = 32; });
   add("one_thread", [](Kind& k) { k.threads = 1; });

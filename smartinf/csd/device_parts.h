@@ -42,13 +42,11 @@ struct DeviceParts {
 
   /// Why updates cannot begin while gradients still come in (Update::as_completed); ok: they can.
   base::Status updates_as_completed() const;
-  /// The slots for such an update. Where gradients are spilled the others' buffers collect them,
-  /// for which it takes most: of several subgroups a part may be there. None where there are few.
+  /// The slots for such an update.
   std::span<Slot> slots_as_completed() const {
-    if (gradients->buffer_bytes() == 0) return slots;
-    return slots.first(slots.size() < kSlotsForSpilling ? 0 : slots.size() / 4);
+    return slots.first(plan::slots_as_completed(static_cast<uint32_t>(slots.size()),
+                                                gradients->buffer_bytes() > 0));
   }
-  static constexpr size_t kSlotsForSpilling = 8;
 
   /// Starts a transfer of a subgroup's planes or gradient between a slot and the store.
   void start(Transfer& transfer, SlotUser& user, storage::SubgroupIo::Op op, uint32_t subgroup,

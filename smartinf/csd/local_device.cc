@@ -20,6 +20,7 @@
 #include "smartinf/csd/linked_ring.h"
 #include "smartinf/csd/state_access.h"
 #include "smartinf/csd/transfer_handler.h"
+#include "smartinf/plan/memory_plan.h"
 #include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::csd {
@@ -36,9 +37,6 @@ constexpr auto kPollWaitMax = std::chrono::microseconds(1000);
 // Without anything in flight it is woken by its event queue; this is only an upper bound.
 constexpr auto kIdleWait = std::chrono::hours(1);
 constexpr size_t kPollBatch = 64;
-
-// Fewer are not worth saving memory for.
-constexpr uint64_t kSlotsEnough = 6;
 
 const std::string& device_name(const LocalDeviceOptions& options) {
   return options.name.empty() ? options.path : options.name;
@@ -212,19 +210,14 @@ Status LocalDevice::allocate_slots() {
   const LocalDeviceOptions& options = parts_.options;
   const uint64_t extent_bytes = base::round_up(store_->extent_bytes_max(), base::kIoAlignment);
   const uint64_t slot_bytes = extent_bytes + gradients_->buffer_bytes();
-  const uint64_t subgroups = store_->layout().subgroups.size();
-  const uint64_t fitting = slot_bytes > 0 ? options.memory_bytes / slot_bytes : 1;
-  uint64_t count =
-      std::min<uint64_t>({fitting, options.kSlotsMax, std::max<uint64_t>(subgroups, 1)});
-  if (options.slots > 0) {
-    count = std::min<uint64_t>(count, options.slots);
-  } else if (gradients_->buffer_bytes() == 0 && slot_bytes > 0) {
-    // As many as the transfers take that were found to fill the drive, each way, and two at the
-    // processor. Slots that also collect spilled gradients are never too many.
-    const uint64_t each_way =
-        base::divide_up(options.store.io_bytes * options.store.io_depth, slot_bytes);
-    count = std::min(count, std::max<uint64_t>(2 * each_way + 2, kSlotsEnough));
-  }
+  plan::DeviceSlotsInput input;
+  input.memory_bytes = options.memory_bytes;
+  input.slot_bytes = slot_bytes;
+  input.subgroups = store_->layout().subgroups.size();
+  input.slots = options.slots;
+  input.in_flight_bytes = options.store.io_bytes * options.store.io_depth;
+  input.gradients_spilled = gradients_->buffer_bytes() > 0;
+  const uint64_t count = plan::device_slots(input);
   if (count == 0) {
     return Status(ErrorCode::kOutOfMemory,
                   "a subgroup needs " + base::format_bytes(slot_bytes) + " and the budget is " +

@@ -10,6 +10,7 @@
 #include "smartinf/compress/matrix_layout.h"
 #include "smartinf/csd/link.h"
 #include "smartinf/csd/trace.h"
+#include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/schedule.h"
 #include "smartinf/storage/store.h"
@@ -40,11 +41,8 @@ struct LocalDeviceOptions {
   std::vector<uint32_t> cores;
 
   /// Slots, and their gradient buffers when gradients are spilled.
-  uint64_t memory_bytes = uint64_t{512} << 20;
-  /// 0: as many as keep store.io_depth transfers of store.io_bytes going each way, where they fit
-  /// memory_bytes; with spilled gradients as many as fit. At most kSlotsMax.
-  uint32_t slots = 0;
-  static constexpr uint32_t kSlotsMax = 32;
+  uint64_t memory_bytes = plan::kMemoryBudgetBytes;
+  uint32_t slots = 0;  // 0: plan::device_slots chooses
 
   /// Gradients that stay in memory; those beyond are spilled to the store's spill area, for which
   /// the layout must have reserved space (gradient_spill_bytes).

@@ -12,8 +12,9 @@
 #include "smartinf/base/units.h"
 #include "smartinf/compress/density.h"
 #include "smartinf/compress/message.h"
-#include "smartinf/engine/memory_plan.h"
+#include "smartinf/engine/memory.h"
 #include "smartinf/engine/run_description.h"
+#include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/placement.h"
 #include "smartinf/plan/state_cache.h"
 
@@ -62,8 +63,9 @@ uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpac
   if (const uint64_t block = compressed_block_bytes(options); block > 0) {
     const auto matrices = matrices_of_squares(options, space);
     uint64_t factors = 0;
-    for (const plan::Subgroup& subgroup : space.subgroups(
-             options.subgroup_elements != 0 ? options.subgroup_elements : kSubgroupElementsMax)) {
+    for (const plan::Subgroup& subgroup :
+         space.subgroups(options.subgroup_elements != 0 ? options.subgroup_elements
+                                                        : plan::kSubgroupElementsMax)) {
       factors += compress::factors_bytes(matrices, subgroup.first, subgroup.count);
     }
     return base::divide_up(space.count(), base::kBlockElements) * block + factors;
@@ -97,8 +99,9 @@ Status check_cache_fits(const UpdaterOptions& options, const plan::ParameterSpac
   if (options.state_cache_bytes == 0) return Status();
   const uint64_t gradients =
       std::min(gradient_bytes(options, space), options.gradient_budget_bytes);
-  return check_state_cache(std::min(options.state_cache_bytes, moved_bytes(options, space.count())),
-                           options.memory_budget_bytes + gradients, host_memory_bytes());
+  return plan::check_state_cache(
+      std::min(options.state_cache_bytes, moved_bytes(options, space.count())),
+      options.memory_budget_bytes + gradients, host_memory_bytes());
 }
 
 /// Tells the devices which state stays in memory. sources: in the devices' order.
@@ -160,16 +163,16 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
   const uint32_t spill_bytes =
       spilled ? static_cast<uint32_t>(base::data_type_bytes(options.gradient_type)) : 0;
   auto count = static_cast<uint32_t>(sources.size());
-  MemoryPlanInput input;
+  plan::MemoryPlanInput input;
   input.budget_bytes = options.memory_budget_bytes;
   input.elements = space.count();
   input.devices = count;
-  input.rule = options.rule.rule;
+  const bool residual = options.compress.residual_on_devices();
   input.format = options.format;
-  input.residual = options.compress.residual_on_devices();
+  input.planes = state_planes(options.rule.rule, residual);
   input.gradient_spill_bytes = spill_bytes;
   input.subgroup_elements = options.subgroup_elements;
-  SI_ASSIGN_OR_RETURN(const MemoryPlan memory, plan_memory(input));
+  SI_ASSIGN_OR_RETURN(const plan::MemoryPlan memory, plan::plan_memory(input));
   DeviceSet set;
   set.fresh = true;
   set.staging_bytes = memory.staging_bytes;
@@ -181,9 +184,9 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
               "of a step nothing of it can be used");
   }
   const uint64_t copies = options.durability == storage::Durability::kStep ? 2 : 1;
-  const uint64_t subgroup_bytes = copies * state_bytes(options.rule.rule, options.format,
-                                                       memory.subgroup_elements, input.residual) +
-                                  memory.subgroup_elements * spill_bytes;
+  const uint64_t subgroup_bytes =
+      copies * plan::state_bytes(options.format, input.planes, memory.subgroup_elements) +
+      memory.subgroup_elements * spill_bytes;
   std::vector<plan::DeviceCapacity> capacities;
   std::string free_text;
   for (const auto& source : sources) {
@@ -212,14 +215,12 @@ Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::Paramete
   description.space = space;
   description.rule = options.rule.rule;
   for (const auto& source : sources) description.devices.push_back(source->name());
-  const auto planes = kernels::rule_planes(options.rule.rule);
   storage::StoreLayout layout;
   layout.run = storage::make_run_id();
   layout.device_count = count;
   layout.format = options.format;
-  layout.planes.assign(planes.begin(), planes.end());
-  if (input.residual) layout.planes.push_back(base::PlaneKind::kResidual);
-  set.residual = input.residual;
+  layout.planes = input.planes;
+  set.residual = residual;
   layout.gradient_spill_bytes = spill_bytes;
   layout.description = to_json(description);
   for (uint32_t d = 0; d < count; ++d) {
@@ -399,7 +400,7 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
                            Sources& sources) {
   const auto count = static_cast<uint32_t>(sources.size());
   DeviceSet set;
-  set.staging_bytes = staging_bytes_to_read();
+  set.staging_bytes = plan::staging_bytes_to_read();
   const uint64_t least = set.staging_bytes + count * base::kBlockElements;
   if (options.memory_budget_bytes < least) {
     return Status(

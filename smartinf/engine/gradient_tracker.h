@@ -18,9 +18,7 @@
 
 namespace smartinf::engine {
 
-/// What is given of a range's gradient at once starts and ends on multiples of this within the
-/// range (or at its end).
-inline constexpr uint64_t kGradientCutElements = uint64_t{1} << 20;
+using plan::kGradientCutElements;
 /// What one thread measures and hands over at once, counted from the beginning of a cut: small
 /// enough to stay in a core's cache in between, and a whole part of the tree by which a cut's
 /// squares are added up.

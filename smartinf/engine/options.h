@@ -2,6 +2,7 @@
 // [[device]] tables map to these one to one.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -15,6 +16,7 @@
 #include "smartinf/compress/options.h"
 #include "smartinf/csd/trace.h"
 #include "smartinf/kernels/update_rule.h"
+#include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/schedule.h"
 #include "smartinf/storage/store.h"
 
@@ -24,6 +26,8 @@ enum class UpdateWhere : uint8_t {
   kDevice,  // SmartUpdate: state stays behind the host link
   kHost,    // the baseline: state crosses the host link both ways
 };
+inline constexpr std::array<std::string_view, 2> kUpdateWhereNames{"device", "host"};
+constexpr base::EnumNames enum_names(UpdateWhere) { return kUpdateWhereNames; }
 
 /// A path with a rate in each direction, for emulation. Bytes per second; 0: as fast as it goes.
 struct EmulatedLink {
@@ -53,7 +57,7 @@ struct UpdaterOptions {
   base::DataType gradient_type = base::DataType::kBf16;  // on the host link
   uint64_t seed = 0;                                     // of stochastic rounding
   compress::CompressOptions compress;
-  uint64_t memory_budget_bytes = uint64_t{512} << 20;  // slots; gradients and weights come on top
+  uint64_t memory_budget_bytes = plan::kMemoryBudgetBytes;  // slots; gradients, weights on top
   /// Of state that stays in memory as well and is read from the drives once; on top of the budget.
   uint64_t state_cache_bytes = 0;
   uint64_t gradient_budget_bytes = ~uint64_t{0};  // above it gradients are spilled

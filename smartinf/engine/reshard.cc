@@ -19,8 +19,8 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/checkpoint_folder.h"
 #include "smartinf/engine/local_source.h"
-#include "smartinf/engine/memory_plan.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/placement.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/erase.h"
@@ -170,21 +170,20 @@ class Resharder {
 
   Status plan() {
     const plan::ParameterSpace& space = from_.description.space;
-    MemoryPlanInput input;
+    plan::MemoryPlanInput input;
     input.budget_bytes = options_.memory_budget_bytes;
     input.elements = space.count();
-    input.rule = from_.description.rule;
     input.format = options_.format;
-    input.residual = from_.layout().planes.back() == base::PlaneKind::kResidual;
+    input.planes = from_.layout().planes;
     input.subgroup_elements =
         options_.subgroup_elements != 0 ? options_.subgroup_elements : from_.subgroup_elements();
     // What is lent holds a subgroup of its lender's.
     uint64_t subgroup_elements = from_.subgroup_elements();
     if (options_.scratch_memory.empty()) {
-      auto memory = plan_memory(input);
+      auto memory = plan::plan_memory(input);
       if (!memory.ok() && options_.subgroup_elements == 0) {
         input.subgroup_elements = 0;
-        memory = plan_memory(input);
+        memory = plan::plan_memory(input);
       }
       if (!memory.ok()) return std::move(memory).status();
       subgroup_elements = memory->subgroup_elements;
@@ -201,9 +200,9 @@ class Resharder {
     for (const std::string& target : targets_) look.devices.emplace_back().path = target;
     const auto sources = local_sources(look);
     const uint64_t slots = options_.durability == storage::Durability::kStep ? 2 : 1;
-    const uint64_t each = slots * engine::state_bytes(input.rule, options_.format,
-                                                      subgroup_elements, input.residual) +
-                          subgroup_elements * from_.layout().gradient_spill_bytes;
+    const uint64_t each =
+        slots * plan::state_bytes(options_.format, input.planes, subgroup_elements) +
+        subgroup_elements * from_.layout().gradient_spill_bytes;
     std::vector<plan::DeviceCapacity> capacities;
     std::string free_text;
     for (size_t i = 0; i < sources.size(); ++i) {

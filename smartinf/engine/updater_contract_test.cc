@@ -309,7 +309,6 @@ const Variant kVariants[] = {
     {.name = "OneSubgroup", .subgroup_elements = 64 * kBlock, .memory_budget_bytes = base::kGiB},
     {.name = "LeastMemory", .subgroup_elements = kBlock, .memory_budget_bytes = 8 * base::kMiB},
     {.name = "Naive", .devices = 2, .schedule = plan::ScheduleVariant::kNaive},
-    {.name = "Early", .devices = 2, .schedule = plan::ScheduleVariant::kEarly},
     {.name = "ThreadRing", .devices = 2, .ring = storage::RingKind::kThreads},
     {.name = "Spilled", .devices = 2, .gradient_budget_bytes = 0},
     {.name = "SpilledInSmallSubgroups", .subgroup_elements = kBlock, .gradient_budget_bytes = 0},

@@ -20,29 +20,6 @@ constexpr std::array kVariancePlanes = {PlaneKind::kMaster, PlaneKind::kVariance
 
 std::span<const UpdateRule> all_update_rules() { return kRules; }
 
-std::string_view update_rule_name(UpdateRule rule) {
-  switch (rule) {
-    case UpdateRule::kAdamW:
-      return "adamw";
-    case UpdateRule::kAdam:
-      return "adam";
-    case UpdateRule::kSgdMomentum:
-      return "sgd";
-    case UpdateRule::kAdagrad:
-      return "adagrad";
-    case UpdateRule::kLion:
-      return "lion";
-  }
-  return "?";
-}
-
-std::optional<UpdateRule> update_rule_from_name(std::string_view name) {
-  for (const UpdateRule rule : kRules) {
-    if (update_rule_name(rule) == name) return rule;
-  }
-  return std::nullopt;
-}
-
 std::span<const PlaneKind> rule_planes(UpdateRule rule) {
   switch (rule) {
     case UpdateRule::kAdamW:

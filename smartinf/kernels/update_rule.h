@@ -3,11 +3,13 @@
 // them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string_view>
 
+#include "smartinf/base/enum_names.h"
 #include "smartinf/base/ids.h"
 #include "smartinf/base/state_format.h"
 
@@ -24,8 +26,13 @@ enum class UpdateRule : uint8_t {
 /// Every rule, in the order of its number.
 std::span<const UpdateRule> all_update_rules();
 
-std::string_view update_rule_name(UpdateRule rule);  // "adamw", "adam", "sgd", "adagrad", "lion"
-std::optional<UpdateRule> update_rule_from_name(std::string_view name);
+inline constexpr std::array<std::string_view, 5> kUpdateRuleNames{"adamw", "adam", "sgd", "adagrad",
+                                                                  "lion"};
+constexpr base::EnumNames enum_names(UpdateRule) { return kUpdateRuleNames; }
+constexpr std::string_view update_rule_name(UpdateRule rule) { return base::enum_name(rule); }
+constexpr std::optional<UpdateRule> update_rule_from_name(std::string_view name) {
+  return base::enum_from_name<UpdateRule>(name);
+}
 
 /// The planes the rule keeps, in their order on the drive; master comes first.
 std::span<const base::PlaneKind> rule_planes(UpdateRule rule);

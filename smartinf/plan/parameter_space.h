@@ -21,6 +21,10 @@ struct ParameterRange {
   uint32_t group = 0;           // index of its learning rate and decay
 };
 
+/// What is given of a range's gradient at once starts and ends on multiples of this within the
+/// range (or at its end).
+inline constexpr uint64_t kGradientCutElements = uint64_t{1} << 20;
+
 struct Subgroup {
   base::SubgroupId id;
   uint64_t first = 0;

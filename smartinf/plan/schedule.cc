@@ -19,7 +19,7 @@ class Builder {
   void read(uint32_t position) {
     std::array<uint32_t, 3> after{Task::kNone, Task::kNone, Task::kNone};
     if (position >= input_.slots) after = written_[position - input_.slots];
-    if (input_.variant == ScheduleVariant::kLate && position > 0) {
+    if (input_.variant == ScheduleVariant::kPaper && position > 0) {
       after[0] = written_[position - 1][0];
       after[1] = written_[position - 1][1];
     }
@@ -39,7 +39,7 @@ class Builder {
   void write_moments(uint32_t position) {
     if (!input_.has_moments) return;
     std::array<uint32_t, 3> after{updates_[position], Task::kNone, Task::kNone};
-    if (input_.variant == ScheduleVariant::kLate) {
+    if (input_.variant == ScheduleVariant::kPaper) {
       after = {written_[position][0], written_[position][1], Task::kNone};
     }
     written_[position][2] = add(TaskKind::kWriteMoments, position, after);
@@ -55,8 +55,7 @@ class Builder {
 
  private:
   uint32_t subgroup_at(uint32_t position) const {
-    if (!input_.order.empty()) return input_.order[position];
-    return input_.variant == ScheduleVariant::kEarly ? input_.subgroups - 1 - position : position;
+    return input_.order.empty() ? position : input_.order[position];
   }
   uint32_t add(TaskKind kind, uint32_t position, std::array<uint32_t, 3> after) {
     Task task;
@@ -99,28 +98,6 @@ std::string_view task_kind_name(TaskKind kind) {
   return "?";
 }
 
-std::string_view schedule_variant_name(ScheduleVariant variant) {
-  switch (variant) {
-    case ScheduleVariant::kNaive:
-      return "naive";
-    case ScheduleVariant::kOverlapped:
-      return "overlapped";
-    case ScheduleVariant::kEarly:
-      return "early";
-    case ScheduleVariant::kLate:
-      return "late";
-  }
-  return "?";
-}
-
-std::optional<ScheduleVariant> schedule_variant_from_name(std::string_view name) {
-  for (const auto variant : {ScheduleVariant::kNaive, ScheduleVariant::kOverlapped,
-                             ScheduleVariant::kEarly, ScheduleVariant::kLate}) {
-    if (schedule_variant_name(variant) == name) return variant;
-  }
-  return std::nullopt;
-}
-
 std::vector<Task> make_schedule(const ScheduleInput& asked) {
   SI_CHECK(asked.slots > 0, "a schedule needs a slot");
   SI_CHECK(asked.order.empty() || asked.order.size() == asked.subgroups,
@@ -133,7 +110,7 @@ std::vector<Task> make_schedule(const ScheduleInput& asked) {
   const uint32_t deferred = input.slots > 1 && input.has_moments ? 1 : 0;
 
   Builder builder(input);
-  if (input.variant == ScheduleVariant::kLate) {
+  if (input.variant == ScheduleVariant::kPaper) {
     for (uint32_t i = 0; i < input.subgroups; ++i) {
       builder.read(i);
       builder.update(i);

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "smartinf/base/enum_names.h"
 #include "smartinf/base/ids.h"
 
 namespace smartinf::plan {
@@ -26,13 +27,32 @@ std::string_view task_kind_name(TaskKind kind);
 
 enum class ScheduleVariant : uint8_t {
   kNaive,       // read, update, write, one subgroup after another
-  kOverlapped,  // slots in flight together; weights first, momentum and variance late
-  kEarly,       // overlapped, in the order in which gradients become complete
-  kLate,        // one after another, but moments are written while the next one is read
+  kOverlapped,  // slots in flight together; weights first, momentum and variance last
+  kPaper,       // one after another, but moments are written while the next one is read; only the
+                // simulator's, of the paper's machine
 };
+inline constexpr std::array<std::string_view, 3> kScheduleVariantNames{"naive", "overlapped",
+                                                                       "paper"};
+constexpr base::EnumNames enum_names(ScheduleVariant) { return kScheduleVariantNames; }
+/// Those that the engine runs.
+constexpr base::EnumNames engine_schedule_names() {
+  return base::EnumNames(kScheduleVariantNames).first(2);
+}
 
-std::string_view schedule_variant_name(ScheduleVariant variant);
-std::optional<ScheduleVariant> schedule_variant_from_name(std::string_view name);
+/// What runs beside the update of a step. kLate: the next step's forward, layer by layer as their
+/// weights arrive. kEarly: backward too, by the guess that nothing is clipped; where it is wrong
+/// the update is done again as kLate. The choice changes time and no bit.
+enum class Overlap : uint8_t { kAuto, kNone, kLate, kEarly };
+inline constexpr std::array<std::string_view, 4> kOverlapNames{"auto", "none", "late", "early"};
+constexpr base::EnumNames enum_names(Overlap) { return kOverlapNames; }
+
+/// Of so many slots those that an update takes which begins while gradients still come in. Where
+/// they are spilled the others' buffers collect them, for which it takes most: of several subgroups
+/// a part may be there. 0: there are too few.
+constexpr uint32_t slots_as_completed(uint32_t slots, bool gradients_spilled) {
+  if (!gradients_spilled) return slots;
+  return slots < 8 ? 0 : slots / 4;
+}
 
 /// One piece of work on one subgroup.
 struct Task {
@@ -49,8 +69,8 @@ struct ScheduleInput {
   uint32_t slots = 1;  // the naive variant uses one
   bool gradient_spilled = false;
   bool has_moments = true;
-  /// The order in which subgroups are taken: each index once. Empty: ascending, as the next forward
-  /// needs them; for kEarly descending, as backward completes their gradients.
+  /// Subgroups in the order in which they are taken: each once, as many as there are to be. Empty:
+  /// ascending, as the next forward needs them.
   std::span<const uint32_t> order;
 };
 
@@ -64,7 +84,7 @@ struct ScheduleInput {
 /// more the reads of later subgroups and the writes of earlier ones are in flight at the same time.
 /// The new weights go first, because the next forward waits for them; master follows, momentum and
 /// variance stand behind the next subgroup's master.
-/// kLate overlaps least: moments stand behind their own weights and master, and only beside the
+/// kPaper overlaps least: moments stand behind their own weights and master, and only beside the
 /// next subgroup's reads. The paper's measured steps look like it (docs/simulator.md). Source:
 /// Smart-Infinity, HPCA 2024, section V-B (the transfer handler).
 std::vector<Task> make_schedule(const ScheduleInput& input);

@@ -8,8 +8,8 @@ namespace smartinf::sim {
 
 using base::Result;
 
-LinkBytes table_one(Method method, Optimizer optimizer, double parameters, double ratio) {
-  const double state = optimizer == Optimizer::kAdam ? 12 : 8;
+LinkBytes table_one(Method method, kernels::UpdateRule rule, double parameters, double ratio) {
+  const double state = 4 * static_cast<double>(kernels::rule_planes(rule).size());
   switch (method) {
     case Method::kBaseline:
       return {(state + 4) * parameters, (state + 4) * parameters};
@@ -31,7 +31,7 @@ Result<ClosedForm> closed_form(const ModelShape& model, const Machine& machine,
   const auto n = static_cast<double>(machine.device_count());
   const auto parameters = static_cast<double>(model.parameters());
   const bool baseline = options.method == Method::kBaseline;
-  const double state = state_bytes_per_parameter(options.optimizer, options.format);
+  const double state = state_bytes_per_parameter(options.rule, options.format);
   const double dense = software.gradient_bytes;
   // Where the host selects, whole gradients leave the GPU and wait in memory.
   const bool on_host = host_selects(machine, options);

@@ -20,7 +20,7 @@ struct LinkBytes {
   double up = 0;
   double down = 0;
 };
-LinkBytes table_one(Method method, Optimizer optimizer, double parameters, double ratio);
+LinkBytes table_one(Method method, kernels::UpdateRule rule, double parameters, double ratio);
 
 /// T_opt,n = max(T_opt / n, T_swap / min(n, B_host / B_device)), T_total,n = T_opt,n + T_fwd +
 /// T_bwd. T_opt: one device reads and writes a step's state and gradients. T_swap: what crosses the

@@ -2,13 +2,14 @@
 // moves bytes through resources that it shares with whatever else is moving. The clock jumps from
 // one completion to the next, so a step of a 33 B-parameter model costs milliseconds.
 //
-// It knows nothing of training: step_graph.h builds the graph of a step.
+// It knows nothing of training: update_graph.h and step_graph.h build graphs.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -33,7 +34,9 @@ struct Stage {
   uint32_t use_count = 0;
 
   Stage() = default;
-  Stage(uint64_t stage_bytes, std::initializer_list<Use> stage_uses, double stage_latency_s = 0);
+  Stage(uint64_t stage_bytes, std::span<const Use> stage_uses, double stage_latency_s = 0);
+  Stage(uint64_t stage_bytes, std::initializer_list<Use> stage_uses, double stage_latency_s = 0)
+      : Stage(stage_bytes, std::span(stage_uses.begin(), stage_uses.size()), stage_latency_s) {}
 };
 
 struct TaskTimes {
@@ -95,7 +98,32 @@ class EventGraph {
     double rate = 0;
   };
 
+  /// By resource, and the active stages whose rates are still to be found.
+  struct Wants {
+    std::vector<double> free;
+    std::vector<double> cost;
+    std::vector<uint8_t> directions;
+    std::vector<uint32_t> rising;
+  };
+  /// Of a run: successors by task, and where it stands.
+  struct Progress {
+    std::vector<uint32_t> first_edge;
+    std::vector<TaskIndex> successors;
+    std::vector<uint32_t> waiting;  // for so many tasks, by task
+    std::vector<TaskIndex> ready;
+    std::vector<Active> active;
+    size_t finished = 0;
+    double now_s = 0;
+  };
+
+  Wants wants_of(const std::vector<Active>& active) const;
   void share_out(std::vector<Active>& active, double now_s);
+  Progress begin();
+  double caught_up(const Stage& stage, double now_s);
+  void enter_stage(Active& entry, uint32_t stage, double now_s);
+  void finish(Progress& progress, TaskIndex task);
+  void start_ready(Progress& progress);
+  void pass_time(Progress& progress);
 
   std::vector<Resource> resources_;
   std::vector<Node> tasks_;

@@ -223,13 +223,14 @@ Status other_optimizers(Figure& figure) {
   figure.y_label = "speed-up over the baseline";
   Builder builder(figure);
   for (const uint32_t devices : {6u, 10u}) {
-    for (const Optimizer optimizer :
-         {Optimizer::kAdam, Optimizer::kSgdMomentum, Optimizer::kAdagrad}) {
+    using kernels::UpdateRule;
+    for (const UpdateRule rule :
+         {UpdateRule::kAdam, UpdateRule::kSgdMomentum, UpdateRule::kAdagrad}) {
       Point point;
       point.devices = devices;
-      point.options.optimizer = optimizer;
+      point.options.rule = rule;
       SI_RETURN_IF_ERROR(builder.speed_ups(fmt::format("{} devices", devices),
-                                           std::string(optimizer_name(optimizer)), point, kThree));
+                                           std::string(update_rule_name(rule)), point, kThree));
     }
   }
   return {};

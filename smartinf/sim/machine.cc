@@ -71,6 +71,7 @@ void visit(Visitor& v, DeviceGroup& device) {
   v("update_bytes_per_s", device.update_bytes_per_s, Rule::kNotNegative);
   v("decompress_bytes_per_s", device.decompress_bytes_per_s, Rule::kNotNegative);
   v("update_streams", device.update_streams, Rule::kAny);
+  v("on_host_cores", device.on_host_cores, Rule::kAny);
   v("memory_bytes", device.memory_bytes, Rule::kNotNegative);
   v("capacity_bytes", device.capacity_bytes, Rule::kNotNegative);
   v("endurance_bytes", device.endurance_bytes, Rule::kNotNegative);
@@ -160,8 +161,13 @@ struct Reader {
       value = *node->value<std::string>();
     } else if constexpr (std::is_same_v<T, plan::ScheduleVariant>) {
       const auto text = node->value<std::string>();
-      const auto variant = text ? plan::schedule_variant_from_name(*text) : std::nullopt;
-      if (!variant) return fail(node, key, "is not a schedule", "Write overlapped, late or naive.");
+      const auto variant =
+          base::enum_from_name<plan::ScheduleVariant>(text.value_or(std::string()));
+      if (!variant) {
+        return fail(node, key, "is not a schedule",
+                    text == "late" ? "Write paper: the schedule that earlier versions called late."
+                                   : fmt::format("Write {}.", fmt::join(enum_names(value), ", ")));
+      }
       value = *variant;
     } else {
       double number = 0;
@@ -247,6 +253,7 @@ constexpr auto kMeanings = std::to_array<Meaning>({
     Meaning{"device", "decompress_bytes_per_s",
             "processor with compressed gradients; 0: it cannot"},
     Meaning{"device", "update_streams", "it updates a part of the state while that is being read"},
+    Meaning{"device", "on_host_cores", "its processor is the cores that compute without a GPU"},
     Meaning{"device", "endurance_bytes", "rated bytes written over its life; 0: not known"},
     Meaning{"software", "subgroup_elements", "parameters read, updated and written at once"},
     Meaning{"software", "slots", "of those in flight on a device"},
@@ -270,7 +277,7 @@ struct Writer {
     if constexpr (std::is_same_v<T, std::string>) {
       line = fmt::format("{} = '{}'", key, value);
     } else if constexpr (std::is_same_v<T, plan::ScheduleVariant>) {
-      line = fmt::format("{} = '{}'", key, plan::schedule_variant_name(value));
+      line = fmt::format("{} = '{}'", key, base::enum_name(value));
     } else if constexpr (std::is_floating_point_v<T>) {
       // A number that TOML takes for a float in every case, with all its digits.
       const std::string digits = fmt::format("{}", value);

@@ -52,6 +52,7 @@ struct DeviceGroup {
   double update_bytes_per_s = 0;  // processor: state and gradient in; 0: cannot update
   double decompress_bytes_per_s = 0;  // processor with SmartComp: state and compressed gradient in
   bool update_streams = false;        // overlapped, it works on a subgroup while that is being read
+  bool on_host_cores = false;  // its processor is the host's cores, which without a GPU compute too
   uint64_t memory_bytes = 0;
   uint64_t capacity_bytes = 0;
   uint64_t endurance_bytes = 0;  // rated bytes written over its life; 0: not known

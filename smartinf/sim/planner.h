@@ -1,43 +1,23 @@
-// From a model and a machine to what it needs, how long a step takes in each way of running it,
-// what binds, what to buy next, and how long the drives last.
+// From a model and a machine to what it needs, how long a step takes with each method and state
+// format, what binds, what to buy next, and how long the drives last.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "smartinf/base/status.h"
-#include "smartinf/plan/training_memory.h"
 #include "smartinf/sim/machine.h"
+#include "smartinf/sim/memory_need.h"
 #include "smartinf/sim/step.h"
 
 namespace smartinf::sim {
 
-/// What computes the model, and the settings that decide what it holds.
-struct TrainingUse {
-  plan::TrainingProgram program = plan::TrainingProgram::kTrain;
-  bool release_gradients = false;  // the Python package only
-  bool recompute = true;           // activations: train.checkpoint_activations
-  bool in_memory = false;          // optimizer.where = "memory": torch's own AdamW
-};
-/// "smartinf train", "Python, release_gradients=True".
-std::string use_name(const TrainingUse& use);
-
-struct MemoryNeed {
-  uint64_t gpu_bytes = 0;  // of one GPU; 0 without
-  uint64_t host_bytes = 0;
-  uint64_t drive_bytes = 0;  // of one device: its share of the state, twice (a step is never
-                             // written in place)
-  std::vector<plan::MemoryPart> gpu_parts;
-  std::vector<plan::MemoryPart> host_parts;
-};
-MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const StepOptions& options,
-                       const TrainingUse& use);
-
-/// One way of running it.
-struct Choice {
+/// A method and a state format, with what they come to.
+struct PlanOption {
   std::string label;  // "su+o, bf16 state"
   StepOptions options;
   StepTimes times;
@@ -59,29 +39,36 @@ struct Purchase {
 /// One of the programs that could run it.
 struct UseNeed {
   TrainingUse use;
-  MemoryNeed need;        // with the recommended choice's options
+  MemoryNeed need;        // with the recommended option's settings
   std::string shortfall;  // empty: it fits
 };
 
 struct Plan {
   ModelShape model;
   Machine machine;
-  TrainingUse use;              // what the choices are judged for
-  std::vector<Choice> choices;  // fastest first among those that fit, then the others
-  size_t recommended = 0;       // exact and fastest, or the way asked for; index into choices
+  TrainingUse use;                  // what the options are judged for
+  std::vector<PlanOption> options;  // fastest first among those that fit, then the others
+  size_t recommended = 0;           // exact and fastest, or what was asked for; index into options
   bool fits = false;
-  std::vector<UseNeed> uses;          // every program, whether it fits or not
-  std::vector<std::string> ways_out;  // settings that would make it fit; empty when it does
-  std::vector<Purchase> purchases;    // for the recommended choice, best first
+  std::vector<UseNeed> uses;         // every program, whether it fits or not
+  std::vector<std::string> fitting;  // settings that would make it fit; empty when it does
+  std::vector<Purchase> purchases;   // for the recommended option, best first
+  /// Seconds of the recommended option's step by what runs beside its update, of what `use` can do.
+  std::vector<std::pair<plan::Overlap, double>> overlaps;
+  bool overlap_asked = false;
+
+  const PlanOption& best() const { return options[recommended]; }
 };
 
 struct PlanRequest {
   StepOptions options;  // sizes, optimizer, accumulation; with `requested` method and format, too
   bool requested = false;  // that method and format are tried, too, and are what is recommended
+  /// Not given: late for `smartinf train`, whose "auto" is never slower, and none for the Python
+  /// package, which has to be told. What an option cannot do is planned as the next below.
+  std::optional<plan::Overlap> overlap;
   /// Empty: the first that fits of `smartinf train` (where it can train the model), the Python
   /// package, and the Python package with release_gradients; the first where none does.
   std::optional<plan::TrainingProgram> program;
-  bool recompute = true;
 };
 
 /// Tries every method the devices can do and the state formats, of what `smartinf train` and the
@@ -98,13 +85,23 @@ base::Result<std::string> plan_recipe(const Plan& plan);
 
 /// "state is updated on the devices, gradients go whole": what a method's short name means.
 std::string_view method_meaning(Method method);
-/// "7 days: this drive would be worn out in about a week"; "-" where endurance is not known.
+/// "7 days"; "-" where endurance is not known.
 std::string drive_life_text(double days);
 constexpr double kFewDays = 60;
-/// One sentence: fits or not, how, and what wears out soon.
-std::string plan_verdict(const Plan& plan);
+/// Its drives are worn out soon.
+inline bool wears_soon(const PlanOption& option) {
+  return option.drive_life_days > 0 && option.drive_life_days < kFewDays;
+}
 
-/// One page that needs nothing else: tables and charts as inline SVG.
+/// Fits or not, and how; then, a sentence or two each, what else to know before training.
+struct PlanResult {
+  std::string headline;
+  std::vector<std::string> remarks;
+  std::string text() const;  // all of it
+};
+PlanResult plan_result(const Plan& plan);
+
+/// One page that needs nothing else, from plan_report.html: tables and charts as inline SVG.
 std::string plan_html(const Plan& plan);
 
 }  // namespace smartinf::sim

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "smartinf/plan/memory_plan.h"
 #include "smartinf/sim/figures.h"
 
 namespace smartinf::sim {
@@ -25,12 +26,12 @@ Plan plan_of(std::string_view model, std::string_view machine, const PlanRequest
   return *plan;
 }
 
-TEST(Planner, RecommendsTheFastestExactWayThatFits) {
+TEST(Planner, RecommendsTheFastestExactOptionThatFits) {
   const Plan plan = plan_of("llama3-8B", "workstation-gen5");
   ASSERT_TRUE(plan.fits);
-  const Choice& best = plan.choices[plan.recommended];
+  const PlanOption& best = plan.options[plan.recommended];
   EXPECT_TRUE(best.exact);
-  for (const Choice& choice : plan.choices) {
+  for (const PlanOption& choice : plan.options) {
     if (choice.exact && choice.fits) {
       EXPECT_LE(best.times.total_s, choice.times.total_s);
     }
@@ -39,14 +40,14 @@ TEST(Planner, RecommendsTheFastestExactWayThatFits) {
   }
 }
 
-TEST(Planner, RecommendsTheWayAskedFor) {
+TEST(Planner, RecommendsTheOptionAskedFor) {
   PlanRequest request;
   request.requested = true;
   request.options.method = Method::kSmartComp;
   for (const base::StateFormat format : {base::StateFormat::kF32, base::StateFormat::kQ8}) {
     request.options.format = format;  // the second is not among those that are tried anyway
     const Plan plan = plan_of("llama3-8B", "workstation-gen5", request, "H100");
-    const Choice& marked = plan.choices[plan.recommended];
+    const PlanOption& marked = plan.options[plan.recommended];
     EXPECT_EQ(marked.options.method, Method::kSmartComp);
     EXPECT_EQ(marked.options.format, format);
     const auto recipe = plan_recipe(plan);
@@ -59,7 +60,7 @@ TEST(Planner, RecommendsTheWayAskedFor) {
 
 TEST(Planner, DriveLifeIsEnduranceOverBytesWritten) {
   const Plan plan = plan_of("llama3-8B", "workstation-gen5");
-  for (const Choice& choice : plan.choices) {
+  for (const PlanOption& choice : plan.options) {
     const double per_step = static_cast<double>(choice.times.bytes.drive_written) / 4;
     const double steps = 1200e12 / per_step;
     EXPECT_NEAR(choice.drive_life_days / (steps * choice.times.total_s / 86400), 1.0, 1e-9);
@@ -68,7 +69,7 @@ TEST(Planner, DriveLifeIsEnduranceOverBytesWritten) {
 
 TEST(Planner, CostIsWhatWearsOutWhileTokensAreMade) {
   const Plan plan = plan_of("llama3-8B", "workstation-gen5");
-  const Choice& best = plan.choices[plan.recommended];
+  const PlanOption& best = plan.options[plan.recommended];
   EXPECT_NEAR(best.tokens_per_s, 2048 / best.times.total_s, 1e-6);
   // Machine and GPU over four years, four drives over their life, power.
   const double per_s = (3000 + 1800) / (4 * 365 * 86400.0) +
@@ -82,7 +83,7 @@ TEST(Planner, BuysNoGpuForAMachineWithoutOne) {
   machine->gpu.name = "none";
   const auto plan = make_plan(*model_preset("llama3-1B"), *machine, {});
   ASSERT_TRUE(plan.ok());
-  for (const Choice& choice : plan->choices) EXPECT_NE(choice.times.bound_by, "GPU");
+  for (const PlanOption& choice : plan->options) EXPECT_NE(choice.times.bound_by, "GPU");
   EXPECT_THAT(plan_html(*plan), HasSubstr("no GPU"));
   for (const Purchase& purchase : plan->purchases) {
     EXPECT_THAT(purchase.what, testing::Not(HasSubstr("GPU")));
@@ -92,14 +93,14 @@ TEST(Planner, BuysNoGpuForAMachineWithoutOne) {
 TEST(Planner, SaysByHowMuchItDoesNotFit) {
   const Plan plan = plan_of("llama3-405B", "workstation-gen4");
   EXPECT_FALSE(plan.fits);
-  EXPECT_THAT(plan.choices[plan.recommended].shortfall, HasSubstr("host memory lacks"));
+  EXPECT_THAT(plan.options[plan.recommended].shortfall, HasSubstr("host memory lacks"));
   EXPECT_THAT(plan_html(plan), HasSubstr("It does not fit"));
   // Memory lacks: nothing that would only make it faster is offered.
   ASSERT_FALSE(plan.purchases.empty());
   for (const Purchase& purchase : plan.purchases) EXPECT_EQ(purchase.step_s, 0) << purchase.what;
   EXPECT_THAT(plan.purchases[0].what, HasSubstr("a GPU with memory of"));
-  ASSERT_EQ(plan.ways_out.size(), 1u);
-  EXPECT_THAT(plan.ways_out[0], HasSubstr("of the 126 layers"));
+  ASSERT_EQ(plan.fitting.size(), 1u);
+  EXPECT_THAT(plan.fitting[0], HasSubstr("of the 126 layers"));
 }
 
 TEST(Planner, CountsWhatTrainAndPythonHoldAndNamesWhatFits) {
@@ -108,15 +109,15 @@ TEST(Planner, CountsWhatTrainAndPythonHoldAndNamesWhatFits) {
   const Plan train = plan_of("llama3-8B", "workstation-gen4", request);
   const uint64_t p = train.model.parameters();
   EXPECT_FALSE(train.fits) << "24 GB do not hold 16 GB of weights and 16 GB of gradients";
-  EXPECT_GT(train.choices[0].need.gpu_bytes, 4 * p);
-  EXPECT_THAT(plan_verdict(train), HasSubstr("GPU memory lacks"));
+  EXPECT_GT(train.options[0].need.gpu_bytes, 4 * p);
+  EXPECT_THAT(plan_result(train).text(), HasSubstr("GPU memory lacks"));
   EXPECT_FALSE(plan_recipe(train).ok());
   EXPECT_THAT(train.purchases.at(0).what, HasSubstr("a GPU with memory of"));
   // Left alone, it finds the one program that can: Python, one gradient at a time.
   const Plan any = plan_of("llama3-8B", "workstation-gen4");
-  EXPECT_TRUE(any.fits) << plan_verdict(any);
+  EXPECT_TRUE(any.fits) << plan_result(any).text();
   EXPECT_TRUE(any.use.release_gradients);
-  EXPECT_THAT(plan_verdict(any), HasSubstr("It fits, with Python, release_gradients=True"));
+  EXPECT_THAT(plan_result(any).text(), HasSubstr("It fits, with Python, release_gradients=True"));
   EXPECT_EQ(plan_recipe(any).status().code(), base::ErrorCode::kOutOfMemory);
   // Too large a micro batch is named, too.
   ModelShape wide = any.model;
@@ -124,7 +125,7 @@ TEST(Planner, CountsWhatTrainAndPythonHoldAndNamesWhatFits) {
   const auto too_wide = make_plan(wide, any.machine, {});
   ASSERT_TRUE(too_wide.ok());
   EXPECT_FALSE(too_wide->fits);
-  EXPECT_THAT(plan_verdict(*too_wide),
+  EXPECT_THAT(plan_result(*too_wide).text(),
               HasSubstr("It would fit with Python, release_gradients=True, a micro batch of "));
 }
 
@@ -133,8 +134,8 @@ TEST(Planner, AccumulationSharesOneUpdateAmongMoreTokens) {
   const Plan one = plan_of("llama3-8B", "workstation-gen4", request, "H100");
   request.options.accumulation = 256;
   const Plan many = plan_of("llama3-8B", "workstation-gen4", request, "H200");
-  const Choice& often = one.choices[one.recommended];
-  const Choice& seldom = many.choices[many.recommended];
+  const PlanOption& often = one.options[one.recommended];
+  const PlanOption& seldom = many.options[many.recommended];
   EXPECT_EQ(seldom.times.bytes.drive_written, often.times.bytes.drive_written);
   EXPECT_NEAR(seldom.tokens_per_s, 256 * 2048 / seldom.times.total_s, 1e-6);
   EXPECT_GT(seldom.tokens_per_s, 1.5 * often.tokens_per_s);
@@ -144,21 +145,48 @@ TEST(Planner, AccumulationSharesOneUpdateAmongMoreTokens) {
       << "sums in f32";
 }
 
-TEST(Planner, OffersOnlyWhatTheProgramsDo) {
-  for (const Choice& choice : plan_of("llama3-8B", "workstation-gen5").choices) {
-    EXPECT_EQ(choice.options.overlap, Overlap::kNothing);
-    EXPECT_TRUE(choice.options.weights_stay);
-    EXPECT_THAT(choice.label, testing::Not(HasSubstr("hidden")));
+TEST(Planner, OverlapsAsTheProgramDoes) {
+  using plan::Overlap;
+  const Plan train = plan_of("llama3-8B", "workstation-gen5", {}, "H100");
+  ASSERT_EQ(train.use.program, TrainingProgram::kTrain);
+  for (const PlanOption& option : train.options) {
+    EXPECT_EQ(option.options.overlap, Overlap::kLate) << option.label;
+    EXPECT_TRUE(option.options.weights_stay);
   }
+  ASSERT_EQ(train.overlaps.size(), 3u);
+  for (size_t i = 0; i + 1 < train.overlaps.size(); ++i) {
+    EXPECT_LT(train.overlaps[i + 1].second, train.overlaps[i].second);
+  }
+  EXPECT_EQ(train.overlaps[1].second, train.best().times.total_s);
+  EXPECT_THAT(plan_result(train).text(), HasSubstr("\"early\" takes "));
+  EXPECT_THAT(*plan_recipe(train), testing::Not(HasSubstr("overlap")));
+
+  PlanRequest request;
+  request.overlap = Overlap::kEarly;
+  const Plan early = plan_of("llama3-8B", "workstation-gen5", request, "H100");
+  EXPECT_EQ(early.best().options.overlap, Overlap::kEarly);
+  EXPECT_THAT(*plan_recipe(early), HasSubstr("overlap = \"early\"\n"));
+  for (const PlanOption& option : early.options) {
+    const bool compressed = option.options.method == Method::kSmartComp;
+    EXPECT_EQ(option.options.overlap, compressed ? Overlap::kLate : Overlap::kEarly);
+  }
+  // The Python package has to be asked, and for early updates to release gradients.
+  request.program = TrainingProgram::kPython;
+  EXPECT_EQ(plan_of("llama3-8B", "workstation-gen5", request, "H100").best().options.overlap,
+            Overlap::kLate);
+  request.overlap.reset();
+  const Plan python = plan_of("llama3-8B", "workstation-gen5", request, "H100");
+  EXPECT_EQ(python.best().options.overlap, Overlap::kNone);
+  EXPECT_THAT(plan_result(python).text(), HasSubstr("overlap=\"late\", model=model"));
 }
 
 TEST(Planner, SaysWhenDrivesDieSoon) {
   const Plan plan = plan_of("llama3-8B", "workstation-gen4");
-  const double days = plan.choices[plan.recommended].drive_life_days;
+  const double days = plan.options[plan.recommended].drive_life_days;
   ASSERT_GT(days, 2);
   ASSERT_LT(days, kFewDays);
-  EXPECT_THAT(plan_verdict(plan), HasSubstr("wears the drives out in "));
-  EXPECT_THAT(plan_html(plan), HasSubstr("<p class=\"verdict no\">"));
+  EXPECT_THAT(plan_result(plan).text(), HasSubstr("wears the drives out in "));
+  EXPECT_THAT(plan_html(plan), HasSubstr("<div class=\"result no\">"));
   EXPECT_EQ(drive_life_text(0), "-");
   EXPECT_EQ(drive_life_text(0.5), "12 hours");
   EXPECT_EQ(drive_life_text(7.2), "7 days");
@@ -179,7 +207,9 @@ TEST(Planner, MemoryFollowsFromShapes) {
   StepOptions options;
   options.method = Method::kSmartComp;
   const MemoryNeed compressed = memory_need(*model, *machine, options, {});
-  EXPECT_EQ(compressed.host_bytes, need.host_bytes + 2 * p) << "and 16 bits of what was not sent";
+  // And 16 bits of what was not sent, which four slots of four devices hold, too.
+  EXPECT_EQ(compressed.host_bytes,
+            need.host_bytes + 2 * p + 4 * 4 * 2 * plan::kSubgroupElementsMax);
   EXPECT_EQ(compressed.drive_bytes, 2 * 14 * ((p + 3) / 4)) << "which is kept there, too";
   machine->software.gradient_spilled = true;
   EXPECT_EQ(memory_need(*model, *machine, options, {}).host_bytes, compressed.host_bytes)

@@ -8,8 +8,11 @@
 #include <string_view>
 #include <vector>
 
+#include "smartinf/base/enum_names.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
+#include "smartinf/kernels/update_rule.h"
+#include "smartinf/plan/schedule.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/sim/model_shape.h"
 
@@ -17,49 +20,43 @@ namespace smartinf::sim {
 
 /// The paper's names, as users type them.
 enum class Method : uint8_t {
-  kBaseline,   // "baseline": host update; state crosses the host link, drives as one RAID0
-  kSmart,      // "su": update on the devices, one subgroup after another
-  kSmartOver,  // "su+o": ... with the overlapped transfer handler
-  kSmartComp,  // "su+o+c": ... with compressed gradients
+  kBaseline,   // host update; state crosses the host link, drives as one RAID0
+  kSmart,      // update on the devices, one subgroup after another
+  kSmartOver,  // ... with the overlapped transfer handler
+  kSmartComp,  // ... with compressed gradients
 };
-std::string_view method_name(Method method);
-std::optional<Method> method_from_name(std::string_view name);
-std::vector<std::string_view> method_names();
+inline constexpr std::array<std::string_view, 4> kMethodNames{"baseline", "su", "su+o", "su+o+c"};
+constexpr base::EnumNames enum_names(Method) { return kMethodNames; }
+constexpr std::string_view method_name(Method method) { return base::enum_name(method); }
 
-enum class Optimizer : uint8_t { kAdam, kSgdMomentum, kAdagrad };
-std::string_view optimizer_name(Optimizer optimizer);
-std::optional<Optimizer> optimizer_from_name(std::string_view name);
-std::vector<std::string_view> optimizer_names();
-
-/// What the update may run behind.
-enum class Overlap : uint8_t {
-  kNothing,   // forward, backward, update, one after another: the paper
-  kForward,   // the next forward starts with the first layer's new weights
-  kBackward,  // a subgroup is updated as soon as its gradients are complete
-  kBoth,
+/// When gradients leave for where they are updated.
+enum class GradientsLeave : uint8_t {
+  kAsCompleted,  // each once it is complete, in the last micro batch: `smartinf train`
+  kEveryPass,    // each in every micro batch: the Python package with release_gradients
+  kTogether,     // when backward has made all of them: the Python package
 };
-std::string_view overlap_name(Overlap overlap);
-std::optional<Overlap> overlap_from_name(std::string_view name);
-std::vector<std::string_view> overlap_names();
 
 struct StepOptions {
   Method method = Method::kSmartOver;
-  Optimizer optimizer = Optimizer::kAdam;
+  kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
   base::StateFormat format = base::StateFormat::kF32;
   double ratio = 0.02;  // counted volume against f32 gradients (docs/smartcomp.md), in (0, 1]
   /// Steps between writes of what compression on the host holds back; 0: it is never written.
   uint32_t residual_every = 16;
-  Overlap overlap = Overlap::kNothing;
+  plan::Overlap overlap = plan::Overlap::kNone;  // not kAuto
+  /// With kEarly: at the end of backward gradients turn out to be clipped, and all is done again.
+  bool wrong_guess = false;
   uint64_t subgroup_elements = 0;  // 0: the machine's software says
   uint32_t slots = 0;              // likewise
   bool trace = false;              // keep spans
+  bool recompute = true;           // backward computes each layer again from its input
   uint32_t value_bytes = 2;        // of the trainer's weights and activations: only for its memory
   /// As `smartinf train` and the Python package work: all weights stay on the GPU and go there
-  /// once, when they are new, and gradients leave when backward has made all of them. Else as the
-  /// paper's stack: each layer's weights are fetched for its forward and again for its backward.
+  /// once, when they are new. Else as the paper's stack: each layer's weights are fetched for its
+  /// forward and again for its backward.
   bool weights_stay = false;
-  bool release_gradients = false;  // with weights_stay: each leaves once complete, in every pass
-  uint32_t accumulation = 1;       // with weights_stay: micro batches (ModelShape::batch) in a step
+  GradientsLeave gradients = GradientsLeave::kAsCompleted;
+  uint32_t accumulation = 1;  // with weights_stay: micro batches (ModelShape::batch) in a step
   /// Of state that stays in the memory of whoever updates, all devices together; it is written as
   /// ever, but not read from the drives.
   uint64_t state_cache_bytes = 0;
@@ -72,7 +69,7 @@ inline bool host_selects(const Machine& machine, const StepOptions& options) {
 
 /// Bytes per parameter that stay on the drive for an optimizer in a format, exact for f32 and bf16;
 /// q8 with its scales.
-double state_bytes_per_parameter(Optimizer optimizer, base::StateFormat format);
+double state_bytes_per_parameter(kernels::UpdateRule rule, base::StateFormat format);
 
 /// Bytes of one step, all devices and GPUs together. They follow from the graph that was run.
 struct StepBytes {
@@ -109,9 +106,12 @@ struct StepTimes {
   std::vector<Span> spans;  // when traced, in order of start
 };
 
+/// Ok, or why a step's update cannot run as `options.overlap` says: kUnsupported.
+base::Status check_overlap(const Machine& machine, const StepOptions& options);
+
 /// Simulates one step in the steady state. Pure; deterministic to the bit.
 /// Errors: kInvalidArgument for a model, machine or option that cannot be, with the reason;
-/// kUnsupported for SmartUpdate on devices without a processor.
+/// kUnsupported for SmartUpdate on devices without a processor, and as check_overlap.
 base::Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
                                       const StepOptions& options);
 

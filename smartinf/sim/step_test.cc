@@ -12,6 +12,9 @@
 namespace smartinf::sim {
 namespace {
 
+using kernels::UpdateRule;
+using plan::Overlap;
+
 constexpr std::array kMethods{Method::kBaseline, Method::kSmart, Method::kSmartOver,
                               Method::kSmartComp};
 constexpr double kEndless = 1e18;
@@ -34,16 +37,16 @@ StepTimes run(const ModelShape& shape, const Machine& machine, const StepOptions
 
 TEST(Step, BytesOnTheHostLinkAreTableOneExactly) {
   for (const Method method : kMethods) {
-    for (const Optimizer optimizer :
-         {Optimizer::kAdam, Optimizer::kSgdMomentum, Optimizer::kAdagrad}) {
+    for (const UpdateRule rule :
+         {UpdateRule::kAdamW, UpdateRule::kSgdMomentum, UpdateRule::kAdagrad}) {
       for (const uint32_t devices : {1u, 3u, 7u, 10u}) {
         StepOptions options;
         options.method = method;
-        options.optimizer = optimizer;
+        options.rule = rule;
         const ModelShape shape = model("gpt2-1.6B");
         const StepTimes times = run(shape, paper_machine(devices), options);
         const auto p = static_cast<double>(shape.parameters());
-        const LinkBytes expected = table_one(method, optimizer, p, options.ratio);
+        const LinkBytes expected = table_one(method, rule, p, options.ratio);
         EXPECT_EQ(static_cast<double>(times.bytes.host_link_up), expected.up);
         if (method == Method::kSmartComp) {
           // Whole (index, value) pairs on every device: at most one pair short on each.
@@ -53,7 +56,7 @@ TEST(Step, BytesOnTheHostLinkAreTableOneExactly) {
         } else {
           EXPECT_EQ(static_cast<double>(times.bytes.host_link_down), expected.down);
         }
-        const uint64_t state = optimizer == Optimizer::kAdam ? 12 : 8;
+        const uint64_t state = rule == UpdateRule::kAdamW ? 12 : 8;
         const uint64_t gradient = times.bytes.drive_written - state * shape.parameters();
         EXPECT_EQ(times.bytes.drive_read, state * shape.parameters() + gradient)
             << "what is written of gradients is read again";
@@ -90,13 +93,15 @@ TEST(Step, AHostThatSelectsGetsGradientsWholeAndSendsThemPacked) {
   const StepTimes alone = run(shape, *machine, options);
   machine->host.select_params_per_s = p / 100;
   EXPECT_NEAR(run(shape, *machine, options).total_s, alone.total_s + 100, 0.5);
-  options.overlap = Overlap::kBackward;
+  options.overlap = Overlap::kLate;
   EXPECT_GT(run(shape, *machine, options).total_s, alone.backward_s + alone.forward_s + 100);
-  options.overlap = Overlap::kNothing;
+  options.overlap = Overlap::kEarly;
+  EXPECT_EQ(simulate_step(shape, *machine, options).status().code(), base::ErrorCode::kUnsupported);
+  options.overlap = Overlap::kNone;
   machine->host.select_params_per_s = 5e9;
   machine->host.step_ahead_params_per_s = p / 100;
   EXPECT_GT(run(shape, *machine, options).update_s, 100);
-  options.optimizer = Optimizer::kSgdMomentum;
+  options.rule = UpdateRule::kSgdMomentum;
   EXPECT_LT(run(shape, *machine, options).update_s, 100) << "of Adam's rule only";
 }
 
@@ -177,26 +182,95 @@ TEST(Step, MoreNeverHurts) {
   }
 }
 
-TEST(Step, HidingTheUpdateNeverCostsAndNeverBeatsTheDrives) {
+TEST(Step, AnOverlappedUpdateNeverCostsAndNeverBeatsTheDrives) {
+  auto workstation = load_machine("workstation-gen4");
+  ASSERT_TRUE(workstation.ok());
+  const ModelShape shape = model("llama3-3B");
+  const DeviceGroup& device = workstation->devices.front();
+  const double drives_s = static_cast<double>(shape.parameters()) * 12 / 4 *
+                          (1 / device.read_bytes_per_s + 1 / device.write_bytes_per_s);
+  for (const bool weights_stay : {false, true}) {
+    StepOptions options;
+    options.weights_stay = weights_stay;
+    const StepTimes apart = run(shape, *workstation, options);
+    double before_s = apart.total_s;
+    for (const Overlap overlap : {Overlap::kLate, Overlap::kEarly}) {
+      options.overlap = overlap;
+      const StepTimes times = run(shape, *workstation, options);
+      EXPECT_LT(times.total_s, before_s * 0.99) << base::enum_name(overlap);
+      EXPECT_EQ(times.bytes.host_link_up, apart.bytes.host_link_up);
+      EXPECT_EQ(times.bytes.drive_written, apart.bytes.drive_written);
+      EXPECT_EQ(times.bytes.gpu_link_down, apart.bytes.gpu_link_down);
+      before_s = times.total_s;
+    }
+    EXPECT_GE(before_s, drives_s * 0.999);
+  }
+}
+
+TEST(Step, AWrongGuessIsDoneAgainBehindBackward) {
   auto workstation = load_machine("workstation-gen4");
   ASSERT_TRUE(workstation.ok());
   const ModelShape shape = model("llama3-3B");
   StepOptions options;
+  options.weights_stay = true;
+  options.overlap = Overlap::kLate;
+  const StepTimes late = run(shape, *workstation, options);
+  options.overlap = Overlap::kEarly;
+  const StepTimes right = run(shape, *workstation, options);
+  options.wrong_guess = true;
+  const StepTimes wrong = run(shape, *workstation, options);
+  EXPECT_LT(right.total_s, late.total_s);
+  EXPECT_GE(wrong.total_s, late.total_s * 0.999);
+  EXPECT_GT(wrong.bytes.drive_written, right.bytes.drive_written);
+  EXPECT_LE(wrong.bytes.drive_written, 2 * right.bytes.drive_written);
+}
+
+TEST(Step, WithComputingForEverLongAnEarlyUpdateTakesNoTimeOfItsOwn) {
+  auto workstation = load_machine("workstation-gen4");
+  ASSERT_TRUE(workstation.ok());
+  workstation->gpu.peak_flops /= 100;
+  workstation->software.subgroup_elements = 1 << 20;
+  const ModelShape shape = model("llama3-3B");
+  StepOptions options;
+  options.weights_stay = true;
   const StepTimes apart = run(shape, *workstation, options);
-  double best = apart.total_s;
-  for (const Overlap overlap : {Overlap::kForward, Overlap::kBackward, Overlap::kBoth}) {
-    options.overlap = overlap;
-    const StepTimes times = run(shape, *workstation, options);
-    EXPECT_LE(times.total_s, apart.total_s * 1.001) << overlap_name(overlap);
-    EXPECT_EQ(times.bytes.host_link_up, apart.bytes.host_link_up);
-    EXPECT_EQ(times.bytes.drive_written, apart.bytes.drive_written);
-    best = std::min(best, times.total_s);
-  }
-  EXPECT_LT(best, apart.total_s * 0.98) << "hiding hides something";
-  const DeviceGroup& device = workstation->devices.front();
-  const double drives_s = static_cast<double>(shape.parameters()) * 12 / 4 *
-                          (1 / device.read_bytes_per_s + 1 / device.write_bytes_per_s);
-  EXPECT_GE(best, drives_s * 0.999);
+  options.overlap = Overlap::kEarly;
+  // But for the first layer's subgroups, which become complete last.
+  EXPECT_NEAR(run(shape, *workstation, options).total_s, apart.forward_s + apart.backward_s,
+              0.005 * apart.total_s);
+  options.overlap = Overlap::kLate;
+  // But for the first layer's, for which forward waits.
+  EXPECT_NEAR(run(shape, *workstation, options).total_s, apart.forward_s + apart.backward_s,
+              0.02 * apart.total_s);
+}
+
+TEST(Step, WithoutAGpuComputingAndUpdatingShareTheCores) {
+  auto machine = load_machine("workstation-gen4");
+  ASSERT_TRUE(machine.ok());
+  machine->gpu.name = "none";
+  machine->gpu.peak_flops = 2e12;
+  DeviceGroup& device = machine->devices.front();
+  device.read_bytes_per_s = device.write_bytes_per_s = kEndless;
+  device.update_bytes_per_s = 1e9;
+  const ModelShape shape = model("llama3-1B");
+  StepOptions options;
+  const StepTimes apart = run(shape, *machine, options);
+  options.overlap = Overlap::kEarly;
+  const StepTimes aside = run(shape, *machine, options);
+  device.on_host_cores = true;
+  EXPECT_LT(aside.total_s, apart.total_s - 0.5 * apart.update_s);
+  const StepTimes shared = run(shape, *machine, options);
+  // The cores have as much to do as one after another, but for what does not compute: gradients.
+  EXPECT_NEAR(shared.total_s, apart.total_s, 0.05 * apart.total_s);
+}
+
+TEST(Step, EarlyUpdatesNeedSlotsBesideSpilledGradients) {
+  StepOptions options;
+  options.overlap = Overlap::kEarly;
+  const auto refused = simulate_step(model("gpt2-4.0B"), paper_machine(2), options);
+  EXPECT_EQ(refused.status().code(), base::ErrorCode::kUnsupported);
+  options.slots = 8;
+  EXPECT_TRUE(simulate_step(model("gpt2-4.0B"), paper_machine(2), options).ok());
 }
 
 TEST(Step, StateInMemoryIsNotRead) {
@@ -232,9 +306,9 @@ TEST(Step, SmallerStatesAndGradientsTakeLessTime) {
   const double q8 = run(shape, paper_machine(2), options).update_s;
   EXPECT_LT(bf16, f32 * 0.85);
   EXPECT_LT(q8, bf16 * 0.95);
-  EXPECT_EQ(state_bytes_per_parameter(Optimizer::kAdam, base::StateFormat::kF32), 12);
-  EXPECT_EQ(state_bytes_per_parameter(Optimizer::kAdam, base::StateFormat::kBf16), 8);
-  EXPECT_NEAR(state_bytes_per_parameter(Optimizer::kAdam, base::StateFormat::kQ8), 6.03, 0.01);
+  EXPECT_EQ(state_bytes_per_parameter(UpdateRule::kAdamW, base::StateFormat::kF32), 12);
+  EXPECT_EQ(state_bytes_per_parameter(UpdateRule::kAdamW, base::StateFormat::kBf16), 8);
+  EXPECT_NEAR(state_bytes_per_parameter(UpdateRule::kAdamW, base::StateFormat::kQ8), 6.03, 0.01);
   options = {};
   options.method = Method::kSmartComp;
   double before = 0;

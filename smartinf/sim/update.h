@@ -45,7 +45,7 @@ struct UpdateShape {
   /// Drives in memory: what they move takes the processors' time. 0: drives that move it
   /// themselves.
   double copy_bytes_per_s = 0;
-  double intake_params_per_s = 0;  // all host threads together: copy gradients, find their norm
+  double gradient_params_per_s = 0;  // all host threads together: copy gradients, find their norm
   /// Compressed gradients: so many host threads select and pack them, each a subgroup at a time and
   /// two messages ahead, when the norm is known. The rate is one thread's beside the others; 0:
   /// whole gradients.

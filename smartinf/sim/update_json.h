@@ -10,10 +10,10 @@
 namespace smartinf::plan {
 
 inline void to_json(nlohmann::json& json, ScheduleVariant variant) {
-  json = schedule_variant_name(variant);
+  json = base::enum_name(variant);
 }
 inline void from_json(const nlohmann::json& json, ScheduleVariant& variant) {
-  variant = schedule_variant_from_name(json.get<std::string>()).value();
+  variant = base::enum_from_name<ScheduleVariant>(json.get<std::string>()).value();
 }
 
 }  // namespace smartinf::plan
@@ -26,7 +26,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(UpdateShape, parameters, devices, subgroup_el
                                    drive_read_bytes_per_s, drive_write_bytes_per_s, shared_budget,
                                    host_up_bytes_per_s, host_down_bytes_per_s, link_catch_up_s,
                                    links_in_order, host_shared_budget, update_params_per_s,
-                                   copy_bytes_per_s, intake_params_per_s, select_params_per_s,
+                                   copy_bytes_per_s, gradient_params_per_s, select_params_per_s,
                                    select_threads)
 
 }  // namespace smartinf::sim

@@ -120,7 +120,7 @@ TEST(SimulateUpdate, SpilledGradientsAreWrittenFirstAndReadAgain) {
 TEST(SimulateUpdate, CompressedGradientsAreSelectedByHostThreadsBeforeTheUpdate) {
   UpdateShape compressed = shape();
   compressed.gradient = 0.04;
-  compressed.intake_params_per_s = 1e9;
+  compressed.gradient_params_per_s = 1e9;
   compressed.select_params_per_s = 240e6;
   compressed.devices = 8;  // those threads do not get faster
   const UpdateTimes times = simulate_update(compressed).value();

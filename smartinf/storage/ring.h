@@ -4,6 +4,7 @@
 // does.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -12,6 +13,7 @@
 #include <string>
 #include <string_view>
 
+#include "smartinf/base/enum_names.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
 
@@ -64,6 +66,8 @@ class Ring {
 };
 
 enum class RingKind : uint8_t { kAuto, kUring, kThreads };
+inline constexpr std::array<std::string_view, 3> kRingKindNames{"auto", "uring", "threads"};
+constexpr base::EnumNames enum_names(RingKind) { return kRingKindNames; }
 
 struct RingOptions {
   RingKind kind =

@@ -60,6 +60,8 @@ enum class Durability : uint8_t {
   kStep,  // every step survives power loss
   kNone,  // scratch runs: in place, half the space, nothing is promised after a crash
 };
+inline constexpr std::array<std::string_view, 2> kDurabilityNames{"step", "none"};
+constexpr base::EnumNames enum_names(Durability) { return kDurabilityNames; }
 
 struct StoreOptions {
   RingOptions ring;

@@ -41,36 +41,6 @@ Status positive(std::string_view key, double value) {
 
 }  // namespace
 
-std::string_view precision_name(Precision precision) {
-  return precision == Precision::kBf16 ? "bf16" : "f32";
-}
-
-base::Result<Precision> precision_from_name(std::string_view name) {
-  if (name == "bf16") return Precision::kBf16;
-  if (name == "f32") return Precision::kF32;
-  return wrong("train.precision", fmt::format("is \"{}\"", name), "Choose \"bf16\" or \"f32\"");
-}
-
-std::string_view optimizer_where_name(OptimizerWhere where) {
-  switch (where) {
-    case OptimizerWhere::kDevice:
-      return "device";
-    case OptimizerWhere::kHost:
-      return "host";
-    case OptimizerWhere::kMemory:
-      return "memory";
-  }
-  return "?";
-}
-
-base::Result<OptimizerWhere> optimizer_where_from_name(std::string_view name) {
-  if (name == "device") return OptimizerWhere::kDevice;
-  if (name == "host") return OptimizerWhere::kHost;
-  if (name == "memory") return OptimizerWhere::kMemory;
-  return wrong("optimizer.where", fmt::format("is \"{}\"", name),
-               "Choose \"device\", \"host\" or \"memory\"");
-}
-
 ModelOptions with_defaults(ModelOptions model) {
   if (model.kv_heads == 0) model.kv_heads = model.heads;
   if (model.mlp_width == 0) {

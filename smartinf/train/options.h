@@ -4,13 +4,16 @@
 // machines without.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "smartinf/base/enum_names.h"
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/plan/schedule.h"
 
 namespace smartinf::train {
 
@@ -46,8 +49,8 @@ struct DataOptions {
 
 /// Of weights and compute. The state is always f32 (or what optimizer.format says).
 enum class Precision : uint8_t { kBf16, kF32 };
-std::string_view precision_name(Precision precision);
-base::Result<Precision> precision_from_name(std::string_view name);
+inline constexpr std::array<std::string_view, 2> kPrecisionNames{"bf16", "f32"};
+constexpr base::EnumNames enum_names(Precision) { return kPrecisionNames; }
 constexpr base::DataType precision_data_type(Precision precision) {
   return precision == Precision::kBf16 ? base::DataType::kBf16 : base::DataType::kF32;
 }
@@ -55,15 +58,12 @@ constexpr base::DataType precision_data_type(Precision precision) {
 /// optimizer.where. "device" and "host" are the engine's; "memory" is torch's own AdamW on f32
 /// master weights in this process, which the engine is compared with.
 enum class OptimizerWhere : uint8_t { kDevice, kHost, kMemory };
-std::string_view optimizer_where_name(OptimizerWhere where);
-base::Result<OptimizerWhere> optimizer_where_from_name(std::string_view name);
+inline constexpr std::array<std::string_view, 3> kOptimizerWhereNames{"device", "host", "memory"};
+constexpr base::EnumNames enum_names(OptimizerWhere) { return kOptimizerWhereNames; }
 
-/// optimizer.overlap: what runs beside the update of a step. kLate: the next step's forward, layer
-/// by layer as their weights arrive. kEarly: backward too, by the guess that nothing is clipped;
-/// where it is wrong the update is done again as kLate. The choice changes time and no bit. kAuto:
-/// kLate where the engine updates, kEarly in steps where late was waited for and the norm of the
-/// step before is well below the limit.
-enum class Overlap : uint8_t { kAuto, kNone, kLate, kEarly };
+/// optimizer.overlap. kAuto: kLate where the engine updates, kEarly in steps where late was waited
+/// for and the norm of the step before is well below the limit.
+using plan::Overlap;
 
 struct TrainOptions {
   std::string run;  // folder of the run: recipe, log, and state unless [[device]] says otherwise

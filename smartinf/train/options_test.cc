@@ -62,11 +62,5 @@ INSTANTIATE_TEST_SUITE_P(
         BadModel{[](Options& o) { o.train.accelerator = "gpu"; }, "train.accelerator"},
         BadModel{[](Options& o) { o.train.run.clear(); }, "train.run"}));
 
-TEST(Options, NamesThatDoNotExist) {
-  EXPECT_THAT(precision_from_name("fp8").status().to_string(), HasSubstr("train.precision"));
-  EXPECT_THAT(optimizer_where_from_name("gpu").status().to_string(), HasSubstr("optimizer.where"));
-  EXPECT_EQ(optimizer_where_from_name("memory").value(), OptimizerWhere::kMemory);
-}
-
 }  // namespace
 }  // namespace smartinf::train

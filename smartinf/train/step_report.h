@@ -29,8 +29,8 @@ struct StepReport {
   double backward_s = 0;
   double update_s = 0;   // all else: gradients handed over, updates waited for
   double exposed_s = 0;  // of it, what the step waited for: weights, or the commit before it
-  const char* overlap = "none";  // what ran beside the update of this step: none, late or early
-  bool wrong_guess = false;      // an early update was done again
+  std::string_view overlap = "none";  // what ran beside its update: none, late or early
+  bool wrong_guess = false;           // an early update was done again
 
   engine::UpdaterTraffic traffic;  // since the report before this one
 

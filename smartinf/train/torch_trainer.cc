@@ -70,9 +70,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     report.gradient_norm = summary.norm;
     if (!summary.finite) return skip(std::move(report), summary.first_bad);
     SI_RETURN_IF_ERROR(update(summary));
-    report.overlap = overlap_ == Overlap::kEarly  ? "early"
-                     : overlap_ == Overlap::kLate ? "late"
-                                                  : "none";
+    report.overlap = base::enum_name(overlap_);
     report.wrong_guess = overlap_ == Overlap::kEarly && clip_factor(summary) != 1;
     norm_before_ = summary.norm;
     ++step_;
@@ -331,7 +329,7 @@ std::vector<std::string> TorchTrainer::describe() const {
       "{} on {}",
       static_cast<double>(space_.count()) * 1e-6, model.layers, model.layers == 1 ? "" : "s",
       model.width, model.heads, model.heads == 1 ? "" : "s", model.kv_heads,
-      precision_name(options_.train.precision), accelerator_.str()));
+      base::enum_name(options_.train.precision), accelerator_.str()));
   lines.push_back("data: " + corpus_.describe());
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);

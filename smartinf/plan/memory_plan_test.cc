@@ -1,16 +1,21 @@
-#include "smartinf/engine/memory_plan.h"
+#include "smartinf/plan/memory_plan.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "smartinf/base/units.h"
 
-namespace smartinf::engine {
+namespace smartinf::plan {
 namespace {
+
+using base::PlaneKind;
+
+const std::vector<PlaneKind> kAdamPlanes{PlaneKind::kMaster, PlaneKind::kMomentum,
+                                         PlaneKind::kVariance};
 
 MemoryPlanInput two_hundred_million() {
   MemoryPlanInput input;
-  input.budget_bytes = 512 * base::kMiB;
+  input.planes = kAdamPlanes;
   input.elements = 200'000'000;
   return input;
 }
@@ -78,17 +83,39 @@ TEST(MemoryPlan, AStateCacheMustFitTheMachine) {
   EXPECT_THAT(refused.to_string(), ::testing::HasSubstr("16.0 GiB of memory"));
   EXPECT_THAT(refused.to_string(), ::testing::HasSubstr("at most 14.0 GiB"));
   EXPECT_FALSE(check_state_cache(1, 17 * gib, 16 * gib).ok());
-  EXPECT_GT(host_memory_bytes(), 64 * base::kMiB);
 }
 
 TEST(MemoryPlan, StateBytesAreThoseOfTheEncodings) {
   using base::StateFormat;
   const uint64_t block = base::kBlockElements;
-  EXPECT_EQ(state_bytes(kernels::UpdateRule::kAdamW, StateFormat::kF32, 10 * block), 120 * block);
-  EXPECT_EQ(state_bytes(kernels::UpdateRule::kAdamW, StateFormat::kBf16, 10 * block), 80 * block);
-  EXPECT_EQ(state_bytes(kernels::UpdateRule::kSgdMomentum, StateFormat::kF32, 10 * block),
-            80 * block);
+  const std::vector<PlaneKind> momentum{PlaneKind::kMaster, PlaneKind::kMomentum};
+  EXPECT_EQ(state_bytes(StateFormat::kF32, kAdamPlanes, 10 * block), 120 * block);
+  EXPECT_EQ(state_bytes(StateFormat::kBf16, kAdamPlanes, 10 * block), 80 * block);
+  EXPECT_EQ(state_bytes(StateFormat::kF32, momentum, 10 * block), 80 * block);
+}
+
+TEST(MemoryPlan, ADeviceTakesTheSlotsThatItsTransfersFillAndNoMore) {
+  DeviceSlotsInput input;
+  input.slot_bytes = 12 * base::kMiB;
+  input.memory_bytes = 512 * base::kMiB;
+  input.subgroups = 100;
+  EXPECT_EQ(device_slots(input), 6u) << "fewer are not worth saving memory for";
+  input.in_flight_bytes = 48 * base::kMiB;
+  EXPECT_EQ(device_slots(input), 2u * 4 + 2);
+  input.in_flight_bytes = base::kGiB;
+  EXPECT_EQ(device_slots(input), kSlotsMax);
+  input.gradients_spilled = true;
+  input.in_flight_bytes = 0;
+  EXPECT_EQ(device_slots(input), kSlotsMax) << "they also collect gradients";
+  input.subgroups = 7;
+  EXPECT_EQ(device_slots(input), 7u);
+  input.slots = 3;
+  EXPECT_EQ(device_slots(input), 3u);
+  input.memory_bytes = 25 * base::kMiB;
+  EXPECT_EQ(device_slots(input), 2u);
+  input.memory_bytes = 1;
+  EXPECT_EQ(device_slots(input), 0u);
 }
 
 }  // namespace
-}  // namespace smartinf::engine
+}  // namespace smartinf::plan

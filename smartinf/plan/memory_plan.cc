@@ -1,24 +1,23 @@
-#include "smartinf/engine/memory_plan.h"
+#include "smartinf/plan/memory_plan.h"
 
 #include <algorithm>
-#include <vector>
 
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include "smartinf/base/units.h"
-#include "smartinf/csd/options.h"
-#include "smartinf/engine/gradient_tracker.h"
+#include "smartinf/plan/parameter_space.h"
 
-namespace smartinf::engine {
+namespace smartinf::plan {
 
 namespace {
 
 /// A device with fewer subgroups than this spends its time filling and draining.
 constexpr uint64_t kSubgroupsPerDeviceMin = 16;
 
+/// Fewer slots are not worth saving memory for.
+constexpr uint64_t kSlotsEnough = 6;
+
 uint64_t slot_bytes(const MemoryPlanInput& input, uint64_t elements) {
-  return state_bytes(input.rule, input.format, elements, input.residual) +
+  return state_bytes(input.format, input.planes, elements) +
          base::round_up(elements * input.gradient_spill_bytes, base::kIoAlignment);
 }
 
@@ -28,11 +27,6 @@ uint64_t staging_bytes(uint64_t subgroup_elements) {
 }
 
 }  // namespace
-
-uint64_t host_memory_bytes() {
-  return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
-         static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
-}
 
 base::Status check_state_cache(uint64_t cache_bytes, uint64_t other_bytes, uint64_t host_bytes) {
   if (other_bytes <= host_bytes && cache_bytes <= host_bytes - other_bytes) return base::Status();
@@ -56,12 +50,9 @@ uint64_t staging_bytes_to_read() {
   return std::max(read, cast);
 }
 
-uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements,
-                     bool residual) {
+uint64_t state_bytes(base::StateFormat format, std::span<const base::PlaneKind> planes,
+                     uint64_t elements) {
   uint64_t bytes = 0;
-  const auto rule_planes = kernels::rule_planes(rule);
-  std::vector<base::PlaneKind> planes(rule_planes.begin(), rule_planes.end());
-  if (residual) planes.push_back(base::PlaneKind::kResidual);
   for (const base::PlaneKind kind : planes) {
     const base::Encoding encoding = base::plane_encoding(format, kind);
     const uint64_t blocks = elements / base::kBlockElements;
@@ -110,8 +101,22 @@ base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input) {
   plan.slot_bytes = slot_bytes(input, elements);
   plan.staging_bytes = staging_bytes(elements);
   const uint64_t fit = (input.budget_bytes - plan.staging_bytes) / (devices * plan.slot_bytes);
-  plan.slots = static_cast<uint32_t>(std::min<uint64_t>(fit, csd::LocalDeviceOptions::kSlotsMax));
+  plan.slots = static_cast<uint32_t>(std::min<uint64_t>(fit, kSlotsMax));
   return plan;
 }
 
-}  // namespace smartinf::engine
+uint64_t device_slots(const DeviceSlotsInput& input) {
+  if (input.slot_bytes == 0) return 1;
+  const uint64_t slots =
+      std::min<uint64_t>({input.memory_bytes / input.slot_bytes, uint64_t{kSlotsMax},
+                          std::max<uint64_t>(input.subgroups, 1)});
+  if (input.slots > 0) return std::min<uint64_t>(slots, input.slots);
+  // Slots that also collect spilled gradients are never too many.
+  if (input.gradients_spilled) return slots;
+  // As many as the transfers take that were found to fill the drive, each way, and two at the
+  // processor.
+  const uint64_t each_way = base::divide_up(input.in_flight_bytes, input.slot_bytes);
+  return std::min(slots, std::max(2 * each_way + 2, kSlotsEnough));
+}
+
+}  // namespace smartinf::plan

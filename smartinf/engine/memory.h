@@ -1,0 +1,23 @@
+// The sizes of an update rule's state, and of the memory that it meets. How the budget is divided
+// is plan/memory_plan.h.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "smartinf/base/state_format.h"
+#include "smartinf/kernels/update_rule.h"
+
+namespace smartinf::engine {
+
+/// Those of the rule, with a residual behind them or not.
+std::vector<base::PlaneKind> state_planes(kernels::UpdateRule rule, bool residual = false);
+
+/// Bytes that those planes of so many elements take on the drive.
+uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements,
+                     bool residual = false);
+
+/// Memory of this machine in all.
+uint64_t host_memory_bytes();
+
+}  // namespace smartinf::engine

@@ -1,0 +1,77 @@
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
+#include "smartinf/sim/planner.h"
+
+namespace smartinf::sim {
+
+using base::Result;
+using base::Status;
+
+Status check_train_can(const ModelShape& model) {
+  std::vector<std::string> lacks = model.beyond_train;
+  if (!model.gated && lacks.empty()) lacks.push_back("another form than Llama's");
+  if (model.gated && model.head_size * model.heads != model.hidden) {
+    lacks.push_back(fmt::format("heads of {} that together are not the width", model.head_size));
+  }
+  if (lacks.empty()) return {};
+  return Status(
+      base::ErrorCode::kUnsupported,
+      fmt::format("{} has what `smartinf train` has not: {}", model.name, fmt::join(lacks, ", ")),
+      "Train it from Python (docs/trainer.md), or plan a model of the plain Llama form.");
+}
+
+Result<std::string> plan_recipe(const Plan& plan) {
+  const ModelShape& model = plan.model;
+  SI_RETURN_IF_ERROR(check_train_can(model));
+  const TrainingUse train{plan::TrainingProgram::kTrain, false, plan.use.recompute, false};
+  const PlanOption& best = plan.best();
+  const MemoryNeed need = memory_need(model, plan.machine, best.options, train);
+  const std::string shortfall = shortfall_of(need, plan.machine, train);
+  if (!shortfall.empty()) {
+    return Status(base::ErrorCode::kOutOfMemory,
+                  fmt::format("no recipe: `smartinf train` would not fit: {}", shortfall),
+                  "What else would fit stands in the plan.");
+  }
+  std::string text = fmt::format(
+      "# {} on {}, as `smartinf plan` recommends: {}, {} a step.\n"
+      "# Fill in the data and the path of each device.\n\n"
+      "[model]\nlayers = {}\nwidth = {}\nheads = {}\nkv_heads = {}\nmlp_width = {}\n"
+      "vocabulary = {}\ntied_head = {}\nrope_base = {}\nnorm_eps = {}\ninit_std = {}\n\n",
+      model.name, plan.machine.name, best.label, base::format_seconds(best.times.total_s),
+      model.layers, model.hidden, model.heads, model.kv_heads, model.feed_forward, model.vocabulary,
+      model.tied, model.rope_base, model.norm_eps, model.init_std);
+  text += fmt::format(
+      "[data]\npaths = [\"tokens.bin\"]\nsequence = {}\n\n"
+      "[train]\nprecision = \"{}\"\nmicro_batch = {}\naccumulation = {}\n"
+      "checkpoint_activations = {}\n\n",
+      model.sequence, best.options.value_bytes == 4 ? "f32" : "bf16", model.batch,
+      best.options.accumulation, plan.use.recompute);
+  text += fmt::format("[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\n",
+                      best.options.method == Method::kBaseline ? "host" : "device",
+                      kernels::update_rule_name(best.options.rule),
+                      base::state_format_name(best.options.format));
+  if (plan.overlap_asked) {
+    text += fmt::format("overlap = \"{}\"\n", base::enum_name(best.options.overlap));
+  }
+  if (best.options.method == Method::kSmartComp) {
+    // The ratio counts a sign with its index as one byte, against 4 of a gradient.
+    text += fmt::format("\n[compress]\ndensity = {}\nresidual_every = {}\n",
+                        std::min(1.0, 4 * best.options.ratio), best.options.residual_every);
+  }
+  const bool spilled =
+      plan.machine.software.gradient_spilled && best.options.method != Method::kSmartComp;
+  if (best.options.method == Method::kSmart || spilled) {
+    text += fmt::format("\n[engine]\n{}{}",
+                        best.options.method == Method::kSmart ? "schedule = \"naive\"\n" : "",
+                        spilled ? "gradient_budget = 0\n" : "");
+  }
+  for (uint32_t d = 0; d < plan.machine.device_count(); ++d) {
+    text += fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", d);
+  }
+  return text;
+}
+
+}  // namespace smartinf::sim

@@ -1,0 +1,103 @@
+#include <algorithm>
+#include <iterator>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
+#include "smartinf/sim/planner.h"
+
+namespace smartinf::sim {
+namespace {
+
+std::string soon(double days) {
+  if (days < 2) return fmt::format("in {:.0f} hours", std::max(1.0, 24 * days));
+  if (days < 6) return fmt::format("in {:.0f} days", days);
+  if (days < 10.5) return "in a week";
+  return fmt::format("in {:.0f} weeks", days / 7);
+}
+
+/// What overlapping brings, in the words of whoever turns it on.
+std::string overlap_remark(const Plan& plan) {
+  const auto seconds = [&](plan::Overlap wanted) {
+    for (const auto& [overlap, step_s] : plan.overlaps) {
+      if (overlap == wanted) return step_s;
+    }
+    return 0.0;
+  };
+  const double none_s = seconds(plan::Overlap::kNone);
+  const double late_s = seconds(plan::Overlap::kLate);
+  const double early_s = seconds(plan::Overlap::kEarly);
+  if (late_s == 0) return {};
+  const bool python = plan.use.program == plan::TrainingProgram::kPython;
+  std::string text = fmt::format(
+      "A step takes {} with the update beside the next forward ({}) and {} with nothing beside it.",
+      base::format_seconds(late_s),
+      python ? "overlap=\"late\", model=model" : "optimizer.overlap = \"late\"",
+      base::format_seconds(none_s));
+  if (early_s > 0 && early_s < 0.99 * late_s) {
+    text += fmt::format(" While no gradient is clipped, \"early\" takes {}; \"auto\"{} chooses.",
+                        base::format_seconds(early_s), python ? "" : ", the default,");
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string_view method_meaning(Method method) {
+  switch (method) {
+    case Method::kBaseline:
+      return "the host's processor updates; all state crosses the host link both ways";
+    case Method::kSmart:
+      return "each device updates its own share of the state, one part after another";
+    case Method::kSmartOver:
+      return "the same with reading, updating and writing at the same time";
+    case Method::kSmartComp:
+      return "the same with compressed gradients; what is not sent is added to the next gradient";
+  }
+  return "";
+}
+
+std::string drive_life_text(double days) {
+  if (days <= 0) return "-";
+  if (days < 2) return fmt::format("{:.0f} hours", 24 * days);
+  if (days < 730) return fmt::format("{:.0f} days", days);
+  return fmt::format("{:.1f} years", days / 365);
+}
+
+std::string PlanResult::text() const {
+  return remarks.empty() ? headline : fmt::format("{} {}", headline, fmt::join(remarks, " "));
+}
+
+PlanResult plan_result(const Plan& plan) {
+  const PlanOption& best = plan.best();
+  PlanResult result;
+  if (!plan.fits) {
+    result.headline =
+        fmt::format("It does not fit, with {}: {}.", use_name(plan.use), best.shortfall);
+    result.remarks.push_back(
+        plan.fitting.empty()
+            ? "No setting makes it fit."
+            : fmt::format("It would fit with {}.", fmt::join(plan.fitting, "; or with ")));
+    return result;
+  }
+  result.headline = fmt::format("It fits, with {}.", use_name(plan.use));
+  std::string others;
+  for (const UseNeed& other : plan.uses) {
+    if (other.shortfall.empty()) break;
+    others += fmt::format("{}with {}: {}", others.empty() ? "" : "; ", use_name(other.use),
+                          other.shortfall);
+  }
+  if (!others.empty()) result.remarks.push_back(fmt::format("It does not fit {}.", others));
+  if (wears_soon(best)) {
+    result.remarks.push_back(fmt::format(
+        "Training without a pause wears {} out {}. More micro batches in a step (accumulation) "
+        "wear less; a smaller state format writes less for each token.",
+        plan.machine.device_count() == 1 ? "the drive" : "the drives", soon(best.drive_life_days)));
+  }
+  if (std::string overlap = overlap_remark(plan); !overlap.empty()) {
+    result.remarks.push_back(std::move(overlap));
+  }
+  return result;
+}
+
+}  // namespace smartinf::sim

@@ -1,0 +1,452 @@
+#include "smartinf/sim/step_graph.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
+
+namespace smartinf::sim {
+namespace {
+
+constexpr double kInstant = 1e-12;  // seconds per "byte" of stages that are given in time
+constexpr uint32_t kPrefetchLayers = 2;
+
+// Lanes of a trace; those of devices follow, four each.
+enum Lane : uint32_t {
+  kComputing,
+  kFetching,
+  kLeaving,
+  kUnused,
+  kSelecting,
+  kCopying,
+  kDevices = 8
+};
+
+double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
+
+uint32_t lane(size_t device, UpdateGraph::Queue queue) {
+  if (queue == UpdateGraph::kSelection) return kSelecting;
+  const uint32_t of_device = queue == UpdateGraph::kGradients ? 0 : static_cast<uint32_t>(queue);
+  return kDevices + 4 * static_cast<uint32_t>(device) + of_device;
+}
+
+}  // namespace
+
+StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options)
+    : model_(model),
+      machine_(machine),
+      options_(options),
+      parameters_(model.parameters()),
+      update_(
+          graph_, LinkLaw::kTogether,
+          [this] {
+            make_units();
+            make_resources();
+            share_out();
+            return make_devices();
+          }(),
+          [this](TaskIndex task, uint32_t device, UpdateGraph::Queue queue, std::string_view name) {
+            if (options_.trace) labels_.push_back({task, lane(device, queue), std::string(name)});
+          }) {
+  update_.cache_state(options.state_cache_bytes, false);
+}
+
+StepTimes StepGraph::run_apart() {
+  const TaskIndex forward_end = forward(kNone);
+  const TaskIndex backward_end = backward(forward_end);
+  update(backward_end, all_subgroups(), {});
+  graph_.run();
+  StepTimes times;
+  times.total_s = graph_.end_s();
+  const double backward_end_s = graph_.times(backward_end).end_s;
+  times.forward_s = graph_.times(forward_end).end_s;
+  times.backward_s = backward_end_s - times.forward_s;
+  times.update_s = times.total_s - backward_end_s;
+  times.forward = utilizations(0, times.forward_s);
+  times.backward = utilizations(times.forward_s, backward_end_s);
+  times.update = utilizations(backward_end_s, times.total_s);
+  finish(times);
+  return times;
+}
+
+double StepGraph::forward_alone_s() {
+  forward(kNone);
+  graph_.run();
+  return graph_.end_s();
+}
+
+DeviceSubgroups StepGraph::begun_in_backward() {
+  const TaskIndex backward_end = backward(kNone);
+  DeviceSubgroups all = all_subgroups();
+  // Backward completes gradients from the end of the space on.
+  for (std::vector<uint32_t>& order : all) std::reverse(order.begin(), order.end());
+  update_beside_backward(all);
+  graph_.run();
+  const double end_s = graph_.times(backward_end).end_s;
+  for (size_t d = 0; d < all.size(); ++d) {
+    std::erase_if(all[d], [&](uint32_t subgroup) {
+      return graph_.times(update_.begun()[d][subgroup]).end_s >= end_s;
+    });
+  }
+  return all;
+}
+
+StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward_alone_s) {
+  const TaskIndex backward_end = backward(kNone);
+  DeviceSubgroups rest = all_subgroups();
+  std::vector<TaskIndex> early_end;
+  if (!begun.empty()) {
+    early_end = update_beside_backward(begun);
+    for (size_t d = 0; d < rest.size() && !options_.wrong_guess; ++d) {
+      std::erase_if(rest[d], [&](uint32_t subgroup) {
+        return std::find(begun[d].begin(), begun[d].end(), subgroup) != begun[d].end();
+      });
+    }
+  }
+  update(backward_end, std::move(rest), early_end);
+  forward(backward_end);
+  graph_.run();
+  StepTimes times;
+  times.total_s = graph_.end_s();
+  times.forward_s = forward_alone_s;
+  times.backward_s = graph_.times(backward_end).end_s;
+  times.update_s = std::max(0.0, times.total_s - times.backward_s - forward_alone_s);
+  times.backward = utilizations(0, times.backward_s);
+  times.update = utilizations(times.backward_s, times.total_s);
+  times.forward = times.update;
+  finish(times);
+  return times;
+}
+
+void StepGraph::finish(StepTimes& times) const {
+  times.parameters = parameters_;
+  times.events = graph_.task_count();
+  times.bytes = pass_bytes_;
+  times.bytes.drive_read += update_.bytes().drive_read;
+  times.bytes.drive_written += update_.bytes().drive_written;
+  times.bytes.host_link_up += update_.bytes().host_link_up;
+  times.bytes.host_link_down += update_.bytes().host_link_down;
+  const std::vector<Utilization>* longest = &times.update;
+  if (times.backward_s > times.update_s) longest = &times.backward;
+  if (times.forward_s > std::max(times.backward_s, times.update_s)) longest = &times.forward;
+  times.bound_by = longest->empty() ? "nothing" : longest->front().resource;
+  if (options_.trace) times.spans = spans();
+}
+
+/// Where the update runs on the cores that compute, one "byte" of both takes the same time, so that
+/// the two have equal shares where both want more.
+Stage StepGraph::computing(double seconds) const {
+  return Stage(static_cast<uint64_t>(std::llround(seconds / compute_unit_s_)),
+               {{gpu_, compute_unit_s_}});
+}
+
+void StepGraph::make_units() {
+  const Gpu& gpu = machine_.gpu;
+  const double products_per_s = gpu.peak_flops * gpu.product_efficiency;
+  const auto between_s = [&](double bytes) {
+    return bytes * gpu.activation_passes / gpu.memory_bytes_per_s;
+  };
+  uint64_t first = 0;
+  const auto add = [&](std::string name, uint64_t count, double forward_s, double backward_s) {
+    units_.push_back({first, count, forward_s, backward_s, std::move(name)});
+    first += count;
+  };
+  add("embedding", model_.embedding_parameters(), 0, 0);
+  const double layer_s =
+      model_.layer_forward_flops() / products_per_s + between_s(model_.layer_activation_bytes());
+  // Backward: twice the products, after the layer is computed again from its checkpoint or not.
+  for (uint64_t l = 0; l < model_.layers; ++l) {
+    add(fmt::format("layer {}", l), model_.layer_parameters(), layer_s,
+        (options_.recompute ? 3 : 2) * layer_s);
+  }
+  // Logits in 16 bit, their softmax and its gradient in 32 bit.
+  const double logits_bytes =
+      12.0 * static_cast<double>(model_.tokens()) * static_cast<double>(model_.vocabulary);
+  const double head_s =
+      model_.head_forward_flops() / products_per_s + logits_bytes / gpu.memory_bytes_per_s;
+  add("head", model_.head_parameters(), head_s, 2 * head_s);
+}
+
+void StepGraph::make_resources() {
+  const Gpu& gpu = machine_.gpu;
+  gpu_ = graph_.add_resource(on_gpu() ? "GPU" : "cores");
+  gpu_up_ = graph_.add_resource("GPU link up");
+  gpu_down_ = graph_.add_resource("GPU link down");
+  host_up_ = graph_.add_resource("host link up");
+  host_down_ = graph_.add_resource("host link down");
+  host_copy_ = graph_.add_resource("host copies");
+  host_update_ = graph_.add_resource("host update");
+  host_select_ = graph_.add_resource("host selection");
+  host_ahead_ = graph_.add_resource("host step-ahead");
+  // Several GPUs: each fetches all weights and keeps its own batch (data parallel, ZeRO-3).
+  // Behind one link their fetches add up.
+  sharers_ = gpu.links_shared || gpu.link_is_host_link ? gpu.count : 1;
+  for (const DeviceGroup* device : machine_.each_device()) {
+    if (baseline() && !owners_.empty()) {
+      Owner& raid = owners_.front();
+      raid.read_bytes_per_s += device->read_bytes_per_s;
+      raid.write_bytes_per_s += device->write_bytes_per_s;
+      raid.burst_bytes_per_s += device->read_bytes_per_s;
+      raid.burst_bytes += device->burst_bytes;
+      raid.link_bytes_per_s += device->link_bytes_per_s;
+      continue;
+    }
+    Owner owner;
+    owner.read_bytes_per_s = device->read_bytes_per_s;
+    owner.write_bytes_per_s = device->write_bytes_per_s;
+    owner.burst_bytes_per_s = device->read_bytes_per_s;
+    owner.burst_bytes = device->burst_bytes;
+    owner.link_bytes_per_s = device->link_bytes_per_s;
+    owner.latency_s = device->latency_s;
+    owner.amplification = device->write_amplification;
+    owner.peer_efficiency = device->peer_efficiency;
+    owner.streams = device->update_streams && options_.method != Method::kSmart;
+    owner.update_bytes_per_s =
+        compressed() ? device->decompress_bytes_per_s : device->update_bytes_per_s;
+    owner.drive = graph_.add_resource("drives", device->mixed_efficiency);
+    owner.link_up = graph_.add_resource("device links up");
+    owner.link_down = graph_.add_resource("device links down");
+    owner.processor = graph_.add_resource("processors");
+    owner.on_host_cores = device->on_host_cores && !on_gpu();
+    owners_.push_back(owner);
+  }
+  compute_unit_s_ = kInstant;
+  if (owners_.front().on_host_cores) {
+    compute_unit_s_ =
+        cost(baseline() ? machine_.host.update_bytes_per_s
+                        : owners_.front().update_bytes_per_s * static_cast<double>(owners_.size()));
+  }
+}
+
+void StepGraph::share_out() {
+  // In proportion to the rate at which a device moves a step's state; equal devices get equal
+  // shares to within an element.
+  double total = 0;
+  std::vector<double> weights;
+  for (const Owner& owner : owners_) {
+    weights.push_back(1 / (1 / owner.read_bytes_per_s + 1 / owner.write_bytes_per_s));
+    total += weights.back();
+  }
+  double sum = 0;
+  uint64_t given = 0;
+  for (size_t d = 0; d < owners_.size(); ++d) {
+    sum += weights[d];
+    const uint64_t until =
+        d + 1 == owners_.size()
+            ? parameters_
+            : static_cast<uint64_t>(std::llround(static_cast<double>(parameters_) * sum / total));
+    Owner& owner = owners_[d];
+    owner.elements = until - given;
+    given = until;
+    const uint64_t wanted = options_.subgroup_elements != 0 ? options_.subgroup_elements
+                                                            : machine_.software.subgroup_elements;
+    const uint64_t subgroups = base::divide_up(owner.elements, wanted);
+    if (subgroups > 0) owner.subgroup_elements = base::divide_up(owner.elements, subgroups);
+  }
+}
+
+StepGraph::TaskIndex StepGraph::task(uint32_t lane, const std::string& name,
+                                     std::vector<Stage> stages,
+                                     std::initializer_list<TaskIndex> after) {
+  const TaskIndex index = graph_.add_task(std::move(stages), after);
+  if (options_.trace) labels_.push_back({index, lane, name});
+  return index;
+}
+
+Stage StepGraph::fetch_stage(uint64_t count) {
+  const uint64_t bytes = 2 * count * machine_.gpu.count;
+  pass_bytes_.gpu_link_down += bytes;
+  const double own = cost(machine_.gpu.link_bytes_per_s) * sharers_ / machine_.gpu.count;
+  if (!machine_.gpu.link_is_host_link) return Stage(bytes, {{gpu_down_, own}});
+  return Stage(bytes, {{gpu_down_, own}, {host_down_, cost(machine_.host.link_bytes_per_s)}});
+}
+
+/// Overlapped, each unit waits for its own new weights, in the first micro batch.
+StepGraph::TaskIndex StepGraph::forward(TaskIndex start) {
+  std::vector<TaskIndex> computed;
+  const bool fetches = on_gpu() && (!options_.weights_stay || overlapped());
+  if (options_.weights_stay && on_gpu() && !overlapped()) {
+    start = task(kFetching, "new weights", {fetch_stage(parameters_)}, {start});
+  }
+  if (!overlapped()) start = earlier_passes(start, "forward", &Unit::forward_s);
+  TaskIndex fetched = start;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const Unit& unit = units_[u];
+    if (fetches) {
+      const bool room_needed = !options_.weights_stay && u >= kPrefetchLayers;
+      const TaskIndex room = room_needed ? computed[u - kPrefetchLayers] : start;
+      fetched = task(kFetching, "fetch " + unit.name, {fetch_stage(unit.count)}, {fetched, room});
+    }
+    const TaskIndex before = computed.empty() ? start : computed.back();
+    computed.push_back(
+        task(kComputing, "forward " + unit.name, {computing(unit.forward_s)}, {fetched, before}));
+    if (!overlapped()) continue;
+    for (const TaskIndex weights : weights_of(unit)) {
+      graph_.add_dependency(fetches ? fetched : computed.back(), weights);
+    }
+  }
+  return overlapped() ? earlier_passes(computed.back(), "forward", &Unit::forward_s)
+                      : computed.back();
+}
+
+/// Of all micro batches but one: computing, one after another.
+StepGraph::TaskIndex StepGraph::earlier_passes(TaskIndex start, const char* phase,
+                                               double Unit::*seconds) {
+  const double passes = options_.accumulation - 1.0;
+  if (passes == 0) return start;
+  double each_s = 0;
+  for (const Unit& unit : units_) each_s += unit.*seconds;
+  return task(kComputing, fmt::format("{} of earlier micro batches", phase),
+              {computing(passes * each_s)}, {start});
+}
+
+StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
+  start = earlier_passes(start, "backward", &Unit::backward_s);
+  const bool together = options_.weights_stay && options_.gradients == GradientsLeave::kTogether;
+  const bool every_pass = options_.weights_stay && options_.gradients == GradientsLeave::kEveryPass;
+  if (every_pass && on_gpu() && options_.accumulation > 1) {
+    // Their gradients go to the host as well, where they are added up.
+    const uint64_t bytes = (options_.accumulation - 1) * whole_gradient_bytes(parameters_);
+    pass_bytes_.gpu_link_up += bytes;
+    start = task(kLeaving, "gradients of earlier micro batches",
+                 {Stage(bytes, {{gpu_up_, cost(machine_.gpu.link_bytes_per_s)}}),
+                  Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})},
+                 {start});
+  }
+  std::vector<TaskIndex> computed;
+  std::vector<TaskIndex> last_write(owners_.size(), start);
+  TaskIndex fetched = start;
+  TaskIndex left = start;  // gradients of the unit before have left the GPU
+  gradient_arrived_.assign(units_.size(), {});
+  for (size_t u = units_.size(); u-- > 0;) {
+    const Unit& unit = units_[u];
+    const size_t done = computed.size();
+    if (on_gpu() && !options_.weights_stay) {
+      const TaskIndex room = done >= kPrefetchLayers ? computed[done - kPrefetchLayers] : start;
+      fetched = task(kFetching, "fetch " + unit.name, {fetch_stage(unit.count)}, {fetched, room});
+    }
+    const TaskIndex before = computed.empty() ? start : computed.back();
+    computed.push_back(task(kComputing, "backward " + unit.name, {computing(unit.backward_s)},
+                            {fetched, before, offload_waits() ? left : kNone}));
+    if (!together) left = hand_over(u, computed.back(), left, last_write);
+  }
+  for (size_t u = units_.size(); together && u-- > 0;) {
+    left = hand_over(u, computed.back(), left, last_write);
+  }
+  const TaskIndex end = graph_.add_task({}, {computed.back(), left});
+  for (const TaskIndex write : last_write) graph_.add_dependency(end, write);
+  return end;
+}
+
+/// A unit's gradients to the host and to the owners of their state; when they have left the GPU.
+StepGraph::TaskIndex StepGraph::hand_over(size_t u, TaskIndex computed, TaskIndex left,
+                                          std::vector<TaskIndex>& last_write) {
+  left = offload(units_[u], computed, left);
+  for (size_t d = 0; d < owners_.size(); ++d) {
+    last_write[d] = store_gradient(units_[u], d, left, last_write[d]);
+  }
+  gradient_arrived_[u] = last_write;
+  return left;
+}
+
+/// Gradients of a unit: compressed on the GPU if it selects, to the host, into a pinned buffer.
+StepGraph::TaskIndex StepGraph::offload(const Unit& unit, TaskIndex computed, TaskIndex before) {
+  const Gpu& gpu = machine_.gpu;
+  TaskIndex last = computed;
+  if (compressed() && !host_selects()) {
+    const double bytes = 4.0 * static_cast<double>(unit.count) / gpu.count;
+    last = task(kComputing, "select " + unit.name,
+                {computing(bytes * gpu.select_passes / gpu.memory_bytes_per_s)}, {last});
+  }
+  const uint64_t bytes =
+      host_selects() ? whole_gradient_bytes(unit.count) : gradient_bytes(unit.first, unit.count);
+  if (on_gpu()) {
+    // Each GPU sends its share of the sum; sums of several GPUs cross the links once more.
+    const uint64_t moved = bytes + 2 * unit.count * (gpu.count - 1);
+    pass_bytes_.gpu_link_up += moved;
+    const double own = cost(gpu.link_bytes_per_s) * sharers_ / gpu.count;
+    Stage up(moved, {{gpu_up_, own}});
+    if (gpu.link_is_host_link) {
+      up = Stage(moved, {{gpu_up_, own}, {host_up_, cost(machine_.host.link_bytes_per_s)}});
+    }
+    last = task(kLeaving, "gradient " + unit.name, {up}, {last, before});
+  }
+  return task(kCopying, "copy " + unit.name,
+              {Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})}, {last, before});
+}
+
+StepGraph::TaskIndex StepGraph::store_gradient(const Unit& unit, size_t d, TaskIndex arrived,
+                                               TaskIndex before) {
+  if (host_selects()) return arrived;  // from where they are compressed when all are there
+  if (baseline() && !spilled()) return arrived;  // they are where the update wants them
+  Owner& owner = owners_[d];
+  const auto [first, count] = local_range(owner, unit.first, unit.count);
+  const uint64_t bytes = gradient_bytes(first, count);
+  pass_bytes_.host_link_down += bytes;
+  std::vector<Use> uses;
+  if (spilled()) {
+    pass_bytes_.drive_written += bytes;
+    // The drive's cache takes the first bytes of a step at the rate of its bus.
+    const uint64_t fast = std::min(bytes, owner.burst_bytes - owner.written_in_burst);
+    owner.written_in_burst += fast;
+    const double seconds =
+        static_cast<double>(fast) / owner.burst_bytes_per_s +
+        static_cast<double>(bytes - fast) * (owner.amplification / owner.write_bytes_per_s);
+    const double per_byte = bytes > 0 ? seconds / static_cast<double>(bytes) : 0;
+    uses.push_back({owner.drive, per_byte, Direction::kWrite});
+  }
+  uses.push_back({owner.link_down, cost(owner.link_bytes_per_s)});
+  uses.push_back({host_down_, cost(machine_.host.link_bytes_per_s)});
+  return task(lane(d, UpdateGraph::kGradients), "gradient " + unit.name,
+              {Stage(bytes, uses, owner.latency_s)}, {arrived, before});
+}
+
+/// By kind of resource, that of the busiest; the drives of a group stand for each other.
+std::vector<Utilization> StepGraph::utilizations(double from_s, double to_s) const {
+  std::vector<Utilization> all;
+  if (to_s <= from_s) return all;
+  for (uint32_t r = 0; r < graph_.resource_count(); ++r) {
+    const double share = graph_.busy_s(r, from_s, to_s) / (to_s - from_s);
+    const std::string& name = graph_.resource_name(r);
+    const auto known = std::find_if(
+        all.begin(), all.end(), [&](const Utilization& entry) { return entry.resource == name; });
+    if (known == all.end()) {
+      all.push_back({name, share});
+    } else {
+      known->share = std::max(known->share, share);
+    }
+  }
+  std::erase_if(all, [](const Utilization& entry) { return entry.share < 1e-6; });
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Utilization& a, const Utilization& b) { return a.share > b.share; });
+  return all;
+}
+
+std::vector<Span> StepGraph::spans() const {
+  static constexpr std::array<const char*, 8> kLanes{
+      "GPU", "GPU link down", "GPU link up", "", "host selection", "host copies", "", ""};
+  static constexpr std::array<const char*, 4> kQueues{"reads", "update", "weights", "writes"};
+  std::vector<Span> all;
+  for (const Label& label : labels_) {
+    const TaskTimes& when = graph_.times(label.task);
+    if (when.end_s <= when.start_s) continue;
+    std::string lane_name;
+    if (label.lane < kDevices) {
+      lane_name = label.lane == kComputing && !on_gpu() ? "cores" : kLanes[label.lane];
+    } else {
+      const uint32_t owner = (label.lane - kDevices) / 4;
+      const char* queue = kQueues[(label.lane - kDevices) % 4];
+      lane_name = baseline() ? fmt::format("RAID0 {}", queue)
+                             : fmt::format("device {:02} {}", owner, queue);
+    }
+    all.push_back({std::move(lane_name), label.name, when.start_s, when.end_s});
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Span& a, const Span& b) { return a.start_s < b.start_s; });
+  return all;
+}
+
+}  // namespace smartinf::sim

@@ -1,0 +1,138 @@
+// A step as a graph of tasks: forward and backward around the update (update_graph.h).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "smartinf/sim/event_graph.h"
+#include "smartinf/sim/step.h"
+#include "smartinf/sim/update_graph.h"
+
+namespace smartinf::sim {
+
+/// Subgroups by device.
+using DeviceSubgroups = std::vector<std::vector<uint32_t>>;
+
+/// Runs once: one of the three. The arguments outlive it and have been checked.
+class StepGraph {
+ public:
+  StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options);
+
+  /// Forward, backward and update one after another.
+  StepTimes run_apart();
+  /// What a step that is overlapped needs to know of parts of it. Subgroups that an update beside
+  /// backward has begun when that ends; the forward pass with nothing beside it.
+  DeviceSubgroups begun_in_backward();
+  double forward_alone_s();
+  /// In the steady state it does not matter where the circle is cut: here before backward, so that
+  /// the update's end meets the next forward inside the graph.
+  StepTimes run_overlapped(const DeviceSubgroups& begun, double forward_alone_s);
+
+ private:
+  using TaskIndex = EventGraph::TaskIndex;
+  static constexpr TaskIndex kNone = EventGraph::kNone;
+
+  /// One fetch-and-compute unit: embedding, a layer, or the head.
+  struct Unit {
+    uint64_t first = 0;  // element in the parameter space
+    uint64_t count = 0;
+    double forward_s = 0;
+    double backward_s = 0;
+    std::string name;
+  };
+
+  /// What owns a share of the state: a device, or for the baseline all drives as one RAID0.
+  struct Owner {
+    double read_bytes_per_s = 0;
+    double write_bytes_per_s = 0;
+    double burst_bytes_per_s = 0;
+    uint64_t burst_bytes = 0;
+    double link_bytes_per_s = 0;
+    double latency_s = 0;
+    double update_bytes_per_s = 0;
+    double amplification = 1;
+    double peer_efficiency = 1;
+    bool streams = false;
+    bool on_host_cores = false;
+    uint64_t elements = 0;
+    uint64_t subgroup_elements = 0;
+    uint32_t drive = 0, link_up = 0, link_down = 0, processor = 0;  // resources
+    uint64_t written_in_burst = 0;
+  };
+
+  struct Label {
+    TaskIndex task = 0;
+    uint32_t lane = 0;
+    std::string name;
+  };
+
+  bool baseline() const { return options_.method == Method::kBaseline; }
+  bool compressed() const { return options_.method == Method::kSmartComp; }
+  bool host_selects() const { return sim::host_selects(machine_, options_); }
+  bool on_gpu() const { return machine_.gpu.name != "none"; }
+  bool overlapped() const { return options_.overlap != plan::Overlap::kNone; }
+  bool spilled() const { return machine_.software.gradient_spilled && !host_selects(); }
+  uint32_t slots() const { return options_.slots != 0 ? options_.slots : machine_.software.slots; }
+  /// Backward stands still while a layer's gradients leave.
+  bool offload_waits() const {
+    return machine_.software.offload_waits ||
+           (options_.weights_stay && options_.gradients == GradientsLeave::kAsCompleted);
+  }
+  Stage computing(double seconds) const;
+  uint64_t whole_gradient_bytes(uint64_t count) const {
+    return count * machine_.software.gradient_bytes;
+  }
+  uint64_t gradient_bytes(uint64_t first, uint64_t count) const;
+  uint64_t residual_bytes(uint64_t count) const {
+    return host_selects() && options_.residual_every > 0 ? 2 * count / options_.residual_every : 0;
+  }
+
+  void make_units();
+  void make_resources();
+  void share_out();
+  std::vector<UpdateDevice> make_devices() const;
+  UpdateDevice make_device(const Owner& owner) const;
+  SubgroupLoad make_load(uint64_t first, uint64_t count) const;
+
+  TaskIndex task(uint32_t lane, const std::string& name, std::vector<Stage> stages,
+                 std::initializer_list<TaskIndex> after);
+  TaskIndex forward(TaskIndex start);
+  TaskIndex backward(TaskIndex start);
+  TaskIndex earlier_passes(TaskIndex start, const char* phase, double Unit::*seconds);
+  Stage fetch_stage(uint64_t count);
+  TaskIndex hand_over(size_t unit, TaskIndex computed, TaskIndex left,
+                      std::vector<TaskIndex>& last_write);
+  TaskIndex offload(const Unit& unit, TaskIndex computed, TaskIndex before);
+  TaskIndex store_gradient(const Unit& unit, size_t d, TaskIndex arrived, TaskIndex before);
+  std::pair<uint64_t, uint64_t> local_range(const Owner& owner, uint64_t first,
+                                            uint64_t count) const;
+
+  UpdateRun update_run() const;
+  void update(TaskIndex after, DeviceSubgroups order, const std::vector<TaskIndex>& begun);
+  std::vector<TaskIndex> update_beside_backward(DeviceSubgroups order);
+  DeviceSubgroups all_subgroups() const;
+  std::vector<TaskIndex> weights_of(const Unit& unit) const;
+
+  void finish(StepTimes& times) const;
+  std::vector<Utilization> utilizations(double from_s, double to_s) const;
+  std::vector<Span> spans() const;
+
+  const ModelShape& model_;
+  const Machine& machine_;
+  const StepOptions& options_;
+  uint64_t parameters_;
+  EventGraph graph_;
+  std::vector<Unit> units_;
+  std::vector<Owner> owners_;
+  uint32_t gpu_ = 0, gpu_up_ = 0, gpu_down_ = 0;
+  uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_update_ = 0;
+  uint32_t host_select_ = 0, host_ahead_ = 0;
+  double sharers_ = 1;
+  double compute_unit_s_ = 0;  // of computing, for what a "byte" of it stands
+  std::vector<std::vector<TaskIndex>> gradient_arrived_;  // by unit, by owner
+  std::vector<Label> labels_;
+  StepBytes pass_bytes_;  // of forward and backward
+  UpdateGraph update_;
+};
+
+}  // namespace smartinf::sim

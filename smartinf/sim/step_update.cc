@@ -1,0 +1,198 @@
+// The update within a step: what every device has to move, from which gradients and for which
+// weights.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "smartinf/base/units.h"
+#include "smartinf/sim/step_graph.h"
+
+namespace smartinf::sim {
+namespace {
+
+/// a * b / c in whole numbers, without overflow.
+uint64_t scaled(uint64_t a, uint64_t b, uint64_t c) {
+  return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b / c);
+}
+
+/// Bytes of one rule's planes, by element count.
+struct StateBytes {
+  uint64_t master = 0;
+  uint64_t moments = 0;
+  uint64_t total() const { return master + moments; }
+};
+
+StateBytes state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t count) {
+  StateBytes bytes;
+  for (const base::PlaneKind kind : kernels::rule_planes(rule)) {
+    (kind == base::PlaneKind::kMaster ? bytes.master : bytes.moments) +=
+        base::encoded_bytes(base::plane_encoding(format, kind), count);
+  }
+  return bytes;
+}
+
+double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
+
+}  // namespace
+
+double state_bytes_per_parameter(kernels::UpdateRule rule, base::StateFormat format) {
+  constexpr uint64_t kMany = uint64_t{1} << 24;
+  return static_cast<double>(state_bytes(rule, format, kMany).total()) / static_cast<double>(kMany);
+}
+
+/// Compressed: Top-K of the whole, in (index, value) pairs of 8 bytes, or where this software's
+/// host selects, as packed signs; else whole elements. Cut at running totals, so that pieces add
+/// up to the whole exactly.
+uint64_t StepGraph::gradient_bytes(uint64_t first, uint64_t count) const {
+  if (!compressed()) return whole_gradient_bytes(count);
+  // Of a parameter: signs of 4 * ratio, each with the Rice code of its gap, or of all in a bit
+  // each (docs/format.md).
+  const double share = 4 * options_.ratio;
+  const double sign_bytes = share < 1 ? share * (1 + 1.5 - std::log2(share)) / 8 : 1.0 / 8;
+  const auto before = [&](uint64_t elements) {
+    const auto all = static_cast<double>(elements);
+    if (host_selects()) return static_cast<uint64_t>(std::floor(all * sign_bytes));
+    return 8 * static_cast<uint64_t>(std::floor(all * options_.ratio / 2));
+  };
+  return before(first + count) - before(first);
+}
+
+/// The part of [first, first + count) of the space that an owner holds, in its own elements.
+/// Every owner holds the same fraction of every range, so that all have work from the first layer
+/// on.
+std::pair<uint64_t, uint64_t> StepGraph::local_range(const Owner& owner, uint64_t first,
+                                                     uint64_t count) const {
+  const uint64_t begin = scaled(first, owner.elements, parameters_);
+  return {begin, scaled(first + count, owner.elements, parameters_) - begin};
+}
+
+std::vector<UpdateDevice> StepGraph::make_devices() const {
+  std::vector<UpdateDevice> devices;
+  for (const Owner& owner : owners_) devices.push_back(make_device(owner));
+  return devices;
+}
+
+UpdateDevice StepGraph::make_device(const Owner& owner) const {
+  const double peer = baseline() ? 1 : 1 / owner.peer_efficiency;
+  const double write = owner.amplification / owner.write_bytes_per_s;
+  const Use up{owner.link_up, cost(owner.link_bytes_per_s)};
+  const Use down{owner.link_down, cost(owner.link_bytes_per_s)};
+  const Use host_up{host_up_, cost(machine_.host.link_bytes_per_s)};
+  const Use host_down{host_down_, cost(machine_.host.link_bytes_per_s)};
+  UpdateDevice device;
+  device.bandwidth = 1 / (1 / owner.read_bytes_per_s + write);
+  device.read = {{owner.drive, peer * cost(owner.read_bytes_per_s), Direction::kRead}};
+  device.write = {{owner.drive, peer * write, Direction::kWrite}};
+  device.down = {down, host_down};
+  device.down_latency_s = owner.latency_s;
+  device.host_update = baseline();
+  device.streams = owner.streams && !baseline();
+  if (baseline()) {
+    device.read.insert(device.read.end(), {up, host_up});
+    device.write.insert(device.write.end(), {down, host_down});
+    device.work = {{host_update_, cost(machine_.host.update_bytes_per_s)}};
+  } else {
+    device.work = {{owner.processor, cost(owner.update_bytes_per_s)}};
+    device.weights = {{{up, host_up}, owner.latency_s},
+                      {{{host_copy_, cost(machine_.host.copy_bytes_per_s)}}}};
+    const bool momentum_and_variance = kernels::takes_squares(options_.rule);
+    if (host_selects() && momentum_and_variance && machine_.host.step_ahead_params_per_s > 0) {
+      const Use ahead{host_ahead_, cost(machine_.host.step_ahead_params_per_s)};
+      device.weights.push_back({{ahead}, 0, true});
+    }
+  }
+  // All devices at once take all cores.
+  if (owner.on_host_cores) device.work.push_back({gpu_, compute_unit_s_});
+  for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
+    device.subgroups.push_back(
+        make_load(first, std::min(owner.subgroup_elements, owner.elements - first)));
+  }
+  return device;
+}
+
+SubgroupLoad StepGraph::make_load(uint64_t first, uint64_t count) const {
+  const StateBytes state = state_bytes(options_.rule, options_.format, count);
+  SubgroupLoad load;
+  load.elements = count;
+  load.gradient = gradient_bytes(first, count);
+  load.master = state.master;
+  load.moments = state.moments;
+  load.residual = residual_bytes(count);
+  load.weights = count * machine_.software.weight_bytes;
+  load.work = state.total() + load.gradient;
+  if (baseline()) load.work += state.total();  // out again
+  return load;
+}
+
+DeviceSubgroups StepGraph::all_subgroups() const {
+  DeviceSubgroups all(update_.devices().size());
+  for (size_t d = 0; d < all.size(); ++d) {
+    const auto count = static_cast<uint32_t>(update_.devices()[d].subgroups.size());
+    for (uint32_t i = 0; i < count; ++i) all[d].push_back(i);
+  }
+  return all;
+}
+
+UpdateRun StepGraph::update_run() const {
+  UpdateRun run;
+  const bool slots_used = options_.method == Method::kSmartOver || compressed();
+  run.schedule = slots_used ? machine_.software.overlapped : plan::ScheduleVariant::kNaive;
+  run.slots = slots();
+  run.gradient_spilled = spilled();
+  return run;
+}
+
+/// after: gradients are all there. begun: by device, what else comes first; or empty.
+void StepGraph::update(TaskIndex after, DeviceSubgroups order,
+                       const std::vector<TaskIndex>& begun) {
+  if (host_selects()) {
+    // Messages are all on their devices before the first subgroup is read (engine). Every so many
+    // steps the residual goes along, here a share of it in each.
+    after = update_.send_selected({{host_select_}}, cost(machine_.host.select_params_per_s), after);
+  }
+  UpdateRun run = update_run();
+  run.order = std::move(order);
+  for (size_t d = 0; d < run.order.size(); ++d) {
+    run.start.push_back(graph_.add_task({}, {after, begun.empty() ? kNone : begun[d]}));
+  }
+  update_.add(run);
+}
+
+/// Each subgroup from when its gradient is complete. Its end, by device.
+std::vector<StepGraph::TaskIndex> StepGraph::update_beside_backward(DeviceSubgroups order) {
+  UpdateRun run = update_run();
+  run.slots = plan::slots_as_completed(run.slots, spilled());
+  run.order = std::move(order);
+  run.start.assign(run.order.size(), kNone);
+  run.completed.resize(run.order.size());
+  for (size_t d = 0; d < run.order.size(); ++d) {
+    const Owner& owner = owners_[d];
+    for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
+      // Backward fills the space from its end: the subgroup is complete when the unit is that holds
+      // its start.
+      const uint64_t element = scaled(first, parameters_, owner.elements);
+      size_t u = 0;
+      while (u + 1 < units_.size() && units_[u + 1].first <= element) ++u;
+      run.completed[d].push_back(gradient_arrived_[u][d]);
+    }
+  }
+  return update_.add(run);
+}
+
+/// What a unit's forward needs of the update in this graph.
+std::vector<StepGraph::TaskIndex> StepGraph::weights_of(const Unit& unit) const {
+  std::vector<TaskIndex> needed;
+  for (size_t d = 0; d < owners_.size(); ++d) {
+    const std::vector<TaskIndex>& up = update_.weights_up()[d];
+    if (up.empty()) continue;
+    const auto [first, count] = local_range(owners_[d], unit.first, unit.count);
+    const uint64_t each = owners_[d].subgroup_elements;
+    const uint64_t last = count > 0 ? first + count - 1 : first;
+    for (uint64_t i = first / each; i <= std::min(last / each, up.size() - 1); ++i) {
+      needed.push_back(up[i]);
+    }
+  }
+  return needed;
+}
+
+}  // namespace smartinf::sim

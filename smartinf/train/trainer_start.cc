@@ -98,7 +98,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   }
   SI_ASSIGN_OR_RETURN(updater_, std::move(opened));
   // From here on the devices are locked.
-  const std::optional<storage::RunId> run = engine::run_made_for(device_paths_);
+  const std::optional<storage::RunId> run = engine::run_made_for(engine::sources_at(device_paths_));
   if (!run) {
     return Status(ErrorCode::kIo, "a device that was just opened cannot be read",
                   "Check it with smartinf fsck",

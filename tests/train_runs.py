@@ -6,7 +6,6 @@ import json
 import os
 import pathlib
 import random
-import struct
 import subprocess
 import sys
 import tempfile
@@ -51,14 +50,6 @@ io_size = "1MiB"
 io_depth = 4
 memory_budget = "32MiB"
 """
-
-
-def read_safetensors(data):
-    import numpy
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8:8 + length])
-    return {name: numpy.frombuffer(data[8 + length:][slice(*entry["data_offsets"])], "<f4")
-            for name, entry in header.items() if name != "__metadata__"}
 
 
 def make_corpus(path):
@@ -121,10 +112,11 @@ class TrainCase(unittest.TestCase):
     def check_beside_torch(self, device, memory, steps, ulps_max=ULPS_OF_LARGEST_MAX):
         """Losses of two runs in f32 agree to 1e-5, master weights to so many units in the last place."""
         import numpy
+        from safetensors.numpy import load
         self.assertEqual(len(self.losses(device)), steps)
         apart = [abs(here - there) / there for (_, here), (_, there) in
                  zip(self.losses(device), self.losses(memory), strict=True)]
-        here, there = (read_safetensors(self.master_weights(run)) for run in (device, memory))
+        here, there = (load(self.master_weights(run)) for run in (device, memory))
         ulps = max(float(numpy.max(numpy.abs(here[name] - there[name])) /
                          numpy.spacing(numpy.max(numpy.abs(there[name])))) for name in there)
         print(f"{steps} steps: losses differ by at most {max(apart):.1e}, master weights by "

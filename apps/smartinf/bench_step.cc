@@ -18,12 +18,12 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/link.h"
 #include "smartinf/csd/linked_ring.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/sim/update.h"
 #include "smartinf/sim/update_json.h"
-#include "smartinf/storage/erase.h"
 #include "smartinf/storage/tuning.h"
 
 #include "apps/smartinf/commands.h"
@@ -102,8 +102,8 @@ class StepBench {
     SI_ASSIGN_OR_RETURN(steps_, std::move(steps));
     const Status measured = measure();
     if (!options_.keep && made_) {
-      for (const std::string& device : options_.devices) {
-        const Status erased = storage::erase_store(device);
+      for (const auto& device : engine::sources_at(options_.devices)) {
+        const Status erased = device->erase();
         if (measured.ok()) SI_RETURN_IF_ERROR(erased);
       }
     }

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/train/run_folder.h"
 
 #include "apps/smartinf/commands.h"
@@ -53,7 +54,8 @@ int run_checkpoint(const CheckpointFlags& flags) {
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
 
   const uint64_t begin_ns = base::now_ns();
-  Result<engine::StoredRun> run = engine::open_stored_run(*devices, storage::ReaderLock::kTake);
+  Result<engine::StoredRun> run =
+      engine::open_stored_run(engine::sources_at(*devices), storage::ReaderLock::kTake);
   if (!run.ok()) {
     const bool busy = run.status().code() == base::ErrorCode::kBusy;
     return report(

@@ -9,10 +9,9 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/units.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/storage/ring.h"
-#include "smartinf/storage/store.h"
-#include "smartinf/storage/summary.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
@@ -309,18 +308,17 @@ void look_at_drive(const DriveFacts& drive, Report& report) {
 
 void look_at_state(const std::string& path, const DriveFacts& drive, Report& report,
                    nlohmann::json& json) {
-  const base::Result<storage::StoreState> held = storage::Store::peek(path);
+  const auto held = engine::sources_at({path}).front()->summarize();
   if (held.ok()) {
-    report.ok("  holds", held->initialized
+    const storage::StoreState& state = held->state;
+    report.ok("  holds", state.initialized
                              ? fmt::format("run {}, step {}; see smartinf inspect {}",
-                                           held->run.to_string(), held->committed_step, path)
+                                           state.run.to_string(), state.committed_step, path)
                              : "a store whose creation was interrupted; the next run starts over");
-    json["run"] = held->run.to_string();
-    json["committed_step"] = held->committed_step;
-    if (const auto summary = storage::summarize(path); summary.ok()) {
-      report.ok("  written", wear_text(summary->bytes_written_ever, 0, drive));
-      json["bytes_written_ever"] = summary->bytes_written_ever;
-    }
+    json["run"] = state.run.to_string();
+    json["committed_step"] = state.committed_step;
+    report.ok("  written", wear_text(held->bytes_written_ever, 0, drive));
+    json["bytes_written_ever"] = held->bytes_written_ever;
   } else if (held.status().code() == base::ErrorCode::kNotFound) {
     report.ok("  holds", "no state yet");
   } else {

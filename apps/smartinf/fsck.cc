@@ -8,9 +8,8 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/units.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/run_description.h"
-#include "smartinf/storage/check_store.h"
-#include "smartinf/storage/summary.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
@@ -51,14 +50,14 @@ struct Agreement {
   std::string note;                      // nothing is wrong, but the user should know
 };
 
-Agreement compare(const std::vector<std::string>& devices) {
+Agreement compare(const engine::DeviceSources& devices) {
   Agreement agreement;
   std::vector<StoreState> states;
-  for (const std::string& device : devices) {
-    const Result<StoreState> state = storage::Store::peek(device);
+  for (const auto& device : devices) {
+    const auto state = device->peek();
     // Its own check says what is wrong with it.
-    if (!state.ok()) return agreement;
-    states.push_back(*state);
+    if (!state.ok() || !*state) return agreement;
+    states.push_back(**state);
   }
   const Result<base::StepNumber> step = storage::recovery_step(states);
   if (step.ok()) {
@@ -80,8 +79,8 @@ Agreement compare(const std::vector<std::string>& devices) {
 }
 
 /// What the store carries for the engine and does not look into: without it no run opens.
-std::optional<StoreFault> description_fault(const std::string& path) {
-  const auto store = storage::summarize(path);
+std::optional<StoreFault> description_fault(engine::DeviceSource& source) {
+  const auto store = source.summarize();
   if (!store.ok() || store->layout.description.empty()) return std::nullopt;
   const auto run = engine::run_description_from_json(store->layout.description);
   if (run.ok()) return std::nullopt;
@@ -91,16 +90,16 @@ std::optional<StoreFault> description_fault(const std::string& path) {
              base::ErrorPlace{store->file_path, {}, {}, 0})};
 }
 
-CheckedDevice check(const std::string& path, const FsckFlags& flags, uint64_t memory_bytes,
+CheckedDevice check(engine::DeviceSource& source, const FsckFlags& flags, uint64_t memory_bytes,
                     std::optional<base::StepNumber> step, Progress& progress) {
   CheckedDevice device;
-  device.path = path;
+  device.path = source.name();
   storage::CheckOptions options;
   options.memory_bytes = memory_bytes;
   options.repair = flags.repair;
   options.step = step;
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
-  progress.rename("checking " + path);
+  progress.rename("checking " + device.path);
   const auto visit = [&](const StoreFault& fault) {
     if (device.faults.size() >= kFaultsShownMax) return;
     device.faults.push_back(fault);
@@ -110,10 +109,10 @@ CheckedDevice check(const std::string& path, const FsckFlags& flags, uint64_t me
                 std::string(storage::fault_kind_name(fault.kind)).c_str(),
                 fault.status.to_string().c_str());
   };
-  Result<storage::CheckReport> report = storage::check_store(path, options, visit);
+  Result<storage::CheckReport> report = source.check(options, visit);
   progress.clear();
   if (report.ok() && report->state.initialized && !report->state_lost) {
-    if (const auto fault = description_fault(path)) {
+    if (const auto fault = description_fault(source)) {
       visit(*fault);
       ++report->faults;
       report->state_lost = true;
@@ -203,13 +202,14 @@ int run_fsck(const FsckFlags& flags) {
   const Result<std::vector<std::string>> places = devices_of(flags.places);
   if (!places.ok()) return report(places.status());
   const Interrupt interrupt("stopping; once more to stop at once");
-  const Agreement agreement = compare(*places);
+  const engine::DeviceSources sources = engine::sources_at(*places);
+  const Agreement agreement = compare(sources);
 
   Progress progress("checking", interrupt.token());
   std::vector<CheckedDevice> devices;
   bool sound = agreement.problem.ok();
-  for (const std::string& place : *places) {
-    devices.push_back(check(place, flags, *memory_bytes, agreement.step, progress));
+  for (const auto& source : sources) {
+    devices.push_back(check(*source, flags, *memory_bytes, agreement.step, progress));
     const CheckedDevice& device = devices.back();
     if (device.failure.code() == ErrorCode::kCancelled) return report(device.failure);
     if (!flags.json) print_device(device);

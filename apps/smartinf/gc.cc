@@ -18,9 +18,8 @@
 #include "smartinf/config/recipe.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/found_run.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/storage/container.h"
-#include "smartinf/storage/erase.h"
-#include "smartinf/storage/summary.h"
 #include "smartinf/train/export.h"
 #include "smartinf/train/run_folder.h"
 
@@ -200,7 +199,8 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
                    Findings& findings) {
   const fs::path file = device / storage::kStateFileName;
   const uint64_t bytes = bytes_on_drive(file);
-  const auto summary = storage::summarize(device.string());
+  const engine::DeviceSources source = engine::sources_at({device.string()});
+  const auto summary = source.front()->summarize();
   if (!summary.ok()) {
     findings.kept.push_back({device, bytes, "cannot be read (see smartinf fsck)"});
     return;
@@ -210,8 +210,7 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
     findings.leftovers.push_back({LeftoverKind::kUnfinished, device, bytes, ""});
     return;
   }
-  const std::string path = device.string();
-  const auto found = engine::find_run({&path, 1});
+  const auto found = engine::find_run(source);
   const StateOwner owner = found ? owner_of(found->client_metadata) : StateOwner{};
   std::string what = fmt::format("run {}, step {}", state.run.to_string().substr(0, kRunDigits),
                                  found ? found->step : state.committed_step);
@@ -293,11 +292,11 @@ Status remove(const Leftover& leftover) {
   fs::path file = leftover.path / storage::kCreatingFileName;
   if (leftover.kind != LeftoverKind::kCreating) {
     file = leftover.path / storage::kStateFileName;
-    SI_ASSIGN_OR_RETURN(const auto state, storage::Store::peek(path));
-    const bool another = leftover.kind == LeftoverKind::kUnfinished
-                             ? state.initialized
-                             : state.run.to_string() != leftover.run;
-    if (another) {
+    SI_ASSIGN_OR_RETURN(const auto state, engine::sources_at({path}).front()->peek());
+    const bool same = state && (leftover.kind == LeftoverKind::kUnfinished
+                                    ? !state->initialized
+                                    : state->run.to_string() == leftover.run);
+    if (!same) {
       return Status(ErrorCode::kFailedPrecondition,
                     "it has changed since it was listed, and is not deleted", {},
                     base::ErrorPlace{path, {}, {}, 0});

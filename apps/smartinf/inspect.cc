@@ -10,8 +10,8 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/found_run.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/run_description.h"
-#include "smartinf/storage/summary.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
@@ -43,8 +43,9 @@ struct Contents {
 base::Result<Contents> read_contents(const std::string& device) {
   Contents contents;
   contents.device = device;
-  SI_ASSIGN_OR_RETURN(contents.store, storage::summarize(device));
-  if (const auto found = engine::find_run({&device, 1})) {
+  const engine::DeviceSources source = engine::sources_at({device});
+  SI_ASSIGN_OR_RETURN(contents.store, source.front()->summarize());
+  if (const auto found = engine::find_run(source)) {
     contents.owner = owner_text(owner_of(found->client_metadata));
   }
   for (const storage::StoredSubgroup& subgroup : contents.store.layout.subgroups) {

@@ -2,16 +2,14 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
-#include <optional>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/reshard.h"
-#include "smartinf/storage/check_store.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
@@ -25,54 +23,43 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 
-std::filesystem::path canonical(const std::string& path) {
-  std::error_code error;
-  const auto found = std::filesystem::weakly_canonical(path, error);
-  return error ? std::filesystem::path(path) : found;
-}
-
-Status check_apart(const std::vector<std::string>& from, const std::vector<std::string>& to) {
-  for (const std::string& source : from) {
-    for (const std::string& target : to) {
-      if (canonical(source) != canonical(target)) continue;
+Status check_apart(const engine::DeviceSources& from, const engine::DeviceSources& to) {
+  for (const auto& source : from) {
+    for (const auto& target : to) {
+      if (source->place() != target->place()) continue;
       return Status(ErrorCode::kInvalidArgument, "the same device is source and target",
                     "The new state is made beside the old one: name another directory.",
-                    base::ErrorPlace{target, {}, {}, 0});
+                    base::ErrorPlace{target->name(), {}, {}, 0});
     }
   }
   return Status();
 }
 
-bool is_block_device(const std::string& path) {
-  std::error_code error;
-  return std::filesystem::is_block_file(path, error);
-}
-
-/// A block device is wiped before the new state is written: not for the sake of a source that turns
-/// out to be damaged.
-Status check_whole(const std::vector<std::string>& from, uint64_t memory_bytes,
-                   Progress& progress) {
-  for (const std::string& device : from) {
+/// A device that cannot keep what is replaced loses it before the new state is written: not for the
+/// sake of a source that turns out to be damaged.
+Status check_whole(const engine::DeviceSources& from, uint64_t memory_bytes, Progress& progress) {
+  for (const auto& device : from) {
     storage::CheckOptions options;
     options.memory_bytes = memory_bytes;
     options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
     Status first;
-    SI_ASSIGN_OR_RETURN(
-        const storage::CheckReport report,
-        storage::check_store(device, options, [&](const storage::StoreFault& fault) {
-          if (fault.costs_state && first.ok()) first = fault.status;
-        }));
+    SI_RETURN_IF_ERROR(device
+                           ->check(options,
+                                   [&](const storage::StoreFault& fault) {
+                                     if (fault.costs_state && first.ok()) first = fault.status;
+                                   })
+                           .status());
     if (!first.ok()) return std::move(first).with_context("nothing was replaced");
-    (void)report;
   }
   return Status();
 }
 
-Result<engine::ReshardSummary> move(const MoveFlags& flags, const std::vector<std::string>& from,
-                                    uint64_t memory_bytes, base::StateFormat& format,
-                                    Progress& progress) {
-  const bool wipes =
-      flags.replace && std::any_of(flags.to.begin(), flags.to.end(), is_block_device);
+Result<engine::ReshardSummary> move(const MoveFlags& flags, const engine::DeviceSources& from,
+                                    const engine::DeviceSources& to, uint64_t memory_bytes,
+                                    base::StateFormat& format, Progress& progress) {
+  const bool wipes = flags.replace && std::any_of(to.begin(), to.end(), [](const auto& device) {
+                       return !device->keeps_replaced();
+                     });
   if (wipes) {
     progress.rename("checking");
     SI_RETURN_IF_ERROR(check_whole(from, memory_bytes, progress));
@@ -89,7 +76,7 @@ Result<engine::ReshardSummary> move(const MoveFlags& flags, const std::vector<st
   if (flags.durability == "none") options.durability = storage::Durability::kNone;
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
   options.replace = flags.replace;
-  auto moved = engine::reshard(run, flags.to, options);
+  auto moved = engine::reshard(run, to, options);
   if (moved.ok() || !flags.replace || wipes) return moved;
   return std::move(moved).status().with_context("nothing was replaced");
 }
@@ -119,14 +106,17 @@ int move_state(const MoveFlags& flags) {
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
   const Result<std::vector<std::string>> from = devices_of(flags.from);
   if (!from.ok()) return report(from.status());
-  if (const Status apart = check_apart(*from, flags.to); !apart.ok()) {
+  const engine::DeviceSources sources = engine::sources_at(*from);
+  const engine::DeviceSources targets = engine::sources_at(flags.to);
+  if (const Status apart = check_apart(sources, targets); !apart.ok()) {
     return report(apart, kExitUsage);
   }
   const Interrupt interrupt("stopping; once more to stop at once");
   Progress progress("copying the state", interrupt.token());
   const uint64_t begin_ns = base::now_ns();
   base::StateFormat format = base::StateFormat::kF32;
-  const Result<engine::ReshardSummary> moved = move(flags, *from, *memory_bytes, format, progress);
+  const Result<engine::ReshardSummary> moved =
+      move(flags, sources, targets, *memory_bytes, format, progress);
   progress.clear();
   if (!moved.ok()) return report(moved.status());
   if (flags.json) {

@@ -9,7 +9,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
-#include "smartinf/storage/summary.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/train/trainer.h"
 
 #include "apps/smartinf/interrupt.h"
@@ -236,9 +236,11 @@ Status keep_checkpoint(Trainer& trainer, const Screen& screen, const Interrupt& 
 
 void show_wear(const config::LoadedRecipe& loaded, const Screen& screen) {
   if (loaded.recipe.options.train.where == train::OptimizerWhere::kMemory) return;
-  for (const engine::DeviceOptions& device : loaded.recipe.updater.devices) {
-    const Result<storage::StoreSummary> summary = storage::summarize(device.path);
-    if (summary.ok()) screen.wear(device, summary->bytes_written_ever);
+  const auto sources = engine::local_sources(loaded.recipe.updater);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    const Result<storage::StoreSummary> summary = sources[i]->summarize();
+    if (!summary.ok()) continue;
+    screen.wear(loaded.recipe.updater.devices[i], summary->bytes_written_ever);
   }
 }
 

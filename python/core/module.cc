@@ -53,10 +53,8 @@ void define_functions(nb::module_& module) {
   module.def(
       "peek",
       [](const std::string& path) -> std::optional<std::tuple<bool, uint64_t, uint64_t>> {
-        smartinf::engine::UpdaterOptions options;
-        options.devices.emplace_back().path = path;
         const nb::gil_scoped_release released;
-        const auto sources = smartinf::engine::local_sources(options);
+        const auto sources = smartinf::engine::sources_at({path});
         const auto state = smartinf::python::take(sources.front()->peek());
         if (!state) return std::nullopt;
         return std::tuple(state->initialized, state->committed_step, state->prepared_step);
@@ -67,8 +65,8 @@ void define_functions(nb::module_& module) {
       "stored_client_metadata",
       [](const std::vector<std::string>& paths) {
         const nb::gil_scoped_release released;
-        const auto run = smartinf::python::take(
-            smartinf::engine::open_stored_run(paths, smartinf::storage::ReaderLock::kTake));
+        const auto run = smartinf::python::take(smartinf::engine::open_stored_run(
+            smartinf::engine::sources_at(paths), smartinf::storage::ReaderLock::kTake));
         return smartinf::engine::split_metadata(run.client_metadata).client_metadata;
       },
       "paths"_a,

@@ -157,7 +157,6 @@ PyUpdater::PyUpdater(const nb::dict& options, const std::vector<std::string>& na
   const engine::UpdaterOptions made = updater_options(options);
   const plan::ParameterSpace space = parameter_space(names, shapes);
   rule_ = made.rule;
-  for (const engine::DeviceOptions& device : made.devices) device_paths_.push_back(device.path);
   caller_->run([&] { updater_ = take(engine::Updater::open(made, space)); });
 }
 
@@ -443,8 +442,7 @@ void PyUpdater::save_checkpoint(const std::string& path, bool replace, std::stri
   };
   run([&] {
     check(updater.flush());
-    options.scratch_memory = updater.scratch_memory();
-    take(engine::checkpoint_open_run(device_paths_, options));
+    take(engine::write_checkpoint(updater, options));
   });
 }
 

@@ -84,7 +84,6 @@ class PyUpdater {
   void run(const std::function<void()>& work);
 
   kernels::RuleOptions rule_;
-  std::vector<std::string> device_paths_;
   pid_t owner_;  // threads and ring exist only there
   std::unique_ptr<Caller> caller_;
   std::unique_ptr<engine::Updater> updater_;

@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "smartinf/base/test_scratch.h"
 #include "smartinf/base/text.h"
 
 namespace smartinf::base {
@@ -18,15 +19,10 @@ namespace fs = std::filesystem;
 
 class File : public testing::Test {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "file_test_XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+  std::string path(const std::string& name) const { return scratch_ / name; }
 
-  std::string folder_;
+  const Scratch scratch_;
+  const std::string folder_ = scratch_.path().string();
 };
 
 TEST_F(File, IsReadAndReplaced) {
@@ -86,7 +82,9 @@ TEST(Text, ControlCharactersAreNotPrintable) {
   EXPECT_FALSE(printable("a\x1b[2Jb"));
   EXPECT_FALSE(printable("a\nb"));
   EXPECT_FALSE(printable("a\x7f"));
-  EXPECT_FALSE(printable("\xc2\x9b" "31m"));
+  EXPECT_FALSE(
+      printable("\xc2\x9b"
+                "31m"));
   EXPECT_TRUE(printable("\xc2\xa7"));
 }
 

@@ -4,6 +4,8 @@
 #include <array>
 #include <utility>
 
+#include "smartinf/csd/snapshot.h"
+
 namespace smartinf::csd {
 namespace {
 
@@ -23,6 +25,11 @@ base::Status Device::cache_state(std::span<const base::SubgroupId> subgroups) {
   if (subgroups.empty()) return base::Status();
   return base::Status(base::ErrorCode::kUnsupported,
                       "a " + info().kind + " device keeps no state in memory", {});
+}
+
+base::Result<std::unique_ptr<Snapshot>> Device::snapshot() {
+  return base::Status(base::ErrorCode::kUnsupported,
+                      "a " + info().kind + " device gives no snapshot of its state", {});
 }
 
 void CompletionQueue::push(Completion completion) {

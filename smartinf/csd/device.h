@@ -26,6 +26,7 @@
 namespace smartinf::csd {
 
 struct Command;
+class Snapshot;  // snapshot.h
 
 /// What a device says of a command. Update says kWeightsReady once per subgroup that it updates,
 /// then kDone once all state is written; every other message has kDone only.
@@ -213,6 +214,11 @@ class Device {
   virtual uint64_t bytes_written_ever() const = 0;
   /// Of state that was in memory and would have been read from the drive.
   virtual uint64_t state_bytes_cached() const { return 0; }
+
+  /// The committed state, opened for reading. Between steps, after a Flush; to be read before the
+  /// step after the next one is begun. Errors: as the store says; kUnsupported for a device that
+  /// cannot give one.
+  virtual base::Result<std::unique_ptr<Snapshot>> snapshot();
 
   /// Buffers of this machine that nobody uses until the next BeginStep, ReadState or WriteState:
   /// the slots of a device that has them here. To be used while no command is under way.

@@ -1,7 +1,6 @@
 // What every device kind must do: same bits for the same gradients as the plain reference, whatever
 // the ring, schedule, threads, slots, links, state format or place of the gradients.
 #include <algorithm>
-#include <filesystem>
 #include <random>
 #include <set>
 #include <string>
@@ -10,10 +9,12 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include "smartinf/base/test_scratch.h"
 #include "smartinf/csd/emulated_device.h"
 #include "smartinf/csd/fake_device.h"
 #include "smartinf/csd/fault_ring.h"
 #include "smartinf/csd/local_device.h"
+#include "smartinf/csd/snapshot.h"
 #include "smartinf/csd/test_device.h"
 
 namespace smartinf::csd {
@@ -162,19 +163,12 @@ compress::ValueEncoding form_of(DataType type) {
 class DeviceContract : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
-    std::string pattern = (std::filesystem::temp_directory_path() / "csd_test_XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
     layout_ = test_layout(GetParam().format, GetParam().spill ? type_bytes() : 0);
     const storage::StoredSubgroup& last = layout_.subgroups.back();
     groups_ = test_groups(last.first_element + last.count);
     matrices_ = test_matrices(last.first_element + last.count);
     host_link_ = std::make_shared<Link>(LinkOptions{"host", 4e9, 4e9, false, {}});
     drive_link_ = std::make_shared<Link>(LinkOptions{"drive", 2e9, 1e9, true, {}});
-  }
-  void TearDown() override {
-    device_.reset();
-    std::filesystem::remove_all(folder_);
   }
 
   uint32_t type_bytes() const {
@@ -183,7 +177,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   LocalDeviceOptions options() const {
     const Kind& kind = GetParam();
     LocalDeviceOptions options;
-    options.path = folder_ + "/device";
+    options.path = scratch_ / "device";
     options.name = "drive-a";
     options.threads = kind.threads;
     options.slots = kind.slots;
@@ -357,9 +351,26 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     }
   }
 
+  /// A plane of the layout's i-th subgroup, block by block.
+  std::vector<float> plane_of(Snapshot& snapshot, size_t i, size_t plane) {
+    const uint64_t count = layout_.subgroups[i].count;
+    const base::Encoding encoding = base::plane_encoding(layout_.format, layout_.planes[plane]);
+    std::vector<float> values(count);
+    for (uint64_t first = 0; first < count; first += base::kBlockElements) {
+      const uint64_t here = std::min(base::kBlockElements, count - first);
+      std::vector<std::byte> encoded(base::encoded_bytes(encoding, here));
+      const Status status =
+          snapshot.read_blocks(i, plane, first / base::kBlockElements, 1, encoded);
+      EXPECT_TRUE(status.ok()) << status.to_string();
+      kernels::kernels().decode_block(encoding, layout_.planes[plane], encoded.data(),
+                                      values.data() + first, here);
+    }
+    return values;
+  }
+
   bool faulty_ = false;  // the store's ring goes by faults_
   mutable Faults faults_;
-  std::string folder_;
+  const base::Scratch scratch_;
   storage::StoreLayout layout_;
   std::vector<plan::GroupSpan> groups_;
   std::vector<compress::MatrixLayout> matrices_;
@@ -391,6 +402,41 @@ TEST_P(DeviceContract, GivesTheBitsOfThePlainReference) {
   EXPECT_EQ(device_->state().committed_step, 3u);
   EXPECT_EQ(device_->client_metadata(), "client metadata of step 3");
   expect_state(reference);
+}
+
+TEST_P(DeviceContract, GivesASnapshotOfTheCommittedStep) {
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  const bool in_place = GetParam().durability == storage::Durability::kNone;
+  for (uint64_t number = 1; number <= 2; ++number) {
+    step(number);
+    ASSERT_FALSE(HasFatalFailure());
+    (void)reference.step(number, GetParam().gradient_type, GetParam().weights_type);
+    finish_step(number);
+    ASSERT_FALSE(HasFatalFailure());
+  }
+  ASSERT_TRUE(run(Flush{}).ok());
+  auto opened = device_->snapshot();
+  ASSERT_TRUE(opened.ok()) << opened.status().to_string();
+  Snapshot& snapshot = **opened;
+  EXPECT_EQ(snapshot.name(), "drive-a");
+  EXPECT_EQ(snapshot.state().committed_step, 2u);
+  EXPECT_EQ(snapshot.choose_step(7).code(), base::ErrorCode::kInvalidArgument);
+  ASSERT_TRUE(snapshot.choose_step(2).ok());
+  EXPECT_EQ(snapshot.client_metadata(), "client metadata of step 2");
+  // Also while the next step is updated: that goes elsewhere.
+  for (const bool in_next_step : {false, true}) {
+    if (in_next_step && in_place) break;
+    if (in_next_step) step(3);
+    ASSERT_FALSE(HasFatalFailure());
+    for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
+      for (size_t p = 0; p < layout_.planes.size(); ++p) {
+        EXPECT_TRUE(plane_of(snapshot, i, p) == reference.plane(i, p))
+            << "subgroup " << i << " plane " << p << " in the next step " << in_next_step;
+      }
+    }
+  }
 }
 
 TEST_P(DeviceContract, TakesAStepBack) {
@@ -745,7 +791,7 @@ TEST_P(CachedContract, StateInMemoryOnlyIsTornUntilItIsFlushed) {
     reference.step(number, GetParam().gradient_type, GetParam().weights_type);
     const auto left = copy_of(*drive_, layout_, options());
     ASSERT_TRUE(left.ok()) << left.status().to_string();
-    EXPECT_TRUE((**(*left)->peek()).torn);
+    EXPECT_TRUE((*left)->summarize()->state.torn);
     auto opened = open_emulated_device(options(), **left);
     ASSERT_TRUE(opened.ok()) << opened.status().to_string();
     const Status refused = (*opened)->recover_to(number);
@@ -762,7 +808,7 @@ TEST_P(CachedContract, StateInMemoryOnlyIsTornUntilItIsFlushed) {
   {
     const auto left = copy_of(*drive_, layout_, options());
     ASSERT_TRUE(left.ok()) << left.status().to_string();
-    EXPECT_FALSE((**(*left)->peek()).torn);
+    EXPECT_FALSE((*left)->summarize()->state.torn);
     auto opened = open_emulated_device(options(), **left);
     ASSERT_TRUE(opened.ok()) << opened.status().to_string();
     ASSERT_TRUE((*opened)->recover_to(2).ok());

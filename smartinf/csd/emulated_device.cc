@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "smartinf/csd/device_over_store.h"
+#include "smartinf/csd/store_snapshot.h"
 #include "smartinf/storage/block_store.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/format.h"
@@ -73,6 +74,15 @@ class DriveRing final : public storage::Ring {
   std::vector<IoRequest*> moved_;  // at most depth_
 };
 
+/// For reading, beside a ring or without one.
+storage::ReadOnlyContainer contents_of(const EmulatedDrive& drive, const std::string& name) {
+  storage::ReadOnlyContainer container;
+  container.file_path = name;
+  container.memory = drive.contents();
+  container.size_bytes = drive.size_bytes();
+  return container;
+}
+
 storage::Container container_on(EmulatedDrive& drive, const std::string& name,
                                 const storage::StoreOptions& options) {
   storage::Container container;
@@ -82,7 +92,33 @@ storage::Container container_on(EmulatedDrive& drive, const std::string& name,
   container.size_bytes = drive.contents().size();
   container.ring = std::make_unique<DriveRing>(drive, options.ring.depth);
   if (options.wrap_ring) container.ring = options.wrap_ring(std::move(container.ring));
+  container.open_to_read = [&drive, name] {
+    return Result<storage::ReadOnlyContainer>(contents_of(drive, name));
+  };
   return container;
+}
+
+class EmulatedNewState final : public StoreNewState {
+ public:
+  EmulatedNewState(std::unique_ptr<storage::Store> store, EmulatedDrive& drive)
+      : StoreNewState(std::move(store)), drive_(drive) {}
+  ~EmulatedNewState() override {
+    (void)close();
+    if (!finished_) drive_.erase();
+  }
+  Status finish() override {
+    finished_ = true;
+    return Status();
+  }
+
+ private:
+  EmulatedDrive& drive_;
+  bool finished_ = false;
+};
+
+Status no_state(const std::string& name) {
+  return Status(base::ErrorCode::kNotFound, "the device holds no state", {},
+                base::ErrorPlace{name, {}, {}, 0});
 }
 
 }  // namespace
@@ -99,11 +135,39 @@ Result<uint64_t> EmulatedDrive::size_for(const storage::StoreLayout& layout,
   return geometry.container_bytes();
 }
 
-Result<std::optional<storage::StoreState>> EmulatedDrive::peek() {
-  if (!holds_store_) return std::optional<storage::StoreState>();
-  SI_ASSIGN_OR_RETURN(const std::unique_ptr<storage::Store> opened,
-                      storage::BlockStore::open(container_on(*this, "emulated drive", {}), {}));
-  return std::optional(opened->state());
+Result<storage::StoreSummary> EmulatedDrive::summarize() const {
+  if (!holds_store_) return no_state("emulated drive");
+  return storage::summarize(contents_of(*this, "emulated drive"));
+}
+
+Result<std::unique_ptr<Snapshot>> EmulatedDrive::snapshot(const std::string& name) const {
+  if (!holds_store_) return no_state(name);
+  SI_ASSIGN_OR_RETURN(auto reader, storage::StateReader::open(contents_of(*this, name), name));
+  return make_snapshot(std::move(reader), name);
+}
+
+Result<storage::CheckReport> EmulatedDrive::check(
+    const storage::CheckOptions& options,
+    const std::function<void(const storage::StoreFault&)>& visit) {
+  if (!holds_store_) return no_state("emulated drive");
+  return storage::check_container(container_on(*this, "emulated drive", {}), options, visit);
+}
+
+Result<std::unique_ptr<NewState>> EmulatedDrive::create_state(const std::string& name,
+                                                              const storage::StoreLayout& layout,
+                                                              const NewStateOptions& options) {
+  if (holds_store_ && !options.replace) {
+    return Status(base::ErrorCode::kAlreadyExists, "the device already holds a state",
+                  "Use another device, or delete it if it is not needed.",
+                  base::ErrorPlace{name, {}, {}, 0});
+  }
+  storage::StoreOptions store_options;
+  store_options.durability = options.durability;
+  auto store =
+      storage::BlockStore::create(container_on(*this, name, store_options), layout, store_options);
+  if (!store.ok()) return std::move(store).status().with_context("device " + name);
+  holds_store_ = true;
+  return std::unique_ptr<NewState>(std::make_unique<EmulatedNewState>(std::move(*store), *this));
 }
 
 Result<std::unique_ptr<Device>> create_emulated_device(LocalDeviceOptions options,

@@ -3,13 +3,17 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <optional>
+#include <string>
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/status.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/options.h"
+#include "smartinf/csd/snapshot.h"
+#include "smartinf/storage/check_store.h"
+#include "smartinf/storage/summary.h"
 
 namespace smartinf::csd {
 
@@ -25,8 +29,19 @@ class EmulatedDrive {
   std::span<std::byte> contents() const { return memory_.bytes(); }
   uint64_t size_bytes() const { return memory_.size(); }
 
-  /// What its store says of itself; nullopt: it holds none. Not while a device has it open.
-  base::Result<std::optional<storage::StoreState>> peek();
+  bool holds_store() const { return holds_store_; }
+  /// What its store says of itself. Errors: kNotFound, kCorrupt.
+  base::Result<storage::StoreSummary> summarize() const;
+  /// Of the state on it; name: of the device, in messages. Errors: storage::StateReader::open's.
+  base::Result<std::unique_ptr<Snapshot>> snapshot(const std::string& name) const;
+  /// Not while a device has it open. See storage::check_container.
+  base::Result<storage::CheckReport> check(
+      const storage::CheckOptions& options,
+      const std::function<void(const storage::StoreFault&)>& visit);
+  /// It holds one state: what is replaced is gone at once. Not while a device has it open.
+  base::Result<std::unique_ptr<NewState>> create_state(const std::string& name,
+                                                       const storage::StoreLayout& layout,
+                                                       const NewStateOptions& options);
   /// Not while a device has it open.
   void erase() { holds_store_ = false; }
 

@@ -3,6 +3,7 @@
 // layout says. It carries commands out inside submit(), so every test over it is deterministic.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "smartinf/csd/device.h"
+#include "smartinf/csd/snapshot.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/parameter_space.h"
 
@@ -36,6 +38,40 @@ struct FakeDrive {
   /// From the next message of this type on nothing is carried out or answered.
   std::optional<Message> silent_from;
   bool silent = false;
+};
+
+/// What the drive held when it was asked for. Its blocks are f32, so the layout's format has to be.
+class FakeSnapshot final : public Snapshot {
+ public:
+  FakeSnapshot(FakeDrive drive, std::string name)
+      : drive_(std::move(drive)), name_(std::move(name)) {}
+
+  const std::string& name() const override { return name_; }
+  const storage::StoreState& state() const override { return drive_.state; }
+  const storage::StoreLayout& layout() const override { return *drive_.layout; }
+  base::Status choose_step(base::StepNumber step) override {
+    if (step == drive_.state.committed_step) return base::Status();
+    if (step != drive_.state.prepared_step) {
+      return base::Status(base::ErrorCode::kInvalidArgument,
+                          "a step that the device does not hold");
+    }
+    drive_.committed = drive_.shadow;
+    drive_.client_metadata = drive_.prepared_client_metadata;
+    return base::Status();
+  }
+  std::string client_metadata() const override { return drive_.client_metadata; }
+  base::Status read_blocks(size_t subgroup, size_t plane, uint64_t first, uint64_t,
+                           std::span<std::byte> out) override {
+    const auto bytes = std::as_bytes(std::span(drive_.committed[subgroup].values[plane]));
+    const auto blocks = bytes.subspan(first * base::kBlockElements * sizeof(float), out.size());
+    std::copy(blocks.begin(), blocks.end(), out.begin());
+    return base::Status();
+  }
+  uint64_t blocks_without_checksum() const override { return 0; }
+
+ private:
+  FakeDrive drive_;
+  std::string name_;
 };
 
 class FakeDevice final : public Device {
@@ -90,6 +126,9 @@ class FakeDevice final : public Device {
   base::TrafficReading host_traffic() const override { return host_.read(); }
   base::TrafficReading store_traffic() const override { return store_.read(); }
   uint64_t bytes_written_ever() const override { return 0; }
+  base::Result<std::unique_ptr<Snapshot>> snapshot() override {
+    return std::unique_ptr<Snapshot>(std::make_unique<FakeSnapshot>(*drive_, info_.name));
+  }
 
  private:
   enum class Phase : uint8_t { kIdle, kBegun, kPrepared };

@@ -19,6 +19,7 @@
 #include "smartinf/csd/event_queue.h"
 #include "smartinf/csd/linked_ring.h"
 #include "smartinf/csd/state_access.h"
+#include "smartinf/csd/store_snapshot.h"
 #include "smartinf/csd/transfer_handler.h"
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/storage/leak_in_flight.h"
@@ -78,6 +79,11 @@ class LocalDevice final : public Device, private SlotUser {
   base::TrafficReading store_traffic() const override { return store_->traffic(); }
   uint64_t bytes_written_ever() const override { return store_->bytes_written_ever(); }
   uint64_t state_bytes_cached() const override { return parts_.cache.hit_bytes(); }
+  Result<std::unique_ptr<Snapshot>> snapshot() override {
+    auto reader = store_->read_committed();
+    if (!reader.ok()) return std::move(reader).status();
+    return make_snapshot(std::move(*reader), info_.name);
+  }
   std::span<std::byte> scratch_memory() override { return slot_memory_.bytes(); }
 
  private:

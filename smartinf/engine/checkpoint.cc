@@ -5,21 +5,21 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <span>
 #include <sstream>
 #include <utility>
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <linux/fs.h>
 #include <nlohmann/json.hpp>
-#include <sys/ioctl.h>
 #include <sys/stat.h>
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/file_descriptor.h"
 
@@ -48,44 +48,15 @@ Status make_folder(const std::string& path) {
   return base::errno_status(errno, "cannot make the checkpoint's folder", path);
 }
 
-/// Lets `to` share the blocks of an open file. False: this file system cannot, or not between these
-/// two.
-Result<bool> clone_file(int from, const std::string& to) {
-  const storage::FileDescriptor made(
-      ::open(to.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
-  if (!made.is_open()) return base::errno_status(errno, "cannot make the checkpoint's file", to);
-  // btrfs shares blocks only between files that agree on copy-on-write, which stores have off.
-  int flags = 0;
-  if (::ioctl(from, FS_IOC_GETFLAGS, &flags) == 0 && (flags & FS_NOCOW_FL) != 0) {
-    int own = 0;
-    if (::ioctl(made.get(), FS_IOC_GETFLAGS, &own) == 0) {
-      own |= FS_NOCOW_FL;
-      (void)::ioctl(made.get(), FS_IOC_SETFLAGS, &own);  // if it fails, so does the next
-    }
-  }
-  if (::ioctl(made.get(), FICLONE, from) == 0) return true;
-  const int why = errno;
-  if (why == ENOSPC || why == EDQUOT || why == EIO) {
-    return base::errno_status(why, "cannot clone the state", to);
-  }
-  if (::unlink(to.c_str()) != 0) return base::errno_status(errno, "cannot delete", to);
-  return false;
-}
-
 /// False when any of the devices cannot be cloned; what was made is left to the caller.
 Result<bool> clone_devices(const StoredRun& run, const fs::path& partial) {
   uint64_t shared_bytes = 0;
-  for (const auto& reader : run.devices) shared_bytes += reader->geometry().container_bytes();
   for (size_t device = 0; device < run.devices.size(); ++device) {
-    const storage::StateReader& reader = *run.devices[device];
-    std::error_code error;
-    if (!fs::is_regular_file(reader.file_path(), error)) return false;  // a block device
     const std::string folder = device_folder(partial.string(), device);
     SI_RETURN_IF_ERROR(make_folder(folder));
-    SI_ASSIGN_OR_RETURN(
-        const bool cloned,
-        clone_file(reader.descriptor(), (fs::path(folder) / storage::kStateFileName).string()));
-    if (!cloned) return false;
+    SI_ASSIGN_OR_RETURN(const uint64_t bytes, run.devices[device]->clone_to(folder));
+    if (bytes == 0) return false;
+    shared_bytes += bytes;
   }
   // A shared block that the run overwrites takes space anew: a step must not be the first to notice
   // that there is none.
@@ -113,13 +84,13 @@ Status copy_devices(StoredRun& run, const fs::path& partial, const CheckpointOpt
   copy.format = run.layout().format;
   copy.memory_budget_bytes = options.memory_budget_bytes;
   copy.scratch_memory = options.scratch_memory;
-  copy.ring = options.ring;
   // Never overwritten, so one slot will do; it is synced below.
   copy.durability = storage::Durability::kNone;
   copy.keep_run = true;
   copy.names = run.description.devices;
   copy.progress = options.progress;
-  SI_ASSIGN_OR_RETURN(const ReshardSummary copied, reshard(run, targets, copy));
+  SI_ASSIGN_OR_RETURN(const ReshardSummary copied,
+                      reshard(run, sources_at(targets, options.ring), copy));
   summary.blocks_without_checksum = copied.blocks_without_checksum;
   return Status();
 }
@@ -276,9 +247,9 @@ Status RanksCheckpoint::finish(size_t ranks, const std::string& trainer) {
   return partial_.name(path_, replace_);
 }
 
-Result<CheckpointSummary> checkpoint_open_run(const std::vector<std::string>& paths,
-                                              const CheckpointOptions& options) {
-  SI_ASSIGN_OR_RETURN(StoredRun run, open_stored_run(paths, storage::ReaderLock::kLeave));
+Result<CheckpointSummary> write_checkpoint(Updater& updater, CheckpointOptions options) {
+  SI_ASSIGN_OR_RETURN(StoredRun run, updater.snapshot());
+  options.scratch_memory = updater.scratch_memory();
   return write_checkpoint(run, options);
 }
 
@@ -394,10 +365,12 @@ Result<Checkpoint> read_checkpoint(const std::string& path) {
 
 Status check_devices(const Checkpoint& checkpoint) {
   std::vector<storage::StoreState> states;
-  for (size_t device = 0; device < checkpoint.devices.size(); ++device) {
+  const DeviceSources sources = sources_at(checkpoint.devices);
+  for (size_t device = 0; device < sources.size(); ++device) {
     const std::string& path = checkpoint.devices[device];
-    const Result<storage::StoreState> state = storage::Store::peek(path);
-    if (!state.ok() || !state->initialized) continue;
+    const auto found = sources[device]->peek();
+    if (!found.ok() || !*found || !(*found)->initialized) continue;
+    const std::optional<storage::StoreState>& state = *found;
     if (!(state->run == checkpoint.run)) {
       return not_together(path, fmt::format("the device is of run {}, and the description of run "
                                             "{}",
@@ -430,7 +403,7 @@ Status check_devices(const Checkpoint& checkpoint) {
 Result<StoredRun> open_checkpoint(const Checkpoint& checkpoint) {
   SI_RETURN_IF_ERROR(check_one_rank(checkpoint));
   SI_RETURN_IF_ERROR(check_devices(checkpoint));
-  return open_stored_run(checkpoint.devices, storage::ReaderLock::kLeave);
+  return open_stored_run(sources_at(checkpoint.devices), storage::ReaderLock::kLeave);
 }
 
 Status check_one_rank(const Checkpoint& checkpoint) {

@@ -17,6 +17,7 @@
 #include "smartinf/engine/checkpoint_folder.h"
 #include "smartinf/engine/reshard.h"
 #include "smartinf/engine/stored_run.h"
+#include "smartinf/engine/updater.h"
 
 namespace smartinf::engine {
 
@@ -51,10 +52,9 @@ struct CheckpointSummary {
 /// Errors: kNoSpace, kCorrupt (a damaged block: nothing is kept), kAlreadyExists, kIo.
 base::Result<CheckpointSummary> write_checkpoint(StoredRun& run, const CheckpointOptions& options);
 
-/// The same for devices that this process has open: between wait_commit() and the next begin_step()
-/// nobody writes to them.
-base::Result<CheckpointSummary> checkpoint_open_run(const std::vector<std::string>& paths,
-                                                    const CheckpointOptions& options);
+/// The same of an updater's devices, through their own memory. After flush(), before the next
+/// begin_step(): nobody writes to them then. Errors: and those of Updater::snapshot().
+base::Result<CheckpointSummary> write_checkpoint(Updater& updater, CheckpointOptions options);
 
 /// Makes the folder for checkpoints if missing, and finds out whether it can be written to.
 /// Errors: kInvalidArgument, kIo.

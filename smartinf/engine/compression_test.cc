@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/compress/matrix_layout.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/reshard.h"
 #include "smartinf/engine/test_model.h"
 #include "smartinf/engine/updater.h"
@@ -368,11 +369,12 @@ TEST(Compression, GoesOnAfterReshardingAsIfNothingHadHappened) {
   std::vector<std::string> targets;
   for (const DeviceOptions& device : options.devices) targets.push_back(device.path);
   {
-    auto run = open_stored_run({from / "device0", from / "device1"}, storage::ReaderLock::kTake);
+    auto run = open_stored_run(sources_at({from / "device0", from / "device1"}),
+                               storage::ReaderLock::kTake);
     ASSERT_TRUE(run.ok()) << run.status().to_string();
     ReshardOptions reshard_options;
     reshard_options.subgroup_elements = kBlock;
-    const auto done = reshard(*run, targets, reshard_options);
+    const auto done = reshard(*run, sources_at(targets), reshard_options);
     ASSERT_TRUE(done.ok()) << done.status().to_string();
   }
   auto updater = Updater::open(options, contract_space());

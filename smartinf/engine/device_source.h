@@ -1,8 +1,10 @@
-// How the engine gets at a device before there is one: look, measure, create, open, erase. One
-// source per entry of the recipe's [[device]] list; local ones are made from DeviceOptions.
+// How the engine and the commands get at a device that is not open: look, check, measure, create,
+// open, erase, and its state as a whole. One source per entry of the recipe's [[device]] list;
+// local ones are made from DeviceOptions.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,8 +13,12 @@
 #include "smartinf/base/status.h"
 #include "smartinf/compress/matrix_layout.h"
 #include "smartinf/csd/device.h"
+#include "smartinf/csd/snapshot.h"
 #include "smartinf/plan/parameter_space.h"
+#include "smartinf/storage/check_store.h"
+#include "smartinf/storage/state_reader.h"
 #include "smartinf/storage/store.h"
+#include "smartinf/storage/summary.h"
 
 namespace smartinf::engine {
 
@@ -38,6 +44,27 @@ class DeviceSource {
   /// What it holds; nullopt: nothing of ours. Nothing is changed.
   /// Errors: kInvalidArgument (a plain file), kCorrupt, kIo.
   virtual base::Result<std::optional<storage::StoreState>> peek() = 0;
+  /// All that it says of itself, for people. Locks and changes nothing; a run may be going
+  /// meanwhile. Errors: kNotFound, kCorrupt, kMismatch (version), kIo.
+  virtual base::Result<storage::StoreSummary> summarize();
+  /// Reads everything and hands what is wrong to `visit`; see storage::check_store.
+  virtual base::Result<storage::CheckReport> check(
+      const storage::CheckOptions& options,
+      const std::function<void(const storage::StoreFault&)>& visit);
+
+  /// Its state, opened for reading. With storage::ReaderLock::kLeave nobody may be writing the step
+  /// after the next meanwhile. Errors: kNotFound, kBusy, kCorrupt, kMismatch (version), kIo;
+  /// kFailedPrecondition where no step was ever completed, or none that can be used is left.
+  virtual base::Result<std::unique_ptr<csd::Snapshot>> snapshot(storage::ReaderLock lock);
+  /// A new state on it, copied from elsewhere.
+  /// Errors: kAlreadyExists (with options.replace off), kNoSpace, kBusy, kIo.
+  virtual base::Result<std::unique_ptr<csd::NewState>> create_state(
+      const storage::StoreLayout& layout, const csd::NewStateOptions& options);
+  /// Whether a state that create_state() replaces is there until the new one is whole.
+  virtual bool keeps_replaced() const { return false; }
+  /// As Snapshot::drive(), of what would be made there.
+  virtual std::string drive() const { return {}; }
+
   /// Bytes per second of a step's traffic, for placement: the user's number, or measured at first
   /// use.
   virtual base::Result<double> bandwidth() = 0;
@@ -50,5 +77,7 @@ class DeviceSource {
   /// Removes the state that is there, to start an interrupted creation over. Not while it is open.
   virtual base::Status erase() = 0;
 };
+
+using DeviceSources = std::vector<std::unique_ptr<DeviceSource>>;
 
 }  // namespace smartinf::engine

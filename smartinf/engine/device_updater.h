@@ -74,6 +74,7 @@ class DeviceUpdater final : public Updater {
   base::Status wait_commit() override;
   base::Status commit_prepared() override;
   base::Status flush() override;
+  base::Result<StoredRun> snapshot() override;
   base::Status abort() override;
 
   void keep_residual() override;

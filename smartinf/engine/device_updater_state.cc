@@ -6,12 +6,15 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/csd/snapshot.h"
 #include "smartinf/engine/device_updater.h"
+#include "smartinf/engine/stored_run.h"
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::engine {
 
 using base::ErrorCode;
+using base::Result;
 using base::Status;
 using csd::Completion;
 
@@ -263,6 +266,18 @@ Status DeviceUpdater::load_weights(base::DataType type, const WeightsSink& sink)
     }
     return Status();
   });
+}
+
+Result<StoredRun> DeviceUpdater::snapshot() {
+  std::vector<std::unique_ptr<csd::Snapshot>> snapshots;
+  for (const auto& device : set_.devices) {
+    auto snapshot = device->snapshot();
+    if (!snapshot.ok()) {
+      return std::move(snapshot).status().with_context("device " + device->info().name);
+    }
+    snapshots.push_back(std::move(*snapshot));
+  }
+  return join_snapshots(std::move(snapshots));
 }
 
 }  // namespace smartinf::engine

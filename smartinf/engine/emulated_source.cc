@@ -26,9 +26,23 @@ class EmulatedSource final : public DeviceSource {
   std::string place() const override { return build_.device.path; }
 
   Result<std::optional<storage::StoreState>> peek() override {
-    auto state = drive_.peek();
-    if (!state.ok()) return std::move(state).status().with_context("device " + name());
-    return state;
+    if (!drive_.holds_store()) return std::optional<storage::StoreState>();
+    auto summary = drive_.summarize();
+    if (!summary.ok()) return std::move(summary).status().with_context("device " + name());
+    return std::optional(summary->state);
+  }
+  Result<storage::StoreSummary> summarize() override { return drive_.summarize(); }
+  Result<storage::CheckReport> check(
+      const storage::CheckOptions& options,
+      const std::function<void(const storage::StoreFault&)>& visit) override {
+    return drive_.check(options, visit);
+  }
+  Result<std::unique_ptr<csd::Snapshot>> snapshot(storage::ReaderLock) override {
+    return drive_.snapshot(name());
+  }
+  Result<std::unique_ptr<csd::NewState>> create_state(
+      const storage::StoreLayout& layout, const csd::NewStateOptions& options) override {
+    return drive_.create_state(name(), layout, options);
   }
 
   Result<double> bandwidth() override {
@@ -69,10 +83,10 @@ class EmulatedSource final : public DeviceSource {
 
 }  // namespace
 
-std::vector<std::unique_ptr<DeviceSource>> emulated_sources(
-    const UpdaterOptions& options, const std::vector<std::unique_ptr<csd::EmulatedDrive>>& drives) {
+DeviceSources emulated_sources(const UpdaterOptions& options,
+                               const std::vector<std::unique_ptr<csd::EmulatedDrive>>& drives) {
   SI_CHECK(drives.size() == options.devices.size(), "a drive for every device");
-  std::vector<std::unique_ptr<DeviceSource>> sources;
+  DeviceSources sources;
   for (DeviceBuild& build : device_builds(options)) {
     csd::EmulatedDrive& drive = *drives[sources.size()];
     sources.push_back(std::make_unique<EmulatedSource>(options, std::move(build), drive));

@@ -14,7 +14,7 @@ namespace smartinf::engine {
 /// One for each of options.devices, in order, on the drive of the same number; drives outlive the
 /// updaters opened over them. A device's path is only a name. Its bandwidth, when it is not given,
 /// is the internal link's; its capacity is at most the drive's.
-std::vector<std::unique_ptr<DeviceSource>> emulated_sources(
-    const UpdaterOptions& options, const std::vector<std::unique_ptr<csd::EmulatedDrive>>& drives);
+DeviceSources emulated_sources(const UpdaterOptions& options,
+                               const std::vector<std::unique_ptr<csd::EmulatedDrive>>& drives);
 
 }  // namespace smartinf::engine

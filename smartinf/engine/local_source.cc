@@ -12,6 +12,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/local_device.h"
+#include "smartinf/csd/local_state.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/device_build.h"
 #include "smartinf/storage/erase.h"
@@ -68,6 +69,25 @@ class LocalSource final : public DeviceSource {
     if (state.status().code() == ErrorCode::kNotFound) return std::optional<storage::StoreState>();
     return std::move(state).status().with_context("device " + device_.name);
   }
+
+  Result<storage::StoreSummary> summarize() override { return storage::summarize(device_.path); }
+  Result<storage::CheckReport> check(
+      const storage::CheckOptions& options,
+      const std::function<void(const storage::StoreFault&)>& visit) override {
+    return storage::check_store(device_.path, options, visit);
+  }
+  Result<std::unique_ptr<csd::Snapshot>> snapshot(storage::ReaderLock lock) override {
+    return csd::open_local_snapshot(device_.path, device_.name, lock);
+  }
+  Result<std::unique_ptr<csd::NewState>> create_state(
+      const storage::StoreLayout& layout, const csd::NewStateOptions& options) override {
+    return csd::create_local_state(device_.path, device_.name, layout, options, options_.ring);
+  }
+  bool keeps_replaced() const override {
+    std::error_code error;
+    return !std::filesystem::is_block_file(device_.path, error);
+  }
+  std::string drive() const override { return csd::local_drive(device_.path); }
 
   Result<double> bandwidth() override {
     if (device_.bandwidth > 0) return device_.bandwidth;
@@ -146,13 +166,20 @@ class LocalSource final : public DeviceSource {
 
 }  // namespace
 
-std::vector<std::unique_ptr<DeviceSource>> local_sources(const UpdaterOptions& options,
-                                                         bool read_only) {
-  std::vector<std::unique_ptr<DeviceSource>> sources;
+DeviceSources local_sources(const UpdaterOptions& options, bool read_only) {
+  DeviceSources sources;
   for (DeviceBuild& build : device_builds(options)) {
     sources.push_back(std::make_unique<LocalSource>(options, std::move(build), read_only));
   }
   return sources;
+}
+
+DeviceSources sources_at(const std::vector<std::string>& paths, storage::RingKind ring) {
+  UpdaterOptions options;
+  options.pin_threads = false;
+  options.ring = ring;
+  for (const std::string& path : paths) options.devices.emplace_back().path = path;
+  return local_sources(options);
 }
 
 }  // namespace smartinf::engine

@@ -1,7 +1,7 @@
 // Device sources of this machine's directories and block devices.
 #pragma once
 
-#include <memory>
+#include <string>
 #include <vector>
 
 #include "smartinf/engine/device_source.h"
@@ -11,7 +11,10 @@ namespace smartinf::engine {
 
 /// One for each of options.devices, in order. Nothing is looked at or opened yet. read_only: what
 /// is opened by them can be read and nothing else, also on a file system that cannot be written to.
-std::vector<std::unique_ptr<DeviceSource>> local_sources(const UpdaterOptions& options,
-                                                         bool read_only = false);
+DeviceSources local_sources(const UpdaterOptions& options, bool read_only = false);
+
+/// Those of devices at these paths, with which nothing is trained: for their states.
+DeviceSources sources_at(const std::vector<std::string>& paths,
+                         storage::RingKind ring = storage::RingKind::kAuto);
 
 }  // namespace smartinf::engine

@@ -27,17 +27,16 @@ struct ReshardOptions {
   /// updater that has the source open (Updater::scratch_memory).
   std::vector<std::span<std::byte>> scratch_memory;
   storage::Durability durability = storage::Durability::kStep;
-  storage::RingKind ring = storage::RingKind::kAuto;
   uint64_t seed = 0;               // of rounding, when the format changes
   std::vector<double> bandwidths;  // of the targets, relative; empty: equal
   /// A new run, so that old and new devices are never mixed. Only a copy that stands in for the
   /// original keeps its name.
   bool keep_run = false;
-  /// What targets hold makes room, but not before the new state is whole: it is made in a folder
-  /// inside them, and takes the old one's place in the end. So both need room. A block device has
-  /// no such folder: its old state is gone once all else is ready.
+  /// What targets hold makes room, but not before the new state is whole: it takes the old one's
+  /// place in the end, so both need room. A device that cannot hold two, as a block device
+  /// (DeviceSource::keeps_replaced), loses the old one once all else is ready.
   bool replace = false;
-  /// As given to the new run's devices, for messages; empty: the paths.
+  /// As given to the new run's devices, for messages; empty: the targets'.
   std::vector<std::string> names;
   StateProgress progress;
 };
@@ -50,14 +49,14 @@ struct ReshardSummary {
   uint64_t blocks_without_checksum = 0;  // of the source; they could not be judged
 };
 
-/// Makes new stores at `targets` that hold the state of `from` at its step, with its client
+/// Makes new states on `targets` that hold the state of `from` at its step, with its client
 /// metadata. What lies on a target's drive already stays there as far as equal shares allow: with a
 /// device more, only that device's share goes to another drive. The targets are complete when it
 /// returns ok; after a failure nothing is left of them, and after a crash at most what is neither
 /// trained with nor in the way of another try. Memory: the budget, and the metadata of one step.
 /// Errors: kAlreadyExists (a target holds a state: named), kNoSpace, kOutOfMemory (the budget holds
 /// no subgroup), kCorrupt (in the source), kIo.
-base::Result<ReshardSummary> reshard(StoredRun& from, const std::vector<std::string>& targets,
+base::Result<ReshardSummary> reshard(StoredRun& from, const DeviceSources& targets,
                                      const ReshardOptions& options);
 
 }  // namespace smartinf::engine

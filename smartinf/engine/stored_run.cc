@@ -5,7 +5,9 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/base/check.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/storage/format.h"
 
 namespace smartinf::engine {
 
@@ -21,8 +23,11 @@ uint64_t StoredRun::subgroup_elements() const {
 
 uint64_t StoredRun::state_bytes() const {
   uint64_t bytes = 0;
-  for (const Piece& piece : pieces) {
-    bytes += devices[piece.device]->geometry().extent_bytes(piece.subgroup);
+  for (const auto& device : devices) {
+    // What a subgroup takes does not depend on how many of it there is room for.
+    const auto geometry = storage::Geometry::make(device->layout(), 1);
+    SI_CHECK(geometry.ok(), "a snapshot with a layout that is none");
+    for (size_t i = 0; i < geometry->subgroups(); ++i) bytes += geometry->extent_bytes(i);
   }
   return bytes;
 }
@@ -34,30 +39,36 @@ const StoredRun::Piece& StoredRun::at(uint64_t element) const {
   return *std::prev(behind);
 }
 
-Result<StoredRun> open_stored_run(const std::vector<std::string>& paths, storage::ReaderLock lock) {
-  StoredRun run;
-  std::vector<storage::StoreState> states;
-  for (const std::string& path : paths) {
-    auto reader = storage::StateReader::open(path, lock);
-    if (!reader.ok()) return std::move(reader).status().with_context("device " + path);
-    states.push_back((*reader)->state());
-    run.devices.push_back(std::move(*reader));
+Result<StoredRun> open_stored_run(const DeviceSources& sources, storage::ReaderLock lock) {
+  std::vector<std::unique_ptr<csd::Snapshot>> devices;
+  for (const auto& source : sources) {
+    auto device = source->snapshot(lock);
+    if (!device.ok()) return std::move(device).status().with_context("device " + source->name());
+    devices.push_back(std::move(*device));
   }
+  return join_snapshots(std::move(devices));
+}
+
+Result<StoredRun> join_snapshots(std::vector<std::unique_ptr<csd::Snapshot>> devices) {
+  StoredRun run;
+  run.devices = std::move(devices);
+  std::vector<storage::StoreState> states;
+  for (const auto& device : run.devices) states.push_back(device->state());
   SI_ASSIGN_OR_RETURN(run.step, storage::recovery_step(states));
   std::sort(run.devices.begin(), run.devices.end(), [](const auto& a, const auto& b) {
     return a->state().device_index < b->state().device_index;
   });
   SI_ASSIGN_OR_RETURN(run.description, run_description_from_json(run.layout().description));
   for (size_t device = 0; device < run.devices.size(); ++device) {
-    storage::StateReader& reader = *run.devices[device];
-    const storage::StoreLayout& layout = reader.layout();
+    csd::Snapshot& snapshot = *run.devices[device];
+    const storage::StoreLayout& layout = snapshot.layout();
     if (layout.description != run.layout().description || layout.planes != run.layout().planes ||
         layout.format != run.layout().format) {
       return Status(ErrorCode::kMismatch, "the devices of one run hold states of different kinds",
                     "Run smartinf inspect on each of them.",
-                    base::ErrorPlace{reader.path(), {}, {}, 0});
+                    base::ErrorPlace{snapshot.name(), {}, {}, 0});
     }
-    SI_RETURN_IF_ERROR(reader.choose_step(run.step));
+    SI_RETURN_IF_ERROR(snapshot.choose_step(run.step));
     for (size_t i = 0; i < layout.subgroups.size(); ++i) {
       run.pieces.push_back(
           {layout.subgroups[i].first_element, layout.subgroups[i].count, device, i});

@@ -12,14 +12,15 @@
 #include "smartinf/base/ids.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
+#include "smartinf/csd/snapshot.h"
+#include "smartinf/engine/device_source.h"
 #include "smartinf/engine/run_description.h"
-#include "smartinf/storage/state_reader.h"
 
 namespace smartinf::engine {
 
 /// Threads: one at a time.
 struct StoredRun {
-  std::vector<std::unique_ptr<storage::StateReader>> devices;  // in the run's order
+  std::vector<std::unique_ptr<csd::Snapshot>> devices;  // in the run's order
   RunDescription description;
   base::StepNumber step = 0;
   std::string client_metadata;
@@ -42,11 +43,12 @@ struct StoredRun {
   const Piece& at(uint64_t element) const;
 };
 
-/// Opens them in any order. With storage::ReaderLock::kLeave nobody may be writing the step after
-/// the next meanwhile. Errors: of each device (named); kNotFound for one that is missing, kMismatch
-/// for devices of different runs, kCorrupt when they do not hold every parameter once.
-base::Result<StoredRun> open_stored_run(const std::vector<std::string>& paths,
-                                        storage::ReaderLock lock);
+/// Puts the devices of one run together, given in any order. Errors: kNotFound for one that is
+/// missing, kMismatch for devices of different runs, kCorrupt when they do not hold every parameter
+/// once.
+base::Result<StoredRun> join_snapshots(std::vector<std::unique_ptr<csd::Snapshot>> devices);
+/// The same of devices that are not open. Errors: and those of DeviceSource::snapshot (named).
+base::Result<StoredRun> open_stored_run(const DeviceSources& sources, storage::ReaderLock lock);
 
 /// Elements of a run's planes as numbers, every block checked. Memory: one block of each plane.
 /// Threads: one at a time.
@@ -55,7 +57,7 @@ class ElementReader {
   explicit ElementReader(StoredRun& run);
 
   /// Elements [first, first + out.size()) of the layout's plane `plane`. Cheap where calls go
-  /// through a plane in order, however small their pieces. Errors: of StateReader::read_blocks().
+  /// through a plane in order, however small their pieces. Errors: of Snapshot::read_blocks().
   base::Status read(size_t plane, uint64_t first, std::span<float> out);
   /// Reads everything, for its checksums only.
   base::Status check();

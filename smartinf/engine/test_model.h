@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -18,6 +17,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/checksum.h"
+#include "smartinf/base/test_scratch.h"
 #include "smartinf/base/units.h"
 #include "smartinf/compress/matrix_layout.h"
 #include "smartinf/engine/emulated_source.h"
@@ -27,6 +27,7 @@
 namespace smartinf::engine {
 
 using base::DataType;
+using base::Scratch;
 using base::StateFormat;
 using base::TrafficKind;
 
@@ -47,24 +48,6 @@ inline std::vector<compress::MatrixLayout> flat_matrices(uint64_t elements) {
   EXPECT_TRUE(space.add("flat", {elements}, 0).ok());
   return compress::matrix_layouts(space);
 }
-
-/// A directory that goes away with the test.
-class Scratch {
- public:
-  Scratch() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "smartinf-XXXXXX").string();
-    SI_CHECK(mkdtemp(pattern.data()) != nullptr, "no temporary directory");
-    path_ = pattern;
-  }
-  ~Scratch() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  std::string operator/(const std::string& name) const { return (path_ / name).string(); }
-
- private:
-  std::filesystem::path path_;
-};
 
 /// Everything that must not depend on how the update was carried out.
 struct Outcome {

@@ -6,6 +6,7 @@
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/stored_run.h"
 
 namespace smartinf::engine {
 
@@ -46,6 +47,11 @@ base::Status Updater::edit_state(
     const std::string&, const base::Bf16*, std::span<const kernels::StepAhead>) {
   return base::Status(base::ErrorCode::kUnsupported, "this updater cannot change stored state",
                       "Use optimizer.where = \"device\".");
+}
+
+base::Result<StoredRun> Updater::snapshot() {
+  return base::Status(base::ErrorCode::kUnsupported, "this updater gives no snapshot of its state",
+                      "Keep the state on devices.");
 }
 
 base::Status Updater::commit_prepared() {

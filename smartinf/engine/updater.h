@@ -30,6 +30,8 @@
 
 namespace smartinf::engine {
 
+struct StoredRun;  // stored_run.h
+
 struct UpdateOptions {
   double gradient_scale = 1;                  // multiplies every gradient: unscale x clip factor
   std::vector<kernels::GroupOptions> groups;  // one per group of the parameter space
@@ -176,6 +178,9 @@ class Updater {
   /// devices. The destructor does so too, but can only log a failure. Ok where every step is
   /// written.
   virtual base::Status flush() { return wait_commit(); }
+  /// What the devices hold, opened for reading: after flush(), before the next begin_step().
+  /// Errors: of each device (named); kUnsupported where state is not on devices.
+  virtual base::Result<StoredRun> snapshot();
   /// Both at once.
   base::Status commit(const std::string& client_metadata) {
     SI_RETURN_IF_ERROR(start_commit(client_metadata));

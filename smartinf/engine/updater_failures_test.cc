@@ -19,6 +19,7 @@
 #include "smartinf/csd/fault_ring.h"
 #include "smartinf/engine/device_build.h"
 #include "smartinf/engine/emulated_source.h"
+#include "smartinf/engine/local_source.h"
 #include "smartinf/engine/stored_run.h"
 #include "smartinf/engine/test_model.h"
 #include "smartinf/engine/updater.h"
@@ -36,7 +37,11 @@ class FailingSource final : public DeviceSource {
       : options_(options), build_(std::move(build)), drive_(drive), faults_(faults) {}
   const std::string& name() const override { return build_.device.name; }
   std::string place() const override { return build_.device.path; }
-  base::Result<std::optional<storage::StoreState>> peek() override { return drive_.peek(); }
+  base::Result<std::optional<storage::StoreState>> peek() override {
+    if (!drive_.holds_store()) return std::optional<storage::StoreState>();
+    SI_ASSIGN_OR_RETURN(const storage::StoreSummary summary, drive_.summarize());
+    return std::optional(summary.state);
+  }
   base::Result<double> bandwidth() override { return 1.0; }
   base::Result<uint64_t> capacity_bytes() override { return drive_.size_bytes(); }
   base::Result<std::unique_ptr<csd::Device>> create(const storage::StoreLayout& layout,
@@ -188,7 +193,7 @@ TEST(StateCache, InPlaceStateIsWrittenWhenAskedForAndAtTheEnd) {
                                             scratch);
   const std::vector<std::string> paths = {options.devices[0].path, options.devices[1].path};
   const auto stored_step = [&] {
-    const auto run = open_stored_run(paths, storage::ReaderLock::kLeave);
+    const auto run = open_stored_run(sources_at(paths), storage::ReaderLock::kLeave);
     return run.ok() ? run->step : ~base::StepNumber{0};
   };
   auto updater = Updater::open(options, contract_space());
@@ -199,7 +204,7 @@ TEST(StateCache, InPlaceStateIsWrittenWhenAskedForAndAtTheEnd) {
   const StepMoved second = moved_in_step(**updater, 2);
   EXPECT_EQ(second.read, first.read - second.cached);
   EXPECT_EQ(second.written, second.read);
-  EXPECT_THAT(open_stored_run(paths, storage::ReaderLock::kLeave).status().to_string(),
+  EXPECT_THAT(open_stored_run(sources_at(paths), storage::ReaderLock::kLeave).status().to_string(),
               ::testing::HasSubstr("in memory only"));
   expect_ok((*updater)->flush());
   EXPECT_EQ(stored_step(), 2u);

@@ -10,6 +10,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/leak_in_flight.h"
+#include "smartinf/storage/state_reader.h"
 
 namespace smartinf::storage {
 
@@ -68,6 +69,14 @@ StoreState BlockStore::state() const {
 std::string BlockStore::client_metadata() const {
   if (phase_ == StepPhase::kUnrecovered || superblock().phase != Phase::kComplete) return {};
   return table_.client_metadata(superblock().committed_step);
+}
+
+Result<std::unique_ptr<StateReader>> BlockStore::read_committed() const {
+  if (!container_.open_to_read) {
+    return Status(ErrorCode::kUnsupported, "this drive cannot be read beside its store");
+  }
+  SI_ASSIGN_OR_RETURN(ReadOnlyContainer container, container_.open_to_read());
+  return StateReader::open(std::move(container), container_.path);
 }
 
 uint64_t BlockStore::extent_bytes(base::SubgroupId subgroup) const {

@@ -36,6 +36,7 @@ class BlockStore final : public Store, private IoPump::Owner {
   StoreState state() const override;
   Durability durability() const override { return options_.durability; }
   std::string client_metadata() const override;
+  base::Result<std::unique_ptr<StateReader>> read_committed() const override;
   base::Status recover_to(base::StepNumber step) override;
 
   uint64_t extent_bytes(base::SubgroupId subgroup) const override;

@@ -55,14 +55,6 @@ std::string join(const std::string& directory, std::string_view name) {
   return (std::filesystem::path(directory) / name).string();
 }
 
-Status sync_directory(const std::string& directory) {
-  const FileDescriptor opened(open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!opened.is_open() || fsync(opened.get()) != 0) {
-    return base::errno_status(errno, "cannot make a directory entry durable", directory);
-  }
-  return Status();
-}
-
 /// Makes a missing directory with its missing parents, and all their entries durable.
 Status make_directory(const std::string& path) {
   std::filesystem::path missing = std::filesystem::absolute(path).lexically_normal();
@@ -218,6 +210,7 @@ Status attach(Container& container, PathKind kind, const StoreOptions& options) 
   if (options.wrap_ring) container.ring = options.wrap_ring(std::move(container.ring));
   SI_ASSIGN_OR_RETURN(container.file,
                       container.ring->add_file(container.state.get(), container.file_path));
+  container.open_to_read = [path = container.path] { return open_container_to_read(path); };
   return Status();
 }
 
@@ -428,6 +421,14 @@ Status missing(const std::string& path) {
 }
 
 }  // namespace
+
+Status sync_directory(const std::string& directory) {
+  const FileDescriptor opened(open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!opened.is_open() || fsync(opened.get()) != 0) {
+    return base::errno_status(errno, "cannot make a directory entry durable", directory);
+  }
+  return Status();
+}
 
 Result<Container> create_container(const std::string& path, uint64_t bytes,
                                    const StoreOptions& options) {

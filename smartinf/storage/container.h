@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -28,6 +29,14 @@ struct ContainerLock {
   FileDescriptor state;
 };
 
+/// For reading only, without a lock and without direct I/O: a file, or memory that outlives it.
+struct ReadOnlyContainer {
+  std::string file_path;  // for messages
+  FileDescriptor file;
+  std::span<const std::byte> memory;  // where there is no file
+  uint64_t size_bytes = 0;
+};
+
 /// Open and locked. Closing it (destruction) unlocks.
 struct Container {
   std::string path;       // as the user named it
@@ -41,6 +50,9 @@ struct Container {
   FileDescriptor state;
   /// Gives the container its final name, for good. Empty: it has it.
   std::function<base::Status()> publish;
+  /// A way to the contents beside the ring, for reading (Store::read_committed). Empty: there is
+  /// none.
+  std::function<base::Result<ReadOnlyContainer>()> open_to_read;
 };
 
 /// Makes room for `bytes` at `path`: a new file in a directory, or an empty block device. Leftovers
@@ -50,13 +62,10 @@ base::Result<Container> create_container(const std::string& path, uint64_t bytes
 /// Errors: see Store::open.
 base::Result<Container> open_container(const std::string& path, const StoreOptions& options);
 
-/// Opens for reading only, without a lock and without direct I/O.
-struct ReadOnlyContainer {
-  std::string file_path;
-  FileDescriptor file;
-  uint64_t size_bytes = 0;
-};
 base::Result<ReadOnlyContainer> open_container_to_read(const std::string& path);
+
+/// Makes the names in a directory durable.
+base::Status sync_directory(const std::string& directory);
 
 /// Takes the lock alone, until it is destroyed. Errors: kNotFound, kBusy (by whom), kIo.
 base::Result<ContainerLock> lock_container(const std::string& path);

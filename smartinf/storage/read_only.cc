@@ -1,5 +1,6 @@
 #include "smartinf/storage/read_only.h"
 
+#include <algorithm>
 #include <cerrno>
 
 #include <unistd.h>
@@ -15,6 +16,12 @@ using base::Status;
 // pread may stop early.
 Result<size_t> read_at(const ReadOnlyContainer& container, uint64_t offset,
                        std::span<std::byte> out) {
+  if (!container.file.is_open()) {
+    const auto rest = container.memory.subspan(std::min<size_t>(offset, container.memory.size()));
+    const auto here = rest.first(std::min(rest.size(), out.size()));
+    std::copy(here.begin(), here.end(), out.begin());
+    return here.size();
+  }
   size_t got = 0;
   while (got < out.size()) {
     const ssize_t count = ::pread(container.file.get(), out.data() + got, out.size() - got,

@@ -24,12 +24,21 @@ constexpr std::string_view kRestore =
 }  // namespace
 
 Result<std::unique_ptr<StateReader>> StateReader::open(const std::string& path, ReaderLock lock) {
+  SI_ASSIGN_OR_RETURN(ReadOnlyContainer container, open_container_to_read(path));
+  ContainerLock taken;
+  if (lock == ReaderLock::kTake) {
+    SI_ASSIGN_OR_RETURN(taken, lock_container(path));
+  }
+  return open(std::move(container), path, std::move(taken));
+}
+
+Result<std::unique_ptr<StateReader>> StateReader::open(ReadOnlyContainer container,
+                                                       const std::string& path,
+                                                       ContainerLock lock) {
   std::unique_ptr<StateReader> reader(new StateReader);
   reader->path_ = path;
-  SI_ASSIGN_OR_RETURN(reader->container_, open_container_to_read(path));
-  if (lock == ReaderLock::kTake) {
-    SI_ASSIGN_OR_RETURN(reader->lock_, lock_container(path));
-  }
+  reader->container_ = std::move(container);
+  reader->lock_ = std::move(lock);
   SI_ASSIGN_OR_RETURN(const FoundSuperblock found, read_superblock(reader->container_));
   reader->superblock_ = found.superblock;
   reader->state_ = state_of(found.superblock);

@@ -27,10 +27,14 @@ class StateReader {
   /// Errors: kNotFound, kBusy (who has it), kCorrupt, kMismatch (version), kIo;
   /// kFailedPrecondition for a store whose creation was interrupted or that is torn.
   static base::Result<std::unique_ptr<StateReader>> open(const std::string& path, ReaderLock lock);
+  /// The same of a container that is open. path: as the user named it.
+  static base::Result<std::unique_ptr<StateReader>> open(ReadOnlyContainer container,
+                                                         const std::string& path,
+                                                         ContainerLock lock = {});
 
   const std::string& path() const { return path_; }
   const std::string& file_path() const { return container_.file_path; }
-  int descriptor() const { return container_.file.get(); }
+  int descriptor() const { return container_.file.get(); }  // below 0: it is no file
   const StoreState& state() const { return state_; }
   const StoreLayout& layout() const { return layout_; }
   const Geometry& geometry() const { return geometry_; }

@@ -105,6 +105,8 @@ struct SubgroupIo {
   SubgroupIo* next = nullptr;
 };
 
+class StateReader;  // state_reader.h
+
 /// What recovery needs to know of one device; read without opening it for writing.
 struct StoreState {
   RunId run;
@@ -159,6 +161,10 @@ class Store {
   /// The client metadata of the committed step (at most kClientMetadataBytesMax), as given
   /// to prepare().
   virtual std::string client_metadata() const = 0;
+  /// Opens what is on the drive for reading, beside this store: between steps it is the committed
+  /// state. Nothing may be written while it is read but the step after that. Safe from any thread.
+  /// Errors: StateReader::open's; kUnsupported where the drive has no other way to be read.
+  virtual base::Result<std::unique_ptr<StateReader>> read_committed() const = 0;
   static constexpr uint64_t kClientMetadataBytesMax = 64 * 1024;
 
   /// Which step's state reads give: recovery calls it once after open, before any transfer, with

@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/test_scratch.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/ring.h"
 #include "smartinf/storage/store.h"
@@ -36,16 +37,9 @@ class StoreTest : public ::testing::TestWithParam<RingKind> {
     if (GetParam() == RingKind::kUring && !probe_uring().ok()) {
       GTEST_SKIP() << probe_uring().to_string();
     }
-    std::string name = (std::filesystem::temp_directory_path() / "smartinf-store-XXXXXX").string();
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    path_ = name;
     options_.ring.kind = GetParam();
     options_.io_bytes = 64 * 1024;
     options_.io_depth = 3;
-  }
-  void TearDown() override {
-    store_.reset();
-    if (!path_.empty()) std::filesystem::remove_all(path_);
   }
 
   void create() {
@@ -157,7 +151,8 @@ class StoreTest : public ::testing::TestWithParam<RingKind> {
     }
   }
 
-  std::string path_;
+  const base::Scratch scratch_;
+  std::string path_ = scratch_.path().string();
   StoreLayout layout_ = small_layout();
   StoreOptions options_;
   std::unique_ptr<Store> store_;

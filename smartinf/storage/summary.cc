@@ -8,6 +8,10 @@ namespace smartinf::storage {
 
 base::Result<StoreSummary> summarize(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const ReadOnlyContainer container, open_container_to_read(path));
+  return summarize(container);
+}
+
+base::Result<StoreSummary> summarize(const ReadOnlyContainer& container) {
   SI_ASSIGN_OR_RETURN(const FoundSuperblock found, read_superblock(container));
   StoreSummary summary;
   summary.state = state_of(found.superblock);

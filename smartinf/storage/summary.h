@@ -5,6 +5,7 @@
 #include <string>
 
 #include "smartinf/base/status.h"
+#include "smartinf/storage/container.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::storage {
@@ -25,5 +26,6 @@ struct StoreSummary {
 /// Reads superblock and layout without locking or changing anything; a run may be going meanwhile.
 /// Errors: kNotFound, kCorrupt, kMismatch (version), kIo.
 base::Result<StoreSummary> summarize(const std::string& path);
+base::Result<StoreSummary> summarize(const ReadOnlyContainer& container);
 
 }  // namespace smartinf::storage

@@ -56,8 +56,8 @@ TEST_P(TuningTest, DriveLimitChangesNothing) {
 INSTANTIATE_TEST_SUITE_P(Rings, TuningTest, every_ring(), ring_test_name);
 
 TEST(Tuning, IsRememberedAndDistrusted) {
-  std::string path = (std::filesystem::temp_directory_path() / "smartinf-tuning-XXXXXX").string();
-  ASSERT_NE(mkdtemp(path.data()), nullptr);
+  const base::Scratch scratch;
+  const std::string path = scratch.path().string();
   EXPECT_FALSE(recall_tuning(path).has_value());
   ASSERT_TRUE(remember_tuning(path, IoTuning{2 << 20, 16, 1.5e9, 1e9}).ok());
   const auto found = recall_tuning(path);
@@ -78,7 +78,6 @@ TEST(Tuning, IsRememberedAndDistrusted) {
   const auto small = measure_io(path, quick);
   ASSERT_TRUE(small.ok()) << small.status().to_string();
   EXPECT_LE(2 * small->io_bytes * small->io_depth, quick.memory_bytes);
-  std::filesystem::remove_all(path);
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include <torch/types.h>
 #include <unistd.h>
 
+#include "smartinf/base/test_scratch.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/parameters.h"
@@ -123,13 +124,9 @@ struct Outcome {
 class OverlapBits : public testing::TestWithParam<Setting> {
  protected:
   void SetUp() override {
-    std::string name = (std::filesystem::temp_directory_path() / "overlap_testXXXXXX").string();
-    ASSERT_NE(mkdtemp(name.data()), nullptr);
-    folder_ = name;
     std::ofstream corpus(folder_ / "corpus.txt");
     for (int i = 0; i < 6000; ++i) corpus << (i * i % 7 == 1 ? "value " : "index = ") << i % 13;
   }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
 
   Job job(const Setting& setting, const std::string& run, Overlap overlap, double clip_norm,
           uint32_t devices) const {
@@ -214,7 +211,8 @@ class OverlapBits : public testing::TestWithParam<Setting> {
     return outcome;
   }
 
-  std::filesystem::path folder_;
+  const base::Scratch scratch_;
+  const std::filesystem::path folder_ = scratch_.path();
 };
 
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {

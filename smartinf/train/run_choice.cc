@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "smartinf/engine/local_source.h"
 #include "smartinf/train/position.h"
 #include "smartinf/train/run_folder.h"
 
@@ -78,7 +79,7 @@ Status check_name(const std::string& flag, const std::string& name,
 Result<RunStart> choose_run(const std::string& folder, const std::vector<std::string>& devices,
                             const RunChoice& choice) {
   RunStart start;
-  start.found = engine::find_run(devices);
+  start.found = engine::find_run(engine::sources_at(devices));
   if (!choice.start_over.empty()) {
     SI_RETURN_IF_ERROR(check_name("start-over", choice.start_over, start.found, devices));
     start.discard = true;

@@ -277,10 +277,9 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
     engine::CheckpointOptions options;
     options.folder = options_.checkpoint.folder;
     options.keep = options_.checkpoint.keep;
-    options.scratch_memory = updater_->scratch_memory();
     options.ring = ring_;
     options.progress = progress;
-    Result<engine::CheckpointSummary> made = engine::checkpoint_open_run(device_paths_, options);
+    Result<engine::CheckpointSummary> made = engine::write_checkpoint(*updater_, options);
     const ErrorCode code = made.status().code();
     if (code == ErrorCode::kCancelled || code == ErrorCode::kCorrupt) {
       return std::move(made).status();

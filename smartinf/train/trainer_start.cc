@@ -64,6 +64,24 @@ Status discard_run(const engine::UpdaterOptions& options, const storage::RunId& 
   return Status();
 }
 
+/// A run goes on with the data that it was started with.
+Status check_same_data(const Position& there, const Position& here) {
+  if (there.corpus != here.corpus) {
+    return Status(ErrorCode::kMismatch,
+                  "data.paths: the training text is not the text that the run was started with",
+                  "Use the same files, data.suffixes and data.validation_share, or choose "
+                  "another train.run");
+  }
+  if (there.sequence != here.sequence) {
+    return different("data.sequence", std::to_string(here.sequence),
+                     std::to_string(there.sequence));
+  }
+  if (there.data_seed != here.data_seed) {
+    return different("data.seed", std::to_string(here.data_seed), std::to_string(there.data_seed));
+  }
+  return Status();
+}
+
 Result<RunStart> choose_start(const Job& job) {
   const bool chosen = !job.choice.take_over.empty() || !job.choice.start_over.empty();
   if (job.options.train.where != OptimizerWhere::kMemory) {
@@ -98,7 +116,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   }
   SI_ASSIGN_OR_RETURN(updater_, std::move(opened));
   // From here on the devices are locked.
-  const std::optional<storage::RunId> run = engine::run_made_for(device_paths_);
+  const std::optional<storage::RunId> run = engine::run_made_for(engine::sources_at(device_paths_));
   if (!run) {
     return Status(ErrorCode::kIo, "a device that was just opened cannot be read",
                   "Check it with smartinf fsck",
@@ -184,20 +202,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
         position_.to_json()));
   } else {
     SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->client_metadata()));
-    if (there.corpus != position_.corpus) {
-      return Status(ErrorCode::kMismatch,
-                    "data.paths: the training text is not the text that the run was started with",
-                    "Use the same files, data.suffixes and data.validation_share, or choose "
-                    "another train.run");
-    }
-    if (there.sequence != position_.sequence) {
-      return different("data.sequence", std::to_string(position_.sequence),
-                       std::to_string(there.sequence));
-    }
-    if (there.data_seed != position_.data_seed) {
-      return different("data.seed", std::to_string(position_.data_seed),
-                       std::to_string(there.data_seed));
-    }
+    SI_RETURN_IF_ERROR(check_same_data(there, position_));
     position_.windows = there.windows;
   }
   step_ = first_ = residual_written_ = updater_->committed_step();

@@ -54,7 +54,10 @@ class Options:
         # Weakly: a model that nobody else holds is of no use to an optimizer.
         self.model = None if model is None else weakref.ref(model)
         if self.overlap is not None and self.ranks.world > 1:
-            raise UsageError("overlap works in one process; leave it out under several ranks")
+            raise UsageError(
+                "overlap works in one process: several ranks exchange their new weights in step(), all of them at "
+                "once. Leave it out."
+            )
         self._warned = set()
 
     def warn_once(self, about, text, *args):

@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint  # noqa: F401
 
 import smartinf
-from smartinf import early_updates
+from smartinf import early_updates, options
 
 
 WIDTH = 224  # 10 blocks of 65536 elements
@@ -94,7 +94,11 @@ def run(folder, overlap, steps=range(7), passes=1, **options):
         wrong.append(optimizer.wrong_guess)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     state = []
-    optimizer.visit_full_state(lambda name, _, planes: state.append((name, {k: torch.as_tensor(v).clone() for k, v in planes.items()})))
+
+    def keep(name, _, planes):
+        state.append((name, {key: torch.as_tensor(plane).clone() for key, plane in planes.items()}))
+
+    optimizer.visit_full_state(keep)
     optimizer.close()
     return (losses, norms, weights, state), overlaps, wrong
 
@@ -311,6 +315,17 @@ def test_a_deleted_optimizer_is_named(device):
     gc.collect()
     with pytest.raises(smartinf.UsageError, match="optimizer was deleted"):
         model(tokens(0))
+
+
+def test_several_ranks_are_refused(device, monkeypatch):
+    class Ranks(options.Ranks):
+        def __init__(self, _):
+            self.rank, self.world = 0, 2
+
+    monkeypatch.setattr(options, "Ranks", Ranks)
+    model = Model()
+    with pytest.raises(smartinf.UsageError, match="overlap works in one process"):
+        smartinf.AdamW(model.parameters(), devices=[device], overlap=model)
 
 
 def test_what_cannot_be_overlapped_is_named(device):

@@ -1,8 +1,5 @@
-// smartinf bench kernels: each kernel beside a triad of as many bytes, the two timed in turn, so
-// that a busy machine slows both.
+// smartinf bench kernels: each kernel beside a triad of as many bytes (kernel_timer.h).
 #include <algorithm>
-#include <barrier>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -11,11 +8,9 @@
 #include <vector>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/checksum.h"
-#include "smartinf/base/clock.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/compress/gradient_compressor.h"
@@ -25,7 +20,7 @@
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/commands.h"
-#include "apps/smartinf/median.h"
+#include "apps/smartinf/kernel_timer.h"
 #include "apps/smartinf/synthetic_steps.h"
 #include "apps/smartinf/values_flag.h"
 
@@ -51,71 +46,12 @@ struct BenchOptions {
   bool json = false;
 };
 
-/// Threads that do one thing together, again and again, and say how long the slowest took.
-class Team {
- public:
-  explicit Team(uint32_t size) : start_(size + 1), done_(size + 1) {
-    for (uint32_t i = 0; i < size; ++i) {
-      threads_.emplace_back([this, i](const std::stop_token& stop) {
-        while (true) {
-          start_.arrive_and_wait();
-          if (stop.stop_requested()) return;
-          (*work_)(i);
-          done_.arrive_and_wait();
-        }
-      });
-    }
-  }
-  ~Team() {
-    for (std::jthread& thread : threads_) thread.request_stop();
-    start_.arrive_and_wait();
-  }
-  Team(const Team&) = delete;
-  Team& operator=(const Team&) = delete;
-
-  uint32_t size() const { return static_cast<uint32_t>(threads_.size()); }
-
-  double seconds(const std::function<void(uint32_t)>& work) {
-    work_ = &work;
-    const uint64_t start_ns = base::now_ns();
-    start_.arrive_and_wait();
-    done_.arrive_and_wait();
-    return base::seconds_since(start_ns);
-  }
-
- private:
-  std::barrier<> start_;
-  std::barrier<> done_;
-  const std::function<void(uint32_t)>* work_ = nullptr;
-  std::vector<std::jthread> threads_;
-};
-
-/// The share [first, last) of `count` things that thread `index` of `threads` has.
-struct Share {
-  uint64_t first;
-  uint64_t last;
-};
-Share share_of(uint64_t count, uint32_t index, uint32_t threads) {
-  return {count * index / threads, count * (index + 1) / threads};
-}
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define SI_EVERY_WIDTH __attribute__((optimize("O3"), target_clones("avx512f", "avx2", "default")))
-#else
-#define SI_EVERY_WIDTH
-#endif
-
-/// STREAM's triad (McCalpin 1995): two arrays read, one written.
-SI_EVERY_WIDTH void triad(float* __restrict a, const float* __restrict b, const float* __restrict c,
-                          float scale, size_t n) {
-  for (size_t i = 0; i < n; ++i) a[i] = b[i] + scale * c[i];
-}
-
 class KernelBench {
  public:
   explicit KernelBench(BenchOptions options)
-      : options_(std::move(options)), elements_(static_cast<uint64_t>(options_.params)) {}
+      : options_(std::move(options)),
+        elements_(static_cast<uint64_t>(options_.params)),
+        timer_(elements_, options_.repeat, options_.json) {}
 
   base::Status run() {
     SI_RETURN_IF_ERROR(allocate());
@@ -124,14 +60,9 @@ class KernelBench {
       sizes = {1};
       if (const uint32_t all = std::thread::hardware_concurrency(); all > 1) sizes.push_back(all);
     }
-    if (options_.json) {
-      fmt::print("[");
-    } else {
-      fmt::print("{:<14} {:<8} {:<5} {:<5} {:>3}  {:>12} {:>11} {:>11} {:>6}\n", "kernel", "rule",
-                 "state", "grad", "thr", "Mparams/s", "GB/s", "triad GB/s", "share");
-    }
+    timer_.begin();
     for (const uint32_t size : sizes) {
-      Team team(size);
+      base::ThreadTeam team(size, "si-bench");
       if (wanted(options_.kernels, "update")) bench_updates(team, false);
       if (wanted(options_.kernels, "sealed-update")) bench_updates(team, true);
       if (wanted(options_.kernels, "norm")) bench_norms(team);
@@ -142,7 +73,7 @@ class KernelBench {
       if (wanted(options_.kernels, "step-ahead")) bench_step_ahead(team);
       if (wanted(options_.kernels, "compress")) SI_RETURN_IF_ERROR(bench_compression(team));
     }
-    if (options_.json) fmt::print("\n]\n");
+    timer_.end();
     return {};
   }
 
@@ -152,17 +83,14 @@ class KernelBench {
   }
 
   base::Status allocate() {
-    // Planes of the widest format; the triad's arrays are as large as the widest kernel's.
+    // Planes of the widest format.
     for (base::AlignedBuffer& plane : planes_) {
       SI_ASSIGN_OR_RETURN(plane, base::AlignedBuffer::allocate(elements_ * 4 + base::kIoAlignment));
     }
     SI_ASSIGN_OR_RETURN(gradient_, base::AlignedBuffer::allocate(elements_ * 4));
     SI_ASSIGN_OR_RETURN(weights_, base::AlignedBuffer::allocate(elements_ * 4));
-    for (base::AlignedBuffer& array : triad_) {
-      SI_ASSIGN_OR_RETURN(array, base::AlignedBuffer::allocate(elements_ * 32 / 3 + 64));
-      std::memset(array.data(), 0, array.size());
-    }
-    return {};
+    // The widest kernel moves 32 bytes an element.
+    return timer_.allocate(elements_ * 32);
   }
 
   /// A gradient that looks like one: signs and magnitudes vary, all finite.
@@ -201,76 +129,8 @@ class KernelBench {
     }
   }
 
-  struct Row {
-    std::string kernel;
-    std::string rule = {};
-    std::string format = {};
-    std::string gradient = {};
-    double share = 0;    // that is kept; 0: not a selection
-    uint64_t bytes = 0;  // read and written by one run of the kernel
-    int warm_up = 1;     // runs that are not timed
-  };
-
-  /// Times `work` and a triad of as many bytes in turn and reports medians. `prepare`, before each
-  /// run of `work`, is not timed.
-  void report(
-      Team& team, const Row& row, const std::function<void(uint32_t)>& work,
-      const std::function<void()>& prepare = [] {}) {
-    const uint64_t triad_elements = row.bytes / 12;
-    const std::function<void(uint32_t)> run_triad = [&](uint32_t index) {
-      const Share share = share_of(triad_elements, index, team.size());
-      triad(triad_floats(0) + share.first, triad_floats(1) + share.first,
-            triad_floats(2) + share.first, 0.5f, share.last - share.first);
-    };
-    std::vector<double> kernel_s;
-    std::vector<double> triad_s;
-    for (int i = 0; i < row.warm_up; ++i) {
-      prepare();
-      team.seconds(work);
-    }
-    for (int i = 0; i < options_.repeat; ++i) {
-      triad_s.push_back(team.seconds(run_triad));
-      prepare();
-      kernel_s.push_back(team.seconds(work));
-    }
-    const double seconds = median(kernel_s);
-    const double params_per_s = static_cast<double>(elements_) / seconds;
-    const double bytes_per_s = static_cast<double>(row.bytes) / seconds;
-    const double triad_per_s = static_cast<double>(triad_elements * 12) / median(triad_s);
-    if (!options_.json) {
-      const std::string kernel =
-          row.share > 0 ? fmt::format("{}-{:g}%", row.kernel, row.share * 100) : row.kernel;
-      fmt::print("{:<14} {:<8} {:<5} {:<5} {:>3}  {:>12.1f} {:>11.2f} {:>11.2f} {:>6.2f}\n", kernel,
-                 row.rule, row.format, row.gradient, team.size(), params_per_s * 1e-6,
-                 bytes_per_s * 1e-9, triad_per_s * 1e-9, bytes_per_s / triad_per_s);
-      std::fflush(stdout);
-      return;
-    }
-    nlohmann::ordered_json json;
-    json["kernel"] = row.kernel;
-    json["isa"] = kernels::kernels().isa();
-    if (!row.rule.empty()) json["rule"] = row.rule;
-    if (!row.format.empty()) json["format"] = row.format;
-    if (!row.gradient.empty()) json["gradient"] = row.gradient;
-    if (row.share > 0) json["share"] = row.share;
-    json["threads"] = team.size();
-    json["params"] = elements_;
-    json["params_per_s"] = params_per_s;
-    json["params_per_s_min"] =
-        static_cast<double>(elements_) / *std::max_element(kernel_s.begin(), kernel_s.end());
-    json["params_per_s_max"] =
-        static_cast<double>(elements_) / *std::min_element(kernel_s.begin(), kernel_s.end());
-    json["bytes_per_s"] = bytes_per_s;
-    json["triad_bytes_per_s"] = triad_per_s;
-    json["share_of_triad"] = bytes_per_s / triad_per_s;
-    fmt::print("{}\n  {}", std::exchange(first_row_, false) ? "" : ",", json.dump());
-    std::fflush(stdout);
-  }
-
-  float* triad_floats(size_t i) { return reinterpret_cast<float*>(triad_[i].data()); }
-
   /// `sealed`: with the checksum of each plane's block before and after, as a device does it.
-  void bench_updates(Team& team, bool sealed) {
+  void bench_updates(base::ThreadTeam& team, bool sealed) {
     for (const UpdateRule rule : kernels::all_update_rules()) {
       const std::string rule_name(kernels::update_rule_name(rule));
       if (!wanted(options_.rules, rule_name)) continue;
@@ -286,7 +146,8 @@ class KernelBench {
     }
   }
 
-  void bench_update(Team& team, UpdateRule rule, StateFormat format, DataType type, bool sealed) {
+  void bench_update(base::ThreadTeam& team, UpdateRule rule, StateFormat format, DataType type,
+                    bool sealed) {
     fill_gradient(type);
     fill_state(rule, format);
     const std::span<const PlaneKind> kinds = kernels::rule_planes(rule);
@@ -334,91 +195,91 @@ class KernelBench {
       }
       checksums += sum;
     };
-    report(team,
-           {.kernel = sealed ? "sealed-update" : "update",
-            .rule = std::string(kernels::update_rule_name(rule)),
-            .format = std::string(base::state_format_name(format)),
-            .gradient = std::string(base::data_type_name(type)),
-            .bytes = bytes},
-           work);
+    timer_.time(team,
+                {.kernel = sealed ? "sealed-update" : "update",
+                 .rule = std::string(kernels::update_rule_name(rule)),
+                 .format = std::string(base::state_format_name(format)),
+                 .gradient = std::string(base::data_type_name(type)),
+                 .bytes = bytes},
+                work);
   }
 
-  void bench_norms(Team& team) {
+  void bench_norms(base::ThreadTeam& team) {
     for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
       const std::string name(base::data_type_name(type));
       if (!wanted(options_.gradients, name)) continue;
       fill_gradient(type);
       const uint64_t width = base::data_type_bytes(type);
       std::atomic<bool> finite{true};
-      report(team, {.kernel = "norm", .gradient = name, .bytes = elements_ * width},
-             [&](uint32_t index) {
-               const Share share = share_of(elements_, index, team.size());
-               const kernels::KernelTable::Norm norm = kernels::kernels().partial_norm(
-                   gradient_.data() + share.first * width, type, share.last - share.first);
-               if (!norm.finite) finite = false;
-             });
+      timer_.time(team, {.kernel = "norm", .gradient = name, .bytes = elements_ * width},
+                  [&](uint32_t index) {
+                    const Share share = share_of(elements_, index, team.size());
+                    const kernels::KernelTable::Norm norm = kernels::kernels().partial_norm(
+                        gradient_.data() + share.first * width, type, share.last - share.first);
+                    if (!norm.finite) finite = false;
+                  });
     }
   }
 
-  void bench_casts(Team& team) {
+  void bench_casts(base::ThreadTeam& team) {
     for (const DataType type : {DataType::kBf16, DataType::kF16}) {
       const std::string name(base::data_type_name(type));
       if (!wanted(options_.gradients, name)) continue;
       auto* master = reinterpret_cast<float*>(planes_[0].data());
-      report(team, {.kernel = "from_f32", .gradient = name, .bytes = elements_ * 6},
-             [&](uint32_t index) {
-               const Share share = share_of(elements_, index, team.size());
-               kernels::kernels().cast_from_f32(master + share.first,
-                                                weights_.data() + share.first * 2, type,
-                                                share.last - share.first);
-             });
+      timer_.time(team, {.kernel = "from_f32", .gradient = name, .bytes = elements_ * 6},
+                  [&](uint32_t index) {
+                    const Share share = share_of(elements_, index, team.size());
+                    kernels::kernels().cast_from_f32(master + share.first,
+                                                     weights_.data() + share.first * 2, type,
+                                                     share.last - share.first);
+                  });
       fill_gradient(type);
-      report(team, {.kernel = "to_f32", .gradient = name, .bytes = elements_ * 6},
-             [&](uint32_t index) {
-               const Share share = share_of(elements_, index, team.size());
-               kernels::kernels().cast_to_f32(gradient_.data() + share.first * 2, type,
-                                              master + share.first, share.last - share.first);
-             });
+      timer_.time(team, {.kernel = "to_f32", .gradient = name, .bytes = elements_ * 6},
+                  [&](uint32_t index) {
+                    const Share share = share_of(elements_, index, team.size());
+                    kernels::kernels().cast_to_f32(gradient_.data() + share.first * 2, type,
+                                                   master + share.first, share.last - share.first);
+                  });
     }
   }
 
   /// Of a step's gradient before it is compressed: squares by row and by column.
-  void bench_matrix_squares(Team& team) {
+  void bench_matrix_squares(base::ThreadTeam& team) {
     fill_gradient(DataType::kBf16);
     const auto* gradient = reinterpret_cast<const base::Bf16*>(gradient_.data());
     const uint64_t rows = elements_ / kMatrixColumns;
     std::vector<std::vector<float>> row_sums(team.size(), std::vector<float>(rows));
     std::vector<std::vector<float>> column_sums(team.size(), std::vector<float>(kMatrixColumns));
-    report(team, {.kernel = "matrix-squares", .gradient = "bf16", .bytes = elements_ * 2},
-           [&](uint32_t index) {
-             const Share share = share_of(rows, index, team.size());
-             const uint64_t count = share.last - share.first;
-             kernels::add_matrix_squares(
-                 kernels::kernels(),
-                 {gradient + share.first * kMatrixColumns, count * kMatrixColumns}, 1,
-                 std::span(row_sums[index]).first(count), column_sums[index]);
-           });
+    timer_.time(team, {.kernel = "matrix-squares", .gradient = "bf16", .bytes = elements_ * 2},
+                [&](uint32_t index) {
+                  const Share share = share_of(rows, index, team.size());
+                  const uint64_t count = share.last - share.first;
+                  kernels::add_matrix_squares(
+                      kernels::kernels(),
+                      {gradient + share.first * kMatrixColumns, count * kMatrixColumns}, 1,
+                      std::span(row_sums[index]).first(count), column_sums[index]);
+                });
   }
 
   /// What compression adds to weights on their way up: bf16 of both, roots of the variance by row
   /// and column.
-  void bench_step_ahead(Team& team) {
+  void bench_step_ahead(base::ThreadTeam& team) {
     fill_gradient(DataType::kBf16);
     const auto* residual = reinterpret_cast<const base::Bf16*>(gradient_.data());
-    report(team, {.kernel = "step-ahead", .gradient = "bf16", .bytes = elements_ * 6},
-           [&](uint32_t index) {
-             const Share rows =
-                 share_of(base::divide_up(elements_, uint64_t{kMatrixColumns}), index, team.size());
-             const uint64_t first = std::min(rows.first * kMatrixColumns, elements_);
-             const uint64_t last = std::min(rows.last * kMatrixColumns, elements_);
-             step_rows_ahead({residual + first, last - first},
-                             weights_.data() + first * sizeof(base::Bf16));
-           });
+    timer_.time(team, {.kernel = "step-ahead", .gradient = "bf16", .bytes = elements_ * 6},
+                [&](uint32_t index) {
+                  const Share rows = share_of(base::divide_up(elements_, uint64_t{kMatrixColumns}),
+                                              index, team.size());
+                  const uint64_t first = std::min(rows.first * kMatrixColumns, elements_);
+                  const uint64_t last = std::min(rows.last * kMatrixColumns, elements_);
+                  step_rows_ahead({residual + first, last - first},
+                                  weights_.data() + first * sizeof(base::Bf16));
+                });
   }
 
-  void bench_checksum(Team& team) {
+  void bench_checksum(base::ThreadTeam& team) {
     std::atomic<uint64_t> checksums{0};
-    report(team, {.kernel = "checksum", .bytes = elements_ * 4}, [&](uint32_t index) {
+    timer_.time(team, {.kernel = "checksum", .bytes = elements_ * 4}, [&](uint32_t index) {
       const uint64_t block_bytes = base::kBlockElements * 4;
       const Share share = share_of(elements_ * 4 / block_bytes, index, team.size());
       uint64_t sum = 0;
@@ -430,7 +291,7 @@ class KernelBench {
   }
 
   /// Each thread selects from its share of the elements and adds into an array of its own.
-  void bench_selection(Team& team) {
+  void bench_selection(base::ThreadTeam& team) {
     fill_gradient(DataType::kF32);
     const auto* gradient = reinterpret_cast<const float*>(gradient_.data());
     auto* out = reinterpret_cast<float*>(planes_[0].data());
@@ -444,14 +305,15 @@ class KernelBench {
         indices[t].resize(kept(share_of(elements_, t, team.size())));
         values[t].resize(indices[t].size());
       }
-      report(team, {.kernel = "topk", .gradient = "f32", .share = share, .bytes = elements_ * 4},
-             [&](uint32_t t) {
-               const Share part = share_of(elements_, t, team.size());
-               kernels::top_k(kernels::kernels(), {gradient + part.first, part.last - part.first},
-                              kept(part), indices[t].data(), values[t].data());
-             });
+      timer_.time(
+          team, {.kernel = "topk", .gradient = "f32", .share = share, .bytes = elements_ * 4},
+          [&](uint32_t t) {
+            const Share part = share_of(elements_, t, team.size());
+            kernels::top_k(kernels::kernels(), {gradient + part.first, part.last - part.first},
+                           kept(part), indices[t].data(), values[t].data());
+          });
       const auto moved = static_cast<uint64_t>(static_cast<double>(elements_) * share) * 16;
-      report(
+      timer_.time(
           team, {.kernel = "scatter", .gradient = "f32", .share = share, .bytes = moved},
           [&](uint32_t t) {
             const Share part = share_of(elements_, t, team.size());
@@ -463,7 +325,7 @@ class KernelBench {
   /// A step's gradients with feedback, from bf16 to messages, then one of these checked and
   /// expanded as on a device. What goes over the link is not counted in the bytes: it is far less
   /// than they.
-  base::Status bench_compression(Team& team) {
+  base::Status bench_compression(base::ThreadTeam& team) {
     fill_gradient(DataType::kBf16);
     const uint64_t blocks = base::divide_up(elements_, base::kBlockElements);
     SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, synthetic_space(elements_));
@@ -478,7 +340,7 @@ class KernelBench {
       std::vector<compress::CompressedWriter> writers(team.size());
       base::ThreadTeam alone(1, "si-measure");  // what it does is not timed
       uint64_t step = 0;
-      report(
+      timer_.time(
           team,
           {.kernel = "compress",
            .gradient = "bf16",
@@ -507,18 +369,19 @@ class KernelBench {
       const uint64_t elements = std::min(elements_, kBlocksOfSubgroup * base::kBlockElements);
       const auto message =
           compressor->compress(scratch[0], writers[0], {base::SubgroupId{0}, 0, elements}, {});
-      report(team, {.kernel = "expand", .gradient = "bf16", .share = share, .bytes = elements_ * 2},
-             [&](uint32_t t) {
-               const Share part = share_of(blocks, t, team.size());
-               auto* out = reinterpret_cast<std::byte*>(scratch[t].arrived.data());
-               for (uint64_t b = part.first; b < part.last;) {
-                 const auto view = compress::CompressedView::parse(message);
-                 SI_CHECK(view.ok(), "a message of our own");
-                 for (uint64_t i = 0; i < view->blocks() && b < part.last; ++i, ++b) {
-                   view->expand_block(i, out);
-                 }
-               }
-             });
+      timer_.time(team,
+                  {.kernel = "expand", .gradient = "bf16", .share = share, .bytes = elements_ * 2},
+                  [&](uint32_t t) {
+                    const Share part = share_of(blocks, t, team.size());
+                    auto* out = reinterpret_cast<std::byte*>(scratch[t].arrived.data());
+                    for (uint64_t b = part.first; b < part.last;) {
+                      const auto view = compress::CompressedView::parse(message);
+                      SI_CHECK(view.ok(), "a message of our own");
+                      for (uint64_t i = 0; i < view->blocks() && b < part.last; ++i, ++b) {
+                        view->expand_block(i, out);
+                      }
+                    }
+                  });
     }
     return {};
   }
@@ -529,8 +392,7 @@ class KernelBench {
   std::array<base::AlignedBuffer, 3> planes_;
   base::AlignedBuffer gradient_;
   base::AlignedBuffer weights_;
-  std::array<base::AlignedBuffer, 3> triad_;
-  bool first_row_ = true;
+  KernelTimer timer_;
 };
 
 }  // namespace

@@ -53,12 +53,9 @@ bool sound(const Superblock& superblock) {
           superblock.prepared_step == superblock.committed_step + 1);
 }
 
-}  // namespace
+Status invalid(std::string what) { return Status(ErrorCode::kInvalidArgument, std::move(what)); }
 
-Result<Geometry> Geometry::make(const StoreLayout& layout, uint32_t slots) {
-  const auto invalid = [](std::string what) {
-    return Status(ErrorCode::kInvalidArgument, std::move(what));
-  };
+Status check_layout(const StoreLayout& layout, uint32_t slots) {
   if (slots != 1 && slots != 2) return invalid("a store has one slot or two");
   if (layout.planes.empty() || layout.planes.size() > kPlanesMax ||
       layout.planes.front() != base::PlaneKind::kMaster) {
@@ -77,7 +74,13 @@ Result<Geometry> Geometry::make(const StoreLayout& layout, uint32_t slots) {
   if (layout.description.size() > kDescriptionBytesMax)
     return invalid("the description is too long");
   if (layout.gradient_spill_bytes > 16) return invalid("too many spill bytes per element");
+  return Status();
+}
 
+}  // namespace
+
+Result<Geometry> Geometry::make(const StoreLayout& layout, uint32_t slots) {
+  SI_RETURN_IF_ERROR(check_layout(layout, slots));
   Geometry geometry;
   geometry.slots_ = slots;
   geometry.planes_ = layout.planes.size();

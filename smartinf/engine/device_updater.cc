@@ -9,6 +9,7 @@
 #include "smartinf/base/check.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/device_share.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update.h"
 

@@ -24,6 +24,9 @@ struct DeviceSet {
   bool fresh = false;          // made now: step 0 is still to be written
   uint64_t staging_bytes = 0;  // what the memory budget leaves to the engine itself
 
+  csd::Device& device_of(base::SubgroupId subgroup) const {
+    return *devices[owner[subgroup.value].value];
+  }
   /// Index of the subgroup that holds an element of the space.
   size_t subgroup_at(uint64_t element) const;
 };

@@ -362,7 +362,7 @@ TEST_F(UpdaterOverFakes, ASilentDeviceEndsReadingEditingAndInitialization) {
     return updater->load_weights(DataType::kF32, [&](uint64_t first) { return &out[first]; });
   });
   const auto edit = [&] {
-    return updater->edit_state([](uint64_t, auto) { return true; }, "edited", nullptr, {});
+    return updater->edit_state([](uint64_t, auto) { return true; }, "edited");
   };
   fails_at(csd::ReadState{}, edit);
   fails_at(csd::WriteState{}, edit);

@@ -87,7 +87,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     // being written would stay missing.
     folder_.append_log(report.to_json());
     if (must_write_residual(stop)) {
-      updater_->keep_residual();
+      updater_->compression()->write_residual();
       residual_written_ = step_;
     }
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
@@ -313,10 +313,12 @@ void TorchTrainer::report_traffic(StepReport& report) {
   const engine::UpdaterTraffic now = updater_->traffic();
   report.traffic = now.since(traffic_);
   traffic_ = now;
-  const compress::CompressionSummary compression = updater_->compression();
-  report.compressed_bytes = compression.bytes;
-  report.density = compression.density;
-  report.residual_norm = compression.residual_norm;
+  if (const engine::Compression* compression = updater_->compression()) {
+    const compress::CompressionSummary summary = compression->summary();
+    report.compressed_bytes = summary.bytes;
+    report.density = summary.density;
+    report.residual_norm = summary.residual_norm;
+  }
 }
 
 std::vector<std::string> TorchTrainer::describe() const {

@@ -19,7 +19,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/link.h"
 #include "smartinf/engine/emulated_source.h"
-#include "smartinf/engine/gradient_sender.h"
+#include "smartinf/engine/gradient_path.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/plan/placement.h"
 #include "smartinf/sim/update.h"

@@ -258,7 +258,7 @@ class StepBench {
     devices_ = updater->describe_devices();
     if (updater_.compress.residual_on_devices()) {
       // As a run's last step: the next round opens a state that lacks nothing.
-      updater->keep_residual();
+      updater->compression()->write_residual();
       SI_RETURN_IF_ERROR(steps_->step(*updater).status());
     }
     return Status();

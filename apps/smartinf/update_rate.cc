@@ -15,7 +15,7 @@
 #include "smartinf/compress/density.h"
 #include "smartinf/compress/gradient_compressor.h"
 #include "smartinf/compress/message.h"
-#include "smartinf/engine/gradient_sender.h"
+#include "smartinf/engine/gradient_path.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/kernels/update.h"
 

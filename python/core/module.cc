@@ -1,5 +1,9 @@
 // smartinf._core: the engine's Updater for Python. Tensors are addresses of host memory here, so
 // the module needs neither torch nor numpy; smartinf/optimizers.py keeps them alive.
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -13,6 +17,7 @@
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/storage/store.h"
 
 #include "python/core/checkpoint.h"
 #include "python/core/errors.h"
@@ -61,6 +66,21 @@ void define_functions(nb::module_& module) {
       },
       "path"_a,
       "(initialized, committed step, prepared step) of a device without opening it; None: empty.");
+  module.def(
+      "recovery_step",
+      [](const std::vector<std::pair<uint64_t, uint64_t>>& steps) {
+        std::vector<smartinf::storage::StoreState> states(steps.size());
+        for (uint32_t i = 0; i < states.size(); ++i) {
+          states[i].device_index = i;
+          states[i].device_count = static_cast<uint32_t>(states.size());
+          states[i].initialized = states[i].complete = true;
+          std::tie(states[i].committed_step, states[i].prepared_step) = steps[i];
+        }
+        return smartinf::python::take(smartinf::storage::recovery_step(states));
+      },
+      "steps"_a,
+      "The step that all can be brought to who have committed and prepared these: [(committed, "
+      "prepared)]. Raises MismatchError where no crash explains them.");
   module.def(
       "stored_client_metadata",
       [](const std::vector<std::string>& paths) {

@@ -270,28 +270,36 @@ void PyUpdater::edit_state(nb::object edit, std::string client_metadata, uintptr
       }
     };
   }
-  std::vector<kernels::StepAhead> rates;
-  for (const auto& [lr, bias, eps] : ahead) rates.push_back({lr, bias, eps});
+  engine::CompressionState compression{reinterpret_cast<const base::Bf16*>(residual), {}};
+  for (const auto& [lr, bias, eps] : ahead) compression.ahead.push_back({lr, bias, eps});
   run([&] {
-    Status edited = updater.edit_state(visit, client_metadata,
-                                       reinterpret_cast<const base::Bf16*>(residual), rates);
+    Status edited = updater.edit_state(visit, client_metadata, compression);
     if (raised) std::rethrow_exception(raised);
     check(std::move(edited));
   });
 }
 
+engine::CompressionState PyUpdater::compression_state() {
+  const engine::Compression* compression = core().compression();
+  return compression == nullptr ? engine::CompressionState() : compression->state();
+}
+
 std::vector<std::array<float, 3>> PyUpdater::step_ahead() {
   std::vector<std::array<float, 3>> rates;
-  for (const kernels::StepAhead& one : core().step_ahead()) {
+  for (const kernels::StepAhead& one : compression_state().ahead) {
     rates.push_back({one.lr, one.bias, one.eps});
   }
   return rates;
 }
 
-uintptr_t PyUpdater::residual() { return reinterpret_cast<uintptr_t>(core().residual()); }
+uintptr_t PyUpdater::residual() {
+  return reinterpret_cast<uintptr_t>(compression_state().residual);
+}
 
 nb::dict PyUpdater::compression() {
-  const compress::CompressionSummary summary = core().compression();
+  const engine::Compression* compression = core().compression();
+  const auto summary =
+      compression == nullptr ? compress::CompressionSummary() : compression->summary();
   nb::dict out;
   out["elements"] = summary.elements;
   out["values"] = summary.values;

@@ -80,6 +80,7 @@ class PyUpdater {
   /// groups: see start_update() in module.cc.
   engine::UpdateOptions update_options(uint64_t number, double gradient_scale,
                                        const nanobind::list& groups) const;
+  engine::CompressionState compression_state();  // empty without compression
   /// Caller::run() of what works on core(). Errors: closed by another thread in the meantime.
   void run(const std::function<void()>& work);
 

@@ -103,15 +103,15 @@ class Ranks:
         dist.all_reduce(votes, dist.ReduceOp.MIN, group=self._group)
         return bool(votes.item())
 
-    def recovery_step(self, paths, peek, erase):
-        """The step that every rank's devices can be brought to, by the rule that one rank follows with
-        its devices: what some have committed and all have at least prepared. None: they are fresh, or
-        this is the only rank. A run that was killed while it was being made starts over."""
+    def recovery_step(self, paths, core):
+        """The step that every rank's devices can be brought to, by the core's rule for one rank's devices.
+        None: they are fresh, or this is the only rank. A run that was killed while it was being made
+        starts over."""
         if self.world == 1:
             return None
         states, failure = [], None
         try:
-            states = [peek(path) for path in paths]
+            states = [core.peek(path) for path in paths]
         except Error as error:
             failure = error
         self.raise_on_any_failure(failure)
@@ -123,28 +123,27 @@ class Ranks:
         holding = [state for state in everyone if state is not None]
         if not holding:
             return None
-        step = min(prepared for _, prepared in holding)
-        newest = max(committed for committed, _ in holding)
         what = ", ".join(
             f"rank {r}: " + ("empty" if state is None else f"step {state[1]}")
             for r, state in enumerate(everyone)
         )
         if len(holding) < self.world:
-            if newest > 0:
+            if any(committed > 0 for committed, _ in holding):
                 raise MismatchError(
                     f"some ranks' devices hold state and others' do not ({what}). Give every rank the "
                     "devices it had, or load the last checkpoint over empty ones (resume=False)."
                 )
             for path in paths:
-                erase(path)
+                core.erase(path)
             self.barrier()
             return None
-        if newest > step:
+        try:
+            return core.recovery_step(holding)
+        except MismatchError:
             raise MismatchError(
                 f"the ranks' devices hold different steps, and no crash explains that ({what}): one of "
                 "them was replaced by an older copy. Load the last checkpoint."
-            )
-        return step
+            ) from None
 
     def union(self, indices, count):
         """The union of every rank's indices (below count), in order."""

@@ -75,7 +75,7 @@ class Session:
                     _core.erase(path)
         else:
             relayout.check_interrupted(options, paths)
-        recover_to = self.ranks.recovery_step(paths, _core.peek, _core.erase)
+        recover_to = self.ranks.recovery_step(paths, _core)
         self.layout.rebind()
         try:
             self._open(rule_options, recover_to)

@@ -150,7 +150,7 @@ TEST(Compression, WhatIsKeptIsPartOfTheState) {
         ASSERT_TRUE(updater.ok()) << updater.status().to_string();
         initialize(**updater);
         run_steps(**updater, 1, 1, outcome);
-        if (one.asked) (*updater)->keep_residual();
+        if (one.asked) (*updater)->compression()->write_residual();
         run_steps(**updater, 2, 2, outcome);
         EXPECT_EQ((*updater)->client_metadata(), "after step 2");
       }
@@ -194,7 +194,7 @@ TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
         EXPECT_EQ(weights, master);
         continue;
       }
-      const base::Bf16* kept = (*updater)->residual();
+      const base::Bf16* kept = (*updater)->compression()->state().residual;
       const double bias = 1 - std::pow(options.rule.beta2, 2);
       double farthest = 0;
       for (const compress::MatrixLayout& matrix : compress::matrix_layouts(space)) {
@@ -318,7 +318,7 @@ TEST(Compression, WhatIsKeptCanBeReplaced) {
     }
     return base::Status();
   }));
-  const base::Bf16* kept = (*first)->residual();
+  const base::Bf16* kept = (*first)->compression()->state().residual;
   ASSERT_NE(kept, nullptr);
   const std::vector<base::Bf16> residual(kept, kept + contract_space().count());
 
@@ -338,7 +338,7 @@ TEST(Compression, WhatIsKeptCanBeReplaced) {
       auto updater = Updater::open(options, contract_space());
       ASSERT_TRUE(updater.ok()) << updater.status().to_string();
       initialize(**updater);
-      expect_ok((*updater)->edit_state(copy, "copied", residual.data()));
+      expect_ok((*updater)->edit_state(copy, "copied", {residual.data(), {}}));
       // Steps 1 and 2 of these devices; nothing changes but the number.
       expect_ok((*updater)->edit_state(nullptr, "again"));
       if (reopened) {
@@ -408,7 +408,7 @@ TEST(Compression, CountedBytesAreTwoPercentAndLess) {
     run_steps(**updater, 1, 1, outcome);
     const auto count = static_cast<double>(contract_space().count());
     const base::TrafficReading host = (*updater)->traffic().host_link.since(before.host_link);
-    const compress::CompressionSummary summary = (*updater)->compression();
+    const compress::CompressionSummary summary = (*updater)->compression()->summary();
     EXPECT_EQ(host.down(TrafficKind::kGradient), summary.bytes);
     EXPECT_LE(static_cast<double>(summary.bytes), one.bytes * count);
     EXPECT_NEAR(static_cast<double>(summary.values), one.share * count, 30);

@@ -10,12 +10,11 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
-#include "smartinf/compress/density.h"
-#include "smartinf/compress/message.h"
+#include "smartinf/engine/device_share.h"
 #include "smartinf/engine/memory.h"
+#include "smartinf/engine/new_run.h"
 #include "smartinf/engine/run_description.h"
 #include "smartinf/plan/memory_plan.h"
-#include "smartinf/plan/placement.h"
 #include "smartinf/plan/state_cache.h"
 
 namespace smartinf::engine {
@@ -56,38 +55,6 @@ Status check_places(const Sources& sources) {
     }
   }
   return Status();
-}
-
-/// That devices keep until the update; compressed, about: their subgroups are not known yet.
-uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space) {
-  if (const uint64_t block = compressed_block_bytes(options); block > 0) {
-    const auto matrices = matrices_of_squares(options, space);
-    uint64_t factors = 0;
-    for (const plan::Subgroup& subgroup :
-         space.subgroups(options.subgroup_elements != 0 ? options.subgroup_elements
-                                                        : plan::kSubgroupElementsMax)) {
-      factors += compress::factors_bytes(matrices, subgroup.first, subgroup.count);
-    }
-    return base::divide_up(space.count(), base::kBlockElements) * block + factors;
-  }
-  return space.count() * base::data_type_bytes(options.gradient_type);
-}
-
-/// The memory that each device may use, from what the budget leaves after staging.
-DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpace& space,
-                         uint64_t slot_memory_bytes, uint64_t device_elements) {
-  DeviceShare share;
-  share.slot_memory_bytes = slot_memory_bytes;
-  share.compressed_block_bytes = compressed_block_bytes(options);
-  // In proportion to what the device holds, so that all of them spill alike.
-  const double part = static_cast<double>(device_elements) / static_cast<double>(space.count());
-  const bool fits = gradient_bytes(options, space) <= options.gradient_budget_bytes;
-  share.gradient_memory_bytes =
-      fits ? ~uint64_t{0}
-           : static_cast<uint64_t>(part * static_cast<double>(options.gradient_budget_bytes));
-  share.groups = space.spans(0, space.count());
-  share.matrices = matrices_of_squares(options, space);
-  return share;
 }
 
 /// Of the rule's planes, which updates move and a cache holds.
@@ -131,122 +98,6 @@ Status cache_state(const UpdaterOptions& options, std::span<DeviceSource* const>
     SI_RETURN_IF_ERROR(set.devices[d]->cache_state(ids));
   }
   return Status();
-}
-
-/// A small model may have no subgroup for a device, nor a very slow or a full one a share. Takes
-/// those out of the list and says so; owner: of every subgroup, by position in it.
-void leave_out_idle(Sources& sources, std::vector<DeviceId>& owner) {
-  std::vector<uint32_t> subgroups(sources.size(), 0);
-  for (const DeviceId device : owner) ++subgroups[device.value];
-  std::vector<uint32_t> position(sources.size(), 0);
-  Sources used;
-  for (size_t d = 0; d < sources.size(); ++d) {
-    position[d] = static_cast<uint32_t>(used.size());
-    if (subgroups[d] > 0) {
-      used.push_back(std::move(sources[d]));
-      continue;
-    }
-    base::log(base::LogLevel::kWarning,
-              fmt::format(
-                  "{} is left out: none of the {} subgroups of the state is placed on it, because "
-                  "the model is small, or the device is slow or nearly full beside the others",
-                  device_text(*sources[d]), owner.size()));
-  }
-  sources = std::move(used);
-  for (DeviceId& device : owner) device.value = position[device.value];
-}
-
-Result<DeviceSet> create_all(const UpdaterOptions& options, const plan::ParameterSpace& space,
-                             Sources& sources) {
-  const bool spilled =
-      !options.compress.on() && gradient_bytes(options, space) > options.gradient_budget_bytes;
-  const uint32_t spill_bytes =
-      spilled ? static_cast<uint32_t>(base::data_type_bytes(options.gradient_type)) : 0;
-  auto count = static_cast<uint32_t>(sources.size());
-  plan::MemoryPlanInput input;
-  input.budget_bytes = options.memory_budget_bytes;
-  input.elements = space.count();
-  input.devices = count;
-  const bool residual = options.compress.residual_on_devices();
-  input.format = options.format;
-  input.planes = state_planes(options.rule.rule, residual);
-  input.gradient_spill_bytes = spill_bytes;
-  input.subgroup_elements = options.subgroup_elements;
-  SI_ASSIGN_OR_RETURN(const plan::MemoryPlan memory, plan::plan_memory(input));
-  DeviceSet set;
-  set.fresh = true;
-  set.staging_bytes = memory.staging_bytes;
-  set.subgroups = space.subgroups(memory.subgroup_elements);
-
-  if (options.durability == storage::Durability::kNone) {
-    base::log(base::LogLevel::kWarning,
-              "durability \"none\": the state is overwritten in place; after a crash in the middle "
-              "of a step nothing of it can be used");
-  }
-  const uint64_t copies = options.durability == storage::Durability::kStep ? 2 : 1;
-  const uint64_t subgroup_bytes =
-      copies * plan::state_bytes(options.format, input.planes, memory.subgroup_elements) +
-      memory.subgroup_elements * spill_bytes;
-  std::vector<plan::DeviceCapacity> capacities;
-  std::string free_text;
-  for (const auto& source : sources) {
-    plan::DeviceCapacity capacity;
-    SI_ASSIGN_OR_RETURN(const uint64_t free_bytes, source->capacity_bytes());
-    capacity.elements_max = free_bytes / subgroup_bytes * memory.subgroup_elements;
-    if (count > 1) {
-      SI_ASSIGN_OR_RETURN(capacity.bandwidth, source->bandwidth());
-    }
-    capacities.push_back(capacity);
-    free_text += fmt::format("{}{} on {}", free_text.empty() ? "" : ", ",
-                             base::format_bytes(free_bytes), source->name());
-  }
-  auto owner = plan::place(set.subgroups, capacities);
-  if (!owner.ok() && owner.status().code() == ErrorCode::kNoSpace) {
-    return Status(ErrorCode::kNoSpace,
-                  fmt::format("the optimizer state needs {}, and {} are free",
-                              base::format_bytes(subgroup_bytes * set.subgroups.size()), free_text),
-                  "Free space there, add a device, or choose a smaller state format.");
-  }
-  SI_ASSIGN_OR_RETURN(set.owner, std::move(owner));
-  leave_out_idle(sources, set.owner);
-  count = static_cast<uint32_t>(sources.size());
-
-  RunDescription description;
-  description.space = space;
-  description.rule = options.rule.rule;
-  for (const auto& source : sources) description.devices.push_back(source->name());
-  storage::StoreLayout layout;
-  layout.run = storage::make_run_id();
-  layout.device_count = count;
-  layout.format = options.format;
-  layout.planes = input.planes;
-  set.residual = residual;
-  layout.gradient_spill_bytes = spill_bytes;
-  layout.description = to_json(description);
-  for (uint32_t d = 0; d < count; ++d) {
-    layout.device_index = d;
-    layout.subgroups.clear();
-    uint64_t elements = 0;
-    for (const plan::Subgroup& subgroup : set.subgroups) {
-      if (set.owner[subgroup.id.value].value != d) continue;
-      layout.subgroups.push_back({subgroup.id, subgroup.first, subgroup.count});
-      elements += subgroup.count;
-    }
-    auto device = sources[d]->create(
-        layout, device_share(options, space, memory.slots * memory.slot_bytes, elements));
-    if (!device.ok()) {
-      // Leave nothing behind: the others would look like an interrupted creation.
-      set.devices.clear();
-      for (uint32_t made = 0; made < d; ++made) {
-        if (const Status erased = sources[made]->erase(); !erased.ok()) {
-          base::log(base::LogLevel::kWarning, erased.to_string());
-        }
-      }
-      return std::move(device).status();
-    }
-    set.devices.push_back(std::move(device).value());
-  }
-  return set;
 }
 
 /// Whether what a device holds fits the model and options of this run.
@@ -447,9 +298,50 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
   return set;
 }
 
-}  // namespace
+/// What the devices hold before any of them is opened.
+struct Found {
+  // One of each sort; null: none.
+  const DeviceSource* holding = nullptr;
+  const DeviceSource* empty = nullptr;
+  const DeviceSource* unfinished = nullptr;
+  std::vector<DeviceSource*> begun;  // hold something, finished or not
+  bool one_run = true;
+  uint32_t run_devices = 0;
+  base::StepNumber newest = 0;
+  bool complete = false;  // some device's first step is committed
+  base::StepNumber copied_step = 0;
 
-namespace {
+  /// The first step becomes real device by device; until the last one has it, nothing was trained.
+  bool interrupted() const {
+    return unfinished != nullptr && (holding == nullptr || (one_run && (newest == 0 || !complete)));
+  }
+};
+
+Result<Found> look_at(const Sources& sources) {
+  Found found;
+  std::optional<storage::RunId> run;
+  for (const auto& source : sources) {
+    SI_ASSIGN_OR_RETURN(const std::optional<storage::StoreState> state, source->peek());
+    if (!state) {
+      found.empty = source.get();
+      continue;
+    }
+    found.begun.push_back(source.get());
+    found.one_run = found.one_run && (!run || *run == state->run);
+    run = state->run;
+    found.run_devices = state->device_count;
+    found.complete = found.complete || state->complete;
+    found.copied_step = std::max(found.copied_step, state->copied_step);
+    // A torn state is a run's too: recovery says so, and does not start over by itself.
+    if (state->initialized || state->torn) {
+      found.holding = source.get();
+      found.newest = std::max(found.newest, state->prepared_step);
+    } else {
+      found.unfinished = source.get();
+    }
+  }
+  return found;
+}
 
 /// With an eps of 0, an element whose gradients were all 0 becomes 0 / 0. An f32 holds this one
 /// also where Adam makes it smaller by sqrt(1 - beta2). (config/check.cc has the same for recipes.)
@@ -484,22 +376,6 @@ Status check_compression(const UpdaterOptions& options) {
 
 }  // namespace
 
-std::vector<compress::MatrixLayout> matrices_of_squares(const UpdaterOptions& options,
-                                                        const plan::ParameterSpace& space) {
-  const bool sent = options.compress.on() && kernels::takes_squares(options.rule.rule) &&
-                    options.compress.error_feedback;
-  return sent ? compress::matrix_layouts(space) : std::vector<compress::MatrixLayout>();
-}
-
-uint64_t compressed_block_bytes(const UpdaterOptions& options) {
-  const compress::CompressOptions& compress = options.compress;
-  if (!compress.on()) return 0;
-  const uint64_t values =
-      compress::values_per_block(compress::density_max(compress), base::kBlockElements);
-  return compress::CompressedWriter::bytes_max(base::kBlockElements, values, compress.values, 0) -
-         sizeof(compress::CompressedHeader);
-}
-
 Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::ParameterSpace& space,
                                   Sources& sources) {
   SI_RETURN_IF_ERROR(check_rule(options.rule));
@@ -510,80 +386,51 @@ Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::Par
     return Status(ErrorCode::kInvalidArgument, "the model has no parameter to train",
                   "Add its parameters to the parameter space before opening the updater.");
   }
-  const DeviceSource* holding = nullptr;
-  const DeviceSource* empty = nullptr;
-  const DeviceSource* unfinished = nullptr;
-  std::vector<DeviceSource*> begun;  // hold something, finished or not
-  std::optional<storage::RunId> run;
-  bool one_run = true;
-  base::StepNumber newest = 0;
-  bool complete = false;  // some device's first step is committed
-  base::StepNumber copied_step = 0;
-  uint32_t run_devices = 0;
-  for (const auto& source : sources) {
-    SI_ASSIGN_OR_RETURN(const std::optional<storage::StoreState> state, source->peek());
-    if (!state) {
-      empty = source.get();
-      continue;
-    }
-    begun.push_back(source.get());
-    one_run = one_run && (!run || *run == state->run);
-    run = state->run;
-    run_devices = state->device_count;
-    complete = complete || state->complete;
-    copied_step = std::max(copied_step, state->copied_step);
-    // A torn state is a run's too: recovery says so, and does not start over by itself.
-    if (state->initialized || state->torn) {
-      holding = source.get();
-      newest = std::max(newest, state->prepared_step);
-    } else {
-      unfinished = source.get();
-    }
-  }
-  // The first step becomes real device by device; until the last one has it, nothing was trained.
-  const bool interrupted =
-      unfinished != nullptr && (holding == nullptr || (one_run && (newest == 0 || !complete)));
+  SI_ASSIGN_OR_RETURN(Found found, look_at(sources));
   // The run began without them, or they were added since: its state is all on the others.
-  if (holding != nullptr && empty != nullptr && one_run && begun.size() == run_devices) {
+  if (found.holding != nullptr && found.empty != nullptr && found.one_run &&
+      found.begun.size() == found.run_devices) {
     std::erase_if(sources, [&](const std::unique_ptr<DeviceSource>& source) {
-      if (std::find(begun.begin(), begun.end(), source.get()) != begun.end()) return false;
+      if (std::find(found.begun.begin(), found.begun.end(), source.get()) != found.begun.end())
+        return false;
       base::log(
           base::LogLevel::kWarning,
           fmt::format("{} is left out: it holds no state, and the run on {} has its state on {} "
                       "other device{}. Use smartinf reshard to move a run onto more devices",
-                      device_text(*source), device_text(*holding), run_devices,
-                      run_devices == 1 ? "" : "s"));
+                      device_text(*source), device_text(*found.holding), found.run_devices,
+                      found.run_devices == 1 ? "" : "s"));
       return true;
     });
-    empty = nullptr;
+    found.empty = nullptr;
   }
-  if (holding != nullptr && !interrupted) {
-    if (const DeviceSource* missing = empty != nullptr ? empty : unfinished; missing != nullptr) {
+  if (found.holding != nullptr && !found.interrupted()) {
+    if (const DeviceSource* missing = found.empty != nullptr ? found.empty : found.unfinished;
+        missing != nullptr) {
       return Status(ErrorCode::kNotFound,
                     fmt::format("{} holds no optimizer state, but {} holds that of a run",
-                                device_text(*missing), device_text(*holding)),
+                                device_text(*missing), device_text(*found.holding)),
                     "Name the devices that the run was started with, or start a new run in other "
                     "directories.");
     }
     return open_all(options, space, sources);
   }
   // Who restored a state wants that one, and not a run from the beginning in its place.
-  if (copied_step != 0) {
+  if (found.copied_step != 0) {
     storage::StoreState copy;
-    copy.copied_step = copied_step;
-    return storage::interrupted_creation(copy).with_context(device_text(*begun.front()));
+    copy.copied_step = found.copied_step;
+    return storage::interrupted_creation(copy).with_context(device_text(*found.begun.front()));
   }
   if (!options.create) {
     return Status(ErrorCode::kNotFound,
                   fmt::format("{} holds no optimizer state", device_text(*sources.front())),
                   "Check the path; a new run makes its state when it starts.");
   }
-  for (DeviceSource* source : begun) {
+  for (DeviceSource* source : found.begun) {
     base::log(base::LogLevel::kWarning,
               fmt::format("{} holds an interrupted creation; starting over", device_text(*source)));
     SI_RETURN_IF_ERROR(source->erase());
   }
-  SI_ASSIGN_OR_RETURN(DeviceSet set, create_all(options, space, sources));
+  SI_ASSIGN_OR_RETURN(DeviceSet set, create_devices(options, space, sources));
   std::vector<DeviceSource*> in_order;
   for (const auto& source : sources) in_order.push_back(source.get());
   SI_RETURN_IF_ERROR(cache_state(options, in_order, set));

@@ -8,20 +8,12 @@
 
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
-#include "smartinf/compress/matrix_layout.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::engine {
-
-/// Bytes that a block of a compressed gradient may take, with its directory entry; 0: not
-/// compressed.
-uint64_t compressed_block_bytes(const UpdaterOptions& options);
-/// The space's matrices where messages tell of the gradient's squares; else none.
-std::vector<compress::MatrixLayout> matrices_of_squares(const UpdaterOptions& options,
-                                                        const plan::ParameterSpace& space);
 
 struct DeviceSet {
   std::vector<std::unique_ptr<csd::Device>> devices;  // in the run's order
@@ -32,6 +24,9 @@ struct DeviceSet {
   bool fresh = false;          // made now: step 0 is still to be written
   uint64_t staging_bytes = 0;  // what the memory budget leaves to the engine itself
 
+  csd::Device& device_of(base::SubgroupId subgroup) const {
+    return *devices[owner[subgroup.value].value];
+  }
   /// Index of the subgroup that holds an element of the space.
   size_t subgroup_at(uint64_t element) const;
 };

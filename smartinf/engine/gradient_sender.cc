@@ -1,14 +1,11 @@
 #include "smartinf/engine/gradient_sender.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::engine {
-
-uint32_t gradient_threads() { return std::clamp(std::thread::hardware_concurrency(), 1u, 8u); }
 
 GradientSender::GradientSender(const DeviceSet& set, GradientTracker& tracker,
                                base::ThreadTeam& team, base::DataType type, DeviceWatch& watch)
@@ -75,8 +72,8 @@ void GradientSender::send(Lane& lane, uint64_t first, const std::byte* gradient,
     const uint64_t here = std::min(count, subgroup.count - within);
     wait(lane, Lane::kCommandsMax - 1);
     if (!lane.failure.status.ok()) return;
-    csd::Device& device = *set_.devices[set_.owner[subgroup.id.value].value];
-    lane.replies.submit(device, csd::PutGradient{subgroup.id, within, here, type_, gradient});
+    lane.replies.submit(set_.device_of(subgroup.id),
+                        csd::PutGradient{subgroup.id, within, here, type_, gradient});
     gradient += here * base::data_type_bytes(type_);
     first += here;
     count -= here;

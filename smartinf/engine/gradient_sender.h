@@ -18,10 +18,6 @@
 
 namespace smartinf::engine {
 
-/// Threads that take in a step's gradient: as many as there are cores, up to 8, which fill the
-/// memory of any machine.
-uint32_t gradient_threads();
-
 class GradientSender {
  public:
   /// Bytes of casting memory that each thread of a team needs.

@@ -25,7 +25,11 @@ GradientTracker::GradientTracker(const plan::ParameterSpace& space) : space_(spa
   found_.resize(pieces);
 }
 
-void GradientTracker::begin() { std::fill(found_.begin(), found_.end(), Found{}); }
+void GradientTracker::begin() {
+  std::fill(found_.begin(), found_.end(), Found{});
+  skipped_.clear();
+  begun_ = false;
+}
 
 base::Result<std::vector<GradientTracker::Piece>> GradientTracker::take(uint64_t first,
                                                                         uint64_t count) {
@@ -66,7 +70,14 @@ base::Result<std::vector<GradientTracker::Piece>> GradientTracker::take(uint64_t
     }
   }
   for (const Piece& piece : pieces) found_[piece.index].given = true;
+  begun_ = true;
   return pieces;
+}
+
+Status GradientTracker::skip(uint64_t first, uint64_t count) {
+  SI_RETURN_IF_ERROR(take(first, count).status());
+  skipped_.push_back({first, count});
+  return Status();
 }
 
 void GradientTracker::measure(const Piece& piece, const void* gradient, base::DataType type) {

@@ -40,6 +40,11 @@ class GradientTracker {
     uint64_t count = 0;
   };
 
+  struct Span {
+    uint64_t first = 0;
+    uint64_t count = 0;
+  };
+
   /// `space` outlives the tracker.
   explicit GradientTracker(const plan::ParameterSpace& space);
 
@@ -50,6 +55,11 @@ class GradientTracker {
   /// Errors: kInvalidArgument outside the space or cut elsewhere, kFailedPrecondition when a part
   /// was given before. Then nothing is marked.
   base::Result<std::vector<Piece>> take(uint64_t first, uint64_t count);
+  /// A span that has no gradient in this step. Errors: as take().
+  base::Status skip(uint64_t first, uint64_t count);
+  std::span<const Span> skipped() const { return skipped_; }
+  /// Whether anything was given or skipped in this step.
+  bool begun() const { return begun_; }
 
   /// Measures one piece's values. Threads: safe for different pieces.
   void measure(const Piece& piece, const void* gradient, base::DataType type);
@@ -69,6 +79,9 @@ class GradientTracker {
   const plan::ParameterSpace& space_;
   std::vector<size_t> first_piece_;  // of every range
   std::vector<Found> found_;         // of every piece
+  // Of this step:
+  std::vector<Span> skipped_;
+  bool begun_ = false;
 };
 
 }  // namespace smartinf::engine

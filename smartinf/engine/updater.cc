@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/local_source.h"
@@ -30,6 +33,21 @@ base::Result<std::unique_ptr<Updater>> Updater::open(
   return DeviceUpdater::make(options, space, std::move(set));
 }
 
+base::Status check_groups(const UpdateOptions& options, const plan::ParameterSpace& space) {
+  if (options.groups.size() >= space.group_count()) return base::Status();
+  return base::Status(base::ErrorCode::kInvalidArgument,
+                      fmt::format("learning rates for {} groups given, the model has {}",
+                                  options.groups.size(), space.group_count()),
+                      "Give one entry for every group of the parameter space.");
+}
+
+base::Status check_client_metadata(const std::string& client_metadata) {
+  if (client_metadata.size() <= storage::Store::kClientMetadataBytesMax) return base::Status();
+  return base::Status(
+      base::ErrorCode::kInvalidArgument, "the data to be kept with a step is too long",
+      fmt::format("It may take {}.", base::format_bytes(storage::Store::kClientMetadataBytesMax)));
+}
+
 UpdaterTraffic UpdaterTraffic::since(const UpdaterTraffic& earlier) const {
   UpdaterTraffic delta = *this;
   delta.host_link = host_link.since(earlier.host_link);
@@ -44,7 +62,7 @@ UpdaterTraffic UpdaterTraffic::since(const UpdaterTraffic& earlier) const {
 
 base::Status Updater::edit_state(
     const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>&,
-    const std::string&, const base::Bf16*, std::span<const kernels::StepAhead>) {
+    const std::string&, const CompressionState&) {
   return base::Status(base::ErrorCode::kUnsupported, "this updater cannot change stored state",
                       "Use optimizer.where = \"device\".");
 }

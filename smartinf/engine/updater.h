@@ -20,11 +20,10 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
-#include "smartinf/compress/gradient_compressor.h"
+#include "smartinf/engine/compression.h"
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/gradient_tracker.h"
 #include "smartinf/engine/options.h"
-#include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/parameter_space.h"
 
@@ -57,6 +56,11 @@ struct UpdaterTraffic {
 /// lie there in the order of the space, without gaps, at least as far as a subgroup reaches: one
 /// flat buffer, of which a model's tensors are views. Null: those weights are not wanted.
 using WeightsSink = std::function<void*(uint64_t first)>;
+
+/// Errors: kInvalidArgument for fewer groups than the space has.
+base::Status check_groups(const UpdateOptions& options, const plan::ParameterSpace& space);
+/// Errors: kInvalidArgument for more bytes than a step keeps.
+base::Status check_client_metadata(const std::string& client_metadata);
 
 /// Threads: one caller. The devices' own threads work in between.
 /// After kTimeout a device may still read or write what was handed in for it: gradients and weights
@@ -98,23 +102,15 @@ class Updater {
   /// with `client_metadata` (committed_step() counts it); a failure leaves the state as it was.
   /// Beyond the memory budget it takes one subgroup's planes for the time it runs. Import, and
   /// weights that were written from outside. An empty `edit` changes no plane, and none is read for
-  /// it. residual: [space().count()], what compression is to keep from now on (ignored without
-  /// feedback); null: what it keeps already. ahead: step_ahead() of where it comes from; empty: as
-  /// it is. Errors: kUnsupported where state is not on devices.
+  /// it. compression: of where the state comes from (ignored without feedback); what is empty there
+  /// stays as it is. Errors: kUnsupported where state is not on devices.
   virtual base::Status edit_state(
       const std::function<base::Result<bool>(uint64_t first,
                                              std::span<const std::span<float>> planes)>& edit,
-      const std::string& client_metadata, const base::Bf16* residual = nullptr,
-      std::span<const kernels::StepAhead> ahead = {});
-  /// What compression kept at the committed step: [space().count()], valid until the next call that
-  /// changes state; null without feedback.
-  virtual const base::Bf16* residual() const { return nullptr; }
-  /// How far weights of each group are ahead of the stored ones, by what compression keeps; empty
-  /// when they are not.
-  virtual std::vector<kernels::StepAhead> step_ahead() const { return {}; }
+      const std::string& client_metadata, const CompressionState& compression = {});
   /// The current step's master weights as f32, piece by piece, in ascending order, as
   /// load_weights() gives them but for the rounding: what training has arrived at. With compression
-  /// the stored ones lag behind by what is kept (compress::CompressOptions::step_ahead).
+  /// the stored ones lag behind by what was not sent yet (CompressionState::ahead).
   virtual base::Status read_weights(
       const std::function<base::Status(uint64_t first, std::span<const float>)>& visit) = 0;
   /// The weights that the current step's update sent up: resume and evaluation.
@@ -173,10 +169,10 @@ class Updater {
   /// after a wait_commit() that returned ok this commits it on every device, or abort() drops it.
   /// Errors: kFailedPrecondition when no step is prepared.
   virtual base::Status commit_prepared();
-  /// Writes what is in memory only (UpdaterOptions::state_cache_bytes with durability "none"),
-  /// after waiting for a commit that was started: before anything but this updater reads the
-  /// devices. The destructor does so too, but can only log a failure. Ok where every step is
-  /// written.
+  /// Between steps: writes what is in memory only (UpdaterOptions::state_cache_bytes with
+  /// durability "none"; all where state is not on devices), after waiting for a commit that was
+  /// started: before anything but this updater reads the state. The destructor of one over devices
+  /// does so too, but can only log a failure. Ok where every step is written.
   virtual base::Status flush() { return wait_commit(); }
   /// What the devices hold, opened for reading: after flush(), before the next begin_step().
   /// Errors: of each device (named); kUnsupported where state is not on devices.
@@ -187,14 +183,13 @@ class Updater {
     return wait_commit();
   }
   /// Drops the step in progress: gradients, update, everything. Waits for what is in flight;
-  /// weights that came up are stale. Ok when there is none.
+  /// weights that came up are stale. Ok when there is none. Errors: where state is updated in
+  /// place, that of an update that has begun cannot be dropped; nothing goes on then until the
+  /// state is opened again.
   virtual base::Status abort() = 0;
 
-  /// The next commit writes what compression keeps, whatever
-  /// compress::CompressOptions::residual_every says: for the last step before a run ends.
-  virtual void keep_residual() {}
-  /// What compression did to the last step's gradient; all zero without it.
-  virtual compress::CompressionSummary compression() const { return {}; }
+  /// Null where gradients go down as they are. Lives as long as the updater.
+  virtual Compression* compression() { return nullptr; }
   virtual UpdaterTraffic traffic() const = 0;
   virtual uint64_t bytes_written_ever() const = 0;
   /// The devices' buffers, which nobody uses between wait_commit() and the next call: a checkpoint

@@ -1,28 +1,30 @@
-// One suite for every kind of updater over real devices: whatever the devices, their number, the
-// cut into subgroups, the schedule, the ring, the place of the update or of the gradients, the same
-// gradients give the same bits.
-#include <algorithm>
+// Updaters over devices of every kind against their contract (updater_contract.h): whatever the
+// devices, their number, the cut into subgroups, the schedule, the ring, the place of the update or
+// of the gradients. And what they have beyond it: budgets and traffic.
+#include "smartinf/engine/updater_contract.h"
+
 #include <memory>
-#include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/emulated_source.h"
+#include "smartinf/engine/fake_source.h"
 #include "smartinf/engine/test_model.h"
-#include "smartinf/engine/updater.h"
 
 namespace smartinf::engine {
 namespace {
 
-class UpdaterContract : public ::testing::TestWithParam<Variant> {
- protected:
-  base::Result<std::unique_ptr<Updater>> open() {
-    if (!GetParam().in_memory) return Updater::open(options_, contract_space());
+class DevicesPlace final : public StatePlace {
+ public:
+  explicit DevicesPlace(const Variant& variant)
+      : in_memory_(variant.in_memory), options_(options_of(variant, scratch_)) {}
+
+  base::Result<std::unique_ptr<Updater>> open() override {
+    if (!in_memory_) return Updater::open(options_, contract_space());
     while (drives_.size() < options_.devices.size()) {
       SI_ASSIGN_OR_RETURN(auto drive, csd::EmulatedDrive::create(64 * base::kMiB));
       drives_.push_back(std::move(drive));
@@ -30,276 +32,29 @@ class UpdaterContract : public ::testing::TestWithParam<Variant> {
     return Updater::open(options_, contract_space(), emulated_sources(options_, drives_));
   }
 
-  Scratch scratch_;
-  UpdaterOptions options_ = options_of(GetParam(), scratch_);
+ private:
+  const Scratch scratch_;
+  const bool in_memory_;
+  const UpdaterOptions options_;
   std::vector<std::unique_ptr<csd::EmulatedDrive>> drives_;
 };
 
-TEST_P(UpdaterContract, SameGradientsGiveTheSameBits) {
-  Outcome outcome;
-  {
-    auto updater = open();
-    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-    initialize(**updater);
-    run_steps(**updater, 1, 2, outcome);
-    EXPECT_LE((*updater)->memory_bytes(), options_.memory_budget_bytes);
-    EXPECT_EQ((*updater)->describe_devices().size(), options_.devices.size());
-  }
-  // The last step after opening again.
-  auto updater = open();
-  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  EXPECT_FALSE((*updater)->fresh());
-  EXPECT_EQ((*updater)->committed_step(), 2u);
-  EXPECT_EQ((*updater)->client_metadata(), "after step 2");
-  run_steps(**updater, 3, kSteps, outcome);
-  EXPECT_EQ(outcome.norms, reference(GetParam().gradient_type).norms);
-  EXPECT_EQ(outcome.weights, reference(GetParam().gradient_type).weights);
-  EXPECT_EQ(outcome.state, reference(GetParam().gradient_type).state);
-}
-
-/// A guess of a step's options changes when it is updated, and nothing else: neither one that is
-/// right, nor one that turns out wrong at the end, nor one that is known to be wrong before.
-TEST_P(UpdaterContract, EarlyUpdatesGiveTheSameBits) {
-  const Outcome& expected = reference(GetParam().gradient_type);
-  auto updater = open();
-  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  initialize(**updater);
-  if (const base::Status possible = (*updater)->early_update_possible(); !possible.ok()) {
-    EXPECT_TRUE(GetParam().durability == storage::Durability::kNone || (*updater)->slots() < 8);
-    expect_ok((*updater)->begin_step());
-    UpdateOptions guess;
-    guess.groups.resize(2);
-    EXPECT_EQ((*updater)->start_early_update(guess, DataType::kBf16, nullptr, 0).code(),
-              base::ErrorCode::kUnsupported);
-    expect_ok((*updater)->abort());
-  }
-  const auto guesses = [](int step, const UpdateOptions& right) {
-    Guess guess{right};
-    if (step == 1) return guess;
-    guess.options.gradient_scale *= 1.5;
-    if (step == 2) guess.options.groups[1].skip = true;
-    if (step == 3) guess.norm_max = 0.1;  // the first piece's is more
-    return guess;
-  };
-  const bool possible = (*updater)->early_update_possible().ok();
-  Outcome outcome;
-  run_steps(**updater, 1, kSteps, outcome, possible ? Guesses(guesses) : nullptr, expected.norms);
-  EXPECT_EQ(outcome, expected);
-}
-
-/// What was updated early and then has to stay as it was.
-TEST_P(UpdaterContract, AnEarlyUpdateIsTakenBack) {
-  auto updater = open();
-  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  if (const base::Status possible = (*updater)->early_update_possible(); !possible.ok()) {
-    GTEST_SKIP() << possible.to_string();
-  }
-  initialize(**updater);
-  const plan::ParameterSpace& space = (*updater)->space();
-  std::vector<base::Bf16> weights(space.count());
-  const WeightsSink sink = [&](uint64_t first) { return weights.data() + first; };
-  const auto before = all_planes(**updater);
-  UpdateOptions options;
-  options.groups.resize(2);
-  const auto begin_with_all_gradients = [&] {
-    expect_ok((*updater)->begin_step());
-    expect_ok((*updater)->start_early_update(options, DataType::kBf16, sink, 0));
-    put_gradients(**updater, contract_gradient(space.count(), 7), std::nullopt);
-    expect_ok((*updater)->finish_gradients(1).status());
-  };
-  begin_with_all_gradients();
-  expect_ok((*updater)->abort());
-  EXPECT_EQ(all_planes(**updater), before);
-
-  // One that gradients are missing for cannot end by itself. Whether it has started is up to the
-  // device.
-  for (int attempt = 0; attempt < 5; ++attempt) {
-    expect_ok((*updater)->begin_step());
-    expect_ok((*updater)->start_early_update(options, DataType::kBf16, sink, 0));
-    expect_ok((*updater)->abort());
-  }
-  EXPECT_EQ(all_planes(**updater), before);
-
-  begin_with_all_gradients();
-  UpdateOptions nothing = options;
-  for (auto& group : nothing.groups) group.skip = true;
-  expect_ok((*updater)->start_update(nothing, DataType::kBf16, sink));
-  expect_ok((*updater)->wait_weights(0, space.count()));
-  expect_ok((*updater)->commit("nothing changed"));
-  EXPECT_EQ(all_planes(**updater), before);
-  EXPECT_EQ(loaded_weights(**updater), digest(weights));
-}
-
-TEST_P(UpdaterContract, AStepAbortedLeavesNoTrace) {
-  if (GetParam().durability == storage::Durability::kNone) {
-    GTEST_SKIP() << "updates in place cannot be aborted";
-  }
-  auto updater = open();
-  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  initialize(**updater);
-  Outcome outcome;
-  run_steps(**updater, 1, 1, outcome);
-  const uint64_t count = contract_space().count();
-  const auto other = contract_gradient(count, 99);
-  for (const bool updated : {false, true}) {
-    expect_ok((*updater)->begin_step());
-    expect_ok((*updater)->put_gradient(0, other.data(), DataType::kBf16, count));
-    if (updated) {
-      expect_ok((*updater)->finish_gradients(1).status());
-      UpdateOptions update;
-      update.groups.resize(2);
-      expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));
+class FakesPlace final : public StatePlace {
+ public:
+  base::Result<std::unique_ptr<Updater>> open() override {
+    UpdaterOptions options;
+    options.subgroup_elements = kBlock;
+    std::vector<std::unique_ptr<DeviceSource>> sources;
+    for (size_t d = 0; d < drives_.size(); ++d) {
+      sources.push_back(std::make_unique<FakeSource>(drives_[d], "drive" + std::to_string(d)));
     }
-    expect_ok((*updater)->abort());
-    EXPECT_EQ((*updater)->committed_step(), 1u);
+    return Updater::open(options, contract_space(), std::move(sources));
   }
-  run_steps(**updater, 2, kSteps, outcome);
-  EXPECT_EQ(outcome, reference(GetParam().gradient_type));
-}
 
-/// Bytes of a step over the host link and on the drive, exact but for metadata.
-TEST_P(UpdaterContract, CountedBytesAreThoseOfTheScheme) {
-  auto updater = open();
-  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  initialize(**updater);
-  const UpdaterTraffic before = (*updater)->traffic();
-  Outcome outcome;
-  const uint64_t count = contract_space().count();
-  std::vector<base::Bf16> weights(count);
-  const auto gradient = contract_gradient(count, 1);
-  expect_ok((*updater)->begin_step());
-  expect_ok((*updater)->put_gradient(0, gradient.data(), DataType::kBf16, count));
-  expect_ok((*updater)->finish_gradients(1).status());
-  UpdateOptions update;
-  update.groups.resize(2);
-  expect_ok((*updater)->start_update(update, DataType::kBf16,
-                                     [&](uint64_t first) { return weights.data() + first; }));
-  expect_ok((*updater)->commit("one step"));
-  const base::TrafficReading host = (*updater)->traffic().host_link.since(before.host_link);
-  const base::TrafficReading store = (*updater)->traffic().store.since(before.store);
-  const uint64_t gradient_bytes = count * base::data_type_bytes(GetParam().gradient_type);
-  const bool spilled = GetParam().gradient_budget_bytes == 0;
-  // Planes of a subgroup are padded to pages, so the state is counted with that.
-  const uint64_t padding = 3 * 4096 * 2 * (count / kBlock + 1);
-  EXPECT_GE(store.up(TrafficKind::kState), 12 * count);
-  EXPECT_LE(store.up(TrafficKind::kState), 12 * count + padding);
-  if (GetParam().durability == storage::Durability::kStep) {
-    EXPECT_EQ(store.down(TrafficKind::kState), store.up(TrafficKind::kState));
-  } else {  // what stays in memory is not written
-    EXPECT_LE(store.down(TrafficKind::kState), store.up(TrafficKind::kState));
-  }
-  if (GetParam().where == UpdateWhere::kDevice) {
-    EXPECT_EQ(host.down(TrafficKind::kGradient), gradient_bytes);
-    EXPECT_EQ(host.up(TrafficKind::kWeight), 2 * count);
-    EXPECT_EQ(host.up(TrafficKind::kState), 0u);
-    EXPECT_EQ(host.down(TrafficKind::kState), 0u);
-  } else {
-    EXPECT_EQ(host.up(TrafficKind::kState), store.up(TrafficKind::kState));
-    EXPECT_EQ(host.down(TrafficKind::kState), store.down(TrafficKind::kState));
-    EXPECT_GE(host.up(TrafficKind::kGradient), spilled ? gradient_bytes : 0);
-    EXPECT_LE(host.up(TrafficKind::kGradient), spilled ? gradient_bytes + padding : 0);
-    EXPECT_EQ(host.down(TrafficKind::kGradient), host.up(TrafficKind::kGradient));
-  }
-}
-
-// What has a gradient changes as if everything had one; what has none keeps its bits and, where a
-// whole subgroup is left alone, is not even read.
-TEST_P(UpdaterContract, SkippedRangesStayAsTheyAre) {
-  auto updater = open();
-  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  initialize(**updater);
-  const plan::ParameterSpace& space = (*updater)->space();
-  const auto gradient = contract_gradient(space.count(), 1);
-  std::vector<base::Bf16> weights(space.count());
-  const auto step = [&](uint32_t skipped_group) {
-    expect_ok((*updater)->begin_step());
-    put_gradients(**updater, gradient, skipped_group);
-    expect_ok((*updater)->finish_gradients(1).status());
-    UpdateOptions update;
-    update.groups.resize(2);
-    const auto sink = [&](uint64_t first) { return weights.data() + first; };
-    EXPECT_EQ((*updater)->start_update(update, DataType::kBf16, sink).code(),
-              base::ErrorCode::kInvalidArgument);  // no gradient, and not said to be skipped
-    update.groups[skipped_group].skip = true;
-    expect_ok((*updater)->start_update(update, DataType::kBf16, sink));
-    expect_ok((*updater)->wait_weights(0, space.count()));
-    expect_ok((*updater)->commit("skipped"));
-  };
-  const auto before = all_planes(**updater);
-  const uint64_t read_before = (*updater)->traffic().store.up(TrafficKind::kState);
-  step(0);  // only norm and bias, 1077 elements, are updated
-  const uint64_t read = (*updater)->traffic().store.up(TrafficKind::kState) - read_before;
-  if (GetParam().subgroup_elements == kBlock) {
-    EXPECT_LE(read, 3 * 12 * kBlock);
-  }
-  const auto between = all_planes(**updater);
-  step(1);
-  const auto after = all_planes(**updater);
-  for (const plan::ParameterRange& range : space.ranges()) {
-    for (uint64_t i = range.first; i < range.first + range.count; ++i) {
-      for (size_t p = 0; p < before.size(); ++p) {
-        const auto& same = range.group == 0 ? before : after;
-        ASSERT_EQ(between[p][i], same[p][i]) << range.name << " element " << i << " plane " << p;
-      }
-      // The moment tells who was updated; a gradient of exactly 0 is rare enough not to be asked.
-      if (base::to_f32(gradient[i]) != 0) {
-        ASSERT_NE(after[1][i], 0.0f) << range.name << " element " << i;
-      }
-    }
-  }
-}
-
-TEST_P(UpdaterContract, EditedStateIsKept) {
-  {
-    auto updater = open();
-    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-    initialize(**updater);
-    expect_ok((*updater)->edit_state(
-        [&](uint64_t first, std::span<const std::span<float>> planes) -> base::Result<bool> {
-          if (first == 0) return false;
-          for (size_t p = 0; p < planes.size(); ++p) {
-            for (size_t i = 0; i < planes[p].size(); ++i) {
-              planes[p][i] += static_cast<float>(p + 1) + static_cast<float>(first + i);
-            }
-          }
-          return true;
-        },
-        "edited"));
-    EXPECT_EQ((*updater)->committed_step(), 1u);
-  }
-  auto updater = open();
-  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-  EXPECT_EQ((*updater)->client_metadata(), "edited");
-  const auto planes = all_planes(**updater);
-  const uint64_t edited_from = std::min(options_.subgroup_elements, (*updater)->space().count());
-  for (uint64_t i = 0; i < (*updater)->space().count(); ++i) {
-    const float start = 0.1f * std::sin(static_cast<float>(i));
-    for (size_t p = 0; p < planes.size(); ++p) {
-      const float old = p == 0 ? start : 0.0f;
-      const float wanted =
-          i < edited_from ? old : old + (static_cast<float>(p + 1) + static_cast<float>(i));
-      ASSERT_EQ(planes[p][i], wanted) << "element " << i << " plane " << p;
-    }
-  }
-  // A failing edit changes nothing.
-  if (GetParam().durability == storage::Durability::kNone) return;
-  EXPECT_EQ(
-      (*updater)
-          ->edit_state(
-              [&](uint64_t first, std::span<const std::span<float>> pieces) -> base::Result<bool> {
-                if (first > 0) return base::Status(base::ErrorCode::kCancelled, "enough");
-                pieces[0][0] = 42;
-                return true;
-              },
-              "never")
-          .code(),
-      edited_from < (*updater)->space().count() ? base::ErrorCode::kCancelled
-                                                : base::ErrorCode::kOk);
-  if (edited_from < (*updater)->space().count()) {
-    EXPECT_EQ((*updater)->client_metadata(), "edited");
-    EXPECT_EQ(all_planes(**updater), planes);
-  }
-}
+ private:
+  const std::vector<std::shared_ptr<FakeDrive>> drives_ = {std::make_shared<FakeDrive>(),
+                                                           std::make_shared<FakeDrive>()};
+};
 
 const Variant kVariants[] = {
     {.name = "OneDevice"},
@@ -365,7 +120,88 @@ const Variant kVariants[] = {
      .state_cache_bytes = kHalfOfState},
 };
 
-INSTANTIATE_TEST_SUITE_P(All, UpdaterContract, ::testing::ValuesIn(kVariants),
+std::vector<UpdaterKind> all_kinds() {
+  std::vector<UpdaterKind> kinds;
+  for (const Variant& variant : kVariants) {
+    UpdaterKind& kind = kinds.emplace_back();
+    kind.name = variant.name;
+    kind.make_place = [&variant] { return std::make_unique<DevicesPlace>(variant); };
+    kind.reference = [&variant]() -> const Outcome& { return reference(variant.gradient_type); };
+    kind.in_place = variant.durability == storage::Durability::kNone;
+  }
+  UpdaterKind& fakes = kinds.emplace_back();
+  fakes.name = "Fakes";
+  fakes.make_place = [] { return std::make_unique<FakesPlace>(); };
+  fakes.reference = []() -> const Outcome& { return reference(DataType::kBf16); };
+  return kinds;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, UpdaterContract, ::testing::ValuesIn(all_kinds()),
+                         [](const auto& kind) { return kind.param.name; });
+
+// ---- Budgets and traffic.
+
+class DeviceUpdaters : public ::testing::TestWithParam<Variant> {
+ protected:
+  DevicesPlace place_{GetParam()};
+};
+
+TEST_P(DeviceUpdaters, StayWithinTheirBudget) {
+  auto updater = place_.open();
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  EXPECT_LE((*updater)->memory_bytes(), GetParam().memory_budget_bytes);
+  EXPECT_EQ((*updater)->describe_devices().size(), GetParam().devices);
+  EXPECT_TRUE((*updater)->early_update_possible().ok() ||
+              GetParam().durability == storage::Durability::kNone || (*updater)->slots() < 8);
+}
+
+/// Bytes of a step over the host link and on the drive, exact but for metadata.
+TEST_P(DeviceUpdaters, CountedBytesAreThoseOfTheScheme) {
+  auto updater = place_.open();
+  ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+  initialize(**updater);
+  const UpdaterTraffic before = (*updater)->traffic();
+  Outcome outcome;
+  const uint64_t count = contract_space().count();
+  std::vector<base::Bf16> weights(count);
+  const auto gradient = contract_gradient(count, 1);
+  expect_ok((*updater)->begin_step());
+  expect_ok((*updater)->put_gradient(0, gradient.data(), DataType::kBf16, count));
+  expect_ok((*updater)->finish_gradients(1).status());
+  UpdateOptions update;
+  update.groups.resize(2);
+  expect_ok((*updater)->start_update(update, DataType::kBf16,
+                                     [&](uint64_t first) { return weights.data() + first; }));
+  expect_ok((*updater)->commit("one step"));
+  const base::TrafficReading host = (*updater)->traffic().host_link.since(before.host_link);
+  const base::TrafficReading store = (*updater)->traffic().store.since(before.store);
+  const uint64_t gradient_bytes = count * base::data_type_bytes(GetParam().gradient_type);
+  const bool spilled = GetParam().gradient_budget_bytes == 0;
+  // Planes of a subgroup are padded to pages, so the state is counted with that.
+  const uint64_t padding = 3 * 4096 * 2 * (count / kBlock + 1);
+  EXPECT_GE(store.up(TrafficKind::kState), 12 * count);
+  EXPECT_LE(store.up(TrafficKind::kState), 12 * count + padding);
+  if (GetParam().durability == storage::Durability::kStep) {
+    EXPECT_EQ(store.down(TrafficKind::kState), store.up(TrafficKind::kState));
+  } else {  // what stays in memory is not written
+    EXPECT_LE(store.down(TrafficKind::kState), store.up(TrafficKind::kState));
+  }
+  if (GetParam().where == UpdateWhere::kDevice) {
+    EXPECT_EQ(host.down(TrafficKind::kGradient), gradient_bytes);
+    EXPECT_EQ(host.up(TrafficKind::kWeight), 2 * count);
+    EXPECT_EQ(host.up(TrafficKind::kState), 0u);
+    EXPECT_EQ(host.down(TrafficKind::kState), 0u);
+  } else {
+    EXPECT_EQ(host.up(TrafficKind::kState), store.up(TrafficKind::kState));
+    EXPECT_EQ(host.down(TrafficKind::kState), store.down(TrafficKind::kState));
+    EXPECT_GE(host.up(TrafficKind::kGradient), spilled ? gradient_bytes : 0);
+    EXPECT_LE(host.up(TrafficKind::kGradient), spilled ? gradient_bytes + padding : 0);
+    EXPECT_EQ(host.down(TrafficKind::kGradient), host.up(TrafficKind::kGradient));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, DeviceUpdaters, ::testing::ValuesIn(kVariants),
                          [](const auto& variant) { return variant.param.name; });
 
 }  // namespace

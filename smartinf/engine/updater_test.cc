@@ -1,5 +1,5 @@
-// The updater's own logic over fake devices: order of calls, agreement of devices, what users get
-// wrong. updater_contract_test.cc has the same step over real ones.
+// The updater's own logic over fake devices: agreement of devices, what users get wrong.
+// updater_contract_test.cc has what all updaters have in common.
 #include "smartinf/engine/updater.h"
 
 #include <cmath>
@@ -125,33 +125,6 @@ TEST_F(UpdaterOverFakes, AStepBecomesRealAndIsThereAfterReopening) {
   EXPECT_EQ(loaded(**again), weights_);
 }
 
-TEST_F(UpdaterOverFakes, ReadStateVisitsEveryElementOnceInOrder) {
-  auto updater = open_fresh();
-  ASSERT_TRUE(step(*updater, 1).ok());
-  uint64_t next = 0;
-  const base::Status status = updater->read_state(
-      0b101, [&](uint64_t first, std::span<const std::span<const float>> planes) {
-        EXPECT_EQ(first, next);
-        EXPECT_EQ(planes.size(), 3u);
-        EXPECT_TRUE(planes[1].empty());
-        EXPECT_EQ(planes[0].size(), planes[2].size());
-        for (size_t i = 0; i < planes[0].size(); ++i) {
-          if (planes[0][i] != weights_[first + i]) return base::Status(ErrorCode::kCorrupt, "x");
-        }
-        next += planes[0].size();
-        return base::Status();
-      });
-  EXPECT_TRUE(status.ok()) << status.to_string();
-  EXPECT_EQ(next, kCount);
-  EXPECT_EQ(updater
-                ->read_state(1,
-                             [](uint64_t, std::span<const std::span<const float>>) {
-                               return base::Status(ErrorCode::kCancelled, "enough");
-                             })
-                .code(),
-            ErrorCode::kCancelled);
-}
-
 TEST_F(UpdaterOverFakes, NormDependsOnNothingButTheValues) {
   const std::vector<float> values = gradient(7);
   double expected = 0;
@@ -196,81 +169,6 @@ TEST_F(UpdaterOverFakes, GradientOfAnotherTypeIsCastAndThatIsWhatIsMeasured) {
   const auto from_bf16 = updater->finish_gradients(1);
   ASSERT_TRUE(from_bf16.ok());
   EXPECT_EQ(from_f32->norm, from_bf16->norm);
-}
-
-TEST_F(UpdaterOverFakes, NonFiniteGradientsNameTheFirstParameter) {
-  auto updater = open_fresh();
-  std::vector<float> values = gradient(3);
-  values[2 * base::kBlockElements + 5] = std::nanf("");
-  values[kCount - 1] = INFINITY;
-  ASSERT_TRUE(updater->begin_step().ok());
-  ASSERT_TRUE(updater->put_gradient(0, values.data(), DataType::kF32, kCount).ok());
-  const auto summary = updater->finish_gradients(1);
-  ASSERT_TRUE(summary.ok());
-  EXPECT_FALSE(summary->finite);
-  EXPECT_EQ(summary->first_bad, "norm");
-  EXPECT_TRUE(updater->abort().ok());
-  EXPECT_EQ(updater->committed_step(), 0u);
-}
-
-TEST_F(UpdaterOverFakes, GradientPiecesAreHeldToTheirContract) {
-  auto updater = open_fresh();
-  const std::vector<float> values = gradient(1);
-  const auto put = [&](uint64_t first, uint64_t count) {
-    return updater->put_gradient(first, values.data(), DataType::kF32, count);
-  };
-  EXPECT_EQ(put(0, kCount).code(), ErrorCode::kFailedPrecondition);  // no step begun
-  ASSERT_TRUE(updater->begin_step().ok());
-  EXPECT_EQ(put(0, kCount + 1).code(), ErrorCode::kInvalidArgument);
-  EXPECT_EQ(put(~0ull, 2).code(), ErrorCode::kInvalidArgument);
-  const base::Status cut = put(0, 77);
-  EXPECT_EQ(cut.code(), ErrorCode::kInvalidArgument);
-  EXPECT_THAT(cut.to_string(),
-              HasSubstr("a piece of the gradient of embed ends at its element 77"));
-  ASSERT_TRUE(put(0, 2 * base::kBlockElements).ok());
-  const base::Status twice = put(0, kCount);
-  EXPECT_EQ(twice.code(), ErrorCode::kFailedPrecondition);
-  EXPECT_THAT(twice.to_string(), HasSubstr("gradient of embed"));
-  ASSERT_TRUE(put(2 * base::kBlockElements, 1234).ok());
-  const auto missing = updater->finish_gradients(1).status();
-  EXPECT_EQ(missing.code(), ErrorCode::kFailedPrecondition);
-  EXPECT_THAT(missing.to_string(), HasSubstr("head got no gradient"));
-  EXPECT_EQ(updater->start_update(update_options(), DataType::kF32, sink()).code(),
-            ErrorCode::kFailedPrecondition);
-}
-
-TEST_F(UpdaterOverFakes, CallsOutOfOrderAreRefused) {
-  auto fresh = open();
-  ASSERT_TRUE(fresh.ok());
-  EXPECT_TRUE((*fresh)->fresh());
-  EXPECT_THAT((*fresh)->begin_step().to_string(), HasSubstr("initialize()"));
-  fresh->reset();
-  auto updater = open_fresh();
-  EXPECT_EQ(updater->initialize([](uint64_t, std::span<float>) {}, "").code(),
-            ErrorCode::kFailedPrecondition);
-  EXPECT_EQ(updater->start_commit("").code(), ErrorCode::kFailedPrecondition);
-  EXPECT_TRUE(updater->abort().ok());
-  EXPECT_TRUE(updater->wait_commit().ok());
-  ASSERT_TRUE(updater->begin_step().ok());
-  EXPECT_EQ(updater->begin_step().code(), ErrorCode::kFailedPrecondition);
-  EXPECT_EQ(updater->load_weights(DataType::kF32, sink()).code(), ErrorCode::kFailedPrecondition);
-  UpdateOptions one_group;
-  one_group.groups.resize(1);
-  EXPECT_EQ(updater->start_update(one_group, DataType::kF32, sink()).code(),
-            ErrorCode::kInvalidArgument);
-}
-
-TEST_F(UpdaterOverFakes, AStepAbortedLeavesNoTrace) {
-  auto updater = open_fresh();
-  ASSERT_TRUE(step(*updater, 1).ok());
-  const std::vector<float> committed = weights_;
-  ASSERT_TRUE(step_until_commit(*updater, 2).ok());
-  EXPECT_NE(weights_, committed);
-  ASSERT_TRUE(updater->abort().ok());
-  EXPECT_EQ(updater->committed_step(), 1u);
-  EXPECT_EQ(loaded(*updater), committed);
-  ASSERT_TRUE(step(*updater, 3).ok());
-  EXPECT_EQ(updater->committed_step(), 2u);
 }
 
 class FailingCommand : public UpdaterOverFakes,
@@ -362,7 +260,7 @@ TEST_F(UpdaterOverFakes, ASilentDeviceEndsReadingEditingAndInitialization) {
     return updater->load_weights(DataType::kF32, [&](uint64_t first) { return &out[first]; });
   });
   const auto edit = [&] {
-    return updater->edit_state([](uint64_t, auto) { return true; }, "edited", nullptr, {});
+    return updater->edit_state([](uint64_t, auto) { return true; }, "edited");
   };
   fails_at(csd::ReadState{}, edit);
   fails_at(csd::WriteState{}, edit);

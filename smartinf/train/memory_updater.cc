@@ -5,12 +5,15 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include <torch/optim/adamw.h>
 #include <torch/types.h>
 
+#include "smartinf/engine/gradient_tracker.h"
+#include "smartinf/engine/step_protocol.h"
 #include "smartinf/train/memory_state.h"
 #include "smartinf/train/parameters.h"
 
@@ -35,80 +38,96 @@ torch::ScalarType scalar_type(DataType type) {
   return torch::kFloat32;
 }
 
-class TorchAdamW final : public MemoryUpdater {
+/// An update overwrites the state in place, as torch's optimizers do: keeping what it was would
+/// cost memory and time that what is compared with this does not spend. So it cannot be taken back.
+class TorchAdamW final : public engine::Updater {
  public:
-  TorchAdamW(const kernels::RuleOptions& rule, const plan::ParameterSpace& space, std::string run)
-      : rule_(rule), space_(space), run_(std::move(run)) {
+  /// stored: the state to go on with; null: none, it is still to be initialized.
+  TorchAdamW(const kernels::RuleOptions& rule, const plan::ParameterSpace& space, std::string run,
+             const MemoryState* stored)
+      : rule_(rule),
+        space_(space),
+        run_(std::move(run)),
+        tracker_(space_),
+        protocol_({.written = stored != nullptr,
+                   .committed_step = stored != nullptr ? stored->step() : 0}) {
     const auto count = static_cast<int64_t>(space.count());
     for (Tensor& plane_N : planes_) plane_N = torch::zeros({count});
     gradient_N_ = torch::zeros({count});
-  }
-
-  Status load() {
-    SI_ASSIGN_OR_RETURN(const MemoryState state, MemoryState::open(run_, space_));
+    if (stored == nullptr) return;
     for (size_t i = 0; i < planes_.size(); ++i) {
-      std::memcpy(planes_[i].data_ptr(), state.plane(i).data(), state.plane(i).size_bytes());
+      std::memcpy(planes_[i].data_ptr(), stored->plane(i).data(), stored->plane(i).size_bytes());
     }
-    step_ = state.step();
-    client_metadata_ = state.client_metadata();
-    fresh_ = false;
-    return Status();
+    client_metadata_ = stored->client_metadata();
+    saved_step_ = stored->step();
   }
 
-  Status save() override {
-    return MemoryState::save(run_, space_, step_, client_metadata_, {plane(0), plane(1), plane(2)});
-  }
-
-  bool fresh() const override { return fresh_; }
-  base::StepNumber committed_step() const override { return step_; }
+  bool fresh() const override { return protocol_.phase() == Phase::kUnwritten; }
+  base::StepNumber committed_step() const override { return protocol_.committed_step(); }
   std::string client_metadata() const override { return client_metadata_; }
   const plan::ParameterSpace& space() const override { return space_; }
 
   Status initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
                     const std::string& client_metadata) override {
+    SI_RETURN_IF_ERROR(engine::check_client_metadata(client_metadata));
+    if (!fresh()) {
+      return Status(ErrorCode::kFailedPrecondition, "there is a state already",
+                    "initialize() is for a run without one.");
+    }
+    SI_RETURN_IF_ERROR(protocol_.begin_edit());
     fill(0, {planes_[0].data_ptr<float>(), space_.count()});
-    client_metadata_ = client_metadata;
-    fresh_ = false;
-    return save();
+    next_client_metadata_ = client_metadata;
+    SI_ASSIGN_OR_RETURN(const Next next, protocol_.start_commit(false, save(0, client_metadata)));
+    return carry_through(next);
   }
 
   Status read_state(uint32_t plane_mask,
                     const std::function<Status(uint64_t, std::span<const std::span<const float>>)>&
                         visit) override {
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "reading the state"));
     std::array<std::span<const float>, MemoryState::kPlanes> planes;
+    bool wanted = false;
     for (size_t i = 0; i < planes.size(); ++i) {
-      if (plane_mask >> i & 1) planes[i] = plane(i);
+      if ((plane_mask >> i & 1) == 0) continue;
+      planes[i] = plane(i);
+      wanted = true;
     }
-    return visit(0, planes);
+    return wanted ? visit(0, planes) : Status();
   }
 
   Status read_weights(
       const std::function<Status(uint64_t, std::span<const float>)>& visit) override {
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "reading the state"));
     return visit(0, plane(0));
   }
 
   Status load_weights(DataType type, const engine::WeightsSink& sink) override {
-    const Tensor weights_N = planes_[0].to(scalar_type(type));
-    std::memcpy(sink(0), weights_N.data_ptr(), weights_N.nbytes());
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "reading the state"));
+    hand_out_weights(type, sink);
     return Status();
   }
 
   Status begin_step() override {
-    elements_put_ = 0;
+    SI_RETURN_IF_ERROR(protocol_.begin_step());
+    tracker_.begin();
     return Status();
   }
 
   Status put_gradient(uint64_t first, const void* gradient, DataType type,
                       uint64_t count) override {
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "a gradient given"));
+    SI_RETURN_IF_ERROR(tracker_.take(first, count).status());
     const auto n = static_cast<int64_t>(count);
     gradient_N_.narrow(0, static_cast<int64_t>(first), n)
         .copy_(torch::from_blob(const_cast<void*>(gradient), {n}, scalar_type(type)));
-    elements_put_ += count;
     return Status();
   }
 
   Result<engine::GradientSummary> finish_gradients(double unscale) override {
-    SI_CHECK(elements_put_ == space_.count(), "a range got no gradient");
+    if (protocol_.phase() != Phase::kSummed) {
+      SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "a norm asked for"));
+    }
+    SI_RETURN_IF_ERROR(tracker_.finish(unscale).status());  // whether all are there
     engine::GradientSummary summary;
     double sum_of_squares = 0;
     for (const plan::ParameterRange& range : space_.ranges()) {
@@ -121,11 +140,19 @@ class TorchAdamW final : public MemoryUpdater {
       sum_of_squares += sum;
     }
     summary.norm = std::sqrt(sum_of_squares) * unscale;
+    SI_RETURN_IF_ERROR(protocol_.finish_gradients());
     return summary;
   }
 
   Status start_update(const engine::UpdateOptions& options, DataType type,
                       const engine::WeightsSink& sink) override {
+    SI_RETURN_IF_ERROR(engine::check_groups(options, space_));
+    for (const kernels::GroupOptions& group : options.groups) {
+      if (!group.skip) continue;
+      return Status(ErrorCode::kUnsupported, "torch's AdamW in memory updates all groups",
+                    "Keep the state on devices, where groups can be skipped.");
+    }
+    SI_RETURN_IF_ERROR(protocol_.start_update(0));
     if (options.gradient_scale != 1) gradient_N_.mul_(static_cast<float>(options.gradient_scale));
     if (optimizer_ == nullptr) make_optimizer();
     for (size_t group = 0; group < space_.group_count(); ++group) {
@@ -134,18 +161,40 @@ class TorchAdamW final : public MemoryUpdater {
       to.lr(options.groups[group].lr).weight_decay(options.groups[group].weight_decay);
     }
     optimizer_->step();
-    return load_weights(type, sink);
-  }
-
-  Status wait_weights(uint64_t, uint64_t) override { return Status(); }
-
-  Status start_commit(const std::string& client_metadata) override {
-    ++step_;
-    client_metadata_ = client_metadata;
+    weights_ready_ = true;
+    hand_out_weights(type, sink);
     return Status();
   }
-  Status wait_commit() override { return Status(); }
-  Status abort() override { return Status(); }
+
+  Status wait_weights(uint64_t, uint64_t) override {
+    if (weights_ready_) return Status();
+    return Status(ErrorCode::kFailedPrecondition, "weights waited for without an update",
+                  "Call start_update() first.");
+  }
+
+  Status start_commit(const std::string& client_metadata) override {
+    SI_RETURN_IF_ERROR(engine::check_client_metadata(client_metadata));
+    SI_ASSIGN_OR_RETURN(const Next next, protocol_.start_commit(false));
+    next_client_metadata_ = client_metadata;
+    return carry_through(next);
+  }
+  Status wait_commit() override { return Status(); }  // start_commit() has
+
+  Status abort() override {
+    const bool updated = protocol_.phase() == Phase::kUpdating;
+    SI_ASSIGN_OR_RETURN(const Next next, protocol_.abort());
+    return carry_through(
+        next, updated ? Status(ErrorCode::kFailedPrecondition,
+                               "the update has overwritten the state in memory",
+                               "Start again: the run goes on from the state that was saved last.")
+                      : Status());
+  }
+
+  Status flush() override {
+    if (fresh()) return Status();
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "a flush"));
+    return saved_step_ == committed_step() ? Status() : save(committed_step(), client_metadata_);
+  }
 
   engine::UpdaterTraffic traffic() const override { return {}; }
   uint64_t bytes_written_ever() const override { return 0; }
@@ -156,6 +205,30 @@ class TorchAdamW final : public MemoryUpdater {
   }
 
  private:
+  using Phase = engine::StepProtocol::Phase;
+  using Next = engine::StepProtocol::Next;
+
+  /// What the protocol asks devices for has happened already, or has failed, here.
+  Status carry_through(Next next, const Status& answer = {}) {
+    while (next != Next::kWait && next != Next::kCommitted) next = protocol_.answered(answer);
+    if (next == Next::kCommitted) client_metadata_ = std::move(next_client_metadata_);
+    return protocol_.take_outcome();
+  }
+
+  Status save(base::StepNumber step, const std::string& client_metadata) {
+    SI_RETURN_IF_ERROR(
+        MemoryState::save(run_, space_, step, client_metadata, {plane(0), plane(1), plane(2)}));
+    saved_step_ = step;
+    return Status();
+  }
+
+  void hand_out_weights(DataType type, const engine::WeightsSink& sink) const {
+    void* out = sink ? sink(0) : nullptr;
+    if (out == nullptr) return;
+    const Tensor weights_N = planes_[0].to(scalar_type(type));
+    std::memcpy(out, weights_N.data_ptr(), weights_N.nbytes());
+  }
+
   std::span<const float> plane(size_t index) const {
     return {planes_[index].const_data_ptr<float>(), space_.count()};
   }
@@ -184,7 +257,7 @@ class TorchAdamW final : public MemoryUpdater {
         const auto offset = static_cast<uint64_t>(member.storage_offset());
         const plan::ParameterRange& range = space_.at(offset);
         auto state = std::make_unique<torch::optim::AdamWParamState>();
-        state->step(static_cast<int64_t>(step_));
+        state->step(static_cast<int64_t>(committed_step()));
         state->exp_avg(part(planes_[1], range));
         state->exp_avg_sq(part(planes_[2], range));
         optimizer_->state()[member.unsafeGetTensorImpl()] = std::move(state);
@@ -192,31 +265,36 @@ class TorchAdamW final : public MemoryUpdater {
     }
   }
 
-  kernels::RuleOptions rule_;
-  plan::ParameterSpace space_;
-  std::string run_;  // its folder
+  const kernels::RuleOptions rule_;
+  const plan::ParameterSpace space_;
+  const std::string run_;  // its folder
   std::array<Tensor, MemoryState::kPlanes> planes_;
   Tensor gradient_N_;
   std::unique_ptr<torch::optim::AdamW> optimizer_;
-  uint64_t elements_put_ = 0;
-  base::StepNumber step_ = 0;
+  engine::GradientTracker tracker_;  // what has come; the norm is torch's
+  engine::StepProtocol protocol_;
   std::string client_metadata_;
-  bool fresh_ = true;
+  std::string next_client_metadata_;  // of the step in progress
+  base::StepNumber saved_step_ = 0;
+  bool weights_ready_ = false;
 };
 
 }  // namespace
 
-Result<std::unique_ptr<MemoryUpdater>> MemoryUpdater::open(const kernels::RuleOptions& rule,
-                                                           const plan::ParameterSpace& space,
-                                                           const std::string& run) {
+Result<std::unique_ptr<engine::Updater>> open_memory_updater(const kernels::RuleOptions& rule,
+                                                             const plan::ParameterSpace& space,
+                                                             const std::string& run) {
   if (rule.rule != kernels::UpdateRule::kAdamW || rule.maximize) {
     return Status(ErrorCode::kUnsupported,
                   "optimizer.where = \"memory\" has the rule \"adamw\" only",
                   "Choose optimizer.rule = \"adamw\", or optimizer.where = \"device\"");
   }
-  auto updater = std::make_unique<TorchAdamW>(rule, space, run);
-  if (std::filesystem::exists(MemoryState::path(run))) SI_RETURN_IF_ERROR(updater->load());
-  return std::unique_ptr<MemoryUpdater>(std::move(updater));
+  std::optional<MemoryState> stored;
+  if (std::filesystem::exists(MemoryState::path(run))) {
+    SI_ASSIGN_OR_RETURN(stored, MemoryState::open(run, space));
+  }
+  return std::unique_ptr<engine::Updater>(
+      std::make_unique<TorchAdamW>(rule, space, run, stored ? &*stored : nullptr));
 }
 
 }  // namespace smartinf::train

@@ -7,21 +7,15 @@
 #include <string>
 
 #include "smartinf/engine/updater.h"
-#include "smartinf/train/options.h"
 
 namespace smartinf::train {
 
-class MemoryUpdater : public engine::Updater {
- public:
-  /// Opens the state in the folder `run`, or begins without one. Steps are committed in memory;
-  /// save() keeps them. Errors: kUnsupported for another rule than AdamW; kMismatch when the file
-  /// holds another model.
-  static base::Result<std::unique_ptr<MemoryUpdater>> open(const kernels::RuleOptions& rule,
-                                                           const plan::ParameterSpace& space,
-                                                           const std::string& run);
-
-  /// Writes the committed state to its file, all of it or nothing.
-  virtual base::Status save() = 0;
-};
+/// Opens the state in the folder `run`, or begins without one. Steps are committed in memory;
+/// flush() writes the committed state to its file, all of it or nothing. Gradients cannot be
+/// skipped, nor state edited, and abort() fails once an update has begun: the state is updated in
+/// place. Errors: kUnsupported for another rule than AdamW; kMismatch when the file holds another
+/// model.
+base::Result<std::unique_ptr<engine::Updater>> open_memory_updater(
+    const kernels::RuleOptions& rule, const plan::ParameterSpace& space, const std::string& run);
 
 }  // namespace smartinf::train

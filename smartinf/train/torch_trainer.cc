@@ -87,12 +87,12 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     // being written would stay missing.
     folder_.append_log(report.to_json());
     if (must_write_residual(stop)) {
-      updater_->keep_residual();
+      updater_->compression()->write_residual();
       residual_written_ = step_;
     }
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
-    if (memory_ != nullptr && step_ % options_.train.save_every == 0) {
-      SI_RETURN_IF_ERROR(memory_->save());
+    if (in_memory_ && step_ % options_.train.save_every == 0) {
+      SI_RETURN_IF_ERROR(updater_->flush());
     }
     return report;
   });
@@ -153,7 +153,7 @@ Status TorchTrainer::begin_step() {
 
 Overlap TorchTrainer::overlap_of_next_step() const {
   const TrainOptions& train = options_.train;
-  if (memory_ != nullptr || train.overlap == Overlap::kNone) return Overlap::kNone;
+  if (in_memory_ || train.overlap == Overlap::kNone) return Overlap::kNone;
   if (train.overlap == Overlap::kEarly) return Overlap::kEarly;
   const bool last = step_ + 1 == train.steps;  // nothing is computed behind it
   if (train.overlap == Overlap::kAuto &&
@@ -304,8 +304,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
 Status TorchTrainer::finish() {
   return guarded("end of the run", [&]() -> Status {
     SI_RETURN_IF_ERROR(use_all_weights());
-    SI_RETURN_IF_ERROR(updater_->flush());
-    return memory_ != nullptr && step_ > first_ ? memory_->save() : Status();
+    return updater_->flush();
   });
 }
 
@@ -313,10 +312,12 @@ void TorchTrainer::report_traffic(StepReport& report) {
   const engine::UpdaterTraffic now = updater_->traffic();
   report.traffic = now.since(traffic_);
   traffic_ = now;
-  const compress::CompressionSummary compression = updater_->compression();
-  report.compressed_bytes = compression.bytes;
-  report.density = compression.density;
-  report.residual_norm = compression.residual_norm;
+  if (const engine::Compression* compression = updater_->compression()) {
+    const compress::CompressionSummary summary = compression->summary();
+    report.compressed_bytes = summary.bytes;
+    report.density = summary.density;
+    report.residual_norm = summary.residual_norm;
+  }
 }
 
 std::vector<std::string> TorchTrainer::describe() const {

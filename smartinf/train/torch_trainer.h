@@ -145,7 +145,7 @@ class TorchTrainer final : public Trainer {
   base::StepNumber residual_written_ = 0;  // the last step of ours that was made to write it
   storage::RingKind ring_ = storage::RingKind::kAuto;
   std::unique_ptr<engine::Updater> updater_;  // after the weights: it writes into them
-  MemoryUpdater* memory_ = nullptr;           // the same, with optimizer.where = "memory"
+  bool in_memory_ = false;                    // optimizer.where = "memory"
   base::DataType gradient_type_ = base::DataType::kBf16;
   engine::UpdaterTraffic traffic_;
   uint64_t weights_used_ = 0;  // elements from the first on that have the last step's weights

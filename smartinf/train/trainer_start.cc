@@ -135,7 +135,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
 Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
                                   base::StepNumber logged) {
   SI_RETURN_IF_ERROR(folder_.keep_recipe(job.recipe));
-  if (memory_ == nullptr) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
+  if (!in_memory_) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
   std::string aside;
   if (!run_start.own_log) {
     SI_ASSIGN_OR_RETURN(aside, folder_.set_log_aside());
@@ -150,7 +150,7 @@ Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
     return Status();
   }
   // In memory a step is written now and then only.
-  if (memory_ == nullptr && !cut.kept_in.empty()) {
+  if (!in_memory_ && !cut.kept_in.empty()) {
     base::log(base::LogLevel::kWarning,
               fmt::format("{} has steps up to {}, but the devices hold step {}: they are an older "
                           "copy, or a drive has lost what it had reported as written. Training "
@@ -172,10 +172,8 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
     device_paths_.push_back(device.path);
   }
   if (train.where == OptimizerWhere::kMemory) {
-    SI_ASSIGN_OR_RETURN(std::unique_ptr<MemoryUpdater> memory,
-                        MemoryUpdater::open(job.updater.rule, space_, folder_.path()));
-    memory_ = memory.get();
-    updater_ = std::move(memory);
+    in_memory_ = true;
+    SI_ASSIGN_OR_RETURN(updater_, open_memory_updater(job.updater.rule, space_, folder_.path()));
   } else {
     SI_RETURN_IF_ERROR(open_devices(job, run_start));
   }
@@ -195,7 +193,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), folder};
   if (updater_->fresh()) {
     // Before there is a state that the folder would not know.
-    if (memory_ == nullptr) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
+    if (!in_memory_) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
     const InitialWeights initial(options_.model, space_, train.seed);
     SI_RETURN_IF_ERROR(updater_->initialize(
         [&](uint64_t first, std::span<float> out) { initial.fill(first, out); },

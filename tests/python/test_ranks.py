@@ -5,6 +5,7 @@ import pathlib
 import random
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -127,6 +128,7 @@ def test_gradients_are_averaged_as_they_leave(run, tmp_path):
 
 
 def test_ranks_that_hold_different_steps_are_refused(tmp_path):
+    from smartinf import _core
     from smartinf.errors import MismatchError
     from smartinf.ranks import Ranks
 
@@ -137,7 +139,10 @@ def test_ranks_that_hold_different_steps_are_refused(tmp_path):
         ranks.all_gather_object = lambda value: [value, others] if not isinstance(value, str) else [None, None]
         ranks.raise_on_any_failure = lambda failure: None
         ranks.barrier = lambda: None
-        return ranks.recovery_step(["here"], lambda path: mine, erased.append)
+        core = types.SimpleNamespace(
+            peek=lambda path: mine, erase=erased.append, recovery_step=_core.recovery_step
+        )
+        return ranks.recovery_step(["here"], core)
 
     assert recovery(None, None) is None
     assert recovery((True, 4, 5), (5, 5)) == 5  # the other has committed what is prepared here

@@ -1,0 +1,24 @@
+// What the engine gives each device of a run: memory, and what it has to know of the model.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "smartinf/compress/matrix_layout.h"
+#include "smartinf/engine/device_source.h"
+#include "smartinf/engine/options.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::engine {
+
+/// The space's matrices where messages tell of the gradient's squares; else none.
+std::vector<compress::MatrixLayout> matrices_of_squares(const UpdaterOptions& options,
+                                                        const plan::ParameterSpace& space);
+/// Of gradients that devices keep until the update; compressed, about: their subgroups are not
+/// known yet.
+uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space);
+/// slot_memory_bytes: what the budget leaves to the device; device_elements: of the space.
+DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                         uint64_t slot_memory_bytes, uint64_t device_elements);
+
+}  // namespace smartinf::engine

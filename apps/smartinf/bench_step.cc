@@ -94,8 +94,8 @@ class StepBench {
     auto steps = SyntheticSteps::make(params_, updater_.gradient_type, DataType::kBf16);
     if (steps.status().code() == ErrorCode::kOutOfMemory) {
       return Status(ErrorCode::kOutOfMemory,
-                    fmt::format("--params {:g}: the weights that come back, 2 bytes each, take {} "
-                                "of memory, and they are not to be had",
+                    fmt::format("--params {:g}: the new weights, 2 bytes each, take {} of memory, "
+                                "which is not available",
                                 options_.params, base::format_bytes(2 * params_)),
                     "Give fewer parameters.");
     }
@@ -441,42 +441,49 @@ class StepBench {
 };
 
 void add_update_flags(CLI::App& command, StepOptions& options) {
-  command.add_option("--params", options.params, "Parameters, e.g. 2e8")
+  command.add_option("--params", options.params, "Number of parameters, e.g. 2e8")
       ->check(CLI::Range(1.0, 1e13))
       ->capture_default_str();
-  command.add_option("--device", options.devices, "A directory for the state; may be repeated")
+  command.add_option("--device", options.devices, "Directory for the state; may be repeated")
       ->required();
-  command.add_option("--repeat", options.repeat, "Steps of which the median counts")
+  command
+      .add_option("--repeat", options.repeat, "Number of steps, of which the median is reported")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
-  command.add_option("--state-format", options.format, "How momentum and variance are kept")
+  command.add_option("--state-format", options.format, "Format of momentum and variance")
       ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
       ->capture_default_str();
-  command.add_option("--rule", options.rule, "The update rule")
+  command.add_option("--rule", options.rule, "Update rule")
       ->check(CLI::IsMember(base::enum_name_list<kernels::UpdateRule>()))
       ->capture_default_str();
   command
       .add_option("--durability", options.durability,
-                  "step: every step survives power loss; none: in place, half the space")
+                  "Durability of the state; step: every step survives power loss; none: it is "
+                  "overwritten in "
+                  "place and takes half the space")
       ->check(CLI::IsMember(base::enum_name_list<storage::Durability>()))
       ->capture_default_str();
-  command.add_flag("--no-checksums", options.no_checksums, "Blocks without checksums");
-  command.add_option("--where", options.where, "Where the update runs")
+  command.add_flag("--no-checksums", options.no_checksums, "Leave out the checksums of blocks");
+  command.add_option("--where", options.where, "Place of the update")
       ->check(CLI::IsMember(base::enum_name_list<engine::UpdateWhere>()))
       ->capture_default_str();
   command
-      .add_option("--schedule", options.schedule,
-                  "Schedule of reads, updates and writes on a device")
+      .add_option("--schedule", options.schedule, "Order of reads, updates and writes on a device")
       ->check(CLI::IsMember(base::name_list(plan::engine_schedule_names())))
       ->capture_default_str();
-  command.add_option("--ring", options.ring, "The I/O engine")
+  command
+      .add_option("--ring", options.ring,
+                  "Kind of I/O; auto: io_uring where it works, else a pool of threads")
       ->check(CLI::IsMember(base::enum_name_list<storage::RingKind>()))
       ->capture_default_str();
-  command.add_option("--memory-budget", options.memory_budget, "Memory for the engine's buffers")
+  command
+      .add_option("--memory-budget", options.memory_budget,
+                  "Memory for all devices' buffers together")
       ->capture_default_str();
   command
       .add_option("--state-cache", options.state_cache,
-                  "Size of the state that stays in memory as well and is not read again, e.g. 1GB")
+                  "Size of the part of the state that is kept in memory as well and not read "
+                  "again, e.g. 1GB")
       ->capture_default_str();
   command
       .add_option("--internal-read", options.internal_read,
@@ -485,26 +492,30 @@ void add_update_flags(CLI::App& command, StepOptions& options) {
       ->capture_default_str();
   command
       .add_option("--internal-write", options.internal_write,
-                  "Emulation: bytes per second that each drive writes")
+                  "Emulation: bytes per second that each drive writes; 0: no limit")
       ->capture_default_str();
-  command.add_option("--subgroup", options.subgroup, "Parameters of a subgroup; 0: chosen")
+  command
+      .add_option("--subgroup", options.subgroup,
+                  "Parameters of a subgroup; 0: chosen from the memory budget")
       ->capture_default_str();
 }
 
 void add_gradient_flags(CLI::App& command, StepOptions& options) {
   command
       .add_option("--gradient", options.gradient,
-                  "Type on the host link (default bf16; f32 for a host update)")
+                  "Type of gradients on the host link [bf16; f32 with --where host]")
       ->check(CLI::IsMember({"f32", "bf16"}));
-  command.add_flag("--spill", options.spill, "Gradients go to the drive instead of memory");
+  command.add_flag("--spill", options.spill,
+                   "Spill all gradients to the drive instead of keeping them in memory");
   command
-      .add_option("--density", options.density,
-                  "Share of a gradient's elements that is sent, e.g. 0.08; 0: dense gradients")
+      .add_option(
+          "--density", options.density,
+          "Share of a gradient's elements that are sent, e.g. 0.08; 0: gradients are sent dense")
       ->check(CLI::Range(0.0, 1.0));
   add_values_flag(command, options.values, "sign; without error feedback bf16");
   command
       .add_option("--error-feedback", options.error_feedback,
-                  "Whether what is not sent waits in memory for later steps")
+                  "Whether elements that are not sent are added to the next gradient")
       ->capture_default_str();
   command
       .add_option("--residual-every", options.residual_every,
@@ -513,21 +524,26 @@ void add_gradient_flags(CLI::App& command, StepOptions& options) {
 }
 
 void add_measure_flags(CLI::App& command, StepOptions& options) {
-  command.add_option("--io-bytes", options.io_bytes, "Size of a transfer; 0: measured")
-      ->capture_default_str();
-  command.add_option("--io-depth", options.io_depth, "Transfers in flight; 0: measured")
-      ->capture_default_str();
-  command.add_option("--threads", options.threads, "Threads of each device; 0: shared out")
+  command
+      .add_option("--io-bytes", options.io_bytes, "Size of a transfer; 0: measured at first use")
       ->capture_default_str();
   command
-      .add_option("--trace", options.trace, "Write all steps as a Chrome trace (ui.perfetto.dev)")
+      .add_option("--io-depth", options.io_depth,
+                  "Transfers in flight in each direction; 0: measured at first use")
+      ->capture_default_str();
+  command
+      .add_option("--threads", options.threads,
+                  "Threads of each device; 0: the cores are divided among the devices")
+      ->capture_default_str();
+  command
+      .add_option("--trace", options.trace, "Chrome trace of all steps to write (ui.perfetto.dev)")
       ->type_name("FILE");
   command
       .add_option("--machine", options.machine,
-                  "Simulate with the processors of this machine file; else they are timed")
+                  "Machine file whose processors are simulated [this machine's, which are timed]")
       ->type_name("NAME|FILE");
-  command.add_flag("--keep", options.keep, "Leave the state on the devices");
-  command.add_flag("--json", options.json, "One flat JSON object");
+  command.add_flag("--keep", options.keep, "Keep the state on the devices");
+  command.add_flag("--json", options.json, "Print one flat JSON object");
 }
 
 }  // namespace
@@ -535,7 +551,7 @@ void add_measure_flags(CLI::App& command, StepOptions& options) {
 void add_bench_step(CLI::App& bench, Run& run) {
   auto options = std::make_shared<StepOptions>();
   CLI::App* command = bench.add_subcommand(
-      "step", "Times the optimizer step alone, in turn with the drives' time for the same bytes");
+      "step", "Time the optimizer step alone, in turn with the drives' time for the same bytes");
   add_update_flags(*command, *options);
   add_gradient_flags(*command, *options);
   add_measure_flags(*command, *options);
@@ -543,7 +559,7 @@ void add_bench_step(CLI::App& bench, Run& run) {
       "Examples:\n"
       "  smartinf bench step --params 2e8 --device /mnt/nvme0/bench\n"
       "  smartinf bench step --params 1e9 --device a --device b --spill --json\n"
-      "  smartinf bench step --device a --where host --spill     # ZeRO-Infinity's way");
+      "  smartinf bench step --device a --where host --spill     # as ZeRO-Infinity does");
   command->callback([options, &run] {
     run = [options] {
       std::signal(SIGINT, on_interrupt);

@@ -66,7 +66,8 @@ Agreement compare(const engine::DeviceSources& devices) {
   }
   if (step.status().code() == ErrorCode::kNotFound) {
     // Checked alone, a device is judged by what it promises itself.
-    agreement.note = step.status().what() + ": whether the devices fit together was not checked. " +
+    agreement.note = step.status().what() +
+                     ": it was not checked whether the devices belong together. " +
                      step.status().advice();
   } else if (step.status().code() == ErrorCode::kFailedPrecondition &&
              std::none_of(states.begin(), states.end(),
@@ -138,7 +139,7 @@ void print_device(const CheckedDevice& device) {
   }
   std::string verdict = "sound";
   if (report.state_lost) {
-    verdict = fmt::format("{} faults; state is lost: restore a checkpoint (smartinf restore)",
+    verdict = fmt::format("{} faults; the state is lost: restore a checkpoint (smartinf restore)",
                           report.faults);
   } else if (device.faults_that_stay() > 0) {
     verdict = fmt::format(
@@ -148,7 +149,7 @@ void print_device(const CheckedDevice& device) {
   } else if (report.faults > 0) {
     verdict = fmt::format("{} faults, all repaired", report.faults);
   } else if (!report.state.initialized) {
-    verdict = "nothing to check: its creation was interrupted";
+    verdict = "nothing to check: the creation of the state was interrupted";
   }
   std::printf(
       "%s: step %llu, %llu blocks of state checked%s, %s read: %s\n", device.path.c_str(),
@@ -201,7 +202,7 @@ int run_fsck(const FsckFlags& flags) {
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
   const Result<std::vector<std::string>> places = devices_of(flags.places);
   if (!places.ok()) return report(places.status());
-  const Interrupt interrupt("stopping; once more to stop at once");
+  const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
   const engine::DeviceSources sources = engine::sources_at(*places);
   const Agreement agreement = compare(sources);
 
@@ -232,11 +233,12 @@ int run_fsck(const FsckFlags& flags) {
       std::printf("the run resumes after step %llu\n",
                   static_cast<unsigned long long>(*agreement.step));
     } else if (agreement.step) {
-      std::printf("the run cannot be resumed with these devices as they are\n");
+      std::printf("the run cannot be resumed with these devices\n");
     }
     if (!agreement.note.empty()) std::printf("%s\n", agreement.note.c_str());
     if (!agreement.problem.ok()) {
-      std::printf("the devices do not fit together: %s\n", agreement.problem.to_string().c_str());
+      std::printf("the devices do not belong together: %s\n",
+                  agreement.problem.to_string().c_str());
     }
   }
   return sound ? kExitDone : kExitFailed;

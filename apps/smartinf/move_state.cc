@@ -27,8 +27,8 @@ Status check_apart(const engine::DeviceSources& from, const engine::DeviceSource
   for (const auto& source : from) {
     for (const auto& target : to) {
       if (source->place() != target->place()) continue;
-      return Status(ErrorCode::kInvalidArgument, "the same device is source and target",
-                    "The new state is made beside the old one: name another directory.",
+      return Status(ErrorCode::kInvalidArgument, "a device is both source and target",
+                    "The new state is made beside the old one, so it needs another directory.",
                     base::ErrorPlace{target->name(), {}, {}, 0});
     }
   }
@@ -85,13 +85,12 @@ Result<engine::ReshardSummary> move(const MoveFlags& flags, const engine::Device
 
 void add_move_flags(CLI::App& command, MoveFlags& flags) {
   command
-      .add_option("--state-format", flags.format,
-                  "How momentum and variance are kept from now on; default: as they are")
+      .add_option("--state-format", flags.format, "Format of momentum and variance [as they are]")
       ->check(CLI::IsMember(base::enum_name_list<base::StateFormat>()))
       ->type_name("f32|bf16|q8");
   command
       .add_option("--subgroup-elements", flags.subgroup_elements,
-                  "Elements updated at once; default: as it is, where the budget allows")
+                  "Elements of a subgroup [as they are, if the memory budget allows]")
       ->type_name("N");
   command.add_option("--durability", flags.durability, "Durability of the new state [step]")
       ->check(CLI::IsMember(base::enum_name_list<storage::Durability>()))
@@ -111,7 +110,7 @@ int move_state(const MoveFlags& flags) {
   if (const Status apart = check_apart(sources, targets); !apart.ok()) {
     return report(apart, kExitUsage);
   }
-  const Interrupt interrupt("stopping; once more to stop at once");
+  const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
   Progress progress("copying the state", interrupt.token());
   const uint64_t begin_ns = base::now_ns();
   base::StateFormat format = base::StateFormat::kF32;
@@ -143,7 +142,7 @@ int move_state(const MoveFlags& flags) {
   if (!flags.format.empty()) words += " --optimizer.format " + flags.format;
   // It is a run of its own, which no folder knows yet.
   words += " --take-over " + moved->run.to_string().substr(0, 8);
-  std::printf("to go on with it: smartinf train RECIPE%s\n", words.c_str());
+  std::printf("to resume it: smartinf train RECIPE%s\n", words.c_str());
   return kExitDone;
 }
 

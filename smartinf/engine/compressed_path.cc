@@ -108,7 +108,7 @@ class CompressedPath final : public GradientPath, public Compression {
   Status early_update_possible() const override {
     return Status(ErrorCode::kUnsupported,
                   "an early update needs whole gradients, and these are compressed",
-                  "Start the update when all gradients are there.");
+                  "Start the update when all gradients are complete.");
   }
 
   void start_update(const UpdateOptions& options, base::StepNumber number,

@@ -69,7 +69,7 @@ base::Status Updater::edit_state(
 
 base::Result<StoredRun> Updater::snapshot() {
   return base::Status(base::ErrorCode::kUnsupported, "this updater gives no snapshot of its state",
-                      "Keep the state on devices.");
+                      "Use optimizer.where = \"device\".");
 }
 
 base::Status Updater::commit_prepared() {

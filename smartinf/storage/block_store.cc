@@ -106,11 +106,10 @@ Status BlockStore::verify_block(base::SubgroupId subgroup, size_t plane, uint64_
   }
   return Status(
       ErrorCode::kCorrupt,
-      fmt::format("block {} of the {} plane of subgroup {} is not what step {} wrote", block,
+      fmt::format("block {} of the {} plane of subgroup {} has a wrong checksum for step {}", block,
                   base::plane_kind_name(layout_.planes[plane]), subgroup.value, found.step),
-      "It was damaged on the drive or by the path to it. Run smartinf fsck to see what else is, "
-      "and "
-      "restore the last checkpoint.",
+      "It was damaged on the drive or on its way from there. Run smartinf fsck to find further "
+      "damage, and restore the last checkpoint.",
       base::ErrorPlace{container_.file_path,
                        geometry_.extent_offset(index, found.slot) +
                            geometry_.plane_offset(index, plane) +
@@ -152,7 +151,8 @@ Status BlockStore::read_table(StepNumber step, uint64_t bytes, uint64_t expected
                           container_.file_path, copy, step, geometry_.table_offset(step, copy),
                           last.what()));
   }
-  return Status(last.code(), fmt::format("no table of step {} can be used: {}", step, last.what()),
+  return Status(last.code(),
+                fmt::format("no copy of the table of step {} can be used: {}", step, last.what()),
                 "Run smartinf fsck; restore the device from a checkpoint.",
                 base::ErrorPlace{container_.file_path, geometry_.table_offset(step, 0),
                                  length * kTableCopies, 0});
@@ -411,7 +411,7 @@ Status BlockStore::commit(StepNumber step) {
   if (first) return written;
   if (!written.ok()) {
     base::log(base::LogLevel::kWarning,
-              fmt::format("step {} stands, but its commit could not be noted: {}", step,
+              fmt::format("step {} is committed, but its superblock could not be written: {}", step,
                           written.to_string()));
   }
   return Status();

@@ -129,9 +129,9 @@ class Resharder {
     auto owner = plan::place(subgroups_, capacities, present_owners());
     if (!owner.ok() && owner.status().code() == ErrorCode::kNoSpace) {
       return Status(ErrorCode::kNoSpace,
-                    fmt::format("the state needs {}, and {} are free",
+                    fmt::format("the state needs {}, free are {}",
                                 base::format_bytes(each * subgroups_.size()), free_text),
-                    "Free space there, or name another device, or one more.");
+                    "Free space there, or name another or a further place.");
     }
     SI_ASSIGN_OR_RETURN(owner_, std::move(owner));
     for (uint32_t device = 0; device < targets_.size(); ++device) {
@@ -140,10 +140,10 @@ class Resharder {
         continue;
       }
       return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("no subgroup of the state would be placed here: it has {} "
-                                "subgroups of {}, and {} are free",
+                    fmt::format("nothing of the state would be kept here: it has {} subgroups of "
+                                "{}, and free are {}",
                                 subgroups_.size(), base::format_bytes(each), free_text),
-                    "Leave this device out, or free space there.",
+                    "Leave this place out, or free space there.",
                     base::ErrorPlace{targets_[device]->name(), {}, {}, 0});
     }
     return Status();
@@ -321,7 +321,7 @@ class Resharder {
 Result<ReshardSummary> reshard(StoredRun& from, const DeviceSources& targets,
                                const ReshardOptions& options) {
   if (targets.empty()) {
-    return Status(ErrorCode::kInvalidArgument, "no target device is named",
+    return Status(ErrorCode::kInvalidArgument, "no device is named for the state to go to",
                   "Name at least one directory or block device.");
   }
   std::set<std::string> places;

@@ -74,8 +74,7 @@ class Checker {
     fault.costs_state = costs_state;
     fault.repaired = repaired;
     fault.status = Status(kind == FaultKind::kUnreadable ? ErrorCode::kIo : ErrorCode::kCorrupt,
-                          std::move(what),
-                          repaired ? "It was written anew from another copy." : std::string(advice),
+                          std::move(what), repaired ? "It was written anew." : std::string(advice),
                           base::ErrorPlace{container_.file_path, offset, length, 0});
     ++report_.faults;
     if (repaired) ++report_.faults_repaired;
@@ -107,9 +106,8 @@ class Checker {
     const Result<Superblock> chosen = choose_superblock(area.bytes());
     if (!chosen.ok()) {
       if (chosen.status().code() == ErrorCode::kMismatch) return chosen.status();
-      report(FaultKind::kContainer,
-             "no copy of the superblock can be used: " + chosen.status().what(), kRestore, 0,
-             kSuperblockAreaBytes, true);
+      report(FaultKind::kContainer, "no superblock can be used: " + chosen.status().what(),
+             kRestore, 0, kSuperblockAreaBytes, true);
       return false;
     }
     superblock_ = *chosen;
@@ -146,7 +144,7 @@ class Checker {
     report_.created_seconds = superblock_.created_seconds;
     if (superblock_.container_bytes > container_.size_bytes) {
       report(FaultKind::kContainer,
-             fmt::format("the container has {} bytes instead of {}", container_.size_bytes,
+             fmt::format("the container has {} bytes where {} belong", container_.size_bytes,
                          superblock_.container_bytes),
              kRestore, 0, container_.size_bytes, true);
     }
@@ -250,7 +248,7 @@ class Checker {
           TableHeader header;
           std::memcpy(&header, table.data(), sizeof(header));
           if (header.checksum == checksum) return Status();
-          return Status(ErrorCode::kCorrupt, "the table belongs to another attempt at this step");
+          return Status(ErrorCode::kCorrupt, "it belongs to another attempt at this step");
         },
         table_);
   }
@@ -335,11 +333,10 @@ class Checker {
                                    found.step};
       ++report_.blocks_checked;
       if (block_checksum(piece.transfer.buffer.subspan(offset, length), seed, identity) != wanted) {
-        report(
-            FaultKind::kBlock,
-            fmt::format("block {} of the {} plane of subgroup {} has a wrong checksum for step {}",
-                        block, plane_name, id.value, found.step),
-            kRestore, plane_begin + geometry_.block_offset(piece.plane, block), length, true);
+        report(FaultKind::kBlock,
+               fmt::format("block {} of the {} plane of subgroup {} is not what step {} wrote",
+                           block, plane_name, id.value, found.step),
+               kRestore, plane_begin + geometry_.block_offset(piece.plane, block), length, true);
       }
       offset += length;
     }

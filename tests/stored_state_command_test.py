@@ -247,7 +247,7 @@ class Copies(unittest.TestCase):
             done = run("gc", folder, "--yes", "--states")
             self.assertEqual(done.returncode, 0, done)
             self.assertEqual(sorted(root.rglob("*")), before, done.stdout)
-            self.assertIn("step-00000001.partial: holds something that is not smartinf's", done.stdout)
+            self.assertIn("step-00000001.partial: holds files that are not smartinf's", done.stdout)
             # What a killed export leaves is its own, and so is what one that runs is writing.
             (root / "other.0a1b2c3d.partial/notes.txt").unlink()
             with open(root / "other.0a1b2c3d.partial/.smartinf-export", encoding="ascii") as mark:

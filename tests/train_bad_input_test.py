@@ -36,7 +36,7 @@ class BadInput(TrainCase):
                      ["--data.paths", str(self.folder / "no_such_text")])
         empty = self.folder / "empty"
         empty.mkdir()
-        self.refused(["corpus is empty"], ["--data.paths", str(empty)])
+        self.refused(["there is no text"], ["--data.paths", str(empty)])
         short = self.folder / "short.txt"
         short.write_text("def f")
         self.refused(["data.sequence"], ["--data.paths", str(short)])
@@ -111,7 +111,7 @@ class BadInput(TrainCase):
         (out / "mine.txt").write_text("mine")
         from train_runs import SMARTINF
         for arguments, word in (([str(self.folder / "a"), "--out", str(out)], "something already"),
-                                ([str(self.folder), "--out", str(out / "x")], "no run's folder")):
+                                ([str(self.folder), "--out", str(out / "x")], "is not a run's folder")):
             result = subprocess.run([SMARTINF, "export", *arguments], capture_output=True, text=True,
                                     timeout=60)
             self.assertNotEqual(result.returncode, 0)

@@ -55,7 +55,7 @@ struct Timing {
 class OverlapBench {
  public:
   explicit OverlapBench(const OverlapOptions& options)
-      : interrupt_("stopping behind this step; once more to stop at once"), options_(options) {}
+      : interrupt_("stopping after this step; press Ctrl-C again to stop at once"), options_(options) {}
 
   Status run() {
     updater_options_.gradient_type = DataType::kBf16;

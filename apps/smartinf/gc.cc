@@ -396,7 +396,7 @@ std::vector<Leftover*> choose(Findings& findings, const GcFlags& flags) {
     if (runs[each.run]) doomed.push_back(&each);
   }
   if (!flags.json && !asking) {
-    if (left) std::printf("nothing that was interrupted was deleted; use --yes to delete it\n");
+    if (left) std::printf("nothing was deleted; use --yes to delete what was interrupted\n");
     for (const auto& [run, wanted] : runs) {
       if (wanted) continue;
       std::printf(

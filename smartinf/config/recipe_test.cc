@@ -370,9 +370,9 @@ TEST(Recipe, Compression) {
       good("[compress]\ndensity = 0.0\nwarmup_steps = 3\n", {}).recipe.updater.compress.on());
   EXPECT_THAT(bad("[compress]\ndensitiy = 0.1\n"), HasSubstr("compress.density"));
   EXPECT_THAT(bad("[compress]\nwarmup_steps = 3\n"),
-              HasSubstr(":2: compress.warmup_steps is given, but no"));
+              HasSubstr(":2: compress.warmup_steps is given without"));
   EXPECT_THAT(bad("", {{"compress.warmup_steps", "3"}}),
-              HasSubstr("--compress.warmup_steps is given, but no"));
+              HasSubstr("--compress.warmup_steps is given without"));
   EXPECT_THAT(bad("[compress]\ndensity = -0.1\n"), HasSubstr("compress.density"));
   EXPECT_THAT(bad("[compress]\ndensity = 1.5\n"), HasSubstr("compress.density"));
   EXPECT_THAT(bad("[compress]\nvalues = \"int8\"\n"), HasSubstr("\"sign\""));

@@ -183,7 +183,7 @@ TEST_P(EmulatedSnapshot, DamageIsFoundAndNotCopied) {
   StoredRun from = stored(devices({"a", "b"}));
   const auto copied = reshard(from, devices({"x"}), {});
   EXPECT_EQ(copied.status().code(), ErrorCode::kCorrupt);
-  EXPECT_THAT(copied.status().to_string(), HasSubstr("is not what step 2 wrote"));
+  EXPECT_THAT(copied.status().to_string(), HasSubstr("has a wrong checksum for step 2"));
   EXPECT_FALSE(emulated_.at("x").front()->holds_store());
   options.folder = scratch_ / "more";
   EXPECT_EQ(write_checkpoint(from, options).status().code(), ErrorCode::kCorrupt);

@@ -151,9 +151,9 @@ TEST_F(CorpusTest, WhatCannotBeLearntFromIsRefused) {
   options_.paths = {folder_.string() + "/none"};
   EXPECT_THAT(open_error(), HasSubstr("/none"));
   options_.paths = {folder_.string()};
-  EXPECT_THAT(open_error(), HasSubstr("corpus is empty"));
+  EXPECT_THAT(open_error(), HasSubstr("there is no text"));
   write("a.txt", "");
-  EXPECT_THAT(open_error(), HasSubstr("corpus is empty"));
+  EXPECT_THAT(open_error(), HasSubstr("there is no text"));
   write("a.txt", "abc");
   EXPECT_THAT(open_error(), HasSubstr("data.sequence"));
   write("a.txt", "abcdefghijkl");

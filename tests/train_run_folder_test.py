@@ -65,7 +65,7 @@ class RunFolders(TrainCase):
         # The other folder has fallen behind: its log does not jump.
         told = self.start(recipe, "own", *devices, "--train.steps", "8", code=1)
         self.assertIn("ends at step 3", told)
-        self.assertIn(f"it went on in {self.folder / 'taker'}", told)
+        self.assertIn(f"that run was resumed in {self.folder / 'taker'}", told)
         # Naming it once more is harmless, and so is a complete run.
         self.start(recipe, "taker", *devices, "--take-over", run)
         self.assertEqual(self.steps("taker"), [4, 5, 6])

@@ -46,7 +46,7 @@ TEST_F(File, OnlyRegularFilesAreOpenedAndNothingIsWaitedFor) {
   for (const int flags : {O_RDONLY, O_WRONLY, O_RDWR}) {
     const auto opened = open_regular_file(path("fifo"), flags, "cannot read it");
     ASSERT_FALSE(opened.ok());
-    EXPECT_NE(opened.status().to_string().find("it is a FIFO"), std::string::npos)
+    EXPECT_NE(opened.status().to_string().find("the path is a FIFO"), std::string::npos)
         << opened.status().to_string();
   }
   EXPECT_NE(read_text_file("/dev/null", "no").status().what().find("device node"),

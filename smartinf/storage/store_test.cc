@@ -212,7 +212,7 @@ TEST_P(StoreTest, UnsealedOrMissingPlanesAreNotPrepared) {
   ASSERT_TRUE(transfer(io).ok());
   const Status status = store_->prepare(1, "");
   EXPECT_EQ(status.code(), ErrorCode::kFailedPrecondition);
-  EXPECT_THAT(status.what(), HasSubstr("not sealed"));
+  EXPECT_THAT(status.what(), HasSubstr("checksums are missing"));
   ASSERT_TRUE(store_->abort(1).ok());
   expect_step(0);
 }

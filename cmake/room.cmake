@@ -33,6 +33,7 @@ function(smartinf_room)
       ${library} ${ROOM_TEST_LIBRARIES} GTest::gmock GTest::gtest_main)
     # Matchers take twice as long to compile with -O3; what is tested is compiled as for users.
     target_compile_options(${ROOM_NAME}_tests PRIVATE $<$<CONFIG:Release>:-O1>)
+    smartinf_precompile_test_headers(${ROOM_NAME}_tests)
     include(GoogleTest)
     # One ctest entry per room and capability, not per case: a case is selected with --gtest_filter.
     set(test_name ${ROOM_NAME})
@@ -70,4 +71,34 @@ function(smartinf_room)
       target_link_libraries(${bench_name} PRIVATE ${library} benchmark::benchmark_main)
     endforeach()
   endif()
+endfunction()
+
+# Headers that many sources include are parsed once for all of them. Tried with GCC; not under a compiler
+# launcher, whose cache finds more without.
+set(SMARTINF_PRECOMPILE OFF)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(SMARTINF_PRECOMPILE ON)
+endif()
+
+# For all sources of a target.
+function(smartinf_precompile_headers target)
+  if(SMARTINF_PRECOMPILE)
+    target_precompile_headers(${target} PRIVATE ${ARGN})
+  endif()
+endfunction()
+
+# What every test includes, once for all rooms.
+function(smartinf_precompile_test_headers target)
+  if(NOT SMARTINF_PRECOMPILE)
+    return()
+  endif()
+  if(NOT TARGET smartinf_test_headers)
+    # An executable as the tests are: precompiled headers serve only what is compiled like them.
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/test_headers.cc CONTENT "int main() {}\n")
+    add_executable(smartinf_test_headers EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/test_headers.cc)
+    target_link_libraries(smartinf_test_headers PRIVATE smartinf_options GTest::gmock)
+    target_compile_options(smartinf_test_headers PRIVATE $<$<CONFIG:Release>:-O1>)
+    target_precompile_headers(smartinf_test_headers PRIVATE <gmock/gmock.h> <gtest/gtest.h>)
+  endif()
+  target_precompile_headers(${target} REUSE_FROM smartinf_test_headers)
 endfunction()

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include <torch/autograd.h>
-#include <torch/nn/functional.h>
 
 #include "smartinf/base/check.h"
 

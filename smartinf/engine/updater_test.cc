@@ -449,7 +449,7 @@ TEST_F(UpdaterOverFakes, TooLittleSpaceIsSaidBeforeAnythingIsMade) {
   drives_[1]->capacity_bytes = 2 * base::kBlockElements * 24;
   const auto status = open().status();
   EXPECT_EQ(status.code(), ErrorCode::kNoSpace);
-  EXPECT_THAT(status.to_string(), HasSubstr("free are 4.50 MiB on drive0, 3.00 MiB on drive1"));
+  EXPECT_THAT(status.to_string(), HasSubstr("4.50 MiB on drive0, 3.00 MiB on drive1 are free"));
   EXPECT_FALSE(drives_[0]->layout.has_value());
 }
 

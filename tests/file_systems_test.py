@@ -105,7 +105,7 @@ class FileSystems(Folder):
                 except OSError:
                     pass
             told = self.make_state(point + "/b", code=1)
-            self.assertIn("free are", told)
+            self.assertIn("are free", told)
             self.assertIn("Free space there", told)
             self.refused("restore", json.loads(kept)["checkpoint"], "--device", point + "/b", says="free")
             self.refused("checkpoint", point + "/a", "--out", point + "/kept", says="free")

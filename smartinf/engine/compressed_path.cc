@@ -48,7 +48,7 @@ class CompressedPath final : public GradientPath, public Compression {
     if (!set.residual || committed.residual_step != set.step) {
       base::log(
           base::LogLevel::kWarning,
-          fmt::format("what compression kept at step {} is not on the devices; going on without "
+          fmt::format("the residual of step {} is not on the devices; training continues without "
                       "it (compress.residual_every = 1 writes it in every step)",
                       set.step));
       return Status();
@@ -153,9 +153,10 @@ class CompressedPath final : public GradientPath, public Compression {
   base::Result<bool> start_commit_of_edit(const CompressionState& import, bool changed,
                                           base::StepNumber step, StepMetadata& next) override {
     if (!import.ahead.empty() && import.ahead.size() != ahead_.size()) {
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("rates of stepping ahead for {} groups given, the model has {}",
-                                import.ahead.size(), ahead_.size()));
+      return Status(
+          ErrorCode::kInvalidArgument,
+          fmt::format("the state to import steps ahead in {} groups, but the model has {}",
+                      import.ahead.size(), ahead_.size()));
     }
     next_ahead_ = import.ahead.empty() ? ahead_ : import.ahead;
     samples_next_ = samples_current_ && !changed;

@@ -82,7 +82,7 @@ Status DeviceUpdater::be_idle(std::string_view what) {
 }
 
 Status DeviceUpdater::begin_step() {
-  SI_RETURN_IF_ERROR(be_idle("a step begun"));
+  SI_RETURN_IF_ERROR(be_idle("begin_step"));
   SI_RETURN_IF_ERROR(path_->begin_step());
   base::StepNumber step = 0;
   {
@@ -100,7 +100,7 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
                                    uint64_t count) {
   {
     const std::lock_guard lock(mutex_);
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "a gradient given"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "put_gradient"));
   }
   SI_RETURN_IF_ERROR(gradient_error_);
   SI_ASSIGN_OR_RETURN(const auto pieces, gradient_tracker_.take(first, count));
@@ -119,7 +119,7 @@ void DeviceUpdater::watch_norm(std::span<const GradientTracker::Piece> pieces) {
 Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
   {
     const std::lock_guard lock(mutex_);
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "a gradient skipped"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "skip_gradient"));
   }
   return gradient_tracker_.skip(first, count);
 }
@@ -127,7 +127,7 @@ Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
 base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
   const std::lock_guard lock(mutex_);
   if (protocol_.phase() != Phase::kSummed) {
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "a norm asked for"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "finish_gradients"));
   }
   SI_RETURN_IF_ERROR(gradient_error_);
   SI_ASSIGN_OR_RETURN(GradientSummary summary, gradient_tracker_.finish(unscale));
@@ -211,7 +211,8 @@ Status DeviceUpdater::start_early_update(const UpdateOptions& guess, base::DataT
   SI_RETURN_IF_ERROR(early_update_possible());
   const std::lock_guard lock(mutex_);
   if (gradient_tracker_.begun()) {
-    return Status(ErrorCode::kFailedPrecondition, "an early update after the first gradient",
+    return Status(ErrorCode::kFailedPrecondition,
+                  "start_early_update was called after the first gradient",
                   "Call start_early_update() right after begin_step().");
   }
   std::vector<csd::Update> updates = make_updates(guess, guess.gradient_scale, type, sink);
@@ -231,7 +232,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
   SI_RETURN_IF_ERROR(check_groups(options, space_));
   {
     const std::lock_guard lock(mutex_);
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kSummed, "an update started"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kSummed, "start_update"));
   }
   SI_RETURN_IF_ERROR(check_skipped(options));
   const base::StepNumber number = number_of(options);
@@ -274,7 +275,7 @@ Status DeviceUpdater::wait_weights(uint64_t first, uint64_t count) {
   if (!protocol_.error().ok()) return protocol_.error();
   if (!protocol_.outcome().ok()) return protocol_.outcome();
   if (!all_ready()) {
-    return Status(ErrorCode::kFailedPrecondition, "weights waited for without an update",
+    return Status(ErrorCode::kFailedPrecondition, "wait_weights was called without an update",
                   "Call start_update() first.");
   }
   return Status();
@@ -349,9 +350,9 @@ void DeviceUpdater::act(Next next) {
 Status DeviceUpdater::start_commit(const std::string& client_metadata) {
   SI_RETURN_IF_ERROR(check_client_metadata(client_metadata));
   const std::lock_guard lock(mutex_);
-  SI_RETURN_IF_ERROR(protocol_.require(Phase::kUpdating, "a commit"));
+  SI_RETURN_IF_ERROR(protocol_.require(Phase::kUpdating, "start_commit"));
   if (protocol_.committing()) {
-    return Status(ErrorCode::kFailedPrecondition, "a step is being committed already",
+    return Status(ErrorCode::kFailedPrecondition, "a step is already being committed",
                   "Call wait_commit() first.");
   }
   next_metadata_ = {client_metadata, metadata_.residual_step, {}};
@@ -398,7 +399,7 @@ Status DeviceUpdater::flush() {
   {
     const std::lock_guard lock(mutex_);
     if (protocol_.phase() == Phase::kUnwritten) return Status();
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "a flush"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "flush"));
   }
   return state_.on_all_devices(csd::Flush{});
 }

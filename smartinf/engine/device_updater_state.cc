@@ -42,7 +42,7 @@ Status DeviceUpdater::initialize(const WholeState::Fill& fill, const std::string
 Status DeviceUpdater::edit_state(const WholeState::Edit& edit, const std::string& client_metadata,
                                  const CompressionState& compression) {
   SI_RETURN_IF_ERROR(check_client_metadata(client_metadata));
-  SI_RETURN_IF_ERROR(be_idle("editing the state"));
+  SI_RETURN_IF_ERROR(be_idle("edit_state"));
   base::StepNumber step = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -71,14 +71,14 @@ Status DeviceUpdater::edit_state(const WholeState::Edit& edit, const std::string
 }
 
 Status DeviceUpdater::read_state(uint32_t plane_mask, const WholeState::Visit& visit) {
-  SI_RETURN_IF_ERROR(be_idle("reading the state"));
+  SI_RETURN_IF_ERROR(be_idle("read_state"));
   const size_t plane_count = state_.plane_count();
   return state_.read(plane_mask & ((1u << plane_count) - 1), plane_count, visit);
 }
 
 Status DeviceUpdater::read_weights(
     const std::function<Status(uint64_t, std::span<const float>)>& visit) {
-  SI_RETURN_IF_ERROR(be_idle("reading the state"));
+  SI_RETURN_IF_ERROR(be_idle("read_weights"));
   SI_RETURN_IF_ERROR(path_->prepare_weights());
   std::vector<float> weights;
   return read_state(kMaster, [&](uint64_t first, std::span<const std::span<const float>> planes) {
@@ -90,7 +90,7 @@ Status DeviceUpdater::read_weights(
 }
 
 Status DeviceUpdater::load_weights(base::DataType type, const WeightsSink& sink) {
-  SI_RETURN_IF_ERROR(be_idle("reading the state"));
+  SI_RETURN_IF_ERROR(be_idle("load_weights"));
   SI_RETURN_IF_ERROR(path_->prepare_weights());
   std::byte* weights = nullptr;
   size_t of_subgroup = ~size_t{0};

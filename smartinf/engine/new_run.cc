@@ -26,8 +26,7 @@ uint64_t StateSize::subgroup_bytes() const {
 }
 
 Result<Placement> place_state(const StateSize& state, std::span<const plan::Subgroup> subgroups,
-                              std::span<const std::unique_ptr<DeviceSource>> sources,
-                              std::span<const double> bandwidths,
+                              const DeviceSources& sources, std::span<const double> bandwidths,
                               std::span<const DeviceId> present) {
   const uint64_t subgroup_bytes = state.subgroup_bytes();
   Placement places;
@@ -67,15 +66,13 @@ uint64_t set_device(storage::StoreLayout& layout, DeviceId device,
 
 namespace {
 
-using Sources = std::vector<std::unique_ptr<DeviceSource>>;
-
 /// A small model may have no subgroup for a device, nor a very slow or a full one a share. Takes
 /// those out of the list and says so; owner: of every subgroup, by position in it.
-void leave_out_idle(Sources& sources, std::vector<DeviceId>& owner) {
+void leave_out_idle(DeviceSources& sources, std::vector<DeviceId>& owner) {
   std::vector<uint32_t> subgroups(sources.size(), 0);
   for (const DeviceId device : owner) ++subgroups[device.value];
   std::vector<uint32_t> position(sources.size(), 0);
-  Sources used;
+  DeviceSources used;
   for (size_t d = 0; d < sources.size(); ++d) {
     position[d] = static_cast<uint32_t>(used.size());
     if (subgroups[d] > 0) {
@@ -93,7 +90,8 @@ void leave_out_idle(Sources& sources, std::vector<DeviceId>& owner) {
 }
 
 storage::StoreLayout layout_of_run(const StateSize& state, kernels::UpdateRule rule,
-                                   const plan::ParameterSpace& space, const Sources& sources) {
+                                   const plan::ParameterSpace& space,
+                                   const DeviceSources& sources) {
   RunDescription description;
   description.space = space;
   description.rule = rule;
@@ -111,7 +109,7 @@ storage::StoreLayout layout_of_run(const StateSize& state, kernels::UpdateRule r
 }  // namespace
 
 Result<DeviceSet> create_devices(const UpdaterOptions& options, const plan::ParameterSpace& space,
-                                 Sources& sources) {
+                                 DeviceSources& sources) {
   const bool spilled =
       !options.compress.on() && gradient_bytes(options, space) > options.gradient_budget_bytes;
   StateSize state;

@@ -40,7 +40,7 @@ struct Placement {
 /// Errors: kNoSpace with what is free; the sources' own.
 base::Result<Placement> place_state(const StateSize& state,
                                     std::span<const plan::Subgroup> subgroups,
-                                    std::span<const std::unique_ptr<DeviceSource>> sources,
+                                    const DeviceSources& sources,
                                     std::span<const double> bandwidths,
                                     std::span<const base::DeviceId> present = {});
 
@@ -52,7 +52,6 @@ uint64_t set_device(storage::StoreLayout& layout, base::DeviceId device,
 /// Creates the devices of a new run. Those that no subgroup falls to are taken out of `sources`,
 /// with a warning. Errors: kNoSpace; of a device that cannot be created, and then none is.
 base::Result<DeviceSet> create_devices(const UpdaterOptions& options,
-                                       const plan::ParameterSpace& space,
-                                       std::vector<std::unique_ptr<DeviceSource>>& sources);
+                                       const plan::ParameterSpace& space, DeviceSources& sources);
 
 }  // namespace smartinf::engine

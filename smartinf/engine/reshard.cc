@@ -10,9 +10,9 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/new_run.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/memory_plan.h"
-#include "smartinf/plan/placement.h"
 #include "smartinf/storage/format.h"
 #include "smartinf/storage/leak_in_flight.h"
 
@@ -111,29 +111,15 @@ class Resharder {
     subgroups_ = space.subgroups(subgroup_elements);
     summary_.subgroup_elements = subgroup_elements;
 
-    const uint64_t slots = options_.durability == storage::Durability::kStep ? 2 : 1;
-    const uint64_t each =
-        slots * plan::state_bytes(options_.format, input.planes, subgroup_elements) +
-        subgroup_elements * from_.layout().gradient_spill_bytes;
-    std::vector<plan::DeviceCapacity> capacities;
-    std::string free_text;
-    for (size_t i = 0; i < targets_.size(); ++i) {
-      SI_ASSIGN_OR_RETURN(const uint64_t free_bytes, targets_[i]->capacity_bytes());
-      plan::DeviceCapacity capacity;
-      capacity.elements_max = free_bytes / each * subgroup_elements;
-      if (!options_.bandwidths.empty()) capacity.bandwidth = options_.bandwidths[i];
-      capacities.push_back(capacity);
-      free_text += fmt::format("{}{} on {}", free_text.empty() ? "" : ", ",
-                               base::format_bytes(free_bytes), targets_[i]->name());
-    }
-    auto owner = plan::place(subgroups_, capacities, present_owners());
-    if (!owner.ok() && owner.status().code() == ErrorCode::kNoSpace) {
-      return Status(ErrorCode::kNoSpace,
-                    fmt::format("the state needs {}, free are {}",
-                                base::format_bytes(each * subgroups_.size()), free_text),
-                    "Free space there, or name another or a further place.");
-    }
-    SI_ASSIGN_OR_RETURN(owner_, std::move(owner));
+    StateSize size;
+    size.format = options_.format;
+    size.planes = input.planes;
+    size.durability = options_.durability;
+    size.gradient_spill_bytes = from_.layout().gradient_spill_bytes;
+    size.subgroup_elements = subgroup_elements;
+    SI_ASSIGN_OR_RETURN(Placement placement, place_state(size, subgroups_, targets_,
+                                                         options_.bandwidths, present_owners()));
+    owner_ = std::move(placement.owner);
     for (uint32_t device = 0; device < targets_.size(); ++device) {
       if (std::any_of(owner_.begin(), owner_.end(),
                       [&](base::DeviceId owner_id) { return owner_id.value == device; })) {
@@ -141,8 +127,9 @@ class Resharder {
       }
       return Status(ErrorCode::kInvalidArgument,
                     fmt::format("nothing of the state would be kept here: it has {} subgroups of "
-                                "{}, and free are {}",
-                                subgroups_.size(), base::format_bytes(each), free_text),
+                                "{}, and {} are free",
+                                subgroups_.size(), base::format_bytes(size.subgroup_bytes()),
+                                placement.free_text),
                     "Leave this place out, or free space there.",
                     base::ErrorPlace{targets_[device]->name(), {}, {}, 0});
     }
@@ -193,12 +180,9 @@ class Resharder {
     for (const bool keeps : {true, false}) {
       for (uint32_t device = 0; device < targets_.size(); ++device) {
         if (targets_[device]->keeps_replaced() != keeps) continue;
-        layout.device_index = device;
-        layout.subgroups.clear();
-        for (const plan::Subgroup& subgroup : subgroups_) {
-          if (owner_[subgroup.id.value].value != device) continue;
-          position_[subgroup.id.value] = layout.subgroups.size();
-          layout.subgroups.push_back({subgroup.id, subgroup.first, subgroup.count});
+        set_device(layout, base::DeviceId{device}, subgroups_, owner_);
+        for (size_t i = 0; i < layout.subgroups.size(); ++i) {
+          position_[layout.subgroups[i].id.value] = i;
         }
         SI_ASSIGN_OR_RETURN(made_[device], targets_[device]->create_state(layout, new_state));
         SI_ASSIGN_OR_RETURN(geometry_[device], storage::Geometry::make(layout, 1));

@@ -39,7 +39,7 @@ Status StepProtocol::require(Phase phase, std::string_view what) const {
 }
 
 Status StepProtocol::begin_step() {
-  SI_RETURN_IF_ERROR(require(Phase::kIdle, "a step begun"));
+  SI_RETURN_IF_ERROR(require(Phase::kIdle, "begin_step"));
   phase_ = Phase::kGradients;
   error_ = Status();
   early_ = false;
@@ -47,7 +47,7 @@ Status StepProtocol::begin_step() {
 }
 
 Status StepProtocol::start_early_update(size_t devices) {
-  SI_RETURN_IF_ERROR(require(Phase::kGradients, "an early update"));
+  SI_RETURN_IF_ERROR(require(Phase::kGradients, "start_early_update"));
   if (early_) {
     return Status(ErrorCode::kFailedPrecondition, "start_early_update was called twice in one step",
                   "Call start_update() next.");
@@ -58,20 +58,20 @@ Status StepProtocol::start_early_update(size_t devices) {
 }
 
 Status StepProtocol::finish_gradients() {
-  if (phase_ != Phase::kSummed) SI_RETURN_IF_ERROR(require(Phase::kGradients, "a norm asked for"));
+  if (phase_ != Phase::kSummed) SI_RETURN_IF_ERROR(require(Phase::kGradients, "finish_gradients"));
   phase_ = Phase::kSummed;
   return Status();
 }
 
 Status StepProtocol::start_update(size_t devices) {
-  SI_RETURN_IF_ERROR(require(Phase::kSummed, "an update started"));
+  SI_RETURN_IF_ERROR(require(Phase::kSummed, "start_update"));
   phase_ = Phase::kUpdating;
   updates_in_flight_ += devices;
   return Status();
 }
 
 Status StepProtocol::begin_edit() {
-  if (phase_ != Phase::kUnwritten) SI_RETURN_IF_ERROR(require(Phase::kIdle, "editing the state"));
+  if (phase_ != Phase::kUnwritten) SI_RETURN_IF_ERROR(require(Phase::kIdle, "edit_state"));
   phase_ = Phase::kEditing;
   error_ = Status();
   return Status();
@@ -82,7 +82,7 @@ Result<StepProtocol::Next> StepProtocol::start_commit(bool residual, Status writ
     return Status(ErrorCode::kFailedPrecondition, "a step is already being committed",
                   "Call wait_commit() first.");
   }
-  if (phase_ != Phase::kEditing) SI_RETURN_IF_ERROR(require(Phase::kUpdating, "a commit"));
+  if (phase_ != Phase::kEditing) SI_RETURN_IF_ERROR(require(Phase::kUpdating, "start_commit"));
   if (error_.ok()) error_ = std::move(written);
   committing_ = true;
   residual_ = residual;
@@ -91,7 +91,7 @@ Result<StepProtocol::Next> StepProtocol::start_commit(bool residual, Status writ
 }
 
 Result<StepProtocol::Next> StepProtocol::commit_prepared() {
-  SI_RETURN_IF_ERROR(require(Phase::kPrepared, "a commit finished"));
+  SI_RETURN_IF_ERROR(require(Phase::kPrepared, "commit_prepared"));
   committing_ = true;
   return enter(Phase::kCommitting, Next::kCommit);
 }
@@ -99,7 +99,7 @@ Result<StepProtocol::Next> StepProtocol::commit_prepared() {
 Result<StepProtocol::Next> StepProtocol::abort() {
   outcome_ = Status();  // a failed commit has aborted its step
   if (phase_ == Phase::kIdle || phase_ == Phase::kUnwritten) return Next::kWait;
-  if (phase_ == Phase::kBroken) return require(Phase::kIdle, "a step aborted");
+  if (phase_ == Phase::kBroken) return require(Phase::kIdle, "abort");
   committing_ = true;
   abort_failed_ = false;
   error_ = Status();

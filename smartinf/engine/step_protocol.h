@@ -71,7 +71,7 @@ class StepProtocol {
   base::Result<Next> commit_prepared();
   /// Nothing where no step is in progress.
   base::Result<Next> abort();
-  /// Ok in that phase. what: the call, for the error's text.
+  /// Ok in that phase. what: the name of the call, for the error's text.
   base::Status require(Phase phase, std::string_view what) const;
 
   // Answers of devices.

@@ -84,7 +84,7 @@ class TorchAdamW final : public engine::Updater {
   Status read_state(uint32_t plane_mask,
                     const std::function<Status(uint64_t, std::span<const std::span<const float>>)>&
                         visit) override {
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "reading the state"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "read_state"));
     std::array<std::span<const float>, MemoryState::kPlanes> planes;
     bool wanted = false;
     for (size_t i = 0; i < planes.size(); ++i) {
@@ -97,12 +97,12 @@ class TorchAdamW final : public engine::Updater {
 
   Status read_weights(
       const std::function<Status(uint64_t, std::span<const float>)>& visit) override {
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "reading the state"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "read_weights"));
     return visit(0, plane(0));
   }
 
   Status load_weights(DataType type, const engine::WeightsSink& sink) override {
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "reading the state"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "load_weights"));
     hand_out_weights(type, sink);
     return Status();
   }
@@ -115,7 +115,7 @@ class TorchAdamW final : public engine::Updater {
 
   Status put_gradient(uint64_t first, const void* gradient, DataType type,
                       uint64_t count) override {
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "a gradient given"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "put_gradient"));
     SI_RETURN_IF_ERROR(tracker_.take(first, count).status());
     const auto n = static_cast<int64_t>(count);
     gradient_N_.narrow(0, static_cast<int64_t>(first), n)
@@ -125,7 +125,7 @@ class TorchAdamW final : public engine::Updater {
 
   Result<engine::GradientSummary> finish_gradients(double unscale) override {
     if (protocol_.phase() != Phase::kSummed) {
-      SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "a norm asked for"));
+      SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "finish_gradients"));
     }
     SI_RETURN_IF_ERROR(tracker_.finish(unscale).status());  // whether all are there
     engine::GradientSummary summary;
@@ -168,7 +168,7 @@ class TorchAdamW final : public engine::Updater {
 
   Status wait_weights(uint64_t, uint64_t) override {
     if (weights_ready_) return Status();
-    return Status(ErrorCode::kFailedPrecondition, "weights waited for without an update",
+    return Status(ErrorCode::kFailedPrecondition, "wait_weights was called without an update",
                   "Call start_update() first.");
   }
 
@@ -192,7 +192,7 @@ class TorchAdamW final : public engine::Updater {
 
   Status flush() override {
     if (fresh()) return Status();
-    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "a flush"));
+    SI_RETURN_IF_ERROR(protocol_.require(Phase::kIdle, "flush"));
     return saved_step_ == committed_step() ? Status() : save(committed_step(), client_metadata_);
   }
 

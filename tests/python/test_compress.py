@@ -127,7 +127,7 @@ def test_what_is_kept_is_resumed(every, values, make, tmp_path, caplog):
     train(model, optimizer, 3, 6)
     # Closing writes it, unless it is never to be written; that is said.
     assert same(model, straight) == (every != 0)
-    assert ("going on without" in caplog.text) == (every == 0)
+    assert ("continues without" in caplog.text) == (every == 0)
 
 
 @pytest.mark.parametrize("state_format", ["f32", "bf16"])

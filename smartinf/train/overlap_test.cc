@@ -187,7 +187,7 @@ class OverlapBits : public testing::TestWithParam<Setting> {
         outcome.skipped.push_back(report->skipped);
         if (!report->skipped.empty()) continue;
         outcome.norms.push_back(report->gradient_norm);
-        outcome.overlaps.insert(report->overlap);
+        outcome.overlaps.emplace(report->overlap);
         outcome.wrong_guesses += report->wrong_guess ? 1 : 0;
       }
       outcome.products = Poison::next(0);

@@ -57,6 +57,10 @@ class CompletionQueue {
 /// Begins the step after the committed one (0: the first state); its gradients may follow at once.
 struct BeginStep {
   base::StepNumber step = 0;
+  /// A hint, which changes no result: the first subgroups of the update to come, in its order.
+  /// While the gradients come in, the device reads their state into memory that is free, until
+  /// another command comes.
+  std::vector<base::SubgroupId> prefetch = {};
 };
 
 /// A piece of a subgroup's gradient goes down. Pieces do not overlap; together they are all of it.

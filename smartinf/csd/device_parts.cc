@@ -27,11 +27,10 @@ const char* transfer_name(Op op) {
 
 }  // namespace
 
-void DeviceParts::start(Transfer& transfer, SlotUser& user, Op op, uint32_t subgroup,
-                        std::span<std::byte> buffer, uint32_t plane_mask) {
+void DeviceParts::start(Transfer& transfer, Op op, uint32_t subgroup, std::span<std::byte> buffer,
+                        uint32_t plane_mask) {
   const base::SubgroupId id = store->layout().subgroups[subgroup].id;
   const bool gradient = op == Op::kReadGradient || op == Op::kWriteGradient;
-  transfer.user = &user;
   transfer.io.op = op;
   transfer.io.subgroup = id;
   // A cached extent ends with the planes that updates need.

@@ -40,6 +40,13 @@ struct DeviceParts {
   /// Cached subgroups are not written in a step.
   bool holds_back() const { return store->durability() == storage::Durability::kNone; }
 
+  /// The planes that updates read and write: all but a residual, which is the engine's.
+  uint32_t state_mask() const {
+    const auto& planes = store->layout().planes;
+    const bool residual = planes.back() == base::PlaneKind::kResidual;
+    return (1u << (planes.size() - (residual ? 1 : 0))) - 1;
+  }
+
   /// Why updates cannot begin while gradients still come in (Update::as_completed); ok: they can.
   base::Status updates_as_completed() const;
   /// The slots for such an update.
@@ -49,7 +56,7 @@ struct DeviceParts {
   }
 
   /// Starts a transfer of a subgroup's planes or gradient between a slot and the store.
-  void start(Transfer& transfer, SlotUser& user, storage::SubgroupIo::Op op, uint32_t subgroup,
+  void start(Transfer& transfer, storage::SubgroupIo::Op op, uint32_t subgroup,
              std::span<std::byte> buffer, uint32_t plane_mask);
   /// Books a completed one.
   void finished(const Transfer& transfer);

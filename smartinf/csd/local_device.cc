@@ -10,15 +10,16 @@
 
 #include <pthread.h>
 
-#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/cpu_processor.h"
 #include "smartinf/csd/device_over_store.h"
 #include "smartinf/csd/device_parts.h"
 #include "smartinf/csd/event_queue.h"
 #include "smartinf/csd/linked_ring.h"
 #include "smartinf/csd/state_access.h"
+#include "smartinf/csd/state_prefetch.h"
 #include "smartinf/csd/store_snapshot.h"
 #include "smartinf/csd/transfer_handler.h"
 #include "smartinf/plan/memory_plan.h"
@@ -49,7 +50,7 @@ Status wrong_order(const std::string& why, base::StepNumber step) {
   return wrong_order("step " + std::to_string(step) + ": " + why);
 }
 
-class LocalDevice final : public Device, private SlotUser {
+class LocalDevice final : public Device {
  public:
   LocalDevice(LocalDeviceOptions options, std::string kind) {
     info_.kind = std::move(kind);
@@ -84,7 +85,7 @@ class LocalDevice final : public Device, private SlotUser {
     if (!reader.ok()) return std::move(reader).status();
     return make_snapshot(std::move(*reader), info_.name);
   }
-  std::span<std::byte> scratch_memory() override { return slot_memory_.bytes(); }
+  std::span<std::byte> scratch_memory() override { return slot_memory_->bytes(); }
 
  private:
   Status allocate_slots();
@@ -92,10 +93,15 @@ class LocalDevice final : public Device, private SlotUser {
   template <typename Put>
   void put_gradient(Command& command, const Put& put);
 
-  // On the I/O thread.
+  // On the I/O thread: one loop, in which everything that happens is an event.
   void run();
   void read_events(std::chrono::nanoseconds wait);
   void poll_store(std::chrono::nanoseconds wait);
+  void on_event(Command* command);
+  void on_event(const GradientTaken& taken);
+  void on_event(Job* job);
+  void on_transfer(Transfer& transfer);
+  void on_spilled(Transfer& transfer);
   void on_time();
   void serve_commands();
   bool try_serve(Command& command);
@@ -105,7 +111,7 @@ class LocalDevice final : public Device, private SlotUser {
                        [](const Command* command) { return command->as<Kind>() != nullptr; });
   }
   void spill(const GradientMemory::Spill& spill);
-  Status begin_step(base::StepNumber step);
+  Status begin_step(const BeginStep& begin);
   void serve_step(Command& command);
   Status prepare(const Prepare& prepare);
   bool is_committed(base::StepNumber step) const {
@@ -116,8 +122,6 @@ class LocalDevice final : public Device, private SlotUser {
   Status abort(base::StepNumber step);
   bool flush_before_closing();
   void give_up(Status status);
-  void on_transfer(Transfer& transfer) override;  // of a spill
-  void on_work(Slot&, BlockWork&) override {}
   bool nothing_in_flight() const;
   std::chrono::nanoseconds until_due() const;
 
@@ -125,13 +129,14 @@ class LocalDevice final : public Device, private SlotUser {
   DeviceParts parts_;
   // In the order of construction: a store goes before the memory that its transfers use, the
   // processor before what its work touches.
-  base::AlignedBuffer slot_memory_;
+  std::unique_ptr<SlotMemory> slot_memory_;
   std::unique_ptr<GradientMemory> gradients_;
   std::vector<Slot> slots_;
   std::unique_ptr<storage::Store> store_;
   TransferHandler handler_{parts_};
   StateAccess state_access_{parts_};
   StateFlush flush_{parts_};
+  StatePrefetch prefetch_{parts_};
   EventQueue event_queue_;
 
   mutable std::mutex state_mutex_;
@@ -148,14 +153,14 @@ class LocalDevice final : public Device, private SlotUser {
   Status commit_answer_;        // of the committed step: it may be asked for again
   enum class Phase : uint8_t { kIdle, kBegun, kPrepared };
   Phase phase_ = Phase::kIdle;
-  base::StepNumber step_ = 0;           // in progress, unless idle
-  Status step_failure_;                 // it cannot be prepared; until it is aborted
-  std::deque<Command*> commands_;       // not yet begun
-  std::deque<DeviceEvent> in_transit_;  // gradients on the host link; one direction: due in order
+  base::StepNumber step_ = 0;      // in progress, unless idle
+  Status step_failure_;            // it cannot be prepared; until it is aborted
+  std::deque<Command*> commands_;  // not yet begun
+  // Gradients on the host link; one direction: due in order.
+  std::deque<GradientTaken> in_transit_;
   std::vector<GradientMemory::Spill> spills_;  // by scratch buffer
   uint32_t spills_in_flight_ = 0;
-  std::vector<DeviceEvent> events_;
-  std::vector<BlockWork*> works_;
+  std::vector<Event> events_;
   std::vector<storage::SubgroupIo*> polled_ = std::vector<storage::SubgroupIo*>(kPollBatch);
 
   std::unique_ptr<Processor> processor_;
@@ -179,6 +184,14 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
                                              options.gradient_budget_bytes, options.store.checksums,
                                              options.compressed_block_bytes, options.matrices));
   parts_.gradients = gradients_.get();
+  const auto on_finished = [this](Job& job) { event_queue_.post(&job); };
+  if (options.make_processor) {
+    SI_ASSIGN_OR_RETURN(processor_, options.make_processor(on_finished));
+  } else {
+    const CpuProcessorOptions cpu{parts_.name, options.threads, options.cores, options.trace};
+    processor_ = std::make_unique<CpuProcessor>(cpu, on_finished);
+  }
+  parts_.processor = processor_.get();
   SI_RETURN_IF_ERROR(allocate_slots());
 
   if (options.trace != nullptr) {
@@ -191,21 +204,15 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
       parts_.down_track = trace.add_track({parts_.name + " host link", "down"});
     }
   }
-  const uint32_t threads = std::max(1u, options.threads);
-  processor_ = std::make_unique<Processor>(
-      parts_.name, threads, options.cores, [this](BlockWork& work) { event_queue_.post(work); },
-      options.trace.get());
-  parts_.processor = processor_.get();
-
   const bool linked = !options.links.store.empty() || options.links.host != nullptr;
   if (linked && info_.kind == "local") info_.kind = "emulated local";
   info_.ring = std::string(store_->ring_name());
   info_.slots = static_cast<uint32_t>(slots_.size());
-  info_.memory_bytes = slot_memory_.size();
+  info_.memory_bytes = slot_memory_->bytes().size();
   info_.gradient_memory_bytes = gradients_->memory_bytes();
   info_.gradients_spilled = gradients_->buffer_bytes() > 0;
   info_.updates_as_completed = parts_.updates_as_completed();
-  info_.threads = threads;
+  info_.threads = processor_->threads();
   remember_state();
   thread_ = std::jthread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "si-device");
@@ -230,12 +237,12 @@ Status LocalDevice::allocate_slots() {
                       base::format_bytes(options.memory_bytes),
                   "Raise the memory budget or make subgroups smaller.");
   }
-  SI_ASSIGN_OR_RETURN(slot_memory_, base::AlignedBuffer::allocate(count * slot_bytes));
+  SI_ASSIGN_OR_RETURN(slot_memory_, processor_->allocate(count * slot_bytes));
   slots_ = std::vector<Slot>(count);
   std::vector<std::span<std::byte>> scratch;
   for (size_t i = 0; i < count; ++i) {
     Slot& slot = slots_[i];
-    const std::span<std::byte> memory = slot_memory_.bytes().subspan(i * slot_bytes, slot_bytes);
+    const std::span<std::byte> memory = slot_memory_->bytes().subspan(i * slot_bytes, slot_bytes);
     slot.extent = memory.first(extent_bytes);
     slot.gradient = memory.subspan(extent_bytes);
     if (!slot.gradient.empty()) scratch.push_back(slot.gradient);
@@ -243,15 +250,12 @@ Status LocalDevice::allocate_slots() {
                                &slot.moments_out, &slot.gradient_out}) {
       transfer->slot = &slot;
     }
-    for (BlockWork* work :
-         std::initializer_list<BlockWork*>{&slot.update, &slot.decode, &slot.encode}) {
-      work->slot = &slot;
-    }
+    slot.job.slot = &slot;
   }
   parts_.slots = slots_;
   spills_.resize(scratch.size());
   gradients_->set_scratch(std::move(scratch));
-  if (const Status mapped = store_->register_memory(slot_memory_.bytes()); !mapped.ok()) {
+  if (const Status mapped = store_->register_memory(slot_memory_->bytes()); !mapped.ok()) {
     base::log(base::LogLevel::kWarning, "device " + parts_.name + ": " + mapped.to_string());
   }
   return Status();
@@ -303,7 +307,7 @@ void LocalDevice::submit(Command& command) {
   if (const auto* update = command.as<Update>(); update != nullptr && update->as_completed) {
     gradients_->reserve_buffers(static_cast<uint32_t>(parts_.slots_as_completed().size()));
   }
-  event_queue_.post(DeviceEvent{&command, 0, std::nullopt, std::nullopt});
+  event_queue_.post(&command);
 }
 
 template <typename Put>
@@ -315,7 +319,7 @@ void LocalDevice::put_gradient(Command& command, const Put& put) {
                                                " belongs to another device"));
   }
   const uint64_t begin_ns = base::now_ns();
-  DeviceEvent event;
+  GradientTaken event;
   uint64_t bytes = 0;
   if constexpr (std::is_same_v<Put, PutCompressedGradient>) {
     bytes = put.message.size();
@@ -374,33 +378,66 @@ bool LocalDevice::nothing_in_flight() const {
 }
 
 void LocalDevice::read_events(std::chrono::nanoseconds wait) {
-  const bool closed = event_queue_.take(events_, works_, wait);
-  for (BlockWork* work : works_) work->slot->user->on_work(*work->slot, *work);
-  for (const DeviceEvent& event : events_) {
-    if (event.spill.has_value()) spill(*event.spill);
-    if (event.due_ns != 0) {  // a gradient on the host link
-      in_transit_.push_back(event);
-      continue;
-    }
-    if (event.completed.has_value()) handler_.gradient_completed(*event.completed);
-    if (event.command == nullptr) continue;
-    // A step that is to be forgotten need not be finished.
-    if (event.command->as<Abort>() != nullptr) handler_.cancel();
-    if (event.command->as<BeginStep>() != nullptr) handler_.begin_step();
-    const auto* update = event.command->as<Update>();
-    if (update != nullptr || event.command->as<StopUpdate>() != nullptr) handler_.stop();
-    commands_.push_back(event.command);
+  const bool closed = event_queue_.take(events_, wait);
+  for (const Event& event : events_) {
+    std::visit([this](const auto& what) { on_event(what); }, event);
   }
   if (closed && !closing_) {
     closing_ = true;
     handler_.cancel();
+    prefetch_.stop();
+  }
+}
+
+/// What cannot wait for its turn; the rest when the command is served.
+void LocalDevice::on_event(Command* command) {
+  prefetch_.stop();
+  // A step that is to be forgotten need not be finished.
+  if (command->as<Abort>() != nullptr) handler_.cancel();
+  if (command->as<BeginStep>() != nullptr) handler_.begin_step();
+  if (command->as<Update>() != nullptr || command->as<StopUpdate>() != nullptr) handler_.stop();
+  commands_.push_back(command);
+}
+
+void LocalDevice::on_event(const GradientTaken& taken) {
+  if (taken.spill.has_value()) spill(*taken.spill);
+  if (taken.command != nullptr) {
+    in_transit_.push_back(taken);
+  } else if (taken.completed.has_value()) {
+    handler_.gradient_completed(*taken.completed);
+  }
+}
+
+void LocalDevice::on_event(Job* job) {
+  if (job->slot->state == SlotState::kUpdating) return handler_.on_job(*job);
+  state_access_.on_job(*job);
+}
+
+void LocalDevice::on_transfer(Transfer& transfer) {
+  parts_.finished(transfer);
+  Slot& slot = *transfer.slot;
+  if (&transfer == &slot.gradient_out) return on_spilled(transfer);
+  switch (slot.state) {
+    case SlotState::kUpdating:
+      return handler_.on_transfer(transfer);
+    case SlotState::kReading:
+    case SlotState::kWriting:
+      return state_access_.on_transfer(transfer);
+    case SlotState::kFlushing:
+      return flush_.on_transfer(transfer);
+    case SlotState::kPrefetching:
+      return prefetch_.on_transfer(transfer);
+    case SlotState::kFree:
+    case SlotState::kDecoding:
+    case SlotState::kEncoding:
+      SI_CHECK(false, "a transfer of a slot that had none");
   }
 }
 
 void LocalDevice::on_time() {
   const uint64_t now = base::now_ns();
   while (!in_transit_.empty() && in_transit_.front().due_ns <= now) {
-    const DeviceEvent event = in_transit_.front();
+    const GradientTaken event = in_transit_.front();
     in_transit_.pop_front();
     if (event.completed.has_value()) handler_.gradient_completed(*event.completed);
     parts_.complete(*event.command, Status());
@@ -412,9 +449,7 @@ void LocalDevice::poll_store(std::chrono::nanoseconds wait) {
   const Result<size_t> count = store_->poll(polled_, wait);
   if (!count.ok()) return give_up(count.status());
   for (size_t i = 0; i < *count; ++i) {
-    Transfer& transfer = *static_cast<Transfer*>(polled_[i]->owner);
-    parts_.finished(transfer);
-    transfer.user->on_transfer(transfer);
+    on_transfer(*static_cast<Transfer*>(polled_[i]->owner));
   }
 }
 
@@ -483,7 +518,7 @@ bool LocalDevice::try_serve(Command& command) {
 /// What begins and ends a step: carried out at once.
 void LocalDevice::serve_step(Command& command) {
   if (const auto* begin = command.as<BeginStep>()) {
-    return parts_.complete(command, begin_step(begin->step));
+    return parts_.complete(command, begin_step(*begin));
   }
   const uint64_t begin_ns = base::now_ns();
   Status status;
@@ -506,7 +541,14 @@ void LocalDevice::serve_step(Command& command) {
   parts_.complete(command, std::move(status));
 }
 
-Status LocalDevice::begin_step(base::StepNumber step) {
+Status LocalDevice::begin_step(const BeginStep& begin) {
+  const base::StepNumber step = begin.step;
+  for (const base::SubgroupId id : begin.prefetch) {
+    if (!parts_.index_of.contains(id)) {
+      return Status(ErrorCode::kInvalidArgument,
+                    "subgroup " + std::to_string(id.value) + " belongs to another device");
+    }
+  }
   // A new store stands in step 0 already.
   if (phase_ == Phase::kBegun && step == 0 && step_ == 0) return Status();
   if (phase_ != Phase::kIdle) return wrong_order("another step is in progress", step);
@@ -516,6 +558,7 @@ Status LocalDevice::begin_step(base::StepNumber step) {
   store_->begin_step(step);
   phase_ = Phase::kBegun;
   step_ = step;
+  prefetch_.start(begin.prefetch);
   return Status();
 }
 
@@ -586,10 +629,10 @@ void LocalDevice::spill(const GradientMemory::Spill& spill) {
   Slot& slot = slots_[spill.buffer];
   spills_[spill.buffer] = spill;
   ++spills_in_flight_;
-  parts_.start(slot.gradient_out, *this, Op::kWriteGradient, spill.subgroup, spill.bytes, ~0u);
+  parts_.start(slot.gradient_out, Op::kWriteGradient, spill.subgroup, spill.bytes, ~0u);
 }
 
-void LocalDevice::on_transfer(Transfer& transfer) {
+void LocalDevice::on_spilled(Transfer& transfer) {
   --spills_in_flight_;
   const GradientMemory::Spill& spill = spills_[static_cast<size_t>(transfer.slot - slots_.data())];
   if (!transfer.io.status.ok() && step_failure_.ok()) step_failure_ = transfer.io.status;
@@ -605,6 +648,7 @@ void LocalDevice::give_up(Status status) {
   handler_.abandon(broken_);
   state_access_.abandon(broken_);
   flush_.abandon(broken_);
+  prefetch_.stop();
 }
 
 }  // namespace

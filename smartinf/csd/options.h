@@ -9,6 +9,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/compress/matrix_layout.h"
 #include "smartinf/csd/link.h"
+#include "smartinf/csd/processor.h"
 #include "smartinf/csd/trace.h"
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/parameter_space.h"
@@ -54,6 +55,9 @@ struct LocalDeviceOptions {
   /// With that: how the parameter space lies in rows and columns, for messages with factors of the
   /// gradient's squares and for samples of the variance. Empty: neither comes nor is wanted.
   std::vector<compress::MatrixLayout> matrices;
+
+  /// Null: threads of this machine, as above (CpuProcessor).
+  ProcessorFactory make_processor;
 
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   storage::StoreOptions store;  // ring, durability, checksums, transfer size and depth, watchdog

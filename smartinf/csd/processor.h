@@ -1,76 +1,98 @@
-// A device's computing half: threads that work through the blocks of subgroups in slots. A block of
-// every plane fits a core's L2, so whatever is done to a block is done while it is there.
+// A device's computing half, as an interface: jobs on the subgroups in its slots, done in the
+// background. The cores of this machine are one implementation (cpu_processor.h).
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <mutex>
+#include <memory>
 #include <span>
 #include <string>
-#include <thread>
-#include <vector>
+#include <variant>
 
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
-#include "smartinf/csd/trace.h"
+#include "smartinf/compress/matrix_layout.h"
+#include "smartinf/compress/message.h"
+#include "smartinf/csd/device.h"
+#include "smartinf/csd/plane_blocks.h"
+#include "smartinf/kernels/update_rule.h"
+#include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::csd {
 
+class GradientMemory;
 struct Slot;
 
-/// Work on one subgroup, in blocks that any thread may take. Owned by a slot and used again and
-/// again; not touched by its owner between Processor::start() and its appearance as finished.
-class BlockWork {
- public:
-  virtual ~BlockWork() = default;
-  virtual base::Status run_block(uint64_t block) = 0;
-
-  /// After it has finished: the first failure, or ok.
-  const base::Status& status() const { return status_; }
-
-  Slot* slot = nullptr;  // the one that owns it
-
- protected:
-  /// Shown in a trace.
-  const char* trace_name_ = "update";
-  uint32_t trace_subgroup_ = 0;
-
- private:
-  friend class Processor;
-  uint64_t blocks_ = 0;
-  uint64_t next_ = 0;  // under the processor's lock
-  std::atomic<uint64_t> unfinished_{0};
-  std::atomic<bool> failed_{false};
-  base::Status status_;  // written by the thread that set failed_
-  BlockWork* behind_ = nullptr;
+/// The gradient of a subgroup, where its update finds it.
+struct GradientView {
+  const std::byte* dense = nullptr;  // [count] of type; null: compressed
+  base::DataType type = base::DataType::kBf16;
+  compress::CompressedView compressed;  // without a dense one
+  /// Of one that came back from the spill area: what it is checked against. Null: it was never
+  /// away.
+  const GradientMemory* memory = nullptr;
+  uint32_t subgroup = 0;  // index in the layout
 };
 
-/// Bound: one work per slot. Works are taken oldest first; the blocks of one are shared by all
-/// threads.
+/// Verifies, updates and seals all planes of the update's rule; new weights go to weights_out.
+struct UpdateJob {
+  PlaneBlocks planes;
+  GradientView gradient;
+  std::span<const kernels::StepScalars> scalars;  // one entry per group of the parameter space
+  std::span<const plan::GroupSpan> groups;        // LocalDeviceOptions::groups
+  std::span<const compress::MatrixLayout> matrices;
+  void* weights_out = nullptr;  // [count] of weights_type; null: not wanted
+  base::DataType weights_type = base::DataType::kBf16;
+  base::Bf16* samples_out = nullptr;  // SubgroupUpdate::samples_out
+};
+
+/// Planes to f32 in the caller's memory (ReadState::planes).
+struct DecodeJob {
+  PlaneBlocks planes;
+  PlaneBlocks cached;  // planes of cached_mask come from there, which is in memory
+  uint32_t cached_mask = 0;
+  const ReadState* read = nullptr;
+};
+
+/// Planes from f32 in the caller's memory (WriteState); those not given become zero.
+struct EncodeJob {
+  PlaneBlocks planes;
+  const WriteState* write = nullptr;
+};
+
+/// A slot's one job. Not touched by the device between Processor::start() and the call of
+/// on_finished.
+struct Job {
+  std::variant<UpdateJob, DecodeJob, EncodeJob> work;
+  Slot* slot = nullptr;  // the one that owns it
+  base::Status status;   // after it has finished: the first failure, or ok
+};
+
+/// What slots lie in. Released on destruction.
+class SlotMemory {
+ public:
+  virtual ~SlotMemory() = default;
+  /// Aligned for direct I/O. Mapped here, and read and written by the drive as well as by jobs.
+  virtual std::span<std::byte> bytes() const = 0;
+};
+
+/// Threads: start() and allocate() from the device's threads, one at a time.
+/// Bound: one job per slot.
 class Processor {
  public:
-  /// on_finished is called on a processor thread. Thread i runs on cores[i % cores.size()]; no
-  /// cores: wherever the system puts it.
-  Processor(const std::string& name, uint32_t threads, std::span<const uint32_t> cores,
-            std::function<void(BlockWork&)> on_finished, Trace* trace);
   /// Finishes what was started.
-  ~Processor();
-
-  void start(BlockWork& work, uint64_t blocks);
-  uint32_t threads() const { return static_cast<uint32_t>(threads_.size()); }
-
- private:
-  void run(uint32_t track);
-
-  std::function<void(BlockWork&)> on_finished_;
-  Trace* trace_;
-  std::mutex mutex_;
-  std::condition_variable filled_;
-  BlockWork* oldest_ = nullptr;
-  BlockWork* newest_ = nullptr;
-  bool closing_ = false;
-  std::vector<std::jthread> threads_;
+  virtual ~Processor() = default;
+  /// Memory that this kind of processor can work on. Errors: kOutOfMemory.
+  virtual base::Result<std::unique_ptr<SlotMemory>> allocate(uint64_t bytes) = 0;
+  virtual void start(Job& job) = 0;
+  /// That work at a time; as DeviceInfo says.
+  virtual uint32_t threads() const = 0;
 };
+
+/// Makes a device's processor. on_finished is called once for each job, on any thread.
+using ProcessorFactory =
+    std::function<base::Result<std::unique_ptr<Processor>>(std::function<void(Job&)> on_finished)>;
 
 }  // namespace smartinf::csd

@@ -44,12 +44,13 @@ bool StateAccess::try_start(Command& command) {
     parts_.complete(command, std::move(status));
     return true;
   }
-  const auto slot = std::find_if(parts_.slots.begin(), parts_.slots.end(),
-                                 [](const Slot& s) { return s.user == nullptr; });
-  if (slot == parts_.slots.end()) return false;
-  slot->user = this;
+  // From the last one on: what has been prefetched lies in the first ones.
+  const auto slot = std::find_if(parts_.slots.rbegin(), parts_.slots.rend(),
+                                 [](const Slot& s) { return s.state == SlotState::kFree; });
+  if (slot == parts_.slots.rend()) return false;
+  slot->prefetched.reset();
   slot->command = &command;
-  slot->task = parts_.index_of.at(subgroup);
+  slot->subgroup = parts_.index_of.at(subgroup);
   writes_ = writes;
   ++in_flight_;
   if (writes) {
@@ -65,11 +66,11 @@ void StateAccess::start_read(Slot& slot, const ReadState& read) {
   for (size_t plane = 0; plane < parts_.store->layout().planes.size(); ++plane) {
     if (read.planes[plane] != nullptr) mask |= 1u << plane;
   }
-  slot.cached_mask = parts_.cache.current(slot.task) & mask;
-  parts_.cache.count_hit(*parts_.store, slot.task, slot.cached_mask);
+  slot.cached_mask = parts_.cache.current(slot.subgroup) & mask;
+  parts_.cache.count_hit(*parts_.store, slot.subgroup, slot.cached_mask);
   if (slot.cached_mask == mask) return decode(slot, read);
-  slot.transferring = true;
-  parts_.start(slot.state_in, *this, Op::kRead, slot.task, slot.extent, mask & ~slot.cached_mask);
+  slot.state = SlotState::kReading;
+  parts_.start(slot.state_in, Op::kRead, slot.subgroup, slot.extent, mask & ~slot.cached_mask);
 }
 
 void StateAccess::start_write(Slot& slot, const WriteState& write) {
@@ -81,38 +82,41 @@ void StateAccess::start_write(Slot& slot, const WriteState& write) {
       link->book(LinkDirection::kDown, base::TrafficKind::kState, bytes);
     }
   }
-  const PlaneBlocks planes(*parts_.store, slot.task, slot.extent);
-  slot.encode.prepare(planes, write);
-  parts_.processor->start(slot.encode, planes.blocks());
+  slot.state = SlotState::kEncoding;
+  slot.job.work = EncodeJob{PlaneBlocks(*parts_.store, slot.subgroup, slot.extent), &write};
+  parts_.processor->start(slot.job);
 }
 
 void StateAccess::decode(Slot& slot, const ReadState& read) {
-  const PlaneBlocks planes(*parts_.store, slot.task, slot.extent);
-  const PlaneBlocks cached(*parts_.store, slot.task, parts_.cache.extent(slot.task),
+  const PlaneBlocks planes(*parts_.store, slot.subgroup, slot.extent);
+  const PlaneBlocks cached(*parts_.store, slot.subgroup, parts_.cache.extent(slot.subgroup),
                            slot.cached_mask);
-  parts_.processor->start(slot.decode, slot.decode.prepare(planes, cached, slot.cached_mask, read));
+  slot.state = SlotState::kDecoding;
+  slot.job.work = DecodeJob{planes, cached, slot.cached_mask, &read};
+  parts_.processor->start(slot.job);
 }
 
 void StateAccess::on_transfer(Transfer& transfer) {
   Slot& slot = *transfer.slot;
-  slot.transferring = false;
-  if (!transfer.io.status.ok() || writes_) return answer(slot, transfer.io.status);
+  if (!transfer.io.status.ok() || slot.state == SlotState::kWriting)
+    return answer(slot, transfer.io.status);
   decode(slot, *slot.command->as<ReadState>());
 }
 
-void StateAccess::on_work(Slot& slot, BlockWork& work) {
+void StateAccess::on_job(Job& job) {
+  Slot& slot = *job.slot;
   if (abandoned_) return answer(slot, abandoned_for_);
-  if (!work.status().ok() || !writes_) return answer(slot, work.status());
-  slot.transferring = true;
+  if (!job.status.ok() || slot.state == SlotState::kDecoding) return answer(slot, job.status);
+  slot.state = SlotState::kWriting;
   const uint32_t planes = slot.command->as<WriteState>()->plane_mask;
-  parts_.cache.overwritten(slot.task, planes);
-  parts_.start(slot.master_out, *this, Op::kWrite, slot.task, slot.extent, planes);
+  parts_.cache.overwritten(slot.subgroup, planes);
+  parts_.start(slot.master_out, Op::kWrite, slot.subgroup, slot.extent, planes);
 }
 
 void StateAccess::answer(Slot& slot, base::Status status) {
   if (writes_ && !status.ok()) write_failure_ = status;
   --in_flight_;
-  if (!abandoned_) slot.user = nullptr;
+  if (!abandoned_) slot.state = SlotState::kFree;
   parts_.complete(*std::exchange(slot.command, nullptr), std::move(status));
 }
 
@@ -122,7 +126,8 @@ void StateAccess::abandon(const base::Status& status) {
   // Those whose transfer is lost are answered here, those at the processor when it is done with
   // them.
   for (Slot& slot : parts_.slots) {
-    if (slot.user == this && slot.transferring) answer(slot, status);
+    const bool at_drive = slot.state == SlotState::kReading || slot.state == SlotState::kWriting;
+    if (at_drive && slot.command != nullptr) answer(slot, status);
   }
 }
 

@@ -11,7 +11,7 @@
 namespace smartinf::csd {
 
 /// Threads: the device's I/O thread.
-class StateAccess final : public SlotUser {
+class StateAccess {
  public:
   explicit StateAccess(DeviceParts& parts) : parts_(parts) {}
 
@@ -25,8 +25,8 @@ class StateAccess final : public SlotUser {
   const base::Status& write_failure() const { return write_failure_; }
   void forget_failure() { write_failure_ = base::Status(); }
 
-  void on_transfer(Transfer& transfer) override;
-  void on_work(Slot& slot, BlockWork& work) override;
+  void on_transfer(Transfer& transfer);
+  void on_job(Job& job);
 
  private:
   base::Status check(base::SubgroupId subgroup, uint64_t first, uint64_t count, bool whole) const;

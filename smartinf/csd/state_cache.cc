@@ -125,7 +125,7 @@ void StateFlush::start(Command* command) {
   left_ = parts_.cache.all_unwritten();
   std::reverse(left_.begin(), left_.end());
   for (Slot& slot : parts_.slots) {
-    SI_CHECK(slot.user == nullptr, "a flush needs free slots");
+    SI_CHECK(slot.state == SlotState::kFree, "a flush needs free slots");
     if (!left_.empty()) write_next(slot);
   }
   end_if_done();
@@ -134,19 +134,19 @@ void StateFlush::start(Command* command) {
 void StateFlush::write_next(Slot& slot) {
   const uint32_t subgroup = left_.back();
   left_.pop_back();
-  slot.user = this;
-  slot.task = subgroup;
+  slot.state = SlotState::kFlushing;
+  slot.subgroup = subgroup;
   ++in_flight_;
-  parts_.start(slot.master_out, *this, storage::SubgroupIo::Op::kFlush, subgroup,
+  parts_.start(slot.master_out, storage::SubgroupIo::Op::kFlush, subgroup,
                parts_.cache.extent(subgroup), parts_.cache.unwritten(subgroup));
 }
 
 void StateFlush::on_transfer(Transfer& transfer) {
   Slot& slot = *transfer.slot;
-  slot.user = nullptr;
+  slot.state = SlotState::kFree;
   --in_flight_;
   if (transfer.io.status.ok()) {
-    parts_.cache.flushed(slot.task);
+    parts_.cache.flushed(slot.subgroup);
   } else if (status_.ok()) {
     status_ = transfer.io.status;
   }

@@ -88,7 +88,7 @@ class StateCache {
 
 /// Brings to the drive what only the cache has, through the slots' transfers.
 /// Threads: the device's I/O thread.
-class StateFlush final : public SlotUser {
+class StateFlush {
  public:
   explicit StateFlush(DeviceParts& parts) : parts_(parts) {}
 
@@ -100,8 +100,7 @@ class StateFlush final : public SlotUser {
   /// The store cannot go on: see TransferHandler::abandon.
   void abandon(const base::Status& status);
 
-  void on_transfer(Transfer& transfer) override;
-  void on_work(Slot&, BlockWork&) override {}
+  void on_transfer(Transfer& transfer);
 
  private:
   void write_next(Slot& slot);

@@ -141,8 +141,8 @@ void TransferHandler::make_plan(const Update& update) {
     if (waits_[i] == 0) ready_.push_back(i);
   }
   for (Slot& slot : slots) {
-    SI_CHECK(slot.user == nullptr, "an update's slots are in use");
-    slot.user = this;
+    SI_CHECK(slot.state == SlotState::kFree, "an update's slots are in use");
+    slot.state = SlotState::kUpdating;
   }
 }
 
@@ -165,11 +165,11 @@ void TransferHandler::go_on() {
     for (const uint32_t task : std::exchange(parked_, {})) ready_.push_back(task);
   }
   while (failure_.ok() && ready_next_ < ready_.size()) begin(ready_[ready_next_++]);
-  const bool nothing_in_flight = transfers_ == 0 && works_ == 0 && in_transit_.empty();
+  const bool nothing_in_flight = transfers_ == 0 && jobs_ == 0 && in_transit_.empty();
   if (!nothing_in_flight || (failure_.ok() && (unfinished_ > 0 || waiting_))) return;
   // After abandon() the drive may still write into slots: they are never used again.
   for (Slot& slot : parts_.slots) {
-    if (slot.user == this && !abandoned_) slot.user = nullptr;
+    if (slot.state == SlotState::kUpdating && !abandoned_) slot.state = SlotState::kFree;
   }
   ready_.clear();
   ready_next_ = 0;
@@ -191,7 +191,7 @@ void TransferHandler::begin(uint32_t index) {
   const auto transfer = [&](Transfer& which, Op op, std::span<std::byte> buffer, uint32_t mask) {
     which.task = index;
     ++transfers_;
-    parts_.start(which, *this, op, subgroup, buffer, mask);
+    parts_.start(which, op, subgroup, buffer, mask);
   };
   switch (task.kind) {
     case TaskKind::kReadGradient:
@@ -199,25 +199,18 @@ void TransferHandler::begin(uint32_t index) {
       return transfer(slot.gradient_in, Op::kReadGradient, slot.gradient, ~0u);
     case TaskKind::kReadState: {
       const uint32_t wanted = rule_mask(*update_);
+      slot.cached_mask = 0;
+      if (std::exchange(slot.prefetched, std::nullopt) == subgroup) return finish(index);
       slot.cached_mask = parts_.cache.current(subgroup) & wanted;
       parts_.cache.count_hit(*parts_.store, subgroup, slot.cached_mask);
       if (slot.cached_mask == wanted) return finish(index);
       return transfer(slot.state_in, Op::kRead, extent, wanted & ~slot.cached_mask);
     }
-    case TaskKind::kUpdate: {
+    case TaskKind::kUpdate:
       if (cached) {
         if (failure_ = begin_in_cache(subgroup); !failure_.ok()) return;
       }
-      const PlaneBlocks planes(*parts_.store, subgroup, extent, slot.cached_mask);
-      const bool kept = parts_.gradients->kept(subgroup);
-      slot.task = index;
-      slot.update_ns = base::now_ns();
-      slot.update.prepare(planes, *update_, entries_[task.subgroup], subgroup,
-                          kept ? parts_.gradients->data(subgroup) : slot.gradient.data(), !kept,
-                          *parts_.gradients, parts_.options);
-      ++works_;
-      return parts_.processor->start(slot.update, planes.blocks());
-    }
+      return start_update(index, slot, extent);
     case TaskKind::kWriteWeights:
       return send_weights(index);
     case TaskKind::kWriteMaster:
@@ -227,6 +220,32 @@ void TransferHandler::begin(uint32_t index) {
       if (parts_.cache.unwritten(subgroup) != 0) return finish(index);
       return transfer(slot.moments_out, Op::kWrite, extent, rule_mask(*update_) & ~kMasterMask);
   }
+}
+
+void TransferHandler::start_update(uint32_t task, Slot& slot, std::span<std::byte> extent) {
+  const uint32_t subgroup = subgroup_of(task);
+  const SubgroupUpdate& entry = entry_of(task);
+  const GradientMemory& gradients = *parts_.gradients;
+  UpdateJob job;
+  job.planes = PlaneBlocks(*parts_.store, subgroup, extent, slot.cached_mask);
+  if (gradients.compressed()) {
+    job.gradient.compressed = gradients.message(subgroup);
+  } else if (gradients.kept(subgroup)) {
+    job.gradient = {gradients.data(subgroup), gradients.type(), {}, nullptr, subgroup};
+  } else {
+    job.gradient = {slot.gradient.data(), gradients.type(), {}, &gradients, subgroup};
+  }
+  job.scalars = update_->scalars;
+  job.groups = parts_.options.groups;
+  job.matrices = parts_.options.matrices;
+  job.weights_out = entry.weights_out;
+  job.weights_type = update_->weights_type;
+  job.samples_out = entry.samples_out;
+  slot.job.work = job;
+  slot.task = task;
+  slot.update_ns = base::now_ns();
+  ++jobs_;
+  parts_.processor->start(slot.job);
 }
 
 /// Before a block of it is changed: what lies there may be the only copy of the committed state.
@@ -296,15 +315,16 @@ void TransferHandler::on_transfer(Transfer& transfer) {
   go_on();
 }
 
-void TransferHandler::on_work(Slot& slot, BlockWork& work) {
-  --works_;
-  if (!work.status().ok()) {
-    if (failure_.ok()) failure_ = work.status();
+void TransferHandler::on_job(Job& job) {
+  --jobs_;
+  if (!job.status.ok()) {
+    if (failure_.ok()) failure_ = job.status;
   } else {
-    if (const uint32_t subgroup = subgroup_of(slot.task); parts_.cache.holds(subgroup)) {
+    const uint32_t task = job.slot->task;
+    if (const uint32_t subgroup = subgroup_of(task); parts_.cache.holds(subgroup)) {
       parts_.cache.updated(subgroup, rule_mask(*update_), parts_.holds_back());
     }
-    finish(slot.task);
+    finish(task);
   }
   go_on();
 }

@@ -15,7 +15,7 @@
 namespace smartinf::csd {
 
 /// Threads: the device's I/O thread.
-class TransferHandler final : public SlotUser {
+class TransferHandler {
  public:
   explicit TransferHandler(DeviceParts& parts) : parts_(parts) {}
 
@@ -44,8 +44,8 @@ class TransferHandler final : public SlotUser {
     return in_transit_.empty() ? ~uint64_t{0} : in_transit_.front().due_ns;
   }
 
-  void on_transfer(Transfer& transfer) override;
-  void on_work(Slot& slot, BlockWork& work) override;
+  void on_transfer(Transfer& transfer);
+  void on_job(Job& job);
 
  private:
   struct InTransit {
@@ -65,6 +65,7 @@ class TransferHandler final : public SlotUser {
     return update_->updates[entries_[tasks_[task].subgroup]];
   }
   uint32_t subgroup_of(uint32_t task) const { return parts_.index_of.at(entry_of(task).subgroup); }
+  void start_update(uint32_t task, Slot& slot, std::span<std::byte> extent);
   base::Status begin_in_cache(uint32_t subgroup);
 
   DeviceParts& parts_;
@@ -74,7 +75,7 @@ class TransferHandler final : public SlotUser {
   base::Status last_failure_;       // the first one of the step
   bool abandoned_ = false;
   uint32_t transfers_ = 0;  // in flight
-  uint32_t works_ = 0;      // in flight
+  uint32_t jobs_ = 0;       // in flight
   size_t unfinished_ = 0;   // tasks of the subgroups that were taken up
 
   // Of the step, by subgroup of the layout.

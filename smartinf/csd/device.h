@@ -57,10 +57,13 @@ class CompletionQueue {
 /// Begins the step after the committed one (0: the first state); its gradients may follow at once.
 struct BeginStep {
   base::StepNumber step = 0;
-  /// A hint, which changes no result: the first subgroups of the update to come, in its order.
-  /// While the gradients come in, the device reads their state into memory that is free, until
-  /// another command comes.
-  std::vector<base::SubgroupId> prefetch = {};
+};
+
+/// In a step, a hint that changes no result: the first subgroups of the update to come, in its
+/// order. While gradients come in, their state is read into memory that is free, until another
+/// command comes. Answered at once.
+struct Prefetch {
+  std::vector<base::SubgroupId> subgroups;
 };
 
 /// A piece of a subgroup's gradient goes down. Pieces do not overlap; together they are all of it.
@@ -150,8 +153,8 @@ struct Abort {
 /// Between steps: writes what the state cache holds and the drive does not.
 struct Flush {};
 
-using Message = std::variant<BeginStep, PutGradient, PutCompressedGradient, Update, StopUpdate,
-                             ReadState, WriteState, Prepare, Commit, Abort, Flush>;
+using Message = std::variant<BeginStep, Prefetch, PutGradient, PutCompressedGradient, Update,
+                             StopUpdate, ReadState, WriteState, Prepare, Commit, Abort, Flush>;
 
 /// As in error texts and traces: "begin step".
 std::string_view message_name(const Message& message);

@@ -1,4 +1,4 @@
-// Reading ahead (BeginStep::prefetch) saves the update its reads and changes no result.
+// Reading ahead (Prefetch) saves the update its reads and changes no result.
 #include <chrono>
 #include <numeric>
 #include <thread>
@@ -39,7 +39,8 @@ class PrefetchContract : public DeviceContract {
     for (size_t i = 0; i < std::min(slots, layout_.subgroups.size()); ++i) {
       expected += bytes_read_of(i);
     }
-    ASSERT_TRUE(run(BeginStep{number, all_subgroups()}).ok());
+    ASSERT_TRUE(run(BeginStep{number}).ok());
+    ASSERT_TRUE(run(Prefetch{all_subgroups()}).ok());
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (read_since(before) < expected && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -81,7 +82,8 @@ TEST_P(PrefetchContract, IsOnlyAHint) {
   ASSERT_FALSE(HasFatalFailure());
   ReferenceModel reference(layout_, groups_);
   // The update comes in another order, and at once.
-  ASSERT_TRUE(run(BeginStep{1, all_subgroups()}).ok());
+  ASSERT_TRUE(run(BeginStep{1}).ok());
+  ASSERT_TRUE(run(Prefetch{all_subgroups()}).ok());
   put_all(1);
   Update update = update_of(1);
   std::reverse(update.updates.begin(), update.updates.end());
@@ -149,11 +151,12 @@ TEST_P(PrefetchContract, AnEarlyUpdateThatIsDoneAgainReadsTheCommittedState) {
   expect_state(reference);
 }
 
-TEST_P(PrefetchContract, RefusesASubgroupOfAnotherDevice) {
+TEST_P(PrefetchContract, IsRefusedOutsideAStepAndForAnotherDevice) {
   create();
   ASSERT_FALSE(HasFatalFailure());
-  EXPECT_EQ(run(BeginStep{1, {base::SubgroupId{1000}}}).code(), base::ErrorCode::kInvalidArgument);
+  EXPECT_EQ(run(Prefetch{all_subgroups()}).code(), base::ErrorCode::kFailedPrecondition);
   ASSERT_TRUE(run(BeginStep{1}).ok());
+  EXPECT_EQ(run(Prefetch{{base::SubgroupId{1000}}}).code(), base::ErrorCode::kInvalidArgument);
 }
 
 /// All that read state from a store: a fake device takes no notice of the hint.

@@ -111,7 +111,7 @@ class LocalDevice final : public Device {
                        [](const Command* command) { return command->as<Kind>() != nullptr; });
   }
   void spill(const GradientMemory::Spill& spill);
-  Status begin_step(const BeginStep& begin);
+  Status begin_step(base::StepNumber step);
   void serve_step(Command& command);
   Status prepare(const Prepare& prepare);
   bool is_committed(base::StepNumber step) const {
@@ -473,6 +473,7 @@ bool LocalDevice::try_serve(Command& command) {
   const bool reads = command.as<ReadState>() != nullptr;
   const bool writes = command.as<WriteState>() != nullptr;
   const bool updates = command.as<Update>() != nullptr;
+  const auto* prefetch = command.as<Prefetch>();
   if (!recovered_) {
     parts_.complete(command, wrong_order("the device has not been recovered"));
     return true;
@@ -481,8 +482,12 @@ bool LocalDevice::try_serve(Command& command) {
     parts_.complete(command, wrong_order("there is no committed state to read"));
     return true;
   }
-  if ((updates || writes) && phase_ != Phase::kBegun) {
-    parts_.complete(command, wrong_order("state can be written only in a step"));
+  if ((updates || writes || prefetch != nullptr) && phase_ != Phase::kBegun) {
+    parts_.complete(command, wrong_order("state is updated and written in a step only"));
+    return true;
+  }
+  if (prefetch != nullptr) {
+    parts_.complete(command, prefetch_.start(prefetch->subgroups));
     return true;
   }
   if (reads || writes) return state_access_.try_start(command);
@@ -518,7 +523,7 @@ bool LocalDevice::try_serve(Command& command) {
 /// What begins and ends a step: carried out at once.
 void LocalDevice::serve_step(Command& command) {
   if (const auto* begin = command.as<BeginStep>()) {
-    return parts_.complete(command, begin_step(*begin));
+    return parts_.complete(command, begin_step(begin->step));
   }
   const uint64_t begin_ns = base::now_ns();
   Status status;
@@ -541,14 +546,7 @@ void LocalDevice::serve_step(Command& command) {
   parts_.complete(command, std::move(status));
 }
 
-Status LocalDevice::begin_step(const BeginStep& begin) {
-  const base::StepNumber step = begin.step;
-  for (const base::SubgroupId id : begin.prefetch) {
-    if (!parts_.index_of.contains(id)) {
-      return Status(ErrorCode::kInvalidArgument,
-                    "subgroup " + std::to_string(id.value) + " belongs to another device");
-    }
-  }
+Status LocalDevice::begin_step(base::StepNumber step) {
   // A new store stands in step 0 already.
   if (phase_ == Phase::kBegun && step == 0 && step_ == 0) return Status();
   if (phase_ != Phase::kIdle) return wrong_order("another step is in progress", step);
@@ -558,7 +556,7 @@ Status LocalDevice::begin_step(const BeginStep& begin) {
   store_->begin_step(step);
   phase_ = Phase::kBegun;
   step_ = step;
-  prefetch_.start(begin.prefetch);
+  prefetch_.forget();
   return Status();
 }
 

@@ -27,7 +27,7 @@ struct Transfer {
 ///   kFree --ReadState--> kReading --transfer--> kDecoding --job--> kFree    StateAccess
 ///   kFree --WriteState--> kEncoding --job--> kWriting --transfer--> kFree   StateAccess
 ///   kFree --Flush--> kFlushing --transfer--> kFree                          StateFlush
-///   kFree --BeginStep::prefetch--> kPrefetching --transfer--> kFree         StatePrefetch
+///   kFree --Prefetch--> kPrefetching --transfer--> kFree                    StatePrefetch
 ///
 /// A slot's gradient buffer is not part of this: between updates it is lent to the gradient memory,
 /// whose spills LocalDevice writes.

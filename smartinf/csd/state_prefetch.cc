@@ -1,6 +1,7 @@
 #include "smartinf/csd/state_prefetch.h"
 
 #include <algorithm>
+#include <string>
 
 namespace smartinf::csd {
 namespace {
@@ -11,17 +12,26 @@ constexpr uint32_t kReadsInFlight = 3;
 
 }  // namespace
 
-void StatePrefetch::start(std::span<const base::SubgroupId> subgroups) {
-  for (Slot& slot : parts_.slots) slot.prefetched.reset();
+base::Status StatePrefetch::start(std::span<const base::SubgroupId> subgroups) {
   subgroups_.clear();
+  next_ = 0;
   // One after another, everything goes through one slot.
   const bool naive = parts_.options.schedule == plan::ScheduleVariant::kNaive;
   const size_t slots = naive ? 1 : parts_.slots.size();
   for (const base::SubgroupId id : subgroups.first(std::min(subgroups.size(), slots))) {
-    subgroups_.push_back(parts_.index_of.at(id));
+    const auto found = parts_.index_of.find(id);
+    if (found == parts_.index_of.end()) {
+      return base::Status(base::ErrorCode::kInvalidArgument,
+                          "subgroup " + std::to_string(id.value) + " belongs to another device");
+    }
+    subgroups_.push_back(found->second);
   }
-  next_ = 0;
   start_reads();
+  return base::Status();
+}
+
+void StatePrefetch::forget() {
+  for (Slot& slot : parts_.slots) slot.prefetched.reset();
 }
 
 void StatePrefetch::start_reads() {

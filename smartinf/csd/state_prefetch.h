@@ -20,9 +20,11 @@ class StatePrefetch {
   explicit StatePrefetch(DeviceParts& parts) : parts_(parts) {}
 
   /// The i-th of these subgroups goes into the i-th slot, where an update that takes them in this
-  /// order has its i-th. Those whose state is in the state cache are left out. What was read for
-  /// another step is forgotten: it is not the committed state any more.
-  void start(std::span<const base::SubgroupId> subgroups);
+  /// order has its i-th. Those whose state is in the state cache are left out.
+  /// Errors: kInvalidArgument for a subgroup of another device.
+  base::Status start(std::span<const base::SubgroupId> subgroups);
+  /// A step begins: what was read for the one before is not the committed state any more.
+  void forget();
   /// Starts no more reads.
   void stop() { next_ = subgroups_.size(); }
 

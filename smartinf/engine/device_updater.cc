@@ -103,10 +103,30 @@ Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::D
     SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "put_gradient"));
   }
   SI_RETURN_IF_ERROR(gradient_error_);
+  if (!gradient_tracker_.begun()) prefetch();
   SI_ASSIGN_OR_RETURN(const auto pieces, gradient_tracker_.take(first, count));
   gradient_error_ = path_->put(pieces, first, gradient, type);
   if (sum_of_squares_max_ > 0) watch_norm(pieces);
   return gradient_error_;
+}
+
+/// While gradients come in, devices have time to read what the update needs first. An update that
+/// is early uses it for itself.
+void DeviceUpdater::prefetch() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (protocol_.early()) return;
+  }
+  std::vector<csd::Prefetch> wanted(set_.devices.size());
+  for (size_t i = 0; i < set_.subgroups.size(); ++i) {
+    std::vector<base::SubgroupId>& ids = wanted[set_.owner[i].value].subgroups;
+    if (ids.size() < set_.devices[set_.owner[i].value]->info().slots) {
+      ids.push_back(set_.subgroups[i].id);
+    }
+  }
+  for (size_t d = 0; d < wanted.size(); ++d) {
+    if (!wanted[d].subgroups.empty()) step_replies_.submit(*set_.devices[d], std::move(wanted[d]));
+  }
 }
 
 void DeviceUpdater::watch_norm(std::span<const GradientTracker::Piece> pieces) {
@@ -308,7 +328,8 @@ void DeviceUpdater::complete(Completion&& completion) {
   if (completion.event == Completion::Event::kWeightsReady) {
     return protocol_.failed(std::move(completion.status));
   }
-  if (completion.command->as<csd::StopUpdate>() != nullptr) {
+  if (completion.command->as<csd::StopUpdate>() != nullptr ||
+      completion.command->as<csd::Prefetch>() != nullptr) {
     return protocol_.failed(std::move(completion.status));
   }
   if (completion.command->as<csd::Update>() != nullptr) {

@@ -108,6 +108,7 @@ class DeviceUpdater final : public Updater {
   /// Those with something to update. mutex_ held.
   void submit_updates(std::vector<csd::Update> updates);
   /// Ends an early update whose guess is known to be wrong.
+  void prefetch();
   void watch_norm(std::span<const GradientTracker::Piece> pieces);
 
   void take_completions();                      // the engine thread

@@ -43,7 +43,7 @@ class WrongUsage(unittest.TestCase):
         self.refused("train", recipe, "--train.steps", says="needs a value")
         self.refused("train", recipe, "--train.steps", "0", says="--train.steps is 0")
         self.refused("train", recipe, "--set", "train.steps", says="KEY=VALUE")
-        self.refused("doctor", "--train.steps", "5", says="takes none")
+        self.refused("doctor", "--train.steps", "5", says="takes no recipe")
 
     def test_recipe_files(self):
         self.refused("train", "no/such.toml", says="no/such.toml")

@@ -216,7 +216,7 @@ class Copies(unittest.TestCase):
             self.assertEqual(kinds("--states", "--yes"), [("state without a run's folder", False)])
             told = run("gc", folder, "--states", "--yes").stdout
             self.assertIn(f"run {run_id[:8]}, step ", told)
-            self.assertIn(f"--delete-run {run_id[:8]} does it", told)
+            self.assertIn(f"use --delete-run {run_id[:8]} to delete it", told)
             self.assertEqual(run("gc", folder, "--delete-run", run_id[:4]).returncode, 2)
             self.assertEqual(run("gc", folder, "--delete-run", "00000000").returncode, 1)
             self.assertTrue(os.path.exists(folder + "/a/smartinf.state"))

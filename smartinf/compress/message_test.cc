@@ -292,12 +292,12 @@ TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
   refused(message, 0, 1, 8, ErrorCode::kCorrupt, "begin");
   refused(message, 8, 5, 2, ErrorCode::kMismatch, "version 5");
   refused(message, 8, 3, 2, ErrorCode::kMismatch, "version 3");
-  refused(message, 10, 4, 1, ErrorCode::kCorrupt, "no meaning");
-  refused(message, 11, 1, 1, ErrorCode::kCorrupt, "no meaning");
+  refused(message, 10, 4, 1, ErrorCode::kCorrupt, "an unknown value");
+  refused(message, 11, 1, 1, ErrorCode::kCorrupt, "an unknown value");
   refused(message, 16, 0, 8, ErrorCode::kCorrupt, "too short for 0 elements");
   refused(message, 16, ~uint64_t{0}, 8, ErrorCode::kCorrupt, "too short for");
   refused(message, 16, 3 * kBlockElements, 8, ErrorCode::kCorrupt, "refused");
-  refused(message, 24, 3, 4, ErrorCode::kCorrupt, "factors of squares");
+  refused(message, 24, 3, 4, ErrorCode::kCorrupt, "factors, and the message 0");
   refused(message, 24, ~0u, 4, ErrorCode::kCorrupt, "4294967295 runs");
   refused(message, 28, ~0u, 4, ErrorCode::kCorrupt, "4294967295 factors");
   refused(message, 32, 48, 8, ErrorCode::kCorrupt, "says 48");

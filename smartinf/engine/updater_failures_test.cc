@@ -100,11 +100,12 @@ TEST_P(FailingDrive, IsNamedAndTheLastCommittedStepStands) {
 
   const uint64_t count = contract_space().count();
   const auto gradient = contract_gradient(count, 99);
+  // In the middle; reads begin while gradients come in.
+  faults.after = 3;
+  faults.what = what;
   expect_ok((*updater)->begin_step());
   expect_ok((*updater)->put_gradient(0, gradient.data(), DataType::kBf16, count));
   expect_ok((*updater)->finish_gradients(1).status());
-  faults.after = 3;  // in the middle
-  faults.what = what;
   UpdateOptions update;
   update.groups.resize(2);
   expect_ok((*updater)->start_update(update, DataType::kBf16, nullptr));

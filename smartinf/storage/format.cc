@@ -219,7 +219,8 @@ std::vector<std::byte> encode_layout(const StoreLayout& layout) {
   header.bytes =
       sizeof(header) + header.subgroup_count * sizeof(LayoutSubgroup) + header.description_bytes;
   header.plane_count = static_cast<uint32_t>(layout.planes.size());
-  header.state_format = static_cast<uint32_t>(layout.format);
+  header.state_format = static_cast<uint16_t>(layout.format);
+  header.checksum_kind = static_cast<uint16_t>(layout.checksum_kind);
   header.gradient_spill_bytes = layout.gradient_spill_bytes;
   header.block_elements = static_cast<uint32_t>(base::kBlockElements);
   for (size_t i = 0; i < layout.planes.size(); ++i) {
@@ -259,6 +260,13 @@ Result<StoreLayout> parse_layout(std::span<const std::byte> bytes, const Superbl
       header.plane_count > kPlanesMax || header.state_format > 2 ||
       header.block_elements != base::kBlockElements) {
     return corrupt("the layout record contradicts itself");
+  }
+  if (header.checksum_kind != static_cast<uint16_t>(ChecksumKind::kXxh3)) {
+    return Status(
+        ErrorCode::kMismatch,
+        fmt::format("the blocks have checksums of kind {}, which this version cannot check",
+                    header.checksum_kind),
+        "Use the smartinf that wrote the state, or a newer one.");
   }
   StoreLayout layout;
   layout.format = static_cast<base::StateFormat>(header.state_format);

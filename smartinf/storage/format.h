@@ -132,7 +132,8 @@ struct LayoutHeader {
   uint64_t subgroup_count;
   uint64_t description_bytes;
   uint32_t plane_count;
-  uint32_t state_format;          // base::StateFormat: how the planes are to be decoded
+  uint16_t state_format;          // base::StateFormat: how the planes are to be decoded
+  uint16_t checksum_kind;         // ChecksumKind: of the blocks
   uint32_t gradient_spill_bytes;  // per element
   uint32_t block_elements;        // kBlockElements: checksums cover blocks of so many elements
   std::array<uint8_t, kPlanesMax> planes;  // base::PlaneKind, in the order on the drive

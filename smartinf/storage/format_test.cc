@@ -208,6 +208,15 @@ TEST(Layouts, Q8CodesOfAnEarlierVersionAreRefused) {
   }
 }
 
+TEST(Layouts, ChecksumsOfAnUnknownKindAreRefused) {
+  StoreLayout layout = layout_of(base::StateFormat::kF32);
+  layout.checksum_kind = static_cast<ChecksumKind>(7);
+  const Superblock superblock = superblock_of(layout, *Geometry::make(layout, 2));
+  const auto back = parse_layout(encode_layout(layout), superblock);
+  EXPECT_EQ(back.status().code(), ErrorCode::kMismatch);
+  EXPECT_NE(back.status().what().find("kind 7"), std::string::npos) << back.status().to_string();
+}
+
 TEST(Layouts, ComeBackAndEveryFlippedBitIsFound) {
   const StoreLayout layout = layout_of(base::StateFormat::kQ8);
   const Superblock superblock = superblock_of(layout, *Geometry::make(layout, 2));

@@ -40,12 +40,17 @@ struct StoredSubgroup {
   uint64_t count = 0;          // elements
 };
 
+/// How the checksums of a store's blocks are computed. A device whose processor computes others
+/// gives them a kind of their own here.
+enum class ChecksumKind : uint16_t { kXxh3 = 0 };
+
 /// What a store is created with and keeps for life.
 struct StoreLayout {
   RunId run;
   uint32_t device_index = 0;  // this device's place in the run...
   uint32_t device_count = 1;  // ...of so many
   base::StateFormat format = base::StateFormat::kF32;
+  ChecksumKind checksum_kind = ChecksumKind::kXxh3;
   std::vector<base::PlaneKind> planes;  // master first
   std::vector<StoredSubgroup> subgroups;
   /// Bytes per element reserved for gradients that do not fit the memory budget; 0: none.

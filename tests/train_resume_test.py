@@ -52,7 +52,8 @@ class Resume(TrainCase):
     def test_interrupt_stops_at_a_committed_step(self):
         # With compressed gradients the last step writes the residual, which is due at none before it.
         compress = ["--compress.density", "0.3", "--compress.residual_every", "100000"]
-        for where, more in (("device", []), ("memory", []), ("compressed", compress)):
+        early = ["--optimizer.overlap", "early", *CLIPPED]
+        for where, more in (("device", []), ("memory", []), ("compressed", compress), ("early", early)):
             with self.subTest(where):
                 recipe = self.recipe(steps=120)
                 flags = ["--optimizer.where", "memory" if where == "memory" else "device", *more]

@@ -20,6 +20,7 @@ using storage::BlockStore;
 using storage::SubgroupIo;
 
 constexpr uint32_t kSubgroups = 2;
+constexpr uint32_t kAllSubgroups = (1u << kSubgroups) - 1;
 constexpr uint32_t kPlanes = 4;
 constexpr uint32_t kResidualPlane = 3;  // bf16, so it holds the lower half of an element
 constexpr uint32_t kRingDepth = 24;
@@ -29,6 +30,15 @@ std::string client_metadata_of(StepNumber step) { return fmt::format("step {}", 
 /// The second subgroup rests in every third step: what is not written keeps its state.
 bool rests(uint32_t subgroup, StepNumber step) {
   return subgroup == 1 && step > 0 && step % 3 == 0;
+}
+
+/// One bit for each subgroup that the step changes.
+uint32_t active(StepNumber step) {
+  uint32_t subgroups = 0;
+  for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
+    if (!rests(subgroup, step)) subgroups |= 1u << subgroup;
+  }
+  return subgroups;
 }
 
 /// The residual is written in every second step only, as with compress.residual_every = 2.
@@ -98,6 +108,20 @@ uint32_t Scenario::element(uint32_t device, uint32_t subgroup, uint32_t plane, u
   return static_cast<uint32_t>(value);
 }
 
+/// Each once in four steps, and in one step with four consecutive seeds.
+Scenario::Guess Scenario::guess_in(StepNumber step) const {
+  if (step == 0) return Guess::kNone;  // there is no committed state that an update could read
+  return static_cast<Guess>((options_.seed + step) % 4);
+}
+
+/// The subgroups whose gradients are complete before the guess is known to be right or wrong: none,
+/// some or all. A wrong guess may be that a subgroup does not rest.
+uint32_t Scenario::guessed(uint32_t device, StepNumber step) const {
+  const auto drawn = static_cast<uint32_t>(
+      base::mix_seed(base::mix_seed(options_.seed, 3000 + device), step) & kAllSubgroups);
+  return guess_in(step) == Guess::kRight ? drawn & active(step) : drawn;
+}
+
 Status Scenario::create() {
   storage::StoreOptions options;
   options.io_bytes = 2 * base::kIoAlignment;
@@ -160,14 +184,16 @@ bool Scenario::stays_in_memory(uint32_t device, uint32_t subgroup) const {
   return base::mix_seed(options_.seed, 1000 + device * kSubgroups + subgroup) % 2 == 0;
 }
 
-Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
+Status Scenario::write_step(uint32_t device, StepNumber step, uint32_t subgroups,
+                            Contents contents) {
+  const bool garbage = contents != Contents::kOfStep;
   BlockStore& store = *devices_[device].store;
   store.begin_step(step);
   std::vector<base::AlignedBuffer> buffers;
   std::vector<SubgroupIo> ios(kSubgroups);
   size_t started = 0;
   for (uint32_t subgroup = 0; subgroup < kSubgroups; ++subgroup) {
-    if (rests(subgroup, step) && !garbage) continue;
+    if ((subgroups >> subgroup & 1u) == 0) continue;
     const storage::StoredSubgroup& stored = store.layout().subgroups[subgroup];
     InMemory passing;
     const bool stays = stays_in_memory(device, subgroup);
@@ -181,9 +207,9 @@ Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
       if (!here.current) SI_RETURN_IF_ERROR(read(device, stored.id, bytes));
       SI_RETURN_IF_ERROR(verify(device, subgroup, bytes));
     }
-    here.current = !garbage;  // garbage is aborted
+    here.current = !garbage;  // garbage is aborted or written over
     if (!stays) buffers.push_back(std::move(here.buffer));
-    const bool kept = keeps(step) || garbage;
+    const bool kept = keeps(step) || contents == Contents::kAborted;
     for (uint32_t plane = 0; plane < kPlanes; ++plane) {
       auto* values =
           reinterpret_cast<uint32_t*>(bytes.data() + store.plane_offset(stored.id, plane));
@@ -195,8 +221,11 @@ Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
                                             (garbage ? 0x5a5au : 0u));
           continue;
         }
-        values[i] = step == 0 ? element(device, subgroup, plane, i, 0)
-                              : static_cast<uint32_t>(base::mix_seed(values[i], step));
+        if (step == 0) {
+          values[i] = element(device, subgroup, plane, i, 0);
+        } else if (!rests(subgroup, step)) {
+          values[i] = static_cast<uint32_t>(base::mix_seed(values[i], step));
+        }
         if (garbage) values[i] ^= 0x5a5a5a5au;
       }
       for (uint64_t block = 0; block < store.geometry().blocks(subgroup); ++block) {
@@ -233,11 +262,49 @@ Status Scenario::write_step(uint32_t device, StepNumber step, bool garbage) {
   return Status();
 }
 
+Status Scenario::abort_everywhere(StepNumber step) {
+  doing("abort");
+  for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->abort(step));
+  return Status();
+}
+
+/// Perhaps a part of the step is written before it is known whether the guess is right: then comes
+/// the rest, or everything again from the committed state.
+Status Scenario::write_everywhere(StepNumber step) {
+  const auto write = [&](std::string_view moment, Contents contents, auto subgroups) -> Status {
+    doing(moment);
+    for (uint32_t device = 0; device < options_.devices; ++device) {
+      SI_RETURN_IF_ERROR(write_step(device, step, subgroups(device), contents));
+    }
+    return Status();
+  };
+  const auto whole = [&](uint32_t) { return active(step); };
+  const auto early = [&](uint32_t device) { return guessed(device, step); };
+  const auto rest = [&](uint32_t device) { return active(step) & ~guessed(device, step); };
+  const auto again = [&](uint32_t device) { return active(step) | guessed(device, step); };
+  switch (guess_in(step)) {
+    case Guess::kNone:
+      break;
+    case Guess::kRight:
+      SI_RETURN_IF_ERROR(write("right guess", Contents::kOfStep, early));
+      return write("rest after a right guess", Contents::kOfStep, rest);
+    case Guess::kWrong:
+      SI_RETURN_IF_ERROR(write("wrong guess", Contents::kWrong, early));
+      return write("again after a wrong guess", Contents::kOfStep, again);
+    case Guess::kAborted:
+      SI_RETURN_IF_ERROR(write("guess that is aborted", Contents::kWrong, early));
+      SI_RETURN_IF_ERROR(abort_everywhere(step));
+      break;
+  }
+  return write("write", Contents::kOfStep, whole);
+}
+
 Status Scenario::make_step(StepNumber step) {
   const Abort abort = abort_before(step);
   if (abort != Abort::kNever) {
+    doing("write that is aborted");
     for (uint32_t device = 0; device < options_.devices; ++device) {
-      SI_RETURN_IF_ERROR(write_step(device, step, true));
+      SI_RETURN_IF_ERROR(write_step(device, step, kAllSubgroups, Contents::kAborted));
     }
     const uint32_t prepared = abort == Abort::kPrepared         ? options_.devices
                               : abort == Abort::kPartlyPrepared ? 1
@@ -245,14 +312,14 @@ Status Scenario::make_step(StepNumber step) {
     for (uint32_t device = 0; device < prepared; ++device) {
       SI_RETURN_IF_ERROR(devices_[device].store->prepare(step, "aborted"));
     }
-    for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->abort(step));
+    SI_RETURN_IF_ERROR(abort_everywhere(step));
   }
-  for (uint32_t device = 0; device < options_.devices; ++device) {
-    SI_RETURN_IF_ERROR(write_step(device, step, false));
-  }
+  SI_RETURN_IF_ERROR(write_everywhere(step));
+  doing("prepare");
   for (Device& device : devices_) {
     SI_RETURN_IF_ERROR(device.store->prepare(step, client_metadata_of(step)));
   }
+  doing("commit");
   for (Device& device : devices_) SI_RETURN_IF_ERROR(device.store->commit(step));
   // commit() says ok without power too: it is decided.
   acknowledged_ = step;
@@ -363,10 +430,8 @@ std::string Scenario::recover_and_judge() {
     wrong = fmt::format("step {} was aborted and has returned", *step);
   }
   if (wrong.empty() && !aborted) {
-    for (uint32_t device = 0; device < options_.devices && wrong.empty(); ++device) {
-      const Status status = write_step(device, *step + 1, false);
-      if (!status.ok()) wrong = "cannot go on: " + status.to_string();
-    }
+    const Status written = write_everywhere(*step + 1);
+    if (!written.ok()) wrong = "cannot go on: " + written.to_string();
     for (Device& device : devices_) {
       const Status status = wrong.empty()
                                 ? device.store->prepare(*step + 1, client_metadata_of(*step + 1))

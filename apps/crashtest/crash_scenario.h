@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "smartinf/base/aligned_buffer.h"
@@ -23,14 +24,17 @@ struct ScenarioOptions {
   uint32_t devices = 3;
   uint32_t steps = 4;
   uint64_t elements = 1500;  // of each device's larger subgroup
-  /// Of the order of completions, of what a cut leaves, and of which subgroups stay in memory.
+  /// Of the order of completions, of what a cut leaves, of which subgroups stay in memory, and of
+  /// what is guessed.
   uint64_t seed = 1;
   CommitFlaw flaw = CommitFlaw::kNone;
 };
 
 /// One life of a run: create, steps (some aborted and made again), power cut, recovery, one more
 /// step. The update is a toy with the shape of the real one: read (or have it in memory, as with a
-/// state cache), verify, change, seal, write.
+/// state cache), verify, change, seal, write. As with optimizer.overlap = "early", some steps are
+/// written in part by a guess (docs/decisions/early-updates.md): it is right, or wrong and
+/// everything is written a second time in the step, or the step is aborted.
 class Scenario {
  public:
   explicit Scenario(const ScenarioOptions& options);
@@ -38,6 +42,8 @@ class Scenario {
   /// Runs until done or until the power goes after `cut_events`.
   void run(uint64_t cut_events = ~uint64_t{0});
   uint64_t events() const { return power_.events(); }
+  /// What the run was doing when it ended.
+  std::string_view moment() const { return moment_; }
 
   /// What the drives hold once the power is back.
   void settle(storage::CutFate fate, uint64_t seed);
@@ -51,7 +57,11 @@ class Scenario {
   void set_disks(const std::vector<storage::MemoryDisk>& disks) { disks_ = disks; }
 
  private:
-  /// A subgroup as a write left it; not current when that was aborted.
+  enum class Guess { kNone, kRight, kWrong, kAborted };
+  /// What is written: the step's new state, what a wrong guess makes of it, or something in every
+  /// plane that will be aborted.
+  enum class Contents { kOfStep, kWrong, kAborted };
+  /// A subgroup as a write left it; not current when that was garbage.
   struct InMemory {
     base::AlignedBuffer buffer;
     bool current = false;
@@ -68,12 +78,21 @@ class Scenario {
   base::Status create();
   base::Status open(bool with_flaw);
   base::Result<base::StepNumber> recover();
-  base::Status write_step(uint32_t device, base::StepNumber step, bool garbage);
+  Guess guess_in(base::StepNumber step) const;
+  uint32_t guessed(uint32_t device, base::StepNumber step) const;
+  /// subgroups: one bit each.
+  base::Status write_step(uint32_t device, base::StepNumber step, uint32_t subgroups,
+                          Contents contents);
+  base::Status write_everywhere(base::StepNumber step);
+  base::Status abort_everywhere(base::StepNumber step);
   base::Status make_step(base::StepNumber step);
   base::Status all_steps();
   base::Status read(uint32_t device, base::SubgroupId id, std::span<std::byte> buffer);
   base::Status verify(uint32_t device, uint32_t subgroup, std::span<const std::byte> buffer);
   std::string compare(base::StepNumber step);
+  void doing(std::string_view moment) {
+    if (power_.on()) moment_ = moment;
+  }
 
   ScenarioOptions options_;
   storage::RunId run_;
@@ -81,6 +100,7 @@ class Scenario {
   std::vector<storage::MemoryDisk> disks_;
   std::vector<Device> devices_;
   uint64_t rings_made_ = 0;
+  std::string_view moment_ = "creation";
   std::optional<base::StepNumber> acknowledged_;  // commit returned on every device
 };
 

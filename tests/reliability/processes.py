@@ -15,7 +15,8 @@ from machine import ANSWER_S, BEGUN, KINDS, STEPS, Done, check_end
 from outcomes import Failure, Outcome
 from trials import scenario
 
-KILLED = ("two", "threads", "topk_two", "q8_kept", "spill")
+KILLED = ("two", "threads", "topk_two", "q8_kept", "spill", "early")
+CUT = ("threads", "topk_two", "q8_kept", "f32", "early")
 KILLED_STEPS = 60
 
 
@@ -96,7 +97,7 @@ def calls_of_training(machine, kind, begun):
 def system_errors(trial):
     """One call of a training run fails, is short, or does something else than it says; or all from there."""
     machine, draw = trial.machine, trial.draw
-    kind = KINDS["threads"]
+    kind = KINDS[("threads", "early")[trial.index % 2]]
     begun = draw.random() < 0.6
     calls = calls_of_training(machine, kind, begun)
     # Reads and writes of the state most often: their faults are the most various.
@@ -165,8 +166,8 @@ def recorded(machine, name, before, words_in, expected=(0,)):
 def power_cut(trial):
     """Training loses power at any write or sync: what was not synced is lost, kept or torn."""
     machine, draw = trial.machine, trial.draw
-    kind = KINDS[("threads", "topk_two", "q8_kept", "f32")[trial.index % 4]]
-    begun = trial.index % 8 < 4
+    kind = KINDS[CUT[trial.index % len(CUT)]]
+    begun = trial.index // len(CUT) % 2 == 0
     before, record, lock = recorded(
         machine, f"{kind.name}_{begun}", lambda root: machine.begun(kind, root) if begun else None,
         lambda root: machine.train_words(kind, root / "run"))

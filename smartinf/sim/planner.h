@@ -64,7 +64,7 @@ struct PlanRequest {
   StepOptions options;  // sizes, optimizer, accumulation; with `requested` method and format, too
   bool requested = false;  // that method and format are tried, too, and are what is recommended
   /// Not given: late for `smartinf train`, whose "auto" is never slower, and none for the Python
-  /// package, which has to be told. What an option cannot do is planned as the next below.
+  /// package, which has to be asked. What an option cannot do is planned as the next below.
   std::optional<plan::Overlap> overlap;
   /// Empty: the first that fits of `smartinf train` (where it can train the model), the Python
   /// package, and the Python package with release_gradients; the first where none does.

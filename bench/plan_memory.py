@@ -172,7 +172,7 @@ def main():
     run(["calibrate", "--device", options.device, "--out", machine])
     text = machine.read_text(encoding="utf-8")
     errors = []
-    print("| model and way | planned | measured peak | error |\n|---|---|---|---|")
+    print("| model and options | planned | measured peak | error |\n|---|---|---|---|")
     for name in options.rows or ROWS:
         _, plan, real = measured(name, options.device, text)
         errors.append(plan / real - 1)

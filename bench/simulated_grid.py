@@ -164,7 +164,7 @@ def page(rows):
     text = f"""# The simulated update against the measured one
 
 Command: `python3 bench/simulated_grid.py rows.jsonl --device DIR --page docs/results/simulator.md`, run until all
-rows are there, while builds were held back.
+rows are there, while builds were paused.
 
 Machine: {machine()}. The load in the rows is
 the one-minute average; builds that were stopped for the measurement still count in it.

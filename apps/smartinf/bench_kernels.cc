@@ -41,7 +41,7 @@ struct BenchOptions {
   std::vector<std::string> formats;
   std::vector<std::string> gradients;
   std::string weights = "bf16";
-  std::vector<double> shares = {0.01};            // of the elements, that Top-K keeps
+  std::vector<double> shares = {0.01};            // of the elements, that Top-K selects
   std::optional<compress::ValueEncoding> values;  // of compressed gradients
   bool json = false;
 };
@@ -346,7 +346,7 @@ class KernelBench {
            .gradient = "bf16",
            .share = share,
            .bytes = elements_ * 6,
-           .warm_up = 20},  // until what is kept is as large as it stays
+           .warm_up = 20},  // until the residual is as large as it stays
           [&](uint32_t t) {
             const Share part = share_of(blocks, t, team.size());
             for (uint64_t b = part.first; b < part.last; b += kBlocksOfSubgroup) {

@@ -149,7 +149,7 @@ class StepBench {
     compress.values = options_.values.value_or(compress.default_values());
     if (!options_.trace.empty()) {
       updater_.trace = std::make_shared<csd::Trace>();
-      SI_RETURN_IF_ERROR(write_trace(options_.trace, *updater_.trace));  // told now, if it fails
+      SI_RETURN_IF_ERROR(write_trace(options_.trace, *updater_.trace));  // fails now, if it does
     }
     for (const std::string& path : options_.devices) {
       engine::DeviceOptions device;

@@ -65,7 +65,7 @@ Agreement compare(const engine::DeviceSources& devices) {
     return agreement;
   }
   if (step.status().code() == ErrorCode::kNotFound) {
-    // Checked alone, a device is judged by what it promises itself.
+    // Checked alone, a device is compared with what its own superblock says.
     agreement.note = step.status().what() +
                      ": it was not checked whether the devices belong together. " +
                      step.status().advice();

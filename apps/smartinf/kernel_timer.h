@@ -31,7 +31,7 @@ class KernelTimer {
     std::string rule = {};
     std::string format = {};
     std::string gradient = {};
-    double share = 0;    // that is kept; 0: not a selection
+    double share = 0;    // that is selected; 0: not a selection
     uint64_t bytes = 0;  // read and written by one run of the kernel
     int warm_up = 1;     // runs that are not timed
   };

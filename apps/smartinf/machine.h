@@ -1,4 +1,4 @@
-// What Linux says about this machine: memory, cores, drives. Facts only; doctor.cc judges them.
+// What Linux says about this machine: memory, cores, drives. Facts only; doctor.cc has the advice.
 #pragma once
 
 #include <chrono>

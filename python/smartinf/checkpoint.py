@@ -191,7 +191,7 @@ class Stored:
                 self._core.read(i, plane, a - low, b - a, out.data_ptr() + 4 * (a - first))
 
     def read_residual(self, number, start, stop, out):
-        """The same of what compression keeps, into bf16."""
+        """The same of the residual, into bf16."""
         piece = torch.empty(min(_AT_ONCE, stop - start))
         for first in range(start, stop, _AT_ONCE):
             end = min(stop, first + _AT_ONCE)
@@ -199,7 +199,7 @@ class Stored:
             out[first - start : end - start].copy_(piece[: end - first])
 
     def ahead(self, number):
-        """By how much weights are ahead of the stored ones, for what compression keeps."""
+        """The factors (lr, bias, eps) by which weights are ahead of the stored ones (step-ahead)."""
         return self._ahead.get(self._firsts[number], (0.0, 1.0, 0.0))
 
 
@@ -257,7 +257,7 @@ def load(session, folder, strict):
                     stored.read_residual(number, segment.start, segment.stop, out)
         ahead = ()
         if session.core.step_ahead() and stored.residual:
-            # A parameter that the checkpoint lacks keeps nothing, and so is not ahead.
+            # A parameter that the checkpoint lacks has no residual, and so is not ahead.
             ahead = [
                 stored.ahead(number_of[segment.param]) if segment.param in number_of else (0.0, 1.0, 0.0)
                 for segment in layout.segments

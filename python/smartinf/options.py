@@ -24,8 +24,8 @@ class Options:
         self.compress = compression.parse(given["compress"])
         if self.compress is not None and given["nonfinite"] == "apply":
             raise UsageError(
-                'nonfinite="apply" does not go together with compress, which would keep the infinity for '
-                'all later steps; choose "raise" or "skip"'
+                'nonfinite="apply" does not go together with compress, whose residual would carry the '
+                'infinity into all later steps; choose "raise" or "skip"'
             )
         self.release = bool(given["release_gradients"])
         self.accumulation_steps = int(given["accumulation_steps"])

@@ -59,7 +59,7 @@ class Session:
         self.devices = _devices_for(self.layout, options.devices)
         self.unclaimed, self.expected = False, None
         self.waited_s = 0.0  # for commits, and for weights that a step has left behind
-        self.stepped = False  # something is kept that may not be on the devices
+        self.stepped = False  # there is a residual that may not be on the devices
         self.taking_part = None  # whether each parameter does, once COLLECTED
         self.hooks = []
         self.late = LateWeights() if options.overlap is not None else None
@@ -422,8 +422,8 @@ class Session:
 
     def adopt_weights(self, changed):
         """Master weights from parameters that were written from outside, e.g. by
-        model.load_state_dict(). Where a parameter still is what came up, the master stays; elsewhere
-        nothing that compression kept is left to come. Collective."""
+        model.load_state_dict(). Where a parameter still is what came up, the master stays; of other
+        elements the residual is dropped. Collective."""
         wanted, layout, values = set(changed), self.layout, {}
         sent = residual = None
         if compression.has_residual(self.options.compress):
@@ -459,7 +459,7 @@ class Session:
     def edit(self, edit, lineage, residual=None, ahead=()):
         """Rewrites state: edit(segment, start, stop, planes) changes f32 tensors [stop - start] in
         place and returns whether it did. `lineage` becomes true with it, or nothing does. residual:
-        bf16 tensor [owned], what compression is to keep; None: what it keeps. ahead: the core's
+        bf16 tensor [owned], the new one; None: it stays as it is. ahead: the core's
         step_ahead() of where that comes from. Collective."""
 
         def visit(first, count, views):
@@ -516,7 +516,7 @@ class Session:
                     self.ranks.all_reduce(plane)
                 take(i, [plane.view(param.shape) for plane in planes])
 
-    # ---- What compression keeps.
+    # ---- The residual of compressed gradients.
 
     def write_residual(self, core):
         """To the devices, where they have it only every now and then. No step is in progress."""
@@ -525,7 +525,7 @@ class Session:
             self._commit.started()
 
     def empty_residual(self):
-        """Nothing kept, for states that come without; None when nothing is ever kept."""
+        """Zeros, for states that come without a residual; None where compression has none."""
         if not compression.has_residual(self.options.compress):
             return None
         return torch.zeros(self.layout.owned_count, dtype=torch.bfloat16)

@@ -71,12 +71,12 @@ class StorageOptimizer(torch.optim.Optimizer):
         on (empty devices are begun). False: discard it. None: the first step raises UsageError unless
         load_state_dict() or load_checkpoint() has said which state is meant.
     state_format: "f32" (exact), "bf16" or "q8": how momentum and variance are kept.
-    compress: sends the largest elements of each gradient instead of all, and keeps the rest for later
-        steps: a density (0.08 sends the signs of 8 %) or a dict with it and any of values,
+    compress: sends the largest elements of each gradient instead of all, and adds the rest (the residual)
+        to the next gradient: a density (0.08 sends the signs of 8 %) or a dict with it and any of values,
         error_feedback, residual_every, warmup_steps, as in a recipe (docs/smartcomp.md). 4 bytes per
         parameter in host memory, in place of the gradients'.
-        Clipping, GradScaler and accumulation come before anything is kept; a step that is skipped or
-        fails changes nothing of it; resume and checkpoints carry it. None: gradients are sent dense.
+        Clipping, GradScaler and accumulation are applied before the residual is added; a step that is skipped
+        or fails does not change it; resume and checkpoints carry it. None: gradients are sent dense.
     memory_budget: bytes (or "512MiB") for the buffers of engine and devices; gradients come on top.
     gradient_budget: bytes of gradients held in memory between backward and update; the rest is
         spilled to the devices. None: all stay in memory.
@@ -448,7 +448,7 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def compression(self) -> dict:
         """Of the last step, this rank's part: {"elements" that took part, "values" sent of them, "bytes"
-        of messages, "density" of the step, "residual_norm" of what is kept}. All 0 without compress."""
+        of messages, "density" of the step, "residual_norm"}. All 0 without compress."""
         return self._session.opened().compression()
 
     def describe_devices(self) -> list[str]:

@@ -1,5 +1,5 @@
 // Makes a step's compressed gradients: collects what comes in, adds what earlier steps did not
-// send, selects, packs, and keeps the rest for the next step. docs/smartcomp.md has the formulas.
+// send, selects and packs; the rest is the new residual. docs/smartcomp.md has the formulas.
 //
 // Everything happens when the update starts, because only then the step's scale (loss scale,
 // accumulation, clipping) is known: a gradient is scaled before the residual is added.
@@ -52,7 +52,7 @@ class GradientCompressor {
   };
 
   /// Memory: 2 bytes a parameter for the step's gradient, with feedback 2 more. matrices: of the
-  /// space where messages have factors of its squares, else empty.
+  /// space where messages have row and column factors, else empty.
   static base::Result<std::unique_ptr<GradientCompressor>> make(const CompressOptions& options,
                                                                 uint64_t elements, uint64_t seed,
                                                                 std::vector<MatrixLayout> matrices);

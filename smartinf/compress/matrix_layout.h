@@ -33,7 +33,7 @@ inline constexpr uint64_t kFewRows = 8192;         // and columns, of the others
 /// it is. One with more is a stack of matrices (of experts, say) where each has kStackedElements to
 /// every row and column of its; within a matrix neighbouring dimensions are joined so that rows and
 /// columns are fewest. A vector of up to kVectorColumns is one row; a longer one, and a large
-/// matrix that is so narrow that its rows would tell too little, is cut into rows of kCutColumns
+/// matrix that is so narrow that its rows would say too little, is cut into rows of kCutColumns
 /// and one of what is left.
 std::vector<MatrixLayout> matrix_layouts(const plan::ParameterSpace& space);
 
@@ -54,7 +54,7 @@ struct MatrixPart {
   }
   uint64_t first_column() const { return (first - matrix.first) % matrix.columns; }
   uint64_t columns() const { return std::min(matrix.columns, count); }
-  /// Numbers that tell of it: one for each row, then one for each column.
+  /// Numbers that describe it: one for each row, then one for each column.
   uint64_t factors() const { return rows() + columns(); }
 
   /// act(row, column, count): what the part has of each row, by the matrix's own rows and columns.

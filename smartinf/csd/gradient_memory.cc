@@ -72,7 +72,7 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
     return base::Status(
         base::ErrorCode::kOutOfMemory,
         "compressed gradients do not fit their budget of " + base::format_bytes(budget_bytes),
-        "Raise the gradient budget or lower the compression ratio.");
+        "Raise the gradient budget or lower the density of the compression.");
   }
   for (size_t i = kept; i < made->entries_.size(); ++i) {
     Entry& entry = made->entries_[i];

@@ -48,7 +48,7 @@ struct LocalDeviceOptions {
   /// Gradients that stay in memory; those beyond are spilled to the store's spill area, for which
   /// the layout must have reserved space (gradient_spill_bytes).
   uint64_t gradient_budget_bytes = ~uint64_t{0};
-  base::DataType gradient_type = base::DataType::kBf16;  // as kept by the device
+  base::DataType gradient_type = base::DataType::kBf16;  // as the device stores them
   /// Above 0: gradients come compressed, with at most so many bytes for a block of a subgroup and
   /// its directory entry. They are kept as they come and expanded block by block at the processor.
   uint64_t compressed_block_bytes = 0;

@@ -102,7 +102,7 @@ void look_through(const fs::path& folder, Level level, Contents& contents) {
     }
     if (!contents.foreign.empty()) return;
   }
-  if (error) contents.foreign = folder.string();  // it cannot be told
+  if (error) contents.foreign = folder.string();  // it cannot be known
 }
 
 Contents contents_of(const std::string& folder) {

@@ -395,7 +395,7 @@ TEST(Compression, CountedBytesAreTwoPercentAndLess) {
                           {compress::ValueEncoding::kBf16, true, 0.01, 0.04},
                           {compress::ValueEncoding::kSign, true, 0.08, 0.07}}) {
     Scratch scratch;
-    // Large subgroups: every one tells of the columns that it holds.
+    // Large subgroups: every message has factors of the columns that it holds.
     UpdaterOptions options = compressed_options(scratch, 2, 12);
     options.compress.density = one.share;
     options.compress.values = one.values;
@@ -433,7 +433,7 @@ TEST(Compression, RefusesWhatCannotWork) {
   EXPECT_EQ(code([](auto& o) { o.compress.density = -0.1; }), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.compress.density = 1.5; }), ErrorCode::kInvalidArgument);
   EXPECT_EQ(code([](auto& o) { o.gradient_budget_bytes = 1000; }), ErrorCode::kOutOfMemory);
-  // A run that was begun without is not one that can keep.
+  // A run that was begun without compression has no room for a residual.
   UpdaterOptions plain = compressed_options(scratch);
   plain.compress = {};
   compressed_run(plain);

@@ -20,7 +20,7 @@ struct DeviceSet {
   std::vector<plan::Subgroup> subgroups;              // of the whole space, by id
   std::vector<base::DeviceId> owner;                  // of every subgroup
   base::StepNumber step = 0;
-  bool residual = false;       // the devices have room for what compression keeps
+  bool residual = false;       // the devices have room for the residual
   bool fresh = false;          // made now: step 0 is still to be written
   uint64_t staging_bytes = 0;  // what the memory budget leaves to the engine itself
 

@@ -11,7 +11,7 @@
 
 namespace smartinf::engine {
 
-/// The space's matrices where messages tell of the gradient's squares; else none.
+/// The space's matrices where messages have factors of the second moment; else none.
 std::vector<compress::MatrixLayout> matrices_of_squares(const UpdaterOptions& options,
                                                         const plan::ParameterSpace& space);
 /// Of gradients that devices keep until the update; compressed, about: their subgroups are not

@@ -46,7 +46,7 @@ struct ReshardSummary {
   base::StepNumber step = 0;
   uint64_t state_bytes = 0;
   uint64_t subgroup_elements = 0;
-  uint64_t blocks_without_checksum = 0;  // of the source; they could not be judged
+  uint64_t blocks_without_checksum = 0;  // of the source; they could not be checked
 };
 
 /// Makes new states on `targets` that hold the state of `from` at its step, with its client

@@ -37,7 +37,7 @@ struct UpdaterKind {
   /// What run_steps() comes to, by arithmetic of the kind's own.
   std::function<const Outcome&()> reference;
   bool on_devices = true;  // else it can neither skip gradients nor edit the state
-  bool in_place = false;   // an update cannot be taken back once it has begun
+  bool in_place = false;   // an update cannot be aborted once it has begun
 };
 
 inline std::ostream& operator<<(std::ostream& out, const UpdaterKind& kind) {

@@ -26,7 +26,7 @@ float sum_of_lanes(std::array<float, kLanes>& by_lane) {
   }
   return by_lane[0];
 }
-/// A sum of n squares, or where it is beyond what f32 can tell, the same in f64. in: [n].
+/// A sum of n squares, or where it is outside of the range of f32, the same in f64. in: [n].
 double sum_in_range(float sum, const base::Bf16* in, size_t n);
 inline constexpr float kSquaresLeast = 1e-28f;
 

@@ -90,7 +90,7 @@ struct Adam {
 };
 
 // Adam whose variance is given the squares of a gradient that it does not see whole. Rarer,
-// so its cases are told apart at run time.
+// so its cases are distinguished at run time.
 struct AdamFactored {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = true;

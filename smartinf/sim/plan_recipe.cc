@@ -57,7 +57,7 @@ Result<std::string> plan_recipe(const Plan& plan) {
     text += fmt::format("overlap = \"{}\"\n", base::enum_name(best.options.overlap));
   }
   if (best.options.method == Method::kSmartComp) {
-    // The ratio counts a sign with its index as one byte, against 4 of a gradient.
+    // A sign with its index counts as one byte, against 4 of an f32 gradient (StepOptions::ratio).
     text += fmt::format("\n[compress]\ndensity = {}\nresidual_every = {}\n",
                         std::min(1.0, 4 * best.options.ratio), best.options.residual_every);
   }

@@ -46,7 +46,7 @@ struct UseNeed {
 struct Plan {
   ModelShape model;
   Machine machine;
-  TrainingUse use;                  // what the options are judged for
+  TrainingUse use;                  // what the options are planned for
   std::vector<PlanOption> options;  // fastest first among those that fit, then the others
   size_t recommended = 0;           // exact and fastest, or what was asked for; index into options
   bool fits = false;
@@ -64,7 +64,7 @@ struct PlanRequest {
   StepOptions options;  // sizes, optimizer, accumulation; with `requested` method and format, too
   bool requested = false;  // that method and format are tried, too, and are what is recommended
   /// Not given: late for `smartinf train`, whose "auto" is never slower, and none for the Python
-  /// package, which has to be told. What an option cannot do is planned as the next below.
+  /// package, which has to be asked. What an option cannot do is planned as the next below.
   std::optional<plan::Overlap> overlap;
   /// Empty: the first that fits of `smartinf train` (where it can train the model), the Python
   /// package, and the Python package with release_gradients; the first where none does.

@@ -40,8 +40,10 @@ struct StepOptions {
   Method method = Method::kSmartOver;
   kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
   base::StateFormat format = base::StateFormat::kF32;
-  double ratio = 0.02;  // counted volume against f32 gradients (docs/smartcomp.md), in (0, 1]
-  /// Steps between writes of what compression on the host holds back; 0: it is never written.
+  /// Bytes of compressed gradients over bytes in f32, in (0, 1], as the paper counts them: 8 for
+  /// each number of Top-K. Signs, with 1 for each, are then of 4 times this share of the elements.
+  double ratio = 0.02;
+  /// Steps between writes of the residual by the host that compresses; 0: it is never written.
   uint32_t residual_every = 16;
   plan::Overlap overlap = plan::Overlap::kNone;  // not kAuto
   /// With kEarly: at the end of backward gradients turn out to be clipped, and all is done again.

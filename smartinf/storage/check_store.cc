@@ -155,7 +155,7 @@ class Checker {
     return area.bytes().subspan(superblock_offset(copy), kSuperblockBytes);
   }
 
-  /// Judges copies that lie one after another: reports the bad ones, repairs them from a good one.
+  /// Checks copies that lie one after another: reports the bad ones, repairs them from a good one.
   /// The good one is left in `good`.
   template <typename Judge, typename Offset>
   Result<bool> check_copies(FaultKind kind, std::string_view name, uint32_t count, uint64_t length,

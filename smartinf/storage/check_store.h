@@ -48,7 +48,7 @@ struct CheckReport {
   StoreState state;
   base::StepNumber checked_step = 0;
   uint64_t blocks_checked = 0;
-  uint64_t blocks_without_checksum = 0;  // written with checksums off: cannot be judged
+  uint64_t blocks_without_checksum = 0;  // written with checksums off: cannot be checked
   uint64_t bytes_read = 0;
   uint64_t faults = 0;
   uint64_t faults_repaired = 0;

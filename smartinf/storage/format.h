@@ -75,7 +75,7 @@ enum class Phase : uint32_t {
   kComplete = 2,  // the first step is committed: create() refuses to touch it from here on
 };
 
-/// One 4 KiB copy of the superblock: the root from which everything else is found and judged.
+/// One 4 KiB copy of the superblock: the root from which everything else is found and checked.
 struct Superblock {
   uint64_t magic;     // not a smartinf container: refuse before believing anything else
   uint64_t checksum;  // of all bytes behind it: a torn write or a flipped bit is not believed

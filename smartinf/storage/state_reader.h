@@ -51,7 +51,7 @@ class StateReader {
   /// has exactly their bytes. Errors: kCorrupt for a block that is not what was written, kIo.
   base::Status read_blocks(size_t subgroup, size_t plane, uint64_t first, uint64_t count,
                            std::span<std::byte> out);
-  /// Blocks that were read and could not be judged: written with checksums off.
+  /// Blocks that were read and could not be checked: written with checksums off.
   uint64_t blocks_without_checksum() const { return blocks_without_checksum_; }
 
  private:

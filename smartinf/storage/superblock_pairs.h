@@ -32,7 +32,7 @@ class SuperblockPairs {
   /// Writes the value under the next sequence number, to the pair whose turn it is.
   base::Status write(bool durably);
   /// Whether the newest superblock on the drive is this store's own. Errors: kBusy when somebody
-  /// else has written one since; the drive's are not judged here.
+  /// else has written one since; the drive's are not checked here.
   base::Status check_newest();
   /// Makes everything that was written to the container durable.
   base::Status sync();

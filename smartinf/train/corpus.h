@@ -1,5 +1,5 @@
-// The tokens a model learns from and is judged by: text files and folders as bytes, or ready token
-// files. Decides what is training and what is validation; says nothing about order
+// The tokens of training and validation: text files and folders as bytes, or ready token files.
+// Decides what is training and what is validation; says nothing about order
 // (window_order.h).
 #pragma once
 

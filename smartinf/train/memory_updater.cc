@@ -38,8 +38,8 @@ torch::ScalarType scalar_type(DataType type) {
   return torch::kFloat32;
 }
 
-/// An update overwrites the state in place, as torch's optimizers do: keeping what it was would
-/// cost memory and time that what is compared with this does not spend. So it cannot be taken back.
+/// An update overwrites the state in place, as torch's optimizers do: a copy of what it was would
+/// cost memory and time that what is compared with this does not spend. So it cannot be aborted.
 class TorchAdamW final : public engine::Updater {
  public:
   /// stored: the state to go on with; null: none, it is still to be initialized.

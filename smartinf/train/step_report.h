@@ -37,7 +37,7 @@ struct StepReport {
   // Of compressed gradients; 0 without.
   uint64_t compressed_bytes = 0;  // that were sent
   double density = 0;             // of compressed gradients (compress::CompressOptions::density)
-  double residual_norm = 0;       // of what is kept for the next step
+  double residual_norm = 0;       // of what is added to the next gradient
 
   /// Why there was no update (non-finite gradients, parameter named); empty: there was one.
   std::string skipped;

@@ -334,12 +334,12 @@ std::vector<std::string> TorchTrainer::describe() const {
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
   lines.push_back(fmt::format(
-      "memory: {} weights in the host's memory{}, {} gradients and what compression keeps, {} "
+      "memory: {} weights in the host's memory{}, {} gradients{}, {} "
       "buffers{}; activations and torch come on top",
       base::format_bytes(host_weights_N_.nbytes()),
       accelerator_.is_cpu() ? "" : " and once more on the GPU",
       base::format_bytes(updater_->gradient_memory_bytes()),
-      base::format_bytes(updater_->memory_bytes()),
+      compression_.empty() ? "" : " and compression", base::format_bytes(updater_->memory_bytes()),
       updater_->state_cache_bytes() == 0
           ? ""
           : fmt::format(", {} of state", base::format_bytes(updater_->state_cache_bytes()))));

@@ -131,7 +131,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   return Status();
 }
 
-// The log is of one run: what is not of it goes to a file of its own, and the user is told where.
+// The log is of one run: what is not of it goes to a file of its own, which a message names.
 Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
                                   base::StepNumber logged) {
   SI_RETURN_IF_ERROR(folder_.keep_recipe(job.recipe));

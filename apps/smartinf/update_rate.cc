@@ -71,7 +71,7 @@ std::vector<std::byte> sparse_message(const compress::CompressOptions& compress)
   return {message.begin(), message.end()};
 }
 
-/// One thread's state; its work is that of csd::UpdateWork, without a store behind it.
+/// One thread's state; its work is that of csd::UpdateJob, without a store behind it.
 class ProcessorPass {
  public:
   ProcessorPass(const ProcessorWork& work, std::byte* memory, uint64_t block_bytes,

@@ -149,6 +149,31 @@ TEST(Step, WithOnlyDrivesLeftTheUpdateIsTheirTime) {
   EXPECT_NEAR(times.update_s / form->update_s, 1.0, 0.01) << "the closed form's assumptions hold";
 }
 
+TEST(Step, WhatFindsASlotFreeIsReadBesideBackward) {
+  // As above, but with gradients in memory and a slot for all, a half or an eighth of the state.
+  Machine machine = paper_machine(1);
+  machine.host.link_bytes_per_s = machine.host.copy_bytes_per_s = kEndless;
+  machine.gpu.peak_flops = 1e9;  // backward takes longer than reading everything
+  machine.software.gradient_spilled = false;
+  DeviceGroup& device = machine.devices.front();
+  device.link_bytes_per_s = device.update_bytes_per_s = kEndless;
+  device.mixed_efficiency = device.peer_efficiency = 1;
+  StepOptions options;
+  const ModelShape shape = model("gpt2-4.0B");
+  options.subgroup_elements = (shape.parameters() + 63) / 64;
+  const double p = static_cast<double>(shape.parameters());
+  const double read_s = 12 * p / device.read_bytes_per_s;
+  const double write_s = 12 * p / device.write_bytes_per_s;
+  for (const double share : {1.0, 0.5, 0.125}) {
+    options.slots = static_cast<uint32_t>(64 * share);
+    machine.software.overlapped = plan::ScheduleVariant::kOverlapped;
+    const double expected = read_s * (1 - share) + write_s;
+    EXPECT_NEAR(run(shape, machine, options).update_s / expected, 1.0, 0.01) << share;
+  }
+  machine.software.overlapped = plan::ScheduleVariant::kPaper;
+  EXPECT_GT(run(shape, machine, options).update_s, (read_s + write_s) * 0.99) << "not in the paper";
+}
+
 TEST(Step, WithASlowHostLinkTheUpdateIsTheLinksTime) {
   Machine machine = paper_machine(10);
   machine.host.link_bytes_per_s = 0.2e9;

@@ -155,6 +155,9 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
   for (size_t d = 0; d < run.order.size(); ++d) {
     run.start.push_back(graph_.add_task({}, {after, begun.empty() ? kNone : begun[d]}));
   }
+  // As the engine does from a step's first gradient on; the paper's stack does not.
+  const bool engine = machine_.software.overlapped == plan::ScheduleVariant::kOverlapped;
+  if (engine && !baseline() && begun.empty()) run.prefetch = gradient_arrived_.back();
   update_.add(run);
 }
 

@@ -134,7 +134,9 @@ std::vector<TaskIndex> UpdateGraph::add(const UpdateRun& run) {
     for (const uint32_t subgroup : run.order[d]) begun_[d][subgroup] = EventGraph::kNone;
     std::vector<TaskIndex> made;
     for (const plan::Task& task : plan::make_schedule(input)) {
-      std::vector<TaskIndex> after{run.start[d]};
+      const bool ahead = !run.prefetch.empty() && task.kind == TaskKind::kReadState &&
+                         task.after.front() == plan::Task::kNone;
+      std::vector<TaskIndex> after{ahead ? run.prefetch[d] : run.start[d]};
       for (const uint32_t before : task.after) {
         if (before != plan::Task::kNone) after.push_back(made[before]);
       }

@@ -65,6 +65,8 @@ struct UpdateRun {
   std::vector<EventGraph::TaskIndex> start;  // by device: nothing of it begins before
   /// By device and subgroup: nothing of it begins before. Empty: its gradient is there at `start`.
   std::vector<std::vector<EventGraph::TaskIndex>> completed;
+  /// By device: from when the state may be read that finds a slot free at once. Empty: `start`.
+  std::vector<EventGraph::TaskIndex> prefetch;
 };
 
 class UpdateGraph {

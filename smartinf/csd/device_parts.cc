@@ -1,9 +1,12 @@
 #include "smartinf/csd/device_parts.h"
 
+#include <string>
 #include <utility>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/plan/memory_plan.h"
 
 namespace smartinf::csd {
 namespace {
@@ -90,6 +93,49 @@ base::Status DeviceParts::updates_as_completed() const {
 void DeviceParts::complete(Command& command, base::Status status) const {
   command.replies->push(
       {&command, Completion::Event::kDone, {}, std::move(status).with_context(name)});
+}
+
+base::Result<std::unique_ptr<SlotMemory>> allocate_slots(DeviceParts& parts,
+                                                         std::vector<Slot>& slots) {
+  const LocalDeviceOptions& options = parts.options;
+  const uint64_t extent_bytes = base::round_up(parts.store->extent_bytes_max(), base::kIoAlignment);
+  const uint64_t slot_bytes = extent_bytes + parts.gradients->buffer_bytes();
+  plan::DeviceSlotsInput input;
+  input.memory_bytes = options.memory_bytes;
+  input.slot_bytes = slot_bytes;
+  input.subgroups = parts.store->layout().subgroups.size();
+  input.slots = options.slots;
+  input.in_flight_bytes = options.store.io_bytes * options.store.io_depth;
+  input.gradients_spilled = parts.gradients->buffer_bytes() > 0;
+  const uint64_t count = plan::device_slots(input);
+  if (count == 0) {
+    return base::Status(base::ErrorCode::kOutOfMemory,
+                        "a subgroup needs " + base::format_bytes(slot_bytes) +
+                            " and the budget is " + base::format_bytes(options.memory_bytes),
+                        "Raise the memory budget or make subgroups smaller.");
+  }
+  SI_ASSIGN_OR_RETURN(std::unique_ptr<SlotMemory> memory,
+                      parts.processor->allocate(count * slot_bytes));
+  slots = std::vector<Slot>(count);
+  std::vector<std::span<std::byte>> scratch;
+  for (size_t i = 0; i < count; ++i) {
+    Slot& slot = slots[i];
+    const std::span<std::byte> bytes = memory->bytes().subspan(i * slot_bytes, slot_bytes);
+    slot.extent = bytes.first(extent_bytes);
+    slot.gradient = bytes.subspan(extent_bytes);
+    if (!slot.gradient.empty()) scratch.push_back(slot.gradient);
+    for (Transfer* transfer : {&slot.state_in, &slot.gradient_in, &slot.master_out,
+                               &slot.moments_out, &slot.gradient_out}) {
+      transfer->slot = &slot;
+    }
+    slot.job.slot = &slot;
+  }
+  parts.slots = slots;
+  parts.gradients->set_scratch(std::move(scratch));
+  if (const base::Status mapped = parts.store->register_memory(memory->bytes()); !mapped.ok()) {
+    base::log(base::LogLevel::kWarning, "device " + parts.name + ": " + mapped.to_string());
+  }
+  return memory;
 }
 
 }  // namespace smartinf::csd

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "smartinf/base/traffic.h"
 #include "smartinf/csd/gradient_memory.h"
@@ -67,5 +69,10 @@ struct DeviceParts {
   /// Answers a command; a failure names the device.
   void complete(Command& command, base::Status status) const;
 };
+
+/// Slots in memory that the processor brings along, as many as the options' budget holds and are of
+/// use; parts.slots are these. Errors: kOutOfMemory when it holds none.
+base::Result<std::unique_ptr<SlotMemory>> allocate_slots(DeviceParts& parts,
+                                                         std::vector<Slot>& slots);
 
 }  // namespace smartinf::csd

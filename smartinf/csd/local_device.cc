@@ -12,17 +12,16 @@
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
-#include "smartinf/base/units.h"
 #include "smartinf/csd/cpu_processor.h"
 #include "smartinf/csd/device_over_store.h"
 #include "smartinf/csd/device_parts.h"
+#include "smartinf/csd/device_step.h"
 #include "smartinf/csd/event_queue.h"
 #include "smartinf/csd/linked_ring.h"
 #include "smartinf/csd/state_access.h"
 #include "smartinf/csd/state_prefetch.h"
 #include "smartinf/csd/store_snapshot.h"
 #include "smartinf/csd/transfer_handler.h"
-#include "smartinf/plan/memory_plan.h"
 #include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::csd {
@@ -42,12 +41,6 @@ constexpr size_t kPollBatch = 64;
 
 const std::string& device_name(const LocalDeviceOptions& options) {
   return options.name.empty() ? options.path : options.name;
-}
-
-Status wrong_order(const std::string& why) { return Status(ErrorCode::kFailedPrecondition, why); }
-
-Status wrong_order(const std::string& why, base::StepNumber step) {
-  return wrong_order("step " + std::to_string(step) + ": " + why);
 }
 
 class LocalDevice final : public Device {
@@ -88,7 +81,6 @@ class LocalDevice final : public Device {
   std::span<std::byte> scratch_memory() override { return slot_memory_->bytes(); }
 
  private:
-  Status allocate_slots();
   void remember_state();
   template <typename Put>
   void put_gradient(Command& command, const Put& put);
@@ -111,14 +103,8 @@ class LocalDevice final : public Device {
                        [](const Command* command) { return command->as<Kind>() != nullptr; });
   }
   void spill(const GradientMemory::Spill& spill);
-  Status begin_step(base::StepNumber step);
   void serve_step(Command& command);
-  Status prepare(const Prepare& prepare);
-  bool is_committed(base::StepNumber step) const {
-    const storage::StoreState state = store_->state();
-    return state.complete && state.committed_step == step;
-  }
-  Status commit(base::StepNumber step);
+  const Status& step_failure() const;
   Status abort(base::StepNumber step);
   bool flush_before_closing();
   void give_up(Status status);
@@ -137,6 +123,7 @@ class LocalDevice final : public Device {
   StateAccess state_access_{parts_};
   StateFlush flush_{parts_};
   StatePrefetch prefetch_{parts_};
+  DeviceStep step_{parts_};
   EventQueue event_queue_;
 
   mutable std::mutex state_mutex_;
@@ -147,14 +134,9 @@ class LocalDevice final : public Device {
 
   // The I/O thread's own.
   bool closing_ = false;
-  bool closing_flush_ = false;  // started
-  Status broken_;               // the store cannot go on
-  Status lost_;                 // a step could not be aborted: what lies here is of none
-  Status commit_answer_;        // of the committed step: it may be asked for again
-  enum class Phase : uint8_t { kIdle, kBegun, kPrepared };
-  Phase phase_ = Phase::kIdle;
-  base::StepNumber step_ = 0;      // in progress, unless idle
-  Status step_failure_;            // it cannot be prepared; until it is aborted
+  bool closing_flush_ = false;     // started
+  Status broken_;                  // the store cannot go on
+  Status spill_failure_;           // of the step: a gradient is lost
   std::deque<Command*> commands_;  // not yet begun
   // Gradients on the host link; one direction: due in order.
   std::deque<GradientTaken> in_transit_;
@@ -170,7 +152,7 @@ class LocalDevice final : public Device {
 Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin origin) {
   store_ = std::move(store);
   if (origin == StoreOrigin::kCreated) {  // a new store stands in step 0
-    phase_ = Phase::kBegun;
+    step_.begin_new_store();
     recovered_ = true;
   }
   parts_.store = store_.get();
@@ -192,7 +174,8 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
     processor_ = std::make_unique<CpuProcessor>(cpu, on_finished);
   }
   parts_.processor = processor_.get();
-  SI_RETURN_IF_ERROR(allocate_slots());
+  SI_ASSIGN_OR_RETURN(slot_memory_, allocate_slots(parts_, slots_));
+  spills_.resize(slots_.size());
 
   if (options.trace != nullptr) {
     Trace& trace = *options.trace;
@@ -216,48 +199,6 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   remember_state();
   thread_ = std::jthread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "si-device");
-  return Status();
-}
-
-Status LocalDevice::allocate_slots() {
-  const LocalDeviceOptions& options = parts_.options;
-  const uint64_t extent_bytes = base::round_up(store_->extent_bytes_max(), base::kIoAlignment);
-  const uint64_t slot_bytes = extent_bytes + gradients_->buffer_bytes();
-  plan::DeviceSlotsInput input;
-  input.memory_bytes = options.memory_bytes;
-  input.slot_bytes = slot_bytes;
-  input.subgroups = store_->layout().subgroups.size();
-  input.slots = options.slots;
-  input.in_flight_bytes = options.store.io_bytes * options.store.io_depth;
-  input.gradients_spilled = gradients_->buffer_bytes() > 0;
-  const uint64_t count = plan::device_slots(input);
-  if (count == 0) {
-    return Status(ErrorCode::kOutOfMemory,
-                  "a subgroup needs " + base::format_bytes(slot_bytes) + " and the budget is " +
-                      base::format_bytes(options.memory_bytes),
-                  "Raise the memory budget or make subgroups smaller.");
-  }
-  SI_ASSIGN_OR_RETURN(slot_memory_, processor_->allocate(count * slot_bytes));
-  slots_ = std::vector<Slot>(count);
-  std::vector<std::span<std::byte>> scratch;
-  for (size_t i = 0; i < count; ++i) {
-    Slot& slot = slots_[i];
-    const std::span<std::byte> memory = slot_memory_->bytes().subspan(i * slot_bytes, slot_bytes);
-    slot.extent = memory.first(extent_bytes);
-    slot.gradient = memory.subspan(extent_bytes);
-    if (!slot.gradient.empty()) scratch.push_back(slot.gradient);
-    for (Transfer* transfer : {&slot.state_in, &slot.gradient_in, &slot.master_out,
-                               &slot.moments_out, &slot.gradient_out}) {
-      transfer->slot = &slot;
-    }
-    slot.job.slot = &slot;
-  }
-  parts_.slots = slots_;
-  spills_.resize(scratch.size());
-  gradients_->set_scratch(std::move(scratch));
-  if (const Status mapped = store_->register_memory(slot_memory_->bytes()); !mapped.ok()) {
-    base::log(base::LogLevel::kWarning, "device " + parts_.name + ": " + mapped.to_string());
-  }
   return Status();
 }
 
@@ -475,15 +416,15 @@ bool LocalDevice::try_serve(Command& command) {
   const bool updates = command.as<Update>() != nullptr;
   const auto* prefetch = command.as<Prefetch>();
   if (!recovered_) {
-    parts_.complete(command, wrong_order("the device has not been recovered"));
+    parts_.complete(command, out_of_order("the device has not been recovered"));
     return true;
   }
   if (reads && !store_->state().initialized) {
-    parts_.complete(command, wrong_order("there is no committed state to read"));
+    parts_.complete(command, out_of_order("there is no committed state to read"));
     return true;
   }
-  if ((updates || writes || prefetch != nullptr) && phase_ != Phase::kBegun) {
-    parts_.complete(command, wrong_order("state is updated and written in a step only"));
+  if ((updates || writes || prefetch != nullptr) && !step_.begun()) {
+    parts_.complete(command, out_of_order("state is updated and written in a step only"));
     return true;
   }
   if (prefetch != nullptr) {
@@ -498,8 +439,8 @@ bool LocalDevice::try_serve(Command& command) {
   if (!nothing_in_flight()) return false;
   if (updates) {
     // What ends an update may have come while it waited here.
-    if (!step_failure_.ok()) {
-      parts_.complete(command, step_failure_);
+    if (!spill_failure_.ok()) {
+      parts_.complete(command, spill_failure_);
     } else if (waits_behind_first<Abort>()) {
       parts_.complete(command, Status(ErrorCode::kCancelled, "the update was stopped"));
     } else {
@@ -507,10 +448,11 @@ bool LocalDevice::try_serve(Command& command) {
       if (waits_behind_first<Update>() || waits_behind_first<StopUpdate>()) handler_.stop();
     }
   } else if (command.as<Flush>() != nullptr) {
-    if (!lost_.ok()) {
-      parts_.complete(command, lost_);
-    } else if (phase_ != Phase::kIdle) {
-      parts_.complete(command, wrong_order("the state is flushed between steps", step_));
+    if (!step_.lost().ok()) {
+      parts_.complete(command, step_.lost());
+    } else if (!step_.between_steps()) {
+      parts_.complete(command, out_of_order("the state is flushed between steps, and step " +
+                                            std::to_string(step_.number()) + " is in progress"));
     } else {
       flush_.start(&command);
     }
@@ -523,16 +465,17 @@ bool LocalDevice::try_serve(Command& command) {
 /// What begins and ends a step: carried out at once.
 void LocalDevice::serve_step(Command& command) {
   if (const auto* begin = command.as<BeginStep>()) {
-    return parts_.complete(command, begin_step(begin->step));
+    prefetch_.forget();
+    return parts_.complete(command, step_.begin(begin->step));
   }
   const uint64_t begin_ns = base::now_ns();
   Status status;
   base::StepNumber step = 0;
   if (const auto* prepared = command.as<Prepare>()) {
-    status = prepare(*prepared);
+    status = step_.prepare(*prepared, step_failure());
     step = prepared->step;
   } else if (const auto* committed = command.as<Commit>()) {
-    status = commit(committed->step);
+    status = step_.commit(committed->step);
     step = committed->step;
   } else {
     step = std::get<Abort>(command.message).step;
@@ -546,59 +489,20 @@ void LocalDevice::serve_step(Command& command) {
   parts_.complete(command, std::move(status));
 }
 
-Status LocalDevice::begin_step(base::StepNumber step) {
-  // A new store stands in step 0 already.
-  if (phase_ == Phase::kBegun && step == 0 && step_ == 0) return Status();
-  if (phase_ != Phase::kIdle) return wrong_order("another step is in progress", step);
-  if (step != store_->state().committed_step + 1) {
-    return wrong_order("it does not follow the committed one", step);
-  }
-  store_->begin_step(step);
-  phase_ = Phase::kBegun;
-  step_ = step;
-  prefetch_.forget();
-  return Status();
-}
-
-Status LocalDevice::prepare(const Prepare& prepare) {
-  if (phase_ != Phase::kBegun || prepare.step != step_) {
-    return wrong_order("it has not begun", prepare.step);
-  }
-  for (const Status& failure : {step_failure_, handler_.failure(), state_access_.write_failure()}) {
-    if (!failure.ok()) return failure;
-  }
-  SI_RETURN_IF_ERROR(store_->prepare(prepare.step, prepare.client_metadata));
-  phase_ = Phase::kPrepared;
-  return Status();
-}
-
-Status LocalDevice::commit(base::StepNumber step) {
-  if (phase_ != Phase::kPrepared || step != step_) {
-    if (!is_committed(step)) return wrong_order("it is not prepared", step);
-    return lost_.ok() ? commit_answer_ : lost_;
-  }
-  phase_ = Phase::kIdle;
-  parts_.cache.commit();
-  commit_answer_ = store_->commit(step);
-  return commit_answer_;
+/// Why the step cannot be prepared, until it is aborted; ok: it can.
+const Status& LocalDevice::step_failure() const {
+  if (!spill_failure_.ok()) return spill_failure_;
+  return handler_.failure().ok() ? state_access_.write_failure() : handler_.failure();
 }
 
 Status LocalDevice::abort(base::StepNumber step) {
-  if (is_committed(step)) return wrong_order("it is committed", step);
-  // Aborting what never began is what it asks for; so is what was aborted before.
-  if (phase_ == Phase::kIdle) return lost_;
-  if (step != step_) return wrong_order("another one is in progress", step);
-  handler_.forget_failure();
-  state_access_.forget_failure();
-  step_failure_ = Status();
-  phase_ = Phase::kIdle;
-  lost_ = store_->abort(step);
-  if (lost_.ok()) {
-    parts_.cache.abort();
-  } else {
-    parts_.cache.drop();
+  Status status = step_.abort(step);
+  if (step_.between_steps()) {
+    handler_.forget_failure();
+    state_access_.forget_failure();
+    spill_failure_ = Status();
   }
-  return lost_;
+  return status;
 }
 
 /// After the last command: brings what only memory has to the drive. True while that is under way.
@@ -606,9 +510,7 @@ bool LocalDevice::flush_before_closing() {
   const bool failed = !flush_.status().ok();
   if (parts_.cache.all_unwritten().empty() && !failed) return false;
   Status status = !broken_.ok() ? broken_ : closing_flush_ ? flush_.status() : Status();
-  if (status.ok() && phase_ != Phase::kIdle) {
-    status = abort(step_);
-  }
+  if (status.ok() && !step_.between_steps()) status = abort(step_.number());
   if (status.ok() && !std::exchange(closing_flush_, true)) {
     flush_.start(nullptr);
     return true;
@@ -633,7 +535,7 @@ void LocalDevice::spill(const GradientMemory::Spill& spill) {
 void LocalDevice::on_spilled(Transfer& transfer) {
   --spills_in_flight_;
   const GradientMemory::Spill& spill = spills_[static_cast<size_t>(transfer.slot - slots_.data())];
-  if (!transfer.io.status.ok() && step_failure_.ok()) step_failure_ = transfer.io.status;
+  if (!transfer.io.status.ok() && spill_failure_.ok()) spill_failure_ = transfer.io.status;
   if (transfer.io.status.ok()) handler_.gradient_completed(spill.subgroup);
   gradients_->written(spill);
 }

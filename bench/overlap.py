@@ -48,8 +48,12 @@ def command(args, mode, folder):
     words = [args.smartinf, "train", recipe, "--json", "--train.run", os.path.join(folder, "run")]
     words += ["--train.steps", str(args.steps + 2), "--optimizer.overlap", mode]
     words += ["--train.clip_norm", str(args.clip_norm)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-    steps = [row for row in map(json.loads, done.stdout.splitlines()) if "forward_s" in row]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        steps = [row for row in map(json.loads, process.stdout) if "forward_s" in row]
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        sys.exit(f"{' '.join(words)}: exit code {process.returncode}")
     timed = steps[2:-1]  # behind the last one nothing is computed
     return {
         "step_s": statistics.median(row["seconds"] for row in timed),
@@ -57,6 +61,7 @@ def command(args, mode, folder):
         "exposed_s": statistics.median(row["exposed_s"] for row in timed),
         "wrong_guesses": sum(row["wrong_guess"] for row in timed),
         "loss": steps[-1]["loss"].hex(),
+        "peak_bytes": usage.ru_maxrss * 1024,
     }
 
 

@@ -24,7 +24,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   std::vector<float> factors(view->factors());
   for (uint64_t run = 0; run < view->runs(); ++run) {
     view->read_factors(run, 0, factors);
-    for (const float factor : factors) SI_CHECK(factor >= 0, "a factor of squares");
+    for (const float factor : factors) SI_CHECK(factor >= 0, "a factor of the second moment");
     if (run == 3) break;  // they may be many
   }
   for (uint64_t block = 0; block < view->blocks(); ++block) {

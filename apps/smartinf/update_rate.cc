@@ -82,7 +82,7 @@ class ProcessorPass {
     using base::PlaneKind;
     const auto planes = kernels::rule_planes(kernels::UpdateRule::kAdamW);
     std::vector<float> columns(kMatrixColumns);
-    std::vector<kernels::SquaresRow> squares(kBlock / kMatrixColumns);
+    std::vector<kernels::SecondMomentRow> second_moment(kBlock / kMatrixColumns);
     for (uint64_t b = 0; b < kBlocks; ++b) {
       std::byte* at = memory_ + b * block_bytes_;
       kernels::UpdateBlock block;
@@ -99,9 +99,9 @@ class ProcessorPass {
         const auto view = compress::CompressedView::trusted(message_);
         view.expand_block(b, at);
         view.read_factors(1, view.factors() - columns.size(), columns);
-        std::fill(squares.begin(), squares.end(),
-                  kernels::SquaresRow{kMatrixColumns, 1e-6f, columns.data()});
-        block.squares = squares;
+        std::fill(second_moment.begin(), second_moment.end(),
+                  kernels::SecondMomentRow{kMatrixColumns, 1e-6f, columns.data()});
+        block.second_moment = second_moment;
         block.gradient_type = compress::expanded_type(work_.compress.values);
       }
       block.weights_out = at + kGradientBytesMax;
@@ -234,11 +234,12 @@ base::Result<double> measure_step_ahead_rate() {
   constexpr uint64_t kElements = kBlocks * kBlock;
   constexpr uint64_t kBytes = kElements * sizeof(base::Bf16);
   SI_ASSIGN_OR_RETURN(const base::AlignedBuffer weights, base::AlignedBuffer::allocate(kBytes));
-  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer residual, base::AlignedBuffer::allocate(kBytes));
+  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer residual_memory,
+                      base::AlignedBuffer::allocate(kBytes));
   std::memset(weights.data(), 0, kBytes);
-  std::memset(residual.data(), 0, kBytes);
-  const std::span kept(reinterpret_cast<const base::Bf16*>(residual.data()), kElements);
-  const double pass_s = median_seconds([&] { step_rows_ahead(kept, weights.data()); });
+  std::memset(residual_memory.data(), 0, kBytes);
+  const std::span residual(reinterpret_cast<const base::Bf16*>(residual_memory.data()), kElements);
+  const double pass_s = median_seconds([&] { step_rows_ahead(residual, weights.data()); });
   return static_cast<double>(kElements) / pass_s;
 }
 

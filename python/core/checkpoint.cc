@@ -49,7 +49,7 @@ nb::list PyCheckpoint::parts() const {
   nb::list parts;
   for (const auto& part : parts_) {
     const engine::StoredRun& run = part->run;
-    const engine::StepMetadata kept = engine::split_metadata(run.client_metadata);
+    const engine::StepMetadata metadata = engine::split_metadata(run.client_metadata);
     nb::list ranges;
     for (const plan::ParameterRange& range : run.description.space.ranges()) {
       nb::list shape;
@@ -58,18 +58,18 @@ nb::list PyCheckpoint::parts() const {
     }
     nb::list ahead;
     for (const plan::ParameterRange& range : run.description.space.ranges()) {
-      if (range.group >= kept.ahead.size()) break;  // left out, for want of room
-      const kernels::StepAhead& one = kept.ahead[range.group];
+      if (range.group >= metadata.ahead.size()) break;  // left out, for want of room
+      const kernels::StepAhead& one = metadata.ahead[range.group];
       ahead.append(nb::make_tuple(one.lr, one.bias, one.eps));
     }
     nb::dict out;
     out["run"] = run.layout().run.to_string();
     out["step"] = run.step;
-    out["client_metadata"] = kept.client_metadata;
+    out["client_metadata"] = metadata.client_metadata;
     out["count"] = run.description.space.count();
     out["ranges"] = ranges;
-    out["residual"] =
-        run.layout().planes.back() == base::PlaneKind::kResidual && kept.residual_step == run.step;
+    out["residual"] = run.layout().planes.back() == base::PlaneKind::kResidual &&
+                      metadata.residual_step == run.step;
     out["ahead"] = ahead;
     parts.append(out);
   }

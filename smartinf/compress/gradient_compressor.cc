@@ -64,7 +64,7 @@ GradientCompressor::GradientCompressor(const CompressOptions& options, uint64_t 
       memory_(std::move(memory)),
       thresholds_(base::divide_up(elements, kBlockElements)),
       residual_squares_(base::divide_up(elements, kBlockElements)) {
-  if (!matrices.empty()) squares_.emplace(std::move(matrices));
+  if (!matrices.empty()) second_moment_.emplace(std::move(matrices));
 }
 
 void GradientCompressor::begin_step() {
@@ -93,7 +93,7 @@ void GradientCompressor::begin_update(base::StepNumber step, double scale, doubl
                                       base::ThreadTeam& team) {
   step_ = step;
   scale_ = static_cast<float>(scale);
-  if (squares_) squares_->find(gradient_, scale_, skipped, team);
+  if (second_moment_) second_moment_->find(gradient_, scale_, skipped, team);
   finite_ = std::isfinite(norm);
   density_ = density_of_step(options_, step);
 }
@@ -102,7 +102,7 @@ std::span<const std::byte> GradientCompressor::compress(Scratch& scratch, Compre
                                                         const plan::Subgroup& subgroup,
                                                         std::span<const plan::GroupSpan> skipped) {
   scratch.factors.clear();
-  if (squares_) squares_->append(subgroup, scratch.factors);
+  if (second_moment_) second_moment_->append(subgroup, scratch.factors);
   writer.begin(subgroup.id, subgroup.count, options_.values, scratch.factors);
   for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {
     const uint64_t count = std::min(kBlockElements, subgroup.count - first);

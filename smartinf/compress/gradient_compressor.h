@@ -17,8 +17,8 @@
 #include "smartinf/base/status.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/compress/density.h"
-#include "smartinf/compress/factored_squares.h"
 #include "smartinf/compress/message.h"
+#include "smartinf/compress/second_moment_factors.h"
 #include "smartinf/kernels/feedback.h"
 #include "smartinf/kernels/signs.h"
 #include "smartinf/plan/parameter_space.h"
@@ -90,7 +90,7 @@ class GradientCompressor {
   /// Sets the residual of the committed step, from the store.
   void set_residual(uint64_t first, std::span<const float> values);
   uint64_t memory_bytes() const {
-    return memory_.size() + (squares_ ? squares_->memory_bytes() : 0);
+    return memory_.size() + (second_moment_ ? second_moment_->memory_bytes() : 0);
   }
 
  private:
@@ -118,7 +118,7 @@ class GradientCompressor {
   const CompressOptions options_;
   const uint64_t elements_;
   const uint64_t seed_;
-  std::optional<FactoredSquares> squares_;
+  std::optional<SecondMomentFactors> second_moment_;
   base::AlignedBuffer memory_;
   base::Bf16* gradient_ = nullptr;  // [elements]; becomes the new residual, block by block
   base::Bf16* residual_ = nullptr;  // [elements] of the committed step; null without feedback

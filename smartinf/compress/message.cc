@@ -19,7 +19,7 @@ using base::ErrorCode;
 using base::kBlockElements;
 using base::Status;
 
-static_assert(std::endian::native == std::endian::little, "the wire form is little-endian");
+static_assert(std::endian::native == std::endian::little, "the wire format is little-endian");
 
 constexpr size_t kChecksumOffset = offsetof(CompressedHeader, checksum);
 constexpr uint16_t kBf16Sign = 0x8000;
@@ -80,7 +80,7 @@ Status corrupt(const std::string& what) {
 
 uint64_t factors_bytes(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count) {
   return factors_bytes(factors_in(matrices, first, count),
-                       kRunsOfMatrix * matrices_in(matrices, first, count).size());
+                       kFactorRunsPerMatrix * matrices_in(matrices, first, count).size());
 }
 
 void append_factor_runs(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count,
@@ -373,7 +373,7 @@ Status CompressedView::check_block(uint64_t block) const {
     }
     return Status();
   }
-  if (parts.low_bits > kGapLowBitsMax) return bad("has gaps of no known form");
+  if (parts.low_bits > kGapLowBitsMax) return bad("has gaps of an unknown encoding");
   if (!gaps_of(parts).well_formed()) {
     return bad("has indices that leave it, or more or fewer than values");
   }

@@ -1,4 +1,4 @@
-// The wire form of a compressed gradient: what SmartComp sends over the host link in place of a
+// The wire format of a compressed gradient: what SmartComp sends over the host link in place of a
 // subgroup's whole gradient. Written by the engine, read by every kind of device; docs/format.md
 // has the grammar. Blocks stand for themselves, so that a processor expands one block at a time
 // and no device needs room for a dense gradient.
@@ -59,7 +59,7 @@ struct CompressedHeader {
   uint8_t reserved = 0;        // zero
   uint32_t subgroup = 0;       // a message that went astray is found
   uint64_t elements = 0;       // of the subgroup
-  uint32_t runs = 0;           // of factors of the gradient's squares, behind the directory
+  uint32_t runs = 0;           // of factors of the gradient's second moment, behind the directory
   uint32_t factors = 0;        // of all runs; 0: none
   uint64_t bytes = 0;          // of the whole message
   uint64_t checksum = 0;       // of all bytes but these eight
@@ -93,7 +93,7 @@ struct FactorRun {
 };
 static_assert(sizeof(FactorRun) == 4);
 /// One of its rows, one of its columns.
-inline constexpr uint64_t kRunsOfMatrix = 2;
+inline constexpr uint64_t kFactorRunsPerMatrix = 2;
 /// What factors take in a message.
 constexpr uint64_t factors_bytes(uint64_t factors, uint64_t runs) {
   return factors + runs * sizeof(FactorRun);
@@ -105,8 +105,8 @@ uint64_t factors_bytes(std::span<const MatrixLayout> matrices, uint64_t first, u
 void append_factor_runs(std::span<const MatrixLayout> matrices, uint64_t first, uint64_t count,
                         std::vector<uint32_t>& out);
 
-/// Factors of squares as a message's writer takes them: none of them negative or NaN; those beyond
-/// a run's scale become its ends.
+/// Factors of a second moment as a message's writer takes them: none of them negative or NaN; those
+/// beyond a run's scale become its ends.
 struct RowColumnFactors {
   std::vector<float> values;
   std::vector<uint32_t> runs;  // so many values each
@@ -121,8 +121,8 @@ struct RowColumnFactors {
 class CompressedWriter {
  public:
   /// A message holds at most kBlockElements * blocks elements; sections end below 4 GiB (SI_CHECK).
-  /// factors: of the whole gradient's squares, for every part of a matrix that the subgroup holds
-  /// a run with the mean of each row and then one with each column relative to all
+  /// factors: of the whole gradient's second moment, for every part of a matrix that the subgroup
+  /// holds a run with the mean of each row and then one with each column relative to all
   /// (MatrixPart); or empty. Runs that do not add up or hold other numbers are bugs (SI_CHECK).
   void begin(base::SubgroupId subgroup, uint64_t elements, ValueEncoding values,
              const RowColumnFactors& factors);

@@ -305,7 +305,7 @@ TEST(CompressedGradient, RefusesWhatIsSealedButWrong) {
   refused(message, 48, ~0u, 4, ErrorCode::kCorrupt, "block 0");             // or ends outside
   refused(message, 52, 654 | 6u << 24, 4, ErrorCode::kCorrupt, "block 0");  // a value less
   refused(message, 52, 656 | 6u << 24, 4, ErrorCode::kCorrupt, "block 0");  // a value more
-  refused(message, 52, 655 | 60u << 24, 4, ErrorCode::kCorrupt, "no known form");
+  refused(message, 52, 655 | 60u << 24, 4, ErrorCode::kCorrupt, "an unknown encoding");
   refused(message, 52, 655 | 255u << 24, 4, ErrorCode::kCorrupt, "neither dense");
   refused(message, 56, 1, 4, ErrorCode::kCorrupt, "block 1");  // ends before it begins
   auto longer = message;
@@ -370,7 +370,7 @@ TEST(CompressedGradient, RefusesSignsThatAreSealedButWrong) {
   refused(sparse, 52, 3 | 4u << 24, 4, kCorrupt, "more or fewer than values");
   refused(sparse, 52, 5 | 4u << 24, 4, kCorrupt, "more or fewer than values");
   refused(sparse, 52, 4 | 5u << 24, 4, kCorrupt, "indices that leave it");
-  refused(sparse, 52, 4 | 17u << 24, 4, kCorrupt, "no known form");
+  refused(sparse, 52, 4 | 17u << 24, 4, kCorrupt, "an unknown encoding");
   refused(sparse, 52, 100 | 255u << 24, 4, kCorrupt, "neither dense");
   refused(sparse, 56, 0xbff0, 2, kCorrupt, "a magnitude with a sign");
   refused(sparse, 56, 0x8000, 2, kCorrupt, "a magnitude with a sign");

@@ -15,8 +15,8 @@
 namespace smartinf::compress {
 
 /// The second moment of an element is estimated as a row factor times a column factor, because it
-/// is mostly an average of such products (FactoredSquares). Nothing of earlier steps is used: the
-/// same state gives the same weights, on any devices. Threads: one at a time, except samples().
+/// is mostly an average of such products (SecondMomentFactors). Nothing of earlier steps is used:
+/// the same state gives the same weights, on any devices. Threads: one at a time, except samples().
 class StepAheadWeights {
  public:
   StepAheadWeights(std::vector<MatrixLayout> matrices, const plan::ParameterSpace& space,

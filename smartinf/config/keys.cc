@@ -34,7 +34,7 @@ Choice choice(E& value, base::EnumNames names = enum_names(E{})) {
   }
 
 constexpr std::array kSections{
-    Section{"model", "A decoder-only transformer in the Llama form."},
+    Section{"model", "A decoder-only transformer of the Llama architecture."},
     Section{"data", "The text or tokens that the model is trained on."},
     Section{"train", "The training loop."},
     Section{"checkpoint", "Copies of the state, made between two steps (docs/state.md)."},

@@ -33,13 +33,13 @@ std::byte* thread_gradient() {
   return buffer.data();
 }
 
-/// The squares of a block as its message has them, in memory of the thread's own.
-std::span<const kernels::SquaresRow> take_squares(const UpdateJob& job, uint64_t block) {
+/// The second moment of a block as its message has it, in memory of the thread's own.
+std::span<const kernels::SecondMomentRow> second_moment_rows(const UpdateJob& job, uint64_t block) {
   const compress::CompressedView& message = job.gradient.compressed;
   // Cleared, not freed.
-  thread_local std::vector<kernels::SquaresRow> squares;
+  thread_local std::vector<kernels::SecondMomentRow> rows;
   thread_local std::vector<float> means;
-  squares.clear();
+  rows.clear();
   const storage::StoredSubgroup& subgroup = job.planes.subgroup();
   const uint64_t first = subgroup.first_element + block * kBlockElements;
   const uint64_t end = first + job.planes.elements(block);
@@ -54,7 +54,7 @@ std::span<const kernels::SquaresRow> take_squares(const UpdateJob& job, uint64_t
     const uint64_t rows_run = run;
     const uint64_t columns_run = run + 1;
     factors += sent.factors();
-    run += compress::kRunsOfMatrix;
+    run += compress::kFactorRunsPerMatrix;
     if (matrix.end() <= first) continue;
     if (matrix.first >= end) break;
     const compress::MatrixPart part = compress::part_of(matrix, first, end - first);
@@ -69,11 +69,11 @@ std::span<const kernels::SquaresRow> take_squares(const UpdateJob& job, uint64_t
     message.read_factors(columns_run, columns_at + turn, {columns, some});
     message.read_factors(columns_run, columns_at, {columns + some, part.columns() - some});
     part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
-      squares.push_back({count, means[row], columns + column});
+      rows.push_back({count, means[row], columns + column});
     });
     columns += part.columns();
   }
-  return squares;
+  return rows;
 }
 
 void send_samples(const UpdateJob& job, uint64_t block) {
@@ -158,12 +158,13 @@ Status run(const UpdateJob& job, uint64_t block) {
   }
   work.weights_type = job.weights_type;
   if (compressed && job.gradient.compressed.factors() > 0) {
-    if (!kernels::takes_squares(rule)) {
+    if (!kernels::takes_factored_second_moment(rule)) {
       return Status(base::ErrorCode::kMismatch,
-                    "a message with factors of squares for a rule without Adam's variance",
+                    "a message with row and column factors of its second moment for a rule without "
+                    "Adam's variance",
                     "This is a bug in the engine; please report it.");
     }
-    work.squares = take_squares(job, block);
+    work.second_moment = second_moment_rows(job, block);
   }
   kernels::kernels().update_block(planes.format(), work, scalars_of(job, work.element, work.count));
   if (job.samples_out != nullptr) send_samples(job, block);

@@ -125,7 +125,7 @@ struct WriteState {
   uint64_t count = 0;                    // elements of the subgroup
   std::array<const float*, 4> planes{};  // [count] for each plane of the layout; null: zeros
   uint32_t plane_mask = ~0u;             // bit i: the i-th plane of the layout; others stay
-  /// [count], the residual plane as it is kept, in place of its f32; or null. It comes over the
+  /// [count], the residual plane as it is stored, in place of its f32; or null. It comes over the
   /// host link and is counted there as state.
   const base::Bf16* residual = nullptr;
 };

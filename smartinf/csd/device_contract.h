@@ -47,7 +47,7 @@ struct Kind {
   HostLinkPlace place = HostLinkPlace::kAtProcessor;
   TestSparsity sparsity;  // every > 1: gradients come compressed
   uint64_t cached = 0;    // subgroups of the six whose state stays in memory
-  bool held_back() const { return cached > 0 && durability == storage::Durability::kNone; }
+  bool writes_postponed() const { return cached > 0 && durability == storage::Durability::kNone; }
 };
 
 inline std::vector<Kind> kinds() {

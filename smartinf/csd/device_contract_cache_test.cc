@@ -49,7 +49,7 @@ TEST_P(CachedContract, ReadsOnlyWhatIsNotInMemory) {
   const base::TrafficReading moved = device_->store_traffic().since(before);
   EXPECT_EQ(moved.up(base::TrafficKind::kState), on_drive);
   EXPECT_EQ(moved.down(base::TrafficKind::kState),
-            GetParam().held_back() ? on_drive : on_drive + in_memory);
+            GetParam().writes_postponed() ? on_drive : on_drive + in_memory);
   if (GetParam().links) {
     EXPECT_EQ(drive_link_->traffic().since(link_before).up(base::TrafficKind::kState), on_drive);
   }
@@ -57,7 +57,7 @@ TEST_P(CachedContract, ReadsOnlyWhatIsNotInMemory) {
   const uint64_t read_before = device_->store_traffic().up(base::TrafficKind::kState);
   expect_state(reference);
   EXPECT_EQ(device_->store_traffic().up(base::TrafficKind::kState) - read_before, on_drive);
-  if (GetParam().held_back()) return;
+  if (GetParam().writes_postponed()) return;
   // The committed state is asked for while memory holds the one after it.
   step(3);
   ASSERT_FALSE(HasFatalFailure());
@@ -99,7 +99,7 @@ TEST_P(CachedContract, AWriteReplacesWhatIsInMemory) {
     }
   };
   expect_planes();
-  if (GetParam().held_back()) {
+  if (GetParam().writes_postponed()) {
     ASSERT_TRUE(run(Flush{}).ok());
   }
   open();
@@ -123,7 +123,7 @@ base::Result<std::unique_ptr<EmulatedDrive>> copy_of(EmulatedDrive& drive,
 // What is in memory only is written when asked for and at the end; before that, what a crash leaves
 // is known for what it is.
 TEST_P(CachedContract, StateInMemoryOnlyIsTornUntilItIsFlushed) {
-  if (!GetParam().held_back() || !GetParam().memory) GTEST_SKIP() << "every step is written";
+  if (!GetParam().writes_postponed() || !GetParam().memory) GTEST_SKIP() << "every step is written";
   create();
   ASSERT_FALSE(HasFatalFailure());
   ReferenceModel reference(layout_, groups_);

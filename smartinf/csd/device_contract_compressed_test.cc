@@ -139,7 +139,7 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
     }
     const Status other_matrices = put_message(subgroup, writer.finish());
     EXPECT_EQ(other_matrices.code(), base::ErrorCode::kInvalidArgument);
-    EXPECT_NE(other_matrices.what().find("7 factors"), std::string::npos)
+    EXPECT_NE(other_matrices.what().find("7 row and column factors"), std::string::npos)
         << other_matrices.to_string();
     // As many as there should be, but of other rows and columns.
     compress::RowColumnFactors factors = test_factors(matrices_, subgroup, 1);

@@ -40,7 +40,7 @@ struct DeviceParts {
   uint32_t down_track = 0;
 
   /// Cached subgroups are not written in a step.
-  bool holds_back() const { return store->durability() == storage::Durability::kNone; }
+  bool postpones_writes() const { return store->durability() == storage::Durability::kNone; }
 
   /// The planes that updates read and write: all but a residual, which is the engine's.
   uint32_t state_mask() const {

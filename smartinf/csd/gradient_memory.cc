@@ -62,19 +62,19 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
     return base::round_up(bytes, kAlignment);
   };
   uint64_t total = 0;
-  size_t kept = 0;
-  for (; kept < made->entries_.size(); ++kept) {
-    const uint64_t bytes = room(made->entries_[kept]);
+  size_t in_memory = 0;
+  for (; in_memory < made->entries_.size(); ++in_memory) {
+    const uint64_t bytes = room(made->entries_[in_memory]);
     if (total + bytes > budget_bytes) break;
     total += bytes;
   }
-  if (compressed_block_bytes > 0 && kept < made->entries_.size()) {
+  if (compressed_block_bytes > 0 && in_memory < made->entries_.size()) {
     return base::Status(
         base::ErrorCode::kOutOfMemory,
         "compressed gradients do not fit their budget of " + base::format_bytes(budget_bytes),
         "Raise the gradient budget or lower the density of the compression.");
   }
-  for (size_t i = kept; i < made->entries_.size(); ++i) {
+  for (size_t i = in_memory; i < made->entries_.size(); ++i) {
     Entry& entry = made->entries_[i];
     entry.block_checksums.resize(base::divide_up(entry.count, base::kBlockElements));
     made->buffer_bytes_ = std::max(made->buffer_bytes_,
@@ -97,9 +97,9 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
   if (total > 0) {
     SI_ASSIGN_OR_RETURN(made->memory_, base::AlignedBuffer::allocate(total));
     uint64_t offset = 0;
-    for (size_t i = 0; i < kept; ++i) {
+    for (size_t i = 0; i < in_memory; ++i) {
       Entry& entry = made->entries_[i];
-      entry.kept = made->memory_.data() + offset;
+      entry.memory = made->memory_.data() + offset;
       offset += room(entry);
       entry.room_bytes = room(entry);
     }
@@ -150,7 +150,7 @@ base::Result<GradientMemory::Put> GradientMemory::put(uint32_t subgroup, uint64_
                             std::to_string(entry.count),
                         "Each element's gradient goes down once per step.");
   }
-  if (entry.kept == nullptr && entry.buffer == kNone) {
+  if (entry.memory == nullptr && entry.buffer == kNone) {
     base::Result<uint32_t> buffer = take_buffer(wait);
     if (!buffer.ok()) {
       entry.received -= count;
@@ -158,12 +158,12 @@ base::Result<GradientMemory::Put> GradientMemory::put(uint32_t subgroup, uint64_
     }
     entry.buffer = *buffer;
   }
-  std::byte* base = entry.kept != nullptr ? entry.kept : buffers_[entry.buffer].data();
+  std::byte* base = entry.memory != nullptr ? entry.memory : buffers_[entry.buffer].data();
   copy_cast(static_cast<const std::byte*>(gradient), type,
             base + first * base::data_type_bytes(type_), type_, count);
   // Others may still be copying what was received before this.
   if (entry.copied.fetch_add(count) + count != entry.count) return Put();
-  if (entry.kept != nullptr) return Put{true, std::nullopt};
+  if (entry.memory != nullptr) return Put{true, std::nullopt};
 
   const uint64_t bytes = entry.count * base::data_type_bytes(type_);
   const uint64_t padded = base::round_up(bytes, base::kIoAlignment);
@@ -199,10 +199,10 @@ base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId 
   if (view.factors() != 0 && !same_runs) {
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "a compressed gradient with " + std::to_string(view.factors()) +
-                            " factors of its squares in " + std::to_string(view.runs()) +
-                            " runs, where the parameters have " + std::to_string(entry.factors) +
-                            " rows and columns in " + std::to_string(entry.runs.size()) +
-                            " others");
+                            " row and column factors of its second moment in " +
+                            std::to_string(view.runs()) + " runs, where the parameters have " +
+                            std::to_string(entry.factors) + " rows and columns in " +
+                            std::to_string(entry.runs.size()) + " others");
   }
   if (entry.received > 0 || message.size() > entry.room_bytes) {
     return base::Status(base::ErrorCode::kInvalidArgument,
@@ -211,7 +211,7 @@ base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId 
                             std::to_string(entry.received > 0 ? 0 : entry.room_bytes) + " may come",
                         "Each subgroup's gradient goes down once per step.");
   }
-  std::memcpy(entry.kept, message.data(), message.size());
+  std::memcpy(entry.memory, message.data(), message.size());
   entry.message_bytes = message.size();
   entry.received = entry.copied = entry.count;
   return base::Status();

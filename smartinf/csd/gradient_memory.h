@@ -62,7 +62,7 @@ class GradientMemory {
   void reserve_buffers(uint32_t count);
 
   /// Copies [count] elements of `type` to elements [first, first + count) of a subgroup, cast when
-  /// the types differ. When that completes a subgroup that is not kept, it is handed out to be
+  /// the types differ. When that completes a subgroup that is not in memory, it is handed out to be
   /// written; waits up to `wait` for a buffer while such writes are under way. Errors:
   /// kInvalidArgument for elements that the subgroup does not have or had before; kOutOfMemory when
   /// every buffer holds an incomplete gradient; kTimeout; what fail() was given.
@@ -78,7 +78,7 @@ class GradientMemory {
   /// Of a complete subgroup.
   compress::CompressedView message(uint32_t subgroup) const {
     const Entry& entry = entries_[subgroup];
-    return compress::CompressedView::trusted({entry.kept, entry.message_bytes});
+    return compress::CompressedView::trusted({entry.memory, entry.message_bytes});
   }
   /// The buffer of a spill is free again.
   void written(const Spill& spill);
@@ -88,9 +88,9 @@ class GradientMemory {
   bool complete(uint32_t subgroup) const {
     return entries_[subgroup].copied == entries_[subgroup].count;
   }
-  bool kept(uint32_t subgroup) const { return entries_[subgroup].kept != nullptr; }
-  /// Of a kept subgroup: [count] of type(). 64-byte aligned.
-  const std::byte* data(uint32_t subgroup) const { return entries_[subgroup].kept; }
+  bool in_memory(uint32_t subgroup) const { return entries_[subgroup].memory != nullptr; }
+  /// Of a subgroup in memory: [count] of type(). 64-byte aligned.
+  const std::byte* data(uint32_t subgroup) const { return entries_[subgroup].memory; }
   /// Checks a block that came back from the spill area against what was put.
   bool verify_block(uint32_t subgroup, uint64_t block, std::span<const std::byte> bytes) const;
 
@@ -101,12 +101,12 @@ class GradientMemory {
     uint64_t count = 0;                  // elements
     std::atomic<uint64_t> received = 0;  // of them, in this step
     std::atomic<uint64_t> copied = 0;    // of them, and in their place
-    std::byte* kept = nullptr;
-    uint64_t room_bytes = 0;                // at `kept`
+    std::byte* memory = nullptr;
+    uint64_t room_bytes = 0;                // at `memory`
     uint64_t message_bytes = 0;             // there now, when compressed
     uint64_t factors = 0;                   // that a message may have
     std::vector<uint32_t> runs;             // so many of them each
-    uint32_t buffer = kNone;                // while incomplete and not kept
+    uint32_t buffer = kNone;                // while incomplete and not in memory
     std::vector<uint64_t> block_checksums;  // of a spilled gradient
   };
 

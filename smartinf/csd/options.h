@@ -53,7 +53,7 @@ struct LocalDeviceOptions {
   /// its directory entry. They are kept as they come and expanded block by block at the processor.
   uint64_t compressed_block_bytes = 0;
   /// With that: how the parameter space lies in rows and columns, for messages with factors of the
-  /// gradient's squares and for samples of the variance. Empty: neither comes nor is wanted.
+  /// gradient's second moment and for samples of the variance. Empty: neither comes nor is wanted.
   std::vector<compress::MatrixLayout> matrices;
 
   /// Null: threads of this machine, as above (CpuProcessor).

@@ -36,7 +36,7 @@ class Snapshot {
   /// Errors: kCorrupt for a block that is not what was written, kIo.
   virtual base::Status read_blocks(size_t subgroup, size_t plane, uint64_t first, uint64_t count,
                                    std::span<std::byte> out) = 0;
-  /// Blocks that were read and could not be judged: written with checksums off.
+  /// Blocks that were read and could not be checked: written with checksums off.
   virtual uint64_t blocks_without_checksum() const = 0;
 
   /// Makes the state of a device in this directory, of the same run and step, which shares its

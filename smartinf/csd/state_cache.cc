@@ -158,7 +158,7 @@ void StateFlush::end_if_done() {
   if (!running_ || in_flight_ > 0) return;
   running_ = false;
   left_.clear();
-  if (status_.ok() && parts_.holds_back()) status_ = parts_.store->finish_flush();
+  if (status_.ok() && parts_.postpones_writes()) status_ = parts_.store->finish_flush();
   if (command_ != nullptr) parts_.complete(*std::exchange(command_, nullptr), status_);
 }
 

@@ -74,7 +74,7 @@ inline std::vector<std::byte> test_gradient(const storage::StoredSubgroup& subgr
 /// What is sent of a gradient when it is compressed.
 struct TestSparsity {
   uint64_t every = 1;    // elements at multiples of it within their block; the others count as 0
-  bool factors = false;  // of squares go along: those of test_matrices()
+  bool factors = false;  // of the second moment go along: those of test_matrices()
   bool signs = false;    // values are signs
 };
 
@@ -193,14 +193,15 @@ class ReferenceModel {
           if (runs.empty() || runs.back().scalars != own) runs.push_back({0, own});
           ++runs.back().count;
         }
-        std::vector<kernels::SquaresRow> squares;  // one for each element
+        std::vector<kernels::SecondMomentRow> second_moment;  // one for each element
         std::vector<float> columns(count);
         for (uint64_t e = 0; sparsity.factors && e < count; ++e) {
           const Place place = place_of(block.element + e);
           columns[e] = test_factor(place.matrix, number, false, place.column);
-          squares.push_back({1, test_factor(place.matrix, number, true, place.row), &columns[e]});
+          second_moment.push_back(
+              {1, test_factor(place.matrix, number, true, place.row), &columns[e]});
         }
-        block.squares = squares;
+        block.second_moment = second_moment;
         scalar_.update_block(layout_.format, block, runs);
       });
       weights.push_back(std::move(out));

@@ -195,7 +195,7 @@ void TransferHandler::begin(uint32_t index) {
   };
   switch (task.kind) {
     case TaskKind::kReadGradient:
-      if (parts_.gradients->kept(subgroup)) return finish(index);
+      if (parts_.gradients->in_memory(subgroup)) return finish(index);
       return transfer(slot.gradient_in, Op::kReadGradient, slot.gradient, ~0u);
     case TaskKind::kReadState: {
       const uint32_t wanted = rule_mask(*update_);
@@ -230,7 +230,7 @@ void TransferHandler::start_update(uint32_t task, Slot& slot, std::span<std::byt
   job.planes = PlaneBlocks(*parts_.store, subgroup, extent, slot.cached_mask);
   if (gradients.compressed()) {
     job.gradient.compressed = gradients.message(subgroup);
-  } else if (gradients.kept(subgroup)) {
+  } else if (gradients.in_memory(subgroup)) {
     job.gradient = {gradients.data(subgroup), gradients.type(), {}, nullptr, subgroup};
   } else {
     job.gradient = {slot.gradient.data(), gradients.type(), {}, &gradients, subgroup};
@@ -250,7 +250,7 @@ void TransferHandler::start_update(uint32_t task, Slot& slot, std::span<std::byt
 
 /// Before a block of it is changed: what lies there may be the only copy of the committed state.
 base::Status TransferHandler::begin_in_cache(uint32_t subgroup) {
-  if (parts_.holds_back()) {
+  if (parts_.postpones_writes()) {
     SI_RETURN_IF_ERROR(
         parts_.store->hold(parts_.store->layout().subgroups[subgroup].id, rule_mask(*update_)));
   }
@@ -322,7 +322,7 @@ void TransferHandler::on_job(Job& job) {
   } else {
     const uint32_t task = job.slot->task;
     if (const uint32_t subgroup = subgroup_of(task); parts_.cache.holds(subgroup)) {
-      parts_.cache.updated(subgroup, rule_mask(*update_), parts_.holds_back());
+      parts_.cache.updated(subgroup, rule_mask(*update_), parts_.postpones_writes());
     }
     finish(task);
   }

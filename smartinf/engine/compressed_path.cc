@@ -33,7 +33,7 @@ class CompressedPath final : public GradientPath, public Compression {
         ahead_(std::move(ahead)) {
     ahead_.resize(parts.space.group_count());
     next_ahead_ = ahead_;
-    const auto matrices = matrices_of_squares(parts.options, parts.space);
+    const auto matrices = matrices_of_second_moment(parts.options, parts.space);
     if (matrices.empty() || !compressor_->feedback()) return;
     step_ahead_ =
         std::make_unique<compress::StepAheadWeights>(matrices, parts.space, parts.set.subgroups);
@@ -262,7 +262,7 @@ base::Result<std::unique_ptr<GradientPath>> make_compressed_path(const PathParts
   SI_ASSIGN_OR_RETURN(auto compressor,
                       compress::GradientCompressor::make(
                           parts.options.compress, parts.space.count(), parts.options.seed,
-                          matrices_of_squares(parts.options, parts.space)));
+                          matrices_of_second_moment(parts.options, parts.space)));
   auto path = std::make_unique<CompressedPath>(parts, std::move(compressor), committed.ahead);
   SI_RETURN_IF_ERROR(path->recall_residual(committed));
   return std::unique_ptr<GradientPath>(std::move(path));

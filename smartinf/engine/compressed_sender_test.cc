@@ -178,12 +178,12 @@ TEST(Compression, SentAndKeptSumToTheGradients) {
       }
       if (step < 30) (*made)->commit();
     }
-    const base::Bf16* kept = (*made)->next_residual(0);
+    const base::Bf16* residual = (*made)->next_residual(0);
     double squares = 0;
     double error = 0;
     double bias = 0;
     for (uint64_t i = 0; i < kElements; ++i) {
-      const double difference = owed[i] - base::to_f32(kept[i]);
+      const double difference = owed[i] - base::to_f32(residual[i]);
       squares += owed[i] * owed[i];
       error += difference * difference;
       bias += difference;

@@ -194,7 +194,7 @@ TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
         EXPECT_EQ(weights, master);
         continue;
       }
-      const base::Bf16* kept = (*updater)->compression()->state().residual;
+      const base::Bf16* residual = (*updater)->compression()->state().residual;
       const double bias = 1 - std::pow(options.rule.beta2, 2);
       double farthest = 0;
       for (const compress::MatrixLayout& matrix : compress::matrix_layouts(space)) {
@@ -221,9 +221,9 @@ TEST(Compression, WeightsComeUpAsIfWhatIsKeptHadArrived) {
           for (uint64_t column = 0; column < matrix.columns; ++column) {
             const uint64_t i = matrix.first + row * matrix.columns + column;
             const double v = of_row * of_columns[column] / both;
-            const double steps =
-                std::clamp<double>(base::to_f32(kept[i]) / (std::sqrt(v / bias) + options.rule.eps),
-                                   -kernels::kStepAheadMost, kernels::kStepAheadMost);
+            const double steps = std::clamp<double>(
+                base::to_f32(residual[i]) / (std::sqrt(v / bias) + options.rule.eps),
+                -kernels::kStepAheadMost, kernels::kStepAheadMost);
             ASSERT_NEAR(weights[i], master[i] - lr * steps, 1e-5 * lr + 2e-7) << i;
             farthest = std::max(farthest, std::abs(steps));
           }
@@ -318,9 +318,9 @@ TEST(Compression, WhatIsKeptCanBeReplaced) {
     }
     return base::Status();
   }));
-  const base::Bf16* kept = (*first)->compression()->state().residual;
-  ASSERT_NE(kept, nullptr);
-  const std::vector<base::Bf16> residual(kept, kept + contract_space().count());
+  const base::Bf16* first_residual = (*first)->compression()->state().residual;
+  ASSERT_NE(first_residual, nullptr);
+  const std::vector<base::Bf16> residual(first_residual, first_residual + contract_space().count());
 
   const auto copy = [&](uint64_t at, std::span<const std::span<float>> planes) {
     for (size_t p = 0; p < state.size(); ++p) {

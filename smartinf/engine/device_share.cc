@@ -23,16 +23,17 @@ uint64_t compressed_block_bytes(const UpdaterOptions& options) {
 
 }  // namespace
 
-std::vector<compress::MatrixLayout> matrices_of_squares(const UpdaterOptions& options,
-                                                        const plan::ParameterSpace& space) {
-  const bool sent = options.compress.on() && kernels::takes_squares(options.rule.rule) &&
+std::vector<compress::MatrixLayout> matrices_of_second_moment(const UpdaterOptions& options,
+                                                              const plan::ParameterSpace& space) {
+  const bool sent = options.compress.on() &&
+                    kernels::takes_factored_second_moment(options.rule.rule) &&
                     options.compress.error_feedback;
   return sent ? compress::matrix_layouts(space) : std::vector<compress::MatrixLayout>();
 }
 
 uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space) {
   if (const uint64_t block = compressed_block_bytes(options); block > 0) {
-    const auto matrices = matrices_of_squares(options, space);
+    const auto matrices = matrices_of_second_moment(options, space);
     uint64_t factors = 0;
     for (const plan::Subgroup& subgroup :
          space.subgroups(options.subgroup_elements != 0 ? options.subgroup_elements
@@ -56,7 +57,7 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
       fits ? ~uint64_t{0}
            : static_cast<uint64_t>(part * static_cast<double>(options.gradient_budget_bytes));
   share.groups = space.spans(0, space.count());
-  share.matrices = matrices_of_squares(options, space);
+  share.matrices = matrices_of_second_moment(options, space);
   return share;
 }
 

@@ -12,8 +12,8 @@
 namespace smartinf::engine {
 
 /// The space's matrices where messages have factors of the second moment; else none.
-std::vector<compress::MatrixLayout> matrices_of_squares(const UpdaterOptions& options,
-                                                        const plan::ParameterSpace& space);
+std::vector<compress::MatrixLayout> matrices_of_second_moment(const UpdaterOptions& options,
+                                                              const plan::ParameterSpace& space);
 /// Of gradients that devices keep until the update; compressed, about: their subgroups are not
 /// known yet.
 uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space);

@@ -47,50 +47,51 @@ std::vector<Run> runs_of(const std::vector<kernels::StepAhead>& ahead) {
 
 }  // namespace
 
-std::string join_metadata(const StepMetadata& kept) {
-  SI_CHECK(kept.client_metadata.size() <= storage::Store::kClientMetadataBytesMax,
+std::string join_metadata(const StepMetadata& metadata) {
+  SI_CHECK(metadata.client_metadata.size() <= storage::Store::kClientMetadataBytesMax,
            "a client metadata that fits");
-  const size_t room = storage::Store::kClientMetadataBytesMax - kept.client_metadata.size();
-  if (!kept.residual_step || room < sizeof(Tail)) return kept.client_metadata;
-  std::vector<Run> runs = runs_of(kept.ahead);
+  const size_t room = storage::Store::kClientMetadataBytesMax - metadata.client_metadata.size();
+  if (!metadata.residual_step || room < sizeof(Tail)) return metadata.client_metadata;
+  std::vector<Run> runs = runs_of(metadata.ahead);
   if (runs.size() > (room - sizeof(Tail)) / sizeof(Run)) runs.clear();
   Tail tail;
   tail.runs = runs.size();
-  tail.step = *kept.residual_step;
+  tail.step = *metadata.residual_step;
   std::copy(kMark.begin(), kMark.end(), tail.mark.begin());
-  std::string joined = kept.client_metadata;
+  std::string joined = metadata.client_metadata;
   joined.append(reinterpret_cast<const char*>(runs.data()), runs.size() * sizeof(Run));
   joined.append(reinterpret_cast<const char*>(&tail), sizeof(tail));
   return joined;
 }
 
 StepMetadata split_metadata(std::string stored) {
-  StepMetadata kept;
-  kept.client_metadata = std::move(stored);
+  StepMetadata metadata;
+  metadata.client_metadata = std::move(stored);
   Tail tail;
   const auto marked = [&](size_t bytes, std::string_view mark) {
-    if (kept.client_metadata.size() < bytes) return false;
+    if (metadata.client_metadata.size() < bytes) return false;
     const std::string_view end =
-        std::string_view(kept.client_metadata).substr(kept.client_metadata.size() - bytes);
+        std::string_view(metadata.client_metadata).substr(metadata.client_metadata.size() - bytes);
     std::memcpy(reinterpret_cast<char*>(&tail) + sizeof(tail) - bytes, end.data(), bytes);
     return std::string_view(tail.mark.data(), tail.mark.size()) == mark;
   };
   if (marked(kMarkBytes, kMarkOfStep)) {
-    kept.residual_step = tail.step;
-    kept.client_metadata.resize(kept.client_metadata.size() - kMarkBytes);
+    metadata.residual_step = tail.step;
+    metadata.client_metadata.resize(metadata.client_metadata.size() - kMarkBytes);
   } else if (marked(sizeof(tail), kMark) &&
-             tail.runs <= (kept.client_metadata.size() - sizeof(tail)) / sizeof(Run)) {
-    const size_t trainers = kept.client_metadata.size() - sizeof(tail) - tail.runs * sizeof(Run);
+             tail.runs <= (metadata.client_metadata.size() - sizeof(tail)) / sizeof(Run)) {
+    const size_t trainers =
+        metadata.client_metadata.size() - sizeof(tail) - tail.runs * sizeof(Run);
     for (uint64_t i = 0; i < tail.runs; ++i) {
       Run run;
-      std::memcpy(&run, kept.client_metadata.data() + trainers + i * sizeof(run), sizeof(run));
+      std::memcpy(&run, metadata.client_metadata.data() + trainers + i * sizeof(run), sizeof(run));
       if (run.groups > (1u << 24)) continue;  // not ours
-      kept.ahead.insert(kept.ahead.end(), run.groups, run.ahead);
+      metadata.ahead.insert(metadata.ahead.end(), run.groups, run.ahead);
     }
-    kept.residual_step = tail.step;
-    kept.client_metadata.resize(trainers);
+    metadata.residual_step = tail.step;
+    metadata.client_metadata.resize(trainers);
   }
-  return kept;
+  return metadata;
 }
 
 }  // namespace smartinf::engine

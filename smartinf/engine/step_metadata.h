@@ -17,11 +17,11 @@ struct StepMetadata {
   std::vector<kernels::StepAhead> ahead;          // by group; empty: not known
 };
 
-/// One text of at most storage::Store::kClientMetadataBytesMax, as kept.client metadata is. Where
-/// there is no room for what belongs behind it, `ahead` is left out first: after a resume the
+/// One text of at most storage::Store::kClientMetadataBytesMax, as metadata.client_metadata is.
+/// Where there is no room for what belongs behind it, `ahead` is left out first: after a resume the
 /// weights of the first forward then are the stored ones. Groups in a row with the same rates take
 /// 16 bytes together.
-std::string join_metadata(const StepMetadata& kept);
+std::string join_metadata(const StepMetadata& metadata);
 
 /// The way back. A text that join_metadata() did not write is all the trainer's.
 StepMetadata split_metadata(std::string stored);

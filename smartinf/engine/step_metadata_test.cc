@@ -19,24 +19,24 @@ void expect_same(const std::vector<kernels::StepAhead>& a,
   }
 }
 
-StepMetadata kept_of(const std::string& client_metadata, size_t groups, size_t in_a_row) {
-  StepMetadata kept{.client_metadata = client_metadata, .residual_step = 7, .ahead = {}};
+StepMetadata metadata_of(const std::string& client_metadata, size_t groups, size_t in_a_row) {
+  StepMetadata metadata{.client_metadata = client_metadata, .residual_step = 7, .ahead = {}};
   for (size_t g = 0; g < groups; ++g) {
-    kept.ahead.push_back(
+    metadata.ahead.push_back(
         {.lr = 0.25f * static_cast<float>(g / in_a_row), .bias = 0.5f, .eps = 1e-8f});
   }
-  return kept;
+  return metadata;
 }
 
 TEST(StepMetadata, ComesBack) {
   for (const std::string& client_metadata :
        {std::string(), std::string("a trainer's"), std::string(99, '\0')}) {
     for (const size_t groups : {0ul, 1ul, 2ul, 300ul}) {
-      const StepMetadata kept = kept_of(client_metadata, groups, 3);
-      const StepMetadata back = split_metadata(join_metadata(kept));
+      const StepMetadata metadata = metadata_of(client_metadata, groups, 3);
+      const StepMetadata back = split_metadata(join_metadata(metadata));
       EXPECT_EQ(back.client_metadata, client_metadata);
       EXPECT_EQ(back.residual_step, 7u);
-      expect_same(back.ahead, kept.ahead);
+      expect_same(back.ahead, metadata.ahead);
     }
     const StepMetadata back = split_metadata(
         join_metadata({.client_metadata = client_metadata, .residual_step = {}, .ahead = {}}));
@@ -46,17 +46,17 @@ TEST(StepMetadata, ComesBack) {
 }
 
 TEST(StepMetadata, AModelOfManyParametersWithOneRateTakesLittleRoom) {
-  EXPECT_LE(join_metadata(kept_of("", 100'000, 100'000)).size(), 64u);
+  EXPECT_LE(join_metadata(metadata_of("", 100'000, 100'000)).size(), 64u);
 }
 
 TEST(StepMetadata, WhatDoesNotFitIsLeftOut) {
-  const StepMetadata many = split_metadata(join_metadata(kept_of("a trainer's", 5000, 1)));
+  const StepMetadata many = split_metadata(join_metadata(metadata_of("a trainer's", 5000, 1)));
   EXPECT_EQ(many.client_metadata, "a trainer's");
   EXPECT_EQ(many.residual_step, 7u);
   EXPECT_TRUE(many.ahead.empty());
   for (const uint64_t left : {0ul, 23ul, 24ul, 39ul, 40ul}) {
     const std::string client_metadata(kMost - left, 'x');
-    const std::string joined = join_metadata(kept_of(client_metadata, 2, 2));
+    const std::string joined = join_metadata(metadata_of(client_metadata, 2, 2));
     EXPECT_LE(joined.size(), kMost);
     const StepMetadata back = split_metadata(joined);
     EXPECT_EQ(back.client_metadata, client_metadata);

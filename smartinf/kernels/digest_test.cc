@@ -52,7 +52,7 @@ uint64_t digest_of_updates(const KernelTable& table, StateFormat format,
   all.push_back({.rule = UpdateRule::kSgdMomentum, .nesterov = true, .maximize = true});
   all.push_back({.rule = UpdateRule::kAdam, .beta1 = 0.2, .eps = 1e-3});
   for (const RuleOptions& options : all) {
-    if (given_squares && !takes_squares(options.rule)) continue;
+    if (given_squares && !takes_factored_second_moment(options.rule)) continue;
     for (const DataType type : {DataType::kF32, DataType::kBf16, DataType::kF16}) {
       for (const bool wild : {false, true}) {
         const std::span<const PlaneKind> kinds = rule_planes(options.rule);
@@ -74,9 +74,9 @@ uint64_t digest_of_updates(const KernelTable& table, StateFormat format,
         block.gradient = gradient.data();
         block.weights_out = weights.data();
         const std::vector<float> columns = fixed_values(78, wild, true);
-        const std::array rows = {SquaresRow{100, 0.5f, columns.data() + 7},
-                                 SquaresRow{kElements - 100, 1.25f, columns.data()}};
-        if (given_squares) block.squares = rows;
+        const std::array rows = {SecondMomentRow{100, 0.5f, columns.data() + 7},
+                                 SecondMomentRow{kElements - 100, 1.25f, columns.data()}};
+        if (given_squares) block.second_moment = rows;
         for (uint64_t step = 1; step <= 3; ++step) {
           const StepScalars scalars =
               make_step_scalars(options, {.lr = 0.25, .weight_decay = 0.125}, step, 0.5, 4);
@@ -143,26 +143,26 @@ uint64_t digest_of_feedback(const KernelTable& table) {
   std::vector<float> columns(kElements / 3);
   std::vector<uint32_t> indices(kElements);
   std::vector<float> values(kElements);
-  std::vector<base::Bf16> kept(kElements);
+  std::vector<base::Bf16> next_residual(kElements);
   float threshold = 0;
   add_feedback(table, gradient, residual, block.scale, sum);
   add_matrix_squares(table, std::span(block.gradient).first(3 * columns.size()), block.scale, rows,
                      columns);
   top_k_near(table, sum, kMost, kElements, indices.data(), values.data(), threshold);
   table.encode_block(base::Encoding::kBf16, base::PlaneKind::kMomentum, sum.data(),
-                     reinterpret_cast<std::byte*>(kept.data()), kElements, block.element,
+                     reinterpret_cast<std::byte*>(next_residual.data()), kElements, block.element,
                      block.step, block.seed);
-  const double square = copy_squares(table, kept, nullptr);
+  const double square = copy_squares(table, next_residual, nullptr);
   std::vector<float> weights = fixed_values(8, false, false);
   const std::vector<float> roots = fixed_values(9, false, true);
-  step_ahead(table, {.lr = 1e-2f, .bias = 0.5f, .eps = 1e-8f}, kept, 0.75f, roots, weights.data(),
-             DataType::kF32);
+  step_ahead(table, {.lr = 1e-2f, .bias = 0.5f, .eps = 1e-8f}, next_residual, 0.75f, roots,
+             weights.data(), DataType::kF32);
   digest.add(sum.data(), sum.size() * sizeof(float));
   digest.add(rows.data(), rows.size() * sizeof(float));
   digest.add(columns.data(), columns.size() * sizeof(float));
   digest.add(indices.data(), kMost * sizeof(uint32_t));
   digest.add(values.data(), kMost * sizeof(float));
-  digest.add(kept.data(), kept.size() * sizeof(base::Bf16));
+  digest.add(next_residual.data(), next_residual.size() * sizeof(base::Bf16));
   digest.add(&square, sizeof(square));
   digest.add(weights.data(), weights.size() * sizeof(float));
   return digest.value();

@@ -239,7 +239,7 @@ struct Block {
         .element = 256 * 1234567,
         .gradient = gradient(),
         .gradient_type = gradient_type_,
-        .squares = rows_,
+        .second_moment = rows_,
         .weights_out = weights_.data() + shift_ * base::data_type_bytes(weights_type_),
         .weights_type = weights_type_};
     for (size_t i = 0; i < planes_.size(); ++i) block.planes[i] = planes_[i].data() + 4 * shift_;
@@ -257,7 +257,7 @@ struct Block {
   std::vector<std::byte> weights_;
   static constexpr uint64_t kColumns = 77;
   std::vector<float> columns_;
-  std::vector<SquaresRow> rows_;
+  std::vector<SecondMomentRow> rows_;
 };
 
 /// Runs the same steps on the truth and on the table and compares every byte after each.
@@ -336,7 +336,7 @@ TEST_P(EveryTarget, UpdatesAgreeForEveryLengthAndAlignment) {
 
 TEST_P(EveryTarget, UpdatesAgreeWithGivenSquaresForTheVariance) {
   for (const RuleOptions& options : every_option()) {
-    if (!takes_squares(options.rule)) continue;
+    if (!takes_factored_second_moment(options.rule)) continue;
     for (const StateFormat format : kFormats) {
       for (const DataType type : kTypes) {
         for (const size_t n : {0, 1, 15, 255, 256, 257, 512, 1031, 4500}) {

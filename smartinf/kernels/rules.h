@@ -23,9 +23,9 @@ inline float lerp(float a, float b, float weight) {
 }
 
 /// Adam and AdamW; they differ in which of the two decays is not neutral. square: what the variance
-/// takes in place of the gradient's, or null (UpdateBlock::squares). With it the variance is at
-/// least what this gradient alone would make of 0: what it adds to the momentum moves the weight no
-/// further than if the variance had been 0.
+/// takes in place of the gradient's, or null (UpdateBlock::second_moment). With it the variance is
+/// at least what this gradient alone would make of 0: what it adds to the momentum moves the weight
+/// no further than if the variance had been 0.
 /// Source: Kingma and Ba 2015, Algorithm 1 in the order of its section 2, where step size and eps
 /// carry the bias corrections; Loshchilov and Hutter 2019, Algorithm 2.
 inline void update_adam(const StepScalars& s, float gradient, const float* square,

@@ -115,19 +115,19 @@ class SpanCursor {
 /// Walks through the squares of a block.
 class SquaresCursor {
  public:
-  SquaresCursor(const TileKernels& tiles, std::span<const SquaresRow> rows)
+  SquaresCursor(const TileKernels& tiles, std::span<const SecondMomentRow> rows)
       : tiles_(tiles), rows_(rows) {}
   bool given() const { return !rows_.empty(); }
 
   /// Those of the next elements.
   void take(std::span<float> out) {
-    each(out.size(), [&](const SquaresRow& row, uint64_t from, size_t count) {
+    each(out.size(), [&](const SecondMomentRow& row, uint64_t from, size_t count) {
       tiles_.multiply(row.columns + from, row.mean, out.data(), count);
       out = out.subspan(count);
     });
   }
   void skip(uint64_t count) {
-    each(count, [](const SquaresRow&, uint64_t, size_t) {});
+    each(count, [](const SecondMomentRow&, uint64_t, size_t) {});
   }
 
  private:
@@ -135,7 +135,7 @@ class SquaresCursor {
   void each(uint64_t left, const Act& act) {
     while (left > 0) {
       SI_CHECK(row_ < rows_.size(), "the squares of a block cover all its elements");
-      const SquaresRow& row = rows_[row_];
+      const SecondMomentRow& row = rows_[row_];
       const auto count = static_cast<size_t>(std::min(left, row.count - taken_));
       act(row, taken_, count);
       left -= count;
@@ -146,13 +146,13 @@ class SquaresCursor {
     }
   }
   const TileKernels& tiles_;
-  std::span<const SquaresRow> rows_;
+  std::span<const SecondMomentRow> rows_;
   size_t row_ = 0;
   uint64_t taken_ = 0;  // of that row
 };
 
 /// Tiles whose squares are made at once, to be read from the first-level cache.
-constexpr size_t kSquaresAtOnce = 16;
+constexpr size_t kSecondMomentTilesAtOnce = 16;
 
 /// The stages of a block's update, with what they all need.
 class BlockUpdate {
@@ -162,7 +162,7 @@ class BlockUpdate {
       : tiles_(tiles),
         format_(format),
         block_(block),
-        squares_(tiles, block.squares),
+        squares_(tiles, block.second_moment),
         step_seed_(rounding_seed(scalars.seed, scalars.step)),
         master_(reinterpret_cast<float*>(block.planes[0])) {
     const std::span<const PlaneKind> kinds = rule_planes(scalars.rule);
@@ -181,9 +181,9 @@ class BlockUpdate {
 
   void whole_tiles(size_t first, size_t count, const StepScalars& scalars) {
     if (!squares_.given()) return some_tiles(first, count, scalars, nullptr);
-    alignas(64) std::array<float, kSquaresAtOnce * kTileElements> squares;
+    alignas(64) std::array<float, kSecondMomentTilesAtOnce * kTileElements> squares;
     for (size_t done = 0; done < count;) {
-      const size_t some = std::min(kSquaresAtOnce, count - done);
+      const size_t some = std::min(kSecondMomentTilesAtOnce, count - done);
       squares_.take({squares.data(), some * kTileElements});
       some_tiles(first + done * kTileElements, some, scalars, squares.data());
       done += some;
@@ -277,8 +277,8 @@ void KernelTable::update_block(base::StateFormat format, const UpdateBlock& bloc
   if (block.count == 0) return;
   SI_CHECK(!runs.empty(), "a block needs the scalars of its elements");
   SI_CHECK(block.element % kTileElements == 0, "blocks start on a rounding group");
-  SI_CHECK(block.squares.empty() || takes_squares(runs.front().scalars->rule),
-           "squares are for Adam's variance");
+  SI_CHECK(block.second_moment.empty() || takes_factored_second_moment(runs.front().scalars->rule),
+           "a second moment in factors is for Adam's variance");
   BlockUpdate update(tiles_, format, block, *runs.front().scalars);
   SpanCursor cursor(runs);
   for (size_t first = 0; first < block.count;) {

@@ -19,7 +19,7 @@ namespace smartinf::kernels {
 
 /// Squares of neighbours in a row of a matrix: square i is mean * columns[i]. Rows of a block are
 /// ordered, without gaps, and sum to its elements.
-struct SquaresRow {
+struct SecondMomentRow {
   uint64_t count = 0;
   float mean = 0;
   const float* columns = nullptr;  // [count]
@@ -36,7 +36,7 @@ struct UpdateBlock {
   base::DataType gradient_type = base::DataType::kBf16;
   /// Adam and AdamW only: what the variance takes in place of the squares of `gradient`, already
   /// scaled; it is at least 1 - beta2 of each of those. Empty: those squares.
-  std::span<const SquaresRow> squares = {};
+  std::span<const SecondMomentRow> second_moment = {};
   void* weights_out = nullptr;  // [count] of weights_type, or null: no weights wanted
   base::DataType weights_type = base::DataType::kBf16;
 };

@@ -37,8 +37,9 @@ constexpr std::optional<UpdateRule> update_rule_from_name(std::string_view name)
 /// The planes the rule keeps, in their order on the drive; master comes first.
 std::span<const base::PlaneKind> rule_planes(UpdateRule rule);
 
-/// Whether its variance can be given squares that are not its gradient's (UpdateBlock::squares).
-inline bool takes_squares(UpdateRule rule) {
+/// Whether its variance can be given squares that are not its gradient's
+/// (UpdateBlock::second_moment).
+inline bool takes_factored_second_moment(UpdateRule rule) {
   return rule == UpdateRule::kAdamW || rule == UpdateRule::kAdam;
 }
 

@@ -55,7 +55,7 @@ TEST(UpdateBlock, GivenSquaresTakeThePlaceOfTheGradients) {
   const size_t n = 20 * kTileElements + 3;
   // Rows that begin and end anywhere.
   const std::vector<float> columns = {4.0f, 0.25f, 1.0f, 2.0f, 0.5f, 8.0f, 16.0f};
-  std::vector<SquaresRow> rows = {{3, 0.5f, columns.data() + 4}};
+  std::vector<SecondMomentRow> rows = {{3, 0.5f, columns.data() + 4}};
   for (uint64_t left = n - 3; left > 0; left -= rows.back().count) {
     rows.push_back({std::min<uint64_t>(7, left), static_cast<float>(rows.size()), columns.data()});
   }
@@ -73,7 +73,7 @@ TEST(UpdateBlock, GivenSquaresTakeThePlaceOfTheGradients) {
                          .count = n,
                          .gradient = gradient.data(),
                          .gradient_type = DataType::kF32,
-                         .squares = rows},
+                         .second_moment = rows},
                         {&run, 1});
   for (size_t i = 0; i < n; ++i) {
     const double square =

@@ -21,7 +21,7 @@ struct TrainingModel {
   uint64_t mlp_width = 0;
   uint64_t vocabulary = 0;  // 0: no logits
   uint64_t tokens = 0;      // of one micro batch
-  bool gated = true;        // the Llama form; false: two feed-forward matrices and biases
+  bool gated = true;        // the Llama architecture; false: two feed-forward matrices and biases
   bool tied = false;        // the output head is the embedding
 };
 

@@ -131,11 +131,11 @@ void describe_preset(ModelShape& model) {
     model.norm_eps = 1e-6;
     model.beyond_train.push_back(kQkNorms);
   } else {
-    model.beyond_train.push_back("another form than Llama's");
+    model.beyond_train.push_back("another architecture than Llama's");
   }
 }
 
-/// The same from a config.json of the Llama form.
+/// The same from a config.json of the Llama architecture.
 void describe_config(const nlohmann::json& json, std::string_view type, ModelShape& model) {
   const auto lacks = [&](std::string what) { model.beyond_train.push_back(std::move(what)); };
   const auto there = [](const nlohmann::json& from, const char* key) {
@@ -355,7 +355,7 @@ Result<ModelShape> model_from_hf_config(std::string_view json_text, std::string_
   model.biases = old_form;
   model.tied = flag("tie_word_embeddings", old_form);
   if (old_form) {
-    model.beyond_train.push_back("another form than Llama's");
+    model.beyond_train.push_back("another architecture than Llama's");
   } else {
     describe_config(json, type, model);
   }

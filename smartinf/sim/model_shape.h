@@ -25,7 +25,7 @@ struct ModelShape {
   bool gated = false;         // SwiGLU: three feed-forward matrices instead of two
   bool tied = true;           // the head is the embedding
   bool biases = true;         // matrices and norms have biases
-  double rope_base = 10000;   // the Llama form only, as the next two
+  double rope_base = 10000;   // the Llama architecture only, as the next two
   double norm_eps = 1e-5;
   double init_std = 0.02;
   /// What this model has and `smartinf train` has not ("biases of query, key and value"); empty: a

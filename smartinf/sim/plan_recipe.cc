@@ -12,7 +12,7 @@ using base::Status;
 
 Status check_train_can(const ModelShape& model) {
   std::vector<std::string> lacks = model.beyond_train;
-  if (!model.gated && lacks.empty()) lacks.push_back("another form than Llama's");
+  if (!model.gated && lacks.empty()) lacks.push_back("another architecture than Llama's");
   if (model.gated && model.head_size * model.heads != model.hidden) {
     lacks.push_back(fmt::format("heads of {} that together are not the width", model.head_size));
   }
@@ -20,7 +20,7 @@ Status check_train_can(const ModelShape& model) {
   return Status(
       base::ErrorCode::kUnsupported,
       fmt::format("{} has what `smartinf train` has not: {}", model.name, fmt::join(lacks, ", ")),
-      "Train it from Python (docs/trainer.md), or plan a model of the plain Llama form.");
+      "Train it from Python (docs/trainer.md), or plan a model of the plain Llama architecture.");
 }
 
 Result<std::string> plan_recipe(const Plan& plan) {

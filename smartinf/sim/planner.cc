@@ -26,7 +26,7 @@ double written_per_device(const PlanOption& option, const Machine& machine) {
          machine.device_count();
 }
 
-void judge_cost(PlanOption& option, const Machine& machine) {
+void add_cost(PlanOption& option, const Machine& machine) {
   double life_days = 0;
   for (const DeviceGroup& device : machine.devices) {
     if (device.endurance_bytes == 0) continue;
@@ -151,7 +151,7 @@ class Planner {
     option.tokens_per_s =
         static_cast<double>(plan_.model.tokens() * options.accumulation * plan_.machine.gpu.count) /
         option.times.total_s;
-    judge_cost(option, plan_.machine);
+    add_cost(option, plan_.machine);
     plan_.options.push_back(std::move(option));
     return {};
   }

@@ -260,7 +260,7 @@ TEST(Planner, RefusesARecipeOfWhatTrainHasNot) {
   for (const auto& [model, feature] : {std::pair{"qwen3-0.6B", "norms of query and key"},
                                        {"qwen2.5-0.5B", "biases of query, key and value"},
                                        {"llama3-1B", "scaled rotary positions (\"llama3\")"},
-                                       {"gpt2-0.12B", "another form than Llama's"}}) {
+                                       {"gpt2-0.12B", "another architecture than Llama's"}}) {
     const auto recipe = plan_recipe(plan_of(model, "workstation-gen5"));
     EXPECT_EQ(recipe.status().code(), base::ErrorCode::kUnsupported) << model;
     EXPECT_THAT(recipe.status().what(), HasSubstr(feature));

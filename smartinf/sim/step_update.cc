@@ -95,7 +95,7 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
     device.work = {{owner.processor, cost(owner.update_bytes_per_s)}};
     device.weights = {{{up, host_up}, owner.latency_s},
                       {{{host_copy_, cost(machine_.host.copy_bytes_per_s)}}}};
-    const bool momentum_and_variance = kernels::takes_squares(options_.rule);
+    const bool momentum_and_variance = kernels::takes_factored_second_moment(options_.rule);
     if (host_selects() && momentum_and_variance && machine_.host.step_ahead_params_per_s > 0) {
       const Use ahead{host_ahead_, cost(machine_.host.step_ahead_params_per_s)};
       device.weights.push_back({{ahead}, 0, true});

@@ -157,9 +157,9 @@ class Checker {
 
   /// Checks copies that lie one after another: reports the bad ones, repairs them from a good one.
   /// The good one is left in `good`.
-  template <typename Judge, typename Offset>
+  template <typename Check, typename Offset>
   Result<bool> check_copies(FaultKind kind, std::string_view name, uint32_t count, uint64_t length,
-                            const Offset& offset_of, const Judge& judge,
+                            const Offset& offset_of, const Check& check,
                             base::AlignedBuffer& good) {
     SI_ASSIGN_OR_RETURN(base::AlignedBuffer bytes, base::AlignedBuffer::allocate(length));
     std::vector<Status> statuses;
@@ -167,7 +167,7 @@ class Checker {
     for (uint32_t copy = 0; copy < count; ++copy) {
       Status status = transfer(IoOp::kRead, offset_of(copy), bytes.bytes(), bytes);
       if (queue_.failed()) return status;
-      if (status.ok()) status = judge(bytes.bytes());
+      if (status.ok()) status = check(bytes.bytes());
       if (status.ok() && !found) {
         found = true;
         std::swap(good, bytes);
@@ -305,7 +305,7 @@ class Checker {
     return false;
   }
 
-  void judge(const Piece& piece) {
+  void check_piece(const Piece& piece) {
     const PlaneRecord found = record(piece.subgroup, piece.plane);
     const base::SubgroupId id = layout_.subgroups[piece.subgroup].id;
     const auto plane_name = base::plane_kind_name(layout_.planes[piece.plane]);
@@ -366,7 +366,7 @@ class Checker {
       for (size_t i = 0; i < count; ++i) {
         Piece& piece = *static_cast<Piece*>(done[i]->owner);
         report_.bytes_read += piece.transfer.buffer.size();
-        judge(piece);
+        check_piece(piece);
         if (next_piece(piece)) queue_.start(piece.transfer);
       }
       if (options_.progress) {

@@ -49,7 +49,9 @@ Result<MemoryState> MemoryState::open(const std::string& run, const plan::Parame
   const std::string step = state.file_.metadata("step");
   const auto read = std::from_chars(step.data(), step.data() + step.size(), state.step_);
   if (step.empty() || read.ptr != step.data() + step.size()) return corrupt("step");
-  state.client_metadata_ = state.file_.metadata("blob");
+  state.client_metadata_ = state.file_.metadata("client_metadata");
+  // Older files name it "blob".
+  if (state.client_metadata_.empty()) state.client_metadata_ = state.file_.metadata("blob");
   return state;
 }
 
@@ -64,7 +66,7 @@ Status MemoryState::save(const std::string& run, const plan::ParameterSpace& spa
                       SafetensorsWriter::create(path(run), tensors,
                                                 {{"parameter_space", space.to_json()},
                                                  {"step", std::to_string(step)},
-                                                 {"blob", client_metadata}}));
+                                                 {"client_metadata", client_metadata}}));
   for (const std::span<const float> plane : planes) {
     SI_RETURN_IF_ERROR(writer.append(std::as_bytes(plane)));
   }

@@ -1,4 +1,4 @@
-// A decoder-only transformer in the Llama form, over weights that live in one flat tensor.
+// A decoder-only transformer of the Llama architecture, over weights that live in one flat tensor.
 //
 // Shapes are in the names: B sequences, T tokens, C model.width, V model.vocabulary, H heads, K
 // heads of keys and values, D head width, N elements of the parameter space; E is (H + 2K) D,

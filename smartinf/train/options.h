@@ -17,7 +17,7 @@
 
 namespace smartinf::train {
 
-/// A decoder-only transformer in the Llama form.
+/// A decoder-only transformer of the Llama architecture.
 struct ModelOptions {
   uint32_t layers = 6;
   uint32_t width = 256;      // of the residual stream

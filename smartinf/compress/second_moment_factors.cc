@@ -1,4 +1,4 @@
-#include "smartinf/compress/factored_squares.h"
+#include "smartinf/compress/second_moment_factors.h"
 
 #include <algorithm>
 #include <cmath>
@@ -26,7 +26,7 @@ void hold_together(std::span<float> means) {
 
 }  // namespace
 
-FactoredSquares::FactoredSquares(std::vector<MatrixLayout> matrices)
+SecondMomentFactors::SecondMomentFactors(std::vector<MatrixLayout> matrices)
     : matrices_(std::move(matrices)), means_(matrices_), skipped_(matrices_.size()) {
   size_t partial = 0;
   for (size_t f = 0; f < matrices_.size(); ++f) {
@@ -40,8 +40,8 @@ FactoredSquares::FactoredSquares(std::vector<MatrixLayout> matrices)
   partial_.resize(partial);
 }
 
-void FactoredSquares::find(const base::Bf16* gradient, float scale,
-                           std::span<const plan::GroupSpan> skipped, base::ThreadTeam& team) {
+void SecondMomentFactors::find(const base::Bf16* gradient, float scale,
+                               std::span<const plan::GroupSpan> skipped, base::ThreadTeam& team) {
   std::ranges::fill(means_.all(), 0.0f);
   std::fill(partial_.begin(), partial_.end(), 0.0f);
   std::fill(skipped_.begin(), skipped_.end(), uint8_t{0});
@@ -62,7 +62,7 @@ void FactoredSquares::find(const base::Bf16* gradient, float scale,
   }
 }
 
-void FactoredSquares::sum(const Section& section, const base::Bf16* gradient, float scale) {
+void SecondMomentFactors::sum(const Section& section, const base::Bf16* gradient, float scale) {
   const MatrixLayout& matrix = matrices_[section.matrix];
   kernels::add_matrix_squares(
       kernels::kernels(),
@@ -71,7 +71,7 @@ void FactoredSquares::sum(const Section& section, const base::Bf16* gradient, fl
       std::span(partial_).subspan(section.columns_at, matrix.columns));
 }
 
-void FactoredSquares::make_means(size_t index, std::span<const Section> sections) {
+void SecondMomentFactors::make_means(size_t index, std::span<const Section> sections) {
   const MatrixLayout& matrix = matrices_[index];
   const auto rows = means_.rows(index);
   const auto columns = means_.columns(index);
@@ -88,12 +88,12 @@ void FactoredSquares::make_means(size_t index, std::span<const Section> sections
   hold_together(columns);
 }
 
-void FactoredSquares::append(const plan::Subgroup& subgroup, RowColumnFactors& out) const {
+void SecondMomentFactors::append(const plan::Subgroup& subgroup, RowColumnFactors& out) const {
   means_.append(subgroup.first, subgroup.count, out.values);
   append_factor_runs(matrices_, subgroup.first, subgroup.count, out.runs);
 }
 
-uint64_t FactoredSquares::memory_bytes() const {
+uint64_t SecondMomentFactors::memory_bytes() const {
   return means_.memory_bytes() + partial_.size() * sizeof(float);
 }
 

@@ -1,4 +1,4 @@
-#include "smartinf/compress/factored_squares.h"
+#include "smartinf/compress/second_moment_factors.h"
 
 #include <algorithm>
 #include <cmath>
@@ -42,20 +42,21 @@ std::vector<base::Bf16> gradient_of(const plan::ParameterSpace& space) {
 }
 
 /// The square of every element as computed from the factors of its subgroup's message.
-std::vector<float> squares_of(const FactoredSquares& squares, const plan::ParameterSpace& space,
-                              uint64_t subgroup_elements) {
+std::vector<float> squares_of(const SecondMomentFactors& second_moment,
+                              const plan::ParameterSpace& space, uint64_t subgroup_elements) {
   std::vector<float> all(space.count());
   for (const plan::Subgroup& subgroup : space.subgroups(subgroup_elements)) {
     RowColumnFactors appended{.values = {-7.0f}, .runs = {1}};  // behind what is there
-    squares.append(subgroup, appended);
+    second_moment.append(subgroup, appended);
     const std::vector<float>& factors = appended.values;
     EXPECT_EQ(factors.front(), -7.0f);
     EXPECT_EQ(std::accumulate(appended.runs.begin(), appended.runs.end(), size_t{0}),
               factors.size());
-    EXPECT_EQ(factors.size(), 1 + factors_in(squares.matrices(), subgroup.first, subgroup.count));
+    EXPECT_EQ(factors.size(),
+              1 + factors_in(second_moment.matrices(), subgroup.first, subgroup.count));
     uint64_t at = 1;
     for (const MatrixLayout& matrix :
-         matrices_in(squares.matrices(), subgroup.first, subgroup.count)) {
+         matrices_in(second_moment.matrices(), subgroup.first, subgroup.count)) {
       const MatrixPart part = part_of(matrix, subgroup.first, subgroup.count);
       float* out = all.data() + part.first;
       part.each_row([&](uint64_t row, uint64_t column, uint64_t count) {
@@ -69,35 +70,36 @@ std::vector<float> squares_of(const FactoredSquares& squares, const plan::Parame
   return all;
 }
 
-TEST(FactoredSquares, AreExactWhereTheyAreAProduct) {
+TEST(SecondMomentFactors, AreExactWhereTheyAreAProduct) {
   const plan::ParameterSpace space = test_space();
   const auto gradient = gradient_of(space);
-  FactoredSquares squares(matrix_layouts(space));
+  SecondMomentFactors second_moment(matrix_layouts(space));
   base::ThreadTeam team(1, "test");
-  squares.find(gradient.data(), 0.5f, {}, team);
-  const auto found = squares_of(squares, space, kBlockElements);
+  second_moment.find(gradient.data(), 0.5f, {}, team);
+  const auto found = squares_of(second_moment, space, kBlockElements);
   for (uint64_t i = 0; i < found.size(); ++i) {
     const double square = std::pow(0.5 * base::to_f32(gradient[i]), 2);
     ASSERT_NEAR(found[i], square, 1e-4 * square) << i;  // of thousands summed in f32
   }
 }
 
-TEST(FactoredSquares, DoNotDependOnThreadsOrSubgroups) {
+TEST(SecondMomentFactors, DoNotDependOnThreadsOrSubgroups) {
   const plan::ParameterSpace space = test_space();
   const auto gradient = gradient_of(space);
-  FactoredSquares squares(matrix_layouts(space));
+  SecondMomentFactors second_moment(matrix_layouts(space));
   base::ThreadTeam alone(1, "test");
-  squares.find(gradient.data(), 0.3f, {}, alone);
-  const auto expected = squares_of(squares, space, kBlockElements);
+  second_moment.find(gradient.data(), 0.3f, {}, alone);
+  const auto expected = squares_of(second_moment, space, kBlockElements);
   for (const uint32_t threads : {2u, 5u}) {
     base::ThreadTeam team(threads, "test");
-    squares.find(gradient.data(), 0.3f, {}, team);  // again: nothing is left of the time before
-    EXPECT_EQ(squares_of(squares, space, 2 * kBlockElements), expected) << threads;
-    EXPECT_EQ(squares_of(squares, space, 100 * kBlockElements), expected) << threads;
+    // Again: nothing is left of the time before.
+    second_moment.find(gradient.data(), 0.3f, {}, team);
+    EXPECT_EQ(squares_of(second_moment, space, 2 * kBlockElements), expected) << threads;
+    EXPECT_EQ(squares_of(second_moment, space, 100 * kBlockElements), expected) << threads;
   }
 }
 
-TEST(FactoredSquares, OfTallMatricesAreSummedInSections) {
+TEST(SecondMomentFactors, OfTallMatricesAreSummedInSections) {
   // Nine sections of 2^22 elements and a piece.
   plan::ParameterSpace space;
   ASSERT_TRUE(space.add("tall", {40'000, 1000}, 0).ok());
@@ -107,11 +109,11 @@ TEST(FactoredSquares, OfTallMatricesAreSummedInSections) {
   }
   std::optional<std::vector<float>> first;
   for (const uint32_t threads : {1u, 3u}) {
-    FactoredSquares squares(matrix_layouts(space));
+    SecondMomentFactors second_moment(matrix_layouts(space));
     base::ThreadTeam team(threads, "test");
-    squares.find(gradient.data(), 1, {}, team);
+    second_moment.find(gradient.data(), 1, {}, team);
     RowColumnFactors appended;
-    squares.append({base::SubgroupId{0}, 0, space.count()}, appended);
+    second_moment.append({base::SubgroupId{0}, 0, space.count()}, appended);
     const std::vector<float>& factors = appended.values;
     if (!first) first = factors;
     EXPECT_EQ(factors, *first);
@@ -120,7 +122,7 @@ TEST(FactoredSquares, OfTallMatricesAreSummedInSections) {
   EXPECT_NEAR((*first)[39'999] * (*first)[40'008], 1.0, 1e-4);
 }
 
-TEST(FactoredSquares, OfGroupsThatSitOutAreNone) {
+TEST(SecondMomentFactors, OfGroupsThatSitOutAreNone) {
   const plan::ParameterSpace space = test_space();
   auto gradient = gradient_of(space);
   std::vector<plan::GroupSpan> out = space.spans(0, space.count());
@@ -128,10 +130,10 @@ TEST(FactoredSquares, OfGroupsThatSitOutAreNone) {
   const plan::ParameterRange& norm = *space.find("norm");
   std::fill_n(gradient.begin() + static_cast<ptrdiff_t>(norm.first), norm.count,
               base::to_bf16(std::numeric_limits<float>::quiet_NaN()));  // whatever lies there
-  FactoredSquares squares(matrix_layouts(space));
+  SecondMomentFactors second_moment(matrix_layouts(space));
   base::ThreadTeam team(2, "test");
-  squares.find(gradient.data(), 1, out, team);
-  const auto found = squares_of(squares, space, kBlockElements);
+  second_moment.find(gradient.data(), 1, out, team);
+  const auto found = squares_of(second_moment, space, kBlockElements);
   for (uint64_t i = 0; i < found.size(); ++i) {
     const bool skipped = i >= norm.first && i < norm.first + norm.count;
     ASSERT_EQ(found[i] == 0, skipped) << i;
@@ -139,18 +141,18 @@ TEST(FactoredSquares, OfGroupsThatSitOutAreNone) {
 }
 
 /// What is no number, or beyond f32, leaves no factor that a message could not hold.
-TEST(FactoredSquares, AreNumbersWhateverTheGradientIs) {
+TEST(SecondMomentFactors, AreNumbersWhateverTheGradientIs) {
   plan::ParameterSpace space;
   ASSERT_TRUE(space.add("matrix", {60, 50}, 0).ok());
   for (const float odd : {std::numeric_limits<float>::quiet_NaN(),
                           std::numeric_limits<float>::infinity(), 3e38f, 1e-30f, 0.0f}) {
     std::vector<base::Bf16> gradient(space.count(), base::to_bf16(odd == 0 ? 0.0f : 1e-3f));
     gradient[123] = base::to_bf16(odd);
-    FactoredSquares squares(matrix_layouts(space));
+    SecondMomentFactors second_moment(matrix_layouts(space));
     base::ThreadTeam team(1, "test");
-    squares.find(gradient.data(), 1, {}, team);
+    second_moment.find(gradient.data(), 1, {}, team);
     RowColumnFactors appended;
-    squares.append({base::SubgroupId{0}, 0, space.count()}, appended);
+    second_moment.append({base::SubgroupId{0}, 0, space.count()}, appended);
     const std::vector<float>& factors = appended.values;
     for (const float factor : factors) ASSERT_GE(factor, 0) << odd;
     if (odd != 0) continue;
@@ -160,7 +162,7 @@ TEST(FactoredSquares, AreNumbersWhateverTheGradientIs) {
 
 /// Rows and columns whose means are far apart: what a message says of an element does not depend on
 /// what else its subgroup holds.
-TEST(FactoredSquares, ReadTheSameFromAnySubgroup) {
+TEST(SecondMomentFactors, ReadTheSameFromAnySubgroup) {
   constexpr uint64_t kRows = 2048;
   constexpr uint64_t kColumns = 512;
   plan::ParameterSpace space;
@@ -170,15 +172,15 @@ TEST(FactoredSquares, ReadTheSameFromAnySubgroup) {
     const uint64_t size = i / kColumns / 64 + i % kColumns / 16;
     gradient[i] = base::to_bf16(std::ldexp(1.0f, -static_cast<int>(size)));
   }
-  FactoredSquares squares(matrix_layouts(space));
+  SecondMomentFactors second_moment(matrix_layouts(space));
   base::ThreadTeam team(1, "test");
-  squares.find(gradient.data(), 1, {}, team);
+  second_moment.find(gradient.data(), 1, {}, team);
   std::optional<std::vector<float>> expected;
   for (const uint64_t elements : {space.count(), 3 * kBlockElements, kBlockElements}) {
     std::vector<float> read(kRows + kColumns);
     for (const plan::Subgroup& subgroup : space.subgroups(elements)) {
       RowColumnFactors factors;
-      squares.append(subgroup, factors);
+      second_moment.append(subgroup, factors);
       CompressedWriter writer;
       writer.begin(subgroup.id, subgroup.count, ValueEncoding::kSign, factors);
       for (uint64_t first = 0; first < subgroup.count; first += kBlockElements) {

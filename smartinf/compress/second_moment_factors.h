@@ -19,9 +19,9 @@ namespace smartinf::compress {
 /// A square is about its row's mean times its column's mean relative to the mean of all (Shazeer
 /// and Stern 2018). They are of whole matrices, so that they do not depend on how the space is cut
 /// into subgroups. Threads: one at a time, but for append().
-class FactoredSquares {
+class SecondMomentFactors {
  public:
-  explicit FactoredSquares(std::vector<MatrixLayout> matrices);
+  explicit SecondMomentFactors(std::vector<MatrixLayout> matrices);
 
   /// Of scale * gradient, by a team of threads; what it finds does not depend on how many.
   /// gradient: of the whole space. Matrices that reach into skipped spans have squares of 0.

@@ -41,7 +41,7 @@ def with_values(text, values):
     for line in text.splitlines():
         if header := re.match(r"\s*\[+(\w+)\]+", line):
             section = header.group(1)
-        key = re.match(r"(\w+) = ([^#]*\S)", line)
+        key = re.match(r"(\w+) = ([^#]*[^#\s])", line)
         value = values.get(f"{section}.{key.group(1)}") if key else None
         if value is not None:
             line = f"{key.group(1)} = {value(key.group(2)) if callable(value) else value}"

@@ -99,12 +99,13 @@ struct Update {
   std::vector<kernels::StepScalars> scalars;  // one entry per group of the parameter space
   std::vector<SubgroupUpdate> updates;
   /// Right after BeginStep, before any gradient: each subgroup is updated when its gradient has
-  /// become complete, in the order in which they do. Done when all are, or when a StopUpdate or
-  /// another Update follows, which lets those finish that have begun.
+  /// become complete, the last one first when several are. Done when all are, or when a StopUpdate
+  /// or an Update without keep_updated follows, which lets those finish that have begun.
   /// Errors: kUnsupported where the committed state does not stay beside the new one, and for
   /// compressed gradients.
   bool as_completed = false;
-  /// Subgroups that the step has updated already are left as they are, and not reported again.
+  /// Subgroups that the step has updated already are left as they are, and not reported again. An
+  /// update as_completed that runs goes on to its end before this one; all gradients must be there.
   bool keep_updated = false;
 };
 

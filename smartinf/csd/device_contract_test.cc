@@ -283,6 +283,60 @@ TEST_P(DeviceContract, ReadsAPieceOfOnePlane) {
   EXPECT_EQ(piece.back(), -1.0f) << "wrote behind the end";
 }
 
+class OneSlotContract : public DeviceContract {};
+
+/// The order in which an update takes subgroups up whose gradients become complete while its slots
+/// are busy; an update that follows and keeps what was done lets it go on.
+TEST_P(OneSlotContract, OfSeveralCompleteSubgroupsTheLastOneIsUpdatedFirst) {
+  faulty_ = true;
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  ASSERT_TRUE(run(BeginStep{1}).ok());
+  Command early{update_of(1)};
+  std::get<Update>(early.message).as_completed = true;
+  CompletionQueue replies;  // of its own: gradients are answered meanwhile
+  early.replies = &replies;
+  device_->submit(early);
+  faults_.what = Faults::What::kHoldWrites;
+  const auto put_whole = [&](size_t i) {
+    const auto gradient = test_gradient(layout_.subgroups[i], 1, GetParam().gradient_type);
+    ASSERT_TRUE(put(layout_.subgroups[i], gradient, 0, layout_.subgroups[i].count).ok());
+  };
+  put_whole(3);
+  while (faults_.done == 0) std::this_thread::yield();  // it has the slot
+  for (const size_t i : {5, 0, 1, 4, 2}) put_whole(i);
+  Update update = std::get<Update>(early.message);
+  update.as_completed = false;
+  update.keep_updated = true;
+  Command rest{update};
+  driver_.ready.clear();
+  driver_.start(rest);
+  faults_.what = Faults::What::kNothing;
+  ASSERT_TRUE(driver_.wait_for(rest).ok());
+  EXPECT_TRUE(driver_.ready.empty()) << "all were updated before";
+  std::vector<base::SubgroupId> order;
+  for (Completion completion; replies.pop(completion, std::chrono::seconds(100));) {
+    if (completion.event == Completion::Event::kDone) break;
+    order.push_back(completion.subgroup);
+  }
+  std::vector<base::SubgroupId> expected;
+  for (const size_t i : {3, 2, 4, 1, 0, 5}) expected.push_back(layout_.subgroups[i].id);
+  EXPECT_EQ(order, expected);
+  finish_step(1);
+  reference.step(1, GetParam().gradient_type, GetParam().weights_type);
+  expect_state(reference);
+}
+
+std::vector<Kind> one_slot_kinds() {
+  std::vector<Kind> all = kinds();
+  std::erase_if(all, [](const Kind& kind) { return kind.slots != 1; });
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, OneSlotContract, testing::ValuesIn(one_slot_kinds()),
+                         [](const auto& param) { return param.param.name; });
+
 INSTANTIATE_TEST_SUITE_P(Kinds, DeviceContract, testing::ValuesIn(kinds()),
                          [](const auto& param) { return param.param.name; });
 

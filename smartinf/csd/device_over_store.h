@@ -16,9 +16,6 @@ enum class StoreOrigin : uint8_t {
   kOpened,   // waits for recover_to
 };
 
-/// options.store with options.links.store put between the store and its ring.
-storage::StoreOptions linked_store_options(const LocalDeviceOptions& options);
-
 /// `kind` is for DeviceInfo. Errors: see create_local_device.
 base::Result<std::unique_ptr<Device>> make_device_over(std::unique_ptr<storage::Store> store,
                                                        StoreOrigin origin,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "smartinf/csd/device_over_store.h"
+#include "smartinf/csd/linked_ring.h"
 #include "smartinf/csd/store_snapshot.h"
 #include "smartinf/storage/block_store.h"
 #include "smartinf/storage/container.h"

@@ -105,4 +105,15 @@ std::unique_ptr<storage::Ring> make_linked_ring(std::unique_ptr<storage::Ring> i
   return std::make_unique<LinkedRing>(std::move(inner), std::move(links));
 }
 
+storage::StoreOptions linked_store_options(const LocalDeviceOptions& options) {
+  storage::StoreOptions store = options.store;
+  if (options.links.store.empty()) return store;
+  store.wrap_ring = [inner = options.store.wrap_ring,
+                     links = options.links.store](std::unique_ptr<storage::Ring> ring) {
+    if (inner) ring = inner(std::move(ring));
+    return make_linked_ring(std::move(ring), links);
+  };
+  return store;
+}
+
 }  // namespace smartinf::csd

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "smartinf/csd/link.h"
+#include "smartinf/csd/options.h"
 #include "smartinf/storage/ring.h"
 
 namespace smartinf::csd {
@@ -14,5 +15,8 @@ namespace smartinf::csd {
 /// as if cut through, and is done when the slowest has let it pass.
 std::unique_ptr<storage::Ring> make_linked_ring(std::unique_ptr<storage::Ring> inner,
                                                 std::vector<std::shared_ptr<Link>> links);
+
+/// options.store with options.links.store put between the store and its ring.
+storage::StoreOptions linked_store_options(const LocalDeviceOptions& options);
 
 }  // namespace smartinf::csd

@@ -97,11 +97,12 @@ class LocalDevice final : public Device {
   void on_time();
   void serve_commands();
   bool try_serve(Command& command);
-  template <typename Kind>
-  bool waits_behind_first() const {
+  template <typename Condition>
+  bool waits_behind_first(const Condition& condition) const {
     return std::any_of(commands_.begin() + 1, commands_.end(),
-                       [](const Command* command) { return command->as<Kind>() != nullptr; });
+                       [&](const Command* command) { return condition(*command); });
   }
+  bool stops_update(const Command& command) const;
   void spill(const GradientMemory::Spill& spill);
   void serve_step(Command& command);
   const Status& step_failure() const;
@@ -336,8 +337,21 @@ void LocalDevice::on_event(Command* command) {
   // A step that is to be forgotten need not be finished.
   if (command->as<Abort>() != nullptr) handler_.cancel();
   if (command->as<BeginStep>() != nullptr) handler_.begin_step();
-  if (command->as<Update>() != nullptr || command->as<StopUpdate>() != nullptr) handler_.stop();
+  if (stops_update(*command)) handler_.stop();
   commands_.push_back(command);
+}
+
+/// Whether an update as gradients become complete takes up no more subgroups when this has come.
+bool LocalDevice::stops_update(const Command& command) const {
+  const auto* update = command.as<Update>();
+  if (update == nullptr) return command.as<StopUpdate>() != nullptr;
+  // Without every gradient it would not come to its end.
+  const auto complete = [this](const SubgroupUpdate& entry) {
+    const auto found = parts_.index_of.find(entry.subgroup);
+    return found != parts_.index_of.end() && gradients_->complete(found->second);
+  };
+  return !update->keep_updated ||
+         !std::all_of(update->updates.begin(), update->updates.end(), complete);
 }
 
 void LocalDevice::on_event(const GradientTaken& taken) {
@@ -441,11 +455,14 @@ bool LocalDevice::try_serve(Command& command) {
     // What ends an update may have come while it waited here.
     if (!spill_failure_.ok()) {
       parts_.complete(command, spill_failure_);
-    } else if (waits_behind_first<Abort>()) {
+    } else if (waits_behind_first(
+                   [](const Command& behind) { return behind.as<Abort>() != nullptr; })) {
       parts_.complete(command, Status(ErrorCode::kCancelled, "the update was stopped"));
     } else {
       handler_.start(command);
-      if (waits_behind_first<Update>() || waits_behind_first<StopUpdate>()) handler_.stop();
+      if (waits_behind_first([this](const Command& behind) { return stops_update(behind); })) {
+        handler_.stop();
+      }
     }
   } else if (command.as<Flush>() != nullptr) {
     if (!step_.lost().ok()) {
@@ -552,17 +569,6 @@ void LocalDevice::give_up(Status status) {
 }
 
 }  // namespace
-
-storage::StoreOptions linked_store_options(const LocalDeviceOptions& options) {
-  storage::StoreOptions store = options.store;
-  if (options.links.store.empty()) return store;
-  store.wrap_ring = [inner = options.store.wrap_ring,
-                     links = options.links.store](std::unique_ptr<storage::Ring> ring) {
-    if (inner) ring = inner(std::move(ring));
-    return make_linked_ring(std::move(ring), links);
-  };
-  return store;
-}
 
 Result<std::unique_ptr<Device>> make_device_over(std::unique_ptr<storage::Store> store,
                                                  StoreOrigin origin, LocalDeviceOptions options,

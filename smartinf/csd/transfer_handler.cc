@@ -38,11 +38,13 @@ void TransferHandler::start(Command& command) {
 
 void TransferHandler::begin_step() {
   completed_.clear();
+  untaken_.clear();
   updated_.assign(parts_.store->layout().subgroups.size(), 0);
 }
 
 void TransferHandler::gradient_completed(uint32_t subgroup) {
   completed_.push_back(subgroup);
+  untaken_.push_back(subgroup);
   go_on();
 }
 
@@ -131,7 +133,7 @@ void TransferHandler::make_plan(const Update& update) {
     }
     std::fill(entries_.begin(), entries_.end(), kNone);
     unfinished_ = 0;
-    completed_next_ = 0;
+    untaken_ = completed_;
     waiting_ = !entries_.empty();
   }
   parked_.clear();
@@ -146,11 +148,14 @@ void TransferHandler::make_plan(const Update& update) {
   }
 }
 
-/// The next subgroup whose gradient is complete takes this position. False: there is none yet.
+/// The subgroup whose gradient became complete last takes this position. False: there is none yet.
+/// What is left at the end of backward is then spread over all layers, and not the first ones that
+/// forward waits for.
 bool TransferHandler::assign(uint32_t position) {
   if (entries_[position] != kNone) return true;
-  while (waiting_ && completed_next_ < completed_.size()) {
-    entries_[position] = entry_for_[completed_[completed_next_++]];
+  while (waiting_ && !untaken_.empty()) {
+    entries_[position] = entry_for_[untaken_.back()];
+    untaken_.pop_back();
     if (entries_[position] == kNone) continue;  // is not in this update
     unfinished_ += tasks_left_[position];
     waiting_ = std::count(entries_.begin(), entries_.end(), kNone) > 0;

@@ -84,7 +84,7 @@ class TransferHandler {
   // Of an update as gradients become complete.
   bool waiting_ = false;             // there may be more to take up
   std::vector<uint32_t> entry_for_;  // by subgroup of the layout: in update_->updates, or kNone
-  size_t completed_next_ = 0;        // in completed_
+  std::vector<uint32_t> untaken_;    // of completed_
   std::vector<uint32_t> parked_;     // tasks whose position has no subgroup yet
 
   // The schedule's subgroups are positions in the order in which they are taken up.

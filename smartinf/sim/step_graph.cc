@@ -87,9 +87,24 @@ DeviceSubgroups StepGraph::begun_in_backward() {
   graph_.run();
   const double end_s = graph_.times(backward_end).end_s;
   for (size_t d = 0; d < all.size(); ++d) {
-    std::erase_if(all[d], [&](uint32_t subgroup) {
-      return graph_.times(update_.begun()[d][subgroup]).end_s >= end_s;
-    });
+    std::vector<double> begun_s;
+    for (const uint32_t subgroup : all[d]) {
+      begun_s.push_back(graph_.times(update_.begun()[d][subgroup]).end_s);
+    }
+    std::sort(begun_s.begin(), begun_s.end());
+    begun_s.erase(std::lower_bound(begun_s.begin(), begun_s.end(), end_s), begun_s.end());
+    // Whenever one begins it is the one, of those that are complete, that became so last.
+    const std::vector<TaskIndex> completed = gradients_completed(d);
+    DeviceSubgroups::value_type begun, waiting;
+    auto next = all[d].begin();
+    for (const double now_s : begun_s) {
+      while (next != all[d].end() && graph_.times(completed[*next]).end_s <= now_s) {
+        waiting.push_back(*next++);
+      }
+      begun.push_back(waiting.back());
+      waiting.pop_back();
+    }
+    all[d] = std::move(begun);
   }
   return all;
 }

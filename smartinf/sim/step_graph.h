@@ -110,6 +110,7 @@ class StepGraph {
   UpdateRun update_run() const;
   void update(TaskIndex after, DeviceSubgroups order, const std::vector<TaskIndex>& begun);
   std::vector<TaskIndex> update_beside_backward(DeviceSubgroups order);
+  std::vector<TaskIndex> gradients_completed(size_t d) const;
   DeviceSubgroups all_subgroups() const;
   std::vector<TaskIndex> weights_of(const Unit& unit) const;
 

@@ -167,19 +167,23 @@ std::vector<StepGraph::TaskIndex> StepGraph::update_beside_backward(DeviceSubgro
   run.slots = plan::slots_as_completed(run.slots, spilled());
   run.order = std::move(order);
   run.start.assign(run.order.size(), kNone);
-  run.completed.resize(run.order.size());
-  for (size_t d = 0; d < run.order.size(); ++d) {
-    const Owner& owner = owners_[d];
-    for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
-      // Backward fills the space from its end: the subgroup is complete when the unit is that holds
-      // its start.
-      const uint64_t element = scaled(first, parameters_, owner.elements);
-      size_t u = 0;
-      while (u + 1 < units_.size() && units_[u + 1].first <= element) ++u;
-      run.completed[d].push_back(gradient_arrived_[u][d]);
-    }
-  }
+  for (size_t d = 0; d < run.order.size(); ++d) run.completed.push_back(gradients_completed(d));
   return update_.add(run);
+}
+
+/// By subgroup of a device.
+std::vector<StepGraph::TaskIndex> StepGraph::gradients_completed(size_t d) const {
+  std::vector<TaskIndex> completed;
+  const Owner& owner = owners_[d];
+  for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
+    // Backward fills the space from its end: the subgroup is complete when the unit is that holds
+    // its start.
+    const uint64_t element = scaled(first, parameters_, owner.elements);
+    size_t u = 0;
+    while (u + 1 < units_.size() && units_[u + 1].first <= element) ++u;
+    completed.push_back(gradient_arrived_[u][d]);
+  }
+  return completed;
 }
 
 /// What a unit's forward needs of the update in this graph.

@@ -23,11 +23,11 @@ class DeviceFaults : public testing::Test {
  protected:
   void make(uint64_t gradient_budget, std::chrono::milliseconds watchdog = std::chrono::seconds(60),
             uint64_t cached = 0) {
-    layout_ = test_layout(base::StateFormat::kF32, 2);
+    layout_ = test_layout(base::StateFormat::kF32, 2, subgroups_);
     groups_ = test_groups(layout_.subgroups.back().first_element + 2 * base::kBlockElements);
     options_.path = options_.name = "drive-b";
     options_.threads = 2;
-    options_.slots = 3;
+    options_.slots = slots_;
     options_.gradient_budget_bytes = gradient_budget;
     options_.groups = groups_;
     options_.store.io_bytes = 128 * 1024;
@@ -94,6 +94,8 @@ class DeviceFaults : public testing::Test {
     reference_->step(step, DataType::kBf16, DataType::kBf16);
   }
 
+  uint32_t subgroups_ = 6;
+  uint32_t slots_ = 3;
   Faults faults_;
   storage::StoreLayout layout_;
   std::vector<plan::GroupSpan> groups_;
@@ -197,6 +199,42 @@ TEST_F(DeviceFaults, AGradientThatCannotBeSpilledFailsTheUpdate) {
   ASSERT_FALSE(HasFatalFailure());
   faults_.kind = base::TrafficKind::kGradient;
   fail_and_repeat(Faults::What::kFailWrites, 2, base::ErrorCode::kIo);
+}
+
+/// The update would wait for it for ever, and what comes behind the update with it.
+TEST_F(DeviceFaults, AGradientThatCannotBeSpilledEndsAnEarlyUpdate) {
+  subgroups_ = 12;
+  slots_ = 8;
+  make(0);
+  ASSERT_FALSE(HasFatalFailure());
+  faults_.kind = base::TrafficKind::kGradient;
+  faults_.after = 2;
+  ASSERT_TRUE(run(BeginStep{1}).ok());
+  Update update;
+  update.scalars = test_scalars(1);
+  for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
+    update.updates.push_back({subgroup.id, nullptr});
+  }
+  update.as_completed = true;
+  Command early{update};
+  CompletionQueue replies;  // of its own: gradients are answered meanwhile
+  early.replies = &replies;
+  device_->submit(early);
+  faults_.what = Faults::What::kFailWrites;
+  ASSERT_TRUE(put_all(1).ok());
+  update.as_completed = false;
+  update.keep_updated = true;
+  const Status status = run(update);
+  EXPECT_EQ(status.code(), base::ErrorCode::kIo) << status.to_string();
+  for (Completion completion;
+       completion.event != Completion::Event::kDone || completion.command != &early;) {
+    ASSERT_TRUE(replies.pop(completion, std::chrono::seconds(100)));
+  }
+  faults_.what = Faults::What::kNothing;
+  ASSERT_TRUE(run(Abort{1}).ok());
+  expect_master();
+  make_step(1);
+  expect_master();
 }
 
 TEST_F(DeviceFaults, MoreIncompleteSpilledGradientsThanBuffersAreRefused) {

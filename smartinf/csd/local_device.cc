@@ -552,8 +552,12 @@ void LocalDevice::spill(const GradientMemory::Spill& spill) {
 void LocalDevice::on_spilled(Transfer& transfer) {
   --spills_in_flight_;
   const GradientMemory::Spill& spill = spills_[static_cast<size_t>(transfer.slot - slots_.data())];
-  if (!transfer.io.status.ok() && spill_failure_.ok()) spill_failure_ = transfer.io.status;
-  if (transfer.io.status.ok()) handler_.gradient_completed(spill.subgroup);
+  if (transfer.io.status.ok()) {
+    handler_.gradient_completed(spill.subgroup);
+  } else {
+    if (spill_failure_.ok()) spill_failure_ = transfer.io.status;
+    handler_.stop();  // an update would wait for this gradient for ever
+  }
   gradients_->written(spill);
 }
 

@@ -70,6 +70,13 @@ void DeviceParts::record_host(LinkDirection direction, base::TrafficKind kind,
                          begin_ns, base::now_ns(), bytes, kind});
 }
 
+base::Result<uint32_t> DeviceParts::find(base::SubgroupId subgroup) const {
+  const auto found = index_of.find(subgroup);
+  if (found != index_of.end()) return found->second;
+  return base::Status(base::ErrorCode::kInvalidArgument,
+                      "subgroup " + std::to_string(subgroup.value) + " belongs to another device");
+}
+
 base::Status DeviceParts::updates_as_completed() const {
   const auto unsupported = [](const char* why, const char* instead) {
     return base::Status(base::ErrorCode::kUnsupported, why, instead);

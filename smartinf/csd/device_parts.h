@@ -42,12 +42,11 @@ struct DeviceParts {
   /// Cached subgroups are not written in a step.
   bool postpones_writes() const { return store->durability() == storage::Durability::kNone; }
 
-  /// The planes that updates read and write: all but a residual, which is the engine's.
-  uint32_t state_mask() const {
-    const auto& planes = store->layout().planes;
-    const bool residual = planes.back() == base::PlaneKind::kResidual;
-    return (1u << (planes.size() - (residual ? 1 : 0))) - 1;
-  }
+  /// The planes that updates read and write.
+  uint32_t state_mask() const { return (1u << store->layout().state_planes().size()) - 1; }
+
+  /// Index in the layout. Errors: kInvalidArgument for a subgroup of another device.
+  base::Result<uint32_t> find(base::SubgroupId subgroup) const;
 
   /// Why updates cannot begin while gradients still come in (Update::as_completed); ok: they can.
   base::Status updates_as_completed() const;

@@ -254,27 +254,23 @@ void LocalDevice::submit(Command& command) {
 
 template <typename Put>
 void LocalDevice::put_gradient(Command& command, const Put& put) {
-  const auto found = parts_.index_of.find(put.subgroup);
-  if (found == parts_.index_of.end()) {
-    return parts_.complete(command, Status(ErrorCode::kInvalidArgument,
-                                           "subgroup " + std::to_string(put.subgroup.value) +
-                                               " belongs to another device"));
-  }
+  const Result<uint32_t> found = parts_.find(put.subgroup);
+  if (!found.ok()) return parts_.complete(command, found.status());
   const uint64_t begin_ns = base::now_ns();
   GradientTaken event;
   uint64_t bytes = 0;
   if constexpr (std::is_same_v<Put, PutCompressedGradient>) {
     bytes = put.message.size();
-    Status taken = gradients_->put_compressed(found->second, put.subgroup, put.message);
+    Status taken = gradients_->put_compressed(*found, put.subgroup, put.message);
     if (!taken.ok()) return parts_.complete(command, std::move(taken));
-    event.completed = found->second;
+    event.completed = *found;
   } else {
     bytes = put.count * base::data_type_bytes(put.type);
     Result<GradientMemory::Put> taken = gradients_->put(
-        found->second, put.first, put.count, put.type, put.gradient, parts_.options.store.watchdog);
+        *found, put.first, put.count, put.type, put.gradient, parts_.options.store.watchdog);
     if (!taken.ok()) return parts_.complete(command, std::move(taken).status());
     event.spill = taken->spill;
-    if (taken->completed && !taken->spill.has_value()) event.completed = found->second;
+    if (taken->completed && !taken->spill.has_value()) event.completed = *found;
   }
   if (parts_.options.host_link_place == HostLinkPlace::kAtProcessor) {
     parts_.host_traffic.add_down(base::TrafficKind::kGradient, bytes);
@@ -347,8 +343,8 @@ bool LocalDevice::stops_update(const Command& command) const {
   if (update == nullptr) return command.as<StopUpdate>() != nullptr;
   // Without every gradient it would not come to its end.
   const auto complete = [this](const SubgroupUpdate& entry) {
-    const auto found = parts_.index_of.find(entry.subgroup);
-    return found != parts_.index_of.end() && gradients_->complete(found->second);
+    const Result<uint32_t> found = parts_.find(entry.subgroup);
+    return found.ok() && gradients_->complete(*found);
   };
   return !update->keep_updated ||
          !std::all_of(update->updates.begin(), update->updates.end(), complete);

@@ -87,7 +87,7 @@ class Processor {
   /// Memory that this kind of processor can work on. Errors: kOutOfMemory.
   virtual base::Result<std::unique_ptr<SlotMemory>> allocate(uint64_t bytes) = 0;
   virtual void start(Job& job) = 0;
-  /// That work at a time; as DeviceInfo says.
+  /// Of this machine that compute at a time, for DeviceInfo.
   virtual uint32_t threads() const = 0;
 };
 

@@ -12,13 +12,8 @@ using Op = storage::SubgroupIo::Op;
 
 base::Status StateAccess::check(base::SubgroupId subgroup, uint64_t first, uint64_t count,
                                 bool whole) const {
-  const auto found = parts_.index_of.find(subgroup);
-  if (found == parts_.index_of.end()) {
-    return base::Status(
-        base::ErrorCode::kInvalidArgument,
-        "subgroup " + std::to_string(subgroup.value) + " belongs to another device");
-  }
-  const uint64_t all = parts_.store->layout().subgroups[found->second].count;
+  SI_ASSIGN_OR_RETURN(const uint32_t index, parts_.find(subgroup));
+  const uint64_t all = parts_.store->layout().subgroups[index].count;
   const bool inside =
       count > 0 && first < all && count <= all - first && first % base::kBlockElements == 0;
   if (whole ? count != all : !inside) {

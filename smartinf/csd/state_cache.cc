@@ -14,8 +14,7 @@ base::Status StateCache::allocate(const storage::Store& store,
   SI_CHECK(entries_.empty(), "the cache is allocated once");
   if (subgroups.empty()) return base::Status();
   const storage::StoreLayout& layout = store.layout();
-  const bool residual = layout.planes.back() == base::PlaneKind::kResidual;
-  const size_t planes = layout.planes.size() - (residual ? 1 : 0);
+  const size_t planes = layout.state_planes().size();
   const auto bytes_of = [&](uint32_t subgroup) {
     return store.plane_offset(layout.subgroups[subgroup].id, planes);
   };

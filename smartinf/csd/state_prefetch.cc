@@ -1,7 +1,6 @@
 #include "smartinf/csd/state_prefetch.h"
 
 #include <algorithm>
-#include <string>
 
 namespace smartinf::csd {
 namespace {
@@ -19,12 +18,8 @@ base::Status StatePrefetch::start(std::span<const base::SubgroupId> subgroups) {
   const bool naive = parts_.options.schedule == plan::ScheduleVariant::kNaive;
   const size_t slots = naive ? 1 : parts_.slots.size();
   for (const base::SubgroupId id : subgroups.first(std::min(subgroups.size(), slots))) {
-    const auto found = parts_.index_of.find(id);
-    if (found == parts_.index_of.end()) {
-      return base::Status(base::ErrorCode::kInvalidArgument,
-                          "subgroup " + std::to_string(id.value) + " belongs to another device");
-    }
-    subgroups_.push_back(found->second);
+    SI_ASSIGN_OR_RETURN(const uint32_t subgroup, parts_.find(id));
+    subgroups_.push_back(subgroup);
   }
   start_reads();
   return base::Status();

@@ -38,13 +38,11 @@ void TransferHandler::start(Command& command) {
 
 void TransferHandler::begin_step() {
   completed_.clear();
-  untaken_.clear();
   updated_.assign(parts_.store->layout().subgroups.size(), 0);
 }
 
 void TransferHandler::gradient_completed(uint32_t subgroup) {
   completed_.push_back(subgroup);
-  untaken_.push_back(subgroup);
   go_on();
 }
 
@@ -60,10 +58,7 @@ base::Status TransferHandler::check(const Update& update) const {
   }
   if (update.as_completed) SI_RETURN_IF_ERROR(parts_.updates_as_completed());
   const auto kinds = kernels::rule_planes(update.scalars.front().rule);
-  const auto& planes = parts_.store->layout().planes;
-  // Behind the rule's planes there may be a residual, which is the engine's.
-  const bool residual = planes.back() == base::PlaneKind::kResidual;
-  if (!std::equal(kinds.begin(), kinds.end(), planes.begin(), planes.end() - (residual ? 1 : 0))) {
+  if (!std::ranges::equal(kinds, parts_.store->layout().state_planes())) {
     return base::Status(base::ErrorCode::kMismatch,
                         "the rule " +
                             std::string(kernels::update_rule_name(update.scalars.front().rule)) +
@@ -71,13 +66,8 @@ base::Status TransferHandler::check(const Update& update) const {
                         "Use the update rule that the run was created with.");
   }
   for (const SubgroupUpdate& entry : update.updates) {
-    const auto found = parts_.index_of.find(entry.subgroup);
-    if (found == parts_.index_of.end()) {
-      return base::Status(
-          base::ErrorCode::kInvalidArgument,
-          "subgroup " + std::to_string(entry.subgroup.value) + " belongs to another device");
-    }
-    if (!update.as_completed && !parts_.gradients->complete(found->second)) {
+    SI_ASSIGN_OR_RETURN(const uint32_t subgroup, parts_.find(entry.subgroup));
+    if (!update.as_completed && !parts_.gradients->complete(subgroup)) {
       return base::Status(
           base::ErrorCode::kFailedPrecondition,
           "the gradient of subgroup " + std::to_string(entry.subgroup.value) + " is not complete");
@@ -133,7 +123,6 @@ void TransferHandler::make_plan(const Update& update) {
     }
     std::fill(entries_.begin(), entries_.end(), kNone);
     unfinished_ = 0;
-    untaken_ = completed_;
     waiting_ = !entries_.empty();
   }
   parked_.clear();
@@ -153,9 +142,9 @@ void TransferHandler::make_plan(const Update& update) {
 /// forward waits for.
 bool TransferHandler::assign(uint32_t position) {
   if (entries_[position] != kNone) return true;
-  while (waiting_ && !untaken_.empty()) {
-    entries_[position] = entry_for_[untaken_.back()];
-    untaken_.pop_back();
+  while (waiting_ && !completed_.empty()) {
+    entries_[position] = entry_for_[completed_.back()];
+    completed_.pop_back();
     if (entries_[position] == kNone) continue;  // is not in this update
     unfinished_ += tasks_left_[position];
     waiting_ = std::count(entries_.begin(), entries_.end(), kNone) > 0;

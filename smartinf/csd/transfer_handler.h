@@ -79,12 +79,11 @@ class TransferHandler {
   size_t unfinished_ = 0;   // tasks of the subgroups that were taken up
 
   // Of the step, by subgroup of the layout.
-  std::vector<uint32_t> completed_;  // whose gradients are there, in the order in which they came
+  std::vector<uint32_t> completed_;  // whose gradients have become complete and that are not taken
   std::vector<uint8_t> updated_;     // its state is written
   // Of an update as gradients become complete.
   bool waiting_ = false;             // there may be more to take up
   std::vector<uint32_t> entry_for_;  // by subgroup of the layout: in update_->updates, or kNone
-  std::vector<uint32_t> untaken_;    // of completed_
   std::vector<uint32_t> parked_;     // tasks whose position has no subgroup yet
 
   // The schedule's subgroups are positions in the order in which they are taken up.

@@ -52,6 +52,11 @@ struct StoreLayout {
   base::StateFormat format = base::StateFormat::kF32;
   ChecksumKind checksum_kind = ChecksumKind::kXxh3;
   std::vector<base::PlaneKind> planes;  // master first
+  /// Of them, those that an update reads and writes: all but a residual, which stands last.
+  std::span<const base::PlaneKind> state_planes() const {
+    const bool residual = !planes.empty() && planes.back() == base::PlaneKind::kResidual;
+    return std::span(planes).first(planes.size() - (residual ? 1 : 0));
+  }
   std::vector<StoredSubgroup> subgroups;
   /// Bytes per element reserved for gradients that do not fit the memory budget; 0: none.
   uint32_t gradient_spill_bytes = 0;

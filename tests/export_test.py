@@ -128,7 +128,7 @@ class Export(TrainCase):
         wrong = self.folder / "wrong.json"
         wrong.write_text('{"model": "bpe", "version": "1.0"}')
         for path, says in ((secret, "not a tokenizer.json"), (wrong, "not a tokenizer.json"),
-                           (fifo, "is a FIFO"), (self.folder / "none", "data.tokenizer")):
+                           (fifo, "the path is a FIFO"), (self.folder / "none", "data.tokenizer")):
             with self.subTest(path=path.name):
                 recipe.write_text(text.replace('tokenizer = ""', f'tokenizer = "{path}"'))
                 self.refused(self.folder / "a", "--out", self.folder / "out", says=says)

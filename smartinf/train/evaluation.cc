@@ -17,7 +17,6 @@ Result<double> TorchTrainer::validation_loss() {
       return Status(ErrorCode::kNotFound, "no data is held out for validation",
                     "Set data.validation_share or data.validation_paths");
     }
-    const torch::NoGradGuard no_grad;
     // Always the same windows, spread evenly over what is held out.
     const uint64_t held = (corpus_.validation().count() - 1) / options_.data.sequence;
     const uint64_t rows = options_.train.micro_batch;
@@ -29,8 +28,7 @@ Result<double> TorchTrainer::validation_loss() {
         windows.push_back(i * held / wanted);
       }
       SI_ASSIGN_OR_RETURN(const Batch batch, read_windows(corpus_.validation(), windows));
-      sum += model_->loss(batch.tokens_BT, batch.targets_BT).item<double>() *
-             static_cast<double>(windows.size());
+      sum += pass_->loss(batch) * static_cast<double>(windows.size());
     }
     const double loss = sum / static_cast<double>(wanted);
     // Of a run that was trained further the log says nothing new.
@@ -41,7 +39,6 @@ Result<double> TorchTrainer::validation_loss() {
 
 Result<std::string> TorchTrainer::sample() {
   return guarded("sample", [&]() -> Result<std::string> {
-    const torch::NoGradGuard no_grad;
     const TrainOptions& train = options_.train;
     std::string text;
     std::vector<int64_t> tokens;
@@ -57,7 +54,7 @@ Result<std::string> TorchTrainer::sample() {
               std::vector<int64_t>(tokens.end() - static_cast<std::ptrdiff_t>(seen), tokens.end()))
               .unsqueeze(0)
               .to(accelerator_);
-      const Tensor last_V = model_->logits(context_BT)[0][-1].to(torch::kCPU, torch::kFloat64);
+      const Tensor last_V = pass_->next_logits(context_BT)[0].to(torch::kCPU, torch::kFloat64);
       int64_t next = last_V.argmax().item<int64_t>();
       if (train.sample_temperature > 0) {
         const Tensor chance_V = torch::softmax(last_V / train.sample_temperature, 0).cumsum(0);

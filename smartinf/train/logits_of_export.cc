@@ -51,8 +51,22 @@ int main(int argc, char** argv) {
   std::memcpy(tokens_BT.data_ptr(), raw.data(), tokens_BT.nbytes());
 
   const torch::NoGradGuard no_grad;
-  train::Model trained(model, *space, weights_N, static_cast<uint32_t>(count), false);
-  const torch::Tensor logits_TV = trained.logits(tokens_BT)[0].to(torch::kFloat32).contiguous();
+  const train::Model trained(model, *space, weights_N.options(), static_cast<uint32_t>(count));
+  std::vector<train::UnitWeights> weights;
+  for (const plan::Unit& unit : trained.units()) {
+    const torch::Tensor of_unit_N =
+        weights_N.narrow(0, static_cast<int64_t>(unit.first), static_cast<int64_t>(unit.count));
+    weights.push_back(trained.weights_of(weights.size(), of_unit_N));
+  }
+  torch::Tensor x_BTC = trained.embed(weights.front(), tokens_BT);
+  for (size_t unit = 1; unit < trained.head(); ++unit) {
+    x_BTC = trained.run_layers(unit, weights[unit], x_BTC);
+  }
+  const torch::Tensor logits_TV =
+      torch::linear(trained.final_norm(weights.back(), x_BTC),
+                    trained.head_matrix(weights.back(), weights.front()))
+          .to(torch::kFloat32)
+          .contiguous();
   std::ofstream(argv[4], std::ios::binary)
       .write(static_cast<const char*>(logits_TV.const_data_ptr()),
              static_cast<std::streamsize>(logits_TV.nbytes()));

@@ -16,6 +16,7 @@
 #include "smartinf/engine/step_protocol.h"
 #include "smartinf/train/memory_state.h"
 #include "smartinf/train/parameters.h"
+#include "smartinf/train/scalar_type.h"
 
 namespace smartinf::train {
 namespace {
@@ -25,18 +26,6 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 using torch::Tensor;
-
-torch::ScalarType scalar_type(DataType type) {
-  switch (type) {
-    case DataType::kF32:
-      return torch::kFloat32;
-    case DataType::kBf16:
-      return torch::kBFloat16;
-    case DataType::kF16:
-      return torch::kFloat16;
-  }
-  return torch::kFloat32;
-}
 
 /// An update overwrites the state in place, as torch's optimizers do: a copy of what it was would
 /// cost memory and time that what is compared with this does not spend. So it cannot be aborted.

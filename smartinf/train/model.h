@@ -1,73 +1,73 @@
-// A decoder-only transformer of the Llama architecture, over weights that live in one flat tensor.
+// A decoder-only transformer of the Llama architecture, unit by unit: what each unit computes with
+// the weights that it is given. Who brings the weights is layer_stream.h, who runs the units after
+// each other is unit_pass.h.
 //
 // Shapes are in the names: B sequences, T tokens, C model.width, V model.vocabulary, H heads, K
-// heads of keys and values, D head width, N elements of the parameter space; E is (H + 2K) D,
-// query, key and value side by side; G is 2 model.mlp_width, gate and up side by side.
+// heads of keys and values, D head width, N elements of a unit; E is (H + 2K) D, query, key and
+// value side by side; G is 2 model.mlp_width, gate and up side by side; M is B T.
 #pragma once
 
 #include <cstdint>
-#include <functional>
+#include <span>
 #include <vector>
 
 #include <torch/types.h>
 
 #include "smartinf/plan/parameter_space.h"
+#include "smartinf/plan/unit.h"
 #include "smartinf/train/options.h"
 
 namespace smartinf::train {
 
-/// A leaf of autograd: a span of the flat weights, one or several ranges that one matrix product
-/// uses together.
+/// A leaf of autograd: a span of the space, one or several ranges that one matrix product uses
+/// together.
 struct Parameter {
-  torch::Tensor weight;  // a view of the flat tensor
-  uint64_t first = 0;    // element of the space
+  torch::Tensor weight;
+  uint64_t first = 0;  // element of the space
 };
+/// The parameters of a unit, in the order of the space, which they cover without gaps.
+using UnitWeights = std::vector<Parameter>;
 
 /// Threads: one caller; torch's own threads work inside. Errors: torch throws.
 class Model {
  public:
-  /// `weights_N` is the flat tensor; who writes into it changes the model. model has its defaults.
-  Model(const ModelOptions& model, const plan::ParameterSpace& space, torch::Tensor weights_N,
-        uint32_t sequence, bool checkpoint_activations);
-  Model(const Model&) = delete;  // backward passes hold its address
-  Model& operator=(const Model&) = delete;
+  /// weights: their type and device, which are those of activations too. model has its defaults.
+  Model(const ModelOptions& model, const plan::ParameterSpace& space,
+        const torch::TensorOptions& weights, uint32_t sequence);
 
-  /// before_use(first, count): called in each forward before the weights of these elements of the
-  /// space are read: for the embedding, for every layer, for what follows them. What it throws ends
-  /// the forward. Empty: the weights are there.
-  void set_before_use(std::function<void(uint64_t, uint64_t)> before_use) {
-    before_use_ = std::move(before_use);
+  /// The embedding, layers, and the final norm with the head (which may be the embedding's).
+  std::span<const plan::Unit> units() const { return units_; }
+  size_t head() const { return units_.size() - 1; }
+  bool tied_head() const { return options_.tied_head; }
+  /// Views of weights_N, all weights of a unit.
+  UnitWeights weights_of(size_t unit, const torch::Tensor& weights_N) const;
+
+  /// Unit 0: [B, T] int64 -> [B, T, C].
+  torch::Tensor embed(const UnitWeights& embedding, const torch::Tensor& tokens_BT) const;
+  /// A unit of layers: [B, T, C] -> [B, T, C].
+  torch::Tensor run_layers(size_t unit, const UnitWeights& layers, torch::Tensor x_BTC) const;
+  /// The last unit's norm: [B, T, C] -> [M, C].
+  torch::Tensor final_norm(const UnitWeights& head, const torch::Tensor& x_BTC) const;
+  /// The matrix that makes logits of that. embedding: unit 0, where the head is tied to it.
+  const torch::Tensor& head_matrix(const UnitWeights& head, const UnitWeights& embedding) const {
+    return options_.tied_head ? embedding.front().weight : head.back().weight;
   }
 
-  /// Shapes: [B, T] int64 -> [B, T, V] of the weights' type.
-  torch::Tensor logits(const torch::Tensor& tokens_BT);
-  /// Mean cross-entropy in nats, f32, of targets [B, T].
-  torch::Tensor loss(const torch::Tensor& tokens_BT, const torch::Tensor& targets_BT);
-
-  /// In the order of the space, which they cover without gaps.
-  std::vector<Parameter>& parameters() { return parameters_; }
-
  private:
-  friend struct RecomputedLayer;
-  struct Layer {
-    torch::Tensor attention_norm_C, qkv_EC, output_CC, mlp_norm_C, gate_up_GC, down_CF;
+  torch::Tensor run_layer(std::span<const Parameter> layer, const torch::Tensor& x_BTC) const;
+  torch::Tensor rotated(const torch::Tensor& x_BTHD) const;
+
+  struct Shape {
+    uint64_t first = 0;  // element of the space
+    uint64_t count = 0;
+    std::vector<int64_t> sizes;
   };
-  torch::Tensor take(const plan::ParameterSpace& space, std::vector<std::string> names);
-  torch::Tensor run_layer(const Layer& layer, const torch::Tensor& x_BTC);
-  void use(size_t unit) const;
-  torch::Tensor rotated(const torch::Tensor& x_BTHD);
+  static Shape shape_at(const plan::ParameterSpace& space, uint64_t first);
 
   ModelOptions options_;
-  bool checkpoint_activations_;
-  torch::Tensor weights_N_;
-  std::vector<Parameter> parameters_;
-  std::vector<uint64_t> unit_ends_;  // embedding, layers, the rest: element behind each
-  std::function<void(uint64_t, uint64_t)> before_use_;
-  torch::Tensor embedding_VC_;
-  std::vector<Layer> layers_;
-  torch::Tensor final_norm_C_;
-  torch::Tensor head_VC_;
-  torch::Tensor cosine_T1D_, sine_T1D_;  // of the rotary angles; both halves of D alike
+  std::vector<plan::Unit> units_;
+  std::vector<std::vector<Shape>> shapes_;  // by unit
+  torch::Tensor cosine_T1D_, sine_T1D_;     // of the rotary angles; both halves of D alike
 };
 
 }  // namespace smartinf::train

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/plan/parameter_space.h"
+#include "smartinf/plan/unit.h"
 #include "smartinf/train/options.h"
 
 namespace smartinf::train {
@@ -23,6 +24,10 @@ inline constexpr uint32_t kGroups = 2;
 /// and value follow each other, and so do gate and up: each of the two is one matrix product.
 /// `model` has its defaults filled in and a vocabulary.
 base::Result<plan::ParameterSpace> make_parameter_space(const ModelOptions& model);
+
+/// The units of the model in the order of the forward: the embedding, groups of whole layers, the
+/// final norm with the head. A group has at most a sixteenth of the elements, or one layer.
+std::vector<plan::Unit> model_units(const ModelOptions& model, const plan::ParameterSpace& space);
 
 /// Initial master weights. A weight depends on the seed and its element only, not on how the space
 /// is cut: norms are 1, matrices normal with init_std, those that write into the residual stream

@@ -7,6 +7,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/early_update_pays.h"
 #include "smartinf/train/lr_schedule.h"
+#include "smartinf/train/scalar_type.h"
 #include "smartinf/train/window_order.h"
 
 namespace smartinf::train {
@@ -16,55 +17,19 @@ using base::Result;
 using base::Status;
 using torch::Tensor;
 
-torch::ScalarType scalar_type(base::DataType type) {
-  switch (type) {
-    case base::DataType::kF32:
-      return torch::kFloat32;
-    case base::DataType::kBf16:
-      return torch::kBFloat16;
-    case base::DataType::kF16:
-      return torch::kFloat16;
-  }
-  return torch::kFloat32;
-}
-
 Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
   return guarded("training step", [&]() -> Result<StepReport> {
     StepReport report;
     report.step = step_ + 1;
     report.lr = learning_rate(options_.train, report.step);
     const uint64_t begin_ns = base::now_ns();
-    const uint64_t first_window = position_.windows;
-
-    for (uint32_t i = 0; i < options_.train.accumulation; ++i) {
-      if (stop.stop_requested() && !residual_lags()) {
-        position_.windows = first_window;
-        for (Parameter& parameter : model_->parameters()) parameter.weight.mutable_grad().reset();
-        return Status(ErrorCode::kCancelled, "stopped before the step was complete");
-      }
-      SI_ASSIGN_OR_RETURN(const Batch batch, next_batch());
-      const uint64_t forward_ns = base::now_ns();
-      const double waited_s = waited_s_;
-      const Tensor loss = model_->loss(batch.tokens_BT, batch.targets_BT);
-      report.loss += loss.item<double>() / options_.train.accumulation;
-      const uint64_t backward_ns = base::now_ns();
-      last_micro_batch_ = i + 1 == options_.train.accumulation;
-      loss.backward();
-      if (!last_micro_batch_) SI_RETURN_IF_ERROR(accumulate_gradients(i));
-      const uint64_t end_ns = base::now_ns();
-
-      report.tokens += static_cast<uint64_t>(batch.tokens_BT.numel());
-      report.forward_s +=
-          static_cast<double>(backward_ns - forward_ns) * 1e-9 - (waited_s_ - waited_s);
-      report.backward_s += static_cast<double>(end_ns - backward_ns) * 1e-9;
-      report.phases.push_back({"forward", forward_ns, backward_ns});
-      report.phases.push_back({"backward", backward_ns, end_ns});
-    }
+    const double waited_s = stream_->waited_s();
+    SI_RETURN_IF_ERROR(compute_gradients(stop, report));
 
     const uint64_t update_ns = base::now_ns();
     if (!begun_) SI_RETURN_IF_ERROR(begin_step());  // the one before is committed now
     SI_RETURN_IF_ERROR(put_gradients());
-    begun_ = last_micro_batch_ = false;
+    begun_ = false;
     SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary,
                         updater_->finish_gradients(1.0 / options_.train.accumulation));
     report.gradient_norm = summary.norm;
@@ -79,7 +44,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
 
     report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9;
     report.update_s = report.seconds - report.forward_s - report.backward_s;
-    report.exposed_s = std::exchange(waited_s_, 0);
+    report.exposed_s = std::exchange(waited_s_, 0) + stream_->waited_s() - waited_s;
     if (overlap_ == Overlap::kLate) late_exposed_ = report.exposed_s / report.seconds;
     report.phases.push_back({"update", update_ns, end_ns});
     report_traffic(report);
@@ -98,6 +63,41 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
   });
 }
 
+Status TorchTrainer::compute_gradients(const std::stop_token& stop, StepReport& report) {
+  const uint32_t accumulation = options_.train.accumulation;
+  const uint64_t first_window = position_.windows;
+  UnitPass::Options pass;
+  pass.before_unit = [&] {
+    if (!stop.stop_requested() || residual_lags()) return;
+    position_.windows = first_window;
+    throw StatusError(Status(ErrorCode::kCancelled, "stopped before the step was complete"));
+  };
+  pass.take_gradient = [this](uint64_t first, Tensor gradient) {
+    take_gradient(first, std::move(gradient));
+  };
+  for (uint32_t i = 0; i < accumulation; ++i) {
+    std::vector<Batch> batches;
+    SI_ASSIGN_OR_RETURN(batches.emplace_back(), next_batch());
+    const uint64_t forward_ns = base::now_ns();
+    const double waited_s = stream_->waited_s();
+    pass.begins_step = i == 0;
+    pass.ends_step = i + 1 == accumulation;
+    for (const double loss : pass_->train(batches, pass)) report.loss += loss / accumulation;
+    const uint64_t backward_ns = pass_->backward_began_ns();
+    const uint64_t end_ns = base::now_ns();
+
+    for (const Batch& batch : batches) {
+      report.tokens += static_cast<uint64_t>(batch.tokens_BT.numel());
+    }
+    report.forward_s +=
+        static_cast<double>(backward_ns - forward_ns) * 1e-9 - (stream_->waited_s() - waited_s);
+    report.backward_s += static_cast<double>(end_ns - backward_ns) * 1e-9;
+    report.phases.push_back({"forward", forward_ns, backward_ns});
+    report.phases.push_back({"backward", backward_ns, end_ns});
+  }
+  return Status();
+}
+
 // The residual goes to the devices within a step only: a run that is interrupted between two steps
 // that write it makes one more step, so that it resumes with the same bits.
 bool TorchTrainer::residual_lags() const {
@@ -112,30 +112,12 @@ bool TorchTrainer::must_write_residual(const std::stop_token& stop) const {
          (step_ == options_.train.steps || checkpoint_comes || stop.stop_requested());
 }
 
-// Weights of bf16 have gradients of bf16; their sum over micro batches is kept in f32.
-Status TorchTrainer::accumulate_gradients(uint32_t micro_batch) {
-  if (options_.train.accumulation == 1) return Status();
-  sums_.resize(model_->parameters().size());
-  for (size_t i = 0; i < sums_.size(); ++i) {
-    Tensor& gradient = model_->parameters()[i].weight.mutable_grad();
-    if (micro_batch == 0) {
-      sums_[i] = gradient.to(torch::kFloat32, /*non_blocking=*/false, /*copy=*/true);
-    } else {
-      sums_[i].add_(gradient);
-    }
-    gradient.reset();
-  }
-  return Status();
-}
-
-// While the commit of the step before goes on they wait here, and autograd does not.
-void TorchTrainer::gradient_arrived(size_t parameter) {
-  if (!last_micro_batch_) return;
-  gradients_ready_.push_back(parameter);
+// While the commit of the step before goes on they wait here, and backward does not.
+void TorchTrainer::take_gradient(uint64_t first, Tensor gradient) {
+  gradients_ready_.push_back({first, std::move(gradient)});
   if (!begun_ && updater_->committing()) return;
-  Status status = begun_ ? Status() : begin_step();
-  if (status.ok()) status = put_gradients();
-  if (!status.ok()) throw StatusError(std::move(status));
+  if (!begun_) throw_if_error(begin_step());
+  throw_if_error(put_gradients());
 }
 
 Status TorchTrainer::begin_step() {
@@ -146,9 +128,8 @@ Status TorchTrainer::begin_step() {
   overlap_ = overlap_of_next_step();
   if (overlap_ != Overlap::kEarly) return Status();
   const TrainOptions& train = options_.train;
-  return updater_->start_early_update(
-      update_options(1), weights_type_, [this](uint64_t first) { return weights_at(first); },
-      train.clip_norm * train.accumulation);
+  return updater_->start_early_update(update_options(1), weights_type_, weights_sink(),
+                                      train.clip_norm * train.accumulation);
 }
 
 Overlap TorchTrainer::overlap_of_next_step() const {
@@ -167,14 +148,11 @@ Overlap TorchTrainer::overlap_of_next_step() const {
 // In the order in which backward makes them; each gradient is freed once it is down.
 Status TorchTrainer::put_gradients() {
   const torch::ScalarType type = scalar_type(gradient_type_);
-  for (const size_t i : std::exchange(gradients_ready_, {})) {
-    Parameter& parameter = model_->parameters()[i];
-    Tensor gradient = std::exchange(parameter.weight.mutable_grad(), Tensor());
-    if (!sums_.empty()) gradient = std::exchange(sums_[i], Tensor()).add_(gradient);
-    gradient = gradient.to(type).to(torch::kCPU).contiguous();
-    SI_RETURN_IF_ERROR(updater_->put_gradient(parameter.first, gradient.const_data_ptr(),
+  for (Gradient& gradient : std::exchange(gradients_ready_, {})) {
+    const Tensor values = std::exchange(gradient.values, {}).to(type).to(torch::kCPU).contiguous();
+    SI_RETURN_IF_ERROR(updater_->put_gradient(gradient.first, values.const_data_ptr(),
                                               gradient_type_,
-                                              static_cast<uint64_t>(gradient.numel())));
+                                              static_cast<uint64_t>(values.numel())));
   }
   return Status();
 }
@@ -195,36 +173,18 @@ engine::UpdateOptions TorchTrainer::update_options(double clip_factor) const {
 }
 
 Status TorchTrainer::update(const engine::GradientSummary& summary) {
-  SI_RETURN_IF_ERROR(updater_->start_update(update_options(clip_factor(summary)), weights_type_,
-                                            [this](uint64_t first) { return weights_at(first); }));
-  weights_used_ = 0;
+  SI_RETURN_IF_ERROR(
+      updater_->start_update(update_options(clip_factor(summary)), weights_type_, weights_sink()));
+  stream_->updated();
   const bool last = step_ + 1 == options_.train.steps;
-  return overlap_ == Overlap::kNone || last ? use_all_weights() : Status();
-}
-
-Status TorchTrainer::use_weights(uint64_t first, uint64_t count) {
-  if (first + count <= weights_used_) return Status();
-  const uint64_t begin_ns = base::now_ns();
-  const uint64_t from = weights_used_;
-  const uint64_t some = first + count - from;
-  SI_RETURN_IF_ERROR(updater_->wait_weights(from, some));
-  if (!accelerator_.is_cpu()) {
-    const auto part = [&](const Tensor& weights_N) {
-      return weights_N.narrow(0, static_cast<int64_t>(from), static_cast<int64_t>(some));
-    };
-    part(weights_N_).copy_(part(host_weights_N_), /*non_blocking=*/true);
-  }
-  weights_used_ = from + some;
-  waited_s_ += base::seconds_since(begin_ns);
-  return Status();
+  return overlap_ == Overlap::kNone || last ? stream_->wait_all() : Status();
 }
 
 // The batch is passed over for good: the next step sees other data.
 Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& parameter) {
   SI_RETURN_IF_ERROR(updater_->abort());
   if (overlap_ == Overlap::kEarly) {  // has written new weights
-    SI_RETURN_IF_ERROR(updater_->load_weights(
-        weights_type_, [this](uint64_t first) { return weights_at(first); }));
+    SI_RETURN_IF_ERROR(stream_->load());
   }
   report.skipped = fmt::format("gradient of {} is not finite", parameter);
   folder_.append_log(report.to_json());
@@ -237,15 +197,10 @@ Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& para
   return report;
 }
 
-void* TorchTrainer::weights_at(uint64_t element) const {
-  return static_cast<std::byte*>(host_weights_N_.data_ptr()) +
-         element * base::data_type_bytes(weights_type_);
-}
-
 // Window w is the tokens [w T, w T + T] of the stream: T to read, each with the one after it as
 // target.
-Result<TorchTrainer::Batch> TorchTrainer::read_windows(const TokenStream& stream,
-                                                       std::span<const uint64_t> windows) const {
+Result<Batch> TorchTrainer::read_windows(const TokenStream& stream,
+                                         std::span<const uint64_t> windows) const {
   const auto rows = static_cast<int64_t>(windows.size());
   const auto length = static_cast<int64_t>(options_.data.sequence);
   const Tensor window_BT = torch::empty({rows, length + 1}, torch::kInt64);
@@ -258,7 +213,7 @@ Result<TorchTrainer::Batch> TorchTrainer::read_windows(const TokenStream& stream
                window_BT.narrow(1, 1, length).to(accelerator_)};
 }
 
-Result<TorchTrainer::Batch> TorchTrainer::next_batch() {
+Result<Batch> TorchTrainer::next_batch() {
   const uint64_t count = (corpus_.training().count() - 1) / options_.data.sequence;
   std::vector<uint64_t> windows(options_.train.micro_batch);
   for (uint64_t& window : windows) {
@@ -271,7 +226,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
     const engine::StateProgress& progress) {
   using Made = std::optional<engine::CheckpointSummary>;
   return guarded("checkpoint", [&]() -> Result<Made> {
-    SI_RETURN_IF_ERROR(use_all_weights());
+    SI_RETURN_IF_ERROR(stream_->wait_all());
     SI_RETURN_IF_ERROR(updater_->flush());
     const uint64_t begin_ns = base::now_ns();
     engine::CheckpointOptions options;
@@ -303,7 +258,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
 
 Status TorchTrainer::finish() {
   return guarded("end of the run", [&]() -> Status {
-    SI_RETURN_IF_ERROR(use_all_weights());
+    SI_RETURN_IF_ERROR(stream_->wait_all());
     return updater_->flush();
   });
 }
@@ -336,7 +291,7 @@ std::vector<std::string> TorchTrainer::describe() const {
   lines.push_back(fmt::format(
       "memory: {} weights in the host's memory{}, {} gradients{}, {} "
       "buffers{}; activations and torch come on top",
-      base::format_bytes(host_weights_N_.nbytes()),
+      base::format_bytes(stream_->host_bytes()),
       accelerator_.is_cpu() ? "" : " and once more on the GPU",
       base::format_bytes(updater_->gradient_memory_bytes()),
       compression_.empty() ? "" : " and compression", base::format_bytes(updater_->memory_bytes()),

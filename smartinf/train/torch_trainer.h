@@ -22,19 +22,12 @@
 #include "smartinf/train/position.h"
 #include "smartinf/train/run_choice.h"
 #include "smartinf/train/run_folder.h"
+#include "smartinf/train/status_error.h"
 #include "smartinf/train/tensor_memory.h"
 #include "smartinf/train/trainer.h"
+#include "smartinf/train/unit_pass.h"
 
 namespace smartinf::train {
-
-torch::ScalarType scalar_type(base::DataType type);
-
-/// A failure where torch's code lies between who finds it and who returns it.
-struct StatusError : std::exception {
-  explicit StatusError(base::Status failure) : status(std::move(failure)) {}
-  const char* what() const noexcept override { return "see status"; }
-  base::Status status;
-};
 
 /// Runs `body`, which returns a Status or Result, and makes a Status of what torch throws.
 template <typename Body>
@@ -92,17 +85,18 @@ class TorchTrainer final : public Trainer {
   std::vector<std::string> describe() const override;
 
  private:
-  struct Batch {
-    torch::Tensor tokens_BT;
-    torch::Tensor targets_BT;
+  struct Gradient {
+    uint64_t first;
+    torch::Tensor values;
   };
   base::Result<Batch> read_windows(const TokenStream& stream,
                                    std::span<const uint64_t> windows) const;
   base::Result<Batch> next_batch();
 
-  base::Status accumulate_gradients(uint32_t micro_batch);
-  /// From autograd: a parameter's gradient of this micro batch is complete.
-  void gradient_arrived(size_t parameter);
+  /// Forward and backward of a step.
+  base::Status compute_gradients(const std::stop_token& stop, StepReport& report);
+  /// A parameter's gradient of this step is complete.
+  void take_gradient(uint64_t first, torch::Tensor gradient);
   base::Status begin_step();
   base::Status put_gradients();
   bool residual_lags() const;
@@ -115,10 +109,9 @@ class TorchTrainer final : public Trainer {
   base::Status open_devices(const Job& job, const RunStart& run_start);
   base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
-  void* weights_at(uint64_t element) const;
-  /// Waits for new weights and takes them to the accelerator. Nothing where they are there.
-  base::Status use_weights(uint64_t first, uint64_t count);
-  base::Status use_all_weights() { return use_weights(0, space_.count()); }
+  engine::WeightsSink weights_sink() const {
+    return [this](uint64_t first) { return stream_->weights_at(first); };
+  }
 
   // Destroyed last, when all tensors are gone: their pages go back before the process ends, because
   // torch's own end touches much of its library for the first time and needs room for that.
@@ -133,31 +126,26 @@ class TorchTrainer final : public Trainer {
   torch::Device accelerator_;
   base::DataType weights_type_;
 
-  torch::Tensor host_weights_N_;  // where updates arrive; pinned beside a GPU
-  torch::Tensor weights_N_;       // what the model uses; the same tensor without a GPU
-  std::unique_ptr<Model> model_;
-  std::vector<torch::Tensor>
-      sums_;  // f32, per parameter, over micro batches; empty without accumulation
-
   std::vector<std::string> device_paths_;
   std::string compression_;                // what is sent; empty where gradients are dense
   uint64_t residual_every_ = 0;            // 0: no residual is written
   base::StepNumber residual_written_ = 0;  // the last step of ours that was made to write it
   storage::RingKind ring_ = storage::RingKind::kAuto;
-  std::unique_ptr<engine::Updater> updater_;  // after the weights: it writes into them
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<LayerStream> stream_;
+  std::unique_ptr<UnitPass> pass_;
+  std::unique_ptr<engine::Updater> updater_;  // after the stream: it writes into its weights
   bool in_memory_ = false;                    // optimizer.where = "memory"
   base::DataType gradient_type_ = base::DataType::kBf16;
   engine::UpdaterTraffic traffic_;
-  uint64_t weights_used_ = 0;  // elements from the first on that have the last step's weights
-  double waited_s_ = 0;        // for updates, since the report before
+  double waited_s_ = 0;  // for commits, since the report before
 
   // The step in progress.
-  bool last_micro_batch_ = false;        // its gradients go down as they arrive
-  bool begun_ = false;                   // at the updater
-  std::vector<size_t> gradients_ready_;  // parameters whose gradients go down next
-  Overlap overlap_ = Overlap::kNone;     // of this step; never kAuto
-  double norm_before_ = 0;               // of the last step; 0: there was none
-  double late_exposed_ = 0;              // share of the last late step that was waited for
+  bool begun_ = false;                     // at the updater
+  std::vector<Gradient> gradients_ready_;  // that go down next
+  Overlap overlap_ = Overlap::kNone;       // of this step; never kAuto
+  double norm_before_ = 0;                 // of the last step; 0: there was none
+  double late_exposed_ = 0;                // share of the last late step that was waited for
 
   base::StepNumber first_ = 0;  // what training began from
   base::StepNumber step_ = 0;

@@ -1,12 +1,9 @@
 // What happens before the first step: a run is chosen, its devices are opened, its history kept.
 #include <filesystem>
-#include <functional>
 #include <thread>
 
 #include <ATen/Parallel.h>
 #include <nlohmann/json.hpp>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/cuda.h>
 
 #include "smartinf/base/log.h"
@@ -14,6 +11,7 @@
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/train/parameters.h"
+#include "smartinf/train/scalar_type.h"
 #include "smartinf/train/torch_trainer.h"
 
 namespace smartinf::train {
@@ -23,12 +21,6 @@ using base::Result;
 using base::Status;
 
 namespace {
-
-struct GradientHook : torch::autograd::PostAccumulateGradHook {
-  explicit GradientHook(std::function<void()> call) : arrived(std::move(call)) {}
-  void operator()(const torch::autograd::Variable&) override { arrived(); }
-  std::function<void()> arrived;
-};
 
 Status different(const char* key, const std::string& here, const std::string& there) {
   return Status(ErrorCode::kMismatch,
@@ -219,24 +211,12 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
                     "Set it to \"auto\" or \"late\"");
     }
   }
-  const auto count = static_cast<int64_t>(space_.count());
-  host_weights_N_ = torch::empty(
-      {count}, torch::dtype(scalar_type(weights_type_)).pinned_memory(!accelerator_.is_cpu()));
-  SI_RETURN_IF_ERROR(
-      updater_->load_weights(weights_type_, [this](uint64_t first) { return weights_at(first); }));
-  weights_N_ = host_weights_N_.to(accelerator_);  // the same tensor when both are the CPU's
-  model_ = std::make_unique<Model>(options_.model, space_, weights_N_, options_.data.sequence,
-                                   train.checkpoint_activations);
-  for (size_t i = 0; i < model_->parameters().size(); ++i) {
-    torch::autograd::impl::set_post_acc_grad_hooks(
-        model_->parameters()[i].weight,
-        std::make_unique<GradientHook>([this, i] { gradient_arrived(i); }));
-  }
-  model_->set_before_use([this](uint64_t first, uint64_t elements) {
-    Status status = use_weights(first, elements);
-    if (!status.ok()) throw StatusError(std::move(status));
-  });
-  weights_used_ = space_.count();
+  model_ = std::make_unique<Model>(options_.model, space_,
+                                   torch::dtype(scalar_type(weights_type_)).device(accelerator_),
+                                   options_.data.sequence);
+  stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, weights_type_);
+  SI_RETURN_IF_ERROR(stream_->load());
+  pass_ = std::make_unique<UnitPass>(*model_, *stream_, train.checkpoint_activations);
   traffic_ = updater_->traffic();
   return Status();
 }

@@ -1,0 +1,205 @@
+#include "smartinf/train/unit_pass.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <torch/autograd.h>
+
+#include "smartinf/base/clock.h"
+
+namespace smartinf::train {
+
+using torch::Tensor;
+
+int64_t head_rows(int64_t vocabulary) {
+  constexpr int64_t kLogits = int64_t{1} << 24;
+  constexpr int64_t kRowsMin = 16;
+  return std::max(kRowsMin, kLogits / vocabulary);
+}
+
+namespace {
+
+Tensor leaf(const Tensor& tensor) { return tensor.detach().requires_grad_(true); }
+
+std::vector<Tensor> tensors_of(const UnitWeights& weights) {
+  std::vector<Tensor> tensors;
+  for (const Parameter& parameter : weights) tensors.push_back(parameter.weight);
+  return tensors;
+}
+
+struct HeadGradients {
+  Tensor h_MC;
+  Tensor matrix_VC;  // f32 when it is a sum
+};
+
+/// The mean loss; gradients of it where they are wanted. Logits are made for some rows at a time
+/// and leave nothing behind but that.
+double head_loss(const Tensor& h_MC, const Tensor& matrix_VC, const Tensor& targets_BT,
+                 HeadGradients* gradients) {
+  const Tensor targets_M = targets_BT.flatten();
+  const int64_t rows = h_MC.size(0);
+  const int64_t rows_at_once = head_rows(matrix_VC.size(0));
+  const Tensor share =
+      torch::full({}, 1.0f / static_cast<float>(rows), h_MC.options().dtype(torch::kFloat32));
+  Tensor loss;
+  std::vector<Tensor> h_gradients;
+  for (int64_t from = 0; from < rows; from += rows_at_once) {
+    const int64_t some = std::min(rows_at_once, rows - from);
+    Tensor part_MC = h_MC.narrow(0, from, some);
+    if (gradients != nullptr) part_MC = leaf(part_MC);
+    const Tensor part = torch::cross_entropy_loss(
+        torch::linear(part_MC, matrix_VC).to(torch::kFloat32), targets_M.narrow(0, from, some),
+        /*weight=*/{}, at::Reduction::Sum);
+    loss = from == 0 ? part.detach() : loss + part.detach();
+    if (gradients == nullptr) continue;
+    auto made = torch::autograd::grad({part}, {part_MC, matrix_VC}, {share});
+    h_gradients.push_back(std::move(made[0]));
+    Tensor& sum_VC = gradients->matrix_VC;
+    sum_VC = from == 0 ? std::move(made[1]) : sum_VC.to(torch::kFloat32).add_(made[1]);
+  }
+  if (gradients != nullptr) {
+    gradients->h_MC = h_gradients.size() == 1 ? h_gradients.front() : torch::cat(h_gradients);
+  }
+  return (loss / static_cast<double>(rows)).item<double>();
+}
+
+}  // namespace
+
+UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute)
+    : model_(model), stream_(stream), recompute_(recompute) {
+  sums_.resize(model.units().size());
+}
+
+std::vector<double> UnitPass::train(std::span<const Batch> batches, const Options& options) {
+  const size_t head_unit = model_.head();
+  batches_ = batches;
+  options_ = &options;
+  inputs_.assign(head_unit + 1, std::vector<Tensor>(batches.size()));
+  outputs_.assign(head_unit, std::vector<Tensor>(batches.size()));
+  gradients_BTC_.assign(batches.size(), Tensor());
+
+  for (size_t unit = 0; unit < head_unit; ++unit) {
+    if (options.before_unit) options.before_unit();
+    for (size_t i = 0; i < batches.size(); ++i) {
+      // Turned round at every unit: what the unit before made last is still near.
+      forward_unit(unit, unit % 2 == 0 ? i : batches.size() - 1 - i);
+    }
+  }
+  backward_began_ns_ = base::now_ns();
+  std::vector<double> losses;
+  {
+    const Head head = this->head();
+    for (size_t i = 0; i < batches.size(); ++i) losses.push_back(head_of(head, i));
+  }
+  give_out(head_unit);
+  for (size_t unit = head_unit; unit-- > 0;) {
+    // In one order at every unit: sums have the same bits however many batches there are at once.
+    for (size_t i = 0; i < batches.size(); ++i) backward_unit(unit, i);
+    give_out(unit);
+  }
+  return losses;
+}
+
+void UnitPass::forward_unit(size_t unit, size_t batch) {
+  const torch::AutoGradMode mode(!recompute_);
+  const UnitWeights& weights = stream_.get(unit);
+  Tensor y_BTC;
+  if (unit == 0) {
+    y_BTC = model_.embed(weights, batches_[batch].tokens_BT);
+  } else {
+    y_BTC = model_.run_layers(unit, weights, inputs_[unit][batch]);
+  }
+  inputs_[unit + 1][batch] = recompute_ ? y_BTC : leaf(y_BTC);
+  if (!recompute_) outputs_[unit][batch] = std::move(y_BTC);
+}
+
+UnitPass::Head UnitPass::head() {
+  const UnitWeights& weights = stream_.get(model_.head());
+  const UnitWeights& embedding = model_.tied_head() ? stream_.get(0) : weights;
+  return {weights, model_.head_matrix(weights, embedding)};
+}
+
+double UnitPass::head_of(const Head& head, size_t batch) {
+  const torch::AutoGradMode mode(true);
+  const Tensor x_BTC = leaf(std::exchange(inputs_[model_.head()][batch], Tensor()));
+  const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
+  HeadGradients gradients;
+  const double loss = head_loss(h_MC, head.matrix_VC, batches_[batch].targets_BT, &gradients);
+  auto made = torch::autograd::grad({h_MC}, {x_BTC, head.weights.front().weight}, {gradients.h_MC});
+  gradients_BTC_[batch] = std::move(made[0]);
+  std::vector<Tensor>& sums = sums_[model_.head()];
+  sums.resize(head.weights.size());
+  add_gradient(sums[0], std::move(made[1]), batch);
+  add_gradient(model_.tied_head() ? tied_sum_ : sums[1], std::move(gradients.matrix_VC), batch);
+  return loss;
+}
+
+void UnitPass::backward_unit(size_t unit, size_t batch) {
+  const torch::AutoGradMode mode(true);
+  const UnitWeights& weights = stream_.get(unit);
+  std::vector<Tensor> wanted = tensors_of(weights);
+  Tensor y_BTC = std::exchange(outputs_[unit][batch], Tensor());
+  Tensor x_BTC = std::exchange(inputs_[unit][batch], Tensor());
+  if (recompute_) {
+    if (unit > 0) x_BTC = leaf(x_BTC);
+    y_BTC = unit == 0 ? model_.embed(weights, batches_[batch].tokens_BT)
+                      : model_.run_layers(unit, weights, x_BTC);
+  }
+  if (unit > 0) wanted.push_back(x_BTC);
+  auto made = torch::autograd::grad({y_BTC}, wanted, {gradients_BTC_[batch]});
+  if (unit > 0) gradients_BTC_[batch] = std::move(made.back());
+  sums_[unit].resize(weights.size());
+  for (size_t p = 0; p < weights.size(); ++p) {
+    add_gradient(sums_[unit][p], std::move(made[p]), batch);
+  }
+}
+
+/// Weights of bf16 have gradients of bf16; their sum over micro batches is kept in f32.
+void UnitPass::add_gradient(Tensor& sum, Tensor gradient, size_t batch) const {
+  const bool first = options_->begins_step && batch == 0;
+  const bool only = first && options_->ends_step && batches_.size() == 1;
+  if (only) {
+    sum = std::move(gradient);
+  } else if (first) {
+    sum = gradient.to(torch::kFloat32, /*non_blocking=*/false, /*copy=*/true);
+  } else {
+    sum.add_(gradient);
+  }
+}
+
+void UnitPass::give_out(size_t unit) {
+  if (!options_->ends_step) return;
+  std::vector<Tensor> sums = std::exchange(sums_[unit], {});
+  const UnitWeights& weights = stream_.get(unit);
+  for (size_t p = weights.size(); p-- > 0;) {
+    // An embedding that is the head's matrix too: both shares.
+    if (unit == 0 && model_.tied_head()) sums[p] = std::exchange(tied_sum_, {}).add_(sums[p]);
+    options_->take_gradient(weights[p].first, std::move(sums[p]));
+  }
+}
+
+Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT) {
+  Tensor x_BTC = model_.embed(stream_.get(0), tokens_BT);
+  for (size_t unit = 1; unit < model_.head(); ++unit) {
+    x_BTC = model_.run_layers(unit, stream_.get(unit), x_BTC);
+  }
+  return x_BTC;
+}
+
+double UnitPass::loss(const Batch& batch) {
+  const torch::NoGradGuard no_grad;
+  const Tensor x_BTC = forward_without_gradients(batch.tokens_BT);
+  const Head head = this->head();
+  const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
+  return head_loss(h_MC, head.matrix_VC, batch.targets_BT, nullptr);
+}
+
+Tensor UnitPass::next_logits(const Tensor& tokens_BT) {
+  const torch::NoGradGuard no_grad;
+  const Tensor x_BTC = forward_without_gradients(tokens_BT);
+  const Head head = this->head();
+  return torch::linear(model_.final_norm(head.weights, x_BTC.narrow(1, x_BTC.size(1) - 1, 1)),
+                       head.matrix_VC);
+}
+
+}  // namespace smartinf::train

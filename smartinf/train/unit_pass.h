@@ -1,0 +1,87 @@
+// Forward and backward over micro batches, unit by unit: each unit does all micro batches that it
+// is given before the next unit starts, so that its weights are needed once in each direction.
+// Backward is a pass of autograd over one unit and one micro batch at a time; between units there
+// are activations in forward and their gradients in backward.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include <torch/types.h>
+
+#include "smartinf/train/layer_stream.h"
+#include "smartinf/train/model.h"
+
+namespace smartinf::train {
+
+struct Batch {
+  torch::Tensor tokens_BT;   // int64, on the accelerator
+  torch::Tensor targets_BT;  // the token after each
+};
+
+/// Rows of [M, vocabulary] whose logits are made at once, with loss and gradient: f32 logits of 64
+/// MiB. It follows from shapes alone, so that bits do not depend on memory.
+int64_t head_rows(int64_t vocabulary);
+
+/// Threads: one caller; torch's own threads work inside. Errors: torch throws; StatusError of the
+/// stream and of callbacks.
+class UnitPass {
+ public:
+  /// recompute: a unit keeps its input alone, and backward computes it again. Nothing in a unit is
+  /// random, so the second time has the bits of the first. model and stream outlive it.
+  UnitPass(const Model& model, LayerStream& stream, bool recompute);
+
+  /// A step's gradient of the parameter that begins at element `first`: of the weights' type, or
+  /// f32 when it is a sum over micro batches. Backward has used the weights of its unit for the
+  /// last time; units come from the last to the first.
+  using TakeGradient = std::function<void(uint64_t first, torch::Tensor gradient)>;
+  struct Options {
+    bool begins_step = true;  // false: gradients are added to those of the pass before
+    bool ends_step = true;    // gradients are given out
+    /// Before each unit of the forward; what it throws ends the pass.
+    std::function<void()> before_unit;
+    TakeGradient take_gradient;
+  };
+  /// The mean loss of each batch, nats per token. Gradients are sums over batches, in their order:
+  /// the same bits in one pass over several batches and in several passes over one each.
+  std::vector<double> train(std::span<const Batch> batches, const Options& options);
+  /// The mean loss without gradients.
+  double loss(const Batch& batch);
+  /// Of the token that follows each sequence: [B, T] int64 -> [B, V].
+  torch::Tensor next_logits(const torch::Tensor& tokens_BT);
+
+  /// When train() last went from forward to backward, on the monotonic clock.
+  uint64_t backward_began_ns() const { return backward_began_ns_; }
+
+ private:
+  struct Head {
+    const UnitWeights& weights;
+    const torch::Tensor& matrix_VC;
+  };
+  Head head();
+  torch::Tensor forward_without_gradients(const torch::Tensor& tokens_BT);
+  void forward_unit(size_t unit, size_t batch);
+  double head_of(const Head& head, size_t batch);
+  void backward_unit(size_t unit, size_t batch);
+  void add_gradient(torch::Tensor& sum, torch::Tensor gradient, size_t batch) const;
+  void give_out(size_t unit);
+
+  const Model& model_;
+  LayerStream& stream_;
+  const bool recompute_;
+  uint64_t backward_began_ns_ = 0;
+
+  // Of the pass in progress.
+  std::span<const Batch> batches_;
+  const Options* options_ = nullptr;
+  std::vector<std::vector<torch::Tensor>> inputs_;   // by unit, batch: [B, T, C]
+  std::vector<std::vector<torch::Tensor>> outputs_;  // with their graph; empty with recompute
+  std::vector<torch::Tensor> gradients_BTC_;         // by batch: of the unit's output
+  // Of the step, by unit and parameter: gradients so far.
+  std::vector<std::vector<torch::Tensor>> sums_;
+  torch::Tensor tied_sum_;  // the head's share of the embedding's gradient
+};
+
+}  // namespace smartinf::train

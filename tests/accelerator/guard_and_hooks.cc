@@ -2,6 +2,7 @@
 // presence), its name and its allocator.
 #include <cstdlib>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -94,6 +95,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
   c10::Device getDeviceFromPtr(void* /*address*/) const override { return the_device(); }
+  // The CPU's kernels draw from it.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex /*device*/) const override {
+    static const auto* made = new at::Generator(at::detail::createCPUGenerator());
+    return *made;
+  }
 };
 
 const bool registered = [] {

@@ -6,7 +6,10 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_scaled_dot_product_attention_math.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -144,6 +147,10 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
   return copy_from(from, to, /*non_blocking=*/false);
 }
 
+void record_stream(Tensor& self, c10::Stream stream) {
+  device_allocator().recordStream(self.storage().data_ptr(), stream);
+}
+
 // One call of an operator by the CPU's kernel.
 class HostCall {
  public:
@@ -245,12 +252,18 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   HostCall(op, stack).run();
 }
 
-// The CPU's fused attention adds in another order than the unfused one that devices without a kernel
-// of their own take. 0: unfused.
-int64_t unfused_attention(const Tensor& /*query*/, const Tensor& /*key*/, const Tensor& /*value*/,
-                          const std::optional<Tensor>& /*mask*/, double /*dropout*/,
-                          bool /*causal*/, std::optional<double> /*scale*/, bool /*gqa*/) {
-  return 0;
+// As the CPU chooses: torch would not take the CPU's fused attention for a device.
+Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                 const std::optional<Tensor>& mask, double dropout, bool causal,
+                 std::optional<double> scale, bool gqa) {
+  const int64_t fused = static_cast<int64_t>(at::SDPBackend::flash_attention);
+  if (at::native::_fused_sdp_choice_cpp(query, key, value, mask, dropout, causal, scale, gqa) ==
+      fused) {
+    return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout,
+                                                                       causal, mask, scale));
+  }
+  return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout,
+                                                            causal, {}, scale, gqa));
 }
 
 }  // namespace
@@ -267,12 +280,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("_copy_from", &copy_from);
   library.impl("_copy_from_and_resize", &copy_from_and_resize);
+  library.impl("record_stream", &record_stream);
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
   library.impl("view.dtype", &at::native::view_dtype);
   library.impl("unfold", &at::native::unfold);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
-  library.impl("_fused_sdp_choice", &unfused_attention);
+  library.impl("scaled_dot_product_attention", &attention);
+  // Torch has for devices what gives other bits.
+  library.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+  library.impl("scaled_dot_product_attention", &attention);
 }
 
 }  // namespace smartinf::test_accelerator

@@ -1,5 +1,6 @@
-// What programs that test with the accelerator may call. The library registers itself with torch when
-// it is loaded (linked, dlopen or LD_PRELOAD); its options come from the environment (README.md).
+// What programs that test with the accelerator may call. The library registers itself with torch
+// when it is loaded (linked, dlopen or LD_PRELOAD); its options come from the environment
+// (README.md).
 #pragma once
 
 #include <cstdint>
@@ -19,12 +20,16 @@ struct Memory {
   uint64_t peak_bytes;     // the highest since the last reset
 };
 
-// Any thread; no work may be under way when options change.
+// From any thread.
 extern "C" {
+/// Waits for all streams, and forgets what was noted of their order.
 void smartinf_test_accelerator_set_options(const Options* options);
 Memory smartinf_test_accelerator_memory();
 void smartinf_test_accelerator_reset_peak();
-/// Accesses without order since the options were set, thrown or not.
+/// While held, no copy between host and device begins: late without a delay. Whoever waits for one
+/// waits until they are let go.
+void smartinf_test_accelerator_hold_copies(bool hold);
+/// Errors of check_order since the options were set: also those that someone caught.
 uint64_t smartinf_test_accelerator_order_errors();
 }
 

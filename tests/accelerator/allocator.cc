@@ -1,7 +1,5 @@
-// Memory of the accelerator: capped, counted, poisoned, and out of the host's reach; and pinned memory
-// of the host.
-#include <sys/mman.h>
-
+// Memory of the accelerator: capped, counted, poisoned, and out of the host's reach; and pinned
+// memory of the host.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +11,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/util/Exception.h>
+#include <sys/mman.h>
 
 #include "tests/accelerator/internal.h"
 
@@ -23,9 +22,10 @@ constexpr size_t kReservedBytes = size_t{1} << 36;  // of addresses; pages are t
 constexpr size_t kRoundBytes = 512;
 
 char* reserve(int protection) {
-  void* address = mmap(nullptr, kReservedBytes, protection,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  TORCH_CHECK(address != MAP_FAILED, "test accelerator: no ", kReservedBytes, " bytes of addresses");
+  void* address =
+      mmap(nullptr, kReservedBytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(address != MAP_FAILED, "test accelerator: no ", kReservedBytes,
+              " bytes of addresses");
   return static_cast<char*>(address);
 }
 
@@ -37,8 +37,6 @@ struct Block {
 
 class DeviceMemory final : public c10::DeviceAllocator {
  public:
-  DeviceMemory() { free_.emplace(0, kReservedBytes); }
-
   char* view(uintptr_t address) const {
     const uintptr_t begin = reinterpret_cast<uintptr_t>(untouchable_);
     if (address < begin || address >= begin + kReservedBytes) return nullptr;
@@ -54,15 +52,10 @@ class DeviceMemory final : public c10::DeviceAllocator {
       for (size_t i = 0; i < kStreams; ++i) drain(static_cast<c10::StreamId>(i));
       lock.lock();
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, !beyond_cap(bytes), "test accelerator: out of memory: ",
-                     bytes, " bytes are wanted, and ", current_, " of ", options().memory_bytes,
-                     " bytes are in use");
-    const auto fitting = std::find_if(free_.begin(), free_.end(),
-                                      [&](const auto& range) { return range.second >= bytes; });
-    TORCH_CHECK(fitting != free_.end(), "test accelerator: no addresses are left");
-    const auto [offset, length] = *fitting;
-    free_.erase(fitting);
-    if (length > bytes) free_.emplace(offset + bytes, length - bytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, !beyond_cap(bytes),
+                     "test accelerator: out of memory: ", bytes, " bytes are wanted, and ",
+                     current_, " of ", options().memory_bytes, " bytes are in use");
+    const size_t offset = take_addresses(bytes);
     blocks_.emplace(offset, Block{bytes, current_stream(), {}});
     current_ += bytes;
     peak_ = std::max(peak_, current_);
@@ -81,7 +74,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
     const std::lock_guard lock(mutex_);
-    const auto block = blocks_.find(static_cast<size_t>(static_cast<char*>(data.get()) - untouchable_));
+    const auto block =
+        blocks_.find(static_cast<size_t>(static_cast<char*>(data.get()) - untouchable_));
     if (block != blocks_.end() && stream.id() != block->second.stream) {
       block->second.used.insert(stream.id());
     }
@@ -114,8 +108,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   static void give_back(void* address);
 
-  // The bytes may be taken again once the recorded streams have come to this point, and the addresses
-  // once the block's own stream has: until then its late copies still land here.
+  // The bytes may be taken again once the recorded streams have come to this point, and the
+  // addresses once the block's own stream has: until then its late copies still land here.
   void free_block(size_t offset) {
     Block block;
     {
@@ -138,7 +132,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     const auto poison = [this, offset, bytes = block.bytes] {
       std::memset(memory_ + offset, kPoison, bytes);
       const std::lock_guard free_lock(mutex_);
-      add_free(offset, bytes);
+      free_.emplace(bytes, offset);
     };
     if (idle(block.stream)) {
       poison();
@@ -147,27 +141,20 @@ class DeviceMemory final : public c10::DeviceAllocator {
     }
   }
 
-  void add_free(size_t offset, size_t bytes) {
-    auto next = free_.lower_bound(offset);
-    if (next != free_.end() && offset + bytes == next->first) {
-      bytes += next->second;
-      next = free_.erase(next);
-    }
-    if (next != free_.begin()) {
-      const auto before = std::prev(next);
-      if (before->first + before->second == offset) {
-        before->second += bytes;
-        return;
-      }
-    }
-    free_.emplace(offset, bytes);
+  // Those of a freed block of the same size, or new ones.
+  size_t take_addresses(size_t bytes) {
+    const auto freed = free_.find(bytes);
+    if (freed != free_.end()) return free_.extract(freed).mapped();
+    TORCH_CHECK(used_ + bytes <= kReservedBytes, "test accelerator: no addresses are left");
+    return std::exchange(used_, used_ + bytes);
   }
 
   char* const untouchable_ = reserve(PROT_NONE);
   char* const memory_ = reserve(PROT_READ | PROT_WRITE);
   std::mutex mutex_;
-  std::map<size_t, size_t> free_;  // offset and bytes
-  std::map<size_t, Block> blocks_;
+  std::multimap<size_t, size_t> free_;  // bytes and offset
+  std::map<size_t, Block> blocks_;      // by offset
+  size_t used_ = 0;                     // of the addresses
   size_t current_ = 0;
   size_t peak_ = 0;
 };
@@ -219,7 +206,8 @@ PinnedMemory& pinned_memory() {
 void PinnedMemory::give_back(void* address) {
   {
     const std::lock_guard lock(pinned_memory().mutex_);
-    pinned_memory().ranges_.erase(reinterpret_cast<uintptr_t>(address));
+    const auto range = pinned_memory().ranges_.extract(reinterpret_cast<uintptr_t>(address));
+    note_freed(0, range.key(), range.key() + range.mapped(), /*recorded=*/true);
   }
   std::free(address);
 }

@@ -1,5 +1,5 @@
-// What torch asks of a device: its guard (current device, streams, events), its hooks (pinned memory,
-// presence), its name and its allocator.
+// What torch asks of a device: its guard (current device, streams, events), its hooks (pinned
+// memory, presence), its name and its allocator.
 #include <cstdlib>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -13,7 +13,11 @@ namespace {
 
 uint64_t number_from(const char* variable, uint64_t otherwise) {
   const char* text = std::getenv(variable);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+  if (text == nullptr) return otherwise;
+  char* end = nullptr;
+  const uint64_t number = std::strtoull(text, &end, 10);
+  TORCH_CHECK(*text != '\0' && *end == '\0', variable, " is \"", text, "\", not a whole number");
+  return number;
 }
 
 Options options_from_environment() {
@@ -25,7 +29,9 @@ Options options_from_environment() {
   return read;
 }
 
-c10::Stream stream_of(c10::StreamId id) { return c10::Stream(c10::Stream::UNSAFE, the_device(), id); }
+c10::Stream stream_of(c10::StreamId id) {
+  return c10::Stream(c10::Stream::UNSAFE, the_device(), id);
+}
 Event* event_of(void* event) { return static_cast<Event*>(event); }
 
 // There is one device, which is always the current one.
@@ -119,6 +125,7 @@ Options& options() {
 }
 
 extern "C" void smartinf_test_accelerator_set_options(const Options* changed) {
+  host_waits_for_all();
   options() = *changed;
   reset_order();
 }

@@ -29,10 +29,14 @@ bool on_device(const Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == c10::DeviceType::PrivateUse1;
 }
 
+bool known_to_streams(const Tensor& tensor) {
+  return on_device(tensor) || is_pinned(tensor.storage().data());
+}
+
 size_t bytes_spanned(const Tensor& tensor) {
-  return tensor.numel() == 0
-             ? 0
-             : at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
+  return tensor.numel() == 0 ? 0
+                             : at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                                                tensor.itemsize());
 }
 
 Access access_to(const Tensor& tensor, bool writes) {
@@ -117,14 +121,14 @@ Tensor& set_whole_storage(Tensor& self, at::Storage storage) {
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   const c10::StreamId stream = current_stream();
   std::vector<Access> accesses;
-  if (on_device(from)) accesses.push_back(access_to(from, /*writes=*/false));
-  if (on_device(to)) accesses.push_back(access_to(to, /*writes=*/true));
+  if (known_to_streams(from)) accesses.push_back(access_to(from, /*writes=*/false));
+  if (known_to_streams(to)) accesses.push_back(access_to(to, /*writes=*/true));
   note_accesses(stream, accesses, "copy_");
   const auto copy = [from_host = as_host(from), to_host = as_host(to)] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     Tensor(to_host).copy_(from_host);
   };
-  if (accesses.size() == 2) {
+  if (on_device(from) && on_device(to)) {
     drain(stream);
     copy();
     return to;
@@ -135,16 +139,12 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (late && on_device(from)) {  // whoever reads too early shall see it
     std::memset(host.data_ptr(), kPoison, bytes_spanned(host));
   }
-  // As torch's allocator of pinned memory, keeps the host's side; the device's is the caller's matter.
+  // As torch's allocator of pinned memory, keeps the host's side; the device's is the caller's
+  // matter.
   enqueue_copy(stream, on_device(to), bytes_spanned(host),
                [copy, kept = c10::Storage(host.storage())] { copy(); });
   if (!late) host_waits_for(stream);
   return to;
-}
-
-Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  to.resize_(from.sizes());
-  return copy_from(from, to, /*non_blocking=*/false);
 }
 
 void record_stream(Tensor& self, c10::Stream stream) {
@@ -169,7 +169,8 @@ class HostCall {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
     for (const Pair& pair : pairs_) {
-      if (pair.resized && pair.host.numel() != 0) copy_out(pair.host, pair.device.resize_(pair.host.sizes()));
+      if (pair.resized && pair.host.numel() != 0)
+        copy_out(pair.host, pair.device.resize_(pair.host.sizes()));
     }
     const size_t returns = op_.schema().returns().size();
     for (size_t i = stack_.size() - returns; i < stack_.size(); ++i) {
@@ -279,7 +280,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", &set_whole_storage);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("_copy_from", &copy_from);
-  library.impl("_copy_from_and_resize", &copy_from_and_resize);
   library.impl("record_stream", &record_stream);
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);

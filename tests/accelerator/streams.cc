@@ -98,6 +98,29 @@ Link& link(bool to_device) {
   return (*links)[to_device ? 1 : 0];
 }
 
+class Gate {
+ public:
+  void hold(bool hold) {
+    const std::lock_guard lock(mutex_);
+    held_ = hold;
+    changed_.notify_all();
+  }
+  void pass() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !held_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool held_ = false;
+};
+
+Gate& gate() {
+  static auto* made = new Gate;
+  return *made;
+}
+
 thread_local c10::StreamId current = 0;
 
 }  // namespace
@@ -118,6 +141,7 @@ void enqueue_copy(c10::StreamId stream, bool to_device, size_t bytes, std::funct
   const Time earliest =
       std::chrono::steady_clock::now() + std::chrono::microseconds(options().delay_us);
   enqueue(stream, [=, work = std::move(work)] {
+    gate().pass();
     std::this_thread::sleep_until(earliest);
     link(to_device).carry(bytes);
     work();
@@ -191,5 +215,7 @@ double milliseconds_between(Event* first, Event* second) {
 }
 
 void destroy(Event* event) { delete event; }
+
+extern "C" void smartinf_test_accelerator_hold_copies(bool hold) { gate().hold(hold); }
 
 }  // namespace smartinf::test_accelerator

@@ -227,6 +227,7 @@ TEST_F(AcceleratorTest, MemoryIsCountedWithItsPeak) {
   {
     const Tensor kept = torch::empty({256}, torch::device(kDevice));
     torch::empty({512}, torch::device(kDevice));
+    torch::empty({1}, torch::device(kDevice));
     EXPECT_EQ(smartinf_test_accelerator_memory().current_bytes, before + 1024);
   }
   EXPECT_EQ(smartinf_test_accelerator_memory().current_bytes, before);
@@ -236,9 +237,11 @@ TEST_F(AcceleratorTest, MemoryIsCountedWithItsPeak) {
 }
 
 TEST_F(AcceleratorTest, MemoryIsPoisonedUntilItIsWritten) {
-  EXPECT_TRUE(torch::empty({100}, torch::device(kDevice)).cpu().isnan().all().item<bool>());
-  const auto bf16 = torch::dtype(torch::kBFloat16).device(kDevice);
-  EXPECT_TRUE(torch::empty({100}, bf16).cpu().isnan().all().item<bool>());
+  for (const torch::Dtype type : {torch::kFloat32, torch::kBFloat16}) {
+    // A size that nothing has freed before.
+    const Tensor fresh = torch::empty({12345}, torch::dtype(type).device(kDevice));
+    EXPECT_TRUE(fresh.cpu().isnan().all().item<bool>());
+  }
 }
 
 TEST_F(AcceleratorTest, TheHostCannotTouchItsMemory) {

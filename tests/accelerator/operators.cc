@@ -169,8 +169,8 @@ class HostCall {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
     for (const Pair& pair : pairs_) {
-      if (pair.resized && pair.host.numel() != 0)
-        copy_out(pair.host, pair.device.resize_(pair.host.sizes()));
+      if (!pair.resized || pair.host.numel() == 0) continue;
+      copy_out(pair.host, pair.device.resize_(pair.host.sizes()));
     }
     const size_t returns = op_.schema().returns().size();
     for (size_t i = stack_.size() - returns; i < stack_.size(); ++i) {

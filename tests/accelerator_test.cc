@@ -209,6 +209,10 @@ TEST_F(AcceleratorTest, CopiesConvertAndKeepStrides) {
                            values.to(torch::kBFloat16).to(torch::kFloat32)));
 }
 
+TEST_F(AcceleratorTest, OutputsWithoutElementsGrow) {
+  EXPECT_TRUE(torch::equal(torch::arange(5, torch::device(kDevice)).cpu(), torch::arange(5)));
+}
+
 TEST_F(AcceleratorTest, MemoryBeyondTheCapIsRefusedWithTheNumbers) {
   const uint64_t before = smartinf_test_accelerator_memory().current_bytes;
   use({.memory_bytes = before + 4096});

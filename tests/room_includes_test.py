@@ -17,7 +17,7 @@ THIRD_PARTY = {
     r"CL/": ["smartinf/csd/opencl"],
     r"grpc": ["smartinf/csd/remote"],
     r"hwy/": ["smartinf/kernels/"],
-    r"(torch|ATen|c10)/": ["smartinf/train/", "python/"],
+    r"(torch|ATen|c10)/": ["smartinf/train/", "python/", "tests/accelerator"],
     r"nanobind/": ["python/"],
     r"xxhash\.h": ["smartinf/base/checksum"],
     r"hwloc": ["smartinf/csd/"],

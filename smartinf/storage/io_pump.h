@@ -23,9 +23,6 @@ inline bool is_write(const SubgroupIo& io) {
   return io.op == SubgroupIo::Op::kWrite || io.op == SubgroupIo::Op::kWriteGradient ||
          io.op == SubgroupIo::Op::kFlush || io.op == SubgroupIo::Op::kWriteSpool;
 }
-inline bool is_spool(const SubgroupIo& io) {
-  return io.op == SubgroupIo::Op::kReadSpool || io.op == SubgroupIo::Op::kWriteSpool;
-}
 inline bool is_gradient(const SubgroupIo& io) {
   return io.op == SubgroupIo::Op::kReadGradient || io.op == SubgroupIo::Op::kWriteGradient;
 }

@@ -129,6 +129,10 @@ struct SubgroupIo {
   SubgroupIo* next = nullptr;
 };
 
+inline bool is_spool(const SubgroupIo& io) {
+  return io.op == SubgroupIo::Op::kReadSpool || io.op == SubgroupIo::Op::kWriteSpool;
+}
+
 class StateReader;  // state_reader.h
 
 /// What recovery needs to know of one device; read without opening it for writing.

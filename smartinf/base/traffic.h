@@ -9,8 +9,14 @@
 namespace smartinf::base {
 
 /// What the bytes were for.
-enum class TrafficKind : uint8_t { kState = 0, kGradient = 1, kWeight = 2, kMetadata = 3 };
-inline constexpr size_t kTrafficKinds = 4;
+enum class TrafficKind : uint8_t {
+  kState = 0,
+  kGradient = 1,
+  kWeight = 2,
+  kMetadata = 3,
+  kActivation = 4,
+};
+inline constexpr size_t kTrafficKinds = 5;
 
 constexpr std::string_view traffic_kind_name(TrafficKind kind) {
   switch (kind) {
@@ -18,6 +24,7 @@ constexpr std::string_view traffic_kind_name(TrafficKind kind) {
     case TrafficKind::kGradient: return "gradient";
     case TrafficKind::kWeight: return "weight";
     case TrafficKind::kMetadata: return "metadata";
+    case TrafficKind::kActivation: return "activation";
   }
   return "?";
 }

@@ -154,8 +154,29 @@ struct Abort {
 /// Between steps: writes what the state cache holds and the drive does not.
 struct Flush {};
 
-using Message = std::variant<BeginStep, Prefetch, PutGradient, PutCompressedGradient, Update,
-                             StopUpdate, ReadState, WriteState, Prepare, Commit, Abort, Flush>;
+/// Bytes that come back within this process: to offset_bytes of the device's spool
+/// (DeviceInfo::spool_bytes), which belongs to no step. Whole or an error; until kDone nobody gets
+/// them. What lay there before is lost. Carried out beside everything else, also while an update
+/// runs. Memory, size and offset are multiples of base::kIoAlignment. Errors: kInvalidArgument;
+/// kNoSpace, it reaches beyond the spool; kFailedPrecondition, what lies there is being moved;
+/// kUnsupported, there is no spool; the drive's. After kTimeout a drive that hangs may still read
+/// the memory, for as long as the process lives.
+struct PutSpool {
+  uint64_t offset_bytes = 0;
+  std::span<const std::byte> bytes;
+};
+
+/// Brings back what one PutSpool put at the same offset: all of it. Errors: as above, and
+/// kFailedPrecondition for what was not put; kCorrupt. The step can then be repeated: the state is
+/// not touched. After kTimeout a drive that hangs may still write to the memory.
+struct GetSpool {
+  uint64_t offset_bytes = 0;
+  std::span<std::byte> out;
+};
+
+using Message =
+    std::variant<BeginStep, Prefetch, PutGradient, PutCompressedGradient, Update, StopUpdate,
+                 ReadState, WriteState, Prepare, Commit, Abort, Flush, PutSpool, GetSpool>;
 
 /// As in error texts and traces: "begin step".
 std::string_view message_name(const Message& message);
@@ -186,10 +207,12 @@ struct DeviceInfo {
   uint32_t threads = 0;               // processor threads
   uint64_t state_cache_bytes = 0;
   uint32_t cached_subgroups = 0;
+  uint64_t spool_bytes = 0;  // room for PutSpool
 };
 
 /// Threads: submit() from one thread at a time, but for gradients where gradients are not
-/// spilled (DeviceInfo): those of different elements may come from several threads at once.
+/// spilled (DeviceInfo): those of different elements may come from several threads at once; and but
+/// for the spool's, which may come from another one.
 /// Completions are pushed from the device's own threads or from within submit().
 class Device {
  public:
@@ -212,7 +235,7 @@ class Device {
   virtual base::Status cache_state(std::span<const base::SubgroupId> subgroups);
 
   /// Takes the command. Never fails: a failure is the completion's status. Commands of one device
-  /// are carried out in order, but for gradients, which may complete early.
+  /// are carried out in order, but for gradients, which may complete early, and the spool's.
   virtual void submit(Command& command) = 0;
 
   /// Over the host link: up are weights (and state, for a host update), down are gradients.

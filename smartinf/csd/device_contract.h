@@ -176,6 +176,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     options.store.durability = kind.durability;
     options.store.checksums = kind.checksums;
     options.store.io_bytes = 256 * 1024;
+    options.store.spool_bytes = spool_bytes_;
     if (faulty_) {
       options.store.wrap_ring = [this](std::unique_ptr<storage::Ring> ring) {
         return std::make_unique<FaultRing>(std::move(ring), faults_);
@@ -201,6 +202,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     if (GetParam().fake) {
       fake_drive_ = std::make_shared<FakeDrive>();
       fake_drive_->layout = layout_;
+      fake_drive_->spool_bytes = spool_bytes_;
       fake_drive_->committed.resize(layout_.subgroups.size());
       device_ = std::make_unique<FakeDevice>(fake_drive_, "drive-a", groups_);
       driver_.drive(*device_);
@@ -209,7 +211,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
       return;
     }
     if (GetParam().memory) {
-      const auto size = EmulatedDrive::size_for(layout_, GetParam().durability);
+      const auto size = EmulatedDrive::size_for(layout_, GetParam().durability, spool_bytes_);
       ASSERT_TRUE(size.ok()) << size.status().to_string();
       auto drive = EmulatedDrive::create(*size);
       ASSERT_TRUE(drive.ok()) << drive.status().to_string();
@@ -321,6 +323,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     return values;
   }
 
+  uint64_t spool_bytes_ = 0;
   bool faulty_ = false;  // the store's ring goes by faults_
   mutable Faults faults_;
   const base::Scratch scratch_;

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
 #include "smartinf/csd/emulated_device.h"
 #include "smartinf/csd/fault_ring.h"
 #include "smartinf/csd/test_device.h"
@@ -35,7 +36,8 @@ class DeviceFaults : public testing::Test {
     options_.store.wrap_ring = [this](std::unique_ptr<storage::Ring> ring) {
       return std::make_unique<FaultRing>(std::move(ring), faults_);
     };
-    const auto size = EmulatedDrive::size_for(layout_, storage::Durability::kStep);
+    const auto size =
+        EmulatedDrive::size_for(layout_, storage::Durability::kStep, options_.store.spool_bytes);
     ASSERT_TRUE(size.ok());
     auto drive = EmulatedDrive::create(*size);
     ASSERT_TRUE(drive.ok());
@@ -192,6 +194,25 @@ TEST_F(DeviceFaults, ADriveThatNeverAnswersIsNamedAndCanBeClosed) {
   EXPECT_NE(remarks.back().find("drive-b is closed without an answer"), std::string::npos)
       << remarks.back();
   EXPECT_NE(remarks.back().find("offset"), std::string::npos) << remarks.back();
+}
+
+TEST_F(DeviceFaults, ASpoolWhoseDriveNeverAnswersIsNamedAndCanBeClosed) {
+  options_.store.spool_bytes = base::kMiB;
+  make(~uint64_t{0}, std::chrono::milliseconds(40));
+  ASSERT_FALSE(HasFatalFailure());
+  base::set_log_sink([](base::LogLevel, std::string_view) {});
+  const auto data = base::AlignedBuffer::allocate(base::kMiB);
+  faults_.kind = base::TrafficKind::kActivation;
+  faults_.what = Faults::What::kLoseAll;
+  const Status status = run(GetSpool{0, data->bytes()});
+  EXPECT_EQ(status.code(), base::ErrorCode::kFailedPrecondition) << status.to_string();
+  const Status lost = run(PutSpool{0, data->bytes()});
+  EXPECT_EQ(lost.code(), base::ErrorCode::kTimeout) << lost.to_string();
+  EXPECT_NE(lost.to_string().find("drive-b"), std::string::npos) << lost.to_string();
+  EXPECT_EQ(run(PutSpool{0, data->bytes()}).code(), base::ErrorCode::kTimeout);
+  EXPECT_FALSE(run(BeginStep{1}).ok()) << "the store cannot go on";
+  device_.reset();
+  base::set_log_sink({});
 }
 
 TEST_F(DeviceFaults, AGradientThatCannotBeSpilledFailsTheUpdate) {

@@ -24,6 +24,9 @@ const char* transfer_name(Op op) {
       return "read gradient";
     case Op::kWriteGradient:
       return "write gradient";
+    case Op::kReadSpool:  // SpoolAccess
+    case Op::kWriteSpool:
+      break;
   }
   return "?";
 }

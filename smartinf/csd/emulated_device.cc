@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "smartinf/base/units.h"
 #include "smartinf/csd/device_over_store.h"
 #include "smartinf/csd/linked_ring.h"
 #include "smartinf/csd/store_snapshot.h"
@@ -130,10 +131,10 @@ Result<std::unique_ptr<EmulatedDrive>> EmulatedDrive::create(uint64_t size_bytes
 }
 
 Result<uint64_t> EmulatedDrive::size_for(const storage::StoreLayout& layout,
-                                         storage::Durability durability) {
+                                         storage::Durability durability, uint64_t spool_bytes) {
   const uint32_t slots = durability == storage::Durability::kStep ? 2 : 1;
   SI_ASSIGN_OR_RETURN(const storage::Geometry geometry, storage::Geometry::make(layout, slots));
-  return geometry.container_bytes();
+  return base::round_up(geometry.container_bytes(), base::kIoAlignment) + spool_bytes;
 }
 
 Result<storage::StoreSummary> EmulatedDrive::summarize() const {

@@ -22,9 +22,10 @@ class EmulatedDrive {
  public:
   /// Pages are taken from the system as they are written. Errors: kOutOfMemory.
   static base::Result<std::unique_ptr<EmulatedDrive>> create(uint64_t size_bytes);
-  /// What a store of this layout needs. Errors: as Store::create's for the layout.
+  /// What a store of this layout needs, with the spool behind it. Errors: as Store::create's for
+  /// the layout.
   static base::Result<uint64_t> size_for(const storage::StoreLayout& layout,
-                                         storage::Durability durability);
+                                         storage::Durability durability, uint64_t spool_bytes = 0);
 
   std::span<std::byte> contents() const { return memory_.bytes(); }
   uint64_t size_bytes() const { return memory_.size(); }

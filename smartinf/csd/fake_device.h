@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/snapshot.h"
 #include "smartinf/kernels/update.h"
@@ -33,6 +35,7 @@ struct FakeDrive {
   uint64_t capacity_bytes = ~uint64_t{0};
   double bandwidth = 1;
   bool refuse_to_create = false;
+  uint64_t spool_bytes = 0;
   /// The next message of this type fails.
   std::optional<Message> fail_next;
   /// From the next message of this type on nothing is carried out or answered.
@@ -81,6 +84,8 @@ class FakeDevice final : public Device {
       : drive_(std::move(drive)), groups_(std::move(groups)) {
     info_.name = std::move(name);
     info_.kind = "fake";
+    info_.spool_bytes = drive_->spool_bytes;
+    spool_.resize(info_.spool_bytes);
     drive_->open = true;
     drive_->shadow.resize(drive_->committed.size());
     gradients_.resize(drive_->layout->subgroups.size());
@@ -159,6 +164,8 @@ class FakeDevice final : public Device {
     if (const auto* update = command.as<Update>()) return update_all(command, *update);
     if (const auto* read = command.as<ReadState>()) return read_state(*read);
     if (const auto* write = command.as<WriteState>()) return write_state(*write);
+    if (const auto* to = command.as<PutSpool>()) return put_spool(*to);
+    if (const auto* from = command.as<GetSpool>()) return get_spool(*from);
     if (const auto* prepare = command.as<Prepare>()) {
       if (phase_ != Phase::kBegun || prepare->step != step_) return wrong_order("it has not begun");
       drive_->state.prepared_step = prepare->step;
@@ -271,6 +278,39 @@ class FakeDevice final : public Device {
     return base::Status();
   }
 
+  base::Status put_spool(const PutSpool& put) {
+    const uint64_t bytes = put.bytes.size();
+    if (bytes == 0 || (reinterpret_cast<uintptr_t>(put.bytes.data()) | bytes | put.offset_bytes) %
+                              base::kIoAlignment !=
+                          0) {
+      return base::Status(base::ErrorCode::kInvalidArgument, "it is not aligned");
+    }
+    if (spool_.empty()) return base::Status(base::ErrorCode::kUnsupported, "there is no spool");
+    if (put.offset_bytes > spool_.size() || bytes > spool_.size() - put.offset_bytes) {
+      return base::Status(base::ErrorCode::kNoSpace, "it reaches beyond the spool");
+    }
+    std::erase_if(spooled_, [&](const auto& span) {
+      return span.first < put.offset_bytes + bytes && put.offset_bytes < span.first + span.second;
+    });
+    spooled_[put.offset_bytes] = bytes;
+    std::ranges::copy(put.bytes, spool_.begin() + static_cast<ptrdiff_t>(put.offset_bytes));
+    host_.add_down(base::TrafficKind::kActivation, bytes);
+    store_.add_down(base::TrafficKind::kActivation, bytes);
+    return base::Status();
+  }
+
+  base::Status get_spool(const GetSpool& get) {
+    const auto found = spooled_.find(get.offset_bytes);
+    if (found == spooled_.end() || found->second != get.out.size()) {
+      return wrong_order("it was not put");
+    }
+    std::copy_n(spool_.begin() + static_cast<ptrdiff_t>(get.offset_bytes), get.out.size(),
+                get.out.begin());
+    host_.add_up(base::TrafficKind::kActivation, get.out.size());
+    store_.add_up(base::TrafficKind::kActivation, get.out.size());
+    return base::Status();
+  }
+
   void update_subgroup(const Update& step, const SubgroupUpdate& update, size_t at) {
     const storage::StoredSubgroup& subgroup = drive_->layout->subgroups[at];
     drive_->shadow[at] = drive_->committed[at];
@@ -313,6 +353,8 @@ class FakeDevice final : public Device {
   Command* as_completed_ = nullptr;  // an update of subgroups as their gradients become complete
   Phase phase_ = Phase::kIdle;
   base::StepNumber step_ = 0;  // in progress, unless idle
+  std::vector<std::byte> spool_;
+  std::map<uint64_t, uint64_t> spooled_;  // offset -> bytes
   base::TrafficCounter host_;
   base::TrafficCounter store_;
   std::mutex mutex_;

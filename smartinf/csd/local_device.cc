@@ -1,8 +1,4 @@
-#include "smartinf/csd/local_device.h"
-
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <deque>
 #include <string>
 #include <thread>
@@ -17,7 +13,7 @@
 #include "smartinf/csd/device_parts.h"
 #include "smartinf/csd/device_step.h"
 #include "smartinf/csd/event_queue.h"
-#include "smartinf/csd/linked_ring.h"
+#include "smartinf/csd/spool_access.h"
 #include "smartinf/csd/state_access.h"
 #include "smartinf/csd/state_prefetch.h"
 #include "smartinf/csd/store_snapshot.h"
@@ -39,15 +35,11 @@ constexpr auto kPollWaitMax = std::chrono::microseconds(1000);
 constexpr auto kIdleWait = std::chrono::hours(1);
 constexpr size_t kPollBatch = 64;
 
-const std::string& device_name(const LocalDeviceOptions& options) {
-  return options.name.empty() ? options.path : options.name;
-}
-
 class LocalDevice final : public Device {
  public:
   LocalDevice(LocalDeviceOptions options, std::string kind) {
     info_.kind = std::move(kind);
-    info_.name = parts_.name = device_name(options);
+    info_.name = parts_.name = options.device_name();
     parts_.options = std::move(options);
   }
   Status open(std::unique_ptr<storage::Store> store, StoreOrigin origin);
@@ -95,6 +87,7 @@ class LocalDevice final : public Device {
   void on_transfer(Transfer& transfer);
   void on_spilled(Transfer& transfer);
   void on_time();
+  Status refusal() const;
   void serve_commands();
   bool try_serve(Command& command);
   template <typename Condition>
@@ -124,6 +117,7 @@ class LocalDevice final : public Device {
   StateAccess state_access_{parts_};
   StateFlush flush_{parts_};
   StatePrefetch prefetch_{parts_};
+  SpoolAccess spool_{parts_};
   DeviceStep step_{parts_};
   EventQueue event_queue_;
 
@@ -197,6 +191,7 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   info_.gradients_spilled = gradients_->buffer_bytes() > 0;
   info_.updates_as_completed = parts_.updates_as_completed();
   info_.threads = processor_->threads();
+  info_.spool_bytes = store_->spool_bytes();
   remember_state();
   thread_ = std::jthread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "si-device");
@@ -296,14 +291,14 @@ void LocalDevice::run() {
     read_events(polled ? std::chrono::nanoseconds(0) : until_due());
     on_time();
     serve_commands();
-    if (closing_ && nothing_in_flight() && !flush_before_closing()) return;
-    polled = parts_.transfers_in_flight > 0;
+    if (closing_ && nothing_in_flight() && spool_.idle() && !flush_before_closing()) return;
+    polled = parts_.transfers_in_flight > 0 || spool_.moving();
     if (polled) poll_store(std::min<std::chrono::nanoseconds>(kPollWaitMax, until_due()));
   }
 }
 
 std::chrono::nanoseconds LocalDevice::until_due() const {
-  uint64_t due = handler_.next_due_ns();
+  uint64_t due = std::min(handler_.next_due_ns(), spool_.next_due_ns());
   if (!in_transit_.empty()) due = std::min(due, in_transit_.front().due_ns);
   if (due == ~uint64_t{0}) return kIdleWait;
   const uint64_t now = base::now_ns();
@@ -329,6 +324,7 @@ void LocalDevice::read_events(std::chrono::nanoseconds wait) {
 
 /// What cannot wait for its turn; the rest when the command is served.
 void LocalDevice::on_event(Command* command) {
+  if (SpoolAccess::serves(*command)) return spool_.serve(*command, refusal());
   prefetch_.stop();
   // A step that is to be forgotten need not be finished.
   if (command->as<Abort>() != nullptr) handler_.cancel();
@@ -394,23 +390,30 @@ void LocalDevice::on_time() {
     parts_.complete(*event.command, Status());
   }
   handler_.on_time(now);
+  spool_.on_time(now);
 }
 
 void LocalDevice::poll_store(std::chrono::nanoseconds wait) {
   const Result<size_t> count = store_->poll(polled_, wait);
   if (!count.ok()) return give_up(count.status());
   for (size_t i = 0; i < *count; ++i) {
+    if (spool_.took(*polled_[i])) continue;
     on_transfer(*static_cast<Transfer*>(polled_[i]->owner));
   }
+}
+
+/// Why no command is carried out; ok: they are.
+Status LocalDevice::refusal() const {
+  if (closing_) return Status(ErrorCode::kCancelled, "the device is closing");
+  if (!broken_.ok()) return broken_;
+  return recovered_ ? Status() : out_of_order("the device has not been recovered");
 }
 
 void LocalDevice::serve_commands() {
   while (!commands_.empty()) {
     Command& command = *commands_.front();
-    if (closing_) {
-      parts_.complete(command, Status(ErrorCode::kCancelled, "the device is closing"));
-    } else if (!broken_.ok()) {
-      parts_.complete(command, broken_);
+    if (Status refused = refusal(); !refused.ok()) {
+      parts_.complete(command, std::move(refused));
     } else if (!try_serve(command)) {
       return;
     }
@@ -425,10 +428,6 @@ bool LocalDevice::try_serve(Command& command) {
   const bool writes = command.as<WriteState>() != nullptr;
   const bool updates = command.as<Update>() != nullptr;
   const auto* prefetch = command.as<Prefetch>();
-  if (!recovered_) {
-    parts_.complete(command, out_of_order("the device has not been recovered"));
-    return true;
-  }
   if (reads && !store_->state().initialized) {
     parts_.complete(command, out_of_order("there is no committed state to read"));
     return true;
@@ -565,6 +564,7 @@ void LocalDevice::give_up(Status status) {
   handler_.abandon(broken_);
   state_access_.abandon(broken_);
   flush_.abandon(broken_);
+  spool_.abandon(broken_);
   prefetch_.stop();
 }
 
@@ -577,19 +577,6 @@ Result<std::unique_ptr<Device>> make_device_over(std::unique_ptr<storage::Store>
   Status status = device->open(std::move(store), origin);
   if (!status.ok()) return std::move(status).with_context(device->info().name);
   return std::unique_ptr<Device>(std::move(device));
-}
-
-Result<std::unique_ptr<Device>> create_local_device(LocalDeviceOptions options,
-                                                    const storage::StoreLayout& layout) {
-  auto store = storage::Store::create(options.path, layout, linked_store_options(options));
-  if (!store.ok()) return std::move(store).status().with_context(device_name(options));
-  return make_device_over(std::move(*store), StoreOrigin::kCreated, std::move(options), "local");
-}
-
-Result<std::unique_ptr<Device>> open_local_device(LocalDeviceOptions options) {
-  auto store = storage::Store::open(options.path, linked_store_options(options));
-  if (!store.ok()) return std::move(store).status().with_context(device_name(options));
-  return make_device_over(std::move(*store), StoreOrigin::kOpened, std::move(options), "local");
 }
 
 }  // namespace smartinf::csd

@@ -36,6 +36,7 @@ struct DeviceLinks {
 struct LocalDeviceOptions {
   std::string path;  // directory or block device
   std::string name;  // in messages; empty: the path
+  const std::string& device_name() const { return name.empty() ? path : name; }
 
   uint32_t threads = 1;  // of the processor
   /// Thread i is kept on cores[i % cores.size()]; empty: the system puts it where it likes.

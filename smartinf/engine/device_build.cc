@@ -52,6 +52,7 @@ csd::LocalDeviceOptions DeviceBuild::options(const UpdaterOptions& engine,
   if (!on_host) result.links.host = host_link;
   result.store.ring.kind = engine.ring;
   result.store.durability = engine.durability;
+  result.store.spool_bytes = share.spool_bytes;
   result.store.checksums = engine.checksums;
   result.store.io_bytes = engine.io_bytes;
   result.store.io_depth = engine.io_depth;

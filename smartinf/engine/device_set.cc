@@ -261,12 +261,14 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
         "Use the memory budget that the run was started with.");
   }
   const uint64_t slot_memory_bytes = (options.memory_budget_bytes - set.staging_bytes) / count;
+  SI_ASSIGN_OR_RETURN(const auto spool, share_spool(options.spool_bytes, sources));
   std::vector<Opened> opened;
   for (const auto& source : sources) {
     Opened each;
     each.source = source.get();
-    SI_ASSIGN_OR_RETURN(each.device, source->open(device_share(options, space, slot_memory_bytes,
-                                                               space.count() / count)));
+    DeviceShare share = device_share(options, space, slot_memory_bytes, space.count() / count);
+    share.spool_bytes = spool[opened.size()];
+    SI_ASSIGN_OR_RETURN(each.device, source->open(share));
     auto described = run_description_from_json(each.device->layout().description);
     if (!described.ok()) return std::move(described).status().with_context(device_text(*source));
     each.description = std::move(described).value();

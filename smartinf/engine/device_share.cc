@@ -1,5 +1,9 @@
 #include "smartinf/engine/device_share.h"
 
+#include <cmath>
+#include <numeric>
+
+#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
 #include "smartinf/compress/density.h"
 #include "smartinf/compress/message.h"
@@ -43,6 +47,21 @@ uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpac
     return base::divide_up(space.count(), base::kBlockElements) * block + factors;
   }
   return space.count() * base::data_type_bytes(options.gradient_type);
+}
+
+base::Result<std::vector<uint64_t>> share_spool(uint64_t spool_bytes,
+                                                const DeviceSources& sources) {
+  std::vector<double> bandwidths(sources.size(), 1);
+  for (size_t d = 0; spool_bytes > 0 && sources.size() > 1 && d < sources.size(); ++d) {
+    SI_ASSIGN_OR_RETURN(bandwidths[d], sources[d]->bandwidth());
+  }
+  const double all = std::accumulate(bandwidths.begin(), bandwidths.end(), 0.0);
+  std::vector<uint64_t> shares;
+  for (const double bandwidth : bandwidths) {
+    const double share = static_cast<double>(spool_bytes) * bandwidth / all;
+    shares.push_back(base::round_up(static_cast<uint64_t>(std::ceil(share)), base::kIoAlignment));
+  }
+  return shares;
 }
 
 DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpace& space,

@@ -27,6 +27,7 @@ struct DeviceShare {
   uint64_t slot_memory_bytes = 0;       // at most so much for slots
   uint64_t compressed_block_bytes = 0;  // above 0: gradients come compressed
   uint64_t gradient_memory_bytes = 0;   // at most so much for gradients; the rest is spilled
+  uint64_t spool_bytes = 0;             // room for the spool
   std::vector<plan::GroupSpan> groups;  // of the whole parameter space
   std::vector<compress::MatrixLayout> matrices;  // of it too, where compression needs them
 };

@@ -51,6 +51,7 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       weights_ready_(set_.subgroups.size(), 0),
       updated_(set_.subgroups.size(), 0) {
   if (!set_.fresh) metadata_ = split_metadata(set_.devices.front()->client_metadata());
+  if (options_.spool_bytes > 0) spool_ = std::make_unique<Spool>(set_.devices, watch_);
   completions_thread_ = std::jthread([this] { take_completions(); });
 }
 
@@ -503,7 +504,7 @@ std::vector<std::string> DeviceUpdater::describe_devices() const {
     for (const auto& subgroup : device->layout().subgroups) elements += subgroup.count;
     lines.push_back(fmt::format(
         "{}: {} device, {} ring, {} thread{}, {} slots in {}, {:.1f} % of the parameters in {} "
-        "subgroups{}{}",
+        "subgroups{}{}{}",
         info.name, info.kind, info.ring, info.threads, info.threads == 1 ? "" : "s", info.slots,
         base::format_bytes(info.memory_bytes),
         100.0 * static_cast<double>(elements) / static_cast<double>(space_.count()),
@@ -512,7 +513,10 @@ std::vector<std::string> DeviceUpdater::describe_devices() const {
             ? ""
             : fmt::format(", {} of them in memory too ({})", info.cached_subgroups,
                           base::format_bytes(info.state_cache_bytes)),
-        info.gradients_spilled ? ", gradients spilled to the store" : ""));
+        info.gradients_spilled ? ", gradients spilled to the store" : "",
+        info.spool_bytes == 0
+            ? ""
+            : fmt::format(", a spool of {}", base::format_bytes(info.spool_bytes))));
   }
   return lines;
 }

@@ -19,6 +19,7 @@
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_path.h"
 #include "smartinf/engine/gradient_tracker.h"
+#include "smartinf/engine/spool.h"
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/engine/step_protocol.h"
 #include "smartinf/engine/updater.h"
@@ -72,6 +73,7 @@ class DeviceUpdater final : public Updater {
   base::Result<StoredRun> snapshot() override;
   base::Status abort() override;
 
+  Spool* spool() override { return spool_.get(); }
   Compression* compression() override { return path_->compression(); }
   UpdaterTraffic traffic() const override;
   uint64_t bytes_written_ever() const override;
@@ -130,6 +132,7 @@ class DeviceUpdater final : public Updater {
   double sum_of_squares_max_ = 0;  // 0: there is no limit, or it was passed
 
   DeviceReplies step_replies_{watch_};  // to the engine thread
+  std::unique_ptr<Spool> spool_;        // null: none was asked for
 
   mutable std::mutex mutex_;  // of everything below
   std::condition_variable changed_;

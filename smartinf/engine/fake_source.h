@@ -109,6 +109,7 @@ class FakeSource final : public DeviceSource {
     if (drive_->open) {
       return base::Status(base::ErrorCode::kBusy, name_ + ": in use by process 1", "Wait.");
     }
+    drive_->spool_bytes = share.spool_bytes;
     return std::unique_ptr<csd::Device>(
         std::make_unique<csd::FakeDevice>(drive_, name_, share.groups));
   }

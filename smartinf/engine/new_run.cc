@@ -149,11 +149,13 @@ Result<DeviceSet> create_devices(const UpdaterOptions& options, const plan::Para
   set.owner = std::move(places.owner);
   leave_out_idle(sources, set.owner);
 
+  SI_ASSIGN_OR_RETURN(const auto spool, share_spool(options.spool_bytes, sources));
   storage::StoreLayout layout = layout_of_run(state, options.rule.rule, space, sources);
   for (uint32_t d = 0; d < sources.size(); ++d) {
     const uint64_t elements = set_device(layout, DeviceId{d}, set.subgroups, set.owner);
-    auto device = sources[d]->create(
-        layout, device_share(options, space, memory.slots * memory.slot_bytes, elements));
+    DeviceShare share = device_share(options, space, memory.slots * memory.slot_bytes, elements);
+    share.spool_bytes = spool[d];
+    auto device = sources[d]->create(layout, share);
     if (!device.ok()) {
       // Leave nothing behind: the others would look like an interrupted creation.
       set.devices.clear();

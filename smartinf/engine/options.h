@@ -62,6 +62,8 @@ struct UpdaterOptions {
   uint64_t state_cache_bytes = 0;
   uint64_t gradient_budget_bytes = ~uint64_t{0};  // above it gradients are spilled
   uint64_t subgroup_elements = 0;                 // 0: chosen from the budget
+  /// Room on the devices for Updater::spool(), on all of them together; taken when they are opened.
+  uint64_t spool_bytes = 0;
   storage::Durability durability = storage::Durability::kStep;
   bool checksums = true;
   storage::RingKind ring = storage::RingKind::kAuto;

@@ -30,6 +30,7 @@
 namespace smartinf::engine {
 
 struct StoredRun;  // stored_run.h
+class Spool;       // spool.h
 
 struct UpdateOptions {
   double gradient_scale = 1;                  // multiplies every gradient: unscale x clip factor
@@ -188,6 +189,10 @@ class Updater {
   /// state is opened again.
   virtual base::Status abort() = 0;
 
+  /// Room on the devices for bytes that come back within this process; null without
+  /// UpdaterOptions::spool_bytes. Lives as long as the updater. It may be used from another thread
+  /// than the updater, and between any two of its calls.
+  virtual Spool* spool() { return nullptr; }
   /// Null where gradients go down as they are. Lives as long as the updater.
   virtual Compression* compression() { return nullptr; }
   virtual UpdaterTraffic traffic() const = 0;

@@ -47,9 +47,32 @@ Status BlockStore::allocate() {
     return Status(ErrorCode::kInvalidArgument,
                   "io_depth must be at least 1 and io_bytes a multiple of 4096");
   }
+  SI_RETURN_IF_ERROR(place_spool());
   SI_RETURN_IF_ERROR(pump_.allocate(options_.io_depth));
   SI_RETURN_IF_ERROR(table_.allocate());
   return superblocks_.allocate();
+}
+
+Status BlockStore::place_spool() {
+  if (options_.spool_bytes == 0) return Status();
+  if (options_.spool_bytes % base::kIoAlignment != 0) {
+    return Status(ErrorCode::kInvalidArgument, "spool_bytes must be a multiple of 4096");
+  }
+  if (container_.spool.has_value()) {
+    pump_.set_spool_file(container_.spool->index, container_.spool->path);
+    return Status();
+  }
+  // Behind the store, where nothing of it lies.
+  spool_first_byte_ = base::round_up(geometry_.container_bytes(), base::kIoAlignment);
+  const uint64_t room = container_.size_bytes - std::min(container_.size_bytes, spool_first_byte_);
+  if (room < options_.spool_bytes) {
+    return Status(room == 0 ? ErrorCode::kUnsupported : ErrorCode::kNoSpace,
+                  fmt::format("the spool needs {}, and behind the store there are {}",
+                              base::format_bytes(options_.spool_bytes), base::format_bytes(room)),
+                  "Use a directory on a file system, or a block device with more room.", place());
+  }
+  pump_.set_spool_file(container_.file, container_.file_path);
+  return Status();
 }
 
 StoreState BlockStore::state() const {
@@ -262,6 +285,17 @@ void BlockStore::note_written_planes(size_t subgroup, uint32_t plane_mask) {
 }
 
 void BlockStore::start(SubgroupIo& io) {
+  if (is_spool(io)) {
+    SI_CHECK(io.buffer.size() % base::kIoAlignment == 0 &&
+                 reinterpret_cast<uintptr_t>(io.buffer.data()) % base::kIoAlignment == 0 &&
+                 io.spool_offset_bytes % base::kIoAlignment == 0,
+             "a spool's transfers are aligned to kIoAlignment");
+    SI_CHECK(io.spool_offset_bytes <= options_.spool_bytes &&
+                 io.buffer.size() <= options_.spool_bytes - io.spool_offset_bytes,
+             "a transfer outside the spool");
+    io.status = Status();
+    return pump_.start(io);
+  }
   const size_t subgroup = geometry_.index_of(io.subgroup);
   SI_CHECK(reinterpret_cast<uintptr_t>(io.buffer.data()) % base::kIoAlignment == 0,
            "a transfer's buffer must be aligned to kIoAlignment");
@@ -285,19 +319,26 @@ void BlockStore::start(SubgroupIo& io) {
   pump_.start(io);
 }
 
-IoPump::Span BlockStore::next_gradient_span(SubgroupIo& io) const {
-  const size_t subgroup = geometry_.index_of(io.subgroup);
+/// The next piece of what lies in one piece, from offset_bytes on.
+IoPump::Span BlockStore::next_span_within(SubgroupIo& io, uint64_t offset_bytes,
+                                          uint64_t bytes) const {
   IoPump::Span span;
   span.buffer_offset = io.next_offset_bytes;
-  span.offset_bytes = geometry_.gradient_offset(subgroup) + io.next_offset_bytes;
-  span.length =
-      std::min(options_.io_bytes, geometry_.gradient_bytes(subgroup) - io.next_offset_bytes);
+  span.offset_bytes = offset_bytes + io.next_offset_bytes;
+  span.length = std::min(options_.io_bytes, bytes - io.next_offset_bytes);
   io.next_offset_bytes += span.length;
   return span;
 }
 
 IoPump::Span BlockStore::next_span(SubgroupIo& io) const {
-  if (is_gradient(io)) return next_gradient_span(io);
+  if (is_spool(io)) {
+    return next_span_within(io, spool_first_byte_ + io.spool_offset_bytes, io.buffer.size());
+  }
+  if (is_gradient(io)) {
+    const size_t subgroup = geometry_.index_of(io.subgroup);
+    return next_span_within(io, geometry_.gradient_offset(subgroup),
+                            geometry_.gradient_bytes(subgroup));
+  }
   // Planes follow each other in an extent: those that take part and lie in the same slot go
   // together.
   const size_t subgroup = geometry_.index_of(io.subgroup);
@@ -332,7 +373,7 @@ IoPump::Span BlockStore::next_span(SubgroupIo& io) const {
 }
 
 void BlockStore::on_finished(const SubgroupIo& io) {
-  if (!is_write(io)) return;
+  if (!is_write(io) || is_spool(io)) return;
   if (io.op == SubgroupIo::Op::kFlush) {
     if (io.status.ok()) table_.forget_held(geometry_.index_of(io.subgroup), io.plane_mask);
   } else if (!io.status.ok() && step_failure_.ok()) {

@@ -44,6 +44,7 @@ class BlockStore final : public Store, private IoPump::Owner {
   uint64_t plane_bytes(base::SubgroupId subgroup, size_t plane) const override;
   uint64_t gradient_bytes(base::SubgroupId subgroup) const override;
   uint64_t extent_bytes_max() const override { return geometry_.extent_bytes_max(); }
+  uint64_t spool_bytes() const override { return options_.spool_bytes; }
 
   base::Status register_memory(std::span<std::byte> memory) override {
     return pump_.register_memory(memory);
@@ -85,11 +86,12 @@ class BlockStore final : public Store, private IoPump::Owner {
 
   BlockStore(Container container, StoreOptions options, StoreLayout layout, Geometry geometry);
   base::Status allocate();
+  base::Status place_spool();
   base::Status format_container();
 
   // Of the pump.
   IoPump::Span next_span(SubgroupIo& io) const override;
-  IoPump::Span next_gradient_span(SubgroupIo& io) const;
+  IoPump::Span next_span_within(SubgroupIo& io, uint64_t offset_bytes, uint64_t bytes) const;
   void on_finished(const SubgroupIo& io) override;
 
   bool durable() const { return options_.durability == Durability::kStep; }
@@ -114,6 +116,7 @@ class BlockStore final : public Store, private IoPump::Owner {
   Geometry geometry_;
   std::string ring_name_;
   uint64_t device_seed_ = 0;
+  uint64_t spool_first_byte_ = 0;  // in its file
 
   StepPhase phase_ = StepPhase::kUnrecovered;
   base::StepNumber step_ = 0;  // in progress, when phase_ is kWriting or later

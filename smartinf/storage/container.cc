@@ -11,11 +11,9 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <linux/fs.h>
-#include <linux/magic.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
 #include <sys/stat.h>
-#include <sys/statfs.h>
 #include <sys/sysmacros.h>
 #include <unistd.h>
 
@@ -23,6 +21,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/format.h"
+#include "smartinf/storage/reserve_space.h"
 
 namespace smartinf::storage {
 namespace {
@@ -34,6 +33,11 @@ using base::Status;
 /// Signatures of file systems, partition tables and volume managers lie within so much of a block
 /// device's start or end.
 constexpr uint64_t kSignatureBytes = base::kMiB;
+
+constexpr SpaceUse kForState{"the state",
+                             "use another device or one more, a smaller state format, or "
+                             "durability = \"none\" (half the space)"};
+constexpr SpaceUse kForSpool{"the spool", "use another device or one more, or a smaller spool"};
 
 enum class PathKind { kMissing, kDirectory, kBlockDevice };
 
@@ -172,6 +176,25 @@ Result<uint64_t> size_of(int descriptor, PathKind kind, const std::string& path)
   return static_cast<uint64_t>(info.st_size);
 }
 
+/// The lock keeps others from the name, which the file has until it is open, with nothing in it.
+Status add_spool_file(Container& container, uint64_t bytes) {
+  SpoolFile& spool = container.spool.emplace();
+  spool.path = join(container.path, kSpoolFileName);
+  if (unlink(spool.path.c_str()) != 0 && errno != ENOENT) {
+    return base::errno_status(errno, "cannot remove the rest of an earlier spool", spool.path);
+  }
+  const int flags = O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | (container.direct ? O_DIRECT : 0);
+  spool.descriptor = FileDescriptor(open(spool.path.c_str(), flags, 0600));
+  if (!spool.descriptor.is_open() || unlink(spool.path.c_str()) != 0) {
+    return base::errno_status(errno, "cannot make the spool's file", spool.path, {}, {},
+                              "The directory must be writable.");
+  }
+  SI_RETURN_IF_ERROR(
+      reserve_space(spool.descriptor.get(), bytes, kForSpool, container.path, spool.path));
+  SI_ASSIGN_OR_RETURN(spool.index, container.ring->add_file(spool.descriptor.get(), spool.path));
+  return Status();
+}
+
 /// Opens the state for transfers and gives it to a ring.
 Status attach(Container& container, PathKind kind, const StoreOptions& options) {
   if (kind == PathKind::kDirectory) SI_RETURN_IF_ERROR(check_regular(container.file_path));
@@ -210,6 +233,9 @@ Status attach(Container& container, PathKind kind, const StoreOptions& options) 
   if (options.wrap_ring) container.ring = options.wrap_ring(std::move(container.ring));
   SI_ASSIGN_OR_RETURN(container.file,
                       container.ring->add_file(container.state.get(), container.file_path));
+  if (options.spool_bytes > 0 && kind == PathKind::kDirectory) {
+    SI_RETURN_IF_ERROR(add_spool_file(container, options.spool_bytes));
+  }
   container.open_to_read = [path = container.path] { return open_container_to_read(path); };
   return Status();
 }
@@ -258,63 +284,6 @@ Status may_replace(int descriptor, const std::string& path) {
                 base::ErrorPlace{path, {}, {}, 0});
 }
 
-Status no_space(const std::string& path, uint64_t needed, uint64_t available) {
-  return Status(
-      ErrorCode::kNoSpace,
-      fmt::format("the device needs {} ({} bytes) for the state, and {} ({} bytes) are free",
-                  base::format_bytes(needed), needed, base::format_bytes(available), available),
-      fmt::format("Free {} more, use another device or one more, a smaller state format, or "
-                  "durability = \"none\" (half the space).",
-                  base::format_bytes(needed - std::min(needed, available))),
-      base::ErrorPlace{path, {}, {}, 0});
-}
-
-uint64_t free_bytes(const std::string& directory) {
-  struct statfs info {};
-  if (statfs(directory.c_str(), &info) != 0) return 0;
-  return static_cast<uint64_t>(info.f_bavail) * static_cast<uint64_t>(info.f_bsize);
-}
-
-/// Takes the space now, so that a full disk is met here and never in a step.
-Status reserve(int descriptor, uint64_t bytes, const std::string& directory,
-               const std::string& file_path) {
-  struct statfs info {};
-  if (fstatfs(descriptor, &info) == 0 && info.f_type == BTRFS_SUPER_MAGIC) {
-    // In-place overwriting on a copy-on-write file system scatters the file, and writes what is
-    // reserved elsewhere. Must be set while the file is empty.
-    int flags = 0;
-    if (ioctl(descriptor, FS_IOC_GETFLAGS, &flags) != 0 ||
-        (flags |= FS_NOCOW_FL, ioctl(descriptor, FS_IOC_SETFLAGS, &flags)) != 0) {
-      base::log(base::LogLevel::kWarning,
-                fmt::format("{}: copy-on-write cannot be switched off, so writes may become slower",
-                            file_path));
-    }
-  }
-  const uint64_t available = free_bytes(directory);
-  if (available < bytes) return no_space(directory, bytes, available);
-  if (fallocate(descriptor, 0, 0, static_cast<off_t>(bytes)) == 0) return Status();
-  if (errno == ENOSPC || errno == EDQUOT) return no_space(directory, bytes, free_bytes(directory));
-  if (errno != EOPNOTSUPP) {
-    return base::errno_status(errno, "cannot reserve space", file_path, 0, bytes);
-  }
-  // The file system cannot reserve: written zeros take the space.
-  SI_ASSIGN_OR_RETURN(const base::AlignedBuffer zeros,
-                      base::AlignedBuffer::allocate(4 * base::kMiB));
-  for (uint64_t offset = 0; offset < bytes;) {
-    const uint64_t length = std::min(zeros.size(), bytes - offset);
-    const ssize_t written = pwrite(descriptor, zeros.data(), length, static_cast<off_t>(offset));
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0 && (errno == ENOSPC || errno == EDQUOT)) {
-      return no_space(directory, bytes, offset);
-    }
-    if (written < 0) {
-      return base::errno_status(errno, "cannot reserve space", file_path, offset, length);
-    }
-    offset += static_cast<uint64_t>(written);
-  }
-  return Status();
-}
-
 Result<Container> create_in_directory(const std::string& path, uint64_t bytes,
                                       const StoreOptions& options) {
   SI_RETURN_IF_ERROR(make_directory(path));
@@ -346,7 +315,7 @@ Result<Container> create_in_directory(const std::string& path, uint64_t bytes,
       return base::errno_status(errno, "cannot make the device's state", creating_path, {}, {},
                                 "The directory must be writable.");
     }
-    const Status reserved = reserve(made.get(), bytes, path, creating_path);
+    const Status reserved = reserve_space(made.get(), bytes, kForState, path, creating_path);
     if (!reserved.ok()) {
       (void)unlink(creating_path.c_str());
       return reserved;
@@ -358,7 +327,10 @@ Result<Container> create_in_directory(const std::string& path, uint64_t bytes,
     }
   }
   container.file_path = creating_path;
-  SI_RETURN_IF_ERROR(attach(container, PathKind::kDirectory, options));
+  if (Status attached = attach(container, PathKind::kDirectory, options); !attached.ok()) {
+    (void)unlink(creating_path.c_str());
+    return attached;
+  }
   container.file_path = final_path;
   container.publish = [path, creating_path, final_path]() -> Status {
     if (rename(creating_path.c_str(), final_path.c_str()) != 0) {
@@ -403,7 +375,7 @@ Result<Container> create_on_block_device(const std::string& path, uint64_t bytes
   SI_ASSIGN_OR_RETURN(Container container, lock_block_device(path));
   SI_ASSIGN_OR_RETURN(const uint64_t size_bytes,
                       size_of(container.lock.file.get(), PathKind::kBlockDevice, path));
-  if (size_bytes < bytes) return no_space(path, bytes, size_bytes);
+  if (size_bytes < bytes) return no_space(kForState, path, bytes, size_bytes);
   const Result<Superblock> found = superblock_of(container.lock.file.get(), path);
   if (found.ok()) {
     SI_RETURN_IF_ERROR(may_replace(container.lock.file.get(), path));

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -22,6 +23,9 @@ inline constexpr std::string_view kLockFileName = "smartinf.lock";
 /// Has the state's name once its superblock is on the drive; before that it is nobody's loss.
 inline constexpr std::string_view kCreatingFileName = "smartinf.state.creating";
 
+/// The spool's, for the moment between making it and taking its name away.
+inline constexpr std::string_view kSpoolFileName = "smartinf.spool";
+
 /// What keeps others away: the lock file and, in a directory, the state file itself, so that a lock
 /// file that was deleted lets nobody in.
 struct ContainerLock {
@@ -37,6 +41,13 @@ struct ReadOnlyContainer {
   uint64_t size_bytes = 0;
 };
 
+/// Where the spool lies (StoreOptions::spool_bytes): a file of the ring that has no name any more.
+struct SpoolFile {
+  FileDescriptor descriptor;
+  std::string path;  // for messages
+  uint32_t index = 0;
+};
+
 /// Open and locked. Closing it (destruction) unlocks.
 struct Container {
   std::string path;       // as the user named it
@@ -48,6 +59,8 @@ struct Container {
 
   ContainerLock lock;
   FileDescriptor state;
+  /// In a directory, where a spool is asked for; elsewhere it lies behind the store.
+  std::optional<SpoolFile> spool;
   /// Gives the container its final name, for good. Empty: it has it.
   std::function<base::Status()> publish;
   /// A way to the contents beside the ring, for reading (Store::read_committed). Empty: there is

@@ -16,6 +16,19 @@ using base::Status;
 /// How long one look at the ring waits while a step's metadata is on its way.
 constexpr std::chrono::milliseconds kMetadataWait{100};
 
+base::TrafficKind kind_of(const SubgroupIo& io) {
+  if (is_spool(io)) return base::TrafficKind::kActivation;
+  return is_gradient(io) ? base::TrafficKind::kGradient : base::TrafficKind::kState;
+}
+
+IoPriority priority_of(const SubgroupIo& io) {
+  if (io.priority.has_value()) return *io.priority;
+  if (is_spool(io)) return IoPriority::kActivations;
+  return is_gradient(io) ? IoPriority::kGradients : IoPriority::kState;
+}
+
+bool counts_as_write(const SubgroupIo& io) { return is_write(io) && !is_spool(io); }
+
 }  // namespace
 
 Transfer metadata_transfer(IoOp op, uint64_t offset_bytes, std::span<std::byte> buffer) {
@@ -76,39 +89,43 @@ void IoPump::start(SubgroupIo& io) {
   io.next_offset_bytes = 0;
   io.transfers_in_flight = 0;
   io.all_started = false;
-  if (is_write(io)) {
-    ++writes_open_;
-    waiting_writes_.push(&io);
-  } else {
-    ++reads_open_;
-    waiting_reads_.push(&io);
-  }
+  ++open_;
+  if (counts_as_write(io)) ++writes_open_;
+  Waiting& waiting = is_write(io) ? waiting_writes_ : waiting_reads_;
+  waiting[static_cast<size_t>(priority_of(io))].push(&io);
   pump();
 }
 
-void IoPump::start_pieces(IoList& list, bool write) {
-  while (list.first != nullptr && pieces_in_flight_[write] < io_depth_) {
-    SubgroupIo& io = *list.first;
+void IoPump::start_pieces(Waiting& waiting, bool write) {
+  while (pieces_in_flight_[write] < io_depth_) {
+    const auto list = std::find_if(waiting.begin(), waiting.end(),
+                                   [](const IoList& some) { return some.first != nullptr; });
+    if (list == waiting.end()) return;
+    SubgroupIo& io = *list->first;
     const Span span = io.status.ok() ? owner_.next_span(io) : Span{};
-    if (span.length == 0) {
-      (void)list.pop();
-      io.all_started = true;
-      finish_if_done(io);
+    if (span.length > 0) {
+      start_piece(io, span, write);
       continue;
     }
-    Piece& piece = *free_piece_;
-    free_piece_ = piece.next_free;
-    piece.io = &io;
-    piece.write = write;
-    piece.transfer.op = write ? IoOp::kWrite : IoOp::kRead;
-    piece.transfer.offset_bytes = span.offset_bytes;
-    piece.transfer.buffer = io.buffer.subspan(span.buffer_offset, span.length);
-    piece.transfer.kind =
-        is_gradient(io) ? base::TrafficKind::kGradient : base::TrafficKind::kState;
-    ++io.transfers_in_flight;
-    ++pieces_in_flight_[write];
-    queue_->start(piece.transfer);
+    (void)list->pop();
+    io.all_started = true;
+    finish_if_done(io);
   }
+}
+
+void IoPump::start_piece(SubgroupIo& io, const Span& span, bool write) {
+  Piece& piece = *free_piece_;
+  free_piece_ = piece.next_free;
+  piece.io = &io;
+  piece.write = write;
+  piece.transfer.op = write ? IoOp::kWrite : IoOp::kRead;
+  piece.transfer.spool = is_spool(io);
+  piece.transfer.offset_bytes = span.offset_bytes;
+  piece.transfer.buffer = io.buffer.subspan(span.buffer_offset, span.length);
+  piece.transfer.kind = kind_of(io);
+  ++io.transfers_in_flight;
+  ++pieces_in_flight_[write];
+  queue_->start(piece.transfer);
 }
 
 void IoPump::pump() {
@@ -139,7 +156,8 @@ void IoPump::finish_piece(Piece& piece) {
 
 void IoPump::finish_if_done(SubgroupIo& io) {
   if (!io.all_started || io.transfers_in_flight > 0) return;
-  --(is_write(io) ? writes_open_ : reads_open_);
+  --open_;
+  if (counts_as_write(io)) --writes_open_;
   owner_.on_finished(io);
   finished_.push(&io);
 }
@@ -167,8 +185,8 @@ Status IoPump::step_queue(std::chrono::nanoseconds wait) {
 
 Result<size_t> IoPump::poll(std::span<SubgroupIo*> done, std::chrono::nanoseconds wait) {
   const uint64_t start_ns = base::now_ns();
-  if (reads_open_ + writes_open_ > 0) SI_RETURN_IF_ERROR(step_queue(std::chrono::nanoseconds(0)));
-  while (finished_.first == nullptr && reads_open_ + writes_open_ > 0) {
+  if (open_ > 0) SI_RETURN_IF_ERROR(step_queue(std::chrono::nanoseconds(0)));
+  while (finished_.first == nullptr && open_ > 0) {
     const auto spent = std::chrono::nanoseconds(base::now_ns() - start_ns);
     if (spent >= wait) break;
     SI_RETURN_IF_ERROR(step_queue(wait - spent));

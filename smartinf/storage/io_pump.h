@@ -1,5 +1,6 @@
 // A store's transfers on their way: SubgroupIos cut into pieces, of which io_depth are in flight
-// per direction, and metadata, which is waited for. What is read or written where, its owner says.
+// per direction, the most urgent ones first, and metadata, which is waited for. What is read or
+// written where, its owner says.
 #pragma once
 
 #include <array>
@@ -7,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "smartinf/base/status.h"
@@ -18,7 +21,7 @@ namespace smartinf::storage {
 
 inline bool is_write(const SubgroupIo& io) {
   return io.op == SubgroupIo::Op::kWrite || io.op == SubgroupIo::Op::kWriteGradient ||
-         io.op == SubgroupIo::Op::kFlush;
+         io.op == SubgroupIo::Op::kFlush || io.op == SubgroupIo::Op::kWriteSpool;
 }
 inline bool is_gradient(const SubgroupIo& io) {
   return io.op == SubgroupIo::Op::kReadGradient || io.op == SubgroupIo::Op::kWriteGradient;
@@ -62,6 +65,10 @@ class IoPump {
   /// metadata. Errors: kInvalidArgument, the ring is not deep enough for any.
   base::Status allocate(uint32_t io_depth);
   base::Status register_memory(std::span<std::byte> memory);
+  /// See TransferQueue::set_spool_file.
+  void set_spool_file(uint32_t file, std::string path) {
+    queue_->set_spool_file(file, std::move(path));
+  }
   /// See TransferQueue::close.
   base::Status close() { return queue_->close(); }
 
@@ -69,7 +76,7 @@ class IoPump {
   void start(SubgroupIo& io);
   /// See Store::poll.
   base::Result<size_t> poll(std::span<SubgroupIo*> done, std::chrono::nanoseconds wait);
-  /// Waits until no SubgroupIo that writes is in flight.
+  /// Waits until no SubgroupIo that writes is in flight, but for the spool's.
   base::Status drain_writes();
   bool writes_open() const { return writes_open_ > 0; }
 
@@ -101,9 +108,11 @@ class IoPump {
     void push(SubgroupIo* io);
     SubgroupIo* pop();
   };
+  using Waiting = std::array<IoList, kIoPriorities>;
 
   void pump();
-  void start_pieces(IoList& list, bool write);
+  void start_pieces(Waiting& waiting, bool write);
+  void start_piece(SubgroupIo& io, const Span& span, bool write);
   void finish_piece(Piece& piece);
   void finish_if_done(SubgroupIo& io);
   base::Status step_queue(std::chrono::nanoseconds wait);
@@ -118,11 +127,11 @@ class IoPump {
   std::unique_ptr<std::array<Transfer, kMetadataMax>> metadata_ =
       std::make_unique<std::array<Transfer, kMetadataMax>>();
   std::array<uint32_t, 2> pieces_in_flight_{};  // reads, writes
-  uint32_t writes_open_ = 0;                    // SubgroupIos that write and are not finished
-  uint32_t reads_open_ = 0;
+  uint32_t open_ = 0;                           // SubgroupIos that are not finished
+  uint32_t writes_open_ = 0;                    // of them, those that write a step
   uint32_t metadata_open_ = 0;
-  IoList waiting_reads_;
-  IoList waiting_writes_;
+  Waiting waiting_reads_;
+  Waiting waiting_writes_;
   IoList finished_;
   base::TrafficCounter traffic_;
 };

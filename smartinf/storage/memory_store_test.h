@@ -15,7 +15,8 @@ namespace smartinf::storage {
 
 class MemoryStore {
  public:
-  explicit MemoryStore(base::StateFormat format = base::StateFormat::kF32) {
+  explicit MemoryStore(base::StateFormat format = base::StateFormat::kF32,
+                       uint64_t spool_bytes = 0) {
     layout_.run = make_run_id();
     layout_.format = format;
     layout_.planes = {base::PlaneKind::kMaster, base::PlaneKind::kMomentum,
@@ -24,7 +25,8 @@ class MemoryStore {
                          {base::SubgroupId{1}, 100'000, 5000}};
     layout_.description = "test";
     geometry_ = std::move(*Geometry::make(layout_, 2));
-    disk_ = std::make_unique<MemoryDisk>(geometry_.container_bytes());
+    disk_ = std::make_unique<MemoryDisk>(geometry_.container_bytes() + spool_bytes);
+    options_.spool_bytes = spool_bytes;
     options_.io_bytes = 64 * base::kKiB;
     options_.io_depth = 4;
   }

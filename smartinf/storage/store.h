@@ -83,27 +83,41 @@ struct StoreOptions {
       60'000};                      // a request without completion for so long is reported
   bool read_only = false;           // for checking: nothing can be written
   bool force_block_device = false;  // use a block device that holds something else
+  /// Room for kWriteSpool, reserved when the store is made or opened: a file of its own in a
+  /// directory, which is gone when the process is; on a block device what lies behind the store.
+  uint64_t spool_bytes = 0;
   /// Wraps the ring that was made, or puts another in its place (tests: faulty; emulation: links).
   std::function<std::unique_ptr<Ring>(std::unique_ptr<Ring>)> wrap_ring;
 };
 
-/// Moves whole subgroups or single planes between a slot's buffer and the drive. Owned by the
-/// caller and not moved while in flight; reusable after completion.
+/// Which of the transfers that wait for a drive is started first: the smaller one. A less urgent
+/// one is delayed for as long as more urgent ones are waiting, and no longer.
+enum class IoPriority : uint8_t { kWeights, kActivations, kGradients, kState };
+inline constexpr size_t kIoPriorities = 4;
+
+/// Moves whole subgroups, single planes or a part of the spool between a buffer and the drive.
+/// Owned by the caller and not moved while in flight; reusable after completion.
 struct SubgroupIo {
   enum class Op : uint8_t {
     kRead,
     kWrite,
     kReadGradient,
     kWriteGradient,
-    kFlush,  // between steps: writes planes that hold() kept in memory
+    kFlush,      // between steps: writes planes that hold() kept in memory
+    kReadSpool,  // what kWriteSpool wrote since the store was opened, of no step; no subgroup
+    kWriteSpool,
   };
   Op op = Op::kRead;
+  /// None: kState, kGradients or kActivations, as the op says.
+  std::optional<IoPriority> priority;
   base::SubgroupId subgroup;
   /// The slot's memory, planes at Store::plane_offset, up to the end of the last one that takes
-  /// part. For gradients count * gradient_spill_bytes, rounded up to kIoAlignment.
+  /// part. For gradients count * gradient_spill_bytes, rounded up to kIoAlignment. For the spool
+  /// any, of a size that is a multiple of kIoAlignment.
   std::span<std::byte> buffer;
-  uint32_t plane_mask = ~0u;  // bit i: the i-th plane of the layout takes part
-  void* owner = nullptr;      // the caller's own
+  uint64_t spool_offset_bytes = 0;  // in the spool; a multiple of kIoAlignment
+  uint32_t plane_mask = ~0u;        // bit i: the i-th plane of the layout takes part
+  void* owner = nullptr;            // the caller's own
 
   /// Set at completion. On failure the buffer's contents must not be used.
   base::Status status;
@@ -114,6 +128,10 @@ struct SubgroupIo {
   bool all_started = false;
   SubgroupIo* next = nullptr;
 };
+
+inline bool is_spool(const SubgroupIo& io) {
+  return io.op == SubgroupIo::Op::kReadSpool || io.op == SubgroupIo::Op::kWriteSpool;
+}
 
 class StateReader;  // state_reader.h
 
@@ -144,12 +162,13 @@ class Store {
  public:
   /// Makes a store in a directory (made if missing) or on a block device, reserves all its space
   /// and locks it. It is initialized once prepare and commit of its first step have succeeded.
-  /// Errors: kAlreadyExists (holds another run: named), kNoSpace (with what is needed and free),
-  /// kBusy, kInvalidArgument (path is a plain file, ...), kIo.
+  /// Errors: kAlreadyExists (holds another run: named), kNoSpace (with what is needed and free, for
+  /// the state or the spool), kBusy, kInvalidArgument (path is a plain file, ...), kIo.
   static base::Result<std::unique_ptr<Store>> create(const std::string& path,
                                                      const StoreLayout& layout,
                                                      StoreOptions options);
-  /// Opens and locks what create() made. Errors: kNotFound, kBusy, kCorrupt, kMismatch (version).
+  /// Opens and locks what create() made. Errors: kNotFound, kBusy, kCorrupt, kMismatch (version),
+  /// kNoSpace (for the spool).
   static base::Result<std::unique_ptr<Store>> open(const std::string& path, StoreOptions options);
   /// Looks without locking or changing anything; for inspect, recovery and error messages.
   static base::Result<StoreState> peek(const std::string& path);
@@ -187,13 +206,16 @@ class Store {
   virtual uint64_t plane_bytes(base::SubgroupId subgroup, size_t plane) const = 0;
   virtual uint64_t gradient_bytes(base::SubgroupId subgroup) const = 0;
   virtual uint64_t extent_bytes_max() const = 0;
+  virtual uint64_t spool_bytes() const = 0;
 
   /// Makes slot memory known to the ring; see Ring::register_memory.
   virtual base::Status register_memory(std::span<std::byte> memory) = 0;
 
   /// Starts a transfer. Its buffer is aligned to kIoAlignment. Reads give the state of the current
   /// step; writes go to the shadow slot. Any number may be started; the store keeps io_depth
-  /// transfers per direction in flight, in order.
+  /// transfers of at most io_bytes per direction in flight. Which of them is started next is asked
+  /// anew each time: the most urgent io's, the first one's among equals. So a large one gives way
+  /// between its transfers.
   virtual void start(SubgroupIo& io) = 0;
   /// Puts finished ones into `done`, waiting up to `wait` for the first. Failures are in their
   /// status; a failed Result means the store cannot go on.

@@ -61,13 +61,13 @@ std::string_view advice(int system_errno) {
 
 TransferQueue::TransferQueue(std::unique_ptr<Ring> ring, uint32_t file, std::string path,
                              bool direct, std::chrono::nanoseconds watchdog)
-    : ring_(std::move(ring)),
-      file_(file),
-      path_(std::move(path)),
-      direct_(direct),
-      watchdog_(watchdog) {
+    : ring_(std::move(ring)), file_{file, std::move(path)}, direct_(direct), watchdog_(watchdog) {
   to_submit_.reserve(ring_->depth());
   completed_.resize(ring_->depth());
+}
+
+void TransferQueue::set_spool_file(uint32_t file, std::string path) {
+  spool_file_ = {file, std::move(path)};
 }
 
 std::unique_ptr<Ring> TransferQueue::release_ring() {
@@ -134,7 +134,7 @@ void TransferQueue::start(Transfer& transfer) {
 void TransferQueue::arm(Transfer& transfer) {
   IoRequest& request = transfer.request;
   request.op = transfer.op;
-  request.file = file_;
+  request.file = file_of(transfer).index;
   request.offset_bytes = transfer.offset_bytes + transfer.done_bytes;
   request.buffer = transfer.buffer.subspan(transfer.done_bytes);
   request.kind = transfer.kind;
@@ -160,7 +160,7 @@ TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
   }
 
   const auto fail = [&](int system_errno, std::string what, std::string_view how) {
-    transfer.status = base::errno_status(system_errno, std::move(what), path_,
+    transfer.status = base::errno_status(system_errno, std::move(what), file_of(transfer).path,
                                          transfer.request.offset_bytes, asked, std::string(how));
     return Outcome::kFinished;
   };
@@ -175,9 +175,10 @@ TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
     if (progress > 0) return Outcome::kAgain;
   } else if (outcome == 0) {
     if (transfer.op == IoOp::kRead) {
-      transfer.status = Status(ErrorCode::kCorrupt, "the file ends before its contents",
-                               "Another program has made it shorter. Restore it from a checkpoint.",
-                               base::ErrorPlace{path_, transfer.request.offset_bytes, asked, 0});
+      transfer.status =
+          Status(ErrorCode::kCorrupt, "the file ends before its contents",
+                 "Another program has made it shorter. Restore it from a checkpoint.",
+                 base::ErrorPlace{file_of(transfer).path, transfer.request.offset_bytes, asked, 0});
       return Outcome::kFinished;
     }
   } else {
@@ -193,7 +194,8 @@ TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
       ++retries_ever_;
       base::log(base::LogLevel::kWarning,
                 fmt::format("{} at offset {}, length {}: {} failed (I/O error), trying again",
-                            path_, transfer.request.offset_bytes, asked, verb(transfer.op)));
+                            file_of(transfer).path, transfer.request.offset_bytes, asked,
+                            verb(transfer.op)));
       return Outcome::kAgain;
     }
     if (transfer.retries >= kRetriesMax) {
@@ -273,8 +275,8 @@ Status TransferQueue::check_watchdog() {
         fmt::format("a {} has had no answer for {}", verb(transfer->op),
                     base::format_seconds(static_cast<double>(age) * 1e-9)),
         "The drive or the path to it hangs: look at dmesg. The last committed step stands.",
-        base::ErrorPlace{path_, transfer->request.offset_bytes, transfer->request.buffer.size(),
-                         0});
+        base::ErrorPlace{file_of(*transfer).path, transfer->request.offset_bytes,
+                         transfer->request.buffer.size(), 0});
     if (age >= period * kWatchdogPeriodsMax) return status;
     base::log(base::LogLevel::kWarning, status.to_string());
   }

@@ -18,6 +18,7 @@ namespace smartinf::storage {
 /// Owned by the caller and not moved between start() and completion; reusable afterwards.
 struct Transfer {
   IoOp op = IoOp::kRead;
+  bool spool = false;  // of TransferQueue::set_spool_file's file
   uint64_t offset_bytes = 0;
   std::span<std::byte> buffer;
   base::TrafficKind kind = base::TrafficKind::kState;
@@ -54,6 +55,9 @@ class TransferQueue {
   TransferQueue(const TransferQueue&) = delete;
   TransferQueue& operator=(const TransferQueue&) = delete;
 
+  /// Where transfers of the spool go, direct or not as the others; before the first of them.
+  void set_spool_file(uint32_t file, std::string path);
+
   /// Queues a transfer for the next submit(). Bound: ring depth in flight at once.
   void start(Transfer& transfer);
   /// Hands what start() queued to the ring.
@@ -80,9 +84,16 @@ class TransferQueue {
   Ring& ring() { return *ring_; }
   /// Gives the ring away; nothing is in flight, and the queue is of no further use.
   std::unique_ptr<Ring> release_ring();
-  const std::string& path() const { return path_; }
+  const std::string& path() const { return file_.path; }
 
  private:
+  struct File {
+    uint32_t index = 0;  // of the ring
+    std::string path;    // for messages
+  };
+  const File& file_of(const Transfer& transfer) const {
+    return transfer.spool ? spool_file_ : file_;
+  }
   enum class Outcome { kFinished, kAgain };
   Outcome classify_completion(Transfer& transfer);
   void arm(Transfer& transfer);
@@ -90,8 +101,8 @@ class TransferQueue {
   base::Result<size_t> wait_for_some(std::span<Transfer*> done, std::chrono::nanoseconds wait);
 
   std::unique_ptr<Ring> ring_;
-  uint32_t file_;
-  std::string path_;
+  File file_;
+  File spool_file_;
   bool direct_;
   std::chrono::nanoseconds watchdog_;
   uint32_t in_flight_ = 0;

@@ -1,0 +1,75 @@
+// The spool of a local device: bytes that go to the drive and come back, of no step and without
+// recovery. Served as they come, beside updates and gradients, straight from and to the caller's
+// memory.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/csd/device.h"
+#include "smartinf/csd/device_parts.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::csd {
+
+/// Threads: the device's I/O thread, which also computes the checksums: those of a put while the
+/// drive writes.
+class SpoolAccess {
+ public:
+  explicit SpoolAccess(DeviceParts& parts) : parts_(parts) {}
+
+  static bool serves(const Command& command) {
+    return command.as<PutSpool>() != nullptr || command.as<GetSpool>() != nullptr;
+  }
+  /// Answers it when its bytes are there, and have passed the host link; at once with `refusal`,
+  /// unless that is ok.
+  void serve(Command& command, base::Status refusal);
+  /// A transfer that has ended: whether it was one of the spool.
+  bool took(storage::SubgroupIo& io);
+  /// The store has something to do for it.
+  bool moving() const { return moving_ > 0; }
+  /// Nothing is unanswered.
+  bool idle() const { return accesses_.empty(); }
+  /// The store cannot go on.
+  void abandon(const base::Status& status);
+
+  /// Answers what has passed the host link.
+  void on_time(uint64_t now_ns);
+  /// When on_time() will have something to do; ~0: nothing is on the link.
+  uint64_t next_due_ns() const;
+
+ private:
+  struct Span {
+    uint64_t bytes = 0;
+    uint32_t users = 0;  // transfers of it that are under way
+    bool written = false;
+    std::vector<uint64_t> checksums;  // of each kSpoolBlockBytes
+  };
+  using Spans = std::map<uint64_t, Span>;  // by offset
+  struct Access {
+    storage::SubgroupIo io;  // io.owner is this
+    Command* command = nullptr;
+    Span* span = nullptr;
+    bool moved = false;
+    uint64_t due_ns = 0;  // when it will have passed the host link
+    uint64_t begin_ns = 0;
+  };
+
+  base::Status check(uint64_t offset_bytes, std::span<const std::byte> bytes) const;
+  base::Result<Span*> span_to_put(uint64_t offset_bytes, uint64_t bytes);
+  base::Result<Span*> span_to_get(uint64_t offset_bytes, uint64_t bytes);
+  void pass_host_link(Access& access, LinkDirection direction);
+  base::Status verify(const Access& access) const;
+  void answer_if_passed(Access& access, uint64_t now_ns);
+  void answer(Access& access, base::Status status);
+
+  DeviceParts& parts_;
+  Spans spans_;
+  std::list<Access> accesses_;  // bound: one per command in flight
+  uint32_t moving_ = 0;
+};
+
+}  // namespace smartinf::csd

@@ -165,6 +165,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     options.threads = kind.threads;
     if (kind.other_processor) options.make_processor = make_reverse_processor;
     options.slots = kind.slots;
+    options.weight_read_slots = weight_read_slots_;
     options.gradient_type = kind.gradient_type;
     // Room for one subgroup's gradient, so that both ways are gone; the host update keeps none.
     if (kind.spill) options.gradient_budget_bytes = 2 * base::kBlockElements * type_bytes();
@@ -321,6 +322,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     return values;
   }
 
+  uint32_t weight_read_slots_ = 0;
   bool faulty_ = false;  // the store's ring goes by faults_
   mutable Faults faults_;
   const base::Scratch scratch_;

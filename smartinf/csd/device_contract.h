@@ -109,6 +109,10 @@ inline std::vector<Kind> kinds() {
     k.format = StateFormat::kBf16;
     k.cached = 3;
   });
+  add("other_processor_all_in_memory", [](Kind& k) {
+    k.other_processor = true;
+    k.cached = 6;
+  });
   add("q8_spilled_naive_half_in_memory", [](Kind& k) {
     k.format = StateFormat::kQ8;
     k.spill = true;

@@ -466,6 +466,7 @@ bool LocalDevice::try_serve(Command& command) {
   if (updates) {
     // What ends an update may have come while it waited here.
     if (!spill_.failure().ok()) {
+      weights_.fail_waiting(spill_.failure());
       parts_.complete(command, spill_.failure());
     } else if (std::any_of(commands_.begin() + 1, commands_.end(),
                            [](const Command* behind) { return behind->as<Abort>() != nullptr; })) {

@@ -67,6 +67,7 @@ void WeightsReader::end_step(bool aborted) {
       waiting_.push_back(command);
     }
   }
+  if (aborted) next_step_ = 0;
   std::fill(changed_.begin(), changed_.end(), uint8_t{0});
   if (!step_.lost().ok()) return cancel(step_.lost());
   start_reads();

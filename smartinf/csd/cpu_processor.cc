@@ -220,8 +220,28 @@ Status run(const EncodeJob& job, uint64_t block) {
   return Status();
 }
 
+Status run(const CastJob& job, uint64_t block) {
+  constexpr size_t kMaster = 0;
+  const PlaneBlocks& planes = job.planes;
+  const uint64_t elements = planes.elements(block);
+  SI_RETURN_IF_ERROR(planes.verify(kMaster, block));
+  const std::byte* bytes = planes.bytes(kMaster, block).data();
+  const float* values = reinterpret_cast<const float*>(bytes);
+  if (planes.encoding(kMaster) != base::Encoding::kF32) {
+    float* decoded = thread_block().data();
+    kernels::kernels().decode_block(planes.encoding(kMaster), planes.planes()[kMaster], bytes,
+                                    decoded, elements);
+    values = decoded;
+  }
+  kernels::kernels().cast_from_f32(values,
+                                   static_cast<std::byte*>(job.weights_out) +
+                                       block * kBlockElements * base::data_type_bytes(job.type),
+                                   job.type, elements);
+  return Status();
+}
+
 const char* trace_name(const Job& job) {
-  constexpr std::array<const char*, 3> kNames{"update", "decode", "encode"};
+  constexpr std::array<const char*, 4> kNames{"update", "decode", "encode", "cast"};
   return kNames[job.work.index()];
 }
 

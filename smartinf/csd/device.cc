@@ -16,9 +16,9 @@ constexpr auto kWaitMax = std::chrono::hours(24);
 
 std::string_view message_name(const Message& message) {
   static constexpr std::array<std::string_view, std::variant_size_v<Message>> kNames = {
-      "begin step",  "prefetch",   "put gradient", "put gradient", "update",
-      "stop update", "read state", "write state",  "prepare",      "commit",
-      "abort",       "flush",      "put spool",    "get spool"};
+      "begin step",    "prefetch",     "put gradient", "put gradient", "update", "stop update",
+      "read state",    "write state",  "prepare",      "commit",       "abort",  "flush",
+      "finish update", "read weights", "put spool",    "get spool"};
   return kNames[message.index()];
 }
 

@@ -107,10 +107,36 @@ struct Update {
   /// Subgroups that the step has updated already are left as they are, and not reported again. An
   /// update as_completed that runs goes on to its end before this one; all gradients must be there.
   bool keep_updated = false;
+  /// A subgroup without weights_out is taken up only when a ReadWeights of this step and of
+  /// weights_type has come for it, in the order in which they come, or after a FinishUpdate: the
+  /// update follows whoever uses the weights at his pace. Commands behind it wait as ever. Errors:
+  /// kInvalidArgument with as_completed.
+  bool weights_on_demand = false;
 };
 
 /// Ends an update of subgroups as their gradients become complete; no other.
 struct StopUpdate {};
+
+/// Nobody will ask for weights any more: an update with weights_on_demand takes up what is left.
+struct FinishUpdate {};
+
+/// A whole subgroup's weights: its master plane, cast as an update casts it. Not queued behind
+/// other commands: it is served while gradients come in, while an update runs and between steps,
+/// for devices with memory for it (LocalDeviceOptions::weight_read_slots). Of the committed step
+/// they are read from the drive or the state cache, unless a Commit of the next step waits already;
+/// a Commit waits for those that came before it. Of the step in progress, whose BeginStep has come,
+/// they are written to weights_out by the update that makes them, if this is there before it takes
+/// the subgroup up and that update is not as_completed, which may be done again; else they are read
+/// after the Commit. Errors: kUnsupported without memory for it; kFailedPrecondition for another
+/// step, for a second one that would wait for the same subgroup, before there is a committed state,
+/// and where the step in progress overwrites the subgroup in place (durability "none"); kCancelled
+/// when the step that it waits for is aborted; the update's error when that fails; kCorrupt.
+struct ReadWeights {
+  base::SubgroupId subgroup;
+  base::StepNumber step = 0;
+  base::DataType type = base::DataType::kBf16;
+  void* weights_out = nullptr;  // [count] of type
+};
 
 /// Elements [first, first + count) of a subgroup's planes, decoded to f32: of the committed step.
 struct ReadState {
@@ -174,9 +200,9 @@ struct GetSpool {
   std::span<std::byte> out;
 };
 
-using Message =
-    std::variant<BeginStep, Prefetch, PutGradient, PutCompressedGradient, Update, StopUpdate,
-                 ReadState, WriteState, Prepare, Commit, Abort, Flush, PutSpool, GetSpool>;
+using Message = std::variant<BeginStep, Prefetch, PutGradient, PutCompressedGradient, Update,
+                             StopUpdate, ReadState, WriteState, Prepare, Commit, Abort, Flush,
+                             FinishUpdate, ReadWeights, PutSpool, GetSpool>;
 
 /// As in error texts and traces: "begin step".
 std::string_view message_name(const Message& message);
@@ -207,7 +233,8 @@ struct DeviceInfo {
   uint32_t threads = 0;               // processor threads
   uint64_t state_cache_bytes = 0;
   uint32_t cached_subgroups = 0;
-  uint64_t spool_bytes = 0;  // room for PutSpool
+  uint64_t spool_bytes = 0;        // room for PutSpool
+  uint32_t weight_read_slots = 0;  // their memory is part of memory_bytes
 };
 
 /// Threads: submit() from one thread at a time, but for gradients where gradients are not
@@ -235,7 +262,8 @@ class Device {
   virtual base::Status cache_state(std::span<const base::SubgroupId> subgroups);
 
   /// Takes the command. Never fails: a failure is the completion's status. Commands of one device
-  /// are carried out in order, but for gradients, which may complete early, and the spool's.
+  /// are carried out in order, but for gradients, which may complete early, ReadWeights, and the
+  /// spool's.
   virtual void submit(Command& command) = 0;
 
   /// Over the host link: up are weights (and state, for a host update), down are gradients.

@@ -109,6 +109,10 @@ inline std::vector<Kind> kinds() {
     k.format = StateFormat::kBf16;
     k.cached = 3;
   });
+  add("other_processor_all_in_memory", [](Kind& k) {
+    k.other_processor = true;
+    k.cached = 6;
+  });
   add("q8_spilled_naive_half_in_memory", [](Kind& k) {
     k.format = StateFormat::kQ8;
     k.spill = true;
@@ -165,6 +169,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     options.threads = kind.threads;
     if (kind.other_processor) options.make_processor = make_reverse_processor;
     options.slots = kind.slots;
+    options.weight_read_slots = weight_read_slots_;
     options.gradient_type = kind.gradient_type;
     // Room for one subgroup's gradient, so that both ways are gone; the host update keeps none.
     if (kind.spill) options.gradient_budget_bytes = 2 * base::kBlockElements * type_bytes();
@@ -324,6 +329,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   }
 
   uint64_t spool_bytes_ = 0;
+  uint32_t weight_read_slots_ = 0;
   bool faulty_ = false;  // the store's ring goes by faults_
   mutable Faults faults_;
   const base::Scratch scratch_;

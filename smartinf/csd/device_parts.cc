@@ -1,5 +1,6 @@
 #include "smartinf/csd/device_parts.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -105,13 +106,30 @@ void DeviceParts::complete(Command& command, base::Status status) const {
       {&command, Completion::Event::kDone, {}, std::move(status).with_context(name)});
 }
 
-base::Result<std::unique_ptr<SlotMemory>> allocate_slots(DeviceParts& parts,
-                                                         std::vector<Slot>& slots) {
+void DeviceParts::add_tracks() {
+  if (options.trace == nullptr) return;
+  Trace& trace = *options.trace;
+  read_track = trace.add_track({name, "read"});
+  write_track = trace.add_track({name, "write"});
+  step_track = trace.add_track({name, "step", "step"});
+  if (options.links.host == nullptr && options.host_link_place == HostLinkPlace::kAtProcessor) {
+    up_track = trace.add_track({name + " host link", "up"});
+    down_track = trace.add_track({name + " host link", "down"});
+  }
+}
+
+base::Status allocate_slots(DeviceParts& parts, DeviceSlots& slots) {
   const LocalDeviceOptions& options = parts.options;
   const uint64_t extent_bytes = base::round_up(parts.store->extent_bytes_max(), base::kIoAlignment);
   const uint64_t slot_bytes = extent_bytes + parts.gradients->buffer_bytes();
+  uint64_t master_bytes = 0;
+  for (const storage::StoredSubgroup& subgroup : parts.store->layout().subgroups) {
+    master_bytes = std::max(master_bytes, parts.store->plane_offset(subgroup.id, 1));
+  }
+  master_bytes = base::round_up(master_bytes, base::kIoAlignment);
+  const uint64_t weights_bytes = options.weight_read_slots * master_bytes;
   plan::DeviceSlotsInput input;
-  input.memory_bytes = options.memory_bytes;
+  input.memory_bytes = options.memory_bytes - std::min(options.memory_bytes, weights_bytes);
   input.slot_bytes = slot_bytes;
   input.subgroups = parts.store->layout().subgroups.size();
   input.slots = options.slots;
@@ -120,32 +138,41 @@ base::Result<std::unique_ptr<SlotMemory>> allocate_slots(DeviceParts& parts,
   const uint64_t count = plan::device_slots(input);
   if (count == 0) {
     return base::Status(base::ErrorCode::kOutOfMemory,
-                        "a subgroup needs " + base::format_bytes(slot_bytes) +
+                        "a subgroup needs " + base::format_bytes(slot_bytes + weights_bytes) +
                             " and the budget is " + base::format_bytes(options.memory_bytes),
                         "Raise the memory budget or make subgroups smaller.");
   }
-  SI_ASSIGN_OR_RETURN(std::unique_ptr<SlotMemory> memory,
-                      parts.processor->allocate(count * slot_bytes));
-  slots = std::vector<Slot>(count);
-  std::vector<std::span<std::byte>> scratch;
+  SI_ASSIGN_OR_RETURN(slots.memory, parts.processor->allocate(count * slot_bytes + weights_bytes));
+  const std::span<std::byte> all = slots.memory->bytes();
+  slots.scratch = all.first(count * slot_bytes);
+  slots.slots = std::vector<Slot>(count);
+  slots.weights = std::vector<Slot>(options.weight_read_slots);
+  std::vector<std::span<std::byte>> gradients;
   for (size_t i = 0; i < count; ++i) {
-    Slot& slot = slots[i];
-    const std::span<std::byte> bytes = memory->bytes().subspan(i * slot_bytes, slot_bytes);
+    Slot& slot = slots.slots[i];
+    const std::span<std::byte> bytes = slots.scratch.subspan(i * slot_bytes, slot_bytes);
     slot.extent = bytes.first(extent_bytes);
     slot.gradient = bytes.subspan(extent_bytes);
-    if (!slot.gradient.empty()) scratch.push_back(slot.gradient);
-    for (Transfer* transfer : {&slot.state_in, &slot.gradient_in, &slot.master_out,
-                               &slot.moments_out, &slot.gradient_out}) {
-      transfer->slot = &slot;
-    }
-    slot.job.slot = &slot;
+    if (!slot.gradient.empty()) gradients.push_back(slot.gradient);
   }
-  parts.slots = slots;
-  parts.gradients->set_scratch(std::move(scratch));
-  if (const base::Status mapped = parts.store->register_memory(memory->bytes()); !mapped.ok()) {
+  for (size_t i = 0; i < slots.weights.size(); ++i) {
+    slots.weights[i].extent = all.subspan(slots.scratch.size() + i * master_bytes, master_bytes);
+  }
+  for (std::vector<Slot>* some : {&slots.slots, &slots.weights}) {
+    for (Slot& slot : *some) {
+      for (Transfer* transfer : {&slot.state_in, &slot.gradient_in, &slot.master_out,
+                                 &slot.moments_out, &slot.gradient_out}) {
+        transfer->slot = &slot;
+      }
+      slot.job.slot = &slot;
+    }
+  }
+  parts.slots = slots.slots;
+  parts.gradients->set_scratch(std::move(gradients));
+  if (const base::Status mapped = parts.store->register_memory(all); !mapped.ok()) {
     base::log(base::LogLevel::kWarning, "device " + parts.name + ": " + mapped.to_string());
   }
-  return memory;
+  return base::Status();
 }
 
 }  // namespace smartinf::csd

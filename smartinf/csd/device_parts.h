@@ -39,6 +39,9 @@ struct DeviceParts {
   uint32_t up_track = 0;  // of the host link where it is not emulated: that has tracks of its own
   uint32_t down_track = 0;
 
+  /// Adds the tracks of the trace, when there is one.
+  void add_tracks();
+
   /// Cached subgroups are not written in a step.
   bool postpones_writes() const { return store->durability() == storage::Durability::kNone; }
 
@@ -69,9 +72,15 @@ struct DeviceParts {
   void complete(Command& command, base::Status status) const;
 };
 
-/// Slots in memory that the processor brings along, as many as the options' budget holds and are of
-/// use; parts.slots are these. Errors: kOutOfMemory when it holds none.
-base::Result<std::unique_ptr<SlotMemory>> allocate_slots(DeviceParts& parts,
-                                                         std::vector<Slot>& slots);
+/// A device's slots in memory that the processor brings along.
+struct DeviceSlots {
+  std::unique_ptr<SlotMemory> memory;
+  std::span<std::byte> scratch;  // of it, that of `slots`
+  std::vector<Slot> slots;       // as many as the options' budget holds and are of use
+  std::vector<Slot> weights;     // LocalDeviceOptions::weight_read_slots; room for a master plane
+};
+
+/// parts.slots are those of `slots`. Errors: kOutOfMemory when the budget has no room for one.
+base::Status allocate_slots(DeviceParts& parts, DeviceSlots& slots);
 
 }  // namespace smartinf::csd

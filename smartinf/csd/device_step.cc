@@ -16,6 +16,18 @@ bool DeviceStep::is_committed(base::StepNumber step) const {
   return state.complete && state.committed_step == step;
 }
 
+base::Status DeviceStep::check(const Command& command) const {
+  if (command.as<ReadState>() != nullptr && !parts_.store->state().initialized) {
+    return csd::out_of_order("there is no committed state to read");
+  }
+  const bool in_step = command.as<Update>() != nullptr || command.as<WriteState>() != nullptr ||
+                       command.as<Prefetch>() != nullptr;
+  if (in_step && !begun()) {
+    return csd::out_of_order("state is updated and written in a step only");
+  }
+  return base::Status();
+}
+
 base::Status DeviceStep::begin(base::StepNumber step) {
   // A new store stands in step 0 already.
   if (begun() && step == 0 && number_ == 0) return base::Status();

@@ -33,6 +33,9 @@ class DeviceStep {
   base::Status commit(base::StepNumber step);
   base::Status abort(base::StepNumber step);
 
+  /// Whether reads, writes and updates of state come at the right time; ok for other commands.
+  base::Status check(const Command& command) const;
+
   bool between_steps() const { return phase_ == Phase::kIdle; }
   /// State can be updated and written.
   bool begun() const { return phase_ == Phase::kBegun; }

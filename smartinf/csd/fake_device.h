@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -86,6 +87,7 @@ class FakeDevice final : public Device {
     info_.kind = "fake";
     info_.spool_bytes = drive_->spool_bytes;
     spool_.resize(info_.spool_bytes);
+    info_.weight_read_slots = 1;
     drive_->open = true;
     drive_->shadow.resize(drive_->committed.size());
     gradients_.resize(drive_->layout->subgroups.size());
@@ -106,26 +108,18 @@ class FakeDevice final : public Device {
 
   void submit(Command& command) override {
     const std::lock_guard lock(mutex_);  // gradients come from several threads
-    const auto is = [&](const std::optional<Message>& type) {
-      return type && type->index() == command.message.index();
-    };
-    drive_->silent = drive_->silent || is(drive_->silent_from);
+    drive_->silent = drive_->silent || is_of(drive_->silent_from, command);
     if (drive_->silent) return;
-    if (command.as<StopUpdate>() != nullptr || command.as<Update>() != nullptr ||
-        command.as<Abort>() != nullptr) {
-      end_update_as_completed();
+    const bool out_of_order = command.as<ReadWeights>() != nullptr ||
+                              command.as<PutGradient>() != nullptr ||
+                              command.as<Prefetch>() != nullptr;
+    if (on_demand_ == nullptr || out_of_order) return serve(command);
+    behind_.push_back(&command);
+    if (command.as<Abort>() != nullptr) {
+      end_on_demand(base::Status(base::ErrorCode::kCancelled, "the update was stopped"));
+    } else if (command.as<FinishUpdate>() != nullptr) {
+      update_demanded(true);
     }
-    base::Status status;
-    if (is(drive_->fail_next)) {
-      drive_->fail_next.reset();
-      status = base::Status(base::ErrorCode::kIo, "asked to fail", "It is a test.");
-    } else {
-      status = carry_out(command);
-    }
-    if (&command == as_completed_) return;
-    command.replies->push(
-        {&command, Completion::Event::kDone, {}, std::move(status).with_context(info_.name)});
-    if (as_completed_ != nullptr && command.as<PutGradient>() != nullptr) update_completed();
   }
 
   base::TrafficReading host_traffic() const override { return host_.read(); }
@@ -158,11 +152,42 @@ class FakeDevice final : public Device {
     drive_->client_metadata = drive_->prepared_client_metadata;
   }
 
+  static bool is_of(const std::optional<Message>& type, const Command& command) {
+    return type && type->index() == command.message.index();
+  }
+  void serve(Command& command) {
+    if (command.as<StopUpdate>() != nullptr || command.as<Update>() != nullptr ||
+        command.as<Abort>() != nullptr) {
+      end_update_as_completed();
+    }
+    base::Status status;
+    if (is_of(drive_->fail_next, command)) {
+      drive_->fail_next.reset();
+      status = base::Status(base::ErrorCode::kIo, "asked to fail", "It is a test.");
+    } else {
+      status = carry_out(command);
+    }
+    if (&command == as_completed_) return;
+    if (command.as<Update>() != nullptr && !status.ok()) end_waiting(status);
+    if (command.as<ReadWeights>() != nullptr && status.ok()) return take_read(command);
+    if (&command == on_demand_) return update_demanded(false);
+    answer(command, std::move(status));
+    if (as_completed_ != nullptr && command.as<PutGradient>() != nullptr) update_completed();
+    if (phase_ == Phase::kIdle && !waiting_.empty()) {
+      for (Command* read : std::exchange(waiting_, {})) take_read(*read);
+    }
+  }
+  void answer(Command& command, base::Status status) {
+    command.replies->push(
+        {&command, Completion::Event::kDone, {}, std::move(status).with_context(info_.name)});
+  }
+
   base::Status carry_out(Command& command) {
     if (const auto* begin = command.as<BeginStep>()) return begin_step(begin->step);
     if (const auto* put = command.as<PutGradient>()) return put_gradient(*put);
     if (const auto* update = command.as<Update>()) return update_all(command, *update);
     if (const auto* read = command.as<ReadState>()) return read_state(*read);
+    if (const auto* read = command.as<ReadWeights>()) return check_read(*read);
     if (const auto* write = command.as<WriteState>()) return write_state(*write);
     if (const auto* to = command.as<PutSpool>()) return put_spool(*to);
     if (const auto* from = command.as<GetSpool>()) return get_spool(*from);
@@ -184,8 +209,9 @@ class FakeDevice final : public Device {
       if (abort->step != step_) return wrong_order("another one is in progress");
       drive_->state.prepared_step = drive_->state.committed_step;
       phase_ = Phase::kIdle;
+      end_waiting(base::Status(base::ErrorCode::kCancelled, "the step was aborted"));
     } else if (command.as<Flush>() == nullptr && command.as<StopUpdate>() == nullptr &&
-               command.as<Prefetch>() == nullptr) {
+               command.as<Prefetch>() == nullptr && command.as<FinishUpdate>() == nullptr) {
       return base::Status(base::ErrorCode::kUnsupported, "a fake device takes whole gradients");
     }
     return base::Status();
@@ -232,11 +258,94 @@ class FakeDevice final : public Device {
       if (received_[at] < drive_->layout->subgroups[at].count) {
         return wrong_order("the gradient is not complete");
       }
-      if (update.keep_updated && updated_[at]) continue;
-      update_subgroup(update, entry, at);
-      command.replies->push({&command, Completion::Event::kWeightsReady, entry.subgroup, {}});
+    }
+    for (const SubgroupUpdate& entry : update.updates) {
+      if (!update.keep_updated) updated_[*position(entry.subgroup)] = false;
+    }
+    if (update.weights_on_demand) {
+      on_demand_ = &command;
+    } else {
+      for (const SubgroupUpdate& entry : update.updates) update_and_send(command, entry);
     }
     return base::Status();
+  }
+
+  /// Unless the update keeps what was updated.
+  void update_and_send(Command& command, SubgroupUpdate entry) {
+    const auto& update = *command.as<Update>();
+    const size_t at = *position(entry.subgroup);
+    if (updated_[at]) return;
+    Command* served = nullptr;
+    for (Command* read : waiting_) {
+      const auto& wanted = *read->as<ReadWeights>();
+      const bool same = wanted.subgroup == entry.subgroup && wanted.type == update.weights_type;
+      if (same && entry.weights_out == nullptr) served = read;
+    }
+    if (served != nullptr) {
+      std::erase(waiting_, served);
+      entry.weights_out = served->as<ReadWeights>()->weights_out;
+    }
+    update_subgroup(update, entry, at);
+    command.replies->push({&command, Completion::Event::kWeightsReady, entry.subgroup, {}});
+    if (served != nullptr) answer(*served, {});
+  }
+  void update_demanded(bool all) {
+    const auto& update = *on_demand_->as<Update>();
+    for (const SubgroupUpdate& entry : update.updates) {
+      if (all || entry.weights_out != nullptr) update_and_send(*on_demand_, entry);
+    }
+    for (const Command* read : std::vector<Command*>(waiting_)) {
+      for (const SubgroupUpdate& entry : update.updates) {
+        const auto& wanted = *read->as<ReadWeights>();
+        if (entry.subgroup == wanted.subgroup && wanted.type == update.weights_type) {
+          update_and_send(*on_demand_, entry);
+          break;
+        }
+      }
+    }
+    const bool done = std::ranges::all_of(update.updates, [&](const SubgroupUpdate& entry) {
+      return updated_[*position(entry.subgroup)];
+    });
+    if (done) end_on_demand({});
+  }
+  void end_on_demand(base::Status status) {
+    Command& done = *std::exchange(on_demand_, nullptr);
+    if (!status.ok()) end_waiting(status);
+    answer(done, std::move(status));
+    while (on_demand_ == nullptr && !behind_.empty()) {
+      Command& next = *behind_.front();
+      behind_.pop_front();
+      serve(next);
+    }
+  }
+
+  base::Status check_read(const ReadWeights& read) const {
+    SI_RETURN_IF_ERROR(position(read.subgroup).status());
+    if (!drive_->state.complete) return wrong_order("there are no committed weights to read");
+    if (read.step == drive_->state.committed_step) return base::Status();
+    if (phase_ == Phase::kIdle || read.step != step_) return wrong_order("weights of another step");
+    for (const Command* other : waiting_) {
+      if (other->as<ReadWeights>()->subgroup == read.subgroup) {
+        return wrong_order("these weights are waited for already");
+      }
+    }
+    return base::Status();
+  }
+  void take_read(Command& command) {
+    const auto& read = *command.as<ReadWeights>();
+    if (read.step != drive_->state.committed_step) {
+      waiting_.push_back(&command);
+      if (on_demand_ != nullptr) update_demanded(false);
+      return;
+    }
+    const std::vector<float>& master = drive_->committed[*position(read.subgroup)].values[0];
+    kernels::kernels().cast_from_f32(master.data(), read.weights_out, read.type, master.size());
+    store_.add_up(base::TrafficKind::kState, master.size() * sizeof(float));
+    host_.add_up(base::TrafficKind::kWeight, master.size() * base::data_type_bytes(read.type));
+    answer(command, {});
+  }
+  void end_waiting(const base::Status& status) {
+    for (Command* read : std::exchange(waiting_, {})) answer(*read, status);
   }
 
   void update_completed() {
@@ -350,6 +459,9 @@ class FakeDevice final : public Device {
   base::DataType type_ = base::DataType::kBf16;
   std::vector<uint64_t> received_;   // elements of each gradient
   std::vector<bool> updated_;        // in this step
+  std::vector<Command*> waiting_;    // ReadWeights of the step in progress
+  Command* on_demand_ = nullptr;     // an update that waits for them
+  std::deque<Command*> behind_;      // ... and what waits for it
   Command* as_completed_ = nullptr;  // an update of subgroups as their gradients become complete
   Phase phase_ = Phase::kIdle;
   base::StepNumber step_ = 0;  // in progress, unless idle

@@ -13,11 +13,13 @@
 #include "smartinf/csd/device_parts.h"
 #include "smartinf/csd/device_step.h"
 #include "smartinf/csd/event_queue.h"
+#include "smartinf/csd/gradient_spill.h"
 #include "smartinf/csd/spool_access.h"
 #include "smartinf/csd/state_access.h"
 #include "smartinf/csd/state_prefetch.h"
 #include "smartinf/csd/store_snapshot.h"
 #include "smartinf/csd/transfer_handler.h"
+#include "smartinf/csd/weights_reader.h"
 #include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::csd {
@@ -34,6 +36,8 @@ constexpr auto kPollWaitMax = std::chrono::microseconds(1000);
 // Without anything in flight it is woken by its event queue; this is only an upper bound.
 constexpr auto kIdleWait = std::chrono::hours(1);
 constexpr size_t kPollBatch = 64;
+
+Status device_closes() { return Status(ErrorCode::kCancelled, "the device is closing"); }
 
 class LocalDevice final : public Device {
  public:
@@ -70,7 +74,7 @@ class LocalDevice final : public Device {
     if (!reader.ok()) return std::move(reader).status();
     return make_snapshot(std::move(*reader), info_.name);
   }
-  std::span<std::byte> scratch_memory() override { return slot_memory_->bytes(); }
+  std::span<std::byte> scratch_memory() override { return slots_.scratch; }
 
  private:
   void remember_state();
@@ -85,18 +89,12 @@ class LocalDevice final : public Device {
   void on_event(const GradientTaken& taken);
   void on_event(Job* job);
   void on_transfer(Transfer& transfer);
-  void on_spilled(Transfer& transfer);
   void on_time();
   Status refusal() const;
   void serve_commands();
   bool try_serve(Command& command);
-  template <typename Condition>
-  bool waits_behind_first(const Condition& condition) const {
-    return std::any_of(commands_.begin() + 1, commands_.end(),
-                       [&](const Command* command) { return condition(*command); });
-  }
-  bool stops_update(const Command& command) const;
-  void spill(const GradientMemory::Spill& spill);
+  void hurry_update(const Command& behind);
+  void read_weights(Command& command);
   void serve_step(Command& command);
   const Status& step_failure() const;
   Status abort(base::StepNumber step);
@@ -109,16 +107,17 @@ class LocalDevice final : public Device {
   DeviceParts parts_;
   // In the order of construction: a store goes before the memory that its transfers use, the
   // processor before what its work touches.
-  std::unique_ptr<SlotMemory> slot_memory_;
+  DeviceSlots slots_;
   std::unique_ptr<GradientMemory> gradients_;
-  std::vector<Slot> slots_;
   std::unique_ptr<storage::Store> store_;
-  TransferHandler handler_{parts_};
+  DeviceStep step_{parts_};
+  WeightsReader weights_{parts_, step_};
+  TransferHandler handler_{parts_, weights_};
+  GradientSpill spill_{parts_, handler_};
   StateAccess state_access_{parts_};
   StateFlush flush_{parts_};
   StatePrefetch prefetch_{parts_};
   SpoolAccess spool_{parts_};
-  DeviceStep step_{parts_};
   EventQueue event_queue_;
 
   mutable std::mutex state_mutex_;
@@ -131,12 +130,9 @@ class LocalDevice final : public Device {
   bool closing_ = false;
   bool closing_flush_ = false;     // started
   Status broken_;                  // the store cannot go on
-  Status spill_failure_;           // of the step: a gradient is lost
   std::deque<Command*> commands_;  // not yet begun
   // Gradients on the host link; one direction: due in order.
   std::deque<GradientTaken> in_transit_;
-  std::vector<GradientMemory::Spill> spills_;  // by scratch buffer
-  uint32_t spills_in_flight_ = 0;
   std::vector<Event> events_;
   std::vector<storage::SubgroupIo*> polled_ = std::vector<storage::SubgroupIo*>(kPollBatch);
 
@@ -169,24 +165,15 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
     processor_ = std::make_unique<CpuProcessor>(cpu, on_finished);
   }
   parts_.processor = processor_.get();
-  SI_ASSIGN_OR_RETURN(slot_memory_, allocate_slots(parts_, slots_));
-  spills_.resize(slots_.size());
-
-  if (options.trace != nullptr) {
-    Trace& trace = *options.trace;
-    parts_.read_track = trace.add_track({parts_.name, "read"});
-    parts_.write_track = trace.add_track({parts_.name, "write"});
-    parts_.step_track = trace.add_track({parts_.name, "step", "step"});
-    if (options.links.host == nullptr && options.host_link_place == HostLinkPlace::kAtProcessor) {
-      parts_.up_track = trace.add_track({parts_.name + " host link", "up"});
-      parts_.down_track = trace.add_track({parts_.name + " host link", "down"});
-    }
-  }
+  SI_RETURN_IF_ERROR(allocate_slots(parts_, slots_));
+  weights_.set_slots(slots_.weights);
+  parts_.add_tracks();
   const bool linked = !options.links.store.empty() || options.links.host != nullptr;
   if (linked && info_.kind == "local") info_.kind = "emulated local";
   info_.ring = std::string(store_->ring_name());
-  info_.slots = static_cast<uint32_t>(slots_.size());
-  info_.memory_bytes = slot_memory_->bytes().size();
+  info_.slots = static_cast<uint32_t>(slots_.slots.size());
+  info_.weight_read_slots = options.weight_read_slots;
+  info_.memory_bytes = slots_.memory->bytes().size();
   info_.gradient_memory_bytes = gradients_->memory_bytes();
   info_.gradients_spilled = gradients_->buffer_bytes() > 0;
   info_.updates_as_completed = parts_.updates_as_completed();
@@ -209,7 +196,7 @@ LocalDevice::~LocalDevice() {
         base::LogLevel::kWarning,
         Status(closed).with_context(parts_.name + " is closed without an answer").to_string());
     storage::leak_in_flight(std::move(store_));
-    storage::leak_in_flight(std::move(slot_memory_));
+    storage::leak_in_flight(std::move(slots_.memory));
     storage::leak_in_flight(parts_.cache.take_memory());
   }
 }
@@ -291,23 +278,25 @@ void LocalDevice::run() {
     read_events(polled ? std::chrono::nanoseconds(0) : until_due());
     on_time();
     serve_commands();
-    if (closing_ && nothing_in_flight() && spool_.idle() && !flush_before_closing()) return;
+    const bool done = closing_ && nothing_in_flight() && weights_.answered_all() && spool_.idle();
+    if (done && !flush_before_closing()) return;
     polled = parts_.transfers_in_flight > 0 || spool_.moving();
     if (polled) poll_store(std::min<std::chrono::nanoseconds>(kPollWaitMax, until_due()));
   }
 }
 
 std::chrono::nanoseconds LocalDevice::until_due() const {
-  uint64_t due = std::min(handler_.next_due_ns(), spool_.next_due_ns());
+  uint64_t due = std::min({handler_.next_due_ns(), weights_.next_due_ns(), spool_.next_due_ns()});
   if (!in_transit_.empty()) due = std::min(due, in_transit_.front().due_ns);
   if (due == ~uint64_t{0}) return kIdleWait;
   const uint64_t now = base::now_ns();
   return std::chrono::nanoseconds(due > now ? due - now : 0);
 }
 
+/// But for reads of weights, for which only a commit waits.
 bool LocalDevice::nothing_in_flight() const {
-  return parts_.transfers_in_flight == 0 && in_transit_.empty() && !handler_.running() &&
-         state_access_.idle() && !flush_.running();
+  return parts_.transfers_in_flight == weights_.transfers_in_flight() && in_transit_.empty() &&
+         !handler_.running() && state_access_.idle() && !flush_.running();
 }
 
 void LocalDevice::read_events(std::chrono::nanoseconds wait) {
@@ -317,6 +306,7 @@ void LocalDevice::read_events(std::chrono::nanoseconds wait) {
   }
   if (closed && !closing_) {
     closing_ = true;
+    weights_.cancel(device_closes());
     handler_.cancel();
     prefetch_.stop();
   }
@@ -325,29 +315,47 @@ void LocalDevice::read_events(std::chrono::nanoseconds wait) {
 /// What cannot wait for its turn; the rest when the command is served.
 void LocalDevice::on_event(Command* command) {
   if (SpoolAccess::serves(*command)) return spool_.serve(*command, refusal());
+  if (command->as<ReadWeights>() != nullptr) return read_weights(*command);
   prefetch_.stop();
   // A step that is to be forgotten need not be finished.
   if (command->as<Abort>() != nullptr) handler_.cancel();
-  if (command->as<BeginStep>() != nullptr) handler_.begin_step();
-  if (stops_update(*command)) handler_.stop();
+  if (const auto* begin = command->as<BeginStep>()) {
+    handler_.begin_step();
+    weights_.begin_step(begin->step);
+  }
+  hurry_update(*command);
   commands_.push_back(command);
 }
 
-/// Whether an update as gradients become complete takes up no more subgroups when this has come.
-bool LocalDevice::stops_update(const Command& command) const {
-  const auto* update = command.as<Update>();
-  if (update == nullptr) return command.as<StopUpdate>() != nullptr;
-  // Without every gradient it would not come to its end.
+/// A command behind an update can say that it waits for nothing more.
+void LocalDevice::hurry_update(const Command& behind) {
+  if (behind.as<FinishUpdate>() != nullptr) return handler_.finish_update();
+  if (behind.as<StopUpdate>() != nullptr) return handler_.stop();
+  const auto* update = behind.as<Update>();
+  if (update == nullptr) return;
+  // Without every gradient one as gradients become complete would not come to its end.
   const auto complete = [this](const SubgroupUpdate& entry) {
     const Result<uint32_t> found = parts_.find(entry.subgroup);
     return found.ok() && gradients_->complete(*found);
   };
-  return !update->keep_updated ||
-         !std::all_of(update->updates.begin(), update->updates.end(), complete);
+  const bool goes_on = update->keep_updated && std::ranges::all_of(update->updates, complete);
+  if (!goes_on) handler_.stop();
+}
+
+void LocalDevice::read_weights(Command& command) {
+  if (Status refused = refusal(); !refused.ok()) {
+    return parts_.complete(command, std::move(refused));
+  }
+  const auto* commit = commands_.empty() ? nullptr : commands_.front()->as<Commit>();
+  const bool committing = commit != nullptr && commit->step > store_->state().committed_step;
+  weights_.take(command, step_failure(), committing);
+  handler_.weights_asked_or_read();
 }
 
 void LocalDevice::on_event(const GradientTaken& taken) {
-  if (taken.spill.has_value()) spill(*taken.spill);
+  if (taken.spill.has_value()) {
+    broken_.ok() ? spill_.start(*taken.spill) : gradients_->written(*taken.spill);
+  }
   if (taken.command != nullptr) {
     in_transit_.push_back(taken);
   } else if (taken.completed.has_value()) {
@@ -357,13 +365,15 @@ void LocalDevice::on_event(const GradientTaken& taken) {
 
 void LocalDevice::on_event(Job* job) {
   if (job->slot->state == SlotState::kUpdating) return handler_.on_job(*job);
-  state_access_.on_job(*job);
+  if (job->slot->state != SlotState::kCasting) return state_access_.on_job(*job);
+  weights_.on_job(*job);
+  handler_.weights_asked_or_read();
 }
 
 void LocalDevice::on_transfer(Transfer& transfer) {
   parts_.finished(transfer);
   Slot& slot = *transfer.slot;
-  if (&transfer == &slot.gradient_out) return on_spilled(transfer);
+  if (&transfer == &slot.gradient_out) return spill_.on_transfer(transfer);
   switch (slot.state) {
     case SlotState::kUpdating:
       return handler_.on_transfer(transfer);
@@ -374,9 +384,13 @@ void LocalDevice::on_transfer(Transfer& transfer) {
       return flush_.on_transfer(transfer);
     case SlotState::kPrefetching:
       return prefetch_.on_transfer(transfer);
+    case SlotState::kReadingWeights:
+      weights_.on_transfer(transfer);
+      return handler_.weights_asked_or_read();
     case SlotState::kFree:
     case SlotState::kDecoding:
     case SlotState::kEncoding:
+    case SlotState::kCasting:
       SI_CHECK(false, "a transfer of a slot that had none");
   }
 }
@@ -391,6 +405,7 @@ void LocalDevice::on_time() {
   }
   handler_.on_time(now);
   spool_.on_time(now);
+  weights_.on_time(now);
 }
 
 void LocalDevice::poll_store(std::chrono::nanoseconds wait) {
@@ -404,7 +419,7 @@ void LocalDevice::poll_store(std::chrono::nanoseconds wait) {
 
 /// Why no command is carried out; ok: they are.
 Status LocalDevice::refusal() const {
-  if (closing_) return Status(ErrorCode::kCancelled, "the device is closing");
+  if (closing_) return device_closes();
   if (!broken_.ok()) return broken_;
   return recovered_ ? Status() : out_of_order("the device has not been recovered");
 }
@@ -424,40 +439,43 @@ void LocalDevice::serve_commands() {
 /// False when the command must wait for what is in flight.
 bool LocalDevice::try_serve(Command& command) {
   if (handler_.running() || flush_.running()) return false;
-  const bool reads = command.as<ReadState>() != nullptr;
-  const bool writes = command.as<WriteState>() != nullptr;
+  const auto* write = command.as<WriteState>();
   const bool updates = command.as<Update>() != nullptr;
   const auto* prefetch = command.as<Prefetch>();
-  if (reads && !store_->state().initialized) {
-    parts_.complete(command, out_of_order("there is no committed state to read"));
-    return true;
-  }
-  if ((updates || writes || prefetch != nullptr) && !step_.begun()) {
-    parts_.complete(command, out_of_order("state is updated and written in a step only"));
+  if (Status status = step_.check(command); !status.ok()) {
+    parts_.complete(command, std::move(status));
     return true;
   }
   if (prefetch != nullptr) {
     parts_.complete(command, prefetch_.start(prefetch->subgroups));
     return true;
   }
-  if (reads || writes) return state_access_.try_start(command);
-  if (command.as<StopUpdate>() != nullptr) {  // it has stopped, or none ran
+  if (write != nullptr) {
+    const Result<uint32_t> subgroup = parts_.find(write->subgroup);
+    if (subgroup.ok() && weights_.holds_back(*subgroup)) return false;
+    if (!state_access_.try_start(command)) return false;
+    if (subgroup.ok()) weights_.begin_change(*subgroup);
+    return true;
+  }
+  if (command.as<ReadState>() != nullptr) return state_access_.try_start(command);
+  if (command.as<StopUpdate>() != nullptr || command.as<FinishUpdate>() != nullptr) {
+    // The update has ended, or none ran.
     parts_.complete(command, Status());
     return true;
   }
   if (!nothing_in_flight()) return false;
+  if (command.as<Commit>() != nullptr && !weights_.idle()) return false;
   if (updates) {
     // What ends an update may have come while it waited here.
-    if (!spill_failure_.ok()) {
-      parts_.complete(command, spill_failure_);
-    } else if (waits_behind_first(
-                   [](const Command& behind) { return behind.as<Abort>() != nullptr; })) {
+    if (!spill_.failure().ok()) {
+      weights_.fail_waiting(spill_.failure());
+      parts_.complete(command, spill_.failure());
+    } else if (std::any_of(commands_.begin() + 1, commands_.end(),
+                           [](const Command* behind) { return behind->as<Abort>() != nullptr; })) {
       parts_.complete(command, Status(ErrorCode::kCancelled, "the update was stopped"));
     } else {
       handler_.start(command);
-      if (waits_behind_first([this](const Command& behind) { return stops_update(behind); })) {
-        handler_.stop();
-      }
+      for (size_t behind = 1; behind < commands_.size(); ++behind) hurry_update(*commands_[behind]);
     }
   } else if (command.as<Flush>() != nullptr) {
     if (!step_.lost().ok()) {
@@ -478,7 +496,9 @@ bool LocalDevice::try_serve(Command& command) {
 void LocalDevice::serve_step(Command& command) {
   if (const auto* begin = command.as<BeginStep>()) {
     prefetch_.forget();
-    return parts_.complete(command, step_.begin(begin->step));
+    Status status = step_.begin(begin->step);
+    weights_.begin_step(step_.between_steps() ? 0 : step_.number());
+    return parts_.complete(command, std::move(status));
   }
   const uint64_t begin_ns = base::now_ns();
   Status status;
@@ -498,12 +518,13 @@ void LocalDevice::serve_step(Command& command) {
         {message_name(command.message).data(), parts_.step_track, step, begin_ns, base::now_ns()});
   }
   remember_state();
+  if (step_.between_steps()) weights_.end_step(command.as<Abort>() != nullptr);
   parts_.complete(command, std::move(status));
 }
 
 /// Why the step cannot be prepared, until it is aborted; ok: it can.
 const Status& LocalDevice::step_failure() const {
-  if (!spill_failure_.ok()) return spill_failure_;
+  if (!spill_.failure().ok()) return spill_.failure();
   return handler_.failure().ok() ? state_access_.write_failure() : handler_.failure();
 }
 
@@ -512,7 +533,7 @@ Status LocalDevice::abort(base::StepNumber step) {
   if (step_.between_steps()) {
     handler_.forget_failure();
     state_access_.forget_failure();
-    spill_failure_ = Status();
+    spill_.forget_failure();
   }
   return status;
 }
@@ -536,35 +557,15 @@ bool LocalDevice::flush_before_closing() {
   return false;
 }
 
-void LocalDevice::spill(const GradientMemory::Spill& spill) {
-  if (!broken_.ok()) return gradients_->written(spill);
-  Slot& slot = slots_[spill.buffer];
-  spills_[spill.buffer] = spill;
-  ++spills_in_flight_;
-  parts_.start(slot.gradient_out, Op::kWriteGradient, spill.subgroup, spill.bytes, ~0u);
-}
-
-void LocalDevice::on_spilled(Transfer& transfer) {
-  --spills_in_flight_;
-  const GradientMemory::Spill& spill = spills_[static_cast<size_t>(transfer.slot - slots_.data())];
-  if (transfer.io.status.ok()) {
-    handler_.gradient_completed(spill.subgroup);
-  } else {
-    if (spill_failure_.ok()) spill_failure_ = transfer.io.status;
-    handler_.stop();  // an update would wait for this gradient for ever
-  }
-  gradients_->written(spill);
-}
-
 void LocalDevice::give_up(Status status) {
   broken_ = std::move(status);
   parts_.transfers_in_flight = 0;
-  spills_in_flight_ = 0;
   gradients_->fail(broken_);
   handler_.abandon(broken_);
   state_access_.abandon(broken_);
   flush_.abandon(broken_);
   spool_.abandon(broken_);
+  weights_.abandon(broken_);
   prefetch_.stop();
 }
 

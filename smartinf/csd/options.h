@@ -45,6 +45,9 @@ struct LocalDeviceOptions {
   /// Slots, and their gradient buffers when gradients are spilled.
   uint64_t memory_bytes = plan::kMemoryBudgetBytes;
   uint32_t slots = 0;  // 0: plan::device_slots chooses
+  /// Weights that ReadWeights reads at once, each with memory for a subgroup's master plane, out of
+  /// memory_bytes. 0: ReadWeights is refused.
+  uint32_t weight_read_slots = 0;
 
   /// Gradients that stay in memory; those beyond are spilled to the store's spill area, for which
   /// the layout must have reserved space (gradient_spill_bytes).

@@ -62,10 +62,17 @@ struct EncodeJob {
   const WriteState* write = nullptr;
 };
 
+/// The master plane as weights in the caller's memory (ReadWeights), as an update sends them up.
+struct CastJob {
+  PlaneBlocks planes;
+  void* weights_out = nullptr;  // [count] of type
+  base::DataType type = base::DataType::kBf16;
+};
+
 /// A slot's one job. Not touched by the device between Processor::start() and the call of
 /// on_finished.
 struct Job {
-  std::variant<UpdateJob, DecodeJob, EncodeJob> work;
+  std::variant<UpdateJob, DecodeJob, EncodeJob, CastJob> work;
   Slot* slot = nullptr;  // the one that owns it
   base::Status status;   // after it has finished: the first failure, or ok
 };

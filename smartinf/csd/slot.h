@@ -29,6 +29,10 @@ struct Transfer {
 ///   kFree --Flush--> kFlushing --transfer--> kFree                          StateFlush
 ///   kFree --Prefetch--> kPrefetching --transfer--> kFree                    StatePrefetch
 ///
+/// Slots of another kind, with room for a master plane only:
+///
+///   kFree --ReadWeights--> kReadingWeights --transfer--> kCasting --job--> kFree   WeightsReader
+///
 /// A slot's gradient buffer is not part of this: between updates it is lent to the gradient memory,
 /// whose spills LocalDevice writes.
 enum class SlotState : uint8_t {
@@ -40,6 +44,8 @@ enum class SlotState : uint8_t {
   kWriting,
   kFlushing,
   kPrefetching,
+  kReadingWeights,
+  kCasting,
 };
 
 struct Slot {
@@ -47,7 +53,7 @@ struct Slot {
   std::span<std::byte>
       gradient;  // lent to the gradient memory between updates; empty: none spilled
   SlotState state = SlotState::kFree;
-  Command* command = nullptr;  // ReadState or WriteState being served
+  Command* command = nullptr;  // ReadState, WriteState or ReadWeights being served
   uint32_t subgroup = 0;       // unless it is updating: index in the layout
   /// The subgroup whose committed state has been read into the extent, for the step's update.
   std::optional<uint32_t> prefetched;

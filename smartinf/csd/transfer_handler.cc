@@ -56,6 +56,10 @@ base::Status TransferHandler::check(const Update& update) const {
                         "an update for " + std::to_string(update.scalars.size()) + " of " +
                             std::to_string(groups) + " parameter groups");
   }
+  if (update.as_completed && update.weights_on_demand) {
+    return base::Status(base::ErrorCode::kInvalidArgument,
+                        "an update as gradients become complete cannot wait for readers");
+  }
   if (update.as_completed) SI_RETURN_IF_ERROR(parts_.updates_as_completed());
   const auto kinds = kernels::rule_planes(update.scalars.front().rule);
   if (!std::ranges::equal(kinds, parts_.store->layout().state_planes())) {
@@ -116,14 +120,18 @@ void TransferHandler::make_plan(const Update& update) {
   tasks_left_.assign(entries_.size(), 0);
   for (const Task& task : tasks_) ++tasks_left_[task.subgroup];
   unfinished_ = tasks_.size();
-  if (update.as_completed) {
+  served_.assign(entries_.size(), nullptr);
+  if (update.as_completed || update.weights_on_demand) {
     entry_for_.assign(parts_.store->layout().subgroups.size(), kNone);
-    for (uint32_t i = 0; i < update.updates.size(); ++i) {
-      entry_for_[parts_.index_of.at(update.updates[i].subgroup)] = i;
+    for (const uint32_t entry : entries_) {
+      entry_for_[parts_.index_of.at(update.updates[entry].subgroup)] = entry;
     }
     std::fill(entries_.begin(), entries_.end(), kNone);
     unfinished_ = 0;
-    waiting_ = !entries_.empty();
+    positions_left_ = entries_.size();
+    waiting_ = positions_left_ > 0;
+    next_entry_ = 0;
+    finishing_ = false;
   }
   parked_.clear();
   ready_.clear();
@@ -137,20 +145,50 @@ void TransferHandler::make_plan(const Update& update) {
   }
 }
 
-/// The subgroup whose gradient became complete last takes this position. False: there is none yet.
-/// What is left at the end of backward is then spread over all layers, and not the first ones that
-/// forward waits for.
+/// Chooses the subgroup for a position that has none. False: there is none yet.
 bool TransferHandler::assign(uint32_t position) {
   if (entries_[position] != kNone) return true;
-  while (waiting_ && !completed_.empty()) {
-    entries_[position] = entry_for_[completed_.back()];
+  if (!waiting_) return false;
+  const uint32_t entry = update_->as_completed ? take_completed() : take_demanded();
+  if (entry == kNone) return false;
+  entries_[position] = entry;
+  unfinished_ += tasks_left_[position];
+  waiting_ = --positions_left_ > 0;
+  return true;
+}
+
+/// The one whose gradient became complete last. What is left at the end of backward is then spread
+/// over all layers, and not the first ones that forward waits for.
+uint32_t TransferHandler::take_completed() {
+  uint32_t entry = kNone;
+  while (entry == kNone && !completed_.empty()) {
+    entry = entry_for_[completed_.back()];  // kNone: is not in this update
     completed_.pop_back();
-    if (entries_[position] == kNone) continue;  // is not in this update
-    unfinished_ += tasks_left_[position];
-    waiting_ = std::count(entries_.begin(), entries_.end(), kNone) > 0;
-    return true;
   }
-  return false;
+  return entry;
+}
+
+/// The one that was asked for first, unless one before it, in the update's order, need not be asked
+/// for.
+uint32_t TransferHandler::take_demanded() {
+  const std::vector<SubgroupUpdate>& updates = update_->updates;
+  const auto left = [&](uint32_t entry) {
+    return entry_for_[parts_.index_of.at(updates[entry].subgroup)] == entry;
+  };
+  while (next_entry_ < updates.size() &&
+         !(left(next_entry_) && (finishing_ || updates[next_entry_].weights_out != nullptr))) {
+    ++next_entry_;
+  }
+  uint32_t chosen = next_entry_ < updates.size() ? next_entry_ : kNone;
+  for (const Command* command : weights_.waiting()) {
+    const auto& read = *command->as<ReadWeights>();
+    const uint32_t entry = entry_for_[parts_.index_of.at(read.subgroup)];
+    if (entry == kNone || read.type != update_->weights_type) continue;
+    chosen = std::min(chosen, entry);
+    break;
+  }
+  if (chosen != kNone) entry_for_[parts_.index_of.at(updates[chosen].subgroup)] = kNone;
+  return chosen;
 }
 
 void TransferHandler::go_on() {
@@ -171,6 +209,11 @@ void TransferHandler::go_on() {
   waiting_ = false;
   const base::Status outcome = std::exchange(failure_, base::Status());
   if (last_failure_.ok()) last_failure_ = outcome;
+  for (Command* read : served_) {
+    if (read != nullptr) parts_.complete(*read, outcome);
+  }
+  served_.clear();
+  if (!outcome.ok()) weights_.fail_waiting(outcome);
   parts_.complete(done, outcome);
 }
 
@@ -179,6 +222,8 @@ void TransferHandler::begin(uint32_t index) {
   if (!assign(task.subgroup)) return parked_.push_back(index);
   Slot& slot = parts_.slots[task.slot.value];
   const uint32_t subgroup = subgroup_of(index);
+  const bool changes = task.kind == TaskKind::kReadState || task.kind == TaskKind::kUpdate;
+  if (changes && weights_.holds_back(subgroup)) return parked_.push_back(index);
   // A cached subgroup is read into, updated in and written from memory of its own.
   const bool cached = parts_.cache.holds(subgroup);
   const std::span<std::byte> extent = cached ? parts_.cache.extent(subgroup) : slot.extent;
@@ -234,6 +279,13 @@ void TransferHandler::start_update(uint32_t task, Slot& slot, std::span<std::byt
   job.matrices = parts_.options.matrices;
   job.weights_out = entry.weights_out;
   job.weights_type = update_->weights_type;
+  if (job.weights_out == nullptr && !update_->as_completed) {
+    // Not one that is done again after an early update: its result stays.
+    Command* read = weights_.take_waiting(subgroup, update_->weights_type);
+    served_[tasks_[task].subgroup] = read;
+    if (read != nullptr) job.weights_out = read->as<ReadWeights>()->weights_out;
+  }
+  weights_.begin_change(subgroup);
   job.samples_out = entry.samples_out;
   slot.job.work = job;
   slot.task = task;
@@ -262,30 +314,27 @@ void TransferHandler::finish(uint32_t task) {
 
 void TransferHandler::send_weights(uint32_t task) {
   const SubgroupUpdate& entry = entry_of(task);
-  const bool counted =
-      entry.weights_out != nullptr && parts_.options.host_link_place == HostLinkPlace::kAtProcessor;
-  if (!counted) return weights_ready(task);
-  const uint64_t count = parts_.store->layout().subgroups[subgroup_of(task)].count;
-  uint64_t bytes = count * base::data_type_bytes(update_->weights_type);
+  const bool sent = entry.weights_out != nullptr || served_[tasks_[task].subgroup] != nullptr;
+  if (!sent) return weights_ready(task);
+  const storage::StoredSubgroup& subgroup = parts_.store->layout().subgroups[subgroup_of(task)];
+  uint64_t bytes = subgroup.count * base::data_type_bytes(update_->weights_type);
   if (entry.samples_out != nullptr) {
-    bytes += compress::samples_in(parts_.options.matrices,
-                                  parts_.store->layout().subgroups[subgroup_of(task)].first_element,
-                                  count) *
+    bytes += compress::samples_in(parts_.options.matrices, subgroup.first_element, subgroup.count) *
              sizeof(base::Bf16);
   }
-  parts_.host_traffic.add_up(base::TrafficKind::kWeight, bytes);
   // They left block by block while the update ran.
-  parts_.record_host(LinkDirection::kUp, base::TrafficKind::kWeight, entry.subgroup,
-                     parts_.slots[tasks_[task].slot.value].update_ns, bytes);
-  Link* link = parts_.options.links.host.get();
-  if (link == nullptr) return weights_ready(task);
-  const uint64_t due = link->book(LinkDirection::kUp, base::TrafficKind::kWeight, bytes);
+  const uint64_t due = WeightsReader::send(parts_, entry.subgroup,
+                                           parts_.slots[tasks_[task].slot.value].update_ns, bytes);
+  if (due == 0) return weights_ready(task);
   in_transit_.push_back({due, task});
 }
 
 void TransferHandler::weights_ready(uint32_t task) {
   command_->replies->push(
       {command_, Completion::Event::kWeightsReady, entry_of(task).subgroup, {}});
+  if (Command* read = std::exchange(served_[tasks_[task].subgroup], nullptr); read != nullptr) {
+    parts_.complete(*read, base::Status());
+  }
   finish(task);
 }
 
@@ -332,8 +381,15 @@ void TransferHandler::cancel() {
 }
 
 void TransferHandler::stop() {
-  if (!waiting_) return;
+  if (!running() || !waiting_ || !update_->as_completed) return;
   waiting_ = false;
+  go_on();
+}
+
+void TransferHandler::finish_update() {
+  if (!running() || !update_->weights_on_demand) return;
+  finishing_ = true;
+  next_entry_ = 0;
   go_on();
 }
 

@@ -10,6 +10,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/device_parts.h"
+#include "smartinf/csd/weights_reader.h"
 #include "smartinf/plan/schedule.h"
 
 namespace smartinf::csd {
@@ -17,7 +18,7 @@ namespace smartinf::csd {
 /// Threads: the device's I/O thread.
 class TransferHandler {
  public:
-  explicit TransferHandler(DeviceParts& parts) : parts_(parts) {}
+  TransferHandler(DeviceParts& parts, WeightsReader& weights) : parts_(parts), weights_(weights) {}
 
   /// Forgets which gradients are complete and what was updated.
   void begin_step();
@@ -31,6 +32,10 @@ class TransferHandler {
   void cancel();
   /// An update of subgroups as their gradients become complete takes up no more of them.
   void stop();
+  /// An update on demand takes up what is left without being asked.
+  void finish_update();
+  /// A ReadWeights has come or is done: what waits for that may begin.
+  void weights_asked_or_read() { go_on(); }
   /// Why an update of the step failed: it cannot be prepared. Ok again after forget_failure().
   const base::Status& failure() const { return last_failure_; }
   void forget_failure() { last_failure_ = base::Status(); }
@@ -56,6 +61,8 @@ class TransferHandler {
   base::Status check(const Update& update) const;
   void make_plan(const Update& update);
   bool assign(uint32_t position);
+  uint32_t take_completed();
+  uint32_t take_demanded();
   void begin(uint32_t task);
   void finish(uint32_t task);
   void go_on();
@@ -69,6 +76,7 @@ class TransferHandler {
   base::Status begin_in_cache(uint32_t subgroup);
 
   DeviceParts& parts_;
+  WeightsReader& weights_;
   Command* command_ = nullptr;
   const Update* update_ = nullptr;  // its message
   base::Status failure_;            // of the update that runs
@@ -81,15 +89,19 @@ class TransferHandler {
   // Of the step, by subgroup of the layout.
   std::vector<uint32_t> completed_;  // whose gradients have become complete and that are not taken
   std::vector<uint8_t> updated_;     // its state is written
-  // Of an update as gradients become complete.
+  // Of an update as gradients become complete, or on demand.
   bool waiting_ = false;             // there may be more to take up
+  size_t positions_left_ = 0;        // without a subgroup
   std::vector<uint32_t> entry_for_;  // by subgroup of the layout: in update_->updates, or kNone
+  uint32_t next_entry_ = 0;          // on demand: the first that may not be taken up yet
+  bool finishing_ = false;           // on demand no more
   std::vector<uint32_t> parked_;     // tasks whose position has no subgroup yet
 
   // The schedule's subgroups are positions in the order in which they are taken up.
   static constexpr uint32_t kNone = ~0u;
   std::vector<uint32_t> entries_;     // by position: in update_->updates; kNone: not taken up yet
   std::vector<uint32_t> tasks_left_;  // by position
+  std::vector<Command*> served_;      // by position: the ReadWeights that it makes weights for
 
   // Kept from step to step, so that their memory is allocated once.
   std::vector<plan::Task> tasks_;

@@ -120,7 +120,7 @@ def peak(model, way, device, folder):
             "train.steps": STEPS, "train.sample_tokens": 0,
             "train.micro_batch": way.get("batch", BATCH), "train.accumulation": way.get("accumulation", 1),
             "train.precision": way.get("precision", "bf16"), "train.accelerator": "cpu",
-            "train.checkpoint_activations": str(way.get("checkpoints", False)).lower(),
+            "memory.activations": "recompute" if way.get("checkpoints") else "keep",
             "optimizer.where": way.get("where", "device")}
     if way.get("spill"):
         keys["engine.gradient_budget"] = 0

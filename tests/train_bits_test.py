@@ -31,7 +31,7 @@ class SameBits(TrainCase):
     def test_checkpointed_activations_change_nothing(self):
         recipe = self.recipe(steps=10)
         self.train(recipe, "kept")
-        self.train(recipe, "recomputed", "--train.checkpoint_activations", "true")
+        self.train(recipe, "recomputed", "--memory.activations", "recompute")
         self.assertEqual(self.losses("kept"), self.losses("recomputed"))
 
 
@@ -41,7 +41,7 @@ class Overlap(TrainCase):
         variants = {
             "q8": ["--optimizer.format", "q8", "--train.clip_norm", "0"],
             "bf16": ["--optimizer.format", "bf16", "--train.clip_norm", "0.5",
-                     "--train.checkpoint_activations", "true"],
+                     "--memory.activations", "recompute"],
             "compressed": ["--compress.density", "0.3", "--train.validate_every", "5"],
         }
         for run, flags in variants.items():
@@ -62,7 +62,7 @@ class Overlap(TrainCase):
         norms = None
         for run, flags in {
             "f32": ["--optimizer.format", "f32"],
-            "bf16": ["--optimizer.format", "bf16", "--train.checkpoint_activations", "true",
+            "bf16": ["--optimizer.format", "bf16", "--memory.activations", "recompute",
                      "--train.accumulation", "2", "--engine.subgroup_elements", "65536"],
         }.items():
             with self.subTest(run):

@@ -49,7 +49,7 @@ constexpr std::array kFlags{
          "Bytes of compressed gradients over bytes in f32, in (0, 1], for su+o+c [0.02]"},
     Flag{"recompute", "true|false",
          "Whether backward computes activations again instead of keeping them "
-         "(train.checkpoint_activations) [true]"},
+         "(memory.activations) [true]"},
     Flag{"optimizer", "NAME", "Update rule: adamw, adam, sgd, adagrad or lion [adamw]"},
     Flag{"state-format", "NAME", "Format of momentum and variance: f32, bf16 or q8 [f32]"},
     Flag{"subgroup", "N", "Elements of a subgroup [the machine file's]"},

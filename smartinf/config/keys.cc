@@ -41,7 +41,7 @@ constexpr std::array kSections{
     Section{"optimizer", "The update rule, and where it runs."},
     Section{"compress", "Compression of gradients before the host link (docs/smartcomp.md)."},
     Section{"engine", "How the state is moved and stored (docs/devices.md)."},
-    Section{"memory", "Use of additional host memory (docs/devices.md)."},
+    Section{"memory", "What stays in memory, and how much of it may be used (docs/memory.md)."},
     Section{"device",
             "Where the state is stored: one [[device]] table for each drive. "
             "Without any, the state is stored in the run's folder."},
@@ -89,9 +89,6 @@ constexpr auto kKeys = std::to_array<Key>({
            "steps between two printed lines; the run's log.jsonl has every step"),
     SI_KEY("train.micro_batch", &r.options.train.micro_batch, "sequences in one forward"),
     SI_KEY("train.accumulation", &r.options.train.accumulation, "micro batches in one step"),
-    SI_KEY("train.checkpoint_activations", &r.options.train.checkpoint_activations,
-           "whether only each layer's input is kept and the rest is computed again in backward: "
-           "less memory, more time"),
     SI_KEY("train.lr", &r.options.train.lr, "highest learning rate, after the warm-up"),
     SI_KEY("train.lr_floor", &r.options.train.lr_floor,
            "share of lr that the cosine decay ends at"),
@@ -213,6 +210,17 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("engine.host_link_latency_us", &r.updater.host_link.latency_us,
            "emulation: microseconds added to every transfer"),
 
+    SI_KEY("memory.host", ByteCount{&r.options.memory.host_bytes},
+           "size that the process may have in the host's memory, with torch and all; weights, "
+           "gradients and activations that do not fit are stored on the devices and pass through. "
+           "0: what is free at the start"),
+    SI_KEY("memory.accelerator", ByteCount{&r.options.memory.accelerator_bytes},
+           "size that may be used of a GPU's memory; 0: what is free at the start"),
+    SI_KEY("memory.activations", choice(r.options.memory.activations),
+           "activations between forward and backward: \"keep\": all that backward needs stay in "
+           "memory; \"recompute\": only the input of each group of layers stays, and backward "
+           "computes the rest again; \"offload\": these inputs are stored on the devices; "
+           "\"auto\": the first of these for which there is memory"),
     SI_KEY("memory.state_cache", ByteCount{&r.updater.state_cache_bytes},
            "size of the part of the state that is kept in host memory as well, and is not read "
            "from the drives again. Every step still writes it; with engine.durability = \"none\" "

@@ -39,6 +39,8 @@ const Key* find_key(std::string_view name) {
 
 /// Keys that there were, and what to write in their place.
 constexpr std::pair<std::string_view, std::string_view> kFormerKeys[] = {
+    {"train.checkpoint_activations",
+     "it is memory.activations now: true is \"recompute\", false is \"keep\""},
     {"compress.codec", "compress.density sends the largest elements"},
     {"compress.ratio",
      "it is compress.density now, the share of the elements: ratio = 0.02 sent signs of 8 %, "

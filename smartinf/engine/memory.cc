@@ -1,7 +1,13 @@
 #include "smartinf/engine/memory.h"
 
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
 #include <unistd.h>
 
+#include "smartinf/base/units.h"
 #include "smartinf/plan/memory_plan.h"
 
 namespace smartinf::engine {
@@ -21,6 +27,42 @@ uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_
 uint64_t host_memory_bytes() {
   return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
          static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+uint64_t resident_memory_bytes() {
+  uint64_t all = 0;
+  uint64_t resident = 0;
+  std::ifstream("/proc/self/statm") >> all >> resident;
+  return resident * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+uint64_t available_memory_bytes() {
+  uint64_t available = host_memory_bytes();
+  std::ifstream meminfo("/proc/meminfo");
+  for (std::string name; meminfo >> name;) {
+    if (name != "MemAvailable:") {
+      std::getline(meminfo, name);
+      continue;
+    }
+    uint64_t kib = 0;
+    if (meminfo >> kib) available = kib * base::kKiB;
+    break;
+  }
+  // Of a unified hierarchy (cgroup v2): "0::/path". A group without a limit says "max".
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    if (!line.starts_with("0::")) continue;
+    std::filesystem::path folder = "/sys/fs/cgroup" + line.substr(3);
+    for (; folder != "/sys/fs/cgroup" && folder.has_relative_path();
+         folder = folder.parent_path()) {
+      uint64_t limit = 0;
+      uint64_t used = 0;
+      if (!(std::ifstream(folder / "memory.max") >> limit)) continue;
+      if (!(std::ifstream(folder / "memory.current") >> used)) continue;
+      available = std::min(available, limit - std::min(limit, used));
+    }
+  }
+  return available;
 }
 
 }  // namespace smartinf::engine

@@ -19,5 +19,9 @@ uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_
 
 /// Memory of this machine in all.
 uint64_t host_memory_bytes();
+/// What a process can still take: of the machine, and of the control group that it is in.
+uint64_t available_memory_bytes();
+/// What this process has in memory now.
+uint64_t resident_memory_bytes();
 
 }  // namespace smartinf::engine

@@ -1,6 +1,8 @@
 #include "smartinf/plan/training_memory.h"
 
 #include <algorithm>
+#include <span>
+#include <string>
 
 #include "smartinf/base/units.h"
 
@@ -29,13 +31,75 @@ uint64_t total(const std::vector<MemoryPart>& parts) {
   return bytes;
 }
 
+/// In backward: the logarithms of the chances, and gradients of them and of the logits, in f32.
+uint64_t logits_bytes(const TrainingMemoryInput& input) {
+  const TrainingModel& model = input.model;
+  const bool in_parts = input.program == TrainingProgram::kTrain;
+  const uint64_t rows =
+      in_parts ? std::min(model.tokens, head_rows(model.vocabulary)) : model.tokens;
+  return rows * model.vocabulary * 3 * 4;
+}
+
+/// Gradients between a layer's feed-forward products.
+uint64_t feed_forward_bytes(const TrainingMemoryInput& input) {
+  const TrainingModel& model = input.model;
+  return model.tokens * input.value_bytes * (model.gated ? 6 : 4) * model.mlp_width;
+}
+
+/// Of a unit and a micro batch.
+uint64_t input_bytes(const TrainingMemoryInput& input) {
+  return input.value_bytes * input.model.tokens * input.model.width;
+}
+
+uint64_t inputs_of(const TrainingMemoryInput& input) {
+  return (input.units.size() - 1) * input.accumulation;
+}
+
+uint64_t largest_of(std::span<const Unit> units) {
+  uint64_t elements = 0;
+  for (const Unit& unit : units) elements = std::max(elements, unit.count);
+  return elements;
+}
+
+uint64_t end_of(std::span<const Unit> units, uint32_t count) {
+  return count == 0 ? 0 : units[count - 1].end();
+}
+
+bool all_stay(const TrainingMemoryInput& input) {
+  return input.units.empty() || (input.gpu ? input.placement.on_accelerator
+                                           : input.placement.in_memory) == input.units.size();
+}
+
+/// Where each unit does all micro batches before the next one: gradients of one unit at a time.
+Phase peak_of_stream(const TrainingMemoryInput& input) {
+  const TrainingModel& model = input.model;
+  const uint64_t saved = layer_saved_bytes(model, input.program, input.value_bytes);
+  const uint64_t boundary = input.accumulation * input_bytes(input);  // gradients between units
+  const uint64_t kept = input.inputs_in_memory * input_bytes(input) + boundary;
+  uint64_t layers = 0;
+  uint64_t elements = 0;
+  for (const Unit& unit : input.units) {
+    layers = std::max<uint64_t>(layers, unit.layers);
+    if (unit.layers > 0) elements = std::max(elements, unit.count);
+  }
+  // A sum over micro batches in f32, and what is added to it.
+  const uint64_t each = input.value_bytes + (input.accumulation > 1 ? 4 : 0);
+  const uint64_t head = model.vocabulary * model.width;
+  const uint64_t tied = model.tied ? head * (input.accumulation > 1 ? 4 : input.value_bytes) : 0;
+  const bool parts = model.tokens > head_rows(model.vocabulary);
+  const Phase loss{kept, head * (parts ? 4 + input.value_bytes : each), logits_bytes(input)};
+  const Phase layer{kept + layers * saved + feed_forward_bytes(input), tied + elements * each, 0};
+  const Phase embedding{kept, tied + head * each, 0};
+  return std::max({loss, layer, embedding},
+                  [](const Phase& a, const Phase& b) { return a.total() < b.total(); });
+}
+
 Phase peak_of_backward(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
   const uint64_t value_bytes = input.value_bytes;
   const bool released = input.program == TrainingProgram::kPython && input.release_gradients;
   const uint64_t saved = layer_saved_bytes(model, input.program, input.value_bytes);
-  // Gradients between a layer's feed-forward products.
-  const uint64_t backward = model.tokens * value_bytes * (model.gated ? 6 : 4) * model.mlp_width;
+  const uint64_t backward = feed_forward_bytes(input);
   const uint64_t inputs = model.layers * value_bytes * model.tokens * model.width;
   const uint64_t kept = input.recompute ? inputs : model.layers * saved;
   const uint64_t all = value_bytes * model.parameters;
@@ -47,9 +111,8 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
       input.program == TrainingProgram::kPython && input.accumulation > 1 && !released;
   const uint64_t before = sums_are_gradients ? all : 0;
 
-  // Backward begins: the logarithms of the chances, and gradients of them and of the logits, in
-  // f32. What the logarithms were made of is gone.
-  const Phase loss{kept, before, model.tokens * model.vocabulary * 3 * 4};
+  // Backward begins; what the logarithms were made of is gone.
+  const Phase loss{kept, before, logits_bytes(input)};
   // Then the last layer's, with its values computed once more where they were not kept, and the
   // head's gradient; ...
   const uint64_t again = input.recompute ? saved : 0;
@@ -64,6 +127,12 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
 }
 
 }  // namespace
+
+uint64_t head_rows(uint64_t vocabulary) {
+  constexpr uint64_t kLogits = uint64_t{1} << 24;
+  constexpr uint64_t kRowsMin = 16;
+  return std::max(kRowsMin, kLogits / std::max<uint64_t>(1, vocabulary));
+}
 
 uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
                            uint32_t value_bytes) {
@@ -87,26 +156,40 @@ uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
 TrainingMemory training_memory(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
   const bool python = input.program == TrainingProgram::kPython;
-  const uint64_t weights = input.value_bytes * model.parameters;
-  const Phase phase = peak_of_backward(input);
+  const bool stay = all_stay(input);
+  const uint64_t value_bytes = input.value_bytes;
+  const uint64_t weights = value_bytes * model.parameters;
+  const uint64_t largest = value_bytes * model.largest_parameter;
+  const uint64_t slot = value_bytes * largest_of(input.units);
+  const uint64_t host_slots =
+      stay ? 0 : input.placement.host_slots * (slot + input.slot_padding_bytes);
+  const uint64_t in_host =
+      stay ? weights : value_bytes * end_of(input.units, input.placement.in_memory);
+  const Phase phase = stay ? peak_of_backward(input) : peak_of_stream(input);
   const bool accumulates = input.accumulation > 1;
-  std::vector<MemoryPart> computing{{"weights", weights},
+  std::vector<MemoryPart> computing{{"weights", in_host},
                                     {"gradients", phase.gradients},
                                     {"activations", phase.activations},
                                     {"logits and their gradients", phase.logits}};
-  if (!python && accumulates) {
+  if (!python && accumulates && stay) {
     computing.push_back({"sums of gradients in f32", 4 * model.parameters});
   }
   TrainingMemory memory;
   if (input.gpu) {
+    if (!stay) {
+      computing[0].bytes = value_bytes * end_of(input.units, input.placement.on_accelerator);
+      computing.push_back({"slots of units", input.placement.accelerator_slots * slot});
+    }
     memory.accelerator = std::move(computing);
     memory.accelerator.push_back({"CUDA itself (assumed)", kCudaBytes});
     // New weights arrive in a flat buffer; gradients leave one by one.
-    memory.host.push_back({"weights", weights});
-    memory.host.push_back({"a gradient on its way", input.value_bytes * model.largest_parameter});
+    memory.host.push_back({"weights", in_host});
+    memory.host.push_back({"a gradient on its way", largest});
   } else {
     memory.host = std::move(computing);
+    if (!stay) memory.host.push_back({"a gradient on its way", largest});
   }
+  if (host_slots > 0) memory.host.push_back({"slots of units from the devices", host_slots});
   memory.host.push_back({"optimizer: buffers and gradients", input.optimizer_bytes});
   if (python && input.release_gradients && accumulates) {
     memory.host.push_back({"sums of released gradients in f32", 4 * model.parameters});
@@ -116,6 +199,134 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
       std::max(total(memory.host), input.process_bytes + kTuningBytes - kLoadedLaterBytes);
   memory.accelerator_bytes = total(memory.accelerator);
   return memory;
+}
+
+namespace {
+
+/// Slots with one unit held (with a tied head two), one that is being read, and one more, so that
+/// reading does not wait for the unit that is in use.
+constexpr uint32_t kHostSlots = 3;
+constexpr uint32_t kAcceleratorSlots = 2;
+/// Unit inputs in memory at least: one in use, one being made, and some on their way.
+constexpr uint64_t kInputsMin = 6;
+/// Gradients in memory at least, beside the buffers through which the others are spilled.
+constexpr uint64_t kGradientsMin = 16 * base::kMiB;
+
+base::Status does_not_fit(const TrainingMemory& memory, const TrainingPlanInput& input) {
+  std::string parts;
+  const bool accelerator = memory.accelerator_bytes > input.accelerator_limit_bytes;
+  const uint64_t limit = accelerator ? input.accelerator_limit_bytes : input.host_limit_bytes;
+  for (const MemoryPart& part : accelerator ? memory.accelerator : memory.host) {
+    if (part.bytes == 0) continue;
+    parts +=
+        std::string(parts.empty() ? "" : ", ") + part.name + " " + base::format_bytes(part.bytes);
+  }
+  const uint64_t needed = accelerator ? memory.accelerator_bytes : memory.host_bytes;
+  return base::Status(
+      base::ErrorCode::kOutOfMemory,
+      std::string("training needs ") + base::format_bytes(needed) + " of " +
+          (accelerator ? "the accelerator's" : "the host's") + " memory at least, and " +
+          base::format_bytes(limit) + " may be used: " + parts,
+      std::string("Allow more with ") + (accelerator ? "memory.accelerator" : "memory.host") +
+          ", or make train.micro_batch, data.sequence" +
+          (accelerator ? "" : ", engine.memory_budget") + " or the model smaller");
+}
+
+/// Everything stays where the model computes.
+TrainingPlan stay_plan(const TrainingPlanInput& input, bool recompute) {
+  TrainingPlan plan;
+  TrainingMemoryInput memory = input.memory;
+  memory.units.clear();
+  memory.recompute = plan.recompute = recompute;
+  plan.gradient_memory_bytes = std::min(input.gradient_bytes, input.gradient_limit_bytes);
+  memory.optimizer_bytes += plan.gradient_memory_bytes;
+  const auto all = static_cast<uint32_t>(input.memory.units.size());
+  plan.placement = {all, all, 0, 0};
+  plan.memory = training_memory(memory);
+  return plan;
+}
+
+bool fits(const TrainingMemory& memory, const TrainingPlanInput& input) {
+  return memory.host_bytes <= input.host_limit_bytes &&
+         memory.accelerator_bytes <= input.accelerator_limit_bytes;
+}
+
+class StreamPlan {
+ public:
+  explicit StreamPlan(const TrainingPlanInput& input) : input_(input), memory_(input.memory) {
+    memory_.recompute = true;
+    memory_.placement = {0, 0, kHostSlots, kAcceleratorSlots};
+    inputs_ = inputs_of(memory_);
+    memory_.inputs_in_memory = std::min(inputs_, kInputsMin);
+    gradients_ = std::min({input.gradient_bytes, input.gradient_limit_bytes, kGradientsMin});
+  }
+
+  TrainingMemory memory() const {
+    TrainingMemoryInput memory = memory_;
+    memory.optimizer_bytes += gradients_;
+    return training_memory(memory);
+  }
+
+  TrainingPlan make() {
+    if (input_.activations != Activations::kOffload) {
+      grow(memory_.inputs_in_memory, inputs_);
+    }
+    grow(gradients_, std::min(input_.gradient_bytes, input_.gradient_limit_bytes));
+    const auto units = static_cast<uint32_t>(memory_.units.size());
+    grow(memory_.placement.in_memory, units);
+    if (memory_.gpu) grow(memory_.placement.on_accelerator, units);
+    TrainingPlan plan;
+    plan.placement = memory_.placement;
+    plan.recompute = true;
+    plan.streams = true;
+    plan.gradient_memory_bytes = gradients_;
+    plan.inputs_in_memory = memory_.inputs_in_memory;
+    plan.inputs_spooled = inputs_ - memory_.inputs_in_memory;
+    plan.input_bytes = input_bytes(memory_);
+    plan.memory = memory();
+    return plan;
+  }
+
+ private:
+  /// The largest value up to `most` that fits.
+  template <typename Value>
+  void grow(Value& value, Value most) {
+    Value fits_still = value;
+    Value too_much = most + 1;
+    while (too_much - fits_still > 1) {
+      value = fits_still + (too_much - fits_still) / 2;
+      (fits(memory(), input_) ? fits_still : too_much) = value;
+    }
+    value = fits_still;
+  }
+
+  const TrainingPlanInput& input_;
+  TrainingMemoryInput memory_;
+  uint64_t inputs_ = 0;
+  uint64_t gradients_ = 0;
+};
+
+}  // namespace
+
+base::Result<TrainingPlan> plan_training(const TrainingPlanInput& input) {
+  const bool may_keep =
+      input.activations == Activations::kAuto || input.activations == Activations::kKeep;
+  if (may_keep) {
+    TrainingPlan keep = stay_plan(input, false);
+    if (fits(keep.memory, input)) return keep;
+    if (input.activations == Activations::kKeep) return does_not_fit(keep.memory, input);
+  }
+  if (input.activations != Activations::kOffload || !input.streams.ok()) {
+    TrainingPlan recompute = stay_plan(input, true);
+    if (fits(recompute.memory, input)) return recompute;
+    if (!input.streams.ok()) {
+      return base::Status(does_not_fit(recompute.memory, input)).with_context(input.streams.what());
+    }
+  }
+  StreamPlan stream(input);
+  const TrainingMemory least = stream.memory();
+  if (!fits(least, input)) return does_not_fit(least, input);
+  return stream.make();
 }
 
 }  // namespace smartinf::plan

@@ -1,11 +1,17 @@
 // What a training step holds in memory at its peak, on the accelerator and in the host's memory,
-// for `smartinf train` and for the Python package. Neither streams weights yet: all of them are
-// where the model computes. docs/simulator.md says how these numbers were held against measured
-// peaks.
+// for `smartinf train` and for the Python package, and what of a model stays there: the same
+// functions for the trainer and for `smartinf plan`. docs/simulator.md says how these numbers were
+// held against measured peaks.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <string_view>
 #include <vector>
+
+#include "smartinf/base/enum_names.h"
+#include "smartinf/base/status.h"
+#include "smartinf/plan/unit.h"
 
 namespace smartinf::plan {
 
@@ -30,17 +36,40 @@ enum class TrainingProgram : uint8_t {
   kPython,  // the Python package, with a model of transformers under its Trainer
 };
 
+/// What stays of a forward until backward. kAuto: the first of the others for which there is
+/// memory.
+enum class Activations : uint8_t {
+  kAuto,
+  kKeep,       // all that backward needs
+  kRecompute,  // each unit's input; backward computes the rest again
+  kOffload,    // the same, with inputs stored on the devices
+};
+inline constexpr std::array<std::string_view, 4> kActivationsNames{"auto", "keep", "recompute",
+                                                                   "offload"};
+constexpr base::EnumNames enum_names(Activations) { return kActivationsNames; }
+
+/// Rows of [tokens, vocabulary] whose logits `smartinf train` makes at once: f32 logits of 64 MiB.
+/// It follows from shapes alone, so that bits do not depend on memory.
+uint64_t head_rows(uint64_t vocabulary);
+
 struct TrainingMemoryInput {
   TrainingModel model;
   TrainingProgram program = TrainingProgram::kTrain;
   bool gpu = false;          // the model computes on a GPU; else everything is host memory
   uint32_t value_bytes = 2;  // of weights, activations and gradients
-  bool recompute = true;     // activations: only each layer's input is kept
+  bool recompute = true;     // activations: only each unit's input is kept
   uint32_t accumulation = 1;
   bool release_gradients = false;  // kPython: each gradient leaves once it is complete
   uint64_t optimizer_bytes = 0;    // the engine's buffers and gradients; with
                                    // optimizer.where = "memory" torch's own state
   uint64_t process_bytes = 0;      // resident before there is a model
+
+  /// kTrain where not all units stay where the model computes: each unit does all micro batches
+  /// before the next one. Empty: all stay.
+  std::vector<Unit> units;
+  UnitPlacement placement;
+  uint64_t inputs_in_memory = 0;    // of units and micro batches; the others are on the devices
+  uint64_t slot_padding_bytes = 0;  // what a slot is longer than the largest unit's weights
 };
 
 struct MemoryPart {
@@ -61,5 +90,34 @@ uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
 
 /// The peak of a step. Pure.
 TrainingMemory training_memory(const TrainingMemoryInput& input);
+
+struct TrainingPlanInput {
+  /// recompute, placement and inputs_in_memory are chosen; units is the model's; optimizer_bytes is
+  /// without gradients.
+  TrainingMemoryInput memory;
+  Activations activations = Activations::kAuto;
+  uint64_t host_limit_bytes = ~uint64_t{0};
+  uint64_t accelerator_limit_bytes = ~uint64_t{0};
+  uint64_t gradient_bytes = 0;                   // of all gradients, on the way to their update
+  uint64_t gradient_limit_bytes = ~uint64_t{0};  // of them in memory: engine.gradient_budget
+  /// Why weights and activations cannot come from the devices; ok: they can.
+  base::Status streams;
+};
+
+struct TrainingPlan {
+  UnitPlacement placement;
+  bool recompute = false;
+  bool streams = false;                // some units do not stay where the model computes
+  uint64_t gradient_memory_bytes = 0;  // gradients beyond this are spilled
+  uint64_t inputs_in_memory = 0;       // of units and micro batches, where recompute
+  uint64_t inputs_spooled = 0;         // the others: on the devices
+  uint64_t input_bytes = 0;            // of each
+  TrainingMemory memory;
+};
+
+/// Keeps in memory what fits: everything if it can; else first the inputs of units, then gradients,
+/// then the weights of the first units. Pure. Errors: kOutOfMemory with what the smallest plan
+/// needs, part by part, and what was allowed.
+base::Result<TrainingPlan> plan_training(const TrainingPlanInput& input);
 
 }  // namespace smartinf::plan

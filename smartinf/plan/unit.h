@@ -17,4 +17,14 @@ struct Unit {
   uint64_t end() const { return first + count; }
 };
 
+/// Where the weights of units stay between uses: the first ones on the accelerator, those behind
+/// them in the host's memory, the rest on the devices. Without an accelerator the model computes in
+/// the host's memory, and the first two are one.
+struct UnitPlacement {
+  uint32_t on_accelerator = 0;     // units
+  uint32_t in_memory = 0;          // units, with those on the accelerator
+  uint32_t host_slots = 0;         // for units that come from the devices, each of the largest
+  uint32_t accelerator_slots = 0;  // for units that are not on the accelerator
+};
+
 }  // namespace smartinf::plan

@@ -15,7 +15,7 @@ namespace smartinf::sim {
 struct TrainingUse {
   plan::TrainingProgram program = plan::TrainingProgram::kTrain;
   bool release_gradients = false;  // the Python package only
-  bool recompute = true;           // activations: train.checkpoint_activations
+  bool recompute = true;           // activations: memory.activations
   bool in_memory = false;          // optimizer.where = "memory": torch's own AdamW
 };
 /// "smartinf train", "Python, release_gradients=True".

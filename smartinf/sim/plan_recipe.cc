@@ -46,9 +46,9 @@ Result<std::string> plan_recipe(const Plan& plan) {
   text += fmt::format(
       "[data]\npaths = [\"tokens.bin\"]\nsequence = {}\n\n"
       "[train]\nprecision = \"{}\"\nmicro_batch = {}\naccumulation = {}\n"
-      "checkpoint_activations = {}\n\n",
+      "\n[memory]\nactivations = \"{}\"\n\n",
       model.sequence, best.options.value_bytes == 4 ? "f32" : "bf16", model.batch,
-      best.options.accumulation, plan.use.recompute);
+      best.options.accumulation, plan.use.recompute ? "recompute" : "keep");
   text += fmt::format("[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\n",
                       best.options.method == Method::kBaseline ? "host" : "device",
                       kernels::update_rule_name(best.options.rule),

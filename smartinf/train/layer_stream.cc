@@ -1,6 +1,14 @@
 #include "smartinf/train/layer_stream.h"
 
+#include <algorithm>
+#include <utility>
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "smartinf/base/check.h"
 #include "smartinf/base/clock.h"
+#include "smartinf/base/units.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/status_error.h"
 
@@ -10,51 +18,228 @@ using base::Status;
 using torch::Tensor;
 
 LayerStream::LayerStream(engine::Updater& updater, const Model& model, torch::Device accelerator,
-                         base::DataType type)
-    : updater_(updater), model_(model), elements_(model.units().back().end()), type_(type) {
-  host_N_ = torch::empty({static_cast<int64_t>(elements_)},
-                         torch::dtype(scalar_type(type)).pinned_memory(!accelerator.is_cpu()));
-  accelerator_N_ = accelerator.is_cpu() ? host_N_ : torch::empty_like(host_N_, accelerator);
-  for (size_t unit = 0; unit < model.units().size(); ++unit) {
-    const plan::Unit& span = model.units()[unit];
-    weights_.push_back(
-        model.weights_of(unit, accelerator_N_.narrow(0, static_cast<int64_t>(span.first),
-                                                     static_cast<int64_t>(span.count))));
+                         base::DataType type, const plan::UnitPlacement& placement)
+    : updater_(updater),
+      model_(model),
+      accelerator_(accelerator),
+      type_(type),
+      placement_(placement),
+      weights_(model.units().size()) {
+  const std::span<const plan::Unit> units = model.units();
+  const bool beside = !accelerator.is_cpu();
+  const auto host = torch::dtype(scalar_type(type)).pinned_memory(beside);
+  const auto elements = [](uint64_t count) { return static_cast<int64_t>(count); };
+  const auto end_of = [&](uint32_t unit_count) {
+    return unit_count == 0 ? 0 : units[unit_count - 1].end();
+  };
+  const bool streams = placement.in_memory < units.size();
+  host_elements_ = end_of(placement.in_memory);
+  if (streams && host_elements_ > 0) {
+    const plan::Subgroup last = updater.subgroup_at(host_elements_ - 1);
+    host_elements_ = last.first + last.count;
   }
+  host_N_ = torch::empty({elements(host_elements_)}, host);
+  resident_elements_ = end_of(beside ? placement.on_accelerator : placement.in_memory);
+  accelerator_N_ = beside ? torch::empty({elements(resident_elements_)},
+                                         host.pinned_memory(false).device(accelerator))
+                          : host_N_;
+  for (size_t unit = 0; unit < units.size() && units[unit].end() <= resident_elements_; ++unit) {
+    weights_[unit] = model.weights_of(unit, part(accelerator_N_, units[unit]));
+  }
+  if (streams) {
+    const uint64_t slot_bytes =
+        base::round_up(engine::window_slot_bytes(updater, units.subspan(placement.in_memory), type),
+                       base::kIoAlignment);
+    const uint64_t slot_elements = slot_bytes / base::data_type_bytes(type);
+    slots_N_ = torch::empty({elements(slot_elements * placement.host_slots)}, host);
+    engine::LayerWindow::Options window;
+    window.units.assign(units.begin(), units.end());
+    window.type = type;
+    auto* memory = static_cast<std::byte*>(slots_N_.data_ptr());
+    for (uint32_t i = 0; i < placement.host_slots; ++i) {
+      window.slots.emplace_back(memory + i * slot_bytes, slot_bytes);
+    }
+    window.resident = {static_cast<const std::byte*>(host_N_.const_data_ptr()), host_N_.nbytes()};
+    window_ = std::make_unique<engine::LayerWindow>(updater, std::move(window));
+  }
+  if (beside && resident_elements_ < units.back().end()) {
+    uint64_t largest = 0;
+    for (size_t unit = placement.on_accelerator; unit < units.size(); ++unit) {
+      largest = std::max(largest, units[unit].count);
+    }
+    const c10::impl::VirtualGuardImpl device(accelerator.type());
+    copies_ = device.getStreamFromGlobalPool(accelerator);
+    for (uint32_t i = 0; i < placement.accelerator_slots; ++i) {
+      accelerator_slots_.push_back({torch::empty({elements(largest)}, accelerator_N_.options()),
+                                    std::nullopt, false, false, c10::Event(accelerator.type()),
+                                    c10::Event(accelerator.type())});
+    }
+  }
+}
+
+LayerStream::~LayerStream() {
+  for (AcceleratorSlot& slot : accelerator_slots_) slot.copied.synchronize();
+}
+
+Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const {
+  return weights_N.narrow(0, static_cast<int64_t>(unit.first), static_cast<int64_t>(unit.count));
 }
 
 Status LayerStream::load() {
   SI_RETURN_IF_ERROR(
       updater_.load_weights(type_, [this](uint64_t first) { return weights_at(first); }));
-  arrived_ = elements_;
-  if (!accelerator_N_.is_same(host_N_)) accelerator_N_.copy_(host_N_);
-  return Status();
+  updated();
+  host_arrived_ = host_elements_;
+  return arrive(resident_elements_);
 }
 
 void* LayerStream::weights_at(uint64_t element) const {
+  if (element >= host_elements_) return nullptr;
   return static_cast<std::byte*>(host_N_.data_ptr()) + element * base::data_type_bytes(type_);
 }
 
+void LayerStream::updated() {
+  host_arrived_ = arrived_ = 0;
+  for (AcceleratorSlot& slot : accelerator_slots_) {
+    finish_copy(slot);
+    slot.unit.reset();
+  }
+  if (window_ != nullptr) window_->updated();
+}
+
+Status LayerStream::arrive_in_host(uint64_t end) {
+  if (end <= host_arrived_) return Status();
+  const uint64_t begin_ns = base::now_ns();
+  SI_RETURN_IF_ERROR(updater_.wait_weights(host_arrived_, end - host_arrived_));
+  host_arrived_ = end;
+  waited_s_ += base::seconds_since(begin_ns);
+  return Status();
+}
+
+Status LayerStream::arrive(uint64_t end) {
+  SI_RETURN_IF_ERROR(arrive_in_host(end));
+  if (end <= arrived_) return Status();
+  if (!accelerator_.is_cpu()) {
+    const plan::Unit some{arrived_, end - arrived_};
+    part(accelerator_N_, some).copy_(part(host_N_, some), /*non_blocking=*/true);
+  }
+  arrived_ = end;
+  return Status();
+}
+
+void LayerStream::start(std::vector<uint32_t> order) {
+  order_ = std::move(order);
+  next_ = 0;
+  if (window_ == nullptr) return;
+  std::vector<uint32_t> streamed;
+  for (const uint32_t unit : order_) {
+    if (unit >= placement_.in_memory) streamed.push_back(unit);
+  }
+  window_->start(streamed);
+}
+
+size_t LayerStream::next_use(size_t unit) const {
+  return static_cast<size_t>(
+      std::find(order_.begin() + static_cast<std::ptrdiff_t>(next_), order_.end(), unit) -
+      order_.begin());
+}
+
 const UnitWeights& LayerStream::get(size_t unit) {
-  throw_if_error(arrive(model_.units()[unit].first, model_.units()[unit].count));
+  if (const size_t use = next_use(unit); use < order_.size()) next_ = use + 1;
+  const plan::Unit& span = model_.units()[unit];
+  if (span.end() <= resident_elements_) {
+    throw_if_error(arrive(span.end()));
+    return weights_[unit];
+  }
+  if (accelerator_.is_cpu()) {
+    weights_[unit] = model_.weights_of(unit, in_host(unit));
+    return weights_[unit];
+  }
+  AcceleratorSlot* slot = slot_of(unit);
+  if (slot == nullptr) slot = &bring(unit);
+  slot->held = true;
+  const c10::impl::VirtualGuardImpl device(accelerator_.type());
+  slot->copied.block(device.getStream(accelerator_));
+  weights_[unit] =
+      model_.weights_of(unit, slot->weights_N.narrow(0, 0, static_cast<int64_t>(span.count)));
   return weights_[unit];
 }
 
-Status LayerStream::arrive(uint64_t first, uint64_t count) {
-  if (first + count <= arrived_) return Status();
-  const uint64_t begin_ns = base::now_ns();
-  const uint64_t from = arrived_;
-  const uint64_t some = first + count - from;
-  SI_RETURN_IF_ERROR(updater_.wait_weights(from, some));
-  if (!accelerator_N_.is_same(host_N_)) {
-    const auto part = [&](const Tensor& weights_N) {
-      return weights_N.narrow(0, static_cast<int64_t>(from), static_cast<int64_t>(some));
-    };
-    part(accelerator_N_).copy_(part(host_N_), /*non_blocking=*/true);
+void LayerStream::release(size_t unit) {
+  if (model_.units()[unit].end() <= resident_elements_) return bring_ahead();
+  weights_[unit].clear();
+  if (accelerator_.is_cpu()) return window_->release(static_cast<uint32_t>(unit));
+  const c10::impl::VirtualGuardImpl device(accelerator_.type());
+  AcceleratorSlot* slot = slot_of(unit);
+  SI_CHECK(slot != nullptr && slot->held, "a unit is released that is not held");
+  slot->used.record(device.getStream(accelerator_));
+  slot->held = false;
+  bring_ahead();
+}
+
+/// A unit's weights in the host's memory; the window's slot is held until its release().
+Tensor LayerStream::in_host(size_t unit) {
+  const plan::Unit& span = model_.units()[unit];
+  if (unit < placement_.in_memory) {
+    throw_if_error(arrive_in_host(span.end()));
+    return part(host_N_, span);
   }
-  arrived_ = from + some;
+  const uint64_t begin_ns = base::now_ns();
+  base::Result<std::byte*> weights = window_->get(static_cast<uint32_t>(unit));
+  throw_if_error(weights.status());
   waited_s_ += base::seconds_since(begin_ns);
-  return Status();
+  return torch::from_blob(*weights, {static_cast<int64_t>(span.count)},
+                          torch::dtype(scalar_type(type_)));
+}
+
+LayerStream::AcceleratorSlot* LayerStream::slot_of(size_t unit) {
+  for (AcceleratorSlot& slot : accelerator_slots_) {
+    if (slot.unit == unit) return &slot;
+  }
+  return nullptr;
+}
+
+/// Starts the copy of a unit to the slot that is not needed for the longest time.
+LayerStream::AcceleratorSlot& LayerStream::bring(size_t unit) {
+  AcceleratorSlot* to = nullptr;
+  size_t latest = 0;
+  for (AcceleratorSlot& slot : accelerator_slots_) {
+    if (slot.held) continue;
+    const size_t use = slot.unit.has_value() ? next_use(*slot.unit) : order_.size() + 1;
+    if (to != nullptr && use <= latest) continue;
+    to = &slot;
+    latest = use;
+  }
+  SI_CHECK(to != nullptr, "every slot on the accelerator is held");
+  finish_copy(*to);
+  const Tensor host_N = in_host(unit);
+  {
+    const c10::StreamGuard guard(*copies_);
+    to->used.block(*copies_);  // by whoever had the slot before
+    to->weights_N.narrow(0, 0, host_N.size(0)).copy_(host_N, /*non_blocking=*/true);
+    to->copied.record(*copies_);
+  }
+  to->unit = unit;
+  to->host_held = unit >= placement_.in_memory;
+  return *to;
+}
+
+/// While the accelerator computes with one unit the next one is copied.
+void LayerStream::bring_ahead() {
+  if (accelerator_slots_.empty()) return;
+  size_t use = next_;
+  while (use < order_.size() && order_[use] < placement_.on_accelerator) ++use;
+  if (use == order_.size() || slot_of(order_[use]) != nullptr) return;
+  const bool free = std::any_of(accelerator_slots_.begin(), accelerator_slots_.end(),
+                                [](const AcceleratorSlot& slot) { return !slot.held; });
+  if (free) bring(order_[use]);
+}
+
+/// The host's slot that a copy came from is free.
+void LayerStream::finish_copy(AcceleratorSlot& slot) {
+  if (!std::exchange(slot.host_held, false)) return;
+  slot.copied.synchronize();
+  window_->release(static_cast<uint32_t>(*slot.unit));
 }
 
 }  // namespace smartinf::train

@@ -1,5 +1,5 @@
-// Brings the weights of units to where the model computes: those that stay in memory, and those
-// that pass through it on their way from the devices.
+// Brings the weights of units to where the model computes: those that stay there, those that stay
+// in the host's memory, and those that come from the devices through a window of slots.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,15 @@
 #include <span>
 #include <vector>
 
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 #include <torch/types.h>
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/engine/layer_window.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/plan/unit.h"
 #include "smartinf/train/model.h"
 
 namespace smartinf::train {
@@ -20,38 +24,77 @@ namespace smartinf::train {
 /// Threads: one caller.
 class LayerStream {
  public:
-  /// Memory for the weights is allocated here. `updater` and `model` outlive it.
+  /// All memory is allocated here; beside an accelerator the host's is pinned. `updater` and
+  /// `model` outlive it.
   LayerStream(engine::Updater& updater, const Model& model, torch::Device accelerator,
-              base::DataType type);
+              base::DataType type, const plan::UnitPlacement& placement);
+  ~LayerStream();
 
   /// Takes the committed step's weights into memory. Errors: the devices'.
   base::Status load();
-  /// Where an update puts weights: engine::WeightsSink.
+  /// Where an update puts weights: engine::WeightsSink; null for those that do not stay in memory.
   void* weights_at(uint64_t element) const;
-  /// An update was started: from now on get() gives the weights that it makes.
-  void updated() { arrived_ = 0; }
-  /// Waits until all weights in memory are those of the last update. Errors: of that update.
-  base::Status wait_all() { return arrive(0, elements_); }
+  /// An update was started or aborted: from now on get() gives the weights that it makes.
+  void updated();
+  /// Waits until the weights in memory are those of the last update. Errors: of that update.
+  base::Status wait_all() { return arrive(resident_elements_); }
+  /// Some units do not stay in memory: each use reads them.
+  bool streams() const { return window_ != nullptr; }
 
-  /// A unit's weights, of the last update; waits for them. They stay as they are until the next
-  /// update. Errors: StatusError.
+  /// The uses to come, in order.
+  void start(std::vector<uint32_t> order);
+  /// A unit's weights, of the last update; waits for them. They stay until release(). Errors:
+  /// StatusError.
   const UnitWeights& get(size_t unit);
+  /// What computes with them has been started on the current stream.
+  void release(size_t unit);
 
-  /// Seconds that get() and wait_all() have waited for updates.
+  /// Seconds that the caller has waited for updates and devices.
   double waited_s() const { return waited_s_; }
-  uint64_t host_bytes() const { return host_N_.nbytes(); }
+  uint64_t host_bytes() const { return host_N_.nbytes() + slots_N_.nbytes(); }
+  /// Times that a unit was in a slot or on its way when it was wanted, and that it was not.
+  uint64_t hits() const { return window_ != nullptr ? window_->hits() : 0; }
+  uint64_t misses() const { return window_ != nullptr ? window_->misses() : 0; }
 
  private:
-  base::Status arrive(uint64_t first, uint64_t count);
+  /// A place on the accelerator for one unit at a time.
+  struct AcceleratorSlot {
+    torch::Tensor weights_N;
+    std::optional<size_t> unit;
+    bool held = false;
+    bool host_held = false;  // the window's slot that it is copied from
+    c10::Event copied;
+    c10::Event used;
+  };
+
+  base::Status arrive(uint64_t end);
+  base::Status arrive_in_host(uint64_t end);
+  torch::Tensor in_host(size_t unit);
+  AcceleratorSlot* slot_of(size_t unit);
+  AcceleratorSlot& bring(size_t unit);
+  void bring_ahead();
+  void finish_copy(AcceleratorSlot& slot);
+  size_t next_use(size_t unit) const;
+  torch::Tensor part(const torch::Tensor& weights_N, const plan::Unit& unit) const;
 
   engine::Updater& updater_;
   const Model& model_;
-  uint64_t elements_;
-  base::DataType type_;
-  torch::Tensor host_N_;              // where updates arrive; pinned beside a GPU
-  torch::Tensor accelerator_N_;       // what the model uses; the same tensor without a GPU
-  std::vector<UnitWeights> weights_;  // by unit: views of it
-  uint64_t arrived_ = 0;  // elements from the first on that have the last update's weights
+  const torch::Device accelerator_;
+  const base::DataType type_;
+  const plan::UnitPlacement placement_;
+  uint64_t host_elements_ = 0;        // whole subgroups
+  uint64_t resident_elements_ = 0;    // where the model computes
+  torch::Tensor host_N_;              // where updates arrive; pinned beside an accelerator
+  torch::Tensor accelerator_N_;       // resident: the same tensor without an accelerator
+  torch::Tensor slots_N_;             // the window's
+  std::vector<UnitWeights> weights_;  // by unit; of one that is not resident while it is held
+  std::unique_ptr<engine::LayerWindow> window_;
+  std::vector<AcceleratorSlot> accelerator_slots_;
+  std::optional<c10::Stream> copies_;
+  std::vector<uint32_t> order_;
+  size_t next_ = 0;            // in order_
+  uint64_t host_arrived_ = 0;  // elements from the first on that have the last update's weights
+  uint64_t arrived_ = 0;       // of them, where the model computes
   double waited_s_ = 0;
 };
 

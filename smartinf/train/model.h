@@ -42,6 +42,9 @@ class Model {
   /// Views of weights_N, all weights of a unit.
   UnitWeights weights_of(size_t unit, const torch::Tensor& weights_N) const;
 
+  /// Element of the space at which a unit's parameter begins.
+  uint64_t first_of(size_t unit, size_t parameter) const { return shapes_[unit][parameter].first; }
+
   /// Unit 0: [B, T] int64 -> [B, T, C].
   torch::Tensor embed(const UnitWeights& embedding, const torch::Tensor& tokens_BT) const;
   /// A unit of layers: [B, T, C] -> [B, T, C].

@@ -14,6 +14,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/plan/schedule.h"
+#include "smartinf/plan/training_memory.h"
 
 namespace smartinf::train {
 
@@ -72,10 +73,9 @@ struct TrainOptions {
   Precision precision = Precision::kBf16;
 
   uint64_t steps = 1000;
-  uint64_t log_every = 1;               // steps between lines on the terminal; the log has all
-  uint32_t micro_batch = 8;             // sequences in one forward
-  uint32_t accumulation = 1;            // micro batches in one step
-  bool checkpoint_activations = false;  // keep a layer's input only, compute the rest twice
+  uint64_t log_every = 1;     // steps between lines on the terminal; the log has all
+  uint32_t micro_batch = 8;   // sequences in one forward
+  uint32_t accumulation = 1;  // micro batches in one step
 
   double lr = 1e-3;
   double lr_floor = 0.1;  // share of lr that the cosine ends at
@@ -102,6 +102,16 @@ struct TrainOptions {
   std::string trace;  // file for a Chrome trace; empty: none
 };
 
+/// memory.activations.
+using plan::Activations;
+
+/// What may be used. Bytes; 0: what is free at the start.
+struct MemoryOptions {
+  uint64_t host_bytes = 0;  // of the whole process
+  uint64_t accelerator_bytes = 0;
+  Activations activations = Activations::kAuto;
+};
+
 /// Copies of the state, made between two steps.
 struct CheckpointSchedule {
   uint64_t every = 0;  // steps; 0: none
@@ -113,6 +123,7 @@ struct Options {
   ModelOptions model;
   DataOptions data;
   TrainOptions train;
+  MemoryOptions memory;
   CheckpointSchedule checkpoint;
 };
 

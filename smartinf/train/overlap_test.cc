@@ -145,7 +145,7 @@ class OverlapBits : public testing::TestWithParam<Setting> {
     train.steps = kSteps;
     train.micro_batch = 1;
     train.accumulation = setting.accumulation;
-    train.checkpoint_activations = setting.recompute;
+    options.memory.activations = setting.recompute ? Activations::kRecompute : Activations::kKeep;
     train.lr = 3e-3;
     train.clip_norm = clip_norm;
     train.threads = 1;

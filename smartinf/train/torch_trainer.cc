@@ -56,6 +56,9 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
       residual_written_ = step_;
     }
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
+    // An update waits for the forward that asks for its weights.
+    if (stream_->streams() && overlap_ == Overlap::kNone)
+      SI_RETURN_IF_ERROR(updater_->wait_commit());
     if (in_memory_ && step_ % options_.train.save_every == 0) {
       SI_RETURN_IF_ERROR(updater_->flush());
     }
@@ -75,13 +78,17 @@ Status TorchTrainer::compute_gradients(const std::stop_token& stop, StepReport& 
   pass.take_gradient = [this](uint64_t first, Tensor gradient) {
     take_gradient(first, std::move(gradient));
   };
-  for (uint32_t i = 0; i < accumulation; ++i) {
+  // Where units do not stay, each of them does all micro batches before the next one comes.
+  const uint32_t at_once = plan_.streams ? accumulation : 1;
+  for (uint32_t i = 0; i < accumulation; i += at_once) {
     std::vector<Batch> batches;
-    SI_ASSIGN_OR_RETURN(batches.emplace_back(), next_batch());
+    while (batches.size() < at_once) {
+      SI_ASSIGN_OR_RETURN(batches.emplace_back(), next_batch());
+    }
     const uint64_t forward_ns = base::now_ns();
     const double waited_s = stream_->waited_s();
     pass.begins_step = i == 0;
-    pass.ends_step = i + 1 == accumulation;
+    pass.ends_step = i + at_once == accumulation;
     for (const double loss : pass_->train(batches, pass)) report.loss += loss / accumulation;
     const uint64_t backward_ns = pass_->backward_began_ns();
     const uint64_t end_ns = base::now_ns();
@@ -112,10 +119,11 @@ bool TorchTrainer::must_write_residual(const std::stop_token& stop) const {
          (step_ == options_.train.steps || checkpoint_comes || stop.stop_requested());
 }
 
-// While the commit of the step before goes on they wait here, and backward does not.
+// While the commit of the step before goes on they wait here, and backward does not; but not
+// where there is no memory for them.
 void TorchTrainer::take_gradient(uint64_t first, Tensor gradient) {
   gradients_ready_.push_back({first, std::move(gradient)});
-  if (!begun_ && updater_->committing()) return;
+  if (!begun_ && !plan_.streams && updater_->committing()) return;
   if (!begun_) throw_if_error(begin_step());
   throw_if_error(put_gradients());
 }
@@ -176,6 +184,7 @@ Status TorchTrainer::update(const engine::GradientSummary& summary) {
   SI_RETURN_IF_ERROR(
       updater_->start_update(update_options(clip_factor(summary)), weights_type_, weights_sink()));
   stream_->updated();
+  if (stream_->streams()) stream_->start(pass_->order());
   const bool last = step_ + 1 == options_.train.steps;
   return overlap_ == Overlap::kNone || last ? stream_->wait_all() : Status();
 }
@@ -288,16 +297,7 @@ std::vector<std::string> TorchTrainer::describe() const {
   lines.push_back("data: " + corpus_.describe());
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
-  lines.push_back(fmt::format(
-      "memory: {} weights in the host's memory{}, {} gradients{}, {} "
-      "buffers{}; activations and torch come on top",
-      base::format_bytes(stream_->host_bytes()),
-      accelerator_.is_cpu() ? "" : " and once more on the GPU",
-      base::format_bytes(updater_->gradient_memory_bytes()),
-      compression_.empty() ? "" : " and compression", base::format_bytes(updater_->memory_bytes()),
-      updater_->state_cache_bytes() == 0
-          ? ""
-          : fmt::format(", {} of state", base::format_bytes(updater_->state_cache_bytes()))));
+  for (std::string& line : describe_plan(plan_, space_, options_)) lines.push_back(std::move(line));
   if (!remark_.empty()) lines.push_back(remark_);
   return lines;
 }

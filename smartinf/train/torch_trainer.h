@@ -16,6 +16,7 @@
 
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/corpus.h"
+#include "smartinf/train/memory_plan.h"
 #include "smartinf/train/memory_updater.h"
 #include "smartinf/train/model.h"
 #include "smartinf/train/parameter_groups.h"
@@ -39,12 +40,12 @@ auto guarded(const char* doing, Body body) -> decltype(body()) {
   } catch (const std::bad_alloc&) {
     return base::Status(base::ErrorCode::kOutOfMemory, fmt::format("{}: out of memory", doing),
                         "Make train.micro_batch or data.sequence smaller, or set "
-                        "train.checkpoint_activations = true");
+                        "memory.activations = \"recompute\"");
   } catch (const c10::OutOfMemoryError& error) {
     return base::Status(base::ErrorCode::kOutOfMemory,
                         fmt::format("{}: {}", doing, error.what_without_backtrace()),
                         "Make train.micro_batch or data.sequence smaller, or set "
-                        "train.checkpoint_activations = true");
+                        "memory.activations = \"recompute\"");
   } catch (const c10::Error& error) {
     return base::Status(base::ErrorCode::kFailedPrecondition,
                         fmt::format("{}: {}", doing, error.what_without_backtrace()));
@@ -57,13 +58,14 @@ auto guarded(const char* doing, Body body) -> decltype(body()) {
 class TorchTrainer final : public Trainer {
  public:
   TorchTrainer(Options options, Corpus corpus, RunFolder folder, GroupedParameters parameters,
-               torch::Device accelerator)
+               torch::Device accelerator, plan::TrainingPlan plan)
       : options_(std::move(options)),
         corpus_(std::move(corpus)),
         folder_(std::move(folder)),
         space_(std::move(parameters.space)),
         groups_(std::move(parameters.groups)),
         accelerator_(accelerator),
+        plan_(std::move(plan)),
         weights_type_(precision_data_type(options_.train.precision)) {}
 
   ~TorchTrainer() override {
@@ -124,6 +126,7 @@ class TorchTrainer final : public Trainer {
   plan::ParameterSpace space_;
   std::vector<ParameterGroup> groups_;
   torch::Device accelerator_;
+  plan::TrainingPlan plan_;
   base::DataType weights_type_;
 
   std::vector<std::string> device_paths_;

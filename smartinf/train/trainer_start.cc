@@ -3,6 +3,7 @@
 #include <thread>
 
 #include <ATen/Parallel.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <nlohmann/json.hpp>
 #include <torch/cuda.h>
 
@@ -45,6 +46,12 @@ Result<torch::Device> choose_accelerator(const std::string& name) {
                   "Choose \"auto\" or \"cpu\"; smartinf doctor may say why");
   }
   return torch::Device(name == "cpu" || !cuda ? torch::kCPU : torch::kCUDA);
+}
+
+/// 0 where the model computes in the host's memory.
+uint64_t free_memory_of(const torch::Device& accelerator) {
+  if (accelerator.is_cpu()) return 0;
+  return c10::getDeviceAllocator(accelerator.type())->getMemoryInfo(accelerator.index()).first;
 }
 
 /// Deletes the state of one run, and nothing that is of another.
@@ -102,6 +109,10 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   }
   // A run that has trained has its state somewhere: it is not begun anew on empty devices.
   options.create = trained == 0;
+  if (plan_.streams) {
+    options.stream_weights = true;
+    options.gradient_budget_bytes = plan_.gradient_memory_bytes;
+  }
   base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
   if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
     return without_state(folder_, trained, opened.status().what());
@@ -214,9 +225,10 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   model_ = std::make_unique<Model>(options_.model, space_,
                                    torch::dtype(scalar_type(weights_type_)).device(accelerator_),
                                    options_.data.sequence);
-  stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, weights_type_);
+  stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, weights_type_,
+                                          plan_.placement);
   SI_RETURN_IF_ERROR(stream_->load());
-  pass_ = std::make_unique<UnitPass>(*model_, *stream_, train.checkpoint_activations);
+  pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute);
   traffic_ = updater_->traffic();
   return Status();
 }
@@ -248,6 +260,8 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
     }
     SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
     SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
+    SI_ASSIGN_OR_RETURN(plan::TrainingPlan plan,
+                        plan_run(options, job.updater, space, free_memory_of(accelerator)));
     SI_ASSIGN_OR_RETURN(const RunStart run_start, choose_start(job));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
     if (options.checkpoint.folder.empty()) {
@@ -260,7 +274,7 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
     }
     auto trainer =
         std::make_unique<TorchTrainer>(std::move(options), std::move(corpus), std::move(folder),
-                                       std::move(parameters), accelerator);
+                                       std::move(parameters), accelerator, std::move(plan));
     SI_RETURN_IF_ERROR(trainer->start(job, run_start));
     return std::unique_ptr<Trainer>(std::move(trainer));
   });

@@ -1,21 +1,17 @@
 #include "smartinf/train/unit_pass.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include <torch/autograd.h>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/plan/training_memory.h"
 
 namespace smartinf::train {
 
 using torch::Tensor;
-
-int64_t head_rows(int64_t vocabulary) {
-  constexpr int64_t kLogits = int64_t{1} << 24;
-  constexpr int64_t kRowsMin = 16;
-  return std::max(kRowsMin, kLogits / vocabulary);
-}
 
 namespace {
 
@@ -38,7 +34,8 @@ double head_loss(const Tensor& h_MC, const Tensor& matrix_VC, const Tensor& targ
                  HeadGradients* gradients) {
   const Tensor targets_M = targets_BT.flatten();
   const int64_t rows = h_MC.size(0);
-  const int64_t rows_at_once = head_rows(matrix_VC.size(0));
+  const auto rows_at_once =
+      static_cast<int64_t>(plan::head_rows(static_cast<uint64_t>(matrix_VC.size(0))));
   const Tensor share =
       torch::full({}, 1.0f / static_cast<float>(rows), h_MC.options().dtype(torch::kFloat32));
   Tensor loss;
@@ -70,6 +67,20 @@ UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute)
   sums_.resize(model.units().size());
 }
 
+/// Forward, then the head with a tied embedding behind it, then back.
+std::vector<uint32_t> UnitPass::order() const {
+  std::vector<uint32_t> order = forward_order();
+  for (auto unit = static_cast<uint32_t>(model_.head()); unit-- > 0;) order.push_back(unit);
+  return order;
+}
+
+std::vector<uint32_t> UnitPass::forward_order() const {
+  std::vector<uint32_t> order(model_.units().size());
+  std::iota(order.begin(), order.end(), 0u);
+  if (model_.tied_head()) order.push_back(0);
+  return order;
+}
+
 std::vector<double> UnitPass::train(std::span<const Batch> batches, const Options& options) {
   const size_t head_unit = model_.head();
   batches_ = batches;
@@ -78,31 +89,34 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   outputs_.assign(head_unit, std::vector<Tensor>(batches.size()));
   gradients_BTC_.assign(batches.size(), Tensor());
 
+  stream_.start(order());
   for (size_t unit = 0; unit < head_unit; ++unit) {
     if (options.before_unit) options.before_unit();
+    const UnitWeights& weights = stream_.get(unit);
     for (size_t i = 0; i < batches.size(); ++i) {
       // Turned round at every unit: what the unit before made last is still near.
-      forward_unit(unit, unit % 2 == 0 ? i : batches.size() - 1 - i);
+      forward_unit(unit, weights, unit % 2 == 0 ? i : batches.size() - 1 - i);
     }
+    stream_.release(unit);
   }
   backward_began_ns_ = base::now_ns();
+  const Head head = get_head();
   std::vector<double> losses;
-  {
-    const Head head = this->head();
-    for (size_t i = 0; i < batches.size(); ++i) losses.push_back(head_of(head, i));
-  }
+  for (size_t i = 0; i < batches.size(); ++i) losses.push_back(head_of(head, i));
+  release_head();
   give_out(head_unit);
   for (size_t unit = head_unit; unit-- > 0;) {
+    const UnitWeights& weights = stream_.get(unit);
     // In one order at every unit: sums have the same bits however many batches there are at once.
-    for (size_t i = 0; i < batches.size(); ++i) backward_unit(unit, i);
+    for (size_t i = 0; i < batches.size(); ++i) backward_unit(unit, weights, i);
+    stream_.release(unit);
     give_out(unit);
   }
   return losses;
 }
 
-void UnitPass::forward_unit(size_t unit, size_t batch) {
+void UnitPass::forward_unit(size_t unit, const UnitWeights& weights, size_t batch) {
   const torch::AutoGradMode mode(!recompute_);
-  const UnitWeights& weights = stream_.get(unit);
   Tensor y_BTC;
   if (unit == 0) {
     y_BTC = model_.embed(weights, batches_[batch].tokens_BT);
@@ -113,10 +127,16 @@ void UnitPass::forward_unit(size_t unit, size_t batch) {
   if (!recompute_) outputs_[unit][batch] = std::move(y_BTC);
 }
 
-UnitPass::Head UnitPass::head() {
+/// The head first: a device can give an old unit's weights once it has given all.
+UnitPass::Head UnitPass::get_head() {
   const UnitWeights& weights = stream_.get(model_.head());
   const UnitWeights& embedding = model_.tied_head() ? stream_.get(0) : weights;
   return {weights, model_.head_matrix(weights, embedding)};
+}
+
+void UnitPass::release_head() {
+  if (model_.tied_head()) stream_.release(0);
+  stream_.release(model_.head());
 }
 
 double UnitPass::head_of(const Head& head, size_t batch) {
@@ -134,9 +154,8 @@ double UnitPass::head_of(const Head& head, size_t batch) {
   return loss;
 }
 
-void UnitPass::backward_unit(size_t unit, size_t batch) {
+void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t batch) {
   const torch::AutoGradMode mode(true);
-  const UnitWeights& weights = stream_.get(unit);
   std::vector<Tensor> wanted = tensors_of(weights);
   Tensor y_BTC = std::exchange(outputs_[unit][batch], Tensor());
   Tensor x_BTC = std::exchange(inputs_[unit][batch], Tensor());
@@ -170,18 +189,20 @@ void UnitPass::add_gradient(Tensor& sum, Tensor gradient, size_t batch) const {
 void UnitPass::give_out(size_t unit) {
   if (!options_->ends_step) return;
   std::vector<Tensor> sums = std::exchange(sums_[unit], {});
-  const UnitWeights& weights = stream_.get(unit);
-  for (size_t p = weights.size(); p-- > 0;) {
+  for (size_t p = sums.size(); p-- > 0;) {
     // An embedding that is the head's matrix too: both shares.
     if (unit == 0 && model_.tied_head()) sums[p] = std::exchange(tied_sum_, {}).add_(sums[p]);
-    options_->take_gradient(weights[p].first, std::move(sums[p]));
+    options_->take_gradient(model_.first_of(unit, p), std::move(sums[p]));
   }
 }
 
 Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT) {
-  Tensor x_BTC = model_.embed(stream_.get(0), tokens_BT);
-  for (size_t unit = 1; unit < model_.head(); ++unit) {
-    x_BTC = model_.run_layers(unit, stream_.get(unit), x_BTC);
+  stream_.start(forward_order());
+  Tensor x_BTC;
+  for (size_t unit = 0; unit < model_.head(); ++unit) {
+    const UnitWeights& weights = stream_.get(unit);
+    x_BTC = unit == 0 ? model_.embed(weights, tokens_BT) : model_.run_layers(unit, weights, x_BTC);
+    stream_.release(unit);
   }
   return x_BTC;
 }
@@ -189,17 +210,21 @@ Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT) {
 double UnitPass::loss(const Batch& batch) {
   const torch::NoGradGuard no_grad;
   const Tensor x_BTC = forward_without_gradients(batch.tokens_BT);
-  const Head head = this->head();
+  const Head head = get_head();
   const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
-  return head_loss(h_MC, head.matrix_VC, batch.targets_BT, nullptr);
+  const double loss = head_loss(h_MC, head.matrix_VC, batch.targets_BT, nullptr);
+  release_head();
+  return loss;
 }
 
 Tensor UnitPass::next_logits(const Tensor& tokens_BT) {
   const torch::NoGradGuard no_grad;
   const Tensor x_BTC = forward_without_gradients(tokens_BT);
-  const Head head = this->head();
-  return torch::linear(model_.final_norm(head.weights, x_BTC.narrow(1, x_BTC.size(1) - 1, 1)),
-                       head.matrix_VC);
+  const Tensor last_BTC = x_BTC.narrow(1, x_BTC.size(1) - 1, 1);
+  const Head head = get_head();
+  const Tensor logits_BV = torch::linear(model_.final_norm(head.weights, last_BTC), head.matrix_VC);
+  release_head();
+  return logits_BV;
 }
 
 }  // namespace smartinf::train

@@ -21,10 +21,6 @@ struct Batch {
   torch::Tensor targets_BT;  // the token after each
 };
 
-/// Rows of [M, vocabulary] whose logits are made at once, with loss and gradient: f32 logits of 64
-/// MiB. It follows from shapes alone, so that bits do not depend on memory.
-int64_t head_rows(int64_t vocabulary);
-
 /// Threads: one caller; torch's own threads work inside. Errors: torch throws; StatusError of the
 /// stream and of callbacks.
 class UnitPass {
@@ -47,6 +43,8 @@ class UnitPass {
   /// The mean loss of each batch, nats per token. Gradients are sums over batches, in their order:
   /// the same bits in one pass over several batches and in several passes over one each.
   std::vector<double> train(std::span<const Batch> batches, const Options& options);
+  /// The units in the order in which train() uses them.
+  std::vector<uint32_t> order() const;
   /// The mean loss without gradients.
   double loss(const Batch& batch);
   /// Of the token that follows each sequence: [B, T] int64 -> [B, V].
@@ -60,11 +58,13 @@ class UnitPass {
     const UnitWeights& weights;
     const torch::Tensor& matrix_VC;
   };
-  Head head();
+  Head get_head();
+  void release_head();
+  std::vector<uint32_t> forward_order() const;
   torch::Tensor forward_without_gradients(const torch::Tensor& tokens_BT);
-  void forward_unit(size_t unit, size_t batch);
+  void forward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   double head_of(const Head& head, size_t batch);
-  void backward_unit(size_t unit, size_t batch);
+  void backward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   void add_gradient(torch::Tensor& sum, torch::Tensor gradient, size_t batch) const;
   void give_out(size_t unit);
 

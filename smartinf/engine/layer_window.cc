@@ -1,0 +1,217 @@
+#include "smartinf/engine/layer_window.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "smartinf/base/check.h"
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+namespace {
+
+uint64_t end_of(const plan::Subgroup& subgroup) { return subgroup.first + subgroup.count; }
+
+}  // namespace
+
+uint64_t window_slot_bytes(const Updater& updater, std::span<const plan::Unit> units,
+                           base::DataType type) {
+  uint64_t elements = 0;
+  for (const plan::Unit& unit : units) {
+    const uint64_t first = updater.subgroup_at(unit.first).first;
+    elements = std::max(elements, end_of(updater.subgroup_at(unit.end() - 1)) - first);
+  }
+  return elements * base::data_type_bytes(type);
+}
+
+LayerWindow::LayerWindow(Updater& updater, Options options)
+    : updater_(updater),
+      options_(std::move(options)),
+      value_bytes_(base::data_type_bytes(options_.type)),
+      resident_elements_(options_.resident.size() / value_bytes_),
+      slots_(options_.slots.size()) {
+  for (size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = options_.slots[i].data();
+}
+
+LayerWindow::~LayerWindow() {
+  for (Slot& slot : slots_) static_cast<void>(finish(slot));
+}
+
+void LayerWindow::start(std::span<const uint32_t> order) {
+  order_.assign(order.begin(), order.end());
+  next_ = 0;
+  read_ahead();
+}
+
+Result<std::byte*> LayerWindow::get(uint32_t unit) {
+  if (!failure_.ok()) return std::exchange(failure_, Status());
+  const size_t use = next_use(unit);
+  if (use < order_.size()) next_ = use + 1;
+  uint32_t found = slot_of(unit);
+  if (found != kNone) {
+    ++hits_;
+  } else {
+    ++misses_;
+    found = victim(0);
+    if (found == kNone) {
+      return Status(ErrorCode::kFailedPrecondition, "every slot of the layer window is held",
+                    "This is a bug in the trainer; please report it.");
+    }
+    SI_RETURN_IF_ERROR(load(unit, found));
+  }
+  ++slots_[found].held;
+  read_ahead();
+  SI_RETURN_IF_ERROR(finish(slots_[found]));
+  return at(slots_[found], options_.units[unit].first);
+}
+
+void LayerWindow::release(uint32_t unit) {
+  const uint32_t slot = slot_of(unit);
+  SI_CHECK(slot != kNone && slots_[slot].held > 0, "a unit is released that is not held");
+  --slots_[slot].held;
+  read_ahead();
+}
+
+void LayerWindow::updated() {
+  for (uint32_t i = 0; i < slots_.size(); ++i) {
+    SI_CHECK(slots_[i].held == 0, "weights are updated that are in use");
+    static_cast<void>(empty(i));  // what failed is not wanted any more
+  }
+  failure_ = Status();
+  ++version_;
+}
+
+uint32_t LayerWindow::slot_of(uint32_t unit) const {
+  for (uint32_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].unit == unit && slots_[i].version == version_) return i;
+  }
+  return kNone;
+}
+
+/// Where in the order it is used next; the order's end: never.
+size_t LayerWindow::next_use(uint32_t unit) const {
+  return static_cast<size_t>(
+      std::find(order_.begin() + static_cast<std::ptrdiff_t>(next_), order_.end(), unit) -
+      order_.begin());
+}
+
+/// The slot whose unit is used last of all, if that is after for_use. Nobody's slot before any.
+uint32_t LayerWindow::victim(size_t for_use) const {
+  uint32_t best = kNone;
+  size_t best_use = for_use;
+  for (uint32_t i = 0; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    if (slot.held > 0) continue;
+    if (slot.unit == kNone || slot.version != version_) return i;
+    const size_t use = next_use(slot.unit);
+    if (best == kNone ? use > for_use || for_use == 0 : use > best_use) {
+      best = i;
+      best_use = use;
+    }
+  }
+  return best;
+}
+
+void LayerWindow::read_ahead() {
+  for (size_t use = next_; use < order_.size() && failure_.ok(); ++use) {
+    const uint32_t unit = order_[use];
+    if (slot_of(unit) != kNone) continue;
+    const uint32_t slot = victim(use);
+    if (slot == kNone) return;
+    failure_ = load(unit, slot);
+  }
+}
+
+/// Starts reading a unit into a slot. A subgroup that is in memory already is copied when the unit
+/// is wanted: a unit shares the one at its end with the next.
+Status LayerWindow::load(uint32_t unit, uint32_t index) {
+  SI_RETURN_IF_ERROR(empty(index));
+  Slot& slot = slots_[index];
+  const plan::Unit& wanted = options_.units[unit];
+  slot.first = updater_.subgroup_at(wanted.first).first;
+  slot.end = slot.first;
+  slot.unit = unit;
+  slot.version = version_;
+  while (slot.end < wanted.end()) {
+    Pending pending{updater_.subgroup_at(slot.end), kNone, false};
+    const uint64_t first = pending.subgroup.first;
+    const uint64_t end = end_of(pending.subgroup);
+    pending.from_resident = end <= resident_elements_;
+    for (uint32_t i = 0; i < slots_.size() && !pending.from_resident; ++i) {
+      const Slot& other = slots_[i];
+      const bool has = i != index && other.unit != kNone && other.version == version_ &&
+                       other.first <= first && end <= other.end;
+      if (has) pending.from = i;
+    }
+    if (pending.from == kNone && !pending.from_resident) {
+      Status started = updater_.fetch_weights(first, options_.type, at(slot, first));
+      if (!started.ok()) {
+        static_cast<void>(empty(index));
+        return started;
+      }
+    }
+    slot.pending.push_back(pending);
+    slot.end = end;
+  }
+  return Status();
+}
+
+Status LayerWindow::finish(Slot& slot) {
+  Status first;
+  while (!slot.pending.empty()) {
+    Status status = finish(slot, slot.pending.size() - 1);
+    if (first.ok()) first = std::move(status);
+  }
+  if (!first.ok()) slot.unit = kNone;  // it may be asked for again
+  return first;
+}
+
+Status LayerWindow::finish(Slot& slot, size_t index) {
+  const Pending pending = slot.pending[index];
+  slot.pending.erase(slot.pending.begin() + static_cast<std::ptrdiff_t>(index));
+  const plan::Subgroup& subgroup = pending.subgroup;
+  const uint64_t bytes = subgroup.count * value_bytes_;
+  if (pending.from_resident) {
+    SI_RETURN_IF_ERROR(updater_.wait_weights(subgroup.first, subgroup.count));
+    std::memcpy(at(slot, subgroup.first), options_.resident.data() + subgroup.first * value_bytes_,
+                bytes);
+    return Status();
+  }
+  if (pending.from == kNone) return updater_.wait_fetched(subgroup.first);
+  Slot& other = slots_[pending.from];
+  for (size_t i = 0; i < other.pending.size(); ++i) {
+    if (other.pending[i].subgroup.first != subgroup.first) continue;
+    SI_RETURN_IF_ERROR(finish(other, i));
+    break;
+  }
+  std::memcpy(at(slot, subgroup.first), at(other, subgroup.first), bytes);
+  return Status();
+}
+
+/// Nothing is on its way into the slot any more, or to be copied from it.
+Status LayerWindow::empty(uint32_t index) {
+  Slot& slot = slots_[index];
+  Status status;
+  for (Slot& other : slots_) {
+    for (size_t i = other.pending.size(); i-- > 0;) {
+      if (other.pending[i].from != index) continue;
+      Status copied = finish(other, i);
+      if (copied.ok()) continue;
+      other.unit = kNone;
+      if (status.ok()) status = std::move(copied);
+    }
+  }
+  static_cast<void>(finish(slot));
+  slot.unit = kNone;
+  return status;
+}
+
+std::byte* LayerWindow::at(const Slot& slot, uint64_t element) const {
+  return slot.memory + (element - slot.first) * value_bytes_;
+}
+
+}  // namespace smartinf::engine

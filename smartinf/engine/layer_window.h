@@ -1,0 +1,97 @@
+// A window over weights that do not all fit in memory: units pass through a fixed number of slots,
+// read from the devices before they are used. The order of use is known, so a slot is given to the
+// unit that is used next, and taken from the one that is used last.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/engine/updater.h"
+#include "smartinf/plan/unit.h"
+
+namespace smartinf::engine {
+
+/// Bytes of a slot that holds any of these units: whole subgroups, so that a unit has one at each
+/// end that it shares.
+uint64_t window_slot_bytes(const Updater& updater, std::span<const plan::Unit> units,
+                           base::DataType type);
+
+/// Threads: one caller, who is the updater's.
+class LayerWindow {
+ public:
+  struct Options {
+    std::vector<plan::Unit> units;
+    base::DataType type = base::DataType::kBf16;
+    /// window_slot_bytes() each, until the window is destroyed. At least as many as units are held
+    /// at once; one more reads ahead.
+    std::vector<std::span<std::byte>> slots;
+    /// The first elements of the space, whole subgroups, which an update puts there
+    /// (WeightsSink): what a unit shares with them is copied. May be empty.
+    std::span<const std::byte> resident;
+  };
+  LayerWindow(Updater& updater, Options options);
+  /// Waits for what is being read.
+  ~LayerWindow();
+  LayerWindow(const LayerWindow&) = delete;
+  LayerWindow& operator=(const LayerWindow&) = delete;
+
+  /// The uses to come, in order: reading ahead begins. Units that are in a slot stay there.
+  void start(std::span<const uint32_t> order);
+  /// The weights of the step whose update was started last, or of the committed one. Waits for
+  /// them; a unit that is not in the order is read at once. They stay until release(), which every
+  /// get() needs. Errors: of the device, named; kFailedPrecondition when all slots are held.
+  base::Result<std::byte*> get(uint32_t unit);
+  void release(uint32_t unit);
+  /// An update was started, or aborted: nothing that was read before is current.
+  void updated();
+
+  /// Units that get() found in a slot or on their way, and those that it had to ask for.
+  uint64_t hits() const { return hits_; }
+  uint64_t misses() const { return misses_; }
+
+ private:
+  static constexpr uint32_t kNone = ~0u;
+
+  /// A subgroup of a slot's unit, until it has come.
+  struct Pending {
+    plan::Subgroup subgroup;
+    uint32_t from = kNone;  // the slot that it is copied from; kNone: it is being read
+    bool from_resident = false;
+  };
+  struct Slot {
+    std::byte* memory = nullptr;
+    uint32_t unit = kNone;
+    uint64_t version = 0;
+    uint32_t held = 0;
+    uint64_t first = 0;  // element at memory...
+    uint64_t end = 0;    // ...and behind the last one
+    std::vector<Pending> pending;
+  };
+
+  uint32_t slot_of(uint32_t unit) const;
+  size_t next_use(uint32_t unit) const;
+  uint32_t victim(size_t for_use) const;
+  void read_ahead();
+  base::Status load(uint32_t unit, uint32_t slot);
+  base::Status finish(Slot& slot);
+  base::Status finish(Slot& slot, size_t pending);
+  base::Status empty(uint32_t slot);
+  std::byte* at(const Slot& slot, uint64_t element) const;
+
+  Updater& updater_;
+  const Options options_;
+  const uint64_t value_bytes_;
+  const uint64_t resident_elements_;
+  std::vector<Slot> slots_;
+  std::vector<uint32_t> order_;
+  size_t next_ = 0;  // in order_: the use that get() is asked for next
+  uint64_t version_ = 1;
+  base::Status failure_;  // of reading ahead
+  uint64_t hits_ = 0;
+  uint64_t misses_ = 0;
+};
+
+}  // namespace smartinf::engine

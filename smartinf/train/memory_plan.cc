@@ -1,0 +1,127 @@
+#include "smartinf/train/memory_plan.h"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
+#include "smartinf/engine/memory.h"
+#include "smartinf/train/parameters.h"
+
+namespace smartinf::train {
+
+namespace {
+
+// Torch touches more of its libraries when it first computes, and threads have stacks and heaps:
+// what a process has more at the end of a step than parts that are counted.
+constexpr uint64_t kLoadedLaterBytes = 96 * base::kMiB;
+
+base::Status can_stream(const Options& options, const engine::UpdaterOptions& updater) {
+  const auto cannot = [](const char* why, const char* advice) {
+    return base::Status(base::ErrorCode::kUnsupported, why, advice);
+  };
+  if (options.train.where == OptimizerWhere::kMemory) {
+    return cannot("optimizer.where is \"memory\", where nothing is stored on devices",
+                  "Set optimizer.where = \"device\"");
+  }
+  if (updater.compress.on()) {
+    return cannot("compressed gradients are collected in the host's memory, with their residual",
+                  "Leave out compress.density");
+  }
+  return base::Status();
+}
+
+}  // namespace
+
+plan::TrainingModel training_model(const Options& options, const plan::ParameterSpace& space) {
+  const ModelOptions& model = options.model;
+  plan::TrainingModel shape;
+  shape.parameters = space.count();
+  shape.layers = model.layers;
+  shape.width = model.width;
+  shape.heads = model.heads;
+  shape.query_width = model.width;
+  shape.kv_width = uint64_t{model.kv_heads} * model.head_width();
+  shape.mlp_width = model.mlp_width;
+  shape.vocabulary = model.vocabulary;
+  shape.tokens = uint64_t{options.train.micro_batch} * options.data.sequence;
+  shape.tied = model.tied_head;
+  // Gate and up are one parameter to the trainer, and so are query, key and value.
+  shape.largest_parameter = shape.width * std::max({shape.vocabulary, 2 * shape.mlp_width,
+                                                    shape.query_width + 2 * shape.kv_width});
+  return shape;
+}
+
+base::Result<plan::TrainingPlan> plan_run(const Options& options,
+                                          const engine::UpdaterOptions& updater,
+                                          const plan::ParameterSpace& space,
+                                          uint64_t accelerator_free_bytes) {
+  plan::TrainingPlanInput input;
+  plan::TrainingMemoryInput& memory = input.memory;
+  memory.model = training_model(options, space);
+  memory.gpu = accelerator_free_bytes > 0;
+  memory.value_bytes =
+      static_cast<uint32_t>(base::data_type_bytes(precision_data_type(options.train.precision)));
+  memory.accumulation = options.train.accumulation;
+  memory.units = model_units(options.model, space);
+  memory.slot_padding_bytes = 2 * plan::kSubgroupElementsMax * memory.value_bytes;
+  const uint64_t resident = engine::resident_memory_bytes();
+  memory.process_bytes = resident + kLoadedLaterBytes;
+  if (options.train.where == OptimizerWhere::kMemory) {
+    memory.optimizer_bytes = 16 * space.count();
+  } else {
+    memory.optimizer_bytes = updater.memory_budget_bytes + updater.state_cache_bytes;
+    input.gradient_bytes = space.count() * base::data_type_bytes(updater.gradient_type);
+    input.gradient_limit_bytes = updater.gradient_budget_bytes;
+    if (updater.compress.on()) memory.optimizer_bytes += 4 * space.count();
+  }
+  input.activations = options.memory.activations;
+  input.streams = can_stream(options, updater);
+  input.host_limit_bytes = options.memory.host_bytes != 0
+                               ? options.memory.host_bytes
+                               : resident + engine::available_memory_bytes();
+  if (memory.gpu) {
+    input.accelerator_limit_bytes = options.memory.accelerator_bytes != 0
+                                        ? options.memory.accelerator_bytes
+                                        : accelerator_free_bytes;
+  }
+  return plan::plan_training(input);
+}
+
+std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
+                                       const plan::ParameterSpace& space, const Options& options) {
+  std::vector<std::string> lines;
+  const auto describe = [&](const char* where, const std::vector<plan::MemoryPart>& parts,
+                            uint64_t bytes) {
+    std::string line =
+        fmt::format("memory: {} of {} memory are planned:", base::format_bytes(bytes), where);
+    const char* separator = " ";
+    for (const plan::MemoryPart& part : parts) {
+      if (part.bytes == 0) continue;
+      line += fmt::format("{}{} {}", separator, part.name, base::format_bytes(part.bytes));
+      separator = ", ";
+    }
+    lines.push_back(std::move(line));
+  };
+  if (!plan.memory.accelerator.empty()) {
+    describe("the accelerator's", plan.memory.accelerator, plan.memory.accelerator_bytes);
+  }
+  describe("the host's", plan.memory.host, plan.memory.host_bytes);
+  if (!plan.streams) return lines;
+  const auto units = model_units(options.model, space);
+  std::string where =
+      fmt::format("{} of {} units stay in memory", plan.placement.in_memory, units.size());
+  if (!plan.memory.accelerator.empty()) {
+    where = fmt::format("{} of {} units stay on the accelerator, {} more in the host's memory",
+                        plan.placement.on_accelerator, units.size(),
+                        plan.placement.in_memory - plan.placement.on_accelerator);
+  }
+  lines.push_back(fmt::format(
+      "weights: {}, the others come from the devices; backward computes activations again from {} "
+      "inputs of {} in memory{}",
+      where, plan.inputs_in_memory, base::format_bytes(plan.input_bytes),
+      plan.inputs_spooled == 0 ? "" : fmt::format(" and {} on the devices", plan.inputs_spooled)));
+  return lines;
+}
+
+}  // namespace smartinf::train

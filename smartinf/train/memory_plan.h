@@ -1,0 +1,31 @@
+// What of a run stays in memory, decided before anything is allocated. Needs no torch.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/engine/options.h"
+#include "smartinf/plan/parameter_space.h"
+#include "smartinf/plan/training_memory.h"
+#include "smartinf/train/options.h"
+
+namespace smartinf::train {
+
+/// The model as memory sees it. options has its defaults and a vocabulary.
+plan::TrainingModel training_model(const Options& options, const plan::ParameterSpace& space);
+
+/// What options.memory leaves open comes from this process and machine, as they are now.
+/// accelerator_free_bytes: 0 where the model computes in the host's memory. Errors: kOutOfMemory
+/// with what is needed and what is allowed.
+base::Result<plan::TrainingPlan> plan_run(const Options& options,
+                                          const engine::UpdaterOptions& updater,
+                                          const plan::ParameterSpace& space,
+                                          uint64_t accelerator_free_bytes);
+
+/// The plan for people, some lines.
+std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
+                                       const plan::ParameterSpace& space, const Options& options);
+
+}  // namespace smartinf::train

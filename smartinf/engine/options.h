@@ -72,7 +72,6 @@ struct UpdaterOptions {
   /// With several devices: each one's threads are kept on cores of their own, near its drive, where
   /// there are enough cores. For one process on the machine.
   bool pin_threads = true;
-  bool stream_weights = false;
   bool create = true;  // false: only open what exists
   /// A device that owes an answer and for so long neither gives one nor moves a byte is an error,
   /// not waited for any longer. Beyond what a local drive's own watchdog takes to give up a request

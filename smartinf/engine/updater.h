@@ -158,11 +158,6 @@ class Updater {
   /// failed, named; the step can then only be aborted, which commit does too.
   virtual base::Status wait_weights(uint64_t first, uint64_t count) = 0;
 
-  // STUB-BEGIN
-  virtual plan::Subgroup subgroup_at(uint64_t) const { return {}; }
-  virtual base::Status fetch_weights(uint64_t, base::DataType, void*) { return base::Status(); }
-  virtual base::Status wait_fetched(uint64_t) { return base::Status(); }
-  // STUB-END
   /// Starts the commit and returns at once: when all writes are done the step is prepared on every
   /// device, then committed on every device. At most kClientMetadataBytesMax of client metadata.
   virtual base::Status start_commit(const std::string& client_metadata) = 0;

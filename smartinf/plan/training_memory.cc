@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "smartinf/base/units.h"
 
@@ -75,7 +76,10 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
   const uint64_t saved = layer_saved_bytes(model, input.program, input.value_bytes);
   const uint64_t boundary = input.accumulation * input_bytes(input);  // gradients between units
-  const uint64_t kept = input.inputs_in_memory * input_bytes(input) + boundary;
+  // Beside a GPU those that are not all there are in the host's memory, but for one unit's.
+  const bool near = !input.gpu || input.inputs_in_memory == inputs_of(input);
+  const uint64_t inputs = near ? input.inputs_in_memory : input.accumulation + 1;
+  const uint64_t kept = inputs * input_bytes(input) + boundary;
   uint64_t layers = 0;
   uint64_t elements = 0;
   for (const Unit& unit : input.units) {
@@ -185,6 +189,9 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
     // New weights arrive in a flat buffer; gradients leave one by one.
     memory.host.push_back({"weights", in_host});
     memory.host.push_back({"a gradient on its way", largest});
+    if (!stay && input.inputs_in_memory < inputs_of(input)) {
+      memory.host.push_back({"inputs of units", input.inputs_in_memory * input_bytes(input)});
+    }
   } else {
     memory.host = std::move(computing);
     if (!stay) memory.host.push_back({"a gradient on its way", largest});
@@ -207,8 +214,8 @@ namespace {
 /// reading does not wait for the unit that is in use.
 constexpr uint32_t kHostSlots = 3;
 constexpr uint32_t kAcceleratorSlots = 2;
-/// Unit inputs in memory at least: one in use, one being made, and some on their way.
-constexpr uint64_t kInputsMin = 6;
+/// Unit inputs in memory at least, beside those of one unit: some on their way.
+constexpr uint64_t kInputsOnTheirWay = 4;
 /// Gradients in memory at least, beside the buffers through which the others are spilled.
 constexpr uint64_t kGradientsMin = 16 * base::kMiB;
 
@@ -257,7 +264,7 @@ class StreamPlan {
     memory_.recompute = true;
     memory_.placement = {0, 0, kHostSlots, kAcceleratorSlots};
     inputs_ = inputs_of(memory_);
-    memory_.inputs_in_memory = std::min(inputs_, kInputsMin);
+    memory_.inputs_in_memory = std::min(inputs_, memory_.accumulation + kInputsOnTheirWay);
     gradients_ = std::min({input.gradient_bytes, input.gradient_limit_bytes, kGradientsMin});
   }
 
@@ -268,9 +275,7 @@ class StreamPlan {
   }
 
   TrainingPlan make() {
-    if (input_.activations != Activations::kOffload) {
-      grow(memory_.inputs_in_memory, inputs_);
-    }
+    if (input_.activations != Activations::kOffload) grow_inputs();
     grow(gradients_, std::min(input_.gradient_bytes, input_.gradient_limit_bytes));
     const auto units = static_cast<uint32_t>(memory_.units.size());
     grow(memory_.placement.in_memory, units);
@@ -283,11 +288,23 @@ class StreamPlan {
     plan.inputs_in_memory = memory_.inputs_in_memory;
     plan.inputs_spooled = inputs_ - memory_.inputs_in_memory;
     plan.input_bytes = input_bytes(memory_);
+    if (plan.inputs_spooled > 0) {
+      plan.spool_bytes = (plan.inputs_spooled + 2 * kInputsOnTheirWay) *
+                         base::round_up(plan.input_bytes, base::kIoAlignment);
+    }
     plan.memory = memory();
     return plan;
   }
 
  private:
+  /// All of them where the model computes, or else in the host's memory as many as it holds.
+  void grow_inputs() {
+    const uint64_t least = std::exchange(memory_.inputs_in_memory, inputs_);
+    if (fits(memory(), input_)) return;
+    memory_.inputs_in_memory = least;
+    grow(memory_.inputs_in_memory, inputs_ - 1);
+  }
+
   /// The largest value up to `most` that fits.
   template <typename Value>
   void grow(Value& value, Value most) {

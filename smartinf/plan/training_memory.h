@@ -111,6 +111,7 @@ struct TrainingPlan {
   uint64_t gradient_memory_bytes = 0;  // gradients beyond this are spilled
   uint64_t inputs_in_memory = 0;       // of units and micro batches, where recompute
   uint64_t inputs_spooled = 0;         // the others: on the devices
+  uint64_t spool_bytes = 0;            // room for them
   uint64_t input_bytes = 0;            // of each
   TrainingMemory memory;
 };

@@ -112,6 +112,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   if (plan_.streams) {
     options.stream_weights = true;
     options.gradient_budget_bytes = plan_.gradient_memory_bytes;
+    options.spool_bytes = plan_.spool_bytes;
   }
   base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
   if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
@@ -228,7 +229,12 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, weights_type_,
                                           plan_.placement);
   SI_RETURN_IF_ERROR(stream_->load());
-  pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute);
+  Activations inputs;
+  if (plan_.spool_bytes > 0) {
+    SI_ASSIGN_OR_RETURN(inputs, Activations::make(*updater_->spool(), plan_.inputs_in_memory,
+                                                  plan_.input_bytes));
+  }
+  pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute, std::move(inputs));
   traffic_ = updater_->traffic();
   return Status();
 }

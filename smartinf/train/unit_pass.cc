@@ -62,8 +62,8 @@ double head_loss(const Tensor& h_MC, const Tensor& matrix_VC, const Tensor& targ
 
 }  // namespace
 
-UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute)
-    : model_(model), stream_(stream), recompute_(recompute) {
+UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute, Activations inputs)
+    : model_(model), stream_(stream), recompute_(recompute), inputs_(std::move(inputs)) {
   sums_.resize(model.units().size());
 }
 
@@ -85,7 +85,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   const size_t head_unit = model_.head();
   batches_ = batches;
   options_ = &options;
-  inputs_.assign(head_unit + 1, std::vector<Tensor>(batches.size()));
+  inputs_.begin(head_unit + 1, batches.size());
   outputs_.assign(head_unit, std::vector<Tensor>(batches.size()));
   gradients_BTC_.assign(batches.size(), Tensor());
 
@@ -121,9 +121,9 @@ void UnitPass::forward_unit(size_t unit, const UnitWeights& weights, size_t batc
   if (unit == 0) {
     y_BTC = model_.embed(weights, batches_[batch].tokens_BT);
   } else {
-    y_BTC = model_.run_layers(unit, weights, inputs_[unit][batch]);
+    y_BTC = model_.run_layers(unit, weights, inputs_.get(unit, batch));
   }
-  inputs_[unit + 1][batch] = recompute_ ? y_BTC : leaf(y_BTC);
+  inputs_.put(unit + 1, batch, recompute_ ? y_BTC : leaf(y_BTC));
   if (!recompute_) outputs_[unit][batch] = std::move(y_BTC);
 }
 
@@ -141,7 +141,7 @@ void UnitPass::release_head() {
 
 double UnitPass::head_of(const Head& head, size_t batch) {
   const torch::AutoGradMode mode(true);
-  const Tensor x_BTC = leaf(std::exchange(inputs_[model_.head()][batch], Tensor()));
+  const Tensor x_BTC = leaf(inputs_.take(model_.head(), batch));
   const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
   HeadGradients gradients;
   const double loss = head_loss(h_MC, head.matrix_VC, batches_[batch].targets_BT, &gradients);
@@ -158,7 +158,7 @@ void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t bat
   const torch::AutoGradMode mode(true);
   std::vector<Tensor> wanted = tensors_of(weights);
   Tensor y_BTC = std::exchange(outputs_[unit][batch], Tensor());
-  Tensor x_BTC = std::exchange(inputs_[unit][batch], Tensor());
+  Tensor x_BTC = unit > 0 ? inputs_.take(unit, batch) : Tensor();
   if (recompute_) {
     if (unit > 0) x_BTC = leaf(x_BTC);
     y_BTC = unit == 0 ? model_.embed(weights, batches_[batch].tokens_BT)

@@ -64,6 +64,9 @@ struct UpdaterOptions {
   uint64_t subgroup_elements = 0;                 // 0: chosen from the budget
   /// Room on the devices for Updater::spool(), on all of them together; taken when they are opened.
   uint64_t spool_bytes = 0;
+  /// Weights that have no place in memory are fetched from the devices (Updater::fetch_weights),
+  /// which read them into slots of their own, out of the memory budget. Not with compression.
+  bool stream_weights = false;
   storage::Durability durability = storage::Durability::kStep;
   bool checksums = true;
   storage::RingKind ring = storage::RingKind::kAuto;

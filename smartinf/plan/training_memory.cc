@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "smartinf/base/state_format.h"
 #include "smartinf/base/units.h"
 
 namespace smartinf::plan {

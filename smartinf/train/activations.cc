@@ -15,8 +15,7 @@ base::Result<Activations> Activations::make(engine::Spool& spool, uint64_t buffe
   Activations made;
   made.spool_ = &spool;
   made.buffer_bytes_ = base::round_up(input_bytes, base::kIoAlignment);
-  SI_ASSIGN_OR_RETURN(made.memory_,
-                      base::AlignedBuffer::allocate(buffers * made.buffer_bytes_));
+  SI_ASSIGN_OR_RETURN(made.memory_, base::AlignedBuffer::allocate(buffers * made.buffer_bytes_));
   for (auto buffer = static_cast<uint32_t>(buffers); buffer-- > 0;) made.free_.push_back(buffer);
   return made;
 }

@@ -77,8 +77,8 @@ class Activations {
   std::vector<uint32_t> free_;  // buffers
 
   size_t batches_ = 0;
-  std::vector<Entry> entries_;   // by unit and batch
-  std::vector<int64_t> sizes_;   // of an input
+  std::vector<Entry> entries_;  // by unit and batch
+  std::vector<int64_t> sizes_;  // of an input
   torch::TensorOptions options_;
   std::deque<Entry*> writing_;  // oldest first
   Entry* taken_ = nullptr;      // by the last take()

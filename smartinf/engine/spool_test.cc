@@ -171,7 +171,8 @@ TEST_F(SpoolOverDevices, AFullSpoolSaysSoAndHasRoomAgainWhenSpansAreDropped) {
   for (int i = 0; i < 12; ++i) tickets.push_back(put(data));
   const Status full = spool_->put(data.bytes()).status();
   EXPECT_EQ(full.code(), ErrorCode::kNoSpace);
-  EXPECT_THAT(full.to_string(), HasSubstr("no room for 256 KiB in one piece: 0 B of its 3.00 MiB are free"));
+  EXPECT_THAT(full.to_string(),
+              HasSubstr("no room for 256 KiB in one piece: 0 B of its 3.00 MiB are free"));
   // Holes beside each other become one, whatever the order.
   for (const size_t i : {4, 0, 11, 7, 2, 9, 1, 10, 3, 5, 8, 6}) spool_->drop(tickets[i]);
   const auto large = filled(2 * kMiB, 6);

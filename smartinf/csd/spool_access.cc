@@ -203,7 +203,8 @@ uint64_t SpoolAccess::next_due_ns() const {
 
 void SpoolAccess::abandon(const Status& status) {
   moving_ = 0;
-  while (!accesses_.empty()) answer(accesses_.front(), status);
+  for (const Access& access : accesses_) parts_.complete(*access.command, status);
+  lost_.splice(lost_.end(), accesses_);
 }
 
 }  // namespace smartinf::csd

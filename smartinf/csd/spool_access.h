@@ -69,6 +69,7 @@ class SpoolAccess {
   DeviceParts& parts_;
   Spans spans_;
   std::list<Access> accesses_;  // bound: one per command in flight
+  std::list<Access> lost_;      // by a store that cannot go on, and may still know them
   uint32_t moving_ = 0;
 };
 

@@ -171,7 +171,8 @@ TEST_F(SpoolOverDevices, AFullSpoolSaysSoAndHasRoomAgainWhenSpansAreDropped) {
   for (int i = 0; i < 12; ++i) tickets.push_back(put(data));
   const Status full = spool_->put(data.bytes()).status();
   EXPECT_EQ(full.code(), ErrorCode::kNoSpace);
-  EXPECT_THAT(full.to_string(), HasSubstr("no room for 256 KiB in one piece: 0 B of its 3 MiB"));
+  EXPECT_THAT(full.to_string(),
+              HasSubstr("no room for 256 KiB in one piece: 0 B of its 3.00 MiB are free"));
   // Holes beside each other become one, whatever the order.
   for (const size_t i : {4, 0, 11, 7, 2, 9, 1, 10, 3, 5, 8, 6}) spool_->drop(tickets[i]);
   const auto large = filled(2 * kMiB, 6);
@@ -232,7 +233,7 @@ TEST(SpoolOfAnUpdater, IsThereWhenItWasAskedForAndStepsGoOnBesideIt) {
   ASSERT_NE((*updater)->spool(), nullptr);
   Spool& spool = *(*updater)->spool();
   EXPECT_EQ(spool.size_bytes(), 4 * kMiB);
-  EXPECT_THAT((*updater)->describe_devices()[0], HasSubstr("a spool of 3 MiB"));
+  EXPECT_THAT((*updater)->describe_devices()[0], HasSubstr("a spool of 3.00 MiB"));
   initialize(**updater);
   const auto data = filled(kMiB, 9);
   const auto first = spool.put(data.bytes());

@@ -1,9 +1,12 @@
 // Raw block devices, on a loop device over a small file. Skipped where loop devices cannot be made.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fcntl.h>
@@ -115,6 +118,38 @@ TEST_F(BlockDeviceTest, OthersAreLeftAloneUnlessForced) {
   EXPECT_TRUE(Store::create(device_, layout_, force).ok());
   // A creation that was interrupted is ours, and needs no force.
   EXPECT_TRUE(Store::create(device_, layout_, {}).ok());
+}
+
+TEST_F(BlockDeviceTest, ASpoolLiesBehindTheStoreAndTakesNoMoreThanItsRoom) {
+  create();
+  StoreOptions options;
+  options.spool_bytes = 16 << 20;
+  const base::Status large = Store::open(device_, options).status();
+  EXPECT_EQ(large.code(), ErrorCode::kNoSpace) << large.to_string();
+  EXPECT_THAT(large.to_string(), HasSubstr("the spool needs 16.0 MiB, and behind the store"));
+  options.spool_bytes = 8 << 20;
+  {
+    auto store = Store::open(device_, options);
+    ASSERT_TRUE(store.ok()) << store.status().to_string();
+    ASSERT_TRUE((*store)->recover_to(0).ok());
+    const auto data = base::AlignedBuffer::allocate(options.spool_bytes);
+    const auto found = base::AlignedBuffer::allocate(options.spool_bytes);
+    std::memset(data->data(), 0x5a, data->size());
+    for (const auto& [op, buffer] : {std::pair{SubgroupIo::Op::kWriteSpool, data->bytes()},
+                                     std::pair{SubgroupIo::Op::kReadSpool, found->bytes()}}) {
+      SubgroupIo io;
+      io.op = op;
+      io.buffer = buffer;
+      (*store)->start(io);
+      SubgroupIo* done = nullptr;
+      ASSERT_EQ(*(*store)->poll({&done, 1}, std::chrono::seconds(20)), 1u);
+      ASSERT_TRUE(io.status.ok()) << io.status.to_string();
+    }
+    EXPECT_TRUE(std::ranges::equal(data->bytes(), found->bytes()));
+  }
+  size_t faults = 0;
+  ASSERT_TRUE(check_store(device_, {}, [&](const StoreFault&) { ++faults; }).ok());
+  EXPECT_EQ(faults, 0u);
 }
 
 TEST_F(BlockDeviceTest, TooSmall) {

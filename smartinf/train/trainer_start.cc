@@ -229,9 +229,9 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, weights_type_,
                                           plan_.placement);
   SI_RETURN_IF_ERROR(stream_->load());
-  Activations inputs;
+  UnitInputs inputs;
   if (plan_.spool_bytes > 0) {
-    SI_ASSIGN_OR_RETURN(inputs, Activations::make(*updater_->spool(), plan_.inputs_in_memory,
+    SI_ASSIGN_OR_RETURN(inputs, UnitInputs::make(*updater_->spool(), plan_.inputs_in_memory,
                                                   plan_.input_bytes));
   }
   pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute, std::move(inputs));

@@ -62,7 +62,7 @@ double head_loss(const Tensor& h_MC, const Tensor& matrix_VC, const Tensor& targ
 
 }  // namespace
 
-UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute, Activations inputs)
+UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute, UnitInputs inputs)
     : model_(model), stream_(stream), recompute_(recompute), inputs_(std::move(inputs)) {
   sums_.resize(model.units().size());
 }

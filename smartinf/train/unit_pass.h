@@ -11,7 +11,7 @@
 
 #include <torch/types.h>
 
-#include "smartinf/train/activations.h"
+#include "smartinf/train/unit_inputs.h"
 #include "smartinf/train/layer_stream.h"
 #include "smartinf/train/model.h"
 
@@ -28,7 +28,7 @@ class UnitPass {
  public:
   /// recompute: a unit keeps its input alone, and backward computes it again. Nothing in a unit is
   /// random, so the second time has the bits of the first. model and stream outlive it.
-  UnitPass(const Model& model, LayerStream& stream, bool recompute, Activations inputs);
+  UnitPass(const Model& model, LayerStream& stream, bool recompute, UnitInputs inputs);
 
   /// A step's gradient of the parameter that begins at element `first`: of the weights' type, or
   /// f32 when it is a sum over micro batches. Backward has used the weights of its unit for the
@@ -77,7 +77,7 @@ class UnitPass {
   // Of the pass in progress.
   std::span<const Batch> batches_;
   const Options* options_ = nullptr;
-  Activations inputs_;                               // [B, T, C] of each unit and batch
+  UnitInputs inputs_;                               // [B, T, C] of each unit and batch
   std::vector<std::vector<torch::Tensor>> outputs_;  // with their graph; empty with recompute
   std::vector<torch::Tensor> gradients_BTC_;         // by batch: of the unit's output
   // Of the step, by unit and parameter: gradients so far.

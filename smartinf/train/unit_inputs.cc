@@ -1,4 +1,4 @@
-#include "smartinf/train/activations.h"
+#include "smartinf/train/unit_inputs.h"
 
 #include <utility>
 
@@ -10,9 +10,9 @@ namespace smartinf::train {
 
 using torch::Tensor;
 
-base::Result<Activations> Activations::make(engine::Spool& spool, uint64_t buffers,
+base::Result<UnitInputs> UnitInputs::make(engine::Spool& spool, uint64_t buffers,
                                             uint64_t input_bytes) {
-  Activations made;
+  UnitInputs made;
   made.spool_ = &spool;
   made.buffer_bytes_ = base::round_up(input_bytes, base::kIoAlignment);
   SI_ASSIGN_OR_RETURN(made.memory_, base::AlignedBuffer::allocate(buffers * made.buffer_bytes_));
@@ -20,11 +20,11 @@ base::Result<Activations> Activations::make(engine::Spool& spool, uint64_t buffe
   return made;
 }
 
-Activations::~Activations() {
+UnitInputs::~UnitInputs() {
   for (Entry& entry : entries_) drop(entry);
 }
 
-void Activations::begin(size_t units, size_t batches) {
+void UnitInputs::begin(size_t units, size_t batches) {
   for (Entry& entry : entries_) drop(entry);
   batches_ = batches;
   entries_.assign(units * batches, Entry());
@@ -33,11 +33,11 @@ void Activations::begin(size_t units, size_t batches) {
   next_read_ = 0;
 }
 
-Tensor Activations::tensor_in(uint32_t buffer) {
+Tensor UnitInputs::tensor_in(uint32_t buffer) {
   return torch::from_blob(bytes_of(buffer).data(), sizes_, options_.device(torch::kCPU));
 }
 
-void Activations::put(size_t unit, size_t batch, Tensor input) {
+void UnitInputs::put(size_t unit, size_t batch, Tensor input) {
   Entry& entry = at(unit, batch);
   if (spool_ != nullptr) {
     sizes_ = input.sizes().vec();
@@ -50,7 +50,7 @@ void Activations::put(size_t unit, size_t batch, Tensor input) {
   entry.made = std::move(input);
 }
 
-Tensor Activations::get(size_t unit, size_t batch) {
+Tensor UnitInputs::get(size_t unit, size_t batch) {
   Entry& entry = at(unit, batch);
   if (spool_ == nullptr) return entry.made;
   entry.used = true;
@@ -58,7 +58,7 @@ Tensor Activations::get(size_t unit, size_t batch) {
   return std::exchange(entry.made, Tensor());
 }
 
-Tensor Activations::take(size_t unit, size_t batch) {
+Tensor UnitInputs::take(size_t unit, size_t batch) {
   Entry& entry = at(unit, batch);
   if (spool_ == nullptr) return std::exchange(entry.made, Tensor());
   if (taken_ != nullptr) drop(*taken_);
@@ -71,12 +71,12 @@ Tensor Activations::take(size_t unit, size_t batch) {
 }
 
 /// The use-th input that backward takes.
-Activations::Entry& Activations::in_backward(size_t use) {
+UnitInputs::Entry& UnitInputs::in_backward(size_t use) {
   const size_t units = entries_.size() / batches_;
   return at(units - 1 - use / batches_, use % batches_);
 }
 
-uint32_t Activations::take_buffer() {
+uint32_t UnitInputs::take_buffer() {
   if (free_.empty()) finish_write();
   const uint32_t buffer = free_.back();
   free_.pop_back();
@@ -84,7 +84,7 @@ uint32_t Activations::take_buffer() {
 }
 
 /// Where few buffers are free, inputs that are wanted last make room.
-void Activations::write_out() {
+void UnitInputs::write_out() {
   for (Entry& entry : entries_) {
     if (free_.size() + writing_.size() >= kOnTheirWay) return;
     if (!entry.used || !entry.buffer.has_value() || entry.writing) continue;
@@ -97,7 +97,7 @@ void Activations::write_out() {
 }
 
 /// Waits for the oldest one.
-void Activations::finish_write() {
+void UnitInputs::finish_write() {
   SI_CHECK(!writing_.empty(), "more inputs in memory than there are buffers");
   Entry& entry = *writing_.front();
   writing_.pop_front();
@@ -106,13 +106,13 @@ void Activations::finish_write() {
   free_.push_back(*std::exchange(entry.buffer, std::nullopt));
 }
 
-void Activations::read(Entry& entry) {
+void UnitInputs::read(Entry& entry) {
   entry.buffer = take_buffer();
   entry.reading = true;
   throw_if_error(spool_->start_get(*entry.ticket, bytes_of(*entry.buffer)));
 }
 
-void Activations::read_ahead() {
+void UnitInputs::read_ahead() {
   for (; next_read_ < entries_.size(); ++next_read_) {
     Entry& entry = in_backward(next_read_);
     if (entry.buffer.has_value() || !entry.ticket.has_value()) continue;  // here, or was taken
@@ -122,7 +122,7 @@ void Activations::read_ahead() {
 }
 
 /// Waits for what is under way.
-void Activations::drop(Entry& entry) {
+void UnitInputs::drop(Entry& entry) {
   entry.made = Tensor();
   if (entry.writing) std::erase(writing_, &entry);
   if (entry.ticket.has_value()) spool_->drop(*entry.ticket);

@@ -21,19 +21,19 @@ namespace smartinf::train {
 /// ones that are written to the devices.
 ///
 /// Threads: one caller. Errors: StatusError of the devices.
-class Activations {
+class UnitInputs {
  public:
   /// Inputs stay the tensors that they are.
-  Activations() = default;
+  UnitInputs() = default;
   /// `buffers` inputs of at most `input_bytes` each are in the host's memory at a time, which is
   /// allocated here; the others are in `spool`, which outlives this. At least
   /// buffers_min(batches of a pass). Errors: kOutOfMemory.
-  static base::Result<Activations> make(engine::Spool& spool, uint64_t buffers,
+  static base::Result<UnitInputs> make(engine::Spool& spool, uint64_t buffers,
                                         uint64_t input_bytes);
   static uint64_t buffers_min(uint64_t batches) { return batches + kOnTheirWay; }
-  Activations(Activations&&) = default;
-  Activations& operator=(Activations&&) = default;
-  ~Activations();
+  UnitInputs(UnitInputs&&) = default;
+  UnitInputs& operator=(UnitInputs&&) = default;
+  ~UnitInputs();
 
   /// A pass begins; what was kept before is dropped. Inputs of units below `units`, all of one
   /// shape and type.

@@ -62,6 +62,9 @@ struct UpdaterOptions {
   uint64_t state_cache_bytes = 0;
   uint64_t gradient_budget_bytes = ~uint64_t{0};  // above it gradients are spilled
   uint64_t subgroup_elements = 0;                 // 0: chosen from the budget
+  /// Weights that have no place in memory are fetched from the devices (Updater::fetch_weights),
+  /// which read them into slots of their own, out of the memory budget. Not with compression.
+  bool stream_weights = false;
   storage::Durability durability = storage::Durability::kStep;
   bool checksums = true;
   storage::RingKind ring = storage::RingKind::kAuto;

@@ -87,6 +87,15 @@ base::Status Updater::start_early_update(const UpdateOptions&, base::DataType, c
   return early_update_possible();
 }
 
+plan::Subgroup Updater::subgroup_at(uint64_t) const { return {{}, 0, space().count()}; }
+
+base::Status Updater::fetch_weights(uint64_t, base::DataType, void*) {
+  return base::Status(base::ErrorCode::kUnsupported, "this updater does not hand out weights",
+                      "Keep all weights in memory, or use optimizer.where = \"device\".");
+}
+
+base::Status Updater::wait_fetched(uint64_t first) { return fetch_weights(first, {}, nullptr); }
+
 base::Status Updater::skip_gradient(uint64_t, uint64_t) {
   return base::Status(base::ErrorCode::kUnsupported,
                       "this updater needs the gradient of every parameter",

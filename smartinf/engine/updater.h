@@ -157,6 +157,23 @@ class Updater {
   /// failed, named; the step can then only be aborted, which commit does too.
   virtual base::Status wait_weights(uint64_t first, uint64_t count) = 0;
 
+  /// The subgroup that holds an element of the space: what fetch_weights() fetches at once.
+  virtual plan::Subgroup subgroup_at(uint64_t element) const;
+  /// With UpdaterOptions::stream_weights: starts to bring the weights of the subgroup that begins
+  /// at `first` to `out`, [count] of type, at any time. They are those of the newest step whose
+  /// update was started (start_update), else of the committed one, and equal in bits to those that
+  /// a sink gets. Where start_update's sink has no place for a subgroup, its update waits until it
+  /// is fetched, so that the devices follow who uses the weights and no state is read twice; all
+  /// calls that need the update to end let it go on. A second fetch of such a subgroup is read
+  /// after the commit. `out` stays until wait_fetched() has returned or the updater is destroyed.
+  /// Errors: kUnsupported without stream_weights; kInvalidArgument for a `first` within a subgroup;
+  /// kFailedPrecondition before initialize(), or while a fetch of the subgroup is under way.
+  virtual base::Status fetch_weights(uint64_t first, base::DataType type, void* out);
+  /// Waits until they are there. Errors: of the device, named, after which they can be fetched
+  /// again; kCancelled when the step was aborted; kFailedPrecondition where nothing was fetched,
+  /// and where they come only after a commit that was not started (then it may be called again).
+  virtual base::Status wait_fetched(uint64_t first);
+
   /// Starts the commit and returns at once: when all writes are done the step is prepared on every
   /// device, then committed on every device. At most kClientMetadataBytesMax of client metadata.
   virtual base::Status start_commit(const std::string& client_metadata) = 0;

@@ -168,6 +168,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     options.name = "drive-a";
     options.threads = kind.threads;
     if (kind.other_processor) options.make_processor = make_reverse_processor;
+    if (make_processor_) options.make_processor = make_processor_;
     options.slots = kind.slots;
     options.weight_read_slots = weight_read_slots_;
     options.gradient_type = kind.gradient_type;
@@ -330,6 +331,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
 
   uint64_t spool_bytes_ = 0;
   uint32_t weight_read_slots_ = 0;
+  ProcessorFactory make_processor_;  // in place of the kind's
   bool faulty_ = false;  // the store's ring goes by faults_
   mutable Faults faults_;
   const base::Scratch scratch_;

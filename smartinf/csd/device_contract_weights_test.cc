@@ -217,6 +217,66 @@ TEST_P(WeightsContract, AnUpdateLeavesAloneWhatIsBeingRead) {
   }
 }
 
+/// Does casts when it is told to.
+class HeldCasts final : public Processor {
+ public:
+  explicit HeldCasts(std::function<void(Job&)> on_finished) : inner_(std::move(on_finished)) {}
+  base::Result<std::unique_ptr<SlotMemory>> allocate(uint64_t bytes) override {
+    return inner_.allocate(bytes);
+  }
+  void start(Job& job) override {
+    const std::lock_guard lock(mutex_);
+    const bool hold = !released_ && std::holds_alternative<CastJob>(job.work);
+    hold ? held_.push_back(&job) : inner_.start(job);
+  }
+  uint32_t threads() const override { return 1; }
+  void release() {
+    const std::lock_guard lock(mutex_);
+    released_ = true;
+    for (Job* job : held_) inner_.start(*job);
+  }
+
+ private:
+  std::mutex mutex_;
+  bool released_ = false;
+  std::vector<Job*> held_;
+  ReverseProcessor inner_;
+};
+
+TEST_P(WeightsContract, AnUpdateWaitsForAReadOfWhatItChanges) {
+  if (GetParam().fake) GTEST_SKIP() << "it reads within submit()";
+  HeldCasts* processor = nullptr;
+  make_processor_ = [&](std::function<void(Job&)> on_finished) {
+    auto made = std::make_unique<HeldCasts>(std::move(on_finished));
+    processor = made.get();
+    return base::Result<std::unique_ptr<Processor>>(std::move(made));
+  };
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  step(1);
+  finish_step(1);
+  ASSERT_FALSE(HasFatalFailure());
+  const auto committed = weights_of(reference, 1);
+  begin_with_gradients(2);
+  const auto held = ask(0, 1);
+  Update message = update_of(2);
+  std::swap(message.updates.front(), message.updates.back());  // the held one is the last
+  Command update{message};
+  driver_.start(update);
+  for (size_t ready = 0; ready + 1 < count(); ++ready) {
+    Completion completion;
+    ASSERT_TRUE(driver_.queue.pop(completion, std::chrono::seconds(100)));
+    EXPECT_EQ(completion.event, Completion::Event::kWeightsReady);
+  }
+  processor->release();
+  EXPECT_TRUE(held->wait().ok()) << held->status.to_string();
+  EXPECT_TRUE(held->weights == committed[0]);
+  ASSERT_TRUE(driver_.wait_for(update).ok());
+  finish_step(2);
+  EXPECT_TRUE(weights_ == weights_of(reference, 2));
+}
+
 TEST_P(WeightsContract, AnUpdateMakesTheWeightsThatAreWaitedForWithoutAnyRead) {
   create();
   ASSERT_FALSE(HasFatalFailure());

@@ -215,6 +215,35 @@ TEST_F(DeviceFaults, ASpoolWhoseDriveNeverAnswersIsNamedAndCanBeClosed) {
   base::set_log_sink({});
 }
 
+TEST_F(DeviceFaults, AReadOfWeightsThatHangsIsGivenUpWithEverythingThatWaits) {
+  options_.weight_read_slots = 2;
+  make(~uint64_t{0}, std::chrono::milliseconds(40));
+  ASSERT_FALSE(HasFatalFailure());
+  base::set_log_sink([](base::LogLevel, std::string_view) {});
+  ASSERT_TRUE(run(BeginStep{1}).ok());
+  faults_.what = Faults::What::kLoseAll;
+  std::vector<std::vector<base::Bf16>> weights;
+  std::vector<std::unique_ptr<Command>> commands;
+  for (const uint64_t step : {1, 0}) {
+    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
+      weights.emplace_back(subgroup.count);
+      commands.push_back(std::make_unique<Command>(
+          Command{ReadWeights{subgroup.id, step, DataType::kBf16, weights.back().data()}}));
+      driver_.start(*commands.back());
+    }
+  }
+  for (size_t i = 0; i < commands.size(); ++i) {
+    Completion completion;
+    ASSERT_TRUE(driver_.queue.pop(completion, std::chrono::seconds(100)));
+    EXPECT_EQ(completion.status.code(), base::ErrorCode::kTimeout);
+    EXPECT_NE(completion.status.to_string().find("drive-b"), std::string::npos);
+  }
+  EXPECT_EQ(run(commands.front()->message).code(), base::ErrorCode::kTimeout)
+      << "and whatever follows";
+  device_.reset();
+  base::set_log_sink({});
+}
+
 TEST_F(DeviceFaults, AGradientThatCannotBeSpilledFailsTheUpdate) {
   make(0);
   ASSERT_FALSE(HasFatalFailure());

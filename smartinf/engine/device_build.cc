@@ -36,6 +36,7 @@ csd::LocalDeviceOptions DeviceBuild::options(const UpdaterOptions& engine,
   result.threads = threads;
   result.cores = cores;
   result.memory_bytes = share.slot_memory_bytes;
+  result.weight_read_slots = share.weight_read_slots;
   result.gradient_budget_bytes = share.gradient_memory_bytes;
   result.gradient_type = engine.gradient_type;
   result.compressed_block_bytes = share.compressed_block_bytes;

@@ -40,7 +40,7 @@ DeviceReplies::Peer& DeviceReplies::peer_of(csd::Device& device) {
   return peer;
 }
 
-const csd::Command* DeviceReplies::submit(csd::Device& device, csd::Message message) {
+const csd::Command* DeviceReplies::submit(csd::Device& device, csd::Message message, Watch watch) {
   Sent* sent = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -53,7 +53,8 @@ const csd::Command* DeviceReplies::submit(csd::Device& device, csd::Message mess
     sent->peer = &peer_of(device);
     sent->owed = true;
     const auto* update = sent->as<csd::Update>();
-    sent->watched = update == nullptr || !update->as_completed;
+    const bool waits = update != nullptr && (update->as_completed || update->weights_on_demand);
+    sent->watched = watch == Watch::kYes && !waits;
     if (sent->watched && sent->peer->owed++ == 0) sent->peer->silent = {};
     ++owed_;
     if (const base::Status why = watch_.given_up(device); !why.ok()) {

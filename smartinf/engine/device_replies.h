@@ -2,8 +2,8 @@
 // device. One that shows no sign of life for too long is given up: an error that names it takes the
 // place of every answer that it owes, and of every later one.
 //
-// An update of subgroups as their gradients become complete waits for the trainer, however long
-// that computes: only commands behind it are watched.
+// An update of subgroups as their gradients become complete, or as their weights are asked for,
+// waits for the trainer, however long that computes: only commands behind it are watched.
 //
 // What a device that was given up still has in hand stays in memory until the device is destroyed,
 // because it may yet be read or written.
@@ -46,8 +46,10 @@ class DeviceReplies {
  public:
   explicit DeviceReplies(DeviceWatch& watch);
 
+  /// kNo: what the command waits for is not the device's doing.
+  enum class Watch : uint8_t { kYes, kNo };
   /// Command::owner is the device. The command stays here.
-  const csd::Command* submit(csd::Device& device, csd::Message message);
+  const csd::Command* submit(csd::Device& device, csd::Message message, Watch watch = Watch::kYes);
   /// The next answer; waits for it. A failure names the device. The command is there until the
   /// call that follows; null: closed.
   csd::Completion next();

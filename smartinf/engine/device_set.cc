@@ -369,6 +369,10 @@ Status check_compression(const UpdaterOptions& options) {
                "There no gradient crosses the host link: leave compression out, or update on the "
                "devices.");
   }
+  if (compress.on() && options.stream_weights) {
+    return bad("stream_weights with compression: the stored weights lag behind those in use",
+               "Leave compression out, or keep all weights in memory.");
+  }
   if (!(compress.density >= 0 && compress.density <= 1)) {
     return bad(fmt::format("a density of {} for compressed gradients", compress.density),
                "Choose one above 0 and at most 1: 0.08 sends the largest 8 % of the elements.");

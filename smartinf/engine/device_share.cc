@@ -68,6 +68,7 @@ DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpa
                          uint64_t slot_memory_bytes, uint64_t device_elements) {
   DeviceShare share;
   share.slot_memory_bytes = slot_memory_bytes;
+  share.weight_read_slots = options.stream_weights ? plan::kWeightReadSlots : 0;
   share.compressed_block_bytes = compressed_block_bytes(options);
   // In proportion to what the device holds, so that all of them spill alike.
   const double part = static_cast<double>(device_elements) / static_cast<double>(space.count());

@@ -24,7 +24,8 @@ namespace smartinf::engine {
 
 /// What the engine gives one device, for as long as it is open.
 struct DeviceShare {
-  uint64_t slot_memory_bytes = 0;       // at most so much for slots
+  uint64_t slot_memory_bytes = 0;       // at most so much for slots of both kinds
+  uint32_t weight_read_slots = 0;       // LocalDeviceOptions::weight_read_slots
   uint64_t compressed_block_bytes = 0;  // above 0: gradients come compressed
   uint64_t gradient_memory_bytes = 0;   // at most so much for gradients; the rest is spilled
   uint64_t spool_bytes = 0;             // room for the spool

@@ -49,7 +49,8 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       state_(set_, kernels::rule_planes(options_.rule.rule).size(), std::move(staging), watch_),
       protocol_({set_.devices.size(), options.external_commit, !set_.fresh, set_.step}),
       weights_ready_(set_.subgroups.size(), 0),
-      updated_(set_.subgroups.size(), 0) {
+      updated_(set_.subgroups.size(), 0),
+      fetches_(set_.subgroups.size()) {
   if (!set_.fresh) metadata_ = split_metadata(set_.devices.front()->client_metadata());
   if (options_.spool_bytes > 0) spool_ = std::make_unique<Spool>(set_.devices, watch_);
   completions_thread_ = std::jthread([this] { take_completions(); });
@@ -59,6 +60,7 @@ DeviceUpdater::~DeviceUpdater() {
   {
     // A commit that was started is carried through; anything else is dropped with the devices.
     std::unique_lock lock(mutex_);
+    finish_update();
     changed_.wait(lock, [&] { return !protocol_.committing(); });
   }
   step_replies_.close();
@@ -90,6 +92,7 @@ Status DeviceUpdater::begin_step() {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(protocol_.begin_step());
     step = protocol_.step();
+    update_started_ = false;
   }
   gradient_tracker_.begin();
   sum_of_squares_max_ = 0;
@@ -268,11 +271,15 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
   SI_RETURN_IF_ERROR(protocol_.start_update(devices_in(updates)));
   if (right) {
     for (csd::Update& update : updates) update.keep_updated = true;
+    fetches_.finish();
   } else {
     guess_type_.reset();
+    mark_on_demand(updates);
     // Of what is skipped nothing changes.
     for (size_t i = 0; i < weights_ready_.size(); ++i) weights_ready_[i] = 1 - updated_[i];
   }
+  update_started_ = true;
+  update_type_ = type;
   submit_updates(std::move(updates));
   return Status();
 }
@@ -289,6 +296,9 @@ Status DeviceUpdater::wait_weights(uint64_t first, uint64_t count) {
                        weights_ready_.begin() + static_cast<ptrdiff_t>(to) + 1,
                        [](uint8_t ready) { return ready != 0; });
   };
+  for (size_t i = from; i <= to; ++i) {
+    if (fetches_.on_demand(i)) finish_update();
+  }
   changed_.wait(lock, [&] {
     return all_ready() || !protocol_.error().ok() || !protocol_.outcome().ok() ||
            !protocol_.updating();
@@ -329,7 +339,11 @@ void DeviceUpdater::complete(Completion&& completion) {
   if (completion.event == Completion::Event::kWeightsReady) {
     return protocol_.failed(std::move(completion.status));
   }
+  if (const auto* read = completion.command->as<csd::ReadWeights>()) {
+    return fetches_.end(read->subgroup.value, std::move(completion.status));
+  }
   if (completion.command->as<csd::StopUpdate>() != nullptr ||
+      completion.command->as<csd::FinishUpdate>() != nullptr ||
       completion.command->as<csd::Prefetch>() != nullptr) {
     return protocol_.failed(std::move(completion.status));
   }
@@ -391,6 +405,7 @@ bool DeviceUpdater::committing() const {
 
 Status DeviceUpdater::wait_commit() {
   std::unique_lock lock(mutex_);
+  finish_update();
   changed_.wait(lock, [&] { return !protocol_.committing(); });
   return protocol_.take_outcome();
 }
@@ -398,7 +413,9 @@ Status DeviceUpdater::wait_commit() {
 Status DeviceUpdater::abort() {
   {
     std::unique_lock lock(mutex_);
+    if (protocol_.committing()) finish_update();
     changed_.wait(lock, [&] { return !protocol_.committing(); });
+    fetches_.finish();
     // A device drops an update that is under way, and answers it before this.
     SI_ASSIGN_OR_RETURN(const Next next, protocol_.abort());
     act(next);

@@ -23,6 +23,7 @@
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/engine/step_protocol.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/engine/weight_fetches.h"
 #include "smartinf/engine/whole_state.h"
 
 namespace smartinf::engine {
@@ -65,6 +66,9 @@ class DeviceUpdater final : public Updater {
   base::Status start_update(const UpdateOptions& options, base::DataType type,
                             const WeightsSink& sink) override;
   base::Status wait_weights(uint64_t first, uint64_t count) override;
+  plan::Subgroup subgroup_at(uint64_t element) const override;
+  base::Status fetch_weights(uint64_t first, base::DataType type, void* out) override;
+  base::Status wait_fetched(uint64_t first) override;
   base::Status start_commit(const std::string& client_metadata) override;
   bool committing() const override;
   base::Status wait_commit() override;
@@ -113,6 +117,14 @@ class DeviceUpdater final : public Updater {
   void prefetch();
   void watch_norm(std::span<const GradientTracker::Piece> pieces);
 
+  // Weights that are fetched. mutex_ held.
+  bool weights_are_new() const;
+  /// Marks the subgroups without a place for their weights.
+  void mark_on_demand(std::vector<csd::Update>& updates);
+  /// An update that waits for fetches goes on without them.
+  void finish_update();
+  base::Status cannot_come() const;
+
   void take_completions();                      // the engine thread
   void complete(csd::Completion&& completion);  // mutex_ held
   void act(Next next);                          // mutex_ held
@@ -143,6 +155,9 @@ class DeviceUpdater final : public Updater {
   std::vector<uint8_t> updated_;              // of every subgroup: is in this step's update
   std::vector<kernels::StepScalars> guess_;   // of the early update
   std::optional<base::DataType> guess_type_;  // likewise; empty: it does not count
+  bool update_started_ = false;               // of the step in progress
+  base::DataType update_type_ = base::DataType::kBf16;  // of its weights
+  WeightFetches fetches_;
 
   std::jthread completions_thread_;
 };

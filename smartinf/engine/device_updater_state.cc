@@ -48,6 +48,7 @@ Status DeviceUpdater::edit_state(const WholeState::Edit& edit, const std::string
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(protocol_.begin_edit());
     step = protocol_.step();
+    update_started_ = false;
   }
   const bool changes = static_cast<bool>(edit);
   Status written = state_.on_all_devices(csd::BeginStep{step});

@@ -128,6 +128,7 @@ Result<DeviceSet> create_devices(const UpdaterOptions& options, const plan::Para
   input.planes = state.planes;
   input.gradient_spill_bytes = state.gradient_spill_bytes;
   input.subgroup_elements = options.subgroup_elements;
+  input.weight_read_slots = options.stream_weights ? plan::kWeightReadSlots : 0;
   SI_ASSIGN_OR_RETURN(const plan::MemoryPlan memory, plan::plan_memory(input));
   state.subgroup_elements = memory.subgroup_elements;
 
@@ -153,7 +154,7 @@ Result<DeviceSet> create_devices(const UpdaterOptions& options, const plan::Para
   storage::StoreLayout layout = layout_of_run(state, options.rule.rule, space, sources);
   for (uint32_t d = 0; d < sources.size(); ++d) {
     const uint64_t elements = set_device(layout, DeviceId{d}, set.subgroups, set.owner);
-    DeviceShare share = device_share(options, space, memory.slots * memory.slot_bytes, elements);
+    DeviceShare share = device_share(options, space, memory.device_bytes, elements);
     share.spool_bytes = spool[d];
     auto device = sources[d]->create(layout, share);
     if (!device.ok()) {

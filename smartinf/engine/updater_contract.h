@@ -23,27 +23,6 @@
 
 namespace smartinf::engine {
 
-/// Where the state of one test lies.
-class StatePlace {
- public:
-  virtual ~StatePlace() = default;
-  /// Opens it, or makes it when there is none. One updater at a time.
-  virtual base::Result<std::unique_ptr<Updater>> open() = 0;
-};
-
-struct UpdaterKind {
-  std::string name;
-  std::function<std::unique_ptr<StatePlace>()> make_place;
-  /// What run_steps() comes to, by arithmetic of the kind's own.
-  std::function<const Outcome&()> reference;
-  bool on_devices = true;  // else it can neither skip gradients nor edit the state
-  bool in_place = false;   // an update cannot be aborted once it has begun
-};
-
-inline std::ostream& operator<<(std::ostream& out, const UpdaterKind& kind) {
-  return out << kind.name;
-}
-
 class UpdaterContract : public ::testing::TestWithParam<UpdaterKind> {
  protected:
   std::unique_ptr<Updater> open() {

@@ -21,6 +21,13 @@ uint64_t slot_bytes(const MemoryPlanInput& input, uint64_t elements) {
          base::round_up(elements * input.gradient_spill_bytes, base::kIoAlignment);
 }
 
+/// Of a device, for reading weights.
+uint64_t weight_read_bytes(const MemoryPlanInput& input, uint64_t elements) {
+  if (input.weight_read_slots == 0) return 0;
+  return input.weight_read_slots *
+         state_bytes(input.format, std::span(input.planes).first(1), elements);
+}
+
 /// Initialization fills one half while the other is written.
 uint64_t staging_bytes(uint64_t subgroup_elements) {
   return std::max(2 * subgroup_elements * sizeof(float), staging_bytes_to_read());
@@ -67,7 +74,8 @@ uint64_t state_bytes(base::StateFormat format, std::span<const base::PlaneKind> 
 base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input) {
   const uint64_t devices = std::max<uint32_t>(input.devices, 1);
   const auto needed = [&](uint64_t elements, uint64_t slots) {
-    return staging_bytes(elements) + devices * slots * slot_bytes(input, elements);
+    return staging_bytes(elements) +
+           devices * (slots * slot_bytes(input, elements) + weight_read_bytes(input, elements));
   };
   uint64_t elements = input.subgroup_elements;
   if (elements != 0) {
@@ -100,8 +108,11 @@ base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input) {
   plan.subgroup_elements = elements;
   plan.slot_bytes = slot_bytes(input, elements);
   plan.staging_bytes = staging_bytes(elements);
-  const uint64_t fit = (input.budget_bytes - plan.staging_bytes) / (devices * plan.slot_bytes);
+  const uint64_t read_bytes = weight_read_bytes(input, elements);
+  const uint64_t fit = (input.budget_bytes - plan.staging_bytes - devices * read_bytes) /
+                       (devices * plan.slot_bytes);
   plan.slots = static_cast<uint32_t>(std::min<uint64_t>(fit, kSlotsMax));
+  plan.device_bytes = plan.slots * plan.slot_bytes + read_bytes;
   return plan;
 }
 

@@ -29,12 +29,14 @@ struct MemoryPlanInput {
   std::vector<base::PlaneKind> planes;  // those of the update rule, and a residual
   uint32_t gradient_spill_bytes = 0;    // per element; a spilled gradient is read into the slot too
   uint64_t subgroup_elements = 0;       // 0: chosen here
+  uint32_t weight_read_slots = 0;       // of each device; room for a master plane
 };
 
 struct MemoryPlan {
   uint64_t subgroup_elements = 0;  // a multiple of base::kBlockElements
   uint64_t slot_bytes = 0;
   uint32_t slots = 0;          // of each device
+  uint64_t device_bytes = 0;   // of each device: slots and those for reading weights
   uint64_t staging_bytes = 0;  // the engine's own: initialization, reading state, casting gradients
 };
 
@@ -42,6 +44,10 @@ struct MemoryPlan {
 inline constexpr uint32_t kSlotsMin = 2;
 /// Of a device; more do not help.
 inline constexpr uint32_t kSlotsMax = 32;
+
+/// Weights that a device reads at once, where they do not stay in memory: one is cast while others
+/// are on their way, and a drive is busy with few transfers of a subgroup's length.
+inline constexpr uint32_t kWeightReadSlots = 4;
 
 /// Errors: kOutOfMemory with the smallest budget that would do.
 base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input);

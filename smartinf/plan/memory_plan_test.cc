@@ -46,9 +46,26 @@ TEST(MemoryPlan, StaysWithinTheBudgetAndKeepsThePipelineFull) {
   }
 }
 
+TEST(MemoryPlan, SlotsForReadingWeightsComeOutOfTheBudget) {
+  for (const uint64_t budget_mib : {64, 512}) {
+    MemoryPlanInput input = two_hundred_million();
+    input.budget_bytes = budget_mib * base::kMiB;
+    input.devices = 2;
+    const auto without = plan_memory(input);
+    input.weight_read_slots = kWeightReadSlots;
+    const auto with = plan_memory(input);
+    ASSERT_TRUE(with.ok()) << with.status().to_string();
+    EXPECT_EQ(without->device_bytes, without->slots * without->slot_bytes);
+    EXPECT_EQ(with->device_bytes,
+              with->slots * with->slot_bytes + kWeightReadSlots * 4 * with->subgroup_elements);
+    EXPECT_LE(with->staging_bytes + 2 * with->device_bytes, input.budget_bytes);
+  }
+}
+
 TEST(MemoryPlan, TheAdvisedBudgetIsEnoughAndOneByteLessIsNot) {
   MemoryPlanInput input = two_hundred_million();
   input.subgroup_elements = 1'000'000;
+  input.weight_read_slots = 3;
   input.budget_bytes = 1;
   const auto refused = plan_memory(input).status();
   EXPECT_EQ(refused.code(), base::ErrorCode::kOutOfMemory);

@@ -24,6 +24,27 @@ uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_
   return plan::state_bytes(format, state_planes(rule, residual), elements);
 }
 
+uint32_t gradient_spill_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space) {
+  const auto value_bytes = static_cast<uint32_t>(base::data_type_bytes(options.gradient_type));
+  const bool stay =
+      options.compress.on() || space.count() * value_bytes <= options.gradient_budget_bytes;
+  return stay ? 0 : value_bytes;
+}
+
+base::Result<plan::MemoryPlan> plan_buffers(const UpdaterOptions& options,
+                                            const plan::ParameterSpace& space, uint32_t devices) {
+  plan::MemoryPlanInput input;
+  input.budget_bytes = options.memory_budget_bytes;
+  input.elements = space.count();
+  input.devices = devices;
+  input.format = options.format;
+  input.planes = state_planes(options.rule.rule, options.compress.residual_on_devices());
+  input.gradient_spill_bytes = gradient_spill_bytes(options, space);
+  input.subgroup_elements = options.subgroup_elements;
+  input.weight_read_slots = options.stream_weights ? plan::kWeightReadSlots : 0;
+  return plan::plan_memory(input);
+}
+
 uint64_t host_memory_bytes() {
   return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
          static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));

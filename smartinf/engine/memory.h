@@ -6,7 +6,11 @@
 #include <vector>
 
 #include "smartinf/base/state_format.h"
+#include "smartinf/base/status.h"
+#include "smartinf/engine/options.h"
 #include "smartinf/kernels/update_rule.h"
+#include "smartinf/plan/memory_plan.h"
+#include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::engine {
 
@@ -16,6 +20,13 @@ std::vector<base::PlaneKind> state_planes(kernels::UpdateRule rule, bool residua
 /// Bytes that those planes of so many elements take on the drive.
 uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_t elements,
                      bool residual = false);
+
+/// How the devices' buffers divide options.memory_budget_bytes in a run that begins. Errors:
+/// plan::plan_memory's.
+base::Result<plan::MemoryPlan> plan_buffers(const UpdaterOptions& options,
+                                            const plan::ParameterSpace& space, uint32_t devices);
+/// Of an element, room on the drive for gradients that do not stay in memory; 0: all of them do.
+uint32_t gradient_spill_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space);
 
 /// Memory of this machine in all.
 uint64_t host_memory_bytes();

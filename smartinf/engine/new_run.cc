@@ -110,26 +110,13 @@ storage::StoreLayout layout_of_run(const StateSize& state, kernels::UpdateRule r
 
 Result<DeviceSet> create_devices(const UpdaterOptions& options, const plan::ParameterSpace& space,
                                  DeviceSources& sources) {
-  const bool spilled =
-      !options.compress.on() && gradient_bytes(options, space) > options.gradient_budget_bytes;
   StateSize state;
   state.format = options.format;
   state.planes = state_planes(options.rule.rule, options.compress.residual_on_devices());
   state.durability = options.durability;
-  if (spilled) {
-    state.gradient_spill_bytes =
-        static_cast<uint32_t>(base::data_type_bytes(options.gradient_type));
-  }
-  plan::MemoryPlanInput input;
-  input.budget_bytes = options.memory_budget_bytes;
-  input.elements = space.count();
-  input.devices = static_cast<uint32_t>(sources.size());
-  input.format = state.format;
-  input.planes = state.planes;
-  input.gradient_spill_bytes = state.gradient_spill_bytes;
-  input.subgroup_elements = options.subgroup_elements;
-  input.weight_read_slots = options.stream_weights ? plan::kWeightReadSlots : 0;
-  SI_ASSIGN_OR_RETURN(const plan::MemoryPlan memory, plan::plan_memory(input));
+  state.gradient_spill_bytes = gradient_spill_bytes(options, space);
+  SI_ASSIGN_OR_RETURN(const plan::MemoryPlan memory,
+                      plan_buffers(options, space, static_cast<uint32_t>(sources.size())));
   state.subgroup_elements = memory.subgroup_elements;
 
   DeviceSet set;

@@ -121,7 +121,9 @@ Status LayerStream::arrive(uint64_t end) {
   if (end <= arrived_) return Status();
   if (!accelerator_.is_cpu()) {
     const plan::Unit some{arrived_, end - arrived_};
-    part(accelerator_N_, some).copy_(part(host_N_, some), /*non_blocking=*/true);
+    // variable_data(): autograd does not take this for a change of what the units before have
+    // kept for backward.
+    part(accelerator_N_.variable_data(), some).copy_(part(host_N_, some), /*non_blocking=*/true);
   }
   arrived_ = end;
   return Status();
@@ -216,7 +218,7 @@ LayerStream::AcceleratorSlot& LayerStream::bring(size_t unit) {
   {
     const c10::StreamGuard guard(*copies_);
     to->used.block(*copies_);  // by whoever had the slot before
-    to->weights_N.narrow(0, 0, host_N.size(0)).copy_(host_N, /*non_blocking=*/true);
+    to->weights_N.variable_data().narrow(0, 0, host_N.size(0)).copy_(host_N, /*non_blocking=*/true);
     to->copied.record(*copies_);
   }
   to->unit = unit;

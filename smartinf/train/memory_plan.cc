@@ -64,13 +64,22 @@ base::Result<plan::TrainingPlan> plan_run(const Options& options,
       static_cast<uint32_t>(base::data_type_bytes(precision_data_type(options.train.precision)));
   memory.accumulation = options.train.accumulation;
   memory.units = model_units(options.model, space);
-  memory.slot_padding_bytes = 2 * plan::kSubgroupElementsMax * memory.value_bytes;
   const uint64_t resident = engine::resident_memory_bytes();
   memory.process_bytes = resident + kLoadedLaterBytes;
   if (options.train.where == OptimizerWhere::kMemory) {
     memory.optimizer_bytes = 16 * space.count();
   } else {
-    memory.optimizer_bytes = updater.memory_budget_bytes + updater.state_cache_bytes;
+    engine::UpdaterOptions streaming = updater;  // a little more than without
+    streaming.stream_weights = !updater.compress.on();
+    streaming.gradient_budget_bytes = 0;
+    const uint64_t devices = std::max<uint64_t>(1, updater.devices.size());
+    SI_ASSIGN_OR_RETURN(const plan::MemoryPlan buffers,
+                        engine::plan_buffers(streaming, space, static_cast<uint32_t>(devices)));
+    const uint64_t subgroups = base::divide_up(space.count(), buffers.subgroup_elements * devices);
+    const uint64_t unused = buffers.slots - std::min<uint64_t>(buffers.slots, subgroups);
+    memory.optimizer_bytes = buffers.staging_bytes + updater.state_cache_bytes +
+                             devices * (buffers.device_bytes - unused * buffers.slot_bytes);
+    memory.slot_padding_bytes = 2 * buffers.subgroup_elements * memory.value_bytes;
     input.gradient_bytes = space.count() * base::data_type_bytes(updater.gradient_type);
     input.gradient_limit_bytes = updater.gradient_budget_bytes;
     if (updater.compress.on()) memory.optimizer_bytes += 4 * space.count();

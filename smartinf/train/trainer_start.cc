@@ -2,10 +2,10 @@
 #include <filesystem>
 #include <thread>
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <nlohmann/json.hpp>
-#include <torch/cuda.h>
 
 #include "smartinf/base/log.h"
 #include "smartinf/compress/density.h"
@@ -39,13 +39,17 @@ Status without_state(const RunFolder& folder, base::StepNumber trained, const st
                             folder.file(kRecipeFile)));
 }
 
+/// "auto": the accelerator that torch has here, else the CPU.
 Result<torch::Device> choose_accelerator(const std::string& name) {
-  const bool cuda = torch::cuda::is_available();
-  if (name == "cuda" && !cuda) {
-    return Status(ErrorCode::kUnsupported, "train.accelerator is \"cuda\", but torch sees no GPU",
-                  "Choose \"auto\" or \"cpu\"; smartinf doctor may say why");
-  }
-  return torch::Device(name == "cpu" || !cuda ? torch::kCPU : torch::kCUDA);
+  const std::optional<c10::DeviceType> found = at::getAccelerator(/*checked=*/false);
+  const bool usable = found.has_value() && at::accelerator::deviceCount() > 0;
+  const std::string there = usable ? c10::DeviceTypeName(*found, /*lower_case=*/true) : "";
+  if (name == "cpu" || (name == "auto" && !usable)) return torch::Device(torch::kCPU);
+  if (name == "auto" || name == there) return torch::Device(*found, 0);
+  return Status(ErrorCode::kUnsupported,
+                fmt::format("train.accelerator is \"{}\", but torch sees {}", name,
+                            there.empty() ? "no accelerator" : "only \"" + there + "\""),
+                "Choose \"auto\" or \"cpu\"; smartinf doctor may say why");
 }
 
 /// 0 where the model computes in the host's memory.
@@ -231,8 +235,8 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   SI_RETURN_IF_ERROR(stream_->load());
   UnitInputs inputs;
   if (plan_.spool_bytes > 0) {
-    SI_ASSIGN_OR_RETURN(inputs, UnitInputs::make(*updater_->spool(), plan_.inputs_in_memory,
-                                                  plan_.input_bytes));
+    SI_ASSIGN_OR_RETURN(
+        inputs, UnitInputs::make(*updater_->spool(), plan_.inputs_in_memory, plan_.input_bytes));
   }
   pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute, std::move(inputs));
   traffic_ = updater_->traffic();

@@ -176,7 +176,7 @@ Status LayerWindow::finish(Slot& slot, size_t index) {
   const plan::Subgroup& subgroup = pending.subgroup;
   const uint64_t bytes = subgroup.count * value_bytes_;
   if (pending.from_resident) {
-    SI_RETURN_IF_ERROR(updater_.wait_weights(subgroup.first, subgroup.count));
+    SI_RETURN_IF_ERROR(options_.wait_resident(end_of(subgroup)));
     std::memcpy(at(slot, subgroup.first), options_.resident.data() + subgroup.first * value_bytes_,
                 bytes);
     return Status();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -29,8 +30,10 @@ class LayerWindow {
     /// at once; one more reads ahead.
     std::vector<std::span<std::byte>> slots;
     /// The first elements of the space, whole subgroups, which an update puts there
-    /// (WeightsSink): what a unit shares with them is copied. May be empty.
+    /// (WeightsSink): what a unit shares with them is copied, when wait_resident(element) has
+    /// returned: all before that element are there. May be empty.
     std::span<const std::byte> resident;
+    std::function<base::Status(uint64_t)> wait_resident;
   };
   LayerWindow(Updater& updater, Options options);
   /// Waits for what is being read.

@@ -60,6 +60,7 @@ LayerStream::LayerStream(engine::Updater& updater, const Model& model, torch::De
       window.slots.emplace_back(memory + i * slot_bytes, slot_bytes);
     }
     window.resident = {static_cast<const std::byte*>(host_N_.const_data_ptr()), host_N_.nbytes()};
+    window.wait_resident = [this](uint64_t end) { return arrive_in_host(end); };
     window_ = std::make_unique<engine::LayerWindow>(updater, std::move(window));
   }
   if (beside && resident_elements_ < units.back().end()) {

@@ -61,7 +61,7 @@ struct BeginStep {
 
 /// In a step, a hint that changes no result: the first subgroups of the update to come, in its
 /// order. While gradients come in, their state is read into memory that is free, until another
-/// command comes. Answered at once.
+/// command comes that is queued. Answered at once.
 struct Prefetch {
   std::vector<base::SubgroupId> subgroups;
 };

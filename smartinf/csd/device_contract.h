@@ -332,7 +332,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   uint64_t spool_bytes_ = 0;
   uint32_t weight_read_slots_ = 0;
   ProcessorFactory make_processor_;  // in place of the kind's
-  bool faulty_ = false;  // the store's ring goes by faults_
+  bool faulty_ = false;              // the store's ring goes by faults_
   mutable Faults faults_;
   const base::Scratch scratch_;
   storage::StoreLayout layout_;

@@ -153,31 +153,18 @@ void WeightsReader::on_transfer(Transfer& transfer) {
   start_reads();
 }
 
-uint64_t WeightsReader::send(DeviceParts& parts, base::SubgroupId subgroup, uint64_t begin_ns,
-                             uint64_t bytes) {
-  if (parts.options.host_link_place != HostLinkPlace::kAtProcessor) return 0;
-  parts.host_traffic.add_up(base::TrafficKind::kWeight, bytes);
-  parts.record_host(LinkDirection::kUp, base::TrafficKind::kWeight, subgroup, begin_ns, bytes);
-  Link* link = parts.options.links.host.get();
-  return link == nullptr ? 0 : link->book(LinkDirection::kUp, base::TrafficKind::kWeight, bytes);
-}
-
 void WeightsReader::on_job(Job& job) {
   Slot& slot = *job.slot;
-  if (!abandoned_for_.ok() || !job.status.ok()) {
-    end(slot, abandoned_for_.ok() ? job.status : abandoned_for_);
-  } else {
+  Status status = abandoned_for_.ok() ? job.status : abandoned_for_;
+  if (status.ok()) {
     const auto& read = *slot.command->as<ReadWeights>();
     const uint64_t count = parts_.store->layout().subgroups[slot.subgroup].count;
-    const uint64_t due =
-        send(parts_, read.subgroup, slot.update_ns, count * base::data_type_bytes(read.type));
-    if (due == 0) {
-      end(slot, Status());
-    } else {
-      in_transit_.push_back({due, std::exchange(slot.command, nullptr)});
-      end(slot, Status());
-    }
+    const uint64_t due = parts_.send_weights(read.subgroup, slot.update_ns,
+                                             count * base::data_type_bytes(read.type));
+    // Answered later.
+    if (due > 0) in_transit_.push_back({due, std::exchange(slot.command, nullptr)});
   }
+  end(slot, std::move(status));
   start_reads();
 }
 

@@ -54,10 +54,6 @@ class WeightsReader {
   bool answered_all() const { return idle() && waiting_.empty() && in_transit_.empty(); }
   /// Of DeviceParts::transfers_in_flight.
   uint32_t transfers_in_flight() const { return transfers_; }
-  /// Counts weights that go up and books them on the host link. When they have passed, in
-  /// base::now_ns() time; 0: at once.
-  static uint64_t send(DeviceParts& parts, base::SubgroupId subgroup, uint64_t begin_ns,
-                       uint64_t bytes);
 
   void on_transfer(Transfer& transfer);
   void on_job(Job& job);

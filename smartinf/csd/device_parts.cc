@@ -74,6 +74,14 @@ void DeviceParts::record_host(LinkDirection direction, base::TrafficKind kind,
                          begin_ns, base::now_ns(), bytes, kind});
 }
 
+uint64_t DeviceParts::send_weights(base::SubgroupId subgroup, uint64_t begin_ns, uint64_t bytes) {
+  if (options.host_link_place != HostLinkPlace::kAtProcessor) return 0;
+  host_traffic.add_up(base::TrafficKind::kWeight, bytes);
+  record_host(LinkDirection::kUp, base::TrafficKind::kWeight, subgroup, begin_ns, bytes);
+  Link* link = options.links.host.get();
+  return link == nullptr ? 0 : link->book(LinkDirection::kUp, base::TrafficKind::kWeight, bytes);
+}
+
 base::Result<uint32_t> DeviceParts::find(base::SubgroupId subgroup) const {
   const auto found = index_of.find(subgroup);
   if (found != index_of.end()) return found->second;

@@ -68,6 +68,10 @@ struct DeviceParts {
   void record_host(LinkDirection direction, base::TrafficKind kind, base::SubgroupId subgroup,
                    uint64_t begin_ns, uint64_t bytes) const;
 
+  /// Counts weights that go up and books them on the host link. When they will have passed, in
+  /// base::now_ns() time; 0: at once. begin_ns: when they began to, for the trace.
+  uint64_t send_weights(base::SubgroupId subgroup, uint64_t begin_ns, uint64_t bytes);
+
   /// Answers a command; a failure names the device.
   void complete(Command& command, base::Status status) const;
 };

@@ -323,8 +323,8 @@ void TransferHandler::send_weights(uint32_t task) {
              sizeof(base::Bf16);
   }
   // They left block by block while the update ran.
-  const uint64_t due = WeightsReader::send(parts_, entry.subgroup,
-                                           parts_.slots[tasks_[task].slot.value].update_ns, bytes);
+  const uint64_t due =
+      parts_.send_weights(entry.subgroup, parts_.slots[tasks_[task].slot.value].update_ns, bytes);
   if (due == 0) return weights_ready(task);
   in_transit_.push_back({due, task});
 }

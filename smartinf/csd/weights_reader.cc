@@ -130,6 +130,7 @@ void WeightsReader::start_reads() {
       }
       slot.state = SlotState::kReadingWeights;
       ++transfers_;
+      slot.state_in.io.priority = storage::IoPriority::kWeights;
       parts_.start(slot.state_in, storage::SubgroupIo::Op::kRead, slot.subgroup, slot.extent,
                    kMasterMask);
     }

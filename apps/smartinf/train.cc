@@ -275,6 +275,14 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   return {};
 }
 
+int print_plan(const config::LoadedRecipe& loaded) {
+  const Result<std::vector<std::string>> lines =
+      Trainer::describe_memory({loaded.recipe.options, loaded.recipe.updater, {}, {}});
+  if (!lines.ok()) return report(lines.status());
+  for (const std::string& line : *lines) fmt::print("{}\n", line);
+  return kExitDone;
+}
+
 int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
   Interrupt interrupt;
   train::Job job{loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded),
@@ -348,6 +356,7 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
     RecipeFlags recipe;
     std::string trace;
     train::RunChoice choice;
+    bool print_plan = false;
     bool json = false;
   };
   auto flags = std::make_shared<Flags>();
@@ -369,12 +378,15 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
           "digits of its run id")
       ->type_name("RUN")
       ->excludes(take_over);
+  command->add_flag("--print-plan", flags->print_plan,
+                    "Show what would be in memory and what would come from the devices, then exit");
   command->add_flag("--json", flags->json, "Print one JSON object for each line of text");
   command->footer(
       "Examples:\n"
       "  smartinf train recipes/quickstart.toml\n"
       "  smartinf train recipes/quickstart.toml --train.run runs/mine --train.steps 200\n"
       "  smartinf train recipes/quickstart.toml --trace run.trace.json\n"
+      "  smartinf train large.toml --memory.host 16GB --print-plan\n"
       "  smartinf train recipes/quickstart.toml --device.0.path /mnt/a --device.1.path /mnt/b\n\n"
       "Ctrl-C stops at a committed step, with exit code 130; a second Ctrl-C stops at once.");
   command->callback([flags, &overrides, &run] {
@@ -383,6 +395,7 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
       Overrides values = overrides;
       if (!flags->trace.empty()) values.push_back({"train.trace", flags->trace});
       if (const auto code = read_recipe(flags->recipe, values, loaded)) return *code;
+      if (flags->print_plan) return print_plan(loaded);
       return run_train(loaded, flags->choice, flags->json);
     };
   });

@@ -87,8 +87,10 @@ Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const 
 }
 
 Status LayerStream::load() {
-  SI_RETURN_IF_ERROR(
-      updater_.load_weights(type_, [this](uint64_t first) { return weights_at(first); }));
+  if (host_elements_ > 0) {
+    SI_RETURN_IF_ERROR(
+        updater_.load_weights(type_, [this](uint64_t first) { return weights_at(first); }));
+  }
   updated();
   host_arrived_ = host_elements_;
   return arrive(resident_elements_);

@@ -32,6 +32,9 @@ class Trainer {
   /// anything is written. The folder is not changed when there is no step left to train. Errors:
   /// whatever a user can get wrong; each names the key, file or device.
   static base::Result<std::unique_ptr<Trainer>> open(const Job& job);
+  /// What of the run would be in memory, in lines for people; nothing is opened or written. Errors:
+  /// as open(), of options, data and memory.
+  static base::Result<std::vector<std::string>> describe_memory(const Job& job);
   virtual ~Trainer() = default;
 
   /// With all defaults filled in.

@@ -243,35 +243,60 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   return Status();
 }
 
+namespace {
+
+/// A run before its folder and its devices are looked at.
+struct Prepared {
+  Options options;
+  Corpus corpus;
+  GroupedParameters parameters;
+  torch::Device accelerator;
+  plan::TrainingPlan plan;
+};
+
+Result<Prepared> prepare(const Job& job) {
+  SI_RETURN_IF_ERROR(validate(job.options));
+  give_tensors_their_own_pages();
+  Options options = job.options;
+  options.model = with_defaults(options.model);
+  const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+  at::set_num_threads(static_cast<int>(options.train.threads != 0 ? options.train.threads : cores));
+
+  SI_ASSIGN_OR_RETURN(const torch::Device accelerator,
+                      choose_accelerator(options.train.accelerator));
+  SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
+  if (options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
+  if (options.model.vocabulary < corpus.vocabulary()) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("model.vocabulary is {}, and the text has {} tokens",
+                              options.model.vocabulary, corpus.vocabulary()),
+                  fmt::format("Leave the key out, or choose at least {}", corpus.vocabulary()));
+  }
+  if (options.model.vocabulary == 0) {
+    return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
+                  "Token files do not contain it: set it to the number of tokens of the tokenizer");
+  }
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
+  SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
+  SI_ASSIGN_OR_RETURN(plan::TrainingPlan plan,
+                      plan_run(options, job.updater, space, free_memory_of(accelerator)));
+  return Prepared{std::move(options), std::move(corpus), std::move(parameters), accelerator,
+                  std::move(plan)};
+}
+
+}  // namespace
+
+Result<std::vector<std::string>> Trainer::describe_memory(const Job& job) {
+  return guarded("plan", [&]() -> Result<std::vector<std::string>> {
+    SI_ASSIGN_OR_RETURN(const Prepared run, prepare(job));
+    return describe_plan(run.plan, run.parameters.space, run.options);
+  });
+}
+
 Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
   return guarded("start", [&]() -> Result<std::unique_ptr<Trainer>> {
-    SI_RETURN_IF_ERROR(validate(job.options));
-    give_tensors_their_own_pages();
-    Options options = job.options;
-    options.model = with_defaults(options.model);
-    const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
-    at::set_num_threads(
-        static_cast<int>(options.train.threads != 0 ? options.train.threads : cores));
-
-    SI_ASSIGN_OR_RETURN(const torch::Device accelerator,
-                        choose_accelerator(options.train.accelerator));
-    SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
-    if (options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
-    if (options.model.vocabulary < corpus.vocabulary()) {
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("model.vocabulary is {}, and the text has {} tokens",
-                                options.model.vocabulary, corpus.vocabulary()),
-                    fmt::format("Leave the key out, or choose at least {}", corpus.vocabulary()));
-    }
-    if (options.model.vocabulary == 0) {
-      return Status(
-          ErrorCode::kInvalidArgument, "model.vocabulary is not given",
-          "Token files do not contain it: set it to the number of tokens of the tokenizer");
-    }
-    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
-    SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
-    SI_ASSIGN_OR_RETURN(plan::TrainingPlan plan,
-                        plan_run(options, job.updater, space, free_memory_of(accelerator)));
+    SI_ASSIGN_OR_RETURN(Prepared run, prepare(job));
+    Options& options = run.options;
     SI_ASSIGN_OR_RETURN(const RunStart run_start, choose_start(job));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
     if (options.checkpoint.folder.empty()) {
@@ -282,9 +307,9 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
       SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
                              .with_context("checkpoint.folder"));
     }
-    auto trainer =
-        std::make_unique<TorchTrainer>(std::move(options), std::move(corpus), std::move(folder),
-                                       std::move(parameters), accelerator, std::move(plan));
+    auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(run.corpus),
+                                                  std::move(folder), std::move(run.parameters),
+                                                  run.accelerator, std::move(run.plan));
     SI_RETURN_IF_ERROR(trainer->start(job, run_start));
     return std::unique_ptr<Trainer>(std::move(trainer));
   });

@@ -270,8 +270,13 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
     }
     SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
     SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
-    SI_ASSIGN_OR_RETURN(plan::TrainingPlan plan,
-                        plan_run(options, job.updater, space, free_memory_of(accelerator)));
+    plan::TrainingPlan plan;
+    if (job.plan.has_value()) {
+      plan = *job.plan;
+    } else {
+      SI_ASSIGN_OR_RETURN(plan,
+                          plan_run(options, job.updater, space, free_memory_of(accelerator)));
+    }
     SI_ASSIGN_OR_RETURN(const RunStart run_start, choose_start(job));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
     if (options.checkpoint.folder.empty()) {

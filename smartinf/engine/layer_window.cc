@@ -37,9 +37,7 @@ LayerWindow::LayerWindow(Updater& updater, Options options)
   for (size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = options_.slots[i].data();
 }
 
-LayerWindow::~LayerWindow() {
-  for (Slot& slot : slots_) static_cast<void>(finish(slot));
-}
+LayerWindow::~LayerWindow() { forget(); }
 
 void LayerWindow::start(std::span<const uint32_t> order) {
   order_.assign(order.begin(), order.end());
@@ -48,25 +46,29 @@ void LayerWindow::start(std::span<const uint32_t> order) {
 }
 
 Result<std::byte*> LayerWindow::get(uint32_t unit) {
-  if (!failure_.ok()) return std::exchange(failure_, Status());
   const size_t use = next_use(unit);
   if (use < order_.size()) next_ = use + 1;
   uint32_t found = slot_of(unit);
   if (found != kNone) {
     ++hits_;
-  } else {
+  } else if (failure_.ok()) {
     ++misses_;
     found = victim(0);
     if (found == kNone) {
       return Status(ErrorCode::kFailedPrecondition, "every slot of the layer window is held",
                     "This is a bug in the trainer; please report it.");
     }
-    SI_RETURN_IF_ERROR(load(unit, found));
+    failure_ = load(unit, found);
   }
-  ++slots_[found].held;
-  read_ahead();
-  SI_RETURN_IF_ERROR(finish(slots_[found]));
-  return at(slots_[found], options_.units[unit].first);
+  if (failure_.ok()) {
+    ++slots_[found].held;
+    read_ahead();
+    if (failure_.ok()) failure_ = finish(slots_[found]);
+    if (failure_.ok()) return at(slots_[found], options_.units[unit].first);
+    --slots_[found].held;
+  }
+  forget();
+  return std::exchange(failure_, Status());
 }
 
 void LayerWindow::release(uint32_t unit) {
@@ -77,17 +79,14 @@ void LayerWindow::release(uint32_t unit) {
 }
 
 void LayerWindow::updated() {
-  for (uint32_t i = 0; i < slots_.size(); ++i) {
-    SI_CHECK(slots_[i].held == 0, "weights are updated that are in use");
-    static_cast<void>(empty(i));  // what failed is not wanted any more
-  }
+  for (const Slot& slot : slots_) SI_CHECK(slot.held == 0, "weights are updated that are in use");
+  forget();
   failure_ = Status();
-  ++version_;
 }
 
 uint32_t LayerWindow::slot_of(uint32_t unit) const {
   for (uint32_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].unit == unit && slots_[i].version == version_) return i;
+    if (slots_[i].unit == unit) return i;
   }
   return kNone;
 }
@@ -106,7 +105,7 @@ uint32_t LayerWindow::victim(size_t for_use) const {
   for (uint32_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
     if (slot.held > 0) continue;
-    if (slot.unit == kNone || slot.version != version_) return i;
+    if (slot.unit == kNone) return i;
     const size_t use = next_use(slot.unit);
     if (best == kNone ? use > for_use || for_use == 0 : use > best_use) {
       best = i;
@@ -135,7 +134,6 @@ Status LayerWindow::load(uint32_t unit, uint32_t index) {
   slot.first = updater_.subgroup_at(wanted.first).first;
   slot.end = slot.first;
   slot.unit = unit;
-  slot.version = version_;
   while (slot.end < wanted.end()) {
     Pending pending{updater_.subgroup_at(slot.end), kNone, false};
     const uint64_t first = pending.subgroup.first;
@@ -143,16 +141,12 @@ Status LayerWindow::load(uint32_t unit, uint32_t index) {
     pending.from_resident = end <= resident_elements_;
     for (uint32_t i = 0; i < slots_.size() && !pending.from_resident; ++i) {
       const Slot& other = slots_[i];
-      const bool has = i != index && other.unit != kNone && other.version == version_ &&
-                       other.first <= first && end <= other.end;
+      const bool has =
+          i != index && other.unit != kNone && other.first <= first && end <= other.end;
       if (has) pending.from = i;
     }
     if (pending.from == kNone && !pending.from_resident) {
-      Status started = updater_.fetch_weights(first, options_.type, at(slot, first));
-      if (!started.ok()) {
-        static_cast<void>(empty(index));
-        return started;
-      }
+      SI_RETURN_IF_ERROR(updater_.fetch_weights(first, options_.type, at(slot, first)));
     }
     slot.pending.push_back(pending);
     slot.end = end;
@@ -166,7 +160,6 @@ Status LayerWindow::finish(Slot& slot) {
     Status status = finish(slot, slot.pending.size() - 1);
     if (first.ok()) first = std::move(status);
   }
-  if (!first.ok()) slot.unit = kNone;  // it may be asked for again
   return first;
 }
 
@@ -192,22 +185,30 @@ Status LayerWindow::finish(Slot& slot, size_t index) {
   return Status();
 }
 
-/// Nothing is on its way into the slot any more, or to be copied from it.
+/// Nothing is on its way into the slot any more, or to be copied from it. Errors: of what is copied.
 Status LayerWindow::empty(uint32_t index) {
   Slot& slot = slots_[index];
-  Status status;
   for (Slot& other : slots_) {
     for (size_t i = other.pending.size(); i-- > 0;) {
-      if (other.pending[i].from != index) continue;
-      Status copied = finish(other, i);
-      if (copied.ok()) continue;
-      other.unit = kNone;
-      if (status.ok()) status = std::move(copied);
+      if (other.pending[i].from == index) SI_RETURN_IF_ERROR(finish(other, i));
     }
   }
-  static_cast<void>(finish(slot));
+  static_cast<void>(finish(slot));  // what failed is not wanted any more
   slot.unit = kNone;
-  return status;
+  return Status();
+}
+
+/// Empties all slots that are not held, of whatever is in them: after a failure, and where it is
+/// old. Those that are held are complete.
+void LayerWindow::forget() {
+  for (Slot& slot : slots_) {
+    if (slot.held > 0) continue;
+    for (const Pending& pending : std::exchange(slot.pending, {})) {
+      if (pending.from != kNone || pending.from_resident) continue;
+      static_cast<void>(updater_.wait_fetched(pending.subgroup.first));
+    }
+    slot.unit = kNone;
+  }
 }
 
 std::byte* LayerWindow::at(const Slot& slot, uint64_t element) const {

@@ -26,8 +26,8 @@ class LayerWindow {
   struct Options {
     std::vector<plan::Unit> units;
     base::DataType type = base::DataType::kBf16;
-    /// window_slot_bytes() each, until the window is destroyed. At least as many as units are held
-    /// at once; one more reads ahead.
+    /// window_slot_bytes() each, until window and updater are destroyed. At least as many as units
+    /// are held at once; one more reads ahead.
     std::vector<std::span<std::byte>> slots;
     /// The first elements of the space, whole subgroups, which an update puts there
     /// (WeightsSink): what a unit shares with them is copied, when wait_resident(element) has
@@ -45,7 +45,8 @@ class LayerWindow {
   void start(std::span<const uint32_t> order);
   /// The weights of the step whose update was started last, or of the committed one. Waits for
   /// them; a unit that is not in the order is read at once. They stay until release(), which every
-  /// get() needs. Errors: of the device, named; kFailedPrecondition when all slots are held.
+  /// get() needs that succeeds. Errors: of the device, named, also of what is read ahead, after
+  /// which any unit may be asked for again; kFailedPrecondition when all slots are held.
   base::Result<std::byte*> get(uint32_t unit);
   void release(uint32_t unit);
   /// An update was started, or aborted: nothing that was read before is current.
@@ -67,7 +68,6 @@ class LayerWindow {
   struct Slot {
     std::byte* memory = nullptr;
     uint32_t unit = kNone;
-    uint64_t version = 0;
     uint32_t held = 0;
     uint64_t first = 0;  // element at memory...
     uint64_t end = 0;    // ...and behind the last one
@@ -82,6 +82,7 @@ class LayerWindow {
   base::Status finish(Slot& slot);
   base::Status finish(Slot& slot, size_t pending);
   base::Status empty(uint32_t slot);
+  void forget();
   std::byte* at(const Slot& slot, uint64_t element) const;
 
   Updater& updater_;
@@ -91,7 +92,6 @@ class LayerWindow {
   std::vector<Slot> slots_;
   std::vector<uint32_t> order_;
   size_t next_ = 0;  // in order_: the use that get() is asked for next
-  uint64_t version_ = 1;
   base::Status failure_;  // of reading ahead
   uint64_t hits_ = 0;
   uint64_t misses_ = 0;

@@ -80,7 +80,8 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   // Beside a GPU those that are not all there are in the host's memory, but for one unit's.
   const bool near = !input.gpu || input.inputs_in_memory == inputs_of(input);
   const uint64_t inputs = near ? input.inputs_in_memory : input.accumulation + 1;
-  const uint64_t kept = inputs * input_bytes(input) + boundary;
+  const uint64_t in_buffers = input.gpu ? 0 : input.saved_in_memory * input.saved_bytes;
+  const uint64_t kept = inputs * input_bytes(input) + boundary + in_buffers;
   uint64_t layers = 0;
   uint64_t elements = 0;
   for (const Unit& unit : input.units) {
@@ -193,6 +194,9 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
     if (!stay && input.inputs_in_memory < inputs_of(input)) {
       memory.host.push_back({"inputs of units", input.inputs_in_memory * input_bytes(input)});
     }
+    if (input.saved_in_memory > 0) {
+      memory.host.push_back({"saved tensors", input.saved_in_memory * input.saved_bytes});
+    }
   } else {
     memory.host = std::move(computing);
     if (!stay) memory.host.push_back({"a gradient on its way", largest});
@@ -215,8 +219,9 @@ namespace {
 /// reading does not wait for the unit that is in use.
 constexpr uint32_t kHostSlots = 3;
 constexpr uint32_t kAcceleratorSlots = 2;
-/// Unit inputs in memory at least, beside those of one unit: some on their way.
-constexpr uint64_t kInputsOnTheirWay = 4;
+/// Unit inputs in memory at least, beside those of one unit: some on their way. So many buffers of
+/// what autograd keeps.
+constexpr uint64_t kOnTheirWay = 4;
 /// Gradients in memory at least, beside the buffers through which the others are spilled.
 constexpr uint64_t kGradientsMin = 16 * base::kMiB;
 
@@ -265,7 +270,15 @@ class StreamPlan {
     memory_.recompute = true;
     memory_.placement = {0, 0, kHostSlots, kAcceleratorSlots};
     inputs_ = inputs_of(memory_);
-    memory_.inputs_in_memory = std::min(inputs_, memory_.accumulation + kInputsOnTheirWay);
+    memory_.inputs_in_memory = std::min(inputs_, memory_.accumulation + kOnTheirWay);
+    if (input.activations == Activations::kOffload) {
+      uint64_t layers = 0;
+      for (const Unit& unit : memory_.units) layers = std::max<uint64_t>(layers, unit.layers);
+      memory_.saved_bytes =
+          layers * layer_saved_bytes(memory_.model, memory_.program, memory_.value_bytes);
+      saved_ = (memory_.units.size() - 2) * memory_.accumulation;
+      memory_.saved_in_memory = std::min(saved_, kOnTheirWay);
+    }
     gradients_ = std::min({input.gradient_bytes, input.gradient_limit_bytes, kGradientsMin});
   }
 
@@ -276,7 +289,8 @@ class StreamPlan {
   }
 
   TrainingPlan make() {
-    if (input_.activations != Activations::kOffload) grow_inputs();
+    grow_inputs();
+    grow(memory_.saved_in_memory, saved_);
     grow(gradients_, std::min(input_.gradient_bytes, input_.gradient_limit_bytes));
     const auto units = static_cast<uint32_t>(memory_.units.size());
     grow(memory_.placement.in_memory, units);
@@ -289,10 +303,14 @@ class StreamPlan {
     plan.inputs_in_memory = memory_.inputs_in_memory;
     plan.inputs_spooled = inputs_ - memory_.inputs_in_memory;
     plan.input_bytes = input_bytes(memory_);
-    if (plan.inputs_spooled > 0) {
-      plan.spool_bytes = (plan.inputs_spooled + 2 * kInputsOnTheirWay) *
-                         base::round_up(plan.input_bytes, base::kIoAlignment);
-    }
+    plan.saved_in_memory = memory_.saved_in_memory;
+    plan.saved_bytes = memory_.saved_bytes;
+    const auto room = [](uint64_t spooled, uint64_t bytes) {
+      if (spooled == 0) return uint64_t{0};
+      return (spooled + 2 * kOnTheirWay) * base::round_up(bytes, base::kIoAlignment);
+    };
+    plan.spool_bytes = room(plan.inputs_spooled, plan.input_bytes) +
+                       room(saved_, saved_ == 0 ? 0 : plan.saved_bytes);
     plan.memory = memory();
     return plan;
   }
@@ -321,6 +339,7 @@ class StreamPlan {
   const TrainingPlanInput& input_;
   TrainingMemoryInput memory_;
   uint64_t inputs_ = 0;
+  uint64_t saved_ = 0;
   uint64_t gradients_ = 0;
 };
 

@@ -42,7 +42,7 @@ enum class Activations : uint8_t {
   kAuto,
   kKeep,       // all that backward needs
   kRecompute,  // each unit's input; backward computes the rest again
-  kOffload,    // the same, with inputs stored on the devices
+  kOffload,    // all that backward needs, stored on the devices
 };
 inline constexpr std::array<std::string_view, 4> kActivationsNames{"auto", "keep", "recompute",
                                                                    "offload"};
@@ -70,6 +70,8 @@ struct TrainingMemoryInput {
   UnitPlacement placement;
   uint64_t inputs_in_memory = 0;    // of units and micro batches; the others are on the devices
   uint64_t slot_padding_bytes = 0;  // what a slot is longer than the largest unit's weights
+  uint64_t saved_in_memory = 0;     // kOffload: of units and micro batches, what autograd keeps...
+  uint64_t saved_bytes = 0;         // ...of each, at most
 };
 
 struct MemoryPart {
@@ -113,6 +115,8 @@ struct TrainingPlan {
   uint64_t inputs_spooled = 0;         // the others: on the devices
   uint64_t spool_bytes = 0;            // room for them
   uint64_t input_bytes = 0;            // of each
+  uint64_t saved_in_memory = 0;        // of what autograd keeps of units and micro batches...
+  uint64_t saved_bytes = 0;            // ...buffers of so many bytes; 0: it is computed again
   TrainingMemory memory;
 };
 

@@ -82,6 +82,8 @@ LayerStream::~LayerStream() {
   for (AcceleratorSlot& slot : accelerator_slots_) slot.copied.synchronize();
 }
 
+void LayerStream::close() { window_.reset(); }
+
 Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const {
   return weights_N.narrow(0, static_cast<int64_t>(unit.first), static_cast<int64_t>(unit.count));
 }

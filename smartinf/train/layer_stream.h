@@ -24,11 +24,14 @@ namespace smartinf::train {
 /// Threads: one caller.
 class LayerStream {
  public:
-  /// All memory is allocated here; beside an accelerator the host's is pinned. `updater` and
-  /// `model` outlive it.
+  /// All memory is allocated here; beside an accelerator the host's is pinned. `updater` lives
+  /// until close(), `model` longer than this.
   LayerStream(engine::Updater& updater, const Model& model, torch::Device accelerator,
               base::DataType type, const plan::UnitPlacement& placement);
   ~LayerStream();
+  /// Waits for what is being read; nothing but the destructor is called afterwards. Its memory,
+  /// into which an update may write, stays until then.
+  void close();
 
   /// Takes the committed step's weights into memory. Errors: the devices'.
   base::Status load();

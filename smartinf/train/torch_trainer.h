@@ -71,6 +71,8 @@ class TorchTrainer final : public Trainer {
   ~TorchTrainer() override {
     // A commit in flight writes from memory that this object owns.
     if (updater_ != nullptr) static_cast<void>(updater_->wait_commit());
+    pass_.reset();  // inputs are in the updater's spool
+    if (stream_ != nullptr) stream_->close();
   }
 
   /// Errors also: of a state that came to the devices since `run_start` was made.

@@ -10,6 +10,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/plan/training_memory.h"
 #include "smartinf/train/options.h"
 #include "smartinf/train/run_choice.h"
 #include "smartinf/train/step_report.h"
@@ -22,6 +23,8 @@ struct Job {
   engine::UpdaterOptions updater;  // with optimizer.where = "memory" only its rule is looked at
   std::string recipe;
   RunChoice choice;  // of a state on the devices that the run's folder does not know
+  /// For tests: instead of what plan_run() finds.
+  std::optional<plan::TrainingPlan> plan;
 };
 
 /// Threads: one caller. Errors: as values; what torch throws is caught and named.

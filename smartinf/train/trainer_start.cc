@@ -233,12 +233,23 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, weights_type_,
                                           plan_.placement);
   SI_RETURN_IF_ERROR(stream_->load());
-  UnitInputs inputs;
-  if (plan_.spool_bytes > 0) {
-    SI_ASSIGN_OR_RETURN(
-        inputs, UnitInputs::make(*updater_->spool(), plan_.inputs_in_memory, plan_.input_bytes));
+  std::optional<SpooledBuffers> inputs;
+  std::optional<SpooledBuffers> saved;
+  const auto make = [&](std::optional<SpooledBuffers>& to, uint64_t buffers,
+                        uint64_t bytes) -> Status {
+    SI_ASSIGN_OR_RETURN(SpooledBuffers made,
+                        SpooledBuffers::make(*updater_->spool(), buffers, bytes));
+    to.emplace(std::move(made));
+    return Status();
+  };
+  if (plan_.inputs_spooled > 0) {
+    SI_RETURN_IF_ERROR(make(inputs, plan_.inputs_in_memory, plan_.input_bytes));
   }
-  pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute, std::move(inputs));
+  if (plan_.saved_bytes > 0) {
+    SI_RETURN_IF_ERROR(make(saved, plan_.saved_in_memory, plan_.saved_bytes));
+  }
+  pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute,
+                                     UnitInputs(std::move(inputs)), std::move(saved));
   traffic_ = updater_->traffic();
   return Status();
 }
@@ -278,8 +289,12 @@ Result<Prepared> prepare(const Job& job) {
   }
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
   SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
-  SI_ASSIGN_OR_RETURN(plan::TrainingPlan plan,
-                      plan_run(options, job.updater, space, free_memory_of(accelerator)));
+  plan::TrainingPlan plan;
+  if (job.plan.has_value()) {
+    plan = *job.plan;
+  } else {
+    SI_ASSIGN_OR_RETURN(plan, plan_run(options, job.updater, space, free_memory_of(accelerator)));
+  }
   return Prepared{std::move(options), std::move(corpus), std::move(parameters), accelerator,
                   std::move(plan)};
 }

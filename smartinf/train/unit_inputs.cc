@@ -2,133 +2,43 @@
 
 #include <utility>
 
-#include "smartinf/base/check.h"
-#include "smartinf/base/units.h"
-#include "smartinf/train/status_error.h"
-
 namespace smartinf::train {
 
 using torch::Tensor;
 
-base::Result<UnitInputs> UnitInputs::make(engine::Spool& spool, uint64_t buffers,
-                                            uint64_t input_bytes) {
-  UnitInputs made;
-  made.spool_ = &spool;
-  made.buffer_bytes_ = base::round_up(input_bytes, base::kIoAlignment);
-  SI_ASSIGN_OR_RETURN(made.memory_, base::AlignedBuffer::allocate(buffers * made.buffer_bytes_));
-  for (auto buffer = static_cast<uint32_t>(buffers); buffer-- > 0;) made.free_.push_back(buffer);
-  return made;
-}
-
-UnitInputs::~UnitInputs() {
-  for (Entry& entry : entries_) drop(entry);
-}
-
 void UnitInputs::begin(size_t units, size_t batches) {
-  for (Entry& entry : entries_) drop(entry);
   batches_ = batches;
-  entries_.assign(units * batches, Entry());
-  writing_.clear();
-  taken_ = nullptr;
-  next_read_ = 0;
+  made_.assign(units * batches, Tensor());
+  if (buffers_) buffers_->begin(units, batches);
 }
 
-Tensor UnitInputs::tensor_in(uint32_t buffer) {
-  return torch::from_blob(bytes_of(buffer).data(), sizes_, options_.device(torch::kCPU));
+Tensor UnitInputs::tensor_in(std::span<std::byte> buffer) const {
+  return torch::from_blob(buffer.data(), sizes_, options_.device(torch::kCPU));
 }
 
 void UnitInputs::put(size_t unit, size_t batch, Tensor input) {
-  Entry& entry = at(unit, batch);
-  if (spool_ != nullptr) {
+  if (buffers_) {
     sizes_ = input.sizes().vec();
     options_ = input.options();
-    entry.buffer = take_buffer();
-    Tensor copy = tensor_in(*entry.buffer);
+    Tensor copy = tensor_in(buffers_->put(unit, batch));
     copy.copy_(input);
     if (input.is_cpu()) input = std::move(copy);
   }
-  entry.made = std::move(input);
+  made_[unit * batches_ + batch] = std::move(input);
 }
 
-Tensor UnitInputs::get(size_t unit, size_t batch) {
-  Entry& entry = at(unit, batch);
-  if (spool_ == nullptr) return entry.made;
-  entry.used = true;
-  write_out();
-  return std::exchange(entry.made, Tensor());
+Tensor UnitInputs::get(size_t unit, size_t batch) { return made_[unit * batches_ + batch]; }
+
+void UnitInputs::release(size_t unit, size_t batch) {
+  if (!buffers_) return;
+  made_[unit * batches_ + batch] = Tensor();
+  buffers_->release(unit, batch);
 }
 
 Tensor UnitInputs::take(size_t unit, size_t batch) {
-  Entry& entry = at(unit, batch);
-  if (spool_ == nullptr) return std::exchange(entry.made, Tensor());
-  if (taken_ != nullptr) drop(*taken_);
-  taken_ = &entry;
-  entry.made = Tensor();
-  if (!entry.buffer.has_value()) read(entry);
-  if (std::exchange(entry.reading, false)) throw_if_error(spool_->wait(*entry.ticket));
-  read_ahead();
-  return tensor_in(*entry.buffer).to(options_.device());
-}
-
-/// The use-th input that backward takes.
-UnitInputs::Entry& UnitInputs::in_backward(size_t use) {
-  const size_t units = entries_.size() / batches_;
-  return at(units - 1 - use / batches_, use % batches_);
-}
-
-uint32_t UnitInputs::take_buffer() {
-  if (free_.empty()) finish_write();
-  const uint32_t buffer = free_.back();
-  free_.pop_back();
-  return buffer;
-}
-
-/// Where few buffers are free, inputs that are wanted last make room.
-void UnitInputs::write_out() {
-  for (Entry& entry : entries_) {
-    if (free_.size() + writing_.size() >= kOnTheirWay) return;
-    if (!entry.used || !entry.buffer.has_value() || entry.writing) continue;
-    auto ticket = spool_->put(bytes_of(*entry.buffer));
-    throw_if_error(ticket.status());
-    entry.ticket = *ticket;
-    entry.writing = true;
-    writing_.push_back(&entry);
-  }
-}
-
-/// Waits for the oldest one.
-void UnitInputs::finish_write() {
-  SI_CHECK(!writing_.empty(), "more inputs in memory than there are buffers");
-  Entry& entry = *writing_.front();
-  writing_.pop_front();
-  entry.writing = false;
-  throw_if_error(spool_->wait(*entry.ticket));
-  free_.push_back(*std::exchange(entry.buffer, std::nullopt));
-}
-
-void UnitInputs::read(Entry& entry) {
-  entry.buffer = take_buffer();
-  entry.reading = true;
-  throw_if_error(spool_->start_get(*entry.ticket, bytes_of(*entry.buffer)));
-}
-
-void UnitInputs::read_ahead() {
-  for (; next_read_ < entries_.size(); ++next_read_) {
-    Entry& entry = in_backward(next_read_);
-    if (entry.buffer.has_value() || !entry.ticket.has_value()) continue;  // here, or was taken
-    if (free_.empty()) return;
-    read(entry);
-  }
-}
-
-/// Waits for what is under way.
-void UnitInputs::drop(Entry& entry) {
-  entry.made = Tensor();
-  if (entry.writing) std::erase(writing_, &entry);
-  if (entry.ticket.has_value()) spool_->drop(*entry.ticket);
-  entry.ticket.reset();
-  entry.writing = entry.reading = false;
-  if (entry.buffer.has_value()) free_.push_back(*std::exchange(entry.buffer, std::nullopt));
+  Tensor made = std::exchange(made_[unit * batches_ + batch], Tensor());
+  if (!buffers_) return made;
+  return tensor_in(buffers_->take(unit, batch)).to(options_.device());
 }
 
 }  // namespace smartinf::train

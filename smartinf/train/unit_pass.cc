@@ -5,6 +5,8 @@
 #include <utility>
 
 #include <torch/autograd.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "smartinf/base/clock.h"
 #include "smartinf/plan/training_memory.h"
@@ -16,6 +18,14 @@ using torch::Tensor;
 namespace {
 
 Tensor leaf(const Tensor& tensor) { return tensor.detach().requires_grad_(true); }
+
+/// The unit's weights as one tensor.
+Tensor all_of(const UnitWeights& weights) {
+  int64_t elements = 0;
+  for (const Parameter& parameter : weights) elements += parameter.weight.numel();
+  const Tensor& first = weights.front().weight;
+  return torch::from_blob(first.data_ptr(), {elements}, first.options());
+}
 
 std::vector<Tensor> tensors_of(const UnitWeights& weights) {
   std::vector<Tensor> tensors;
@@ -62,9 +72,15 @@ double head_loss(const Tensor& h_MC, const Tensor& matrix_VC, const Tensor& targ
 
 }  // namespace
 
-UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute, UnitInputs inputs)
-    : model_(model), stream_(stream), recompute_(recompute), inputs_(std::move(inputs)) {
+UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute, UnitInputs inputs,
+                   std::optional<SpooledBuffers> saved)
+    : model_(model),
+      stream_(stream),
+      recompute_(recompute),
+      inputs_(std::move(inputs)),
+      saved_(std::move(saved)) {
   sums_.resize(model.units().size());
+  if (saved_) watch_saved_tensors();
 }
 
 /// Forward, then the head with a tied embedding behind it, then back.
@@ -86,7 +102,9 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   batches_ = batches;
   options_ = &options;
   inputs_.begin(head_unit + 1, batches.size());
-  outputs_.assign(head_unit, std::vector<Tensor>(batches.size()));
+  if (saved_) saved_->begin(head_unit, batches.size());
+  graphs_.clear();
+  for (size_t unit = 0; unit < head_unit; ++unit) graphs_.emplace_back(batches.size());
   gradients_BTC_.assign(batches.size(), Tensor());
 
   stream_.start(order());
@@ -115,16 +133,48 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   return losses;
 }
 
-void UnitPass::forward_unit(size_t unit, const UnitWeights& weights, size_t batch) {
-  const torch::AutoGradMode mode(!recompute_);
-  Tensor y_BTC;
+std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeights& weights,
+                                                     const Tensor& input, size_t batch,
+                                                     bool record) const {
   if (unit == 0) {
-    y_BTC = model_.embed(weights, batches_[batch].tokens_BT);
-  } else {
-    y_BTC = model_.run_layers(unit, weights, inputs_.get(unit, batch));
+    Tensor y_BTC = model_.embed(weights, batches_[batch].tokens_BT);
+    return {Graph{torch::autograd::impl::gradient_edge(y_BTC), tensors_of(weights), nullptr},
+            y_BTC};
   }
-  inputs_.put(unit + 1, batch, recompute_ ? y_BTC : leaf(y_BTC));
-  if (!recompute_) outputs_[unit][batch] = std::move(y_BTC);
+  Graph graph{{}, tensors_of(weights), nullptr};
+  graph.leaves.push_back(leaf(input));
+  Tensor y_BTC;
+  if (record) {
+    graph.saved = SavedTensors::make();
+    const SavedTensors::Recording recording(*graph.saved, all_of(weights), graph.leaves.back());
+    y_BTC = model_.run_layers(unit, weights, graph.leaves.back());
+  } else {
+    y_BTC = model_.run_layers(unit, weights, graph.leaves.back());
+  }
+  graph.output = torch::autograd::impl::gradient_edge(y_BTC);
+  return {std::move(graph), std::move(y_BTC)};
+}
+
+void UnitPass::forward_unit(size_t unit, const UnitWeights& weights, size_t batch) {
+  const Tensor input = unit > 0 ? inputs_.get(unit, batch) : Tensor();
+  Tensor y_BTC;
+  if (recompute_ && (unit == 0 || !saved_)) {
+    const torch::NoGradGuard no_grad;
+    y_BTC = unit == 0 ? model_.embed(weights, batches_[batch].tokens_BT)
+                      : model_.run_layers(unit, weights, input);
+  } else {
+    auto [graph, made] = compute(unit, weights, input, batch, saved_.has_value());
+    y_BTC = made.detach();
+    made = Tensor();
+    const bool fits = graph.saved == nullptr || graph.saved->bytes() <= saved_->bytes_max();
+    if (fits && graph.saved != nullptr) {
+      graph.saved->move_to(saved_->put(unit, batch));
+      saved_->release(unit, batch);
+    }
+    if (fits) graphs_[unit][batch] = std::move(graph);
+  }
+  inputs_.put(unit + 1, batch, std::move(y_BTC));
+  if (unit > 0) inputs_.release(unit, batch);
 }
 
 /// The head first: a device can give an old unit's weights once it has given all.
@@ -154,18 +204,27 @@ double UnitPass::head_of(const Head& head, size_t batch) {
   return loss;
 }
 
+/// What forward left, or computed again.
+UnitPass::Graph UnitPass::graph_of(size_t unit, const UnitWeights& weights, size_t batch) {
+  const Tensor input = unit > 0 ? inputs_.take(unit, batch) : Tensor();
+  Graph graph = std::exchange(graphs_[unit][batch], Graph());
+  if (graph.leaves.empty()) return compute(unit, weights, input, batch, /*record=*/false).first;
+  if (graph.saved != nullptr) {
+    graph.saved->found_in(saved_->take(unit, batch), all_of(weights), input);
+  }
+  return graph;
+}
+
 void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t batch) {
   const torch::AutoGradMode mode(true);
-  std::vector<Tensor> wanted = tensors_of(weights);
-  Tensor y_BTC = std::exchange(outputs_[unit][batch], Tensor());
-  Tensor x_BTC = unit > 0 ? inputs_.take(unit, batch) : Tensor();
-  if (recompute_) {
-    if (unit > 0) x_BTC = leaf(x_BTC);
-    y_BTC = unit == 0 ? model_.embed(weights, batches_[batch].tokens_BT)
-                      : model_.run_layers(unit, weights, x_BTC);
+  Graph graph = graph_of(unit, weights, batch);
+  torch::autograd::edge_list wanted;
+  for (const Tensor& tensor : graph.leaves) {
+    wanted.push_back(torch::autograd::impl::gradient_edge(tensor));
   }
-  if (unit > 0) wanted.push_back(x_BTC);
-  auto made = torch::autograd::grad({y_BTC}, wanted, {gradients_BTC_[batch]});
+  auto made = torch::autograd::Engine::get_default_engine().execute(
+      {graph.output}, {gradients_BTC_[batch]}, /*keep_graph=*/false, /*create_graph=*/false,
+      /*accumulate_grad=*/false, wanted);
   if (unit > 0) gradients_BTC_[batch] = std::move(made.back());
   sums_[unit].resize(weights.size());
   for (size_t p = 0; p < weights.size(); ++p) {

@@ -6,14 +6,20 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include <torch/csrc/autograd/edge.h>
 #include <torch/types.h>
 
-#include "smartinf/train/unit_inputs.h"
 #include "smartinf/train/layer_stream.h"
 #include "smartinf/train/model.h"
+#include "smartinf/train/saved_tensors.h"
+#include "smartinf/train/spooled_buffers.h"
+#include "smartinf/train/unit_inputs.h"
 
 namespace smartinf::train {
 
@@ -27,8 +33,11 @@ struct Batch {
 class UnitPass {
  public:
   /// recompute: a unit keeps its input alone, and backward computes it again. Nothing in a unit is
-  /// random, so the second time has the bits of the first. model and stream outlive it.
-  UnitPass(const Model& model, LayerStream& stream, bool recompute, UnitInputs inputs);
+  /// random, so the second time has the bits of the first. saved: what autograd keeps of units of
+  /// layers goes through these buffers instead, where it is not larger than they are. model and
+  /// stream outlive it.
+  UnitPass(const Model& model, LayerStream& stream, bool recompute, UnitInputs inputs,
+           std::optional<SpooledBuffers> saved);
 
   /// A step's gradient of the parameter that begins at element `first`: of the weights' type, or
   /// f32 when it is a sum over micro batches. Backward has used the weights of its unit for the
@@ -59,6 +68,16 @@ class UnitPass {
     const UnitWeights& weights;
     const torch::Tensor& matrix_VC;
   };
+  /// A unit's forward for one micro batch, as autograd has it.
+  struct Graph {
+    torch::autograd::Edge output;
+    std::vector<torch::Tensor> leaves;    // the unit's parameters, then its input
+    std::shared_ptr<SavedTensors> saved;  // null: autograd has them
+  };
+  std::pair<Graph, torch::Tensor> compute(size_t unit, const UnitWeights& weights,
+                                          const torch::Tensor& input, size_t batch,
+                                          bool record) const;
+  Graph graph_of(size_t unit, const UnitWeights& weights, size_t batch);
   Head get_head();
   void release_head();
   std::vector<uint32_t> forward_order() const;
@@ -77,9 +96,10 @@ class UnitPass {
   // Of the pass in progress.
   std::span<const Batch> batches_;
   const Options* options_ = nullptr;
-  UnitInputs inputs_;                               // [B, T, C] of each unit and batch
-  std::vector<std::vector<torch::Tensor>> outputs_;  // with their graph; empty with recompute
-  std::vector<torch::Tensor> gradients_BTC_;         // by batch: of the unit's output
+  UnitInputs inputs_;  // [B, T, C] of each unit and batch
+  std::optional<SpooledBuffers> saved_;
+  std::vector<std::vector<Graph>> graphs_;    // by unit, batch; empty: computed again
+  std::vector<torch::Tensor> gradients_BTC_;  // by batch: of the unit's output
   // Of the step, by unit and parameter: gradients so far.
   std::vector<std::vector<torch::Tensor>> sums_;
   torch::Tensor tied_sum_;  // the head's share of the embedding's gradient

@@ -1,0 +1,139 @@
+#include "smartinf/train/saved_tensors.h"
+
+#include <utility>
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include "smartinf/base/check.h"
+#include "smartinf/base/units.h"
+
+namespace smartinf::train {
+
+using torch::Tensor;
+
+namespace {
+
+/// Smaller ones cost more to keep track of than they take.
+constexpr size_t kSmallBytes = 64 * base::kKiB;
+/// As torch aligns tensors.
+constexpr uint64_t kAlignment = 64;
+
+thread_local SavedTensors* recording = nullptr;
+
+const std::byte* begin_of(const Tensor& tensor) {
+  return static_cast<const std::byte*>(tensor.const_data_ptr());
+}
+
+/// All bytes of a storage as a tensor where it is.
+Tensor bytes_of(const c10::Storage& storage) {
+  return torch::from_blob(const_cast<void*>(storage.data()),
+                          {static_cast<int64_t>(storage.nbytes())},
+                          torch::dtype(torch::kUInt8).device(storage.device()));
+}
+
+}  // namespace
+
+struct SavedTensorHooks final : torch::autograd::SavedVariableHooks {
+  explicit SavedTensorHooks(std::shared_ptr<SavedTensors> of) : owner(std::move(of)) {}
+
+  void call_pack_hook(const Tensor& tensor) override {
+    if (!owner->record(tensor, view)) small = tensor.detach();
+  }
+  Tensor call_unpack_hook() override { return small.defined() ? small : owner->find(view); }
+
+  std::shared_ptr<SavedTensors> owner;
+  SavedTensors::View view;
+  Tensor small;
+};
+
+namespace {
+
+/// Torch's own engine, which knows hooks on saved tensors from Python alone.
+class Engine final : public torch::autograd::Engine {
+ public:
+  static torch::autograd::Engine& instance() {
+    static Engine engine;
+    return engine;
+  }
+  ~Engine() override { stop(); }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    if (recording == nullptr) return nullptr;
+    return std::make_unique<SavedTensorHooks>(recording->shared_from_this());
+  }
+};
+
+}  // namespace
+
+void watch_saved_tensors() { torch::autograd::set_default_engine_stub(&Engine::instance); }
+
+SavedTensors::Recording::Recording(SavedTensors& to, const Tensor& weights_N, const Tensor& input) {
+  SI_CHECK(recording == nullptr, "saved tensors are recorded already");
+  to.weights_ = weights_N;
+  to.input_ = input;
+  recording = &to;
+}
+
+SavedTensors::Recording::~Recording() {
+  recording->weights_ = recording->input_ = Tensor();
+  recording = nullptr;
+}
+
+bool SavedTensors::record(const Tensor& tensor, View& view) {
+  const c10::Storage& storage = tensor.storage();
+  view.sizes = tensor.sizes().vec();
+  view.strides = tensor.strides().vec();
+  view.options = tensor.options();
+  const std::byte* begin = begin_of(tensor);
+  const std::byte* weights = begin_of(weights_);
+  if (begin >= weights && begin < weights + weights_.nbytes()) {
+    view.place = Place::kWeights;
+    view.offset_bytes = begin - weights;
+    return true;
+  }
+  if (storage.is_alias_of(input_.storage())) {
+    view.place = Place::kInput;
+    view.offset_bytes = begin - begin_of(input_);
+    return true;
+  }
+  if (storage.nbytes() < kSmallBytes) return false;
+  const std::byte* from = static_cast<const std::byte*>(storage.data());
+  for (const Stored& stored : stored_) {
+    if (!stored.storage.is_alias_of(storage)) continue;
+    view.offset_bytes = static_cast<int64_t>(stored.offset_bytes) + (begin - from);
+    return true;
+  }
+  view.offset_bytes = static_cast<int64_t>(bytes_) + (begin - from);
+  stored_.push_back({storage, bytes_});
+  bytes_ += base::round_up(storage.nbytes(), kAlignment);
+  return true;
+}
+
+void SavedTensors::move_to(std::span<std::byte> out) {
+  for (Stored& stored : std::exchange(stored_, {})) {
+    const Tensor from = bytes_of(stored.storage);
+    torch::from_blob(out.data() + stored.offset_bytes, {from.numel()}, torch::dtype(torch::kUInt8))
+        .copy_(from);
+  }
+}
+
+void SavedTensors::found_in(std::span<const std::byte> kept, const Tensor& weights_N,
+                            const Tensor& input) {
+  kept_ = torch::from_blob(const_cast<std::byte*>(kept.data()), {static_cast<int64_t>(bytes_)},
+                           torch::dtype(torch::kUInt8))
+              .to(input.device());
+  weights_ = weights_N;
+  input_ = input;
+}
+
+Tensor SavedTensors::find(const View& view) const {
+  const Tensor& in = view.place == Place::kWeights ? weights_
+                     : view.place == Place::kInput ? input_
+                                                   : kept_;
+  SI_CHECK(in.defined(), "a saved tensor is wanted outside of its backward");
+  return torch::from_blob(static_cast<std::byte*>(in.data_ptr()) + view.offset_bytes, view.sizes,
+                          view.strides, view.options);
+}
+
+}  // namespace smartinf::train

@@ -1,0 +1,184 @@
+// What does not stay in memory changes time and never a bit: runs whose units, gradients and inputs
+// come from the devices beside the same run that keeps everything.
+#include <algorithm>
+#include <cstdint>
+#include <ostream>
+#include <string>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/units.h"
+#include "smartinf/train/memory_plan.h"
+#include "smartinf/train/test_runs.h"
+
+namespace smartinf::train {
+namespace {
+
+using base::TrafficKind;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+constexpr uint64_t kSteps = 20;
+constexpr uint32_t kLayers = 6;
+
+struct Setting {
+  const char* name;
+  base::StateFormat format = base::StateFormat::kF32;
+  Precision precision = Precision::kBf16;
+  uint32_t accumulation = 1;
+  uint32_t devices = 1;
+  uint32_t in_memory = 0;  // units, of eight
+  uint32_t slots = 3;
+  bool tied = true;
+  bool spill = false;
+  bool offload = false;
+  bool nan = false;
+  bool evaluate = false;
+  storage::Durability durability = storage::Durability::kStep;
+
+  friend void PrintTo(const Setting& setting, std::ostream* out) { *out << setting.name; }
+};
+
+const Setting kSettings[] = {
+    {.name = "all_from_one_device"},
+    {.name = "some_from_three_devices",
+     .format = base::StateFormat::kBf16,
+     .accumulation = 3,
+     .devices = 3,
+     .in_memory = 3,
+     .spill = true,
+     .nan = true},
+    {.name = "q8_state_untied",
+     .format = base::StateFormat::kQ8,
+     .accumulation = 4,
+     .in_memory = 1,
+     .tied = false,
+     .nan = true,
+     .evaluate = true},
+    {.name = "offloaded",
+     .accumulation = 3,
+     .in_memory = 2,
+     .spill = true,
+     .offload = true,
+     .nan = true},
+    {.name = "offloaded_to_three_devices",
+     .precision = Precision::kF32,
+     .accumulation = 4,
+     .devices = 3,
+     .tied = false,
+     .offload = true,
+     .evaluate = true},
+    {.name = "offloaded_to_nine_devices", .accumulation = 4, .devices = 9, .offload = true},
+    {.name = "all_but_the_head", .in_memory = 7, .slots = 5, .evaluate = true},
+    {.name = "updated_in_place",
+     .accumulation = 3,
+     .devices = 3,
+     .in_memory = 2,
+     .offload = true,
+     .nan = true,
+     .evaluate = true,
+     .durability = storage::Durability::kNone},
+};
+
+class StreamedBits : public testing::TestWithParam<Setting> {
+ protected:
+  Job job(const std::string& run, double clip_norm, uint32_t devices) const {
+    const Setting& setting = GetParam();
+    Job job = runs_.job(run, kSteps, kLayers, devices);
+    job.options.model.tied_head = setting.tied;
+    TrainOptions& train = job.options.train;
+    train.overlap = Overlap::kNone;
+    train.precision = setting.precision;
+    train.accumulation = setting.accumulation;
+    train.clip_norm = clip_norm;
+    train.sample_tokens = 4;
+    train.validation_batches = 2;
+    job.options.memory.activations = Activations::kKeep;
+    job.updater.format = setting.format;
+    return job;
+  }
+
+  /// What plan_run() would find with less memory than everything takes.
+  plan::TrainingPlan less_memory() const {
+    const Setting& setting = GetParam();
+    const Job made = job("none", 0, 1);
+    plan::TrainingPlan plan;
+    plan.placement = {setting.in_memory, setting.in_memory, setting.slots, 0};
+    plan.recompute = plan.streams = true;
+    plan.gradient_memory_bytes = setting.spill ? 0 : ~uint64_t{0};
+    plan.input_bytes = base::data_type_bytes(precision_data_type(setting.precision)) *
+                       made.options.data.sequence * made.options.model.width;
+    plan.inputs_in_memory = uint64_t{kLayers + 1} * setting.accumulation;
+    if (setting.offload) {
+      const uint64_t least = setting.accumulation + 4;
+      plan.inputs_spooled = plan.inputs_in_memory - least;
+      plan.inputs_in_memory = least;
+      plan.spool_bytes = (plan.inputs_spooled + 8) * spooled_bytes(plan);
+    }
+    return plan;
+  }
+  static uint64_t spooled_bytes(const plan::TrainingPlan& plan) {
+    return base::round_up(plan.input_bytes, base::kIoAlignment);
+  }
+
+  Outcome train(const Job& job, uint64_t nan_call = 0) const {
+    return runs_.train(job, {nan_call, kSteps / 4}, GetParam().evaluate ? 4 : 0);
+  }
+
+  const TestRuns runs_;
+};
+
+TEST_P(StreamedBits, AreThoseOfARunThatKeepsEverything) {
+  const Setting& setting = GetParam();
+  Outcome free = train(job("free", 0, 1));
+  ASSERT_EQ(free.norms.size(), kSteps);
+  EXPECT_THAT(free.described, Not(HasSubstr("come from the devices")));
+  std::sort(free.norms.begin(), free.norms.end());
+  const double clip_norm = free.norms[kSteps / 2];
+  // In backward of the first layer's last batch, when all others have gone down.
+  const uint64_t nan_call = setting.nan ? free.products : 0;
+  const Outcome kept = train(job("kept", clip_norm, 1), nan_call);
+  ASSERT_FALSE(kept.state.empty());
+  const auto skipped = std::ranges::count_if(kept.skipped, [](auto& why) { return !why.empty(); });
+  EXPECT_EQ(skipped, setting.nan ? 4 : 0);
+  const auto bites = std::ranges::count_if(kept.norms, [&](double n) { return n > clip_norm; });
+  EXPECT_GT(bites, 3);
+  EXPECT_LT(bites, static_cast<ptrdiff_t>(kept.norms.size()) - 3);
+
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kLate, Overlap::kEarly, Overlap::kAuto}) {
+    const bool in_place = setting.durability == storage::Durability::kNone;
+    if (in_place && overlap == Overlap::kEarly) continue;
+    const std::string run = "overlap_" + std::string(base::enum_name(overlap));
+    SCOPED_TRACE(run);
+    Job streamed_job = job(run, clip_norm, setting.devices);
+    streamed_job.options.train.overlap = overlap;
+    streamed_job.updater.durability = setting.durability;
+    streamed_job.plan = less_memory();
+    // It computes each layer's forward again: four products.
+    const uint64_t again = uint64_t{setting.accumulation} * kLayers * 4;
+    const Outcome streamed = train(streamed_job, setting.nan ? nan_call + again : 0);
+    EXPECT_THAT(streamed.described, HasSubstr("come from the devices"));
+    EXPECT_EQ(streamed.losses, kept.losses);
+    EXPECT_EQ(streamed.norms, kept.norms);
+    EXPECT_EQ(streamed.skipped, kept.skipped);
+    EXPECT_EQ(streamed.validations, kept.validations);
+    EXPECT_EQ(streamed.samples, kept.samples);
+    EXPECT_TRUE(same_bits(streamed.state, kept.state));
+    const uint64_t inputs = streamed.norms.size() * streamed_job.plan->inputs_spooled *
+                            spooled_bytes(*streamed_job.plan);
+    EXPECT_GE(streamed.traffic.host_link.down(TrafficKind::kActivation), inputs);
+    EXPECT_GE(streamed.traffic.host_link.up(TrafficKind::kActivation), inputs);
+    if (overlap == Overlap::kEarly) {
+      EXPECT_EQ(streamed.overlaps.count("early"), streamed.norms.size());
+      EXPECT_EQ(streamed.wrong_guesses, static_cast<uint64_t>(bites));
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, StreamedBits, testing::ValuesIn(kSettings),
+                         [](const auto& setting) { return std::string(setting.param.name); });
+
+}  // namespace
+}  // namespace smartinf::train

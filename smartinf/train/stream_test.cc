@@ -29,6 +29,7 @@ struct Setting {
   Precision precision = Precision::kBf16;
   uint32_t accumulation = 1;
   uint32_t devices = 1;
+  uint32_t sequence = 16;
   uint32_t in_memory = 0;  // units, of eight
   uint32_t slots = 3;
   bool tied = true;
@@ -48,7 +49,6 @@ const Setting kSettings[] = {
      .accumulation = 3,
      .devices = 3,
      .in_memory = 3,
-     .spill = true,
      .nan = true},
     {.name = "q8_state_untied",
      .format = base::StateFormat::kQ8,
@@ -70,7 +70,8 @@ const Setting kSettings[] = {
      .tied = false,
      .offload = true,
      .evaluate = true},
-    {.name = "offloaded_to_nine_devices", .accumulation = 4, .devices = 9, .offload = true},
+    // Inputs lie on one device whole, and fill none of them to the end.
+    {.name = "offloaded_to_eight_devices", .accumulation = 3, .devices = 8, .sequence = 128, .offload = true},
     {.name = "all_but_the_head", .in_memory = 7, .slots = 5, .evaluate = true},
     {.name = "updated_in_place",
      .accumulation = 3,
@@ -88,6 +89,7 @@ class StreamedBits : public testing::TestWithParam<Setting> {
     const Setting& setting = GetParam();
     Job job = runs_.job(run, kSteps, kLayers, devices);
     job.options.model.tied_head = setting.tied;
+    job.options.data.sequence = setting.sequence;
     TrainOptions& train = job.options.train;
     train.overlap = Overlap::kNone;
     train.precision = setting.precision;

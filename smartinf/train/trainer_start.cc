@@ -7,7 +7,9 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
 #include "smartinf/compress/density.h"
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
@@ -116,7 +118,12 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   if (plan_.streams) {
     options.stream_weights = true;
     options.gradient_budget_bytes = plan_.gradient_memory_bytes;
-    options.spool_bytes = plan_.spool_bytes;
+    if (plan_.spool_bytes > 0) {
+      // An input lies on one device whole: each of them may have less than one left over.
+      options.spool_bytes =
+          plan_.spool_bytes + options.devices.size() *
+                                  base::round_up(plan_.input_bytes, base::kIoAlignment);
+    }
   }
   base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
   if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {

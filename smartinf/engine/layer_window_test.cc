@@ -320,12 +320,15 @@ TEST(LayerWindow, AFailingDeviceIsNamedAndUnitsCanBeAskedForAgain) {
       const std::vector<uint32_t> order = forward_and_backward();
       for (size_t use = 0; use < order.size(); ++use) {
         if (use == after) place.drive(1).fail_next = csd::ReadWeights{};
+        const plan::Unit unit = units_of(updater)[order[use]];
         const auto weights_of = window->get(order[use]);
         if (weights_of.ok()) {
+          EXPECT_EQ(0, std::memcmp(*weights_of, weights.data() + unit.first,
+                                   unit.count * sizeof(base::Bf16)));
           window->release(order[use]);
-        } else {
-          failures.push_back(weights_of.status());
+          continue;
         }
+        failures.push_back(weights_of.status());
         ASSERT_TRUE(window.has(order[use], weights)) << use;
         window->release(order[use]);
       }

@@ -1,9 +1,21 @@
 #include "smartinf/plan/training_memory.h"
 
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include "smartinf/base/units.h"
 
 namespace smartinf::plan {
 namespace {
+
+using base::ErrorCode;
+using ::testing::HasSubstr;
 
 /// recipes/quickstart.toml, with a vocabulary of bytes.
 TrainingModel small_llama() {
@@ -54,10 +66,15 @@ TEST(TrainingMemory, LogitsTakeThreeValuesOfF32Each) {
   input.model = small_llama();
   input.gpu = true;
   input.model.vocabulary = 128256;
-  const uint64_t logits = 12 * input.model.tokens * input.model.vocabulary;
+  const uint64_t row = 12 * input.model.vocabulary;
+  ASSERT_LT(head_rows(input.model.vocabulary), input.model.tokens);
+  EXPECT_EQ(training_memory(input).accelerator.at(3).bytes,
+            row * head_rows(input.model.vocabulary))
+      << "some rows at a time";
+  input.program = TrainingProgram::kPython;
   const TrainingMemory memory = training_memory(input);
-  EXPECT_EQ(memory.accelerator.at(3).bytes, logits);
-  EXPECT_GT(memory.accelerator_bytes, logits);
+  EXPECT_EQ(memory.accelerator.at(3).bytes, row * input.model.tokens) << "all at once";
+  EXPECT_GT(memory.accelerator_bytes, row * input.model.tokens);
 }
 
 TEST(TrainingMemory, PartsAddUpAndWithoutAGpuAllIsTheHosts) {
@@ -73,6 +90,168 @@ TEST(TrainingMemory, PartsAddUpAndWithoutAGpuAllIsTheHosts) {
   EXPECT_EQ(memory.host_bytes, sum) << "more than what measuring the drives takes";
   input.accumulation = 2;
   EXPECT_EQ(training_memory(input).host_bytes, sum + 4 * input.model.parameters);
+}
+
+// ---- What stays in memory.
+
+/// Sixteen layers of four times small_llama()'s width, one a unit.
+TrainingPlanInput planned(bool gpu = false) {
+  TrainingPlanInput input;
+  TrainingMemoryInput& memory = input.memory;
+  TrainingModel& model = memory.model;
+  model = small_llama();
+  model.layers = 16, model.width = model.query_width = 1024;
+  model.kv_width = 512, model.mlp_width = 3072;
+  const uint64_t layer = 1024 * (1024 + 512 + 512 + 1024) + 3 * 1024 * 3072 + 2048;
+  const uint64_t embedding = 256 * 1024;
+  model.largest_parameter = 2 * 1024 * 3072;
+  model.parameters = embedding + model.layers * layer + 1024;
+  memory.units.push_back({0, embedding, 0, 0});
+  for (uint32_t i = 0; i < model.layers; ++i) {
+    memory.units.push_back({embedding + i * layer, layer, i, 1});
+  }
+  memory.units.push_back({memory.units.back().end(), 1024, 0, 0});
+  memory.gpu = gpu;
+  memory.accumulation = 2;
+  memory.process_bytes = uint64_t{400} << 20;
+  memory.optimizer_bytes = uint64_t{32} << 20;
+  memory.slot_padding_bytes = uint64_t{256} << 10;
+  input.gradient_bytes = 2 * model.parameters;
+  return input;
+}
+
+constexpr uint64_t kInputs = 17 * 2;    // of units but the first, and micro batches
+constexpr uint64_t kInputsLeast = 2 + 4;
+constexpr uint64_t kLess = 3 * base::kMiB;
+
+uint64_t host_bytes_of(const TrainingPlanInput& input) {
+  const auto plan = plan_training(input);
+  EXPECT_TRUE(plan.ok()) << plan.status().to_string();
+  return plan.ok() ? plan->memory.host_bytes : 0;
+}
+
+/// Limits from what everything needs down to where nothing fits.
+std::vector<TrainingPlan> plans_with_less_and_less(TrainingPlanInput input) {
+  std::vector<TrainingPlan> plans;
+  input.host_limit_bytes = host_bytes_of(input);
+  for (auto plan = plan_training(input); plan.ok(); plan = plan_training(input)) {
+    EXPECT_LE(plan->memory.host_bytes, input.host_limit_bytes);
+    plans.push_back(*plan);
+    input.host_limit_bytes -= kLess;
+  }
+  return plans;
+}
+
+TEST(TrainingPlan, EverythingStaysWhereThereIsMemory) {
+  for (const bool gpu : {false, true}) {
+    TrainingPlanInput input = planned(gpu);
+    const auto plan = plan_training(input);
+    ASSERT_TRUE(plan.ok());
+    EXPECT_FALSE(plan->streams);
+    EXPECT_FALSE(plan->recompute);
+    EXPECT_EQ(plan->placement.in_memory, 18u);
+    EXPECT_EQ(plan->placement.on_accelerator, 18u);
+    EXPECT_EQ(plan->gradient_memory_bytes, input.gradient_bytes);
+    EXPECT_EQ(plan->inputs_spooled, 0u);
+    EXPECT_EQ(plan->spool_bytes, 0u);
+    input.gradient_limit_bytes = 1000;
+    EXPECT_EQ(plan_training(input)->gradient_memory_bytes, 1000u);
+    input.activations = Activations::kRecompute;
+    EXPECT_TRUE(plan_training(input)->recompute);
+    EXPECT_FALSE(plan_training(input)->streams);
+  }
+}
+
+TEST(TrainingPlan, WeightsLeaveBeforeGradientsAndThoseBeforeInputs) {
+  const std::vector<TrainingPlan> plans = plans_with_less_and_less(planned());
+  const auto rank = [](const TrainingPlan& plan) {
+    const bool all_inputs = plan.inputs_in_memory == kInputs;
+    const bool all_gradients = plan.gradient_memory_bytes == 2 * planned().memory.model.parameters;
+    if (!plan.streams) return plan.recompute ? 1 : 0;
+    return all_inputs && all_gradients ? 2 : all_inputs ? 3 : 4;
+  };
+  std::vector<int> ranks;
+  for (const TrainingPlan& plan : plans) {
+    if (ranks.empty() || ranks.back() != rank(plan)) ranks.push_back(rank(plan));
+    if (rank(plan) >= 3) {
+      EXPECT_EQ(plan.placement.in_memory, 0u);
+    }
+    if (rank(plan) == 4) {
+      EXPECT_LE(plan.gradient_memory_bytes, (uint64_t{16} << 20) + plan.input_bytes)
+          << "the least, and where one more input does not fit";
+    }
+    if (!plan.streams) continue;
+    EXPECT_TRUE(plan.recompute);
+    EXPECT_EQ(plan.inputs_in_memory + plan.inputs_spooled, kInputs);
+    EXPECT_EQ(plan.spool_bytes > 0, plan.inputs_spooled > 0);
+    EXPECT_GE(plan.spool_bytes, plan.inputs_spooled * plan.input_bytes);
+  }
+  EXPECT_EQ(ranks, (std::vector<int>{0, 1, 2, 3, 4}));
+  EXPECT_EQ(plans.back().inputs_in_memory, kInputsLeast);
+}
+
+TEST(TrainingPlan, WithLessMemoryNothingThatLeavesFirstComesBack) {
+  for (const bool gpu : {false, true}) {
+    TrainingPlanInput input = planned(gpu);
+    if (gpu) input.accelerator_limit_bytes = uint64_t{1000} << 20;
+    // By what leaves last: what is left of one input's place others may take.
+    const auto kept = [](const TrainingPlan& plan) {
+      return std::tuple(!plan.streams, plan.streams ? plan.inputs_in_memory : kInputs,
+                        plan.gradient_memory_bytes, plan.placement.in_memory);
+    };
+    const std::vector<TrainingPlan> plans = plans_with_less_and_less(input);
+    ASSERT_GT(plans.size(), 10u);
+    for (size_t i = 1; i < plans.size(); ++i) EXPECT_LE(kept(plans[i]), kept(plans[i - 1])) << i;
+  }
+}
+
+TEST(TrainingPlan, TheLeastThatFitsIsWhatTheRefusalSays) {
+  TrainingPlanInput input = planned();
+  const uint64_t least = plans_with_less_and_less(input).back().memory.host_bytes;
+  input.host_limit_bytes = least - kLess;
+  const base::Status refused = plan_training(input).status();
+  EXPECT_EQ(refused.code(), ErrorCode::kOutOfMemory);
+  EXPECT_THAT(refused.to_string(), HasSubstr(base::format_bytes(input.host_limit_bytes)));
+  for (const char* part : {"memory.host", "the host's memory at least", "slots of units",
+                           "optimizer: buffers and gradients", "the process itself 400 MiB"}) {
+    EXPECT_THAT(refused.to_string(), HasSubstr(part));
+  }
+  input.activations = Activations::kKeep;
+  EXPECT_EQ(plan_training(input).status().code(), ErrorCode::kOutOfMemory) << "units cannot leave";
+  input.activations = Activations::kAuto;
+  input.streams = base::Status(ErrorCode::kUnsupported, "nothing can be read", "A test.");
+  EXPECT_THAT(plan_training(input).status().to_string(), HasSubstr("nothing can be read"));
+
+  TrainingPlanInput beside = planned(true);
+  beside.accelerator_limit_bytes = base::kMiB;
+  const std::string text = plan_training(beside).status().to_string();
+  EXPECT_THAT(text, HasSubstr("memory.accelerator"));
+  EXPECT_THAT(text, HasSubstr("CUDA itself"));
+}
+
+TEST(TrainingPlan, OffloadKeepsAsFewInputsAsItCanAndAllElse) {
+  TrainingPlanInput input = planned();
+  input.activations = Activations::kOffload;
+  const auto plan = plan_training(input);
+  ASSERT_TRUE(plan.ok());
+  EXPECT_EQ(plan->inputs_in_memory, kInputsLeast);
+  EXPECT_EQ(plan->inputs_spooled, kInputs - kInputsLeast);
+  EXPECT_EQ(plan->placement.in_memory, 18u);
+  EXPECT_EQ(plan->gradient_memory_bytes, input.gradient_bytes);
+  EXPECT_TRUE(plan->streams) << "each unit does all micro batches";
+  input.memory.units = {input.memory.units.begin(), input.memory.units.begin() + 3};
+  input.memory.accumulation = 1;
+  EXPECT_EQ(plan_training(input)->spool_bytes, 0u) << "there are not more inputs than that";
+}
+
+TEST(TrainingPlan, UnitsStayOnTheAcceleratorFirst) {
+  TrainingPlanInput input = planned(true);
+  input.accelerator_limit_bytes = uint64_t{1000} << 20;
+  const TrainingPlan plan = plan_training(input).value();
+  EXPECT_TRUE(plan.streams);
+  EXPECT_EQ(plan.placement.in_memory, 18u);
+  EXPECT_LT(plan.placement.on_accelerator, 18u);
+  EXPECT_LE(plan.memory.accelerator_bytes, input.accelerator_limit_bytes);
 }
 
 }  // namespace

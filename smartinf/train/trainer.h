@@ -24,7 +24,7 @@ struct Job {
   std::string recipe;
   RunChoice choice;  // of a state on the devices that the run's folder does not know
   /// For tests: instead of what plan_run() finds.
-  std::optional<plan::TrainingPlan> plan;
+  std::optional<plan::TrainingPlan> plan = {};
 };
 
 /// Threads: one caller. Errors: as values; what torch throws is caught and named.

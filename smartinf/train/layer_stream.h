@@ -28,7 +28,7 @@ class LayerStream {
   /// `model` outlive it.
   LayerStream(engine::Updater& updater, const Model& model, torch::Device accelerator,
               base::DataType type, const plan::UnitPlacement& placement);
-  ~LayerStream();
+  ~LayerStream() { stop(); }
 
   /// Takes the committed step's weights into memory. Errors: the devices'.
   base::Status load();
@@ -37,7 +37,7 @@ class LayerStream {
   /// An update was started or aborted: from now on get() gives the weights that it makes.
   void updated();
   /// Waits until the weights in memory are those of the last update. Errors: of that update.
-  base::Status wait_all() { return arrive(resident_elements_); }
+  base::Status wait_all();
   /// Some units do not stay in memory: each use reads them.
   bool streams() const { return window_ != nullptr; }
 
@@ -48,6 +48,10 @@ class LayerStream {
   const UnitWeights& get(size_t unit);
   /// What computes with them has been started on the current stream.
   void release(size_t unit);
+
+  /// Waits for what is on its way into memory; no weights are brought after this. Before the
+  /// updater is destroyed, which goes before the memory that it writes to.
+  void stop();
 
   /// Seconds that the caller has waited for updates and devices.
   double waited_s() const { return waited_s_; }
@@ -63,8 +67,8 @@ class LayerStream {
     std::optional<size_t> unit;
     bool held = false;
     bool host_held = false;  // the window's slot that it is copied from
-    c10::Event copied;
-    c10::Event used;
+    c10::Event copied;       // recorded where copies run
+    c10::Event used;         // recorded where the model computes
   };
 
   base::Status arrive(uint64_t end);

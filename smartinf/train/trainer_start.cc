@@ -4,6 +4,7 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <nlohmann/json.hpp>
 
@@ -52,10 +53,17 @@ Result<torch::Device> choose_accelerator(const std::string& name) {
                 "Choose \"auto\" or \"cpu\"; smartinf doctor may say why");
 }
 
-/// 0 where the model computes in the host's memory.
-uint64_t free_memory_of(const torch::Device& accelerator) {
-  if (accelerator.is_cpu()) return 0;
-  return c10::getDeviceAllocator(accelerator.type())->getMemoryInfo(accelerator.index()).first;
+/// Torch rounds pinned memory up to a power of two, unless it is told: too much for a buffer of all
+/// weights.
+void pin_what_is_asked_for() {
+  if (!c10::CachingAllocator::getAllocatorSettings().empty()) return;  // the user's
+  c10::CachingAllocator::setAllocatorSettings("pinned_max_round_threshold_mb:1");
+}
+
+AcceleratorMemory memory_of(const torch::Device& accelerator) {
+  if (accelerator.is_cpu()) return {};
+  return {c10::getDeviceAllocator(accelerator.type())->getMemoryInfo(accelerator.index()).first,
+          accelerator.is_cuda() ? plan::kCudaBytes : 0};
 }
 
 /// Deletes the state of one run, and nothing that is of another.
@@ -235,10 +243,15 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   SI_RETURN_IF_ERROR(stream_->load());
   UnitInputs inputs;
   if (plan_.spool_bytes > 0) {
-    SI_ASSIGN_OR_RETURN(
-        inputs, UnitInputs::make(*updater_->spool(), plan_.inputs_in_memory, plan_.input_bytes));
+    SI_ASSIGN_OR_RETURN(inputs, UnitInputs::make(*updater_->spool(), accelerator_,
+                                                 plan_.inputs_in_memory, plan_.input_bytes));
   }
   pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute, std::move(inputs));
+  if (!accelerator_.is_cpu()) {
+    gradient_copies_ =
+        std::make_unique<GradientCopies>(accelerator_, scalar_type(gradient_type_),
+                                         training_model(options_, space_).largest_parameter);
+  }
   traffic_ = updater_->traffic();
   return Status();
 }
@@ -255,6 +268,7 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
 
     SI_ASSIGN_OR_RETURN(const torch::Device accelerator,
                         choose_accelerator(options.train.accelerator));
+    if (!accelerator.is_cpu()) pin_what_is_asked_for();
     SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
     if (options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
     if (options.model.vocabulary < corpus.vocabulary()) {
@@ -271,7 +285,7 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
     SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
     SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
     SI_ASSIGN_OR_RETURN(plan::TrainingPlan plan,
-                        plan_run(options, job.updater, space, free_memory_of(accelerator)));
+                        plan_run(options, job.updater, space, memory_of(accelerator)));
     SI_ASSIGN_OR_RETURN(const RunStart run_start, choose_start(job));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
     if (options.checkpoint.folder.empty()) {

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
 #include "smartinf/train/status_error.h"
@@ -10,12 +12,22 @@ namespace smartinf::train {
 
 using torch::Tensor;
 
-base::Result<UnitInputs> UnitInputs::make(engine::Spool& spool, uint64_t buffers,
-                                            uint64_t input_bytes) {
+base::Result<UnitInputs> UnitInputs::make(engine::Spool& spool, torch::Device accelerator,
+                                          uint64_t buffers, uint64_t input_bytes) {
   UnitInputs made;
   made.spool_ = &spool;
   made.buffer_bytes_ = base::round_up(input_bytes, base::kIoAlignment);
-  SI_ASSIGN_OR_RETURN(made.memory_, base::AlignedBuffer::allocate(buffers * made.buffer_bytes_));
+  const uint64_t bytes = buffers * made.buffer_bytes_;
+  if (accelerator.is_cpu()) {
+    SI_ASSIGN_OR_RETURN(made.memory_, base::AlignedBuffer::allocate(bytes));
+    made.bytes_ = made.memory_.bytes();
+  } else {
+    made.pinned_ = torch::empty({static_cast<int64_t>(bytes + base::kIoAlignment)},
+                                torch::dtype(torch::kUInt8).pinned_memory(true));
+    const auto begin = reinterpret_cast<uintptr_t>(made.pinned_.data_ptr());
+    made.bytes_ = {reinterpret_cast<std::byte*>(base::round_up(begin, base::kIoAlignment)), bytes};
+    for (uint64_t i = 0; i < buffers; ++i) made.copied_.emplace_back(accelerator.type());
+  }
   for (auto buffer = static_cast<uint32_t>(buffers); buffer-- > 0;) made.free_.push_back(buffer);
   return made;
 }
@@ -33,6 +45,17 @@ void UnitInputs::begin(size_t units, size_t batches) {
   next_read_ = 0;
 }
 
+/// The current stream was given one.
+void UnitInputs::copy_started(uint32_t buffer) {
+  if (copied_.empty()) return;
+  const c10::impl::VirtualGuardImpl device(options_.device().type());
+  copied_[buffer].record(device.getStream(options_.device()));
+}
+
+void UnitInputs::wait_copied(uint32_t buffer) {
+  if (!copied_.empty()) copied_[buffer].synchronize();
+}
+
 Tensor UnitInputs::tensor_in(uint32_t buffer) {
   return torch::from_blob(bytes_of(buffer).data(), sizes_, options_.device(torch::kCPU));
 }
@@ -44,7 +67,8 @@ void UnitInputs::put(size_t unit, size_t batch, Tensor input) {
     options_ = input.options();
     entry.buffer = take_buffer();
     Tensor copy = tensor_in(*entry.buffer);
-    copy.copy_(input);
+    copy.copy_(input, /*non_blocking=*/true);
+    copy_started(*entry.buffer);
     if (input.is_cpu()) input = std::move(copy);
   }
   entry.made = std::move(input);
@@ -67,7 +91,9 @@ Tensor UnitInputs::take(size_t unit, size_t batch) {
   if (!entry.buffer.has_value()) read(entry);
   if (std::exchange(entry.reading, false)) throw_if_error(spool_->wait(*entry.ticket));
   read_ahead();
-  return tensor_in(*entry.buffer).to(options_.device());
+  const Tensor input = tensor_in(*entry.buffer).to(options_.device(), /*non_blocking=*/true);
+  copy_started(*entry.buffer);
+  return input;
 }
 
 /// The use-th input that backward takes.
@@ -88,6 +114,7 @@ void UnitInputs::write_out() {
   for (Entry& entry : entries_) {
     if (free_.size() + writing_.size() >= kOnTheirWay) return;
     if (!entry.used || !entry.buffer.has_value() || entry.writing) continue;
+    wait_copied(*entry.buffer);
     auto ticket = spool_->put(bytes_of(*entry.buffer));
     throw_if_error(ticket.status());
     entry.ticket = *ticket;
@@ -128,7 +155,9 @@ void UnitInputs::drop(Entry& entry) {
   if (entry.ticket.has_value()) spool_->drop(*entry.ticket);
   entry.ticket.reset();
   entry.writing = entry.reading = false;
-  if (entry.buffer.has_value()) free_.push_back(*std::exchange(entry.buffer, std::nullopt));
+  if (!entry.buffer.has_value()) return;
+  wait_copied(*entry.buffer);
+  free_.push_back(*std::exchange(entry.buffer, std::nullopt));
 }
 
 }  // namespace smartinf::train

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include <c10/core/Event.h>
 #include <torch/types.h>
 
 #include "smartinf/base/aligned_buffer.h"
@@ -26,10 +27,10 @@ class UnitInputs {
   /// Inputs stay the tensors that they are.
   UnitInputs() = default;
   /// `buffers` inputs of at most `input_bytes` each are in the host's memory at a time, which is
-  /// allocated here; the others are in `spool`, which outlives this. At least
-  /// buffers_min(batches of a pass). Errors: kOutOfMemory.
-  static base::Result<UnitInputs> make(engine::Spool& spool, uint64_t buffers,
-                                        uint64_t input_bytes);
+  /// allocated here, pinned beside an accelerator; the others are in `spool`, which outlives this.
+  /// At least buffers_min(batches of a pass). Errors: kOutOfMemory.
+  static base::Result<UnitInputs> make(engine::Spool& spool, torch::Device accelerator,
+                                       uint64_t buffers, uint64_t input_bytes);
   static uint64_t buffers_min(uint64_t batches) { return batches + kOnTheirWay; }
   UnitInputs(UnitInputs&&) = default;
   UnitInputs& operator=(UnitInputs&&) = default;
@@ -68,11 +69,16 @@ class UnitInputs {
   void drop(Entry& entry);
   torch::Tensor tensor_in(uint32_t buffer);
   std::span<std::byte> bytes_of(uint32_t buffer) {
-    return memory_.bytes().subspan(buffer * buffer_bytes_, buffer_bytes_);
+    return bytes_.subspan(buffer * buffer_bytes_, buffer_bytes_);
   }
+  void copy_started(uint32_t buffer);
+  void wait_copied(uint32_t buffer);
 
   engine::Spool* spool_ = nullptr;
   base::AlignedBuffer memory_;
+  torch::Tensor pinned_;            // beside an accelerator, instead
+  std::span<std::byte> bytes_;      // all buffers
+  std::vector<c10::Event> copied_;  // by buffer: the last copy from or to the accelerator
   uint64_t buffer_bytes_ = 0;
   std::vector<uint32_t> free_;  // buffers
 

@@ -14,8 +14,10 @@
 #include <gtest/gtest.h>
 #include <torch/types.h>
 
+#include "smartinf/base/clock.h"
 #include "smartinf/base/test_scratch.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/memory.h"
 #include "smartinf/train/parameters.h"
 #include "smartinf/train/torch_trainer.h"
 
@@ -30,6 +32,7 @@ using test_accelerator::smartinf_test_accelerator_reset_peak;
 using test_accelerator::smartinf_test_accelerator_set_options;
 using testing::AllOf;
 using testing::HasSubstr;
+using testing::Not;
 
 constexpr uint64_t kSteps = 8;
 constexpr uint32_t kLayers = 6;
@@ -135,7 +138,7 @@ class AcceleratorStream : public testing::Test {
     return made;
   }
 
-  static plan::TrainingPlan plan_of(const Setting& setting, const Options& options) {
+  static plan::TrainingPlan hand_made_plan(const Setting& setting, const Options& options) {
     plan::TrainingPlan plan;
     plan.placement = setting.placement;
     plan.streams = setting.placement.on_accelerator < kUnits;
@@ -162,7 +165,7 @@ class AcceleratorStream : public testing::Test {
     SI_ASSIGN_OR_RETURN(const RunStart start,
                         choose_run(options.train.run, {job.updater.devices[0].path}, {}));
     SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
-    plan::TrainingPlan plan = plan_of(setting, options);
+    plan::TrainingPlan plan = hand_made_plan(setting, options);
     auto trainer =
         std::make_unique<TorchTrainer>(std::move(options), std::move(corpus), std::move(folder),
                                        std::move(parameters), kDevice, std::move(plan));
@@ -172,7 +175,7 @@ class AcceleratorStream : public testing::Test {
 
   static void run(Trainer& trainer, Outcome& outcome) {
     smartinf_test_accelerator_reset_peak();
-    for (uint64_t i = 0; i < kSteps; ++i) {
+    for (uint64_t i = 0; i < trainer.options().train.steps; ++i) {
       const auto report = trainer.train_step({});
       ASSERT_TRUE(report.ok()) << "step " << i + 1 << ": " << report.status().to_string();
       outcome.losses.push_back(report->loss);
@@ -202,7 +205,7 @@ class AcceleratorStream : public testing::Test {
   }
 
   template <typename Opened>
-  static Outcome train(const Job& job, Opened opened) {
+  static Outcome train(const Job& job, Opened opened) {  // its trainer is gone afterwards
     Outcome outcome;
     EXPECT_TRUE(opened.ok()) << opened.status().to_string();
     if (!opened.ok()) return outcome;
@@ -250,6 +253,172 @@ TEST_P(AcceleratorStreamBits, AreThoseOfTheCpu) {
 
 INSTANTIATE_TEST_SUITE_P(Settings, AcceleratorStreamBits, testing::ValuesIn(kSettings),
                          [](const auto& setting) { return std::string(setting.param.name); });
+
+/// The plan that Trainer::open() makes, but for what the process has in memory by then.
+base::Result<plan::TrainingPlan> plan_of(const Job& job, uint64_t accelerator_bytes) {
+  Options options = job.options;
+  options.model = with_defaults(options.model);
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
+  return plan_run(options, job.updater, space, {accelerator_bytes, 0});
+}
+
+class AcceleratorMemoryPlan : public AcceleratorStream {
+ protected:
+  Job larger_job(const std::string& run) const {
+    Job made = job(run);
+    made.options.model.layers = 8;
+    made.options.model.width = 256;
+    made.options.model.mlp_width = 768;
+    made.options.model.vocabulary = 257;
+    made.options.data.sequence = 128;
+    made.options.train.micro_batch = 4;
+    made.options.train.steps = 3;
+    return made;
+  }
+
+  /// The least that a run can do with, and some more, so that it need not be exact.
+  static uint64_t least_accelerator_bytes(const Job& job) {
+    uint64_t bytes = uint64_t{1} << 16;
+    while (!plan_of(job, bytes).ok()) bytes += uint64_t{1} << 16;
+    return bytes;
+  }
+};
+
+TEST_F(AcceleratorMemoryPlan, AllStaysWhereThereIsRoom) {
+  const auto plan = plan_of(larger_job("run"), uint64_t{1} << 30);
+  ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+  EXPECT_FALSE(plan->streams);
+  EXPECT_FALSE(plan->recompute);
+  EXPECT_EQ(plan->placement.on_accelerator, 10u);
+}
+
+TEST_F(AcceleratorMemoryPlan, PeakIsWhatWasPlanned) {
+  struct Case {
+    const char* name;
+    Activations activations;
+    uint32_t sequence;
+    bool least;
+    uint32_t accumulation;
+    double share_min;  // of what is planned
+  };
+  // Computed again, activations are taken for a little more than they are; and gradients wait on
+  // the accelerator for the commit of the step before, or do not. Both are less beside the weights
+  // of units where there are few tokens.
+  for (const Case& c : {Case{"keep", Activations::kKeep, 128, false, 1, 0.9},
+                        Case{"keep_sums", Activations::kKeep, 128, false, 2, 0.9},
+                        Case{"recompute", Activations::kRecompute, 128, false, 1, 0.7},
+                        Case{"least", Activations::kAuto, 128, true, 1, 0.7},
+                        Case{"least_of_few_tokens", Activations::kAuto, 8, true, 1, 0.9},
+                        Case{"least_sums", Activations::kAuto, 8, true, 3, 0.9}}) {
+    SCOPED_TRACE(c.name);
+    Job made = larger_job(c.name);
+    made.options.data.sequence = c.sequence;
+    made.options.memory.activations = c.activations;
+    made.options.train.accumulation = c.accumulation;
+    if (c.least) made.options.memory.accelerator_bytes = least_accelerator_bytes(made);
+    const auto plan = plan_of(made, uint64_t{1} << 30);
+    ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+    EXPECT_EQ(plan->streams, c.least);
+    const uint64_t before = smartinf_test_accelerator_memory().current_bytes;
+    const Outcome outcome = train(made, Trainer::open(made));
+    const double share = static_cast<double>(outcome.peak_bytes - before) /
+                         static_cast<double>(plan->memory.accelerator_bytes);
+    EXPECT_LE(share, 1.1);
+    EXPECT_GE(share, c.share_min);
+    RecordProperty(c.name, std::to_string(share));
+  }
+}
+
+TEST_F(AcceleratorMemoryPlan, TooLittleIsRefusedBeforeAnythingIsWritten) {
+  Job made = larger_job("run");
+  made.options.memory.accelerator_bytes = uint64_t{1} << 20;
+  const auto opened = Trainer::open(made);
+  ASSERT_FALSE(opened.ok());
+  EXPECT_EQ(opened.status().code(), base::ErrorCode::kOutOfMemory);
+  EXPECT_THAT(opened.status().what(), AllOf(HasSubstr("training needs "),
+                                            HasSubstr(" of the accelerator's memory at least, "
+                                                      "and 1.00 MiB may be used: "),
+                                            HasSubstr("slots of units "), Not(HasSubstr("CUDA"))));
+  EXPECT_THAT(opened.status().to_string(), HasSubstr("memory.accelerator"));
+  EXPECT_FALSE(std::filesystem::exists(made.options.train.run));
+  EXPECT_FALSE(std::filesystem::exists(made.updater.devices[0].path));
+}
+
+/// 146 million parameters, whose weights alone are 290 MB, on an accelerator of 256 MB. Takes a
+/// minute or two and 8 GB in the folder of temporary files: ctest -C Nightly.
+class LargerThanTheAccelerator : public AcceleratorStream {
+ protected:
+  static constexpr uint64_t kAcceleratorBytes = 256'000'000;
+
+  Job large_job(const std::string& run) const {
+    Job made = job(run);
+    ModelOptions& model = made.options.model;
+    model.layers = 12;
+    model.width = 896;
+    model.heads = 14;
+    model.kv_heads = 14;
+    model.mlp_width = 2432;
+    model.vocabulary = 32000;
+    made.options.data.paths = {(folder_ / "tokens.bin").string()};
+    made.options.data.sequence = 64;
+    made.options.train.steps = 3;
+    made.options.train.micro_batch = 1;
+    made.options.train.threads = 0;
+    made.updater.subgroup_elements = 0;
+    made.updater.memory_budget_bytes = uint64_t{256} << 20;
+    return made;
+  }
+
+  void write_tokens() const {
+    constexpr int kTokens = 65536;
+    std::vector<int32_t> header(256);
+    header[0] = 20240520;  // llm.c's
+    header[1] = 1;
+    header[2] = kTokens;
+    std::ofstream out(folder_ / "tokens.bin", std::ios::binary);
+    out.write(reinterpret_cast<const char*>(header.data()), 1024);
+    uint32_t draw = 1;
+    for (int i = 0; i < kTokens; ++i) {
+      draw = draw * 1664525 + 1013904223;
+      const auto token = static_cast<uint16_t>((draw >> 16) % 32000);
+      out.write(reinterpret_cast<const char*>(&token), sizeof(token));
+    }
+  }
+};
+
+TEST_F(LargerThanTheAccelerator, ALargeModelHasTheBitsOfTheCpu) {
+  write_tokens();
+  Job on_cpu = large_job("cpu");
+  on_cpu.options.train.accelerator = "cpu";
+  const Outcome expected = train(on_cpu, Trainer::open(on_cpu));
+
+  use({.memory_bytes = kAcceleratorBytes});
+  for (const bool small_host : {false, true}) {
+    Job made = large_job(small_host ? "devices" : "host");
+    SCOPED_TRACE(made.options.train.run);
+    if (small_host) {
+      made.options.memory.host_bytes = engine::resident_memory_bytes();
+      while (!plan_of(made, kAcceleratorBytes).ok()) {
+        made.options.memory.host_bytes += uint64_t{16} << 20;
+      }
+      made.options.memory.host_bytes += uint64_t{64} << 20;
+    }
+    const auto plan = plan_of(made, kAcceleratorBytes);
+    ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+    EXPECT_EQ(plan->placement.in_memory < 14, small_host);
+    const uint64_t begin_ns = base::now_ns();
+    const Outcome outcome = train(made, Trainer::open(made));
+    std::filesystem::remove(made.updater.devices[0].path);
+    RecordProperty(small_host ? "devices_s" : "host_s",
+                   std::to_string(base::seconds_since(begin_ns)));
+    RecordProperty(small_host ? "devices_peak_bytes" : "host_peak_bytes",
+                   std::to_string(outcome.peak_bytes));
+    expect_same_bits(outcome, expected);
+    EXPECT_GE(static_cast<double>(outcome.peak_bytes),
+              0.9 * static_cast<double>(plan->memory.accelerator_bytes));
+    EXPECT_EQ(smartinf_test_accelerator_order_errors(), 0u);
+  }
+}
 
 }  // namespace
 }  // namespace smartinf::train

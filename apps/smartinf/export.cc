@@ -53,7 +53,7 @@ int run_export(const Flags& flags) {
   Progress progress("exporting", interrupt.token());
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
   const Result<train::ExportSummary> summary = train::export_run(
-      {loaded->recipe.options, loaded->recipe.updater, /*recipe=*/"", {}}, options);
+      {loaded->recipe.options, loaded->recipe.updater, /*recipe=*/"", {}, {}}, options);
   progress.clear();
   if (!summary.ok()) return report(summary.status());
   if (flags.json) {

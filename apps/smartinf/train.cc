@@ -277,7 +277,7 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
 
 int print_plan(const config::LoadedRecipe& loaded) {
   const Result<std::vector<std::string>> lines =
-      Trainer::describe_memory({loaded.recipe.options, loaded.recipe.updater, {}, {}});
+      Trainer::describe_memory({loaded.recipe.options, loaded.recipe.updater, {}, {}, {}});
   if (!lines.ok()) return report(lines.status());
   for (const std::string& line : *lines) fmt::print("{}\n", line);
   return kExitDone;
@@ -285,8 +285,8 @@ int print_plan(const config::LoadedRecipe& loaded) {
 
 int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
   Interrupt interrupt;
-  train::Job job{loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded),
-                 choice};
+  train::Job job{
+      loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded), choice, {}};
   const std::vector<config::KeyChange> changes = changes_of(loaded);
   const std::string& trace_path = job.options.train.trace;
   std::shared_ptr<csd::Trace> trace;

@@ -16,9 +16,6 @@ namespace {
 constexpr uint64_t kTuningBytes = 256 * base::kMiB;
 constexpr uint64_t kLoadedLaterBytes = 32 * base::kMiB;
 
-// Assumed, not measured: the CUDA context with its kernels and the workspaces of its libraries.
-constexpr uint64_t kCudaBytes = 600 * base::kMiB;
-
 // What lies beside weights and optimizer in one phase of forward and backward.
 struct Phase {
   uint64_t activations = 0;
@@ -187,10 +184,10 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
       computing.push_back({"slots of units", input.placement.accelerator_slots * slot});
     }
     memory.accelerator = std::move(computing);
-    memory.accelerator.push_back({"CUDA itself (assumed)", kCudaBytes});
+    memory.accelerator.push_back({"CUDA itself (assumed)", input.gpu_library_bytes});
     // New weights arrive in a flat buffer; gradients leave one by one.
     memory.host.push_back({"weights", in_host});
-    memory.host.push_back({"a gradient on its way", largest});
+    memory.host.push_back({"gradients on their way", python ? largest : 2 * largest});
     if (!stay && input.inputs_in_memory < inputs_of(input)) {
       memory.host.push_back({"inputs of units", input.inputs_in_memory * input_bytes(input)});
     }
@@ -294,7 +291,7 @@ class StreamPlan {
     grow(gradients_, std::min(input_.gradient_bytes, input_.gradient_limit_bytes));
     const auto units = static_cast<uint32_t>(memory_.units.size());
     grow(memory_.placement.in_memory, units);
-    if (memory_.gpu) grow(memory_.placement.on_accelerator, units);
+    if (memory_.gpu) grow(memory_.placement.on_accelerator, memory_.placement.in_memory);
     TrainingPlan plan;
     plan.placement = memory_.placement;
     plan.recompute = true;

@@ -11,6 +11,7 @@
 
 #include "smartinf/base/enum_names.h"
 #include "smartinf/base/status.h"
+#include "smartinf/base/units.h"
 #include "smartinf/plan/unit.h"
 
 namespace smartinf::plan {
@@ -52,12 +53,16 @@ constexpr base::EnumNames enum_names(Activations) { return kActivationsNames; }
 /// It follows from shapes alone, so that bits do not depend on memory.
 uint64_t head_rows(uint64_t vocabulary);
 
+/// Assumed, not measured: the CUDA context with its kernels and the workspaces of its libraries.
+inline constexpr uint64_t kCudaBytes = 600 * base::kMiB;
+
 struct TrainingMemoryInput {
   TrainingModel model;
   TrainingProgram program = TrainingProgram::kTrain;
-  bool gpu = false;          // the model computes on a GPU; else everything is host memory
-  uint32_t value_bytes = 2;  // of weights, activations and gradients
-  bool recompute = true;     // activations: only each unit's input is kept
+  bool gpu = false;  // the model computes on a GPU; else everything is host memory
+  uint64_t gpu_library_bytes = kCudaBytes;  // of the GPU's memory, beside what follows from shapes
+  uint32_t value_bytes = 2;                 // of weights, activations and gradients
+  bool recompute = true;                    // activations: only each unit's input is kept
   uint32_t accumulation = 1;
   bool release_gradients = false;  // kPython: each gradient leaves once it is complete
   uint64_t optimizer_bytes = 0;    // the engine's buffers and gradients; with

@@ -74,15 +74,17 @@ LayerStream::LayerStream(engine::Updater& updater, const Model& model, torch::De
       accelerator_slots_.push_back({torch::empty({elements(largest)}, accelerator_N_.options()),
                                     std::nullopt, false, false, c10::Event(accelerator.type()),
                                     c10::Event(accelerator.type())});
+      // By whoever had the memory before, in the order of this stream.
+      accelerator_slots_.back().used.record(device.getStream(accelerator));
     }
   }
 }
 
-LayerStream::~LayerStream() {
+void LayerStream::close() {
   for (AcceleratorSlot& slot : accelerator_slots_) slot.copied.synchronize();
+  window_.reset();
 }
 
-void LayerStream::close() { window_.reset(); }
 
 Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const {
   return weights_N.narrow(0, static_cast<int64_t>(unit.first), static_cast<int64_t>(unit.count));
@@ -110,6 +112,11 @@ void LayerStream::updated() {
     slot.unit.reset();
   }
   if (window_ != nullptr) window_->updated();
+}
+
+Status LayerStream::wait_all() {
+  SI_RETURN_IF_ERROR(arrive_in_host(host_elements_));
+  return arrive(resident_elements_);
 }
 
 Status LayerStream::arrive_in_host(uint64_t end) {
@@ -234,6 +241,9 @@ LayerStream::AcceleratorSlot& LayerStream::bring(size_t unit) {
 /// While the accelerator computes with one unit the next one is copied.
 void LayerStream::bring_ahead() {
   if (accelerator_slots_.empty()) return;
+  for (AcceleratorSlot& slot : accelerator_slots_) {
+    if (slot.host_held && slot.copied.query()) finish_copy(slot);
+  }
   size_t use = next_;
   while (use < order_.size() && order_[use] < placement_.on_accelerator) ++use;
   if (use == order_.size() || slot_of(order_[use]) != nullptr) return;

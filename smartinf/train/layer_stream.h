@@ -28,7 +28,7 @@ class LayerStream {
   /// until close(), `model` longer than this.
   LayerStream(engine::Updater& updater, const Model& model, torch::Device accelerator,
               base::DataType type, const plan::UnitPlacement& placement);
-  ~LayerStream();
+  ~LayerStream() { close(); }
   /// Waits for what is being read; nothing but the destructor is called afterwards. Its memory,
   /// into which an update may write, stays until then.
   void close();
@@ -40,7 +40,7 @@ class LayerStream {
   /// An update was started or aborted: from now on get() gives the weights that it makes.
   void updated();
   /// Waits until the weights in memory are those of the last update. Errors: of that update.
-  base::Status wait_all() { return arrive(resident_elements_); }
+  base::Status wait_all();
   /// Some units do not stay in memory: each use reads them.
   bool streams() const { return window_ != nullptr; }
 
@@ -66,8 +66,8 @@ class LayerStream {
     std::optional<size_t> unit;
     bool held = false;
     bool host_held = false;  // the window's slot that it is copied from
-    c10::Event copied;
-    c10::Event used;
+    c10::Event copied;       // recorded where copies run
+    c10::Event used;         // recorded where the model computes
   };
 
   base::Status arrive(uint64_t end);

@@ -55,11 +55,12 @@ plan::TrainingModel training_model(const Options& options, const plan::Parameter
 base::Result<plan::TrainingPlan> plan_run(const Options& options,
                                           const engine::UpdaterOptions& updater,
                                           const plan::ParameterSpace& space,
-                                          uint64_t accelerator_free_bytes) {
+                                          const AcceleratorMemory& accelerator) {
   plan::TrainingPlanInput input;
   plan::TrainingMemoryInput& memory = input.memory;
   memory.model = training_model(options, space);
-  memory.gpu = accelerator_free_bytes > 0;
+  memory.gpu = accelerator.free_bytes > 0;
+  memory.gpu_library_bytes = accelerator.taken_bytes;
   memory.value_bytes =
       static_cast<uint32_t>(base::data_type_bytes(precision_data_type(options.train.precision)));
   memory.accumulation = options.train.accumulation;
@@ -92,7 +93,7 @@ base::Result<plan::TrainingPlan> plan_run(const Options& options,
   if (memory.gpu) {
     input.accelerator_limit_bytes = options.memory.accelerator_bytes != 0
                                         ? options.memory.accelerator_bytes
-                                        : accelerator_free_bytes;
+                                        : accelerator.free_bytes;
   }
   return plan::plan_training(input);
 }

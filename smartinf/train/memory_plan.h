@@ -16,13 +16,18 @@ namespace smartinf::train {
 /// The model as memory sees it. options has its defaults and a vocabulary.
 plan::TrainingModel training_model(const Options& options, const plan::ParameterSpace& space);
 
-/// What options.memory leaves open comes from this process and machine, as they are now.
-/// accelerator_free_bytes: 0 where the model computes in the host's memory. Errors: kOutOfMemory
-/// with what is needed and what is allowed.
+/// Of the accelerator that the model computes on; all 0: it computes in the host's memory.
+struct AcceleratorMemory {
+  uint64_t free_bytes = 0;
+  uint64_t taken_bytes = 0;  // by what the device's libraries take once they are used
+};
+
+/// What options.memory leaves open comes from this process and machine, as they are now. Errors:
+/// kOutOfMemory with what is needed and what is allowed.
 base::Result<plan::TrainingPlan> plan_run(const Options& options,
                                           const engine::UpdaterOptions& updater,
                                           const plan::ParameterSpace& space,
-                                          uint64_t accelerator_free_bytes);
+                                          const AcceleratorMemory& accelerator);
 
 /// The plan for people, some lines.
 std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,

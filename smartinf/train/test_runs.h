@@ -1,5 +1,5 @@
-// What the tests of whole runs share: a small model's job, its run step by step, gradients that become
-// NaN on request.
+// What the tests of whole runs share: a small model's job, its run step by step, gradients that
+// become NaN on request.
 #pragma once
 
 #include <cstdint>

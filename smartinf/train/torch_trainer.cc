@@ -28,7 +28,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
 
     const uint64_t update_ns = base::now_ns();
     if (!begun_) SI_RETURN_IF_ERROR(begin_step());  // the one before is committed now
-    SI_RETURN_IF_ERROR(put_gradients());
+    SI_RETURN_IF_ERROR(put_gradients(/*all=*/true));
     begun_ = false;
     SI_ASSIGN_OR_RETURN(const engine::GradientSummary summary,
                         updater_->finish_gradients(1.0 / options_.train.accumulation));
@@ -125,7 +125,7 @@ void TorchTrainer::take_gradient(uint64_t first, Tensor gradient) {
   gradients_ready_.push_back({first, std::move(gradient)});
   if (!begun_ && !plan_.streams && updater_->committing()) return;
   if (!begun_) throw_if_error(begin_step());
-  throw_if_error(put_gradients());
+  throw_if_error(put_gradients(/*all=*/false));
 }
 
 Status TorchTrainer::begin_step() {
@@ -153,16 +153,30 @@ Overlap TorchTrainer::overlap_of_next_step() const {
   return last ? Overlap::kNone : Overlap::kLate;
 }
 
-// In the order in which backward makes them; each gradient is freed once it is down.
-Status TorchTrainer::put_gradients() {
+// In the order in which backward makes them; each gradient is freed once it is down. From an
+// accelerator one is copied while the one before it goes down and backward goes on.
+Status TorchTrainer::put_gradients(bool all) {
   const torch::ScalarType type = scalar_type(gradient_type_);
   for (Gradient& gradient : std::exchange(gradients_ready_, {})) {
-    const Tensor values = std::exchange(gradient.values, {}).to(type).to(torch::kCPU).contiguous();
-    SI_RETURN_IF_ERROR(updater_->put_gradient(gradient.first, values.const_data_ptr(),
-                                              gradient_type_,
-                                              static_cast<uint64_t>(values.numel())));
+    const Tensor values = std::exchange(gradient.values, {}).to(type).contiguous();
+    if (gradient_copies_ == nullptr) {
+      SI_RETURN_IF_ERROR(updater_->put_gradient(gradient.first, values.const_data_ptr(),
+                                                gradient_type_,
+                                                static_cast<uint64_t>(values.numel())));
+      continue;
+    }
+    gradient_copies_->start(gradient.first, values);
+    if (gradient_copies_->full()) SI_RETURN_IF_ERROR(put_oldest_copy());
+  }
+  while (all && gradient_copies_ != nullptr && !gradient_copies_->empty()) {
+    SI_RETURN_IF_ERROR(put_oldest_copy());
   }
   return Status();
+}
+
+Status TorchTrainer::put_oldest_copy() {
+  const GradientCopies::Copied copied = gradient_copies_->next();
+  return updater_->put_gradient(copied.first, copied.values, gradient_type_, copied.count);
 }
 
 double TorchTrainer::clip_factor(const engine::GradientSummary& summary) const {

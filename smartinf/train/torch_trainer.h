@@ -16,6 +16,7 @@
 
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/corpus.h"
+#include "smartinf/train/gradient_copies.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/memory_updater.h"
 #include "smartinf/train/model.h"
@@ -102,7 +103,9 @@ class TorchTrainer final : public Trainer {
   /// A parameter's gradient of this step is complete.
   void take_gradient(uint64_t first, torch::Tensor gradient);
   base::Status begin_step();
-  base::Status put_gradients();
+  /// Of those that are ready. all: none is left on its way from an accelerator.
+  base::Status put_gradients(bool all);
+  base::Status put_oldest_copy();
   bool residual_lags() const;
   bool must_write_residual(const std::stop_token& stop) const;
   base::Result<StepReport> skip(StepReport report, const std::string& parameter);
@@ -139,8 +142,9 @@ class TorchTrainer final : public Trainer {
   std::unique_ptr<Model> model_;
   std::unique_ptr<LayerStream> stream_;
   std::unique_ptr<UnitPass> pass_;
-  std::unique_ptr<engine::Updater> updater_;  // after the stream: it writes into its weights
-  bool in_memory_ = false;                    // optimizer.where = "memory"
+  std::unique_ptr<GradientCopies> gradient_copies_;  // null without an accelerator
+  std::unique_ptr<engine::Updater> updater_;         // after the stream: it writes into its weights
+  bool in_memory_ = false;                           // optimizer.where = "memory"
   base::DataType gradient_type_ = base::DataType::kBf16;
   engine::UpdaterTraffic traffic_;
   double waited_s_ = 0;  // for commits, since the report before

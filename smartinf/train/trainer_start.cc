@@ -4,6 +4,7 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <nlohmann/json.hpp>
 
@@ -54,10 +55,17 @@ Result<torch::Device> choose_accelerator(const std::string& name) {
                 "Choose \"auto\" or \"cpu\"; smartinf doctor may say why");
 }
 
-/// 0 where the model computes in the host's memory.
-uint64_t free_memory_of(const torch::Device& accelerator) {
-  if (accelerator.is_cpu()) return 0;
-  return c10::getDeviceAllocator(accelerator.type())->getMemoryInfo(accelerator.index()).first;
+/// Torch rounds pinned memory up to a power of two, unless it is told: too much for a buffer of all
+/// weights.
+void pin_what_is_asked_for() {
+  if (!c10::CachingAllocator::getAllocatorSettings().empty()) return;  // the user's
+  c10::CachingAllocator::setAllocatorSettings("pinned_max_round_threshold_mb:1");
+}
+
+AcceleratorMemory memory_of(const torch::Device& accelerator) {
+  if (accelerator.is_cpu()) return {};
+  return {c10::getDeviceAllocator(accelerator.type())->getMemoryInfo(accelerator.index()).first,
+          accelerator.is_cuda() ? plan::kCudaBytes : 0};
 }
 
 /// Deletes the state of one run, and nothing that is of another.
@@ -257,6 +265,11 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   }
   pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute,
                                      UnitInputs(std::move(inputs)), std::move(saved));
+  if (!accelerator_.is_cpu()) {
+    gradient_copies_ =
+        std::make_unique<GradientCopies>(accelerator_, scalar_type(gradient_type_),
+                                         training_model(options_, space_).largest_parameter);
+  }
   traffic_ = updater_->traffic();
   return Status();
 }
@@ -282,6 +295,7 @@ Result<Prepared> prepare(const Job& job) {
 
   SI_ASSIGN_OR_RETURN(const torch::Device accelerator,
                       choose_accelerator(options.train.accelerator));
+  if (!accelerator.is_cpu()) pin_what_is_asked_for();
   SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
   if (options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
   if (options.model.vocabulary < corpus.vocabulary()) {
@@ -300,7 +314,7 @@ Result<Prepared> prepare(const Job& job) {
   if (job.plan.has_value()) {
     plan = *job.plan;
   } else {
-    SI_ASSIGN_OR_RETURN(plan, plan_run(options, job.updater, space, free_memory_of(accelerator)));
+    SI_ASSIGN_OR_RETURN(plan, plan_run(options, job.updater, space, memory_of(accelerator)));
   }
   return Prepared{std::move(options), std::move(corpus), std::move(parameters), accelerator,
                   std::move(plan)};

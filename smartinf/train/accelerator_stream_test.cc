@@ -1,0 +1,424 @@
+// Training on an accelerator has the bits of the CPU's run, wherever weights and activations stay:
+// on the test accelerator (tests/accelerator), whose copies come late and which finds streams that
+// nothing orders.
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/types.h>
+
+#include "smartinf/base/clock.h"
+#include "smartinf/base/test_scratch.h"
+#include "smartinf/base/units.h"
+#include "smartinf/engine/memory.h"
+#include "smartinf/train/parameters.h"
+#include "smartinf/train/torch_trainer.h"
+
+#include "tests/accelerator/accelerator.h"
+
+namespace smartinf::train {
+namespace {
+
+using test_accelerator::smartinf_test_accelerator_memory;
+using test_accelerator::smartinf_test_accelerator_order_errors;
+using test_accelerator::smartinf_test_accelerator_reset_peak;
+using test_accelerator::smartinf_test_accelerator_set_options;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
+
+constexpr uint64_t kSteps = 8;
+constexpr uint32_t kLayers = 6;
+constexpr uint32_t kUnits = kLayers + 2;
+const torch::Device kDevice(torch::kPrivateUse1, 0);
+
+struct Setting {
+  const char* name;
+  plan::UnitPlacement placement;
+  Overlap overlap = Overlap::kLate;
+  bool tied = true;
+  uint32_t accumulation = 1;
+  bool recompute = false;  // where all units stay
+  bool spools = false;
+
+  friend void PrintTo(const Setting& setting, std::ostream* out) { *out << setting.name; }
+};
+
+constexpr plan::UnitPlacement kAllThere{kUnits, kUnits, 0, 0};
+constexpr plan::UnitPlacement kInHost{1, kUnits, 0, 2};
+constexpr plan::UnitPlacement kAllInHost{0, kUnits, 0, 2};
+constexpr plan::UnitPlacement kFromDevices{1, 3, 3, 2};
+constexpr plan::UnitPlacement kAllFromDevices{0, 0, 3, 2};
+
+const Setting kSettings[] = {
+    {"stays_none", kAllThere, Overlap::kNone, true, 3},
+    {"stays_late_untied", kAllThere, Overlap::kLate, false, 1, true},
+    {"stays_early", kAllThere, Overlap::kEarly, true, 1},
+    {"stays_auto_recomputed", kAllThere, Overlap::kAuto, true, 3, true},
+    {"stays_auto_kept", kAllThere, Overlap::kAuto, false, 1},
+    {"host_none_untied", kInHost, Overlap::kNone, false, 1},
+    {"host_late", kAllInHost, Overlap::kLate, true, 3},
+    {"host_late_untied", kInHost, Overlap::kLate, false, 3},
+    {"host_early", kInHost, Overlap::kEarly, true, 1},
+    {"host_early_untied", kAllInHost, Overlap::kEarly, false, 3},
+    {"host_late_spools", kInHost, Overlap::kLate, true, 3, false, true},
+    {"devices_none", kFromDevices, Overlap::kNone, true, 1},
+    {"devices_none_untied", kAllFromDevices, Overlap::kNone, false, 3},
+    {"devices_late", kAllFromDevices, Overlap::kLate, true, 1},
+    {"devices_late_untied", kFromDevices, Overlap::kLate, false, 3},
+    {"devices_early", kAllFromDevices, Overlap::kEarly, true, 3},
+    {"devices_early_untied", kFromDevices, Overlap::kEarly, false, 1},
+    {"devices_auto", kFromDevices, Overlap::kAuto, true, 1},
+    {"devices_late_spools", kFromDevices, Overlap::kLate, false, 3, false, true},
+    {"devices_early_spools", kAllFromDevices, Overlap::kEarly, true, 1, false, true},
+};
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<double> norms;
+  std::vector<float> state;  // all planes, subgroup by subgroup
+  double validation = 0;
+  uint64_t peak_bytes = 0;  // of the accelerator
+};
+
+class AcceleratorStream : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::ofstream corpus(folder_ / "corpus.txt");
+    for (int i = 0; i < 60000; ++i) corpus << (i * i % 7 == 1 ? "value " : "index = ") << i % 13;
+  }
+  void TearDown() override { use({}); }
+
+  static void use(const test_accelerator::Options& options) {
+    smartinf_test_accelerator_set_options(&options);
+  }
+
+  Job job(const std::string& run) const {
+    Job job;
+    Options& options = job.options;
+    options.model.layers = kLayers;
+    options.model.width = 96;
+    options.model.kv_heads = 2;
+    options.model.mlp_width = 256;
+    options.data.paths = {(folder_ / "corpus.txt").string()};
+    options.data.sequence = 16;
+    TrainOptions& train = options.train;
+    train.run = (folder_ / run).string();
+    train.steps = kSteps;
+    train.micro_batch = 2;
+    train.lr = 3e-3;
+    train.threads = 1;
+    train.accelerator = "auto";
+    train.validation_batches = 2;
+    train.sample_tokens = 0;
+    engine::UpdaterOptions& updater = job.updater;
+    updater.memory_budget_bytes = uint64_t{48} << 20;
+    updater.subgroup_elements = 65536;
+    updater.io_bytes = uint64_t{1} << 20;
+    updater.io_depth = 4;
+    engine::DeviceOptions device;
+    device.path = (folder_ / (run + "-device")).string();
+    updater.devices.push_back(device);
+    job.recipe = "# of a test\n";
+    return job;
+  }
+
+  Job job(const std::string& run, const Setting& setting) const {
+    Job made = job(run);
+    made.options.model.tied_head = setting.tied;
+    made.options.train.overlap = setting.overlap;
+    made.options.train.accumulation = setting.accumulation;
+    return made;
+  }
+
+  static plan::TrainingPlan hand_made_plan(const Setting& setting, const Options& options) {
+    plan::TrainingPlan plan;
+    plan.placement = setting.placement;
+    plan.streams = setting.placement.on_accelerator < kUnits;
+    plan.recompute = plan.streams || setting.recompute;
+    plan.gradient_memory_bytes = uint64_t{1} << 20;
+    plan.input_bytes = 2 * options.train.micro_batch * options.data.sequence * options.model.width;
+    const uint64_t inputs = (kUnits - 1) * options.train.accumulation;
+    plan.inputs_in_memory = inputs;
+    if (!setting.spools) return plan;
+    plan.inputs_in_memory = UnitInputs::buffers_min(options.train.accumulation);
+    plan.inputs_spooled = inputs - plan.inputs_in_memory;
+    plan.spool_bytes = 2 * inputs * base::round_up(plan.input_bytes, uint64_t{base::kIoAlignment});
+    return plan;
+  }
+
+  /// Trainer::open() with a plan of ours.
+  static base::Result<std::unique_ptr<TorchTrainer>> open(const Job& job, const Setting& setting) {
+    Options options = job.options;
+    options.model = with_defaults(options.model);
+    SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
+    options.model.vocabulary = corpus.vocabulary();
+    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
+    SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
+    SI_ASSIGN_OR_RETURN(const RunStart start,
+                        choose_run(options.train.run, {job.updater.devices[0].path}, {}));
+    SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
+    plan::TrainingPlan plan = hand_made_plan(setting, options);
+    auto trainer =
+        std::make_unique<TorchTrainer>(std::move(options), std::move(corpus), std::move(folder),
+                                       std::move(parameters), kDevice, std::move(plan));
+    SI_RETURN_IF_ERROR(trainer->start(job, start));
+    return trainer;
+  }
+
+  static void run(Trainer& trainer, Outcome& outcome) {
+    smartinf_test_accelerator_reset_peak();
+    for (uint64_t i = 0; i < trainer.options().train.steps; ++i) {
+      const auto report = trainer.train_step({});
+      ASSERT_TRUE(report.ok()) << "step " << i + 1 << ": " << report.status().to_string();
+      outcome.losses.push_back(report->loss);
+      outcome.norms.push_back(report->gradient_norm);
+    }
+    outcome.peak_bytes = smartinf_test_accelerator_memory().peak_bytes;
+    const auto validation = trainer.validation_loss();
+    ASSERT_TRUE(validation.ok()) << validation.status().to_string();
+    outcome.validation = *validation;
+    const base::Status finished = trainer.finish();
+    ASSERT_TRUE(finished.ok()) << finished.to_string();
+  }
+
+  static void read_state(const Job& job, const Options& options, Outcome& outcome) {
+    const auto space = make_parameter_space(options.model);
+    const auto grouped = group_parameters(*space, options.train);
+    auto updater = engine::Updater::open(job.updater, grouped->space);
+    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
+    const base::Status read =
+        (*updater)->read_state(~0u, [&](uint64_t, std::span<const std::span<const float>> planes) {
+          for (const auto& plane : planes) {
+            outcome.state.insert(outcome.state.end(), plane.begin(), plane.end());
+          }
+          return base::Status();
+        });
+    ASSERT_TRUE(read.ok()) << read.to_string();
+  }
+
+  template <typename Opened>
+  static Outcome train(const Job& job, Opened opened) {  // its trainer is gone afterwards
+    Outcome outcome;
+    EXPECT_TRUE(opened.ok()) << opened.status().to_string();
+    if (!opened.ok()) return outcome;
+    run(**opened, outcome);
+    const Options options = (*opened)->options();
+    opened->reset();
+    if (!testing::Test::HasFatalFailure()) read_state(job, options, outcome);
+    return outcome;
+  }
+
+  /// All in the host's memory.
+  Outcome train_on_cpu(const std::string& run, const Setting& setting) const {
+    Job made = job(run, setting);
+    made.options.train.accelerator = "cpu";
+    made.options.train.overlap = Overlap::kNone;
+    return train(made, Trainer::open(made));
+  }
+
+  static void expect_same_bits(const Outcome& outcome, const Outcome& expected) {
+    ASSERT_FALSE(expected.state.empty());
+    EXPECT_EQ(outcome.losses, expected.losses);
+    EXPECT_EQ(outcome.norms, expected.norms);
+    EXPECT_EQ(outcome.validation, expected.validation);
+    ASSERT_EQ(outcome.state.size(), expected.state.size());
+    EXPECT_EQ(std::memcmp(outcome.state.data(), expected.state.data(),
+                          expected.state.size() * sizeof(float)),
+              0);
+  }
+
+  const base::Scratch scratch_;
+  const std::filesystem::path folder_ = scratch_.path();
+};
+
+class AcceleratorStreamBits : public AcceleratorStream,
+                              public testing::WithParamInterface<Setting> {};
+
+TEST_P(AcceleratorStreamBits, AreThoseOfTheCpu) {
+  const Setting& setting = GetParam();
+  const Outcome expected = train_on_cpu("cpu", setting);
+  use({.delay_us = 300});
+  const Job made = job("accelerator", setting);
+  expect_same_bits(train(made, open(made, setting)), expected);
+  EXPECT_EQ(smartinf_test_accelerator_order_errors(), 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, AcceleratorStreamBits, testing::ValuesIn(kSettings),
+                         [](const auto& setting) { return std::string(setting.param.name); });
+
+/// The plan that Trainer::open() makes, but for what the process has in memory by then.
+base::Result<plan::TrainingPlan> plan_of(const Job& job, uint64_t accelerator_bytes) {
+  Options options = job.options;
+  options.model = with_defaults(options.model);
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
+  return plan_run(options, job.updater, space, {accelerator_bytes, 0});
+}
+
+class AcceleratorMemoryPlan : public AcceleratorStream {
+ protected:
+  Job larger_job(const std::string& run) const {
+    Job made = job(run);
+    made.options.model.layers = 8;
+    made.options.model.width = 256;
+    made.options.model.mlp_width = 768;
+    made.options.model.vocabulary = 257;
+    made.options.data.sequence = 128;
+    made.options.train.micro_batch = 4;
+    made.options.train.steps = 3;
+    return made;
+  }
+
+  /// The least that a run can do with, and some more, so that it need not be exact.
+  static uint64_t least_accelerator_bytes(const Job& job) {
+    uint64_t bytes = uint64_t{1} << 16;
+    while (!plan_of(job, bytes).ok()) bytes += uint64_t{1} << 16;
+    return bytes;
+  }
+};
+
+TEST_F(AcceleratorMemoryPlan, AllStaysWhereThereIsRoom) {
+  const auto plan = plan_of(larger_job("run"), uint64_t{1} << 30);
+  ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+  EXPECT_FALSE(plan->streams);
+  EXPECT_FALSE(plan->recompute);
+  EXPECT_EQ(plan->placement.on_accelerator, 10u);
+}
+
+TEST_F(AcceleratorMemoryPlan, PeakIsWhatWasPlanned) {
+  struct Case {
+    const char* name;
+    Activations activations;
+    uint32_t sequence;
+    bool least;
+    uint32_t accumulation;
+    double share_min;  // of what is planned
+  };
+  // Computed again, activations are taken for a little more than they are; and gradients wait on
+  // the accelerator for the commit of the step before, or do not. Both are less beside the weights
+  // of units where there are few tokens.
+  for (const Case& c : {Case{"keep", Activations::kKeep, 128, false, 1, 0.9},
+                        Case{"keep_sums", Activations::kKeep, 128, false, 2, 0.9},
+                        Case{"recompute", Activations::kRecompute, 128, false, 1, 0.7},
+                        Case{"least", Activations::kAuto, 128, true, 1, 0.7},
+                        Case{"least_of_few_tokens", Activations::kAuto, 8, true, 1, 0.9},
+                        Case{"least_sums", Activations::kAuto, 8, true, 3, 0.9}}) {
+    SCOPED_TRACE(c.name);
+    Job made = larger_job(c.name);
+    made.options.data.sequence = c.sequence;
+    made.options.memory.activations = c.activations;
+    made.options.train.accumulation = c.accumulation;
+    if (c.least) made.options.memory.accelerator_bytes = least_accelerator_bytes(made);
+    const auto plan = plan_of(made, uint64_t{1} << 30);
+    ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+    EXPECT_EQ(plan->streams, c.least);
+    const uint64_t before = smartinf_test_accelerator_memory().current_bytes;
+    const Outcome outcome = train(made, Trainer::open(made));
+    const double share = static_cast<double>(outcome.peak_bytes - before) /
+                         static_cast<double>(plan->memory.accelerator_bytes);
+    EXPECT_LE(share, 1.1);
+    EXPECT_GE(share, c.share_min);
+    RecordProperty(c.name, std::to_string(share));
+  }
+}
+
+TEST_F(AcceleratorMemoryPlan, TooLittleIsRefusedBeforeAnythingIsWritten) {
+  Job made = larger_job("run");
+  made.options.memory.accelerator_bytes = uint64_t{1} << 20;
+  const auto opened = Trainer::open(made);
+  ASSERT_FALSE(opened.ok());
+  EXPECT_EQ(opened.status().code(), base::ErrorCode::kOutOfMemory);
+  EXPECT_THAT(opened.status().what(), AllOf(HasSubstr("training needs "),
+                                            HasSubstr(" of the accelerator's memory at least, "
+                                                      "and 1.00 MiB may be used: "),
+                                            HasSubstr("slots of units "), Not(HasSubstr("CUDA"))));
+  EXPECT_THAT(opened.status().to_string(), HasSubstr("memory.accelerator"));
+  EXPECT_FALSE(std::filesystem::exists(made.options.train.run));
+  EXPECT_FALSE(std::filesystem::exists(made.updater.devices[0].path));
+}
+
+/// 146 million parameters, whose weights alone are 290 MB, on an accelerator of 256 MB. Takes a
+/// minute or two and 8 GB in the folder of temporary files: ctest -C Nightly.
+class LargerThanTheAccelerator : public AcceleratorStream {
+ protected:
+  static constexpr uint64_t kAcceleratorBytes = 256'000'000;
+
+  Job large_job(const std::string& run) const {
+    Job made = job(run);
+    ModelOptions& model = made.options.model;
+    model.layers = 12;
+    model.width = 896;
+    model.heads = 14;
+    model.kv_heads = 14;
+    model.mlp_width = 2432;
+    model.vocabulary = 32000;
+    made.options.data.paths = {(folder_ / "tokens.bin").string()};
+    made.options.data.sequence = 64;
+    made.options.train.steps = 3;
+    made.options.train.micro_batch = 1;
+    made.options.train.threads = 0;
+    made.updater.subgroup_elements = 0;
+    made.updater.memory_budget_bytes = uint64_t{256} << 20;
+    return made;
+  }
+
+  void write_tokens() const {
+    constexpr int kTokens = 65536;
+    std::vector<int32_t> header(256);
+    header[0] = 20240520;  // llm.c's
+    header[1] = 1;
+    header[2] = kTokens;
+    std::ofstream out(folder_ / "tokens.bin", std::ios::binary);
+    out.write(reinterpret_cast<const char*>(header.data()), 1024);
+    uint32_t draw = 1;
+    for (int i = 0; i < kTokens; ++i) {
+      draw = draw * 1664525 + 1013904223;
+      const auto token = static_cast<uint16_t>((draw >> 16) % 32000);
+      out.write(reinterpret_cast<const char*>(&token), sizeof(token));
+    }
+  }
+};
+
+TEST_F(LargerThanTheAccelerator, ALargeModelHasTheBitsOfTheCpu) {
+  write_tokens();
+  Job on_cpu = large_job("cpu");
+  on_cpu.options.train.accelerator = "cpu";
+  const Outcome expected = train(on_cpu, Trainer::open(on_cpu));
+
+  use({.memory_bytes = kAcceleratorBytes});
+  for (const bool small_host : {false, true}) {
+    Job made = large_job(small_host ? "devices" : "host");
+    SCOPED_TRACE(made.options.train.run);
+    if (small_host) {
+      made.options.memory.host_bytes = engine::resident_memory_bytes();
+      while (!plan_of(made, kAcceleratorBytes).ok()) {
+        made.options.memory.host_bytes += uint64_t{16} << 20;
+      }
+      made.options.memory.host_bytes += uint64_t{64} << 20;
+    }
+    const auto plan = plan_of(made, kAcceleratorBytes);
+    ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+    EXPECT_EQ(plan->placement.in_memory < 14, small_host);
+    const uint64_t begin_ns = base::now_ns();
+    const Outcome outcome = train(made, Trainer::open(made));
+    std::filesystem::remove(made.updater.devices[0].path);
+    RecordProperty(small_host ? "devices_s" : "host_s",
+                   std::to_string(base::seconds_since(begin_ns)));
+    RecordProperty(small_host ? "devices_peak_bytes" : "host_peak_bytes",
+                   std::to_string(outcome.peak_bytes));
+    expect_same_bits(outcome, expected);
+    EXPECT_GE(static_cast<double>(outcome.peak_bytes),
+              0.9 * static_cast<double>(plan->memory.accelerator_bytes));
+    EXPECT_EQ(smartinf_test_accelerator_order_errors(), 0u);
+  }
+}
+
+}  // namespace
+}  // namespace smartinf::train

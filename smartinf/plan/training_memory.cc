@@ -210,6 +210,11 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   return memory;
 }
 
+bool fits(const TrainingMemory& memory, const TrainingPlanInput& input) {
+  return memory.host_bytes <= input.host_limit_bytes &&
+         memory.accelerator_bytes <= input.accelerator_limit_bytes;
+}
+
 namespace {
 
 /// Slots with one unit held (with a tied head two), one that is being read, and one more, so that
@@ -254,11 +259,6 @@ TrainingPlan stay_plan(const TrainingPlanInput& input, bool recompute) {
   plan.placement = {all, all, 0, 0};
   plan.memory = training_memory(memory);
   return plan;
-}
-
-bool fits(const TrainingMemory& memory, const TrainingPlanInput& input) {
-  return memory.host_bytes <= input.host_limit_bytes &&
-         memory.accelerator_bytes <= input.accelerator_limit_bytes;
 }
 
 class StreamPlan {
@@ -342,25 +342,28 @@ class StreamPlan {
 
 }  // namespace
 
-base::Result<TrainingPlan> plan_training(const TrainingPlanInput& input) {
+TrainingPlan place_training(const TrainingPlanInput& input) {
   const bool may_keep =
       input.activations == Activations::kAuto || input.activations == Activations::kKeep;
   if (may_keep) {
     TrainingPlan keep = stay_plan(input, false);
-    if (fits(keep.memory, input)) return keep;
-    if (input.activations == Activations::kKeep) return does_not_fit(keep.memory, input);
+    if (input.activations == Activations::kKeep || fits(keep.memory, input)) return keep;
   }
   if (input.activations != Activations::kOffload || !input.streams.ok()) {
     TrainingPlan recompute = stay_plan(input, true);
-    if (fits(recompute.memory, input)) return recompute;
-    if (!input.streams.ok()) {
-      return base::Status(does_not_fit(recompute.memory, input)).with_context(input.streams.what());
-    }
+    if (!input.streams.ok() || fits(recompute.memory, input)) return recompute;
   }
-  StreamPlan stream(input);
-  const TrainingMemory least = stream.memory();
-  if (!fits(least, input)) return does_not_fit(least, input);
-  return stream.make();
+  return StreamPlan(input).make();
+}
+
+base::Result<TrainingPlan> plan_training(const TrainingPlanInput& input) {
+  TrainingPlan plan = place_training(input);
+  if (fits(plan.memory, input)) return plan;
+  base::Status status = does_not_fit(plan.memory, input);
+  if (plan.recompute && !plan.streams) {
+    return std::move(status).with_context(input.streams.what());
+  }
+  return status;
 }
 
 }  // namespace smartinf::plan

@@ -126,8 +126,15 @@ struct TrainingPlan {
 };
 
 /// Keeps in memory what fits: everything if it can; else first the inputs of units, then gradients,
-/// then the weights of the first units. Pure. Errors: kOutOfMemory with what the smallest plan
-/// needs, part by part, and what was allowed.
+/// then the weights of the first units. Where nothing fits it is the smallest plan that
+/// input.activations and input.streams allow. Pure.
+TrainingPlan place_training(const TrainingPlanInput& input);
+
+/// Whether a plan keeps to the limits.
+bool fits(const TrainingMemory& memory, const TrainingPlanInput& input);
+
+/// The plan of place_training. Errors: kOutOfMemory with what the smallest plan needs, part by part,
+/// and what was allowed.
 base::Result<TrainingPlan> plan_training(const TrainingPlanInput& input);
 
 }  // namespace smartinf::plan

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace smartinf::plan {
 
@@ -16,6 +17,18 @@ struct Unit {
 
   uint64_t end() const { return first + count; }
 };
+
+/// Elements of a model's parts, in the order of the parameter space.
+struct ModelElements {
+  uint64_t embedding = 0;
+  uint64_t layer = 0;  // of each, at least 1
+  uint32_t layers = 0;
+  uint64_t head = 0;  // the final norm and, where it is not the embedding, the head
+};
+
+/// The units of a model in the order of the forward: the embedding, groups of whole layers, the
+/// final norm with the head. A group has at most a sixteenth of the elements, or one layer. Pure.
+std::vector<Unit> make_units(const ModelElements& model);
 
 /// Where the weights of units stay between uses: the first ones on the accelerator, those behind
 /// them in the host's memory, the rest on the devices. Without an accelerator the model computes in

@@ -38,26 +38,13 @@ base::Result<plan::ParameterSpace> make_parameter_space(const ModelOptions& mode
 }
 
 std::vector<plan::Unit> model_units(const ModelOptions& model, const plan::ParameterSpace& space) {
-  // A forward waits for a whole unit's weights, and a unit takes a slot: not too much at once.
-  constexpr uint64_t kUnitsMin = 16;
-  std::vector<plan::Unit> units;
-  const auto first_of = [&](const std::string& name) { return space.find(name)->first; };
-  const auto layer_begin = [&](uint32_t layer) {
-    return layer < model.layers
-               ? first_of(fmt::format("model.layers.{}.input_layernorm.weight", layer))
-               : first_of("model.norm.weight");
-  };
-  units.push_back({0, layer_begin(0), 0, 0});
-  const uint64_t layer_elements = layer_begin(1) - layer_begin(0);
-  const uint64_t group = std::max<uint64_t>(1, space.count() / kUnitsMin / layer_elements);
-  for (uint32_t layer = 0; layer < model.layers;) {
-    const auto layers = static_cast<uint32_t>(std::min<uint64_t>(group, model.layers - layer));
-    const uint64_t first = layer_begin(layer);
-    units.push_back({first, layer_begin(layer + layers) - first, layer, layers});
-    layer += layers;
-  }
-  units.push_back({units.back().end(), space.count() - units.back().end(), 0, 0});
-  return units;
+  plan::ModelElements elements;
+  elements.layers = model.layers;
+  elements.embedding = space.find("model.layers.0.input_layernorm.weight")->first;
+  const uint64_t layers_end = space.find("model.norm.weight")->first;
+  elements.layer = (layers_end - elements.embedding) / model.layers;
+  elements.head = space.count() - layers_end;
+  return plan::make_units(elements);
 }
 
 InitialWeights::InitialWeights(const ModelOptions& model, const plan::ParameterSpace& space,

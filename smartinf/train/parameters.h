@@ -25,8 +25,7 @@ inline constexpr uint32_t kGroups = 2;
 /// `model` has its defaults filled in and a vocabulary.
 base::Result<plan::ParameterSpace> make_parameter_space(const ModelOptions& model);
 
-/// The units of the model in the order of the forward: the embedding, groups of whole layers, the
-/// final norm with the head. A group has at most a sixteenth of the elements, or one layer.
+/// Those of plan::make_units.
 std::vector<plan::Unit> model_units(const ModelOptions& model, const plan::ParameterSpace& space);
 
 /// Initial master weights. A weight depends on the seed and its element only, not on how the space

@@ -12,14 +12,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/types.h>
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/test_scratch.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
+#include "smartinf/train/memory_plan.h"
+#include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/parameters.h"
-#include "smartinf/train/torch_trainer.h"
+#include "smartinf/train/spooled_buffers.h"
+#include "smartinf/train/trainer.h"
 
 #include "tests/accelerator/accelerator.h"
 
@@ -37,7 +39,6 @@ using testing::Not;
 constexpr uint64_t kSteps = 8;
 constexpr uint32_t kLayers = 6;
 constexpr uint32_t kUnits = kLayers + 2;
-const torch::Device kDevice(torch::kPrivateUse1, 0);
 
 struct Setting {
   const char* name;
@@ -148,29 +149,10 @@ class AcceleratorStream : public testing::Test {
     const uint64_t inputs = (kUnits - 1) * options.train.accumulation;
     plan.inputs_in_memory = inputs;
     if (!setting.spools) return plan;
-    plan.inputs_in_memory = UnitInputs::buffers_min(options.train.accumulation);
+    plan.inputs_in_memory = options.train.accumulation + SpooledBuffers::kOnTheirWay;
     plan.inputs_spooled = inputs - plan.inputs_in_memory;
     plan.spool_bytes = 2 * inputs * base::round_up(plan.input_bytes, uint64_t{base::kIoAlignment});
     return plan;
-  }
-
-  /// Trainer::open() with a plan of ours.
-  static base::Result<std::unique_ptr<TorchTrainer>> open(const Job& job, const Setting& setting) {
-    Options options = job.options;
-    options.model = with_defaults(options.model);
-    SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
-    options.model.vocabulary = corpus.vocabulary();
-    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
-    SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
-    SI_ASSIGN_OR_RETURN(const RunStart start,
-                        choose_run(options.train.run, {job.updater.devices[0].path}, {}));
-    SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
-    plan::TrainingPlan plan = hand_made_plan(setting, options);
-    auto trainer =
-        std::make_unique<TorchTrainer>(std::move(options), std::move(corpus), std::move(folder),
-                                       std::move(parameters), kDevice, std::move(plan));
-    SI_RETURN_IF_ERROR(trainer->start(job, start));
-    return trainer;
   }
 
   static void run(Trainer& trainer, Outcome& outcome) {
@@ -246,8 +228,9 @@ TEST_P(AcceleratorStreamBits, AreThoseOfTheCpu) {
   const Setting& setting = GetParam();
   const Outcome expected = train_on_cpu("cpu", setting);
   use({.delay_us = 300});
-  const Job made = job("accelerator", setting);
-  expect_same_bits(train(made, open(made, setting)), expected);
+  Job made = job("accelerator", setting);
+  made.plan = hand_made_plan(setting, made.options);
+  expect_same_bits(train(made, Trainer::open(made)), expected);
   EXPECT_EQ(smartinf_test_accelerator_order_errors(), 0u);
 }
 

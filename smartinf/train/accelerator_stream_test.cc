@@ -305,7 +305,9 @@ TEST_F(AcceleratorMemoryPlan, PeakIsWhatWasPlanned) {
     const Outcome outcome = train(made, Trainer::open(made));
     const double share = static_cast<double>(outcome.peak_bytes - before) /
                          static_cast<double>(plan->memory.accelerator_bytes);
-    EXPECT_LE(share, 1.1);
+    // Gradients that are being copied to the host go a little later; an allocation that lacks their
+    // room waits for them.
+    EXPECT_LE(share, c.least ? 1.3 : 1.1);
     EXPECT_GE(share, c.share_min);
     RecordProperty(c.name, std::to_string(share));
   }

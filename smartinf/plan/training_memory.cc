@@ -204,8 +204,9 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
     memory.host.push_back({"sums of released gradients in f32", 4 * model.parameters});
   }
   memory.host.push_back({"the process itself", input.process_bytes});
-  memory.host_bytes =
-      std::max(total(memory.host), input.process_bytes + kTuningBytes - kLoadedLaterBytes);
+  const uint64_t at_start =
+      input.measures_drives ? input.process_bytes + kTuningBytes - kLoadedLaterBytes : 0;
+  memory.host_bytes = std::max(total(memory.host), at_start);
   memory.accelerator_bytes = total(memory.accelerator);
   return memory;
 }

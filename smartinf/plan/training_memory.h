@@ -68,6 +68,7 @@ struct TrainingMemoryInput {
   uint64_t optimizer_bytes = 0;    // the engine's buffers and gradients; with
                                    // optimizer.where = "memory" torch's own state
   uint64_t process_bytes = 0;      // resident before there is a model
+  bool measures_drives = true;     // at the start, which takes memory of its own
 
   /// kTrain where not all units stay where the model computes: each unit does all micro batches
   /// before the next one. Empty: all stay.

@@ -80,6 +80,11 @@ base::Result<plan::TrainingPlan> plan_run(const Options& options,
     const uint64_t unused = buffers.slots - std::min<uint64_t>(buffers.slots, subgroups);
     memory.optimizer_bytes = buffers.staging_bytes + updater.state_cache_bytes +
                              devices * (buffers.device_bytes - unused * buffers.slot_bytes);
+    memory.measures_drives =
+        updater.io_bytes == 0 || updater.io_depth == 0 ||
+        (devices > 1 && std::ranges::any_of(updater.devices, [](const auto& device) {
+           return device.bandwidth == 0;
+         }));
     memory.slot_padding_bytes = 2 * buffers.subgroup_elements * memory.value_bytes;
     input.gradient_bytes = space.count() * base::data_type_bytes(updater.gradient_type);
     input.gradient_limit_bytes = updater.gradient_budget_bytes;

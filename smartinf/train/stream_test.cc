@@ -34,7 +34,8 @@ struct Setting {
   uint32_t slots = 3;
   bool tied = true;
   bool spill = false;
-  bool offload = false;
+  bool spool_inputs = false;
+  bool spool_saved = false;  // tensors of autograd
   bool nan = false;
   bool evaluate = false;
   storage::Durability durability = storage::Durability::kStep;
@@ -57,27 +58,41 @@ const Setting kSettings[] = {
      .tied = false,
      .nan = true,
      .evaluate = true},
-    {.name = "offloaded",
+    {.name = "inputs_spooled",
      .accumulation = 3,
      .in_memory = 2,
      .spill = true,
-     .offload = true,
+     .spool_inputs = true,
      .nan = true},
-    {.name = "offloaded_to_three_devices",
+    {.name = "all_spooled_to_three_devices",
      .precision = Precision::kF32,
      .accumulation = 4,
      .devices = 3,
+     .sequence = 96,
      .tied = false,
-     .offload = true,
+     .spool_inputs = true,
+     .spool_saved = true,
      .evaluate = true},
-    // Inputs lie on one device whole, and fill none of them to the end.
-    {.name = "offloaded_to_eight_devices", .accumulation = 3, .devices = 8, .sequence = 128, .offload = true},
+    {.name = "saved_tensors_spooled",
+     .format = base::StateFormat::kBf16,
+     .accumulation = 3,
+     .sequence = 128,
+     .in_memory = 8,
+     .spill = true,
+     .spool_saved = true,
+     .nan = true},
+    // What is spooled lies on one device whole, and fills none of them to the end.
+    {.name = "spooled_to_eight_devices",
+     .accumulation = 3,
+     .devices = 8,
+     .sequence = 128,
+     .spool_inputs = true},
     {.name = "all_but_the_head", .in_memory = 7, .slots = 5, .evaluate = true},
     {.name = "updated_in_place",
      .accumulation = 3,
      .devices = 3,
      .in_memory = 2,
-     .offload = true,
+     .spool_inputs = true,
      .nan = true,
      .evaluate = true,
      .durability = storage::Durability::kNone},
@@ -113,17 +128,29 @@ class StreamedBits : public testing::TestWithParam<Setting> {
     plan.input_bytes = base::data_type_bytes(precision_data_type(setting.precision)) *
                        made.options.data.sequence * made.options.model.width;
     plan.inputs_in_memory = uint64_t{kLayers + 1} * setting.accumulation;
-    if (setting.offload) {
+    if (setting.spool_inputs) {
       const uint64_t least = setting.accumulation + 4;
       plan.inputs_spooled = plan.inputs_in_memory - least;
       plan.inputs_in_memory = least;
-      plan.spool_bytes = (plan.inputs_spooled + 8) * spooled_bytes(plan);
+      plan.spool_bytes = (plan.inputs_spooled + 8) * whole(plan.input_bytes);
+    }
+    if (setting.spool_saved) {
+      plan.saved_in_memory = 4;
+      plan.saved_bytes = plan::layer_saved_bytes(
+          training_model(with_vocabulary(made.options), {}), plan::TrainingProgram::kTrain,
+          static_cast<uint32_t>(base::data_type_bytes(precision_data_type(setting.precision))));
+      plan.spool_bytes += (saved() + 8) * whole(plan.saved_bytes);
     }
     return plan;
   }
-  static uint64_t spooled_bytes(const plan::TrainingPlan& plan) {
-    return base::round_up(plan.input_bytes, base::kIoAlignment);
+  static Options with_vocabulary(Options options) {
+    options.model.vocabulary = 256;
+    options.model = with_defaults(options.model);
+    return options;
   }
+  /// Of layers and micro batches.
+  static uint64_t saved() { return uint64_t{kLayers} * GetParam().accumulation; }
+  static uint64_t whole(uint64_t bytes) { return base::round_up(bytes, base::kIoAlignment); }
 
   Outcome train(const Job& job, uint64_t nan_call = 0) const {
     return runs_.train(job, {nan_call, kSteps / 4}, GetParam().evaluate ? 4 : 0);
@@ -146,20 +173,20 @@ TEST_P(StreamedBits, AreThoseOfARunThatKeepsEverything) {
   const auto skipped = std::ranges::count_if(kept.skipped, [](auto& why) { return !why.empty(); });
   EXPECT_EQ(skipped, setting.nan ? 4 : 0);
   const auto bites = std::ranges::count_if(kept.norms, [&](double n) { return n > clip_norm; });
-  EXPECT_GT(bites, 3);
-  EXPECT_LT(bites, static_cast<ptrdiff_t>(kept.norms.size()) - 3);
+  EXPECT_GT(bites, 1);
+  EXPECT_LT(bites, static_cast<ptrdiff_t>(kept.norms.size()) - 1);
 
   for (const Overlap overlap : {Overlap::kNone, Overlap::kLate, Overlap::kEarly, Overlap::kAuto}) {
-    const bool in_place = setting.durability == storage::Durability::kNone;
-    if (in_place && overlap == Overlap::kEarly) continue;
+    if (overlap == Overlap::kEarly && setting.durability == storage::Durability::kNone) continue;
+    if (overlap != Overlap::kLate && setting.devices > 3) continue;
     const std::string run = "overlap_" + std::string(base::enum_name(overlap));
     SCOPED_TRACE(run);
     Job streamed_job = job(run, clip_norm, setting.devices);
     streamed_job.options.train.overlap = overlap;
     streamed_job.updater.durability = setting.durability;
     streamed_job.plan = less_memory();
-    // It computes each layer's forward again: four products.
-    const uint64_t again = uint64_t{setting.accumulation} * kLayers * 4;
+    // Unless it has kept them it computes each layer's four products of the forward again.
+    const uint64_t again = setting.spool_saved ? 0 : 4 * saved();
     const Outcome streamed = train(streamed_job, setting.nan ? nan_call + again : 0);
     EXPECT_THAT(streamed.described, HasSubstr("come from the devices"));
     EXPECT_EQ(streamed.losses, kept.losses);
@@ -168,10 +195,12 @@ TEST_P(StreamedBits, AreThoseOfARunThatKeepsEverything) {
     EXPECT_EQ(streamed.validations, kept.validations);
     EXPECT_EQ(streamed.samples, kept.samples);
     EXPECT_TRUE(same_bits(streamed.state, kept.state));
-    const uint64_t inputs = streamed.norms.size() * streamed_job.plan->inputs_spooled *
-                            spooled_bytes(*streamed_job.plan);
-    EXPECT_GE(streamed.traffic.host_link.down(TrafficKind::kActivation), inputs);
-    EXPECT_GE(streamed.traffic.host_link.up(TrafficKind::kActivation), inputs);
+    uint64_t spooled = streamed_job.plan->inputs_spooled * whole(streamed_job.plan->input_bytes);
+    if (setting.spool_saved) spooled += (saved() - 4) * whole(streamed_job.plan->saved_bytes);
+    spooled *= streamed.norms.size();
+    EXPECT_GE(streamed.traffic.host_link.down(TrafficKind::kActivation), spooled);
+    EXPECT_GE(streamed.traffic.host_link.up(TrafficKind::kActivation), spooled);
+    EXPECT_EQ(streamed.traffic.host_link.down(TrafficKind::kActivation) > 0, spooled > 0);
     if (overlap == Overlap::kEarly) {
       EXPECT_EQ(streamed.overlaps.count("early"), streamed.norms.size());
       EXPECT_EQ(streamed.wrong_guesses, static_cast<uint64_t>(bites));

@@ -1,4 +1,5 @@
 // What happens before the first step: a run is chosen, its devices are opened, its history kept.
+#include <algorithm>
 #include <filesystem>
 #include <thread>
 
@@ -127,10 +128,10 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
     options.stream_weights = true;
     options.gradient_budget_bytes = plan_.gradient_memory_bytes;
     if (plan_.spool_bytes > 0) {
-      // An input lies on one device whole: each of them may have less than one left over.
-      options.spool_bytes =
-          plan_.spool_bytes + options.devices.size() *
-                                  base::round_up(plan_.input_bytes, base::kIoAlignment);
+      // What is spooled lies on one device whole: each may have less room than that left over.
+      const uint64_t largest = std::max(plan_.input_bytes, plan_.saved_bytes);
+      options.spool_bytes = plan_.spool_bytes + options.devices.size() *
+                                                    base::round_up(largest, base::kIoAlignment);
     }
   }
   base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);

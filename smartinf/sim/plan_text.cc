@@ -54,8 +54,8 @@ std::string streaming_remark(const Plan& plan) {
   const uint64_t inputs = need.plan.inputs_in_memory + need.plan.inputs_spooled;
   return fmt::format(
       "Weights of units (groups of layers) that do not stay are brought for forward and again for "
-      "backward, which computes activations again; of gradients {} stay in memory, and of inputs "
-      "of units {}.",
+      "backward, which computes activations again; in memory stay of gradients {} "
+      "and of the units' inputs {}.",
       share(need.plan.gradient_memory_bytes, gradients),
       share(need.plan.inputs_in_memory * need.plan.input_bytes, inputs * need.plan.input_bytes));
 }
@@ -64,10 +64,12 @@ std::string streaming_remark(const Plan& plan) {
 
 std::string streamed_text(const MemoryNeed& need) {
   if (!need.plan.streams) return {};
+  const size_t from_devices = need.units_from_devices();
   const size_t from_host = need.units_from_host();
-  return fmt::format("{} of {} units from the devices{}", need.units_from_devices(),
-                     need.units.size(),
-                     from_host == 0 ? "" : fmt::format(", {} from the host's memory", from_host));
+  const std::string host = fmt::format("{} from the host's memory", from_host);
+  if (from_devices == 0) return fmt::format("of {} units {}", need.units.size(), host);
+  return fmt::format("{} of {} units from the devices{}", from_devices, need.units.size(),
+                     from_host == 0 ? "" : ", " + host);
 }
 
 std::string fit_text(const UseNeed& one) {

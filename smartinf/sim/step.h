@@ -65,7 +65,7 @@ struct StepOptions {
   bool trace = false;              // keep spans
   bool recompute = true;           // backward computes each layer again from its input
   uint32_t value_bytes = 2;        // of the trainer's weights and activations: only for its memory
-  /// As `smartinf train` and the Python package work: all weights stay on the GPU and go there
+  /// As the Python package works, and `smartinf train` where there is memory for it: all weights stay on the GPU and go there
   /// once, when they are new. Else as the paper's stack: each layer's weights are fetched for its
   /// forward and again for its backward.
   bool weights_stay = false;

@@ -53,7 +53,7 @@ WAYS = {
     "python checkpoints accumulation": {"python": True, "checkpoints": True, "accumulation": 2},
 }
 ROWS = {f"{model} {name}".strip(): (model, way) for model in MODELS for name, way in WAYS.items()
-        if model in ("5M", "25M") or name in ("", "checkpoints", "f32", "memory", "spill")
+        if ("streamed" in way and model == "108M") or (model in ("5M", "25M") and "streamed" not in way) or name in ("", "checkpoints", "f32", "memory", "spill")
         or ("python" in way and model == "108M")}
 
 PYTHON = """

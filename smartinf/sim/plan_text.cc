@@ -66,10 +66,11 @@ std::string streamed_text(const MemoryNeed& need) {
   if (!need.plan.streams) return {};
   const size_t from_devices = need.units_from_devices();
   const size_t from_host = need.units_from_host();
-  const std::string host = fmt::format("{} from the host's memory", from_host);
-  if (from_devices == 0) return fmt::format("of {} units {}", need.units.size(), host);
+  if (from_devices == 0) {
+    return fmt::format("{} of {} units from the host's memory", from_host, need.units.size());
+  }
   return fmt::format("{} of {} units from the devices{}", from_devices, need.units.size(),
-                     from_host == 0 ? "" : ", " + host);
+                     from_host == 0 ? "" : fmt::format(", {} from the host's memory", from_host));
 }
 
 std::string fit_text(const UseNeed& one) {

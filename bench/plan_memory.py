@@ -7,8 +7,8 @@ Each row is a run of three steps of `smartinf train` on this project's own text,
 `plan` about the same model, precision and devices. The peak is the kernel's, of the whole process. Rows with "python"
 train a Llama of transformers with the Python package instead, on random tokens; they need both, torch, and PYTHONPATH.
 Rows with
-"streamed" give both a memory.host between what all would need and the least plan. Rows are named by what --list prints; all of them when none is named. SMARTINF names the binary
-[build/release/bin/smartinf].
+"streamed" give both a memory.host between what all would need and the least plan. Rows are named by what --list prints;
+all of them when none is named. SMARTINF names the binary [build/release/bin/smartinf].
 """
 import argparse
 import json
@@ -53,7 +53,8 @@ WAYS = {
     "python checkpoints accumulation": {"python": True, "checkpoints": True, "accumulation": 2},
 }
 ROWS = {f"{model} {name}".strip(): (model, way) for model in MODELS for name, way in WAYS.items()
-        if ("streamed" in way and model == "108M") or (model in ("5M", "25M") and "streamed" not in way) or name in ("", "checkpoints", "f32", "memory", "spill")
+        if (model in ("5M", "25M") and "streamed" not in way) or ("streamed" in way and model == "108M")
+        or name in ("", "checkpoints", "f32", "memory", "spill")
         or ("python" in way and model == "108M")}
 
 PYTHON = """

@@ -6,8 +6,9 @@
 Each row is a run of three steps of `smartinf train` on this project's own text, without a GPU, and a question to
 `plan` about the same model, precision and devices. The peak is the kernel's, of the whole process. Rows with "python"
 train a Llama of transformers with the Python package instead, on random tokens; they need both, torch, and PYTHONPATH.
-Rows are named by what --list prints; all of them when none is named. SMARTINF names the binary
-[build/release/bin/smartinf].
+Rows with
+"streamed" give both a memory.host between what all would need and the least plan. Rows are named by what --list prints;
+all of them when none is named. SMARTINF names the binary [build/release/bin/smartinf].
 """
 import argparse
 import json
@@ -41,6 +42,8 @@ WAYS = {
     "batch 2 of 1024": {"batch": 2, "sequence": 1024},
     "accumulation": {"accumulation": 2},
     "checkpoints accumulation": {"accumulation": 2, "checkpoints": True},
+    "streamed": {"streamed": True, "checkpoints": True, "batch": 1},
+    "streamed accumulation": {"streamed": True, "checkpoints": True, "batch": 1, "accumulation": 3},
     "python": {"python": True},
     "python checkpoints": {"python": True, "checkpoints": True},
     "python release": {"python": True, "release": True},
@@ -50,7 +53,8 @@ WAYS = {
     "python checkpoints accumulation": {"python": True, "checkpoints": True, "accumulation": 2},
 }
 ROWS = {f"{model} {name}".strip(): (model, way) for model in MODELS for name, way in WAYS.items()
-        if model in ("5M", "25M") or name in ("", "checkpoints", "f32", "memory", "spill")
+        if (model in ("5M", "25M") and "streamed" not in way) or ("streamed" in way and model == "108M")
+        or name in ("", "checkpoints", "f32", "memory", "spill")
         or ("python" in way and model == "108M")}
 
 PYTHON = """
@@ -95,7 +99,18 @@ def config(model):
             "tie_word_embeddings": True}
 
 
-def planned(model, way, machine, folder):
+def host_limit(machine, needed):
+    """A machine file with so much memory."""
+    return re.sub(r"(\[host\][^\[]*?memory_bytes *= *)[^\n#]+", rf"\g<1>{needed}", machine)
+
+
+def planned(model, way, machine, folder, unfit=False):
+    if way.get("streamed"):
+        # What everything takes where there is no limit; and, with no memory at all, the least plan's.
+        free = dict(way, streamed=False)
+        most = planned(model, free, host_limit(machine, 10**13), folder)
+        least = planned(model, free, host_limit(machine, 1), folder, unfit=True)
+        return planned(model, free, host_limit(machine, (most + least) // 2), folder)
     (folder / "config.json").write_text(json.dumps(config(model)), encoding="utf-8")
     if way.get("spill"):
         machine = re.sub(r"gradient_spilled *= *\w+", "gradient_spilled = true", machine)
@@ -105,7 +120,7 @@ def planned(model, way, machine, folder):
                            "--precision", way.get("precision", "bf16"),
                            "--devices", way.get("devices", 1), "--accumulation", way.get("accumulation", 1),
                            "--recompute", str(way.get("checkpoints", False)).lower(),
-                           "--recipe", folder / "recipe.toml", "--json"]))
+                           *([] if unfit else ["--recipe", folder / "recipe.toml"]), "--json"]))
     if way.get("python"):
         name = "Python, release_gradients=True" if way.get("release") else "Python"
         return next(one["host_bytes"] for one in plan["uses"] if one["with"] == name)

@@ -37,6 +37,21 @@ base::Status write_text(const std::string& path, std::string_view text) {
   return {};
 }
 
+/// What stays in memory of a run; null where all weights stay where the model computes.
+ordered_json streaming_of(const sim::MemoryNeed& need) {
+  const plan::TrainingPlan& plan = need.plan;
+  if (!plan.streams) return nullptr;
+  return {{"units", need.units.size()},
+          {"units_on_gpu", need.gpu_bytes > 0 ? plan.placement.on_accelerator : 0},
+          {"units_in_memory", plan.placement.in_memory},
+          {"units_from_devices", need.units_from_devices()},
+          {"gradients_in_memory_bytes", plan.gradient_memory_bytes},
+          {"inputs_in_memory", plan.inputs_in_memory},
+          {"inputs_on_devices", plan.inputs_spooled},
+          {"input_bytes", plan.input_bytes},
+          {"spool_bytes", plan.spool_bytes}};
+}
+
 void print_json(const sim::Plan& plan) {
   const sim::PlanOption& best = plan.best();
   ordered_json options = ordered_json::array();
@@ -72,6 +87,7 @@ void print_json(const sim::Plan& plan) {
     uses.push_back({{"with", sim::use_name(one.use)},
                     {"fits", one.shortfall.empty()},
                     {"shortfall", one.shortfall},
+                    {"streaming", streaming_of(one.need)},
                     {"gpu_bytes", one.need.gpu_bytes},
                     {"host_bytes", one.need.host_bytes},
                     {"device_bytes", one.need.drive_bytes},
@@ -94,6 +110,7 @@ void print_json(const sim::Plan& plan) {
                          {"accumulation", best.options.accumulation},
                          {"uses", uses},
                          {"recommended", best.label},
+                         {"streaming", streaming_of(best.need)},
                          {"gpu_bytes", best.need.gpu_bytes},
                          {"host_bytes", best.need.host_bytes},
                          {"host_bytes_without_checkpoints", host_bytes(false, false)},
@@ -131,8 +148,7 @@ void print_plan(const sim::Plan& plan) {
   };
   for (const sim::UseNeed& one : plan.uses) {
     row(sim::use_name(one.use) == sim::use_name(plan.use) ? "*" : " ", sim::use_name(one.use),
-        one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes,
-        one.shortfall.empty() ? "fits" : one.shortfall);
+        one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes, sim::fit_text(one));
   }
   row(" ", "there is", plan.machine.gpu.memory_bytes, plan.machine.host.memory_bytes,
       plan.machine.devices.front().capacity_bytes, "");

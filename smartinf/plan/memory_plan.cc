@@ -116,6 +116,12 @@ base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input) {
   return plan;
 }
 
+uint64_t buffer_bytes(const MemoryPlan& plan, uint64_t elements, uint32_t devices) {
+  const uint64_t subgroups = base::divide_up(elements, plan.subgroup_elements * devices);
+  const uint64_t unused = plan.slots - std::min<uint64_t>(plan.slots, subgroups);
+  return plan.staging_bytes + devices * (plan.device_bytes - unused * plan.slot_bytes);
+}
+
 uint64_t device_slots(const DeviceSlotsInput& input) {
   if (input.slot_bytes == 0) return 1;
   const uint64_t slots =

@@ -52,6 +52,10 @@ inline constexpr uint32_t kWeightReadSlots = 4;
 /// Errors: kOutOfMemory with the smallest budget that would do.
 base::Result<MemoryPlan> plan_memory(const MemoryPlanInput& input);
 
+/// What the buffers of all devices and the engine take at most: no device has more slots than
+/// subgroups.
+uint64_t buffer_bytes(const MemoryPlan& plan, uint64_t elements, uint32_t devices);
+
 /// Bytes that the planes of so many elements take on the drive.
 uint64_t state_bytes(base::StateFormat format, std::span<const base::PlaneKind> planes,
                      uint64_t elements);

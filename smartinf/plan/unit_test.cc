@@ -6,8 +6,8 @@ namespace smartinf::plan {
 namespace {
 
 TEST(Units, FollowEachOtherFromTheEmbeddingToTheHead) {
-  const auto units = make_units({1000, 5000, 32, 1001});
-  ASSERT_EQ(units.size(), 34u) << "a layer is more than a sixteenth of two more";
+  const auto units = make_units({1000, 5000, 16, 1001});
+  ASSERT_EQ(units.size(), 18u) << "two layers are more than a sixteenth";
   uint64_t end = 0;
   uint32_t layers = 0;
   for (const Unit& unit : units) {
@@ -18,8 +18,8 @@ TEST(Units, FollowEachOtherFromTheEmbeddingToTheHead) {
     end = unit.end();
     layers += unit.layers;
   }
-  EXPECT_EQ(end, 1000u + 32 * 5000 + 1001);
-  EXPECT_EQ(layers, 32u);
+  EXPECT_EQ(end, 1000u + 16 * 5000 + 1001);
+  EXPECT_EQ(layers, 16u);
   EXPECT_EQ(units.front().count, 1000u);
   EXPECT_EQ(units.back().count, 1001u);
 }

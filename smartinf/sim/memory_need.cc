@@ -20,23 +20,34 @@ uint64_t share_of(uint64_t elements, const Machine& machine) {
   return base::divide_up(elements, std::max(1u, machine.device_count()));
 }
 
-/// What the engine keeps in the trainer's process: slots, staging, gradients that are not spilled,
-/// cached state.
-uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOptions& options) {
-  const Software& software = machine.software;
+/// As engine::plan_buffers asks; `streamed`: with room for reading weights, and for gradients of
+/// which not all stay in memory.
+plan::MemoryPlanInput buffers_input(uint64_t parameters, const Machine& machine,
+                                    const StepOptions& options, bool spilled, bool streamed) {
   const bool compressed = host_selects(machine, options);
-  const bool spilled = software.gradient_spilled && !compressed;
   plan::MemoryPlanInput input;
   input.elements = parameters;
   input.devices = std::max(1u, machine.device_count());
   input.format = options.format;
   const auto planes = kernels::rule_planes(options.rule);
   input.planes.assign(planes.begin(), planes.end());
-  const uint64_t cache = std::min(options.state_cache_bytes,
-                                  plan::state_bytes(options.format, input.planes, parameters));
   if (compressed) input.planes.push_back(base::PlaneKind::kResidual);
-  input.gradient_spill_bytes = spilled ? software.gradient_bytes : 0;
+  input.gradient_spill_bytes = spilled && !compressed ? machine.software.gradient_bytes : 0;
   input.subgroup_elements = options.subgroup_elements;
+  input.weight_read_slots = streamed && !compressed ? plan::kWeightReadSlots : 0;
+  return input;
+}
+
+uint64_t cache_bytes(uint64_t parameters, const StepOptions& options) {
+  const auto planes = kernels::rule_planes(options.rule);
+  return std::min(options.state_cache_bytes, plan::state_bytes(options.format, planes, parameters));
+}
+
+/// Slots, staging and cached state, with as many slots as the machine file says.
+uint64_t expected_bytes(uint64_t parameters, const Machine& machine, const StepOptions& options,
+                        bool spilled, bool streamed) {
+  const plan::MemoryPlanInput input =
+      buffers_input(parameters, machine, options, spilled, streamed);
   uint64_t buffers = input.budget_bytes;
   if (const auto memory = plan::plan_memory(input); memory.ok()) {
     plan::DeviceSlotsInput device;
@@ -45,18 +56,62 @@ uint64_t engine_bytes(uint64_t parameters, const Machine& machine, const StepOpt
     device.subgroups = base::divide_up(share_of(parameters, machine), memory->subgroup_elements);
     device.slots = options.slots;
     // The machine file says how many slots the transfers fill that were measured.
-    if (device.slots == 0 && !spilled) device.slots = software.slots;
+    if (device.slots == 0 && !spilled) device.slots = machine.software.slots;
     device.gradients_spilled = spilled;
-    buffers =
-        memory->staging_bytes + input.devices * plan::device_slots(device) * memory->slot_bytes;
+    const uint64_t reading = memory->device_bytes - device.memory_bytes;
+    buffers = memory->staging_bytes +
+              input.devices * (plan::device_slots(device) * memory->slot_bytes + reading);
   }
-  uint64_t gradients = 0;
-  if (compressed) {
-    gradients = kCompressionBytes * parameters;
-  } else if (!spilled) {
-    gradients = software.gradient_bytes * parameters;
+  return buffers + cache_bytes(parameters, options);
+}
+
+/// Why `smartinf train` cannot take weights from the devices.
+base::Status can_stream(const Machine& machine, const StepOptions& options,
+                        const TrainingUse& use) {
+  const auto cannot = [](const char* why) {
+    return base::Status(base::ErrorCode::kUnsupported, why, "Let the devices update.");
+  };
+  if (use.in_memory) return cannot("nothing is stored on devices");
+  if (options.method == Method::kBaseline) return cannot("the host updates");
+  if (host_selects(machine, options) || options.method == Method::kSmartComp) {
+    return cannot("gradients are compressed");
   }
-  return gradients + cache + buffers;
+  return {};
+}
+
+/// What stays in memory and what streams, from the same inputs as train::plan_run. Sets the padding
+/// of slots in memory.
+plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machine,
+                         const StepOptions& options, const TrainingUse& use) {
+  plan::TrainingPlanInput input;
+  const Software& software = machine.software;
+  const uint64_t parameters = memory.model.parameters;
+  uint64_t optimizer_bytes = memory.optimizer_bytes;
+  if (!use.in_memory) {
+    const bool compressed = host_selects(machine, options);
+    const plan::MemoryPlanInput asked = buffers_input(parameters, machine, options, true, true);
+    uint64_t buffers = asked.budget_bytes;
+    if (const auto planned = plan::plan_memory(asked); planned.ok()) {
+      buffers = plan::buffer_bytes(*planned, parameters, asked.devices);
+      memory.slot_padding_bytes = 2 * planned->subgroup_elements * memory.value_bytes;
+    }
+    optimizer_bytes = buffers + cache_bytes(parameters, options);
+    if (compressed) {
+      optimizer_bytes += kCompressionBytes * parameters;
+    } else {
+      input.gradient_bytes = software.gradient_bytes * parameters;
+      if (software.gradient_spilled) input.gradient_limit_bytes = 0;
+    }
+  }
+  input.memory = memory;
+  input.memory.optimizer_bytes = optimizer_bytes;
+  input.activations = use.recompute ? plan::Activations::kRecompute : plan::Activations::kKeep;
+  input.streams = can_stream(machine, options, use);
+  if (machine.host.memory_bytes > 0) input.host_limit_bytes = machine.host.memory_bytes;
+  if (memory.gpu && machine.gpu.memory_bytes > 0) {
+    input.accelerator_limit_bytes = machine.gpu.memory_bytes;
+  }
+  return plan::place_training(input);
 }
 
 }  // namespace
@@ -78,7 +133,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   const bool python = use.program == plan::TrainingProgram::kPython;
   const bool compressed_here = host_selects(machine, options);
   plan::TrainingMemoryInput input;
-  input.model = model.training_model();
+  input.model = model.training_model(use.program);
   input.program = use.program;
   input.gpu = machine.gpu.name != "none";
   input.value_bytes = options.value_bytes;
@@ -86,14 +141,34 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   input.accumulation = options.accumulation;
   input.release_gradients = use.release_gradients;
   // Master, momentum and variance, and all gradients once more, in f32.
-  input.optimizer_bytes =
-      use.in_memory ? 16 * parameters : engine_bytes(parameters, machine, options);
+  if (use.in_memory) input.optimizer_bytes = 16 * parameters;
   input.process_bytes =
       machine.host.process_bytes != 0 ? machine.host.process_bytes : kProcessBytes;
   if (python) input.process_bytes += kTransformersBytes;
   if (input.gpu) input.process_bytes += kCudaHostBytes;
-  const plan::TrainingMemory memory = plan::training_memory(input);
   MemoryNeed need;
+  const uint64_t gradients =
+      compressed_here || use.in_memory ? 0 : software.gradient_bytes * parameters;
+  uint64_t gradients_in_memory = software.gradient_spilled ? 0 : gradients;
+  bool fits = true;
+  if (!python) {
+    input.units = need.units = model.units();
+    need.plan = place(input, machine, options, use);
+    gradients_in_memory = need.plan.gradient_memory_bytes;
+    input.placement = need.plan.placement;
+    input.inputs_in_memory = need.plan.inputs_in_memory;
+    if (!need.plan.streams) input.units.clear();
+    const auto over = [](uint64_t needed, uint64_t have) { return have > 0 && needed > have; };
+    fits = !over(need.plan.memory.host_bytes, machine.host.memory_bytes) &&
+           !over(need.plan.memory.accelerator_bytes, input.gpu ? machine.gpu.memory_bytes : 0);
+  }
+  const bool spilled = gradients_in_memory < gradients;
+  if (!use.in_memory) {
+    input.optimizer_bytes =
+        gradients_in_memory + (compressed_here ? kCompressionBytes * parameters : 0) +
+        expected_bytes(parameters, machine, options, spilled, need.plan.streams);
+  }
+  const plan::TrainingMemory memory = fits ? plan::training_memory(input) : need.plan.memory;
   need.gpu_bytes = memory.accelerator_bytes;
   need.gpu_parts = memory.accelerator;
   // Of several ranks each has a flat buffer of all weights and a process; they share the rest.
@@ -106,10 +181,25 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   }
   const double state = state_bytes_per_parameter(options.rule, options.format);
   double kept = 2 * (state + (compressed_here ? kResidualBytes : 0));
-  if (software.gradient_spilled && !compressed_here) kept += software.gradient_bytes;
+  if (spilled) kept += software.gradient_bytes;
   need.drive_bytes =
-      static_cast<uint64_t>(kept * static_cast<double>(share_of(parameters, machine)));
+      static_cast<uint64_t>(kept * static_cast<double>(share_of(parameters, machine))) +
+      share_of(need.plan.spool_bytes, machine);
   return need;
+}
+
+StepOptions with_plan(StepOptions options, const MemoryNeed& need) {
+  options.weights_stay = !need.plan.streams;
+  options.streamed.reset();
+  if (!need.plan.streams) return options;
+  StreamedStep& streamed = options.streamed.emplace();
+  streamed.units = need.units;
+  streamed.placement = need.plan.placement;
+  streamed.gradient_memory_bytes = need.plan.gradient_memory_bytes;
+  streamed.inputs_spooled = need.plan.inputs_spooled;
+  streamed.inputs_near = need.plan.inputs_spooled == 0;
+  streamed.input_bytes = need.plan.input_bytes;
+  return options;
 }
 
 std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const TrainingUse& use) {

@@ -25,12 +25,30 @@ struct MemoryNeed {
   uint64_t gpu_bytes = 0;  // of one GPU; 0 without
   uint64_t host_bytes = 0;
   uint64_t drive_bytes = 0;  // of one device: its share of the state, twice (a step is never
-                             // written in place)
+                             // written in place), of spilled gradients and of the spool
   std::vector<plan::MemoryPart> gpu_parts;
   std::vector<plan::MemoryPart> host_parts;
+  /// kTrain: what plan::place_training says of the machine's limits, as `smartinf train` asks it.
+  plan::TrainingPlan plan;
+  std::vector<plan::Unit> units;  // that it places
+
+  /// Units whose weights come from the devices, and those that do not stay on the GPU but in the
+  /// host's memory.
+  size_t units_from_devices() const {
+    return plan.streams ? units.size() - plan.placement.in_memory : 0;
+  }
+  size_t units_from_host() const {
+    return plan.streams && gpu_bytes > 0 ? plan.placement.in_memory - plan.placement.on_accelerator
+                                         : 0;
+  }
 };
+/// Of `smartinf train` where its plan fits, the buffers are counted with the slots that the machine
+/// file says; the plan counts with all that engine.memory_budget allows.
 MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const StepOptions& options,
                        const TrainingUse& use);
+
+/// The options with what of the plan a step has to know.
+StepOptions with_plan(StepOptions options, const MemoryNeed& need);
 
 /// What does not fit, and by how much, or is beyond the program; empty: all of it does.
 std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const TrainingUse& use);

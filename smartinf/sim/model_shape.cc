@@ -222,10 +222,19 @@ double ModelShape::head_forward_flops() const {
          static_cast<double>(vocabulary);
 }
 
-plan::TrainingModel ModelShape::training_model() const {
+std::vector<plan::Unit> ModelShape::units() const {
+  return plan::make_units({embedding_parameters(), layer_parameters(),
+                           static_cast<uint32_t>(layers), head_parameters()});
+}
+
+plan::TrainingModel ModelShape::training_model(plan::TrainingProgram program) const {
   plan::TrainingModel model;
   model.parameters = parameters();
   model.largest_parameter = hidden * std::max({vocabulary, feed_forward, heads * head_size});
+  if (program == plan::TrainingProgram::kTrain && gated) {
+    model.largest_parameter =
+        hidden * std::max({vocabulary, 2 * feed_forward, (heads + 2 * kv_heads) * head_size});
+  }
   model.layers = layers;
   model.width = hidden;
   model.heads = heads;

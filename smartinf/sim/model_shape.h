@@ -49,8 +49,11 @@ struct ModelShape {
   /// steps between matrix products move through GPU memory. Source: Korthikanti et al. 2022,
   /// "Reducing Activation Recomputation", section 4.1.
   double layer_activation_bytes() const;
-  /// The same for plan::training_memory.
-  plan::TrainingModel training_model() const;
+  /// The same for plan::training_memory. To `smartinf train` query, key and value are one
+  /// parameter, and so are gate and up.
+  plan::TrainingModel training_model(
+      plan::TrainingProgram program = plan::TrainingProgram::kPython) const;
+  std::vector<plan::Unit> units() const;
 };
 
 /// Names of all presets, e.g. "gpt2-4.0B".

@@ -10,6 +10,20 @@ namespace smartinf::sim {
 using base::Result;
 using base::Status;
 
+namespace {
+
+/// What the plan was made with.
+std::string limits_text(const Machine& machine) {
+  std::string text;
+  if (machine.host.memory_bytes > 0) text += fmt::format("host = {}\n", machine.host.memory_bytes);
+  if (machine.gpu.name != "none" && machine.gpu.memory_bytes > 0) {
+    text += fmt::format("accelerator = {}\n", machine.gpu.memory_bytes);
+  }
+  return text;
+}
+
+}  // namespace
+
 Status check_train_can(const ModelShape& model) {
   std::vector<std::string> lacks = model.beyond_train;
   if (!model.gated && lacks.empty()) lacks.push_back("another architecture than Llama's");
@@ -35,20 +49,23 @@ Result<std::string> plan_recipe(const Plan& plan) {
                   fmt::format("no recipe: `smartinf train` would not fit: {}", shortfall),
                   "What else would fit stands in the plan.");
   }
+  const std::string streamed = streamed_text(need);
   std::string text = fmt::format(
-      "# {} on {}, as `smartinf plan` recommends: {}, {} a step.\n"
+      "# {} on {}, as `smartinf plan` recommends: {}, {} a step{}.\n"
       "# Fill in the data and the path of each device.\n\n"
       "[model]\nlayers = {}\nwidth = {}\nheads = {}\nkv_heads = {}\nmlp_width = {}\n"
       "vocabulary = {}\ntied_head = {}\nrope_base = {}\nnorm_eps = {}\ninit_std = {}\n\n",
       model.name, plan.machine.name, best.label, base::format_seconds(best.times.total_s),
-      model.layers, model.hidden, model.heads, model.kv_heads, model.feed_forward, model.vocabulary,
-      model.tied, model.rope_base, model.norm_eps, model.init_std);
+      streamed.empty() ? "" : "; " + streamed, model.layers, model.hidden, model.heads,
+      model.kv_heads, model.feed_forward, model.vocabulary, model.tied, model.rope_base,
+      model.norm_eps, model.init_std);
   text += fmt::format(
       "[data]\npaths = [\"tokens.bin\"]\nsequence = {}\n\n"
       "[train]\nprecision = \"{}\"\nmicro_batch = {}\naccumulation = {}\n"
-      "\n[memory]\nactivations = \"{}\"\n\n",
+      "\n[memory]\n{}activations = \"{}\"\n\n",
       model.sequence, best.options.value_bytes == 4 ? "f32" : "bf16", model.batch,
-      best.options.accumulation, plan.use.recompute ? "recompute" : "keep");
+      best.options.accumulation, limits_text(plan.machine),
+      plan.use.recompute ? "recompute" : "keep");
   text += fmt::format("[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\n",
                       best.options.method == Method::kBaseline ? "host" : "device",
                       kernels::update_rule_name(best.options.rule),
@@ -61,13 +78,16 @@ Result<std::string> plan_recipe(const Plan& plan) {
     text += fmt::format("\n[compress]\ndensity = {}\nresidual_every = {}\n",
                         std::min(1.0, 4 * best.options.ratio), best.options.residual_every);
   }
-  const bool spilled =
-      plan.machine.software.gradient_spilled && best.options.method != Method::kSmartComp;
-  if (best.options.method == Method::kSmart || spilled) {
-    text += fmt::format("\n[engine]\n{}{}",
-                        best.options.method == Method::kSmart ? "schedule = \"naive\"\n" : "",
-                        spilled ? "gradient_budget = 0\n" : "");
+  std::string engine;
+  if (best.options.method == Method::kSmart) engine += "schedule = \"naive\"\n";
+  if (best.options.subgroup_elements != 0) {
+    engine += fmt::format("subgroup_elements = {}\n", best.options.subgroup_elements);
   }
+  const bool compressed = best.options.method == Method::kSmartComp;
+  if (need.plan.streams || (plan.machine.software.gradient_spilled && !compressed)) {
+    engine += fmt::format("gradient_budget = {}\n", need.plan.gradient_memory_bytes);
+  }
+  if (!engine.empty()) text += "\n[engine]\n" + engine;
   for (uint32_t d = 0; d < plan.machine.device_count(); ++d) {
     text += fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", d);
   }

@@ -63,7 +63,7 @@ json memory_values(const Plan& plan) {
   for (const UseNeed& one : plan.uses) {
     const bool lacks = !one.shortfall.empty();
     add(use_name(one.use), one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes,
-        lacks ? one.shortfall : "fits", lacks, use_name(one.use) == use_name(plan.use));
+        fit_text(one), lacks, use_name(one.use) == use_name(plan.use));
   }
   add("there is", plan.machine.gpu.memory_bytes, plan.machine.host.memory_bytes,
       plan.machine.devices.front().capacity_bytes, "", false, false);

@@ -41,7 +41,43 @@ std::string overlap_remark(const Plan& plan) {
   return text;
 }
 
+/// What else of a step does not stay in memory.
+std::string streaming_remark(const Plan& plan) {
+  const MemoryNeed& need = plan.best().need;
+  if (!need.plan.streams) return {};
+  const auto share = [](uint64_t part, uint64_t all) {
+    return part >= all ? "all"
+                       : fmt::format("{} of {}", base::format_bytes(part), base::format_bytes(all));
+  };
+  const uint64_t gradients =
+      uint64_t{plan.machine.software.gradient_bytes} * plan.model.parameters();
+  const uint64_t inputs = need.plan.inputs_in_memory + need.plan.inputs_spooled;
+  return fmt::format(
+      "Weights of units (groups of layers) that do not stay are brought for forward and again for "
+      "backward, which computes activations again; in memory stay of gradients {} "
+      "and of the units' inputs {}.",
+      share(need.plan.gradient_memory_bytes, gradients),
+      share(need.plan.inputs_in_memory * need.plan.input_bytes, inputs * need.plan.input_bytes));
+}
+
 }  // namespace
+
+std::string streamed_text(const MemoryNeed& need) {
+  if (!need.plan.streams) return {};
+  const size_t from_devices = need.units_from_devices();
+  const size_t from_host = need.units_from_host();
+  if (from_devices == 0) {
+    return fmt::format("{} of {} units from the host's memory", from_host, need.units.size());
+  }
+  return fmt::format("{} of {} units from the devices{}", from_devices, need.units.size(),
+                     from_host == 0 ? "" : fmt::format(", {} from the host's memory", from_host));
+}
+
+std::string fit_text(const UseNeed& one) {
+  if (!one.shortfall.empty()) return one.shortfall;
+  const std::string streamed = streamed_text(one.need);
+  return streamed.empty() ? "fits" : "fits: " + streamed;
+}
 
 std::string_view method_meaning(Method method) {
   switch (method) {
@@ -80,7 +116,12 @@ PlanResult plan_result(const Plan& plan) {
             : fmt::format("It would fit with {}.", fmt::join(plan.fitting, "; or with ")));
     return result;
   }
-  result.headline = fmt::format("It fits, with {}.", use_name(plan.use));
+  const std::string streamed = streamed_text(best.need);
+  result.headline = fmt::format("It fits, with {}{}{}.", use_name(plan.use),
+                                streamed.empty() ? "" : ": ", streamed);
+  if (std::string remark = streaming_remark(plan); !remark.empty()) {
+    result.remarks.push_back(std::move(remark));
+  }
   std::string others;
   for (const UseNeed& other : plan.uses) {
     if (other.shortfall.empty()) break;

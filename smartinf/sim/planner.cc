@@ -122,10 +122,10 @@ class Planner {
   }
 
   /// As the program works.
-  StepOptions options_for(StepOptions options) const {
+  StepOptions options_for(StepOptions options, const MemoryNeed& need) const {
     const TrainingUse& use = plan_.use;
     const bool python = use.program == TrainingProgram::kPython;
-    options.weights_stay = true;
+    options = with_plan(options, need);
     options.gradients = !python                 ? GradientsLeave::kAsCompleted
                         : use.release_gradients ? GradientsLeave::kEveryPass
                                                 : GradientsLeave::kTogether;
@@ -140,10 +140,10 @@ class Planner {
     StepOptions options = request_.options;
     options.method = method;
     options.format = format;
-    option.options = options_for(options);
+    UseNeed one = need_of(plan_.use, options);
+    option.options = options_for(options, one.need);
     option.label = label_of(options);
     SI_ASSIGN_OR_RETURN(option.times, simulate_step(plan_.model, plan_.machine, option.options));
-    UseNeed one = need_of(plan_.use, options);
     option.need = std::move(one.need);
     option.shortfall = std::move(one.shortfall);
     option.fits = option.shortfall.empty();
@@ -304,8 +304,11 @@ class Planner {
     if (can_decompress(machine)) {
       StepOptions compressed = options;
       compressed.method = Method::kSmartComp;
-      SI_RETURN_IF_ERROR(consider("compressed gradients (nothing to buy, not exact)", machine,
-                                  options_for(compressed)));
+      const UseNeed one = need_of(plan_.use, compressed);
+      if (one.shortfall.empty()) {
+        SI_RETURN_IF_ERROR(consider("compressed gradients (nothing to buy, not exact)", machine,
+                                    options_for(compressed, one.need)));
+      }
     }
     std::erase_if(plan_.purchases, [](const Purchase& purchase) { return purchase.saved < 0.001; });
     std::stable_sort(plan_.purchases.begin(), plan_.purchases.end(),

@@ -93,6 +93,13 @@ inline bool wears_soon(const PlanOption& option) {
   return option.drive_life_days > 0 && option.drive_life_days < kFewDays;
 }
 
+/// "24 of 34 units from the devices, 8 from the host's memory"; empty where all weights stay where
+/// the model computes.
+std::string streamed_text(const MemoryNeed& need);
+
+/// "fits", "fits: 24 of 34 units from the devices", or what lacks.
+std::string fit_text(const UseNeed& one);
+
 /// Fits or not, and how; then, a sentence or two each, what else to know before training.
 struct PlanResult {
   std::string headline;

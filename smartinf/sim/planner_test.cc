@@ -1,5 +1,6 @@
 #include "smartinf/sim/planner.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -103,30 +104,87 @@ TEST(Planner, SaysByHowMuchItDoesNotFit) {
   EXPECT_THAT(plan.fitting[0], HasSubstr("of the 126 layers"));
 }
 
-TEST(Planner, CountsWhatTrainAndPythonHoldAndNamesWhatFits) {
+TEST(Planner, CountsWhatPythonHoldsAndNamesWhatFits) {
   PlanRequest request;
-  request.program = TrainingProgram::kTrain;
-  const Plan train = plan_of("llama3-8B", "workstation-gen4", request);
-  const uint64_t p = train.model.parameters();
-  EXPECT_FALSE(train.fits) << "24 GB do not hold 16 GB of weights and 16 GB of gradients";
-  EXPECT_GT(train.options[0].need.gpu_bytes, 4 * p);
-  EXPECT_THAT(plan_result(train).text(), HasSubstr("GPU memory lacks"));
-  EXPECT_FALSE(plan_recipe(train).ok());
-  EXPECT_THAT(train.purchases.at(0).what, HasSubstr("a GPU with memory of"));
-  // Left alone, it finds the one program that can: Python, one gradient at a time.
-  const Plan any = plan_of("llama3-8B", "workstation-gen4");
-  EXPECT_TRUE(any.fits) << plan_result(any).text();
-  EXPECT_TRUE(any.use.release_gradients);
-  EXPECT_THAT(plan_result(any).text(), HasSubstr("It fits, with Python, release_gradients=True"));
-  EXPECT_EQ(plan_recipe(any).status().code(), base::ErrorCode::kOutOfMemory);
+  request.program = TrainingProgram::kPython;
+  const Plan python = plan_of("llama3-8B", "workstation-gen4", request);
+  EXPECT_TRUE(python.fits) << plan_result(python).text();
+  EXPECT_TRUE(python.use.release_gradients);
+  ASSERT_EQ(python.uses.size(), 2u);
+  EXPECT_THAT(python.uses[0].shortfall, HasSubstr("GPU memory lacks"))
+      << "24 GB do not hold 16 GB of weights and 16 GB of gradients";
+  EXPECT_GT(python.uses[0].need.gpu_bytes, 4 * python.model.parameters());
+  EXPECT_THAT(plan_result(python).text(), HasSubstr("It fits, with Python, release_gradients"));
   // Too large a micro batch is named, too.
-  ModelShape wide = any.model;
+  ModelShape wide = python.model;
   wide.batch = 8;
-  const auto too_wide = make_plan(wide, any.machine, {});
+  const auto too_wide = make_plan(wide, python.machine, request);
   ASSERT_TRUE(too_wide.ok());
   EXPECT_FALSE(too_wide->fits);
   EXPECT_THAT(plan_result(*too_wide).text(),
               HasSubstr("It would fit with Python, release_gradients=True, a micro batch of "));
+}
+
+TEST(Planner, TrainStreamsWhatDoesNotStay) {
+  PlanRequest request;
+  request.options.accumulation = 8;
+  const Plan plan = plan_of("llama3-8B", "workstation-gen4", request);
+  ASSERT_TRUE(plan.fits) << plan_result(plan).text();
+  EXPECT_EQ(plan.use.program, TrainingProgram::kTrain);
+  const PlanOption& best = plan.best();
+  const MemoryNeed& need = best.need;
+  ASSERT_TRUE(need.plan.streams);
+  ASSERT_EQ(need.units.size(), 18u) << "two layers each";
+  EXPECT_LE(need.gpu_bytes, plan.machine.gpu.memory_bytes);
+  EXPECT_LE(need.host_bytes, plan.machine.host.memory_bytes);
+  ASSERT_TRUE(best.options.streamed.has_value());
+  EXPECT_EQ(best.options.streamed->placement.in_memory, need.plan.placement.in_memory);
+  EXPECT_THAT(plan_result(plan).headline, HasSubstr(" of 18 units from the host's memory"));
+  EXPECT_THAT(plan_html(plan), HasSubstr(" of 18 units from the host's memory"));
+  // What cannot stream does not fit.
+  for (const PlanOption& option : plan.options) {
+    const bool can =
+        option.options.method == Method::kSmart || option.options.method == Method::kSmartOver;
+    EXPECT_EQ(option.fits, can) << option.label;
+  }
+}
+
+TEST(Planner, ALittleMemoryLeavesMoreToTheDevices) {
+  auto machine = *load_machine("workstation-gen4");
+  ModelShape model = *model_preset("llama3-8B");
+  model.batch = 1;
+  const uint64_t p = model.parameters();
+  const MemoryNeed wide = memory_need(model, machine, {}, {});
+  EXPECT_EQ(wide.units_from_devices(), 0u) << "all are in the host's memory";
+  EXPECT_GT(wide.units_from_host(), 0u);
+  machine.host.memory_bytes = 16'000'000'000;
+  const MemoryNeed tight = memory_need(model, machine, {}, {});
+  EXPECT_GT(tight.units_from_devices(), 0u);
+  EXPECT_LE(tight.host_bytes, machine.host.memory_bytes);
+  EXPECT_EQ(tight.drive_bytes, (2 * 12 + 2) * ((p + 3) / 4) + (tight.plan.spool_bytes + 3) / 4)
+      << "state twice, spilled gradients, spool";
+  EXPECT_TRUE(shortfall_of(tight, machine, {}).empty());
+  machine.host.memory_bytes = 4'000'000'000;
+  const MemoryNeed least = memory_need(model, machine, {}, {});
+  EXPECT_GT(least.host_bytes, machine.host.memory_bytes);
+  EXPECT_EQ(least.units_from_devices(), least.units.size()) << "the smallest plan";
+  EXPECT_THAT(shortfall_of(least, machine, {}), HasSubstr("host memory lacks"));
+}
+
+TEST(Planner, ARecipeMakesTrainPlanTheSame) {
+  auto machine = *load_machine("workstation-gen4");
+  machine.host.memory_bytes = 16'000'000'000;
+  ModelShape model = *model_preset("llama3-8B");
+  model.batch = 1;
+  const auto plan = make_plan(model, machine, {});
+  ASSERT_TRUE(plan.ok() && plan->fits);
+  const auto recipe = plan_recipe(*plan);
+  ASSERT_TRUE(recipe.ok());
+  EXPECT_THAT(*recipe, HasSubstr("[memory]\nhost = 16000000000\naccelerator = 24000000000\n"
+                                 "activations = \"recompute\"\n"));
+  EXPECT_THAT(*recipe, HasSubstr(fmt::format("[engine]\ngradient_budget = {}\n",
+                                             plan->best().need.plan.gradient_memory_bytes)));
+  EXPECT_THAT(*recipe, HasSubstr(streamed_text(plan->best().need)));
 }
 
 TEST(Planner, AccumulationSharesOneUpdateAmongMoreTokens) {
@@ -196,6 +254,7 @@ TEST(Planner, SaysWhenDrivesDieSoon) {
 TEST(Planner, MemoryFollowsFromShapes) {
   auto machine = load_machine("workstation-gen4");
   ASSERT_TRUE(machine.ok());
+  machine->gpu = *gpu_preset("H200");
   const auto model = model_preset("llama3-8B");
   const MemoryNeed need = memory_need(*model, *machine, {}, {});
   const uint64_t p = model->parameters();
@@ -230,12 +289,12 @@ TEST(Planner, WithoutAGpuTheWholeProcessIsCounted) {
   // Weights, autograd's gradients and the engine's, two bytes each.
   EXPECT_GT(small.host_bytes, machine->host.process_bytes + 6 * model.parameters());
   const uint64_t saved = memory_need(model, *machine, {}, kept).host_bytes - small.host_bytes;
-  // Its vocabulary is large: the peak is where the loss is, with all that was kept.
-  EXPECT_EQ(saved,
-            model.layers * (layer_saved_bytes(model.training_model(), TrainingProgram::kTrain, 2) -
-                            2 * model.tokens() * model.hidden));
-  // Without one it is in the first layer's backward, when all gradients are there: 4 bytes of
-  // weight, 4 of gradient, and 2 of the engine's.
+  // With all kept the peak is in the last layer's backward, where the head's gradient is there;
+  // else in the first layer's, where all gradients are.
+  const uint64_t of_layer = layer_saved_bytes(model.training_model(), TrainingProgram::kTrain, 2);
+  EXPECT_EQ(saved, (model.layers - 1) * of_layer + 2 * model.vocabulary * model.hidden -
+                       2 * model.parameters());
+  // Of another layer there 4 bytes of weight, 4 of gradient, and 2 of the engine's.
   ModelShape deep = model;
   deep.vocabulary = 256;
   StepOptions wide;

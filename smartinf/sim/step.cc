@@ -1,5 +1,7 @@
 #include "smartinf/sim/step.h"
 
+#include <algorithm>
+
 #include <fmt/format.h>
 
 #include "smartinf/sim/step_graph.h"
@@ -10,6 +12,15 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 
+uint64_t spilled_gradient_bytes(const Machine& machine, const StepOptions& options,
+                                uint64_t parameters) {
+  if (host_selects(machine, options)) return 0;
+  const uint64_t all = machine.software.gradient_bytes * parameters;
+  if (machine.software.gradient_spilled) return all;
+  if (!options.streamed) return 0;
+  return all - std::min(all, options.streamed->gradient_memory_bytes);
+}
+
 Status check_overlap(const Machine& machine, const StepOptions& options) {
   if (options.overlap != plan::Overlap::kEarly) return {};
   if (options.method == Method::kSmartComp) {
@@ -18,7 +29,11 @@ Status check_overlap(const Machine& machine, const StepOptions& options) {
                   "Take overlap late.");
   }
   const uint32_t slots = options.slots != 0 ? options.slots : machine.software.slots;
-  if (plan::slots_as_completed(slots, machine.software.gradient_spilled) == 0) {
+  const bool spilled =
+      options.streamed
+          ? spilled_gradient_bytes(machine, options, options.streamed->units.back().end()) > 0
+          : machine.software.gradient_spilled;
+  if (plan::slots_as_completed(slots, spilled) == 0) {
     return Status(ErrorCode::kUnsupported,
                   fmt::format("beside gradients that are spilled {} slots are too few for an early "
                               "update",
@@ -53,6 +68,17 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   if (options.slots > 1024 || machine.software.slots > 1024) {
     return invalid("more than 1024 slots", "Give fewer.");
   }
+  if (options.streamed) {
+    if (options.method == Method::kBaseline || options.method == Method::kSmartComp) {
+      return Status(ErrorCode::kUnsupported,
+                    "weights come from devices that update with whole gradients",
+                    "Take method su or su+o.");
+    }
+    if (options.weights_stay || options.streamed->units.empty() ||
+        options.streamed->units.back().end() != model.parameters()) {
+      return invalid("the units that are streamed are not the model's", "Take model.units().");
+    }
+  }
   if (options.method != Method::kBaseline) {
     for (const DeviceGroup& device : machine.devices) {
       const bool comp = options.method == Method::kSmartComp;
@@ -72,7 +98,7 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   }
   StepOptions alone = options;
   alone.overlap = plan::Overlap::kNone;
-  const double forward_s = StepGraph(model, machine, alone).forward_alone_s();
+  const double forward_s = StepGraph(model, machine, alone).forward_alone_s(options.overlap);
   DeviceSubgroups begun;
   if (options.overlap == plan::Overlap::kEarly) {
     begun = StepGraph(model, machine, options).begun_in_backward();

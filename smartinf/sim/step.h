@@ -13,6 +13,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/schedule.h"
+#include "smartinf/plan/unit.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/sim/model_shape.h"
 
@@ -36,6 +37,17 @@ enum class GradientsLeave : uint8_t {
   kTogether,     // when backward has made all of them: the Python package
 };
 
+/// `smartinf train` where not all weights stay where the model computes (plan::TrainingPlan): each
+/// unit does all micro batches of a step before the next one.
+struct StreamedStep {
+  std::vector<plan::Unit> units;  // of the whole model
+  plan::UnitPlacement placement;
+  uint64_t gradient_memory_bytes = ~uint64_t{0};  // gradients beyond this are spilled
+  bool inputs_near = true;                        // inputs of units stay where the model computes
+  uint64_t input_bytes = 0;                       // of a unit and a micro batch
+  uint64_t inputs_spooled = 0;                    // of those of the first units: on the drives
+};
+
 struct StepOptions {
   Method method = Method::kSmartOver;
   kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
@@ -53,12 +65,14 @@ struct StepOptions {
   bool trace = false;              // keep spans
   bool recompute = true;           // backward computes each layer again from its input
   uint32_t value_bytes = 2;        // of the trainer's weights and activations: only for its memory
-  /// As `smartinf train` and the Python package work: all weights stay on the GPU and go there
+  /// As the Python package works, and `smartinf train` where there is memory for it: all weights stay on the GPU and go there
   /// once, when they are new. Else as the paper's stack: each layer's weights are fetched for its
   /// forward and again for its backward.
   bool weights_stay = false;
+  std::optional<StreamedStep> streamed;  // without weights_stay, where the devices update
   GradientsLeave gradients = GradientsLeave::kAsCompleted;
-  uint32_t accumulation = 1;  // with weights_stay: micro batches (ModelShape::batch) in a step
+  uint32_t accumulation =
+      1;  // with weights_stay or streamed: micro batches (ModelShape::batch) in a step
   /// Of state that stays in the memory of whoever updates, all devices together; it is written as
   /// ever, but not read from the drives.
   uint64_t state_cache_bytes = 0;
@@ -68,6 +82,10 @@ struct StepOptions {
 inline bool host_selects(const Machine& machine, const StepOptions& options) {
   return options.method == Method::kSmartComp && machine.host.select_params_per_s > 0;
 }
+
+/// Bytes of the step's gradients that wait on the drives for their update.
+uint64_t spilled_gradient_bytes(const Machine& machine, const StepOptions& options,
+                                uint64_t parameters);
 
 /// Bytes per parameter that stay on the drive for an optimizer in a format, exact for f32 and bf16;
 /// q8 with its scales.

@@ -14,26 +14,15 @@ namespace {
 constexpr double kInstant = 1e-12;  // seconds per "byte" of stages that are given in time
 constexpr uint32_t kPrefetchLayers = 2;
 
-// Lanes of a trace; those of devices follow, four each.
-enum Lane : uint32_t {
-  kComputing,
-  kFetching,
-  kLeaving,
-  kUnused,
-  kSelecting,
-  kCopying,
-  kDevices = 8
-};
-
 double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
 
-uint32_t lane(size_t device, UpdateGraph::Queue queue) {
+}  // namespace
+
+uint32_t StepGraph::lane(size_t device, UpdateGraph::Queue queue) {
   if (queue == UpdateGraph::kSelection) return kSelecting;
   const uint32_t of_device = queue == UpdateGraph::kGradients ? 0 : static_cast<uint32_t>(queue);
   return kDevices + 4 * static_cast<uint32_t>(device) + of_device;
 }
-
-}  // namespace
 
 StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options)
     : model_(model),
@@ -72,7 +61,8 @@ StepTimes StepGraph::run_apart() {
   return times;
 }
 
-double StepGraph::forward_alone_s() {
+double StepGraph::forward_alone_s(plan::Overlap overlap) {
+  weights_given_ = overlap == plan::Overlap::kLate;
   forward(kNone);
   graph_.run();
   return graph_.end_s();
@@ -120,6 +110,9 @@ StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward
         return std::find(begun[d].begin(), begun[d].end(), subgroup) != begun[d].end();
       });
     }
+  }
+  if (options_.streamed && options_.overlap == plan::Overlap::kLate) {
+    for (size_t u = 0; u < units_.size(); ++u) weights_asked_.push_back(graph_.add_task({}, {}));
   }
   update(backward_end, std::move(rest), early_end);
   forward(backward_end);
@@ -173,9 +166,16 @@ void StepGraph::make_units() {
   const double layer_s =
       model_.layer_forward_flops() / products_per_s + between_s(model_.layer_activation_bytes());
   // Backward: twice the products, after the layer is computed again from its checkpoint or not.
-  for (uint64_t l = 0; l < model_.layers; ++l) {
-    add(fmt::format("layer {}", l), model_.layer_parameters(), layer_s,
-        (options_.recompute ? 3 : 2) * layer_s);
+  const double layer_back_s = (options_.recompute ? 3 : 2) * layer_s;
+  if (options_.streamed) {
+    for (const plan::Unit& unit : options_.streamed->units) {
+      if (unit.layers == 0) continue;
+      add(fmt::format("layers from {}", unit.first_layer), unit.count, unit.layers * layer_s,
+          unit.layers * layer_back_s);
+    }
+  }
+  for (uint64_t l = 0; l < model_.layers && !options_.streamed; ++l) {
+    add(fmt::format("layer {}", l), model_.layer_parameters(), layer_s, layer_back_s);
   }
   // Logits in 16 bit, their softmax and its gradient in 32 bit.
   const double logits_bytes =
@@ -281,6 +281,7 @@ Stage StepGraph::fetch_stage(uint64_t count) {
 
 /// Overlapped, each unit waits for its own new weights, in the first micro batch.
 StepGraph::TaskIndex StepGraph::forward(TaskIndex start) {
+  if (options_.streamed) return stream_forward(start);
   std::vector<TaskIndex> computed;
   const bool fetches = on_gpu() && (!options_.weights_stay || overlapped());
   if (options_.weights_stay && on_gpu() && !overlapped()) {
@@ -319,6 +320,7 @@ StepGraph::TaskIndex StepGraph::earlier_passes(TaskIndex start, const char* phas
 }
 
 StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
+  if (options_.streamed) return stream_backward(start);
   start = earlier_passes(start, "backward", &Unit::backward_s);
   const bool together = options_.weights_stay && options_.gradients == GradientsLeave::kTogether;
   const bool every_pass = options_.weights_stay && options_.gradients == GradientsLeave::kEveryPass;
@@ -402,15 +404,15 @@ StepGraph::TaskIndex StepGraph::store_gradient(const Unit& unit, size_t d, TaskI
   const uint64_t bytes = gradient_bytes(first, count);
   pass_bytes_.host_link_down += bytes;
   std::vector<Use> uses;
-  if (spilled()) {
-    pass_bytes_.drive_written += bytes;
+  if (const uint64_t spill = spilled_bytes(first, count); spill > 0) {
+    pass_bytes_.drive_written += spill;
     // The drive's cache takes the first bytes of a step at the rate of its bus.
-    const uint64_t fast = std::min(bytes, owner.burst_bytes - owner.written_in_burst);
+    const uint64_t fast = std::min(spill, owner.burst_bytes - owner.written_in_burst);
     owner.written_in_burst += fast;
     const double seconds =
         static_cast<double>(fast) / owner.burst_bytes_per_s +
-        static_cast<double>(bytes - fast) * (owner.amplification / owner.write_bytes_per_s);
-    const double per_byte = bytes > 0 ? seconds / static_cast<double>(bytes) : 0;
+        static_cast<double>(spill - fast) * (owner.amplification / owner.write_bytes_per_s);
+    const double per_byte = seconds / static_cast<double>(bytes);
     uses.push_back({owner.drive, per_byte, Direction::kWrite});
   }
   uses.push_back({owner.link_down, cost(owner.link_bytes_per_s)});

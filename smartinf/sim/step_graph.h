@@ -23,7 +23,8 @@ class StepGraph {
   /// What a step that is overlapped needs to know of parts of it. Subgroups that an update beside
   /// backward has begun when that ends; the forward pass with nothing beside it.
   DeviceSubgroups begun_in_backward();
-  double forward_alone_s();
+  /// overlap: of the step that it is part of. A late update gives weights without a read.
+  double forward_alone_s(plan::Overlap overlap);
   /// In the steady state it does not matter where the circle is cut: here before backward, so that
   /// the update's end meets the next forward inside the graph.
   StepTimes run_overlapped(const DeviceSubgroups& begun, double forward_alone_s);
@@ -60,6 +61,33 @@ class StepGraph {
     uint64_t written_in_burst = 0;
   };
 
+  /// Units one after another, where weights are streamed.
+  struct Walk {
+    TaskIndex start = kNone;
+    std::vector<TaskIndex> computed;  // in the order of the walk
+    TaskIndex read = kNone;           // the last unit's weights from the devices
+    TaskIndex fetched = kNone;        // and to the GPU
+    TaskIndex inputs_read = kNone;
+    TaskIndex inputs_left = kNone;
+
+    /// When there is room for what is to come, with so many places.
+    TaskIndex room(size_t places) const {
+      return computed.size() < places ? start : computed[computed.size() - places];
+    }
+  };
+
+  // Lanes of a trace; those of devices follow, four each.
+  enum Lane : uint32_t {
+    kComputing,
+    kFetching,
+    kLeaving,
+    kUnused,
+    kSelecting,
+    kCopying,
+    kDevices = 8
+  };
+  static uint32_t lane(size_t device, UpdateGraph::Queue queue);
+
   struct Label {
     TaskIndex task = 0;
     uint32_t lane = 0;
@@ -71,12 +99,12 @@ class StepGraph {
   bool host_selects() const { return sim::host_selects(machine_, options_); }
   bool on_gpu() const { return machine_.gpu.name != "none"; }
   bool overlapped() const { return options_.overlap != plan::Overlap::kNone; }
-  bool spilled() const { return machine_.software.gradient_spilled && !host_selects(); }
+  bool spilled() const { return spilled_gradient_bytes(machine_, options_, parameters_) > 0; }
   uint32_t slots() const { return options_.slots != 0 ? options_.slots : machine_.software.slots; }
   /// Backward stands still while a layer's gradients leave.
   bool offload_waits() const {
-    return machine_.software.offload_waits ||
-           (options_.weights_stay && options_.gradients == GradientsLeave::kAsCompleted);
+    return machine_.software.offload_waits || ((options_.weights_stay || options_.streamed) &&
+                                               options_.gradients == GradientsLeave::kAsCompleted);
   }
   Stage computing(double seconds) const;
   uint64_t whole_gradient_bytes(uint64_t count) const {
@@ -92,12 +120,24 @@ class StepGraph {
   void share_out();
   std::vector<UpdateDevice> make_devices() const;
   UpdateDevice make_device(const Owner& owner) const;
-  SubgroupLoad make_load(uint64_t first, uint64_t count) const;
+  SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;
+  uint64_t spilled_bytes(uint64_t first, uint64_t count) const;
 
   TaskIndex task(uint32_t lane, const std::string& name, std::vector<Stage> stages,
                  std::initializer_list<TaskIndex> after);
   TaskIndex forward(TaskIndex start);
   TaskIndex backward(TaskIndex start);
+  TaskIndex stream_forward(TaskIndex start);
+  TaskIndex stream_backward(TaskIndex start);
+  TaskIndex bring(size_t unit, Walk& walk, bool read);
+  TaskIndex read_weights(const Unit& unit, TaskIndex before, TaskIndex room);
+  TaskIndex put_inputs(size_t unit, Walk& walk);
+  TaskIndex get_inputs(size_t unit, Walk& walk);
+  uint64_t spooled_inputs(size_t unit) const;
+  TaskIndex spool(size_t unit, bool write, TaskIndex before, TaskIndex after);
+  uint64_t elements_in_memory() const;
+  uint64_t weights_out(const Owner& owner, uint64_t first, uint64_t count) const;
+  std::vector<TaskIndex> asked_of(size_t d) const;
   TaskIndex earlier_passes(TaskIndex start, const char* phase, double Unit::*seconds);
   Stage fetch_stage(uint64_t count);
   TaskIndex hand_over(size_t unit, TaskIndex computed, TaskIndex left,
@@ -111,6 +151,7 @@ class StepGraph {
   void update(TaskIndex after, DeviceSubgroups order, const std::vector<TaskIndex>& begun);
   std::vector<TaskIndex> update_beside_backward(DeviceSubgroups order);
   std::vector<TaskIndex> gradients_completed(size_t d) const;
+  std::vector<size_t> units_of_subgroups(size_t d) const;
   DeviceSubgroups all_subgroups() const;
   std::vector<TaskIndex> weights_of(const Unit& unit) const;
 
@@ -131,6 +172,9 @@ class StepGraph {
   double sharers_ = 1;
   double compute_unit_s_ = 0;  // of computing, for what a "byte" of it stands
   std::vector<std::vector<TaskIndex>> gradient_arrived_;  // by unit, by owner
+  bool weights_given_ = false;                            // without a read in forward
+  std::vector<TaskIndex> weights_asked_;                  // by unit: forward has room for them
+  std::vector<TaskIndex> update_ends_;                    // by owner
   std::vector<Label> labels_;
   StepBytes pass_bytes_;  // of forward and backward
   UpdateGraph update_;

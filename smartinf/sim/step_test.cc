@@ -345,6 +345,110 @@ TEST(Step, SmallerStatesAndGradientsTakeLessTime) {
   }
 }
 
+/// As `smartinf train` on a workstation with two drives, all weights from there.
+StepOptions all_streamed(const ModelShape& shape) {
+  StepOptions options;
+  options.accumulation = 3;
+  StreamedStep& streamed = options.streamed.emplace();
+  streamed.units = shape.units();
+  streamed.placement = {0, 0, 3, 2};
+  return options;
+}
+
+TEST(Step, StreamedWeightsAreBytesCountedByHand) {
+  const Machine machine = with_devices(*load_machine("workstation-gen4"), 2);
+  const ModelShape shape = model("llama3-3B");
+  const uint64_t p = shape.parameters();
+  StepOptions options = all_streamed(shape);
+  options.overlap = Overlap::kLate;
+  const StepBytes late = run(shape, machine, options).bytes;
+  EXPECT_EQ(late.drive_read, (12 + 4) * p) << "the state, and master weights for backward";
+  EXPECT_EQ(late.drive_written, 12 * p);
+  EXPECT_EQ(late.host_link_up, (2 + 2) * p) << "forward's from the update, and backward's";
+  EXPECT_EQ(late.host_link_down, 2 * p) << "gradients";
+  EXPECT_EQ(late.gpu_link_down, (2 + 2) * p) << "once each for all micro batches";
+  EXPECT_EQ(late.gpu_link_up, 2 * p);
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kEarly}) {
+    options.overlap = overlap;
+    const StepBytes other = run(shape, machine, options).bytes;
+    EXPECT_EQ(other.drive_read, (12 + 4 + 4) * p) << base::enum_name(overlap);
+    EXPECT_EQ(other.drive_written, 12 * p);
+    EXPECT_EQ(other.host_link_up, (2 + 2) * p) << "none from the update";
+  }
+  options.overlap = Overlap::kLate;
+  options.streamed->gradient_memory_bytes = 0;
+  const StepBytes spilled = run(shape, machine, options).bytes;
+  EXPECT_EQ(spilled.drive_read, (12 + 4 + 2) * p);
+  EXPECT_EQ(spilled.drive_written, (12 + 2) * p);
+  options.streamed->gradient_memory_bytes = p;
+  EXPECT_EQ(run(shape, machine, options).bytes.drive_written, (12 + 1) * p) << "half of them";
+}
+
+TEST(Step, UnitsThatStayAreNotRead) {
+  const Machine machine = with_devices(*load_machine("workstation-gen4"), 2);
+  const ModelShape shape = model("llama3-3B");
+  const uint64_t p = shape.parameters();
+  StepOptions options = all_streamed(shape);
+  options.streamed->placement.in_memory = 6;
+  options.streamed->placement.on_accelerator = 2;
+  const uint64_t stays = options.streamed->units[5].end();
+  const uint64_t near = options.streamed->units[1].end();
+  for (const auto& [overlap, times] : {std::pair{Overlap::kLate, 1}, {Overlap::kNone, 2}}) {
+    options.overlap = overlap;
+    const StepBytes bytes = run(shape, machine, options).bytes;
+    EXPECT_EQ(bytes.drive_read, 12 * p + 4 * times * (p - stays)) << base::enum_name(overlap);
+    EXPECT_NEAR(static_cast<double>(bytes.host_link_up),
+                static_cast<double>(4 * (p - stays) + 2 * stays), 64);
+    EXPECT_EQ(bytes.gpu_link_down, 4 * (p - near) + 2 * near);
+  }
+}
+
+TEST(Step, SpooledInputsGoToTheDrivesAndComeBack) {
+  const Machine machine = with_devices(*load_machine("workstation-gen4"), 2);
+  const ModelShape shape = model("llama3-3B");
+  StepOptions options = all_streamed(shape);
+  const StepTimes none = run(shape, machine, options);
+  options.streamed->input_bytes = 2 * shape.tokens() * shape.hidden;
+  options.streamed->inputs_near = false;
+  options.streamed->inputs_spooled = 7;  // of three micro batches: two units and a third of one
+  const StepTimes some = run(shape, machine, options);
+  const uint64_t input = options.streamed->input_bytes;
+  EXPECT_EQ(some.bytes.drive_written, none.bytes.drive_written + 7 * input);
+  EXPECT_EQ(some.bytes.drive_read, none.bytes.drive_read + 7 * input);
+  const uint64_t inputs = 3 * (options.streamed->units.size() - 1);
+  EXPECT_EQ(some.bytes.gpu_link_up, none.bytes.gpu_link_up + inputs * input);
+  EXPECT_EQ(some.bytes.gpu_link_down, none.bytes.gpu_link_down + inputs * input);
+  EXPECT_GE(some.total_s, none.total_s);
+}
+
+TEST(Step, ALateUpdateGivesStreamedWeightsForLessTime) {
+  const Machine machine = with_devices(*load_machine("workstation-gen4"), 2);
+  const ModelShape shape = model("llama3-3B");
+  StepOptions options = all_streamed(shape);
+  const double apart = run(shape, machine, options).total_s;
+  options.overlap = Overlap::kLate;
+  const StepTimes late = run(shape, machine, options);
+  EXPECT_LT(late.total_s, apart);
+  const DeviceGroup& device = machine.devices.front();
+  EXPECT_GT(late.total_s, static_cast<double>(shape.parameters()) / 2 *
+                              (16 / device.read_bytes_per_s + 12 / device.write_bytes_per_s));
+}
+
+TEST(Step, RefusesToStreamWhatTheEngineDoesNot) {
+  const Machine machine = *load_machine("workstation-gen4");
+  const ModelShape shape = model("llama3-3B");
+  StepOptions options = all_streamed(shape);
+  for (const Method method : {Method::kBaseline, Method::kSmartComp}) {
+    options.method = method;
+    EXPECT_EQ(simulate_step(shape, machine, options).status().code(),
+              base::ErrorCode::kUnsupported);
+  }
+  options.method = Method::kSmartOver;
+  options.streamed->units.pop_back();
+  EXPECT_EQ(simulate_step(shape, machine, options).status().code(),
+            base::ErrorCode::kInvalidArgument);
+}
+
 TEST(Step, TracesEveryTaskInsideTheStep) {
   StepOptions options;
   options.trace = true;

@@ -57,6 +57,14 @@ uint64_t StepGraph::gradient_bytes(uint64_t first, uint64_t count) const {
   return before(first + count) - before(first);
 }
 
+/// What of a range of gradients waits on the drive: of each the same part. Cut at running totals.
+uint64_t StepGraph::spilled_bytes(uint64_t first, uint64_t count) const {
+  if (!spilled()) return 0;
+  if (!options_.streamed) return gradient_bytes(first, count);
+  const uint64_t all = spilled_gradient_bytes(machine_, options_, parameters_);
+  return scaled(first + count, all, parameters_) - scaled(first, all, parameters_);
+}
+
 /// The part of [first, first + count) of the space that an owner holds, in its own elements.
 /// Every owner holds the same fraction of every range, so that all have work from the first layer
 /// on.
@@ -105,20 +113,21 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
   if (owner.on_host_cores) device.work.push_back({gpu_, compute_unit_s_});
   for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
     device.subgroups.push_back(
-        make_load(first, std::min(owner.subgroup_elements, owner.elements - first)));
+        make_load(owner, first, std::min(owner.subgroup_elements, owner.elements - first)));
   }
   return device;
 }
 
-SubgroupLoad StepGraph::make_load(uint64_t first, uint64_t count) const {
+SubgroupLoad StepGraph::make_load(const Owner& owner, uint64_t first, uint64_t count) const {
   const StateBytes state = state_bytes(options_.rule, options_.format, count);
   SubgroupLoad load;
   load.elements = count;
   load.gradient = gradient_bytes(first, count);
+  load.spilled = spilled_bytes(first, count);
   load.master = state.master;
   load.moments = state.moments;
   load.residual = residual_bytes(count);
-  load.weights = count * machine_.software.weight_bytes;
+  load.weights = weights_out(owner, first, count) * machine_.software.weight_bytes;
   load.work = state.total() + load.gradient;
   if (baseline()) load.work += state.total();  // out again
   return load;
@@ -154,11 +163,12 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
   run.order = std::move(order);
   for (size_t d = 0; d < run.order.size(); ++d) {
     run.start.push_back(graph_.add_task({}, {after, begun.empty() ? kNone : begun[d]}));
+    if (!weights_asked_.empty()) run.completed.push_back(asked_of(d));
   }
   // As the engine does from a step's first gradient on; the paper's stack does not.
   const bool engine = machine_.software.overlapped == plan::ScheduleVariant::kOverlapped;
   if (engine && !baseline() && begun.empty()) run.prefetch = gradient_arrived_.back();
-  update_.add(run);
+  update_ends_ = update_.add(run);
 }
 
 /// Each subgroup from when its gradient is complete. Its end, by device.
@@ -173,17 +183,24 @@ std::vector<StepGraph::TaskIndex> StepGraph::update_beside_backward(DeviceSubgro
 
 /// By subgroup of a device.
 std::vector<StepGraph::TaskIndex> StepGraph::gradients_completed(size_t d) const {
+  // Backward fills the space from its end: the subgroup is complete when the unit is that holds its
+  // start.
   std::vector<TaskIndex> completed;
-  const Owner& owner = owners_[d];
-  for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
-    // Backward fills the space from its end: the subgroup is complete when the unit is that holds
-    // its start.
-    const uint64_t element = scaled(first, parameters_, owner.elements);
-    size_t u = 0;
-    while (u + 1 < units_.size() && units_[u + 1].first <= element) ++u;
-    completed.push_back(gradient_arrived_[u][d]);
-  }
+  for (const size_t u : units_of_subgroups(d)) completed.push_back(gradient_arrived_[u][d]);
   return completed;
+}
+
+/// By subgroup of a device, the unit that holds its start.
+std::vector<size_t> StepGraph::units_of_subgroups(size_t d) const {
+  std::vector<size_t> units;
+  const Owner& owner = owners_[d];
+  size_t u = 0;
+  for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
+    const uint64_t element = scaled(first, parameters_, owner.elements);
+    while (u + 1 < units_.size() && units_[u + 1].first <= element) ++u;
+    units.push_back(u);
+  }
+  return units;
 }
 
 /// What a unit's forward needs of the update in this graph.

@@ -97,7 +97,7 @@ class UpdateAlone {
       left -= count;
       SubgroupLoad load;
       load.elements = load.work = count;
-      load.gradient = bytes(shape_.gradient, count);
+      load.gradient = load.spilled = bytes(shape_.gradient, count);
       load.master = bytes(shape_.master, count);
       load.moments = bytes(shape_.moments, count);
       load.weights = bytes(shape_.weight, count);

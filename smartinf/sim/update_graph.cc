@@ -170,7 +170,7 @@ std::vector<Stage> UpdateGraph::stages_of(TaskKind kind, const UpdateDevice& dev
                                           const SubgroupLoad& load, bool cached) {
   switch (kind) {
     case TaskKind::kReadGradient:
-      return {read_stage(device, load.gradient)};
+      return {read_stage(device, load.spilled)};
     case TaskKind::kReadState: {
       const uint64_t state = load.master + load.moments;
       if (cached && device.streams) return {Stage(load.work, device.work)};

@@ -25,7 +25,8 @@ enum class LinkLaw : uint8_t {
 /// Of one subgroup, in bytes where nothing else is said.
 struct SubgroupLoad {
   uint64_t elements = 0;
-  uint64_t gradient = 0;  // on the host link, and of a spill
+  uint64_t gradient = 0;  // on the host link
+  uint64_t spilled = 0;   // of it, read from the drive
   uint64_t master = 0;
   uint64_t moments = 0;
   uint64_t residual = 0;  // goes down with a message and is written with the moments
@@ -63,7 +64,7 @@ struct UpdateRun {
   /// By device: its subgroups that are updated, in the order in which they are taken.
   std::vector<std::vector<uint32_t>> order;
   std::vector<EventGraph::TaskIndex> start;  // by device: nothing of it begins before
-  /// By device and subgroup: nothing of it begins before. Empty: its gradient is there at `start`.
+  /// By device and subgroup: nothing of it begins before; kNone: it need not wait. Empty: as kNone.
   std::vector<std::vector<EventGraph::TaskIndex>> completed;
   /// By device: from when the state may be read that finds a slot free at once. Empty: `start`.
   std::vector<EventGraph::TaskIndex> prefetch;

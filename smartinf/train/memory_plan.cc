@@ -73,13 +73,11 @@ base::Result<plan::TrainingPlan> plan_run(const Options& options,
     engine::UpdaterOptions streaming = updater;  // a little more than without
     streaming.stream_weights = !updater.compress.on();
     streaming.gradient_budget_bytes = 0;
-    const uint64_t devices = std::max<uint64_t>(1, updater.devices.size());
+    const auto devices = static_cast<uint32_t>(std::max<size_t>(1, updater.devices.size()));
     SI_ASSIGN_OR_RETURN(const plan::MemoryPlan buffers,
-                        engine::plan_buffers(streaming, space, static_cast<uint32_t>(devices)));
-    const uint64_t subgroups = base::divide_up(space.count(), buffers.subgroup_elements * devices);
-    const uint64_t unused = buffers.slots - std::min<uint64_t>(buffers.slots, subgroups);
-    memory.optimizer_bytes = buffers.staging_bytes + updater.state_cache_bytes +
-                             devices * (buffers.device_bytes - unused * buffers.slot_bytes);
+                        engine::plan_buffers(streaming, space, devices));
+    memory.optimizer_bytes =
+        plan::buffer_bytes(buffers, space.count(), devices) + updater.state_cache_bytes;
     memory.measures_drives =
         updater.io_bytes == 0 || updater.io_depth == 0 ||
         (devices > 1 && std::ranges::any_of(updater.devices, [](const auto& device) {

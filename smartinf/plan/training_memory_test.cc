@@ -229,19 +229,25 @@ TEST(TrainingPlan, TheLeastThatFitsIsWhatTheRefusalSays) {
   EXPECT_THAT(text, HasSubstr("CUDA itself"));
 }
 
-TEST(TrainingPlan, OffloadKeepsAsFewInputsAsItCanAndAllElse) {
+TEST(TrainingPlan, OffloadHasBuffersForWhatFitsAndRoomOnTheDevicesForTheRest) {
   TrainingPlanInput input = planned();
   input.activations = Activations::kOffload;
-  const auto plan = plan_training(input);
-  ASSERT_TRUE(plan.ok());
-  EXPECT_EQ(plan->inputs_in_memory, kInputsLeast);
-  EXPECT_EQ(plan->inputs_spooled, kInputs - kInputsLeast);
-  EXPECT_EQ(plan->placement.in_memory, 18u);
-  EXPECT_EQ(plan->gradient_memory_bytes, input.gradient_bytes);
-  EXPECT_TRUE(plan->streams) << "each unit does all micro batches";
-  input.memory.units = {input.memory.units.begin(), input.memory.units.begin() + 3};
-  input.memory.accumulation = 1;
-  EXPECT_EQ(plan_training(input)->spool_bytes, 0u) << "there are not more inputs than that";
+  const TrainingPlan roomy = plan_training(input).value();
+  EXPECT_TRUE(roomy.streams) << "each unit does all micro batches";
+  EXPECT_EQ(roomy.inputs_in_memory, kInputs);
+  EXPECT_EQ(roomy.placement.in_memory, 18u);
+  EXPECT_EQ(roomy.gradient_memory_bytes, input.gradient_bytes);
+  const uint64_t of_layers = 16 * input.memory.accumulation;
+  EXPECT_EQ(roomy.saved_in_memory, of_layers);
+  EXPECT_GE(roomy.spool_bytes, of_layers * roomy.saved_bytes);
+
+  input.host_limit_bytes = roomy.memory.host_bytes - 3 * roomy.saved_bytes;
+  const TrainingPlan tight = plan_training(input).value();
+  EXPECT_LE(tight.memory.host_bytes, input.host_limit_bytes);
+  EXPECT_LT(tight.saved_in_memory + tight.placement.in_memory, of_layers + 18);
+  EXPECT_EQ(tight.saved_bytes, roomy.saved_bytes);
+  input.activations = Activations::kRecompute;
+  EXPECT_EQ(plan_training(input)->saved_bytes, 0u) << "computed again";
 }
 
 TEST(TrainingPlan, UnitsStayOnTheAcceleratorFirst) {

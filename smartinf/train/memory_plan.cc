@@ -86,7 +86,10 @@ base::Result<plan::TrainingPlan> plan_run(const Options& options,
     memory.slot_padding_bytes = 2 * buffers.subgroup_elements * memory.value_bytes;
     input.gradient_bytes = space.count() * base::data_type_bytes(updater.gradient_type);
     input.gradient_limit_bytes = updater.gradient_budget_bytes;
-    if (updater.compress.on()) memory.optimizer_bytes += 4 * space.count();
+    if (updater.compress.on()) {  // the step's gradient and the residual, in the host's memory
+      memory.optimizer_bytes += 4 * space.count();
+      input.gradient_bytes = 0;
+    }
   }
   input.activations = options.memory.activations;
   input.streams = can_stream(options, updater);

@@ -217,10 +217,11 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("memory.accelerator", ByteCount{&r.options.memory.accelerator_bytes},
            "size that may be used of a GPU's memory; 0: what is free at the start"),
     SI_KEY("memory.activations", choice(r.options.memory.activations),
-           "activations between forward and backward: \"keep\": all that backward needs stay in "
-           "memory; \"recompute\": only the input of each group of layers stays, and backward "
-           "computes the rest again; \"offload\": these inputs are stored on the devices; "
-           "\"auto\": the first of these for which there is memory"),
+           "what stays between forward and backward: \"keep\": all that backward needs, in memory; "
+           "\"recompute\": the input of each group of layers, and backward computes the rest "
+           "again; \"offload\": all that backward needs, on the devices; \"auto\": \"keep\" if "
+           "there is memory for it, else \"recompute\". Inputs that do not fit are stored on the "
+           "devices"),
     SI_KEY("memory.state_cache", ByteCount{&r.updater.state_cache_bytes},
            "size of the part of the state that is kept in host memory as well, and is not read "
            "from the drives again. Every step still writes it; with engine.durability = \"none\" "

@@ -164,8 +164,9 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   const uint64_t weights = value_bytes * model.parameters;
   const uint64_t largest = value_bytes * model.largest_parameter;
   const uint64_t slot = value_bytes * largest_of(input.units);
+  const bool all_in_memory = stay || input.placement.in_memory == input.units.size();
   const uint64_t host_slots =
-      stay ? 0 : input.placement.host_slots * (slot + input.slot_padding_bytes);
+      all_in_memory ? 0 : input.placement.host_slots * (slot + input.slot_padding_bytes);
   const uint64_t in_host =
       stay ? weights : value_bytes * end_of(input.units, input.placement.in_memory);
   const Phase phase = stay ? peak_of_backward(input) : peak_of_stream(input);

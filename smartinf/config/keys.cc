@@ -217,7 +217,8 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("memory.accelerator", ByteCount{&r.options.memory.accelerator_bytes},
            "size that may be used of a GPU's memory; 0: what is free at the start"),
     SI_KEY("memory.activations", choice(r.options.memory.activations),
-           "what stays between forward and backward: \"keep\": all that backward needs, in memory; "
+           "activations that stay between forward and backward: \"keep\": all that backward needs, "
+           "in memory; "
            "\"recompute\": the input of each group of layers, and backward computes the rest "
            "again; \"offload\": all that backward needs, on the devices; \"auto\": \"keep\" if "
            "there is memory for it, else \"recompute\". Inputs that do not fit are stored on the "

@@ -60,13 +60,15 @@ uint64_t largest_of(std::span<const Unit> units) {
   return elements;
 }
 
-uint64_t end_of(std::span<const Unit> units, uint32_t count) {
-  return count == 0 ? 0 : units[count - 1].end();
-}
-
 bool all_stay(const TrainingMemoryInput& input) {
   return input.units.empty() || (input.gpu ? input.placement.on_accelerator
                                            : input.placement.in_memory) == input.units.size();
+}
+
+uint32_t most_layers_of(std::span<const Unit> units) {
+  uint32_t layers = 0;
+  for (const Unit& unit : units) layers = std::max(layers, unit.layers);
+  return layers;
 }
 
 /// Where each unit does all micro batches before the next one: gradients of one unit at a time.
@@ -79,10 +81,9 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   const uint64_t inputs = near ? input.inputs_in_memory : input.accumulation + 1;
   const uint64_t in_buffers = input.gpu ? 0 : input.saved_in_memory * input.saved_bytes;
   const uint64_t kept = inputs * input_bytes(input) + boundary + in_buffers;
-  uint64_t layers = 0;
+  const uint64_t layers = most_layers_of(input.units);
   uint64_t elements = 0;
   for (const Unit& unit : input.units) {
-    layers = std::max<uint64_t>(layers, unit.layers);
     if (unit.layers > 0) elements = std::max(elements, unit.count);
   }
   // A sum over micro batches in f32, and what is added to it.
@@ -156,6 +157,16 @@ uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
   return model.tokens * (2 * norm + attention + forward);
 }
 
+std::string describe_parts(std::span<const MemoryPart> parts) {
+  std::string text;
+  for (const MemoryPart& part : parts) {
+    if (part.bytes == 0) continue;
+    text +=
+        std::string(text.empty() ? "" : ", ") + part.name + " " + base::format_bytes(part.bytes);
+  }
+  return text;
+}
+
 TrainingMemory training_memory(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
   const bool python = input.program == TrainingProgram::kPython;
@@ -168,7 +179,7 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   const uint64_t host_slots =
       all_in_memory ? 0 : input.placement.host_slots * (slot + input.slot_padding_bytes);
   const uint64_t in_host =
-      stay ? weights : value_bytes * end_of(input.units, input.placement.in_memory);
+      stay ? weights : value_bytes * elements_of(input.units, input.placement.in_memory);
   const Phase phase = stay ? peak_of_backward(input) : peak_of_stream(input);
   const bool accumulates = input.accumulation > 1;
   std::vector<MemoryPart> computing{{"weights", in_host},
@@ -181,7 +192,7 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   TrainingMemory memory;
   if (input.gpu) {
     if (!stay) {
-      computing[0].bytes = value_bytes * end_of(input.units, input.placement.on_accelerator);
+      computing[0].bytes = value_bytes * elements_of(input.units, input.placement.on_accelerator);
       computing.push_back({"slots of units", input.placement.accelerator_slots * slot});
     }
     memory.accelerator = std::move(computing);
@@ -205,9 +216,13 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
     memory.host.push_back({"sums of released gradients in f32", 4 * model.parameters});
   }
   memory.host.push_back({"the process itself", input.process_bytes});
+  memory.host_bytes = total(memory.host);
   const uint64_t at_start =
       input.measures_drives ? input.process_bytes + kTuningBytes - kLoadedLaterBytes : 0;
-  memory.host_bytes = std::max(total(memory.host), at_start);
+  if (at_start > memory.host_bytes) {
+    memory.host.push_back({"more while the drives are measured", at_start - memory.host_bytes});
+    memory.host_bytes = at_start;
+  }
   memory.accelerator_bytes = total(memory.accelerator);
   return memory;
 }
@@ -230,20 +245,15 @@ constexpr uint64_t kOnTheirWay = 4;
 constexpr uint64_t kGradientsMin = 16 * base::kMiB;
 
 base::Status does_not_fit(const TrainingMemory& memory, const TrainingPlanInput& input) {
-  std::string parts;
   const bool accelerator = memory.accelerator_bytes > input.accelerator_limit_bytes;
   const uint64_t limit = accelerator ? input.accelerator_limit_bytes : input.host_limit_bytes;
-  for (const MemoryPart& part : accelerator ? memory.accelerator : memory.host) {
-    if (part.bytes == 0) continue;
-    parts +=
-        std::string(parts.empty() ? "" : ", ") + part.name + " " + base::format_bytes(part.bytes);
-  }
   const uint64_t needed = accelerator ? memory.accelerator_bytes : memory.host_bytes;
   return base::Status(
       base::ErrorCode::kOutOfMemory,
       std::string("training needs ") + base::format_bytes(needed) + " of " +
           (accelerator ? "the accelerator's" : "the host's") + " memory at least, and " +
-          base::format_bytes(limit) + " may be used: " + parts,
+          base::format_bytes(limit) +
+          " may be used: " + describe_parts(accelerator ? memory.accelerator : memory.host),
       std::string("Allow more with ") + (accelerator ? "memory.accelerator" : "memory.host") +
           ", or make train.micro_batch, data.sequence" +
           (accelerator ? "" : ", engine.memory_budget") + " or the model smaller");
@@ -271,10 +281,8 @@ class StreamPlan {
     inputs_ = inputs_of(memory_);
     memory_.inputs_in_memory = std::min(inputs_, memory_.accumulation + kOnTheirWay);
     if (input.activations == Activations::kOffload) {
-      uint64_t layers = 0;
-      for (const Unit& unit : memory_.units) layers = std::max<uint64_t>(layers, unit.layers);
-      memory_.saved_bytes =
-          layers * layer_saved_bytes(memory_.model, memory_.program, memory_.value_bytes);
+      memory_.saved_bytes = most_layers_of(memory_.units) *
+                            layer_saved_bytes(memory_.model, memory_.program, memory_.value_bytes);
       saved_ = (memory_.units.size() - 2) * memory_.accumulation;
       memory_.saved_in_memory = std::min(saved_, kOnTheirWay);
     }

@@ -6,6 +6,8 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -85,6 +87,9 @@ struct MemoryPart {
   uint64_t bytes = 0;
 };
 
+/// "weights 2.38 GiB, gradients 540 MiB": those that take anything.
+std::string describe_parts(std::span<const MemoryPart> parts);
+
 struct TrainingMemory {
   std::vector<MemoryPart> accelerator;  // empty without a GPU
   std::vector<MemoryPart> host;
@@ -134,8 +139,8 @@ TrainingPlan place_training(const TrainingPlanInput& input);
 /// Whether a plan keeps to the limits.
 bool fits(const TrainingMemory& memory, const TrainingPlanInput& input);
 
-/// The plan of place_training. Errors: kOutOfMemory with what the smallest plan needs, part by part,
-/// and what was allowed.
+/// The plan of place_training. Errors: kOutOfMemory with what the smallest plan needs, part by
+/// part, and what was allowed.
 base::Result<TrainingPlan> plan_training(const TrainingPlanInput& input);
 
 }  // namespace smartinf::plan

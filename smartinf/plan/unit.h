@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace smartinf::plan {
@@ -29,6 +30,11 @@ struct ModelElements {
 /// The units of a model in the order of the forward: the embedding, groups of whole layers, the
 /// final norm with the head. A group has at most a sixteenth of the elements, or one layer. Pure.
 std::vector<Unit> make_units(const ModelElements& model);
+
+/// Of the first `count` units.
+inline uint64_t elements_of(std::span<const Unit> units, uint32_t count) {
+  return count == 0 ? 0 : units[count - 1].end();
+}
 
 /// Where the weights of units stay between uses: the first ones on the accelerator, those behind
 /// them in the host's memory, the rest on the devices. Without an accelerator the model computes in

@@ -2,7 +2,6 @@
 // on the test accelerator (tests/accelerator), whose copies come late and which finds streams that
 // nothing orders.
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -14,13 +13,13 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/clock.h"
-#include "smartinf/base/test_scratch.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/parameters.h"
 #include "smartinf/train/spooled_buffers.h"
+#include "smartinf/train/test_runs.h"
 #include "smartinf/train/trainer.h"
 
 #include "tests/accelerator/accelerator.h"
@@ -81,20 +80,12 @@ const Setting kSettings[] = {
     {"devices_early_spools", kAllFromDevices, Overlap::kEarly, true, 1, false, true},
 };
 
-struct Outcome {
-  std::vector<double> losses;
-  std::vector<double> norms;
-  std::vector<float> state;  // all planes, subgroup by subgroup
-  double validation = 0;
-  uint64_t peak_bytes = 0;  // of the accelerator
+struct AcceleratorOutcome : Outcome {
+  uint64_t peak_bytes = 0;
 };
 
 class AcceleratorStream : public testing::Test {
  protected:
-  void SetUp() override {
-    std::ofstream corpus(folder_ / "corpus.txt");
-    for (int i = 0; i < 60000; ++i) corpus << (i * i % 7 == 1 ? "value " : "index = ") << i % 13;
-  }
   void TearDown() override { use({}); }
 
   static void use(const test_accelerator::Options& options) {
@@ -102,33 +93,11 @@ class AcceleratorStream : public testing::Test {
   }
 
   Job job(const std::string& run) const {
-    Job job;
-    Options& options = job.options;
-    options.model.layers = kLayers;
-    options.model.width = 96;
-    options.model.kv_heads = 2;
-    options.model.mlp_width = 256;
-    options.data.paths = {(folder_ / "corpus.txt").string()};
-    options.data.sequence = 16;
-    TrainOptions& train = options.train;
-    train.run = (folder_ / run).string();
-    train.steps = kSteps;
-    train.micro_batch = 2;
-    train.lr = 3e-3;
-    train.threads = 1;
-    train.accelerator = "auto";
-    train.validation_batches = 2;
-    train.sample_tokens = 0;
-    engine::UpdaterOptions& updater = job.updater;
-    updater.memory_budget_bytes = uint64_t{48} << 20;
-    updater.subgroup_elements = 65536;
-    updater.io_bytes = uint64_t{1} << 20;
-    updater.io_depth = 4;
-    engine::DeviceOptions device;
-    device.path = (folder_ / (run + "-device")).string();
-    updater.devices.push_back(device);
-    job.recipe = "# of a test\n";
-    return job;
+    Job made = runs_.job(run, kSteps, kLayers, /*devices=*/1);
+    made.options.train.micro_batch = 2;
+    made.options.train.accelerator = "auto";
+    made.options.train.validation_batches = 2;
+    return made;
   }
 
   Job job(const std::string& run, const Setting& setting) const {
@@ -155,7 +124,7 @@ class AcceleratorStream : public testing::Test {
     return plan;
   }
 
-  static void run(Trainer& trainer, Outcome& outcome) {
+  static void run(Trainer& trainer, AcceleratorOutcome& outcome) {
     smartinf_test_accelerator_reset_peak();
     for (uint64_t i = 0; i < trainer.options().train.steps; ++i) {
       const auto report = trainer.train_step({});
@@ -166,59 +135,44 @@ class AcceleratorStream : public testing::Test {
     outcome.peak_bytes = smartinf_test_accelerator_memory().peak_bytes;
     const auto validation = trainer.validation_loss();
     ASSERT_TRUE(validation.ok()) << validation.status().to_string();
-    outcome.validation = *validation;
+    outcome.validations.push_back(*validation);
     const base::Status finished = trainer.finish();
     ASSERT_TRUE(finished.ok()) << finished.to_string();
   }
 
-  static void read_state(const Job& job, const Options& options, Outcome& outcome) {
-    const auto space = make_parameter_space(options.model);
-    const auto grouped = group_parameters(*space, options.train);
-    auto updater = engine::Updater::open(job.updater, grouped->space);
-    ASSERT_TRUE(updater.ok()) << updater.status().to_string();
-    const base::Status read =
-        (*updater)->read_state(~0u, [&](uint64_t, std::span<const std::span<const float>> planes) {
-          for (const auto& plane : planes) {
-            outcome.state.insert(outcome.state.end(), plane.begin(), plane.end());
-          }
-          return base::Status();
-        });
-    ASSERT_TRUE(read.ok()) << read.to_string();
-  }
-
   template <typename Opened>
-  static Outcome train(const Job& job, Opened opened) {  // its trainer is gone afterwards
-    Outcome outcome;
+  static AcceleratorOutcome train(const Job& job,
+                                  Opened opened) {  // its trainer is gone afterwards
+    AcceleratorOutcome outcome;
     EXPECT_TRUE(opened.ok()) << opened.status().to_string();
     if (!opened.ok()) return outcome;
     run(**opened, outcome);
     const Options options = (*opened)->options();
     opened->reset();
-    if (!testing::Test::HasFatalFailure()) read_state(job, options, outcome);
+    if (testing::Test::HasFatalFailure()) return outcome;
+    const auto space = make_parameter_space(options.model);
+    outcome.state = TestRuns::state_of(job, group_parameters(*space, options.train)->space);
     return outcome;
   }
 
   /// All in the host's memory.
-  Outcome train_on_cpu(const std::string& run, const Setting& setting) const {
+  AcceleratorOutcome train_on_cpu(const std::string& run, const Setting& setting) const {
     Job made = job(run, setting);
     made.options.train.accelerator = "cpu";
     made.options.train.overlap = Overlap::kNone;
     return train(made, Trainer::open(made));
   }
 
-  static void expect_same_bits(const Outcome& outcome, const Outcome& expected) {
+  static void expect_same_bits(const AcceleratorOutcome& outcome,
+                               const AcceleratorOutcome& expected) {
     ASSERT_FALSE(expected.state.empty());
     EXPECT_EQ(outcome.losses, expected.losses);
     EXPECT_EQ(outcome.norms, expected.norms);
-    EXPECT_EQ(outcome.validation, expected.validation);
-    ASSERT_EQ(outcome.state.size(), expected.state.size());
-    EXPECT_EQ(std::memcmp(outcome.state.data(), expected.state.data(),
-                          expected.state.size() * sizeof(float)),
-              0);
+    EXPECT_EQ(outcome.validations, expected.validations);
+    EXPECT_TRUE(same_bits(outcome.state, expected.state));
   }
 
-  const base::Scratch scratch_;
-  const std::filesystem::path folder_ = scratch_.path();
+  const TestRuns runs_{60000};  // words
 };
 
 class AcceleratorStreamBits : public AcceleratorStream,
@@ -226,7 +180,7 @@ class AcceleratorStreamBits : public AcceleratorStream,
 
 TEST_P(AcceleratorStreamBits, AreThoseOfTheCpu) {
   const Setting& setting = GetParam();
-  const Outcome expected = train_on_cpu("cpu", setting);
+  const AcceleratorOutcome expected = train_on_cpu("cpu", setting);
   use({.delay_us = 300});
   Job made = job("accelerator", setting);
   made.plan = hand_made_plan(setting, made.options);
@@ -302,7 +256,7 @@ TEST_F(AcceleratorMemoryPlan, PeakIsWhatWasPlanned) {
     ASSERT_TRUE(plan.ok()) << plan.status().to_string();
     EXPECT_EQ(plan->streams, c.least);
     const uint64_t before = smartinf_test_accelerator_memory().current_bytes;
-    const Outcome outcome = train(made, Trainer::open(made));
+    const AcceleratorOutcome outcome = train(made, Trainer::open(made));
     const double share = static_cast<double>(outcome.peak_bytes - before) /
                          static_cast<double>(plan->memory.accelerator_bytes);
     // Gradients that are being copied to the host go a little later; an allocation that lacks their
@@ -343,7 +297,7 @@ class LargerThanTheAccelerator : public AcceleratorStream {
     model.kv_heads = 14;
     model.mlp_width = 2432;
     model.vocabulary = 32000;
-    made.options.data.paths = {(folder_ / "tokens.bin").string()};
+    made.options.data.paths = {(runs_.folder() / "tokens.bin").string()};
     made.options.data.sequence = 64;
     made.options.train.steps = 3;
     made.options.train.micro_batch = 1;
@@ -359,7 +313,7 @@ class LargerThanTheAccelerator : public AcceleratorStream {
     header[0] = 20240520;  // llm.c's
     header[1] = 1;
     header[2] = kTokens;
-    std::ofstream out(folder_ / "tokens.bin", std::ios::binary);
+    std::ofstream out(runs_.folder() / "tokens.bin", std::ios::binary);
     out.write(reinterpret_cast<const char*>(header.data()), 1024);
     uint32_t draw = 1;
     for (int i = 0; i < kTokens; ++i) {
@@ -374,7 +328,7 @@ TEST_F(LargerThanTheAccelerator, ALargeModelHasTheBitsOfTheCpu) {
   write_tokens();
   Job on_cpu = large_job("cpu");
   on_cpu.options.train.accelerator = "cpu";
-  const Outcome expected = train(on_cpu, Trainer::open(on_cpu));
+  const AcceleratorOutcome expected = train(on_cpu, Trainer::open(on_cpu));
 
   use({.memory_bytes = kAcceleratorBytes});
   for (const bool small_host : {false, true}) {
@@ -391,8 +345,8 @@ TEST_F(LargerThanTheAccelerator, ALargeModelHasTheBitsOfTheCpu) {
     ASSERT_TRUE(plan.ok()) << plan.status().to_string();
     EXPECT_EQ(plan->placement.in_memory < 14, small_host);
     const uint64_t begin_ns = base::now_ns();
-    const Outcome outcome = train(made, Trainer::open(made));
-    std::filesystem::remove(made.updater.devices[0].path);
+    const AcceleratorOutcome outcome = train(made, Trainer::open(made));
+    std::filesystem::remove_all(made.updater.devices[0].path);
     RecordProperty(small_host ? "devices_s" : "host_s",
                    std::to_string(base::seconds_since(begin_ns)));
     RecordProperty(small_host ? "devices_peak_bytes" : "host_peak_bytes",

@@ -29,17 +29,15 @@ LayerStream::LayerStream(engine::Updater& updater, const Model& model, torch::De
   const bool beside = !accelerator.is_cpu();
   const auto host = torch::dtype(scalar_type(type)).pinned_memory(beside);
   const auto elements = [](uint64_t count) { return static_cast<int64_t>(count); };
-  const auto end_of = [&](uint32_t unit_count) {
-    return unit_count == 0 ? 0 : units[unit_count - 1].end();
-  };
   const bool streams = placement.in_memory < units.size();
-  host_elements_ = end_of(placement.in_memory);
+  host_elements_ = plan::elements_of(units, placement.in_memory);
   if (streams && host_elements_ > 0) {
     const plan::Subgroup last = updater.subgroup_at(host_elements_ - 1);
     host_elements_ = last.first + last.count;
   }
   host_N_ = torch::empty({elements(host_elements_)}, host);
-  resident_elements_ = end_of(beside ? placement.on_accelerator : placement.in_memory);
+  resident_elements_ =
+      plan::elements_of(units, beside ? placement.on_accelerator : placement.in_memory);
   accelerator_N_ = beside ? torch::empty({elements(resident_elements_)},
                                          host.pinned_memory(false).device(accelerator))
                           : host_N_;
@@ -84,7 +82,6 @@ void LayerStream::close() {
   for (AcceleratorSlot& slot : accelerator_slots_) slot.copied.synchronize();
   window_.reset();
 }
-
 
 Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const {
   return weights_N.narrow(0, static_cast<int64_t>(unit.first), static_cast<int64_t>(unit.count));

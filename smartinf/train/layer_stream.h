@@ -54,10 +54,6 @@ class LayerStream {
 
   /// Seconds that the caller has waited for updates and devices.
   double waited_s() const { return waited_s_; }
-  uint64_t host_bytes() const { return host_N_.nbytes() + slots_N_.nbytes(); }
-  /// Times that a unit was in a slot or on its way when it was wanted, and that it was not.
-  uint64_t hits() const { return window_ != nullptr ? window_->hits() : 0; }
-  uint64_t misses() const { return window_ != nullptr ? window_->misses() : 0; }
 
  private:
   /// A place on the accelerator for one unit at a time.

@@ -109,15 +109,8 @@ std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
   std::vector<std::string> lines;
   const auto describe = [&](const char* where, const std::vector<plan::MemoryPart>& parts,
                             uint64_t bytes) {
-    std::string line =
-        fmt::format("memory: {} of {} memory are planned:", base::format_bytes(bytes), where);
-    const char* separator = " ";
-    for (const plan::MemoryPart& part : parts) {
-      if (part.bytes == 0) continue;
-      line += fmt::format("{}{} {}", separator, part.name, base::format_bytes(part.bytes));
-      separator = ", ";
-    }
-    lines.push_back(std::move(line));
+    lines.push_back(fmt::format("memory: {} of {} memory are planned: {}",
+                                base::format_bytes(bytes), where, plan::describe_parts(parts)));
   };
   if (!plan.memory.accelerator.empty()) {
     describe("the accelerator's", plan.memory.accelerator, plan.memory.accelerator_bytes);
@@ -132,11 +125,20 @@ std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
                         plan.placement.on_accelerator, units.size(),
                         plan.placement.in_memory - plan.placement.on_accelerator);
   }
-  lines.push_back(fmt::format(
-      "weights: {}, the others come from the devices; backward computes activations again from {} "
-      "inputs of {} in memory{}",
-      where, plan.inputs_in_memory, base::format_bytes(plan.input_bytes),
-      plan.inputs_spooled == 0 ? "" : fmt::format(" and {} on the devices", plan.inputs_spooled)));
+  const bool all_stay = plan.placement.in_memory == units.size();
+  lines.push_back(
+      fmt::format("weights: {}{}", where, all_stay ? "" : ", the others come from the devices"));
+  const auto and_on_devices = [](uint64_t count) {
+    return count == 0 ? "" : fmt::format(" and {} on the devices", count);
+  };
+  lines.push_back(fmt::format("activations: {} inputs of {} in memory{}", plan.inputs_in_memory,
+                              base::format_bytes(plan.input_bytes),
+                              and_on_devices(plan.inputs_spooled)));
+  lines.back() +=
+      plan.saved_bytes == 0
+          ? "; backward computes the rest again"
+          : fmt::format("; the rest in {} buffers of {}, those beyond come from the devices",
+                        plan.saved_in_memory, base::format_bytes(plan.saved_bytes));
   return lines;
 }
 

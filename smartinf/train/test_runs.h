@@ -87,9 +87,9 @@ struct Poisoned {
 /// A folder with a text, and runs on it.
 class TestRuns {
  public:
-  TestRuns() {
+  explicit TestRuns(int words = 6000) {
     std::ofstream corpus(folder_ / "corpus.txt");
-    for (int i = 0; i < 6000; ++i) corpus << (i * i % 7 == 1 ? "value " : "index = ") << i % 13;
+    for (int i = 0; i < words; ++i) corpus << (i * i % 7 == 1 ? "value " : "index = ") << i % 13;
   }
 
   /// Layers of 1.5 subgroups each, on one thread: the same bits every time.
@@ -162,19 +162,28 @@ class TestRuns {
                   .value()
                   .space;
     }
+    outcome.state = state_of(job, space);
+    return outcome;
+  }
+
+  /// What a run has left, when its trainer is gone; empty after a failure.
+  static std::vector<float> state_of(const Job& job, const plan::ParameterSpace& space) {
+    std::vector<float> state;
     auto updater = engine::Updater::open(job.updater, space);
     EXPECT_TRUE(updater.ok()) << updater.status().to_string();
-    if (!updater.ok()) return outcome;
+    if (!updater.ok()) return state;
     const base::Status read =
         (*updater)->read_state(~0u, [&](uint64_t, std::span<const std::span<const float>> planes) {
           for (const auto& plane : planes) {
-            outcome.state.insert(outcome.state.end(), plane.begin(), plane.end());
+            state.insert(state.end(), plane.begin(), plane.end());
           }
           return base::Status();
         });
     EXPECT_TRUE(read.ok()) << read.to_string();
-    return outcome;
+    return state;
   }
+
+  const std::filesystem::path& folder() const { return folder_; }
 
  private:
   const base::Scratch scratch_;

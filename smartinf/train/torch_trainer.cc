@@ -57,8 +57,9 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     }
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
     // An update waits for the forward that asks for its weights.
-    if (stream_->streams() && overlap_ == Overlap::kNone)
+    if (stream_->streams() && overlap_ == Overlap::kNone) {
       SI_RETURN_IF_ERROR(updater_->wait_commit());
+    }
     if (in_memory_ && step_ % options_.train.save_every == 0) {
       SI_RETURN_IF_ERROR(updater_->flush());
     }

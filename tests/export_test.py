@@ -1,6 +1,6 @@
 """An exported folder in the hands of transformers: the same logits, the same bytes from text.
 
-Usage: export_test.py SMARTINF LOGITS_OF_EXPORT
+Usage: export_test.py SMARTINF OUTPUTS_OF_FOLDER
 """
 import fcntl
 import json
@@ -12,12 +12,13 @@ import subprocess
 import sys
 import unittest
 
-LOGITS = str(pathlib.Path(sys.argv.pop(2)).resolve())
+OUTPUTS = str(pathlib.Path(sys.argv.pop(2)).resolve())
 
 from train_runs import SMARTINF, TrainCase
 
 try:
     import numpy
+    import safetensors.numpy
     import torch
     import transformers
 except ImportError as missing:
@@ -30,10 +31,10 @@ TEXT = "def value(index):\n    return 'täst ☃ 𝄞' # \t\x00\x7f\n"
 class Export(TrainCase):
     def logits(self, folder, kind):
         tokens = numpy.frombuffer(self.corpus.read_bytes()[:32], numpy.uint8).astype(numpy.int64)
-        tokens.tofile(self.folder / "tokens")
-        subprocess.run([LOGITS, str(folder), kind, str(self.folder / "tokens"),
-                        str(self.folder / "logits")], check=True)
-        here = numpy.fromfile(self.folder / "logits", numpy.float32).reshape(32, -1)
+        safetensors.numpy.save_file({"tokens": numpy.append(tokens, 0)[None]}, self.folder / "in")
+        subprocess.run([OUTPUTS, str(folder), kind, str(self.folder / "in"), str(self.folder / "out")],
+                       check=True)
+        here = safetensors.numpy.load_file(self.folder / "out")["logits"]
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32 if kind == "f32" else torch.bfloat16)
         self.assertIsInstance(model, transformers.LlamaForCausalLM)

@@ -38,7 +38,7 @@ int run_export(const Flags& flags) {
   train::ExportOptions options;
   options.out = flags.out;
   if (!flags.type.empty()) {
-    options.type = train::precision_data_type(*base::enum_from_name<train::Precision>(flags.type));
+    options.type = *base::enum_from_name<base::DataType>(flags.type);
   }
   const Result<uint64_t> shard_bytes = base::parse_bytes(flags.shard_size);
   if (!shard_bytes.ok()) return report(shard_bytes.status(), kExitUsage);
@@ -79,9 +79,11 @@ void add_export(CLI::App& app, Run& run) {
       ->required()
       ->type_name("RUN");
   command->add_option("--out", flags->out, "Folder to create")->required()->type_name("DIR");
-  command->add_option("--type", flags->type, "Type of the weights [train.precision of the run]")
-      ->check(CLI::IsMember(base::enum_name_list<train::Precision>()))
-      ->type_name("bf16|f32");
+  command
+      ->add_option("--type", flags->type,
+                   "Type of the weights [of model.from, else train.precision of the run]")
+      ->check(CLI::IsMember(base::enum_name_list<base::DataType>()))
+      ->type_name("f32|bf16|f16");
   command->add_option("--shard-size", flags->shard_size, "Largest size of one file [5GB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");

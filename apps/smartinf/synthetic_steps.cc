@@ -76,6 +76,7 @@ Status SyntheticSteps::initialize(engine::Updater& updater) const {
   return updater.initialize(
       [](uint64_t first, std::span<float> out) {
         for (size_t i = 0; i < out.size(); ++i) out[i] = value_at(first + i, 0.05f);
+        return Status();
       },
       {});
 }

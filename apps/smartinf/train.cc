@@ -298,7 +298,12 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
     Status written = write_trace(trace_path, *trace);
     if (!written.ok()) return report(std::move(written).with_context("train.trace"));
   }
+  Progress progress(
+      job.options.model.from.empty() ? "making the first weights" : "reading the model's weights",
+      interrupt.token());
+  job.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
   Result<std::unique_ptr<Trainer>> opened = Trainer::open(job);
+  progress.clear();
   if (!opened.ok()) {
     const bool wrong_value = opened.status().code() == base::ErrorCode::kInvalidArgument;
     return report(opened.status(), wrong_value ? kExitUsage : kExitFailed);

@@ -227,6 +227,7 @@ void PyUpdater::initialize(nb::callable provide, std::string client_metadata) {
         out = out.subspan(here);
         first += here;
       }
+      return base::Status();
     };
     check(updater.initialize(fill, client_metadata));
   });

@@ -34,7 +34,7 @@ Choice choice(E& value, base::EnumNames names = enum_names(E{})) {
   }
 
 constexpr std::array kSections{
-    Section{"model", "A decoder-only transformer of the Llama architecture."},
+    Section{"model", "A decoder-only transformer: from a folder, or of the Llama architecture."},
     Section{"data", "The text or tokens that the model is trained on."},
     Section{"train", "The training loop."},
     Section{"checkpoint", "Copies of the state, made between two steps (docs/state.md)."},
@@ -48,6 +48,14 @@ constexpr std::array kSections{
 };
 
 constexpr auto kKeys = std::to_array<Key>({
+    SI_KEY("model.from", &r.options.model.from,
+           "folder of a model as Hugging Face's save_pretrained() writes it (docs/models.md): what "
+           "is fine-tuned; empty: a new model of the sizes below"),
+    SI_KEY("model.init", choice(r.options.model.init),
+           "first weights of a model from a folder: \"weights\": the folder's; \"random\": random "
+           "ones, and only the shape and the tokenizer are the folder's"),
+    SI_KEY("model.ignored_keys", &r.options.model.ignored_keys,
+           "keys of config.json that are not known here and that you know to change nothing"),
     SI_KEY("model.layers", &r.options.model.layers, "transformer layers"),
     SI_KEY("model.width", &r.options.model.width, "width of the residual stream"),
     SI_KEY("model.heads", &r.options.model.heads, "query heads; must divide width"),

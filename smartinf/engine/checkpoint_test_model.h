@@ -36,6 +36,7 @@ class CheckpointTest : public ::testing::TestWithParam<StateFormat> {
     const base::Status status = updater_->initialize(
         [](uint64_t first, std::span<float> out) {
           for (size_t i = 0; i < out.size(); ++i) out[i] = std::sin(static_cast<float>(first + i));
+          return base::Status();
         },
         "step 0");
     ASSERT_TRUE(status.ok()) << status.to_string();

@@ -42,8 +42,7 @@ class DeviceUpdater final : public Updater {
   std::string client_metadata() const override;
   const plan::ParameterSpace& space() const override { return space_; }
 
-  base::Status initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
-                          const std::string& client_metadata) override;
+  base::Status initialize(const FillWeights& fill, const std::string& client_metadata) override;
   base::Status read_state(
       uint32_t plane_mask,
       const std::function<base::Status(uint64_t, std::span<const std::span<const float>>)>& visit)

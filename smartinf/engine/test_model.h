@@ -161,6 +161,7 @@ inline void initialize(Updater& updater) {
         for (size_t i = 0; i < out.size(); ++i) {
           out[i] = 0.1f * std::sin(static_cast<float>(first + i));
         }
+        return base::Status();
       },
       "start"));
 }

@@ -62,7 +62,10 @@ TEST_F(UnequalDevices, AStepTakesTheTimeThatTheProportionPredicts) {
   auto opened = Updater::open(options_, space_, emulated_sources(options_, drives_));
   ASSERT_TRUE(opened.ok()) << opened.status().to_string();
   updater_ = std::move(*opened);
-  const auto no_weights = [](uint64_t, std::span<float> out) { std::ranges::fill(out, 0.0f); };
+  const auto no_weights = [](uint64_t, std::span<float> out) {
+    std::ranges::fill(out, 0.0f);
+    return base::Status();
+  };
   ASSERT_TRUE(updater_->initialize(no_weights, "").ok());
   const base::TrafficReading before = updater_->traffic().store_by_device[0];
   // 12 bytes each way a parameter, over one and a half drives.

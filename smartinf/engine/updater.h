@@ -85,11 +85,11 @@ class Updater {
   virtual std::string client_metadata() const = 0;  // what the trainer gave to the committed step
   virtual const plan::ParameterSpace& space() const = 0;
 
+  /// Puts master weights of elements [first, first + out.size()) into out.
+  using FillWeights = std::function<base::Status(uint64_t first, std::span<float> out)>;
   /// Fresh only: writes master weights as step 0, subgroup by subgroup within the memory budget;
-  /// moments are zero. `fill(first, out)` puts elements [first, first + out.size()) into out.
-  virtual base::Status initialize(
-      const std::function<void(uint64_t first, std::span<float> out)>& fill,
-      const std::string& client_metadata) = 0;
+  /// moments are zero. A failure of `fill` ends it, and the devices stay without a state.
+  virtual base::Status initialize(const FillWeights& fill, const std::string& client_metadata) = 0;
 
   /// Reads the current state, piece by piece, in ascending order. `planes[i]` is the i-th plane of
   /// the rule as f32; unwanted ones (bit i of plane_mask clear) are empty. A failure of `visit`

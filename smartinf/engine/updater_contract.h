@@ -195,7 +195,9 @@ TEST_P(UpdaterContract, CallsOutOfOrderAreRefused) {
   EXPECT_EQ(updater->client_metadata(), "start");
 
   // Between steps.
-  EXPECT_EQ(updater->initialize([](uint64_t, std::span<float>) {}, "").code(), kRefused);
+  EXPECT_EQ(
+      updater->initialize([](uint64_t, std::span<float>) { return base::Status(); }, "").code(),
+      kRefused);
   EXPECT_EQ(updater->put_gradient(0, weights.data(), DataType::kBf16, weights.size()).code(),
             kRefused);
   EXPECT_EQ(updater->finish_gradients(1).status().code(), kRefused);

@@ -56,6 +56,7 @@ class UpdaterOverFakes : public ::testing::Test {
           for (size_t i = 0; i < out.size(); ++i) {
             out[i] = std::sin(static_cast<float>(first + i));
           }
+          return base::Status();
         },
         "step 0");
     EXPECT_TRUE(status.ok()) << status.to_string();
@@ -271,7 +272,8 @@ TEST_F(UpdaterOverFakes, ASilentDeviceEndsReadingEditingAndInitialization) {
   auto fresh = open();
   ASSERT_TRUE(fresh.ok());
   drives_[1]->silent_from = csd::WriteState{};
-  const base::Status failed = (*fresh)->initialize([](uint64_t, std::span<float>) {}, "");
+  const base::Status failed =
+      (*fresh)->initialize([](uint64_t, std::span<float>) { return base::Status(); }, "");
   EXPECT_EQ(failed.code(), ErrorCode::kTimeout);
   EXPECT_THAT(failed.to_string(), HasSubstr("\"write state\""));
 }

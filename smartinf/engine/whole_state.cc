@@ -57,7 +57,8 @@ Status WholeState::fill(const Fill& fill) {
     SI_CHECK(subgroup.count <= half_elements, "a subgroup fits half of the staging buffer");
     const size_t half = halves[0] == nullptr ? 0 : 1;
     float* buffer = floats + half * half_elements;
-    fill(subgroup.first, std::span<float>(buffer, subgroup.count));
+    result = fill(subgroup.first, std::span<float>(buffer, subgroup.count));
+    if (!result.ok()) break;
     halves[half] = replies_.submit(set_.device_of(subgroup.id),
                                    csd::WriteState{subgroup.id, subgroup.count, {buffer}});
   }

@@ -18,7 +18,7 @@ namespace smartinf::engine {
 /// Threads: one caller, with no step being committed.
 class WholeState {
  public:
-  using Fill = std::function<void(uint64_t first, std::span<float> out)>;
+  using Fill = std::function<base::Status(uint64_t first, std::span<float> out)>;
   using Visit =
       std::function<base::Status(uint64_t first, std::span<const std::span<const float>> planes)>;
   using Edit =
@@ -31,7 +31,8 @@ class WholeState {
 
   /// The message to every device; waits for all.
   base::Status on_all_devices(const csd::Message& message);
-  /// Writes the master weights of the step that has begun; other planes are zeros.
+  /// Writes the master weights of the step that has begun; other planes are zeros. A failure of
+  /// `fill` ends it.
   base::Status fill(const Fill& fill);
   /// Reads the committed state as Updater::read_state() does, of the first `plane_count` planes of
   /// the layout, which may be one more than the rule has: the residual.

@@ -16,8 +16,8 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/train/memory_plan.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
-#include "smartinf/train/parameters.h"
 #include "smartinf/train/spooled_buffers.h"
 #include "smartinf/train/test_runs.h"
 #include "smartinf/train/trainer.h"
@@ -150,7 +150,8 @@ class AcceleratorStream : public testing::Test {
     const Options options = (*opened)->options();
     opened->reset();
     if (testing::Test::HasFatalFailure()) return outcome;
-    const auto space = make_parameter_space(options.model);
+    const auto space =
+        model::make_parameter_space(architecture_of(options.model, options.data.sequence));
     outcome.state = TestRuns::state_of(job, group_parameters(*space, options.train)->space);
     return outcome;
   }
@@ -194,9 +195,9 @@ INSTANTIATE_TEST_SUITE_P(Settings, AcceleratorStreamBits, testing::ValuesIn(kSet
 /// The plan that Trainer::open() makes, but for what the process has in memory by then.
 base::Result<plan::TrainingPlan> plan_of(const Job& job, uint64_t accelerator_bytes) {
   Options options = job.options;
-  options.model = with_defaults(options.model);
-  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
-  return plan_run(options, job.updater, space, {accelerator_bytes, 0});
+  const model::Architecture model = architecture_of(options.model, options.data.sequence);
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(model));
+  return plan_run(model, options, job.updater, space, {accelerator_bytes, 0});
 }
 
 class AcceleratorMemoryPlan : public AcceleratorStream {

@@ -117,7 +117,7 @@ Result<std::vector<TextFile>> list_text(std::string_view key, const std::vector<
 
 // Appends a file and a separator. Binary files (a zero byte near the start) are left out: false.
 Result<bool> append_text(const TextFile& file, std::vector<std::byte>& text) {
-  SI_ASSIGN_OR_RETURN(const DataFile in, DataFile::open(file.path));
+  SI_ASSIGN_OR_RETURN(const base::DataFile in, base::DataFile::open(file.path));
   const size_t size = in.size();
   const size_t start = text.size();
   text.resize(start + size + 1);
@@ -132,7 +132,7 @@ Result<bool> append_text(const TextFile& file, std::vector<std::byte>& text) {
   return true;
 }
 
-Result<TokenSegment> parse_token_file(std::shared_ptr<const DataFile> file) {
+Result<TokenSegment> parse_token_file(std::shared_ptr<const base::DataFile> file) {
   const std::string& path = file->path();
   const auto corrupt = [&](std::string what) {
     return Status(ErrorCode::kCorrupt, std::move(what),
@@ -286,8 +286,8 @@ Status Corpus::add_text(const DataOptions& options) {
 Status Corpus::add_token_files(const DataOptions& options) {
   const bool own_validation = !options.validation_paths.empty();
   const auto add = [&](const std::string& path, bool for_validation) -> Status {
-    SI_ASSIGN_OR_RETURN(DataFile opened, DataFile::open(path));
-    const auto file = std::make_shared<const DataFile>(std::move(opened));
+    SI_ASSIGN_OR_RETURN(base::DataFile opened, base::DataFile::open(path));
+    const auto file = std::make_shared<const base::DataFile>(std::move(opened));
     SI_ASSIGN_OR_RETURN(TokenSegment segment, parse_token_file(file));
     std::vector<std::byte> sample(std::min<uint64_t>(file->size(), kDigestSampleBytes));
     digest_ = base::mix_seed(digest_, file->size());

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "smartinf/base/data_file.h"
 #include "smartinf/base/status.h"
-#include "smartinf/train/data_file.h"
 #include "smartinf/train/options.h"
 
 namespace smartinf::train {
@@ -22,7 +22,7 @@ inline constexpr uint32_t kByteSeparator = 255;
 /// A run of tokens, one after another, in memory or in a file.
 struct TokenSegment {
   const std::byte* data = nullptr;  // null: in a file...
-  std::shared_ptr<const DataFile> file;
+  std::shared_ptr<const base::DataFile> file;
   uint64_t offset = 0;  // ...from this byte on
   uint64_t count = 0;
   uint32_t token_bytes = 1;  // 1, 2 or 4, little-endian

@@ -22,13 +22,14 @@
 #include "smartinf/engine/checkpoint_folder.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/model/config_json.h"
+#include "smartinf/model/safetensors.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/hugging_face.h"
 #include "smartinf/train/memory_state.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
-#include "smartinf/train/parameters.h"
 #include "smartinf/train/run_folder.h"
-#include "smartinf/train/safetensors.h"
 
 namespace smartinf::train {
 namespace {
@@ -42,7 +43,7 @@ using base::Status;
 // Consecutive ranges that share a file.
 struct Shard {
   std::string name;
-  std::vector<TensorInfo> tensors;
+  std::vector<model::TensorInfo> tensors;
   uint64_t elements = 0;
 };
 
@@ -51,7 +52,7 @@ std::vector<Shard> cut_into_shards(const plan::ParameterSpace& space, DataType t
   std::vector<Shard> shards;
   uint64_t bytes = 0;
   for (const plan::ParameterRange& range : space.ranges()) {
-    TensorInfo tensor{range.name, type, range.shape};
+    model::TensorInfo tensor{range.name, type, range.shape};
     if (shards.empty() || bytes + tensor.bytes() > shard_bytes_max) {
       shards.emplace_back();
       bytes = 0;
@@ -79,10 +80,10 @@ class ShardStream {
       const Shard& shard = shards_[index_];
       if (writer_ == nullptr) {
         // transformers asks for the framework the tensors are meant for.
-        SI_ASSIGN_OR_RETURN(SafetensorsWriter writer,
-                            SafetensorsWriter::create(folder_ + "/" + shard.name, shard.tensors,
-                                                      {{"format", "pt"}}));
-        writer_ = std::make_unique<SafetensorsWriter>(std::move(writer));
+        SI_ASSIGN_OR_RETURN(model::SafetensorsWriter writer,
+                            model::SafetensorsWriter::create(folder_ + "/" + shard.name,
+                                                             shard.tensors, {{"format", "pt"}}));
+        writer_ = std::make_unique<model::SafetensorsWriter>(std::move(writer));
         left_ = shard.elements;
       }
       const size_t count = std::min<uint64_t>({elements.size(), left_, kPieceElements});
@@ -106,8 +107,9 @@ class ShardStream {
   Status append_cast(DataType type, std::span<const float> elements) {
     if (type == DataType::kF32) return writer_->append(std::as_bytes(elements));
     cast_.resize(elements.size());
-    std::transform(elements.begin(), elements.end(), cast_.begin(),
-                   [](float value) { return base::to_bf16(value); });
+    std::transform(elements.begin(), elements.end(), cast_.begin(), [type](float value) {
+      return type == DataType::kBf16 ? base::to_bf16(value).bits : base::to_f16(value).bits;
+    });
     return writer_->append(std::as_bytes(std::span(cast_)));
   }
 
@@ -115,15 +117,15 @@ class ShardStream {
   const std::vector<Shard>& shards_;
   size_t index_ = 0;
   uint64_t left_ = 0;  // elements of the shard being written
-  std::unique_ptr<SafetensorsWriter> writer_;
-  std::vector<base::Bf16> cast_;
+  std::unique_ptr<model::SafetensorsWriter> writer_;
+  std::vector<uint16_t> cast_;  // bits
 };
 
 std::string index_json(const std::vector<Shard>& shards) {
   nlohmann::ordered_json map = nlohmann::ordered_json::object();
   uint64_t bytes = 0;
   for (const Shard& shard : shards) {
-    for (const TensorInfo& tensor : shard.tensors) {
+    for (const model::TensorInfo& tensor : shard.tensors) {
       map[tensor.name] = shard.name;
       bytes += tensor.bytes();
     }
@@ -146,14 +148,12 @@ bool is_digits(std::string_view text) {
 /// not.
 bool is_export_file(std::string_view name) {
   if (name.ends_with(kPartialSuffix)) name.remove_suffix(kPartialSuffix.size());
-  constexpr std::array<std::string_view, 7> kNames = {kMark,
-                                                      "config.json",
-                                                      "generation_config.json",
-                                                      "tokenizer.json",
-                                                      "tokenizer_config.json",
-                                                      "model.safetensors",
+  constexpr std::array<std::string_view, 4> kNames = {kMark, "config.json", "model.safetensors",
                                                       "model.safetensors.index.json"};
   if (std::find(kNames.begin(), kNames.end(), name) != kNames.end()) return true;
+  if (std::find(kTokenizerFiles.begin(), kTokenizerFiles.end(), name) != kTokenizerFiles.end()) {
+    return true;
+  }
   constexpr std::string_view kBegin = "model-";
   constexpr std::string_view kMiddle = "-of-";
   constexpr std::string_view kEnd = ".safetensors";
@@ -358,23 +358,58 @@ Status remove_partial_export(const std::string& folder) {
   return base::errno_status(errno, "cannot delete", folder);
 }
 
-Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
-  ModelOptions model = with_defaults(job.options.model);
+namespace {
+
+using TextFiles = std::vector<std::pair<std::string, std::string>>;
+
+/// config.json and the tokenizer's files: those that the run was given, else its own.
+Result<TextFiles> describe_model(const Job& job, const ModelSource& source, DataType type) {
   const DataOptions& data = job.options.data;
-  // Token files do not say their vocabulary, so a run on them has it in its recipe.
-  const bool bytes =
-      data.tokenizer.empty() && (model.vocabulary == 0 || !data.paths.front().ends_with(".bin"));
-  if (model.vocabulary == 0) model.vocabulary = kByteVocabulary;
-  const DataType type = options.type.value_or(precision_data_type(job.options.train.precision));
-  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace whole, make_parameter_space(model));
-  SI_ASSIGN_OR_RETURN(const GroupedParameters parameters,
-                      group_parameters(whole, job.options.train));
-  const plan::ParameterSpace& space = parameters.space;
-  // Checked up front, before the weights are read.
   std::string tokenizer;
   if (!data.tokenizer.empty()) {
     SI_ASSIGN_OR_RETURN(tokenizer, read_tokenizer(data.tokenizer));
   }
+  TextFiles texts;
+  if (!source.config_json.empty()) {
+    SI_ASSIGN_OR_RETURN(texts, kept_tokenizer_files(job.options.train.run));
+    if (!tokenizer.empty()) {
+      std::erase_if(texts, [](const auto& file) { return file.first == "tokenizer.json"; });
+      texts.emplace_back("tokenizer.json", std::move(tokenizer));
+    }
+    texts.emplace_back("config.json", model::with_type(source.config_json, type));
+    return texts;
+  }
+  // Token files do not say their vocabulary, so a run on them has it in its recipe.
+  const bool bytes = data.tokenizer.empty() &&
+                     (job.options.model.vocabulary == 0 || !data.paths.front().ends_with(".bin"));
+  const int64_t eos_token = bytes ? int64_t{kByteSeparator} : -1;
+  texts = {{"config.json", model::write_config(source.architecture, type, eos_token)},
+           {"generation_config.json", generation_config_json(eos_token)}};
+  if (bytes) {
+    texts.emplace_back("tokenizer.json", byte_tokenizer_json());
+    texts.emplace_back("tokenizer_config.json",
+                       tokenizer_config_json(data.sequence, kByteSeparatorText));
+  } else if (!tokenizer.empty()) {
+    texts.emplace_back("tokenizer.json", std::move(tokenizer));
+    texts.emplace_back("tokenizer_config.json", tokenizer_config_json(data.sequence, ""));
+  }
+  return texts;
+}
+
+}  // namespace
+
+Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
+  SI_ASSIGN_OR_RETURN(ModelSource source, find_model(job.options));
+  if (source.architecture.vocabulary == 0) source.architecture.vocabulary = kByteVocabulary;
+  const DataType type =
+      options.type.value_or(source.type.value_or(precision_data_type(job.options.train.precision)));
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace whole,
+                      model::make_parameter_space(source.architecture));
+  SI_ASSIGN_OR_RETURN(const GroupedParameters parameters,
+                      group_parameters(whole, job.options.train));
+  const plan::ParameterSpace& space = parameters.space;
+  // Before the weights are read.
+  SI_ASSIGN_OR_RETURN(TextFiles texts, describe_model(job, source, type));
   SI_ASSIGN_OR_RETURN(StagedFolder folder, StagedFolder::make(options.out));
 
   const std::vector<Shard> shards = cut_into_shards(space, type, options.shard_bytes_max);
@@ -390,18 +425,6 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   SI_CHECK(stream.complete(), "the updater visited less than the whole space");
   summary.parameters = space.count();
 
-  const int64_t eos_token = bytes ? int64_t{kByteSeparator} : -1;
-  std::vector<std::pair<std::string, std::string>> texts = {
-      {"config.json", llama_config_json(model, data.sequence, type, eos_token)},
-      {"generation_config.json", generation_config_json(eos_token)}};
-  if (bytes) {
-    texts.emplace_back("tokenizer.json", byte_tokenizer_json());
-    texts.emplace_back("tokenizer_config.json",
-                       tokenizer_config_json(data.sequence, kByteSeparatorText));
-  } else if (!data.tokenizer.empty()) {
-    texts.emplace_back("tokenizer.json", std::move(tokenizer));
-    texts.emplace_back("tokenizer_config.json", tokenizer_config_json(data.sequence, ""));
-  }
   if (shards.size() > 1) texts.emplace_back("model.safetensors.index.json", index_json(shards));
   for (const auto& [name, text] : texts) {
     SI_RETURN_IF_ERROR(

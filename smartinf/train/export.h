@@ -16,7 +16,7 @@ namespace smartinf::train {
 
 struct ExportOptions {
   std::string out;                           // folder; made, or empty; filled wholly or not at all
-  std::optional<base::DataType> type;        // default: as the run trained
+  std::optional<base::DataType> type;        // default: of model.from, else as the run trained
   uint64_t shard_bytes_max = 5'000'000'000;  // above it several files with an index
   engine::StateProgress progress;            // a failure it returns ends the export
 };

@@ -27,38 +27,6 @@ std::string byte_character(uint32_t byte) {
 
 }  // namespace
 
-std::string llama_config_json(const ModelOptions& model, uint32_t sequence, base::DataType type,
-                              int64_t eos_token) {
-  Json config = {
-      {"architectures", {"LlamaForCausalLM"}},
-      {"model_type", "llama"},
-      {"vocab_size", model.vocabulary},
-      {"hidden_size", model.width},
-      {"intermediate_size", model.mlp_width},
-      {"num_hidden_layers", model.layers},
-      {"num_attention_heads", model.heads},
-      {"num_key_value_heads", model.kv_heads},
-      {"head_dim", model.head_width()},
-      {"hidden_act", "silu"},
-      {"max_position_embeddings", sequence},
-      {"initializer_range", model.init_std},
-      {"rms_norm_eps", model.norm_eps},
-      {"rope_theta", model.rope_base},
-      {"rope_parameters", {{"rope_type", "default"}, {"rope_theta", model.rope_base}}},
-      {"tie_word_embeddings", model.tied_head},
-      {"attention_bias", false},
-      {"attention_dropout", 0.0},
-      {"mlp_bias", false},
-      {"use_cache", true},
-      {"dtype", type == base::DataType::kF32 ? "float32" : "bfloat16"},
-      {"torch_dtype", type == base::DataType::kF32 ? "float32" : "bfloat16"},
-      {"bos_token_id", nullptr},
-      {"eos_token_id", nullptr},
-  };
-  if (eos_token >= 0) config["bos_token_id"] = config["eos_token_id"] = eos_token;
-  return config.dump(2) + "\n";
-}
-
 std::string generation_config_json(int64_t eos_token) {
   Json config = {{"do_sample", true}, {"temperature", 0.7}};
   if (eos_token >= 0) {

@@ -1,17 +1,12 @@
-// The JSON files beside the weights that transformers and tokenizers read.
+// The JSON files of a run's own tokenizer, as transformers and tokenizers read them.
 #pragma once
 
+#include <cstdint>
 #include <string>
-
-#include "smartinf/base/float_formats.h"
-#include "smartinf/train/options.h"
 
 namespace smartinf::train {
 
-/// config.json of LlamaForCausalLM. model has its defaults and a vocabulary. `eos_token` < 0:
-/// unknown.
-std::string llama_config_json(const ModelOptions& model, uint32_t sequence, base::DataType type,
-                              int64_t eos_token);
+/// `eos_token` < 0: unknown.
 std::string generation_config_json(int64_t eos_token);
 /// tokenizer.json whose tokens are the bytes of UTF-8 text, and <|endoftext|> for kByteSeparator.
 std::string byte_tokenizer_json();

@@ -6,7 +6,6 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
-#include "smartinf/train/parameters.h"
 
 namespace smartinf::train {
 
@@ -33,38 +32,40 @@ base::Status can_stream(const Options& options, const engine::UpdaterOptions& up
 
 }  // namespace
 
-plan::TrainingModel training_model(const Options& options, const plan::ParameterSpace& space) {
-  const ModelOptions& model = options.model;
+plan::TrainingModel training_model(const model::Architecture& model, const Options& options,
+                                   const plan::ParameterSpace& space) {
   plan::TrainingModel shape;
   shape.parameters = space.count();
   shape.layers = model.layers;
   shape.width = model.width;
   shape.heads = model.heads;
-  shape.query_width = model.width;
-  shape.kv_width = uint64_t{model.kv_heads} * model.head_width();
-  shape.mlp_width = model.mlp_width;
+  shape.query_width = model.query_width();
+  shape.kv_width = model.kv_width();
+  // Of a token, in all experts that it goes through.
+  shape.mlp_width = uint64_t{model.mlp_width} * std::max(1u, model.experts_per_token);
+  shape.gated = model.gated;
   shape.vocabulary = model.vocabulary;
   shape.tokens = uint64_t{options.train.micro_batch} * options.data.sequence;
   shape.tied = model.tied_head;
   // Gate and up are one parameter to the trainer, and so are query, key and value.
-  shape.largest_parameter = shape.width * std::max({shape.vocabulary, 2 * shape.mlp_width,
+  shape.largest_parameter = shape.width * std::max({shape.vocabulary, 2 * uint64_t{model.mlp_width},
                                                     shape.query_width + 2 * shape.kv_width});
   return shape;
 }
 
-base::Result<plan::TrainingPlan> plan_run(const Options& options,
+base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, const Options& options,
                                           const engine::UpdaterOptions& updater,
                                           const plan::ParameterSpace& space,
                                           const AcceleratorMemory& accelerator) {
   plan::TrainingPlanInput input;
   plan::TrainingMemoryInput& memory = input.memory;
-  memory.model = training_model(options, space);
+  memory.model = training_model(model, options, space);
   memory.gpu = accelerator.free_bytes > 0;
   memory.gpu_library_bytes = accelerator.taken_bytes;
   memory.value_bytes =
       static_cast<uint32_t>(base::data_type_bytes(precision_data_type(options.train.precision)));
   memory.accumulation = options.train.accumulation;
-  memory.units = model_units(options.model, space);
+  memory.units = model::make_units(model);
   const uint64_t resident = engine::resident_memory_bytes();
   memory.process_bytes = resident + kLoadedLaterBytes;
   if (options.train.where == OptimizerWhere::kMemory) {
@@ -105,7 +106,7 @@ base::Result<plan::TrainingPlan> plan_run(const Options& options,
 }
 
 std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
-                                       const plan::ParameterSpace& space, const Options& options) {
+                                       const model::Architecture& model) {
   std::vector<std::string> lines;
   const auto describe = [&](const char* where, const std::vector<plan::MemoryPart>& parts,
                             uint64_t bytes) {
@@ -117,7 +118,7 @@ std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
   }
   describe("the host's", plan.memory.host, plan.memory.host_bytes);
   if (!plan.streams) return lines;
-  const auto units = model_units(options.model, space);
+  const auto units = model::make_units(model);
   std::string where =
       fmt::format("{} of {} units stay in memory", plan.placement.in_memory, units.size());
   if (!plan.memory.accelerator.empty()) {

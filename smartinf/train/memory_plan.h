@@ -7,14 +7,16 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/model/architecture.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/training_memory.h"
 #include "smartinf/train/options.h"
 
 namespace smartinf::train {
 
-/// The model as memory sees it. options has its defaults and a vocabulary.
-plan::TrainingModel training_model(const Options& options, const plan::ParameterSpace& space);
+/// The model as memory sees it.
+plan::TrainingModel training_model(const model::Architecture& model, const Options& options,
+                                   const plan::ParameterSpace& space);
 
 /// Of the accelerator that the model computes on; all 0: it computes in the host's memory.
 struct AcceleratorMemory {
@@ -24,13 +26,13 @@ struct AcceleratorMemory {
 
 /// What options.memory leaves open comes from this process and machine, as they are now. Errors:
 /// kOutOfMemory with what is needed and what is allowed.
-base::Result<plan::TrainingPlan> plan_run(const Options& options,
+base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, const Options& options,
                                           const engine::UpdaterOptions& updater,
                                           const plan::ParameterSpace& space,
                                           const AcceleratorMemory& accelerator);
 
 /// The plan for people, some lines.
 std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
-                                       const plan::ParameterSpace& space, const Options& options);
+                                       const model::Architecture& model);
 
 }  // namespace smartinf::train

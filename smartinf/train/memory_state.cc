@@ -19,7 +19,7 @@ constexpr std::array<const char*, MemoryState::kPlanes> kPlaneNames = {"master",
 std::string MemoryState::path(const std::string& run) { return run + "/state.safetensors"; }
 
 Result<MemoryState> MemoryState::open(const std::string& run, const plan::ParameterSpace& space) {
-  SI_ASSIGN_OR_RETURN(SafetensorsFile file, SafetensorsFile::open(path(run)));
+  SI_ASSIGN_OR_RETURN(model::SafetensorsFile file, model::SafetensorsFile::open(path(run)));
   MemoryState state(std::move(file));
   base::ErrorPlace place;
   place.path = path(run);
@@ -58,15 +58,15 @@ Result<MemoryState> MemoryState::open(const std::string& run, const plan::Parame
 Status MemoryState::save(const std::string& run, const plan::ParameterSpace& space,
                          base::StepNumber step, const std::string& client_metadata,
                          const std::array<std::span<const float>, kPlanes>& planes) {
-  std::vector<TensorInfo> tensors;
+  std::vector<model::TensorInfo> tensors;
   for (const char* name : kPlaneNames) {
     tensors.push_back({name, base::DataType::kF32, {space.count()}});
   }
-  SI_ASSIGN_OR_RETURN(SafetensorsWriter writer,
-                      SafetensorsWriter::create(path(run), tensors,
-                                                {{"parameter_space", space.to_json()},
-                                                 {"step", std::to_string(step)},
-                                                 {"client_metadata", client_metadata}}));
+  SI_ASSIGN_OR_RETURN(model::SafetensorsWriter writer,
+                      model::SafetensorsWriter::create(path(run), tensors,
+                                                       {{"parameter_space", space.to_json()},
+                                                        {"step", std::to_string(step)},
+                                                        {"client_metadata", client_metadata}}));
   for (const std::span<const float> plane : planes) {
     SI_RETURN_IF_ERROR(writer.append(std::as_bytes(plane)));
   }

@@ -7,8 +7,8 @@
 
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
+#include "smartinf/model/safetensors.h"
 #include "smartinf/plan/parameter_space.h"
-#include "smartinf/train/safetensors.h"
 
 namespace smartinf::train {
 
@@ -29,8 +29,8 @@ class MemoryState {
   std::span<const float> plane(size_t index) const { return planes_[index]; }
 
  private:
-  explicit MemoryState(SafetensorsFile file) : file_(std::move(file)) {}
-  SafetensorsFile file_;
+  explicit MemoryState(model::SafetensorsFile file) : file_(std::move(file)) {}
+  model::SafetensorsFile file_;
   base::StepNumber step_ = 0;
   std::string client_metadata_;
   std::array<std::span<const float>, kPlanes> planes_;

@@ -22,17 +22,17 @@ TEST(MemoryState, ClientMetadataComesBackUnderEitherKey) {
   auto state = MemoryState::open(scratch.path(), space);
   ASSERT_TRUE(state.ok()) << state.status().to_string();
   EXPECT_EQ(state->client_metadata(), "new");
-  const auto file = SafetensorsFile::open(MemoryState::path(scratch.path()));
+  const auto file = model::SafetensorsFile::open(MemoryState::path(scratch.path()));
   ASSERT_TRUE(file.ok());
   EXPECT_EQ(file->metadata("client_metadata"), "new");
   EXPECT_EQ(file->metadata("blob"), "");
 
   // As files were written before the key had its name.
-  std::vector<TensorInfo> tensors;
+  std::vector<model::TensorInfo> tensors;
   for (const char* name : {"master", "momentum", "variance"}) {
     tensors.push_back({name, base::DataType::kF32, {space.count()}});
   }
-  auto writer = SafetensorsWriter::create(
+  auto writer = model::SafetensorsWriter::create(
       MemoryState::path(scratch.path()), tensors,
       {{"parameter_space", space.to_json()}, {"step", "7"}, {"blob", "old"}});
   ASSERT_TRUE(writer.ok());

@@ -14,8 +14,8 @@
 
 #include "smartinf/engine/gradient_tracker.h"
 #include "smartinf/engine/step_protocol.h"
+#include "smartinf/model/architecture.h"
 #include "smartinf/train/memory_state.h"
-#include "smartinf/train/parameters.h"
 #include "smartinf/train/scalar_type.h"
 
 namespace smartinf::train {
@@ -56,17 +56,17 @@ class TorchAdamW final : public engine::Updater {
   std::string client_metadata() const override { return client_metadata_; }
   const plan::ParameterSpace& space() const override { return space_; }
 
-  Status initialize(const std::function<void(uint64_t, std::span<float>)>& fill,
-                    const std::string& client_metadata) override {
+  Status initialize(const FillWeights& fill, const std::string& client_metadata) override {
     SI_RETURN_IF_ERROR(engine::check_client_metadata(client_metadata));
     if (!fresh()) {
       return Status(ErrorCode::kFailedPrecondition, "there is a state already",
                     "initialize() is for a run without one.");
     }
     SI_RETURN_IF_ERROR(protocol_.begin_edit());
-    fill(0, {planes_[0].data_ptr<float>(), space_.count()});
+    Status written = fill(0, {planes_[0].data_ptr<float>(), space_.count()});
     next_client_metadata_ = client_metadata;
-    SI_ASSIGN_OR_RETURN(const Next next, protocol_.start_commit(false, save(0, client_metadata)));
+    if (written.ok()) written = save(0, client_metadata);
+    SI_ASSIGN_OR_RETURN(const Next next, protocol_.start_commit(false, std::move(written)));
     return carry_through(next);
   }
 

@@ -1,52 +1,80 @@
 #include "smartinf/train/model.h"
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "smartinf/base/check.h"
-#include "smartinf/train/parameters.h"
 
 namespace smartinf::train {
 
+using model::Part;
 using torch::Tensor;
 
-Model::Model(const ModelOptions& model, const plan::ParameterSpace& space,
-             const torch::TensorOptions& weights, uint32_t sequence)
-    : options_(model), units_(model_units(model, space)) {
-  for (const plan::Unit& unit : units_) {
-    std::vector<Shape>& shapes = shapes_.emplace_back();
-    for (uint64_t first = unit.first; first < unit.end(); first += shapes.back().count) {
-      shapes.push_back(shape_at(space, first));
-    }
-  }
+namespace {
 
-  // The first half of a head's elements turns against the second, as in Hugging Face's Llama.
-  const auto half = static_cast<int64_t>(model.head_width() / 2);
-  const auto f64 = torch::dtype(torch::kFloat64);
-  const Tensor frequency_D =
-      torch::pow(model.rope_base, -torch::arange(half, f64) / static_cast<double>(half));
-  const Tensor angle_TD = torch::outer(torch::arange(int64_t{sequence}, f64), frequency_D);
-  const auto table = [&](const Tensor& half_TD) {
-    return torch::cat({half_TD, half_TD}, -1).unsqueeze(1).to(weights);
-  };
-  cosine_T1D_ = table(angle_TD.cos());
-  sine_T1D_ = table(angle_TD.sin());
+const Tensor* find(std::span<const Parameter> parameters, Part part) {
+  const auto found = std::find_if(parameters.begin(), parameters.end(),
+                                  [&](const Parameter& one) { return one.part == part; });
+  return found == parameters.end() ? nullptr : &found->weight;
 }
 
-/// The parameter that begins there: query, key and value, or gate and up, are one.
-Model::Shape Model::shape_at(const plan::ParameterSpace& space, uint64_t first) {
-  const plan::ParameterRange& range = space.at(first);
-  SI_CHECK(range.first == first, "a unit that begins within a parameter");
-  Shape shape{first, range.count, {range.shape.begin(), range.shape.end()}};
-  const auto joined = [&](std::string_view name) { return range.name.ends_with(name); };
-  const size_t more = joined("q_proj.weight") ? 2 : joined("gate_proj.weight") ? 1 : 0;
-  for (size_t i = 0; i < more; ++i) {
-    const plan::ParameterRange& next = space.at(shape.first + shape.count);
-    shape.count += next.count;
-    shape.sizes.front() += static_cast<int64_t>(next.shape.front());
+const Tensor& get(std::span<const Parameter> parameters, Part part) {
+  const Tensor* found = find(parameters, part);
+  SI_CHECK(found != nullptr, "a layer has the parts of its architecture");
+  return *found;
+}
+
+/// [M] int64: of each token within its document.
+Tensor positions_of(const DocumentEnds& documents, const torch::Device& device) {
+  std::vector<Tensor> positions;
+  int64_t from = 0;
+  for (const int64_t end : documents) {
+    positions.push_back(torch::arange(end - from, torch::kInt64));
+    from = end;
   }
-  return shape;
+  return torch::cat(positions).to(device);
+}
+
+}  // namespace
+
+Model::Model(const model::Architecture& architecture, const plan::ParameterSpace& space,
+             const torch::TensorOptions& weights, uint32_t sequence)
+    : model_(architecture), units_(model::make_units(architecture)) {
+  size_t unit = 0;
+  shapes_.resize(units_.size());
+  for (const model::Tensor& tensor : model::tensors_of(architecture)) {
+    const plan::ParameterRange* range = space.find(tensor.name);
+    SI_CHECK(range != nullptr, "the space is that of the architecture");
+    while (range->first >= units_[unit].end()) ++unit;
+    std::vector<Shape>& shapes = shapes_[unit];
+    if (!shapes.empty() && shapes.back().part == tensor.part) {
+      shapes.back().count += range->count;
+      shapes.back().sizes.front() += static_cast<int64_t>(range->shape.front());
+    } else {
+      shapes.push_back(
+          {range->first, range->count, {range->shape.begin(), range->shape.end()}, tensor.part});
+    }
+  }
+  if (model_.learned_positions) return;
+  angles_ = make_angles(model_.rope, weights, sequence);
+  window_angles_ = make_angles(model_.window_rope, weights, sequence);
+}
+
+/// The first half of a head's elements turns against the second, as in Hugging Face's Llama; angles
+/// are products in f32, as there.
+Model::Angles Model::make_angles(const model::Rope& rope, const torch::TensorOptions& weights,
+                                 uint32_t sequence) const {
+  std::vector<float> frequencies = model::rope_frequencies(rope, model_.head_width);
+  const Tensor angle_TD =
+      torch::outer(torch::arange(int64_t{sequence}, torch::kFloat32), torch::tensor(frequencies));
+  const double magnitude = model::rope_magnitude(rope);
+  const auto table = [&](const Tensor& half_TD) {
+    return (torch::cat({half_TD, half_TD}, -1) * magnitude).unsqueeze(1).to(weights);
+  };
+  return {table(angle_TD.cos()), table(angle_TD.sin())};
 }
 
 UnitWeights Model::weights_of(size_t unit, const Tensor& weights_N) const {
@@ -54,60 +82,211 @@ UnitWeights Model::weights_of(size_t unit, const Tensor& weights_N) const {
   for (const Shape& shape : shapes_[unit]) {
     const Tensor flat = weights_N.narrow(0, static_cast<int64_t>(shape.first - units_[unit].first),
                                          static_cast<int64_t>(shape.count));
-    weights.push_back({flat.view(shape.sizes).detach().requires_grad_(true), shape.first});
+    weights.push_back(
+        {flat.view(shape.sizes).detach().requires_grad_(true), shape.first, shape.part});
   }
   return weights;
 }
 
-Tensor Model::rotated(const Tensor& x_BTHD) const {
-  const int64_t tokens = x_BTHD.size(1);
+Tensor Model::norm(Layer layer, Part weight, Part bias, const Tensor& x) const {
+  const Tensor& factor = get(layer, weight);
+  switch (model_.norm) {
+    case model::Norm::kRms:
+      return torch::rms_norm(x, factor.sizes(), factor, model_.norm_eps);
+    case model::Norm::kRmsPlusOne:
+      return torch::rms_norm(x.to(torch::kFloat32), factor.sizes(), factor.to(torch::kFloat32) + 1,
+                             model_.norm_eps)
+          .to(x.scalar_type());
+    case model::Norm::kLayer:
+      return torch::layer_norm(x, factor.sizes(), factor, get(layer, bias), model_.norm_eps);
+  }
+  return x;
+}
+
+Tensor Model::product(Layer layer, Part weight, Part bias, const Tensor& x) const {
+  const Tensor& matrix = get(layer, weight);
+  const Tensor* added = find(layer, bias);
+  return torch::linear(x, model_.transposed ? matrix.t() : matrix,
+                       added == nullptr ? std::optional<Tensor>() : *added);
+}
+
+Tensor Model::activated(const Tensor& x) const {
+  switch (model_.activation) {
+    case model::Activation::kSilu:
+      return torch::silu(x);
+    case model::Activation::kGelu:
+      return torch::gelu(x);
+    case model::Activation::kGeluTanh:
+      return torch::gelu(x, "tanh");
+  }
+  return x;
+}
+
+Tensor Model::rotated(const Angles& angles, const Tensor& x_BTHD,
+                      const DocumentEnds& documents) const {
   const auto halves = x_BTHD.chunk(2, -1);
   const Tensor turned_BTHD = torch::cat({-halves[1], halves[0]}, -1);
-  return x_BTHD * cosine_T1D_.narrow(0, 0, tokens) + turned_BTHD * sine_T1D_.narrow(0, 0, tokens);
+  if (documents.empty()) {
+    const int64_t tokens = x_BTHD.size(1);
+    return x_BTHD * angles.cosine_T1D.narrow(0, 0, tokens) +
+           turned_BTHD * angles.sine_T1D.narrow(0, 0, tokens);
+  }
+  const Tensor positions_M = positions_of(documents, x_BTHD.device());
+  const auto of_each = [&](const Tensor& table_T1D) {
+    return table_T1D.index_select(0, positions_M).view({x_BTHD.size(0), x_BTHD.size(1), 1, -1});
+  };
+  return x_BTHD * of_each(angles.cosine_T1D) + turned_BTHD * of_each(angles.sine_T1D);
 }
 
-Tensor Model::run_layer(std::span<const Parameter> layer, const Tensor& x_BTC) const {
-  const Tensor& attention_norm_C = layer[0].weight;
-  const Tensor& qkv_EC = layer[1].weight;
-  const Tensor& output_CC = layer[2].weight;
-  const Tensor& mlp_norm_C = layer[3].weight;
-  const Tensor& gate_up_GC = layer[4].weight;
-  const Tensor& down_CF = layer[5].weight;
-  const int64_t heads = options_.heads;
-  const int64_t kv_heads = options_.kv_heads;
-  const int64_t head_width = options_.head_width();
-  const at::IntArrayRef norm_shape = attention_norm_C.sizes();
+/// One document in each row.
+Tensor Model::attend(const Tensor& query_BHTD, const Tensor& key_BKTD, const Tensor& value_BKTD,
+                     uint32_t window) const {
+  const int64_t tokens = query_BHTD.size(2);
+  const bool grouped = model_.kv_heads != model_.heads;
+  const bool slides = window != 0 && tokens > int64_t{window};
+  std::optional<double> scale;
+  if (model_.attention_scale != 0) scale = model_.attention_scale;
+  if (!slides && model_.attention_softcap == 0) {
+    return torch::scaled_dot_product_attention(query_BHTD, key_BKTD, value_BKTD,
+                                               /*attn_mask=*/{}, /*dropout_p=*/0,
+                                               /*is_causal=*/true, scale, grouped);
+  }
+  Tensor seen_TT = torch::ones({tokens, tokens}, query_BHTD.options().dtype(torch::kBool)).tril();
+  if (slides) seen_TT = seen_TT.triu(1 - int64_t{window});
+  if (model_.attention_softcap == 0) {
+    return torch::scaled_dot_product_attention(query_BHTD, key_BKTD, value_BKTD, seen_TT,
+                                               /*dropout_p=*/0, /*is_causal=*/false, scale,
+                                               grouped);
+  }
+  const int64_t sharing = model_.heads / model_.kv_heads;
+  const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(model_.head_width)));
+  const Tensor key_BHTD = key_BKTD.repeat_interleave(sharing, 1);
+  const Tensor value_BHTD = value_BKTD.repeat_interleave(sharing, 1);
+  Tensor scores_BHTT = torch::matmul(query_BHTD, key_BHTD.transpose(2, 3)) * factor;
+  scores_BHTT = torch::tanh(scores_BHTT / model_.attention_softcap) * model_.attention_softcap;
+  scores_BHTT = scores_BHTT.masked_fill(seen_TT.logical_not(), -INFINITY);
+  const Tensor shares_BHTT =
+      torch::softmax(scores_BHTT, -1, torch::kFloat32).to(query_BHTD.scalar_type());
+  return torch::matmul(shares_BHTT, value_BHTD);
+}
 
-  Tensor h_BTC = torch::rms_norm(x_BTC, norm_shape, attention_norm_C, options_.norm_eps);
-  const auto qkv = torch::linear(h_BTC, qkv_EC)
-                       .unflatten(-1, {heads + 2 * kv_heads, head_width})
+Tensor Model::attention(Layer layer, uint32_t window, const Tensor& h_BTC,
+                        const DocumentEnds& documents) const {
+  const int64_t heads = model_.heads;
+  const int64_t kv_heads = model_.kv_heads;
+  const auto qkv = product(layer, Part::kQkv, Part::kQkvBias, h_BTC)
+                       .unflatten(-1, {heads + 2 * kv_heads, int64_t{model_.head_width}})
                        .split_with_sizes({heads, kv_heads, kv_heads}, 2);
-  const Tensor attended_BHTD = torch::scaled_dot_product_attention(
-      rotated(qkv[0]).transpose(1, 2), rotated(qkv[1]).transpose(1, 2), qkv[2].transpose(1, 2),
-      /*attn_mask=*/{}, /*dropout_p=*/0, /*is_causal=*/true, /*scale=*/{},
-      /*enable_gqa=*/kv_heads != heads);
-  const Tensor y_BTC = x_BTC + torch::linear(attended_BHTD.transpose(1, 2).flatten(2), output_CC);
-
-  h_BTC = torch::rms_norm(y_BTC, norm_shape, mlp_norm_C, options_.norm_eps);
-  const auto gate_up = torch::linear(h_BTC, gate_up_GC).chunk(2, -1);
-  return y_BTC + torch::linear(torch::silu(gate_up[0]) * gate_up[1], down_CF);
+  Tensor query_BTHD = qkv[0];
+  Tensor key_BTKD = qkv[1];
+  if (model_.query_key_norm) {
+    query_BTHD = norm(layer, Part::kQueryNorm, {}, query_BTHD);
+    key_BTKD = norm(layer, Part::kKeyNorm, {}, key_BTKD);
+  }
+  if (!model_.learned_positions) {
+    const Angles& angles = window != 0 ? window_angles_ : angles_;
+    query_BTHD = rotated(angles, query_BTHD, documents);
+    key_BTKD = rotated(angles, key_BTKD, documents);
+  }
+  const Tensor query_BHTD = query_BTHD.transpose(1, 2);
+  const Tensor key_BKTD = key_BTKD.transpose(1, 2);
+  const Tensor value_BKTD = qkv[2].transpose(1, 2);
+  Tensor attended_BHTD;
+  if (documents.empty()) {
+    attended_BHTD = attend(query_BHTD, key_BKTD, value_BKTD, window);
+  } else {
+    const int64_t tokens = h_BTC.size(1);
+    std::vector<Tensor> rows;
+    std::vector<Tensor> row;
+    int64_t from = 0;
+    for (const int64_t end : documents) {
+      const auto part = [&](const Tensor& all) {
+        return all.narrow(0, from / tokens, 1).narrow(2, from % tokens, end - from);
+      };
+      row.push_back(attend(part(query_BHTD), part(key_BKTD), part(value_BKTD), window));
+      if (end % tokens == 0) rows.push_back(torch::cat(std::exchange(row, {}), 2));
+      from = end;
+    }
+    attended_BHTD = torch::cat(rows, 0);
+  }
+  return product(layer, Part::kOutput, Part::kOutputBias, attended_BHTD.transpose(1, 2).flatten(2));
 }
 
-Tensor Model::embed(const UnitWeights& embedding, const Tensor& tokens_BT) const {
-  return torch::embedding(embedding.front().weight, tokens_BT);
+/// parameters: of the layer, or of one expert.
+Tensor Model::feed_forward(Layer parameters, const Tensor& h_BTC) const {
+  const Tensor up = product(parameters, Part::kGateUp, Part::kGateUpBias, h_BTC);
+  if (!model_.gated) return product(parameters, Part::kDown, Part::kDownBias, activated(up));
+  const auto gate_up = up.chunk(2, -1);
+  return product(parameters, Part::kDown, Part::kDownBias, activated(gate_up[0]) * gate_up[1]);
 }
 
-Tensor Model::run_layers(size_t unit, const UnitWeights& layers, Tensor x_BTC) const {
+/// Each token through the experts that the router gives the most for it.
+Tensor Model::run_experts(Layer layer, const Tensor& h_BTC) const {
+  const Tensor h_MC = h_BTC.flatten(0, 1);
+  const Tensor chances_MX =
+      torch::softmax(torch::linear(h_MC, get(layer, Part::kRouter)), -1, torch::kFloat32);
+  auto [share_MK, expert_MK] = chances_MX.topk(model_.experts_per_token, -1);
+  if (model_.normalized_experts) share_MK = share_MK / share_MK.sum(-1, /*keepdim=*/true);
+  share_MK = share_MK.to(h_MC.scalar_type());
+
+  Tensor y_MC = torch::zeros_like(h_MC);
+  auto parameters = std::find_if(layer.begin(), layer.end(),
+                                 [](const Parameter& one) { return one.part == Part::kGateUp; });
+  for (int64_t expert = 0; expert < int64_t{model_.experts}; ++expert, parameters += 2) {
+    const auto chosen = torch::where(expert_MK == expert);
+    const Tensor& token = chosen[0];
+    if (token.numel() == 0) continue;
+    const Tensor made = feed_forward(Layer(parameters, 2), h_MC.index_select(0, token)) *
+                        share_MK.index({token, chosen[1]}).unsqueeze(-1);
+    y_MC = y_MC.index_add(0, token, made);
+  }
+  return y_MC.view_as(h_BTC);
+}
+
+Tensor Model::run_layer(Layer layer, uint32_t index, const Tensor& x_BTC,
+                        const DocumentEnds& documents) const {
+  Tensor h_BTC = norm(layer, Part::kAttentionNorm, Part::kAttentionNormBias, x_BTC);
+  Tensor made_BTC = attention(layer, model_.windows[index], h_BTC, documents);
+  if (model_.norm_after) made_BTC = norm(layer, Part::kAttentionPostNorm, {}, made_BTC);
+  const Tensor y_BTC = x_BTC + made_BTC;
+  h_BTC = norm(layer, Part::kMlpNorm, Part::kMlpNormBias, y_BTC);
+  made_BTC = model_.experts != 0 ? run_experts(layer, h_BTC) : feed_forward(layer, h_BTC);
+  if (model_.norm_after) made_BTC = norm(layer, Part::kMlpPostNorm, {}, made_BTC);
+  return y_BTC + made_BTC;
+}
+
+Tensor Model::embed(const UnitWeights& embedding, const Tensor& tokens_BT,
+                    const DocumentEnds& documents) const {
+  Tensor x_BTC = torch::embedding(embedding.front().weight, tokens_BT, model_.padding_token);
+  if (model_.scaled_embedding) {
+    // In the weights' type, as in transformers: sqrt(3072) is 55.5 in bf16.
+    x_BTC = x_BTC * torch::full({}, std::sqrt(static_cast<double>(model_.width)), x_BTC.options());
+  }
+  if (!model_.learned_positions) return x_BTC;
+  const Tensor& positions_PC = get(embedding, Part::kPositions);
+  if (documents.empty()) return x_BTC + positions_PC.narrow(0, 0, tokens_BT.size(1));
+  const Tensor position_M = positions_of(documents, tokens_BT.device());
+  return x_BTC + torch::embedding(positions_PC, position_M.view_as(tokens_BT));
+}
+
+Tensor Model::run_layers(size_t unit, const UnitWeights& layers, Tensor x_BTC,
+                         const DocumentEnds& documents) const {
   const size_t of_layer = layers.size() / units_[unit].layers;
+  uint32_t index = units_[unit].first_layer;
   for (size_t i = 0; i < layers.size(); i += of_layer) {
-    x_BTC = run_layer(std::span(layers).subspan(i, of_layer), x_BTC);
+    x_BTC = run_layer(std::span(layers).subspan(i, of_layer), index++, x_BTC, documents);
   }
   return x_BTC;
 }
 
 Tensor Model::final_norm(const UnitWeights& head, const Tensor& x_BTC) const {
-  const Tensor& norm_C = head.front().weight;
-  return torch::rms_norm(x_BTC, norm_C.sizes(), norm_C, options_.norm_eps).flatten(0, 1);
+  return norm(head, Part::kFinalNorm, Part::kFinalNormBias, x_BTC).flatten(0, 1);
+}
+
+Tensor Model::logits(const Tensor& h_MC, const Tensor& matrix_VC) const {
+  const Tensor logits_MV = torch::linear(h_MC, matrix_VC);
+  if (model_.logit_softcap == 0) return logits_MV;
+  return torch::tanh(logits_MV / model_.logit_softcap) * model_.logit_softcap;
 }
 
 }  // namespace smartinf::train

@@ -1,10 +1,11 @@
-// A decoder-only transformer of the Llama architecture, unit by unit: what each unit computes with
-// the weights that it is given. Who brings the weights is layer_stream.h, who runs the units after
-// each other is unit_pass.h.
+// A decoder-only transformer unit by unit: what each unit computes with the weights that it is
+// given, for every architecture of model/architecture.h. Who brings the weights is layer_stream.h,
+// who runs the units after each other is unit_pass.h.
 //
-// Shapes are in the names: B sequences, T tokens, C model.width, V model.vocabulary, H heads, K
-// heads of keys and values, D head width, N elements of a unit; E is (H + 2K) D, query, key and
-// value side by side; G is 2 model.mlp_width, gate and up side by side; M is B T.
+// Shapes are in the names: B sequences, T tokens, C the residual stream's width, V the vocabulary,
+// H heads, K heads of keys and values, D head width, N elements of a unit; E is (H + 2K) D, query,
+// key and value side by side; F the feed-forward part's width, G is 2 F, gate and up side by side;
+// M is B T; X is experts.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +14,9 @@
 
 #include <torch/types.h>
 
+#include "smartinf/model/architecture.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/unit.h"
-#include "smartinf/train/options.h"
 
 namespace smartinf::train {
 
@@ -24,21 +25,29 @@ namespace smartinf::train {
 struct Parameter {
   torch::Tensor weight;
   uint64_t first = 0;  // element of the space
+  model::Part part = model::Part::kEmbedding;
 };
 /// The parameters of a unit, in the order of the space, which they cover without gaps.
 using UnitWeights = std::vector<Parameter>;
 
+/// Ends of documents in the rows of [B, T] laid end to end, ascending; the end of each row is one.
+/// A token sees its own document only, and positions begin anew with each. Empty: each row is a
+/// document.
+using DocumentEnds = std::vector<int64_t>;
+
 /// Threads: one caller; torch's own threads work inside. Errors: torch throws.
 class Model {
  public:
-  /// weights: their type and device, which are those of activations too. model has its defaults.
-  Model(const ModelOptions& model, const plan::ParameterSpace& space,
+  /// weights: their type and device, which are those of activations too. sequence: tokens that a
+  /// row has at most.
+  Model(const model::Architecture& architecture, const plan::ParameterSpace& space,
         const torch::TensorOptions& weights, uint32_t sequence);
 
+  const model::Architecture& architecture() const { return model_; }
   /// The embedding, layers, and the final norm with the head (which may be the embedding's).
   std::span<const plan::Unit> units() const { return units_; }
   size_t head() const { return units_.size() - 1; }
-  bool tied_head() const { return options_.tied_head; }
+  bool tied_head() const { return model_.tied_head; }
   /// Views of weights_N, all weights of a unit.
   UnitWeights weights_of(size_t unit, const torch::Tensor& weights_N) const;
 
@@ -46,31 +55,56 @@ class Model {
   uint64_t first_of(size_t unit, size_t parameter) const { return shapes_[unit][parameter].first; }
 
   /// Unit 0: [B, T] int64 -> [B, T, C].
-  torch::Tensor embed(const UnitWeights& embedding, const torch::Tensor& tokens_BT) const;
+  torch::Tensor embed(const UnitWeights& embedding, const torch::Tensor& tokens_BT,
+                      const DocumentEnds& documents) const;
   /// A unit of layers: [B, T, C] -> [B, T, C].
-  torch::Tensor run_layers(size_t unit, const UnitWeights& layers, torch::Tensor x_BTC) const;
+  torch::Tensor run_layers(size_t unit, const UnitWeights& layers, torch::Tensor x_BTC,
+                           const DocumentEnds& documents) const;
   /// The last unit's norm: [B, T, C] -> [M, C].
   torch::Tensor final_norm(const UnitWeights& head, const torch::Tensor& x_BTC) const;
   /// The matrix that makes logits of that. embedding: unit 0, where the head is tied to it.
   const torch::Tensor& head_matrix(const UnitWeights& head, const UnitWeights& embedding) const {
-    return options_.tied_head ? embedding.front().weight : head.back().weight;
+    return model_.tied_head ? embedding.front().weight : head.back().weight;
   }
+  /// [M, C] -> [M, V].
+  torch::Tensor logits(const torch::Tensor& h_MC, const torch::Tensor& matrix_VC) const;
 
  private:
-  torch::Tensor run_layer(std::span<const Parameter> layer, const torch::Tensor& x_BTC) const;
-  torch::Tensor rotated(const torch::Tensor& x_BTHD) const;
-
   struct Shape {
     uint64_t first = 0;  // element of the space
     uint64_t count = 0;
     std::vector<int64_t> sizes;
+    model::Part part;
   };
-  static Shape shape_at(const plan::ParameterSpace& space, uint64_t first);
+  /// Of rotary angles; both halves of D alike.
+  struct Angles {
+    torch::Tensor cosine_T1D, sine_T1D;
+  };
+  using Layer = std::span<const Parameter>;
 
-  ModelOptions options_;
+  Angles make_angles(const model::Rope& rope, const torch::TensorOptions& weights,
+                     uint32_t sequence) const;
+  torch::Tensor run_layer(Layer layer, uint32_t index, const torch::Tensor& x_BTC,
+                          const DocumentEnds& documents) const;
+  torch::Tensor attention(Layer layer, uint32_t window, const torch::Tensor& h_BTC,
+                          const DocumentEnds& documents) const;
+  torch::Tensor attend(const torch::Tensor& query_BHTD, const torch::Tensor& key_BKTD,
+                       const torch::Tensor& value_BKTD, uint32_t window) const;
+  torch::Tensor feed_forward(Layer parameters, const torch::Tensor& h_BTC) const;
+  torch::Tensor run_experts(Layer layer, const torch::Tensor& h_BTC) const;
+  torch::Tensor norm(Layer layer, model::Part weight, model::Part bias,
+                     const torch::Tensor& x) const;
+  torch::Tensor product(Layer layer, model::Part weight, model::Part bias,
+                        const torch::Tensor& x) const;
+  torch::Tensor rotated(const Angles& angles, const torch::Tensor& x_BTHD,
+                        const DocumentEnds& documents) const;
+  torch::Tensor activated(const torch::Tensor& x) const;
+
+  model::Architecture model_;
   std::vector<plan::Unit> units_;
   std::vector<std::vector<Shape>> shapes_;  // by unit
-  torch::Tensor cosine_T1D_, sine_T1D_;     // of the rotary angles; both halves of D alike
+  Angles angles_;
+  Angles window_angles_;  // of layers with a window
 };
 
 }  // namespace smartinf::train

@@ -7,8 +7,8 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
-#include "smartinf/train/parameters.h"
 
 namespace smartinf::train {
 namespace {
@@ -50,7 +50,32 @@ ModelOptions with_defaults(ModelOptions model) {
   return model;
 }
 
+namespace {
+
+/// Beside model.from no size may be given.
+Status validate_from(const ModelOptions& model) {
+  const ModelOptions plain;
+  const auto given = [](std::string_view key) {
+    return wrong(key, "is given beside model.from, whose config.json says what the model is",
+                 "Leave it out");
+  };
+  if (model.layers != plain.layers) return given("model.layers");
+  if (model.width != plain.width) return given("model.width");
+  if (model.heads != plain.heads) return given("model.heads");
+  if (model.kv_heads != plain.kv_heads) return given("model.kv_heads");
+  if (model.mlp_width != plain.mlp_width) return given("model.mlp_width");
+  if (model.vocabulary != plain.vocabulary) return given("model.vocabulary");
+  if (model.rope_base != plain.rope_base) return given("model.rope_base");
+  if (model.norm_eps != plain.norm_eps) return given("model.norm_eps");
+  if (model.init_std != plain.init_std) return given("model.init_std");
+  if (model.tied_head != plain.tied_head) return given("model.tied_head");
+  return Status();
+}
+
+}  // namespace
+
 Status validate(const ModelOptions& given) {
+  if (!given.from.empty()) return validate_from(given);
   SI_RETURN_IF_ERROR(within("model.layers", given.layers, 1, kLayersMax));
   SI_RETURN_IF_ERROR(within("model.width", given.width, 1, kWidthMax));
   SI_RETURN_IF_ERROR(within("model.heads", given.heads, 1, given.width));
@@ -122,10 +147,12 @@ Status validate(const Options& options) {
   SI_RETURN_IF_ERROR(validate(options.model));
   SI_RETURN_IF_ERROR(validate(options.data));
   SI_RETURN_IF_ERROR(validate(options.train));
-  if (!options.train.lr_factors.empty() || !options.train.weight_decays.empty()) {
-    ModelOptions model = with_defaults(options.model);
+  const bool has_patterns =
+      !options.train.lr_factors.empty() || !options.train.weight_decays.empty();
+  if (has_patterns && options.model.from.empty()) {
+    model::Architecture model = architecture_of(options.model, options.data.sequence);
     model.vocabulary = std::max(model.vocabulary, 1u);  // names do not depend on it
-    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(model));
+    SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(model));
     SI_RETURN_IF_ERROR(group_parameters(space, options.train).status());
   }
   if (options.checkpoint.every != 0 && options.train.where == OptimizerWhere::kMemory) {

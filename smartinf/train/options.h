@@ -18,8 +18,18 @@
 
 namespace smartinf::train {
 
-/// A decoder-only transformer of the Llama architecture.
+/// model.init. kRandom: of model.from only config.json and the tokenizer are taken.
+enum class ModelInit : uint8_t { kWeights, kRandom };
+inline constexpr std::array<std::string_view, 2> kModelInitNames{"weights", "random"};
+constexpr base::EnumNames enum_names(ModelInit) { return kModelInitNames; }
+
+/// A decoder-only transformer: that of a folder of Hugging Face's, or one of the Llama family with
+/// these sizes.
 struct ModelOptions {
+  std::string from;  // the folder; empty: the sizes below count
+  ModelInit init = ModelInit::kWeights;
+  std::vector<std::string> ignored_keys;  // of config.json: they change nothing that is computed
+
   uint32_t layers = 6;
   uint32_t width = 256;      // of the residual stream
   uint32_t heads = 4;        // of queries; width / heads is the head's width

@@ -11,7 +11,7 @@
 #include <fnmatch.h>
 
 #include "smartinf/base/nearest.h"
-#include "smartinf/train/parameters.h"
+#include "smartinf/model/architecture.h"
 
 namespace smartinf::train {
 namespace {
@@ -121,8 +121,8 @@ Result<GroupedParameters> group_parameters(const plan::ParameterSpace& space,
   SI_ASSIGN_OR_RETURN(const std::vector<Pattern> decays,
                       patterns_of("train.weight_decays", train.weight_decays, space));
   GroupedParameters grouped;
-  grouped.groups.resize(kGroups);
-  grouped.groups[kMatrixGroup].weight_decay = train.weight_decay;
+  grouped.groups.resize(model::kGroups);
+  grouped.groups[model::kMatrixGroup].weight_decay = train.weight_decay;
   std::map<std::tuple<uint32_t, size_t, size_t>, uint32_t> numbers;
   for (const plan::ParameterRange& range : space.ranges()) {
     const size_t factor = last_match(factors, range.name);

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "smartinf/train/parameters.h"
+#include "smartinf/train/model_source.h"
 
 namespace smartinf::train {
 namespace {
@@ -14,7 +14,7 @@ plan::ParameterSpace small_space() {
   ModelOptions model;
   model.layers = 2;
   model.vocabulary = 256;
-  return make_parameter_space(with_defaults(model)).value();
+  return model::make_parameter_space(architecture_of(model, 16)).value();
 }
 
 ParameterGroup group_of(const GroupedParameters& grouped, std::string_view name) {

@@ -187,6 +187,8 @@ Status RunFolder::keep_run_record(const RunRecord& record) const {
   return base::write_text_file(file(kRunFile), text, "cannot write the run's record");
 }
 
+void RunFolder::remove_run_record() const { ::unlink(file(kRunFile).c_str()); }
+
 Result<RunFolder::LogCut> RunFolder::keep_log_until(base::StepNumber step) {
   const std::string path = file(kLogFile);
   LogCut cut;

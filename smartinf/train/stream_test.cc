@@ -137,16 +137,16 @@ class StreamedBits : public testing::TestWithParam<Setting> {
     if (setting.spool_saved) {
       plan.saved_in_memory = 4;
       plan.saved_bytes = plan::layer_saved_bytes(
-          training_model(with_vocabulary(made.options), {}), plan::TrainingProgram::kTrain,
+          training_model(with_vocabulary(made.options), made.options, {}),
+          plan::TrainingProgram::kTrain,
           static_cast<uint32_t>(base::data_type_bytes(precision_data_type(setting.precision))));
       plan.spool_bytes += (saved() + 8) * whole(plan.saved_bytes);
     }
     return plan;
   }
-  static Options with_vocabulary(Options options) {
+  static model::Architecture with_vocabulary(Options options) {
     options.model.vocabulary = 256;
-    options.model = with_defaults(options.model);
-    return options;
+    return architecture_of(options.model, options.data.sequence);
   }
   /// Of layers and micro batches.
   static uint64_t saved() { return uint64_t{kLayers} * GetParam().accumulation; }

@@ -18,8 +18,8 @@
 
 #include "smartinf/base/test_scratch.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
-#include "smartinf/train/parameters.h"
 #include "smartinf/train/trainer.h"
 
 namespace smartinf::train {
@@ -158,7 +158,10 @@ class TestRuns {
       }
       EXPECT_TRUE((*trainer)->finish().ok());
       const Options& options = (*trainer)->options();
-      space = group_parameters(make_parameter_space(options.model).value(), options.train)
+      space = group_parameters(
+                  model::make_parameter_space(architecture_of(options.model, options.data.sequence))
+                      .value(),
+                  options.train)
                   .value()
                   .space;
     }

@@ -230,7 +230,8 @@ Result<Batch> TorchTrainer::read_windows(const TokenStream& stream,
   const Tensor window_BT = torch::empty({rows, length + 1}, torch::kInt64);
   for (size_t row = 0; row < windows.size(); ++row) {
     const auto window = static_cast<size_t>(length + 1);
-    SI_RETURN_IF_ERROR(stream.read(windows[row] * options_.data.sequence, options_.model.vocabulary,
+    SI_RETURN_IF_ERROR(stream.read(windows[row] * options_.data.sequence,
+                                   source_.architecture.vocabulary,
                                    {window_BT.data_ptr<int64_t>() + row * window, window}));
   }
   return Batch{window_BT.narrow(1, 0, length).to(accelerator_),
@@ -300,19 +301,21 @@ void TorchTrainer::report_traffic(StepReport& report) {
 }
 
 std::vector<std::string> TorchTrainer::describe() const {
-  const ModelOptions& model = options_.model;
+  const model::Architecture& model = source_.architecture;
   std::vector<std::string> lines;
   lines.push_back(fmt::format(
-      "model: {:.2f} million parameters, {} layer{} of width {}, {} head{} ({} of keys and "
+      "model: {}, {:.2f} million parameters, {} layer{} of width {}, {} head{} ({} of keys and "
       "values), "
       "{} on {}",
-      static_cast<double>(space_.count()) * 1e-6, model.layers, model.layers == 1 ? "" : "s",
-      model.width, model.heads, model.heads == 1 ? "" : "s", model.kv_heads,
-      base::enum_name(options_.train.precision), accelerator_.str()));
+      base::enum_name(model.family), static_cast<double>(space_.count()) * 1e-6, model.layers,
+      model.layers == 1 ? "" : "s", model.width, model.heads, model.heads == 1 ? "" : "s",
+      model.kv_heads, base::enum_name(options_.train.precision), accelerator_.str()));
+  if (!source_.remark.empty()) lines.push_back("model: " + source_.remark);
   lines.push_back("data: " + corpus_.describe());
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
-  for (std::string& line : describe_plan(plan_, space_, options_)) lines.push_back(std::move(line));
+  for (std::string& line : describe_plan(plan_, source_.architecture))
+    lines.push_back(std::move(line));
   if (!remark_.empty()) lines.push_back(remark_);
   return lines;
 }

@@ -20,6 +20,7 @@
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/memory_updater.h"
 #include "smartinf/train/model.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/position.h"
 #include "smartinf/train/run_choice.h"
@@ -58,9 +59,10 @@ auto guarded(const char* doing, Body body) -> decltype(body()) {
 
 class TorchTrainer final : public Trainer {
  public:
-  TorchTrainer(Options options, Corpus corpus, RunFolder folder, GroupedParameters parameters,
-               torch::Device accelerator, plan::TrainingPlan plan)
+  TorchTrainer(Options options, ModelSource source, Corpus corpus, RunFolder folder,
+               GroupedParameters parameters, torch::Device accelerator, plan::TrainingPlan plan)
       : options_(std::move(options)),
+        source_(std::move(source)),
         corpus_(std::move(corpus)),
         folder_(std::move(folder)),
         space_(std::move(parameters.space)),
@@ -114,6 +116,8 @@ class TorchTrainer final : public Trainer {
   base::Status update(const engine::GradientSummary& summary);
   Overlap overlap_of_next_step() const;
   base::Status open_devices(const Job& job, const RunStart& run_start);
+  /// Step 0. What a failure leaves on the devices and in the folder is removed.
+  base::Status initialize(const Job& job);
   base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
   engine::WeightsSink weights_sink() const {
@@ -126,6 +130,7 @@ class TorchTrainer final : public Trainer {
     ~TensorMemory() { unmap_waiting_pages(); }
   } tensor_memory_;
   Options options_;
+  ModelSource source_;
   Corpus corpus_;
   RunFolder folder_;
   plan::ParameterSpace space_;

@@ -23,6 +23,7 @@ struct Job {
   engine::UpdaterOptions updater;  // with optimizer.where = "memory" only its rule is looked at
   std::string recipe;
   RunChoice choice;  // of a state on the devices that the run's folder does not know
+  engine::StateProgress progress = {};  // of the first weights; a failure that it returns ends it
   /// For tests: instead of what plan_run() finds.
   std::optional<plan::TrainingPlan> plan = {};
 };

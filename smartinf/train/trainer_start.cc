@@ -15,7 +15,9 @@
 #include "smartinf/compress/density.h"
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
-#include "smartinf/train/parameters.h"
+#include "smartinf/model/weight_files.h"
+#include "smartinf/train/initial_weights.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/torch_trainer.h"
 
@@ -130,8 +132,8 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
     if (plan_.spool_bytes > 0) {
       // What is spooled lies on one device whole: each may have less room than that left over.
       const uint64_t largest = std::max(plan_.input_bytes, plan_.saved_bytes);
-      options.spool_bytes = plan_.spool_bytes + options.devices.size() *
-                                                    base::round_up(largest, base::kIoAlignment);
+      options.spool_bytes =
+          plan_.spool_bytes + options.devices.size() * base::round_up(largest, base::kIoAlignment);
     }
   }
   base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
@@ -190,6 +192,50 @@ Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
   return Status();
 }
 
+Status TorchTrainer::initialize(const Job& job) {
+  const auto begin = [&]() -> Status {
+    // Before there is a state that the folder would not know.
+    if (!in_memory_) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
+    if (!source_.config_json.empty()) {
+      SI_RETURN_IF_ERROR(keep_model_files(source_.folder, folder_.path()));
+    }
+    const std::string metadata = position_.to_json();
+    uint64_t done = 0;
+    const auto report = [&](uint64_t elements) {
+      done += elements;
+      return job.progress ? job.progress(4 * done, 4 * space_.count()) : Status();
+    };
+    if (source_.config_json.empty() || options_.model.init == ModelInit::kRandom) {
+      const InitialWeights initial(source_.architecture, space_, options_.train.seed);
+      const auto fill = [&](uint64_t first, std::span<float> out) {
+        initial.fill(first, out);
+        return report(out.size());
+      };
+      return updater_->initialize(fill, metadata);
+    }
+    SI_ASSIGN_OR_RETURN(const model::WeightFiles files,
+                        model::WeightFiles::open(source_.folder, source_.architecture));
+    const auto fill = [&](uint64_t first, std::span<float> out) -> Status {
+      SI_RETURN_IF_ERROR(files.read(first, out));
+      return report(out.size());
+    };
+    return updater_->initialize(fill, metadata);
+  };
+  Status begun = begin();
+  if (begun.ok()) return begun;
+  updater_.reset();
+  if (!in_memory_) {
+    for (const auto& source : engine::sources_at(device_paths_)) {
+      if (const Status erased = source->erase(); !erased.ok()) {
+        base::log(base::LogLevel::kWarning, erased.to_string());
+      }
+    }
+  }
+  remove_model_files(folder_.path());
+  folder_.remove_run_record();
+  return begun;
+}
+
 Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   const TrainOptions& train = options_.train;
   for (const engine::DeviceOptions& device : job.updater.devices) {
@@ -216,12 +262,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   const std::string folder = std::filesystem::absolute(folder_.path(), error).lexically_normal();
   position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), folder};
   if (updater_->fresh()) {
-    // Before there is a state that the folder would not know.
-    if (!in_memory_) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
-    const InitialWeights initial(options_.model, space_, train.seed);
-    SI_RETURN_IF_ERROR(updater_->initialize(
-        [&](uint64_t first, std::span<float> out) { initial.fill(first, out); },
-        position_.to_json()));
+    SI_RETURN_IF_ERROR(initialize(job));
   } else {
     SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->client_metadata()));
     SI_RETURN_IF_ERROR(check_same_data(there, position_));
@@ -243,7 +284,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
                     "Set it to \"auto\" or \"late\"");
     }
   }
-  model_ = std::make_unique<Model>(options_.model, space_,
+  model_ = std::make_unique<Model>(source_.architecture, space_,
                                    torch::dtype(scalar_type(weights_type_)).device(accelerator_),
                                    options_.data.sequence);
   stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, weights_type_,
@@ -267,9 +308,9 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute,
                                      UnitInputs(std::move(inputs)), std::move(saved));
   if (!accelerator_.is_cpu()) {
-    gradient_copies_ =
-        std::make_unique<GradientCopies>(accelerator_, scalar_type(gradient_type_),
-                                         training_model(options_, space_).largest_parameter);
+    gradient_copies_ = std::make_unique<GradientCopies>(
+        accelerator_, scalar_type(gradient_type_),
+        training_model(source_.architecture, options_, space_).largest_parameter);
   }
   traffic_ = updater_->traffic();
   return Status();
@@ -280,6 +321,7 @@ namespace {
 /// A run before its folder and its devices are looked at.
 struct Prepared {
   Options options;
+  ModelSource source;
   Corpus corpus;
   GroupedParameters parameters;
   torch::Device accelerator;
@@ -298,27 +340,33 @@ Result<Prepared> prepare(const Job& job) {
                       choose_accelerator(options.train.accelerator));
   if (!accelerator.is_cpu()) pin_what_is_asked_for();
   SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
-  if (options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
-  if (options.model.vocabulary < corpus.vocabulary()) {
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("model.vocabulary is {}, and the text has {} tokens",
-                              options.model.vocabulary, corpus.vocabulary()),
-                  fmt::format("Leave the key out, or choose at least {}", corpus.vocabulary()));
+  const bool from = !options.model.from.empty();
+  if (!from && options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
+  SI_ASSIGN_OR_RETURN(ModelSource source, find_model(options));
+  const model::Architecture& model = source.architecture;
+  if (model.vocabulary != 0 && model.vocabulary < corpus.vocabulary()) {
+    return Status(
+        ErrorCode::kInvalidArgument,
+        fmt::format("{} is {}, and the text has {} tokens",
+                    from ? "config.json: vocab_size" : "model.vocabulary", model.vocabulary,
+                    corpus.vocabulary()),
+        from ? std::string("Tokenize the data with the model's own tokenizer")
+             : fmt::format("Leave the key out, or choose at least {}", corpus.vocabulary()));
   }
-  if (options.model.vocabulary == 0) {
+  if (model.vocabulary == 0) {
     return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
                   "Token files do not contain it: set it to the number of tokens of the tokenizer");
   }
-  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, make_parameter_space(options.model));
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(model));
   SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
   plan::TrainingPlan plan;
   if (job.plan.has_value()) {
     plan = *job.plan;
   } else {
-    SI_ASSIGN_OR_RETURN(plan, plan_run(options, job.updater, space, memory_of(accelerator)));
+    SI_ASSIGN_OR_RETURN(plan, plan_run(model, options, job.updater, space, memory_of(accelerator)));
   }
-  return Prepared{std::move(options), std::move(corpus), std::move(parameters), accelerator,
-                  std::move(plan)};
+  return Prepared{std::move(options),    std::move(source), std::move(corpus),
+                  std::move(parameters), accelerator,       std::move(plan)};
 }
 
 }  // namespace
@@ -326,7 +374,7 @@ Result<Prepared> prepare(const Job& job) {
 Result<std::vector<std::string>> Trainer::describe_memory(const Job& job) {
   return guarded("plan", [&]() -> Result<std::vector<std::string>> {
     SI_ASSIGN_OR_RETURN(const Prepared run, prepare(job));
-    return describe_plan(run.plan, run.parameters.space, run.options);
+    return describe_plan(run.plan, run.source.architecture);
   });
 }
 
@@ -344,9 +392,9 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
       SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
                              .with_context("checkpoint.folder"));
     }
-    auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(run.corpus),
-                                                  std::move(folder), std::move(run.parameters),
-                                                  run.accelerator, std::move(run.plan));
+    auto trainer = std::make_unique<TorchTrainer>(
+        std::move(options), std::move(run.source), std::move(run.corpus), std::move(folder),
+        std::move(run.parameters), run.accelerator, std::move(run.plan));
     SI_RETURN_IF_ERROR(trainer->start(job, run_start));
     return std::unique_ptr<Trainer>(std::move(trainer));
   });

@@ -40,8 +40,8 @@ struct HeadGradients {
 
 /// The mean loss; gradients of it where they are wanted. Logits are made for some rows at a time
 /// and leave nothing behind but that.
-double head_loss(const Tensor& h_MC, const Tensor& matrix_VC, const Tensor& targets_BT,
-                 HeadGradients* gradients) {
+double head_loss(const Model& model, const Tensor& h_MC, const Tensor& matrix_VC,
+                 const Tensor& targets_BT, HeadGradients* gradients) {
   const Tensor targets_M = targets_BT.flatten();
   const int64_t rows = h_MC.size(0);
   const auto rows_at_once =
@@ -55,7 +55,7 @@ double head_loss(const Tensor& h_MC, const Tensor& matrix_VC, const Tensor& targ
     Tensor part_MC = h_MC.narrow(0, from, some);
     if (gradients != nullptr) part_MC = leaf(part_MC);
     const Tensor part = torch::cross_entropy_loss(
-        torch::linear(part_MC, matrix_VC).to(torch::kFloat32), targets_M.narrow(0, from, some),
+        model.logits(part_MC, matrix_VC).to(torch::kFloat32), targets_M.narrow(0, from, some),
         /*weight=*/{}, at::Reduction::Sum);
     loss = from == 0 ? part.detach() : loss + part.detach();
     if (gradients == nullptr) continue;
@@ -137,7 +137,7 @@ std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeig
                                                      const Tensor& input, size_t batch,
                                                      bool record) const {
   if (unit == 0) {
-    Tensor y_BTC = model_.embed(weights, batches_[batch].tokens_BT);
+    Tensor y_BTC = model_.embed(weights, batches_[batch].tokens_BT, batches_[batch].document_ends);
     return {Graph{torch::autograd::impl::gradient_edge(y_BTC), tensors_of(weights), nullptr},
             y_BTC};
   }
@@ -147,9 +147,9 @@ std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeig
   if (record) {
     graph.saved = SavedTensors::make();
     const SavedTensors::Recording recording(*graph.saved, all_of(weights), graph.leaves.back());
-    y_BTC = model_.run_layers(unit, weights, graph.leaves.back());
+    y_BTC = model_.run_layers(unit, weights, graph.leaves.back(), batches_[batch].document_ends);
   } else {
-    y_BTC = model_.run_layers(unit, weights, graph.leaves.back());
+    y_BTC = model_.run_layers(unit, weights, graph.leaves.back(), batches_[batch].document_ends);
   }
   graph.output = torch::autograd::impl::gradient_edge(y_BTC);
   return {std::move(graph), std::move(y_BTC)};
@@ -160,8 +160,9 @@ void UnitPass::forward_unit(size_t unit, const UnitWeights& weights, size_t batc
   Tensor y_BTC;
   if (recompute_ && (unit == 0 || !saved_)) {
     const torch::NoGradGuard no_grad;
-    y_BTC = unit == 0 ? model_.embed(weights, batches_[batch].tokens_BT)
-                      : model_.run_layers(unit, weights, input);
+    const Batch& tokens = batches_[batch];
+    y_BTC = unit == 0 ? model_.embed(weights, tokens.tokens_BT, tokens.document_ends)
+                      : model_.run_layers(unit, weights, input, tokens.document_ends);
   } else {
     auto [graph, made] = compute(unit, weights, input, batch, saved_.has_value());
     y_BTC = made.detach();
@@ -194,13 +195,17 @@ double UnitPass::head_of(const Head& head, size_t batch) {
   const Tensor x_BTC = leaf(inputs_.take(model_.head(), batch));
   const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
   HeadGradients gradients;
-  const double loss = head_loss(h_MC, head.matrix_VC, batches_[batch].targets_BT, &gradients);
-  auto made = torch::autograd::grad({h_MC}, {x_BTC, head.weights.front().weight}, {gradients.h_MC});
+  const double loss =
+      head_loss(model_, h_MC, head.matrix_VC, batches_[batch].targets_BT, &gradients);
+  std::vector<Tensor> leaves{x_BTC};
+  const size_t of_norm = head.weights.size() - (model_.tied_head() ? 0 : 1);
+  for (size_t p = 0; p < of_norm; ++p) leaves.push_back(head.weights[p].weight);
+  auto made = torch::autograd::grad({h_MC}, leaves, {gradients.h_MC});
   gradients_BTC_[batch] = std::move(made[0]);
   std::vector<Tensor>& sums = sums_[model_.head()];
   sums.resize(head.weights.size());
-  add_gradient(sums[0], std::move(made[1]), batch);
-  add_gradient(model_.tied_head() ? tied_sum_ : sums[1], std::move(gradients.matrix_VC), batch);
+  for (size_t p = 0; p < of_norm; ++p) add_gradient(sums[p], std::move(made[p + 1]), batch);
+  add_gradient(model_.tied_head() ? tied_sum_ : sums.back(), std::move(gradients.matrix_VC), batch);
   return loss;
 }
 
@@ -228,6 +233,8 @@ void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t bat
   if (unit > 0) gradients_BTC_[batch] = std::move(made.back());
   sums_[unit].resize(weights.size());
   for (size_t p = 0; p < weights.size(); ++p) {
+    // Of an expert that no token went through.
+    if (!made[p].defined()) made[p] = torch::zeros_like(weights[p].weight);
     add_gradient(sums_[unit][p], std::move(made[p]), batch);
   }
 }
@@ -250,17 +257,19 @@ void UnitPass::give_out(size_t unit) {
   std::vector<Tensor> sums = std::exchange(sums_[unit], {});
   for (size_t p = sums.size(); p-- > 0;) {
     // An embedding that is the head's matrix too: both shares.
-    if (unit == 0 && model_.tied_head()) sums[p] = std::exchange(tied_sum_, {}).add_(sums[p]);
+    if (unit == 0 && p == 0 && model_.tied_head())
+      sums[p] = std::exchange(tied_sum_, {}).add_(sums[p]);
     options_->take_gradient(model_.first_of(unit, p), std::move(sums[p]));
   }
 }
 
-Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT) {
+Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT, const DocumentEnds& documents) {
   stream_.start(forward_order());
   Tensor x_BTC;
   for (size_t unit = 0; unit < model_.head(); ++unit) {
     const UnitWeights& weights = stream_.get(unit);
-    x_BTC = unit == 0 ? model_.embed(weights, tokens_BT) : model_.run_layers(unit, weights, x_BTC);
+    x_BTC = unit == 0 ? model_.embed(weights, tokens_BT, documents)
+                      : model_.run_layers(unit, weights, x_BTC, documents);
     stream_.release(unit);
   }
   return x_BTC;
@@ -268,20 +277,20 @@ Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT) {
 
 double UnitPass::loss(const Batch& batch) {
   const torch::NoGradGuard no_grad;
-  const Tensor x_BTC = forward_without_gradients(batch.tokens_BT);
+  const Tensor x_BTC = forward_without_gradients(batch.tokens_BT, batch.document_ends);
   const Head head = get_head();
   const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
-  const double loss = head_loss(h_MC, head.matrix_VC, batch.targets_BT, nullptr);
+  const double loss = head_loss(model_, h_MC, head.matrix_VC, batch.targets_BT, nullptr);
   release_head();
   return loss;
 }
 
 Tensor UnitPass::next_logits(const Tensor& tokens_BT) {
   const torch::NoGradGuard no_grad;
-  const Tensor x_BTC = forward_without_gradients(tokens_BT);
+  const Tensor x_BTC = forward_without_gradients(tokens_BT, {});
   const Tensor last_BTC = x_BTC.narrow(1, x_BTC.size(1) - 1, 1);
   const Head head = get_head();
-  const Tensor logits_BV = torch::linear(model_.final_norm(head.weights, last_BTC), head.matrix_VC);
+  const Tensor logits_BV = model_.logits(model_.final_norm(head.weights, last_BTC), head.matrix_VC);
   release_head();
   return logits_BV;
 }

@@ -26,6 +26,7 @@ namespace smartinf::train {
 struct Batch {
   torch::Tensor tokens_BT;   // int64, on the accelerator
   torch::Tensor targets_BT;  // the token after each
+  DocumentEnds document_ends = {};
 };
 
 /// Threads: one caller; torch's own threads work inside. Errors: torch throws; StatusError of the
@@ -81,7 +82,8 @@ class UnitPass {
   Head get_head();
   void release_head();
   std::vector<uint32_t> forward_order() const;
-  torch::Tensor forward_without_gradients(const torch::Tensor& tokens_BT);
+  torch::Tensor forward_without_gradients(const torch::Tensor& tokens_BT,
+                                          const DocumentEnds& documents);
   void forward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   double head_of(const Head& head, size_t batch);
   void backward_unit(size_t unit, const UnitWeights& weights, size_t batch);

@@ -7,13 +7,13 @@
 
 #include "smartinf/base/status.h"
 
-namespace smartinf::train {
+namespace smartinf::base {
 
 /// A file's bytes, read-only, unmapped on destruction.
 class FileMapping {
  public:
   /// Errors: kNotFound, kIo; an empty file maps to nothing.
-  static base::Result<FileMapping> open(const std::string& path);
+  static Result<FileMapping> open(const std::string& path);
   FileMapping(FileMapping&& other) noexcept;
   FileMapping& operator=(FileMapping&& other) noexcept;
   ~FileMapping();
@@ -24,4 +24,4 @@ class FileMapping {
   std::span<const std::byte> bytes_;
 };
 
-}  // namespace smartinf::train
+}  // namespace smartinf::base

@@ -1,19 +1,21 @@
 // The safetensors format: an 8-byte little-endian header length, a JSON header that gives each
-// tensor's type, shape and byte range, then the tensors' bytes. Written as a stream, read by
-// mapping. Source: https://huggingface.co/docs/safetensors, "Format".
+// tensor's type, shape and byte range, then the tensors' bytes. Source:
+// https://huggingface.co/docs/safetensors, "Format".
 #pragma once
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "smartinf/base/data_file.h"
+#include "smartinf/base/file_mapping.h"
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
-#include "smartinf/train/file_mapping.h"
 
-namespace smartinf::train {
+namespace smartinf::model {
 
 struct TensorInfo {
   std::string name;
@@ -49,6 +51,24 @@ class SafetensorsWriter {
   uint64_t bytes_left_ = 0;
 };
 
+/// What a safetensors file says of itself.
+struct SafetensorsHeader {
+  struct Entry {
+    std::string type;  // "F32", "BF16", "U8"...
+    std::vector<uint64_t> shape;
+    uint64_t offset = 0;  // byte of the file
+    uint64_t bytes = 0;
+  };
+  std::map<std::string, Entry> tensors;
+  std::map<std::string, std::string> metadata;
+
+  /// Takes no more memory than a few times the header, of at most 100 MB. Errors: kCorrupt with
+  /// what is wrong: also for bytes that are not in the file, or not as many as the shape says.
+  static base::Result<SafetensorsHeader> read(const base::DataFile& file);
+};
+/// Nothing for a type that is no number of ours.
+std::optional<base::DataType> safetensors_type(const std::string& name);
+
 /// A safetensors file, mapped.
 class SafetensorsFile {
  public:
@@ -61,10 +81,10 @@ class SafetensorsFile {
   std::string metadata(const std::string& key) const;
 
  private:
-  explicit SafetensorsFile(FileMapping mapping) : mapping_(std::move(mapping)) {}
-  FileMapping mapping_;
-  std::map<std::string, std::span<const std::byte>> tensors_;
-  std::map<std::string, std::string> metadata_;
+  SafetensorsFile(base::FileMapping mapping, SafetensorsHeader header)
+      : mapping_(std::move(mapping)), header_(std::move(header)) {}
+  base::FileMapping mapping_;
+  SafetensorsHeader header_;
 };
 
-}  // namespace smartinf::train
+}  // namespace smartinf::model

@@ -1,4 +1,4 @@
-#include "smartinf/train/data_file.h"
+#include "smartinf/base/data_file.h"
 
 #include <cerrno>
 #include <utility>
@@ -10,19 +10,15 @@
 
 #include "smartinf/base/file.h"
 
-namespace smartinf::train {
-
-using base::ErrorCode;
-using base::Result;
-using base::Status;
+namespace smartinf::base {
 
 Result<DataFile> DataFile::open(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const int descriptor,
-                      base::open_regular_file(path, O_RDONLY, "cannot open the data file"));
+                      open_regular_file(path, O_RDONLY, "cannot open the file"));
   DataFile file(path, descriptor, 0);
   struct stat info {};
   if (::fstat(descriptor, &info) != 0) {
-    return base::errno_status(errno, "cannot examine the data file", path);
+    return errno_status(errno, "cannot examine the file", path);
   }
   file.size_ = static_cast<uint64_t>(info.st_size);
   return file;
@@ -49,14 +45,12 @@ Status DataFile::read(uint64_t offset, std::span<std::byte> out) const {
   for (uint64_t at = offset; !out.empty();) {
     const ssize_t got = ::pread(descriptor_, out.data(), out.size(), static_cast<off_t>(at));
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) return base::errno_status(errno, "cannot read the data file", path_, at, length);
+    if (got < 0) return errno_status(errno, "cannot read the file", path_, at, length);
     if (got == 0) {
-      return Status(ErrorCode::kCorrupt,
-                    fmt::format("the data file had {} bytes when training began and has become "
-                                "shorter",
-                                size_),
-                    "Restore the file as it was, then start the run again.",
-                    base::ErrorPlace{path_, at, length, 0});
+      return Status(
+          ErrorCode::kCorrupt,
+          fmt::format("the file had {} bytes when it was opened and has become shorter", size_),
+          "Restore the file as it was, then start again", ErrorPlace{path_, at, length, 0});
     }
     at += static_cast<uint64_t>(got);
     out = out.subspan(static_cast<size_t>(got));
@@ -64,4 +58,4 @@ Status DataFile::read(uint64_t offset, std::span<std::byte> out) const {
   return Status();
 }
 
-}  // namespace smartinf::train
+}  // namespace smartinf::base

@@ -1,4 +1,4 @@
-#include "smartinf/train/file_mapping.h"
+#include "smartinf/base/file_mapping.h"
 
 #include <cerrno>
 #include <utility>
@@ -10,23 +10,20 @@
 
 #include "smartinf/base/file.h"
 
-namespace smartinf::train {
-
-using base::Result;
-using base::Status;
+namespace smartinf::base {
 
 Result<FileMapping> FileMapping::open(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const int descriptor,
-                      base::open_regular_file(path, O_RDONLY, "cannot open the file"));
+                      open_regular_file(path, O_RDONLY, "cannot open the file"));
   struct stat info = {};
   Status failure;
   void* memory = nullptr;
   if (::fstat(descriptor, &info) != 0) {
-    failure = base::errno_status(errno, "cannot examine the file", path);
+    failure = errno_status(errno, "cannot examine the file", path);
   } else if (info.st_size > 0) {
     memory =
         ::mmap(nullptr, static_cast<size_t>(info.st_size), PROT_READ, MAP_SHARED, descriptor, 0);
-    if (memory == MAP_FAILED) failure = base::errno_status(errno, "cannot map the file", path);
+    if (memory == MAP_FAILED) failure = errno_status(errno, "cannot map the file", path);
   }
   ::close(descriptor);
   if (!failure.ok()) return failure;
@@ -44,4 +41,4 @@ FileMapping::~FileMapping() {
   if (bytes_.data() != nullptr) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
 }
 
-}  // namespace smartinf::train
+}  // namespace smartinf::base

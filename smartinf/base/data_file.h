@@ -1,4 +1,4 @@
-// A file of tokens, read piece by piece.
+// A file of tokens or weights, read piece by piece.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,13 @@
 
 #include "smartinf/base/status.h"
 
-namespace smartinf::train {
+namespace smartinf::base {
 
 /// Open for reading. Not mapped: a mapped file that somebody shortens ends the process (SIGBUS).
 class DataFile {
  public:
   /// Errors: kNotFound, kInvalidArgument (not a regular file), kPermissionDenied, kIo.
-  static base::Result<DataFile> open(const std::string& path);
+  static Result<DataFile> open(const std::string& path);
   DataFile(DataFile&& other) noexcept;
   DataFile& operator=(DataFile&& other) noexcept;
   ~DataFile();
@@ -23,7 +23,7 @@ class DataFile {
   /// When it was opened.
   uint64_t size() const { return size_; }
   /// Bytes [offset, offset + out.size()). Errors: kCorrupt when the file has become shorter; kIo.
-  base::Status read(uint64_t offset, std::span<std::byte> out) const;
+  Status read(uint64_t offset, std::span<std::byte> out) const;
 
  private:
   DataFile(std::string path, int descriptor, uint64_t size)
@@ -33,4 +33,4 @@ class DataFile {
   uint64_t size_ = 0;
 };
 
-}  // namespace smartinf::train
+}  // namespace smartinf::base

@@ -1,0 +1,248 @@
+#include "smartinf/model/weight_files.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <filesystem>
+#include <map>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/file.h"
+#include "smartinf/base/text.h"
+#include "smartinf/model/safetensors.h"
+
+namespace smartinf::model {
+namespace {
+
+namespace fs = std::filesystem;
+using base::DataType;
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+constexpr std::string_view kIndex = "model.safetensors.index.json";
+constexpr std::string_view kSingle = "model.safetensors";
+constexpr uint64_t kIndexBytesMax = uint64_t{256} << 20;
+constexpr std::string_view kGetAgain = "Get the model's folder again";
+
+std::string shown(const std::string& name) { return base::printable(name) ? name : "?"; }
+
+Status at(ErrorCode code, std::string what, std::string_view advice, const std::string& path) {
+  return Status(code, std::move(what), std::string(advice), base::ErrorPlace{path, {}, {}, 0});
+}
+
+/// Tables that older versions of transformers stored beside the weights.
+bool is_table(std::string_view name) {
+  return name.ends_with(".rotary_emb.inv_freq") || name.ends_with(".attn.bias") ||
+         name.ends_with(".attn.masked_bias");
+}
+
+/// As GPT2LMHeadModel calls it: files of GPT2Model have names without the first part.
+std::string full_name(const Architecture& model, const std::string& name) {
+  const bool bare = model.family == Family::kGpt2 && !name.starts_with("transformer.") &&
+                    !name.starts_with("lm_head.");
+  return bare ? "transformer." + name : name;
+}
+
+std::string shape_text(const std::vector<uint64_t>& shape) {
+  return fmt::format("[{}]", fmt::join(shape, ", "));
+}
+
+/// The files that the index names, each of them once.
+Result<std::vector<std::string>> files_of_index(const std::string& path) {
+  SI_ASSIGN_OR_RETURN(const std::string text,
+                      base::read_text_file(path, "cannot read the index", kIndexBytesMax));
+  const nlohmann::json json = base::parse_json(text);
+  if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object()) {
+    return at(ErrorCode::kCorrupt, "the index has no weight_map", kGetAgain, path);
+  }
+  std::set<std::string> files;
+  for (const auto& [tensor, file] : json["weight_map"].items()) {
+    const std::string name = file.is_string() ? file.get<std::string>() : "";
+    // No path: what is beside the folder is not its own.
+    if (!name.ends_with(".safetensors") || name.find('/') != std::string::npos ||
+        name.starts_with(".") || !base::printable(name)) {
+      return at(
+          ErrorCode::kCorrupt,
+          fmt::format("the index names a file for {} that is not in the folder", shown(tensor)),
+          kGetAgain, path);
+    }
+    files.insert(name);
+  }
+  return std::vector<std::string>(files.begin(), files.end());
+}
+
+}  // namespace
+
+Status WeightFiles::find_files(const std::string& folder) {
+  folder_ = folder;
+  std::error_code error;
+  std::vector<std::string> names{std::string(kSingle)};
+  const std::string index = folder + "/" + std::string(kIndex);
+  if (fs::exists(index, error)) {
+    SI_ASSIGN_OR_RETURN(names, files_of_index(index));
+  } else if (!fs::exists(folder + "/" + std::string(kSingle), error)) {
+    const bool other = fs::exists(folder + "/pytorch_model.bin", error) ||
+                       fs::exists(folder + "/pytorch_model.bin.index.json", error);
+    return at(other ? ErrorCode::kUnsupported : ErrorCode::kNotFound,
+              other ? "model.from: the folder has its weights in pickled files"
+                    : "model.from: there is neither model.safetensors nor its index",
+              other ? "Load it with transformers and save it again: save_pretrained() writes "
+                      "safetensors"
+                    : "Name a folder as transformers' save_pretrained() writes it",
+              folder);
+  }
+  for (const std::string& name : names) {
+    Result<base::DataFile> file = base::DataFile::open(folder + "/" + name);
+    if (!file.ok()) return std::move(file).status().with_context("model.from");
+    files_.push_back(std::move(*file));
+  }
+  return Status();
+}
+
+Status WeightFiles::find_tensors(const Architecture& model) {
+  struct Found {
+    SafetensorsHeader::Entry entry;
+    size_t file;
+  };
+  std::map<std::string, Found> found;
+  for (size_t i = 0; i < files_.size(); ++i) {
+    SI_ASSIGN_OR_RETURN(SafetensorsHeader header, SafetensorsHeader::read(files_[i]));
+    for (auto& [name, entry] : header.tensors) {
+      if (is_table(name)) continue;
+      const bool once = found.emplace(full_name(model, name), Found{std::move(entry), i}).second;
+      if (!once) {
+        return at(ErrorCode::kCorrupt, fmt::format("{} is in two files", shown(name)), kGetAgain,
+                  files_[i].path());
+      }
+    }
+  }
+  const auto place_of = [&](const std::string& name, const Found& tensor) -> Result<Place> {
+    const std::optional<DataType> type = safetensors_type(tensor.entry.type);
+    if (type.has_value()) return Place{tensor.file, tensor.entry.offset, *type};
+    return at(ErrorCode::kUnsupported,
+              fmt::format("{} is of type {}", shown(name), shown(tensor.entry.type)),
+              "Weights of F32, BF16 and F16 can be read", files_[tensor.file].path());
+  };
+  for (const plan::ParameterRange& range : space_.ranges()) {
+    const auto tensor = found.find(range.name);
+    if (tensor == found.end()) {
+      return at(ErrorCode::kMismatch,
+                fmt::format("model.from: {} is in none of the files", range.name),
+                "Check that config.json and the weights belong together", folder_);
+    }
+    if (tensor->second.entry.shape != range.shape) {
+      return at(ErrorCode::kMismatch,
+                fmt::format("model.from: {} is {}, and by config.json it would be {}", range.name,
+                            shape_text(tensor->second.entry.shape), shape_text(range.shape)),
+                "Check that config.json and the weights belong together",
+                files_[tensor->second.file].path());
+    }
+    SI_ASSIGN_OR_RETURN(const Place place, place_of(range.name, tensor->second));
+    places_.push_back(place);
+    found.erase(tensor);
+  }
+  // A tied head that was stored nevertheless.
+  if (const auto head = found.find("lm_head.weight"); head != found.end() && model.tied_head) {
+    if (head->second.entry.shape == space_.ranges().front().shape) {
+      SI_ASSIGN_OR_RETURN(const Place place, place_of(head->first, head->second));
+      SI_RETURN_IF_ERROR(check_tied_head(model, place));
+      found.erase(head);
+    }
+  }
+  if (found.empty()) return Status();
+  return at(ErrorCode::kMismatch,
+            fmt::format("model.from: {} is not part of a {} model of this config.json{}",
+                        shown(found.begin()->first), base::enum_name(model.family),
+                        found.size() > 1 ? fmt::format(", nor are {} more", found.size() - 1) : ""),
+            "Check that config.json and the weights belong together",
+            files_[found.begin()->second.file].path());
+}
+
+Status WeightFiles::check_tied_head(const Architecture&, const Place& head) const {
+  constexpr uint64_t kPiece = uint64_t{1} << 16;
+  std::vector<float> one(kPiece);
+  std::vector<float> other(kPiece);
+  const uint64_t count = space_.ranges().front().count;
+  for (uint64_t first = 0; first < count; first += kPiece) {
+    const size_t here = std::min(kPiece, count - first);
+    SI_RETURN_IF_ERROR(read_place(places_.front(), first, std::span(one).first(here)));
+    SI_RETURN_IF_ERROR(read_place(head, first, std::span(other).first(here)));
+    if (std::equal(one.begin(), one.begin() + here, other.begin())) continue;
+    return at(ErrorCode::kMismatch,
+              "model.from: lm_head.weight is not the embedding, but config.json says that they are "
+              "tied",
+              "Set tie_word_embeddings to false in config.json if the head is one of its own",
+              folder_);
+  }
+  return Status();
+}
+
+Result<WeightFiles> WeightFiles::open(const std::string& folder, const Architecture& model) {
+  WeightFiles files;
+  SI_ASSIGN_OR_RETURN(files.space_, make_parameter_space(model));
+  SI_RETURN_IF_ERROR(files.find_files(folder));
+  SI_RETURN_IF_ERROR(files.find_tensors(model));
+  return files;
+}
+
+std::optional<DataType> WeightFiles::type() const {
+  for (const Place& place : places_) {
+    if (place.type != places_.front().type) return std::nullopt;
+  }
+  return places_.front().type;
+}
+
+uint64_t WeightFiles::bytes() const {
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    bytes += space_.ranges()[i].count * base::data_type_bytes(places_[i].type);
+  }
+  return bytes;
+}
+
+Status WeightFiles::read_place(const Place& place, uint64_t within, std::span<float> out) const {
+  const base::DataFile& file = files_[place.file];
+  const uint64_t each = base::data_type_bytes(place.type);
+  const uint64_t offset = place.offset + within * each;
+  if (place.type == DataType::kF32) return file.read(offset, std::as_writable_bytes(out));
+  // Into the second half, from where it is cast from the front: a value is read before its place is
+  // written.
+  const std::span<std::byte> raw = std::as_writable_bytes(out).last(out.size() * each);
+  SI_RETURN_IF_ERROR(file.read(offset, raw));
+  for (size_t i = 0; i < out.size(); ++i) {
+    uint16_t bits = 0;
+    std::copy_n(raw.data() + i * each, each, reinterpret_cast<std::byte*>(&bits));
+    out[i] = place.type == DataType::kBf16 ? base::to_f32(base::Bf16{bits})
+                                           : base::to_f32(base::F16{bits});
+  }
+  return Status();
+}
+
+Status WeightFiles::read(uint64_t first, std::span<float> out) const {
+  for (size_t i = space_.index_at(first); !out.empty(); ++i) {
+    const plan::ParameterRange& range = space_.ranges()[i];
+    const uint64_t within = first - range.first;
+    const std::span<float> here = out.first(std::min<uint64_t>(out.size(), range.count - within));
+    SI_RETURN_IF_ERROR(read_place(places_[i], within, here));
+    const auto wrong =
+        std::find_if(here.begin(), here.end(), [](float value) { return !std::isfinite(value); });
+    if (wrong != here.end()) {
+      const uint64_t element = within + static_cast<uint64_t>(wrong - here.begin());
+      return at(ErrorCode::kCorrupt,
+                fmt::format("model.from: element {} of {} is {}", element, range.name, *wrong),
+                "Get the model's folder again; a model with such weights cannot be trained",
+                files_[places_[i].file].path());
+    }
+    out = out.subspan(here.size());
+    first += here.size();
+  }
+  return Status();
+}
+
+}  // namespace smartinf::model

@@ -1,0 +1,53 @@
+// The weights in a folder of Hugging Face's: safetensors, one file or several with an index.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/data_file.h"
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/model/architecture.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::model {
+
+/// All files open, every header read and every tensor found. Threads: const members are safe from
+/// any thread.
+class WeightFiles {
+ public:
+  /// Errors: kNotFound (no weights there, or a file that the index names), kCorrupt (a header, an
+  /// index, a name that leaves the folder), kMismatch with the tensor's name (missing, surplus, of
+  /// another shape), kUnsupported (another type, or another format of files).
+  static base::Result<WeightFiles> open(const std::string& folder,
+                                        const Architecture& architecture);
+
+  /// Of all tensors, where it is one.
+  std::optional<base::DataType> type() const;
+  uint64_t bytes() const;
+
+  /// Puts elements [first, first + out.size()) of the parameter space into out, as f32. Errors:
+  /// kCorrupt for a value that is not finite, with its tensor and file; kIo.
+  base::Status read(uint64_t first, std::span<float> out) const;
+
+ private:
+  struct Place {
+    size_t file = 0;
+    uint64_t offset = 0;  // bytes
+    base::DataType type = base::DataType::kF32;
+  };
+  base::Status find_files(const std::string& folder);
+  base::Status find_tensors(const Architecture& architecture);
+  base::Status check_tied_head(const Architecture& architecture, const Place& head) const;
+  base::Status read_place(const Place& place, uint64_t within, std::span<float> out) const;
+
+  std::string folder_;
+  std::vector<base::DataFile> files_;
+  plan::ParameterSpace space_;
+  std::vector<Place> places_;  // by range of the space
+};
+
+}  // namespace smartinf::model

@@ -1,0 +1,53 @@
+// Which model a run trains: that of the recipe's numbers, or that of a folder of Hugging Face's,
+// whose small files (config.json, the tokenizer) the run's folder keeps.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/model/architecture.h"
+#include "smartinf/train/options.h"
+
+namespace smartinf::train {
+
+/// The recipe's numbers, of the Llama family. `model` may leave out what follows from others.
+model::Architecture architecture_of(const ModelOptions& model, uint32_t sequence);
+
+struct ModelSource {
+  model::Architecture architecture;
+  std::string config_json;             // empty: the recipe says what the model is
+  std::optional<base::DataType> type;  // that config.json names
+  std::string remark;                  // what is not done as config.json says; empty: nothing
+  std::string folder;                  // that config.json is from
+};
+/// model.from's folder, else what the run has kept of it. Errors: kNotFound, those of
+/// model::read_config(), kMismatch where both are there and config.json is not the same.
+base::Result<ModelSource> find_model(const Options& options);
+
+/// What transformers loads a tokenizer from, and how it generates.
+inline constexpr std::array<std::string_view, 10> kTokenizerFiles{"tokenizer.json",
+                                                                  "tokenizer_config.json",
+                                                                  "special_tokens_map.json",
+                                                                  "added_tokens.json",
+                                                                  "vocab.json",
+                                                                  "merges.txt",
+                                                                  "tokenizer.model",
+                                                                  "chat_template.jinja",
+                                                                  "chat_template.json",
+                                                                  "generation_config.json"};
+/// Copies config.json and the tokenizer's files from model.from's folder into the run's. Durable.
+base::Status keep_model_files(const std::string& from, const std::string& run);
+/// What was kept: names and contents, config.json left out.
+base::Result<std::vector<std::pair<std::string, std::string>>> kept_tokenizer_files(
+    const std::string& run);
+/// After a start that failed.
+void remove_model_files(const std::string& run);
+
+}  // namespace smartinf::train

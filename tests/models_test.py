@@ -1,0 +1,243 @@
+"""Models of transformers' own making, random and small: the same logits and gradients here and there,
+and folders that come back as they were.
+
+Usage: models_test.py SMARTINF OUTPUTS_OF_FOLDER
+"""
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import unittest
+
+OUTPUTS = str(pathlib.Path(sys.argv.pop(2)).resolve())
+
+from train_runs import SMARTINF, TrainCase
+
+try:
+    import safetensors.torch
+    import torch
+    import transformers
+except ImportError as missing:
+    print(f"skipped: {missing}; scripts/setup.sh installs what is missing")
+    sys.exit(77)
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+COMMON = dict(vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+              num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False)
+WIDE_HEADS = dict(COMMON, head_dim=16)
+LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=16)
+YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
+
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**COMMON),
+    "llama_tied_biases": transformers.LlamaConfig(**dict(WIDE_HEADS, tie_word_embeddings=True), attention_bias=True,
+                                                  mlp_bias=True),
+    "llama3_rope": transformers.LlamaConfig(**COMMON, rope_parameters=LLAMA3),
+    "linear_rope": transformers.LlamaConfig(**COMMON, rope_parameters=dict(
+        rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    "yarn_rope": transformers.LlamaConfig(**COMMON, rope_parameters=YARN),
+    "yarn_rope_mscale": transformers.LlamaConfig(**COMMON, rope_parameters=dict(
+        YARN, mscale=0.7, mscale_all_dim=0.4, beta_fast=16, beta_slow=2)),
+    "mistral": transformers.MistralConfig(**WIDE_HEADS, sliding_window=7),
+    "qwen2": transformers.Qwen2Config(**COMMON),
+    "qwen2_window": transformers.Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=9,
+                                             max_window_layers=1),
+    "qwen3": transformers.Qwen3Config(**WIDE_HEADS),
+    "gemma2": transformers.Gemma2Config(**dict(WIDE_HEADS, tie_word_embeddings=True), sliding_window=8,
+                                        query_pre_attn_scalar=24, attn_logit_softcapping=5.0,
+                                        final_logit_softcapping=3.0),
+    "gemma3": transformers.Gemma3TextConfig(**dict(WIDE_HEADS, tie_word_embeddings=True), sliding_window=8,
+                                            query_pre_attn_scalar=24,
+                                            layer_types=["sliding_attention", "full_attention",
+                                                         "sliding_attention"]),
+    "gpt2": transformers.GPT2Config(vocab_size=199, n_embd=48, n_layer=3, n_head=4, n_positions=64, resid_pdrop=0.0,
+                                    embd_pdrop=0.0, attn_pdrop=0.0),
+    "mixtral": transformers.MixtralConfig(**COMMON, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**WIDE_HEADS, num_experts=6, num_experts_per_tok=3,
+                                             moe_intermediate_size=40, norm_topk_prob=True),
+    "qwen3_moe_plain_shares": transformers.Qwen3MoeConfig(**WIDE_HEADS, num_experts=6, num_experts_per_tok=2,
+                                                          moe_intermediate_size=40, norm_topk_prob=False),
+}
+
+
+def make(config, folder, dtype=torch.float32):
+    """A model with weights of everyday size in every tensor, norms and biases included, saved."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.ndim == 1 else 0.1))
+    model = model.to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def read(folder):
+    """All tensors of a folder's files, by name."""
+    tensors = {}
+    for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        tensors.update(safetensors.torch.load_file(file))
+    return tensors
+
+
+def gradients(model, folder, loss):
+    """Of every parameter, by the name that it has in files."""
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            parameter.copy_(torch.zeros_like(parameter) if gradient is None else gradient)
+    model.save_pretrained(folder)
+    return read(folder)
+
+
+class Models(TrainCase):
+    def outputs(self, folder, tokens, ends=None):
+        inputs = {"tokens": tokens.contiguous()}
+        if ends is not None:
+            inputs["document_ends"] = torch.tensor(ends)
+        safetensors.torch.save_file(inputs, self.folder / "in.safetensors")
+        subprocess.run([OUTPUTS, str(folder), "f32", str(self.folder / "in.safetensors"),
+                        str(self.folder / "out.safetensors")], check=True)
+        return safetensors.torch.load_file(self.folder / "out.safetensors")
+
+    def near(self, here, there, name, limit=1e-5):
+        scale = there.abs().max().clamp(min=1e-3)
+        self.assertLess(((here - there).abs().max() / scale).item(), limit, name)
+
+    def test_logits_and_gradients_are_those_of_transformers(self):
+        torch.manual_seed(2)
+        tokens = torch.randint(0, 199, (2, 49))  # longer than the windows, and than the rope's trained lengths
+        for name, config in CONFIGS.items():
+            with self.subTest(model=name):
+                model = make(config, self.folder / name)
+                here = self.outputs(self.folder / name, tokens)
+                logits = model.train()(tokens[:, :-1]).logits
+                self.near(here.pop("logits"), logits.flatten(0, 1).detach(), "logits")
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+                there = gradients(model, self.folder / "gradients", loss)
+                self.assertEqual(sorted(here), sorted(there))
+                for tensor, gradient in there.items():
+                    self.near(here[tensor], gradient, tensor, limit=5e-5)
+                shutil.rmtree(self.folder / "gradients")
+
+    def test_documents_do_not_see_each_other(self):
+        tokens = torch.randint(0, 199, (2, 33))
+        for name in ("llama", "mistral", "gemma3", "gpt2", "gemma2"):
+            with self.subTest(model=name):
+                make(CONFIGS[name], self.folder / name)
+                whole = self.outputs(self.folder / name, tokens, [5, 6, 32, 52, 64])["logits"]
+                for row, first, last in ((0, 0, 5), (0, 6, 32), (1, 0, 20), (1, 20, 32)):
+                    alone = self.outputs(self.folder / name, tokens[row:row + 1, first:last + 1])["logits"]
+                    self.near(whole[32 * row + first:32 * row + last], alone, (row, first))
+
+    def fine_tune(self, folder, run, *flags, steps=1, code=0):
+        recipe = pathlib.Path(self.recipe(steps=steps))
+        text = recipe.read_text()
+        recipe.write_text(f'[model]\nfrom = "{folder}"\n\n' + text[text.index("[data]"):])
+        return self.train(str(recipe), run, "--train.warmup_steps", "1", "--train.lr_floor", "1", *flags, code=code)
+
+    def test_what_is_imported_is_exported_bit_for_bit(self):
+        for name, dtype in (("llama3_rope", torch.bfloat16), ("qwen3", torch.float16), ("gpt2", torch.float32),
+                            ("mixtral", torch.bfloat16), ("gemma3", torch.bfloat16), ("qwen2", torch.bfloat16)):
+            with self.subTest(model=name):
+                config = CONFIGS[name].__class__.from_dict(dict(CONFIGS[name].to_dict(), vocab_size=256))
+                make(config, self.folder / name, dtype)
+                # A learning rate that changes nothing.
+                self.fine_tune(self.folder / name, "run_" + name, "--train.lr", "1e-30", "--train.weight_decay", "0")
+                out = self.export("run_" + name, "out_" + name)
+                there, here = read(self.folder / name), read(out)
+                self.assertEqual(sorted(here), sorted(there))
+                for tensor, value in there.items():
+                    self.assertTrue(torch.equal(here[tensor], value), tensor)
+                loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+                self.assertEqual(loaded.dtype, dtype)
+                self.assertEqual(loaded.config.to_dict(), transformers.AutoConfig.from_pretrained(
+                    self.folder / name).to_dict() | {"_name_or_path": str(out)})
+
+    def test_a_damaged_folder_is_named_and_leaves_nothing(self):
+        make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=256)), self.folder / "good")
+        tensors = read(self.folder / "good")
+        gate = "model.layers.1.mlp.gate_proj.weight"
+
+        def weights(changed):
+            return lambda folder: safetensors.torch.save_file(changed, folder / "model.safetensors")
+
+        def config(**changes):
+            def change(folder):
+                keys = json.loads((folder / "config.json").read_text())
+                (folder / "config.json").write_text(json.dumps({**keys, **changes}))
+            return change
+
+        def index(file):
+            def change(folder):
+                (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+                (folder / "model.safetensors.index.json").write_text(json.dumps(
+                    {"weight_map": {gate: file, "lm_head.weight": "model-00001-of-00002.safetensors"}}))
+            return change
+
+        def cut(folder):
+            with open(folder / "model.safetensors", "r+b") as file:
+                file.truncate((folder / "model.safetensors").stat().st_size - 4)
+
+        def pickled(folder):
+            (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+        not_finite = tensors[gate].clone()
+        not_finite[1, 2] = float("nan")
+        cases = {
+            "missing": (weights({k: v for k, v in tensors.items() if k != gate}), gate),
+            "surplus": (weights({**tensors, "model.extra.weight": torch.zeros(3)}), "model.extra.weight"),
+            "shape": (weights({**tensors, gate: torch.zeros(3, 4)}), f"{gate} is [3, 4]"),
+            "type": (weights({**tensors, gate: tensors[gate].to(torch.int8)}), "of type I8"),
+            "nan": (weights({**tensors, gate: not_finite}), f"element 50 of {gate} is nan"),
+            "cut": (cut, "bytes are missing"),
+            "file": (index("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors"),
+            "traversal": (index("../model.safetensors"), "not in the folder"),
+            "pickled": (pickled, "pickled"),
+            "family": (config(model_type="bert"), "bert"),
+            "key": (config(embedding_multiplier=12.0), "embedding_multiplier"),
+            "rope": (config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "longrope"),
+            "quantized": (config(quantization_config={"bits": 4}), "quantization_config"),
+            "number": (config(num_hidden_layers="three"), "num_hidden_layers"),
+        }
+        for name, (change, says) in cases.items():
+            with self.subTest(case=name):
+                folder = self.folder / name
+                shutil.copytree(self.folder / "good", folder)
+                change(folder)
+                self.assertIn(says, self.fine_tune(folder, "run", code=1))
+                left = [p.relative_to(self.folder / "run").as_posix() for p in (self.folder / "run").rglob("*")
+                        if p.is_file() and p.stat().st_size > 0]
+                self.assertEqual(left, [])
+        known = self.folder / "known"
+        shutil.copytree(self.folder / "good", known)
+        config(embedding_multiplier=12.0)(known)
+        self.fine_tune(known, "run", "--model.ignored_keys", "embedding_multiplier")
+        self.assertIn("beside model.from", self.fine_tune(known, "other", "--model.layers", "2", code=2))
+
+    def test_a_run_goes_on_without_the_folder_it_came_from(self):
+        config = CONFIGS["qwen3"].__class__(**dict(WIDE_HEADS, vocab_size=256))
+        make(config, self.folder / "model", torch.bfloat16)
+        (self.folder / "model/tokenizer.json").write_text('{"version": "1.0"}')
+        self.fine_tune(self.folder / "model", "whole", steps=4)
+        self.fine_tune(self.folder / "model", "parts", steps=2)
+        (self.folder / "model").rename(self.folder / "away")
+        self.fine_tune(self.folder / "model", "parts", steps=4)
+        self.assertEqual([loss for _, loss in self.losses("parts")][2:],
+                         [loss for _, loss in self.losses("whole")][2:])
+        out = self.export("parts", "out")
+        self.assertEqual((out / "tokenizer.json").read_text(), '{"version": "1.0"}')
+        config = json.loads((self.folder / "away/config.json").read_text())
+        (self.folder / "model").mkdir()
+        (self.folder / "model/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+        self.assertIn("not the one that the run was started with",
+                      self.fine_tune(self.folder / "model", "parts", steps=6, code=1))
+
+
+if __name__ == "__main__":
+    unittest.main()

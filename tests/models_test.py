@@ -159,6 +159,76 @@ class Models(TrainCase):
                 self.assertEqual(loaded.config.to_dict(), transformers.AutoConfig.from_pretrained(
                     self.folder / name).to_dict() | {"_name_or_path": str(out)})
 
+    # The same eight sequences in every step, in any order.
+    SAME_BATCH = ("--data.validation_share", "0", "--train.micro_batch", "8", "--train.accumulation", "1",
+                  "--train.precision", "f32", "--train.clip_norm", "0", "--train.weight_decay", "0.01",
+                  "--train.warmup_steps", "0", "--optimizer.beta1", "0.9", "--optimizer.beta2", "0.99",
+                  "--optimizer.eps", "1e-8")
+
+    def curve(self, model, steps, lr):
+        """Losses of torch's own AdamW over the corpus' sequences."""
+        tokens = torch.frombuffer(bytearray(self.corpus.read_bytes()), dtype=torch.uint8).long()
+        rows = torch.stack([tokens[32 * i:32 * i + 33] for i in range(8)])
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in parameters if p.ndim > 1]},
+                  {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
+        losses = []
+        for _ in range(steps):
+            loss = model(rows[:, :-1]).logits.flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(loss, rows[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def same_curves(self, run, there):
+        here = [loss for _, loss in self.losses(run)]
+        self.assertEqual(len(here), len(there))
+        apart = max(abs(a - b) / b for a, b in zip(here, there, strict=True))
+        self.assertLess(apart, 1e-4)
+        self.assertLess(there[-1], 0.95 * there[0], "the model has learnt something")
+
+    def test_fine_tuning_goes_as_with_torch(self):
+        self.corpus.write_bytes(self.corpus.read_bytes()[:257])
+        for name in ("gpt2", "qwen3", "mixtral"):
+            with self.subTest(model=name):
+                config = CONFIGS[name].__class__.from_dict(dict(CONFIGS[name].to_dict(), vocab_size=256))
+                model = make(config, self.folder / name)
+                self.fine_tune(self.folder / name, "run_" + name, *self.SAME_BATCH, "--train.lr", "1e-3", steps=100)
+                self.same_curves("run_" + name, self.curve(model, 100, 1e-3))
+
+    def test_adapters_go_as_with_peft(self):
+        try:
+            import peft
+        except ImportError:
+            self.skipTest("peft is not installed")
+        self.corpus.write_bytes(self.corpus.read_bytes()[:257])
+        cases = {"gpt2": ["c_attn", "mlp.c_proj"], "qwen3": ["all-linear"], "llama": ["q_proj", "v_proj", "up_proj"]}
+        for name, targets in cases.items():
+            with self.subTest(model=name):
+                config = CONFIGS[name].__class__.from_dict(dict(CONFIGS[name].to_dict(), vocab_size=256))
+                make(config, self.folder / name)
+                flags = (*self.SAME_BATCH, "--lora.rank", "4", "--lora.alpha", "12", "--lora.targets",
+                         ",".join(targets))
+                # First values: A as it was drawn, B still zero.
+                self.fine_tune(self.folder / name, "first_" + name, *flags, "--train.lr", "1e-30")
+                first = self.export("first_" + name, "first_adapters_" + name)
+                base = transformers.AutoModelForCausalLM.from_pretrained(self.folder / name)
+                model = peft.PeftModel.from_pretrained(base, first, is_trainable=True)
+                self.fine_tune(self.folder / name, "run_" + name, *flags, "--train.lr", "1e-2", steps=40)
+                self.same_curves("run_" + name, self.curve(model, 40, 1e-2))
+                there = peft.get_peft_model_state_dict(model)
+                here = read(self.export("run_" + name, "adapters_" + name))
+                self.assertEqual(sorted(here), sorted(there))
+                merged = transformers.AutoModelForCausalLM.from_pretrained(
+                    self.export("run_" + name, "merged_" + name, "--merge"))
+                tokens = torch.randint(0, 256, (1, 20))
+                with torch.no_grad():
+                    apart = (merged(tokens).logits - model(tokens).logits).abs().max()
+                self.assertLess(apart.item(), 1e-2)
+
     def test_a_damaged_folder_is_named_and_leaves_nothing(self):
         make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=256)), self.folder / "good")
         tensors = read(self.folder / "good")

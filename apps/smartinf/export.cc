@@ -26,6 +26,7 @@ struct Flags {
   std::string out;
   std::string type;
   std::string shard_size = "5GB";
+  bool merge = false;
   bool json = false;
 };
 
@@ -37,6 +38,7 @@ int run_export(const Flags& flags) {
   }
   train::ExportOptions options;
   options.out = flags.out;
+  options.merge = flags.merge;
   if (!flags.type.empty()) {
     options.type = *base::enum_from_name<base::DataType>(flags.type);
   }
@@ -53,7 +55,7 @@ int run_export(const Flags& flags) {
   Progress progress("exporting", interrupt.token());
   options.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
   const Result<train::ExportSummary> summary = train::export_run(
-      {loaded->recipe.options, loaded->recipe.updater, /*recipe=*/"", {}, {}}, options);
+      {loaded->recipe.options, loaded->recipe.updater, /*recipe=*/"", {}, {}, {}}, options);
   progress.clear();
   if (!summary.ok()) return report(summary.status());
   if (flags.json) {
@@ -84,6 +86,8 @@ void add_export(CLI::App& app, Run& run) {
                    "Type of the weights [of model.from, else train.precision of the run]")
       ->check(CLI::IsMember(base::enum_name_list<base::DataType>()))
       ->type_name("f32|bf16|f16");
+  command->add_flag("--merge", flags->merge,
+                    "Add adapters to the model's own weights [a folder of adapters for PEFT]");
   command->add_option("--shard-size", flags->shard_size, "Largest size of one file [5GB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");

@@ -35,6 +35,8 @@ Choice choice(E& value, base::EnumNames names = enum_names(E{})) {
 
 constexpr std::array kSections{
     Section{"model", "A decoder-only transformer: from a folder, or of the Llama architecture."},
+    Section{"lora",
+            "Low-rank adapters: trained instead of the weights of model.from (docs/models.md)."},
     Section{"data", "The text or tokens that the model is trained on."},
     Section{"train", "The training loop."},
     Section{"checkpoint", "Copies of the state, made between two steps (docs/state.md)."},
@@ -72,6 +74,14 @@ constexpr auto kKeys = std::to_array<Key>({
            "standard deviation of the initial weights"),
     SI_KEY("model.tied_head", &r.options.model.tied_head,
            "whether the output head is the embedding"),
+
+    SI_KEY("lora.rank", &r.options.lora.rank, "rank of the adapters; 0: all weights are trained"),
+    SI_KEY("lora.alpha", &r.options.lora.alpha,
+           "number that, divided by rank, multiplies what an adapter adds"),
+    SI_KEY(
+        "lora.targets", &r.options.lora.targets,
+        "matrices that get an adapter, by the ends of their names, e.g. [\"q_proj\", \"v_proj\"]; "
+        "\"all-linear\": all matrices of layers but experts and routers"),
 
     SI_KEY("data.paths", &r.options.data.paths,
            "text files, folders of them, token files (.bin), or \"python-stdlib\", the standard "

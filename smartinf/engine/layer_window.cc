@@ -18,18 +18,18 @@ uint64_t end_of(const plan::Subgroup& subgroup) { return subgroup.first + subgro
 
 }  // namespace
 
-uint64_t window_slot_bytes(const Updater& updater, std::span<const plan::Unit> units,
+uint64_t window_slot_bytes(const WeightSource& source, std::span<const plan::Unit> units,
                            base::DataType type) {
   uint64_t elements = 0;
   for (const plan::Unit& unit : units) {
-    const uint64_t first = updater.subgroup_at(unit.first).first;
-    elements = std::max(elements, end_of(updater.subgroup_at(unit.end() - 1)) - first);
+    const uint64_t first = source.subgroup_at(unit.first).first;
+    elements = std::max(elements, end_of(source.subgroup_at(unit.end() - 1)) - first);
   }
   return elements * base::data_type_bytes(type);
 }
 
-LayerWindow::LayerWindow(Updater& updater, Options options)
-    : updater_(updater),
+LayerWindow::LayerWindow(WeightSource& source, Options options)
+    : source_(source),
       options_(std::move(options)),
       value_bytes_(base::data_type_bytes(options_.type)),
       resident_elements_(options_.resident.size() / value_bytes_),
@@ -131,11 +131,11 @@ Status LayerWindow::load(uint32_t unit, uint32_t index) {
   SI_RETURN_IF_ERROR(empty(index));
   Slot& slot = slots_[index];
   const plan::Unit& wanted = options_.units[unit];
-  slot.first = updater_.subgroup_at(wanted.first).first;
+  slot.first = source_.subgroup_at(wanted.first).first;
   slot.end = slot.first;
   slot.unit = unit;
   while (slot.end < wanted.end()) {
-    Pending pending{updater_.subgroup_at(slot.end), kNone, false};
+    Pending pending{source_.subgroup_at(slot.end), kNone, false};
     const uint64_t first = pending.subgroup.first;
     const uint64_t end = end_of(pending.subgroup);
     pending.from_resident = end <= resident_elements_;
@@ -146,7 +146,7 @@ Status LayerWindow::load(uint32_t unit, uint32_t index) {
       if (has) pending.from = i;
     }
     if (pending.from == kNone && !pending.from_resident) {
-      SI_RETURN_IF_ERROR(updater_.fetch_weights(first, options_.type, at(slot, first)));
+      SI_RETURN_IF_ERROR(source_.fetch_weights(first, options_.type, at(slot, first)));
     }
     slot.pending.push_back(pending);
     slot.end = end;
@@ -174,7 +174,7 @@ Status LayerWindow::finish(Slot& slot, size_t index) {
                 bytes);
     return Status();
   }
-  if (pending.from == kNone) return updater_.wait_fetched(subgroup.first);
+  if (pending.from == kNone) return source_.wait_fetched(subgroup.first);
   Slot& other = slots_[pending.from];
   for (size_t i = 0; i < other.pending.size(); ++i) {
     if (other.pending[i].subgroup.first != subgroup.first) continue;
@@ -185,7 +185,8 @@ Status LayerWindow::finish(Slot& slot, size_t index) {
   return Status();
 }
 
-/// Nothing is on its way into the slot any more, or to be copied from it. Errors: of what is copied.
+/// Nothing is on its way into the slot any more, or to be copied from it. Errors: of what is
+/// copied.
 Status LayerWindow::empty(uint32_t index) {
   Slot& slot = slots_[index];
   for (Slot& other : slots_) {
@@ -205,7 +206,7 @@ void LayerWindow::forget() {
     if (slot.held > 0) continue;
     for (const Pending& pending : std::exchange(slot.pending, {})) {
       if (pending.from != kNone || pending.from_resident) continue;
-      static_cast<void>(updater_.wait_fetched(pending.subgroup.first));
+      static_cast<void>(source_.wait_fetched(pending.subgroup.first));
     }
     slot.unit = kNone;
   }

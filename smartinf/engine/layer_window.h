@@ -10,23 +10,23 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
-#include "smartinf/engine/updater.h"
+#include "smartinf/engine/weight_source.h"
 #include "smartinf/plan/unit.h"
 
 namespace smartinf::engine {
 
 /// Bytes of a slot that holds any of these units: whole subgroups, so that a unit has one at each
 /// end that it shares.
-uint64_t window_slot_bytes(const Updater& updater, std::span<const plan::Unit> units,
+uint64_t window_slot_bytes(const WeightSource& source, std::span<const plan::Unit> units,
                            base::DataType type);
 
-/// Threads: one caller, who is the updater's.
+/// Threads: one caller, who is the source's.
 class LayerWindow {
  public:
   struct Options {
     std::vector<plan::Unit> units;
     base::DataType type = base::DataType::kBf16;
-    /// window_slot_bytes() each, until window and updater are destroyed. At least as many as units
+    /// window_slot_bytes() each, until window and source are destroyed. At least as many as units
     /// are held at once; one more reads ahead.
     std::vector<std::span<std::byte>> slots;
     /// The first elements of the space, whole subgroups, which an update puts there
@@ -35,7 +35,7 @@ class LayerWindow {
     std::span<const std::byte> resident;
     std::function<base::Status(uint64_t)> wait_resident;
   };
-  LayerWindow(Updater& updater, Options options);
+  LayerWindow(WeightSource& source, Options options);
   /// Waits for what is being read.
   ~LayerWindow();
   LayerWindow(const LayerWindow&) = delete;
@@ -85,13 +85,13 @@ class LayerWindow {
   void forget();
   std::byte* at(const Slot& slot, uint64_t element) const;
 
-  Updater& updater_;
+  WeightSource& source_;
   const Options options_;
   const uint64_t value_bytes_;
   const uint64_t resident_elements_;
   std::vector<Slot> slots_;
   std::vector<uint32_t> order_;
-  size_t next_ = 0;  // in order_: the use that get() is asked for next
+  size_t next_ = 0;       // in order_: the use that get() is asked for next
   base::Status failure_;  // of reading ahead
   uint64_t hits_ = 0;
   uint64_t misses_ = 0;

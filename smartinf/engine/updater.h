@@ -24,6 +24,7 @@
 #include "smartinf/engine/device_source.h"
 #include "smartinf/engine/gradient_tracker.h"
 #include "smartinf/engine/options.h"
+#include "smartinf/engine/weight_source.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/parameter_space.h"
 
@@ -52,12 +53,6 @@ struct UpdaterTraffic {
   UpdaterTraffic since(const UpdaterTraffic& earlier) const;
 };
 
-/// Where the weights of a span of the parameter space that starts at `first` go in host memory.
-/// The engine asks once per subgroup (`first` is a multiple of base::kBlockElements), so weights
-/// lie there in the order of the space, without gaps, at least as far as a subgroup reaches: one
-/// flat buffer, of which a model's tensors are views. Null: those weights are not wanted.
-using WeightsSink = std::function<void*(uint64_t first)>;
-
 /// Errors: kInvalidArgument for fewer groups than the space has.
 base::Status check_groups(const UpdateOptions& options, const plan::ParameterSpace& space);
 /// Errors: kInvalidArgument for more bytes than a step keeps.
@@ -66,7 +61,7 @@ base::Status check_client_metadata(const std::string& client_metadata);
 /// Threads: one caller. The devices' own threads work in between.
 /// After kTimeout a device may still read or write what was handed in for it: gradients and weights
 /// have to stay until the updater is destroyed.
-class Updater {
+class Updater : public WeightSource {
  public:
   /// Opens what is on the devices, or creates it when all of them are empty (see options.h).
   /// `fresh()` tells which. Recovery to the last committed step has happened on return.
@@ -78,7 +73,7 @@ class Updater {
   static base::Result<std::unique_ptr<Updater>> open(
       const UpdaterOptions& options, const plan::ParameterSpace& space,
       std::vector<std::unique_ptr<DeviceSource>> sources);
-  virtual ~Updater() = default;
+  ~Updater() override = default;
 
   virtual bool fresh() const = 0;
   virtual base::StepNumber committed_step() const = 0;
@@ -115,7 +110,7 @@ class Updater {
   virtual base::Status read_weights(
       const std::function<base::Status(uint64_t first, std::span<const float>)>& visit) = 0;
   /// The weights that the current step's update sent up: resume and evaluation.
-  virtual base::Status load_weights(base::DataType type, const WeightsSink& sink) = 0;
+  base::Status load_weights(base::DataType type, const WeightsSink& sink) override = 0;
 
   /// Starts committed_step() + 1, after waiting for a commit that was started.
   /// Errors: of that commit; kFailedPrecondition before initialize().
@@ -156,10 +151,10 @@ class Updater {
                                     const WeightsSink& sink) = 0;
   /// Waits until the new weights of [first, first + count) are there. Errors: of the device that
   /// failed, named; the step can then only be aborted, which commit does too.
-  virtual base::Status wait_weights(uint64_t first, uint64_t count) = 0;
+  base::Status wait_weights(uint64_t first, uint64_t count) override = 0;
 
   /// The subgroup that holds an element of the space: what fetch_weights() fetches at once.
-  virtual plan::Subgroup subgroup_at(uint64_t element) const;
+  plan::Subgroup subgroup_at(uint64_t element) const override;
   /// With UpdaterOptions::stream_weights: starts to bring the weights of the subgroup that begins
   /// at `first` to `out`, [count] of type, at any time. They are those of the newest step whose
   /// update was started (start_update), else of the committed one, and equal in bits to those that
@@ -169,11 +164,11 @@ class Updater {
   /// after the commit. `out` stays until wait_fetched() has returned or the updater is destroyed.
   /// Errors: kUnsupported without stream_weights; kInvalidArgument for a `first` within a subgroup;
   /// kFailedPrecondition before initialize(), or while a fetch of the subgroup is under way.
-  virtual base::Status fetch_weights(uint64_t first, base::DataType type, void* out);
+  base::Status fetch_weights(uint64_t first, base::DataType type, void* out) override;
   /// Waits until they are there. Errors: of the device, named, after which they can be fetched
   /// again; kCancelled when the step was aborted; kFailedPrecondition where nothing was fetched,
   /// and where they come only after a commit that was not started (then it may be called again).
-  virtual base::Status wait_fetched(uint64_t first);
+  base::Status wait_fetched(uint64_t first) override;
 
   /// Starts the commit and returns at once: when all writes are done the step is prepared on every
   /// device, then committed on every device. At most kClientMetadataBytesMax of client metadata.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <set>
@@ -12,6 +13,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/file.h"
 #include "smartinf/base/text.h"
 #include "smartinf/model/safetensors.h"
@@ -151,7 +153,7 @@ Status WeightFiles::find_tensors(const Architecture& model) {
   if (const auto head = found.find("lm_head.weight"); head != found.end() && model.tied_head) {
     if (head->second.entry.shape == space_.ranges().front().shape) {
       SI_ASSIGN_OR_RETURN(const Place place, place_of(head->first, head->second));
-      SI_RETURN_IF_ERROR(check_tied_head(model, place));
+      SI_RETURN_IF_ERROR(check_tied_head(place));
       found.erase(head);
     }
   }
@@ -164,7 +166,7 @@ Status WeightFiles::find_tensors(const Architecture& model) {
             files_[found.begin()->second.file].path());
 }
 
-Status WeightFiles::check_tied_head(const Architecture&, const Place& head) const {
+Status WeightFiles::check_tied_head(const Place& head) const {
   constexpr uint64_t kPiece = uint64_t{1} << 16;
   std::vector<float> one(kPiece);
   std::vector<float> other(kPiece);
@@ -224,21 +226,72 @@ Status WeightFiles::read_place(const Place& place, uint64_t within, std::span<fl
   return Status();
 }
 
+Status WeightFiles::read_range(size_t i, uint64_t within, std::span<float> out) const {
+  SI_RETURN_IF_ERROR(read_place(places_[i], within, out));
+  const auto wrong =
+      std::find_if(out.begin(), out.end(), [](float value) { return !std::isfinite(value); });
+  if (wrong == out.end()) return Status();
+  const uint64_t element = within + static_cast<uint64_t>(wrong - out.begin());
+  return at(
+      ErrorCode::kCorrupt,
+      fmt::format("model.from: element {} of {} is {}", element, space_.ranges()[i].name, *wrong),
+      "Get the model's folder again; a model with such weights cannot be trained",
+      files_[places_[i].file].path());
+}
+
+Status WeightFiles::read_as(DataType type, uint64_t first, uint64_t count, std::byte* out) const {
+  const uint64_t each = base::data_type_bytes(type);
+  std::vector<float> piece;
+  for (size_t i = space_.index_at(first); count > 0; ++i) {
+    const plan::ParameterRange& range = space_.ranges()[i];
+    uint64_t within = first - range.first;
+    uint64_t here = std::min(count, range.count - within);
+    first += here;
+    count -= here;
+    if (places_[i].type == type) {
+      SI_RETURN_IF_ERROR(
+          files_[places_[i].file].read(places_[i].offset + within * each, {out, here * each}));
+      out += here * each;
+      continue;
+    }
+    constexpr uint64_t kPiece = uint64_t{1} << 16;
+    for (uint64_t some = 0; here > 0; here -= some, within += some) {
+      some = std::min(kPiece, here);
+      piece.resize(some);
+      SI_RETURN_IF_ERROR(read_range(i, within, piece));
+      for (const float value : piece) {
+        if (type == DataType::kF32) std::memcpy(out, &value, each);
+        const uint16_t bits =
+            type == DataType::kBf16 ? base::to_bf16(value).bits : base::to_f16(value).bits;
+        if (type != DataType::kF32) std::memcpy(out, &bits, each);
+        out += each;
+      }
+    }
+  }
+  return Status();
+}
+
+Result<uint64_t> WeightFiles::digest() const {
+  constexpr uint64_t kEnd = uint64_t{1} << 20;  // of each file, at both ends
+  uint64_t digest = 0;
+  std::vector<std::byte> bytes;
+  for (const base::DataFile& file : files_) {
+    const uint64_t some = std::min(kEnd, file.size());
+    for (const uint64_t offset : {uint64_t{0}, file.size() - some}) {
+      bytes.resize(some);
+      SI_RETURN_IF_ERROR(file.read(offset, bytes));
+      digest = base::checksum(bytes) ^ (digest * 31 + file.size());
+    }
+  }
+  return digest;
+}
+
 Status WeightFiles::read(uint64_t first, std::span<float> out) const {
   for (size_t i = space_.index_at(first); !out.empty(); ++i) {
     const plan::ParameterRange& range = space_.ranges()[i];
     const uint64_t within = first - range.first;
     const std::span<float> here = out.first(std::min<uint64_t>(out.size(), range.count - within));
-    SI_RETURN_IF_ERROR(read_place(places_[i], within, here));
-    const auto wrong =
-        std::find_if(here.begin(), here.end(), [](float value) { return !std::isfinite(value); });
-    if (wrong != here.end()) {
-      const uint64_t element = within + static_cast<uint64_t>(wrong - here.begin());
-      return at(ErrorCode::kCorrupt,
-                fmt::format("model.from: element {} of {} is {}", element, range.name, *wrong),
-                "Get the model's folder again; a model with such weights cannot be trained",
-                files_[places_[i].file].path());
-    }
+    SI_RETURN_IF_ERROR(read_range(i, within, here));
     out = out.subspan(here.size());
     first += here.size();
   }

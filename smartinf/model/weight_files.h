@@ -32,6 +32,11 @@ class WeightFiles {
   /// Puts elements [first, first + out.size()) of the parameter space into out, as f32. Errors:
   /// kCorrupt for a value that is not finite, with its tensor and file; kIo.
   base::Status read(uint64_t first, std::span<float> out) const;
+  /// The same of [first, first + count), of another type. What has that type in the files is handed
+  /// out as it is, finite or not.
+  base::Status read_as(base::DataType type, uint64_t first, uint64_t count, std::byte* out) const;
+  /// Of names, sizes and some of the contents of the files: of other weights it is another one.
+  base::Result<uint64_t> digest() const;
 
  private:
   struct Place {
@@ -41,8 +46,9 @@ class WeightFiles {
   };
   base::Status find_files(const std::string& folder);
   base::Status find_tensors(const Architecture& architecture);
-  base::Status check_tied_head(const Architecture& architecture, const Place& head) const;
+  base::Status check_tied_head(const Place& head) const;
   base::Status read_place(const Place& place, uint64_t within, std::span<float> out) const;
+  base::Status read_range(size_t range, uint64_t within, std::span<float> out) const;
 
   std::string folder_;
   std::vector<base::DataFile> files_;

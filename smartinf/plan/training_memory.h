@@ -21,6 +21,7 @@ namespace smartinf::plan {
 /// A decoder-only transformer as memory sees it. Counts of elements.
 struct TrainingModel {
   uint64_t parameters = 0;
+  uint64_t adapters = 0;  // parameters beside them, which alone are trained; 0: all are trained
   uint64_t largest_parameter = 0;
   uint64_t layers = 0;
   uint64_t width = 0;

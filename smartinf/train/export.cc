@@ -24,6 +24,7 @@
 #include "smartinf/engine/updater.h"
 #include "smartinf/model/config_json.h"
 #include "smartinf/model/safetensors.h"
+#include "smartinf/model/weight_files.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/hugging_face.h"
 #include "smartinf/train/memory_state.h"
@@ -137,6 +138,7 @@ std::string index_json(const std::vector<Shard>& shards) {
 
 /// Its lock says that the export is going on; a partial folder without it is nobody's.
 constexpr std::string_view kMark = ".smartinf-export";
+constexpr const char* kConfigFile = "config.json";
 constexpr std::string_view kPartialSuffix = ".partial";
 constexpr uint64_t kTokenizerBytesMax = uint64_t{256} << 20;
 
@@ -376,7 +378,7 @@ Result<TextFiles> describe_model(const Job& job, const ModelSource& source, Data
       std::erase_if(texts, [](const auto& file) { return file.first == "tokenizer.json"; });
       texts.emplace_back("tokenizer.json", std::move(tokenizer));
     }
-    texts.emplace_back("config.json", model::with_type(source.config_json, type));
+    texts.emplace_back(kConfigFile, model::with_type(source.config_json, type));
     return texts;
   }
   // Token files do not say their vocabulary, so a run on them has it in its recipe.
@@ -398,32 +400,109 @@ Result<TextFiles> describe_model(const Job& job, const ModelSource& source, Data
 
 }  // namespace
 
+namespace {
+
+/// Every element of a space in order, into `take`; returns the step they are of.
+using ReadAll =
+    std::function<Result<base::StepNumber>(const std::function<Status(std::span<const float>)>&)>;
+
+// What is written: which parameters, and where their values come from.
+struct Contents {
+  plan::ParameterSpace space;
+  ReadAll read;
+};
+
+/// The model's weights with what its adapters add: W + scale B A.
+Result<Contents> merged(const Job& job, const ModelSource& source,
+                        std::vector<model::LoraTarget> targets, plan::ParameterSpace trained) {
+  Contents contents;
+  SI_ASSIGN_OR_RETURN(contents.space, model::make_parameter_space(source.architecture));
+  SI_ASSIGN_OR_RETURN(model::WeightFiles opened,
+                      model::WeightFiles::open(source.folder, source.architecture));
+  const auto files = std::make_shared<model::WeightFiles>(std::move(opened));
+  contents.read =
+      [&job, files, space = contents.space, targets = std::move(targets),
+       trained = std::move(trained), transposed = source.architecture.transposed](
+          const std::function<Status(std::span<const float>)>& take) -> Result<base::StepNumber> {
+    const model::LoraOptions& lora = job.options.lora;
+    std::vector<float> adapters;
+    SI_ASSIGN_OR_RETURN(const base::StepNumber step,
+                        read_master(job, trained, [&](std::span<const float> elements) {
+                          adapters.insert(adapters.end(), elements.begin(), elements.end());
+                          return Status();
+                        }));
+    std::vector<float> values;
+    for (const plan::ParameterRange& range : space.ranges()) {
+      const auto target = std::ranges::find_if(targets, [&](const model::LoraTarget& one) {
+        return range.name == one.module + ".weight";
+      });
+      constexpr uint64_t kPiece = uint64_t{1} << 22;
+      const uint64_t columns = range.shape.size() == 2 ? range.shape[1] : range.count;
+      const uint64_t rows = std::max<uint64_t>(1, kPiece / columns);
+      for (uint64_t first = 0; first < range.count; first += rows * columns) {
+        values.resize(std::min(rows * columns, range.count - first));
+        SI_RETURN_IF_ERROR(files->read(range.first + first, values));
+        if (target != targets.end()) {
+          model::add_lora(*target, lora, adapters, transposed, first / columns, values);
+        }
+        SI_RETURN_IF_ERROR(take(values));
+      }
+    }
+    return step;
+  };
+  return contents;
+}
+
+}  // namespace
+
 Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   SI_ASSIGN_OR_RETURN(ModelSource source, find_model(job.options));
   if (source.architecture.vocabulary == 0) source.architecture.vocabulary = kByteVocabulary;
+  const bool lora = job.options.lora.on();
+  if (options.merge && !lora) {
+    return Status(ErrorCode::kInvalidArgument, "--merge: the run has no adapters", "Leave it out");
+  }
   const DataType type =
       options.type.value_or(source.type.value_or(precision_data_type(job.options.train.precision)));
-  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace whole,
-                      model::make_parameter_space(source.architecture));
+  std::vector<model::LoraTarget> targets;
+  plan::ParameterSpace whole;
+  if (lora) {
+    SI_ASSIGN_OR_RETURN(targets, model::lora_targets(source.architecture, job.options.lora));
+    SI_ASSIGN_OR_RETURN(whole, model::lora_space(targets, job.options.lora.rank));
+  } else {
+    SI_ASSIGN_OR_RETURN(whole, model::make_parameter_space(source.architecture));
+  }
   SI_ASSIGN_OR_RETURN(const GroupedParameters parameters,
                       group_parameters(whole, job.options.train));
-  const plan::ParameterSpace& space = parameters.space;
+  ExportSummary summary;
+  summary.adapters = lora && !options.merge;
   // Before the weights are read.
   SI_ASSIGN_OR_RETURN(TextFiles texts, describe_model(job, source, type));
+  Contents contents{parameters.space,
+                    [&](const auto& take) { return read_master(job, parameters.space, take); }};
+  if (options.merge) {
+    SI_ASSIGN_OR_RETURN(contents, merged(job, source, targets, parameters.space));
+  }
+  if (summary.adapters) {
+    std::erase_if(texts, [](const auto& file) { return file.first == kConfigFile; });
+    texts.emplace_back(
+        "adapter_config.json",
+        model::lora_config(source.architecture, job.options.lora, targets, job.options.model.from));
+  }
   SI_ASSIGN_OR_RETURN(StagedFolder folder, StagedFolder::make(options.out));
 
-  const std::vector<Shard> shards = cut_into_shards(space, type, options.shard_bytes_max);
+  std::vector<Shard> shards = cut_into_shards(
+      contents.space, type, summary.adapters ? ~uint64_t{0} : options.shard_bytes_max);
+  if (summary.adapters) shards.front().name = "adapter_model.safetensors";
   ShardStream stream(folder.path(), shards);
-  ExportSummary summary;
   uint64_t done = 0;
-  SI_ASSIGN_OR_RETURN(summary.step,
-                      read_master(job, space, [&](std::span<const float> elements) -> Status {
-                        SI_RETURN_IF_ERROR(stream.append(elements));
-                        done += elements.size();
-                        return options.progress ? options.progress(done, space.count()) : Status();
-                      }));
+  SI_ASSIGN_OR_RETURN(summary.step, contents.read([&](std::span<const float> elements) -> Status {
+    SI_RETURN_IF_ERROR(stream.append(elements));
+    done += elements.size();
+    return options.progress ? options.progress(done, contents.space.count()) : Status();
+  }));
   SI_CHECK(stream.complete(), "the updater visited less than the whole space");
-  summary.parameters = space.count();
+  summary.parameters = contents.space.count();
 
   if (shards.size() > 1) texts.emplace_back("model.safetensors.index.json", index_json(shards));
   for (const auto& [name, text] : texts) {

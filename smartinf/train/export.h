@@ -15,8 +15,9 @@
 namespace smartinf::train {
 
 struct ExportOptions {
-  std::string out;                           // folder; made, or empty; filled wholly or not at all
-  std::optional<base::DataType> type;        // default: of model.from, else as the run trained
+  std::string out;                     // folder; made, or empty; filled wholly or not at all
+  std::optional<base::DataType> type;  // default: of model.from, else as the run trained
+  bool merge = false;  // adapters: into the model's own weights, which the folder then has
   uint64_t shard_bytes_max = 5'000'000'000;  // above it several files with an index
   engine::StateProgress progress;            // a failure it returns ends the export
 };
@@ -25,6 +26,7 @@ struct ExportSummary {
   base::StepNumber step = 0;
   uint64_t parameters = 0;
   std::vector<std::string> files;  // names in the folder
+  bool adapters = false;           // it has these, and not the model
 };
 
 /// Master weights are read from the devices piece by piece and cast on the way: memory stays within

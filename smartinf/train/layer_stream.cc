@@ -8,6 +8,7 @@
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/clock.h"
+#include "smartinf/base/state_format.h"
 #include "smartinf/base/units.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/status_error.h"
@@ -17,9 +18,10 @@ namespace smartinf::train {
 using base::Status;
 using torch::Tensor;
 
-LayerStream::LayerStream(engine::Updater& updater, const Model& model, torch::Device accelerator,
-                         base::DataType type, const plan::UnitPlacement& placement)
-    : updater_(updater),
+LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
+                         torch::Device accelerator, base::DataType type,
+                         const plan::UnitPlacement& placement)
+    : source_(source),
       model_(model),
       accelerator_(accelerator),
       type_(type),
@@ -32,7 +34,7 @@ LayerStream::LayerStream(engine::Updater& updater, const Model& model, torch::De
   const bool streams = placement.in_memory < units.size();
   host_elements_ = plan::elements_of(units, placement.in_memory);
   if (streams && host_elements_ > 0) {
-    const plan::Subgroup last = updater.subgroup_at(host_elements_ - 1);
+    const plan::Subgroup last = source.subgroup_at(host_elements_ - 1);
     host_elements_ = last.first + last.count;
   }
   host_N_ = torch::empty({elements(host_elements_)}, host);
@@ -46,7 +48,7 @@ LayerStream::LayerStream(engine::Updater& updater, const Model& model, torch::De
   }
   if (streams) {
     const uint64_t slot_bytes =
-        base::round_up(engine::window_slot_bytes(updater, units.subspan(placement.in_memory), type),
+        base::round_up(engine::window_slot_bytes(source, units.subspan(placement.in_memory), type),
                        base::kIoAlignment);
     const uint64_t slot_elements = slot_bytes / base::data_type_bytes(type);
     slots_N_ = torch::empty({elements(slot_elements * placement.host_slots)}, host);
@@ -59,7 +61,7 @@ LayerStream::LayerStream(engine::Updater& updater, const Model& model, torch::De
     }
     window.resident = {static_cast<const std::byte*>(host_N_.const_data_ptr()), host_N_.nbytes()};
     window.wait_resident = [this](uint64_t end) { return arrive_in_host(end); };
-    window_ = std::make_unique<engine::LayerWindow>(updater, std::move(window));
+    window_ = std::make_unique<engine::LayerWindow>(source, std::move(window));
   }
   if (beside && resident_elements_ < units.back().end()) {
     uint64_t largest = 0;
@@ -90,7 +92,7 @@ Tensor LayerStream::part(const Tensor& weights_N, const plan::Unit& unit) const 
 Status LayerStream::load() {
   if (host_elements_ > 0) {
     SI_RETURN_IF_ERROR(
-        updater_.load_weights(type_, [this](uint64_t first) { return weights_at(first); }));
+        source_.load_weights(type_, [this](uint64_t first) { return weights_at(first); }));
   }
   updated();
   host_arrived_ = host_elements_;
@@ -119,7 +121,7 @@ Status LayerStream::wait_all() {
 Status LayerStream::arrive_in_host(uint64_t end) {
   if (end <= host_arrived_) return Status();
   const uint64_t begin_ns = base::now_ns();
-  SI_RETURN_IF_ERROR(updater_.wait_weights(host_arrived_, end - host_arrived_));
+  SI_RETURN_IF_ERROR(source_.wait_weights(host_arrived_, end - host_arrived_));
   host_arrived_ = end;
   waited_s_ += base::seconds_since(begin_ns);
   return Status();

@@ -15,7 +15,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/engine/layer_window.h"
-#include "smartinf/engine/updater.h"
+#include "smartinf/engine/weight_source.h"
 #include "smartinf/plan/unit.h"
 #include "smartinf/train/model.h"
 
@@ -24,9 +24,9 @@ namespace smartinf::train {
 /// Threads: one caller.
 class LayerStream {
  public:
-  /// All memory is allocated here; beside an accelerator the host's is pinned. `updater` lives
+  /// All memory is allocated here; beside an accelerator the host's is pinned. `source` lives
   /// until close(), `model` longer than this.
-  LayerStream(engine::Updater& updater, const Model& model, torch::Device accelerator,
+  LayerStream(engine::WeightSource& source, const Model& model, torch::Device accelerator,
               base::DataType type, const plan::UnitPlacement& placement);
   ~LayerStream() { close(); }
   /// Waits for what is being read; nothing but the destructor is called afterwards. Its memory,
@@ -76,7 +76,7 @@ class LayerStream {
   size_t next_use(size_t unit) const;
   torch::Tensor part(const torch::Tensor& weights_N, const plan::Unit& unit) const;
 
-  engine::Updater& updater_;
+  engine::WeightSource& source_;
   const Model& model_;
   const torch::Device accelerator_;
   const base::DataType type_;

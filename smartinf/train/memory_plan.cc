@@ -6,6 +6,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
+#include "smartinf/train/frozen_weights.h"
 
 namespace smartinf::train {
 
@@ -35,7 +36,8 @@ base::Status can_stream(const Options& options, const engine::UpdaterOptions& up
 plan::TrainingModel training_model(const model::Architecture& model, const Options& options,
                                    const plan::ParameterSpace& space) {
   plan::TrainingModel shape;
-  shape.parameters = space.count();
+  shape.parameters = model::make_units(model).back().end();
+  if (options.lora.on()) shape.adapters = space.count();
   shape.layers = model.layers;
   shape.width = model.width;
   shape.heads = model.heads;
@@ -72,7 +74,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
     memory.optimizer_bytes = 16 * space.count();
   } else {
     engine::UpdaterOptions streaming = updater;  // a little more than without
-    streaming.stream_weights = !updater.compress.on();
+    streaming.stream_weights = !updater.compress.on() && !options.lora.on();
     streaming.gradient_budget_bytes = 0;
     const auto devices = static_cast<uint32_t>(std::max<size_t>(1, updater.devices.size()));
     SI_ASSIGN_OR_RETURN(const plan::MemoryPlan buffers,
@@ -85,6 +87,8 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
            return device.bandwidth == 0;
          }));
     memory.slot_padding_bytes = 2 * buffers.subgroup_elements * memory.value_bytes;
+    if (options.lora.on())
+      memory.slot_padding_bytes = 2 * kFrozenPieceElements * memory.value_bytes;
     input.gradient_bytes = space.count() * base::data_type_bytes(updater.gradient_type);
     input.gradient_limit_bytes = updater.gradient_budget_bytes;
     if (updater.compress.on()) {  // the step's gradient and the residual, in the host's memory

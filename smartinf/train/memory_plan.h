@@ -14,7 +14,7 @@
 
 namespace smartinf::train {
 
-/// The model as memory sees it.
+/// The model as memory sees it. space: of what is trained.
 plan::TrainingModel training_model(const model::Architecture& model, const Options& options,
                                    const plan::ParameterSpace& space);
 

@@ -41,8 +41,8 @@ Tensor positions_of(const DocumentEnds& documents, const torch::Device& device) 
 }  // namespace
 
 Model::Model(const model::Architecture& architecture, const plan::ParameterSpace& space,
-             const torch::TensorOptions& weights, uint32_t sequence)
-    : model_(architecture), units_(model::make_units(architecture)) {
+             const torch::TensorOptions& weights, uint32_t sequence, bool frozen)
+    : model_(architecture), frozen_(frozen), units_(model::make_units(architecture)) {
   size_t unit = 0;
   shapes_.resize(units_.size());
   for (const model::Tensor& tensor : model::tensors_of(architecture)) {
@@ -83,12 +83,13 @@ UnitWeights Model::weights_of(size_t unit, const Tensor& weights_N) const {
     const Tensor flat = weights_N.narrow(0, static_cast<int64_t>(shape.first - units_[unit].first),
                                          static_cast<int64_t>(shape.count));
     weights.push_back(
-        {flat.view(shape.sizes).detach().requires_grad_(true), shape.first, shape.part});
+        {flat.view(shape.sizes).detach().requires_grad_(!frozen_), shape.first, shape.part});
   }
   return weights;
 }
 
-Tensor Model::norm(Layer layer, Part weight, Part bias, const Tensor& x) const {
+Tensor Model::norm(std::span<const Parameter> layer, Part weight, Part bias,
+                   const Tensor& x) const {
   const Tensor& factor = get(layer, weight);
   switch (model_.norm) {
     case model::Norm::kRms:
@@ -103,11 +104,19 @@ Tensor Model::norm(Layer layer, Part weight, Part bias, const Tensor& x) const {
   return x;
 }
 
-Tensor Model::product(Layer layer, Part weight, Part bias, const Tensor& x) const {
-  const Tensor& matrix = get(layer, weight);
-  const Tensor* added = find(layer, bias);
-  return torch::linear(x, model_.transposed ? matrix.t() : matrix,
-                       added == nullptr ? std::optional<Tensor>() : *added);
+Tensor Model::product(const Layer& layer, Part weight, Part bias, const Tensor& x) const {
+  const Tensor& matrix = get(layer.parameters, weight);
+  const Tensor* added = find(layer.parameters, bias);
+  Tensor y = torch::linear(x, model_.transposed ? matrix.t() : matrix,
+                           added == nullptr ? std::optional<Tensor>() : *added);
+  for (const Adapter& adapter : layer.adapters) {
+    if (adapter.a.part != weight) continue;
+    const Tensor more =
+        torch::linear(torch::linear(x, adapter.a.weight), adapter.b.weight) * adapter.scale;
+    const int64_t behind = y.size(-1) - adapter.offset - more.size(-1);
+    y = y + torch::constant_pad_nd(more, {adapter.offset, behind});
+  }
+  return y;
 }
 
 Tensor Model::activated(const Tensor& x) const {
@@ -170,7 +179,7 @@ Tensor Model::attend(const Tensor& query_BHTD, const Tensor& key_BKTD, const Ten
   return torch::matmul(shares_BHTT, value_BHTD);
 }
 
-Tensor Model::attention(Layer layer, uint32_t window, const Tensor& h_BTC,
+Tensor Model::attention(const Layer& layer, uint32_t window, const Tensor& h_BTC,
                         const DocumentEnds& documents) const {
   const int64_t heads = model_.heads;
   const int64_t kv_heads = model_.kv_heads;
@@ -180,8 +189,8 @@ Tensor Model::attention(Layer layer, uint32_t window, const Tensor& h_BTC,
   Tensor query_BTHD = qkv[0];
   Tensor key_BTKD = qkv[1];
   if (model_.query_key_norm) {
-    query_BTHD = norm(layer, Part::kQueryNorm, {}, query_BTHD);
-    key_BTKD = norm(layer, Part::kKeyNorm, {}, key_BTKD);
+    query_BTHD = norm(layer.parameters, Part::kQueryNorm, {}, query_BTHD);
+    key_BTKD = norm(layer.parameters, Part::kKeyNorm, {}, key_BTKD);
   }
   if (!model_.learned_positions) {
     const Angles& angles = window != 0 ? window_angles_ : angles_;
@@ -212,46 +221,46 @@ Tensor Model::attention(Layer layer, uint32_t window, const Tensor& h_BTC,
   return product(layer, Part::kOutput, Part::kOutputBias, attended_BHTD.transpose(1, 2).flatten(2));
 }
 
-/// parameters: of the layer, or of one expert.
-Tensor Model::feed_forward(Layer parameters, const Tensor& h_BTC) const {
-  const Tensor up = product(parameters, Part::kGateUp, Part::kGateUpBias, h_BTC);
-  if (!model_.gated) return product(parameters, Part::kDown, Part::kDownBias, activated(up));
+/// layer: all of it, or one expert.
+Tensor Model::feed_forward(const Layer& layer, const Tensor& h_BTC) const {
+  const Tensor up = product(layer, Part::kGateUp, Part::kGateUpBias, h_BTC);
+  if (!model_.gated) return product(layer, Part::kDown, Part::kDownBias, activated(up));
   const auto gate_up = up.chunk(2, -1);
-  return product(parameters, Part::kDown, Part::kDownBias, activated(gate_up[0]) * gate_up[1]);
+  return product(layer, Part::kDown, Part::kDownBias, activated(gate_up[0]) * gate_up[1]);
 }
 
 /// Each token through the experts that the router gives the most for it.
-Tensor Model::run_experts(Layer layer, const Tensor& h_BTC) const {
+Tensor Model::run_experts(const Layer& layer, const Tensor& h_BTC) const {
   const Tensor h_MC = h_BTC.flatten(0, 1);
-  const Tensor chances_MX =
-      torch::softmax(torch::linear(h_MC, get(layer, Part::kRouter)), -1, torch::kFloat32);
+  const Tensor chances_MX = torch::softmax(
+      torch::linear(h_MC, get(layer.parameters, Part::kRouter)), -1, torch::kFloat32);
   auto [share_MK, expert_MK] = chances_MX.topk(model_.experts_per_token, -1);
   if (model_.normalized_experts) share_MK = share_MK / share_MK.sum(-1, /*keepdim=*/true);
   share_MK = share_MK.to(h_MC.scalar_type());
 
   Tensor y_MC = torch::zeros_like(h_MC);
-  auto parameters = std::find_if(layer.begin(), layer.end(),
+  auto parameters = std::find_if(layer.parameters.begin(), layer.parameters.end(),
                                  [](const Parameter& one) { return one.part == Part::kGateUp; });
   for (int64_t expert = 0; expert < int64_t{model_.experts}; ++expert, parameters += 2) {
     const auto chosen = torch::where(expert_MK == expert);
     const Tensor& token = chosen[0];
     if (token.numel() == 0) continue;
-    const Tensor made = feed_forward(Layer(parameters, 2), h_MC.index_select(0, token)) *
+    const Tensor made = feed_forward(Layer{{parameters, 2}, {}}, h_MC.index_select(0, token)) *
                         share_MK.index({token, chosen[1]}).unsqueeze(-1);
     y_MC = y_MC.index_add(0, token, made);
   }
   return y_MC.view_as(h_BTC);
 }
 
-Tensor Model::run_layer(Layer layer, uint32_t index, const Tensor& x_BTC,
+Tensor Model::run_layer(const Layer& layer, uint32_t index, const Tensor& x_BTC,
                         const DocumentEnds& documents) const {
-  Tensor h_BTC = norm(layer, Part::kAttentionNorm, Part::kAttentionNormBias, x_BTC);
+  Tensor h_BTC = norm(layer.parameters, Part::kAttentionNorm, Part::kAttentionNormBias, x_BTC);
   Tensor made_BTC = attention(layer, model_.windows[index], h_BTC, documents);
-  if (model_.norm_after) made_BTC = norm(layer, Part::kAttentionPostNorm, {}, made_BTC);
+  if (model_.norm_after) made_BTC = norm(layer.parameters, Part::kAttentionPostNorm, {}, made_BTC);
   const Tensor y_BTC = x_BTC + made_BTC;
-  h_BTC = norm(layer, Part::kMlpNorm, Part::kMlpNormBias, y_BTC);
+  h_BTC = norm(layer.parameters, Part::kMlpNorm, Part::kMlpNormBias, y_BTC);
   made_BTC = model_.experts != 0 ? run_experts(layer, h_BTC) : feed_forward(layer, h_BTC);
-  if (model_.norm_after) made_BTC = norm(layer, Part::kMlpPostNorm, {}, made_BTC);
+  if (model_.norm_after) made_BTC = norm(layer.parameters, Part::kMlpPostNorm, {}, made_BTC);
   return y_BTC + made_BTC;
 }
 
@@ -269,12 +278,14 @@ Tensor Model::embed(const UnitWeights& embedding, const Tensor& tokens_BT,
   return x_BTC + torch::embedding(positions_PC, position_M.view_as(tokens_BT));
 }
 
-Tensor Model::run_layers(size_t unit, const UnitWeights& layers, Tensor x_BTC,
+Tensor Model::run_layers(size_t unit, const UnitWeights& layers,
+                         std::span<const LayerAdapters> adapters, Tensor x_BTC,
                          const DocumentEnds& documents) const {
   const size_t of_layer = layers.size() / units_[unit].layers;
-  uint32_t index = units_[unit].first_layer;
-  for (size_t i = 0; i < layers.size(); i += of_layer) {
-    x_BTC = run_layer(std::span(layers).subspan(i, of_layer), index++, x_BTC, documents);
+  for (uint32_t i = 0; i < units_[unit].layers; ++i) {
+    Layer layer{std::span(layers).subspan(i * of_layer, of_layer), {}};
+    if (!adapters.empty()) layer.adapters = adapters[i];
+    x_BTC = run_layer(layer, units_[unit].first_layer + i, x_BTC, documents);
   }
   return x_BTC;
 }

@@ -30,6 +30,15 @@ struct Parameter {
 /// The parameters of a unit, in the order of the space, which they cover without gaps.
 using UnitWeights = std::vector<Parameter>;
 
+/// What is trained beside a matrix, or a part of one, that is not: y = W x + scale B (A x).
+struct Adapter {
+  Parameter a;         // [rank, in]
+  Parameter b;         // [out, rank]
+  int64_t offset = 0;  // of the outputs of the part that the matrix belongs to
+  double scale = 1;
+};
+using LayerAdapters = std::vector<Adapter>;
+
 /// Ends of documents in the rows of [B, T] laid end to end, ascending; the end of each row is one.
 /// A token sees its own document only, and positions begin anew with each. Empty: each row is a
 /// document.
@@ -39,9 +48,9 @@ using DocumentEnds = std::vector<int64_t>;
 class Model {
  public:
   /// weights: their type and device, which are those of activations too. sequence: tokens that a
-  /// row has at most.
+  /// row has at most. frozen: weights have no gradients.
   Model(const model::Architecture& architecture, const plan::ParameterSpace& space,
-        const torch::TensorOptions& weights, uint32_t sequence);
+        const torch::TensorOptions& weights, uint32_t sequence, bool frozen = false);
 
   const model::Architecture& architecture() const { return model_; }
   /// The embedding, layers, and the final norm with the head (which may be the embedding's).
@@ -51,14 +60,12 @@ class Model {
   /// Views of weights_N, all weights of a unit.
   UnitWeights weights_of(size_t unit, const torch::Tensor& weights_N) const;
 
-  /// Element of the space at which a unit's parameter begins.
-  uint64_t first_of(size_t unit, size_t parameter) const { return shapes_[unit][parameter].first; }
-
   /// Unit 0: [B, T] int64 -> [B, T, C].
   torch::Tensor embed(const UnitWeights& embedding, const torch::Tensor& tokens_BT,
                       const DocumentEnds& documents) const;
-  /// A unit of layers: [B, T, C] -> [B, T, C].
-  torch::Tensor run_layers(size_t unit, const UnitWeights& layers, torch::Tensor x_BTC,
+  /// A unit of layers: [B, T, C] -> [B, T, C]. adapters: of each layer, or empty.
+  torch::Tensor run_layers(size_t unit, const UnitWeights& layers,
+                           std::span<const LayerAdapters> adapters, torch::Tensor x_BTC,
                            const DocumentEnds& documents) const;
   /// The last unit's norm: [B, T, C] -> [M, C].
   torch::Tensor final_norm(const UnitWeights& head, const torch::Tensor& x_BTC) const;
@@ -80,27 +87,31 @@ class Model {
   struct Angles {
     torch::Tensor cosine_T1D, sine_T1D;
   };
-  using Layer = std::span<const Parameter>;
+  struct Layer {
+    std::span<const Parameter> parameters;
+    std::span<const Adapter> adapters;
+  };
 
   Angles make_angles(const model::Rope& rope, const torch::TensorOptions& weights,
                      uint32_t sequence) const;
-  torch::Tensor run_layer(Layer layer, uint32_t index, const torch::Tensor& x_BTC,
+  torch::Tensor run_layer(const Layer& layer, uint32_t index, const torch::Tensor& x_BTC,
                           const DocumentEnds& documents) const;
-  torch::Tensor attention(Layer layer, uint32_t window, const torch::Tensor& h_BTC,
+  torch::Tensor attention(const Layer& layer, uint32_t window, const torch::Tensor& h_BTC,
                           const DocumentEnds& documents) const;
   torch::Tensor attend(const torch::Tensor& query_BHTD, const torch::Tensor& key_BKTD,
                        const torch::Tensor& value_BKTD, uint32_t window) const;
-  torch::Tensor feed_forward(Layer parameters, const torch::Tensor& h_BTC) const;
-  torch::Tensor run_experts(Layer layer, const torch::Tensor& h_BTC) const;
-  torch::Tensor norm(Layer layer, model::Part weight, model::Part bias,
+  torch::Tensor feed_forward(const Layer& layer, const torch::Tensor& h_BTC) const;
+  torch::Tensor run_experts(const Layer& layer, const torch::Tensor& h_BTC) const;
+  torch::Tensor norm(std::span<const Parameter> layer, model::Part weight, model::Part bias,
                      const torch::Tensor& x) const;
-  torch::Tensor product(Layer layer, model::Part weight, model::Part bias,
+  torch::Tensor product(const Layer& layer, model::Part weight, model::Part bias,
                         const torch::Tensor& x) const;
   torch::Tensor rotated(const Angles& angles, const torch::Tensor& x_BTHD,
                         const DocumentEnds& documents) const;
   torch::Tensor activated(const torch::Tensor& x) const;
 
   model::Architecture model_;
+  bool frozen_;
   std::vector<plan::Unit> units_;
   std::vector<std::vector<Shape>> shapes_;  // by unit
   Angles angles_;

@@ -105,6 +105,16 @@ Status validate(const ModelOptions& given) {
   return positive("model.init_std", model.init_std);
 }
 
+Status validate(const model::LoraOptions& lora) {
+  SI_RETURN_IF_ERROR(within("lora.rank", lora.rank, 0, 1u << 16));
+  if (lora.on() && lora.targets.empty()) {
+    return wrong(
+        "lora.targets", "is empty",
+        fmt::format("Name matrices, e.g. [\"q_proj\", \"v_proj\"], or \"{}\"", model::kAllLinear));
+  }
+  return positive("lora.alpha", lora.alpha);
+}
+
 Status validate(const DataOptions& data) {
   if (data.paths.empty()) {
     return wrong("data.paths", "is empty",
@@ -145,6 +155,12 @@ Status validate(const CheckpointSchedule& checkpoint) {
 
 Status validate(const Options& options) {
   SI_RETURN_IF_ERROR(validate(options.model));
+  SI_RETURN_IF_ERROR(validate(options.lora));
+  if (options.lora.on() &&
+      (options.model.from.empty() || options.model.init != ModelInit::kWeights)) {
+    return wrong("lora.rank", "is set, but there are no weights to adapt",
+                 "Name the model's folder in model.from, with model.init = \"weights\"");
+  }
   SI_RETURN_IF_ERROR(validate(options.data));
   SI_RETURN_IF_ERROR(validate(options.train));
   const bool has_patterns =

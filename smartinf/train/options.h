@@ -13,6 +13,7 @@
 #include "smartinf/base/enum_names.h"
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
+#include "smartinf/model/lora.h"
 #include "smartinf/plan/schedule.h"
 #include "smartinf/plan/training_memory.h"
 
@@ -131,6 +132,7 @@ struct CheckpointSchedule {
 
 struct Options {
   ModelOptions model;
+  model::LoraOptions lora;
   DataOptions data;
   TrainOptions train;
   MemoryOptions memory;
@@ -142,6 +144,7 @@ ModelOptions with_defaults(ModelOptions model);
 
 /// Ok, or the first value that cannot work, by its dotted key, with what to do. Looks at no files.
 base::Status validate(const ModelOptions& model);
+base::Status validate(const model::LoraOptions& lora);
 base::Status validate(const DataOptions& data);
 base::Status validate(const TrainOptions& train);
 base::Status validate(const CheckpointSchedule& checkpoint);

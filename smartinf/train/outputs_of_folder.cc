@@ -69,7 +69,7 @@ int run(const std::string& folder, bool f32, const std::string& in, const std::s
   }
   Tensor x_BTC = model.embed(weights.front(), tokens_BT, documents);
   for (size_t unit = 1; unit < model.head(); ++unit) {
-    x_BTC = model.run_layers(unit, weights[unit], x_BTC, documents);
+    x_BTC = model.run_layers(unit, weights[unit], {}, x_BTC, documents);
   }
   const Tensor logits_MV = model.logits(model.final_norm(weights.back(), x_BTC),
                                         model.head_matrix(weights.back(), weights.front()));

@@ -23,7 +23,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     report.step = step_ + 1;
     report.lr = learning_rate(options_.train, report.step);
     const uint64_t begin_ns = base::now_ns();
-    const double waited_s = stream_->waited_s();
+    const double waited_s = waited_for_weights_s();
     SI_RETURN_IF_ERROR(compute_gradients(stop, report));
 
     const uint64_t update_ns = base::now_ns();
@@ -44,7 +44,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
 
     report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9;
     report.update_s = report.seconds - report.forward_s - report.backward_s;
-    report.exposed_s = std::exchange(waited_s_, 0) + stream_->waited_s() - waited_s;
+    report.exposed_s = std::exchange(waited_s_, 0) + waited_for_weights_s() - waited_s;
     if (overlap_ == Overlap::kLate) late_exposed_ = report.exposed_s / report.seconds;
     report.phases.push_back({"update", update_ns, end_ns});
     report_traffic(report);
@@ -57,7 +57,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     }
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
     // An update waits for the forward that asks for its weights.
-    if (stream_->streams() && overlap_ == Overlap::kNone) {
+    if (updates_follow_forward() && overlap_ == Overlap::kNone) {
       SI_RETURN_IF_ERROR(updater_->wait_commit());
     }
     if (in_memory_ && step_ % options_.train.save_every == 0) {
@@ -87,7 +87,7 @@ Status TorchTrainer::compute_gradients(const std::stop_token& stop, StepReport& 
       SI_ASSIGN_OR_RETURN(batches.emplace_back(), next_batch());
     }
     const uint64_t forward_ns = base::now_ns();
-    const double waited_s = stream_->waited_s();
+    const double waited_s = waited_for_weights_s();
     pass.begins_step = i == 0;
     pass.ends_step = i + at_once == accumulation;
     for (const double loss : pass_->train(batches, pass)) report.loss += loss / accumulation;
@@ -98,7 +98,7 @@ Status TorchTrainer::compute_gradients(const std::stop_token& stop, StepReport& 
       report.tokens += static_cast<uint64_t>(batch.tokens_BT.numel());
     }
     report.forward_s +=
-        static_cast<double>(backward_ns - forward_ns) * 1e-9 - (stream_->waited_s() - waited_s);
+        static_cast<double>(backward_ns - forward_ns) * 1e-9 - (waited_for_weights_s() - waited_s);
     report.backward_s += static_cast<double>(end_ns - backward_ns) * 1e-9;
     report.phases.push_back({"forward", forward_ns, backward_ns});
     report.phases.push_back({"backward", backward_ns, end_ns});
@@ -198,17 +198,21 @@ engine::UpdateOptions TorchTrainer::update_options(double clip_factor) const {
 Status TorchTrainer::update(const engine::GradientSummary& summary) {
   SI_RETURN_IF_ERROR(
       updater_->start_update(update_options(clip_factor(summary)), weights_type_, weights_sink()));
-  stream_->updated();
+  if (adapters_ != nullptr) {
+    adapters_->updated();
+  } else {
+    stream_->updated();
+  }
   if (stream_->streams()) stream_->start(pass_->order());
   const bool last = step_ + 1 == options_.train.steps;
-  return overlap_ == Overlap::kNone || last ? stream_->wait_all() : Status();
+  return overlap_ == Overlap::kNone || last ? wait_weights() : Status();
 }
 
 // The batch is passed over for good: the next step sees other data.
 Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& parameter) {
   SI_RETURN_IF_ERROR(updater_->abort());
   if (overlap_ == Overlap::kEarly) {  // has written new weights
-    SI_RETURN_IF_ERROR(stream_->load());
+    SI_RETURN_IF_ERROR(adapters_ != nullptr ? adapters_->load() : stream_->load());
   }
   report.skipped = fmt::format("gradient of {} is not finite", parameter);
   folder_.append_log(report.to_json());
@@ -251,7 +255,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
     const engine::StateProgress& progress) {
   using Made = std::optional<engine::CheckpointSummary>;
   return guarded("checkpoint", [&]() -> Result<Made> {
-    SI_RETURN_IF_ERROR(stream_->wait_all());
+    SI_RETURN_IF_ERROR(wait_weights());
     SI_RETURN_IF_ERROR(updater_->flush());
     const uint64_t begin_ns = base::now_ns();
     engine::CheckpointOptions options;
@@ -283,7 +287,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
 
 Status TorchTrainer::finish() {
   return guarded("end of the run", [&]() -> Status {
-    SI_RETURN_IF_ERROR(stream_->wait_all());
+    SI_RETURN_IF_ERROR(wait_weights());
     return updater_->flush();
   });
 }

@@ -15,7 +15,9 @@
 #include <torch/types.h>
 
 #include "smartinf/engine/updater.h"
+#include "smartinf/train/adapters.h"
 #include "smartinf/train/corpus.h"
+#include "smartinf/train/frozen_weights.h"
 #include "smartinf/train/gradient_copies.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/memory_updater.h"
@@ -59,10 +61,13 @@ auto guarded(const char* doing, Body body) -> decltype(body()) {
 
 class TorchTrainer final : public Trainer {
  public:
-  TorchTrainer(Options options, ModelSource source, Corpus corpus, RunFolder folder,
-               GroupedParameters parameters, torch::Device accelerator, plan::TrainingPlan plan)
+  /// targets: of adapters; empty: the model's own weights are trained.
+  TorchTrainer(Options options, ModelSource source, std::vector<model::LoraTarget> targets,
+               Corpus corpus, RunFolder folder, GroupedParameters parameters,
+               torch::Device accelerator, plan::TrainingPlan plan)
       : options_(std::move(options)),
         source_(std::move(source)),
+        targets_(std::move(targets)),
         corpus_(std::move(corpus)),
         folder_(std::move(folder)),
         space_(std::move(parameters.space)),
@@ -121,8 +126,20 @@ class TorchTrainer final : public Trainer {
   base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
   engine::WeightsSink weights_sink() const {
-    return [this](uint64_t first) { return stream_->weights_at(first); };
+    return [this](uint64_t first) {
+      return adapters_ != nullptr ? adapters_->weights_at(first) : stream_->weights_at(first);
+    };
   }
+  /// Of weights that are trained: waits for those of the last update.
+  base::Status wait_weights() {
+    return adapters_ != nullptr ? adapters_->arrive() : stream_->wait_all();
+  }
+  double waited_for_weights_s() const {
+    return stream_->waited_s() + (adapters_ != nullptr ? adapters_->waited_s() : 0);
+  }
+  /// An update goes on only as the forward asks for its weights.
+  bool updates_follow_forward() const { return adapters_ == nullptr && stream_->streams(); }
+  base::Status load_model();
 
   // Destroyed last, when all tensors are gone: their pages go back before the process ends, because
   // torch's own end touches much of its library for the first time and needs room for that.
@@ -131,9 +148,10 @@ class TorchTrainer final : public Trainer {
   } tensor_memory_;
   Options options_;
   ModelSource source_;
+  std::vector<model::LoraTarget> targets_;
   Corpus corpus_;
   RunFolder folder_;
-  plan::ParameterSpace space_;
+  plan::ParameterSpace space_;  // of what is trained
   std::vector<ParameterGroup> groups_;
   torch::Device accelerator_;
   plan::TrainingPlan plan_;
@@ -145,7 +163,9 @@ class TorchTrainer final : public Trainer {
   base::StepNumber residual_written_ = 0;  // the last step of ours that was made to write it
   storage::RingKind ring_ = storage::RingKind::kAuto;
   std::unique_ptr<Model> model_;
+  std::unique_ptr<FrozenWeights> frozen_;  // of the model, beside adapters
   std::unique_ptr<LayerStream> stream_;
+  std::unique_ptr<Adapters> adapters_;  // null: the model's own weights are trained
   std::unique_ptr<UnitPass> pass_;
   std::unique_ptr<GradientCopies> gradient_copies_;  // null without an accelerator
   std::unique_ptr<engine::Updater> updater_;         // after the stream: it writes into its weights

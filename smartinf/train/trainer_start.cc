@@ -18,6 +18,7 @@
 #include "smartinf/model/weight_files.h"
 #include "smartinf/train/initial_weights.h"
 #include "smartinf/train/model_source.h"
+#include "smartinf/train/random.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/torch_trainer.h"
 
@@ -88,6 +89,11 @@ Status check_same_data(const Position& there, const Position& here) {
                   "Use the same files, data.suffixes and data.validation_share, or choose "
                   "another train.run");
   }
+  if (there.base != here.base) {
+    return Status(ErrorCode::kMismatch,
+                  "model.from: the weights are not those that the adapters were trained beside",
+                  "Name the folder that the run was started from, or choose another train.run");
+  }
   if (there.sequence != here.sequence) {
     return different("data.sequence", std::to_string(here.sequence),
                      std::to_string(there.sequence));
@@ -127,7 +133,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   // A run that has trained has its state somewhere: it is not begun anew on empty devices.
   options.create = trained == 0;
   if (plan_.streams) {
-    options.stream_weights = true;
+    options.stream_weights = targets_.empty();
     options.gradient_budget_bytes = plan_.gradient_memory_bytes;
     if (plan_.spool_bytes > 0) {
       // What is spooled lies on one device whole: each may have less room than that left over.
@@ -205,6 +211,14 @@ Status TorchTrainer::initialize(const Job& job) {
       done += elements;
       return job.progress ? job.progress(4 * done, 4 * space_.count()) : Status();
     };
+    if (!targets_.empty()) {
+      const auto fill = [&](uint64_t first, std::span<float> out) {
+        model::fill_lora(targets_, options_.lora.rank, first, out, random_uniform,
+                         options_.train.seed);
+        return report(out.size());
+      };
+      return updater_->initialize(fill, metadata);
+    }
     if (source_.config_json.empty() || options_.model.init == ModelInit::kRandom) {
       const InitialWeights initial(source_.architecture, space_, options_.train.seed);
       const auto fill = [&](uint64_t first, std::span<float> out) {
@@ -236,6 +250,27 @@ Status TorchTrainer::initialize(const Job& job) {
   return begun;
 }
 
+Status TorchTrainer::load_model() {
+  const model::Architecture& architecture = source_.architecture;
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(architecture));
+  model_ = std::make_unique<Model>(architecture, space,
+                                   torch::dtype(scalar_type(weights_type_)).device(accelerator_),
+                                   options_.data.sequence, /*frozen=*/!targets_.empty());
+  engine::WeightSource* source = updater_.get();
+  if (!targets_.empty()) {
+    SI_ASSIGN_OR_RETURN(model::WeightFiles files,
+                        model::WeightFiles::open(source_.folder, architecture));
+    frozen_ = std::make_unique<FrozenWeights>(std::move(files), space.count());
+    source = frozen_.get();
+    adapters_ = std::make_unique<Adapters>(*updater_, targets_, options_.lora, model_->units(),
+                                           accelerator_, weights_type_);
+    SI_RETURN_IF_ERROR(adapters_->load());
+  }
+  stream_ =
+      std::make_unique<LayerStream>(*source, *model_, accelerator_, weights_type_, plan_.placement);
+  return stream_->load();
+}
+
 Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   const TrainOptions& train = options_.train;
   for (const engine::DeviceOptions& device : job.updater.devices) {
@@ -260,7 +295,12 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
 
   std::error_code error;
   const std::string folder = std::filesystem::absolute(folder_.path(), error).lexically_normal();
-  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), folder};
+  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), 0, folder};
+  if (!targets_.empty()) {
+    SI_ASSIGN_OR_RETURN(const model::WeightFiles files,
+                        model::WeightFiles::open(source_.folder, source_.architecture));
+    SI_ASSIGN_OR_RETURN(position_.base, files.digest());
+  }
   if (updater_->fresh()) {
     SI_RETURN_IF_ERROR(initialize(job));
   } else {
@@ -284,12 +324,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
                     "Set it to \"auto\" or \"late\"");
     }
   }
-  model_ = std::make_unique<Model>(source_.architecture, space_,
-                                   torch::dtype(scalar_type(weights_type_)).device(accelerator_),
-                                   options_.data.sequence);
-  stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, weights_type_,
-                                          plan_.placement);
-  SI_RETURN_IF_ERROR(stream_->load());
+  SI_RETURN_IF_ERROR(load_model());
   std::optional<SpooledBuffers> inputs;
   std::optional<SpooledBuffers> saved;
   const auto make = [&](std::optional<SpooledBuffers>& to, uint64_t buffers,
@@ -305,7 +340,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   if (plan_.saved_bytes > 0) {
     SI_RETURN_IF_ERROR(make(saved, plan_.saved_in_memory, plan_.saved_bytes));
   }
-  pass_ = std::make_unique<UnitPass>(*model_, *stream_, plan_.recompute,
+  pass_ = std::make_unique<UnitPass>(*model_, *stream_, adapters_.get(), plan_.recompute,
                                      UnitInputs(std::move(inputs)), std::move(saved));
   if (!accelerator_.is_cpu()) {
     gradient_copies_ = std::make_unique<GradientCopies>(
@@ -322,6 +357,7 @@ namespace {
 struct Prepared {
   Options options;
   ModelSource source;
+  std::vector<model::LoraTarget> targets;
   Corpus corpus;
   GroupedParameters parameters;
   torch::Device accelerator;
@@ -357,7 +393,14 @@ Result<Prepared> prepare(const Job& job) {
     return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
                   "Token files do not contain it: set it to the number of tokens of the tokenizer");
   }
-  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(model));
+  std::vector<model::LoraTarget> targets;
+  plan::ParameterSpace space;  // of what is trained
+  if (options.lora.on()) {
+    SI_ASSIGN_OR_RETURN(targets, model::lora_targets(model, options.lora));
+    SI_ASSIGN_OR_RETURN(space, model::lora_space(targets, options.lora.rank));
+  } else {
+    SI_ASSIGN_OR_RETURN(space, model::make_parameter_space(model));
+  }
   SI_ASSIGN_OR_RETURN(GroupedParameters parameters, group_parameters(space, options.train));
   plan::TrainingPlan plan;
   if (job.plan.has_value()) {
@@ -365,7 +408,7 @@ Result<Prepared> prepare(const Job& job) {
   } else {
     SI_ASSIGN_OR_RETURN(plan, plan_run(model, options, job.updater, space, memory_of(accelerator)));
   }
-  return Prepared{std::move(options),    std::move(source), std::move(corpus),
+  return Prepared{std::move(options),    std::move(source), std::move(targets), std::move(corpus),
                   std::move(parameters), accelerator,       std::move(plan)};
 }
 
@@ -393,8 +436,8 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
                              .with_context("checkpoint.folder"));
     }
     auto trainer = std::make_unique<TorchTrainer>(
-        std::move(options), std::move(run.source), std::move(run.corpus), std::move(folder),
-        std::move(run.parameters), run.accelerator, std::move(run.plan));
+        std::move(options), std::move(run.source), std::move(run.targets), std::move(run.corpus),
+        std::move(folder), std::move(run.parameters), run.accelerator, std::move(run.plan));
     SI_RETURN_IF_ERROR(trainer->start(job, run_start));
     return std::unique_ptr<Trainer>(std::move(trainer));
   });

@@ -10,6 +10,7 @@
 
 #include "smartinf/base/clock.h"
 #include "smartinf/plan/training_memory.h"
+#include "smartinf/train/status_error.h"
 
 namespace smartinf::train {
 
@@ -27,7 +28,7 @@ Tensor all_of(const UnitWeights& weights) {
   return torch::from_blob(first.data_ptr(), {elements}, first.options());
 }
 
-std::vector<Tensor> tensors_of(const UnitWeights& weights) {
+std::vector<Tensor> tensors_of(std::span<const Parameter> weights) {
   std::vector<Tensor> tensors;
   for (const Parameter& parameter : weights) tensors.push_back(parameter.weight);
   return tensors;
@@ -59,8 +60,11 @@ double head_loss(const Model& model, const Tensor& h_MC, const Tensor& matrix_VC
         /*weight=*/{}, at::Reduction::Sum);
     loss = from == 0 ? part.detach() : loss + part.detach();
     if (gradients == nullptr) continue;
-    auto made = torch::autograd::grad({part}, {part_MC, matrix_VC}, {share});
+    std::vector<Tensor> leaves{part_MC};
+    if (matrix_VC.requires_grad()) leaves.push_back(matrix_VC);
+    auto made = torch::autograd::grad({part}, leaves, {share});
     h_gradients.push_back(std::move(made[0]));
+    if (made.size() == 1) continue;  // the head is not trained
     Tensor& sum_VC = gradients->matrix_VC;
     sum_VC = from == 0 ? std::move(made[1]) : sum_VC.to(torch::kFloat32).add_(made[1]);
   }
@@ -72,10 +76,11 @@ double head_loss(const Model& model, const Tensor& h_MC, const Tensor& matrix_VC
 
 }  // namespace
 
-UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute, UnitInputs inputs,
-                   std::optional<SpooledBuffers> saved)
+UnitPass::UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, bool recompute,
+                   UnitInputs inputs, std::optional<SpooledBuffers> saved)
     : model_(model),
       stream_(stream),
+      adapters_(adapters),
       recompute_(recompute),
       inputs_(std::move(inputs)),
       saved_(std::move(saved)) {
@@ -86,7 +91,8 @@ UnitPass::UnitPass(const Model& model, LayerStream& stream, bool recompute, Unit
 /// Forward, then the head with a tied embedding behind it, then back.
 std::vector<uint32_t> UnitPass::order() const {
   std::vector<uint32_t> order = forward_order();
-  for (auto unit = static_cast<uint32_t>(model_.head()); unit-- > 0;) order.push_back(unit);
+  const uint32_t last = adapters_ == nullptr ? 0 : 1;
+  for (auto unit = static_cast<uint32_t>(model_.head()); unit-- > last;) order.push_back(unit);
   return order;
 }
 
@@ -107,6 +113,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   for (size_t unit = 0; unit < head_unit; ++unit) graphs_.emplace_back(batches.size());
   gradients_BTC_.assign(batches.size(), Tensor());
 
+  if (adapters_ != nullptr) throw_if_error(adapters_->arrive());
   stream_.start(order());
   for (size_t unit = 0; unit < head_unit; ++unit) {
     if (options.before_unit) options.before_unit();
@@ -121,16 +128,38 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   const Head head = get_head();
   std::vector<double> losses;
   for (size_t i = 0; i < batches.size(); ++i) losses.push_back(head_of(head, i));
+  const std::vector<Parameter> of_head = trained(head_unit, head.weights);
   release_head();
-  give_out(head_unit);
-  for (size_t unit = head_unit; unit-- > 0;) {
+  give_out(head_unit, of_head);
+  const size_t last = adapters_ == nullptr ? 0 : 1;  // behind it nothing is trained
+  for (size_t unit = head_unit; unit-- > last;) {
     const UnitWeights& weights = stream_.get(unit);
     // In one order at every unit: sums have the same bits however many batches there are at once.
     for (size_t i = 0; i < batches.size(); ++i) backward_unit(unit, weights, i);
+    const std::vector<Parameter> parameters = trained(unit, weights);
     stream_.release(unit);
-    give_out(unit);
+    give_out(unit, parameters);
   }
   return losses;
+}
+
+Tensor UnitPass::run_layers(size_t unit, const UnitWeights& weights, const Tensor& input,
+                            const DocumentEnds& documents) const {
+  std::span<const LayerAdapters> adapters;
+  if (adapters_ != nullptr) adapters = adapters_->of(unit);
+  return model_.run_layers(unit, weights, adapters, input, documents);
+}
+
+std::vector<Parameter> UnitPass::trained(size_t unit, const UnitWeights& weights) const {
+  if (adapters_ == nullptr) return weights;
+  std::vector<Parameter> parameters;
+  for (const LayerAdapters& layer : adapters_->of(unit)) {
+    for (const Adapter& adapter : layer) {
+      parameters.push_back(adapter.a);
+      parameters.push_back(adapter.b);
+    }
+  }
+  return parameters;
 }
 
 std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeights& weights,
@@ -138,18 +167,19 @@ std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeig
                                                      bool record) const {
   if (unit == 0) {
     Tensor y_BTC = model_.embed(weights, batches_[batch].tokens_BT, batches_[batch].document_ends);
+    if (adapters_ != nullptr) return {Graph{{}, {}, nullptr}, y_BTC};
     return {Graph{torch::autograd::impl::gradient_edge(y_BTC), tensors_of(weights), nullptr},
             y_BTC};
   }
-  Graph graph{{}, tensors_of(weights), nullptr};
+  Graph graph{{}, tensors_of(trained(unit, weights)), nullptr};
   graph.leaves.push_back(leaf(input));
   Tensor y_BTC;
   if (record) {
     graph.saved = SavedTensors::make();
     const SavedTensors::Recording recording(*graph.saved, all_of(weights), graph.leaves.back());
-    y_BTC = model_.run_layers(unit, weights, graph.leaves.back(), batches_[batch].document_ends);
+    y_BTC = run_layers(unit, weights, graph.leaves.back(), batches_[batch].document_ends);
   } else {
-    y_BTC = model_.run_layers(unit, weights, graph.leaves.back(), batches_[batch].document_ends);
+    y_BTC = run_layers(unit, weights, graph.leaves.back(), batches_[batch].document_ends);
   }
   graph.output = torch::autograd::impl::gradient_edge(y_BTC);
   return {std::move(graph), std::move(y_BTC)};
@@ -162,7 +192,7 @@ void UnitPass::forward_unit(size_t unit, const UnitWeights& weights, size_t batc
     const torch::NoGradGuard no_grad;
     const Batch& tokens = batches_[batch];
     y_BTC = unit == 0 ? model_.embed(weights, tokens.tokens_BT, tokens.document_ends)
-                      : model_.run_layers(unit, weights, input, tokens.document_ends);
+                      : run_layers(unit, weights, input, tokens.document_ends);
   } else {
     auto [graph, made] = compute(unit, weights, input, batch, saved_.has_value());
     y_BTC = made.detach();
@@ -198,10 +228,12 @@ double UnitPass::head_of(const Head& head, size_t batch) {
   const double loss =
       head_loss(model_, h_MC, head.matrix_VC, batches_[batch].targets_BT, &gradients);
   std::vector<Tensor> leaves{x_BTC};
-  const size_t of_norm = head.weights.size() - (model_.tied_head() ? 0 : 1);
+  const size_t of_norm =
+      adapters_ != nullptr ? 0 : head.weights.size() - (model_.tied_head() ? 0 : 1);
   for (size_t p = 0; p < of_norm; ++p) leaves.push_back(head.weights[p].weight);
   auto made = torch::autograd::grad({h_MC}, leaves, {gradients.h_MC});
   gradients_BTC_[batch] = std::move(made[0]);
+  if (adapters_ != nullptr) return loss;
   std::vector<Tensor>& sums = sums_[model_.head()];
   sums.resize(head.weights.size());
   for (size_t p = 0; p < of_norm; ++p) add_gradient(sums[p], std::move(made[p + 1]), batch);
@@ -223,6 +255,7 @@ UnitPass::Graph UnitPass::graph_of(size_t unit, const UnitWeights& weights, size
 void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t batch) {
   const torch::AutoGradMode mode(true);
   Graph graph = graph_of(unit, weights, batch);
+  const std::vector<Parameter> parameters = trained(unit, weights);
   torch::autograd::edge_list wanted;
   for (const Tensor& tensor : graph.leaves) {
     wanted.push_back(torch::autograd::impl::gradient_edge(tensor));
@@ -231,10 +264,10 @@ void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t bat
       {graph.output}, {gradients_BTC_[batch]}, /*keep_graph=*/false, /*create_graph=*/false,
       /*accumulate_grad=*/false, wanted);
   if (unit > 0) gradients_BTC_[batch] = std::move(made.back());
-  sums_[unit].resize(weights.size());
-  for (size_t p = 0; p < weights.size(); ++p) {
+  sums_[unit].resize(parameters.size());
+  for (size_t p = 0; p < parameters.size(); ++p) {
     // Of an expert that no token went through.
-    if (!made[p].defined()) made[p] = torch::zeros_like(weights[p].weight);
+    if (!made[p].defined()) made[p] = torch::zeros_like(parameters[p].weight);
     add_gradient(sums_[unit][p], std::move(made[p]), batch);
   }
 }
@@ -252,24 +285,25 @@ void UnitPass::add_gradient(Tensor& sum, Tensor gradient, size_t batch) const {
   }
 }
 
-void UnitPass::give_out(size_t unit) {
+void UnitPass::give_out(size_t unit, std::span<const Parameter> parameters) {
   if (!options_->ends_step) return;
   std::vector<Tensor> sums = std::exchange(sums_[unit], {});
   for (size_t p = sums.size(); p-- > 0;) {
     // An embedding that is the head's matrix too: both shares.
     if (unit == 0 && p == 0 && model_.tied_head())
       sums[p] = std::exchange(tied_sum_, {}).add_(sums[p]);
-    options_->take_gradient(model_.first_of(unit, p), std::move(sums[p]));
+    options_->take_gradient(parameters[p].first, std::move(sums[p]));
   }
 }
 
 Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT, const DocumentEnds& documents) {
+  if (adapters_ != nullptr) throw_if_error(adapters_->arrive());
   stream_.start(forward_order());
   Tensor x_BTC;
   for (size_t unit = 0; unit < model_.head(); ++unit) {
     const UnitWeights& weights = stream_.get(unit);
     x_BTC = unit == 0 ? model_.embed(weights, tokens_BT, documents)
-                      : model_.run_layers(unit, weights, x_BTC, documents);
+                      : run_layers(unit, weights, x_BTC, documents);
     stream_.release(unit);
   }
   return x_BTC;

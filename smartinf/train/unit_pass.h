@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/types.h>
 
+#include "smartinf/train/adapters.h"
 #include "smartinf/train/layer_stream.h"
 #include "smartinf/train/model.h"
 #include "smartinf/train/saved_tensors.h"
@@ -35,10 +36,11 @@ class UnitPass {
  public:
   /// recompute: a unit keeps its input alone, and backward computes it again. Nothing in a unit is
   /// random, so the second time has the bits of the first. saved: what autograd keeps of units of
-  /// layers goes through these buffers instead, where it is not larger than they are. model and
-  /// stream outlive it.
-  UnitPass(const Model& model, LayerStream& stream, bool recompute, UnitInputs inputs,
-           std::optional<SpooledBuffers> saved);
+  /// layers goes through these buffers instead, where it is not larger than they are. adapters:
+  /// what is trained instead of the model's own weights; null: those. All that is referred to
+  /// outlives it.
+  UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, bool recompute,
+           UnitInputs inputs, std::optional<SpooledBuffers> saved);
 
   /// A step's gradient of the parameter that begins at element `first`: of the weights' type, or
   /// f32 when it is a sum over micro batches. Backward has used the weights of its unit for the
@@ -72,12 +74,15 @@ class UnitPass {
   /// A unit's forward for one micro batch, as autograd has it.
   struct Graph {
     torch::autograd::Edge output;
-    std::vector<torch::Tensor> leaves;    // the unit's parameters, then its input
+    std::vector<torch::Tensor> leaves;    // what of the unit is trained, then its input
     std::shared_ptr<SavedTensors> saved;  // null: autograd has them
   };
   std::pair<Graph, torch::Tensor> compute(size_t unit, const UnitWeights& weights,
                                           const torch::Tensor& input, size_t batch,
                                           bool record) const;
+  torch::Tensor run_layers(size_t unit, const UnitWeights& weights, const torch::Tensor& input,
+                           const DocumentEnds& documents) const;
+  std::vector<Parameter> trained(size_t unit, const UnitWeights& weights) const;
   Graph graph_of(size_t unit, const UnitWeights& weights, size_t batch);
   Head get_head();
   void release_head();
@@ -88,10 +93,11 @@ class UnitPass {
   double head_of(const Head& head, size_t batch);
   void backward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   void add_gradient(torch::Tensor& sum, torch::Tensor gradient, size_t batch) const;
-  void give_out(size_t unit);
+  void give_out(size_t unit, std::span<const Parameter> parameters);
 
   const Model& model_;
   LayerStream& stream_;
+  Adapters* const adapters_;
   const bool recompute_;
   uint64_t backward_began_ns_ = 0;
 

@@ -320,6 +320,8 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
 }
 
 Status TorchTrainer::make_pass() {
+  constexpr size_t kOffloadedPages = 64 * base::kKiB;
+  if (plan_.saved_bytes > 0) give_pages_to_tensors_of(kOffloadedPages);
   model_ = std::make_unique<Model>(source_.architecture, space_,
                                    torch::dtype(scalar_type(weights_type_)).device(accelerator_),
                                    options_.data.sequence);

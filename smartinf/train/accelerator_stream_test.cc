@@ -114,10 +114,10 @@ class AcceleratorStream : public testing::Test {
     return made;
   }
 
-  static plan::TrainingModel model_of(Options options) {
-    options.model.vocabulary = 256;
-    options.model = with_defaults(options.model);
-    return training_model(options, {});
+  static plan::TrainingModel model_of(const Options& options) {
+    ModelOptions model = options.model;
+    model.vocabulary = 256;
+    return training_model(architecture_of(model, options.data.sequence), options, {});
   }
 
   static plan::TrainingPlan hand_made_plan(const Setting& setting, const Options& options) {

@@ -12,7 +12,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/float_formats.h"
-#include "smartinf/train/parameters.h"
+#include "smartinf/train/model_source.h"
 
 #include "tests/accelerator/accelerator.h"
 
@@ -105,16 +105,17 @@ class LateCopies : public testing::Test {
   static constexpr uint32_t kUnits = 8;
 
   LateCopies() {
-    options_.layers = kUnits - 2;
-    options_.width = 32;
-    options_.heads = 2;
-    options_.mlp_width = 64;
-    options_.vocabulary = 64;
-    options_.tied_head = false;
-    options_ = with_defaults(options_);
+    ModelOptions options;
+    options.layers = kUnits - 2;
+    options.width = 32;
+    options.heads = 2;
+    options.mlp_width = 64;
+    options.vocabulary = 64;
+    options.tied_head = false;
+    const model::Architecture architecture = architecture_of(options, /*sequence=*/16);
     const test_accelerator::Options plain;
     test_accelerator::smartinf_test_accelerator_set_options(&plain);
-    updater_ = std::make_unique<GivenWeights>(make_parameter_space(options_).value());
+    updater_ = std::make_unique<GivenWeights>(model::make_parameter_space(architecture).value());
     model_ = std::make_unique<Model>(options_, updater_->space(),
                                      torch::dtype(torch::kFloat32).device(accelerator_), 16);
   }
@@ -136,7 +137,6 @@ class LateCopies : public testing::Test {
   }
 
   const torch::Device accelerator_{torch::kPrivateUse1, 0};
-  ModelOptions options_;
   std::unique_ptr<GivenWeights> updater_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<LayerStream> stream_;

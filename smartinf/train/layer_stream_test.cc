@@ -61,10 +61,7 @@ class GivenWeights final : public engine::Updater {
   }
 
   // Not called.
-  Status initialize(const std::function<void(uint64_t, std::span<float>)>&,
-                    const std::string&) override {
-    return Status();
-  }
+  Status initialize(const FillWeights&, const std::string&) override { return Status(); }
   Status read_state(
       uint32_t,
       const std::function<Status(uint64_t, std::span<const std::span<const float>>)>&) override {
@@ -116,7 +113,7 @@ class LateCopies : public testing::Test {
     const test_accelerator::Options plain;
     test_accelerator::smartinf_test_accelerator_set_options(&plain);
     updater_ = std::make_unique<GivenWeights>(model::make_parameter_space(architecture).value());
-    model_ = std::make_unique<Model>(options_, updater_->space(),
+    model_ = std::make_unique<Model>(architecture, updater_->space(),
                                      torch::dtype(torch::kFloat32).device(accelerator_), 16);
   }
 

@@ -77,6 +77,9 @@ class Screen {
                       report.backward_s, report.update_s, report.tokens_per_s(),
                       bar_ || report.step == steps_ ? "" : ", " + time_left(report.step)));
     }
+    if (!json_ && !report.offload_decision.empty()) {
+      print("activations: " + report.offload_decision);
+    }
     draw_bar(report.step);
   }
 

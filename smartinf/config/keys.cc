@@ -234,13 +234,14 @@ constexpr auto kKeys = std::to_array<Key>({
            "0: what is free at the start"),
     SI_KEY("memory.accelerator", ByteCount{&r.options.memory.accelerator_bytes},
            "size that may be used of a GPU's memory; 0: what is free at the start"),
-    SI_KEY("memory.activations", choice(r.options.memory.activations),
-           "activations that stay between forward and backward: \"keep\": all that backward needs, "
-           "in memory; "
-           "\"recompute\": the input of each group of layers, and backward computes the rest "
-           "again; \"offload\": all that backward needs, on the devices; \"auto\": \"keep\" if "
-           "there is memory for it, else \"recompute\". Inputs that do not fit are stored on the "
-           "devices"),
+    SI_KEY(
+        "memory.activations", choice(r.options.memory.activations),
+        "activations that stay between forward and backward: \"keep\": all that backward needs, "
+        "in memory; "
+        "\"recompute\": the input of each group of layers, and backward computes the rest "
+        "again; \"offload\": all that backward needs, on the devices; \"auto\": \"keep\" if "
+        "there is memory for it, else \"recompute\", and as much of \"offload\" as the first steps "
+        "show to be faster. Inputs that do not fit are stored on the devices"),
     SI_KEY("memory.state_cache", ByteCount{&r.updater.state_cache_bytes},
            "size of the part of the state that is kept in host memory as well, and is not read "
            "from the drives again. Every step still writes it; with engine.durability = \"none\" "

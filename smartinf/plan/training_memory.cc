@@ -60,11 +60,6 @@ uint64_t largest_of(std::span<const Unit> units) {
   return elements;
 }
 
-bool all_stay(const TrainingMemoryInput& input) {
-  return input.units.empty() || (input.gpu ? input.placement.on_accelerator
-                                           : input.placement.in_memory) == input.units.size();
-}
-
 uint32_t most_layers_of(std::span<const Unit> units) {
   uint32_t layers = 0;
   for (const Unit& unit : units) layers = std::max(layers, unit.layers);
@@ -79,7 +74,10 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   // Beside a GPU those that are not all there are in the host's memory, but for one unit's.
   const bool near = !input.gpu || input.inputs_in_memory == inputs_of(input);
   const uint64_t inputs = near ? input.inputs_in_memory : input.accumulation + 1;
-  const uint64_t in_buffers = input.gpu ? 0 : input.saved_in_memory * input.saved_bytes;
+  // Beside a GPU one is computed with while the next one comes, and what is computed again needs
+  // its own.
+  const uint64_t near_buffers = input.gpu ? (input.saves_all ? 1 : 2) : input.saved_in_memory;
+  const uint64_t in_buffers = near_buffers * input.saved_bytes;
   const uint64_t kept = inputs * input_bytes(input) + boundary + in_buffers;
   const uint64_t layers = most_layers_of(input.units);
   uint64_t elements = 0;
@@ -170,14 +168,14 @@ std::string describe_parts(std::span<const MemoryPart> parts) {
 TrainingMemory training_memory(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
   const bool python = input.program == TrainingProgram::kPython;
-  const bool stay = all_stay(input);
+  const bool stay = input.units.empty();
   const uint64_t value_bytes = input.value_bytes;
   const uint64_t weights = value_bytes * model.parameters;
   const uint64_t largest = value_bytes * model.largest_parameter;
   const uint64_t slot = value_bytes * largest_of(input.units);
-  const bool all_in_memory = stay || input.placement.in_memory == input.units.size();
+  const bool all_in_memory = input.placement.in_memory == input.units.size();
   const uint64_t host_slots =
-      all_in_memory ? 0 : input.placement.host_slots * (slot + input.slot_padding_bytes);
+      stay || all_in_memory ? 0 : input.placement.host_slots * (slot + input.slot_padding_bytes);
   const uint64_t in_host =
       stay ? weights : value_bytes * elements_of(input.units, input.placement.in_memory);
   const Phase phase = stay ? peak_of_backward(input) : peak_of_stream(input);
@@ -193,7 +191,9 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   if (input.gpu) {
     if (!stay) {
       computing[0].bytes = value_bytes * elements_of(input.units, input.placement.on_accelerator);
-      computing.push_back({"slots of units", input.placement.accelerator_slots * slot});
+      const bool all_there = input.placement.on_accelerator == input.units.size();
+      computing.push_back(
+          {"slots of units", all_there ? 0 : input.placement.accelerator_slots * slot});
     }
     memory.accelerator = std::move(computing);
     memory.accelerator.push_back({"CUDA itself (assumed)", input.gpu_library_bytes});
@@ -273,16 +273,26 @@ TrainingPlan stay_plan(const TrainingPlanInput& input, bool recompute) {
   return plan;
 }
 
+/// Of weights, gradients and inputs.
+bool keeps_as_much(const TrainingPlan& plan, const TrainingPlan& all_stay, bool gpu) {
+  return (!gpu || plan.placement.on_accelerator == all_stay.placement.on_accelerator) &&
+         plan.placement.in_memory == all_stay.placement.in_memory &&
+         plan.gradient_memory_bytes == all_stay.gradient_memory_bytes && plan.inputs_spooled == 0;
+}
+
 class StreamPlan {
  public:
-  explicit StreamPlan(const TrainingPlanInput& input) : input_(input), memory_(input.memory) {
+  StreamPlan(const TrainingPlanInput& input, bool offloads) : input_(input), memory_(input.memory) {
     memory_.recompute = true;
     memory_.placement = {0, 0, kHostSlots, kAcceleratorSlots};
     inputs_ = inputs_of(memory_);
     memory_.inputs_in_memory = std::min(inputs_, memory_.accumulation + kOnTheirWay);
-    if (input.activations == Activations::kOffload) {
-      memory_.saved_bytes = most_layers_of(memory_.units) *
-                            layer_saved_bytes(memory_.model, memory_.program, memory_.value_bytes);
+    if (offloads) {
+      memory_.saves_all = input.activations == Activations::kOffload;
+      const uint64_t of_layer =
+          layer_saved_bytes(memory_.model, memory_.program, memory_.value_bytes) +
+          kSavedTensors * kSavedAlignment;
+      memory_.saved_bytes = most_layers_of(memory_.units) * of_layer;
       saved_ = (memory_.units.size() - 2) * memory_.accumulation;
       memory_.saved_in_memory = std::min(saved_, kOnTheirWay);
     }
@@ -296,12 +306,14 @@ class StreamPlan {
   }
 
   TrainingPlan make() {
+    const bool measures = saved_ > 0 && !memory_.saves_all;
     grow_inputs();
-    grow(memory_.saved_in_memory, saved_);
+    if (!measures) grow(memory_.saved_in_memory, saved_);
     grow(gradients_, std::min(input_.gradient_bytes, input_.gradient_limit_bytes));
     const auto units = static_cast<uint32_t>(memory_.units.size());
     grow(memory_.placement.in_memory, units);
     if (memory_.gpu) grow(memory_.placement.on_accelerator, memory_.placement.in_memory);
+    if (measures) grow(memory_.saved_in_memory, saved_);
     TrainingPlan plan;
     plan.placement = memory_.placement;
     plan.recompute = true;
@@ -316,8 +328,9 @@ class StreamPlan {
       if (spooled == 0) return uint64_t{0};
       return (spooled + 2 * kOnTheirWay) * base::round_up(bytes, base::kIoAlignment);
     };
-    plan.spool_bytes = room(plan.inputs_spooled, plan.input_bytes) +
-                       room(saved_, saved_ == 0 ? 0 : plan.saved_bytes);
+    plan.saved_spool_bytes = room(saved_, plan.saved_bytes);
+    plan.spool_bytes = room(plan.inputs_spooled, plan.input_bytes) + plan.saved_spool_bytes;
+    plan.measures_offload = measures;
     plan.memory = memory();
     return plan;
   }
@@ -352,18 +365,30 @@ class StreamPlan {
 
 }  // namespace
 
+TrainingPlan without_offload(TrainingPlan plan) {
+  plan.spool_bytes -= std::exchange(plan.saved_spool_bytes, 0);
+  plan.saved_bytes = plan.saved_in_memory = 0;
+  plan.measures_offload = false;
+  return plan;
+}
+
 TrainingPlan place_training(const TrainingPlanInput& input) {
-  const bool may_keep =
-      input.activations == Activations::kAuto || input.activations == Activations::kKeep;
-  if (may_keep) {
+  const bool automatic = input.activations == Activations::kAuto;
+  if (automatic || input.activations == Activations::kKeep) {
     TrainingPlan keep = stay_plan(input, false);
-    if (input.activations == Activations::kKeep || fits(keep.memory, input)) return keep;
+    if (!automatic || fits(keep.memory, input)) return keep;
   }
-  if (input.activations != Activations::kOffload || !input.streams.ok()) {
-    TrainingPlan recompute = stay_plan(input, true);
-    if (!input.streams.ok() || fits(recompute.memory, input)) return recompute;
+  if (input.activations == Activations::kOffload && input.streams.ok()) {
+    return StreamPlan(input, /*offloads=*/true).make();
   }
-  return StreamPlan(input).make();
+  const TrainingPlan recompute = stay_plan(input, true);
+  if (!input.streams.ok()) return recompute;
+  const bool all_stay = fits(recompute.memory, input);
+  if (automatic && fits(StreamPlan(input, /*offloads=*/true).memory(), input)) {
+    TrainingPlan offload = StreamPlan(input, /*offloads=*/true).make();
+    if (!all_stay || keeps_as_much(offload, recompute, input.memory.gpu)) return offload;
+  }
+  return all_stay ? recompute : StreamPlan(input, /*offloads=*/false).make();
 }
 
 base::Result<TrainingPlan> plan_training(const TrainingPlanInput& input) {

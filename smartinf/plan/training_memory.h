@@ -40,8 +40,8 @@ enum class TrainingProgram : uint8_t {
   kPython,  // the Python package, with a model of transformers under its Trainer
 };
 
-/// What stays of a forward until backward. kAuto: the first of the others for which there is
-/// memory.
+/// What stays of a forward until backward. kAuto: kKeep if there is memory for it, else kRecompute,
+/// with room to offload what the first steps show to be faster to bring back than to compute again.
 enum class Activations : uint8_t {
   kAuto,
   kKeep,       // all that backward needs
@@ -73,14 +73,16 @@ struct TrainingMemoryInput {
   uint64_t process_bytes = 0;      // resident before there is a model
   bool measures_drives = true;     // at the start, which takes memory of its own
 
-  /// kTrain where not all units stay where the model computes: each unit does all micro batches
-  /// before the next one. Empty: all stay.
+  /// kTrain where each unit does all micro batches before the next one: not all units stay where
+  /// the model computes, or activations are offloaded. Empty: micro batch by micro batch, and all
+  /// units stay.
   std::vector<Unit> units;
   UnitPlacement placement;
   uint64_t inputs_in_memory = 0;    // of units and micro batches; the others are on the devices
   uint64_t slot_padding_bytes = 0;  // what a slot is longer than the largest unit's weights
-  uint64_t saved_in_memory = 0;     // kOffload: of units and micro batches, what autograd keeps...
-  uint64_t saved_bytes = 0;         // ...of each, at most
+  uint64_t saved_in_memory = 0;  // offloading: of units and micro batches, what autograd keeps...
+  uint64_t saved_bytes = 0;      // ...of each, at most
+  bool saves_all = true;         // false: some units may be computed again all the same
 };
 
 struct MemoryPart {
@@ -102,6 +104,11 @@ struct TrainingMemory {
 uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
                            uint32_t value_bytes);
 
+/// What of a layer is offloaded is at multiples of it, as torch aligns tensors; kSavedTensors of
+/// them at most.
+inline constexpr uint64_t kSavedAlignment = 64;
+inline constexpr uint64_t kSavedTensors = 32;
+
 /// The peak of a step. Pure.
 TrainingMemory training_memory(const TrainingMemoryInput& input);
 
@@ -121,7 +128,7 @@ struct TrainingPlanInput {
 struct TrainingPlan {
   UnitPlacement placement;
   bool recompute = false;
-  bool streams = false;                // some units do not stay where the model computes
+  bool streams = false;                // each unit does all micro batches before the next one
   uint64_t gradient_memory_bytes = 0;  // gradients beyond this are spilled
   uint64_t inputs_in_memory = 0;       // of units and micro batches, where recompute
   uint64_t inputs_spooled = 0;         // the others: on the devices
@@ -129,13 +136,20 @@ struct TrainingPlan {
   uint64_t input_bytes = 0;            // of each
   uint64_t saved_in_memory = 0;        // of what autograd keeps of units and micro batches...
   uint64_t saved_bytes = 0;            // ...buffers of so many bytes; 0: it is computed again
+  uint64_t saved_spool_bytes = 0;      // of spool_bytes
+  bool measures_offload = false;       // the first steps show how much of it to offload; with
+                                       // without_offload() nothing
   TrainingMemory memory;
 };
 
 /// Keeps in memory what fits: everything if it can; else first the inputs of units, then gradients,
-/// then the weights of the first units. Where nothing fits it is the smallest plan that
+/// then the weights of the first units. kAuto has the least buffers for offloading where these fit,
+/// and more of them from what the others leave. Where nothing fits it is the smallest plan that
 /// input.activations and input.streams allow. Pure.
 TrainingPlan place_training(const TrainingPlanInput& input);
+
+/// The same plan where everything is computed again: the devices have no room for more.
+TrainingPlan without_offload(TrainingPlan plan);
 
 /// Whether a plan keeps to the limits.
 bool fits(const TrainingMemory& memory, const TrainingPlanInput& input);

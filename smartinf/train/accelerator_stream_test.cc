@@ -47,6 +47,7 @@ struct Setting {
   uint32_t accumulation = 1;
   bool recompute = false;  // where all units stay
   bool spools = false;
+  bool offloads = false;
 
   friend void PrintTo(const Setting& setting, std::ostream* out) { *out << setting.name; }
 };
@@ -77,10 +78,14 @@ const Setting kSettings[] = {
     {"devices_early_untied", kFromDevices, Overlap::kEarly, false, 1},
     {"devices_auto", kFromDevices, Overlap::kAuto, true, 1},
     {"devices_late_spools", kFromDevices, Overlap::kLate, false, 3, false, true},
+    {"stays_late_offloads", kAllThere, Overlap::kLate, true, 3, false, false, true},
+    {"host_early_offloads", kAllInHost, Overlap::kEarly, true, 3, false, false, true},
+    {"devices_late_offloads", kFromDevices, Overlap::kLate, false, 3, false, true, true},
     {"devices_early_spools", kAllFromDevices, Overlap::kEarly, true, 1, false, true},
 };
 
 struct AcceleratorOutcome : Outcome {
+  uint64_t spooled_bytes = 0;
   uint64_t peak_bytes = 0;
 };
 
@@ -105,7 +110,14 @@ class AcceleratorStream : public testing::Test {
     made.options.model.tied_head = setting.tied;
     made.options.train.overlap = setting.overlap;
     made.options.train.accumulation = setting.accumulation;
+    if (setting.offloads) made.options.data.sequence = 128;  // small tensors stay
     return made;
+  }
+
+  static plan::TrainingModel model_of(const Options& options) {
+    ModelOptions model = options.model;
+    model.vocabulary = 256;
+    return training_model(architecture_of(model, options.data.sequence), options, {});
   }
 
   static plan::TrainingPlan hand_made_plan(const Setting& setting, const Options& options) {
@@ -117,10 +129,18 @@ class AcceleratorStream : public testing::Test {
     plan.input_bytes = 2 * options.train.micro_batch * options.data.sequence * options.model.width;
     const uint64_t inputs = (kUnits - 1) * options.train.accumulation;
     plan.inputs_in_memory = inputs;
+    if (setting.offloads) {
+      plan.streams = plan.recompute = true;
+      plan.saved_in_memory = SpooledBuffers::kOnTheirWay + 1;
+      plan.saved_bytes = plan::layer_saved_bytes(model_of(options), plan::TrainingProgram::kTrain,
+                                                 /*value_bytes=*/2);
+      const uint64_t saved = uint64_t{kLayers} * options.train.accumulation + 8;
+      plan.spool_bytes = saved * base::round_up(plan.saved_bytes, uint64_t{base::kIoAlignment});
+    }
     if (!setting.spools) return plan;
     plan.inputs_in_memory = options.train.accumulation + SpooledBuffers::kOnTheirWay;
     plan.inputs_spooled = inputs - plan.inputs_in_memory;
-    plan.spool_bytes = 2 * inputs * base::round_up(plan.input_bytes, uint64_t{base::kIoAlignment});
+    plan.spool_bytes += 2 * inputs * base::round_up(plan.input_bytes, uint64_t{base::kIoAlignment});
     return plan;
   }
 
@@ -131,6 +151,7 @@ class AcceleratorStream : public testing::Test {
       ASSERT_TRUE(report.ok()) << "step " << i + 1 << ": " << report.status().to_string();
       outcome.losses.push_back(report->loss);
       outcome.norms.push_back(report->gradient_norm);
+      outcome.spooled_bytes += report->traffic.host_link.down(base::TrafficKind::kActivation);
     }
     outcome.peak_bytes = smartinf_test_accelerator_memory().peak_bytes;
     const auto validation = trainer.validation_loss();
@@ -185,7 +206,9 @@ TEST_P(AcceleratorStreamBits, AreThoseOfTheCpu) {
   use({.delay_us = 300});
   Job made = job("accelerator", setting);
   made.plan = hand_made_plan(setting, made.options);
-  expect_same_bits(train(made, Trainer::open(made)), expected);
+  const AcceleratorOutcome outcome = train(made, Trainer::open(made));
+  expect_same_bits(outcome, expected);
+  EXPECT_EQ(outcome.spooled_bytes > 0, setting.spools || setting.offloads);
   EXPECT_EQ(smartinf_test_accelerator_order_errors(), 0u);
 }
 

@@ -139,11 +139,21 @@ std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,
   lines.push_back(fmt::format("activations: {} inputs of {} in memory{}", plan.inputs_in_memory,
                               base::format_bytes(plan.input_bytes),
                               and_on_devices(plan.inputs_spooled)));
+  if (plan.saved_bytes == 0) {
+    lines.back() += "; backward computes the rest again";
+    return lines;
+  }
+  const std::string rest =
+      fmt::format("{} buffers of {}", plan.saved_in_memory, base::format_bytes(plan.saved_bytes));
+  const std::string room = base::format_bytes(plan.saved_spool_bytes);
   lines.back() +=
-      plan.saved_bytes == 0
-          ? "; backward computes the rest again"
-          : fmt::format("; the rest in {} buffers of {}, those beyond come from the devices",
-                        plan.saved_in_memory, base::format_bytes(plan.saved_bytes));
+      plan.measures_offload
+          ? fmt::format(
+                "; backward computes the rest again, but for what the first steps show to be "
+                "faster in {} and {} on the devices",
+                rest, room)
+          : fmt::format("; the rest in {}, those beyond come from the devices, where they have {}",
+                        rest, room);
   return lines;
 }
 

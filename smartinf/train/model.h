@@ -76,6 +76,12 @@ class Model {
   /// [M, C] -> [M, V].
   torch::Tensor logits(const torch::Tensor& h_MC, const torch::Tensor& matrix_VC) const;
 
+  /// Of the rotary positions: the model's own tensors, which all layers use. May be undefined.
+  std::vector<torch::Tensor> tables() const {
+    return {angles_.cosine_T1D, angles_.sine_T1D, window_angles_.cosine_T1D,
+            window_angles_.sine_T1D};
+  }
+
  private:
   struct Shape {
     uint64_t first = 0;  // element of the space

@@ -7,6 +7,7 @@
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
+#include "smartinf/plan/training_memory.h"
 
 namespace smartinf::train {
 
@@ -15,9 +16,7 @@ using torch::Tensor;
 namespace {
 
 /// Smaller ones cost more to keep track of than they take.
-constexpr size_t kSmallBytes = 64 * base::kKiB;
-/// As torch aligns tensors.
-constexpr uint64_t kAlignment = 64;
+constexpr size_t kSmallBytes = base::kKiB;
 
 thread_local SavedTensors* recording = nullptr;
 
@@ -25,11 +24,10 @@ const std::byte* begin_of(const Tensor& tensor) {
   return static_cast<const std::byte*>(tensor.const_data_ptr());
 }
 
-/// All bytes of a storage as a tensor where it is.
+/// All bytes of a storage as a tensor.
 Tensor bytes_of(const c10::Storage& storage) {
-  return torch::from_blob(const_cast<void*>(storage.data()),
-                          {static_cast<int64_t>(storage.nbytes())},
-                          torch::dtype(torch::kUInt8).device(storage.device()));
+  return torch::empty({0}, torch::dtype(torch::kUInt8).device(storage.device()))
+      .set_(storage, 0, {static_cast<int64_t>(storage.nbytes())}, {1});
 }
 
 }  // namespace
@@ -38,13 +36,13 @@ struct SavedTensorHooks final : torch::autograd::SavedVariableHooks {
   explicit SavedTensorHooks(std::shared_ptr<SavedTensors> of) : owner(std::move(of)) {}
 
   void call_pack_hook(const Tensor& tensor) override {
-    if (!owner->record(tensor, view)) small = tensor.detach();
+    if (!owner->record(tensor, view)) stays = tensor.detach();
   }
-  Tensor call_unpack_hook() override { return small.defined() ? small : owner->find(view); }
+  Tensor call_unpack_hook() override { return stays.defined() ? stays : owner->find(view); }
 
   std::shared_ptr<SavedTensors> owner;
   SavedTensors::View view;
-  Tensor small;
+  Tensor stays;
 };
 
 namespace {
@@ -68,15 +66,18 @@ class Engine final : public torch::autograd::Engine {
 
 void watch_saved_tensors() { torch::autograd::set_default_engine_stub(&Engine::instance); }
 
-SavedTensors::Recording::Recording(SavedTensors& to, const Tensor& weights_N, const Tensor& input) {
+SavedTensors::Recording::Recording(SavedTensors& to, const Tensor& weights_N, const Tensor& input,
+                                   std::vector<Tensor> others) {
   SI_CHECK(recording == nullptr, "saved tensors are recorded already");
   to.weights_ = weights_N;
   to.input_ = input;
+  to.others_ = std::move(others);
   recording = &to;
 }
 
 SavedTensors::Recording::~Recording() {
   recording->weights_ = recording->input_ = Tensor();
+  recording->others_.clear();
   recording = nullptr;
 }
 
@@ -98,6 +99,9 @@ bool SavedTensors::record(const Tensor& tensor, View& view) {
     return true;
   }
   if (storage.nbytes() < kSmallBytes) return false;
+  for (const Tensor& other : others_) {
+    if (other.defined() && storage.is_alias_of(other.storage())) return false;
+  }
   const std::byte* from = static_cast<const std::byte*>(storage.data());
   for (const Stored& stored : stored_) {
     if (!stored.storage.is_alias_of(storage)) continue;
@@ -106,23 +110,20 @@ bool SavedTensors::record(const Tensor& tensor, View& view) {
   }
   view.offset_bytes = static_cast<int64_t>(bytes_) + (begin - from);
   stored_.push_back({storage, bytes_});
-  bytes_ += base::round_up(storage.nbytes(), kAlignment);
+  bytes_ += base::round_up(storage.nbytes(), plan::kSavedAlignment);
   return true;
 }
 
-void SavedTensors::move_to(std::span<std::byte> out) {
-  for (Stored& stored : std::exchange(stored_, {})) {
-    const Tensor from = bytes_of(stored.storage);
-    torch::from_blob(out.data() + stored.offset_bytes, {from.numel()}, torch::dtype(torch::kUInt8))
-        .copy_(from);
+std::vector<SpooledBuffers::Part> SavedTensors::give_up() {
+  std::vector<SpooledBuffers::Part> parts;
+  for (const Stored& stored : std::exchange(stored_, {})) {
+    parts.push_back({bytes_of(stored.storage), stored.offset_bytes});
   }
+  return parts;
 }
 
-void SavedTensors::found_in(std::span<const std::byte> kept, const Tensor& weights_N,
-                            const Tensor& input) {
-  kept_ = torch::from_blob(const_cast<std::byte*>(kept.data()), {static_cast<int64_t>(bytes_)},
-                           torch::dtype(torch::kUInt8))
-              .to(input.device());
+void SavedTensors::found_in(const Tensor& kept_N, const Tensor& weights_N, const Tensor& input) {
+  kept_ = kept_N;
   weights_ = weights_N;
   input_ = input;
 }

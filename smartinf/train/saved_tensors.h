@@ -4,10 +4,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <vector>
 
 #include <torch/types.h>
+
+#include "smartinf/train/spooled_buffers.h"
 
 namespace smartinf::train {
 
@@ -20,10 +21,11 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
   static std::shared_ptr<SavedTensors> make() { return std::make_shared<SavedTensors>(); }
 
   /// Records what autograd saves on this thread as long as it lives. weights_N: all weights of the
-  /// unit.
+  /// unit; others: tensors that outlive the graph, and are not kept either.
   class Recording {
    public:
-    Recording(SavedTensors& to, const torch::Tensor& weights_N, const torch::Tensor& input);
+    Recording(SavedTensors& to, const torch::Tensor& weights_N, const torch::Tensor& input,
+              std::vector<torch::Tensor> others);
     ~Recording();
     Recording(const Recording&) = delete;
     Recording& operator=(const Recording&) = delete;
@@ -31,11 +33,11 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
 
   /// Of what was recorded.
   uint64_t bytes() const { return bytes_; }
-  /// Moves it to `out`, [bytes()], and lets go of the tensors.
-  void move_to(std::span<std::byte> out);
-  /// For backward: what was moved is in `kept`, weights and input are here now. All three stay
-  /// until backward is done.
-  void found_in(std::span<const std::byte> kept, const torch::Tensor& weights_N,
+  /// Lets go of the tensors: their bytes, to be kept together in [bytes()].
+  std::vector<SpooledBuffers::Part> give_up();
+  /// For backward: what was given up is in kept_N, where the model computes, and weights and input
+  /// are here now. All three stay until backward is done.
+  void found_in(const torch::Tensor& kept_N, const torch::Tensor& weights_N,
                 const torch::Tensor& input);
 
  private:
@@ -52,18 +54,20 @@ class SavedTensors : public std::enable_shared_from_this<SavedTensors> {
     c10::Storage storage;
     uint64_t offset_bytes = 0;
   };
-  /// Nothing: it is small, and stays.
+  /// False: it stays where it is.
   bool record(const torch::Tensor& tensor, View& view);
   torch::Tensor find(const View& view) const;
 
   torch::Tensor weights_, input_;
+  std::vector<torch::Tensor> others_;  // while it is recorded
   std::vector<Stored> stored_;
   uint64_t bytes_ = 0;
   torch::Tensor kept_;  // bytes, where the model computes
 };
 
 /// From now on torch's autograd asks this room what to do with tensors that it saves. Once per
-/// process, before the first graph; a second call does nothing.
+/// process, before the first backward: torch starts the threads of accelerators for one engine. A
+/// second call does nothing.
 void watch_saved_tensors();
 
 }  // namespace smartinf::train

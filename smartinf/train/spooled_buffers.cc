@@ -3,30 +3,52 @@
 #include <algorithm>
 #include <utility>
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "smartinf/base/check.h"
+#include "smartinf/base/clock.h"
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/units.h"
 #include "smartinf/train/status_error.h"
 
 namespace smartinf::train {
 
-base::Result<SpooledBuffers> SpooledBuffers::make(engine::Spool& spool, uint64_t buffers,
-                                                  uint64_t bytes) {
-  const uint64_t buffer_bytes = base::round_up(bytes, base::kIoAlignment);
-  SI_ASSIGN_OR_RETURN(base::AlignedBuffer memory,
-                      base::AlignedBuffer::allocate(buffers * buffer_bytes));
-  return SpooledBuffers(spool, std::move(memory), buffer_bytes);
-}
+using torch::Tensor;
 
-SpooledBuffers::SpooledBuffers(engine::Spool& spool, base::AlignedBuffer memory,
-                               uint64_t buffer_bytes)
-    : spool_(&spool), memory_(std::move(memory)), buffer_bytes_(buffer_bytes) {
-  const uint64_t buffers = memory_.size() / buffer_bytes;
+SpooledBuffers::SpooledBuffers(engine::Spool& spool, torch::Device accelerator, uint64_t buffers,
+                               uint64_t bytes)
+    : spool_(&spool),
+      accelerator_(accelerator),
+      buffer_bytes_(base::round_up(bytes, base::kIoAlignment)) {
+  const bool beside = !accelerator.is_cpu();
+  const auto all = static_cast<int64_t>(buffers * buffer_bytes_);
+  memory_N_ = torch::empty({all + static_cast<int64_t>(base::kIoAlignment)},
+                           torch::dtype(torch::kUInt8).pinned_memory(beside));
+  const auto address = reinterpret_cast<uintptr_t>(memory_N_.data_ptr());
+  memory_N_ = memory_N_.narrow(
+      0, static_cast<int64_t>(base::round_up(address, base::kIoAlignment) - address), all);
+  for (uint64_t i = 0; i < buffers; ++i) {
+    buffers_.push_back({memory_N_.narrow(0, static_cast<int64_t>(i * buffer_bytes_),
+                                         static_cast<int64_t>(buffer_bytes_)),
+                        std::nullopt});
+    if (beside) buffers_.back().copied.emplace(accelerator.type());
+  }
   for (auto buffer = static_cast<uint32_t>(buffers); buffer-- > 0;) free_.push_back(buffer);
+  if (beside) {
+    copies_ = c10::impl::VirtualGuardImpl(accelerator.type()).getStreamFromGlobalPool(accelerator);
+  }
 }
 
 SpooledBuffers::~SpooledBuffers() {
   for (Entry& entry : entries_) drop(entry);
+  for (Buffer& buffer : buffers_) {
+    if (buffer.copied) buffer.copied->synchronize();
+  }
+}
+
+std::span<std::byte> SpooledBuffers::memory() {
+  return {static_cast<std::byte*>(memory_N_.data_ptr()), memory_N_.nbytes()};
 }
 
 void SpooledBuffers::begin(size_t units, size_t batches) {
@@ -35,13 +57,36 @@ void SpooledBuffers::begin(size_t units, size_t batches) {
   entries_.assign(units * batches, Entry());
   writing_.clear();
   taken_ = nullptr;
-  next_read_ = 0;
+  taken_count_ = next_read_ = 0;
+  last_put_.reset();
+  places_.clear();
 }
 
-std::span<std::byte> SpooledBuffers::put(size_t unit, size_t batch) {
+void SpooledBuffers::put(size_t unit, size_t batch, std::span<const Part> parts) {
   Entry& entry = at(unit, batch);
   entry.buffer = take_buffer();
-  return bytes_of(*entry.buffer);
+  Buffer& buffer = buffers_[*entry.buffer];
+  const auto copy = [&] {
+    for (const Part& part : parts) {
+      buffer.bytes_N.narrow(0, static_cast<int64_t>(part.offset), part.bytes_N.numel())
+          .copy_(part.bytes_N, /*non_blocking=*/true);
+    }
+  };
+  if (!beside()) return copy();
+  if (last_put_) buffers_[*last_put_].copied->synchronize();
+  last_put_ = entry.buffer;
+  c10::Event made(accelerator_.type());
+  made.record(c10::impl::VirtualGuardImpl(accelerator_.type()).getStream(accelerator_));
+  const c10::StreamGuard guard(*copies_);
+  made.block(*copies_);
+  copy();
+  for (const Part& part : parts) part.bytes_N.record_stream(*copies_);  // the caller lets go of it
+  buffer.copied->record(*copies_);
+}
+
+Tensor SpooledBuffers::kept(size_t unit, size_t batch) {
+  SI_CHECK(!beside(), "bytes are asked for in the host's memory");
+  return buffers_[*at(unit, batch).buffer].bytes_N;
 }
 
 void SpooledBuffers::release(size_t unit, size_t batch) {
@@ -49,14 +94,42 @@ void SpooledBuffers::release(size_t unit, size_t batch) {
   write_out();
 }
 
-std::span<std::byte> SpooledBuffers::take(size_t unit, size_t batch) {
+Tensor SpooledBuffers::take(size_t unit, size_t batch) {
   Entry& entry = at(unit, batch);
   if (taken_ != nullptr) drop(*taken_);
   taken_ = &entry;
   if (!entry.buffer.has_value()) read(entry);
-  if (std::exchange(entry.reading, false)) throw_if_error(spool_->wait(*entry.ticket));
+  if (std::exchange(entry.reading, false)) wait_for(*entry.ticket);
+  Buffer& buffer = buffers_[*entry.buffer];
+  Tensor bytes_N = beside() ? to_accelerator(buffer) : buffer.bytes_N;
   read_ahead();
-  return bytes_of(*entry.buffer);
+  return bytes_N;
+}
+
+/// Into the place that is not computed with. What was taken before has been started on the current
+/// stream.
+Tensor SpooledBuffers::to_accelerator(Buffer& buffer) {
+  const c10::impl::VirtualGuardImpl device(accelerator_.type());
+  const c10::Stream current = device.getStream(accelerator_);
+  if (places_.empty()) {
+    for (int i = 0; i < 2; ++i) {
+      places_.push_back(
+          {torch::empty({buffer.bytes_N.numel()}, torch::dtype(torch::kUInt8).device(accelerator_)),
+           c10::Event(accelerator_.type())});
+      places_.back().used.record(current);  // by whoever had the memory before
+    }
+  } else {
+    places_[(taken_count_ - 1) % 2].used.record(current);
+  }
+  Place& place = places_[taken_count_++ % 2];
+  {
+    const c10::StreamGuard guard(*copies_);
+    place.used.block(*copies_);
+    place.bytes_N.copy_(buffer.bytes_N, /*non_blocking=*/true);
+    buffer.copied->record(*copies_);
+  }
+  buffer.copied->block(current);
+  return place.bytes_N;
 }
 
 /// The use-th entry in the order of backward.
@@ -66,39 +139,54 @@ SpooledBuffers::Entry& SpooledBuffers::in_backward(size_t use) {
 }
 
 uint32_t SpooledBuffers::take_buffer() {
+  if (free_.empty() && writing_.empty()) {
+    const auto oldest = std::ranges::find_if(
+        entries_, [](const Entry& entry) { return entry.released && entry.buffer.has_value(); });
+    SI_CHECK(oldest != entries_.end(), "more is held in memory than there are buffers");
+    write(*oldest);
+  }
   if (free_.empty()) finish_write();
   const uint32_t buffer = free_.back();
   free_.pop_back();
   return buffer;
 }
 
-/// Where few buffers are free, what is wanted last makes room.
+std::span<std::byte> SpooledBuffers::for_devices(uint32_t buffer) {
+  if (buffers_[buffer].copied) buffers_[buffer].copied->synchronize();
+  return {static_cast<std::byte*>(buffers_[buffer].bytes_N.data_ptr()), buffer_bytes_};
+}
+
+/// Where few buffers are free, what is wanted last makes room, as soon as it is there.
 void SpooledBuffers::write_out() {
   for (Entry& entry : entries_) {
     if (free_.size() + writing_.size() >= kOnTheirWay) return;
     if (!entry.released || !entry.buffer.has_value() || entry.writing) continue;
-    auto ticket = spool_->put(bytes_of(*entry.buffer));
-    throw_if_error(ticket.status());
-    entry.ticket = *ticket;
-    entry.writing = true;
-    writing_.push_back(&entry);
+    if (const auto& copied = buffers_[*entry.buffer].copied; copied && !copied->query()) return;
+    write(entry);
   }
+}
+
+void SpooledBuffers::write(Entry& entry) {
+  auto ticket = spool_->put(for_devices(*entry.buffer));
+  throw_if_error(ticket.status());
+  entry.ticket = *ticket;
+  entry.writing = true;
+  writing_.push_back(&entry);
 }
 
 /// Waits for the oldest one.
 void SpooledBuffers::finish_write() {
-  SI_CHECK(!writing_.empty(), "more is held in memory than there are buffers");
   Entry& entry = *writing_.front();
   writing_.pop_front();
   entry.writing = false;
-  throw_if_error(spool_->wait(*entry.ticket));
+  wait_for(*entry.ticket);
   free_.push_back(*std::exchange(entry.buffer, std::nullopt));
 }
 
 void SpooledBuffers::read(Entry& entry) {
   entry.buffer = take_buffer();
   entry.reading = true;
-  throw_if_error(spool_->start_get(*entry.ticket, bytes_of(*entry.buffer)));
+  throw_if_error(spool_->start_get(*entry.ticket, for_devices(*entry.buffer)));
 }
 
 void SpooledBuffers::read_ahead() {
@@ -108,6 +196,13 @@ void SpooledBuffers::read_ahead() {
     if (free_.empty()) return;
     read(entry);
   }
+}
+
+void SpooledBuffers::wait_for(engine::Spool::Ticket ticket) {
+  const uint64_t begin_ns = base::now_ns();
+  const base::Status status = spool_->wait(ticket);
+  waited_s_ += base::seconds_since(begin_ns);
+  throw_if_error(status);
 }
 
 /// Waits for what is under way.

@@ -1,15 +1,18 @@
-// Bytes of units and micro batches between forward and backward, in a fixed number of buffers; what
-// has no room there is on the devices.
+// Bytes of units and micro batches between forward and backward, in a fixed number of buffers of
+// the host's memory; what has no room there is on the devices.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <optional>
 #include <span>
 #include <vector>
 
-#include "smartinf/base/aligned_buffer.h"
-#include "smartinf/base/status.h"
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <torch/types.h>
+
 #include "smartinf/engine/spool.h"
 
 namespace smartinf::train {
@@ -17,35 +20,62 @@ namespace smartinf::train {
 /// Backward goes from the last unit to the first, so the bytes of the first units are wanted last,
 /// and are the ones that are written to the devices.
 ///
-/// Threads: one caller. Errors: StatusError of the devices.
+/// Beside an accelerator buffers are pinned, and copies run on a stream of their own: bytes leave
+/// while the next ones are made, and come to one of two places there while the current stream
+/// computes with the other.
+///
+/// Threads: one caller. Errors: StatusError of the devices; torch throws.
 class SpooledBuffers {
  public:
   /// Buffers beyond those that cannot be written: what is on its way.
   static constexpr uint64_t kOnTheirWay = 4;
 
-  /// All memory is allocated here: `buffers` of at most `bytes` each, at least kOnTheirWay. `spool`
-  /// outlives this. Errors: kOutOfMemory.
-  static base::Result<SpooledBuffers> make(engine::Spool& spool, uint64_t buffers, uint64_t bytes);
+  /// Bytes of an entry: [N] of uint8 where the model computes, to be at an offset.
+  struct Part {
+    torch::Tensor bytes_N;
+    uint64_t offset = 0;
+  };
+
+  /// All of the host's memory is allocated here: `buffers` of at most `bytes` each, at least
+  /// kOnTheirWay. `spool` outlives this.
+  SpooledBuffers(engine::Spool& spool, torch::Device accelerator, uint64_t buffers, uint64_t bytes);
   SpooledBuffers(SpooledBuffers&&) = default;
   SpooledBuffers& operator=(SpooledBuffers&&) = delete;
   ~SpooledBuffers();
 
   uint64_t bytes_max() const { return buffer_bytes_; }
+  /// Entries that stay in memory; of more, so many are written.
+  uint64_t in_memory() const { return buffers_.size() - kOnTheirWay; }
+  /// Before the first pass: to be used for measuring.
+  std::span<std::byte> memory();
+  /// Seconds that the caller has waited for the devices.
+  double waited_s() const { return waited_s_; }
 
   /// A pass begins; what was kept before is dropped.
   void begin(size_t units, size_t batches);
-  /// A buffer to be filled. At most as many as there are beyond kOnTheirWay stay unreleased.
-  std::span<std::byte> put(size_t unit, size_t batch);
-  /// It is filled and not read before take(): it may leave memory.
+  /// Copies the parts of an entry, once the current stream has made them. Beside an accelerator the
+  /// copy before this one is done then: no more than two entries are there at once. At most as many
+  /// as there are buffers beyond kOnTheirWay stay unreleased.
+  void put(size_t unit, size_t batch, std::span<const Part> parts);
+  /// Without an accelerator: the entry's bytes in its buffer, until release().
+  torch::Tensor kept(size_t unit, size_t batch);
+  /// It is not read before take(): it may leave memory.
   void release(size_t unit, size_t batch);
   /// In backward, which begins with the first call: batch after batch of the last unit, then of the
-  /// one before; those that were not put may be left out. There until the next call, and not kept
-  /// any longer.
-  std::span<std::byte> take(size_t unit, size_t batch);
+  /// one before; those that were not put may be left out. The entry's bytes where the model
+  /// computes, for the current stream, until the next call; not kept any longer.
+  torch::Tensor take(size_t unit, size_t batch);
 
  private:
-  SpooledBuffers(engine::Spool& spool, base::AlignedBuffer memory, uint64_t buffer_bytes);
-
+  struct Buffer {
+    torch::Tensor bytes_N;
+    std::optional<c10::Event> copied;  // to or from the accelerator, the last time
+  };
+  /// On the accelerator.
+  struct Place {
+    torch::Tensor bytes_N;
+    c10::Event used;  // recorded where the model computes
+  };
   struct Entry {
     std::optional<uint32_t> buffer;
     std::optional<engine::Spool::Ticket> ticket;
@@ -55,20 +85,31 @@ class SpooledBuffers {
   };
   Entry& at(size_t unit, size_t batch) { return entries_[unit * batches_ + batch]; }
   Entry& in_backward(size_t use);
+  bool beside() const { return copies_.has_value(); }
   uint32_t take_buffer();
   void write_out();
+  void write(Entry& entry);
   void finish_write();
   void read(Entry& entry);
   void read_ahead();
   void drop(Entry& entry);
-  std::span<std::byte> bytes_of(uint32_t buffer) {
-    return memory_.bytes().subspan(buffer * buffer_bytes_, buffer_bytes_);
-  }
+  torch::Tensor to_accelerator(Buffer& buffer);
+  /// To be read or written by devices: copies from and to it are done.
+  std::span<std::byte> for_devices(uint32_t buffer);
+  /// Errors are thrown; the time is counted.
+  void wait_for(engine::Spool::Ticket ticket);
 
   engine::Spool* spool_;
-  base::AlignedBuffer memory_;
+  const torch::Device accelerator_;
   uint64_t buffer_bytes_;
-  std::vector<uint32_t> free_;  // buffers
+  torch::Tensor memory_N_;
+  std::vector<Buffer> buffers_;
+  std::vector<uint32_t> free_;  // of buffers_
+  std::optional<c10::Stream> copies_;
+  std::optional<uint32_t> last_put_;  // beside an accelerator: the buffer
+  std::vector<Place> places_;         // in backward
+  size_t taken_count_ = 0;            // of the pass
+  double waited_s_ = 0;
 
   size_t batches_ = 0;
   std::vector<Entry> entries_;  // by unit and batch

@@ -50,6 +50,8 @@ std::string StepReport::to_json() const {
     line["density"] = density;
     line["residual_norm"] = residual_norm;
   }
+  if (offloaded.has_value()) line["offloaded"] = *offloaded;
+  if (!offload_decision.empty()) line["offload_decision"] = offload_decision;
   if (!skipped.empty()) line["skipped"] = skipped;
   return line.dump();
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,6 +39,11 @@ struct StepReport {
   uint64_t compressed_bytes = 0;  // that were sent
   double density = 0;             // of compressed gradients (compress::CompressOptions::density)
   double residual_norm = 0;       // of what is added to the next gradient
+
+  // Where what autograd keeps may be offloaded: units and micro batches of which it was; and what
+  // was decided after this step for those to come, with the reason: empty but once.
+  std::optional<uint64_t> offloaded;
+  std::string offload_decision;
 
   /// Why there was no update (non-finite gradients, parameter named); empty: there was one.
   std::string skipped;

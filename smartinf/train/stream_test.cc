@@ -11,6 +11,7 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
 #include "smartinf/train/memory_plan.h"
+#include "smartinf/train/offload_choice.h"
 #include "smartinf/train/test_runs.h"
 
 namespace smartinf::train {
@@ -36,6 +37,7 @@ struct Setting {
   bool spill = false;
   bool spool_inputs = false;
   bool spool_saved = false;  // tensors of autograd
+  bool measured = false;     // how many of them: half have a buffer
   bool nan = false;
   bool evaluate = false;
   storage::Durability durability = storage::Durability::kStep;
@@ -81,6 +83,13 @@ const Setting kSettings[] = {
      .spill = true,
      .spool_saved = true,
      .nan = true},
+    {.name = "as_many_as_is_measured",
+     .accumulation = 3,
+     .devices = 3,
+     .sequence = 128,
+     .in_memory = 2,
+     .spool_saved = true,
+     .measured = true},
     // What is spooled lies on one device whole, and fills none of them to the end.
     {.name = "spooled_to_eight_devices",
      .accumulation = 3,
@@ -140,7 +149,10 @@ class StreamedBits : public testing::TestWithParam<Setting> {
           training_model(with_vocabulary(made.options), made.options, {}),
           plan::TrainingProgram::kTrain,
           static_cast<uint32_t>(base::data_type_bytes(precision_data_type(setting.precision))));
-      plan.spool_bytes += (saved() + 8) * whole(plan.saved_bytes);
+      plan.saved_spool_bytes = (saved() + 8) * whole(plan.saved_bytes);
+      plan.spool_bytes += plan.saved_spool_bytes;
+      plan.measures_offload = setting.measured;
+      if (setting.measured) plan.saved_in_memory += saved() / 2;
     }
     return plan;
   }
@@ -151,6 +163,19 @@ class StreamedBits : public testing::TestWithParam<Setting> {
   /// Of layers and micro batches.
   static uint64_t saved() { return uint64_t{kLayers} * GetParam().accumulation; }
   static uint64_t whole(uint64_t bytes) { return base::round_up(bytes, base::kIoAlignment); }
+
+  /// First all is computed again, then at least what has a buffer is offloaded; then one number
+  /// stays.
+  static void expect_tried(const Outcome& streamed) {
+    constexpr size_t kWithout = 1 + OffloadChoice::kSteps;
+    const std::vector<uint64_t>& offloaded = streamed.offloaded;
+    EXPECT_EQ(std::count(offloaded.begin(), offloaded.begin() + kWithout, 0), kWithout);
+    EXPECT_GE(offloaded[kWithout], saved() / 2);
+    EXPECT_EQ(streamed.decisions.size(), 1u);
+    const size_t tried = 1 + OffloadChoice::kSteps * OffloadChoice::kTrials;
+    EXPECT_EQ(std::count(offloaded.begin() + tried, offloaded.end(), offloaded.back()),
+              static_cast<ptrdiff_t>(offloaded.size() - tried));
+  }
 
   Outcome train(const Job& job, uint64_t nan_call = 0) const {
     return runs_.train(job, {nan_call, kSteps / 4}, GetParam().evaluate ? 4 : 0);
@@ -178,7 +203,7 @@ TEST_P(StreamedBits, AreThoseOfARunThatKeepsEverything) {
 
   for (const Overlap overlap : {Overlap::kNone, Overlap::kLate, Overlap::kEarly, Overlap::kAuto}) {
     if (overlap == Overlap::kEarly && setting.durability == storage::Durability::kNone) continue;
-    if (overlap != Overlap::kLate && setting.devices > 3) continue;
+    if (overlap != Overlap::kLate && (setting.devices > 3 || setting.measured)) continue;
     const std::string run = "overlap_" + std::string(base::enum_name(overlap));
     SCOPED_TRACE(run);
     Job streamed_job = job(run, clip_norm, setting.devices);
@@ -195,6 +220,10 @@ TEST_P(StreamedBits, AreThoseOfARunThatKeepsEverything) {
     EXPECT_EQ(streamed.validations, kept.validations);
     EXPECT_EQ(streamed.samples, kept.samples);
     EXPECT_TRUE(same_bits(streamed.state, kept.state));
+    if (setting.measured) {
+      expect_tried(streamed);
+      continue;
+    }
     uint64_t spooled = streamed_job.plan->inputs_spooled * whole(streamed_job.plan->input_bytes);
     if (setting.spool_saved) spooled += (saved() - 4) * whole(streamed_job.plan->saved_bytes);
     spooled *= streamed.norms.size();

@@ -1,6 +1,7 @@
 #include "smartinf/train/tensor_memory.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -18,7 +19,7 @@
 namespace smartinf::train {
 namespace {
 
-constexpr size_t kOwnPagesBytes = size_t{1} << 20;  // from here on
+std::atomic<size_t> own_pages_bytes = size_t{1} << 20;  // from here on
 
 // Freed pages wait here for the next tensor of the same size, as long as all pages together are no
 // more than tensors have once needed at the same time: a step makes the tensors of the step before,
@@ -93,7 +94,7 @@ class PagesAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t wanted) override {
     void* address = nullptr;
-    if (wanted < kOwnPagesBytes) {
+    if (wanted < own_pages_bytes) {
       address = small().allocate(wanted).release_context();
     } else {
       address = pool().take(wanted);
@@ -128,6 +129,8 @@ void give_tensors_their_own_pages() {
   }();
   static_cast<void>(given);
 }
+
+void give_pages_to_tensors_of(size_t bytes) { own_pages_bytes = bytes; }
 
 void unmap_waiting_pages() { pool().unmap_waiting(); }
 

@@ -1,6 +1,8 @@
 // Where torch's tensors in CPU memory live.
 #pragma once
 
+#include <cstddef>
+
 namespace smartinf::train {
 
 /// From now on every tensor of 1 MiB or more in CPU memory gets pages of its own: huge ones where
@@ -10,6 +12,10 @@ namespace smartinf::train {
 /// call does nothing. Errors, later: c10::OutOfMemoryError from whatever makes a tensor.
 /// Threads: tensors are made and freed by any.
 void give_tensors_their_own_pages();
+
+/// From now on also tensors of so many bytes. Where most of what is made is dropped at once and
+/// some small parts of it stay for long, a heap of it does not shrink again: offloading.
+void give_pages_to_tensors_of(size_t bytes);
 
 /// What waits goes back to the system, and what tensors have once needed is forgotten.
 void unmap_waiting_pages();

@@ -68,7 +68,9 @@ struct Outcome {
 
   std::multiset<std::string> overlaps;
   uint64_t wrong_guesses = 0;
-  uint64_t products = 0;  // of matrices, in a step
+  uint64_t products = 0;            // of matrices, in a step
+  std::vector<uint64_t> offloaded;  // units and micro batches, in each step
+  std::vector<std::string> decisions;
   engine::UpdaterTraffic traffic;
   std::string described;
 };
@@ -147,6 +149,10 @@ class TestRuns {
         if (report->skipped.empty()) {
           outcome.norms.push_back(report->gradient_norm);
           outcome.overlaps.emplace(report->overlap);
+          outcome.offloaded.push_back(report->offloaded.value_or(0));
+          if (!report->offload_decision.empty()) {
+            outcome.decisions.push_back(report->offload_decision);
+          }
           outcome.wrong_guesses += report->wrong_guess ? 1 : 0;
           outcome.traffic.host_link += report->traffic.host_link;
           outcome.traffic.store += report->traffic.store;

@@ -48,6 +48,7 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     if (overlap_ == Overlap::kLate) late_exposed_ = report.exposed_s / report.seconds;
     report.phases.push_back({"update", update_ns, end_ns});
     report_traffic(report);
+    choose_offload(report);
     // Before the commit: a line too many is cut when the run goes on, one that a crash kept from
     // being written would stay missing.
     folder_.append_log(report.to_json());
@@ -90,6 +91,7 @@ Status TorchTrainer::compute_gradients(const std::stop_token& stop, StepReport& 
     const double waited_s = waited_for_weights_s();
     pass.begins_step = i == 0;
     pass.ends_step = i + at_once == accumulation;
+    pass.times_forward = offload_choice_ && !offload_choice_->decided();
     for (const double loss : pass_->train(batches, pass)) report.loss += loss / accumulation;
     const uint64_t backward_ns = pass_->backward_began_ns();
     const uint64_t end_ns = base::now_ns();
@@ -304,6 +306,22 @@ void TorchTrainer::report_traffic(StepReport& report) {
   }
 }
 
+// From the next step on.
+void TorchTrainer::choose_offload(StepReport& report) {
+  const SpooledBuffers* saved = pass_->saved();
+  if (saved == nullptr) return;
+  report.offloaded = pass_->offloaded();
+  const double waited_s = saved->waited_s() - std::exchange(spool_waited_s_, saved->waited_s());
+  if (!offload_choice_ || offload_choice_->decided()) return;
+  report.offload_decision =
+      offload_choice_->stepped({.seconds = report.seconds,
+                                .forward_s = report.forward_s,
+                                .waited_s = waited_s,
+                                .read_bytes = report.traffic.store.up_total(),
+                                .written_bytes = report.traffic.store.down_total()});
+  pass_->offload(offload_choice_->offloaded());
+}
+
 std::vector<std::string> TorchTrainer::describe() const {
   const model::Architecture& model = source_.architecture;
   std::vector<std::string> lines;
@@ -318,9 +336,10 @@ std::vector<std::string> TorchTrainer::describe() const {
   lines.push_back("data: " + corpus_.describe());
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
-  for (std::string& line : describe_plan(plan_, source_.architecture))
+  for (std::string& line : describe_plan(plan_, source_.architecture)) {
     lines.push_back(std::move(line));
-  if (!remark_.empty()) lines.push_back(remark_);
+  }
+  lines.insert(lines.end(), remarks_.begin(), remarks_.end());
   return lines;
 }
 

@@ -23,6 +23,7 @@
 #include "smartinf/train/memory_updater.h"
 #include "smartinf/train/model.h"
 #include "smartinf/train/model_source.h"
+#include "smartinf/train/offload_choice.h"
 #include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/position.h"
 #include "smartinf/train/run_choice.h"
@@ -123,8 +124,13 @@ class TorchTrainer final : public Trainer {
   base::Status open_devices(const Job& job, const RunStart& run_start);
   /// Step 0. What a failure leaves on the devices and in the folder is removed.
   base::Status initialize(const Job& job);
+  base::Result<std::unique_ptr<engine::Updater>> open_with_spool(engine::UpdaterOptions options,
+                                                                 base::StepNumber trained);
+  void give_up_offload();
+  base::Status make_pass();
   base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
+  void choose_offload(StepReport& report);
   engine::WeightsSink weights_sink() const {
     return [this](uint64_t first) {
       return adapters_ != nullptr ? adapters_->weights_at(first) : stream_->weights_at(first);
@@ -167,6 +173,8 @@ class TorchTrainer final : public Trainer {
   std::unique_ptr<LayerStream> stream_;
   std::unique_ptr<Adapters> adapters_;  // null: the model's own weights are trained
   std::unique_ptr<UnitPass> pass_;
+  std::optional<OffloadChoice> offload_choice_;
+  double spool_waited_s_ = 0;                        // by the pass, until the last step
   std::unique_ptr<GradientCopies> gradient_copies_;  // null without an accelerator
   std::unique_ptr<engine::Updater> updater_;         // after the stream: it writes into its weights
   bool in_memory_ = false;                           // optimizer.where = "memory"
@@ -184,8 +192,8 @@ class TorchTrainer final : public Trainer {
   base::StepNumber first_ = 0;  // what training began from
   base::StepNumber step_ = 0;
   Position position_;
-  RunRecord record_;    // of the state on devices
-  std::string remark_;  // on the log
+  RunRecord record_;                  // of the state on devices
+  std::vector<std::string> remarks_;  // on the log, and on what was planned and is not done
   uint32_t skips_in_a_row_ = 0;
 };
 

@@ -19,6 +19,7 @@
 #include "smartinf/train/initial_weights.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/random.h"
+#include "smartinf/train/saved_tensors.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/torch_trainer.h"
 
@@ -72,6 +73,15 @@ AcceleratorMemory memory_of(const torch::Device& accelerator) {
           accelerator.is_cuda() ? plan::kCudaBytes : 0};
 }
 
+/// Half of what is free on each device is left alone: by what nobody has asked for.
+bool have_room_to_spare(const engine::UpdaterOptions& options, uint64_t spool_bytes) {
+  const auto sources = engine::local_sources(options);
+  return std::ranges::all_of(sources, [&](const auto& source) {
+    const Result<uint64_t> free_bytes = source->capacity_bytes();
+    return !free_bytes.ok() || spool_bytes / sources.size() <= *free_bytes / 2;
+  });
+}
+
 /// Deletes the state of one run, and nothing that is of another.
 Status discard_run(const engine::UpdaterOptions& options, const storage::RunId& run) {
   for (const auto& source : engine::local_sources(options)) {
@@ -120,18 +130,12 @@ Result<RunStart> choose_start(const Job& job) {
 
 }  // namespace
 
-Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
-  const base::StepNumber trained = run_start.discard ? 0 : logged_step(folder_.path());
-  engine::UpdaterOptions options = job.updater;
-  options.where = options_.train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
-                                                                : engine::UpdateWhere::kDevice;
-  if (run_start.discard) {
-    SI_RETURN_IF_ERROR(discard_run(options, run_start.found->run));
-    SI_ASSIGN_OR_RETURN(const std::string aside, folder_.set_log_aside());
-    if (!aside.empty()) remark_ = "log: that of the run before is in " + aside;
+// What autograd keeps is offloaded where the devices have room; only who asks for it gets an error.
+Result<std::unique_ptr<engine::Updater>> TorchTrainer::open_with_spool(
+    engine::UpdaterOptions options, base::StepNumber trained) {
+  if (plan_.measures_offload && !have_room_to_spare(options, plan_.spool_bytes)) {
+    give_up_offload();
   }
-  // A run that has trained has its state somewhere: it is not begun anew on empty devices.
-  options.create = trained == 0;
   if (plan_.streams) {
     options.stream_weights = targets_.empty();
     options.gradient_budget_bytes = plan_.gradient_memory_bytes;
@@ -143,10 +147,36 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
     }
   }
   base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
+  if (opened.status().code() == ErrorCode::kNoSpace && plan_.measures_offload) {
+    give_up_offload();
+    options.spool_bytes = 0;
+    return open_with_spool(std::move(options), trained);
+  }
   if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
     return without_state(folder_, trained, opened.status().what());
   }
-  SI_ASSIGN_OR_RETURN(updater_, std::move(opened));
+  return opened;
+}
+
+void TorchTrainer::give_up_offload() {
+  remarks_.push_back(fmt::format("activations: not offloaded, the devices do not have {} to spare",
+                                 base::format_bytes(plan_.saved_spool_bytes)));
+  plan_ = plan::without_offload(std::move(plan_));
+}
+
+Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
+  const base::StepNumber trained = run_start.discard ? 0 : logged_step(folder_.path());
+  engine::UpdaterOptions options = job.updater;
+  options.where = options_.train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
+                                                                : engine::UpdateWhere::kDevice;
+  if (run_start.discard) {
+    SI_RETURN_IF_ERROR(discard_run(options, run_start.found->run));
+    SI_ASSIGN_OR_RETURN(const std::string aside, folder_.set_log_aside());
+    if (!aside.empty()) remarks_.push_back("log: that of the run before is in " + aside);
+  }
+  // A run that has trained has its state somewhere: it is not begun anew on empty devices.
+  options.create = trained == 0;
+  SI_ASSIGN_OR_RETURN(updater_, open_with_spool(std::move(options), trained));
   // From here on the devices are locked.
   const std::optional<storage::RunId> run = engine::run_made_for(engine::sources_at(device_paths_));
   if (!run) {
@@ -178,7 +208,7 @@ Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
         {"step", step_}, {"taken_over", record_.run}, {"from", run_start.from}}
                            .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
     const std::string kept_in = aside.empty() ? cut.kept_in : aside;
-    if (!kept_in.empty()) remark_ = "log: what is not of this run is in " + kept_in;
+    if (!kept_in.empty()) remarks_.push_back("log: what is not of this run is in " + kept_in);
     return Status();
   }
   // In memory a step is written now and then only.
@@ -324,30 +354,38 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
                     "Set it to \"auto\" or \"late\"");
     }
   }
+  SI_RETURN_IF_ERROR(make_pass());
+  traffic_ = updater_->traffic();
+  return Status();
+}
+
+Status TorchTrainer::make_pass() {
+  constexpr size_t kOffloadedPages = 64 * base::kKiB;
+  if (plan_.saved_bytes > 0) give_pages_to_tensors_of(kOffloadedPages);
   SI_RETURN_IF_ERROR(load_model());
   std::optional<SpooledBuffers> inputs;
   std::optional<SpooledBuffers> saved;
-  const auto make = [&](std::optional<SpooledBuffers>& to, uint64_t buffers,
-                        uint64_t bytes) -> Status {
-    SI_ASSIGN_OR_RETURN(SpooledBuffers made,
-                        SpooledBuffers::make(*updater_->spool(), buffers, bytes));
-    to.emplace(std::move(made));
-    return Status();
-  };
   if (plan_.inputs_spooled > 0) {
-    SI_RETURN_IF_ERROR(make(inputs, plan_.inputs_in_memory, plan_.input_bytes));
+    inputs.emplace(*updater_->spool(), accelerator_, plan_.inputs_in_memory, plan_.input_bytes);
   }
   if (plan_.saved_bytes > 0) {
-    SI_RETURN_IF_ERROR(make(saved, plan_.saved_in_memory, plan_.saved_bytes));
+    saved.emplace(*updater_->spool(), accelerator_,
+                  std::max(plan_.saved_in_memory, SpooledBuffers::kOnTheirWay), plan_.saved_bytes);
+  }
+  const uint64_t offloaded = (model_->units().size() - 2) * options_.train.accumulation;
+  if (plan_.measures_offload) {
+    SI_ASSIGN_OR_RETURN(const SpoolRates rates, measure_spool(*updater_->spool(), saved->memory()));
+    offload_choice_.emplace(
+        OffloadChoice::Entries{offloaded, saved->in_memory(), saved->bytes_max(), rates});
   }
   pass_ = std::make_unique<UnitPass>(*model_, *stream_, adapters_.get(), plan_.recompute,
                                      UnitInputs(std::move(inputs)), std::move(saved));
+  pass_->offload(offload_choice_ ? offload_choice_->offloaded() : offloaded);
   if (!accelerator_.is_cpu()) {
     gradient_copies_ = std::make_unique<GradientCopies>(
         accelerator_, scalar_type(gradient_type_),
         training_model(source_.architecture, options_, space_).largest_parameter);
   }
-  traffic_ = updater_->traffic();
   return Status();
 }
 
@@ -367,6 +405,7 @@ struct Prepared {
 Result<Prepared> prepare(const Job& job) {
   SI_RETURN_IF_ERROR(validate(job.options));
   give_tensors_their_own_pages();
+  watch_saved_tensors();
   Options options = job.options;
   options.model = with_defaults(options.model);
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());

@@ -12,17 +12,22 @@ void UnitInputs::begin(size_t units, size_t batches) {
   if (buffers_) buffers_->begin(units, batches);
 }
 
-Tensor UnitInputs::tensor_in(std::span<std::byte> buffer) const {
-  return torch::from_blob(buffer.data(), sizes_, options_.device(torch::kCPU));
+Tensor UnitInputs::as_input(const Tensor& bytes_N) const {
+  int64_t values = 1;
+  for (const int64_t size : sizes_) values *= size;
+  const int64_t bytes = values * static_cast<int64_t>(options_.dtype().itemsize());
+  return bytes_N.narrow(0, 0, bytes)
+      .view(torch::typeMetaToScalarType(options_.dtype()))
+      .view(sizes_);
 }
 
 void UnitInputs::put(size_t unit, size_t batch, Tensor input) {
   if (buffers_) {
     sizes_ = input.sizes().vec();
     options_ = input.options();
-    Tensor copy = tensor_in(buffers_->put(unit, batch));
-    copy.copy_(input);
-    if (input.is_cpu()) input = std::move(copy);
+    const SpooledBuffers::Part all{input.contiguous().view(-1).view(torch::kUInt8), 0};
+    buffers_->put(unit, batch, {&all, 1});
+    if (input.is_cpu()) input = as_input(buffers_->kept(unit, batch));
   }
   made_[unit * batches_ + batch] = std::move(input);
 }
@@ -38,7 +43,7 @@ void UnitInputs::release(size_t unit, size_t batch) {
 Tensor UnitInputs::take(size_t unit, size_t batch) {
   Tensor made = std::exchange(made_[unit * batches_ + batch], Tensor());
   if (!buffers_) return made;
-  return tensor_in(buffers_->take(unit, batch)).to(options_.device());
+  return as_input(buffers_->take(unit, batch));
 }
 
 }  // namespace smartinf::train

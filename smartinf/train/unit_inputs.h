@@ -36,7 +36,7 @@ class UnitInputs {
   torch::Tensor take(size_t unit, size_t batch);
 
  private:
-  torch::Tensor tensor_in(std::span<std::byte> buffer) const;
+  torch::Tensor as_input(const torch::Tensor& bytes_N) const;
 
   std::optional<SpooledBuffers> buffers_;
   size_t batches_ = 0;

@@ -4,12 +4,14 @@
 #include <numeric>
 #include <utility>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/autograd.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "smartinf/base/clock.h"
 #include "smartinf/plan/training_memory.h"
+#include "smartinf/train/offload_choice.h"
 #include "smartinf/train/status_error.h"
 
 namespace smartinf::train {
@@ -85,7 +87,6 @@ UnitPass::UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, 
       inputs_(std::move(inputs)),
       saved_(std::move(saved)) {
   sums_.resize(model.units().size());
-  if (saved_) watch_saved_tensors();
 }
 
 /// Forward, then the head with a tied embedding behind it, then back.
@@ -107,6 +108,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   const size_t head_unit = model_.head();
   batches_ = batches;
   options_ = &options;
+  offloaded_ = 0;
   inputs_.begin(head_unit + 1, batches.size());
   if (saved_) saved_->begin(head_unit, batches.size());
   graphs_.clear();
@@ -123,6 +125,11 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
       forward_unit(unit, weights, unit % 2 == 0 ? i : batches.size() - 1 - i);
     }
     stream_.release(unit);
+  }
+  if (const torch::Device device = batches[0].tokens_BT.device();
+      options.times_forward && !device.is_cpu()) {
+    const c10::impl::VirtualGuardImpl guard(device.type());
+    guard.synchronizeStream(guard.getStream(device));
   }
   backward_began_ns_ = base::now_ns();
   const Head head = get_head();
@@ -176,7 +183,8 @@ std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeig
   Tensor y_BTC;
   if (record) {
     graph.saved = SavedTensors::make();
-    const SavedTensors::Recording recording(*graph.saved, all_of(weights), graph.leaves.back());
+    const SavedTensors::Recording recording(*graph.saved, all_of(weights), graph.leaves.back(),
+                                            model_.tables());
     y_BTC = run_layers(unit, weights, graph.leaves.back(), batches_[batch].document_ends);
   } else {
     y_BTC = run_layers(unit, weights, graph.leaves.back(), batches_[batch].document_ends);
@@ -185,22 +193,34 @@ std::pair<UnitPass::Graph, Tensor> UnitPass::compute(size_t unit, const UnitWeig
   return {std::move(graph), std::move(y_BTC)};
 }
 
+bool UnitPass::offloads(size_t unit, size_t batch) const {
+  if (unit == 0 || !saved_) return false;
+  const size_t batches = batches_.size();
+  return is_offloaded((unit - 1) * batches + batch, to_offload_, saved_->in_memory(),
+                      (model_.head() - 1) * batches);
+}
+
 void UnitPass::forward_unit(size_t unit, const UnitWeights& weights, size_t batch) {
   const Tensor input = unit > 0 ? inputs_.get(unit, batch) : Tensor();
+  const bool offloaded = offloads(unit, batch);
   Tensor y_BTC;
-  if (recompute_ && (unit == 0 || !saved_)) {
+  if (recompute_ && !offloaded) {
     const torch::NoGradGuard no_grad;
     const Batch& tokens = batches_[batch];
     y_BTC = unit == 0 ? model_.embed(weights, tokens.tokens_BT, tokens.document_ends)
                       : run_layers(unit, weights, input, tokens.document_ends);
   } else {
-    auto [graph, made] = compute(unit, weights, input, batch, saved_.has_value());
+    auto [graph, made] = compute(unit, weights, input, batch, offloaded);
     y_BTC = made.detach();
     made = Tensor();
     const bool fits = graph.saved == nullptr || graph.saved->bytes() <= saved_->bytes_max();
     if (fits && graph.saved != nullptr) {
-      graph.saved->move_to(saved_->put(unit, batch));
+      saved_->put(unit, batch, graph.saved->give_up());
       saved_->release(unit, batch);
+      ++offloaded_;
+      // The graph wants the input's gradient, not the input.
+      Tensor& leaf_of_input = graph.leaves.back();
+      leaf_of_input.set_data(torch::empty({0}, leaf_of_input.options().requires_grad(false)));
     }
     if (fits) graphs_[unit][batch] = std::move(graph);
   }

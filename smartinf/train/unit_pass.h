@@ -36,9 +36,9 @@ class UnitPass {
  public:
   /// recompute: a unit keeps its input alone, and backward computes it again. Nothing in a unit is
   /// random, so the second time has the bits of the first. saved: what autograd keeps of units of
-  /// layers goes through these buffers instead, where it is not larger than they are. adapters:
-  /// what is trained instead of the model's own weights; null: those. All that is referred to
-  /// outlives it.
+  /// layers goes through these buffers instead, where offload() says so and it is not larger than
+  /// they are. adapters: what is trained instead of the model's own weights; null: those. All that
+  /// is referred to outlives it.
   UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, bool recompute,
            UnitInputs inputs, std::optional<SpooledBuffers> saved);
 
@@ -47,8 +47,9 @@ class UnitPass {
   /// last time; units come from the last to the first.
   using TakeGradient = std::function<void(uint64_t first, torch::Tensor gradient)>;
   struct Options {
-    bool begins_step = true;  // false: gradients are added to those of the pass before
-    bool ends_step = true;    // gradients are given out
+    bool begins_step = true;     // false: gradients are added to those of the pass before
+    bool ends_step = true;       // gradients are given out
+    bool times_forward = false;  // beside an accelerator backward begins when it has computed it
     /// Before each unit of the forward; what it throws ends the pass.
     std::function<void()> before_unit;
     TakeGradient take_gradient;
@@ -62,6 +63,14 @@ class UnitPass {
   double loss(const Batch& batch);
   /// Of the token that follows each sequence: [B, T] int64 -> [B, V].
   torch::Tensor next_logits(const torch::Tensor& tokens_BT);
+
+  /// Of the units of layers and micro batches, how many go through `saved` in the next passes; at
+  /// first all. Which ones follows from the number (is_offloaded).
+  void offload(uint64_t count) { to_offload_ = count; }
+  /// Of the last pass: how many did.
+  uint64_t offloaded() const { return offloaded_; }
+  /// Null where nothing is offloaded.
+  SpooledBuffers* saved() { return saved_ ? &*saved_ : nullptr; }
 
   /// When train() last went from forward to backward, on the monotonic clock.
   uint64_t backward_began_ns() const { return backward_began_ns_; }
@@ -89,6 +98,7 @@ class UnitPass {
   std::vector<uint32_t> forward_order() const;
   torch::Tensor forward_without_gradients(const torch::Tensor& tokens_BT,
                                           const DocumentEnds& documents);
+  bool offloads(size_t unit, size_t batch) const;
   void forward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   double head_of(const Head& head, size_t batch);
   void backward_unit(size_t unit, const UnitWeights& weights, size_t batch);
@@ -106,6 +116,8 @@ class UnitPass {
   const Options* options_ = nullptr;
   UnitInputs inputs_;  // [B, T, C] of each unit and batch
   std::optional<SpooledBuffers> saved_;
+  uint64_t to_offload_ = ~uint64_t{0};
+  uint64_t offloaded_ = 0;
   std::vector<std::vector<Graph>> graphs_;    // by unit, batch; empty: computed again
   std::vector<torch::Tensor> gradients_BTC_;  // by batch: of the unit's output
   // Of the step, by unit and parameter: gradients so far.

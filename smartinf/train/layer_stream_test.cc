@@ -1,0 +1,197 @@
+// Weights that are copied to an accelerator late: what waits for copies, and what does not.
+#include "smartinf/train/layer_stream.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/train/model_source.h"
+
+#include "tests/accelerator/accelerator.h"
+
+namespace smartinf::train {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+using test_accelerator::smartinf_test_accelerator_hold_copies;
+
+/// Weights without devices: every element's is its own, and they are there at once.
+class GivenWeights final : public engine::Updater {
+ public:
+  explicit GivenWeights(plan::ParameterSpace space) : space_(std::move(space)) {}
+
+  static float weight(uint64_t element) { return static_cast<float>(element); }
+
+  uint64_t waited_for = 0;  // by wait_weights(): the end of what was waited for last
+  Status of_update;
+
+  bool fresh() const override { return false; }
+  base::StepNumber committed_step() const override { return 1; }
+  std::string client_metadata() const override { return ""; }
+  const plan::ParameterSpace& space() const override { return space_; }
+  plan::Subgroup subgroup_at(uint64_t element) const override {
+    constexpr uint64_t kElements = 1000;
+    const uint64_t first = element / kElements * kElements;
+    return {base::SubgroupId(static_cast<uint32_t>(element / kElements)), first,
+            std::min(kElements, space_.count() - first)};
+  }
+  Status fetch_weights(uint64_t first, base::DataType /*type*/, void* out) override {
+    const plan::Subgroup subgroup = subgroup_at(first);
+    for (uint64_t i = 0; i < subgroup.count; ++i) static_cast<float*>(out)[i] = weight(first + i);
+    return Status();
+  }
+  Status wait_fetched(uint64_t /*first*/) override { return Status(); }
+  Status load_weights(base::DataType type, const engine::WeightsSink& sink) override {
+    for (uint64_t first = 0; first < space_.count(); first += subgroup_at(first).count) {
+      if (void* out = sink(first)) SI_RETURN_IF_ERROR(fetch_weights(first, type, out));
+    }
+    return Status();
+  }
+  Status wait_weights(uint64_t first, uint64_t count) override {
+    waited_for = first + count;
+    return of_update;
+  }
+
+  // Not called.
+  Status initialize(const FillWeights&, const std::string&) override { return Status(); }
+  Status read_state(
+      uint32_t,
+      const std::function<Status(uint64_t, std::span<const std::span<const float>>)>&) override {
+    return Status();
+  }
+  Status edit_state(
+      const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>&,
+      const std::string&, const engine::CompressionState&) override {
+    return Status();
+  }
+  Status read_weights(const std::function<Status(uint64_t, std::span<const float>)>&) override {
+    return Status();
+  }
+  Status begin_step() override { return Status(); }
+  Status put_gradient(uint64_t, const void*, base::DataType, uint64_t) override { return Status(); }
+  base::Result<engine::GradientSummary> finish_gradients(double) override {
+    return engine::GradientSummary();
+  }
+  Status start_update(const engine::UpdateOptions&, base::DataType,
+                      const engine::WeightsSink&) override {
+    return Status();
+  }
+  Status start_commit(const std::string&) override { return Status(); }
+  Status wait_commit() override { return Status(); }
+  Status abort() override { return Status(); }
+  engine::UpdaterTraffic traffic() const override { return {}; }
+  uint64_t bytes_written_ever() const override { return 0; }
+  uint64_t memory_bytes() const override { return 0; }
+  uint64_t gradient_memory_bytes() const override { return 0; }
+  std::vector<std::string> describe_devices() const override { return {}; }
+
+ private:
+  const plan::ParameterSpace space_;
+};
+
+class LateCopies : public testing::Test {
+ protected:
+  static constexpr uint32_t kUnits = 8;
+
+  LateCopies() {
+    ModelOptions options;
+    options.layers = kUnits - 2;
+    options.width = 32;
+    options.heads = 2;
+    options.mlp_width = 64;
+    options.vocabulary = 64;
+    options.tied_head = false;
+    const model::Architecture architecture = architecture_of(options, /*sequence=*/16);
+    const test_accelerator::Options plain;
+    test_accelerator::smartinf_test_accelerator_set_options(&plain);
+    updater_ = std::make_unique<GivenWeights>(model::make_parameter_space(architecture).value());
+    model_ = std::make_unique<Model>(architecture, updater_->space(),
+                                     torch::dtype(torch::kFloat32).device(accelerator_), 16);
+  }
+
+  void make_stream(const plan::UnitPlacement& placement) {
+    stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, base::DataType::kF32,
+                                            placement);
+    ASSERT_TRUE(stream_->load().ok());
+  }
+
+  /// All of a unit's weights, on their way to the host behind what the current stream waits for.
+  torch::Tensor start_reading(const UnitWeights& weights, size_t unit) const {
+    const auto count = static_cast<int64_t>(model_->units()[unit].count);
+    const torch::Tensor all_N = torch::from_blob(weights.front().weight.data_ptr(), {count},
+                                                 weights.front().weight.options());
+    torch::Tensor read_N = torch::empty({count}, torch::dtype(torch::kFloat32).pinned_memory(true));
+    read_N.copy_(all_N, /*non_blocking=*/true);
+    return read_N;
+  }
+
+  const torch::Device accelerator_{torch::kPrivateUse1, 0};
+  std::unique_ptr<GivenWeights> updater_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<LayerStream> stream_;
+};
+
+TEST_F(LateCopies, ASlotOfTheHostIsUsedAgainWhenItsCopyIsDoneAndNobodyWaitsBefore) {
+  make_stream({0, 0, 3, 2});
+  std::vector<uint32_t> order;
+  for (uint32_t unit = 0; unit < kUnits; ++unit) order.push_back(unit);
+  stream_->start(order);
+
+  smartinf_test_accelerator_hold_copies(true);
+  std::atomic<bool> soon = false;
+  std::atomic<bool> let_go = false;
+  std::thread other([&] {
+    using namespace std::chrono_literals;
+    for (auto waited = 0ms; !soon && waited < 5000ms; waited += 1ms) {
+      std::this_thread::sleep_for(1ms);
+    }
+    // Long enough for who does not wait to fill the slot with another unit.
+    if (soon) std::this_thread::sleep_for(100ms);
+    let_go = true;
+    smartinf_test_accelerator_hold_copies(false);
+  });
+  std::vector<torch::Tensor> read;
+  for (const uint32_t unit : order) {
+    read.push_back(start_reading(stream_->get(unit), unit));
+    if (unit == 1) {
+      EXPECT_FALSE(let_go) << "a copy was waited for while a slot was free";
+      soon = true;
+    }
+    stream_->release(unit);
+  }
+  other.join();
+  const c10::impl::VirtualGuardImpl device(accelerator_.type());
+  device.getStream(accelerator_).synchronize();
+  for (const uint32_t unit : order) {
+    const plan::Unit& span = model_->units()[unit];
+    const auto* weights = read[unit].const_data_ptr<float>();
+    const bool same = std::all_of(weights, weights + span.count, [&](const float& weight) {
+      return weight == GivenWeights::weight(span.first + static_cast<uint64_t>(&weight - weights));
+    });
+    EXPECT_TRUE(same) << "unit " << unit;
+  }
+  stream_->close();
+}
+
+TEST_F(LateCopies, WaitAllWaitsForTheUpdateAndGivesItsError) {
+  make_stream({kUnits, kUnits, 0, 0});
+  stream_->updated();
+  updater_->waited_for = 0;
+  EXPECT_TRUE(stream_->wait_all().ok());
+  EXPECT_EQ(updater_->waited_for, updater_->space().count());
+  stream_->updated();
+  updater_->of_update = Status(ErrorCode::kIo, "a drive is gone");
+  EXPECT_EQ(stream_->wait_all().code(), ErrorCode::kIo);
+  stream_->close();
+}
+
+}  // namespace
+}  // namespace smartinf::train

@@ -27,6 +27,7 @@ SpooledBuffers::SpooledBuffers(engine::Spool& spool, base::AlignedBuffer memory,
 
 SpooledBuffers::~SpooledBuffers() {
   for (Entry& entry : entries_) drop(entry);
+  spool_->retire(std::move(memory_));
 }
 
 void SpooledBuffers::begin(size_t units, size_t batches) {

@@ -63,6 +63,10 @@ function(smartinf_room)
       math(EXPR cost "5 * ${cost}")
     endif()
     set_tests_properties(${test_name} PROPERTIES TIMEOUT 900 COST ${cost})
+    if(ROOM_NAME STREQUAL "storage")  # on a drive, wherever the states of other tests are
+      set_tests_properties(${test_name} PROPERTIES
+        ENVIRONMENT_MODIFICATION SMARTINF_TEST_FOLDER=unset:)
+    endif()
   endif()
   if(SMARTINF_TESTS AND SMARTINF_BENCHES)
     foreach(bench IN LISTS ROOM_BENCHES)

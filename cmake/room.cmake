@@ -56,7 +56,7 @@ function(smartinf_room)
     # COST, here and elsewhere: about the seconds that a test takes. ctest begins with the longest, so that
     # no core waits for one at the end.
     set(cost 10)
-    if(ROOM_NAME STREQUAL "engine")
+    if(ROOM_NAME MATCHES "^(engine|csd)$")
       set(cost 50)
     endif()
     if(SMARTINF_SANITIZE)

@@ -56,13 +56,17 @@ function(smartinf_room)
     # COST, here and elsewhere: about the seconds that a test takes. ctest begins with the longest, so that
     # no core waits for one at the end.
     set(cost 10)
-    if(ROOM_NAME STREQUAL "engine")
+    if(ROOM_NAME MATCHES "^(engine|csd)$")
       set(cost 50)
     endif()
     if(SMARTINF_SANITIZE)
       math(EXPR cost "5 * ${cost}")
     endif()
     set_tests_properties(${test_name} PROPERTIES TIMEOUT 900 COST ${cost})
+    if(ROOM_NAME STREQUAL "storage")  # on a drive, wherever the states of other tests are
+      set_tests_properties(${test_name} PROPERTIES
+        ENVIRONMENT_MODIFICATION SMARTINF_TEST_FOLDER=unset:)
+    endif()
   endif()
   if(SMARTINF_TESTS AND SMARTINF_BENCHES)
     foreach(bench IN LISTS ROOM_BENCHES)

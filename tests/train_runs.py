@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,11 @@ io_size = "1MiB"
 io_depth = 4
 memory_budget = "32MiB"
 """
+
+
+# Of a model whose units do not all stay in memory, when StreamCase.host() says how much there is.
+STREAMED = ["--model.layers", "12", "--model.width", "256", "--model.mlp_width", "768",
+            "--train.micro_batch", "1", "--train.accumulation", "3", "--engine.subgroup_elements", "65536"]
 
 
 def make_corpus(path):
@@ -123,3 +129,38 @@ class TrainCase(unittest.TestCase):
               f"{ulps:.1f} units in the last place of a tensor's largest")
         self.assertLessEqual(max(apart), 1e-5, f"step {1 + apart.index(max(apart))}")
         self.assertLessEqual(ulps, ulps_max)
+
+
+class StreamCase(TrainCase):
+    """Runs with less memory than everything takes."""
+    _least_mib = {}  # by flags
+
+    def host(self, more_mib, *flags):
+        """`flags`, and memory for the least that a run can do with and so much more."""
+        if flags not in self._least_mib:  # it depends on the machine's libraries
+            told = self.train(self.recipe(steps=10), "refused", *flags, "--memory.host", "50MiB", code=1)
+            self._least_mib[flags] = int(re.search(r"needs (\d+) MiB", told).group(1))
+        return [*flags, "--memory.host", f"{self._least_mib[flags] + more_mib}MiB"]
+
+    def even_devices(self, run, count):
+        """Beside several devices the drives would be measured, which takes memory."""
+        rates = [word for i in range(count) for word in (f"--device.{i}.bandwidth", "1")]
+        return [*self.devices(run, count), *rates]
+
+    def start(self, recipe, run, *flags):
+        return subprocess.Popen(self.command(recipe, run, flags), stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True)
+
+    def wait_for_step(self, process, count=1):
+        """The lines until then."""
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            count -= line.startswith("step")
+            if count == 0:
+                return "".join(lines)
+        self.fail("no step before the end: " + process.stderr.read())
+
+    def check_same_as(self, run, undisturbed):
+        self.assertEqual(self.losses(run), self.losses(undisturbed))
+        self.assertEqual(self.master_weights(run), self.master_weights(undisturbed, "of_" + run))

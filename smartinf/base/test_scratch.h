@@ -1,6 +1,8 @@
-// For tests: a directory that goes away with the test.
+// For tests: a directory that goes away with the test, in SMARTINF_TEST_FOLDER or else where
+// temporary files are.
 #pragma once
 
+#include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <system_error>
@@ -14,7 +16,10 @@ namespace smartinf::base {
 class Scratch {
  public:
   Scratch() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "smartinf-XXXXXX").string();
+    const char* chosen = std::getenv("SMARTINF_TEST_FOLDER");
+    const std::filesystem::path folder =
+        chosen != nullptr ? chosen : std::filesystem::temp_directory_path();
+    std::string pattern = (folder / "smartinf-XXXXXX").string();
     SI_CHECK(mkdtemp(pattern.data()) != nullptr, "no temporary directory");
     path_ = pattern;
   }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cerrno>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "smartinf/storage/forwarding_ring.h"
@@ -13,7 +14,8 @@ namespace smartinf::csd {
 
 /// Fails, damages, loses or holds back chosen requests while it is armed.
 struct Faults {
-  /// kHoldWrites: they are done and nobody hears of it; afterwards of one at a time.
+  /// kHoldWrites: they are done and nobody hears of it; afterwards of one at a time. kHoldReads:
+  /// they begin when it is over.
   enum class What {
     kNothing,
     kFailReads,
@@ -21,7 +23,8 @@ struct Faults {
     kFlipReads,
     kDropWrites,
     kLoseAll,
-    kHoldWrites
+    kHoldWrites,
+    kHoldReads
   };
   std::atomic<What> what{What::kNothing};
   std::atomic<uint32_t> after{0};  // so many requests of that direction still pass
@@ -43,13 +46,18 @@ class FaultRing final : public storage::ForwardingRing {
         ++faults_.done;
         request->outcome = static_cast<int64_t>(request->buffer.size());
       }
-      (dropped ? kept_ : passed).push_back(request);
+      const bool held = faults_.what == Faults::What::kHoldReads &&
+                        request->op == storage::IoOp::kRead && request->kind == faults_.kind;
+      (dropped ? kept_ : held ? held_ : passed).push_back(request);
     }
     return ForwardingRing::submit(passed);
   }
   base::Result<size_t> reap(std::span<storage::IoRequest*> done,
                             std::chrono::nanoseconds wait) override {
     const bool holds = faults_.what == Faults::What::kHoldWrites;
+    if (faults_.what != Faults::What::kHoldReads && !held_.empty()) {
+      SI_RETURN_IF_ERROR(ForwardingRing::submit(std::exchange(held_, {})));
+    }
     if (!holds && !kept_.empty() && !done.empty()) {
       done[0] = kept_.back();
       kept_.pop_back();
@@ -78,7 +86,8 @@ class FaultRing final : public storage::ForwardingRing {
     const What what = faults_.what;
     const bool read = request.op == storage::IoOp::kRead;
     const bool meant = what == What::kLoseAll || (what == What::kFailWrites) != read;
-    if (what == What::kNothing || what == What::kDropWrites || what == What::kHoldWrites) {
+    if (what == What::kNothing || what == What::kDropWrites || what == What::kHoldWrites ||
+        what == What::kHoldReads) {
       return true;
     }
     if (!meant || request.kind != faults_.kind) return true;
@@ -98,6 +107,7 @@ class FaultRing final : public storage::ForwardingRing {
 
   Faults& faults_;
   std::vector<storage::IoRequest*> kept_;  // done, and not said
+  std::vector<storage::IoRequest*> held_;  // not begun
 };
 
 }  // namespace smartinf::csd

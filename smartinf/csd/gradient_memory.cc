@@ -81,11 +81,15 @@ base::Result<std::unique_ptr<GradientMemory>> GradientMemory::create(
                                    base::round_up(entry.count * element_bytes, base::kIoAlignment));
   }
   if (made->buffer_bytes_ > 0 && layout.gradient_spill_bytes == 0) {
+    uint64_t all = 0;
+    for (const Entry& entry : made->entries_) all += room(entry);
     return base::Status(base::ErrorCode::kOutOfMemory,
-                        "the gradients do not fit their budget of " +
-                            base::format_bytes(budget_bytes) +
-                            " and the device was made without a spill area",
-                        "Raise the gradient budget, or create the device again with this one.");
+                        "the device's gradients need " + base::format_bytes(all) +
+                            " of memory, and their budget is " + base::format_bytes(budget_bytes) +
+                            "; it was made without room for those that do not fit",
+                        "Allow " + base::format_bytes(all - budget_bytes) +
+                            " more (memory.host of smartinf train, or the gradient budget), or "
+                            "start a new run.");
   }
   if (made->buffer_bytes_ > 0 && layout.gradient_spill_bytes != element_bytes) {
     return base::Status(base::ErrorCode::kMismatch,

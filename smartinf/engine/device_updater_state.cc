@@ -93,21 +93,20 @@ Status DeviceUpdater::read_weights(
 Status DeviceUpdater::load_weights(base::DataType type, const WeightsSink& sink) {
   SI_RETURN_IF_ERROR(be_idle("load_weights"));
   SI_RETURN_IF_ERROR(path_->prepare_weights());
-  std::byte* weights = nullptr;
-  size_t of_subgroup = ~size_t{0};
-  return read_state(kMaster, [&](uint64_t first, std::span<const std::span<const float>> planes) {
+  std::vector<std::byte*> places;  // of every subgroup
+  for (const plan::Subgroup& subgroup : set_.subgroups) {
+    places.push_back(static_cast<std::byte*>(sink(subgroup.first)));
+  }
+  const auto take = [&](uint64_t first, std::span<const std::span<const float>> planes) {
     const size_t index = set_.subgroup_at(first);
-    const plan::Subgroup& subgroup = set_.subgroups[index];
-    if (index != of_subgroup) {
-      of_subgroup = index;
-      weights = static_cast<std::byte*>(sink(subgroup.first));
-    }
-    if (weights != nullptr) {
-      std::byte* out = weights + (first - subgroup.first) * base::data_type_bytes(type);
-      kernels::kernels().cast_from_f32(planes[0].data(), out, type, planes[0].size());
-      path_->adjust_weights(first, planes[0].size(), out, type);
-    }
+    std::byte* out =
+        places[index] + (first - set_.subgroups[index].first) * base::data_type_bytes(type);
+    kernels::kernels().cast_from_f32(planes[0].data(), out, type, planes[0].size());
+    path_->adjust_weights(first, planes[0].size(), out, type);
     return Status();
+  };
+  return state_.read(kMaster, 1, take, [&](const plan::Subgroup& subgroup) {
+    return places[subgroup.id.value] != nullptr;
   });
 }
 

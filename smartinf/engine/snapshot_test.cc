@@ -36,6 +36,8 @@ class SnapshotContract : public ::testing::TestWithParam<Kind> {
         all.push_back(std::make_unique<FakeSource>(drive, name));
         continue;
       }
+      options.io_bytes = base::kMiB;  // else the drive would be measured
+      options.io_depth = 4;
       options.devices = {DeviceOptions{}};
       options.devices.front().bandwidth = 1;
       options.devices.front().name = name;

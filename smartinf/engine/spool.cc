@@ -6,9 +6,9 @@
 
 #include <fmt/format.h>
 
-#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/check.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::engine {
 
@@ -118,6 +118,7 @@ void Spool::wait_for(const csd::Command* const& command) {
     SI_CHECK(found != under_way_.end(), "an answer to what was not asked");
     Span& span = spans_.at(found->second);
     const bool put = span.put == done.command;
+    failed_ = failed_ || !done.status.ok();
     (put ? span.put_status : span.get_status) = std::move(done.status);
     (put ? span.put : span.get) = nullptr;
     under_way_.erase(found);
@@ -167,6 +168,10 @@ void Spool::drop(Ticket ticket) {
   wait_for(span.get);
   free(span);
   spans_.erase(ticket.value);
+}
+
+void Spool::retire(std::shared_ptr<void> memory) {
+  if (failed_) storage::leak_in_flight(std::move(memory));
 }
 
 }  // namespace smartinf::engine

@@ -10,6 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/status.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/engine/device_replies.h"
@@ -19,8 +20,8 @@ namespace smartinf::engine {
 /// Threads: one at a time, not necessarily the one that calls the updater. Any number of puts and
 /// gets may be in flight. Each span lies on one device whole; together they fill the devices
 /// evenly. Memory is that of the caller, aligned to base::kIoAlignment and of a size that is a
-/// multiple of it. After kTimeout a device may still read or write it, for as long as the process
-/// lives.
+/// multiple of it. After an error a device may still read or write it, for as long as the process
+/// lives: who frees it gives it to retire().
 class Spool {
  public:
   /// What put() returned; used up by drop().
@@ -54,6 +55,9 @@ class Spool {
   base::Status start_get(Ticket ticket, std::span<std::byte> out);
   /// Its space is free. Waits for what is under way.
   void drop(Ticket ticket);
+  /// Frees memory of puts and gets that were waited for or dropped; after an error it is kept until
+  /// the process ends.
+  void retire(std::shared_ptr<void> memory);
 
   uint64_t size_bytes() const { return size_bytes_; }
   uint64_t used_bytes() const { return used_bytes_; }
@@ -93,6 +97,7 @@ class Spool {
   uint64_t next_ticket_ = 1;
   uint64_t size_bytes_ = 0;
   uint64_t used_bytes_ = 0;
+  bool failed_ = false;  // a device may still use memory that was in its hands
   Counts counts_;
 };
 

@@ -219,6 +219,26 @@ TEST_F(SpoolOverDevices, AFailingDriveIsNamedAndTheOthersSpansComeBack) {
   expect_back(again, data);  // it was damaged on its way only
 }
 
+/// It was given up, and its drive answers after all.
+TEST_F(SpoolOverDevices, MemoryThatALateDeviceMayUseStays) {
+  DeviceWatch impatient(std::chrono::milliseconds(60));
+  Spool spool(devices_, impatient);
+  const auto data = filled(100 * kKiB, 11);
+  const auto ticket = spool.put(data.bytes());
+  ASSERT_TRUE(ticket.ok() && spool.wait(*ticket).ok());
+  faults_.what = csd::Faults::What::kHoldReads;
+  auto memory = AlignedBuffer::allocate(data.size());
+  ASSERT_TRUE(spool.start_get(*ticket, memory->bytes()).ok());
+  const Status late = spool.wait(*ticket);
+  EXPECT_EQ(late.code(), ErrorCode::kTimeout) << late.to_string();
+  spool.drop(*ticket);
+  const std::span<const std::byte> out = memory->bytes();
+  spool.retire(std::make_shared<AlignedBuffer>(std::move(*memory)));
+  faults_.what = csd::Faults::What::kNothing;
+  devices_.clear();  // waits for what they still do
+  EXPECT_TRUE(std::ranges::equal(out, data.bytes()));
+}
+
 // ---- Through an updater.
 
 TEST(SpoolOfAnUpdater, IsThereWhenItWasAskedForAndStepsGoOnBesideIt) {

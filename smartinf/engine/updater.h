@@ -109,7 +109,8 @@ class Updater : public WeightSource {
   /// the stored ones lag behind by what was not sent yet (CompressionState::ahead).
   virtual base::Status read_weights(
       const std::function<base::Status(uint64_t first, std::span<const float>)>& visit) = 0;
-  /// The weights that the current step's update sent up: resume and evaluation.
+  /// The weights that the current step's update sent up: resume and evaluation. What `sink` has no
+  /// place for is not read.
   base::Status load_weights(base::DataType type, const WeightsSink& sink) override = 0;
 
   /// Starts committed_step() + 1, after waiting for a commit that was started.

@@ -93,7 +93,7 @@ TEST_P(DeviceUpdaters, CountedBytesAreThoseOfTheScheme) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, DeviceUpdaters, ::testing::ValuesIn(kVariants),
+INSTANTIATE_TEST_SUITE_P(All, DeviceUpdaters, ::testing::ValuesIn(variants()),
                          [](const auto& variant) { return variant.param.name; });
 
 }  // namespace

@@ -66,7 +66,8 @@ Status WholeState::fill(const Fill& fill) {
   return result;
 }
 
-Status WholeState::read(uint32_t plane_mask, size_t plane_count, const Visit& visit) {
+Status WholeState::read(uint32_t plane_mask, size_t plane_count, const Visit& visit,
+                        const Choice& chosen) {
   size_t wanted = 0;
   for (size_t p = 0; p < plane_count; ++p) wanted += (plane_mask >> p) & 1u;
   if (wanted == 0) return Status();
@@ -111,7 +112,13 @@ Status WholeState::read(uint32_t plane_mask, size_t plane_count, const Visit& vi
     ++sent;
     slot.command = replies_.submit(set_.device_of(subgroup.id), read);
   };
-  const auto more = [&] { return next_subgroup < set_.subgroups.size(); };
+  const auto more = [&] {
+    const size_t count = set_.subgroups.size();
+    while (chosen && next_subgroup < count && !chosen(set_.subgroups[next_subgroup])) {
+      ++next_subgroup;
+    }
+    return next_subgroup < count;
+  };
   Status result;
   while (visited < sent || (result.ok() && more())) {
     while (result.ok() && more() && sent - visited < pieces) send();

@@ -21,6 +21,7 @@ class WholeState {
   using Fill = std::function<base::Status(uint64_t first, std::span<float> out)>;
   using Visit =
       std::function<base::Status(uint64_t first, std::span<const std::span<const float>> planes)>;
+  using Choice = std::function<bool(const plan::Subgroup& subgroup)>;
   using Edit =
       std::function<base::Result<bool>(uint64_t first, std::span<const std::span<float>> planes)>;
 
@@ -35,8 +36,10 @@ class WholeState {
   /// `fill` ends it.
   base::Status fill(const Fill& fill);
   /// Reads the committed state as Updater::read_state() does, of the first `plane_count` planes of
-  /// the layout, which may be one more than the rule has: the residual.
-  base::Status read(uint32_t plane_mask, size_t plane_count, const Visit& visit);
+  /// the layout, which may be one more than the rule has: the residual. chosen: the subgroups that
+  /// are read; null: all.
+  base::Status read(uint32_t plane_mask, size_t plane_count, const Visit& visit,
+                    const Choice& chosen = nullptr);
   /// Rewrites planes of the rule in the step that has begun, as Updater::edit_state() does.
   base::Status edit(const Edit& edit);
 

@@ -39,10 +39,13 @@ uint64_t logits_bytes(const TrainingMemoryInput& input) {
   return rows * model.vocabulary * 3 * 4;
 }
 
-/// Gradients between a layer's feed-forward products.
+/// Gradients between a layer's feed-forward products. On an accelerator most take the place of
+/// saved values that they were made from; in the host's memory what was measured has room for all.
 uint64_t feed_forward_bytes(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
-  return model.tokens * input.value_bytes * (model.gated ? 6 : 4) * model.mlp_width;
+  const bool ours = input.gpu && input.program == TrainingProgram::kTrain;
+  const uint64_t widths = ours ? 2 : model.gated ? 6 : 4;
+  return model.tokens * input.value_bytes * widths * model.mlp_width;
 }
 
 /// Of a unit and a micro batch.
@@ -90,9 +93,15 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   const uint64_t tied = model.tied ? head * (input.accumulation > 1 ? 4 : input.value_bytes) : 0;
   const bool parts = model.tokens > head_rows(model.vocabulary);
   const Phase loss{kept, head * (parts ? 4 + input.value_bytes : each), logits_bytes(input)};
-  const Phase layer{kept + layers * saved + feed_forward_bytes(input), tied + elements * each, 0};
+  // On an accelerator: a unit's last product comes first in backward, when all that was saved is
+  // still there, and its gradient is the only one; at the end all gradients are there.
+  const uint64_t sums = elements * (each - input.value_bytes);
+  const uint64_t first = input.gpu ? model.width * model.mlp_width : elements;
+  const Phase layer{kept + layers * saved + feed_forward_bytes(input),
+                    tied + sums + first * input.value_bytes, 0};
+  const Phase gradients{kept + saved, tied + elements * each, 0};
   const Phase embedding{kept, tied + head * each, 0};
-  return std::max({loss, layer, embedding},
+  return std::max({loss, layer, gradients, embedding},
                   [](const Phase& a, const Phase& b) { return a.total() < b.total(); });
 }
 
@@ -103,7 +112,8 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
   const uint64_t saved = layer_saved_bytes(model, input.program, input.value_bytes);
   const uint64_t backward = feed_forward_bytes(input);
   const uint64_t inputs = model.layers * value_bytes * model.tokens * model.width;
-  const uint64_t kept = input.recompute ? inputs : model.layers * saved;
+  const bool ours = input.gpu && input.program == TrainingProgram::kTrain;
+  const uint64_t kept = input.recompute ? inputs : model.layers * saved + (ours ? inputs : 0);
   const uint64_t all = value_bytes * model.parameters;
   const uint64_t largest = value_bytes * model.largest_parameter;
   const uint64_t head = value_bytes * model.vocabulary * model.width;

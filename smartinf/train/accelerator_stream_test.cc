@@ -262,12 +262,12 @@ TEST_F(AcceleratorMemoryPlan, PeakIsWhatWasPlanned) {
     uint32_t accumulation;
     double share_min;  // of what is planned
   };
-  // Where activations are computed again and there are many tokens, it is less by what the clock
-  // decides: gradients wait on the accelerator for the commit of the step before, or do not.
+  // Where all weights stay and activations are computed again, it is less by what the clock
+  // decides: all gradients wait on the accelerator for the commit of the step before, or none does.
   for (const Case& c : {Case{"keep", Activations::kKeep, 128, false, 1, 0.9},
                         Case{"keep_sums", Activations::kKeep, 128, false, 2, 0.9},
-                        Case{"recompute", Activations::kRecompute, 128, false, 1, 0},
-                        Case{"least", Activations::kAuto, 128, true, 1, 0},
+                        Case{"recompute", Activations::kRecompute, 128, false, 1, 0.6},
+                        Case{"least", Activations::kAuto, 128, true, 1, 0.9},
                         Case{"least_of_few_tokens", Activations::kAuto, 8, true, 1, 0.9},
                         Case{"least_sums", Activations::kAuto, 8, true, 3, 0.9}}) {
     SCOPED_TRACE(c.name);
@@ -280,12 +280,14 @@ TEST_F(AcceleratorMemoryPlan, PeakIsWhatWasPlanned) {
     ASSERT_TRUE(plan.ok()) << plan.status().to_string();
     EXPECT_EQ(plan->streams, c.least);
     const uint64_t before = smartinf_test_accelerator_memory().current_bytes;
-    const AcceleratorOutcome outcome = train(made, Trainer::open(made));
-    const double share = static_cast<double>(outcome.peak_bytes - before) /
-                         static_cast<double>(plan->memory.accelerator_bytes);
     // Gradients that are being copied to the host go a little later; an allocation that lacks their
     // room waits for them.
-    EXPECT_LE(share, c.least ? 1.3 : 1.1);
+    const auto planned = static_cast<double>(plan->memory.accelerator_bytes);
+    use({.memory_bytes = before + static_cast<uint64_t>(1.1 * planned)});
+    const AcceleratorOutcome outcome = train(made, Trainer::open(made));
+    use({});
+    const double share = static_cast<double>(outcome.peak_bytes - before) / planned;
+    EXPECT_LE(share, 1.1);
     EXPECT_GE(share, c.share_min);
     RecordProperty(c.name, std::to_string(share));
   }

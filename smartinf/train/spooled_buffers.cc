@@ -1,6 +1,7 @@
 #include "smartinf/train/spooled_buffers.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include <c10/core/StreamGuard.h>
@@ -45,6 +46,7 @@ SpooledBuffers::~SpooledBuffers() {
   for (Buffer& buffer : buffers_) {
     if (buffer.copied) buffer.copied->synchronize();
   }
+  spool_->retire(std::make_shared<Tensor>(std::move(memory_N_)));
 }
 
 std::span<std::byte> SpooledBuffers::memory() {

@@ -3,6 +3,7 @@
  * it, sets its environment and reads what it writes.
  *
  *   RELIABILITY_ROOT    calls on other files are left alone and not counted
+ *   RELIABILITY_NAME    likewise, on files whose names begin otherwise
  *   RELIABILITY_FAULT   "CALL KIND NTH SEED": the NTH call of CALL ("any": of all) fails by KIND; an
  *                       NTH below 0: that one and all that follow
  *   RELIABILITY_FIRED   file that is made when the fault has happened
@@ -51,6 +52,7 @@ struct RecordHeader {
 };
 
 static char root[PATH_MAX];
+static const char* name_begin;
 static size_t root_length;
 static enum Call fault_call = kCalls;
 static char fault_kind[16];
@@ -82,6 +84,7 @@ __attribute__((constructor)) static void begin(void) {
   const char* text = getenv("RELIABILITY_ROOT");
   if (text == NULL || realpath(text, root) == NULL) return;
   root_length = strlen(root);
+  name_begin = getenv("RELIABILITY_NAME");
   owner = getpid();
   fired_path = getenv("RELIABILITY_FIRED");
   count_path = getenv("RELIABILITY_COUNT");
@@ -112,6 +115,12 @@ __attribute__((destructor)) static void finish(void) {
   syscall(SYS_close, file);
 }
 
+static int is_chosen(const char* whole) {
+  if (strncmp(whole, root, root_length) != 0) return 0;
+  if (whole[root_length] != '/' && whole[root_length] != 0) return 0;
+  return name_begin == NULL || strncmp(strrchr(whole, '/') + 1, name_begin, strlen(name_begin)) == 0;
+}
+
 /* An absolute path without links in its folder part; 0 where it is not below the root. */
 static int below(int folder, const char* path, char* whole) {
   char joined[PATH_MAX];
@@ -140,8 +149,7 @@ static int below(int folder, const char* path, char* whole) {
   *slash = 0;
   if (realpath(joined[0] ? joined : "/", resolved) == NULL) return 0;
   if ((size_t)snprintf(whole, PATH_MAX, "%s/%s", resolved, name) >= PATH_MAX) return 0;
-  return strncmp(whole, root, root_length) == 0 &&
-         (whole[root_length] == '/' || whole[root_length] == 0);
+  return is_chosen(whole);
 }
 
 static int below_file(int file, char* whole) {
@@ -151,8 +159,7 @@ static int below_file(int file, char* whole) {
   const ssize_t length = readlink(link, whole, PATH_MAX - 1);
   if (length < 0) return 0;
   whole[length] = 0;
-  return strncmp(whole, root, root_length) == 0 &&
-         (whole[root_length] == '/' || whole[root_length] == 0);
+  return is_chosen(whole);
 }
 
 static int is(const char* kind) { return strcmp(fault_kind, kind) == 0; }

@@ -69,6 +69,16 @@ uint32_t most_layers_of(std::span<const Unit> units) {
   return layers;
 }
 
+/// Parameters that have gradients.
+uint64_t trained_of(const TrainingModel& model) {
+  return model.adapters != 0 ? model.adapters : model.parameters;
+}
+
+/// Of the head's matrix, where it is trained.
+uint64_t head_elements(const TrainingModel& model) {
+  return model.adapters != 0 ? 0 : model.vocabulary * model.width;
+}
+
 /// Where each unit does all micro batches before the next one: gradients of one unit at a time.
 Phase peak_of_stream(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
@@ -87,16 +97,17 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   for (const Unit& unit : input.units) {
     if (unit.layers > 0) elements = std::max(elements, unit.count);
   }
+  if (model.adapters != 0) elements = base::divide_up(model.adapters * layers, model.layers);
   // A sum over micro batches in f32, and what is added to it.
   const uint64_t each = input.value_bytes + (input.accumulation > 1 ? 4 : 0);
-  const uint64_t head = model.vocabulary * model.width;
+  const uint64_t head = head_elements(model);
   const uint64_t tied = model.tied ? head * (input.accumulation > 1 ? 4 : input.value_bytes) : 0;
   const bool parts = model.tokens > head_rows(model.vocabulary);
   const Phase loss{kept, head * (parts ? 4 + input.value_bytes : each), logits_bytes(input)};
   // On an accelerator: a unit's last product comes first in backward, when all that was saved is
   // still there, and its gradient is the only one; at the end all gradients are there.
   const uint64_t sums = elements * (each - input.value_bytes);
-  const uint64_t first = input.gpu ? model.width * model.mlp_width : elements;
+  const uint64_t first = input.gpu ? std::min(elements, model.width * model.mlp_width) : elements;
   const Phase layer{kept + layers * saved + feed_forward_bytes(input),
                     tied + sums + first * input.value_bytes, 0};
   const Phase gradients{kept + saved, tied + elements * each, 0};
@@ -114,9 +125,9 @@ Phase peak_of_backward(const TrainingMemoryInput& input) {
   const uint64_t inputs = model.layers * value_bytes * model.tokens * model.width;
   const bool ours = input.gpu && input.program == TrainingProgram::kTrain;
   const uint64_t kept = input.recompute ? inputs : model.layers * saved + (ours ? inputs : 0);
-  const uint64_t all = value_bytes * model.parameters;
+  const uint64_t all = value_bytes * trained_of(model);
   const uint64_t largest = value_bytes * model.largest_parameter;
-  const uint64_t head = value_bytes * model.vocabulary * model.width;
+  const uint64_t head = value_bytes * head_elements(model);
   // In the Python package the sums of earlier micro batches are the gradients themselves, which
   // stay where they are; each new one is added and freed.
   const bool sums_are_gradients =
@@ -195,8 +206,10 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
                                     {"activations", phase.activations},
                                     {"logits and their gradients", phase.logits}};
   if (!python && accumulates && stay) {
-    computing.push_back({"sums of gradients in f32", 4 * model.parameters});
+    computing.push_back({"sums of gradients in f32", 4 * trained_of(model)});
   }
+  const uint64_t adapters = value_bytes * model.adapters;
+  computing.push_back({"adapters", adapters});
   TrainingMemory memory;
   if (input.gpu) {
     if (!stay) {
@@ -209,6 +222,7 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
     memory.accelerator.push_back({"CUDA itself (assumed)", input.gpu_library_bytes});
     // New weights arrive in a flat buffer; gradients leave one by one.
     memory.host.push_back({"weights", in_host});
+    memory.host.push_back({"adapters", adapters});
     memory.host.push_back({"gradients on their way", python ? largest : 2 * largest});
     if (!stay && input.inputs_in_memory < inputs_of(input)) {
       memory.host.push_back({"inputs of units", input.inputs_in_memory * input_bytes(input)});

@@ -37,7 +37,6 @@ plan::TrainingModel training_model(const model::Architecture& model, const Optio
                                    const plan::ParameterSpace& space) {
   plan::TrainingModel shape;
   shape.parameters = model::make_units(model).back().end();
-  if (options.lora.on()) shape.adapters = space.count();
   shape.layers = model.layers;
   shape.width = model.width;
   shape.heads = model.heads;
@@ -52,6 +51,12 @@ plan::TrainingModel training_model(const model::Architecture& model, const Optio
   // Gate and up are one parameter to the trainer, and so are query, key and value.
   shape.largest_parameter = shape.width * std::max({shape.vocabulary, 2 * uint64_t{model.mlp_width},
                                                     shape.query_width + 2 * shape.kv_width});
+  if (!options.lora.on()) return shape;
+  shape.adapters = space.count();
+  shape.largest_parameter = 0;
+  for (const plan::ParameterRange& range : space.ranges()) {
+    shape.largest_parameter = std::max(shape.largest_parameter, range.count);
+  }
   return shape;
 }
 

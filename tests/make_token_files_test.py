@@ -179,13 +179,13 @@ class MakeTokenFiles(TrainCase):
 
     def test_the_loss_is_that_of_transformers(self):
         words = self.corpus.read_text().split(" ")
-        self.write_lines(*({"messages": say(" ".join(words[i:i + 9]), " ".join(words[i + 9:i + 12 + i % 6]))}
-                           for i in range(0, 640, 16)))
+        self.write_lines(*({"messages": say(" ".join(words[i:i + 9]), " ".join(words[i + 9:i + 19 + i % 6]))}
+                           for i in range(0, 960, 24)))
         self.make(self.lines)
         # Each document fills more than half of a window, so that it has one to itself.
         recipe = self.recipe(steps=3, precision="f32")
         self.train(recipe, "a", "--data.paths", str(self.out), "--data.validation_paths", str(self.out),
-                   "--data.sequence", "60", "--model.vocabulary", "400", "--train.validation_batches", "100")
+                   "--data.sequence", "64", "--model.vocabulary", "400", "--train.validation_batches", "100")
         ours = [line["validation_loss"] for line in self.log("a") if "validation_loss" in line][-1]
         model = transformers.AutoModelForCausalLM.from_pretrained(
             self.export("a", "a_f32", "--type", "f32"), dtype=torch.float32)
@@ -194,7 +194,7 @@ class MakeTokenFiles(TrainCase):
             tokens, mask = file.get_tensor("tokens").long(), file.get_tensor("loss_mask")
             starts = file.get_tensor("document_starts").tolist() + [len(tokens)]
         for begin, end in zip(starts, starts[1:]):
-            self.assertTrue(31 < end - begin <= 61, end - begin)
+            self.assertTrue(33 < end - begin <= 65, end - begin)
             labels = torch.where(mask[begin:end] == 1, tokens[begin:end], -100)
             with torch.no_grad():
                 loss = model(tokens[None, begin:end], labels=labels[None], num_items_in_batch=1).loss

@@ -177,30 +177,40 @@ class MakeTokenFiles(TrainCase):
         tokens = numpy.fromfile(out / "tokens_000.bin", "<u2")[512:]
         self.assertEqual(self.tokenizer.decode(tokens), self.corpus.read_text())
 
-    def test_the_loss_is_that_of_transformers(self):
+    def test_loss_and_gradient_are_those_of_transformers(self):
         words = self.corpus.read_text().split(" ")
-        self.write_lines(*({"messages": say(" ".join(words[i:i + 9]), " ".join(words[i + 9:i + 19 + i % 6]))}
-                           for i in range(0, 960, 24)))
+        counts = [3 + i % 15 for i in range(40)]
+        self.write_lines(*({"messages": say(" ".join(words[24 * i:24 * i + count]),
+                                            " ".join(words[24 * i + count:24 * i + 22]))}
+                           for i, count in enumerate(counts)))
         self.make(self.lines)
-        # Each document fills more than half of a window, so that it has one to itself.
-        recipe = self.recipe(steps=3, precision="f32")
-        self.train(recipe, "a", "--data.paths", str(self.out), "--data.validation_paths", str(self.out),
-                   "--data.sequence", "64", "--model.vocabulary", "400", "--train.validation_batches", "100")
-        ours = [line["validation_loss"] for line in self.log("a") if "validation_loss" in line][-1]
+        # Each document fills more than half of a window, so that it has one to itself, and a step has all.
+        flags = ["--data.paths", str(self.out), "--data.validation_paths", str(self.out), "--data.sequence", "64",
+                 "--model.vocabulary", "400", "--train.validation_batches", "100", "--train.accumulation", "10",
+                 "--train.clip_norm", "0"]
+        self.train(self.recipe(steps=3, precision="f32"), "a", *flags)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             self.export("a", "a_f32", "--type", "f32"), dtype=torch.float32)
-        total, counted = 0, 0
+        self.train(self.recipe(steps=4, precision="f32"), "a", *flags)
+        log = self.log("a")
+        validation = next(line["validation_loss"] for line in log if "validation_loss" in line)
+        step = next(line for line in log if line["step"] == 4)
         with safe_open(self.out, "pt") as file:
             tokens, mask = file.get_tensor("tokens").long(), file.get_tensor("loss_mask")
             starts = file.get_tensor("document_starts").tolist() + [len(tokens)]
+        counted = sum(mask[begin + 1:end].sum().item() for begin, end in zip(starts, starts[1:]))
+        total = 0
         for begin, end in zip(starts, starts[1:]):
             self.assertTrue(33 < end - begin <= 65, end - begin)
             labels = torch.where(mask[begin:end] == 1, tokens[begin:end], -100)
-            with torch.no_grad():
-                loss = model(tokens[None, begin:end], labels=labels[None], num_items_in_batch=1).loss
+            loss = model(tokens[None, begin:end], labels=labels[None], num_items_in_batch=counted).loss
+            loss.backward()
             total += loss.item()
-            counted += mask[begin + 1:end].sum().item()
-        self.assertLess(abs(total / counted - ours), 1e-5 * ours)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+        self.assertEqual(step["targets"], counted)
+        self.assertEqual(step["tokens"], 40 * 64)
+        for there, here in ((total, validation), (total, step["loss"]), (norm, step["gradient_norm"])):
+            self.assertLess(abs(there - here), 1e-5 * there)
 
     def test_what_is_made_is_trained_on_and_resumed_in_the_middle_of_an_epoch(self):
         words = self.corpus.read_text().split(" ")

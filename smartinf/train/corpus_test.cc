@@ -170,6 +170,8 @@ TEST_F(CorpusTest, DocumentsAreHeldOutWholeAndStayWhereTheyAre) {
   EXPECT_GE(both->validation().tokens(), held);
   EXPECT_LE(both->validation().tokens(), held + 10 * 4);
   EXPECT_NE(both->digest(), one->digest());
+  std::swap(options_.paths[0], options_.paths[1]);
+  EXPECT_EQ(Corpus::open(options_)->validation().tokens(), both->validation().tokens());
 }
 
 TEST_F(CorpusTest, TheDigestSeesTheBordersOfDocuments) {

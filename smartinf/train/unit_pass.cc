@@ -88,7 +88,9 @@ double head_loss(const Model& model, const Tensor& h_MC, const Tensor& matrix_VC
     gradients->h_MC = h_gradients.size() == 1 ? h_gradients.front() : torch::cat(h_gradients);
   }
   if (counted > 0) return (loss / targets).item<double>();
-  if (gradients != nullptr) gradients->matrix_VC = torch::zeros_like(matrix_VC);
+  if (matrix_VC.requires_grad() && gradients != nullptr) {
+    gradients->matrix_VC = torch::zeros_like(matrix_VC);
+  }
   return 0;
 }
 

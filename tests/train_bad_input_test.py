@@ -84,7 +84,7 @@ class BadInput(TrainCase):
 
     def test_a_tokenizer_beside_text(self):
         (self.folder / "tokenizer.json").write_text("{}")
-        self.refused(["data.tokenizer", "tokenize_text.py"],
+        self.refused(["data.tokenizer", "make_token_files.py"],
                      ["--data.tokenizer", str(self.folder / "tokenizer.json")])
 
     def test_a_device_missing_and_a_device_of_another_run(self):

@@ -100,11 +100,14 @@ class Screen {
     }
   }
 
-  void validation(base::StepNumber at, double loss) const {
-    if (json_) {
-      print(nlohmann::ordered_json{{"step", at}, {"validation_loss", loss}}.dump());
-    } else {
-      print(fmt::format("step {}: validation loss {:.4f} nats per token", at, loss));
+  void validation(base::StepNumber at, const train::Validation& made) const {
+    if (!made.loss && made.sets.empty()) return;
+    if (json_) return print(made.to_json(at));
+    if (made.loss) {
+      print(fmt::format("step {}: validation loss {:.4f} nats per token", at, *made.loss));
+    }
+    for (const auto& [name, loss] : made.sets) {
+      print(fmt::format("step {}: loss on {} {:.4f} nats per token", at, name, loss));
     }
   }
 
@@ -220,21 +223,26 @@ void add_spans(const StepReport& report, csd::Trace& trace) {
 
 bool due(uint64_t every, base::StepNumber step) { return every != 0 && step % every == 0; }
 
-Status validate(Trainer& trainer, const Screen& screen) {
-  const Result<double> loss = trainer.validation_loss();
-  if (loss.ok()) screen.validation(trainer.step(), *loss);
-  // No data held out is a choice.
-  return loss.status().code() == base::ErrorCode::kNotFound ? Status() : loss.status();
-}
-
 /// A copy that cannot be made costs the run nothing but itself.
-Status keep_checkpoint(Trainer& trainer, const Screen& screen, const Interrupt& interrupt) {
+Status keep_checkpoint(Trainer& trainer, const Screen& screen, const Interrupt& interrupt,
+                       std::optional<double> best_with = {}) {
   Progress progress("copying the state", interrupt.token());
+  const engine::StateProgress show = [&](uint64_t done, uint64_t total) {
+    return progress(done, total);
+  };
   const Result<std::optional<engine::CheckpointSummary>> made =
-      trainer.checkpoint([&](uint64_t done, uint64_t total) { return progress(done, total); });
+      best_with ? trainer.keep_best(*best_with, show) : trainer.checkpoint(show);
   progress.clear();
   if (made.ok() && *made) screen.checkpoint(**made);
   return made.status();
+}
+
+Status validate(Trainer& trainer, const Screen& screen, const Interrupt& interrupt) {
+  SI_ASSIGN_OR_RETURN(const train::Validation made, trainer.validate());
+  screen.validation(trainer.step(), made);
+  if (!made.loss || !trainer.options().train.keep_best) return Status();
+  screen.clear_bar();
+  return keep_checkpoint(trainer, screen, interrupt, made.loss);
 }
 
 void show_wear(const config::LoadedRecipe& loaded, const Screen& screen) {
@@ -260,7 +268,7 @@ Status train_steps(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
       SI_RETURN_IF_ERROR(keep_checkpoint(trainer, screen, interrupt));
     }
     if (updated && due(options.validate_every, report.step) && report.step < options.steps) {
-      SI_RETURN_IF_ERROR(validate(trainer, screen));
+      SI_RETURN_IF_ERROR(validate(trainer, screen, interrupt));
     }
   }
   return Status();
@@ -342,7 +350,7 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
   }
   if (!status.ok()) return report(status);
 
-  status = validate(trainer, screen);
+  status = validate(trainer, screen, interrupt);
   if (!status.ok()) return report(status);
   if (options.sample_tokens > 0 && !interrupt.requested()) {
     const Result<std::string> text = trainer.sample();

@@ -84,12 +84,15 @@ constexpr auto kKeys = std::to_array<Key>({
         "\"all-linear\": all matrices of layers but experts and routers"),
 
     SI_KEY("data.paths", &r.options.data.paths,
-           "text files, folders of them, token files (.bin), or \"python-stdlib\", the standard "
-           "library of the installed Python"),
+           "text files, folders of them, token files (.safetensors, .bin; docs/data.md), or "
+           "\"python-stdlib\", the standard library of the installed Python"),
     SI_KEY("data.validation_paths", &r.options.data.validation_paths,
            "data held out for validation; empty: a share of paths"),
     SI_KEY("data.validation_share", &r.options.data.validation_share,
            "share held out when validation_paths is empty"),
+    SI_KEY("data.evaluation", &r.options.data.evaluation,
+           "data that every validation evaluates as well, each \"NAME = PATH\"; paths of one name "
+           "belong together"),
     SI_KEY("data.suffixes", &r.options.data.suffixes,
            "suffixes of the files taken from folders, e.g. [\".py\"]; empty: all text"),
     SI_KEY("data.tokenizer", &r.options.data.tokenizer,
@@ -102,14 +105,22 @@ constexpr auto kKeys = std::to_array<Key>({
            "folder of the run: recipe, log and state; empty: runs/ and the recipe's name"),
     SI_KEY("train.precision", choice(r.options.train.precision),
            "type of weights and compute; optimizer.format is the type of the state"),
-    SI_KEY("train.steps", &r.options.train.steps, "optimizer steps of the whole run"),
+    SI_KEY("train.steps", &r.options.train.steps,
+           "optimizer steps of the whole run; 0: what epochs says"),
+    SI_KEY("train.epochs", &r.options.train.epochs,
+           "times that the run goes through the data, in place of steps; 0: what steps says"),
     SI_KEY("train.log_every", &r.options.train.log_every,
            "steps between two printed lines; the run's log.jsonl has every step"),
     SI_KEY("train.micro_batch", &r.options.train.micro_batch, "sequences in one forward"),
     SI_KEY("train.accumulation", &r.options.train.accumulation, "micro batches in one step"),
     SI_KEY("train.lr", &r.options.train.lr, "highest learning rate, after the warm-up"),
-    SI_KEY("train.lr_floor", &r.options.train.lr_floor,
-           "share of lr that the cosine decay ends at"),
+    SI_KEY("train.schedule", choice(r.options.train.schedule),
+           "course of lr after the warm-up: \"cosine\" and \"linear\": down to lr_floor with the "
+           "last step; \"constant\": no change; \"warmup-stable-decay\": no change until the "
+           "last steps (decay_share), then linear down to lr_floor"),
+    SI_KEY("train.lr_floor", &r.options.train.lr_floor, "share of lr that the schedule ends at"),
+    SI_KEY("train.decay_share", &r.options.train.decay_share,
+           "share of all steps in which \"warmup-stable-decay\" decays"),
     SI_KEY("train.warmup_steps", &r.options.train.warmup_steps, "steps of linear warm-up"),
     SI_KEY("train.weight_decay", &r.options.train.weight_decay, "weight decay, on matrices only"),
     SI_KEY("train.lr_factors", &r.options.train.lr_factors,
@@ -135,6 +146,9 @@ constexpr auto kKeys = std::to_array<Key>({
            "steps between validations; 0: only at the end"),
     SI_KEY("train.validation_batches", &r.options.train.validation_batches,
            "micro batches in one validation"),
+    SI_KEY("train.keep_best", &r.options.train.keep_best,
+           "whether the state with the lowest validation loss so far is kept as the checkpoint "
+           "\"best\" in checkpoint.folder"),
     SI_KEY("train.save_every", &r.options.train.save_every,
            "steps between writes of the state with optimizer.where = \"memory\""),
     SI_KEY("train.sample_tokens", &r.options.train.sample_tokens,

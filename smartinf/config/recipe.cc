@@ -187,6 +187,10 @@ class Reader {
       const std::string stem = std::filesystem::path(loaded_.path).stem().string();
       recipe.options.train.run = "runs/" + (stem.empty() ? "unnamed" : stem);
     }
+    // With epochs the default number of steps says nothing.
+    if (recipe.options.train.epochs > 0 && !loaded_.origins.contains("train.steps")) {
+      recipe.options.train.steps = 0;
+    }
     if (recipe.updater.devices.empty()) {
       recipe.updater.devices.emplace_back().path = recipe.options.train.run + "/state";
     }

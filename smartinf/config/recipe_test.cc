@@ -386,6 +386,18 @@ TEST(Recipe, Compression) {
   EXPECT_THAT(bad("[compress]\nratio_max = 0.1\n"), HasSubstr("no longer"));
 }
 
+TEST(Recipe, EpochsStandInPlaceOfSteps) {
+  const LoadedRecipe loaded = good("[train]\nepochs = 1.5\n");
+  EXPECT_EQ(loaded.recipe.options.train.steps, 0u);
+  EXPECT_EQ(good(print_recipe(loaded)).recipe.options.train.epochs, 1.5);
+  EXPECT_THAT(
+      bad("[train]\nepochs = 1.5\nsteps = 10\n"),
+      HasSubstr("some/name.toml:2: train.epochs is 1.5, but train.steps is given too (10)"));
+  EXPECT_EQ(good("[train]\nsteps = 10\n", {{"train.epochs", "2"}, {"train.steps", "0"}})
+                .recipe.options.train.epochs,
+            2);
+}
+
 TEST(Keys, HelpBeginsWithWhatTheKeyIs) {
   for (const Key& key : keys()) {
     const std::string_view first = key.help.substr(0, key.help.find(' '));

@@ -154,9 +154,9 @@ class AcceleratorStream : public testing::Test {
       outcome.spooled_bytes += report->traffic.host_link.down(base::TrafficKind::kActivation);
     }
     outcome.peak_bytes = smartinf_test_accelerator_memory().peak_bytes;
-    const auto validation = trainer.validation_loss();
+    const auto validation = trainer.validate();
     ASSERT_TRUE(validation.ok()) << validation.status().to_string();
-    outcome.validations.push_back(*validation);
+    outcome.validations.push_back(validation->loss.value());
     const base::Status finished = trainer.finish();
     ASSERT_TRUE(finished.ok()) << finished.to_string();
   }

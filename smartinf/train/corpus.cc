@@ -13,6 +13,8 @@
 
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
+#include "smartinf/train/random.h"
+#include "smartinf/train/token_file.h"
 
 namespace smartinf::train {
 namespace {
@@ -21,16 +23,6 @@ namespace fs = std::filesystem;
 using base::ErrorCode;
 using base::Result;
 using base::Status;
-
-// llm.c's token files: 256 little-endian int32 (magic, version, token count, zeros), then the
-// tokens.
-constexpr uint64_t kTokenHeaderBytes = 256 * 4;
-struct TokenFileKind {
-  int32_t magic;
-  int32_t version;
-  uint32_t token_bytes;
-};
-constexpr TokenFileKind kTokenFileKinds[] = {{20240520, 1, 2}, {20240801, 7, 4}};
 
 // With fewer files than this the split by whole files would be a matter of luck.
 constexpr size_t kSplitByFileMin = 16;
@@ -49,8 +41,6 @@ uint64_t digest_bytes(uint64_t digest, std::span<const std::byte> bytes) {
 uint64_t digest_text(uint64_t digest, std::string_view text) {
   return digest_bytes(digest, std::as_bytes(std::span(text)));
 }
-
-bool is_token_file(const std::string& path) { return path.ends_with(".bin"); }
 
 // Installed packages differ from machine to machine and caches hold no text.
 bool skipped_folder(const std::string& name) {
@@ -132,85 +122,104 @@ Result<bool> append_text(const TextFile& file, std::vector<std::byte>& text) {
   return true;
 }
 
-Result<TokenSegment> parse_token_file(std::shared_ptr<const base::DataFile> file) {
-  const std::string& path = file->path();
-  const auto corrupt = [&](std::string what) {
-    return Status(ErrorCode::kCorrupt, std::move(what),
-                  "Make token files with scripts/tokenize_text.py or llm.c's data scripts",
-                  at_path(path));
-  };
-  int32_t header[3] = {};
-  if (file->size() < kTokenHeaderBytes) return corrupt("the token file is shorter than its header");
-  SI_RETURN_IF_ERROR(file->read(0, std::as_writable_bytes(std::span(header))));
-  for (const TokenFileKind& kind : kTokenFileKinds) {
-    if (header[0] != kind.magic || header[1] != kind.version) continue;
-    const uint64_t held = (file->size() - kTokenHeaderBytes) / kind.token_bytes;
-    if (header[2] < 0 || static_cast<uint64_t>(header[2]) != held) {
-      return corrupt(fmt::format("the token file's header says {} tokens, but its size says {}",
-                                 header[2], held));
-    }
-    return TokenSegment{nullptr, std::move(file), kTokenHeaderBytes, held, kind.token_bytes, path};
+Result<std::vector<std::byte>> read_text(std::string_view key,
+                                         const std::vector<std::string>& paths,
+                                         const std::vector<std::string>& suffixes) {
+  SI_ASSIGN_OR_RETURN(const std::vector<TextFile> files, list_text(key, paths, suffixes));
+  std::vector<std::byte> text;
+  for (const TextFile& file : files) {
+    SI_ASSIGN_OR_RETURN([[maybe_unused]] const bool taken, append_text(file, text));
   }
-  return corrupt(fmt::format("not a token file: magic {} version {}", header[0], header[1]));
+  return text;
 }
 
-}  // namespace
-
-void TokenStream::add(TokenSegment segment) {
-  if (segment.count == 0) return;
-  count_ += segment.count;
-  segments_.push_back(std::move(segment));
-  ends_.push_back(count_);
-}
-
-Status TokenStream::read(uint64_t first, uint64_t vocabulary, std::span<int64_t> out) const {
-  SI_CHECK(first + out.size() <= count_, "tokens beyond the end of the stream");
-  size_t index =
-      static_cast<size_t>(std::upper_bound(ends_.begin(), ends_.end(), first) - ends_.begin());
-  for (size_t done = 0; done < out.size(); ++index) {
-    const TokenSegment& segment = segments_[index];
-    uint64_t at = first + done - (ends_[index] - segment.count);
-    const uint64_t bytes = std::min(segment.count - at, out.size() - done) * segment.token_bytes;
-    std::vector<std::byte> read;
-    const std::byte* token = segment.data + at * segment.token_bytes;
-    if (segment.file != nullptr) {
-      read.resize(bytes);
-      SI_RETURN_IF_ERROR(segment.file->read(segment.offset + at * segment.token_bytes, read));
-      token = read.data();
-    }
-    for (const std::byte* end = token + bytes; token != end;
-         token += segment.token_bytes, ++at, ++done) {
-      uint32_t value = 0;
-      std::memcpy(&value, token, segment.token_bytes);
-      if (value >= vocabulary) {
-        return Status(ErrorCode::kCorrupt,
-                      fmt::format("token {} at position {} is not below model.vocabulary ({})",
-                                  value, at, vocabulary),
-                      "Set model.vocabulary to the tokenizer's size", at_path(segment.path));
-      }
-      out[done] = value;
-    }
+Status digest_token_file(const TokenFile& token_file, uint64_t& digest) {
+  const base::DataFile& file = *token_file.tokens.file;
+  std::vector<std::byte> sample(std::min<uint64_t>(file.size(), kDigestSampleBytes));
+  digest = base::mix_seed(digest, file.size());
+  for (const uint64_t offset : {uint64_t{0}, file.size() - sample.size()}) {
+    SI_RETURN_IF_ERROR(file.read(offset, sample));
+    digest = digest_bytes(digest, sample);
+  }
+  if (!token_file.document_starts.empty()) {
+    digest = digest_bytes(digest, std::as_bytes(std::span(token_file.document_starts)));
   }
   return Status();
 }
 
-Result<std::string> python_stdlib_folder() {
-  const char* command = "python3 -c 'import sysconfig; print(sysconfig.get_path(\"stdlib\"))'";
-  const std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command, "r"), &::pclose);
-  std::string folder;
-  if (pipe != nullptr) {
-    char line[4096] = {};
-    if (std::fgets(line, sizeof line, pipe.get()) != nullptr) folder = line;
-    while (folder.ends_with('\n')) folder.pop_back();
-  }
-  if (folder.empty() || !fs::is_directory(folder)) {
-    return Status(
-        ErrorCode::kNotFound,
-        fmt::format("data.paths: \"{}\" needs python3, which was not found", kPythonStdlib),
-        "Install python3 (Debian: apt-get install python3), or name other text files");
-  }
-  return folder;
+Status check_kinds(const DataOptions& options, const std::vector<EvaluationSet>& sets,
+                   bool token_files) {
+  const auto check = [&](std::string_view key, const std::vector<std::string>& paths) -> Status {
+    const auto there = std::count_if(paths.begin(), paths.end(), is_token_file);
+    if (static_cast<size_t>(there) == (token_files ? paths.size() : 0)) return Status();
+    return Status(ErrorCode::kInvalidArgument,
+                  key == "data.paths" ? "data.paths mixes text and token files (.bin, .safetensors)"
+                                      : fmt::format("{} names {}, but data.paths names {}", key,
+                                                    token_files ? "text" : "token files",
+                                                    token_files ? "token files" : "text"),
+                  "Make token files of the text with scripts/make_token_files.py first");
+  };
+  SI_RETURN_IF_ERROR(check("data.paths", options.paths));
+  SI_RETURN_IF_ERROR(check("data.validation_paths", options.validation_paths));
+  for (const EvaluationSet& set : sets) SI_RETURN_IF_ERROR(check("data.evaluation", set.paths));
+  return Status();
 }
+
+// A window is a sequence and the token after it.
+Status check_training(const DataOptions& options, const Windows& windows) {
+  if (windows.count() > 0) return Status();
+  const auto wrong = [&](std::string what, const char* advice) {
+    return Status(ErrorCode::kInvalidArgument, std::move(what), advice,
+                  at_path(options.paths.front()));
+  };
+  if (windows.stream().count() == 0) {
+    return wrong("data.paths: there is no text",
+                 options.suffixes.empty() ? "Name files with text in them"
+                                          : "Name files with text in them, or check data.suffixes");
+  }
+  if (windows.has_documents()) {
+    return wrong("data.paths: no token of the documents for training counts as a target",
+                 "A target is a token that its document has another one before and that loss_mask "
+                 "counts (docs/data.md)");
+  }
+  return wrong(
+      fmt::format("data.paths: the {} tokens for training are fewer than data.sequence ({}) plus "
+                  "one",
+                  windows.stream().count(), options.sequence),
+      "Choose a shorter data.sequence or more text");
+}
+
+Status check_validation(const DataOptions& options, const Windows& windows) {
+  const bool wanted = options.validation_share > 0 || !options.validation_paths.empty();
+  if (!wanted || windows.count() > 0) return Status();
+  return Status(
+      ErrorCode::kInvalidArgument,
+      windows.has_documents()
+          ? "data.validation_share: no token of the documents held out counts as a target"
+          : fmt::format("data.validation_share: the {} tokens held out are fewer than "
+                        "data.sequence ({}) plus one",
+                        windows.stream().count(), options.sequence),
+      "Choose a larger data.validation_share (0 for no validation) or a shorter data.sequence");
+}
+
+struct Split {
+  std::vector<Document> training;
+  std::vector<Document> held_out;
+};
+
+// Each document by a number drawn for its place in its file, so that the split does not move when
+// files come or go. At least one is held out, where there are two.
+void split_documents(const std::vector<uint64_t>& starts, uint64_t first, uint64_t tokens,
+                     double share, Split& split) {
+  constexpr uint64_t kSplitSeed = 26;
+  for (size_t i = 0; i < starts.size(); ++i) {
+    const uint64_t end = i + 1 < starts.size() ? starts[i + 1] : tokens;
+    const bool held_out = random_uniform(kSplitSeed, i) < share;
+    (held_out ? split.held_out : split.training).push_back({first + starts[i], end - starts[i]});
+  }
+}
+
+}  // namespace
 
 Result<Corpus> Corpus::open(const DataOptions& options) {
   if (std::error_code error; !options.tokenizer.empty() && !fs::exists(options.tokenizer, error)) {
@@ -219,28 +228,44 @@ Result<Corpus> Corpus::open(const DataOptions& options) {
         "Name the tokenizer.json of the token files, which export needs, or leave the key out",
         at_path(options.tokenizer));
   }
+  SI_ASSIGN_OR_RETURN(const std::vector<EvaluationSet> sets, evaluation_sets(options));
   Corpus corpus;
-  const auto token_files = std::count_if(options.paths.begin(), options.paths.end(), is_token_file);
-  if (token_files == 0) {
-    SI_RETURN_IF_ERROR(corpus.add_text(options));
-  } else if (static_cast<size_t>(token_files) == options.paths.size()) {
-    SI_RETURN_IF_ERROR(corpus.add_token_files(options));
-  } else {
-    return Status(ErrorCode::kInvalidArgument, "data.paths mixes text and token files (.bin)",
-                  "Make token files of the text with scripts/tokenize_text.py first");
+  const bool token_files = std::ranges::any_of(options.paths, is_token_file);
+  SI_RETURN_IF_ERROR(check_kinds(options, sets, token_files));
+  SI_RETURN_IF_ERROR(token_files ? corpus.add_token_files(options) : corpus.add_text(options));
+  SI_RETURN_IF_ERROR(check_training(options, corpus.training_));
+  SI_RETURN_IF_ERROR(check_validation(options, corpus.validation_));
+  for (const EvaluationSet& set : sets) {
+    SI_ASSIGN_OR_RETURN(Windows windows, token_files ? corpus.evaluation_tokens(options, set)
+                                                     : corpus.evaluation_text(options, set));
+    if (windows.count() == 0) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("data.evaluation: \"{}\" has no sequence with a target", set.name),
+                    "Name more text, or choose a shorter data.sequence",
+                    at_path(set.paths.front()));
+    }
+    corpus.evaluation_.push_back({set.name, std::move(windows)});
   }
-  SI_RETURN_IF_ERROR(corpus.check_lengths(options));
   // Another data.validation_share moves the windows, although the text is the same.
-  corpus.digest_ = base::mix_seed(corpus.digest_, corpus.training_.count());
+  const Windows& training = corpus.training_;
+  corpus.digest_ = base::mix_seed(
+      corpus.digest_, training.has_documents() ? training.tokens() : training.stream().count());
   return corpus;
+}
+
+Windows Corpus::keep_text(std::vector<std::byte> text, uint32_t sequence) {
+  texts_.push_back(std::move(text));
+  auto stream = std::make_shared<TokenStream>();
+  stream->add({texts_.back().data(), nullptr, 0, texts_.back().size(), 1, "the corpus"});
+  return Windows(std::move(stream), sequence);
 }
 
 Status Corpus::add_text(const DataOptions& options) {
   if (!options.tokenizer.empty()) {
     return Status(ErrorCode::kInvalidArgument,
                   "data.tokenizer is given, but data.paths names text, which is read as bytes",
-                  "Make token files of the text with scripts/tokenize_text.py and name those, or "
-                  "leave data.tokenizer out");
+                  "Make token files of the text with scripts/make_token_files.py and name those, "
+                  "or leave data.tokenizer out");
   }
   SI_ASSIGN_OR_RETURN(std::vector<TextFile> files,
                       list_text("data.paths", options.paths, options.suffixes));
@@ -269,86 +294,117 @@ Status Corpus::add_text(const DataOptions& options) {
   }
   if (own_validation) {
     SI_ASSIGN_OR_RETURN(
-        files, list_text("data.validation_paths", options.validation_paths, options.suffixes));
-    for (const TextFile& file : files) {
-      SI_ASSIGN_OR_RETURN([[maybe_unused]] const bool taken, append_text(file, validation));
-    }
+        validation, read_text("data.validation_paths", options.validation_paths, options.suffixes));
     digest_ = digest_bytes(digest_, validation);
   }
   vocabulary_ = kByteVocabulary;
-  for (auto [text, stream] : {std::pair{&training, &training_}, {&validation, &validation_}}) {
-    texts_.push_back(std::move(*text));
-    stream->add({texts_.back().data(), nullptr, 0, texts_.back().size(), 1, "the corpus"});
-  }
+  bytes_ = true;
+  training_ = keep_text(std::move(training), options.sequence);
+  validation_ = keep_text(std::move(validation), options.sequence);
   return Status();
+}
+
+Result<Windows> Corpus::evaluation_text(const DataOptions& options, const EvaluationSet& set) {
+  SI_ASSIGN_OR_RETURN(std::vector<std::byte> text,
+                      read_text("data.evaluation", set.paths, options.suffixes));
+  return keep_text(std::move(text), options.sequence);
 }
 
 Status Corpus::add_token_files(const DataOptions& options) {
   const bool own_validation = !options.validation_paths.empty();
-  const auto add = [&](const std::string& path, bool for_validation) -> Status {
-    SI_ASSIGN_OR_RETURN(base::DataFile opened, base::DataFile::open(path));
-    const auto file = std::make_shared<const base::DataFile>(std::move(opened));
-    SI_ASSIGN_OR_RETURN(TokenSegment segment, parse_token_file(file));
-    std::vector<std::byte> sample(std::min<uint64_t>(file->size(), kDigestSampleBytes));
-    digest_ = base::mix_seed(digest_, file->size());
-    for (const uint64_t offset : {uint64_t{0}, file->size() - sample.size()}) {
-      SI_RETURN_IF_ERROR(file->read(offset, sample));
-      digest_ = digest_bytes(digest_, sample);
-    }
-    if (for_validation) {
-      validation_.add(segment);
-    } else {
-      TokenSegment held = segment;
-      held.count = own_validation ? 0
-                                  : static_cast<uint64_t>(static_cast<double>(segment.count) *
-                                                          options.validation_share);
-      segment.count -= held.count;
-      held.offset += segment.count * segment.token_bytes;
-      training_.add(segment);
-      validation_.add(held);
-    }
-    ++files_;
-    return Status();
-  };
-  for (const std::string& path : options.paths) SI_RETURN_IF_ERROR(add(path, false));
-  for (const std::string& path : options.validation_paths) SI_RETURN_IF_ERROR(add(path, true));
+  SI_ASSIGN_OR_RETURN(Parts parts,
+                      read_token_files("data.paths", options.paths, options.sequence,
+                                       own_validation ? 0 : options.validation_share, digest_));
+  training_ = std::move(parts.training);
+  validation_ = std::move(parts.held_out);
+  files_ = options.paths.size() + options.validation_paths.size();
+  if (!own_validation) return Status();
+  SI_ASSIGN_OR_RETURN(parts, read_token_files("data.validation_paths", options.validation_paths,
+                                              options.sequence, 0, digest_));
+  validation_ = std::move(parts.training);
   return Status();
 }
 
-// A window is a sequence and the token after it.
-Status Corpus::check_lengths(const DataOptions& options) const {
-  const uint64_t window = uint64_t{options.sequence} + 1;
-  if (files_ == 0 || training_.count() == 0) {
-    return Status(ErrorCode::kInvalidArgument, "data.paths: there is no text",
-                  options.suffixes.empty() ? "Name files with text in them"
-                                           : "Name files with text in them, or check data.suffixes",
-                  at_path(options.paths.front()));
+Result<Windows> Corpus::evaluation_tokens(const DataOptions& options, const EvaluationSet& set) {
+  uint64_t digest = 0;
+  SI_ASSIGN_OR_RETURN(Parts parts,
+                      read_token_files("data.evaluation", set.paths, options.sequence, 0, digest));
+  return std::move(parts.training);
+}
+
+Result<Corpus::Parts> Corpus::read_token_files(std::string_view key,
+                                               const std::vector<std::string>& paths,
+                                               uint32_t sequence, double held_share,
+                                               uint64_t& digest) {
+  auto stream = std::make_shared<TokenStream>();
+  auto held = std::make_shared<TokenStream>();
+  Split split;
+  bool with_documents = false;
+  for (const std::string& path : paths) {
+    SI_ASSIGN_OR_RETURN(const TokenFile file, read_token_file(path));
+    SI_RETURN_IF_ERROR(digest_token_file(file, digest));
+    vocabulary_ = std::max(vocabulary_, file.vocabulary);
+    const std::vector<uint64_t>& starts = file.document_starts;
+    if (path == paths.front()) with_documents = !starts.empty();
+    if (with_documents == starts.empty()) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("{} mixes token files with documents and without", key),
+                    "Make all of them of one kind with scripts/make_token_files.py", at_path(path));
+    }
+    TokenSegment segment = file.tokens;
+    if (with_documents) {
+      split_documents(starts, stream->count(), segment.count, held_share, split);
+    } else {
+      TokenSegment last = segment;
+      last.count = static_cast<uint64_t>(static_cast<double>(segment.count) * held_share);
+      segment.count -= last.count;
+      last.offset += segment.count * segment.token_bytes;
+      if (last.mask_offset != 0) last.mask_offset += segment.count;
+      held->add(std::move(last));
+    }
+    stream->add(std::move(segment));
   }
-  if (training_.count() < window) {
-    return Status(
-        ErrorCode::kInvalidArgument,
-        fmt::format(
-            "data.paths: the {} tokens for training are fewer than data.sequence ({}) plus one",
-            training_.count(), options.sequence),
-        "Choose a shorter data.sequence or more text", at_path(options.paths.front()));
+  if (!with_documents) return Parts{Windows(stream, sequence), Windows(held, sequence)};
+  if (held_share > 0 && split.held_out.empty() && split.training.size() > 1) {
+    split.held_out.push_back(split.training.back());
+    split.training.pop_back();
   }
-  const bool wanted = options.validation_share > 0 || !options.validation_paths.empty();
-  if (wanted && validation_.count() < window) {
-    return Status(
-        ErrorCode::kInvalidArgument,
-        fmt::format("data.validation_share: the {} tokens held out are fewer than data.sequence "
-                    "({}) plus one",
-                    validation_.count(), options.sequence),
-        "Choose a larger data.validation_share (0 for no validation) or a shorter data.sequence");
-  }
-  return Status();
+  Parts parts;
+  SI_ASSIGN_OR_RETURN(parts.training, Windows::of_documents(stream, split.training, sequence));
+  SI_ASSIGN_OR_RETURN(parts.held_out, Windows::of_documents(stream, split.held_out, sequence));
+  return parts;
 }
 
 std::string Corpus::describe() const {
-  const char* unit = bytes() ? "bytes" : "tokens";
-  return fmt::format("{} {}, {:.1f} million {} for training, {:.2f} million for validation", files_,
-                     files_ == 1 ? "file" : "files", static_cast<double>(training_.count()) * 1e-6,
-                     unit, static_cast<double>(validation_.count()) * 1e-6);
+  const auto amount = [](const Windows& windows) {
+    return static_cast<double>(windows.has_documents() ? windows.tokens()
+                                                       : windows.stream().count()) *
+           1e-6;
+  };
+  std::string text =
+      fmt::format("{} {}, {:.1f} million {} for training, {:.2f} million for validation", files_,
+                  files_ == 1 ? "file" : "files", amount(training_), bytes() ? "bytes" : "tokens",
+                  amount(validation_));
+  if (training_.has_documents()) text += "; " + training_.describe_packing();
+  return text;
+}
+
+Result<std::string> python_stdlib_folder() {
+  const char* command = "python3 -c 'import sysconfig; print(sysconfig.get_path(\"stdlib\"))'";
+  const std::unique_ptr<FILE, int (*)(FILE*)> pipe(::popen(command, "r"), &::pclose);
+  std::string folder;
+  if (pipe != nullptr) {
+    char line[4096] = {};
+    if (std::fgets(line, sizeof line, pipe.get()) != nullptr) folder = line;
+    while (folder.ends_with('\n')) folder.pop_back();
+  }
+  if (folder.empty() || !fs::is_directory(folder)) {
+    return Status(
+        ErrorCode::kNotFound,
+        fmt::format("data.paths: \"{}\" needs python3, which was not found", kPythonStdlib),
+        "Install python3 (Debian: apt-get install python3), or name other text files");
+  }
+  return folder;
 }
 
 }  // namespace smartinf::train

@@ -1,17 +1,17 @@
-// The tokens of training and validation: text files and folders as bytes, or ready token files.
-// Decides what is training and what is validation; says nothing about order
-// (window_order.h).
+// The tokens of training, validation and evaluation: text files and folders as bytes, or ready
+// token files. Decides what belongs to which; says nothing about order (window_order.h).
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "smartinf/base/data_file.h"
 #include "smartinf/base/status.h"
 #include "smartinf/train/options.h"
+#include "smartinf/train/windows.h"
 
 namespace smartinf::train {
 
@@ -19,59 +19,54 @@ namespace smartinf::train {
 inline constexpr uint32_t kByteVocabulary = 256;
 inline constexpr uint32_t kByteSeparator = 255;
 
-/// A run of tokens, one after another, in memory or in a file.
-struct TokenSegment {
-  const std::byte* data = nullptr;  // null: in a file...
-  std::shared_ptr<const base::DataFile> file;
-  uint64_t offset = 0;  // ...from this byte on
-  uint64_t count = 0;
-  uint32_t token_bytes = 1;  // 1, 2 or 4, little-endian
-  std::string path;          // for messages
-};
-
-class TokenStream {
- public:
-  void add(TokenSegment segment);
-  uint64_t count() const { return count_; }
-  /// Tokens [first, first + out.size()). Errors: kCorrupt for a token not below `vocabulary`, with
-  /// its file and position, and for a file that has become shorter; kIo. first + out.size() <=
-  /// count().
-  base::Status read(uint64_t first, uint64_t vocabulary, std::span<int64_t> out) const;
-
- private:
-  std::vector<TokenSegment> segments_;
-  std::vector<uint64_t> ends_;  // of each segment, in tokens of the stream
-  uint64_t count_ = 0;
-};
-
 /// Immutable once open. Text is held in memory, token files are read window by window.
-/// Held out for validation: data.validation_paths if given. Else, of a corpus with many files,
-/// whole files chosen by a hash of their names; of one with few, the last share of each.
+/// Held out for validation: data.validation_paths if given. Else, of a corpus with many files (or
+/// token files with many documents), whole ones chosen by a hash of their names or numbers; of one
+/// with few, the last share of each.
 class Corpus {
  public:
   /// Errors: kNotFound (path named), kInvalidArgument (empty, shorter than a sequence, text and
-  /// token files mixed), kCorrupt (token file whose header and size disagree).
+  /// token files mixed), kCorrupt (of token files).
   static base::Result<Corpus> open(const DataOptions& options);
 
-  const TokenStream& training() const { return training_; }
-  const TokenStream& validation() const { return validation_; }
+  const Windows& training() const { return training_; }
+  const Windows& validation() const { return validation_; }
+  /// data.evaluation, in the order of the names' first mention.
+  struct NamedWindows {
+    std::string name;
+    Windows windows;
+  };
+  const std::vector<NamedWindows>& evaluation() const { return evaluation_; }
   /// Smallest vocabulary that holds the tokens; 0: token files do not say.
   uint32_t vocabulary() const { return vocabulary_; }
-  bool bytes() const { return vocabulary_ == kByteVocabulary; }
-  /// Of names, sizes and contents (of token files: their first and last MiB).
+  bool bytes() const { return bytes_; }
+  /// Of names, sizes and contents (of token files: their first and last MiB, and the borders of
+  /// documents). What is only evaluated is not in it.
   uint64_t digest() const { return digest_; }
   /// "1432 files, 27.1 MB for training, 0.6 MB for validation".
   std::string describe() const;
 
  private:
+  /// What several files hold together: for training, and held out of it.
+  struct Parts {
+    Windows training;
+    Windows held_out;
+  };
   base::Status add_text(const DataOptions& options);
   base::Status add_token_files(const DataOptions& options);
-  base::Status check_lengths(const DataOptions& options) const;
+  base::Result<Windows> evaluation_text(const DataOptions& options, const EvaluationSet& set);
+  base::Result<Windows> evaluation_tokens(const DataOptions& options, const EvaluationSet& set);
+  base::Result<Parts> read_token_files(std::string_view key, const std::vector<std::string>& paths,
+                                       uint32_t sequence, double held_share, uint64_t& digest);
+  /// The stream of a text, held in memory.
+  Windows keep_text(std::vector<std::byte> text, uint32_t sequence);
 
-  TokenStream training_;
-  TokenStream validation_;
+  Windows training_;
+  Windows validation_;
+  std::vector<NamedWindows> evaluation_;
   std::vector<std::vector<std::byte>> texts_;
   uint32_t vocabulary_ = 0;
+  bool bytes_ = false;
   uint64_t digest_ = 0;
   uint64_t files_ = 0;
 };

@@ -1,6 +1,9 @@
 // Validation and sampling.
 #include <algorithm>
 
+#include <nlohmann/json.hpp>
+
+#include "smartinf/base/text.h"
 #include "smartinf/train/random.h"
 #include "smartinf/train/torch_trainer.h"
 
@@ -11,30 +14,78 @@ using base::Result;
 using base::Status;
 using torch::Tensor;
 
-Result<double> TorchTrainer::validation_loss() {
-  return guarded("validation", [&]() -> Result<double> {
-    if (corpus_.validation().count() == 0) {
-      return Status(ErrorCode::kNotFound, "no data is held out for validation",
-                    "Set data.validation_share or data.validation_paths");
+Result<double> TorchTrainer::mean_loss(const Windows& from, const std::string& what) {
+  // Always the same windows, spread evenly over all.
+  const uint64_t held = from.count();
+  const uint64_t rows = options_.train.micro_batch;
+  const uint64_t wanted = std::min(held, options_.train.validation_batches * rows);
+  double sum = 0;
+  double weights = 0;
+  for (uint64_t first = 0; first < wanted; first += rows) {
+    std::vector<uint64_t> windows;
+    for (uint64_t i = first; i < std::min(first + rows, wanted); ++i) {
+      windows.push_back(i * held / wanted);
     }
-    // Always the same windows, spread evenly over what is held out.
-    const uint64_t held = (corpus_.validation().count() - 1) / options_.data.sequence;
-    const uint64_t rows = options_.train.micro_batch;
-    const uint64_t wanted = std::min(held, options_.train.validation_batches * rows);
-    double sum = 0;
-    for (uint64_t first = 0; first < wanted; first += rows) {
-      std::vector<uint64_t> windows;
-      for (uint64_t i = first; i < std::min(first + rows, wanted); ++i) {
-        windows.push_back(i * held / wanted);
-      }
-      SI_ASSIGN_OR_RETURN(const Batch batch, read_windows(corpus_.validation(), windows));
-      sum += pass_->loss(batch) * static_cast<double>(windows.size());
+    SI_ASSIGN_OR_RETURN(const Batch batch, read_batch(from, windows));
+    if (batch.targets == 0) continue;
+    // In windows, as far as they count.
+    const double weight = static_cast<double>(batch.targets) / options_.data.sequence;
+    sum += pass_->loss(batch) * weight;
+    weights += weight;
+  }
+  if (weights > 0) return sum / weights;
+  return Status(ErrorCode::kFailedPrecondition,
+                what + ": no token of the sequences that are looked at counts as a target",
+                "Make train.validation_batches larger, or name other data");
+}
+
+std::string Validation::to_json(base::StepNumber step) const {
+  nlohmann::ordered_json line{{"step", step}};
+  if (loss) line["validation_loss"] = *loss;
+  for (const Named& set : sets) line["evaluation_loss"][set.name] = set.loss;
+  return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+Result<Validation> TorchTrainer::validate() {
+  return guarded("validation", [&]() -> Result<Validation> {
+    Validation made;
+    if (corpus_.validation().count() > 0) {
+      SI_ASSIGN_OR_RETURN(made.loss, mean_loss(corpus_.validation(), "the data held out"));
     }
-    const double loss = sum / static_cast<double>(wanted);
+    for (const Corpus::NamedWindows& set : corpus_.evaluation()) {
+      SI_ASSIGN_OR_RETURN(const double loss,
+                          mean_loss(set.windows, "data.evaluation: " + set.name));
+      made.sets.push_back({set.name, loss});
+    }
     // Of a run that was trained further the log says nothing new.
-    if (step_ <= options_.train.steps) folder_.append_validation(step_, loss);
-    return loss;
+    const bool any = made.loss.has_value() || !made.sets.empty();
+    if (any && step_ <= options_.train.steps) folder_.append_validation(step_, made.to_json(step_));
+    return made;
   });
+}
+
+Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_best(
+    double loss, const engine::StateProgress& progress) {
+  using Made = std::optional<engine::CheckpointSummary>;
+  constexpr const char* kLoss = "validation_loss";
+  if (!options_.train.keep_best || step_ > options_.train.steps) return Made();
+  engine::CheckpointOptions options;
+  options.folder = options_.checkpoint.folder + "/best";
+  options.keep = 1;
+  options.progress = progress;
+  options.trainer = nlohmann::json{{kLoss, loss}}.dump();
+  if (!best_loss_) {  // of an earlier start
+    for (const engine::Checkpoint& there : engine::list_checkpoints(options.folder)) {
+      const nlohmann::json json = base::parse_json(there.trainer);
+      const auto found = json.is_object() ? json.find(kLoss) : json.end();
+      const bool known = json.is_object() && found != json.end() && found->is_number();
+      if (known && there.run.to_string() == record_.run) best_loss_ = found->get<double>();
+    }
+  }
+  if (best_loss_ && *best_loss_ <= loss) return Made();
+  SI_ASSIGN_OR_RETURN(auto made, keep_copy(std::move(options)));
+  if (made) best_loss_ = loss;
+  return made;
 }
 
 Result<std::string> TorchTrainer::sample() {

@@ -31,6 +31,7 @@
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
 #include "smartinf/train/run_folder.h"
+#include "smartinf/train/token_file.h"
 
 namespace smartinf::train {
 namespace {
@@ -383,7 +384,7 @@ Result<TextFiles> describe_model(const Job& job, const ModelSource& source, Data
   }
   // Token files do not say their vocabulary, so a run on them has it in its recipe.
   const bool bytes = data.tokenizer.empty() &&
-                     (job.options.model.vocabulary == 0 || !data.paths.front().ends_with(".bin"));
+                     (job.options.model.vocabulary == 0 || !is_token_file(data.paths.front()));
   const int64_t eos_token = bytes ? int64_t{kByteSeparator} : -1;
   texts = {{"config.json", model::write_config(source.architecture, type, eos_token)},
            {"generation_config.json", generation_config_json(eos_token)}};

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
@@ -20,6 +21,7 @@ using base::Status;
 constexpr uint32_t kWidthMax = 1u << 20;
 constexpr uint32_t kLayersMax = 1u << 14;
 constexpr uint32_t kSequenceMax = 1u << 24;
+constexpr uint64_t kStepsMax = uint64_t{1} << 40;
 
 Status wrong(std::string_view key, std::string_view why, std::string advice) {
   return Status(ErrorCode::kInvalidArgument, fmt::format("{} {}", key, why), std::move(advice));
@@ -115,22 +117,54 @@ Status validate(const model::LoraOptions& lora) {
   return positive("lora.alpha", lora.alpha);
 }
 
+base::Result<std::vector<EvaluationSet>> evaluation_sets(const DataOptions& data) {
+  std::vector<EvaluationSet> sets;
+  for (const std::string& text : data.evaluation) {
+    const size_t middle = text.find('=');
+    const auto trimmed = [](std::string part) {
+      part.erase(0, part.find_first_not_of(' '));
+      part.erase(part.find_last_not_of(' ') + 1);
+      return part;
+    };
+    const std::string name = trimmed(text.substr(0, middle));
+    const std::string path = middle == std::string::npos ? "" : trimmed(text.substr(middle + 1));
+    if (name.empty() || path.empty() || !base::printable(name)) {
+      return wrong("data.evaluation", "has an entry that is not NAME = PATH",
+                   "For example: data.evaluation = [\"chat = data/chat.safetensors\"]");
+    }
+    const auto same = std::ranges::find(sets, name, &EvaluationSet::name);
+    EvaluationSet& set = same != sets.end() ? *same : sets.emplace_back(EvaluationSet{name, {}});
+    set.paths.push_back(path);
+  }
+  return sets;
+}
+
 Status validate(const DataOptions& data) {
   if (data.paths.empty()) {
     return wrong("data.paths", "is empty",
                  fmt::format("Name text files, folders or token files, or \"{}\"", kPythonStdlib));
   }
+  SI_RETURN_IF_ERROR(evaluation_sets(data).status());
   SI_RETURN_IF_ERROR(within("data.sequence", data.sequence, 1, kSequenceMax));
   return within("data.validation_share", data.validation_share, 0.0, 0.9);
 }
 
 Status validate(const TrainOptions& train) {
-  SI_RETURN_IF_ERROR(within("train.steps", train.steps, 1, uint64_t{1} << 40));
+  SI_RETURN_IF_ERROR(within("train.epochs", train.epochs, 0.0, 1e9));
+  if (train.epochs > 0 && train.steps > 0) {
+    return wrong("train.epochs",
+                 fmt::format("is {}, but train.steps is given too ({})", train.epochs, train.steps),
+                 "Leave one of the two out, or set it to 0");
+  }
+  if (train.epochs == 0) {
+    SI_RETURN_IF_ERROR(within("train.steps", train.steps, 1, kStepsMax));
+  }
   SI_RETURN_IF_ERROR(within("train.log_every", train.log_every, 1, uint64_t{1} << 40));
   SI_RETURN_IF_ERROR(within("train.micro_batch", train.micro_batch, 1, 1u << 20));
   SI_RETURN_IF_ERROR(within("train.accumulation", train.accumulation, 1, 1u << 20));
   SI_RETURN_IF_ERROR(positive("train.lr", train.lr));
   SI_RETURN_IF_ERROR(within("train.lr_floor", train.lr_floor, 0.0, 1.0));
+  SI_RETURN_IF_ERROR(within("train.decay_share", train.decay_share, 0.0, 1.0));
   SI_RETURN_IF_ERROR(within("train.warmup_steps", train.warmup_steps, 0, uint64_t{1} << 40));
   SI_RETURN_IF_ERROR(within("train.weight_decay", train.weight_decay, 0.0, 1e6));
   SI_RETURN_IF_ERROR(within("train.clip_norm", train.clip_norm, 0.0, 1e30));
@@ -175,6 +209,11 @@ Status validate(const Options& options) {
     return wrong("checkpoint.every",
                  "is set, but with optimizer.where = \"memory\" no device holds a state",
                  "Leave it out: use train.save_every, which says how often the state is written");
+  }
+  if (options.train.keep_best && options.train.where == OptimizerWhere::kMemory) {
+    return wrong("train.keep_best",
+                 "is set, but with optimizer.where = \"memory\" no device holds a state",
+                 "Leave it out, or set optimizer.where = \"device\"");
   }
   const Overlap overlap = options.train.overlap;
   if ((overlap == Overlap::kLate || overlap == Overlap::kEarly) &&

@@ -49,15 +49,24 @@ struct ModelOptions {
 inline constexpr std::string_view kPythonStdlib = "python-stdlib";
 
 struct DataOptions {
-  /// Text files, folders of them, kPythonStdlib, or token files in llm.c's .bin form.
+  /// Text files, folders of them, kPythonStdlib, or token files (token_file.h).
   std::vector<std::string> paths = {std::string(kPythonStdlib)};
   std::vector<std::string> validation_paths;  // empty: a share of `paths` is held out
   double validation_share = 0.02;
-  std::vector<std::string> suffixes;  // of files taken from folders, e.g. ".py"; empty: all text
-  std::string tokenizer;              // tokenizer.json the token files were made with, for export
-  uint32_t sequence = 256;            // tokens the model sees at once
-  uint64_t seed = 1;                  // of the order in which windows are seen
+  std::vector<std::string> evaluation;  // "NAME = PATH" each (evaluation_sets)
+  std::vector<std::string> suffixes;    // of files taken from folders, e.g. ".py"; empty: all text
+  std::string tokenizer;                // tokenizer.json the token files were made with, for export
+  uint32_t sequence = 256;              // tokens the model sees at once
+  uint64_t seed = 1;                    // of the order in which windows are seen
 };
+
+/// Data that a run is evaluated on under a name of its own.
+struct EvaluationSet {
+  std::string name;
+  std::vector<std::string> paths;
+};
+/// What data.evaluation says; a name that comes several times is one set. Errors: kInvalidArgument.
+base::Result<std::vector<EvaluationSet>> evaluation_sets(const DataOptions& data);
 
 /// Of weights and compute. The state is always f32 (or what optimizer.format says).
 enum class Precision : uint8_t { kBf16, kF32 };
@@ -77,19 +86,28 @@ constexpr base::EnumNames enum_names(OptimizerWhere) { return kOptimizerWhereNam
 /// for and the norm of the step before is well below the limit.
 using plan::Overlap;
 
+/// train.schedule: how the learning rate goes on after the warm-up (lr_schedule.h).
+enum class LrSchedule : uint8_t { kCosine, kLinear, kConstant, kWarmupStableDecay };
+inline constexpr std::array<std::string_view, 4> kLrScheduleNames{"cosine", "linear", "constant",
+                                                                  "warmup-stable-decay"};
+constexpr base::EnumNames enum_names(LrSchedule) { return kLrScheduleNames; }
+
 struct TrainOptions {
   std::string run;  // folder of the run: recipe, log, and state unless [[device]] says otherwise
   OptimizerWhere where = OptimizerWhere::kDevice;  // optimizer.where
   Overlap overlap = Overlap::kAuto;                // optimizer.overlap
   Precision precision = Precision::kBf16;
 
-  uint64_t steps = 1000;
+  uint64_t steps = 1000;      // 0: what epochs says
+  double epochs = 0;          // times that every window is seen; 0: what steps says
   uint64_t log_every = 1;     // steps between lines on the terminal; the log has all
   uint32_t micro_batch = 8;   // sequences in one forward
   uint32_t accumulation = 1;  // micro batches in one step
 
   double lr = 1e-3;
-  double lr_floor = 0.1;  // share of lr that the cosine ends at
+  LrSchedule schedule = LrSchedule::kCosine;
+  double lr_floor = 0.1;     // share of lr that the schedule ends at
+  double decay_share = 0.1;  // share of the steps in which "warmup-stable-decay" decays
   uint64_t warmup_steps = 0;
   double weight_decay = 0.1;  // on matrices only
   /// "PATTERN = NUMBER" each; of the patterns that fit a parameter's name the last one counts.
@@ -104,6 +122,7 @@ struct TrainOptions {
 
   uint64_t validate_every = 100;  // steps; 0: only at the end
   uint32_t validation_batches = 8;
+  bool keep_best = false;     // a checkpoint of the step with the lowest validation loss
   uint64_t save_every = 100;  // optimizer.where = "memory": steps between writes of its state
 
   uint32_t sample_tokens = 256;  // generated at the end; 0: none

@@ -23,6 +23,17 @@ TEST(Options, DerivedSizes) {
   EXPECT_EQ(full.mlp_width, 704u);  // 682.67, up to a multiple of 64
 }
 
+TEST(Options, EvaluationSetsMayHaveSeveralPaths) {
+  DataOptions data;
+  data.evaluation = {"chat = a b.bin", "code=c=d.bin", " chat = e.bin "};
+  const auto sets = evaluation_sets(data);
+  ASSERT_TRUE(sets.ok()) << sets.status().to_string();
+  ASSERT_EQ(sets->size(), 2u);
+  EXPECT_EQ((*sets)[0].name, "chat");
+  EXPECT_EQ((*sets)[0].paths, (std::vector<std::string>{"a b.bin", "e.bin"}));
+  EXPECT_EQ((*sets)[1].paths, (std::vector<std::string>{"c=d.bin"}));
+}
+
 struct BadModel {
   void (*spoil)(Options&);
   const char* key;
@@ -54,7 +65,15 @@ INSTANTIATE_TEST_SUITE_P(
         BadModel{[](Options& o) { o.data.paths.clear(); }, "data.paths"},
         BadModel{[](Options& o) { o.data.sequence = 0; }, "data.sequence"},
         BadModel{[](Options& o) { o.data.validation_share = -1; }, "data.validation_share"},
+        BadModel{[](Options& o) { o.data.evaluation = {"chat.bin"}; }, "data.evaluation"},
+        BadModel{[](Options& o) {
+                   o.data.evaluation = {"a = x", "= y"};
+                 },
+                 "data.evaluation"},
         BadModel{[](Options& o) { o.train.steps = 0; }, "train.steps"},
+        BadModel{[](Options& o) { o.train.epochs = 2; }, "train.epochs"},  // and steps, too
+        BadModel{[](Options& o) { o.train.epochs = -1; }, "train.epochs"},
+        BadModel{[](Options& o) { o.train.decay_share = 2; }, "train.decay_share"},
         BadModel{[](Options& o) { o.train.micro_batch = 0; }, "train.micro_batch"},
         BadModel{[](Options& o) { o.train.lr = 0; }, "train.lr"},
         BadModel{[](Options& o) { o.train.lr = 0.0 / 0.0; }, "train.lr"},

@@ -195,12 +195,13 @@ Result<RunFolder::LogCut> RunFolder::keep_log_until(base::StepNumber step) {
   std::string kept;
   std::string behind;
   validated_.reset();
-  for_each_line(path,
-                [&](base::StepNumber of, const nlohmann::json& json, const std::string& line) {
-                  cut.last = std::max(cut.last, of);
-                  if (of <= step && json.contains("validation_loss")) validated_ = of;
-                  (of > step ? behind : kept) += line + "\n";
-                });
+  for_each_line(path, [&](base::StepNumber of, const nlohmann::json& json,
+                          const std::string& line) {
+    cut.last = std::max(cut.last, of);
+    const bool validation = json.contains("validation_loss") || json.contains("evaluation_loss");
+    if (of <= step && validation) validated_ = of;
+    (of > step ? behind : kept) += line + "\n";
+  });
   if (cut.last > step + 1) {
     cut.kept_in = free_name(path);
     SI_RETURN_IF_ERROR(base::write_text_file(cut.kept_in, behind, "cannot keep the log's end"));
@@ -226,10 +227,10 @@ Result<std::string> RunFolder::set_log_aside() const {
   return name;
 }
 
-void RunFolder::append_validation(base::StepNumber step, double loss) {
+void RunFolder::append_validation(base::StepNumber step, std::string_view json_line) {
   if (validated_ == step) return;
   validated_ = step;
-  append_log(nlohmann::ordered_json{{"step", step}, {"validation_loss", loss}}.dump());
+  append_log(json_line);
 }
 
 Status RunFolder::write_pending() {

@@ -60,8 +60,8 @@ class RunFolder {
   base::Result<LogCut> keep_log_until(base::StepNumber step);
   /// Gives the log another name, if there is one, and says which: log.jsonl.1, log.jsonl.2, ...
   base::Result<std::string> set_log_aside() const;
-  /// Appends the validation loss of a step; once, though a complete run is run again.
-  void append_validation(base::StepNumber step, double loss);
+  /// Appends a step's line of validation; once, though a complete run is run again.
+  void append_validation(base::StepNumber step, std::string_view json_line);
   /// Appends a line; it reaches the operating system before the call returns, unless it cannot be
   /// written: then a warning says so once, and it is tried again with the lines that follow, for a
   /// log is not worth the run.

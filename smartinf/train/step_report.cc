@@ -52,6 +52,7 @@ std::string StepReport::to_json() const {
   }
   if (offloaded.has_value()) line["offloaded"] = *offloaded;
   if (!offload_decision.empty()) line["offload_decision"] = offload_decision;
+  if (targets != tokens) line["targets"] = targets;
   if (!skipped.empty()) line["skipped"] = skipped;
   return line.dump();
 }

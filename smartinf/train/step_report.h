@@ -20,10 +20,11 @@ struct Phase {
 
 struct StepReport {
   base::StepNumber step = 0;
-  double loss = 0;           // mean over the step's tokens, nats
+  double loss = 0;           // mean over the step's targets, nats
   double gradient_norm = 0;  // before clipping
   double lr = 0;
-  uint64_t tokens = 0;
+  uint64_t tokens = 0;   // that were read, padding too
+  uint64_t targets = 0;  // that count in the loss
 
   double seconds = 0;    // the whole step
   double forward_s = 0;  // without what it waited for weights

@@ -40,6 +40,7 @@ struct Setting {
   bool measured = false;     // how many of them: half have a buffer
   bool nan = false;
   bool evaluate = false;
+  bool documents = false;  // packed, with a mask, instead of a stream of text
   storage::Durability durability = storage::Durability::kStep;
 
   friend void PrintTo(const Setting& setting, std::ostream* out) { *out << setting.name; }
@@ -96,6 +97,7 @@ const Setting kSettings[] = {
      .devices = 8,
      .sequence = 128,
      .spool_inputs = true},
+    {.name = "documents", .accumulation = 3, .in_memory = 2, .evaluate = true, .documents = true},
     {.name = "all_but_the_head", .in_memory = 7, .slots = 5, .evaluate = true},
     {.name = "updated_in_place",
      .accumulation = 3,
@@ -114,6 +116,10 @@ class StreamedBits : public testing::TestWithParam<Setting> {
     Job job = runs_.job(run, kSteps, kLayers, devices);
     job.options.model.tied_head = setting.tied;
     job.options.data.sequence = setting.sequence;
+    if (setting.documents) {
+      job.options.data.paths = {runs_.write_documents()};
+      job.options.model.vocabulary = TestRuns::kDocumentsVocabulary;
+    }
     TrainOptions& train = job.options.train;
     train.overlap = Overlap::kNone;
     train.precision = setting.precision;

@@ -20,6 +20,7 @@
 #include "smartinf/engine/updater.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
+#include "smartinf/train/test_token_files.h"
 #include "smartinf/train/trainer.h"
 
 namespace smartinf::train {
@@ -128,6 +129,16 @@ class TestRuns {
     return job;
   }
 
+  /// A token file of short conversations, so to say: of each document every third token counts.
+  std::string write_documents() const {
+    std::vector<uint64_t> lengths;
+    for (uint64_t i = 0; i < 600; ++i) lengths.push_back(3 + i * i % 41);
+    const std::filesystem::path path = folder_ / "documents.safetensors";
+    TestTokenFile::documents(lengths, kDocumentsVocabulary, /*masked=*/true).write(path);
+    return path.string();
+  }
+  static constexpr uint32_t kDocumentsVocabulary = 256;
+
   /// evaluate_every: steps between validations and samples; 0: none.
   Outcome train(const Job& job, const Poisoned& poisoned = {}, uint64_t evaluate_every = 0) const {
     Outcome outcome;
@@ -158,7 +169,7 @@ class TestRuns {
           outcome.traffic.store += report->traffic.store;
         }
         if (evaluate_every != 0 && i % evaluate_every == 0) {
-          outcome.validations.push_back((*trainer)->validation_loss().value());
+          outcome.validations.push_back((*trainer)->validate().value().loss.value());
           outcome.samples.push_back((*trainer)->sample().value());
         }
       }

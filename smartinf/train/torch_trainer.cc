@@ -1,5 +1,7 @@
 #include "smartinf/train/torch_trainer.h"
 
+#include <algorithm>
+
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/clock.h"
@@ -24,7 +26,17 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     report.lr = learning_rate(options_.train, report.step);
     const uint64_t begin_ns = base::now_ns();
     const double waited_s = waited_for_weights_s();
-    SI_RETURN_IF_ERROR(compute_gradients(stop, report));
+    const uint64_t first_window = position_.windows;
+    SI_ASSIGN_OR_RETURN(const std::vector<Batch> batches, next_batches());
+    for (const Batch& batch : batches) report.targets += batch.targets;
+    if (report.targets == 0) {
+      return pass_over(std::move(report), "no token of its batches counts as a target",
+                       "Make train.micro_batch or train.accumulation larger, or leave out data "
+                       "that no loss_mask counts");
+    }
+    const Status computed = compute_gradients(batches, stop, report);
+    if (computed.code() == ErrorCode::kCancelled) position_.windows = first_window;
+    SI_RETURN_IF_ERROR(computed);
 
     const uint64_t update_ns = base::now_ns();
     if (!begun_) SI_RETURN_IF_ERROR(begin_step());  // the one before is committed now
@@ -68,35 +80,32 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
   });
 }
 
-Status TorchTrainer::compute_gradients(const std::stop_token& stop, StepReport& report) {
-  const uint32_t accumulation = options_.train.accumulation;
-  const uint64_t first_window = position_.windows;
+Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std::stop_token& stop,
+                                       StepReport& report) {
+  const auto accumulation = static_cast<double>(batches.size());
   UnitPass::Options pass;
+  pass.targets_per_batch = static_cast<double>(report.targets) / accumulation;
   pass.before_unit = [&] {
     if (!stop.stop_requested() || residual_lags()) return;
-    position_.windows = first_window;
     throw StatusError(Status(ErrorCode::kCancelled, "stopped before the step was complete"));
   };
   pass.take_gradient = [this](uint64_t first, Tensor gradient) {
     take_gradient(first, std::move(gradient));
   };
   // Where units do not stay, each of them does all micro batches before the next one comes.
-  const uint32_t at_once = plan_.streams ? accumulation : 1;
-  for (uint32_t i = 0; i < accumulation; i += at_once) {
-    std::vector<Batch> batches;
-    while (batches.size() < at_once) {
-      SI_ASSIGN_OR_RETURN(batches.emplace_back(), next_batch());
-    }
+  const size_t at_once = plan_.streams ? batches.size() : 1;
+  for (size_t i = 0; i < batches.size(); i += at_once) {
+    const std::span<const Batch> together = batches.subspan(i, at_once);
     const uint64_t forward_ns = base::now_ns();
     const double waited_s = waited_for_weights_s();
     pass.begins_step = i == 0;
-    pass.ends_step = i + at_once == accumulation;
+    pass.ends_step = i + at_once == batches.size();
     pass.times_forward = offload_choice_ && !offload_choice_->decided();
-    for (const double loss : pass_->train(batches, pass)) report.loss += loss / accumulation;
+    for (const double loss : pass_->train(together, pass)) report.loss += loss / accumulation;
     const uint64_t backward_ns = pass_->backward_began_ns();
     const uint64_t end_ns = base::now_ns();
 
-    for (const Batch& batch : batches) {
+    for (const Batch& batch : together) {
       report.tokens += static_cast<uint64_t>(batch.tokens_BT.numel());
     }
     report.forward_s +=
@@ -117,7 +126,9 @@ bool TorchTrainer::residual_lags() const {
 
 bool TorchTrainer::must_write_residual(const std::stop_token& stop) const {
   const uint64_t every = options_.checkpoint.every;
-  const bool checkpoint_comes = every != 0 && step_ % every == 0;
+  const uint64_t validate_every = options_.train.keep_best ? options_.train.validate_every : 0;
+  const bool checkpoint_comes =
+      (every != 0 && step_ % every == 0) || (validate_every != 0 && step_ % validate_every == 0);
   return residual_every_ != 0 &&
          (step_ == options_.train.steps || checkpoint_comes || stop.stop_requested());
 }
@@ -216,55 +227,67 @@ Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& para
   if (overlap_ == Overlap::kEarly) {  // has written new weights
     SI_RETURN_IF_ERROR(adapters_ != nullptr ? adapters_->load() : stream_->load());
   }
-  report.skipped = fmt::format("gradient of {} is not finite", parameter);
+  return pass_over(std::move(report), fmt::format("gradient of {} is not finite", parameter),
+                   "Lower train.lr, lengthen train.warmup_steps, or set train.clip_norm");
+}
+
+Result<StepReport> TorchTrainer::pass_over(StepReport report, std::string why, const char* advice) {
+  report.skipped = std::move(why);
   folder_.append_log(report.to_json());
-  if (++skips_in_a_row_ > options_.train.skips_max) {
-    return Status(
-        ErrorCode::kFailedPrecondition,
-        fmt::format("step {}: {}, {} times in a row", report.step, report.skipped, skips_in_a_row_),
-        "Lower train.lr, lengthen train.warmup_steps, or set train.clip_norm");
-  }
-  return report;
+  if (++skips_in_a_row_ <= options_.train.skips_max) return report;
+  return Status(
+      ErrorCode::kFailedPrecondition,
+      fmt::format("step {}: {}, {} times in a row", report.step, report.skipped, skips_in_a_row_),
+      advice);
 }
 
-// Window w is the tokens [w T, w T + T] of the stream: T to read, each with the one after it as
-// target.
-Result<Batch> TorchTrainer::read_windows(const TokenStream& stream,
-                                         std::span<const uint64_t> windows) const {
-  const auto rows = static_cast<int64_t>(windows.size());
-  const auto length = static_cast<int64_t>(options_.data.sequence);
-  const Tensor window_BT = torch::empty({rows, length + 1}, torch::kInt64);
-  for (size_t row = 0; row < windows.size(); ++row) {
-    const auto window = static_cast<size_t>(length + 1);
-    SI_RETURN_IF_ERROR(stream.read(windows[row] * options_.data.sequence,
-                                   source_.architecture.vocabulary,
-                                   {window_BT.data_ptr<int64_t>() + row * window, window}));
-  }
-  return Batch{window_BT.narrow(1, 0, length).to(accelerator_),
-               window_BT.narrow(1, 1, length).to(accelerator_)};
+Result<Batch> TorchTrainer::read_batch(const Windows& from,
+                                       std::span<const uint64_t> windows) const {
+  const size_t rows = windows.size();
+  const size_t length = options_.data.sequence;
+  const auto shape = {static_cast<int64_t>(rows), static_cast<int64_t>(length)};
+  const Tensor tokens_BT = torch::empty(shape, torch::kInt64);
+  const Tensor targets_BT = torch::empty(shape, torch::kInt64);
+  const std::span<int64_t> targets(targets_BT.data_ptr<int64_t>(), rows * length);
+  Batch batch;
+  SI_RETURN_IF_ERROR(from.read(windows, source_.architecture.vocabulary,
+                               {tokens_BT.data_ptr<int64_t>(), rows * length}, targets,
+                               batch.document_ends));
+  batch.targets = targets.size() - static_cast<uint64_t>(std::ranges::count(targets, kNoTarget));
+  batch.tokens_BT = tokens_BT.to(accelerator_);
+  batch.targets_BT = targets_BT.to(accelerator_);
+  return batch;
 }
 
-Result<Batch> TorchTrainer::next_batch() {
-  const uint64_t count = (corpus_.training().count() - 1) / options_.data.sequence;
+Result<std::vector<Batch>> TorchTrainer::next_batches() {
+  std::vector<Batch> batches(options_.train.accumulation);
   std::vector<uint64_t> windows(options_.train.micro_batch);
-  for (uint64_t& window : windows) {
-    window = window_at(options_.data.seed, count, position_.windows++);
+  for (Batch& batch : batches) {
+    for (uint64_t& window : windows) {
+      window = window_at(options_.data.seed, corpus_.training().count(), position_.windows++);
+    }
+    SI_ASSIGN_OR_RETURN(batch, read_batch(corpus_.training(), windows));
   }
-  return read_windows(corpus_.training(), windows);
+  return batches;
 }
 
 Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
     const engine::StateProgress& progress) {
+  engine::CheckpointOptions options;
+  options.folder = options_.checkpoint.folder;
+  options.keep = options_.checkpoint.keep;
+  options.progress = progress;
+  return keep_copy(std::move(options));
+}
+
+Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_copy(
+    engine::CheckpointOptions options) {
   using Made = std::optional<engine::CheckpointSummary>;
   return guarded("checkpoint", [&]() -> Result<Made> {
     SI_RETURN_IF_ERROR(wait_weights());
     SI_RETURN_IF_ERROR(updater_->flush());
     const uint64_t begin_ns = base::now_ns();
-    engine::CheckpointOptions options;
-    options.folder = options_.checkpoint.folder;
-    options.keep = options_.checkpoint.keep;
     options.ring = ring_;
-    options.progress = progress;
     Result<engine::CheckpointSummary> made = engine::write_checkpoint(*updater_, options);
     const ErrorCode code = made.status().code();
     if (code == ErrorCode::kCancelled || code == ErrorCode::kCorrupt) {
@@ -334,6 +357,11 @@ std::vector<std::string> TorchTrainer::describe() const {
       model.kv_heads, base::enum_name(options_.train.precision), accelerator_.str()));
   if (!source_.remark.empty()) lines.push_back("model: " + source_.remark);
   lines.push_back("data: " + corpus_.describe());
+  if (options_.train.epochs > 0) {
+    lines.push_back(fmt::format("length: {} epochs of {} sequences, {} steps",
+                                options_.train.epochs, corpus_.training().count(),
+                                options_.train.steps));
+  }
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);
   for (std::string& line : describe_plan(plan_, source_.architecture)) {

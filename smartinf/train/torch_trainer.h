@@ -92,7 +92,9 @@ class TorchTrainer final : public Trainer {
   base::Result<StepReport> train_step(std::stop_token stop) override;
   base::Result<std::optional<engine::CheckpointSummary>> checkpoint(
       const engine::StateProgress& progress) override;
-  base::Result<double> validation_loss() override;
+  base::Result<std::optional<engine::CheckpointSummary>> keep_best(
+      double loss, const engine::StateProgress& progress) override;
+  base::Result<Validation> validate() override;
   base::Result<std::string> sample() override;
   base::Status finish() override;
   std::vector<std::string> describe() const override;
@@ -102,12 +104,13 @@ class TorchTrainer final : public Trainer {
     uint64_t first;
     torch::Tensor values;
   };
-  base::Result<Batch> read_windows(const TokenStream& stream,
-                                   std::span<const uint64_t> windows) const;
-  base::Result<Batch> next_batch();
+  base::Result<Batch> read_batch(const Windows& from, std::span<const uint64_t> windows) const;
+  /// The micro batches of the next step.
+  base::Result<std::vector<Batch>> next_batches();
 
   /// Forward and backward of a step.
-  base::Status compute_gradients(const std::stop_token& stop, StepReport& report);
+  base::Status compute_gradients(std::span<const Batch> batches, const std::stop_token& stop,
+                                 StepReport& report);
   /// A parameter's gradient of this step is complete.
   void take_gradient(uint64_t first, torch::Tensor gradient);
   base::Status begin_step();
@@ -117,6 +120,13 @@ class TorchTrainer final : public Trainer {
   bool residual_lags() const;
   bool must_write_residual(const std::stop_token& stop) const;
   base::Result<StepReport> skip(StepReport report, const std::string& parameter);
+  /// The step is not made, and the next one sees other data. advice: where that happens too often.
+  base::Result<StepReport> pass_over(StepReport report, std::string why, const char* advice);
+  /// Over windows that are spread evenly. what: for messages. Errors: kFailedPrecondition where
+  /// none of them has a target.
+  base::Result<double> mean_loss(const Windows& from, const std::string& what);
+  base::Result<std::optional<engine::CheckpointSummary>> keep_copy(
+      engine::CheckpointOptions options);
   double clip_factor(const engine::GradientSummary& summary) const;
   engine::UpdateOptions update_options(double clip_factor) const;
   base::Status update(const engine::GradientSummary& summary);
@@ -195,6 +205,7 @@ class TorchTrainer final : public Trainer {
   RunRecord record_;                  // of the state on devices
   std::vector<std::string> remarks_;  // on the log, and on what was planned and is not done
   uint32_t skips_in_a_row_ = 0;
+  std::optional<double> best_loss_;  // of the copy that keep_best() made
 };
 
 }  // namespace smartinf::train

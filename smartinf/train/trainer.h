@@ -28,6 +28,18 @@ struct Job {
   std::optional<plan::TrainingPlan> plan = {};
 };
 
+/// Means over targets that count, in nats per token.
+struct Validation {
+  std::optional<double> loss;  // over data held out; none: none is held out
+  struct Named {
+    std::string name;
+    double loss = 0;
+  };
+  std::vector<Named> sets;  // of data.evaluation
+  /// One line of JSON without a newline.
+  std::string to_json(base::StepNumber step) const;
+};
+
 /// Threads: one caller. Errors: as values; what torch throws is caught and named.
 class Trainer {
  public:
@@ -59,9 +71,14 @@ class Trainer {
   /// Errors: kCancelled by `progress`; kCorrupt for a damaged block; of the commit.
   virtual base::Result<std::optional<engine::CheckpointSummary>> checkpoint(
       const engine::StateProgress& progress) = 0;
-  /// Mean loss in nats per token over data held out, logged. Errors: kNotFound when none is held
-  /// out.
-  virtual base::Result<double> validation_loss() = 0;
+  /// With train.keep_best, and a loss (of validate()) below that of the copy which is there: keeps
+  /// a copy of the state at step() in the folder "best" of options().checkpoint.folder, and deletes
+  /// the one before. Else, and where a copy could not be made, nothing. Errors: of checkpoint().
+  virtual base::Result<std::optional<engine::CheckpointSummary>> keep_best(
+      double loss, const engine::StateProgress& progress) = 0;
+  /// Losses on data that is not trained on, logged. Errors: kFailedPrecondition for data of which
+  /// no token counts.
+  virtual base::Result<Validation> validate() = 0;
   /// Text in the model's own words, beginning with train.sample_prompt; token numbers when the data
   /// were token files.
   virtual base::Result<std::string> sample() = 0;

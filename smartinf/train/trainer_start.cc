@@ -1,5 +1,6 @@
 // What happens before the first step: a run is chosen, its devices are opened, its history kept.
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <thread>
 
@@ -415,22 +416,40 @@ Result<Prepared> prepare(const Job& job) {
                       choose_accelerator(options.train.accelerator));
   if (!accelerator.is_cpu()) pin_what_is_asked_for();
   SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
+  if (options.train.epochs > 0) {
+    const double windows = options.train.epochs * static_cast<double>(corpus.training().count());
+    const double windows_of_step =
+        static_cast<double>(options.train.micro_batch) * options.train.accumulation;
+    options.train.steps =
+        static_cast<uint64_t>(std::max(1.0, std::ceil(windows / windows_of_step)));
+  }
+  if (options.train.keep_best && corpus.validation().count() == 0) {
+    return Status(ErrorCode::kInvalidArgument,
+                  "train.keep_best is set, but no data is held out for validation",
+                  "Set data.validation_share or data.validation_paths");
+  }
   const bool from = !options.model.from.empty();
-  if (!from && options.model.vocabulary == 0) options.model.vocabulary = corpus.vocabulary();
+  if (!from && options.model.vocabulary == 0 && corpus.bytes()) {
+    options.model.vocabulary = corpus.vocabulary();
+  }
   SI_ASSIGN_OR_RETURN(ModelSource source, find_model(options));
   const model::Architecture& model = source.architecture;
-  if (model.vocabulary != 0 && model.vocabulary < corpus.vocabulary()) {
-    return Status(
-        ErrorCode::kInvalidArgument,
-        fmt::format("{} is {}, and the text has {} tokens",
-                    from ? "config.json: vocab_size" : "model.vocabulary", model.vocabulary,
-                    corpus.vocabulary()),
-        from ? std::string("Tokenize the data with the model's own tokenizer")
-             : fmt::format("Leave the key out, or choose at least {}", corpus.vocabulary()));
-  }
   if (model.vocabulary == 0) {
-    return Status(ErrorCode::kInvalidArgument, "model.vocabulary is not given",
-                  "Token files do not contain it: set it to the number of tokens of the tokenizer");
+    // What is exported later has it from the recipe, and the token files may be gone by then.
+    return Status(
+        ErrorCode::kInvalidArgument, "model.vocabulary is not given",
+        fmt::format(
+            "Set it to the number of tokens of the tokenizer{}",
+            corpus.vocabulary() == 0 ? "" : fmt::format(", at least {}", corpus.vocabulary())));
+  }
+  if (model.vocabulary < corpus.vocabulary()) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("{} is {}, and the text has {} tokens",
+                              from ? "config.json: vocab_size" : "model.vocabulary",
+                              model.vocabulary, corpus.vocabulary()),
+                  from ? std::string("Tokenize the data with the model's own tokenizer")
+                       : fmt::format("Choose at least {}{}", corpus.vocabulary(),
+                                     corpus.bytes() ? ", or leave the key out" : ""));
   }
   std::vector<model::LoraTarget> targets;
   plan::ParameterSpace space;  // of what is trained
@@ -470,7 +489,7 @@ Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
       options.checkpoint.folder = folder.file(kCheckpointsFolder);
     }
     // Checked up front, not after the first so many steps.
-    if (options.checkpoint.every != 0) {
+    if (options.checkpoint.every != 0 || options.train.keep_best) {
       SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
                              .with_context("checkpoint.folder"));
     }

@@ -13,6 +13,7 @@
 #include "smartinf/plan/training_memory.h"
 #include "smartinf/train/offload_choice.h"
 #include "smartinf/train/status_error.h"
+#include "smartinf/train/windows.h"
 
 namespace smartinf::train {
 
@@ -41,39 +42,56 @@ struct HeadGradients {
   Tensor matrix_VC;  // f32 when it is a sum
 };
 
-/// The mean loss; gradients of it where they are wanted. Logits are made for some rows at a time
-/// and leave nothing behind but that.
+/// The sum over the batch's targets, divided by `targets`; gradients of it where they are wanted.
+/// Logits are made for some rows at a time and leave nothing behind but that. Rows whose target
+/// does not count have none.
 double head_loss(const Model& model, const Tensor& h_MC, const Tensor& matrix_VC,
-                 const Tensor& targets_BT, HeadGradients* gradients) {
-  const Tensor targets_M = targets_BT.flatten();
-  const int64_t rows = h_MC.size(0);
+                 const Batch& batch, double targets, HeadGradients* gradients) {
+  const auto counted = static_cast<int64_t>(batch.targets);
+  const bool all = counted == h_MC.size(0);
+  Tensor targets_R = batch.targets_BT.flatten();
+  Tensor index_R;
+  if (!all) {
+    index_R = targets_R.ne(kNoTarget).nonzero().flatten();
+    targets_R = targets_R.index_select(0, index_R);
+    if (gradients != nullptr) gradients->h_MC = torch::zeros_like(h_MC);
+  }
   const auto rows_at_once =
       static_cast<int64_t>(plan::head_rows(static_cast<uint64_t>(matrix_VC.size(0))));
   const Tensor share =
-      torch::full({}, 1.0f / static_cast<float>(rows), h_MC.options().dtype(torch::kFloat32));
+      torch::full({}, static_cast<float>(1.0 / targets), h_MC.options().dtype(torch::kFloat32));
   Tensor loss;
   std::vector<Tensor> h_gradients;
-  for (int64_t from = 0; from < rows; from += rows_at_once) {
-    const int64_t some = std::min(rows_at_once, rows - from);
-    Tensor part_MC = h_MC.narrow(0, from, some);
-    if (gradients != nullptr) part_MC = leaf(part_MC);
+  for (int64_t from = 0; from < counted; from += rows_at_once) {
+    const int64_t some = std::min(rows_at_once, counted - from);
+    const Tensor rows_R = all ? Tensor() : index_R.narrow(0, from, some);
+    Tensor part_RC = all ? h_MC.narrow(0, from, some) : h_MC.index_select(0, rows_R);
+    if (gradients != nullptr) part_RC = leaf(part_RC);
     const Tensor part = torch::cross_entropy_loss(
-        model.logits(part_MC, matrix_VC).to(torch::kFloat32), targets_M.narrow(0, from, some),
+        model.logits(part_RC, matrix_VC).to(torch::kFloat32), targets_R.narrow(0, from, some),
         /*weight=*/{}, at::Reduction::Sum);
     loss = from == 0 ? part.detach() : loss + part.detach();
     if (gradients == nullptr) continue;
-    std::vector<Tensor> leaves{part_MC};
+    std::vector<Tensor> leaves{part_RC};
     if (matrix_VC.requires_grad()) leaves.push_back(matrix_VC);
     auto made = torch::autograd::grad({part}, leaves, {share});
-    h_gradients.push_back(std::move(made[0]));
+    if (all) {
+      h_gradients.push_back(std::move(made[0]));
+    } else {
+      gradients->h_MC.index_copy_(0, rows_R, made[0]);
+    }
     if (made.size() == 1) continue;  // the head is not trained
     Tensor& sum_VC = gradients->matrix_VC;
     sum_VC = from == 0 ? std::move(made[1]) : sum_VC.to(torch::kFloat32).add_(made[1]);
   }
-  if (gradients != nullptr) {
+  if (gradients != nullptr && all) {
     gradients->h_MC = h_gradients.size() == 1 ? h_gradients.front() : torch::cat(h_gradients);
   }
-  return (loss / static_cast<double>(rows)).item<double>();
+  if (counted > 0) return (loss / targets).item<double>();
+  if (matrix_VC.requires_grad() && gradients != nullptr) {
+    gradients->matrix_VC = torch::zeros_like(matrix_VC);
+  }
+  return 0;
 }
 
 }  // namespace
@@ -245,8 +263,8 @@ double UnitPass::head_of(const Head& head, size_t batch) {
   const Tensor x_BTC = leaf(inputs_.take(model_.head(), batch));
   const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
   HeadGradients gradients;
-  const double loss =
-      head_loss(model_, h_MC, head.matrix_VC, batches_[batch].targets_BT, &gradients);
+  const double loss = head_loss(model_, h_MC, head.matrix_VC, batches_[batch],
+                                options_->targets_per_batch, &gradients);
   std::vector<Tensor> leaves{x_BTC};
   const size_t of_norm =
       adapters_ != nullptr ? 0 : head.weights.size() - (model_.tied_head() ? 0 : 1);
@@ -334,7 +352,8 @@ double UnitPass::loss(const Batch& batch) {
   const Tensor x_BTC = forward_without_gradients(batch.tokens_BT, batch.document_ends);
   const Head head = get_head();
   const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
-  const double loss = head_loss(model_, h_MC, head.matrix_VC, batch.targets_BT, nullptr);
+  const double loss =
+      head_loss(model_, h_MC, head.matrix_VC, batch, static_cast<double>(batch.targets), nullptr);
   release_head();
   return loss;
 }

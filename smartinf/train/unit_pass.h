@@ -26,7 +26,8 @@ namespace smartinf::train {
 
 struct Batch {
   torch::Tensor tokens_BT;   // int64, on the accelerator
-  torch::Tensor targets_BT;  // the token after each
+  torch::Tensor targets_BT;  // the token after each; kNoTarget (-100): it does not count
+  uint64_t targets = 0;      // that count
   DocumentEnds document_ends = {};
 };
 
@@ -50,16 +51,20 @@ class UnitPass {
     bool begins_step = true;     // false: gradients are added to those of the pass before
     bool ends_step = true;       // gradients are given out
     bool times_forward = false;  // beside an accelerator backward begins when it has computed it
+    /// Targets of the step that count, divided by its number of batches.
+    double targets_per_batch = 0;
     /// Before each unit of the forward; what it throws ends the pass.
     std::function<void()> before_unit;
     TakeGradient take_gradient;
   };
-  /// The mean loss of each batch, nats per token. Gradients are sums over batches, in their order:
-  /// the same bits in one pass over several batches and in several passes over one each.
+  /// The loss of each batch in nats: the sum over its targets, divided by targets_per_batch. So the
+  /// mean over the step's batches is the mean over the step's targets. Gradients are those of these
+  /// losses, summed over batches in their order: the same bits in one pass over several batches and
+  /// in several passes over one each.
   std::vector<double> train(std::span<const Batch> batches, const Options& options);
   /// The units in the order in which train() uses them.
   std::vector<uint32_t> order() const;
-  /// The mean loss without gradients.
+  /// The mean loss over the batch's targets, without gradients; 0 where it has none.
   double loss(const Batch& batch);
   /// Of the token that follows each sequence: [B, T] int64 -> [B, V].
   torch::Tensor next_logits(const torch::Tensor& tokens_BT);

@@ -89,7 +89,7 @@ class StreamFaults(StreamCase):
                                ".* MiB; it was made without room for those that do not fit. Allow")
         more = float(re.search(r"Allow (\S+) MiB more .memory.host", told).group(1))
         self.assertEqual(self.losses("run")[-1][0], 2)
-        self.train(self.recipe(steps=4), "run", *self.host(4 + round(more), *larger))
+        self.train(self.recipe(steps=4), "run", *self.host(8 + round(more), *larger))
         self.train(self.recipe(steps=4), "whole", *larger)
         self.check_same_as("run", "whole")
 

@@ -24,7 +24,7 @@ using base::Status;
 using test_accelerator::smartinf_test_accelerator_hold_copies;
 
 /// Weights without devices: every element's is its own, and they are there at once.
-class GivenWeights final : public engine::Updater {
+class GivenWeights final : public engine::WeightSource {
  public:
   explicit GivenWeights(plan::ParameterSpace space) : space_(std::move(space)) {}
 
@@ -33,10 +33,6 @@ class GivenWeights final : public engine::Updater {
   uint64_t waited_for = 0;  // by wait_weights(): the end of what was waited for last
   Status of_update;
 
-  bool fresh() const override { return false; }
-  base::StepNumber committed_step() const override { return 1; }
-  std::string client_metadata() const override { return ""; }
-  const plan::ParameterSpace& space() const override { return space_; }
   plan::Subgroup subgroup_at(uint64_t element) const override {
     constexpr uint64_t kElements = 1000;
     const uint64_t first = element / kElements * kElements;
@@ -59,39 +55,6 @@ class GivenWeights final : public engine::Updater {
     waited_for = first + count;
     return of_update;
   }
-
-  // Not called.
-  Status initialize(const FillWeights&, const std::string&) override { return Status(); }
-  Status read_state(
-      uint32_t,
-      const std::function<Status(uint64_t, std::span<const std::span<const float>>)>&) override {
-    return Status();
-  }
-  Status edit_state(
-      const std::function<base::Result<bool>(uint64_t, std::span<const std::span<float>>)>&,
-      const std::string&, const engine::CompressionState&) override {
-    return Status();
-  }
-  Status read_weights(const std::function<Status(uint64_t, std::span<const float>)>&) override {
-    return Status();
-  }
-  Status begin_step() override { return Status(); }
-  Status put_gradient(uint64_t, const void*, base::DataType, uint64_t) override { return Status(); }
-  base::Result<engine::GradientSummary> finish_gradients(double) override {
-    return engine::GradientSummary();
-  }
-  Status start_update(const engine::UpdateOptions&, base::DataType,
-                      const engine::WeightsSink&) override {
-    return Status();
-  }
-  Status start_commit(const std::string&) override { return Status(); }
-  Status wait_commit() override { return Status(); }
-  Status abort() override { return Status(); }
-  engine::UpdaterTraffic traffic() const override { return {}; }
-  uint64_t bytes_written_ever() const override { return 0; }
-  uint64_t memory_bytes() const override { return 0; }
-  uint64_t gradient_memory_bytes() const override { return 0; }
-  std::vector<std::string> describe_devices() const override { return {}; }
 
  private:
   const plan::ParameterSpace space_;

@@ -161,6 +161,8 @@ int run_command_line(int argc, char** argv) {
   add_calibrate(app, run);
   add_doctor(app, run);
   add_inspect(app, run);
+  add_metrics(app, run);
+  add_plot(app, run);
   add_plan(app, run);
   add_simulate(app, run);
   add_fsck(app, run);

@@ -25,6 +25,7 @@ struct StepReport {
   double lr = 0;
   uint64_t tokens = 0;
 
+  double began_s = 0;    // seconds since 1970
   double seconds = 0;    // the whole step
   double forward_s = 0;  // without what it waited for weights
   double backward_s = 0;

@@ -70,8 +70,9 @@ def main():
     try:
         import matplotlib
     except ImportError:
-        sys.exit("plot_figure: matplotlib is not installed (pip install matplotlib); "
-                 f"the rows are in {path}")
+        sys.exit(f"smartinf: the rows are written, but not drawn: {sys.executable} has no matplotlib. "
+                 f"Install it ({sys.executable} -m pip install matplotlib), or name another Python in "
+                 "the environment variable SMARTINF_PYTHON")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plot
 

@@ -161,6 +161,8 @@ int run_command_line(int argc, char** argv) {
   add_calibrate(app, run);
   add_doctor(app, run);
   add_inspect(app, run);
+  add_metrics(app, run);
+  add_plot(app, run);
   add_plan(app, run);
   add_simulate(app, run);
   add_fsck(app, run);
@@ -208,7 +210,8 @@ int report(const base::Status& status, int code) {
 }  // namespace smartinf::apps
 
 int main(int argc, char** argv) {
-  // Writing beyond the limit of file sizes is then an error that is reported, and does not end the process.
+  // Writing beyond the limit of file sizes is then an error that is reported, and does not end the
+  // process.
   std::signal(SIGXFSZ, SIG_IGN);
   try {
     return smartinf::apps::run_command_line(argc, argv);

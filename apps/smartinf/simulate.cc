@@ -14,10 +14,9 @@
 #include "smartinf/sim/closed_form.h"
 #include "smartinf/sim/figures.h"
 #include "smartinf/sim/paper_rows.h"
-#include "smartinf/sim/plot_script.h"
 
-#include "apps/smartinf/child.h"
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/python_script.h"
 #include "apps/smartinf/sim_flags.h"
 #include "apps/smartinf/trace_file.h"
 
@@ -251,18 +250,13 @@ int run_figure(const SimulateFlags& flags) {
   } else {
     fmt::print("figure {}: {}\n", figure->number, figure->basis);
   }
-  // Drawn by Python where it has matplotlib; SMARTINF_PYTHON names another one.
-  const char* chosen = std::getenv("SMARTINF_PYTHON");
-  const auto drawn = child_output({chosen != nullptr ? chosen : "python3", "-c",
-                                   std::string(sim::plot_script()), rows.string()},
-                                  std::chrono::minutes(2));
-  if (!drawn) {
-    std::fprintf(stderr,
-                 "smartinf: the rows are written, but not drawn, because no Python with matplotlib "
-                 "was found "
-                 "(pip install matplotlib; SMARTINF_PYTHON names which Python).\n");
-  } else if (!flags.json) {
-    std::fputs(drawn->c_str(), stdout);
+  // The rows are there; where they cannot be drawn, it is said why.
+  Result<PythonScript> drawing =
+      PythonScript::start(plot_figure_script(), {rows.string()}, /*quiet=*/flags.json);
+  if (drawing.ok()) {
+    drawing->finish();
+  } else {
+    report(std::move(drawing).status().with_context("the rows are written, but not drawn"));
   }
   return kExitDone;
 }

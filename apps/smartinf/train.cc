@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 #include <sys/resource.h>
-#include <unistd.h>
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
@@ -13,6 +12,7 @@
 #include "smartinf/train/trainer.h"
 
 #include "apps/smartinf/interrupt.h"
+#include "apps/smartinf/live_view.h"
 #include "apps/smartinf/machine.h"
 #include "apps/smartinf/progress.h"
 #include "apps/smartinf/recipe_flags.h"
@@ -40,17 +40,15 @@ std::string by_kind(const std::array<uint64_t, base::kTrafficKinds>& bytes, uint
   return text.empty() ? base::format_bytes(0) : text;
 }
 
-// What a run says: for people, with a bar on a terminal, or as JSON lines.
+// What a run says: for people, with a live view on a terminal, or as JSON lines.
 class Screen {
  public:
   Screen(bool json, const train::TrainOptions& train, base::StepNumber first)
-      : json_(json),
-        bar_(!json && isatty(STDOUT_FILENO) != 0),
-        steps_(train.steps),
-        log_every_(train.log_every),
-        first_(first) {}
+      : json_(json), steps_(train.steps), log_every_(train.log_every), first_(first) {
+    if (!json && LiveView::possible()) view_.emplace(steps_, first_);
+  }
 
-  void note(const std::string& text) const {
+  void note(const std::string& text) {
     if (!json_) print(text);
   }
 
@@ -64,27 +62,30 @@ class Screen {
                   : fmt::format("step {}: no update: {}", report.step, report.skipped));
       return;
     }
+    const bool last = report.step == steps_;
+    const bool in_view = view_ && log_every_ == 1 && !last;
     const bool shown =
-        report.step % log_every_ == 0 || report.step == first_ + 1 || report.step == steps_;
+        !in_view && (report.step % log_every_ == 0 || report.step == first_ + 1 || last);
     if (shown && json_) print(report.to_json());
     if (shown && !json_) {
-      print(
-          fmt::format("step {:>{}}/{}  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  "
-                      "{:.3g} s (forward {:.3g} backward {:.3g} update {:.3g})  "
-                      "{:.0f} tokens/s{}",
-                      report.step, std::to_string(steps_).size(), steps_, report.loss,
-                      report.gradient_norm, report.lr, report.seconds, report.forward_s,
-                      report.backward_s, report.update_s, report.tokens_per_s(),
-                      bar_ || report.step == steps_ ? "" : ", " + time_left(report.step)));
+      print(fmt::format(
+          "step {:>{}}/{}  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  "
+          "{:.3g} s (forward {:.3g} backward {:.3g} update {:.3g})  "
+          "{:.0f} tokens/s{}",
+          report.step, std::to_string(steps_).size(), steps_, report.loss, report.gradient_norm,
+          report.lr, report.seconds, report.forward_s, report.backward_s, report.update_s,
+          report.tokens_per_s(),
+          view_ || last ? ""
+                        : ", " + time_left(start_ns_, report.step - first_, steps_ - report.step)));
     }
     if (!json_ && !report.offload_decision.empty()) {
       print("activations: " + report.offload_decision);
     }
-    draw_bar(report.step);
+    if (view_) view_->add(report);
   }
 
   /// What was the same in every step, once, at the end.
-  void totals() const {
+  void totals() {
     if (json_ || reports_ == 0) return;
     print(fmt::format(
         "bytes of a step: host link up {}, down {}; drives read {}, written {}{}",
@@ -100,10 +101,11 @@ class Screen {
     }
   }
 
-  void validation(base::StepNumber at, const train::Validation& made) const {
+  void validation(base::StepNumber at, const train::Validation& made) {
     if (!made.loss && made.sets.empty()) return;
     if (json_) return print(made.to_json(at));
     if (made.loss) {
+      if (view_) view_->add_validation(*made.loss);
       print(fmt::format("step {}: validation loss {:.4f} nats per token", at, *made.loss));
     }
     for (const auto& [name, loss] : made.sets) {
@@ -111,7 +113,7 @@ class Screen {
     }
   }
 
-  void resumed(base::StepNumber step, const std::vector<config::KeyChange>& changes) const {
+  void resumed(base::StepNumber step, const std::vector<config::KeyChange>& changes) {
     if (json_) {
       nlohmann::ordered_json line{{"resumed_after_step", step}};
       line["steps_left"] = steps_ - std::min(step, steps_);
@@ -131,7 +133,7 @@ class Screen {
     }
   }
 
-  void checkpoint(const engine::CheckpointSummary& made) const {
+  void checkpoint(const engine::CheckpointSummary& made) {
     if (json_) {
       return print(nlohmann::ordered_json{{"step", made.step},
                                           {"checkpoint", made.path},
@@ -148,7 +150,7 @@ class Screen {
     for (const std::string& removed : made.removed) print("deleted " + removed);
   }
 
-  void wear(const engine::DeviceOptions& device, uint64_t written_bytes) const {
+  void wear(const engine::DeviceOptions& device, uint64_t written_bytes) {
     const DriveFacts drive = drive_facts(device.path);
     if (!json_) {
       return print(fmt::format("written to {}: {}", device.path,
@@ -164,43 +166,25 @@ class Screen {
   }
 
   /// Before something else writes to the terminal.
-  void clear_bar() const {
-    if (!bar_) return;
-    fmt::print("\r\x1b[K");
-    std::fflush(stdout);
+  void clear_view() {
+    if (view_) view_->clear();
   }
 
-  void sample(const std::string& text) const {
+  void sample(const std::string& text) {
     if (!json_) return print("sample:\n" + text);
     using Json = nlohmann::ordered_json;
     print(Json{{"sample", text}}.dump(-1, ' ', false, Json::error_handler_t::replace));
   }
 
  private:
-  void print(const std::string& line) const {
-    // The bar is on the last line: a new line is written over it.
-    fmt::print("{}{}\n", bar_ ? "\r\x1b[K" : "", line);
-    std::fflush(stdout);
-  }
-
-  /// "12 min left", at the pace of this start so far.
-  std::string time_left(base::StepNumber step) const {
-    const double left_s = base::seconds_since(start_ns_) / static_cast<double>(step - first_) *
-                          static_cast<double>(steps_ - step);
-    return base::format_seconds(left_s) + " left";
-  }
-
-  void draw_bar(base::StepNumber step) const {
-    if (!bar_ || step >= steps_) return;
-    constexpr uint64_t kWidth = 40;
-    const uint64_t full = kWidth * step / steps_;
-    fmt::print("[{:#>{}}{:>{}}] step {}/{}, {}%, {}", "", full, "", kWidth - full, step, steps_,
-               100 * step / steps_, time_left(step));
+  void print(const std::string& line) {
+    if (view_) return view_->print(line);
+    fmt::print("{}\n", line);
     std::fflush(stdout);
   }
 
   bool json_;
-  bool bar_;
+  std::optional<LiveView> view_;
   uint64_t steps_;
   uint64_t log_every_;
   base::StepNumber first_;
@@ -224,7 +208,7 @@ void add_spans(const StepReport& report, csd::Trace& trace) {
 bool due(uint64_t every, base::StepNumber step) { return every != 0 && step % every == 0; }
 
 /// A copy that cannot be made costs the run nothing but itself.
-Status keep_checkpoint(Trainer& trainer, const Screen& screen, const Interrupt& interrupt,
+Status keep_checkpoint(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
                        std::optional<double> best_with = {}) {
   Progress progress("copying the state", interrupt.token());
   const engine::StateProgress show = [&](uint64_t done, uint64_t total) {
@@ -237,15 +221,15 @@ Status keep_checkpoint(Trainer& trainer, const Screen& screen, const Interrupt& 
   return made.status();
 }
 
-Status validate(Trainer& trainer, const Screen& screen, const Interrupt& interrupt) {
+Status validate(Trainer& trainer, Screen& screen, const Interrupt& interrupt) {
   SI_ASSIGN_OR_RETURN(const train::Validation made, trainer.validate());
   screen.validation(trainer.step(), made);
   if (!made.loss || !trainer.options().train.keep_best) return Status();
-  screen.clear_bar();
+  screen.clear_view();
   return keep_checkpoint(trainer, screen, interrupt, made.loss);
 }
 
-void show_wear(const config::LoadedRecipe& loaded, const Screen& screen) {
+void show_wear(const config::LoadedRecipe& loaded, Screen& screen) {
   if (loaded.recipe.options.train.where == train::OptimizerWhere::kMemory) return;
   const auto sources = engine::local_sources(loaded.recipe.updater);
   for (size_t i = 0; i < sources.size(); ++i) {
@@ -264,7 +248,7 @@ Status train_steps(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
     if (trace != nullptr) add_spans(report, *trace);
     const bool updated = report.skipped.empty();
     if (updated && due(trainer.options().checkpoint.every, report.step)) {
-      screen.clear_bar();
+      screen.clear_view();
       SI_RETURN_IF_ERROR(keep_checkpoint(trainer, screen, interrupt));
     }
     if (updated && due(options.validate_every, report.step) && report.step < options.steps) {
@@ -327,7 +311,7 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
 
   Status status = train_steps(trainer, screen, interrupt, trace.get());
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
-  screen.clear_bar();
+  screen.clear_view();
   if (status.ok() || interrupted) {
     const Status finished = trainer.finish();
     if (!finished.ok()) return report(finished);

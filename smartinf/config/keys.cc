@@ -109,8 +109,10 @@ constexpr auto kKeys = std::to_array<Key>({
            "optimizer steps of the whole run; 0: what epochs says"),
     SI_KEY("train.epochs", &r.options.train.epochs,
            "times that the run goes through the data, in place of steps; 0: what steps says"),
-    SI_KEY("train.log_every", &r.options.train.log_every,
-           "steps between two printed lines; the run's log.jsonl has every step"),
+    SI_KEY(
+        "train.log_every", &r.options.train.log_every,
+        "steps between two printed lines; 1: every step, or on a terminal a view of the last one. "
+        "The run's log.jsonl has every step"),
     SI_KEY("train.micro_batch", &r.options.train.micro_batch, "sequences in one forward"),
     SI_KEY("train.accumulation", &r.options.train.accumulation, "micro batches in one step"),
     SI_KEY("train.lr", &r.options.train.lr, "highest learning rate, after the warm-up"),
@@ -159,6 +161,9 @@ constexpr auto kKeys = std::to_array<Key>({
            "temperature of the sample; 0: always the likeliest token"),
     SI_KEY("train.trace", &r.options.train.trace,
            "file for a trace that Perfetto opens; empty: none"),
+    SI_KEY("train.layer_stats_every", &r.options.train.layer_stats_every,
+           "steps between two rows of the log with norms of every layer's gradient, weights and "
+           "update (docs/metrics.md); each row reads all weights twice; 0: none"),
 
     SI_KEY("checkpoint.every", &r.options.checkpoint.every, "steps between copies; 0: none"),
     SI_KEY("checkpoint.keep", &r.options.checkpoint.keep,

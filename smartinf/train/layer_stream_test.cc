@@ -33,6 +33,8 @@ class GivenWeights final : public engine::WeightSource {
   uint64_t waited_for = 0;  // by wait_weights(): the end of what was waited for last
   Status of_update;
 
+  const plan::ParameterSpace& space() const { return space_; }
+
   plan::Subgroup subgroup_at(uint64_t element) const override {
     constexpr uint64_t kElements = 1000;
     const uint64_t first = element / kElements * kElements;

@@ -170,6 +170,8 @@ Status validate(const TrainOptions& train) {
   SI_RETURN_IF_ERROR(within("train.clip_norm", train.clip_norm, 0.0, 1e30));
   SI_RETURN_IF_ERROR(within("train.threads", train.threads, 0, 4096));
   SI_RETURN_IF_ERROR(within("train.validation_batches", train.validation_batches, 1, 1u << 20));
+  SI_RETURN_IF_ERROR(
+      within("train.layer_stats_every", train.layer_stats_every, 0, uint64_t{1} << 40));
   SI_RETURN_IF_ERROR(within("train.save_every", train.save_every, 1, uint64_t{1} << 40));
   SI_RETURN_IF_ERROR(within("train.sample_temperature", train.sample_temperature, 0.0, 100.0));
   if (train.accelerator != "auto" && train.accelerator != "cpu" && train.accelerator != "cuda") {

@@ -129,7 +129,8 @@ struct TrainOptions {
   std::string sample_prompt = "def ";
   double sample_temperature = 0.7;
 
-  std::string trace;  // file for a Chrome trace; empty: none
+  std::string trace;               // file for a Chrome trace; empty: none
+  uint64_t layer_stats_every = 0;  // steps between norms of each layer in the log; 0: none
 };
 
 /// memory.activations.

@@ -45,22 +45,6 @@ Status write_all(int descriptor, std::string_view& text, const std::string& path
   return Status();
 }
 
-// Lines of a log that say their step. One that a kill cut short is none.
-void for_each_line(
-    const std::string& path,
-    const std::function<void(base::StepNumber, const nlohmann::json&, const std::string&)>& visit) {
-  std::error_code error;
-  if (!fs::is_regular_file(path, error)) return;
-  std::ifstream in(path);
-  for (std::string line; std::getline(in, line);) {
-    const nlohmann::json json = base::parse_json(line);
-    if (!json.is_object()) continue;
-    const auto step = json.find("step");
-    if (step == json.end() || !step->is_number_unsigned()) continue;
-    visit(step->get<base::StepNumber>(), json, line);
-  }
-}
-
 /// Whether a file ends within a line, as after a kill.
 bool ends_in_a_line(const std::string& path) {
   std::error_code error;
@@ -88,6 +72,21 @@ std::string in_record(const std::string& device, const fs::path& folder) {
 }
 
 }  // namespace
+
+void for_each_line(
+    const std::string& path,
+    const std::function<void(base::StepNumber, const nlohmann::json&, const std::string&)>& visit) {
+  std::error_code error;
+  if (!fs::is_regular_file(path, error)) return;
+  std::ifstream in(path);
+  for (std::string line; std::getline(in, line);) {
+    const nlohmann::json json = base::parse_json(line);
+    if (!json.is_object()) continue;
+    const auto step = json.find("step");
+    if (step == json.end() || !step->is_number_unsigned()) continue;
+    visit(step->get<base::StepNumber>(), json, line);
+  }
+}
 
 Result<std::optional<RunRecord>> read_run_record(const std::string& folder) {
   const std::string path = folder + "/" + std::string(kRunFile);

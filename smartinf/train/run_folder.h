@@ -2,10 +2,13 @@
 // one line of JSON per step, a lock.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include <nlohmann/json_fwd.hpp>
 
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
@@ -27,6 +30,11 @@ struct RunRecord {
 };
 /// Nothing for a folder that has none: it is no run's, or an earlier version's. Errors: kCorrupt.
 base::Result<std::optional<RunRecord>> read_run_record(const std::string& folder);
+
+/// Visits the lines of a log that say their step, in order. One that a kill cut short is none.
+void for_each_line(
+    const std::string& path,
+    const std::function<void(base::StepNumber, const nlohmann::json&, const std::string&)>& visit);
 
 /// The last step that a run's log has; 0 without a log.
 base::StepNumber logged_step(const std::string& folder);

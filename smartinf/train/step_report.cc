@@ -24,6 +24,7 @@ std::string StepReport::to_json() const {
       {"lr", lr},
       {"tokens", tokens},
       {"tokens_per_s", tokens_per_s()},
+      {"began_s", began_s},
       {"seconds", seconds},
       {"forward_s", forward_s},
       {"backward_s", backward_s},

@@ -26,6 +26,7 @@ struct StepReport {
   uint64_t tokens = 0;   // that were read, padding too
   uint64_t targets = 0;  // that count in the loss
 
+  double began_s = 0;    // seconds since 1970
   double seconds = 0;    // the whole step
   double forward_s = 0;  // without what it waited for weights
   double backward_s = 0;

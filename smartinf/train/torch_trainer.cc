@@ -24,6 +24,8 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     StepReport report;
     report.step = step_ + 1;
     report.lr = learning_rate(options_.train, report.step);
+    report.began_s = base::seconds_since_1970();
+    SI_RETURN_IF_ERROR(begin_layer_stats());
     const uint64_t begin_ns = base::now_ns();
     const double waited_s = waited_for_weights_s();
     const uint64_t first_window = position_.windows;
@@ -76,8 +78,35 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     if (in_memory_ && step_ % options_.train.save_every == 0) {
       SI_RETURN_IF_ERROR(updater_->flush());
     }
+    SI_RETURN_IF_ERROR(end_layer_stats());
     return report;
   });
+}
+
+// Weights are read from where the state is, which has all of them in f32: in memory some may be
+// missing, and bf16 hides small updates. This waits for commits, and changes nothing else.
+Status TorchTrainer::begin_layer_stats() {
+  const uint64_t every = options_.train.layer_stats_every;
+  measures_layers_ = every != 0 && (step_ + 1) % every == 0;
+  if (!measures_layers_) return Status();
+  if (layer_stats_ == nullptr) layer_stats_ = std::make_unique<LayerStats>(space_);
+  layer_stats_->begin();
+  SI_RETURN_IF_ERROR(wait_weights());
+  return updater_->read_weights([this](uint64_t first, std::span<const float> weights) {
+    layer_stats_->add_weights(first, weights);
+    return Status();
+  });
+}
+
+Status TorchTrainer::end_layer_stats() {
+  if (!measures_layers_) return Status();
+  SI_RETURN_IF_ERROR(wait_weights());
+  SI_RETURN_IF_ERROR(updater_->read_weights([this](uint64_t first, std::span<const float> weights) {
+    layer_stats_->add_updated_weights(first, weights);
+    return Status();
+  }));
+  folder_.append_log(layer_stats_->to_json(step_, 1.0 / options_.train.accumulation));
+  return Status();
 }
 
 Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std::stop_token& stop,
@@ -136,6 +165,7 @@ bool TorchTrainer::must_write_residual(const std::stop_token& stop) const {
 // While the commit of the step before goes on they wait here, and backward does not; but not
 // where there is no memory for them.
 void TorchTrainer::take_gradient(uint64_t first, Tensor gradient) {
+  if (measures_layers_) layer_stats_->add_gradient(first, gradient);
   gradients_ready_.push_back({first, std::move(gradient)});
   if (!begun_ && !plan_.streams && updater_->committing()) return;
   if (!begun_) throw_if_error(begin_step());

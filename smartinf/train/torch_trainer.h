@@ -19,6 +19,7 @@
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/frozen_weights.h"
 #include "smartinf/train/gradient_copies.h"
+#include "smartinf/train/layer_stats.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/memory_updater.h"
 #include "smartinf/train/model.h"
@@ -141,6 +142,9 @@ class TorchTrainer final : public Trainer {
   base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
   void choose_offload(StepReport& report);
+  /// Before and after each step: nothing, or what train.layer_stats_every asks for.
+  base::Status begin_layer_stats();
+  base::Status end_layer_stats();
   engine::WeightsSink weights_sink() const {
     return [this](uint64_t first) {
       return adapters_ != nullptr ? adapters_->weights_at(first) : stream_->weights_at(first);
@@ -198,6 +202,10 @@ class TorchTrainer final : public Trainer {
   Overlap overlap_ = Overlap::kNone;       // of this step; never kAuto
   double norm_before_ = 0;                 // of the last step; 0: there was none
   double late_exposed_ = 0;                // share of the last late step that was waited for
+
+  // Null before the first step that asks for it.
+  std::unique_ptr<LayerStats> layer_stats_;
+  bool measures_layers_ = false;  // in this step
 
   base::StepNumber first_ = 0;  // what training began from
   base::StepNumber step_ = 0;

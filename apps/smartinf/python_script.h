@@ -1,0 +1,52 @@
+// Scripts of the project that need a Python package: compiled in, so that an installed command has
+// them, and run by the user's Python.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <sys/types.h>
+
+#include "smartinf/base/status.h"
+
+namespace smartinf::apps {
+
+/// scripts/plot_figure.py, plot_run.py and write_tensorboard.py.
+std::string_view plot_figure_script();
+std::string_view plot_run_script();
+std::string_view write_tensorboard_script();
+
+/// A script that runs. Its standard error is ours, and says why it failed. Threads: one caller.
+class PythonScript {
+ public:
+  /// Starts SMARTINF_PYTHON, or else python3. quiet: what it prints to standard output is dropped.
+  /// Errors: kNotFound where there is no such Python, kIo.
+  static base::Result<PythonScript> start(std::string_view script,
+                                          const std::vector<std::string>& arguments,
+                                          bool quiet = false);
+  PythonScript(PythonScript&& other) noexcept
+      : python_(std::move(other.python_)),
+        child_(std::exchange(other.child_, -1)),
+        input_(std::exchange(other.input_, -1)) {}
+  PythonScript& operator=(PythonScript&& other) noexcept;
+  ~PythonScript() { finish(); }
+
+  /// To its standard input. False when it reads no more, because it failed.
+  bool write(std::string_view text);
+  /// It has not ended yet.
+  bool runs() const;
+  /// Closes its input and waits for its end. Whether it did its work.
+  bool finish();
+
+ private:
+  PythonScript(std::string python, pid_t child, int input)
+      : python_(std::move(python)), child_(child), input_(input) {}
+
+  std::string python_;
+  pid_t child_ = -1;
+  int input_ = -1;
+};
+
+}  // namespace smartinf::apps

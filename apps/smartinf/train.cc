@@ -3,12 +3,12 @@
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
-#include <sys/resource.h>
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/memory.h"
 #include "smartinf/train/trainer.h"
 
 #include "apps/smartinf/interrupt.h"
@@ -94,10 +94,9 @@ class Screen {
         compressed_bytes_ == 0 ? ""
                                : fmt::format("; compressed gradients {}",
                                              base::format_bytes(compressed_bytes_ / reports_))));
-    rusage used{};
-    if (getrusage(RUSAGE_SELF, &used) == 0) {
+    if (const uint64_t bytes = engine::peak_memory_bytes(); bytes > 0) {
       print(fmt::format("memory: at most {} of this process were in the host's memory",
-                        base::format_bytes(static_cast<uint64_t>(used.ru_maxrss) * 1024)));
+                        base::format_bytes(bytes)));
     }
   }
 

@@ -57,6 +57,17 @@ uint64_t resident_memory_bytes() {
   return resident * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
 }
 
+uint64_t peak_memory_bytes() {
+  // getrusage() would count what the process was before exec() as well.
+  std::ifstream status("/proc/self/status");
+  for (std::string name; status >> name;) {
+    uint64_t kib = 0;
+    if (name == "VmHWM:" && status >> kib) return kib * base::kKiB;
+    std::getline(status, name);
+  }
+  return 0;
+}
+
 uint64_t available_memory_bytes() {
   uint64_t available = host_memory_bytes();
   std::ifstream meminfo("/proc/meminfo");

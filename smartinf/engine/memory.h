@@ -34,5 +34,7 @@ uint64_t host_memory_bytes();
 uint64_t available_memory_bytes();
 /// What this process has in memory now.
 uint64_t resident_memory_bytes();
+/// The most that it had since it was started; 0: unknown.
+uint64_t peak_memory_bytes();
 
 }  // namespace smartinf::engine

@@ -273,7 +273,9 @@ TEST(TrainingPlan, BuffersForOffloadingAreCountedWhereAllUnitsStay) {
     EXPECT_GT(roomy.memory.host_bytes,
               2 * without.model.parameters + roomy.saved_in_memory * roomy.saved_bytes);
     for (const MemoryPart& part : roomy.memory.accelerator) {
-      if (std::string_view(part.name) == "slots of units") EXPECT_EQ(part.bytes, 0u);
+      if (std::string_view(part.name) == "slots of units") {
+        EXPECT_EQ(part.bytes, 0u);
+      }
     }
   }
 }

@@ -181,7 +181,7 @@ class Plan(unittest.TestCase):
 
     def test_memory_is_what_the_programs_hold(self):
         """`train` streams what does not stay; Python keeps all weights, and gradients unless they are released."""
-        plan, _ = self.planned("llama3-8B", "--gpu", "4090", "--devices", "2", "--seq", "1024", "--batch", "1",
+        plan, _ = self.planned("llama3-8B", "--gpu", "4090", "--devices", "2", "--batch", "8",
                                "--with", "train")
         self.assertTrue(plan["fits"])
         self.assertLess(plan["gpu_bytes"], 24e9)
@@ -259,7 +259,7 @@ class Plan(unittest.TestCase):
             page = pathlib.Path(folder) / "plan.html"
             run("plan", "llama3-8B", "--batch", "1", "--html", str(page))
             text = page.read_text(encoding="utf-8")
-            self.assertIn('<div class="result no"><p><b>It fits, with smartinf train: 1 of 18 units', text)
+            self.assertIn('<div class="result no"><p><b>It fits, with smartinf train: all 18 units on the GPU', text)
             self.assertEqual(text.count('<div class="option best">'), 1)
             self.assertIn("<dt>exact</dt><dd>the same bits", text)
             self.assertNotIn("{{", text)

@@ -52,10 +52,15 @@ std::string streaming_remark(const Plan& plan) {
   const uint64_t gradients =
       uint64_t{plan.machine.software.gradient_bytes} * plan.model.parameters();
   const uint64_t inputs = need.plan.inputs_in_memory + need.plan.inputs_spooled;
+  const bool all_stay = need.units_from_devices() + need.units_from_host() == 0;
   return fmt::format(
-      "Weights of units (groups of layers) that do not stay are brought for forward and again for "
-      "backward, which computes activations again; in memory stay of gradients {} "
-      "and of the units' inputs {}.",
+      "{}, which computes activations again; in memory stay of gradients {} and of the units' "
+      "inputs {}.",
+      all_stay
+          ? "Each unit (a group of layers) does all micro batches before the next one, so that "
+            "the GPU has the gradients of one unit at a time, in forward and in backward"
+          : "Weights of units (groups of layers) that do not stay are brought for forward and "
+            "again for backward",
       share(need.plan.gradient_memory_bytes, gradients),
       share(need.plan.inputs_in_memory * need.plan.input_bytes, inputs * need.plan.input_bytes));
 }
@@ -66,6 +71,9 @@ std::string streamed_text(const MemoryNeed& need) {
   if (!need.plan.streams) return {};
   const size_t from_devices = need.units_from_devices();
   const size_t from_host = need.units_from_host();
+  if (from_devices == 0 && from_host == 0) {
+    return fmt::format("all {} units on the GPU, one after another", need.units.size());
+  }
   if (from_devices == 0) {
     return fmt::format("{} of {} units from the host's memory", from_host, need.units.size());
   }

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -13,6 +12,7 @@
 #include <unistd.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/engine/memory.h"
 
 namespace smartinf::apps {
 namespace {
@@ -36,14 +36,6 @@ std::string sparkline(const std::deque<train::StepReport>& recent) {
     text += std::isfinite(share) ? kBlocks[static_cast<size_t>(std::lround(7 * share))] : " ";
   }
   return text;
-}
-
-/// Of this process, in the host's memory now.
-uint64_t memory_bytes() {
-  uint64_t pages = 0;
-  std::ifstream statm("/proc/self/statm");
-  statm >> pages >> pages;
-  return pages * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
 }
 
 size_t terminal_width() {
@@ -116,7 +108,7 @@ std::vector<std::string> LiveView::lines(bool unicode) const {
                   validation_ ? fmt::format("  validation {:.4f}", *validation_) : ""),
       fmt::format("gradient norm {:.3f}  lr {:.2e}  {:.0f} tokens/s  {} memory  {:.0f}% waiting",
                   last_.gradient_norm, last_.lr, tokens / seconds,
-                  base::format_bytes(memory_bytes()), 100 * exposed_s / seconds)};
+                  base::format_bytes(engine::resident_memory_bytes()), 100 * exposed_s / seconds)};
 }
 
 // The cursor stays on the empty line above: what others write begins there, and everything below is

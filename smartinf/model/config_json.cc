@@ -159,6 +159,18 @@ Activation read_activation(KeyReader& keys, const std::string& key, const std::s
   return Activation::kSilu;
 }
 
+const char* type_text(base::DataType type) {
+  switch (type) {
+    case base::DataType::kF32:
+      return "float32";
+    case base::DataType::kBf16:
+      return "bfloat16";
+    case base::DataType::kF16:
+      return "float16";
+  }
+  return "?";
+}
+
 /// One object of rope_parameters; the older rope_scaling has no rope_theta.
 Rope read_rope_object(KeyReader& outer, const Json& object, const std::string& prefix,
                       const std::string& path, double base, uint32_t positions) {
@@ -417,9 +429,9 @@ Result<Config> read_config(const std::string& text, const std::string& path,
   keys.must_be("quantization_config", Json());
 
   const std::string dtype = keys.text("dtype", keys.text("torch_dtype", ""));
-  if (dtype == "float32") config.type = base::DataType::kF32;
-  if (dtype == "bfloat16") config.type = base::DataType::kBf16;
-  if (dtype == "float16") config.type = base::DataType::kF16;
+  for (const auto known : {base::DataType::kF32, base::DataType::kBf16, base::DataType::kF16}) {
+    if (dtype == type_text(known)) config.type = known;
+  }
   const Json* eos = keys.find("eos_token_id");
   if (eos != nullptr && eos->is_array() && !eos->empty()) eos = &eos->front();
   if (eos != nullptr && eos->is_number_unsigned()) config.eos_token = eos->get<int64_t>();
@@ -435,22 +447,6 @@ Result<Config> read_config(const std::string& text, const std::string& path,
   SI_RETURN_IF_ERROR(check(model, keys.place()));
   return config;
 }
-
-namespace {
-
-const char* type_text(base::DataType type) {
-  switch (type) {
-    case base::DataType::kF32:
-      return "float32";
-    case base::DataType::kBf16:
-      return "bfloat16";
-    case base::DataType::kF16:
-      return "float16";
-  }
-  return "?";
-}
-
-}  // namespace
 
 std::string write_config(const Architecture& model, base::DataType type, int64_t eos_token) {
   Json config = {

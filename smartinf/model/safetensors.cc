@@ -11,6 +11,7 @@
 #include "smartinf/base/check.h"
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
+#include "smartinf/kernels/update.h"
 
 namespace smartinf::model {
 
@@ -76,6 +77,7 @@ SafetensorsWriter& SafetensorsWriter::operator=(SafetensorsWriter&& other) noexc
   std::swap(path_, other.path_);
   std::swap(file_, other.file_);
   std::swap(bytes_left_, other.bytes_left_);
+  std::swap(cast_, other.cast_);
   return *this;
 }
 
@@ -97,6 +99,13 @@ Status SafetensorsWriter::append(std::span<const std::byte> bytes) {
     bytes = bytes.subspan(static_cast<size_t>(written));
   }
   return Status();
+}
+
+Status SafetensorsWriter::append(base::DataType type, std::span<const float> values) {
+  if (type == base::DataType::kF32) return append(std::as_bytes(values));
+  cast_.resize(values.size() * base::data_type_bytes(type));
+  kernels::kernels().cast_from_f32(values.data(), cast_.data(), type, values.size());
+  return append(cast_);
 }
 
 Status SafetensorsWriter::finish() {

@@ -38,6 +38,8 @@ class SafetensorsWriter {
   ~SafetensorsWriter();
 
   base::Status append(std::span<const std::byte> bytes);
+  /// The values cast to type.
+  base::Status append(base::DataType type, std::span<const float> values);
   /// Every byte must have been appended.
   base::Status finish();
 
@@ -49,6 +51,7 @@ class SafetensorsWriter {
   std::string path_;
   int file_ = -1;
   uint64_t bytes_left_ = 0;
+  std::vector<std::byte> cast_;
 };
 
 /// What a safetensors file says of itself.

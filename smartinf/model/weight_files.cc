@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <set>
@@ -16,6 +14,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/file.h"
 #include "smartinf/base/text.h"
+#include "smartinf/kernels/update.h"
 #include "smartinf/model/safetensors.h"
 
 namespace smartinf::model {
@@ -30,6 +29,7 @@ using base::Status;
 constexpr std::string_view kIndex = "model.safetensors.index.json";
 constexpr std::string_view kSingle = "model.safetensors";
 constexpr uint64_t kIndexBytesMax = uint64_t{256} << 20;
+constexpr uint64_t kPieceElements = uint64_t{1} << 16;  // that are cast at a time
 constexpr std::string_view kGetAgain = "Get the model's folder again";
 
 std::string shown(const std::string& name) { return base::printable(name) ? name : "?"; }
@@ -167,12 +167,11 @@ Status WeightFiles::find_tensors(const Architecture& model) {
 }
 
 Status WeightFiles::check_tied_head(const Place& head) const {
-  constexpr uint64_t kPiece = uint64_t{1} << 16;
-  std::vector<float> one(kPiece);
-  std::vector<float> other(kPiece);
+  std::vector<float> one(kPieceElements);
+  std::vector<float> other(kPieceElements);
   const uint64_t count = space_.ranges().front().count;
-  for (uint64_t first = 0; first < count; first += kPiece) {
-    const size_t here = std::min(kPiece, count - first);
+  for (uint64_t first = 0; first < count; first += kPieceElements) {
+    const size_t here = std::min(kPieceElements, count - first);
     SI_RETURN_IF_ERROR(read_place(places_.front(), first, std::span(one).first(here)));
     SI_RETURN_IF_ERROR(read_place(head, first, std::span(other).first(here)));
     if (std::equal(one.begin(), one.begin() + here, other.begin())) continue;
@@ -213,60 +212,47 @@ Status WeightFiles::read_place(const Place& place, uint64_t within, std::span<fl
   const uint64_t each = base::data_type_bytes(place.type);
   const uint64_t offset = place.offset + within * each;
   if (place.type == DataType::kF32) return file.read(offset, std::as_writable_bytes(out));
-  // Into the second half, from where it is cast from the front: a value is read before its place is
-  // written.
-  const std::span<std::byte> raw = std::as_writable_bytes(out).last(out.size() * each);
-  SI_RETURN_IF_ERROR(file.read(offset, raw));
-  for (size_t i = 0; i < out.size(); ++i) {
-    uint16_t bits = 0;
-    std::copy_n(raw.data() + i * each, each, reinterpret_cast<std::byte*>(&bits));
-    out[i] = place.type == DataType::kBf16 ? base::to_f32(base::Bf16{bits})
-                                           : base::to_f32(base::F16{bits});
+  std::vector<std::byte> raw(std::min<uint64_t>(kPieceElements, out.size()) * each);
+  for (uint64_t done = 0; done < out.size(); done += kPieceElements) {
+    const uint64_t count = std::min(kPieceElements, out.size() - done);
+    SI_RETURN_IF_ERROR(file.read(offset + done * each, std::span(raw).first(count * each)));
+    kernels::kernels().cast_to_f32(raw.data(), place.type, out.data() + done, count);
   }
   return Status();
 }
 
 Status WeightFiles::read_range(size_t i, uint64_t within, std::span<float> out) const {
   SI_RETURN_IF_ERROR(read_place(places_[i], within, out));
-  const auto wrong =
-      std::find_if(out.begin(), out.end(), [](float value) { return !std::isfinite(value); });
-  if (wrong == out.end()) return Status();
-  const uint64_t element = within + static_cast<uint64_t>(wrong - out.begin());
-  return at(
-      ErrorCode::kCorrupt,
-      fmt::format("model.from: element {} of {} is {}", element, space_.ranges()[i].name, *wrong),
-      "Get the model's folder again; a model with such weights cannot be trained",
-      files_[places_[i].file].path());
+  const auto norm = kernels::kernels().partial_norm(out.data(), DataType::kF32, out.size());
+  if (norm.finite) return Status();
+  return at(ErrorCode::kCorrupt,
+            fmt::format("model.from: element {} of {} is {}", within + norm.first_bad,
+                        space_.ranges()[i].name, out[norm.first_bad]),
+            "Get the model's folder again; a model with such weights cannot be trained",
+            files_[places_[i].file].path());
 }
 
 Status WeightFiles::read_as(DataType type, uint64_t first, uint64_t count, std::byte* out) const {
   const uint64_t each = base::data_type_bytes(type);
   std::vector<float> piece;
-  for (size_t i = space_.index_at(first); count > 0; ++i) {
+  while (count > 0) {
+    const size_t i = space_.index_at(first);
     const plan::ParameterRange& range = space_.ranges()[i];
-    uint64_t within = first - range.first;
+    const uint64_t within = first - range.first;
+    const bool as_it_is = places_[i].type == type;
     uint64_t here = std::min(count, range.count - within);
-    first += here;
-    count -= here;
-    if (places_[i].type == type) {
+    if (as_it_is) {
       SI_RETURN_IF_ERROR(
           files_[places_[i].file].read(places_[i].offset + within * each, {out, here * each}));
-      out += here * each;
-      continue;
-    }
-    constexpr uint64_t kPiece = uint64_t{1} << 16;
-    for (uint64_t some = 0; here > 0; here -= some, within += some) {
-      some = std::min(kPiece, here);
-      piece.resize(some);
+    } else {
+      here = std::min(here, kPieceElements);
+      piece.resize(here);
       SI_RETURN_IF_ERROR(read_range(i, within, piece));
-      for (const float value : piece) {
-        if (type == DataType::kF32) std::memcpy(out, &value, each);
-        const uint16_t bits =
-            type == DataType::kBf16 ? base::to_bf16(value).bits : base::to_f16(value).bits;
-        if (type != DataType::kF32) std::memcpy(out, &bits, each);
-        out += each;
-      }
+      kernels::kernels().cast_from_f32(piece.data(), out, type, here);
     }
+    first += here;
+    count -= here;
+    out += here * each;
   }
   return Status();
 }

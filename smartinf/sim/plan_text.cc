@@ -54,13 +54,12 @@ std::string streaming_remark(const Plan& plan) {
   const uint64_t inputs = need.plan.inputs_in_memory + need.plan.inputs_spooled;
   const bool all_stay = need.units_from_devices() + need.units_from_host() == 0;
   return fmt::format(
-      "{}, which computes activations again; in memory stay of gradients {} and of the units' "
-      "inputs {}.",
+      "{} computes activations again; in memory stay of gradients {} and of the units' inputs {}.",
       all_stay
           ? "Each unit (a group of layers) does all micro batches before the next one, so that "
-            "the GPU has the gradients of one unit at a time, in forward and in backward"
+            "the GPU has the gradients of one unit at a time. Backward"
           : "Weights of units (groups of layers) that do not stay are brought for forward and "
-            "again for backward",
+            "again for backward, which",
       share(need.plan.gradient_memory_bytes, gradients),
       share(need.plan.inputs_in_memory * need.plan.input_bytes, inputs * need.plan.input_bytes));
 }

@@ -55,7 +55,7 @@ void* Adapters::weights_at(uint64_t element) const {
   return static_cast<std::byte*>(host_N_.data_ptr()) + element * base::data_type_bytes(type_);
 }
 
-Status Adapters::arrive() {
+Status Adapters::wait_all() {
   if (arrived_) return Status();
   const uint64_t begin_ns = base::now_ns();
   SI_RETURN_IF_ERROR(source_.wait_weights(0, static_cast<uint64_t>(host_N_.numel())));

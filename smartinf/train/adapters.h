@@ -13,11 +13,12 @@
 #include "smartinf/model/lora.h"
 #include "smartinf/plan/unit.h"
 #include "smartinf/train/model.h"
+#include "smartinf/train/trained_weights.h"
 
 namespace smartinf::train {
 
 /// Threads: one caller.
-class Adapters {
+class Adapters final : public TrainedWeights {
  public:
   /// source: of the adapters' weights; outlives this. units: the model's.
   Adapters(engine::WeightSource& source, std::span<const model::LoraTarget> targets,
@@ -27,14 +28,10 @@ class Adapters {
   /// Of each layer of a unit; empty for the embedding and the head.
   std::span<const LayerAdapters> of(size_t unit) const { return by_unit_[unit]; }
 
-  /// Takes the committed step's weights. Errors: the devices'.
-  base::Status load();
-  /// Where an update puts them: engine::WeightsSink.
-  void* weights_at(uint64_t element) const;
-  /// An update was started or aborted.
-  void updated() { arrived_ = false; }
-  /// Waits until they are those of the last update. Errors: of that update.
-  base::Status arrive();
+  base::Status load() override;
+  void* weights_at(uint64_t element) const override;
+  void updated() override { arrived_ = false; }
+  base::Status wait_all() override;
 
   /// Seconds that the caller has waited.
   double waited_s() const { return waited_s_; }

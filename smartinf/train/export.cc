@@ -89,7 +89,7 @@ class ShardStream {
         left_ = shard.elements;
       }
       const size_t count = std::min<uint64_t>({elements.size(), left_, kPieceElements});
-      SI_RETURN_IF_ERROR(append_cast(shard.tensors.front().type, elements.first(count)));
+      SI_RETURN_IF_ERROR(writer_->append(shard.tensors.front().type, elements.first(count)));
       elements = elements.subspan(count);
       left_ -= count;
       if (left_ == 0) {
@@ -106,21 +106,11 @@ class ShardStream {
  private:
   static constexpr uint64_t kPieceElements = uint64_t{1} << 16;
 
-  Status append_cast(DataType type, std::span<const float> elements) {
-    if (type == DataType::kF32) return writer_->append(std::as_bytes(elements));
-    cast_.resize(elements.size());
-    std::transform(elements.begin(), elements.end(), cast_.begin(), [type](float value) {
-      return type == DataType::kBf16 ? base::to_bf16(value).bits : base::to_f16(value).bits;
-    });
-    return writer_->append(std::as_bytes(std::span(cast_)));
-  }
-
   std::string folder_;
   const std::vector<Shard>& shards_;
   size_t index_ = 0;
   uint64_t left_ = 0;  // elements of the shard being written
   std::unique_ptr<model::SafetensorsWriter> writer_;
-  std::vector<uint16_t> cast_;  // bits
 };
 
 std::string index_json(const std::vector<Shard>& shards) {
@@ -419,7 +409,7 @@ Result<Contents> merged(const Job& job, const ModelSource& source,
   Contents contents;
   SI_ASSIGN_OR_RETURN(contents.space, model::make_parameter_space(source.architecture));
   SI_ASSIGN_OR_RETURN(model::WeightFiles opened,
-                      model::WeightFiles::open(source.folder, source.architecture));
+                      model::WeightFiles::open(job.options.model.from, source.architecture));
   const auto files = std::make_shared<model::WeightFiles>(std::move(opened));
   contents.read =
       [&job, files, space = contents.space, targets = std::move(targets),

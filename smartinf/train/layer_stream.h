@@ -18,29 +18,26 @@
 #include "smartinf/engine/weight_source.h"
 #include "smartinf/plan/unit.h"
 #include "smartinf/train/model.h"
+#include "smartinf/train/trained_weights.h"
 
 namespace smartinf::train {
 
 /// Threads: one caller.
-class LayerStream {
+class LayerStream final : public TrainedWeights {
  public:
   /// All memory is allocated here; beside an accelerator the host's is pinned. `source` lives
   /// until close(), `model` longer than this.
   LayerStream(engine::WeightSource& source, const Model& model, torch::Device accelerator,
               base::DataType type, const plan::UnitPlacement& placement);
-  ~LayerStream() { close(); }
+  ~LayerStream() override { close(); }
   /// Waits for what is being read; nothing but the destructor is called afterwards. Its memory,
   /// into which an update may write, stays until then.
   void close();
 
-  /// Takes the committed step's weights into memory. Errors: the devices'.
-  base::Status load();
-  /// Where an update puts weights: engine::WeightsSink; null for those that do not stay in memory.
-  void* weights_at(uint64_t element) const;
-  /// An update was started or aborted: from now on get() gives the weights that it makes.
-  void updated();
-  /// Waits until the weights in memory are those of the last update. Errors: of that update.
-  base::Status wait_all();
+  base::Status load() override;
+  void* weights_at(uint64_t element) const override;
+  void updated() override;
+  base::Status wait_all() override;
   /// Some units do not stay in memory: each use reads them.
   bool streams() const { return window_ != nullptr; }
 

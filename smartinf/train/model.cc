@@ -131,20 +131,25 @@ Tensor Model::activated(const Tensor& x) const {
   return x;
 }
 
-Tensor Model::rotated(const Angles& angles, const Tensor& x_BTHD,
-                      const DocumentEnds& documents) const {
+Model::Rows Model::rows_of(const Tensor& x_BTC, const DocumentEnds& documents) const {
+  Rows rows{documents, {}, {}};
+  if (model_.learned_positions) return rows;
+  const int64_t tokens = x_BTC.size(1);
+  Tensor positions_M;
+  if (!documents.empty()) positions_M = positions_of(documents, x_BTC.device());
+  const auto of_rows = [&](const Tensor& table_T1D) {
+    if (documents.empty()) return table_T1D.narrow(0, 0, tokens);
+    return table_T1D.index_select(0, positions_M).view({x_BTC.size(0), tokens, 1, -1});
+  };
+  rows.angles = {of_rows(angles_.cosine_T1D), of_rows(angles_.sine_T1D)};
+  rows.window_angles = {of_rows(window_angles_.cosine_T1D), of_rows(window_angles_.sine_T1D)};
+  return rows;
+}
+
+Tensor Model::rotated(const Angles& angles, const Tensor& x_BTHD) {
   const auto halves = x_BTHD.chunk(2, -1);
   const Tensor turned_BTHD = torch::cat({-halves[1], halves[0]}, -1);
-  if (documents.empty()) {
-    const int64_t tokens = x_BTHD.size(1);
-    return x_BTHD * angles.cosine_T1D.narrow(0, 0, tokens) +
-           turned_BTHD * angles.sine_T1D.narrow(0, 0, tokens);
-  }
-  const Tensor positions_M = positions_of(documents, x_BTHD.device());
-  const auto of_each = [&](const Tensor& table_T1D) {
-    return table_T1D.index_select(0, positions_M).view({x_BTHD.size(0), x_BTHD.size(1), 1, -1});
-  };
-  return x_BTHD * of_each(angles.cosine_T1D) + turned_BTHD * of_each(angles.sine_T1D);
+  return x_BTHD * angles.cosine_T1D + turned_BTHD * angles.sine_T1D;
 }
 
 /// One document in each row.
@@ -180,7 +185,7 @@ Tensor Model::attend(const Tensor& query_BHTD, const Tensor& key_BKTD, const Ten
 }
 
 Tensor Model::attention(const Layer& layer, uint32_t window, const Tensor& h_BTC,
-                        const DocumentEnds& documents) const {
+                        const Rows& rows) const {
   const int64_t heads = model_.heads;
   const int64_t kv_heads = model_.kv_heads;
   const auto qkv = product(layer, Part::kQkv, Part::kQkvBias, h_BTC)
@@ -193,30 +198,30 @@ Tensor Model::attention(const Layer& layer, uint32_t window, const Tensor& h_BTC
     key_BTKD = norm(layer.parameters, Part::kKeyNorm, {}, key_BTKD);
   }
   if (!model_.learned_positions) {
-    const Angles& angles = window != 0 ? window_angles_ : angles_;
-    query_BTHD = rotated(angles, query_BTHD, documents);
-    key_BTKD = rotated(angles, key_BTKD, documents);
+    const Angles& angles = window != 0 ? rows.window_angles : rows.angles;
+    query_BTHD = rotated(angles, query_BTHD);
+    key_BTKD = rotated(angles, key_BTKD);
   }
   const Tensor query_BHTD = query_BTHD.transpose(1, 2);
   const Tensor key_BKTD = key_BTKD.transpose(1, 2);
   const Tensor value_BKTD = qkv[2].transpose(1, 2);
   Tensor attended_BHTD;
-  if (documents.empty()) {
+  if (rows.documents.empty()) {
     attended_BHTD = attend(query_BHTD, key_BKTD, value_BKTD, window);
   } else {
     const int64_t tokens = h_BTC.size(1);
-    std::vector<Tensor> rows;
+    std::vector<Tensor> attended;  // rows
     std::vector<Tensor> row;
     int64_t from = 0;
-    for (const int64_t end : documents) {
+    for (const int64_t end : rows.documents) {
       const auto part = [&](const Tensor& all) {
         return all.narrow(0, from / tokens, 1).narrow(2, from % tokens, end - from);
       };
       row.push_back(attend(part(query_BHTD), part(key_BKTD), part(value_BKTD), window));
-      if (end % tokens == 0) rows.push_back(torch::cat(std::exchange(row, {}), 2));
+      if (end % tokens == 0) attended.push_back(torch::cat(std::exchange(row, {}), 2));
       from = end;
     }
-    attended_BHTD = torch::cat(rows, 0);
+    attended_BHTD = torch::cat(attended, 0);
   }
   return product(layer, Part::kOutput, Part::kOutputBias, attended_BHTD.transpose(1, 2).flatten(2));
 }
@@ -253,9 +258,9 @@ Tensor Model::run_experts(const Layer& layer, const Tensor& h_BTC) const {
 }
 
 Tensor Model::run_layer(const Layer& layer, uint32_t index, const Tensor& x_BTC,
-                        const DocumentEnds& documents) const {
+                        const Rows& rows) const {
   Tensor h_BTC = norm(layer.parameters, Part::kAttentionNorm, Part::kAttentionNormBias, x_BTC);
-  Tensor made_BTC = attention(layer, model_.windows[index], h_BTC, documents);
+  Tensor made_BTC = attention(layer, model_.windows[index], h_BTC, rows);
   if (model_.norm_after) made_BTC = norm(layer.parameters, Part::kAttentionPostNorm, {}, made_BTC);
   const Tensor y_BTC = x_BTC + made_BTC;
   h_BTC = norm(layer.parameters, Part::kMlpNorm, Part::kMlpNormBias, y_BTC);
@@ -282,10 +287,11 @@ Tensor Model::run_layers(size_t unit, const UnitWeights& layers,
                          std::span<const LayerAdapters> adapters, Tensor x_BTC,
                          const DocumentEnds& documents) const {
   const size_t of_layer = layers.size() / units_[unit].layers;
+  const Rows rows = rows_of(x_BTC, documents);
   for (uint32_t i = 0; i < units_[unit].layers; ++i) {
     Layer layer{std::span(layers).subspan(i * of_layer, of_layer), {}};
     if (!adapters.empty()) layer.adapters = adapters[i];
-    x_BTC = run_layer(layer, units_[unit].first_layer + i, x_BTC, documents);
+    x_BTC = run_layer(layer, units_[unit].first_layer + i, x_BTC, rows);
   }
   return x_BTC;
 }

@@ -91,7 +91,12 @@ class Model {
   };
   /// Of rotary angles; both halves of D alike.
   struct Angles {
-    torch::Tensor cosine_T1D, sine_T1D;
+    torch::Tensor cosine_T1D, sine_T1D;  // of documents: [B, T, 1, D]
+  };
+  /// What a unit's layers need of a batch beside activations.
+  struct Rows {
+    const DocumentEnds& documents;
+    Angles angles, window_angles;  // undefined with learned positions
   };
   struct Layer {
     std::span<const Parameter> parameters;
@@ -100,10 +105,11 @@ class Model {
 
   Angles make_angles(const model::Rope& rope, const torch::TensorOptions& weights,
                      uint32_t sequence) const;
+  Rows rows_of(const torch::Tensor& x_BTC, const DocumentEnds& documents) const;
   torch::Tensor run_layer(const Layer& layer, uint32_t index, const torch::Tensor& x_BTC,
-                          const DocumentEnds& documents) const;
+                          const Rows& rows) const;
   torch::Tensor attention(const Layer& layer, uint32_t window, const torch::Tensor& h_BTC,
-                          const DocumentEnds& documents) const;
+                          const Rows& rows) const;
   torch::Tensor attend(const torch::Tensor& query_BHTD, const torch::Tensor& key_BKTD,
                        const torch::Tensor& value_BKTD, uint32_t window) const;
   torch::Tensor feed_forward(const Layer& layer, const torch::Tensor& h_BTC) const;
@@ -112,8 +118,7 @@ class Model {
                      const torch::Tensor& x) const;
   torch::Tensor product(const Layer& layer, model::Part weight, model::Part bias,
                         const torch::Tensor& x) const;
-  torch::Tensor rotated(const Angles& angles, const torch::Tensor& x_BTHD,
-                        const DocumentEnds& documents) const;
+  static torch::Tensor rotated(const Angles& angles, const torch::Tensor& x_BTHD);
   torch::Tensor activated(const torch::Tensor& x) const;
 
   model::Architecture model_;

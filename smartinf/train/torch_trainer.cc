@@ -91,7 +91,7 @@ Status TorchTrainer::begin_layer_stats() {
   if (!measures_layers_) return Status();
   if (layer_stats_ == nullptr) layer_stats_ = std::make_unique<LayerStats>(space_);
   layer_stats_->begin();
-  SI_RETURN_IF_ERROR(wait_weights());
+  SI_RETURN_IF_ERROR(trained_->wait_all());
   return updater_->read_weights([this](uint64_t first, std::span<const float> weights) {
     layer_stats_->add_weights(first, weights);
     return Status();
@@ -100,7 +100,7 @@ Status TorchTrainer::begin_layer_stats() {
 
 Status TorchTrainer::end_layer_stats() {
   if (!measures_layers_) return Status();
-  SI_RETURN_IF_ERROR(wait_weights());
+  SI_RETURN_IF_ERROR(trained_->wait_all());
   SI_RETURN_IF_ERROR(updater_->read_weights([this](uint64_t first, std::span<const float> weights) {
     layer_stats_->add_updated_weights(first, weights);
     return Status();
@@ -241,21 +241,17 @@ engine::UpdateOptions TorchTrainer::update_options(double clip_factor) const {
 Status TorchTrainer::update(const engine::GradientSummary& summary) {
   SI_RETURN_IF_ERROR(
       updater_->start_update(update_options(clip_factor(summary)), weights_type_, weights_sink()));
-  if (adapters_ != nullptr) {
-    adapters_->updated();
-  } else {
-    stream_->updated();
-  }
+  trained_->updated();
   if (stream_->streams()) stream_->start(pass_->order());
   const bool last = step_ + 1 == options_.train.steps;
-  return overlap_ == Overlap::kNone || last ? wait_weights() : Status();
+  return overlap_ == Overlap::kNone || last ? trained_->wait_all() : Status();
 }
 
 // The batch is passed over for good: the next step sees other data.
 Result<StepReport> TorchTrainer::skip(StepReport report, const std::string& parameter) {
   SI_RETURN_IF_ERROR(updater_->abort());
   if (overlap_ == Overlap::kEarly) {  // has written new weights
-    SI_RETURN_IF_ERROR(adapters_ != nullptr ? adapters_->load() : stream_->load());
+    SI_RETURN_IF_ERROR(trained_->load());
   }
   return pass_over(std::move(report), fmt::format("gradient of {} is not finite", parameter),
                    "Lower train.lr, lengthen train.warmup_steps, or set train.clip_norm");
@@ -314,7 +310,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_copy(
     engine::CheckpointOptions options) {
   using Made = std::optional<engine::CheckpointSummary>;
   return guarded("checkpoint", [&]() -> Result<Made> {
-    SI_RETURN_IF_ERROR(wait_weights());
+    SI_RETURN_IF_ERROR(trained_->wait_all());
     SI_RETURN_IF_ERROR(updater_->flush());
     const uint64_t begin_ns = base::now_ns();
     options.ring = ring_;
@@ -342,7 +338,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_copy(
 
 Status TorchTrainer::finish() {
   return guarded("end of the run", [&]() -> Status {
-    SI_RETURN_IF_ERROR(wait_weights());
+    SI_RETURN_IF_ERROR(trained_->wait_all());
     return updater_->flush();
   });
 }

@@ -135,6 +135,8 @@ class TorchTrainer final : public Trainer {
   base::Status open_devices(const Job& job, const RunStart& run_start);
   /// Step 0. What a failure leaves on the devices and in the folder is removed.
   base::Status initialize(const Job& job);
+  base::Result<engine::Updater::FillWeights> first_weights() const;
+  base::Status open_frozen_weights();
   base::Result<std::unique_ptr<engine::Updater>> open_with_spool(engine::UpdaterOptions options,
                                                                  base::StepNumber trained);
   void give_up_offload();
@@ -146,13 +148,7 @@ class TorchTrainer final : public Trainer {
   base::Status begin_layer_stats();
   base::Status end_layer_stats();
   engine::WeightsSink weights_sink() const {
-    return [this](uint64_t first) {
-      return adapters_ != nullptr ? adapters_->weights_at(first) : stream_->weights_at(first);
-    };
-  }
-  /// Of weights that are trained: waits for those of the last update.
-  base::Status wait_weights() {
-    return adapters_ != nullptr ? adapters_->arrive() : stream_->wait_all();
+    return [this](uint64_t first) { return trained_->weights_at(first); };
   }
   double waited_for_weights_s() const {
     return stream_->waited_s() + (adapters_ != nullptr ? adapters_->waited_s() : 0);
@@ -186,6 +182,7 @@ class TorchTrainer final : public Trainer {
   std::unique_ptr<FrozenWeights> frozen_;  // of the model, beside adapters
   std::unique_ptr<LayerStream> stream_;
   std::unique_ptr<Adapters> adapters_;  // null: the model's own weights are trained
+  TrainedWeights* trained_ = nullptr;   // the adapters, else the stream
   std::unique_ptr<UnitPass> pass_;
   std::optional<OffloadChoice> offload_choice_;
   double spool_waited_s_ = 0;                        // by the pass, until the last step

@@ -229,6 +229,29 @@ Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
   return Status();
 }
 
+/// First weights of what is trained.
+Result<engine::Updater::FillWeights> TorchTrainer::first_weights() const {
+  using Fill = engine::Updater::FillWeights;
+  if (!targets_.empty()) {
+    return Fill([this](uint64_t first, std::span<float> out) {
+      model::fill_lora(targets_, options_.lora.rank, first, out, random_uniform,
+                       options_.train.seed);
+      return Status();
+    });
+  }
+  if (source_.config_json.empty() || options_.model.init == ModelInit::kRandom) {
+    const InitialWeights initial(source_.architecture, space_, options_.train.seed);
+    return Fill([initial](uint64_t first, std::span<float> out) {
+      initial.fill(first, out);
+      return Status();
+    });
+  }
+  SI_ASSIGN_OR_RETURN(model::WeightFiles opened,
+                      model::WeightFiles::open(options_.model.from, source_.architecture));
+  const auto files = std::make_shared<const model::WeightFiles>(std::move(opened));
+  return Fill([files](uint64_t first, std::span<float> out) { return files->read(first, out); });
+}
+
 Status TorchTrainer::initialize(const Job& job) {
   const auto begin = [&]() -> Status {
     // Before there is a state that the folder would not know.
@@ -236,35 +259,14 @@ Status TorchTrainer::initialize(const Job& job) {
     if (!source_.config_json.empty()) {
       SI_RETURN_IF_ERROR(keep_model_files(source_.folder, folder_.path()));
     }
-    const std::string metadata = position_.to_json();
+    SI_ASSIGN_OR_RETURN(const engine::Updater::FillWeights fill, first_weights());
     uint64_t done = 0;
-    const auto report = [&](uint64_t elements) {
-      done += elements;
+    const auto fill_and_report = [&](uint64_t first, std::span<float> out) -> Status {
+      SI_RETURN_IF_ERROR(fill(first, out));
+      done += out.size();
       return job.progress ? job.progress(4 * done, 4 * space_.count()) : Status();
     };
-    if (!targets_.empty()) {
-      const auto fill = [&](uint64_t first, std::span<float> out) {
-        model::fill_lora(targets_, options_.lora.rank, first, out, random_uniform,
-                         options_.train.seed);
-        return report(out.size());
-      };
-      return updater_->initialize(fill, metadata);
-    }
-    if (source_.config_json.empty() || options_.model.init == ModelInit::kRandom) {
-      const InitialWeights initial(source_.architecture, space_, options_.train.seed);
-      const auto fill = [&](uint64_t first, std::span<float> out) {
-        initial.fill(first, out);
-        return report(out.size());
-      };
-      return updater_->initialize(fill, metadata);
-    }
-    SI_ASSIGN_OR_RETURN(const model::WeightFiles files,
-                        model::WeightFiles::open(source_.folder, source_.architecture));
-    const auto fill = [&](uint64_t first, std::span<float> out) -> Status {
-      SI_RETURN_IF_ERROR(files.read(first, out));
-      return report(out.size());
-    };
-    return updater_->initialize(fill, metadata);
+    return updater_->initialize(fill_and_report, position_.to_json());
   };
   Status begun = begin();
   if (begun.ok()) return begun;
@@ -281,24 +283,35 @@ Status TorchTrainer::initialize(const Job& job) {
   return begun;
 }
 
+/// What stays as it is beside adapters.
+Status TorchTrainer::open_frozen_weights() {
+  if (targets_.empty()) return Status();
+  const model::Architecture& architecture = source_.architecture;
+  SI_ASSIGN_OR_RETURN(model::WeightFiles files,
+                      model::WeightFiles::open(options_.model.from, architecture));
+  SI_ASSIGN_OR_RETURN(position_.base, files.digest());
+  frozen_ = std::make_unique<FrozenWeights>(std::move(files),
+                                            model::make_units(architecture).back().end());
+  return Status();
+}
+
 Status TorchTrainer::load_model() {
   const model::Architecture& architecture = source_.architecture;
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(architecture));
   model_ = std::make_unique<Model>(architecture, space,
                                    torch::dtype(scalar_type(weights_type_)).device(accelerator_),
-                                   options_.data.sequence, /*frozen=*/!targets_.empty());
+                                   options_.data.sequence, /*frozen=*/frozen_ != nullptr);
   engine::WeightSource* source = updater_.get();
-  if (!targets_.empty()) {
-    SI_ASSIGN_OR_RETURN(model::WeightFiles files,
-                        model::WeightFiles::open(source_.folder, architecture));
-    frozen_ = std::make_unique<FrozenWeights>(std::move(files), space.count());
-    source = frozen_.get();
-    adapters_ = std::make_unique<Adapters>(*updater_, targets_, options_.lora, model_->units(),
-                                           accelerator_, weights_type_);
-    SI_RETURN_IF_ERROR(adapters_->load());
-  }
+  if (frozen_ != nullptr) source = frozen_.get();
   stream_ =
       std::make_unique<LayerStream>(*source, *model_, accelerator_, weights_type_, plan_.placement);
+  trained_ = stream_.get();
+  if (frozen_ != nullptr) {
+    adapters_ = std::make_unique<Adapters>(*updater_, targets_, options_.lora, model_->units(),
+                                           accelerator_, weights_type_);
+    trained_ = adapters_.get();
+    SI_RETURN_IF_ERROR(adapters_->load());
+  }
   return stream_->load();
 }
 
@@ -327,11 +340,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   std::error_code error;
   const std::string folder = std::filesystem::absolute(folder_.path(), error).lexically_normal();
   position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), 0, folder};
-  if (!targets_.empty()) {
-    SI_ASSIGN_OR_RETURN(const model::WeightFiles files,
-                        model::WeightFiles::open(source_.folder, source_.architecture));
-    SI_ASSIGN_OR_RETURN(position_.base, files.digest());
-  }
+  SI_RETURN_IF_ERROR(open_frozen_weights());
   if (updater_->fresh()) {
     SI_RETURN_IF_ERROR(initialize(job));
   } else {

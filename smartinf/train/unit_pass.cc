@@ -133,7 +133,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   for (size_t unit = 0; unit < head_unit; ++unit) graphs_.emplace_back(batches.size());
   gradients_BTC_.assign(batches.size(), Tensor());
 
-  if (adapters_ != nullptr) throw_if_error(adapters_->arrive());
+  if (adapters_ != nullptr) throw_if_error(adapters_->wait_all());
   stream_.start(order());
   for (size_t unit = 0; unit < head_unit; ++unit) {
     if (options.before_unit) options.before_unit();
@@ -335,7 +335,7 @@ void UnitPass::give_out(size_t unit, std::span<const Parameter> parameters) {
 }
 
 Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT, const DocumentEnds& documents) {
-  if (adapters_ != nullptr) throw_if_error(adapters_->arrive());
+  if (adapters_ != nullptr) throw_if_error(adapters_->wait_all());
   stream_.start(forward_order());
   Tensor x_BTC;
   for (size_t unit = 0; unit < model_.head(); ++unit) {

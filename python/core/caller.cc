@@ -84,4 +84,21 @@ void Caller::run(std::function<void()> work) {
   }
 }
 
+void Caller::run_always(std::function<void()> work) {
+  if (std::this_thread::get_id() == thread_.get_id()) {  // a callback's garbage is collected
+    work();
+    return;
+  }
+  const nb::gil_scoped_release released;
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return phase_ == Phase::kFree; });
+  work_ = std::move(work);
+  phase_ = Phase::kRunning;
+  changed_.notify_all();
+  changed_.wait(lock, [&] { return phase_ == Phase::kDone; });
+  thrown_ = nullptr;
+  phase_ = Phase::kFree;
+  changed_.notify_all();
+}
+
 }  // namespace smartinf::python

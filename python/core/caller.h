@@ -22,6 +22,9 @@ class Caller {
   /// not cut it short, because the work uses the caller's memory and state must stay whole: the
   /// exception is raised when the work is done. Other threads' calls wait their turn.
   void run(std::function<void()> work);
+  /// The same for destructors: signals wait for whoever looks at them next, and what `work` throws
+  /// is dropped.
+  void run_always(std::function<void()> work);
 
  private:
   void serve();

@@ -10,6 +10,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "smartinf/engine/checkpoint.h"
@@ -21,8 +22,11 @@
 
 #include "python/core/checkpoint.h"
 #include "python/core/errors.h"
+#include "python/core/layer_window.h"
 #include "python/core/remarks.h"
 #include "python/core/updater.h"
+#include "python/core/weight_source.h"
+#include "python/core/weights.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -30,8 +34,12 @@ using namespace nb::literals;
 namespace {
 
 using smartinf::engine::RanksCheckpoint;
+using smartinf::engine::StripedWeights;
 using smartinf::python::PyCheckpoint;
+using smartinf::python::PyLayerWindow;
 using smartinf::python::PyUpdater;
+using smartinf::python::PyWeights;
+using smartinf::python::PyWeightSource;
 
 void define_functions(nb::module_& module) {
   module.def(
@@ -139,7 +147,7 @@ void define_ranks_checkpoint(nb::module_& module) {
           "ranks"_a, "trainer"_a);
 }
 
-void define_state(nb::class_<PyUpdater>& updater) {
+void define_state(nb::class_<PyUpdater, PyWeightSource>& updater) {
   updater
       .def(
           nb::init<const nb::dict&, const std::vector<std::string>&,
@@ -173,12 +181,13 @@ void define_state(nb::class_<PyUpdater>& updater) {
            "without error feedback.")
       .def("compression", &PyUpdater::compression, "Counts of what the last update sent.")
       .def("load_weights", &PyUpdater::load_weights, "type"_a, "address"_a,
-           "Master weights, cast, to one flat array in the order of the space.")
+           "count"_a = std::optional<uint64_t>(),
+           "Master weights, cast, to one flat array in the order of the space. count: only the "
+           "subgroups that begin before this element; the array holds them whole.")
       .def("save_checkpoint", &PyUpdater::save_checkpoint, "path"_a, "replace"_a, "trainer"_a,
            "progress"_a,
            "Copies the committed state into a folder of its own, durably. trainer: text kept with "
            "it. progress(bytes done, bytes in all).")
-      .def("count", &PyUpdater::count)
       .def("traffic", &PyUpdater::traffic,
            "Bytes so far: host_up, host_down (host link), read, written (devices), each by kind.")
       .def("memory_bytes", &PyUpdater::memory_bytes)
@@ -189,7 +198,7 @@ void define_state(nb::class_<PyUpdater>& updater) {
       .def("close", &PyUpdater::close, "Completes a started commit and releases the devices.");
 }
 
-void define_step(nb::class_<PyUpdater>& updater) {
+void define_step(nb::class_<PyUpdater, PyWeightSource>& updater) {
   updater.def("begin_step", &PyUpdater::begin_step)
       .def("put_gradients", &PyUpdater::put_gradients, "ranges"_a, "addresses"_a, "types"_a,
            "Whole ranges, contiguous; copied before the call returns.")
@@ -202,14 +211,17 @@ void define_step(nb::class_<PyUpdater>& updater) {
       .def("early_update_refusal", &PyUpdater::early_update_refusal,
            "Why start_early_update() cannot be called; '': it can.")
       .def("start_early_update", &PyUpdater::start_early_update, "number"_a, "gradient_scale"_a,
-           "groups"_a, "type"_a, "address"_a, "norm_max"_a,
+           "groups"_a, "type"_a, "address"_a, "norm_max"_a, "count"_a = std::optional<uint64_t>(),
            "Right after begin_step(): ranges are updated as their gradients become complete, by "
            "the guess that start_update() will be given the same. norm_max: of all gradients, up "
            "to which that is so; 0: whatever it is. Weights come up at any time from then on.")
       .def("start_update", &PyUpdater::start_update, "number"_a, "gradient_scale"_a, "groups"_a,
-           "type"_a, "address"_a,
+           "type"_a, "address"_a, "count"_a = std::optional<uint64_t>(),
            "groups: for each range a dict of torch's options and 'step' (counts from 1), or None "
-           "to skip it. Weights go to one flat array in the order of the space.")
+           "to skip it. Weights go to one flat array in the order of the space. count: only those "
+           "of the subgroups that begin before this element; with the option stream_weights the "
+           "others are updated when a LayerWindow asks for them, or when something needs the "
+           "update to end.")
       .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
       .def("start_commit", &PyUpdater::start_commit, "client_metadata"_a)
       .def("committing", &PyUpdater::committing, "Whether a commit that was started goes on.")
@@ -217,6 +229,65 @@ void define_step(nb::class_<PyUpdater>& updater) {
       .def("commit_prepared", &PyUpdater::commit_prepared,
            "With the option external_commit: commits what wait_commit() found prepared.")
       .def("abort", &PyUpdater::abort);
+}
+
+void define_weights(nb::module_& module) {
+  nb::class_<PyWeightSource>(module, "WeightSource",
+                             "Weights that come from devices: an Updater's or Weights.")
+      .def("count", &PyWeightSource::count, "Elements.")
+      .def("subgroup_end", &PyWeightSource::subgroup_end, "element"_a,
+           "Where the subgroup ends that holds an element: what is read at once.");
+  nb::class_<PyWeights, PyWeightSource>(
+      module, "Weights",
+      "Weights that nobody updates, in a file on each of several directories. Addresses are of "
+      "host memory that stays valid during the call. Every method raises smartinf.Error.")
+      .def_static("create", &PyWeights::create, "paths"_a, "elements"_a, "type"_a, "description"_a,
+                  "stripe_bytes"_a = StripedWeights::kStripeBytes,
+                  "Makes the files anew in directories that exist, with all their space. "
+                  "description: text that is kept with them.")
+      .def_static("open", &PyWeights::open, "paths"_a,
+                  "What finish() has completed; the directories in any order. None: there is no "
+                  "file in any of them.")
+      .def_static("remove", &PyWeights::remove_files, "paths"_a,
+                  "Deletes the files that are there. Not while they are open.")
+      .def("write", &PyWeights::write, "first"_a, "address"_a, "count"_a,
+           "Elements [first, first + count), in ascending order, without gaps.")
+      .def("finish", &PyWeights::finish, "Makes all durable. Then the weights can be read.")
+      .def("elements", &PyWeights::count)
+      .def("type", &PyWeights::type)
+      .def("description", &PyWeights::description)
+      .def("load_weights", &PyWeights::load_weights, "type"_a, "address"_a,
+           "count"_a = std::optional<uint64_t>(), "As Updater.load_weights().")
+      .def("close", &PyWeights::close, "Waits for what is being read and lets go of the files.");
+}
+
+void define_layer_window(nb::module_& module) {
+  module.def("window_slot_bytes", &smartinf::python::window_slot_bytes, "source"_a, "units"_a,
+             "type"_a, "Bytes of a slot that holds any of the units: [(first, count)].");
+  nb::class_<PyLayerWindow>(
+      module, "LayerWindow",
+      "Units of weights that pass through a fixed number of slots, read before they are used. "
+      "Sizes are in elements. Every method raises smartinf.Error.")
+      .def(nb::init<PyWeightSource&, const smartinf::python::PyUnits&, const std::string&,
+                    const std::vector<uintptr_t>&, uint64_t, uintptr_t, uint64_t>(),
+           "source"_a, "units"_a, "type"_a, "slots"_a, "slot_bytes"_a, "resident_address"_a = 0,
+           "resident_elements"_a = 0, nb::keep_alive<1, 2>(),
+           "slots: addresses of memory, slot_bytes (at least window_slot_bytes()) each, that stays "
+           "until close() of the window or of its source; on multiples of 4096 they are read "
+           "without a copy. resident_address: of the first resident_elements of the space, whole "
+           "subgroups, which load_weights() and updates put there.")
+      .def("start", &PyLayerWindow::start, "order"_a,
+           "The uses to come, in order. Reading ahead begins; units that are in a slot stay there.")
+      .def("get", &PyLayerWindow::get, "unit"_a,
+           "The address of the unit's first element, when its weights are there: of the update "
+           "that was started last, or of the committed step. They stay until release(). Raises "
+           "UsageError when every slot is held.")
+      .def("release", &PyLayerWindow::release, "unit"_a, "Once for every get().")
+      .def("updated", &PyLayerWindow::updated,
+           "After start_update(), abort() and edit_state(): what was read before is old.")
+      .def("hits", &PyLayerWindow::hits, "get()s of units that were read or being read.")
+      .def("misses", &PyLayerWindow::misses)
+      .def("close", &PyLayerWindow::close, "Waits for what is being read.");
 }
 
 }  // namespace
@@ -232,11 +303,13 @@ NB_MODULE(_core, module) {
   define_functions(module);
   define_checkpoint(module);
   define_ranks_checkpoint(module);
-  nb::class_<PyUpdater> updater(
+  define_weights(module);
+  nb::class_<PyUpdater, PyWeightSource> updater(
       module, "Updater",
       "Optimizer state on devices. Sizes are in elements, addresses are of host memory that stays "
       "valid during the call (during the step for weights). Data types: 'f32', 'bf16', 'f16'. "
       "Every method raises smartinf.Error.");
   define_state(updater);
   define_step(updater);
+  define_layer_window(module);
 }

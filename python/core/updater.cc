@@ -1,22 +1,20 @@
 #include "python/core/updater.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <exception>
 #include <functional>
-#include <thread>
 #include <utility>
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/kernels/update.h"
 
+#include "python/core/arguments.h"
 #include "python/core/errors.h"
 
 namespace nb = nanobind;
@@ -26,15 +24,6 @@ namespace {
 
 using base::ErrorCode;
 using base::Status;
-
-[[noreturn]] void usage(std::string what, std::string advice = {}) {
-  throw StatusError(Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice)));
-}
-
-StatusError closed() {
-  return StatusError(Status(ErrorCode::kFailedPrecondition, "the optimizer is closed",
-                            "Make a new one with resume=True to go on."));
-}
 
 template <typename T>
 T option(const nb::dict& options, const char* key, T otherwise) {
@@ -53,21 +42,6 @@ kernels::RuleOptions rule_options(const nb::dict& given, kernels::RuleOptions ru
   rule.initial_accumulator_value =
       option(given, "initial_accumulator_value", rule.initial_accumulator_value);
   return rule;
-}
-
-/// An enumeration by the name that recipes use.
-template <typename E>
-E named(const std::string& what, const std::string& name) {
-  if (const auto known = base::enum_from_name<E>(name)) return *known;
-  std::string names;
-  for (const std::string_view known : enum_names(E{})) {
-    names += (names.empty() ? "" : ", ") + std::string(known);
-  }
-  usage("unknown " + what + " '" + name + "'", "Known are " + names + ".");
-}
-
-base::DataType data_type(const std::string& name) {
-  return named<base::DataType>("data type", name);
 }
 
 template <typename E>
@@ -110,6 +84,8 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
       option(given, "gradient_budget_bytes", options.gradient_budget_bytes);
   options.state_cache_bytes = option(given, "state_cache_bytes", options.state_cache_bytes);
   options.subgroup_elements = option(given, "subgroup_elements", options.subgroup_elements);
+  options.stream_weights = option(given, "stream_weights", options.stream_weights);
+  options.spool_bytes = option(given, "spool_bytes", options.spool_bytes);
   options.io_bytes = option(given, "io_bytes", options.io_bytes);
   options.io_depth = option(given, "io_depth", options.io_depth);
   options.checksums = option(given, "checksums", options.checksums);
@@ -133,12 +109,6 @@ plan::ParameterSpace parameter_space(const std::vector<std::string>& names,
   return space;
 }
 
-/// One flat array at `address` in the order of the space.
-engine::WeightsSink flat_sink(uintptr_t address, base::DataType type) {
-  auto* flat = reinterpret_cast<std::byte*>(address);
-  return [flat, type](uint64_t first) { return flat + first * base::data_type_bytes(type); };
-}
-
 /// Memory as a memoryview of floats; the GIL is held. Writable also where only reading is meant,
 /// because torch warns of buffers that are not; it is the engine's own copy in any case.
 nb::object float_view(const float* data, uint64_t count) {
@@ -153,19 +123,18 @@ nb::object float_view(const float* data, uint64_t count) {
 
 PyUpdater::PyUpdater(const nb::dict& options, const std::vector<std::string>& names,
                      const std::vector<std::vector<uint64_t>>& shapes)
-    : owner_(getpid()), caller_(std::make_unique<Caller>()) {
+    : PyWeightSource("optimizer", "Make a new one with resume=True to go on.") {
   const engine::UpdaterOptions made = updater_options(options);
   const plan::ParameterSpace space = parameter_space(names, shapes);
   rule_ = made.rule;
-  caller_->run([&] { updater_ = take(engine::Updater::open(made, space)); });
+  caller().run([&] { updater_ = take(engine::Updater::open(made, space)); });
 }
 
 PyUpdater::~PyUpdater() {
-  if (getpid() != owner_) {
+  if (forked()) {
     // The threads that would have to be joined live in the parent. The memory goes with the
     // process.
     (void)updater_.release();
-    (void)caller_.release();
     return;
   }
   if (updater_ != nullptr) {
@@ -175,26 +144,9 @@ PyUpdater::~PyUpdater() {
 }
 
 engine::Updater& PyUpdater::core() {
-  if (getpid() != owner_) {
-    throw StatusError(Status(ErrorCode::kFailedPrecondition,
-                             "this optimizer belongs to the process that this one was forked from",
-                             "Use it there, or make a new one here on other devices."));
-  }
+  check_process();
   if (updater_ == nullptr) throw closed();
   return *updater_;
-}
-
-void PyUpdater::run(const std::function<void()>& work) {
-  struct Call {
-    explicit Call(int& calls) : calls_(calls) { ++calls_; }
-    ~Call() { --calls_; }
-    int& calls_;
-  };
-  const Call call(calls_);
-  caller_->run([&] {
-    if (closed_) throw closed();
-    work();
-  });
 }
 
 const plan::ParameterRange& PyUpdater::range(size_t index) {
@@ -310,10 +262,14 @@ nb::dict PyUpdater::compression() {
   return out;
 }
 
-void PyUpdater::load_weights(const std::string& type, uintptr_t address) {
+void PyUpdater::load_weights(const std::string& type, uintptr_t address,
+                             std::optional<uint64_t> count) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
-  run([&] { check(updater.load_weights(out, flat_sink(address, out))); });
+  run([&] {
+    check(updater.load_weights(out, flat_sink(address, out, count)));
+    update_started_ = false;
+  });
 }
 
 void PyUpdater::begin_step() {
@@ -394,19 +350,26 @@ std::string PyUpdater::early_update_refusal() {
 }
 
 void PyUpdater::start_early_update(uint64_t number, double gradient_scale, const nb::list& groups,
-                                   const std::string& type, uintptr_t address, double norm_max) {
+                                   const std::string& type, uintptr_t address, double norm_max,
+                                   std::optional<uint64_t> count) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
   const engine::UpdateOptions guess = update_options(number, gradient_scale, groups);
-  run([&] { check(updater.start_early_update(guess, out, flat_sink(address, out), norm_max)); });
+  run([&] {
+    check(updater.start_early_update(guess, out, flat_sink(address, out, count), norm_max));
+  });
 }
 
 void PyUpdater::start_update(uint64_t number, double gradient_scale, const nb::list& groups,
-                             const std::string& type, uintptr_t address) {
+                             const std::string& type, uintptr_t address,
+                             std::optional<uint64_t> count) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
   const engine::UpdateOptions options = update_options(number, gradient_scale, groups);
-  run([&] { check(updater.start_update(options, out, flat_sink(address, out))); });
+  run([&] {
+    check(updater.start_update(options, out, flat_sink(address, out, count)));
+    update_started_ = true;
+  });
 }
 
 void PyUpdater::wait_weights(uint64_t first, uint64_t count) {
@@ -477,25 +440,18 @@ nb::dict PyUpdater::traffic() {
 }
 
 void PyUpdater::close() {
-  if (updater_ == nullptr || getpid() != owner_) return;
+  if (updater_ == nullptr || forked()) return;
   Status outcome;
   // Another thread may be in a call, or wait for its turn with a reference to the updater.
   std::unique_ptr<engine::Updater> closing = std::move(updater_);
   try {
-    caller_->run([&] {
+    run_last([&] {
       outcome = closing->wait_commit();
       closing.reset();
-      closed_ = true;
     });
   } catch (...) {
     updater_ = std::move(closing);  // a signal came before this call's turn
     throw;
-  }
-  // A thread that is still in a call when the interpreter ends would be ended by it inside of C++,
-  // which std::terminate answers. No new call begins.
-  while (calls_ > 0) {
-    const nb::gil_scoped_release released;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   check(std::move(outcome));
 }

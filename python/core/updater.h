@@ -4,34 +4,31 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include <nanobind/nanobind.h>
-#include <sys/types.h>
 
 #include "smartinf/engine/updater.h"
 
-#include "python/core/caller.h"
+#include "python/core/weight_source.h"
 
 namespace smartinf::python {
 
-/// Documented for its users in module.cc. Threads: calls of several threads take turns.
-class PyUpdater {
+/// Documented for its users in module.cc.
+class PyUpdater final : public PyWeightSource {
  public:
   PyUpdater(const nanobind::dict& options, const std::vector<std::string>& names,
             const std::vector<std::vector<uint64_t>>& shapes);
-  ~PyUpdater();
-  PyUpdater(const PyUpdater&) = delete;
-  PyUpdater& operator=(const PyUpdater&) = delete;
+  ~PyUpdater() override;
 
   bool fresh() { return core().fresh(); }
   uint64_t committed_step() { return core().committed_step(); }
   std::string client_metadata() { return core().client_metadata(); }
-  uint64_t count() { return core().space().count(); }
+  uint64_t count() override { return core().space().count(); }
 
   void initialize(nanobind::callable provide, std::string client_metadata);
   void read_state(uint32_t planes, nanobind::callable visit);
@@ -40,7 +37,7 @@ class PyUpdater {
   std::vector<std::array<float, 3>> step_ahead();
   uintptr_t residual();
   nanobind::dict compression();
-  void load_weights(const std::string& type, uintptr_t address);
+  void load_weights(const std::string& type, uintptr_t address, std::optional<uint64_t> count);
 
   void begin_step();
   void put_gradients(const std::vector<size_t>& ranges, const std::vector<uintptr_t>& addresses,
@@ -51,9 +48,10 @@ class PyUpdater {
   std::tuple<double, bool, std::string> finish_gradients(double unscale);
   std::string early_update_refusal();
   void start_early_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
-                          const std::string& type, uintptr_t address, double norm_max);
+                          const std::string& type, uintptr_t address, double norm_max,
+                          std::optional<uint64_t> count);
   void start_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
-                    const std::string& type, uintptr_t address);
+                    const std::string& type, uintptr_t address, std::optional<uint64_t> count);
   void wait_weights(uint64_t first, uint64_t count);
   void start_commit(std::string client_metadata);
   bool committing() { return core().committing(); }
@@ -73,6 +71,8 @@ class PyUpdater {
   std::vector<std::string> describe_devices() { return core().describe_devices(); }
   void close();
 
+  engine::WeightSource& weights() override { return core(); }
+
  private:
   /// The updater, unless it was closed or belongs to the process that forked this one.
   engine::Updater& core();
@@ -81,15 +81,9 @@ class PyUpdater {
   engine::UpdateOptions update_options(uint64_t number, double gradient_scale,
                                        const nanobind::list& groups) const;
   engine::CompressionState compression_state();  // empty without compression
-  /// Caller::run() of what works on core(). Errors: closed by another thread in the meantime.
-  void run(const std::function<void()>& work);
 
   kernels::RuleOptions rule_;
-  pid_t owner_;  // threads and ring exist only there
-  std::unique_ptr<Caller> caller_;
   std::unique_ptr<engine::Updater> updater_;
-  bool closed_ = false;  // seen on the caller's thread only
-  int calls_ = 0;        // threads in run(); with the GIL held
 };
 
 }  // namespace smartinf::python

@@ -56,7 +56,7 @@ Result<std::byte*> LayerWindow::get(uint32_t unit) {
     found = victim(0);
     if (found == kNone) {
       return Status(ErrorCode::kFailedPrecondition, "every slot of the layer window is held",
-                    "This is a bug in the trainer; please report it.");
+                    "Release a unit first, or give the window more slots.");
     }
     failure_ = load(unit, found);
   }

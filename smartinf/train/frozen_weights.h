@@ -1,16 +1,11 @@
 // Weights that are not trained, read from the model's own files as often as they are wanted.
 #pragma once
 
-#include <condition_variable>
+#include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <map>
-#include <mutex>
-#include <optional>
-#include <thread>
-#include <vector>
+#include <utility>
 
-#include "smartinf/engine/weight_source.h"
+#include "smartinf/engine/weight_reader.h"
 #include "smartinf/model/weight_files.h"
 
 namespace smartinf::train {
@@ -20,35 +15,20 @@ namespace smartinf::train {
 inline constexpr uint64_t kFrozenPieceElements = uint64_t{4} << 20;
 
 /// Threads: one caller; threads of its own read.
-class FrozenWeights final : public engine::WeightSource {
+class FrozenWeights final : public engine::WeightReader {
  public:
   /// elements: of the files' space.
-  FrozenWeights(model::WeightFiles files, uint64_t elements);
+  FrozenWeights(model::WeightFiles files, uint64_t elements)
+      : WeightReader(elements, kFrozenPieceElements), files_(std::move(files)) {}
   /// Waits for what is being read.
-  ~FrozenWeights() override;
-
-  base::Status load_weights(base::DataType type, const engine::WeightsSink& sink) override;
-  base::Status wait_weights(uint64_t, uint64_t) override { return base::Status(); }
-  plan::Subgroup subgroup_at(uint64_t element) const override;
-  base::Status fetch_weights(uint64_t first, base::DataType type, void* out) override;
-  base::Status wait_fetched(uint64_t first) override;
+  ~FrozenWeights() override { stop(); }
 
  private:
-  struct Fetch {
-    uint64_t first;
-    base::DataType type;
-    void* out;
-  };
-  void work();
+  base::Status read(const plan::Subgroup& subgroup, base::DataType type, std::byte* out) override {
+    return files_.read_as(type, subgroup.first, subgroup.count, out);
+  }
 
   const model::WeightFiles files_;
-  const uint64_t elements_;
-  std::mutex mutex_;
-  std::condition_variable wanted_, done_;
-  bool ends_ = false;
-  std::deque<Fetch> queue_;
-  std::map<uint64_t, std::optional<base::Status>> fetches_;  // by first element; nothing: under way
-  std::vector<std::thread> threads_;
 };
 
 }  // namespace smartinf::train

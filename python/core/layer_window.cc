@@ -1,0 +1,171 @@
+#include "python/core/layer_window.h"
+
+#include <algorithm>
+
+#include <nanobind/nanobind.h>
+
+#include "python/core/arguments.h"
+
+namespace nb = nanobind;
+
+namespace smartinf::python {
+
+using base::ErrorCode;
+using base::Status;
+
+namespace {
+
+[[noreturn]] void wrong_state(std::string what, std::string advice) {
+  throw StatusError(Status(ErrorCode::kFailedPrecondition, std::move(what), std::move(advice)));
+}
+
+std::vector<plan::Unit> checked_units(PyWeightSource& source, const PyUnits& given) {
+  const uint64_t count = source.count();
+  std::vector<plan::Unit> units;
+  for (const auto& [first, elements] : given) {
+    if (elements == 0 || first >= count || elements > count - first) {
+      usage("unit " + std::to_string(units.size()) + " has elements " + std::to_string(first) +
+            " to " + std::to_string(first + elements) + " of " + std::to_string(count));
+    }
+    units.push_back({first, elements, static_cast<uint32_t>(units.size()), 1});
+  }
+  if (units.empty()) usage("a layer window without units");
+  return units;
+}
+
+}  // namespace
+
+uint64_t window_slot_bytes(PyWeightSource& source, const PyUnits& units, const std::string& type) {
+  return engine::window_slot_bytes(source.weights(), checked_units(source, units), data_type(type));
+}
+
+PyLayerWindow::PyLayerWindow(PyWeightSource& source, const PyUnits& units, const std::string& type,
+                             const std::vector<uintptr_t>& slots, uint64_t slot_bytes,
+                             uintptr_t resident_address, uint64_t resident_elements)
+    : source_(source), held_(units.size()) {
+  engine::WeightSource& weights = source.weights();
+  engine::LayerWindow::Options options;
+  options.units = checked_units(source, units);
+  options.type = data_type(type);
+  const uint64_t needed = engine::window_slot_bytes(weights, options.units, options.type);
+  if (slots.empty() || slot_bytes < needed) {
+    usage("the slots of the layer window have " + std::to_string(slot_bytes) +
+              " bytes, and its units need " + std::to_string(needed),
+          "Give it at least one slot of window_slot_bytes().");
+  }
+  if (resident_elements > 0) {
+    const plan::Subgroup last =
+        weights.subgroup_at(std::min(resident_elements, source.count()) - 1);
+    if (last.first + last.count != resident_elements) {
+      usage("the resident part ends at element " + std::to_string(resident_elements) +
+                ", which is within a subgroup",
+            "Let it end where subgroup_end() says.");
+    }
+  }
+  for (const uintptr_t slot : slots) {
+    options.slots.emplace_back(reinterpret_cast<std::byte*>(slot), slot_bytes);
+  }
+  options.resident = {reinterpret_cast<const std::byte*>(resident_address),
+                      resident_elements * base::data_type_bytes(options.type)};
+  options.wait_resident = [this, &weights](uint64_t end) {
+    return source_.update_started() ? weights.wait_weights(0, end) : Status();
+  };
+  source_.run([&] {
+    window_ = std::make_unique<engine::LayerWindow>(weights, std::move(options));
+    source_.add(this);
+  });
+}
+
+PyLayerWindow::~PyLayerWindow() {
+  if (source_.forked()) {
+    (void)window_.release();  // what it would wait for is the parent's
+    return;
+  }
+  source_.run_always([this] {
+    source_.remove(this);
+    window_.reset();
+  });
+}
+
+void PyLayerWindow::run(const std::function<void()>& work) {
+  source_.run([&] {
+    if (window_ == nullptr) wrong_state("the layer window is closed", "Make a new one.");
+    work();
+  });
+}
+
+void PyLayerWindow::check_unit(uint32_t unit) const {
+  if (unit < held_.size()) return;
+  usage("there is no unit " + std::to_string(unit) + " among " + std::to_string(held_.size()));
+}
+
+void PyLayerWindow::start(const std::vector<uint32_t>& order) {
+  for (const uint32_t unit : order) check_unit(unit);
+  run([&] { window_->start(order); });
+}
+
+uintptr_t PyLayerWindow::get(uint32_t unit) {
+  check_unit(unit);
+  const std::byte* weights = nullptr;
+  try {
+    run([&] {
+      weights = take(window_->get(unit));
+      ++held_[unit];
+    });
+  } catch (const nb::python_error&) {
+    // A signal's: nobody learns that the unit is held.
+    if (weights != nullptr) {
+      source_.run_always([&] {
+        if (window_ != nullptr) window_->release(unit);
+        --held_[unit];
+      });
+    }
+    throw;
+  }
+  return reinterpret_cast<uintptr_t>(weights);
+}
+
+void PyLayerWindow::release(uint32_t unit) {
+  check_unit(unit);
+  run([&] {
+    if (held_[unit] == 0) {
+      wrong_state("unit " + std::to_string(unit) + " is released and was not got",
+                  "Call release() once for each get().");
+    }
+    --held_[unit];
+    window_->release(unit);
+  });
+}
+
+void PyLayerWindow::updated() {
+  run([&] {
+    for (size_t unit = 0; unit < held_.size(); ++unit) {
+      if (held_[unit] == 0) continue;
+      wrong_state("weights are updated while unit " + std::to_string(unit) + " is in use",
+                  "Release every unit first.");
+    }
+    window_->updated();
+  });
+}
+
+uint64_t PyLayerWindow::hits() {
+  uint64_t hits = 0;
+  run([&] { hits = window_->hits(); });
+  return hits;
+}
+
+uint64_t PyLayerWindow::misses() {
+  uint64_t misses = 0;
+  run([&] { misses = window_->misses(); });
+  return misses;
+}
+
+void PyLayerWindow::close() {
+  if (source_.forked()) return;
+  source_.run_always([this] {
+    source_.remove(this);
+    window_.reset();
+  });
+}
+
+}  // namespace smartinf::python

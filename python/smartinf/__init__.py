@@ -24,12 +24,20 @@ from smartinf.errors import (
 
 TYPE_CHECKING = False  # type checkers take it for true; typing itself need not be imported
 if TYPE_CHECKING:
+    from smartinf.layer_major import forward_backward
     from smartinf.optimizers import SGD, Adagrad, Adam, AdamW, Lion
+    from smartinf.streaming import from_pretrained, stream
 
+_STREAMING = {
+    "from_pretrained": "streaming",
+    "stream": "streaming",
+    "forward_backward": "layer_major",
+}
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
 
 __all__ = [
     *_OPTIMIZERS,
+    *_STREAMING,
     "CorruptError",
     "DeviceError",
     "Error",
@@ -47,6 +55,10 @@ def __getattr__(name):
         import smartinf.optimizers
 
         return getattr(smartinf.optimizers, name)
+    if name in _STREAMING:
+        import importlib
+
+        return getattr(importlib.import_module(f"smartinf.{_STREAMING[name]}"), name)
     raise AttributeError(f"module 'smartinf' has no attribute '{name}'")
 
 

@@ -6,13 +6,15 @@ checkpoint-N/smartinf/ beside it, so save_total_limit, moving a folder and resum
 as they do with any optimizer.
 """
 
+import functools
 import logging
 import os
 
+import torch
 import transformers
 from transformers.trainer import DEFAULT_CALLBACKS
 
-from smartinf import checkpoint, trainer_arguments
+from smartinf import checkpoint, layer_major, streamed_model, trainer_arguments
 from smartinf.errors import MismatchError, UsageError
 from smartinf.optimizers import Adam, AdamW
 from smartinf.storage_optimizer import StorageOptimizer, session_of
@@ -29,7 +31,7 @@ _FIELDS = {
 _ADAM_FIELDS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
 
 
-def optimizer(args, *, devices, optimizer_class=None, callbacks=(), **options):
+def optimizer(args, *, devices=None, optimizer_class=None, callbacks=(), **options):
     """Trainer's keyword arguments for an optimizer whose state lives on `devices`:
 
         trainer = Trainer(model, args, ..., **smartinf.hf.optimizer(args, devices=["/nvme0", "/nvme1"]))
@@ -40,6 +42,7 @@ def optimizer(args, *, devices, optimizer_class=None, callbacks=(), **options):
     as it is then (PEFT's adapters, model_init), and parameters keep the model's names. CheckpointCallback
     comes with it.
 
+    devices: not needed for a streamed model, whose own they are.
     optimizer_class: smartinf.AdamW unless given. callbacks: further ones for Trainer.
     options: any keyword of StorageOptimizer, or of the class, that `args` do not decide. overlap="auto", "late" or
         "early" needs no `model`: it is Trainer's.
@@ -87,7 +90,8 @@ class _Maker:
         by_args = {"lr": args.learning_rate}
         if issubclass(optimizer_class, (Adam, AdamW)):
             by_args |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-        if options.get("release_gradients"):
+        streamed = streamed_model.of(param for _, param in trained)
+        if streamed is not None and streamed.stream is not None or options.get("release_gradients"):
             # Trainer's own clipping finds no gradients then; otherwise it clips, as ever.
             by_args["max_grad_norm"] = args.max_grad_norm or float("inf")
             by_args["accumulation_steps"] = args.gradient_accumulation_steps
@@ -198,3 +202,22 @@ def register(accelerator, optimizer):
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+
+
+class StreamedTrainer:
+    """A mixin for Trainer and its descendants, before them: class MyTrainer(StreamedTrainer, Trainer). The micro-batches
+    of gradient_accumulation_steps pass through a streamed model together, block by block
+    (smartinf.layer_major.run_together), so that weights are brought to memory twice a step, and not twice a batch. The
+    losses and gradients have the same bits. Trainer's log has the loss as ever."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.current_gradient_accumulation_steps == 1:
+            return super().training_step(model, inputs, num_items_in_batch)
+        waiting = self.__dict__.setdefault("_waiting_inputs", [])
+        waiting.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        make = super().training_step
+        steps = [functools.partial(make, model, batch, num_items_in_batch) for batch in waiting]
+        waiting.clear()
+        return sum(layer_major.run_together(model, steps))

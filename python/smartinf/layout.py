@@ -10,6 +10,7 @@ from smartinf.errors import UsageError
 
 TYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _SAMPLE_BYTES = 4096  # at the beginning and at the end of each parameter
+_SUBGROUP_MAX = 1 << 27  # elements, with a streamed model
 
 
 class Segment:
@@ -42,9 +43,14 @@ class Layout:
     in shared memory, not contiguous, of another type than the rest) is copied from the buffer after
     each step, and so is one whose storage is exchanged later, wherever it then is. Each parameter
     keeps a storage of its own, so saving one of them saves no more than itself.
+
+    stream: a LayerStream. Its parameters come last, in its order, and have no place in the buffer.
     """
 
-    def __init__(self, named_params, rank=0, world=1):
+    def __init__(self, named_params, rank=0, world=1, stream=None):
+        self.stream = stream
+        if stream is not None:
+            named_params = sorted(named_params, key=lambda named: stream.index_of(named[1], -1))
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         for name, param in named_params:
@@ -73,7 +79,14 @@ class Layout:
                     f"parameter {name} is on the meta device and has no values yet. Materialize the "
                     "model (to_empty, then load its weights) before making the optimizer."
                 )
+        self.kept_params = sum(stream is None or stream.index_of(param, None) is None for param in self.params)
         dtypes = {param.dtype for param in self.params}
+        if len(dtypes) > 1 and self.streams:
+            other = next(i for i, param in enumerate(self.params) if param.dtype != stream.dtype)
+            raise UsageError(
+                f"parameter {self.names[other]} is {self.params[other].dtype} and the model is streamed as "
+                f"{stream.dtype}; an optimizer of both would round it. Give them one type before the model is streamed"
+            )
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self.type_name = TYPE_NAMES[self.dtype]
         self.firsts = []
@@ -100,16 +113,33 @@ class Layout:
                 first = self.firsts[i]
                 self.segments.append(Segment(len(self.segments), i, start - first, stop - first, start - low))
 
+        # What the devices send up of the first parameters: with a stream those that are not streamed, and what shares
+        # a subgroup with them. Memory that nobody writes to is not taken.
+        self.buffer_count = min(total, self.firsts[self.kept_params] + _SUBGROUP_MAX) if self.streams else total
         self._memory = mmap.mmap(
-            -1, max(total * self.dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            -1, max(self.buffer_count * self.dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self.flat = torch.frombuffer(self._memory, dtype=self.dtype, count=total)
+        self.flat = torch.frombuffer(self._memory, dtype=self.dtype, count=self.buffer_count)
+        self.resident_count = total  # elements that updates write to the buffer
         self._shapes = [param.shape for param in self.params]
         self._snapshot = [None] * len(self.params)
         self.index_of = {id(param): i for i, param in enumerate(self.params)}
         self.segment_of = {segment.param: segment.index for segment in self.segments}
+
+    @property
+    def streams(self):
+        """Whether some of the parameters are streamed: those from kept_params on."""
+        return self.kept_params < len(self.params)
+
+    def find_resident(self, core):
+        """What updates write to the buffer is cut into the core's subgroups."""
+        if self.streams:
+            kept = self.firsts[self.kept_params]
+            self.resident_count = core.subgroup_end(kept - 1) if kept else 0
+            if self.resident_count > self.buffer_count:
+                raise UsageError("subgroup_elements is too large for a streamed model; leave it out")
 
     @property
     def owned_count(self):
@@ -153,7 +183,7 @@ class Layout:
         memory stays: other processes look at it."""
         view = memoryview(self._memory)
         width = self.dtype.itemsize
-        for i, param in enumerate(self.params):
+        for i, param in enumerate(self.params[: self.kept_params]):
             movable = param.device.type == "cpu" and param.dtype == self.dtype and param.is_contiguous()
             if not movable or param.is_shared():
                 continue
@@ -165,11 +195,15 @@ class Layout:
 
     def values(self, i):
         """Parameter i as a contiguous tensor [numel] in CPU memory, of its own type."""
+        if i >= self.kept_params:
+            return self.stream.read(self.stream.index_of(self.params[i])).to("cpu").view(-1)
         return self.params[i].detach().to("cpu").contiguous().view(-1)
 
     def copy_back(self, i):
         """Hands the weights that are in the flat buffer to parameter i."""
         param = self.params[i]
+        if i >= self.kept_params:
+            return  # it is read when it is used
         if self.is_view(i):
             torch.autograd.graph.increment_version(param)
         else:
@@ -192,6 +226,8 @@ class Layout:
         elsewhere = {}  # samples on other devices come in one copy for each device
         for i, param in enumerate(self.params):
             self._check_shape(i)
+            if i >= self.kept_params:
+                continue  # nobody can write it
             if param.device.type != "cpu" or not param.is_contiguous():
                 elsewhere.setdefault((param.device, param.dtype), []).append(i)
                 continue
@@ -213,8 +249,8 @@ class Layout:
                 sums[i] = zlib.crc32(ctypes.string_at(piece.data_ptr(), length * dtype.itemsize))
                 at += length
         return [
-            (param._version, param.data_ptr(), param.dtype, checksum)
-            for param, checksum in zip(self.params, sums, strict=True)
+            (param._version, param.data_ptr(), param.dtype, checksum) if i < self.kept_params else None
+            for i, (param, checksum) in enumerate(zip(self.params, sums, strict=True))
         ]
 
     def snapshot_versions(self):

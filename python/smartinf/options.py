@@ -12,13 +12,20 @@ from smartinf.ranks import Ranks
 from smartinf.sizes import parse_bytes
 
 _log = logging.getLogger("smartinf")
+_MEMORY_BUDGET = "512MiB"
 
 
 class Options:
     """given: the keywords of StorageOptions. core: what the core is made with, but for what depends on the
     parameters. state_keys: torch's names of the planes of state. counts_steps: whether torch does."""
 
-    def __init__(self, given, rule, state_keys, counts_steps):
+    def __init__(self, given, rule, state_keys, counts_steps, streamed=None):
+        """streamed: the StreamedModel of the parameters, or None."""
+        self.streamed, self.stream = streamed, None if streamed is None else streamed.stream
+        if self.stream is not None:
+            given = _for_streamed(given, streamed)
+        elif streamed is not None and not _device_list(given["devices"]):
+            given = {**given, "devices": streamed.devices}
         _check(given)
         self.rule, self.state_keys, self.counts_steps = rule, state_keys, counts_steps
         self.compress = compression.parse(given["compress"])
@@ -37,7 +44,7 @@ class Options:
         self.core = {
             "rule": rule,
             "state_format": given["state_format"],
-            "memory_budget_bytes": parse_bytes(given["memory_budget"], "memory_budget"),
+            "memory_budget_bytes": parse_bytes(given["memory_budget"] or _MEMORY_BUDGET, "memory_budget"),
             "durability": given["durability"],
             "where": given["where"],
             "subgroup_elements": int(given["subgroup_elements"]),
@@ -58,6 +65,8 @@ class Options:
                 "overlap works in one process: several ranks exchange their new weights in step(), all of them at "
                 "once. Leave it out."
             )
+        if self.stream is not None and self.ranks.world > 1:
+            raise UsageError("a streamed model is trained by one process; start it without torchrun")
         self._warned = set()
 
     def warn_once(self, about, text, *args):
@@ -67,6 +76,26 @@ class Options:
 
     def never_warn(self, about):
         self._warned.add(about)
+
+
+def _for_streamed(given, streamed):
+    """The keywords as a streamed model needs them. Errors: UsageError for what does not go together."""
+    for name, value in (("compress", None), ("where", "device")):
+        if given[name] != value:
+            raise UsageError(f"{name}={given[name]!r} does not go together with a streamed model; leave it out")
+    overlap, model = given["overlap"], given["model"]
+    if overlap not in (None, "none", "late") or model is not None and overlap is None:
+        raise UsageError(
+            "overlap of a streamed model is always late: its units wait for their own new weights. Leave it out"
+        )
+    made = {**given, "release_gradients": True, "overlap": None, "model": None}
+    if not _device_list(given["devices"]):
+        made["devices"] = streamed.devices
+    if given["memory_budget"] is None:
+        made["memory_budget"] = streamed.engine_bytes
+    if given["gradient_budget"] is None:
+        made["gradient_budget"] = streamed.gradient_bytes
+    return made
 
 
 def _device_list(devices):

@@ -16,6 +16,7 @@ class ReleasedGradients(gradients.HeldGradients):
         self._sums = {}  # of the passes so far
         self._complete = {}  # what the core is still to be given, in the order in which backward made it
         self._passes = {}
+        self._later = set()  # parameters whose gradients a pass of several batches sums until it ends
 
     @property
     def pending(self):
@@ -40,11 +41,20 @@ class ReleasedGradients(gradients.HeldGradients):
             for i, param in enumerate(layout.params)
         ]
 
+    def pass_ended(self, batches):
+        """So many batches went through a streamed model together."""
+        for i in self._later:
+            self._passes[i] = self._passes.get(i, 0) + batches
+            if self._passes[i] == self._accumulation_steps:
+                self._complete[i] = self._sums.pop(i)
+        self._later.clear()
+
     def forget(self):
         self._handed_over.clear()
         self._sums.clear()
         self._complete.clear()
         self._passes.clear()
+        self._later.clear()
 
     def _rest_of(self, layout, i):
         if i in self._handed_over:
@@ -64,6 +74,11 @@ class ReleasedGradients(gradients.HeldGradients):
         total = self._sums.pop(i, None)
         if total is not None:
             gradient = total.add_(gradient)
+        stream = session.options.stream
+        if stream is not None and stream.summed_later(param):
+            self._sums[i] = gradient if total is not None else gradient.to(torch.float32, copy=True)
+            self._later.add(i)
+            return
         self._passes[i] = self._passes.get(i, 0) + 1
         if self._passes[i] < self._accumulation_steps:
             # In f32: many sums rounded to bf16 would lose what a single pass adds.

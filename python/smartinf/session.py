@@ -6,6 +6,7 @@ import enum
 import logging
 import threading
 import time
+import weakref
 
 import torch
 
@@ -54,7 +55,8 @@ class Session:
         self.options, self.ranks = options, options.ranks
         self.turn = threading.RLock()
         self.core, self.phase = None, Phase.CLOSED
-        self.layout = Layout(named, self.ranks.rank, self.ranks.world)
+        self.layout = Layout(named, self.ranks.rank, self.ranks.world, options.stream)
+        self.stream = options.stream if self.layout.streams else None
         self.lineage = Lineage(len(self.layout.params))
         self.devices = _devices_for(self.layout, options.devices)
         self.unclaimed, self.expected = False, None
@@ -70,6 +72,11 @@ class Session:
         self._commit = Commit(self.ranks)
         paths = [device["path"] for device in self.devices]
         if resume is False:
+            if self.stream is not None and self.stream.trained:
+                raise UsageError(
+                    "resume=False would discard the state that holds the model's own weights. Make the optimizer with "
+                    "resume=True, or load the model again"
+                )
             with open_optimizers.named_when_busy(self.devices):
                 for path in paths:
                     _core.erase(path)
@@ -80,8 +87,13 @@ class Session:
         try:
             self._open(rule_options, recover_to)
             self.gradients = gradients(self)
+            self.layout.find_resident(self.core)
             if self.core.fresh():
                 self._initialize()
+                if self.stream is not None:
+                    # A subgroup of the parameters that stay in memory may have streamed ones.
+                    self.core.load_weights(self.layout.type_name, self.layout.owned_address, self.layout.resident_count)
+                    self._stream_from_core()
             else:
                 self.lineage = self._stored_lineage()
                 self.ranks.check_same_state(self.lineage.identity())
@@ -89,6 +101,9 @@ class Session:
                 if resume:
                     self.load_weights()
             self.gradients.attach(self)
+            if options.stream is not None:
+                gradients_of = weakref.ref(self)
+                options.streamed.pass_ended = lambda batches: gradients_of().gradients.pass_ended(batches)
             if self.late is not None:
                 self.late.attach(self, options.model())
             self.early_possible = self._early_possible()
@@ -136,6 +151,11 @@ class Session:
         self.ranks.raise_on_any_failure(failure)
         layout.snapshot_versions()
 
+    def _stream_from_core(self):
+        """Streamed parameters have the committed step's weights from here on."""
+        if self.stream is not None:
+            self.stream.train_with(self.core, self.layout)
+
     def _stored_lineage(self):
         where = ", ".join(device["path"] for device in self.devices)
         return Lineage.from_json(self.core.client_metadata(), len(self.layout.params), where)
@@ -168,6 +188,8 @@ class Session:
                     core.wait_commit()
                     self.write_residual(core)
             finally:
+                if self.stream is not None:
+                    self.stream.close_trained()
                 core.close()
                 _pass_remarks_on()
 
@@ -363,17 +385,19 @@ class Session:
         update = self._for_core(after, scale, group_options)
         self.phase = Phase.UPDATING
         self.wrong_guess = self.overlap == "early" and update != self._guess
-        core.start_update(*update)
+        core.start_update(*update, layout.resident_count if self.stream is not None else None)
         begin = time.monotonic()
         if self.late is not None:
             self.late.begin(layout, taking_part)
             core.start_commit(after.to_json())
         elif self.ranks.world == 1:
-            for segment in layout.segments:
+            for segment in layout.segments[: layout.kept_params]:
                 if taking_part[segment.param]:
                     core.wait_weights(segment.first, segment.count)
                     layout.copy_back(segment.param)
             core.start_commit(after.to_json())
+            if self.stream is not None:
+                self.stream.updated()
         else:
             core.wait_weights(0, layout.owned_count)
             core.start_commit(after.to_json())
@@ -413,7 +437,11 @@ class Session:
         layout = self.layout
         if self.late is not None:
             self.late.forget()
-        core.load_weights(layout.type_name, layout.owned_address)
+        core.load_weights(
+            layout.type_name, layout.owned_address, layout.resident_count if self.stream is not None else None
+        )
+        if self.stream is not None and core is self.core:
+            self._stream_from_core()
         self.ranks.all_gather_weights(layout)
         with torch.no_grad():
             for i in range(len(layout.params)):
@@ -424,7 +452,8 @@ class Session:
         """Master weights from parameters that were written from outside, e.g. by
         model.load_state_dict(). Where a parameter still is what came up, the master stays; of other
         elements the residual is dropped. Collective."""
-        wanted, layout, values = set(changed), self.layout, {}
+        layout, values = self.layout, {}
+        wanted = {i for i in changed if i < layout.kept_params}  # nobody can write one that is streamed
         sent = residual = None
         if compression.has_residual(self.options.compress):
             self.wait_commit()  # all ranks, also one that owns nothing
@@ -472,6 +501,8 @@ class Session:
             return written
 
         self.synchronize()
+        if self.stream is not None:
+            self.stream.updated()
         failure = None
         try:
             address = 0 if residual is None else residual.data_ptr()
@@ -559,6 +590,8 @@ def _core_options(options, layout, devices):
     if gradient_type is None:
         gradient_type = "bf16" if layout.dtype == torch.bfloat16 else "f32"
     made = {**options.core, "gradient_type": gradient_type, "devices": devices}
+    if layout.streams:
+        made["stream_weights"] = True
     if 4 * layout.total * (1 + len(options.state_keys)) < _WORTH_MEASURING_BYTES:
         # Measuring the devices takes seconds; so little state gains nothing from it.
         made |= {"io_bytes": 4 << 20, "io_depth": 8}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from smartinf import checkpoint, relayout, state_io, trainer_arguments
+from smartinf import checkpoint, relayout, state_io, streamed_model, trainer_arguments
 from smartinf.amp import ScalerSignal
 from smartinf.averaged_gradients import AveragedGradients
 from smartinf.early_updates import EarlyUpdates
@@ -77,7 +77,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         parameter in host memory, in place of the gradients'.
         Clipping, GradScaler and accumulation are applied before the residual is added; a step that is skipped
         or fails does not change it; resume and checkpoints carry it. None: gradients are sent dense.
-    memory_budget: bytes (or "512MiB") for the buffers of engine and devices; gradients come on top.
+    memory_budget: bytes (or "512MiB", the default) for the buffers of engine and devices; gradients come on top.
     gradient_budget: bytes of gradients held in memory between backward and update; the rest is
         spilled to the devices. None: all stay in memory.
     state_cache: bytes (or "24GB") of the state that stay in host memory as well and are not read from
@@ -135,7 +135,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         resume=None,
         state_format="f32",
         compress=None,
-        memory_budget="512MiB",
+        memory_budget=None,
         gradient_budget=None,
         state_cache=None,
         gradient_type=None,
@@ -162,12 +162,13 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._session = None
         if unknown:
             raise TypeError(_unexpected(type(self), next(iter(unknown))))
-        self._options = Options(given, self._rule, self._state_keys, self._torch_counts_steps)
         self.max_grad_norm = max_grad_norm
         self.nonfinite = nonfinite
         self.grad_norm, self.exposed_s, self.overlap, self.wrong_guess = None, 0.0, "none", False
         self._scaler_signal = ScalerSignal()
         super().__init__(params, defaults)
+        streamed = streamed_model.of(param for group in self.param_groups for param in group["params"])
+        self._options = Options(given, self._rule, self._state_keys, self._torch_counts_steps, streamed)
         trainer_arguments.check_making(self.param_groups, self._options, max_grad_norm)
         shapes = [[name, list(param.shape)] for name, param in self._trainable()]
         self._options.ranks.check_parameters(shapes)

@@ -32,7 +32,7 @@ class StorageOptions(TypedDict, total=False):
     resume: bool | None
     state_format: Literal["f32", "bf16", "q8"]
     compress: float | dict | None
-    memory_budget: Size
+    memory_budget: Size | None
     gradient_budget: Size | None
     state_cache: Size | None
     gradient_type: Literal["f32", "bf16", None]

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include <fmt/format.h>
 
@@ -99,7 +100,7 @@ double GradientTracker::sum_of_squares(std::span<const Piece> pieces) const {
 base::Result<GradientSummary> GradientTracker::finish(double unscale) const {
   constexpr size_t kPiecesOfCut = kGradientCutElements / kGradientPieceElements;
   GradientSummary summary;
-  double sum = 0;
+  std::vector<double> cuts;
   for (size_t r = 0; r < first_piece_.size(); ++r) {
     const plan::ParameterRange& range = space_.ranges()[r];
     const size_t end = r + 1 < first_piece_.size() ? first_piece_[r + 1] : found_.size();
@@ -118,9 +119,11 @@ base::Result<GradientSummary> GradientTracker::finish(double unscale) const {
         }
         of_cut.add(found_[i].sum_of_squares);
       }
-      sum += of_cut.total();
+      cuts.push_back(of_cut.total());
     }
   }
+  if (summary.finite) std::ranges::sort(cuts);  // a NaN has no place in an order
+  const double sum = std::accumulate(cuts.begin(), cuts.end(), 0.0);
   summary.norm = std::sqrt(sum) * std::abs(unscale);
   return summary;
 }

@@ -1,9 +1,9 @@
 // What is found out about a step's gradient while it comes in: which parts are there, its norm, and
 // the first parameter that is not finite. Holds no gradients; those go straight to the devices.
 //
-// The norm is a sum over fixed cuts of every range, added up in the order of the space. It is the
-// same whatever the order and size of what is given at once, the number of threads and of devices,
-// or the size of subgroups.
+// The norm is a sum over fixed cuts of every range, added up from the smallest to the largest. It is
+// the same whatever the order of ranges in the space, the order and size of what is given at once,
+// the number of threads and of devices, or the size of subgroups.
 #pragma once
 
 #include <cstdint>

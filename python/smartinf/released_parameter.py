@@ -1,0 +1,107 @@
+"""A parameter while its unit is not in memory: it has a shape and no values, and whoever reads it gets them from the
+devices."""
+
+import torch
+
+from smartinf.errors import UsageError
+
+_NAMES_THAT_READ = {"T", "mT", "H", "mH", "real", "imag"}  # of torch.Tensor's properties
+_METHODS_WITHOUT_VALUES = {
+    "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference",
+    "is_pinned", "is_set_to", "is_shared", "is_signed", "nelement", "numel", "register_hook", "requires_grad_", "size",
+    "register_post_accumulate_grad_hook", "storage_offset", "stride", "data_ptr", "__hash__", "__len__", "is_same_size",
+    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty",
+    "new_ones", "new_full", "is_nonzero_size", "__dir__", "__setstate__", "is_tensor", "backward", "retain_grad",
+}  # fmt: skip
+_WITHOUT_GRADIENT = {"detach", "__reduce_ex__", "__reduce__"}
+
+
+class ReleasedParameter(torch.nn.Parameter):
+    """The class of such a parameter, until its values are there again. Shape, type, device and gradient are as ever;
+    what needs values is computed with a copy of them, read for it alone. Errors: UsageError that names the parameter,
+    where that would leave a gradient out, or would write."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name, is_set = _name_of(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.Tensor.__repr__:
+                return _text(args[0])
+            if is_set and name not in ("grad", "requires_grad"):
+                _refuse_write(args[0])
+            if name == "data" and not is_set:
+                return _handle(args[0])
+            is_property = getattr(func, "__name__", "") in ("__get__", "__set__")
+            if is_property and name not in _NAMES_THAT_READ or name in _METHODS_WITHOUT_VALUES:
+                return func(*args, **kwargs)
+            if func is torch.Tensor.__deepcopy__:
+                _refuse(args[0], "copied: a model is not copied while it is streamed")
+            writes = not name.startswith("__") and name.endswith("_") or name.startswith("__i") and name != "__invert__"
+            if writes and isinstance(args[0], ReleasedParameter) or isinstance(kwargs.get("out"), ReleasedParameter):
+                _refuse_write(args[0] if writes else kwargs["out"])
+            records = torch.is_grad_enabled() and name not in _WITHOUT_GRADIENT
+            return func(*_with_values(args, records), **_with_values(kwargs, records))
+
+
+def _name_of(func):
+    """(name of the function or property, whether the property is set)."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", ""), name == "__set__"
+    return name, False
+
+
+def _handle(param):
+    """What stands for param.data: it is read like the parameter, and writes to it are refused, too."""
+    made = torch.Tensor._make_subclass(ReleasedParameter, without_values(param.shape, param.dtype, param.device))
+    made._smartinf = param._smartinf
+    return made
+
+
+def without_values(shape, dtype, device):
+    """A tensor of that shape whose storage is empty."""
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step *= max(size, 1)
+    tensor.set_(tensor.untyped_storage(), 0, shape, strides)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _with_values(given, records):
+    if isinstance(given, ReleasedParameter):
+        stream, index = given._smartinf
+        if records and given.requires_grad:
+            _refuse(
+                given,
+                "used outside of the forward of the module that holds it, where its gradient would be lost. Read it "
+                "under torch.no_grad(), or name the modules that use it as blocks: layers=[...]",
+            )
+        return stream.read(index)
+    if isinstance(given, (list, tuple)):
+        made = [_with_values(part, records) for part in given]
+        return type(given)(*made) if hasattr(given, "_fields") else type(given)(made)
+    if isinstance(given, dict):
+        return {key: _with_values(part, records) for key, part in given.items()}
+    return given
+
+
+def _refuse(param, what):
+    stream, index = param._smartinf
+    raise UsageError(f"parameter {stream.names[index]} is not in memory and was {what}.")
+
+
+def _refuse_write(param):
+    _refuse(
+        param,
+        "to be written. Write it before the model is streamed (load_state_dict, resize_token_embeddings, merging), and "
+        "stream it then",
+    )
+
+
+def _text(param):
+    stream, index = param._smartinf
+    return f"Parameter containing:\n({stream.names[index]}: {list(param.shape)}, {param.dtype}, not in memory)"

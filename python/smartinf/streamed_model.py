@@ -1,0 +1,34 @@
+"""Which models are streamed, and what belongs to each."""
+
+import weakref
+
+_streamed = weakref.WeakKeyDictionary()  # model -> StreamedModel
+
+
+class StreamedModel:
+    """What belongs to a streamed model. stream: None where all of it stays in memory. devices: as an optimizer takes them. engine_bytes, gradient_bytes: of the
+    budget, for the buffers of an optimizer and for gradients on their way to it."""
+
+    def __init__(self, stream, devices, blocks, engine_bytes, gradient_bytes):
+        self.stream, self.devices = stream, devices
+        self.engine_bytes, self.gradient_bytes = engine_bytes, gradient_bytes
+        self.handles, self.blocks = [], blocks
+        self.pass_ended = lambda batches: None  # called after batches went through the model together
+
+
+def register(model, streamed):
+    """`streamed` belongs to `model` from now on."""
+    _streamed[model] = streamed
+
+
+def is_streamed(model):
+    return model in _streamed
+
+
+def of(params):
+    """The StreamedModel that one of the parameters belongs to, or None."""
+    wanted = {id(param) for param in params}
+    for model, streamed in list(_streamed.items()):
+        if any(id(param) in wanted for param in model.parameters()):
+            return streamed
+    return None

@@ -1,0 +1,386 @@
+"""Models larger than memory: stream() and from_pretrained()."""
+
+import contextlib
+import ctypes
+import logging
+import os
+
+import torch
+
+from smartinf import _core, stream_hooks, streamed_model
+from smartinf.errors import UsageError
+from smartinf.layer_stream import SLOTS, LayerStream
+from smartinf.layout import TYPE_NAMES
+from smartinf.released_parameter import without_values
+from smartinf.sizes import parse_bytes
+from smartinf.units import find_units
+
+_log = logging.getLogger("smartinf")
+
+
+def stream(model, devices, *, memory_budget=None, layers=None, keep=None):
+    """Moves the weights of a model to devices; from then on each of its blocks has its weights in memory only while
+    it computes. Returns the model, which stays what it was: its class, names and forward.
+
+    devices: directories on fast drives, as an optimizer takes them. An optimizer of this package that is made with
+        the model's parameters keeps its state there as well and needs no devices= of its own.
+    memory_budget: bytes (or "24GB") of host memory for weights, gradients on their way and buffers; activations come
+        on top. None: half of what is free. What fits stays in memory.
+    layers: the model's blocks, where it does not say so itself: a module list's name, or modules.
+    keep: bytes of weights that stay in memory; None: what the budget leaves.
+
+    Errors: UsageError for a budget that is too small (with what is needed), a model that is streamed already, and
+    one without blocks; NoSpaceError; DeviceError.
+    """
+    if streamed_model.is_streamed(model):
+        raise UsageError("the model is streamed already")
+    found = find_units(model, layers)
+    paths = _paths(devices)
+    for unit in found.units:
+        for name, param in unit.params:
+            if param.is_meta:
+                raise UsageError(
+                    f"parameter {name} is on the meta device and has no values yet. Load the model first, or have it "
+                    "loaded within the budget: smartinf.from_pretrained(folder, devices=...)"
+                )
+    _plan(_sizes(found, found.units[0].params[0][1].itemsize), memory_budget, keep)
+    with _WeightsWriter(paths, sum(unit.elements for unit in found.units)) as writer:
+        for unit in found.units:
+            for _, param in unit.params:
+                writer.take(param)
+        return _start(model, found, writer.finish(), writer.firsts, devices, memory_budget, keep)
+
+
+def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layers=None, keep=None, **kwargs):
+    """A model of transformers from a folder or the Hub, streamed, without its weights ever being in memory together.
+
+    auto_class: transformers.AutoModelForCausalLM unless given; any class with from_pretrained(). kwargs: its own, such
+    as dtype. The others, and errors: see stream().
+    """
+    import transformers
+
+    maker = auto_class or transformers.AutoModelForCausalLM
+    for name in ("device_map", "quantization_config", "tp_plan", "load_in_8bit", "load_in_4bit"):
+        if kwargs.get(name) is not None:
+            raise UsageError(f"{name} does not go together with streaming: weights have one place. Leave it out.")
+    config = kwargs.pop("config", None)
+    if config is None:
+        config, kwargs = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **kwargs)
+    with torch.device("meta"):
+        shape = maker.from_config(config) if hasattr(maker, "from_config") else maker(config)
+    expected = find_units(shape, layers)
+
+    def check(itemsize):
+        _plan(_sizes(expected, itemsize), memory_budget, keep)
+
+    with _WeightsWriter(_paths(devices), sum(p.numel() for p in shape.parameters()), check) as writer:
+        with _captured(writer), _one_tensor_at_a_time():
+            model = maker.from_pretrained(path, config=config, **kwargs)
+        found = find_units(model, layers)
+        for unit in found.units:
+            for name, param in unit.params:
+                if id(param) not in writer.firsts:
+                    # Not in the checkpoint, as a new classification head: transformers has just made it.
+                    writer.take(param)
+        return _start(model, found, writer.finish(), writer.firsts, devices, memory_budget, keep)
+
+
+def _paths(devices):
+    given = [devices] if isinstance(devices, (str, os.PathLike, dict)) else list(devices or ())
+    if not given:
+        raise UsageError('no device given: say where the weights are to live, e.g. devices=["/nvme/run1"]')
+    paths = [os.fspath(device["path"] if isinstance(device, dict) else device) for device in given]
+    for path in paths:
+        os.makedirs(path, exist_ok=True)
+    return paths
+
+
+class _WeightsFile:
+    """The model's weights on the devices, until an optimizer's state has them."""
+
+    def __init__(self, core, paths, dtype):
+        self.core, self._paths, self._dtype = core, paths, dtype
+
+    def read(self, first, values):
+        """Elements from `first` on, to a tensor."""
+        span, name = [(first, values.numel())], TYPE_NAMES[self._dtype]
+        slot = torch.empty(_core.window_slot_bytes(self.core, span, name) + 4096, dtype=torch.uint8)
+        address = -(-slot.data_ptr() // 4096) * 4096
+        window = _core.LayerWindow(self.core, span, name, [address], slot.numel() - 4096, 0, 0)
+        ctypes.memmove(values.data_ptr(), window.get(0), values.numel() * values.itemsize)
+        window.close()
+
+    def close(self, remove=False):
+        self.core.close()
+        if remove:
+            _core.Weights.remove(self._paths)
+
+
+class _WeightsWriter:
+    """Writes parameters to the devices one after another and takes their memory. firsts: {id of a parameter: its
+    element there}."""
+
+    def __init__(self, paths, elements, check=lambda itemsize: None):
+        """elements: of all that may be given. check(itemsize) is called before the first is written."""
+        self._paths, self._elements, self._check = paths, elements, check
+        self._weights, self._next = None, 0
+        self.dtype, self.firsts = None, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        if self._weights is not None:  # not finished
+            self._weights.close()
+            _core.Weights.remove(self._paths)
+
+    def take(self, param):
+        """`param` has no values afterwards."""
+        if self._weights is None:
+            if param.dtype not in TYPE_NAMES:
+                raise UsageError(f"weights of type {param.dtype} are not streamed; known are float32, bfloat16 and float16")
+            self._check(param.itemsize)
+            self.dtype = param.dtype
+            self._weights = _core.Weights.create(self._paths, self._elements, TYPE_NAMES[param.dtype], "")
+        values = param.detach().to("cpu").contiguous()
+        self._weights.write(self._next, values.data_ptr(), values.numel())
+        self.firsts[id(param)] = self._next
+        self._next += values.numel()
+        param.data = without_values(param.shape, param.dtype, param.device)
+
+    def finish(self):
+        if self._weights is None:
+            raise UsageError("the checkpoint has no weights of the model's parameters")
+        zeros = torch.zeros(1 << 20, dtype=self.dtype)
+        while self._next < self._elements:  # of parameters that have stayed in memory
+            count = min(zeros.numel(), self._elements - self._next)
+            self._weights.write(self._next, zeros.data_ptr(), count)
+            self._next += count
+        weights, self._weights = self._weights, None
+        weights.finish()
+        return _WeightsFile(weights, self._paths, self.dtype)
+
+
+@contextlib.contextmanager
+def _captured(writer):
+    """What transformers loads goes to the writer, parameter by parameter, as it is put into its module."""
+
+    def take(module, name, param):
+        # transformers marks what it has loaded, before it registers it; what is not marked is initialized later.
+        loaded = param is not None and not param.is_meta and getattr(param, "_is_hf_initialized", False)
+        if not loaded or id(param) in writer.firsts or not param.is_floating_point():
+            return
+        if writer.dtype in (None, param.dtype) and param.numel() > 0:
+            alive.append(param)  # its id stays its own
+            writer.take(param)
+
+    alive = []
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(take)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _one_tensor_at_a_time():
+    """transformers reads ahead with threads, as much as there is, unless it is told not to."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _start(model, found, weights, firsts, devices, memory_budget, keep):
+    for unit in found.units:
+        begins = [firsts[id(param)] for _, param in unit.params]
+        ends = [firsts[id(param)] + param.numel() for _, param in unit.params]
+        if max(ends) - min(begins) != unit.elements:
+            raise UsageError(
+                f"the tensors of {unit.name} are not together in the checkpoint, so that they cannot be read onto the "
+                "devices. Load the model as ever and give it to smartinf.stream(), or save it once with save_pretrained()"
+            )
+    sizes = _sizes(found, found.units[0].params[0][1].itemsize)
+    plan = _plan(sizes, memory_budget, keep)
+    with torch.no_grad():
+        for _, param in found.kept:
+            if id(param) in firsts:
+                _restore(param, weights, firsts)
+        for unit in found.units[: plan.kept_units]:
+            for _, param in unit.params:
+                _restore(param, weights, firsts)
+    units = found.units[plan.kept_units :]
+    if not units:
+        weights.close(remove=True)
+        streamed_model.register(
+            model, streamed_model.StreamedModel(None, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes)
+        )
+        _log.info("%s: all weights stay in memory, %d MiB", type(model).__name__, sum(sizes) >> 20)
+        return model
+    in_order = [firsts[id(param)] for unit in units for _, param in unit.params]
+    layer_stream = LayerStream(units, weights, in_order, torch.device("cpu"), found.shared)
+    streamed = streamed_model.StreamedModel(layer_stream, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes)
+    of_module = {
+        module: [u - plan.kept_units for u in needed if u >= plan.kept_units]
+        for module, needed in found.of_module.items()
+    }
+    of_module = {module: needed for module, needed in of_module.items() if needed}
+    streamed.handles = stream_hooks.attach(layer_stream, model, of_module, found.blocks)
+    _take_over(model, layer_stream)
+    streamed_model.register(model, streamed)
+    _log.info(
+        "%s: %d of %d units stay in memory (%d MiB), the others come from the devices through %d slots of %d MiB",
+        type(model).__name__, plan.kept_units, len(found.units), sum(sizes[: plan.kept_units]) >> 20, SLOTS,
+        max(sizes) >> 20,
+    )  # fmt: skip
+    return model
+
+
+def _sizes(found, itemsize):
+    """Bytes of each unit."""
+    return [unit.elements * itemsize for unit in found.units]
+
+
+def _restore(param, weights, firsts):
+    values = torch.empty(param.shape, dtype=param.dtype)
+    weights.read(firsts[id(param)], values)
+    param.data = values.to(param.device)
+
+
+class _Plan:
+    """Bytes of a budget. kept_units: the first ones, which stay in memory."""
+
+    def __init__(self, engine_bytes, gradient_bytes, kept_units):
+        self.engine_bytes, self.gradient_bytes, self.kept_units = engine_bytes, gradient_bytes, kept_units
+
+
+_ENGINE_BYTES = 512 << 20  # of buffers, where the budget is large
+_ENGINE_BYTES_MIN = 64 << 20
+
+
+def _plan(sizes, memory_budget, keep):
+    """What stays in memory, as the trainer's own plan has it: slots and buffers first, then gradients, then the
+    weights of the first units. sizes: bytes of each unit. Errors: UsageError where the least does not fit."""
+    budget = _free_bytes() // 2 if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+    slots = SLOTS * max(sizes)
+    engine = max(min(_ENGINE_BYTES, budget // 8), _ENGINE_BYTES_MIN)
+    least = slots + engine + max(sizes)
+    if least > budget:
+        raise UsageError(
+            f"memory_budget is {budget >> 20} MiB, and at least {-(-least >> 20)} MiB are needed: {SLOTS} slots for "
+            f"units of up to {-(-max(sizes) >> 20)} MiB, buffers of {engine >> 20} MiB and a unit's gradients. "
+            "Allow more, or name smaller blocks: layers=[...]"
+        )
+    if keep is None and engine + 2 * sum(sizes) <= budget:
+        return _Plan(engine, sum(sizes), len(sizes))  # weights and gradients
+    left = budget - slots - engine
+    gradients = min(sum(sizes), left)
+    left -= gradients
+    limit = left if keep is None else keep and parse_bytes(keep, "keep")
+    kept, bytes_kept = 0, 0
+    while kept < len(sizes) - 1 and bytes_kept + sizes[kept] <= limit:
+        bytes_kept += sizes[kept]
+        kept += 1
+    return _Plan(engine, gradients, kept)
+
+
+def _free_bytes():
+    with open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 8 << 30
+
+
+# ---- What the model's own methods do while it is streamed.
+
+
+def _take_over(model, layer_stream):
+    """Gives the model a class of its own, of the same name, as FSDP2 does."""
+    plain = type(model)
+    streamed = {id(param) for param in layer_stream.params}
+
+    def _apply(self, fn, recurse=True):
+        probe = fn(torch.empty(0, dtype=layer_stream.dtype, device=layer_stream.device))
+        if probe.dtype != layer_stream.dtype:
+            raise UsageError(
+                f"the model is streamed as {layer_stream.dtype} and cannot become {probe.dtype}. Convert it before "
+                "smartinf.stream(), or give from_pretrained() the dtype"
+            )
+        left_out = []
+        for module in self.modules():
+            for name, param in module._parameters.items():
+                if param is not None and id(param) in streamed:
+                    left_out.append((module, name, param))
+                    module._parameters[name] = None
+        try:
+            plain._apply(self, fn, recurse)
+        finally:
+            for module, name, param in left_out:
+                module._parameters[name] = param
+        layer_stream.move_to(probe.device)
+        return self
+
+    def save_pretrained(self, save_directory, *args, max_shard_size="1GB", state_dict=None, **kwargs):
+        if state_dict is not None:
+            return plain.save_pretrained(
+                self, save_directory, *args, max_shard_size=max_shard_size, state_dict=state_dict, **kwargs
+            )
+        with _readable_by_transformers(self, layer_stream):
+            made = _meta_state_dict(self, layer_stream)
+            return plain.save_pretrained(
+                self, save_directory, *args, max_shard_size=max_shard_size, state_dict=made, **kwargs
+            )
+
+    def refused(name, advice):
+        def method(self, *args, **kwargs):
+            raise UsageError(f"{name}() of a streamed model is not possible: {advice}")
+
+        return method
+
+    before = "call it before smartinf.stream(), and stream the model then"
+    body = {
+        "_apply": _apply,
+        "load_state_dict": refused("load_state_dict", before + "; a checkpoint of the optimizer has the weights as well"),
+        "__deepcopy__": refused("copy.deepcopy", "its weights have one place"),
+        "__reduce_ex__": refused("pickling", "use save_pretrained() or torch.save(model.state_dict())"),
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+    }
+    if hasattr(plain, "save_pretrained"):
+        body["save_pretrained"] = save_pretrained
+        body["resize_token_embeddings"] = refused("resize_token_embeddings", before)
+        model.hf_device_map = {"": "cpu"}  # Trainer and Accelerate leave its weights where they are
+    model.__class__ = type(plain.__name__, (plain,), body)
+
+
+def _meta_state_dict(model, layer_stream):
+    """A state dict whose streamed tensors are on the meta device: save_pretrained() asks for them one by one."""
+    streamed = {id(param) for param in layer_stream.params}
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if id(value) in streamed else value.detach()
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
+
+
+@contextlib.contextmanager
+def _readable_by_transformers(model, layer_stream):
+    """transformers reads what is on the meta device the way that Accelerate's offloading hooks offer it."""
+
+    class Hook:
+        class weights_map:
+            def __class_getitem__(cls, name):
+                return layer_stream.read(model.get_parameter(name)._smartinf[1])
+
+    model._hf_hook = Hook
+    try:
+        yield
+    finally:
+        del model._hf_hook

@@ -1,0 +1,408 @@
+"""Models that are streamed unit by unit, beside the same models in memory."""
+
+import copy
+import os
+
+import pytest
+import torch
+
+import smartinf
+from smartinf import layer_major, streaming, units
+from smartinf.released_parameter import ReleasedParameter
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+import smartinf.hf  # noqa: E402 (needs transformers)
+
+torch.set_num_threads(1)
+VOCABULARY = 96
+# Large enough for several of the devices' blocks, which are of 65536 elements.
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    """Modules as small as a test's are streamed, too, but for norms."""
+    monkeypatch.setattr(units.find_units, "__defaults__", (None, 1 << 10))
+    monkeypatch.setattr(streaming, "_ENGINE_BYTES_MIN", 24 << 20)
+
+
+def llama(**more):
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **SIZES | more)
+    )
+
+
+def tied_llama():
+    return llama(tie_word_embeddings=True)
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=128, n_layer=3, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0,
+            attn_pdrop=0,
+        )
+    )  # fmt: skip
+
+
+def bert():
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=VOCABULARY, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES
+        )
+    )
+
+
+def qwen3():
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=32, **SIZES)
+    )
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=4, **SIZES)
+    )
+
+
+def vit():
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            image_size=16, patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES
+        )
+    )
+
+
+def batch_for(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if model.config.model_type == "vit":
+        pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=model.dtype)
+        return {"pixel_values": pixels, "labels": torch.randint(5, (2,), generator=generator)}
+    tokens = torch.randint(VOCABULARY, (2, 12), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def made(make, dtype=torch.float32):
+    torch.manual_seed(5)
+    return make().to(dtype).train()
+
+
+def steps_of(model, optimizer, steps=3, first=0):
+    """Losses and gradient norms."""
+    seen = []
+    for step in range(first, first + steps):
+        loss = model(**batch_for(model, step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(), optimizer.grad_norm))
+    return seen
+
+
+def adamw(model, **options):
+    return smartinf.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=1.0, subgroup_elements=65536, **options)
+
+
+def plain_run(make, device, dtype=torch.float32, checkpointing=None, steps=3):
+    model = made(make, dtype)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    optimizer = adamw(model, devices=[device], release_gradients=True)
+    seen = steps_of(model, optimizer, steps)
+    return seen, model, optimizer
+
+
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+MODELS = [llama, tied_llama, gpt2, bert, qwen3, mixtral, vit]
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_a_streamed_model_trains_to_the_bits_of_one_in_memory(make, tmp_path):
+    expected, plain, _ = plain_run(make, str(tmp_path / "plain"))
+    model = smartinf.stream(made(make), [str(tmp_path / "a"), str(tmp_path / "b")], memory_budget="64MiB", keep=0)
+    assert type(model).__name__ == type(plain).__name__
+    assert isinstance(model, type(plain))
+    assert any(isinstance(p, ReleasedParameter) for p in model.parameters())
+    optimizer = adamw(model)
+    assert steps_of(model, optimizer) == expected
+    same(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [llama, gpt2, mixtral], ids=lambda make: make.__name__)
+def test_layers_that_are_computed_again_have_their_weights(make, reentrant, tmp_path):
+    expected, plain, _ = plain_run(make, str(tmp_path / "plain"), checkpointing=reentrant)
+    model = smartinf.stream(made(make), str(tmp_path / "a"), memory_budget="64MiB", keep=0)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert steps_of(model, adamw(model)) == expected
+    same(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_block_under_torchs_own_checkpoint_has_its_weights(reentrant, tmp_path):
+    def run(model, optimizer):
+        seen = []
+        for step in range(3):
+            x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            for block in model:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
+            x.square().sum().backward()
+            optimizer.step()
+            seen.append(optimizer.grad_norm)
+        return seen
+
+    def make():
+        torch.manual_seed(1)
+        return torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(3)])
+
+    plain = make()
+    expected = run(plain, adamw(plain, devices=[str(tmp_path / "plain")], release_gradients=True))
+    model = smartinf.stream(make(), str(tmp_path / "a"), memory_budget="64MiB", keep=0, layers=[""])
+    assert run(model, adamw(model)) == expected
+
+
+def test_bfloat16_and_kept_units(tmp_path):
+    expected, plain, _ = plain_run(llama, str(tmp_path / "plain"), torch.bfloat16)
+    for keep in (0, 600_000, "1GiB"):
+        model = smartinf.stream(
+            made(llama, torch.bfloat16), str(tmp_path / f"a{keep}"), memory_budget="64MiB", keep=keep
+        )
+        assert steps_of(model, adamw(model)) == expected
+        same(weights_of(model), weights_of(plain))
+
+
+def test_from_pretrained_reads_a_folder_onto_the_devices(tmp_path):
+    for make in (llama, mixtral, gpt2):
+        folder = tmp_path / make.__name__
+        made(make).save_pretrained(folder, max_shard_size="400KB")
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model = smartinf.from_pretrained(
+            folder, devices=[tmp_path / f"{make.__name__}-a"], memory_budget="64MiB", keep=0
+        )
+        assert type(model).__name__ == type(plain).__name__
+        assert not model.training
+        same(weights_of(model), weights_of(plain))
+        model.save_pretrained(tmp_path / "saved")
+        same(weights_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), weights_of(plain))
+        batch = batch_for(plain, 0)
+        with torch.no_grad():
+            assert torch.equal(model(**batch).logits, plain(**batch).logits)
+
+
+def test_a_new_head_is_made_and_streamed(tmp_path):
+    made(llama).save_pretrained(tmp_path / "folder")
+    model = smartinf.from_pretrained(
+        tmp_path / "folder", devices=tmp_path / "a", memory_budget="64MiB", keep=0,
+        auto_class=transformers.AutoModelForSequenceClassification, num_labels=3,
+    )  # fmt: skip
+    model.config.pad_token_id = 0
+    tokens = torch.randint(VOCABULARY, (2, 12))
+    optimizer = adamw(model)
+    before = weights_of(model)
+    model(input_ids=tokens, labels=torch.tensor([0, 2])).loss.backward()
+    optimizer.step()
+    assert not torch.equal(before["score.weight"], model.state_dict()["score.weight"])
+
+
+def test_generate_and_evaluate_between_steps(tmp_path):
+    _, plain, _ = plain_run(llama, str(tmp_path / "plain"))
+    model = smartinf.stream(made(llama), str(tmp_path / "a"), memory_budget="64MiB", keep=0)
+    optimizer = adamw(model)
+    steps_of(model, optimizer)
+    prompt = torch.tensor([[1, 2, 3, 4]])
+    for each in (model, plain):
+        each.eval()
+    given = [m.generate(prompt, max_new_tokens=8, do_sample=False) for m in (model, plain)]
+    assert torch.equal(*given)
+    model.train()
+    steps_of(model, optimizer, 1, first=3)
+
+
+def test_resume_in_the_middle_on_other_devices(tmp_path):
+    expected, plain, _ = plain_run(llama, str(tmp_path / "plain"), steps=4)
+    model = smartinf.stream(made(llama), str(tmp_path / "a"), memory_budget="64MiB", keep=0)
+    optimizer = adamw(model)
+    seen = steps_of(model, optimizer, 2)
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    with pytest.raises(smartinf.UsageError, match="closed"):
+        model(**batch_for(model, 0))
+    with pytest.raises(smartinf.UsageError, match="discard the state that holds the model's own weights"):
+        adamw(model, resume=False)
+
+    again = smartinf.stream(made(llama), [str(tmp_path / "b"), str(tmp_path / "c")], memory_budget="64MiB", keep=0)
+    optimizer = adamw(again)
+    optimizer.load_state_dict(state)
+    optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert seen + steps_of(again, optimizer, 2, first=2) == expected
+    same(weights_of(again), weights_of(plain))
+    optimizer.close()
+
+    third = smartinf.stream(made(llama), [str(tmp_path / "b"), str(tmp_path / "c")], memory_budget="64MiB", keep=0)
+    with adamw(third) as unsaid, pytest.raises(smartinf.UsageError, match="resume"):
+        steps_of(third, unsaid, 1)
+    adamw(third, resume=True)
+    same(weights_of(third), weights_of(plain))
+
+
+def test_lora_over_a_frozen_streamed_base(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted(model):
+        torch.manual_seed(6)
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+
+    plain = adapted(made(llama))
+    expected = steps_of(plain, adamw(plain, devices=[tmp_path / "plain"]))
+    base = smartinf.stream(made(llama), str(tmp_path / "a"), memory_budget="64MiB", keep=0)
+    model = adapted(base)
+    optimizer = smartinf.AdamW(
+        [p for p in model.named_parameters() if p[1].requires_grad], lr=1e-2, max_grad_norm=1.0
+    )
+    assert steps_of(model, optimizer) == expected
+    model.save_pretrained(tmp_path / "adapters")
+    assert sorted(os.listdir(tmp_path / "adapters"))[:2] == ["README.md", "adapter_config.json"]
+    with pytest.raises(smartinf.UsageError, match="written"):
+        model.merge_and_unload()
+
+
+def test_part_of_the_model_is_frozen(tmp_path):
+    def make():
+        model = made(llama)
+        for name, param in model.named_parameters():
+            param.requires_grad_("mlp" not in name and "embed" not in name)
+        return model
+
+    expected, plain, _ = plain_run(make, str(tmp_path / "plain"))
+    model = smartinf.stream(make(), str(tmp_path / "a"), memory_budget="64MiB", keep=0)
+    assert steps_of(model, adamw(model)) == expected
+    same(weights_of(model), weights_of(plain))
+
+
+def test_layer_major_has_the_bits_of_batch_by_batch(tmp_path):
+    def batches(model, step):
+        return [batch_for(model, 10 * step + k) for k in range(3)]
+
+    for make in (llama, mixtral):
+        one = smartinf.stream(made(make), tmp_path / f"{make.__name__}-a", memory_budget="64MiB", keep=0)
+        by_batch = adamw(one, accumulation_steps=3)
+        expected = []
+        for step in range(3):
+            for batch in batches(one, step):
+                loss = one(**batch).loss / 3
+                loss.backward()
+                expected.append(loss.item())
+            by_batch.step()
+            expected.append(by_batch.grad_norm)
+        model = smartinf.stream(made(make), tmp_path / f"{make.__name__}-b", memory_budget="64MiB", keep=0)
+        optimizer = adamw(model, accumulation_steps=3)
+        seen = []
+        for step in range(3):
+            seen += [loss.item() for loss in layer_major.forward_backward(model, batches(model, step))]
+            optimizer.step()
+            seen.append(optimizer.grad_norm)
+        assert seen == expected
+
+
+class Windows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        window = (torch.arange(16) * (i % 7 + 1) + i) % VOCABULARY
+        return {"input_ids": window, "labels": window}
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_trainer_trains_a_streamed_model(layerwise, tmp_path):
+    class Streamed(smartinf.hf.StreamedTrainer, transformers.Trainer):
+        pass
+
+    def run(model, kind, folder, **options):
+        args = transformers.TrainingArguments(
+            str(folder), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+            report_to=[], save_steps=2, disable_tqdm=True, use_cpu=True, learning_rate=1e-2, seed=3,
+            max_grad_norm=1.0,
+        )  # fmt: skip
+        trainer = kind(model, args, train_dataset=Windows(), **smartinf.hf.optimizer(args, **options))
+        trainer.train()
+        return [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+
+    plain = made(llama)
+    expected = run(plain, transformers.Trainer, tmp_path / "o1", devices=[tmp_path / "plain"], release_gradients=True)
+    model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0)
+    assert run(model, Streamed if layerwise else transformers.Trainer, tmp_path / "o2") == expected
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "o2" / "checkpoint-4")
+    same(weights_of(loaded), weights_of(plain))
+
+
+def test_what_is_not_possible_is_refused_by_name(tmp_path):
+    model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    assert "model.layers.1.mlp.up_proj.weight" in repr(weight)
+    assert weight.shape == (256, 128)
+    with torch.no_grad():
+        assert weight.norm() > 0
+        for write in (weight.zero_, lambda: weight.copy_(torch.ones(256, 128)), lambda: weight.data.zero_()):
+            with pytest.raises(smartinf.UsageError, match=r"model.layers.1.mlp.up_proj.weight .* to be written"):
+                write()
+    with pytest.raises(smartinf.UsageError, match=r"layers.1.mlp.up_proj.weight .* gradient would be lost"):
+        weight.square()
+    for refused in (
+        lambda: copy.deepcopy(model),
+        lambda: model.load_state_dict({}),
+        lambda: model.resize_token_embeddings(100),
+        lambda: model.half(),
+        lambda: smartinf.stream(model, tmp_path / "b"),
+        lambda: smartinf.stream(made(llama), tmp_path / "b", memory_budget="1MiB"),
+        lambda: smartinf.stream(made(llama), tmp_path / "b", layers="model.blocks"),
+        lambda: smartinf.stream(made(llama), []),
+        lambda: adamw(model, overlap="early"),
+        lambda: adamw(model, compress=0.1),
+    ):
+        with pytest.raises(smartinf.UsageError):
+            refused()
+
+
+def test_a_forward_or_backward_that_fails_leaves_the_model_usable(tmp_path):
+    expected, _, _ = plain_run(llama, str(tmp_path / "plain"))
+    model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0)
+    optimizer = adamw(model)
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[VOCABULARY + 5]]))
+    output = model(**batch_for(model, 0))
+
+    def fail(_):
+        raise ArithmeticError
+
+    output.logits.register_hook(lambda gradient: gradient)
+    broken = model.model.layers[0].register_full_backward_hook(lambda *_: fail(_))
+    with pytest.raises(ArithmeticError):
+        model(**batch_for(model, 0)).loss.backward()
+    broken.remove()
+    optimizer.zero_grad()
+    assert steps_of(model, optimizer) == expected
+
+
+def test_two_graphs_in_flight_and_retain_graph(tmp_path):
+    model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0)
+    plain = made(llama)
+    gradients = []
+    for each in (model, plain):
+        first, second = each(**batch_for(each, 0)).loss, each(**batch_for(each, 1)).loss
+        first.backward(retain_graph=True)
+        second.backward()
+        first.backward()
+        gradients.append({name: p.grad.clone() for name, p in each.named_parameters()})
+    same(*gradients)

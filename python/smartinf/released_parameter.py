@@ -13,7 +13,7 @@ _METHODS_WITHOUT_VALUES = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty",
     "new_ones", "new_full", "is_nonzero_size", "__dir__", "__setstate__", "is_tensor", "backward", "retain_grad",
 }  # fmt: skip
-_WITHOUT_GRADIENT = {"detach", "__reduce_ex__", "__reduce__"}
+_WITHOUT_GRADIENT = {"detach"}
 
 
 class ReleasedParameter(torch.nn.Parameter):
@@ -21,22 +21,35 @@ class ReleasedParameter(torch.nn.Parameter):
     what needs values is computed with a copy of them, read for it alone. Errors: UsageError that names the parameter,
     where that would leave a gradient out, or would write."""
 
+    def __repr__(self, *, tensor_contents=None):
+        stream, index = self._smartinf
+        return f"Parameter containing:\n({stream.names[index]}: {list(self.shape)}, {self.dtype}, not in memory)"
+
+    def __deepcopy__(self, memo):
+        if not hasattr(self, "_smartinf_handle"):
+            _refuse(self, "copied: a model is not copied while it is streamed")
+        return _with_values(self, False)
+
+    def __reduce_ex__(self, protocol):
+        values = _with_values(self, False)
+        if not hasattr(self, "_smartinf_handle"):
+            values = torch.nn.Parameter(values, self.requires_grad)
+        return values.__reduce_ex__(protocol)
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name, is_set = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.Tensor.__repr__:
-                return _text(args[0])
             if is_set and name not in ("grad", "requires_grad"):
                 _refuse_write(args[0])
             if name == "data" and not is_set:
-                return _handle(args[0])
+                return handle(args[0])
+            if name in ("data_ptr", "untyped_storage", "storage") and hasattr(args[0], "_smartinf_handle"):
+                _refuse(args[0], "asked for its memory. Take a copy first: tensor.clone(), or use save_pretrained()")
             is_property = getattr(func, "__name__", "") in ("__get__", "__set__")
             if is_property and name not in _NAMES_THAT_READ or name in _METHODS_WITHOUT_VALUES:
                 return func(*args, **kwargs)
-            if func is torch.Tensor.__deepcopy__:
-                _refuse(args[0], "copied: a model is not copied while it is streamed")
             writes = not name.startswith("__") and name.endswith("_") or name.startswith("__i") and name != "__invert__"
             if writes and isinstance(args[0], ReleasedParameter) or isinstance(kwargs.get("out"), ReleasedParameter):
                 _refuse_write(args[0] if writes else kwargs["out"])
@@ -52,10 +65,11 @@ def _name_of(func):
     return name, False
 
 
-def _handle(param):
-    """What stands for param.data: it is read like the parameter, and writes to it are refused, too."""
+def handle(param):
+    """What stands for param.data, and for the parameter in a state dict: values are read when they are used, and writes
+    are refused."""
     made = torch.Tensor._make_subclass(ReleasedParameter, without_values(param.shape, param.dtype, param.device))
-    made._smartinf = param._smartinf
+    made._smartinf, made._smartinf_handle = param._smartinf, True
     return made
 
 
@@ -100,8 +114,3 @@ def _refuse_write(param):
         "to be written. Write it before the model is streamed (load_state_dict, resize_token_embeddings, merging), and "
         "stream it then",
     )
-
-
-def _text(param):
-    stream, index = param._smartinf
-    return f"Parameter containing:\n({stream.names[index]}: {list(param.shape)}, {param.dtype}, not in memory)"

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import sys
 
 import torch
 
@@ -11,7 +12,7 @@ from smartinf import _core, stream_hooks, streamed_model
 from smartinf.errors import UsageError
 from smartinf.layer_stream import SLOTS, LayerStream
 from smartinf.layout import TYPE_NAMES
-from smartinf.released_parameter import without_values
+from smartinf.released_parameter import handle, without_values
 from smartinf.sizes import parse_bytes
 from smartinf.units import find_units
 
@@ -327,6 +328,22 @@ def _take_over(model, layer_stream):
         layer_stream.move_to(probe.device)
         return self
 
+    def state_dict(self, *args, keep_vars=False, **kwargs):
+        made = plain.state_dict(self, *args, keep_vars=True, **kwargs)
+        for name, value in made.items():
+            if not keep_vars and isinstance(value, torch.Tensor):
+                made[name] = handle(value) if id(value) in streamed else value.detach()
+        return made
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        if _trainer_resumes():
+            # The optimizer's state has the weights, and Trainer loads it next; a wrong one is refused.
+            return torch.nn.modules.module._IncompatibleKeys([], [])
+        raise UsageError(
+            "load_state_dict() of a streamed model is not possible: load the weights before smartinf.stream(), or make "
+            "the model with smartinf.from_pretrained(folder). A checkpoint of the optimizer has the weights as well"
+        )
+
     def save_pretrained(self, save_directory, *args, max_shard_size="1GB", state_dict=None, **kwargs):
         if state_dict is not None:
             return plain.save_pretrained(
@@ -347,7 +364,8 @@ def _take_over(model, layer_stream):
     before = "call it before smartinf.stream(), and stream the model then"
     body = {
         "_apply": _apply,
-        "load_state_dict": refused("load_state_dict", before + "; a checkpoint of the optimizer has the weights as well"),
+        "state_dict": state_dict,
+        "load_state_dict": load_state_dict,
         "__deepcopy__": refused("copy.deepcopy", "its weights have one place"),
         "__reduce_ex__": refused("pickling", "use save_pretrained() or torch.save(model.state_dict())"),
         "__module__": plain.__module__,
@@ -359,6 +377,17 @@ def _take_over(model, layer_stream):
         body["resize_token_embeddings"] = refused("resize_token_embeddings", before)
         model.hf_device_map = {"": "cpu"}  # Trainer and Accelerate leave its weights where they are
     model.__class__ = type(plain.__name__, (plain,), body)
+
+
+def _trainer_resumes():
+    """Whether Trainer is loading the model of a checkpoint that it resumes from."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code, module = frame.f_code.co_name, frame.f_globals.get("__name__")
+        if (code, module) == ("_load_from_checkpoint", "transformers.trainer"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _meta_state_dict(model, layer_stream):

@@ -347,6 +347,33 @@ def test_trainer_trains_a_streamed_model(layerwise, tmp_path):
     same(weights_of(loaded), weights_of(plain))
 
 
+def test_trainer_resumes_a_streamed_model_on_another_device(tmp_path):
+    def trainer(device, **more):
+        model = smartinf.stream(made(llama), tmp_path / device, memory_budget="64MiB", keep=0)
+        args = transformers.TrainingArguments(
+            str(tmp_path / "out"), per_device_train_batch_size=2, logging_steps=1, report_to=[], save_steps=2,
+            disable_tqdm=True, use_cpu=True, learning_rate=1e-2, seed=3, max_steps=4, lr_scheduler_type="constant",
+        )  # fmt: skip
+        return transformers.Trainer(model, args, train_dataset=Windows(), **smartinf.hf.optimizer(args))
+
+    first = trainer("a")
+    first.train()
+    losses = [entry["loss"] for entry in first.state.log_history if "loss" in entry]
+    expected = weights_of(first.model)
+    again = trainer("b")
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert [entry["loss"] for entry in again.state.log_history if "loss" in entry] == losses
+    same(weights_of(again.model), expected)
+
+
+def test_a_state_dict_reads_one_tensor_at_a_time(tmp_path):
+    model, plain = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0), made(llama)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    same(torch.load(tmp_path / "weights.pt"), plain.state_dict())
+    with pytest.raises(smartinf.UsageError, match=r"clone\(\)"):
+        model.state_dict()["lm_head.weight"].data_ptr()
+
+
 def test_what_is_not_possible_is_refused_by_name(tmp_path):
     model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0)
     weight = model.model.layers[1].mlp.up_proj.weight

@@ -40,22 +40,31 @@ def test_trainer(tmp_path):
     example("trainer.py", tmp_path / "device", tmp_path / "out", "--resume")
 
 
-def test_finetune(tmp_path):
-    """A small Llama and its tokenizer from a folder, with every setting of docs/finetune.md."""
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a small Llama and its tokenizer."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     tokenizers = pytest.importorskip("tokenizers")
-    text = EXAMPLES / "finetune.py"
     words = tokenizers.ByteLevelBPETokenizer()
-    words.train([str(text)], vocab_size=300, show_progress=False)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words._tokenizer)
+    words.train([str(EXAMPLES / "finetune.py")], vocab_size=300, show_progress=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words._tokenizer, eos_token="\n", pad_token="\n"
+    )
     tokenizer.save_pretrained(tmp_path / "model")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=304, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_finetune(tmp_path, model):
+    """With every setting of docs/finetune.md."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = EXAMPLES / "finetune.py"
 
     def run(*more):
         places = [tmp_path / name for name in ("model", text, "out", "nvme0", "nvme1")]
@@ -73,6 +82,32 @@ def test_finetune(tmp_path):
     assert tuned.dtype == torch.bfloat16
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "final")("import", return_tensors="pt")
     assert tuned.generate(ids.input_ids, max_new_tokens=4, do_sample=False).shape[1] > ids.input_ids.shape[1]
+
+
+def test_streamed_trainer(tmp_path, model):
+    transformers = pytest.importorskip("transformers")
+    text = EXAMPLES / "finetune.py"
+    whole = example("streamed_trainer.py", model, text, tmp_path / "o1", tmp_path / "d1", "--steps", 2)
+    assert "train_loss" in whole
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "o1" / "final")
+    pytest.importorskip("peft")
+    example("streamed_trainer.py", model, text, tmp_path / "o2", tmp_path / "d2", "--steps", 2, "--lora")
+    assert (tmp_path / "o2" / "final" / "adapter_model.safetensors").exists()
+
+
+def test_streamed_accelerate(tmp_path, model):
+    text = EXAMPLES / "finetune.py"
+    out = example("streamed_accelerate.py", model, text, tmp_path / "out", tmp_path / "device", "--steps", 4)
+    assert len(re.findall(r"step \d loss", out)) == 4
+    assert (tmp_path / "out" / "state" / "smartinf").is_dir()
+
+
+def test_streamed_trl(tmp_path, model):
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    for way in ([], ["--dpo"]):
+        out = example("streamed_trl.py", model, tmp_path / "out", tmp_path / "-".join(["d", *way]), "--steps", 2, *way)
+        assert "train_loss" in out
 
 
 def test_lightning_module(tmp_path):

@@ -365,13 +365,6 @@ uint64_t StripedWeights::offset_of(const plan::Subgroup& stripe) {
   return file_of(stripe).header_bytes + place_of(stripe) * stripe_bytes(set_);
 }
 
-uint64_t StripedWeights::checksum_of(const plan::Subgroup& stripe,
-                                     std::span<const std::byte> bytes) const {
-  uint64_t set = 0;
-  std::memcpy(&set, set_.set.data(), sizeof(set));
-  return base::checksum(bytes, base::mix_seed(set, stripe.id.value));
-}
-
 Status StripedWeights::write(uint64_t first, const void* values, uint64_t count) {
   if (whole_) return Status(ErrorCode::kFailedPrecondition, "the weights are written already");
   if (!failure_.ok()) return failure_;
@@ -404,7 +397,7 @@ Status StripedWeights::write_stripe(const plan::Subgroup& stripe) {
   const uint64_t bytes = stripe.count * base::data_type_bytes(type_);
   const uint64_t padded = base::round_up(bytes, base::kIoAlignment);
   std::memset(stripe_.data() + bytes, 0, padded - bytes);
-  file.checksums[place_of(stripe)] = checksum_of(stripe, stripe_.bytes().first(bytes));
+  file.checksums[place_of(stripe)] = base::checksum(stripe_.bytes().first(bytes));
   return transfer(Way::kWrite, file.descriptor.get(), file.path, stripe_.bytes().first(padded),
                   offset_of(stripe));
 }
@@ -474,7 +467,7 @@ Status StripedWeights::read(const plan::Subgroup& stripe, base::DataType type, s
   }
   const uint64_t offset = offset_of(stripe);
   SI_RETURN_IF_ERROR(transfer(Way::kRead, file.descriptor.get(), file.path, into, offset));
-  if (checksum_of(stripe, into.first(bytes)) != file.checksums[place_of(stripe)]) {
+  if (base::checksum(into.first(bytes)) != file.checksums[place_of(stripe)]) {
     Status status = damaged("the checksum of the weights is wrong", file.path);
     return Status(status.code(), status.what(), status.advice(),
                   base::ErrorPlace{file.path, offset, bytes, 0});

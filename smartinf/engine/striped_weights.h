@@ -43,8 +43,8 @@ struct StripedHeader {
 };
 static_assert(sizeof(StripedHeader) == 72);
 
-/// A stripe is a subgroup of this source; its checksum, seeded with the set and the stripe's
-/// number, is checked whenever it is read. Threads: one caller; threads of its own read.
+/// A stripe is a subgroup of this source; its checksum is checked whenever it is read.
+/// Threads: one caller; threads of its own read.
 class StripedWeights final : public WeightReader {
  public:
   /// Long enough for a drive, short enough that a unit's stripes are read side by side.
@@ -107,7 +107,6 @@ class StripedWeights final : public WeightReader {
   /// Its place among those of its file.
   size_t place_of(const plan::Subgroup& stripe) const { return stripe.id.value / files_.size(); }
   uint64_t offset_of(const plan::Subgroup& stripe);
-  uint64_t checksum_of(const plan::Subgroup& stripe, std::span<const std::byte> bytes) const;
 
   const StripedHeader set_;
   const base::DataType type_;

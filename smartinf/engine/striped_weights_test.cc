@@ -294,6 +294,16 @@ TEST_F(Striped, FilesThatDoNotBelongTogetherAreRefused) {
   EXPECT_EQ(missing.place().path, file_in(where[1]));
 }
 
+TEST_F(Striped, TheSameFileTwiceIsRefused) {
+  const auto where = directories(2);
+  make(where, 4 * kStripe);
+  std::filesystem::copy_file(file_in(where[0]), file_in(where[1]),
+                             std::filesystem::copy_options::overwrite_existing);
+  const Status status = refusal(where);
+  EXPECT_EQ(status.code(), ErrorCode::kMismatch);
+  EXPECT_EQ(status.place().path, file_in(where[1]));
+}
+
 TEST_F(Striped, OfAnotherTimeAreNotTakenForTheSameOnes) {
   const auto where = directories(2);
   make(where, 4 * kStripe);
@@ -324,6 +334,22 @@ TEST_F(Striped, NobodyRewritesWhatIsReadNorReadsWhatIsWritten) {
   ASSERT_TRUE(writing.ok());
   EXPECT_EQ(refusal(where).code(), ErrorCode::kBusy);
   EXPECT_EQ(StripedWeights::create(options).status().code(), ErrorCode::kBusy);
+}
+
+TEST_F(Striped, ARefusedCreateLeavesTheOtherDirectoriesAsTheyWere) {
+  const auto where = directories(3);
+  const std::vector<std::byte> values = make({where[0]}, kStripe + 1);
+  make({where[1]}, kStripe);
+  const auto reading = open({where[1]});
+  const StripedWeights::Options options{
+      {where[0], where[2], where[1]}, kStripe, DataType::kBf16, "", kStripe * 2};
+  EXPECT_EQ(StripedWeights::create(options).status().code(), ErrorCode::kBusy);
+  std::vector<std::byte> all(values.size());
+  expect_ok(open({where[0]})->load_weights(DataType::kBf16, [&](uint64_t first) {
+    return &all[first * 2];
+  }));
+  EXPECT_EQ(all, values);
+  EXPECT_TRUE(std::filesystem::is_empty(where[2]));
 }
 
 TEST_F(Striped, CreateRefusesWhatCannotBeAndLeavesNothing) {

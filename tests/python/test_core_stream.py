@@ -194,9 +194,9 @@ def test_unfinished_and_missing_files_are_refused(tmp_path):
 
 
 class Run:
-    """An updater over SHAPES whose first unit is resident, and a window over the others."""
+    """An updater over shapes whose first unit is resident, and a window over the others."""
 
-    def __init__(self, tmp_path, devices=2, type="bf16", stream_weights=True):
+    def __init__(self, tmp_path, devices=2, type="bf16", stream_weights=True, shapes=SHAPES, units=UNITS):
         self.type = type
         options = dict(
             devices=[{"path": path, "bandwidth": 1.0, "threads": 1} for path in directories(tmp_path, devices)],
@@ -206,15 +206,15 @@ class Run:
             io_depth=4,
             stream_weights=stream_weights,
         )
-        self.updater = _core.Updater(options, [f"p{i}" for i in range(len(SHAPES))], SHAPES)
-        counts = [torch.Size(shape).numel() for shape in SHAPES]
+        self.updater = _core.Updater(options, [f"p{i}" for i in range(len(shapes))], shapes)
+        self.counts = counts = [torch.Size(shape).numel() for shape in shapes]
         self.elements = sum(counts)
         if self.updater.fresh():
             values = torch.randn(self.elements, generator=torch.Generator().manual_seed(3)).split(counts)
             values = [part.clone() for part in values]
             self.updater.initialize(lambda i: (values[i].data_ptr(), "f32"), "")
         self.units, first, at = [], 0, 0
-        for parameters in UNITS:
+        for parameters in units:
             count = sum(counts[at : at + parameters])
             self.units.append((first, count))
             first, at = first + count, at + parameters
@@ -237,11 +237,11 @@ class Run:
         self.step += 1
         gradient = torch.randn(self.elements, generator=torch.Generator().manual_seed(self.step))
         self.updater.begin_step()
-        for i in reversed(range(len(SHAPES))):
-            first = sum(torch.Size(shape).numel() for shape in SHAPES[:i])
+        for i in reversed(range(len(self.counts))):
+            first = sum(self.counts[:i])
             self.updater.put_gradients([i], [gradient[first:].data_ptr()], ["f32"])
         self.updater.finish_gradients(1.0)
-        groups = [{"lr": 0.1, "weight_decay": 0.01, "step": self.step} for _ in SHAPES]
+        groups = [{"lr": 0.1, "weight_decay": 0.01, "step": self.step} for _ in self.counts]
         self.updater.start_update(
             self.step, 1.0, groups, self.type, self.resident.data_ptr(), count=self.units[0][1]
         )
@@ -295,6 +295,23 @@ def test_after_an_abort_units_are_those_of_the_committed_step(tmp_path):
     run.window.core.updated()
     run.load_resident()
     run.window.expect(FORWARD_AND_BACKWARD, before)
+
+
+def test_what_is_shared_with_a_long_resident_part_is_waited_for(tmp_path):
+    run = Run(tmp_path, shapes=[[40 * STRIPE - 1000], [1000]], units=[1, 1])
+    before = run.all_weights()
+    run.start_update()
+    seen = run.window.use(1)
+    run.updater.start_commit("")
+    run.updater.wait_commit()
+    after = run.all_weights()
+    assert torch.equal(seen, after[-1000:])
+    assert not torch.equal(seen, before[-1000:])
+    run.start_update()
+    run.updater.abort()
+    run.window.core.updated()
+    run.load_resident()
+    assert torch.equal(run.window.use(1), seen)
 
 
 def test_another_order_is_read_at_once(tmp_path):
@@ -355,22 +372,31 @@ def sources(tmp_path):
     return [(run.updater, run.units, "the optimizer"), (write(directories(tmp_path, 2), values), run.units, "weights")]
 
 
-def test_a_source_may_be_closed_before_its_windows(tmp_path):
+@pytest.fixture
+def freed_memory_is_overwritten():
+    """So that a use of it does not go unseen."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        pytest.skip("the C library has no mallopt")
+    perturb = -6
+    libc.mallopt(perturb, 0xA5)
+    yield
+    libc.mallopt(perturb, 0)
+
+
+def test_a_source_may_be_closed_before_its_windows(tmp_path, freed_memory_is_overwritten):
     for source, units, name in sources(tmp_path):
-        windows = [Window(source, units, "bf16", 1) for _ in range(2)]
-        for window in windows:
-            window.core.start([1, 2])
-        windows[0].get(1)
+        window = Window(source, units, "bf16", 3)
+        window.core.start([1, 2, 3])
+        window.get(1)
         source.close()
         source.close()
-        for window in windows:
-            for call in (lambda: window.core.get(2), lambda: window.core.release(1), window.core.hits):
-                with pytest.raises(smartinf.UsageError, match=f"{name} is closed"):
-                    call()
-            window.core.close()
+        for call in (lambda: window.core.get(2), lambda: window.core.release(1), window.core.hits):
+            with pytest.raises(smartinf.UsageError, match=f"{name} is closed"):
+                call()
+        window.core.close()
         with pytest.raises(smartinf.UsageError, match=f"{name} is closed"):
             Window(source, units, "bf16", 1)
-        del windows, window, call
 
 
 def test_a_window_may_be_closed_or_forgotten_while_it_reads(tmp_path):

@@ -14,6 +14,7 @@ from smartinf.layer_stream import SLOTS, LayerStream
 from smartinf.layout import TYPE_NAMES
 from smartinf.released_parameter import handle, without_values
 from smartinf.sizes import parse_bytes
+from smartinf.process_memory import drop_mapped_files, give_memory_back
 from smartinf.units import find_units
 
 _log = logging.getLogger("smartinf")
@@ -35,6 +36,7 @@ def stream(model, devices, *, memory_budget=None, layers=None, keep=None):
     """
     if streamed_model.is_streamed(model):
         raise UsageError("the model is streamed already")
+    give_memory_back()
     found = find_units(model, layers)
     paths = _paths(devices)
     for unit in found.units:
@@ -60,6 +62,7 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
     """
     import transformers
 
+    give_memory_back()
     maker = auto_class or transformers.AutoModelForCausalLM
     for name in ("device_map", "quantization_config", "tp_plan", "load_in_8bit", "load_in_4bit"):
         if kwargs.get(name) is not None:
@@ -174,6 +177,7 @@ def _captured(writer):
         if writer.dtype in (None, param.dtype) and param.numel() > 0:
             alive.append(param)  # its id stays its own
             writer.take(param)
+            drop_mapped_files(".safetensors", param.nbytes)
 
     alive = []
     handle = torch.nn.modules.module.register_module_parameter_registration_hook(take)

@@ -1,0 +1,36 @@
+"""What the process's memory is told, so that a model larger than memory does not look as if it were in it."""
+
+import ctypes
+import re
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+_OWN_PAGES = 1 << 20
+_MADV_DONTNEED = 4
+_DROP_EVERY = 256 << 20
+_read = 0  # bytes since files were dropped
+
+
+def give_memory_back():
+    """From now on memory of 1 MiB and more has pages of its own, which the system has back when it is freed. In the C
+    library's heap such tensors lie between others that live longer: 1.3 billion parameters took 3.6 GiB more."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _OWN_PAGES)
+        mallopt(_M_TRIM_THRESHOLD, _OWN_PAGES)
+
+
+def drop_mapped_files(suffix, read_bytes):
+    """Another read_bytes of mapped files of this name were read. Now and then lets go of the pages that they lie in,
+    which are read again when they are wanted; the files must be mapped for reading alone."""
+    global _read
+    _read += read_bytes
+    if _read < _DROP_EVERY:
+        return
+    _read = 0
+    madvise = ctypes.CDLL(None).madvise
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            found = re.match(r"([0-9a-f]+)-([0-9a-f]+) r\S\S[ps] ", line)
+            if found and line.rstrip().endswith(suffix):
+                begin, end = (int(text, 16) for text in found.groups())
+                madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)

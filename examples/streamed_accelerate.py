@@ -21,11 +21,12 @@ parser.add_argument("model")
 parser.add_argument("text", type=pathlib.Path)
 parser.add_argument("output")
 parser.add_argument("devices", nargs="+")
+parser.add_argument("--keep", help="bytes of weights that stay in memory; what fits unless given")
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--accumulation", type=int, default=2)
 options = parser.parse_args()
 
-model = smartinf.from_pretrained(options.model, devices=options.devices, dtype=torch.bfloat16)
+model = smartinf.from_pretrained(options.model, devices=options.devices, keep=options.keep, dtype=torch.bfloat16)
 model.gradient_checkpointing_enable({"use_reentrant": False})
 optimizer = smartinf.AdamW(
     model.named_parameters(), lr=1e-4, max_grad_norm=1.0, accumulation_steps=options.accumulation

@@ -21,12 +21,14 @@ parser.add_argument("text", type=pathlib.Path)
 parser.add_argument("output")
 parser.add_argument("devices", nargs="+")
 parser.add_argument("--memory-budget")
+parser.add_argument("--keep", help="bytes of weights that stay in memory; what fits unless given")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--lora", action="store_true", help="train adapters over the frozen model")
 options = parser.parse_args()
 
 model = smartinf.from_pretrained(
-    options.model, devices=options.devices, memory_budget=options.memory_budget, dtype=torch.bfloat16
+    options.model, devices=options.devices, memory_budget=options.memory_budget, keep=options.keep,
+    dtype=torch.bfloat16
 )
 model.gradient_checkpointing_enable({"use_reentrant": False})
 if options.lora:

@@ -22,10 +22,11 @@ parser.add_argument("model")
 parser.add_argument("output")
 parser.add_argument("devices", nargs="+")
 parser.add_argument("--dpo", action="store_true")
+parser.add_argument("--keep", help="bytes of weights that stay in memory; what fits unless given")
 parser.add_argument("--steps", type=int, default=4)
 options = parser.parse_args()
 
-model = smartinf.from_pretrained(options.model, devices=options.devices, dtype=torch.bfloat16)
+model = smartinf.from_pretrained(options.model, devices=options.devices, keep=options.keep, dtype=torch.bfloat16)
 tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
 common = {
     "max_steps": options.steps,
@@ -36,17 +37,26 @@ common = {
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": [],
+    "use_cpu": not torch.accelerator.is_available(),
 }
 if options.dpo:
     rows = [{"prompt": f"{n} and one?", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(16)]
     args = trl.DPOConfig(options.output, gradient_checkpointing=False, **common)
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    optimizer = smartinf.AdamW(
+        [(name, param) for name, param in model.named_parameters() if param.requires_grad],
+        lr=args.learning_rate,
+        max_grad_norm=args.max_grad_norm,
+    )
     trainer = trl.DPOTrainer(
         model,
         args=args,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
-        peft_config=peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
-        **smartinf.hf.optimizer(args),
+        optimizers=(optimizer, None),
+        callbacks=[smartinf.hf.CheckpointCallback()],
     )
 else:
     rows = [{"text": f"{n} and one are {n + 1}."} for n in range(16)]

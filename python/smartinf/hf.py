@@ -91,7 +91,7 @@ class _Maker:
         if issubclass(optimizer_class, (Adam, AdamW)):
             by_args |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
         streamed = streamed_model.of(param for _, param in trained)
-        if streamed is not None and streamed.stream is not None or options.get("release_gradients"):
+        if streamed is not None or options.get("release_gradients"):
             # Trainer's own clipping finds no gradients then; otherwise it clips, as ever.
             by_args["max_grad_norm"] = args.max_grad_norm or float("inf")
             by_args["accumulation_steps"] = args.gradient_accumulation_steps

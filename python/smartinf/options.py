@@ -22,10 +22,8 @@ class Options:
     def __init__(self, given, rule, state_keys, counts_steps, streamed=None):
         """streamed: the StreamedModel of the parameters, or None."""
         self.streamed, self.stream = streamed, None if streamed is None else streamed.stream
-        if self.stream is not None:
+        if streamed is not None:
             given = _for_streamed(given, streamed)
-        elif streamed is not None and not _device_list(given["devices"]):
-            given = {**given, "devices": streamed.devices}
         _check(given)
         self.rule, self.state_keys, self.counts_steps = rule, state_keys, counts_steps
         self.compress = compression.parse(given["compress"])
@@ -79,7 +77,17 @@ class Options:
 
 
 def _for_streamed(given, streamed):
-    """The keywords as a streamed model needs them. Errors: UsageError for what does not go together."""
+    """The keywords as a streamed model needs them, also where all of it stays in memory, so that a script does not depend
+    on that. Errors: UsageError for what does not go together."""
+    made = {**given, "release_gradients": True}
+    if not _device_list(given["devices"]):
+        made["devices"] = streamed.devices
+    if given["memory_budget"] is None:
+        made["memory_budget"] = streamed.engine_bytes
+    if given["gradient_budget"] is None:
+        made["gradient_budget"] = streamed.gradient_bytes
+    if streamed.stream is None:
+        return made
     for name, value in (("compress", None), ("where", "device")):
         if given[name] != value:
             raise UsageError(f"{name}={given[name]!r} does not go together with a streamed model; leave it out")
@@ -88,14 +96,7 @@ def _for_streamed(given, streamed):
         raise UsageError(
             "overlap of a streamed model is always late: its units wait for their own new weights. Leave it out"
         )
-    made = {**given, "release_gradients": True, "overlap": None, "model": None}
-    if not _device_list(given["devices"]):
-        made["devices"] = streamed.devices
-    if given["memory_budget"] is None:
-        made["memory_budget"] = streamed.engine_bytes
-    if given["gradient_budget"] is None:
-        made["gradient_budget"] = streamed.gradient_bytes
-    return made
+    return made | {"overlap": None, "model": None}
 
 
 def _device_list(devices):

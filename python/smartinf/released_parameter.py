@@ -11,7 +11,7 @@ _METHODS_WITHOUT_VALUES = {
     "is_pinned", "is_set_to", "is_shared", "is_signed", "nelement", "numel", "register_hook", "requires_grad_", "size",
     "register_post_accumulate_grad_hook", "storage_offset", "stride", "data_ptr", "__hash__", "__len__", "is_same_size",
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty",
-    "new_ones", "new_full", "is_nonzero_size", "__dir__", "__setstate__", "is_tensor", "backward", "retain_grad",
+    "new_ones", "new_full", "is_nonzero_size", "__dir__", "__setstate__", "backward", "retain_grad", "untyped_storage",
 }  # fmt: skip
 _WITHOUT_GRADIENT = {"detach"}
 
@@ -45,7 +45,7 @@ class ReleasedParameter(torch.nn.Parameter):
                 _refuse_write(args[0])
             if name == "data" and not is_set:
                 return handle(args[0])
-            if name in ("data_ptr", "untyped_storage", "storage") and hasattr(args[0], "_smartinf_handle"):
+            if name == "data_ptr" and hasattr(args[0], "_smartinf_handle"):
                 _refuse(args[0], "asked for its memory. Take a copy first: tensor.clone(), or use save_pretrained()")
             is_property = getattr(func, "__name__", "") in ("__get__", "__set__")
             if is_property and name not in _NAMES_THAT_READ or name in _METHODS_WITHOUT_VALUES:
@@ -68,7 +68,13 @@ def _name_of(func):
 def handle(param):
     """What stands for param.data, and for the parameter in a state dict: values are read when they are used, and writes
     are refused."""
-    made = torch.Tensor._make_subclass(ReleasedParameter, without_values(param.shape, param.dtype, param.device))
+    stand_in = getattr(param, "_smartinf_stand_in", None)
+    if stand_in is None:
+        # Of one parameter all have one storage, by which shared tensors are known.
+        stand_in = without_values(param.shape, param.dtype, param.device)
+        stand_in.untyped_storage().resize_(param.itemsize)
+        param._smartinf_stand_in = stand_in
+    made = torch.Tensor._make_subclass(ReleasedParameter, stand_in)
     made._smartinf, made._smartinf_handle = param._smartinf, True
     return made
 

@@ -287,7 +287,7 @@ def _plan(sizes, memory_budget, keep):
     left = budget - slots - engine
     gradients = min(sum(sizes), left)
     left -= gradients
-    limit = left if keep is None else keep and parse_bytes(keep, "keep")
+    limit = left if keep is None else 0 if keep in (0, "0") else parse_bytes(keep, "keep")
     kept, bytes_kept = 0, 0
     while kept < len(sizes) - 1 and bytes_kept + sizes[kept] <= limit:
         bytes_kept += sizes[kept]

@@ -87,17 +87,17 @@ def test_finetune(tmp_path, model):
 def test_streamed_trainer(tmp_path, model):
     transformers = pytest.importorskip("transformers")
     text = EXAMPLES / "finetune.py"
-    whole = example("streamed_trainer.py", model, text, tmp_path / "o1", tmp_path / "d1", "--steps", 2)
+    whole = example("streamed_trainer.py", model, text, tmp_path / "o1", tmp_path / "d1", "--steps", 2, "--keep", 0)
     assert "train_loss" in whole
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "o1" / "final")
     pytest.importorskip("peft")
-    example("streamed_trainer.py", model, text, tmp_path / "o2", tmp_path / "d2", "--steps", 2, "--lora")
+    example("streamed_trainer.py", model, text, tmp_path / "o2", tmp_path / "d2", "--steps", 2, "--keep", 0, "--lora")
     assert (tmp_path / "o2" / "final" / "adapter_model.safetensors").exists()
 
 
 def test_streamed_accelerate(tmp_path, model):
     text = EXAMPLES / "finetune.py"
-    out = example("streamed_accelerate.py", model, text, tmp_path / "out", tmp_path / "device", "--steps", 4)
+    out = example("streamed_accelerate.py", model, text, tmp_path / "out", tmp_path / "device", "--steps", 4, "--keep", 0)
     assert len(re.findall(r"step \d loss", out)) == 4
     assert (tmp_path / "out" / "state" / "smartinf").is_dir()
 
@@ -106,7 +106,7 @@ def test_streamed_trl(tmp_path, model):
     pytest.importorskip("trl")
     pytest.importorskip("peft")
     for way in ([], ["--dpo"]):
-        out = example("streamed_trl.py", model, tmp_path / "out", tmp_path / "-".join(["d", *way]), "--steps", 2, *way)
+        out = example("streamed_trl.py", model, tmp_path / "out", tmp_path / "-".join(["d", *way]), "--steps", 2, "--keep", 0, *way)
         assert "train_loss" in out
 
 

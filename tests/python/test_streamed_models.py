@@ -433,3 +433,21 @@ def test_two_graphs_in_flight_and_retain_graph(tmp_path):
         first.backward()
         gradients.append({name: p.grad.clone() for name, p in each.named_parameters()})
     same(*gradients)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_blocks(whole, tmp_path):
+    def compiled(model):
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            if whole:
+                layer.compile(backend="aot_eager")
+            else:
+                layer.forward = torch.compile(layer.forward, backend="aot_eager")
+        return model
+
+    plain = compiled(made(llama))
+    expected = steps_of(plain, adamw(plain, devices=[tmp_path / "plain"], release_gradients=True))
+    model = compiled(smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0))
+    assert steps_of(model, adamw(model)) == expected
+    same(weights_of(model), weights_of(plain))

@@ -66,7 +66,7 @@ class LayerStream:
                     self._read_only.close()
                 self._read_only = _Window(self, self._weights.core, frozen, 0, 0) if frozen else None
                 if not frozen:
-                    self._weights.close(remove=True)
+                    self._weights.close()
             self._last_uses.clear()
 
     @property
@@ -96,7 +96,7 @@ class LayerStream:
                 if window is not None:
                     window.close()
             self._trained = self._read_only = None
-            self._weights.close(remove=True)
+            self._weights.close()
 
     # ---- Holding units.
 

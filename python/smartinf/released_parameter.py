@@ -81,12 +81,7 @@ def handle(param):
 
 def without_values(shape, dtype, device):
     """A tensor of that shape whose storage is empty."""
-    tensor = torch.empty(0, dtype=dtype, device=device)
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    tensor.set_(tensor.untyped_storage(), 0, shape, strides)
+    tensor = torch.empty(shape, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
 

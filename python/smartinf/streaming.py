@@ -5,11 +5,12 @@ import ctypes
 import logging
 import os
 import sys
+import weakref
 
 import torch
 
 from smartinf import _core, stream_hooks, streamed_model
-from smartinf.errors import UsageError
+from smartinf.errors import Error, UsageError
 from smartinf.layer_stream import SLOTS, LayerStream
 from smartinf.layout import TYPE_NAMES
 from smartinf.released_parameter import handle, without_values
@@ -100,10 +101,11 @@ def _paths(devices):
 
 
 class _WeightsFile:
-    """The model's weights on the devices, until an optimizer's state has them."""
+    """The model's weights on the devices, until an optimizer's state has them, or the process ends."""
 
     def __init__(self, core, paths, dtype):
-        self.core, self._paths, self._dtype = core, paths, dtype
+        self.core, self._dtype = core, dtype
+        self._remove = weakref.finalize(self, _remove_weights, core, paths, os.getpid())
 
     def read(self, first, values):
         """Elements from `first` on, to a tensor."""
@@ -114,10 +116,16 @@ class _WeightsFile:
         ctypes.memmove(values.data_ptr(), window.get(0), values.numel() * values.itemsize)
         window.close()
 
-    def close(self, remove=False):
-        self.core.close()
-        if remove:
-            _core.Weights.remove(self._paths)
+    def close(self):
+        """Deletes it."""
+        self._remove()
+
+
+def _remove_weights(core, paths, owner):
+    if os.getpid() == owner:  # and not in a forked child
+        core.close()
+        with contextlib.suppress(Error):
+            _core.Weights.remove(paths)
 
 
 class _WeightsWriter:
@@ -222,14 +230,14 @@ def _start(model, found, weights, firsts, devices, memory_budget, keep):
                 _restore(param, weights, firsts)
     units = found.units[plan.kept_units :]
     if not units:
-        weights.close(remove=True)
+        weights.close()
         streamed_model.register(
             model, streamed_model.StreamedModel(None, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes)
         )
         _log.info("%s: all weights stay in memory, %d MiB", type(model).__name__, sum(sizes) >> 20)
         return model
     in_order = [firsts[id(param)] for unit in units for _, param in unit.params]
-    layer_stream = LayerStream(units, weights, in_order, torch.device("cpu"), found.shared)
+    layer_stream = LayerStream(units, weights, in_order, units[0].params[0][1].device, found.shared)
     streamed = streamed_model.StreamedModel(layer_stream, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes)
     of_module = {
         module: [u - plan.kept_units for u in needed if u >= plan.kept_units]

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 
@@ -223,6 +224,16 @@ c10::DeviceAllocator& device_allocator() { return device_memory(); }
 c10::Allocator& pinned_allocator() { return pinned_memory(); }
 bool is_pinned(const void* address) {
   return pinned_memory().contains(reinterpret_cast<uintptr_t>(address));
+}
+
+void resize_storage(const c10::Storage& storage, size_t bytes) {
+  c10::DataPtr made = device_allocator().allocate(bytes);
+  if (std::min(bytes, storage.nbytes()) != 0) {
+    device_allocator().copy_data(made.mutable_get(), storage.data(),
+                                 std::min(bytes, storage.nbytes()));
+  }
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(made));
+  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
 }
 
 extern "C" Memory smartinf_test_accelerator_memory() {

@@ -100,6 +100,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex /*device*/) const override { return 0; }
   bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(storage, bytes);
+  }
   c10::Device getDeviceFromPtr(void* /*address*/) const override { return the_device(); }
   // The CPU's kernels draw from it.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex /*device*/) const override {

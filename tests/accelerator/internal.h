@@ -11,6 +11,7 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
 #include "tests/accelerator/accelerator.h"
@@ -29,6 +30,8 @@ void* host_view(const void* address);
 c10::DeviceAllocator& device_allocator();
 c10::Allocator& pinned_allocator();
 bool is_pinned(const void* address);
+/// Its first bytes are the same afterwards.
+void resize_storage(const c10::Storage& storage, size_t bytes);
 
 // streams.cc.
 struct Event;

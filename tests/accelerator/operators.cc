@@ -75,16 +75,6 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::Sca
                                            c10::dtype_or_default(type));
 }
 
-void resize_storage(const c10::Storage& storage, size_t bytes) {
-  c10::DataPtr larger = device_allocator().allocate(bytes);
-  if (storage.nbytes() != 0) {
-    device_allocator().copy_data(larger.mutable_get(), storage.data(),
-                                 std::min(bytes, storage.nbytes()));
-  }
-  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(larger));
-  storage.unsafeGetStorageImpl()->set_nbytes(bytes);
-}
-
 const Tensor& resize_(const Tensor& self, IntArrayRef size,
                       std::optional<at::MemoryFormat> /*format*/) {
   const size_t needed = at::detail::computeStorageNbytesContiguous(

@@ -2,6 +2,8 @@
 
 import copy
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -275,6 +277,20 @@ def test_lora_over_a_frozen_streamed_base(tmp_path):
     assert sorted(os.listdir(tmp_path / "adapters"))[:2] == ["README.md", "adapter_config.json"]
     with pytest.raises(smartinf.UsageError, match="written"):
         model.merge_and_unload()
+
+
+def test_no_file_of_weights_is_left_behind(tmp_path):
+    model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0)
+    assert (tmp_path / "a" / "weights").exists()
+    adamw(model)
+    assert not (tmp_path / "a" / "weights").exists()
+    code = (
+        "import sys, torch, smartinf; from transformers import LlamaConfig, LlamaForCausalLM;"
+        "model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2));"
+        "smartinf.stream(model, sys.argv[1], keep=0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "b")], check=True)
+    assert os.listdir(tmp_path / "b") == []
 
 
 def test_part_of_the_model_is_frozen(tmp_path):

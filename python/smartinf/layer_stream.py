@@ -14,8 +14,9 @@ from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
 from smartinf.released_parameter import ReleasedParameter, without_values
 
-SLOTS = 3  # one in use, one whose backward follows, one read ahead
+SLOTS = 3  # for each span of a unit: one in use, one whose backward follows, one read ahead
 _SLOT_ALIGNMENT = 4096
+_GAP_ELEMENTS = 1 << 20  # that are read rather than to have another slot
 
 
 class LayerStream:
@@ -25,9 +26,10 @@ class LayerStream:
     Threads: autograd's and the model's; calls take turns. Errors: of the devices, named; UsageError once it is closed.
     """
 
-    def __init__(self, units, weights, firsts, device, shared):
+    def __init__(self, units, weights, firsts, device, shared, experts):
         """weights: the file with the values. firsts: the element there of each parameter. shared: ids of the model's
-        parameters that several units use."""
+        parameters that several units use. experts: ids of those that have an expert in each row, of which only the
+        rows that somebody asks for are read (read_experts)."""
         self.units, self.shared = units, shared
         self.params, self.names, self.unit_of = [], [], []
         for u, unit in enumerate(units):
@@ -36,6 +38,8 @@ class LayerStream:
                 self.params.append(param)
                 self.names.append(name)
                 self.unit_of.append(u)
+        self.experts = frozenset(i for i, param in enumerate(self.params) if id(param) in experts)
+        self._rows = {}  # index of one of these that has values: the rows that are there
         self.dtype = self.params[0].dtype
         self.device = device
         self.waited_s = 0.0  # for weights that were not there when they were used
@@ -116,7 +120,7 @@ class LayerStream:
             if not self._mode:
                 order = order + order  # evaluation and generation go on with the next pass
             for window in self._windows():
-                window.window.start([window.index[u] for u in order if u in window.index])
+                window.window.start([number for u in order for number in window.numbers_of(u)])
 
     @contextlib.contextmanager
     def one_pass(self):
@@ -139,9 +143,13 @@ class LayerStream:
             if self._holds[unit] == 0:
                 self._uses.append(unit)
                 begin = time.monotonic()
-                for window in self._windows():
-                    for index, data in window.get(unit):
-                        self._fill(index, data)
+                try:
+                    for window in self._windows():
+                        for index, data in window.get(unit):
+                            self._fill(index, data)
+                except BaseException:
+                    self._let_go_of(unit)
+                    raise
                 self.waited_s += time.monotonic() - begin
             self._holds[unit] += 1
 
@@ -149,9 +157,19 @@ class LayerStream:
         with self._turn:
             self._holds[unit] -= 1
             if self._holds[unit] == 0:
-                for window in self._windows():
-                    for index in window.release(unit):
-                        self._release(index)
+                self._let_go_of(unit)
+
+    def read_experts(self, indices, rows):
+        """Of parameters that have an expert in each row, whose unit is held: these rows have values."""
+        with self._turn:
+            begin = time.monotonic()
+            for index in indices:
+                there = self._rows[index]
+                for row in sorted(set(rows) - there):
+                    for window in self._windows():
+                        window.read_row(index, row, self.params[index].data[row])
+                    there.add(row)
+            self.waited_s += time.monotonic() - begin
 
     def enter_backward(self, units):
         """A backward pass comes to these units: it holds them, and no others, until it comes to the next or ends."""
@@ -190,6 +208,8 @@ class LayerStream:
         with self._turn:
             self.gather(unit)
             try:
+                if index in self.experts:
+                    self.read_experts([index], range(self.params[index].shape[0]))
                 return self.params[index].detach().clone()
             finally:
                 self.release(unit)
@@ -215,11 +235,14 @@ class LayerStream:
         index = self._by_storage.get(tensor.untyped_storage().data_ptr())
         if index is None:
             return None
-        return _SavedView(index, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        rows = frozenset(self._rows.get(index, ()))
+        return _SavedView(index, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), rows)
 
     def restore(self, saved):
         with self._turn:
             self.enter_backward([self.unit_of[saved.index]])
+            if saved.rows:
+                self.read_experts([saved.index], saved.rows)
             storage = self.params[saved.index].untyped_storage()
             tensor = torch.empty(0, dtype=saved.dtype, device=self.device)
             return tensor.set_(storage, saved.offset, saved.size, saved.stride)
@@ -235,8 +258,15 @@ class LayerStream:
             self._holds[unit] = 1
             self.release(unit)
 
+    def _let_go_of(self, unit):
+        for window in self._windows():
+            for index in window.release(unit):
+                self._release(index)
+
     def _fill(self, index, data):
         param = self.params[index]
+        if index in self.experts:
+            self._rows[index] = set()
         param.__class__ = self._classes[index]
         param.data = data
         self._by_storage[data.untyped_storage().data_ptr()] = index
@@ -247,68 +277,124 @@ class LayerStream:
             self._by_storage.pop(param.untyped_storage().data_ptr(), None)
             param.data = without_values(param.shape, param.dtype, self.device)
             param.__class__ = ReleasedParameter
+            self._rows.pop(index, None)
 
 
-_SavedView = collections.namedtuple("_SavedView", ["index", "dtype", "offset", "size", "stride"])
+# rows: of a parameter with experts, those that had values.
+_SavedView = collections.namedtuple("_SavedView", ["index", "dtype", "offset", "size", "stride", "rows"])
+
+
+class _Span:
+    """Parameters of a unit that lie together in a source. members: [(index, element)], in their order."""
+
+    def __init__(self, unit, members, count):
+        self.unit, self.members, self.count, self.held = unit, members, count, False
+        self.first = members[0][1]
 
 
 class _Window:
-    """A window over one source. firsts: {index of a parameter: its element there}; of each unit they are one span.
-    index: {unit: its number in the window}."""
+    """A window over one source. firsts: {index of a parameter: its element there}. The parameters of a unit are one
+    span, or several where much lies between them; each row of a parameter with experts is one of its own."""
 
     def __init__(self, stream, source, firsts, resident_address, resident_count):
         self._stream, self.firsts = stream, firsts
         self._members = collections.defaultdict(list)  # by unit
-        for i in firsts:
+        self._spans = []
+        self._of_unit = collections.defaultdict(list)  # numbers of spans
+        self._rows = {}  # index of a parameter with experts: number of its first row
+        by_unit = collections.defaultdict(list)
+        for i, first in firsts.items():
             self._members[stream.unit_of[i]].append(i)
-        self.index = {unit: n for n, unit in enumerate(self._members)}
-        spans = []
-        for members in self._members.values():
-            first = min(firsts[i] for i in members)
-            end = max(firsts[i] + stream.params[i].numel() for i in members)
-            spans.append((first, end - first))
-        self._spans = spans
+            if i not in stream.experts:
+                by_unit[stream.unit_of[i]].append((first, i))
+        for unit, members in by_unit.items():
+            for span in _spans_of(stream, unit, sorted(members)):
+                self._of_unit[unit].append(len(self._spans))
+                self._spans.append(span)
+        for i in sorted(stream.experts & firsts.keys()):
+            self._rows[i] = len(self._spans)
+            rows = stream.params[i].shape[0]
+            count = stream.params[i].numel() // rows
+            self._spans += [_Span(None, [(i, firsts[i] + row * count)], count) for row in range(rows)]
+        at_once = SLOTS * max(map(len, self._of_unit.values()), default=1) + bool(self._rows)
+        spans = [(span.first, span.count) for span in self._spans]
         type_name = TYPE_NAMES[stream.dtype]
         slot_bytes = _core.window_slot_bytes(source, spans, type_name)
         slot_bytes = -(-slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
         pinned = stream.device.type == "cuda"
-        self._slab = torch.empty(SLOTS * slot_bytes + _SLOT_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
+        self._slab = torch.empty(at_once * slot_bytes + _SLOT_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
         begin = -(-self._slab.data_ptr() // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        slots = [begin + n * slot_bytes for n in range(SLOTS)]
+        slots = [begin + n * slot_bytes for n in range(at_once)]
         self.window = _core.LayerWindow(
             source, spans, type_name, slots, slot_bytes, resident_address, resident_count
         )
 
+    def numbers_of(self, unit):
+        return self._of_unit.get(unit, ())
+
     def get(self, unit):
-        """(index of a parameter, its values) of a unit, where the model computes, until release()."""
-        number = self.index.get(unit)
-        if number is None:
-            return
+        """(index of a parameter, its values) of a unit, where the model computes, until release(). Rows of experts
+        are still to be read."""
         stream = self._stream
-        address = self.window.get(number)
-        for i in self._members[unit]:
-            param = stream.params[i]
-            offset = (self.firsts[i] - self._spans[number][0]) * stream.dtype.itemsize
-            memory = (ctypes.c_char * (param.numel() * stream.dtype.itemsize)).from_address(address + offset)
-            # A storage of its own: a view of the slot would have another offset in each slot.
-            yield i, torch.frombuffer(memory, dtype=stream.dtype).view(param.shape).to(stream.device)
+        for i in self._members.get(unit, ()):
+            if i in stream.experts:
+                # Pages that nobody writes to take no memory.
+                yield i, torch.zeros(stream.params[i].shape, dtype=stream.dtype, device=stream.device)
+        for number in self.numbers_of(unit):
+            span = self._spans[number]
+            address = self.window.get(number)
+            span.held = True
+            for i, first in span.members:
+                param = stream.params[i]
+                yield i, self._at(address, first - span.first, param.numel()).view(param.shape).to(stream.device)
+
+    def read_row(self, index, row, out):
+        if index in self._rows:
+            number = self._rows[index] + row
+            out.copy_(self._at(self.window.get(number), 0, out.numel()).view(out.shape))
+            self.window.release(number)
 
     def release(self, unit):
-        number = self.index.get(unit)
-        if number is None:
-            return ()
-        self.window.release(number)
-        return self._members[unit]
+        """Returns its parameters."""
+        for number in self.numbers_of(unit):
+            if self._spans[number].held:
+                self._spans[number].held = False
+                self.window.release(number)
+        return self._members.get(unit, ())
+
+    def _at(self, address, offset, count):
+        """Elements in a slot. A storage of its own: a view of the slot would have another offset in each slot."""
+        width = self._stream.dtype.itemsize
+        memory = (ctypes.c_char * (count * width)).from_address(address + offset * width)
+        values = torch.frombuffer(memory, dtype=self._stream.dtype)
+        # Where a parameter begins decides on the last bits of some products; torch's own begin on 64 bytes.
+        return values if values.data_ptr() % 64 == 0 else values.clone()
 
     def close(self):
         self.window.close()
+
+
+def _spans_of(stream, unit, members):
+    """members: [(element, index)], sorted. What lies between two of a span is read in vain."""
+    together = []
+    for first, i in members:
+        if together and first - end > _GAP_ELEMENTS:
+            yield _Span(unit, together, end - together[0][1])
+            together = []
+        together.append((i, first))
+        end = first + stream.params[i].numel()
+    if together:
+        yield _Span(unit, together, end - together[0][1])
 
 
 class _Closed:
     """In place of a window whose optimizer was closed."""
 
     def __init__(self, window):
-        self.firsts, self._units, self.index, self.window = window.firsts, window.index, {}, self
+        self.firsts, self._units, self.window = window.firsts, frozenset(window._members), self
+
+    def numbers_of(self, unit):
+        return ()
 
     def get(self, unit):
         if unit in self._units:

@@ -8,9 +8,9 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _WEIGHT, _OUTER = "weight", "outer"  # how a saved tensor was packed; else its version
 
 
-def attach(stream, model, of_module, blocks):
-    """of_module: {module: units}. blocks: those of them whose forward may be computed again in backward. Returns
-    handles; remove() of each takes the hooks off."""
+def attach(stream, model, of_module, blocks, experts):
+    """of_module: {module: units}. blocks: those of them whose forward may be computed again in backward. experts:
+    {module: parameters}. Returns handles; remove() of each takes the hooks off."""
 
     @torch.compiler.disable
     def begin(*_):
@@ -23,7 +23,23 @@ def attach(stream, model, of_module, blocks):
         hooks = _ModuleHooks(stream, tuple(units), module in blocks)
         handles.append(module.register_forward_pre_hook(hooks.before, prepend=True))
         handles.append(module.register_forward_hook(hooks.after, always_call=True))
+    for module, params in experts.items():
+        indices = [stream.index_of(param) for param in params if stream.index_of(param) is not None]
+        if indices:
+            handles.append(module.register_forward_pre_hook(_expert_hook(stream, indices), with_kwargs=True))
     return handles
+
+
+def _expert_hook(stream, indices):
+    @torch.compiler.disable
+    def read(module, args, kwargs):
+        chosen = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
+        rows = range(module.num_experts)
+        if isinstance(chosen, torch.Tensor) and not chosen.is_floating_point():
+            rows = [row for row in chosen.unique().tolist() if row < module.num_experts]
+        stream.read_experts(indices, rows)
+
+    return read
 
 
 class _ModuleHooks:

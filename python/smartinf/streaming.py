@@ -237,14 +237,15 @@ def _start(model, found, weights, firsts, devices, memory_budget, keep):
         _log.info("%s: all weights stay in memory, %d MiB", type(model).__name__, sum(sizes) >> 20)
         return model
     in_order = [firsts[id(param)] for unit in units for _, param in unit.params]
-    layer_stream = LayerStream(units, weights, in_order, units[0].params[0][1].device, found.shared)
+    with_experts = {id(param) for params in found.experts.values() for param in params}
+    layer_stream = LayerStream(units, weights, in_order, units[0].params[0][1].device, found.shared, with_experts)
     streamed = streamed_model.StreamedModel(layer_stream, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes)
     of_module = {
         module: [u - plan.kept_units for u in needed if u >= plan.kept_units]
         for module, needed in found.of_module.items()
     }
     of_module = {module: needed for module, needed in of_module.items() if needed}
-    streamed.handles = stream_hooks.attach(layer_stream, model, of_module, found.blocks)
+    streamed.handles = stream_hooks.attach(layer_stream, model, of_module, found.blocks, found.experts)
     _take_over(model, layer_stream)
     streamed_model.register(model, streamed)
     _log.info(

@@ -29,11 +29,11 @@ class Units:
     """units: in the order of the model's modules. blocks: the modules that are a unit whole. of_module: {module:
     indices of the units that its forward needs}, for blocks and for modules outside of them that have parameters of
     their own. kept: [(name, parameter)] of parameters that are in no unit. shared: ids of parameters that several of
-    these modules have."""
+    these modules have. experts: {module: its parameters that have an expert in each row}."""
 
-    def __init__(self, units, of_module, kept, blocks, shared):
+    def __init__(self, units, of_module, kept, blocks, shared, experts):
         self.units, self.of_module, self.kept = units, of_module, kept
-        self.blocks, self.shared = blocks, shared
+        self.blocks, self.shared, self.experts = blocks, shared, experts
 
 
 def find_units(model, layers=None, kept_bytes=_KEPT_BYTES):
@@ -54,6 +54,7 @@ def find_units(model, layers=None, kept_bytes=_KEPT_BYTES):
             streamed = []
         if streamed:
             unit = Unit(name)
+            streamed.sort(key=lambda p: id(p) in with_experts)  # what is read whole lies together
             unit.params = [(names[id(p)], p) for p in streamed]
             seen.update((id(p), len(units)) for p in streamed)
             units.append(unit)
@@ -63,6 +64,8 @@ def find_units(model, layers=None, kept_bytes=_KEPT_BYTES):
                 kept.append((names[id(p)], p))
         return sorted({seen[id(p)] for p in params} - {None})
 
+    experts = {m: params for block in blocks for m in block.modules() if (params := _expert_params(m))}
+    with_experts = {id(param) for params in experts.values() for param in params}
     inside = set()
     for name, module in model.named_modules():
         if module in inside:
@@ -76,7 +79,16 @@ def find_units(model, layers=None, kept_bytes=_KEPT_BYTES):
             of_module[module] = needed
     if not units:
         raise UsageError("the model has no parameters that could be streamed")
-    return Units(units, of_module, kept, blocks, shared)
+    return Units(units, of_module, kept, blocks, shared, experts)
+
+
+def _expert_params(module):
+    """The parameters of a module of transformers that computes with the experts that it is told: forward(hidden states,
+    experts of each token, their weights), or none."""
+    count = getattr(module, "num_experts", None)
+    if "Experts" not in type(module).__name__ or not isinstance(count, int) or count < 2:
+        return []
+    return [p for p in module.parameters(recurse=False) if p.dim() > 1 and p.shape[0] == count]
 
 
 def _streamed_dtype(model):

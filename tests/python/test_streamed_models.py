@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import smartinf
-from smartinf import layer_major, streaming, units
+from smartinf import layer_major, layer_stream, streaming, units
 from smartinf.released_parameter import ReleasedParameter
 
 transformers = pytest.importorskip("transformers")
@@ -277,6 +277,36 @@ def test_lora_over_a_frozen_streamed_base(tmp_path):
     assert sorted(os.listdir(tmp_path / "adapters"))[:2] == ["README.md", "adapter_config.json"]
     with pytest.raises(smartinf.UsageError, match="written"):
         model.merge_and_unload()
+
+
+def many_experts():
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=32, num_experts=16, num_experts_per_tok=2,
+            moe_intermediate_size=256, decoder_sparse_step=1, **SIZES,
+        )
+    )  # fmt: skip
+
+
+def test_only_experts_that_were_chosen_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_stream, "_GAP_ELEMENTS", 1 << 16)  # a file has a block's experts between the others
+    plain = made(many_experts)
+    plain.save_pretrained(tmp_path / "folder")
+    model = smartinf.from_pretrained(tmp_path / "folder", devices=tmp_path / "a", memory_budget="64MiB", keep=0)
+    token = torch.tensor([[7]])
+    with torch.no_grad():
+        assert torch.equal(model(token).logits, plain(token).logits)
+    model.train(), plain.train()
+    optimizer = adamw(model)
+    before = optimizer.traffic()["read"]["state"]
+    with torch.no_grad():
+        assert torch.equal(model(token).logits, plain(token).logits)
+    read = optimizer.traffic()["read"]["state"] - before
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert 0 < read < weights / 2  # 2 of 16 experts, and what is no expert
+    expected = steps_of(plain, adamw(plain, devices=[tmp_path / "plain"], release_gradients=True))
+    assert steps_of(model, optimizer) == expected
+    same(weights_of(model), weights_of(plain))
 
 
 def test_no_file_of_weights_is_left_behind(tmp_path):

@@ -19,6 +19,12 @@ def add(session):
     _open.add(session)
 
 
+def of_parameters(params):
+    """Whether an open optimizer has any of these parameters."""
+    ids = {id(param) for param in params}
+    return any(s.core is not None and not ids.isdisjoint(s.layout.index_of) for s in list(_open))
+
+
 def _same(a, b):
     try:
         return os.path.samefile(a, b)

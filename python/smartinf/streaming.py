@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from smartinf import _core, stream_hooks, streamed_model
+from smartinf import _core, open_optimizers, stream_hooks, streamed_model
 from smartinf.errors import Error, UsageError
 from smartinf.layer_stream import SLOTS, LayerStream
 from smartinf.layout import TYPE_NAMES
@@ -38,6 +38,8 @@ def stream(model, devices, *, memory_budget=None, layers=None, keep=None):
     if streamed_model.is_streamed(model):
         raise UsageError("the model is streamed already")
     give_memory_back()
+    if open_optimizers.of_parameters(model.parameters()):
+        raise UsageError("the model has an optimizer already; stream the model first, and make the optimizer then")
     found = find_units(model, layers)
     paths = _paths(devices)
     for unit in found.units:

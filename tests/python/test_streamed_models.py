@@ -432,6 +432,11 @@ def test_what_is_not_possible_is_refused_by_name(tmp_path):
                 write()
     with pytest.raises(smartinf.UsageError, match=r"layers.1.mlp.up_proj.weight .* gradient would be lost"):
         weight.square()
+    trained = made(llama)
+    optimizer = adamw(trained, devices=tmp_path / "c")
+    with pytest.raises(smartinf.UsageError, match="stream the model first"):
+        smartinf.stream(trained, tmp_path / "b")
+    optimizer.close()
     for refused in (
         lambda: copy.deepcopy(model),
         lambda: model.load_state_dict({}),

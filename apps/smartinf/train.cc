@@ -17,6 +17,7 @@
 #include "apps/smartinf/progress.h"
 #include "apps/smartinf/recipe_flags.h"
 #include "apps/smartinf/state_places.h"
+#include "apps/smartinf/text_codec.h"
 #include "apps/smartinf/trace_file.h"
 #include "apps/smartinf/wear.h"
 
@@ -169,10 +170,13 @@ class Screen {
     if (view_) view_->clear();
   }
 
-  void sample(const std::string& text) {
-    if (!json_) return print("sample:\n" + text);
+  void samples(base::StepNumber at, const std::vector<std::string>& texts) {
     using Json = nlohmann::ordered_json;
-    print(Json{{"sample", text}}.dump(-1, ' ', false, Json::error_handler_t::replace));
+    if (json_) {
+      const Json line{{"step", at}, {"samples", texts}};
+      return print(line.dump(-1, ' ', false, Json::error_handler_t::replace));
+    }
+    for (const std::string& text : texts) print(fmt::format("step {}: sample:\n{}", at, text));
   }
 
  private:
@@ -193,6 +197,50 @@ class Screen {
   uint64_t compressed_bytes_ = 0;
   base::TrafficReading host_link_;
   base::TrafficReading store_;
+};
+
+// What the model makes of train.sample_prompts, at each validation.
+class Samples {
+ public:
+  /// What cannot be sampled costs the run nothing: a warning says why.
+  void open(const Trainer& trainer) {
+    const train::TrainOptions& options = trainer.options().train;
+    if (options.sample_prompts.empty() || options.sample_tokens == 0) return;
+    Result<TextCodec> codec = TextCodec::open(trainer.text_form());
+    if (!codec.ok()) return warn(codec.status());
+    for (const std::string& text : options.sample_prompts) {
+      Result<std::vector<int64_t>> prompt = codec->encode(text);
+      if (!prompt.ok()) return warn(prompt.status());
+      if (prompt->empty() || prompt->size() >= trainer.options().data.sequence) {
+        return warn(Status(base::ErrorCode::kInvalidArgument,
+                           fmt::format("one has {} tokens", prompt->size()),
+                           "Choose prompts of at least one token, shorter than data.sequence"));
+      }
+      prompts_.push_back(std::move(*prompt));
+    }
+    codec_ = std::move(*codec);
+  }
+
+  Status show(Trainer& trainer, Screen& screen, const Interrupt& interrupt) {
+    if (!codec_ || interrupt.requested()) return Status();
+    SI_ASSIGN_OR_RETURN(auto made, trainer.sample(prompts_, interrupt.token()));
+    std::vector<std::string> texts;
+    for (size_t i = 0; i < made.size(); ++i) {
+      made[i].insert(made[i].begin(), prompts_[i].begin(), prompts_[i].end());
+      SI_ASSIGN_OR_RETURN(texts.emplace_back(), codec_->decode(made[i]));
+    }
+    screen.samples(trainer.step(), texts);
+    return Status();
+  }
+
+ private:
+  static void warn(Status status) {
+    base::log(base::LogLevel::kWarning,
+              std::move(status).with_context("train.sample_prompts: no samples").to_string());
+  }
+
+  std::optional<TextCodec> codec_;
+  std::vector<std::vector<int64_t>> prompts_;
 };
 
 /// The trainer's own track, beside those of devices and links.
@@ -220,9 +268,10 @@ Status keep_checkpoint(Trainer& trainer, Screen& screen, const Interrupt& interr
   return made.status();
 }
 
-Status validate(Trainer& trainer, Screen& screen, const Interrupt& interrupt) {
+Status validate(Trainer& trainer, Screen& screen, Samples& samples, const Interrupt& interrupt) {
   SI_ASSIGN_OR_RETURN(const train::Validation made, trainer.validate());
   screen.validation(trainer.step(), made);
+  SI_RETURN_IF_ERROR(samples.show(trainer, screen, interrupt));
   if (!made.loss || !trainer.options().train.keep_best) return Status();
   screen.clear_view();
   return keep_checkpoint(trainer, screen, interrupt, made.loss);
@@ -238,7 +287,7 @@ void show_wear(const config::LoadedRecipe& loaded, Screen& screen) {
   }
 }
 
-Status train_steps(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
+Status train_steps(Trainer& trainer, Screen& screen, Samples& samples, const Interrupt& interrupt,
                    csd::Trace* trace) {
   const train::TrainOptions& options = trainer.options().train;
   while (trainer.step() < options.steps) {
@@ -251,7 +300,7 @@ Status train_steps(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
       SI_RETURN_IF_ERROR(keep_checkpoint(trainer, screen, interrupt));
     }
     if (updated && due(options.validate_every, report.step) && report.step < options.steps) {
-      SI_RETURN_IF_ERROR(validate(trainer, screen, interrupt));
+      SI_RETURN_IF_ERROR(validate(trainer, screen, samples, interrupt));
     }
   }
   return Status();
@@ -308,7 +357,9 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
   for (const std::string& line : trainer.describe()) screen.note(line);
   if (trainer.step() > 0) screen.resumed(trainer.step(), changes);
 
-  Status status = train_steps(trainer, screen, interrupt, trace.get());
+  Samples samples;
+  if (trainer.step() < options.steps) samples.open(trainer);
+  Status status = train_steps(trainer, screen, samples, interrupt, trace.get());
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
   screen.clear_view();
   if (status.ok() || interrupted) {
@@ -333,13 +384,8 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
   }
   if (!status.ok()) return report(status);
 
-  status = validate(trainer, screen, interrupt);
+  status = validate(trainer, screen, samples, interrupt);
   if (!status.ok()) return report(status);
-  if (options.sample_tokens > 0 && !interrupt.requested()) {
-    const Result<std::string> text = trainer.sample();
-    if (!text.ok()) return report(text.status());
-    screen.sample(*text);
-  }
   screen.totals();
   show_wear(loaded, screen);
   screen.note(fmt::format("done: smartinf export {} --out DIR makes a folder for transformers",

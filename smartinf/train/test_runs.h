@@ -64,7 +64,7 @@ struct Outcome {
   std::vector<double> norms;  // of steps that were not skipped
   std::vector<std::string> skipped;
   std::vector<double> validations;
-  std::vector<std::string> samples;
+  std::vector<std::vector<int64_t>> samples;
   std::vector<float> state;  // all planes, subgroup by subgroup
 
   std::multiset<std::string> overlaps;
@@ -170,7 +170,10 @@ class TestRuns {
         }
         if (evaluate_every != 0 && i % evaluate_every == 0) {
           outcome.validations.push_back((*trainer)->validate().value().loss.value());
-          outcome.samples.push_back((*trainer)->sample().value());
+          const std::vector<std::vector<int64_t>> prompts{{'d', 'e', 'f'}, {' '}};
+          for (auto& sample : (*trainer)->sample(prompts, {}).value()) {
+            outcome.samples.push_back(std::move(sample));
+          }
         }
       }
       EXPECT_TRUE((*trainer)->finish().ok());

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import unittest
 
-from small_models import COMMON, CONFIGS, WIDE_HEADS, make
+from small_models import COMMON, CONFIGS, WIDE_HEADS, make, make_tokenizer
 from train_runs import SMARTINF, STREAMED, StreamCase
 
 import torch
@@ -132,18 +132,9 @@ class Generate(StreamCase):
         self.assertEqual(len(self.tokens(memory, prompts, "--tokens", 3)[1]), 3)
 
     def test_text_goes_through_the_models_tokenizer(self):
-        import tokenizers
         folder = self.folder / "model"
         make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=300)), folder)
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        tokenizer.train([str(self.corpus)], tokenizers.trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["<user>", "<model>"], show_progress=False,
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-        fast.chat_template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<model>"
-        fast.save_pretrained(folder)
+        fast = make_tokenizer(folder, self.corpus)
         prompts = {"def value(index):": fast("def value(index):")["input_ids"], "ä": fast("ä")["input_ids"]}
         there = {text: fast.decode(tokens + self.tokens(folder, [tokens], "--tokens", 20)[0],
                                    skip_special_tokens=True) for text, tokens in prompts.items()}
@@ -155,7 +146,6 @@ class Generate(StreamCase):
         self.assertEqual(both, f"prompt 1:\n{first}\n\nprompt 2:\n{second}\n")
         chat = self.run_generate(folder, "--prompt", "if", "--chat", "--tokens", 5, "--json").stdout
         self.assertEqual(json.loads(chat)["prompt_tokens"], fast("<user>if<model>")["input_ids"])
-        # A run on token files has its tokenizer in the folder that it keeps, and samples with it.
         self.assertIn("no tokenizer", self.run_generate(
             make_without_tokenizer(folder, self.folder / "bare"), "--prompt", "x", code=1).stderr)
 

@@ -12,8 +12,7 @@ import unittest
 
 OUTPUTS = str(pathlib.Path(sys.argv.pop(2)).resolve())
 
-from small_models import COMMON, CONFIGS, WIDE_HEADS, make, read
-from train_runs import SMARTINF, TrainCase
+from small_models import COMMON, CONFIGS, WIDE_HEADS, FineTuneCase, make, read
 
 import safetensors.torch
 import torch
@@ -31,7 +30,7 @@ def gradients(model, folder, loss):
     return read(folder)
 
 
-class Models(TrainCase):
+class Models(FineTuneCase):
     def outputs(self, folder, tokens, ends=None):
         inputs = {"tokens": tokens.contiguous()}
         if ends is not None:
@@ -71,12 +70,6 @@ class Models(TrainCase):
                     alone = self.outputs(self.folder / name, tokens[row:row + 1, first:last + 1])["logits"]
                     self.near(whole[32 * row + first:32 * row + last], alone, (row, first))
 
-    def fine_tune(self, folder, run, *flags, steps=1, code=0):
-        recipe = pathlib.Path(self.recipe(steps=steps))
-        text = recipe.read_text()
-        recipe.write_text(f'[model]\nfrom = "{folder}"\n\n' + text[text.index("[data]"):])
-        return self.train(str(recipe), run, "--train.warmup_steps", "1", "--train.lr_floor", "1", *flags, code=code)
-
     def test_what_is_imported_is_exported_bit_for_bit(self):
         for name, dtype in (("llama3_rope", torch.bfloat16), ("qwen3", torch.float16), ("gpt2", torch.float32),
                             ("mixtral", torch.bfloat16), ("gemma3", torch.bfloat16), ("qwen2", torch.bfloat16)):
@@ -95,37 +88,6 @@ class Models(TrainCase):
                 self.assertEqual(loaded.config.to_dict(), transformers.AutoConfig.from_pretrained(
                     self.folder / name).to_dict() | {"_name_or_path": str(out)})
 
-    # The same eight sequences in every step, in any order.
-    SAME_BATCH = ("--data.validation_share", "0", "--train.micro_batch", "8", "--train.accumulation", "1",
-                  "--train.precision", "f32", "--train.clip_norm", "0", "--train.weight_decay", "0.01",
-                  "--train.warmup_steps", "0", "--optimizer.beta1", "0.9", "--optimizer.beta2", "0.99",
-                  "--optimizer.eps", "1e-8")
-
-    def curve(self, model, steps, lr):
-        """Losses of torch's own AdamW over the corpus' sequences."""
-        tokens = torch.frombuffer(bytearray(self.corpus.read_bytes()), dtype=torch.uint8).long()
-        rows = torch.stack([tokens[32 * i:32 * i + 33] for i in range(8)])
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        groups = [{"params": [p for p in parameters if p.ndim > 1]},
-                  {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
-        losses = []
-        for _ in range(steps):
-            loss = model(rows[:, :-1]).logits.flatten(0, 1)
-            loss = torch.nn.functional.cross_entropy(loss, rows[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    def same_curves(self, run, there):
-        here = [loss for _, loss in self.losses(run)]
-        self.assertEqual(len(here), len(there))
-        apart = max(abs(a - b) / b for a, b in zip(here, there, strict=True))
-        self.assertLess(apart, 1e-4)
-        self.assertLess(there[-1], 0.95 * there[0], "the model has learnt something")
-
     def test_fine_tuning_goes_as_with_torch(self):
         self.corpus.write_bytes(self.corpus.read_bytes()[:257])
         for name in ("gpt2", "qwen3", "mixtral"):
@@ -133,7 +95,7 @@ class Models(TrainCase):
                 config = CONFIGS[name].__class__.from_dict(dict(CONFIGS[name].to_dict(), vocab_size=256))
                 model = make(config, self.folder / name)
                 self.fine_tune(self.folder / name, "run_" + name, *self.SAME_BATCH, "--train.lr", "1e-3", steps=100)
-                self.same_curves("run_" + name, self.curve(model, 100, 1e-3))
+                self.same_curves("run_" + name, self.curve(model, 100, 1e-3, *self.rows()))
 
     def test_adapters_go_as_with_peft(self):
         try:
@@ -154,7 +116,7 @@ class Models(TrainCase):
                 base = transformers.AutoModelForCausalLM.from_pretrained(self.folder / name)
                 model = peft.PeftModel.from_pretrained(base, first, is_trainable=True)
                 self.fine_tune(self.folder / name, "run_" + name, *flags, "--train.lr", "1e-2", steps=40)
-                self.same_curves("run_" + name, self.curve(model, 40, 1e-2))
+                self.same_curves("run_" + name, self.curve(model, 40, 1e-2, *self.rows()))
                 there = peft.get_peft_model_state_dict(model)
                 here = read(self.export("run_" + name, "adapters_" + name))
                 self.assertEqual(sorted(here), sorted(there))

@@ -5,6 +5,8 @@ Whoever imports it ends with 77, and says why, where a Python package is missing
 import pathlib
 import sys
 
+from train_runs import StreamCase
+
 try:
     import safetensors.torch
     import torch
@@ -73,3 +75,65 @@ def read(folder):
     for file in sorted(pathlib.Path(folder).glob("*.safetensors")):
         tensors.update(safetensors.torch.load_file(file))
     return tensors
+
+
+def make_tokenizer(folder, corpus):
+    """One of 300 tokens with a chat template, saved."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train([str(corpus)], trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<user>", "<model>", "<end>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% else %}<model>{% generation %}"
+        "{{ m.content }}<end>{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}<model>{% endif %}")
+    fast.save_pretrained(folder)
+    return fast
+
+
+class FineTuneCase(StreamCase):
+    """Runs from a folder, and the same steps by torch."""
+
+    def fine_tune(self, folder, run, *flags, steps=1, code=0):
+        recipe = pathlib.Path(self.recipe(steps=steps))
+        text = recipe.read_text()
+        recipe.write_text(f'[model]\nfrom = "{folder}"\n\n' + text[text.index("[data]"):])
+        return self.train(str(recipe), run, "--train.warmup_steps", "1", "--train.lr_floor", "1", *flags, code=code)
+
+    # The same eight sequences in every step, in any order.
+    SAME_BATCH = ("--data.validation_share", "0", "--train.micro_batch", "8", "--train.accumulation", "1",
+                  "--train.precision", "f32", "--train.clip_norm", "0", "--train.weight_decay", "0.01",
+                  "--train.warmup_steps", "0", "--optimizer.beta1", "0.9", "--optimizer.beta2", "0.99",
+                  "--optimizer.eps", "1e-8")
+
+    def rows(self):
+        """The corpus' sequences, and what follows each of their tokens."""
+        tokens = torch.frombuffer(bytearray(self.corpus.read_bytes()), dtype=torch.uint8).long()
+        rows = torch.stack([tokens[32 * i:32 * i + 33] for i in range(8)])
+        return rows[:, :-1], rows[:, 1:]
+
+    def curve(self, model, steps, lr, inputs, targets, **options):
+        """Losses of torch's own AdamW, every step over all of them."""
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": [p for p in parameters if p.ndim > 1]},
+                  {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.01)
+        losses = []
+        for _ in range(steps):
+            logits = model(inputs, **options).logits.flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(logits, targets.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def same_curves(self, run, there):
+        here = [loss for _, loss in self.losses(run)]
+        self.assertEqual(len(here), len(there))
+        apart = max(abs(a - b) / b for a, b in zip(here, there, strict=True))
+        self.assertLess(apart, 1e-4)
+        self.assertLess(there[-1], 0.95 * there[0], "the model has learnt something")

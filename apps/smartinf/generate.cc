@@ -27,6 +27,7 @@ struct Flags {
   std::string from;
   std::vector<std::string> prompts;
   std::vector<std::string> prompt_tokens;
+  std::string checkpoint;
   bool chat = false;
   uint64_t tokens = 128;
   train::Sampling sampling;
@@ -54,6 +55,9 @@ Result<train::GeneratorOptions> options_of(const Flags& flags) {
   train::GeneratorOptions options;
   if (is_run_folder(flags.from)) {
     SI_ASSIGN_OR_RETURN(config::LoadedRecipe loaded, load_run(flags.from));
+    if (!flags.checkpoint.empty()) {
+      SI_RETURN_IF_ERROR(use_checkpoint(flags.checkpoint, loaded.recipe));
+    }
     options.options = std::move(loaded.recipe.options);
     options.updater = std::move(loaded.recipe.updater);
   } else {
@@ -267,6 +271,10 @@ void add_generate(CLI::App& app, Run& run) {
                    "The same as numbers of tokens, 1,2,3; the result is numbers, too")
       ->allow_extra_args(false)
       ->type_name("LIST");
+  command
+      ->add_option("--checkpoint", flags->checkpoint,
+                   "A copy of the run's state in place of its devices, as for smartinf export")
+      ->type_name("DIR");
   command->add_flag("--chat", flags->chat,
                     "Put each prompt into the model's chat template as the user's words");
   command->add_option("--tokens", flags->tokens, "New tokens, at most [128]")

@@ -15,7 +15,9 @@
 
 namespace smartinf::apps {
 
-/// scripts/plot_figure.py, plot_run.py, tokenize_text.py and write_tensorboard.py.
+/// scripts/make_token_files.py, plot_figure.py, plot_run.py, tokenize_text.py and
+/// write_tensorboard.py.
+std::string_view make_token_files_script();
 std::string_view plot_figure_script();
 std::string_view plot_run_script();
 std::string_view tokenize_text_script();

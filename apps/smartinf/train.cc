@@ -18,6 +18,7 @@
 #include "apps/smartinf/recipe_flags.h"
 #include "apps/smartinf/state_places.h"
 #include "apps/smartinf/text_codec.h"
+#include "apps/smartinf/token_data.h"
 #include "apps/smartinf/trace_file.h"
 #include "apps/smartinf/wear.h"
 
@@ -318,7 +319,10 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   return {};
 }
 
-int print_plan(const config::LoadedRecipe& loaded) {
+int print_plan(config::LoadedRecipe& loaded) {
+  const Interrupt interrupt;
+  const Status made = make_token_data(loaded.recipe, /*quiet=*/true, interrupt.token());
+  if (!made.ok()) return report(made);
   const Result<std::vector<std::string>> lines =
       Trainer::describe_memory({loaded.recipe.options, loaded.recipe.updater, {}, {}, {}});
   if (!lines.ok()) return report(lines.status());
@@ -326,11 +330,16 @@ int print_plan(const config::LoadedRecipe& loaded) {
   return kExitDone;
 }
 
-int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
+int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
   Interrupt interrupt;
-  train::Job job{
-      loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded), choice, {}};
+  const std::string recipe = config::print_recipe(loaded);
   const std::vector<config::KeyChange> changes = changes_of(loaded);
+  const Status made = make_token_data(loaded.recipe, json, interrupt.token());
+  if (!made.ok()) {
+    return report(made, made.code() == base::ErrorCode::kInvalidArgument ? kExitUsage : kExitFailed);
+  }
+  train::Job job{
+      loaded.recipe.options, loaded.recipe.updater, recipe, choice, {}};
   const std::string& trace_path = job.options.train.trace;
   std::shared_ptr<csd::Trace> trace;
   if (!trace_path.empty()) {

@@ -368,9 +368,9 @@ def main():
         import numpy  # noqa: F401
         import safetensors.numpy  # noqa: F401
     except ImportError as missing:
-        sys.exit(f"{missing} (of {sys.executable}). Token files are made with the packages tokenizers, transformers, "
-                 f"numpy and safetensors: {sys.executable} -m pip install ... them; smartinf takes another Python "
-                 "from the environment variable SMARTINF_PYTHON")
+        sys.exit(f"{missing}. Install what token files are made with ({sys.executable} -m pip install tokenizers "
+                 "transformers numpy safetensors); smartinf takes another Python from the environment variable "
+                 "SMARTINF_PYTHON")
     except (OSError, ValueError) as error:
         sys.exit(f"--tokenizer: {arguments.tokenizer}: {error}")
     end = tokenizer.end if with_documents else None

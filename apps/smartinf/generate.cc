@@ -169,7 +169,9 @@ class Generation {
     options.sampling = flags_.sampling;
     options.end_tokens = generator_->source().end_tokens;
     options.stop = std::move(stop);
-    made_ = prompts_;
+    // Of a conversation only the answer is shown.
+    shown_ = flags_.chat ? std::vector<Tokens>(prompts_.size()) : prompts_;
+    made_.resize(prompts_.size());
     if (shows_growth()) SI_RETURN_IF_ERROR(show_growth(/*last=*/false));
     const uint64_t begin_ns = base::now_ns();
     uint64_t count = 0;
@@ -178,6 +180,7 @@ class Generation {
       ++count;
       if (std::ranges::find(options.end_tokens, token) != options.end_tokens.end()) return;
       made_[prompt].push_back(token);
+      shown_[prompt].push_back(token);
       if (shows_growth() && shown.ok()) shown = show_growth(/*last=*/false);
     });
     const double seconds = base::seconds_since(begin_ns);
@@ -203,21 +206,20 @@ class Generation {
   }
 
   Status show_growth(bool last) {
-    SI_ASSIGN_OR_RETURN(const std::string text, text_of(made_.front()));
+    SI_ASSIGN_OR_RETURN(const std::string text, text_of(shown_.front()));
     growing_.show(text, last);
     return Status();
   }
 
   Status show_all() {
-    for (size_t i = 0; i < made_.size(); ++i) {
-      SI_ASSIGN_OR_RETURN(const std::string text, text_of(made_[i]));
+    for (size_t i = 0; i < shown_.size(); ++i) {
+      SI_ASSIGN_OR_RETURN(const std::string text, text_of(shown_[i]));
       if (!flags_.json) {
         fmt::print("{}prompt {}:\n{}\n", i == 0 ? "" : "\n", i + 1, text);
         continue;
       }
       using Json = nlohmann::ordered_json;
-      const auto behind = made_[i].begin() + static_cast<std::ptrdiff_t>(prompts_[i].size());
-      Json line{{"prompt_tokens", prompts_[i]}, {"tokens", Tokens(behind, made_[i].end())}};
+      Json line{{"prompt_tokens", prompts_[i]}, {"tokens", made_[i]}};
       if (!numbers_) line["text"] = text;
       fmt::print("{}\n", line.dump(-1, ' ', false, Json::error_handler_t::replace));
     }
@@ -229,7 +231,8 @@ class Generation {
   std::unique_ptr<train::Generator> generator_;
   std::optional<TextCodec> codec_;
   std::vector<Tokens> prompts_;
-  std::vector<Tokens> made_;  // prompts with what is behind them
+  std::vector<Tokens> made_;   // behind each
+  std::vector<Tokens> shown_;  // of these and the prompts
   uint64_t positions_ = 0;
   bool cut_ = false;
   GrowingText growing_;

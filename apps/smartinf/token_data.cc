@@ -78,9 +78,9 @@ class TokenData {
     // A folder has the chat template beside the tokenizer.
     const fs::path tokenizer(tokenizer_);
     const bool folder = tokenizer.filename() == "tokenizer.json" && options_.data.tokenizer.empty();
-    std::vector<std::string> arguments{
-        "--tokenizer", folder ? tokenizer.parent_path().string() : tokenizer_, "--out",
-        out.string()};
+    std::vector<std::string> arguments{"--tokenizer",
+                                       folder ? tokenizer.parent_path().string() : tokenizer_,
+                                       "--out", out.string()};
     for (const std::string& suffix : options_.data.suffixes) {
       arguments.insert(arguments.end(), {"--suffix", suffix});
     }
@@ -92,7 +92,8 @@ class TokenData {
                             quiet_ ? ScriptOutput::kDropped : ScriptOutput::kShown));
     if (script.finish()) return Status();
     if (stop_.stop_requested()) return Status(ErrorCode::kCancelled, "stopped");
-    return Status(ErrorCode::kFailedPrecondition, "no tokens could be made of it",
+    return Status(ErrorCode::kFailedPrecondition,
+                  fmt::format("no token file could be made of {}", fmt::join(texts, ", ")),
                   "See what is said above");
   }
 
@@ -111,8 +112,7 @@ Status make_token_data(config::Recipe& recipe, bool quiet, const std::stop_token
   if (form.tokenizer.empty()) return Status();
   TokenData made(recipe.options, form.tokenizer, quiet, stop);
   SI_RETURN_IF_ERROR(made.replace("data.paths", "training", data.paths));
-  SI_RETURN_IF_ERROR(
-      made.replace("data.validation_paths", "validation", data.validation_paths));
+  SI_RETURN_IF_ERROR(made.replace("data.validation_paths", "validation", data.validation_paths));
   SI_ASSIGN_OR_RETURN(std::vector<train::EvaluationSet> sets, train::evaluation_sets(data));
   data.evaluation.clear();
   for (size_t i = 0; i < sets.size(); ++i) {

@@ -336,10 +336,10 @@ int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool
   const std::vector<config::KeyChange> changes = changes_of(loaded);
   const Status made = make_token_data(loaded.recipe, json, interrupt.token());
   if (!made.ok()) {
-    return report(made, made.code() == base::ErrorCode::kInvalidArgument ? kExitUsage : kExitFailed);
+    return report(made,
+                  made.code() == base::ErrorCode::kInvalidArgument ? kExitUsage : kExitFailed);
   }
-  train::Job job{
-      loaded.recipe.options, loaded.recipe.updater, recipe, choice, {}};
+  train::Job job{loaded.recipe.options, loaded.recipe.updater, recipe, choice, {}};
   const std::string& trace_path = job.options.train.trace;
   std::shared_ptr<csd::Trace> trace;
   if (!trace_path.empty()) {
@@ -397,8 +397,10 @@ int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool
   if (!status.ok()) return report(status);
   screen.totals();
   show_wear(loaded, screen);
-  screen.note(fmt::format("done: smartinf export {} --out DIR makes a folder for transformers",
-                          options.run));
+  screen.note(
+      fmt::format("done: smartinf export {0} --out DIR makes a folder for transformers, smartinf "
+                  "generate {0} --prompt TEXT continues a text",
+                  options.run));
   return kExitDone;
 }
 

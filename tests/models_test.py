@@ -191,7 +191,7 @@ class Models(FineTuneCase):
     def test_a_run_goes_on_without_the_folder_it_came_from(self):
         config = CONFIGS["qwen3"].__class__(**dict(WIDE_HEADS, vocab_size=256))
         make(config, self.folder / "model", torch.bfloat16)
-        (self.folder / "model/tokenizer.json").write_text('{"version": "1.0"}')
+        (self.folder / "model/tokenizer_config.json").write_text('{"version": "1.0"}')
         self.fine_tune(self.folder / "model", "whole", steps=4)
         self.fine_tune(self.folder / "model", "parts", steps=2)
         (self.folder / "model").rename(self.folder / "away")
@@ -199,7 +199,7 @@ class Models(FineTuneCase):
         self.assertEqual([loss for _, loss in self.losses("parts")][2:],
                          [loss for _, loss in self.losses("whole")][2:])
         out = self.export("parts", "out")
-        self.assertEqual((out / "tokenizer.json").read_text(), '{"version": "1.0"}')
+        self.assertEqual((out / "tokenizer_config.json").read_text(), '{"version": "1.0"}')
         config = json.loads((self.folder / "away/config.json").read_text())
         (self.folder / "model").mkdir()
         (self.folder / "model/config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))

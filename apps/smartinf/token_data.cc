@@ -75,12 +75,7 @@ class TokenData {
     }
     if (there && !newer) return Status();
     if (!quiet_) fmt::print("data: making tokens of {}\n", fmt::join(texts, ", "));
-    // A folder has the chat template beside the tokenizer.
-    const fs::path tokenizer(tokenizer_);
-    const bool folder = tokenizer.filename() == "tokenizer.json" && options_.data.tokenizer.empty();
-    std::vector<std::string> arguments{"--tokenizer",
-                                       folder ? tokenizer.parent_path().string() : tokenizer_,
-                                       "--out", out.string()};
+    std::vector<std::string> arguments{"--tokenizer", tokenizer_, "--out", out.string()};
     for (const std::string& suffix : options_.data.suffixes) {
       arguments.insert(arguments.end(), {"--suffix", suffix});
     }
@@ -98,7 +93,7 @@ class TokenData {
   }
 
   const train::Options& options_;
-  const std::string tokenizer_;
+  const std::string tokenizer_;  // the folder
   const bool quiet_;
   const std::stop_token& stop_;
 };
@@ -107,10 +102,12 @@ class TokenData {
 
 Status make_token_data(config::Recipe& recipe, bool quiet, const std::stop_token& stop) {
   train::DataOptions& data = recipe.options.data;
+  // Text beside data.tokenizer is refused: a tokenizer.json has no chat template.
+  if (recipe.options.model.from.empty() || !data.tokenizer.empty()) return Status();
   SI_ASSIGN_OR_RETURN(const train::ModelSource source, train::find_model(recipe.options));
   const train::TextForm form = train::text_form(recipe.options, source);
   if (form.tokenizer.empty()) return Status();
-  TokenData made(recipe.options, form.tokenizer, quiet, stop);
+  TokenData made(recipe.options, source.folder, quiet, stop);
   SI_RETURN_IF_ERROR(made.replace("data.paths", "training", data.paths));
   SI_RETURN_IF_ERROR(made.replace("data.validation_paths", "validation", data.validation_paths));
   SI_ASSIGN_OR_RETURN(std::vector<train::EvaluationSet> sets, train::evaluation_sets(data));

@@ -9,7 +9,7 @@
 
 namespace smartinf::apps {
 
-/// Where the run's model has a tokenizer, puts token files in place of what in data.paths,
+/// Where the folder model.from has a tokenizer, puts token files in place of what in data.paths,
 /// data.validation_paths and data.evaluation is none: RUN/data/training.safetensors and so on. One
 /// that is there already is used again, unless what it was made of is newer. quiet: nothing but
 /// errors is said. Errors: of find_model(); kNotFound for a path that is not there;

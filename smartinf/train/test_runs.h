@@ -2,10 +2,12 @@
 // become NaN on request.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <set>
@@ -171,9 +173,8 @@ class TestRuns {
         if (evaluate_every != 0 && i % evaluate_every == 0) {
           outcome.validations.push_back((*trainer)->validate().value().loss.value());
           const std::vector<std::vector<int64_t>> prompts{{'d', 'e', 'f'}, {' '}};
-          for (auto& sample : (*trainer)->sample(prompts, {}).value()) {
-            outcome.samples.push_back(std::move(sample));
-          }
+          auto samples = (*trainer)->sample(prompts, {}).value();
+          std::ranges::move(samples, std::back_inserter(outcome.samples));
         }
       }
       EXPECT_TRUE((*trainer)->finish().ok());

@@ -175,10 +175,10 @@ def checked_messages(messages, key):
     return messages
 
 
-def input_files(paths):
+def input_files(paths, suffixes):
     for path in map(pathlib.Path, paths):
         if path.is_dir():
-            yield from sorted(p for p in path.rglob("*") if p.is_file())
+            yield from sorted(p for p in path.rglob("*") if p.is_file() and (not suffixes or p.suffix in suffixes))
         elif path.is_file():
             yield path
         else:
@@ -342,6 +342,8 @@ def parse_arguments():
                              "tokenizer's folder, if there is one, for .safetensors")
     parser.add_argument("--split-at", metavar="TEXT",
                         help="what stands between the documents of a text file, e.g. '\\n\\n\\n'")
+    parser.add_argument("--suffix", action="append", default=[],
+                        help="of the files that are taken from folders, e.g. .txt; may be repeated (default: all)")
     parser.add_argument("--skip-bad", action="store_true",
                         help="leave out documents that cannot be used, and count them")
     parser.add_argument("--tokens-per-file", type=int, default=100_000_000,
@@ -366,7 +368,9 @@ def main():
         import numpy  # noqa: F401
         import safetensors.numpy  # noqa: F401
     except ImportError as missing:
-        sys.exit(f"{missing}; scripts/setup.sh installs it")
+        sys.exit(f"{missing}. Install what token files are made with ({sys.executable} -m pip install tokenizers "
+                 "transformers numpy safetensors); smartinf takes another Python from the environment variable "
+                 "SMARTINF_PYTHON")
     except (OSError, ValueError) as error:
         sys.exit(f"--tokenizer: {arguments.tokenizer}: {error}")
     end = tokenizer.end if with_documents else None
@@ -376,7 +380,7 @@ def main():
             sys.exit(f"--separator: the tokenizer has no token {arguments.separator!r}")
     bad = BadDocuments(arguments.skip_bad)
     count = arguments.count if with_documents else "all"  # .bin files have no mask
-    made = made_documents(Documents(tokenizer, count, end), input_files(arguments.inputs),
+    made = made_documents(Documents(tokenizer, count, end), input_files(arguments.inputs, arguments.suffix),
                           arguments.split_at, bad)
     if with_documents:
         any_made = make_documents(made, arguments.out, tokenizer, end, count)

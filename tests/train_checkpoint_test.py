@@ -114,5 +114,25 @@ def names(paths):
     return [os.path.basename(path) for path in paths]
 
 
+    def test_the_best_checkpoint_is_exported_after_training_has_gone_on(self):
+        flags = ("--train.validate_every", "2", "--train.keep_best", "true", *self.devices("run", 2))
+        self.train(self.recipe(steps=4), "run", *flags)
+        self.assertEqual([p.name for p in (self.folder / "run/checkpoints/best").iterdir()], ["step-00000004"])
+        then = self.master_weights("run", "then")
+        self.train(self.recipe(steps=8), "run", "--train.lr", "0.1", *flags)  # which makes it worse
+        self.assertNotEqual(self.master_weights("run", "now"), then)
+        best = self.folder / "run/checkpoints/best"
+        for place in (best, best / "step-00000004"):
+            out = self.export("run", f"of_{place.name}", "--type", "f32", "--checkpoint", str(place))
+            self.assertEqual((out / "model.safetensors").read_bytes(), then)
+        told = subprocess.run([SMARTINF, "export", str(self.folder / "run"), "--out", str(self.folder / "none"),
+                               "--checkpoint", str(self.folder)], capture_output=True, text=True, check=False)
+        self.assertIn("there is no checkpoint", told.stderr)
+        spoken = [subprocess.run([SMARTINF, "generate", str(self.folder / "run"), "--prompt", "def", *words],
+                                 capture_output=True, check=True).stdout
+                  for words in ((), ("--checkpoint", str(best)))]
+        self.assertNotEqual(*spoken)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -30,6 +30,7 @@ using Overrides = std::vector<config::Override>;
 void add_bench(CLI::App& app, Run& run);
 void add_calibrate(CLI::App& app, Run& run);
 void add_doctor(CLI::App& app, Run& run);
+void add_generate(CLI::App& app, Run& run);
 void add_inspect(CLI::App& app, Run& run);
 void add_metrics(CLI::App& app, Run& run);
 void add_plan(CLI::App& app, Run& run);
@@ -44,6 +45,7 @@ void add_reshard(CLI::App& app, Run& run);
 void add_gc(CLI::App& app, Run& run);
 
 inline constexpr char kTrainSummary[] = "Train a model; resume the run when it is run again";
+inline constexpr char kGenerateSummary[] = "Let a run's or a folder's model continue texts";
 
 /// Goes on as the process that is linked with torch where `command` needs it; `arguments` are
 /// main's. Nothing where this process is the one to run it; an exit code where it cannot start.

@@ -24,6 +24,7 @@ using base::Status;
 struct Flags {
   std::string run;
   std::string out;
+  std::string checkpoint;
   std::string type;
   std::string shard_size = "5GB";
   bool merge = false;
@@ -35,6 +36,10 @@ int run_export(const Flags& flags) {
   Result<config::LoadedRecipe> loaded = load_run(flags.run);
   if (!loaded.ok()) {
     return report(std::move(loaded).status().with_context(flags.run + " is not a run's folder"));
+  }
+  if (!flags.checkpoint.empty()) {
+    const Status used = use_checkpoint(flags.checkpoint, loaded->recipe);
+    if (!used.ok()) return report(used);
   }
   train::ExportOptions options;
   options.out = flags.out;
@@ -82,6 +87,11 @@ void add_export(CLI::App& app, Run& run) {
       ->type_name("RUN");
   command->add_option("--out", flags->out, "Folder to create")->required()->type_name("DIR");
   command
+      ->add_option("--checkpoint", flags->checkpoint,
+                   "A copy of the run's state in place of its devices: a checkpoint's folder, or "
+                   "one with several, of which the newest is taken")
+      ->type_name("DIR");
+  command
       ->add_option("--type", flags->type,
                    "Type of the weights [of model.from, else train.precision of the run]")
       ->check(CLI::IsMember(base::enum_name_list<base::DataType>()))
@@ -94,6 +104,7 @@ void add_export(CLI::App& app, Run& run) {
   command->footer(
       "Examples:\n"
       "  smartinf export runs/quickstart --out my-model\n"
+      "  smartinf export runs/mine --checkpoint runs/mine/checkpoints/best --out best\n"
       "  python3 -c \"from transformers import AutoModelForCausalLM as M; "
       "M.from_pretrained('my-model')\"");
   command->callback([flags, &run] { run = [flags] { return run_export(*flags); }; });

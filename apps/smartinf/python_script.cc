@@ -23,7 +23,8 @@ using base::Result;
 using base::Status;
 
 Result<PythonScript> PythonScript::start(std::string_view script,
-                                         const std::vector<std::string>& arguments, bool quiet) {
+                                         const std::vector<std::string>& arguments,
+                                         ScriptOutput output) {
   const char* chosen = std::getenv("SMARTINF_PYTHON");
   std::vector<std::string> words{chosen != nullptr ? chosen : "python3", "-c", std::string(script)};
   words.insert(words.end(), arguments.begin(), arguments.end());
@@ -35,7 +36,10 @@ Result<PythonScript> PythonScript::start(std::string_view script,
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, ends[1], STDIN_FILENO);
-  if (quiet) {
+  if (output == ScriptOutput::kAnswers) {
+    posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
+  }
+  if (output == ScriptOutput::kDropped) {
     posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
   }
   // Of what our threads block, it blocks nothing.
@@ -66,6 +70,7 @@ PythonScript& PythonScript::operator=(PythonScript&& other) noexcept {
   std::swap(python_, other.python_);
   std::swap(child_, other.child_);
   std::swap(input_, other.input_);
+  std::swap(unread_, other.unread_);
   return *this;
 }
 
@@ -77,6 +82,21 @@ bool PythonScript::write(std::string_view text) {
     text.remove_prefix(static_cast<size_t>(sent));
   }
   return true;
+}
+
+std::optional<std::string> PythonScript::read_line() {
+  size_t end = unread_.find('\n');
+  while (end == std::string::npos) {
+    std::array<char, 4096> part{};
+    const ssize_t count = ::recv(input_, part.data(), part.size(), 0);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return std::nullopt;
+    unread_.append(part.data(), static_cast<size_t>(count));
+    end = unread_.find('\n');
+  }
+  std::string line = unread_.substr(0, end);
+  unread_.erase(0, end + 1);
+  return line;
 }
 
 bool PythonScript::runs() const {

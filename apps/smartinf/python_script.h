@@ -2,6 +2,8 @@
 // them, and run by the user's Python.
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -13,28 +15,37 @@
 
 namespace smartinf::apps {
 
-/// scripts/plot_figure.py, plot_run.py and write_tensorboard.py.
+/// scripts/make_token_files.py, plot_figure.py, plot_run.py, tokenize_text.py and
+/// write_tensorboard.py.
+std::string_view make_token_files_script();
 std::string_view plot_figure_script();
 std::string_view plot_run_script();
+std::string_view tokenize_text_script();
 std::string_view write_tensorboard_script();
+
+/// What becomes of a script's standard output. kAnswers: read_line() has it.
+enum class ScriptOutput : uint8_t { kShown, kDropped, kAnswers };
 
 /// A script that runs. Its standard error is ours, and says why it failed. Threads: one caller.
 class PythonScript {
  public:
-  /// Starts SMARTINF_PYTHON, or else python3. quiet: what it prints to standard output is dropped.
-  /// Errors: kNotFound where there is no such Python, kIo.
+  /// Starts SMARTINF_PYTHON, or else python3. Errors: kNotFound where there is no such Python, kIo.
   static base::Result<PythonScript> start(std::string_view script,
                                           const std::vector<std::string>& arguments,
-                                          bool quiet = false);
+                                          ScriptOutput output = ScriptOutput::kShown);
   PythonScript(PythonScript&& other) noexcept
       : python_(std::move(other.python_)),
         child_(std::exchange(other.child_, -1)),
-        input_(std::exchange(other.input_, -1)) {}
+        input_(std::exchange(other.input_, -1)),
+        unread_(std::move(other.unread_)) {}
   PythonScript& operator=(PythonScript&& other) noexcept;
   ~PythonScript() { finish(); }
 
   /// To its standard input. False when it reads no more, because it failed.
   bool write(std::string_view text);
+  /// The next line of its answers, without its end; waits for it. Nothing when there is none any
+  /// more, because it has ended.
+  std::optional<std::string> read_line();
   /// It has not ended yet.
   bool runs() const;
   /// Closes its input and waits for its end. Whether it did its work.
@@ -46,7 +57,8 @@ class PythonScript {
 
   std::string python_;
   pid_t child_ = -1;
-  int input_ = -1;
+  int input_ = -1;      // a socket: its answers come back there
+  std::string unread_;  // of them
 };
 
 }  // namespace smartinf::apps

@@ -252,7 +252,8 @@ int run_figure(const SimulateFlags& flags) {
   }
   // The rows are there; where they cannot be drawn, it is said why.
   Result<PythonScript> drawing =
-      PythonScript::start(plot_figure_script(), {rows.string()}, /*quiet=*/flags.json);
+      PythonScript::start(plot_figure_script(), {rows.string()},
+                          flags.json ? ScriptOutput::kDropped : ScriptOutput::kShown);
   if (drawing.ok()) {
     drawing->finish();
   } else {

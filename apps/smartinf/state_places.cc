@@ -52,6 +52,28 @@ base::Result<config::LoadedRecipe> load_run(const std::string& folder,
   return loaded;
 }
 
+base::Status use_checkpoint(const std::string& path, config::Recipe& recipe) {
+  if (recipe.options.train.where == train::OptimizerWhere::kMemory) {
+    return base::Status(base::ErrorCode::kUnsupported,
+                        "optimizer.where is \"memory\", of which there are no checkpoints",
+                        "Leave out --checkpoint");
+  }
+  std::string folder = path;
+  if (!engine::is_checkpoint(path)) {
+    const std::vector<engine::Checkpoint> found = engine::list_checkpoints(path);
+    if (found.empty()) {
+      return base::Status(base::ErrorCode::kNotFound, "there is no checkpoint",
+                          "Name one, e.g. RUN/checkpoints/best or RUN/checkpoints/step-00000100",
+                          base::ErrorPlace{path, {}, {}, 0});
+    }
+    folder = found.back().path;
+  }
+  SI_ASSIGN_OR_RETURN(const std::vector<std::string> devices, devices_of({folder}));
+  recipe.updater.devices.clear();
+  for (const std::string& device : devices) recipe.updater.devices.emplace_back().path = device;
+  return base::Status();
+}
+
 base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words) {
   std::vector<std::string> devices;
   for (const std::string& word : words) {

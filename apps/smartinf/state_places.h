@@ -24,6 +24,11 @@ bool has_begun(const std::string& folder);
 base::Result<config::LoadedRecipe> load_run(const std::string& folder,
                                             std::span<const config::Override> overrides = {});
 
+/// Puts the devices of a checkpoint, which can only be read, in place of the run's. path: its
+/// folder, or one that holds several, of which the newest is taken. Errors: kNotFound; of
+/// engine::read_checkpoint() and check_devices(); kUnsupported where the run's state is in memory.
+base::Status use_checkpoint(const std::string& path, config::Recipe& recipe);
+
 /// The devices of each word in turn. Nothing is opened. Errors: a run's recipe or a checkpoint's
 /// description that cannot be read; a checkpoint that was put together from others.
 base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words);

@@ -14,8 +14,10 @@ void add_train(CLI::App& app, const Overrides& /*overrides*/, Run& /*run*/) {
   app.add_subcommand("train", kTrainSummary);  // for the list of commands
 }
 
+void add_generate(CLI::App& app, Run& /*run*/) { app.add_subcommand("generate", kGenerateSummary); }
+
 std::optional<int> run_with_torch(std::string_view command, char** arguments) {
-  if (command != "train" && command != "calibrate") return std::nullopt;
+  if (command != "train" && command != "generate" && command != "calibrate") return std::nullopt;
   std::error_code failed;
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", failed);
   const std::filesystem::path with_torch = self.parent_path() / "smartinf-torch";

@@ -17,6 +17,8 @@
 #include "apps/smartinf/progress.h"
 #include "apps/smartinf/recipe_flags.h"
 #include "apps/smartinf/state_places.h"
+#include "apps/smartinf/text_codec.h"
+#include "apps/smartinf/token_data.h"
 #include "apps/smartinf/trace_file.h"
 #include "apps/smartinf/wear.h"
 
@@ -169,10 +171,13 @@ class Screen {
     if (view_) view_->clear();
   }
 
-  void sample(const std::string& text) {
-    if (!json_) return print("sample:\n" + text);
+  void samples(base::StepNumber at, const std::vector<std::string>& texts) {
     using Json = nlohmann::ordered_json;
-    print(Json{{"sample", text}}.dump(-1, ' ', false, Json::error_handler_t::replace));
+    if (json_) {
+      const Json line{{"step", at}, {"samples", texts}};
+      return print(line.dump(-1, ' ', false, Json::error_handler_t::replace));
+    }
+    for (const std::string& text : texts) print(fmt::format("step {}: sample:\n{}", at, text));
   }
 
  private:
@@ -193,6 +198,50 @@ class Screen {
   uint64_t compressed_bytes_ = 0;
   base::TrafficReading host_link_;
   base::TrafficReading store_;
+};
+
+// What the model makes of train.sample_prompts, at each validation.
+class Samples {
+ public:
+  /// What cannot be sampled costs the run nothing: a warning says why.
+  void open(const Trainer& trainer) {
+    const train::TrainOptions& options = trainer.options().train;
+    if (options.sample_prompts.empty() || options.sample_tokens == 0) return;
+    Result<TextCodec> codec = TextCodec::open(trainer.text_form());
+    if (!codec.ok()) return warn(codec.status());
+    for (const std::string& text : options.sample_prompts) {
+      Result<std::vector<int64_t>> prompt = codec->encode(text);
+      if (!prompt.ok()) return warn(prompt.status());
+      if (prompt->empty() || prompt->size() >= trainer.options().data.sequence) {
+        return warn(Status(base::ErrorCode::kInvalidArgument,
+                           fmt::format("one has {} tokens", prompt->size()),
+                           "Choose prompts of at least one token, shorter than data.sequence"));
+      }
+      prompts_.push_back(std::move(*prompt));
+    }
+    codec_ = std::move(*codec);
+  }
+
+  Status show(Trainer& trainer, Screen& screen, const Interrupt& interrupt) {
+    if (!codec_ || interrupt.requested()) return Status();
+    SI_ASSIGN_OR_RETURN(auto made, trainer.sample(prompts_, interrupt.token()));
+    std::vector<std::string> texts;
+    for (size_t i = 0; i < made.size(); ++i) {
+      made[i].insert(made[i].begin(), prompts_[i].begin(), prompts_[i].end());
+      SI_ASSIGN_OR_RETURN(texts.emplace_back(), codec_->decode(made[i]));
+    }
+    screen.samples(trainer.step(), texts);
+    return Status();
+  }
+
+ private:
+  static void warn(Status status) {
+    base::log(base::LogLevel::kWarning,
+              std::move(status).with_context("train.sample_prompts: no samples").to_string());
+  }
+
+  std::optional<TextCodec> codec_;
+  std::vector<std::vector<int64_t>> prompts_;
 };
 
 /// The trainer's own track, beside those of devices and links.
@@ -220,9 +269,10 @@ Status keep_checkpoint(Trainer& trainer, Screen& screen, const Interrupt& interr
   return made.status();
 }
 
-Status validate(Trainer& trainer, Screen& screen, const Interrupt& interrupt) {
+Status validate(Trainer& trainer, Screen& screen, Samples& samples, const Interrupt& interrupt) {
   SI_ASSIGN_OR_RETURN(const train::Validation made, trainer.validate());
   screen.validation(trainer.step(), made);
+  SI_RETURN_IF_ERROR(samples.show(trainer, screen, interrupt));
   if (!made.loss || !trainer.options().train.keep_best) return Status();
   screen.clear_view();
   return keep_checkpoint(trainer, screen, interrupt, made.loss);
@@ -238,7 +288,7 @@ void show_wear(const config::LoadedRecipe& loaded, Screen& screen) {
   }
 }
 
-Status train_steps(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
+Status train_steps(Trainer& trainer, Screen& screen, Samples& samples, const Interrupt& interrupt,
                    csd::Trace* trace) {
   const train::TrainOptions& options = trainer.options().train;
   while (trainer.step() < options.steps) {
@@ -251,7 +301,7 @@ Status train_steps(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
       SI_RETURN_IF_ERROR(keep_checkpoint(trainer, screen, interrupt));
     }
     if (updated && due(options.validate_every, report.step) && report.step < options.steps) {
-      SI_RETURN_IF_ERROR(validate(trainer, screen, interrupt));
+      SI_RETURN_IF_ERROR(validate(trainer, screen, samples, interrupt));
     }
   }
   return Status();
@@ -269,7 +319,10 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   return {};
 }
 
-int print_plan(const config::LoadedRecipe& loaded) {
+int print_plan(config::LoadedRecipe& loaded) {
+  const Interrupt interrupt;
+  const Status made = make_token_data(loaded.recipe, /*quiet=*/true, interrupt.token());
+  if (!made.ok()) return report(made);
   const Result<std::vector<std::string>> lines =
       Trainer::describe_memory({loaded.recipe.options, loaded.recipe.updater, {}, {}, {}});
   if (!lines.ok()) return report(lines.status());
@@ -277,11 +330,16 @@ int print_plan(const config::LoadedRecipe& loaded) {
   return kExitDone;
 }
 
-int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
+int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
   Interrupt interrupt;
-  train::Job job{
-      loaded.recipe.options, loaded.recipe.updater, config::print_recipe(loaded), choice, {}};
+  const std::string recipe = config::print_recipe(loaded);
   const std::vector<config::KeyChange> changes = changes_of(loaded);
+  const Status made = make_token_data(loaded.recipe, json, interrupt.token());
+  if (!made.ok()) {
+    return report(made,
+                  made.code() == base::ErrorCode::kInvalidArgument ? kExitUsage : kExitFailed);
+  }
+  train::Job job{loaded.recipe.options, loaded.recipe.updater, recipe, choice, {}};
   const std::string& trace_path = job.options.train.trace;
   std::shared_ptr<csd::Trace> trace;
   if (!trace_path.empty()) {
@@ -308,7 +366,9 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
   for (const std::string& line : trainer.describe()) screen.note(line);
   if (trainer.step() > 0) screen.resumed(trainer.step(), changes);
 
-  Status status = train_steps(trainer, screen, interrupt, trace.get());
+  Samples samples;
+  if (trainer.step() < options.steps) samples.open(trainer);
+  Status status = train_steps(trainer, screen, samples, interrupt, trace.get());
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
   screen.clear_view();
   if (status.ok() || interrupted) {
@@ -333,17 +393,14 @@ int run_train(const config::LoadedRecipe& loaded, const train::RunChoice& choice
   }
   if (!status.ok()) return report(status);
 
-  status = validate(trainer, screen, interrupt);
+  status = validate(trainer, screen, samples, interrupt);
   if (!status.ok()) return report(status);
-  if (options.sample_tokens > 0 && !interrupt.requested()) {
-    const Result<std::string> text = trainer.sample();
-    if (!text.ok()) return report(text.status());
-    screen.sample(*text);
-  }
   screen.totals();
   show_wear(loaded, screen);
-  screen.note(fmt::format("done: smartinf export {} --out DIR makes a folder for transformers",
-                          options.run));
+  screen.note(
+      fmt::format("done: smartinf export {0} --out DIR makes a folder for transformers, smartinf "
+                  "generate {0} --prompt TEXT continues a text",
+                  options.run));
   return kExitDone;
 }
 

@@ -1,4 +1,5 @@
-// `smartinf train` of a build without torch: recipes can be read and explained, not run.
+// `smartinf train` and `generate` of a build without torch: recipes can be read and explained, not
+// run.
 #include <memory>
 
 #include "apps/smartinf/recipe_flags.h"
@@ -17,6 +18,18 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
       if (const std::optional<int> code = read_recipe(*flags, overrides, loaded)) return *code;
       return report(base::Status(base::ErrorCode::kUnsupported,
                                  "this smartinf was built without torch and cannot train",
+                                 "Run scripts/setup.sh, which installs torch and builds again."));
+    };
+  });
+}
+
+void add_generate(CLI::App& app, Run& run) {
+  CLI::App* command = app.add_subcommand("generate", "Not in this build, which has no torch");
+  command->allow_extras();
+  command->callback([&run] {
+    run = [] {
+      return report(base::Status(base::ErrorCode::kUnsupported,
+                                 "this smartinf was built without torch and cannot generate",
                                  "Run scripts/setup.sh, which installs torch and builds again."));
     };
   });

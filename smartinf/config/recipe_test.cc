@@ -282,9 +282,9 @@ TEST(Flags, NeedValues) {
 }
 
 TEST(Print, ShowsOriginsAndReadsBackTheSame) {
-  const LoadedRecipe loaded =
-      good("[train]\nsteps = 5\nsample_prompt = \"a\\n\\\"\\\\\\u0001\"\n[[device]]\npath = 'x'\n",
-           {{"train.lr", "0.125"}, {"data.paths", "a,b"}, {"engine.memory_budget", "3MB"}});
+  const LoadedRecipe loaded = good(
+      "[train]\nsteps = 5\nsample_prompts = [\"a\\n\\\"\\\\\\u0001\"]\n[[device]]\npath = 'x'\n",
+      {{"train.lr", "0.125"}, {"data.paths", "a,b"}, {"engine.memory_budget", "3MB"}});
   const std::string printed = print_recipe(loaded);
   EXPECT_THAT(printed, testing::ContainsRegex("steps = 5 +# some/name.toml:2"));
   EXPECT_THAT(printed, testing::ContainsRegex("lr = 0.125 +# flag"));

@@ -108,8 +108,10 @@ class LocalSource final : public DeviceSource {
     return csd::create_local_device(device_options(share), layout);
   }
   Result<std::unique_ptr<csd::Device>> open(const DeviceShare& share) override {
-    SI_RETURN_IF_ERROR(
-        refuse_checkpoint_device(device_.path).with_context("device " + device_.name));
+    if (!read_only_) {
+      SI_RETURN_IF_ERROR(
+          refuse_checkpoint_device(device_.path).with_context("device " + device_.name));
+    }
     return csd::open_local_device(device_options(share));
   }
   Status erase() override {

@@ -102,6 +102,7 @@ class AcceleratorStream : public testing::Test {
     made.options.train.micro_batch = 2;
     made.options.train.accelerator = "auto";
     made.options.train.validation_batches = 2;
+    made.options.train.sample_tokens = 4;
     return made;
   }
 
@@ -157,6 +158,10 @@ class AcceleratorStream : public testing::Test {
     const auto validation = trainer.validate();
     ASSERT_TRUE(validation.ok()) << validation.status().to_string();
     outcome.validations.push_back(validation->loss.value());
+    const std::vector<std::vector<int64_t>> prompts{{'i', 'n'}, {'='}};
+    const auto samples = trainer.sample(prompts, {});
+    ASSERT_TRUE(samples.ok()) << samples.status().to_string();
+    outcome.samples = *samples;
     const base::Status finished = trainer.finish();
     ASSERT_TRUE(finished.ok()) << finished.to_string();
   }
@@ -191,6 +196,7 @@ class AcceleratorStream : public testing::Test {
     EXPECT_EQ(outcome.losses, expected.losses);
     EXPECT_EQ(outcome.norms, expected.norms);
     EXPECT_EQ(outcome.validations, expected.validations);
+    EXPECT_EQ(outcome.samples, expected.samples);
     EXPECT_TRUE(same_bits(outcome.state, expected.state));
   }
 

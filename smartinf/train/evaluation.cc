@@ -4,7 +4,8 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/text.h"
-#include "smartinf/train/random.h"
+#include "smartinf/train/decode.h"
+#include "smartinf/train/scalar_type.h"
 #include "smartinf/train/torch_trainer.h"
 
 namespace smartinf::train {
@@ -12,7 +13,6 @@ namespace smartinf::train {
 using base::ErrorCode;
 using base::Result;
 using base::Status;
-using torch::Tensor;
 
 Result<double> TorchTrainer::mean_loss(const Windows& from, const std::string& what) {
   // Always the same windows, spread evenly over all.
@@ -88,40 +88,22 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_best(
   return made;
 }
 
-Result<std::string> TorchTrainer::sample() {
-  return guarded("sample", [&]() -> Result<std::string> {
+Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
+    std::span<const std::vector<int64_t>> prompts, std::stop_token stop) {
+  using Sampled = std::vector<std::vector<int64_t>>;
+  return guarded("sample", [&]() -> Result<Sampled> {
     const TrainOptions& train = options_.train;
-    std::string text;
-    std::vector<int64_t> tokens;
-    if (corpus_.bytes()) {
-      for (const char c : train.sample_prompt) tokens.push_back(static_cast<unsigned char>(c));
-      text = train.sample_prompt;
-    }
-    if (tokens.empty()) tokens.push_back(corpus_.bytes() ? int64_t{kByteSeparator} : 0);
-    for (uint32_t i = 0; i < train.sample_tokens; ++i) {
-      const size_t seen = std::min<size_t>(tokens.size(), options_.data.sequence);
-      const Tensor context_BT =
-          torch::tensor(
-              std::vector<int64_t>(tokens.end() - static_cast<std::ptrdiff_t>(seen), tokens.end()))
-              .unsqueeze(0)
-              .to(accelerator_);
-      const Tensor last_V = pass_->next_logits(context_BT)[0].to(torch::kCPU, torch::kFloat64);
-      int64_t next = last_V.argmax().item<int64_t>();
-      if (train.sample_temperature > 0) {
-        const Tensor chance_V = torch::softmax(last_V / train.sample_temperature, 0).cumsum(0);
-        const double drawn = random_uniform(train.seed, i);
-        next = std::min(torch::searchsorted(chance_V, drawn).item<int64_t>(), chance_V.size(0) - 1);
-      }
-      tokens.push_back(next);
-      if (!corpus_.bytes()) {
-        text += fmt::format("{} ", next);
-      } else if (next == kByteSeparator) {
-        break;  // the end of a file
-      } else {
-        text += static_cast<char>(next);
-      }
-    }
-    return text;
+    DecodeOptions options;
+    options.tokens = train.sample_tokens;
+    options.positions = options_.data.sequence;
+    options.sampling = {.temperature = train.sample_temperature, .seed = train.seed};
+    options.end_tokens = source_.end_tokens;
+    if (corpus_.bytes()) options.end_tokens.push_back(kByteSeparator);  // between files
+    options.stop = std::move(stop);
+    Sampled made(prompts.size());
+    decode(*model_, *pass_, torch::dtype(scalar_type(weights_type_)).device(accelerator_), prompts,
+           options, [&](size_t prompt, int64_t token) { made[prompt].push_back(token); });
+    return made;
   });
 }
 

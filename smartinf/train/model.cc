@@ -131,14 +131,18 @@ Tensor Model::activated(const Tensor& x) const {
   return x;
 }
 
-Model::Rows Model::rows_of(const Tensor& x_BTC, const DocumentEnds& documents) const {
-  Rows rows{documents, {}, {}};
+Model::Rows Model::rows_of(const Tensor& x_BTC, const DocumentEnds& documents,
+                           KeyValueCache* cache) const {
+  SI_CHECK(cache == nullptr || (documents.empty() && x_BTC.size(0) == 1),
+           "a cache is of one sequence, which is one document");
+  Rows rows{documents, cache, {}, {}};
   if (model_.learned_positions) return rows;
   const int64_t tokens = x_BTC.size(1);
+  const int64_t before = cache == nullptr ? 0 : cache->tokens();
   Tensor positions_M;
   if (!documents.empty()) positions_M = positions_of(documents, x_BTC.device());
   const auto of_rows = [&](const Tensor& table_T1D) {
-    if (documents.empty()) return table_T1D.narrow(0, 0, tokens);
+    if (documents.empty()) return table_T1D.narrow(0, before, tokens);
     return table_T1D.index_select(0, positions_M).view({x_BTC.size(0), tokens, 1, -1});
   };
   rows.angles = {of_rows(angles_.cosine_T1D), of_rows(angles_.sine_T1D)};
@@ -152,40 +156,44 @@ Tensor Model::rotated(const Angles& angles, const Tensor& x_BTHD) {
   return x_BTHD * angles.cosine_T1D + turned_BTHD * angles.sine_T1D;
 }
 
-/// One document in each row.
-Tensor Model::attend(const Tensor& query_BHTD, const Tensor& key_BKTD, const Tensor& value_BKTD,
+/// One document in each row, of which the last T tokens ask.
+Tensor Model::attend(const Tensor& query_BHTD, const Tensor& key_BKSD, const Tensor& value_BKSD,
                      uint32_t window) const {
   const int64_t tokens = query_BHTD.size(2);
+  const int64_t seen = key_BKSD.size(2);
   const bool grouped = model_.kv_heads != model_.heads;
-  const bool slides = window != 0 && tokens > int64_t{window};
+  const bool slides = window != 0 && seen > int64_t{window};
+  const bool begins = tokens == seen;
   std::optional<double> scale;
   if (model_.attention_scale != 0) scale = model_.attention_scale;
-  if (!slides && model_.attention_softcap == 0) {
-    return torch::scaled_dot_product_attention(query_BHTD, key_BKTD, value_BKTD,
+  if (!slides && model_.attention_softcap == 0 && (begins || tokens == 1)) {
+    return torch::scaled_dot_product_attention(query_BHTD, key_BKSD, value_BKSD,
                                                /*attn_mask=*/{}, /*dropout_p=*/0,
-                                               /*is_causal=*/true, scale, grouped);
+                                               /*is_causal=*/begins, scale, grouped);
   }
-  Tensor seen_TT = torch::ones({tokens, tokens}, query_BHTD.options().dtype(torch::kBool)).tril();
-  if (slides) seen_TT = seen_TT.triu(1 - int64_t{window});
+  Tensor seen_TS =
+      torch::ones({tokens, seen}, query_BHTD.options().dtype(torch::kBool)).tril(seen - tokens);
+  if (slides) seen_TS = seen_TS.triu(1 + seen - tokens - int64_t{window});
   if (model_.attention_softcap == 0) {
-    return torch::scaled_dot_product_attention(query_BHTD, key_BKTD, value_BKTD, seen_TT,
+    return torch::scaled_dot_product_attention(query_BHTD, key_BKSD, value_BKSD, seen_TS,
                                                /*dropout_p=*/0, /*is_causal=*/false, scale,
                                                grouped);
   }
   const int64_t sharing = model_.heads / model_.kv_heads;
   const double factor = scale.value_or(1 / std::sqrt(static_cast<double>(model_.head_width)));
-  const Tensor key_BHTD = key_BKTD.repeat_interleave(sharing, 1);
-  const Tensor value_BHTD = value_BKTD.repeat_interleave(sharing, 1);
-  Tensor scores_BHTT = torch::matmul(query_BHTD, key_BHTD.transpose(2, 3)) * factor;
-  scores_BHTT = torch::tanh(scores_BHTT / model_.attention_softcap) * model_.attention_softcap;
-  scores_BHTT = scores_BHTT.masked_fill(seen_TT.logical_not(), -INFINITY);
-  const Tensor shares_BHTT =
-      torch::softmax(scores_BHTT, -1, torch::kFloat32).to(query_BHTD.scalar_type());
-  return torch::matmul(shares_BHTT, value_BHTD);
+  const Tensor key_BHSD = key_BKSD.repeat_interleave(sharing, 1);
+  const Tensor value_BHSD = value_BKSD.repeat_interleave(sharing, 1);
+  Tensor scores_BHTS = torch::matmul(query_BHTD, key_BHSD.transpose(2, 3)) * factor;
+  scores_BHTS = torch::tanh(scores_BHTS / model_.attention_softcap) * model_.attention_softcap;
+  scores_BHTS = scores_BHTS.masked_fill(seen_TS.logical_not(), -INFINITY);
+  const Tensor shares_BHTS =
+      torch::softmax(scores_BHTS, -1, torch::kFloat32).to(query_BHTD.scalar_type());
+  return torch::matmul(shares_BHTS, value_BHSD);
 }
 
-Tensor Model::attention(const Layer& layer, uint32_t window, const Tensor& h_BTC,
+Tensor Model::attention(const Layer& layer, uint32_t index, const Tensor& h_BTC,
                         const Rows& rows) const {
+  const uint32_t window = model_.windows[index];
   const int64_t heads = model_.heads;
   const int64_t kv_heads = model_.kv_heads;
   const auto qkv = product(layer, Part::kQkv, Part::kQkvBias, h_BTC)
@@ -203,11 +211,12 @@ Tensor Model::attention(const Layer& layer, uint32_t window, const Tensor& h_BTC
     key_BTKD = rotated(angles, key_BTKD);
   }
   const Tensor query_BHTD = query_BTHD.transpose(1, 2);
-  const Tensor key_BKTD = key_BTKD.transpose(1, 2);
-  const Tensor value_BKTD = qkv[2].transpose(1, 2);
+  Tensor key_BKSD = key_BTKD.transpose(1, 2);
+  Tensor value_BKSD = qkv[2].transpose(1, 2);
+  if (rows.cache != nullptr) rows.cache->extend(index, key_BKSD, value_BKSD);
   Tensor attended_BHTD;
   if (rows.documents.empty()) {
-    attended_BHTD = attend(query_BHTD, key_BKTD, value_BKTD, window);
+    attended_BHTD = attend(query_BHTD, key_BKSD, value_BKSD, window);
   } else {
     const int64_t tokens = h_BTC.size(1);
     std::vector<Tensor> attended;  // rows
@@ -217,7 +226,7 @@ Tensor Model::attention(const Layer& layer, uint32_t window, const Tensor& h_BTC
       const auto part = [&](const Tensor& all) {
         return all.narrow(0, from / tokens, 1).narrow(2, from % tokens, end - from);
       };
-      row.push_back(attend(part(query_BHTD), part(key_BKTD), part(value_BKTD), window));
+      row.push_back(attend(part(query_BHTD), part(key_BKSD), part(value_BKSD), window));
       if (end % tokens == 0) attended.push_back(torch::cat(std::exchange(row, {}), 2));
       from = end;
     }
@@ -260,7 +269,7 @@ Tensor Model::run_experts(const Layer& layer, const Tensor& h_BTC) const {
 Tensor Model::run_layer(const Layer& layer, uint32_t index, const Tensor& x_BTC,
                         const Rows& rows) const {
   Tensor h_BTC = norm(layer.parameters, Part::kAttentionNorm, Part::kAttentionNormBias, x_BTC);
-  Tensor made_BTC = attention(layer, model_.windows[index], h_BTC, rows);
+  Tensor made_BTC = attention(layer, index, h_BTC, rows);
   if (model_.norm_after) made_BTC = norm(layer.parameters, Part::kAttentionPostNorm, {}, made_BTC);
   const Tensor y_BTC = x_BTC + made_BTC;
   h_BTC = norm(layer.parameters, Part::kMlpNorm, Part::kMlpNormBias, y_BTC);
@@ -270,7 +279,7 @@ Tensor Model::run_layer(const Layer& layer, uint32_t index, const Tensor& x_BTC,
 }
 
 Tensor Model::embed(const UnitWeights& embedding, const Tensor& tokens_BT,
-                    const DocumentEnds& documents) const {
+                    const DocumentEnds& documents, const KeyValueCache* cache) const {
   Tensor x_BTC = torch::embedding(embedding.front().weight, tokens_BT, model_.padding_token);
   if (model_.scaled_embedding) {
     // In the weights' type, as in transformers: sqrt(3072) is 55.5 in bf16.
@@ -278,16 +287,19 @@ Tensor Model::embed(const UnitWeights& embedding, const Tensor& tokens_BT,
   }
   if (!model_.learned_positions) return x_BTC;
   const Tensor& positions_PC = get(embedding, Part::kPositions);
-  if (documents.empty()) return x_BTC + positions_PC.narrow(0, 0, tokens_BT.size(1));
+  if (documents.empty()) {
+    const int64_t before = cache == nullptr ? 0 : cache->tokens();
+    return x_BTC + positions_PC.narrow(0, before, tokens_BT.size(1));
+  }
   const Tensor position_M = positions_of(documents, tokens_BT.device());
   return x_BTC + torch::embedding(positions_PC, position_M.view_as(tokens_BT));
 }
 
 Tensor Model::run_layers(size_t unit, const UnitWeights& layers,
                          std::span<const LayerAdapters> adapters, Tensor x_BTC,
-                         const DocumentEnds& documents) const {
+                         const DocumentEnds& documents, KeyValueCache* cache) const {
   const size_t of_layer = layers.size() / units_[unit].layers;
-  const Rows rows = rows_of(x_BTC, documents);
+  const Rows rows = rows_of(x_BTC, documents, cache);
   for (uint32_t i = 0; i < units_[unit].layers; ++i) {
     Layer layer{std::span(layers).subspan(i * of_layer, of_layer), {}};
     if (!adapters.empty()) layer.adapters = adapters[i];

@@ -5,7 +5,7 @@
 // Shapes are in the names: B sequences, T tokens, C the residual stream's width, V the vocabulary,
 // H heads, K heads of keys and values, D head width, N elements of a unit; E is (H + 2K) D, query,
 // key and value side by side; F the feed-forward part's width, G is 2 F, gate and up side by side;
-// M is B T; X is experts.
+// M is B T; X is experts; S the tokens of a sequence so far, T of which are new.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@
 #include "smartinf/model/architecture.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/unit.h"
+#include "smartinf/train/key_value_cache.h"
 
 namespace smartinf::train {
 
@@ -60,13 +61,15 @@ class Model {
   /// Views of weights_N, all weights of a unit.
   UnitWeights weights_of(size_t unit, const torch::Tensor& weights_N) const;
 
-  /// Unit 0: [B, T] int64 -> [B, T, C].
+  /// Unit 0: [B, T] int64 -> [B, T, C]. cache: of a sequence that the tokens continue (then B is 1,
+  /// without documents), or null.
   torch::Tensor embed(const UnitWeights& embedding, const torch::Tensor& tokens_BT,
-                      const DocumentEnds& documents) const;
-  /// A unit of layers: [B, T, C] -> [B, T, C]. adapters: of each layer, or empty.
+                      const DocumentEnds& documents, const KeyValueCache* cache = nullptr) const;
+  /// A unit of layers: [B, T, C] -> [B, T, C]. adapters: of each layer, or empty. cache: as above;
+  /// it gets the tokens' keys and values.
   torch::Tensor run_layers(size_t unit, const UnitWeights& layers,
                            std::span<const LayerAdapters> adapters, torch::Tensor x_BTC,
-                           const DocumentEnds& documents) const;
+                           const DocumentEnds& documents, KeyValueCache* cache = nullptr) const;
   /// The last unit's norm: [B, T, C] -> [M, C].
   torch::Tensor final_norm(const UnitWeights& head, const torch::Tensor& x_BTC) const;
   /// The matrix that makes logits of that. embedding: unit 0, where the head is tied to it.
@@ -96,6 +99,7 @@ class Model {
   /// What a unit's layers need of a batch beside activations.
   struct Rows {
     const DocumentEnds& documents;
+    KeyValueCache* cache;          // or null
     Angles angles, window_angles;  // undefined with learned positions
   };
   struct Layer {
@@ -105,13 +109,14 @@ class Model {
 
   Angles make_angles(const model::Rope& rope, const torch::TensorOptions& weights,
                      uint32_t sequence) const;
-  Rows rows_of(const torch::Tensor& x_BTC, const DocumentEnds& documents) const;
+  Rows rows_of(const torch::Tensor& x_BTC, const DocumentEnds& documents,
+               KeyValueCache* cache) const;
   torch::Tensor run_layer(const Layer& layer, uint32_t index, const torch::Tensor& x_BTC,
                           const Rows& rows) const;
-  torch::Tensor attention(const Layer& layer, uint32_t window, const torch::Tensor& h_BTC,
+  torch::Tensor attention(const Layer& layer, uint32_t index, const torch::Tensor& h_BTC,
                           const Rows& rows) const;
-  torch::Tensor attend(const torch::Tensor& query_BHTD, const torch::Tensor& key_BKTD,
-                       const torch::Tensor& value_BKTD, uint32_t window) const;
+  torch::Tensor attend(const torch::Tensor& query_BHTD, const torch::Tensor& key_BKSD,
+                       const torch::Tensor& value_BKSD, uint32_t window) const;
   torch::Tensor feed_forward(const Layer& layer, const torch::Tensor& h_BTC) const;
   torch::Tensor run_experts(const Layer& layer, const torch::Tensor& h_BTC) const;
   torch::Tensor norm(std::span<const Parameter> layer, model::Part weight, model::Part bias,

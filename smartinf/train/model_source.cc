@@ -5,10 +5,13 @@
 #include <system_error>
 
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include "smartinf/base/file.h"
+#include "smartinf/base/text.h"
 #include "smartinf/engine/checkpoint_folder.h"
 #include "smartinf/model/config_json.h"
+#include "smartinf/train/corpus.h"
 
 namespace smartinf::train {
 namespace {
@@ -36,6 +39,19 @@ Result<std::string> read_config_text(const fs::path& folder) {
   return text;
 }
 
+/// eos_token_id: a number, or several.
+std::vector<int64_t> end_tokens_of(std::string_view text) {
+  const nlohmann::json json = base::parse_json(text);
+  const auto found = json.is_object() ? json.find("eos_token_id") : json.end();
+  if (!json.is_object() || found == json.end()) return {};
+  std::vector<int64_t> tokens;
+  const nlohmann::json list = found->is_array() ? *found : nlohmann::json::array({*found});
+  for (const nlohmann::json& token : list) {
+    if (token.is_number_integer()) tokens.push_back(token.get<int64_t>());
+  }
+  return tokens;
+}
+
 }  // namespace
 
 model::Architecture architecture_of(const ModelOptions& given, uint32_t sequence) {
@@ -58,6 +74,36 @@ model::Architecture architecture_of(const ModelOptions& given, uint32_t sequence
   return model;
 }
 
+Result<ModelSource> read_model_folder(const std::string& folder,
+                                      std::span<const std::string> ignored) {
+  ModelSource source;
+  source.folder = folder;
+  SI_ASSIGN_OR_RETURN(source.config_json, read_config_text(folder));
+  SI_ASSIGN_OR_RETURN(
+      model::Config config,
+      model::read_config(source.config_json, (fs::path(folder) / kConfig).string(), ignored));
+  source.architecture = std::move(config.architecture);
+  source.type = config.type;
+  source.remark = std::move(config.remark);
+  // What generation_config.json says counts, as in transformers.
+  const Result<std::string> generation = base::read_text_file(
+      (fs::path(folder) / "generation_config.json").string(), "cannot read it", kConfigBytesMax);
+  if (generation.ok()) source.end_tokens = end_tokens_of(*generation);
+  if (source.end_tokens.empty()) source.end_tokens = end_tokens_of(source.config_json);
+  return source;
+}
+
+TextForm text_form(const Options& options, const ModelSource& source) {
+  TextForm form;
+  form.tokenizer = options.data.tokenizer;
+  if (form.tokenizer.empty() && !source.folder.empty()) {
+    const fs::path own = fs::path(source.folder) / "tokenizer.json";
+    if (is_there(own)) form.tokenizer = own.string();
+  }
+  form.bytes = form.tokenizer.empty() && source.architecture.vocabulary == kByteVocabulary;
+  return form;
+}
+
 Result<ModelSource> find_model(const Options& options) {
   ModelSource source;
   const ModelOptions& given = options.model;
@@ -68,23 +114,17 @@ Result<ModelSource> find_model(const Options& options) {
   const fs::path kept = kept_folder(options.train.run);
   const bool from_kept = is_there(kept / kConfig) && !is_there(fs::path(given.from) / kConfig);
   source.folder = from_kept ? kept.string() : given.from;
-  SI_ASSIGN_OR_RETURN(source.config_json, read_config_text(source.folder));
   if (!from_kept && is_there(kept / kConfig)) {
     SI_ASSIGN_OR_RETURN(const std::string before, read_config_text(kept));
-    if (before != source.config_json) {
+    SI_ASSIGN_OR_RETURN(const std::string now, read_config_text(source.folder));
+    if (before != now) {
       return Status(ErrorCode::kMismatch,
                     "model.from: config.json is not the one that the run was started with",
                     "Name the folder that it was started from, or choose another train.run",
                     base::ErrorPlace{(fs::path(given.from) / kConfig).string(), {}, {}, 0});
     }
   }
-  SI_ASSIGN_OR_RETURN(
-      model::Config config,
-      model::read_config(source.config_json, (fs::path(source.folder) / kConfig).string(),
-                         given.ignored_keys));
-  source.architecture = std::move(config.architecture);
-  source.type = config.type;
-  source.remark = std::move(config.remark);
+  SI_ASSIGN_OR_RETURN(source, read_model_folder(source.folder, given.ignored_keys));
   if (source.architecture.learned_positions &&
       options.data.sequence > source.architecture.positions) {
     return Status(ErrorCode::kInvalidArgument,

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -26,10 +27,24 @@ struct ModelSource {
   std::optional<base::DataType> type;  // that config.json names
   std::string remark;                  // what is not done as config.json says; empty: nothing
   std::string folder;                  // that config.json is from
+  std::vector<int64_t> end_tokens;     // that the folder names, each of which ends a text
 };
 /// model.from's folder, else what the run has kept of it. Errors: kNotFound, those of
 /// model::read_config(), kMismatch where both are there and config.json is not the same.
 base::Result<ModelSource> find_model(const Options& options);
+
+/// The model in a folder of Hugging Face's. ignored: model.ignored_keys. Errors: kNotFound, those
+/// of model::read_config().
+base::Result<ModelSource> read_model_folder(const std::string& folder,
+                                            std::span<const std::string> ignored);
+
+/// How text becomes a model's tokens and back.
+struct TextForm {
+  std::string tokenizer;  // tokenizer.json; empty: there is none
+  bool bytes = false;     // tokens are the bytes of text
+};
+/// data.tokenizer, else the model's own; without one the tokens of a vocabulary of 256 are bytes.
+TextForm text_form(const Options& options, const ModelSource& source);
 
 /// What transformers loads a tokenizer from, and how it generates.
 inline constexpr std::array<std::string_view, 10> kTokenizerFiles{"tokenizer.json",

@@ -125,8 +125,8 @@ struct TrainOptions {
   bool keep_best = false;     // a checkpoint of the step with the lowest validation loss
   uint64_t save_every = 100;  // optimizer.where = "memory": steps between writes of its state
 
-  uint32_t sample_tokens = 256;  // generated at the end; 0: none
-  std::string sample_prompt = "def ";
+  std::vector<std::string> sample_prompts;  // continued at each validation
+  uint32_t sample_tokens = 64;              // of each
   double sample_temperature = 0.7;
 
   std::string trace;               // file for a Chrome trace; empty: none

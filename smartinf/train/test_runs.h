@@ -2,10 +2,12 @@
 // become NaN on request.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <limits>
 #include <optional>
 #include <set>
@@ -64,7 +66,7 @@ struct Outcome {
   std::vector<double> norms;  // of steps that were not skipped
   std::vector<std::string> skipped;
   std::vector<double> validations;
-  std::vector<std::string> samples;
+  std::vector<std::vector<int64_t>> samples;
   std::vector<float> state;  // all planes, subgroup by subgroup
 
   std::multiset<std::string> overlaps;
@@ -170,7 +172,9 @@ class TestRuns {
         }
         if (evaluate_every != 0 && i % evaluate_every == 0) {
           outcome.validations.push_back((*trainer)->validate().value().loss.value());
-          outcome.samples.push_back((*trainer)->sample().value());
+          const std::vector<std::vector<int64_t>> prompts{{'d', 'e', 'f'}, {' '}};
+          auto samples = (*trainer)->sample(prompts, {}).value();
+          std::ranges::move(samples, std::back_inserter(outcome.samples));
         }
       }
       EXPECT_TRUE((*trainer)->finish().ok());

@@ -2,15 +2,12 @@
 // validation and sampling in evaluation.cc.
 #pragma once
 
-#include <exception>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/types.h>
 
@@ -19,6 +16,7 @@
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/frozen_weights.h"
 #include "smartinf/train/gradient_copies.h"
+#include "smartinf/train/guarded.h"
 #include "smartinf/train/layer_stats.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/memory_updater.h"
@@ -29,37 +27,11 @@
 #include "smartinf/train/position.h"
 #include "smartinf/train/run_choice.h"
 #include "smartinf/train/run_folder.h"
-#include "smartinf/train/status_error.h"
 #include "smartinf/train/tensor_memory.h"
 #include "smartinf/train/trainer.h"
 #include "smartinf/train/unit_pass.h"
 
 namespace smartinf::train {
-
-/// Runs `body`, which returns a Status or Result, and makes a Status of what torch throws.
-template <typename Body>
-auto guarded(const char* doing, Body body) -> decltype(body()) {
-  try {
-    return body();
-  } catch (const StatusError& error) {
-    return error.status;
-  } catch (const std::bad_alloc&) {
-    return base::Status(base::ErrorCode::kOutOfMemory, fmt::format("{}: out of memory", doing),
-                        "Make train.micro_batch or data.sequence smaller, or set "
-                        "memory.activations = \"recompute\"");
-  } catch (const c10::OutOfMemoryError& error) {
-    return base::Status(base::ErrorCode::kOutOfMemory,
-                        fmt::format("{}: {}", doing, error.what_without_backtrace()),
-                        "Make train.micro_batch or data.sequence smaller, or set "
-                        "memory.activations = \"recompute\"");
-  } catch (const c10::Error& error) {
-    return base::Status(base::ErrorCode::kFailedPrecondition,
-                        fmt::format("{}: {}", doing, error.what_without_backtrace()));
-  } catch (const std::exception& error) {
-    return base::Status(base::ErrorCode::kFailedPrecondition,
-                        fmt::format("{}: {}", doing, error.what()));
-  }
-}
 
 class TorchTrainer final : public Trainer {
  public:
@@ -96,7 +68,9 @@ class TorchTrainer final : public Trainer {
   base::Result<std::optional<engine::CheckpointSummary>> keep_best(
       double loss, const engine::StateProgress& progress) override;
   base::Result<Validation> validate() override;
-  base::Result<std::string> sample() override;
+  TextForm text_form() const override { return train::text_form(options_, source_); }
+  base::Result<std::vector<std::vector<int64_t>>> sample(
+      std::span<const std::vector<int64_t>> prompts, std::stop_token stop) override;
   base::Status finish() override;
   std::vector<std::string> describe() const override;
 

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <stop_token>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/options.h"
 #include "smartinf/plan/training_memory.h"
+#include "smartinf/train/model_source.h"
 #include "smartinf/train/options.h"
 #include "smartinf/train/run_choice.h"
 #include "smartinf/train/step_report.h"
@@ -79,9 +81,13 @@ class Trainer {
   /// Losses on data that is not trained on, logged. Errors: kFailedPrecondition for data of which
   /// no token counts.
   virtual base::Result<Validation> validate() = 0;
-  /// Text in the model's own words, beginning with train.sample_prompt; token numbers when the data
-  /// were token files.
-  virtual base::Result<std::string> sample() = 0;
+  /// How text becomes the model's tokens.
+  virtual TextForm text_form() const = 0;
+  /// Up to train.sample_tokens that the model puts behind each prompt, which together are not
+  /// longer than data.sequence. prompts: not empty, tokens below the vocabulary. Errors:
+  /// kCancelled.
+  virtual base::Result<std::vector<std::vector<int64_t>>> sample(
+      std::span<const std::vector<int64_t>> prompts, std::stop_token stop) = 0;
   /// Waits until the last step is committed, and in memory mode saves it. To be called at the end.
   virtual base::Status finish() = 0;
 

@@ -4,10 +4,7 @@
 #include <filesystem>
 #include <thread>
 
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
-#include <c10/core/AllocatorConfig.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/aligned_buffer.h"
@@ -17,6 +14,7 @@
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/model/weight_files.h"
+#include "smartinf/train/accelerator.h"
 #include "smartinf/train/initial_weights.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/random.h"
@@ -46,32 +44,6 @@ Status without_state(const RunFolder& folder, base::StepNumber trained, const st
                 fmt::format("Name the devices that it was trained on (see {}), or choose another "
                             "train.run. To start over, remove the folder",
                             folder.file(kRecipeFile)));
-}
-
-/// "auto": the accelerator that torch has here, else the CPU.
-Result<torch::Device> choose_accelerator(const std::string& name) {
-  const std::optional<c10::DeviceType> found = at::getAccelerator(/*checked=*/false);
-  const bool usable = found.has_value() && at::accelerator::deviceCount() > 0;
-  const std::string there = usable ? c10::DeviceTypeName(*found, /*lower_case=*/true) : "";
-  if (name == "cpu" || (name == "auto" && !usable)) return torch::Device(torch::kCPU);
-  if (name == "auto" || name == there) return torch::Device(*found, 0);
-  return Status(ErrorCode::kUnsupported,
-                fmt::format("train.accelerator is \"{}\", but torch sees {}", name,
-                            there.empty() ? "no accelerator" : "only \"" + there + "\""),
-                "Choose \"auto\" or \"cpu\"; smartinf doctor may say why");
-}
-
-/// Torch rounds pinned memory up to a power of two, unless it is told: too much for a buffer of all
-/// weights.
-void pin_what_is_asked_for() {
-  if (!c10::CachingAllocator::getAllocatorSettings().empty()) return;  // the user's
-  c10::CachingAllocator::setAllocatorSettings("pinned_max_round_threshold_mb:1");
-}
-
-AcceleratorMemory memory_of(const torch::Device& accelerator) {
-  if (accelerator.is_cpu()) return {};
-  return {c10::getDeviceAllocator(accelerator.type())->getMemoryInfo(accelerator.index()).first,
-          accelerator.is_cuda() ? plan::kCudaBytes : 0};
 }
 
 /// Half of what is free on each device is left alone: by what nobody has asked for.
@@ -422,7 +394,7 @@ Result<Prepared> prepare(const Job& job) {
   at::set_num_threads(static_cast<int>(options.train.threads != 0 ? options.train.threads : cores));
 
   SI_ASSIGN_OR_RETURN(const torch::Device accelerator,
-                      choose_accelerator(options.train.accelerator));
+                      choose_accelerator("train.accelerator", options.train.accelerator));
   if (!accelerator.is_cpu()) pin_what_is_asked_for();
   SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
   if (options.train.epochs > 0) {

@@ -169,10 +169,10 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
 }
 
 Tensor UnitPass::run_layers(size_t unit, const UnitWeights& weights, const Tensor& input,
-                            const DocumentEnds& documents) const {
+                            const DocumentEnds& documents, KeyValueCache* cache) const {
   std::span<const LayerAdapters> adapters;
   if (adapters_ != nullptr) adapters = adapters_->of(unit);
-  return model_.run_layers(unit, weights, adapters, input, documents);
+  return model_.run_layers(unit, weights, adapters, input, documents, cache);
 }
 
 std::vector<Parameter> UnitPass::trained(size_t unit, const UnitWeights& weights) const {
@@ -334,38 +334,58 @@ void UnitPass::give_out(size_t unit, std::span<const Parameter> parameters) {
   }
 }
 
-Tensor UnitPass::forward_without_gradients(const Tensor& tokens_BT, const DocumentEnds& documents) {
+std::vector<Tensor> UnitPass::forward_without_gradients(std::span<const Input> inputs,
+                                                        const std::function<void()>& before_unit) {
   if (adapters_ != nullptr) throw_if_error(adapters_->wait_all());
-  stream_.start(forward_order());
-  Tensor x_BTC;
+  std::vector<Tensor> all_BTC(inputs.size());
   for (size_t unit = 0; unit < model_.head(); ++unit) {
+    if (before_unit) before_unit();
     const UnitWeights& weights = stream_.get(unit);
-    x_BTC = unit == 0 ? model_.embed(weights, tokens_BT, documents)
-                      : run_layers(unit, weights, x_BTC, documents);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const auto& [tokens_BT, documents, cache] = inputs[i];
+      all_BTC[i] = unit == 0 ? model_.embed(weights, tokens_BT, documents, cache)
+                             : run_layers(unit, weights, all_BTC[i], documents, cache);
+    }
     stream_.release(unit);
   }
-  return x_BTC;
+  return all_BTC;
 }
 
 double UnitPass::loss(const Batch& batch) {
   const torch::NoGradGuard no_grad;
-  const Tensor x_BTC = forward_without_gradients(batch.tokens_BT, batch.document_ends);
+  stream_.start(forward_order());
+  const Input input{batch.tokens_BT, batch.document_ends};
+  const std::vector<Tensor> x_BTC = forward_without_gradients({&input, 1}, {});
   const Head head = get_head();
-  const Tensor h_MC = model_.final_norm(head.weights, x_BTC);
+  const Tensor h_MC = model_.final_norm(head.weights, x_BTC.front());
   const double loss =
       head_loss(model_, h_MC, head.matrix_VC, batch, static_cast<double>(batch.targets), nullptr);
   release_head();
   return loss;
 }
 
-Tensor UnitPass::next_logits(const Tensor& tokens_BT) {
+std::vector<Tensor> UnitPass::next_logits(std::span<const Continued> sequences,
+                                          const std::function<void()>& before_unit) {
   const torch::NoGradGuard no_grad;
-  const Tensor x_BTC = forward_without_gradients(tokens_BT, {});
-  const Tensor last_BTC = x_BTC.narrow(1, x_BTC.size(1) - 1, 1);
+  // Twice: units of the next token are read while this one's last units compute.
+  std::vector<uint32_t> order = forward_order();
+  const size_t once = order.size();
+  order.resize(2 * once);
+  std::copy_n(order.begin(), once, order.begin() + static_cast<std::ptrdiff_t>(once));
+  stream_.start(std::move(order));
+  std::vector<Input> inputs;
+  for (const auto& [tokens_1T, cache] : sequences) inputs.push_back({tokens_1T, {}, cache});
+  const std::vector<Tensor> all_1TC = forward_without_gradients(inputs, before_unit);
   const Head head = get_head();
-  const Tensor logits_BV = model_.logits(model_.final_norm(head.weights, last_BTC), head.matrix_VC);
+  std::vector<Tensor> logits_V;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const int64_t tokens = all_1TC[i].size(1);
+    const Tensor h_1C = model_.final_norm(head.weights, all_1TC[i].narrow(1, tokens - 1, 1));
+    logits_V.push_back(model_.logits(h_1C, head.matrix_VC)[0]);
+    inputs[i].cache->advance(tokens);
+  }
   release_head();
-  return logits_BV;
+  return logits_V;
 }
 
 }  // namespace smartinf::train

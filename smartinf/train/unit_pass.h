@@ -66,8 +66,17 @@ class UnitPass {
   std::vector<uint32_t> order() const;
   /// The mean loss over the batch's targets, without gradients; 0 where it has none.
   double loss(const Batch& batch);
-  /// Of the token that follows each sequence: [B, T] int64 -> [B, V].
-  torch::Tensor next_logits(const torch::Tensor& tokens_BT);
+  /// A sequence that is continued.
+  struct Continued {
+    torch::Tensor tokens_1T;  // that its cache does not have yet; int64, on the accelerator
+    KeyValueCache* cache;
+  };
+  /// Logits of the token that follows each sequence, [V]; the caches get what is new. Each sequence
+  /// is computed by itself, so its bits do not depend on the others; weights are brought once for
+  /// all of them. before_unit: before each unit; what it throws ends the pass, and the caches are
+  /// of no use then.
+  std::vector<torch::Tensor> next_logits(std::span<const Continued> sequences,
+                                         const std::function<void()>& before_unit);
 
   /// Of the units of layers and micro batches, how many go through `saved` in the next passes; at
   /// first all. Which ones follows from the number (is_offloaded).
@@ -95,14 +104,21 @@ class UnitPass {
                                           const torch::Tensor& input, size_t batch,
                                           bool record) const;
   torch::Tensor run_layers(size_t unit, const UnitWeights& weights, const torch::Tensor& input,
-                           const DocumentEnds& documents) const;
+                           const DocumentEnds& documents, KeyValueCache* cache = nullptr) const;
   std::vector<Parameter> trained(size_t unit, const UnitWeights& weights) const;
   Graph graph_of(size_t unit, const UnitWeights& weights, size_t batch);
   Head get_head();
   void release_head();
   std::vector<uint32_t> forward_order() const;
-  torch::Tensor forward_without_gradients(const torch::Tensor& tokens_BT,
-                                          const DocumentEnds& documents);
+  /// What a forward without gradients starts from.
+  struct Input {
+    torch::Tensor tokens_BT;
+    DocumentEnds documents;
+    KeyValueCache* cache = nullptr;
+  };
+  /// [B, T, C] of each, before the head. The stream has been started.
+  std::vector<torch::Tensor> forward_without_gradients(std::span<const Input> inputs,
+                                                       const std::function<void()>& before_unit);
   bool offloads(size_t unit, size_t batch) const;
   void forward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   double head_of(const Head& head, size_t batch);

@@ -1,0 +1,82 @@
+#include "smartinf/plan/inference_memory.h"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "smartinf/base/units.h"
+
+namespace smartinf::plan {
+namespace {
+
+/// One unit held (with a tied head two), one that is being read.
+constexpr uint32_t kHostSlots = 3;
+constexpr uint32_t kAcceleratorSlots = 2;
+
+uint64_t total(const std::vector<MemoryPart>& parts) {
+  return std::accumulate(parts.begin(), parts.end(), uint64_t{0},
+                         [](uint64_t sum, const MemoryPart& part) { return sum + part.bytes; });
+}
+
+InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
+                      uint32_t on_accelerator) {
+  const auto all = static_cast<uint32_t>(input.units.size());
+  uint64_t largest = 0;
+  for (const Unit& unit : input.units) largest = std::max(largest, unit.count);
+  const uint64_t slot = input.value_bytes * largest;
+  InferencePlan plan;
+  plan.placement = {input.gpu ? on_accelerator : in_memory, in_memory,
+                    in_memory < all ? kHostSlots : 0,
+                    input.gpu && on_accelerator < all ? kAcceleratorSlots : 0};
+  const UnitPlacement& placement = plan.placement;
+  std::vector<MemoryPart> computing{{"adapters", input.value_bytes * input.adapters},
+                                    {"keys and values", input.cache_bytes},
+                                    {"activations", input.activation_bytes}};
+  std::vector<MemoryPart>& host = plan.memory.host;
+  host = {{"weights", input.value_bytes * elements_of(input.units, in_memory)},
+          {"slots of units", placement.host_slots * (slot + input.slot_padding_bytes)},
+          {"buffers of the devices", input.source_bytes},
+          {"the process itself", input.process_bytes}};
+  if (input.gpu) {
+    plan.memory.accelerator = std::move(computing);
+    plan.memory.accelerator.insert(
+        plan.memory.accelerator.begin(),
+        {{"weights", input.value_bytes * elements_of(input.units, on_accelerator)},
+         {"slots of units", placement.accelerator_slots * slot}});
+    plan.memory.accelerator.push_back({"CUDA itself (assumed)", input.gpu_library_bytes});
+    host.push_back({"adapters", input.value_bytes * input.adapters});
+  } else {
+    host.insert(host.end(), computing.begin(), computing.end());
+  }
+  plan.memory.host_bytes = total(plan.memory.host);
+  plan.memory.accelerator_bytes = total(plan.memory.accelerator);
+  return plan;
+}
+
+}  // namespace
+
+base::Result<InferencePlan> plan_inference(const InferenceMemoryInput& input) {
+  const auto all = static_cast<uint32_t>(input.units.size());
+  const uint32_t least = input.streams.ok() ? 0 : all;
+  InferencePlan plan;
+  for (uint32_t in_memory = all + 1; in_memory-- > least;) {
+    for (uint32_t there = input.gpu ? in_memory + 1 : 1; there-- > 0;) {
+      plan = plan_of(input, in_memory, there);
+      if (plan.memory.host_bytes > input.host_limit_bytes) break;
+      if (plan.memory.accelerator_bytes <= input.accelerator_limit_bytes) return plan;
+    }
+  }
+  const bool host = plan.memory.host_bytes > input.host_limit_bytes;
+  return base::Status(
+      base::ErrorCode::kOutOfMemory,
+      std::string("generating needs ") +
+          base::format_bytes(host ? plan.memory.host_bytes : plan.memory.accelerator_bytes) +
+          " of " + (host ? "the host's" : "the accelerator's") + " memory at least, and " +
+          base::format_bytes(host ? input.host_limit_bytes : input.accelerator_limit_bytes) +
+          " may be used: " + describe_parts(host ? plan.memory.host : plan.memory.accelerator),
+      input.streams.ok() ? std::string("Allow more, or generate fewer tokens of fewer prompts")
+                         : "Allow more; all weights have to stay in memory, because " +
+                               std::string(input.streams.what()));
+}
+
+}  // namespace smartinf::plan

@@ -1,0 +1,39 @@
+// What of a model stays in memory while it continues texts: forward alone, unit by unit.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/plan/training_memory.h"
+#include "smartinf/plan/unit.h"
+
+namespace smartinf::plan {
+
+struct InferenceMemoryInput {
+  std::vector<Unit> units;
+  uint32_t value_bytes = 2;  // of weights and activations
+  uint64_t adapters = 0;     // elements beside the model's own
+  uint64_t cache_bytes = 0;  // keys and values of all tokens
+  uint64_t activation_bytes = 0;
+  uint64_t source_bytes = 0;        // buffers of what weights come from
+  uint64_t slot_padding_bytes = 0;  // what a slot is longer than the largest unit's weights
+  uint64_t process_bytes = 0;       // resident before there is a model
+  base::Status streams;             // why units cannot come from the source; ok: they can
+
+  bool gpu = false;  // the model computes on a GPU; else everything is host memory
+  uint64_t gpu_library_bytes = kCudaBytes;
+  uint64_t host_limit_bytes = ~uint64_t{0};
+  uint64_t accelerator_limit_bytes = ~uint64_t{0};
+};
+
+struct InferencePlan {
+  UnitPlacement placement;
+  TrainingMemory memory;
+};
+
+/// As many of the first units stay as fit, on the GPU and in the host's memory. Pure. Errors:
+/// kOutOfMemory with what is needed at least, part by part, and what was allowed.
+base::Result<InferencePlan> plan_inference(const InferenceMemoryInput& input);
+
+}  // namespace smartinf::plan

@@ -1,0 +1,41 @@
+#include "smartinf/train/accelerator.h"
+
+#include <optional>
+
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/AllocatorConfig.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <fmt/format.h>
+
+#include "smartinf/plan/training_memory.h"
+
+namespace smartinf::train {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+Result<torch::Device> choose_accelerator(const char* key, const std::string& name) {
+  const std::optional<c10::DeviceType> found = at::getAccelerator(/*checked=*/false);
+  const bool usable = found.has_value() && at::accelerator::deviceCount() > 0;
+  const std::string there = usable ? c10::DeviceTypeName(*found, /*lower_case=*/true) : "";
+  if (name == "cpu" || (name == "auto" && !usable)) return torch::Device(torch::kCPU);
+  if (name == "auto" || name == there) return torch::Device(*found, 0);
+  return Status(ErrorCode::kUnsupported,
+                fmt::format("{} is \"{}\", but torch sees {}", key, name,
+                            there.empty() ? "no accelerator" : "only \"" + there + "\""),
+                "Choose \"auto\" or \"cpu\"; smartinf doctor may say why");
+}
+
+void pin_what_is_asked_for() {
+  if (!c10::CachingAllocator::getAllocatorSettings().empty()) return;  // the user's
+  c10::CachingAllocator::setAllocatorSettings("pinned_max_round_threshold_mb:1");
+}
+
+AcceleratorMemory memory_of(const torch::Device& accelerator) {
+  if (accelerator.is_cpu()) return {};
+  return {c10::getDeviceAllocator(accelerator.type())->getMemoryInfo(accelerator.index()).first,
+          accelerator.is_cuda() ? plan::kCudaBytes : 0};
+}
+
+}  // namespace smartinf::train

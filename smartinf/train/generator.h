@@ -1,0 +1,57 @@
+// Continues texts with a model that was trained: that of a run, as its devices hold it, or that of
+// a folder of Hugging Face's. Needs torch to link, not to include.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "smartinf/base/float_formats.h"
+#include "smartinf/base/status.h"
+#include "smartinf/engine/options.h"
+#include "smartinf/train/model_source.h"
+#include "smartinf/train/options.h"
+#include "smartinf/train/sampling.h"
+
+namespace smartinf::train {
+
+struct GeneratorOptions {
+  /// Of the run. Of a folder: model.from names it, and train.run is empty.
+  Options options;
+  engine::UpdaterOptions updater;      // of a run: its devices
+  std::optional<base::DataType> type;  // bf16 or f32; default: the run's, or as the folder has it
+  std::string accelerator = "auto";
+  uint32_t threads = 0;            // of torch's operators; 0: all cores
+  uint64_t host_bytes = 0;         // of the whole process; 0: what is free
+  uint64_t accelerator_bytes = 0;  // likewise
+};
+
+/// Threads: one caller. Errors: as values; what torch throws is caught and named.
+class Generator {
+ public:
+  /// Looks at the model's small files. Errors: of find_model(); kUnsupported for an accelerator
+  /// that is not here.
+  static base::Result<std::unique_ptr<Generator>> open(GeneratorOptions options);
+  virtual ~Generator() = default;
+
+  virtual const ModelSource& source() const = 0;
+  virtual TextForm text_form() const = 0;
+
+  /// Opens the weights and takes into memory what of them stays there, beside keys and values of
+  /// sequences of so many tokens each. Nothing on the devices changes. Errors: kOutOfMemory with
+  /// what is needed; kNotFound where the run has no state; kBusy while the run is going on; those
+  /// of model::WeightFiles and of the devices.
+  virtual base::Status load(std::span<const uint64_t> tokens) = 0;
+  /// Lines for people, after load(): model, memory, what every token reads.
+  virtual std::vector<std::string> describe() const = 0;
+  /// After load(), for sequences that are not longer than it was told: as decode(). What a prompt
+  /// is continued with does not depend on the other ones. prompts: not empty, tokens below the
+  /// vocabulary. Errors: kCancelled, those of the devices.
+  virtual base::Status generate(std::span<const std::vector<int64_t>> prompts,
+                                const DecodeOptions& options, const TakeToken& take) = 0;
+};
+
+}  // namespace smartinf::train

@@ -5,8 +5,8 @@
         [--memory-budget 128MiB] [--steps 6] [--rounds 3] [--checkpointing]
 
 Prints the peak of activations (the largest resident size of a step, less what was resident before it), the time of a
-step (the fastest and the median, the first one left out), their ratios, and whether losses and gradients have the
-same bits.
+step (the fastest and the median, the first one left out), the processor time that the process takes for it, their
+ratios, and whether losses and gradients have the same bits.
 """
 
 import argparse
@@ -82,23 +82,25 @@ def run(options):
             model, [options.device], keep=keep, memory_budget=options.memory_budget
         )
         counts = context.counts
-    seconds, digests = [], []
+    seconds, cpu_seconds, digests = [], [], []
     with open("/proc/self/clear_refs", "w") as clear:  # the peak begins anew
         clear.write("5")
     before = resident("VmRSS")
     with context:
         for _ in range(options.steps):
             model.zero_grad(set_to_none=False)
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.process_time()
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             seconds.append(time.perf_counter() - began)
+            cpu_seconds.append(time.process_time() - cpu_began)
             digests.append(digest(model, loss))
     print(
         json.dumps(
             {
                 "peak": resident("VmHWM") - before,
                 "seconds": seconds[1:],
+                "cpu_seconds": cpu_seconds[1:],
                 "digests": digests,
                 "counts": counts and vars(counts),
             }
@@ -125,13 +127,19 @@ def main():
     took = {}
     for kind, results in rows.items():
         seconds = [s for result in results for s in result["seconds"]]
-        took[kind] = (max(r["peak"] for r in results), min(seconds), statistics.median(seconds))
+        cpu = statistics.median(s for result in results for s in result["cpu_seconds"])
+        peak = max(result["peak"] for result in results)
+        took[kind] = (peak, min(seconds), statistics.median(seconds), cpu)
         print(
             f"{kind:8} peak {took[kind][0] / 2**20:7.0f} MiB, step {took[kind][1]:.3f} s at best, "
-            f"{took[kind][2]:.3f} s in the median (of {', '.join(f'{s:.2f}' for s in seconds)})"
+            f"{took[kind][2]:.3f} s in the median (of {', '.join(f'{s:.2f}' for s in seconds)}), "
+            f"processor {cpu:.3f} s"
         )
     ratios = [offload / plain for offload, plain in zip(took["offload"], took["plain"], strict=True)]
-    print(f"ratio    peak {ratios[0]:.3f}, step {ratios[1]:.3f} at best, {ratios[2]:.3f} in the median")
+    print(
+        f"ratio    peak {ratios[0]:.3f}, step {ratios[1]:.3f} at best, {ratios[2]:.3f} in the median, "
+        f"processor {ratios[3]:.3f}"
+    )
     steps = options.steps
     for name, value in rows["offload"][-1]["counts"].items():
         print(f"  {name:20} a step {value / steps:14,.3f}")

@@ -19,6 +19,7 @@ _log = logging.getLogger("smartinf")
 _PAGE = 4096
 _SMALL = 64 << 10  # smaller ones cost more to keep track of than they take
 _VIEW = 64  # a view of less than this part of a storage belongs to something larger that stays, like a data set
+_FREED = 192 << 20  # less than this of freed memory is not worth the time of giving it back
 _open = weakref.WeakSet()
 _empty = {}  # (type, device) -> a tensor without elements
 
@@ -211,7 +212,7 @@ class SpooledTensors:
         self._last = self._ahead = -1  # numbers: wanted last; next to be read ahead
         self._streams = {}
         self._full = False
-        self._freed = FreedMemory(memory)
+        self._freed = FreedMemory(max(memory, _FREED))
         _open.add(self)
 
     # ---- autograd's side

@@ -10,7 +10,7 @@ import torch
 from smartinf import _core
 from smartinf.errors import UsageError
 from smartinf.sizes import parse_bytes
-from smartinf.spooled_tensors import SpooledTensors, storage_key
+from smartinf.spooled_tensors import SpooledTensors, plain, storage_key
 
 _log = logging.getLogger("smartinf")
 
@@ -156,7 +156,7 @@ class offload_activations:  # noqa: N801 (used like a function)
     def _keys(self):
         """Of the storages that stay. A step's weights may lie elsewhere than the last one's."""
         for tensor in (*self._model.parameters(), *self._model.buffers()):
-            if tensor.layout is torch.strided and not tensor.is_meta:
+            if plain(tensor):
                 yield storage_key(tensor)
 
     def _open_spool(self):

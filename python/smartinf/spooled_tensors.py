@@ -108,8 +108,8 @@ def _lone_buffer(size):
 
 
 class FreedMemory:
-    """glibc's malloc keeps much of what tensors have freed: what it allocates with an alignment does not fit into a hole
-    of the same size. It is given back to the system whenever the process has grown by `limit` bytes since."""
+    """glibc's malloc keeps much of what tensors have freed: what it allocates with an alignment does not fit into a
+    hole of the same size. It is given back to the system whenever the process has grown by `limit` bytes since."""
 
     _EVERY = 16 << 20  # bytes that were stored
 
@@ -219,7 +219,7 @@ class SpooledTensors:
 
     def pack(self, tensor):
         # Within backward: a recomputation, or a graph of the gradients. It is used at once, or stays.
-        if torch._C._current_graph_task_id() != -1 or not _plain(tensor):
+        if torch._C._current_graph_task_id() != -1 or not plain(tensor):
             return _Stays(tensor)
         with self._turn:
             self._tidy()
@@ -497,7 +497,7 @@ class SpooledTensors:
             self.close()
 
 
-def _plain(tensor):
+def plain(tensor):
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided

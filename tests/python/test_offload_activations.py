@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smartinf
+from smartinf import _core
 from smartinf.activations import KeepRule
 
 WIDTH, ROWS = 128, 256  # 128 KiB for each activation
@@ -406,6 +408,39 @@ def test_an_optimizer_steps_within_the_context(offload, tmp_path):
         return [p.detach().clone() for p in model.parameters()]
 
     assert_same(train(offload), train(None))
+
+
+def test_an_open_core_lends_its_spool_and_takes_it_away_when_it_is_closed(device):
+    _, wanted = plain()
+    core = _core.Updater({"devices": [{"path": device}], "spool_bytes": 64 << 20}, ["weight"], [[1000]])
+    model = Model()
+    for _ in range(2):
+        with smartinf.offload_activations(model, core, keep=0, memory_budget="1MiB") as activations:
+            loss_of(model).backward()
+            assert_same(gradients(model), wanted)
+            assert activations.counts.read_bytes > 0
+        assert core.spool().counts()["used"] == 0
+    with pytest.raises(smartinf.UsageError, match="closed"), smartinf.offload_activations(model, core, keep=0):
+        loss = loss_of(model)
+        core.close()
+        loss.backward()
+    assert _core.Updater({"devices": [{"path": device}]}, ["weight"], [[1000]]).spool() is None
+
+
+def test_on_an_accelerator_with_late_copies(device):
+    """The one of tests/accelerator, in a process of its own, which can have only one."""
+    built = pathlib.Path(os.environ.get("SMARTINF_BINARY_DIR", ""))
+    library = built / "tests/accelerator/libsmartinf_test_accelerator.so"
+    if not library.exists():
+        pytest.skip(f"{library} was not built")
+    done = subprocess.run(
+        [sys.executable, pathlib.Path(__file__).with_name("accelerator_worker.py"), library, device],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "SMARTINF_TEST_ACCELERATOR_DELAY_US": "500"},
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_interpreter_ends_with_a_graph_that_is_still_held(device):

@@ -145,14 +145,12 @@ def test_parameters_buffers_and_small_tensors_stay(offload):
             self.register_buffer("scale", data(3))
 
         def forward(self, x):
-            return (self.weight.t() * 3 * self.scale.t() * x).sum()
+            return (x * self.weight * self.scale.t().t()).sum()  # saves all three
 
-    model = Scaled()
-    with offload(model) as activations:
-        small = torch.randn(1, ROWS, requires_grad=True)
-        model(small).backward()
-    # The products of weight, 3 and scale, each once; neither weight, nor scale, nor `small`.
-    assert activations.counts.saved_bytes <= 2 * ROWS * WIDTH * 4
+    with offload(Scaled()) as activations:
+        for _ in range(2):
+            activations._model(torch.ones(1, WIDTH, requires_grad=True)).backward()
+    assert activations.counts.saved_bytes == 0
 
 
 def test_a_graph_can_be_gone_through_twice_and_not_a_third_time(offload):
@@ -202,9 +200,11 @@ def test_an_exception_in_forward_leaves_nothing_behind(offload, device):
     model = Model()
     activations = offload(model)
     with pytest.raises(ValueError, match="mine"), activations:
+        tensors = activations._tensors
         loss_of(model)
         raise ValueError("mine")
     assert open_files(device) == []
+    del tensors
     with activations:  # once more
         loss_of(model).backward()
     assert_same(gradients(model), wanted)
@@ -438,7 +438,7 @@ def test_on_an_accelerator_with_late_copies(device):
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "SMARTINF_TEST_ACCELERATOR_DELAY_US": "500"},
+        env={**os.environ, "SMARTINF_TEST_ACCELERATOR_DELAY_US": "3000"},
     )
     assert done.returncode == 0, done.stderr
 

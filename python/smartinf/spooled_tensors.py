@@ -5,7 +5,6 @@ import collections
 import contextlib
 import ctypes
 import logging
-import mmap
 import threading
 import time
 import weakref
@@ -14,12 +13,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smartinf.errors import NoSpaceError, UsageError
+from smartinf.process_memory import FreedMemory
 
 _log = logging.getLogger("smartinf")
 _PAGE = 4096
 _SMALL = 64 << 10  # smaller ones cost more to keep track of than they take
 _VIEW = 64  # a view of less than this part of a storage belongs to something larger that stays, like a data set
-_FREED = 192 << 20  # less than this of freed memory is not worth the time of giving it back
 _open = weakref.WeakSet()
 _empty = {}  # (type, device) -> a tensor without elements
 
@@ -107,35 +106,6 @@ def _lone_buffer(size):
     return buffer, address
 
 
-class FreedMemory:
-    """glibc's malloc keeps much of what tensors have freed: what it allocates with an alignment does not fit into a
-    hole of the same size. It is given back to the system whenever the process has grown by `limit` bytes since."""
-
-    _EVERY = 16 << 20  # bytes that were stored
-
-    def __init__(self, limit):
-        self._limit = limit
-        self._stored = 0
-        self._low = _resident_bytes()
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other allocators do not have it
-
-    def stored(self, size):
-        self._stored += size
-        if self._trim is None or self._stored < self._EVERY:
-            return
-        self._stored = 0
-        resident = _resident_bytes()
-        self._low = min(self._low, resident)
-        if resident > self._low + self._limit:
-            self._trim(0)
-            self._low = _resident_bytes()
-
-
-def _resident_bytes():
-    with open("/proc/self/statm", "rb") as sizes:
-        return int(sizes.read().split()[1]) * mmap.PAGESIZE
-
-
 class _Stored:
     """A storage that autograd has saved a view of."""
 
@@ -212,7 +182,7 @@ class SpooledTensors:
         self._last = self._ahead = -1  # numbers: wanted last; next to be read ahead
         self._streams = {}
         self._full = False
-        self._freed = FreedMemory(max(memory, _FREED))
+        self._freed = FreedMemory(memory)
         _open.add(self)
 
     # ---- autograd's side
@@ -272,7 +242,7 @@ class SpooledTensors:
         stored.kept = not self._rule.offload(size) or not self._store(stored, storage)
         self._rule.stored(size, stored.kept)
         self.counts.saved_bytes += size
-        self._freed.stored(size)
+        self._freed.freed(size)
         if stored.kept:
             self.counts.kept_bytes += size
         self._stored[stored.key] = stored

@@ -137,7 +137,7 @@ class _Saved:
         self.version = tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
         if stored.kept:
-            self.tensor = self.counter = tensor
+            self.tensor = self.counter = tensor.detach()  # one that its own graph keeps would never be freed
         else:
             self.tensor, self.counter = None, _version_of(tensor)
             self.stride, self.offset = tensor.stride(), tensor.storage_offset()
@@ -152,7 +152,7 @@ class _Stays:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor):
-        self.tensor, self.version = tensor, tensor._version
+        self.tensor, self.version = tensor.detach(), tensor._version
 
 
 class SpooledTensors:

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -408,6 +409,60 @@ def test_an_optimizer_steps_within_the_context(offload, tmp_path):
         return [p.detach().clone() for p in model.parameters()]
 
     assert_same(train(offload), train(None))
+
+
+def llama(transformers):
+    torch.manual_seed(5)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4
+        )
+    )
+
+
+@pytest.mark.parametrize("recompute", [None, True, False])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_transformers_models_with_and_without_checkpointing_and_streamed(tmp_path, monkeypatch, recompute, streamed):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from smartinf import streaming, units
+
+    monkeypatch.setattr(units.find_units, "__defaults__", (None, 1 << 10))  # small ones, too
+    monkeypatch.setattr(streaming, "_ENGINE_BYTES_MIN", 24 << 20)
+    tokens = torch.randint(96, (4, 64), generator=torch.Generator().manual_seed(3))
+
+    def train(name, context_of=None):
+        model = llama(transformers)
+        if streamed:
+            model = smartinf.stream(model, str(tmp_path / name), memory_budget="64MiB", keep=0)
+        if recompute is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": recompute})
+        devices = {} if streamed else {"devices": [str(tmp_path / name)]}
+        optimizer = smartinf.AdamW(
+            model.named_parameters(), lr=1e-2, max_grad_norm=1.0, subgroup_elements=65536, **devices
+        )
+        context = nullcontext() if context_of is None else context_of(model)
+        seen = []
+        with context:
+            for _ in range(3):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append((loss.item(), optimizer.grad_norm))
+        return seen, context
+
+    expected, _ = train("plain")
+    seen, context = train(
+        "offloaded",
+        lambda model: smartinf.offload_activations(
+            model, tmp_path / "scratch", keep=0, memory_budget="1MiB", storage="64MiB"
+        ),
+    )
+    assert seen == expected
+    assert context.counts.written_bytes > 0
+    if recompute is not None:  # inputs of layers, and what belongs to no layer
+        assert context.counts.saved_bytes < 3 * 12 * tokens.numel() * 128 * 4
 
 
 def test_an_open_core_lends_its_spool_and_takes_it_away_when_it_is_closed(device):

@@ -2,7 +2,7 @@
 """What smartinf.offload_activations takes and saves: steps of a transformers Llama, each run in a process of its own.
 
     offload_activations.py --device DIR [--layers 24] [--width 512] [--sequence 512] [--batch 1] [--keep auto]
-        [--memory-budget 128MiB] [--steps 6] [--rounds 3] [--checkpointing]
+        [--memory-budget 32MiB] [--steps 6] [--rounds 3] [--checkpointing]
 
 Prints the peak of activations (the largest resident size of a step, less what was resident before it), the time of a
 step (the fastest and the median, the first one left out), the processor time that the process takes for it, their
@@ -30,7 +30,7 @@ def arguments():
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--keep", default="auto")
-    parser.add_argument("--memory-budget", default="128MiB")
+    parser.add_argument("--memory-budget", default="32MiB")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--checkpointing", action="store_true")

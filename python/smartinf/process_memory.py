@@ -42,7 +42,7 @@ class FreedMemory:
     hole of the same size. It is given back to the system whenever the process has grown by `limit` bytes since."""
 
     _EVERY = 16 << 20  # bytes that were freed
-    _LEAST = 192 << 20  # of growth, below which it is not worth its time
+    _LEAST = 256 << 20  # of growth, below which it is not worth its time
 
     def __init__(self, limit):
         self._limit = max(limit, self._LEAST)

@@ -191,8 +191,10 @@ class SpooledTensors:
         # Within backward: a recomputation, or a graph of the gradients. It is used at once, or stays.
         if torch._C._current_graph_task_id() != -1 or not plain(tensor):
             return _Stays(tensor)
+        if tensor.untyped_storage().nbytes() < _SMALL:
+            return _Stays(tensor)
         with self._turn:
-            self._tidy()
+            self._forget_dead()
             if self._alive == 0:
                 self._begin_step()
             stored = self._find_or_store(tensor)
@@ -208,7 +210,6 @@ class SpooledTensors:
             return saved.tensor
         _check_version(saved.counter, saved.version, saved.shape, saved.dtype)
         with self._turn:
-            self._tidy()
             if self._spool is None:
                 raise UsageError("what this backward needs was dropped when the devices of activations were closed")
             flat = None if saved.stored.kept else self._bring(saved.stored)
@@ -228,7 +229,7 @@ class SpooledTensors:
     def _find_or_store(self, tensor):
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if size < _SMALL or size > self._buffers.size or storage._cdata in self._staying:
+        if size > self._buffers.size or storage._cdata in self._staying:
             return None
         stored = self._stored.get(storage._cdata)
         if stored is not None:
@@ -262,6 +263,7 @@ class SpooledTensors:
             self._written[stored.number] = stored
 
     def _store(self, stored, storage):
+        self._tidy()
         if self._full:
             return False
         taken = self._take(stored.room, wait=self._rule.waits)
@@ -323,6 +325,7 @@ class SpooledTensors:
 
     def _bring(self, stored):
         """Its bytes, where it was."""
+        self._tidy()
         stored.wanted = (stored.wanted or stored.views) - 1
         if stored.there is None and stored.source is None:
             began = time.perf_counter()
@@ -395,13 +398,16 @@ class SpooledTensors:
 
     # ---- what has ended in the meantime
 
-    def _tidy(self):
+    def _forget_dead(self):
         while self._dead:
             stored = self._dead.popleft()
             stored.views -= 1
             self._alive -= 1
             if stored.views == 0:
                 self._forget(stored)
+
+    def _tidy(self):
+        self._forget_dead()
         while self._uploads and self._uploads[0][0].query():
             self._uploads.popleft()
         while self._copying and self._copying[0].copied.query():

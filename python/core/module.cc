@@ -8,6 +8,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -24,6 +25,7 @@
 #include "python/core/errors.h"
 #include "python/core/layer_window.h"
 #include "python/core/remarks.h"
+#include "python/core/spool.h"
 #include "python/core/updater.h"
 #include "python/core/weight_source.h"
 #include "python/core/weights.h"
@@ -37,6 +39,7 @@ using smartinf::engine::RanksCheckpoint;
 using smartinf::engine::StripedWeights;
 using smartinf::python::PyCheckpoint;
 using smartinf::python::PyLayerWindow;
+using smartinf::python::PySpool;
 using smartinf::python::PyUpdater;
 using smartinf::python::PyWeights;
 using smartinf::python::PyWeightSource;
@@ -147,6 +150,34 @@ void define_ranks_checkpoint(nb::module_& module) {
           "ranks"_a, "trainer"_a);
 }
 
+void define_spool(nb::module_& module) {
+  nb::class_<PySpool>(
+      module, "Spool",
+      "Bytes that leave memory and come back within this process. Addresses and sizes are "
+      "multiples of 4096. Memory of a put stays as it is until wait() or drop() has returned, that "
+      "of a get until wait() has. Any number may be under way.")
+      .def(
+          "__init__",
+          [](PySpool* spool, const nb::dict& options) {
+            new (spool) PySpool(smartinf::python::updater_options(options));
+          },
+          "options"_a,
+          "Over directories in which no state lies: options['devices'] and ['spool_bytes'] as for "
+          "an Updater. Nothing is left there.")
+      .def("put", &PySpool::put, "address"_a, "bytes"_a, "Starts to write; returns a ticket.")
+      .def("settled", &PySpool::settled, "ticket"_a, "Whether wait() would return at once.")
+      .def("wait", &PySpool::wait, "ticket"_a,
+           "For its put, or for the get that was started last; raises what went wrong.")
+      .def("start_get", &PySpool::start_get, "ticket"_a, "address"_a,
+           "Starts to read all of it. A put that was not waited for is copied from its memory.")
+      .def("drop", &PySpool::drop, "ticket"_a, "Waits for what is under way, and frees its room.")
+      .def("counts", &PySpool::counts, "Bytes so far: put, got, copied; used, used_max.")
+      .def("size_bytes", &PySpool::size_bytes)
+      .def("close", nb::overload_cast<nb::object>(&PySpool::close), "memory"_a = nb::none(),
+           "Drops all tickets. memory: an object that holds the memory of puts and gets; it is "
+           "kept for good where a device has failed and may still use it.");
+}
+
 void define_state(nb::class_<PyUpdater, PyWeightSource>& updater) {
   updater
       .def(
@@ -195,6 +226,7 @@ void define_state(nb::class_<PyUpdater, PyWeightSource>& updater) {
       .def("gradient_memory_bytes", &PyUpdater::gradient_memory_bytes)
       .def("bytes_written_ever", &PyUpdater::bytes_written_ever)
       .def("describe_devices", &PyUpdater::describe_devices)
+      .def("spool", &PyUpdater::spool, "Of the option spool_bytes, or None; closed with this.")
       .def("close", &PyUpdater::close, "Completes a started commit and releases the devices.");
 }
 
@@ -304,6 +336,7 @@ NB_MODULE(_core, module) {
   define_checkpoint(module);
   define_ranks_checkpoint(module);
   define_weights(module);
+  define_spool(module);
   nb::class_<PyUpdater, PyWeightSource> updater(
       module, "Updater",
       "Optimizer state on devices. Sizes are in elements, addresses are of host memory that stays "

@@ -60,6 +60,28 @@ compress::CompressOptions compress_options(const nb::dict& given) {
   return compress;
 }
 
+plan::ParameterSpace parameter_space(const std::vector<std::string>& names,
+                                     const std::vector<std::vector<uint64_t>>& shapes) {
+  if (names.size() != shapes.size()) usage("as many names as shapes are needed");
+  plan::ParameterSpace space;
+  for (size_t i = 0; i < names.size(); ++i) {
+    check(space.add(names[i], shapes[i], static_cast<uint32_t>(i)));
+  }
+  return space;
+}
+
+/// Memory as a memoryview of floats; the GIL is held. Writable also where only reading is meant,
+/// because torch warns of buffers that are not; it is the engine's own copy in any case.
+nb::object float_view(const float* data, uint64_t count) {
+  auto* bytes = reinterpret_cast<char*>(const_cast<float*>(data));
+  nb::object raw = nb::steal(
+      PyMemoryView_FromMemory(bytes, static_cast<Py_ssize_t>(count * sizeof(float)), PyBUF_WRITE));
+  if (!raw.is_valid()) throw nb::python_error();
+  return raw.attr("cast")("f");
+}
+
+}  // namespace
+
 engine::UpdaterOptions updater_options(const nb::dict& given) {
   engine::UpdaterOptions options;
   for (const nb::handle entry : nb::cast<nb::list>(given["devices"])) {
@@ -99,28 +121,6 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
   return options;
 }
 
-plan::ParameterSpace parameter_space(const std::vector<std::string>& names,
-                                     const std::vector<std::vector<uint64_t>>& shapes) {
-  if (names.size() != shapes.size()) usage("as many names as shapes are needed");
-  plan::ParameterSpace space;
-  for (size_t i = 0; i < names.size(); ++i) {
-    check(space.add(names[i], shapes[i], static_cast<uint32_t>(i)));
-  }
-  return space;
-}
-
-/// Memory as a memoryview of floats; the GIL is held. Writable also where only reading is meant,
-/// because torch warns of buffers that are not; it is the engine's own copy in any case.
-nb::object float_view(const float* data, uint64_t count) {
-  auto* bytes = reinterpret_cast<char*>(const_cast<float*>(data));
-  nb::object raw = nb::steal(
-      PyMemoryView_FromMemory(bytes, static_cast<Py_ssize_t>(count * sizeof(float)), PyBUF_WRITE));
-  if (!raw.is_valid()) throw nb::python_error();
-  return raw.attr("cast")("f");
-}
-
-}  // namespace
-
 PyUpdater::PyUpdater(const nb::dict& options, const std::vector<std::string>& names,
                      const std::vector<std::vector<uint64_t>>& shapes)
     : PyWeightSource("optimizer", "Make a new one with resume=True to go on.") {
@@ -139,6 +139,7 @@ PyUpdater::~PyUpdater() {
   }
   if (updater_ != nullptr) {
     const nb::gil_scoped_release released;
+    if (spool_ != nullptr) spool_->close();
     updater_.reset();
   }
 }
@@ -439,9 +440,19 @@ nb::dict PyUpdater::traffic() {
   return out;
 }
 
+std::shared_ptr<PySpool> PyUpdater::spool() {
+  engine::Spool* const spool = core().spool();
+  if (spool_ == nullptr && spool != nullptr) spool_ = std::make_shared<PySpool>(*spool);
+  return spool_;
+}
+
 void PyUpdater::close() {
   if (updater_ == nullptr || forked()) return;
   Status outcome;
+  if (spool_ != nullptr) {
+    const nb::gil_scoped_release released;
+    spool_->close();
+  }
   // Another thread may be in a call, or wait for its turn with a reference to the updater.
   std::unique_ptr<engine::Updater> closing = std::move(updater_);
   try {

@@ -14,9 +14,13 @@
 
 #include "smartinf/engine/updater.h"
 
+#include "python/core/spool.h"
 #include "python/core/weight_source.h"
 
 namespace smartinf::python {
+
+/// The options of an updater by their names there.
+engine::UpdaterOptions updater_options(const nanobind::dict& given);
 
 /// Documented for its users in module.cc.
 class PyUpdater final : public PyWeightSource {
@@ -69,6 +73,8 @@ class PyUpdater final : public PyWeightSource {
   uint64_t gradient_memory_bytes() { return core().gradient_memory_bytes(); }
   uint64_t bytes_written_ever() { return core().bytes_written_ever(); }
   std::vector<std::string> describe_devices() { return core().describe_devices(); }
+  /// Null without the option spool_bytes; closed with the updater.
+  std::shared_ptr<PySpool> spool();
   void close();
 
   engine::WeightSource& weights() override { return core(); }
@@ -84,6 +90,7 @@ class PyUpdater final : public PyWeightSource {
 
   kernels::RuleOptions rule_;
   std::unique_ptr<engine::Updater> updater_;
+  std::shared_ptr<PySpool> spool_;  // shared with Python; null until it is asked for
 };
 
 }  // namespace smartinf::python

@@ -24,20 +24,22 @@ from smartinf.errors import (
 
 TYPE_CHECKING = False  # type checkers take it for true; typing itself need not be imported
 if TYPE_CHECKING:
+    from smartinf.activations import offload_activations
     from smartinf.layer_major import forward_backward
     from smartinf.optimizers import SGD, Adagrad, Adam, AdamW, Lion
     from smartinf.streaming import from_pretrained, stream
 
-_STREAMING = {
+_OTHERS = {
     "from_pretrained": "streaming",
     "stream": "streaming",
     "forward_backward": "layer_major",
+    "offload_activations": "activations",
 }
 _OPTIMIZERS = ("AdamW", "Adam", "SGD", "Adagrad", "Lion")
 
 __all__ = [
     *_OPTIMIZERS,
-    *_STREAMING,
+    *_OTHERS,
     "CorruptError",
     "DeviceError",
     "Error",
@@ -55,10 +57,10 @@ def __getattr__(name):
         import smartinf.optimizers
 
         return getattr(smartinf.optimizers, name)
-    if name in _STREAMING:
+    if name in _OTHERS:
         import importlib
 
-        return getattr(importlib.import_module(f"smartinf.{_STREAMING[name]}"), name)
+        return getattr(importlib.import_module(f"smartinf.{_OTHERS[name]}"), name)
     raise AttributeError(f"module 'smartinf' has no attribute '{name}'")
 
 

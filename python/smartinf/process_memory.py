@@ -1,6 +1,7 @@
-"""What the process's memory is told, so that a model larger than memory does not look as if it were in it."""
+"""What the process's memory is told, so that what has left memory does not look as if it were in it."""
 
 import ctypes
+import mmap
 import re
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
@@ -34,3 +35,33 @@ def drop_mapped_files(suffix, read_bytes):
             if found and line.rstrip().endswith(suffix):
                 begin, end = (int(text, 16) for text in found.groups())
                 madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)
+
+
+class FreedMemory:
+    """glibc's malloc keeps much of what tensors have freed: what it allocates with an alignment does not fit into a
+    hole of the same size. It is given back to the system whenever the process has grown by `limit` bytes since."""
+
+    _EVERY = 16 << 20  # bytes that were freed
+    _LEAST = 256 << 20  # of growth, below which it is not worth its time
+
+    def __init__(self, limit):
+        self._limit = max(limit, self._LEAST)
+        self._freed = 0
+        self._low = _resident_bytes()
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+    def freed(self, size):
+        self._freed += size
+        if self._trim is None or self._freed < self._EVERY:
+            return
+        self._freed = 0
+        resident = _resident_bytes()
+        self._low = min(self._low, resident)
+        if resident > self._low + self._limit:
+            self._trim(0)
+            self._low = _resident_bytes()
+
+
+def _resident_bytes():
+    with open("/proc/self/statm", "rb") as sizes:
+        return int(sizes.read().split()[1]) * mmap.PAGESIZE

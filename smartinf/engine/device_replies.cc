@@ -69,21 +69,30 @@ const csd::Command* DeviceReplies::submit(csd::Device& device, csd::Message mess
 
 csd::Completion DeviceReplies::next() {
   csd::Completion completion;
+  while (!take(completion, interval_)) look_for_life();
+  return completion;
+}
+
+csd::Completion DeviceReplies::poll() {
+  csd::Completion completion;
+  (void)take(completion, std::chrono::nanoseconds(0));
+  return completion;
+}
+
+bool DeviceReplies::take(csd::Completion& completion, std::chrono::nanoseconds wait) {
   for (;;) {
+    completion = {};
     {
       const std::lock_guard lock(mutex_);
       if (answered_ != nullptr) free_.push_back(std::exchange(answered_, nullptr));
-      if (closed_) return {};
+      if (closed_) return true;
       if (!given_up_.empty()) {
         completion = std::move(given_up_.front());
         given_up_.pop_front();
-        return completion;
+        return true;
       }
     }
-    if (!queue_.pop(completion, interval_)) {
-      look_for_life();
-      continue;
-    }
+    if (!queue_.pop(completion, wait)) return false;
     if (completion.command == nullptr) continue;
     const std::lock_guard lock(mutex_);
     Sent& sent = static_cast<Sent&>(*completion.command);
@@ -101,7 +110,7 @@ csd::Completion DeviceReplies::next() {
         completion.status.place().path.find(peer.name) == std::string::npos) {
       completion.status = std::move(completion.status).with_context("device " + peer.name);
     }
-    return completion;
+    return true;
   }
 }
 

@@ -53,6 +53,8 @@ class DeviceReplies {
   /// The next answer; waits for it. A failure names the device. The command is there until the
   /// call that follows; null: closed.
   csd::Completion next();
+  /// The next answer if it is there already; else, and when closed, its command is null.
+  csd::Completion poll();
   /// Commands whose kDone is still to come.
   size_t owed() const;
   /// Ends the wait of next(), which reads no device from then on.
@@ -73,6 +75,8 @@ class DeviceReplies {
     bool given_up = false;  // never used again
   };
   Peer& peer_of(csd::Device& device);
+  /// False: none came within `wait`.
+  bool take(csd::Completion& completion, std::chrono::nanoseconds wait);
   void look_for_life();
   void give_up(Sent& sent, const base::Status& why);
 

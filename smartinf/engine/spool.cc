@@ -111,18 +111,30 @@ Result<Spool::Ticket> Spool::put(std::span<const std::byte> data) {
   return ticket;
 }
 
+void Spool::take(csd::Completion&& done) {
+  const auto found = under_way_.find(done.command);
+  SI_CHECK(found != under_way_.end(), "an answer to what was not asked");
+  Span& span = spans_.at(found->second);
+  const bool put = span.put == done.command;
+  failed_ = failed_ || !done.status.ok();
+  (put ? span.put_status : span.get_status) = std::move(done.status);
+  (put ? span.put : span.get) = nullptr;
+  under_way_.erase(found);
+}
+
 void Spool::wait_for(const csd::Command* const& command) {
+  while (command != nullptr) take(replies_.next());
+}
+
+bool Spool::settled(Ticket ticket) {
+  Span& span = span_of(ticket);
+  const auto& command = span.got ? span.get : span.put;
   while (command != nullptr) {
-    csd::Completion done = replies_.next();
-    const auto found = under_way_.find(done.command);
-    SI_CHECK(found != under_way_.end(), "an answer to what was not asked");
-    Span& span = spans_.at(found->second);
-    const bool put = span.put == done.command;
-    failed_ = failed_ || !done.status.ok();
-    (put ? span.put_status : span.get_status) = std::move(done.status);
-    (put ? span.put : span.get) = nullptr;
-    under_way_.erase(found);
+    csd::Completion done = replies_.poll();
+    if (done.command == nullptr) return false;
+    take(std::move(done));
   }
+  return true;
 }
 
 Status Spool::wait(Ticket ticket) {

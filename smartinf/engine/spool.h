@@ -48,6 +48,8 @@ class Spool {
   /// Waits for the put, or for the get that was started last. Errors: the device's, named; of a
   /// get, it can be started again.
   base::Status wait(Ticket ticket);
+  /// Whether wait() would return at once.
+  bool settled(Ticket ticket);
   /// Starts to read all of it into `out`, which is complete when wait() returns. Before the put has
   /// been waited for it is copied from `data` at once, and wait() waits for nothing; the put goes
   /// on, and `data` stays until drop(). Errors: kInvalidArgument (another size), of the put;
@@ -87,6 +89,8 @@ class Spool {
   base::Result<Span> allocate(uint64_t bytes);
   void free(const Span& span);
   Span& span_of(Ticket ticket);
+  /// Notes a device's answer.
+  void take(csd::Completion&& done);
   /// Takes answers until the command has its own.
   void wait_for(const csd::Command* const& command);
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -150,6 +151,21 @@ TEST_F(SpoolOverDevices, WhatIsWantedBackWhileItIsWrittenIsCopiedAndNeedsNoDrive
   spool_->drop(ticket);
   EXPECT_EQ(written(0), data.size()) << "dropped when the drive needs the data no more";
   EXPECT_EQ(spool_->used_bytes(), 0u);
+}
+
+TEST_F(SpoolOverDevices, WhetherItIsWrittenCanBeAskedWithoutWaiting) {
+  faults_.what = csd::Faults::What::kHoldWrites;
+  const auto data = filled(100 * kKiB, 12);
+  const Spool::Ticket held = put(data);   // to the first device
+  const Spool::Ticket other = put(data);  // to the second one
+  while (!spool_->settled(other)) std::this_thread::yield();
+  EXPECT_FALSE(spool_->settled(held));
+  faults_.what = csd::Faults::What::kNothing;
+  while (!spool_->settled(held)) std::this_thread::yield();
+  ASSERT_TRUE(spool_->wait(held).ok());
+  expect_back(held, data);
+  spool_->drop(held);
+  spool_->drop(other);
 }
 
 TEST_F(SpoolOverDevices, AfterTheWaitItComesFromTheDriveAndAsOftenAsItIsWanted) {

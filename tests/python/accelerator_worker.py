@@ -1,12 +1,19 @@
-"""offload_activations on the test accelerator: accelerator_worker.py LIBRARY DEVICE. Fails where bits differ."""
+"""On the test accelerator: accelerator_worker.py LIBRARY DEVICE offload|stream. Fails where bits differ."""
 
 import contextlib
+import ctypes
 import sys
 import types
 
 import torch
 
 NAME = "test_accelerator"
+
+
+class Memory(ctypes.Structure):
+    """Of accelerator.h: bytes in use, and the most that were."""
+
+    _fields_ = [("current", ctypes.c_uint64), ("peak", ctypes.c_uint64)]  # noqa: RUF012
 
 
 def load(library):
@@ -33,8 +40,8 @@ def train(model, x, context):
     return found
 
 
-def main():
-    load(sys.argv[1])
+def offload():
+    """offload_activations."""
     import smartinf
 
     torch.manual_seed(0)
@@ -53,4 +60,38 @@ def main():
         assert keep != 0 or (counts.kept_bytes == 0 and counts.read_bytes > 0), counts
 
 
-main()
+def stream():
+    """A streamed model of more bytes than the accelerator has, with the bits of the CPU's."""
+    import smartinf
+
+    def trained(model, optimizer, device):
+        found = []
+        for step in range(3):
+            x = torch.randn(16, 512, generator=torch.Generator().manual_seed(step)).to(device)
+            model(x).square().mean().backward()
+            optimizer.step()
+            found.append(optimizer.grad_norm)
+        return found
+
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(12)))
+
+    options = {"lr": 1e-2, "max_grad_norm": 1.0}
+    plain = make()
+    with smartinf.AdamW(plain.parameters(), devices=sys.argv[2] + "-plain", release_gradients=True, **options) as adamw:
+        wanted = trained(plain, adamw, "cpu")
+    # torch cannot move these parameters there once they are streamed, as it can to CUDA.
+    model = smartinf.stream(make().to(NAME), sys.argv[2], layers=[""], memory_budget="128MiB", keep=0)
+    lib = ctypes.CDLL(sys.argv[1])
+    lib.smartinf_test_accelerator_reset_peak()
+    with smartinf.AdamW(model.parameters(), **options) as adamw:
+        assert trained(model, adamw, NAME) == wanted
+        lib.smartinf_test_accelerator_memory.restype = Memory
+        peak = lib.smartinf_test_accelerator_memory().peak
+        weights = sum(p.nbytes for p in model.parameters())
+        assert peak < weights / 2, (peak, weights)
+
+
+load(sys.argv[1])
+{"offload": offload, "stream": stream}[sys.argv[3]]()

@@ -482,14 +482,15 @@ def test_an_open_core_lends_its_spool_and_takes_it_away_when_it_is_closed(device
     assert _core.Updater({"devices": [{"path": device}]}, ["weight"], [[1000]]).spool() is None
 
 
-def test_on_an_accelerator_with_late_copies(device):
+@pytest.mark.parametrize("what", ["offload", "stream"])
+def test_on_an_accelerator_with_late_copies(what, device):
     """The one of tests/accelerator, in a process of its own, which can have only one."""
     built = pathlib.Path(os.environ.get("SMARTINF_BINARY_DIR", ""))
     library = built / "tests/accelerator/libsmartinf_test_accelerator.so"
     if not library.exists():
         pytest.skip(f"{library} was not built")
     done = subprocess.run(
-        [sys.executable, pathlib.Path(__file__).with_name("accelerator_worker.py"), library, device],
+        [sys.executable, pathlib.Path(__file__).with_name("accelerator_worker.py"), library, device, what],
         capture_output=True,
         text=True,
         timeout=300,

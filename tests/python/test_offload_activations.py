@@ -3,6 +3,7 @@
 import logging
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -331,6 +332,24 @@ def test_what_the_devices_have_no_room_for_stays_with_a_warning(offload, caplog)
     assert_same(gradients(model), wanted)
     assert activations.counts.kept_bytes > 0
     assert sum("stays in memory" in message for message in caplog.messages) == 1
+
+
+def test_a_drive_that_fails_is_named_and_the_next_run_is_right(offload, device):
+    _, wanted = plain()
+    model = Model()
+    activations = offload(model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(smartinf.DeviceError, match=device), activations:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # of what is written behind 1 MiB
+            loss_of(model).backward()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert open_files(device) == []
+    model.zero_grad()
+    with activations:
+        loss_of(model).backward()
+    assert_same(gradients(model), wanted)
 
 
 def test_wrong_options_are_refused_with_what_to_do(device):

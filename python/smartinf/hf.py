@@ -116,6 +116,11 @@ class _Watch(transformers.TrainerCallback):
         if ours is None:
             return
         options = session_of(ours).options
+        if options.stream is not None and args.load_best_model_at_end:
+            raise UsageError(
+                "load_best_model_at_end=True would write to a streamed model at the end. Leave it out, and load the best "
+                "checkpoint's folder with smartinf.from_pretrained()"
+            )
         trainer_arguments.check_clipping(args, options, ours.max_grad_norm)
         for text in trainer_arguments.differences(args, ours.param_groups, options):
             _log.warning(
@@ -210,10 +215,14 @@ class StreamedTrainer:
     (smartinf.layer_major.run_together), so that weights are brought to memory twice a step, and not twice a batch. The
     losses and gradients have the same bits. Trainer's log has the loss as ever."""
 
+    def train(self, *args, **kwargs):
+        self._waiting_inputs = []  # a call that was interrupted may have left some
+        return super().train(*args, **kwargs)
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         if self.current_gradient_accumulation_steps == 1:
             return super().training_step(model, inputs, num_items_in_batch)
-        waiting = self.__dict__.setdefault("_waiting_inputs", [])
+        waiting = self._waiting_inputs
         waiting.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

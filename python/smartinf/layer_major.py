@@ -10,6 +10,7 @@ import torch
 
 from smartinf import streamed_model
 from smartinf.errors import UsageError
+from smartinf.stream_hooks import mapped, top_saved_tensors_hooks
 
 
 def forward_backward(model, batches, loss_of=None):
@@ -39,7 +40,7 @@ def forward_backward(model, batches, loss_of=None):
 
 def run_together(model, steps):
     """Calls each of `steps`, which make a forward and a backward of one batch, in a thread of its own, one at a time,
-    until its forward comes to the next block of a streamed model; their backward ends at the last block's output, and goes on from there
+    until its forward comes to the beginning or end of a block of a streamed model; their backward ends at the last block's output, and goes on from there
     block by block. Returns what they return."""
     streamed = streamed_model.of(model.parameters())
     if not steps:
@@ -48,7 +49,9 @@ def run_together(model, steps):
         return [step() for step in steps]
     with streamed.stream.one_pass():
         results = _Pass(streamed.blocks, steps).run()
-    streamed.pass_ended(len(steps))
+    pass_ended = streamed.pass_ended()
+    if pass_ended is not None:
+        pass_ended(len(steps))
     return results
 
 
@@ -69,9 +72,10 @@ class _Pass:
         self._here = threading.local()  # .batch, in a forward's thread
         self._baton = threading.Condition()
         self._turn = 0
-        self._arrived = [0 for _ in steps]  # blocks that each batch has come to
+        self._arrived = [0 for _ in steps]  # beginnings and ends of blocks that each batch has come to
         self._ended = [False for _ in steps]
         self._failure = None
+        self._saving = top_saved_tensors_hooks()
         self._autocast = {k: torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)}
 
     def run(self):
@@ -107,6 +111,8 @@ class _Pass:
             with contextlib.ExitStack() as stack:
                 for kind, dtype in self._autocast.items():
                     stack.enter_context(torch.autocast(kind, dtype))
+                if self._saving is not None:
+                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self._saving))
                 self._results[k] = self._steps[k]()
 
         try:
@@ -125,8 +131,14 @@ class _Pass:
         if self._failure is not None:
             raise _Stopped
 
+    def _let_others_come(self, k):
+        """To the same beginning or end of a block."""
+        self._arrived[k] += 1
+        self._pass_on()
+        self._wait_turn(k)
+
     def _pass_on(self):
-        """To the batch that has come to the fewest blocks, the first of those."""
+        """To the batch that has come the least far, the first of those."""
         with self._baton:
             waiting = [k for k in range(self._count) if not self._ended[k]]
             self._turn = min(waiting, key=lambda k: (self._arrived[k], k), default=self._count)
@@ -136,9 +148,7 @@ class _Pass:
         k = getattr(self._here, "batch", None)
         if k is None:
             return None
-        self._arrived[k] += 1
-        self._pass_on()
-        self._wait_turn(k)
+        self._let_others_come(k)
         call = _Call()
         self._calls[k].append(call)
         self._modules[k].append(module)
@@ -153,12 +163,13 @@ class _Pass:
             call.inputs.append((tensor, leaf))
             return leaf
 
-        return _mapped(args, cut), _mapped(kwargs, cut)
+        return mapped(args, cut), mapped(kwargs, cut)
 
     def _after(self, module, args, output):
         k = getattr(self._here, "batch", None)
         if k is None:
             return None
+        self._let_others_come(k)
         call = self._calls[k][-1]
 
         def cut(tensor):
@@ -168,7 +179,7 @@ class _Pass:
             call.outputs.append((tensor, leaf))
             return leaf
 
-        return _mapped(output, cut)
+        return mapped(output, cut)
 
     # ---- Backward.
 
@@ -205,22 +216,13 @@ def _run_backward(pairs):
         tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
     graphs = [pair for pair in pairs if pair[0].grad_fn is not None]
     if graphs:
-        torch.autograd.backward([tensor for tensor, _ in graphs], [gradient for _, gradient in graphs])
-
-
-def _mapped(given, change):
-    """`given` with change(tensor) in place of each tensor, in the containers that a module takes and returns."""
-    if isinstance(given, torch.Tensor):
-        return change(given)
-    if isinstance(given, tuple):
-        made = [_mapped(part, change) for part in given]
-        return type(given)(*made) if hasattr(given, "_fields") else tuple(made)
-    if isinstance(given, list):
-        return [_mapped(part, change) for part in given]
-    if isinstance(given, dict):
-        for key, value in given.items():
-            new = _mapped(value, change)
-            if new is not value:
-                given[key] = new
-        return given
-    return given
+        try:
+            torch.autograd.backward([tensor for tensor, _ in graphs], [gradient for _, gradient in graphs])
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            raise UsageError(
+                "a tensor leaves a block by another way than what the block returns, such as a router's logits or hidden "
+                "states that are recorded, so that its graph cannot be cut there. Give the batches one by one to "
+                "loss.backward()"
+            ) from error

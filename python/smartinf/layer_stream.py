@@ -46,7 +46,10 @@ class LayerStream:
         self._classes = [torch.nn.Parameter if isinstance(p, ReleasedParameter) else type(p) for p in self.params]
         self._turn = threading.RLock()
         self._holds = collections.Counter()  # by unit
+        self._lingering = set()  # units that nobody holds, and that are still there
         self._in_backward = frozenset()  # units that a backward pass holds
+        self._versions = {}  # index of a parameter that has values: torch's version of it
+        self._generation = 0  # updates of the trained parameters
         self._by_storage = {}  # address of a storage -> index of the parameter that has it
         self._uses, self._last_uses, self._mode, self._joined = [], {}, None, False
         self._weights = weights
@@ -78,17 +81,22 @@ class LayerStream:
         """Whether values are in an optimizer's state, and nowhere else."""
         return self._trained is not None
 
-    def updated(self):
-        """An update was started, or taken back: what is in memory is not current."""
+    @property
+    def has_open_optimizer(self):
+        return isinstance(self._trained, _Window)
+
+    def updated(self, values_change=True):
+        """An update was started, or taken back: what is in memory is not current. values_change: of streamed ones."""
         with self._turn:
             self._let_go()
+            self._generation += values_change
             if self._trained is not None:
                 self._trained.window.updated()
 
-    def close_trained(self):
-        """The optimizer closes: its parameters have no values until another one is made."""
+    def close_trained(self, core):
+        """The optimizer of `core` closes: its parameters have no values until another one is made."""
         with self._turn:
-            if self._trained is not None:
+            if self.has_open_optimizer and self._trained.source is core:
                 self._let_go()
                 self._trained.close()
                 self._trained = _Closed(self._trained)
@@ -124,13 +132,16 @@ class LayerStream:
 
     @contextlib.contextmanager
     def one_pass(self):
-        """What begins within it, with gradients, is one pass together."""
+        """What begins within it, with gradients, is one pass together: units that are released stay until another one
+        is wanted."""
         self.begin_forward()
         self._joined = True
         try:
             yield
         finally:
-            self._joined = False
+            with self._turn:
+                self._joined = False
+                self._drop_lingering()
 
     def summed_later(self, param):
         """Whether its gradient comes in more parts than there are batches, until the pass together ends: that of one
@@ -140,7 +151,10 @@ class LayerStream:
     def gather(self, unit):
         """Its parameters have values until release(), which each gather() needs."""
         with self._turn:
-            if self._holds[unit] == 0:
+            if unit in self._lingering:
+                self._lingering.discard(unit)
+            elif self._holds[unit] == 0:
+                self._drop_lingering()
                 self._uses.append(unit)
                 begin = time.monotonic()
                 try:
@@ -155,8 +169,12 @@ class LayerStream:
 
     def release(self, unit):
         with self._turn:
-            self._holds[unit] -= 1
             if self._holds[unit] == 0:
+                return  # an update came in between
+            self._holds[unit] -= 1
+            if self._holds[unit] == 0 and self._joined:
+                self._lingering.add(unit)
+            elif self._holds[unit] == 0:
                 self._let_go_of(unit)
 
     def read_experts(self, indices, rows):
@@ -175,11 +193,12 @@ class LayerStream:
         """A backward pass comes to these units: it holds them, and no others, until it comes to the next or ends."""
         with self._turn:
             units = frozenset(units)
-            if units <= self._in_backward:
+            if units <= self._in_backward and all(self._holds[unit] > 0 for unit in units):
                 return
             if not self._in_backward:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-            leave, self._in_backward = self._in_backward - units, self._in_backward & units
+            leave = self._in_backward - units
+            self._in_backward = frozenset(unit for unit in self._in_backward & units if self._holds[unit] > 0)
             for unit in leave:
                 self.release(unit)
             for unit in sorted(units - self._in_backward):
@@ -203,9 +222,11 @@ class LayerStream:
         return index if stream is self else otherwise
 
     def read(self, index):
-        """A copy of a parameter's values."""
+        """A copy of a parameter's values. Errors: UsageError where nothing holds them any more."""
         unit = self.unit_of[index]
         with self._turn:
+            if not any(index in window.firsts for window in self._windows()):
+                raise UsageError(f"parameter {self.names[index]} has no values: another optimizer was made without it")
             self.gather(unit)
             try:
                 if index in self.experts:
@@ -236,10 +257,18 @@ class LayerStream:
         if index is None:
             return None
         rows = frozenset(self._rows.get(index, ()))
-        return _SavedView(index, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride(), rows)
+        where = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return _SavedView(index, tensor.dtype, *where, rows, self._generation)
 
     def restore(self, saved):
         with self._turn:
+            is_trained = self._trained is not None and saved.index in self._trained.firsts
+            if is_trained and saved.generation != self._generation:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"parameter {self.names[saved.index]} was updated by step() since this forward. Compute the forward "
+                    "again after step()."
+                )
             self.enter_backward([self.unit_of[saved.index]])
             if saved.rows:
                 self.read_experts([saved.index], saved.rows)
@@ -254,14 +283,23 @@ class LayerStream:
 
     def _let_go(self):
         self._end_abandoned_backward()
+        self._in_backward = frozenset()
+        self._drop_lingering()
         for unit in [unit for unit, count in self._holds.items() if count > 0]:
-            self._holds[unit] = 1
-            self.release(unit)
+            self._holds[unit] = 0
+            self._let_go_of(unit)
+
+    def _drop_lingering(self):
+        while self._lingering:
+            self._let_go_of(self._lingering.pop())
 
     def _let_go_of(self, unit):
-        for window in self._windows():
-            for index in window.release(unit):
-                self._release(index)
+        written = [i for window in self._windows() for i in window.release(unit) if self._release(i)]
+        if written:
+            raise UsageError(
+                f"parameter {self.names[written[0]]} was written while its module computed, and a streamed parameter keeps "
+                "nothing of that. Write it before the model is streamed"
+            )
 
     def _fill(self, index, data):
         param = self.params[index]
@@ -269,19 +307,24 @@ class LayerStream:
             self._rows[index] = set()
         param.__class__ = self._classes[index]
         param.data = data
+        self._versions[index] = param._version
         self._by_storage[data.untyped_storage().data_ptr()] = index
 
     def _release(self, index):
+        """Returns whether somebody has written to it."""
         param = self.params[index]
         if not isinstance(param, ReleasedParameter):
+            written = self._versions.pop(index, param._version) != param._version
             self._by_storage.pop(param.untyped_storage().data_ptr(), None)
             param.data = without_values(param.shape, param.dtype, self.device)
             param.__class__ = ReleasedParameter
             self._rows.pop(index, None)
+            return written
+        return False
 
 
-# rows: of a parameter with experts, those that had values.
-_SavedView = collections.namedtuple("_SavedView", ["index", "dtype", "offset", "size", "stride", "rows"])
+# rows: of a parameter with experts, those that had values. generation: of its values.
+_SavedView = collections.namedtuple("_SavedView", ["index", "dtype", "offset", "size", "stride", "rows", "generation"])
 
 
 class _Span:
@@ -297,7 +340,7 @@ class _Window:
     span, or several where much lies between them; each row of a parameter with experts is one of its own."""
 
     def __init__(self, stream, source, firsts, resident_address, resident_count):
-        self._stream, self.firsts = stream, firsts
+        self._stream, self.source, self.firsts = stream, source, firsts
         self._members = collections.defaultdict(list)  # by unit
         self._spans = []
         self._of_unit = collections.defaultdict(list)  # numbers of spans

@@ -88,6 +88,19 @@ def _for_streamed(given, streamed):
         made["gradient_budget"] = streamed.gradient_bytes
     if streamed.stream is None:
         return made
+    streamed.close_deleted_optimizer()
+    if streamed.stream.has_open_optimizer:
+        raise UsageError(
+            "the streamed model has an optimizer already. One optimizer takes all of its parameters, in groups if they "
+            "differ; close() the other one first if this one is to go on in its place"
+        )
+    if given["accumulation_steps"] > 1:
+        _log.info(
+            "accumulation over a streamed model: batch by batch all weights pass twice for each of %d batches, and f32 sums "
+            "of all gradients stay in memory; smartinf.forward_backward() and smartinf.hf.StreamedTrainer pass them twice a "
+            "step, and keep a block's sums",
+            given["accumulation_steps"],
+        )
     for name, value in (("compress", None), ("where", "device")):
         if given[name] != value:
             raise UsageError(f"{name}={given[name]!r} does not go together with a streamed model; leave it out")

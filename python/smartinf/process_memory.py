@@ -8,7 +8,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _OWN_PAGES = 1 << 20
 _MADV_DONTNEED = 4
 _DROP_EVERY = 256 << 20
-_read = 0  # bytes since files were dropped
 
 
 def give_memory_back():
@@ -20,21 +19,38 @@ def give_memory_back():
         mallopt(_M_TRIM_THRESHOLD, _OWN_PAGES)
 
 
-def drop_mapped_files(suffix, read_bytes):
-    """Another read_bytes of mapped files of this name were read. Now and then lets go of the pages that they lie in,
-    which are read again when they are wanted; the files must be mapped for reading alone."""
-    global _read
-    _read += read_bytes
-    if _read < _DROP_EVERY:
-        return
-    _read = 0
-    madvise = ctypes.CDLL(None).madvise
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-        for line in maps:
-            found = re.match(r"([0-9a-f]+)-([0-9a-f]+) r\S\S[ps] ", line)
-            if found and line.rstrip().endswith(suffix):
-                begin, end = (int(text, 16) for text in found.groups())
+class MappedFiles:
+    """Files of this name that are mapped into memory from now on, to be read once."""
+
+    def __init__(self, suffix):
+        self._suffix = suffix
+        self._read = 0  # bytes since pages were dropped
+        self._before = {span for span, _ in self._mappings()}
+
+    def read(self, size):
+        """So many bytes were read and are not wanted any more. Now and then lets go of the pages that they lie in, but
+        for mappings that were there before or that somebody has written to."""
+        self._read += size
+        if self._read < _DROP_EVERY:
+            return
+        self._read = 0
+        madvise = ctypes.CDLL(None).madvise
+        for (begin, end), written in self._mappings():
+            if (begin, end) not in self._before and not written:
                 madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)
+
+    def _mappings(self):
+        """((begin, end), whether pages of it differ from the file)."""
+        span = None
+        with open("/proc/self/smaps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                found = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+                if found:
+                    span = None
+                    if line.rstrip().endswith(self._suffix):
+                        span = tuple(int(text, 16) for text in found.groups())
+                elif span is not None and line.startswith("Anonymous:"):
+                    yield span, int(line.split()[1]) > 0
 
 
 class FreedMemory:

@@ -13,6 +13,9 @@ _METHODS_WITHOUT_VALUES = {
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_empty",
     "new_ones", "new_full", "is_nonzero_size", "__dir__", "__setstate__", "backward", "retain_grad", "untyped_storage",
 }  # fmt: skip
+_WRITING_OPERATORS = {"__setitem__", "__delitem__"} | {
+    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+}
 _WITHOUT_GRADIENT = {"detach"}
 
 
@@ -50,11 +53,24 @@ class ReleasedParameter(torch.nn.Parameter):
             is_property = getattr(func, "__name__", "") in ("__get__", "__set__")
             if is_property and name not in _NAMES_THAT_READ or name in _METHODS_WITHOUT_VALUES:
                 return func(*args, **kwargs)
-            writes = not name.startswith("__") and name.endswith("_") or name.startswith("__i") and name != "__invert__"
-            if writes and isinstance(args[0], ReleasedParameter) or isinstance(kwargs.get("out"), ReleasedParameter):
-                _refuse_write(args[0] if writes else kwargs["out"])
+            if _writes(name):
+                _refuse_writes(args[0] if args else next(iter(kwargs.values()), None))
+            _refuse_writes(kwargs.get("out"))
             records = torch.is_grad_enabled() and name not in _WITHOUT_GRADIENT
             return func(*_with_values(args, records), **_with_values(kwargs, records))
+
+
+def _writes(name):
+    """Whether a function of torch writes to its first argument, a tensor or a list of them."""
+    if name.startswith("__"):
+        return name in _WRITING_OPERATORS
+    return name.endswith("_") or name.startswith("_fused_")
+
+
+def _refuse_writes(given):
+    for part in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(part, ReleasedParameter):
+            _refuse_write(part)
 
 
 def _name_of(func):

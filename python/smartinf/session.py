@@ -102,8 +102,7 @@ class Session:
                     self.load_weights()
             self.gradients.attach(self)
             if options.stream is not None:
-                gradients_of = weakref.ref(self)
-                options.streamed.pass_ended = lambda batches: gradients_of().gradients.pass_ended(batches)
+                options.streamed.pass_ended = weakref.WeakMethod(self.pass_ended)
             if self.late is not None:
                 self.late.attach(self, options.model())
             self.early_possible = self._early_possible()
@@ -151,6 +150,11 @@ class Session:
         self.ranks.raise_on_any_failure(failure)
         layout.snapshot_versions()
 
+    def pass_ended(self, batches):
+        """So many batches went through a streamed model together."""
+        if self.core is not None:
+            self.gradients.pass_ended(batches)
+
     def _stream_from_core(self):
         """Streamed parameters have the committed step's weights from here on."""
         if self.stream is not None:
@@ -189,7 +193,7 @@ class Session:
                     self.write_residual(core)
             finally:
                 if self.stream is not None:
-                    self.stream.close_trained()
+                    self.stream.close_trained(core)
                 core.close()
                 _pass_remarks_on()
 
@@ -502,7 +506,7 @@ class Session:
 
         self.synchronize()
         if self.stream is not None:
-            self.stream.updated()
+            self.stream.updated(values_change=False)
         failure = None
         try:
             address = 0 if residual is None else residual.data_ptr()

@@ -181,6 +181,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._session = Session(
             self._options, self._gradient_source, self._trainable(), rule_options, resume
         )
+        if self._options.streamed is not None:
+            self._options.streamed.optimizer = weakref.ref(self)
+            self._options.streamed.session = self._session
         self._early_updates = EarlyUpdates(self._options.overlap)
         expected = weakref.WeakMethod(self._expected_update)
         self._session.expected_update = lambda: expected()()
@@ -234,6 +237,11 @@ class StorageOptimizer(torch.optim.Optimizer):
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
         there already is kept, by way of a checkpoint beside the first device. After a crash in between
         that checkpoint is still there, and opening the devices says how to bring it back."""
+        if self._session is not None and self._session.stream is not None:
+            raise UsageError(
+                "add_param_group() of a streamed model's optimizer is not possible: close() it and make one with all groups "
+                "and resume=True"
+            )
         _as_written(torch.optim.Optimizer.add_param_group)(self, param_group)
         if self._session is None or self._session.core is None:
             return

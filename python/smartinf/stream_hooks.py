@@ -1,11 +1,16 @@
 """The hooks on a streamed model: each module has its units in memory while it computes forward and backward."""
 
+import inspect
 import threading
 
 import torch
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _WEIGHT, _OUTER = "weight", "outer"  # how a saved tensor was packed; else its version
+
+
+def top_saved_tensors_hooks():
+    """(pack, unpack) that autograd calls at present, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def attach(stream, model, of_module, blocks, experts):
@@ -16,6 +21,7 @@ def attach(stream, model, of_module, blocks, experts):
     def begin(*_):
         # A forward that is computed again in backward is no new pass.
         if torch._C._current_graph_task_id() == -1:
+            _leave_abandoned(stream)
             stream.begin_forward()
 
     handles = [model.register_forward_pre_hook(begin, prepend=True)]
@@ -33,19 +39,27 @@ def attach(stream, model, of_module, blocks, experts):
 def _expert_hook(stream, indices):
     @torch.compiler.disable
     def read(module, args, kwargs):
-        chosen = kwargs.get("top_k_index", args[1] if len(args) > 1 else None)
-        rows = range(module.num_experts)
-        if isinstance(chosen, torch.Tensor) and not chosen.is_floating_point():
-            rows = [row for row in chosen.unique().tolist() if row < module.num_experts]
-        stream.read_experts(indices, rows)
+        chosen = inspect.signature(module.forward).bind(*args, **kwargs).arguments["top_k_index"]
+        stream.read_experts(indices, [row for row in chosen.unique().tolist() if row < module.num_experts])
 
     return read
+
+
+# What was entered before a module's forward and is to be left after it, innermost last: [(module's hooks, context)].
+_entered = threading.local()
+
+
+def _leave_abandoned(stream):
+    """torch calls no hooks after a forward that KeyboardInterrupt has ended. At the beginning of a pass none is open."""
+    stack = getattr(_entered, "stack", [])
+    while stack and stack[-1][0]._stream is stream:
+        hooks, saving = stack.pop()
+        hooks.leave(saving)
 
 
 class _ModuleHooks:
     def __init__(self, stream, units, watches_backward):
         self._stream, self._units, self._watches_backward = stream, units, watches_backward
-        self._entered = threading.local()  # .saving: what is to be taken off after the forward, innermost last
 
     @torch.compiler.disable
     def before(self, *_):
@@ -61,21 +75,32 @@ class _ModuleHooks:
             for unit in held:
                 self._stream.release(unit)
             raise
-        if not hasattr(self._entered, "saving"):
-            self._entered.saving = []
-        self._entered.saving.append(saving)
+        if not hasattr(_entered, "stack"):
+            _entered.stack = []
+        _entered.stack.append((self, saving))
 
     @torch.compiler.disable
     def after(self, module, given, output):
-        if not getattr(self._entered, "saving", None):
-            return  # before() failed
-        saving = self._entered.saving.pop()
-        if saving is not None:
-            saving.__exit__(None, None, None)
+        stack = getattr(_entered, "stack", None)
+        if not stack or stack[-1][0] is not self:
+            return None  # before() failed
+        _, saving = stack.pop()
+        try:
+            # What a module returns of its weights is not there any longer than they are.
+            saved_as = self._stream.saved_as
+            if any(saved_as(tensor) is not None for tensor in tensors_in(output)):
+                output = mapped(output, lambda t: t if saved_as(t) is None else t.clone())
+        finally:
+            self.leave(saving)
         if self._watches_backward and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._enter_backward)
+        return output
+
+    def leave(self, saving):
+        if saving is not None:
+            saving.__exit__(None, None, None)
         for unit in self._units:
             self._stream.release(unit)
 
@@ -99,7 +124,7 @@ class _NoHooks:
 def _saving(stream):
     """What autograd saves of the weights is found again in backward, wherever they are then. The rest goes the way
     that it would have gone: to the hooks that were there before, such as those of gradient checkpointing."""
-    outer = _top_hooks(False)
+    outer = top_saved_tensors_hooks()
     outer_pack, outer_unpack = outer if outer is not None else (None, None)
 
     def pack(tensor):
@@ -134,3 +159,21 @@ def tensors_in(output):
     elif isinstance(output, (list, tuple, dict)):
         for part in output.values() if isinstance(output, dict) else output:
             yield from tensors_in(part)
+
+
+def mapped(given, change):
+    """`given` with change(tensor) in place of each tensor, in the containers that a module takes and returns."""
+    if isinstance(given, torch.Tensor):
+        return change(given)
+    if isinstance(given, tuple):
+        made = [mapped(part, change) for part in given]
+        return type(given)(*made) if hasattr(given, "_fields") else tuple(made)
+    if isinstance(given, list):
+        return [mapped(part, change) for part in given]
+    if isinstance(given, dict):
+        for key, value in given.items():
+            new = mapped(value, change)
+            if new is not value:
+                given[key] = new
+        return given
+    return given

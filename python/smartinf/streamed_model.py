@@ -13,7 +13,15 @@ class StreamedModel:
         self.stream, self.devices = stream, devices
         self.engine_bytes, self.gradient_bytes = engine_bytes, gradient_bytes
         self.handles, self.blocks = [], blocks
-        self.pass_ended = lambda batches: None  # called after batches went through the model together
+        self.optimizer = self.session = None  # a weak reference to the one that trains it, and its session
+        self.pass_ended = lambda: None  # gives what is called after batches went through the model together
+
+    def close_deleted_optimizer(self):
+        """The session of an optimizer lives as long as the model needs its weights, also where the optimizer was
+        deleted; a new one takes its place."""
+        if self.optimizer is not None and self.optimizer() is None:
+            self.session.close()
+            self.optimizer = self.session = None
 
 
 def register(model, streamed):

@@ -2,23 +2,32 @@
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import sys
 import weakref
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smartinf import _core, open_optimizers, stream_hooks, streamed_model
-from smartinf.errors import Error, UsageError
+from smartinf.errors import DeviceError, Error, UsageError
 from smartinf.layer_stream import SLOTS, LayerStream
 from smartinf.layout import TYPE_NAMES
-from smartinf.released_parameter import handle, without_values
+from smartinf.released_parameter import ReleasedParameter, handle, without_values
 from smartinf.sizes import parse_bytes
-from smartinf.process_memory import drop_mapped_files, give_memory_back
+from smartinf.process_memory import MappedFiles, give_memory_back
 from smartinf.units import find_units
 
 _log = logging.getLogger("smartinf")
+_MAGIC = b"SIWEIGHT"
+_WHERE = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
+    "trust_remote_code",
+)  # fmt: skip
+_watches_optimizers = False
+_STRIPE_BYTES = ()  # of the files, where tests want other ones
 
 
 def stream(model, devices, *, memory_budget=None, layers=None, keep=None):
@@ -49,12 +58,15 @@ def stream(model, devices, *, memory_budget=None, layers=None, keep=None):
                     f"parameter {name} is on the meta device and has no values yet. Load the model first, or have it "
                     "loaded within the budget: smartinf.from_pretrained(folder, devices=...)"
                 )
-    _plan(_sizes(found, found.units[0].params[0][1].itemsize), memory_budget, keep)
-    with _WeightsWriter(paths, sum(unit.elements for unit in found.units)) as writer:
+    dtype = found.units[0].params[0][1].dtype
+    plan = _plan(_sizes(found, dtype.itemsize), memory_budget, keep)
+    with _WeightsWriter(paths, sum(unit.elements for unit in found.units), dtype) as writer:
         for unit in found.units:
             for _, param in unit.params:
-                writer.take(param)
-        return _start(model, found, writer.finish(), writer.firsts, devices, memory_budget, keep)
+                writer.write(param)
+        weights = writer.finish()
+        _empty(found)  # whatever fails before, the model is as it was
+        return _start(model, found, weights, writer.firsts, devices, plan)
 
 
 def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layers=None, keep=None, **kwargs):
@@ -67,29 +79,35 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
 
     give_memory_back()
     maker = auto_class or transformers.AutoModelForCausalLM
+    kwargs = dict(kwargs)
     for name in ("device_map", "quantization_config", "tp_plan", "load_in_8bit", "load_in_4bit"):
         if kwargs.get(name) is not None:
             raise UsageError(f"{name} does not go together with streaming: weights have one place. Leave it out.")
     config = kwargs.pop("config", None)
     if config is None:
+        where = {name: kwargs[name] for name in _WHERE if name in kwargs}  # both look for files
         config, kwargs = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **kwargs)
+        kwargs |= where
+    trust = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
     with torch.device("meta"):
-        shape = maker.from_config(config) if hasattr(maker, "from_config") else maker(config)
+        shape = maker.from_config(config, **trust) if hasattr(maker, "from_config") else maker(config)
+    dtype = _dtype_of(kwargs, config)
     expected = find_units(shape, layers)
-
-    def check(itemsize):
-        _plan(_sizes(expected, itemsize), memory_budget, keep)
-
-    with _WeightsWriter(_paths(devices), sum(p.numel() for p in shape.parameters()), check) as writer:
+    plan = _plan(_sizes(expected, dtype.itemsize), memory_budget, keep)
+    with _WeightsWriter(_paths(devices), sum(p.numel() for p in shape.parameters()), dtype) as writer:
         with _captured(writer), _one_tensor_at_a_time():
             model = maker.from_pretrained(path, config=config, **kwargs)
         found = find_units(model, layers)
+        if len(found.units) != len(expected.units):
+            raise UsageError("the model that was loaded has other blocks than its configuration says")
         for unit in found.units:
             for name, param in unit.params:
                 if id(param) not in writer.firsts:
                     # Not in the checkpoint, as a new classification head: transformers has just made it.
-                    writer.take(param)
-        return _start(model, found, writer.finish(), writer.firsts, devices, memory_budget, keep)
+                    writer.write(param)
+        weights = writer.finish()
+        _empty(found)
+        return _start(model, found, weights, writer.firsts, devices, plan)
 
 
 def _paths(devices):
@@ -131,14 +149,15 @@ def _remove_weights(core, paths, owner):
 
 
 class _WeightsWriter:
-    """Writes parameters to the devices one after another and takes their memory. firsts: {id of a parameter: its
-    element there}."""
+    """Writes parameters to the devices one after another. firsts: {id of a parameter: its element there}."""
 
-    def __init__(self, paths, elements, check=lambda itemsize: None):
-        """elements: of all that may be given. check(itemsize) is called before the first is written."""
-        self._paths, self._elements, self._check = paths, elements, check
+    def __init__(self, paths, elements, dtype):
+        """elements: of all that may be given."""
+        if dtype not in TYPE_NAMES:
+            raise UsageError(f"weights of type {dtype} are not streamed; known are float32, bfloat16 and float16")
+        self._paths, self._elements, self.dtype = paths, elements, dtype
         self._weights, self._next = None, 0
-        self.dtype, self.firsts = None, {}
+        self.firsts = {}
 
     def __enter__(self):
         return self
@@ -148,19 +167,15 @@ class _WeightsWriter:
             self._weights.close()
             _core.Weights.remove(self._paths)
 
-    def take(self, param):
-        """`param` has no values afterwards."""
+    def write(self, param):
+        if param.dtype != self.dtype:
+            raise UsageError(f"a parameter is {param.dtype} where {self.dtype} was expected; give the dtype of the model")
         if self._weights is None:
-            if param.dtype not in TYPE_NAMES:
-                raise UsageError(f"weights of type {param.dtype} are not streamed; known are float32, bfloat16 and float16")
-            self._check(param.itemsize)
-            self.dtype = param.dtype
-            self._weights = _core.Weights.create(self._paths, self._elements, TYPE_NAMES[param.dtype], "")
+            self._weights = _create(self._paths, self._elements, TYPE_NAMES[self.dtype])
         values = param.detach().to("cpu").contiguous()
         self._weights.write(self._next, values.data_ptr(), values.numel())
         self.firsts[id(param)] = self._next
         self._next += values.numel()
-        param.data = without_values(param.shape, param.dtype, param.device)
 
     def finish(self):
         if self._weights is None:
@@ -184,12 +199,13 @@ def _captured(writer):
         loaded = param is not None and not param.is_meta and getattr(param, "_is_hf_initialized", False)
         if not loaded or id(param) in writer.firsts or not param.is_floating_point():
             return
-        if writer.dtype in (None, param.dtype) and param.numel() > 0:
+        if param.dtype == writer.dtype and param.numel() > 0:
             alive.append(param)  # its id stays its own
-            writer.take(param)
-            drop_mapped_files(".safetensors", param.nbytes)
+            writer.write(param)
+            param.data = without_values(param.shape, param.dtype, param.device)
+            files.read(param.nbytes)
 
-    alive = []
+    alive, files = [], MappedFiles(".safetensors")
     handle = torch.nn.modules.module.register_module_parameter_registration_hook(take)
     try:
         yield
@@ -212,7 +228,38 @@ def _one_tensor_at_a_time():
             os.environ[name] = before
 
 
-def _start(model, found, weights, firsts, devices, memory_budget, keep):
+def _empty(found):
+    for unit in found.units:
+        for _, param in unit.params:
+            param.data = without_values(param.shape, param.dtype, param.device)
+
+
+def _dtype_of(kwargs, config):
+    """The type that from_pretrained() gives most of the weights."""
+    given = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
+    if given is None or given == "auto":
+        given = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, given) if isinstance(given, str) else given
+
+
+def _create(paths, elements, type_name):
+    """Errors: UsageError for a file of that name that is none of ours."""
+    for path in paths:
+        file = os.path.join(path, "weights")
+        if os.path.exists(file):
+            with open(file, "rb") as there:
+                if there.read(8) not in (_MAGIC, bytes(8), b""):
+                    raise UsageError(f"{file} is in the way and holds something else; name another directory")
+    try:
+        return _core.Weights.create(paths, elements, type_name, "", *_STRIPE_BYTES)
+    except DeviceError as error:
+        if error.code != "busy":
+            raise
+        gc.collect()  # a model that was deleted may hold them
+        return _core.Weights.create(paths, elements, type_name, "", *_STRIPE_BYTES)
+
+
+def _start(model, found, weights, firsts, devices, plan):
     for unit in found.units:
         begins = [firsts[id(param)] for _, param in unit.params]
         ends = [firsts[id(param)] + param.numel() for _, param in unit.params]
@@ -222,7 +269,6 @@ def _start(model, found, weights, firsts, devices, memory_budget, keep):
                 "devices. Load the model as ever and give it to smartinf.stream(), or save it once with save_pretrained()"
             )
     sizes = _sizes(found, found.units[0].params[0][1].itemsize)
-    plan = _plan(sizes, memory_budget, keep)
     with torch.no_grad():
         for _, param in found.kept:
             if id(param) in firsts:
@@ -317,8 +363,28 @@ def _free_bytes():
 # ---- What the model's own methods do while it is streamed.
 
 
+def _refuse_other_optimizer(optimizer, *_):
+    from smartinf.storage_optimizer import StorageOptimizer
+
+    if isinstance(optimizer, StorageOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, ReleasedParameter) and param.grad is not None:
+                stream, index = param._smartinf
+                raise UsageError(
+                    f"{type(optimizer).__name__} cannot train {stream.names[index]}, whose model is streamed: it would "
+                    "write to a copy. Use smartinf.AdamW or another optimizer of this package; with Trainer, "
+                    "**smartinf.hf.optimizer(args)"
+                )
+
+
 def _take_over(model, layer_stream):
     """Gives the model a class of its own, of the same name, as FSDP2 does."""
+    global _watches_optimizers
+    if not _watches_optimizers:
+        register_optimizer_step_pre_hook(_refuse_other_optimizer)
+        _watches_optimizers = True
     plain = type(model)
     streamed = {id(param) for param in layer_stream.params}
 
@@ -352,7 +418,13 @@ def _take_over(model, layer_stream):
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         if _trainer_resumes():
-            # The optimizer's state has the weights, and Trainer loads it next; a wrong one is refused.
+            # The optimizer's state has the streamed weights, and Trainer loads it next; a wrong one is refused, and
+            # another optimizer as well. Frozen ones are those that the model was made with.
+            here = plain.state_dict(self, keep_vars=True)
+            with torch.no_grad():
+                for name, value in state_dict.items():
+                    if name in here and id(here[name]) not in streamed:
+                        here[name].copy_(value)
             return torch.nn.modules.module._IncompatibleKeys([], [])
         raise UsageError(
             "load_state_dict() of a streamed model is not possible: load the weights before smartinf.stream(), or make "

@@ -1,6 +1,7 @@
 """What of a model is brought to memory at once: its blocks, and large modules outside of them."""
 
 import collections
+import inspect
 
 import torch
 
@@ -86,7 +87,7 @@ def _expert_params(module):
     """The parameters of a module of transformers that computes with the experts that it is told: forward(hidden states,
     experts of each token, their weights), or none."""
     count = getattr(module, "num_experts", None)
-    if "Experts" not in type(module).__name__ or not isinstance(count, int) or count < 2:
+    if not isinstance(count, int) or count < 2 or "top_k_index" not in inspect.signature(module.forward).parameters:
         return []
     return [p for p in module.parameters(recurse=False) if p.dim() > 1 and p.shape[0] == count]
 

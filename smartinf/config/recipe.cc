@@ -37,6 +37,9 @@ const Key* find_key(std::string_view name) {
   return found == all.end() ? nullptr : &*found;
 }
 
+/// A text where train.sample_prompts is a list; recipes that older runs keep have it.
+constexpr std::string_view kSamplePrompt = "train.sample_prompt";
+
 /// Keys that there were, and what to write in their place.
 constexpr std::pair<std::string_view, std::string_view> kFormerKeys[] = {
     {"train.checkpoint_activations",
@@ -251,6 +254,10 @@ class Reader {
   void read_table(std::string_view section, const toml::table& table, size_t device) {
     for (const auto& [name, node] : table) {
       const std::string full = fmt::format("{}.{}", section, name.str());
+      if (const auto text = node.value<std::string>(); full == kSamplePrompt && text) {
+        loaded_.recipe.options.train.sample_prompts = {*text};
+        continue;
+      }
       const Key* key = find_key(full);
       if (key == nullptr) {
         problem(name.source(), fmt::format("unknown key '{}'{}", excerpt(full), suggestion(full)));

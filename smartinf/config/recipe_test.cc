@@ -281,6 +281,11 @@ TEST(Flags, NeedValues) {
   EXPECT_TRUE(take_overrides(ended)->empty());
 }
 
+TEST(Keys, OfOlderRunsAreRead) {
+  const LoadedRecipe loaded = good("[train]\nsample_prompt = 'def '\n[[device]]\npath = 'x'\n");
+  EXPECT_THAT(loaded.recipe.options.train.sample_prompts, testing::ElementsAre("def "));
+}
+
 TEST(Print, ShowsOriginsAndReadsBackTheSame) {
   const LoadedRecipe loaded = good(
       "[train]\nsteps = 5\nsample_prompts = [\"a\\n\\\"\\\\\\u0001\"]\n[[device]]\npath = 'x'\n",

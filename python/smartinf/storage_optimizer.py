@@ -327,6 +327,9 @@ class StorageOptimizer(torch.optim.Optimizer):
         after = session.lineage.advanced(taking_part)
         session.update(after, clip / scale, self._group_options(after, taking_part))
         self.exposed_s, session.waited_s = session.waited_s, 0.0
+        if session.stream is not None:
+            self.exposed_s += session.stream.waited_s
+            session.stream.waited_s = 0.0
         self.overlap, self.wrong_guess = session.overlap, session.wrong_guess
         self._early_updates.stepped(session, norm, scale, self.exposed_s)
 

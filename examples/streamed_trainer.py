@@ -27,8 +27,11 @@ parser.add_argument("--lora", action="store_true", help="train adapters over the
 options = parser.parse_args()
 
 model = smartinf.from_pretrained(
-    options.model, devices=options.devices, memory_budget=options.memory_budget, keep=options.keep,
-    dtype=torch.bfloat16
+    options.model,
+    devices=options.devices,
+    memory_budget=options.memory_budget,
+    keep=options.keep,
+    dtype=torch.bfloat16,
 )
 model.gradient_checkpointing_enable({"use_reentrant": False})
 if options.lora:

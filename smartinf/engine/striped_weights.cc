@@ -411,8 +411,10 @@ Status StripedWeights::write_header(uint32_t index) {
   header.file = index;
   std::byte* at = bytes.data() + sizeof(header);
   std::memcpy(at, description_.data(), description_.size());
-  std::memcpy(at + description_.size(), file.checksums.data(),
-              file.checksums.size() * sizeof(uint64_t));
+  if (!file.checksums.empty()) {  // fewer stripes than files
+    std::memcpy(at + description_.size(), file.checksums.data(),
+                file.checksums.size() * sizeof(uint64_t));
+  }
   std::memcpy(bytes.data(), &header, sizeof(header));
   header.checksum = base::checksum(bytes.subspan(kChecksummedFrom));
   std::memcpy(bytes.data(), &header, sizeof(header));

@@ -298,8 +298,10 @@ Status StripedWeights::read_header(File& file, StripedHeader& header, std::strin
   const std::byte* at = area.data() + sizeof(header);
   description.assign(reinterpret_cast<const char*>(at), header.description_bytes);
   file.checksums.resize(stripes_of(header, header.file));
-  std::memcpy(file.checksums.data(), at + header.description_bytes,
-              file.checksums.size() * sizeof(uint64_t));
+  if (!file.checksums.empty()) {
+    std::memcpy(file.checksums.data(), at + header.description_bytes,
+                file.checksums.size() * sizeof(uint64_t));
+  }
   return Status();
 }
 

@@ -12,6 +12,7 @@ import torch
 from smartinf import _core
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
+from smartinf.process_memory import FreedMemory
 from smartinf.released_parameter import ReleasedParameter, without_values
 
 SLOTS = 3  # for each span of a unit: one in use, one whose backward follows, one read ahead
@@ -46,6 +47,7 @@ class LayerStream:
         self._classes = [torch.nn.Parameter if isinstance(p, ReleasedParameter) else type(p) for p in self.params]
         self._turn = threading.RLock()
         self._holds = collections.Counter()  # by unit
+        self._freed = FreedMemory()
         self._lingering = set()  # units that nobody holds, and that are still there
         self._in_backward = frozenset()  # units that a backward pass holds
         self._versions = {}  # index of a parameter that has values: torch's version of it
@@ -295,6 +297,8 @@ class LayerStream:
 
     def _let_go_of(self, unit):
         written = [i for window in self._windows() for i in window.release(unit) if self._release(i)]
+        # With a block's weights go its own tensors, which leave as much or more to the heap.
+        self._freed.freed(self.units[unit].elements * self.dtype.itemsize)
         if written:
             raise UsageError(
                 f"parameter {self.names[written[0]]} was written while its module computed, and a streamed parameter keeps "

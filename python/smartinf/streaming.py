@@ -17,7 +17,7 @@ from smartinf.layer_stream import SLOTS, LayerStream
 from smartinf.layout import TYPE_NAMES
 from smartinf.released_parameter import ReleasedParameter, handle, without_values
 from smartinf.sizes import parse_bytes
-from smartinf.process_memory import MappedFiles, give_memory_back
+from smartinf.process_memory import FreedMemory, MappedFiles
 from smartinf.units import find_units
 
 _log = logging.getLogger("smartinf")
@@ -46,7 +46,6 @@ def stream(model, devices, *, memory_budget=None, layers=None, keep=None):
     """
     if streamed_model.is_streamed(model):
         raise UsageError("the model is streamed already")
-    give_memory_back()
     if open_optimizers.of_parameters(model.parameters()):
         raise UsageError("the model has an optimizer already; stream the model first, and make the optimizer then")
     found = find_units(model, layers)
@@ -77,7 +76,6 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
     """
     import transformers
 
-    give_memory_back()
     maker = auto_class or transformers.AutoModelForCausalLM
     kwargs = dict(kwargs)
     for name in ("device_map", "quantization_config", "tp_plan", "load_in_8bit", "load_in_4bit"):
@@ -204,8 +202,9 @@ def _captured(writer):
             writer.write(param)
             param.data = without_values(param.shape, param.dtype, param.device)
             files.read(param.nbytes)
+            freed.freed(param.nbytes)
 
-    alive, files = [], MappedFiles(".safetensors")
+    alive, files, freed = [], MappedFiles(".safetensors"), FreedMemory()
     handle = torch.nn.modules.module.register_module_parameter_registration_hook(take)
     try:
         yield

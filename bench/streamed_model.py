@@ -27,7 +27,7 @@ def arguments():
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--memory-budget", default="1.2GB")
-    parser.add_argument("--only", choices=["streamed", "plain", "model", "process"])
+    parser.add_argument("--only", choices=["streamed", "plain", "model"])
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -62,7 +62,8 @@ def train(args, streamed):
 
     imported = peak_mib()
     generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(args.vocabulary, (args.batch * args.accumulation * args.steps, args.sequence), generator=generator)
+    count = args.batch * args.accumulation * args.steps
+    rows = torch.randint(args.vocabulary, (count, args.sequence), generator=generator)
     data = [{"input_ids": row, "labels": row} for row in rows]
     folder, device = f"{args.work}/model", f"{args.work}/{'streamed' if streamed else 'plain'}"
     begin = time.monotonic()
@@ -90,7 +91,8 @@ def train(args, streamed):
             traffic = ours.traffic()
             steps.append({
                 "seconds": round(time.monotonic() - self.began, 2), "exposed_s": round(ours.exposed_s, 2),
-                "norm": ours.grad_norm, "read": sum(traffic["read"].values()), "written": sum(traffic["written"].values()),
+                "norm": ours.grad_norm, "read": sum(traffic["read"].values()),
+                "written": sum(traffic["written"].values()),
             })  # fmt: skip
 
     class Layerwise(smartinf.hf.StreamedTrainer, transformers.Trainer):
@@ -139,8 +141,8 @@ def main():
         ]
         middle = [sorted(s["seconds"] for s in r["steps"][1:])[(len(r["steps"]) - 1) // 2] for r in (streamed, plain)]
         print(
-            f"losses and norms {'have the same bits' if same else 'DIFFER'}; step {middle[0]} s streamed, {middle[1]} s in "
-            f"memory; peak {streamed['peak_mib']['trained']} and {plain['peak_mib']['trained']} MiB"
+            f"losses and norms {'have the same bits' if same else 'DIFFER'}; step {middle[0]} s streamed, {middle[1]} s "
+            f"in memory; peak {streamed['peak_mib']['trained']} and {plain['peak_mib']['trained']} MiB"
         )
         return 0 if same else 1
     return 0

@@ -16,6 +16,7 @@
 
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/early_update_pays.h"
+#include "smartinf/engine/memory.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/kernels/update.h"
@@ -102,6 +103,8 @@ void define_functions(nb::module_& module) {
       },
       "paths"_a,
       "The text that was given with the step that devices hold. Not while they are open.");
+  module.def("available_memory_bytes", &smartinf::engine::available_memory_bytes,
+             "Memory of this machine that is free, within the limits of the process's control group.");
   module.def("early_update_pays", &smartinf::engine::early_update_pays, "norm_before"_a,
              "norm_max"_a, "late_exposed"_a, "last"_a,
              "Whether overlap 'auto' makes the next update an early one.");

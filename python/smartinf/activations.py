@@ -10,6 +10,7 @@ import torch
 from smartinf import _core
 from smartinf.errors import UsageError
 from smartinf.sizes import parse_bytes
+from smartinf.storage_options import device_list
 from smartinf.spooled_tensors import SpooledTensors, plain, storage_key
 
 _log = logging.getLogger("smartinf")
@@ -163,9 +164,7 @@ class offload_activations:  # noqa: N801 (used like a function)
         """(_core.Spool, whether it is this context's own)."""
         if hasattr(self._devices, "spool"):  # an open core
             return self._devices.spool(), False
-        devices = self._devices
-        devices = [devices] if isinstance(devices, (str, os.PathLike, dict)) else list(devices or ())
-        devices = [dict(d) if isinstance(d, dict) else {"path": os.fspath(d)} for d in devices]
+        devices = device_list(self._devices)
         for device in devices:
             os.makedirs(device["path"], exist_ok=True)
         drives = {os.stat(device["path"]).st_dev: shutil.disk_usage(device["path"]).free for device in devices}

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from smartinf.errors import UsageError
+from smartinf.modules import give_class, tensors_in
 
 _waiting = weakref.WeakKeyDictionary()  # model -> wait_for_all() of its LateWeights
 
@@ -103,7 +104,7 @@ class LateWeights:
                         "this forward. Compute the forward again after step()."
                     )
 
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(check)
 
@@ -135,14 +136,6 @@ class LateWeights:
         """The parameters hold the committed step's weights again, or are about to be given them."""
         self.pending.clear()
         self.early.clear()
-
-
-def _tensors(output):
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (list, tuple, dict)):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(part)
 
 
 class _Hook:
@@ -212,11 +205,8 @@ class _Finished:
             "zero_grad": zero_grad,
             "_apply": apply,
             "__reduce_ex__": reduce_ex,
-            "__module__": plain.__module__,
-            "__qualname__": plain.__qualname__,
-            "__doc__": plain.__doc__,
         }
-        model.__class__ = type(plain.__name__, (plain,), body)
+        give_class(model, body)
         _waiting[model] = wait_for_all
 
     def remove(self):

@@ -10,7 +10,7 @@ import torch
 
 from smartinf import streamed_model
 from smartinf.errors import UsageError
-from smartinf.stream_hooks import mapped, top_saved_tensors_hooks
+from smartinf.modules import mapped, top_saved_tensors_hooks
 
 
 def forward_backward(model, batches, loss_of=None):
@@ -40,8 +40,8 @@ def forward_backward(model, batches, loss_of=None):
 
 def run_together(model, steps):
     """Calls each of `steps`, which make a forward and a backward of one batch, in a thread of its own, one at a time,
-    until its forward comes to the beginning or end of a block of a streamed model; their backward ends at the last block's output, and goes on from there
-    block by block. Returns what they return."""
+    until its forward comes to the beginning or end of a block of a streamed model. Their backward ends at the last
+    block's output, and goes on from there block by block. Returns what they return."""
     streamed = streamed_model.of(model.parameters())
     if not steps:
         raise UsageError("a step needs at least one batch")

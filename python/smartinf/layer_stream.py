@@ -12,11 +12,10 @@ import torch
 from smartinf import _core
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
-from smartinf.process_memory import FreedMemory
+from smartinf.process_memory import PAGE, FreedMemory, aligned_memory
 from smartinf.released_parameter import ReleasedParameter, without_values
 
 SLOTS = 3  # for each span of a unit: one in use, one whose backward follows, one read ahead
-_SLOT_ALIGNMENT = 4096
 _GAP_ELEMENTS = 1 << 20  # that are read rather than to have another slot
 
 
@@ -102,15 +101,6 @@ class LayerStream:
                 self._let_go()
                 self._trained.close()
                 self._trained = _Closed(self._trained)
-
-    def close(self):
-        with self._turn:
-            self._let_go()
-            for window in (self._trained, self._read_only):
-                if window is not None:
-                    window.close()
-            self._trained = self._read_only = None
-            self._weights.close()
 
     # ---- Holding units.
 
@@ -367,10 +357,8 @@ class _Window:
         spans = [(span.first, span.count) for span in self._spans]
         type_name = TYPE_NAMES[stream.dtype]
         slot_bytes = _core.window_slot_bytes(source, spans, type_name)
-        slot_bytes = -(-slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        pinned = stream.device.type == "cuda"
-        self._slab = torch.empty(at_once * slot_bytes + _SLOT_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
-        begin = -(-self._slab.data_ptr() // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        slot_bytes = -(-slot_bytes // PAGE) * PAGE
+        self._memory, begin = aligned_memory(at_once * slot_bytes, stream.device.type == "cuda")
         slots = [begin + n * slot_bytes for n in range(at_once)]
         self.window = _core.LayerWindow(
             source, spans, type_name, slots, slot_bytes, resident_address, resident_count
@@ -423,15 +411,14 @@ class _Window:
 
 def _spans_of(stream, unit, members):
     """members: [(element, index)], sorted. What lies between two of a span is read in vain."""
-    together = []
+    together, end = [], members[0][0]
     for first, i in members:
-        if together and first - end > _GAP_ELEMENTS:
+        if first - end > _GAP_ELEMENTS:
             yield _Span(unit, together, end - together[0][1])
             together = []
         together.append((i, first))
         end = first + stream.params[i].numel()
-    if together:
-        yield _Span(unit, together, end - together[0][1])
+    yield _Span(unit, together, end - together[0][1])
 
 
 class _Closed:

@@ -1,7 +1,6 @@
 """The keywords of an optimizer, checked, for as long as it lives; see StorageOptimizer for what they mean."""
 
 import logging
-import os
 import weakref
 
 import torch
@@ -10,6 +9,7 @@ from smartinf import compression
 from smartinf.errors import UsageError
 from smartinf.ranks import Ranks
 from smartinf.sizes import parse_bytes
+from smartinf.storage_options import device_list
 
 _log = logging.getLogger("smartinf")
 _MEMORY_BUDGET = "512MiB"
@@ -38,7 +38,7 @@ class Options:
         self.ranks = Ranks(given["process_group"])
         if self.release and self.ranks.world > 1:
             self.ranks.make_reduce_group()
-        self.devices = [self.ranks.device(device) for device in _device_list(given["devices"])]
+        self.devices = [self.ranks.device(device) for device in device_list(given["devices"])]
         self.core = {
             "rule": rule,
             "state_format": given["state_format"],
@@ -80,7 +80,7 @@ def _for_streamed(given, streamed):
     """The keywords as a streamed model needs them, also where all of it stays in memory, so that a script does not depend
     on that. Errors: UsageError for what does not go together."""
     made = {**given, "release_gradients": True}
-    if not _device_list(given["devices"]):
+    if not device_list(given["devices"]):
         made["devices"] = streamed.devices
     if given["memory_budget"] is None:
         made["memory_budget"] = streamed.engine_bytes
@@ -110,12 +110,6 @@ def _for_streamed(given, streamed):
             "overlap of a streamed model is always late: its units wait for their own new weights. Leave it out"
         )
     return made | {"overlap": None, "model": None}
-
-
-def _device_list(devices):
-    if devices is None or isinstance(devices, (str, os.PathLike, dict)):
-        return [] if devices is None else [devices]
-    return devices
 
 
 def _overlap(given):
@@ -152,7 +146,7 @@ def _check(given):
                 f"{name}={given[name]!r} is not supported: a step leaves the GPU and the autograd graph. "
                 "Leave it out."
             )
-    if not _device_list(given["devices"]):
+    if not device_list(given["devices"]):
         raise UsageError(
             'no device given: say where the state is to live, e.g. devices=["/nvme/run1"]. A '
             "directory is made if it is missing."

@@ -4,8 +4,17 @@ import ctypes
 import mmap
 import re
 
+import torch
+
+PAGE = 4096  # direct I/O wants addresses and sizes that are multiples of it
 _MADV_DONTNEED = 4
 _DROP_EVERY = 256 << 20
+
+
+def aligned_memory(size, pinned=False):
+    """(a tensor of bytes that is to be kept, the address of `size` bytes in it, on a page)."""
+    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    return memory, -(-memory.data_ptr() // PAGE) * PAGE
 
 
 class MappedFiles:

@@ -26,16 +26,14 @@ class Ranks:
             self._group = dist.new_group(members, backend="gloo")
             self._members = members
 
-    def device(self, given):
-        """A device as the core wants it, with a place of this rank's own."""
-        device = dict(given) if isinstance(given, dict) else {"path": given}
-        path = os.path.expanduser(os.fspath(device["path"]))
+    def device(self, device):
+        """A device as the core wants it (storage_options.device_list), with a place of this rank's own."""
+        path = device["path"]
         if "{rank}" in path:
             path = path.replace("{rank}", str(self.rank))
         elif self.world > 1:
             path = os.path.join(path, f"rank{self.rank}")
-        device["path"] = path
-        return device
+        return device | {"path": path}
 
     def make_reduce_group(self):
         """A group of its own for reduce(), so that its order does not depend on the other calls'."""

@@ -76,11 +76,10 @@ class ReleasedGradients(gradients.HeldGradients):
             gradient = total.add_(gradient)
         stream = session.options.stream
         if stream is not None and stream.summed_later(param):
-            self._sums[i] = gradient if total is not None else gradient.to(torch.float32, copy=True)
             self._later.add(i)
-            return
-        self._passes[i] = self._passes.get(i, 0) + 1
-        if self._passes[i] < self._accumulation_steps:
+        else:
+            self._passes[i] = self._passes.get(i, 0) + 1
+        if i in self._later or self._passes[i] < self._accumulation_steps:
             # In f32: many sums rounded to bf16 would lose what a single pass adds.
             self._sums[i] = gradient if total is not None else gradient.to(torch.float32, copy=True)
             return

@@ -4,6 +4,7 @@ devices."""
 import torch
 
 from smartinf.errors import UsageError
+from smartinf.modules import mapped
 
 _NAMES_THAT_READ = {"T", "mT", "H", "mH", "real", "imag"}  # of torch.Tensor's properties
 _METHODS_WITHOUT_VALUES = {
@@ -31,10 +32,10 @@ class ReleasedParameter(torch.nn.Parameter):
     def __deepcopy__(self, memo):
         if not hasattr(self, "_smartinf_handle"):
             _refuse(self, "copied: a model is not copied while it is streamed")
-        return _with_values(self, False)
+        return _values_of(self, False)
 
     def __reduce_ex__(self, protocol):
-        values = _with_values(self, False)
+        values = _values_of(self, False)
         if not hasattr(self, "_smartinf_handle"):
             values = torch.nn.Parameter(values, self.requires_grad)
         return values.__reduce_ex__(protocol)
@@ -57,7 +58,8 @@ class ReleasedParameter(torch.nn.Parameter):
                 _refuse_writes(args[0] if args else next(iter(kwargs.values()), None))
             _refuse_writes(kwargs.get("out"))
             records = torch.is_grad_enabled() and name not in _WITHOUT_GRADIENT
-            return func(*_with_values(args, records), **_with_values(kwargs, records))
+            args, kwargs = mapped((args, kwargs), lambda tensor: _values_of(tensor, records))
+            return func(*args, **kwargs)
 
 
 def _writes(name):
@@ -102,22 +104,17 @@ def without_values(shape, dtype, device):
     return tensor
 
 
-def _with_values(given, records):
-    if isinstance(given, ReleasedParameter):
-        stream, index = given._smartinf
-        if records and given.requires_grad:
-            _refuse(
-                given,
-                "used outside of the forward of the module that holds it, where its gradient would be lost. Read it "
-                "under torch.no_grad(), or name the modules that use it as blocks: layers=[...]",
-            )
-        return stream.read(index)
-    if isinstance(given, (list, tuple)):
-        made = [_with_values(part, records) for part in given]
-        return type(given)(*made) if hasattr(given, "_fields") else type(given)(made)
-    if isinstance(given, dict):
-        return {key: _with_values(part, records) for key, part in given.items()}
-    return given
+def _values_of(tensor, records):
+    if not isinstance(tensor, ReleasedParameter):
+        return tensor
+    if records and tensor.requires_grad:
+        _refuse(
+            tensor,
+            "used outside of the forward of the module that holds it, where its gradient would be lost. Read it "
+            "under torch.no_grad(), or name the modules that use it as blocks: layers=[...]",
+        )
+    stream, index = tensor._smartinf
+    return stream.read(index)
 
 
 def _refuse(param, what):

@@ -389,7 +389,7 @@ class Session:
         update = self._for_core(after, scale, group_options)
         self.phase = Phase.UPDATING
         self.wrong_guess = self.overlap == "early" and update != self._guess
-        core.start_update(*update, layout.resident_count if self.stream is not None else None)
+        core.start_update(*update, layout.resident_count)
         begin = time.monotonic()
         if self.late is not None:
             self.late.begin(layout, taking_part)
@@ -441,9 +441,7 @@ class Session:
         layout = self.layout
         if self.late is not None:
             self.late.forget()
-        core.load_weights(
-            layout.type_name, layout.owned_address, layout.resident_count if self.stream is not None else None
-        )
+        core.load_weights(layout.type_name, layout.owned_address, layout.resident_count)
         if self.stream is not None and core is self.core:
             self._stream_from_core()
         self.ranks.all_gather_weights(layout)

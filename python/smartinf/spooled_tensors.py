@@ -13,10 +13,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from smartinf.errors import NoSpaceError, UsageError
-from smartinf.process_memory import FreedMemory
+from smartinf.modules import check_version
+from smartinf.process_memory import PAGE, FreedMemory, aligned_memory
 
 _log = logging.getLogger("smartinf")
-_PAGE = 4096
 _SMALL = 64 << 10  # smaller ones cost more to keep track of than they take
 _VIEW = 64  # a view of less than this part of a storage belongs to something larger that stays, like a data set
 _open = weakref.WeakSet()
@@ -33,15 +33,6 @@ def _version_of(tensor):
     return counter
 
 
-def _check_version(counter, version, shape, dtype):
-    """torch checks saved tensors itself only where there are no hooks on them."""
-    if counter._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{dtype} {list(shape)}] is at version {counter._version}; expected version {version} instead."
-        )
-
-
 def _bytes_of(storage):
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -56,9 +47,8 @@ class Buffers:
     tensor made of it. Pages that were never used take no memory. Threads: one at a time."""
 
     def __init__(self, size, pinned):
-        self.memory = torch.empty(size + _PAGE, dtype=torch.uint8, pin_memory=pinned)
+        self.memory, self._address = aligned_memory(size, pinned)
         self.size = size
-        self._address = -(-self.memory.data_ptr() // _PAGE) * _PAGE
         self._whole = memoryview((ctypes.c_ubyte * size).from_address(self._address))
         self._holes = [(0, size)]  # by offset; no two of them touch
         self._returned = collections.deque()
@@ -99,8 +89,7 @@ def _give_back(memory, returned, offset, size):
 
 def _lone_buffer(size):
     """Beyond the fixed memory, where all of that is in use."""
-    memory = torch.empty(size + _PAGE, dtype=torch.uint8)
-    address = -(-memory.data_ptr() // _PAGE) * _PAGE
+    memory, address = aligned_memory(size)
     buffer = memoryview((ctypes.c_ubyte * size).from_address(address))
     weakref.finalize(buffer, _give_back, memory, [], 0, size).atexit = False
     return buffer, address
@@ -113,7 +102,7 @@ class _Stored:
         self.key = storage._cdata
         self.storage = StorageWeakRef(storage)  # its address is not used again while this is held
         self.nbytes = storage.nbytes()
-        self.room = -(-self.nbytes // _PAGE) * _PAGE
+        self.room = -(-self.nbytes // PAGE) * PAGE
         self.device = storage.device
         self.counter, self.version = counter, version
         self.number = number  # in the order in which the last views were saved
@@ -206,9 +195,9 @@ class SpooledTensors:
 
     def unpack(self, saved):
         if type(saved) is _Stays:
-            _check_version(saved.tensor, saved.version, saved.tensor.shape, saved.tensor.dtype)
+            check_version(saved.tensor, saved.version, saved.tensor.shape, saved.tensor.dtype)
             return saved.tensor
-        _check_version(saved.counter, saved.version, saved.shape, saved.dtype)
+        check_version(saved.counter, saved.version, saved.shape, saved.dtype)
         with self._turn:
             if self._spool is None:
                 raise UsageError("what this backward needs was dropped when the devices of activations were closed")

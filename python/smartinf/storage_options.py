@@ -27,6 +27,14 @@ class Device(_Place, total=False):
 Devices: TypeAlias = Path | Device | Sequence[Path | Device]
 
 
+def device_list(devices) -> list[Device]:
+    """`devices`, each as a dict, with a path of the user's home written out."""
+    if devices is None or isinstance(devices, (str, os.PathLike, dict)):
+        devices = [] if devices is None else [devices]
+    made = [dict(device) if isinstance(device, dict) else {"path": device} for device in devices]
+    return [device | {"path": os.path.expanduser(os.fspath(device["path"]))} for device in made]
+
+
 class StorageOptions(TypedDict, total=False):
     devices: Devices
     resume: bool | None

@@ -5,17 +5,14 @@ import threading
 
 import torch
 
+from smartinf.modules import check_version, mapped, tensors_in, top_saved_tensors_hooks
+
 _WEIGHT, _OUTER = "weight", "outer"  # how a saved tensor was packed; else its version
-
-
-def top_saved_tensors_hooks():
-    """(pack, unpack) that autograd calls at present, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def attach(stream, model, of_module, blocks, experts):
     """of_module: {module: units}. blocks: those of them whose forward may be computed again in backward. experts:
-    {module: parameters}. Returns handles; remove() of each takes the hooks off."""
+    {module: parameters}."""
 
     @torch.compiler.disable
     def begin(*_):
@@ -24,22 +21,23 @@ def attach(stream, model, of_module, blocks, experts):
             _leave_abandoned(stream)
             stream.begin_forward()
 
-    handles = [model.register_forward_pre_hook(begin, prepend=True)]
+    model.register_forward_pre_hook(begin, prepend=True)
     for module, units in of_module.items():
         hooks = _ModuleHooks(stream, tuple(units), module in blocks)
-        handles.append(module.register_forward_pre_hook(hooks.before, prepend=True))
-        handles.append(module.register_forward_hook(hooks.after, always_call=True))
+        module.register_forward_pre_hook(hooks.before, prepend=True)
+        module.register_forward_hook(hooks.after, always_call=True)
     for module, params in experts.items():
         indices = [stream.index_of(param) for param in params if stream.index_of(param) is not None]
         if indices:
-            handles.append(module.register_forward_pre_hook(_expert_hook(stream, indices), with_kwargs=True))
-    return handles
+            module.register_forward_pre_hook(_expert_hook(stream, module, indices), with_kwargs=True)
 
 
-def _expert_hook(stream, indices):
+def _expert_hook(stream, module, indices):
+    signature = inspect.signature(module.forward)
+
     @torch.compiler.disable
-    def read(module, args, kwargs):
-        chosen = inspect.signature(module.forward).bind(*args, **kwargs).arguments["top_k_index"]
+    def read(_, args, kwargs):
+        chosen = signature.bind(*args, **kwargs).arguments["top_k_index"]
         stream.read_experts(indices, [row for row in chosen.unique().tolist() if row < module.num_experts])
 
     return read
@@ -108,18 +106,6 @@ class _ModuleHooks:
     def _enter_backward(self, _):
         self._stream.enter_backward(self._units)
 
-    def __reduce__(self):
-        # A copy of the module, or a pickle, has hooks that do nothing.
-        return _NoHooks, ()
-
-
-class _NoHooks:
-    def before(self, *_):
-        """Nothing."""
-
-    def after(self, *_):
-        """Likewise."""
-
 
 def _saving(stream):
     """What autograd saves of the weights is found again in backward, wherever they are then. The rest goes the way
@@ -142,38 +128,8 @@ def _saving(stream):
             return stream.restore(what)
         if how is _OUTER:
             return outer_unpack(what)
-        if what._version != how:
-            raise RuntimeError(
-                f"a tensor of {list(what.shape)} that is needed for gradient computation has been modified by an "
-                f"inplace operation: it is at version {what._version}, and was saved at version {how}"
-            )
+        check_version(what, how, what.shape, what.dtype)
         return what
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-
-def tensors_in(output):
-    """The tensors of what a module returns."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (list, tuple, dict)):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from tensors_in(part)
-
-
-def mapped(given, change):
-    """`given` with change(tensor) in place of each tensor, in the containers that a module takes and returns."""
-    if isinstance(given, torch.Tensor):
-        return change(given)
-    if isinstance(given, tuple):
-        made = [mapped(part, change) for part in given]
-        return type(given)(*made) if hasattr(given, "_fields") else tuple(made)
-    if isinstance(given, list):
-        return [mapped(part, change) for part in given]
-    if isinstance(given, dict):
-        for key, value in given.items():
-            new = mapped(value, change)
-            if new is not value:
-                given[key] = new
-        return given
-    return given

@@ -6,13 +6,14 @@ _streamed = weakref.WeakKeyDictionary()  # model -> StreamedModel
 
 
 class StreamedModel:
-    """What belongs to a streamed model. stream: None where all of it stays in memory. devices: as an optimizer takes them. engine_bytes, gradient_bytes: of the
-    budget, for the buffers of an optimizer and for gradients on their way to it."""
+    """What belongs to a streamed model. stream: None where all of it stays in memory. devices: as an optimizer takes
+    them. blocks: the modules that are a unit whole. engine_bytes, gradient_bytes: of the budget, for the buffers of an
+    optimizer and for gradients on their way to it."""
 
     def __init__(self, stream, devices, blocks, engine_bytes, gradient_bytes):
         self.stream, self.devices = stream, devices
         self.engine_bytes, self.gradient_bytes = engine_bytes, gradient_bytes
-        self.handles, self.blocks = [], blocks
+        self.blocks = blocks
         self.optimizer = self.session = None  # a weak reference to the one that trains it, and its session
         self.pass_ended = lambda: None  # gives what is called after batches went through the model together
 

@@ -5,19 +5,21 @@ import ctypes
 import gc
 import logging
 import os
-import sys
+import warnings
 import weakref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from smartinf import _core, open_optimizers, stream_hooks, streamed_model
+from smartinf import _core, open_optimizers, stream_hooks, streamed_model, trainer_arguments
 from smartinf.errors import DeviceError, Error, UsageError
 from smartinf.layer_stream import SLOTS, LayerStream
 from smartinf.layout import TYPE_NAMES
+from smartinf.modules import give_class
+from smartinf.process_memory import FreedMemory, MappedFiles, aligned_memory
 from smartinf.released_parameter import ReleasedParameter, handle, without_values
 from smartinf.sizes import parse_bytes
-from smartinf.process_memory import FreedMemory, MappedFiles
+from smartinf.storage_options import device_list
 from smartinf.units import find_units
 
 _log = logging.getLogger("smartinf")
@@ -109,10 +111,9 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
 
 
 def _paths(devices):
-    given = [devices] if isinstance(devices, (str, os.PathLike, dict)) else list(devices or ())
-    if not given:
+    paths = [device["path"] for device in device_list(devices)]
+    if not paths:
         raise UsageError('no device given: say where the weights are to live, e.g. devices=["/nvme/run1"]')
-    paths = [os.fspath(device["path"] if isinstance(device, dict) else device) for device in given]
     for path in paths:
         os.makedirs(path, exist_ok=True)
     return paths
@@ -128,9 +129,9 @@ class _WeightsFile:
     def read(self, first, values):
         """Elements from `first` on, to a tensor."""
         span, name = [(first, values.numel())], TYPE_NAMES[self._dtype]
-        slot = torch.empty(_core.window_slot_bytes(self.core, span, name) + 4096, dtype=torch.uint8)
-        address = -(-slot.data_ptr() // 4096) * 4096
-        window = _core.LayerWindow(self.core, span, name, [address], slot.numel() - 4096, 0, 0)
+        size = _core.window_slot_bytes(self.core, span, name)
+        _slot, address = aligned_memory(size)
+        window = _core.LayerWindow(self.core, span, name, [address], size)
         ctypes.memmove(values.data_ptr(), window.get(0), values.numel() * values.itemsize)
         window.close()
 
@@ -286,15 +287,17 @@ def _start(model, found, weights, firsts, devices, plan):
     in_order = [firsts[id(param)] for unit in units for _, param in unit.params]
     with_experts = {id(param) for params in found.experts.values() for param in params}
     layer_stream = LayerStream(units, weights, in_order, units[0].params[0][1].device, found.shared, with_experts)
-    streamed = streamed_model.StreamedModel(layer_stream, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes)
     of_module = {
         module: [u - plan.kept_units for u in needed if u >= plan.kept_units]
         for module, needed in found.of_module.items()
     }
     of_module = {module: needed for module, needed in of_module.items() if needed}
-    streamed.handles = stream_hooks.attach(layer_stream, model, of_module, found.blocks, found.experts)
+    stream_hooks.attach(layer_stream, model, of_module, found.blocks, found.experts)
     _take_over(model, layer_stream)
-    streamed_model.register(model, streamed)
+    streamed_model.register(
+        model,
+        streamed_model.StreamedModel(layer_stream, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes),
+    )
     _log.info(
         "%s: %d of %d units stay in memory (%d MiB), the others come from the devices through %d slots of %d MiB",
         type(model).__name__, plan.kept_units, len(found.units), sum(sizes[: plan.kept_units]) >> 20, SLOTS,
@@ -328,7 +331,7 @@ _ENGINE_BYTES_MIN = 64 << 20
 def _plan(sizes, memory_budget, keep):
     """What stays in memory, as the trainer's own plan has it: slots and buffers first, then gradients, then the
     weights of the first units. sizes: bytes of each unit. Errors: UsageError where the least does not fit."""
-    budget = _free_bytes() // 2 if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+    budget = _core.available_memory_bytes() // 2 if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     slots = SLOTS * max(sizes)
     engine = max(min(_ENGINE_BYTES, budget // 8), _ENGINE_BYTES_MIN)
     least = slots + engine + max(sizes)
@@ -351,14 +354,6 @@ def _plan(sizes, memory_budget, keep):
     return _Plan(engine, gradients, kept)
 
 
-def _free_bytes():
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 8 << 30
-
-
 # ---- What the model's own methods do while it is streamed.
 
 
@@ -379,13 +374,13 @@ def _refuse_other_optimizer(optimizer, *_):
 
 
 def _take_over(model, layer_stream):
-    """Gives the model a class of its own, of the same name, as FSDP2 does."""
+    """The model's own methods know from now on that its weights are elsewhere."""
     global _watches_optimizers
     if not _watches_optimizers:
         register_optimizer_step_pre_hook(_refuse_other_optimizer)
         _watches_optimizers = True
     plain = type(model)
-    streamed = {id(param) for param in layer_stream.params}
+    index_of = layer_stream.index_of
 
     def _apply(self, fn, recurse=True):
         probe = fn(torch.empty(0, dtype=layer_stream.dtype, device=layer_stream.device))
@@ -397,7 +392,7 @@ def _take_over(model, layer_stream):
         left_out = []
         for module in self.modules():
             for name, param in module._parameters.items():
-                if param is not None and id(param) in streamed:
+                if index_of(param) is not None:
                     left_out.append((module, name, param))
                     module._parameters[name] = None
         try:
@@ -412,17 +407,17 @@ def _take_over(model, layer_stream):
         made = plain.state_dict(self, *args, keep_vars=True, **kwargs)
         for name, value in made.items():
             if not keep_vars and isinstance(value, torch.Tensor):
-                made[name] = handle(value) if id(value) in streamed else value.detach()
+                made[name] = value.detach() if index_of(value) is None else handle(value)
         return made
 
     def load_state_dict(self, state_dict, *args, **kwargs):
-        if _trainer_resumes():
+        if trainer_arguments.running("_load_from_checkpoint"):
             # The optimizer's state has the streamed weights, and Trainer loads it next; a wrong one is refused, and
             # another optimizer as well. Frozen ones are those that the model was made with.
             here = plain.state_dict(self, keep_vars=True)
             with torch.no_grad():
                 for name, value in state_dict.items():
-                    if name in here and id(here[name]) not in streamed:
+                    if name in here and index_of(here[name]) is None:
                         here[name].copy_(value)
             return torch.nn.modules.module._IncompatibleKeys([], [])
         raise UsageError(
@@ -431,14 +426,11 @@ def _take_over(model, layer_stream):
         )
 
     def save_pretrained(self, save_directory, *args, max_shard_size="1GB", state_dict=None, **kwargs):
-        if state_dict is not None:
+        if state_dict is None:
+            state_dict = _meta_state_dict(self, layer_stream)
+        with _readable_by_transformers(self, layer_stream):
             return plain.save_pretrained(
                 self, save_directory, *args, max_shard_size=max_shard_size, state_dict=state_dict, **kwargs
-            )
-        with _readable_by_transformers(self, layer_stream):
-            made = _meta_state_dict(self, layer_stream)
-            return plain.save_pretrained(
-                self, save_directory, *args, max_shard_size=max_shard_size, state_dict=made, **kwargs
             )
 
     def refused(name, advice):
@@ -454,35 +446,20 @@ def _take_over(model, layer_stream):
         "load_state_dict": load_state_dict,
         "__deepcopy__": refused("copy.deepcopy", "its weights have one place"),
         "__reduce_ex__": refused("pickling", "use save_pretrained() or torch.save(model.state_dict())"),
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
     }
     if hasattr(plain, "save_pretrained"):
         body["save_pretrained"] = save_pretrained
         body["resize_token_embeddings"] = refused("resize_token_embeddings", before)
-        model.hf_device_map = {"": "cpu"}  # Trainer and Accelerate leave its weights where they are
-    model.__class__ = type(plain.__name__, (plain,), body)
-
-
-def _trainer_resumes():
-    """Whether Trainer is loading the model of a checkpoint that it resumes from."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code, module = frame.f_code.co_name, frame.f_globals.get("__name__")
-        if (code, module) == ("_load_from_checkpoint", "transformers.trainer"):
-            return True
-        frame = frame.f_back
-    return False
+    give_class(model, body)
 
 
 def _meta_state_dict(model, layer_stream):
     """A state dict whose streamed tensors are on the meta device: save_pretrained() asks for them one by one."""
-    streamed = {id(param) for param in layer_stream.params}
-    return {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if id(value) in streamed else value.detach()
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
+    made = model.state_dict()
+    for name, value in made.items():
+        if layer_stream.index_of(value) is not None:
+            made[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return made
 
 
 @contextlib.contextmanager
@@ -494,8 +471,11 @@ def _readable_by_transformers(model, layer_stream):
             def __class_getitem__(cls, name):
                 return layer_stream.read(model.get_parameter(name)._smartinf[1])
 
-    model._hf_hook = Hook
+    model._hf_hook, model.hf_device_map = Hook, {"": "cpu"}
     try:
-        yield
+        with warnings.catch_warnings():
+            # It says how much memory a shard of 50 GB takes.
+            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            yield
     finally:
-        del model._hf_hook
+        del model._hf_hook, model.hf_device_map

@@ -15,18 +15,20 @@ _ADVICE = (
 )
 
 
-def maker():
-    """The Trainer whose create_optimizer() is under way, or None. Trainer hands itself to nobody, so it is
-    looked up where the call comes from."""
+def running(method):
+    """The Trainer whose method of this name is under way, or None. Trainer hands itself to nobody, so it is looked up
+    where the call comes from."""
     frame = sys._getframe(1)
     while frame is not None:
-        if (
-            frame.f_code.co_name == "create_optimizer"
-            and frame.f_globals.get("__name__") == "transformers.trainer"
-        ):
+        if frame.f_code.co_name == method and frame.f_globals.get("__name__") == "transformers.trainer":
             return frame.f_locals["self"]
         frame = frame.f_back
     return None
+
+
+def maker():
+    """The Trainer that makes its optimizer at present, or None."""
+    return running("create_optimizer")
 
 
 def check_making(param_groups, options, max_grad_norm):

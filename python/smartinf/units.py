@@ -37,7 +37,7 @@ class Units:
         self.blocks, self.shared, self.experts = blocks, shared, experts
 
 
-def find_units(model, layers=None, kept_bytes=_KEPT_BYTES):
+def find_units(model, layers=None):
     """The units of a model. layers: the blocks: modules, their names, or the name of a ModuleList; None: what
     transformers says must not be split, else the modules that gradient checkpointing works on, else the elements of
     the largest ModuleList. Errors: UsageError where none are found, or one contains another."""
@@ -51,7 +51,7 @@ def find_units(model, layers=None, kept_bytes=_KEPT_BYTES):
         new = [p for p in params if id(p) not in seen]
         shared.update(id(p) for p in params if id(p) in seen)
         streamed = [p for p in new if p.dtype == dtype and p.numel() > 0]
-        if not is_block and sum(p.numel() * p.itemsize for p in streamed) < kept_bytes:
+        if not is_block and sum(p.numel() * p.itemsize for p in streamed) < _KEPT_BYTES:
             streamed = []
         if streamed:
             unit = Unit(name)

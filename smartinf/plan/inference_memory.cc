@@ -1,7 +1,6 @@
 #include "smartinf/plan/inference_memory.h"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 
 #include "smartinf/base/units.h"
@@ -12,11 +11,6 @@ namespace {
 /// One unit held (with a tied head two), one that is being read.
 constexpr uint32_t kHostSlots = 3;
 constexpr uint32_t kAcceleratorSlots = 2;
-
-uint64_t total(const std::vector<MemoryPart>& parts) {
-  return std::accumulate(parts.begin(), parts.end(), uint64_t{0},
-                         [](uint64_t sum, const MemoryPart& part) { return sum + part.bytes; });
-}
 
 InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
                       uint32_t on_accelerator) {
@@ -48,8 +42,8 @@ InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
   } else {
     host.insert(host.end(), computing.begin(), computing.end());
   }
-  plan.memory.host_bytes = total(plan.memory.host);
-  plan.memory.accelerator_bytes = total(plan.memory.accelerator);
+  plan.memory.host_bytes = total_bytes(plan.memory.host);
+  plan.memory.accelerator_bytes = total_bytes(plan.memory.accelerator);
   return plan;
 }
 

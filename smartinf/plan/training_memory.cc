@@ -24,12 +24,6 @@ struct Phase {
   uint64_t total() const { return activations + gradients + logits; }
 };
 
-uint64_t total(const std::vector<MemoryPart>& parts) {
-  uint64_t bytes = 0;
-  for (const MemoryPart& part : parts) bytes += part.bytes;
-  return bytes;
-}
-
 /// In backward: the logarithms of the chances, and gradients of them and of the logits, in f32.
 uint64_t logits_bytes(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
@@ -176,6 +170,12 @@ uint64_t layer_saved_bytes(const TrainingModel& model, TrainingProgram program,
   return model.tokens * (2 * norm + attention + forward);
 }
 
+uint64_t total_bytes(std::span<const MemoryPart> parts) {
+  uint64_t bytes = 0;
+  for (const MemoryPart& part : parts) bytes += part.bytes;
+  return bytes;
+}
+
 std::string describe_parts(std::span<const MemoryPart> parts) {
   std::string text;
   for (const MemoryPart& part : parts) {
@@ -240,14 +240,14 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
     memory.host.push_back({"sums of released gradients in f32", 4 * model.parameters});
   }
   memory.host.push_back({"the process itself", input.process_bytes});
-  memory.host_bytes = total(memory.host);
+  memory.host_bytes = total_bytes(memory.host);
   const uint64_t at_start =
       input.measures_drives ? input.process_bytes + kTuningBytes - kLoadedLaterBytes : 0;
   if (at_start > memory.host_bytes) {
     memory.host.push_back({"more while the drives are measured", at_start - memory.host_bytes});
     memory.host_bytes = at_start;
   }
-  memory.accelerator_bytes = total(memory.accelerator);
+  memory.accelerator_bytes = total_bytes(memory.accelerator);
   return memory;
 }
 

@@ -90,6 +90,8 @@ struct MemoryPart {
   uint64_t bytes = 0;
 };
 
+uint64_t total_bytes(std::span<const MemoryPart> parts);
+
 /// "weights 2.38 GiB, gradients 540 MiB": those that take anything.
 std::string describe_parts(std::span<const MemoryPart> parts);
 

@@ -26,7 +26,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """Modules as small as a test's are streamed, too, but for norms."""
-    monkeypatch.setattr(units.find_units, "__defaults__", (None, 1 << 10))
+    monkeypatch.setattr(units, "_KEPT_BYTES", 1 << 10)
     monkeypatch.setattr(streaming, "_ENGINE_BYTES_MIN", 24 << 20)
     monkeypatch.setattr(streaming, "_STRIPE_BYTES", (4 << 16,))  # a slot is not the whole model
 

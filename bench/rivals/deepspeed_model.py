@@ -2,7 +2,7 @@
 """The rival of bench/streamed_model.py: the same model and batches with DeepSpeed ZeRO-3, parameters and
 optimizer state on a drive (ZeRO-Infinity), on the CPU.
 
-    build/rivals/deepspeed/bin/python bench/rivals/deepspeed_trainer.py WORK [--steps 4]
+    build/rivals/deepspeed/bin/python bench/rivals/deepspeed_model.py WORK [--steps 4]
 
 WORK/model is what bench/streamed_model.py has made there. Prints a JSON line. Set up by bench/rivals/setup_deepspeed.sh.
 """
@@ -29,6 +29,7 @@ parser.add_argument("work")
 parser.add_argument("--sequence", type=int, default=512)
 parser.add_argument("--batch", type=int, default=4)
 parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--buffers", type=int, default=40, help="of 70 million parameters each")
 parser.add_argument("--params", choices=["nvme", "cpu", "none"], default="nvme")
 args = parser.parse_args()
 
@@ -54,7 +55,7 @@ config = {
 if args.params != "none":
     place = {"device": args.params, "pin_memory": False}
     if args.params == "nvme":
-        place |= {"nvme_path": swap, "buffer_count": 12, "buffer_size": 70_000_000, "max_in_cpu": 0}
+        place |= {"nvme_path": swap, "buffer_count": args.buffers, "buffer_size": 70_000_000, "max_in_cpu": 0}
     config["zero_optimization"]["offload_param"] = place
 
 imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -277,6 +277,10 @@ int run_paper(const SimulateFlags& flags) {
                              {"model", entry.row.model},
                              {"devices", entry.row.devices},
                              {"method", sim::method_name(entry.row.method)},
+                             {"optimizer", kernels::update_rule_name(entry.row.rule)},
+                             {"paper_forward_s", entry.row.forward_s},
+                             {"paper_backward_s", entry.row.backward_s},
+                             {"paper_update_s", entry.row.update_s},
                              {"paper_total_s", entry.row.total_s},
                              {"forward_s", entry.simulated.forward_s},
                              {"backward_s", entry.simulated.backward_s},
@@ -286,9 +290,11 @@ int run_paper(const SimulateFlags& flags) {
       fmt::print("{}\n", row.dump());
     } else {
       fmt::print(
-          "{:<8} {} {:>2} devices {:<8}  paper {:>6.2f} s  simulated {:>6.2f} s  {:>+5.1f} %\n",
-          entry.row.group, entry.row.model, entry.row.devices, sim::method_name(entry.row.method),
-          entry.row.total_s, entry.simulated.total_s, 100 * entry.error);
+          "{:<8} {:<10} {:<5} {:>2} devices {:<8}  paper {:>6.2f} s  simulated {:>6.2f} s  "
+          "{:>+5.1f} %\n",
+          entry.row.group, entry.row.model, kernels::update_rule_name(entry.row.rule),
+          entry.row.devices, sim::method_name(entry.row.method), entry.row.total_s,
+          entry.simulated.total_s, 100 * entry.error);
     }
   }
   if (!flags.json) {

@@ -30,9 +30,15 @@ class Builder {
   void update(uint32_t position) {
     const auto [state, gradient] = reads_[position];
     const uint32_t done = add(TaskKind::kUpdate, position, {state, gradient, Task::kNone});
-    written_[position][0] =
-        add(TaskKind::kWriteWeights, position, {done, Task::kNone, Task::kNone});
-    written_[position][1] = add(TaskKind::kWriteMaster, position, {done, Task::kNone, Task::kNone});
+    const bool paper = input_.variant == ScheduleVariant::kPaper;
+    const auto master = [&] {
+      written_[position][1] =
+          add(TaskKind::kWriteMaster, position, {done, Task::kNone, Task::kNone});
+    };
+    if (paper) master();  // from where the host reads new weights
+    written_[position][0] = add(TaskKind::kWriteWeights, position,
+                                {done, paper ? written_[position][1] : Task::kNone, Task::kNone});
+    if (!paper) master();
     written_[position][2] = done;  // until moments are added
     updates_.push_back(done);
   }

@@ -84,8 +84,8 @@ struct ScheduleInput {
 /// more the reads of later subgroups and the writes of earlier ones are in flight at the same time.
 /// The new weights go first, because the next forward waits for them; master follows, momentum and
 /// variance stand behind the next subgroup's master.
-/// kPaper overlaps least: moments stand behind their own weights and master, and only beside the
-/// next subgroup's reads. The paper's measured steps look like it (docs/simulator.md). Source:
+/// kPaper overlaps least: the host reads weights when their master is written, and moments stand
+/// behind both, beside the next subgroup's reads. The paper's measured steps look like it (docs/simulator.md). Source:
 /// Smart-Infinity, HPCA 2024, section V-B (the transfer handler).
 std::vector<Task> make_schedule(const ScheduleInput& input);
 

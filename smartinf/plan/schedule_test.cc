@@ -211,6 +211,10 @@ TEST(Schedule, OverlappedKeepsReadsAndWritesInFlightTogether) {
 TEST(Schedule, ThePapersReadsBehindWeightsAndMasterButBesideMoments) {
   const std::vector<Task> tasks = schedule_of({ScheduleVariant::kPaper, 10, 2, false, true});
   for (const Task& task : tasks) {
+    if (task.kind == TaskKind::kWriteWeights) {
+      EXPECT_EQ(tasks[task.after[1]].kind, TaskKind::kWriteMaster);
+      EXPECT_EQ(tasks[task.after[1]].subgroup, task.subgroup);
+    }
     if (task.kind != TaskKind::kReadState || task.subgroup == 0) continue;
     std::set<std::pair<TaskKind, uint32_t>> waits;
     for (const uint32_t before : task.after) {

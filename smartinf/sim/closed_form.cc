@@ -84,7 +84,7 @@ Result<std::vector<Reason>> why_they_part(const ModelShape& model, const Machine
        }},
       {"drives lose nothing when reads and writes mix, nor to their own processor",
        [](Machine& m, StepOptions&) {
-         for (DeviceGroup& device : m.devices) device.mixed_efficiency = device.peer_efficiency = 1;
+         for (DeviceGroup& device : m.devices) device.mixed_efficiency = 1;
        }},
       {"the update itself takes no time",
        [](Machine& m, StepOptions&) {

@@ -50,6 +50,7 @@ void visit(Visitor& v, Host& host) {
   v("memory_bytes", host.memory_bytes, Rule::kNotNegative);
   v("link_bytes_per_s", host.link_bytes_per_s, Rule::kPositive);
   v("update_bytes_per_s", host.update_bytes_per_s, Rule::kPositive);
+  v("weights_bytes_per_s", host.weights_bytes_per_s, Rule::kNotNegative);
   v("copy_bytes_per_s", host.copy_bytes_per_s, Rule::kPositive);
   v("select_params_per_s", host.select_params_per_s, Rule::kNotNegative);
   v("step_ahead_params_per_s", host.step_ahead_params_per_s, Rule::kNotNegative);
@@ -63,7 +64,6 @@ void visit(Visitor& v, DeviceGroup& device) {
   v("read_bytes_per_s", device.read_bytes_per_s, Rule::kPositive);
   v("write_bytes_per_s", device.write_bytes_per_s, Rule::kPositive);
   v("mixed_efficiency", device.mixed_efficiency, Rule::kShare);
-  v("peer_efficiency", device.peer_efficiency, Rule::kShare);
   v("write_amplification", device.write_amplification, Rule::kPositive);
   v("burst_bytes", device.burst_bytes, Rule::kNotNegative);
   v("link_bytes_per_s", device.link_bytes_per_s, Rule::kPositive);
@@ -71,6 +71,9 @@ void visit(Visitor& v, DeviceGroup& device) {
   v("update_bytes_per_s", device.update_bytes_per_s, Rule::kNotNegative);
   v("decompress_bytes_per_s", device.decompress_bytes_per_s, Rule::kNotNegative);
   v("update_streams", device.update_streams, Rule::kAny);
+  v("pipeline", device.pipeline, Rule::kAny);
+  v("pairs_per_s", device.pairs_per_s, Rule::kNotNegative);
+  v("weights_bytes_per_s", device.weights_bytes_per_s, Rule::kNotNegative);
   v("on_host_cores", device.on_host_cores, Rule::kAny);
   v("memory_bytes", device.memory_bytes, Rule::kNotNegative);
   v("capacity_bytes", device.capacity_bytes, Rule::kNotNegative);
@@ -80,6 +83,7 @@ void visit(Visitor& v, DeviceGroup& device) {
 
 template <typename Visitor>
 void visit(Visitor& v, Software& software) {
+  v("update_start_s", software.update_start_s, Rule::kNotNegative);
   v("subgroup_elements", software.subgroup_elements, Rule::kPositive);
   v("slots", software.slots, Rule::kPositive);
   v("gradient_bytes", software.gradient_bytes, Rule::kPositive);
@@ -235,6 +239,8 @@ constexpr auto kMeanings = std::to_array<Meaning>({
     Meaning{"host", "link_bytes_per_s", "shared by all devices, each direction"},
     Meaning{"host", "update_bytes_per_s", "update on the host: state and gradient in, state out"},
     Meaning{"host", "copy_bytes_per_s", "one thread's copies around the host link"},
+    Meaning{"host", "weights_bytes_per_s",
+            "new weights of all devices, where those have weights_bytes_per_s"},
     Meaning{"host", "select_params_per_s", "compression on the host's cores; 0: the GPU does it"},
     Meaning{"host", "step_ahead_params_per_s",
             "one pass over new weights with compression; 0: none"},
@@ -242,8 +248,6 @@ constexpr auto kMeanings = std::to_array<Meaning>({
     Meaning{"device", "read_bytes_per_s", "alone, for long"},
     Meaning{"device", "write_bytes_per_s", "alone, for long, after the drive's cache"},
     Meaning{"device", "mixed_efficiency", "share that is left while it reads and writes at once"},
-    Meaning{"device", "peer_efficiency",
-            "share that is left when its own processor is at the other end"},
     Meaning{"device", "write_amplification", "bytes written inside the drive for each byte"},
     Meaning{"device", "burst_bytes", "written at the read rate after an idle time"},
     Meaning{"device", "link_bytes_per_s", "its own link to the host, each direction"},
@@ -253,8 +257,16 @@ constexpr auto kMeanings = std::to_array<Meaning>({
     Meaning{"device", "decompress_bytes_per_s",
             "processor with compressed gradients; 0: it cannot"},
     Meaning{"device", "update_streams", "it updates a part of the state while that is being read"},
+    Meaning{"device", "pipeline",
+            "an element takes as long with any rule: the rates are Adam's in f32"},
+    Meaning{"device", "weights_bytes_per_s",
+            "of its new weights, by the host's thread for them; 0: copy_bytes_per_s of the host"},
+    Meaning{"device", "pairs_per_s",
+            "compressed elements beyond 1 % that a pipeline puts in place"},
     Meaning{"device", "on_host_cores", "its processor is the cores that compute without a GPU"},
     Meaning{"device", "endurance_bytes", "rated bytes written over its life; 0: not known"},
+    Meaning{"software", "update_start_s",
+            "from the last gradient until the devices begin to update"},
     Meaning{"software", "subgroup_elements", "parameters read, updated and written at once"},
     Meaning{"software", "slots", "of those in flight on a device"},
     Meaning{"software", "gradient_bytes", "of a parameter, on the host link"},

@@ -28,9 +28,10 @@ struct Gpu {
 
 struct Host {
   uint64_t memory_bytes = 0;
-  double link_bytes_per_s = 0;    // shared by all devices, each direction
-  double update_bytes_per_s = 0;  // host update: state and gradient in, state out
-  double copy_bytes_per_s = 0;    // pinned-buffer copies and casts around the host link
+  double link_bytes_per_s = 0;     // shared by all devices, each direction
+  double update_bytes_per_s = 0;   // host update: state and gradient in, state out
+  double weights_bytes_per_s = 0;  // of new weights, where devices have a limit of their own too
+  double copy_bytes_per_s = 0;     // pinned-buffer copies and casts around the host link
   // SmartComp on the cores of the host, all that do it together; 0: the GPU selects.
   double select_params_per_s = 0;
   double step_ahead_params_per_s = 0;  // of new weights, by what was not sent; 0: no such pass
@@ -44,7 +45,6 @@ struct DeviceGroup {
   double read_bytes_per_s = 0;   // alone, steady state
   double write_bytes_per_s = 0;  // alone, steady state, after the drive's cache
   double mixed_efficiency = 1;   // what is left while it reads and writes at once
-  double peer_efficiency = 1;  // what is left when its processor, not the host, is at the other end
   double write_amplification = 1;
   uint64_t burst_bytes = 0;       // written at the read rate after an idle time: the drive's cache
   double link_bytes_per_s = 0;    // its own link to the host, each direction
@@ -52,6 +52,12 @@ struct DeviceGroup {
   double update_bytes_per_s = 0;  // processor: state and gradient in; 0: cannot update
   double decompress_bytes_per_s = 0;  // processor with SmartComp: state and compressed gradient in
   bool update_streams = false;        // overlapped, it works on a subgroup while that is being read
+  /// A pipeline takes in so many elements in a cycle, whatever the update rule: the two rates are
+  /// of Adam in f32 with dense gradients, and with those compressed to 2 %, where one element in a
+  /// hundred has an (index, value) pair.
+  bool pipeline = false;
+  double pairs_per_s = 0;          // of more pairs than that, which it puts in place one by one
+  double weights_bytes_per_s = 0;  // new weights, by the host's thread for it; 0: host copies
   bool on_host_cores = false;  // its processor is the host's cores, which without a GPU compute too
   uint64_t memory_bytes = 0;
   uint64_t capacity_bytes = 0;
@@ -61,6 +67,7 @@ struct DeviceGroup {
 
 /// How the software uses the machine; it differs between the paper's stack and this one.
 struct Software {
+  double update_start_s = 0;  // from the last gradient until devices begin to update
   uint64_t subgroup_elements = 40'000'000;
   uint32_t slots = 2;
   uint32_t gradient_bytes = 4;                                            // on the host link

@@ -31,7 +31,7 @@ constexpr Preset gpt2(std::string_view name, uint64_t layers, uint64_t hidden, u
 }
 constexpr Preset bert(std::string_view name, uint64_t layers, uint64_t hidden, uint64_t heads) {
   return {name, layers, hidden, heads, heads, hidden / heads, 4 * hidden, 30522,
-          512,  false,  true,   true,  512};
+          1024, false,  true,   true,  1024};
 }
 constexpr Preset bloom(std::string_view name, uint64_t layers, uint64_t hidden, uint64_t heads) {
   return {name, layers, hidden, heads, heads, hidden / heads, 4 * hidden, 250880,

@@ -60,6 +60,8 @@ constexpr std::array kRows{
     raid0(6, 2.226),
     raid0(8, 2.243),
     raid0(10, 2.261),
+    PaperRow{"kinds", "bert-0.34B", 6, kSuO, 0.10, 0, 1.67, 2.33},
+    PaperRow{"kinds", "gpt2-4.0B", 6, kSuO, 0, 0, 10.53, 15.95, kernels::UpdateRule::kSgdMomentum},
 };
 
 constexpr std::array kShares{
@@ -87,6 +89,7 @@ base::Result<std::vector<PaperComparison>> compare_with_paper(const Machine& mac
     SI_ASSIGN_OR_RETURN(const ModelShape model, model_preset(row.model));
     StepOptions options;
     options.method = row.method;
+    options.rule = row.rule;
     PaperComparison comparison;
     comparison.row = row;
     SI_ASSIGN_OR_RETURN(comparison.simulated,

@@ -16,7 +16,7 @@ namespace smartinf::sim {
 
 /// One measured step. Times that the paper does not give are 0.
 struct PaperRow {
-  std::string_view group;  // "seconds", "scaling" or "raid0"
+  std::string_view group;  // "seconds", "scaling", "raid0" or "kinds"
   std::string_view model;
   uint32_t devices = 0;
   Method method = Method::kBaseline;
@@ -24,11 +24,12 @@ struct PaperRow {
   double backward_s = 0;
   double update_s = 0;
   double total_s = 0;
+  kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
 };
 
 /// "seconds": the table of seconds per iteration. "scaling": throughput against the number of
 /// devices, GPT-2 4.0B, times the 53.7 s of the baseline with one device. "raid0": the baseline's
-/// RAID0 speed-up, likewise.
+/// RAID0 speed-up, likewise. "kinds": another optimizer, another kind of model.
 std::span<const PaperRow> paper_rows();
 
 /// Shares of a step with one plain SSD, in percent.

@@ -65,9 +65,9 @@ struct StepOptions {
   bool trace = false;              // keep spans
   bool recompute = true;           // backward computes each layer again from its input
   uint32_t value_bytes = 2;        // of the trainer's weights and activations: only for its memory
-  /// As the Python package works, and `smartinf train` where there is memory for it: all weights stay on the GPU and go there
-  /// once, when they are new. Else as the paper's stack: each layer's weights are fetched for its
-  /// forward and again for its backward.
+  /// As the Python package works, and `smartinf train` where there is memory for it: all weights
+  /// stay on the GPU and go there once, when they are new. Else as the paper's stack: each layer's
+  /// weights are fetched for its forward and again for its backward.
   bool weights_stay = false;
   std::optional<StreamedStep> streamed;  // without weights_stay, where the devices update
   GradientsLeave gradients = GradientsLeave::kAsCompleted;

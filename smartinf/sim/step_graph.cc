@@ -193,6 +193,7 @@ void StepGraph::make_resources() {
   host_up_ = graph_.add_resource("host link up");
   host_down_ = graph_.add_resource("host link down");
   host_copy_ = graph_.add_resource("host copies");
+  host_weights_ = graph_.add_resource("host's new weights");
   host_update_ = graph_.add_resource("host update");
   host_select_ = graph_.add_resource("host selection");
   host_ahead_ = graph_.add_resource("host step-ahead");
@@ -217,10 +218,13 @@ void StepGraph::make_resources() {
     owner.link_bytes_per_s = device->link_bytes_per_s;
     owner.latency_s = device->latency_s;
     owner.amplification = device->write_amplification;
-    owner.peer_efficiency = device->peer_efficiency;
     owner.streams = device->update_streams && options_.method != Method::kSmart;
     owner.update_bytes_per_s =
         compressed() ? device->decompress_bytes_per_s : device->update_bytes_per_s;
+    owner.weights_bytes_per_s = device->weights_bytes_per_s;
+    owner.weights = graph_.add_resource("new weights");
+    owner.pipeline = device->pipeline;
+    owner.pairs_per_s = device->pairs_per_s;
     owner.drive = graph_.add_resource("drives", device->mixed_efficiency);
     owner.link_up = graph_.add_resource("device links up");
     owner.link_down = graph_.add_resource("device links down");
@@ -237,6 +241,17 @@ void StepGraph::make_resources() {
 }
 
 void StepGraph::share_out() {
+  const uint64_t wanted = options_.subgroup_elements != 0 ? options_.subgroup_elements
+                                                          : machine_.software.subgroup_elements;
+  if (machine_.software.overlapped == plan::ScheduleVariant::kPaper && !baseline()) {
+    // The paper's stack deals subgroups of one size in turn, however many devices there are; ours
+    // makes them small enough for each device to have several.
+    for (uint64_t first = 0, i = 0; first < parameters_; first += wanted, ++i) {
+      owners_[i % owners_.size()].elements += std::min(wanted, parameters_ - first);
+    }
+    for (Owner& owner : owners_) owner.subgroup_elements = wanted;
+    return;
+  }
   // In proportion to the rate at which a device moves a step's state; equal devices get equal
   // shares to within an element.
   double total = 0;
@@ -256,8 +271,6 @@ void StepGraph::share_out() {
     Owner& owner = owners_[d];
     owner.elements = until - given;
     given = until;
-    const uint64_t wanted = options_.subgroup_elements != 0 ? options_.subgroup_elements
-                                                            : machine_.software.subgroup_elements;
     const uint64_t subgroups = base::divide_up(owner.elements, wanted);
     if (subgroups > 0) owner.subgroup_elements = base::divide_up(owner.elements, subgroups);
   }

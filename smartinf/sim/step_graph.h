@@ -51,8 +51,11 @@ class StepGraph {
     double link_bytes_per_s = 0;
     double latency_s = 0;
     double update_bytes_per_s = 0;
+    bool pipeline = false;
+    double pairs_per_s = 0;
+    double weights_bytes_per_s = 0;
+    uint32_t weights = 0;
     double amplification = 1;
-    double peer_efficiency = 1;
     bool streams = false;
     bool on_host_cores = false;
     uint64_t elements = 0;
@@ -120,6 +123,7 @@ class StepGraph {
   void share_out();
   std::vector<UpdateDevice> make_devices() const;
   UpdateDevice make_device(const Owner& owner) const;
+  uint64_t pipeline_work(const Owner& owner, uint64_t count) const;
   SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;
   uint64_t spilled_bytes(uint64_t first, uint64_t count) const;
 
@@ -167,7 +171,7 @@ class StepGraph {
   std::vector<Unit> units_;
   std::vector<Owner> owners_;
   uint32_t gpu_ = 0, gpu_up_ = 0, gpu_down_ = 0;
-  uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_update_ = 0;
+  uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_weights_, host_update_ = 0;
   uint32_t host_select_ = 0, host_ahead_ = 0;
   double sharers_ = 1;
   double compute_unit_s_ = 0;  // of computing, for what a "byte" of it stands

@@ -48,8 +48,8 @@ StepGraph::TaskIndex StepGraph::read_weights(const Unit& unit, TaskIndex before,
     if (count == 0) continue;
     const uint64_t master = base::encoded_bytes(encoding, count);
     const uint64_t bytes = count * machine_.software.weight_bytes;
-    const double read = static_cast<double>(master) / static_cast<double>(bytes) *
-                        cost(owner.read_bytes_per_s) / owner.peer_efficiency;
+    const double read =
+        static_cast<double>(master) / static_cast<double>(bytes) * cost(owner.read_bytes_per_s);
     const Stage up(bytes,
                    {{owner.drive, read, Direction::kRead},
                     {owner.link_up, cost(owner.link_bytes_per_s)},

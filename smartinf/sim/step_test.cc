@@ -132,8 +132,10 @@ TEST(Step, WithOnlyDrivesLeftTheUpdateIsTheirTime) {
   Machine machine = paper_machine(4);
   machine.host.link_bytes_per_s = machine.host.copy_bytes_per_s = kEndless;
   DeviceGroup& device = machine.devices.front();
-  device.link_bytes_per_s = device.update_bytes_per_s = kEndless;
-  device.mixed_efficiency = device.peer_efficiency = 1;
+  device.link_bytes_per_s = device.update_bytes_per_s = device.weights_bytes_per_s = kEndless;
+  machine.host.weights_bytes_per_s = kEndless;
+  machine.software.update_start_s = 0;
+  device.mixed_efficiency = 1;
   machine.software.overlapped = plan::ScheduleVariant::kOverlapped;
   StepOptions options;
   options.slots = 8;
@@ -156,8 +158,10 @@ TEST(Step, WhatFindsASlotFreeIsReadBesideBackward) {
   machine.gpu.peak_flops = 1e9;  // backward takes longer than reading everything
   machine.software.gradient_spilled = false;
   DeviceGroup& device = machine.devices.front();
-  device.link_bytes_per_s = device.update_bytes_per_s = kEndless;
-  device.mixed_efficiency = device.peer_efficiency = 1;
+  device.link_bytes_per_s = device.update_bytes_per_s = device.weights_bytes_per_s = kEndless;
+  machine.host.weights_bytes_per_s = kEndless;
+  machine.software.update_start_s = 0;
+  device.mixed_efficiency = 1;
   StepOptions options;
   const ModelShape shape = model("gpt2-4.0B");
   options.subgroup_elements = (shape.parameters() + 63) / 64;
@@ -172,6 +176,39 @@ TEST(Step, WhatFindsASlotFreeIsReadBesideBackward) {
   }
   machine.software.overlapped = plan::ScheduleVariant::kPaper;
   EXPECT_GT(run(shape, machine, options).update_s, (read_s + write_s) * 0.99) << "not in the paper";
+}
+
+TEST(Step, APipelineTakesAsLongForAnElementWithAnyRule) {
+  Machine machine = paper_machine(4);
+  machine.host.link_bytes_per_s = machine.host.weights_bytes_per_s = kEndless;
+  machine.software.update_start_s = 0;
+  DeviceGroup& device = machine.devices.front();
+  device.link_bytes_per_s = device.weights_bytes_per_s = kEndless;
+  device.read_bytes_per_s = device.write_bytes_per_s = kEndless;
+  StepOptions options;
+  options.method = Method::kSmart;
+  const ModelShape shape = model("gpt2-4.0B");
+  const double p = static_cast<double>(25 * machine.software.subgroup_elements);  // of a device
+  for (const auto rule : {kernels::UpdateRule::kAdamW, kernels::UpdateRule::kSgdMomentum}) {
+    options.rule = rule;
+    EXPECT_NEAR(run(shape, machine, options).update_s, 16 * p / device.update_bytes_per_s, 0.01);
+  }
+  // Four pairs in a hundred more than those in the rate.
+  options.method = Method::kSmartComp;
+  options.ratio = 0.02;
+  const double usual_s = run(shape, machine, options).update_s;
+  options.ratio = 0.1;
+  EXPECT_NEAR(run(shape, machine, options).update_s - usual_s, 0.04 * p / device.pairs_per_s, 0.01);
+}
+
+TEST(Step, ThePapersStackDealsWholeSubgroups) {
+  // 0.33 B parameters are nine subgroups of 4e7: two for the first three of six devices, and as
+  // long as if all six had two.
+  const StepTimes six = run(model("bert-0.34B"), paper_machine(6), {});
+  const StepTimes five = run(model("bert-0.34B"), paper_machine(5), {});
+  const StepTimes nine = run(model("bert-0.34B"), paper_machine(9), {});
+  EXPECT_NEAR(five.update_s, six.update_s, 0.1 * six.update_s);
+  EXPECT_LT(nine.update_s, 0.75 * six.update_s);
 }
 
 TEST(Step, WithASlowHostLinkTheUpdateIsTheLinksTime) {

@@ -33,6 +33,8 @@ StateBytes state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint6
 
 double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
 
+constexpr double kPairsOfRate = 0.01;  // of the elements, where a pipeline's rate was measured
+
 }  // namespace
 
 double state_bytes_per_parameter(kernels::UpdateRule rule, base::StateFormat format) {
@@ -81,7 +83,6 @@ std::vector<UpdateDevice> StepGraph::make_devices() const {
 }
 
 UpdateDevice StepGraph::make_device(const Owner& owner) const {
-  const double peer = baseline() ? 1 : 1 / owner.peer_efficiency;
   const double write = owner.amplification / owner.write_bytes_per_s;
   const Use up{owner.link_up, cost(owner.link_bytes_per_s)};
   const Use down{owner.link_down, cost(owner.link_bytes_per_s)};
@@ -89,8 +90,8 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
   const Use host_down{host_down_, cost(machine_.host.link_bytes_per_s)};
   UpdateDevice device;
   device.bandwidth = 1 / (1 / owner.read_bytes_per_s + write);
-  device.read = {{owner.drive, peer * cost(owner.read_bytes_per_s), Direction::kRead}};
-  device.write = {{owner.drive, peer * write, Direction::kWrite}};
+  device.read = {{owner.drive, cost(owner.read_bytes_per_s), Direction::kRead}};
+  device.write = {{owner.drive, write, Direction::kWrite}};
   device.down = {down, host_down};
   device.down_latency_s = owner.latency_s;
   device.host_update = baseline();
@@ -103,6 +104,13 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
     device.work = {{owner.processor, cost(owner.update_bytes_per_s)}};
     device.weights = {{{up, host_up}, owner.latency_s},
                       {{{host_copy_, cost(machine_.host.copy_bytes_per_s)}}}};
+    if (owner.weights_bytes_per_s > 0) {
+      device.weights = {{{up,
+                          host_up,
+                          {owner.weights, cost(owner.weights_bytes_per_s)},
+                          {host_weights_, cost(machine_.host.weights_bytes_per_s)}},
+                         owner.latency_s}};
+    }
     const bool momentum_and_variance = kernels::takes_factored_second_moment(options_.rule);
     if (host_selects() && momentum_and_variance && machine_.host.step_ahead_params_per_s > 0) {
       const Use ahead{host_ahead_, cost(machine_.host.step_ahead_params_per_s)};
@@ -128,9 +136,22 @@ SubgroupLoad StepGraph::make_load(const Owner& owner, uint64_t first, uint64_t c
   load.moments = state.moments;
   load.residual = residual_bytes(count);
   load.weights = weights_out(owner, first, count) * machine_.software.weight_bytes;
-  load.work = state.total() + load.gradient;
+  load.work =
+      owner.pipeline && !baseline() ? pipeline_work(owner, count) : state.total() + load.gradient;
   if (baseline()) load.work += state.total();  // out again
   return load;
+}
+
+/// In bytes of the rate that Adam has there.
+uint64_t StepGraph::pipeline_work(const Owner& owner, uint64_t count) const {
+  const auto elements = static_cast<double>(count);
+  if (!compressed()) return 16 * count;
+  double bytes = (12 + 8 * kPairsOfRate) * elements;
+  if (owner.pairs_per_s > 0) {
+    bytes += (options_.ratio / 2 - kPairsOfRate) * elements / owner.pairs_per_s *
+             owner.update_bytes_per_s;
+  }
+  return static_cast<uint64_t>(std::max(bytes, 0.0));
 }
 
 DeviceSubgroups StepGraph::all_subgroups() const {
@@ -158,6 +179,9 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
     // Messages are all on their devices before the first subgroup is read (engine). Every so many
     // steps the residual goes along, here a share of it in each.
     after = update_.send_selected({{host_select_}}, cost(machine_.host.select_params_per_s), after);
+  }
+  if (!baseline() && machine_.software.update_start_s > 0) {
+    after = graph_.add_task({Stage(0, {}, machine_.software.update_start_s)}, {after});
   }
   UpdateRun run = update_run();
   run.order = std::move(order);

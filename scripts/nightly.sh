@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-scripts/test.sh --thread
+SMARTINF_TEST_ALL=1 scripts/test.sh --thread
 say "Links and unequal devices against the clock"
 SMARTINF_TEST_TIMING=1 ctest --test-dir build/release -R '^(csd|engine)$' --output-on-failure
 say "Tests that take long"

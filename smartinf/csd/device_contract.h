@@ -148,6 +148,14 @@ inline std::vector<Kind> kinds() {
   });
   // What is left has every option, and most of them together with others.
   constexpr std::string_view kLeftOut[] = {"fake",
+                                           "local",
+                                           "scratch",
+                                           "one_slot",
+                                           "naive",
+                                           "spilled",
+                                           "bf16_state",
+                                           "host_update",
+                                           "scratch_half_in_memory",
                                            "local_spilled",
                                            "many_slots",
                                            "one_thread",

@@ -129,12 +129,26 @@ inline const Variant kVariants[] = {
 /// Under sanitizers, of what differs in a combination only: those with the most in them.
 inline std::vector<Variant> variants() {
   std::vector<Variant> all(std::begin(kVariants), std::end(kVariants));
-  constexpr std::string_view kLeftOut[] = {
-      "OneDevice",  "ThreeDevices",        "OneSubgroup",
-      "Spilled",    "HalfSpilled",         "NoChecksums",
-      "HostUpdate", "HostUpdateNaive",     "UnequalDevices",
-      "InMemory",   "InMemoryHostUpdate",  "BehindLinks",
-      "AllCached",  "InMemoryBehindLinks", "HostUpdateBehindLinks"};
+  constexpr std::string_view kLeftOut[] = {"OneDevice",
+                                           "TwoDevices",
+                                           "ThreeDevices",
+                                           "OneSubgroup",
+                                           "Naive",
+                                           "Spilled",
+                                           "HalfSpilled",
+                                           "InPlace",
+                                           "NoChecksums",
+                                           "F32Gradients",
+                                           "HostUpdate",
+                                           "HostUpdateNaive",
+                                           "HostUpdateAsInThePaper",
+                                           "UnequalDevices",
+                                           "InMemory",
+                                           "InMemoryHostUpdate",
+                                           "BehindLinks",
+                                           "AllCached",
+                                           "InMemoryBehindLinks",
+                                           "HostUpdateBehindLinks"};
   base::leave_out_where_sanitized(all, kLeftOut);
   return all;
 }

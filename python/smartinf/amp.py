@@ -24,6 +24,11 @@ class ScalerSignal:
         """Steps 1 and 2. Returns whether there is something to be unscaled. Collective."""
         if session.core is None or not (session.options.release and session.step_in_progress):
             return False
+        if session.layout.mesh is not None:
+            raise UsageError(
+                "GradScaler does not go together with release_gradients and parameters that fully_shard has divided: "
+                "leave one of them out (bf16 needs no GradScaler)"
+            )
         try:
             taking_part = session.collect()
             if not any(taking_part):

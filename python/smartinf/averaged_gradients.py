@@ -146,10 +146,8 @@ class Buckets:
 class AveragedGradients(ReleasedGradients):
     """Released gradients, averaged over the ranks as they leave. Each rank's core gets its own part."""
 
-    collective = True
-
     def __init__(self, accumulation_steps, session):
-        super().__init__(accumulation_steps)
+        super().__init__(accumulation_steps, collective=True)
         core, segment_of = session.core, session.layout.segment_of
 
         def put(param, within, values):

@@ -4,13 +4,14 @@
     device-0, device-1, ...      stores, every block with a checksum
 
 Several ranks: rank-0, rank-1 and so on, each of them such a folder, and a checkpoint.json that says which
-belong together. The ranks' parts, end to end, are the parameters, end to end.
+belong together. Each part names its ranges: a parameter, or elements of it, as "weight[0:4096]".
 """
 
 import contextlib
 import json
 import math
 import os
+import re
 
 import torch
 
@@ -128,26 +129,36 @@ class Stored:
         self.parameters = [
             (name, list(shape)) for name, shape in about.get("parameters") or self._parts[0]["ranges"]
         ]
-        self._firsts = [0]
-        for _, shape in self.parameters:
-            self._firsts.append(self._firsts[-1] + math.prod(shape))
-        self._bounds = [0]
-        self._ahead = {}  # by the first element of a range
-        for part in self._parts:
-            first = self._bounds[-1]
-            for (_, shape), rates in zip(part["ranges"], part["ahead"], strict=False):
-                self._ahead[first] = rates
-                first += math.prod(shape)
-            self._bounds.append(self._bounds[-1] + part["count"])
-        if self._bounds[-1] != self._firsts[-1]:
-            raise CorruptError(
-                f"{self.folder} holds {self._bounds[-1]} elements of parameters that have {self._firsts[-1]}"
-            )
+        self._ranges = self._ranges_of_parameters()
         self.residual = "residual" in self.planes and all(part["residual"] for part in self._parts)
         lineages = [self._lineage(part) for part in self._parts]
         self.lineage = lineages[0]
         if any(other.identity() != self.lineage.identity() for other in lineages):
             raise MismatchError(f"{self.folder}: the ranks' parts are of different updates")
+
+    def _ranges_of_parameters(self):
+        """Of each parameter, in order: (first element, behind its last, part, its first in the part, its rates of
+        step-ahead or None)."""
+        numbers = {name: number for number, (name, _) in enumerate(self.parameters)}
+        made = [[] for _ in self.parameters]
+        for p, part in enumerate(self._parts):
+            at = 0
+            for k, (name, shape) in enumerate(part["ranges"]):
+                number, start, count = numbers.get(name), 0, math.prod(shape)
+                if number is None:
+                    cut = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", name)
+                    if cut is None or cut[1] not in numbers:
+                        raise CorruptError(f"{self.folder} holds elements of {name}, which it does not list")
+                    number, start = numbers[cut[1]], int(cut[2])
+                rates = part["ahead"][k] if k < len(part["ahead"]) else None
+                made[number].append((start, start + count, p, at, rates))
+                at += count
+        for (name, shape), ranges in zip(self.parameters, made, strict=True):
+            ranges.sort()
+            ends = [0, *(stop for _, stop, *_ in ranges)]
+            if [start for start, *_ in ranges] != ends[:-1] or ends[-1] != math.prod(shape):
+                raise CorruptError(f"{self.folder} does not hold every element of {name} once")
+        return made
 
     def _missing(self, error):
         if os.path.exists(os.path.join(self.folder, "index.json")):
@@ -184,11 +195,10 @@ class Stored:
 
     def read(self, plane, number, start, stop, out):
         """Elements [start, stop) of parameter `number` into `out`, a contiguous f32 tensor."""
-        first, end = self._firsts[number] + start, self._firsts[number] + stop
-        for i, low in enumerate(self._bounds[:-1]):
-            a, b = max(first, low), min(end, self._bounds[i + 1])
+        for low, high, part, at, _ in self._ranges[number]:
+            a, b = max(start, low), min(stop, high)
             if a < b:
-                self._core.read(i, plane, a - low, b - a, out.data_ptr() + 4 * (a - first))
+                self._core.read(part, plane, at + a - low, b - a, out.data_ptr() + 4 * (a - start))
 
     def read_residual(self, number, start, stop, out):
         """The same of the residual, into bf16."""
@@ -200,7 +210,7 @@ class Stored:
 
     def ahead(self, number):
         """The factors (lr, bias, eps) by which weights are ahead of the stored ones (step-ahead)."""
-        return self._ahead.get(self._firsts[number], (0.0, 1.0, 0.0))
+        return self._ranges[number][0][4] or (0.0, 1.0, 0.0)
 
 
 def identity(folder):
@@ -240,21 +250,21 @@ def load(session, folder, strict):
     with progress("Loading optimizer state", layout.owned_count, session.ranks.rank) as bar:
 
         def edit(segment, start, stop, planes):
-            number = number_of.get(segment.param)
+            number, offset = number_of.get(segment.param), layout.offsets[segment.param]
             bar.update(stop - start)
             if number is None:
                 return False
             for plane, out in enumerate(planes):
-                stored.read(plane, number, start, stop, out)
+                stored.read(plane, number, offset + start, offset + stop, out)
             return True
 
         residual = session.empty_residual()
         if residual is not None and stored.residual:
             for segment in layout.segments:
-                number = number_of.get(segment.param)
+                number, offset = number_of.get(segment.param), layout.offsets[segment.param]
                 if number is not None:
                     out = residual[segment.first : segment.first + segment.count]
-                    stored.read_residual(number, segment.start, segment.stop, out)
+                    stored.read_residual(number, offset + segment.start, offset + segment.stop, out)
         ahead = ()
         if session.core.step_ahead() and stored.residual:
             # A parameter that the checkpoint lacks has no residual, and so is not ahead.

@@ -2,13 +2,15 @@
 
 import torch
 
+from smartinf import sharded_parameters
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
 
 
 def on_host(layout, i):
-    """[numel] in CPU memory, in the parameter's order; the gradient itself where it can be."""
-    grad = layout.params[i].grad
+    """Of what this process holds of the parameter, [elements] in CPU memory, in its order; the gradient itself where
+    it can be."""
+    grad = sharded_parameters.local_gradient(layout.params[i], layout.names[i])
     if grad.layout is not torch.strided:
         raise UsageError(
             f"the gradient of {layout.names[i]} is sparse; only dense gradients are supported. "
@@ -63,12 +65,12 @@ class HeldGradients:
             if not taking_part[i]:
                 core.skip_gradient(segment.index)
                 continue
-            gradient, param = self._rest_of(layout, i), layout.params[i]
+            gradient, held = self._rest_of(layout, i), layout.params[i].grad
             if gradient is None:
                 continue
             piece = gradient[segment.start : segment.stop]
             entry = (segment.index, piece.data_ptr(), TYPE_NAMES[piece.dtype])
-            if param.grad is not None and gradient.data_ptr() == param.grad.data_ptr():
+            if held is not None and gradient.data_ptr() == sharded_parameters.local(held).data_ptr():
                 for to, value in zip((ranges, addresses, types), entry, strict=True):
                     to.append(value)
             else:  # a copy is handed over at once, so that there is never more than one

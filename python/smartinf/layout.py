@@ -6,6 +6,7 @@ import zlib
 
 import torch
 
+from smartinf import sharded_parameters
 from smartinf.errors import UsageError
 
 TYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -13,11 +14,37 @@ _SAMPLE_BYTES = 4096  # at the beginning and at the end of each parameter
 _SUBGROUP_MAX = 1 << 27  # elements, with a streamed model
 
 
+def _check(name, param):
+    """Errors: UsageError for a parameter that cannot be optimized."""
+    if param.dtype not in TYPE_NAMES:
+        kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
+        raise UsageError(
+            f"parameter {name} is {kind}; only float32, bfloat16 and float16 parameters can be "
+            "optimized here. Convert it, or give it to an optimizer of torch.optim."
+        )
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        raise UsageError(
+            f"parameter {name} is a part of a FlatParameter, as FullyShardedDataParallel makes it; these optimizers "
+            "need whole parameters, or DTensors. Use fully_shard (FSDP2) instead, or leave the sharding out: under "
+            "torchrun each rank keeps a part of the optimizer state on its own devices by itself, with "
+            "DistributedDataParallel or with release_gradients=True."
+        )
+    if param.layout is not torch.strided:
+        raise UsageError(f"parameter {name} is sparse; only dense parameters can be optimized")
+    if param.is_meta:
+        raise UsageError(
+            f"parameter {name} is on the meta device and has no values yet. Materialize the "
+            "model (to_empty, then load its weights) before making the optimizer."
+        )
+
+
 class Segment:
-    """Elements [start, stop) of one parameter: a range of this process's parameter space.
+    """Elements [start, stop) of one parameter, as far as this process holds it: a range of this process's
+    parameter space.
 
     first: its first element in this process's space. In one process every parameter is one segment;
-    with several ranks each owns a span of the whole, which may begin and end inside a parameter.
+    with several ranks each owns a span of the whole, which may begin and end inside a parameter. Of DTensors
+    each rank owns what it holds.
     """
 
     __slots__ = ("first", "index", "param", "start", "stop")
@@ -45,40 +72,17 @@ class Layout:
     keeps a storage of its own, so saving one of them saves no more than itself.
 
     stream: a LayerStream. Its parameters come last, in its order, and have no place in the buffer.
+    mesh: of parameters that are DTensors. The buffer then has what this rank holds of each, and all of that is its own.
     """
 
-    def __init__(self, named_params, rank=0, world=1, stream=None):
-        self.stream = stream
+    def __init__(self, named_params, rank=0, world=1, stream=None, mesh=None):
+        self.stream, self.mesh = stream, mesh
         if stream is not None:
             named_params = sorted(named_params, key=lambda named: stream.index_of(named[1], -1))
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         for name, param in named_params:
-            if param.dtype not in TYPE_NAMES:
-                kind = "complex" if param.is_complex() else str(param.dtype).removeprefix("torch.")
-                raise UsageError(
-                    f"parameter {name} is {kind}; only float32, bfloat16 and float16 parameters can be "
-                    "optimized here. Convert it, or give it to an optimizer of torch.optim."
-                )
-            flat = getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False)
-            if flat or hasattr(param, "device_mesh"):
-                kind = (
-                    "a part of a FlatParameter, as FullyShardedDataParallel makes it"
-                    if flat
-                    else "a DTensor, as FSDP2 (fully_shard) and tensor parallelism make them"
-                )
-                raise UsageError(
-                    f"parameter {name} is {kind}; these optimizers need whole parameters. Leave the "
-                    "sharding out: under torchrun each rank keeps a part of the optimizer state on its own "
-                    "devices by itself, with DistributedDataParallel or with release_gradients=True."
-                )
-            if param.layout is not torch.strided:
-                raise UsageError(f"parameter {name} is sparse; only dense parameters can be optimized")
-            if param.is_meta:
-                raise UsageError(
-                    f"parameter {name} is on the meta device and has no values yet. Materialize the "
-                    "model (to_empty, then load its weights) before making the optimizer."
-                )
+            _check(name, param)
         self.kept_params = sum(stream is None or stream.index_of(param, None) is None for param in self.params)
         dtypes = {param.dtype for param in self.params}
         if len(dtypes) > 1 and self.streams:
@@ -89,12 +93,18 @@ class Layout:
             )
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self.type_name = TYPE_NAMES[self.dtype]
+        # Of what this process holds of each parameter, which is all of it but for a DTensor: its shape, its first
+        # element in the parameter, and that in the buffer.
+        self.shapes = [self.local(i).shape for i in range(len(self.params))]
+        self.offsets = [0 if mesh is None else sharded_parameters.rows_before(param) for param in self.params]
         self.firsts = []
         total = 0
-        for param in self.params:
+        for shape in self.shapes:
             self.firsts.append(total)
-            total += param.numel()
+            total += shape.numel()
         self.total = total
+        if mesh is not None:
+            rank, world = 0, 1
 
         # Equal parts but for the last, on whole cache lines.
         part = -(-total // (world * 64)) * 64
@@ -106,9 +116,9 @@ class Layout:
             )
         self.segments = []
         low, high = self.owned
-        for i, param in enumerate(self.params):
+        for i, shape in enumerate(self.shapes):
             start = max(low, self.firsts[i])
-            stop = min(high, self.firsts[i] + param.numel())
+            stop = min(high, self.firsts[i] + shape.numel())
             if start < stop:
                 first = self.firsts[i]
                 self.segments.append(Segment(len(self.segments), i, start - first, stop - first, start - low))
@@ -123,7 +133,6 @@ class Layout:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.flat = torch.frombuffer(self._memory, dtype=self.dtype, count=self.buffer_count)
         self.resident_count = total  # elements that updates write to the buffer
-        self._shapes = [param.shape for param in self.params]
         self._snapshot = [None] * len(self.params)
         self.index_of = {id(param): i for i, param in enumerate(self.params)}
         self.segment_of = {segment.param: segment.index for segment in self.segments}
@@ -132,6 +141,10 @@ class Layout:
     def streams(self):
         """Whether some of the parameters are streamed: those from kept_params on."""
         return self.kept_params < len(self.params)
+
+    def local(self, i):
+        """What this process holds of parameter i: of a DTensor its shard, else the parameter."""
+        return sharded_parameters.local(self.params[i])
 
     def find_resident(self, core):
         """What updates write to the buffer is cut into the core's subgroups."""
@@ -164,23 +177,26 @@ class Layout:
         names, shapes = [], []
         for segment in self.segments:
             name, param = self.names[segment.param], self.params[segment.param]
-            whole = segment.count == param.numel()
-            names.append(name if whole else f"{name}[{segment.start}:{segment.stop}]")
+            whole, offset = segment.count == param.numel(), self.offsets[segment.param]
+            names.append(name if whole else f"{name}[{offset + segment.start}:{offset + segment.stop}]")
             shapes.append(list(param.shape) if whole else [segment.count])
         return names, shapes
 
     def _flat_view(self, i):
-        """Parameter i in the flat buffer."""
+        """Parameter i in the flat buffer, as far as this process holds it."""
         first = self.firsts[i]
-        return self.flat[first : first + self._shapes[i].numel()].view(self._shapes[i])
+        return self.flat[first : first + self.shapes[i].numel()].view(self.shapes[i])
 
     def is_view(self, i):
         # By the buffer's own address: a tensor that shares the parameter's storage moves with it.
-        return self.params[i].data_ptr() == self.flat.data_ptr() + self.firsts[i] * self.dtype.itemsize
+        place = self.flat.data_ptr() + self.firsts[i] * self.dtype.itemsize
+        return self.mesh is None and self.params[i].data_ptr() == place
 
     def rebind(self):
         """Moves every parameter that can live in the flat buffer there, with its values. One in shared
-        memory stays: other processes look at it."""
+        memory stays: other processes look at it. So does a DTensor, whose storage fully_shard has taken note of."""
+        if self.mesh is not None:
+            return
         view = memoryview(self._memory)
         width = self.dtype.itemsize
         for i, param in enumerate(self.params[: self.kept_params]):
@@ -194,10 +210,10 @@ class Layout:
             param.data = torch.frombuffer(place, dtype=self.dtype).view(param.shape)
 
     def values(self, i):
-        """Parameter i as a contiguous tensor [numel] in CPU memory, of its own type."""
+        """What this process holds of parameter i, as a contiguous tensor [elements] in CPU memory, of its own type."""
         if i >= self.kept_params:
             return self.stream.read(self.stream.index_of(self.params[i])).to("cpu").view(-1)
-        return self.params[i].detach().to("cpu").contiguous().view(-1)
+        return self.local(i).detach().to("cpu").contiguous().view(-1)
 
     def copy_back(self, i):
         """Hands the weights that are in the flat buffer to parameter i."""
@@ -208,13 +224,15 @@ class Layout:
             torch.autograd.graph.increment_version(param)
         else:
             self._check_shape(i)
-            param.detach().copy_(self._flat_view(i))
+            self.local(i).detach().copy_(self._flat_view(i))
+            if self.mesh is not None:
+                torch.autograd.graph.increment_version(param)
 
     def _check_shape(self, i):
-        if self.params[i].shape != self._shapes[i]:
+        if self.local(i).shape != self.shapes[i]:
             raise UsageError(
-                f"parameter {self.names[i]} is {list(self.params[i].shape)} now and was "
-                f"{list(self._shapes[i])} when the optimizer was made. Resize the model first (for "
+                f"parameter {self.names[i]} is {list(self.local(i).shape)} now and was "
+                f"{list(self.shapes[i])} when the optimizer was made. Resize the model first (for "
                 "example resize_token_embeddings), then make the optimizer."
             )
 
@@ -222,9 +240,10 @@ class Layout:
         """Of each parameter what tells that somebody else wrote or exchanged it: torch's version, its
         place, and a checksum of its first and last 4 KiB, because a write through `.data` leaves the
         version as it is. Complete for whatever replaces a parameter as a whole."""
-        sums = [0] * len(self.params)
+        here = [self.local(i) for i in range(len(self.params))]
+        sums = [0] * len(here)
         elsewhere = {}  # samples on other devices come in one copy for each device
-        for i, param in enumerate(self.params):
+        for i, param in enumerate(here):
             self._check_shape(i)
             if i >= self.kept_params:
                 continue  # nobody can write it
@@ -239,18 +258,20 @@ class Layout:
             count = _SAMPLE_BYTES // dtype.itemsize
             samples = []
             for i in indices:
-                flat = self.params[i].detach().reshape(-1)
+                flat = here[i].detach().reshape(-1)
                 samples += [flat[:count], flat[count:][-count:]]
             together = torch.cat(samples).cpu()
             at = 0
             for i in indices:
-                length = min(self.params[i].numel(), 2 * count)
+                length = min(here[i].numel(), 2 * count)
                 piece = together[at : at + length]
                 sums[i] = zlib.crc32(ctypes.string_at(piece.data_ptr(), length * dtype.itemsize))
                 at += length
         return [
-            (param._version, param.data_ptr(), param.dtype, checksum) if i < self.kept_params else None
-            for i, (param, checksum) in enumerate(zip(self.params, sums, strict=True))
+            (self.params[i]._version, param._version, param.data_ptr(), param.dtype, sums[i])
+            if i < self.kept_params
+            else None
+            for i, param in enumerate(here)
         ]
 
     def snapshot_versions(self):

@@ -5,7 +5,7 @@ import weakref
 
 import torch
 
-from smartinf import compression
+from smartinf import compression, sharded_parameters
 from smartinf.errors import UsageError
 from smartinf.ranks import Ranks
 from smartinf.sizes import parse_bytes
@@ -19,8 +19,9 @@ class Options:
     """given: the keywords of StorageOptions. core: what the core is made with, but for what depends on the
     parameters. state_keys: torch's names of the planes of state. counts_steps: whether torch does."""
 
-    def __init__(self, given, rule, state_keys, counts_steps, streamed=None):
-        """streamed: the StreamedModel of the parameters, or None."""
+    def __init__(self, given, rule, state_keys, counts_steps, streamed=None, mesh=None):
+        """Of the parameters: streamed, their StreamedModel, or None; mesh, over which they are divided, or None."""
+        self.mesh = mesh
         self.streamed, self.stream = streamed, None if streamed is None else streamed.stream
         if streamed is not None:
             given = _for_streamed(given, streamed)
@@ -35,8 +36,9 @@ class Options:
         self.release = bool(given["release_gradients"])
         self.accumulation_steps = int(given["accumulation_steps"])
         self.gradient_type = given["gradient_type"]
-        self.ranks = Ranks(given["process_group"])
-        if self.release and self.ranks.world > 1:
+        group = given["process_group"]
+        self.ranks = Ranks(group if mesh is None else sharded_parameters.process_group(mesh, group))
+        if self.release and self.ranks.world > 1 and mesh is None:
             self.ranks.make_reduce_group()
         self.devices = [self.ranks.device(device) for device in device_list(given["devices"])]
         self.core = {
@@ -58,10 +60,10 @@ class Options:
         self.overlap, model = _overlap(given)
         # Weakly: a model that nobody else holds is of no use to an optimizer.
         self.model = None if model is None else weakref.ref(model)
-        if self.overlap is not None and self.ranks.world > 1:
+        if self.overlap is not None and (self.ranks.world > 1 or mesh is not None):
             raise UsageError(
-                "overlap works in one process: several ranks exchange their new weights in step(), all of them at "
-                "once. Leave it out."
+                "overlap works in one process with whole parameters: several ranks exchange their new weights in step(), "
+                "or with FSDP2 at the beginning of forward, all of them at once. Leave it out."
             )
         if self.stream is not None and self.ranks.world > 1:
             raise UsageError("a streamed model is trained by one process; start it without torchrun")

@@ -1,5 +1,6 @@
 """Several ranks that share one optimizer state (as in ZeRO stage 1): each owns a span of the
-parameter space on its own devices, and new weights go to all ranks after every step."""
+parameter space on its own devices, and new weights go to all ranks after every step. Of parameters that fully_shard
+has divided each rank owns what it holds, and nobody else needs the new weights."""
 
 import math
 import os
@@ -74,9 +75,9 @@ class Ranks:
         digests = self.all_gather_object(zlib.crc32(repr(described).encode()))
         if any(digest != digests[0] for digest in digests):
             raise UsageError(
-                "the ranks' optimizers have different parameters, as FSDP, tensor or pipeline parallelism "
-                "make them; these optimizers need the whole model on every rank. Leave that wrapper out, or "
-                "give process_group the ranks that hold the same parameters."
+                "the ranks' optimizers have different parameters, as pipeline parallelism makes them; these "
+                "optimizers need the whole model on every rank, or one that fully_shard has divided. Leave that "
+                "wrapper out, or give process_group the ranks that hold the same parameters."
             )
 
     def all_gather_object(self, value):
@@ -156,10 +157,12 @@ class Ranks:
         """Global norm and whether all are finite, of the parts that the ranks own."""
         if self.world == 1:
             return norm, finite
-        sums = torch.tensor([norm * norm if finite else 0.0, 0.0 if finite else 1.0]).double()
-        dist.all_reduce(sums, group=self._group)
-        finite = sums[1].item() == 0
-        return (math.sqrt(sums[0].item()) if finite else math.inf), finite
+        mine = torch.tensor([norm, float(finite)], dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(parts, mine, group=self._group)
+        # Added up by every rank in the same order: the clip factor must have the same bits everywhere.
+        norms, finites = zip(*(part.tolist() for part in parts), strict=True)
+        return (math.sqrt(sum(n * n for n in norms)), True) if all(finites) else (math.inf, False)
 
     def broadcast(self, tensor):
         """Rank 0's values into every rank's tensor."""
@@ -169,8 +172,8 @@ class Ranks:
         dist.all_reduce(tensor, group=self._group)
 
     def all_gather_weights(self, layout):
-        """Every rank's part of the flat weights to all ranks."""
-        if self.world == 1:
+        """Every rank's part of the flat weights to all ranks, which need them unless they are divided."""
+        if self.world == 1 or layout.mesh is not None:
             return
         for r, member in enumerate(self._members):
             part = layout.flat[layout.bounds[r] : layout.bounds[r + 1]].view(torch.uint8)

@@ -9,8 +9,11 @@ from smartinf.layout import TYPE_NAMES
 
 
 class ReleasedGradients(gradients.HeldGradients):
-    def __init__(self, accumulation_steps):
+    """collective: several ranks hold a part of each parameter (FSDP2), so that a step begins on all of them."""
+
+    def __init__(self, accumulation_steps, collective=False):
         self._accumulation_steps = accumulation_steps
+        self.collective = collective
         # Of the step in progress, by parameter:
         self._handed_over = set()
         self._sums = {}  # of the passes so far
@@ -105,6 +108,6 @@ class ReleasedGradients(gradients.HeldGradients):
             self._handed_over.add(i)
 
     def _put(self, session, i, gradient):
-        session.core.put_gradients(
-            [session.layout.segment_of[i]], [gradient.data_ptr()], [TYPE_NAMES[gradient.dtype]]
-        )
+        segment = session.layout.segment_of.get(i)
+        if segment is not None:  # this rank may hold no row of a DTensor
+            session.core.put_gradients([segment], [gradient.data_ptr()], [TYPE_NAMES[gradient.dtype]])

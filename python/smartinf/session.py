@@ -10,15 +10,13 @@ import weakref
 
 import torch
 
-from smartinf import _core, compression, open_optimizers, relayout
+from smartinf import _core, compression, core_options, open_optimizers, relayout
 from smartinf.errors import DeviceError, Error, MismatchError, UsageError
 from smartinf.late_weights import LateWeights
 from smartinf.layout import TYPE_NAMES, Layout
 from smartinf.lineage import Lineage
 from smartinf.ranks import Commit
 
-_BLOCK_ELEMENTS = 1 << 16  # of the devices' checksummed blocks, the least a device can hold
-_WORTH_MEASURING_BYTES = 1 << 30
 _log = logging.getLogger("smartinf")
 
 
@@ -55,10 +53,10 @@ class Session:
         self.options, self.ranks = options, options.ranks
         self.turn = threading.RLock()
         self.core, self.phase = None, Phase.CLOSED
-        self.layout = Layout(named, self.ranks.rank, self.ranks.world, options.stream)
+        self.layout = Layout(named, self.ranks.rank, self.ranks.world, options.stream, options.mesh)
         self.stream = options.stream if self.layout.streams else None
         self.lineage = Lineage(len(self.layout.params))
-        self.devices = _devices_for(self.layout, options.devices)
+        self.devices = core_options.devices_for(self.layout, options.devices)
         self.unclaimed, self.expected = False, None
         self.waited_s = 0.0  # for commits, and for weights that a step has left behind
         self.stepped = False  # there is a residual that may not be on the devices
@@ -112,7 +110,7 @@ class Session:
             raise
 
     def _open(self, rule_options, recover_to):
-        options = _core_options(self.options, self.layout, self.devices) | rule_options
+        options = core_options.options_of(self.options, self.layout, self.devices) | rule_options
         if recover_to is not None:
             options["recover_to"] = recover_to
         failure = None
@@ -394,7 +392,7 @@ class Session:
         if self.late is not None:
             self.late.begin(layout, taking_part)
             core.start_commit(after.to_json())
-        elif self.ranks.world == 1:
+        elif self.ranks.world == 1 or layout.mesh is not None:
             for segment in layout.segments[: layout.kept_params]:
                 if taking_part[segment.param]:
                     core.wait_weights(segment.first, segment.count)
@@ -481,7 +479,7 @@ class Session:
             return True
 
         self.edit(edit, self.lineage, residual)
-        if self.ranks.world == 1:
+        if self.ranks.world == 1 or layout.mesh is not None:
             # Nothing is left to be written, and in the middle of a backward nothing may be.
             layout.snapshot_versions()
         else:
@@ -520,34 +518,40 @@ class Session:
             raise
         self.lineage = lineage
 
-    def read(self, take, master=False):
-        """take(index, planes) for each parameter in order, planes f32, whole and in its shape: the state's,
-        with the master weights before them if asked for. Collective."""
+    def read(self, take, master=False, whole=True):
+        """take(index, planes) for each parameter, planes f32 and in its shape: the state's, with the master weights
+        before them if asked for. whole: of the whole parameter, on all ranks, and parameters in order; otherwise of
+        what this rank holds of a DTensor. Collective."""
         self.ready()
         self.reject_step_in_progress("reading state")
-        layout = self.layout
+        layout, alone = self.layout, self.ranks.world == 1 or not whole
+        shapes = [param.shape for param in layout.params] if whole else layout.shapes
+        offsets = layout.offsets if whole else [0] * len(shapes)
         wanted = range(0 if master else 1, 1 + len(self.options.state_keys))
-        building = {}
+        building, taken = {}, set()
+
+        def finish(i, planes):
+            taken.add(i)
+            take(i, [plane.view(shapes[i]) for plane in planes])
 
         def visit(first, count, views):
             tensors = [torch.frombuffer(views[p], dtype=torch.float32) for p in wanted]
-            for segment, start, stop, offset in layout.pieces(first, count):
+            for segment, start, stop, at in layout.pieces(first, count):
                 i = segment.param
                 if i not in building:
-                    building[i] = [torch.zeros(layout.params[i].numel()) for _ in wanted]
-                for whole, piece in zip(building[i], tensors, strict=True):
-                    whole[start:stop].copy_(piece[offset : offset + stop - start])
-                if self.ranks.world == 1 and stop == layout.params[i].numel():
-                    done = building.pop(i)
-                    take(i, [plane.view(layout.params[i].shape) for plane in done])
+                    building[i] = [torch.zeros(shapes[i].numel()) for _ in wanted]
+                for plane, piece in zip(building[i], tensors, strict=True):
+                    plane[offsets[i] + start : offsets[i] + stop].copy_(piece[at : at + stop - start])
+                if alone and stop == layout.shapes[i].numel():
+                    finish(i, building.pop(i))
 
         self.core.read_state(sum(1 << p for p in wanted), visit)
-        if self.ranks.world > 1:
-            for i, param in enumerate(layout.params):
-                planes = building.pop(i, None) or [torch.zeros(param.numel()) for _ in wanted]
+        for i in sorted(set(range(len(shapes))) - taken):
+            planes = building.pop(i, None) or [torch.zeros(shapes[i].numel()) for _ in wanted]
+            if not alone:
                 for plane in planes:
                     self.ranks.all_reduce(plane)
-                take(i, [plane.view(param.shape) for plane in planes])
+            finish(i, planes)
 
     # ---- The residual of compressed gradients.
 
@@ -571,35 +575,3 @@ class Session:
             return None
         memory = (ctypes.c_char * (2 * self.layout.owned_count)).from_address(address)
         return torch.frombuffer(memory, dtype=torch.bfloat16)
-
-
-def _devices_for(layout, given):
-    """A small model, as of LoRA adapters, may have no block for the last devices."""
-    enough = -(-layout.owned_count // _BLOCK_ELEMENTS)
-    if enough < len(given):
-        _log.info(
-            "%d elements are too few for %d devices, each of which holds %d at least; left out: %s",
-            layout.owned_count,
-            len(given),
-            _BLOCK_ELEMENTS,
-            ", ".join(device["path"] for device in given[enough:]),
-        )
-    return given[:enough]
-
-
-def _core_options(options, layout, devices):
-    gradient_type = options.gradient_type
-    if gradient_type is None:
-        gradient_type = "bf16" if layout.dtype == torch.bfloat16 else "f32"
-    made = {**options.core, "gradient_type": gradient_type, "devices": devices}
-    if layout.streams:
-        made["stream_weights"] = True
-    if 4 * layout.total * (1 + len(options.state_keys)) < _WORTH_MEASURING_BYTES:
-        # Measuring the devices takes seconds; so little state gains nothing from it.
-        made |= {"io_bytes": 4 << 20, "io_depth": 8}
-        made["devices"] = [{"bandwidth": 1.0, **device} for device in devices]
-        if len(devices) > 1 and made["subgroup_elements"] == 0:
-            # Every device gets some of the state.
-            blocks = -(-layout.owned_count // _BLOCK_ELEMENTS)
-            made["subgroup_elements"] = max(blocks // (4 * len(devices)), 1) * _BLOCK_ELEMENTS
-    return made

@@ -2,6 +2,7 @@
 
 import torch
 
+from smartinf import sharded_parameters
 from smartinf.errors import MismatchError, UsageError
 from smartinf.lineage import Lineage
 
@@ -17,7 +18,16 @@ _NO_STATE = "smartinf_note"
 
 
 class StateOnDevices(dict):
-    """What ``optimizer.state`` is: it has no entries, and asking for one is an error."""
+    """What ``optimizer.state`` is: it has no entries, and asking for one is an error.
+
+    of_divided: the same where fully_shard has divided the parameters.
+    """
+
+    @staticmethod
+    def of_divided(keys):
+        made = _StateOfDivided()
+        made.keys_of_each = keys
+        return made
 
     @staticmethod
     def refuse(*_):
@@ -30,6 +40,53 @@ class StateOnDevices(dict):
     __missing__ = __setitem__ = setdefault = update = refuse
     # torch.distributed.checkpoint asks this, and makes a step where there is no state.
     __bool__ = refuse
+
+
+class _StateOfDivided(StateOnDevices):
+    """torch.distributed.checkpoint makes no step, because there is a state, and asks for its names parameter by
+    parameter. It takes the state itself from state_dict()."""
+
+    def __bool__(self):
+        return True
+
+    def __getitem__(self, param):
+        return _Names(self.keys_of_each)
+
+
+class _Names(StateOnDevices):
+    def __init__(self, keys):
+        self._keys = keys
+
+    def __iter__(self):
+        return iter(self._keys)
+
+
+def keys_of_divided(session):
+    """The names of divided_dict()'s state of each parameter. Master weights are what f32 parameters are as well."""
+    options = session.options
+    master = () if all(param.dtype == torch.float32 for param in session.layout.params) else ("master",)
+    return (*(("step",) if options.counts_steps else ()), *master, *options.state_keys)
+
+
+def divided_dict(session, made, param_groups):
+    """`made`, torch's dict of an optimizer without state, with the state of every parameter, also of those that were
+    never stepped: as DTensors that are divided as the parameters are. Collective."""
+    made["state"], tensors = {}, {}
+    if session.unclaimed:  # see small_dict
+        made["smartinf"] = {"format": _FORMAT, "undecided": True}
+        return made
+    layout, keys = session.layout, keys_of_divided(session)
+    numbers = _torch_numbers(layout, param_groups)
+
+    def take(i, planes):
+        tensors[i] = [sharded_parameters.sharded_like(layout.params[i], plane) for plane in planes]
+
+    session.read(take, master="master" in keys, whole=False)
+    names = [key for key in keys if key != "step"]
+    for i, planes in sorted(tensors.items()):
+        counted = {"step": torch.tensor(float(session.lineage.steps[i]))} if "step" in keys else {}
+        made["state"][numbers[i]] = counted | dict(zip(names, planes, strict=True))
+    return made
 
 
 def small_dict(session, made):
@@ -112,7 +169,7 @@ def load_state(session, state_dict, param_groups):
     """What without_state() left out, of either form. Collective."""
     own = state_dict.get("smartinf")
     if own is None and state_dict.get("state"):
-        _load_full(session, state_dict["state"], param_groups)
+        _load_full(session, state_dict, param_groups)
     elif own is None:
         raise MismatchError(
             "the state dict holds no optimizer state. One that torch.optim saved before its first "
@@ -129,26 +186,43 @@ def load_state(session, state_dict, param_groups):
             session.load_weights()
 
 
-def _load_full(session, state, param_groups):
-    layout, keys = session.layout, session.options.state_keys
+def _values_here(value, layout, i):
+    """Of a tensor of state of parameter i what this process holds of that, [elements]. None: it has other elements."""
+    param = layout.params[i]
+    if value.numel() != param.numel():
+        return None
+    value = value.detach()
+    if sharded_parameters.is_sharded(value):
+        if layout.mesh == value.device_mesh and value.placements == param.placements:
+            return sharded_parameters.local(value).reshape(-1)
+        value = value.full_tensor()
+    return value.reshape(-1)[layout.offsets[i] :][: layout.shapes[i].numel()]
+
+
+def _load_full(session, state_dict, param_groups):
+    layout, keys, state = session.layout, session.options.state_keys, state_dict["state"]
+    # torch.distributed.checkpoint has names in place of numbers, in the groups' order.
+    saved = [number for group in state_groups(state_dict["param_groups"]) for number in group["params"]]
     lineage = Lineage(len(layout.params))
     lineage.run = lineage.branch = session.ranks.broadcast_object(lineage.run)
     entries = {}
     for i, number in enumerate(_torch_numbers(layout, param_groups)):
-        entry = state.get(number)
+        entry = state.get(saved[number])
         if entry is None:
             continue
-        for key in keys:
+        entries[i] = {}
+        for key in ("master", *keys):
             value = entry.get(key)
-            if value is None and key == "momentum_buffer":
+            if value is None and key in ("master", "momentum_buffer"):
                 continue  # torch keeps none without momentum
-            if value is None or value.numel() != layout.params[i].numel():
+            if value is not None:
+                entries[i][key] = _values_here(value, layout, i)
+            if entries[i].get(key) is None:
                 raise MismatchError(
                     f"the state dict's {key} of {layout.names[i]} is "
                     f"{'missing' if value is None else tuple(value.shape)}, expected "
                     f"{tuple(layout.params[i].shape)}: it belongs to another rule or model"
                 )
-        entries[i] = entry
         lineage.steps[i] = int(entry.get("step", 1))
     lineage.updates = max(lineage.steps)
 
@@ -157,7 +231,7 @@ def _load_full(session, state, param_groups):
         for key, plane in zip(("master", *keys), planes, strict=True):
             value = entry.get(key)
             if value is not None:
-                plane.copy_(value.detach().reshape(-1)[start:stop])
+                plane.copy_(value[start:stop])
             elif key != "master":
                 plane.zero_()
         return True

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from smartinf import checkpoint, relayout, state_io, streamed_model, trainer_arguments
+from smartinf import checkpoint, relayout, sharded_parameters, state_io, streamed_model, trainer_arguments
 from smartinf.amp import ScalerSignal
 from smartinf.averaged_gradients import AveragedGradients
 from smartinf.early_updates import EarlyUpdates
@@ -168,7 +168,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._scaler_signal = ScalerSignal()
         super().__init__(params, defaults)
         streamed = streamed_model.of(param for group in self.param_groups for param in group["params"])
-        self._options = Options(given, self._rule, self._state_keys, self._torch_counts_steps, streamed)
+        mesh = sharded_parameters.mesh_of(self._trainable())
+        self._options = Options(given, self._rule, self._state_keys, self._torch_counts_steps, streamed, mesh)
         trainer_arguments.check_making(self.param_groups, self._options, max_grad_norm)
         shapes = [[name, list(param.shape)] for name, param in self._trainable()]
         self._options.ranks.check_parameters(shapes)
@@ -193,8 +194,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         options = self._options
         if not options.release:
             return HeldGradients()
-        if session.ranks.world == 1:
-            return ReleasedGradients(options.accumulation_steps)
+        if session.ranks.world == 1 or options.mesh is not None:
+            return ReleasedGradients(options.accumulation_steps, collective=session.ranks.world > 1)
         return AveragedGradients(options.accumulation_steps, session)
 
     def _trainable(self):
@@ -369,6 +370,11 @@ class StorageOptimizer(torch.optim.Optimizer):
                     name = f"number {i} of its group, of shape {list(param.shape)},"
                     if "param_names" in group:
                         name = group["param_names"][i]
+                    if sharded_parameters.is_sharded(param) and self._options.mesh is None:
+                        raise UsageError(
+                            f"parameter {name} was divided by fully_shard after the optimizer was made. Make the "
+                            "optimizer with the divided model's parameters; docs/python.md says how with Accelerate."
+                        )
                     raise UsageError(
                         f"parameter {name} has a gradient but was frozen when the optimizer was made, so "
                         "the devices hold no state for it. Set requires_grad before making the "
@@ -392,6 +398,8 @@ class StorageOptimizer(torch.optim.Optimizer):
     @property
     def state(self):
         """Empty; asking for a parameter's state raises UsageError, which says what to call instead."""
+        if self._session is not None and self._options.mesh is not None:
+            return state_io.StateOnDevices.of_divided(state_io.keys_of_divided(self._session))
         return state_io.StateOnDevices()
 
     @state.setter
@@ -402,8 +410,13 @@ class StorageOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict:
         """A small dict: param_groups as in torch, and which state on the devices it belongs to. The
         state itself stays there; save_checkpoint() or full_state_dict() copy it. Load it into an
-        optimizer over the same devices at the same step, or load the checkpoint written with it."""
+        optimizer over the same devices at the same step, or load the checkpoint written with it.
+
+        With FSDP2 (fully_shard) it holds the state, as torch.distributed.checkpoint wants it: DTensors, of which each
+        rank has its part in CPU memory (f32, with the master weights of parameters that are not). Collective then."""
         made = _as_written(torch.optim.Optimizer.state_dict)(self)
+        if self._options.mesh is not None:
+            return state_io.divided_dict(self._session, made, self.param_groups)
         return state_io.small_dict(self._session, made)
 
     def full_state_dict(self) -> dict:

@@ -132,7 +132,8 @@ def main(job):
         dist.destroy_process_group()
 
 
-def serve():
+def serve(run):
+    """run(job) on as many forked ranks as each job says."""
     for line in sys.stdin:
         job = json.loads(line)
         with socket.socket() as free:
@@ -146,7 +147,7 @@ def serve():
                 os.environ["RANK"] = str(rank)
                 code = 1
                 try:
-                    main(job)
+                    run(job)
                     code = 0
                 except BaseException:
                     traceback.print_exc()
@@ -167,4 +168,4 @@ def serve():
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1])) if len(sys.argv) > 1 else serve()
+    main(json.loads(sys.argv[1])) if len(sys.argv) > 1 else serve(main)

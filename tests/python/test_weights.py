@@ -184,20 +184,6 @@ def test_a_step_that_moves_nothing_says_so(device, caplog):
     assert [record.message.count("changed nothing") for record in caplog.records] == [1]
 
 
-def test_dtensors_are_refused_by_name(device, tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = build()
-        torch.distributed.fsdp.fully_shard(
-            model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-        )
-        with pytest.raises(smartinf.UsageError, match="FSDP2"):
-            smartinf.AdamW(model.parameters(), devices=[device])
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 # ---- State that a dict does not hold.
 
 

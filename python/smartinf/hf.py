@@ -75,6 +75,9 @@ class _Maker:
     def __call__(self, model, args, optimizer_class, options):
         trainer = trainer_arguments.maker()  # a subclass may have a rule of its own
         kind = transformers.Trainer if trainer is None else type(trainer)
+        accelerator = getattr(trainer, "accelerator", None)
+        if accelerator is not None and accelerator.is_fsdp2:
+            model = _divided(accelerator, model)
         decaying = set(kind.get_decay_parameter_names(trainer, model))
         trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         groups = []
@@ -98,6 +101,19 @@ class _Maker:
         if options.get("overlap") is not None:
             by_args["model"] = model
         return optimizer_class(groups, **options | by_args)
+
+
+def _divided(accelerator, model):
+    """The model divided as accelerator.prepare() would do it with FSDP2, which finds that done then."""
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.activation_checkpointing:
+        raise UsageError(
+            "activation_checkpointing of FSDP2 has to be applied before the model is divided, and the optimizer needs "
+            "the divided model: set gradient_checkpointing in TrainingArguments instead"
+        )
+    from accelerate.utils import fsdp2_prepare_model
+
+    return fsdp2_prepare_model(accelerator, model)
 
 
 def unwrap(optimizer):
@@ -185,17 +201,22 @@ class CheckpointCallback(transformers.TrainerCallback):
         )
 
     def on_save(self, args, state, control, optimizer=None, **kwargs):
+        ours = unwrap(optimizer)
+        if session_of(ours).options.mesh is not None:
+            return  # with FSDP2 Trainer saves what state_dict() gives, and loads it
         folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", _FOLDER)
         # Trainer has just written the rest of the folder, over an older one of that step if need be.
-        unwrap(optimizer).save_checkpoint(folder, replace=True)
+        ours.save_checkpoint(folder, replace=True)
 
 
 def register(accelerator, optimizer):
     """Makes accelerator.save_state() and load_state() carry the state of `optimizer` (ours, wrapped by
-    prepare() or not), in a folder smartinf/ inside theirs. Returns nothing."""
+    prepare() or not), in a folder smartinf/ inside theirs. With FSDP2 they do so by themselves. Returns nothing."""
     ours = unwrap(optimizer)
     if ours is None:
         raise UsageError("smartinf.hf.register needs a smartinf optimizer")
+    if session_of(ours).options.mesh is not None:
+        return
     session_of(ours).options.never_warn("state_dict")
 
     def save(models, weights, folder):

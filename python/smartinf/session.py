@@ -521,8 +521,11 @@ class Session:
     def read(self, take, master=False, whole=True):
         """take(index, planes) for each parameter, planes f32 and in its shape: the state's, with the master weights
         before them if asked for. whole: of the whole parameter, on all ranks, and parameters in order; otherwise of
-        what this rank holds of a DTensor. Collective."""
-        self.ready()
+        what this rank holds of a DTensor, and also where nobody has said that the state is meant. Collective."""
+        if whole:
+            self.ready()
+        else:
+            self.synchronize()
         self.reject_step_in_progress("reading state")
         layout, alone = self.layout, self.ranks.world == 1 or not whole
         shapes = [param.shape for param in layout.params] if whole else layout.shapes

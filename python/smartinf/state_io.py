@@ -72,9 +72,6 @@ def divided_dict(session, made, param_groups):
     """`made`, torch's dict of an optimizer without state, with the state of every parameter, also of those that were
     never stepped: as DTensors that are divided as the parameters are. Collective."""
     made["state"], tensors = {}, {}
-    if session.unclaimed:  # see small_dict
-        made["smartinf"] = {"format": _FORMAT, "undecided": True}
-        return made
     layout, keys = session.layout, keys_of_divided(session)
     numbers = _torch_numbers(layout, param_groups)
 
@@ -86,6 +83,8 @@ def divided_dict(session, made, param_groups):
     for i, planes in sorted(tensors.items()):
         counted = {"step": torch.tensor(float(session.lineage.steps[i]))} if "step" in keys else {}
         made["state"][numbers[i]] = counted | dict(zip(names, planes, strict=True))
+    if session.unclaimed or session.expected is not None:  # see small_dict; what a checkpoint is read into is needed
+        made["smartinf"] = {"format": _FORMAT, "undecided": True}
     return made
 
 

@@ -4,6 +4,9 @@ Usage: ranks_worker.py JSON, an object with the following, or nothing: then it t
 line, starts as many ranks as its "world" says by fork (which spares them torch's import), and prints
 the number of the signal that ended one of them, or 0.
 
+  script             a program with its arguments, instead of a training
+  fsdp2_plugin       Accelerate is to use FSDP2, which it does by itself only on GPUs
+
   devices, results   folders
   last               steps in all; those that the devices hold are not repeated
   stop_at            waits after so many
@@ -18,6 +21,7 @@ the number of the signal that ended one of them, or 0.
 
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -67,7 +71,27 @@ def plan_death(optimizer, point, when):
     type(optimizer._session.lineage).to_json = to_json
 
 
+def use_fsdp2_plugin():
+    from accelerate import state, utils
+
+    make = state.AcceleratorState.__init__
+
+    def init(self, *args, **options):
+        make(self, *args, **options)
+        self.distributed_type = state.PartialState().distributed_type = utils.DistributedType.FSDP
+        self.fsdp_plugin = utils.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+
+    state.AcceleratorState.__init__ = init
+
+
 def main(job):
+    if "script" in job:
+        if job.get("fsdp2_plugin"):
+            use_fsdp2_plugin()
+        sys.argv = job["script"]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.stdout.flush()
+        return
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         dist.init_process_group("gloo")
@@ -144,7 +168,7 @@ def serve(run):
         for rank in range(job["world"]):
             ranks.append(os.fork())
             if ranks[-1] == 0:
-                os.environ["RANK"] = str(rank)
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 code = 1
                 try:
                     run(job)

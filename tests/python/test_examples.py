@@ -1,5 +1,6 @@
 """The examples run as they are written."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -38,6 +39,30 @@ def test_trainer(tmp_path):
     assert "train_loss" in out
     assert (tmp_path / "out" / "checkpoint-20" / "smartinf" / "checkpoint.json").exists()
     example("trainer.py", tmp_path / "device", tmp_path / "out", "--resume")
+
+
+def test_trainer_with_fsdp2(tmp_path, ranks):
+    """Its last ten steps again, from its checkpoint and over other devices, give the same bits."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    out = tmp_path / "out"
+
+    def saved(name):
+        dcp_to_torch_save(out / "checkpoint-20" / name, tmp_path / "saved.pt")
+        return torch.load(tmp_path / "saved.pt")
+
+    assert "train_loss" in ranks(2, "trainer.py", tmp_path / "device", out, fsdp2_plugin=True)
+    assert not (out / "checkpoint-10" / "smartinf").exists()
+    weights, state = saved("pytorch_model_fsdp_0")["model"], saved("optimizer_0")["optimizer"]["state"]
+    (out / "checkpoint-20").rename(tmp_path / "first")
+    ranks(2, "trainer.py", tmp_path / "other", out, "--resume", fsdp2_plugin=True)
+    again = saved("pytorch_model_fsdp_0")["model"]
+    assert all(torch.equal(value, again[name]) for name, value in weights.items())
+    again = saved("optimizer_0")["optimizer"]["state"]
+    assert all(torch.equal(value, again[name][key]) for name, of in state.items() for key, value in of.items())
 
 
 @pytest.fixture
@@ -108,6 +133,66 @@ def test_streamed_trl(tmp_path, model):
     for way in ([], ["--dpo"]):
         out = example("streamed_trl.py", model, tmp_path / "out", tmp_path / "-".join(["d", *way]), "--steps", 2, "--keep", 0, *way)
         assert "train_loss" in out
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """ranks(world, name, *arguments, **job): an example on several ranks, as torchrun would start it."""
+    # Ranks are forked, so that what takes long is imported once.
+    program = """
+import contextlib, ranks_worker
+with contextlib.suppress(ImportError):
+    import torch._dynamo, smartinf.hf
+ranks_worker.serve(ranks_worker.main)
+"""
+    server = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=pathlib.Path(__file__).parent,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ranks(world, name, *arguments, **job):
+        job |= {"world": world, "script": [str(EXAMPLES / name), *map(str, arguments)]}
+        server.stdin.write(json.dumps(job) + "\n")
+        server.stdin.flush()
+        out = ""
+        for line in server.stdout:
+            if line.startswith("ended"):
+                assert line == "ended 0\n"
+                return out
+            out += line
+        raise AssertionError("the server of ranks has ended")
+
+    yield ranks
+    server.stdin.close()
+    server.wait(timeout=600)
+
+
+def loss_of(text):
+    return float(re.fullmatch(r"loss (\S+)\n", text)[1])
+
+
+def test_train_ddp(tmp_path, ranks):
+    first = loss_of(ranks(2, "train_ddp.py", tmp_path / "device", 5))
+    assert loss_of(ranks(2, "train_ddp.py", tmp_path / "device", 50)) < first
+
+
+def test_train_fsdp2(tmp_path, ranks):
+    """Two ranks, and one that goes on from their checkpoint."""
+    first = loss_of(ranks(2, "train_fsdp2.py", tmp_path / "device", tmp_path / "saved", 5))
+    assert loss_of(ranks(1, "train_fsdp2.py", tmp_path / "other", tmp_path / "saved", 50)) < first
+
+
+@pytest.mark.parametrize("fsdp2_plugin", [False, True])
+def test_train_accelerate(tmp_path, ranks, fsdp2_plugin):
+    """The second run goes on from the first one's state."""
+    pytest.importorskip("accelerate")
+    arguments = ["train_accelerate.py", tmp_path / "device", tmp_path / "saved"]
+    first = loss_of(ranks(2, *arguments, 5, fsdp2_plugin=fsdp2_plugin))
+    assert loss_of(ranks(2, *arguments, 50, fsdp2_plugin=fsdp2_plugin)) < first
+    assert (tmp_path / "saved" / ("optimizer_0" if fsdp2_plugin else "smartinf")).is_dir()
 
 
 def test_lightning_module(tmp_path):

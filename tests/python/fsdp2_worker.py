@@ -235,6 +235,26 @@ def unclaimed(job):
         assert other._session.lineage.steps == [2] * 6
 
 
+def not_finite(job):
+    """One row, which one rank has, stops the step of both; and so does a gradient that is divided in another way."""
+    model, optimizer = one_step(job)
+    before = [full(param.detach()).clone() for param in model.parameters()]
+    give_gradients(model, 1)
+    if dist.get_rank() == 1:
+        model[0].weight.grad.to_local()[0, 0] = float("inf")
+    with pytest.raises(smartinf.NonFiniteGradientError):
+        optimizer.step()
+    assert all(torch.equal(full(a), b) for a, b in zip(model.parameters(), before, strict=True))
+    model[0].weight.grad = model[0].weight.grad.redistribute(placements=[Replicate()])
+    with pytest.raises(smartinf.UsageError, match="gradient of 0.weight is not divided"):
+        optimizer.step()
+    give_gradients(model, 2)
+    optimizer.step()
+    optimizer.synchronize()
+    assert optimizer._session.lineage.updates == 2
+    optimizer.close()
+
+
 def dict_by_names(model, state):
     names = [name for name, _ in model.named_parameters()]
     groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]]

@@ -72,8 +72,9 @@ def test_weights_that_somebody_writes_are_taken_over(run, plain, tmp_path):
     assert not torch.equal(made["model"]["0.weight"], plain["model"]["0.weight"])
 
 
-def test_a_killed_rank_costs_nothing(run, plain, tmp_path):
-    run(2, tmp_path, expect_death=True, given=True, kill=["commit", 3])
+@pytest.mark.parametrize("point", ["update", "agree", "commit"])
+def test_a_killed_rank_costs_nothing(run, point, plain, tmp_path):
+    run(2, tmp_path, expect_death=True, given=True, kill=[point, 3])
     assert_same(run(2, tmp_path, given=True), plain)
 
 
@@ -118,6 +119,10 @@ def test_every_form_of_state_dict_is_given_and_taken(run, tmp_path):
 
 def test_state_on_the_devices_is_taken_over_by_a_state_dict_alone(run, tmp_path):
     run(2, tmp_path, check="unclaimed")
+
+
+def test_one_ranks_infinity_stops_the_step_of_all(run, tmp_path):
+    run(2, tmp_path, check="not_finite")
 
 
 def test_what_is_divided_in_another_way_is_refused_by_name(run, tmp_path):

@@ -24,8 +24,12 @@ class Ranks:
             self.rank = dist.get_rank(process_group)
             self.world = dist.get_world_size(process_group)
             members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-            self._group = dist.new_group(members, backend="gloo")
             self._members = members
+            self._group = self._make_group()
+
+    def _make_group(self):
+        # Ranks that are not members do not take part: they may have groups of their own, as the stages of a pipeline.
+        return dist.new_group(self._members, backend="gloo", use_local_synchronization=True)
 
     def device(self, device):
         """A device as the core wants it (storage_options.device_list), with a place of this rank's own."""
@@ -38,7 +42,7 @@ class Ranks:
 
     def make_reduce_group(self):
         """A group of its own for reduce(), so that its order does not depend on the other calls'."""
-        self._reduce_group = dist.new_group(self._members, backend="gloo")
+        self._reduce_group = self._make_group()
 
     def reduce(self, tensor, owner):
         """Starts adding up every rank's `tensor` into `owner`'s; the others' is then of no use."""

@@ -108,7 +108,8 @@ class StorageOptimizer(torch.optim.Optimizer):
     subgroup_elements: of the unit that is read, updated and written at once; 0: chosen.
     checksums: of every block on the devices, checked when it is read. False saves a little time.
     seed: of stochastic rounding (state_format "bf16" and "q8").
-    process_group: the ranks that share the state. None: all of them under torch.distributed.
+    process_group: the ranks that share the state. None: all of them under torch.distributed, or those among which
+        fully_shard (FSDP2) has divided the parameters; each then updates the rows that it holds.
     fused, foreach: taken from configurations written for torch.optim, and without effect: they choose
         among torch's own loops. capturable, differentiable: must be False.
 

@@ -255,6 +255,20 @@ def not_finite(job):
     optimizer.close()
 
 
+def stages(job):
+    """Two stages of a pipeline, each divided among two ranks, with other parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    stage = mesh.get_local_rank("stage")
+    model = torch.nn.Sequential(*make_model(), *[torch.nn.Linear(1, 3)] * stage)
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = make_optimizer(model, {"devices": f"{job['devices']}-{stage}"})
+    for step in range(2):
+        give_gradients(model, step)
+        optimizer.step()
+    assert (optimizer._session.ranks.world, optimizer._session.lineage.steps) == (2, [2] * (6 + 2 * stage))
+    optimizer.close()
+
+
 def dict_by_names(model, state):
     names = [name for name, _ in model.named_parameters()]
     groups = [{**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]]

@@ -125,6 +125,10 @@ def test_one_ranks_infinity_stops_the_step_of_all(run, tmp_path):
     run(2, tmp_path, check="not_finite")
 
 
+def test_the_stages_of_a_pipeline_have_states_of_their_own(run, tmp_path):
+    run(4, tmp_path, check="stages")
+
+
 def test_what_is_divided_in_another_way_is_refused_by_name(run, tmp_path):
     run(2, tmp_path, check="refusals")
 

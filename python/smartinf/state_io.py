@@ -18,16 +18,7 @@ _NO_STATE = "smartinf_note"
 
 
 class StateOnDevices(dict):
-    """What ``optimizer.state`` is: it has no entries, and asking for one is an error.
-
-    of_divided: the same where fully_shard has divided the parameters.
-    """
-
-    @staticmethod
-    def of_divided(keys):
-        made = _StateOfDivided()
-        made.keys_of_each = keys
-        return made
+    """What ``optimizer.state`` is: it has no entries, and asking for one is an error."""
 
     @staticmethod
     def refuse(*_):
@@ -42,20 +33,22 @@ class StateOnDevices(dict):
     __bool__ = refuse
 
 
-class _StateOfDivided(StateOnDevices):
-    """torch.distributed.checkpoint makes no step, because there is a state, and asks for its names parameter by
-    parameter. It takes the state itself from state_dict()."""
+class StateOfDivided(StateOnDevices):
+    """The same where fully_shard has divided the parameters. torch.distributed.checkpoint makes no step, because there
+    is a state, and asks for its names (keys) parameter by parameter. It takes the state from state_dict()."""
+
+    def __init__(self, keys):
+        self._keys = keys
 
     def __bool__(self):
         return True
 
     def __getitem__(self, param):
-        return _Names(self.keys_of_each)
+        return _Names(self._keys)
 
 
-class _Names(StateOnDevices):
-    def __init__(self, keys):
-        self._keys = keys
+class _Names(StateOfDivided):
+    __getitem__ = StateOnDevices.refuse
 
     def __iter__(self):
         return iter(self._keys)

@@ -400,7 +400,7 @@ class StorageOptimizer(torch.optim.Optimizer):
     def state(self):
         """Empty; asking for a parameter's state raises UsageError, which says what to call instead."""
         if self._session is not None and self._options.mesh is not None:
-            return state_io.StateOnDevices.of_divided(state_io.keys_of_divided(self._session))
+            return state_io.StateOfDivided(state_io.keys_of_divided(self._session))
         return state_io.StateOnDevices()
 
     @state.setter

@@ -47,7 +47,8 @@ def mesh_of(named):
         if not is_sharded(param):
             raise UsageError(
                 f"parameter {name} is whole on every rank, as fully_shard leaves ignored_params, and others are "
-                "DTensors. Give it an optimizer of its own, over other devices."
+                "DTensors. Give it an optimizer of its own, over other devices and with release_gradients=True, which "
+                "averages its gradient."
             )
         _check_placements(name, param)
         if param.device_mesh != mesh:

@@ -22,6 +22,8 @@
 
 namespace smartinf::engine {
 
+class Collectives;  // ranks/collectives.h
+
 enum class UpdateWhere : uint8_t {
   kDevice,  // SmartUpdate: state stays behind the host link
   kHost,    // the baseline: state crosses the host link both ways
@@ -46,10 +48,15 @@ struct DeviceOptions {
   uint64_t capacity_bytes = 0;  // 0: what is free
   uint64_t rated_endurance_bytes = 0;  // that the drive may be written in its life; 0: not known
   EmulatedLink internal_link;          // between store and processor
+  uint32_t rank = 0;                   // that drives it
 };
 
 struct UpdaterOptions {
   std::vector<DeviceOptions> devices;
+  /// The ranks that share the run; null: this process alone. Every rank names the devices of all of
+  /// them, in the same order, and drives its own (DeviceOptions::rank). All options but paths of
+  /// others' devices are the same on all ranks, and budgets are those of all ranks together.
+  std::shared_ptr<Collectives> collectives;
   kernels::RuleOptions rule;
   base::StateFormat format = base::StateFormat::kF32;
   UpdateWhere where = UpdateWhere::kDevice;

@@ -96,6 +96,19 @@ base::Status Updater::fetch_weights(uint64_t, base::DataType, void*) {
 
 base::Status Updater::wait_fetched(uint64_t first) { return fetch_weights(first, {}, nullptr); }
 
+base::Status Updater::put_gradient_sums(uint64_t first, uint64_t count, const GradientSums& sums) {
+  if (sums.nodes.size() != 1) {
+    return base::Status(
+        base::ErrorCode::kInvalidArgument,
+        fmt::format("{} sums of a gradient were given, and one process has one of all "
+                    "micro-batches",
+                    sums.nodes.size()),
+        "This is a bug in the caller.");
+  }
+  const bool summed = sums.micro_batches > 1;
+  return put_gradient(first, sums.nodes.front(), summed ? base::DataType::kF32 : sums.type, count);
+}
+
 base::Status Updater::skip_gradient(uint64_t, uint64_t) {
   return base::Status(base::ErrorCode::kUnsupported,
                       "this updater needs the gradient of every parameter",

@@ -1,0 +1,96 @@
+#include "smartinf/engine/ranks/collectives.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/check.h"
+#include "smartinf/engine/ranks/messages.h"
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+namespace {
+
+std::span<std::byte> bytes_of(std::string& text) {
+  return std::as_writable_bytes(std::span(text.data(), text.size()));
+}
+
+Status wait(Collectives::Started started) {
+  if (!started.ok()) return std::move(started).status();
+  return (*started)->wait();
+}
+
+}  // namespace
+
+Status broadcast(Collectives& ranks, Channel channel, std::span<std::byte> bytes, uint32_t root) {
+  return wait(ranks.broadcast(channel, bytes, root));
+}
+
+Status broadcast(Collectives& ranks, Channel channel, std::string& text, uint32_t root) {
+  uint64_t size = text.size();
+  SI_RETURN_IF_ERROR(broadcast(ranks, channel, std::as_writable_bytes(std::span(&size, 1)), root));
+  text.resize(size);
+  return size == 0 ? Status() : broadcast(ranks, channel, bytes_of(text), root);
+}
+
+Status all_gather(Collectives& ranks, Channel channel, std::span<const std::byte> mine,
+                  std::span<std::byte> all) {
+  SI_CHECK(all.size() == mine.size() * ranks.world(), "a gather into other memory than that");
+  return wait(ranks.all_gather(channel, mine, all));
+}
+
+Result<std::vector<std::string>> all_gather(Collectives& ranks, Channel channel,
+                                            std::string_view mine) {
+  const uint64_t size = mine.size();
+  std::vector<uint64_t> sizes(ranks.world());
+  SI_RETURN_IF_ERROR(all_gather(ranks, channel, std::as_bytes(std::span(&size, 1)),
+                                std::as_writable_bytes(std::span(sizes))));
+  std::vector<std::string> texts(ranks.world());
+  const uint64_t most = *std::max_element(sizes.begin(), sizes.end());
+  if (most == 0) return texts;
+  std::string padded(mine);
+  padded.resize(most);
+  std::string all(most * ranks.world(), '\0');
+  SI_RETURN_IF_ERROR(all_gather(ranks, channel, bytes_of(padded), bytes_of(all)));
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    texts[rank] = all.substr(rank * most, sizes[rank]);
+  }
+  return texts;
+}
+
+Agreement agree(Collectives& ranks, Channel channel, std::string_view call, const Status& mine) {
+  auto texts = all_gather(ranks, channel, MessageWriter().text(call).status(mine).take());
+  if (!texts.ok()) return {std::move(texts).status(), false};
+  std::vector<std::string> calls;
+  Status first;
+  for (size_t rank = 0; rank < texts->size(); ++rank) {
+    MessageReader reader((*texts)[rank]);
+    calls.push_back(reader.text());
+    Status status = reader.status();
+    if (!reader.ok()) status = Status(ErrorCode::kCorrupt, "sent what this program cannot read");
+    if (first.ok() && !status.ok()) {
+      first = std::move(status).with_context(fmt::format("rank {}", rank));
+    }
+  }
+  for (size_t rank = 1; rank < calls.size(); ++rank) {
+    if (calls[rank] == calls[0]) continue;
+    return {Status(ErrorCode::kFailedPrecondition,
+                   fmt::format("the ranks are not at the same call: rank 0 is at {}, and rank {} "
+                               "at {}",
+                               calls[0], rank, calls[rank]),
+                   "Call the updater alike on all ranks, and give all of them the same options."),
+            false};
+  }
+  return {std::move(first), true};
+}
+
+Status all_ok(Collectives& ranks, Channel channel, std::string_view call, const Status& mine) {
+  return agree(ranks, channel, call, mine).status;
+}
+
+}  // namespace smartinf::engine

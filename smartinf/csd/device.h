@@ -235,6 +235,9 @@ struct DeviceInfo {
   uint32_t cached_subgroups = 0;
   uint64_t spool_bytes = 0;        // room for PutSpool
   uint32_t weight_read_slots = 0;  // their memory is part of memory_bytes
+  /// Another process drives it. What stands for it here takes every command and does nothing.
+  bool elsewhere = false;
+  uint32_t rank = 0;  // of several that share a run, the one that drives it
 };
 
 /// Threads: submit() from one thread at a time, but for gradients where gradients are not

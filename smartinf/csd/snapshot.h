@@ -26,6 +26,8 @@ class Snapshot {
   virtual const storage::StoreLayout& layout() const = 0;
   /// What tells one drive from another: copies stay on a drive where they can. Empty: not known.
   virtual std::string drive() const { return {}; }
+  /// Another process has the device, and reads its blocks.
+  virtual bool elsewhere() const { return false; }
 
   /// Once, before reading: the step that recovery over all devices decides on.
   /// Errors: kCorrupt when its metadata cannot be used; kInvalidArgument for another step.

@@ -382,16 +382,19 @@ Status check_compression(const UpdaterOptions& options) {
 
 }  // namespace
 
-Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::ParameterSpace& space,
-                                  Sources& sources) {
+Status check_device_options(const UpdaterOptions& options, const plan::ParameterSpace& space) {
   SI_RETURN_IF_ERROR(check_rule(options.rule));
-  SI_RETURN_IF_ERROR(check_places(sources));
   SI_RETURN_IF_ERROR(check_compression(options));
   SI_RETURN_IF_ERROR(check_cache_fits(options, space));
-  if (space.count() == 0) {
-    return Status(ErrorCode::kInvalidArgument, "the model has no parameter to train",
-                  "Add its parameters to the parameter space before opening the updater.");
-  }
+  if (space.count() > 0) return Status();
+  return Status(ErrorCode::kInvalidArgument, "the model has no parameter to train",
+                "Add its parameters to the parameter space before opening the updater.");
+}
+
+Result<DeviceSet> open_device_set(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                                  Sources& sources) {
+  SI_RETURN_IF_ERROR(check_device_options(options, space));
+  SI_RETURN_IF_ERROR(check_places(sources));
   SI_ASSIGN_OR_RETURN(Found found, look_at(sources));
   // The run began without them, or they were added since: its state is all on the others.
   if (found.holding != nullptr && found.empty != nullptr && found.one_run &&

@@ -27,9 +27,14 @@ struct DeviceSet {
   csd::Device& device_of(base::SubgroupId subgroup) const {
     return *devices[owner[subgroup.value].value];
   }
+  /// A device of this process has it.
+  bool is_here(base::SubgroupId subgroup) const { return !device_of(subgroup).info().elsewhere; }
   /// Index of the subgroup that holds an element of the space.
   size_t subgroup_at(uint64_t element) const;
 };
+
+/// What open_device_set() asks of the options alone, and of this machine.
+base::Status check_device_options(const UpdaterOptions& options, const plan::ParameterSpace& space);
 
 /// Opens what the sources hold, or creates it when all are empty and options.create is set. A
 /// creation that was interrupted before step 0 was committed everywhere is started over. Errors,

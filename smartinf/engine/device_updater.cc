@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/update.h"
 
@@ -25,9 +26,9 @@ size_t devices_in(const std::vector<csd::Update>& updates) {
 
 }  // namespace
 
-base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions& options,
-                                                           const plan::ParameterSpace& space,
-                                                           DeviceSet set) {
+base::Result<std::unique_ptr<DeviceUpdater>> DeviceUpdater::make(const UpdaterOptions& options,
+                                                                 const plan::ParameterSpace& space,
+                                                                 DeviceSet set) {
   SI_ASSIGN_OR_RETURN(auto staging, base::AlignedBuffer::allocate(set.staging_bytes));
   std::unique_ptr<DeviceUpdater> made(
       new DeviceUpdater(options, space, std::move(set), std::move(staging)));
@@ -35,7 +36,7 @@ base::Result<std::unique_ptr<Updater>> DeviceUpdater::make(const UpdaterOptions&
                       make_gradient_path({made->options_, made->space_, made->set_, made->state_,
                                           made->gradient_tracker_, made->team_, made->watch_},
                                          made->metadata_));
-  return std::unique_ptr<Updater>(std::move(made));
+  return made;
 }
 
 DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::ParameterSpace& space,
@@ -47,13 +48,26 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       gradient_tracker_(space_),
       team_(gradient_threads(), "si-gradient"),
       state_(set_, kernels::rule_planes(options_.rule.rule).size(), std::move(staging), watch_),
-      protocol_({set_.devices.size(), options.external_commit, !set_.fresh, set_.step}),
+      protocol_({set_.devices.size(), options.external_commit, !set_.fresh, set_.step,
+                 options.collectives != nullptr}),
       weights_ready_(set_.subgroups.size(), 0),
       updated_(set_.subgroups.size(), 0),
       fetches_(set_.subgroups.size()) {
   if (!set_.fresh) metadata_ = split_metadata(set_.devices.front()->client_metadata());
-  if (options_.spool_bytes > 0) spool_ = std::make_unique<Spool>(set_.devices, watch_);
+  const bool any_here = std::any_of(set_.devices.begin(), set_.devices.end(),
+                                    [](const auto& device) { return !device->info().elsewhere; });
+  if (options_.spool_bytes > 0 && any_here) {
+    spool_ = std::make_unique<Spool>(set_.devices, watch_);
+  }
   completions_thread_ = std::jthread([this] { take_completions(); });
+  if (options_.collectives == nullptr) return;
+  agreement_ = std::make_unique<CommitAgreement>(options_.collectives, [this](Agreement agreed) {
+    {
+      const std::lock_guard lock(mutex_);
+      act(protocol_.agreed(std::move(agreed.status), agreed.known));
+    }
+    changed_.notify_all();
+  });
 }
 
 DeviceUpdater::~DeviceUpdater() {
@@ -63,6 +77,7 @@ DeviceUpdater::~DeviceUpdater() {
     finish_update();
     changed_.wait(lock, [&] { return !protocol_.committing(); });
   }
+  agreement_.reset();
   step_replies_.close();
   completions_thread_.join();
   set_.devices.clear();  // each waits for what it has in flight
@@ -100,15 +115,20 @@ Status DeviceUpdater::begin_step() {
   return gradient_error_;
 }
 
-Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::DataType type,
-                                   uint64_t count) {
+base::Result<std::vector<GradientTracker::Piece>> DeviceUpdater::take_gradient(uint64_t first,
+                                                                               uint64_t count) {
   {
     const std::lock_guard lock(mutex_);
     SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "put_gradient"));
   }
   SI_RETURN_IF_ERROR(gradient_error_);
   if (!gradient_tracker_.begun()) prefetch();
-  SI_ASSIGN_OR_RETURN(const auto pieces, gradient_tracker_.take(first, count));
+  return gradient_tracker_.take(first, count);
+}
+
+Status DeviceUpdater::put_gradient(uint64_t first, const void* gradient, base::DataType type,
+                                   uint64_t count) {
+  SI_ASSIGN_OR_RETURN(const auto pieces, take_gradient(first, count));
   gradient_error_ = path_->put(pieces, first, gradient, type);
   if (sum_of_squares_max_ > 0) watch_norm(pieces);
   return gradient_error_;
@@ -138,6 +158,11 @@ void DeviceUpdater::watch_norm(std::span<const GradientTracker::Piece> pieces) {
   if (sum_of_squares_ <= sum_of_squares_max_) return;
   sum_of_squares_max_ = 0;
   submit_to_all(csd::StopUpdate{});
+}
+
+bool DeviceUpdater::takes_gradients() const {
+  const std::lock_guard lock(mutex_);
+  return protocol_.phase() == Phase::kGradients;
 }
 
 Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
@@ -373,6 +398,15 @@ void DeviceUpdater::act(Next next) {
       return;
     case Next::kPrepare:
       return submit_to_all(csd::Prepare{protocol_.step(), join_metadata(next_metadata_)});
+    case Next::kAgree: {
+      const bool prepared = protocol_.phase() == Phase::kAgreeing;
+      const std::string& metadata = next_metadata_.client_metadata;
+      // Of one step all devices hold the same metadata.
+      return agreement_->ask(
+          fmt::format("{} of step {} ({:016x})", prepared ? "prepare" : "commit", protocol_.step(),
+                      base::checksum(std::as_bytes(std::span(metadata)))),
+          protocol_.error());
+    }
     case Next::kCommit:
       return submit_to_all(csd::Commit{protocol_.step()});
     case Next::kAbort:
@@ -463,6 +497,7 @@ std::string DeviceUpdater::client_metadata() const {
 UpdaterTraffic DeviceUpdater::traffic() const {
   UpdaterTraffic traffic;
   for (const auto& device : set_.devices) {
+    if (device->info().elsewhere) continue;
     traffic.devices.push_back(device->info().name);
     traffic.host_link_by_device.push_back(device->host_traffic());
     traffic.store_by_device.push_back(device->store_traffic());
@@ -481,25 +516,33 @@ uint64_t DeviceUpdater::bytes_written_ever() const {
 
 std::vector<std::span<std::byte>> DeviceUpdater::scratch_memory() {
   std::vector<std::span<std::byte>> memory;
-  for (const auto& device : set_.devices) memory.push_back(device->scratch_memory());
+  for (const auto& device : set_.devices) {
+    if (!device->info().elsewhere) memory.push_back(device->scratch_memory());
+  }
   return memory;
 }
 
 uint64_t DeviceUpdater::memory_bytes() const {
   uint64_t bytes = state_.memory().size();
-  for (const auto& device : set_.devices) bytes += device->info().memory_bytes;
+  for (const auto& device : set_.devices) {
+    if (!device->info().elsewhere) bytes += device->info().memory_bytes;
+  }
   return bytes;
 }
 
 uint64_t DeviceUpdater::state_cache_bytes() const {
   uint64_t bytes = 0;
-  for (const auto& device : set_.devices) bytes += device->info().state_cache_bytes;
+  for (const auto& device : set_.devices) {
+    if (!device->info().elsewhere) bytes += device->info().state_cache_bytes;
+  }
   return bytes;
 }
 
 uint64_t DeviceUpdater::gradient_memory_bytes() const {
   uint64_t bytes = path_->memory_bytes();
-  for (const auto& device : set_.devices) bytes += device->info().gradient_memory_bytes;
+  for (const auto& device : set_.devices) {
+    if (!device->info().elsewhere) bytes += device->info().gradient_memory_bytes;
+  }
   return bytes;
 }
 

@@ -19,6 +19,7 @@
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_path.h"
 #include "smartinf/engine/gradient_tracker.h"
+#include "smartinf/engine/ranks/commit_agreement.h"
 #include "smartinf/engine/spool.h"
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/engine/step_protocol.h"
@@ -30,9 +31,9 @@ namespace smartinf::engine {
 
 class DeviceUpdater final : public Updater {
  public:
-  static base::Result<std::unique_ptr<Updater>> make(const UpdaterOptions& options,
-                                                     const plan::ParameterSpace& space,
-                                                     DeviceSet set);
+  static base::Result<std::unique_ptr<DeviceUpdater>> make(const UpdaterOptions& options,
+                                                           const plan::ParameterSpace& space,
+                                                           DeviceSet set);
   ~DeviceUpdater() override;
   DeviceUpdater(const DeviceUpdater&) = delete;
   DeviceUpdater& operator=(const DeviceUpdater&) = delete;
@@ -55,6 +56,14 @@ class DeviceUpdater final : public Updater {
   base::Status load_weights(base::DataType type, const WeightsSink& sink) override;
 
   base::Status begin_step() override;
+  /// The two halves of put_gradient(), for who has the gradient only later: pieces of a span,
+  /// marked as given; and their values, of which the devices here get what is theirs. The second
+  /// may run on another thread than the caller's, until finish_gradients().
+  base::Result<std::vector<GradientTracker::Piece>> take_gradient(uint64_t first, uint64_t count);
+  base::Status put_pieces(std::span<const GradientTracker::Piece> pieces, uint64_t first,
+                          const void* gradient, base::DataType type) {
+    return path_->put(pieces, first, gradient, type);
+  }
   base::Status put_gradient(uint64_t first, const void* gradient, base::DataType type,
                             uint64_t count) override;
   base::Status skip_gradient(uint64_t first, uint64_t count) override;
@@ -87,6 +96,20 @@ class DeviceUpdater final : public Updater {
   uint32_t slots() const override;
   uint64_t subgroup_elements() const override;
   std::vector<std::string> describe_devices() const override;
+
+  const DeviceSet& devices() const { return set_; }
+  /// A step has begun whose gradients were not finished.
+  bool takes_gradients() const;
+  /// What fetch_weights() says to any fetch of a subgroup that is not under way.
+  base::Status check_fetch(uint64_t first) const;
+  GradientTracker& gradient_tracker() { return gradient_tracker_; }
+  base::ThreadTeam& team() { return team_; }
+  /// An update that waits for fetches goes on without them.
+  void demand_nothing();
+  /// Whether wait_weights() and wait_fetched() of a subgroup would return at once, with what was
+  /// waited for. Any thread.
+  bool weights_ready(size_t subgroup) const;
+  bool fetched(size_t subgroup) const;
 
  private:
   using Phase = StepProtocol::Phase;
@@ -159,6 +182,7 @@ class DeviceUpdater final : public Updater {
   WeightFetches fetches_;
 
   std::jthread completions_thread_;
+  std::unique_ptr<CommitAgreement> agreement_;  // null: this process alone decides
 };
 
 }  // namespace smartinf::engine

@@ -12,30 +12,35 @@ plan::Subgroup DeviceUpdater::subgroup_at(uint64_t element) const {
   return set_.subgroups[set_.subgroup_at(element)];
 }
 
-Status DeviceUpdater::fetch_weights(uint64_t first, base::DataType type, void* out) {
+Status DeviceUpdater::check_fetch(uint64_t first) const {
   if (!options_.stream_weights) {
     return Status(ErrorCode::kUnsupported, "weights are fetched without stream_weights",
                   "Set UpdaterOptions::stream_weights, for which the devices keep memory.");
   }
-  const size_t index = set_.subgroup_at(first);
-  const plan::Subgroup& subgroup = set_.subgroups[index];
-  if (subgroup.first != first) {
+  if (subgroup_at(first).first != first) {
     return Status(ErrorCode::kInvalidArgument,
                   fmt::format("element {} is not the first of its subgroup", first),
                   "Fetch what subgroup_at() says.");
   }
   const std::lock_guard lock(mutex_);
   const Phase phase = protocol_.phase();
-  if (phase == Phase::kUnwritten || phase == Phase::kBroken) {
-    return protocol_.require(Phase::kIdle, "fetch_weights");
-  }
+  const bool readable = phase != Phase::kUnwritten && phase != Phase::kBroken;
+  return readable ? Status() : protocol_.require(Phase::kIdle, "fetch_weights");
+}
+
+Status DeviceUpdater::fetch_weights(uint64_t first, base::DataType type, void* out) {
+  SI_RETURN_IF_ERROR(check_fetch(first));
+  const size_t index = set_.subgroup_at(first);
+  const plan::Subgroup& subgroup = set_.subgroups[index];
+  const std::lock_guard lock(mutex_);
+  const Phase phase = protocol_.phase();
   if (fetches_.under_way(index)) {
     return Status(ErrorCode::kFailedPrecondition,
                   fmt::format("the weights from element {} on are being fetched already", first),
                   "Call wait_fetched() first.");
   }
   // What the step skips stays as it is, and a commit waits for reads that were sent before it.
-  const bool sent_commit = phase == Phase::kCommitting;
+  const bool sent_commit = phase == Phase::kCommitting || phase == Phase::kConfirming;
   const bool of_step = weights_are_new() && (updated_[index] != 0 || sent_commit);
   const bool served = of_step && update_type_ == type && fetches_.on_demand(index);
   // What cannot be had from the update that runs comes after it.
@@ -59,6 +64,11 @@ void DeviceUpdater::finish_update() {
   if (protocol_.updating()) submit_to_all(csd::FinishUpdate{});
 }
 
+void DeviceUpdater::demand_nothing() {
+  const std::lock_guard lock(mutex_);
+  finish_update();
+}
+
 void DeviceUpdater::mark_on_demand(std::vector<csd::Update>& updates) {
   fetches_.finish();
   if (!options_.stream_weights) return;
@@ -75,6 +85,7 @@ void DeviceUpdater::mark_on_demand(std::vector<csd::Update>& updates) {
 Status DeviceUpdater::cannot_come() const {
   if (protocol_.committing()) return Status();
   if (!protocol_.error().ok()) return protocol_.error();
+  if (protocol_.phase() == Phase::kBroken) return protocol_.require(Phase::kIdle, "wait_fetched");
   const auto refuse = [](const char* what, const char* advice) {
     return Status(ErrorCode::kFailedPrecondition, what, advice);
   };
@@ -107,6 +118,16 @@ Status DeviceUpdater::wait_fetched(uint64_t first) {
   // The device that failed has the reason, not the one whose step was taken back.
   const bool cancelled = status.code() == ErrorCode::kCancelled;
   return cancelled && !protocol_.outcome().ok() ? protocol_.outcome() : status;
+}
+
+bool DeviceUpdater::weights_ready(size_t subgroup) const {
+  const std::lock_guard lock(mutex_);
+  return weights_ready_[subgroup] != 0;
+}
+
+bool DeviceUpdater::fetched(size_t subgroup) const {
+  const std::lock_guard lock(mutex_);
+  return fetches_.done(subgroup);
 }
 
 }  // namespace smartinf::engine

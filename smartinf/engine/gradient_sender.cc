@@ -10,7 +10,10 @@ namespace smartinf::engine {
 GradientSender::GradientSender(const DeviceSet& set, GradientTracker& tracker,
                                base::ThreadTeam& team, base::DataType type, DeviceWatch& watch)
     : set_(set), gradient_tracker_(tracker), team_(team), type_(type) {
-  for (const auto& device : set_.devices) spilled_ = spilled_ || device->info().gradients_spilled;
+  for (const auto& device : set_.devices) {
+    const csd::DeviceInfo& info = device->info();
+    spilled_ = spilled_ || (info.gradients_spilled && !info.elsewhere);
+  }
   for (uint32_t worker = 0; worker < team_.size(); ++worker) {
     lanes_.push_back(std::make_unique<Lane>(watch));
   }
@@ -45,7 +48,7 @@ GradientSender::Failure GradientSender::put(std::span<const GradientTracker::Pie
         values = narrow;
       }
     }
-    gradient_tracker_.measure(piece, values, type_);
+    if (piece.measured) gradient_tracker_.measure(piece, values, type_);
     send(lane, piece.first, values, piece.count);
   };
   if (spilled_) {
@@ -70,10 +73,12 @@ void GradientSender::send(Lane& lane, uint64_t first, const std::byte* gradient,
     const plan::Subgroup& subgroup = set_.subgroups[i];
     const uint64_t within = first - subgroup.first;
     const uint64_t here = std::min(count, subgroup.count - within);
-    wait(lane, Lane::kCommandsMax - 1);
-    if (!lane.failure.status.ok()) return;
-    lane.replies.submit(set_.device_of(subgroup.id),
-                        csd::PutGradient{subgroup.id, within, here, type_, gradient});
+    if (set_.is_here(subgroup.id)) {
+      wait(lane, Lane::kCommandsMax - 1);
+      if (!lane.failure.status.ok()) return;
+      lane.replies.submit(set_.device_of(subgroup.id),
+                          csd::PutGradient{subgroup.id, within, here, type_, gradient});
+    }
     gradient += here * base::data_type_bytes(type_);
     first += here;
     count -= here;

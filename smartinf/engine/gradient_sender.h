@@ -33,9 +33,9 @@ class GradientSender {
     base::Status status;
     const csd::Device* device = nullptr;  // whose it is
   };
-  /// Sends [count] elements from `first` on: gradient is [count] of `type`, and free again when
-  /// this returns. What is measured is what the devices get. cast_memory: kCastBytes for each
-  /// thread of the team, used when the types differ.
+  /// Sends [count] elements from `first` on, but for those of subgroups elsewhere: gradient is
+  /// [count] of `type`, and free again when this returns. What is measured is what the devices get.
+  /// cast_memory: kCastBytes for each thread of the team, used when the types differ.
   Failure put(std::span<const GradientTracker::Piece> pieces, uint64_t first, const void* gradient,
               base::DataType type, std::span<std::byte> cast_memory);
   /// The same for elements whose gradient is zero, which are not measured. zeros: zero bytes.

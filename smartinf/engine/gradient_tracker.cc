@@ -84,15 +84,25 @@ Status GradientTracker::skip(uint64_t first, uint64_t count) {
 void GradientTracker::measure(const Piece& piece, const void* gradient, base::DataType type) {
   const kernels::KernelTable::Norm norm =
       kernels::kernels().partial_norm(gradient, type, piece.count);
-  found_[piece.index].sum_of_squares = norm.sum_of_squares;
-  found_[piece.index].finite = norm.finite;
+  found_[piece.index].measured = {norm.sum_of_squares, norm.finite};
+}
+
+std::vector<GradientTracker::Piece> GradientTracker::all_pieces() const {
+  std::vector<Piece> pieces;
+  for (const plan::ParameterRange& range : space_.ranges()) {
+    for (uint64_t done = 0; done < range.count; done += kGradientPieceElements) {
+      pieces.push_back({pieces.size(), range.first + done,
+                        std::min(kGradientPieceElements, range.count - done)});
+    }
+  }
+  return pieces;
 }
 
 double GradientTracker::sum_of_squares(std::span<const Piece> pieces) const {
   double sum = 0;
   for (const Piece& piece : pieces) {
-    if (!found_[piece.index].finite) return std::numeric_limits<double>::infinity();
-    sum += found_[piece.index].sum_of_squares;
+    if (!found_[piece.index].measured.finite) return std::numeric_limits<double>::infinity();
+    sum += found_[piece.index].measured.sum_of_squares;
   }
   return sum;
 }
@@ -113,11 +123,11 @@ base::Result<GradientSummary> GradientTracker::finish(double unscale) const {
                                     range.name, (i - first_piece_[r]) * kGradientPieceElements),
                         "Put zeros for a parameter that was not used.");
         }
-        if (!found_[i].finite && summary.finite) {
+        if (!found_[i].measured.finite && summary.finite) {
           summary.finite = false;
           summary.first_bad = range.name;
         }
-        of_cut.add(found_[i].sum_of_squares);
+        of_cut.add(found_[i].measured.sum_of_squares);
       }
       cuts.push_back(of_cut.total());
     }

@@ -1,9 +1,9 @@
 // What is found out about a step's gradient while it comes in: which parts are there, its norm, and
 // the first parameter that is not finite. Holds no gradients; those go straight to the devices.
 //
-// The norm is a sum over fixed cuts of every range, added up from the smallest to the largest. It is
-// the same whatever the order of ranges in the space, the order and size of what is given at once,
-// the number of threads and of devices, or the size of subgroups.
+// The norm is a sum over fixed cuts of every range, added up from the smallest to the largest. It
+// is the same whatever the order of ranges in the space, the order and size of what is given at
+// once, the number of threads and of devices, or the size of subgroups.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +38,12 @@ class GradientTracker {
     size_t index = 0;    // among all pieces of the space
     uint64_t first = 0;  // element in the space
     uint64_t count = 0;
+    bool measured = true;  // false: a part of it, whose norm another rank measures
+  };
+  /// What measure() found.
+  struct Measured {
+    double sum_of_squares = 0;
+    bool finite = true;
   };
 
   struct Span {
@@ -64,6 +70,12 @@ class GradientTracker {
   /// Measures one piece's values. Threads: safe for different pieces.
   void measure(const Piece& piece, const void* gradient, base::DataType type);
 
+  const Measured& measured(size_t piece) const { return found_[piece].measured; }
+  /// As another rank has measured it.
+  void set_measured(size_t piece, const Measured& measured) { found_[piece].measured = measured; }
+  /// Of the whole space, in order, whatever was given.
+  std::vector<Piece> all_pieces() const;
+
   /// Sum of squares of measured pieces; infinite where a value is not finite.
   double sum_of_squares(std::span<const Piece> pieces) const;
 
@@ -72,9 +84,8 @@ class GradientTracker {
 
  private:
   struct Found {
-    double sum_of_squares = 0;
+    Measured measured;
     bool given = false;
-    bool finite = true;
   };
   const plan::ParameterSpace& space_;
   std::vector<size_t> first_piece_;  // of every range

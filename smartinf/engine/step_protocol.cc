@@ -15,6 +15,7 @@ using base::Status;
 StepProtocol::StepProtocol(const Options& options)
     : devices_(options.devices),
       external_commit_(options.external_commit),
+      agrees_(options.agrees),
       written_(options.written),
       committed_step_(options.committed_step),
       phase_(options.written ? Phase::kIdle : Phase::kUnwritten) {}
@@ -142,6 +143,33 @@ StepProtocol::Next StepProtocol::end(Phase phase, Status outcome) {
   return Next::kWait;
 }
 
+StepProtocol::Next StepProtocol::agree(Phase phase) {
+  phase_ = phase;
+  answers_due_ = 1;
+  return Next::kAgree;
+}
+
+StepProtocol::Next StepProtocol::agreed(Status status, bool known) {
+  SI_CHECK(phase_ == Phase::kAgreeing || phase_ == Phase::kConfirming,
+           "an agreement that nobody asked for");
+  answers_due_ = 0;
+  // The others may have committed or aborted: what is prepared stays, for opening again to decide.
+  if (!known) return end(Phase::kBroken, std::move(status));
+  if (phase_ == Phase::kConfirming) {
+    return status.ok() ? count() : end(Phase::kBroken, std::move(status));
+  }
+  if (status.ok()) return enter(Phase::kCommitting, Next::kCommit);
+  error_ = std::move(status);
+  return give_up();
+}
+
+StepProtocol::Next StepProtocol::count() {
+  committed_step_ = step();
+  written_ = true;
+  end(Phase::kIdle, Status());
+  return Next::kCommitted;
+}
+
 // Of step 0 nothing is left that could be gone back to.
 StepProtocol::Next StepProtocol::give_up() {
   if (!written_) return end(Phase::kUnwritten, std::move(error_));
@@ -156,19 +184,18 @@ StepProtocol::Next StepProtocol::proceed() {
       if (error_.ok() && residual_) return enter(Phase::kPersisting, Next::kWriteResidual);
       [[fallthrough]];
     case Phase::kPersisting:
-      return error_.ok() ? enter(Phase::kPreparing, Next::kPrepare) : give_up();
+      if (error_.ok()) return enter(Phase::kPreparing, Next::kPrepare);
+      return agrees_ ? agree(Phase::kAgreeing) : give_up();
     case Phase::kPreparing:
+      if (agrees_) return agree(Phase::kAgreeing);
       if (!error_.ok()) return give_up();
       if (external_commit_ && written_) return end(Phase::kPrepared, Status());
       return enter(Phase::kCommitting, Next::kCommit);
     case Phase::kCommitting:
       // Every device was prepared, so whichever failed now, opening again rolls the step forward
       // or back on all of them. Here it cannot be known which.
-      if (!error_.ok()) return end(Phase::kBroken, std::move(error_));
-      committed_step_ = step();
-      written_ = true;
-      end(Phase::kIdle, Status());
-      return Next::kCommitted;
+      if (agrees_) return agree(Phase::kConfirming);
+      return error_.ok() ? count() : end(Phase::kBroken, std::move(error_));
     case Phase::kAborting:
       // The caller hears of the error that led here.
       return end(abort_failed_ ? Phase::kBroken : Phase::kIdle, std::move(error_));

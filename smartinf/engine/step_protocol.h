@@ -8,6 +8,10 @@
 //
 // From start_commit() on the answers of the devices drive it: residuals written, all prepared, all
 // committed; or after a failure all aborted. A step counts when every device has committed it.
+//
+// Where several ranks share the run each has one of these over its own devices. Between prepare and
+// commit they agree that all have prepared, or what the first failure was; and before the step
+// counts, that all have committed. So a rank goes no further than the others know of.
 #pragma once
 
 #include <cstddef>
@@ -31,17 +35,20 @@ class StepProtocol {
     kEditing,     // state is written from outside
     kPersisting,  // the residual of compressed gradients is written
     kPreparing,
+    kAgreeing,  // agrees: whether all ranks have prepared
     kPrepared,  // external_commit: commit_prepared() or abort() comes next
     kCommitting,
+    kConfirming,  // agrees: whether all ranks have committed
     kAborting,
     kBroken,  // the devices may disagree: only opening again can tell
   };
-  /// What the owner does now. All but the first and the last go to every device, and each device
-  /// answers once.
+  /// What the owner does now. All but kWait, kAgree and kCommitted go to every device, and each
+  /// device answers once.
   enum class Next : uint8_t {
     kWait,           // for a call or an answer
     kWriteResidual,  // answered() when all of a device's is written, or at its first failure
     kPrepare,
+    kAgree,  // agreed() with what all ranks say; this one says error()
     kCommit,
     kAbort,
     kCommitted,  // the step counts; phase() is kIdle
@@ -52,6 +59,7 @@ class StepProtocol {
     bool external_commit = false;  // stops at kPrepared, but for step 0
     bool written = false;          // there is a committed step
     base::StepNumber committed_step = 0;
+    bool agrees = false;  // several ranks commit together
   };
   explicit StepProtocol(const Options& options);
 
@@ -79,6 +87,8 @@ class StepProtocol {
   Next update_ended(base::Status status);
   /// To what Next said.
   Next answered(base::Status status);
+  /// What the ranks have agreed on. known: false if this one could not find out.
+  Next agreed(base::Status status, bool known);
   /// Something of the step failed that is no answer.
   void failed(base::Status status);
 
@@ -102,9 +112,12 @@ class StepProtocol {
   Next enter(Phase phase, Next next);
   Next end(Phase phase, base::Status outcome);
   Next give_up();
+  Next agree(Phase phase);
+  Next count();
 
   const size_t devices_;
   const bool external_commit_;
+  const bool agrees_;
   bool written_;
   base::StepNumber committed_step_;
   Phase phase_;

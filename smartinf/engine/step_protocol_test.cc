@@ -184,6 +184,83 @@ TEST(StepProtocol, SomebodyElseDecidesWhereTheCommitIsExternal) {
   }
 }
 
+/// One rank of several, whose devices have all been told to commit or to abort.
+struct Agreeing {
+  explicit Agreeing(bool written = true) : protocol({kDevices, false, written, 7, true}) {}
+  /// Up to the question whether all have prepared.
+  void prepare(size_t failing) {
+    update(protocol);
+    ASSERT_EQ(protocol.start_commit(false).value(), Next::kWait);
+    ASSERT_EQ(updates_end(protocol), Next::kPrepare);
+    EXPECT_EQ(answer_all(protocol, failing), Next::kAgree);
+    EXPECT_EQ(protocol.error().ok(), failing == 0);
+    EXPECT_TRUE(protocol.committing());
+  }
+  StepProtocol protocol;
+};
+
+TEST(StepProtocol, RanksCommitWhenAllHavePreparedAndGoOnWhenAllHaveCommitted) {
+  Agreeing rank;
+  rank.prepare(0);
+  EXPECT_EQ(rank.protocol.agreed(Status(), true), Next::kCommit);
+  EXPECT_EQ(answer_all(rank.protocol), Next::kAgree);
+  EXPECT_EQ(rank.protocol.committed_step(), 7u) << "before all have committed";
+  EXPECT_EQ(rank.protocol.agreed(Status(), true), Next::kCommitted);
+  EXPECT_EQ(rank.protocol.committed_step(), 8u);
+  EXPECT_EQ(rank.protocol.phase(), Phase::kIdle);
+}
+
+TEST(StepProtocol, RanksAbortWhenOneOfThemCouldNotPrepare) {
+  for (const size_t failing : {0, 1}) {
+    Agreeing rank;
+    rank.prepare(failing);
+    EXPECT_EQ(rank.protocol.agreed(failure("rank 1"), true), Next::kAbort);
+    EXPECT_EQ(answer_all(rank.protocol), Next::kWait);
+    EXPECT_EQ(rank.protocol.take_outcome().what(), "rank 1");
+    EXPECT_EQ(rank.protocol.phase(), Phase::kIdle);
+    EXPECT_EQ(rank.protocol.committed_step(), 7u);
+  }
+}
+
+TEST(StepProtocol, ARankThatHearsNothingNeitherCommitsNorAborts) {
+  for (const bool prepared : {true, false}) {
+    Agreeing rank;
+    rank.prepare(prepared ? 0 : 1);
+    EXPECT_EQ(rank.protocol.agreed(failure("rank 1 has died"), false), Next::kWait);
+    EXPECT_EQ(rank.protocol.phase(), Phase::kBroken);
+    EXPECT_FALSE(rank.protocol.take_outcome().ok());
+    EXPECT_FALSE(rank.protocol.abort().ok());
+  }
+  for (const bool heard : {true, false}) {
+    Agreeing rank;
+    rank.prepare(0);
+    ASSERT_EQ(rank.protocol.agreed(Status(), true), Next::kCommit);
+    ASSERT_EQ(answer_all(rank.protocol), Next::kAgree);
+    EXPECT_EQ(rank.protocol.agreed(failure("rank 1"), heard), Next::kWait);
+    EXPECT_EQ(rank.protocol.phase(), Phase::kBroken) << "a commit elsewhere failed";
+  }
+}
+
+TEST(StepProtocol, RanksHearOfAnUpdateThatFailedAndOfAnEdit) {
+  Agreeing rank;
+  update(rank.protocol);
+  ASSERT_EQ(rank.protocol.start_commit(false).value(), Next::kWait);
+  EXPECT_EQ(updates_end(rank.protocol, 1), Next::kAgree);
+  EXPECT_EQ(rank.protocol.error().what(), "update");
+  EXPECT_EQ(rank.protocol.agreed(failure("rank 0: update"), true), Next::kAbort);
+  EXPECT_EQ(answer_all(rank.protocol), Next::kWait);
+  (void)rank.protocol.take_outcome();
+  ASSERT_TRUE(rank.protocol.begin_edit().ok());
+  EXPECT_EQ(rank.protocol.start_commit(false, failure("write")).value(), Next::kAgree);
+
+  Agreeing fresh(/*written=*/false);
+  ASSERT_TRUE(fresh.protocol.begin_edit().ok());
+  EXPECT_EQ(fresh.protocol.start_commit(false).value(), Next::kPrepare);
+  EXPECT_EQ(answer_all(fresh.protocol), Next::kAgree);
+  EXPECT_EQ(fresh.protocol.agreed(failure("rank 1"), true), Next::kWait);
+  EXPECT_EQ(fresh.protocol.phase(), Phase::kUnwritten);
+}
+
 TEST(StepProtocol, AnAbortWaitsForUpdatesAndTakesNoErrorOfTheirs) {
   for (const bool updates_first : {true, false}) {
     StepProtocol protocol = written();

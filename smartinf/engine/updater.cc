@@ -9,6 +9,7 @@
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/ranks/ranks_updater.h"
 #include "smartinf/engine/stored_run.h"
 
 namespace smartinf::engine {
@@ -29,8 +30,14 @@ base::Result<std::unique_ptr<Updater>> Updater::open(const UpdaterOptions& optio
 base::Result<std::unique_ptr<Updater>> Updater::open(
     const UpdaterOptions& options, const plan::ParameterSpace& space,
     std::vector<std::unique_ptr<DeviceSource>> sources) {
-  SI_ASSIGN_OR_RETURN(DeviceSet set, open_device_set(options, space, sources));
-  return DeviceUpdater::make(options, space, std::move(set));
+  if (options.collectives != nullptr && options.collectives->world() > 1) {
+    return RanksUpdater::open(options, space, std::move(sources));
+  }
+  UpdaterOptions alone = options;
+  alone.collectives = nullptr;
+  SI_ASSIGN_OR_RETURN(DeviceSet set, open_device_set(alone, space, sources));
+  SI_ASSIGN_OR_RETURN(auto made, DeviceUpdater::make(alone, space, std::move(set)));
+  return std::unique_ptr<Updater>(std::move(made));
 }
 
 base::Status check_groups(const UpdateOptions& options, const plan::ParameterSpace& space) {
@@ -52,6 +59,7 @@ UpdaterTraffic UpdaterTraffic::since(const UpdaterTraffic& earlier) const {
   UpdaterTraffic delta = *this;
   delta.host_link = host_link.since(earlier.host_link);
   delta.store = store.since(earlier.store);
+  delta.ranks = ranks.since(earlier.ranks);
   delta.state_bytes_cached = state_bytes_cached - earlier.state_bytes_cached;
   for (size_t d = 0; d < devices.size(); ++d) {
     delta.host_link_by_device[d] = host_link_by_device[d].since(earlier.host_link_by_device[d]);

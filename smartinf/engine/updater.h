@@ -54,6 +54,8 @@ struct GradientSums {
 struct UpdaterTraffic {
   base::TrafficReading host_link;  // all devices together
   base::TrafficReading store;
+  /// Between ranks: up is what came from others, down what went to them.
+  base::TrafficReading ranks;
   std::vector<std::string> devices;  // their names, in the order of the next two
   std::vector<base::TrafficReading> host_link_by_device;
   std::vector<base::TrafficReading> store_by_device;
@@ -225,6 +227,8 @@ class Updater : public WeightSource {
   virtual Spool* spool() { return nullptr; }
   /// Null where gradients go down as they are. Lives as long as the updater.
   virtual Compression* compression() { return nullptr; }
+  /// The ranks that make every call together; null: this process alone.
+  virtual std::shared_ptr<Collectives> collectives() const { return nullptr; }
   virtual UpdaterTraffic traffic() const = 0;
   virtual uint64_t bytes_written_ever() const = 0;
   /// The devices' buffers, which nobody uses between wait_commit() and the next call: a checkpoint

@@ -11,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/engine/ranks/test_crew.h"
 #include "smartinf/engine/test_model.h"
 #include "smartinf/engine/updater_kinds.h"
 
@@ -18,6 +19,9 @@ namespace smartinf::engine {
 namespace {
 
 INSTANTIATE_TEST_SUITE_P(All, UpdaterContract, ::testing::ValuesIn(all_kinds()),
+                         [](const auto& kind) { return kind.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Ranks, UpdaterContract, ::testing::ValuesIn(ranks_kinds()),
                          [](const auto& kind) { return kind.param.name; });
 
 /// That weights could be fetched changes nothing for who does not.

@@ -13,6 +13,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "smartinf/engine/ranks/test_crew.h"
 #include "smartinf/engine/test_model.h"
 #include "smartinf/engine/updater_kinds.h"
 
@@ -263,6 +264,9 @@ INSTANTIATE_TEST_SUITE_P(All, StreamedWeights, ::testing::ValuesIn(all_kinds(tru
                          [](const auto& kind) { return kind.param.name; });
 
 // ---- Errors.
+
+INSTANTIATE_TEST_SUITE_P(Ranks, StreamedWeights, ::testing::ValuesIn(ranks_kinds(true)),
+                         [](const auto& kind) { return kind.param.name; });
 
 TEST(FetchedWeights, AreRefusedWhereTheyCannotBeHad) {
   FakesPlace place;

@@ -52,6 +52,7 @@ Status WholeState::fill(const Fill& fill) {
     if (result.ok()) result = std::move(completion.status);
   };
   for (const plan::Subgroup& subgroup : set_.subgroups) {
+    if (!set_.is_here(subgroup.id)) continue;
     if (halves[0] != nullptr && halves[1] != nullptr) finish_one();
     if (!result.ok()) break;
     SI_CHECK(subgroup.count <= half_elements, "a subgroup fits half of the staging buffer");
@@ -114,10 +115,11 @@ Status WholeState::read(uint32_t plane_mask, size_t plane_count, const Visit& vi
   };
   const auto more = [&] {
     const size_t count = set_.subgroups.size();
-    while (chosen && next_subgroup < count && !chosen(set_.subgroups[next_subgroup])) {
-      ++next_subgroup;
+    for (; next_subgroup < count; ++next_subgroup) {
+      const plan::Subgroup& subgroup = set_.subgroups[next_subgroup];
+      if (set_.is_here(subgroup.id) && (!chosen || chosen(subgroup))) return true;
     }
-    return next_subgroup < count;
+    return false;
   };
   Status result;
   while (visited < sent || (result.ok() && more())) {
@@ -151,6 +153,7 @@ Status WholeState::edit(const Edit& edit) {
                       base::AlignedBuffer::allocate(count_max * plane_count_ * sizeof(float)));
   auto* floats = reinterpret_cast<float*>(edit_memory_.data());
   for (const plan::Subgroup& subgroup : set_.subgroups) {
+    if (!set_.is_here(subgroup.id)) continue;
     csd::ReadState read{subgroup.id, 0, subgroup.count};
     csd::WriteState write{subgroup.id, subgroup.count, {}, (1u << plane_count_) - 1};
     std::array<std::span<float>, 4> planes;

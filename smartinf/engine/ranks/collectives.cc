@@ -68,13 +68,16 @@ Agreement agree(Collectives& ranks, Channel channel, std::string_view call, cons
   if (!texts.ok()) return {std::move(texts).status(), false};
   std::vector<std::string> calls;
   Status first;
+  const bool alike = std::all_of(texts->begin(), texts->end(),
+                                 [&](const std::string& text) { return text == texts->front(); });
   for (size_t rank = 0; rank < texts->size(); ++rank) {
     MessageReader reader((*texts)[rank]);
     calls.push_back(reader.text());
     Status status = reader.status();
     if (!reader.ok()) status = Status(ErrorCode::kCorrupt, "sent what this program cannot read");
     if (first.ok() && !status.ok()) {
-      first = std::move(status).with_context(fmt::format("rank {}", rank));
+      first =
+          alike ? std::move(status) : std::move(status).with_context(fmt::format("rank {}", rank));
     }
   }
   for (size_t rank = 1; rank < calls.size(); ++rank) {

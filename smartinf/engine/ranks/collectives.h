@@ -78,8 +78,8 @@ base::Result<std::vector<std::string>> all_gather(Collectives& ranks, Channel ch
 
 /// What the ranks have agreed on.
 struct Agreement {
-  /// Ok on all ranks; else the first rank's failure, which names the rank, with the same text
-  /// everywhere.
+  /// Ok on all ranks; else the first failure, with the same text everywhere. It names the rank,
+  /// but where all have failed alike.
   base::Status status;
   /// False: this rank does not know what the others know. status says why.
   bool known = true;

@@ -166,7 +166,8 @@ class BoardRank final : public Collectives {
     using enum Board::Fault;
     std::unique_lock lock(board_.mutex_);
     const Board::Planned& planned = board_.planned_;
-    if (planned.rank == rank_ && planned.call == board_.calls_[rank_]++) {
+    const uint64_t call_number = board_.calls_[rank_]++;
+    if (planned.rank == rank_ && planned.call == call_number) {
       if (planned.fault == kLate) {
         lock.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(50));

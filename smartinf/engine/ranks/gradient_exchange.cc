@@ -1,0 +1,365 @@
+#include "smartinf/engine/ranks/gradient_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <fmt/format.h>
+#include <pthread.h>
+
+#include "smartinf/base/check.h"
+#include "smartinf/base/units.h"
+#include "smartinf/kernels/update.h"
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Status;
+using Piece = GradientTracker::Piece;
+
+namespace {
+
+/// That a rank sends at once, of all its sums. Some milliseconds of a fast network.
+constexpr uint64_t kBucketBytes = 8 * base::kMiB;
+/// Sums that are handed to the devices at once: some pieces for each thread.
+constexpr uint64_t kRunElements = uint64_t{1} << 20;
+/// That are added up at once, in a core's cache.
+constexpr uint64_t kChunkElements = 4096;
+
+std::vector<uint32_t> measuring_ranks(const GradientTracker& tracker,
+                                      const GradientLayout& layout) {
+  std::vector<uint32_t> ranks;
+  for (const Piece& piece : tracker.all_pieces())
+    ranks.push_back(layout.measuring_rank(piece.first));
+  return ranks;
+}
+
+}  // namespace
+
+GradientExchange::GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
+                                   const std::vector<uint32_t>& rank_of,
+                                   base::TrafficCounter& traffic)
+    : ranks_(std::move(ranks)),
+      updater_(updater),
+      layout_(updater.devices(), rank_of),
+      bucket_bytes_(std::min(kBucketBytes, updater.space().count() * 2 * sizeof(float))),
+      measured_by_(measuring_ranks(updater.gradient_tracker(), layout_)),
+      traffic_(traffic),
+      formats_(ranks_->world()),
+      open_received_(ranks_->world(), 0),
+      stacks_(updater.team().size()) {
+  sums_.resize(std::min(kRunElements, updater.space().count()) + kGradientPieceElements);
+  for (Bucket& bucket : buckets_) free_.push_back(&bucket);
+  thread_ = std::jthread([this] { work(); });
+  pthread_setname_np(thread_.native_handle(), "si-gradients");
+}
+
+GradientExchange::~GradientExchange() {
+  {
+    const std::lock_guard lock(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_all();
+}
+
+/// Buffers grow to what a step needs, and to no more than this.
+uint64_t GradientExchange::memory_bytes() const {
+  const uint64_t buckets = buckets_.size() * (bucket_bytes_ + 2 * bucket_bytes_);
+  return bucket_bytes_ + buckets + sums_.size() * sizeof(float);
+}
+
+// ---- The caller.
+
+Status GradientExchange::check(const GradientSums& sums) {
+  const uint32_t rank = ranks_->rank();
+  const auto range = plan::micro_batches_of(sums.micro_batches, rank, ranks_->world());
+  const size_t nodes =
+      sums.micro_batches == 0 ? 0 : plan::summation_nodes(sums.micro_batches, range).size();
+  if (sums.micro_batches > 0 && nodes == sums.nodes.size()) return Status();
+  return Status(ErrorCode::kInvalidArgument,
+                fmt::format("rank {} gave {} sums of a gradient over {} micro-batches; it has {}",
+                            rank, sums.nodes.size(), sums.micro_batches, nodes),
+                "This is a bug in the caller.");
+}
+
+void GradientExchange::put(std::span<const Piece> pieces, uint64_t first,
+                           const GradientSums& sums) {
+  const SumFormat& format = formats_.of(sums.micro_batches, sums.type);
+  for (const Piece& piece : pieces) {
+    Segment segment{piece, &format, {}, {}};
+    size_t next = 0;
+    for (const SumFormat::Node& node : format.nodes) {
+      if (node.rank != ranks_->rank()) continue;
+      segment.nodes.push_back(static_cast<const std::byte*>(sums.nodes[next++]) +
+                              (piece.first - first) * base::data_type_bytes(node.type));
+    }
+    add(std::move(segment));
+  }
+  keep_values();
+}
+
+/// All ranks close a bucket at the same piece: what they go by is the same on all of them.
+void GradientExchange::add(Segment segment) {
+  uint64_t elements = 0;
+  std::vector<uint64_t> received(ranks_->world(), 0);
+  layout_.visit_parts(segment.piece, [&](uint32_t rank, const GradientPart& part) {
+    elements += part.count;
+    received[rank] += part.count * segment.format->bytes_of_all;
+  });
+  const uint64_t sent = elements * segment.format->bytes_max;
+  bool full = open_sent_ + sent > bucket_bytes_;
+  for (size_t rank = 0; rank < received.size(); ++rank) {
+    full = full || open_received_[rank] + received[rank] > 2 * bucket_bytes_;
+  }
+  if (full && !open_.empty()) close_bucket();
+  open_sent_ += sent;
+  for (size_t rank = 0; rank < received.size(); ++rank) open_received_[rank] += received[rank];
+  open_.push_back(std::move(segment));
+}
+
+/// The caller's memory is free after put().
+void GradientExchange::keep_values() {
+  for (Segment& segment : open_) {
+    if (segment.kept_at.has_value()) continue;
+    const uint64_t count = segment.piece.count;
+    size_t at = kept_.size();
+    segment.kept_at = at;
+    kept_.resize(at + segment.format->part_bytes(ranks_->rank(), count));
+    size_t next = 0;
+    for (const SumFormat::Node& node : segment.format->nodes) {
+      if (node.rank != ranks_->rank()) continue;
+      std::memcpy(kept_.data() + at, segment.nodes[next++],
+                  count * base::data_type_bytes(node.type));
+      at += SumFormat::array_bytes(node.type, count);
+    }
+  }
+}
+
+void GradientExchange::close_bucket() {
+  Bucket* bucket = nullptr;
+  bool dead = false;
+  {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !free_.empty(); });
+    bucket = free_.back();
+    dead = !call_status_.ok();
+    if (!dead) free_.pop_back();
+  }
+  if (!dead) {
+    lay_out(*bucket);
+    fill(*bucket);
+    const uint64_t sent = bucket->own_at;
+    auto pending = ranks_->all_to_all(Channel::kGradients, std::span(bucket->send).first(sent),
+                                      bucket->send_bytes, bucket->receive, bucket->receive_bytes);
+    const std::lock_guard lock(mutex_);
+    if (pending.ok()) {
+      traffic_.add_down(base::TrafficKind::kGradient, sent);
+      traffic_.add_up(base::TrafficKind::kGradient, bucket->receive.size());
+      bucket->pending = std::move(*pending);
+      under_way_.push_back(bucket);
+    } else {
+      call_status_ = std::move(pending).status();
+      free_.push_back(bucket);
+    }
+  }
+  changed_.notify_all();
+  open_.clear();
+  kept_.clear();
+  open_sent_ = 0;
+  open_received_.assign(open_received_.size(), 0);
+}
+
+/// What goes to each rank, and what comes from each.
+void GradientExchange::lay_out(Bucket& bucket) {
+  const uint32_t here = ranks_->rank();
+  bucket.pieces.clear();
+  bucket.send_bytes.assign(ranks_->world(), 0);
+  bucket.receive_bytes.assign(ranks_->world(), 0);
+  for (const Segment& segment : open_) {
+    bucket.pieces.emplace_back(segment.piece, segment.format);
+    layout_.visit_parts(segment.piece, [&](uint32_t rank, const GradientPart& part) {
+      bucket.send_bytes[rank] += segment.format->part_bytes(here, part.count);
+      if (rank != here) return;
+      for (uint32_t from = 0; from < ranks_->world(); ++from) {
+        bucket.receive_bytes[from] += segment.format->part_bytes(from, part.count);
+      }
+    });
+  }
+  const uint64_t own = std::exchange(bucket.send_bytes[here], 0);
+  bucket.receive_bytes[here] = 0;
+  bucket.own_at = 0;
+  uint64_t received = 0;
+  for (const uint64_t bytes : bucket.send_bytes) bucket.own_at += bytes;
+  for (const uint64_t bytes : bucket.receive_bytes) received += bytes;
+  bucket.send.resize(bucket.own_at + own);
+  bucket.receive.resize(received);
+}
+
+void GradientExchange::fill(Bucket& bucket) {
+  std::vector<uint64_t> at(ranks_->world(), 0);  // in bucket.send
+  for (uint32_t rank = 1; rank < at.size(); ++rank) {
+    at[rank] = at[rank - 1] + bucket.send_bytes[rank - 1];
+  }
+  at[ranks_->rank()] = bucket.own_at;
+  for (const Segment& segment : open_) {
+    layout_.visit_parts(segment.piece, [&](uint32_t rank, const GradientPart& part) {
+      const uint64_t within = part.first - segment.piece.first;
+      size_t next = 0;
+      size_t kept_at = segment.kept_at.value_or(0);
+      for (const SumFormat::Node& node : segment.format->nodes) {
+        if (node.rank != ranks_->rank()) continue;
+        const std::byte* values = segment.kept_at ? kept_.data() + kept_at : segment.nodes[next];
+        const uint64_t bytes = base::data_type_bytes(node.type);
+        std::memcpy(bucket.send.data() + at[rank], values + within * bytes, part.count * bytes);
+        at[rank] += SumFormat::array_bytes(node.type, part.count);
+        kept_at += SumFormat::array_bytes(node.type, segment.piece.count);
+        ++next;
+      }
+    });
+  }
+}
+
+Status GradientExchange::finish() {
+  if (!open_.empty()) close_bucket();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return free_.size() == buckets_.size(); });
+  return call_status_.ok() ? status_ : call_status_;
+}
+
+void GradientExchange::drop() {
+  open_.clear();
+  kept_.clear();
+  open_sent_ = 0;
+  open_received_.assign(open_received_.size(), 0);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return free_.size() == buckets_.size(); });
+  status_ = Status();
+}
+
+Status GradientExchange::share_norms() {
+  struct Norm {
+    double sum_of_squares = 0;
+    uint64_t finite = 1;
+  };
+  GradientTracker& tracker = updater_.gradient_tracker();
+  std::vector<size_t> counts(ranks_->world(), 0);
+  for (const uint32_t rank : measured_by_) ++counts[rank];
+  const size_t most = *std::max_element(counts.begin(), counts.end());
+  std::vector<Norm> mine;
+  for (size_t piece = 0; piece < measured_by_.size(); ++piece) {
+    if (measured_by_[piece] != ranks_->rank()) continue;
+    const GradientTracker::Measured& measured = tracker.measured(piece);
+    mine.push_back({measured.sum_of_squares, uint64_t{measured.finite}});
+  }
+  mine.resize(most);
+  std::vector<Norm> all(most * ranks_->world());
+  SI_RETURN_IF_ERROR(all_gather(*ranks_, Channel::kGradients, std::as_bytes(std::span(mine)),
+                                std::as_writable_bytes(std::span(all))));
+  std::vector<size_t> next(ranks_->world(), 0);
+  for (size_t piece = 0; piece < measured_by_.size(); ++piece) {
+    const uint32_t rank = measured_by_[piece];
+    const Norm& norm = all[rank * most + next[rank]++];
+    tracker.set_measured(piece, {norm.sum_of_squares, norm.finite != 0});
+  }
+  return Status();
+}
+
+// ---- The thread.
+
+void GradientExchange::work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return ends_ || !under_way_.empty(); });
+    if (under_way_.empty()) return;
+    Bucket& bucket = *under_way_.front();
+    lock.unlock();
+    Status arrived = bucket.pending->wait();
+    bucket.pending.reset();
+    lock.lock();
+    if (!arrived.ok() && call_status_.ok()) call_status_ = std::move(arrived);
+    // After a failure the other ranks are still sent what they need.
+    const bool useful = call_status_.ok() && status_.ok();
+    lock.unlock();
+    Status taken = useful ? take(bucket) : Status();
+    lock.lock();
+    if (status_.ok()) status_ = std::move(taken);
+    under_way_.pop_front();
+    free_.push_back(&bucket);
+    changed_.notify_all();
+  }
+}
+
+std::vector<GradientExchange::Received> GradientExchange::received_in(const Bucket& bucket) const {
+  const uint32_t here = ranks_->rank();
+  std::vector<const std::byte*> at;  // of each rank, what comes next
+  const std::byte* next = bucket.receive.data();
+  for (const uint64_t bytes : bucket.receive_bytes) {
+    at.push_back(next);
+    next += bytes;
+  }
+  at[here] = bucket.send.data() + bucket.own_at;
+  std::vector<Received> parts;
+  for (const auto& [piece, format] : bucket.pieces) {
+    layout_.visit_parts(piece, [&, format = format](uint32_t rank, const GradientPart& part) {
+      if (rank != here) return;
+      Received& received = parts.emplace_back(Received{part, format, {}});
+      for (const SumFormat::Node& node : format->nodes) {
+        received.nodes.push_back(at[node.rank]);
+        at[node.rank] += SumFormat::array_bytes(node.type, part.count);
+      }
+    });
+  }
+  return parts;
+}
+
+Status GradientExchange::take(Bucket& bucket) {
+  const std::vector<Received> parts = received_in(bucket);
+  for (size_t begin = 0; begin < parts.size();) {
+    size_t end = begin;
+    uint64_t elements = 0;
+    do {
+      elements += parts[end].part.count;
+      ++end;
+    } while (end < parts.size() && elements < kRunElements &&
+             parts[end].part.first == parts[end - 1].part.first + parts[end - 1].part.count);
+    SI_RETURN_IF_ERROR(hand_over(std::span(parts).subspan(begin, end - begin)));
+    begin = end;
+  }
+  return Status();
+}
+
+/// Parts that follow each other.
+Status GradientExchange::hand_over(std::span<const Received> run) {
+  const uint64_t first = run.front().part.first;
+  updater_.team().run(run.size(), [&](uint32_t worker, size_t index) {
+    const Received& received = run[index];
+    add_up(received, sums_.data() + (received.part.first - first), stacks_[worker]);
+  });
+  std::vector<GradientPart> parts;
+  for (const Received& received : run) parts.push_back(received.part);
+  return updater_.put_pieces(parts, first, sums_.data(), base::DataType::kF32);
+}
+
+/// The lowest sum of the stack is `out` itself.
+void GradientExchange::add_up(const Received& received, float* out,
+                              std::vector<float>& stack) const {
+  const std::vector<SumFormat::Node>& nodes = received.format->nodes;
+  stack.resize(std::max(stack.size(), (received.format->stack_max - 1) * kChunkElements));
+  for (uint64_t done = 0; done < received.part.count; done += kChunkElements) {
+    const uint64_t count = std::min(kChunkElements, received.part.count - done);
+    const auto sum = [&](size_t height) {
+      return height == 0 ? out + done : stack.data() + (height - 1) * kChunkElements;
+    };
+    size_t height = 0;
+    for (size_t n = 0; n < nodes.size(); ++n) {
+      const std::byte* values = received.nodes[n] + done * base::data_type_bytes(nodes[n].type);
+      kernels::kernels().cast_to_f32(values, nodes[n].type, sum(height++), count);
+      for (uint32_t added = 0; added < nodes[n].added; ++added, --height) {
+        float* into = sum(height - 2);
+        const float* from = sum(height - 1);
+        for (uint64_t i = 0; i < count; ++i) into[i] += from[i];
+      }
+    }
+  }
+}
+
+}  // namespace smartinf::engine

@@ -1,0 +1,125 @@
+// A step's gradients on their way to the ranks whose devices have them. Each rank gives its own
+// sums over micro-batches; a rank gets those of all ranks for the elements that it has, adds them
+// up by the tree over micro-batches (plan/micro_batches.h) and hands the sums to its devices.
+//
+// Spans are collected into buckets, which all ranks cut alike, and each bucket is one all_to_all. A
+// thread takes the buckets as they arrive, so that the caller goes on with its backward.
+//
+// The norm is measured piece by piece (gradient_tracker.h). A piece that reaches over subgroups of
+// several ranks goes whole to the rank of its first element, which measures it, and its parts go to
+// the others as well.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/base/traffic.h"
+#include "smartinf/engine/device_updater.h"
+#include "smartinf/engine/ranks/collectives.h"
+#include "smartinf/engine/ranks/gradient_layout.h"
+#include "smartinf/engine/updater.h"
+
+namespace smartinf::engine {
+
+/// Threads: one caller. A step: put ..., then finish() or drop().
+class GradientExchange {
+ public:
+  /// updater: of this rank. rank_of: of each subgroup. All that is referred to outlives this.
+  GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
+                   const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic);
+  /// Waits for what is under way.
+  ~GradientExchange();
+  GradientExchange(const GradientExchange&) = delete;
+  GradientExchange& operator=(const GradientExchange&) = delete;
+
+  /// Errors: kInvalidArgument for other nodes than the rank's.
+  base::Status check(const GradientSums& sums);
+  /// Pieces of a span that begins at `first`, taken by the updater; sums that were checked. What
+  /// fails is kept for finish().
+  void put(std::span<const GradientTracker::Piece> pieces, uint64_t first,
+           const GradientSums& sums);
+  /// Sends what was put and waits for all of it. Errors: of a device here, or of a call.
+  base::Status finish();
+  /// The step is given up, or another begins: what was not sent is forgotten, and what failed.
+  void drop();
+  /// After finish() on all ranks: what each rank has measured, on every rank.
+  base::Status share_norms();
+
+  uint64_t memory_bytes() const;
+
+ private:
+  struct Segment {
+    GradientTracker::Piece piece;
+    const SumFormat* format = nullptr;
+    std::vector<const std::byte*> nodes;  // of this rank: the caller's memory
+    std::optional<size_t> kept_at;        // in kept_, all nodes one after another, instead
+  };
+  /// A part of a piece that this rank has received, of all ranks' nodes.
+  struct Received {
+    GradientPart part;
+    const SumFormat* format = nullptr;
+    std::vector<const std::byte*> nodes;
+  };
+  struct Bucket {
+    std::vector<std::pair<GradientTracker::Piece, const SumFormat*>> pieces;
+    std::vector<std::byte> send, receive;
+    std::vector<uint64_t> send_bytes, receive_bytes;
+    uint64_t own_at = 0;  // in send, where what stays here begins
+    std::unique_ptr<Collectives::Pending> pending;
+  };
+
+  void add(Segment segment);
+  void keep_values();
+  void close_bucket();
+  void lay_out(Bucket& bucket);
+  void fill(Bucket& bucket);
+
+  // The thread.
+  void work();
+  base::Status take(Bucket& bucket);
+  std::vector<Received> received_in(const Bucket& bucket) const;
+  base::Status hand_over(std::span<const Received> run);
+  void add_up(const Received& received, float* out, std::vector<float>& stack) const;
+
+  const std::shared_ptr<Collectives> ranks_;
+  DeviceUpdater& updater_;
+  const GradientLayout layout_;
+  const uint64_t bucket_bytes_;
+  const std::vector<uint32_t> measured_by_;  // of each piece of the space
+  base::TrafficCounter& traffic_;
+  SumFormats formats_;
+
+  // The open bucket.
+  std::vector<Segment> open_;
+  std::vector<std::byte> kept_;          // values of it
+  std::vector<uint64_t> open_received_;  // bytes that each rank will have received
+  uint64_t open_sent_ = 0;               // bytes of the rank that sends most
+
+  // The thread's.
+  std::vector<float> sums_;                 // of parts that follow each other
+  std::vector<std::vector<float>> stacks_;  // of each worker of the team
+
+  mutable std::mutex mutex_;  // of everything below
+  std::condition_variable changed_;
+  std::deque<Bucket*> under_way_;
+  std::vector<Bucket*> free_;
+  bool ends_ = false;
+  base::Status status_;       // of the step: what failed first
+  base::Status call_status_;  // of the ranks: nothing is sent any more
+
+  std::array<Bucket, 2> buckets_;
+  std::jthread thread_;
+};
+
+}  // namespace smartinf::engine

@@ -1,0 +1,380 @@
+#include "smartinf/engine/ranks/ranks_updater.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/check.h"
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/log.h"
+#include "smartinf/engine/device_set.h"
+#include "smartinf/engine/ranks/messages.h"
+#include "smartinf/engine/ranks/shared_sources.h"
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+namespace {
+
+// ---- Opening.
+
+/// What has to be the same on all ranks, by the name that an error gives it.
+std::vector<std::pair<std::string_view, std::string>> descriptions(
+    const UpdaterOptions& options, const plan::ParameterSpace& space) {
+  MessageWriter model, devices, optimizer, memory;
+  for (const plan::ParameterRange& range : space.ranges()) {
+    model.text(range.name).value(range.first).value(range.count).value(range.group);
+  }
+  for (const DeviceOptions& device : options.devices) {
+    devices.text(device.path).text(device.name).value(device.rank).value(device.bandwidth);
+    devices.value(device.capacity_bytes);
+  }
+  const kernels::RuleOptions& rule = options.rule;
+  optimizer.value(rule.rule).value(rule.beta1).value(rule.beta2).value(rule.eps);
+  optimizer.value(options.format).value(options.where).value(options.gradient_type);
+  optimizer.value(options.seed).value(uint8_t{options.stream_weights}).value(options.durability);
+  memory.value(options.memory_budget_bytes).value(options.state_cache_bytes);
+  memory.value(options.gradient_budget_bytes).value(options.subgroup_elements);
+  memory.value(options.spool_bytes).value(uint8_t{options.create});
+  return {{"model", model.take()},
+          {"devices", devices.take()},
+          {"optimizer", optimizer.take()},
+          {"memory budgets", memory.take()}};
+}
+
+Status check_same(Collectives& ranks, const UpdaterOptions& options,
+                  const plan::ParameterSpace& space) {
+  const auto mine = descriptions(options, space);
+  MessageWriter sums;
+  for (const auto& [name, text] : mine) {
+    sums.value(base::checksum(std::as_bytes(std::span(text))));
+  }
+  SI_ASSIGN_OR_RETURN(const std::vector<std::string> all,
+                      all_gather(ranks, Channel::kControl, sums.take()));
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    MessageReader first(all[0]);
+    MessageReader other(all[rank]);
+    for (const auto& [name, text] : mine) {
+      if (first.value<uint64_t>() == other.value<uint64_t>()) continue;
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("ranks 0 and {} were given different {}", rank, name),
+                    "Start all ranks with the same recipe and program.");
+    }
+  }
+  return Status();
+}
+
+Status check_options(const UpdaterOptions& options, size_t sources) {
+  const uint32_t world = options.collectives->world();
+  if (options.compress.on()) {
+    return Status(ErrorCode::kUnsupported, "compressed gradients for a run of several ranks",
+                  "Leave compression out (compress.density = 0), or train with one process.");
+  }
+  if (options.external_commit || options.recover_to) {
+    return Status(ErrorCode::kUnsupported, "ranks that commit together cannot commit externally",
+                  "This is a bug in the caller.");
+  }
+  if (options.devices.size() != sources) {
+    return Status(ErrorCode::kInvalidArgument, "the ranks of some devices are not given",
+                  "This is a bug in the caller.");
+  }
+  for (const DeviceOptions& device : options.devices) {
+    if (device.rank < world) continue;
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("device {} belongs to rank {}, and there are {} ranks", device.path,
+                              device.rank, world),
+                  "Start as many ranks as before, or give the device to another one.");
+  }
+  return Status();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Updater>> RanksUpdater::open(const UpdaterOptions& options,
+                                                    const plan::ParameterSpace& space,
+                                                    DeviceSources sources) {
+  const std::shared_ptr<Collectives>& ranks = options.collectives;
+  Status possible = check_options(options, sources.size());
+  if (possible.ok()) possible = check_device_options(options, space);
+  SI_RETURN_IF_ERROR(all_ok(*ranks, Channel::kControl, "open", possible));
+  SI_RETURN_IF_ERROR(check_same(*ranks, options, space));
+
+  std::vector<uint32_t> rank_of_device;
+  for (const DeviceOptions& device : options.devices) rank_of_device.push_back(device.rank);
+  sources = share_sources(std::move(sources), rank_of_device, ranks);
+  auto set = open_device_set(options, space, sources);
+  SI_RETURN_IF_ERROR(all_ok(*ranks, Channel::kControl, "open devices", set.status()));
+  auto here = DeviceUpdater::make(options, space, std::move(*set));
+  SI_RETURN_IF_ERROR(all_ok(*ranks, Channel::kControl, "open updater", here.status()));
+  return std::unique_ptr<Updater>(new RanksUpdater(options, std::move(*here)));
+}
+
+RanksUpdater::RanksUpdater(const UpdaterOptions& options, std::unique_ptr<DeviceUpdater> here)
+    : options_(options), ranks_(options.collectives), here_(std::move(here)) {
+  const DeviceSet& set = here_->devices();
+  for (const plan::Subgroup& subgroup : set.subgroups) {
+    rank_of_.push_back(set.device_of(subgroup.id).info().rank);
+  }
+  weights_.assign(rank_of_.size(), Weights::kNone);
+  fetches_.assign(rank_of_.size(), Fetch::kNone);
+  gradient_exchange_ = std::make_unique<GradientExchange>(ranks_, *here_, rank_of_, traffic_);
+  weight_exchange_ = std::make_unique<WeightExchange>(ranks_, *here_, rank_of_, traffic_);
+  if (options_.spool_bytes > 0 && here_->spool() == nullptr) {
+    base::log(
+        base::LogLevel::kWarning,
+        fmt::format("rank {} has no device, so nothing can be spooled there", ranks_->rank()));
+  }
+}
+
+/// What was started is carried through, by all ranks.
+RanksUpdater::~RanksUpdater() {
+  gradient_exchange_.reset();
+  weight_exchange_.reset();
+}
+
+Status RanksUpdater::all(std::string_view call, const Status& mine) const {
+  return all_ok(*ranks_, Channel::kControl, call, mine);
+}
+
+// ---- A step: gradients.
+
+Status RanksUpdater::begin_step() {
+  Status status = wait_commit();
+  if (status.ok()) status = here_->begin_step();
+  SI_RETURN_IF_ERROR(all("begin_step", status));
+  gradient_exchange_->drop();
+  gradient_error_ = Status();
+  update_started_ = false;
+  return Status();
+}
+
+Status RanksUpdater::put_gradient(uint64_t first, const void* gradient, base::DataType type,
+                                  uint64_t count) {
+  return put_gradient_sums(first, count, {ranks_->world(), type, std::span(&gradient, 1)});
+}
+
+Status RanksUpdater::put_gradient_sums(uint64_t first, uint64_t count, const GradientSums& sums) {
+  SI_RETURN_IF_ERROR(gradient_error_);
+  SI_RETURN_IF_ERROR(gradient_exchange_->check(sums));
+  SI_ASSIGN_OR_RETURN(const auto pieces, here_->take_gradient(first, count));
+  gradient_exchange_->put(pieces, first, sums);
+  return Status();
+}
+
+Status RanksUpdater::skip_gradient(uint64_t first, uint64_t count) {
+  return here_->skip_gradient(first, count);
+}
+
+Result<GradientSummary> RanksUpdater::finish_gradients(double unscale) {
+  SI_RETURN_IF_ERROR(gradient_error_);
+  if (here_->takes_gradients()) {
+    // Between them are the same calls on all ranks, or none.
+    gradient_error_ =
+        all_ok(*ranks_, Channel::kGradients, "finish_gradients", gradient_exchange_->finish());
+    SI_RETURN_IF_ERROR(gradient_error_);
+    gradient_error_ = gradient_exchange_->share_norms();
+    SI_RETURN_IF_ERROR(gradient_error_);
+  }
+  return here_->finish_gradients(unscale);
+}
+
+// ---- A step: update and weights.
+
+Status RanksUpdater::early_update_possible() const {
+  return Status(ErrorCode::kUnsupported,
+                "several ranks do not update before all gradients are there",
+                "Start the update when they are (optimizer.overlap = \"late\").");
+}
+
+Status RanksUpdater::start_early_update(const UpdateOptions&, base::DataType, const WeightsSink&,
+                                        double) {
+  return early_update_possible();
+}
+
+std::vector<void*> RanksUpdater::places_of(
+    const WeightsSink& sink, const std::function<bool(const plan::Subgroup&)>& wanted) const {
+  std::vector<void*> places;
+  for (const plan::Subgroup& subgroup : here_->devices().subgroups) {
+    places.push_back(sink && wanted(subgroup) ? sink(subgroup.first) : nullptr);
+  }
+  return places;
+}
+
+WeightsSink RanksUpdater::sink_here(const std::vector<void*>& places) const {
+  return [&](uint64_t first) {
+    const size_t subgroup = here_->devices().subgroup_at(first);
+    return is_here(subgroup) ? places[subgroup] : nullptr;
+  };
+}
+
+Status RanksUpdater::all_with(std::string_view call, const std::vector<void*>& places,
+                              const Status& mine) const {
+  std::vector<uint8_t> wanted;
+  for (const void* place : places) wanted.push_back(place != nullptr ? 1 : 0);
+  return all(fmt::format("{} of the weights {:016x}", call,
+                         base::checksum(std::as_bytes(std::span(wanted)))),
+             mine);
+}
+
+Status RanksUpdater::start_update(const UpdateOptions& options, base::DataType type,
+                                  const WeightsSink& sink) {
+  SI_RETURN_IF_ERROR(check_groups(options, space()));
+  const auto updated = [&](const plan::Subgroup& subgroup) {
+    return !is_skipped(space(), subgroup, options);
+  };
+  const std::vector<void*> places = places_of(sink, updated);
+  const Status started = here_->start_update(options, type, sink_here(places));
+  SI_RETURN_IF_ERROR(all_with("start_update", places, started));
+  update_started_ = true;
+  commit_started_ = false;
+  update_type_ = type;
+  for (size_t i = 0; i < places.size(); ++i) {
+    const bool changes = updated(here_->devices().subgroups[i]);
+    weights_[i] = !changes ? Weights::kUnchanged
+                           : (places[i] != nullptr ? Weights::kComing : Weights::kOnDemand);
+    if (places[i] == nullptr) continue;
+    weight_exchange_->start(WeightExchange::From::kUpdate, i, type, places[i]);
+  }
+  return Status();
+}
+
+Status RanksUpdater::wait_weights(uint64_t first, uint64_t count) {
+  SI_CHECK(first <= space().count() && count <= space().count() - first,
+           "weights outside the parameter space");
+  if (count == 0) return Status();
+  const DeviceSet& set = here_->devices();
+  const size_t to = set.subgroup_at(first + count - 1);
+  for (size_t i = set.subgroup_at(first); i <= to; ++i) {
+    if (weights_[i] == Weights::kNone) {
+      return Status(ErrorCode::kFailedPrecondition, "wait_weights was called without an update",
+                    "Call start_update() first.");
+    }
+    if (weights_[i] != Weights::kComing) continue;
+    SI_RETURN_IF_ERROR(weight_exchange_->wait(WeightExchange::From::kUpdate, i));
+  }
+  return Status();
+}
+
+/// On all ranks, though only one has what led here: the commit waits for all of them.
+void RanksUpdater::demand_nothing() {
+  here_->demand_nothing();
+  std::replace(weights_.begin(), weights_.end(), Weights::kOnDemand, Weights::kTaken);
+}
+
+Status RanksUpdater::fetch_weights(uint64_t first, base::DataType type, void* out) {
+  SI_RETURN_IF_ERROR(here_->check_fetch(first));
+  const size_t index = here_->devices().subgroup_at(first);
+  if (fetches_[index] != Fetch::kNone) {
+    return Status(ErrorCode::kFailedPrecondition,
+                  fmt::format("the weights from element {} on are being fetched already", first),
+                  "Call wait_fetched() first.");
+  }
+  // As DeviceUpdater::fetch_weights() decides, but by calls alone, which are the same on all ranks.
+  const bool of_step = update_started_ && weights_[index] != Weights::kUnchanged;
+  const bool served = of_step && weights_[index] == Weights::kOnDemand && update_type_ == type;
+  // A failure is that of the wait, on all ranks.
+  if (is_here(index)) (void)here_->fetch_weights(first, type, out);
+  if (weights_[index] == Weights::kOnDemand) weights_[index] = Weights::kTaken;
+  if (of_step && !served) demand_nothing();
+  if (of_step && !served && !commit_started_) {
+    fetches_[index] = Fetch::kAfterCommit;
+    late_fetches_.push_back({index, type, out});
+    return Status();
+  }
+  fetches_[index] = Fetch::kUnderWay;
+  weight_exchange_->start(WeightExchange::From::kFetch, index, type, out);
+  return Status();
+}
+
+Status RanksUpdater::wait_fetched(uint64_t first) {
+  const size_t index = here_->devices().subgroup_at(first);
+  switch (fetches_[index]) {
+    case Fetch::kNone:
+      return Status(ErrorCode::kFailedPrecondition, "wait_fetched was called without a fetch",
+                    "Call fetch_weights() first.");
+    case Fetch::kAfterCommit:
+      return Status(ErrorCode::kFailedPrecondition,
+                    "these weights come after a commit that was not started",
+                    "Call start_commit() first.");
+    case Fetch::kCancelled:
+      fetches_[index] = Fetch::kNone;
+      return Status(ErrorCode::kCancelled,
+                    "the step that would have made these weights was aborted", "Fetch them again.");
+    case Fetch::kUnderWay:
+      break;
+  }
+  fetches_[index] = Fetch::kNone;
+  return weight_exchange_->wait(WeightExchange::From::kFetch, index);
+}
+
+// ---- A step: commit.
+
+Status RanksUpdater::start_commit(const std::string& client_metadata) {
+  SI_RETURN_IF_ERROR(here_->start_commit(client_metadata));
+  commit_started_ = true;
+  for (const LateFetch& late : std::exchange(late_fetches_, {})) {
+    fetches_[late.subgroup] = Fetch::kUnderWay;
+    weight_exchange_->start(WeightExchange::From::kFetch, late.subgroup, late.type, late.out);
+  }
+  return Status();
+}
+
+Status RanksUpdater::wait_commit() {
+  demand_nothing();
+  Status status = here_->wait_commit();
+  if (!std::exchange(commit_started_, false)) return status;
+  // What the sink pointed to is the caller's again.
+  weight_exchange_->wait_for_all(WeightExchange::From::kUpdate);
+  update_started_ = false;
+  return status;
+}
+
+Status RanksUpdater::abort() {
+  gradient_exchange_->drop();
+  const Status status = here_->abort();
+  // Weights that will not come have failed by now, on the ranks that would have made them.
+  weight_exchange_->wait_for_all();
+  for (const LateFetch& late : std::exchange(late_fetches_, {})) {
+    fetches_[late.subgroup] = Fetch::kCancelled;
+    const plan::Subgroup& subgroup = here_->devices().subgroups[late.subgroup];
+    if (is_here(late.subgroup)) (void)here_->wait_fetched(subgroup.first);
+  }
+  weights_.assign(weights_.size(), Weights::kNone);
+  gradient_error_ = Status();
+  update_started_ = commit_started_ = false;
+  return all("abort", status);
+}
+
+Status RanksUpdater::flush() {
+  Status status = wait_commit();
+  if (status.ok()) status = here_->flush();
+  return all("flush", status);
+}
+
+// ---- Readings.
+
+UpdaterTraffic RanksUpdater::traffic() const {
+  UpdaterTraffic traffic = here_->traffic();
+  traffic.ranks = traffic_.read();
+  return traffic;
+}
+
+uint64_t RanksUpdater::memory_bytes() const {
+  return here_->memory_bytes() + gradient_exchange_->memory_bytes() +
+         weight_exchange_->memory_bytes();
+}
+
+std::vector<std::string> RanksUpdater::describe_devices() const {
+  std::vector<std::string> lines = here_->describe_devices();
+  const auto& devices = here_->devices().devices;
+  for (size_t d = 0; d < lines.size(); ++d) {
+    lines[d] = fmt::format("rank {}: {}", devices[d]->info().rank, lines[d]);
+  }
+  return lines;
+}
+
+}  // namespace smartinf::engine

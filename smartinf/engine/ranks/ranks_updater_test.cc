@@ -1,0 +1,475 @@
+// What several ranks have beyond the contract of an updater (updater_contract.h, which they are
+// held to as well): other numbers of ranks, sums over micro-batches, and ranks that fail at any
+// moment.
+#include "smartinf/engine/ranks/ranks_updater.h"
+
+#include <cmath>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/engine/ranks/test_crew.h"
+#include "smartinf/plan/micro_batches.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+UpdateOptions update_options() {
+  UpdateOptions options;
+  options.groups.resize(2);
+  return options;
+}
+
+TEST(Ranks, GoOnWithAnyNumberOfRanksAsOneProcessWould) {
+  FakeRanksPlace place(false, 2, 3);
+  Outcome outcome;
+  {
+    auto two = place.open();
+    ASSERT_TRUE(two.ok()) << two.status().to_string();
+    initialize(**two);
+    run_steps(**two, 1, 1, outcome);
+  }
+  {
+    auto alone = place.open_alone();
+    ASSERT_TRUE(alone.ok()) << alone.status().to_string();
+    run_steps(**alone, 2, 2, outcome);
+  }
+  place.set_ranks(5);
+  auto five = place.open();
+  ASSERT_TRUE(five.ok()) << five.status().to_string();
+  run_steps(**five, 3, kSteps, outcome);
+  EXPECT_EQ(outcome.norms, reference(DataType::kBf16).norms);
+  EXPECT_EQ(outcome.weights, reference(DataType::kBf16).weights);
+  EXPECT_EQ(outcome.state, reference(DataType::kBf16).state);
+}
+
+// ---- Micro-batches.
+
+/// Adds up as the tree is defined.
+std::vector<float> tree_sum(const std::vector<std::vector<base::Bf16>>& leaves, uint64_t begin,
+                            uint64_t end) {
+  std::vector<float> sum(leaves.front().size());
+  if (end - begin == 1) {
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] = base::to_f32(leaves[begin][i]);
+    return sum;
+  }
+  uint64_t power = 1;
+  while (2 * power < end - begin) power *= 2;
+  sum = tree_sum(leaves, begin, begin + power);
+  const std::vector<float> right = tree_sum(leaves, begin + power, end);
+  for (size_t i = 0; i < sum.size(); ++i) sum[i] += right[i];
+  return sum;
+}
+
+/// One step whose gradient is the sum of so many micro-batches.
+std::pair<double, std::vector<std::vector<float>>> summed_step(size_t ranks, uint64_t count) {
+  FakeRanksPlace place(false, ranks, 2);
+  auto board = std::make_shared<Board>(static_cast<uint32_t>(ranks));
+  auto crew = place.open_crew(board);
+  EXPECT_TRUE(crew.ok()) << crew.status().to_string();
+  initialize(**crew);
+  const uint64_t elements = (*crew)->space().count();
+  std::vector<std::vector<base::Bf16>> leaves;
+  for (uint64_t i = 0; i < count; ++i) {
+    leaves.push_back(contract_gradient(elements, static_cast<int>(i)));
+  }
+  expect_ok((*crew)->begin_step());
+  expect_ok((*crew)->all([&](size_t rank, Updater& updater) -> Status {
+    const auto range =
+        plan::micro_batches_of(count, static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks));
+    std::vector<std::vector<float>> sums;
+    std::vector<const void*> nodes;
+    for (const auto& node : plan::summation_nodes(count, range)) {
+      sums.push_back(tree_sum(leaves, node.begin, node.end));
+    }
+    const auto all_nodes = plan::summation_nodes(count, range);
+    for (const plan::ParameterRange& each : updater.space().ranges()) {
+      nodes.clear();
+      for (size_t n = 0; n < all_nodes.size(); ++n) {
+        const bool leaf = all_nodes[n].size() == 1;
+        nodes.push_back(
+            leaf ? static_cast<const void*>(leaves[all_nodes[n].begin].data() + each.first)
+                 : sums[n].data() + each.first);
+      }
+      SI_RETURN_IF_ERROR(
+          updater.put_gradient_sums(each.first, each.count, {count, DataType::kBf16, nodes}));
+    }
+    return Status();
+  }));
+  const auto summary = (*crew)->finish_gradients(1);
+  expect_ok(summary.status());
+  expect_ok((*crew)->start_update(update_options(), DataType::kBf16, nullptr));
+  expect_ok((*crew)->commit(""));
+  return {summary->norm, all_planes(**crew)};
+}
+
+TEST(Ranks, AddUpMicroBatchesAlike) {
+  for (const uint64_t count : {1, 5}) {
+    FakeRanksPlace alone(false, 1, 2);
+    auto updater = alone.open_alone();
+    ASSERT_TRUE(updater.ok());
+    initialize(**updater);
+    const uint64_t elements = (*updater)->space().count();
+    std::vector<std::vector<base::Bf16>> leaves;
+    for (uint64_t i = 0; i < count; ++i) {
+      leaves.push_back(contract_gradient(elements, static_cast<int>(i)));
+    }
+    const std::vector<float> sum = tree_sum(leaves, 0, count);
+    const void* root = count == 1 ? static_cast<const void*>(leaves[0].data()) : sum.data();
+    expect_ok((*updater)->begin_step());
+    expect_ok(
+        (*updater)->put_gradient_sums(0, elements, {count, DataType::kBf16, std::span(&root, 1)}));
+    const auto summary = (*updater)->finish_gradients(1);
+    expect_ok(summary.status());
+    expect_ok((*updater)->start_update(update_options(), DataType::kBf16, nullptr));
+    expect_ok((*updater)->commit(""));
+    const auto expected = all_planes(**updater);
+    for (const size_t ranks : {2, 3, 4}) {
+      const auto [norm, planes] = summed_step(ranks, count);
+      EXPECT_EQ(norm, summary->norm) << ranks << " ranks, " << count << " micro-batches";
+      EXPECT_TRUE(planes == expected) << ranks << " ranks, " << count << " micro-batches";
+    }
+  }
+}
+
+TEST(Ranks, OtherSumsThanARankHasAreRefused) {
+  FakeRanksPlace place(false, 2, 2);
+  auto crew = place.open_crew(std::make_shared<Board>(2));
+  ASSERT_TRUE(crew.ok());
+  initialize(**crew);
+  expect_ok((*crew)->begin_step());
+  const std::vector<float> zeros(kBlock * 3);
+  const void* const two[] = {zeros.data(), zeros.data()};
+  for (const Status& status : (*crew)->each([&](size_t, Updater& updater) {
+         return updater.put_gradient_sums(0, zeros.size(), {2, DataType::kF32, two});
+       })) {
+    EXPECT_EQ(status.code(), ErrorCode::kInvalidArgument);
+    EXPECT_THAT(status.to_string(), HasSubstr("gave 2 sums of a gradient over 2 micro-batches"));
+  }
+  expect_ok((*crew)->abort());
+}
+
+// ---- Opening.
+
+TEST(Ranks, AreRefusedWhereTheyWereGivenDifferentThings) {
+  FakeRanksPlace place(false, 2, 2);
+  const auto open = [&](const std::function<void(size_t, UpdaterOptions&)>& change) {
+    Board board(2);
+    std::vector<Status> said(2);
+    on_all_ranks(2, [&](size_t rank) {
+      UpdaterOptions options = place.options();
+      options.collectives = std::make_shared<BoardRank>(board, static_cast<uint32_t>(rank));
+      change(rank, options);
+      said[rank] = Updater::open(options, contract_space(), place.sources()).status();
+    });
+    EXPECT_EQ(said[0].to_string(), said[1].to_string());
+    return said[0].to_string();
+  };
+  EXPECT_THAT(open([](size_t rank, UpdaterOptions& options) {
+                options.rule.beta1 += 0.01 * static_cast<double>(rank);
+              }),
+              HasSubstr("ranks 0 and 1 were given different optimizer"));
+  EXPECT_THAT(open([](size_t rank, UpdaterOptions& options) {
+                options.devices[1].rank = static_cast<uint32_t>(rank);
+              }),
+              HasSubstr("different devices"));
+  EXPECT_THAT(open([](size_t, UpdaterOptions& options) { options.devices[1].rank = 2; }),
+              HasSubstr("device drive1 belongs to rank 2, and there are 2 ranks"));
+  EXPECT_THAT(open([](size_t, UpdaterOptions& options) { options.compress.density = 0.1; }),
+              HasSubstr("compressed gradients for a run of several ranks"));
+  EXPECT_THAT(open([](size_t rank, UpdaterOptions& options) {
+                if (rank == 1) options.rule.eps = 0;
+              }),
+              HasSubstr("rank 1: eps is 0"));
+  EXPECT_FALSE(place.drive(0).layout.has_value()) << "nothing was made";
+}
+
+TEST(Ranks, OfADeviceThatCannotBeMadeAllHear) {
+  FakeRanksPlace place(false, 3, 3);
+  place.drive(1).refuse_to_create = true;
+  const auto refused = place.open();
+  EXPECT_THAT(refused.status().to_string(), HasSubstr("rank 1: drive1: asked to refuse"));
+  for (size_t d = 0; d < 3; ++d) EXPECT_FALSE(place.drive(d).layout.has_value());
+}
+
+TEST(Ranks, ADeviceThatNoSubgroupFallsToIsLeftOut) {
+  FakeRanksPlace place(false, 3, 3);
+  place.drive(2).capacity_bytes = 0;
+  Outcome outcome;
+  for (const int step : {1, 2}) {
+    auto crew = place.open();
+    ASSERT_TRUE(crew.ok()) << crew.status().to_string();
+    if (step == 1) initialize(**crew);
+    run_steps(**crew, step, step == 1 ? 1 : kSteps, outcome);
+  }
+  EXPECT_EQ(outcome.weights, reference(DataType::kBf16).weights);
+}
+
+TEST(Ranks, AMissingDeviceIsNamedToAll) {
+  FakeRanksPlace place(false, 2, 2);
+  {
+    auto crew = place.open();
+    ASSERT_TRUE(crew.ok());
+    initialize(**crew);
+  }
+  place.drive(1).layout.reset();
+  EXPECT_THAT(place.open().status().to_string(),
+              HasSubstr("device drive1 holds no optimizer state, but device drive0 holds"));
+}
+
+// ---- Failures.
+
+/// A step from beginning to end; the first failure ends it.
+Status step(Updater& updater, int number, const WeightsSink& sink) {
+  const auto gradient = contract_gradient(updater.space().count(), number);
+  SI_RETURN_IF_ERROR(updater.begin_step());
+  for (size_t i = updater.space().ranges().size(); i-- > 0;) {
+    const plan::ParameterRange& range = updater.space().ranges()[i];
+    SI_RETURN_IF_ERROR(updater.put_gradient(range.first, gradient.data() + range.first,
+                                            DataType::kBf16, range.count));
+  }
+  SI_ASSIGN_OR_RETURN(const GradientSummary summary, updater.finish_gradients(1));
+  UpdateOptions options = update_options();
+  options.gradient_scale = std::min(1.0, 1 / summary.norm);
+  SI_RETURN_IF_ERROR(updater.start_update(options, DataType::kBf16, sink));
+  SI_RETURN_IF_ERROR(updater.start_commit("after step " + std::to_string(number)));
+  SI_RETURN_IF_ERROR(updater.wait_weights(0, updater.space().count()));
+  return updater.wait_commit();
+}
+
+/// Two ranks over a model of four subgroups, so that everything can be tried at each moment.
+class FailingRanks : public ::testing::Test {
+ protected:
+  static constexpr size_t kRanks = 2;
+
+  static plan::ParameterSpace two_groups() {
+    plan::ParameterSpace space;
+    EXPECT_TRUE(space.add("first", {kBlock + 100}, 0).ok());
+    EXPECT_TRUE(space.add("second", {3 * kBlock}, 1).ok());
+    return space;
+  }
+  struct Opened {
+    std::vector<std::unique_ptr<Updater>> ranks;
+    std::vector<Status> said;
+  };
+  Opened open(Board& board) {
+    Opened opened{std::vector<std::unique_ptr<Updater>>(kRanks), std::vector<Status>(kRanks)};
+    on_all_ranks(kRanks, [&](size_t rank) {
+      UpdaterOptions options = place_.options();
+      options.collectives = std::make_shared<BoardRank>(board, static_cast<uint32_t>(rank));
+      auto updater = Updater::open(options, model_, place_.sources());
+      opened.said[rank] = updater.status();
+      if (updater.ok()) opened.ranks[rank] = std::move(*updater);
+    });
+    return opened;
+  }
+  static void close(Opened& opened) {
+    on_all_ranks(kRanks, [&](size_t rank) { opened.ranks[rank].reset(); });
+  }
+  static Status fill(uint64_t first, std::span<float> out) {
+    for (size_t i = 0; i < out.size(); ++i) out[i] = 0.1f * static_cast<float>((first + i) % 7);
+    return Status();
+  }
+  /// Each rank goes on alone until something fails: opens, makes the first state, takes two steps.
+  std::vector<Status> run(Board& board) {
+    std::vector<Status> said(kRanks);
+    on_all_ranks(kRanks, [&](size_t rank) {
+      UpdaterOptions options = place_.options();
+      options.collectives = std::make_shared<BoardRank>(board, static_cast<uint32_t>(rank));
+      said[rank] = [&]() -> Status {
+        SI_ASSIGN_OR_RETURN(auto updater, Updater::open(options, model_, place_.sources()));
+        std::vector<base::Bf16> weights(model_.count());
+        const WeightsSink sink = [&](uint64_t first) { return weights.data() + first; };
+        // Destroyed before the weights.
+        const std::unique_ptr<Updater> held = std::move(updater);
+        if (held->fresh()) SI_RETURN_IF_ERROR(held->initialize(fill, "start"));
+        while (held->committed_step() < 2) {
+          SI_RETURN_IF_ERROR(step(*held, static_cast<int>(held->committed_step()) + 1, sink));
+        }
+        return Status();
+      }();
+      // A process that ends is seen to be gone.
+      if (!said[rank].ok()) options.collectives->failed(said[rank]);
+    });
+    return said;
+  }
+  std::vector<std::vector<float>> state_alone() {
+    auto alone = Updater::open(place_.options(), model_, place_.sources());
+    EXPECT_TRUE(alone.ok()) << alone.status().to_string();
+    EXPECT_EQ((*alone)->committed_step(), 2u);
+    EXPECT_EQ((*alone)->client_metadata(), "after step 2");
+    return all_planes(**alone);
+  }
+
+  const plan::ParameterSpace model_ = two_groups();
+  FakeRanksPlace place_{false, kRanks, 2};
+};
+
+/// A rank dies or hangs at each of its calls in turn; whatever that was, the other one hears who it
+/// was, and both go on from where all of them were.
+TEST_F(FailingRanks, LoseNoStepAndNameTheRankWhereverItFails) {
+  FakeRanksPlace undisturbed(false, kRanks, 2);
+  std::swap(place_, undisturbed);
+  Board board(kRanks);
+  for (const Status& status : run(board)) expect_ok(status);
+  const uint64_t calls = board.calls(1);
+  const auto expected = state_alone();
+  std::swap(place_, undisturbed);
+  ASSERT_GT(calls, 50u);
+
+  std::vector<size_t> resumed_from(3, 0);
+  for (uint64_t call = 0; call < calls; ++call) {
+    const auto fault = call % 2 == 0 ? Board::Fault::kDies : Board::Fault::kHangs;
+    SCOPED_TRACE("call " + std::to_string(call));
+    place_ = FakeRanksPlace(false, kRanks, 2);
+    Board failing(kRanks);
+    failing.fail_at(1, call, fault);
+    const std::vector<Status> said = run(failing);
+    // The last call of all is a commit that the other one may know of.
+    EXPECT_FALSE(said[1].ok());
+    if (!said[0].ok()) {
+      EXPECT_THAT(
+          said[0].to_string(),
+          HasSubstr(fault == Board::Fault::kDies ? "rank 1: has died" : "rank 1: does not answer"));
+    }
+    ++resumed_from[std::min<uint64_t>(place_.drive(1).state.committed_step, 2)];
+    Board again(kRanks);
+    for (const Status& status : run(again)) expect_ok(status);
+    EXPECT_TRUE(state_alone() == expected);
+  }
+  for (const size_t times : resumed_from) EXPECT_GT(times, 0u);
+}
+
+TEST_F(FailingRanks, ARankThatComesLateIsWaitedFor) {
+  for (const uint64_t call : {3, 30, 60}) {
+    place_ = FakeRanksPlace(false, kRanks, 2);
+    Board board(kRanks);
+    board.fail_at(0, call, Board::Fault::kLate);
+    for (const Status& status : run(board)) expect_ok(status);
+  }
+}
+
+/// Of each command of a step.
+TEST_F(FailingRanks, ADevicesFailureIsHeardByAllAndTheStepTakenBack) {
+  FakeRanksPlace undisturbed(false, kRanks, 2);
+  std::swap(place_, undisturbed);
+  {
+    Board board(kRanks);
+    for (const Status& status : run(board)) expect_ok(status);
+  }
+  const auto expected = state_alone();
+  std::swap(place_, undisturbed);
+  const csd::Message messages[] = {csd::BeginStep{}, csd::PutGradient{}, csd::Update{},
+                                   csd::Prepare{}};
+  for (const csd::Message& message : messages) {
+    SCOPED_TRACE(csd::message_name(message));
+    place_ = FakeRanksPlace(false, kRanks, 2);
+    Board board(kRanks);
+    Opened opened = open(board);
+    std::vector<std::vector<base::Bf16>> weights(kRanks, std::vector<base::Bf16>(model_.count()));
+    const auto each = [&](const std::function<Status(size_t, Updater&)>& call) {
+      std::vector<Status> said(kRanks);
+      on_all_ranks(kRanks, [&](size_t rank) { said[rank] = call(rank, *opened.ranks[rank]); });
+      EXPECT_EQ(said[0].to_string(), said[1].to_string());
+      return said[0];
+    };
+    const auto take_step = [&](size_t rank, Updater& updater) {
+      return step(updater, static_cast<int>(updater.committed_step()) + 1,
+                  [&, rank](uint64_t first) { return weights[rank].data() + first; });
+    };
+    expect_ok(each([](size_t, Updater& updater) { return updater.initialize(fill, "start"); }));
+    expect_ok(each(take_step));
+    place_.drive(1).fail_next = message;
+    const Status failed = each(take_step);
+    EXPECT_THAT(failed.to_string(), AllOf(HasSubstr("rank 1"), HasSubstr("drive1")));
+    expect_ok(each([](size_t, Updater& updater) { return updater.abort(); }));
+    for (const auto& rank : opened.ranks) EXPECT_EQ(rank->committed_step(), 1u);
+    expect_ok(each(take_step));
+    close(opened);
+    EXPECT_TRUE(state_alone() == expected);
+  }
+}
+
+TEST_F(FailingRanks, ACommitThatFailsOnADeviceIsSettledByOpeningAgain) {
+  Board board(kRanks);
+  place_.drive(1).fail_next.reset();
+  Opened opened = open(board);
+  on_all_ranks(kRanks, [&](size_t rank) {
+    Updater& updater = *opened.ranks[rank];
+    expect_ok(updater.initialize(fill, "start"));
+    if (rank == 1) place_.drive(1).fail_next = csd::Commit{};
+    const Status failed = step(updater, 1, nullptr);
+    EXPECT_THAT(failed.to_string(), AllOf(HasSubstr("rank 1"), HasSubstr("drive1")));
+    EXPECT_FALSE(updater.begin_step().ok());
+  });
+  close(opened);
+  Board again(kRanks);
+  for (const Status& status : run(again)) expect_ok(status);
+  state_alone();
+}
+
+TEST_F(FailingRanks, CallsThatAreNotTheSameAreAnErrorOfBoth) {
+  Board board(kRanks);
+  Opened opened = open(board);
+  on_all_ranks(kRanks, [&](size_t rank) {
+    Updater& updater = *opened.ranks[rank];
+    expect_ok(updater.initialize(fill, "start"));
+    const Status status = rank == 0 ? updater.begin_step() : updater.flush();
+    EXPECT_EQ(status.code(), ErrorCode::kFailedPrecondition);
+    EXPECT_THAT(status.to_string(), HasSubstr("rank 0 is at begin_step, and rank 1 at flush"));
+  });
+  close(opened);
+}
+
+/// A visit that fails on one of them.
+TEST_F(FailingRanks, AReadThatOneOfThemEndsIsEndedByAll) {
+  Board board(kRanks);
+  Opened opened = open(board);
+  for (const size_t who : {0, 1}) {
+    on_all_ranks(kRanks, [&](size_t rank) {
+      Updater& updater = *opened.ranks[rank];
+      if (updater.fresh()) expect_ok(updater.initialize(fill, "start"));
+      const Status status = updater.read_state(1, [&](uint64_t first, auto) {
+        return rank == who && first >= kBlock ? Status(ErrorCode::kCancelled, "enough") : Status();
+      });
+      EXPECT_EQ(status.code(), ErrorCode::kCancelled);
+      EXPECT_THAT(status.to_string(), HasSubstr("rank " + std::to_string(who) + ": enough"));
+    });
+  }
+  close(opened);
+}
+
+// ---- Bytes.
+
+TEST(Ranks, CountWhatTheySendEachOther) {
+  FakeRanksPlace place(false, 2, 2);
+  auto board = std::make_shared<Board>(2);
+  auto crew = place.open_crew(board);
+  ASSERT_TRUE(crew.ok());
+  initialize(**crew);
+  const UpdaterTraffic before = (*crew)->traffic();
+  std::vector<base::Bf16> weights((*crew)->space().count());
+  expect_ok(step(**crew, 1, [&](uint64_t first) { return weights.data() + first; }));
+  const UpdaterTraffic after = (*crew)->traffic().since(before);
+  const uint64_t elements = weights.size();
+  // Each element's weights go to the one rank that has not got them.
+  EXPECT_EQ(after.ranks.down(TrafficKind::kWeight), 2 * elements);
+  EXPECT_EQ(after.ranks.up(TrafficKind::kWeight), 2 * elements);
+  // Its gradient goes to the one that has; with subgroups as small as a block it goes to the one
+  // that measures it as well.
+  EXPECT_GE(after.ranks.down(TrafficKind::kGradient), 2 * elements);
+  EXPECT_LE(after.ranks.down(TrafficKind::kGradient), 2 * 2 * elements);
+  EXPECT_EQ(after.ranks.down(TrafficKind::kGradient), after.ranks.up(TrafficKind::kGradient));
+}
+
+}  // namespace
+}  // namespace smartinf::engine

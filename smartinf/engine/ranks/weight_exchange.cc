@@ -1,0 +1,165 @@
+#include "smartinf/engine/ranks/weight_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+#include <pthread.h>
+
+#include "smartinf/base/check.h"
+#include "smartinf/engine/ranks/messages.h"
+
+namespace smartinf::engine {
+
+using base::ErrorCode;
+using base::Status;
+
+namespace {
+
+/// For how the job ended, behind the weights.
+constexpr uint64_t kOutcomeBytes = 2048;
+
+/// As much of it as fits.
+std::string outcome_text(const Status& status) {
+  std::string text = MessageWriter().status(status).take();
+  if (text.size() <= kOutcomeBytes) return text;
+  return MessageWriter()
+      .status(Status(status.code(), status.what().substr(0, kOutcomeBytes / 2)))
+      .take();
+}
+
+}  // namespace
+
+WeightExchange::WeightExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
+                               const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic)
+    : ranks_(std::move(ranks)), updater_(updater), rank_of_(rank_of), traffic_(traffic) {
+  pending_.fill(std::vector<uint8_t>(rank_of.size(), 0));
+  outcome_.fill(std::vector<Status>(rank_of.size()));
+  thread_ = std::jthread([this] { work(); });
+  pthread_setname_np(thread_.native_handle(), "si-weights");
+}
+
+WeightExchange::~WeightExchange() {
+  {
+    const std::lock_guard lock(mutex_);
+    ends_ = true;
+  }
+  changed_.notify_all();
+}
+
+uint64_t WeightExchange::memory_bytes() const {
+  return kInFlight * (updater_.subgroup_elements() * sizeof(float) + kOutcomeBytes);
+}
+
+void WeightExchange::start(From from, size_t subgroup, base::DataType type, void* out) {
+  Job job;
+  job.from = from;
+  job.subgroup = subgroup;
+  job.type = type;
+  job.out = static_cast<std::byte*>(out);
+  job.bytes = updater_.devices().subgroups[subgroup].count * base::data_type_bytes(type);
+  {
+    const std::lock_guard lock(mutex_);
+    const auto kind = static_cast<size_t>(from);
+    SI_CHECK(pending_[kind][subgroup] == 0, "weights of a subgroup are under way twice");
+    pending_[kind][subgroup] = 1;
+    ++under_way_[kind];
+    waiting_.push_back(std::move(job));
+  }
+  changed_.notify_all();
+}
+
+Status WeightExchange::wait(From from, size_t subgroup) {
+  const auto kind = static_cast<size_t>(from);
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return pending_[kind][subgroup] == 0; });
+  return outcome_[kind][subgroup];
+}
+
+void WeightExchange::wait_for_all(From from) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return under_way_[static_cast<size_t>(from)] == 0; });
+}
+
+void WeightExchange::wait_for_all() {
+  for (const From from : {From::kUpdate, From::kFetch, From::kMemory}) wait_for_all(from);
+}
+
+// ---- The thread.
+
+void WeightExchange::work() {
+  while (true) {
+    std::unique_lock lock(mutex_);
+    if (in_flight_.empty()) {
+      changed_.wait(lock, [&] { return ends_ || !waiting_.empty(); });
+      if (waiting_.empty()) return;
+    }
+    // What has been sent is not kept waiting for what this rank's devices still have to make.
+    const bool more = !waiting_.empty() && in_flight_.size() < kInFlight;
+    if (more && (in_flight_.empty() || !would_wait(waiting_.front()))) {
+      in_flight_.push_back(std::move(waiting_.front()));
+      waiting_.pop_front();
+      lock.unlock();
+      begin(in_flight_.back());
+      continue;
+    }
+    lock.unlock();
+    end(in_flight_.front());
+    in_flight_.pop_front();
+  }
+}
+
+bool WeightExchange::would_wait(const Job& job) const {
+  if (!here(job) || job.from == From::kMemory) return false;
+  return job.from == From::kUpdate ? !updater_.weights_ready(job.subgroup)
+                                   : !updater_.fetched(job.subgroup);
+}
+
+void WeightExchange::begin(Job& job) {
+  const plan::Subgroup& subgroup = updater_.devices().subgroups[job.subgroup];
+  for (std::vector<std::byte>& memory : memory_) {
+    const bool used = std::any_of(in_flight_.begin(), in_flight_.end(),
+                                  [&](const Job& other) { return other.memory == &memory; });
+    if (!used) job.memory = &memory;
+  }
+  job.memory->resize(job.bytes + kOutcomeBytes);
+  if (here(job)) {
+    Status status;
+    if (job.from == From::kUpdate) status = updater_.wait_weights(subgroup.first, subgroup.count);
+    if (job.from == From::kFetch) status = updater_.wait_fetched(subgroup.first);
+    if (status.ok()) std::memcpy(job.memory->data(), job.out, job.bytes);
+    const std::string text = outcome_text(status);
+    std::memcpy(job.memory->data() + job.bytes, text.data(), text.size());
+    traffic_.add_down(base::TrafficKind::kWeight, job.bytes * (ranks_->world() - 1));
+  } else {
+    traffic_.add_up(base::TrafficKind::kWeight, job.bytes);
+  }
+  auto pending = ranks_->broadcast(Channel::kWeights, *job.memory, rank_of_[job.subgroup]);
+  if (pending.ok()) {
+    job.pending = std::move(*pending);
+  } else {
+    job.started = std::move(pending).status();
+  }
+}
+
+void WeightExchange::end(Job& job) {
+  Status status = job.pending != nullptr ? job.pending->wait() : std::move(job.started);
+  if (status.ok()) {
+    MessageReader outcome(std::string_view(
+        reinterpret_cast<const char*>(job.memory->data() + job.bytes), kOutcomeBytes));
+    status = outcome.status().with_context(fmt::format("rank {}", rank_of_[job.subgroup]));
+    if (status.ok() && !here(job)) std::memcpy(job.out, job.memory->data(), job.bytes);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    const auto kind = static_cast<size_t>(job.from);
+    pending_[kind][job.subgroup] = 0;
+    outcome_[kind][job.subgroup] = std::move(status);
+    --under_way_[kind];
+  }
+  changed_.notify_all();
+}
+
+}  // namespace smartinf::engine

@@ -5,6 +5,7 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <numeric>
 #include <optional>
 #include <span>
 #include <sstream>
@@ -20,6 +21,7 @@
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/ranks/collectives.h"
 #include "smartinf/storage/container.h"
 #include "smartinf/storage/file_descriptor.h"
 
@@ -48,10 +50,39 @@ Status make_folder(const std::string& path) {
   return base::errno_status(errno, "cannot make the checkpoint's folder", path);
 }
 
-/// False when any of the devices cannot be cloned; what was made is left to the caller.
+/// Whoever writes a checkpoint: this process, or several ranks, each the devices that it has. The
+/// first one makes its folder and its description.
+class Writers {
+ public:
+  explicit Writers(Collectives* ranks) : ranks_(ranks) {}
+
+  bool first() const { return ranks_ == nullptr || ranks_->rank() == 0; }
+  /// The first failure of any.
+  Status all(const Status& mine) const {
+    return ranks_ == nullptr ? mine : all_ok(*ranks_, Channel::kControl, "checkpoint", mine);
+  }
+  /// The first one's, on all of them.
+  Status tell(std::string& text) const {
+    return ranks_ == nullptr ? Status() : broadcast(*ranks_, Channel::kControl, text, 0);
+  }
+  /// The sum over all of them.
+  Result<uint64_t> sum(uint64_t mine) const {
+    if (ranks_ == nullptr) return mine;
+    std::vector<uint64_t> each(ranks_->world());
+    SI_RETURN_IF_ERROR(all_gather(*ranks_, Channel::kControl, std::as_bytes(std::span(&mine, 1)),
+                                  std::as_writable_bytes(std::span(each))));
+    return std::accumulate(each.begin(), each.end(), uint64_t{0});
+  }
+
+ private:
+  Collectives* ranks_;  // null: there is one process
+};
+
+/// False when any of the devices here cannot be cloned; what was made is left to the caller.
 Result<bool> clone_devices(const StoredRun& run, const fs::path& partial) {
   uint64_t shared_bytes = 0;
   for (size_t device = 0; device < run.devices.size(); ++device) {
+    if (run.devices[device]->elsewhere()) continue;
     const std::string folder = device_folder(partial.string(), device);
     SI_RETURN_IF_ERROR(make_folder(folder));
     SI_ASSIGN_OR_RETURN(const uint64_t bytes, run.devices[device]->clone_to(folder));
@@ -87,6 +118,8 @@ Status copy_devices(StoredRun& run, const fs::path& partial, const CheckpointOpt
   // Never overwritten, so one slot will do; it is synced below.
   copy.durability = storage::Durability::kNone;
   copy.keep_run = true;
+  copy.keep_places = std::any_of(run.devices.begin(), run.devices.end(),
+                                 [](const auto& device) { return device->elsewhere(); });
   copy.names = run.description.devices;
   copy.progress = options.progress;
   SI_ASSIGN_OR_RETURN(const ReshardSummary copied,
@@ -130,23 +163,35 @@ nlohmann::ordered_json describe(const StoredRun& run, const CheckpointSummary& s
           {"trainer", trainer}};
 }
 
-Status write_into(StoredRun& run, const fs::path& partial, const CheckpointOptions& options,
-                  CheckpointSummary& summary) {
-  SI_ASSIGN_OR_RETURN(summary.cloned, clone_devices(run, partial));
-  if (!summary.cloned) {
-    std::error_code error;
-    for (size_t device = 0; device < run.devices.size(); ++device) {
-      fs::remove_all(device_folder(partial.string(), device), error);
-    }
-    SI_RETURN_IF_ERROR(copy_devices(run, partial, options, summary));
+/// Those of this process, without a clone.
+Status copy_and_sync(StoredRun& run, const fs::path& partial, const CheckpointOptions& options,
+                     CheckpointSummary& summary) {
+  std::error_code error;
+  for (size_t device = 0; !summary.cloned && device < run.devices.size(); ++device) {
+    if (run.devices[device]->elsewhere()) continue;
+    fs::remove_all(device_folder(partial.string(), device), error);
   }
+  if (!summary.cloned) SI_RETURN_IF_ERROR(copy_devices(run, partial, options, summary));
   for (size_t device = 0; device < run.devices.size(); ++device) {
+    if (run.devices[device]->elsewhere()) continue;
     const fs::path folder = device_folder(partial.string(), device);
-    std::error_code error;
     fs::remove(folder / storage::kLockFileName, error);
     SI_RETURN_IF_ERROR(sync_path((folder / storage::kStateFileName).string(), O_RDONLY));
     SI_RETURN_IF_ERROR(sync_path(folder.string(), O_RDONLY | O_DIRECTORY));
   }
+  return Status();
+}
+
+Status write_into(StoredRun& run, const fs::path& partial, const CheckpointOptions& options,
+                  const Writers& writers, CheckpointSummary& summary) {
+  const Result<bool> cloned = clone_devices(run, partial);
+  SI_RETURN_IF_ERROR(writers.all(cloned.status()));
+  SI_ASSIGN_OR_RETURN(const uint64_t not_cloned, writers.sum(*cloned ? 0 : 1));
+  summary.cloned = not_cloned == 0;
+  SI_RETURN_IF_ERROR(writers.all(copy_and_sync(run, partial, options, summary)));
+  SI_ASSIGN_OR_RETURN(summary.blocks_without_checksum,
+                      writers.sum(summary.blocks_without_checksum));
+  if (!writers.first()) return Status();
   return write_description(describe(run, summary, options.trainer), partial.string());
 }
 
@@ -192,39 +237,100 @@ Result<bool> choose_name(const StoredRun& run, const std::string& folder, std::s
 
 }  // namespace
 
-Result<CheckpointSummary> write_checkpoint(StoredRun& run, const CheckpointOptions& options) {
+namespace {
+
+/// The folder and the name, which the first of the writers sees to.
+class CheckpointPlace {
+ public:
+  CheckpointPlace(const StoredRun& run, const CheckpointOptions& options,
+                  CheckpointSummary& summary)
+      : run_(run),
+        options_(options),
+        summary_(summary),
+        named_(!options.path.empty()),
+        path_(without_slash(options.path)) {}
+
+  Status begin() {
+    const std::string folder = named_ ? parent_folder(path_) : options_.folder;
+    SI_RETURN_IF_ERROR(make_durable_folder(folder));
+    SI_ASSIGN_OR_RETURN(const storage::FileDescriptor locked, lock());
+    SI_RETURN_IF_ERROR(choose());
+    if (summary_.existed) return Status();
+    SI_ASSIGN_OR_RETURN(PartialCheckpoint partial,
+                        PartialCheckpoint::begin(summary_.path, run_.layout().run, !named_));
+    partial_.emplace(std::move(partial));
+    return Status();
+  }
+  std::string partial_folder() const { return partial_ ? partial_->folder() : std::string(); }
+  /// All of it is written.
+  Status finish() {
+    SI_ASSIGN_OR_RETURN(const storage::FileDescriptor locked, lock());
+    SI_RETURN_IF_ERROR(choose());
+    if (summary_.existed) return Status();
+    SI_RETURN_IF_ERROR(partial_->name(summary_.path, options_.replace));
+    if (!named_) remove_older(run_.layout().run, options_, summary_);
+    return Status();
+  }
+
+ private:
+  Status choose() {
+    if (!named_) {
+      SI_ASSIGN_OR_RETURN(summary_.existed, choose_name(run_, options_.folder, summary_.path));
+      return Status();
+    }
+    summary_.path = path_;
+    return check_place(summary_.path, options_.replace);
+  }
+  /// Who finds a name free takes it: nobody else looks in between. A path that was given needs no
+  /// such care, and copying neither: until it has its name a checkpoint is its process's own.
+  Result<storage::FileDescriptor> lock() const {
+    if (named_) return storage::FileDescriptor();
+    return lock_checkpoints(options_.folder);
+  }
+
+  const StoredRun& run_;
+  const CheckpointOptions& options_;
+  CheckpointSummary& summary_;
+  const bool named_;
+  const std::string path_;
+  std::optional<PartialCheckpoint> partial_;
+};
+
+/// Several ranks write into one folder, wherever they run.
+Status check_seen(const std::string& folder) {
+  std::error_code error;
+  if (fs::is_directory(folder, error)) return Status();
+  return Status(ErrorCode::kNotFound, "the folder of the checkpoint is not to be seen here",
+                "Name one that all ranks see, on a file system that their machines share.",
+                base::ErrorPlace{folder, {}, {}, 0});
+}
+
+Result<CheckpointSummary> write_checkpoint(StoredRun& run, const CheckpointOptions& options,
+                                           const Writers& writers) {
   CheckpointSummary summary;
   summary.step = run.step;
   summary.state_bytes = run.state_bytes();
-  const bool named = !options.path.empty();
-  const std::string path = without_slash(options.path);
-  const std::string folder = named ? parent_folder(path) : options.folder;
-  SI_RETURN_IF_ERROR(make_durable_folder(folder));
-  const auto choose = [&]() -> Result<bool> {
-    if (!named) return choose_name(run, folder, summary.path);
-    summary.path = path;
-    SI_RETURN_IF_ERROR(check_place(summary.path, options.replace));
-    return false;
-  };
-  // Who finds a name free takes it: nobody else looks in between. A path that was given needs no
-  // such care, and copying neither: until it has its name a checkpoint is its process's own.
-  const auto lock = [&]() -> Result<storage::FileDescriptor> {
-    if (named) return storage::FileDescriptor();
-    return lock_checkpoints(folder);
-  };
-  SI_ASSIGN_OR_RETURN(storage::FileDescriptor locked, lock());
-  SI_ASSIGN_OR_RETURN(summary.existed, choose());
-  if (summary.existed) return summary;
-  SI_ASSIGN_OR_RETURN(PartialCheckpoint partial,
-                      PartialCheckpoint::begin(summary.path, run.layout().run, !named));
-  locked.reset();
-  SI_RETURN_IF_ERROR(write_into(run, partial.folder(), options, summary));
-  SI_ASSIGN_OR_RETURN(locked, lock());
-  SI_ASSIGN_OR_RETURN(summary.existed, choose());
-  if (summary.existed) return summary;
-  SI_RETURN_IF_ERROR(partial.name(summary.path, options.replace));
-  if (!named) remove_older(run.layout().run, options, summary);
+  CheckpointPlace place(run, options, summary);
+  SI_RETURN_IF_ERROR(writers.all(writers.first() ? place.begin() : Status()));
+  std::string partial = place.partial_folder();
+  SI_RETURN_IF_ERROR(writers.tell(partial));
+  std::string existed = partial.empty() ? "yes" : "";
+  if (existed.empty()) {
+    SI_RETURN_IF_ERROR(writers.all(check_seen(partial)));
+    SI_RETURN_IF_ERROR(writers.all(write_into(run, partial, options, writers, summary)));
+    SI_RETURN_IF_ERROR(writers.all(writers.first() ? place.finish() : Status()));
+    existed = summary.existed ? "yes" : "";
+    SI_RETURN_IF_ERROR(writers.tell(existed));
+  }
+  SI_RETURN_IF_ERROR(writers.tell(summary.path));
+  summary.existed = !existed.empty();
   return summary;
+}
+
+}  // namespace
+
+Result<CheckpointSummary> write_checkpoint(StoredRun& run, const CheckpointOptions& options) {
+  return write_checkpoint(run, options, Writers(nullptr));
 }
 
 Result<RanksCheckpoint> RanksCheckpoint::begin(const std::string& given, bool replace,
@@ -250,7 +356,7 @@ Status RanksCheckpoint::finish(size_t ranks, const std::string& trainer) {
 Result<CheckpointSummary> write_checkpoint(Updater& updater, CheckpointOptions options) {
   SI_ASSIGN_OR_RETURN(StoredRun run, updater.snapshot());
   options.scratch_memory = updater.scratch_memory();
-  return write_checkpoint(run, options);
+  return write_checkpoint(run, options, Writers(updater.collectives().get()));
 }
 
 Status check_checkpoint_folder(const std::string& folder) {

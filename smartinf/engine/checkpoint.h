@@ -53,7 +53,9 @@ struct CheckpointSummary {
 base::Result<CheckpointSummary> write_checkpoint(StoredRun& run, const CheckpointOptions& options);
 
 /// The same of an updater's devices, through their own memory. After flush(), before the next
-/// begin_step(): nobody writes to them then. Errors: and those of Updater::snapshot().
+/// begin_step(): nobody writes to them then. Several ranks that share the updater's run write one
+/// checkpoint, each its own devices, into a folder that all of them see; it is like that of one
+/// process. Errors: and those of Updater::snapshot().
 base::Result<CheckpointSummary> write_checkpoint(Updater& updater, CheckpointOptions options);
 
 /// Makes the folder for checkpoints if missing, and finds out whether it can be written to.

@@ -44,8 +44,11 @@ class Resharder {
     SI_RETURN_IF_ERROR(plan());
     SI_RETURN_IF_ERROR(create());
     SI_RETURN_IF_ERROR(allocate());
-    for (size_t i = 0; i < subgroups_.size(); ++i) SI_RETURN_IF_ERROR(copy_subgroup(i));
+    for (size_t i = 0; i < subgroups_.size(); ++i) {
+      if (!elsewhere(owner_[i].value)) SI_RETURN_IF_ERROR(copy_subgroup(i));
+    }
     for (Buffer& buffer : buffers_) SI_RETURN_IF_ERROR(wait_for(buffer));
+    std::erase(made_, nullptr);
     for (const auto& made : made_) SI_RETURN_IF_ERROR(made->prepare(from_.client_metadata));
     for (const auto& made : made_) SI_RETURN_IF_ERROR(made->commit());
     for (const auto& made : made_) SI_RETURN_IF_ERROR(made->close());
@@ -58,6 +61,10 @@ class Resharder {
   }
 
  private:
+  bool elsewhere(size_t target) const {
+    return options_.keep_places && from_.devices[target]->elsewhere();
+  }
+
   static bool close(const std::unique_ptr<csd::NewState>& made) {
     return made == nullptr || made->close().ok();
   }
@@ -83,7 +90,20 @@ class Resharder {
     csd::NewState* to = nullptr;  // while it is under way
   };
 
+  void plan_same_places() {
+    for (const StoredRun::Piece& piece : from_.pieces) {
+      const auto id = static_cast<uint32_t>(subgroups_.size());
+      subgroups_.push_back({base::SubgroupId{id}, piece.first, piece.count});
+      owner_.push_back(base::DeviceId{static_cast<uint32_t>(piece.device)});
+    }
+    summary_.subgroup_elements = from_.subgroup_elements();
+  }
+
   Status plan() {
+    if (options_.keep_places) {
+      plan_same_places();
+      return Status();
+    }
     const plan::ParameterSpace& space = from_.description.space;
     plan::MemoryPlanInput input;
     input.budget_bytes = options_.memory_budget_bytes;
@@ -179,7 +199,7 @@ class Resharder {
     // Those last that cannot keep the old state until the new one is whole.
     for (const bool keeps : {true, false}) {
       for (uint32_t device = 0; device < targets_.size(); ++device) {
-        if (targets_[device]->keeps_replaced() != keeps) continue;
+        if (elsewhere(device) || targets_[device]->keeps_replaced() != keeps) continue;
         set_device(layout, base::DeviceId{device}, subgroups_, owner_);
         for (size_t i = 0; i < layout.subgroups.size(); ++i) {
           position_[layout.subgroups[i].id.value] = i;
@@ -195,12 +215,15 @@ class Resharder {
 
   Status allocate() {
     uint64_t extent_bytes = 0;
-    for (const storage::Geometry& geometry : geometry_) {
+    for (size_t device = 0; device < geometry_.size(); ++device) {
+      if (elsewhere(device)) continue;
+      const storage::Geometry& geometry = geometry_[device];
       extent_bytes =
           std::max(extent_bytes, base::round_up(geometry.extent_bytes_max(), base::kIoAlignment));
       for (size_t i = 0; i < geometry.subgroups(); ++i) bytes_total_ += geometry.extent_bytes(i);
     }
     summary_.state_bytes = bytes_total_;
+    if (extent_bytes == 0) return Status();
     buffers_ = std::vector<Buffer>(std::min(kBuffers, subgroups_.size()));
     std::vector<std::span<std::byte>> scratch = options_.scratch_memory;
     for (Buffer& buffer : buffers_) {

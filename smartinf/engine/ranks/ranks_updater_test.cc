@@ -4,6 +4,8 @@
 #include "smartinf/engine/ranks/ranks_updater.h"
 
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,6 +14,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/ranks/test_crew.h"
 #include "smartinf/plan/micro_batches.h"
 
@@ -446,6 +449,58 @@ TEST_F(FailingRanks, AReadThatOneOfThemEndsIsEndedByAll) {
     });
   }
   close(opened);
+}
+
+// ---- Checkpoints.
+
+TEST(Ranks, WriteOneCheckpointTogether) {
+  RanksPlace place({.name = "", .devices = 3}, 2, false);
+  auto crew = place.open_crew();
+  ASSERT_TRUE(crew.ok()) << crew.status().to_string();
+  initialize(**crew);
+  Outcome outcome;
+  run_steps(**crew, 1, 2, outcome);
+  const auto planes = all_planes(**crew);
+  expect_ok((*crew)->flush());
+  CheckpointOptions options;
+  options.folder = place.path("checkpoints");
+  options.trainer = "the trainer's";
+  std::vector<CheckpointSummary> made(2);
+  for (const bool existed : {false, true}) {
+    expect_ok((*crew)->all([&](size_t rank, Updater& updater) -> Status {
+      SI_ASSIGN_OR_RETURN(made[rank], write_checkpoint(updater, options));
+      return Status();
+    }));
+    for (const CheckpointSummary& summary : made) {
+      EXPECT_EQ(summary.existed, existed);
+      EXPECT_EQ(summary.path, made[0].path);
+      EXPECT_EQ(summary.step, 2u);
+    }
+  }
+  const auto checkpoint = read_checkpoint(made[0].path);
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().to_string();
+  EXPECT_EQ(checkpoint->trainer, "the trainer's");
+  EXPECT_EQ(checkpoint->devices.size(), 3u);
+  auto run = open_checkpoint(*checkpoint);
+  ASSERT_TRUE(run.ok()) << run.status().to_string();
+  EXPECT_EQ(run->client_metadata, "after step 2");
+  ElementReader reader(*run);
+  for (size_t plane = 0; plane < planes.size(); ++plane) {
+    std::vector<float> values(planes[plane].size());
+    expect_ok(reader.read(plane, 0, values));
+    EXPECT_TRUE(values == planes[plane]) << "plane " << plane;
+  }
+
+  // One of them cannot write: nothing is left of it.
+  std::filesystem::create_directory(place.path("other"));
+  options.path = place.path("other") + "/taken";
+  std::filesystem::create_directory(options.path);
+  std::ofstream(options.path + "/file") << "not a checkpoint";
+  const Status refused = (*crew)->all(
+      [&](size_t, Updater& updater) { return write_checkpoint(updater, options).status(); });
+  EXPECT_EQ(refused.code(), ErrorCode::kAlreadyExists) << refused.to_string();
+  run_steps(**crew, 3, kSteps, outcome);
+  EXPECT_EQ(outcome.weights, reference(DataType::kBf16).weights);
 }
 
 // ---- Bytes.

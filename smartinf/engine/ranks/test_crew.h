@@ -298,11 +298,16 @@ class RanksPlace final : public StatePlace {
     if (stream_weights) options_.memory_budget_bytes += variant.devices * base::kMiB;
   }
   base::Result<std::unique_ptr<Updater>> open() override {
-    auto crew = open_crew(std::make_shared<Board>(static_cast<uint32_t>(ranks_)), ranks_, options_,
-                          contract_space(), [&](size_t) { return local_sources(options_); });
+    auto crew = open_crew();
     if (!crew.ok()) return std::move(crew).status();
     return std::unique_ptr<Updater>(std::move(*crew));
   }
+  base::Result<std::unique_ptr<Crew>> open_crew() {
+    return engine::open_crew(std::make_shared<Board>(static_cast<uint32_t>(ranks_)), ranks_,
+                             options_, contract_space(),
+                             [&](size_t) { return local_sources(options_); });
+  }
+  std::string path(const std::string& name) const { return scratch_ / name; }
 
  private:
   const Scratch scratch_;

@@ -14,6 +14,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "smartinf/base/test_sanitizers.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/ranks/test_crew.h"
 #include "smartinf/plan/micro_batches.h"
@@ -231,8 +232,8 @@ TEST(Ranks, AMissingDeviceIsNamedToAll) {
 
 // ---- Failures.
 
-/// A step from beginning to end; the first failure ends it.
-Status step(Updater& updater, int number, const WeightsSink& sink) {
+/// A step up to its commit, which goes on.
+Status start_step(Updater& updater, int number, const WeightsSink& sink) {
   const auto gradient = contract_gradient(updater.space().count(), number);
   SI_RETURN_IF_ERROR(updater.begin_step());
   for (size_t i = updater.space().ranges().size(); i-- > 0;) {
@@ -244,8 +245,38 @@ Status step(Updater& updater, int number, const WeightsSink& sink) {
   UpdateOptions options = update_options();
   options.gradient_scale = std::min(1.0, 1 / summary.norm);
   SI_RETURN_IF_ERROR(updater.start_update(options, DataType::kBf16, sink));
-  SI_RETURN_IF_ERROR(updater.start_commit("after step " + std::to_string(number)));
+  return updater.start_commit("after step " + std::to_string(number));
+}
+
+/// A step from beginning to end; the first failure ends it.
+Status step(Updater& updater, int number, const WeightsSink& sink) {
+  SI_RETURN_IF_ERROR(start_step(updater, number, sink));
   SI_RETURN_IF_ERROR(updater.wait_weights(0, updater.space().count()));
+  return updater.wait_commit();
+}
+
+/// The same with only the first half of the weights in memory; the others are fetched, some of them
+/// once more, as a backward does.
+Status streamed_step(Updater& updater, int number, std::vector<base::Bf16>& weights) {
+  const uint64_t half = updater.space().count() / 2;
+  SI_RETURN_IF_ERROR(start_step(updater, number, [&](uint64_t first) {
+    return first < half ? weights.data() + first : nullptr;
+  }));
+  SI_RETURN_IF_ERROR(updater.wait_weights(0, half));
+  std::vector<uint64_t> fetched;
+  for (uint64_t at = half; at < updater.space().count();) {
+    const plan::Subgroup subgroup = updater.subgroup_at(at);
+    if (subgroup.first >= half) fetched.push_back(subgroup.first);
+    at = subgroup.first + subgroup.count;
+  }
+  for (const int times : {1, 2}) {
+    for (const uint64_t first : fetched) {
+      if (times == 2)
+        std::fill_n(weights.begin() + static_cast<ptrdiff_t>(first), 50, base::Bf16{});
+      SI_RETURN_IF_ERROR(updater.fetch_weights(first, DataType::kBf16, weights.data() + first));
+    }
+    for (const uint64_t first : fetched) SI_RETURN_IF_ERROR(updater.wait_fetched(first));
+  }
   return updater.wait_commit();
 }
 
@@ -291,12 +322,12 @@ class FailingRanks : public ::testing::Test {
       said[rank] = [&]() -> Status {
         SI_ASSIGN_OR_RETURN(auto updater, Updater::open(options, model_, place_.sources()));
         std::vector<base::Bf16> weights(model_.count());
-        const WeightsSink sink = [&](uint64_t first) { return weights.data() + first; };
         // Destroyed before the weights.
         const std::unique_ptr<Updater> held = std::move(updater);
         if (held->fresh()) SI_RETURN_IF_ERROR(held->initialize(fill, "start"));
         while (held->committed_step() < 2) {
-          SI_RETURN_IF_ERROR(step(*held, static_cast<int>(held->committed_step()) + 1, sink));
+          SI_RETURN_IF_ERROR(
+              streamed_step(*held, static_cast<int>(held->committed_step()) + 1, weights));
         }
         return Status();
       }();
@@ -314,13 +345,13 @@ class FailingRanks : public ::testing::Test {
   }
 
   const plan::ParameterSpace model_ = two_groups();
-  FakeRanksPlace place_{false, kRanks, 2};
+  FakeRanksPlace place_{true, kRanks, 2};
 };
 
 /// A rank dies or hangs at each of its calls in turn; whatever that was, the other one hears who it
 /// was, and both go on from where all of them were.
 TEST_F(FailingRanks, LoseNoStepAndNameTheRankWhereverItFails) {
-  FakeRanksPlace undisturbed(false, kRanks, 2);
+  FakeRanksPlace undisturbed(true, kRanks, 2);
   std::swap(place_, undisturbed);
   Board board(kRanks);
   for (const Status& status : run(board)) expect_ok(status);
@@ -330,31 +361,35 @@ TEST_F(FailingRanks, LoseNoStepAndNameTheRankWhereverItFails) {
   ASSERT_GT(calls, 50u);
 
   std::vector<size_t> resumed_from(3, 0);
-  for (uint64_t call = 0; call < calls; ++call) {
-    const auto fault = call % 2 == 0 ? Board::Fault::kDies : Board::Fault::kHangs;
-    SCOPED_TRACE("call " + std::to_string(call));
-    place_ = FakeRanksPlace(false, kRanks, 2);
+  const auto fail_at = [&](uint64_t call, Board::Fault fault) {
+    SCOPED_TRACE(fmt::format("call {}, fault {}", call, static_cast<int>(fault)));
+    place_ = FakeRanksPlace(true, kRanks, 2);
     Board failing(kRanks);
     failing.fail_at(1, call, fault);
     const std::vector<Status> said = run(failing);
-    // The last call of all is a commit that the other one may know of.
+    // Whatever the last call was, the other one may have heard all of it.
     EXPECT_FALSE(said[1].ok());
+    const bool hangs = fault == Board::Fault::kHangs;
     if (!said[0].ok()) {
-      EXPECT_THAT(
-          said[0].to_string(),
-          HasSubstr(fault == Board::Fault::kDies ? "rank 1: has died" : "rank 1: does not answer"));
+      EXPECT_THAT(said[0].to_string(),
+                  HasSubstr(hangs ? "rank 1: does not answer" : "rank 1: has died"));
     }
     ++resumed_from[std::min<uint64_t>(place_.drive(1).state.committed_step, 2)];
     Board again(kRanks);
     for (const Status& status : run(again)) expect_ok(status);
     EXPECT_TRUE(state_alone() == expected);
+  };
+  for (uint64_t call = 0; call < calls; call += base::kSanitized ? 5 : 1) {
+    fail_at(call, Board::Fault::kDeaf);
+    if (call % 4 == 0) fail_at(call, Board::Fault::kDies);
+    if (call % 4 == 2) fail_at(call, Board::Fault::kHangs);
   }
   for (const size_t times : resumed_from) EXPECT_GT(times, 0u);
 }
 
 TEST_F(FailingRanks, ARankThatComesLateIsWaitedFor) {
   for (const uint64_t call : {3, 30, 60}) {
-    place_ = FakeRanksPlace(false, kRanks, 2);
+    place_ = FakeRanksPlace(true, kRanks, 2);
     Board board(kRanks);
     board.fail_at(0, call, Board::Fault::kLate);
     for (const Status& status : run(board)) expect_ok(status);
@@ -363,7 +398,7 @@ TEST_F(FailingRanks, ARankThatComesLateIsWaitedFor) {
 
 /// Of each command of a step.
 TEST_F(FailingRanks, ADevicesFailureIsHeardByAllAndTheStepTakenBack) {
-  FakeRanksPlace undisturbed(false, kRanks, 2);
+  FakeRanksPlace undisturbed(true, kRanks, 2);
   std::swap(place_, undisturbed);
   {
     Board board(kRanks);
@@ -375,7 +410,7 @@ TEST_F(FailingRanks, ADevicesFailureIsHeardByAllAndTheStepTakenBack) {
                                    csd::Prepare{}};
   for (const csd::Message& message : messages) {
     SCOPED_TRACE(csd::message_name(message));
-    place_ = FakeRanksPlace(false, kRanks, 2);
+    place_ = FakeRanksPlace(true, kRanks, 2);
     Board board(kRanks);
     Opened opened = open(board);
     std::vector<std::vector<base::Bf16>> weights(kRanks, std::vector<base::Bf16>(model_.count()));

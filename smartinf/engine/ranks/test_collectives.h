@@ -29,6 +29,7 @@ class Board {
   enum class Fault : uint8_t {
     kDies,   // its calls fail from here on, and those of the others
     kHangs,  // likewise, but for what the others hear
+    kDeaf,   // it dies in the middle of the call: the others still get what they need of it
     kLate,   // 50 ms
   };
 
@@ -143,8 +144,8 @@ class BoardRank final : public Collectives {
  private:
   class Wait final : public Pending {
    public:
-    Wait(Board& board, Channel channel, uint64_t number)
-        : board_(board), channel_(channel), number_(number) {}
+    Wait(Board& board, Channel channel, uint64_t number, std::optional<uint32_t> deaf)
+        : board_(board), channel_(channel), number_(number), deaf_(deaf) {}
     base::Status wait() override {
       auto& calls = board_.under_way_[static_cast<size_t>(channel_)];
       std::unique_lock lock(board_.mutex_);
@@ -152,6 +153,10 @@ class BoardRank final : public Collectives {
       const auto done = [&] { return call.came == board_.world_; };
       board_.changed_.wait(lock, [&] { return done() || !board_.failure_.ok(); });
       if (!done()) return board_.failure_;
+      if (deaf_) {
+        board_.fail(*deaf_, has_died());
+        return board_.failure_;
+      }
       if (++call.waited == board_.world_) calls.erase(number_);
       return base::Status();
     }
@@ -160,22 +165,27 @@ class BoardRank final : public Collectives {
     Board& board_;
     const Channel channel_;
     const uint64_t number_;
+    const std::optional<uint32_t> deaf_;  // the rank, which dies here
   };
+  static base::Status has_died() { return {base::ErrorCode::kIo, "has died"}; }
 
   Started start(Channel channel, std::string kind, Board::Part part) {
     using enum Board::Fault;
     std::unique_lock lock(board_.mutex_);
     const Board::Planned& planned = board_.planned_;
     const uint64_t call_number = board_.calls_[rank_]++;
+    std::optional<uint32_t> deaf;
     if (planned.rank == rank_ && planned.call == call_number) {
-      if (planned.fault == kLate) {
+      if (planned.fault == kDeaf) {
+        deaf = rank_;
+      } else if (planned.fault == kLate) {
         lock.unlock();
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         lock.lock();
       } else {
-        const bool hangs = planned.fault == kHangs;
-        board_.fail(rank_, {hangs ? base::ErrorCode::kTimeout : base::ErrorCode::kIo,
-                            hangs ? "does not answer" : "has died"});
+        board_.fail(rank_, planned.fault == kDies
+                               ? has_died()
+                               : base::Status(base::ErrorCode::kTimeout, "does not answer"));
       }
     }
     if (!board_.failure_.ok()) return board_.failure_;
@@ -191,7 +201,7 @@ class BoardRank final : public Collectives {
       board_.carry_out(call, channel);
       board_.changed_.notify_all();
     }
-    return std::unique_ptr<Pending>(std::make_unique<Wait>(board_, channel, number));
+    return std::unique_ptr<Pending>(std::make_unique<Wait>(board_, channel, number, deaf));
   }
 
   Board& board_;

@@ -292,7 +292,7 @@ inline void deal_devices(UpdaterOptions& options, size_t ranks) {
 class RanksPlace final : public StatePlace {
  public:
   RanksPlace(const Variant& variant, size_t ranks, bool stream_weights)
-      : ranks_(ranks), options_(options_of(variant, scratch_)) {
+      : ranks_(ranks), in_memory_(variant.in_memory), options_(options_of(variant, scratch_)) {
     deal_devices(options_, ranks);
     options_.stream_weights = stream_weights;
     if (stream_weights) options_.memory_budget_bytes += variant.devices * base::kMiB;
@@ -303,16 +303,24 @@ class RanksPlace final : public StatePlace {
     return std::unique_ptr<Updater>(std::move(*crew));
   }
   base::Result<std::unique_ptr<Crew>> open_crew() {
+    while (in_memory_ && drives_.size() < options_.devices.size()) {
+      SI_ASSIGN_OR_RETURN(auto drive, csd::EmulatedDrive::create(64 * base::kMiB));
+      drives_.push_back(std::move(drive));
+    }
     return engine::open_crew(std::make_shared<Board>(static_cast<uint32_t>(ranks_)), ranks_,
-                             options_, contract_space(),
-                             [&](size_t) { return local_sources(options_); });
+                             options_, contract_space(), [&](size_t) {
+                               return in_memory_ ? emulated_sources(options_, drives_)
+                                                 : local_sources(options_);
+                             });
   }
   std::string path(const std::string& name) const { return scratch_ / name; }
 
  private:
   const Scratch scratch_;
   const size_t ranks_;
+  const bool in_memory_;
   UpdaterOptions options_;
+  std::vector<std::unique_ptr<csd::EmulatedDrive>> drives_;
 };
 
 /// Over fakes, one for each of two ranks and none for a third.
@@ -369,18 +377,19 @@ inline std::vector<UpdaterKind> ranks_kinds(bool stream_weights = false) {
     Variant variant;
   };
   const Ranks all[] = {
-      {2, {.name = "TwoRanks", .devices = 2}},
+      {2, {.name = "TwoRanks", .devices = 3}},
       {4,
-       {.name = "FourRanksSmallestSubgroups",
+       {.name = "FourRanksSpilledInSmallSubgroups",
         .devices = 3,
         .subgroup_elements = kBlock,
-        .gradient_type = DataType::kF32}},
-      {2, {.name = "TwoRanksSpilled", .devices = 3, .gradient_budget_bytes = 0}},
-      {2, {.name = "TwoRanksInPlace", .devices = 2, .durability = storage::Durability::kNone}},
+        .gradient_type = DataType::kF32,
+        .gradient_budget_bytes = 0,
+        .in_memory = true}},
       {2,
-       {.name = "TwoRanksHostUpdateHalfCached",
+       {.name = "TwoRanksInPlaceHalfCached",
         .devices = 2,
-        .where = UpdateWhere::kHost,
+        .durability = storage::Durability::kNone,
+        .in_memory = true,
         .unequal = true,
         .state_cache_bytes = kHalfOfState}},
   };

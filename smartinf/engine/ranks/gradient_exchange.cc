@@ -7,6 +7,7 @@
 #include <pthread.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/update.h"
 
@@ -25,6 +26,14 @@ constexpr uint64_t kRunElements = uint64_t{1} << 20;
 /// That are added up at once, in a core's cache.
 constexpr uint64_t kChunkElements = 4096;
 
+uint64_t bucket_bytes(uint64_t elements) {
+  return std::min(kBucketBytes, elements * 2 * sizeof(float));
+}
+
+uint64_t run_elements(uint64_t elements) {
+  return std::min(kRunElements, elements) + kGradientPieceElements;
+}
+
 std::vector<uint32_t> measuring_ranks(const GradientTracker& tracker,
                                       const GradientLayout& layout) {
   std::vector<uint32_t> ranks;
@@ -41,13 +50,13 @@ GradientExchange::GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpd
     : ranks_(std::move(ranks)),
       updater_(updater),
       layout_(updater.devices(), rank_of),
-      bucket_bytes_(std::min(kBucketBytes, updater.space().count() * 2 * sizeof(float))),
+      bucket_bytes_(bucket_bytes(updater.space().count())),
       measured_by_(measuring_ranks(updater.gradient_tracker(), layout_)),
       traffic_(traffic),
       formats_(ranks_->world()),
       open_received_(ranks_->world(), 0),
       stacks_(updater.team().size()) {
-  sums_.resize(std::min(kRunElements, updater.space().count()) + kGradientPieceElements);
+  sums_.resize(run_elements(updater.space().count()));
   for (Bucket& bucket : buckets_) free_.push_back(&bucket);
   thread_ = std::jthread([this] { work(); });
   pthread_setname_np(thread_.native_handle(), "si-gradients");
@@ -61,10 +70,11 @@ GradientExchange::~GradientExchange() {
   changed_.notify_all();
 }
 
-/// Buffers grow to what a step needs, and to no more than this.
-uint64_t GradientExchange::memory_bytes() const {
-  const uint64_t buckets = buckets_.size() * (bucket_bytes_ + 2 * bucket_bytes_);
-  return bucket_bytes_ + buckets + sums_.size() * sizeof(float);
+/// The values of an open bucket; what is sent and received of those under way; sums.
+uint64_t GradientExchange::memory_bytes(uint64_t elements) {
+  const uint64_t bucket = bucket_bytes(elements);
+  const uint64_t under_way = std::tuple_size_v<decltype(buckets_)> * (bucket + 2 * bucket);
+  return bucket + under_way + run_elements(elements) * sizeof(float);
 }
 
 // ---- The caller.
@@ -84,6 +94,7 @@ Status GradientExchange::check(const GradientSums& sums) {
 void GradientExchange::put(std::span<const Piece> pieces, uint64_t first,
                            const GradientSums& sums) {
   const SumFormat& format = formats_.of(sums.micro_batches, sums.type);
+  spans_checksum_ = base::mix_seed(base::mix_seed(spans_checksum_, first), pieces.size());
   for (const Piece& piece : pieces) {
     Segment segment{piece, &format, {}, {}};
     size_t next = 0;
@@ -233,6 +244,7 @@ void GradientExchange::drop() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return free_.size() == buckets_.size(); });
   status_ = Status();
+  spans_checksum_ = 0;
 }
 
 Status GradientExchange::share_norms() {

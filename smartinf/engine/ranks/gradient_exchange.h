@@ -56,7 +56,10 @@ class GradientExchange {
   /// After finish() on all ranks: what each rank has measured, on every rank.
   base::Status share_norms();
 
-  uint64_t memory_bytes() const;
+  /// Of the spans that were put in this step: the same on all ranks.
+  uint64_t spans_checksum() const { return spans_checksum_; }
+  /// At most so much, for a space of so many elements.
+  static uint64_t memory_bytes(uint64_t elements);
 
  private:
   struct Segment {
@@ -100,6 +103,7 @@ class GradientExchange {
   base::TrafficCounter& traffic_;
   SumFormats formats_;
 
+  uint64_t spans_checksum_ = 0;
   // The open bucket.
   std::vector<Segment> open_;
   std::vector<std::byte> kept_;          // values of it

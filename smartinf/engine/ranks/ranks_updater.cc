@@ -20,6 +20,22 @@ using base::Status;
 
 namespace {
 
+void write(MessageWriter& out, const kernels::RuleOptions& rule) {
+  out.value(rule.rule).value(rule.beta1).value(rule.beta2).value(rule.eps).value(rule.dampening);
+  out.value(rule.nesterov).value(rule.maximize).value(rule.lr_decay);
+  out.value(rule.initial_accumulator_value);
+}
+
+MessageWriter message_of(const UpdateOptions& options, base::DataType type) {
+  MessageWriter out;
+  out.value(options.gradient_scale).value(options.number).value(type);
+  for (const kernels::GroupOptions& group : options.groups) {
+    out.value(group.lr).value(group.weight_decay).value(group.skip).value(group.step);
+    if (group.rule) write(out, *group.rule);
+  }
+  return out;
+}
+
 // ---- Opening.
 
 /// What has to be the same on all ranks, by the name that an error gives it.
@@ -34,7 +50,7 @@ std::vector<std::pair<std::string_view, std::string>> descriptions(
     devices.value(device.capacity_bytes);
   }
   const kernels::RuleOptions& rule = options.rule;
-  optimizer.value(rule.rule).value(rule.beta1).value(rule.beta2).value(rule.eps);
+  write(optimizer, rule);
   optimizer.value(options.format).value(options.where).value(options.gradient_type);
   optimizer.value(options.seed).value(uint8_t{options.stream_weights}).value(options.durability);
   memory.value(options.memory_budget_bytes).value(options.state_cache_bytes);
@@ -174,7 +190,9 @@ Result<GradientSummary> RanksUpdater::finish_gradients(double unscale) {
   if (here_->takes_gradients()) {
     // Between them are the same calls on all ranks, or none.
     gradient_error_ =
-        all_ok(*ranks_, Channel::kGradients, "finish_gradients", gradient_exchange_->finish());
+        all_ok(*ranks_, Channel::kGradients,
+               fmt::format("finish_gradients ({:016x})", gradient_exchange_->spans_checksum()),
+               gradient_exchange_->finish());
     SI_RETURN_IF_ERROR(gradient_error_);
     gradient_error_ = gradient_exchange_->share_norms();
     SI_RETURN_IF_ERROR(gradient_error_);
@@ -212,11 +230,10 @@ WeightsSink RanksUpdater::sink_here(const std::vector<void*>& places) const {
 }
 
 Status RanksUpdater::all_with(std::string_view call, const std::vector<void*>& places,
-                              const Status& mine) const {
-  std::vector<uint8_t> wanted;
-  for (const void* place : places) wanted.push_back(place != nullptr ? 1 : 0);
-  return all(fmt::format("{} of the weights {:016x}", call,
-                         base::checksum(std::as_bytes(std::span(wanted)))),
+                              const Status& mine, MessageWriter same) const {
+  for (const void* place : places) same.value(uint8_t{place != nullptr});
+  const std::string text = same.take();
+  return all(fmt::format("{} ({:016x})", call, base::checksum(std::as_bytes(std::span(text)))),
              mine);
 }
 
@@ -228,7 +245,7 @@ Status RanksUpdater::start_update(const UpdateOptions& options, base::DataType t
   };
   const std::vector<void*> places = places_of(sink, updated);
   const Status started = here_->start_update(options, type, sink_here(places));
-  SI_RETURN_IF_ERROR(all_with("start_update", places, started));
+  SI_RETURN_IF_ERROR(all_with("start_update", places, started, message_of(options, type)));
   update_started_ = true;
   commit_started_ = false;
   update_type_ = type;
@@ -364,8 +381,11 @@ UpdaterTraffic RanksUpdater::traffic() const {
 }
 
 uint64_t RanksUpdater::memory_bytes() const {
-  return here_->memory_bytes() + gradient_exchange_->memory_bytes() +
-         weight_exchange_->memory_bytes();
+  return here_->memory_bytes() + ranks_memory_bytes(space().count(), subgroup_elements());
+}
+
+uint64_t ranks_memory_bytes(uint64_t elements, uint64_t subgroup_elements) {
+  return GradientExchange::memory_bytes(elements) + WeightExchange::memory_bytes(subgroup_elements);
 }
 
 std::vector<std::string> RanksUpdater::describe_devices() const {

@@ -19,10 +19,15 @@
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/ranks/collectives.h"
 #include "smartinf/engine/ranks/gradient_exchange.h"
+#include "smartinf/engine/ranks/messages.h"
 #include "smartinf/engine/ranks/weight_exchange.h"
 #include "smartinf/engine/updater.h"
 
 namespace smartinf::engine {
+
+/// What a rank has in memory beside its devices' buffers, at most: gradients and weights on their
+/// way. Part of Updater::memory_bytes().
+uint64_t ranks_memory_bytes(uint64_t elements, uint64_t subgroup_elements);
 
 class RanksUpdater final : public Updater {
  public:
@@ -112,9 +117,10 @@ class RanksUpdater final : public Updater {
   bool is_here(size_t subgroup) const { return rank_of_[subgroup] == ranks_->rank(); }
   /// What all ranks say to a call.
   base::Status all(std::string_view call, const base::Status& mine) const;
-  /// The same where all of them want the weights of the same subgroups.
+  /// The same where all of them want the weights of the same subgroups. same: what else they have
+  /// in common.
   base::Status all_with(std::string_view call, const std::vector<void*>& places,
-                        const base::Status& mine) const;
+                        const base::Status& mine, MessageWriter same = {}) const;
   base::Status read_from_all(uint32_t plane_mask, size_t plane_count, const ReadHere& read_here,
                              const WholeState::Visit& visit);
   /// Where the sink wants each subgroup that `wanted` says; null elsewhere.

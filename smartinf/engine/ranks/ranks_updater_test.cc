@@ -468,6 +468,27 @@ TEST_F(FailingRanks, CallsThatAreNotTheSameAreAnErrorOfBoth) {
   close(opened);
 }
 
+/// Else their weights would drift apart without a word.
+TEST_F(FailingRanks, UpdatesThatAreNotTheSameAreAnErrorOfBoth) {
+  Board board(kRanks);
+  Opened opened = open(board);
+  on_all_ranks(kRanks, [&](size_t rank) {
+    Updater& updater = *opened.ranks[rank];
+    expect_ok(updater.initialize(fill, "start"));
+    const auto gradient = contract_gradient(model_.count(), 1);
+    expect_ok(updater.begin_step());
+    expect_ok(updater.put_gradient(0, gradient.data(), DataType::kBf16, gradient.size()));
+    expect_ok(updater.finish_gradients(1).status());
+    UpdateOptions options = update_options();
+    options.groups[1].lr *= static_cast<double>(rank + 1);
+    EXPECT_EQ(updater.start_update(options, DataType::kBf16, nullptr).code(),
+              ErrorCode::kFailedPrecondition);
+    expect_ok(updater.abort());
+    EXPECT_EQ(updater.committed_step(), 0u);
+  });
+  close(opened);
+}
+
 /// A visit that fails on one of them.
 TEST_F(FailingRanks, AReadThatOneOfThemEndsIsEndedByAll) {
   Board board(kRanks);

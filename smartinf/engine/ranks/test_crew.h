@@ -10,12 +10,14 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "smartinf/base/test_sanitizers.h"
 #include "smartinf/engine/emulated_source.h"
 #include "smartinf/engine/fake_source.h"
 #include "smartinf/engine/local_source.h"
@@ -407,6 +409,8 @@ inline std::vector<UpdaterKind> ranks_kinds(bool stream_weights = false) {
   fakes.name = "ThreeRanksOverFakes";
   fakes.make_place = [stream_weights] { return std::make_unique<FakeRanksPlace>(stream_weights); };
   fakes.reference = []() -> const Outcome& { return reference(DataType::kBf16); };
+  constexpr std::string_view kLeftOut[] = {"TwoRanks"};
+  base::leave_out_where_sanitized(kinds, kLeftOut);
   return kinds;
 }
 

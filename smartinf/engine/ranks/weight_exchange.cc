@@ -49,8 +49,8 @@ WeightExchange::~WeightExchange() {
   changed_.notify_all();
 }
 
-uint64_t WeightExchange::memory_bytes() const {
-  return kInFlight * (updater_.subgroup_elements() * sizeof(float) + kOutcomeBytes);
+uint64_t WeightExchange::memory_bytes(uint64_t subgroup_elements) {
+  return kInFlight * (subgroup_elements * sizeof(float) + kOutcomeBytes);
 }
 
 void WeightExchange::start(From from, size_t subgroup, base::DataType type, void* out) {

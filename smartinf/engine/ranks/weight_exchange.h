@@ -51,7 +51,8 @@ class WeightExchange {
   void wait_for_all(From from);
   void wait_for_all();
 
-  uint64_t memory_bytes() const;
+  /// At most so much, for subgroups of so many elements.
+  static uint64_t memory_bytes(uint64_t subgroup_elements);
 
  private:
   static constexpr size_t kKinds = 3;

@@ -58,89 +58,69 @@ TEST(Ranks, GoOnWithAnyNumberOfRanksAsOneProcessWould) {
 
 // ---- Micro-batches.
 
-/// Adds up as the tree is defined.
-std::vector<float> tree_sum(const std::vector<std::vector<base::Bf16>>& leaves, uint64_t begin,
-                            uint64_t end) {
-  std::vector<float> sum(leaves.front().size());
-  if (end - begin == 1) {
-    for (size_t i = 0; i < sum.size(); ++i) sum[i] = base::to_f32(leaves[begin][i]);
-    return sum;
+using Leaves = std::vector<std::vector<float>>;
+
+/// With all their digits, so that each order of adding them up gives bits of its own.
+Leaves leaves_of(uint64_t count, uint64_t elements) {
+  Leaves leaves;
+  for (uint64_t leaf = 0; leaf < count; ++leaf) {
+    std::vector<float>& values = leaves.emplace_back();
+    for (const base::Bf16 value : contract_gradient(elements, static_cast<int>(leaf))) {
+      values.push_back(base::to_f32(value) * 1.2345678f);
+    }
   }
+  return leaves;
+}
+
+/// Adds up as the tree is defined.
+std::vector<float> tree_sum(const Leaves& leaves, uint64_t begin, uint64_t end) {
+  if (end - begin == 1) return leaves[begin];
   uint64_t power = 1;
   while (2 * power < end - begin) power *= 2;
-  sum = tree_sum(leaves, begin, begin + power);
+  std::vector<float> sum = tree_sum(leaves, begin, begin + power);
   const std::vector<float> right = tree_sum(leaves, begin + power, end);
   for (size_t i = 0; i < sum.size(); ++i) sum[i] += right[i];
   return sum;
 }
 
-/// One step whose gradient is the sum of so many micro-batches.
-std::pair<double, std::vector<std::vector<float>>> summed_step(size_t ranks, uint64_t count) {
+/// The norm and the state after one step, of which each of so many ranks has its nodes.
+std::pair<double, std::vector<std::vector<float>>> summed_step(size_t ranks, const Leaves& leaves) {
   FakeRanksPlace place(false, ranks, 2);
-  auto board = std::make_shared<Board>(static_cast<uint32_t>(ranks));
-  auto crew = place.open_crew(board);
-  EXPECT_TRUE(crew.ok()) << crew.status().to_string();
-  initialize(**crew);
-  const uint64_t elements = (*crew)->space().count();
-  std::vector<std::vector<base::Bf16>> leaves;
-  for (uint64_t i = 0; i < count; ++i) {
-    leaves.push_back(contract_gradient(elements, static_cast<int>(i)));
-  }
-  expect_ok((*crew)->begin_step());
-  expect_ok((*crew)->all([&](size_t rank, Updater& updater) -> Status {
-    const auto range =
-        plan::micro_batches_of(count, static_cast<uint32_t>(rank), static_cast<uint32_t>(ranks));
-    std::vector<std::vector<float>> sums;
-    std::vector<const void*> nodes;
-    for (const auto& node : plan::summation_nodes(count, range)) {
-      sums.push_back(tree_sum(leaves, node.begin, node.end));
-    }
-    const auto all_nodes = plan::summation_nodes(count, range);
-    for (const plan::ParameterRange& each : updater.space().ranges()) {
-      nodes.clear();
-      for (size_t n = 0; n < all_nodes.size(); ++n) {
-        const bool leaf = all_nodes[n].size() == 1;
-        nodes.push_back(
-            leaf ? static_cast<const void*>(leaves[all_nodes[n].begin].data() + each.first)
-                 : sums[n].data() + each.first);
-      }
-      SI_RETURN_IF_ERROR(
-          updater.put_gradient_sums(each.first, each.count, {count, DataType::kBf16, nodes}));
+  place.options().gradient_type = DataType::kF32;
+  auto opened = ranks == 1 ? place.open_alone() : place.open();
+  EXPECT_TRUE(opened.ok()) << opened.status().to_string();
+  Updater& all = **opened;
+  initialize(all);
+  const auto put = [&](size_t rank, Updater& updater) -> Status {
+    const auto nodes = plan::summation_nodes(
+        leaves.size(), plan::micro_batches_of(leaves.size(), static_cast<uint32_t>(rank),
+                                              static_cast<uint32_t>(ranks)));
+    Leaves sums;
+    for (const auto& node : nodes) sums.push_back(tree_sum(leaves, node.begin, node.end));
+    for (const plan::ParameterRange& range : updater.space().ranges()) {
+      std::vector<const void*> values;
+      for (const std::vector<float>& sum : sums) values.push_back(sum.data() + range.first);
+      SI_RETURN_IF_ERROR(updater.put_gradient_sums(range.first, range.count,
+                                                   {leaves.size(), DataType::kF32, values}));
     }
     return Status();
-  }));
-  const auto summary = (*crew)->finish_gradients(1);
+  };
+  expect_ok(all.begin_step());
+  expect_ok(ranks == 1 ? put(0, all) : static_cast<Crew&>(all).all(put));
+  const auto summary = all.finish_gradients(1);
   expect_ok(summary.status());
-  expect_ok((*crew)->start_update(update_options(), DataType::kBf16, nullptr));
-  expect_ok((*crew)->commit(""));
-  return {summary->norm, all_planes(**crew)};
+  expect_ok(all.start_update(update_options(), DataType::kBf16, nullptr));
+  expect_ok(all.commit(""));
+  return {summary->norm, all_planes(all)};
 }
 
 TEST(Ranks, AddUpMicroBatchesAlike) {
-  for (const uint64_t count : {1, 5}) {
-    FakeRanksPlace alone(false, 1, 2);
-    auto updater = alone.open_alone();
-    ASSERT_TRUE(updater.ok());
-    initialize(**updater);
-    const uint64_t elements = (*updater)->space().count();
-    std::vector<std::vector<base::Bf16>> leaves;
-    for (uint64_t i = 0; i < count; ++i) {
-      leaves.push_back(contract_gradient(elements, static_cast<int>(i)));
-    }
-    const std::vector<float> sum = tree_sum(leaves, 0, count);
-    const void* root = count == 1 ? static_cast<const void*>(leaves[0].data()) : sum.data();
-    expect_ok((*updater)->begin_step());
-    expect_ok(
-        (*updater)->put_gradient_sums(0, elements, {count, DataType::kBf16, std::span(&root, 1)}));
-    const auto summary = (*updater)->finish_gradients(1);
-    expect_ok(summary.status());
-    expect_ok((*updater)->start_update(update_options(), DataType::kBf16, nullptr));
-    expect_ok((*updater)->commit(""));
-    const auto expected = all_planes(**updater);
-    for (const size_t ranks : {2, 3, 4}) {
-      const auto [norm, planes] = summed_step(ranks, count);
-      EXPECT_EQ(norm, summary->norm) << ranks << " ranks, " << count << " micro-batches";
-      EXPECT_TRUE(planes == expected) << ranks << " ranks, " << count << " micro-batches";
+  for (const uint64_t count : {2, 5}) {
+    const Leaves leaves = leaves_of(count, contract_space().count());
+    const auto expected = summed_step(1, leaves);
+    for (const size_t ranks : {2, 3}) {
+      EXPECT_TRUE(summed_step(ranks, leaves) == expected)
+          << ranks << " ranks, " << count << " micro-batches";
     }
   }
 }
@@ -435,6 +415,25 @@ TEST_F(FailingRanks, ADevicesFailureIsHeardByAllAndTheStepTakenBack) {
     close(opened);
     EXPECT_TRUE(state_alone() == expected);
   }
+}
+
+/// Nobody goes on with weights that are none.
+TEST_F(FailingRanks, WeightsThatADeviceCouldNotMakeAreAnErrorOfAll) {
+  Board board(kRanks);
+  Opened opened = open(board);
+  on_all_ranks(kRanks, [&](size_t rank) {
+    Updater& updater = *opened.ranks[rank];
+    expect_ok(updater.initialize(fill, "start"));
+    if (rank == 1) place_.drive(1).fail_next = csd::Update{};
+    std::vector<base::Bf16> weights(model_.count());
+    expect_ok(start_step(updater, 1, [&](uint64_t first) { return weights.data() + first; }));
+    const Status failed = updater.wait_weights(0, model_.count());
+    EXPECT_THAT(failed.to_string(), AllOf(HasSubstr("rank 1"), HasSubstr("drive1")));
+    EXPECT_FALSE(updater.wait_commit().ok());
+    EXPECT_EQ(updater.committed_step(), 0u);
+    expect_ok(step(updater, 1, nullptr));
+  });
+  close(opened);
 }
 
 TEST_F(FailingRanks, ACommitThatFailsOnADeviceIsSettledByOpeningAgain) {

@@ -54,8 +54,8 @@ struct DeviceOptions {
 struct UpdaterOptions {
   std::vector<DeviceOptions> devices;
   /// The ranks that share the run; null: this process alone. Every rank names the devices of all of
-  /// them, in the same order, and drives its own (DeviceOptions::rank). All options but paths of
-  /// others' devices are the same on all ranks, and budgets are those of all ranks together.
+  /// them, in the same order, and drives its own (DeviceOptions::rank). Options are the same on all
+  /// ranks, and budgets those of all ranks together.
   std::shared_ptr<Collectives> collectives;
   kernels::RuleOptions rule;
   base::StateFormat format = base::StateFormat::kF32;

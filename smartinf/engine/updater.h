@@ -70,6 +70,11 @@ base::Status check_groups(const UpdateOptions& options, const plan::ParameterSpa
 /// Errors: kInvalidArgument for more bytes than a step keeps.
 base::Status check_client_metadata(const std::string& client_metadata);
 
+/// Where several ranks share the run (UpdaterOptions::collectives) all of them make the same calls
+/// in the same order, but for readings, and get the same errors. Each has all weights and reads the
+/// whole state (an empty `visit` only takes part), but fills and edits the subgroups of its own
+/// devices alone. Sinks of all ranks have places for the same subgroups.
+///
 /// Threads: one caller. The devices' own threads work in between.
 /// After kTimeout a device may still read or write what was handed in for it: gradients and weights
 /// have to stay until the updater is destroyed.

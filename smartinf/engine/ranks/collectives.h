@@ -28,8 +28,9 @@ enum class Channel : uint8_t {
 };
 inline constexpr size_t kChannels = 3;
 
-/// Threads: each channel by one thread at a time, different ones at once.
-/// Errors of all calls: kTimeout, kIo or what the rank that gave up said; each names the rank.
+/// Threads: calls of a channel are started by one thread at a time, those of different ones at
+/// once; what was started may be waited for on another thread meanwhile. Errors of all calls:
+/// kTimeout, kIo or what the rank that gave up said; each names the rank.
 class Collectives {
  public:
   /// A call that was started. Its memory stays as it is until wait() has returned, which is called

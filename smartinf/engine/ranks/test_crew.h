@@ -269,10 +269,12 @@ inline base::Result<std::unique_ptr<Crew>> open_crew(
     const plan::ParameterSpace& space, const std::function<DeviceSources(size_t rank)>& sources) {
   std::vector<std::unique_ptr<Updater>> made(ranks);
   std::vector<base::Status> said(ranks);
+  std::vector<DeviceSources> given;  // not made at once: hwloc's parts are of one thread
+  for (size_t rank = 0; rank < ranks; ++rank) given.push_back(sources(rank));
   on_all_ranks(ranks, [&](size_t rank) {
     UpdaterOptions mine = options;
     mine.collectives = std::make_shared<BoardRank>(*board, static_cast<uint32_t>(rank));
-    auto opened = Updater::open(mine, space, sources(rank));
+    auto opened = Updater::open(mine, space, std::move(given[rank]));
     said[rank] = opened.status();
     if (opened.ok()) made[rank] = std::move(*opened);
   });

@@ -411,7 +411,7 @@ inline std::vector<UpdaterKind> ranks_kinds(bool stream_weights = false) {
   fakes.name = "ThreeRanksOverFakes";
   fakes.make_place = [stream_weights] { return std::make_unique<FakeRanksPlace>(stream_weights); };
   fakes.reference = []() -> const Outcome& { return reference(DataType::kBf16); };
-  constexpr std::string_view kLeftOut[] = {"TwoRanks"};
+  constexpr std::string_view kLeftOut[] = {"TwoRanks", "FourRanksSpilledInSmallSubgroups"};
   base::leave_out_where_sanitized(kinds, kLeftOut);
   return kinds;
 }

@@ -39,7 +39,8 @@ class Texts {
 };
 
 TEST(MicroBatches, AreAllDealtOutInOrder) {
-  for (const uint64_t count : {uint64_t{1}, uint64_t{2}, uint64_t{7}, uint64_t{64}, uint64_t{1} << 63}) {
+  for (const uint64_t count :
+       {uint64_t{1}, uint64_t{2}, uint64_t{7}, uint64_t{64}, uint64_t{1} << 63}) {
     for (const uint32_t world : {1u, 2u, 3u, 8u}) {
       uint64_t end = 0;
       for (uint32_t rank = 0; rank < world; ++rank) {

@@ -26,7 +26,8 @@ Status StepProtocol::require(Phase phase, std::string_view what) const {
   if (phase_ == phase) return Status();
   if (phase_ == Phase::kBroken) {
     return Status(ErrorCode::kFailedPrecondition,
-                  fmt::format("{} was called after the devices failed to agree on a step", what),
+                  fmt::format("{} was called after the devices failed to agree on a step ({})",
+                              what, broken_by_),
                   "Open the updater again, which recovers the last committed step.");
   }
   if (phase_ == Phase::kUnwritten) {
@@ -137,6 +138,7 @@ StepProtocol::Next StepProtocol::enter(Phase phase, Next next) {
 
 StepProtocol::Next StepProtocol::end(Phase phase, Status outcome) {
   phase_ = phase;
+  if (phase == Phase::kBroken) broken_by_ = outcome.what();
   outcome_ = std::move(outcome);
   error_ = Status();
   committing_ = false;

@@ -16,6 +16,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -129,6 +130,7 @@ class StepProtocol {
   bool abort_failed_ = false;
   base::Status error_;
   base::Status outcome_;
+  std::string broken_by_;
 };
 
 }  // namespace smartinf::engine

@@ -40,6 +40,9 @@ struct EmulatedLink {
   bool given() const { return up_bytes_per_s > 0 || down_bytes_per_s > 0 || latency_us > 0; }
 };
 
+/// A device that no rank was named for: whoever knows how many there are shares them out.
+inline constexpr uint32_t kAnyRank = ~uint32_t{0};
+
 struct DeviceOptions {
   std::string path;             // directory or block device
   std::string name;             // in messages; empty: the path

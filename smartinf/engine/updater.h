@@ -49,6 +49,9 @@ struct GradientSums {
   /// plan::summation_nodes() of this rank's plan::micro_batches_of(), in order; [count] each: of
   /// `type` where the node is one micro-batch, else of f32. None: the rank has no micro-batch.
   std::span<const void* const> nodes;
+  /// A gradient that is the sum of several, each a tree of its own: all nodes of the first come
+  /// first, and the trees' sums are added in their order.
+  uint32_t trees = 1;
 };
 
 struct UpdaterTraffic {

@@ -82,8 +82,9 @@ uint64_t GradientExchange::memory_bytes(uint64_t elements) {
 Status GradientExchange::check(const GradientSums& sums) {
   const uint32_t rank = ranks_->rank();
   const auto range = plan::micro_batches_of(sums.micro_batches, rank, ranks_->world());
-  const size_t nodes =
-      sums.micro_batches == 0 ? 0 : plan::summation_nodes(sums.micro_batches, range).size();
+  const size_t nodes = sums.micro_batches == 0
+                           ? 0
+                           : sums.trees * plan::summation_nodes(sums.micro_batches, range).size();
   if (sums.micro_batches > 0 && nodes == sums.nodes.size()) return Status();
   return Status(ErrorCode::kInvalidArgument,
                 fmt::format("rank {} gave {} sums of a gradient over {} micro-batches; it has {}",
@@ -93,7 +94,7 @@ Status GradientExchange::check(const GradientSums& sums) {
 
 void GradientExchange::put(std::span<const Piece> pieces, uint64_t first,
                            const GradientSums& sums) {
-  const SumFormat& format = formats_.of(sums.micro_batches, sums.type);
+  const SumFormat& format = formats_.of(sums.micro_batches, sums.type, sums.trees);
   spans_checksum_ = base::mix_seed(base::mix_seed(spans_checksum_, first), pieces.size());
   for (const Piece& piece : pieces) {
     Segment segment{piece, &format, {}, {}};

@@ -6,21 +6,26 @@
 
 namespace smartinf::engine {
 
-SumFormat SumFormat::make(uint64_t micro_batches, base::DataType type, uint32_t world) {
+SumFormat SumFormat::make(uint64_t micro_batches, base::DataType type, uint32_t world,
+                          uint32_t trees) {
   SumFormat format;
   format.bytes.assign(world, 0);
-  plan::MicroBatchSum sum(micro_batches);
-  for (uint32_t rank = 0; rank < world; ++rank) {
-    const auto range = plan::micro_batches_of(micro_batches, rank, world);
-    for (const plan::MicroBatchRange& node : plan::summation_nodes(micro_batches, range)) {
-      const base::DataType node_type = node.size() == 1 ? type : base::DataType::kF32;
-      format.stack_max = std::max(format.stack_max, sum.sums().size() + 1);
-      format.nodes.push_back({rank, node_type, sum.push(node)});
-      format.bytes[rank] += base::data_type_bytes(node_type);
-      format.bytes_of_all += base::data_type_bytes(node_type);
+  for (uint32_t tree = 0; tree < trees; ++tree) {
+    const size_t below = tree > 0 ? 1 : 0;  // the sum of the trees before
+    plan::MicroBatchSum sum(micro_batches);
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      const auto range = plan::micro_batches_of(micro_batches, rank, world);
+      for (const plan::MicroBatchRange& node : plan::summation_nodes(micro_batches, range)) {
+        const base::DataType node_type = node.size() == 1 ? type : base::DataType::kF32;
+        format.stack_max = std::max(format.stack_max, below + sum.sums().size() + 1);
+        format.nodes.push_back({rank, node_type, sum.push(node)});
+        format.bytes[rank] += base::data_type_bytes(node_type);
+        format.bytes_of_all += base::data_type_bytes(node_type);
+      }
     }
+    SI_CHECK(sum.sums().size() == 1, "micro-batches that are not added up");
+    if (below > 0) ++format.nodes.back().added;
   }
-  SI_CHECK(sum.sums().size() == 1, "micro-batches that are not added up");
   format.bytes_max = *std::max_element(format.bytes.begin(), format.bytes.end());
   return format;
 }
@@ -33,10 +38,10 @@ uint64_t SumFormat::part_bytes(uint32_t rank, uint64_t count) const {
   return bytes_of_part;
 }
 
-const SumFormat& SumFormats::of(uint64_t micro_batches, base::DataType type) {
-  auto& format = formats_[{micro_batches, type}];
+const SumFormat& SumFormats::of(uint64_t micro_batches, base::DataType type, uint32_t trees) {
+  auto& format = formats_[{micro_batches, type, trees}];
   if (format == nullptr) {
-    format = std::make_unique<SumFormat>(SumFormat::make(micro_batches, type, world_));
+    format = std::make_unique<SumFormat>(SumFormat::make(micro_batches, type, world_, trees));
   }
   return *format;
 }

@@ -7,7 +7,7 @@
 #include <map>
 #include <memory>
 #include <span>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
@@ -31,7 +31,9 @@ struct SumFormat {
   uint64_t bytes_max = 0;       // of any rank
   uint64_t bytes_of_all = 0;
 
-  static SumFormat make(uint64_t micro_batches, base::DataType type, uint32_t world);
+  /// trees: of each node there is one (GradientSums::trees).
+  static SumFormat make(uint64_t micro_batches, base::DataType type, uint32_t world,
+                        uint32_t trees = 1);
   /// [count] values of a node, with space behind them that keeps what follows aligned.
   static uint64_t array_bytes(base::DataType type, uint64_t count) {
     return (count * base::data_type_bytes(type) + 7) / 8 * 8;
@@ -44,11 +46,11 @@ struct SumFormat {
 class SumFormats {
  public:
   explicit SumFormats(uint32_t world) : world_(world) {}
-  const SumFormat& of(uint64_t micro_batches, base::DataType type);
+  const SumFormat& of(uint64_t micro_batches, base::DataType type, uint32_t trees);
 
  private:
   const uint32_t world_;
-  std::map<std::pair<uint64_t, base::DataType>, std::unique_ptr<SumFormat>> formats_;
+  std::map<std::tuple<uint64_t, base::DataType, uint32_t>, std::unique_ptr<SumFormat>> formats_;
 };
 
 /// Elements that one rank gets of a piece.

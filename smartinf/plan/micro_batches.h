@@ -47,7 +47,7 @@ class MicroBatchSum {
   std::span<const MicroBatchRange> sums() const { return sums_; }
 
  private:
-  const uint64_t count_;
+  uint64_t count_;
   std::vector<MicroBatchRange> sums_;
 };
 

@@ -1,6 +1,7 @@
 #include "smartinf/plan/training_memory.h"
 
 #include <algorithm>
+#include <bit>
 #include <span>
 #include <string>
 #include <utility>
@@ -47,8 +48,24 @@ uint64_t input_bytes(const TrainingMemoryInput& input) {
   return input.value_bytes * input.model.tokens * input.model.width;
 }
 
+/// Micro batches that one process computes in a step, at most.
+uint64_t batches_of(const TrainingMemoryInput& input) {
+  return base::divide_up(input.accumulation, input.ranks);
+}
+
+/// Of a parameter: sums over micro batches in f32 that there are at once, beside what is added.
+/// Most of them are at hand before the tree's last right leaf; a rank's share of the tree may have
+/// such nodes on both sides.
+uint64_t sums_of(const TrainingMemoryInput& input) {
+  const auto batches = batches_of(input);
+  if (batches == 1) return 0;
+  if (input.program == TrainingProgram::kPython) return 1;
+  const auto levels = static_cast<uint64_t>(std::bit_width(batches)) - 1;
+  return input.ranks == 1 ? levels : std::min(batches - 1, 2 * levels);
+}
+
 uint64_t inputs_of(const TrainingMemoryInput& input) {
-  return (input.units.size() - 1) * input.accumulation;
+  return (input.units.size() - 1) * batches_of(input);
 }
 
 uint64_t largest_of(std::span<const Unit> units) {
@@ -77,10 +94,10 @@ uint64_t head_elements(const TrainingModel& model) {
 Phase peak_of_stream(const TrainingMemoryInput& input) {
   const TrainingModel& model = input.model;
   const uint64_t saved = layer_saved_bytes(model, input.program, input.value_bytes);
-  const uint64_t boundary = input.accumulation * input_bytes(input);  // gradients between units
+  const uint64_t boundary = batches_of(input) * input_bytes(input);  // gradients between units
   // Beside a GPU those that are not all there are in the host's memory, but for one unit's.
   const bool near = !input.gpu || input.inputs_in_memory == inputs_of(input);
-  const uint64_t inputs = near ? input.inputs_in_memory : input.accumulation + 1;
+  const uint64_t inputs = near ? input.inputs_in_memory : batches_of(input) + 1;
   // Beside a GPU one is computed with while the next one comes, and what is computed again needs
   // its own.
   const uint64_t near_buffers = input.gpu ? (input.saves_all ? 1 : 2) : input.saved_in_memory;
@@ -92,12 +109,13 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
     if (unit.layers > 0) elements = std::max(elements, unit.count);
   }
   if (model.adapters != 0) elements = base::divide_up(model.adapters * layers, model.layers);
-  // A sum over micro batches in f32, and what is added to it.
-  const uint64_t each = input.value_bytes + (input.accumulation > 1 ? 4 : 0);
+  // Sums over micro batches in f32, and what is added to them.
+  const uint64_t each = input.value_bytes + 4 * sums_of(input);
   const uint64_t head = head_elements(model);
-  const uint64_t tied = model.tied ? head * (input.accumulation > 1 ? 4 : input.value_bytes) : 0;
+  const uint64_t whole = sums_of(input) > 0 ? 4 : input.value_bytes;  // of all micro batches
+  const uint64_t tied = model.tied ? head * (input.ranks == 1 ? whole : each) : 0;
   const bool parts = model.tokens > head_rows(model.vocabulary);
-  const Phase loss{kept, head * (parts ? 4 + input.value_bytes : each), logits_bytes(input)};
+  const Phase loss{kept, head * (parts ? each + 4 : each), logits_bytes(input)};
   // On an accelerator: a unit's last product comes first in backward, when all that was saved is
   // still there, and its gradient is the only one; at the end all gradients are there.
   const uint64_t sums = elements * (each - input.value_bytes);
@@ -200,13 +218,12 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   const uint64_t in_host =
       stay ? weights : value_bytes * elements_of(input.units, input.placement.in_memory);
   const Phase phase = stay ? peak_of_backward(input) : peak_of_stream(input);
-  const bool accumulates = input.accumulation > 1;
   std::vector<MemoryPart> computing{{"weights", in_host},
                                     {"gradients", phase.gradients},
                                     {"activations", phase.activations},
                                     {"logits and their gradients", phase.logits}};
-  if (!python && accumulates && stay) {
-    computing.push_back({"sums of gradients in f32", 4 * trained_of(model)});
+  if (!python && stay) {
+    computing.push_back({"sums of gradients in f32", 4 * sums_of(input) * trained_of(model)});
   }
   const uint64_t adapters = value_bytes * model.adapters;
   computing.push_back({"adapters", adapters});
@@ -236,7 +253,7 @@ TrainingMemory training_memory(const TrainingMemoryInput& input) {
   }
   if (host_slots > 0) memory.host.push_back({"slots of units from the devices", host_slots});
   memory.host.push_back({"optimizer: buffers and gradients", input.optimizer_bytes});
-  if (python && input.release_gradients && accumulates) {
+  if (python && input.release_gradients && input.accumulation > 1) {
     memory.host.push_back({"sums of released gradients in f32", 4 * model.parameters});
   }
   memory.host.push_back({"the process itself", input.process_bytes});
@@ -310,14 +327,15 @@ class StreamPlan {
     memory_.recompute = true;
     memory_.placement = {0, 0, kHostSlots, kAcceleratorSlots};
     inputs_ = inputs_of(memory_);
-    memory_.inputs_in_memory = std::min(inputs_, memory_.accumulation + kOnTheirWay);
+    memory_.inputs_in_memory =
+        input.spools ? std::min(inputs_, batches_of(memory_) + kOnTheirWay) : inputs_;
     if (offloads) {
       memory_.saves_all = input.activations == Activations::kOffload;
       const uint64_t of_layer =
           layer_saved_bytes(memory_.model, memory_.program, memory_.value_bytes) +
           kSavedTensors * kSavedAlignment;
       memory_.saved_bytes = most_layers_of(memory_.units) * of_layer;
-      saved_ = (memory_.units.size() - 2) * memory_.accumulation;
+      saved_ = (memory_.units.size() - 2) * batches_of(memory_);
       memory_.saved_in_memory = std::min(saved_, kOnTheirWay);
     }
     gradients_ = std::min({input.gradient_bytes, input.gradient_limit_bytes, kGradientsMin});
@@ -402,13 +420,13 @@ TrainingPlan place_training(const TrainingPlanInput& input) {
     TrainingPlan keep = stay_plan(input, false);
     if (!automatic || fits(keep.memory, input)) return keep;
   }
-  if (input.activations == Activations::kOffload && input.streams.ok()) {
+  if (input.activations == Activations::kOffload && input.streams.ok() && input.spools) {
     return StreamPlan(input, /*offloads=*/true).make();
   }
   const TrainingPlan recompute = stay_plan(input, true);
   if (!input.streams.ok()) return recompute;
   const bool all_stay = fits(recompute.memory, input);
-  if (automatic && fits(StreamPlan(input, /*offloads=*/true).memory(), input)) {
+  if (automatic && input.spools && fits(StreamPlan(input, /*offloads=*/true).memory(), input)) {
     TrainingPlan offload = StreamPlan(input, /*offloads=*/true).make();
     if (!all_stay || keeps_as_much(offload, recompute, input.memory.gpu)) return offload;
   }

@@ -66,12 +66,13 @@ struct TrainingMemoryInput {
   uint64_t gpu_library_bytes = kCudaBytes;  // of the GPU's memory, beside what follows from shapes
   uint32_t value_bytes = 2;                 // of weights, activations and gradients
   bool recompute = true;                    // activations: only each unit's input is kept
-  uint32_t accumulation = 1;
-  bool release_gradients = false;  // kPython: each gradient leaves once it is complete
-  uint64_t optimizer_bytes = 0;    // the engine's buffers and gradients; with
-                                   // optimizer.where = "memory" torch's own state
-  uint64_t process_bytes = 0;      // resident before there is a model
-  bool measures_drives = true;     // at the start, which takes memory of its own
+  uint32_t accumulation = 1;                // micro batches of a step
+  uint32_t ranks = 1;                       // kTrain: processes that share them
+  bool release_gradients = false;           // kPython: each gradient leaves once it is complete
+  uint64_t optimizer_bytes = 0;             // the engine's buffers and gradients; with
+                                            // optimizer.where = "memory" torch's own state
+  uint64_t process_bytes = 0;               // resident before there is a model
+  bool measures_drives = true;              // at the start, which takes memory of its own
 
   /// kTrain where each unit does all micro batches before the next one: not all units stay where
   /// the model computes, or activations are offloaded. Empty: micro batch by micro batch, and all
@@ -125,6 +126,7 @@ struct TrainingPlanInput {
   uint64_t gradient_limit_bytes = ~uint64_t{0};  // of them in memory: engine.gradient_budget
   /// Why weights and activations cannot come from the devices; ok: they can.
   base::Status streams;
+  bool spools = true;  // false: weights can, activations cannot
 };
 
 struct TrainingPlan {

@@ -49,7 +49,13 @@ TEST(TrainingMemory, AllWeightsAndGradientsAreOnTheGpu) {
   EXPECT_LT(once, 4 * p + (uint64_t{1} << 30));
   EXPECT_GT(training_memory(input).host_bytes, 2 * p) << "new weights arrive there";
   input.accumulation = 4;
-  EXPECT_EQ(training_memory(input).accelerator_bytes, once + 4 * p) << "sums in f32";
+  EXPECT_EQ(training_memory(input).accelerator_bytes, once + 2 * 4 * p)
+      << "sums in f32: of the first two, and of the third";
+  input.ranks = 2;
+  EXPECT_EQ(training_memory(input).accelerator_bytes, once + 4 * p) << "of two micro batches";
+  input.ranks = 4;
+  EXPECT_EQ(training_memory(input).accelerator_bytes, once) << "nothing is added";
+  input.ranks = 1;
 
   input.program = TrainingProgram::kPython;
   const TrainingMemory added = training_memory(input);

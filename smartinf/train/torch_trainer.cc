@@ -118,17 +118,16 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
     if (!stop.stop_requested() || residual_lags()) return;
     throw StatusError(Status(ErrorCode::kCancelled, "stopped before the step was complete"));
   };
-  pass.take_gradient = [this](uint64_t first, Tensor gradient) {
-    take_gradient(first, std::move(gradient));
-  };
+  pass.micro_batches = batches.size();
+  pass.mine = {0, batches.size()};
+  pass.take_gradient = [this](UnitPass::Gradient gradient) { take_gradient(std::move(gradient)); };
   // Where units do not stay, each of them does all micro batches before the next one comes.
   const size_t at_once = plan_.streams ? batches.size() : 1;
   for (size_t i = 0; i < batches.size(); i += at_once) {
     const std::span<const Batch> together = batches.subspan(i, at_once);
     const uint64_t forward_ns = base::now_ns();
     const double waited_s = waited_for_weights_s();
-    pass.begins_step = i == 0;
-    pass.ends_step = i + at_once == batches.size();
+    pass.first = i;
     pass.times_forward = offload_choice_ && !offload_choice_->decided();
     for (const double loss : pass_->train(together, pass)) report.loss += loss / accumulation;
     const uint64_t backward_ns = pass_->backward_began_ns();
@@ -164,9 +163,9 @@ bool TorchTrainer::must_write_residual(const std::stop_token& stop) const {
 
 // While the commit of the step before goes on they wait here, and backward does not; but not
 // where there is no memory for them.
-void TorchTrainer::take_gradient(uint64_t first, Tensor gradient) {
-  if (measures_layers_) layer_stats_->add_gradient(first, gradient);
-  gradients_ready_.push_back({first, std::move(gradient)});
+void TorchTrainer::take_gradient(UnitPass::Gradient gradient) {
+  if (measures_layers_) layer_stats_->add_gradient(gradient.first, gradient.sums.front());
+  gradients_ready_.push_back(std::move(gradient));
   if (!begun_ && !plan_.streams && updater_->committing()) return;
   if (!begun_) throw_if_error(begin_step());
   throw_if_error(put_gradients(/*all=*/false));
@@ -201,8 +200,8 @@ Overlap TorchTrainer::overlap_of_next_step() const {
 // accelerator one is copied while the one before it goes down and backward goes on.
 Status TorchTrainer::put_gradients(bool all) {
   const torch::ScalarType type = scalar_type(gradient_type_);
-  for (Gradient& gradient : std::exchange(gradients_ready_, {})) {
-    const Tensor values = std::exchange(gradient.values, {}).to(type).contiguous();
+  for (UnitPass::Gradient& gradient : std::exchange(gradients_ready_, {})) {
+    const Tensor values = std::exchange(gradient.sums.front(), {}).to(type).contiguous();
     if (gradient_copies_ == nullptr) {
       SI_RETURN_IF_ERROR(updater_->put_gradient(gradient.first, values.const_data_ptr(),
                                                 gradient_type_,

@@ -75,10 +75,6 @@ class TorchTrainer final : public Trainer {
   std::vector<std::string> describe() const override;
 
  private:
-  struct Gradient {
-    uint64_t first;
-    torch::Tensor values;
-  };
   base::Result<Batch> read_batch(const Windows& from, std::span<const uint64_t> windows) const;
   /// The micro batches of the next step.
   base::Result<std::vector<Batch>> next_batches();
@@ -87,7 +83,7 @@ class TorchTrainer final : public Trainer {
   base::Status compute_gradients(std::span<const Batch> batches, const std::stop_token& stop,
                                  StepReport& report);
   /// A parameter's gradient of this step is complete.
-  void take_gradient(uint64_t first, torch::Tensor gradient);
+  void take_gradient(UnitPass::Gradient gradient);
   base::Status begin_step();
   /// Of those that are ready. all: none is left on its way from an accelerator.
   base::Status put_gradients(bool all);
@@ -168,9 +164,9 @@ class TorchTrainer final : public Trainer {
   double waited_s_ = 0;  // for commits, since the report before
 
   // The step in progress.
-  bool begun_ = false;                     // at the updater
-  std::vector<Gradient> gradients_ready_;  // that go down next
-  Overlap overlap_ = Overlap::kNone;       // of this step; never kAuto
+  bool begun_ = false;                               // at the updater
+  std::vector<UnitPass::Gradient> gradients_ready_;  // that go down next
+  Overlap overlap_ = Overlap::kNone;                 // of this step; never kAuto
   double norm_before_ = 0;                 // of the last step; 0: there was none
   double late_exposed_ = 0;                // share of the last late step that was waited for
 

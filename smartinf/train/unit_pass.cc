@@ -127,6 +127,10 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   batches_ = batches;
   options_ = &options;
   offloaded_ = 0;
+  if (options.first == options.mine.begin) {  // the step before may have been stopped
+    for (auto& sums : sums_) sums.clear();
+    tied_sums_.reset();
+  }
   inputs_.begin(head_unit + 1, batches.size());
   if (saved_) saved_->begin(head_unit, batches.size());
   graphs_.clear();
@@ -272,10 +276,10 @@ double UnitPass::head_of(const Head& head, size_t batch) {
   auto made = torch::autograd::grad({h_MC}, leaves, {gradients.h_MC});
   gradients_BTC_[batch] = std::move(made[0]);
   if (adapters_ != nullptr) return loss;
-  std::vector<Tensor>& sums = sums_[model_.head()];
+  auto& sums = sums_[model_.head()];
   sums.resize(head.weights.size());
-  for (size_t p = 0; p < of_norm; ++p) add_gradient(sums[p], std::move(made[p + 1]), batch);
-  add_gradient(model_.tied_head() ? tied_sum_ : sums.back(), std::move(gradients.matrix_VC), batch);
+  for (size_t p = 0; p < of_norm; ++p) add_gradient(sums[p], std::move(made[p + 1]));
+  add_gradient(model_.tied_head() ? tied_sums_ : sums.back(), std::move(gradients.matrix_VC));
   return loss;
 }
 
@@ -306,31 +310,31 @@ void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t bat
   for (size_t p = 0; p < parameters.size(); ++p) {
     // Of an expert that no token went through.
     if (!made[p].defined()) made[p] = torch::zeros_like(parameters[p].weight);
-    add_gradient(sums_[unit][p], std::move(made[p]), batch);
+    add_gradient(sums_[unit][p], std::move(made[p]));
   }
 }
 
-/// Weights of bf16 have gradients of bf16; their sum over micro batches is kept in f32.
-void UnitPass::add_gradient(Tensor& sum, Tensor gradient, size_t batch) const {
-  const bool first = options_->begins_step && batch == 0;
-  const bool only = first && options_->ends_step && batches_.size() == 1;
-  if (only) {
-    sum = std::move(gradient);
-  } else if (first) {
-    sum = gradient.to(torch::kFloat32, /*non_blocking=*/false, /*copy=*/true);
-  } else {
-    sum.add_(gradient);
-  }
+void UnitPass::add_gradient(std::optional<GradientTree>& sums, Tensor gradient) const {
+  if (!sums) sums.emplace(options_->micro_batches, options_->mine);
+  sums->add(std::move(gradient));
 }
 
 void UnitPass::give_out(size_t unit, std::span<const Parameter> parameters) {
-  if (!options_->ends_step) return;
-  std::vector<Tensor> sums = std::exchange(sums_[unit], {});
+  if (options_->first + batches_.size() < options_->mine.end) return;
+  auto sums = std::exchange(sums_[unit], {});
   for (size_t p = sums.size(); p-- > 0;) {
+    Gradient gradient{parameters[p].first, sums[p]->take()};
     // An embedding that is the head's matrix too: both shares.
-    if (unit == 0 && p == 0 && model_.tied_head())
-      sums[p] = std::exchange(tied_sum_, {}).add_(sums[p]);
-    options_->take_gradient(parameters[p].first, std::move(sums[p]));
+    if (unit == 0 && p == 0 && model_.tied_head()) {
+      std::vector<Tensor> tied = std::exchange(tied_sums_, {})->take();
+      if (options_->mine.begin == 0 && options_->mine.end == options_->micro_batches) {
+        gradient.sums.front() = tied.front().add_(gradient.sums.front());
+      } else {
+        gradient.trees = 2;
+        gradient.sums.insert(gradient.sums.begin(), tied.begin(), tied.end());
+      }
+    }
+    options_->take_gradient(std::move(gradient));
   }
 }
 

@@ -15,7 +15,9 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/types.h>
 
+#include "smartinf/plan/micro_batches.h"
 #include "smartinf/train/adapters.h"
+#include "smartinf/train/gradient_tree.h"
 #include "smartinf/train/layer_stream.h"
 #include "smartinf/train/model.h"
 #include "smartinf/train/saved_tensors.h"
@@ -43,13 +45,24 @@ class UnitPass {
   UnitPass(const Model& model, LayerStream& stream, Adapters* adapters, bool recompute,
            UnitInputs inputs, std::optional<SpooledBuffers> saved);
 
-  /// A step's gradient of the parameter that begins at element `first`: of the weights' type, or
-  /// f32 when it is a sum over micro batches. Backward has used the weights of its unit for the
-  /// last time; units come from the last to the first.
-  using TakeGradient = std::function<void(uint64_t first, torch::Tensor gradient)>;
+  /// What this process has of a step's gradient of the parameter that begins at element `first`.
+  /// Of all micro batches it is one sum. Of a rank's share there are sums of several, those of
+  /// plan::summation_nodes(), in their order; of an embedding that is the head's matrix too in two
+  /// trees, first the head's sums and then the embedding's, and the gradient is the sum of the
+  /// trees. Each is of the weights' type for one micro batch, else f32.
+  struct Gradient {
+    uint64_t first = 0;
+    std::vector<torch::Tensor> sums;
+    uint32_t trees = 1;
+  };
+  /// Backward has used the weights of the gradient's unit for the last time; units come from the
+  /// last to the first.
+  using TakeGradient = std::function<void(Gradient gradient)>;
   struct Options {
-    bool begins_step = true;     // false: gradients are added to those of the pass before
-    bool ends_step = true;       // gradients are given out
+    uint64_t micro_batches = 1;           // of the step, on all ranks
+    plan::MicroBatchRange mine = {0, 1};  // that this process computes; behind the last of them
+                                          // gradients are given out
+    uint64_t first = 0;          // the number of the pass's first batch, of `mine`, in order
     bool times_forward = false;  // beside an accelerator backward begins when it has computed it
     /// Targets of the step that count, divided by its number of batches.
     double targets_per_batch = 0;
@@ -59,8 +72,8 @@ class UnitPass {
   };
   /// The loss of each batch in nats: the sum over its targets, divided by targets_per_batch. So the
   /// mean over the step's batches is the mean over the step's targets. Gradients are those of these
-  /// losses, summed over batches in their order: the same bits in one pass over several batches and
-  /// in several passes over one each.
+  /// losses, summed over batches by plan/micro_batches.h's tree: the same bits in one pass over
+  /// several batches and in several passes over one each.
   std::vector<double> train(std::span<const Batch> batches, const Options& options);
   /// The units in the order in which train() uses them.
   std::vector<uint32_t> order() const;
@@ -123,7 +136,7 @@ class UnitPass {
   void forward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   double head_of(const Head& head, size_t batch);
   void backward_unit(size_t unit, const UnitWeights& weights, size_t batch);
-  void add_gradient(torch::Tensor& sum, torch::Tensor gradient, size_t batch) const;
+  void add_gradient(std::optional<GradientTree>& sums, torch::Tensor gradient) const;
   void give_out(size_t unit, std::span<const Parameter> parameters);
 
   const Model& model_;
@@ -142,8 +155,8 @@ class UnitPass {
   std::vector<std::vector<Graph>> graphs_;    // by unit, batch; empty: computed again
   std::vector<torch::Tensor> gradients_BTC_;  // by batch: of the unit's output
   // Of the step, by unit and parameter: gradients so far.
-  std::vector<std::vector<torch::Tensor>> sums_;
-  torch::Tensor tied_sum_;  // the head's share of the embedding's gradient
+  std::vector<std::vector<std::optional<GradientTree>>> sums_;
+  std::optional<GradientTree> tied_sums_;  // the head's share of the embedding's gradient
 };
 
 }  // namespace smartinf::train

@@ -31,6 +31,15 @@ if(_torch_dir AND EXISTS ${_torch_dir}/include/torch/csrc/api/include/torch/torc
   target_link_options(smartinf_torch INTERFACE
     -Wl,-rpath,${_torch_dir}/lib -Wl,--push-state,--no-as-needed)
   target_link_libraries(smartinf_torch INTERFACE torch torch_cpu c10 -Wl,--pop-state)
+  # torch's header of process groups over gloo includes gloo's, which the wheel does not have.
+  if(NOT EXISTS ${_torch_dir}/include/gloo/context.h)
+    set(_gloo ${PROJECT_BINARY_DIR}/gloo_names)
+    foreach(_name algorithm common/error context rendezvous/store transport/device)
+      file(CONFIGURE OUTPUT ${_gloo}/gloo/${_name}.h
+        CONTENT "#include \"${PROJECT_SOURCE_DIR}/smartinf/train/ranks/gloo_names.h\"\n")
+    endforeach()
+    target_include_directories(smartinf_torch SYSTEM INTERFACE ${_gloo})
+  endif()
   message(STATUS "torch: ${_torch_dir}")
 elseif(SMARTINF_TORCH STREQUAL "ON")
   message(FATAL_ERROR

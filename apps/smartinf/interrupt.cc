@@ -8,6 +8,8 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include "smartinf/base/clock.h"
+
 #include "apps/smartinf/commands.h"
 
 namespace smartinf::apps {
@@ -22,9 +24,15 @@ Interrupt::Interrupt(const char* saying) {
       [this, signals, text = std::string("\nsmartinf: ") + saying + "\n"](std::stop_token end) {
         pthread_setname_np(pthread_self(), "interrupt");
         const timespec look_up{.tv_sec = 0, .tv_nsec = 100'000'000};  // for the end of the process
+        constexpr double kSameSeconds = 2;
+        uint64_t first_ns = 0;
         while (!end.stop_requested()) {
           if (sigtimedwait(&signals, nullptr, &look_up) < 0) continue;
-          if (stop_.stop_requested()) _exit(kExitInterrupted);
+          if (stop_.stop_requested()) {
+            if (twice_ && base::seconds_since(first_ns) < kSameSeconds) continue;
+            _exit(kExitInterrupted);
+          }
+          first_ns = base::now_ns();
           std::fputs(text.c_str(), stderr);
           stop_.request_stop();
         }

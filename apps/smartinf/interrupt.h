@@ -2,6 +2,7 @@
 // once.
 #pragma once
 
+#include <atomic>
 #include <stop_token>
 #include <thread>
 
@@ -14,6 +15,9 @@ class Interrupt {
   /// `saying` is printed at the first signal.
   explicit Interrupt(
       const char* saying = "stopping at a committed step; press Ctrl-C again to stop at once");
+  /// Of several ranks: whoever started them passes on a signal that they may have got themselves,
+  /// so for two seconds it is the same one.
+  void expect_it_twice() { twice_ = true; }
   Interrupt(const Interrupt&) = delete;
   Interrupt& operator=(const Interrupt&) = delete;
 
@@ -22,6 +26,7 @@ class Interrupt {
 
  private:
   std::stop_source stop_;
+  std::atomic<bool> twice_ = false;
   std::jthread waiter_;
 };
 

@@ -1,5 +1,6 @@
 // smartinf train: runs a recipe, one line a step; run again, it resumes.
 #include <memory>
+#include <utility>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -9,6 +10,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/memory.h"
+#include "smartinf/train/ranks/device_ranks.h"
 #include "smartinf/train/trainer.h"
 
 #include "apps/smartinf/interrupt.h"
@@ -18,8 +20,8 @@
 #include "apps/smartinf/recipe_flags.h"
 #include "apps/smartinf/state_places.h"
 #include "apps/smartinf/text_codec.h"
-#include "apps/smartinf/token_data.h"
 #include "apps/smartinf/trace_file.h"
+#include "apps/smartinf/train_ranks.h"
 #include "apps/smartinf/wear.h"
 
 namespace smartinf::apps {
@@ -45,9 +47,14 @@ std::string by_kind(const std::array<uint64_t, base::kTrafficKinds>& bytes, uint
 // What a run says: for people, with a live view on a terminal, or as JSON lines.
 class Screen {
  public:
-  Screen(bool json, const train::TrainOptions& train, base::StepNumber first)
-      : json_(json), steps_(train.steps), log_every_(train.log_every), first_(first) {
-    if (!json && LiveView::possible()) view_.emplace(steps_, first_);
+  /// silent: of another rank than the first.
+  Screen(bool json, bool silent, const train::TrainOptions& train, base::StepNumber first)
+      : json_(json),
+        silent_(silent),
+        steps_(train.steps),
+        log_every_(train.log_every),
+        first_(first) {
+    if (!json && !silent && LiveView::possible()) view_.emplace(steps_, first_);
   }
 
   void note(const std::string& text) {
@@ -182,12 +189,14 @@ class Screen {
 
  private:
   void print(const std::string& line) {
+    if (silent_) return;
     if (view_) return view_->print(line);
     fmt::print("{}\n", line);
     std::fflush(stdout);
   }
 
   bool json_;
+  bool silent_;
   std::optional<LiveView> view_;
   uint64_t steps_;
   uint64_t log_every_;
@@ -203,10 +212,14 @@ class Screen {
 // What the model makes of train.sample_prompts, at each validation.
 class Samples {
  public:
+  explicit Samples(const train::Ranks& ranks) : ranks_(ranks) {}
+
   /// What cannot be sampled costs the run nothing: a warning says why.
   void open(const Trainer& trainer) {
     const train::TrainOptions& options = trainer.options().train;
     if (options.sample_prompts.empty() || options.sample_tokens == 0) return;
+    wanted_ = true;
+    if (!ranks_.first()) return;
     Result<TextCodec> codec = TextCodec::open(trainer.text_form());
     if (!codec.ok()) return warn(codec.status());
     for (const std::string& text : options.sample_prompts) {
@@ -223,8 +236,13 @@ class Samples {
   }
 
   Status show(Trainer& trainer, Screen& screen, const Interrupt& interrupt) {
-    if (!codec_ || interrupt.requested()) return Status();
-    SI_ASSIGN_OR_RETURN(auto made, trainer.sample(prompts_, interrupt.token()));
+    if (!wanted_) return Status();
+    // Of several ranks all take part, and the first one's prompts count.
+    const bool go_on = codec_ && !interrupt.requested();
+    if (ranks_.alone() && !go_on) return Status();
+    const auto prompts = go_on ? std::span(std::as_const(prompts_)) : std::span<const Tokens>();
+    SI_ASSIGN_OR_RETURN(auto made, trainer.sample(prompts, interrupt.token()));
+    if (made.empty()) return Status();
     std::vector<std::string> texts;
     for (size_t i = 0; i < made.size(); ++i) {
       made[i].insert(made[i].begin(), prompts_[i].begin(), prompts_[i].end());
@@ -240,8 +258,11 @@ class Samples {
               std::move(status).with_context("train.sample_prompts: no samples").to_string());
   }
 
+  using Tokens = std::vector<int64_t>;
+  const train::Ranks& ranks_;
+  bool wanted_ = false;  // on all ranks, or on none
   std::optional<TextCodec> codec_;
-  std::vector<std::vector<int64_t>> prompts_;
+  std::vector<Tokens> prompts_;
 };
 
 /// The trainer's own track, beside those of devices and links.
@@ -255,12 +276,22 @@ void add_spans(const StepReport& report, csd::Trace& trace) {
 
 bool due(uint64_t every, base::StepNumber step) { return every != 0 && step % every == 0; }
 
+/// A run, and who looks at it.
+struct Training {
+  const train::Ranks& ranks;
+  const Interrupt& interrupt;
+  Trainer& trainer;
+  Screen screen;
+  Samples samples;
+};
+
 /// A copy that cannot be made costs the run nothing but itself.
-Status keep_checkpoint(Trainer& trainer, Screen& screen, const Interrupt& interrupt,
-                       std::optional<double> best_with = {}) {
-  Progress progress("copying the state", interrupt.token());
+Status keep_checkpoint(Training& training, std::optional<double> best_with = {}) {
+  auto& [ranks, interrupt, trainer, screen, samples] = training;
+  // Several ranks stop together, before the next step.
+  Progress progress("copying the state", ranks.alone() ? interrupt.token() : std::stop_token());
   const engine::StateProgress show = [&](uint64_t done, uint64_t total) {
-    return progress(done, total);
+    return training.ranks.first() ? progress(done, total) : Status();
   };
   const Result<std::optional<engine::CheckpointSummary>> made =
       best_with ? trainer.keep_best(*best_with, show) : trainer.checkpoint(show);
@@ -269,13 +300,14 @@ Status keep_checkpoint(Trainer& trainer, Screen& screen, const Interrupt& interr
   return made.status();
 }
 
-Status validate(Trainer& trainer, Screen& screen, Samples& samples, const Interrupt& interrupt) {
+Status validate(Training& training) {
+  auto& [ranks, interrupt, trainer, screen, samples] = training;
   SI_ASSIGN_OR_RETURN(const train::Validation made, trainer.validate());
   screen.validation(trainer.step(), made);
   SI_RETURN_IF_ERROR(samples.show(trainer, screen, interrupt));
   if (!made.loss || !trainer.options().train.keep_best) return Status();
   screen.clear_view();
-  return keep_checkpoint(trainer, screen, interrupt, made.loss);
+  return keep_checkpoint(training, made.loss);
 }
 
 void show_wear(const config::LoadedRecipe& loaded, Screen& screen) {
@@ -288,8 +320,8 @@ void show_wear(const config::LoadedRecipe& loaded, Screen& screen) {
   }
 }
 
-Status train_steps(Trainer& trainer, Screen& screen, Samples& samples, const Interrupt& interrupt,
-                   csd::Trace* trace) {
+Status train_steps(Training& training, csd::Trace* trace) {
+  auto& [ranks, interrupt, trainer, screen, samples] = training;
   const train::TrainOptions& options = trainer.options().train;
   while (trainer.step() < options.steps) {
     SI_ASSIGN_OR_RETURN(const StepReport report, trainer.train_step(interrupt.token()));
@@ -298,10 +330,10 @@ Status train_steps(Trainer& trainer, Screen& screen, Samples& samples, const Int
     const bool updated = report.skipped.empty();
     if (updated && due(trainer.options().checkpoint.every, report.step)) {
       screen.clear_view();
-      SI_RETURN_IF_ERROR(keep_checkpoint(trainer, screen, interrupt));
+      SI_RETURN_IF_ERROR(keep_checkpoint(training));
     }
     if (updated && due(options.validate_every, report.step) && report.step < options.steps) {
-      SI_RETURN_IF_ERROR(validate(trainer, screen, samples, interrupt));
+      SI_RETURN_IF_ERROR(validate(training));
     }
   }
   return Status();
@@ -320,67 +352,58 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
 }
 
 int print_plan(config::LoadedRecipe& loaded) {
-  const Interrupt interrupt;
-  const Status made = make_token_data(loaded.recipe, /*quiet=*/true, interrupt.token());
-  if (!made.ok()) return report(made);
-  const Result<std::vector<std::string>> lines =
-      Trainer::describe_memory({loaded.recipe.options, loaded.recipe.updater, {}, {}, {}});
-  if (!lines.ok()) return report(lines.status());
-  for (const std::string& line : *lines) fmt::print("{}\n", line);
+  Interrupt interrupt;
+  const Result<train::Ranks> met = meet_ranks(loaded, interrupt);
+  if (!met.ok()) return fail({}, met.status());
+  const train::Ranks& ranks = *met;
+  const Status made = make_data(loaded, ranks, /*quiet=*/true, interrupt);
+  if (!made.ok()) return fail(ranks, made);
+  train::Job job{loaded.recipe.options, loaded.recipe.updater, {}, {}, {}};
+  Result<std::vector<engine::DeviceOptions>> devices =
+      train::share_out_devices(job.updater.devices, ranks.world());
+  if (!devices.ok()) return fail(ranks, devices.status());
+  job.updater.devices = std::move(*devices);
+  job.ranks = ranks;
+  const Result<std::vector<std::string>> lines = Trainer::describe_memory(job);
+  if (!lines.ok()) return fail(ranks, lines.status());
+  for (const std::string& line : *lines) {
+    if (ranks.first()) fmt::print("{}\n", line);
+  }
   return kExitDone;
 }
 
-int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
-  Interrupt interrupt;
-  const std::string recipe = config::print_recipe(loaded);
-  const std::vector<config::KeyChange> changes = changes_of(loaded);
-  const Status made = make_token_data(loaded.recipe, json, interrupt.token());
-  if (!made.ok()) {
-    return report(made,
-                  made.code() == base::ErrorCode::kInvalidArgument ? kExitUsage : kExitFailed);
-  }
-  train::Job job{loaded.recipe.options, loaded.recipe.updater, recipe, choice, {}};
-  const std::string& trace_path = job.options.train.trace;
-  std::shared_ptr<csd::Trace> trace;
-  if (!trace_path.empty()) {
-    trace = std::make_shared<csd::Trace>();
-    SI_CHECK(trace->add_track({"trainer", "step", "step"}) == kTrainerTrack, "the first track");
-    job.updater.trace = trace;
-    // Checked up front, not after the last step.
-    Status written = write_trace(trace_path, *trace);
-    if (!written.ok()) return report(std::move(written).with_context("train.trace"));
-  }
-  Progress progress(
-      job.options.model.from.empty() ? "making the first weights" : "reading the model's weights",
-      interrupt.token());
-  job.progress = [&](uint64_t done, uint64_t total) { return progress(done, total); };
-  Result<std::unique_ptr<Trainer>> opened = Trainer::open(job);
-  progress.clear();
-  if (!opened.ok()) {
-    const bool wrong_value = opened.status().code() == base::ErrorCode::kInvalidArgument;
-    return report(opened.status(), wrong_value ? kExitUsage : kExitFailed);
-  }
-  Trainer& trainer = **opened;
-  const train::TrainOptions& options = trainer.options().train;
-  Screen screen(json, options, trainer.step());
-  for (const std::string& line : trainer.describe()) screen.note(line);
-  if (trainer.step() > 0) screen.resumed(trainer.step(), changes);
+/// What the trainer does, recorded for a file; null: nothing is. Checked up front, not after the
+/// last step.
+Result<std::shared_ptr<csd::Trace>> open_trace(const std::string& path) {
+  if (path.empty()) return std::shared_ptr<csd::Trace>();
+  auto trace = std::make_shared<csd::Trace>();
+  SI_CHECK(trace->add_track({"trainer", "step", "step"}) == kTrainerTrack, "the first track");
+  SI_RETURN_IF_ERROR(write_trace(path, *trace).with_context("train.trace"));
+  return trace;
+}
 
-  Samples samples;
+/// Trains to the end, or until somebody stops it.
+int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training& training,
+                const config::LoadedRecipe& loaded) {
+  auto& [ranks, interrupt, trainer, screen, samples] = training;
+  const train::TrainOptions& options = trainer.options().train;
   if (trainer.step() < options.steps) samples.open(trainer);
-  Status status = train_steps(trainer, screen, samples, interrupt, trace.get());
+  csd::Trace* trace = job.updater.trace.get();
+  Status status = train_steps(training, trace);
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
   screen.clear_view();
   if (status.ok() || interrupted) {
     const Status finished = trainer.finish();
-    if (!finished.ok()) return report(finished);
+    if (!finished.ok()) return fail(ranks, finished, /*started=*/true);
   }
+  const base::StepNumber step = trainer.step();
   if (trace != nullptr) {
-    if (!status.ok() && !interrupted) opened->reset();  // its devices record until they are closed
-    const Status written = write_trace(trace_path, *trace);
+    if (!status.ok() && !interrupted) opened.reset();  // its devices record until they are closed
+    const std::string& path = job.options.train.trace;
+    const Status written = write_trace(path, *trace);
     if (status.ok()) status = written;
     if (trace->dropped() > 0) {
-      screen.note(fmt::format("{}: the trace is full; the last {} events were left out", trace_path,
+      screen.note(fmt::format("{}: the trace is full; the last {} events were left out", path,
                               trace->dropped()));
     }
   }
@@ -388,13 +411,13 @@ int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool
     screen.totals();
     show_wear(loaded, screen);
     screen.note(fmt::format(
-        "stopped at step {}, which is committed; run the command again to resume", trainer.step()));
+        "stopped at step {}, which is committed; run the command again to resume", step));
     return kExitInterrupted;
   }
-  if (!status.ok()) return report(status);
+  if (!status.ok()) return fail(ranks, status, /*started=*/true);
 
-  status = validate(trainer, screen, samples, interrupt);
-  if (!status.ok()) return report(status);
+  status = validate(training);
+  if (!status.ok()) return fail(ranks, status, /*started=*/true);
   screen.totals();
   show_wear(loaded, screen);
   screen.note(
@@ -402,6 +425,45 @@ int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool
                   "generate {0} --prompt TEXT continues a text",
                   options.run));
   return kExitDone;
+}
+
+int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
+  Interrupt interrupt;
+  const Result<train::Ranks> met = meet_ranks(loaded, interrupt);
+  if (!met.ok()) return fail({}, met.status());
+  const train::Ranks& ranks = *met;
+  const std::string recipe = config::print_recipe(loaded);
+  std::vector<config::KeyChange> changes;
+  if (ranks.first()) changes = changes_of(loaded);
+  const Status made = make_data(loaded, ranks, json, interrupt);
+  if (!made.ok()) return fail(ranks, made);
+  train::Job job{loaded.recipe.options, loaded.recipe.updater, recipe, choice, {}};
+  Result<std::vector<engine::DeviceOptions>> devices =
+      train::share_out_devices(job.updater.devices, ranks.world());
+  if (!devices.ok()) return fail(ranks, devices.status());
+  job.updater.devices = std::move(*devices);
+  job.ranks = ranks;
+  if (ranks.first()) {
+    Result<std::shared_ptr<csd::Trace>> trace = open_trace(job.options.train.trace);
+    if (!trace.ok()) return fail(ranks, trace.status());
+    job.updater.trace = std::move(*trace);
+  }
+  Progress progress(
+      job.options.model.from.empty() ? "making the first weights" : "reading the model's weights",
+      interrupt.token());
+  job.progress = [&](uint64_t done, uint64_t total) {
+    return ranks.first() ? progress(done, total) : Status();
+  };
+  Result<std::unique_ptr<Trainer>> opened = Trainer::open(job);
+  progress.clear();
+  if (!opened.ok()) return fail(ranks, opened.status());
+  Trainer& trainer = **opened;
+  Training training{ranks, interrupt, trainer,
+                    Screen(json, !ranks.first(), trainer.options().train, trainer.step()),
+                    Samples(ranks)};
+  for (const std::string& line : trainer.describe()) training.screen.note(line);
+  if (trainer.step() > 0) training.screen.resumed(trainer.step(), changes);
+  return run_trainer(job, std::move(*opened), training, loaded);
 }
 
 }  // namespace

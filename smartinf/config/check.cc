@@ -72,7 +72,8 @@ Status check_rule(const kernels::RuleOptions& rule) {
 constexpr double kLatencyMaxUs = 1e6;
 
 Status check_devices(const std::vector<engine::DeviceOptions>& devices) {
-  std::map<std::string, size_t> seen;
+  // Of different ranks, which may be on different machines, paths may be the same.
+  std::map<std::pair<std::string, uint32_t>, size_t> seen;
   for (size_t i = 0; i < devices.size(); ++i) {
     const engine::DeviceOptions& device = devices[i];
     const std::string path_key = numbered_key("device.path", i);
@@ -80,8 +81,8 @@ Status check_devices(const std::vector<engine::DeviceOptions>& devices) {
       return wrong(path_key, "is empty", "Name a directory or a block device.");
     }
     const std::string path = std::filesystem::path(device.path).lexically_normal().string();
-    const auto [other, fresh] =
-        seen.emplace(path.ends_with('/') ? path.substr(0, path.size() - 1) : path, i);
+    const auto [other, fresh] = seen.emplace(
+        std::pair(path.ends_with('/') ? path.substr(0, path.size() - 1) : path, device.rank), i);
     if (!fresh) {
       return wrong(path_key, fmt::format("is also the path of device {}", other->second),
                    "Give each device a directory of its own.");

@@ -44,6 +44,7 @@ constexpr std::array kSections{
     Section{"compress", "Compression of gradients before the host link (docs/smartcomp.md)."},
     Section{"engine", "How the state is moved and stored (docs/devices.md)."},
     Section{"memory", "What stays in memory, and how much of it may be used (docs/memory.md)."},
+    Section{"ranks", "Several processes that train one model together (docs/ranks.md)."},
     Section{"device",
             "Where the state is stored: one [[device]] table for each drive. "
             "Without any, the state is stored in the run's folder."},
@@ -266,7 +267,17 @@ constexpr auto kKeys = std::to_array<Key>({
            "from the drives again. Every step still writes it; with engine.durability = \"none\" "
            "it is written only at checkpoints and at the end"),
 
-    SI_DEVICE_KEY("device.path", &r.updater.devices[i].path, "directory or block device"),
+    SI_KEY(
+        "ranks.timeout", &r.options.ranks.timeout_s,
+        "seconds that the ranks wait for one that ended, stands still or does not come; then all "
+        "others end and name it"),
+
+    SI_DEVICE_KEY("device.path", &r.updater.devices[i].path,
+                  "directory or block device; with \"{rank}\" in it there is one such device for "
+                  "each rank, with its number in the path"),
+    SI_DEVICE_KEY("device.rank", RankNumber{&r.updater.devices[i].rank},
+                  "number of the rank that drives the device, from 0; \"auto\": the devices are "
+                  "shared out among the ranks in their order"),
     SI_DEVICE_KEY("device.name", &r.updater.devices[i].name, "name in messages; empty: the path"),
     SI_DEVICE_KEY("device.threads", &r.updater.devices[i].threads,
                   "threads that update; 0: the cores are divided among the devices"),
@@ -385,6 +396,7 @@ std::string expected(const Field& field) {
                    return *bytes.value == ~uint64_t{0} ? "a size like \"512MiB\", or \"unlimited\""
                                                        : "a size like \"512MiB\"";
                  },
+                 [](RankNumber) -> std::string { return "the number of a rank, or \"auto\""; },
                  [](const Choice& choice) {
                    return fmt::format("one of \"{}\"", fmt::join(choice.names, "\", \""));
                  }},
@@ -407,6 +419,10 @@ std::string format_value(const Field& field) {
                    return out + "]";
                  },
                  [](ByteCount bytes) { return format_exact_bytes(*bytes.value); },
+                 [](RankNumber rank) {
+                   return *rank.value == engine::kAnyRank ? quote("auto")
+                                                          : fmt::format("{}", *rank.value);
+                 },
                  [](const Choice& choice) { return quote(choice.names[*choice.value]); }},
       field);
 }
@@ -453,6 +469,11 @@ Status set_from_text(const Field& field, std::string_view text) {
                      return refuse(field, text);
                    }
                    *out.value = *bytes;
+                   return Status();
+                 },
+                 [&](RankNumber out) {
+                   if (text != "auto") return set_whole(field, out.value, text);
+                   *out.value = engine::kAnyRank;
                    return Status();
                  },
                  [&](const Choice& choice) {

@@ -24,9 +24,14 @@ struct Choice {
   std::span<const std::string_view> names;
 };
 
+/// A rank's number; engine::kAnyRank is written "auto".
+struct RankNumber {
+  uint32_t* value;
+};
+
 /// Where a key's value lives in a recipe; its alternative is the key's type.
 using Field = std::variant<bool*, uint32_t*, uint64_t*, double*, std::string*,
-                           std::vector<std::string>*, ByteCount, Choice>;
+                           std::vector<std::string>*, ByteCount, Choice, RankNumber>;
 
 struct Key {
   std::string_view name;  // "train.steps"; of a device "device.path", whatever its number

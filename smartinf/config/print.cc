@@ -31,6 +31,7 @@ std::string_view type_name(const Field& field) {
     std::string_view operator()(const std::vector<std::string>*) const { return "list of texts"; }
     std::string_view operator()(const ByteCount&) const { return "size"; }
     std::string_view operator()(const Choice&) const { return "choice"; }
+    std::string_view operator()(const RankNumber&) const { return "whole number"; }
   };
   return std::visit(Name{}, field);
 }
@@ -51,7 +52,7 @@ std::vector<Key> keys_of(std::string_view section) {
 // The defaults, with one device to show those of its keys.
 Recipe default_recipe() {
   Recipe recipe;
-  recipe.updater.devices.resize(1);
+  recipe.updater.devices.emplace_back().rank = engine::kAnyRank;
   return recipe;
 }
 

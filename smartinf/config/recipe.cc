@@ -135,6 +135,11 @@ bool set_from_node(const Field& field, const toml::node& node) {
             texts.push_back(**entry.as_string());
           }
           return *out = std::move(texts), true;
+        } else if constexpr (std::is_same_v<T, RankNumber>) {
+          if (const auto* value = node.as_integer(); value && std::in_range<uint32_t>(**value)) {
+            return *out.value = static_cast<uint32_t>(**value), true;
+          }
+          if (const auto* value = node.as_string()) return set_from_text(field, **value).ok();
         } else if constexpr (std::is_same_v<T, ByteCount>) {
           if (const auto* value = node.as_integer(); value && **value >= 0) {
             return *out.value = static_cast<uint64_t>(**value), true;
@@ -196,6 +201,10 @@ class Reader {
     }
     if (recipe.updater.devices.empty()) {
       recipe.updater.devices.emplace_back().path = recipe.options.train.run + "/state";
+    }
+    for (size_t i = 0; i < recipe.updater.devices.size(); ++i) {
+      if (loaded_.origins.contains(numbered_key("device.rank", i))) continue;
+      recipe.updater.devices[i].rank = engine::kAnyRank;
     }
     if (!loaded_.origins.contains("optimizer.gradient_type")) {
       recipe.updater.gradient_type = train::precision_data_type(recipe.options.train.precision);

@@ -234,6 +234,20 @@ TEST(Recipe, DevicesFromFlags) {
       "y");
 }
 
+TEST(Recipe, ADeviceMayNameItsRank) {
+  const LoadedRecipe loaded =
+      good("[[device]]\npath = \"a\"\n[[device]]\npath = \"b\"\nrank = 1\n",
+           {{"device.2.path", "b"}, {"device.2.rank", "0"}});
+  const auto& devices = loaded.recipe.updater.devices;
+  ASSERT_EQ(devices.size(), 3u);
+  EXPECT_EQ(devices[0].rank, engine::kAnyRank);
+  EXPECT_EQ(devices[1].rank, 1u) << "on another machine the path may be the same";
+  EXPECT_EQ(devices[2].rank, 0u);
+  EXPECT_THAT(print_recipe(loaded), HasSubstr("rank = \"auto\""));
+  EXPECT_THAT(bad("[[device]]\npath = \"a\"\nrank = \"first\"\n"),
+              HasSubstr("the number of a rank, or \"auto\""));
+}
+
 TEST(Recipe, MissingFileAndDirectoryAreNamed) {
   const auto missing = load_recipe("/no/such/recipe.toml", {});
   ASSERT_FALSE(missing.ok());

@@ -15,12 +15,16 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 
-Result<torch::Device> choose_accelerator(const char* key, const std::string& name) {
+Result<torch::Device> choose_accelerator(const char* key, const std::string& name,
+                                         uint32_t local_rank) {
   const std::optional<c10::DeviceType> found = at::getAccelerator(/*checked=*/false);
   const bool usable = found.has_value() && at::accelerator::deviceCount() > 0;
   const std::string there = usable ? c10::DeviceTypeName(*found, /*lower_case=*/true) : "";
   if (name == "cpu" || (name == "auto" && !usable)) return torch::Device(torch::kCPU);
-  if (name == "auto" || name == there) return torch::Device(*found, 0);
+  if (name == "auto" || name == there) {
+    const auto one = local_rank % static_cast<uint32_t>(at::accelerator::deviceCount());
+    return torch::Device(*found, static_cast<c10::DeviceIndex>(one));
+  }
   return Status(ErrorCode::kUnsupported,
                 fmt::format("{} is \"{}\", but torch sees {}", key, name,
                             there.empty() ? "no accelerator" : "only \"" + there + "\""),

@@ -11,8 +11,10 @@
 namespace smartinf::train {
 
 /// key: what `name` is the value of, for messages. "auto": the accelerator that torch has here,
-/// else the CPU. Errors: kUnsupported where there is none of that name.
-base::Result<torch::Device> choose_accelerator(const char* key, const std::string& name);
+/// else the CPU. Of several accelerators the ranks of a machine take one each, in their order.
+/// Errors: kUnsupported where there is none of that name.
+base::Result<torch::Device> choose_accelerator(const char* key, const std::string& name,
+                                               uint32_t local_rank = 0);
 
 /// Torch rounds pinned memory up to a power of two, unless it is told: too much for a buffer of all
 /// weights. Before the first is allocated.

@@ -226,7 +226,8 @@ base::Result<plan::TrainingPlan> plan_of(const Job& job, uint64_t accelerator_by
   Options options = job.options;
   const model::Architecture model = architecture_of(options.model, options.data.sequence);
   SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(model));
-  return plan_run(model, options, job.updater, space, {accelerator_bytes, 0});
+  return plan_run(model, options, job.updater, space,
+                  memory_limits(options.memory, {accelerator_bytes, 0}));
 }
 
 class AcceleratorMemoryPlan : public AcceleratorStream {

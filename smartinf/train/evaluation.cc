@@ -1,5 +1,6 @@
 // Validation and sampling.
 #include <algorithm>
+#include <limits>
 
 #include <nlohmann/json.hpp>
 
@@ -19,18 +20,35 @@ Result<double> TorchTrainer::mean_loss(const Windows& from, const std::string& w
   const uint64_t held = from.count();
   const uint64_t rows = options_.train.micro_batch;
   const uint64_t wanted = std::min(held, options_.train.validation_batches * rows);
-  double sum = 0;
-  double weights = 0;
-  for (uint64_t first = 0; first < wanted; first += rows) {
+  // Dealt to the ranks by turns. Each does as many passes as the others, which may have to bring it
+  // weights: where there is nothing left to do, one over the first windows for nothing.
+  struct Part {
+    double loss = 0;
+    double targets = 0;
+  };
+  const uint64_t batches = base::divide_up(wanted, rows);
+  const uint64_t turns = base::divide_up(batches, ranks_.world());
+  std::vector<Part> parts(turns);
+  for (uint64_t turn = 0; turn < turns; ++turn) {
+    const uint64_t number = turn * ranks_.world() + ranks_.rank();
+    const uint64_t first = number < batches ? number * rows : 0;
     std::vector<uint64_t> windows;
     for (uint64_t i = first; i < std::min(first + rows, wanted); ++i) {
       windows.push_back(i * held / wanted);
     }
     SI_ASSIGN_OR_RETURN(const Batch batch, read_batch(from, windows));
-    if (batch.targets == 0) continue;
+    if (batch.targets == 0 && ranks_.alone()) continue;
+    parts[turn] = {pass_->loss(batch), static_cast<double>(batch.targets)};
+  }
+  SI_ASSIGN_OR_RETURN(const std::vector<Part> all, ranks_.all<Part>(parts));
+  double sum = 0;
+  double weights = 0;
+  for (uint64_t number = 0; number < batches; ++number) {
+    const Part& part = all[number % ranks_.world() * turns + number / ranks_.world()];
+    if (part.targets == 0) continue;
     // In windows, as far as they count.
-    const double weight = static_cast<double>(batch.targets) / options_.data.sequence;
-    sum += pass_->loss(batch) * weight;
+    const double weight = part.targets / options_.data.sequence;
+    sum += part.loss * weight;
     weights += weight;
   }
   if (weights > 0) return sum / weights;
@@ -47,7 +65,7 @@ std::string Validation::to_json(base::StepNumber step) const {
 }
 
 Result<Validation> TorchTrainer::validate() {
-  return guarded("validation", [&]() -> Result<Validation> {
+  return together("validation", [&]() -> Result<Validation> {
     Validation made;
     if (corpus_.validation().count() > 0) {
       SI_ASSIGN_OR_RETURN(made.loss, mean_loss(corpus_.validation(), "the data held out"));
@@ -64,24 +82,38 @@ Result<Validation> TorchTrainer::validate() {
   });
 }
 
+namespace {
+constexpr const char* kLoss = "validation_loss";
+}
+
+/// Of an earlier start. Rank 0's folder counts.
+Status TorchTrainer::find_best_loss() {
+  constexpr double kNone = std::numeric_limits<double>::infinity();
+  double best = kNone;
+  if (ranks_.first()) {
+    for (const engine::Checkpoint& there :
+         engine::list_checkpoints(options_.checkpoint.folder + "/best")) {
+      const nlohmann::json json = base::parse_json(there.trainer);
+      const auto found = json.is_object() ? json.find(kLoss) : json.end();
+      const bool known = json.is_object() && found != json.end() && found->is_number();
+      if (known && there.run.to_string() == record_.run) best = found->get<double>();
+    }
+  }
+  SI_ASSIGN_OR_RETURN(const std::vector<double> all, ranks_.all<double>(std::span(&best, 1)));
+  if (all.front() != kNone) best_loss_ = all.front();
+  return Status();
+}
+
 Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_best(
     double loss, const engine::StateProgress& progress) {
   using Made = std::optional<engine::CheckpointSummary>;
-  constexpr const char* kLoss = "validation_loss";
   if (!options_.train.keep_best || step_ > options_.train.steps) return Made();
   engine::CheckpointOptions options;
   options.folder = options_.checkpoint.folder + "/best";
   options.keep = 1;
   options.progress = progress;
   options.trainer = nlohmann::json{{kLoss, loss}}.dump();
-  if (!best_loss_) {  // of an earlier start
-    for (const engine::Checkpoint& there : engine::list_checkpoints(options.folder)) {
-      const nlohmann::json json = base::parse_json(there.trainer);
-      const auto found = json.is_object() ? json.find(kLoss) : json.end();
-      const bool known = json.is_object() && found != json.end() && found->is_number();
-      if (known && there.run.to_string() == record_.run) best_loss_ = found->get<double>();
-    }
-  }
+  if (!best_loss_) SI_RETURN_IF_ERROR(find_best_loss());
   if (best_loss_ && *best_loss_ <= loss) return Made();
   SI_ASSIGN_OR_RETURN(auto made, keep_copy(std::move(options)));
   if (made) best_loss_ = loss;
@@ -91,19 +123,31 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_best(
 Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
     std::span<const std::vector<int64_t>> prompts, std::stop_token stop) {
   using Sampled = std::vector<std::vector<int64_t>>;
-  return guarded("sample", [&]() -> Result<Sampled> {
+  return together("sample", [&]() -> Result<Sampled> {
     const TrainOptions& train = options_.train;
+    SI_ASSIGN_OR_RETURN(const Sampled of_first, first_ranks_prompts(prompts));
+    // The others are needed only where they have to bring weights.
+    if (of_first.empty() || !(ranks_.first() || stream_->streams())) return Sampled();
     DecodeOptions options;
     options.tokens = train.sample_tokens;
     options.positions = options_.data.sequence;
     options.sampling = {.temperature = train.sample_temperature, .seed = train.seed};
     options.end_tokens = source_.end_tokens;
     if (corpus_.bytes()) options.end_tokens.push_back(kByteSeparator);  // between files
-    options.stop = std::move(stop);
-    Sampled made(prompts.size());
-    decode(*model_, *pass_, torch::dtype(scalar_type(weights_type_)).device(accelerator_), prompts,
+    const std::vector<int64_t> end_tokens = options.end_tokens;
+    if (ranks_.alone()) {
+      options.stop = std::move(stop);
+    } else if (stream_->streams()) {
+      options.end_tokens.clear();  // as many passes on each rank, whatever it draws
+    }
+    Sampled made(of_first.size());
+    decode(*model_, *pass_, torch::dtype(scalar_type(weights_type_)).device(accelerator_), of_first,
            options, [&](size_t prompt, int64_t token) { made[prompt].push_back(token); });
-    return made;
+    for (std::vector<int64_t>& tokens : made) {
+      const auto end = std::ranges::find_first_of(tokens, end_tokens);
+      if (end != tokens.end()) tokens.erase(end + 1, tokens.end());
+    }
+    return ranks_.first() ? made : Sampled();
   });
 }
 

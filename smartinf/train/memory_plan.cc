@@ -6,6 +6,8 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
+#include "smartinf/engine/ranks/gradient_exchange.h"
+#include "smartinf/engine/ranks/weight_exchange.h"
 #include "smartinf/train/frozen_weights.h"
 
 namespace smartinf::train {
@@ -60,10 +62,33 @@ plan::TrainingModel training_model(const model::Architecture& model, const Optio
   return shape;
 }
 
+MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory& accelerator,
+                           uint32_t local_world) {
+  MemoryLimits limits;
+  limits.resident_bytes = engine::resident_memory_bytes();
+  limits.host_bytes = options.host_bytes != 0
+                          ? options.host_bytes
+                          : limits.resident_bytes + engine::available_memory_bytes() / local_world;
+  limits.accelerator = accelerator;
+  limits.accelerator_bytes =
+      options.accelerator_bytes != 0 ? options.accelerator_bytes : accelerator.free_bytes;
+  return limits;
+}
+
+DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world) {
+  std::vector<uint64_t> devices(world);
+  for (const engine::DeviceOptions& device : updater.devices) {
+    ++devices[device.rank < world ? device.rank : 0];
+  }
+  const auto [least, most] = std::ranges::minmax(devices);
+  return {most, least > 0};
+}
+
 base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, const Options& options,
                                           const engine::UpdaterOptions& updater,
                                           const plan::ParameterSpace& space,
-                                          const AcceleratorMemory& accelerator) {
+                                          const MemoryLimits& limits, uint32_t world) {
+  const AcceleratorMemory& accelerator = limits.accelerator;
   plan::TrainingPlanInput input;
   plan::TrainingMemoryInput& memory = input.memory;
   memory.model = training_model(model, options, space);
@@ -72,9 +97,9 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   memory.value_bytes =
       static_cast<uint32_t>(base::data_type_bytes(precision_data_type(options.train.precision)));
   memory.accumulation = options.train.accumulation;
+  memory.ranks = world;
   memory.units = model::make_units(model);
-  const uint64_t resident = engine::resident_memory_bytes();
-  memory.process_bytes = resident + kLoadedLaterBytes;
+  memory.process_bytes = limits.resident_bytes + kLoadedLaterBytes;
   if (options.train.where == OptimizerWhere::kMemory) {
     memory.optimizer_bytes = 16 * space.count();
   } else {
@@ -82,10 +107,18 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
     streaming.stream_weights = !updater.compress.on() && !options.lora.on();
     streaming.gradient_budget_bytes = 0;
     const auto devices = static_cast<uint32_t>(std::max<size_t>(1, updater.devices.size()));
+    const DeviceSharing sharing = device_sharing(updater, world);
+    const auto share = [&](uint64_t bytes) {
+      return world == 1 ? bytes : bytes / devices * sharing.most;
+    };
     SI_ASSIGN_OR_RETURN(const plan::MemoryPlan buffers,
                         engine::plan_buffers(streaming, space, devices));
     memory.optimizer_bytes =
-        plan::buffer_bytes(buffers, space.count(), devices) + updater.state_cache_bytes;
+        share(plan::buffer_bytes(buffers, space.count(), devices) + updater.state_cache_bytes);
+    if (world > 1) {
+      memory.optimizer_bytes += engine::GradientExchange::memory_bytes(space.count()) +
+                                engine::WeightExchange::memory_bytes(buffers.subgroup_elements);
+    }
     memory.measures_drives =
         updater.io_bytes == 0 || updater.io_depth == 0 ||
         (devices > 1 && std::ranges::any_of(updater.devices, [](const auto& device) {
@@ -94,8 +127,15 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
     memory.slot_padding_bytes = 2 * buffers.subgroup_elements * memory.value_bytes;
     if (options.lora.on())
       memory.slot_padding_bytes = 2 * kFrozenPieceElements * memory.value_bytes;
-    input.gradient_bytes = space.count() * base::data_type_bytes(updater.gradient_type);
-    input.gradient_limit_bytes = updater.gradient_budget_bytes;
+    input.gradient_bytes = share(space.count() * base::data_type_bytes(updater.gradient_type));
+    input.gradient_limit_bytes = share(updater.gradient_budget_bytes);
+    input.spools = sharing.all_have_one;
+    if (!input.spools && options.memory.activations == plan::Activations::kOffload) {
+      return base::Status(base::ErrorCode::kInvalidArgument,
+                          "memory.activations is \"offload\", but not every rank has a device for "
+                          "its activations",
+                          "Name a device for each rank, or set it to \"recompute\"");
+    }
     if (updater.compress.on()) {  // the step's gradient and the residual, in the host's memory
       memory.optimizer_bytes += 4 * space.count();
       input.gradient_bytes = 0;
@@ -103,14 +143,8 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
   }
   input.activations = options.memory.activations;
   input.streams = can_stream(options, updater);
-  input.host_limit_bytes = options.memory.host_bytes != 0
-                               ? options.memory.host_bytes
-                               : resident + engine::available_memory_bytes();
-  if (memory.gpu) {
-    input.accelerator_limit_bytes = options.memory.accelerator_bytes != 0
-                                        ? options.memory.accelerator_bytes
-                                        : accelerator.free_bytes;
-  }
+  input.host_limit_bytes = limits.host_bytes;
+  if (memory.gpu) input.accelerator_limit_bytes = limits.accelerator_bytes;
   return plan::plan_training(input);
 }
 

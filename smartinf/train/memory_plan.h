@@ -24,12 +24,31 @@ struct AcceleratorMemory {
   uint64_t taken_bytes = 0;  // by what the device's libraries take once they are used
 };
 
-/// What options.memory leaves open comes from this process and machine, as they are now. Errors:
-/// kOutOfMemory with what is needed and what is allowed.
+/// What a process may use. What options.memory leaves open comes from this process and machine, as
+/// they are now; ranks of one machine share it.
+struct MemoryLimits {
+  uint64_t resident_bytes = 0;  // of the process, before there is a model
+  uint64_t host_bytes = 0;      // of the whole process
+  uint64_t accelerator_bytes = 0;
+  AcceleratorMemory accelerator;
+};
+MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory& accelerator,
+                           uint32_t local_world = 1);
+
+/// updater.devices have the ranks that drive them, of `world`. One plan for all ranks: of what the
+/// rank with the most devices and micro batches needs. Errors: kOutOfMemory with what is needed and
+/// what is allowed.
 base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, const Options& options,
                                           const engine::UpdaterOptions& updater,
                                           const plan::ParameterSpace& space,
-                                          const AcceleratorMemory& accelerator);
+                                          const MemoryLimits& limits, uint32_t world = 1);
+
+/// Of the devices, the most that one rank drives, and whether every rank drives one.
+struct DeviceSharing {
+  uint64_t most = 0;
+  bool all_have_one = false;
+};
+DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world);
 
 /// The plan for people, some lines.
 std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,

@@ -189,6 +189,10 @@ Status validate(const CheckpointSchedule& checkpoint) {
   return within("checkpoint.keep", checkpoint.keep, 0, uint64_t{1} << 40);
 }
 
+Status validate(const RankOptions& ranks) {
+  return within("ranks.timeout", ranks.timeout_s, 1.0, 1e6);
+}
+
 Status validate(const Options& options) {
   SI_RETURN_IF_ERROR(validate(options.model));
   SI_RETURN_IF_ERROR(validate(options.lora));
@@ -225,6 +229,7 @@ Status validate(const Options& options) {
                              overlap == Overlap::kLate ? "late" : "early"),
                  "Leave it out: torch's own AdamW always updates before the next forward");
   }
+  SI_RETURN_IF_ERROR(validate(options.ranks));
   return validate(options.checkpoint);
 }
 

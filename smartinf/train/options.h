@@ -150,6 +150,11 @@ struct CheckpointSchedule {
   std::string folder;  // empty: "checkpoints" in the run's folder
 };
 
+/// Several processes that train one model together.
+struct RankOptions {
+  double timeout_s = 1200;
+};
+
 struct Options {
   ModelOptions model;
   model::LoraOptions lora;
@@ -157,6 +162,7 @@ struct Options {
   TrainOptions train;
   MemoryOptions memory;
   CheckpointSchedule checkpoint;
+  RankOptions ranks;
 };
 
 /// Puts in what follows from other values: kv_heads, mlp_width.
@@ -168,6 +174,7 @@ base::Status validate(const model::LoraOptions& lora);
 base::Status validate(const DataOptions& data);
 base::Status validate(const TrainOptions& train);
 base::Status validate(const CheckpointSchedule& checkpoint);
+base::Status validate(const RankOptions& ranks);
 base::Status validate(const Options& options);
 
 }  // namespace smartinf::train

@@ -79,6 +79,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadModel{[](Options& o) { o.train.lr = 0.0 / 0.0; }, "train.lr"},
         BadModel{[](Options& o) { o.train.lr_floor = 2; }, "train.lr_floor"},
         BadModel{[](Options& o) { o.train.accelerator = "gpu"; }, "train.accelerator"},
+        BadModel{[](Options& o) { o.ranks.timeout_s = 0; }, "ranks.timeout"},
         BadModel{[](Options& o) { o.train.run.clear(); }, "train.run"}));
 
 }  // namespace

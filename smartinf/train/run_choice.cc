@@ -6,7 +6,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "smartinf/engine/local_source.h"
 #include "smartinf/train/position.h"
 #include "smartinf/train/run_folder.h"
 
@@ -77,9 +76,9 @@ Status check_name(const std::string& flag, const std::string& name,
 }  // namespace
 
 Result<RunStart> choose_run(const std::string& folder, const std::vector<std::string>& devices,
-                            const RunChoice& choice) {
+                            std::optional<engine::FoundRun> on_devices, const RunChoice& choice) {
   RunStart start;
-  start.found = engine::find_run(engine::sources_at(devices));
+  start.found = std::move(on_devices);
   if (!choice.start_over.empty()) {
     SI_RETURN_IF_ERROR(check_name("start-over", choice.start_over, start.found, devices));
     start.discard = true;

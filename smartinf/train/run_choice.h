@@ -27,9 +27,10 @@ struct RunStart {
   std::string from;                       // the folder that `found` was of; empty: not known
 };
 
-/// Looks only. Errors: kMismatch with both ways out for a state that is not this folder's;
-/// kNotFound when the choice names a run that is not there; kCorrupt.
+/// found: what is on the devices. Looks only. Errors: kMismatch with both ways out for a state that
+/// is not this folder's; kNotFound when the choice names a run that is not there; kCorrupt.
 base::Result<RunStart> choose_run(const std::string& folder,
-                                  const std::vector<std::string>& devices, const RunChoice& choice);
+                                  const std::vector<std::string>& devices,
+                                  std::optional<engine::FoundRun> found, const RunChoice& choice);
 
 }  // namespace smartinf::train

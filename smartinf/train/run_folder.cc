@@ -168,10 +168,12 @@ RunFolder::~RunFolder() {
 std::string RunFolder::file(std::string_view name) const { return path_ + "/" + std::string(name); }
 
 Status RunFolder::keep_recipe(std::string_view text) const {
+  if (lock_ < 0) return Status();
   return base::write_text_file(file(kRecipeFile), text, "cannot write the recipe");
 }
 
 Status RunFolder::keep_run_record(const RunRecord& record) const {
+  if (lock_ < 0) return Status();
   nlohmann::ordered_json json{{"run", record.run}, {"devices", nlohmann::ordered_json::array()}};
   for (const std::string& device : record.devices) {
     json["devices"].push_back(in_record(device, path_));
@@ -186,11 +188,14 @@ Status RunFolder::keep_run_record(const RunRecord& record) const {
   return base::write_text_file(file(kRunFile), text, "cannot write the run's record");
 }
 
-void RunFolder::remove_run_record() const { ::unlink(file(kRunFile).c_str()); }
+void RunFolder::remove_run_record() const {
+  if (lock_ >= 0) ::unlink(file(kRunFile).c_str());
+}
 
 Result<RunFolder::LogCut> RunFolder::keep_log_until(base::StepNumber step) {
-  const std::string path = file(kLogFile);
   LogCut cut;
+  if (lock_ < 0) return cut;
+  const std::string path = file(kLogFile);
   std::string kept;
   std::string behind;
   validated_.reset();
@@ -217,7 +222,7 @@ Result<RunFolder::LogCut> RunFolder::keep_log_until(base::StepNumber step) {
 Result<std::string> RunFolder::set_log_aside() const {
   const std::string path = file(kLogFile);
   std::error_code error;
-  if (!fs::exists(path, error)) return std::string();
+  if (lock_ < 0 || !fs::exists(path, error)) return std::string();
   std::string name = free_name(path);
   if (::rename(path.c_str(), name.c_str()) != 0) {
     return base::errno_status(errno, "cannot rename the log", path);
@@ -241,6 +246,7 @@ Status RunFolder::write_pending() {
 }
 
 void RunFolder::append_log(std::string_view json_line) {
+  if (lock_ < 0) return;
   SI_CHECK(log_ >= 0, "keep_log_until() opens the log");
   const bool waiting = !pending_.empty();
   if (pending_.size() + json_line.size() < kPendingBytesMax) {

@@ -45,6 +45,8 @@ class RunFolder {
   /// Makes the folder if missing and locks it until destruction.
   /// Errors: kBusy (another run works in it), kInvalidArgument (a file is in the way), kIo.
   static base::Result<RunFolder> open(const std::string& path);
+  /// For who may not write there: nothing is looked at, and what would change it does nothing.
+  static RunFolder left_alone(std::string path) { return RunFolder(std::move(path), -1); }
   RunFolder(RunFolder&& other) noexcept;
   RunFolder& operator=(RunFolder&& other) noexcept;
   ~RunFolder();

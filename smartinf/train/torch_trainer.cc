@@ -1,6 +1,7 @@
 #include "smartinf/train/torch_trainer.h"
 
 #include <algorithm>
+#include <array>
 
 #include <nlohmann/json.hpp>
 
@@ -20,7 +21,7 @@ using base::Status;
 using torch::Tensor;
 
 Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
-  return guarded("training step", [&]() -> Result<StepReport> {
+  return together("training step", [&]() -> Result<StepReport> {
     StepReport report;
     report.step = step_ + 1;
     report.lr = learning_rate(options_.train, report.step);
@@ -29,14 +30,15 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     const uint64_t begin_ns = base::now_ns();
     const double waited_s = waited_for_weights_s();
     const uint64_t first_window = position_.windows;
-    SI_ASSIGN_OR_RETURN(const std::vector<Batch> batches, next_batches());
-    for (const Batch& batch : batches) report.targets += batch.targets;
+    const auto read = next_batches(stop, report.targets);
+    if (read.status().code() == ErrorCode::kCancelled) position_.windows = first_window;
+    SI_RETURN_IF_ERROR(read.status());
     if (report.targets == 0) {
       return pass_over(std::move(report), "no token of its batches counts as a target",
                        "Make train.micro_batch or train.accumulation larger, or leave out data "
                        "that no loss_mask counts");
     }
-    const Status computed = compute_gradients(batches, stop, report);
+    const Status computed = compute_gradients(*read, stop, report);
     if (computed.code() == ErrorCode::kCancelled) position_.windows = first_window;
     SI_RETURN_IF_ERROR(computed);
 
@@ -111,37 +113,40 @@ Status TorchTrainer::end_layer_stats() {
 
 Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std::stop_token& stop,
                                        StepReport& report) {
-  const auto accumulation = static_cast<double>(batches.size());
+  const TrainOptions& train = options_.train;
+  const auto accumulation = static_cast<double>(train.accumulation);
+  report.tokens = uint64_t{train.accumulation} * train.micro_batch * options_.data.sequence;
   UnitPass::Options pass;
   pass.targets_per_batch = static_cast<double>(report.targets) / accumulation;
   pass.before_unit = [&] {
-    if (!stop.stop_requested() || residual_lags()) return;
+    // Several ranks stop before a step alone, together.
+    if (!stop.stop_requested() || residual_lags() || !ranks_.alone()) return;
     throw StatusError(Status(ErrorCode::kCancelled, "stopped before the step was complete"));
   };
-  pass.micro_batches = batches.size();
-  pass.mine = {0, batches.size()};
+  pass.micro_batches = train.accumulation;
+  pass.mine = mine_;
   pass.take_gradient = [this](UnitPass::Gradient gradient) { take_gradient(std::move(gradient)); };
   // Where units do not stay, each of them does all micro batches before the next one comes.
   const size_t at_once = plan_.streams ? batches.size() : 1;
+  std::vector<double> losses;
   for (size_t i = 0; i < batches.size(); i += at_once) {
     const std::span<const Batch> together = batches.subspan(i, at_once);
     const uint64_t forward_ns = base::now_ns();
     const double waited_s = waited_for_weights_s();
-    pass.first = i;
+    pass.first = mine_.begin + i;
     pass.times_forward = offload_choice_ && !offload_choice_->decided();
-    for (const double loss : pass_->train(together, pass)) report.loss += loss / accumulation;
+    for (const double loss : pass_->train(together, pass)) losses.push_back(loss);
     const uint64_t backward_ns = pass_->backward_began_ns();
     const uint64_t end_ns = base::now_ns();
 
-    for (const Batch& batch : together) {
-      report.tokens += static_cast<uint64_t>(batch.tokens_BT.numel());
-    }
     report.forward_s +=
         static_cast<double>(backward_ns - forward_ns) * 1e-9 - (waited_for_weights_s() - waited_s);
     report.backward_s += static_cast<double>(end_ns - backward_ns) * 1e-9;
     report.phases.push_back({"forward", forward_ns, backward_ns});
     report.phases.push_back({"backward", backward_ns, end_ns});
   }
+  SI_ASSIGN_OR_RETURN(losses, losses_of_all(losses));
+  for (const double loss : losses) report.loss += loss / accumulation;
   return Status();
 }
 
@@ -166,7 +171,8 @@ bool TorchTrainer::must_write_residual(const std::stop_token& stop) const {
 void TorchTrainer::take_gradient(UnitPass::Gradient gradient) {
   if (measures_layers_) layer_stats_->add_gradient(gradient.first, gradient.sums.front());
   gradients_ready_.push_back(std::move(gradient));
-  if (!begun_ && !plan_.streams && updater_->committing()) return;
+  // Several ranks begin at the same gradient, whoever's commit ends first.
+  if (!begun_ && !plan_.streams && ranks_.alone() && updater_->committing()) return;
   if (!begun_) throw_if_error(begin_step());
   throw_if_error(put_gradients(/*all=*/false));
 }
@@ -199,6 +205,7 @@ Overlap TorchTrainer::overlap_of_next_step() const {
 // In the order in which backward makes them; each gradient is freed once it is down. From an
 // accelerator one is copied while the one before it goes down and backward goes on.
 Status TorchTrainer::put_gradients(bool all) {
+  if (!ranks_.alone()) return put_sums();
   const torch::ScalarType type = scalar_type(gradient_type_);
   for (UnitPass::Gradient& gradient : std::exchange(gradients_ready_, {})) {
     const Tensor values = std::exchange(gradient.sums.front(), {}).to(type).contiguous();
@@ -284,15 +291,31 @@ Result<Batch> TorchTrainer::read_batch(const Windows& from,
   return batch;
 }
 
-Result<std::vector<Batch>> TorchTrainer::next_batches() {
-  std::vector<Batch> batches(options_.train.accumulation);
-  std::vector<uint64_t> windows(options_.train.micro_batch);
-  for (Batch& batch : batches) {
-    for (uint64_t& window : windows) {
-      window = window_at(options_.data.seed, corpus_.training().count(), position_.windows++);
+Result<std::vector<Batch>> TorchTrainer::next_batches(const std::stop_token& stop,
+                                                      uint64_t& targets) {
+  const uint64_t rows = options_.train.micro_batch;
+  const uint64_t first = position_.windows + mine_.begin * rows;
+  position_.windows += options_.train.accumulation * rows;
+  std::vector<Batch> batches(mine_.size());
+  std::vector<uint64_t> windows(rows);
+  for (size_t i = 0; i < batches.size(); ++i) {
+    for (uint64_t row = 0; row < rows; ++row) {
+      windows[row] =
+          window_at(options_.data.seed, corpus_.training().count(), first + i * rows + row);
     }
-    SI_ASSIGN_OR_RETURN(batch, read_batch(corpus_.training(), windows));
+    SI_ASSIGN_OR_RETURN(batches[i], read_batch(corpus_.training(), windows));
+    targets += batches[i].targets;
   }
+  if (ranks_.alone()) return batches;
+  const std::array<uint64_t, 2> mine{targets, stop.stop_requested() ? 1u : 0u};
+  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all, ranks_.all<uint64_t>(mine));
+  targets = 0;
+  bool stops = false;
+  for (size_t rank = 0; rank < ranks_.world(); ++rank) {
+    targets += all[2 * rank];
+    stops = stops || all[2 * rank + 1] != 0;
+  }
+  if (stops) return Status(ErrorCode::kCancelled, "stopped before the step began");
   return batches;
 }
 
@@ -308,7 +331,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::checkpoint(
 Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_copy(
     engine::CheckpointOptions options) {
   using Made = std::optional<engine::CheckpointSummary>;
-  return guarded("checkpoint", [&]() -> Result<Made> {
+  return together("checkpoint", [&]() -> Result<Made> {
     SI_RETURN_IF_ERROR(trained_->wait_all());
     SI_RETURN_IF_ERROR(updater_->flush());
     const uint64_t begin_ns = base::now_ns();
@@ -336,7 +359,7 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_copy(
 }
 
 Status TorchTrainer::finish() {
-  return guarded("end of the run", [&]() -> Status {
+  return together("end of the run", [&]() -> Status {
     SI_RETURN_IF_ERROR(trained_->wait_all());
     return updater_->flush();
   });

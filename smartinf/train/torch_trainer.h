@@ -38,7 +38,7 @@ class TorchTrainer final : public Trainer {
   /// targets: of adapters; empty: the model's own weights are trained.
   TorchTrainer(Options options, ModelSource source, std::vector<model::LoraTarget> targets,
                Corpus corpus, RunFolder folder, GroupedParameters parameters,
-               torch::Device accelerator, plan::TrainingPlan plan)
+               torch::Device accelerator, plan::TrainingPlan plan, Ranks ranks)
       : options_(std::move(options)),
         source_(std::move(source)),
         targets_(std::move(targets)),
@@ -48,6 +48,8 @@ class TorchTrainer final : public Trainer {
         groups_(std::move(parameters.groups)),
         accelerator_(accelerator),
         plan_(std::move(plan)),
+        ranks_(std::move(ranks)),
+        mine_(plan::micro_batches_of(options_.train.accumulation, ranks_.rank(), ranks_.world())),
         weights_type_(precision_data_type(options_.train.precision)) {}
 
   ~TorchTrainer() override {
@@ -75,9 +77,28 @@ class TorchTrainer final : public Trainer {
   std::vector<std::string> describe() const override;
 
  private:
+  /// guarded(), and what fails here fails on the other ranks too.
+  template <typename Body>
+  auto together(const char* doing, Body body) -> decltype(body()) {
+    auto made = guarded(doing, std::move(body));
+    if (const base::Status status = status_of(made);
+        !status.ok() && status.code() != base::ErrorCode::kCancelled) {
+      ranks_.failed(status);
+    }
+    return made;
+  }
+  static base::Status status_of(const base::Status& status) { return status; }
+  template <typename T>
+  static base::Status status_of(const base::Result<T>& result) {
+    return result.status();
+  }
+
   base::Result<Batch> read_batch(const Windows& from, std::span<const uint64_t> windows) const;
-  /// The micro batches of the next step.
-  base::Result<std::vector<Batch>> next_batches();
+  /// The micro batches of the next step that this rank computes. targets: of all ranks'. Errors:
+  /// kCancelled where several ranks have to stop.
+  base::Result<std::vector<Batch>> next_batches(const std::stop_token& stop, uint64_t& targets);
+  /// Of all micro batches of the step, in their order. mine: of this rank's.
+  base::Result<std::vector<double>> losses_of_all(std::span<const double> mine) const;
 
   /// Forward and backward of a step.
   base::Status compute_gradients(std::span<const Batch> batches, const std::stop_token& stop,
@@ -88,6 +109,8 @@ class TorchTrainer final : public Trainer {
   /// Of those that are ready. all: none is left on its way from an accelerator.
   base::Status put_gradients(bool all);
   base::Status put_oldest_copy();
+  /// put_gradients() on several ranks.
+  base::Status put_sums();
   bool residual_lags() const;
   bool must_write_residual(const std::stop_token& stop) const;
   base::Result<StepReport> skip(StepReport report, const std::string& parameter);
@@ -98,6 +121,9 @@ class TorchTrainer final : public Trainer {
   base::Result<double> mean_loss(const Windows& from, const std::string& what);
   base::Result<std::optional<engine::CheckpointSummary>> keep_copy(
       engine::CheckpointOptions options);
+  base::Status find_best_loss();
+  base::Result<std::vector<std::vector<int64_t>>> first_ranks_prompts(
+      std::span<const std::vector<int64_t>> prompts) const;
   double clip_factor(const engine::GradientSummary& summary) const;
   engine::UpdateOptions update_options(double clip_factor) const;
   base::Status update(const engine::GradientSummary& summary);
@@ -111,6 +137,8 @@ class TorchTrainer final : public Trainer {
                                                                  base::StepNumber trained);
   void give_up_offload();
   base::Status make_pass();
+  /// Of the folder that rank 0 has.
+  base::Result<base::StepNumber> first_ranks_logged_step() const;
   base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
   void report_traffic(StepReport& report);
   void choose_offload(StepReport& report);
@@ -141,6 +169,8 @@ class TorchTrainer final : public Trainer {
   std::vector<ParameterGroup> groups_;
   torch::Device accelerator_;
   plan::TrainingPlan plan_;
+  Ranks ranks_;
+  plan::MicroBatchRange mine_;  // of a step
   base::DataType weights_type_;
 
   std::vector<std::string> device_paths_;
@@ -167,8 +197,8 @@ class TorchTrainer final : public Trainer {
   bool begun_ = false;                               // at the updater
   std::vector<UnitPass::Gradient> gradients_ready_;  // that go down next
   Overlap overlap_ = Overlap::kNone;                 // of this step; never kAuto
-  double norm_before_ = 0;                 // of the last step; 0: there was none
-  double late_exposed_ = 0;                // share of the last late step that was waited for
+  double norm_before_ = 0;                           // of the last step; 0: there was none
+  double late_exposed_ = 0;  // share of the last late step that was waited for
 
   // Null before the first step that asks for it.
   std::unique_ptr<LayerStats> layer_stats_;

@@ -14,6 +14,7 @@
 #include "smartinf/plan/training_memory.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/options.h"
+#include "smartinf/train/ranks/ranks.h"
 #include "smartinf/train/run_choice.h"
 #include "smartinf/train/step_report.h"
 
@@ -26,6 +27,10 @@ struct Job {
   std::string recipe;
   RunChoice choice;  // of a state on the devices that the run's folder does not know
   engine::StateProgress progress = {};  // of the first weights; a failure that it returns ends it
+  /// Of several, every rank has the same job, and every call of its trainer is made by all of them
+  /// in the same order. updater.devices have their ranks (devices_of_ranks). Rank 0 has the run's
+  /// folder; the others do not look at it.
+  Ranks ranks = {};
   /// For tests: instead of what plan_run() finds.
   std::optional<plan::TrainingPlan> plan = {};
 };
@@ -63,9 +68,10 @@ class Trainer {
   /// One optimizer step, logged in the run's folder. The commit goes on behind the next forward: a
   /// crash may cost the step of the last report.
   /// Errors: kCancelled when `stop` was requested before the gradients were complete (nothing has
-  /// changed then). Where the residual of compressed gradients was not written with the last step,
-  /// this one is finished first, and writes it; the call after it is cancelled. Else the step is
-  /// lost and the committed ones stand.
+  /// changed then), and on several ranks when it was on any of them before the step began. Where
+  /// the residual of compressed gradients was not written with the last step, this one is finished
+  /// first, and writes it; the call after it is cancelled. Else the step is lost and the committed
+  /// ones stand.
   virtual base::Result<StepReport> train_step(std::stop_token stop) = 0;
   /// Keeps a copy of the state at step(), after waiting for its commit, and deletes older ones
   /// (options().checkpoint); logged in the run's folder. Training goes on with the same losses,
@@ -84,8 +90,8 @@ class Trainer {
   /// How text becomes the model's tokens.
   virtual TextForm text_form() const = 0;
   /// Up to train.sample_tokens that the model puts behind each prompt, which together are not
-  /// longer than data.sequence. prompts: not empty, tokens below the vocabulary. Errors:
-  /// kCancelled.
+  /// longer than data.sequence. prompts: not empty, tokens below the vocabulary; of several ranks
+  /// rank 0's count, and it alone gets samples. Errors: kCancelled.
   virtual base::Result<std::vector<std::vector<int64_t>>> sample(
       std::span<const std::vector<int64_t>> prompts, std::stop_token stop) = 0;
   /// Waits until the last step is committed, and in memory mode saves it. To be called at the end.

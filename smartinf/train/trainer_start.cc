@@ -18,6 +18,7 @@
 #include "smartinf/train/initial_weights.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/random.h"
+#include "smartinf/train/ranks/rank_start.h"
 #include "smartinf/train/saved_tensors.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/torch_trainer.h"
@@ -47,8 +48,7 @@ Status without_state(const RunFolder& folder, base::StepNumber trained, const st
 }
 
 /// Half of what is free on each device is left alone: by what nobody has asked for.
-bool have_room_to_spare(const engine::UpdaterOptions& options, uint64_t spool_bytes) {
-  const auto sources = engine::local_sources(options);
+bool have_room_to_spare(const engine::DeviceSources& sources, uint64_t spool_bytes) {
   return std::ranges::all_of(sources, [&](const auto& source) {
     const Result<uint64_t> free_bytes = source->capacity_bytes();
     return !free_bytes.ok() || spool_bytes / sources.size() <= *free_bytes / 2;
@@ -56,8 +56,8 @@ bool have_room_to_spare(const engine::UpdaterOptions& options, uint64_t spool_by
 }
 
 /// Deletes the state of one run, and nothing that is of another.
-Status discard_run(const engine::UpdaterOptions& options, const storage::RunId& run) {
-  for (const auto& source : engine::local_sources(options)) {
+Status discard_run(const engine::DeviceSources& sources, const storage::RunId& run) {
+  for (const auto& source : sources) {
     SI_ASSIGN_OR_RETURN(const auto state, source->peek());
     if (state && state->run == run) SI_RETURN_IF_ERROR(source->erase());
   }
@@ -92,7 +92,17 @@ Result<RunStart> choose_start(const Job& job) {
   if (job.options.train.where != OptimizerWhere::kMemory) {
     std::vector<std::string> devices;
     for (const auto& device : job.updater.devices) devices.push_back(device.path);
-    return choose_run(job.options.train.run, devices, job.choice);
+    std::optional<engine::FoundRun> found = engine::find_run(sources_of(job.ranks, job.updater));
+    // Only rank 0 has a folder to look into, and needs more than this.
+    RunStart of_devices;
+    of_devices.found = found;
+    of_devices.discard = !job.choice.start_over.empty();
+    Result<RunStart> start = std::move(of_devices);
+    if (job.ranks.first()) {
+      start = choose_run(job.options.train.run, devices, std::move(found), job.choice);
+    }
+    SI_RETURN_IF_ERROR(job.ranks.all_ok("choice of a run", start.status()));
+    return start;
   }
   if (!chosen) return RunStart{};
   return Status(
@@ -106,17 +116,23 @@ Result<RunStart> choose_start(const Job& job) {
 // What autograd keeps is offloaded where the devices have room; only who asks for it gets an error.
 Result<std::unique_ptr<engine::Updater>> TorchTrainer::open_with_spool(
     engine::UpdaterOptions options, base::StepNumber trained) {
-  if (plan_.measures_offload && !have_room_to_spare(options, plan_.spool_bytes)) {
+  // Of the rank with the most devices; the engine's numbers are those of all ranks together.
+  const DeviceSharing sharing = device_sharing(options, ranks_.world());
+  const auto of_all = [&](uint64_t bytes) {
+    return ranks_.alone() ? bytes : base::divide_up(bytes, sharing.most) * options.devices.size();
+  };
+  if (plan_.measures_offload &&
+      !have_room_to_spare(sources_of(ranks_, options), of_all(plan_.spool_bytes))) {
     give_up_offload();
   }
   if (plan_.streams) {
     options.stream_weights = targets_.empty();
-    options.gradient_budget_bytes = plan_.gradient_memory_bytes;
+    options.gradient_budget_bytes = of_all(plan_.gradient_memory_bytes);
     if (plan_.spool_bytes > 0) {
       // What is spooled lies on one device whole: each may have less room than that left over.
       const uint64_t largest = std::max(plan_.input_bytes, plan_.saved_bytes);
-      options.spool_bytes =
-          plan_.spool_bytes + options.devices.size() * base::round_up(largest, base::kIoAlignment);
+      options.spool_bytes = ranks_.world() * plan_.spool_bytes +
+                            options.devices.size() * base::round_up(largest, base::kIoAlignment);
     }
   }
   base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
@@ -138,12 +154,15 @@ void TorchTrainer::give_up_offload() {
 }
 
 Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
-  const base::StepNumber trained = run_start.discard ? 0 : logged_step(folder_.path());
+  SI_ASSIGN_OR_RETURN(const base::StepNumber logged, first_ranks_logged_step());
+  const base::StepNumber trained = run_start.discard ? 0 : logged;
   engine::UpdaterOptions options = job.updater;
+  options.collectives = ranks_.collectives();
+  if (!ranks_.alone()) share_cores(options, ranks_);
   options.where = options_.train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
                                                                 : engine::UpdateWhere::kDevice;
   if (run_start.discard) {
-    SI_RETURN_IF_ERROR(discard_run(options, run_start.found->run));
+    SI_RETURN_IF_ERROR(discard_run(sources_of(ranks_, options), run_start.found->run));
     SI_ASSIGN_OR_RETURN(const std::string aside, folder_.set_log_aside());
     if (!aside.empty()) remarks_.push_back("log: that of the run before is in " + aside);
   }
@@ -151,7 +170,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   options.create = trained == 0;
   SI_ASSIGN_OR_RETURN(updater_, open_with_spool(std::move(options), trained));
   // From here on the devices are locked.
-  const std::optional<storage::RunId> run = engine::run_made_for(engine::sources_at(device_paths_));
+  const std::optional<storage::RunId> run = engine::run_made_for(sources_of(ranks_, job.updater));
   if (!run) {
     return Status(ErrorCode::kIo, "a device that was just opened cannot be read",
                   "Check it with smartinf fsck",
@@ -231,20 +250,25 @@ Status TorchTrainer::initialize(const Job& job) {
     if (!source_.config_json.empty()) {
       SI_RETURN_IF_ERROR(keep_model_files(source_.folder, folder_.path()));
     }
-    SI_ASSIGN_OR_RETURN(const engine::Updater::FillWeights fill, first_weights());
+    return Status();
+  };
+  const auto fill_devices = [&]() -> Status {
+    const Result<engine::Updater::FillWeights> fill = first_weights();
+    SI_RETURN_IF_ERROR(ranks_.all_ok("first weights", fill.status()));
     uint64_t done = 0;
     const auto fill_and_report = [&](uint64_t first, std::span<float> out) -> Status {
-      SI_RETURN_IF_ERROR(fill(first, out));
+      SI_RETURN_IF_ERROR((*fill)(first, out));
       done += out.size();
       return job.progress ? job.progress(4 * done, 4 * space_.count()) : Status();
     };
     return updater_->initialize(fill_and_report, position_.to_json());
   };
-  Status begun = begin();
+  Status begun = ranks_.all_ok("begin of a run", begin());
+  if (begun.ok()) begun = fill_devices();
   if (begun.ok()) return begun;
   updater_.reset();
   if (!in_memory_) {
-    for (const auto& source : engine::sources_at(device_paths_)) {
+    for (const auto& source : sources_of(ranks_, job.updater)) {
       if (const Status erased = source->erase(); !erased.ok()) {
         base::log(base::LogLevel::kWarning, erased.to_string());
       }
@@ -298,7 +322,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   } else {
     SI_RETURN_IF_ERROR(open_devices(job, run_start));
   }
-  const base::StepNumber logged = logged_step(folder_.path());
+  SI_ASSIGN_OR_RETURN(const base::StepNumber logged, first_ranks_logged_step());
   if (updater_->fresh() && logged > 0) return without_state(folder_, logged, "no state is there");
   gradient_type_ = job.updater.gradient_type;
   ring_ = job.updater.ring;
@@ -310,7 +334,9 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   }
 
   std::error_code error;
-  const std::string folder = std::filesystem::absolute(folder_.path(), error).lexically_normal();
+  SI_ASSIGN_OR_RETURN(
+      const std::string folder,
+      ranks_.from_first(std::filesystem::absolute(folder_.path(), error).lexically_normal()));
   position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), 0, folder};
   SI_RETURN_IF_ERROR(open_frozen_weights());
   if (updater_->fresh()) {
@@ -322,11 +348,13 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   }
   step_ = first_ = residual_written_ = updater_->committed_step();
   // Where nothing is trained the folder stays as it is.
+  Status kept;
   if (step_ < train.steps) {
-    SI_RETURN_IF_ERROR(keep_history(job, run_start, logged));
+    kept = keep_history(job, run_start, logged);
   } else if (step_ == train.steps) {
-    SI_RETURN_IF_ERROR(folder_.keep_log_until(step_).status());
+    kept = folder_.keep_log_until(step_).status();
   }
+  SI_RETURN_IF_ERROR(ranks_.all_ok("the run's folder", kept));
 
   if (train.overlap == Overlap::kEarly) {
     Status possible = updater_->early_update_possible();
@@ -339,6 +367,13 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   SI_RETURN_IF_ERROR(make_pass());
   traffic_ = updater_->traffic();
   return Status();
+}
+
+Result<base::StepNumber> TorchTrainer::first_ranks_logged_step() const {
+  const base::StepNumber mine = ranks_.first() ? logged_step(folder_.path()) : 0;
+  SI_ASSIGN_OR_RETURN(const std::vector<base::StepNumber> all,
+                      ranks_.all<base::StepNumber>(std::span(&mine, 1)));
+  return all.front();
 }
 
 Status TorchTrainer::make_pass() {
@@ -354,7 +389,7 @@ Status TorchTrainer::make_pass() {
     saved.emplace(*updater_->spool(), accelerator_,
                   std::max(plan_.saved_in_memory, SpooledBuffers::kOnTheirWay), plan_.saved_bytes);
   }
-  const uint64_t offloaded = (model_->units().size() - 2) * options_.train.accumulation;
+  const uint64_t offloaded = (model_->units().size() - 2) * mine_.size();
   if (plan_.measures_offload) {
     SI_ASSIGN_OR_RETURN(const SpoolRates rates, measure_spool(*updater_->spool(), saved->memory()));
     offload_choice_.emplace(
@@ -363,7 +398,7 @@ Status TorchTrainer::make_pass() {
   pass_ = std::make_unique<UnitPass>(*model_, *stream_, adapters_.get(), plan_.recompute,
                                      UnitInputs(std::move(inputs)), std::move(saved));
   pass_->offload(offload_choice_ ? offload_choice_->offloaded() : offloaded);
-  if (!accelerator_.is_cpu()) {
+  if (!accelerator_.is_cpu() && ranks_.alone()) {
     gradient_copies_ = std::make_unique<GradientCopies>(
         accelerator_, scalar_type(gradient_type_),
         training_model(source_.architecture, options_, space_).largest_parameter);
@@ -390,13 +425,17 @@ Result<Prepared> prepare(const Job& job) {
   watch_saved_tensors();
   Options options = job.options;
   options.model = with_defaults(options.model);
-  const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
+  SI_RETURN_IF_ERROR(check_ranks(job.options, job.ranks));
+  const uint32_t cores =
+      std::max(1u, std::thread::hardware_concurrency() / job.ranks.local_world());
   at::set_num_threads(static_cast<int>(options.train.threads != 0 ? options.train.threads : cores));
 
-  SI_ASSIGN_OR_RETURN(const torch::Device accelerator,
-                      choose_accelerator("train.accelerator", options.train.accelerator));
+  SI_ASSIGN_OR_RETURN(
+      const torch::Device accelerator,
+      choose_accelerator("train.accelerator", options.train.accelerator, job.ranks.local_rank()));
   if (!accelerator.is_cpu()) pin_what_is_asked_for();
   SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
+  SI_RETURN_IF_ERROR(check_same_text(corpus.digest(), job.ranks));
   if (options.train.epochs > 0) {
     const double windows = options.train.epochs * static_cast<double>(corpus.training().count());
     const double windows_of_step =
@@ -445,7 +484,12 @@ Result<Prepared> prepare(const Job& job) {
   if (job.plan.has_value()) {
     plan = *job.plan;
   } else {
-    SI_ASSIGN_OR_RETURN(plan, plan_run(model, options, job.updater, space, memory_of(accelerator)));
+    SI_ASSIGN_OR_RETURN(const MemoryLimits limits,
+                        least_of_ranks(memory_limits(options.memory, memory_of(accelerator),
+                                                     job.ranks.local_world()),
+                                       job.ranks));
+    SI_ASSIGN_OR_RETURN(plan,
+                        plan_run(model, options, job.updater, space, limits, job.ranks.world()));
   }
   return Prepared{std::move(options),    std::move(source), std::move(targets), std::move(corpus),
                   std::move(parameters), accelerator,       std::move(plan)};
@@ -460,26 +504,37 @@ Result<std::vector<std::string>> Trainer::describe_memory(const Job& job) {
   });
 }
 
+namespace {
+
+Result<std::unique_ptr<Trainer>> open_trainer(const Job& job) {
+  SI_ASSIGN_OR_RETURN(Prepared run, prepare(job));
+  Options& options = run.options;
+  SI_ASSIGN_OR_RETURN(const RunStart run_start, choose_start(job));
+  Result<RunFolder> folder = RunFolder::left_alone(options.train.run);
+  if (job.ranks.first()) folder = RunFolder::open(options.train.run);
+  SI_RETURN_IF_ERROR(job.ranks.all_ok("the run's folder", folder.status()));
+  if (options.checkpoint.folder.empty()) {
+    options.checkpoint.folder = folder->file(kCheckpointsFolder);
+  }
+  // Checked up front, not after the first so many steps.
+  if (options.checkpoint.every != 0 || options.train.keep_best) {
+    SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
+                           .with_context("checkpoint.folder"));
+  }
+  auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(run.source),
+                                                std::move(run.targets), std::move(run.corpus),
+                                                std::move(*folder), std::move(run.parameters),
+                                                run.accelerator, std::move(run.plan), job.ranks);
+  SI_RETURN_IF_ERROR(trainer->start(job, run_start));
+  return std::unique_ptr<Trainer>(std::move(trainer));
+}
+
+}  // namespace
+
 Result<std::unique_ptr<Trainer>> Trainer::open(const Job& job) {
-  return guarded("start", [&]() -> Result<std::unique_ptr<Trainer>> {
-    SI_ASSIGN_OR_RETURN(Prepared run, prepare(job));
-    Options& options = run.options;
-    SI_ASSIGN_OR_RETURN(const RunStart run_start, choose_start(job));
-    SI_ASSIGN_OR_RETURN(RunFolder folder, RunFolder::open(options.train.run));
-    if (options.checkpoint.folder.empty()) {
-      options.checkpoint.folder = folder.file(kCheckpointsFolder);
-    }
-    // Checked up front, not after the first so many steps.
-    if (options.checkpoint.every != 0 || options.train.keep_best) {
-      SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
-                             .with_context("checkpoint.folder"));
-    }
-    auto trainer = std::make_unique<TorchTrainer>(
-        std::move(options), std::move(run.source), std::move(run.targets), std::move(run.corpus),
-        std::move(folder), std::move(run.parameters), run.accelerator, std::move(run.plan));
-    SI_RETURN_IF_ERROR(trainer->start(job, run_start));
-    return std::unique_ptr<Trainer>(std::move(trainer));
-  });
+  auto opened = guarded("start", [&] { return open_trainer(job); });
+  if (!opened.ok()) job.ranks.failed(opened.status());
+  return opened;
 }
 
 }  // namespace smartinf::train

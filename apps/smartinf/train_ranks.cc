@@ -1,0 +1,87 @@
+#include "apps/smartinf/train_ranks.h"
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/log.h"
+#include "smartinf/train/ranks/device_ranks.h"
+#include "smartinf/train/ranks/environment.h"
+#include "smartinf/train/ranks/join_ranks.h"
+
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/token_data.h"
+
+namespace smartinf::apps {
+
+using base::Result;
+using base::Status;
+
+namespace {
+
+/// Another rank's recipe has other values than the first one's.
+Status check_same_recipe(const config::LoadedRecipe& loaded, const train::Ranks& ranks) {
+  SI_ASSIGN_OR_RETURN(const std::string first, ranks.from_first(config::print_recipe(loaded)));
+  SI_ASSIGN_OR_RETURN(const config::LoadedRecipe there,
+                      config::parse_recipe(first, "rank 0's recipe", {}));
+  const auto changes = config::changed_keys(there.recipe, loaded.recipe);
+  if (changes.empty()) return Status();
+  return Status(base::ErrorCode::kInvalidArgument,
+                fmt::format("{} is {} here, but {} on rank 0", changes.front().key,
+                            changes.front().now, changes.front().before),
+                "Start all ranks with the same recipe and flags");
+}
+
+}  // namespace
+
+int fail(const train::Ranks& ranks, Status status, bool started) {
+  const bool wrong_value = status.code() == base::ErrorCode::kInvalidArgument && !started;
+  if (!ranks.alone()) {
+    ranks.failed(status);
+    status = std::move(status).with_context(fmt::format("rank {}", ranks.rank()));
+  }
+  return report(status, wrong_value ? kExitUsage : kExitFailed);
+}
+
+Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interrupt) {
+  SI_ASSIGN_OR_RETURN(const auto environment, train::rank_environment([](const char* name) {
+                        return static_cast<const char*>(std::getenv(name));
+                      }));
+  std::vector<engine::DeviceOptions>& devices = loaded.recipe.updater.devices;
+  SI_ASSIGN_OR_RETURN(devices,
+                      train::expand_rank_paths(devices, environment ? environment->world : 1));
+  if (!environment) return train::Ranks();
+  interrupt.expect_it_twice();
+  if (environment->rank != 0) {
+    base::set_log_sink([rank = environment->rank](base::LogLevel level, std::string_view message) {
+      if (level == base::LogLevel::kWarning) {
+        fmt::print(stderr, "warning: rank {}: {}\n", rank, message);
+      }
+    });
+  }
+  const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::duration<double>(loaded.recipe.options.ranks.timeout_s));
+  SI_ASSIGN_OR_RETURN(train::Ranks ranks, train::join_ranks(*environment, timeout));
+  const Status same = check_same_recipe(loaded, ranks);
+  SI_RETURN_IF_ERROR(ranks.all_ok("the recipe", same));
+  return ranks;
+}
+
+Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool quiet,
+                 const Interrupt& interrupt) {
+  for (const bool makes : {true, false}) {
+    Status made;
+    if (makes == (ranks.local_rank() == 0)) {
+      made = make_token_data(loaded.recipe, quiet || !ranks.first(), interrupt.token());
+    }
+    SI_RETURN_IF_ERROR(ranks.all_ok("token files", made));
+  }
+  return Status();
+}
+
+}  // namespace smartinf::apps

@@ -1,0 +1,26 @@
+// The start of `smartinf train` in several processes, and its end where one of them fails.
+#pragma once
+
+#include "smartinf/base/status.h"
+#include "smartinf/config/recipe.h"
+#include "smartinf/train/ranks/ranks.h"
+
+#include "apps/smartinf/interrupt.h"
+
+namespace smartinf::apps {
+
+/// Meets the other processes that the environment says there are; alone where it says nothing. Puts
+/// the devices of all ranks into the recipe (expand_rank_paths). Errors: of the environment, and of
+/// who does not come; kInvalidArgument where another rank has another recipe.
+base::Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interrupt);
+
+/// make_token_data(): one process of each machine makes them, and the others find them. Called by
+/// all ranks.
+base::Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool quiet,
+                       const Interrupt& interrupt);
+
+/// Says what failed and on which rank, lets the others know, and returns the exit code. started:
+/// what the user gave was right.
+int fail(const train::Ranks& ranks, base::Status status, bool started = false);
+
+}  // namespace smartinf::apps

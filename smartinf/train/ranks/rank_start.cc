@@ -1,0 +1,97 @@
+#include "smartinf/train/ranks/rank_start.h"
+
+#include <algorithm>
+#include <array>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "smartinf/engine/local_source.h"
+#include "smartinf/engine/ranks/shared_sources.h"
+
+namespace smartinf::train {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+void share_cores(engine::UpdaterOptions& options, const Ranks& ranks) {
+  const auto own = std::ranges::count(options.devices, ranks.rank(), &engine::DeviceOptions::rank);
+  const uint64_t devices = std::max<uint64_t>(1, static_cast<uint64_t>(own)) * ranks.local_world();
+  const uint64_t each = std::max<uint64_t>(1, std::thread::hardware_concurrency() / devices);
+  for (engine::DeviceOptions& device : options.devices) {
+    if (device.threads == 0) device.threads = static_cast<uint32_t>(each);
+  }
+  options.pin_threads = options.pin_threads && ranks.local_world() == 1;
+}
+
+engine::DeviceSources sources_of(const Ranks& ranks, const engine::UpdaterOptions& options) {
+  engine::DeviceSources sources = engine::local_sources(options);
+  if (ranks.alone()) return sources;
+  std::vector<uint32_t> rank_of;
+  for (const engine::DeviceOptions& device : options.devices) rank_of.push_back(device.rank);
+  return engine::share_sources(std::move(sources), rank_of, ranks.collectives());
+}
+
+Status check_ranks(const Options& options, const Ranks& ranks) {
+  if (ranks.alone()) return Status();
+  const TrainOptions& train = options.train;
+  const auto refuse = [](std::string what, std::string advice) {
+    return Status(ErrorCode::kInvalidArgument, std::move(what), std::move(advice));
+  };
+  if (train.accumulation < ranks.world()) {
+    return refuse(fmt::format("train.accumulation is {}, but there are {} ranks, which share a "
+                              "step's micro batches",
+                              train.accumulation, ranks.world()),
+                  "Set it to a multiple of the number of ranks, and train.micro_batch lower, or "
+                  "start fewer ranks");
+  }
+  if (train.where == OptimizerWhere::kMemory) {
+    return refuse("optimizer.where is \"memory\", which is for one process",
+                  "Set it to \"device\", or start one process");
+  }
+  if (train.layer_stats_every != 0) {
+    return refuse("train.layer_stats_every is set, but no rank has a layer's whole gradient",
+                  "Leave it out, or start one process");
+  }
+  return Status();
+}
+
+Result<MemoryLimits> least_of_ranks(MemoryLimits limits, const Ranks& ranks) {
+  const std::array<uint64_t, 5> mine{limits.resident_bytes, limits.host_bytes,
+                                     limits.accelerator_bytes, limits.accelerator.free_bytes,
+                                     limits.accelerator.taken_bytes};
+  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all, ranks.all<uint64_t>(mine));
+  for (uint32_t rank = 0; rank < ranks.world(); ++rank) {
+    const uint64_t* of = all.data() + rank * mine.size();
+    if ((of[3] > 0) != (mine[3] > 0)) {
+      return Status(
+          ErrorCode::kMismatch,
+          fmt::format("{} {}, and {} {}", ranks.name(rank),
+                      of[3] > 0 ? "computes on an accelerator" : "has none",
+                      ranks.name(ranks.rank()), mine[3] > 0 ? "computes on one" : "has none"),
+          "Set train.accelerator = \"cpu\", or leave machines without one out");
+    }
+    limits.resident_bytes = std::max(limits.resident_bytes, of[0]);
+    limits.host_bytes = std::min(limits.host_bytes, of[1]);
+    limits.accelerator_bytes = std::min(limits.accelerator_bytes, of[2]);
+    limits.accelerator.free_bytes = std::min(limits.accelerator.free_bytes, of[3]);
+    limits.accelerator.taken_bytes = std::max(limits.accelerator.taken_bytes, of[4]);
+  }
+  return limits;
+}
+
+Status check_same_text(uint64_t digest, const Ranks& ranks) {
+  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all, ranks.all<uint64_t>(std::span(&digest, 1)));
+  for (uint32_t rank = 0; rank < ranks.world(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    return Status(ErrorCode::kMismatch,
+                  fmt::format("data.paths: {} reads another text than rank 0", ranks.name(rank)),
+                  "Use the same files on all machines, or a folder that all of them see");
+  }
+  return Status();
+}
+
+}  // namespace smartinf::train

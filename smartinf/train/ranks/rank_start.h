@@ -1,0 +1,33 @@
+// What the ranks of a run find out of each other before it starts.
+#pragma once
+
+#include <cstdint>
+
+#include "smartinf/base/status.h"
+#include "smartinf/engine/device_source.h"
+#include "smartinf/engine/options.h"
+#include "smartinf/train/memory_plan.h"
+#include "smartinf/train/options.h"
+#include "smartinf/train/ranks/ranks.h"
+
+namespace smartinf::train {
+
+/// Errors: kInvalidArgument for what only one process can do.
+base::Status check_ranks(const Options& options, const Ranks& ranks);
+
+/// This machine's cores, shared out among the devices of its ranks where the user has not said how.
+void share_cores(engine::UpdaterOptions& options, const Ranks& ranks);
+
+// All ranks call these in the same order. Errors also: the ranks'.
+
+/// All devices, for what is asked before they are opened: those of other ranks answer from there.
+engine::DeviceSources sources_of(const Ranks& ranks, const engine::UpdaterOptions& options);
+
+/// What every rank may use: one plan for all of them is made from it. Errors: kMismatch where only
+/// some have an accelerator.
+base::Result<MemoryLimits> least_of_ranks(MemoryLimits limits, const Ranks& ranks);
+
+/// digest: of the tokens that this rank reads. Errors: kMismatch, with the rank that reads others.
+base::Status check_same_text(uint64_t digest, const Ranks& ranks);
+
+}  // namespace smartinf::train

@@ -1,0 +1,122 @@
+// One rank of several that only call each other, for tests/ranks_test.py.
+//
+//   rank_worker TIMEOUT_MS ROUNDS [fail|sleep AT]
+//
+// In each round every channel does every kind of call and checks what comes. Prints "round N", at
+// the end "done"; a failure goes to stderr with exit code 1. fail: this rank gives up in that
+// round; sleep: it does not come to it.
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "smartinf/train/ranks/join_ranks.h"
+
+namespace smartinf::train {
+namespace {
+
+using base::ErrorCode;
+using base::Status;
+using engine::Channel;
+using engine::Collectives;
+
+/// What rank `from` sends to rank `to`: nothing, little, or much.
+std::vector<std::byte> message(uint64_t round, Channel channel, uint32_t from, uint32_t to) {
+  constexpr std::array<size_t, 4> kSizes{0, 1, 1000, 300'000};
+  const uint64_t seed = round * 31 + static_cast<uint64_t>(channel) * 7 + from * 3 + to;
+  std::vector<std::byte> bytes(kSizes[seed % kSizes.size()]);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<std::byte>(seed + i);
+  return bytes;
+}
+
+Status wrong(const char* call) {
+  return Status(ErrorCode::kCorrupt, std::string(call) + " brought other bytes than were sent");
+}
+
+Status exchange(Collectives& ranks, Channel channel, uint64_t round) {
+  std::vector<std::byte> send;
+  std::vector<std::byte> expected;
+  std::vector<uint64_t> send_bytes;
+  std::vector<uint64_t> receive_bytes;
+  for (uint32_t other = 0; other < ranks.world(); ++other) {
+    const auto out = message(round, channel, ranks.rank(), other);
+    const auto in = message(round, channel, other, ranks.rank());
+    send.insert(send.end(), out.begin(), out.end());
+    expected.insert(expected.end(), in.begin(), in.end());
+    send_bytes.push_back(out.size());
+    receive_bytes.push_back(in.size());
+  }
+  std::vector<std::byte> received(expected.size());
+  const auto root = static_cast<uint32_t>(round % ranks.world());
+  const auto from_root = message(round, channel, root, root);
+  std::vector<std::byte> broadcast(from_root.size());
+  if (ranks.rank() == root) broadcast = from_root;
+  // Both are under way at once.
+  SI_ASSIGN_OR_RETURN(const auto all_to_all,
+                      ranks.all_to_all(channel, send, send_bytes, received, receive_bytes));
+  SI_ASSIGN_OR_RETURN(const auto to_all, ranks.broadcast(channel, broadcast, root));
+  SI_RETURN_IF_ERROR(all_to_all->wait());
+  if (received != expected) return wrong("all_to_all");
+  SI_RETURN_IF_ERROR(to_all->wait());
+  if (broadcast != from_root) return wrong("broadcast");
+  SI_ASSIGN_OR_RETURN(const auto texts,
+                      engine::all_gather(ranks, channel, "I am " + std::to_string(ranks.rank())));
+  for (uint32_t other = 0; other < ranks.world(); ++other) {
+    if (texts[other] != "I am " + std::to_string(other)) return wrong("all_gather");
+  }
+  return ranks.barrier(channel);
+}
+
+Status work(Collectives& ranks, uint64_t rounds, const std::string& trouble, uint64_t at) {
+  for (uint64_t round = 0; round < rounds; ++round) {
+    if (trouble == "fail" && round == at) {
+      const Status broken(ErrorCode::kNoSpace, "the drive is full", "Make room");
+      ranks.failed(broken);
+      return broken;
+    }
+    if (trouble == "sleep" && round == at) std::this_thread::sleep_for(std::chrono::hours(1));
+    std::array<Status, engine::kChannels> made;
+    {
+      std::vector<std::jthread> threads;
+      for (size_t channel = 0; channel < engine::kChannels; ++channel) {
+        threads.emplace_back([&, channel] {
+          made[channel] = exchange(ranks, static_cast<Channel>(channel), round);
+        });
+      }
+    }
+    for (Status& status : made) SI_RETURN_IF_ERROR(std::move(status));
+    std::printf("round %llu\n", static_cast<unsigned long long>(round));
+    std::fflush(stdout);
+  }
+  return Status();
+}
+
+Status run(std::vector<std::string> arguments) {
+  arguments.resize(5);
+  SI_ASSIGN_OR_RETURN(const auto environment,
+                      rank_environment([](const char* name) { return std::getenv(name); }));
+  if (!environment) return Status(ErrorCode::kInvalidArgument, "one process alone");
+  const std::chrono::milliseconds timeout(std::stoull(arguments[1]));
+  SI_ASSIGN_OR_RETURN(const Ranks joined, join_ranks(*environment, timeout));
+  std::printf("joined as %s, %u of %u here\n", joined.name(joined.rank()).c_str(),
+              joined.local_rank(), joined.local_world());
+  std::fflush(stdout);
+  return work(*joined.collectives(), std::stoull(arguments[2]), arguments[3],
+              arguments[4].empty() ? 0 : std::stoull(arguments[4]));
+}
+
+}  // namespace
+}  // namespace smartinf::train
+
+int main(int count, char** arguments) {
+  const smartinf::base::Status status = smartinf::train::run({arguments, arguments + count});
+  if (status.ok()) {
+    std::printf("done\n");
+  } else {
+    std::fprintf(stderr, "%s\n", status.to_string().c_str());
+  }
+  return status.ok() ? 0 : 1;
+}

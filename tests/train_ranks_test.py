@@ -14,7 +14,7 @@ import unittest
 from rank_processes import Ranks
 from train_runs import SMARTINF, STREAMED, StreamCase
 
-KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "4"))  # 40 in scripts/nightly.sh
+KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "3"))  # 40 in scripts/nightly.sh
 TIMEOUT_S = 6  # where ranks are killed
 EXAMPLE = str(pathlib.Path(__file__).parents[1] / "examples" / "train_ranks.sh")
 
@@ -125,10 +125,8 @@ class TrainRanks(StreamCase):
     def test_what_cannot_be_shared_is_refused_with_what_to_do(self):
         recipe = self.recipe(steps=3)
         for flags, texts in ((["--train.accumulation", "1"], ("train.accumulation is 1, but there are 2 ranks",)),
-                             (["--optimizer.where", "memory"], ("which is for one process",)),
                              (["--compress.density", "0.1"], ("compressed gradients",)),
-                             (["--optimizer.overlap", "early"], ("early",)),
-                             (["--device.0.path", "x", "--device.0.rank", "2"], ("there are 2 ranks",))):
+                             (["--optimizer.overlap", "early"], ("optimizer.overlap is \"early\", but",))):
             with self.subTest(flags), self.ranks(2, recipe, "a", *flags) as ranks:
                 self.assertTrue(all(code in (1, 2) for code in ranks.wait(60)))
                 for text in texts:

@@ -102,6 +102,10 @@ Status status_from(const std::string& text) {
                 text.substr(advice_end + 1), text.substr(code_end + 1, advice_end - code_end - 1));
 }
 
+double seconds(std::chrono::milliseconds time) {
+  return std::chrono::duration<double>(time).count();
+}
+
 std::string sign_key(uint32_t rank) { return fmt::format("sign/{}", rank); }
 std::string member_key(uint32_t rank) { return fmt::format("member/{}", rank); }
 
@@ -266,7 +270,7 @@ std::optional<Status> RankWatch::Shared::judge(uint64_t now_ns) const {
       const bool runs = state && state->started == members[rank].started && state->letter != 'Z';
       if (!runs) return Status(ErrorCode::kIo, members[rank].name() + " has ended", kResume);
     }
-    if (silent < std::chrono::duration<double>(timeout).count()) continue;
+    if (silent < seconds(timeout)) continue;
     return Status(ErrorCode::kTimeout,
                   fmt::format("{} has given no sign of life for {:.1f} s{}", members[rank].name(),
                               silent, state && state->letter == 'T' ? ": it is stopped" : ""),
@@ -323,6 +327,7 @@ void RankWatch::Shared::wait_for_others() {
     look_at(read(), base::now_ns());
     const bool all = std::ranges::all_of(members, [&](const RankMember& member) {
       if (member.rank == 0 || known[member.rank].left) return true;
+      if (silent_s(member.rank, base::now_ns()) > seconds(timeout)) return true;  // it hangs
       const auto state = on_this_machine(member.rank) ? process_state(member.process)
                                                       : std::optional<ProcessState>{{'R', 0}};
       return !state || state->letter == 'Z';
@@ -339,9 +344,12 @@ RankWatch::~RankWatch() {
   std::unique_lock lock(shared_->mutex);
   shared_->leaving = true;
   shared_->changed.notify_all();
-  // Longer than the thread takes unless its connection hangs, which nothing can end.
-  const auto most =
-      std::min<Milliseconds>(shared_->timeout, std::chrono::seconds(30)) + std::chrono::seconds(1);
+  // Longer than the thread takes, unless its connection hangs, which nothing can end.
+  const bool hangs = !shared_->failed.ok() &&
+                     base::seconds_since(shared_->round_ns) > seconds(3 * shared_->between);
+  const Milliseconds most =
+      hangs ? kSignsMin
+            : std::min<Milliseconds>(shared_->timeout, std::chrono::seconds(30)) + kSignsMax;
   const bool ended = shared_->changed.wait_for(lock, most, [&] { return shared_->ended; });
   lock.unlock();
   if (ended) {
@@ -377,7 +385,7 @@ void RankWatch::Shared::meet() {
   keys->set(sign_key(environment.rank), std::string("0 0 0 0"));
   keys->set(member_key(environment.rank), to_text(this_process(environment.rank)));
   const uint64_t began_ns = base::now_ns();
-  const double timeout_s = std::chrono::duration<double>(timeout).count();
+  const double timeout_s = seconds(timeout);
   while (true) {
     const std::string missing = missing_ranks(*keys, environment.world);
     if (missing.empty()) break;
@@ -435,7 +443,7 @@ Status RankWatch::failure() const {
   const std::scoped_lock lock(shared_->mutex);
   if (shared_->failed.ok() && !shared_->ended) {
     const double silent = base::seconds_since(shared_->round_ns);
-    if (silent > std::chrono::duration<double>(shared_->timeout).count()) {
+    if (silent > seconds(shared_->timeout)) {
       shared_->fail(shared_->silence_of_store());
     }
   }
@@ -472,7 +480,7 @@ Status RankWatch::cause_of(engine::Channel channel, const std::string& what, boo
   if (!shared.failed.ok()) return shared.failed;
 
   const uint64_t now_ns = base::now_ns();
-  const double signs_s = std::chrono::duration<double>(3 * shared.between).count();
+  const double signs_s = seconds(3 * shared.between);
   if (base::seconds_since(shared.round_ns) > signs_s) {
     shared.fail(shared.silence_of_store());
     return shared.failed;
@@ -493,11 +501,10 @@ Status RankWatch::cause_of(engine::Channel channel, const std::string& what, boo
       break;
     }
     if (timed_out && known.calls[one] < shared.calls[one].load()) {
-      found =
-          Status(ErrorCode::kTimeout,
-                 fmt::format("{} lives, but the others have waited {:.1f} s for it", member.name(),
-                             std::chrono::duration<double>(shared.timeout).count()),
-                 "See what it is busy with, or set ranks.timeout higher");
+      found = Status(ErrorCode::kTimeout,
+                     fmt::format("{} lives, but the others have waited {:.1f} s for it",
+                                 member.name(), seconds(shared.timeout)),
+                     "See what it is busy with, or set ranks.timeout higher");
       break;
     }
   }

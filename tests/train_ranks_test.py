@@ -48,6 +48,7 @@ class TrainRanks(StreamCase):
             run = f"ranks{count}"
             of_ranks = self.train_with(count, recipe, run, *flags, *self.even_devices(run, 2), *less)
             self.check_same_as(run, "one")
+            self.assertGreater(len(rows(of_ranks, "ranks_sent_bytes")), 0)
             for key in ("validation_loss", "samples"):
                 self.assertTrue(rows(said, key))
                 self.assertEqual(rows(of_ranks, key), rows(said, key))

@@ -6,8 +6,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
-#include "smartinf/engine/ranks/gradient_exchange.h"
-#include "smartinf/engine/ranks/weight_exchange.h"
+#include "smartinf/engine/ranks/ranks_updater.h"
 #include "smartinf/train/frozen_weights.h"
 
 namespace smartinf::train {
@@ -116,8 +115,8 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
     memory.optimizer_bytes =
         share(plan::buffer_bytes(buffers, space.count(), devices) + updater.state_cache_bytes);
     if (world > 1) {
-      memory.optimizer_bytes += engine::GradientExchange::memory_bytes(space.count()) +
-                                engine::WeightExchange::memory_bytes(buffers.subgroup_elements);
+      memory.optimizer_bytes +=
+          engine::ranks_memory_bytes(space.count(), buffers.subgroup_elements);
     }
     memory.measures_drives =
         updater.io_bytes == 0 || updater.io_depth == 0 ||

@@ -37,6 +37,10 @@ std::string StepReport::to_json() const {
       {"store_read_bytes", traffic.store.up_total()},
       {"store_written_bytes", traffic.store.down_total()},
   };
+  if (traffic.ranks.up_total() + traffic.ranks.down_total() > 0) {
+    line["ranks_received_bytes"] = traffic.ranks.up_total();
+    line["ranks_sent_bytes"] = traffic.ranks.down_total();
+  }
   for (size_t d = 0; d < traffic.devices.size(); ++d) {
     const base::TrafficReading& host = traffic.host_link_by_device[d];
     const base::TrafficReading& store = traffic.store_by_device[d];

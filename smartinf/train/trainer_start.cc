@@ -247,7 +247,7 @@ Status TorchTrainer::initialize(const Job& job) {
   const auto begin = [&]() -> Status {
     // Before there is a state that the folder would not know.
     if (!in_memory_) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
-    if (!source_.config_json.empty()) {
+    if (!source_.config_json.empty() && ranks_.first()) {
       SI_RETURN_IF_ERROR(keep_model_files(source_.folder, folder_.path()));
     }
     return Status();
@@ -274,7 +274,7 @@ Status TorchTrainer::initialize(const Job& job) {
       }
     }
   }
-  remove_model_files(folder_.path());
+  if (ranks_.first()) remove_model_files(folder_.path());
   folder_.remove_run_record();
   return begun;
 }
@@ -286,6 +286,7 @@ Status TorchTrainer::open_frozen_weights() {
   SI_ASSIGN_OR_RETURN(model::WeightFiles files,
                       model::WeightFiles::open(options_.model.from, architecture));
   SI_ASSIGN_OR_RETURN(position_.base, files.digest());
+  SI_RETURN_IF_ERROR(check_same_files("model.from", position_.base, ranks_));
   frozen_ = std::make_unique<FrozenWeights>(std::move(files),
                                             model::make_units(architecture).back().end());
   return Status();
@@ -435,7 +436,7 @@ Result<Prepared> prepare(const Job& job) {
       choose_accelerator("train.accelerator", options.train.accelerator, job.ranks.local_rank()));
   if (!accelerator.is_cpu()) pin_what_is_asked_for();
   SI_ASSIGN_OR_RETURN(Corpus corpus, Corpus::open(options.data));
-  SI_RETURN_IF_ERROR(check_same_text(corpus.digest(), job.ranks));
+  SI_RETURN_IF_ERROR(check_same_files("data.paths", corpus.digest(), job.ranks));
   if (options.train.epochs > 0) {
     const double windows = options.train.epochs * static_cast<double>(corpus.training().count());
     const double windows_of_step =

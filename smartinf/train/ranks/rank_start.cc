@@ -83,12 +83,12 @@ Result<MemoryLimits> least_of_ranks(MemoryLimits limits, const Ranks& ranks) {
   return limits;
 }
 
-Status check_same_text(uint64_t digest, const Ranks& ranks) {
+Status check_same_files(std::string_view key, uint64_t digest, const Ranks& ranks) {
   SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all, ranks.all<uint64_t>(std::span(&digest, 1)));
   for (uint32_t rank = 0; rank < ranks.world(); ++rank) {
     if (all[rank] == all[0]) continue;
     return Status(ErrorCode::kMismatch,
-                  fmt::format("data.paths: {} reads another text than rank 0", ranks.name(rank)),
+                  fmt::format("{}: {} reads something else than rank 0", key, ranks.name(rank)),
                   "Use the same files on all machines, or a folder that all of them see");
   }
   return Status();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "smartinf/base/status.h"
 #include "smartinf/engine/device_source.h"
@@ -27,7 +28,8 @@ engine::DeviceSources sources_of(const Ranks& ranks, const engine::UpdaterOption
 /// some have an accelerator.
 base::Result<MemoryLimits> least_of_ranks(MemoryLimits limits, const Ranks& ranks);
 
-/// digest: of the tokens that this rank reads. Errors: kMismatch, with the rank that reads others.
-base::Status check_same_text(uint64_t digest, const Ranks& ranks);
+/// key: what names the files; digest: of what this rank reads in them. Errors: kMismatch, with the
+/// rank that reads something else.
+base::Status check_same_files(std::string_view key, uint64_t digest, const Ranks& ranks);
 
 }  // namespace smartinf::train

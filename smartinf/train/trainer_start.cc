@@ -519,8 +519,10 @@ Result<std::unique_ptr<Trainer>> open_trainer(const Job& job) {
   }
   // Checked up front, not after the first so many steps.
   if (options.checkpoint.every != 0 || options.train.keep_best) {
-    SI_RETURN_IF_ERROR(engine::check_checkpoint_folder(options.checkpoint.folder)
-                           .with_context("checkpoint.folder"));
+    Status checked;  // by one rank: it makes a file there and removes it
+    if (job.ranks.first()) checked = engine::check_checkpoint_folder(options.checkpoint.folder);
+    SI_RETURN_IF_ERROR(job.ranks.all_ok("the folder of checkpoints",
+                                        std::move(checked).with_context("checkpoint.folder")));
   }
   auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(run.source),
                                                 std::move(run.targets), std::move(run.corpus),

@@ -57,8 +57,6 @@ Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interru
                       train::expand_rank_paths(devices, environment ? environment->world : 1));
   if (!environment) return train::Ranks();
   interrupt.expect_it_twice();
-  // What torch's connections say of their troubles; what they mean is said here.
-  setenv("TORCH_CPP_LOG_LEVEL", "FATAL", /*overwrite=*/0);
   if (environment->rank != 0) {
     base::set_log_sink([rank = environment->rank](base::LogLevel level, std::string_view message) {
       if (level == base::LogLevel::kWarning) {

@@ -20,6 +20,7 @@
 #include <utility>
 
 #include <ATen/core/ivalue.h>
+#include <c10/util/Logging.h>
 #include <fmt/format.h>
 #include <netdb.h>
 #include <sys/socket.h>
@@ -289,6 +290,8 @@ class GlooCollectives final : public Collectives {
 
 Result<Ranks> join_ranks(const RankEnvironment& environment, Milliseconds timeout) {
   std::signal(SIGPIPE, SIG_IGN);
+  // What torch's connections print of their troubles; what they mean is said by the errors here.
+  if (::setenv("TORCH_CPP_LOG_LEVEL", "FATAL", /*overwrite=*/0) == 0) c10::initLogging();
   SI_ASSIGN_OR_RETURN(std::unique_ptr<RankWatch> joined, RankWatch::join(environment, timeout));
   const std::shared_ptr<RankWatch> watch = std::move(joined);
   const std::vector<RankMember>& members = watch->members();

@@ -235,9 +235,8 @@ TEST(Recipe, DevicesFromFlags) {
 }
 
 TEST(Recipe, ADeviceMayNameItsRank) {
-  const LoadedRecipe loaded =
-      good("[[device]]\npath = \"a\"\n[[device]]\npath = \"b\"\nrank = 1\n",
-           {{"device.2.path", "b"}, {"device.2.rank", "0"}});
+  const LoadedRecipe loaded = good("[[device]]\npath = \"a\"\n[[device]]\npath = \"b\"\nrank = 1\n",
+                                   {{"device.2.path", "b"}, {"device.2.rank", "0"}});
   const auto& devices = loaded.recipe.updater.devices;
   ASSERT_EQ(devices.size(), 3u);
   EXPECT_EQ(devices[0].rank, engine::kAnyRank);

@@ -1,7 +1,7 @@
 #include "smartinf/engine/device_share.h"
 
 #include <cmath>
-#include <numeric>
+#include <map>
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/units.h"
@@ -51,14 +51,19 @@ uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpac
 
 base::Result<std::vector<uint64_t>> share_spool(uint64_t spool_bytes,
                                                 const DeviceSources& sources) {
+  std::map<uint32_t, double> rank_bandwidths;
   std::vector<double> bandwidths(sources.size(), 1);
-  for (size_t d = 0; spool_bytes > 0 && sources.size() > 1 && d < sources.size(); ++d) {
-    SI_ASSIGN_OR_RETURN(bandwidths[d], sources[d]->bandwidth());
+  for (size_t d = 0; d < sources.size(); ++d) {
+    if (spool_bytes > 0 && sources.size() > 1) {
+      SI_ASSIGN_OR_RETURN(bandwidths[d], sources[d]->bandwidth());
+    }
+    rank_bandwidths[sources[d]->rank()] += bandwidths[d];
   }
-  const double all = std::accumulate(bandwidths.begin(), bandwidths.end(), 0.0);
+  const double of_rank =
+      static_cast<double>(spool_bytes) / static_cast<double>(rank_bandwidths.size());
   std::vector<uint64_t> shares;
-  for (const double bandwidth : bandwidths) {
-    const double share = static_cast<double>(spool_bytes) * bandwidth / all;
+  for (size_t d = 0; d < sources.size(); ++d) {
+    const double share = of_rank * bandwidths[d] / rank_bandwidths[sources[d]->rank()];
     shares.push_back(base::round_up(static_cast<uint64_t>(std::ceil(share)), base::kIoAlignment));
   }
   return shares;

@@ -17,8 +17,8 @@ std::vector<compress::MatrixLayout> matrices_of_second_moment(const UpdaterOptio
 /// Of gradients that devices keep until the update; compressed, about: their subgroups are not
 /// known yet.
 uint64_t gradient_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space);
-/// Bytes of the spool for each source: as fast ones fill it, each a multiple of kIoAlignment.
-/// Errors: of DeviceSource::bandwidth.
+/// Bytes of the spool for each source: every rank that has one gets as much, which its sources
+/// share as fast ones fill it; each a multiple of kIoAlignment. Errors: of DeviceSource::bandwidth.
 base::Result<std::vector<uint64_t>> share_spool(uint64_t spool_bytes, const DeviceSources& sources);
 /// slot_memory_bytes: what the budget leaves to the device; device_elements: of the space.
 DeviceShare device_share(const UpdaterOptions& options, const plan::ParameterSpace& space,

@@ -42,6 +42,8 @@ class DeviceSource {
   virtual const std::string& name() const = 0;
   /// What tells one place from another, e.g. the canonical path.
   virtual std::string place() const = 0;
+  /// Of several, the rank that drives it.
+  virtual uint32_t rank() const { return 0; }
 
   /// What it holds; nullopt: nothing of ours. Nothing is changed.
   /// Errors: kInvalidArgument (a plain file), kCorrupt, kIo.

@@ -131,8 +131,9 @@ Result<std::unique_ptr<engine::Updater>> TorchTrainer::open_with_spool(
     if (plan_.spool_bytes > 0) {
       // What is spooled lies on one device whole: each may have less room than that left over.
       const uint64_t largest = std::max(plan_.input_bytes, plan_.saved_bytes);
-      options.spool_bytes = ranks_.world() * plan_.spool_bytes +
-                            options.devices.size() * base::round_up(largest, base::kIoAlignment);
+      options.spool_bytes =
+          ranks_.world() *
+          (plan_.spool_bytes + sharing.most * base::round_up(largest, base::kIoAlignment));
     }
   }
   base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
@@ -267,6 +268,8 @@ Status TorchTrainer::initialize(const Job& job) {
   if (begun.ok()) begun = fill_devices();
   if (begun.ok()) return begun;
   updater_.reset();
+  // Others may have step 0 already. What is there is completed or begun anew by the next start.
+  if (!ranks_.alone() && !in_memory_) return begun;
   if (!in_memory_) {
     for (const auto& source : sources_of(ranks_, job.updater)) {
       if (const Status erased = source->erase(); !erased.ok()) {
@@ -383,6 +386,13 @@ Status TorchTrainer::make_pass() {
   SI_RETURN_IF_ERROR(load_model());
   std::optional<SpooledBuffers> inputs;
   std::optional<SpooledBuffers> saved;
+  Status spools;
+  if (plan_.inputs_spooled + plan_.saved_bytes > 0 && updater_->spool() == nullptr) {
+    spools = Status(ErrorCode::kUnsupported,
+                    "activations are to lie on devices, but none of this rank's is in use",
+                    "Set memory.activations = \"recompute\", or start fewer ranks");
+  }
+  SI_RETURN_IF_ERROR(ranks_.all_ok("spool", spools));
   if (plan_.inputs_spooled > 0) {
     inputs.emplace(*updater_->spool(), accelerator_, plan_.inputs_in_memory, plan_.input_bytes);
   }
@@ -491,6 +501,12 @@ Result<Prepared> prepare(const Job& job) {
                                        job.ranks));
     SI_ASSIGN_OR_RETURN(plan,
                         plan_run(model, options, job.updater, space, limits, job.ranks.world()));
+  }
+  // There slots become free when copies end, which is another order on each rank.
+  if (!job.ranks.alone() && plan.streams && !accelerator.is_cpu()) {
+    return Status(ErrorCode::kUnsupported,
+                  "several ranks whose weights do not all stay on their accelerators",
+                  "Allow more memory, take a smaller model, or start one rank");
   }
   return Prepared{std::move(options),    std::move(source), std::move(targets), std::move(corpus),
                   std::move(parameters), accelerator,       std::move(plan)};

@@ -153,6 +153,46 @@ class SnapshotElsewhere final : public csd::Snapshot {
   const std::string metadata_;
 };
 
+/// What a device of some rank says of its state while nobody has opened it. Its blocks are not
+/// read.
+class ToldSnapshot final : public csd::Snapshot {
+ public:
+  /// here: null elsewhere.
+  ToldSnapshot(Teller teller, std::unique_ptr<csd::Snapshot> here, std::string name,
+               MessageReader in)
+      : teller_(std::move(teller)),
+        here_(std::move(here)),
+        name_(std::move(name)),
+        layout_(read_layout(in)),
+        state_(smartinf::engine::read_state(in)) {}
+  const std::string& name() const override { return name_; }
+  const storage::StoreState& state() const override { return state_; }
+  const storage::StoreLayout& layout() const override { return layout_; }
+  bool elsewhere() const override { return here_ == nullptr; }
+  Status choose_step(base::StepNumber step) override {
+    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
+      SI_RETURN_IF_ERROR(here_->choose_step(step));
+      out.text(here_->client_metadata());
+      return Status();
+    }));
+    metadata_ = MessageReader(told).text();
+    return Status();
+  }
+  std::string client_metadata() const override { return metadata_; }
+  Status read_blocks(size_t, size_t, uint64_t, uint64_t, std::span<std::byte>) override {
+    return Status(ErrorCode::kUnsupported, "the state of a device that nobody has opened");
+  }
+  uint64_t blocks_without_checksum() const override { return 0; }
+
+ private:
+  const Teller teller_;
+  const std::unique_ptr<csd::Snapshot> here_;
+  const std::string name_;
+  const storage::StoreLayout layout_;
+  const storage::StoreState state_;
+  std::string metadata_;
+};
+
 /// A device of some rank: the thing itself, or what stands for it.
 class SharedDevice final : public csd::Device {
  public:
@@ -259,6 +299,7 @@ class SharedSource final : public DeviceSource {
       : source_(std::move(source)), teller_(std::move(teller)) {}
 
   const std::string& name() const override { return source_->name(); }
+  uint32_t rank() const override { return teller_.owner(); }
 
   /// The same path of another machine is another place.
   std::string place() const override {
@@ -282,6 +323,18 @@ class SharedSource final : public DeviceSource {
     MessageReader in(told);
     if (in.value<uint8_t>() == 0) return std::optional<storage::StoreState>();
     return std::optional(read_state(in));
+  }
+
+  Result<std::unique_ptr<csd::Snapshot>> snapshot(storage::ReaderLock lock) override {
+    std::unique_ptr<csd::Snapshot> here;
+    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
+      SI_ASSIGN_OR_RETURN(here, source_->snapshot(lock));
+      write(out, here->layout());
+      write(out, here->state());
+      return Status();
+    }));
+    return std::unique_ptr<csd::Snapshot>(std::make_unique<ToldSnapshot>(
+        teller_, std::move(here), source_->name(), MessageReader(told)));
   }
 
   Result<double> bandwidth() override {

@@ -20,13 +20,14 @@ namespace {
 
 /// For how the job ended, behind the weights.
 constexpr uint64_t kOutcomeBytes = 2048;
+constexpr uint64_t kOutcomeTextBytes = kOutcomeBytes - 64;  // beside its frame
 
 /// As much of it as fits.
 std::string outcome_text(const Status& status) {
   std::string text = MessageWriter().status(status).take();
-  if (text.size() <= kOutcomeBytes) return text;
+  if (text.size() <= kOutcomeTextBytes) return text;
   return MessageWriter()
-      .status(Status(status.code(), status.what().substr(0, kOutcomeBytes / 2)))
+      .status(Status(status.code(), status.what().substr(0, kOutcomeTextBytes / 2)))
       .take();
 }
 
@@ -111,6 +112,12 @@ void WeightExchange::work() {
   }
 }
 
+/// Ranks that are out of step must not take one job's weights for another's.
+uint64_t WeightExchange::identity_of(const Job& job) {
+  return uint64_t{job.subgroup} << 16 | static_cast<uint64_t>(job.from) << 8 |
+         static_cast<uint64_t>(job.type);
+}
+
 bool WeightExchange::would_wait(const Job& job) const {
   if (!here(job) || job.from == From::kMemory) return false;
   return job.from == From::kUpdate ? !updater_.weights_ready(job.subgroup)
@@ -130,7 +137,8 @@ void WeightExchange::begin(Job& job) {
     if (job.from == From::kUpdate) status = updater_.wait_weights(subgroup.first, subgroup.count);
     if (job.from == From::kFetch) status = updater_.wait_fetched(subgroup.first);
     if (status.ok()) std::memcpy(job.memory->data(), job.out, job.bytes);
-    const std::string text = outcome_text(status);
+    const std::string text =
+        MessageWriter().value(identity_of(job)).text(outcome_text(status)).take();
     std::memcpy(job.memory->data() + job.bytes, text.data(), text.size());
     traffic_.add_down(base::TrafficKind::kWeight, job.bytes * (ranks_->world() - 1));
   } else {
@@ -149,7 +157,17 @@ void WeightExchange::end(Job& job) {
   if (status.ok()) {
     MessageReader outcome(std::string_view(
         reinterpret_cast<const char*>(job.memory->data() + job.bytes), kOutcomeBytes));
-    status = outcome.status().with_context(fmt::format("rank {}", rank_of_[job.subgroup]));
+    if (outcome.value<uint64_t>() == identity_of(job)) {
+      const std::string text = outcome.text();
+      status =
+          MessageReader(text).status().with_context(fmt::format("rank {}", rank_of_[job.subgroup]));
+    } else {
+      status = Status(ErrorCode::kFailedPrecondition,
+                      fmt::format("ranks {} and {} do not ask for the same weights", ranks_->rank(),
+                                  rank_of_[job.subgroup]),
+                      "This is a bug: please report it. The last committed step is intact.");
+      ranks_->failed(status);
+    }
     if (status.ok() && !here(job)) std::memcpy(job.out, job.memory->data(), job.bytes);
   }
   {

@@ -69,6 +69,7 @@ class WeightExchange {
   };
 
   void work();  // the thread
+  static uint64_t identity_of(const Job& job);
   /// Whether begin() of the job would wait for this rank's devices.
   bool would_wait(const Job& job) const;
   void begin(Job& job);

@@ -19,12 +19,13 @@ struct Launcher {
   const char* rank;
   const char* world;
 };
+// The innermost first: mpirun starts its daemons by srun where it can, and they pass that on.
 // SLURM_STEP_NUM_TASKS and not SLURM_NTASKS: the script of a batch job has the latter as well, and
 // is one process.
 constexpr std::array<Launcher, 3> kLaunchers{{
     {"torchrun", "RANK", "WORLD_SIZE"},
-    {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
     {"mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+    {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
 }};
 
 Status invalid(std::string what, std::string advice) {

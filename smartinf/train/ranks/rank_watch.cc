@@ -146,6 +146,7 @@ struct RankWatch::Shared {
   std::vector<Known> known;
   uint64_t signs = 0;
   uint64_t round_ns = 0;  // when the store answered last
+  bool refused = false;
   bool joined = false;
   bool leaving = false;
   bool look = false;  // at once
@@ -282,6 +283,12 @@ std::optional<Status> RankWatch::Shared::judge(uint64_t now_ns) const {
 void RankWatch::Shared::run() {
   try {
     meet();
+    if (refused) {  // the keys there are another job's
+      const std::scoped_lock lock(mutex);
+      ended = true;
+      changed.notify_all();
+      return;
+    }
     watch();
     wait_for_others();
   } catch (const std::exception& error) {
@@ -371,6 +378,13 @@ std::string missing_ranks(c10d::Store& store, uint32_t world) {
   return missing;
 }
 
+/// The value of a key that whoever comes first sets.
+std::string claim(c10d::Store& store, const std::string& key, const std::string& value) {
+  const std::vector<uint8_t> there =
+      store.compareSet(key, {}, std::vector<uint8_t>(value.begin(), value.end()));
+  return {there.begin(), there.end()};
+}
+
 }  // namespace
 
 void RankWatch::Shared::meet() {
@@ -382,8 +396,16 @@ void RankWatch::Shared::meet() {
   connection = c10::make_intrusive<c10d::TCPStore>(environment.host, options);
   keys = c10::make_intrusive<c10d::PrefixStore>("smartinf/" + environment.start, connection);
   if (environment.rank == 0) keys->set(kFailure, std::string(kNone));
+  const std::string me = to_text(this_process(environment.rank));
+  if (const std::string there = claim(*keys, member_key(environment.rank), me); there != me) {
+    const std::scoped_lock lock(mutex);
+    refused = true;
+    return fail(Status(
+        ErrorCode::kBusy,
+        fmt::format("another process is rank {} of the job at {}", environment.rank, store_name()),
+        "Wait until that job has ended, or give this one another MASTER_PORT"));
+  }
   keys->set(sign_key(environment.rank), std::string("0 0 0 0"));
-  keys->set(member_key(environment.rank), to_text(this_process(environment.rank)));
   const uint64_t began_ns = base::now_ns();
   const double timeout_s = seconds(timeout);
   while (true) {

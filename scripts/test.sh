@@ -65,8 +65,7 @@ if [ -z "${SMARTINF_TEST_FOLDER:-}" ] && [ -w /dev/shm ] &&
 fi
 say "Running the tests"
 status=0
-# Half as many again as there are cores: tests wait for drives, for syncs and for processes to start.
-ctest --test-dir build/all -j "$(($(nproc) + ($(nproc) + 1) / 2))" --output-on-failure --no-tests=error \
+ctest --test-dir build/all -j "$(nproc)" --output-on-failure --no-tests=error \
   --output-junit "$PWD/build/all/tests.xml" "${ctest_options[@]}" || status=$?
 python=$(sed -n 's/^SMARTINF_PYTHON:[A-Z]*=//p' build/release/CMakeCache.txt)
 python3 scripts/skipped.py build/all/tests.xml "${python:-python3}" "${setup_options[@]}" || status=1

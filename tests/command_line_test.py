@@ -207,9 +207,7 @@ class Plan(unittest.TestCase):
         many, _ = self.planned("llama3-8B", "--gpu", "H200", "--batch", "1", "--accumulation", "256")
         self.assertGreater(many["tokens_per_s"], 1.5 * one["tokens_per_s"])
         self.assertGreater(many["drive_life_days"], 1.5 * one["drive_life_days"])
-        for count, sums in (("2", 1), ("4", 2)):  # in f32 at once
-            few, _ = self.planned("llama3-8B", "--gpu", "H200", "--batch", "1", "--accumulation", count)
-            self.assertEqual(few["gpu_bytes"] - one["gpu_bytes"], sums * 4 * one["parameters"])
+        self.assertEqual(many["gpu_bytes"] - one["gpu_bytes"], 4 * one["parameters"])
 
     def test_no_gpu_is_said_as_it_is(self):
         with tempfile.TemporaryDirectory() as folder:

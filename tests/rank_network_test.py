@@ -72,7 +72,7 @@ class RankNetwork(StreamCase):
 
     def test_a_divided_network_costs_nothing_but_the_step(self):
         recipe = self.recipe(steps=20 * DIVISIONS + 20)
-        flags = ["--train.micro_batch", "2", "--train.clip_norm", "0.7", "--ranks.timeout", str(TIMEOUT_S)]
+        flags = ["--train.micro_batch", "2", "--train.clip_norm", "0.7", "--ranks.timeout", str(TIMEOUT_S), "--ranks.order", "fixed"]
         self.train(recipe, "whole", *flags)
         flags += self.even_devices("divided", 2)
         draw = random.Random(os.environ.get("SMARTINF_TEST_SEED", "7"))

@@ -20,6 +20,9 @@ EXAMPLE = str(pathlib.Path(__file__).parents[1] / "examples" / "train_ranks.sh")
 
 
 class TrainRanks(StreamCase):
+    def command(self, recipe, run, flags=()):
+        return super().command(recipe, run, [*flags, "--ranks.order", "fixed"])  # also one process alone
+
     def ranks(self, count, recipe, run, *flags, timeout=100):
         return Ranks(self.command(recipe, run, [*flags, "--ranks.timeout", str(timeout)]), count)
 

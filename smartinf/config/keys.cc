@@ -267,6 +267,10 @@ constexpr auto kKeys = std::to_array<Key>({
            "from the drives again. Every step still writes it; with engine.durability = \"none\" "
            "it is written only at checkpoints and at the end"),
 
+    SI_KEY("ranks.order", choice(r.options.ranks.order),
+           "order in which the gradients of a step's micro batches are added up: \"fixed\": one that "
+           "gives the same bits with any number of ranks; \"auto\": the same with several ranks, and "
+           "in one process one after the other, which takes less memory"),
     SI_KEY(
         "ranks.timeout", &r.options.ranks.timeout_s,
         "seconds that the ranks wait for one that ended, stands still or does not come; then all "

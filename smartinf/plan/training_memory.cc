@@ -60,6 +60,7 @@ uint64_t sums_of(const TrainingMemoryInput& input) {
   const auto batches = batches_of(input);
   if (batches == 1) return 0;
   if (input.program == TrainingProgram::kPython) return 1;
+  if (input.ranks == 1 && !input.sums_by_tree) return 1;
   const auto levels = static_cast<uint64_t>(std::bit_width(batches)) - 1;
   return input.ranks == 1 ? levels : std::min(batches - 1, 2 * levels);
 }

@@ -68,11 +68,12 @@ struct TrainingMemoryInput {
   bool recompute = true;                    // activations: only each unit's input is kept
   uint32_t accumulation = 1;                // micro batches of a step
   uint32_t ranks = 1;                       // kTrain: processes that share them
-  bool release_gradients = false;           // kPython: each gradient leaves once it is complete
-  uint64_t optimizer_bytes = 0;             // the engine's buffers and gradients; with
-                                            // optimizer.where = "memory" torch's own state
-  uint64_t process_bytes = 0;               // resident before there is a model
-  bool measures_drives = true;              // at the start, which takes memory of its own
+  bool sums_by_tree = false;       // kTrain, one process: it adds gradients as several ranks do
+  bool release_gradients = false;  // kPython: each gradient leaves once it is complete
+  uint64_t optimizer_bytes = 0;    // the engine's buffers and gradients; with
+                                   // optimizer.where = "memory" torch's own state
+  uint64_t process_bytes = 0;      // resident before there is a model
+  bool measures_drives = true;     // at the start, which takes memory of its own
 
   /// kTrain where each unit does all micro batches before the next one: not all units stay where
   /// the model computes, or activations are offloaded. Empty: micro batch by micro batch, and all

@@ -49,6 +49,8 @@ TEST(TrainingMemory, AllWeightsAndGradientsAreOnTheGpu) {
   EXPECT_LT(once, 4 * p + (uint64_t{1} << 30));
   EXPECT_GT(training_memory(input).host_bytes, 2 * p) << "new weights arrive there";
   input.accumulation = 4;
+  EXPECT_EQ(training_memory(input).accelerator_bytes, once + 4 * p) << "sums in f32";
+  input.sums_by_tree = true;
   EXPECT_EQ(training_memory(input).accelerator_bytes, once + 2 * 4 * p)
       << "sums in f32: of the first two, and of the third";
   input.ranks = 2;

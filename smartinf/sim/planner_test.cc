@@ -139,8 +139,8 @@ TEST(Planner, TrainStreamsWhatDoesNotStay) {
   EXPECT_LE(need.host_bytes, plan.machine.host.memory_bytes);
   ASSERT_TRUE(best.options.streamed.has_value());
   EXPECT_EQ(best.options.streamed->placement.in_memory, need.plan.placement.in_memory);
-  EXPECT_THAT(plan_result(plan).headline, HasSubstr("all 18 units on the GPU"));
-  EXPECT_THAT(plan_html(plan), HasSubstr("all 18 units on the GPU"));
+  EXPECT_THAT(plan_result(plan).headline, HasSubstr("3 of 18 units from the host's memory"));
+  EXPECT_THAT(plan_html(plan), HasSubstr("3 of 18 units from the host's memory"));
   // What cannot stream does not fit.
   for (const PlanOption& option : plan.options) {
     const bool can =

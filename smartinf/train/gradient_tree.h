@@ -15,12 +15,14 @@ namespace smartinf::train {
 /// Threads: one caller.
 class GradientTree {
  public:
-  /// count: micro batches of the step; mine: those whose gradients come here.
-  GradientTree(uint64_t count, plan::MicroBatchRange mine)
-      : count_(count), mine_(mine), next_(mine.begin), sum_(count) {}
+  /// count: micro batches of the step; mine: those whose gradients come here. by_tree: false: all
+  /// come here, and each is added to the sum of those before it.
+  GradientTree(uint64_t count, plan::MicroBatchRange mine, bool by_tree = true)
+      : count_(count), mine_(mine), by_tree_(by_tree), next_(mine.begin), sum_(count) {}
 
   /// Of the next micro batch. Gradients of bf16 are added in f32.
   void add(torch::Tensor gradient) {
+    if (!by_tree_) return add_to_sum(std::move(gradient));
     // Only what others are added to has to be f32, and where nothing is added it stays small.
     const bool is_added_to =
         next_ + 2 <= mine_.end && plan::is_summation_node(count_, {next_, next_ + 2});
@@ -41,8 +43,19 @@ class GradientTree {
   std::vector<torch::Tensor> take() { return std::move(values_); }
 
  private:
+  void add_to_sum(torch::Tensor gradient) {
+    if (!values_.empty()) {
+      values_.back().add_(gradient);
+    } else if (count_ == 1) {
+      values_.push_back(std::move(gradient));
+    } else {
+      values_.push_back(gradient.to(torch::kFloat32, /*non_blocking=*/false, /*copy=*/true));
+    }
+  }
+
   uint64_t count_;
   plan::MicroBatchRange mine_;
+  bool by_tree_;
   uint64_t next_;
   plan::MicroBatchSum sum_;
   std::vector<torch::Tensor> values_;

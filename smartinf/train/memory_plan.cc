@@ -97,6 +97,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
       static_cast<uint32_t>(base::data_type_bytes(precision_data_type(options.train.precision)));
   memory.accumulation = options.train.accumulation;
   memory.ranks = world;
+  memory.sums_by_tree = options.ranks.order == SumOrder::kFixed;
   memory.units = model::make_units(model);
   memory.process_bytes = limits.resident_bytes + kLoadedLaterBytes;
   if (options.train.where == OptimizerWhere::kMemory) {

@@ -150,9 +150,18 @@ struct CheckpointSchedule {
   std::string folder;  // empty: "checkpoints" in the run's folder
 };
 
+/// How the gradients of a step's micro batches are added up.
+enum class SumOrder : uint8_t {
+  kAuto,   // kFixed with several ranks; one process adds one to the other
+  kFixed,  // by the tree of plan/micro_batches.h: the same bits with any number of ranks
+};
+inline constexpr std::array<std::string_view, 2> kSumOrderNames{"auto", "fixed"};
+constexpr base::EnumNames enum_names(SumOrder) { return kSumOrderNames; }
+
 /// Several processes that train one model together.
 struct RankOptions {
   double timeout_s = 1200;
+  SumOrder order = SumOrder::kAuto;
 };
 
 struct Options {

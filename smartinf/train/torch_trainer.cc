@@ -125,6 +125,7 @@ Status TorchTrainer::compute_gradients(std::span<const Batch> batches, const std
   };
   pass.micro_batches = train.accumulation;
   pass.mine = mine_;
+  pass.by_tree = !ranks_.alone() || options_.ranks.order == SumOrder::kFixed;
   pass.take_gradient = [this](UnitPass::Gradient gradient) { take_gradient(std::move(gradient)); };
   // Where units do not stay, each of them does all micro batches before the next one comes.
   const size_t at_once = plan_.streams ? batches.size() : 1;

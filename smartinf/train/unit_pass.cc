@@ -315,7 +315,7 @@ void UnitPass::backward_unit(size_t unit, const UnitWeights& weights, size_t bat
 }
 
 void UnitPass::add_gradient(std::optional<GradientTree>& sums, Tensor gradient) const {
-  if (!sums) sums.emplace(options_->micro_batches, options_->mine);
+  if (!sums) sums.emplace(options_->micro_batches, options_->mine, options_->by_tree);
   sums->add(std::move(gradient));
 }
 

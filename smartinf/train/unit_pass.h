@@ -62,7 +62,9 @@ class UnitPass {
     uint64_t micro_batches = 1;           // of the step, on all ranks
     plan::MicroBatchRange mine = {0, 1};  // that this process computes; behind the last of them
                                           // gradients are given out
-    uint64_t first = 0;          // the number of the pass's first batch, of `mine`, in order
+    bool by_tree = true;  // gradients are added by plan/micro_batches.h's tree; else one after the
+                          // other, where this process computes all
+    uint64_t first = 0;   // the number of the pass's first batch, of `mine`, in order
     bool times_forward = false;  // beside an accelerator backward begins when it has computed it
     /// Targets of the step that count, divided by its number of batches.
     double targets_per_batch = 0;

@@ -66,9 +66,9 @@ class TrainRanks(StreamCase):
                         "--memory.host", "50MiB") as ranks:
             self.assertEqual(ranks.wait(60), [1, 1])
             least = int(re.search(r"needs (\d+) MiB", ranks.err(0)).group(1))
-        less = ["--memory.host", f"{least + 24}MiB"]
+        less = ["--memory.host", f"{least + 40}MiB"]
         with self.ranks(2, self.recipe(steps=8), "planned", *flags, *less, "--print-plan") as ranks:
-            self.assertEqual(ranks.wait(60), [0, 0])
+            self.assertEqual(ranks.wait(60), [0, 0], [ranks.out(0), ranks.err(0), ranks.err(1)])
             self.assertIn("come from the devices", ranks.out(0))
         self.check_bits(self.recipe(steps=8), flags, less)
 

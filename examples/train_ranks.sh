@@ -3,10 +3,11 @@
 #
 #     examples/train_ranks.sh RECIPE DEVICE_A DEVICE_B [flags of smartinf train]
 #
-# The losses are those of one process with the same recipe and both devices, to the last bit. Run again, it goes on.
+# The losses are those of one process with the same recipe, ranks.order = "fixed" and both devices, to the last bit.
+# Run again, it goes on.
 # SMARTINF is the command, if it is not in PATH; torchrun comes with torch.
 set -euo pipefail
-[ $# -ge 3 ] || { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 3 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 recipe=$1 a=$2 b=$3
 shift 3
 exec torchrun --no-python --nproc-per-node 2 "${SMARTINF:-smartinf}" train "$recipe" \

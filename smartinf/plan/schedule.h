@@ -85,8 +85,8 @@ struct ScheduleInput {
 /// The new weights go first, because the next forward waits for them; master follows, momentum and
 /// variance stand behind the next subgroup's master.
 /// kPaper overlaps least: the host reads weights when their master is written, and moments stand
-/// behind both, beside the next subgroup's reads. The paper's measured steps look like it (docs/simulator.md). Source:
-/// Smart-Infinity, HPCA 2024, section V-B (the transfer handler).
+/// behind both, beside the next subgroup's reads. The paper's measured steps look like it
+/// (docs/simulator.md). Source: Smart-Infinity, HPCA 2024, section V-B (the transfer handler).
 std::vector<Task> make_schedule(const ScheduleInput& input);
 
 }  // namespace smartinf::plan

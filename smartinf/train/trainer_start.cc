@@ -269,15 +269,15 @@ Status TorchTrainer::initialize(const Job& job) {
   if (begun.ok()) return begun;
   updater_.reset();
   // Others may have step 0 already. What is there is completed or begun anew by the next start.
-  if (!ranks_.alone() && !in_memory_) return begun;
+  if (!ranks_.alone()) return begun;
   if (!in_memory_) {
-    for (const auto& source : sources_of(ranks_, job.updater)) {
+    for (const auto& source : engine::sources_at(device_paths_)) {
       if (const Status erased = source->erase(); !erased.ok()) {
         base::log(base::LogLevel::kWarning, erased.to_string());
       }
     }
   }
-  if (ranks_.first()) remove_model_files(folder_.path());
+  remove_model_files(folder_.path());
   folder_.remove_run_record();
   return begun;
 }

@@ -128,13 +128,14 @@ class Teller {
 };
 
 /// The state of a device elsewhere. Its blocks are not to be had here.
-class SnapshotElsewhere final : public csd::Snapshot {
+class SnapshotElsewhere : public csd::Snapshot {
  public:
   SnapshotElsewhere(std::string name, storage::StoreLayout layout, MessageReader& in)
       : name_(std::move(name)),
         layout_(std::move(layout)),
-        state_(smartinf::engine::read_state(in)),
-        metadata_(in.text()) {}
+        state_(smartinf::engine::read_state(in)) {
+    metadata_ = in.text();
+  }
   const std::string& name() const override { return name_; }
   const storage::StoreState& state() const override { return state_; }
   const storage::StoreLayout& layout() const override { return layout_; }
@@ -146,29 +147,24 @@ class SnapshotElsewhere final : public csd::Snapshot {
   }
   uint64_t blocks_without_checksum() const override { return 0; }
 
+ protected:
+  std::string metadata_;
+
  private:
   const std::string name_;
   const storage::StoreLayout layout_;
   const storage::StoreState state_;
-  const std::string metadata_;
 };
 
-/// What a device of some rank says of its state while nobody has opened it. Its blocks are not
-/// read.
-class ToldSnapshot final : public csd::Snapshot {
+/// The same of a device that nobody has opened: its metadata are told when the step is chosen.
+class ToldSnapshot final : public SnapshotElsewhere {
  public:
   /// here: null elsewhere.
   ToldSnapshot(Teller teller, std::unique_ptr<csd::Snapshot> here, std::string name,
-               MessageReader in)
-      : teller_(std::move(teller)),
-        here_(std::move(here)),
-        name_(std::move(name)),
-        layout_(read_layout(in)),
-        state_(smartinf::engine::read_state(in)) {}
-  const std::string& name() const override { return name_; }
-  const storage::StoreState& state() const override { return state_; }
-  const storage::StoreLayout& layout() const override { return layout_; }
-  bool elsewhere() const override { return here_ == nullptr; }
+               storage::StoreLayout layout, MessageReader& in)
+      : SnapshotElsewhere(std::move(name), std::move(layout), in),
+        teller_(std::move(teller)),
+        here_(std::move(here)) {}
   Status choose_step(base::StepNumber step) override {
     SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
       SI_RETURN_IF_ERROR(here_->choose_step(step));
@@ -178,19 +174,10 @@ class ToldSnapshot final : public csd::Snapshot {
     metadata_ = MessageReader(told).text();
     return Status();
   }
-  std::string client_metadata() const override { return metadata_; }
-  Status read_blocks(size_t, size_t, uint64_t, uint64_t, std::span<std::byte>) override {
-    return Status(ErrorCode::kUnsupported, "the state of a device that nobody has opened");
-  }
-  uint64_t blocks_without_checksum() const override { return 0; }
 
  private:
   const Teller teller_;
   const std::unique_ptr<csd::Snapshot> here_;
-  const std::string name_;
-  const storage::StoreLayout layout_;
-  const storage::StoreState state_;
-  std::string metadata_;
 };
 
 /// A device of some rank: the thing itself, or what stands for it.
@@ -331,10 +318,13 @@ class SharedSource final : public DeviceSource {
       SI_ASSIGN_OR_RETURN(here, source_->snapshot(lock));
       write(out, here->layout());
       write(out, here->state());
+      out.text("");
       return Status();
     }));
+    MessageReader in(told);
+    storage::StoreLayout layout = read_layout(in);
     return std::unique_ptr<csd::Snapshot>(std::make_unique<ToldSnapshot>(
-        teller_, std::move(here), source_->name(), MessageReader(told)));
+        teller_, std::move(here), source_->name(), std::move(layout), in));
   }
 
   Result<double> bandwidth() override {

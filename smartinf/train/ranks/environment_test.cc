@@ -54,6 +54,11 @@ TEST(RankEnvironment, SrunAndMpirunCountRanksUnderTheirOwnNames) {
   EXPECT_FALSE((*read(srun))->store_runs) << "rank 0 serves it";
   ASSERT_TRUE(read(mpirun).ok());
   EXPECT_EQ((*read(mpirun))->rank, 4u);
+  // mpirun starts its daemons by srun, whose variables the ranks get as well.
+  mpirun["SLURM_PROCID"] = "0";
+  mpirun["SLURM_STEP_NUM_TASKS"] = "1";
+  ASSERT_TRUE(read(mpirun).ok() && *read(mpirun));
+  EXPECT_EQ((*read(mpirun))->world, 5u);
 }
 
 TEST(RankEnvironment, WhatIsMissingOrWrongIsNamed) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <csignal>
 #include <cstdlib>
@@ -170,6 +171,11 @@ class GlooCollectives final : public Collectives {
  public:
   GlooCollectives(std::shared_ptr<RankWatch> watch, Groups groups)
       : watch_(std::move(watch)), groups_(std::move(groups)) {}
+  /// A group waits for its calls when it is destroyed. One that hangs ends with the process.
+  ~GlooCollectives() override {
+    if (!hangs_) return;
+    for (auto& group : groups_) static_cast<void>(group.release());
+  }
 
   uint32_t rank() const override { return watch_->rank(); }
   uint32_t world() const override { return static_cast<uint32_t>(watch_->members().size()); }
@@ -234,17 +240,23 @@ class GlooCollectives final : public Collectives {
       const Work work = std::exchange(work_, nullptr);
       RankWatch& watch = *ranks_.watch_;
       // A failure ends the connections, and gloo has a limit of its own: until then the call's
-      // memory is in use.
-      const auto until = std::chrono::steady_clock::now() + watch.timeout() + kEnding;
+      // memory is in use. But a call that gloo begins while they end may not hear of it.
+      using Clock = std::chrono::steady_clock;
+      auto until = Clock::now() + watch.timeout() + kEnding;
+      bool failed = false;
       {
         std::unique_lock lock(done_->mutex);
-        while (!done_->yes && std::chrono::steady_clock::now() < until) {
+        while (!done_->yes && Clock::now() < until) {
           done_->changed.wait_for(lock, Milliseconds(100));
+          if (failed || watch.failure().ok()) continue;
+          failed = true;
+          until = std::min(until, Clock::now() + kEnding);
         }
       }
       const bool timed_out = base::seconds_since(begin_ns_) >=
                              0.9 * std::chrono::duration<double>(watch.timeout()).count();
       if (!work->isCompleted() && !done_->yes) {
+        ranks_.hangs_ = true;
         return watch.cause_of(channel_, "a call between ranks does not end", timed_out);
       }
       try {
@@ -284,6 +296,7 @@ class GlooCollectives final : public Collectives {
   // Connections end first: who sees them break can then still learn why.
   std::shared_ptr<RankWatch> watch_;  // the thread that connected may still hold it
   Groups groups_;
+  std::atomic<bool> hangs_ = false;  // a call that was given up
 };
 
 }  // namespace

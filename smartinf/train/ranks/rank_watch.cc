@@ -146,7 +146,7 @@ struct RankWatch::Shared {
   std::vector<Known> known;
   uint64_t signs = 0;
   uint64_t round_ns = 0;  // when the store answered last
-  bool refused = false;
+  bool refused = false;  // the keys there are another job's
   bool joined = false;
   bool leaving = false;
   bool look = false;  // at once
@@ -283,14 +283,10 @@ std::optional<Status> RankWatch::Shared::judge(uint64_t now_ns) const {
 void RankWatch::Shared::run() {
   try {
     meet();
-    if (refused) {  // the keys there are another job's
-      const std::scoped_lock lock(mutex);
-      ended = true;
-      changed.notify_all();
-      return;
+    if (!refused) {
+      watch();
+      wait_for_others();
     }
-    watch();
-    wait_for_others();
   } catch (const std::exception& error) {
     const std::scoped_lock lock(mutex);
     fail(joined ? Status(ErrorCode::kIo,

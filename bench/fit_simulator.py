@@ -127,6 +127,10 @@ def main():
     parser.add_argument("--machine", default="machines/smartssd-a5000.toml")
     parser.add_argument("--no-fit", action="store_true", help="only the errors of the file as it is")
     options = parser.parse_args()
+    if not os.access(options.command, os.X_OK):
+        parser.error(f"{options.command} is not there: build it, or name it with --command")
+    if not os.path.isfile(options.machine):
+        parser.error(f"{options.machine} is not there: name a machine file with --machine")
     with open(options.machine) as file:
         text = file.read()
     rows = Rows(os.path.abspath(options.command), text)
@@ -150,4 +154,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

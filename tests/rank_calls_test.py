@@ -73,6 +73,19 @@ class RankCalls(unittest.TestCase):
             ranks.wait_for(0, "round 2")
             self.expect_named(ranks, 1, [0, 2], "lives, but the others have waited")
 
+    def test_a_rank_that_comes_late_to_where_they_arrive_is_waited_for(self):
+        command = lambda rank: [WORKER, "1000", "4", "late" if rank == 1 else "arrive", "2"]
+        with Ranks(command, 3) as ranks:
+            self.assertEqual(ranks.wait(60), [0, 0, 0], [ranks.err(rank) for rank in range(3)])
+
+    def test_a_rank_that_dies_before_it_arrives_is_named(self):
+        command = lambda rank: [WORKER, "60000", FOREVER, *(["arrive", "2"] if rank != 1 else ["sleep", "2"])]
+        with Ranks(command, 3) as ranks:
+            ranks.wait_for(1, "round 1")
+            time.sleep(0.5)
+            ranks.processes[1].kill()
+            self.expect_named(ranks, 1, [0, 2], "has ended", seconds=20)
+
     def test_ranks_that_do_not_come_at_all_are_counted(self):
         with Ranks([WORKER, "1000", "1"], 3) as ranks:
             ranks.processes[2].kill()

@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -124,6 +125,14 @@ class TrainRanks(StreamCase):
         self.train(recipe, "a", *flags)  # one process goes on alone
         self.check_same_as("a", "whole")
 
+    def test_a_rank_that_waits_for_the_others_is_ended_by_one_signal(self):
+        with self.ranks(2, self.recipe(steps=3), "a") as ranks:
+            ranks.processes[1].kill()  # before it comes
+            time.sleep(2)
+            ranks.processes[0].send_signal(signal.SIGINT)
+            self.assertEqual(ranks.wait(5, [0]), [130])
+            self.assertIn("interrupted", ranks.err(0))
+
     def test_checkpoints_of_ranks_are_those_of_one_process(self):
         recipe = self.recipe(steps=6)
         flags = ["--checkpoint.every", "3", "--train.keep_best", "true"]
@@ -146,6 +155,20 @@ class TrainRanks(StreamCase):
         with Ranks(command, 2) as ranks:
             self.assertEqual(ranks.wait(60), [2, 2])
             self.assertIn("train.lr is 0.002 here, but 0.001 on rank 0", ranks.err(1))
+
+    def test_a_folder_of_checkpoints_that_machines_do_not_share_is_refused_at_the_start(self):
+        if os.geteuid() != 0 or not shutil.which("unshare"):
+            self.skipTest("needs root, and unshare")
+        folder = self.folder / "kept"
+        folder.mkdir()
+        # The second rank sees another file system there.
+        other = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none "{folder}" && exec "$@"', "sh"]
+        flags = ["--checkpoint.every", "1", "--checkpoint.folder", str(folder), "--ranks.timeout", "20"]
+        with Ranks(self.command(self.recipe(steps=3), "a", flags), 2,
+                   prefix=lambda rank: other if rank == 1 else []) as ranks:
+            self.assertEqual(ranks.wait(60), [2, 2])
+            self.assertIn("is another folder on this rank's machine", ranks.err(0))
+        self.assertEqual(list(folder.iterdir()), [])
 
     def test_the_example_starts_ranks_with_torchrun(self):
         torchrun = pathlib.Path(sys.executable).with_name("torchrun")

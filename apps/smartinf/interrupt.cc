@@ -28,6 +28,10 @@ Interrupt::Interrupt(const char* saying) {
         uint64_t first_ns = 0;
         while (!end.stop_requested()) {
           if (sigtimedwait(&signals, nullptr, &look_up) < 0) continue;
+          if (at_once_) {
+            std::fputs("\nsmartinf: interrupted\n", stderr);
+            _exit(kExitInterrupted);
+          }
           if (stop_.stop_requested()) {
             if (twice_ && base::seconds_since(first_ns) < kSameSeconds) continue;
             _exit(kExitInterrupted);

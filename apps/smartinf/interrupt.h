@@ -18,6 +18,8 @@ class Interrupt {
   /// Of several ranks: whoever started them passes on a signal that they may have got themselves,
   /// so for two seconds it is the same one.
   void expect_it_twice() { twice_ = true; }
+  /// While nothing has begun that could be stopped, the first signal ends the process.
+  void end_at_once(bool yes) { at_once_ = yes; }
   Interrupt(const Interrupt&) = delete;
   Interrupt& operator=(const Interrupt&) = delete;
 
@@ -27,6 +29,7 @@ class Interrupt {
  private:
   std::stop_source stop_;
   std::atomic<bool> twice_ = false;
+  std::atomic<bool> at_once_ = false;
   std::jthread waiter_;
 };
 

@@ -310,13 +310,15 @@ Status validate(Training& training) {
   return keep_checkpoint(training, made.loss);
 }
 
-void show_wear(const config::LoadedRecipe& loaded, Screen& screen) {
-  if (loaded.recipe.options.train.where == train::OptimizerWhere::kMemory) return;
-  const auto sources = engine::local_sources(loaded.recipe.updater);
+/// Of the devices that this rank drives: another's path may be something else here.
+void show_wear(const train::Job& job, Screen& screen) {
+  if (job.options.train.where == train::OptimizerWhere::kMemory) return;
+  const auto sources = engine::local_sources(job.updater);
   for (size_t i = 0; i < sources.size(); ++i) {
+    if (!job.ranks.alone() && job.updater.devices[i].rank != job.ranks.rank()) continue;
     const Result<storage::StoreSummary> summary = sources[i]->summarize();
     if (!summary.ok()) continue;
-    screen.wear(loaded.recipe.updater.devices[i], summary->bytes_written_ever);
+    screen.wear(job.updater.devices[i], summary->bytes_written_ever);
   }
 }
 
@@ -383,8 +385,7 @@ Result<std::shared_ptr<csd::Trace>> open_trace(const std::string& path) {
 }
 
 /// Trains to the end, or until somebody stops it.
-int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training& training,
-                const config::LoadedRecipe& loaded) {
+int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training& training) {
   auto& [ranks, interrupt, trainer, screen, samples] = training;
   const train::TrainOptions& options = trainer.options().train;
   if (trainer.step() < options.steps) samples.open(trainer);
@@ -409,7 +410,7 @@ int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training
   }
   if (interrupted) {
     screen.totals();
-    show_wear(loaded, screen);
+    show_wear(job, screen);
     screen.note(fmt::format(
         "stopped at step {}, which is committed; run the command again to resume", step));
     return kExitInterrupted;
@@ -419,7 +420,7 @@ int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training
   status = validate(training);
   if (!status.ok()) return fail(ranks, status, /*started=*/true);
   screen.totals();
-  show_wear(loaded, screen);
+  show_wear(job, screen);
   screen.note(
       fmt::format("done: smartinf export {0} --out DIR makes a folder for transformers, smartinf "
                   "generate {0} --prompt TEXT continues a text",
@@ -463,7 +464,7 @@ int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool
                     Samples(ranks)};
   for (const std::string& line : trainer.describe()) training.screen.note(line);
   if (trainer.step() > 0) training.screen.resumed(trainer.step(), changes);
-  return run_trainer(job, std::move(*opened), training, loaded);
+  return run_trainer(job, std::move(*opened), training);
 }
 
 }  // namespace

@@ -66,7 +66,9 @@ Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interru
   }
   const auto timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::duration<double>(loaded.recipe.options.ranks.timeout_s));
+  interrupt.end_at_once(true);
   SI_ASSIGN_OR_RETURN(train::Ranks ranks, train::join_ranks(*environment, timeout));
+  interrupt.end_at_once(false);
   const Status same = check_same_recipe(loaded, ranks);
   SI_RETURN_IF_ERROR(ranks.all_ok("the recipe", same));
   return ranks;
@@ -74,12 +76,14 @@ Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interru
 
 Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool quiet,
                  const Interrupt& interrupt) {
-  for (const bool makes : {true, false}) {
+  // Machines may share a file system: the first rank's files are there before others look.
+  const int mine = ranks.first() ? 0 : ranks.local_rank() == 0 ? 1 : 2;
+  for (int turn = 0; turn < 3; ++turn) {
     Status made;
-    if (makes == (ranks.local_rank() == 0)) {
+    if (turn == mine) {
       made = make_token_data(loaded.recipe, quiet || !ranks.first(), interrupt.token());
     }
-    SI_RETURN_IF_ERROR(ranks.all_ok("token files", made));
+    SI_RETURN_IF_ERROR(ranks.all_ok_at_last("token files", made));
   }
   return Status();
 }

@@ -14,8 +14,8 @@ namespace smartinf::apps {
 /// who does not come; kInvalidArgument where another rank has another recipe.
 base::Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interrupt);
 
-/// make_token_data(): one process of each machine makes them, and the others find them. Called by
-/// all ranks.
+/// make_token_data(): the first rank makes them, then one process of each machine that does not see
+/// them, and the others find them. Called by all ranks.
 base::Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool quiet,
                        const Interrupt& interrupt);
 

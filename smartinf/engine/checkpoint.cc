@@ -57,9 +57,11 @@ class Writers {
   explicit Writers(Collectives* ranks) : ranks_(ranks) {}
 
   bool first() const { return ranks_ == nullptr || ranks_->rank() == 0; }
-  /// The first failure of any.
+  /// The first failure of any. A rank may have a larger share of the state than the others.
   Status all(const Status& mine) const {
-    return ranks_ == nullptr ? mine : all_ok(*ranks_, Channel::kControl, "checkpoint", mine);
+    if (ranks_ == nullptr) return mine;
+    SI_RETURN_IF_ERROR(ranks_->arrive());
+    return all_ok(*ranks_, Channel::kControl, "checkpoint", mine);
   }
   /// The first one's, on all of them.
   Status tell(std::string& text) const {

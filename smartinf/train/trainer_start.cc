@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include <ATen/Parallel.h>
@@ -523,6 +524,31 @@ Result<std::vector<std::string>> Trainer::describe_memory(const Job& job) {
 
 namespace {
 
+/// That checkpoints can be written there, by all ranks: each writes its devices' part of one.
+Status check_checkpoints(const Ranks& ranks, const std::string& folder) {
+  Status checked;  // by one rank: it makes a file there and removes it
+  if (ranks.first()) checked = engine::check_checkpoint_folder(folder);
+  SI_RETURN_IF_ERROR(ranks.all_ok("the folder of checkpoints", checked));
+  if (ranks.alone()) return Status();
+  namespace fs = std::filesystem;
+  const fs::path path(folder);
+  SI_ASSIGN_OR_RETURN(const std::string name, ranks.from_first(fmt::format(
+                                                  "ranks-{}", storage::make_run_id().to_string())));
+  if (ranks.first() && !std::ofstream(path / name)) {
+    checked = base::errno_status(errno, "checkpoints cannot be written here", folder);
+  }
+  SI_RETURN_IF_ERROR(ranks.all_ok("the folder of checkpoints", checked));
+  std::error_code error;
+  if (!fs::exists(path / name, error)) {
+    checked = Status(ErrorCode::kInvalidArgument,
+                     fmt::format("{} is another folder on this rank's machine", folder),
+                     "Name one on a file system that all ranks' machines share");
+  }
+  const Status seen = ranks.all_ok("the folder of checkpoints", checked);
+  if (ranks.first()) fs::remove(path / name, error);
+  return seen;
+}
+
 Result<std::unique_ptr<Trainer>> open_trainer(const Job& job) {
   SI_ASSIGN_OR_RETURN(Prepared run, prepare(job));
   Options& options = run.options;
@@ -535,10 +561,8 @@ Result<std::unique_ptr<Trainer>> open_trainer(const Job& job) {
   }
   // Checked up front, not after the first so many steps.
   if (options.checkpoint.every != 0 || options.train.keep_best) {
-    Status checked;  // by one rank: it makes a file there and removes it
-    if (job.ranks.first()) checked = engine::check_checkpoint_folder(options.checkpoint.folder);
-    SI_RETURN_IF_ERROR(job.ranks.all_ok("the folder of checkpoints",
-                                        std::move(checked).with_context("checkpoint.folder")));
+    Status checked = check_checkpoints(job.ranks, options.checkpoint.folder);
+    if (!checked.ok()) return std::move(checked).with_context("checkpoint.folder");
   }
   auto trainer = std::make_unique<TorchTrainer>(std::move(options), std::move(run.source),
                                                 std::move(run.targets), std::move(run.corpus),

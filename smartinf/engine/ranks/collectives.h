@@ -60,6 +60,11 @@ class Collectives {
                              std::span<std::byte> all) = 0;
   virtual base::Status barrier(Channel channel) = 0;
 
+  /// Waits until all ranks have come to this call, each as often as this one, for as long as they
+  /// live: before a call on kControl to which ranks come at very different times. By default it
+  /// does not wait, for collective calls without a limit in time.
+  virtual base::Status arrive() { return base::Status(); }
+
   /// This rank gives up: calls of the other ranks fail with this, the rank's name in front, also
   /// those that wait now. Only the first failure of all ranks counts. Any thread.
   virtual void failed(const base::Status& why) = 0;

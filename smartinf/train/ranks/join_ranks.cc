@@ -219,6 +219,7 @@ class GlooCollectives final : public Collectives {
     return begun->wait();
   }
 
+  Status arrive() override { return watch_->arrive(); }
   void failed(const Status& why) override { watch_->report(why); }
 
  private:

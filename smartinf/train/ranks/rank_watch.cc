@@ -130,6 +130,7 @@ struct RankWatch::Shared {
     std::string sign;
     uint64_t changed_ns = 0;
     Calls calls{};
+    uint64_t arrivals = 0;
     bool left = false;
   };
 
@@ -140,13 +141,14 @@ struct RankWatch::Shared {
   c10::intrusive_ptr<c10d::Store> connection;  // the watch's own
   c10::intrusive_ptr<c10d::Store> keys;        // the same, of this start
   std::array<std::atomic<uint64_t>, engine::kChannels> calls{};
+  std::atomic<uint64_t> arrivals = 0;
 
   mutable std::mutex mutex;
   std::condition_variable changed;
   std::vector<Known> known;
   uint64_t signs = 0;
   uint64_t round_ns = 0;  // when the store answered last
-  bool refused = false;  // the keys there are another job's
+  bool refused = false;   // the keys there are another job's
   bool joined = false;
   bool leaving = false;
   bool look = false;  // at once
@@ -228,8 +230,8 @@ void RankWatch::Shared::sign() {
   {
     const std::scoped_lock lock(mutex);
     text = leaving || !failed.ok() ? kLeft
-                                   : fmt::format("{} {} {} {}", ++signs, calls[0].load(),
-                                                 calls[1].load(), calls[2].load());
+                                   : fmt::format("{} {} {} {} {}", ++signs, calls[0].load(),
+                                                 calls[1].load(), calls[2].load(), arrivals.load());
   }
   keys->set(sign_key(environment.rank), text);
 }
@@ -254,7 +256,7 @@ void RankWatch::Shared::look_at(const std::vector<std::string>& values, uint64_t
     of.left = sign == kLeft;
     uint64_t number = 0;
     std::istringstream in(sign);
-    if (!of.left) in >> number >> of.calls[0] >> of.calls[1] >> of.calls[2];
+    if (!of.left) in >> number >> of.calls[0] >> of.calls[1] >> of.calls[2] >> of.arrivals;
   }
   if (values[0] != kNone) fail(status_from(values[0]));
   changed.notify_all();
@@ -401,7 +403,7 @@ void RankWatch::Shared::meet() {
         fmt::format("another process is rank {} of the job at {}", environment.rank, store_name()),
         "Wait until that job has ended, or give this one another MASTER_PORT"));
   }
-  keys->set(sign_key(environment.rank), std::string("0 0 0 0"));
+  keys->set(sign_key(environment.rank), std::string("0 0 0 0 0"));
   const uint64_t began_ns = base::now_ns();
   const double timeout_s = seconds(timeout);
   while (true) {
@@ -483,6 +485,28 @@ void RankWatch::report(const Status& why) {
 
 void RankWatch::count_call(engine::Channel channel) {
   ++shared_->calls[static_cast<size_t>(channel)];
+}
+
+Status RankWatch::arrive() {
+  Shared& shared = *shared_;
+  const uint64_t mine = ++shared.arrivals;
+  const auto all_here = [&] {
+    return std::ranges::all_of(shared.members, [&](const RankMember& member) {
+      return member.rank == shared.environment.rank || shared.known[member.rank].arrivals >= mine;
+    });
+  };
+  std::unique_lock lock(shared.mutex);
+  // Signs are read more often meanwhile: whoever came last is not waited for longer than that.
+  for (Milliseconds pause{1}; !all_here(); pause = std::min(2 * pause, Milliseconds(100))) {
+    if (!shared.failed.ok()) return shared.failed;
+    shared.look = true;
+    shared.changed.notify_all();
+    shared.changed.wait_for(lock, pause, [&] { return !shared.failed.ok() || all_here(); });
+    lock.unlock();
+    SI_RETURN_IF_ERROR(failure());  // also where the store does not answer
+    lock.lock();
+  }
+  return Status();
 }
 
 Status RankWatch::cause_of(engine::Channel channel, const std::string& what, bool timed_out) {

@@ -64,6 +64,8 @@ class RankWatch {
   void report(const base::Status& why);
   /// A collective call has begun.
   void count_call(engine::Channel channel);
+  /// Waits until every rank has called this as often as this one, or a failure is known.
+  base::Status arrive();
   /// A call has broken, or was not answered in time. Waits for a few signs of life until it is
   /// known why, and returns that; never ok. what: what torch said.
   base::Status cause_of(engine::Channel channel, const std::string& what, bool timed_out);

@@ -1,10 +1,11 @@
 // One rank of several that only call each other, for tests/ranks_test.py.
 //
-//   rank_worker TIMEOUT_MS ROUNDS [fail|sleep AT]
+//   rank_worker TIMEOUT_MS ROUNDS [fail|sleep|arrive|late AT]
 //
 // In each round every channel does every kind of call and checks what comes. Prints "round N", at
 // the end "done"; a failure goes to stderr with exit code 1. fail: this rank gives up in that
-// round; sleep: it does not come to it.
+// round; sleep: it does not come to it; arrive, on all ranks: they meet there without a limit in
+// time; late: likewise, but after twice the timeout.
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -70,7 +71,8 @@ Status exchange(Collectives& ranks, Channel channel, uint64_t round) {
   return ranks.barrier(channel);
 }
 
-Status work(Collectives& ranks, uint64_t rounds, const std::string& trouble, uint64_t at) {
+Status work(Collectives& ranks, std::chrono::milliseconds timeout, uint64_t rounds,
+            const std::string& trouble, uint64_t at) {
   for (uint64_t round = 0; round < rounds; ++round) {
     if (trouble == "fail" && round == at) {
       const Status broken(ErrorCode::kNoSpace, "the drive is full", "Make room");
@@ -78,6 +80,10 @@ Status work(Collectives& ranks, uint64_t rounds, const std::string& trouble, uin
       return broken;
     }
     if (trouble == "sleep" && round == at) std::this_thread::sleep_for(std::chrono::hours(1));
+    if (trouble == "late" && round == at) std::this_thread::sleep_for(2 * timeout);
+    if ((trouble == "late" || trouble == "arrive") && round == at) {
+      SI_RETURN_IF_ERROR(ranks.arrive());
+    }
     std::array<Status, engine::kChannels> made;
     {
       std::vector<std::jthread> threads;
@@ -104,7 +110,7 @@ Status run(std::vector<std::string> arguments) {
   std::printf("joined as %s, %u of %u here\n", joined.name(joined.rank()).c_str(),
               joined.local_rank(), joined.local_world());
   std::fflush(stdout);
-  return work(*joined.collectives(), std::stoull(arguments[2]), arguments[3],
+  return work(*joined.collectives(), timeout, std::stoull(arguments[2]), arguments[3],
               arguments[4].empty() ? 0 : std::stoull(arguments[4]));
 }
 

@@ -16,6 +16,11 @@ Status Ranks::all_ok(std::string_view doing, const Status& mine) const {
   return alone() ? mine : engine::all_ok(*collectives_, kChannel, doing, mine);
 }
 
+Status Ranks::all_ok_at_last(std::string_view doing, const Status& mine) const {
+  if (!alone()) SI_RETURN_IF_ERROR(collectives_->arrive());
+  return all_ok(doing, mine);
+}
+
 Result<std::string> Ranks::from_first(std::string text) const {
   if (alone()) return text;
   SI_RETURN_IF_ERROR(engine::broadcast(*collectives_, kChannel, text, /*root=*/0));

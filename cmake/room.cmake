@@ -18,6 +18,7 @@ function(smartinf_room)
   list(TRANSFORM ROOM_DEPENDS PREPEND smartinf_)
   if(ROOM_SOURCES)
     add_library(${library} STATIC ${ROOM_SOURCES})
+    smartinf_precompile_room_headers(${library})
     set(scope PUBLIC)
   else()
     add_library(${library} INTERFACE)
@@ -89,6 +90,22 @@ function(smartinf_precompile_headers target)
   if(SMARTINF_PRECOMPILE)
     target_precompile_headers(${target} PRIVATE ${ARGN})
   endif()
+endfunction()
+
+# What most sources of rooms include, once for all rooms.
+function(smartinf_precompile_room_headers target)
+  if(NOT SMARTINF_PRECOMPILE)
+    return()
+  endif()
+  if(NOT TARGET smartinf_room_headers)
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/room_headers.cc CONTENT "")
+    add_library(smartinf_room_headers STATIC EXCLUDE_FROM_ALL ${PROJECT_BINARY_DIR}/room_headers.cc)
+    target_link_libraries(smartinf_room_headers PRIVATE smartinf_options fmt::fmt)
+    target_precompile_headers(smartinf_room_headers PRIVATE
+      <algorithm> <array> <atomic> <chrono> <condition_variable> <deque> <filesystem> <functional> <map> <memory>
+      <mutex> <optional> <span> <string> <string_view> <thread> <utility> <variant> <vector> <fmt/format.h>)
+  endif()
+  target_precompile_headers(${target} REUSE_FROM smartinf_room_headers)
 endfunction()
 
 # What every test includes, once for all rooms.

@@ -1,4 +1,4 @@
-// The plain truth of every tile stage: rules.h and state_codec.h applied element by element.
+// The plain truth of every tile stage: arithmetic.h applied element by element.
 #include <algorithm>
 #include <array>
 #include <bit>
@@ -8,27 +8,6 @@
 #include "smartinf/kernels/tile_kernels.h"
 
 namespace smartinf::kernels {
-
-ElementState update_element(const StepScalars& scalars, float gradient, const float* square,
-                            ElementState state) {
-  gradient = gradient * (scalars.maximize ? -scalars.gradient_scale : scalars.gradient_scale);
-  switch (scalars.rule) {
-    case UpdateRule::kAdamW:
-    case UpdateRule::kAdam:
-      update_adam(scalars, gradient, square, state);
-      break;
-    case UpdateRule::kSgdMomentum:
-      update_sgd(scalars, gradient, state);
-      break;
-    case UpdateRule::kAdagrad:
-      update_adagrad(scalars, gradient, state);
-      break;
-    case UpdateRule::kLion:
-      update_lion(scalars, gradient, state);
-      break;
-  }
-  return {canonical(state.master), canonical(state.momentum), canonical(state.variance)};
-}
 
 namespace {
 
@@ -79,11 +58,13 @@ void narrow(const float* in, void* out, DataType type, size_t n) {
 
 void update(const StepScalars& scalars, const float* gradient, float* master, float* momentum,
             float* variance, size_t n, const float* squares) {
+  const RuleScalars s = rule_scalars(scalars);
   for (size_t i = 0; i < n; ++i) {
     ElementState state{.master = master[i],
                        .momentum = momentum != nullptr ? momentum[i] : 0,
                        .variance = variance != nullptr ? variance[i] : 0};
-    state = update_element(scalars, gradient[i], squares != nullptr ? squares + i : nullptr, state);
+    state = update_element(s, gradient[i], squares != nullptr, squares != nullptr ? squares[i] : 0,
+                           state);
     master[i] = state.master;
     if (momentum != nullptr) momentum[i] = state.momentum;
     if (variance != nullptr) variance[i] = state.variance;

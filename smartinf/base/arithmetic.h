@@ -15,21 +15,27 @@ typedef ulong uint64_t;
 #define SI_UINT_OF(value) as_uint(value)
 #define SI_FLOAT_OF(bits) as_float(bits)
 #define SI_SQRT(value) sqrt(value)
+#define SI_F32 float
 #else
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#define SI_FUNCTION inline
-#define SI_SQRT(value) std::sqrt(value)
 #if __cplusplus >= 202002L
 #include <bit>
+#define SI_FUNCTION inline
+#define SI_SQRT(value) std::sqrt(value)
+#define SI_F32 float
 #define SI_CONSTANT_FUNCTION constexpr
 #define SI_CONSTANT(type, name) inline constexpr type name
 #define SI_UINT_OF(value) std::bit_cast<uint32_t>(value)
 #define SI_FLOAT_OF(bits) std::bit_cast<float>(bits)
 #else  // what FPGA compilers are given
-#define SI_CONSTANT_FUNCTION inline
-#define SI_CONSTANT(type, name) static constexpr type name
+#define SI_FUNCTION static inline
+#define SI_CONSTANT_FUNCTION static inline
+#define SI_CONSTANT(type, name) static const type name
+#if !defined(SI_F32)  // else a class in its place, with functions of these names
+#define SI_F32 float
+#define SI_SQRT(value) std::sqrt(value)
 #define SI_UINT_OF(value) smartinf::base::uint_of(value)
 #define SI_FLOAT_OF(bits) smartinf::base::float_of(bits)
 namespace smartinf {
@@ -51,6 +57,7 @@ inline float float_of(uint32_t bits) {
 }  // namespace base
 }  // namespace smartinf
 #endif
+#endif
 namespace smartinf {
 namespace base {
 #endif
@@ -66,16 +73,16 @@ SI_CONSTANT_FUNCTION uint64_t mix_seed(uint64_t a, uint64_t b) {
 }
 
 // Rounded to nearest, ties to even. NaN stays NaN (made quiet, payload's upper bits kept).
-SI_CONSTANT_FUNCTION uint16_t bf16_of_f32(float value) {
+SI_CONSTANT_FUNCTION uint16_t bf16_of_f32(SI_F32 value) {
   const uint32_t bits = SI_UINT_OF(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((bits >> 16) | 0x0040u);
   return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-SI_CONSTANT_FUNCTION float f32_of_bf16(uint16_t bf16) { return SI_FLOAT_OF((uint32_t)bf16 << 16); }
+SI_CONSTANT_FUNCTION SI_F32 f32_of_bf16(uint16_t bf16) { return SI_FLOAT_OF((uint32_t)bf16 << 16); }
 
 /// IEEE binary16 with denormals; beyond 65504 after rounding becomes infinity.
-SI_CONSTANT_FUNCTION uint16_t f16_of_f32(float value) {
+SI_CONSTANT_FUNCTION uint16_t f16_of_f32(SI_F32 value) {
   const uint32_t bits = SI_UINT_OF(value);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -99,7 +106,7 @@ SI_CONSTANT_FUNCTION uint16_t f16_of_f32(float value) {
   return (uint16_t)(sign | (rounded >> 13));
 }
 
-SI_CONSTANT_FUNCTION float f32_of_f16(uint16_t f16) {
+SI_CONSTANT_FUNCTION SI_F32 f32_of_f16(uint16_t f16) {
   const uint32_t sign = (uint32_t)(f16 & 0x8000u) << 16;
   const uint32_t exponent = (f16 >> 10) & 0x1fu;
   uint32_t mantissa = f16 & 0x03ffu;

@@ -40,7 +40,7 @@ def read_table(text):
 
 def violations(root, table):
     found = []
-    files = [p for top in ("smartinf", "apps", "python", "tests", "bench")
+    files = [p for top in ("smartinf", "apps", "python", "tests", "bench", "fpga")
              for p in sorted((root / top).rglob("*")) if p.suffix in SOURCES]
     for path in files:
         name = path.relative_to(root).as_posix()

@@ -29,6 +29,17 @@ static const uint32_t kWeightsBf16 = 2;
 //         of what was read with what it knows, and drops what was written if one is wrong.
 static const int kSkipLane = 1;  // of RuleScalars: skip
 
+// What a gradient kernel found, in lane 0 of a word. The words of the gradient have come in any
+// case; where the status is not kStatusOk the host drops the step.
+static const uint32_t kStatusOk = 0;
+static const uint32_t kStatusDisorder = 1;  // indices that do not ascend, or lie beyond the end
+static const uint32_t kStatusCorrupt =
+    2;  // a message that contradicts itself, or is of another length
+static const uint32_t kStatusUnknown =
+    3;  // of another version, or with values of another kind (f16)
+static const uint32_t kStatusFactors =
+    4;  // with a second moment in factors, which is not done here
+
 static const uint32_t kGradientF32 = 0;
 static const uint32_t kGradientBf16 = 1;
 
@@ -68,4 +79,17 @@ void smartinf_update_adagrad(hls::stream<smartinf::fpga::GradientWord>& gradient
 /// A subgroup's gradient, all of its elements, of kGradientF32 or kGradientBf16.
 void smartinf_gradient_dense(const smartinf::fpga::Word* memory, uint32_t count, uint32_t type,
                              hls::stream<smartinf::fpga::GradientWord>& gradients);
+
+/// A gradient of which pairs are given, u32 index and f32 value, ascending; the rest is zero.
+void smartinf_gradient_pairs(const smartinf::fpga::Word* pairs, uint32_t pair_count, uint32_t count,
+                             smartinf::fpga::Word* status,
+                             hls::stream<smartinf::fpga::GradientWord>& gradients);
+
+/// A gradient as a message of smartinf/compress, which is given four times, because four readers of
+/// the same memory need a port each.
+void smartinf_gradient_message(const smartinf::fpga::Word* directory,
+                               const smartinf::fpga::Word* values, const smartinf::fpga::Word* lows,
+                               const smartinf::fpga::Word* highs, uint64_t bytes, uint32_t count,
+                               smartinf::fpga::Word* status,
+                               hls::stream<smartinf::fpga::GradientWord>& gradients);
 }

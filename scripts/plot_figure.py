@@ -23,6 +23,10 @@ def stacked(axis, rows):
         heights = [row[phase + "_s"] for row in rows]
         axis.bar(positions, heights, bottom=below, color=COLOURS[phase], label=phase, width=0.6)
         below = [a + b for a, b in zip(below, heights)]
+    for key, label in (("paper_forward_s", None), ("paper_computed_s", "paper, forward and backward")):
+        given = [(i, row[key]) for i, row in zip(positions, rows) if row.get(key) is not None]
+        axis.hlines([v for _, v in given], [i - 0.34 for i, _ in given], [i + 0.34 for i, _ in given], "k", lw=1.5,
+                    label=label)
     given = [(i, row["paper"]) for i, row in zip(positions, rows) if row["paper"] is not None]
     axis.plot([i for i, _ in given], [v for _, v in given], "kD", ms=5, label="paper, total")
     axis.set_xticks(list(positions), [row["x"] for row in rows])
@@ -35,19 +39,26 @@ def lines_or_bars(axis, rows):
     for index, name in enumerate(names):
         mine = [row for row in rows if row["series"] == name]
         colour = COLOURS.get(name)
+        given = [row["paper"] for row in mine if row["paper"] is not None]
+        if numeric and len(mine) == 1 and len(places) > 1:  # what the others are compared with
+            axis.axhline(mine[0]["value"], ls="--", lw=1.2, color=colour, label=name)
+            places = [place for place in places if place != mine[0]["x"]]
+            continue
         if numeric:
             at = [float(row["x"]) for row in mine]
             axis.plot(at, [row["value"] for row in mine], "-o", ms=3, color=colour, label=name)
         else:
             width = 0.8 / len(names)
             at = [places.index(row["x"]) - 0.4 + width * (index + 0.5) for row in mine]
-            axis.bar(at, [row["value"] for row in mine], width=width, color=colour, label=name)
+            bars = axis.bar(at, [row["value"] for row in mine], width=width, color=colour, label=name)
+            if not given:
+                axis.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
         given = [(x, row["paper"]) for x, row in zip(at, mine) if row["paper"] is not None]
         if given:
-            axis.plot([x for x, _ in given], [v for _, v in given], "kD", ms=4,
+            axis.plot([x for x, _ in given], [v for _, v in given], "kD", ms=5,
                       mfc=colour or "k", label=name + ", paper")
     if numeric:
-        if max(float(p) for p in places) > 20:
+        if max(float(p) for p in places) >= 20:
             axis.set_xscale("log")
         axis.set_xticks([float(p) for p in places], places)
         axis.minorticks_off()
@@ -90,11 +101,18 @@ def main():
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
     # One legend for all panels, below them, where it hides nothing.
-    shown = {name: handle for axis in axes[0] for handle, name in zip(*axis.get_legend_handles_labels())}
-    columns = min(len(shown), int(width / 1.5))
+    handles = {name: handle for axis in axes[0] for handle, name in zip(*axis.get_legend_handles_labels())}
+    # What is simulated in the first row, and the paper's points of the same below it.
+    shown = {}
+    for name in sorted(handles, key=lambda name: ", paper" in name):
+        for one in (name, name + ", paper"):
+            if one in handles:
+                shown[one] = handles[one]
+    paired = sum(", paper" in name for name in shown)
+    columns = paired if 2 * paired == len(shown) else min(len(shown), int(width / 1.5))
     canvas.legend(shown.values(), shown.keys(), fontsize=8, loc="lower center", ncols=columns, frameon=False)
     title = textwrap.fill(f"Figure {figure['figure']}. {figure['title']}", int(11 * width))
-    basis = textwrap.fill(figure["basis"], int(13 * width))
+    basis = textwrap.fill(figure["basis"], int(14 * width))
     canvas.suptitle(title, fontsize=11, y=0.985)
     canvas.text(0.5, 0.93 - 0.04 * title.count("\n"), basis, fontsize=9, ha="center", va="top", color="#555555")
     lines = title.count("\n") + basis.count("\n")

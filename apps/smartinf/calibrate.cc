@@ -19,6 +19,7 @@
 #include "smartinf/train/product_rate.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/loopback_rate.h"
 #include "apps/smartinf/machine.h"
 #include "apps/smartinf/update_rate.h"
 
@@ -115,6 +116,7 @@ struct CoreRates {
   uint32_t cores = 1;
   double products = 0;  // multiply-adds times two a second; 0: not measured
   double copy_bytes = 0;
+  double loopback_bytes = 0;  // what two ranks here send each other
   double update_bytes = 0;
   double expand_bytes = 0;
   SelectRate select;
@@ -127,6 +129,7 @@ base::Result<CoreRates> measure_cores() {
   CoreRates rates;
   rates.cores = std::max(1u, cpu_facts().cores_allowed);
   SI_ASSIGN_OR_RETURN(rates.copy_bytes, measure_copy_rate(1));
+  SI_ASSIGN_OR_RETURN(rates.loopback_bytes, measure_loopback_rate());
   ProcessorWork work{base::StateFormat::kF32, true};
   SI_ASSIGN_OR_RETURN(rates.update_bytes, measure_update_rate(work, rates.cores));
   rates.update_bytes *= 14;
@@ -202,6 +205,7 @@ base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRate
   // Local drives meet the host in its memory: every byte is written once and read once.
   machine.host.link_bytes_per_s = rounded(rates.copy_bytes / 2);
   machine.host.process_bytes = kProcessBytes;
+  machine.network.near_bytes_per_s = rounded(rates.loopback_bytes);
   plan::DeviceSlotsInput slots;
   slots.memory_bytes = ~uint64_t{0};
   slots.subgroups = plan::kSlotsMax;
@@ -229,6 +233,7 @@ base::Result<sim::Machine> measure_machine(const CalibrateFlags& flags, CoreRate
 void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const CoreRates& rates) {
   nlohmann::ordered_json all{{"file", flags.out},
                              {"copy_bytes_per_s", rates.copy_bytes},
+                             {"near_bytes_per_s", rates.loopback_bytes},
                              {"update_bytes_per_s", rates.update_bytes},
                              {"decompress_bytes_per_s", rates.expand_bytes},
                              {"select_params_per_s", machine.host.select_params_per_s},
@@ -244,9 +249,10 @@ void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const 
 }
 
 void print_rates(const sim::Machine& machine, const CoreRates& rates) {
-  fmt::print("copy    {} (one thread)\nupdate  {} ({} cores, state and gradient in)\n",
-             base::format_rate(rates.copy_bytes), base::format_rate(rates.update_bytes),
-             rates.cores);
+  fmt::print("copy    {} (one thread)\nranks   {} from process to process\n",
+             base::format_rate(rates.copy_bytes), base::format_rate(rates.loopback_bytes));
+  fmt::print("update  {} ({} cores, state and gradient in)\n",
+             base::format_rate(rates.update_bytes), rates.cores);
   fmt::print("select  {:.0f} M parameters/s ({} threads; compressed gradients, density {})\n",
              machine.host.select_params_per_s * 1e-6, rates.select.threads, kDensity);
   if (rates.products > 0) {

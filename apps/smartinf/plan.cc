@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <fstream>
 #include <memory>
+#include <utility>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -25,7 +26,6 @@ struct PlanFlags {
   std::string recipe;
   std::string precision = "bf16";
   std::string with;
-  uint32_t accumulation = 1;
   bool json = false;
 };
 
@@ -108,6 +108,9 @@ void print_json(const sim::Plan& plan) {
                          {"result", sim::plan_result(plan).text()},
                          {"with", sim::use_name(plan.use)},
                          {"accumulation", best.options.accumulation},
+                         {"ranks", best.options.ranks},
+                         {"machines", best.options.machines},
+                         {"launch", sim::launch_line(best.options, "RECIPE")},
                          {"uses", uses},
                          {"recommended", best.label},
                          {"streaming", streaming_of(best.need)},
@@ -122,6 +125,12 @@ void print_json(const sim::Plan& plan) {
                          {"overlap_total_s", overlaps},
                          {"tokens_per_s", best.tokens_per_s},
                          {"bound_by", best.times.bound_by},
+                         {"host_link_up_bytes", best.times.bytes.host_link_up},
+                         {"host_link_down_bytes", best.times.bytes.host_link_down},
+                         {"drive_read_bytes", best.times.bytes.drive_read},
+                         {"drive_written_bytes", best.times.bytes.drive_written},
+                         {"ranks_sent_bytes", best.times.bytes.ranks_sent},
+                         {"ranks_received_bytes", best.times.bytes.ranks_received},
                          {"drive_life_days", best.drive_life_days},
                          {"cost_per_mtoken", best.cost_per_mtoken},
                          {"options", options},
@@ -132,11 +141,15 @@ void print_json(const sim::Plan& plan) {
 void print_plan(const sim::Plan& plan) {
   const sim::PlanOption& best = plan.best();
   const bool gpu = plan.machine.gpu.name != "none";
+  const auto [ranks, machines] = std::pair(best.options.ranks, best.options.machines);
   const sim::PlanResult result = sim::plan_result(plan);
-  fmt::print("{}: {:.2f} B parameters on {} ({}, {} x {})\n{}\n", plan.model.name,
-             static_cast<double>(plan.model.parameters()) / 1e9, plan.machine.name,
+  fmt::print("{}: {:.2f} B parameters on {}{} ({}, {} x {}){}\n{}\n", plan.model.name,
+             static_cast<double>(plan.model.parameters()) / 1e9,
+             machines > 1 ? fmt::format("{} x ", machines) : "", plan.machine.name,
              gpu ? plan.machine.gpu.name : "no GPU", plan.machine.device_count(),
-             plan.machine.devices.front().name, result.headline);
+             plan.machine.devices.front().name,
+             ranks > 1 ? fmt::format(", {} ranks; memory and bytes of one", ranks) : "",
+             result.headline);
   for (const std::string& remark : result.remarks) fmt::print("- {}\n", remark);
   fmt::print("\n");
   fmt::print("  {:<32} {:>10} {:>10} {:>10}\n", "memory", gpu ? "GPU" : "", "host", "each drive");
@@ -150,7 +163,8 @@ void print_plan(const sim::Plan& plan) {
     row(sim::use_name(one.use) == sim::use_name(plan.use) ? "*" : " ", sim::use_name(one.use),
         one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes, sim::fit_text(one));
   }
-  row(" ", "there is", plan.machine.gpu.memory_bytes, plan.machine.host.memory_bytes,
+  row(" ", "there is", plan.machine.gpu.memory_bytes,
+      sim::host_limit_bytes(plan.machine, best.options),
       plan.machine.devices.front().capacity_bytes, "");
   const auto parts = [](const char* where, const std::vector<plan::MemoryPart>& all) {
     if (all.empty()) return;
@@ -204,7 +218,6 @@ int run_plan(const PlanFlags& flags) {
   auto question = apply_sim_flags(question_flags);
   if (!question.ok()) return report(question.status(), kExitUsage);
   question->options.value_bytes = flags.precision == "f32" ? 4 : 2;
-  question->options.accumulation = flags.accumulation;
   const auto given = [&](const char* name) { return question_flags.count(name) > 0; };
   const bool requested = given("method") || given("state-format");
   // Asked for a format only, and nothing there can update: the host does.
@@ -227,6 +240,11 @@ int run_plan(const PlanFlags& flags) {
     print_json(*plan);
   } else {
     print_plan(*plan);
+    const sim::StepOptions& options = plan->best().options;
+    if (plan->fits && options.ranks > 1) {
+      const std::string recipe = flags.recipe.empty() ? "RECIPE" : flags.recipe;
+      fmt::print("\nstart it with\n  {}\n", sim::launch_line(options, recipe));
+    }
   }
   std::fflush(stdout);  // before what may be wrong with the recipe
   if (!flags.recipe.empty()) {
@@ -265,11 +283,6 @@ void add_plan(CLI::App& app, Run& run) {
                    "fits]")
       ->check(CLI::IsMember({"train", "python"}))
       ->type_name("train|python");
-  command
-      ->add_option("--accumulation", flags->accumulation,
-                   "Micro batches in a step, for tokens/s, cost and drive life [1]")
-      ->check(CLI::Range(1, 1 << 20))
-      ->type_name("N");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
       "The machine is workstation-gen4 unless --machine names another or a TOML file. Marked (*) "
@@ -280,6 +293,7 @@ void add_plan(CLI::App& app, Run& run) {
       "  smartinf plan llama3-8B --batch 1 --accumulation 64 --html plan.html\n"
       "  smartinf plan ./config.json --machine my.toml --recipe train.toml\n"
       "  smartinf plan llama3-8B --gpu H100 --method su+o+c --ratio 0.02 --recipe train.toml\n"
+      "  smartinf plan llama3-8B --gpu H100 --gpus 2 --ranks 4 --machines 2 --machine my.toml\n"
       "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json");
   command->callback([flags, &run] { run = [flags] { return run_plan(*flags); }; });
 }

@@ -60,6 +60,12 @@ constexpr std::array kFlags{
     Flag{"overlap", "NAME",
          "Computation that runs beside the update, as optimizer.overlap: none, late (the next "
          "forward) or early (backward as well) [none]"},
+    Flag{"accumulation", "N",
+         "Micro batches in a step, of all ranks; more than one, or ranks, as in `smartinf train`, "
+         "where weights stay on the GPU [one for each rank]"},
+    Flag{"ranks", "N", "Processes of `smartinf train` that train together, each with its GPU [1]"},
+    Flag{"machines", "N",
+         "Machines that the ranks are on, as many on each; each is as described [1]"},
     Flag{"guess", "right|wrong",
          "Guess of an early update that no gradient is clipped; a wrong one is done again [right]"},
 };
@@ -104,6 +110,23 @@ Status by_name(std::string_view flag, const std::string& text, E& target,
   return bad_value(flag, text,
                    nearest.empty() ? fmt::format("Known: {}.", fmt::join(names, ", "))
                                    : fmt::format("Did you mean {}?", nearest));
+}
+
+Status apply_rank_flags(const SimFlags& flags, sim::StepOptions& options) {
+  const auto number_of = [&](const char* name, uint32_t most, uint32_t& target) -> Status {
+    const auto given = flags.find(name);
+    if (given == flags.end()) return {};
+    SI_ASSIGN_OR_RETURN(const uint64_t value, count(name, given->second));
+    if (value > most) return bad_value(name, given->second, fmt::format("Give at most {}.", most));
+    target = static_cast<uint32_t>(value);
+    return {};
+  };
+  SI_RETURN_IF_ERROR(number_of("ranks", 1024, options.ranks));
+  SI_RETURN_IF_ERROR(number_of("machines", 1024, options.machines));
+  options.accumulation = options.ranks;
+  SI_RETURN_IF_ERROR(number_of("accumulation", 1 << 20, options.accumulation));
+  if (options.accumulation > 1 || options.ranks > 1) options.weights_stay = true;
+  return {};
 }
 
 Result<sim::ModelShape> model_by(const SimFlags& flags) {
@@ -261,6 +284,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
     if (many > 1024) return bad_value("slots", *text, "The simulator takes at most 1024.");
     options.slots = static_cast<uint32_t>(many);
   }
+  SI_RETURN_IF_ERROR(apply_rank_flags(flags, options));
   return question;
 }
 

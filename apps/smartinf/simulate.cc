@@ -42,7 +42,8 @@ struct SimulateFlags {
 };
 
 ordered_json to_json(const SimQuestion& question, const sim::StepTimes& times) {
-  const auto tokens = static_cast<double>(question.model.tokens() * question.machine.gpu.count);
+  const auto tokens =
+      static_cast<double>(sim::step_tokens(question.model, question.machine, question.options));
   return {{"model", question.model.name},
           {"parameters", times.parameters},
           {"batch", question.model.batch},
@@ -51,6 +52,9 @@ ordered_json to_json(const SimQuestion& question, const sim::StepTimes& times) {
           {"gpu", question.machine.gpu.name},
           {"gpus", question.machine.gpu.count},
           {"devices", question.machine.device_count()},
+          {"accumulation", question.options.accumulation},
+          {"ranks", question.options.ranks},
+          {"machines", question.options.machines},
           {"method", sim::method_name(question.options.method)},
           {"ratio", question.options.ratio},
           {"optimizer", kernels::update_rule_name(question.options.rule)},
@@ -69,6 +73,8 @@ ordered_json to_json(const SimQuestion& question, const sim::StepTimes& times) {
           {"drive_written_bytes", times.bytes.drive_written},
           {"gpu_link_up_bytes", times.bytes.gpu_link_up},
           {"gpu_link_down_bytes", times.bytes.gpu_link_down},
+          {"ranks_sent_bytes", times.bytes.ranks_sent},
+          {"ranks_received_bytes", times.bytes.ranks_received},
           {"events", times.events}};
 }
 
@@ -94,13 +100,18 @@ void print_times(const SimQuestion& question, const sim::StepTimes& times) {
   print_phase("update", times.update_s, times.total_s, times.update);
   fmt::print("  {:<9} {:>10}          {:.0f} tokens/s, bound by {}\n", "step",
              base::format_seconds(times.total_s),
-             static_cast<double>(question.model.tokens() * machine.gpu.count) / times.total_s,
+             static_cast<double>(sim::step_tokens(question.model, machine, question.options)) /
+                 times.total_s,
              times.bound_by);
   fmt::print(
       "  host link {} up, {} down; drives {} read, {} written; GPU link {} up, {} down\n",
       base::format_bytes(times.bytes.host_link_up), base::format_bytes(times.bytes.host_link_down),
       base::format_bytes(times.bytes.drive_read), base::format_bytes(times.bytes.drive_written),
       base::format_bytes(times.bytes.gpu_link_up), base::format_bytes(times.bytes.gpu_link_down));
+  if (question.options.ranks == 1) return;
+  fmt::print("  that is one of {} ranks; to the others {} sent, {} received\n",
+             question.options.ranks, base::format_bytes(times.bytes.ranks_sent),
+             base::format_bytes(times.bytes.ranks_received));
 }
 
 int print_closed_form(const SimQuestion& question, const sim::StepTimes& times, bool json) {

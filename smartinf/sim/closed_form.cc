@@ -45,7 +45,12 @@ Result<ClosedForm> closed_form(const ModelShape& model, const Machine& machine,
   form.optimizer_one_s = read / device.read_bytes_per_s + written / device.write_bytes_per_s;
   const double swapped = baseline ? std::max(read, written) : parameters * software.weight_bytes;
   form.swap_one_s = swapped / device.link_bytes_per_s;
-  form.links_worth = machine.host.link_bytes_per_s / device.link_bytes_per_s;
+  // Remote devices pass the network and their servers' links, in place of the host's.
+  const auto servers = static_cast<double>(machine.devices.size());
+  const double shared =
+      device.remote ? std::min(machine.network.bytes_per_s, servers * device.link_bytes_per_s)
+                    : machine.host.link_bytes_per_s;
+  form.links_worth = shared / device.link_bytes_per_s;
   const double drives_s = form.optimizer_one_s / n;
   const double link_s = form.swap_one_s / std::min(n, form.links_worth);
   form.update_s = std::max(drives_s, link_s);

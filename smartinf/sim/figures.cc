@@ -148,6 +148,8 @@ Status ablation(Figure& figure) {
                         builder.add(fmt::format("{}, {} devices", given.model, given.devices),
                                     "simulated", std::string(method_name(given.method)), point));
     row->paper = given.total_s;
+    row->paper_forward_s = given.forward_s;
+    row->paper_computed_s = given.forward_s + given.backward_s;
   }
   return {};
 }
@@ -293,7 +295,7 @@ Status cost(Figure& figure) {
 }
 
 Status several_gpus(Figure& figure) {
-  figure.title = "Several GPUs behind the devices' link, ten devices, GPT-2 1.16B on A4000s";
+  figure.title = "Several GPUs behind the devices' link, GPT-2 1.16B, ten devices";
   figure.x_label = "GPUs";
   figure.y_label = "speed-up over the baseline";
   Builder builder(figure);
@@ -358,8 +360,8 @@ Result<Figure> make_figure(uint32_t number) {
   const bool given = std::any_of(figure.rows.begin(), figure.rows.end(),
                                  [](const FigureRow& row) { return row.paper >= 0; });
   figure.basis = given ? "simulated, beside the paper's points"
-                       : "simulated only: the subject is what the paper's figure is taken to show, "
-                         "and none of its points are known here";
+                       : "simulated only: of the paper's figure no point is known here, and its "
+                         "subject is assumed";
   return figure;
 }
 
@@ -390,6 +392,10 @@ std::string figure_to_json(const Figure& figure) {
                                  {"total_s", row.total_s},
                                  {"value", row.value}};
     entry["paper"] = row.paper < 0 ? nlohmann::ordered_json() : nlohmann::ordered_json(row.paper);
+    if (row.paper_computed_s > 0) {
+      entry["paper_forward_s"] = row.paper_forward_s;
+      entry["paper_computed_s"] = row.paper_computed_s;
+    }
     rows.push_back(std::move(entry));
   }
   const nlohmann::ordered_json all{{"figure", figure.number},

@@ -19,8 +19,10 @@ struct FigureRow {
   std::string gpu;
   uint32_t devices = 0;
   double forward_s = 0, backward_s = 0, update_s = 0, total_s = 0;
-  double value = 0;   // what is plotted: seconds, a speed-up, a share, GFLOPS per dollar
-  double paper = -1;  // the paper's value of the same; below 0: not given
+  double value = 0;             // what is plotted: seconds, a speed-up, a share, GFLOPS per dollar
+  double paper = -1;            // the paper's value of the same; below 0: not given
+  double paper_forward_s = 0;   // of a step: 0: not given
+  double paper_computed_s = 0;  // forward and backward
 };
 
 struct Figure {

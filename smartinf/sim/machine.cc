@@ -68,6 +68,7 @@ void visit(Visitor& v, DeviceGroup& device) {
   v("burst_bytes", device.burst_bytes, Rule::kNotNegative);
   v("link_bytes_per_s", device.link_bytes_per_s, Rule::kPositive);
   v("latency_s", device.latency_s, Rule::kNotNegative);
+  v("remote", device.remote, Rule::kAny);
   v("update_bytes_per_s", device.update_bytes_per_s, Rule::kNotNegative);
   v("decompress_bytes_per_s", device.decompress_bytes_per_s, Rule::kNotNegative);
   v("update_streams", device.update_streams, Rule::kAny);
@@ -79,6 +80,13 @@ void visit(Visitor& v, DeviceGroup& device) {
   v("capacity_bytes", device.capacity_bytes, Rule::kNotNegative);
   v("endurance_bytes", device.endurance_bytes, Rule::kNotNegative);
   v("price", device.price, Rule::kNotNegative);
+}
+
+template <typename Visitor>
+void visit(Visitor& v, Network& network) {
+  v("bytes_per_s", network.bytes_per_s, Rule::kNotNegative);
+  v("latency_s", network.latency_s, Rule::kNotNegative);
+  v("near_bytes_per_s", network.near_bytes_per_s, Rule::kNotNegative);
 }
 
 template <typename Visitor>
@@ -107,6 +115,7 @@ template <typename SomeMachine, typename Use>
 Status each_table(SomeMachine& machine, Use use) {
   SI_RETURN_IF_ERROR(use("gpu", machine.gpu));
   SI_RETURN_IF_ERROR(use("host", machine.host));
+  SI_RETURN_IF_ERROR(use("network", machine.network));
   SI_RETURN_IF_ERROR(use("software", machine.software));
   return use("price", machine.price);
 }
@@ -252,6 +261,7 @@ constexpr auto kMeanings = std::to_array<Meaning>({
     Meaning{"device", "burst_bytes", "written at the read rate after an idle time"},
     Meaning{"device", "link_bytes_per_s", "its own link to the host, each direction"},
     Meaning{"device", "latency_s", "of one command"},
+    Meaning{"device", "remote", "in a server on the network, whose one link is theirs together"},
     Meaning{"device", "update_bytes_per_s",
             "processor: state and gradient in; 0: it cannot update"},
     Meaning{"device", "decompress_bytes_per_s",
@@ -265,6 +275,10 @@ constexpr auto kMeanings = std::to_array<Meaning>({
             "compressed elements beyond 1 % that a pipeline puts in place"},
     Meaning{"device", "on_host_cores", "its processor is the cores that compute without a GPU"},
     Meaning{"device", "endurance_bytes", "rated bytes written over its life; 0: not known"},
+    Meaning{"network", "bytes_per_s", "of one machine, each direction; 0: none"},
+    Meaning{"network", "latency_s", "of one message"},
+    Meaning{"network", "near_bytes_per_s",
+            "all that ranks of one machine send each other; 0: no limit"},
     Meaning{"software", "update_start_s",
             "from the last gradient until the devices begin to update"},
     Meaning{"software", "subgroup_elements", "parameters read, updated and written at once"},
@@ -378,6 +392,11 @@ uint32_t Machine::device_count() const {
 bool Machine::can_update() const {
   return std::all_of(devices.begin(), devices.end(),
                      [](const DeviceGroup& device) { return device.update_bytes_per_s > 0; });
+}
+
+bool Machine::has_remote() const {
+  return std::any_of(devices.begin(), devices.end(),
+                     [](const DeviceGroup& device) { return device.remote; });
 }
 
 std::vector<const DeviceGroup*> Machine::each_device() const {
@@ -531,6 +550,10 @@ Status check_machine(const Machine& machine) {
   }
   for (const DeviceGroup& group : machine.devices) {
     SI_RETURN_IF_ERROR(check_section("device", group));
+  }
+  if (machine.has_remote() && machine.network.bytes_per_s <= 0) {
+    return Status(ErrorCode::kInvalidArgument, "a device is remote, but there is no network",
+                  "Write [network] and bytes_per_s, the rate of this machine's own interface.");
   }
   if (machine.device_count() > 4096) {
     return Status(

@@ -38,7 +38,7 @@ struct Host {
   uint64_t process_bytes = 0;          // resident before a model is there: torch, runtime, text
 };
 
-/// Devices of one kind.
+/// Devices of one kind; of remote ones those in one server.
 struct DeviceGroup {
   std::string name;
   uint32_t count = 1;
@@ -46,10 +46,13 @@ struct DeviceGroup {
   double write_bytes_per_s = 0;  // alone, steady state, after the drive's cache
   double mixed_efficiency = 1;   // what is left while it reads and writes at once
   double write_amplification = 1;
-  uint64_t burst_bytes = 0;       // written at the read rate after an idle time: the drive's cache
-  double link_bytes_per_s = 0;    // its own link to the host, each direction
-  double latency_s = 0;           // of one command over that link
-  double update_bytes_per_s = 0;  // processor: state and gradient in; 0: cannot update
+  uint64_t burst_bytes = 0;     // written at the read rate after an idle time: the drive's cache
+  double link_bytes_per_s = 0;  // its own link to the host, each direction
+  double latency_s = 0;         // of one command over that link
+  /// Behind Machine::network in place of the host's link (`smartinf serve`): the link is their
+  /// server's, which all of them share.
+  bool remote = false;
+  double update_bytes_per_s = 0;      // processor: state and gradient in; 0: cannot update
   double decompress_bytes_per_s = 0;  // processor with SmartComp: state and compressed gradient in
   bool update_streams = false;        // overlapped, it works on a subgroup while that is being read
   /// A pipeline takes in so many elements in a cycle, whatever the update rule: the two rates are
@@ -77,6 +80,13 @@ struct Software {
   bool offload_waits = true;     // backward stands still while a layer's gradients leave
 };
 
+/// Between machines that train together, and to those that serve devices.
+struct Network {
+  double bytes_per_s = 0;       // of one machine, each direction; 0: there is none
+  double latency_s = 0;         // of one message
+  double near_bytes_per_s = 0;  // between ranks of one machine, all that they send; 0: no limit
+};
+
 struct Price {
   double host = 0;
   double gpu = 0;
@@ -92,12 +102,15 @@ struct Machine {
   Gpu gpu;
   Host host;
   std::vector<DeviceGroup> devices;
+  Network network;
   Software software;
   Price price;
 
   uint32_t device_count() const;
   /// Whether every device has a processor that updates.
   bool can_update() const;
+  /// Whether some device is behind the network.
+  bool has_remote() const;
   /// One entry per device.
   std::vector<const DeviceGroup*> each_device() const;
 };

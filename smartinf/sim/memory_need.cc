@@ -6,6 +6,8 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/plan/memory_plan.h"
+#include "smartinf/plan/rank_share.h"
+#include "smartinf/sim/one_rank.h"
 
 namespace smartinf::sim {
 namespace {
@@ -16,8 +18,15 @@ namespace {
 constexpr uint64_t kResidualBytes = 2;
 constexpr uint64_t kCompressionBytes = 2 + kResidualBytes;
 
-uint64_t share_of(uint64_t elements, const Machine& machine) {
-  return base::divide_up(elements, std::max(1u, machine.device_count()));
+uint64_t share_of(uint64_t elements, const Machine& machine, const StepOptions& options) {
+  return base::divide_up(elements, devices_of_all(machine, options));
+}
+
+/// Of what is for all devices, the part of the rank that has most of them.
+uint64_t of_one_rank(uint64_t bytes, const Machine& machine, const StepOptions& options) {
+  if (options.ranks == 1) return bytes;
+  return plan::share_of_devices(bytes, devices_of_one(machine, options),
+                                devices_of_all(machine, options));
 }
 
 /// As engine::plan_buffers asks; `streamed`: with room for reading weights, and for gradients of
@@ -27,7 +36,7 @@ plan::MemoryPlanInput buffers_input(uint64_t parameters, const Machine& machine,
   const bool compressed = host_selects(machine, options);
   plan::MemoryPlanInput input;
   input.elements = parameters;
-  input.devices = std::max(1u, machine.device_count());
+  input.devices = static_cast<uint32_t>(devices_of_all(machine, options));
   input.format = options.format;
   const auto planes = kernels::rule_planes(options.rule);
   input.planes.assign(planes.begin(), planes.end());
@@ -43,6 +52,14 @@ uint64_t cache_bytes(uint64_t parameters, const StepOptions& options) {
   return std::min(options.state_cache_bytes, plan::state_bytes(options.format, planes, parameters));
 }
 
+/// What a rank has to exchange gradients and weights with the others.
+uint64_t exchange_bytes(uint64_t parameters, const plan::MemoryPlanInput& input,
+                        const StepOptions& options) {
+  if (options.ranks == 1) return 0;
+  const auto memory = plan::plan_memory(input);
+  return memory.ok() ? plan::rank_bytes(parameters, memory->subgroup_elements) : 0;
+}
+
 /// Slots, staging and cached state, with as many slots as the machine file says.
 uint64_t expected_bytes(uint64_t parameters, const Machine& machine, const StepOptions& options,
                         bool spilled, bool streamed) {
@@ -53,7 +70,8 @@ uint64_t expected_bytes(uint64_t parameters, const Machine& machine, const StepO
     plan::DeviceSlotsInput device;
     device.memory_bytes = memory->slots * memory->slot_bytes;
     device.slot_bytes = memory->slot_bytes;
-    device.subgroups = base::divide_up(share_of(parameters, machine), memory->subgroup_elements);
+    device.subgroups =
+        base::divide_up(share_of(parameters, machine, options), memory->subgroup_elements);
     device.slots = options.slots;
     // The machine file says how many slots the transfers fill that were measured.
     if (device.slots == 0 && !spilled) device.slots = machine.software.slots;
@@ -62,7 +80,8 @@ uint64_t expected_bytes(uint64_t parameters, const Machine& machine, const StepO
     buffers = memory->staging_bytes +
               input.devices * (plan::device_slots(device) * memory->slot_bytes + reading);
   }
-  return buffers + cache_bytes(parameters, options);
+  const uint64_t all = buffers + cache_bytes(parameters, options);
+  return of_one_rank(all, machine, options) + exchange_bytes(parameters, input, options);
 }
 
 /// Why `smartinf train` cannot take weights from the devices.
@@ -95,11 +114,12 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machi
       buffers = plan::buffer_bytes(*planned, parameters, asked.devices);
       memory.slot_padding_bytes = 2 * planned->subgroup_elements * memory.value_bytes;
     }
-    optimizer_bytes = buffers + cache_bytes(parameters, options);
+    optimizer_bytes = of_one_rank(buffers + cache_bytes(parameters, options), machine, options) +
+                      exchange_bytes(parameters, asked, options);
     if (compressed) {
       optimizer_bytes += kCompressionBytes * parameters;
     } else {
-      input.gradient_bytes = software.gradient_bytes * parameters;
+      input.gradient_bytes = of_one_rank(software.gradient_bytes * parameters, machine, options);
       if (software.gradient_spilled) input.gradient_limit_bytes = 0;
     }
   }
@@ -107,7 +127,8 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machi
   input.memory.optimizer_bytes = optimizer_bytes;
   input.activations = use.recompute ? plan::Activations::kRecompute : plan::Activations::kKeep;
   input.streams = can_stream(machine, options, use);
-  if (machine.host.memory_bytes > 0) input.host_limit_bytes = machine.host.memory_bytes;
+  input.spools = machine.device_count() >= options.ranks / options.machines;
+  if (machine.host.memory_bytes > 0) input.host_limit_bytes = host_limit_bytes(machine, options);
   if (memory.gpu && machine.gpu.memory_bytes > 0) {
     input.accelerator_limit_bytes = machine.gpu.memory_bytes;
   }
@@ -139,6 +160,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   input.value_bytes = options.value_bytes;
   input.recompute = use.recompute;
   input.accumulation = options.accumulation;
+  input.ranks = options.ranks;
   input.release_gradients = use.release_gradients;
   // Master, momentum and variance, and all gradients once more, in f32.
   if (use.in_memory) input.optimizer_bytes = 16 * parameters;
@@ -148,7 +170,9 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   if (input.gpu) input.process_bytes += kCudaHostBytes;
   MemoryNeed need;
   const uint64_t gradients =
-      compressed_here || use.in_memory ? 0 : software.gradient_bytes * parameters;
+      compressed_here || use.in_memory
+          ? 0
+          : of_one_rank(software.gradient_bytes * parameters, machine, options);
   uint64_t gradients_in_memory = software.gradient_spilled ? 0 : gradients;
   bool fits = true;
   if (!python) {
@@ -159,7 +183,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
     input.inputs_in_memory = need.plan.inputs_in_memory;
     if (!need.plan.streams) input.units.clear();
     const auto over = [](uint64_t needed, uint64_t have) { return have > 0 && needed > have; };
-    fits = !over(need.plan.memory.host_bytes, machine.host.memory_bytes) &&
+    fits = !over(need.plan.memory.host_bytes, host_limit_bytes(machine, options)) &&
            !over(need.plan.memory.accelerator_bytes, input.gpu ? machine.gpu.memory_bytes : 0);
   }
   const bool spilled = gradients_in_memory < gradients;
@@ -183,8 +207,9 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   double kept = 2 * (state + (compressed_here ? kResidualBytes : 0));
   if (spilled) kept += software.gradient_bytes;
   need.drive_bytes =
-      static_cast<uint64_t>(kept * static_cast<double>(share_of(parameters, machine))) +
-      share_of(need.plan.spool_bytes, machine);
+      static_cast<uint64_t>(kept * static_cast<double>(share_of(parameters, machine, options))) +
+      base::divide_up(need.plan.spool_bytes,
+                      std::max<uint64_t>(1, devices_of_one(machine, options)));
   return need;
 }
 
@@ -202,7 +227,12 @@ StepOptions with_plan(StepOptions options, const MemoryNeed& need) {
   return options;
 }
 
-std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const TrainingUse& use) {
+uint64_t host_limit_bytes(const Machine& machine, const StepOptions& options) {
+  return machine.host.memory_bytes / (options.ranks / options.machines);
+}
+
+std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const StepOptions& options,
+                         const TrainingUse& use) {
   std::string text;
   const auto lacks = [&](const std::string& where, uint64_t needed, uint64_t have) {
     if (have == 0 || needed <= have) return;
@@ -210,12 +240,21 @@ std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const T
                         base::format_bytes(needed - have));
   };
   if (machine.gpu.name != "none") lacks("GPU memory", need.gpu_bytes, machine.gpu.memory_bytes);
-  lacks("host memory", need.host_bytes, machine.host.memory_bytes);
+  lacks("host memory", need.host_bytes, host_limit_bytes(machine, options));
   for (const DeviceGroup& device : machine.devices) {
     lacks(device.name, need.drive_bytes, device.capacity_bytes);
   }
-  if (text.empty() && use.program == plan::TrainingProgram::kTrain && machine.gpu.count > 1) {
-    return "smartinf train computes on one GPU";
+  if (!text.empty() || use.program != plan::TrainingProgram::kTrain || machine.gpu.name == "none") {
+    return text;
+  }
+  const uint32_t ranks = options.ranks / options.machines;
+  if (machine.gpu.count > ranks) {
+    return ranks == 1 ? "smartinf train computes on one GPU, and on several with as many ranks"
+                      : "smartinf train computes on one GPU for each rank";
+  }
+  if (machine.gpu.count < ranks) return "there is not a GPU for each rank";
+  if (options.ranks > 1 && need.plan.streams) {
+    return "several ranks do not stream weights to accelerators";
   }
   return text;
 }

@@ -22,8 +22,8 @@ struct TrainingUse {
 std::string use_name(const TrainingUse& use);
 
 struct MemoryNeed {
-  uint64_t gpu_bytes = 0;  // of one GPU; 0 without
-  uint64_t host_bytes = 0;
+  uint64_t gpu_bytes = 0;    // of one GPU; 0 without
+  uint64_t host_bytes = 0;   // of several ranks of `smartinf train` that of one
   uint64_t drive_bytes = 0;  // of one device: its share of the state, twice (a step is never
                              // written in place), of spilled gradients and of the spool
   std::vector<plan::MemoryPart> gpu_parts;
@@ -50,7 +50,11 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
 /// The options with what of the plan a step has to know.
 StepOptions with_plan(StepOptions options, const MemoryNeed& need);
 
+/// Of the host's memory, what a process may have; 0: not known.
+uint64_t host_limit_bytes(const Machine& machine, const StepOptions& options);
+
 /// What does not fit, and by how much, or is beyond the program; empty: all of it does.
-std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const TrainingUse& use);
+std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const StepOptions& options,
+                         const TrainingUse& use);
 
 }  // namespace smartinf::sim

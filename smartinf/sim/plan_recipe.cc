@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/plan/rank_share.h"
+#include "smartinf/sim/one_rank.h"
 #include "smartinf/sim/planner.h"
 
 namespace smartinf::sim {
@@ -13,16 +15,44 @@ using base::Status;
 namespace {
 
 /// What the plan was made with.
-std::string limits_text(const Machine& machine) {
+std::string limits_text(const Machine& machine, const StepOptions& options) {
   std::string text;
-  if (machine.host.memory_bytes > 0) text += fmt::format("host = {}\n", machine.host.memory_bytes);
+  const uint64_t host = host_limit_bytes(machine, options);
+  if (host > 0) text += fmt::format("host = {}\n", host);
   if (machine.gpu.name != "none" && machine.gpu.memory_bytes > 0) {
     text += fmt::format("accelerator = {}\n", machine.gpu.memory_bytes);
   }
   return text;
 }
 
+/// Of all machines, each with the rank that drives it.
+std::string devices_text(const Machine& machine, const StepOptions& options) {
+  std::string text;
+  const uint32_t ranks = options.ranks / options.machines;
+  for (uint32_t m = 0; m < options.machines; ++m) {
+    for (uint32_t d = 0; d < machine.device_count(); ++d) {
+      text += fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", d);
+      if (options.ranks == 1) continue;
+      text += fmt::format("rank = {}\n",
+                          m * ranks + plan::rank_of_device(d, machine.device_count(), ranks));
+    }
+  }
+  return text;
+}
+
 }  // namespace
+
+std::string launch_line(const StepOptions& options, std::string_view recipe) {
+  if (options.ranks == 1) return {};
+  const uint32_t ranks = options.ranks / options.machines;
+  if (options.machines == 1) {
+    return fmt::format("torchrun --no-python --nproc-per-node {} smartinf train {}", ranks, recipe);
+  }
+  return fmt::format(
+      "torchrun --nnodes {} --node-rank N --master-addr HOST --master-port 29500 --no-python "
+      "--nproc-per-node {} smartinf train {} (on each machine, N from 0; HOST is the first)",
+      options.machines, ranks, recipe);
+}
 
 Status check_train_can(const ModelShape& model) {
   std::vector<std::string> lacks = model.beyond_train;
@@ -43,20 +73,22 @@ Result<std::string> plan_recipe(const Plan& plan) {
   const TrainingUse train{plan::TrainingProgram::kTrain, false, plan.use.recompute, false};
   const PlanOption& best = plan.best();
   const MemoryNeed need = memory_need(model, plan.machine, best.options, train);
-  const std::string shortfall = shortfall_of(need, plan.machine, train);
+  const std::string shortfall = shortfall_of(need, plan.machine, best.options, train);
   if (!shortfall.empty()) {
     return Status(base::ErrorCode::kOutOfMemory,
                   fmt::format("no recipe: `smartinf train` would not fit: {}", shortfall),
                   "What else would fit stands in the plan.");
   }
   const std::string streamed = streamed_text(need);
+  std::string launch = launch_line(best.options, "RECIPE");
+  if (!launch.empty()) launch = "# Start it with " + launch + "\n";
   std::string text = fmt::format(
       "# {} on {}, as `smartinf plan` recommends: {}, {} a step{}.\n"
-      "# Fill in the data and the path of each device.\n\n"
+      "# Fill in the data and the path of each device.\n{}\n"
       "[model]\nlayers = {}\nwidth = {}\nheads = {}\nkv_heads = {}\nmlp_width = {}\n"
       "vocabulary = {}\ntied_head = {}\nrope_base = {}\nnorm_eps = {}\ninit_std = {}\n\n",
       model.name, plan.machine.name, best.label, base::format_seconds(best.times.total_s),
-      streamed.empty() ? "" : "; " + streamed, model.layers, model.hidden, model.heads,
+      streamed.empty() ? "" : "; " + streamed, launch, model.layers, model.hidden, model.heads,
       model.kv_heads, model.feed_forward, model.vocabulary, model.tied, model.rope_base,
       model.norm_eps, model.init_std);
   text += fmt::format(
@@ -64,7 +96,7 @@ Result<std::string> plan_recipe(const Plan& plan) {
       "[train]\nprecision = \"{}\"\nmicro_batch = {}\naccumulation = {}\n"
       "\n[memory]\n{}activations = \"{}\"\n\n",
       model.sequence, best.options.value_bytes == 4 ? "f32" : "bf16", model.batch,
-      best.options.accumulation, limits_text(plan.machine),
+      best.options.accumulation, limits_text(plan.machine, best.options),
       plan.use.recompute ? "recompute" : "keep");
   text += fmt::format("[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\n",
                       best.options.method == Method::kBaseline ? "host" : "device",
@@ -88,10 +120,7 @@ Result<std::string> plan_recipe(const Plan& plan) {
     engine += fmt::format("gradient_budget = {}\n", need.plan.gradient_memory_bytes);
   }
   if (!engine.empty()) text += "\n[engine]\n" + engine;
-  for (uint32_t d = 0; d < plan.machine.device_count(); ++d) {
-    text += fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", d);
-  }
-  return text;
+  return text + devices_text(plan.machine, best.options);
 }
 
 }  // namespace smartinf::sim

@@ -65,7 +65,8 @@ json memory_values(const Plan& plan) {
     add(use_name(one.use), one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes,
         fit_text(one), lacks, use_name(one.use) == use_name(plan.use));
   }
-  add("there is", plan.machine.gpu.memory_bytes, plan.machine.host.memory_bytes,
+  add("there is", plan.machine.gpu.memory_bytes,
+      host_limit_bytes(plan.machine, plan.best().options),
       plan.machine.devices.front().capacity_bytes, "", false, false);
   return rows;
 }

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
+#include "smartinf/sim/one_rank.h"
 
 namespace smartinf::sim {
 namespace {
@@ -16,14 +17,15 @@ using plan::TrainingProgram;
 
 constexpr double kSecondsPerDay = 86400;
 
-/// What a device writes of its own share in one step, amplification included.
+/// What a device writes of its own share in one step, amplification included. Bytes are those of
+/// one rank.
 double written_per_device(const PlanOption& option, const Machine& machine) {
   double amplification = 1;
   for (const DeviceGroup& device : machine.devices) {
     amplification = std::max(amplification, device.write_amplification);
   }
   return amplification * static_cast<double>(option.times.bytes.drive_written) /
-         machine.device_count();
+         static_cast<double>(devices_of_one(machine, option.options));
 }
 
 void add_cost(PlanOption& option, const Machine& machine) {
@@ -41,11 +43,12 @@ void add_cost(PlanOption& option, const Machine& machine) {
   for (const DeviceGroup& device : machine.devices) drives += device.count * device.price;
   const double machine_price = price.host + price.gpu * machine.gpu.count;
   if (machine_price + drives + price.power_watts * price.per_kwh <= 0) return;
+  const double machines = option.options.machines;
   const double life_s = price.life_years * 365 * kSecondsPerDay;
   // A drive that wears out sooner than the machine is bought again.
   const double drive_life_s = life_days > 0 ? std::min(life_s, life_days * kSecondsPerDay) : life_s;
-  const double per_second = machine_price / life_s + drives / drive_life_s +
-                            price.power_watts / 1000 * price.per_kwh / 3600;
+  const double per_second = machines * (machine_price / life_s + drives / drive_life_s +
+                                        price.power_watts / 1000 * price.per_kwh / 3600);
   option.cost_per_mtoken = per_second / option.tokens_per_s * 1e6;
 }
 
@@ -91,7 +94,7 @@ class Planner {
     UseNeed one;
     one.use = use;
     one.need = memory_need(plan_.model, plan_.machine, options, use);
-    one.shortfall = shortfall_of(one.need, plan_.machine, use);
+    one.shortfall = shortfall_of(one.need, plan_.machine, options, use);
     return one;
   }
 
@@ -101,11 +104,14 @@ class Planner {
       plan_.uses.push_back(
           need_of({program, release, request_.options.recompute, false}, request_.options));
     };
-    if (request_.program == TrainingProgram::kTrain || check_train_can(plan_.model).ok()) {
+    const bool ranks = request_.options.ranks > 1;  // Python's are a run for each: gpu.count
+    if (ranks || request_.program == TrainingProgram::kTrain || check_train_can(plan_.model).ok()) {
       consider(TrainingProgram::kTrain, false);
     }
-    consider(TrainingProgram::kPython, false);
-    consider(TrainingProgram::kPython, true);
+    if (!ranks) {
+      consider(TrainingProgram::kPython, false);
+      consider(TrainingProgram::kPython, true);
+    }
     const auto fitting = std::find_if(plan_.uses.begin(), plan_.uses.end(),
                                       [](const UseNeed& one) { return one.shortfall.empty(); });
     plan_.use = (fitting != plan_.uses.end() ? *fitting : plan_.uses.front()).use;
@@ -118,7 +124,7 @@ class Planner {
     if (python && plan_.machine.gpu.count > 1) return false;  // in one process only
     if (python && overlap == Overlap::kEarly && !plan_.use.release_gradients) return false;
     options.overlap = overlap;
-    return check_overlap(plan_.machine, options).ok();
+    return check_overlap(plan_.machine, options).ok() && check_ranks(plan_.machine, options).ok();
   }
 
   /// As the program works.
@@ -148,13 +154,14 @@ class Planner {
     option.shortfall = std::move(one.shortfall);
     option.fits = option.shortfall.empty();
     option.exact = format == base::StateFormat::kF32 && method != Method::kSmartComp;
-    option.tokens_per_s =
-        static_cast<double>(plan_.model.tokens() * options.accumulation * plan_.machine.gpu.count) /
-        option.times.total_s;
+    option.tokens_per_s = static_cast<double>(step_tokens(plan_.model, plan_.machine, options)) /
+                          option.times.total_s;
     add_cost(option, plan_.machine);
     plan_.options.push_back(std::move(option));
     return {};
   }
+
+  bool can_compress() const { return can_decompress(plan_.machine) && request_.options.ranks == 1; }
 
   bool is_requested(const PlanOption& option) const {
     return option.options.method == request_.options.method &&
@@ -170,7 +177,7 @@ class Planner {
         SI_RETURN_IF_ERROR(try_option(Method::kSmartOver, format));
       }
     }
-    if (can_decompress(plan_.machine)) {
+    if (can_compress()) {
       SI_RETURN_IF_ERROR(try_option(Method::kSmartComp, StateFormat::kF32));
     }
     if (request_.requested &&
@@ -212,7 +219,7 @@ class Planner {
 
   bool fits(const ModelShape& model, const TrainingUse& use) const {
     const MemoryNeed need = memory_need(model, plan_.machine, plan_.best().options, use);
-    return shortfall_of(need, plan_.machine, use).empty();
+    return shortfall_of(need, plan_.machine, plan_.best().options, use).empty();
   }
 
   /// The largest micro batch that fits; 0: none does.
@@ -266,7 +273,9 @@ class Planner {
     if (machine.gpu.name != "none") {
       more("a GPU with memory", need.gpu_bytes, machine.gpu.memory_bytes);
     }
-    more("host memory", need.host_bytes, machine.host.memory_bytes);
+    const StepOptions& options = plan_.best().options;
+    const uint64_t ranks = options.ranks / options.machines;  // of each machine
+    more("host memory", need.host_bytes * ranks, machine.host.memory_bytes);
     for (const DeviceGroup& device : machine.devices) {
       more("drives with space", need.drive_bytes, device.capacity_bytes);
     }
@@ -292,6 +301,12 @@ class Planner {
     changed = machine;
     changed.host.link_bytes_per_s *= 2;
     SI_RETURN_IF_ERROR(consider("a host link twice as fast", changed, options));
+    if (machine.has_remote() || options.machines > 1) {
+      changed = machine;
+      changed.network.bytes_per_s *= 2;
+      for (DeviceGroup& device : changed.devices) device.link_bytes_per_s *= device.remote ? 2 : 1;
+      SI_RETURN_IF_ERROR(consider("a network twice as fast", changed, options));
+    }
     changed = machine;
     changed.gpu.peak_flops *= 2;
     changed.gpu.memory_bytes_per_s *= 2;
@@ -301,7 +316,7 @@ class Planner {
     changed = machine;
     changed.gpu.link_bytes_per_s *= 2;
     if (gpu) SI_RETURN_IF_ERROR(consider("a GPU link twice as fast", changed, options));
-    if (can_decompress(machine)) {
+    if (can_compress()) {
       StepOptions compressed = options;
       compressed.method = Method::kSmartComp;
       const UseNeed one = need_of(plan_.use, compressed);
@@ -324,6 +339,15 @@ class Planner {
 
 Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
                        const PlanRequest& request) {
+  const StepOptions& options = request.options;
+  if (options.ranks > 1 && request.program == TrainingProgram::kPython) {
+    return Status(base::ErrorCode::kUnsupported, "ranks are those of `smartinf train`",
+                  "Of the Python package each process has a run of its own: give --gpus.");
+  }
+  StepOptions asked = options;
+  if (!request.requested) asked.method = Method::kSmartOver;
+  asked.overlap = request.overlap.value_or(Overlap::kNone);
+  SI_RETURN_IF_ERROR(check_ranks(machine, asked));
   return Planner(model, machine, request).make();
 }
 

@@ -79,6 +79,9 @@ base::Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
 /// Ok, or what of a model `smartinf train` has not: kUnsupported, by name.
 base::Status check_train_can(const ModelShape& model);
 
+/// How the ranks of a recipe are started: torchrun's line, on each machine; empty for one rank.
+std::string launch_line(const StepOptions& options, std::string_view recipe);
+
 /// A recipe for `smartinf train`: every key of the model, engine and devices; data and paths are to
 /// be filled in. Errors: as check_train_can; kOutOfMemory where train would not fit.
 base::Result<std::string> plan_recipe(const Plan& plan);

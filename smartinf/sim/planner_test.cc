@@ -164,12 +164,12 @@ TEST(Planner, ALittleMemoryLeavesMoreToTheDevices) {
   EXPECT_LE(tight.host_bytes, machine.host.memory_bytes);
   EXPECT_EQ(tight.drive_bytes, (2 * 12 + 2) * ((p + 3) / 4) + (tight.plan.spool_bytes + 3) / 4)
       << "state twice, spilled gradients, spool";
-  EXPECT_TRUE(shortfall_of(tight, machine, {}).empty());
+  EXPECT_TRUE(shortfall_of(tight, machine, {}, {}).empty());
   machine.host.memory_bytes = 4'000'000'000;
   const MemoryNeed least = memory_need(model, machine, {}, {});
   EXPECT_GT(least.host_bytes, machine.host.memory_bytes);
   EXPECT_EQ(least.units_from_devices(), least.units.size()) << "the smallest plan";
-  EXPECT_THAT(shortfall_of(least, machine, {}), HasSubstr("host memory lacks"));
+  EXPECT_THAT(shortfall_of(least, machine, {}, {}), HasSubstr("host memory lacks"));
 }
 
 TEST(Planner, ARecipeMakesTrainPlanTheSame) {

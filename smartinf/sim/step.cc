@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/sim/one_rank.h"
 #include "smartinf/sim/step_graph.h"
 
 namespace smartinf::sim {
@@ -19,6 +20,12 @@ uint64_t spilled_gradient_bytes(const Machine& machine, const StepOptions& optio
   if (machine.software.gradient_spilled) return all;
   if (!options.streamed) return 0;
   return all - std::min(all, options.streamed->gradient_memory_bytes);
+}
+
+uint64_t step_tokens(const ModelShape& model, const Machine& machine, const StepOptions& options) {
+  // Without ranks each GPU has micro batches of its own; ranks share those of the step.
+  const uint64_t gpus = options.ranks == 1 ? machine.gpu.count : 1;
+  return model.tokens() * options.accumulation * gpus;
 }
 
 Status check_overlap(const Machine& machine, const StepOptions& options) {
@@ -92,18 +99,19 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
       }
     }
   }
+  SI_RETURN_IF_ERROR(check_ranks(machine, options));
   SI_RETURN_IF_ERROR(check_overlap(machine, options));
-  if (options.overlap == plan::Overlap::kNone) {
-    return StepGraph(model, machine, options).run_apart();
-  }
-  StepOptions alone = options;
+  const OneRank one = one_rank(machine, options);
+  const auto graph = [&](const StepOptions& wanted) {
+    return StepGraph(model, one.machine, wanted, one.exchange);
+  };
+  if (options.overlap == plan::Overlap::kNone) return graph(one.options).run_apart();
+  StepOptions alone = one.options;
   alone.overlap = plan::Overlap::kNone;
-  const double forward_s = StepGraph(model, machine, alone).forward_alone_s(options.overlap);
+  const double forward_s = graph(alone).forward_alone_s(options.overlap);
   DeviceSubgroups begun;
-  if (options.overlap == plan::Overlap::kEarly) {
-    begun = StepGraph(model, machine, options).begun_in_backward();
-  }
-  return StepGraph(model, machine, options).run_overlapped(begun, forward_s);
+  if (options.overlap == plan::Overlap::kEarly) begun = graph(one.options).begun_in_backward();
+  return graph(one.options).run_overlapped(begun, forward_s);
 }
 
 }  // namespace smartinf::sim

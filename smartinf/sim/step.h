@@ -73,6 +73,10 @@ struct StepOptions {
   GradientsLeave gradients = GradientsLeave::kAsCompleted;
   uint32_t accumulation =
       1;  // with weights_stay or streamed: micro batches (ModelShape::batch) in a step
+  /// Processes of `smartinf train`, which share its micro batches and the devices (docs/ranks.md),
+  /// as many on each machine; each machine is the one described, with devices of its own.
+  uint32_t ranks = 1;
+  uint32_t machines = 1;
   /// Of state that stays in the memory of whoever updates, all devices together; it is written as
   /// ever, but not read from the drives.
   uint64_t state_cache_bytes = 0;
@@ -91,7 +95,8 @@ uint64_t spilled_gradient_bytes(const Machine& machine, const StepOptions& optio
 /// q8 with its scales.
 double state_bytes_per_parameter(kernels::UpdateRule rule, base::StateFormat format);
 
-/// Bytes of one step, all devices and GPUs together. They follow from the graph that was run.
+/// Bytes of one step, all devices and GPUs together; of several ranks those of one. They follow
+/// from the graph that was run.
 struct StepBytes {
   uint64_t host_link_up = 0;    // towards the host
   uint64_t host_link_down = 0;  // towards the devices
@@ -99,6 +104,8 @@ struct StepBytes {
   uint64_t drive_written = 0;  // by the host or the processor; without amplification
   uint64_t gpu_link_up = 0;    // gradients, to the host
   uint64_t gpu_link_down = 0;  // weights, to the GPU
+  uint64_t ranks_sent = 0;     // gradients and weights, to other ranks
+  uint64_t ranks_received = 0;
 };
 
 struct Span {
@@ -126,12 +133,17 @@ struct StepTimes {
   std::vector<Span> spans;  // when traced, in order of start
 };
 
+/// Tokens of a step, of all ranks or GPUs.
+uint64_t step_tokens(const ModelShape& model, const Machine& machine, const StepOptions& options);
+
 /// Ok, or why a step's update cannot run as `options.overlap` says: kUnsupported.
 base::Status check_overlap(const Machine& machine, const StepOptions& options);
 
-/// Simulates one step in the steady state. Pure; deterministic to the bit.
+/// Simulates one step in the steady state, of several ranks that of the one with the most devices
+/// and micro batches. Pure; deterministic to the bit.
 /// Errors: kInvalidArgument for a model, machine or option that cannot be, with the reason;
-/// kUnsupported for SmartUpdate on devices without a processor, and as check_overlap.
+/// kUnsupported for SmartUpdate on devices without a processor, and as check_overlap and
+/// check_ranks (one_rank.h).
 base::Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
                                       const StepOptions& options);
 

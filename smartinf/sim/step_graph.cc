@@ -24,16 +24,19 @@ uint32_t StepGraph::lane(size_t device, UpdateGraph::Queue queue) {
   return kDevices + 4 * static_cast<uint32_t>(device) + of_device;
 }
 
-StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options)
+StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options,
+                     const Exchange& exchange)
     : model_(model),
       machine_(machine),
       options_(options),
+      exchange_(exchange),
       parameters_(model.parameters()),
       update_(
           graph_, LinkLaw::kTogether,
           [this] {
             make_units();
             make_resources();
+            make_owners();
             share_out();
             return make_devices();
           }(),
@@ -197,17 +200,25 @@ void StepGraph::make_resources() {
   host_update_ = graph_.add_resource("host update");
   host_select_ = graph_.add_resource("host selection");
   host_ahead_ = graph_.add_resource("host step-ahead");
+  network_out_ = graph_.add_resource("network out");
+  network_in_ = graph_.add_resource("network in");
+  near_ = graph_.add_resource("other ranks here");
   // Several GPUs: each fetches all weights and keeps its own batch (data parallel, ZeRO-3).
   // Behind one link their fetches add up.
   sharers_ = gpu.links_shared || gpu.link_is_host_link ? gpu.count : 1;
+}
+
+void StepGraph::make_owners() {
+  const DeviceGroup* before = nullptr;
   for (const DeviceGroup* device : machine_.each_device()) {
+    const bool same_server = device->remote && std::exchange(before, device) == device;
     if (baseline() && !owners_.empty()) {
       Owner& raid = owners_.front();
       raid.read_bytes_per_s += device->read_bytes_per_s;
       raid.write_bytes_per_s += device->write_bytes_per_s;
       raid.burst_bytes_per_s += device->read_bytes_per_s;
       raid.burst_bytes += device->burst_bytes;
-      raid.link_bytes_per_s += device->link_bytes_per_s;
+      if (!same_server) raid.link_bytes_per_s += device->link_bytes_per_s;
       continue;
     }
     Owner owner;
@@ -216,7 +227,7 @@ void StepGraph::make_resources() {
     owner.burst_bytes_per_s = device->read_bytes_per_s;
     owner.burst_bytes = device->burst_bytes;
     owner.link_bytes_per_s = device->link_bytes_per_s;
-    owner.latency_s = device->latency_s;
+    owner.latency_s = device->latency_s + (device->remote ? machine_.network.latency_s : 0);
     owner.amplification = device->write_amplification;
     owner.streams = device->update_streams && options_.method != Method::kSmart;
     owner.update_bytes_per_s =
@@ -226,8 +237,13 @@ void StepGraph::make_resources() {
     owner.pipeline = device->pipeline;
     owner.pairs_per_s = device->pairs_per_s;
     owner.drive = graph_.add_resource("drives", device->mixed_efficiency);
-    owner.link_up = graph_.add_resource("device links up");
-    owner.link_down = graph_.add_resource("device links down");
+    owner.link_up = same_server ? owners_.back().link_up : graph_.add_resource("device links up");
+    owner.link_down =
+        same_server ? owners_.back().link_down : graph_.add_resource("device links down");
+    owner.shared_up = device->remote ? network_in_ : host_up_;
+    owner.shared_down = device->remote ? network_out_ : host_down_;
+    owner.shared_bytes_per_s =
+        device->remote ? machine_.network.bytes_per_s : machine_.host.link_bytes_per_s;
     owner.processor = graph_.add_resource("processors");
     owner.on_host_cores = device->on_host_cores && !on_gpu();
     owners_.push_back(owner);
@@ -250,10 +266,15 @@ void StepGraph::share_out() {
       owners_[i % owners_.size()].elements += std::min(wanted, parameters_ - first);
     }
     for (Owner& owner : owners_) owner.subgroup_elements = wanted;
+    elements_here_ = parameters_;
     return;
   }
   // In proportion to the rate at which a device moves a step's state; equal devices get equal
-  // shares to within an element.
+  // shares to within an element. Of several ranks the others' devices have the rest.
+  elements_here_ =
+      several()
+          ? static_cast<uint64_t>(std::llround(static_cast<double>(parameters_) * exchange_.share))
+          : parameters_;
   double total = 0;
   std::vector<double> weights;
   for (const Owner& owner : owners_) {
@@ -264,10 +285,10 @@ void StepGraph::share_out() {
   uint64_t given = 0;
   for (size_t d = 0; d < owners_.size(); ++d) {
     sum += weights[d];
-    const uint64_t until =
-        d + 1 == owners_.size()
-            ? parameters_
-            : static_cast<uint64_t>(std::llround(static_cast<double>(parameters_) * sum / total));
+    const uint64_t until = d + 1 == owners_.size()
+                               ? elements_here_
+                               : static_cast<uint64_t>(std::llround(
+                                     static_cast<double>(elements_here_) * sum / total));
     Owner& owner = owners_[d];
     owner.elements = until - given;
     given = until;
@@ -375,11 +396,12 @@ StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
 StepGraph::TaskIndex StepGraph::hand_over(size_t u, TaskIndex computed, TaskIndex left,
                                           std::vector<TaskIndex>& last_write) {
   left = offload(units_[u], computed, left);
+  const TaskIndex here = several() ? exchange_gradient(u, left) : left;
   for (size_t d = 0; d < owners_.size(); ++d) {
-    last_write[d] = store_gradient(units_[u], d, left, last_write[d]);
+    last_write[d] = store_gradient(units_[u], d, here, last_write[d]);
   }
   gradient_arrived_[u] = last_write;
-  return left;
+  return several() ? buckets_free(left) : left;
 }
 
 /// Gradients of a unit: compressed on the GPU if it selects, to the host, into a pinned buffer.
@@ -429,7 +451,7 @@ StepGraph::TaskIndex StepGraph::store_gradient(const Unit& unit, size_t d, TaskI
     uses.push_back({owner.drive, per_byte, Direction::kWrite});
   }
   uses.push_back({owner.link_down, cost(owner.link_bytes_per_s)});
-  uses.push_back({host_down_, cost(machine_.host.link_bytes_per_s)});
+  uses.push_back({owner.shared_down, cost(owner.shared_bytes_per_s)});
   return task(lane(d, UpdateGraph::kGradients), "gradient " + unit.name,
               {Stage(bytes, uses, owner.latency_s)}, {arrived, before});
 }
@@ -457,7 +479,8 @@ std::vector<Utilization> StepGraph::utilizations(double from_s, double to_s) con
 
 std::vector<Span> StepGraph::spans() const {
   static constexpr std::array<const char*, 8> kLanes{
-      "GPU", "GPU link down", "GPU link up", "", "host selection", "host copies", "", ""};
+      "GPU", "GPU link down", "GPU link up", "other ranks", "host selection", "host copies", "",
+      ""};
   static constexpr std::array<const char*, 4> kQueues{"reads", "update", "weights", "writes"};
   std::vector<Span> all;
   for (const Label& label : labels_) {

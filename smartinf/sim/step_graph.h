@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "smartinf/sim/event_graph.h"
+#include "smartinf/sim/one_rank.h"
 #include "smartinf/sim/step.h"
 #include "smartinf/sim/update_graph.h"
 
@@ -16,7 +17,9 @@ using DeviceSubgroups = std::vector<std::vector<uint32_t>>;
 /// Runs once: one of the three. The arguments outlive it and have been checked.
 class StepGraph {
  public:
-  StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options);
+  /// exchange: of one of several ranks (one_rank()), whose machine and options the others are.
+  StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options,
+            const Exchange& exchange);
 
   /// Forward, backward and update one after another.
   StepTimes run_apart();
@@ -49,6 +52,7 @@ class StepGraph {
     double burst_bytes_per_s = 0;
     uint64_t burst_bytes = 0;
     double link_bytes_per_s = 0;
+    double shared_bytes_per_s = 0;  // of the host's link or the network, which all pass
     double latency_s = 0;
     double update_bytes_per_s = 0;
     bool pipeline = false;
@@ -60,7 +64,8 @@ class StepGraph {
     bool on_host_cores = false;
     uint64_t elements = 0;
     uint64_t subgroup_elements = 0;
-    uint32_t drive = 0, link_up = 0, link_down = 0, processor = 0;  // resources
+    // Resources.
+    uint32_t drive = 0, link_up = 0, link_down = 0, processor = 0, shared_up = 0, shared_down = 0;
     uint64_t written_in_burst = 0;
   };
 
@@ -84,7 +89,7 @@ class StepGraph {
     kComputing,
     kFetching,
     kLeaving,
-    kUnused,
+    kExchanging,
     kSelecting,
     kCopying,
     kDevices = 8
@@ -102,7 +107,8 @@ class StepGraph {
   bool host_selects() const { return sim::host_selects(machine_, options_); }
   bool on_gpu() const { return machine_.gpu.name != "none"; }
   bool overlapped() const { return options_.overlap != plan::Overlap::kNone; }
-  bool spilled() const { return spilled_gradient_bytes(machine_, options_, parameters_) > 0; }
+  bool several() const { return exchange_.ranks > 1; }
+  bool spilled() const { return spilled_gradient_bytes(machine_, options_, elements_here_) > 0; }
   uint32_t slots() const { return options_.slots != 0 ? options_.slots : machine_.software.slots; }
   /// Backward stands still while a layer's gradients leave.
   bool offload_waits() const {
@@ -120,6 +126,7 @@ class StepGraph {
 
   void make_units();
   void make_resources();
+  void make_owners();
   void share_out();
   std::vector<UpdateDevice> make_devices() const;
   UpdateDevice make_device(const Owner& owner) const;
@@ -144,6 +151,11 @@ class StepGraph {
   std::vector<TaskIndex> asked_of(size_t d) const;
   TaskIndex earlier_passes(TaskIndex start, const char* phase, double Unit::*seconds);
   Stage fetch_stage(uint64_t count);
+  Stage exchange_stage(uint64_t sent, uint64_t received);
+  TaskIndex exchange_gradient(size_t unit, TaskIndex left);
+  TaskIndex buckets_free(TaskIndex left) const;
+  Stage weights_stage(uint64_t bytes);
+  void broadcast_weights();
   TaskIndex hand_over(size_t unit, TaskIndex computed, TaskIndex left,
                       std::vector<TaskIndex>& last_write);
   TaskIndex offload(const Unit& unit, TaskIndex computed, TaskIndex before);
@@ -166,19 +178,26 @@ class StepGraph {
   const ModelShape& model_;
   const Machine& machine_;
   const StepOptions& options_;
+  const Exchange& exchange_;
   uint64_t parameters_;
+  uint64_t elements_here_ = 0;  // of all owners
   EventGraph graph_;
   std::vector<Unit> units_;
   std::vector<Owner> owners_;
   uint32_t gpu_ = 0, gpu_up_ = 0, gpu_down_ = 0;
   uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_weights_, host_update_ = 0;
   uint32_t host_select_ = 0, host_ahead_ = 0;
+  uint32_t network_out_ = 0, network_in_ = 0, near_ = 0;  // to other ranks; remote devices', too
   double sharers_ = 1;
   double compute_unit_s_ = 0;  // of computing, for what a "byte" of it stands
   std::vector<std::vector<TaskIndex>> gradient_arrived_;  // by unit, by owner
   bool weights_given_ = false;                            // without a read in forward
   std::vector<TaskIndex> weights_asked_;                  // by unit: forward has room for them
   std::vector<TaskIndex> update_ends_;                    // by owner
+  /// Of several ranks: gradients of units on their way, in backward's order, with what is sent of
+  /// them; by owner and subgroup, when all ranks have its new weights.
+  std::vector<std::pair<TaskIndex, uint64_t>> exchanged_;
+  std::vector<std::vector<TaskIndex>> weights_everywhere_;
   std::vector<Label> labels_;
   StepBytes pass_bytes_;  // of forward and backward
   UpdateGraph update_;

@@ -53,11 +53,13 @@ StepGraph::TaskIndex StepGraph::read_weights(const Unit& unit, TaskIndex before,
     const Stage up(bytes,
                    {{owner.drive, read, Direction::kRead},
                     {owner.link_up, cost(owner.link_bytes_per_s)},
-                    {host_up_, cost(machine_.host.link_bytes_per_s)}},
+                    {owner.shared_up, cost(owner.shared_bytes_per_s)}},
                    owner.latency_s);
-    const Stage copy(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}});
+    std::vector<Stage> stages{up,
+                              Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})};
+    if (several()) stages.push_back(weights_stage(bytes));
     graph_.add_dependency(all, task(lane(d, UpdateGraph::kWeights), "weights " + unit.name,
-                                    {up, copy}, {before, room}));
+                                    std::move(stages), {before, room}));
     pass_bytes_.drive_read += master;
     pass_bytes_.host_link_up += bytes;
   }
@@ -93,24 +95,24 @@ StepGraph::TaskIndex StepGraph::spool(size_t unit, bool write, TaskIndex before,
     // Whole ones on one device each; of many each has a part that is as large as its own.
     const Owner& owner = owners_[d];
     const auto part = [&](uint64_t elements) {
-      return static_cast<uint64_t>(static_cast<unsigned __int128>(all) * elements / parameters_);
+      return static_cast<uint64_t>(static_cast<unsigned __int128>(all) * elements / elements_here_);
     };
     uint64_t first = 0;
     for (size_t i = 0; i < d; ++i) first += owners_[i].elements;
     const uint64_t bytes = part(first + owner.elements) - part(first);
     const double link = cost(owner.link_bytes_per_s);
-    const double host = cost(machine_.host.link_bytes_per_s);
+    const double shared = cost(owner.shared_bytes_per_s);
     std::vector<Use> uses;
     if (write) {
       uses = {{owner.drive, owner.amplification / owner.write_bytes_per_s, Direction::kWrite},
               {owner.link_down, link},
-              {host_down_, host}};
+              {owner.shared_down, shared}};
       pass_bytes_.drive_written += bytes;
       pass_bytes_.host_link_down += bytes;
     } else {
       uses = {{owner.drive, cost(owner.read_bytes_per_s), Direction::kRead},
               {owner.link_up, link},
-              {host_up_, host}};
+              {owner.shared_up, shared}};
       pass_bytes_.drive_read += bytes;
       pass_bytes_.host_link_up += bytes;
     }

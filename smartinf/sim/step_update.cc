@@ -63,8 +63,8 @@ uint64_t StepGraph::gradient_bytes(uint64_t first, uint64_t count) const {
 uint64_t StepGraph::spilled_bytes(uint64_t first, uint64_t count) const {
   if (!spilled()) return 0;
   if (!options_.streamed) return gradient_bytes(first, count);
-  const uint64_t all = spilled_gradient_bytes(machine_, options_, parameters_);
-  return scaled(first + count, all, parameters_) - scaled(first, all, parameters_);
+  const uint64_t all = spilled_gradient_bytes(machine_, options_, elements_here_);
+  return scaled(first + count, all, elements_here_) - scaled(first, all, elements_here_);
 }
 
 /// The part of [first, first + count) of the space that an owner holds, in its own elements.
@@ -86,8 +86,8 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
   const double write = owner.amplification / owner.write_bytes_per_s;
   const Use up{owner.link_up, cost(owner.link_bytes_per_s)};
   const Use down{owner.link_down, cost(owner.link_bytes_per_s)};
-  const Use host_up{host_up_, cost(machine_.host.link_bytes_per_s)};
-  const Use host_down{host_down_, cost(machine_.host.link_bytes_per_s)};
+  const Use host_up{owner.shared_up, cost(owner.shared_bytes_per_s)};
+  const Use host_down{owner.shared_down, cost(owner.shared_bytes_per_s)};
   UpdateDevice device;
   device.bandwidth = 1 / (1 / owner.read_bytes_per_s + write);
   device.read = {{owner.drive, cost(owner.read_bytes_per_s), Direction::kRead}};
@@ -180,6 +180,11 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
     // steps the residual goes along, here a share of it in each.
     after = update_.send_selected({{host_select_}}, cost(machine_.host.select_params_per_s), after);
   }
+  if (several()) {
+    // That all have all gradients, and the norm of them.
+    constexpr double kAgreements = 2;
+    after = graph_.add_task({Stage(0, {}, kAgreements * exchange_.latency_s)}, {after});
+  }
   if (!baseline() && machine_.software.update_start_s > 0) {
     after = graph_.add_task({Stage(0, {}, machine_.software.update_start_s)}, {after});
   }
@@ -193,6 +198,7 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
   const bool engine = machine_.software.overlapped == plan::ScheduleVariant::kOverlapped;
   if (engine && !baseline() && begun.empty()) run.prefetch = gradient_arrived_.back();
   update_ends_ = update_.add(run);
+  if (several()) broadcast_weights();
 }
 
 /// Each subgroup from when its gradient is complete. Its end, by device.
@@ -231,7 +237,7 @@ std::vector<size_t> StepGraph::units_of_subgroups(size_t d) const {
 std::vector<StepGraph::TaskIndex> StepGraph::weights_of(const Unit& unit) const {
   std::vector<TaskIndex> needed;
   for (size_t d = 0; d < owners_.size(); ++d) {
-    const std::vector<TaskIndex>& up = update_.weights_up()[d];
+    const std::vector<TaskIndex>& up = several() ? weights_everywhere_[d] : update_.weights_up()[d];
     if (up.empty()) continue;
     const auto [first, count] = local_range(owners_[d], unit.first, unit.count);
     const uint64_t each = owners_[d].subgroup_elements;

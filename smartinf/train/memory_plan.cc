@@ -6,7 +6,6 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
-#include "smartinf/engine/ranks/ranks_updater.h"
 #include "smartinf/train/frozen_weights.h"
 
 namespace smartinf::train {
@@ -74,13 +73,10 @@ MemoryLimits memory_limits(const MemoryOptions& options, const AcceleratorMemory
   return limits;
 }
 
-DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world) {
-  std::vector<uint64_t> devices(world);
-  for (const engine::DeviceOptions& device : updater.devices) {
-    ++devices[device.rank < world ? device.rank : 0];
-  }
-  const auto [least, most] = std::ranges::minmax(devices);
-  return {most, least > 0};
+plan::DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world) {
+  std::vector<uint32_t> ranks;
+  for (const engine::DeviceOptions& device : updater.devices) ranks.push_back(device.rank);
+  return plan::device_sharing(ranks, world);
 }
 
 base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, const Options& options,
@@ -107,17 +103,16 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
     streaming.stream_weights = !updater.compress.on() && !options.lora.on();
     streaming.gradient_budget_bytes = 0;
     const auto devices = static_cast<uint32_t>(std::max<size_t>(1, updater.devices.size()));
-    const DeviceSharing sharing = device_sharing(updater, world);
+    const plan::DeviceSharing sharing = device_sharing(updater, world);
     const auto share = [&](uint64_t bytes) {
-      return world == 1 ? bytes : bytes / devices * sharing.most;
+      return world == 1 ? bytes : plan::share_of_devices(bytes, sharing.most, devices);
     };
     SI_ASSIGN_OR_RETURN(const plan::MemoryPlan buffers,
                         engine::plan_buffers(streaming, space, devices));
     memory.optimizer_bytes =
         share(plan::buffer_bytes(buffers, space.count(), devices) + updater.state_cache_bytes);
     if (world > 1) {
-      memory.optimizer_bytes +=
-          engine::ranks_memory_bytes(space.count(), buffers.subgroup_elements);
+      memory.optimizer_bytes += plan::rank_bytes(space.count(), buffers.subgroup_elements);
     }
     memory.measures_drives =
         updater.io_bytes == 0 || updater.io_depth == 0 ||

@@ -9,6 +9,7 @@
 #include "smartinf/engine/options.h"
 #include "smartinf/model/architecture.h"
 #include "smartinf/plan/parameter_space.h"
+#include "smartinf/plan/rank_share.h"
 #include "smartinf/plan/training_memory.h"
 #include "smartinf/train/options.h"
 
@@ -43,12 +44,7 @@ base::Result<plan::TrainingPlan> plan_run(const model::Architecture& model, cons
                                           const plan::ParameterSpace& space,
                                           const MemoryLimits& limits, uint32_t world = 1);
 
-/// Of the devices, the most that one rank drives, and whether every rank drives one.
-struct DeviceSharing {
-  uint64_t most = 0;
-  bool all_have_one = false;
-};
-DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world);
+plan::DeviceSharing device_sharing(const engine::UpdaterOptions& updater, uint32_t world);
 
 /// The plan for people, some lines.
 std::vector<std::string> describe_plan(const plan::TrainingPlan& plan,

@@ -118,7 +118,7 @@ Result<RunStart> choose_start(const Job& job) {
 Result<std::unique_ptr<engine::Updater>> TorchTrainer::open_with_spool(
     engine::UpdaterOptions options, base::StepNumber trained) {
   // Of the rank with the most devices; the engine's numbers are those of all ranks together.
-  const DeviceSharing sharing = device_sharing(options, ranks_.world());
+  const plan::DeviceSharing sharing = device_sharing(options, ranks_.world());
   const auto of_all = [&](uint64_t bytes) {
     return ranks_.alone() ? bytes : base::divide_up(bytes, sharing.most) * options.devices.size();
   };

@@ -19,20 +19,10 @@ using Piece = GradientTracker::Piece;
 
 namespace {
 
-/// That a rank sends at once, of all its sums. Some milliseconds of a fast network.
-constexpr uint64_t kBucketBytes = 8 * base::kMiB;
-/// Sums that are handed to the devices at once: some pieces for each thread.
-constexpr uint64_t kRunElements = uint64_t{1} << 20;
+static_assert(plan::kRankPieceElements == kGradientPieceElements);
+
 /// That are added up at once, in a core's cache.
 constexpr uint64_t kChunkElements = 4096;
-
-uint64_t bucket_bytes(uint64_t elements) {
-  return std::min(kBucketBytes, elements * 2 * sizeof(float));
-}
-
-uint64_t run_elements(uint64_t elements) {
-  return std::min(kRunElements, elements) + kGradientPieceElements;
-}
 
 std::vector<uint32_t> measuring_ranks(const GradientTracker& tracker,
                                       const GradientLayout& layout) {
@@ -50,13 +40,13 @@ GradientExchange::GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpd
     : ranks_(std::move(ranks)),
       updater_(updater),
       layout_(updater.devices(), rank_of),
-      bucket_bytes_(bucket_bytes(updater.space().count())),
+      bucket_bytes_(plan::rank_bucket_bytes(updater.space().count())),
       measured_by_(measuring_ranks(updater.gradient_tracker(), layout_)),
       traffic_(traffic),
       formats_(ranks_->world()),
       open_received_(ranks_->world(), 0),
       stacks_(updater.team().size()) {
-  sums_.resize(run_elements(updater.space().count()));
+  sums_.resize(plan::rank_sum_elements(updater.space().count()));
   for (Bucket& bucket : buckets_) free_.push_back(&bucket);
   thread_ = std::jthread([this] { work(); });
   pthread_setname_np(thread_.native_handle(), "si-gradients");
@@ -68,13 +58,6 @@ GradientExchange::~GradientExchange() {
     ends_ = true;
   }
   changed_.notify_all();
-}
-
-/// The values of an open bucket; what is sent and received of those under way; sums.
-uint64_t GradientExchange::memory_bytes(uint64_t elements) {
-  const uint64_t bucket = bucket_bytes(elements);
-  const uint64_t under_way = std::tuple_size_v<decltype(buckets_)> * (bucket + 2 * bucket);
-  return bucket + under_way + run_elements(elements) * sizeof(float);
 }
 
 // ---- The caller.
@@ -332,7 +315,7 @@ Status GradientExchange::take(Bucket& bucket) {
     do {
       elements += parts[end].part.count;
       ++end;
-    } while (end < parts.size() && elements < kRunElements &&
+    } while (end < parts.size() && elements < plan::kRankSumElements &&
              parts[end].part.first == parts[end - 1].part.first + parts[end - 1].part.count);
     SI_RETURN_IF_ERROR(hand_over(std::span(parts).subspan(begin, end - begin)));
     begin = end;

@@ -29,6 +29,7 @@
 #include "smartinf/engine/ranks/collectives.h"
 #include "smartinf/engine/ranks/gradient_layout.h"
 #include "smartinf/engine/updater.h"
+#include "smartinf/plan/rank_share.h"
 
 namespace smartinf::engine {
 
@@ -58,8 +59,6 @@ class GradientExchange {
 
   /// Of the spans that were put in this step: the same on all ranks.
   uint64_t spans_checksum() const { return spans_checksum_; }
-  /// At most so much, for a space of so many elements.
-  static uint64_t memory_bytes(uint64_t elements);
 
  private:
   struct Segment {
@@ -122,7 +121,7 @@ class GradientExchange {
   base::Status status_;       // of the step: what failed first
   base::Status call_status_;  // of the ranks: nothing is sent any more
 
-  std::array<Bucket, 2> buckets_;
+  std::array<Bucket, plan::kRankBuckets> buckets_;
   std::jthread thread_;
 };
 

@@ -381,11 +381,7 @@ UpdaterTraffic RanksUpdater::traffic() const {
 }
 
 uint64_t RanksUpdater::memory_bytes() const {
-  return here_->memory_bytes() + ranks_memory_bytes(space().count(), subgroup_elements());
-}
-
-uint64_t ranks_memory_bytes(uint64_t elements, uint64_t subgroup_elements) {
-  return GradientExchange::memory_bytes(elements) + WeightExchange::memory_bytes(subgroup_elements);
+  return here_->memory_bytes() + plan::rank_bytes(space().count(), subgroup_elements());
 }
 
 std::vector<std::string> RanksUpdater::describe_devices() const {

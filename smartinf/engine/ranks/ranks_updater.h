@@ -25,10 +25,6 @@
 
 namespace smartinf::engine {
 
-/// What a rank has in memory beside its devices' buffers, at most: gradients and weights on their
-/// way. Part of Updater::memory_bytes().
-uint64_t ranks_memory_bytes(uint64_t elements, uint64_t subgroup_elements);
-
 class RanksUpdater final : public Updater {
  public:
   /// options.collectives of two ranks or more. sources: of options.devices, those of all ranks.

@@ -19,7 +19,7 @@ using base::Status;
 namespace {
 
 /// For how the job ended, behind the weights.
-constexpr uint64_t kOutcomeBytes = 2048;
+constexpr uint64_t kOutcomeBytes = plan::kRankOutcomeBytes;
 constexpr uint64_t kOutcomeTextBytes = kOutcomeBytes - 64;  // beside its frame
 
 /// As much of it as fits.
@@ -48,10 +48,6 @@ WeightExchange::~WeightExchange() {
     ends_ = true;
   }
   changed_.notify_all();
-}
-
-uint64_t WeightExchange::memory_bytes(uint64_t subgroup_elements) {
-  return kInFlight * (subgroup_elements * sizeof(float) + kOutcomeBytes);
 }
 
 void WeightExchange::start(From from, size_t subgroup, base::DataType type, void* out) {

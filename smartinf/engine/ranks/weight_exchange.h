@@ -20,6 +20,7 @@
 #include "smartinf/base/traffic.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/ranks/collectives.h"
+#include "smartinf/plan/rank_share.h"
 
 namespace smartinf::engine {
 
@@ -51,12 +52,9 @@ class WeightExchange {
   void wait_for_all(From from);
   void wait_for_all();
 
-  /// At most so much, for subgroups of so many elements.
-  static uint64_t memory_bytes(uint64_t subgroup_elements);
-
  private:
   static constexpr size_t kKinds = 3;
-  static constexpr size_t kInFlight = 4;
+  static constexpr size_t kInFlight = plan::kRankSubgroupsInFlight;
   struct Job {
     From from = From::kUpdate;
     size_t subgroup = 0;

@@ -6,6 +6,8 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/plan/rank_share.h"
+
 namespace smartinf::train {
 
 using base::ErrorCode;
@@ -54,7 +56,7 @@ Result<std::vector<DeviceOptions>> share_out_devices(std::vector<DeviceOptions> 
                                                      uint32_t world) {
   for (size_t i = 0; i < devices.size(); ++i) {
     uint32_t& rank = devices[i].rank;
-    if (rank == engine::kAnyRank) rank = static_cast<uint32_t>(i * world / devices.size());
+    if (rank == engine::kAnyRank) rank = plan::rank_of_device(i, devices.size(), world);
     if (world == 1) rank = 0;
     if (rank < world) continue;
     return Status(ErrorCode::kInvalidArgument,

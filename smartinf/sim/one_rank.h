@@ -1,0 +1,43 @@
+// One of several ranks of `smartinf train` (docs/ranks.md), with its part of what the ranks of a
+// machine share: the one with the most devices and micro batches, for which the others wait. What
+// it gets from the others comes as fast as they get what it sends.
+#pragma once
+
+#include <cstdint>
+
+#include "smartinf/base/status.h"
+#include "smartinf/sim/machine.h"
+#include "smartinf/sim/step.h"
+
+namespace smartinf::sim {
+
+/// What a rank exchanges with all others.
+struct Exchange {
+  uint32_t ranks = 1;
+  double share = 1;                // of the parameters: those whose state is on its devices
+  uint64_t gradient_sent = 0;      // bytes of a parameter, of its sums over micro batches
+  uint64_t gradient_received = 0;  // of those of all other ranks
+  double near = 0;                 // share of the other ranks that is on its machine
+  double near_bytes_per_s = 0;     // to those, and from them; 0: without limit
+  double far_bytes_per_s = 0;      // likewise, to those of other machines
+  double latency_s = 0;
+};
+
+struct OneRank {
+  Machine machine;
+  StepOptions options;
+  Exchange exchange;
+};
+
+/// Ok, or why such ranks cannot be: kInvalidArgument for numbers that do not agree, kUnsupported
+/// for what the ranks of `smartinf train` do not do.
+base::Status check_ranks(const Machine& machine, const StepOptions& options);
+
+/// options.ranks that were checked; of one rank everything.
+OneRank one_rank(const Machine& machine, const StepOptions& options);
+
+/// Devices of all machines, and the most that one rank drives.
+uint64_t devices_of_all(const Machine& machine, const StepOptions& options);
+uint64_t devices_of_one(const Machine& machine, const StepOptions& options);
+
+}  // namespace smartinf::sim

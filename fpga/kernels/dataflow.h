@@ -19,12 +19,18 @@
 #endif
 
 // After the streams of a function, which is a region then: SI_REGION; SI_PROCESS(call(...)); ...
+// In a loop whose bodies follow each other so many cycles apart: SI_PIPELINE(1);
+// Where a word of memory is read or written: SI_WORD_MOVED();
 #if defined(SI_SOFTWARE_STREAMS)
-#define SI_REGION sim::Region si_region
+#define SI_REGION software::Region si_region
 #define SI_PROCESS(...) si_region.start(#__VA_ARGS__, [&] { __VA_ARGS__; })
+#define SI_PIPELINE(cycles) software::Simulation::current().pass(cycles)
+#define SI_WORD_MOVED() software::Simulation::current().move_word()
 #else
 #define SI_REGION SI_PRAGMA(HLS DATAFLOW)
 #define SI_PROCESS(...) __VA_ARGS__
+#define SI_PIPELINE(cycles) SI_PRAGMA(HLS PIPELINE II = cycles)
+#define SI_WORD_MOVED()
 #endif
 
 namespace smartinf {
@@ -57,7 +63,8 @@ inline uint32_t smaller(uint32_t a, uint32_t b) { return a < b ? a : b; }
 inline void read_words(const Word* memory, uint32_t words, hls::stream<Word>& out) {
   for (uint32_t w = 0; w < words; ++w) {
     SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 65536)
-    SI_PRAGMA(HLS PIPELINE II = 1)
+    SI_PIPELINE(1);
+    SI_WORD_MOVED();
     out.write(memory[w]);
   }
 }
@@ -66,7 +73,8 @@ inline void read_words(const Word* memory, uint32_t words, hls::stream<Word>& ou
 inline void write_words(hls::stream<Word>& in, uint32_t words, Word* memory) {
   for (uint32_t w = 0; w < words; ++w) {
     SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 65536)
-    SI_PRAGMA(HLS PIPELINE II = 1)
+    SI_PIPELINE(1);
+    SI_WORD_MOVED();
     memory[w] = in.read();
   }
 }

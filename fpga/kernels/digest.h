@@ -72,7 +72,7 @@ inline void sum_stripes(uint32_t count, hls::stream<uint64_t>& seeds, hls::strea
     Word word = 0;
     for (uint32_t w = 0; w < words; ++w) {
       SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 4096)
-      SI_PRAGMA(HLS PIPELINE II = SI_WORD_CYCLES)
+      SI_PIPELINE(SI_WORD_CYCLES);
       before = word;
       word = in.read();
       out.write(word);
@@ -120,7 +120,7 @@ inline void finish_digests(uint32_t count, hls::stream<Word>& parts,
     Word part = 0;
     for (uint32_t i = 0; i < scrambles; ++i) {
       SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 0 max = 2040)
-      SI_PRAGMA(HLS PIPELINE II = 1)
+      SI_PIPELINE(1);
       SI_PRAGMA(HLS DEPENDENCE variable = sums inter distance = 8 true)
       const int at = static_cast<int>(i % 8);
       if (at == 0) part = parts.read();

@@ -18,7 +18,7 @@ inline void widen(hls::stream<Word>& in, uint32_t count, uint32_t type,
   Word narrow = 0;
   for (uint32_t w = 0; w < divide_up(count, kLanes); ++w) {
     SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 65536)
-    SI_PRAGMA(HLS PIPELINE II = 1)
+    SI_PIPELINE(1);
     const bool upper = w % 2 != 0;
     if (type == kGradientF32 || !upper) narrow = in.read();
     Word word;

@@ -131,9 +131,12 @@ inline void read_extents(const Word* message, uint32_t blocks, hls::stream<Exten
     Word word = 0;
     for (uint32_t i = 0; i < reads; ++i) {
       SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 0 max = 32769)
-      SI_PRAGMA(HLS PIPELINE II = 1)
+      SI_PIPELINE(1);
       const uint64_t at = first + i;
-      if ((i == 0 || at % 8 == 0) && at <= last) word = message[at / 8];
+      if ((i == 0 || at % 8 == 0) && at <= last) {
+        SI_WORD_MOVED();
+        word = message[at / 8];
+      }
       const uint64_t piece = at <= last ? wide_lane(word, static_cast<int>(at % 8)) : 0;
       if (shift == 0) {
         out.write(piece);
@@ -157,7 +160,7 @@ inline void split_fields(hls::stream<Extent>& extents, uint32_t blocks, hls::str
     int left = 0;  // bits of it
     for (uint32_t i = 0; i < extent.fields; ++i) {
       SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 0 max = 65536)
-      SI_PRAGMA(HLS PIPELINE II = 1)
+      SI_PIPELINE(1);
       uint64_t field = piece;
       const int lacks = extent.width - left;
       if (lacks > 0) {
@@ -187,7 +190,7 @@ inline void find_ones(hls::stream<Extent>& extents, uint32_t blocks, hls::stream
     uint64_t piece = 0;
     for (uint32_t found = 0; found < extent.fields || read < pieces;) {
       SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 0 max = 66560)
-      SI_PRAGMA(HLS PIPELINE II = 1)
+      SI_PIPELINE(1);
       if (found < extent.fields && piece != 0) {
         const uint32_t in_piece = static_cast<uint32_t>(__builtin_ctzll(piece));
         const uint32_t place = (read - 1) * 64 + in_piece;
@@ -219,7 +222,7 @@ inline void join_pairs(hls::stream<BlockHead>& heads, uint32_t blocks,
     uint32_t lows_before = 0;
     for (uint32_t i = 0; i < head.values; ++i) {
       SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 0 max = 65536)
-      SI_PRAGMA(HLS PIPELINE II = 1)
+      SI_PIPELINE(1);
       const uint32_t low = lows.read();
       const uint32_t value = head.sign ? magnitude | (low >> head.low_bits) << 15 : values.read();
       lows_before += low & ((1u << head.low_bits) - 1);

@@ -29,7 +29,7 @@ inline void unpack_pairs(hls::stream<Word>& in, uint32_t pair_count, hls::stream
   Word word = 0;
   for (uint32_t i = 0; i <= pair_count; ++i) {
     SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 1048576)
-    SI_PRAGMA(HLS PIPELINE II = 1)
+    SI_PIPELINE(1);
     Pair pair = {kNoIndex, kStatusOk};
     if (i < pair_count) {
       const int at = static_cast<int>(i % 8);
@@ -52,7 +52,7 @@ inline void scatter(hls::stream<Pair>& pairs, uint32_t count, hls::stream<Gradie
   const uint32_t words = divide_up(count, kLanes);
   for (uint32_t w = 0; w < words;) {
     SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 131072)
-    SI_PRAGMA(HLS PIPELINE II = 1)
+    SI_PIPELINE(1);
     const bool here = next.index / kLanes == w && next.index >= least;
     if (here) {
       for (int i = 0; i < kLanes; ++i) {
@@ -70,7 +70,7 @@ inline void scatter(hls::stream<Pair>& pairs, uint32_t count, hls::stream<Gradie
   }
   while (next.index != kNoIndex) {
     SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 0 max = 1)
-    SI_PRAGMA(HLS PIPELINE II = 1)
+    SI_PIPELINE(1);
     found = kStatusDisorder;
     next = pairs.read();
   }

@@ -39,7 +39,7 @@ inline void plan_beats(const Word* spans, uint32_t span_count, uint32_t count,
     bool new_span = given;
     while (at < end) {
       SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 65536)
-      SI_PRAGMA(HLS PIPELINE II = 1)
+      SI_PIPELINE(1);
       const uint32_t begin = at % kLanes;
       const uint32_t size_here = smaller(kLanes - begin, end - at);
       Beat beat;
@@ -105,7 +105,7 @@ void update_words(uint32_t count, hls::stream<Word>& scalars, hls::stream<Beat>&
   Word new_third = 0;
   for (uint32_t words = divide_up(count, kLanes); words > 0;) {
     SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 65536)
-    SI_PRAGMA(HLS PIPELINE II = SI_WORD_CYCLES)
+    SI_PIPELINE(SI_WORD_CYCLES);
     const Beat beat = beats.read();
     if (beat.new_span) s = scalars_of<kRule>(scalars.read());
     if (beat.first) {
@@ -143,7 +143,7 @@ inline void write_weights(hls::stream<Word>& in, uint32_t count, uint32_t type, 
   const uint32_t words = divide_up(count, kLanes);
   for (uint32_t w = 0; w < words; ++w) {
     SI_PRAGMA(HLS LOOP_TRIPCOUNT min = 1 max = 65536)
-    SI_PRAGMA(HLS PIPELINE II = 1)
+    SI_PIPELINE(1);
     const Word word = in.read();
     const bool upper = w % 2 != 0;
     for (int i = 0; i < kLanes; ++i) {
@@ -159,8 +159,11 @@ inline void write_weights(hls::stream<Word>& in, uint32_t count, uint32_t type, 
         packed.range(256 + place + 15, 256 + place) = 0;
       }
     }
-    if (type == kWeightsF32) memory[w] = word;
-    if (type == kWeightsBf16 && (upper || w + 1 == words)) memory[w / 2] = packed;
+    const bool narrow_now = type == kWeightsBf16 && (upper || w + 1 == words);
+    if (type == kWeightsF32 || narrow_now) {
+      SI_WORD_MOVED();
+      memory[narrow_now ? w / 2 : w] = narrow_now ? packed : word;
+    }
   }
 }
 

@@ -23,21 +23,23 @@ class stream<T, 0> {
  public:
   explicit stream(const char* name = "a stream", int depth = 2)
       : empty_(std::string("an element in ") + name), full_(std::string("room in ") + name) {
-    const int wanted = sim::Simulation::current().options().stream_depth;
+    const int wanted = software::Simulation::current().options().stream_depth;
     ring_.resize(static_cast<size_t>(wanted > 0 ? wanted : depth));
   }
   stream(const stream&) = delete;
   stream& operator=(const stream&) = delete;
 
   T read() {
-    sim::Simulation& run = sim::Simulation::current();
+    software::Simulation& run = software::Simulation::current();
     only_one(run, reader_, "reads");
     run.maybe_stall();
     while (count_ == 0) {
       reader_waits_ = true;
       run.wait(empty_);
     }
-    const T value = ring_[first_];
+    const T value = ring_[first_].value;
+    run.advance(ring_[first_].since);
+    ring_[first_].since = run.now();
     first_ = first_ + 1 == ring_.size() ? 0 : first_ + 1;
     --count_;
     if (writer_waits_) {
@@ -48,15 +50,17 @@ class stream<T, 0> {
   }
 
   void write(const T& value) {
-    sim::Simulation& run = sim::Simulation::current();
+    software::Simulation& run = software::Simulation::current();
     only_one(run, writer_, "writes");
     run.maybe_stall();
     while (count_ == ring_.size()) {
       writer_waits_ = true;
       run.wait(full_);
     }
-    const size_t at = first_ + count_;
-    ring_[at < ring_.size() ? at : at - ring_.size()] = value;
+    const size_t behind = first_ + count_;
+    Place& place = ring_[behind < ring_.size() ? behind : behind - ring_.size()];
+    run.advance(place.since);
+    place = {value, run.now()};
     ++count_;
     if (reader_waits_) {
       reader_waits_ = false;
@@ -67,7 +71,13 @@ class stream<T, 0> {
   bool empty() const { return count_ == 0; }
 
  private:
-  void only_one(sim::Simulation& run, sim::Simulation::Process*& known, const char* does) {
+  struct Place {
+    T value;
+    double since;  // the cycle in which it was filled or emptied last
+  };
+
+  void only_one(software::Simulation& run, software::Simulation::Process*& known,
+                const char* does) {
     if (known == nullptr) known = run.self();
     if (known != run.self())
       run.fail(std::string("a second process ") + does + " where " + empty_ + " is");
@@ -75,11 +85,11 @@ class stream<T, 0> {
 
   std::string empty_;
   std::string full_;
-  std::vector<T> ring_;
+  std::vector<Place> ring_;
   size_t first_ = 0;
   size_t count_ = 0;
-  sim::Simulation::Process* reader_ = nullptr;
-  sim::Simulation::Process* writer_ = nullptr;
+  software::Simulation::Process* reader_ = nullptr;
+  software::Simulation::Process* writer_ = nullptr;
   bool reader_waits_ = false;
   bool writer_waits_ = false;
 };

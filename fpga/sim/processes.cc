@@ -9,7 +9,7 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-namespace sim {
+namespace software {
 namespace {
 
 thread_local Simulation* current_simulation = nullptr;
@@ -25,6 +25,7 @@ struct Simulation::Process {
   ucontext_t context;
   const std::string* waits_for = nullptr;
   bool ended = false;
+  double now = 0;
 };
 
 Simulation::Simulation(const Options& options) : options_(options), random_(options.seed * 2 + 1) {
@@ -35,7 +36,7 @@ Simulation::~Simulation() { current_simulation = nullptr; }
 
 Simulation& Simulation::current() {
   if (current_simulation == nullptr) {
-    std::fputs("a kernel was called outside of sim::Simulation\n", stderr);
+    std::fputs("a kernel was called outside of software::Simulation\n", stderr);
     std::abort();
   }
   return *current_simulation;
@@ -53,6 +54,7 @@ void Simulation::start(const std::string& name, std::function<void()> body) {
   processes_.push_back(std::unique_ptr<Process>(new Process));
   Process& process = *processes_.back();
   process.name = name;
+  process.now = self_ != nullptr ? self_->now : 0;
   process.body = std::move(body);
   process.stack.reset(new char[kStackBytes]);
   getcontext(&process.context);
@@ -70,6 +72,7 @@ void Simulation::enter() {
   Simulation& run = current();
   run.self_->body();
   run.self_->ended = true;
+  run.cycles_ = std::max(run.cycles_, run.self_->now);
   run.back_to_run();
 }
 
@@ -135,6 +138,18 @@ void Simulation::fail(const std::string& why) {
   std::abort();  // a run that has failed is not continued
 }
 
+void Simulation::pass(double cycles) { self_->now += cycles; }
+double Simulation::now() const { return self_->now; }
+void Simulation::advance(double cycles) { self_->now = std::max(self_->now, cycles); }
+
+void Simulation::move_word() {
+  if (options_.memory_words_per_cycle <= 0) return;
+  // As if it had been busy from the beginning: processes do not come here in the order of their
+  // times, so when it was idle is not known.
+  words_moved_ += 1;
+  advance(words_moved_ / options_.memory_words_per_cycle);
+}
+
 void Region::start(const char* call, std::function<void()> body) {
   Simulation& run = Simulation::current();
   owner_ = run.self();
@@ -150,4 +165,4 @@ Region::~Region() {
   if (running_ > 0) Simulation::current().wait(kEnd);
 }
 
-}  // namespace sim
+}  // namespace software

@@ -12,7 +12,7 @@
 
 #include <ucontext.h>
 
-namespace sim {
+namespace software {
 
 struct Options {
   uint64_t seed = 1;
@@ -20,6 +20,8 @@ struct Options {
   uint32_t stall_one_in = 0;
   /// Depth of every stream; 0: what the kernel says.
   int stream_depth = 0;
+  /// Of the card's memory, which all ports share; 0: no limit.
+  double memory_words_per_cycle = 0;
 };
 
 /// One run of processes, until all have ended. Threads: one run at a time on each thread.
@@ -48,6 +50,15 @@ class Simulation {
   /// Ends the run with this report: what hardware could not do.
   [[noreturn]] void fail(const std::string& why);
 
+  // Time, in cycles of the clock, as a pipeline's initiation interval, full and empty streams and
+  // the memory make it; how deep a pipeline is, is left out. A process that runs before another
+  // also moves its words before, so times are right over many words only.
+  void pass(double cycles);                  // of the process
+  void move_word();                          // a word from or to memory
+  double now() const;                        // of the process
+  void advance(double cycles);               // not before that
+  double cycles() const { return cycles_; }  // until the last process ended
+
  private:
   static void enter();
   uint64_t random();
@@ -60,6 +71,8 @@ class Simulation {
   Process* self_ = nullptr;
   ucontext_t main_;
   std::string failure_;
+  double cycles_ = 0;
+  double words_moved_ = 0;
 };
 
 /// A dataflow region of the process that makes it, which waits at the end of its life until all
@@ -74,4 +87,4 @@ class Region {
   Simulation::Process* owner_ = nullptr;
 };
 
-}  // namespace sim
+}  // namespace software

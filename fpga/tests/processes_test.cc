@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 #include <hls_stream.h>
 
-namespace sim {
+namespace software {
 namespace {
 
 TEST(Processes, OrderIsKeptWhateverStalls) {
@@ -90,4 +90,4 @@ TEST(Processes, ARegionEndsWithItsProcesses) {
 }
 
 }  // namespace
-}  // namespace sim
+}  // namespace software

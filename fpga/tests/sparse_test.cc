@@ -127,7 +127,7 @@ std::vector<std::byte> make_message(uint32_t count, double density, ValueEncodin
 
 /// What the decompressor says, or what the run said instead.
 uint32_t update_by_message(Subgroup& card, const Step& step, std::span<const std::byte> message,
-                           const sim::Options& options) {
+                           const software::Options& options) {
   std::vector<Word> memory = words_of(message.data(), message.size());
   memory.resize(std::max<size_t>(memory.size(), 2 + divide_up(step.count, kBlockElements) / 8 + 1));
   Word status = 9;

@@ -95,7 +95,7 @@ Subgroup::Subgroup(UpdateRule rule, uint32_t elements, uint64_t seed, bool edges
 }
 
 std::string Subgroup::update_on_card(const Step& step, const GradientKernel& gradient,
-                                     const sim::Options& options) {
+                                     const software::Options& options) {
   std::vector<Word> spans;
   for (const SpanOfScalars& span : step.spans) {
     Word head = 0;
@@ -115,7 +115,7 @@ std::string Subgroup::update_on_card(const Step& step, const GradientKernel& gra
     weights.resize(whole_words(count * base::data_type_bytes(*step.weights_type)));
   }
   const auto span_count = static_cast<uint32_t>(step.spans.size());
-  sim::Simulation run(options);
+  software::Simulation run(options);
   hls::stream<GradientWord, 16> stream("gradients");
   run.start("gradient kernel", [&] { gradient(stream); });
   run.start("update kernel", [&] {
@@ -139,6 +139,7 @@ std::string Subgroup::update_on_card(const Step& step, const GradientKernel& gra
     }
   });
   std::string said = run.run();
+  cycles = run.cycles();
   if (said.empty() && !stream.empty()) said = "gradients are left over";
   return said;
 }

@@ -39,7 +39,7 @@ class Subgroup {
 
   /// One step on the card, in place. What the run said, empty when all was well.
   std::string update_on_card(const Step& step, const GradientKernel& gradient,
-                             const sim::Options& options);
+                             const software::Options& options);
   /// The same by the scalar kernels, from the dense gradient.
   void update_by_truth(const Step& step, const void* gradient);
 
@@ -50,6 +50,7 @@ class Subgroup {
   std::vector<std::vector<Word>> planes;
   std::vector<Word> weights;
   std::vector<Word> report;  // checksums
+  double cycles = 0;         // that the card took
   uint32_t count;
 };
 

@@ -54,7 +54,7 @@ Step make_step(UpdateRule rule, uint32_t count, uint64_t variant) {
   return step;
 }
 
-void expect_truth(const Step& step, uint64_t seed, bool edges, const sim::Options& options) {
+void expect_truth(const Step& step, uint64_t seed, bool edges, const software::Options& options) {
   Subgroup card(step.rule, step.count, seed, edges);
   Subgroup truth = card;
   const std::vector<Word> gradient = make_gradient(step.gradient_type, step.count, seed, edges);

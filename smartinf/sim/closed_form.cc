@@ -96,6 +96,7 @@ Result<std::vector<Reason>> why_they_part(const ModelShape& model, const Machine
          m.host.update_bytes_per_s = kEndless;
          for (DeviceGroup& device : m.devices) {
            device.update_bytes_per_s = device.decompress_bytes_per_s = kEndless;
+           device.kernel.clock_hz = 0;
          }
        }},
       {"the host link has no limit",

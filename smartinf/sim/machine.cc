@@ -74,6 +74,11 @@ void visit(Visitor& v, DeviceGroup& device) {
   v("update_streams", device.update_streams, Rule::kAny);
   v("pipeline", device.pipeline, Rule::kAny);
   v("pairs_per_s", device.pairs_per_s, Rule::kNotNegative);
+  v("kernel_clock_hz", device.kernel.clock_hz, Rule::kNotNegative);
+  v("kernel_word_cycles", device.kernel.word_cycles, Rule::kPositive);
+  v("kernel_banks", device.kernel.banks, Rule::kPositive);
+  v("kernel_bank_bytes_per_s", device.kernel.bank_bytes_per_s, Rule::kNotNegative);
+  v("kernel_bank_efficiency", device.kernel.bank_efficiency, Rule::kShare);
   v("weights_bytes_per_s", device.weights_bytes_per_s, Rule::kNotNegative);
   v("on_host_cores", device.on_host_cores, Rule::kAny);
   v("memory_bytes", device.memory_bytes, Rule::kNotNegative);
@@ -273,6 +278,11 @@ constexpr auto kMeanings = std::to_array<Meaning>({
             "of its new weights, by the host's thread for them; 0: copy_bytes_per_s of the host"},
     Meaning{"device", "pairs_per_s",
             "compressed elements beyond 1 % that a pipeline puts in place"},
+    Meaning{"device", "kernel_clock_hz",
+            "its processor is the kernels of fpga/, in place of rates; 0: it is not"},
+    Meaning{"device", "kernel_word_cycles", "of the update, for 16 elements"},
+    Meaning{"device", "kernel_banks", "of the card's memory, over which planes are spread"},
+    Meaning{"device", "kernel_bank_efficiency", "share left where reads and writes mix"},
     Meaning{"device", "on_host_cores", "its processor is the cores that compute without a GPU"},
     Meaning{"device", "endurance_bytes", "rated bytes written over its life; 0: not known"},
     Meaning{"network", "bytes_per_s", "of one machine, each direction; 0: none"},
@@ -391,7 +401,7 @@ uint32_t Machine::device_count() const {
 
 bool Machine::can_update() const {
   return std::all_of(devices.begin(), devices.end(),
-                     [](const DeviceGroup& device) { return device.update_bytes_per_s > 0; });
+                     [](const DeviceGroup& device) { return device.updates(); });
 }
 
 bool Machine::has_remote() const {
@@ -550,6 +560,15 @@ Status check_machine(const Machine& machine) {
   }
   for (const DeviceGroup& group : machine.devices) {
     SI_RETURN_IF_ERROR(check_section("device", group));
+    const bool rates = group.update_bytes_per_s > 0 || group.decompress_bytes_per_s > 0;
+    if (group.kernel.clock_hz > 0 && (rates || group.kernel.bank_bytes_per_s <= 0)) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("device '{}' has kernel_clock_hz and {}", group.name,
+                                rates ? "a rate of its processor" : "no kernel_bank_bytes_per_s"),
+                    "With kernel_clock_hz the rate follows from cycles and the card's memory: give "
+                    "kernel_bank_bytes_per_s, and neither update_bytes_per_s nor "
+                    "decompress_bytes_per_s.");
+    }
   }
   if (machine.has_remote() && machine.network.bytes_per_s <= 0) {
     return Status(ErrorCode::kInvalidArgument, "a device is remote, but there is no network",

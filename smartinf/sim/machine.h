@@ -9,6 +9,7 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/plan/schedule.h"
+#include "smartinf/sim/fpga_pipeline.h"
 
 namespace smartinf::sim {
 
@@ -60,12 +61,16 @@ struct DeviceGroup {
   /// hundred has an (index, value) pair.
   bool pipeline = false;
   double pairs_per_s = 0;          // of more pairs than that, which it puts in place one by one
+  FpgaPipeline kernel;             // in place of the rates above: the kernels of fpga/
   double weights_bytes_per_s = 0;  // new weights, by the host's thread for it; 0: host copies
   bool on_host_cores = false;  // its processor is the host's cores, which without a GPU compute too
   uint64_t memory_bytes = 0;
   uint64_t capacity_bytes = 0;
   uint64_t endurance_bytes = 0;  // rated bytes written over its life; 0: not known
   double price = 0;
+
+  bool updates() const { return update_bytes_per_s > 0 || kernel.clock_hz > 0; }
+  bool decompresses() const { return decompress_bytes_per_s > 0 || kernel.clock_hz > 0; }
 };
 
 /// How the software uses the machine; it differs between the paper's stack and this one.

@@ -61,7 +61,7 @@ std::string label_of(const StepOptions& options) {
 
 bool can_decompress(const Machine& machine) {
   return std::all_of(machine.devices.begin(), machine.devices.end(),
-                     [](const DeviceGroup& device) { return device.decompress_bytes_per_s > 0; });
+                     [](const DeviceGroup& device) { return device.decompresses(); });
 }
 
 /// Makes the plan for one model, machine and request, part by part.

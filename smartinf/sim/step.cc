@@ -89,7 +89,16 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   if (options.method != Method::kBaseline) {
     for (const DeviceGroup& device : machine.devices) {
       const bool comp = options.method == Method::kSmartComp;
-      if ((comp ? device.decompress_bytes_per_s : device.update_bytes_per_s) <= 0) {
+      if (device.kernel.clock_hz > 0 &&
+          (options.format != base::StateFormat::kF32 || !pipeline_has(options.rule))) {
+        return Status(ErrorCode::kUnsupported,
+                      fmt::format("device '{}' has no kernel for {} with {} state", device.name,
+                                  kernels::update_rule_name(options.rule),
+                                  base::state_format_name(options.format)),
+                      "Take f32 state and another rule than lion, or a machine file that gives "
+                      "device.update_bytes_per_s.");
+      }
+      if (!(comp ? device.decompresses() : device.updates())) {
         return Status(ErrorCode::kUnsupported,
                       fmt::format("device '{}' has no processor to {}", device.name,
                                   comp ? "decompress and update with" : "update with"),

@@ -235,6 +235,7 @@ void StepGraph::make_owners() {
     owner.weights_bytes_per_s = device->weights_bytes_per_s;
     owner.weights = graph_.add_resource("new weights");
     owner.pipeline = device->pipeline;
+    if (device->kernel.clock_hz > 0) owner.element_s = pipeline_element_s(device->kernel);
     owner.pairs_per_s = device->pairs_per_s;
     owner.drive = graph_.add_resource("drives", device->mixed_efficiency);
     owner.link_up = same_server ? owners_.back().link_up : graph_.add_resource("device links up");

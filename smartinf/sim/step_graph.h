@@ -56,6 +56,7 @@ class StepGraph {
     double latency_s = 0;
     double update_bytes_per_s = 0;
     bool pipeline = false;
+    double element_s = 0;  // of the processor, where it is counted in elements
     double pairs_per_s = 0;
     double weights_bytes_per_s = 0;
     uint32_t weights = 0;
@@ -131,6 +132,7 @@ class StepGraph {
   std::vector<UpdateDevice> make_devices() const;
   UpdateDevice make_device(const Owner& owner) const;
   uint64_t pipeline_work(const Owner& owner, uint64_t count) const;
+  double pipeline_element_s(const FpgaPipeline& kernel) const;
   SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;
   uint64_t spilled_bytes(uint64_t first, uint64_t count) const;
 

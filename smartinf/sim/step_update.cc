@@ -101,7 +101,8 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
     device.write.insert(device.write.end(), {down, host_down});
     device.work = {{host_update_, cost(machine_.host.update_bytes_per_s)}};
   } else {
-    device.work = {{owner.processor, cost(owner.update_bytes_per_s)}};
+    device.work = {
+        {owner.processor, owner.element_s > 0 ? owner.element_s : cost(owner.update_bytes_per_s)}};
     device.weights = {{{up, host_up}, owner.latency_s},
                       {{{host_copy_, cost(machine_.host.copy_bytes_per_s)}}}};
     if (owner.weights_bytes_per_s > 0) {
@@ -138,8 +139,23 @@ SubgroupLoad StepGraph::make_load(const Owner& owner, uint64_t first, uint64_t c
   load.weights = weights_out(owner, first, count) * machine_.software.weight_bytes;
   load.work =
       owner.pipeline && !baseline() ? pipeline_work(owner, count) : state.total() + load.gradient;
+  if (owner.element_s > 0 && !baseline()) load.work = count;
   if (baseline()) load.work += state.total();  // out again
   return load;
+}
+
+double StepGraph::pipeline_element_s(const FpgaPipeline& kernel) const {
+  constexpr uint64_t kMany = uint64_t{1} << 24;
+  PipelineElement element;
+  element.planes = static_cast<uint32_t>(kernels::rule_planes(options_.rule).size());
+  element.gradient_bytes =
+      static_cast<double>(gradient_bytes(0, kMany)) / static_cast<double>(kMany);
+  // Weights in f32 are the master weights.
+  element.weights_bytes = machine_.software.weight_bytes == 2 ? 2 : 0;
+  if (compressed()) {
+    element.values = std::min(host_selects() ? 4 * options_.ratio : options_.ratio / 2, 1.0);
+  }
+  return pipeline_seconds(kernel, element);
 }
 
 /// In bytes of the rate that Adam has there.

@@ -31,6 +31,7 @@ const char* class_of(base::ErrorCode code) {
     case ErrorCode::kCancelled:
     case ErrorCode::kTimeout:
     case ErrorCode::kPermissionDenied:
+    case ErrorCode::kUnavailable:
       return "DeviceError";
   }
   return "Error";

@@ -16,8 +16,8 @@
 
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/early_update_pays.h"
-#include "smartinf/engine/memory.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/memory.h"
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/storage/store.h"
@@ -25,6 +25,7 @@
 #include "python/core/checkpoint.h"
 #include "python/core/errors.h"
 #include "python/core/layer_window.h"
+#include "python/core/ranks.h"
 #include "python/core/remarks.h"
 #include "python/core/spool.h"
 #include "python/core/updater.h"
@@ -40,6 +41,7 @@ using smartinf::engine::RanksCheckpoint;
 using smartinf::engine::StripedWeights;
 using smartinf::python::PyCheckpoint;
 using smartinf::python::PyLayerWindow;
+using smartinf::python::PyRanks;
 using smartinf::python::PySpool;
 using smartinf::python::PyUpdater;
 using smartinf::python::PyWeights;
@@ -79,21 +81,6 @@ void define_functions(nb::module_& module) {
       "path"_a,
       "(initialized, committed step, prepared step) of a device without opening it; None: empty.");
   module.def(
-      "recovery_step",
-      [](const std::vector<std::pair<uint64_t, uint64_t>>& steps) {
-        std::vector<smartinf::storage::StoreState> states(steps.size());
-        for (uint32_t i = 0; i < states.size(); ++i) {
-          states[i].device_index = i;
-          states[i].device_count = static_cast<uint32_t>(states.size());
-          states[i].initialized = states[i].complete = true;
-          std::tie(states[i].committed_step, states[i].prepared_step) = steps[i];
-        }
-        return smartinf::python::take(smartinf::storage::recovery_step(states));
-      },
-      "steps"_a,
-      "The step that all can be brought to who have committed and prepared these: [(committed, "
-      "prepared)]. Raises MismatchError where no crash explains them.");
-  module.def(
       "stored_client_metadata",
       [](const std::vector<std::string>& paths) {
         const nb::gil_scoped_release released;
@@ -103,8 +90,9 @@ void define_functions(nb::module_& module) {
       },
       "paths"_a,
       "The text that was given with the step that devices hold. Not while they are open.");
-  module.def("available_memory_bytes", &smartinf::engine::available_memory_bytes,
-             "Memory of this machine that is free, within the limits of the process's control group.");
+  module.def(
+      "available_memory_bytes", &smartinf::engine::available_memory_bytes,
+      "Memory of this machine that is free, within the limits of the process's control group.");
   module.def("early_update_pays", &smartinf::engine::early_update_pays, "norm_before"_a,
              "norm_max"_a, "late_exposed"_a, "last"_a,
              "Whether overlap 'auto' makes the next update an early one.");
@@ -151,6 +139,18 @@ void define_ranks_checkpoint(nb::module_& module) {
             smartinf::python::check(checkpoint.finish(ranks, trainer));
           },
           "ranks"_a, "trainer"_a);
+}
+
+void define_ranks(nb::module_& module) {
+  nb::class_<PyRanks>(module, "Ranks",
+                      "Several ranks, for the option 'ranks' of an Updater: each opens one of its "
+                      "own, all make the same calls, and a step is committed on all or on none.")
+      .def(nb::init<uint32_t, uint32_t, nb::object>(), "rank"_a, "world"_a, "calls"_a,
+           "calls: a smartinf.rank_calls.RankCalls. Collective, as are the methods.")
+      .def("all_texts", &PyRanks::all_texts, "mine"_a, "Every rank's bytes, by rank.")
+      .def("first_text", &PyRanks::first_text, "mine"_a, "Rank 0's bytes.")
+      .def("all_ok", &PyRanks::all_ok, "call"_a, "failure"_a.none(),
+           "Raises the first rank's failure (a smartinf.Error, or None) on all of them.");
 }
 
 void define_spool(nb::module_& module) {
@@ -261,8 +261,6 @@ void define_step(nb::class_<PyUpdater, PyWeightSource>& updater) {
       .def("start_commit", &PyUpdater::start_commit, "client_metadata"_a)
       .def("committing", &PyUpdater::committing, "Whether a commit that was started goes on.")
       .def("wait_commit", &PyUpdater::wait_commit)
-      .def("commit_prepared", &PyUpdater::commit_prepared,
-           "With the option external_commit: commits what wait_commit() found prepared.")
       .def("abort", &PyUpdater::abort);
 }
 
@@ -339,6 +337,7 @@ NB_MODULE(_core, module) {
   define_checkpoint(module);
   define_ranks_checkpoint(module);
   define_weights(module);
+  define_ranks(module);
   define_spool(module);
   nb::class_<PyUpdater, PyWeightSource> updater(
       module, "Updater",

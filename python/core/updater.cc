@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -16,6 +17,7 @@
 
 #include "python/core/arguments.h"
 #include "python/core/errors.h"
+#include "python/core/ranks.h"
 
 namespace nb = nanobind;
 
@@ -116,8 +118,9 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
   if (given.contains("compress")) {
     options.compress = compress_options(nb::cast<nb::dict>(given["compress"]));
   }
-  options.external_commit = option(given, "external_commit", options.external_commit);
-  if (given.contains("recover_to")) options.recover_to = nb::cast<uint64_t>(given["recover_to"]);
+  if (given.contains("ranks")) {
+    options.peers = nb::cast<std::shared_ptr<PyRanks>>(given["ranks"]);
+  }
   return options;
 }
 
@@ -319,7 +322,9 @@ void PyUpdater::skip_gradient(size_t index) {
 }
 
 std::tuple<double, bool, std::string> PyUpdater::finish_gradients(double unscale) {
-  const engine::GradientSummary summary = take(core().finish_gradients(unscale));
+  engine::Updater& updater = core();
+  engine::GradientSummary summary;
+  run([&] { summary = take(updater.finish_gradients(unscale)); });
   return {summary.norm, summary.finite, summary.first_bad};
 }
 
@@ -389,11 +394,6 @@ void PyUpdater::start_commit(std::string client_metadata) {
 void PyUpdater::wait_commit() {
   engine::Updater& updater = core();
   run([&] { check(updater.wait_commit()); });
-}
-
-void PyUpdater::commit_prepared() {
-  engine::Updater& updater = core();
-  run([&] { check(updater.commit_prepared()); });
 }
 
 void PyUpdater::abort() {

@@ -60,7 +60,6 @@ class PyUpdater final : public PyWeightSource {
   void start_commit(std::string client_metadata);
   bool committing() { return core().committing(); }
   void wait_commit();
-  void commit_prepared();
   void abort();
 
   /// Copies the committed state, durably; progress(bytes done, bytes in all).

@@ -50,8 +50,9 @@ class Options:
             "subgroup_elements": int(given["subgroup_elements"]),
             "checksums": bool(given["checksums"]),
             "seed": int(given["seed"]),
-            "external_commit": self.ranks.world > 1,  # see ranks.Commit
         }
+        if self.ranks.world > 1:
+            self.core["ranks"] = self.ranks.core
         if self.compress is not None:
             self.core["compress"] = self.compress
         for key in ("gradient_budget", "state_cache"):

@@ -15,7 +15,6 @@ from smartinf.errors import DeviceError, Error, MismatchError, UsageError
 from smartinf.late_weights import LateWeights
 from smartinf.layout import TYPE_NAMES, Layout
 from smartinf.lineage import Lineage
-from smartinf.ranks import Commit
 
 _log = logging.getLogger("smartinf")
 
@@ -67,7 +66,6 @@ class Session:
         self.wrong_guess = False  # of the last step
         self.expected_update = lambda: None  # an early update's guess: after, scale, group options, norm_max
         self._guess = None  # what the core was given of it
-        self._commit = Commit(self.ranks)
         paths = [device["path"] for device in self.devices]
         if resume is False:
             if self.stream is not None and self.stream.trained:
@@ -80,10 +78,9 @@ class Session:
                     _core.erase(path)
         else:
             relayout.check_interrupted(options, paths)
-        recover_to = self.ranks.recovery_step(paths, _core)
         self.layout.rebind()
         try:
-            self._open(rule_options, recover_to)
+            self._open(rule_options)
             self.gradients = gradients(self)
             self.layout.find_resident(self.core)
             if self.core.fresh():
@@ -94,7 +91,6 @@ class Session:
                     self._stream_from_core()
             else:
                 self.lineage = self._stored_lineage()
-                self.ranks.check_same_state(self.lineage.identity())
                 self.unclaimed = not resume
                 if resume:
                     self.load_weights()
@@ -109,18 +105,13 @@ class Session:
             self.abandon()
             raise
 
-    def _open(self, rule_options, recover_to):
+    def _open(self, rule_options):
         options = core_options.options_of(self.options, self.layout, self.devices) | rule_options
-        if recover_to is not None:
-            options["recover_to"] = recover_to
-        failure = None
         try:
             with open_optimizers.named_when_busy(self.devices):
                 self.core = _core.Updater(options, *self.layout.ranges())
-        except Error as error:
-            failure = error
-        _pass_remarks_on()
-        self.ranks.raise_on_any_failure(failure)
+        finally:
+            _pass_remarks_on()
         self.phase = Phase.IDLE
 
     def _early_possible(self):
@@ -131,7 +122,7 @@ class Session:
         return self.options.release and not refusal
 
     def _initialize(self):
-        layout, failure = self.layout, None
+        layout = self.layout
         self.lineage.run = self.lineage.branch = self.ranks.broadcast_object(self.lineage.run)
         self.gradients.broadcast_parameters(self)
         values = [None]  # keeps alive what the core reads
@@ -141,11 +132,7 @@ class Session:
             values[0] = layout.values(segment.param)[segment.start : segment.stop]
             return values[0].data_ptr(), TYPE_NAMES[values[0].dtype]
 
-        try:
-            self.core.initialize(provide, self.lineage.to_json())
-        except Error as error:
-            failure = error
-        self.ranks.raise_on_any_failure(failure)
+        self.core.initialize(provide, self.lineage.to_json())
         layout.snapshot_versions()
 
     def pass_ended(self, batches):
@@ -170,7 +157,8 @@ class Session:
         return self.core
 
     def close(self):
-        """Carries the last step's commit through, unless a step is in progress, and lets the devices go."""
+        """Carries the last step's commit through, unless a step is in progress, and lets the devices go. Several
+        ranks wait for each other's answer to that, which needs none of them to be here."""
         with self.turn:
             core, self.core = self.core, None
             overwritten = self.updating_early
@@ -203,19 +191,26 @@ class Session:
 
     # ---- The last step's commit, and going back behind it.
 
-    def wait_commit(self, failure=None):
-        """Collective. Errors: of the commit, or `failure`, which this rank had before its part."""
+    def wait_commit(self):
+        """Errors: of the commit, the same on all ranks."""
         begin = time.monotonic()
         try:
-            self._commit.wait(self.core, failure)
-        except BaseException:
-            if self._commit.outcome_unknown:
-                self.abandon()
-            elif self._commit.aborted:
+            self.core.wait_commit()
+        except Error:
+            if self.ranks.world > 1 and not self._abandoned_as_unknown():
                 self.phase = Phase.ABORTED
             raise
         finally:
             self.waited_s += time.monotonic() - begin
+
+    def _abandoned_as_unknown(self):
+        """After a commit of several ranks has failed: all have aborted it, unless this one does not know that."""
+        try:
+            self.core.abort()
+        except Error:
+            self.abandon()
+            return True
+        return False
 
     def take_weights(self, wanted=None):
         """Waits for new weights of parameters (by index; None: all) that a step has left behind, and hands
@@ -278,6 +273,7 @@ class Session:
             self.recover()
         except Error as failed:
             error.add_note(f"Going back to the step before failed as well: {failed}")
+            self.ranks.gave_up(error)
 
     def recover(self):
         """After a failure or an interruption: weights and state of the last committed step."""
@@ -377,8 +373,7 @@ class Session:
 
     def gradient_norm(self, unscale):
         """(norm, finite, name of the first that is not) of what was handed over, on all ranks. Collective."""
-        norm, finite, first_bad = self.core.finish_gradients(unscale)
-        return *self.ranks.norm(norm, finite), first_bad
+        return self.core.finish_gradients(unscale)
 
     def update(self, after, scale, group_options):
         """Updates with the gradients collected, times `scale`; the parameters then hold the new weights.
@@ -408,7 +403,6 @@ class Session:
                 if taking:
                     layout.copy_back(i)
         self.waited_s += time.monotonic() - begin
-        self._commit.started()
         self.lineage, self.stepped = after, True
         self.gradients.forget()
         if self.late is None:
@@ -503,18 +497,12 @@ class Session:
         self.synchronize()
         if self.stream is not None:
             self.stream.updated(values_change=False)
-        failure = None
+        address = 0 if residual is None else residual.data_ptr()
         try:
-            address = 0 if residual is None else residual.data_ptr()
             self.core.edit_state(visit, lineage.to_json(), address, list(ahead))
-        except BaseException as error:
-            failure = error
-        self._commit.started()
-        try:
-            self.wait_commit(failure)
         except BaseException:
-            if self.phase is Phase.ABORTED:  # nothing has changed
-                self.phase = Phase.IDLE
+            if self.ranks.world > 1:
+                self._abandoned_as_unknown()  # else nothing has changed
             raise
         self.lineage = lineage
 
@@ -562,7 +550,6 @@ class Session:
         """To the devices, where they have it only every now and then. No step is in progress."""
         if self.stepped and compression.writes_residual_at_close(self.options.compress):
             core.edit_state(None, self.lineage.to_json(), core.residual())
-            self._commit.started()
 
     def empty_residual(self):
         """Zeros, for states that come without a residual; None where compression has none."""

@@ -8,6 +8,7 @@
 #include "smartinf/base/check.h"
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
+#include "smartinf/engine/ranks/peers.h"
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::engine {
@@ -48,8 +49,8 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       gradient_tracker_(space_),
       team_(gradient_threads(), "si-gradient"),
       state_(set_, kernels::rule_planes(options_.rule.rule).size(), std::move(staging), watch_),
-      protocol_({set_.devices.size(), options.external_commit, !set_.fresh, set_.step,
-                 options.collectives != nullptr}),
+      protocol_({set_.devices.size(), !set_.fresh, set_.step,
+                 options.collectives != nullptr || options.peers != nullptr}),
       weights_ready_(set_.subgroups.size(), 0),
       updated_(set_.subgroups.size(), 0),
       fetches_(set_.subgroups.size()) {
@@ -60,8 +61,10 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
     spool_ = std::make_unique<Spool>(set_.devices, watch_);
   }
   completions_thread_ = std::jthread([this] { take_completions(); });
-  if (options_.collectives == nullptr) return;
-  agreement_ = std::make_unique<CommitAgreement>(options_.collectives, [this](Agreement agreed) {
+  const std::shared_ptr<Collectives>& ranks =
+      options_.collectives != nullptr ? options_.collectives : options_.peers;
+  if (ranks == nullptr) return;
+  agreement_ = std::make_unique<CommitAgreement>(ranks, [this](Agreement agreed) {
     {
       const std::lock_guard lock(mutex_);
       act(protocol_.agreed(std::move(agreed.status), agreed.known));
@@ -174,6 +177,11 @@ Status DeviceUpdater::skip_gradient(uint64_t first, uint64_t count) {
 }
 
 base::Result<GradientSummary> DeviceUpdater::finish_gradients(double unscale) {
+  const auto summary = finish_gradients_here(unscale);
+  return options_.peers == nullptr ? summary : sum_gradients(*options_.peers, summary);
+}
+
+base::Result<GradientSummary> DeviceUpdater::finish_gradients_here(double unscale) {
   const std::lock_guard lock(mutex_);
   if (protocol_.phase() != Phase::kSummed) {
     SI_RETURN_IF_ERROR(protocol_.require(Phase::kGradients, "finish_gradients"));
@@ -452,16 +460,6 @@ Status DeviceUpdater::abort() {
     fetches_.finish();
     // A device drops an update that is under way, and answers it before this.
     SI_ASSIGN_OR_RETURN(const Next next, protocol_.abort());
-    act(next);
-  }
-  return wait_commit();
-}
-
-Status DeviceUpdater::commit_prepared() {
-  SI_RETURN_IF_ERROR(wait_commit());
-  {
-    const std::lock_guard lock(mutex_);
-    SI_ASSIGN_OR_RETURN(const Next next, protocol_.commit_prepared());
     act(next);
   }
   return wait_commit();

@@ -80,7 +80,6 @@ class DeviceUpdater final : public Updater {
   base::Status start_commit(const std::string& client_metadata) override;
   bool committing() const override;
   base::Status wait_commit() override;
-  base::Status commit_prepared() override;
   base::Status flush() override;
   base::Result<StoredRun> snapshot() override;
   base::Status abort() override;
@@ -120,6 +119,7 @@ class DeviceUpdater final : public Updater {
 
   /// The step's number for rules and random choices: the caller's, or the one to be committed.
   base::StepNumber number_of(const UpdateOptions& options) const;
+  base::Result<GradientSummary> finish_gradients_here(double unscale);
   /// For a call between steps (`what`, in the error): waits for a commit that was started.
   base::Status be_idle(std::string_view what);
 

@@ -89,10 +89,6 @@ Status DeviceUpdater::cannot_come() const {
   const auto refuse = [](const char* what, const char* advice) {
     return Status(ErrorCode::kFailedPrecondition, what, advice);
   };
-  if (protocol_.phase() == Phase::kPrepared) {
-    return refuse("these weights come after the commit of a step that is only prepared",
-                  "Call commit_prepared() or abort() first.");
-  }
   if (protocol_.phase() == Phase::kUpdating && !protocol_.updating()) {
     return refuse("these weights come after a commit that was not started",
                   "Call start_commit() first.");

@@ -14,7 +14,6 @@ using base::Status;
 
 StepProtocol::StepProtocol(const Options& options)
     : devices_(options.devices),
-      external_commit_(options.external_commit),
       agrees_(options.agrees),
       written_(options.written),
       committed_step_(options.committed_step),
@@ -90,12 +89,6 @@ Result<StepProtocol::Next> StepProtocol::start_commit(bool residual, Status writ
   residual_ = residual;
   abort_failed_ = false;
   return updates_in_flight_ == 0 ? proceed() : Next::kWait;
-}
-
-Result<StepProtocol::Next> StepProtocol::commit_prepared() {
-  SI_RETURN_IF_ERROR(require(Phase::kPrepared, "commit_prepared"));
-  committing_ = true;
-  return enter(Phase::kCommitting, Next::kCommit);
 }
 
 Result<StepProtocol::Next> StepProtocol::abort() {
@@ -191,7 +184,6 @@ StepProtocol::Next StepProtocol::proceed() {
     case Phase::kPreparing:
       if (agrees_) return agree(Phase::kAgreeing);
       if (!error_.ok()) return give_up();
-      if (external_commit_ && written_) return end(Phase::kPrepared, Status());
       return enter(Phase::kCommitting, Next::kCommit);
     case Phase::kCommitting:
       // Every device was prepared, so whichever failed now, opening again rolls the step forward

@@ -37,7 +37,6 @@ class StepProtocol {
     kPersisting,  // the residual of compressed gradients is written
     kPreparing,
     kAgreeing,  // agrees: whether all ranks have prepared
-    kPrepared,  // external_commit: commit_prepared() or abort() comes next
     kCommitting,
     kConfirming,  // agrees: whether all ranks have committed
     kAborting,
@@ -57,8 +56,7 @@ class StepProtocol {
 
   struct Options {
     size_t devices = 1;
-    bool external_commit = false;  // stops at kPrepared, but for step 0
-    bool written = false;          // there is a committed step
+    bool written = false;  // there is a committed step
     base::StepNumber committed_step = 0;
     bool agrees = false;  // several ranks commit together
   };
@@ -77,7 +75,6 @@ class StepProtocol {
   /// After start_update(), whether that has ended or not, and after begin_edit(). written: of an
   /// edit; a failure aborts it. residual: it is written before the step is prepared.
   base::Result<Next> start_commit(bool residual, base::Status written = {});
-  base::Result<Next> commit_prepared();
   /// Nothing where no step is in progress.
   base::Result<Next> abort();
   /// Ok in that phase. what: the name of the call, for the error's text.
@@ -97,7 +94,7 @@ class StepProtocol {
   bool updating() const { return updates_in_flight_ > 0; }
   /// The step in progress has had an early update.
   bool early() const { return early_; }
-  /// From start_commit(), commit_prepared() or abort() until the outcome is known.
+  /// From start_commit() or abort() until the outcome is known.
   bool committing() const { return committing_; }
   /// The outcome of the last of them, once.
   base::Status take_outcome() { return std::exchange(outcome_, base::Status()); }
@@ -117,7 +114,6 @@ class StepProtocol {
   Next count();
 
   const size_t devices_;
-  const bool external_commit_;
   const bool agrees_;
   bool written_;
   base::StepNumber committed_step_;

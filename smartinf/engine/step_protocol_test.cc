@@ -20,9 +20,7 @@ constexpr size_t kDevices = 3;
 
 Status failure(const char* what) { return Status(ErrorCode::kIo, what); }
 
-StepProtocol written(bool external_commit = false) {
-  return StepProtocol({kDevices, external_commit, true, 7});
-}
+StepProtocol written() { return StepProtocol({kDevices, true, 7}); }
 
 void update(StepProtocol& protocol) {
   ASSERT_TRUE(protocol.begin_step().ok());
@@ -166,27 +164,9 @@ TEST(StepProtocol, WhatFailsToCommitIsKnownOnlyAfterOpeningAgain) {
   EXPECT_FALSE(protocol.abort().ok());
 }
 
-TEST(StepProtocol, SomebodyElseDecidesWhereTheCommitIsExternal) {
-  for (const bool commit : {true, false}) {
-    StepProtocol protocol = written(/*external_commit=*/true);
-    update(protocol);
-    ASSERT_EQ(protocol.start_commit(false).value(), Next::kWait);
-    ASSERT_EQ(updates_end(protocol), Next::kPrepare);
-    EXPECT_EQ(answer_all(protocol), Next::kWait);
-    EXPECT_EQ(protocol.phase(), Phase::kPrepared);
-    EXPECT_FALSE(protocol.committing());
-    EXPECT_FALSE(protocol.begin_step().ok());
-    EXPECT_EQ((commit ? protocol.commit_prepared() : protocol.abort()).value(),
-              commit ? Next::kCommit : Next::kAbort);
-    EXPECT_EQ(answer_all(protocol), commit ? Next::kCommitted : Next::kWait);
-    EXPECT_EQ(protocol.committed_step(), commit ? 8u : 7u);
-    EXPECT_EQ(protocol.phase(), Phase::kIdle);
-  }
-}
-
 /// One rank of several, whose devices have all been told to commit or to abort.
 struct Agreeing {
-  explicit Agreeing(bool written = true) : protocol({kDevices, false, written, 7, true}) {}
+  explicit Agreeing(bool written = true) : protocol({kDevices, written, 7, true}) {}
   /// Up to the question whether all have prepared.
   void prepare(size_t failing) {
     update(protocol);
@@ -291,32 +271,30 @@ TEST(StepProtocol, NothingIsAbortedBetweenSteps) {
   StepProtocol protocol = written();
   EXPECT_EQ(protocol.abort().value(), Next::kWait);
   EXPECT_FALSE(protocol.committing());
-  StepProtocol fresh({kDevices, false, false, 0});
+  StepProtocol fresh({kDevices, false, 0});
   EXPECT_EQ(fresh.abort().value(), Next::kWait);
 }
 
 TEST(StepProtocol, Step0IsCommittedAtOnceAndNeverAborted) {
-  for (const bool external : {false, true}) {
-    StepProtocol protocol({kDevices, external, false, 0});
-    EXPECT_THAT(protocol.begin_step().to_string(), testing::HasSubstr("initialize()"));
-    // One attempt whose writes fail, one that is not prepared, one that succeeds.
-    ASSERT_TRUE(protocol.begin_edit().ok());
-    EXPECT_EQ(protocol.start_commit(false, failure("write")).value(), Next::kWait);
-    EXPECT_FALSE(protocol.take_outcome().ok());
-    EXPECT_EQ(protocol.phase(), Phase::kUnwritten);
-    ASSERT_TRUE(protocol.begin_edit().ok());
-    EXPECT_EQ(protocol.start_commit(false).value(), Next::kPrepare);
-    EXPECT_EQ(answer_all(protocol, 1), Next::kWait);
-    EXPECT_FALSE(protocol.take_outcome().ok());
-    EXPECT_EQ(protocol.phase(), Phase::kUnwritten);
-    ASSERT_TRUE(protocol.begin_edit().ok());
-    EXPECT_EQ(protocol.step(), 0u);
-    EXPECT_EQ(protocol.start_commit(false).value(), Next::kPrepare);
-    EXPECT_EQ(answer_all(protocol), Next::kCommit);
-    EXPECT_EQ(answer_all(protocol), Next::kCommitted);
-    EXPECT_EQ(protocol.committed_step(), 0u);
-    EXPECT_EQ(protocol.step(), 1u);
-  }
+  StepProtocol protocol({kDevices, false, 0});
+  EXPECT_THAT(protocol.begin_step().to_string(), testing::HasSubstr("initialize()"));
+  // One attempt whose writes fail, one that is not prepared, one that succeeds.
+  ASSERT_TRUE(protocol.begin_edit().ok());
+  EXPECT_EQ(protocol.start_commit(false, failure("write")).value(), Next::kWait);
+  EXPECT_FALSE(protocol.take_outcome().ok());
+  EXPECT_EQ(protocol.phase(), Phase::kUnwritten);
+  ASSERT_TRUE(protocol.begin_edit().ok());
+  EXPECT_EQ(protocol.start_commit(false).value(), Next::kPrepare);
+  EXPECT_EQ(answer_all(protocol, 1), Next::kWait);
+  EXPECT_FALSE(protocol.take_outcome().ok());
+  EXPECT_EQ(protocol.phase(), Phase::kUnwritten);
+  ASSERT_TRUE(protocol.begin_edit().ok());
+  EXPECT_EQ(protocol.step(), 0u);
+  EXPECT_EQ(protocol.start_commit(false).value(), Next::kPrepare);
+  EXPECT_EQ(answer_all(protocol), Next::kCommit);
+  EXPECT_EQ(answer_all(protocol), Next::kCommitted);
+  EXPECT_EQ(protocol.committed_step(), 0u);
+  EXPECT_EQ(protocol.step(), 1u);
 }
 
 TEST(StepProtocol, AnEditThatCouldNotBeWrittenIsAborted) {
@@ -337,7 +315,6 @@ TEST(StepProtocol, CallsOutOfOrderAreRefused) {
       {"update", [](StepProtocol& p) { return p.start_update(kDevices); }},
       {"edit", [](StepProtocol& p) { return p.begin_edit(); }},
       {"commit", [](StepProtocol& p) { return p.start_commit(false).status(); }},
-      {"prepared", [](StepProtocol& p) { return p.commit_prepared().status(); }},
   };
   struct Case {
     std::function<void(StepProtocol&)> reach;
@@ -360,18 +337,11 @@ TEST(StepProtocol, CallsOutOfOrderAreRefused) {
           (void)p.start_commit(false);
         },
         {}}},
-      {"prepared",
-       {[](StepProtocol& p) {
-          (void)p.begin_edit();
-          (void)p.start_commit(false);
-          answer_all(p);
-        },
-        {"prepared"}}},
   };
   for (const auto& [phase, at] : phases) {
     for (const auto& [name, call] : calls) {
       SCOPED_TRACE(name + " in " + phase);
-      StepProtocol protocol = written(/*external_commit=*/true);
+      StepProtocol protocol = written();
       at.reach(protocol);
       const Phase before = protocol.phase();
       const Status status = call(protocol);

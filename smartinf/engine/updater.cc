@@ -9,6 +9,7 @@
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/ranks/peers.h"
 #include "smartinf/engine/ranks/ranks_updater.h"
 #include "smartinf/engine/stored_run.h"
 
@@ -33,8 +34,11 @@ base::Result<std::unique_ptr<Updater>> Updater::open(
   if (options.collectives != nullptr && options.collectives->world() > 1) {
     return RanksUpdater::open(options, space, std::move(sources));
   }
+  if (options.peers != nullptr && options.peers->world() > 1) {
+    return open_among_peers(options, space, std::move(sources));
+  }
   UpdaterOptions alone = options;
-  alone.collectives = nullptr;
+  alone.collectives = alone.peers = nullptr;
   SI_ASSIGN_OR_RETURN(DeviceSet set, open_device_set(alone, space, sources));
   SI_ASSIGN_OR_RETURN(auto made, DeviceUpdater::make(alone, space, std::move(set)));
   return std::unique_ptr<Updater>(std::move(made));
@@ -78,11 +82,6 @@ base::Status Updater::edit_state(
 base::Result<StoredRun> Updater::snapshot() {
   return base::Status(base::ErrorCode::kUnsupported, "this updater gives no snapshot of its state",
                       "Use optimizer.where = \"device\".");
-}
-
-base::Status Updater::commit_prepared() {
-  return base::Status(base::ErrorCode::kUnsupported, "this updater commits by itself",
-                      "Call wait_commit().");
 }
 
 base::Status Updater::early_update_possible() const {

@@ -206,10 +206,6 @@ class Updater : public WeightSource {
   /// Waits for its outcome; ok when none was started. On failure the step has been aborted on
   /// every device and the last committed one stands; weights that came up are stale (load_weights).
   virtual base::Status wait_commit() = 0;
-  /// With UpdaterOptions::external_commit, start_commit() and edit_state() only prepare the step:
-  /// after a wait_commit() that returned ok this commits it on every device, or abort() drops it.
-  /// Errors: kFailedPrecondition when no step is prepared.
-  virtual base::Status commit_prepared();
   /// Between steps: writes what is in memory only (UpdaterOptions::state_cache_bytes with
   /// durability "none"; all where state is not on devices), after waiting for a commit that was
   /// started: before anything but this updater reads the state. The destructor of one over devices

@@ -1,5 +1,4 @@
-// Updaters whose drives fail, whose state stays in memory, whose commit somebody else decides, and
-// which run on every instruction set.
+// Updaters whose drives fail, whose state stays in memory, and which run on every instruction set.
 #include <array>
 #include <cstdio>
 #include <filesystem>
@@ -261,62 +260,6 @@ TEST(InstructionSet, AllGiveTheSameBits) {
     if (expected.empty()) expected = said;
     EXPECT_EQ(said, expected) << isa;
   }
-}
-
-// ---- Several processes share a run: each prepares, then all commit.
-
-TEST(HeldCommit, IsRealOnlyWhenItIsFinished) {
-  Scratch scratch;
-  Variant variant;
-  variant.devices = 2;
-  UpdaterOptions options = options_of(variant, scratch);
-  const auto open = [&] {
-    auto updater = Updater::open(options, contract_space());
-    EXPECT_TRUE(updater.ok()) << updater.status().to_string();
-    return std::move(updater).value();
-  };
-  const auto prepare = [&](Updater& updater) {
-    const auto gradient = contract_gradient(contract_space().count(), 1);
-    expect_ok(updater.begin_step());
-    expect_ok(updater.put_gradient(0, gradient.data(), DataType::kBf16, gradient.size()));
-    expect_ok(updater.finish_gradients(1).status());
-    UpdateOptions update;
-    update.groups.resize(2);
-    expect_ok(updater.start_update(update, DataType::kBf16, nullptr));
-    expect_ok(updater.start_commit("held"));
-    expect_ok(updater.wait_commit());
-    EXPECT_EQ(updater.committed_step(), 0u);
-    EXPECT_FALSE(updater.begin_step().ok());
-  };
-  options.external_commit = true;
-  auto updater = open();
-  initialize(*updater);
-  const std::string before = updater->client_metadata();
-  EXPECT_FALSE(updater->commit_prepared().ok());
-  prepare(*updater);
-  expect_ok(updater->abort());
-  EXPECT_EQ(updater->committed_step(), 0u);
-  prepare(*updater);
-
-  // The processes end here; what they agree on decides.
-  updater.reset();
-  options.recover_to = 2;
-  EXPECT_EQ(Updater::open(options, contract_space()).status().code(), base::ErrorCode::kMismatch);
-  options.recover_to = 0;
-  updater = open();
-  EXPECT_EQ(updater->client_metadata(), before);
-  prepare(*updater);
-  updater.reset();
-  options.recover_to = 1;
-  updater = open();
-  EXPECT_EQ(updater->client_metadata(), "held");
-  EXPECT_EQ(updater->committed_step(), 1u);
-
-  expect_ok(updater->edit_state(nullptr, "edited"));
-  EXPECT_EQ(updater->committed_step(), 1u);
-  expect_ok(updater->commit_prepared());
-  EXPECT_EQ(updater->committed_step(), 2u);
-  EXPECT_EQ(updater->client_metadata(), "edited");
 }
 
 }  // namespace

@@ -4,6 +4,7 @@ Usage: ranks_worker.py JSON, an object with the following, or nothing: then it t
 line, starts as many ranks as its "world" says by fork (which spares them torch's import), and prints
 the number of the signal that ended one of them, or 0.
 
+  check              a function of this file instead of a training
   script             a program with its arguments, instead of a training
   fsdp2_plugin       Accelerate is to use FSDP2, which it does by itself only on GPUs
 
@@ -14,13 +15,21 @@ the number of the signal that ended one of them, or 0.
   save_after         updates after which a checkpoint is saved
   add_after          updates after which a parameter without a gradient is added
   kill               [point, update]: the last rank kills itself in that update: "update" before its
-                     commit is started, "agree" when it is prepared, "commit" when all have agreed;
-                     or ["random", seconds]
+                     commit is started, "agree" when it is prepared, "commit" when all have agreed, "confirm"
+                     when it has committed, before it says so; or ["random", seconds]
+  stop               as kill, but it is stopped (SIGSTOP)
+  refused            the optimizer cannot be made: in the error's text
+  patience           seconds that the others have when a rank has ended
+  timeout            of the process group, in seconds
   ddp, passes, scaler, options    how to train
 """
 
+import datetime
+import functools
 import json
+import logging
 import os
+import pathlib
 import runpy
 import signal
 import socket
@@ -33,6 +42,8 @@ import torch
 import torch.distributed as dist
 
 import smartinf
+from smartinf import open_optimizers
+from smartinf.ranks import Ranks
 
 # One thread for each rank, as torchrun gives it. With two, torch's first gradients in a process differ
 # from all later ones in one of several hundred processes, without an optimizer too.
@@ -45,30 +56,62 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def plan_death(optimizer, point, when):
+def plan_death(optimizer, point, when, die=die):
     if point == "random":
         threading.Thread(target=lambda: (time.sleep(when), die()), daemon=True).start()
         return
-    ranks, begin_commit = optimizer._session.ranks, type(optimizer._session.lineage).to_json
-    agree = ranks.all_agree
+    calls, begin_commit = optimizer._session.ranks._calls, type(optimizer._session.lineage).to_json
+    gather, here = calls.all_gather, threading.Event()
 
-    def all_agree(yes):
-        # The commit of update N is agreed on when N + 1 begins.
-        here = optimizer._session.lineage.updates == when
-        if here and point == "agree":
+    def all_gather(channel, mine):
+        # What the core asks all ranks of that update.
+        prepared, committed = (here.is_set() and what in mine for what in (b"prepare of step", b"commit of step"))
+        if prepared and point == "agree" or committed and point == "confirm":
             die()
-        agreed = agree(yes)
-        if here and point == "commit":
+        parts = gather(channel, mine)
+        if prepared and point == "commit":
             die()
-        return agreed
+        return parts
 
     def to_json(lineage):
-        if point == "update" and lineage.updates == when:
-            die()
+        if lineage.updates == when:
+            here.set()
+            if point == "update":
+                die()
         return begin_commit(lineage)
 
-    ranks.all_agree = all_agree
+    calls.all_gather = all_gather
     type(optimizer._session.lineage).to_json = to_json
+
+
+def stop(results):
+    (results / "stopped").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def missing(job):
+    """The last rank goes; what the others say of a call that needs it is left in results."""
+    dist.init_process_group("gloo")
+    ranks = Ranks()
+    ranks.barrier()
+    if ranks.rank == ranks.world - 1:
+        if job["how"] == "gives up":
+            ranks.gave_up(smartinf.DeviceError("the drive is gone"))
+        die()
+    time.sleep(0.3 * ranks.rank)  # the first of them breaks its connections to the others
+    try:
+        ranks.barrier()
+    except smartinf.DeviceError as error:
+        pathlib.Path(job["results"], f"said{ranks.rank}").write_text(str(error))
+
+
+def refused(text, *args, **options):
+    try:
+        smartinf.AdamW(*args, **options)
+    except smartinf.MismatchError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError("it was not refused")
 
 
 def use_fsdp2_plugin():
@@ -92,17 +135,25 @@ def main(job):
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.stdout.flush()
         return
+    if "check" in job:
+        return globals()[job["check"]](job)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
-        dist.init_process_group("gloo")
+        timeout = datetime.timedelta(seconds=job["timeout"]) if "timeout" in job else None
+        dist.init_process_group("gloo", timeout=timeout)
     rank = dist.get_rank() if world > 1 else 0
+    results = pathlib.Path(job["results"])
+    logging.basicConfig(filename=results / f"log{rank}", force=True)
     passes = job.get("passes", 1)
     ddp = job.get("ddp", True)
     # Without DistributedDataParallel it is the optimizer that makes the ranks alike.
     torch.manual_seed(4 if ddp or rank == 0 else 5)
     model = torch.nn.Sequential(torch.nn.Linear(20, 301), torch.nn.Tanh(), torch.nn.Linear(301, 20))
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(7)))
-    optimizer = smartinf.AdamW(
+    make = smartinf.AdamW
+    if "refused" in job:
+        make = functools.partial(refused, job["refused"])
+    optimizer = make(
         model.named_parameters(),
         lr=1e-2,
         # Of the size of a clipped gradient's elements: with torch's 1e-8 Adam makes a step of lr out of
@@ -113,6 +164,8 @@ def main(job):
         resume=True,
         **job.get("options", {}),
     )
+    if optimizer is None:
+        return
     wrapped = model
     if world > 1 and ddp:
         wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
@@ -120,6 +173,8 @@ def main(job):
         optimizer.load_checkpoint(job["load"])
     if "kill" in job and rank == world - 1:
         plan_death(optimizer, *job["kill"])
+    if "stop" in job and rank == world - 1:
+        plan_death(optimizer, *job["stop"], die=lambda: stop(results))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=job.get("scaler", False))
     step = optimizer._session.lineage.updates
     overflow = job.get("overflow_at")
@@ -175,6 +230,8 @@ def serve(run):
                     code = 0
                 except BaseException:
                     traceback.print_exc()
+                    if "stop" in job:
+                        open_optimizers.close_all()  # as at the end of any other process
                 finally:
                     sys.stderr.flush()
                     os._exit(code)
@@ -185,7 +242,7 @@ def serve(run):
             code = os.waitstatus_to_exitcode(status)
             if code != 0 and outcome == 0:
                 outcome = -code
-                time.sleep(0.5)  # as torchrun leaves the others a moment
+                time.sleep(job.get("patience", 0.5))  # as torchrun leaves the others a moment
                 for other in ranks:
                     os.kill(other, signal.SIGKILL)
         print("ended", outcome, flush=True)

@@ -3,9 +3,9 @@
 import json
 import pathlib
 import random
+import re
 import subprocess
 import sys
-import types
 
 import pytest
 import torch
@@ -36,8 +36,10 @@ def run():
             server.stdin.write(json.dumps(job) + "\n")
             server.stdin.flush()
             outcome = int(server.stdout.readline().split()[1])
+        if "stop" in job:
+            return None  # nobody has come to the end
         assert outcome == (9 if expect_death else 0)
-        return None if expect_death else torch.load(folder / f"w{world}.pt")
+        return None if expect_death or "refused" in job else torch.load(folder / f"w{world}.pt")
 
     yield run
     server.stdin.close()
@@ -82,7 +84,9 @@ def test_two_ranks_are_one(one, two):
 def test_a_killed_rank_costs_nothing(run, one, two, tmp_path):
     """One of two dies while the other commits what both have prepared: both come back to that step,
     and the end is that of the undisturbed run, bit for bit."""
-    run(2, tmp_path, expect_death=True, kill=["commit", 2], save_after=1)
+    run(2, tmp_path, expect_death=True, kill=["commit", 2], save_after=1, patience=3)
+    said = (tmp_path / "log0").read_text()
+    assert re.search(r"rank 1 \(process \d+ on \S+\) has ended", said), said
     # Their checkpoint goes on with one rank, on its devices.
     alone = run(1, tmp_path / "one", load=str(tmp_path / "checkpoint"))
     assert_close(alone, one)
@@ -105,7 +109,7 @@ def test_two_ranks_add_a_parameter(run, two, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["update", "agree", *["random"] * 4])
+@pytest.mark.parametrize("point", ["update", "agree", "confirm", *["random"] * 4])
 def test_a_rank_killed_at_another_moment(run, point, two, tmp_path):
     if point == "random":
         # Waits after the last step, so that death comes during training in any case.
@@ -127,35 +131,34 @@ def test_gradients_are_averaged_as_they_leave(run, tmp_path):
     assert "unused" in made["model"]
 
 
-def test_ranks_that_hold_different_steps_are_refused(tmp_path):
-    from smartinf import _core
-    from smartinf.errors import MismatchError
-    from smartinf.ranks import Ranks
+def test_a_rank_that_hangs_is_named_when_the_groups_timeout_has_passed(run, two, tmp_path):
+    """It is stopped between prepare and commit; what the other prepared is committed when both are back."""
+    run(2, tmp_path, stop=["agree", 2], timeout=4)
+    said = tmp_path / "log0"
+    assert re.search(r"rank 1 \(process \d+ on \S+\) has not answered for 4 s", said.read_text())
+    assert said.stat().st_mtime - (tmp_path / "stopped").stat().st_mtime < 8
+    assert_same(run(2, tmp_path), two)
 
-    ranks, erased = Ranks(), []
-    ranks.world = 2
 
-    def recovery(mine, others):
-        ranks.all_gather_object = lambda value: [value, others] if not isinstance(value, str) else [None, None]
-        ranks.raise_on_any_failure = lambda failure: None
-        ranks.barrier = lambda: None
-        core = types.SimpleNamespace(
-            peek=lambda path: mine, erase=erased.append, recovery_step=_core.recovery_step
-        )
-        return ranks.recovery_step(["here"], core)
+@pytest.mark.parametrize(("how", "said"), [("dies", " has ended"), ("gives up", r": the drive is gone\.")])
+def test_two_others_name_the_third_rank(run, how, said, tmp_path):
+    run(3, tmp_path, expect_death=True, check="missing", how=how, patience=8)
+    for rank in range(2):
+        text = (tmp_path / f"said{rank}").read_text()
+        assert re.match(r"rank 2 \(process \d+ on \S+\)" + said, text), text
 
-    assert recovery(None, None) is None
-    assert recovery((True, 4, 5), (5, 5)) == 5  # the other has committed what is prepared here
-    assert recovery((True, 5, 5), (4, 5)) == 5
-    assert recovery((True, 4, 5), (4, 4)) == 4  # aborted here
-    assert recovery((True, 4, 5), (4, 5)) == 5  # nobody has committed, all could
-    with pytest.raises(MismatchError, match="older copy"):
-        recovery((True, 3, 4), (5, 5))
-    with pytest.raises(MismatchError, match="rank 1: empty"):
-        recovery((True, 3, 4), None)
-    assert not erased
-    assert recovery((True, 0, 0), None) is None  # killed while the run was made
-    assert erased == ["here"]
+
+def test_devices_of_different_runs_are_refused(run, tmp_path):
+    """Rank 1's are replaced by those of another run, of the same step; and by none. (The first weights are step 0, and
+    those that DistributedDataParallel then writes step 1.)"""
+    for name in ("a", "b"):
+        run(2, tmp_path / name, last=2)
+    mine, other = tmp_path / "a/devices/rank1", tmp_path / "b/devices/rank1"
+    mine.rename(tmp_path / "kept")
+    other.rename(mine)
+    run(2, tmp_path / "a", refused="states of different runs")
+    mine.rename(other)
+    run(2, tmp_path / "a", refused="rank 0: step 3, rank 1: empty")
 
 
 if not torch.distributed.is_available():

@@ -1,6 +1,7 @@
 #include "smartinf/engine/ranks/collectives.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include <fmt/format.h>
@@ -46,19 +47,29 @@ Status all_gather(Collectives& ranks, Channel channel, std::span<const std::byte
 
 Result<std::vector<std::string>> all_gather(Collectives& ranks, Channel channel,
                                             std::string_view mine) {
-  const uint64_t size = mine.size();
-  std::vector<uint64_t> sizes(ranks.world());
-  SI_RETURN_IF_ERROR(all_gather(ranks, channel, std::as_bytes(std::span(&size, 1)),
-                                std::as_writable_bytes(std::span(sizes))));
-  std::vector<std::string> texts(ranks.world());
-  const uint64_t most = *std::max_element(sizes.begin(), sizes.end());
-  if (most == 0) return texts;
+  // Most texts are short: they go with their sizes.
+  struct Head {
+    uint64_t size = 0;
+    std::array<char, 248> text{};
+  };
+  Head head{mine.size()};
+  mine.copy(head.text.data(), head.text.size());
+  std::vector<Head> heads(ranks.world());
+  SI_RETURN_IF_ERROR(all_gather(ranks, channel, std::as_bytes(std::span(&head, 1)),
+                                std::as_writable_bytes(std::span(heads))));
+  std::vector<std::string> texts;
+  uint64_t most = 0;
+  for (const Head& one : heads) {
+    texts.emplace_back(one.text.data(), std::min<uint64_t>(one.size, one.text.size()));
+    most = std::max(most, one.size);
+  }
+  if (most <= head.text.size()) return texts;
   std::string padded(mine);
   padded.resize(most);
   std::string all(most * ranks.world(), '\0');
   SI_RETURN_IF_ERROR(all_gather(ranks, channel, bytes_of(padded), bytes_of(all)));
   for (size_t rank = 0; rank < texts.size(); ++rank) {
-    texts[rank] = all.substr(rank * most, sizes[rank]);
+    texts[rank] = all.substr(rank * most, heads[rank].size);
   }
   return texts;
 }

@@ -90,8 +90,8 @@ Status check_options(const UpdaterOptions& options, size_t sources) {
     return Status(ErrorCode::kUnsupported, "compressed gradients for a run of several ranks",
                   "Leave compression out (compress.density = 0), or train with one process.");
   }
-  if (options.external_commit || options.recover_to) {
-    return Status(ErrorCode::kUnsupported, "ranks that commit together cannot commit externally",
+  if (options.peers != nullptr || options.recover_to) {
+    return Status(ErrorCode::kUnsupported, "ranks that share a run, and have runs of their own",
                   "This is a bug in the caller.");
   }
   if (options.devices.size() != sources) {

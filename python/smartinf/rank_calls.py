@@ -1,0 +1,134 @@
+"""The collective calls of the core among ranks (engine/ranks/collectives.h), over torch.distributed: small messages in CPU
+memory. Each goes from rank to rank, so that what is missing has a name: a rank that has died, or one that does not come."""
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from smartinf.errors import DeviceError
+
+_log = logging.getLogger("smartinf")
+CONTROL, COMMIT = 0, 1  # channels; commits are agreed on by a thread of the core's
+_RESUME = "The last committed step stands: start all ranks again with resume=True to go on from it"
+_FIRST_SECONDS = 2.0  # for a third rank to say what has failed first
+_STORE_SECONDS = 5.0  # a call to a store whose machine is gone never returns
+
+
+class RankCalls:
+    """A failure of any call is what all later ones raise as well. The first failure that any rank finds is put into
+    the store of the process group, and is what all ranks say: whoever gives up breaks the calls of others."""
+
+    def __init__(self, members, rank, make_group, timeout):
+        """members: ranks of the job. make_group(): another gloo group of them, collective. timeout: seconds."""
+        self._rank, self._world, self._timeout = rank, len(members), timeout
+        self._others = [r for r in range(len(members)) if r != rank]
+        self._groups = [make_group(), make_group()]
+        self._store = _store_of(self._groups[0])
+        self._failure = None
+        self._names = [f"rank {r}" for r in members]
+        me = f"rank {members[rank]} (process {os.getpid()} on {socket.gethostname()})".encode()
+        self._names = [name.rstrip(b"\0").decode() for name in self.all_gather(CONTROL, me[:256].ljust(256, b"\0"))]
+
+    # ---- For the core.
+
+    def all_gather(self, channel, mine):
+        """Every rank's bytes, as many of each, by rank."""
+        parts = self._exchange(channel, mine, self._others, len(mine), self._others)
+        return [mine if r == self._rank else parts[r] for r in range(self._world)]
+
+    def broadcast(self, channel, sent, size, root):
+        """Root's bytes."""
+        if self._rank != root:
+            return self._exchange(channel, b"", [], size, [root])[root]
+        self._exchange(channel, sent, self._others, 0, [])
+        return sent
+
+    def failed(self, text):
+        """This rank gives up."""
+        self._say_first(f"{self._names[self._rank]}: {text}", 0)
+
+    # ---- Between ranks.
+
+    def _exchange(self, channel, text, receivers, size, senders):
+        """Sends text to each of the receivers; `size` bytes of each sender. After a failure memory of what is received
+        may still be written to: it is torch's own."""
+        if self._failure is not None:
+            raise self._failure
+        group, begin = self._groups[channel], time.monotonic()
+        sent = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        parts = {r: torch.empty(size, dtype=torch.uint8) for r in senders}
+        sending, receiving, r = [], [], None
+        try:
+            for r in receivers:
+                sending.append((r, group.send([sent], r, 0)))
+            for r, part in parts.items():
+                receiving.append((r, group.recv([part], r, 0)))
+            # Gloo does not hear of it when a rank dies that it sends to: what is received comes first.
+            for r, work in receiving + sending:
+                work.wait()
+        except RuntimeError as error:
+            self._failure = self._cause(r, error, time.monotonic() - begin)
+            raise self._failure from None
+        return {r: bytes(part.tolist()) for r, part in parts.items()}
+
+    def _cause(self, r, error, waited):
+        """What `error`, of a message from or to rank r, comes from."""
+        code, name = "timeout", self._names[r]
+        if waited > 0.9 * self._timeout:
+            found = f"{name} has not answered for {waited:.0f} s"
+            first = self._say_first(found, 0)
+        else:
+            code = "I/O error"
+            found = f"{name} has ended, or cannot be reached any more"
+            first = self._say_first(found, _FIRST_SECONDS if self._world > 2 else 0)
+        if self._failure is None:  # where the script waits in a call of its own, that may say no name
+            _log.error("%s. %s.", first, _RESUME)
+        made = DeviceError(f"{first}. {_RESUME}.")
+        made.code, made.advice, made.__cause__ = code, _RESUME, error
+        return made
+
+    def _say_first(self, text, patience):
+        """What any rank has said first; within `patience` seconds another may."""
+        if self._store is None:
+            return text
+        answers = queue.SimpleQueue()
+
+        def ask():
+            try:
+                key, until = "smartinf/failure", time.monotonic() + patience
+                while time.monotonic() < until and not self._store.check([key]):
+                    time.sleep(0.05)
+                answers.put(self._store.compare_set(key, "", text).decode())
+            except Exception:  # the store is gone, with the rank that served it
+                answers.put(text)
+
+        threading.Thread(target=ask, daemon=True).start()
+        try:
+            return answers.get(timeout=patience + _STORE_SECONDS)
+        except queue.Empty:
+            return text
+
+
+def timeout_of(process_group):
+    """Of the group's own calls, a timedelta."""
+    group = process_group or dist.group.WORLD
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return dist.distributed_c10d.default_pg_timeout  # this torch does not say
+
+
+def _store_of(group):
+    """None: torch does not say where it is."""
+    try:
+        return dist.distributed_c10d._get_process_group_store(group)
+    except (AttributeError, KeyError, TypeError):
+        return None

@@ -1,0 +1,10 @@
+// The texts of OpenCL programs.
+#pragma once
+
+namespace smartinf::csd::opencl {
+
+extern const char* const kCommonText;  // arithmetic, structs, checksums, tiles
+extern const char* const kUpdateText;
+extern const char* const kPlanesText;
+
+}  // namespace smartinf::csd::opencl

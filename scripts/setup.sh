@@ -108,8 +108,9 @@ missing_packages() {
   local package
   # ca-certificates: pip downloads over TLS.
   for package in libc6-dev liburing-dev libhwy-dev libcli11-dev libtomlplusplus-dev \
-    nlohmann-json3-dev libfmt-dev libspdlog-dev libxxhash-dev libhwloc-dev libgtest-dev \
-    libgmock-dev libbenchmark-dev librapidcheck-dev ca-certificates; do
+    nlohmann-json3-dev libfmt-dev libspdlog-dev libxxhash-dev libhwloc-dev libgrpc++-dev libssl-dev \
+    ocl-icd-opencl-dev opencl-headers pocl-opencl-icd libgtest-dev libgmock-dev libbenchmark-dev librapidcheck-dev \
+    ca-certificates; do
     installed "$package" || echo "$package"
   done
 }
@@ -119,7 +120,7 @@ install_system_packages() {
     fail "this machine has no apt-get, so system packages cannot be installed here" \
       "The script knows Debian 12 and Ubuntu 24.04 or newer. Elsewhere install a C++20 compiler," \
       "cmake 3.25, ninja, pkg-config, Python 3.11 and the libraries liburing, highway, CLI11, toml++," \
-      "nlohmann-json, fmt, spdlog, xxhash, hwloc, googletest, google-benchmark and rapidcheck," \
+      "nlohmann-json, fmt, spdlog, xxhash, hwloc, grpc++, openssl, OpenCL, googletest, google-benchmark and rapidcheck," \
       "then run: scripts/setup.sh --no-system"
   fi
   local missing as_root=() updated=no

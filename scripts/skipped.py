@@ -31,6 +31,12 @@ def loop_devices():
     return os.geteuid() == 0 and succeeds("losetup", "-f")
 
 
+def opencl():
+    vendors = os.environ.get("OCL_ICD_VENDORS", "/etc/OpenCL/vendors")
+    platforms = os.path.isdir(vendors) and any(name.endswith(".icd") for name in os.listdir(vendors))
+    return platforms and succeeds("pkg-config", "--exists", "OpenCL")
+
+
 def main():
     junit, python, *options = sys.argv[1:]
     torch = "--no-torch" not in options and succeeds(python, "-c", "import torch, pytest")
@@ -42,7 +48,12 @@ def main():
         r"file_systems\.ext4": ("root, loop devices and mkfs.ext4",
                                loop_devices() and shutil.which("mkfs.ext4") is not None),
         r"file_systems\.tmpfs": ("root that may mount", loop_devices()),
+        r"csd\.opencl": ("OpenCL headers and a platform", opencl()),
         r"csd(\..*)?\.hwloc": ("libhwloc-dev", succeeds("pkg-config", "--exists", "hwloc")),
+        r"fpga_lint": ("clang++", shutil.which("clang++") is not None),
+        r"(csd|engine)\.grpc": ("libgrpc++-dev and libssl-dev",
+                                succeeds("pkg-config", "--exists", "grpc++", "openssl")),
+        r"certificates(\..*)?\.openssl": ("libssl-dev", succeeds("pkg-config", "--exists", "openssl >= 3")),
         r"python": ("torch and pytest", torch),
         r"train_bits": ("torch and pytest", torch),
     }

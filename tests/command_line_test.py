@@ -120,7 +120,8 @@ class WrongUsage(unittest.TestCase):
 
 class Help(unittest.TestCase):
     def test_every_command_has_help_with_examples(self):
-        for command in ("train", "doctor", "inspect", "fsck", "checkpoint", "restore", "reshard", "gc", "bench step", "bench kernels"):
+        for command in ("train", "doctor", "inspect", "fsck", "checkpoint", "restore", "reshard", "gc", "bench step", "bench kernels",
+                        "certificates", "serve"):
             done = run(*command.split(), "--help")
             self.assertEqual(done.returncode, 0, done)
             self.assertIn("Examples:", done.stdout, command)

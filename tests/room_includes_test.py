@@ -16,6 +16,7 @@ THIRD_PARTY = {
     r"liburing\.h": ["smartinf/storage/uring_ring"],
     r"CL/": ["smartinf/csd/opencl"],
     r"grpc": ["smartinf/csd/remote"],
+    r"openssl/": ["smartinf/csd/certificates/", "smartinf/csd/remote"],
     r"hwy/": ["smartinf/kernels/"],
     r"(torch|ATen|c10)/": ["smartinf/train/", "python/", "tests/accelerator"],
     r"nanobind/": ["python/"],

@@ -28,6 +28,7 @@
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/median.h"
+#include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/synthetic_steps.h"
 #include "apps/smartinf/trace_file.h"
 #include "apps/smartinf/update_rate.h"
@@ -66,10 +67,12 @@ struct StepOptions {
   std::string io_bytes = "0";
   uint32_t io_depth = 0;
   uint32_t threads = 0;
+  std::string processor = "cpu";
   std::string trace;
   std::string machine;
   bool keep = false;
   bool json = false;
+  csd::RemoteOptions remote;
 };
 
 std::atomic<bool> interrupted{false};
@@ -102,7 +105,8 @@ class StepBench {
     SI_ASSIGN_OR_RETURN(steps_, std::move(steps));
     const Status measured = measure();
     if (!options_.keep && made_) {
-      for (const auto& device : engine::sources_at(options_.devices)) {
+      for (const auto& device :
+           engine::sources_at(options_.devices, storage::RingKind::kAuto, options_.remote)) {
         const Status erased = device->erase();
         if (measured.ok()) SI_RETURN_IF_ERROR(erased);
       }
@@ -151,10 +155,12 @@ class StepBench {
       updater_.trace = std::make_shared<csd::Trace>();
       SI_RETURN_IF_ERROR(write_trace(options_.trace, *updater_.trace));  // fails now, if it does
     }
+    updater_.remote = options_.remote;
     for (const std::string& path : options_.devices) {
       engine::DeviceOptions device;
       device.path = path;
       device.threads = options_.threads;
+      device.processor = options_.processor;
       device.internal_link = link_;
       updater_.devices.push_back(device);
     }
@@ -176,6 +182,14 @@ class StepBench {
       SI_ASSIGN_OR_RETURN(const sim::Machine machine, sim::load_machine(options_.machine));
       double bytes_per_s = 0;
       for (const sim::DeviceGroup* device : machine.each_device()) {
+        if (device->kernel.clock_hz > 0) {
+          return Status(ErrorCode::kUnsupported,
+                        fmt::format("the devices of machine '{}' have no rate to take their "
+                                    "processor for",
+                                    options_.machine),
+                        "Take a machine file with update_bytes_per_s, not one with "
+                        "kernel_clock_hz.");
+        }
         bytes_per_s += compress.on() ? device->decompress_bytes_per_s : device->update_bytes_per_s;
       }
       // As many of its devices as are timed here. By the bytes that come in: f32 state, and a bf16
@@ -194,7 +208,7 @@ class StepBench {
   /// The same update on the virtual clock: drives at the rate that this run found for the same
   /// bytes in the same order, processors and selection at the rate of their kernels.
   Status simulate() {
-    if (rates_.update_params_per_s <= 0) return Status();
+    if (rates_.update_params_per_s <= 0 || !has_limit()) return Status();
     const StateBytes bytes = state_bytes_per_parameter(updater_.rule.rule, updater_.format);
     sim::UpdateShape shape = rates_;
     shape.parameters = params_;
@@ -308,7 +322,17 @@ class StepBench {
     return moved;
   }
 
+  /// Another machine's drives cannot be read without its processors: 0, and the share of it too.
+  bool has_limit() const {
+    return std::ranges::none_of(options_.devices,
+                                [](const std::string& path) { return csd::is_remote(path); });
+  }
   Status time_limit() {
+    if (!has_limit()) {
+      limit_s_.push_back(0);
+      drive_rate_.push_back(0);
+      return Status();
+    }
     // In as much memory as the step: a drive may be faster into buffers that the caches hold.
     const StateBytes bytes = state_bytes_per_parameter(updater_.rule.rule, updater_.format);
     const auto subgroup_bytes = static_cast<uint64_t>(
@@ -397,14 +421,16 @@ class StepBench {
     }
     fmt::print(
         "update         {} ({} to {}), new weights after {}\n"
-        "drive alone    {}: the update runs at {:.1f} % of it\n"
+        "drive alone    {}\n"
         "on the drive   {} read, {} written in a step{}\n"
         "host link      {} up, {} down\n"
         "gradients      {} to give them and find their norm\n"
         "memory         {} at most; engine {} of {}, gradients {}, state cache {}\n",
         base::format_seconds(update_s), base::format_seconds(*update_min),
         base::format_seconds(*update_max), base::format_seconds(median(weights_s_)),
-        base::format_seconds(limit_s), 100 * limit_s / update_s,
+        has_limit() ? fmt::format("{}: the update runs at {:.1f} % of it",
+                                  base::format_seconds(limit_s), 100 * limit_s / update_s)
+                    : "not measured: it is another machine's",
         base::format_bytes(store_.up_total()), base::format_bytes(store_.down_total()),
         state_bytes_cached_ == 0
             ? ""
@@ -536,6 +562,10 @@ void add_measure_flags(CLI::App& command, StepOptions& options) {
                   "Threads of each device; 0: the cores are divided among the devices")
       ->capture_default_str();
   command
+      .add_option("--processor", options.processor,
+                  "What updates, as in device.processor: cpu, opencl or opencl:DEVICE")
+      ->capture_default_str();
+  command
       .add_option("--trace", options.trace, "Chrome trace of all steps to write (ui.perfetto.dev)")
       ->type_name("FILE");
   command
@@ -544,6 +574,7 @@ void add_measure_flags(CLI::App& command, StepOptions& options) {
       ->type_name("NAME|FILE");
   command.add_flag("--keep", options.keep, "Keep the state on the devices");
   command.add_flag("--json", options.json, "Print one flat JSON object");
+  add_remote_flags(command, options.remote);
 }
 
 }  // namespace

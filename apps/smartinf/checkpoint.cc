@@ -15,6 +15,7 @@
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
 #include "apps/smartinf/progress.h"
+#include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
@@ -28,9 +29,10 @@ struct CheckpointFlags {
   uint64_t keep = 0;
   std::string memory_budget = "256MiB";
   bool json = false;
+  csd::RemoteOptions remote;
 };
 
-int run_checkpoint(const CheckpointFlags& flags) {
+int run_checkpoint(CheckpointFlags& flags) {
   const Result<uint64_t> memory_bytes = memory_budget(flags.memory_budget);
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
   engine::CheckpointOptions options;
@@ -47,7 +49,7 @@ int run_checkpoint(const CheckpointFlags& flags) {
     }
     options.folder = flags.places.front() + "/" + std::string(train::kCheckpointsFolder);
   }
-  const Result<std::vector<std::string>> devices = devices_of(flags.places);
+  const Result<std::vector<std::string>> devices = devices_of(flags.places, &flags.remote);
   if (!devices.ok()) return report(devices.status());
   const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
   Progress progress("copying the state", interrupt.token());
@@ -55,7 +57,8 @@ int run_checkpoint(const CheckpointFlags& flags) {
 
   const uint64_t begin_ns = base::now_ns();
   Result<engine::StoredRun> run =
-      engine::open_stored_run(engine::sources_at(*devices), storage::ReaderLock::kTake);
+      engine::open_stored_run(engine::sources_at(*devices, storage::RingKind::kAuto, flags.remote),
+                              storage::ReaderLock::kTake);
   if (!run.ok()) {
     const bool busy = run.status().code() == base::ErrorCode::kBusy;
     return report(
@@ -113,6 +116,7 @@ void add_checkpoint(CLI::App& app, Run& run) {
   command->add_option("--memory-budget", flags->memory_budget, "Memory for the copy [256MiB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
+  add_remote_flags(*command, flags->remote);
   command->footer(
       "The copy of step 100 is DIR/step-00000100. On btrfs and xfs it shares the devices' blocks\n"
       "and takes no time; elsewhere the state is copied and checked. Stop the run with Ctrl-C\n"

@@ -29,12 +29,14 @@ using Overrides = std::vector<config::Override>;
 // Each adds its subcommand to `app`; its callback sets `run`.
 void add_bench(CLI::App& app, Run& run);
 void add_calibrate(CLI::App& app, Run& run);
+void add_certificates(CLI::App& app, Run& run);
 void add_doctor(CLI::App& app, Run& run);
 void add_generate(CLI::App& app, Run& run);
 void add_inspect(CLI::App& app, Run& run);
 void add_metrics(CLI::App& app, Run& run);
 void add_plan(CLI::App& app, Run& run);
 void add_plot(CLI::App& app, Run& run);
+void add_serve(CLI::App& app, Run& run);
 void add_simulate(CLI::App& app, Run& run);
 void add_train(CLI::App& app, const Overrides& overrides, Run& run);
 void add_export(CLI::App& app, Run& run);

@@ -9,12 +9,14 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/units.h"
+#include "smartinf/csd/opencl_processor.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/storage/ring.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
+#include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/wear.h"
 
 namespace smartinf::apps {
@@ -207,6 +209,31 @@ void look_at_torch(Report& report) {
   }
 }
 
+// Programs that are not kept yet take some seconds each to build, so devices are tested when asked
+// for.
+void look_at_opencl(bool test, Report& report) {
+  const auto devices = csd::opencl_devices();
+  if (!devices.ok())
+    return report.note("OpenCL", devices.status().what(), devices.status().advice());
+  if (devices->empty()) {
+    return report.ok("OpenCL", "no platform with a device; states are updated by the cores");
+  }
+  for (size_t i = 0; i < devices->size(); ++i) {
+    const csd::OpenClDevice& device = (*devices)[i];
+    const std::string value = fmt::format("{}: {} ({})", i, device.name, device.driver);
+    csd::OpenClOptions options;
+    options.device = std::to_string(i);
+    const base::Status tested = test ? csd::opencl_self_test(options) : base::Status();
+    if (!tested.ok()) {
+      report.warn("OpenCL", value + ": " + tested.what(), tested.advice());
+    } else if (test) {
+      report.ok("OpenCL", value + ": computes the same bits as the cores");
+    } else {
+      report.ok("OpenCL", value + "; doctor --opencl tests it");
+    }
+  }
+}
+
 bool is_virtual(const DriveFacts& drive) {
   return drive.kernel_name.starts_with("vd") || drive.kernel_name.starts_with("xvd");
 }
@@ -240,6 +267,7 @@ nlohmann::json facts_json(const std::string& path, const DriveFacts& drive) {
                          {"model", drive.model}};
   if (drive.direct_io) json["direct_io"] = *drive.direct_io;
   if (drive.rotational) json["rotational"] = *drive.rotational;
+  if (drive.temperature_celsius) json["temperature_celsius"] = *drive.temperature_celsius;
   if (drive.wear_share) json["wear_share"] = *drive.wear_share;
   if (drive.written_bytes) json["drive_bytes_written"] = *drive.written_bytes;
   return json;
@@ -306,9 +334,9 @@ void look_at_drive(const DriveFacts& drive, Report& report) {
   }
 }
 
-void look_at_state(const std::string& path, const DriveFacts& drive, Report& report,
-                   nlohmann::json& json) {
-  const auto held = engine::sources_at({path}).front()->summarize();
+void look_at_state(csd::DeviceSource& source, const std::string& path, const DriveFacts& drive,
+                   Report& report, nlohmann::json& json) {
+  const auto held = source.summarize();
   if (held.ok()) {
     const storage::StoreState& state = held->state;
     report.ok("  holds", state.initialized
@@ -326,7 +354,27 @@ void look_at_state(const std::string& path, const DriveFacts& drive, Report& rep
   }
 }
 
-void look_at_device(const std::string& path, Report& report, nlohmann::json& json) {
+void look_at_remote(const std::string& url, const csd::RemoteOptions& remote, Report& report,
+                    nlohmann::json& json) {
+  json = {{"path", url}};
+  const auto source =
+      std::move(engine::sources_at({url}, storage::RingKind::kAuto, remote).front());
+  const auto capacity = source->capacity_bytes();
+  if (!capacity.ok()) {
+    report.warn("device", capacity.status().what(), capacity.status().advice());
+    return;
+  }
+  report.ok("device", url);
+  report.ok("  space", fmt::format("{} may be used: room for about {:.2g} parameters (f32)",
+                                   base::format_bytes(*capacity),
+                                   static_cast<double>(*capacity / kStateBytes)));
+  json["free_bytes"] = *capacity;
+  look_at_state(*source, url, DriveFacts{}, report, json);
+}
+
+void look_at_device(const std::string& path, const csd::RemoteOptions& remote, Report& report,
+                    nlohmann::json& json) {
+  if (csd::is_remote(path)) return look_at_remote(path, remote, report, json);
   const DriveFacts drive = drive_facts(path);
   const std::string topic = "device";
   json = facts_json(path, drive);
@@ -346,12 +394,14 @@ void look_at_device(const std::string& path, Report& report, nlohmann::json& jso
   look_at_space(drive, report);
   if (!drive.is_block_device) look_at_file_system(drive, report);
   look_at_drive(drive, report);
-  look_at_state(path, drive, report, json);
+  look_at_state(*engine::sources_at({path}).front(), path, drive, report, json);
 }
 
 struct DoctorFlags {
   std::vector<std::string> devices;
+  bool opencl = false;
   bool json = false;
+  csd::RemoteOptions remote;
 };
 
 int run_doctor(const DoctorFlags& flags) {
@@ -366,10 +416,13 @@ int run_doctor(const DoctorFlags& flags) {
   look_at_cores(cpu_facts(), report);
   look_at_kernels(report);
   look_at_torch(report);
+  look_at_opencl(flags.opencl, report);
   nlohmann::json devices = nlohmann::json::array();
   std::vector<std::string> paths = flags.devices;
   if (paths.empty()) paths.push_back(".");
-  for (const std::string& path : paths) look_at_device(path, report, devices.emplace_back());
+  for (const std::string& path : paths) {
+    look_at_device(path, flags.remote, report, devices.emplace_back());
+  }
   if (flags.json) {
     const nlohmann::json all{{"version", SMARTINF_VERSION},
                              {"instruction_set", kernels::kernels().isa()},
@@ -391,7 +444,11 @@ void add_doctor(CLI::App& app, Run& run) {
       ->add_option("-d,--device", flags->devices,
                    "Directory or block device to examine; may be repeated [the working directory]")
       ->type_name("DIR");
+  command->add_flag(
+      "--opencl", flags->opencl,
+      "Compare the OpenCL devices' bits with the cores'; the first time builds programs");
   command->add_flag("--json", flags->json, "Print one JSON object");
+  add_remote_flags(*command, flags->remote);
   command->footer(
       "Examples:\n"
       "  smartinf doctor\n"

@@ -14,6 +14,7 @@
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
 #include "apps/smartinf/progress.h"
+#include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
@@ -29,6 +30,7 @@ struct FsckFlags {
   std::vector<std::string> places;
   bool repair = false;
   bool json = false;
+  csd::RemoteOptions remote;
   std::string memory_budget = "256MiB";
 };
 
@@ -197,13 +199,14 @@ nlohmann::ordered_json to_json(const CheckedDevice& device) {
   return json;
 }
 
-int run_fsck(const FsckFlags& flags) {
+int run_fsck(FsckFlags& flags) {
   const Result<uint64_t> memory_bytes = memory_budget(flags.memory_budget);
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
-  const Result<std::vector<std::string>> places = devices_of(flags.places);
+  const Result<std::vector<std::string>> places = devices_of(flags.places, &flags.remote);
   if (!places.ok()) return report(places.status());
   const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
-  const engine::DeviceSources sources = engine::sources_at(*places);
+  const engine::DeviceSources sources =
+      engine::sources_at(*places, storage::RingKind::kAuto, flags.remote);
   const Agreement agreement = compare(sources);
 
   Progress progress("checking", interrupt.token());
@@ -261,6 +264,7 @@ void add_fsck(CLI::App& app, Run& run) {
       ->add_option("--memory-budget", flags->memory_budget, "Memory for blocks in flight [256MiB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");
+  add_remote_flags(*command, flags->remote);
   command->footer(
       "Every block is read and compared with its checksum. The devices are locked meanwhile, so "
       "no\n"

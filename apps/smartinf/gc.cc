@@ -429,6 +429,13 @@ nlohmann::ordered_json to_json(const Findings& findings) {
 int run_gc(const GcFlags& flags) {
   Findings findings;
   Named named;
+  for (const std::string& place : flags.places) {
+    if (!csd::is_remote(place)) continue;
+    return report(Status(ErrorCode::kUnsupported, "what lies on another machine is listed there",
+                         "Run smartinf gc on the server, with the device's directory.",
+                         base::ErrorPlace{place, {}, {}, 0}),
+                  kExitUsage);
+  }
   for (const std::string& place : flags.places) collect_named(place, 0, named);
   for (const std::string& place : flags.places) {
     std::error_code error;

@@ -15,6 +15,7 @@
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
+#include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/state_places.h"
 #include "apps/smartinf/wear.h"
 
@@ -26,6 +27,7 @@ struct InspectFlags {
   std::string rated_endurance;
   bool ranges = false;
   bool json = false;
+  csd::RemoteOptions remote;
 };
 
 // What the store's layout and the engine's description say, put together.
@@ -40,10 +42,11 @@ struct Contents {
   uint64_t subgroup_max = 0;  // elements of the largest subgroup
 };
 
-base::Result<Contents> read_contents(const std::string& device) {
+base::Result<Contents> read_contents(const std::string& device, const csd::RemoteOptions& remote) {
   Contents contents;
   contents.device = device;
-  const engine::DeviceSources source = engine::sources_at({device});
+  const engine::DeviceSources source =
+      engine::sources_at({device}, storage::RingKind::kAuto, remote);
   SI_ASSIGN_OR_RETURN(contents.store, source.front()->summarize());
   if (const auto found = engine::find_run(source)) {
     contents.owner = owner_text(owner_of(found->client_metadata));
@@ -198,24 +201,24 @@ nlohmann::json to_json(const InspectFlags& flags, const Contents& contents) {
   return json;
 }
 
-int run_inspect(const InspectFlags& flags) {
+int run_inspect(InspectFlags& flags) {
   uint64_t rated_bytes = 0;
   if (!flags.rated_endurance.empty()) {
     const base::Result<uint64_t> rated = base::parse_bytes(flags.rated_endurance);
     if (!rated.ok()) return report(rated.status(), kExitUsage);
     rated_bytes = *rated;
   }
-  const base::Result<std::vector<std::string>> devices = devices_of(flags.places);
+  const base::Result<std::vector<std::string>> devices = devices_of(flags.places, &flags.remote);
   if (!devices.ok()) return report(devices.status());
   nlohmann::json all = nlohmann::json::array();
   int code = kExitDone;
   for (const std::string& device : *devices) {
-    base::Result<Contents> contents = read_contents(device);
+    base::Result<Contents> contents = read_contents(device, flags.remote);
     if (!contents.ok()) {
       code = report(contents.status());
       continue;
     }
-    contents->drive = drive_facts(device);
+    if (!csd::is_remote(device)) contents->drive = drive_facts(device);
     contents->rated_bytes = rated_bytes;
     if (flags.json) {
       all.push_back(to_json(flags, *contents));
@@ -239,8 +242,10 @@ void add_inspect(CLI::App& app, Run& run) {
   CLI::App* command = app.add_subcommand("inspect", "Show what is on a device");
   auto flags = std::make_shared<InspectFlags>();
   command
-      ->add_option("device", flags->places,
-                   "Directories or block devices, or the folder of a run or a checkpoint")
+      ->add_option(
+          "device", flags->places,
+          "Directories, block devices or devices of other machines, or the folder of a run or a "
+          "checkpoint")
       ->required()
       ->type_name("DEVICE...");
   command
@@ -251,6 +256,7 @@ void add_inspect(CLI::App& app, Run& run) {
   command->add_flag("--ranges", flags->ranges,
                     "List every parameter and the part of it that is on the device");
   command->add_flag("--json", flags->json, "Print one JSON object");
+  add_remote_flags(*command, flags->remote);
   command->footer(
       "Nothing is locked or changed, so a run may be in progress.\n\n"
       "Examples:\n"

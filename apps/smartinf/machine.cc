@@ -200,6 +200,22 @@ void read_wear(DriveFacts& facts) {
                                     : "install smartmontools or nvme-cli to see it";
 }
 
+// The kernel's own sensor of the drive (nvme, drivetemp): no tool and no root is needed.
+std::optional<double> temperature_celsius(const fs::path& drive) {
+  std::error_code error;
+  for (const fs::path& place : {drive / "device", drive / "device/hwmon"}) {
+    for (const auto& entry : fs::directory_iterator(place, error)) {
+      if (!entry.path().filename().string().starts_with("hwmon")) continue;
+      const std::string text = trimmed(read_text(entry.path() / "temp1_input"));
+      double thousandths = 0;
+      const auto [end, wrong] =
+          std::from_chars(text.data(), text.data() + text.size(), thousandths);
+      if (wrong == std::errc() && end != text.data()) return thousandths / 1000;
+    }
+  }
+  return std::nullopt;
+}
+
 void read_drive(DriveFacts& facts, dev_t device) {
   const fs::path folder = drive_folder(device);
   if (folder.empty()) return;
@@ -211,6 +227,7 @@ void read_drive(DriveFacts& facts, dev_t device) {
   if (const auto node = number_in(folder / "device/numa_node")) {
     facts.numa_node = static_cast<uint32_t>(*node);
   }
+  facts.temperature_celsius = temperature_celsius(folder);
   if (facts.is_block_device) {
     // Of the partition, if it is one; /sys counts in sectors of 512 bytes.
     const auto sectors =

@@ -47,6 +47,7 @@ struct DriveFacts {
   std::string model;
   std::optional<bool> rotational;
   std::optional<uint32_t> numa_node;
+  std::optional<double> temperature_celsius;
   std::optional<double> wear_share;       // of the rated life that is used up, 0..
   std::optional<uint64_t> written_bytes;  // in the drive's life
   std::string wear_source;                // "smartctl", "nvme", or why it is not known

@@ -160,11 +160,13 @@ int run_command_line(int argc, char** argv) {
   add_generate(app, run);
   add_bench(app, run);
   add_calibrate(app, run);
+  add_certificates(app, run);
   add_doctor(app, run);
   add_inspect(app, run);
   add_metrics(app, run);
   add_plot(app, run);
   add_plan(app, run);
+  add_serve(app, run);
   add_simulate(app, run);
   add_fsck(app, run);
   add_checkpoint(app, run);

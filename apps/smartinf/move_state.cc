@@ -14,6 +14,7 @@
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/interrupt.h"
 #include "apps/smartinf/progress.h"
+#include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
@@ -98,15 +99,18 @@ void add_move_flags(CLI::App& command, MoveFlags& flags) {
   command.add_option("--memory-budget", flags.memory_budget, "Memory for the copy [256MiB]")
       ->type_name("SIZE");
   command.add_flag("--json", flags.json, "Print one JSON object");
+  add_remote_flags(command, flags.remote);
 }
 
 int move_state(const MoveFlags& flags) {
   const Result<uint64_t> memory_bytes = memory_budget(flags.memory_budget);
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
-  const Result<std::vector<std::string>> from = devices_of(flags.from);
+  csd::RemoteOptions remote = flags.remote;
+  const Result<std::vector<std::string>> from = devices_of(flags.from, &remote);
   if (!from.ok()) return report(from.status());
-  const engine::DeviceSources sources = engine::sources_at(*from);
-  const engine::DeviceSources targets = engine::sources_at(flags.to);
+  const engine::DeviceSources sources = engine::sources_at(*from, storage::RingKind::kAuto, remote);
+  const engine::DeviceSources targets =
+      engine::sources_at(flags.to, storage::RingKind::kAuto, remote);
   if (const Status apart = check_apart(sources, targets); !apart.ok()) {
     return report(apart, kExitUsage);
   }

@@ -7,6 +7,8 @@
 
 #include <CLI/CLI.hpp>
 
+#include "smartinf/csd/remote/options.h"
+
 namespace smartinf::apps {
 
 struct MoveFlags {
@@ -18,6 +20,7 @@ struct MoveFlags {
   std::string memory_budget = "256MiB";
   bool replace = false;  // states on the targets are deleted, once `from` was found whole
   bool json = false;
+  csd::RemoteOptions remote;
 };
 
 /// Those flags that both have.

@@ -74,13 +74,17 @@ base::Status use_checkpoint(const std::string& path, config::Recipe& recipe) {
   return base::Status();
 }
 
-base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words) {
+base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words,
+                                                  csd::RemoteOptions* remote) {
   std::vector<std::string> devices;
   for (const std::string& word : words) {
     if (is_run_folder(word)) {
       SI_ASSIGN_OR_RETURN(const config::LoadedRecipe loaded, load_run(word));
       for (const engine::DeviceOptions& device : loaded.recipe.updater.devices) {
         devices.push_back(device.path);
+      }
+      if (remote != nullptr && remote->certificate.empty()) {
+        *remote = loaded.recipe.updater.remote;
       }
     } else if (engine::is_checkpoint(word)) {
       SI_ASSIGN_OR_RETURN(const engine::Checkpoint checkpoint, engine::read_checkpoint(word));

@@ -9,6 +9,7 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/config/recipe.h"
+#include "smartinf/csd/remote/options.h"
 
 namespace smartinf::apps {
 
@@ -29,9 +30,11 @@ base::Result<config::LoadedRecipe> load_run(const std::string& folder,
 /// engine::read_checkpoint() and check_devices(); kUnsupported where the run's state is in memory.
 base::Status use_checkpoint(const std::string& path, config::Recipe& recipe);
 
-/// The devices of each word in turn. Nothing is opened. Errors: a run's recipe or a checkpoint's
-/// description that cannot be read; a checkpoint that was put together from others.
-base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words);
+/// The devices of each word in turn. Nothing is opened. remote: filled in from the recipe of a
+/// run's folder where it says nothing yet. Errors: a run's recipe or a checkpoint's description
+/// that cannot be read; a checkpoint that was put together from others.
+base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words,
+                                                  csd::RemoteOptions* remote = nullptr);
 
 /// Who wrote a state, as the client metadata of its step says.
 struct StateOwner {

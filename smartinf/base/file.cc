@@ -92,12 +92,13 @@ Result<std::string> read_text_file(const std::string& path, std::string_view wha
   }
 }
 
-Status write_text_file(const std::string& path, std::string_view text, std::string_view what) {
+Status write_text_file(const std::string& path, std::string_view text, std::string_view what,
+                       uint32_t mode) {
   // A name of its own: nobody else's file and no link can stand there (O_EXCL).
   const std::string partial = fmt::format("{}.{}.partial", path, ::getpid());
   (void)::unlink(partial.c_str());  // of a process that had this number and died
   const Closing file(
-      ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666));
+      ::open(partial.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, mode));
   if (file.get() < 0) return errno_status(errno, std::string(what), partial);
   Status status = write_all(file.get(), text, what, partial);
   if (status.ok() && ::fsync(file.get()) != 0) {

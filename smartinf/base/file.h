@@ -22,7 +22,9 @@ Result<std::string> read_text_file(const std::string& path, std::string_view wha
 
 /// Replaces a file's contents: writes a file of its own beside it, makes it durable, renames it. A
 /// crash leaves the old contents or the new ones. Follows no link that somebody has put in the way.
-/// Errors: as errno says, with `what` and the path.
-Status write_text_file(const std::string& path, std::string_view text, std::string_view what);
+/// mode: of the file from its first moment, less the process's umask. Errors: as errno says, with
+/// `what` and the path.
+Status write_text_file(const std::string& path, std::string_view text, std::string_view what,
+                       uint32_t mode = 0666);
 
 }  // namespace smartinf::base

@@ -93,6 +93,8 @@ std::string_view error_code_name(ErrorCode code) {
       return "timeout";
     case ErrorCode::kPermissionDenied:
       return "permission denied";
+    case ErrorCode::kUnavailable:
+      return "unavailable";
   }
   return "unknown";
 }

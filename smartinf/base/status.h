@@ -30,7 +30,9 @@ enum class ErrorCode : uint8_t {
   kCancelled,           // the user asked to stop
   kTimeout,             // no completion in the time allowed
   kPermissionDenied,    // the operating system does not let this user do it, or nobody (read-only)
+  kUnavailable,         // another machine cannot be reached, or has forgotten what it was to keep
 };
+inline constexpr ErrorCode kErrorCodeLast = ErrorCode::kUnavailable;
 
 /// The code's name as shown to users, e.g. "no space".
 std::string_view error_code_name(ErrorCode code);

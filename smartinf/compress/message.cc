@@ -407,11 +407,15 @@ void CompressedView::expand_block(uint64_t block, std::byte* out) const {
   }
 }
 
+uint32_t CompressedView::factor_scale(uint64_t run) const {
+  return (run_at(run).factors.byte() - kFactorExponents) << kFactorMantissaBits;
+}
+
 void CompressedView::read_factors(uint64_t run, uint64_t first, std::span<float> out) const {
   SI_CHECK(run < runs() && first <= factors() && out.size() <= factors() - first,
            "factors that there are");
-  const uint32_t scale = (run_at(run).factors.byte() - kFactorExponents) << kFactorMantissaBits;
-  const std::byte* code = message_.data() + runs_offset() + runs() * sizeof(FactorRun) + first;
+  const uint32_t scale = factor_scale(run);
+  const std::byte* code = message_.data() + codes_offset() + first;
   for (size_t i = 0; i < out.size(); ++i) {
     const auto bits = std::to_integer<uint32_t>(code[i]);
     out[i] = std::bit_cast<float>(bits == 0 ? 0u : (bits + scale) << kFactorCut);

@@ -189,6 +189,15 @@ class CompressedView {
   uint64_t factors_of(uint64_t run) const { return run_at(run).factors.count(); }
   uint64_t values(uint64_t block) const { return entry(block).values.count(); }
 
+  /// For who decodes elsewhere: the message, where its blocks' sections and the factors' codes begin,
+  /// and what is added to a run's codes.
+  std::span<const std::byte> bytes() const { return message_; }
+  uint64_t sections_offset() const {
+    return runs_offset() + factors_bytes(header_.factors, header_.runs);
+  }
+  uint64_t codes_offset() const { return runs_offset() + runs() * sizeof(FactorRun); }
+  uint32_t factor_scale(uint64_t run) const;
+
   /// The block's gradient with zeros where nothing was sent. Shapes: out: [block's elements] of
   /// type().
   /// Threads: pure.
@@ -208,9 +217,6 @@ class CompressedView {
   uint64_t elements_of(uint64_t block) const;
   uint64_t runs_offset() const {
     return sizeof(CompressedHeader) + blocks() * sizeof(CompressedBlock);
-  }
-  uint64_t sections_offset() const {
-    return runs_offset() + factors_bytes(header_.factors, header_.runs);
   }
   FactorRun run_at(uint64_t run) const;
   Section section(uint64_t block) const;

@@ -80,7 +80,9 @@ Status check_devices(const std::vector<engine::DeviceOptions>& devices) {
     if (device.path.empty()) {
       return wrong(path_key, "is empty", "Name a directory or a block device.");
     }
-    const std::string path = std::filesystem::path(device.path).lexically_normal().string();
+    const std::string path = engine::is_remote(device.path)
+                                 ? device.path
+                                 : std::filesystem::path(device.path).lexically_normal().string();
     const auto [other, fresh] = seen.emplace(
         std::pair(path.ends_with('/') ? path.substr(0, path.size() - 1) : path, device.rank), i);
     if (!fresh) {
@@ -88,6 +90,8 @@ Status check_devices(const std::vector<engine::DeviceOptions>& devices) {
                    "Give each device a directory of its own.");
     }
     SI_RETURN_IF_ERROR(within(numbered_key("device.threads", i), device.threads, 0, 4096));
+    SI_RETURN_IF_ERROR(engine::check_processor(device.processor)
+                           .with_context(numbered_key("device.processor", i)));
     SI_RETURN_IF_ERROR(within(numbered_key("device.bandwidth", i), device.bandwidth, 0, 1e18));
     SI_RETURN_IF_ERROR(within(numbered_key("device.internal_latency_us", i),
                               device.internal_link.latency_us, 0, kLatencyMaxUs));
@@ -135,6 +139,10 @@ Status check_recipe(const Recipe& recipe) {
                  "is set, but gradients cross the host link only with optimizer.where = \"device\"",
                  "Leave it out, or set optimizer.where = \"device\".");
   }
+  SI_RETURN_IF_ERROR(within("remote.reconnect_seconds", updater.remote.reconnect_seconds, 0, 1e6));
+  SI_RETURN_IF_ERROR(within("remote.deadline_seconds", updater.remote.deadline_seconds, 1, 1e6));
+  SI_RETURN_IF_ERROR(
+      check_bytes("remote.window", updater.remote.window_bytes, 4 * base::kMiB, uint64_t{1} << 40));
   return check_devices(updater.devices);
 }
 

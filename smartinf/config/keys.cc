@@ -45,6 +45,9 @@ constexpr std::array kSections{
     Section{"engine", "How the state is moved and stored (docs/devices.md)."},
     Section{"memory", "What stays in memory, and how much of it may be used (docs/memory.md)."},
     Section{"ranks", "Several processes that train one model together (docs/ranks.md)."},
+    Section{"remote",
+            "Devices of other machines: how this one shows who it is, and how long it waits "
+            "(docs/remote.md)."},
     Section{"device",
             "Where the state is stored: one [[device]] table for each drive. "
             "Without any, the state is stored in the run's folder."},
@@ -267,17 +270,31 @@ constexpr auto kKeys = std::to_array<Key>({
            "from the drives again. Every step still writes it; with engine.durability = \"none\" "
            "it is written only at checkpoints and at the end"),
 
-    SI_KEY("ranks.order", choice(r.options.ranks.order),
-           "order in which the gradients of a step's micro batches are added up: \"fixed\": one that "
-           "gives the same bits with any number of ranks; \"auto\": the same with several ranks, and "
-           "in one process one after the other, which takes less memory"),
+    SI_KEY(
+        "ranks.order", choice(r.options.ranks.order),
+        "order in which the gradients of a step's micro batches are added up: \"fixed\": one that "
+        "gives the same bits with any number of ranks; \"auto\": the same with several ranks, and "
+        "in one process one after the other, which takes less memory"),
     SI_KEY(
         "ranks.timeout", &r.options.ranks.timeout_s,
         "seconds that the ranks wait for one that ended, stands still or does not come; then all "
         "others end and name it"),
 
+    SI_KEY("remote.certificate", &r.updater.remote.certificate,
+           "file of this client's certificate (PEM)"),
+    SI_KEY("remote.key", &r.updater.remote.key, "file of its private key (PEM)"),
+    SI_KEY("remote.ca", &r.updater.remote.ca,
+           "file of the certificate of the authority that signed the servers' (PEM)"),
+    SI_KEY("remote.reconnect_seconds", &r.updater.remote.reconnect_seconds,
+           "seconds for which a lost connection is made again before the step is given up"),
+    SI_KEY("remote.deadline_seconds", &r.updater.remote.deadline_seconds,
+           "seconds that a server which owes an answer may be silent"),
+    SI_KEY("remote.window", ByteCount{&r.updater.remote.window_bytes},
+           "bytes on their way to one device; more make up for a slow network"),
+
     SI_DEVICE_KEY("device.path", &r.updater.devices[i].path,
-                  "directory or block device; with \"{rank}\" in it there is one such device for "
+                  "directory or block device, or grpc://HOST:PORT/NAME of another machine; with "
+                  "\"{rank}\" in it there is one such device for "
                   "each rank, with its number in the path"),
     SI_DEVICE_KEY("device.rank", RankNumber{&r.updater.devices[i].rank},
                   "number of the rank that drives the device, from 0; \"auto\": the devices are "
@@ -285,6 +302,10 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_DEVICE_KEY("device.name", &r.updater.devices[i].name, "name in messages; empty: the path"),
     SI_DEVICE_KEY("device.threads", &r.updater.devices[i].threads,
                   "threads that update; 0: the cores are divided among the devices"),
+    SI_DEVICE_KEY("device.processor", &r.updater.devices[i].processor,
+                  "what updates: \"cpu\": threads of this machine; \"opencl\": the first OpenCL "
+                  "device; \"opencl:DEVICE\": the one with that number or text in its name "
+                  "(smartinf doctor lists them)"),
     SI_DEVICE_KEY("device.bandwidth", &r.updater.devices[i].bandwidth,
                   "speed relative to the other devices, for placement; 0: measured at first use"),
     SI_DEVICE_KEY("device.capacity", ByteCount{&r.updater.devices[i].capacity_bytes},

@@ -12,6 +12,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/csd/core_pinning.h"
 #include "smartinf/csd/gradient_memory.h"
+#include "smartinf/csd/job_errors.h"
 #include "smartinf/kernels/update.h"
 
 namespace smartinf::csd {
@@ -127,11 +128,7 @@ base::Result<const std::byte*> gradient_of(const UpdateJob& job, uint64_t block)
   if (gradient.memory != nullptr &&
       !gradient.memory->verify_block(gradient.subgroup, block,
                                      {bytes, job.planes.elements(block) * element_bytes})) {
-    return Status(base::ErrorCode::kCorrupt,
-                  "block " + std::to_string(block) + " of the spilled gradient of subgroup " +
-                      std::to_string(job.planes.subgroup().id.value) + " is not what was written",
-                  "The step is aborted and can be repeated; if it happens again, the drive "
-                  "or its cable is failing.");
+    return damaged_gradient(job.planes, block);
   }
   return bytes;
 }
@@ -158,12 +155,7 @@ Status run(const UpdateJob& job, uint64_t block) {
   }
   work.weights_type = job.weights_type;
   if (compressed && job.gradient.compressed.factors() > 0) {
-    if (!kernels::takes_factored_second_moment(rule)) {
-      return Status(base::ErrorCode::kMismatch,
-                    "a message with row and column factors of its second moment for a rule without "
-                    "Adam's variance",
-                    "This is a bug in the engine; please report it.");
-    }
+    if (!kernels::takes_factored_second_moment(rule)) return factors_without_variance();
     work.second_moment = second_moment_rows(job, block);
   }
   kernels::kernels().update_block(planes.format(), work, scalars_of(job, work.element, work.count));

@@ -20,9 +20,12 @@
 #include "smartinf/csd/fake_device.h"
 #include "smartinf/csd/fault_ring.h"
 #include "smartinf/csd/local_device.h"
+#include "smartinf/csd/opencl_processor.h"
+#include "smartinf/csd/remote/test_server.h"
 #include "smartinf/csd/reverse_processor.h"
 #include "smartinf/csd/snapshot.h"
 #include "smartinf/csd/test_device.h"
+#include "smartinf/csd/test_opencl.h"
 
 namespace smartinf::csd {
 
@@ -34,7 +37,10 @@ struct Kind {
   std::string name;
   bool memory = true;            // an emulated drive; else a directory and a real ring
   bool fake = false;             // the engine's tests' own
+  bool remote = false;           // over a server within the process
   bool other_processor = false;  // ReverseProcessor
+  bool opencl = false;           // OpenClProcessor on the first device there is
+  OpenClMemory opencl_memory = OpenClMemory::kAuto;
   StateFormat format = StateFormat::kF32;
   storage::RingKind ring = storage::RingKind::kAuto;
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
@@ -146,6 +152,27 @@ inline std::vector<Kind> kinds() {
     k.durability = storage::Durability::kNone;
     k.cached = 6;
   });
+  add("remote", [](Kind& k) { k.remote = true; });
+  add("remote_local_spilled", [](Kind& k) {
+    k.remote = true;
+    k.memory = false;
+    k.spill = true;
+  });
+  add("remote_q8_half_in_memory", [](Kind& k) {
+    k.remote = true;
+    k.format = StateFormat::kQ8;
+    k.cached = 3;
+  });
+  add("remote_scratch_f32_both_ways", [](Kind& k) {
+    k.remote = true;
+    k.durability = storage::Durability::kNone;
+    k.gradient_type = k.weights_type = DataType::kF32;
+  });
+  add("remote_one_slot_naive", [](Kind& k) {
+    k.remote = true;
+    k.slots = 1;
+    k.schedule = plan::ScheduleVariant::kNaive;
+  });
   // What is left has every option, and most of them together with others.
   constexpr std::string_view kLeftOut[] = {"fake",
                                            "local",
@@ -175,9 +202,48 @@ inline std::vector<Kind> kinds() {
   return all;
 }
 
+/// Of the OpenCL processor, for the tests that are about what a processor does.
+inline std::vector<Kind> opencl_kinds() {
+  std::vector<Kind> all;
+  const auto add = [&](std::string name, auto change) {
+    Kind kind;
+    kind.name = std::move(name);
+    kind.opencl = true;
+    change(kind);
+    all.push_back(kind);
+  };
+  add("opencl", [](Kind&) {});
+  add("opencl_q8_copied_spilled", [](Kind& k) {
+    k.format = StateFormat::kQ8;
+    k.opencl_memory = OpenClMemory::kCopied;
+    k.spill = true;
+  });
+  add("opencl_bf16_f32_both_ways", [](Kind& k) {
+    k.format = StateFormat::kBf16;
+    k.gradient_type = k.weights_type = DataType::kF32;
+  });
+  add("opencl_copied_half_in_memory", [](Kind& k) {
+    k.opencl_memory = OpenClMemory::kCopied;
+    k.cached = 3;
+  });
+  add("opencl_peer_spilled", [](Kind& k) {
+    k.opencl_memory = OpenClMemory::kPeer;
+    k.spill = true;
+  });
+  add("opencl_one_slot_no_checksums", [](Kind& k) {
+    k.slots = 1;
+    k.checksums = false;
+  });
+  return all;
+}
+
 class DeviceContract : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
+    if (GetParam().opencl) {
+      if (const std::string why = no_opencl(); !why.empty()) GTEST_SKIP() << why;
+    }
+    if (GetParam().remote && !wire::has_transport()) GTEST_SKIP() << "built without gRPC";
     layout_ = test_layout(GetParam().format, GetParam().spill ? type_bytes() : 0);
     const storage::StoredSubgroup& last = layout_.subgroups.back();
     groups_ = test_groups(last.first_element + last.count);
@@ -196,6 +262,10 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     options.name = "drive-a";
     options.threads = kind.threads;
     if (kind.other_processor) options.make_processor = make_reverse_processor;
+    if (kind.opencl) {
+      options.make_processor =
+          opencl_processor({.memory = kind.opencl_memory, .pretend_peer = true});
+    }
     if (make_processor_) options.make_processor = make_processor_;
     options.slots = kind.slots;
     options.weight_read_slots = weight_read_slots_;
@@ -232,6 +302,46 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   Status run(Message message) { return driver_.run(std::move(message)); }
   Status prepare(uint64_t step) { return driver_.prepare(step); }
 
+  base::Result<std::unique_ptr<Device>> make_device(const storage::StoreLayout& layout) const {
+    return GetParam().memory ? create_emulated_device(options(), layout, *drive_)
+                             : create_local_device(options(), layout);
+  }
+  base::Result<std::unique_ptr<Device>> open_device() const {
+    return GetParam().memory ? open_emulated_device(options(), *drive_)
+                             : open_local_device(options());
+  }
+  /// What a client says of the device; the rest is options().
+  DeviceShare share() const {
+    DeviceShare share;
+    share.groups = groups_;
+    if (GetParam().sparsity.factors) share.matrices = matrices_;
+    return share;
+  }
+  /// A server for the device, and a client's way to it.
+  DeviceSource& serve() {
+    const wire::TestSource::Functions functions{
+        [this](const storage::StoreLayout& layout, const DeviceShare&) {
+          return make_device(layout);
+        },
+        [this](const DeviceShare&) { return open_device(); },
+        [this]() -> base::Result<storage::StoreSummary> {
+          return GetParam().memory ? drive_->summarize() : storage::summarize(options().path);
+        },
+        {}};
+    ServedDevice served;
+    served.name = "drive-a";
+    served.memory_bytes = uint64_t{1} << 30;
+    served.source = [functions](const SourceWishes&) {
+      return base::Result<std::unique_ptr<DeviceSource>>(
+          std::make_unique<wire::TestSource>("drive-a", functions));
+    };
+    server_ = wire::start_test_server(wire::test_server_options({served}));
+    RemoteDeviceOptions remote = wire::test_remote(server_->port(), "drive-a");
+    remote.name = "drive-a";
+    remote_ = remote_source(remote);
+    return *remote_;
+  }
+
   void create() {
     if (GetParam().fake) {
       fake_drive_ = std::make_shared<FakeDrive>();
@@ -251,8 +361,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
       ASSERT_TRUE(drive.ok()) << drive.status().to_string();
       drive_ = std::move(*drive);
     }
-    auto made = GetParam().memory ? create_emulated_device(options(), layout_, *drive_)
-                                  : create_local_device(options(), layout_);
+    auto made = GetParam().remote ? serve().create(layout_, share()) : make_device(layout_);
     ASSERT_TRUE(made.ok()) << made.status().to_string();
     device_ = std::move(*made);
     driver_.drive(*device_);
@@ -265,8 +374,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     if (GetParam().fake) {
       device_ = std::make_unique<FakeDevice>(fake_drive_, "drive-a", groups_);
     } else {
-      auto opened = GetParam().memory ? open_emulated_device(options(), *drive_)
-                                      : open_local_device(options());
+      auto opened = GetParam().remote ? remote_->open(share()) : open_device();
       ASSERT_TRUE(opened.ok()) << opened.status().to_string();
       device_ = std::move(*opened);
     }
@@ -371,6 +479,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   DeviceDriver driver_;
   std::unique_ptr<EmulatedDrive> drive_;
   std::shared_ptr<FakeDrive> fake_drive_;
+  std::unique_ptr<Server> server_;
+  std::unique_ptr<DeviceSource> remote_;
   std::unique_ptr<Device> device_;
   std::vector<std::vector<std::byte>> weights_;
 };

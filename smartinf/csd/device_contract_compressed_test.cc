@@ -167,6 +167,31 @@ TEST_P(CompressedContract, RefusesABadMessageAndLeavesTheStepAsItWas) {
 INSTANTIATE_TEST_SUITE_P(Kinds, CompressedContract, testing::ValuesIn(compressed_kinds()),
                          [](const auto& param) { return param.param.name; });
 
+std::vector<Kind> opencl_compressed_kinds() {
+  std::vector<Kind> all;
+  const auto add = [&](std::string name, TestSparsity sparsity, auto change) {
+    Kind kind;
+    kind.name = std::move(name);
+    kind.opencl = true;
+    kind.sparsity = sparsity;
+    change(kind);
+    all.push_back(kind);
+  };
+  add("opencl_bf16_factors", {.every = 100, .factors = true}, [](Kind&) {});
+  add("opencl_signs_copied_q8", {.every = 31, .factors = true, .signs = true}, [](Kind& k) {
+    k.format = StateFormat::kQ8;
+    k.opencl_memory = OpenClMemory::kCopied;
+  });
+  add("opencl_f32_peer", {.every = 64}, [](Kind& k) {
+    k.opencl_memory = OpenClMemory::kPeer;
+    k.gradient_type = DataType::kF32;
+  });
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(OpenCl, CompressedContract, testing::ValuesIn(opencl_compressed_kinds()),
+                         [](const auto& param) { return param.param.name; });
+
 /// Residuals lie behind the rule's planes; an update neither reads nor writes them.
 TEST(Residual, IsWrittenByItselfAndKeptThroughUpdates) {
   storage::StoreLayout layout = test_layout(StateFormat::kQ8, 0, 2);

@@ -174,18 +174,26 @@ TEST_P(DeviceSpool, IsGoneWhenTheDeviceIsClosedAndTheStateIsNot) {
   expect_state(reference);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Kinds, DeviceSpool, testing::ValuesIn([] {
-      std::vector<Kind> chosen;
-      for (const Kind& kind : kinds()) {
-        static constexpr std::array<std::string_view, 9> kNames = {
-            "memory",       "fake",        "local",        "local_threads_ring",    "local_spilled",
-            "behind_links", "host_update", "no_checksums", "scratch_half_in_memory"};
-        if (std::ranges::find(kNames, kind.name) != kNames.end()) chosen.push_back(kind);
-      }
-      return chosen;
-    }()),
-    [](const testing::TestParamInfo<Kind>& kind) { return kind.param.name; });
+INSTANTIATE_TEST_SUITE_P(Kinds, DeviceSpool, testing::ValuesIn([] {
+                           std::vector<Kind> chosen;
+                           for (const Kind& kind : kinds()) {
+                             static constexpr std::array<std::string_view, 10> kNames = {
+                                 "memory",
+                                 "fake",
+                                 "local",
+                                 "local_threads_ring",
+                                 "local_spilled",
+                                 "behind_links",
+                                 "host_update",
+                                 "no_checksums",
+                                 "scratch_half_in_memory",
+                                 "remote"};
+                             if (std::ranges::find(kNames, kind.name) != kNames.end())
+                               chosen.push_back(kind);
+                           }
+                           return chosen;
+                         }()),
+                         [](const testing::TestParamInfo<Kind>& kind) { return kind.param.name; });
 
 // ---- A drive that fails.
 

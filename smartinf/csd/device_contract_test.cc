@@ -339,6 +339,8 @@ INSTANTIATE_TEST_SUITE_P(Kinds, OneSlotContract, testing::ValuesIn(one_slot_kind
 
 INSTANTIATE_TEST_SUITE_P(Kinds, DeviceContract, testing::ValuesIn(kinds()),
                          [](const auto& param) { return param.param.name; });
+INSTANTIATE_TEST_SUITE_P(OpenCl, DeviceContract, testing::ValuesIn(opencl_kinds()),
+                         [](const auto& param) { return param.param.name; });
 
 }  // namespace
 }  // namespace smartinf::csd

@@ -559,7 +559,7 @@ TEST_P(WeightsContract, AClosingDeviceAnswersWhoWaits) {
 }
 
 TEST_P(WeightsContract, MemoryForReadingComesOutOfTheBudget) {
-  if (GetParam().fake) GTEST_SKIP() << "it has no memory";
+  if (GetParam().fake || GetParam().remote) GTEST_SKIP() << "it has no memory here";
   create();
   ASSERT_FALSE(HasFatalFailure());
   const uint64_t master =
@@ -583,6 +583,12 @@ TEST_P(WeightsContract, MemoryForReadingComesOutOfTheBudget) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, WeightsContract, testing::ValuesIn(kinds()),
+                         [](const auto& param) { return param.param.name; });
+INSTANTIATE_TEST_SUITE_P(OpenCl, WeightsContract, testing::ValuesIn([] {
+                           std::vector<Kind> all = opencl_kinds();
+                           all.resize(2);
+                           return all;
+                         }()),
                          [](const auto& param) { return param.param.name; });
 
 }  // namespace

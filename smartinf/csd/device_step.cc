@@ -20,6 +20,10 @@ base::Status DeviceStep::check(const Command& command) const {
   if (command.as<ReadState>() != nullptr && !parts_.store->state().initialized) {
     return csd::out_of_order("there is no committed state to read");
   }
+  const bool from_committed = command.as<Update>() != nullptr || command.as<Prefetch>() != nullptr;
+  if (from_committed && !parts_.store->state().initialized) {
+    return csd::out_of_order("there is no committed state to update");
+  }
   const bool in_step = command.as<Update>() != nullptr || command.as<WriteState>() != nullptr ||
                        command.as<Prefetch>() != nullptr;
   if (in_step && !begun()) {

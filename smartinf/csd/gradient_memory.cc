@@ -119,15 +119,19 @@ void GradientMemory::set_scratch(std::vector<std::span<std::byte>> buffers) {
   }
 }
 
-void GradientMemory::begin_step() {
+base::Status GradientMemory::begin_step() {
   const std::lock_guard lock(mutex_);
+  if (being_written_ > 0) {
+    return base::Status(base::ErrorCode::kFailedPrecondition,
+                        "a step is begun while gradients of the one before are written");
+  }
   for (Entry& entry : entries_) {
     entry.received = entry.copied = 0;
     entry.buffer = kNone;
   }
-  SI_CHECK(being_written_ == 0, "a step begun while spilled gradients are written");
   free_.resize(buffers_.size());
   std::iota(free_.begin(), free_.end(), 0u);
+  return base::Status();
 }
 
 void GradientMemory::reserve_buffers(uint32_t count) {
@@ -254,10 +258,16 @@ void GradientMemory::fail(base::Status status) {
   freed_.notify_all();
 }
 
+std::optional<storage::BlockSum> GradientMemory::expected_sum(uint32_t subgroup,
+                                                              uint64_t block) const {
+  if (!checksums_) return std::nullopt;
+  return storage::BlockSum{seed(subgroup, block), entries_[subgroup].block_checksums[block]};
+}
+
 bool GradientMemory::verify_block(uint32_t subgroup, uint64_t block,
                                   std::span<const std::byte> bytes) const {
-  return !checksums_ ||
-         base::checksum(bytes, seed(subgroup, block)) == entries_[subgroup].block_checksums[block];
+  const std::optional<storage::BlockSum> expected = expected_sum(subgroup, block);
+  return !expected || base::checksum(bytes, expected->seed) == expected->checksum;
 }
 
 uint64_t GradientMemory::seed(uint32_t subgroup, uint64_t block) const {

@@ -56,8 +56,8 @@ class GradientMemory {
   uint64_t memory_bytes() const { return memory_.size(); }
   base::DataType type() const { return type_; }
 
-  /// Forgets what was put before.
-  void begin_step();
+  /// Forgets what was put before. Errors: kFailedPrecondition while spilled gradients are written.
+  base::Status begin_step();
   /// Until the next step the first `count` buffers stay with their slots, which are in use.
   void reserve_buffers(uint32_t count);
 
@@ -93,6 +93,8 @@ class GradientMemory {
   const std::byte* data(uint32_t subgroup) const { return entries_[subgroup].memory; }
   /// Checks a block that came back from the spill area against what was put.
   bool verify_block(uint32_t subgroup, uint64_t block, std::span<const std::byte> bytes) const;
+  /// What verify_block() compares; none where checksums are off.
+  std::optional<storage::BlockSum> expected_sum(uint32_t subgroup, uint64_t block) const;
 
  private:
   static constexpr uint32_t kNone = ~0u;

@@ -227,7 +227,11 @@ void LocalDevice::submit(Command& command) {
   if (const auto* put = command.as<PutGradient>()) return put_gradient(command, *put);
   if (const auto* put = command.as<PutCompressedGradient>()) return put_gradient(command, *put);
   // Here and not when the command is served: gradients may follow at once.
-  if (command.as<BeginStep>() != nullptr) gradients_->begin_step();
+  if (command.as<BeginStep>() != nullptr) {
+    if (Status status = gradients_->begin_step(); !status.ok()) {
+      return parts_.complete(command, std::move(status));
+    }
+  }
   if (const auto* update = command.as<Update>(); update != nullptr && update->as_completed) {
     gradients_->reserve_buffers(static_cast<uint32_t>(parts_.slots_as_completed().size()));
   }

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "smartinf/base/state_format.h"
@@ -28,6 +29,21 @@ class PlaneBlocks {
   std::span<std::byte> bytes(size_t plane, uint64_t block) const;
   base::Status verify(size_t plane, uint64_t block) const;
   void seal(size_t plane, uint64_t block) const;
+
+  /// For checksums that are computed where the data are: Store::expected_sum() and so on.
+  std::optional<storage::BlockSum> expected_sum(size_t plane, uint64_t block) const {
+    return store_->expected_sum(subgroup_->id, plane, block);
+  }
+  std::optional<uint64_t> seal_seed(size_t plane, uint64_t block) const {
+    return store_->seal_seed(subgroup_->id, plane, block);
+  }
+  void seal(size_t plane, uint64_t block, uint64_t checksum) const {
+    store_->seal_block(subgroup_->id, plane, block, checksum);
+  }
+  /// Bytes from the extent's beginning, and of the whole plane.
+  uint64_t offset(size_t plane) const { return store_->plane_offset(subgroup_->id, plane); }
+  uint64_t plane_bytes(size_t plane) const { return store_->plane_bytes(subgroup_->id, plane); }
+  std::byte* extent() const { return extent_.data(); }
 
  private:
   storage::Store* store_ = nullptr;

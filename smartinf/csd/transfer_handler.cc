@@ -47,9 +47,9 @@ void TransferHandler::gradient_completed(uint32_t subgroup) {
 }
 
 base::Status TransferHandler::check(const Update& update) const {
-  uint32_t groups = 1;
+  uint64_t groups = 1;
   for (const plan::GroupSpan& span : parts_.options.groups) {
-    groups = std::max(groups, span.group + 1);
+    groups = std::max(groups, uint64_t{span.group} + 1);
   }
   if (update.scalars.size() < groups) {
     return base::Status(base::ErrorCode::kInvalidArgument,

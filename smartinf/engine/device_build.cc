@@ -7,6 +7,8 @@
 #include <utility>
 
 #include "smartinf/csd/core_pinning.h"
+#include "smartinf/csd/opencl_processor.h"
+#include "smartinf/csd/remote/options.h"
 
 namespace smartinf::engine {
 
@@ -26,7 +28,26 @@ std::shared_ptr<csd::Link> make_link(const EmulatedLink& link, std::string name,
   return made;
 }
 
+/// Null: threads of this machine.
+csd::ProcessorFactory processor_of(const DeviceOptions& device) {
+  base::Result<csd::ProcessorChoice> choice = csd::parse_processor(device.processor);
+  if (!choice.ok()) {
+    return [status = std::move(choice).status()](std::function<void(csd::Job&)>) {
+      return base::Result<std::unique_ptr<csd::Processor>>(status);
+    };
+  }
+  if (!choice->opencl) return nullptr;
+  csd::OpenClOptions options;
+  options.device = choice->device;
+  options.traffic = device.processor_traffic;
+  return csd::opencl_processor(std::move(options));
+}
+
 }  // namespace
+
+base::Status check_processor(const std::string& processor) {
+  return csd::parse_processor(processor).status();
+}
 
 csd::LocalDeviceOptions DeviceBuild::options(const UpdaterOptions& engine,
                                              const DeviceShare& share) const {
@@ -51,6 +72,7 @@ csd::LocalDeviceOptions DeviceBuild::options(const UpdaterOptions& engine,
   if (internal_link) result.links.store.push_back(internal_link);
   if (host_link && on_host) result.links.store.push_back(host_link);
   if (!on_host) result.links.host = host_link;
+  result.make_processor = processor_of(device);
   result.store.ring.kind = engine.ring;
   result.store.durability = engine.durability;
   result.store.spool_bytes = share.spool_bytes;
@@ -71,7 +93,10 @@ double DeviceBuild::internal_rate() const {
 
 std::vector<DeviceBuild> device_builds(const UpdaterOptions& options) {
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
-  const auto count = static_cast<uint32_t>(std::max<size_t>(options.devices.size(), 1));
+  // Others' cores update what is there.
+  const auto here = std::ranges::count_if(
+      options.devices, [](const DeviceOptions& device) { return !csd::is_remote(device.path); });
+  const auto count = static_cast<uint32_t>(std::max<decltype(here)>(here, 1));
   csd::Trace* trace = options.trace.get();
   const auto host_link = make_link(options.host_link, "host link", trace);
   std::vector<DeviceBuild> builds;
@@ -81,7 +106,7 @@ std::vector<DeviceBuild> device_builds(const UpdaterOptions& options) {
     build.device = device;
     if (build.device.name.empty()) build.device.name = device.path;
     build.threads = device.threads != 0 ? device.threads : std::max(1u, cores / count);
-    if (options.pin_threads && count > 1) {
+    if (options.pin_threads && count > 1 && !csd::is_remote(device.path)) {
       build.cores = shared_out.take(csd::cores_near(device.path), build.threads);
     }
     build.host_link = host_link;

@@ -359,6 +359,21 @@ Status check_rule(const kernels::RuleOptions& rule) {
       fmt::format("Choose a value from {} to 1; 1e-8 is usual.", kEpsMin));
 }
 
+/// What is here only, and what a server does its own way.
+Status check_remote(const UpdaterOptions& options) {
+  for (const DeviceOptions& device : options.devices) {
+    if (!csd::is_remote(device.path)) continue;
+    const bool emulated = device.internal_link.given() || options.host_link.given();
+    if (options.where != UpdateWhere::kHost && !emulated) continue;
+    return Status(ErrorCode::kUnsupported,
+                  fmt::format("device {} is another machine's, which updates its state itself and "
+                              "cannot be {}",
+                              device.path, emulated ? "emulated" : "read for a host update"),
+                  emulated ? "Leave the links' rates out." : "Update on the devices.");
+  }
+  return Status();
+}
+
 Status check_compression(const UpdaterOptions& options) {
   const compress::CompressOptions& compress = options.compress;
   const auto bad = [](std::string what, std::string advice) {
@@ -385,6 +400,7 @@ Status check_compression(const UpdaterOptions& options) {
 Status check_device_options(const UpdaterOptions& options, const plan::ParameterSpace& space) {
   SI_RETURN_IF_ERROR(check_rule(options.rule));
   SI_RETURN_IF_ERROR(check_compression(options));
+  SI_RETURN_IF_ERROR(check_remote(options));
   SI_RETURN_IF_ERROR(check_cache_fits(options, space));
   if (space.count() > 0) return Status();
   return Status(ErrorCode::kInvalidArgument, "the model has no parameter to train",

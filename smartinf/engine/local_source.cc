@@ -13,6 +13,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/local_device.h"
 #include "smartinf/csd/local_state.h"
+#include "smartinf/csd/remote/remote_source.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/device_build.h"
 #include "smartinf/storage/erase.h"
@@ -171,15 +172,28 @@ class LocalSource final : public DeviceSource {
 DeviceSources local_sources(const UpdaterOptions& options, bool read_only) {
   DeviceSources sources;
   for (DeviceBuild& build : device_builds(options)) {
+    if (csd::is_remote(build.device.path)) {
+      sources.push_back(csd::remote_source(
+          {build.device.path,
+           build.device.name,
+           build.device.bandwidth,
+           build.device.capacity_bytes,
+           build.device.rank,
+           options.remote,
+           {options.gradient_type, options.schedule, options.durability, options.checksums}}));
+      continue;
+    }
     sources.push_back(std::make_unique<LocalSource>(options, std::move(build), read_only));
   }
   return sources;
 }
 
-DeviceSources sources_at(const std::vector<std::string>& paths, storage::RingKind ring) {
+DeviceSources sources_at(const std::vector<std::string>& paths, storage::RingKind ring,
+                         const csd::RemoteOptions& remote) {
   UpdaterOptions options;
   options.pin_threads = false;
   options.ring = ring;
+  options.remote = remote;
   for (const std::string& path : paths) options.devices.emplace_back().path = path;
   return local_sources(options);
 }

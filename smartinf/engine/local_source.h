@@ -1,4 +1,4 @@
-// Device sources of this machine's directories and block devices.
+// Device sources of this machine's directories and block devices, and of other machines'.
 #pragma once
 
 #include <string>
@@ -9,12 +9,14 @@
 
 namespace smartinf::engine {
 
-/// One for each of options.devices, in order. Nothing is looked at or opened yet. read_only: what
-/// is opened by them can be read and nothing else, also on a file system that cannot be written to.
+/// One for each of options.devices, in order: a path that is a URL is another machine's. Nothing is
+/// looked at or opened yet. read_only: what is opened by them can be read and nothing else, also on
+/// a file system that cannot be written to.
 DeviceSources local_sources(const UpdaterOptions& options, bool read_only = false);
 
 /// Those of devices at these paths, with which nothing is trained: for their states.
 DeviceSources sources_at(const std::vector<std::string>& paths,
-                         storage::RingKind ring = storage::RingKind::kAuto);
+                         storage::RingKind ring = storage::RingKind::kAuto,
+                         const csd::RemoteOptions& remote = {});
 
 }  // namespace smartinf::engine

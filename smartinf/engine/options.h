@@ -13,16 +13,23 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/ids.h"
 #include "smartinf/base/state_format.h"
+#include "smartinf/base/status.h"
 #include "smartinf/compress/options.h"
+#include "smartinf/csd/remote/options.h"
 #include "smartinf/csd/trace.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/schedule.h"
 #include "smartinf/storage/store.h"
 
+namespace smartinf::csd {
+struct OpenClTraffic;  // opencl_processor.h
+}
+
 namespace smartinf::engine {
 
 class Collectives;  // ranks/collectives.h
+using csd::is_remote;
 
 enum class UpdateWhere : uint8_t {
   kDevice,  // SmartUpdate: state stays behind the host link
@@ -44,7 +51,7 @@ struct EmulatedLink {
 inline constexpr uint32_t kAnyRank = ~uint32_t{0};
 
 struct DeviceOptions {
-  std::string path;             // directory or block device
+  std::string path;             // directory or block device, or grpc://HOST:PORT/DEVICE
   std::string name;             // in messages; empty: the path
   uint32_t threads = 0;         // processor threads; 0: the cores shared out among the devices
   double bandwidth = 0;         // relative, for placement; 0: measured at first use
@@ -52,7 +59,15 @@ struct DeviceOptions {
   uint64_t rated_endurance_bytes = 0;  // that the drive may be written in its life; 0: not known
   EmulatedLink internal_link;          // between store and processor
   uint32_t rank = 0;                   // that drives it
+  /// "cpu", or an OpenCL device (csd::parse_processor).
+  std::string processor = "cpu";
+  /// Counts what goes between this machine's memory and the processor's; null: not counted.
+  /// shared_ptr: it is read beside the device and after it.
+  std::shared_ptr<csd::OpenClTraffic> processor_traffic;
 };
+
+/// Whether DeviceOptions::processor can be understood. Errors: kInvalidArgument with what there is.
+base::Status check_processor(const std::string& processor);
 
 struct UpdaterOptions {
   std::vector<DeviceOptions> devices;
@@ -60,6 +75,11 @@ struct UpdaterOptions {
   /// them, in the same order, and drives its own (DeviceOptions::rank). Options are the same on all
   /// ranks, and budgets those of all ranks together.
   std::shared_ptr<Collectives> collectives;
+  /// Ranks that each have a run of their own, over their part of what is trained, and make every
+  /// step with this one: all open, initialize, edit, finish_gradients() and commit alike, and get
+  /// the same errors of it; the norm is of all. Null, or a world of one: nobody. Not with
+  /// `collectives`.
+  std::shared_ptr<Collectives> peers;
   kernels::RuleOptions rule;
   base::StateFormat format = base::StateFormat::kF32;
   UpdateWhere where = UpdateWhere::kDevice;
@@ -90,14 +110,11 @@ struct UpdaterOptions {
   /// not waited for any longer. Beyond what a local drive's own watchdog takes to give up a request
   /// (five times StoreOptions::watchdog).
   std::chrono::nanoseconds device_silence_max = std::chrono::minutes(10);
-  /// Several processes share a run and decide together whether a step is committed:
-  /// Updater::commit_prepared().
-  bool external_commit = false;
-  /// The step that those processes agreed to recover to, one that each of them has committed or
-  /// prepared (storage::recovery_step's rule, over all of them); none: the devices of this one
-  /// decide.
+  /// The step to recover to, which this run's devices have committed or prepared: what its peers
+  /// have agreed on. None: the devices decide.
   std::optional<base::StepNumber> recover_to;
-  EmulatedLink host_link;  // one for all devices
+  EmulatedLink host_link;     // one for all devices
+  csd::RemoteOptions remote;  // for devices of other machines
   /// What devices and links do is recorded there; null: nowhere. Read it when the updater is gone,
   /// or between a wait_commit() and the next step.
   std::shared_ptr<csd::Trace> trace;

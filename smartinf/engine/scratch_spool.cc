@@ -35,6 +35,10 @@ storage::StoreLayout smallest_layout() {
 }
 
 Status check_place(DeviceSource& source, const std::string& path) {
+  if (csd::is_remote(path)) {
+    return Status(ErrorCode::kUnsupported, "activations without state go to this machine's drives",
+                  "Give a directory.");
+  }
   std::error_code error;
   fs::create_directories(path, error);
   if (!fs::is_directory(path)) {

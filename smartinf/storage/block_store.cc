@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/storage/leak_in_flight.h"
@@ -115,18 +116,24 @@ uint64_t BlockStore::gradient_bytes(base::SubgroupId subgroup) const {
   return geometry_.gradient_bytes(geometry_.index_of(subgroup));
 }
 
-Status BlockStore::verify_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
-                                std::span<const std::byte> bytes) const {
+std::optional<BlockSum> BlockStore::expected_sum(base::SubgroupId subgroup, size_t plane,
+                                                 uint64_t block) const {
   const size_t index = geometry_.index_of(subgroup);
   const StepNumber step = superblock().committed_step;
   const PlaneRecord found = table_.record(step, index, plane);
-  SI_CHECK(bytes.size() == geometry_.block_bytes(index, plane, block), "a block of another size");
-  if (!options_.checksums || (found.flags & kPlaneSealed) == 0) return Status();
+  if (!options_.checksums || (found.flags & kPlaneSealed) == 0) return std::nullopt;
   const BlockIdentity identity{subgroup.value, static_cast<uint32_t>(plane), block, found.slot,
                                found.step};
-  if (block_checksum(bytes, device_seed_, identity) == table_.checksum(step, index, plane, block)) {
-    return Status();
-  }
+  return BlockSum{block_seed(device_seed_, identity), table_.checksum(step, index, plane, block)};
+}
+
+Status BlockStore::verify_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
+                                std::span<const std::byte> bytes) const {
+  const size_t index = geometry_.index_of(subgroup);
+  SI_CHECK(bytes.size() == geometry_.block_bytes(index, plane, block), "a block of another size");
+  const std::optional<BlockSum> expected = expected_sum(subgroup, plane, block);
+  if (!expected || base::checksum(bytes, expected->seed) == expected->checksum) return Status();
+  const PlaneRecord found = table_.record(superblock().committed_step, index, plane);
   return Status(
       ErrorCode::kCorrupt,
       fmt::format("block {} of the {} plane of subgroup {} has a wrong checksum for step {}", block,
@@ -140,15 +147,27 @@ Status BlockStore::verify_block(base::SubgroupId subgroup, size_t plane, uint64_
                        bytes.size(), 0});
 }
 
-void BlockStore::seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
-                            std::span<const std::byte> bytes) {
-  if (!options_.checksums) return;
+std::optional<uint64_t> BlockStore::seal_seed(base::SubgroupId subgroup, size_t plane,
+                                              uint64_t block) const {
+  if (!options_.checksums) return std::nullopt;
   SI_CHECK(phase_ == StepPhase::kWriting, "a seal outside a step");
   const size_t index = geometry_.index_of(subgroup);
-  SI_CHECK(bytes.size() == geometry_.block_bytes(index, plane, block), "a block of another size");
-  const BlockIdentity identity{subgroup.value, static_cast<uint32_t>(plane), block,
-                               written_slot(index, plane), step_};
-  table_.set_checksum(step_, index, plane, block, block_checksum(bytes, device_seed_, identity));
+  return block_seed(device_seed_, {subgroup.value, static_cast<uint32_t>(plane), block,
+                                   written_slot(index, plane), step_});
+}
+
+void BlockStore::seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
+                            std::span<const std::byte> bytes) {
+  const std::optional<uint64_t> seed = seal_seed(subgroup, plane, block);
+  if (!seed) return;
+  SI_CHECK(bytes.size() == geometry_.block_bytes(geometry_.index_of(subgroup), plane, block),
+           "a block of another size");
+  seal_block(subgroup, plane, block, base::checksum(bytes, *seed));
+}
+
+void BlockStore::seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
+                            uint64_t checksum) {
+  table_.set_checksum(step_, geometry_.index_of(subgroup), plane, block, checksum);
 }
 
 Status BlockStore::read_table(StepNumber step, uint64_t bytes, uint64_t expected_checksum) {

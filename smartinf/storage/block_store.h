@@ -58,6 +58,12 @@ class BlockStore final : public Store, private IoPump::Owner {
                             std::span<const std::byte> bytes) const override;
   void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
                   std::span<const std::byte> bytes) override;
+  std::optional<BlockSum> expected_sum(base::SubgroupId subgroup, size_t plane,
+                                       uint64_t block) const override;
+  std::optional<uint64_t> seal_seed(base::SubgroupId subgroup, size_t plane,
+                                    uint64_t block) const override;
+  void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
+                  uint64_t checksum) override;
   base::Status hold(base::SubgroupId subgroup, uint32_t plane_mask) override;
   base::Status finish_flush() override;
   void begin_step(base::StepNumber step) override;

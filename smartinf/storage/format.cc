@@ -339,11 +339,15 @@ Status check_table(std::span<const std::byte> bytes, const Geometry& geometry, u
   return Status();
 }
 
-uint64_t block_checksum(std::span<const std::byte> bytes, uint64_t seed,
-                        const BlockIdentity& identity) {
+uint64_t block_seed(uint64_t seed, const BlockIdentity& identity) {
   seed = base::mix_seed(seed, (uint64_t{identity.subgroup} << 32) | identity.plane);
   seed = base::mix_seed(seed, (identity.block << 8) | identity.slot);
-  return base::checksum(bytes, base::mix_seed(seed, identity.step));
+  return base::mix_seed(seed, identity.step);
+}
+
+uint64_t block_checksum(std::span<const std::byte> bytes, uint64_t seed,
+                        const BlockIdentity& identity) {
+  return base::checksum(bytes, block_seed(seed, identity));
 }
 
 }  // namespace smartinf::storage

@@ -283,6 +283,8 @@ struct BlockIdentity {
 };
 /// Seed that stands for run and device; the start of block_checksum's.
 uint64_t device_seed(const RunId& run, uint32_t device_index);
+/// Seed of a block's checksum.
+uint64_t block_seed(uint64_t device_seed, const BlockIdentity& identity);
 uint64_t block_checksum(std::span<const std::byte> bytes, uint64_t device_seed,
                         const BlockIdentity& identity);
 

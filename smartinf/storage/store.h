@@ -44,6 +44,12 @@ struct StoredSubgroup {
 /// gives them a kind of their own here.
 enum class ChecksumKind : uint16_t { kXxh3 = 0 };
 
+/// The checksum of a block, and what it is seeded with (base::checksum).
+struct BlockSum {
+  uint64_t seed = 0;
+  uint64_t checksum = 0;
+};
+
 /// What a store is created with and keeps for life.
 struct StoreLayout {
   RunId run;
@@ -229,6 +235,15 @@ class Store {
   /// on, every block of a plane that is written must be sealed before prepare().
   virtual void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
                           std::span<const std::byte> bytes) = 0;
+  /// The same for whoever computes checksums where the data are, with the same rules for threads:
+  /// what verify_block() would compare, or nothing where it would not; and what seal_block() would
+  /// seed with, or nothing where checksums are off, to be followed by seal_block() with the result.
+  virtual std::optional<BlockSum> expected_sum(base::SubgroupId subgroup, size_t plane,
+                                               uint64_t block) const = 0;
+  virtual std::optional<uint64_t> seal_seed(base::SubgroupId subgroup, size_t plane,
+                                            uint64_t block) const = 0;
+  virtual void seal_block(base::SubgroupId subgroup, size_t plane, uint64_t block,
+                          uint64_t checksum) = 0;
   /// Durability kNone only: the new contents of these planes stay in the caller's memory in the
   /// step in progress. To the step they are written (and sealed), but the drive has older ones
   /// until a kFlush, and until finish_flush() whoever opens the store finds it torn. To be called

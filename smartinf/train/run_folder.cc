@@ -20,6 +20,7 @@
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/checkpoint_folder.h"
+#include "smartinf/engine/options.h"
 
 namespace smartinf::train {
 
@@ -66,6 +67,7 @@ std::string free_name(const std::string& path) {
 
 /// As others find it from any working directory; what lies in the folder is named from there.
 std::string in_record(const std::string& device, const fs::path& folder) {
+  if (engine::is_remote(device)) return device;
   const fs::path path = fs::absolute(device).lexically_normal();
   const fs::path within = path.lexically_relative(fs::absolute(folder).lexically_normal());
   return within.empty() || *within.begin() == ".." ? path.string() : within.string();
@@ -102,7 +104,9 @@ Result<std::optional<RunRecord>> read_run_record(const std::string& folder) {
   for (size_t i = 0; sound && i < json["devices"].size(); ++i) {
     sound = json["devices"][i].is_string();
     if (sound) {
-      record.devices.push_back((fs::path(folder) / json["devices"][i].get<std::string>()).string());
+      const auto device = json["devices"][i].get<std::string>();
+      record.devices.push_back(engine::is_remote(device) ? device
+                                                         : (fs::path(folder) / device).string());
     }
   }
   if (sound) return std::optional(std::move(record));

@@ -20,7 +20,7 @@ def flip(path, bit):
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
-@scenario(count=330, short=5)
+@scenario(count=330, short=3)
 def flips(trial):
     """One bit of one device; half of them in metadata."""
     kind = KINDS[FLIPPED[trial.index % len(FLIPPED)]]
@@ -177,7 +177,7 @@ DAMAGE = (swapped_blocks, stale_region, torn_superblocks, older_device, device_o
           missing_device, linked, linked_twice)
 
 
-@scenario(count=105, short=6)
+@scenario(count=105, short=3)
 def damage(trial):
     """Damage with a structure; every sort of it in turn."""
     kind = KINDS[trial.draw.choice(("f32", "two", "two", "topk"))]
@@ -244,7 +244,7 @@ def _odd_description(trial, text):
     return json.dumps(description).encode()
 
 
-@scenario(count=180, short=3)
+@scenario(count=180, short=2)
 def hostile(trial):
     """Metadata that nobody wrote by accident: odd numbers and texts, the checksums right."""
     kind = KINDS[trial.draw.choice(("f32", "two"))]

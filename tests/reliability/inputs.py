@@ -30,7 +30,7 @@ def _keys(machine):
     return machine.once("keys", make)
 
 
-@scenario(count=220, short=3)
+@scenario(count=220, short=2)
 def odd_recipes(trial):
     """A value of a recipe that is odd in size, sign, type or length; or a recipe that is none."""
     machine, draw = trial.machine, trial.draw

@@ -93,7 +93,7 @@ def calls_of_training(machine, kind, begun):
                    lambda root: machine.train_words(kind, root / "run"))
 
 
-@scenario(count=400, short=5)
+@scenario(count=400, short=3)
 def system_errors(trial):
     """One call of a training run fails, is short, or does something else than it says; or all from there."""
     machine, draw = trial.machine, trial.draw
@@ -162,7 +162,7 @@ def recorded(machine, name, before, words_in, expected=(0,)):
     return machine.once((name, "recorded"), make)
 
 
-@scenario(count=120, short=3)
+@scenario(count=120, short=2)
 def power_cut(trial):
     """Training loses power at any write or sync: what was not synced is lost, kept or torn."""
     machine, draw = trial.machine, trial.draw

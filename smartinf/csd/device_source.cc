@@ -1,6 +1,6 @@
-#include "smartinf/engine/device_source.h"
+#include "smartinf/csd/device_source.h"
 
-namespace smartinf::engine {
+namespace smartinf::csd {
 
 using base::Result;
 
@@ -21,13 +21,13 @@ Result<storage::CheckReport> DeviceSource::check(
   return unsupported(*this);
 }
 
-Result<std::unique_ptr<csd::Snapshot>> DeviceSource::snapshot(storage::ReaderLock) {
+Result<std::unique_ptr<Snapshot>> DeviceSource::snapshot(storage::ReaderLock) {
   return unsupported(*this);
 }
 
-Result<std::unique_ptr<csd::NewState>> DeviceSource::create_state(const storage::StoreLayout&,
-                                                                  const csd::NewStateOptions&) {
+Result<std::unique_ptr<NewState>> DeviceSource::create_state(const storage::StoreLayout&,
+                                                             const NewStateOptions&) {
   return unsupported(*this);
 }
 
-}  // namespace smartinf::engine
+}  // namespace smartinf::csd

@@ -1,0 +1,235 @@
+// `smartinf serve`: makes this machine's drives and cores devices for other machines.
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <ctime>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
+#include "smartinf/csd/certificates/certificates.h"
+#include "smartinf/csd/metrics/metrics_endpoint.h"
+#include "smartinf/csd/remote/server.h"
+#include "smartinf/engine/local_source.h"
+
+#include "apps/smartinf/commands.h"
+#include "apps/smartinf/drive_watch.h"
+#include "apps/smartinf/interrupt.h"
+#include "apps/smartinf/machine.h"
+#include "apps/smartinf/serve_file.h"
+#include "apps/smartinf/serve_metrics.h"
+
+namespace smartinf::apps {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+/// Days before its certificate expires from which a server says so when it starts.
+constexpr int64_t kSoonDays = 30;
+
+/// One line of text for each message, whatever a client has put into it.
+std::string one_line(std::string_view text) {
+  std::string out;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    out += byte < 0x20 || byte == 0x7f ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
+  }
+  return out;
+}
+
+/// Who did what and when, on standard error: the log of a server is all that is left of it.
+void install_server_log() {
+  base::set_log_sink([](base::LogLevel level, std::string_view message) {
+    if (level == base::LogLevel::kDebug) return;
+    const char* word = level == base::LogLevel::kWarning ? "warning" : "info";
+    fmt::print(stderr, "{:%Y-%m-%dT%H:%M:%SZ} {}: {}\n", fmt::gmtime(::time(nullptr)), word,
+               one_line(message));
+  });
+}
+
+/// What is left to the server to choose, and what has to be there before anything is offered.
+Status complete(ServeFile& file) {
+  const auto count = static_cast<uint32_t>(file.devices.size());
+  const MemoryFacts memory = memory_facts();
+  const uint64_t usable =
+      std::min(memory.available_bytes, memory.cgroup_limit_bytes.value_or(~uint64_t{0})) / 2;
+  for (ServeDevice& device : file.devices) {
+    std::error_code error;
+    if (!std::filesystem::is_directory(device.path, error) &&
+        !std::filesystem::is_block_file(device.path, error)) {
+      return Status(ErrorCode::kNotFound,
+                    fmt::format("device {}: there is no directory or block device", device.name),
+                    "Make the directory, or mount the drive, before it is served.",
+                    base::ErrorPlace{device.path, {}, {}, 0});
+    }
+    if (::access(device.path.c_str(), R_OK | W_OK) != 0) {
+      return base::errno_status(errno, fmt::format("device {} cannot be used", device.name),
+                                device.path, {}, {}, "Give it to the user that runs the server.");
+    }
+    if (device.threads == 0) device.threads = std::max(1u, cpu_facts().cores_allowed / count);
+    if (device.memory_bytes == 0) device.memory_bytes = usable / count;
+  }
+  return Status();
+}
+
+csd::ServedDevice served(const ServeDevice& device) {
+  csd::ServedDevice result;
+  result.name = device.name;
+  if (std::ranges::find(device.clients, "*") == device.clients.end()) {
+    result.clients = device.clients;
+  }
+  result.memory_bytes = device.memory_bytes;
+  result.quota_bytes = device.quota_bytes;
+  result.source =
+      [device](const csd::SourceWishes& wishes) -> Result<std::unique_ptr<csd::DeviceSource>> {
+    engine::UpdaterOptions options;
+    engine::DeviceOptions& local = options.devices.emplace_back();
+    local.path = device.path;
+    local.name = device.name;
+    local.threads = device.threads;
+    local.bandwidth = device.bandwidth;
+    options.gradient_type = wishes.gradient_type;
+    options.schedule = wishes.schedule;
+    options.durability = wishes.durability;
+    options.checksums = wishes.checksums;
+    options.pin_threads = false;
+    return std::move(engine::local_sources(options).front());
+  };
+  return result;
+}
+
+/// Whether the drives are still there.
+Status health(const ServeFile& file) {
+  for (const ServeDevice& device : file.devices) {
+    if (::access(device.path.c_str(), R_OK | W_OK) != 0) {
+      return base::errno_status(errno, fmt::format("device {} cannot be used", device.name),
+                                device.path);
+    }
+  }
+  return Status();
+}
+
+int run_serve(const std::string& path) {
+  if (!csd::wire::has_transport()) {
+    return report(Status(ErrorCode::kUnsupported, "this build was made without gRPC",
+                         "Install libgrpc++-dev and libssl-dev (Debian, Ubuntu) and build again."));
+  }
+  csd::prepare_to_serve();  // before there are threads
+  Result<ServeFile> file = read_serve_file(path);
+  if (!file.ok()) {
+    const bool usage = file.status().code() == ErrorCode::kInvalidArgument;
+    return report(file.status(), usage ? kExitUsage : kExitFailed);
+  }
+  if (const Status status = complete(*file); !status.ok()) return report(status);
+  const auto credentials = csd::read_credentials({file->certificate, file->key, file->ca},
+                                                 csd::CertificateRole::kServer);
+  if (!credentials.ok()) return report(credentials.status());
+
+  const Interrupt interrupt("stopping: steps that are being committed are finished");
+  install_server_log();
+  const int64_t until_s = credentials->facts.until_s;
+  const auto started_s = static_cast<double>(::time(nullptr));
+  if (until_s - ::time(nullptr) < kSoonDays * 86400) {
+    base::log(base::LogLevel::kWarning,
+              fmt::format("the server's certificate expires on {}", csd::utc_text(until_s)));
+  }
+
+  csd::ServerOptions options;
+  options.listen.address = file->listen;
+  options.listen.certificate = file->certificate;
+  options.listen.key = file->key;
+  options.listen.ca = file->ca;
+  options.listen.keepalive_seconds = file->keepalive_seconds;
+  options.lease_seconds = file->lease_seconds;
+  std::unique_ptr<csd::RevocationList> revoked;
+  if (!file->revoked.empty()) {
+    auto read = csd::RevocationList::open(file->revoked, file->ca);
+    if (!read.ok()) return report(read.status());
+    revoked = std::move(*read);
+    options.revoked = [list = revoked.get()](const csd::wire::Peer& peer) {
+      return list->is_revoked(peer.certificate);
+    };
+  }
+  std::vector<std::string> paths;
+  for (const ServeDevice& device : file->devices) {
+    options.devices.push_back(served(device));
+    paths.push_back(device.path);
+  }
+  const DriveWatch drives(std::move(paths));
+  Result<std::unique_ptr<csd::Server>> server = csd::Server::start(std::move(options));
+  if (!server.ok()) return report(server.status());
+
+  std::unique_ptr<csd::MetricsEndpoint> metrics;
+  if (!file->metrics.empty()) {
+    csd::MetricsOptions metrics_options;
+    metrics_options.listen = file->metrics;
+    auto started = csd::MetricsEndpoint::start(
+        metrics_options, {[&] {
+                            return csd::metrics_text(collect_metrics(
+                                **server, *file, drives, started_s, static_cast<double>(until_s)));
+                          },
+                          [&] { return health(*file); }});
+    if (!started.ok()) return report(started.status());
+    metrics = std::move(*started);
+  }
+
+  const std::string host = file->listen.substr(0, file->listen.rfind(':'));
+  for (const ServeDevice& device : file->devices) {
+    std::printf("device %s: %s, %u threads, %s of memory, for %s\n", device.name.c_str(),
+                device.path.c_str(), device.threads,
+                base::format_bytes(device.memory_bytes).c_str(),
+                fmt::format("{}", fmt::join(device.clients, ", ")).c_str());
+  }
+  std::printf(
+      "serving at %s:%u%s\n", host.c_str(), (*server)->port(),
+      metrics == nullptr ? "" : (", metrics at http://" + metrics->address() + "/metrics").c_str());
+  std::fflush(stdout);
+
+  std::mutex mutex;
+  std::condition_variable_any stopped;
+  std::unique_lock hold(mutex);
+  stopped.wait(hold, interrupt.token(), [] { return false; });
+  metrics.reset();
+  for (const std::string& line : (*server)->stop()) std::printf("%s\n", line.c_str());
+  std::printf("stopped\n");
+  return kExitDone;
+}
+
+}  // namespace
+
+void add_serve(CLI::App& app, Run& run) {
+  CLI::App* command =
+      app.add_subcommand("serve", "Offer this machine's drives and cores to trainings elsewhere");
+  auto path = std::make_shared<std::string>();
+  command->add_option("file", *path, "What is offered, to whom and where: a TOML file")
+      ->required()
+      ->type_name("SERVE.toml");
+  command->footer(
+      "Clients name a device as grpc://HOST:PORT/NAME. They need a certificate of the same "
+      "authority\n"
+      "(smartinf certificates) whose name the device's list of clients has. Ctrl-C and SIGTERM "
+      "stop\n"
+      "the server: a step that is being committed is finished, another one is aborted.\n\n"
+      "The file, in short (docs/remote.md has all keys):\n"
+      "  certificate = \"nas/certificate.pem\"\n"
+      "  key = \"nas/key.pem\"\n"
+      "  ca = \"nas/ca.pem\"\n"
+      "  [[device]]\n"
+      "  name = \"fast0\"\n"
+      "  path = \"/srv/smartinf/fast0\"\n"
+      "  clients = [\"gpu1\"]\n\n"
+      "Examples:\n"
+      "  smartinf serve serve.toml");
+  command->callback([path, &run] { run = [path] { return run_serve(*path); }; });
+}
+
+}  // namespace smartinf::apps

@@ -1,0 +1,19 @@
+// What a server and its drives say of themselves, for the metrics page.
+#pragma once
+
+#include <string>
+
+#include "smartinf/csd/metrics/server_metrics.h"
+#include "smartinf/csd/remote/server.h"
+
+#include "apps/smartinf/drive_watch.h"
+#include "apps/smartinf/serve_file.h"
+
+namespace smartinf::apps {
+
+/// started_s, certificate_until_s: seconds since 1970. The drives in the order of the file.
+csd::ServerMetrics collect_metrics(const csd::Server& server, const ServeFile& file,
+                                   const DriveWatch& drives, double started_s,
+                                   double certificate_until_s);
+
+}  // namespace smartinf::apps

@@ -1,0 +1,265 @@
+#include "smartinf/csd/metrics/metrics_endpoint.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <list>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include <fmt/format.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include "smartinf/csd/metrics/http_request.h"
+#include "smartinf/storage/file_descriptor.h"
+
+namespace smartinf::csd {
+
+using base::ErrorCode;
+using base::ErrorPlace;
+using base::Result;
+using base::Status;
+using storage::FileDescriptor;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Status listen_error(int system_errno, const std::string& address) {
+  if (system_errno == EADDRINUSE) {
+    return Status(ErrorCode::kBusy, "the port of the metrics is in use by another process",
+                  "Choose another port, or stop that process.", ErrorPlace{address, {}, {}, 0});
+  }
+  return base::errno_status(system_errno, "cannot listen for requests of metrics", address, {}, {},
+                            "It must be an address of this machine and a port that is free.");
+}
+
+/// "host:port" or "[IPv6]:port".
+Result<std::pair<std::string, std::string>> split(const std::string& listen) {
+  const size_t colon = listen.rfind(':');
+  std::string host = listen.substr(0, colon == std::string::npos ? 0 : colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  } else if (host.find(':') != std::string::npos) {
+    host.clear();
+  }
+  std::string port = colon == std::string::npos ? "" : listen.substr(colon + 1);
+  const bool digits = !port.empty() && port.size() <= 5 &&
+                      port.find_first_not_of("0123456789") == std::string::npos;
+  if (host.empty() || !digits || std::stoul(port) > 65535) {
+    return Status(ErrorCode::kInvalidArgument,
+                  "'" + listen + "' is no address for metrics: expected host:port",
+                  "For example 127.0.0.1:9464, 0.0.0.0:9464 or [::1]:9464.");
+  }
+  return std::pair(host, port);
+}
+
+std::string text_of(const sockaddr_storage& address, socklen_t length) {
+  std::array<char, NI_MAXHOST> host{};
+  std::array<char, NI_MAXSERV> port{};
+  if (::getnameinfo(reinterpret_cast<const sockaddr*>(&address), length, host.data(), host.size(),
+                    port.data(), port.size(), NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    return {};
+  }
+  return address.ss_family == AF_INET6 ? fmt::format("[{}]:{}", host.data(), port.data())
+                                       : fmt::format("{}:{}", host.data(), port.data());
+}
+
+Result<FileDescriptor> listening_socket(const std::string& listen) {
+  SI_ASSIGN_OR_RETURN(const auto parts, split(listen));
+  addrinfo wanted{};
+  wanted.ai_socktype = SOCK_STREAM;
+  wanted.ai_flags = AI_PASSIVE;
+  addrinfo* found = nullptr;
+  if (const int error = ::getaddrinfo(parts.first.c_str(), parts.second.c_str(), &wanted, &found);
+      error != 0) {
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("'{}' is no address for metrics: {}", listen, ::gai_strerror(error)));
+  }
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, ::freeaddrinfo);
+  FileDescriptor socket(
+      ::socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, found->ai_protocol));
+  const int on = 1;
+  if (!socket.is_open() ||
+      ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
+      ::bind(socket.get(), found->ai_addr, found->ai_addrlen) != 0 ||
+      ::listen(socket.get(), 64) != 0) {
+    return listen_error(errno, listen);
+  }
+  return socket;
+}
+
+struct Exchange {
+  FileDescriptor socket;
+  Clock::time_point deadline;
+  std::string request;
+  std::string response;  // not empty: being sent
+  size_t sent_bytes = 0;
+};
+
+class ThreadEndpoint final : public MetricsEndpoint {
+ public:
+  ThreadEndpoint(const MetricsOptions& options, Sources sources, FileDescriptor listener,
+                 FileDescriptor wake, std::string address)
+      : options_(options),
+        sources_(std::move(sources)),
+        listener_(std::move(listener)),
+        wake_(std::move(wake)),
+        address_(std::move(address)),
+        thread_([this](const std::stop_token& stop) { run(stop); }) {
+    (void)::pthread_setname_np(thread_.native_handle(), "si-metrics");
+  }
+  ~ThreadEndpoint() override {
+    thread_.request_stop();
+    const uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+  }
+
+  const std::string& address() const override { return address_; }
+
+ private:
+  void run(const std::stop_token& stop);
+  int wait_ms() const;
+  void accept_all();
+  /// False: the exchange has ended.
+  bool go_on(Exchange& exchange);
+  bool receive(Exchange& exchange);
+  std::string answer(const HttpRequest& request);
+
+  const MetricsOptions options_;
+  const Sources sources_;
+  const FileDescriptor listener_;
+  const FileDescriptor wake_;
+  const std::string address_;
+  std::list<Exchange> exchanges_;  // at most connections_max; of the thread
+  Clock::time_point accept_again_{};
+  std::jthread thread_;  // the last: it uses all others
+};
+
+void ThreadEndpoint::run(const std::stop_token& stop) {
+  std::vector<pollfd> polled;
+  while (!stop.stop_requested()) {
+    // Who comes when all places are taken waits in the kernel's queue until one is free.
+    const bool room = exchanges_.size() < options_.connections_max && Clock::now() >= accept_again_;
+    polled.assign(1, pollfd{wake_.get(), POLLIN, 0});
+    polled.push_back(pollfd{room ? listener_.get() : -1, POLLIN, 0});
+    for (const Exchange& exchange : exchanges_) {
+      const short events = exchange.response.empty() ? POLLIN : POLLOUT;
+      polled.push_back(pollfd{exchange.socket.get(), events, 0});
+    }
+    if (::poll(polled.data(), polled.size(), wait_ms()) < 0 && errno != EINTR) return;
+    size_t at = 2;
+    for (auto exchange = exchanges_.begin(); exchange != exchanges_.end(); ++at) {
+      const bool ready = polled[at].revents != 0;
+      const bool open = (!ready || go_on(*exchange)) && Clock::now() < exchange->deadline;
+      exchange = open ? std::next(exchange) : exchanges_.erase(exchange);
+    }
+    if ((polled[1].revents & POLLIN) != 0) accept_all();
+  }
+}
+
+int ThreadEndpoint::wait_ms() const {
+  std::optional<Clock::time_point> next;
+  if (Clock::now() < accept_again_) next = accept_again_;
+  for (const Exchange& exchange : exchanges_)
+    next = std::min(next.value_or(exchange.deadline), exchange.deadline);
+  if (!next) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now());
+  return static_cast<int>(std::max<int64_t>(0, left.count()));
+}
+
+void ThreadEndpoint::accept_all() {
+  while (exchanges_.size() < options_.connections_max) {
+    FileDescriptor socket(
+        ::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!socket.is_open()) {
+      // Out of descriptors or memory: the queue stays readable, so look again a little later.
+      const bool nobody = errno == EAGAIN || errno == EWOULDBLOCK;
+      if (!nobody && errno != ECONNABORTED && errno != EINTR) {
+        accept_again_ = Clock::now() + std::chrono::milliseconds(100);
+      }
+      return;
+    }
+    Exchange& exchange = exchanges_.emplace_back();
+    exchange.socket = std::move(socket);
+    exchange.deadline = Clock::now() + options_.exchange_timeout;
+  }
+}
+
+bool ThreadEndpoint::go_on(Exchange& exchange) {
+  if (exchange.response.empty() && !receive(exchange)) return false;
+  while (exchange.sent_bytes < exchange.response.size()) {
+    const ssize_t sent =
+        ::send(exchange.socket.get(), exchange.response.data() + exchange.sent_bytes,
+               exchange.response.size() - exchange.sent_bytes, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) return errno == EAGAIN || errno == EWOULDBLOCK;
+    exchange.sent_bytes += static_cast<size_t>(sent);
+  }
+  if (exchange.response.empty()) return true;
+  // What is unread would make the kernel reset the connection, and the peer lose the response.
+  ::shutdown(exchange.socket.get(), SHUT_WR);
+  std::array<char, 4096> ignored;
+  (void)!::recv(exchange.socket.get(), ignored.data(), ignored.size(), 0);
+  return false;
+}
+
+bool ThreadEndpoint::receive(Exchange& exchange) {
+  std::array<char, 2048> piece;
+  const ssize_t got = ::recv(exchange.socket.get(), piece.data(), piece.size(), 0);
+  if (got < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
+  if (got == 0) return false;
+  exchange.request.append(piece.data(), static_cast<size_t>(got));
+  const HttpRequest request = parse_http_request(exchange.request);
+  if (request.state == HttpRequest::State::kMalformed) {
+    exchange.response = http_response(400, "text/plain", "this is no HTTP request\n");
+  } else if (request.state == HttpRequest::State::kComplete) {
+    exchange.response = answer(request);
+  } else if (exchange.request.size() > options_.request_bytes_max) {
+    exchange.response = http_response(431, "text/plain", "the request is too long\n");
+  }
+  return true;
+}
+
+std::string ThreadEndpoint::answer(const HttpRequest& request) {
+  const bool get = request.method == "GET";
+  if (!get && request.method != "HEAD") {
+    return http_response(405, "text/plain", "only GET and HEAD\n");
+  }
+  if (request.path == "/metrics") {
+    return http_response(200, "text/plain; version=0.0.4; charset=utf-8", sources_.metrics(), get);
+  }
+  if (request.path == "/healthz") {
+    const Status health = sources_.health();
+    return http_response(health.ok() ? 200 : 503, "text/plain; charset=utf-8",
+                         health.ok() ? "ok\n" : health.to_string() + "\n", get);
+  }
+  return http_response(404, "text/plain", "here are /metrics and /healthz\n", get);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<MetricsEndpoint>> MetricsEndpoint::start(const MetricsOptions& options,
+                                                                Sources sources) {
+  SI_CHECK(sources.metrics && sources.health, "metrics without sources");
+  SI_CHECK(options.connections_max > 0 && options.request_bytes_max > 0, "metrics without room");
+  SI_ASSIGN_OR_RETURN(FileDescriptor listener, listening_socket(options.listen));
+  sockaddr_storage bound{};
+  socklen_t length = sizeof(bound);
+  FileDescriptor wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0 ||
+      !wake.is_open()) {
+    return listen_error(errno, options.listen);
+  }
+  std::string address = text_of(bound, length);
+  return std::unique_ptr<MetricsEndpoint>(std::make_unique<ThreadEndpoint>(
+      options, std::move(sources), std::move(listener), std::move(wake), std::move(address)));
+}
+
+}  // namespace smartinf::csd

@@ -1,0 +1,28 @@
+#include "smartinf/csd/remote/grpc_log.h"
+
+#include <atomic>
+#include <string>
+
+#include <grpc/support/log.h>
+
+#include "smartinf/base/log.h"
+
+namespace smartinf::csd::wire {
+namespace {
+
+std::atomic<bool> warns{false};
+
+void log_line(gpr_log_func_args* line) {
+  const bool warning = line->severity == GPR_LOG_SEVERITY_ERROR && warns;
+  base::log(warning ? base::LogLevel::kWarning : base::LogLevel::kDebug,
+            std::string("gRPC: ") + line->message);
+}
+
+}  // namespace
+
+void take_grpc_log(bool listening) {
+  if (listening) warns = true;
+  gpr_set_log_function(log_line);
+}
+
+}  // namespace smartinf::csd::wire

@@ -1,0 +1,25 @@
+// Remote states as a whole: Snapshot and NewState over a conversation.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "smartinf/csd/remote/conversation.h"
+#include "smartinf/csd/snapshot.h"
+
+namespace smartinf::csd::wire {
+
+/// session: of the device, where this process has it open.
+base::Result<std::unique_ptr<Snapshot>> open_remote_snapshot(const std::string& name,
+                                                             const Endpoint& endpoint,
+                                                             const RemoteOptions& options,
+                                                             storage::ReaderLock lock,
+                                                             std::optional<SessionId> session);
+
+base::Result<std::unique_ptr<NewState>> create_remote_state(const Endpoint& endpoint,
+                                                            const RemoteOptions& options,
+                                                            const storage::StoreLayout& layout,
+                                                            const NewStateOptions& state_options);
+
+}  // namespace smartinf::csd::wire

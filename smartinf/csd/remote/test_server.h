@@ -1,0 +1,110 @@
+// A server within the test's process, with certificates of its own, and sources of what it serves.
+// For tests.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "smartinf/base/check.h"
+#include "smartinf/base/test_scratch.h"
+#include "smartinf/csd/device_source.h"
+#include "smartinf/csd/remote/remote_source.h"
+#include "smartinf/csd/remote/server.h"
+#include "smartinf/csd/remote/test_certificates.h"
+
+namespace smartinf::csd::wire {
+
+/// Before any thread.
+inline const bool prepared = (prepare_to_serve(), true);
+
+/// A source of whatever a test makes.
+class TestSource final : public DeviceSource {
+ public:
+  using Made = base::Result<std::unique_ptr<Device>>;
+  struct Functions {
+    std::function<Made(const storage::StoreLayout&, const DeviceShare&)> create;
+    std::function<Made(const DeviceShare&)> open;
+    std::function<base::Result<storage::StoreSummary>()> summarize;
+    std::function<void()> erase;
+  };
+  TestSource(std::string name, Functions functions)
+      : name_(std::move(name)), functions_(std::move(functions)) {}
+
+  const std::string& name() const override { return name_; }
+  std::string place() const override { return name_; }
+  base::Result<std::optional<storage::StoreState>> peek() override {
+    auto summary = functions_.summarize();
+    if (summary.ok()) return std::optional(summary->state);
+    if (summary.status().code() == base::ErrorCode::kNotFound) {
+      return std::optional<storage::StoreState>();
+    }
+    return std::move(summary).status();
+  }
+  base::Result<storage::StoreSummary> summarize() override { return functions_.summarize(); }
+  base::Result<double> bandwidth() override { return 1e9; }
+  base::Result<uint64_t> capacity_bytes() override { return uint64_t{1} << 40; }
+  Made create(const storage::StoreLayout& layout, const DeviceShare& share) override {
+    return functions_.create(layout, share);
+  }
+  Made open(const DeviceShare& share) override { return functions_.open(share); }
+  base::Status erase() override {
+    if (functions_.erase) functions_.erase();
+    return base::Status();
+  }
+
+ private:
+  const std::string name_;
+  const Functions functions_;
+};
+
+/// Every server of the process under the same authority, which takes some milliseconds to make.
+struct TestTrust {
+  base::Scratch scratch;
+  TestAuthority authority{scratch.path().string()};
+  TestCertificate server = authority.issue({"server", "localhost", true});
+  TestCertificate client = authority.issue({"trainer", "", false});
+
+  static const TestTrust& shared() {
+    static const TestTrust trust;
+    return trust;
+  }
+  RemoteOptions options() const {
+    RemoteOptions options;
+    options.certificate = client.certificate;
+    options.key = client.key;
+    options.ca = authority.ca();
+    options.reconnect_seconds = 20;
+    options.deadline_seconds = 60;
+    return options;
+  }
+};
+
+inline ServerOptions test_server_options(std::vector<ServedDevice> devices) {
+  const TestTrust& trust = TestTrust::shared();
+  ServerOptions options;
+  options.listen.address = "localhost:0";
+  options.listen.certificate = trust.server.certificate;
+  options.listen.key = trust.server.key;
+  options.listen.ca = trust.authority.ca();
+  options.listen.keepalive_seconds = 1;
+  options.devices = std::move(devices);
+  return options;
+}
+
+inline std::unique_ptr<Server> start_test_server(ServerOptions options) {
+  auto server = Server::start(std::move(options));
+  SI_CHECK(server.ok(), server.status().to_string());
+  return std::move(*server);
+}
+
+inline RemoteDeviceOptions test_remote(uint16_t port, const std::string& device) {
+  RemoteDeviceOptions options;
+  options.url = "grpc://localhost:" + std::to_string(port) + "/" + device;
+  options.remote = TestTrust::shared().options();
+  return options;
+}
+
+}  // namespace smartinf::csd::wire

@@ -1,0 +1,187 @@
+// How values are written into a frame's head and read out of it: little-endian, one function for
+// both directions, so that they cannot differ. What is read is not believed: every length is
+// compared with what is left of the frame before memory is taken for it.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace smartinf::csd::wire {
+
+static_assert(std::endian::native == std::endian::little, "values are sent as they are in memory");
+
+/// An enumeration as it is sent: the receiver refuses values from `count` on.
+template <typename E>
+struct Choice {
+  E& value;
+  uint8_t count;
+};
+template <typename E>
+Choice<E> choice(E& value, E last) {
+  return {value, static_cast<uint8_t>(static_cast<uint8_t>(last) + 1)};
+}
+
+class Writer {
+ public:
+  static constexpr bool kReads = false;
+
+  template <typename... T>
+  void operator()(T&&... values) {
+    (put(values), ...);
+  }
+  std::vector<std::byte> take() { return std::move(bytes_); }
+
+ private:
+  void put_raw(const void* data, size_t size) {
+    const auto* from = static_cast<const std::byte*>(data);
+    bytes_.insert(bytes_.end(), from, from + size);
+  }
+  template <typename T>
+  requires(std::is_arithmetic_v<T>) void put(const T& value) { put_raw(&value, sizeof value); }
+  template <typename E>
+  void put(const Choice<E>& choice) {
+    put(static_cast<uint8_t>(choice.value));
+  }
+  void put(const std::string& text) {
+    put(static_cast<uint32_t>(text.size()));
+    put_raw(text.data(), text.size());
+  }
+  template <typename T>
+  void put(const std::vector<T>& list) {
+    put(static_cast<uint32_t>(list.size()));
+    for (const T& item : list) put(item);
+  }
+  template <typename T, size_t N>
+  void put(const std::array<T, N>& list) {
+    for (const T& item : list) put(item);
+  }
+  template <typename T>
+  void put(const std::optional<T>& maybe) {
+    put(maybe.has_value());
+    if (maybe) put(*maybe);
+  }
+  template <typename... T>
+  void put(const std::variant<T...>& one) {
+    put(static_cast<uint8_t>(one.index()));
+    std::visit([this](const auto& value) { put(value); }, one);
+  }
+  /// A struct: describe() names its members.
+  template <typename T>
+  requires(std::is_class_v<T>) void put(const T& value) {
+    describe(*this, const_cast<T&>(value));  // reads only
+  }
+
+  std::vector<std::byte> bytes_;
+};
+
+class Reader {
+ public:
+  static constexpr bool kReads = true;
+
+  explicit Reader(std::span<const std::byte> bytes) : left_(bytes) {}
+
+  template <typename... T>
+  void operator()(T&&... values) {
+    (get(values), ...);
+  }
+  /// All of it was read, and all was right. What was read otherwise must not be used.
+  bool done() const { return ok_ && left_.empty(); }
+  void fail() {
+    ok_ = false;
+    left_ = {};
+  }
+
+ private:
+  bool get_raw(void* data, size_t size) {
+    if (left_.size() < size) {
+      fail();
+      return false;
+    }
+    std::memcpy(data, left_.data(), size);
+    left_ = left_.subspan(size);
+    return true;
+  }
+  void get(bool& value) {
+    uint8_t byte = 0;
+    get(byte);
+    if (byte > 1) fail();
+    value = byte == 1;
+  }
+  template <typename T>
+  requires(std::is_arithmetic_v<T> && !std::same_as<T, bool>) void get(T& value) {
+    if (!get_raw(&value, sizeof value)) value = T{};
+  }
+  template <typename E>
+  void get(Choice<E>& choice) {
+    uint8_t value = 0;
+    get(value);
+    if (value >= choice.count) {
+      fail();
+      value = 0;
+    }
+    choice.value = static_cast<E>(value);
+  }
+  void get(std::string& text) {
+    uint32_t size = 0;
+    get(size);
+    if (size > left_.size()) return fail();
+    text.assign(reinterpret_cast<const char*>(left_.data()), size);
+    left_ = left_.subspan(size);
+  }
+  template <typename T>
+  void get(std::vector<T>& list) {
+    uint32_t size = 0;
+    get(size);
+    // Every item has a byte at least; the list grows only while there is something left.
+    if (size > left_.size()) return fail();
+    list.clear();
+    for (uint32_t i = 0; i < size && ok_; ++i) get(list.emplace_back());
+    if (!ok_) list.clear();
+  }
+  template <typename T, size_t N>
+  void get(std::array<T, N>& list) {
+    for (T& item : list) get(item);
+  }
+  template <typename T>
+  void get(std::optional<T>& maybe) {
+    bool there = false;
+    get(there);
+    maybe.reset();
+    if (there) get(maybe.emplace());
+  }
+  template <typename... T>
+  void get(std::variant<T...>& one) {
+    uint8_t index = 0;
+    get(index);
+    if (!ok_ || index >= sizeof...(T)) return fail();
+    get_alternative<0>(one, index);
+  }
+  template <size_t I, typename... T>
+  void get_alternative(std::variant<T...>& one, uint8_t index) {
+    if constexpr (I < sizeof...(T)) {
+      if (index == I) {
+        get(one.template emplace<I>());
+      } else {
+        get_alternative<I + 1>(one, index);
+      }
+    }
+  }
+  template <typename T>
+  requires(std::is_class_v<T>) void get(T& value) { describe(*this, value); }
+
+  std::span<const std::byte> left_;
+  bool ok_ = true;
+};
+
+}  // namespace smartinf::csd::wire

@@ -1,0 +1,142 @@
+// The engine over devices of a server, alone and beside this machine's own: the same bits, and
+// their states can be copied, checked and brought back.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "smartinf/csd/remote/test_server.h"
+#include "smartinf/engine/checkpoint.h"
+#include "smartinf/engine/local_source.h"
+#include "smartinf/engine/reshard.h"
+#include "smartinf/engine/stored_run.h"
+#include "smartinf/engine/test_model.h"
+
+namespace smartinf::engine {
+namespace {
+
+using base::Status;
+
+class RemoteDevices : public testing::Test {
+ protected:
+  RemoteDevices() {
+    std::vector<csd::ServedDevice> devices;
+    for (const char* name : {"fast0", "fast1"}) {
+      csd::ServedDevice& served = devices.emplace_back();
+      served.name = name;
+      served.memory_bytes = uint64_t{1} << 30;
+      const std::string path = scratch_ / name;
+      served.source =
+          [path, name](
+              const csd::SourceWishes& wishes) -> base::Result<std::unique_ptr<csd::DeviceSource>> {
+        UpdaterOptions options;
+        DeviceOptions& device = options.devices.emplace_back();
+        device.path = path;
+        device.name = name;
+        device.threads = 2;
+        device.bandwidth = 1;
+        options.gradient_type = wishes.gradient_type;
+        options.schedule = wishes.schedule;
+        options.durability = wishes.durability;
+        options.checksums = wishes.checksums;
+        options.io_bytes = base::kMiB;
+        options.io_depth = 4;
+        return std::move(local_sources(options).front());
+      };
+    }
+    server_ = csd::wire::start_test_server(csd::wire::test_server_options(std::move(devices)));
+    options_ = options_of(Variant{}, scratch_);
+    options_.remote = csd::wire::TestTrust::shared().options();
+  }
+  std::string url(const char* name) const {
+    return fmt::format("grpc://localhost:{}/{}", server_->port(), name);
+  }
+  void add_remote(const char* name, double bandwidth) {
+    DeviceOptions& device = options_.devices.emplace_back();
+    device.path = url(name);
+    device.bandwidth = bandwidth;
+  }
+  std::unique_ptr<Updater> open() {
+    auto updater = Updater::open(options_, contract_space());
+    EXPECT_TRUE(updater.ok()) << updater.status().to_string();
+    return updater.ok() ? std::move(*updater) : nullptr;
+  }
+  DeviceSources sources(const std::vector<std::string>& places) const {
+    return sources_at(places, storage::RingKind::kAuto, options_.remote);
+  }
+
+  const Scratch scratch_;
+  std::unique_ptr<csd::Server> server_;
+  UpdaterOptions options_;
+};
+
+TEST_F(RemoteDevices, BesideLocalOnesTheBitsAreTheSame) {
+  add_remote("fast0", 2);
+  add_remote("fast1", 0.5);
+  Outcome outcome;
+  {
+    const auto updater = open();
+    ASSERT_NE(updater, nullptr);
+    initialize(*updater);
+    run_steps(*updater, 1, 2, outcome);
+  }
+  {
+    const auto updater = open();  // found again
+    ASSERT_NE(updater, nullptr);
+    EXPECT_FALSE(updater->fresh());
+    run_steps(*updater, 3, kSteps, outcome);
+  }
+  EXPECT_EQ(outcome, reference(DataType::kBf16));
+}
+
+TEST_F(RemoteDevices, StatesAreCopiedThereAndBack) {
+  options_.devices.clear();
+  add_remote("fast0", 1);
+  Outcome outcome;
+  {
+    const auto updater = open();
+    ASSERT_NE(updater, nullptr);
+    initialize(*updater);
+    run_steps(*updater, 1, 1, outcome);
+    // Of the open device.
+    auto run = updater->snapshot();
+    ASSERT_TRUE(run.ok()) << run.status().to_string();
+    CheckpointOptions checkpoint;
+    checkpoint.folder = scratch_ / "checkpoints";
+    const auto made = write_checkpoint(*run, checkpoint);
+    ASSERT_TRUE(made.ok()) << made.status().to_string();
+  }
+  // To another device of the server, and in place of what is there.
+  for (const char* target : {"fast1", "fast1"}) {
+    auto run = open_stored_run(sources({url("fast0")}), storage::ReaderLock::kTake);
+    ASSERT_TRUE(run.ok()) << run.status().to_string();
+    ReshardOptions reshard_options;
+    reshard_options.memory_budget_bytes = 64 * base::kMiB;
+    reshard_options.format = StateFormat::kF32;
+    reshard_options.replace = true;
+    const auto moved = reshard(*run, sources({url(target)}), reshard_options);
+    ASSERT_TRUE(moved.ok()) << moved.status().to_string();
+  }
+  uint64_t faults = 0;
+  const auto report =
+      sources({url("fast1")}).front()->check({}, [&](const storage::StoreFault&) { ++faults; });
+  ASSERT_TRUE(report.ok()) << report.status().to_string();
+  EXPECT_EQ(faults, 0u);
+  EXPECT_GT(report->blocks_checked, 0u);
+  options_.devices.clear();
+  add_remote("fast1", 1);
+  const auto updater = open();
+  ASSERT_NE(updater, nullptr);
+  EXPECT_EQ(updater->committed_step(), 1u);
+  run_steps(*updater, 2, kSteps, outcome);
+  EXPECT_EQ(outcome, reference(DataType::kBf16));
+}
+
+TEST_F(RemoteDevices, WhatTheyCannotDoIsRefused) {
+  add_remote("fast0", 1);
+  options_.where = UpdateWhere::kHost;
+  const Status refused = Updater::open(options_, contract_space()).status();
+  EXPECT_EQ(refused.code(), base::ErrorCode::kUnsupported);
+  EXPECT_THAT(refused.to_string(), testing::HasSubstr("fast0"));
+}
+
+}  // namespace
+}  // namespace smartinf::engine

@@ -1,0 +1,218 @@
+"""Remote devices by the command: certificates, a server, its clients. 77: this build lacks OpenSSL or gRPC.
+
+Usage: remote_command_test.py PATH/TO/smartinf PROJECT_ROOT
+"""
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+from command import COMMAND, run
+from served import Authority, Server, free_port
+
+
+def certificates(folder, *words):
+    return run("certificates", "--ca", str(folder), *words)
+
+
+class Certificates(unittest.TestCase):
+    def setUp(self):
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.folder = pathlib.Path(scratch.name)
+        self.ca = self.folder / "ca"
+        made = certificates(self.ca, "--server", "nas", "--address", "127.0.0.1", "--client", "gpu1", "--client", "gpu2")
+        if "without OpenSSL" in made.stderr:
+            self.skipTest(made.stderr)
+        self.assertEqual(made.returncode, 0, made)
+        self.made = made.stdout
+
+    def test_says_what_was_made_and_until_when(self):
+        self.assertRegex(self.made, rf"made the authority in {self.ca}, valid until 20\d\d-")
+        self.assertRegex(self.made, r"server nas, valid until 20\d\d-\d\d-\d\d \d\d:\d\d UTC, reached as nas, 127.0.0.1: "
+                                    rf"{self.ca}/servers/nas/")
+        self.assertRegex(self.made, rf"client gpu2, valid until .*: {self.ca}/clients/gpu2/")
+        for path in [self.ca, *self.ca.rglob("*")]:
+            if path.is_dir() or path.name == "key.pem":
+                self.assertEqual(path.stat().st_mode & 0o077, 0, path)
+
+    def test_revoked_ones_are_listed(self):
+        done = certificates(self.ca, "--revoke", "gpu1")
+        self.assertEqual(done.returncode, 0, done)
+        self.assertIn("revoked.crl to every server", done.stdout)
+        listed = certificates(self.ca, "--list").stdout
+        self.assertRegex(listed, r"(?m)^client  gpu1 .* [0-9a-f]{32}  revoked 20")
+        self.assertRegex(listed, r"(?m)^client  gpu2 .* [0-9a-f]{32}  valid$")
+        serial = re.search(r"(?m)^server  nas .* ([0-9a-f]{32})  ", listed)[1]
+        self.assertEqual(certificates(self.ca, "--revoke", serial).returncode, 0)
+        self.assertIn("revoked already", certificates(self.ca, "--revoke", "gpu1").stderr)
+        self.assertIn("--list", certificates(self.ca, "--revoke", "gpu3").stderr)
+
+    def test_nothing_is_overwritten(self):
+        before = (self.ca / "clients/gpu1/key.pem").read_bytes()
+        again = certificates(self.ca, "--client", "gpu1")
+        self.assertEqual(again.returncode, 1)
+        self.assertIn("client gpu1 has a certificate already", again.stderr)
+        self.assertEqual((self.ca / "clients/gpu1/key.pem").read_bytes(), before)
+        shutil.rmtree(self.ca / "clients/gpu1")
+        renewed = certificates(self.ca, "--client", "gpu1", "--days", "20")
+        self.assertEqual(renewed.returncode, 0, renewed)
+        self.assertIn("expires in", certificates(self.ca, "--list").stdout)
+
+    def test_wrong_words_make_nothing(self):
+        new = self.folder / "new"
+        for words, says in ((("--client", "a/b"), "no name of a client"), (("--server", "x y"), "no name of a server"),
+                            (("--client", "a", "--days", "0"), "--days is 0"), ((), "one of these is needed"),
+                            (("--client", "a", "--list"), "one of these is needed"),
+                            (("--client", "a", "--address", "b"), "--address is for one --server")):
+            done = certificates(new, *words)
+            self.assertEqual(done.returncode, 2, done)
+            self.assertIn(says, done.stderr)
+            self.assertFalse(new.exists())
+        new.mkdir(mode=0o700)
+        self.assertIn("no certificate authority", certificates(new, "--list").stderr)
+
+    def test_a_key_is_closed_from_its_first_moment(self):
+        """Every file is followed from its creation by strace, with the widest umask."""
+        if not shutil.which("strace"):
+            self.skipTest("no strace here")
+        log = self.folder / "log"
+        subprocess.run(["strace", "-f", "-e", "trace=openat,open,creat,chmod,fchmod,rename", "-o", str(log), COMMAND,
+                        "certificates", "--ca", str(self.folder / "new"), "--client", "a"],
+                       check=True, capture_output=True, umask=0)
+        created = re.findall(r'openat\([^"]*"([^"]*key\.pem[^"]*)", \S*O_CREAT\S*, (\d+)', log.read_text())
+        self.assertEqual(len(created), 2, created)
+        self.assertEqual({mode for _, mode in created}, {"0600"})
+
+
+class Remote(unittest.TestCase):
+    """Commands over a server on this machine."""
+
+    @classmethod
+    def setUpClass(cls):
+        scratch = tempfile.TemporaryDirectory(prefix="smartinf_test_")
+        cls.addClassCleanup(scratch.cleanup)
+        cls.folder = pathlib.Path(scratch.name)
+        told = run("serve", "--help").stdout + run("certificates", "--ca", str(cls.folder / "x"), "--list").stderr
+        if "without" in told:
+            raise unittest.SkipTest(told)
+        cls.authority = Authority(COMMAND, cls.folder / "ca", clients=("gpu1", "gpu2", "lost"))
+        cls.server = Server(cls.authority, cls.folder / "server", ("fast0", "fast1", "fast2"), clients=("gpu1", "gpu2", "lost"))
+        cls.enterClassContext(cls.server)
+
+    def remote(self, *words, client="gpu1", **environment):
+        return run(*words, **{**self.authority.environment(client), **environment})
+
+    def done(self, *words, **more):
+        done = self.remote(*words, **more)
+        self.assertEqual(done.returncode, 0, done)
+        return done.stdout
+
+    def refused(self, *words, says, client="gpu1", **environment):
+        done = self.remote(*words, client=client, **environment)
+        self.assertEqual(done.returncode, 1, done)
+        self.assertIn(says, done.stderr)
+        self.assertLess(done.stderr.count("\n"), 5, done.stderr)
+        return done.stderr
+
+    def step(self, *urls, keep=True):
+        return ["bench", "step", "--params", "3e5", "--repeat", "1", "--io-bytes", "1048576", "--io-depth", "2",
+                *(["--keep"] if keep else []), *(word for url in urls for word in ("--device", url))]
+
+    def test_every_command_takes_a_remote_device(self):
+        url = self.server.url()
+        before = self.server.metrics("smartinf_device_received_bytes_total")
+        self.done(*self.step(url))
+        self.assertGreater(self.server.metrics("smartinf_device_received_bytes_total"), before + 2 * 3e5)
+        self.assertGreater(self.server.metrics("smartinf_device_steps_committed_total"), 0)
+        self.assertIn("committed", self.done("inspect", url))
+        self.assertIn("sound", self.done("fsck", url))
+        self.assertIn("room for", self.done("doctor", "--device", url))
+        copy = str(self.folder / "copy")
+        self.done("checkpoint", url, "--out", copy)
+        (copy,) = pathlib.Path(copy).iterdir()
+        self.done("restore", str(copy), "--device", self.server.url("fast1"))
+        self.assertIn("sound", self.done("fsck", self.server.url("fast1")))
+
+    def test_who_is_not_let_in_is_told_why(self):
+        url = self.server.url()
+        other = Authority(COMMAND, self.folder / "other")
+        self.refused("inspect", url, says="ertificate", **dict.fromkeys(self.authority.environment(), ""))
+        self.refused("inspect", url, says="certificate",
+                     SMARTINF_REMOTE_CA=other.files("clients", "gpu1")[2])
+        self.refused("inspect", url, says="", **other.environment())
+        self.refused("inspect", url.replace("fast0", "fast9"), says='no device "fast9" for client gpu1')
+        server = dict(zip(self.authority.environment(), self.authority.files("servers", "127.0.0.1")))
+        self.refused("inspect", url, says="certificate", **server)
+        self.refused("inspect", url.replace("127.0.0.1", "127.0.0.2"), says="127.0.0.2")
+        self.refused("inspect", f"grpc://127.0.0.1:{free_port()}/fast0", says="127.0.0.1")
+        self.authority.run("--revoke", "lost")
+        time.sleep(1.2)
+        self.refused("inspect", url, client="lost", says="revoked")
+        self.assertIn("client lost", self.server.log())
+
+    def test_a_second_client_is_refused_by_the_name_of_the_first(self):
+        url = self.server.url("fast2")
+        self.pause = random.Random(7)
+        first = subprocess.Popen([COMMAND, *self.step(url, keep=False), "--repeat", "100000"], stdout=subprocess.DEVNULL,
+                                 stderr=subprocess.DEVNULL, env={**os.environ, **self.authority.environment()})
+        try:
+            until = time.monotonic() + 60
+            while self.server.metrics("smartinf_device_client") == 0 and time.monotonic() < until:
+                first.send_signal(signal.SIGCONT)  # it opens the device anew for each round
+                time.sleep(self.pause.uniform(0, 0.1))
+                first.send_signal(signal.SIGSTOP)
+            self.refused(*self.step(url), client="gpu2", says="gpu1")
+        finally:
+            first.kill()
+            first.wait()
+
+    def test_it_ends_at_a_signal_and_goes_on_at_the_next_start(self):
+        with Server(self.authority, self.folder / "second") as server:
+            self.done(*self.step(server.url()))
+            said = server.end()
+            self.assertEqual(server.process.returncode, 0, said)
+            self.assertIn("stopped", said)
+            self.refused("inspect", server.url(), says="127.0.0.1")
+            server.start()
+            self.assertIn("committed", self.done("inspect", server.url()))
+            server.end()
+            key = pathlib.Path(self.authority.files("servers", "127.0.0.1")[1])
+            key.chmod(0o644)
+            self.addCleanup(key.chmod, 0o600)
+            told = run("serve", str(server.file))
+            self.assertEqual(told.returncode, 1)
+            self.assertIn("open to others", told.stderr)
+
+
+class ServerFile(unittest.TestCase):
+    def test_mistakes_are_named_with_their_place(self):
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "serve.toml"
+            good = ('certificate = "c"\nkey = "k"\nca = "a"\n[[device]]\nname = "a"\npath = "a"\nclients = ["x"]\n')
+            for wrong, says in (('listne = "x"\n' + good, "serve.toml:1:1: unknown key 'listne'; did you mean listen?"),
+                                ("listen = 7\n" + good, "serve.toml:1:10: listen: expected a text"),
+                                (good.replace('clients = ["x"]', ""), "does not say who may use it"),
+                                (good.replace("[[device]]", "[device]"), "write [[device]]"),
+                                (good.replace('key = "k"\n', ""), "'key' is missing"),
+                                (good.replace('"a"\npath', '"a/b"\npath'), "needs a name"),
+                                (good + good[good.index("[["):], "two devices are named a"),
+                                (good + "threads = 0\n", "a number from 1"), (good + 'quota = "x"\n', "a size such as"),
+                                (good[:30], "serve.toml"), ("lease_seconds = 0\n" + good, "seconds from 1"),
+                                (good, "there is no directory or block device")):
+                file.write_text(wrong, encoding="utf-8")
+                done = run("serve", str(file))
+                self.assertNotEqual(done.returncode, 0)
+                self.assertIn(says, done.stderr)
+
+
+if __name__ == "__main__":
+    result = unittest.main(exit=False).result
+    sys.exit(1 if not result.wasSuccessful() else 77 if result.skipped else 0)

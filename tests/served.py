@@ -1,0 +1,115 @@
+"""A server of remote devices for tests, with certificates of its own."""
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import urllib.request
+
+
+def free_port():
+    """One that nobody has now: a server that is started again must have the same."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Authority:
+    """Certificates in a folder, for a server that is reached as 127.0.0.1 and by other addresses."""
+
+    def __init__(self, smartinf, folder, addresses=(), clients=("gpu1",)):
+        self.smartinf = smartinf
+        self.folder = pathlib.Path(folder)
+        words = [word for address in ("localhost", *addresses) for word in ("--address", address)]
+        self.run("--server", "127.0.0.1", *words, *(word for name in clients for word in ("--client", name)))
+
+    def run(self, *words):
+        return subprocess.run([self.smartinf, "certificates", "--ca", str(self.folder), *words], check=True,
+                              capture_output=True, text=True, timeout=60).stdout
+
+    def files(self, kind, name):
+        """certificate, key and ca, in this order."""
+        return [str(self.folder / kind / name / file) for file in ("certificate.pem", "key.pem", "ca.pem")]
+
+    def environment(self, client="gpu1"):
+        """For commands, which use devices as this client."""
+        names = ("SMARTINF_REMOTE_CERTIFICATE", "SMARTINF_REMOTE_KEY", "SMARTINF_REMOTE_CA")
+        return dict(zip(names, self.files("clients", client)))
+
+    def flags(self, client="gpu1"):
+        """For `smartinf train`."""
+        return [word for key, file in zip(("certificate", "key", "ca"), self.files("clients", client))
+                for word in (f"--remote.{key}", file)]
+
+
+class Server:
+    """`smartinf serve` over folders of its own; on: what stands before the command. It goes on at the same port when
+    it is started again."""
+
+    def __init__(self, authority, folder, devices=("fast0",), clients=("gpu1",), host="127.0.0.1", on=(), keys="",
+                 device_keys=""):
+        self.authority = authority
+        self.folder = pathlib.Path(folder)
+        self.on = list(on)
+        self.host = host
+        self.port = free_port()
+        self.metrics_port = free_port()
+        self.process = None
+        certificate, key, ca = authority.files("servers", "127.0.0.1")
+        names = ", ".join(f'"{name}"' for name in clients)
+        text = (f'listen = "{host}:{self.port}"\ncertificate = "{certificate}"\nkey = "{key}"\nca = "{ca}"\n'
+                f'revoked = "{authority.folder / "revoked.crl"}"\nmetrics = "127.0.0.1:{self.metrics_port}"\n{keys}\n')
+        self.folder.mkdir(exist_ok=True)
+        for device in devices:
+            (self.folder / device).mkdir()
+            # As if measured before: that takes long on a busy drive.
+            (self.folder / device / "smartinf.tuning").write_text(
+                "io_bytes = 1048576\nio_depth = 4\nread_bytes_per_second = 1e9\nwrite_bytes_per_second = 1e9\n",
+                encoding="ascii")
+            text += (f'[[device]]\nname = "{device}"\npath = "{device}"\nclients = [{names}]\n'
+                     f'threads = 1\nbandwidth = "1GB"\n{device_keys}\n')
+        self.file = self.folder / "serve.toml"
+        self.file.write_text(text, encoding="utf-8")
+
+    def url(self, device="fast0"):
+        return f"grpc://{self.host}:{self.port}/{device}"
+
+    def start(self):
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen([*self.on, self.authority.smartinf, "serve", str(self.file)],
+                                            stdout=subprocess.PIPE, stderr=log, text=True)
+        said = []
+        for line in self.process.stdout:
+            said.append(line)
+            if line.startswith("serving at "):
+                return self
+        raise AssertionError(f"the server did not start: {said} {self.log()}")
+
+    def log(self):
+        return (self.folder / "log").read_text(encoding="utf-8")
+
+    def end(self, number=signal.SIGTERM, timeout=150):
+        """What it says at its end; its exit code is in process.returncode."""
+        if self.process is None:
+            return ""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        said = self.process.communicate(timeout=timeout)[0]
+        return said
+
+    def __enter__(self):
+        return self.start()
+
+    def __exit__(self, *_):
+        self.end(signal.SIGKILL)
+
+    def metrics(self, name):
+        """Of a family, summed over its samples."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        return sum(float(value) for value in re.findall(rf"(?m)^{name}(?:\{{.*\}})? (\S+)$", text))
+
+
+def with_environment(words):
+    return {**os.environ, **words}

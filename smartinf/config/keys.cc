@@ -302,10 +302,11 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_DEVICE_KEY("device.name", &r.updater.devices[i].name, "name in messages; empty: the path"),
     SI_DEVICE_KEY("device.threads", &r.updater.devices[i].threads,
                   "threads that update; 0: the cores are divided among the devices"),
-    SI_DEVICE_KEY("device.processor", &r.updater.devices[i].processor,
-                  "what updates: \"cpu\": threads of this machine; \"opencl\": the first OpenCL "
-                  "device; \"opencl:DEVICE\": the one with that number or text in its name "
-                  "(smartinf doctor lists them)"),
+    SI_DEVICE_KEY(
+        "device.processor", &r.updater.devices[i].processor,
+        "processor of the updates: \"cpu\": threads of this machine; \"opencl\": the first OpenCL "
+        "device; \"opencl:DEVICE\": the one with that number or text in its name "
+        "(smartinf doctor lists them)"),
     SI_DEVICE_KEY("device.bandwidth", &r.updater.devices[i].bandwidth,
                   "speed relative to the other devices, for placement; 0: measured at first use"),
     SI_DEVICE_KEY("device.capacity", ByteCount{&r.updater.devices[i].capacity_bytes},

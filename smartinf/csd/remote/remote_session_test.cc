@@ -343,7 +343,7 @@ TEST_F(RemoteClients, OnlyThoseThatTheDeviceIsFor) {
   RemoteDeviceOptions options = test_remote(server_->port(), "secret");
   const Status unknown = remote_source(options)->peek().status();
   EXPECT_EQ(unknown.code(), ErrorCode::kPermissionDenied) << "and no word whether it is there";
-  EXPECT_EQ(server_->refused(), 2u);
+  EXPECT_TRUE(soon([&] { return server_->refused() == 2; }));
 }
 
 TEST_F(RemoteClients, NotWhoseCertificateWasRevoked) {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change lands: builds, then runs all tests, also under sanitizers.
+# Everything that must hold before a change lands: builds, then runs all tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/steps.sh disable=SC2154  # root is set there
@@ -9,15 +9,15 @@ help() {
   cat <<'TEXT'
 Usage: scripts/test.sh [options]
 
-Runs scripts/setup.sh, builds everything, and runs all tests: the release build, and what handles
-bytes of devices and of the network once more under the address and undefined-behaviour sanitizers
-(with SMARTINF_TEST_ALL=1, as at night, all rooms). Ends with ctest's summary over all of
+Runs scripts/setup.sh, builds everything, and runs all tests. With --sanitizers what handles bytes of
+devices and of the network runs once more under the address and undefined-behaviour sanitizers (with
+SMARTINF_TEST_ALL=1, as at night, all rooms). Ends with ctest's summary over all of
 them, and fails where something that this machine has (io_uring, loop devices, ext4, hwloc, OpenSSL, gRPC, OpenCL, torch) was
 not tested.
 
   --quick           release build only, without the tests labelled "slow"
-  --no-sanitizers   release build only
-  --thread          also under the thread sanitizer, as scripts/nightly.sh does (much slower)
+  --sanitizers      also under the address and undefined-behaviour sanitizers
+  --thread          also under these and the thread sanitizer, as scripts/nightly.sh does (much slower)
   --no-torch, --python PATH, --no-system   as in scripts/setup.sh
   --help            this text
 
@@ -28,11 +28,11 @@ Examples:
 TEXT
 }
 
-trees=(release asan) ctest_options=() setup_options=()
+trees=(release) ctest_options=() setup_options=()
 while [ $# -gt 0 ]; do
   case $1 in
     --quick) trees=(release); ctest_options+=(-LE slow) ;;
-    --no-sanitizers) trees=(release) ;;
+    --sanitizers) trees=(release asan) ;;
     --thread) trees=(release asan tsan) ;;
     --no-torch | --no-system | --python=*) setup_options+=("$1") ;;
     --python) [ $# -ge 2 ] || usage_error "--python needs a path"; setup_options+=("$1" "$2"); shift ;;

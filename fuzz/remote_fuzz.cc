@@ -1,6 +1,6 @@
-// Any bytes as what a client or a server sends: a message that can be sent again, or a typed error;
-// and any commands of a client at a server's gate. Input: one byte of choices, then the head of a
-// frame without its length and checksum.
+// Any bytes as what a client or a server sends: a message that is the same when it is sent again,
+// or a typed error; and any commands of a client at a server's gate. Input: one byte of choices,
+// then the head of a frame without its length and checksum.
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -24,7 +24,9 @@ InFrame frame_of(std::vector<std::byte> bytes) {
 template <typename Message>
 base::Result<Message> parse(const std::vector<std::byte>& head) {
   auto message = decode<Message>(frame_of(seal_head(head)));
-  if (message.ok()) (void)decode<Message>(frame_of(encode(*message)));
+  if (message.ok()) {
+    SI_CHECK(decode<Message>(frame_of(encode(*message))).ok(), "what was sent again");
+  }
   return message;
 }
 

@@ -154,7 +154,9 @@ template <typename Wire>
 void describe(Wire& wire, Hello& hello) {
   wire(hello.magic, hello.version);
   // What another version says behind it is not looked at.
-  if (Wire::kReads && hello.version != kProtocolVersion) return;
+  if constexpr (Wire::kReads) {
+    if (hello.version != kProtocolVersion) return wire.skip_rest();
+  }
   wire(choice(hello.purpose, Purpose::kNewState), hello.device);
 }
 template <typename Wire>
@@ -165,7 +167,9 @@ void describe(Wire& wire, Outcome& outcome) {
 template <typename Wire>
 void describe(Wire& wire, Welcome& welcome) {
   wire(welcome.magic, welcome.version);
-  if (Wire::kReads && welcome.version != kProtocolVersion) return;
+  if constexpr (Wire::kReads) {
+    if (welcome.version != kProtocolVersion) return wire.skip_rest();
+  }
   wire(welcome.outcome);
 }
 

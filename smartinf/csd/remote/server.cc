@@ -113,21 +113,18 @@ Result<HostedDevice*> StreamServer::welcome(Stream& stream, const Peer& peer, He
   Welcome answer;
   Status wrong;
   HostedDevice* device = nullptr;
-  auto said = decode<Hello>(frame);
-  // Of another version more may follow than is known here.
-  Reader first(frame.head());
-  first(hello.magic, hello.version);
-  if (hello.magic == kProtocolMagic && hello.version != kProtocolVersion) {
+  const auto said = decode<Hello>(frame);
+  if (said.ok()) hello = *said;
+  if (!said.ok() || hello.magic != kProtocolMagic) {
+    wrong = Status(ErrorCode::kInvalidArgument, "this is no smartinf client");
+  } else if (hello.version != kProtocolVersion) {
     wrong = Status(ErrorCode::kMismatch,
                    fmt::format("the client speaks version {} of the protocol, this server version "
                                "{}",
                                hello.version, kProtocolVersion),
                    hello.version > kProtocolVersion ? "Update smartinf on the server."
                                                     : "Update smartinf on the client's machine.");
-  } else if (!said.ok() || hello.magic != kProtocolMagic) {
-    wrong = Status(ErrorCode::kInvalidArgument, "this is no smartinf client");
   } else {
-    hello = *said;
     const auto found = devices_.find(hello.device);
     if (found == devices_.end() || !found->second->allows(peer.name)) {
       // The same for both: who may not use a device need not know of it.

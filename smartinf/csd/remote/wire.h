@@ -101,6 +101,8 @@ class Reader {
     ok_ = false;
     left_ = {};
   }
+  /// What follows is not known here.
+  void skip_rest() { left_ = {}; }
 
  private:
   bool get_raw(void* data, size_t size) {

@@ -85,6 +85,20 @@ TEST(RemoteWire, LengthsAreNotBelieved) {
   EXPECT_FALSE(decode_raw(longer).ok());
 }
 
+TEST(RemoteWire, WhatAnotherVersionSaysBehindItsNumberIsNotLookedAt) {
+  for (const uint32_t version : {kProtocolVersion + 1, kProtocolVersion - 1}) {
+    Writer writer;
+    writer(kProtocolMagic, version, std::string("what comes after"));
+    const InFrame frame = frame_of(seal_head(writer.take()));
+    const auto hello = decode<Hello>(frame);
+    ASSERT_TRUE(hello.ok());
+    EXPECT_EQ(hello->version, version);
+    const auto welcome = decode<Welcome>(frame);
+    ASSERT_TRUE(welcome.ok());
+    EXPECT_EQ(welcome->version, version);
+  }
+}
+
 TEST(RemoteWire, EndpointsAreParsed) {
   const auto endpoint = [](const std::string& url) { return Endpoint::parse(url); };
   const auto right = endpoint("grpc://store.lan:7443/fast0");

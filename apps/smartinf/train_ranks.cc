@@ -83,7 +83,7 @@ Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool q
     if (turn == mine) {
       made = make_token_data(loaded.recipe, quiet || !ranks.first(), interrupt.token());
     }
-    SI_RETURN_IF_ERROR(ranks.all_ok_at_last("token files", made));
+    SI_RETURN_IF_ERROR(ranks.all_ok_without_timeout("token files", made));
   }
   return Status();
 }

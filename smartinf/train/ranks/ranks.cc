@@ -16,7 +16,7 @@ Status Ranks::all_ok(std::string_view doing, const Status& mine) const {
   return alone() ? mine : engine::all_ok(*collectives_, kChannel, doing, mine);
 }
 
-Status Ranks::all_ok_at_last(std::string_view doing, const Status& mine) const {
+Status Ranks::all_ok_without_timeout(std::string_view doing, const Status& mine) const {
   if (!alone()) SI_RETURN_IF_ERROR(collectives_->arrive());
   return all_ok(doing, mine);
 }

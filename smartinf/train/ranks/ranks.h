@@ -59,7 +59,7 @@ class Ranks {
   /// Waits for all.
   base::Status barrier() const;
   /// all_ok() to which ranks come at very different times (Collectives::arrive).
-  base::Status all_ok_at_last(std::string_view doing, const base::Status& mine) const;
+  base::Status all_ok_without_timeout(std::string_view doing, const base::Status& mine) const;
   /// This rank gives up; the others end with this as their error.
   void failed(const base::Status& why) const {
     if (!alone()) collectives_->failed(why);

@@ -33,7 +33,7 @@ Status status_of(nb::handle error) {
     while (!text.empty() && (text.back() == ' ' || text.back() == '.')) text.pop_back();
   }
   ErrorCode known = ErrorCode::kIo;
-  for (int i = 1; i <= static_cast<int>(ErrorCode::kPermissionDenied); ++i) {
+  for (int i = 1; i <= static_cast<int>(base::kErrorCodeLast); ++i) {
     const auto one = static_cast<ErrorCode>(i);
     if (base::error_code_name(one) == code) known = one;
   }

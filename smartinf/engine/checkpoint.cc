@@ -70,9 +70,8 @@ class Writers {
   /// The sum over all of them.
   Result<uint64_t> sum(uint64_t mine) const {
     if (ranks_ == nullptr) return mine;
-    std::vector<uint64_t> each(ranks_->world());
-    SI_RETURN_IF_ERROR(all_gather(*ranks_, Channel::kControl, std::as_bytes(std::span(&mine, 1)),
-                                  std::as_writable_bytes(std::span(each))));
+    SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> each,
+                        all_gather_values<uint64_t>(*ranks_, Channel::kControl, {&mine, 1}));
     return std::accumulate(each.begin(), each.end(), uint64_t{0});
   }
 

@@ -1,5 +1,6 @@
 // What happens to a session when the network, the server, or a client behaves badly.
 #include <chrono>
+#include <ctime>
 #include <random>
 #include <thread>
 
@@ -240,7 +241,7 @@ TEST_F(RemoteSession, ASecondClientIsToldWhoIsThere) {
   clients_ = {"trainer", "other"};
   start_server();
   ASSERT_OK(create());
-  const TestCertificate other = TestTrust::shared().authority.issue({"other", "", false});
+  const TestCertificate other = TestTrust::shared().authority.issue({.name = "other"});
   RemoteDeviceOptions options = remote();
   options.remote.certificate = other.certificate;
   options.remote.key = other.key;
@@ -264,7 +265,7 @@ TEST_F(RemoteSession, AClientThatVanishesLeavesALeaseThatExpires) {
   ASSERT_OK(driver_.run(BeginStep{2}));
   // Behind another proxy: this one's client is gone.
   proxy_->stall(true, true);
-  const TestCertificate other = TestTrust::shared().authority.issue({"other", "", false});
+  const TestCertificate other = TestTrust::shared().authority.issue({.name = "other"});
   RemoteDeviceOptions options = test_remote(server_->port(), "fast0");
   options.remote.certificate = other.certificate;
   options.remote.key = other.key;
@@ -320,17 +321,19 @@ class RemoteClients : public RemoteSession {
     options.remote.deadline_seconds = 20;
     return remote_source(options)->peek().status();
   }
-  const TestAuthority& authority() { return TestTrust::shared().authority; }
+  TestAuthority& authority() { return TestTrust::shared().authority; }
 };
 
 TEST_F(RemoteClients, OnlyWithACertificateOfTheAuthority) {
   EXPECT_TRUE(peek_as(TestTrust::shared().client).ok());
   const base::Scratch scratch;
-  const TestAuthority another(scratch.path().string());
-  EXPECT_FALSE(peek_as(another.issue({"trainer", "", false})).ok());
+  TestAuthority another(scratch.path().string());
+  EXPECT_FALSE(peek_as(another.issue({.name = "trainer"})).ok());
   // A server of another authority is none for the client.
   EXPECT_FALSE(peek_as(TestTrust::shared().client, another.ca()).ok());
-  EXPECT_FALSE(peek_as(authority().issue({"late", "", false, -7200, -3600})).ok());
+  EXPECT_FALSE(peek_as(authority().issue(
+                           {.name = "late", .days = 1, .from_s = std::time(nullptr) - 3 * 86400}))
+                   .ok());
   EXPECT_FALSE(peek_as(TestTrust::shared().server).ok()) << "a server's is no client's";
   const Status none = peek_as({"", ""});
   EXPECT_THAT(none.to_string(), HasSubstr("remote.certificate"));
@@ -338,7 +341,7 @@ TEST_F(RemoteClients, OnlyWithACertificateOfTheAuthority) {
 }
 
 TEST_F(RemoteClients, OnlyThoseThatTheDeviceIsFor) {
-  const Status other = peek_as(authority().issue({"stranger", "", false}));
+  const Status other = peek_as(authority().issue({.name = "stranger"}));
   EXPECT_EQ(other.code(), ErrorCode::kPermissionDenied) << other.to_string();
   RemoteDeviceOptions options = test_remote(server_->port(), "secret");
   const Status unknown = remote_source(options)->peek().status();

@@ -1,7 +1,11 @@
-// Certificates for tests, made anew. For tests.
+// Certificates for tests, made anew by an authority of their own. For tests.
 #pragma once
 
 #include <string>
+#include <utility>
+
+#include "smartinf/base/check.h"
+#include "smartinf/csd/certificates/certificates.h"
 
 namespace smartinf::csd::wire {
 
@@ -10,25 +14,29 @@ struct TestCertificate {
   std::string key;
 };
 
-struct TestCertificateOptions {
-  std::string name;          // common name
-  std::string host;          // subject alternative name; empty: none
-  bool server = false;       // else for a client
-  int valid_from_s = -3600;  // from now on
-  int valid_to_s = 3600;
-};
-
-/// A small authority in a directory.
 class TestAuthority {
  public:
-  explicit TestAuthority(std::string directory);
-  const std::string& ca() const { return ca_; }
-  /// Files named after it.
-  TestCertificate issue(const TestCertificateOptions& options) const;
+  explicit TestAuthority(const std::string& directory)
+      : folder_(directory + "/authority"), authority_(opened(folder_)) {}
+
+  std::string ca() const { return folder_ + "/ca/certificate.pem"; }
+  /// The one there is, where it was issued before.
+  TestCertificate issue(const CertificateRequest& request) {
+    const auto issued = authority_.issue(request);
+    SI_CHECK(issued.ok() || issued.status().code() == base::ErrorCode::kAlreadyExists,
+             issued.status().to_string());
+    const std::string folder = authority_.folder_of(request.role, request.name);
+    return {folder + "/certificate.pem", folder + "/key.pem"};
+  }
 
  private:
-  std::string directory_;
-  std::string ca_, ca_key_;
+  static CertificateAuthority opened(const std::string& folder) {
+    auto authority = CertificateAuthority::open_or_make(folder);
+    SI_CHECK(authority.ok(), authority.status().to_string());
+    return std::move(*authority);
+  }
+  std::string folder_;
+  CertificateAuthority authority_;
 };
 
 }  // namespace smartinf::csd::wire

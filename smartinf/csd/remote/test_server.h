@@ -64,11 +64,11 @@ class TestSource final : public DeviceSource {
 struct TestTrust {
   base::Scratch scratch;
   TestAuthority authority{scratch.path().string()};
-  TestCertificate server = authority.issue({"server", "localhost", true});
-  TestCertificate client = authority.issue({"trainer", "", false});
+  TestCertificate server = authority.issue({.role = CertificateRole::kServer, .name = "localhost"});
+  TestCertificate client = authority.issue({.name = "trainer"});
 
-  static const TestTrust& shared() {
-    static const TestTrust trust;
+  static TestTrust& shared() {
+    static TestTrust trust;
     return trust;
   }
   RemoteOptions options() const {

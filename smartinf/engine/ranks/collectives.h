@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "smartinf/base/status.h"
@@ -81,6 +82,17 @@ base::Status all_gather(Collectives& ranks, Channel channel, std::span<const std
 /// Every rank's text, by rank; of any size.
 base::Result<std::vector<std::string>> all_gather(Collectives& ranks, Channel channel,
                                                   std::string_view mine);
+
+/// As many values of each rank, by rank.
+template <typename T>
+base::Result<std::vector<T>> all_gather_values(Collectives& ranks, Channel channel,
+                                               std::span<const T> mine) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  std::vector<T> all(mine.size() * ranks.world());
+  SI_RETURN_IF_ERROR(
+      all_gather(ranks, channel, std::as_bytes(mine), std::as_writable_bytes(std::span(all))));
+  return all;
+}
 
 /// What the ranks have agreed on.
 struct Agreement {

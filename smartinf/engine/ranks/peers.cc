@@ -26,15 +26,6 @@ using base::StepNumber;
 
 namespace {
 
-/// One value of each rank, by rank.
-template <typename T>
-Result<std::vector<T>> values_of_all(Collectives& peers, const T& mine) {
-  std::vector<T> all(peers.world());
-  SI_RETURN_IF_ERROR(all_gather(peers, Channel::kControl, std::as_bytes(std::span(&mine, 1)),
-                                std::as_writable_bytes(std::span(all))));
-  return all;
-}
-
 /// What a rank's devices hold, all together.
 struct Held {
   uint64_t all = 0;  // 1: each of them holds a state
@@ -98,7 +89,9 @@ Status erase(DeviceSources& sources) {
 Result<std::optional<StepNumber>> agree_on_step(Collectives& peers, DeviceSources& sources) {
   const Result<Held> held = held_here(sources);
   SI_RETURN_IF_ERROR(all_ok(peers, Channel::kControl, "look at the devices", held.status()));
-  SI_ASSIGN_OR_RETURN(const std::vector<Held> ranks, values_of_all(peers, *held));
+  SI_ASSIGN_OR_RETURN(
+      const std::vector<Held> ranks,
+      all_gather_values(peers, Channel::kControl, std::span<const Held>(&*held, 1)));
   const auto holds = [](const Held& rank) { return rank.all != 0; };
   if (std::ranges::none_of(ranks, holds)) return std::optional<StepNumber>();
   if (std::ranges::all_of(ranks, holds)) {
@@ -125,10 +118,11 @@ Status check_same_state(Collectives& peers, const Updater& updater) {
     bool operator==(const State&) const = default;
   };
   const std::string metadata = updater.client_metadata();
+  const State mine{updater.fresh() ? 1u : 0u, updater.committed_step(),
+                   base::checksum(std::as_bytes(std::span(metadata)))};
   SI_ASSIGN_OR_RETURN(
       const std::vector<State> ranks,
-      values_of_all(peers, State{updater.fresh() ? 1u : 0u, updater.committed_step(),
-                                 base::checksum(std::as_bytes(std::span(metadata)))}));
+      all_gather_values(peers, Channel::kControl, std::span<const State>(&mine, 1)));
   if (std::ranges::all_of(ranks, [&](const State& rank) { return rank == ranks[0]; })) {
     return Status();
   }

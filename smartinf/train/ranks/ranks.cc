@@ -1,6 +1,5 @@
 #include "smartinf/train/ranks/ranks.h"
 
-#include <algorithm>
 #include <utility>
 
 namespace smartinf::train {
@@ -33,11 +32,5 @@ Result<std::vector<std::string>> Ranks::all_texts(std::string mine) const {
 }
 
 Status Ranks::barrier() const { return alone() ? Status() : collectives_->barrier(kChannel); }
-
-Status Ranks::all_bytes(std::span<const std::byte> mine, std::span<std::byte> all) const {
-  if (!alone()) return engine::all_gather(*collectives_, kChannel, mine, all);
-  std::ranges::copy(mine, all.begin());
-  return Status();
-}
 
 }  // namespace smartinf::train

@@ -8,7 +8,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <vector>
 
 #include "smartinf/base/status.h"
@@ -51,10 +50,8 @@ class Ranks {
   /// Each rank's, as many from each: by rank.
   template <typename T>
   base::Result<std::vector<T>> all(std::span<const T> mine) const {
-    static_assert(std::is_trivially_copyable_v<T>);
-    std::vector<T> made(mine.size() * world_);
-    SI_RETURN_IF_ERROR(all_bytes(std::as_bytes(mine), std::as_writable_bytes(std::span(made))));
-    return made;
+    if (alone()) return std::vector<T>(mine.begin(), mine.end());
+    return engine::all_gather_values(*collectives_, engine::Channel::kControl, mine);
   }
   /// Waits for all.
   base::Status barrier() const;
@@ -66,8 +63,6 @@ class Ranks {
   }
 
  private:
-  base::Status all_bytes(std::span<const std::byte> mine, std::span<std::byte> all) const;
-
   std::shared_ptr<engine::Collectives> collectives_;  // null: alone
   std::vector<std::string> names_{"rank 0"};
   uint32_t rank_ = 0;

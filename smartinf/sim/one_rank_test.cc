@@ -286,6 +286,23 @@ TEST(Remote, LocalDevicesBesideThemDoNotPassTheNetwork) {
       << "half of the state is there";
 }
 
+TEST(Remote, ARecipeNamesServers) {
+  Machine machine = endless(2);
+  machine.devices.push_back(machine.devices.front());
+  for (DeviceGroup& group : machine.devices) group.remote = true;
+  ModelShape model = *model_preset("llama3-8B");
+  model.batch = 1;
+  const auto plan = make_plan(model, machine, {});
+  ASSERT_TRUE(plan.ok()) << plan.status().to_string();
+  const auto recipe = plan_recipe(*plan);
+  ASSERT_TRUE(recipe.ok()) << recipe.status().to_string();
+  EXPECT_THAT(*recipe, HasSubstr("[remote]\ncertificate = "));
+  for (const char* path :
+       {"server-0:7443/drive-0", "server-0:7443/drive-1", "server-1:7443/drive-1"}) {
+    EXPECT_THAT(*recipe, HasSubstr(std::string("path = \"grpc://") + path + "\"\n"));
+  }
+}
+
 TEST(Remote, NeedsANetwork) {
   Machine machine = endless(1);
   machine.devices.front().remote = true;

@@ -28,13 +28,23 @@ std::string limits_text(const Machine& machine, const StepOptions& options) {
 /// Of all machines, each with the rank that drives it.
 std::string devices_text(const Machine& machine, const StepOptions& options) {
   std::string text;
+  if (machine.has_remote()) {
+    text += "\n[remote]\ncertificate = \"client.crt\"\nkey = \"client.key\"\nca = \"ca.crt\"\n";
+  }
   const uint32_t ranks = options.ranks / options.machines;
-  for (uint32_t m = 0; m < options.machines; ++m) {
-    for (uint32_t d = 0; d < machine.device_count(); ++d) {
-      text += fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", d);
-      if (options.ranks == 1) continue;
-      text += fmt::format("rank = {}\n",
-                          m * ranks + plan::rank_of_device(d, machine.device_count(), ranks));
+  for (uint32_t m = 0, server = 0; m < options.machines; ++m) {
+    uint32_t device = 0;  // of the machine
+    for (const DeviceGroup& group : machine.devices) {
+      for (uint32_t d = 0; d < group.count; ++d, ++device) {
+        text += group.remote
+                    ? fmt::format("\n[[device]]\npath = \"grpc://server-{}:7443/drive-{}\"\n",
+                                  server, d)
+                    : fmt::format("\n[[device]]\npath = \"/mnt/drive-{}/smartinf\"\n", device);
+        if (options.ranks == 1) continue;
+        text += fmt::format(
+            "rank = {}\n", m * ranks + plan::rank_of_device(device, machine.device_count(), ranks));
+      }
+      server += group.remote ? 1 : 0;
     }
   }
   return text;

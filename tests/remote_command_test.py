@@ -144,12 +144,12 @@ class Remote(unittest.TestCase):
         url = self.server.url()
         other = Authority(COMMAND, self.folder / "other")
         self.refused("inspect", url, says="ertificate", **dict.fromkeys(self.authority.environment(), ""))
-        self.refused("inspect", url, says="certificate",
+        self.refused("inspect", url, says="was not issued by the authority",
                      SMARTINF_REMOTE_CA=other.files("clients", "gpu1")[2])
         self.refused("inspect", url, says="", **other.environment())
         self.refused("inspect", url.replace("fast0", "fast9"), says='no device "fast9" for client gpu1')
         server = dict(zip(self.authority.environment(), self.authority.files("servers", "127.0.0.1")))
-        self.refused("inspect", url, says="no connection", **server)
+        self.refused("inspect", url, says="is not for a client", **server)
         self.refused("inspect", url.replace("127.0.0.1", "127.0.0.2"), says="127.0.0.2")
         self.refused("inspect", f"grpc://127.0.0.1:{free_port()}/fast0", says="127.0.0.1")
         self.authority.run("--revoke", "lost")

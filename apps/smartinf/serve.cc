@@ -102,6 +102,8 @@ csd::ServedDevice served(const ServeDevice& device) {
     options.durability = wishes.durability;
     options.checksums = wishes.checksums;
     options.pin_threads = false;
+    options.io_bytes = device.io_bytes;
+    options.io_depth = device.io_depth;
     return std::move(engine::local_sources(options).front());
   };
   return result;

@@ -158,10 +158,11 @@ bool good_name(std::string_view name) {
 Result<ServeDevice> take_device(const toml::table& table, const Place& place) {
   ServeDevice device;
   const std::vector<Key> keys{
-      text("name", device.name),          file_path("path", device.path, place),
-      texts("clients", device.clients),   size("memory_budget", device.memory_bytes),
-      size("quota", device.quota_bytes),  count("threads", device.threads),
-      rate("bandwidth", device.bandwidth)};
+      text("name", device.name),           file_path("path", device.path, place),
+      texts("clients", device.clients),    size("memory_budget", device.memory_bytes),
+      size("quota", device.quota_bytes),   count("threads", device.threads),
+      rate("bandwidth", device.bandwidth), size("io_size", device.io_bytes),
+      count("io_depth", device.io_depth)};
   SI_RETURN_IF_ERROR(take_table(table, keys, place));
   const toml::source_region& at = table.source();
   if (!good_name(device.name)) {
@@ -169,6 +170,9 @@ Result<ServeDevice> take_device(const toml::table& table, const Place& place) {
   }
   if (device.path.empty()) {
     return place.wrong(at, fmt::format("device {} needs a path", device.name));
+  }
+  if (device.io_bytes % 4096 != 0 || device.io_bytes > 64 * base::kMiB) {
+    return place.wrong(at, "io_size: expected a multiple of 4096, 64 MiB at most");
   }
   if (device.clients.empty()) {
     return place.wrong(at, fmt::format("device {} does not say who may use it", device.name),

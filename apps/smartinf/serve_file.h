@@ -18,6 +18,8 @@ struct ServeDevice {
   uint64_t quota_bytes = 0;          // 0: what is free
   uint32_t threads = 0;              // 0: the cores shared out
   double bandwidth = 0;              // 0: measured
+  uint64_t io_bytes = 0;             // of a transfer; 0: measured at first use, likewise...
+  uint32_t io_depth = 0;             // ...how many at once
 };
 
 struct ServeFile {

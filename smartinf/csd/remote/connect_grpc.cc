@@ -11,6 +11,7 @@
 #include <grpcpp/support/sync_stream.h>
 
 #include "smartinf/base/file.h"
+#include "smartinf/csd/certificates/certificates.h"
 #include "smartinf/csd/remote/grpc_frame.h"
 #include "smartinf/csd/remote/grpc_log.h"
 #include "smartinf/csd/remote/stream.h"
@@ -61,8 +62,9 @@ Status status_of(const grpc::Status& ended) {
 
 class ClientStream final : public Stream {
  public:
-  explicit ClientStream(std::shared_ptr<grpc::Channel> channel)
-      : channel_(std::move(channel)),
+  ClientStream(std::shared_ptr<grpc::Channel> channel, CredentialFiles files)
+      : files_(std::move(files)),
+        channel_(std::move(channel)),
         method_(kMethod, grpc::internal::RpcMethod::BIDI_STREAMING, channel_),
         stream_(grpc::internal::ClientReaderWriterFactory<ByteBuffer, ByteBuffer>::Create(
             channel_.get(), method_, &context_)) {}
@@ -84,11 +86,19 @@ class ClientStream final : public Stream {
     // A stream that the server has ended has its status by now, and keeps it.
     cancel();
     finish();
-    return status_of(ended_);
+    return explained(status_of(ended_));
   }
   void cancel() override { context_.TryCancel(); }
 
  private:
+  /// Of a handshake that failed gRPC says only that: certificates that cannot fit are found here.
+  Status explained(Status ended) const {
+    if (ended.code() != ErrorCode::kUnavailable) return ended;
+    const Status own = read_credentials(files_, CertificateRole::kClient).status();
+    const bool why =
+        own.code() == ErrorCode::kMismatch || own.code() == ErrorCode::kFailedPrecondition;
+    return why ? own : ended;
+  }
   /// Not while somebody writes.
   void finish() {
     const std::lock_guard lock(write_mutex_);
@@ -97,6 +107,7 @@ class ClientStream final : public Stream {
     finished_ = true;
   }
 
+  const CredentialFiles files_;
   std::shared_ptr<grpc::Channel> channel_;
   grpc::internal::RpcMethod method_;
   grpc::ClientContext context_;
@@ -139,7 +150,8 @@ Result<std::unique_ptr<Stream>> connect(const std::string& address, const Remote
   arguments.SetMaxReceiveMessageSize(static_cast<int>(kFrameBytesMax));
   arguments.SetMaxSendMessageSize(-1);
   auto channel = grpc::CreateCustomChannel(address, grpc::SslCredentials(tls), arguments);
-  return std::unique_ptr<Stream>(std::make_unique<ClientStream>(std::move(channel)));
+  return std::unique_ptr<Stream>(std::make_unique<ClientStream>(
+      std::move(channel), CredentialFiles{options.certificate, options.key, options.ca}));
 }
 
 }  // namespace smartinf::csd::wire

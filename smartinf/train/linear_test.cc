@@ -90,10 +90,10 @@ TEST(Linear, NothingIsMadeForWhatNeedsNoGradient) {
 TEST(Linear, TypesAndTransposedWeights) {
   const Tensor x = torch::randn({2, 3, 8});
   const Tensor matrix = torch::randn({8, 6});
-  EXPECT_TRUE(torch::equal(linear(x, matrix.t()), torch::linear(x, matrix.t())));
+  EXPECT_TRUE(torch::equal(train::linear(x, matrix.t()), torch::linear(x, matrix.t())));
   const Tensor there = torch::linear(x.to(torch::kBFloat16).to(torch::kFloat32),
                                      matrix.t().to(torch::kBFloat16).to(torch::kFloat32));
-  expect_rounded(linear(x.to(torch::kBFloat16), matrix.to(torch::kBFloat16).t()), there);
+  expect_rounded(train::linear(x.to(torch::kBFloat16), matrix.to(torch::kBFloat16).t()), there);
 }
 
 }  // namespace

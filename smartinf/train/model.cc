@@ -108,11 +108,12 @@ Tensor Model::norm(std::span<const Parameter> layer, Part weight, Part bias,
 Tensor Model::product(const Layer& layer, Part weight, Part bias, const Tensor& x) const {
   const Tensor& matrix = get(layer.parameters, weight);
   const Tensor* added = find(layer.parameters, bias);
-  Tensor y = linear(x, model_.transposed ? matrix.t() : matrix,
-                    added == nullptr ? std::optional<Tensor>() : *added);
+  Tensor y = train::linear(x, model_.transposed ? matrix.t() : matrix,
+                           added == nullptr ? std::optional<Tensor>() : *added);
   for (const Adapter& adapter : layer.adapters) {
     if (adapter.a.part != weight) continue;
-    const Tensor more = linear(linear(x, adapter.a.weight), adapter.b.weight) * adapter.scale;
+    const Tensor more =
+        train::linear(linear(x, adapter.a.weight), adapter.b.weight) * adapter.scale;
     const int64_t behind = y.size(-1) - adapter.offset - more.size(-1);
     y = y + torch::constant_pad_nd(more, {adapter.offset, behind});
   }
@@ -246,8 +247,8 @@ Tensor Model::feed_forward(const Layer& layer, const Tensor& h_BTC) const {
 /// Each token through the experts that the router gives the most for it.
 Tensor Model::run_experts(const Layer& layer, const Tensor& h_BTC) const {
   const Tensor h_MC = h_BTC.flatten(0, 1);
-  const Tensor chances_MX =
-      torch::softmax(linear(h_MC, get(layer.parameters, Part::kRouter)), -1, torch::kFloat32);
+  const Tensor chances_MX = torch::softmax(
+      train::linear(h_MC, get(layer.parameters, Part::kRouter)), -1, torch::kFloat32);
   auto [share_MK, expert_MK] = chances_MX.topk(model_.experts_per_token, -1);
   if (model_.normalized_experts) share_MK = share_MK / share_MK.sum(-1, /*keepdim=*/true);
   share_MK = share_MK.to(h_MC.scalar_type());
@@ -313,7 +314,7 @@ Tensor Model::final_norm(const UnitWeights& head, const Tensor& x_BTC) const {
 }
 
 Tensor Model::logits(const Tensor& h_MC, const Tensor& matrix_VC) const {
-  const Tensor logits_MV = linear(h_MC, matrix_VC);
+  const Tensor logits_MV = train::linear(h_MC, matrix_VC);
   if (model_.logit_softcap == 0) return logits_MV;
   return torch::tanh(logits_MV / model_.logit_softcap) * model_.logit_softcap;
 }

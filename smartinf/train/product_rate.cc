@@ -25,7 +25,7 @@ base::Result<double> measure_product_rate(Precision precision) {
     std::array<double, 9> seconds{};
     for (int i = -2; i < static_cast<int>(seconds.size()); ++i) {
       const uint64_t start_ns = base::now_ns();
-      const torch::Tensor product = linear(x_RC, weight_CC);
+      const torch::Tensor product = train::linear(x_RC, weight_CC);
       if (i >= 0) seconds[static_cast<size_t>(i)] = base::seconds_since(start_ns);
     }
     std::sort(seconds.begin(), seconds.end());

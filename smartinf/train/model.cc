@@ -113,7 +113,7 @@ Tensor Model::product(const Layer& layer, Part weight, Part bias, const Tensor& 
   for (const Adapter& adapter : layer.adapters) {
     if (adapter.a.part != weight) continue;
     const Tensor more =
-        train::linear(linear(x, adapter.a.weight), adapter.b.weight) * adapter.scale;
+        train::linear(train::linear(x, adapter.a.weight), adapter.b.weight) * adapter.scale;
     const int64_t behind = y.size(-1) - adapter.offset - more.size(-1);
     y = y + torch::constant_pad_nd(more, {adapter.offset, behind});
   }

@@ -19,7 +19,8 @@ namespace {
 constexpr int64_t kBlock = 1024;
 
 /// a_RS times b_SC, in the type of a.
-Tensor product_in_f32(const Tensor& a_RS, const Tensor& b_SC, const Tensor& bias_C = {}) {
+Tensor product_in_f32(const Tensor& a_RS, const Tensor& b_SC,
+                      const std::optional<Tensor>& bias_C = {}) {
   const int64_t rows = a_RS.size(0);
   const int64_t columns = b_SC.size(1);
   const int64_t terms = a_RS.size(1);
@@ -29,7 +30,7 @@ Tensor product_in_f32(const Tensor& a_RS, const Tensor& b_SC, const Tensor& bias
     for (int64_t r = 0; r < rows; r += kBlock) {
       const int64_t height = std::min(kBlock, rows - r);
       Tensor sum = torch::zeros({height, width}, a_RS.options().dtype(torch::kFloat32));
-      if (bias_C.defined()) sum.add_(bias_C.narrow(0, c, width));
+      if (bias_C.has_value()) sum.add_(bias_C->narrow(0, c, width));
       for (int64_t s = 0; s < terms; s += kBlock) {
         const int64_t depth = std::min(kBlock, terms - s);
         sum.addmm_(a_RS.narrow(0, r, height).narrow(1, s, depth).to(torch::kFloat32),
@@ -43,11 +44,11 @@ Tensor product_in_f32(const Tensor& a_RS, const Tensor& b_SC, const Tensor& bias
 
 struct LinearInF32 : torch::autograd::Function<LinearInF32> {
   static Tensor forward(AutogradContext* context, const Tensor& x_MK, const Tensor& weight_NK,
-                        const Tensor& bias_N) {
+                        const std::optional<Tensor>& bias_N) {
     // As torch::linear, which saves nothing for a gradient that nobody wants.
     context->save_for_backward(
         {weight_NK.requires_grad() ? x_MK : Tensor(), x_MK.requires_grad() ? weight_NK : Tensor()});
-    context->saved_data["bias"] = bias_N.defined() && bias_N.requires_grad();
+    context->saved_data["bias"] = bias_N.has_value() && bias_N->requires_grad();
     return product_in_f32(x_MK, weight_NK.t(), bias_N);
   }
 
@@ -75,7 +76,7 @@ bool has_bf16_products() {
 
 Tensor linear_in_f32(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor x_MK = x.reshape({-1, x.size(-1)});
-  const Tensor y_MN = LinearInF32::apply(x_MK, weight, bias.value_or(Tensor()));
+  const Tensor y_MN = LinearInF32::apply(x_MK, weight, bias);
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = weight.size(0);
   return y_MN.view(sizes);

@@ -4,11 +4,13 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <random>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -317,13 +319,25 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     if (GetParam().sparsity.factors) share.matrices = matrices_;
     return share;
   }
+  using Made = base::Result<std::unique_ptr<Device>>;
+  Made counted(Made made) {
+    if (!made.ok()) return made;
+    return std::unique_ptr<Device>(
+        std::make_unique<wire::CountedDevice>(std::move(*made), commands_served_));
+  }
+  /// Comes back when the device itself has the command, as those before it, where a server has it.
+  void start_at_device(Command& command) {
+    const uint64_t before = commands_served_;
+    driver_.start(command);
+    while (GetParam().remote && commands_served_ == before) std::this_thread::yield();
+  }
   /// A server for the device, and a client's way to it.
   DeviceSource& serve() {
     const wire::TestSource::Functions functions{
         [this](const storage::StoreLayout& layout, const DeviceShare&) {
-          return make_device(layout);
+          return counted(make_device(layout));
         },
-        [this](const DeviceShare&) { return open_device(); },
+        [this](const DeviceShare&) { return counted(open_device()); },
         [this]() -> base::Result<storage::StoreSummary> {
           return GetParam().memory ? drive_->summarize() : storage::summarize(options().path);
         },
@@ -479,6 +493,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   DeviceDriver driver_;
   std::unique_ptr<EmulatedDrive> drive_;
   std::shared_ptr<FakeDrive> fake_drive_;
+  std::atomic<uint64_t> commands_served_ = 0;
   std::unique_ptr<Server> server_;
   std::unique_ptr<DeviceSource> remote_;
   std::unique_ptr<Device> device_;

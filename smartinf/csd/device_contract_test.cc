@@ -105,7 +105,7 @@ TEST_P(DeviceContract, StopsAnUpdateThatIsAborted) {
   faults_.what = Faults::What::kHoldWrites;  // the update cannot end before the other command comes
   driver_.start(update);
   while (faults_.done == 0) std::this_thread::yield();
-  driver_.start(back);
+  start_at_device(back);
   faults_.what = Faults::What::kNothing;
   EXPECT_EQ(driver_.wait_for(update).code(), base::ErrorCode::kCancelled);
   EXPECT_TRUE(driver_.wait_for(back).ok());
@@ -137,8 +137,8 @@ TEST_P(DeviceContract, AnUpdateThatHasNotStartedIsStopped) {
     Command ending{std::move(end)};
     driver_.start(write);
     while (faults_.done == 0) std::this_thread::yield();
-    driver_.start(update);
-    driver_.start(ending);
+    start_at_device(update);
+    start_at_device(ending);
     driver_.ready.clear();
     faults_.what = Faults::What::kNothing;
     EXPECT_TRUE(driver_.wait_for(write).ok());

@@ -2,8 +2,10 @@
 // For tests.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,6 +60,36 @@ class TestSource final : public DeviceSource {
  private:
   const std::string name_;
   const Functions functions_;
+};
+
+/// A device that counts the commands that reached it.
+class CountedDevice final : public Device {
+ public:
+  CountedDevice(std::unique_ptr<Device> device, std::atomic<uint64_t>& commands)
+      : device_(std::move(device)), commands_(commands) {}
+
+  const DeviceInfo& info() const override { return device_->info(); }
+  const storage::StoreLayout& layout() const override { return device_->layout(); }
+  storage::StoreState state() const override { return device_->state(); }
+  std::string client_metadata() const override { return device_->client_metadata(); }
+  base::Status recover_to(base::StepNumber step) override { return device_->recover_to(step); }
+  base::Status cache_state(std::span<const base::SubgroupId> subgroups) override {
+    return device_->cache_state(subgroups);
+  }
+  void submit(Command& command) override {
+    device_->submit(command);
+    commands_.fetch_add(1);
+  }
+  base::TrafficReading host_traffic() const override { return device_->host_traffic(); }
+  base::TrafficReading store_traffic() const override { return device_->store_traffic(); }
+  uint64_t bytes_written_ever() const override { return device_->bytes_written_ever(); }
+  uint64_t state_bytes_cached() const override { return device_->state_bytes_cached(); }
+  base::Result<std::unique_ptr<Snapshot>> snapshot() override { return device_->snapshot(); }
+  std::span<std::byte> scratch_memory() override { return device_->scratch_memory(); }
+
+ private:
+  const std::unique_ptr<Device> device_;
+  std::atomic<uint64_t>& commands_;
 };
 
 /// Every server of the process under the same authority, which takes some milliseconds to make.

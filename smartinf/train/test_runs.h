@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -48,7 +49,8 @@ class Poison {
 
  private:
   static void after(const at::RecordFunction& function, at::ObserverContext*) {
-    if (std::strcmp(function.name(), "aten::mm") != 0) return;
+    const std::string_view name = function.name();
+    if (name != "aten::mm" && name != "aten::addmm_") return;  // the latter of linear_in_f32
     if (++calls_ != poisoned_) return;
     for (const c10::IValue& output : function.outputs()) {
       output.toTensor().fill_(std::numeric_limits<double>::quiet_NaN());

@@ -102,7 +102,12 @@ def missing(job):
     try:
         ranks.barrier()
     except smartinf.DeviceError as error:
-        pathlib.Path(job["results"], f"said{ranks.rank}").write_text(str(error))
+        results = pathlib.Path(job["results"])
+        (results / f"said{ranks.rank}").write_text(str(error))
+        # Rank 0 has the store, where the others look up the reason.
+        end = time.monotonic() + 60
+        while ranks.rank == 0 and len(list(results.glob("said*"))) < ranks.world - 1 and time.monotonic() < end:
+            time.sleep(0.05)
 
 
 def refused(text, *args, **options):

@@ -176,8 +176,9 @@ Result<sim::ModelShape> model_by(const SimFlags& flags) {
   if (shaped) {
     if (model.heads == 0) model.heads = std::max<uint64_t>(1, model.hidden / 128);
     if (model.hidden % model.heads != 0) {
-      return bad_value("heads", std::to_string(model.heads),
-                       fmt::format("They do not divide the hidden size {}.", model.hidden));
+      return bad_value(
+          "heads", std::to_string(model.heads),
+          fmt::format("The number of heads must divide the hidden size {}.", model.hidden));
     }
     if (model.kv_heads == 0) model.kv_heads = model.heads;
     if (model.feed_forward == 0) model.feed_forward = 4 * model.hidden;
@@ -218,7 +219,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
   };
   if (const std::string* text = value_of(kOldOverlapFlag)) {
     return Status(ErrorCode::kInvalidArgument, "--hide " + *text,
-                  "It is --overlap now: late for forward, early for backward or both.");
+                  "The flag is now --overlap: late for forward, early for backward or both.");
   }
   SimQuestion question;
   SI_ASSIGN_OR_RETURN(question.model, model_by(flags));
@@ -272,7 +273,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
     SI_ASSIGN_OR_RETURN(options.ratio, number("ratio", *text));
     if (!(options.ratio > 0 && options.ratio <= 1)) {
       return bad_value("ratio", *text,
-                       "It is compressed bytes over f32 bytes: above 0 and at most 1.");
+                       "The ratio is compressed bytes divided by f32 bytes: above 0, at most 1.");
     }
   }
   if (const std::string* text = value_of("state-cache")) {

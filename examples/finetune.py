@@ -26,7 +26,7 @@ parser.add_argument("--steps", type=int, default=1000)
 parser.add_argument("--save-steps", type=int, default=250)
 parser.add_argument("--sequence", type=int, default=2048)
 parser.add_argument("--accumulation", type=int, default=32)
-parser.add_argument("--gradient-budget", default=None, help='"2GB" where 10 bytes per parameter are too much')
+parser.add_argument("--gradient-budget", default=None, help='memory for gradients, e.g. "2GB"; the rest waits on the drives')
 options = parser.parse_args()
 
 # The weights are bf16 in memory; their f32 masters are on the devices.

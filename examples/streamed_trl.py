@@ -22,7 +22,7 @@ parser.add_argument("model")
 parser.add_argument("output")
 parser.add_argument("devices", nargs="+")
 parser.add_argument("--dpo", action="store_true")
-parser.add_argument("--keep", help="bytes of weights that stay in memory; what fits unless given")
+parser.add_argument("--keep", help="bytes of weights that stay in memory; default: as many as fit")
 parser.add_argument("--steps", type=int, default=4)
 options = parser.parse_args()
 

@@ -55,7 +55,8 @@ struct Timing {
 class OverlapBench {
  public:
   explicit OverlapBench(const OverlapOptions& options)
-      : interrupt_("stopping after this step; press Ctrl-C again to stop at once"), options_(options) {}
+      : interrupt_("stopping after this step; press Ctrl-C again to stop at once"),
+        options_(options) {}
 
   Status run() {
     updater_options_.gradient_type = DataType::kBf16;
@@ -252,11 +253,11 @@ class OverlapBench {
 void add_bench_overlap(CLI::App& bench, Run& run) {
   auto options = std::make_shared<OverlapOptions>();
   CLI::App* command = bench.add_subcommand(
-      "overlap", "Times steps with a stand-in for computing, the update hidden and not, in turn");
-  command->add_option("--params", options->params, "Parameters, e.g. 2e8")
+      "overlap", "Time steps in which a sleep stands for computing, with each overlap in turn");
+  command->add_option("--params", options->params, "Number of parameters, e.g. 2e8")
       ->check(CLI::Range(1.0, 1e13))
       ->capture_default_str();
-  command->add_option("--device", options->devices, "A directory for the state; may be repeated")
+  command->add_option("--device", options->devices, "Directory for the state; may be repeated")
       ->required();
   command
       ->add_option("--computing", options->computing,
@@ -264,7 +265,8 @@ void add_bench_overlap(CLI::App& bench, Run& run) {
       ->delimiter(',')
       ->check(CLI::Range(0.0, 100.0))
       ->capture_default_str();
-  command->add_option("--overlap", options->overlaps, "Settings to time in turn")
+  command
+      ->add_option("--overlap", options->overlaps, "Settings of optimizer.overlap to time in turn")
       ->delimiter(',')
       ->check(CLI::IsMember(base::name_list(enum_names(plan::Overlap{}).subspan(1))))
       ->capture_default_str();
@@ -273,14 +275,16 @@ void add_bench_overlap(CLI::App& bench, Run& run) {
                    "Guesses of early updates: all right, all wrong, or every other one")
       ->check(CLI::IsMember({"right", "wrong", "alternate"}))
       ->capture_default_str();
-  command->add_option("--layers", options->layers, "Layers that forward waits for one by one")
+  command
+      ->add_option("--layers", options->layers, "Number of layers, for each of which forward waits")
       ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 20))
       ->capture_default_str();
-  command->add_option("--rounds", options->rounds, "Rounds over all settings")
+  command->add_option("--rounds", options->rounds, "Number of rounds over all settings")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
   command
-      ->add_option("--steps", options->steps, "Steps of each setting, of which the median counts")
+      ->add_option("--steps", options->steps,
+                   "Number of steps of each setting, of which the median counts")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
   command->add_option("--state-format", options->format, "Format of momentum and variance")
@@ -288,12 +292,15 @@ void add_bench_overlap(CLI::App& bench, Run& run) {
       ->capture_default_str();
   command->add_option("--memory-budget", options->memory_budget, "Memory for the engine's buffers")
       ->capture_default_str();
-  command->add_option("--threads", options->threads, "Threads of each device; 0: shared out")
+  command
+      ->add_option("--threads", options->threads,
+                   "Threads of each device; 0: the cores are divided among the devices")
       ->capture_default_str();
-  command->add_flag("--spill", options->spill, "Gradients go to the drive instead of memory");
-  command->add_flag("--json", options->json, "One JSON object for each row");
+  command->add_flag("--spill", options->spill,
+                    "Spill all gradients to the drive instead of keeping them in memory");
+  command->add_flag("--json", options->json, "Print one JSON object for each row");
   command->footer(
-      "The bound is what no schedule of this kind can be faster than: computing + update (none);\n"
+      "The bound is the time that no schedule of this kind can beat: computing + update (none);\n"
       "backward + the longer of forward and update (late); the longer of computing and update "
       "(early).\n"
       "\n"

@@ -58,9 +58,10 @@ void add_update_flags(CLI::App& command, StepOptions& options) {
                   "again, e.g. 1GB")
       ->capture_default_str();
   command
-      .add_option("--internal-read", options.internal_read,
-                  "Emulation: bytes per second that each drive reads, its time shared with writes; "
-                  "0: as fast as it goes")
+      .add_option(
+          "--internal-read", options.internal_read,
+          "Emulation: bytes per second that each drive reads, in time shared with its writes; "
+          "0: no limit")
       ->capture_default_str();
   command
       .add_option("--internal-write", options.internal_write,
@@ -109,7 +110,7 @@ void add_measure_flags(CLI::App& command, StepOptions& options) {
       ->capture_default_str();
   command
       .add_option("--processor", options.processor,
-                  "What updates, as in device.processor: cpu, opencl or opencl:DEVICE")
+                  "Processor of the updates, as in device.processor: cpu, opencl or opencl:DEVICE")
       ->capture_default_str();
   command
       .add_option("--trace", options.trace, "Chrome trace of all steps to write (ui.perfetto.dev)")

@@ -316,8 +316,8 @@ void add_calibrate(CLI::App& app, Run& run) {
       ->type_name("NAME");
   command->add_flag("--json", flags->json, "Print one flat JSON object");
   command->footer(
-      "It takes some seconds and 512 MiB of free space for each drive. Run it when nothing else "
-      "runs.\n\n"
+      "The command takes some seconds and 512 MiB of free space for each drive. Run it when "
+      "nothing else runs.\n\n"
       "Examples:\n"
       "  smartinf calibrate --device /mnt/a --device /mnt/b --out machine.toml\n"
       "  smartinf plan llama3-3B --machine ./machine.toml");

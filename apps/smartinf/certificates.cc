@@ -167,7 +167,7 @@ void add_certificates(CLI::App& app, Run& run) {
       ->add_option("--client", flags->clients,
                    "Make a client's certificate: the name that the server's list of clients has")
       ->type_name("NAME");
-  command->add_option("--days", flags->days, "How long the certificates are valid [365]")
+  command->add_option("--days", flags->days, "Days for which the certificates are valid [365]")
       ->type_name("N");
   command->add_flag("--list", flags->list,
                     "List what was issued, what expired and what is revoked");

@@ -47,7 +47,7 @@ void add_reshard(CLI::App& app, Run& run);
 void add_gc(CLI::App& app, Run& run);
 
 inline constexpr char kTrainSummary[] = "Train a model; resume the run when it is run again";
-inline constexpr char kGenerateSummary[] = "Let a run's or a folder's model continue texts";
+inline constexpr char kGenerateSummary[] = "Continue texts with the model of a run or a folder";
 
 /// Goes on as the process that is linked with torch where `command` needs it; `arguments` are
 /// main's. Nothing where this process is the one to run it; an exit code where it cannot start.

@@ -87,17 +87,19 @@ void add_export(CLI::App& app, Run& run) {
       ->type_name("RUN");
   command->add_option("--out", flags->out, "Folder to create")->required()->type_name("DIR");
   command
-      ->add_option("--checkpoint", flags->checkpoint,
-                   "A copy of the run's state in place of its devices: a checkpoint's folder, or "
-                   "one with several, of which the newest is taken")
+      ->add_option(
+          "--checkpoint", flags->checkpoint,
+          "Checkpoint to read in place of the run's devices, or a folder of checkpoints, of "
+          "which the newest is taken")
       ->type_name("DIR");
   command
       ->add_option("--type", flags->type,
                    "Type of the weights [of model.from, else train.precision of the run]")
       ->check(CLI::IsMember(base::enum_name_list<base::DataType>()))
       ->type_name("f32|bf16|f16");
-  command->add_flag("--merge", flags->merge,
-                    "Add adapters to the model's own weights [a folder of adapters for PEFT]");
+  command->add_flag(
+      "--merge", flags->merge,
+      "Add adapters to the model's weights, instead of writing the adapters alone, for PEFT");
   command->add_option("--shard-size", flags->shard_size, "Largest size of one file [5GB]")
       ->type_name("SIZE");
   command->add_flag("--json", flags->json, "Print one JSON object");

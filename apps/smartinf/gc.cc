@@ -506,11 +506,9 @@ void add_gc(CLI::App& app, Run& run) {
       "--json", flags->json,
       "Print one JSON object, and ask nothing: delete with --yes or --delete-run only");
   command->footer(
-      "It finds creations, checkpoints and exports that were interrupted. Files that a process "
-      "has\n"
-      "locked, and files that are not smartinf's, are never deleted. A state with a committed "
-      "step\n"
-      "is deleted only if no folder or recipe names it, and if you name its run.\n\n"
+      "The command finds interrupted creations, checkpoints and exports. It never deletes files\n"
+      "that a process has locked or that are not smartinf's. A state with a committed step is\n"
+      "deleted only if no folder or recipe names it, and if you name its run.\n\n"
       "Examples:\n"
       "  smartinf gc runs /mnt/a /mnt/b\n"
       "  smartinf gc /mnt/a --states\n"

@@ -266,34 +266,41 @@ void add_generate(CLI::App& app, Run& run) {
                    "Folder of a run, whose last committed weights are used, or of a model")
       ->required()
       ->type_name("RUN|DIR");
-  command->add_option("--prompt", flags->prompts, "Text to go on from; several give several texts")
+  command
+      ->add_option("--prompt", flags->prompts,
+                   "Text to continue; may be repeated, for several texts")
       ->allow_extra_args(false)
       ->type_name("TEXT");
   command
       ->add_option("--prompt-tokens", flags->prompt_tokens,
-                   "The same as numbers of tokens, 1,2,3; the result is numbers, too")
+                   "Tokens to continue, as numbers: 1,2,3; the result is numbers, too")
       ->allow_extra_args(false)
       ->type_name("LIST");
   command
       ->add_option("--checkpoint", flags->checkpoint,
-                   "A copy of the run's state in place of its devices, as for smartinf export")
+                   "Checkpoint to read in place of the run's devices, as for smartinf export")
       ->type_name("DIR");
   command->add_flag("--chat", flags->chat,
                     "Put each prompt into the model's chat template as the user's words");
-  command->add_option("--tokens", flags->tokens, "New tokens, at most [128]")
+  command->add_option("--tokens", flags->tokens, "Largest number of new tokens [128]")
       ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 24))
       ->type_name("N");
   command
-      ->add_option("--temperature", flags->sampling.temperature,
-                   "Divides the logits before a token is drawn; 0: always the likeliest [0]")
+      ->add_option(
+          "--temperature", flags->sampling.temperature,
+          "Number that divides the logits before a token is drawn; 0: always the likeliest token "
+          "[0]")
       ->type_name("NUMBER");
-  command->add_option("--top-k", flags->sampling.top_k, "Draw from so many likeliest; 0: all [0]")
+  command
+      ->add_option("--top-k", flags->sampling.top_k,
+                   "Number of likeliest tokens to draw from; 0: all [0]")
       ->type_name("N");
   command
       ->add_option("--top-p", flags->sampling.top_p,
-                   "Draw from the likeliest that have this share together [1]")
+                   "Probability that the likeliest tokens to draw from have together [1]")
       ->type_name("NUMBER");
-  command->add_option("--seed", flags->sampling.seed, "Seed of what is drawn [1]")->type_name("N");
+  command->add_option("--seed", flags->sampling.seed, "Seed of the random numbers [1]")
+      ->type_name("N");
   command
       ->add_option("--memory", flags->memory,
                    "Memory of the host for the whole process; weights that do not fit are read for "
@@ -311,7 +318,7 @@ void add_generate(CLI::App& app, Run& run) {
       ->type_name("N");
   command
       ->add_option("--type", flags->type,
-                   "Type that is computed with [of the run; f32 of a folder in f32, else bf16]")
+                   "Type of weights and compute [the run's; of a folder in f32: f32, else bf16]")
       ->check(CLI::IsMember({"f32", "bf16"}))
       ->type_name("f32|bf16");
   command

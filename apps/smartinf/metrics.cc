@@ -133,16 +133,17 @@ void add_metrics(CLI::App& app, Run& run) {
   command->add_option("run", flags->run, "Folder of the run, e.g. runs/quickstart")
       ->required()
       ->type_name("RUN");
-  command->add_option("--csv", flags->csv, "File to write; without it rows are printed")
+  command->add_option("--csv", flags->csv, "File to write; by default rows are printed")
       ->type_name("FILE");
   command
       ->add_option("--tensorboard", flags->tensorboard,
                    "Folder to write an event file into (needs python3 with tensorboard)")
       ->type_name("DIR");
-  command->add_flag("--follow", flags->follow,
-                    "Go on as the run goes on, until Ctrl-C (exit code 130)");
+  command->add_flag(
+      "--follow", flags->follow,
+      "Keep the files up to date while the run goes on, until Ctrl-C (exit code 130)");
   command->footer(
-      "One row for each step, with its validations and norms of layers (docs/metrics.md).\n"
+      "Each step has one row, with its validations and norms of layers (docs/metrics.md).\n"
       "SMARTINF_PYTHON names another Python than python3.\n\n"
       "Examples:\n"
       "  smartinf metrics runs/quickstart --csv quickstart.csv\n"

@@ -268,7 +268,8 @@ void add_plan(CLI::App& app, Run& run) {
   add_sim_flags(*command, flags->question);
   command->add_option("--html", flags->html, "HTML report to write")->type_name("FILE");
   command
-      ->add_option("--recipe", flags->recipe, "Write the recommended option as a recipe for train")
+      ->add_option("--recipe", flags->recipe,
+                   "Recipe to write, of the recommended option, for train")
       ->type_name("FILE");
   command
       ->add_option(
@@ -285,10 +286,8 @@ void add_plan(CLI::App& app, Run& run) {
       ->type_name("train|python");
   command->add_flag("--json", flags->json, "Print one JSON object");
   command->footer(
-      "The machine is workstation-gen4 unless --machine names another or a TOML file. Marked (*) "
-      "is\n"
-      "the fastest that changes no bits, or what --method and --state-format name, with the first\n"
-      "program that fits. --batch is the micro batch.\n\n"
+      "The mark * is beside the fastest option that changes no bits, or the one that --method and\n"
+      "--state-format name, with the first program that fits. --batch is the micro batch.\n\n"
       "Examples:\n"
       "  smartinf plan llama3-8B --batch 1 --accumulation 64 --html plan.html\n"
       "  smartinf plan ./config.json --machine my.toml --recipe train.toml\n"

@@ -55,10 +55,10 @@ void add_plot(CLI::App& app, Run& run) {
       ->type_name("RUN");
   command
       ->add_option("--out", flags->out,
-                   "Picture to write, .png, .svg or .pdf; one run's is RUN/plot.png by default")
+                   "Picture to write, .png, .svg or .pdf [of one run: RUN/plot.png]")
       ->type_name("FILE");
   command->footer(
-      "Needs python3 with matplotlib; SMARTINF_PYTHON names another Python.\n\n"
+      "The command needs python3 with matplotlib; SMARTINF_PYTHON names another Python.\n\n"
       "Examples:\n"
       "  smartinf plot runs/quickstart\n"
       "  smartinf plot runs/bf16 runs/q8 --out compared.png");

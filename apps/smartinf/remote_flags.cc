@@ -10,9 +10,9 @@ void add_remote_flags(CLI::App& command, csd::RemoteOptions& remote) {
   };
   file("--remote-certificate", remote.certificate, "SMARTINF_REMOTE_CERTIFICATE",
        "This client's certificate (PEM)");
-  file("--remote-key", remote.key, "SMARTINF_REMOTE_KEY", "Its private key (PEM)");
+  file("--remote-key", remote.key, "SMARTINF_REMOTE_KEY", "This client's private key (PEM)");
   file("--remote-ca", remote.ca, "SMARTINF_REMOTE_CA",
-       "Certificate of the authority that signed the servers' (PEM)");
+       "Certificate of the authority that signed the servers' certificates (PEM)");
   command
       .add_option("--remote-reconnect", remote.reconnect_seconds,
                   "Seconds for which a lost connection is made again")

@@ -25,9 +25,9 @@ void add_restore(CLI::App& app, Run& run) {
       ->expected(1)
       ->type_name("CHECKPOINT");
   command
-      ->add_option(
-          "--device", flags->to,
-          "Device for the state; may be repeated, in another number than the checkpoint came from")
+      ->add_option("--device", flags->to,
+                   "Device for the state; may be repeated, for more or fewer devices than the "
+                   "checkpoint has")
       ->required()
       ->type_name("DEVICE");
   command->add_flag("--replace", flags->replace,

@@ -212,7 +212,7 @@ void add_serve(CLI::App& app, Run& run) {
   CLI::App* command =
       app.add_subcommand("serve", "Offer this machine's drives and cores to trainings elsewhere");
   auto path = std::make_shared<std::string>();
-  command->add_option("file", *path, "What is offered, to whom and where: a TOML file")
+  command->add_option("file", *path, "TOML file: what is offered, to whom, and at which address")
       ->required()
       ->type_name("SERVE.toml");
   command->footer(

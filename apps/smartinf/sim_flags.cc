@@ -27,7 +27,7 @@ struct Flag {
 
 constexpr std::array kFlags{
     Flag{"model", "NAME|FILE",
-         "Model: a preset (gpt2-4.0B, llama3-8B, ...) or a Hugging Face config.json"},
+         "Model: a preset (llama3-8B, ...) or a Hugging Face config.json [gpt2-4.0B]"},
     Flag{"layers", "N", "Number of layers, for a GPT-2 model given by its shape"},
     Flag{"hidden", "N", "Hidden size"},
     Flag{"heads", "N", "Number of attention heads [hidden / 128]"},
@@ -37,7 +37,8 @@ constexpr std::array kFlags{
     Flag{"batch", "N", "Sequences in a step, per GPU [4]"},
     Flag{"seq", "N", "Tokens in a sequence [the model's]"},
     Flag{"machine", "NAME|FILE",
-         "Machine: a preset (smartssd-a5000, workstation-gen4, ...) or a TOML file"},
+         "Machine: a preset (workstation-gen5, ...) or a TOML file [smartssd-a5000; in plan "
+         "workstation-gen4]"},
     Flag{"gpu", "NAME",
          "GPU that the machine has instead of its own (A5000, A100, A4000, RTX4090, ...)"},
     Flag{"gpus", "N", "Number of GPUs"},
@@ -46,7 +47,7 @@ constexpr std::array kFlags{
          "Method: baseline (host update), su (SmartUpdate), su+o (overlapped) or su+o+c "
          "(compressed) [su+o]"},
     Flag{"ratio", "R",
-         "Bytes of compressed gradients over bytes in f32, in (0, 1], for su+o+c [0.02]"},
+         "Bytes of compressed gradients divided by their bytes in f32, for su+o+c [0.02]"},
     Flag{"recompute", "true|false",
          "Whether backward computes activations again instead of keeping them "
          "(memory.activations) [true]"},
@@ -59,15 +60,16 @@ constexpr std::array kFlags{
          "24GB [0]"},
     Flag{"overlap", "NAME",
          "Computation that runs beside the update, as optimizer.overlap: none, late (the next "
-         "forward) or early (backward as well) [none]"},
+         "forward) or early (backward as well) [none; in plan late for `smartinf train`]"},
     Flag{"accumulation", "N",
-         "Micro batches in a step, of all ranks; more than one, or ranks, as in `smartinf train`, "
-         "where weights stay on the GPU [one for each rank]"},
-    Flag{"ranks", "N", "Processes of `smartinf train` that train together, each with its GPU [1]"},
+         "Micro batches in a step, of all ranks together; with more than one, or with ranks, "
+         "weights stay on the GPU, as in `smartinf train` [one for each rank]"},
+    Flag{"ranks", "N", "Processes of `smartinf train` that train together, each with a GPU [1]"},
     Flag{"machines", "N",
-         "Machines that the ranks are on, as many on each; each is as described [1]"},
+         "Machines of the described kind, with the same number of ranks on each [1]"},
     Flag{"guess", "right|wrong",
-         "Guess of an early update that no gradient is clipped; a wrong one is done again [right]"},
+         "Guess of an early update, that no gradient is clipped; after a wrong guess the update is "
+         "made again [right]"},
 };
 
 /// Of earlier versions; refused with what to write in its place.
@@ -174,8 +176,9 @@ Result<sim::ModelShape> model_by(const SimFlags& flags) {
   if (shaped) {
     if (model.heads == 0) model.heads = std::max<uint64_t>(1, model.hidden / 128);
     if (model.hidden % model.heads != 0) {
-      return bad_value("heads", std::to_string(model.heads),
-                       fmt::format("They do not divide the hidden size {}.", model.hidden));
+      return bad_value(
+          "heads", std::to_string(model.heads),
+          fmt::format("The number of heads must divide the hidden size {}.", model.hidden));
     }
     if (model.kv_heads == 0) model.kv_heads = model.heads;
     if (model.feed_forward == 0) model.feed_forward = 4 * model.hidden;
@@ -216,7 +219,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
   };
   if (const std::string* text = value_of(kOldOverlapFlag)) {
     return Status(ErrorCode::kInvalidArgument, "--hide " + *text,
-                  "It is --overlap now: late for forward, early for backward or both.");
+                  "The flag is now --overlap: late for forward, early for backward or both.");
   }
   SimQuestion question;
   SI_ASSIGN_OR_RETURN(question.model, model_by(flags));
@@ -270,7 +273,7 @@ Result<SimQuestion> apply_sim_flags(const SimFlags& flags) {
     SI_ASSIGN_OR_RETURN(options.ratio, number("ratio", *text));
     if (!(options.ratio > 0 && options.ratio <= 1)) {
       return bad_value("ratio", *text,
-                       "It is compressed bytes over f32 bytes: above 0 and at most 1.");
+                       "The ratio is compressed bytes divided by f32 bytes: above 0, at most 1.");
     }
   }
   if (const std::string* text = value_of("state-cache")) {

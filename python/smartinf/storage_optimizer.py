@@ -70,32 +70,34 @@ class StorageOptimizer(torch.optim.Optimizer):
     resume: what to do with devices that hold state. True: take weights and state from them and go
         on (empty devices are begun). False: discard it. None: the first step raises UsageError unless
         load_state_dict() or load_checkpoint() has said which state is meant.
-    state_format: "f32" (exact), "bf16" or "q8": how momentum and variance are kept.
-    compress: sends the largest elements of each gradient instead of all, and adds the rest (the residual)
-        to the next gradient: a density (0.08 sends the signs of 8 %) or a dict with it and any of values,
-        error_feedback, residual_every, warmup_steps, as in a recipe (docs/smartcomp.md). 4 bytes per
-        parameter in host memory, in place of the gradients'.
+    state_format: format of momentum and variance: "f32" (exact), "bf16" or "q8".
+    compress: density of compressed gradients (0.08 sends the signs of the largest 8 %, and adds the rest, the
+        residual, to the next gradient), or a dict with density and any of values, error_feedback,
+        residual_every, warmup_steps, as in a recipe (docs/smartcomp.md). Takes 4 bytes per parameter in host
+        memory, in place of the gradients.
         Clipping, GradScaler and accumulation are applied before the residual is added; a step that is skipped
         or fails does not change it; resume and checkpoints carry it. None: gradients are sent dense.
     memory_budget: bytes (or "512MiB", the default) for the buffers of engine and devices; gradients come on top.
     gradient_budget: bytes of gradients held in memory between backward and update; the rest is
         spilled to the devices. None: all stay in memory.
-    state_cache: bytes (or "24GB") of the state that stay in host memory as well and are not read from
-        the devices again, of each process; on top of memory_budget. Every step is written as ever, but
-        with durability "none" only for a checkpoint and when closed. None: none.
-    gradient_type: "f32" or "bf16", how gradients travel to the devices. None: "f32" unless every
+    state_cache: bytes (or "24GB") of the state, in each process, that stay in host memory as well and are not
+        read from the devices again; on top of memory_budget. Every step is still written, but with
+        durability "none" only for a checkpoint and when closed. None: none.
+    gradient_type: type of gradients on their way to the devices, "f32" or "bf16". None: "f32" unless every
         parameter is bfloat16.
-    durability: "step": every step survives a power cut. "none": scratch runs; nothing is promised.
+    durability: "step": every step survives a power cut. "none": the state takes half the space, and a crash
+        loses it.
     max_grad_norm: clips by the global L2 norm, found while gradients are handed over: no extra pass.
         0 and float("inf") clip nothing, and say that this is meant.
-    nonfinite: on a gradient with an infinity or NaN "raise" NonFiniteGradientError, "skip" the step,
-        or "apply" it as torch does. Before the first two nothing has changed.
+    nonfinite: what a step does with an infinity or NaN in a gradient: "raise" NonFiniteGradientError, "skip"
+        the step, or "apply" it as torch does. The first two change nothing.
     release_gradients: backward hands each gradient over as soon as it is complete and frees it. With
         accumulation_steps=k the sum over k backward passes is kept in host memory, in f32, and handed
         over in the k-th. p.grad is None after backward then, so clip with max_grad_norm. GradScaler works
         (leave scaler.unscale_ out). Under several ranks gradients are averaged on the way, bucket by
         bucket, each to the rank that owns it; do not wrap the model in DistributedDataParallel then.
-    overlap: what runs beside the update; same weights, bit for bit. One process only; docs/python.md has the rules.
+    overlap: computation that runs beside the update; same weights, bit for bit. One process only; docs/python.md
+        has the rules.
         "late": the next forward. step() returns at once, and each module of `model` waits for its own parameters'
         new weights before it computes with them. "early": backward too, with release_gradients=True: each device
         updates a part as soon as its gradients are there, by the guess that nothing is clipped, and once more where
@@ -104,10 +106,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         synchronize(). Whoever holds single parameters and looks at them between step() and the next forward
         calls wait_weights() first. overlap=model is short for overlap="late", model=model. None: step() waits.
     model: with overlap, the module in whose modules all parameters of the optimizer are.
-    where: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
-    subgroup_elements: of the unit that is read, updated and written at once; 0: chosen.
-    checksums: of every block on the devices, checked when it is read. False saves a little time.
-    seed: of stochastic rounding (state_format "bf16" and "q8").
+    where: place of the update: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
+    subgroup_elements: elements that are read, updated and written at once; 0: chosen from memory_budget.
+    checksums: whether every block on the devices has a checksum, checked at every read. False saves a little time.
+    seed: seed of stochastic rounding (state_format "bf16" and "q8").
     process_group: the ranks that share the state. None: all of them under torch.distributed, or those among which
         fully_shard (FSDP2) has divided the parameters; each then updates the rows that it holds.
     fused, foreach: taken from configurations written for torch.optim, and without effect: they choose

@@ -55,8 +55,8 @@ constexpr std::array kSections{
 
 constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("model.from", &r.options.model.from,
-           "folder of a model as Hugging Face's save_pretrained() writes it (docs/models.md): what "
-           "is fine-tuned; empty: a new model of the sizes below"),
+           "folder of the model that is fine-tuned, as Hugging Face's save_pretrained() writes it "
+           "(docs/models.md); empty: a new model of the sizes below"),
     SI_KEY("model.init", choice(r.options.model.init),
            "first weights of a model from a folder: \"weights\": the folder's; \"random\": random "
            "ones, and only the shape and the tokenizer are the folder's"),
@@ -158,9 +158,9 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("train.save_every", &r.options.train.save_every,
            "steps between writes of the state with optimizer.where = \"memory\""),
     SI_KEY("train.sample_prompts", &r.options.train.sample_prompts,
-           "texts that the model continues at each validation, to be looked at; empty: none"),
+           "texts that the model continues at each validation, as samples; empty: none"),
     SI_KEY("train.sample_tokens", &r.options.train.sample_tokens,
-           "tokens that each of them is continued by, up to data.sequence in all; 0: none"),
+           "new tokens of each sample, which with its prompt has at most data.sequence; 0: none"),
     SI_KEY("train.sample_temperature", &r.options.train.sample_temperature,
            "temperature of these samples; 0: always the likeliest token"),
     SI_KEY("train.trace", &r.options.train.trace,
@@ -275,16 +275,15 @@ constexpr auto kKeys = std::to_array<Key>({
         "order in which the gradients of a step's micro batches are added up: \"fixed\": one that "
         "gives the same bits with any number of ranks; \"auto\": the same with several ranks, and "
         "in one process one after the other, which takes less memory"),
-    SI_KEY(
-        "ranks.timeout", &r.options.ranks.timeout_s,
-        "seconds that the ranks wait for one that ended, stands still or does not come; then all "
-        "others end and name it"),
+    SI_KEY("ranks.timeout", &r.options.ranks.timeout_s,
+           "seconds that the ranks wait for a rank that ended, stands still or does not come; then "
+           "all others end and name it"),
 
     SI_KEY("remote.certificate", &r.updater.remote.certificate,
            "file of this client's certificate (PEM)"),
-    SI_KEY("remote.key", &r.updater.remote.key, "file of its private key (PEM)"),
+    SI_KEY("remote.key", &r.updater.remote.key, "file of this client's private key (PEM)"),
     SI_KEY("remote.ca", &r.updater.remote.ca,
-           "file of the certificate of the authority that signed the servers' (PEM)"),
+           "file of the certificate of the authority that signed the servers' certificates (PEM)"),
     SI_KEY("remote.reconnect_seconds", &r.updater.remote.reconnect_seconds,
            "seconds for which a lost connection is made again before the step is given up"),
     SI_KEY("remote.deadline_seconds", &r.updater.remote.deadline_seconds,

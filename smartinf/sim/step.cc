@@ -59,7 +59,7 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   };
   if (!(options.ratio > 0 && options.ratio <= 1)) {
     return invalid(fmt::format("the compression ratio is {}", options.ratio),
-                   "It is compressed bytes over f32 bytes: above 0 and at most 1.");
+                   "The ratio is compressed bytes divided by f32 bytes: above 0, at most 1.");
   }
   const uint64_t wanted = options.subgroup_elements != 0 ? options.subgroup_elements
                                                          : machine.software.subgroup_elements;

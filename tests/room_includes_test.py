@@ -14,7 +14,7 @@ SOURCES = {".h", ".cc", ".inc"}
 # A third-party header that stays in one place: pattern -> paths that may name it.
 THIRD_PARTY = {
     r"liburing\.h": ["smartinf/storage/uring_ring"],
-    r"CL/": ["smartinf/csd/opencl"],
+    r"CL/": ["smartinf/csd/opencl", "fpga/host/", "fpga/tests/software_opencl"],
     r"grpc": ["smartinf/csd/remote"],
     r"openssl/": ["smartinf/csd/certificates/", "smartinf/csd/remote"],
     r"hwy/": ["smartinf/kernels/"],

@@ -94,27 +94,30 @@ Subgroup::Subgroup(UpdateRule rule, uint32_t elements, uint64_t seed, bool edges
   }
 }
 
-std::string Subgroup::update_on_card(const Step& step, const GradientKernel& gradient,
-                                     const software::Options& options) {
-  std::vector<Word> spans;
+CardTables Subgroup::prepare(const Step& step) {
+  CardTables tables;
   for (const SpanOfScalars& span : step.spans) {
     Word head = 0;
     set_lane(head, 0, static_cast<uint32_t>(span.count));
-    spans.push_back(head);
-    spans.push_back(std::bit_cast<Word>(kernels::rule_scalars(span.scalars)));
+    tables.spans.push_back(head);
+    tables.spans.push_back(std::bit_cast<Word>(kernels::rule_scalars(span.scalars)));
   }
-  std::vector<Word> seeds;
+  tables.span_count = static_cast<uint32_t>(step.spans.size());
   for (uint64_t block = 0; block * kBlockElements < count; ++block) {
-    seeds.push_back(seed_word(step.checksum_seed, block, planes.size()));
+    tables.seeds.push_back(seed_word(step.checksum_seed, block, planes.size()));
   }
-  report.assign(seeds.size(), Word(0));
-  uint32_t weights_type = kWeightsNone;
+  report.assign(tables.seeds.size(), Word(0));
   weights.clear();
   if (step.weights_type) {
-    weights_type = *step.weights_type == DataType::kF32 ? kWeightsF32 : kWeightsBf16;
+    tables.weights_type = *step.weights_type == DataType::kF32 ? kWeightsF32 : kWeightsBf16;
     weights.resize(whole_words(count * base::data_type_bytes(*step.weights_type)));
   }
-  const auto span_count = static_cast<uint32_t>(step.spans.size());
+  return tables;
+}
+
+std::string Subgroup::update_on_card(const Step& step, const GradientKernel& gradient,
+                                     const software::Options& options) {
+  const CardTables tables = prepare(step);
   software::Simulation run(options);
   hls::stream<GradientWord, 16> stream("gradients");
   run.start("gradient kernel", [&] { gradient(stream); });
@@ -124,16 +127,18 @@ std::string Subgroup::update_on_card(const Step& step, const GradientKernel& gra
       case UpdateRule::kAdam:
       case UpdateRule::kAdamW:
         return smartinf_update_adam(stream, p[0].data(), p[0].data(), p[1].data(), p[1].data(),
-                                    p[2].data(), p[2].data(), weights.data(), spans.data(),
-                                    seeds.data(), report.data(), count, span_count, weights_type);
+                                    p[2].data(), p[2].data(), weights.data(), tables.spans.data(),
+                                    tables.seeds.data(), report.data(), count, tables.span_count,
+                                    tables.weights_type);
       case UpdateRule::kSgdMomentum:
         return smartinf_update_sgd(stream, p[0].data(), p[0].data(), p[1].data(), p[1].data(),
-                                   weights.data(), spans.data(), seeds.data(), report.data(), count,
-                                   span_count, weights_type);
+                                   weights.data(), tables.spans.data(), tables.seeds.data(),
+                                   report.data(), count, tables.span_count, tables.weights_type);
       case UpdateRule::kAdagrad:
         return smartinf_update_adagrad(stream, p[0].data(), p[0].data(), p[1].data(), p[1].data(),
-                                       weights.data(), spans.data(), seeds.data(), report.data(),
-                                       count, span_count, weights_type);
+                                       weights.data(), tables.spans.data(), tables.seeds.data(),
+                                       report.data(), count, tables.span_count,
+                                       tables.weights_type);
       case UpdateRule::kLion:
         SI_CHECK(false, "no kernel for it");
     }

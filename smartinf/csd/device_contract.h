@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <random>
 #include <string>
@@ -16,6 +17,7 @@
 
 #include <gtest/gtest.h>
 
+#include "smartinf/base/check.h"
 #include "smartinf/base/test_sanitizers.h"
 #include "smartinf/base/test_scratch.h"
 #include "smartinf/csd/emulated_device.h"
@@ -204,8 +206,9 @@ inline std::vector<Kind> kinds() {
   return all;
 }
 
-/// Of the OpenCL processor, for the tests that are about what a processor does.
-inline std::vector<Kind> opencl_kinds() {
+/// Of the OpenCL processor, for the tests that are about what a processor does; all, or those of
+/// some names.
+inline std::vector<Kind> opencl_kinds(std::initializer_list<std::string_view> names = {}) {
   std::vector<Kind> all;
   const auto add = [&](std::string name, auto change) {
     Kind kind;
@@ -228,14 +231,24 @@ inline std::vector<Kind> opencl_kinds() {
     k.opencl_memory = OpenClMemory::kCopied;
     k.cached = 3;
   });
+  add("opencl_all_in_memory", [](Kind& k) { k.cached = 6; });
   add("opencl_peer_spilled", [](Kind& k) {
     k.opencl_memory = OpenClMemory::kPeer;
     k.spill = true;
+  });
+  add("opencl_peer_half_in_memory", [](Kind& k) {
+    k.opencl_memory = OpenClMemory::kPeer;
+    k.cached = 3;
   });
   add("opencl_one_slot_no_checksums", [](Kind& k) {
     k.slots = 1;
     k.checksums = false;
   });
+  if (names.size() > 0) {
+    std::erase_if(
+        all, [&](const Kind& kind) { return std::ranges::find(names, kind.name) == names.end(); });
+    SI_CHECK(all.size() == names.size(), "a name is wrong");
+  }
   return all;
 }
 
@@ -265,8 +278,10 @@ class DeviceContract : public testing::TestWithParam<Kind> {
     options.threads = kind.threads;
     if (kind.other_processor) options.make_processor = make_reverse_processor;
     if (kind.opencl) {
-      options.make_processor =
-          opencl_processor({.memory = kind.opencl_memory, .pretend_peer = true});
+      OpenClOptions opencl;
+      opencl.memory = kind.opencl_memory;
+      opencl.pretend_peer = kind.opencl_memory == OpenClMemory::kPeer;
+      options.make_processor = opencl_processor(std::move(opencl));
     }
     if (make_processor_) options.make_processor = make_processor_;
     options.slots = kind.slots;

@@ -174,6 +174,15 @@ TEST_P(CachedContract, StateInMemoryOnlyIsTornUntilItIsFlushed) {
 
 INSTANTIATE_TEST_SUITE_P(Kinds, CachedContract, testing::ValuesIn(cached_kinds()),
                          [](const auto& param) { return param.param.name; });
+// Without durability, so that none of them is skipped: ctest would count it for all of OpenCL's.
+INSTANTIATE_TEST_SUITE_P(OpenCl, CachedContract, testing::ValuesIn([] {
+                           std::vector<Kind> all =
+                               opencl_kinds({"opencl_copied_half_in_memory", "opencl_all_in_memory",
+                                             "opencl_peer_half_in_memory"});
+                           for (Kind& kind : all) kind.durability = storage::Durability::kNone;
+                           return all;
+                         }()),
+                         [](const auto& param) { return param.param.name; });
 
 }  // namespace
 }  // namespace smartinf::csd

@@ -168,6 +168,10 @@ std::vector<Kind> prefetching_kinds() {
 
 INSTANTIATE_TEST_SUITE_P(Kinds, PrefetchContract, testing::ValuesIn(prefetching_kinds()),
                          [](const auto& param) { return param.param.name; });
+INSTANTIATE_TEST_SUITE_P(OpenCl, PrefetchContract,
+                         testing::ValuesIn(opencl_kinds({"opencl", "opencl_copied_half_in_memory",
+                                                         "opencl_peer_half_in_memory"})),
+                         [](const auto& param) { return param.param.name; });
 
 }  // namespace
 }  // namespace smartinf::csd

@@ -194,6 +194,9 @@ INSTANTIATE_TEST_SUITE_P(Kinds, DeviceSpool, testing::ValuesIn([] {
                            return chosen;
                          }()),
                          [](const testing::TestParamInfo<Kind>& kind) { return kind.param.name; });
+INSTANTIATE_TEST_SUITE_P(OpenCl, DeviceSpool,
+                         testing::ValuesIn(opencl_kinds({"opencl", "opencl_peer_spilled"})),
+                         [](const auto& param) { return param.param.name; });
 
 // ---- A drive that fails.
 

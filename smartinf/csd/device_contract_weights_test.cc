@@ -584,11 +584,9 @@ TEST_P(WeightsContract, MemoryForReadingComesOutOfTheBudget) {
 
 INSTANTIATE_TEST_SUITE_P(Kinds, WeightsContract, testing::ValuesIn(kinds()),
                          [](const auto& param) { return param.param.name; });
-INSTANTIATE_TEST_SUITE_P(OpenCl, WeightsContract, testing::ValuesIn([] {
-                           std::vector<Kind> all = opencl_kinds();
-                           all.resize(1);
-                           return all;
-                         }()),
+INSTANTIATE_TEST_SUITE_P(OpenCl, WeightsContract,
+                         testing::ValuesIn(opencl_kinds({"opencl", "opencl_copied_half_in_memory",
+                                                         "opencl_peer_half_in_memory"})),
                          [](const auto& param) { return param.param.name; });
 
 }  // namespace

@@ -64,7 +64,7 @@ struct OpenClOptions {
   std::shared_ptr<OpenClTraffic> traffic;
 
   /// For tests: called before every OpenCL call, by its name; not 0: the error that it returns
-  /// in place of being made.
+  /// in place of being made. As "a kernel or a copy" when the last of a job has ended.
   std::function<int(std::string_view call)> fault;
   std::string compiler_options;  // for tests: besides those that every program gets
   /// For tests: what stands for memory of the device that a drive reaches.

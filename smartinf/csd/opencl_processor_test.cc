@@ -27,6 +27,7 @@ using base::Status;
 constexpr int kDeviceNotAvailable = -2;
 constexpr int kAllocationFailure = -4;
 constexpr int kOutOfResources = -5;
+constexpr int kBuildProgramFailure = -11;
 
 TEST(ProcessorChoice, IsReadFromItsName) {
   EXPECT_FALSE(parse_processor("cpu")->opencl);
@@ -114,11 +115,6 @@ class OpenClTest : public testing::Test {
         EXPECT_TRUE(values == reference_->plane(i, plane)) << "subgroup " << i;
       }
     }
-  }
-  uint64_t state_bytes() const {
-    uint64_t elements = 0;
-    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) elements += subgroup.count;
-    return elements * layout_.planes.size() * sizeof(float);
   }
 
   std::string name_;
@@ -243,6 +239,36 @@ TEST_P(OpenClFailures, InAStepAreNamedAndTheStepCanBeRepeated) {
   expect_state();
 }
 
+/// Programs for other types are built when they are first asked for, which may be in a step.
+TEST_F(OpenClTest, AProgramThatCannotBeBuiltInAStepLosesNothing) {
+  const base::Scratch scratch;
+  options_.cache_folder = scratch / "programs";
+  make_device();
+  ASSERT_FALSE(HasFatalFailure());
+  make_step(1);
+  ASSERT_FALSE(HasFatalFailure());
+  ASSERT_TRUE(driver_.run(BeginStep{2}).ok());
+  ASSERT_TRUE(driver_.put_all(layout_, 2).ok());
+  fail("clBuildProgram", kBuildProgramFailure);
+  Update update;
+  update.weights_type = DataType::kF32;
+  update.scalars = test_scalars(2);
+  update.updates.push_back({layout_.subgroups[0].id, nullptr});
+  const Status status = driver_.run(update);
+  EXPECT_EQ(status.code(), ErrorCode::kUnsupported) << status.to_string();
+  for (const std::string& named :
+       {std::string("card-a"), name_, std::string("CL_BUILD_PROGRAM_FAILURE")}) {
+    EXPECT_NE(status.to_string().find(named), std::string::npos) << status.to_string();
+  }
+  failing_.clear();
+  ASSERT_TRUE(driver_.run(Abort{2}).ok());
+  EXPECT_EQ(device_->state().committed_step, 1u);
+  expect_state();
+  make_step(2);
+  ASSERT_FALSE(HasFatalFailure());
+  expect_state();
+}
+
 TEST_F(OpenClTest, TheCoresGoOnFromWhereAVanishedDeviceEnded) {
   make_device();
   ASSERT_FALSE(HasFatalFailure());
@@ -263,11 +289,17 @@ TEST_F(OpenClTest, TheCoresGoOnFromWhereAVanishedDeviceEnded) {
 INSTANTIATE_TEST_SUITE_P(OpenCl, OpenClFailures,
                          testing::Values(Failure{"clEnqueueNDRangeKernel", kDeviceNotAvailable,
                                                  ErrorCode::kIo, OpenClMemory::kShared},
+                                         Failure{"a kernel or a copy", kDeviceNotAvailable,
+                                                 ErrorCode::kIo, OpenClMemory::kCopied},
                                          Failure{"clEnqueueReadBuffer", kOutOfResources,
                                                  ErrorCode::kOutOfMemory, OpenClMemory::kCopied},
                                          Failure{"clCreateBuffer", kAllocationFailure,
                                                  ErrorCode::kOutOfMemory, OpenClMemory::kShared}),
-                         [](const auto& param) { return param.param.call; });
+                         [](const auto& param) {
+                           std::string name = param.param.call;
+                           std::erase(name, ' ');
+                           return name;
+                         });
 
 /// Blocks so short that the host makes their checksums among them, and such as end within a tile.
 TEST_F(OpenClTest, BlocksOfEveryLengthHaveTheBitsOfTheCores) {
@@ -287,30 +319,52 @@ TEST_F(OpenClTest, BlocksOfEveryLengthHaveTheBitsOfTheCores) {
   }
 }
 
+/// The table in docs/opencl.md: with f32 state, bf16 gradients and bf16 weights.
 TEST_F(OpenClTest, CountsWhatGoesBetweenTheMemories) {
+  constexpr uint64_t kWholeBlocks = 2 * base::kBlockElements;
   for (const OpenClMemory memory :
        {OpenClMemory::kShared, OpenClMemory::kCopied, OpenClMemory::kPeer}) {
+    SCOPED_TRACE(base::enum_name(memory));
     options_.memory = memory;
     options_.pretend_peer = true;
-    make_device();
+    make_device(base::StateFormat::kF32, kWholeBlocks);
     ASSERT_FALSE(HasFatalFailure());
+    const uint64_t elements = layout_.subgroups.size() * kWholeBlocks;
+    ASSERT_TRUE(driver_.run(BeginStep{1}).ok());
+    ASSERT_TRUE(driver_.put_all(layout_, 1).ok());
     for (size_t what = 0; what < OpenClTraffic::kWhats; ++what) {
       options_.traffic->down[what] = options_.traffic->up[what] = 0;
     }
-    make_step(1);
-    ASSERT_FALSE(HasFatalFailure());
+    const base::TrafficReading before = device_->store_traffic();
+    std::vector<base::Bf16> weights(elements);
+    Update update;
+    update.scalars = test_scalars(1);
+    for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
+      update.updates.push_back({layout_.subgroups[i].id, weights.data() + i * kWholeBlocks});
+    }
+    const Status status = driver_.run(update);
+    ASSERT_TRUE(status.ok()) << status.to_string();
+    const auto drive = device_->store_traffic().since(before);
+    EXPECT_EQ(drive.up(base::TrafficKind::kState), 12 * elements);
+    EXPECT_EQ(drive.down(base::TrafficKind::kState), 12 * elements);
+    ASSERT_TRUE(driver_.finish_step(1).ok());
+    reference_->step(1, DataType::kBf16, DataType::kBf16);
+
     const OpenClTraffic& traffic = *options_.traffic;
     const bool copied = memory == OpenClMemory::kCopied;
-    EXPECT_EQ(traffic.state_bytes(), copied ? 2 * state_bytes() : 0);
     for (const auto what :
          {OpenClTraffic::kMaster, OpenClTraffic::kMomentum, OpenClTraffic::kVariance}) {
-      EXPECT_EQ(traffic.down[what], copied ? state_bytes() / 3 : 0);
-      EXPECT_EQ(traffic.up[what], copied ? state_bytes() / 3 : 0);
+      EXPECT_EQ(traffic.down[what], copied ? 4 * elements : 0);
+      EXPECT_EQ(traffic.up[what], copied ? 4 * elements : 0);
     }
-    // bf16 gradients come from this machine's memory; no weights were wanted.
-    EXPECT_EQ(traffic.down[OpenClTraffic::kGradient],
-              memory == OpenClMemory::kShared ? 0 : state_bytes() / 6);
-    EXPECT_EQ(traffic.up[OpenClTraffic::kWeights], 0u);
+    const uint64_t of_weights = memory == OpenClMemory::kShared ? 0 : 2 * elements;
+    EXPECT_EQ(traffic.down[OpenClTraffic::kGradient], of_weights);
+    EXPECT_EQ(traffic.up[OpenClTraffic::kWeights], of_weights);
+    const uint64_t to_drive = memory == OpenClMemory::kPeer ? 0 : 24 * elements;
+    EXPECT_EQ(to_drive + traffic.state_bytes() + 2 * of_weights,
+              elements * (copied                          ? 52
+                          : memory == OpenClMemory::kPeer ? 4
+                                                          : 24));
     expect_state();
     device_.reset();
   }

@@ -36,6 +36,27 @@ TEST(FpgaPipeline, OneBankOfMemoryIsTheLimit) {
             pipeline_cycles(smartssd(), pairs).memory);
 }
 
+// The table in docs/fpga.md. With compressed gradients planes come in and go out, and nothing else:
+// of what one bank moves at most half comes in.
+TEST(FpgaPipeline, WhatOneBankGivesCompressedGradients) {
+  const PipelineElement pairs{.planes = 3, .gradient_bytes = 0.08, .values = 0.01};
+  const PipelineElement signs{
+      .planes = 3, .gradient_bytes = 0.061, .weights_bytes = 2, .values = 0.08};
+  // In elements that are 16 bytes each, as with dense f32 gradients.
+  EXPECT_NEAR(16 / pipeline_seconds(smartssd(), pairs), 9.6 * kGb, 0.05 * kGb);
+  EXPECT_NEAR(16 / pipeline_seconds(smartssd(), signs), 8.8 * kGb, 0.05 * kGb);
+  // In bytes as they lie in memory.
+  const auto bytes_in = [](double efficiency, const PipelineElement& element) {
+    FpgaPipeline pipeline = smartssd();
+    pipeline.bank_efficiency = efficiency;
+    return bytes_in_per_s(pipeline, element);
+  };
+  EXPECT_NEAR(bytes_in(0.75, pairs), 7.2 * kGb, 0.05 * kGb);
+  EXPECT_NEAR(bytes_in(1, pairs), 9.6 * kGb, 0.05 * kGb);
+  EXPECT_NEAR(bytes_in(0.831, pairs), 8 * kGb, 0.01 * kGb);
+  EXPECT_NEAR(bytes_in(0.9, signs), 8 * kGb, 0.01 * kGb);
+}
+
 // The kernels themselves, with memory for each port: a word a cycle.
 TEST(FpgaPipeline, TheKernelsAloneAreFasterThanEightGbs) {
   FpgaPipeline alone = smartssd();

@@ -1,5 +1,6 @@
 #include "smartinf/csd/opencl_processor.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -87,8 +88,9 @@ class OpenClProcessor final : public Processor {
 
   static void CL_CALLBACK on_complete(cl_event, cl_int status, void* running) {
     auto& done = *static_cast<Running*>(running);
-    done.owner.finish(
-        done, status < 0 ? done.owner.device_->failed("a kernel or a copy", status) : Status());
+    done.owner.finish(done, done.owner.device_->run("a kernel or a copy", [&] {
+      return std::min<cl_int>(status, CL_SUCCESS);
+    }));
   }
 
   void finish(Running& running, Status status) {

@@ -1,6 +1,7 @@
 #include "python/core/ranks.h"
 
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include <nanobind/stl/string.h>
@@ -24,9 +25,14 @@ class Ended final : public engine::Collectives::Pending {
 
 /// The GIL is held.
 Status status_of(nb::handle error) {
-  const std::string code = nb::cast<std::string>(nb::getattr(error, "code", nb::str("")));
-  const std::string advice = nb::cast<std::string>(nb::getattr(error, "advice", nb::str("")));
   std::string text = nb::cast<std::string>(nb::str(error));
+  if (!nb::isinstance(error, nb::module_::import_("smartinf.errors").attr("Error"))) {
+    // Many of Python's own are hard to understand without their class, or have no text at all.
+    return Status(ErrorCode::kIo,
+                  nb::cast<std::string>(nb::inst_name(error)) + (text.empty() ? "" : ": ") + text);
+  }
+  const std::string code = nb::cast<std::string>(error.attr("code"));
+  const std::string advice = nb::cast<std::string>(error.attr("advice"));
   // What the core has made ends with its advice, which is added again.
   if (const size_t at = text.rfind(advice); !advice.empty() && at != std::string::npos) {
     text.resize(at);
@@ -40,15 +46,20 @@ Status status_of(nb::handle error) {
   return Status(known, std::move(text), advice);
 }
 
-/// call() with the GIL; what it raises, but for what ends the program (KeyboardInterrupt).
+/// call() with the GIL. Nothing that it raises leaves here, because the engine lies in between:
+/// what is no Exception (KeyboardInterrupt) is left in `interrupt` as well.
 template <typename Call>
-engine::Collectives::Started with_gil(const Call& call) {
+engine::Collectives::Started with_gil(std::exception_ptr& interrupt, const Call& call) {
   const nb::gil_scoped_acquire acquired;
   try {
-    call();
-  } catch (nb::python_error& error) {
-    if (!error.matches(PyExc_Exception)) throw;
-    return status_of(error.value());
+    try {
+      call();
+    } catch (nb::python_error& error) {
+      if (!error.matches(PyExc_Exception)) interrupt = std::current_exception();
+      return status_of(error.value());
+    }
+  } catch (const std::exception& error) {  // also of an error that has no text
+    return Status(ErrorCode::kIo, error.what());
   }
   return std::unique_ptr<engine::Collectives::Pending>(std::make_unique<Ended>());
 }
@@ -59,9 +70,11 @@ nb::bytes bytes_of(std::span<const std::byte> bytes) {
 
 std::string_view view_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-void copy(const nb::bytes& from, std::span<std::byte> to) {
-  if (from.size() != to.size()) throw nb::value_error("another number of bytes has come");
-  if (!to.empty()) std::memcpy(to.data(), from.c_str(), to.size());
+void copy(const nb::object& from, std::span<std::byte> to) {
+  if (!nb::isinstance<nb::bytes>(from)) throw nb::type_error("something else than bytes has come");
+  const auto bytes = nb::borrow<nb::bytes>(from);
+  if (bytes.size() != to.size()) throw nb::value_error("another number of bytes has come");
+  if (!to.empty()) std::memcpy(to.data(), bytes.c_str(), to.size());
 }
 
 }  // namespace
@@ -74,21 +87,18 @@ engine::Collectives::Started PyRanks::all_to_all(Channel, std::span<const std::b
 
 engine::Collectives::Started PyRanks::broadcast(Channel channel, std::span<std::byte> bytes,
                                                 uint32_t root) {
-  return with_gil([&] {
+  return with_gil(interrupt_, [&] {
     const nb::object sent = rank_ == root ? nb::object(bytes_of(bytes)) : nb::none();
-    copy(nb::cast<nb::bytes>(
-             calls_.attr("broadcast")(static_cast<int>(channel), sent, bytes.size(), root)),
-         bytes);
+    copy(calls_.attr("broadcast")(static_cast<int>(channel), sent, bytes.size(), root), bytes);
   });
 }
 
 engine::Collectives::Started PyRanks::all_gather(Channel channel, std::span<const std::byte> mine,
                                                  std::span<std::byte> all) {
-  return with_gil([&] {
-    const auto parts =
-        nb::cast<nb::list>(calls_.attr("all_gather")(static_cast<int>(channel), bytes_of(mine)));
+  return with_gil(interrupt_, [&] {
+    const nb::object parts = calls_.attr("all_gather")(static_cast<int>(channel), bytes_of(mine));
     for (size_t rank = 0; rank < world_; ++rank) {
-      copy(nb::cast<nb::bytes>(parts[rank]), all.subspan(rank * mine.size(), mine.size()));
+      copy(parts[rank], all.subspan(rank * mine.size(), mine.size()));
     }
   });
 }
@@ -100,13 +110,19 @@ Status PyRanks::barrier(Channel channel) {
 }
 
 void PyRanks::failed(const Status& why) {
-  (void)with_gil([&] { calls_.attr("failed")(why.to_string()); });
+  std::exception_ptr interrupt;
+  (void)with_gil(interrupt, [&] { calls_.attr("failed")(why.to_string()); });
+}
+
+void PyRanks::raise_interrupt() {
+  if (interrupt_) std::rethrow_exception(std::exchange(interrupt_, nullptr));
 }
 
 nb::list PyRanks::all_texts(const nb::bytes& mine) {
+  auto all = engine::all_gather(*this, Channel::kControl, view_of(mine));
+  raise_interrupt();
   nb::list texts;
-  for (const std::string& text :
-       take(engine::all_gather(*this, Channel::kControl, view_of(mine)))) {
+  for (const std::string& text : take(std::move(all))) {
     texts.append(nb::bytes(text.data(), text.size()));
   }
   return texts;
@@ -114,13 +130,17 @@ nb::list PyRanks::all_texts(const nb::bytes& mine) {
 
 nb::bytes PyRanks::first_text(const nb::bytes& mine) {
   std::string text(view_of(mine));
-  check(engine::broadcast(*this, Channel::kControl, text, 0));
+  Status sent = engine::broadcast(*this, Channel::kControl, text, 0);
+  raise_interrupt();
+  check(std::move(sent));
   return nb::bytes(text.data(), text.size());
 }
 
 void PyRanks::all_ok(const std::string& call, const nb::object& failure) {
-  check(engine::all_ok(*this, Channel::kControl, call,
-                       failure.is_none() ? Status() : status_of(failure)));
+  Status all = engine::all_ok(*this, Channel::kControl, call,
+                              failure.is_none() ? Status() : status_of(failure));
+  raise_interrupt();
+  check(std::move(all));
 }
 
 }  // namespace smartinf::python

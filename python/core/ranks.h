@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 
@@ -15,7 +16,8 @@ namespace smartinf::python {
 /// Threads: any. Python is called with the GIL, which torch lets go while it waits.
 class PyRanks final : public engine::Collectives {
  public:
-  /// calls: a RankCalls of smartinf/rank_calls.py. What it raises is the error of the call.
+  /// calls: a RankCalls of smartinf/rank_calls.py. What it raises is the error of the call: the
+  /// engine sees no exception.
   PyRanks(uint32_t rank, uint32_t world, nanobind::object calls)
       : rank_(rank), world_(world), calls_(std::move(calls)) {}
 
@@ -37,9 +39,13 @@ class PyRanks final : public engine::Collectives {
   void failed(const base::Status& why) override;
 
  private:
+  /// What ends the program (KeyboardInterrupt) goes on its way once the engine has returned.
+  void raise_interrupt();
+
   const uint32_t rank_;
   const uint32_t world_;
   const nanobind::object calls_;
+  std::exception_ptr interrupt_;  // of a call on kControl; with the GIL
 };
 
 }  // namespace smartinf::python

@@ -4,6 +4,7 @@ memory. Each goes from rank to rank, so that what is missing has a name: a rank 
 import logging
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -72,20 +73,25 @@ class RankCalls:
             # Gloo does not hear of it when a rank dies that it sends to: what is received comes first.
             for r, work in receiving + sending:
                 work.wait()
-        except RuntimeError as error:
+        except Exception as error:
             self._failure = self._cause(r, error, time.monotonic() - begin)
             raise self._failure from None
         return {r: bytes(part.tolist()) for r, part in parts.items()}
 
     def _cause(self, r, error, waited):
         """What `error`, of a message from or to rank r, comes from."""
-        code, name = "timeout", self._names[r]
-        if waited > 0.9 * self._timeout:
+        code, name = "I/O error", self._names[r]
+        if not isinstance(error, RuntimeError):  # not of a message, but of the script's process group itself
+            found = f"{self._names[self._rank]}: a call to {name}: {type(error).__name__}: {error}"
+            first = self._say_first(found, 0)
+        elif waited > 0.9 * self._timeout:
+            code = "timeout"
             found = f"{name} has not answered for {waited:.0f} s"
             first = self._say_first(found, 0)
         else:
-            code = "I/O error"
-            found = f"{name} has ended, or cannot be reached any more"
+            # Of torch's text the first line, without the line of its source.
+            torch_says = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0])[:300]
+            found = f"{name} has ended, or cannot be reached any more ({torch_says})"
             first = self._say_first(found, _FIRST_SECONDS if self._world > 2 else 0)
         if self._failure is None:  # where the script waits in a call of its own, that may say no name
             _log.error("%s. %s.", first, _RESUME)

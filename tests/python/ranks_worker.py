@@ -110,6 +110,29 @@ def missing(job):
             time.sleep(0.05)
 
 
+def raises(job):
+    """The last rank's process group raises at the second call; what all say is left in results."""
+    dist.init_process_group("gloo")
+    ranks = Ranks()
+    ranks.barrier()
+    if ranks.rank == ranks.world - 1:
+
+        class Broken:
+            def send(self, *_):
+                raise {"OSError": OSError, "RuntimeError": RuntimeError}[job["error"]]("the network card is gone")
+
+        ranks._calls._groups = [Broken(), Broken()]
+    for call in ("first", "later"):
+        try:
+            ranks.barrier()
+        except smartinf.DeviceError as error:
+            pathlib.Path(job["results"], f"{call}{ranks.rank}").write_text(str(error))
+    dist.distributed_c10d._get_default_store().set(f"done{ranks.rank}", "")
+    if ranks.rank == 0:  # whose process has the store
+        dist.distributed_c10d._get_default_store().wait([f"done{r}" for r in range(ranks.world)])
+    os._exit(0)  # torch would wait for messages that nobody sends
+
+
 def refused(text, *args, **options):
     try:
         smartinf.AdamW(*args, **options)

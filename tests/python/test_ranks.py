@@ -10,6 +10,9 @@ import sys
 import pytest
 import torch
 
+import smartinf
+from smartinf import _core
+
 WORKER = str(pathlib.Path(__file__).with_name("ranks_worker.py"))
 STEPS = 12
 
@@ -39,7 +42,7 @@ def run():
         if "stop" in job:
             return None  # nobody has come to the end
         assert outcome == (9 if expect_death else 0)
-        return None if expect_death or "refused" in job else torch.load(folder / f"w{world}.pt")
+        return None if expect_death or job.keys() & {"check", "refused"} else torch.load(folder / f"w{world}.pt")
 
     yield run
     server.stdin.close()
@@ -146,6 +149,68 @@ def test_two_others_name_the_third_rank(run, how, said, tmp_path):
     for rank in range(2):
         text = (tmp_path / f"said{rank}").read_text()
         assert re.match(r"rank 2 \(process \d+ on \S+\)" + said, text), text
+
+
+@pytest.mark.parametrize("error", ["OSError", "RuntimeError"])
+def test_what_a_process_group_raises_is_said_by_all_ranks(run, error, tmp_path):
+    """At once and in all later calls, with the rank's name."""
+    run(2, tmp_path, check="raises", error=error)
+    for rank in range(2):
+        first, later = ((tmp_path / f"{call}{rank}").read_text() for call in ("first", "later"))
+        assert re.search(r"rank [01] \(process \d+ on \S+\)", first), first
+        assert "the network card is gone" in first and later == first
+
+
+class OddError(Exception):
+    code = 404  # of another package: no name of the core's
+
+    def __str__(self):
+        return "" + self.args[0]
+
+
+def raising(error):
+    def call(*_):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (raising(ValueError("a wrong shape")), "ValueError: a wrong shape"),
+        (raising(AssertionError()), "AssertionError"),
+        (raising(OddError("not found")), "OddError: not found"),
+        (raising(OddError(1)), "TypeError"),  # its text cannot be made
+        (lambda *_: [b"too short"], "another number of bytes"),
+        (lambda *_: ["text"], "something else than bytes"),
+        (lambda *_: [], "IndexError"),
+        (lambda *_: None, "TypeError"),
+    ],
+)
+def test_whatever_a_collective_call_raises_is_an_error_of_the_core(answer, said):
+    """In the calls from Python, and in those of the core's own threads."""
+
+    class Calls:
+        all_gather = broadcast = staticmethod(answer)
+        failed = raising(ValueError("also here"))
+
+    ranks = _core.Ranks(0, 1, Calls())
+    for call in (lambda: ranks.all_texts(b"x"), lambda: ranks.all_ok("a call", None)):
+        with pytest.raises(smartinf.DeviceError, match=said):
+            call()
+    with pytest.raises(smartinf.DeviceError):
+        ranks.first_text(b"x")
+
+
+def test_an_interrupted_collective_call_stays_an_interrupt():
+    class Calls:
+        all_gather = broadcast = staticmethod(raising(KeyboardInterrupt()))
+
+    ranks = _core.Ranks(0, 1, Calls())
+    for call in (lambda: ranks.all_texts(b"x"), lambda: ranks.first_text(b"x"), lambda: ranks.all_ok("a call", None)):
+        with pytest.raises(KeyboardInterrupt):
+            call()
 
 
 def test_devices_of_different_runs_are_refused(run, tmp_path):

@@ -14,6 +14,7 @@
 #include "smartinf/csd/certificates/certificates.h"
 #include "smartinf/csd/remote/grpc_frame.h"
 #include "smartinf/csd/remote/grpc_log.h"
+#include "smartinf/csd/remote/grpc_tls.h"
 #include "smartinf/csd/remote/stream.h"
 
 namespace smartinf::csd::wire {
@@ -132,6 +133,7 @@ bool has_transport() { return true; }
 
 Result<std::unique_ptr<Stream>> connect(const std::string& address, const RemoteOptions& options) {
   take_grpc_log(false);
+  SI_RETURN_IF_ERROR(speak_tls13_only());
   grpc::SslCredentialsOptions tls;
   SI_ASSIGN_OR_RETURN(tls.pem_root_certs, pem(options.ca, "authority's certificate", "ca"));
   SI_ASSIGN_OR_RETURN(tls.pem_cert_chain,

@@ -1,6 +1,4 @@
 // The server's end of connections, over gRPC and TLS 1.3.
-#include <cstdlib>
-#include <cstring>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -16,6 +14,7 @@
 #include "smartinf/base/log.h"
 #include "smartinf/csd/remote/grpc_frame.h"
 #include "smartinf/csd/remote/grpc_log.h"
+#include "smartinf/csd/remote/grpc_tls.h"
 #include "smartinf/csd/remote/stream.h"
 
 namespace smartinf::csd::wire {
@@ -25,12 +24,6 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 using grpc::ByteBuffer;
-
-// Of TLS 1.2 nothing is left that a client and we have in common: its pre-shared keys, of which
-// there are none. The suites of TLS 1.3 are another list, which stays. gRPC 1.51 has no other way
-// to say so.
-constexpr char kCipherVariable[] = "GRPC_SSL_CIPHER_SUITES";
-constexpr char kNoCiphersOf12[] = "PSK-AES256-GCM-SHA384";
 
 constexpr uint64_t kPemBytesMax = uint64_t{1} << 20;
 constexpr int kHandshakeMs = 10'000;
@@ -158,11 +151,7 @@ class GrpcListener final : public Listener {
 
 Result<std::unique_ptr<Listener>> listen(const ListenOptions& options,
                                          std::function<void(Stream&, const Peer&)> talk) {
-  const char* ciphers = std::getenv(kCipherVariable);
-  if (ciphers == nullptr || std::string_view(ciphers) != kNoCiphersOf12) {
-    return Status(ErrorCode::kFailedPrecondition,
-                  "this process would speak TLS 1.2, too: prepare_to_listen() was not called");
-  }
+  SI_RETURN_IF_ERROR(speak_tls13_only());
   take_grpc_log(true);
   auto listener = std::make_unique<GrpcListener>(std::move(talk));
   SI_RETURN_IF_ERROR(listener->begin(options));
@@ -176,7 +165,7 @@ void prepare_to_listen() {
     files.rlim_cur = files.rlim_max;
     (void)::setrlimit(RLIMIT_NOFILE, &files);
   }
-  (void)::setenv(kCipherVariable, kNoCiphersOf12, 1);
+  (void)speak_tls13_only();  // listen() says what is wrong
 }
 
 }  // namespace smartinf::csd::wire

@@ -100,7 +100,7 @@ base::Result<std::unique_ptr<Listener>> listen(const ListenOptions& options,
                                                std::function<void(Stream&, const Peer&)> talk);
 
 /// Once in main(), before any thread: raises the limit of open files to what is allowed, and lets
-/// this process's gRPC speak TLS 1.3 only. Without it listen() fails.
+/// this process's gRPC speak TLS 1.3 only, which changes the environment for a moment.
 void prepare_to_listen();
 
 }  // namespace smartinf::csd::wire

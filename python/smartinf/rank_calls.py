@@ -89,8 +89,8 @@ class RankCalls:
             found = f"{name} has not answered for {waited:.0f} s"
             first = self._say_first(found, 0)
         else:
-            # Of torch's text the first line, without the line of its source.
-            torch_says = re.sub(r"^\[[^]]*\] *", "", str(error).partition("\n")[0])[:300]
+            # Of torch's text the first line, without the line of its source and what it guesses.
+            torch_says = re.sub(r"^\[[^]]*\] *|\. This is typically.*", "", str(error).partition("\n")[0])[:300]
             found = f"{name} has ended, or cannot be reached any more ({torch_says})"
             first = self._say_first(found, _FIRST_SECONDS if self._world > 2 else 0)
         if self._failure is None:  # where the script waits in a call of its own, that may say no name

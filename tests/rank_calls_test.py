@@ -86,12 +86,14 @@ class RankCalls(unittest.TestCase):
             ranks.processes[1].kill()
             self.expect_named(ranks, 1, [0, 2], "has ended", seconds=20)
 
-    def test_ranks_that_do_not_come_at_all_are_counted(self):
-        with Ranks([WORKER, "1000", "1"], 3) as ranks:
+    def test_ranks_that_do_not_come_at_all_are_named_to_all_others(self):
+        # Rank 0, whose process has the store, is the first to give up, and the last.
+        with Ranks(lambda rank: [WORKER, "2000" if rank == 0 else "60000", "1"], 3) as ranks:
             ranks.processes[2].kill()
             self.assertEqual(ranks.wait(30, [0, 1]), [1, 1])
-            self.assertIn("of 3 ranks these did not come", ranks.err(0) + ranks.err(1))
-            self.assertIn(": 2.", ranks.err(0) + ranks.err(1))
+            for rank in (0, 1):
+                self.assertIn("of 3 ranks these did not come", ranks.err(rank))
+                self.assertIn(": rank 2.", ranks.err(rank))
 
 
 if __name__ == "__main__":

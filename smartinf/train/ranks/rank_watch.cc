@@ -206,6 +206,7 @@ struct RankWatch::Shared {
   std::vector<std::string> read();
   void look_at(const std::vector<std::string>& values, uint64_t now_ns);
   std::optional<Status> judge(uint64_t now_ns) const;
+  bool those_who_came_left();
   void wait_for_others();
 };
 
@@ -323,12 +324,26 @@ void RankWatch::Shared::watch() {
   }
 }
 
+/// Where not all have come.
+bool RankWatch::Shared::those_who_came_left() {
+  for (uint32_t rank = 1; rank < environment.world; ++rank) {
+    const bool came = keys->check({member_key(rank), sign_key(rank)});
+    if (came && keys->get_to_str(sign_key(rank)) != kLeft) return false;
+  }
+  return true;
+}
+
 /// The store ends with this process, and what the others have to know is in it.
 void RankWatch::Shared::wait_for_others() {
   if (environment.store_runs || environment.rank != 0) return;
   const auto until = std::chrono::steady_clock::now() +
                      std::min<Milliseconds>(timeout, 4 * between + std::chrono::seconds(2));
   while (std::chrono::steady_clock::now() < until) {
+    if (!joined) {
+      if (those_who_came_left()) return;
+      std::this_thread::sleep_for(kSignsMin);
+      continue;
+    }
     look_at(read(), base::now_ns());
     const bool all = std::ranges::all_of(members, [&](const RankMember& member) {
       if (member.rank == 0 || known[member.rank].left) return true;
@@ -371,7 +386,7 @@ std::string missing_ranks(c10d::Store& store, uint32_t world) {
   std::string missing;
   for (uint32_t rank = 0; rank < world; ++rank) {
     if (store.check({member_key(rank)})) continue;
-    missing += fmt::format("{}{}", missing.empty() ? "" : ", ", rank);
+    missing += fmt::format("{}rank {}", missing.empty() ? "" : ", ", rank);
   }
   return missing;
 }
@@ -409,12 +424,20 @@ void RankWatch::Shared::meet() {
   while (true) {
     const std::string missing = missing_ranks(*keys, environment.world);
     if (missing.empty()) break;
+    // Rank 0 has put it there, unless it is missing itself.
+    const bool told = keys->check({kFailure});
     if (base::seconds_since(began_ns) > timeout_s) {
+      const Status why(ErrorCode::kTimeout,
+                       fmt::format("of {} ranks these did not come to {} within {:.1f} s: {}",
+                                   environment.world, store_name(), timeout_s, missing),
+                       "See what those processes said, or set ranks.timeout higher");
+      if (told) return publish(why);
       const std::scoped_lock lock(mutex);
-      return fail(Status(ErrorCode::kTimeout,
-                         fmt::format("of {} ranks these did not come to {} within {:.1f} s: {}",
-                                     environment.world, store_name(), timeout_s, missing),
-                         "See what those processes said, or set ranks.timeout higher"));
+      return fail(why);
+    }
+    if (const std::string first = told ? keys->get_to_str(kFailure) : kNone; first != kNone) {
+      const std::scoped_lock lock(mutex);
+      return fail(status_from(first));
     }
     std::this_thread::sleep_for(kSignsMin);
   }

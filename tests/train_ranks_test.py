@@ -80,6 +80,24 @@ class TrainRanks(StreamCase):
             self.assertIn("come from the devices", planned)
             self.check_bits(self.recipe(steps=8), flags, less)
 
+    def test_ranks_that_stream_weights_to_accelerators_have_the_bits_of_a_cpu(self):
+        """Each has an accelerator with so little memory that weights come from the host's."""
+        library = os.environ.get("SMARTINF_TEST_ACCELERATOR")  # tests/accelerator, which ctest knows
+        if library is None:
+            self.skipTest("SMARTINF_TEST_ACCELERATOR does not name the accelerator for tests")
+        env = {"LD_PRELOAD": library}
+        recipe = self.recipe(steps=4, precision="f32")
+        flags = ["--model.layers", "4", "--train.accumulation", "4", "--train.micro_batch", "1"]
+        self.train(recipe, "cpu", *flags)
+        told = self.train(recipe, "refused", *flags, "--memory.accelerator", "1KiB", env=env, code=1)
+        least = float(re.search(r"needs ([0-9.]+) MiB of the accelerator's memory", told).group(1))
+        flags += [*self.even_devices("ranks", 2), "--memory.accelerator", f"{1.1 * least:.2f}MiB"]
+        with Ranks(self.command(recipe, "ranks", flags), 2, env=env) as ranks:
+            self.assertEqual(ranks.wait(300), [0, 0], ranks.err(0) + ranks.err(1))
+            self.assertIn("test_accelerator", ranks.out(0))
+            self.assertRegex(ranks.out(0), r"weights: \d of 6 units stay on the accelerator, \d more in the host's memory")
+        self.check_same_as("ranks", "cpu")
+
     def test_whoever_dies_is_named_and_any_number_of_ranks_goes_on(self):
         recipe = self.recipe(steps=40 * KILLS)
         flags = ["--train.accumulation", "4", "--train.micro_batch", "1", "--train.clip_norm", "0.7"]

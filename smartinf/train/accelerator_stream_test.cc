@@ -5,7 +5,9 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,6 +17,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
+#include "smartinf/engine/ranks/test_collectives.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/parameter_groups.h"
@@ -219,6 +222,67 @@ TEST_P(AcceleratorStreamBits, AreThoseOfTheCpu) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Settings, AcceleratorStreamBits, testing::ValuesIn(kSettings),
+                         [](const auto& setting) { return std::string(setting.param.name); });
+
+/// Two ranks as threads of this process, which share the accelerator.
+class AcceleratorRanks : public AcceleratorStream, public testing::WithParamInterface<Setting> {
+ protected:
+  Job job_of(const std::string& run) const {
+    Job made = runs_.job(run, kSteps, kLayers, /*devices=*/2);
+    const Job one = job(run, GetParam());
+    made.options.train = one.options.train;
+    made.options.model = one.options.model;
+    made.options.train.precision = Precision::kF32;
+    made.options.train.overlap = Overlap::kAuto;
+    made.options.ranks.order = SumOrder::kFixed;
+    return made;
+  }
+
+  static AcceleratorOutcome train_as_ranks(const Job& job) {
+    constexpr uint32_t kRanks = 2;
+    engine::Board board(kRanks);
+    std::vector<AcceleratorOutcome> outcomes(kRanks);
+    {
+      std::vector<std::jthread> threads;
+      for (uint32_t rank = 0; rank < kRanks; ++rank) {
+        threads.emplace_back([&, rank] {
+          Job mine = job;
+          for (uint32_t i = 0; i < kRanks; ++i) mine.updater.devices[i].rank = i;
+          mine.ranks =
+              Ranks(std::make_shared<engine::BoardRank>(board, rank), {"rank 0", "rank 1"}, 0, 1);
+          const auto opened = Trainer::open(mine);
+          ASSERT_TRUE(opened.ok()) << opened.status().to_string();
+          run(**opened, outcomes[rank]);
+        });
+      }
+    }
+    EXPECT_EQ(outcomes[0].losses, outcomes[1].losses);
+    const Options& options = job.options;
+    ModelOptions model = options.model;
+    model.vocabulary = 256;
+    const auto space = model::make_parameter_space(architecture_of(model, options.data.sequence));
+    outcomes[0].state = TestRuns::state_of(job, group_parameters(*space, options.train)->space);
+    return outcomes[0];
+  }
+};
+
+TEST_P(AcceleratorRanks, HaveTheBitsOfOneProcessOnTheCpu) {
+  Job on_cpu = job_of("cpu");
+  on_cpu.options.train.accelerator = "cpu";
+  const AcceleratorOutcome expected = train(on_cpu, Trainer::open(on_cpu));
+  use({.delay_us = 300});
+  Job made = job_of("ranks");
+  made.plan = hand_made_plan(GetParam(), made.options);
+  expect_same_bits(train_as_ranks(made), expected);
+  EXPECT_EQ(smartinf_test_accelerator_order_errors(), 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, AcceleratorRanks,
+                         testing::Values(Setting{"stays", kAllThere, Overlap::kAuto, true, 3, true},
+                                         Setting{"host", kInHost, Overlap::kAuto, true, 3},
+                                         Setting{"devices", kFromDevices, Overlap::kAuto, true, 2},
+                                         Setting{"devices_untied", kAllFromDevices, Overlap::kAuto,
+                                                 false, 5}),
                          [](const auto& setting) { return std::string(setting.param.name); });
 
 /// The plan that Trainer::open() makes, but for what the process has in memory by then.

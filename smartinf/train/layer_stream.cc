@@ -20,12 +20,13 @@ using torch::Tensor;
 
 LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
                          torch::Device accelerator, base::DataType type,
-                         const plan::UnitPlacement& placement)
+                         const plan::UnitPlacement& placement, bool several_ranks)
     : source_(source),
       model_(model),
       accelerator_(accelerator),
       type_(type),
       placement_(placement),
+      several_ranks_(several_ranks),
       weights_(model.units().size()) {
   const std::span<const plan::Unit> units = model.units();
   const bool beside = !accelerator.is_cpu();
@@ -187,6 +188,8 @@ void LayerStream::release(size_t unit) {
   SI_CHECK(slot != nullptr && slot->held, "a unit is released that is not held");
   slot->used.record(device.getStream(accelerator_));
   slot->held = false;
+  // It has come by the time that the accelerator computes with it, which has only been started.
+  if (several_ranks_) finish_copy(*slot);
   bring_ahead();
 }
 
@@ -241,7 +244,7 @@ LayerStream::AcceleratorSlot& LayerStream::bring(size_t unit) {
 void LayerStream::bring_ahead() {
   if (accelerator_slots_.empty()) return;
   for (AcceleratorSlot& slot : accelerator_slots_) {
-    if (slot.host_held && slot.copied.query()) finish_copy(slot);
+    if (slot.host_held && !several_ranks_ && slot.copied.query()) finish_copy(slot);
   }
   size_t use = next_;
   while (use < order_.size() && order_[use] < placement_.on_accelerator) ++use;

@@ -26,9 +26,11 @@ namespace smartinf::train {
 class LayerStream final : public TrainedWeights {
  public:
   /// All memory is allocated here; beside an accelerator the host's is pinned. `source` lives
-  /// until close(), `model` longer than this.
+  /// until close(), `model` longer than this. several_ranks: share the source, so that all have to
+  /// ask it for the same in the same order, whenever their copies to the accelerator end.
   LayerStream(engine::WeightSource& source, const Model& model, torch::Device accelerator,
-              base::DataType type, const plan::UnitPlacement& placement);
+              base::DataType type, const plan::UnitPlacement& placement,
+              bool several_ranks = false);
   ~LayerStream() override { close(); }
   /// Waits for what is being read; nothing but the destructor is called afterwards. Its memory,
   /// into which an update may write, stays until then.
@@ -78,6 +80,7 @@ class LayerStream final : public TrainedWeights {
   const torch::Device accelerator_;
   const base::DataType type_;
   const plan::UnitPlacement placement_;
+  const bool several_ranks_;
   uint64_t host_elements_ = 0;        // whole subgroups
   uint64_t resident_elements_ = 0;    // where the model computes
   torch::Tensor host_N_;              // where updates arrive; pinned beside an accelerator

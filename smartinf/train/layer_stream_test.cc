@@ -32,6 +32,7 @@ class GivenWeights final : public engine::WeightSource {
 
   uint64_t waited_for = 0;  // by wait_weights(): the end of what was waited for last
   Status of_update;
+  std::vector<uint64_t> fetched;  // the first element of each, in order
 
   const plan::ParameterSpace& space() const { return space_; }
 
@@ -43,6 +44,7 @@ class GivenWeights final : public engine::WeightSource {
   }
   Status fetch_weights(uint64_t first, base::DataType /*type*/, void* out) override {
     const plan::Subgroup subgroup = subgroup_at(first);
+    fetched.push_back(first);
     for (uint64_t i = 0; i < subgroup.count; ++i) static_cast<float*>(out)[i] = weight(first + i);
     return Status();
   }
@@ -82,9 +84,9 @@ class LateCopies : public testing::Test {
                                      torch::dtype(torch::kFloat32).device(accelerator_), 16);
   }
 
-  void make_stream(const plan::UnitPlacement& placement) {
+  void make_stream(const plan::UnitPlacement& placement, bool several_ranks = false) {
     stream_ = std::make_unique<LayerStream>(*updater_, *model_, accelerator_, base::DataType::kF32,
-                                            placement);
+                                            placement, several_ranks);
     ASSERT_TRUE(stream_->load().ok());
   }
 
@@ -144,6 +146,32 @@ TEST_F(LateCopies, ASlotOfTheHostIsUsedAgainWhenItsCopyIsDoneAndNobodyWaitsBefor
     EXPECT_TRUE(same) << "unit " << unit;
   }
   stream_->close();
+}
+
+TEST_F(LateCopies, SeveralRanksAskForWeightsInOneOrderHoweverLateTheirCopiesAre) {
+  std::vector<uint32_t> order;
+  for (uint32_t unit = 0; unit < kUnits; ++unit) order.push_back(unit);
+  order.insert(order.end(), order.rbegin(), order.rend());
+  for (const plan::UnitPlacement& placement :
+       {plan::UnitPlacement{0, 0, 3, 2}, plan::UnitPlacement{1, 3, 4, 3}}) {
+    std::vector<std::vector<uint64_t>> fetched;
+    for (const bool late : {false, true}) {
+      const test_accelerator::Options options{.delay_us = late ? 5000u : 0u};
+      test_accelerator::smartinf_test_accelerator_set_options(&options);
+      make_stream(placement, /*several_ranks=*/true);
+      updater_->fetched.clear();
+      stream_->start(order);
+      for (const uint32_t unit : order) {
+        stream_->get(unit);
+        // All copies have ended before the next call, or the last one has not.
+        if (!late) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        stream_->release(unit);
+      }
+      fetched.push_back(updater_->fetched);
+      stream_->close();
+    }
+    EXPECT_EQ(fetched[0], fetched[1]);
+  }
 }
 
 TEST_F(LateCopies, WaitAllWaitsForTheUpdateAndGivesItsError) {

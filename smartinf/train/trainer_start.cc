@@ -304,8 +304,8 @@ Status TorchTrainer::load_model() {
                                    options_.data.sequence, /*frozen=*/frozen_ != nullptr);
   engine::WeightSource* source = updater_.get();
   if (frozen_ != nullptr) source = frozen_.get();
-  stream_ =
-      std::make_unique<LayerStream>(*source, *model_, accelerator_, weights_type_, plan_.placement);
+  stream_ = std::make_unique<LayerStream>(*source, *model_, accelerator_, weights_type_,
+                                          plan_.placement, !ranks_.alone());
   trained_ = stream_.get();
   if (frozen_ != nullptr) {
     adapters_ = std::make_unique<Adapters>(*updater_, targets_, options_.lora, model_->units(),
@@ -502,12 +502,6 @@ Result<Prepared> prepare(const Job& job) {
                                        job.ranks));
     SI_ASSIGN_OR_RETURN(plan,
                         plan_run(model, options, job.updater, space, limits, job.ranks.world()));
-  }
-  // There slots become free when copies end, which is another order on each rank.
-  if (!job.ranks.alone() && plan.streams && !accelerator.is_cpu()) {
-    return Status(ErrorCode::kUnsupported,
-                  "several ranks whose weights do not all stay on their accelerators",
-                  "Allow more memory, take a smaller model, or start one rank");
   }
   return Prepared{std::move(options),    std::move(source), std::move(targets), std::move(corpus),
                   std::move(parameters), accelerator,       std::move(plan)};

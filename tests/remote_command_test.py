@@ -2,19 +2,23 @@
 
 Usage: remote_command_test.py PATH/TO/smartinf PROJECT_ROOT
 """
+import json
 import os
 import pathlib
 import re
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
 from command import COMMAND, run
-from served import Authority, Server, free_port
+from served import Authority, Server, free_port, with_environment
 
 
 def certificates(folder, *words):
@@ -125,6 +129,19 @@ class Remote(unittest.TestCase):
         return ["bench", "step", "--params", "3e5", "--repeat", "1", "--io-bytes", "1048576", "--io-depth", "2",
                 *(["--keep"] if keep else []), *(word for url in urls for word in ("--device", url))]
 
+    def until(self, condition):
+        for _ in range(600):
+            if condition():
+                return
+            time.sleep(0.1)
+        self.fail("it does not come")
+
+    def test_calibrate_is_for_the_server_itself(self):
+        done = run("calibrate", "--device", "grpc://nas:7443/fast0")
+        self.assertEqual(done.returncode, 2, done)
+        self.assertIn("measured there", done.stderr)
+        self.assertIn("Run smartinf calibrate on the server", done.stderr)
+
     def test_every_command_takes_a_remote_device(self):
         url = self.server.url()
         before = self.server.metrics("smartinf_device_received_bytes_total")
@@ -139,6 +156,32 @@ class Remote(unittest.TestCase):
         (copy,) = pathlib.Path(copy).iterdir()
         self.done("restore", str(copy), "--device", self.server.url("fast1"))
         self.assertIn("sound", self.done("fsck", self.server.url("fast1")))
+
+    def test_gc_lists_what_a_server_holds_and_deletes_by_name(self):
+        server = Server(self.authority, self.folder / "gc", keys="lease_seconds = 1")
+        self.enterContext(server)
+        url = server.url()
+        self.assertIn("nothing to delete", self.done("gc", url))
+        self.refused("gc", server.url("fast9"), says='no device "fast9"')
+        words = ["1000" if word == "1" else word for word in self.step(url)]
+        busy = subprocess.Popen([COMMAND, *words], env=with_environment(self.authority.environment()),
+                                stdout=subprocess.DEVNULL)
+        self.addCleanup(busy.wait)
+        self.addCleanup(busy.kill)
+        self.until(lambda: server.metrics("smartinf_device_steps_committed_total") > 2)
+        busy.send_signal(signal.SIGSTOP)  # it has the device, and goes no further
+        self.assertIn("client gpu1", self.done("gc", url, "--states", "--yes"))
+        busy.kill()
+        self.until(lambda: "a complete state; --states also asks about it" in self.done("gc", url))
+        (left,) = json.loads(self.done("gc", url, "--json", "--states"))["leftovers"]
+        self.assertEqual((left["path"], left["deleted"]), (url, False))
+        recipe = self.folder / "recipes/mine.toml"
+        recipe.parent.mkdir()
+        recipe.write_text(f'[[device]]\npath = "{url}"\n', encoding="utf-8")
+        self.refused("gc", str(recipe.parent), url, "--delete-run", left["run"][:8], says="mine.toml")
+        recipe.unlink()
+        self.assertIn("freed", self.done("gc", str(recipe.parent), url, "--delete-run", left["run"][:8]))
+        self.assertIn("nothing to delete", self.done("gc", url))
 
     def test_who_is_not_let_in_is_told_why(self):
         url = self.server.url()
@@ -156,6 +199,34 @@ class Remote(unittest.TestCase):
         time.sleep(1.2)
         self.refused("inspect", url, client="lost", says="revoked")
         self.assertIn("client lost", self.server.log())
+
+    def handshakes_with(self, version):
+        """Whether the command shakes hands with a server of another make, with a certificate of the same authority,
+        that speaks this version of TLS only."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = context.maximum_version = version
+        context.set_alpn_protocols(["h2"])
+        context.load_cert_chain(*self.authority.files("servers", "127.0.0.1")[:2])
+        done = []
+
+        def shake_hands(listener):
+            with listener.accept()[0] as connection:
+                try:
+                    context.wrap_socket(connection, server_side=True).close()
+                    done.append(True)
+                except OSError:
+                    done.append(False)
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            other = threading.Thread(target=shake_hands, args=(listener,), daemon=True)
+            other.start()
+            self.refused("inspect", f"grpc://127.0.0.1:{listener.getsockname()[1]}/fast0", says="no connection")
+            other.join(60)
+        return done == [True]
+
+    def test_a_server_must_speak_tls_1_3(self):
+        self.assertTrue(self.handshakes_with(ssl.TLSVersion.TLSv1_3))
+        self.assertFalse(self.handshakes_with(ssl.TLSVersion.TLSv1_2))
 
     def test_it_ends_at_a_signal_and_goes_on_at_the_next_start(self):
         with Server(self.authority, self.folder / "second") as server:

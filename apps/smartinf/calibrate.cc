@@ -12,6 +12,7 @@
 
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/remote/options.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/sim/machine.h"
@@ -41,6 +42,13 @@ constexpr uint64_t kProcessBytes = 418'000'000;
 /// Of a name that may be mistyped: nothing is made for it.
 base::Status check_directory(const std::string& path) {
   namespace fs = std::filesystem;
+  if (csd::is_remote(path)) {
+    return base::Status(
+        base::ErrorCode::kUnsupported,
+        "--device " + path + " is another machine's, whose drives and cores are measured there",
+        "Run smartinf calibrate on the server, and copy the [[device]] of its file into this "
+        "machine's, with remote = true, and bytes_per_s in [network].");
+  }
   std::error_code error;
   if (fs::is_directory(path, error) || fs::is_block_file(path, error)) return {};
   base::ErrorPlace place;

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -24,6 +25,7 @@
 #include "smartinf/train/run_folder.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/remote_flags.h"
 #include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
@@ -47,6 +49,7 @@ struct GcFlags {
   bool states = false;
   bool yes = false;
   bool json = false;
+  csd::RemoteOptions remote;
 };
 
 enum class LeftoverKind : uint8_t {
@@ -126,6 +129,7 @@ Status in_use(const fs::path& device) {
 }
 
 std::string place_of(const fs::path& path) {
+  if (csd::is_remote(path.string())) return path.string();
   std::error_code error;
   const fs::path found = fs::weakly_canonical(path, error);
   return error ? path.string() : found.string();
@@ -166,7 +170,8 @@ void collect_named(const fs::path& folder, int depth, Named& named) {
 /// Why a whole state stays; empty: nothing that is there speaks of it.
 std::string claim_on(const fs::path& device, const storage::RunId& run, const StateOwner& owner,
                      const Named& named) {
-  fs::path above = fs::absolute(device).lexically_normal();
+  fs::path above =
+      csd::is_remote(device.string()) ? fs::path() : fs::absolute(device).lexically_normal();
   for (int i = 0; i < kDepthMax && above.has_relative_path(); ++i) {
     if (is_run_folder(above.string()) || engine::is_checkpoint(above.string())) {
       return "belongs to " + above.string();
@@ -197,10 +202,14 @@ bool is_fresh(const fs::path& folder) {
 
 void look_at_state(const fs::path& device, const GcFlags& flags, const Named& named,
                    Findings& findings) {
-  const fs::path file = device / storage::kStateFileName;
-  const uint64_t bytes = bytes_on_drive(file);
-  const engine::DeviceSources source = engine::sources_at({device.string()});
+  const bool remote = csd::is_remote(device.string());
+  const engine::DeviceSources source =
+      engine::sources_at({device.string()}, storage::RingKind::kAuto, flags.remote);
   const auto summary = source.front()->summarize();
+  if (remote && summary.status().code() == ErrorCode::kNotFound) return;
+  const uint64_t bytes = !remote        ? bytes_on_drive(device / storage::kStateFileName)
+                         : summary.ok() ? summary->container_bytes
+                                        : 0;
   if (!summary.ok()) {
     findings.kept.push_back({device, bytes, "cannot be read (see smartinf fsck)"});
     return;
@@ -217,7 +226,8 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
   const std::string claim = claim_on(device, state.run, owner, named);
   if (claim.empty() && owner.kind == StateOwner::Kind::kPython) what += ", written from Python";
   if (claim.empty() && !owner.folder.empty()) {
-    what += fmt::format(", of the run in {}, which no longer exists", owner.folder);
+    what += fmt::format(", of the run in {}, which {}", owner.folder,
+                        remote ? "is not on this machine" : "no longer exists");
   }
   const bool asked_for = flags.states || !flags.runs.empty();
   if (!claim.empty()) {
@@ -229,6 +239,22 @@ void look_at_state(const fs::path& device, const GcFlags& flags, const Named& na
     findings.leftovers.push_back(
         {LeftoverKind::kState, device, bytes, what, state.run.to_string(), owner.folder});
   }
+}
+
+/// A server shows what its device holds, and no files beside it. Errors: why it does not.
+Status look_at_remote(const std::string& url, const GcFlags& flags, const Named& named,
+                      Findings& findings) {
+  const auto source =
+      std::move(engine::sources_at({url}, storage::RingKind::kAuto, flags.remote).front());
+  SI_RETURN_IF_ERROR(source->peek().status());
+  // Reading needs the device to itself: it is the server that knows whether a client has it.
+  const Status busy = source->snapshot(storage::ReaderLock::kTake).status();
+  if (busy.code() == ErrorCode::kBusy) {
+    findings.kept.push_back({url, 0, busy.what()});
+  } else {
+    look_at_state(url, flags, named, findings);
+  }
+  return Status();
 }
 
 /// False: it is something else, to be looked through.
@@ -283,16 +309,32 @@ void look_at(const fs::path& folder, const GcFlags& flags, int depth, const Name
   for (const fs::path& each : below) look_at(each, flags, depth + 1, named, findings);
 }
 
+/// A server knows only a moment after us that we have read what is there.
+Status erase_when_free(csd::DeviceSource& source) {
+  Status status = source.erase();
+  for (int i = 0; i < 50 && status.code() == ErrorCode::kBusy; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    status = source.erase();
+  }
+  return status;
+}
+
 /// Takes the lock first and looks again: a run may have begun since.
-Status remove(const Leftover& leftover) {
+Status remove(const Leftover& leftover, const csd::RemoteOptions& options) {
   const std::string path = leftover.path.string();
+  const bool remote = csd::is_remote(path);
   if (leftover.kind == LeftoverKind::kPartial) return engine::remove_partial(path);
   if (leftover.kind == LeftoverKind::kExport) return train::remove_partial_export(path);
-  SI_ASSIGN_OR_RETURN(const auto lock, storage::lock_container(path));
+  std::optional<storage::ContainerLock> lock;  // a server's device has its own
+  if (!remote) {
+    SI_ASSIGN_OR_RETURN(lock, storage::lock_container(path));
+  }
   fs::path file = leftover.path / storage::kCreatingFileName;
   if (leftover.kind != LeftoverKind::kCreating) {
     file = leftover.path / storage::kStateFileName;
-    SI_ASSIGN_OR_RETURN(const auto state, engine::sources_at({path}).front()->peek());
+    const auto source =
+        std::move(engine::sources_at({path}, storage::RingKind::kAuto, options).front());
+    SI_ASSIGN_OR_RETURN(const auto state, source->peek());
     const bool same = state && (leftover.kind == LeftoverKind::kUnfinished
                                     ? !state->initialized
                                     : state->run.to_string() == leftover.run);
@@ -301,6 +343,7 @@ Status remove(const Leftover& leftover) {
                     "it has changed since it was listed, and is not deleted", {},
                     base::ErrorPlace{path, {}, {}, 0});
     }
+    if (remote) return erase_when_free(*source);
   }
   std::error_code error;
   fs::remove(file, error);
@@ -429,15 +472,13 @@ nlohmann::ordered_json to_json(const Findings& findings) {
 int run_gc(const GcFlags& flags) {
   Findings findings;
   Named named;
-  for (const std::string& place : flags.places) {
-    if (!csd::is_remote(place)) continue;
-    return report(Status(ErrorCode::kUnsupported, "what lies on another machine is listed there",
-                         "Run smartinf gc on the server, with the device's directory.",
-                         base::ErrorPlace{place, {}, {}, 0}),
-                  kExitUsage);
-  }
   for (const std::string& place : flags.places) collect_named(place, 0, named);
   for (const std::string& place : flags.places) {
+    if (csd::is_remote(place)) {
+      const Status looked = look_at_remote(place, flags, named, findings);
+      if (!looked.ok()) return report(looked);
+      continue;
+    }
     std::error_code error;
     if (!fs::is_directory(place, error)) {
       return report(Status(ErrorCode::kInvalidArgument, "not a folder",
@@ -467,7 +508,7 @@ int run_gc(const GcFlags& flags) {
   const std::vector<Leftover*> doomed = choose(findings, flags);
   uint64_t freed = 0;
   for (Leftover* leftover : doomed) {
-    leftover->failure = remove(*leftover);
+    leftover->failure = remove(*leftover, flags.remote);
     leftover->deleted = leftover->failure.ok();
     failed = failed || !leftover->deleted;
     if (leftover->deleted) freed += leftover->bytes;
@@ -489,7 +530,9 @@ int run_gc(const GcFlags& flags) {
 void add_gc(CLI::App& app, Run& run) {
   CLI::App* command = app.add_subcommand("gc", "Delete what interrupted runs have left");
   auto flags = std::make_shared<GcFlags>();
-  command->add_option("path", flags->places, "Folders to search")->required()->type_name("PATH...");
+  command->add_option("path", flags->places, "Folders to search, and devices of other machines")
+      ->required()
+      ->type_name("PATH...");
   command->add_flag(
       "--states", flags->states,
       "Also ask about complete states that no folder of a run, checkpoint or recipe names; "
@@ -505,6 +548,7 @@ void add_gc(CLI::App& app, Run& run) {
   command->add_flag(
       "--json", flags->json,
       "Print one JSON object, and ask nothing: delete with --yes or --delete-run only");
+  add_remote_flags(*command, flags->remote);
   command->footer(
       "The command finds interrupted creations, checkpoints and exports. It never deletes files\n"
       "that a process has locked or that are not smartinf's. A state with a committed step is\n"
@@ -512,6 +556,7 @@ void add_gc(CLI::App& app, Run& run) {
       "Examples:\n"
       "  smartinf gc runs /mnt/a /mnt/b\n"
       "  smartinf gc /mnt/a --states\n"
+      "  smartinf gc runs grpc://nas:7443/fast0 --states\n"
       "  smartinf gc runs --yes\n"
       "  smartinf gc /mnt/a --delete-run 0a1b2c3d");
   command->callback([flags, &run] { run = [flags] { return run_gc(*flags); }; });

@@ -47,6 +47,12 @@ using smartinf::python::PyUpdater;
 using smartinf::python::PyWeights;
 using smartinf::python::PyWeightSource;
 
+smartinf::engine::DeviceSources sources_at(const std::vector<std::string>& paths,
+                                           const nb::dict& remote) {
+  return smartinf::engine::sources_at(paths, smartinf::storage::RingKind::kAuto,
+                                      smartinf::python::remote_options(remote));
+}
+
 void define_functions(nb::module_& module) {
   module.def(
       "instruction_set",
@@ -59,36 +65,36 @@ void define_functions(nb::module_& module) {
 
   module.def(
       "erase",
-      [](const std::string& path) {
-        smartinf::engine::UpdaterOptions options;
-        options.devices.emplace_back().path = path;
+      [](const std::string& path, const nb::dict& remote) {
+        const auto sources = sources_at({path}, remote);
         const nb::gil_scoped_release released;
-        for (const auto& source : smartinf::engine::local_sources(options)) {
-          const auto state = smartinf::python::take(source->peek());
-          if (state) smartinf::python::check(source->erase());
-        }
+        const auto state = smartinf::python::take(sources.front()->peek());
+        if (state) smartinf::python::check(sources.front()->erase());
       },
-      "path"_a, "Removes the state that a device holds, if there is any. Not while it is open.");
+      "path"_a, "remote"_a = nb::dict(),
+      "Removes the state that a device holds, if there is any. Not while it is open.");
   module.def(
       "peek",
-      [](const std::string& path) -> std::optional<std::tuple<bool, uint64_t, uint64_t>> {
+      [](const std::string& path,
+         const nb::dict& remote) -> std::optional<std::tuple<bool, uint64_t, uint64_t>> {
+        const auto sources = sources_at({path}, remote);
         const nb::gil_scoped_release released;
-        const auto sources = smartinf::engine::sources_at({path});
         const auto state = smartinf::python::take(sources.front()->peek());
         if (!state) return std::nullopt;
         return std::tuple(state->initialized, state->committed_step, state->prepared_step);
       },
-      "path"_a,
+      "path"_a, "remote"_a = nb::dict(),
       "(initialized, committed step, prepared step) of a device without opening it; None: empty.");
   module.def(
       "stored_client_metadata",
-      [](const std::vector<std::string>& paths) {
+      [](const std::vector<std::string>& paths, const nb::dict& remote) {
+        const auto sources = sources_at(paths, remote);
         const nb::gil_scoped_release released;
-        const auto run = smartinf::python::take(smartinf::engine::open_stored_run(
-            smartinf::engine::sources_at(paths), smartinf::storage::ReaderLock::kTake));
+        const auto run = smartinf::python::take(
+            smartinf::engine::open_stored_run(sources, smartinf::storage::ReaderLock::kTake));
         return smartinf::engine::split_metadata(run.client_metadata).client_metadata;
       },
-      "paths"_a,
+      "paths"_a, "remote"_a = nb::dict(),
       "The text that was given with the step that devices hold. Not while they are open.");
   module.def(
       "available_memory_bytes", &smartinf::engine::available_memory_bytes,

@@ -84,6 +84,17 @@ nb::object float_view(const float* data, uint64_t count) {
 
 }  // namespace
 
+csd::RemoteOptions remote_options(const nb::dict& given) {
+  csd::RemoteOptions remote;
+  remote.certificate = option(given, "certificate", remote.certificate);
+  remote.key = option(given, "key", remote.key);
+  remote.ca = option(given, "ca", remote.ca);
+  remote.reconnect_seconds = option(given, "reconnect_seconds", remote.reconnect_seconds);
+  remote.deadline_seconds = option(given, "deadline_seconds", remote.deadline_seconds);
+  remote.window_bytes = option(given, "window_bytes", remote.window_bytes);
+  return remote;
+}
+
 engine::UpdaterOptions updater_options(const nb::dict& given) {
   engine::UpdaterOptions options;
   for (const nb::handle entry : nb::cast<nb::list>(given["devices"])) {
@@ -117,6 +128,9 @@ engine::UpdaterOptions updater_options(const nb::dict& given) {
   options.create = option(given, "create", options.create);
   if (given.contains("compress")) {
     options.compress = compress_options(nb::cast<nb::dict>(given["compress"]));
+  }
+  if (given.contains("remote")) {
+    options.remote = remote_options(nb::cast<nb::dict>(given["remote"]));
   }
   if (given.contains("ranks")) {
     options.peers = nb::cast<std::shared_ptr<PyRanks>>(given["ranks"]);

@@ -21,6 +21,8 @@ namespace smartinf::python {
 
 /// The options of an updater by their names there.
 engine::UpdaterOptions updater_options(const nanobind::dict& given);
+/// Of devices of other machines, by their names there.
+csd::RemoteOptions remote_options(const nanobind::dict& given);
 
 /// Documented for its users in module.cc.
 class PyUpdater final : public PyWeightSource {

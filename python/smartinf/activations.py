@@ -10,7 +10,7 @@ import torch
 from smartinf import _core
 from smartinf.errors import UsageError
 from smartinf.sizes import parse_bytes
-from smartinf.storage_options import device_list
+from smartinf.storage_options import device_list, local_paths
 from smartinf.spooled_tensors import SpooledTensors, plain, storage_key
 
 _log = logging.getLogger("smartinf")
@@ -165,8 +165,8 @@ class offload_activations:  # noqa: N801 (used like a function)
         if hasattr(self._devices, "spool"):  # an open core
             return self._devices.spool(), False
         devices = device_list(self._devices)
-        for device in devices:
-            os.makedirs(device["path"], exist_ok=True)
+        for path in local_paths(devices, "activations"):
+            os.makedirs(path, exist_ok=True)
         drives = {os.stat(device["path"]).st_dev: shutil.disk_usage(device["path"]).free for device in devices}
         room = min(self._storage, sum(drives.values()) // 2)
         return _core.Spool({"devices": devices, "spool_bytes": room}), True

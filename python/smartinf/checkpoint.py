@@ -218,10 +218,10 @@ def identity(folder):
     return Stored(folder).lineage.identity()
 
 
-def identity_of_devices(paths):
+def identity_of_devices(paths, remote):
     """The same of devices that nobody has open; None: it is not this package's."""
     try:
-        given = json.loads(_core.stored_client_metadata(paths))
+        given = json.loads(_core.stored_client_metadata(paths, remote))
         return {key: given[key] for key in ("run", "branch", "updates")}
     except (Error, ValueError, KeyError, TypeError):
         return None

@@ -27,7 +27,7 @@ def of_parameters(params):
 
 def _same(a, b):
     try:
-        return os.path.samefile(a, b)
+        return a == b or os.path.samefile(a, b)
     except OSError:
         return False
 

@@ -9,7 +9,7 @@ from smartinf import compression, sharded_parameters
 from smartinf.errors import UsageError
 from smartinf.ranks import Ranks
 from smartinf.sizes import parse_bytes
-from smartinf.storage_options import device_list
+from smartinf.storage_options import device_list, is_remote, remote_options
 
 _log = logging.getLogger("smartinf")
 _MEMORY_BUDGET = "512MiB"
@@ -41,8 +41,11 @@ class Options:
         if self.release and self.ranks.world > 1 and mesh is None:
             self.ranks.make_reduce_group()
         self.devices = [self.ranks.device(device) for device in device_list(given["devices"])]
+        remote = remote_options(given["remote"])
+        self.remote = remote if any(map(is_remote, self.devices)) else {}
         self.core = {
             "rule": rule,
+            "remote": self.remote,
             "state_format": given["state_format"],
             "memory_budget_bytes": parse_bytes(given["memory_budget"] or _MEMORY_BUDGET, "memory_budget"),
             "durability": given["durability"],

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from smartinf import _core, rank_calls
 from smartinf.errors import UsageError
+from smartinf.storage_options import is_remote
 
 
 class Ranks:
@@ -46,6 +47,8 @@ class Ranks:
         path = device["path"]
         if "{rank}" in path:
             path = path.replace("{rank}", str(self.rank))
+        elif self.world > 1 and is_remote(device):
+            raise UsageError(f"{path}: each rank needs a device of its own; write {{rank}} into the name, e.g. {path}{{rank}}")
         elif self.world > 1:
             path = os.path.join(path, f"rank{self.rank}")
         return device | {"path": path}

@@ -1,19 +1,19 @@
 """add_param_group() after the optimizer was made lays the devices out anew. State that is there already is
-kept in a checkpoint beside the first device meanwhile; after a crash that is still there, and opening the
+kept in a checkpoint beside the first device of this machine meanwhile; after a crash that is still there, and opening the
 devices says so."""
 
 import os
 import shutil
 
 from smartinf import _core, checkpoint
-from smartinf.errors import Error, MismatchError
+from smartinf.errors import Error, MismatchError, UsageError
+from smartinf.storage_options import is_remote
 
 
 def folder(options):
-    """Where that checkpoint is. Collective."""
-    return options.ranks.broadcast_object(
-        f"{os.path.abspath(options.devices[0]['path'])}-add_param_group.checkpoint"
-    )
+    """Where that checkpoint is; None: no device is of this machine. Collective."""
+    here = [device["path"] for device in options.devices if not is_remote(device)]
+    return options.ranks.broadcast_object(f"{os.path.abspath(here[0])}-add_param_group.checkpoint" if here else None)
 
 
 def discard(options):
@@ -31,6 +31,11 @@ def lay_out_anew(session, groups, reopen):
         return
     session.ready()
     kept = folder(session.options)
+    if kept is None:
+        raise UsageError(
+            "add_param_group() keeps the state beside a device of this machine meanwhile, and there is none: save a "
+            "checkpoint, make the optimizer with all groups and resume=False, and load the checkpoint"
+        )
     checkpoint.save(session, groups, kept, replace=True)
     try:
         checkpoint.load(reopen(), kept, strict=False)
@@ -44,13 +49,13 @@ def check_interrupted(options, paths):
     """After a crash the devices may be empty, or hold a beginning, while the state is in the checkpoint.
     Where they hold that very state the checkpoint is of no use any more. Collective. Errors: MismatchError."""
     kept, failure = folder(options), None
-    if options.ranks.broadcast_object(not os.path.isdir(kept)):
+    if kept is None or options.ranks.broadcast_object(not os.path.isdir(kept)):
         return
     try:
         wanted = checkpoint.identity(kept)
-        here = [_core.peek(path) for path in paths]
+        here = [_core.peek(path, options.remote) for path in paths]
         if all(state is not None and state[0] for state in here):
-            here = checkpoint.identity_of_devices(paths)
+            here = checkpoint.identity_of_devices(paths, options.remote)
         if here != wanted:
             failure = MismatchError(
                 f"add_param_group was interrupted: the state of update {wanted['updates']} is in {kept}, "

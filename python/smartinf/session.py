@@ -75,7 +75,7 @@ class Session:
                 )
             with open_optimizers.named_when_busy(self.devices):
                 for path in paths:
-                    _core.erase(path)
+                    _core.erase(path, options.remote)
         else:
             relayout.check_interrupted(options, paths)
         self.layout.rebind()

@@ -66,7 +66,10 @@ class StorageOptimizer(torch.optim.Optimizer):
     devices: directories or block devices; each an str or path, or a dict with ``path`` and
         optionally ``name``, ``threads``, ``bandwidth`` (bytes per second), ``capacity_bytes``. Under
         several ranks ``{rank}`` in a path is replaced; without it each rank uses a folder ``rankN``
-        below the path.
+        below the path. ``grpc://HOST:PORT/NAME`` is a device of another machine (docs/remote.md).
+    remote: for those, a dict with the files ``certificate``, ``key`` and ``ca``, each of which may also be in
+        the environment (SMARTINF_REMOTE_CERTIFICATE, _KEY, _CA), and optionally ``reconnect_seconds``,
+        ``deadline_seconds`` and ``window``, as in a recipe.
     resume: what to do with devices that hold state. True: take weights and state from them and go
         on (empty devices are begun). False: discard it. None: the first step raises UsageError unless
         load_state_dict() or load_checkpoint() has said which state is meant.
@@ -135,6 +138,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         defaults,
         *,
         devices=None,
+        remote=None,
         resume=None,
         state_format="f32",
         compress=None,
@@ -239,7 +243,7 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """As in torch. After the optimizer was made the devices are laid out anew: state that is
-        there already is kept, by way of a checkpoint beside the first device. After a crash in between
+        there already is kept, by way of a checkpoint beside the first device of this machine. After a crash in between
         that checkpoint is still there, and opening the devices says how to bring it back."""
         if self._session is not None and self._session.stream is not None:
             raise UsageError(

@@ -6,6 +6,9 @@ from typing import Literal, TypeAlias, TypedDict
 
 import torch
 
+from smartinf.errors import UsageError
+from smartinf.sizes import parse_bytes
+
 Path: TypeAlias = str | os.PathLike[str]
 Size: TypeAlias = int | float | str  # bytes, or text such as "512MiB"
 
@@ -27,6 +30,47 @@ class Device(_Place, total=False):
 Devices: TypeAlias = Path | Device | Sequence[Path | Device]
 
 
+class Remote(TypedDict, total=False):
+    """For devices of other machines, as [remote] in a recipe. certificate, key, ca: PEM files."""
+
+    certificate: Path
+    key: Path
+    ca: Path
+    reconnect_seconds: float
+    deadline_seconds: float
+    window: Size
+
+
+def is_remote(device) -> bool:
+    """Whether another machine has it (`smartinf serve`)."""
+    return device["path"].startswith("grpc://")
+
+
+def remote_options(given) -> dict:
+    """`remote` as the core wants it; files that it does not name come from the environment, as for commands."""
+    given, made = dict(given or {}), {}
+    for name in ("certificate", "key", "ca"):
+        file = given.pop(name, None) or os.environ.get(f"SMARTINF_REMOTE_{name.upper()}", "")
+        made[name] = os.path.expanduser(os.fspath(file))
+    if "window" in given:
+        made["window_bytes"] = parse_bytes(given.pop("window"), "window")
+    for name in ("reconnect_seconds", "deadline_seconds"):
+        if name in given:
+            made[name] = float(given.pop(name))
+    if given:
+        raise UsageError(f"remote has no {next(iter(given))!r}; it takes {', '.join(Remote.__annotations__)}")
+    return made
+
+
+def local_paths(devices, what) -> list[str]:
+    """Those of devices that are all of this machine. Errors: UsageError that names `what`."""
+    listed = device_list(devices)
+    for device in listed:
+        if is_remote(device):
+            raise UsageError(f"{device['path']}: {what} can only be on devices of this machine; give a directory")
+    return [device["path"] for device in listed]
+
+
 def device_list(devices) -> list[Device]:
     """`devices`, each as a dict, with a path of the user's home written out."""
     if devices is None or isinstance(devices, (str, os.PathLike, dict)):
@@ -37,6 +81,7 @@ def device_list(devices) -> list[Device]:
 
 class StorageOptions(TypedDict, total=False):
     devices: Devices
+    remote: Remote | None
     resume: bool | None
     state_format: Literal["f32", "bf16", "q8"]
     compress: float | dict | None

@@ -19,7 +19,7 @@ from smartinf.modules import give_class
 from smartinf.process_memory import FreedMemory, MappedFiles, aligned_memory
 from smartinf.released_parameter import ReleasedParameter, handle, without_values
 from smartinf.sizes import parse_bytes
-from smartinf.storage_options import device_list
+from smartinf.storage_options import local_paths
 from smartinf.units import find_units
 
 _log = logging.getLogger("smartinf")
@@ -111,7 +111,7 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
 
 
 def _paths(devices):
-    paths = [device["path"] for device in device_list(devices)]
+    paths = local_paths(devices, "a streamed model's weights")
     if not paths:
         raise UsageError('no device given: say where the weights are to live, e.g. devices=["/nvme/run1"]')
     for path in paths:

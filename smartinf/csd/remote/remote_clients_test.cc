@@ -134,59 +134,6 @@ TEST_F(RemoteClients, OnlyTls13) {
   EXPECT_FALSE(shakes_hands(server_->port(), TLS1_2_VERSION));
 }
 
-/// A server of another make, with a certificate of the authority, that speaks one version only.
-/// Whether the client shook hands with it.
-bool client_shakes_hands(int version, const std::function<void(uint16_t port)>& connects) {
-  const TestTrust& trust = TestTrust::shared();
-  SSL_CTX* context = SSL_CTX_new(TLS_server_method());
-  SSL_CTX_set_min_proto_version(context, version);
-  SSL_CTX_set_max_proto_version(context, version);
-  SSL_CTX_use_certificate_chain_file(context, trust.server.certificate.c_str());
-  SSL_CTX_use_PrivateKey_file(context, trust.server.key.c_str(), SSL_FILETYPE_PEM);
-  SSL_CTX_set_alpn_select_cb(
-      context,
-      [](SSL*, const unsigned char** out, unsigned char* size, const unsigned char* in,
-         unsigned int, void*) {
-        *out = in + 1;
-        *size = in[0];
-        return SSL_TLSEXT_ERR_OK;
-      },
-      nullptr);
-  const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof address;
-  EXPECT_EQ(::bind(listener, reinterpret_cast<const sockaddr*>(&address), size), 0);
-  EXPECT_EQ(::listen(listener, 1), 0);
-  ::getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size);
-  bool done = false;
-  std::jthread server([&] {
-    const int socket = ::accept(listener, nullptr, nullptr);
-    ::shutdown(listener, SHUT_RDWR);  // nobody else is let in
-    SSL* connection = SSL_new(context);
-    SSL_set_fd(connection, socket);
-    done = SSL_accept(connection) == 1;
-    SSL_free(connection);
-    ::close(socket);
-  });
-  connects(ntohs(address.sin_port));
-  ::shutdown(listener, SHUT_RDWR);  // in case that nobody came
-  server.join();
-  ::close(listener);
-  SSL_CTX_free(context);
-  return done;
-}
-
-TEST_F(RemoteClients, TheClientDemandsTls13) {
-  const auto peek = [](uint16_t port) {
-    EXPECT_EQ(remote_source(test_remote(port, "fast0"))->peek().status().code(),
-              ErrorCode::kUnavailable);
-  };
-  EXPECT_TRUE(client_shakes_hands(TLS1_3_VERSION, peek));
-  EXPECT_FALSE(client_shakes_hands(TLS1_2_VERSION, peek));
-}
-
 TEST_F(RemoteClients, AMessageOf4GbEndsAtTheServersMemory) {
   buffer_bytes_ = uint64_t{64} << 20;
   start_server();

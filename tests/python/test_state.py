@@ -311,7 +311,7 @@ def test_a_crash_in_add_param_group_loses_nothing(killed_at, device, tmp_path, m
             patched.setattr(optimizer, "close", die)
         elif killed_at == "erase":
             erase = smartinf._core.erase
-            patched.setattr(smartinf._core, "erase", lambda path: (erase(path), die()))
+            patched.setattr(smartinf._core, "erase", lambda *given: (erase(*given), die()))
         elif killed_at == "open":
             patched.setattr(checkpoint, "load", die)
         elif killed_at == "load":

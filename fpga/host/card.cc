@@ -61,8 +61,10 @@ base::Result<Card> Card::open(const std::filesystem::path& xclbin, const std::st
     }
   }
   if (device == nullptr) {
-    return Status(ErrorCode::kNotFound, "there is no card \"" + part + "\" among OpenCL's devices",
-                  "source /opt/xilinx/xrt/setup.sh; xbutil examine lists the cards.");
+    return Status(
+        ErrorCode::kNotFound,
+        "there is no card" + (part.empty() ? "" : " \"" + part + "\"") + " among OpenCL's devices",
+        "source /opt/xilinx/xrt/setup.sh; xbutil examine lists the cards.");
   }
   cl_int error = CL_SUCCESS;
   card.context_.reset(clCreateContext(nullptr, 1, &device, nullptr, nullptr, &error));

@@ -1,7 +1,7 @@
 // The OpenCL processor's bits beside those of the cores: every rule, state format, type of
 // gradients and of weights, in every memory, over lengths that end everywhere in a block, and
 // numbers in which processors differ. A few of these programs in every run, all with
-// SMARTINF_TEST_ALL=1.
+// SMARTINF_TEST_PROGRAMS=1.
 #include <array>
 #include <bit>
 #include <cstdlib>
@@ -45,7 +45,7 @@ struct Program {
 
 /// The sample has those that opencl_self_test() compiles.
 std::vector<Program> programs() {
-  const bool all = std::getenv("SMARTINF_TEST_ALL") != nullptr;
+  const bool all = std::getenv("SMARTINF_TEST_PROGRAMS") != nullptr;
   std::vector<Program> chosen;
   uint32_t number = 0;
   for (const kernels::UpdateRule rule : kernels::all_update_rules()) {

@@ -181,7 +181,7 @@ TEST_P(RemoteRestart, InAPrepareOrACommitEndsOnOneSide) {
   EXPECT_TRUE(committed > 0 || GetParam() == End::kPowerLoss);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, RemoteRestart, testing::Values(End::kKilled, End::kPowerLoss));
+INSTANTIATE_TEST_SUITE_P(Remote, RemoteRestart, testing::Values(End::kKilled, End::kPowerLoss));
 
 }  // namespace
 }  // namespace smartinf::csd::wire

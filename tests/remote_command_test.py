@@ -169,7 +169,17 @@ class Remote(unittest.TestCase):
         self.addCleanup(busy.wait)
         self.addCleanup(busy.kill)
         self.until(lambda: server.metrics("smartinf_device_steps_committed_total") > 2)
-        busy.send_signal(signal.SIGSTOP)  # it has the device, and goes no further
+
+        def holds():
+            """Stopped where it has the device: between its steps it has not."""
+            busy.send_signal(signal.SIGSTOP)
+            time.sleep(0.3)  # for what it has sent before
+            if server.metrics("smartinf_device_client") > 0:
+                return True
+            busy.send_signal(signal.SIGCONT)
+            return False
+
+        self.until(holds)
         self.assertIn("client gpu1", self.done("gc", url, "--states", "--yes"))
         busy.kill()
         self.until(lambda: "a complete state; --states also asks about it" in self.done("gc", url))

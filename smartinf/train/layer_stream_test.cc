@@ -163,6 +163,7 @@ TEST_F(LateCopies, SeveralRanksAskForWeightsInOneOrderHoweverLateTheirCopiesAre)
       stream_->start(order);
       for (const uint32_t unit : order) {
         stream_->get(unit);
+        updater_->fetched.push_back(~uint64_t{unit});  // where it is, among the fetches
         // All copies have ended before the next call, or the last one has not.
         if (!late) std::this_thread::sleep_for(std::chrono::milliseconds(10));
         stream_->release(unit);

@@ -63,8 +63,7 @@ class Screen {
 
   void step(const StepReport& report) {
     reports_ += report.skipped.empty() ? 1 : 0;
-    host_link_ += report.traffic.host_link;
-    store_ += report.traffic.store;
+    moved(report.traffic);
     compressed_bytes_ += report.compressed_bytes;
     if (!report.skipped.empty()) {
       print(json_ ? report.to_json()
@@ -91,6 +90,11 @@ class Screen {
       print("activations: " + report.offload_decision);
     }
     if (view_) view_->add(report);
+  }
+
+  void moved(const engine::UpdaterTraffic& traffic) {
+    host_link_ += traffic.host_link;
+    store_ += traffic.store;
   }
 
   /// What was the same in every step, once, at the end.
@@ -394,8 +398,9 @@ int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
   screen.clear_view();
   if (status.ok() || interrupted) {
-    const Status finished = trainer.finish();
-    if (!finished.ok()) return fail(ranks, finished, /*started=*/true);
+    const Result<engine::UpdaterTraffic> rest = trainer.finish();
+    if (!rest.ok()) return fail(ranks, rest.status(), /*started=*/true);
+    screen.moved(*rest);
   }
   const base::StepNumber step = trainer.step();
   if (trace != nullptr) {

@@ -180,8 +180,8 @@ class AcceleratorStream : public testing::Test {
     const auto samples = trainer.sample(prompts, {});
     ASSERT_TRUE(samples.ok()) << samples.status().to_string();
     outcome.samples = *samples;
-    const base::Status finished = trainer.finish();
-    ASSERT_TRUE(finished.ok()) << finished.to_string();
+    const auto finished = trainer.finish();
+    ASSERT_TRUE(finished.ok()) << finished.status().to_string();
   }
 
   template <typename Opened>

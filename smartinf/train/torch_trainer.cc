@@ -359,10 +359,13 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_copy(
   });
 }
 
-Status TorchTrainer::finish() {
-  return together("end of the run", [&]() -> Status {
+Result<engine::UpdaterTraffic> TorchTrainer::finish() {
+  return together("end of the run", [&]() -> Result<engine::UpdaterTraffic> {
     SI_RETURN_IF_ERROR(trained_->wait_all());
-    return updater_->flush();
+    SI_RETURN_IF_ERROR(updater_->wait_commit());
+    const engine::UpdaterTraffic rest = updater_->traffic().since(traffic_);
+    SI_RETURN_IF_ERROR(updater_->flush());
+    return rest;
   });
 }
 

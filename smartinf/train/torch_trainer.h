@@ -73,7 +73,7 @@ class TorchTrainer final : public Trainer {
   TextForm text_form() const override { return train::text_form(options_, source_); }
   base::Result<std::vector<std::vector<int64_t>>> sample(
       std::span<const std::vector<int64_t>> prompts, std::stop_token stop) override;
-  base::Status finish() override;
+  base::Result<engine::UpdaterTraffic> finish() override;
   std::vector<std::string> describe() const override;
 
  private:

@@ -95,7 +95,8 @@ class Trainer {
   virtual base::Result<std::vector<std::vector<int64_t>>> sample(
       std::span<const std::vector<int64_t>> prompts, std::stop_token stop) = 0;
   /// Waits until the last step is committed, and in memory mode saves it. To be called at the end.
-  virtual base::Status finish() = 0;
+  /// Returns what the last step moved after its report: the commit's part.
+  virtual base::Result<engine::UpdaterTraffic> finish() = 0;
 
   /// Lines for people: model, data, devices.
   virtual std::vector<std::string> describe() const = 0;

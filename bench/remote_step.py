@@ -6,7 +6,7 @@
 `smartinf serve` and `smartinf bench step` share the cores of this machine. A line of JSON for each round and place: the
 median seconds of gradients and update, CPU seconds a step of the client and of the server, and bytes a parameter and step that went over the
 loopback interface, TCP and IP headers included (nothing else should use it meanwhile). CPU and bytes are those of a long run minus
-those of one with two steps, so that making the state does not count. The state is kept below DIR and removed.
+those of a short one, so that making the state does not count; opening the device does. The state is kept below DIR and removed.
 """
 import argparse
 import json
@@ -65,7 +65,9 @@ def main():
     ratios = []
     with tempfile.TemporaryDirectory() as certificates:
         authority = Authority(args.smartinf, certificates, clients=("gpu1",))
-        server = Server(authority, folder / "served", device_keys=f'threads = {args.threads}\nmemory_budget = "4GiB"')
+        server = Server(authority, folder / "served", device_keys='memory_budget = "4GiB"')
+        text = server.file.read_text(encoding="utf-8").replace("threads = 1", f"threads = {args.threads}")
+        server.file.write_text(text, encoding="utf-8")
         try:
             with server:
                 environment = with_environment(authority.environment())
@@ -74,7 +76,8 @@ def main():
                     for place, device in (("local", str(folder / "local")), ("remote", server.url())):
                         _, short = run(args, device, 2, server, environment)
                         row, long = run(args, device, 2 + args.repeat, server, environment)
-                        counted = {name: (long[name] - short[name]) / args.repeat for name in long}
+                        # A repetition of bench step opens the device and makes two steps.
+                        counted = {name: (long[name] - short[name]) / (2 * args.repeat) for name in long}
                         counted["wire_bytes_per_param"] = counted.pop("wire") / float(args.params)
                         seconds[place] = row["gradient_s"] + row["update_s"]
                         print(json.dumps({"round": number, "place": place, **counted, **row}), flush=True)

@@ -67,7 +67,7 @@ class WrongUsage(unittest.TestCase):
         self.refused("simulate", "--batch", "1e20", says="at most 1e15")
         self.refused("simulate", "--seq", "-3", says="at least 1")
         self.refused("simulate", "--layers", "2", says="--hidden")
-        self.refused("simulate", "--layers", "2", "--hidden", "65", "--heads", "2", says="do not divide")
+        self.refused("simulate", "--layers", "2", "--hidden", "65", "--heads", "2", says="must divide the hidden size")
         self.refused("simulate", "--optimizer", "adm", says="adam?")
         self.refused("simulate", "--hide", "both", says="--overlap now")
         self.refused("simulate", "--overlap", "auto", says="none, late, early")

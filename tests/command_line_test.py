@@ -69,7 +69,7 @@ class WrongUsage(unittest.TestCase):
         self.refused("simulate", "--layers", "2", says="--hidden")
         self.refused("simulate", "--layers", "2", "--hidden", "65", "--heads", "2", says="must divide the hidden size")
         self.refused("simulate", "--optimizer", "adm", says="adam?")
-        self.refused("simulate", "--hide", "both", says="--overlap now")
+        self.refused("simulate", "--hide", "both", says="is now --overlap")
         self.refused("simulate", "--overlap", "auto", says="none, late, early")
         self.refused("simulate", "--overlap", "early", says="slots are too few")
         self.refused("simulate", "--overlap", "early", "--slots", "8", "--method", "su+o+c", says="compressed")
@@ -83,7 +83,7 @@ class WrongUsage(unittest.TestCase):
         self.refused("calibrate", "--device", ".", "--out", "./none/m.toml", says="--out")
         self.refused("plan", "llama3-8C", says="llama3-8B?")
         self.refused("plan", "llama3-8B", "--machine", "workstation-gen6", says="workstation-gen")
-        self.refused("plan", "llama3-8B", "--hide", "forward", says="--overlap now")
+        self.refused("plan", "llama3-8B", "--hide", "forward", says="is now --overlap")
         good = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
         with tempfile.TemporaryDirectory() as folder:
             machine = pathlib.Path(folder) / "m.toml"

@@ -65,9 +65,7 @@ def main():
     ratios = []
     with tempfile.TemporaryDirectory() as certificates:
         authority = Authority(args.smartinf, certificates, clients=("gpu1",))
-        server = Server(authority, folder / "served", device_keys='memory_budget = "4GiB"')
-        text = server.file.read_text(encoding="utf-8").replace("threads = 1", f"threads = {args.threads}")
-        server.file.write_text(text, encoding="utf-8")
+        server = Server(authority, folder / "served", threads=args.threads, device_keys='memory_budget = "4GiB"')
         try:
             with server:
                 environment = with_environment(authority.environment())

@@ -48,7 +48,7 @@ class Server:
     it is started again."""
 
     def __init__(self, authority, folder, devices=("fast0",), clients=("gpu1",), host="127.0.0.1", on=(), keys="",
-                 device_keys=""):
+                 device_keys="", threads=1):
         self.authority = authority
         self.folder = pathlib.Path(folder)
         self.on = list(on)
@@ -68,7 +68,7 @@ class Server:
                 "io_bytes = 1048576\nio_depth = 4\nread_bytes_per_second = 1e9\nwrite_bytes_per_second = 1e9\n",
                 encoding="ascii")
             text += (f'[[device]]\nname = "{device}"\npath = "{device}"\nclients = [{names}]\n'
-                     f'threads = 1\nbandwidth = "1GB"\n{device_keys}\n')
+                     f'threads = {threads}\nbandwidth = "1GB"\n{device_keys}\n')
         self.file = self.folder / "serve.toml"
         self.file.write_text(text, encoding="utf-8")
 

@@ -63,7 +63,7 @@ class Screen {
 
   void step(const StepReport& report) {
     reports_ += report.skipped.empty() ? 1 : 0;
-    moved(report.traffic);
+    add_traffic(report.traffic);
     compressed_bytes_ += report.compressed_bytes;
     if (!report.skipped.empty()) {
       print(json_ ? report.to_json()
@@ -92,7 +92,7 @@ class Screen {
     if (view_) view_->add(report);
   }
 
-  void moved(const engine::UpdaterTraffic& traffic) {
+  void add_traffic(const engine::UpdaterTraffic& traffic) {
     host_link_ += traffic.host_link;
     store_ += traffic.store;
   }
@@ -400,7 +400,7 @@ int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training
   if (status.ok() || interrupted) {
     const Result<engine::UpdaterTraffic> rest = trainer.finish();
     if (!rest.ok()) return fail(ranks, rest.status(), /*started=*/true);
-    screen.moved(*rest);
+    screen.add_traffic(*rest);
   }
   const base::StepNumber step = trainer.step();
   if (trace != nullptr) {

@@ -206,7 +206,7 @@ struct RankWatch::Shared {
   std::vector<std::string> read();
   void look_at(const std::vector<std::string>& values, uint64_t now_ns);
   std::optional<Status> judge(uint64_t now_ns) const;
-  bool those_who_came_left();
+  bool joined_ranks_have_left();
   void wait_for_others();
 };
 
@@ -325,7 +325,7 @@ void RankWatch::Shared::watch() {
 }
 
 /// Where not all have come.
-bool RankWatch::Shared::those_who_came_left() {
+bool RankWatch::Shared::joined_ranks_have_left() {
   for (uint32_t rank = 1; rank < environment.world; ++rank) {
     const bool came = keys->check({member_key(rank), sign_key(rank)});
     if (came && keys->get_to_str(sign_key(rank)) != kLeft) return false;
@@ -340,7 +340,7 @@ void RankWatch::Shared::wait_for_others() {
                      std::min<Milliseconds>(timeout, 4 * between + std::chrono::seconds(2));
   while (std::chrono::steady_clock::now() < until) {
     if (!joined) {
-      if (those_who_came_left()) return;
+      if (joined_ranks_have_left()) return;
       std::this_thread::sleep_for(kSignsMin);
       continue;
     }
@@ -425,17 +425,18 @@ void RankWatch::Shared::meet() {
     const std::string missing = missing_ranks(*keys, environment.world);
     if (missing.empty()) break;
     // Rank 0 has put it there, unless it is missing itself.
-    const bool told = keys->check({kFailure});
+    const bool may_have_failed = keys->check({kFailure});
     if (base::seconds_since(began_ns) > timeout_s) {
       const Status why(ErrorCode::kTimeout,
                        fmt::format("of {} ranks these did not come to {} within {:.1f} s: {}",
                                    environment.world, store_name(), timeout_s, missing),
                        "See what those processes said, or set ranks.timeout higher");
-      if (told) return publish(why);
+      if (may_have_failed) return publish(why);
       const std::scoped_lock lock(mutex);
       return fail(why);
     }
-    if (const std::string first = told ? keys->get_to_str(kFailure) : kNone; first != kNone) {
+    if (const std::string first = may_have_failed ? keys->get_to_str(kFailure) : kNone;
+        first != kNone) {
       const std::scoped_lock lock(mutex);
       return fail(status_from(first));
     }

@@ -120,9 +120,12 @@ class ClientStream final : public Stream {
 
 Result<std::string> pem(const std::string& path, const char* what, const char* key) {
   if (path.empty()) {
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("no {} is given for devices of other machines", what),
-                  fmt::format("Set remote.{} (smartinf certificates makes them).", key));
+    return Status(
+        ErrorCode::kInvalidArgument,
+        fmt::format("no {} is given for devices of other machines", what),
+        fmt::format("Set remote.{0} in the recipe, or --remote-{0} where a command has that flag "
+                    "(smartinf certificates makes it).",
+                    key));
   }
   return base::read_text_file(path, fmt::format("cannot read the {}", what), kPemBytesMax);
 }

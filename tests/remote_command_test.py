@@ -18,7 +18,7 @@ import time
 import unittest
 
 from command import COMMAND, run
-from served import Authority, Server, free_port, with_environment
+from served import Authority, Server, free_port, small_recipe, what_it_made, with_environment
 
 
 def certificates(folder, *words):
@@ -254,6 +254,103 @@ class Remote(unittest.TestCase):
             told = run("serve", str(server.file))
             self.assertEqual(told.returncode, 1)
             self.assertIn("open to others", told.stderr)
+
+
+class Training(unittest.TestCase):
+    """`smartinf train` whose server goes away in the middle of a run."""
+
+    @classmethod
+    def setUpClass(cls):
+        scratch = tempfile.TemporaryDirectory(prefix="smartinf_test_")
+        cls.addClassCleanup(scratch.cleanup)
+        cls.folder = pathlib.Path(scratch.name)
+        told = run("serve", "--help").stdout + run("certificates", "--ca", str(cls.folder / "x"), "--list").stderr
+        if "without" in told or "not in this build" in run("--help").stdout:
+            raise unittest.SkipTest("built without torch, OpenSSL or gRPC")
+        cls.authority = Authority(COMMAND, cls.folder / "ca")
+        cls.recipe = small_recipe(cls.folder, steps=60)
+        cls.local = cls.folder / "local"
+        done = run("train", cls.recipe, "--train.run", str(cls.local))
+        assert done.returncode == 0, done
+
+    def setUp(self):
+        name = self.id().rpartition(".")[2]
+        self.made_in = self.folder / name
+        self.server = Server(self.authority, self.folder / f"server_of_{name}")
+        self.enterContext(self.server)
+        self.remote = ["--device.0.path", self.server.url()]
+
+    def train(self, *flags):
+        """One that has taken three steps, and cannot take many more until somebody reads on: the pipe is small."""
+        process = subprocess.Popen(
+            [COMMAND, "train", self.recipe, "--json", "--train.run", str(self.made_in), *self.authority.flags(), *flags],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, pipesize=4096)
+        self.addCleanup(process.communicate)
+        self.addCleanup(process.kill)
+        while self.until(process, "loss")["step"] < 3:
+            pass
+        return process
+
+    def until(self, process, key):
+        for text in process.stdout:
+            if key in (line := json.loads(text)):
+                return line
+        return self.fail(process.stderr.read())
+
+    def end(self, process, code, timeout=120):
+        """What it said of errors."""
+        out, err = process.communicate(timeout=timeout)
+        self.assertEqual(process.returncode, code, out + err)
+        return err
+
+    def made(self, folder):
+        return what_it_made(COMMAND, folder)
+
+    def test_it_goes_on_when_the_server_was_killed_and_comes_back(self):
+        process = self.train(*self.remote)
+        self.server.end(signal.SIGKILL)
+        self.assertIn(self.server.url(), self.until(process, "lost")["lost"])
+        self.server.start()
+        self.assertGreaterEqual(self.until(process, "resumed_after_step")["resumed_after_step"], 2)
+        self.until(process, "loss")
+        self.server.end(signal.SIGKILL)
+        self.server.start()
+        self.end(process, 0)
+        self.assertEqual(self.made(self.made_in), self.made(self.local))
+
+    def test_it_goes_on_when_one_of_two_devices_was_stopped(self):
+        own = self.folder / "own"
+        process = self.train(*self.remote, "--device.1.path", str(own), "--device.0.bandwidth", "1e9",
+                             "--device.1.bandwidth", "1e9", "--remote.reconnect_seconds", "60")
+        self.assertIn("committed", self.server.end(signal.SIGTERM))
+        self.server.start()
+        self.end(process, 0)
+        self.assertEqual(self.made(self.made_in)[:2], self.made(self.local)[:2])
+
+    def test_a_server_that_stays_away_ends_it_after_the_time_that_was_said(self):
+        process = self.train(*self.remote, "--remote.restart_seconds", "2")
+        self.server.end(signal.SIGKILL)
+        said = self.end(process, 1)
+        self.assertRegex(said, r"could not be opened again for (2|3)\.?\d* s .*run the command again")
+        self.assertIn("remote.restart_seconds", said)
+
+    def test_it_ends_at_once_where_the_recipe_says_so(self):
+        process = self.train(*self.remote, "--remote.restart_seconds", "0")
+        self.server.end(signal.SIGTERM)
+        self.server.start()
+        said = self.end(process, 1)
+        self.assertIn(self.server.url(), said)
+        self.assertNotIn("restart_seconds", said)
+        done = run("train", str(self.made_in / "recipe.toml"))
+        self.assertEqual(done.returncode, 0, done)
+        self.assertEqual(self.made(self.made_in), self.made(self.local))
+
+    def test_ctrl_c_ends_the_waiting(self):
+        process = self.train(*self.remote)
+        self.server.end(signal.SIGKILL)
+        self.until(process, "lost")
+        process.send_signal(signal.SIGINT)
+        self.end(process, 130, timeout=30)
 
 
 class ServerFile(unittest.TestCase):

@@ -1,10 +1,12 @@
-"""A server of remote devices for tests, with certificates of its own."""
+"""A server of remote devices for tests, with certificates of its own; and small runs that use it."""
+import json
 import os
 import pathlib
 import re
 import signal
 import socket
 import subprocess
+import tempfile
 import urllib.request
 
 
@@ -113,3 +115,52 @@ class Server:
 
 def with_environment(words):
     return {**os.environ, **words}
+
+
+RECIPE = """
+[model]
+layers = 2
+width = 64
+heads = 2
+kv_heads = 1
+mlp_width = 128
+[data]
+paths = ["{corpus}"]
+sequence = 32
+validation_share = 0.1
+[train]
+steps = {steps}
+micro_batch = 2
+threads = 1
+validate_every = 25
+[engine]
+subgroup_elements = 65536
+io_size = "1MiB"
+io_depth = 2
+memory_budget = "32MiB"
+[remote]
+reconnect_seconds = 0.5
+"""
+
+
+def small_recipe(folder, steps):
+    """Of a model that takes some milliseconds a step."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("".join(f"{i * i} is the square of {i}\n" for i in range(3000)), encoding="ascii")
+    recipe = folder / "small.toml"
+    recipe.write_text(RECIPE.format(corpus=corpus, steps=steps), encoding="utf-8")
+    return str(recipe)
+
+
+def what_it_made(smartinf, run, on=()):
+    """Of a run: its log, its weights, and copies of its devices' states."""
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    log = [[line.get(key) for key in ("step", "loss", "gradient_norm", "validation_loss")] for line in lines]
+    with tempfile.TemporaryDirectory() as scratch:
+        for words in (("export", "--type", "f32"), ("checkpoint",)):
+            subprocess.run([*on, smartinf, words[0], str(run), "--out", f"{scratch}/{words[0]}", *words[1:]], check=True,
+                           capture_output=True, timeout=120)
+        weights = pathlib.Path(scratch, "export/model.safetensors").read_bytes()
+        copies = sorted(pathlib.Path(scratch, "checkpoint").rglob("smartinf.state"))
+        # The state stands at the end: weights and both moments in f32.
+        return log, weights, [copy.read_bytes()[-3 * (len(weights) & ~0xffff):] for copy in copies]

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/clock.h"
+#include "smartinf/base/file.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
 #include "smartinf/engine/local_source.h"
@@ -18,6 +19,7 @@
 #include "apps/smartinf/machine.h"
 #include "apps/smartinf/progress.h"
 #include "apps/smartinf/recipe_flags.h"
+#include "apps/smartinf/restart.h"
 #include "apps/smartinf/state_places.h"
 #include "apps/smartinf/text_codec.h"
 #include "apps/smartinf/trace_file.h"
@@ -143,6 +145,15 @@ class Screen {
       print(fmt::format("nothing to train: the run is at step {}, and train.steps is {}", step,
                         steps_));
     }
+  }
+
+  void lost(const Status& why, double seconds) {
+    if (json_) {
+      const nlohmann::ordered_json line{{"lost", why.to_string()}, {"restart_seconds", seconds}};
+      return print(line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
+    }
+    print(fmt::format("lost: {} Going on from the committed step, which is tried for {}.",
+                      why.to_string(), base::format_seconds(seconds)));
   }
 
   void checkpoint(const engine::CheckpointSummary& made) {
@@ -388,8 +399,10 @@ Result<std::shared_ptr<csd::Trace>> open_trace(const std::string& path) {
   return trace;
 }
 
-/// Trains to the end, or until somebody stops it.
-int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training& training) {
+/// Trains to the end, or until somebody stops it, and returns an exit code. step: how far it came.
+/// Errors: what ended it.
+Result<int> run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training& training,
+                        base::StepNumber& step) {
   auto& [ranks, interrupt, trainer, screen, samples] = training;
   const train::TrainOptions& options = trainer.options().train;
   if (trainer.step() < options.steps) samples.open(trainer);
@@ -397,12 +410,11 @@ int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training
   Status status = train_steps(training, trace);
   const bool interrupted = status.code() == base::ErrorCode::kCancelled;
   screen.clear_view();
+  step = trainer.step();
   if (status.ok() || interrupted) {
-    const Result<engine::UpdaterTraffic> rest = trainer.finish();
-    if (!rest.ok()) return fail(ranks, rest.status(), /*started=*/true);
-    screen.add_traffic(*rest);
+    SI_ASSIGN_OR_RETURN(const engine::UpdaterTraffic rest, trainer.finish());
+    screen.add_traffic(rest);
   }
-  const base::StepNumber step = trainer.step();
   if (trace != nullptr) {
     if (!status.ok() && !interrupted) opened.reset();  // its devices record until they are closed
     const std::string& path = job.options.train.trace;
@@ -420,10 +432,8 @@ int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training
         "stopped at step {}, which is committed; run the command again to resume", step));
     return kExitInterrupted;
   }
-  if (!status.ok()) return fail(ranks, status, /*started=*/true);
-
-  status = validate(training);
-  if (!status.ok()) return fail(ranks, status, /*started=*/true);
+  SI_RETURN_IF_ERROR(status);
+  SI_RETURN_IF_ERROR(validate(training));
   screen.totals();
   show_wear(job, screen);
   screen.note(
@@ -433,17 +443,52 @@ int run_trainer(const train::Job& job, std::unique_ptr<Trainer> opened, Training
   return kExitDone;
 }
 
-int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool json) {
+struct TrainFlags {
+  RecipeFlags recipe;
+  std::string trace;
+  train::RunChoice choice;
+  bool print_plan = false;
+  bool json = false;
+  bool verbose = false;
+  std::vector<uint64_t> restarted;  // the members of a Restart
+
+  Restart restart() const {
+    return restarted.empty() ? Restart() : Restart{restarted[0], restarted[1], restarted[2]};
+  }
+};
+
+/// After a loss: this process becomes the next start, or says why it does not.
+int go_on(const config::LoadedRecipe& loaded, const TrainFlags& flags, Restart restart,
+          const Status& why, Interrupt& interrupt) {
+  Status ended = wait_for_try(restart, loaded.recipe.restart_seconds, why, interrupt);
+  ++restart.tries;
+  if (ended.ok()) {
+    ended = begin_again(loaded.recipe.options.train.run, flags.json, flags.verbose, restart);
+  }
+  return report(ended);
+}
+
+/// The recipe's text as the run's folder keeps it; of a training that goes on, what is there.
+Result<std::string> recipe_text(const config::LoadedRecipe& loaded, const TrainFlags& flags) {
+  if (flags.restarted.empty()) return config::print_recipe(loaded);
+  constexpr uint64_t kBytesMax = uint64_t{1} << 24;
+  return base::read_text_file(loaded.path, "cannot read the recipe", kBytesMax);
+}
+
+int run_train(config::LoadedRecipe& loaded, const TrainFlags& flags) {
   Interrupt interrupt;
+  const bool restarted = !flags.restarted.empty();
+  interrupt.end_at_once(restarted);
   const Result<train::Ranks> met = meet_ranks(loaded, interrupt);
   if (!met.ok()) return fail({}, met.status());
   const train::Ranks& ranks = *met;
-  const std::string recipe = config::print_recipe(loaded);
+  const Result<std::string> recipe = recipe_text(loaded, flags);
+  if (!recipe.ok()) return fail(ranks, recipe.status());
   std::vector<config::KeyChange> changes;
-  if (ranks.first()) changes = changes_of(loaded);
-  const Status made = make_data(loaded, ranks, json, interrupt);
+  if (ranks.first() && !restarted) changes = changes_of(loaded);
+  const Status made = make_data(loaded, ranks, flags.json, interrupt);
   if (!made.ok()) return fail(ranks, made);
-  train::Job job{loaded.recipe.options, loaded.recipe.updater, recipe, choice, {}};
+  train::Job job{loaded.recipe.options, loaded.recipe.updater, *recipe, flags.choice, {}};
   Result<std::vector<engine::DeviceOptions>> devices =
       train::share_out_devices(job.updater.devices, ranks.world());
   if (!devices.ok()) return fail(ranks, devices.status());
@@ -462,28 +507,40 @@ int run_train(config::LoadedRecipe& loaded, const train::RunChoice& choice, bool
   };
   Result<std::unique_ptr<Trainer>> opened = Trainer::open(job);
   progress.clear();
+  if (!opened.ok() && restarted && may_come_again(opened.status())) {
+    return go_on(loaded, flags, flags.restart(), opened.status(), interrupt);
+  }
   if (!opened.ok()) return fail(ranks, opened.status());
+  interrupt.end_at_once(false);
   Trainer& trainer = **opened;
+  const base::StepNumber first = trainer.step();
   Training training{ranks, interrupt, trainer,
-                    Screen(json, !ranks.first(), trainer.options().train, trainer.step()),
+                    Screen(flags.json, !ranks.first(), trainer.options().train, first),
                     Samples(ranks)};
   for (const std::string& line : trainer.describe()) training.screen.note(line);
-  if (trainer.step() > 0) training.screen.resumed(trainer.step(), changes);
-  return run_trainer(job, std::move(*opened), training);
+  if (first > 0 || restarted) training.screen.resumed(first, changes);
+  // Where nothing was left to train, the folder may have another recipe.
+  const bool kept = restarted || first < trainer.options().train.steps;
+  base::StepNumber step = first;
+  const Result<int> code = run_trainer(job, std::move(*opened), training, step);
+  if (code.ok()) return *code;
+  const double seconds = loaded.recipe.restart_seconds;
+  if (!is_lost(code.status()) || seconds == 0 || !kept || !ranks.alone() || interrupt.requested()) {
+    return fail(ranks, code.status(), /*started=*/true);
+  }
+  training.screen.lost(code.status(), seconds);
+  // The commit of the last step may have been under way.
+  const base::StepNumber committed = std::max(first, step - std::min<base::StepNumber>(step, 1));
+  Restart restart = flags.restart();
+  if (!restarted || committed > restart.step) restart = {base::now_ns(), committed, 0};
+  return go_on(loaded, flags, restart, code.status(), interrupt);
 }
 
 }  // namespace
 
 void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
   CLI::App* command = app.add_subcommand("train", kTrainSummary);
-  struct Flags {
-    RecipeFlags recipe;
-    std::string trace;
-    train::RunChoice choice;
-    bool print_plan = false;
-    bool json = false;
-  };
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<TrainFlags>();
   add_recipe_flags(*command, flags->recipe);
   command
       ->add_option("--trace", flags->trace,
@@ -505,6 +562,7 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
   command->add_flag("--print-plan", flags->print_plan,
                     "Show what would be in memory and what would come from the devices, then exit");
   command->add_flag("--json", flags->json, "Print one JSON object for each line of text");
+  command->add_option("--restarted", flags->restarted)->expected(3)->group("");  // begin_again()
   command->footer(
       "Examples:\n"
       "  smartinf train recipes/quickstart.toml\n"
@@ -513,14 +571,15 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
       "  smartinf train large.toml --memory.host 16GB --print-plan\n"
       "  smartinf train recipes/quickstart.toml --device.0.path /mnt/a --device.1.path /mnt/b\n\n"
       "Ctrl-C stops at a committed step, with exit code 130; a second Ctrl-C stops at once.");
-  command->callback([flags, &overrides, &run] {
+  command->callback([flags, &app, &overrides, &run] {
+    flags->verbose = app.get_option("--verbose")->count() > 0;
     run = [flags, &overrides] {
       config::LoadedRecipe loaded;
       Overrides values = overrides;
       if (!flags->trace.empty()) values.push_back({"train.trace", flags->trace});
       if (const auto code = read_recipe(flags->recipe, values, loaded)) return *code;
       if (flags->print_plan) return print_plan(loaded);
-      return run_train(loaded, flags->choice, flags->json);
+      return run_train(loaded, *flags);
     };
   });
 }

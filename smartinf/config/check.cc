@@ -141,6 +141,7 @@ Status check_recipe(const Recipe& recipe) {
   }
   SI_RETURN_IF_ERROR(within("remote.reconnect_seconds", updater.remote.reconnect_seconds, 0, 1e6));
   SI_RETURN_IF_ERROR(within("remote.deadline_seconds", updater.remote.deadline_seconds, 1, 1e6));
+  SI_RETURN_IF_ERROR(within("remote.restart_seconds", recipe.restart_seconds, 0, 1e6));
   SI_RETURN_IF_ERROR(
       check_bytes("remote.window", updater.remote.window_bytes, 4 * base::kMiB, uint64_t{1} << 40));
   return check_devices(updater.devices);

@@ -288,6 +288,10 @@ constexpr auto kKeys = std::to_array<Key>({
            "seconds for which a lost connection is made again before the step is given up"),
     SI_KEY("remote.deadline_seconds", &r.updater.remote.deadline_seconds,
            "seconds that a server which owes an answer may be silent"),
+    SI_KEY("remote.restart_seconds", &r.restart_seconds,
+           "seconds for which `smartinf train` opens a device that it has lost again, and goes on "
+           "from the committed step; 0: it ends with the error. Of several ranks it always ends "
+           "(torchrun --max-restarts starts them again)"),
     SI_KEY("remote.window", ByteCount{&r.updater.remote.window_bytes},
            "bytes on their way to one device; more make up for a slow network"),
 

@@ -22,7 +22,8 @@ namespace smartinf::config {
 
 struct Recipe {
   train::Options options;          // [model], [data], [train], optimizer.where
-  engine::UpdaterOptions updater;  // [optimizer], [engine], [[device]]
+  engine::UpdaterOptions updater;  // [optimizer], [engine], [remote], [[device]]
+  double restart_seconds = 600;    // [remote], of a training that has lost a device; 0: it ends
 };
 
 /// A key set on the command line: {"train.steps", "100"}, {"device.0.path", "/mnt/a"}.

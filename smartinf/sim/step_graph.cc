@@ -38,6 +38,7 @@ StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const Step
             make_resources();
             make_owners();
             share_out();
+            if (sends_factors()) matrices_ = compress::matrix_layouts(model_.space());
             return make_devices();
           }(),
           [this](TaskIndex task, uint32_t device, UpdateGraph::Queue queue, std::string_view name) {

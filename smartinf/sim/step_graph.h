@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "smartinf/compress/matrix_layout.h"
 #include "smartinf/sim/event_graph.h"
 #include "smartinf/sim/one_rank.h"
 #include "smartinf/sim/step.h"
@@ -130,6 +131,7 @@ class StepGraph {
   void make_owners();
   void share_out();
   std::vector<UpdateDevice> make_devices() const;
+  bool sends_factors() const;
   UpdateDevice make_device(const Owner& owner) const;
   uint64_t pipeline_work(const Owner& owner, uint64_t count) const;
   double pipeline_element_s(const FpgaPipeline& kernel) const;
@@ -186,6 +188,7 @@ class StepGraph {
   EventGraph graph_;
   std::vector<Unit> units_;
   std::vector<Owner> owners_;
+  std::vector<compress::MatrixLayout> matrices_;  // where messages have factors of them
   uint32_t gpu_ = 0, gpu_up_ = 0, gpu_down_ = 0;
   uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_weights_, host_update_ = 0;
   uint32_t host_select_ = 0, host_ahead_ = 0;

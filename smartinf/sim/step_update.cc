@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "smartinf/base/units.h"
+#include "smartinf/compress/message.h"
 #include "smartinf/sim/step_graph.h"
 
 namespace smartinf::sim {
@@ -76,6 +77,11 @@ std::pair<uint64_t, uint64_t> StepGraph::local_range(const Owner& owner, uint64_
   return {begin, scaled(first + count, owner.elements, parameters_) - begin};
 }
 
+/// Down; samples of the second moment come up.
+bool StepGraph::sends_factors() const {
+  return host_selects() && kernels::takes_factored_second_moment(options_.rule);
+}
+
 std::vector<UpdateDevice> StepGraph::make_devices() const {
   std::vector<UpdateDevice> devices;
   for (const Owner& owner : owners_) devices.push_back(make_device(owner));
@@ -112,8 +118,7 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
                           {host_weights_, cost(machine_.host.weights_bytes_per_s)}},
                          owner.latency_s}};
     }
-    const bool momentum_and_variance = kernels::takes_factored_second_moment(options_.rule);
-    if (host_selects() && momentum_and_variance && machine_.host.step_ahead_params_per_s > 0) {
+    if (sends_factors() && machine_.host.step_ahead_params_per_s > 0) {
       const Use ahead{host_ahead_, cost(machine_.host.step_ahead_params_per_s)};
       device.weights.push_back({{ahead}, 0, true});
     }
@@ -137,6 +142,13 @@ SubgroupLoad StepGraph::make_load(const Owner& owner, uint64_t first, uint64_t c
   load.moments = state.moments;
   load.residual = residual_bytes(count);
   load.weights = weights_out(owner, first, count) * machine_.software.weight_bytes;
+  if (!matrices_.empty()) {
+    // Devices hold subgroups in turn: with several of them the place is near, not exact.
+    const uint64_t place =
+        std::min(scaled(first, parameters_, owner.elements), parameters_ - count);
+    load.gradient += compress::factors_bytes(matrices_, place, count);
+    load.weights += compress::samples_in(matrices_, place, count) * sizeof(base::Bf16);
+  }
   load.work =
       owner.pipeline && !baseline() ? pipeline_work(owner, count) : state.total() + load.gradient;
   if (owner.element_s > 0 && !baseline()) load.work = count;

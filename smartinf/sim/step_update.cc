@@ -125,9 +125,10 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
   }
   // All devices at once take all cores.
   if (owner.on_host_cores) device.work.push_back({gpu_, compute_unit_s_});
-  for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
-    device.subgroups.push_back(
-        make_load(owner, first, std::min(owner.subgroup_elements, owner.elements - first)));
+  uint64_t first = 0;
+  for (const uint64_t end : owner.subgroup_ends) {
+    device.subgroups.push_back(make_load(owner, first, end - first));
+    first = end;
   }
   return device;
 }
@@ -197,6 +198,7 @@ UpdateRun StepGraph::update_run() const {
   run.schedule = slots_used ? machine_.software.overlapped : plan::ScheduleVariant::kNaive;
   run.slots = slots();
   run.gradient_spilled = spilled();
+  run.rounds = papers_stack() && !baseline();
   return run;
 }
 
@@ -253,10 +255,12 @@ std::vector<size_t> StepGraph::units_of_subgroups(size_t d) const {
   std::vector<size_t> units;
   const Owner& owner = owners_[d];
   size_t u = 0;
-  for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
+  uint64_t first = 0;
+  for (const uint64_t end : owner.subgroup_ends) {
     const uint64_t element = scaled(first, parameters_, owner.elements);
     while (u + 1 < units_.size() && units_[u + 1].first <= element) ++u;
     units.push_back(u);
+    first = end;
   }
   return units;
 }
@@ -268,11 +272,10 @@ std::vector<StepGraph::TaskIndex> StepGraph::weights_of(const Unit& unit) const 
     const std::vector<TaskIndex>& up = several() ? weights_everywhere_[d] : update_.weights_up()[d];
     if (up.empty()) continue;
     const auto [first, count] = local_range(owners_[d], unit.first, unit.count);
-    const uint64_t each = owners_[d].subgroup_elements;
+    const std::vector<uint64_t>& ends = owners_[d].subgroup_ends;
     const uint64_t last = count > 0 ? first + count - 1 : first;
-    for (uint64_t i = first / each; i <= std::min(last / each, up.size() - 1); ++i) {
-      needed.push_back(up[i]);
-    }
+    auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), first) - ends.begin());
+    for (; i < up.size() && (i == 0 || ends[i - 1] <= last); ++i) needed.push_back(up[i]);
   }
   return needed;
 }

@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/check.h"
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/text.h"
 
@@ -205,6 +206,44 @@ uint64_t ModelShape::head_parameters() const {
 
 uint64_t ModelShape::parameters() const {
   return embedding_parameters() + layers * layer_parameters() + head_parameters();
+}
+
+plan::ParameterSpace ModelShape::space() const {
+  plan::ParameterSpace space;
+  const auto add = [&](std::string name, std::vector<uint64_t> shape) {
+    const Status added = space.add(std::move(name), std::move(shape), 0);
+    SI_CHECK(added.ok(), added.to_string());
+  };
+  // GPT-2's matrices are stored as inputs times outputs.
+  const auto matrix = [&](const std::string& name, uint64_t out, uint64_t in) {
+    add(name, biases ? std::vector{in, out} : std::vector{out, in});
+    if (biases) add(name + ".bias", {out});
+  };
+  const auto norm = [&](const std::string& name) {
+    add(name, {hidden});
+    if (biases) add(name + ".bias", {hidden});
+  };
+  if (vocabulary > 0) add("embedding", {vocabulary, hidden});
+  if (positions > 0) add("positions", {positions, hidden});
+  for (uint64_t l = 0; l < layers; ++l) {
+    const std::string layer = fmt::format("{}.", l);
+    norm(layer + "attention_norm");
+    if (biases) {
+      matrix(layer + "qkv", (heads + 2 * kv_heads) * head_size, hidden);
+    } else {
+      matrix(layer + "q", heads * head_size, hidden);
+      matrix(layer + "k", kv_heads * head_size, hidden);
+      matrix(layer + "v", kv_heads * head_size, hidden);
+    }
+    matrix(layer + "output", hidden, heads * head_size);
+    norm(layer + "norm");
+    if (gated) matrix(layer + "gate", feed_forward, hidden);
+    matrix(layer + "up", feed_forward, hidden);
+    matrix(layer + "down", hidden, feed_forward);
+  }
+  norm("final_norm");
+  if (!tied && vocabulary > 0) add("head", {vocabulary, hidden});
+  return space;
 }
 
 double ModelShape::layer_forward_flops() const {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/training_memory.h"
 
 namespace smartinf::sim {
@@ -39,6 +40,8 @@ struct ModelShape {
   uint64_t embedding_parameters() const;  // at the start: tokens and positions
   uint64_t head_parameters() const;       // at the end: final norm, and the head when untied
   uint64_t parameters() const;
+  /// In the order and shapes in which `smartinf train` has them. For models of check_model().
+  plan::ParameterSpace space() const;
 
   /// Multiply-adds times two of one layer's forward over all tokens: matrices, and attention over
   /// the full sequence (the paper's stack does not skip the masked half).

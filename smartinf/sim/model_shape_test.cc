@@ -15,6 +15,7 @@ TEST(ModelShape, PresetsHaveTheSizeTheyAreNamedAfter) {
     const auto model = model_preset(name);
     ASSERT_TRUE(model.ok());
     ASSERT_TRUE(check_model(*model).ok()) << name;
+    EXPECT_EQ(model->space().count(), model->parameters()) << name;
     const size_t dash = name.find('-');
     double billions = 0;
     std::from_chars(name.data() + dash + 1, name.data() + name.size(), billions);

@@ -38,6 +38,7 @@ StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const Step
             make_resources();
             make_owners();
             share_out();
+            if (sends_factors()) matrices_ = compress::matrix_layouts(model_.space());
             return make_devices();
           }(),
           [this](TaskIndex task, uint32_t device, UpdateGraph::Queue queue, std::string_view name) {
@@ -260,13 +261,8 @@ void StepGraph::make_owners() {
 void StepGraph::share_out() {
   const uint64_t wanted = options_.subgroup_elements != 0 ? options_.subgroup_elements
                                                           : machine_.software.subgroup_elements;
-  if (machine_.software.overlapped == plan::ScheduleVariant::kPaper && !baseline()) {
-    // The paper's stack deals subgroups of one size in turn, however many devices there are; ours
-    // makes them small enough for each device to have several.
-    for (uint64_t first = 0, i = 0; first < parameters_; first += wanted, ++i) {
-      owners_[i % owners_.size()].elements += std::min(wanted, parameters_ - first);
-    }
-    for (Owner& owner : owners_) owner.subgroup_elements = wanted;
+  if (papers_stack() && !baseline()) {
+    deal_subgroups(wanted);
     elements_here_ = parameters_;
     return;
   }
@@ -294,8 +290,44 @@ void StepGraph::share_out() {
     owner.elements = until - given;
     given = until;
     const uint64_t subgroups = base::divide_up(owner.elements, wanted);
-    if (subgroups > 0) owner.subgroup_elements = base::divide_up(owner.elements, subgroups);
+    const uint64_t each = subgroups > 0 ? base::divide_up(owner.elements, subgroups) : 0;
+    for (uint64_t end = 0; end < owner.elements;) {
+      end = std::min(end + each, owner.elements);
+      owner.subgroup_ends.push_back(end);
+    }
   }
+}
+
+/// As the paper's stack does (docs/simulator.md): a subgroup takes whole matrices until it has the
+/// wanted size, however much more that is, and subgroups are dealt to the devices in turn. What is
+/// no matrix is the last one. A matrix that a device's memory does not hold is cut into equal
+/// parts.
+void StepGraph::deal_subgroups(uint64_t wanted) {
+  uint64_t count = 0, dealt = 0, turn = 0;
+  const auto deal = [&] {
+    if (count == 0) return;
+    Owner& owner = owners_[turn++ % owners_.size()];
+    owner.elements += count;
+    owner.subgroup_ends.push_back(owner.elements);
+    dealt += std::exchange(count, 0);
+  };
+  const double element_bytes =
+      state_bytes_per_parameter(options_.rule, options_.format) + machine_.software.gradient_bytes;
+  const auto memory = static_cast<double>(machine_.devices.front().memory_bytes);
+  const uint64_t fits =
+      memory > 0 ? std::max(static_cast<uint64_t>(memory / element_bytes), wanted) : parameters_;
+  const plan::ParameterSpace space = model_.space();
+  for (const plan::ParameterRange& range : space.ranges()) {
+    if (range.shape.size() == 1) continue;
+    const uint64_t parts = base::divide_up(range.count, fits);
+    for (uint64_t part = 0; part < parts; ++part) {
+      count += range.count * (part + 1) / parts - range.count * part / parts;
+      if (count >= wanted) deal();
+    }
+  }
+  deal();
+  count = parameters_ - dealt;
+  deal();
 }
 
 StepGraph::TaskIndex StepGraph::task(uint32_t lane, const std::string& name,

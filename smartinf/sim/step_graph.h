@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "smartinf/compress/matrix_layout.h"
 #include "smartinf/sim/event_graph.h"
 #include "smartinf/sim/one_rank.h"
 #include "smartinf/sim/step.h"
@@ -64,7 +65,7 @@ class StepGraph {
     bool streams = false;
     bool on_host_cores = false;
     uint64_t elements = 0;
-    uint64_t subgroup_elements = 0;
+    std::vector<uint64_t> subgroup_ends;  // in its own elements
     // Resources.
     uint32_t drive = 0, link_up = 0, link_down = 0, processor = 0, shared_up = 0, shared_down = 0;
     uint64_t written_in_burst = 0;
@@ -107,6 +108,9 @@ class StepGraph {
   bool compressed() const { return options_.method == Method::kSmartComp; }
   bool host_selects() const { return sim::host_selects(machine_, options_); }
   bool on_gpu() const { return machine_.gpu.name != "none"; }
+  bool papers_stack() const {
+    return machine_.software.overlapped == plan::ScheduleVariant::kPaper;
+  }
   bool overlapped() const { return options_.overlap != plan::Overlap::kNone; }
   bool several() const { return exchange_.ranks > 1; }
   bool spilled() const { return spilled_gradient_bytes(machine_, options_, elements_here_) > 0; }
@@ -129,7 +133,9 @@ class StepGraph {
   void make_resources();
   void make_owners();
   void share_out();
+  void deal_subgroups(uint64_t wanted);
   std::vector<UpdateDevice> make_devices() const;
+  bool sends_factors() const;
   UpdateDevice make_device(const Owner& owner) const;
   uint64_t pipeline_work(const Owner& owner, uint64_t count) const;
   double pipeline_element_s(const FpgaPipeline& kernel) const;
@@ -186,6 +192,7 @@ class StepGraph {
   EventGraph graph_;
   std::vector<Unit> units_;
   std::vector<Owner> owners_;
+  std::vector<compress::MatrixLayout> matrices_;  // where messages have factors of them
   uint32_t gpu_ = 0, gpu_up_ = 0, gpu_down_ = 0;
   uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_weights_, host_update_ = 0;
   uint32_t host_select_ = 0, host_ahead_ = 0;

@@ -72,14 +72,30 @@ TEST(Step, AHostThatSelectsGetsGradientsWholeAndSendsThemPacked) {
   const ModelShape shape = model("llama3-8B");
   const auto p = static_cast<double>(shape.parameters());
   StepOptions options;
+  options.subgroup_elements = 1 << 20;
   const StepTimes whole = run(shape, *machine, options);
   options.method = Method::kSmartComp;
   options.residual_every = 0;
   const StepTimes packed = run(shape, *machine, options);
   EXPECT_EQ(packed.bytes.gpu_link_up, whole.bytes.gpu_link_up);
   EXPECT_EQ(packed.bytes.drive_written, whole.bytes.drive_written);
-  // docs/smartcomp.md: signs of 8 % are 0.061 bytes a parameter.
-  EXPECT_NEAR(static_cast<double>(packed.bytes.host_link_down) / p, 0.061, 0.001);
+  // docs/smartcomp.md: signs of 8 % are 0.061 bytes a parameter. docs/format.md: row and column
+  // factors take 0.004 more for matrices of 4096 columns, 0.014 for those of 14336.
+  StepOptions sgd = options;
+  sgd.rule = UpdateRule::kSgdMomentum;
+  const StepTimes signs = run(shape, *machine, sgd);
+  EXPECT_NEAR(static_cast<double>(signs.bytes.host_link_down) / p, 0.061, 0.001);
+  EXPECT_EQ(signs.bytes.host_link_up, whole.bytes.host_link_up);
+  const uint64_t factors = packed.bytes.host_link_down - signs.bytes.host_link_down;
+  EXPECT_GT(static_cast<double>(factors) / p, 0.004);
+  EXPECT_LT(static_cast<double>(factors) / p, 0.014);
+  // Of 4096 rows or columns 32 are samples, of 1024 20, of 14336 72, of 128256 517: in bf16.
+  const double layer =
+      2 * (2 * 32 * 4096) + 2 * (20 * 4096 + 32 * 1024) + 3 * (72 * 4096 + 32 * 14336);
+  const double samples = 32 * (layer + 2 * 4128) + 2 * (517 * 4096 + 32 * 128256) + 4128;
+  EXPECT_NEAR(static_cast<double>(packed.bytes.host_link_up - whole.bytes.host_link_up),
+              2 * samples, 0.02 * samples)
+      << "with several devices the place of a subgroup is not exact";
   options.residual_every = 4;
   const StepTimes kept = run(shape, *machine, options);
   EXPECT_NEAR(static_cast<double>(kept.bytes.host_link_down - packed.bytes.host_link_down) / p, 0.5,
@@ -123,8 +139,8 @@ TEST(Step, A33BStepOnTenDevicesIsFast) {
   const std::clock_t start = std::clock();
   const StepTimes times = run(shape, machine, {});
   base::expect_in_time(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC, 1.0);
-  EXPECT_GT(times.events, 5000u);
-  EXPECT_LT(times.events, 7000u);
+  EXPECT_GT(times.events, 3000u);
+  EXPECT_LT(times.events, 5000u);
 }
 
 TEST(Step, WithOnlyDrivesLeftTheUpdateIsTheirTime) {
@@ -179,7 +195,7 @@ TEST(Step, WhatFindsASlotFreeIsReadBesideBackward) {
 }
 
 TEST(Step, APipelineTakesAsLongForAnElementWithAnyRule) {
-  Machine machine = paper_machine(4);
+  Machine machine = paper_machine(1);
   machine.host.link_bytes_per_s = machine.host.weights_bytes_per_s = kEndless;
   machine.software.update_start_s = 0;
   DeviceGroup& device = machine.devices.front();
@@ -188,7 +204,7 @@ TEST(Step, APipelineTakesAsLongForAnElementWithAnyRule) {
   StepOptions options;
   options.method = Method::kSmart;
   const ModelShape shape = model("gpt2-4.0B");
-  const double p = static_cast<double>(25 * machine.software.subgroup_elements);  // of a device
+  const auto p = static_cast<double>(shape.parameters());
   for (const auto rule : {kernels::UpdateRule::kAdamW, kernels::UpdateRule::kSgdMomentum}) {
     options.rule = rule;
     EXPECT_NEAR(run(shape, machine, options).update_s, 16 * p / device.update_bytes_per_s, 0.01);
@@ -201,9 +217,31 @@ TEST(Step, APipelineTakesAsLongForAnElementWithAnyRule) {
   EXPECT_NEAR(run(shape, machine, options).update_s - usual_s, 0.04 * p / device.pairs_per_s, 0.01);
 }
 
-TEST(Step, ThePapersStackDealsWholeSubgroups) {
-  // 0.33 B parameters are nine subgroups of 4e7: two for the first three of six devices, and as
-  // long as if all six had two.
+TEST(Step, ThePapersStackDealsWholeMatricesInRounds) {
+  // Of 4e7 elements or more: the embedding, then positions with query, key and value; and in each
+  // layer the output with the inner matrix in (5 in units of the width squared), that out (4) and
+  // query, key and value (3). Of each six, one is of 5; the last round has 4, and what is no
+  // matrix.
+  const ModelShape shape = model("gpt2-8.4B");
+  const double square = 5120.0 * 5120;
+  const double in_a_row = 50257 * 5120.0 + 12 * 5 * square + 4 * square;
+  Machine machine = paper_machine(6);
+  machine.software.update_start_s = 0;
+  DeviceGroup& device = machine.devices.front();
+  device.read_bytes_per_s = 1e9;
+  device.write_bytes_per_s = device.update_bytes_per_s = device.link_bytes_per_s = kEndless;
+  device.weights_bytes_per_s = machine.host.weights_bytes_per_s = kEndless;
+  machine.host.link_bytes_per_s = kEndless;
+  for (const Method method : {Method::kSmart, Method::kSmartOver}) {
+    StepOptions options;
+    options.method = method;
+    EXPECT_NEAR(run(shape, machine, options).update_s, 16 * in_a_row / 1e9, 0.1);
+  }
+  // An embedding of three parts: all 14 rounds have a subgroup of 5.
+  device.memory_bytes = 2'000'000'000;
+  EXPECT_NEAR(run(shape, machine, {}).update_s, 16 * 14 * 5 * square / 1e9, 0.1);
+  // 0.33 B parameters are nine subgroups: two for the first three of six devices, and as long as
+  // if all six had two.
   const StepTimes six = run(model("bert-0.34B"), paper_machine(6), {});
   const StepTimes five = run(model("bert-0.34B"), paper_machine(5), {});
   const StepTimes nine = run(model("bert-0.34B"), paper_machine(9), {});
@@ -337,15 +375,18 @@ TEST(Step, EarlyUpdatesNeedSlotsBesideSpilledGradients) {
 
 TEST(Step, StateInMemoryIsNotRead) {
   const ModelShape shape = model("gpt2-1.6B");
+  Machine machine = paper_machine(3);
+  machine.software.overlapped =
+      plan::ScheduleVariant::kOverlapped;  // the paper's has no such cache
   for (const Method method : {Method::kBaseline, Method::kSmart, Method::kSmartOver}) {
     StepOptions options;
     options.method = method;
     options.subgroup_elements = 4'000'000;
-    const StepTimes none = run(shape, paper_machine(3), options);
+    const StepTimes none = run(shape, machine, options);
     const uint64_t state = 12 * shape.parameters();
     for (const uint64_t part : {4u, 2u, 1u}) {
       options.state_cache_bytes = state / part;
-      const StepTimes cached = run(shape, paper_machine(3), options);
+      const StepTimes cached = run(shape, machine, options);
       const uint64_t saved = none.bytes.drive_read - cached.bytes.drive_read;
       EXPECT_LE(saved, options.state_cache_bytes);
       EXPECT_GE(saved + 3 * 12 * options.subgroup_elements, options.state_cache_bytes);

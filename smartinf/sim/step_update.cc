@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "smartinf/base/units.h"
+#include "smartinf/compress/message.h"
 #include "smartinf/sim/step_graph.h"
 
 namespace smartinf::sim {
@@ -76,6 +77,11 @@ std::pair<uint64_t, uint64_t> StepGraph::local_range(const Owner& owner, uint64_
   return {begin, scaled(first + count, owner.elements, parameters_) - begin};
 }
 
+/// Down; samples of the second moment come up.
+bool StepGraph::sends_factors() const {
+  return host_selects() && kernels::takes_factored_second_moment(options_.rule);
+}
+
 std::vector<UpdateDevice> StepGraph::make_devices() const {
   std::vector<UpdateDevice> devices;
   for (const Owner& owner : owners_) devices.push_back(make_device(owner));
@@ -112,17 +118,17 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
                           {host_weights_, cost(machine_.host.weights_bytes_per_s)}},
                          owner.latency_s}};
     }
-    const bool momentum_and_variance = kernels::takes_factored_second_moment(options_.rule);
-    if (host_selects() && momentum_and_variance && machine_.host.step_ahead_params_per_s > 0) {
+    if (sends_factors() && machine_.host.step_ahead_params_per_s > 0) {
       const Use ahead{host_ahead_, cost(machine_.host.step_ahead_params_per_s)};
       device.weights.push_back({{ahead}, 0, true});
     }
   }
   // All devices at once take all cores.
   if (owner.on_host_cores) device.work.push_back({gpu_, compute_unit_s_});
-  for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
-    device.subgroups.push_back(
-        make_load(owner, first, std::min(owner.subgroup_elements, owner.elements - first)));
+  uint64_t first = 0;
+  for (const uint64_t end : owner.subgroup_ends) {
+    device.subgroups.push_back(make_load(owner, first, end - first));
+    first = end;
   }
   return device;
 }
@@ -137,6 +143,13 @@ SubgroupLoad StepGraph::make_load(const Owner& owner, uint64_t first, uint64_t c
   load.moments = state.moments;
   load.residual = residual_bytes(count);
   load.weights = weights_out(owner, first, count) * machine_.software.weight_bytes;
+  if (!matrices_.empty()) {
+    // Devices hold subgroups in turn: with several of them the place is near, not exact.
+    const uint64_t place =
+        std::min(scaled(first, parameters_, owner.elements), parameters_ - count);
+    load.gradient += compress::factors_bytes(matrices_, place, count);
+    load.weights += compress::samples_in(matrices_, place, count) * sizeof(base::Bf16);
+  }
   load.work =
       owner.pipeline && !baseline() ? pipeline_work(owner, count) : state.total() + load.gradient;
   if (owner.element_s > 0 && !baseline()) load.work = count;
@@ -185,6 +198,7 @@ UpdateRun StepGraph::update_run() const {
   run.schedule = slots_used ? machine_.software.overlapped : plan::ScheduleVariant::kNaive;
   run.slots = slots();
   run.gradient_spilled = spilled();
+  run.rounds = papers_stack() && !baseline();
   return run;
 }
 
@@ -241,10 +255,12 @@ std::vector<size_t> StepGraph::units_of_subgroups(size_t d) const {
   std::vector<size_t> units;
   const Owner& owner = owners_[d];
   size_t u = 0;
-  for (uint64_t first = 0; first < owner.elements; first += owner.subgroup_elements) {
+  uint64_t first = 0;
+  for (const uint64_t end : owner.subgroup_ends) {
     const uint64_t element = scaled(first, parameters_, owner.elements);
     while (u + 1 < units_.size() && units_[u + 1].first <= element) ++u;
     units.push_back(u);
+    first = end;
   }
   return units;
 }
@@ -256,11 +272,10 @@ std::vector<StepGraph::TaskIndex> StepGraph::weights_of(const Unit& unit) const 
     const std::vector<TaskIndex>& up = several() ? weights_everywhere_[d] : update_.weights_up()[d];
     if (up.empty()) continue;
     const auto [first, count] = local_range(owners_[d], unit.first, unit.count);
-    const uint64_t each = owners_[d].subgroup_elements;
+    const std::vector<uint64_t>& ends = owners_[d].subgroup_ends;
     const uint64_t last = count > 0 ? first + count - 1 : first;
-    for (uint64_t i = first / each; i <= std::min(last / each, up.size() - 1); ++i) {
-      needed.push_back(up[i]);
-    }
+    auto i = static_cast<size_t>(std::upper_bound(ends.begin(), ends.end(), first) - ends.begin());
+    for (; i < up.size() && (i == 0 || ends[i - 1] <= last); ++i) needed.push_back(up[i]);
   }
   return needed;
 }

@@ -120,7 +120,7 @@ TaskIndex UpdateGraph::send_selected(std::span<const uint32_t> threads, double s
 }
 
 std::vector<TaskIndex> UpdateGraph::add(const UpdateRun& run) {
-  std::vector<TaskIndex> ends;
+  std::vector<TaskIndex> ends, rounds;
   for (uint32_t d = 0; d < devices_.size(); ++d) {
     ends.push_back(graph_.add_task({}, {run.start[d]}));
     if (run.order[d].empty()) continue;
@@ -133,6 +133,8 @@ std::vector<TaskIndex> UpdateGraph::add(const UpdateRun& run) {
     input.has_moments = devices_[d].subgroups.front().moments > 0;
     for (const uint32_t subgroup : run.order[d]) begun_[d][subgroup] = EventGraph::kNone;
     std::vector<TaskIndex> made;
+    std::vector<size_t> round_of(devices_[d].subgroups.size());
+    for (size_t i = 0; i < run.order[d].size(); ++i) round_of[run.order[d][i]] = i;
     for (const plan::Task& task : plan::make_schedule(input)) {
       const bool ahead = !run.prefetch.empty() && task.kind == TaskKind::kReadState &&
                          task.after.front() == plan::Task::kNone;
@@ -148,11 +150,24 @@ std::vector<TaskIndex> UpdateGraph::add(const UpdateRun& run) {
         }
         after.push_back(begun);
       }
+      const size_t round = round_of[task.subgroup];
+      if (run.rounds && round > 0 && queue_of(task.kind) == kReads) {
+        after.push_back(round_end(round - 1, rounds));
+      }
       made.push_back(add_task(task, d, after));
+      if (run.rounds && task.kind == TaskKind::kWriteWeights) {
+        graph_.add_dependency(round_end(round, rounds), made.back());
+      }
       graph_.add_dependency(ends.back(), made.back());
     }
   }
   return ends;
+}
+
+/// A task that ends with a round; ends: of the rounds that have one.
+TaskIndex UpdateGraph::round_end(size_t round, std::vector<TaskIndex>& ends) {
+  while (ends.size() <= round) ends.push_back(graph_.add_task({}, {}));
+  return ends[round];
 }
 
 TaskIndex UpdateGraph::add_task(const plan::Task& task, uint32_t device,

@@ -61,6 +61,8 @@ struct UpdateRun {
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   uint32_t slots = 1;
   bool gradient_spilled = false;
+  /// A round takes one subgroup of each device, and begins when all new weights of the last are up.
+  bool rounds = false;
   /// By device: its subgroups that are updated, in the order in which they are taken.
   std::vector<std::vector<uint32_t>> order;
   std::vector<EventGraph::TaskIndex> start;  // by device: nothing of it begins before
@@ -114,6 +116,7 @@ class UpdateGraph {
  private:
   TaskIndex booked(uint32_t device, Queue queue, std::string_view name,
                    std::span<const Stage> stages, std::span<const TaskIndex> after);
+  TaskIndex round_end(size_t round, std::vector<TaskIndex>& ends);
   TaskIndex add_task(const plan::Task& task, uint32_t device, std::span<const TaskIndex> after);
   std::vector<Stage> stages_of(plan::TaskKind kind, const UpdateDevice& device,
                                const SubgroupLoad& load, bool cached);

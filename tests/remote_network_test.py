@@ -33,6 +33,7 @@ CONNECT_S = 20  # gRPC waits so long for a connection that nobody answers
 BUSY_S = 50  # more, on a busy machine
 WIRES = {"1 % lost": {"loss": 0.01}, "20 ms late": {"delay_s": 0.02}, "100 Mbit/s": {"bits_per_s": 100e6},
          "out of order": {"delay_s": 0.001, "jitter_s": 0.004}}
+CLEAN = dict.fromkeys(("loss", "delay_s", "jitter_s", "bits_per_s"), 0)
 CUTS = {"cut for 60 s": 60, "cut for ever": None, "cut for 5 s": 5}
 
 
@@ -210,13 +211,14 @@ class Lane:
         self.start()
 
     def finish(self):
+        self.wire.shape(**CLEAN)
         self.keep_going()
         code = self.client.wait(600)
         assert code == 0, (code, self.said())
         self.note_end()
 
     def check(self):
-        self.wire.shape(**dict.fromkeys(("loss", "delay_s", "jitter_s", "bits_per_s"), 0))
+        self.wire.shape(**CLEAN)
         made = what_it_made(COMMAND, self.folder / f"run{self.runs}", on=self.wire.on(0))
         assert made == self.undisturbed, "other bits than those of a local device"
         self.wire.shape(**WIRES.get(self.kind, {}))

@@ -30,10 +30,10 @@ def run(*words):
 
 
 class Wire:
-    """The hosts have ADDRESSES."""
+    """The hosts have ADDRESSES. number: of several wires of one process."""
 
-    def __init__(self, seed=7):
-        self.names = [f"smartinf-{os.getpid()}-{i}" for i in range(2)]
+    def __init__(self, seed=7, number=0):
+        self.names = [f"smartinf-{os.getpid()}-{number}-{i}" for i in range(2)]
         self.seed = seed
         self.carrier = None
 

@@ -331,7 +331,7 @@ class Training(unittest.TestCase):
         process = self.train(*self.remote, "--remote.restart_seconds", "2")
         self.server.end(signal.SIGKILL)
         said = self.end(process, 1)
-        self.assertRegex(said, r"could not be opened again for (2|3)\.?\d* s .*run the command again")
+        self.assertRegex(said, r"could not be opened again for (?!0|1[. ])[0-9].*run the command again")
         self.assertIn("remote.restart_seconds", said)
 
     def test_it_ends_at_once_where_the_recipe_says_so(self):
@@ -350,7 +350,7 @@ class Training(unittest.TestCase):
         self.server.end(signal.SIGKILL)
         self.until(process, "lost")
         process.send_signal(signal.SIGINT)
-        self.end(process, 130, timeout=30)
+        self.end(process, 130, timeout=100)
 
 
 class ServerFile(unittest.TestCase):

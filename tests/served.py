@@ -153,9 +153,10 @@ def small_recipe(folder, steps):
 
 
 def what_it_made(smartinf, run, on=()):
-    """Of a run: its log, its weights, and copies of its devices' states."""
+    """Of a run: its steps in the log, its weights, and copies of its devices' states."""
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    log = [[line.get(key) for key in ("step", "loss", "gradient_norm", "validation_loss")] for line in lines]
+    # Who is killed between a step and its validation leaves none.
+    log = [[line[key] for key in ("step", "loss", "gradient_norm")] for line in lines if "loss" in line]
     with tempfile.TemporaryDirectory() as scratch:
         for words in (("export", "--type", "f32"), ("checkpoint",)):
             subprocess.run([*on, smartinf, words[0], str(run), "--out", f"{scratch}/{words[0]}", *words[1:]], check=True,

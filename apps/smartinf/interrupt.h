@@ -20,6 +20,11 @@ class Interrupt {
   void expect_it_twice() { twice_ = true; }
   /// While nothing has begun that could be stopped, the first signal ends the process.
   void end_at_once(bool yes) { at_once_ = yes; }
+  /// Before exec(): a signal that came is heeded by now, a later one waits for the next program.
+  void end() {
+    waiter_.request_stop();
+    waiter_.join();
+  }
   Interrupt(const Interrupt&) = delete;
   Interrupt& operator=(const Interrupt&) = delete;
 

@@ -39,7 +39,6 @@ bool may_come_again(const Status& why) {
 Status wait_for_try(const Restart& restart, double seconds, const Status& why,
                     Interrupt& interrupt) {
   interrupt.end_at_once(true);
-  if (interrupt.requested()) return Status(ErrorCode::kCancelled, "stopped");
   const double lost_s = base::seconds_since(restart.lost_ns);
   if (lost_s >= seconds) {
     return Status(
@@ -49,12 +48,15 @@ Status wait_for_try(const Restart& restart, double seconds, const Status& why,
         "When its server can be reached, run the command again: it goes on from the committed "
         "step. remote.restart_seconds says for how long that is tried.");
   }
-  if (restart.tries == 0) return Status();
-  const double doubled =
-      std::ldexp(kWaitFirst, static_cast<int>(std::min<uint64_t>(restart.tries - 1, 10)));
-  const double wait = std::min({doubled, kWaitLast, seconds - lost_s});
-  std::this_thread::sleep_for(std::chrono::duration<double>(wait));
-  return Status();
+  if (restart.tries > 0 && !interrupt.requested()) {
+    const auto doubled = static_cast<int>(std::min<uint64_t>(restart.tries - 1, 10));
+    const double wait = std::min({std::ldexp(kWaitFirst, doubled), kWaitLast, seconds - lost_s});
+    std::this_thread::sleep_for(std::chrono::duration<double>(wait));
+  }
+  interrupt.end();
+  if (!interrupt.requested()) return Status();
+  return Status(ErrorCode::kCancelled, "stopped before the devices were opened again",
+                "Run the command again: it goes on from the committed step.");
 }
 
 Status begin_again(const std::string& run, bool json, bool verbose, const Restart& restart) {

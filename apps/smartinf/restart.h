@@ -27,7 +27,7 @@ bool may_come_again(const base::Status& why);
 
 /// Waits until the next try is due, which the first is at once. Ctrl-C ends the process meanwhile.
 /// Errors: `why`, with what to do, when there were tries for `seconds`; kCancelled where the user
-/// has asked to stop.
+/// has asked to stop. Without an error nobody waits for signals any more: the next process does.
 base::Status wait_for_try(const Restart& restart, double seconds, const base::Status& why,
                           Interrupt& interrupt);
 

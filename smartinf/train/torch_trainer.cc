@@ -58,9 +58,11 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     skips_in_a_row_ = 0;
     const uint64_t end_ns = base::now_ns();
 
-    report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9;
+    const double update_before_s = std::exchange(update_after_step_s_, 0);
+    report.seconds = static_cast<double>(end_ns - begin_ns) * 1e-9 + update_before_s;
     report.update_s = report.seconds - report.forward_s - report.backward_s;
-    report.exposed_s = std::exchange(waited_s_, 0) + waited_for_weights_s() - waited_s;
+    report.exposed_s =
+        std::exchange(waited_s_, 0) + waited_for_weights_s() - waited_s + update_before_s;
     if (overlap_ == Overlap::kLate) late_exposed_ = report.exposed_s / report.seconds;
     report.phases.push_back({"update", update_ns, end_ns});
     report_traffic(report);
@@ -75,7 +77,9 @@ Result<StepReport> TorchTrainer::train_step(std::stop_token stop) {
     SI_RETURN_IF_ERROR(updater_->start_commit(position_.to_json()));
     // An update waits for the forward that asks for its weights.
     if (updates_follow_forward() && overlap_ == Overlap::kNone) {
+      const uint64_t commit_ns = base::now_ns();
       SI_RETURN_IF_ERROR(updater_->wait_commit());
+      update_after_step_s_ = base::seconds_since(commit_ns);
     }
     if (in_memory_ && step_ % options_.train.save_every == 0) {
       SI_RETURN_IF_ERROR(updater_->flush());

@@ -191,7 +191,8 @@ class TorchTrainer final : public Trainer {
   bool in_memory_ = false;                           // optimizer.where = "memory"
   base::DataType gradient_type_ = base::DataType::kBf16;
   engine::UpdaterTraffic traffic_;
-  double waited_s_ = 0;  // for commits, since the report before
+  double waited_s_ = 0;             // for commits, since the report before
+  double update_after_step_s_ = 0;  // of the step before, where it follows the report
 
   // The step in progress.
   bool begun_ = false;                               // at the updater

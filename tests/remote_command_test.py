@@ -238,16 +238,6 @@ class Remote(unittest.TestCase):
         self.assertTrue(self.handshakes_with(ssl.TLSVersion.TLSv1_3))
         self.assertFalse(self.handshakes_with(ssl.TLSVersion.TLSv1_2))
 
-    def test_aes_of_128_bits_is_taken_before_longer_keys(self):
-        """By the server's order: the client's begins with 256 bits."""
-        certificate, key, authority = self.authority.files("clients", "gpu1")
-        context = ssl.create_default_context(cafile=authority)
-        context.load_cert_chain(certificate, key)
-        context.set_alpn_protocols(["h2"])
-        host, port = self.server.url().split("/")[2].rsplit(":", 1)
-        with socket.create_connection((host, int(port))) as raw, context.wrap_socket(raw, server_hostname=host) as wrapped:
-            self.assertEqual(wrapped.cipher()[0], "TLS_AES_128_GCM_SHA256")
-
     def test_it_ends_at_a_signal_and_goes_on_at_the_next_start(self):
         with Server(self.authority, self.folder / "second") as server:
             self.done(*self.step(server.url()))

@@ -272,7 +272,8 @@ Status TorchTrainer::initialize(const Job& job) {
   // Others may have step 0 already. What is there is completed or begun anew by the next start.
   if (!ranks_.alone()) return begun;
   if (!in_memory_) {
-    for (const auto& source : engine::sources_at(device_paths_)) {
+    for (const auto& source :
+         engine::sources_at(device_paths_, storage::RingKind::kAuto, job.updater.remote)) {
       if (const Status erased = source->erase(); !erased.ok()) {
         base::log(base::LogLevel::kWarning, erased.to_string());
       }

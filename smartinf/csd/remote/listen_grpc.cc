@@ -8,10 +8,6 @@
 #include <grpcpp/server_builder.h>
 #include <grpcpp/support/method_handler.h>
 #include <grpcpp/support/sync_stream.h>
-#include <malloc.h>
-#include <openssl/bio.h>
-#include <openssl/conf.h>
-#include <openssl/crypto.h>
 #include <sys/resource.h>
 
 #include "smartinf/base/file.h"
@@ -32,29 +28,10 @@ using grpc::ByteBuffer;
 constexpr uint64_t kPemBytesMax = uint64_t{1} << 20;
 constexpr int kHandshakeMs = 10'000;
 constexpr int kStreamsOfConnection = 8;
-constexpr int kKeptBytes = 64 << 20;
 // gRPC's own threads, beside one for each stream.
 constexpr int kPollers = 4;
 
 using ServerSide = grpc::ServerReaderWriter<ByteBuffer, ByteBuffer>;
-
-/// AES with keys of 128 bits, which takes two thirds of the time of 256 bits, first of the suites
-/// of TLS 1.3. gRPC has no setting for them, so that it becomes OpenSSL's default in this process.
-void prefer_short_keys() {
-  constexpr std::string_view kSettings =
-      "openssl_conf = here\n[here]\nssl_conf = all\n[all]\nsystem_default = suites\n[suites]\n"
-      "Options = ServerPreference\n"
-      "Ciphersuites = "
-      "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256\n";
-  const std::unique_ptr<BIO, decltype(&BIO_free)> text(
-      BIO_new_mem_buf(kSettings.data(), static_cast<int>(kSettings.size())), &BIO_free);
-  const std::unique_ptr<CONF, decltype(&NCONF_free)> settings(NCONF_new(nullptr), &NCONF_free);
-  // The machine's own settings first, which would otherwise follow and replace these.
-  (void)OPENSSL_init_crypto(OPENSSL_INIT_LOAD_CONFIG, nullptr);
-  const bool taken = NCONF_load_bio(settings.get(), text.get(), nullptr) > 0 &&
-                     CONF_modules_load(settings.get(), nullptr, 0) > 0;
-  if (!taken) base::log(base::LogLevel::kDebug, "OpenSSL does not take an order of suites");
-}
 
 class ServerStream final : public Stream {
  public:
@@ -182,12 +159,6 @@ Result<std::unique_ptr<Listener>> listen(const ListenOptions& options,
 }
 
 void prepare_to_listen() {
-  prefer_short_keys();
-#ifdef __GLIBC__
-  // gRPC frees what a message lay in and takes as much for the next one: the pages stay.
-  (void)::mallopt(M_MMAP_THRESHOLD, kKeptBytes / 2);
-  (void)::mallopt(M_TRIM_THRESHOLD, kKeptBytes);
-#endif
   // gRPC stops listening when it has no descriptor left for a connection.
   rlimit files{};
   if (::getrlimit(RLIMIT_NOFILE, &files) == 0) {

@@ -5,12 +5,15 @@
 
 bench: `smartinf bench overlap`, a step whose computing is a sleep of a given length. train: three short runs of
 `smartinf train` (the recipe of bench/overlap.py). schedules: runs of a smaller model as `smartinf plan` writes them, with
-overlap none, late and early, where everything stays in memory and where weights are streamed with two sizes of memory, with
-several micro batches, and with two ranks on this machine. The machine file is made by `smartinf calibrate` where none is
-given. Of it the rate of computing is set so that forward and backward alone take as long as they did. simulated_s:
-with the drives of the file; fitted_s: with drives so much faster or slower that the update alone takes as long as it
-did, because the rate of a drive drifts between two runs. With schedules both rates are set once in a round, by the first
-row, where everything stays and nothing overlaps; all other rows are predictions. One line of JSON for each row, then the differences.
+overlap none, late and early, where everything stays in memory and where weights are streamed, with one and two micro
+batches, with two ranks on this machine, and with the device behind `smartinf serve` on this machine (loopback; the network's rate is
+the file's near_bytes_per_s, and what the cores carry comes from CPU seconds of `smartinf bench step` on a remote and on a
+local device). The machine file is made by `smartinf calibrate` where none is given. Of it the rate of computing is set so
+that forward and backward alone take as long as they did. simulated_s: with the drives of the file; fitted_s: with drives so
+much faster or slower that the update alone takes as long as it did, because the rate of a drive drifts between two runs.
+With schedules all rounds are measured first; a row's time is the median of its rounds. Both rates are set once, by the two
+rows without overlap where everything stays; all other rows are predictions. One line of JSON for each row, then the
+differences.
 SMARTINF names the binary [build/release/bin/smartinf]. Run it when nothing else runs.
 """
 import argparse
@@ -25,8 +28,12 @@ import sys
 import tempfile
 
 import overlap  # the recipe of the train program, beside this file
+import remote_step
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from served import Authority, Server, with_environment  # pylint: disable=wrong-import-position
+
 SMARTINF = os.environ.get("SMARTINF", str(ROOT / "build/release/bin/smartinf"))
 LAYERS = 32  # of bench overlap
 # The Llama that bench/overlap.py trains, on bytes.
@@ -109,33 +116,43 @@ def train_rows(args):
                    "measured_s": row["step_s"]}
 
 
-SMALL = {"model_type": "llama", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
-         "num_key_value_heads": 12, "intermediate_size": 2048, "vocab_size": 256, "tie_word_embeddings": False}
-SEQUENCE = 256
+SMALL = {"model_type": "llama", "hidden_size": 640, "num_hidden_layers": 8, "num_attention_heads": 10,
+         "num_key_value_heads": 10, "intermediate_size": 1728, "vocab_size": 256, "tie_word_embeddings": False}
+SEQUENCE = 64
 
-# Weights in memory; streamed with so much more memory than the least; ranks. The first fits the rates.
-SCHEDULES = [{"memory": memory, "overlap": mode, "accumulation": batches, "ranks": ranks}
-        for memory, batches, ranks, modes in (
-            ("all", 2, 1, ("none", "late", "early")), ("all", 1, 1, ("none", "late", "early")),
-            (150, 4, 1, ("none", "late", "early")), (40, 4, 1, ("none", "late", "early")),
-            ("all", 2, 2, ("none", "late")), ("all", 4, 2, ("none", "late")), (100, 4, 2, ("none", "late")))
+# Weights in memory; streamed, with so many MiB more than the least; ranks; remote.
+SCHEDULES = [{"memory": memory, "overlap": mode, "accumulation": batches, "ranks": ranks, "remote": remote}
+        for memory, batches, ranks, remote, modes in (
+            ("all", 1, 1, False, ("none", "late", "early")), ("all", 2, 1, False, ("none", "late", "early")),
+            (20, 2, 1, False, ("none", "late", "early")), ("all", 2, 2, False, ("none", "late")),
+            ("all", 1, 1, True, ("none", "late", "early")), ("all", 2, 1, True, ("none", "late", "early")))
         for mode in modes]
+FITTED = [row for row in SCHEDULES if row["overlap"] == "none" and row["memory"] == "all"
+          and row["ranks"] == 1 and not row["remote"]]
 
 
 class Schedules:
     """The program "schedules". Each row is planned, and its recipe run as `smartinf plan` writes it."""
 
     def __init__(self, args, machine, folder):
-        self.args, self.text = args, machine
-        self.folder = pathlib.Path(folder)
+        self.args, self.folder = args, pathlib.Path(folder)
+        # With every key, so that each can be set.
+        given = self.folder / "given.toml"
+        given.write_text(machine, encoding="utf-8")
+        words = [SMARTINF, "simulate", "--machine", given, "--print-machine"]
+        self.text = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
         (self.folder / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
         text = "a rather short text, of which only the length matters. "
         (self.folder / "text.txt").write_text(4000 * text, encoding="utf-8")
-        self.values = {"gpu.product_efficiency": 1.0}
+        near = re.search(r"(?m)^near_bytes_per_s = ([0-9.e+]+)", self.text).group(1)
+        self.values = {"gpu.product_efficiency": 1.0, "network.bytes_per_s": near}
         self.drives = 1.0
+        self.authority = None
 
     def machine(self, row, **values):
         devices = row["ranks"]
+        if row["remote"]:
+            values.update({"device.remote": "true", "device.link_bytes_per_s": self.values["network.bytes_per_s"]})
         part = lambda rate: float(rate) / devices  # noqa: E731
         drive = lambda rate: float(rate) * self.drives / devices  # noqa: E731
         text = with_values(self.text, {
@@ -157,20 +174,74 @@ class Schedules:
         option = next(one for one in plan["options"] if one["option"] == plan["recommended"])
         return plan, option
 
-    def recipe(self, row, host_bytes):
-        """As plan writes it, with data and devices filled in."""
-        path = self.folder / "recipe.toml"
-        plan, option = self.plan(row, host_bytes, path)
-        text = path.read_text(encoding="utf-8").replace("tokens.bin", str(self.folder / "text.txt"))
-        place = pathlib.Path(self.args.device).resolve()
-        path.write_text(text.replace("/mnt/", f"{place}/schedules-"), encoding="utf-8")
-        return path, plan, option
+    # ---- Measured.
+
+    def served(self):
+        self.authority = self.authority or Authority(SMARTINF, self.folder / "certificates")
+        return Server(self.authority, pathlib.Path(self.args.device, "served"), threads=os.cpu_count(),
+                      device_keys='memory_budget = "4GiB"')
+
+    def remove_devices(self):
+        for folder in pathlib.Path(self.args.device).glob("*"):
+            if folder.name in ("local", "served") or folder.name.startswith("schedules-"):
+                shutil.rmtree(folder)
+
+    def cores_bytes_per_s(self):
+        """What all cores carry between client and server: CPU seconds of both beside those of a local step."""
+        params, repeat = 5e7, 4
+        given = argparse.Namespace(smartinf=SMARTINF, params=str(params), threads=os.cpu_count(), more=[])
+        cpu = {}
+        with self.served() as server:
+            environment = with_environment(self.authority.environment())
+            for place in (os.path.join(self.args.device, "local"), server.url()):
+                short, long = (remote_step.run(given, place, times, server, environment)[1] for times in (2, 2 + repeat))
+                cpu[place] = sum(long[key] - short[key] for key in ("client_cpu_s", "server_cpu_s")) / (2 * repeat)
+        self.remove_devices()
+        local_s, remote_s = cpu.values()
+        return 4 * params * os.cpu_count() / (remote_s - local_s)
 
     def command(self, recipe, run, *flags):
         return [SMARTINF, "train", str(recipe), "--train.run", str(run), "--train.steps", str(self.args.steps + 3),
                 "--train.validate_every", "0", "--train.sample_tokens", "0", "--train.clip_norm", "0", *flags]
 
-    def measure(self, row, recipe):
+    def recipe(self, row, host_bytes):
+        """As plan writes it, with data and devices filled in."""
+        path = self.folder / "recipe.toml"
+        self.plan(row, host_bytes, path)
+        text = path.read_text(encoding="utf-8").replace("tokens.bin", str(self.folder / "text.txt"))
+        place = pathlib.Path(self.args.device).resolve()
+        path.write_text(text.replace("/mnt/", f"{place}/schedules-"), encoding="utf-8")
+        return path
+
+    def process_bytes(self):
+        """What the trainer counts of its process."""
+        words = self.command(self.recipe(SCHEDULES[0], 0), self.folder / "refused", "--memory.host", "50MiB")
+        told = subprocess.run(words, capture_output=True, text=True).stderr
+        return int(re.search(r"the process itself (\d+) MiB", told).group(1)) << 20
+
+    def limit(self, row):
+        """Memory of a process for the row."""
+        if row["memory"] == "all":
+            return 0
+        least, _ = self.plan(row, 1)  # the smallest plan, which does not fit
+        return least["host_bytes"] + row["memory"] * (1 << 20)
+
+    def measure(self, row):
+        host_bytes = self.limit(row)
+        recipe = self.recipe(row, host_bytes)
+        try:
+            if not row["remote"]:
+                return {"host_bytes": host_bytes, **self.run_recipe(row, recipe)}
+            with self.served() as server:
+                text = recipe.read_text(encoding="utf-8").replace("grpc://server-0:7443/drive-0", server.url())
+                for name, file in zip(("client.crt", "client.key", "ca.crt"), self.authority.files("clients", "gpu1")):
+                    text = text.replace(f'"{name}"', f'"{file}"')
+                recipe.write_text(text, encoding="utf-8")
+                return {"host_bytes": host_bytes, **self.run_recipe(row, recipe)}
+        finally:
+            self.remove_devices()
+
+    def run_recipe(self, row, recipe):
         ranks = row["ranks"]
         with tempfile.TemporaryDirectory(dir=self.args.device) as run:
             words = self.command(recipe, run)
@@ -181,29 +252,37 @@ class Schedules:
             if done.returncode != 0:
                 sys.exit(f"{' '.join(words)}: {done.stderr[-2000:]}")
             lines = pathlib.Path(run, "log.jsonl").read_text(encoding="utf-8").splitlines()
-        for folder in pathlib.Path(self.args.device).glob("schedules-*"):
-            shutil.rmtree(folder)
-        steps = [line for line in map(json.loads, lines) if "forward_s" in line][2:-1]
+        steps = [line for line in map(json.loads, lines) if "forward_s" in line]
+        for step, following in zip(steps, steps[1:]):
+            # Not "seconds": where weights are streamed and nothing overlaps, the update comes after them.
+            step["seconds"] = following["began_s"] - step["began_s"]
+        steps = steps[2:-1]
         median = lambda key: statistics.median(step[key] for step in steps)  # noqa: E731
         return {"measured_s": median("seconds"), "computing_s": median("forward_s") + median("backward_s"),
                 "update_s": median("exposed_s"), "least_s": min(step["seconds"] for step in steps),
-                "most_s": max(step["seconds"] for step in steps)}
+                "most_s": max(step["seconds"] for step in steps), "load": os.getloadavg()[0]}
 
-    def set_process_bytes(self):
-        """What the trainer counts of its process."""
-        recipe, _, _ = self.recipe(SCHEDULES[0], 0)
-        words = self.command(recipe, self.folder / "refused", "--memory.host", "50MiB")
-        told = subprocess.run(words, capture_output=True, text=True).stderr
-        self.values["host.process_bytes"] = int(re.search(r"the process itself (\d+) MiB", told).group(1)) << 20
+    def measure_all(self, path):
+        """All rounds, each with every row, as lines of the file."""
+        for _ in range(self.args.rounds):
+            with path.open("a", encoding="utf-8") as file:
+                process_bytes = self.values["host.process_bytes"] = self.process_bytes()
+                print(json.dumps({"process_bytes": process_bytes, "cores_bytes_per_s": self.cores_bytes_per_s()}),
+                      file=file, flush=True)
+                for row in SCHEDULES:
+                    print(json.dumps({**row, **self.measure(row)}), file=file, flush=True)
 
-    def fit(self, row, measured):
-        """The rates of computing and of the drives, one after the other."""
-        def search(set_rate, seconds, wanted_s):
+    # ---- Simulated.
+
+    def fit(self, rows):
+        """The rates of computing and of the drives: with which the rows' times for each add up to those measured."""
+        def search(set_rate, keys, wanted_s):
             low, high = 1e-3, 1e3
-            for _ in range(40):
+            for _ in range(25):
                 middle = (low * high) ** 0.5
                 set_rate(middle)
-                low, high = (middle, high) if seconds(self.plan(row)[1]) > wanted_s else (low, middle)
+                seconds = sum(self.plan(row)[1][key] for row in FITTED for key in keys)
+                low, high = (middle, high) if seconds > wanted_s else (low, middle)
 
         def computing(factor):
             self.values["gpu.peak_flops"] = 1e11 * factor
@@ -212,40 +291,44 @@ class Schedules:
             self.drives = factor
 
         for _ in range(2):
-            search(computing, lambda step: step["forward_s"] + step["backward_s"], measured["computing_s"])
-            search(drives, lambda step: step["update_s"], measured["update_s"])
+            search(computing, ("forward_s", "backward_s"), sum(row["computing_s"] for row in rows))
+            search(drives, ("update_s",), sum(row["update_s"] for row in rows))
 
-    def limit(self, row):
-        """Memory of a process for the row."""
-        if row["memory"] == "all":
-            return 0
-        least, _ = self.plan(row, 1)  # the smallest plan, which does not fit
-        return least["host_bytes"] + row["memory"] * (1 << 20)
-
-    def run(self, number):
+    def compare(self, path):
+        """Each row's median over the rounds, with what is simulated."""
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        median = lambda rows, key: statistics.median(row[key] for row in rows)  # noqa: E731
+        once = [line for line in lines if "process_bytes" in line]
+        self.values["host.process_bytes"] = once[0]["process_bytes"]
+        self.values["network.cores_bytes_per_s"] = median(once, "cores_bytes_per_s")
+        measured = []
         for row in SCHEDULES:
-            host_bytes = self.limit(row)
-            recipe, _, _ = self.recipe(row, host_bytes)
-            measured = self.measure(row, recipe)
-            if row is SCHEDULES[0]:
-                self.fit(row, measured)
-            plan, step = self.plan(row, host_bytes)
-            yield {"round": number, **row, "units_from_devices": (plan["streaming"] or {}).get("units_from_devices", 0),
-                   **measured, "simulated_s": step["total_s"], "load": os.getloadavg()[0]}
+            rounds = [line for line in lines if row.items() <= line.items()]
+            measured.append({**row, "rounds": len(rounds), "host_bytes": rounds[0]["host_bytes"],
+                             **{key: round(median(rounds, key), 4) for key in ("measured_s", "computing_s", "update_s")},
+                             "least_s": min(line["measured_s"] for line in rounds),
+                             "most_s": max(line["measured_s"] for line in rounds)})
+        self.fit([row for row in measured if {key: row[key] for key in SCHEDULES[0]} in FITTED])
+        for given, row in zip(SCHEDULES, measured):
+            plan, step = self.plan(given, row["host_bytes"])
+            yield {**row, "fitted": given in FITTED,
+                   "units_from_devices": (plan["streaming"] or {}).get("units_from_devices", 0),
+                   **{f"simulated_{key}": round(step[key], 4) for key in ("total_s", "forward_s", "backward_s", "update_s")},
+                   "error": round(step["total_s"] / row["measured_s"] - 1, 4)}
 
 
 def compare_schedules(args, machine, folder):
+    grid = Schedules(args, machine, folder)
+    path = pathlib.Path(args.rows or grid.folder / "rows.jsonl")
+    grid.measure_all(path)
     errors = []
-    for number in range(1, args.rounds + 1):
-        grid = Schedules(args, machine, folder)
-        grid.set_process_bytes()
-        for row in grid.run(number):
-            row["error"] = round(row["simulated_s"] / row["measured_s"] - 1, 4)
+    for row in grid.compare(path):
+        print(json.dumps(row), flush=True)
+        if not row["fitted"]:
             errors.append(row["error"])
-            print(json.dumps(row), flush=True)
     sizes = list(map(abs, errors))
     print(f"mean {statistics.mean(errors):+.1%}, mean size {statistics.mean(sizes):.1%}, worst {max(sizes):.1%} of "
-          f"{len(sizes)} rows", file=sys.stderr)
+          f"{len(sizes)} rows that are not fitted", file=sys.stderr)
 
 
 def main():
@@ -257,6 +340,7 @@ def main():
     parser.add_argument("--computing", default="0.25,0.5,1,2,4", help="of the bench, in multiples of the update's time")
     parser.add_argument("--spill", action="store_true", help="of the bench: gradients go to the drive")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", help="of schedules: a file that keeps what is measured; with --rounds 0 it is only read")
     parser.add_argument("--steps", type=int, default=8, help="of a run of the trainer")
     args = parser.parse_args()
     os.makedirs(args.device, exist_ok=True)

@@ -18,7 +18,7 @@ constexpr double kEver = std::numeric_limits<double>::infinity();
 
 Stage::Stage(uint64_t stage_bytes, std::span<const Use> stage_uses, double stage_latency_s)
     : bytes(stage_bytes), latency_s(stage_latency_s) {
-  SI_CHECK(stage_uses.size() <= kUsesMax, "a stage uses at most four resources");
+  SI_CHECK(stage_uses.size() <= kUsesMax, "a stage uses at most five resources");
   for (const Use& use : stage_uses) uses[use_count++] = use;
 }
 

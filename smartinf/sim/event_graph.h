@@ -27,7 +27,7 @@ struct Use {
 
 /// Bytes through all of `uses` at once, at the rate of the slowest, after a fixed latency.
 struct Stage {
-  static constexpr size_t kUsesMax = 4;
+  static constexpr size_t kUsesMax = 5;
   uint64_t bytes = 0;
   double latency_s = 0;
   std::array<Use, kUsesMax> uses;

@@ -92,6 +92,7 @@ void visit(Visitor& v, Network& network) {
   v("bytes_per_s", network.bytes_per_s, Rule::kNotNegative);
   v("latency_s", network.latency_s, Rule::kNotNegative);
   v("near_bytes_per_s", network.near_bytes_per_s, Rule::kNotNegative);
+  v("cores_bytes_per_s", network.cores_bytes_per_s, Rule::kNotNegative);
 }
 
 template <typename Visitor>
@@ -289,6 +290,9 @@ constexpr auto kMeanings = std::to_array<Meaning>({
     Meaning{"network", "latency_s", "of one message"},
     Meaning{"network", "near_bytes_per_s",
             "all that ranks of one machine send each other; 0: no limit"},
+    Meaning{
+        "network", "cores_bytes_per_s",
+        "of remote devices, what cores that compute could carry; 0: it takes no time of theirs"},
     Meaning{"software", "update_start_s",
             "from the last gradient until the devices begin to update"},
     Meaning{"software", "subgroup_elements", "parameters read, updated and written at once"},

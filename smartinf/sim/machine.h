@@ -90,6 +90,9 @@ struct Network {
   double bytes_per_s = 0;       // of one machine, each direction; 0: there is none
   double latency_s = 0;         // of one message
   double near_bytes_per_s = 0;  // between ranks of one machine, all that they send; 0: no limit
+  /// Of what remote devices are sent and send: as much as all cores could encrypt, check and copy
+  /// if they did nothing else. It takes their time where they also compute, without a GPU; 0: none.
+  double cores_bytes_per_s = 0;
 };
 
 struct Price {

@@ -246,6 +246,7 @@ void StepGraph::make_owners() {
     owner.shared_down = device->remote ? network_out_ : host_down_;
     owner.shared_bytes_per_s =
         device->remote ? machine_.network.bytes_per_s : machine_.host.link_bytes_per_s;
+    if (device->remote && !on_gpu()) owner.cores_bytes_per_s = machine_.network.cores_bytes_per_s;
     owner.processor = graph_.add_resource("processors");
     owner.on_host_cores = device->on_host_cores && !on_gpu();
     owners_.push_back(owner);
@@ -483,8 +484,8 @@ StepGraph::TaskIndex StepGraph::store_gradient(const Unit& unit, size_t d, TaskI
     const double per_byte = seconds / static_cast<double>(bytes);
     uses.push_back({owner.drive, per_byte, Direction::kWrite});
   }
-  uses.push_back({owner.link_down, cost(owner.link_bytes_per_s)});
-  uses.push_back({owner.shared_down, cost(owner.shared_bytes_per_s)});
+  const std::vector<Use> way = uses_of_way(owner, Way::kDown);
+  uses.insert(uses.end(), way.begin(), way.end());
   return task(lane(d, UpdateGraph::kGradients), "gradient " + unit.name,
               {Stage(bytes, uses, owner.latency_s)}, {arrived, before});
 }

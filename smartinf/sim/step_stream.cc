@@ -50,12 +50,9 @@ StepGraph::TaskIndex StepGraph::read_weights(const Unit& unit, TaskIndex before,
     const uint64_t bytes = count * machine_.software.weight_bytes;
     const double read =
         static_cast<double>(master) / static_cast<double>(bytes) * cost(owner.read_bytes_per_s);
-    const Stage up(bytes,
-                   {{owner.drive, read, Direction::kRead},
-                    {owner.link_up, cost(owner.link_bytes_per_s)},
-                    {owner.shared_up, cost(owner.shared_bytes_per_s)}},
-                   owner.latency_s);
-    std::vector<Stage> stages{up,
+    std::vector<Use> uses = uses_of_way(owner, Way::kUp);
+    uses.push_back({owner.drive, read, Direction::kRead});
+    std::vector<Stage> stages{Stage(bytes, uses, owner.latency_s),
                               Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})};
     if (several()) stages.push_back(weights_stage(bytes));
     graph_.add_dependency(all, task(lane(d, UpdateGraph::kWeights), "weights " + unit.name,
@@ -100,19 +97,14 @@ StepGraph::TaskIndex StepGraph::spool(size_t unit, bool write, TaskIndex before,
     uint64_t first = 0;
     for (size_t i = 0; i < d; ++i) first += owners_[i].elements;
     const uint64_t bytes = part(first + owner.elements) - part(first);
-    const double link = cost(owner.link_bytes_per_s);
-    const double shared = cost(owner.shared_bytes_per_s);
-    std::vector<Use> uses;
+    std::vector<Use> uses = uses_of_way(owner, write ? Way::kDown : Way::kUp);
     if (write) {
-      uses = {{owner.drive, owner.amplification / owner.write_bytes_per_s, Direction::kWrite},
-              {owner.link_down, link},
-              {owner.shared_down, shared}};
+      uses.push_back(
+          {owner.drive, owner.amplification / owner.write_bytes_per_s, Direction::kWrite});
       pass_bytes_.drive_written += bytes;
       pass_bytes_.host_link_down += bytes;
     } else {
-      uses = {{owner.drive, cost(owner.read_bytes_per_s), Direction::kRead},
-              {owner.link_up, link},
-              {owner.shared_up, shared}};
+      uses.push_back({owner.drive, cost(owner.read_bytes_per_s), Direction::kRead});
       pass_bytes_.drive_read += bytes;
       pass_bytes_.host_link_up += bytes;
     }

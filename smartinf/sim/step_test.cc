@@ -364,6 +364,32 @@ TEST(Step, WithoutAGpuComputingAndUpdatingShareTheCores) {
   EXPECT_NEAR(shared.total_s, apart.total_s, 0.05 * apart.total_s);
 }
 
+TEST(Step, WhatRemoteDevicesAreSentTakesTimeOfCoresThatCompute) {
+  auto machine = load_machine("server-25gbe");
+  ASSERT_TRUE(machine.ok());
+  machine->gpu.name = "none";
+  machine->gpu.peak_flops = 2e12;
+  machine->network.bytes_per_s = kEndless;
+  DeviceGroup& device = machine->devices.front();
+  device.link_bytes_per_s = device.update_bytes_per_s = kEndless;
+  device.read_bytes_per_s = device.write_bytes_per_s = kEndless;
+  const ModelShape shape = model("llama3-1B");
+  const auto bytes = static_cast<double>(4 * shape.parameters());  // 2 down, 2 up
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kLate}) {
+    StepOptions options;
+    options.overlap = overlap;
+    machine->network.cores_bytes_per_s = 0;
+    const double without_s = run(shape, *machine, options).total_s;
+    machine->network.cores_bytes_per_s = 0.5e9;
+    EXPECT_NEAR(run(shape, *machine, options).total_s, without_s + bytes / 0.5e9, 0.03 * without_s)
+        << base::enum_name(overlap);
+  }
+  machine->gpu.name = "A100";
+  const double on_gpu_s = run(shape, *machine, {}).total_s;
+  machine->network.cores_bytes_per_s = 0;
+  EXPECT_EQ(run(shape, *machine, {}).total_s, on_gpu_s);
+}
+
 TEST(Step, EarlyUpdatesNeedSlotsBesideSpilledGradients) {
   StepOptions options;
   options.overlap = Overlap::kEarly;

@@ -88,35 +88,40 @@ std::vector<UpdateDevice> StepGraph::make_devices() const {
   return devices;
 }
 
+/// Between the host and an owner.
+std::vector<Use> StepGraph::uses_of_way(const Owner& owner, Way way) const {
+  const bool up = way == Way::kUp;
+  std::vector<Use> uses{{up ? owner.link_up : owner.link_down, cost(owner.link_bytes_per_s)},
+                        {up ? owner.shared_up : owner.shared_down, cost(owner.shared_bytes_per_s)}};
+  if (owner.cores_bytes_per_s > 0) uses.push_back({gpu_, cost(owner.cores_bytes_per_s)});
+  return uses;
+}
+
 UpdateDevice StepGraph::make_device(const Owner& owner) const {
   const double write = owner.amplification / owner.write_bytes_per_s;
-  const Use up{owner.link_up, cost(owner.link_bytes_per_s)};
-  const Use down{owner.link_down, cost(owner.link_bytes_per_s)};
-  const Use host_up{owner.shared_up, cost(owner.shared_bytes_per_s)};
-  const Use host_down{owner.shared_down, cost(owner.shared_bytes_per_s)};
+  std::vector<Use> up = uses_of_way(owner, Way::kUp);
+  const std::vector<Use> down = uses_of_way(owner, Way::kDown);
   UpdateDevice device;
   device.bandwidth = 1 / (1 / owner.read_bytes_per_s + write);
   device.read = {{owner.drive, cost(owner.read_bytes_per_s), Direction::kRead}};
   device.write = {{owner.drive, write, Direction::kWrite}};
-  device.down = {down, host_down};
+  device.down = down;
   device.down_latency_s = owner.latency_s;
   device.host_update = baseline();
   device.streams = owner.streams && !baseline();
   if (baseline()) {
-    device.read.insert(device.read.end(), {up, host_up});
-    device.write.insert(device.write.end(), {down, host_down});
+    device.read.insert(device.read.end(), up.begin(), up.end());
+    device.write.insert(device.write.end(), down.begin(), down.end());
     device.work = {{host_update_, cost(machine_.host.update_bytes_per_s)}};
   } else {
     device.work = {
         {owner.processor, owner.element_s > 0 ? owner.element_s : cost(owner.update_bytes_per_s)}};
-    device.weights = {{{up, host_up}, owner.latency_s},
+    device.weights = {{up, owner.latency_s},
                       {{{host_copy_, cost(machine_.host.copy_bytes_per_s)}}}};
     if (owner.weights_bytes_per_s > 0) {
-      device.weights = {{{up,
-                          host_up,
-                          {owner.weights, cost(owner.weights_bytes_per_s)},
-                          {host_weights_, cost(machine_.host.weights_bytes_per_s)}},
-                         owner.latency_s}};
+      up.push_back({owner.weights, cost(owner.weights_bytes_per_s)});
+      up.push_back({host_weights_, cost(machine_.host.weights_bytes_per_s)});
+      device.weights = {{up, owner.latency_s}};
     }
     if (sends_factors() && machine_.host.step_ahead_params_per_s > 0) {
       const Use ahead{host_ahead_, cost(machine_.host.step_ahead_params_per_s)};

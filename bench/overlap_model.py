@@ -9,7 +9,7 @@ overlap none, late and early, where everything stays in memory and where weights
 batches, with two ranks on this machine, and with the device behind `smartinf serve` on this machine (loopback; the network's rate is
 the file's near_bytes_per_s, and what the cores carry comes from CPU seconds of `smartinf bench step` on a remote and on a
 local device). The machine file is made by `smartinf calibrate` where none is given. Of it the rate of computing is set so
-that forward and backward alone take as long as they did. simulated_s: with the drives of the file; fitted_s: with drives so
+that forward and backward alone take as long as they did. With bench and train, simulated_s: with the drives of the file; fitted_s: with drives so
 much faster or slower that the update alone takes as long as it did, because the rate of a drive drifts between two runs.
 With schedules all rounds are measured first; a row's time is the median of its rounds. Both rates are set once, by the two
 rows without overlap where everything stays; all other rows are predictions. One line of JSON for each row, then the
@@ -254,7 +254,7 @@ class Schedules:
             lines = pathlib.Path(run, "log.jsonl").read_text(encoding="utf-8").splitlines()
         steps = [line for line in map(json.loads, lines) if "forward_s" in line]
         for step, following in zip(steps, steps[1:]):
-            # Not "seconds": where weights are streamed and nothing overlaps, the update comes after them.
+            # Not "seconds": where weights are streamed and nothing overlaps, those of the next step have the update.
             step["seconds"] = following["began_s"] - step["began_s"]
         steps = steps[2:-1]
         median = lambda key: statistics.median(step[key] for step in steps)  # noqa: E731

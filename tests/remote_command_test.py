@@ -322,8 +322,9 @@ class Training(unittest.TestCase):
         own = self.folder / "own"
         process = self.train(*self.remote, "--device.1.path", str(own), "--device.0.bandwidth", "1e9",
                              "--device.1.bandwidth", "1e9", "--remote.reconnect_seconds", "60")
-        self.assertIn("committed", self.server.end(signal.SIGTERM))
+        self.assertRegex(self.server.end(signal.SIGTERM), "committed|prepared")
         self.server.start()
+        self.until(process, "lost")
         self.end(process, 0)
         self.assertEqual(self.made(self.made_in)[:2], self.made(self.local)[:2])
 
@@ -331,7 +332,7 @@ class Training(unittest.TestCase):
         process = self.train(*self.remote, "--remote.restart_seconds", "2")
         self.server.end(signal.SIGKILL)
         said = self.end(process, 1)
-        self.assertRegex(said, r"could not be opened again for (?!0|1[. ])[0-9].*run the command again")
+        self.assertRegex(said, r"training has not come further for (?!0|1[. ])[0-9].*run the command again")
         self.assertIn("remote.restart_seconds", said)
 
     def test_it_ends_at_once_where_the_recipe_says_so(self):

@@ -1,16 +1,22 @@
 // `smartinf calibrate`: measures this machine and writes a machine file for simulate and plan.
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <optional>
+#include <thread>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/clock.h"
+#include "smartinf/base/log.h"
 #include "smartinf/base/nearest.h"
+#include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/remote/options.h"
 #include "smartinf/engine/memory.h"
@@ -171,6 +177,62 @@ sim::Gpu computing_part(const CalibrateFlags& flags, CoreRates& rates) {
   return none;
 }
 
+/// Counts on all cores, which wait for each other after each part of a millisecond as a model's
+/// operators do, until it is destroyed.
+class Computing {
+ public:
+  explicit Computing(uint32_t cores)
+      : thread_([this, cores](const std::stop_token& stop) {
+          base::ThreadTeam team(cores, "si-compute");
+          std::vector<uint64_t> sums(cores);
+          while (!stop.stop_requested()) {
+            team.run(cores, [&](uint32_t, size_t part) {
+              uint64_t sum = sums[part];
+              for (int i = 0; i < kAdditions; ++i) sum = sum * 6364136223846793005u + 1;
+              sums[part] = sum;
+            });
+            ++parts_;
+          }
+          if (sums.front() == 0) base::log(base::LogLevel::kDebug, "a sum of 0");  // it is used
+        }) {}
+  double parts() const { return static_cast<double>(parts_); }
+
+ private:
+  static constexpr int kAdditions = 500'000;
+  std::atomic<uint64_t> parts_{0};
+  std::jthread thread_;
+};
+
+/// That this process has moved to and from drives.
+double drive_bytes() {
+  double bytes = 0;
+  std::ifstream counted("/proc/self/io");
+  for (std::string name; counted >> name;) {
+    double value = 0;
+    counted >> value;
+    if (name == "read_bytes:" || name == "write_bytes:") bytes += value;
+  }
+  return bytes;
+}
+
+/// What all cores could move if they did nothing else, by what they compute less beside a drive
+/// that is read and written; 0: it is not seen.
+base::Result<double> measure_drive_cores(const std::string& path, uint32_t cores) {
+  constexpr std::chrono::milliseconds kAlone{1500};
+  constexpr double kSeen = 0.02;
+  const Computing computing(cores);
+  const uint64_t alone_ns = base::now_ns();
+  std::this_thread::sleep_for(kAlone);
+  const double alone = computing.parts() / base::seconds_since(alone_ns);
+  const double parts = computing.parts();
+  const double bytes = drive_bytes();
+  const uint64_t beside_ns = base::now_ns();
+  SI_RETURN_IF_ERROR(storage::measure_io(path).status());
+  const double seconds = base::seconds_since(beside_ns);
+  const double lost = 1 - (computing.parts() - parts) / seconds / alone;
+  return lost < kSeen ? 0 : (drive_bytes() - bytes) / seconds / lost;
+}
+
 /// in_flight_bytes: of transfers that fill the drive, one way.
 base::Result<sim::DeviceGroup> measure_device(const std::string& path, const CoreRates& rates,
                                               size_t devices, uint64_t& in_flight_bytes) {
@@ -187,6 +249,8 @@ base::Result<sim::DeviceGroup> measure_device(const std::string& path, const Cor
   // Both moved at once; each alone gets the whole budget.
   device.read_bytes_per_s = rounded(2 * tuning.read_bytes_per_second);
   device.write_bytes_per_s = rounded(2 * tuning.write_bytes_per_second);
+  SI_ASSIGN_OR_RETURN(const double cores_bytes, measure_drive_cores(path, rates.cores));
+  device.cores_bytes_per_s = rounded(cores_bytes);
   device.link_bytes_per_s = rounded(rates.copy_bytes / 2);
   device.update_bytes_per_s = rounded(rates.update_bytes / static_cast<double>(devices));
   device.decompress_bytes_per_s = rounded(rates.expand_bytes / static_cast<double>(devices));
@@ -277,6 +341,10 @@ void print_rates(const sim::Machine& machine, const CoreRates& rates) {
     fmt::print("drive   {} read with {} written, at once: {}\n",
                base::format_rate(device.read_bytes_per_s / 2),
                base::format_rate(device.write_bytes_per_s / 2), device.name);
+    if (device.cores_bytes_per_s > 0) {
+      fmt::print("        {} if all cores did nothing else\n",
+                 base::format_rate(device.cores_bytes_per_s));
+    }
   }
 }
 

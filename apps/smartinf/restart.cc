@@ -43,7 +43,7 @@ Status wait_for_try(const Restart& restart, double seconds, const Status& why,
   if (lost_s >= seconds) {
     return Status(
         why.code(),
-        fmt::format("a device was lost, and could not be opened again for {} ({})",
+        fmt::format("a device was lost, and training has not come further for {} ({})",
                     base::format_seconds(lost_s), why.what()),
         "When its server can be reached, run the command again: it goes on from the committed "
         "step. remote.restart_seconds says for how long that is tried.");
@@ -60,8 +60,6 @@ Status wait_for_try(const Restart& restart, double seconds, const Status& why,
 }
 
 Status begin_again(const std::string& run, bool json, bool verbose, const Restart& restart) {
-  std::error_code failed;
-  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", failed);
   std::vector<std::string> words{"smartinf",
                                  "train",
                                  (std::filesystem::path(run) / train::kRecipeFile).string(),
@@ -75,9 +73,10 @@ Status begin_again(const std::string& run, bool json, bool verbose, const Restar
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
   std::fflush(nullptr);
-  if (!failed) ::execv(self.c_str(), arguments.data());
-  return base::errno_status(failed ? failed.value() : errno,
-                            "the training could not be begun again", self.string(), {}, {},
+  // The file that runs, also when another one has its name by now.
+  constexpr const char* kSelf = "/proc/self/exe";
+  ::execv(kSelf, arguments.data());
+  return base::errno_status(errno, "the training could not be begun again", kSelf, {}, {},
                             "Run the command again: it goes on from the committed step.");
 }
 

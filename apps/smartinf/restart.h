@@ -13,7 +13,7 @@
 
 namespace smartinf::apps {
 
-/// A loss after which the training has not come further yet.
+/// The last loss of a device, until a further step is committed.
 struct Restart {
   uint64_t lost_ns = 0;       // when; 0: nothing is lost
   base::StepNumber step = 0;  // committed by then, at least

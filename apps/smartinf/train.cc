@@ -478,9 +478,9 @@ Result<std::string> recipe_text(const config::LoadedRecipe& loaded, const TrainF
 int run_train(config::LoadedRecipe& loaded, const TrainFlags& flags) {
   Interrupt interrupt;
   const bool restarted = !flags.restarted.empty();
-  interrupt.end_at_once(restarted);
   const Result<train::Ranks> met = meet_ranks(loaded, interrupt);
   if (!met.ok()) return fail({}, met.status());
+  interrupt.end_at_once(restarted);
   const train::Ranks& ranks = *met;
   const Result<std::string> recipe = recipe_text(loaded, flags);
   if (!recipe.ok()) return fail(ranks, recipe.status());

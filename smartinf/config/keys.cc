@@ -289,7 +289,7 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("remote.deadline_seconds", &r.updater.remote.deadline_seconds,
            "seconds that a server which owes an answer may be silent"),
     SI_KEY("remote.restart_seconds", &r.restart_seconds,
-           "seconds for which `smartinf train` opens a device that it has lost again, and goes on "
+           "seconds for which `smartinf train` tries to open a lost device again, and goes on "
            "from the committed step; 0: it ends with the error. Of several ranks it always ends "
            "(torchrun --max-restarts starts them again)"),
     SI_KEY("remote.window", ByteCount{&r.updater.remote.window_bytes},

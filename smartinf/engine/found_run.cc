@@ -31,12 +31,12 @@ std::optional<FoundRun> find_run(const DeviceSources& sources) {
   return found;
 }
 
-std::optional<storage::RunId> run_made_for(const DeviceSources& sources) {
+base::Result<std::optional<storage::RunId>> run_made_for(const DeviceSources& sources) {
   for (const auto& source : sources) {
-    const auto state = source->peek();
-    if (state.ok() && *state) return (*state)->run;
+    SI_ASSIGN_OR_RETURN(const auto state, source->peek());
+    if (state) return std::optional(state->run);
   }
-  return std::nullopt;
+  return std::optional<storage::RunId>();
 }
 
 }  // namespace smartinf::engine

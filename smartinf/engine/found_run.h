@@ -22,7 +22,8 @@ struct FoundRun {
 std::optional<FoundRun> find_run(const DeviceSources& sources);
 
 /// The run that the first of them with a state was made for, whether or not that was ever
-/// completed. A device that no part of the model falls to holds none.
-std::optional<storage::RunId> run_made_for(const DeviceSources& sources);
+/// completed. A device that no part of the model falls to holds none. Errors: those of reading
+/// them.
+base::Result<std::optional<storage::RunId>> run_made_for(const DeviceSources& sources);
 
 }  // namespace smartinf::engine

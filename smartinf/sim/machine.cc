@@ -66,6 +66,7 @@ void visit(Visitor& v, DeviceGroup& device) {
   v("mixed_efficiency", device.mixed_efficiency, Rule::kShare);
   v("write_amplification", device.write_amplification, Rule::kPositive);
   v("burst_bytes", device.burst_bytes, Rule::kNotNegative);
+  v("cores_bytes_per_s", device.cores_bytes_per_s, Rule::kNotNegative);
   v("link_bytes_per_s", device.link_bytes_per_s, Rule::kPositive);
   v("latency_s", device.latency_s, Rule::kNotNegative);
   v("remote", device.remote, Rule::kAny);
@@ -272,6 +273,8 @@ constexpr auto kMeanings = std::to_array<Meaning>({
             "processor: state and gradient in; 0: it cannot update"},
     Meaning{"device", "decompress_bytes_per_s",
             "processor with compressed gradients; 0: it cannot"},
+    Meaning{"device", "cores_bytes_per_s",
+            "that all cores could read and write; 0: it takes no time of theirs"},
     Meaning{"device", "update_streams", "it updates a part of the state while that is being read"},
     Meaning{"device", "pipeline",
             "an element takes as long with any rule: the rates are Adam's in f32"},
@@ -292,7 +295,7 @@ constexpr auto kMeanings = std::to_array<Meaning>({
             "all that ranks of one machine send each other; 0: no limit"},
     Meaning{
         "network", "cores_bytes_per_s",
-        "of remote devices, what cores that compute could carry; 0: it takes no time of theirs"},
+        "that all cores could send and receive of remote devices; 0: it takes no time of theirs"},
     Meaning{"software", "update_start_s",
             "from the last gradient until the devices begin to update"},
     Meaning{"software", "subgroup_elements", "parameters read, updated and written at once"},

@@ -47,7 +47,11 @@ struct DeviceGroup {
   double write_bytes_per_s = 0;  // alone, steady state, after the drive's cache
   double mixed_efficiency = 1;   // what is left while it reads and writes at once
   double write_amplification = 1;
-  uint64_t burst_bytes = 0;     // written at the read rate after an idle time: the drive's cache
+  uint64_t burst_bytes = 0;  // written at the read rate after an idle time: the drive's cache
+  /// As much as all of the host's cores could read and write if they did nothing else: time of the
+  /// kernel, and of a virtual machine's host, which takes it from the cores. Where its processor is
+  /// cores that also compute; 0: none.
+  double cores_bytes_per_s = 0;
   double link_bytes_per_s = 0;  // its own link to the host, each direction
   double latency_s = 0;         // of one command over that link
   /// Behind Machine::network in place of the host's link (`smartinf serve`): the link is their

@@ -249,6 +249,9 @@ void StepGraph::make_owners() {
     if (device->remote && !on_gpu()) owner.cores_bytes_per_s = machine_.network.cores_bytes_per_s;
     owner.processor = graph_.add_resource("processors");
     owner.on_host_cores = device->on_host_cores && !on_gpu();
+    if (owner.on_host_cores && device->cores_bytes_per_s > 0) {
+      owner.drive_cores_s = 1 / device->cores_bytes_per_s;
+    }
     owners_.push_back(owner);
   }
   compute_unit_s_ = kInstant;
@@ -483,9 +486,15 @@ StepGraph::TaskIndex StepGraph::store_gradient(const Unit& unit, size_t d, TaskI
         static_cast<double>(spill - fast) * (owner.amplification / owner.write_bytes_per_s);
     const double per_byte = seconds / static_cast<double>(bytes);
     uses.push_back({owner.drive, per_byte, Direction::kWrite});
+    add_cores(uses, owner.drive_cores_s * static_cast<double>(spill) / static_cast<double>(bytes));
   }
-  const std::vector<Use> way = uses_of_way(owner, Way::kDown);
-  uses.insert(uses.end(), way.begin(), way.end());
+  for (const Use& use : uses_of_way(owner, Way::kDown)) {
+    if (use.resource == gpu_) {
+      add_cores(uses, use.seconds_per_byte);
+    } else {
+      uses.push_back(use);
+    }
+  }
   return task(lane(d, UpdateGraph::kGradients), "gradient " + unit.name,
               {Stage(bytes, uses, owner.latency_s)}, {arrived, before});
 }

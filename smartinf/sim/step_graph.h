@@ -55,6 +55,7 @@ class StepGraph {
     double link_bytes_per_s = 0;
     double shared_bytes_per_s = 0;  // of the host's link or the network, which all pass
     double cores_bytes_per_s = 0;   // of the cores that compute; 0: they have no part in it
+    double drive_cores_s = 0;       // of theirs, for a byte that the drive moves
     double latency_s = 0;
     double update_bytes_per_s = 0;
     bool pipeline = false;
@@ -140,6 +141,7 @@ class StepGraph {
   UpdateDevice make_device(const Owner& owner) const;
   enum class Way : uint8_t { kUp, kDown };
   std::vector<Use> uses_of_way(const Owner& owner, Way way) const;
+  void add_cores(std::vector<Use>& uses, double seconds_per_byte) const;
   uint64_t pipeline_work(const Owner& owner, uint64_t count) const;
   double pipeline_element_s(const FpgaPipeline& kernel) const;
   SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;

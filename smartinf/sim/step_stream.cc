@@ -52,6 +52,7 @@ StepGraph::TaskIndex StepGraph::read_weights(const Unit& unit, TaskIndex before,
         static_cast<double>(master) / static_cast<double>(bytes) * cost(owner.read_bytes_per_s);
     std::vector<Use> uses = uses_of_way(owner, Way::kUp);
     uses.push_back({owner.drive, read, Direction::kRead});
+    add_cores(uses, owner.drive_cores_s * static_cast<double>(master) / static_cast<double>(bytes));
     std::vector<Stage> stages{Stage(bytes, uses, owner.latency_s),
                               Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})};
     if (several()) stages.push_back(weights_stage(bytes));
@@ -108,6 +109,7 @@ StepGraph::TaskIndex StepGraph::spool(size_t unit, bool write, TaskIndex before,
       pass_bytes_.drive_read += bytes;
       pass_bytes_.host_link_up += bytes;
     }
+    add_cores(uses, owner.drive_cores_s);
     const auto queue = write ? UpdateGraph::kWrites : UpdateGraph::kReads;
     graph_.add_dependency(done, task(lane(d, queue), "inputs of " + units_[unit].name,
                                      {Stage(bytes, uses, owner.latency_s)}, {before, after}));

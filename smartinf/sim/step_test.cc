@@ -364,7 +364,7 @@ TEST(Step, WithoutAGpuComputingAndUpdatingShareTheCores) {
   EXPECT_NEAR(shared.total_s, apart.total_s, 0.05 * apart.total_s);
 }
 
-TEST(Step, WhatRemoteDevicesAreSentTakesTimeOfCoresThatCompute) {
+TEST(Step, WhatDevicesMoveTakesTimeOfCoresThatCompute) {
   auto machine = load_machine("server-25gbe");
   ASSERT_TRUE(machine.ok());
   machine->gpu.name = "none";
@@ -384,9 +384,13 @@ TEST(Step, WhatRemoteDevicesAreSentTakesTimeOfCoresThatCompute) {
     EXPECT_NEAR(run(shape, *machine, options).total_s, without_s + bytes / 0.5e9, 0.03 * without_s)
         << base::enum_name(overlap);
   }
+  device.on_host_cores = true;  // then their drives as well
+  const double without_s = run(shape, *machine, {}).total_s;
+  device.cores_bytes_per_s = 4e9;
+  EXPECT_NEAR(run(shape, *machine, {}).total_s, without_s + 6 * bytes / 4e9, 0.03 * without_s);
   machine->gpu.name = "A100";
   const double on_gpu_s = run(shape, *machine, {}).total_s;
-  machine->network.cores_bytes_per_s = 0;
+  machine->network.cores_bytes_per_s = device.cores_bytes_per_s = 0;
   EXPECT_EQ(run(shape, *machine, {}).total_s, on_gpu_s);
 }
 

@@ -97,6 +97,17 @@ std::vector<Use> StepGraph::uses_of_way(const Owner& owner, Way way) const {
   return uses;
 }
 
+/// Time of the cores that compute, beside what of theirs is there already.
+void StepGraph::add_cores(std::vector<Use>& uses, double seconds_per_byte) const {
+  if (seconds_per_byte == 0) return;
+  const auto there = std::ranges::find(uses, gpu_, &Use::resource);
+  if (there == uses.end()) {
+    uses.push_back({gpu_, seconds_per_byte});
+  } else {
+    there->seconds_per_byte += seconds_per_byte;
+  }
+}
+
 UpdateDevice StepGraph::make_device(const Owner& owner) const {
   const double write = owner.amplification / owner.write_bytes_per_s;
   std::vector<Use> up = uses_of_way(owner, Way::kUp);
@@ -105,6 +116,8 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
   device.bandwidth = 1 / (1 / owner.read_bytes_per_s + write);
   device.read = {{owner.drive, cost(owner.read_bytes_per_s), Direction::kRead}};
   device.write = {{owner.drive, write, Direction::kWrite}};
+  add_cores(device.read, owner.drive_cores_s);
+  add_cores(device.write, owner.drive_cores_s);
   device.down = down;
   device.down_latency_s = owner.latency_s;
   device.host_update = baseline();

@@ -172,7 +172,7 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   options.create = trained == 0;
   SI_ASSIGN_OR_RETURN(updater_, open_with_spool(std::move(options), trained));
   // From here on the devices are locked.
-  const std::optional<storage::RunId> run = engine::run_made_for(sources_of(ranks_, job.updater));
+  SI_ASSIGN_OR_RETURN(const auto run, engine::run_made_for(sources_of(ranks_, job.updater)));
   if (!run) {
     return Status(ErrorCode::kIo, "a device that was just opened cannot be read",
                   "Check it with smartinf fsck",

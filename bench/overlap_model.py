@@ -6,14 +6,15 @@
 bench: `smartinf bench overlap`, a step whose computing is a sleep of a given length. train: three short runs of
 `smartinf train` (the recipe of bench/overlap.py). schedules: runs of a smaller model as `smartinf plan` writes them, with
 overlap none, late and early, where everything stays in memory and where weights are streamed, with one and two micro
-batches, with two ranks on this machine, and with the device behind `smartinf serve` on this machine (loopback; the network's rate is
-the file's near_bytes_per_s, and what the cores carry comes from CPU seconds of `smartinf bench step` on a remote and on a
-local device). The machine file is made by `smartinf calibrate` where none is given. Of it the rate of computing is set so
-that forward and backward alone take as long as they did. With bench and train, simulated_s: with the drives of the file; fitted_s: with drives so
-much faster or slower that the update alone takes as long as it did, because the rate of a drive drifts between two runs.
-With schedules all rounds are measured first; a row's time is the median of its rounds. Both rates are set once, by the two
-rows without overlap where everything stays; all other rows are predictions. One line of JSON for each row, then the
-differences.
+batches, with two ranks on this machine, and with the device behind `smartinf serve` on this machine (loopback; the
+network's rate is the file's near_bytes_per_s, and what the cores carry comes from CPU seconds of `smartinf bench step` on a
+remote and on a local device). The machine file is made by `smartinf calibrate` where none is given. Of it the rate of
+computing is set so that forward and backward alone take as long as they did.
+
+With bench and train, simulated_s is the step with the drives of the file, and fitted_s the step with drives so much faster
+or slower that the update alone takes as long as it did, because the rate of a drive drifts between two runs. With schedules
+all rounds are measured first; a row's time is the median of its rounds. Both rates are set once, by the two rows without
+overlap where everything stays; all other rows are predictions. One line of JSON for each row, then the differences.
 SMARTINF names the binary [build/release/bin/smartinf]. Run it when nothing else runs.
 """
 import argparse

@@ -95,8 +95,8 @@ class Certificates(unittest.TestCase):
         self.assertEqual({mode for _, mode in created}, {"0600"})
 
 
-class Remote(unittest.TestCase):
-    """Commands over a server on this machine."""
+class WithServers(unittest.TestCase):
+    """A folder for a class, in builds that have servers."""
 
     @classmethod
     def setUpClass(cls):
@@ -106,6 +106,14 @@ class Remote(unittest.TestCase):
         told = run("serve", "--help").stdout + run("certificates", "--ca", str(cls.folder / "x"), "--list").stderr
         if "without" in told:
             raise unittest.SkipTest(told)
+
+
+class Remote(WithServers):
+    """Commands over a server on this machine."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
         cls.authority = Authority(COMMAND, cls.folder / "ca", clients=("gpu1", "gpu2", "lost"))
         cls.server = Server(cls.authority, cls.folder / "server", ("fast0", "fast1", "fast2"), clients=("gpu1", "gpu2", "lost"))
         cls.enterClassContext(cls.server)
@@ -256,17 +264,14 @@ class Remote(unittest.TestCase):
             self.assertIn("open to others", told.stderr)
 
 
-class Training(unittest.TestCase):
+class Training(WithServers):
     """`smartinf train` whose server goes away in the middle of a run."""
 
     @classmethod
     def setUpClass(cls):
-        scratch = tempfile.TemporaryDirectory(prefix="smartinf_test_")
-        cls.addClassCleanup(scratch.cleanup)
-        cls.folder = pathlib.Path(scratch.name)
-        told = run("serve", "--help").stdout + run("certificates", "--ca", str(cls.folder / "x"), "--list").stderr
-        if "without" in told or "not in this build" in run("--help").stdout:
-            raise unittest.SkipTest("built without torch, OpenSSL or gRPC")
+        super().setUpClass()
+        if "not in this build" in run("--help").stdout:
+            raise unittest.SkipTest("built without torch")
         cls.authority = Authority(COMMAND, cls.folder / "ca")
         cls.recipe = small_recipe(cls.folder, steps=60)
         cls.local = cls.folder / "local"
@@ -332,7 +337,7 @@ class Training(unittest.TestCase):
         process = self.train(*self.remote, "--remote.restart_seconds", "2")
         self.server.end(signal.SIGKILL)
         said = self.end(process, 1)
-        self.assertRegex(said, r"training has not come further for (?!0|1[. ])[0-9].*run the command again")
+        self.assertRegex(said, r"training has made no progress for (?!0|1[. ])[0-9].*run the command again")
         self.assertIn("remote.restart_seconds", said)
 
     def test_it_ends_at_once_where_the_recipe_says_so(self):

@@ -43,6 +43,19 @@ class Stream(StreamCase):
         self.train(recipe, "killed", *flags)
         self.check_same_as("killed", "whole")
 
+    def test_the_time_of_an_update_after_its_line_is_in_the_next_one(self):
+        rate = 100e6
+        self.train(self.recipe(steps=5), "slow", *self.host(12, *STREAMED), *self.even_devices("slow", 1), "--optimizer.overlap",
+                   "none", "--device.0.internal_write", f"{rate:.0f}", "--device.0.internal_read", f"{rate:.0f}")
+        steps = [line for line in self.log("slow") if "loss" in line]
+        for step, following in zip(steps[1:], steps[2:]):
+            written = sum(device["written"]["state"] for device in following["devices"])
+            self.assertGreater(written, 0)
+            # A link lets pass some of it at once after it was idle.
+            self.assertGreater(following["update_s"], 0.8 * written / rate, step)
+            self.assertGreater(following["exposed_s"], 0.8 * written / rate, step)
+            self.assertGreaterEqual(following["seconds"], following["update_s"])
+
     def test_interrupts_stop_at_a_committed_step(self):
         # Steps of about a second, of which forward takes a quarter.
         slow = [*self.host(24, *STREAMED), "--train.micro_batch", "16"]

@@ -176,8 +176,8 @@ sim::Gpu computing_part(const CalibrateFlags& flags, CoreRates& rates) {
   return none;
 }
 
-/// Counts on all cores, which wait for each other after each part of a millisecond as a model's
-/// operators do, until it is destroyed.
+/// Keeps all cores computing until it is destroyed. They wait for each other after each part of
+/// less than a millisecond, as in a model's operators.
 class Computing {
  public:
   explicit Computing(uint32_t cores)
@@ -187,7 +187,7 @@ class Computing {
           while (!stop.stop_requested()) {
             team.run(cores, [&](uint32_t, size_t part) {
               uint64_t sum = sums[part];
-              for (int i = 0; i < kAdditions; ++i) sum = sum * 6364136223846793005u + 1;
+              for (int i = 0; i < kMultiplications; ++i) sum = sum * 6364136223846793005u + 1;
               sums[part] = sum;
             });
             ++parts_;
@@ -197,12 +197,12 @@ class Computing {
   double parts() const { return static_cast<double>(parts_); }
 
  private:
-  static constexpr int kAdditions = 500'000;
+  static constexpr int kMultiplications = 500'000;
   std::atomic<uint64_t> parts_{0}, sum_{0};
   std::jthread thread_;
 };
 
-/// That this process has moved to and from drives.
+/// Bytes that this process has moved to and from drives, as the kernel counts them; 0: it does not.
 double drive_bytes() {
   double bytes = 0;
   std::ifstream counted("/proc/self/io");
@@ -214,8 +214,8 @@ double drive_bytes() {
   return bytes;
 }
 
-/// What all cores could move if they did nothing else, by what they compute less beside a drive
-/// that is read and written; 0: it is not seen.
+/// Bytes a second to and from a drive that would take all time of all cores: what is moved while
+/// they compute, over the share by which they compute less then. 0: they compute as much.
 base::Result<double> measure_drive_cores(const std::string& path, uint32_t cores) {
   constexpr std::chrono::milliseconds kAlone{1500};
   constexpr double kSeen = 0.02;
@@ -315,6 +315,7 @@ void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const 
   for (size_t d = 0; d < machine.devices.size(); ++d) {
     all[fmt::format("device{}_read_bytes_per_s", d)] = machine.devices[d].read_bytes_per_s;
     all[fmt::format("device{}_write_bytes_per_s", d)] = machine.devices[d].write_bytes_per_s;
+    all[fmt::format("device{}_cores_bytes_per_s", d)] = machine.devices[d].cores_bytes_per_s;
   }
   fmt::print("{}\n", all.dump());
 }
@@ -341,7 +342,7 @@ void print_rates(const sim::Machine& machine, const CoreRates& rates) {
                base::format_rate(device.read_bytes_per_s / 2),
                base::format_rate(device.write_bytes_per_s / 2), device.name);
     if (device.cores_bytes_per_s > 0) {
-      fmt::print("        {} if all cores did nothing else\n",
+      fmt::print("cores   {} to and from this drive would take all of their time\n",
                  base::format_rate(device.cores_bytes_per_s));
     }
   }

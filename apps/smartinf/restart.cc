@@ -43,7 +43,7 @@ Status wait_for_try(const Restart& restart, double seconds, const Status& why,
   if (lost_s >= seconds) {
     return Status(
         why.code(),
-        fmt::format("a device was lost, and training has not come further for {} ({})",
+        fmt::format("a device was lost, and training has made no progress for {} ({})",
                     base::format_seconds(lost_s), why.what()),
         "When its server can be reached, run the command again: it goes on from the committed "
         "step. remote.restart_seconds says for how long that is tried.");

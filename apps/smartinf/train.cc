@@ -152,8 +152,9 @@ class Screen {
       const nlohmann::ordered_json line{{"lost", why.to_string()}, {"restart_seconds", seconds}};
       return print(line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
     }
-    print(fmt::format("lost: {} Going on from the committed step, which is tried for {}.",
-                      why.to_string(), base::format_seconds(seconds)));
+    print(fmt::format(
+        "device lost: {}\ntrying for {} to open it again and to go on from the committed step",
+        why.to_string(), base::format_seconds(seconds)));
   }
 
   void checkpoint(const engine::CheckpointSummary& made) {

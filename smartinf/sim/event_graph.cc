@@ -18,8 +18,18 @@ constexpr double kEver = std::numeric_limits<double>::infinity();
 
 Stage::Stage(uint64_t stage_bytes, std::span<const Use> stage_uses, double stage_latency_s)
     : bytes(stage_bytes), latency_s(stage_latency_s) {
-  SI_CHECK(stage_uses.size() <= kUsesMax, "a stage uses at most five resources");
-  for (const Use& use : stage_uses) uses[use_count++] = use;
+  for (const Use& use : stage_uses) add(use);
+}
+
+void Stage::add(const Use& use) {
+  const std::span<Use> there(uses.data(), use_count);
+  if (const auto same = std::ranges::find(there, use.resource, &Use::resource);
+      same != there.end()) {
+    same->seconds_per_byte += use.seconds_per_byte;
+    return;
+  }
+  SI_CHECK(use_count < kUsesMax, "a stage uses at most five resources");
+  uses[use_count++] = use;
 }
 
 uint32_t EventGraph::add_resource(std::string name, double mixed_efficiency, double catch_up_s) {

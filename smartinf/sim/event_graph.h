@@ -25,7 +25,8 @@ struct Use {
   Direction direction = Direction::kNone;
 };
 
-/// Bytes through all of `uses` at once, at the rate of the slowest, after a fixed latency.
+/// Bytes through all of `uses` at once, at the rate of the slowest, after a fixed latency. A
+/// resource that is given twice is used for both times together.
 struct Stage {
   static constexpr size_t kUsesMax = 5;
   uint64_t bytes = 0;
@@ -37,6 +38,7 @@ struct Stage {
   Stage(uint64_t stage_bytes, std::span<const Use> stage_uses, double stage_latency_s = 0);
   Stage(uint64_t stage_bytes, std::initializer_list<Use> stage_uses, double stage_latency_s = 0)
       : Stage(stage_bytes, std::span(stage_uses.begin(), stage_uses.size()), stage_latency_s) {}
+  void add(const Use& use);
 };
 
 struct TaskTimes {

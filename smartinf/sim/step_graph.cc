@@ -475,7 +475,7 @@ StepGraph::TaskIndex StepGraph::store_gradient(const Unit& unit, size_t d, TaskI
   const auto [first, count] = local_range(owner, unit.first, unit.count);
   const uint64_t bytes = gradient_bytes(first, count);
   pass_bytes_.host_link_down += bytes;
-  std::vector<Use> uses;
+  std::vector<Use> uses = uses_of_way(owner, Way::kDown);
   if (const uint64_t spill = spilled_bytes(first, count); spill > 0) {
     pass_bytes_.drive_written += spill;
     // The drive's cache takes the first bytes of a step at the rate of its bus.
@@ -484,16 +484,8 @@ StepGraph::TaskIndex StepGraph::store_gradient(const Unit& unit, size_t d, TaskI
     const double seconds =
         static_cast<double>(fast) / owner.burst_bytes_per_s +
         static_cast<double>(spill - fast) * (owner.amplification / owner.write_bytes_per_s);
-    const double per_byte = seconds / static_cast<double>(bytes);
-    uses.push_back({owner.drive, per_byte, Direction::kWrite});
-    add_cores(uses, owner.drive_cores_s * static_cast<double>(spill) / static_cast<double>(bytes));
-  }
-  for (const Use& use : uses_of_way(owner, Way::kDown)) {
-    if (use.resource == gpu_) {
-      add_cores(uses, use.seconds_per_byte);
-    } else {
-      uses.push_back(use);
-    }
+    const auto all = static_cast<double>(bytes);
+    add_drive(uses, owner, Direction::kWrite, seconds / all, static_cast<double>(spill) / all);
   }
   return task(lane(d, UpdateGraph::kGradients), "gradient " + unit.name,
               {Stage(bytes, uses, owner.latency_s)}, {arrived, before});

@@ -141,7 +141,8 @@ class StepGraph {
   UpdateDevice make_device(const Owner& owner) const;
   enum class Way : uint8_t { kUp, kDown };
   std::vector<Use> uses_of_way(const Owner& owner, Way way) const;
-  void add_cores(std::vector<Use>& uses, double seconds_per_byte) const;
+  void add_drive(std::vector<Use>& uses, const Owner& owner, Direction direction,
+                 double seconds_per_byte, double share = 1) const;
   uint64_t pipeline_work(const Owner& owner, uint64_t count) const;
   double pipeline_element_s(const FpgaPipeline& kernel) const;
   SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;

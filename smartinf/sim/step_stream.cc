@@ -48,11 +48,9 @@ StepGraph::TaskIndex StepGraph::read_weights(const Unit& unit, TaskIndex before,
     if (count == 0) continue;
     const uint64_t master = base::encoded_bytes(encoding, count);
     const uint64_t bytes = count * machine_.software.weight_bytes;
-    const double read =
-        static_cast<double>(master) / static_cast<double>(bytes) * cost(owner.read_bytes_per_s);
+    const double share = static_cast<double>(master) / static_cast<double>(bytes);
     std::vector<Use> uses = uses_of_way(owner, Way::kUp);
-    uses.push_back({owner.drive, read, Direction::kRead});
-    add_cores(uses, owner.drive_cores_s * static_cast<double>(master) / static_cast<double>(bytes));
+    add_drive(uses, owner, Direction::kRead, share * cost(owner.read_bytes_per_s), share);
     std::vector<Stage> stages{Stage(bytes, uses, owner.latency_s),
                               Stage(bytes, {{host_copy_, cost(machine_.host.copy_bytes_per_s)}})};
     if (several()) stages.push_back(weights_stage(bytes));
@@ -100,16 +98,14 @@ StepGraph::TaskIndex StepGraph::spool(size_t unit, bool write, TaskIndex before,
     const uint64_t bytes = part(first + owner.elements) - part(first);
     std::vector<Use> uses = uses_of_way(owner, write ? Way::kDown : Way::kUp);
     if (write) {
-      uses.push_back(
-          {owner.drive, owner.amplification / owner.write_bytes_per_s, Direction::kWrite});
+      add_drive(uses, owner, Direction::kWrite, owner.amplification / owner.write_bytes_per_s);
       pass_bytes_.drive_written += bytes;
       pass_bytes_.host_link_down += bytes;
     } else {
-      uses.push_back({owner.drive, cost(owner.read_bytes_per_s), Direction::kRead});
+      add_drive(uses, owner, Direction::kRead, cost(owner.read_bytes_per_s));
       pass_bytes_.drive_read += bytes;
       pass_bytes_.host_link_up += bytes;
     }
-    add_cores(uses, owner.drive_cores_s);
     const auto queue = write ? UpdateGraph::kWrites : UpdateGraph::kReads;
     graph_.add_dependency(done, task(lane(d, queue), "inputs of " + units_[unit].name,
                                      {Stage(bytes, uses, owner.latency_s)}, {before, after}));

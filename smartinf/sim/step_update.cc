@@ -97,15 +97,12 @@ std::vector<Use> StepGraph::uses_of_way(const Owner& owner, Way way) const {
   return uses;
 }
 
-/// Time of the cores that compute, beside what of theirs is there already.
-void StepGraph::add_cores(std::vector<Use>& uses, double seconds_per_byte) const {
-  if (seconds_per_byte == 0) return;
-  const auto there = std::ranges::find(uses, gpu_, &Use::resource);
-  if (there == uses.end()) {
-    uses.push_back({gpu_, seconds_per_byte});
-  } else {
-    there->seconds_per_byte += seconds_per_byte;
-  }
+/// The drive's time, and that of the cores that compute for what it moves; share: bytes at the
+/// drive for each byte of the stage.
+void StepGraph::add_drive(std::vector<Use>& uses, const Owner& owner, Direction direction,
+                          double seconds_per_byte, double share) const {
+  uses.push_back({owner.drive, seconds_per_byte, direction});
+  if (owner.drive_cores_s > 0) uses.push_back({gpu_, share * owner.drive_cores_s});
 }
 
 UpdateDevice StepGraph::make_device(const Owner& owner) const {
@@ -114,10 +111,8 @@ UpdateDevice StepGraph::make_device(const Owner& owner) const {
   const std::vector<Use> down = uses_of_way(owner, Way::kDown);
   UpdateDevice device;
   device.bandwidth = 1 / (1 / owner.read_bytes_per_s + write);
-  device.read = {{owner.drive, cost(owner.read_bytes_per_s), Direction::kRead}};
-  device.write = {{owner.drive, write, Direction::kWrite}};
-  add_cores(device.read, owner.drive_cores_s);
-  add_cores(device.write, owner.drive_cores_s);
+  add_drive(device.read, owner, Direction::kRead, cost(owner.read_bytes_per_s));
+  add_drive(device.write, owner, Direction::kWrite, write);
   device.down = down;
   device.down_latency_s = owner.latency_s;
   device.host_update = baseline();

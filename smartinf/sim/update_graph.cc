@@ -193,10 +193,8 @@ std::vector<Stage> UpdateGraph::stages_of(TaskKind kind, const UpdateDevice& dev
       if (!device.streams) return {read_stage(device, state)};
       Stage along = read_stage(device, state);
       for (const Use& use : device.work) {
-        SI_CHECK(along.use_count < Stage::kUsesMax, "a stage uses at most five resources");
-        along.uses[along.use_count++] = {
-            use.resource,
-            static_cast<double>(load.work) / static_cast<double>(state) * use.seconds_per_byte};
+        along.add({use.resource, static_cast<double>(load.work) / static_cast<double>(state) *
+                                     use.seconds_per_byte});
       }
       return {along};
     }

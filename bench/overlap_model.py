@@ -8,7 +8,7 @@ bench: `smartinf bench overlap`, a step whose computing is a sleep of a given le
 overlap none, late and early, where everything stays in memory and where weights are streamed, with one and two micro
 batches, with two ranks on this machine, and with the device behind `smartinf serve` on this machine (loopback; the
 network's rate is the file's near_bytes_per_s, and what the cores carry comes from CPU seconds of `smartinf bench step` on a
-remote and on a local device). The machine file is made by `smartinf calibrate` where none is given. Of it the rate of
+remote and on a local device). What the drive's syncs and its part of the cores are is measured by `smartinf calibrate` in each round. The machine file is made by `smartinf calibrate` where none is given. Of it the rate of
 computing is set so that forward and backward alone take as long as they did.
 
 With bench and train, simulated_s is the step with the drives of the file, and fitted_s the step with drives so much faster
@@ -158,7 +158,8 @@ class Schedules:
         drive = lambda rate: float(rate) * self.drives / devices  # noqa: E731
         text = with_values(self.text, {
             **self.values, "device.count": devices, "device.read_bytes_per_s": drive, "device.write_bytes_per_s": drive,
-            "device.update_bytes_per_s": part, "device.decompress_bytes_per_s": part, **values})
+            "device.sync_bytes_per_s": part, "device.update_bytes_per_s": part, "device.decompress_bytes_per_s": part,
+            **values})
         path = self.folder / "machine.toml"
         path.write_text(text, encoding="utf-8")
         return path
@@ -200,6 +201,12 @@ class Schedules:
         self.remove_devices()
         local_s, remote_s = cpu.values()
         return 4 * params * os.cpu_count() / (remote_s - local_s)
+
+    def rates(self):
+        """What drifts between two rounds: of the network, and what calibrate says of the drive."""
+        drive = run("calibrate", "--device", self.args.device, "--out", self.folder / "calibrated.toml", "--json")[0]
+        return {"network.cores_bytes_per_s": self.cores_bytes_per_s(),
+                **{f"device.{key}": drive[f"device0_{key}"] for key in ("sync_bytes_per_s", "cores_bytes_per_s")}}
 
     def command(self, recipe, run, *flags):
         return [SMARTINF, "train", str(recipe), "--train.run", str(run), "--train.steps", str(self.args.steps + 3),
@@ -268,8 +275,7 @@ class Schedules:
         for _ in range(self.args.rounds):
             with path.open("a", encoding="utf-8") as file:
                 process_bytes = self.values["host.process_bytes"] = self.process_bytes()
-                print(json.dumps({"process_bytes": process_bytes, "cores_bytes_per_s": self.cores_bytes_per_s()}),
-                      file=file, flush=True)
+                print(json.dumps({"process_bytes": process_bytes, **self.rates()}), file=file, flush=True)
                 for row in SCHEDULES:
                     print(json.dumps({**row, **self.measure(row)}), file=file, flush=True)
 
@@ -292,7 +298,8 @@ class Schedules:
             self.drives = factor
 
         for _ in range(2):
-            search(computing, ("forward_s", "backward_s"), sum(row["computing_s"] for row in rows))
+            # With what a step has beside computing and waiting for the update: batches, its line in the log.
+            search(computing, ("forward_s", "backward_s"), sum(row["measured_s"] - row["update_s"] for row in rows))
             search(drives, ("update_s",), sum(row["update_s"] for row in rows))
 
     def compare(self, path):
@@ -301,7 +308,7 @@ class Schedules:
         median = lambda rows, key: statistics.median(row[key] for row in rows)  # noqa: E731
         once = [line for line in lines if "process_bytes" in line]
         self.values["host.process_bytes"] = once[0]["process_bytes"]
-        self.values["network.cores_bytes_per_s"] = median(once, "cores_bytes_per_s")
+        self.text = with_values(self.text, {key: median(once, key) for key in once[0] if "." in key})
         measured = []
         for row in SCHEDULES:
             rounds = [line for line in lines if row.items() <= line.items()]

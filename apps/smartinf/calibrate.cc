@@ -235,7 +235,9 @@ base::Result<double> measure_drive_cores(const std::string& path, uint32_t cores
 /// in_flight_bytes: of transfers that fill the drive, one way.
 base::Result<sim::DeviceGroup> measure_device(const std::string& path, const CoreRates& rates,
                                               size_t devices, uint64_t& in_flight_bytes) {
-  SI_ASSIGN_OR_RETURN(const storage::IoTuning tuning, storage::measure_io(path));
+  storage::MeasureOptions options;
+  options.sync = true;
+  SI_ASSIGN_OR_RETURN(const storage::IoTuning tuning, storage::measure_io(path, options));
   if (tuning.read_bytes_per_second <= 0 || tuning.write_bytes_per_second <= 0) {
     return base::Status(base::ErrorCode::kUnsupported,
                         "--device is a block device, which is not measured, because that would "
@@ -250,6 +252,7 @@ base::Result<sim::DeviceGroup> measure_device(const std::string& path, const Cor
   device.write_bytes_per_s = rounded(2 * tuning.write_bytes_per_second);
   SI_ASSIGN_OR_RETURN(const double cores_bytes, measure_drive_cores(path, rates.cores));
   device.cores_bytes_per_s = rounded(cores_bytes);
+  device.sync_bytes_per_s = rounded(tuning.sync_bytes_per_second);
   device.link_bytes_per_s = rounded(rates.copy_bytes / 2);
   device.update_bytes_per_s = rounded(rates.update_bytes / static_cast<double>(devices));
   device.decompress_bytes_per_s = rounded(rates.expand_bytes / static_cast<double>(devices));
@@ -316,6 +319,7 @@ void print_json(const CalibrateFlags& flags, const sim::Machine& machine, const 
     all[fmt::format("device{}_read_bytes_per_s", d)] = machine.devices[d].read_bytes_per_s;
     all[fmt::format("device{}_write_bytes_per_s", d)] = machine.devices[d].write_bytes_per_s;
     all[fmt::format("device{}_cores_bytes_per_s", d)] = machine.devices[d].cores_bytes_per_s;
+    all[fmt::format("device{}_sync_bytes_per_s", d)] = machine.devices[d].sync_bytes_per_s;
   }
   fmt::print("{}\n", all.dump());
 }
@@ -344,6 +348,10 @@ void print_rates(const sim::Machine& machine, const CoreRates& rates) {
     if (device.cores_bytes_per_s > 0) {
       fmt::print("cores   {} to and from this drive would take all of their time\n",
                  base::format_rate(device.cores_bytes_per_s));
+    }
+    if (device.sync_bytes_per_s > 0) {
+      fmt::print("sync    {} of what was written, at the end of a step\n",
+                 base::format_rate(device.sync_bytes_per_s));
     }
   }
 }

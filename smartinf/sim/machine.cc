@@ -67,6 +67,7 @@ void visit(Visitor& v, DeviceGroup& device) {
   v("write_amplification", device.write_amplification, Rule::kPositive);
   v("burst_bytes", device.burst_bytes, Rule::kNotNegative);
   v("cores_bytes_per_s", device.cores_bytes_per_s, Rule::kNotNegative);
+  v("sync_bytes_per_s", device.sync_bytes_per_s, Rule::kNotNegative);
   v("link_bytes_per_s", device.link_bytes_per_s, Rule::kPositive);
   v("latency_s", device.latency_s, Rule::kNotNegative);
   v("remote", device.remote, Rule::kAny);
@@ -275,6 +276,8 @@ constexpr auto kMeanings = std::to_array<Meaning>({
             "processor with compressed gradients; 0: it cannot"},
     Meaning{"device", "cores_bytes_per_s",
             "that all cores could read and write; 0: it takes no time of theirs"},
+    Meaning{"device", "sync_bytes_per_s",
+            "what was written, over the time of a step's sync; 0: that takes no time"},
     Meaning{"device", "update_streams", "it updates a part of the state while that is being read"},
     Meaning{"device", "pipeline",
             "an element takes as long with any rule: the rates are Adam's in f32"},

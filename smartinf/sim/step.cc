@@ -1,6 +1,7 @@
 #include "smartinf/sim/step.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include <fmt/format.h>
 
@@ -111,16 +112,28 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   SI_RETURN_IF_ERROR(check_ranks(machine, options));
   SI_RETURN_IF_ERROR(check_overlap(machine, options));
   const OneRank one = one_rank(machine, options);
-  const auto graph = [&](const StepOptions& wanted) {
-    return StepGraph(model, one.machine, wanted, one.exchange);
+  const auto graph = [&](const StepOptions& wanted, double committed_s) {
+    return StepGraph(model, one.machine, wanted, one.exchange, committed_s);
   };
-  if (options.overlap == plan::Overlap::kNone) return graph(one.options).run_apart();
+  if (options.overlap == plan::Overlap::kNone) return graph(one.options, 0).run_apart();
   StepOptions alone = one.options;
   alone.overlap = plan::Overlap::kNone;
-  const double forward_s = graph(alone).forward_alone_s(options.overlap);
-  DeviceSubgroups begun;
-  if (options.overlap == plan::Overlap::kEarly) begun = graph(one.options).begun_in_backward();
-  return graph(one.options).run_overlapped(begun, forward_s);
+  const double forward_s = graph(alone, 0).forward_alone_s(options.overlap);
+  // A commit may end beside the next step. In the steady state it ends as late in that one as the
+  // one before it in this.
+  double committed_s = 0;
+  for (int round = 0;; ++round) {
+    constexpr int kRoundsMax = 20;
+    DeviceSubgroups begun;
+    if (options.overlap == plan::Overlap::kEarly) {
+      begun = graph(one.options, committed_s).begun_in_backward();
+    }
+    StepGraph step = graph(one.options, committed_s);
+    const StepTimes times = step.run_overlapped(begun, forward_s);
+    const double after_s = step.commit_after_step_s();
+    if (round == kRoundsMax || std::abs(after_s - committed_s) < 1e-3 * times.total_s) return times;
+    committed_s = after_s;
+  }
 }
 
 }  // namespace smartinf::sim

@@ -25,12 +25,13 @@ uint32_t StepGraph::lane(size_t device, UpdateGraph::Queue queue) {
 }
 
 StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options,
-                     const Exchange& exchange)
+                     const Exchange& exchange, double committed_s)
     : model_(model),
       machine_(machine),
       options_(options),
       exchange_(exchange),
       parameters_(model.parameters()),
+      committed_s_(committed_s),
       update_(
           graph_, LinkLaw::kTogether,
           [this] {
@@ -48,13 +49,20 @@ StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const Step
 }
 
 StepTimes StepGraph::run_apart() {
+  // Of the step before, beside this one's computing; or at the end of each.
+  if (!streams_committed()) committed_s_ = syncs_s();
   const TaskIndex forward_end = forward(kNone);
   const TaskIndex backward_end = backward(forward_end);
   update(backward_end, all_subgroups(), {});
   graph_.run();
   StepTimes times;
   times.total_s = graph_.end_s();
-  const double backward_end_s = graph_.times(backward_end).end_s;
+  double backward_end_s = graph_.times(backward_end).end_s;
+  // Gradients that wait for the commit are given when backward has ended.
+  if (committed_ != kNone) {
+    const double computed_s = graph_.times(last_computed_).end_s;
+    backward_end_s -= std::max(0.0, graph_.times(committed_).end_s - computed_s);
+  }
   times.forward_s = graph_.times(forward_end).end_s;
   times.backward_s = backward_end_s - times.forward_s;
   times.update_s = times.total_s - backward_end_s;
@@ -131,6 +139,15 @@ StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward
   times.forward = times.update;
   finish(times);
   return times;
+}
+
+double StepGraph::commit_after_step_s() const {
+  double end_s = 0;
+  for (size_t d = 0; d < update_ends_.size(); ++d) {
+    const double sync = streams_committed() ? 0 : sync_s(d);
+    end_s = std::max(end_s, graph_.times(update_ends_[d]).end_s + sync);
+  }
+  return std::max(0.0, end_s - graph_.end_s());
 }
 
 void StepGraph::finish(StepTimes& times) const {
@@ -217,6 +234,7 @@ void StepGraph::make_owners() {
       Owner& raid = owners_.front();
       raid.read_bytes_per_s += device->read_bytes_per_s;
       raid.write_bytes_per_s += device->write_bytes_per_s;
+      raid.sync_bytes_per_s += device->sync_bytes_per_s;
       raid.burst_bytes_per_s += device->read_bytes_per_s;
       raid.burst_bytes += device->burst_bytes;
       if (!same_server) raid.link_bytes_per_s += device->link_bytes_per_s;
@@ -227,6 +245,7 @@ void StepGraph::make_owners() {
     owner.write_bytes_per_s = device->write_bytes_per_s;
     owner.burst_bytes_per_s = device->read_bytes_per_s;
     owner.burst_bytes = device->burst_bytes;
+    owner.sync_bytes_per_s = device->sync_bytes_per_s;
     owner.link_bytes_per_s = device->link_bytes_per_s;
     owner.latency_s = device->latency_s + (device->remote ? machine_.network.latency_s : 0);
     owner.amplification = device->write_amplification;
@@ -391,6 +410,7 @@ StepGraph::TaskIndex StepGraph::earlier_passes(TaskIndex start, const char* phas
 }
 
 StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
+  if (committed_s_ > 0) committed_ = graph_.add_task({Stage(0, {}, committed_s_)}, {});
   if (options_.streamed) return stream_backward(start);
   start = earlier_passes(start, "backward", &Unit::backward_s);
   const bool together = options_.weights_stay && options_.gradients == GradientsLeave::kTogether;
@@ -405,9 +425,11 @@ StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
                  {start});
   }
   std::vector<TaskIndex> computed;
-  std::vector<TaskIndex> last_write(owners_.size(), start);
+  // Gradients go to the devices from the commit on; until then one process keeps them.
+  const TaskIndex begun = graph_.add_task({}, {start, committed_});
+  std::vector<TaskIndex> last_write(owners_.size(), begun);
   TaskIndex fetched = start;
-  TaskIndex left = start;  // gradients of the unit before have left the GPU
+  TaskIndex left = several() ? begun : start;  // gradients of the unit before have left the GPU
   gradient_arrived_.assign(units_.size(), {});
   for (size_t u = units_.size(); u-- > 0;) {
     const Unit& unit = units_[u];
@@ -424,6 +446,7 @@ StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
   for (size_t u = units_.size(); together && u-- > 0;) {
     left = hand_over(u, computed.back(), left, last_write);
   }
+  last_computed_ = computed.back();
   const TaskIndex end = graph_.add_task({}, {computed.back(), left});
   for (const TaskIndex write : last_write) graph_.add_dependency(end, write);
   return end;

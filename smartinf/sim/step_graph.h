@@ -19,8 +19,9 @@ using DeviceSubgroups = std::vector<std::vector<uint32_t>>;
 class StepGraph {
  public:
   /// exchange: of one of several ranks (one_rank()), whose machine and options the others are.
+  /// committed_s: of a step that is overlapped, when the commit of the one before it ends.
   StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options,
-            const Exchange& exchange);
+            const Exchange& exchange, double committed_s = 0);
 
   /// Forward, backward and update one after another.
   StepTimes run_apart();
@@ -32,6 +33,8 @@ class StepGraph {
   /// In the steady state it does not matter where the circle is cut: here before backward, so that
   /// the update's end meets the next forward inside the graph.
   StepTimes run_overlapped(const DeviceSubgroups& begun, double forward_alone_s);
+  /// After that: how long after the step its own commit ends.
+  double commit_after_step_s() const;
 
  private:
   using TaskIndex = EventGraph::TaskIndex;
@@ -56,6 +59,7 @@ class StepGraph {
     double shared_bytes_per_s = 0;  // of the host's link or the network, which all pass
     double cores_bytes_per_s = 0;   // of the cores that compute; 0: they have no part in it
     double drive_cores_s = 0;       // of theirs, for a byte that the drive moves
+    double sync_bytes_per_s = 0;
     double latency_s = 0;
     double update_bytes_per_s = 0;
     bool pipeline = false;
@@ -147,6 +151,12 @@ class StepGraph {
   double pipeline_element_s(const FpgaPipeline& kernel) const;
   SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;
   uint64_t spilled_bytes(uint64_t first, uint64_t count) const;
+  double sync_s(size_t d) const;
+  double syncs_s() const;
+  /// Weights come from the devices when the step is committed, and no update hands them out.
+  bool streams_committed() const {
+    return options_.streamed && options_.overlap != plan::Overlap::kLate;
+  }
 
   TaskIndex task(uint32_t lane, const std::string& name, std::vector<Stage> stages,
                  std::initializer_list<TaskIndex> after);
@@ -208,7 +218,10 @@ class StepGraph {
   std::vector<std::vector<TaskIndex>> gradient_arrived_;  // by unit, by owner
   bool weights_given_ = false;                            // without a read in forward
   std::vector<TaskIndex> weights_asked_;                  // by unit: forward has room for them
-  std::vector<TaskIndex> update_ends_;                    // by owner
+  double committed_s_;
+  TaskIndex committed_ = kNone;         // when the step before is; kNone: at once
+  TaskIndex last_computed_ = kNone;     // of backward
+  std::vector<TaskIndex> update_ends_;  // by owner
   /// Of several ranks: gradients of units on their way, in backward's order, with what is sent of
   /// them; by owner and subgroup, when all ranks have its new weights.
   std::vector<std::pair<TaskIndex, uint64_t>> exchanged_;

@@ -177,9 +177,11 @@ StepGraph::TaskIndex StepGraph::stream_forward(TaskIndex start) {
 StepGraph::TaskIndex StepGraph::stream_backward(TaskIndex start) {
   const plan::UnitPlacement& placement = options_.streamed->placement;
   Walk walk;
-  walk.start = walk.read = walk.fetched = walk.inputs_read = start;
-  std::vector<TaskIndex> last_write(owners_.size(), start);
-  TaskIndex left = start;  // gradients of the unit before have left the GPU
+  walk.start = walk.fetched = walk.inputs_read = start;
+  // Weights that no update hands out come from the commit on, and there is no room for gradients.
+  const TaskIndex begun = walk.read = graph_.add_task({}, {start, committed_});
+  std::vector<TaskIndex> last_write(owners_.size(), begun);
+  TaskIndex left = begun;  // gradients of the unit before have left the GPU
   gradient_arrived_.assign(units_.size(), {});
   for (size_t u = units_.size(); u-- > 0;) {
     const bool there = on_gpu() && u < placement.on_accelerator;
@@ -190,6 +192,7 @@ StepGraph::TaskIndex StepGraph::stream_backward(TaskIndex start) {
                                  {weights, inputs, walk.room(1), offload_waits() ? left : kNone}));
     left = hand_over(u, walk.computed.back(), left, last_write);
   }
+  last_computed_ = walk.computed.back();
   const TaskIndex end = graph_.add_task({}, {walk.computed.back(), left});
   for (const TaskIndex write : last_write) graph_.add_dependency(end, write);
   return end;

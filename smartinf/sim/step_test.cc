@@ -492,6 +492,58 @@ TEST(Step, StreamedWeightsAreBytesCountedByHand) {
   EXPECT_EQ(run(shape, machine, options).bytes.drive_written, (12 + 1) * p) << "half of them";
 }
 
+TEST(Step, TheNextUpdateWaitsUntilWritesAreSynced) {
+  Machine machine = *load_machine("workstation-gen4");
+  DeviceGroup& device = machine.devices.front();
+  const ModelShape shape = model("llama3-1B");
+  const double written = static_cast<double>(12 * shape.parameters()) / device.count;
+  StepOptions options;
+  options.weights_stay = true;
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kLate, Overlap::kEarly}) {
+    SCOPED_TRACE(base::enum_name(overlap));
+    options.overlap = Overlap::kNone;
+    device.sync_bytes_per_s = 0;
+    const double update_s = run(shape, machine, options).update_s;
+    options.overlap = overlap;
+    const StepTimes at_once = run(shape, machine, options);
+    // Beside the computing of the next step there is time for it,
+    device.sync_bytes_per_s = written / (0.01 * at_once.backward_s);
+    EXPECT_NEAR(run(shape, machine, options).total_s, at_once.total_s, 0.02 * at_once.total_s);
+    // but not for this: then step follows step as update and sync do.
+    const double sync_s = 5 * at_once.total_s;
+    device.sync_bytes_per_s = written / sync_s;
+    const double total_s = run(shape, machine, options).total_s;
+    EXPECT_GT(total_s, sync_s + 0.5 * update_s);
+    EXPECT_LT(total_s, sync_s + at_once.total_s);
+  }
+}
+
+TEST(Step, StreamedWeightsAreReadWhenTheyAreSynced) {
+  Machine machine = with_devices(*load_machine("workstation-gen4"), 2);
+  const ModelShape shape = model("llama3-3B");
+  StepOptions options = all_streamed(shape);
+  options.streamed->gradient_memory_bytes = 0;
+  options.slots = 8;  // for early
+  const double written = static_cast<double>((12 + 2) * shape.parameters()) / 2;
+  constexpr double kSyncS = 2.5;
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kEarly}) {
+    options.overlap = overlap;
+    machine.devices.front().sync_bytes_per_s = 0;
+    const double at_once_s = run(shape, machine, options).total_s;
+    machine.devices.front().sync_bytes_per_s = written / kSyncS;
+    EXPECT_NEAR(run(shape, machine, options).total_s, at_once_s + kSyncS, 1e-3 * at_once_s)
+        << base::enum_name(overlap) << ": forward's first";
+  }
+  // Forward's come from the update, and those of backward wait for what is left of the sync.
+  options.overlap = Overlap::kLate;
+  machine.devices.front().sync_bytes_per_s = 0;
+  const double at_once_s = run(shape, machine, options).total_s;
+  machine.devices.front().sync_bytes_per_s = written / kSyncS;
+  const double total_s = run(shape, machine, options).total_s;
+  EXPECT_GT(total_s, at_once_s);
+  EXPECT_LT(total_s, at_once_s + 1.001 * kSyncS);
+}
+
 TEST(Step, UnitsThatStayAreNotRead) {
   const Machine machine = with_devices(*load_machine("workstation-gen4"), 2);
   const ModelShape shape = model("llama3-3B");

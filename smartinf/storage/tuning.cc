@@ -47,6 +47,7 @@ bool is_block_device(const std::string& path) {
 struct Rates {
   double read = 0;
   double write = 0;
+  double seconds = 0;
 };
 
 /// Moves data through one file: fill() writes all of it, run() reads one half and writes the other.
@@ -70,6 +71,10 @@ class Mover {
       if (!done->status.ok()) return done->status;
       if (at < file_bytes_) next_fill(*done, at);
     }
+    return sync();
+  }
+
+  Status sync() {
     Transfer& sync = transfers_.front();
     sync.op = IoOp::kSync;
     sync.buffer = {};
@@ -106,7 +111,8 @@ class Mover {
       moved[index >= depth] += io_bytes;
       if (spent < seconds) next(*done, index);
     }
-    return Rates{static_cast<double>(moved[0]) / spent, static_cast<double>(moved[1]) / spent};
+    return Rates{static_cast<double>(moved[0]) / spent, static_cast<double>(moved[1]) / spent,
+                 spent};
   }
 
  private:
@@ -145,6 +151,27 @@ Status try_all(Mover& mover, uint64_t memory_bytes, double seconds, IoTuning& be
       }
     }
   }
+  return Status();
+}
+
+/// The median of some times.
+Status try_sync(Mover& mover, const MeasureOptions& options, IoTuning& best) {
+  constexpr size_t kTimes = 5;
+  constexpr double kSeen = 0.02;  // of the time of the writes
+  std::array<double, kTimes> seconds_per_byte{};
+  for (double& one : seconds_per_byte) {
+    SI_RETURN_IF_ERROR(mover.sync());
+    SI_ASSIGN_OR_RETURN(const Rates rates,
+                        mover.run(best.io_bytes, best.io_depth, options.seconds));
+    const double written =
+        std::min(rates.write * rates.seconds, static_cast<double>(options.file_bytes) / 2);
+    const uint64_t start_ns = base::now_ns();
+    SI_RETURN_IF_ERROR(mover.sync());
+    one = base::seconds_since(start_ns) / written;
+  }
+  std::sort(seconds_per_byte.begin(), seconds_per_byte.end());
+  const double median = seconds_per_byte[kTimes / 2];
+  if (median * best.write_bytes_per_second > kSeen) best.sync_bytes_per_second = 1 / median;
   return Status();
 }
 
@@ -194,7 +221,8 @@ Result<IoTuning> measure_io(const std::string& path, const MeasureOptions& optio
   TransferQueue queue(std::move(ring), index, file_path, /*direct=*/true, kPatience);
   Mover mover(queue, transfers, memory.bytes(), file_bytes);
   IoTuning best;
-  const Status measured = try_all(mover, memory.size(), options.seconds, best);
+  Status measured = try_all(mover, memory.size(), options.seconds, best);
+  if (measured.ok() && options.sync) measured = try_sync(mover, options, best);
   if (!queue.close().ok()) {
     leak_in_flight(std::move(transfers));
     leak_in_flight(std::move(memory));

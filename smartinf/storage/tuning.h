@@ -16,6 +16,9 @@ struct IoTuning {
   /// What moved with these at once; 0: not measured.
   double read_bytes_per_second = 0;
   double write_bytes_per_second = 0;
+  /// Of MeasureOptions::sync: what was written, over the time of the sync behind it; 0: that took
+  /// no time, or was not measured.
+  double sync_bytes_per_second = 0;
 };
 
 struct MeasureOptions {
@@ -24,6 +27,7 @@ struct MeasureOptions {
   double seconds = 0.25;                      // per combination of size and depth
   /// For what is in flight; combinations that need more are not tried. At least 8 MiB are used.
   uint64_t memory_bytes = uint64_t{256} << 20;
+  bool sync = false;  // measure that as well, some seconds more
 };
 
 /// Finds transfer size and depth by a short run (some seconds) with reads and writes overlapped, on

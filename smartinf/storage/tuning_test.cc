@@ -74,6 +74,14 @@ TEST(Tuning, IsRememberedAndDistrusted) {
   ASSERT_TRUE(measured.ok()) << measured.status().to_string();
   EXPECT_GT(measured->read_bytes_per_second, 0);
   EXPECT_GT(measured->write_bytes_per_second, 0);
+  EXPECT_EQ(measured->sync_bytes_per_second, 0) << "not asked for";
+  quick.sync = true;
+  const auto synced = measure_io(path, quick);
+  ASSERT_TRUE(synced.ok()) << synced.status().to_string();
+  // No time worth saying, or at least a fiftieth of what the writes take.
+  const double rate = synced->sync_bytes_per_second;
+  EXPECT_TRUE(rate == 0 || (rate > 1e6 && rate < 51 * synced->write_bytes_per_second)) << rate;
+  quick.sync = false;
   quick.memory_bytes = 16 << 20;
   const auto small = measure_io(path, quick);
   ASSERT_TRUE(small.ok()) << small.status().to_string();

@@ -60,14 +60,15 @@ done
 # One run over all trees, so that its summary is the summary of everything.
 mkdir -p build/all
 printf 'subdirs("../%s")\n' "${trees[@]}" >build/all/CTestTestfile.cmake
-# The states of the rooms' tests are in memory where there is room and direct I/O: on a drive half of
-# the time would be syncs. storage's tests, and all that run the command or Python, stay on the drive.
+# The states of the tests are in memory where there is room and direct I/O: on a drive half of the time
+# would be syncs. The tests of storage, of faults, of file systems and of the command without training
+# stay on the drive.
 if [ -z "${SMARTINF_TEST_FOLDER:-}" ] && [ -w /dev/shm ] &&
   [ "$(df -Pk /dev/shm | awk 'NR == 2 {print int($4 / 1048576)}')" -ge 4 ] &&
   SMARTINF_TEST_FOLDER=$(mktemp -d /dev/shm/smartinf-tests-XXXXXX); then
   trap 'rm -rf "$SMARTINF_TEST_FOLDER"' EXIT
   if dd if=/dev/zero of="$SMARTINF_TEST_FOLDER/direct" bs=4096 count=1 oflag=direct 2>/dev/null; then
-    export SMARTINF_TEST_FOLDER
+    export SMARTINF_TEST_FOLDER PYTEST_DEBUG_TEMPROOT="$SMARTINF_TEST_FOLDER"
   fi
 fi
 say "Running the tests"

@@ -66,10 +66,13 @@ def make_corpus(path):
 
 
 class TrainCase(unittest.TestCase):
-    """A folder of its own per test, with a corpus and a recipe."""
+    """A folder of its own per test, with a corpus and a recipe: in SMARTINF_TEST_FOLDER, or else, and where
+    the test is `on_drive`, where temporary files go."""
+    on_drive = False
 
     def setUp(self):
-        self._folder = tempfile.TemporaryDirectory(prefix="smartinf_test_")
+        parent = None if self.on_drive else os.environ.get("SMARTINF_TEST_FOLDER")
+        self._folder = tempfile.TemporaryDirectory(prefix="smartinf_test_", dir=parent)
         self.addCleanup(self._folder.cleanup)
         self.folder = pathlib.Path(self._folder.name)
         self.corpus = self.folder / "corpus.txt"

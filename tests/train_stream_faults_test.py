@@ -42,6 +42,8 @@ def memory_group(bytes_max):
 
 
 class StreamFaults(StreamCase):
+    on_drive = True  # files in memory would count in a control group
+
     def setUp(self):
         super().setUp()
         self.shim = shim.build(self.folder)

@@ -8,7 +8,8 @@ bench: `smartinf bench overlap`, a step whose computing is a sleep of a given le
 overlap none, late and early, where everything stays in memory and where weights are streamed, with one and two micro
 batches, with two ranks on this machine, and with the device behind `smartinf serve` on this machine (loopback; the
 network's rate is the file's near_bytes_per_s, and what the cores carry comes from CPU seconds of `smartinf bench step` on a
-remote and on a local device). What the drive's syncs and its part of the cores are is measured by `smartinf calibrate` in each round. The machine file is made by `smartinf calibrate` where none is given. Of it the rate of
+remote and on a local device). `smartinf calibrate` measures in each round what the drive's syncs take, and its part of the
+cores. The machine file is made by `smartinf calibrate` where none is given. Of it the rate of
 computing is set so that forward and backward alone take as long as they did.
 
 With bench and train, simulated_s is the step with the drives of the file, and fitted_s the step with drives so much faster
@@ -203,7 +204,7 @@ class Schedules:
         return 4 * params * os.cpu_count() / (remote_s - local_s)
 
     def rates(self):
-        """What drifts between two rounds: of the network, and what calibrate says of the drive."""
+        """Keys of the machine file that are measured in each round, because they drift."""
         drive = run("calibrate", "--device", self.args.device, "--out", self.folder / "calibrated.toml", "--json")[0]
         return {"network.cores_bytes_per_s": self.cores_bytes_per_s(),
                 **{f"device.{key}": drive[f"device0_{key}"] for key in ("sync_bytes_per_s", "cores_bytes_per_s")}}
@@ -365,7 +366,8 @@ def main():
             hidden = round((args.params / LAYERS / 12) ** 0.5 / 8) * 8
             words = ["--layers", LAYERS, "--hidden", hidden, "--heads", 8, "--vocab", 256, "--seq", 256, "--batch", 1]
             values = {"device.on_host_cores": "false", "gpu.activation_passes": 0.0, "gpu.memory_bytes_per_s": 1e18,
-                      "software.gradient_spilled": str(args.spill).lower()}
+                      "software.gradient_spilled": str(args.spill).lower(),
+                      "device.sync_bytes_per_s": 0.0}  # the measured update has it
             words += ["--slots", 32] if args.spill else []
             rows = bench_rows(args)
         else:

@@ -66,9 +66,8 @@ def make_corpus(path):
 
 
 class TrainCase(unittest.TestCase):
-    """A folder of its own per test, with a corpus and a recipe: in SMARTINF_TEST_FOLDER, or else, and where
-    the test is `on_drive`, where temporary files go."""
-    on_drive = False
+    """A folder of its own per test, with a corpus and a recipe."""
+    on_drive = False  # where temporary files go, and not in SMARTINF_TEST_FOLDER
 
     def setUp(self):
         parent = None if self.on_drive else os.environ.get("SMARTINF_TEST_FOLDER")

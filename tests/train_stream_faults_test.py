@@ -42,7 +42,7 @@ def memory_group(bytes_max):
 
 
 class StreamFaults(StreamCase):
-    on_drive = True  # files in memory would count in a control group
+    on_drive = True  # files in memory would count as memory of a control group
 
     def setUp(self):
         super().setUp()

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -112,28 +113,29 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   SI_RETURN_IF_ERROR(check_ranks(machine, options));
   SI_RETURN_IF_ERROR(check_overlap(machine, options));
   const OneRank one = one_rank(machine, options);
-  const auto graph = [&](const StepOptions& wanted, double committed_s) {
-    return StepGraph(model, one.machine, wanted, one.exchange, committed_s);
+  const auto graph = [&](const StepOptions& asked, double committed_s) {
+    return StepGraph(model, one.machine, asked, one.exchange, committed_s);
   };
   if (options.overlap == plan::Overlap::kNone) return graph(one.options, 0).run_apart();
   StepOptions alone = one.options;
   alone.overlap = plan::Overlap::kNone;
   const double forward_s = graph(alone, 0).forward_alone_s(options.overlap);
-  // A commit may end beside the next step. In the steady state it ends as late in that one as the
-  // one before it in this.
+  // A commit may end beside the next step. In the steady state all commits end at the same time of
+  // the step that follows, which is found by simulating the step again; mostly twice.
+  constexpr int kRoundsMax = 8;
+  StepTimes times;
   double committed_s = 0;
-  for (int round = 0;; ++round) {
-    constexpr int kRoundsMax = 20;
+  for (int round = 0; round < kRoundsMax; ++round) {
     DeviceSubgroups begun;
     if (options.overlap == plan::Overlap::kEarly) {
       begun = graph(one.options, committed_s).begun_in_backward();
     }
     StepGraph step = graph(one.options, committed_s);
-    const StepTimes times = step.run_overlapped(begun, forward_s);
-    const double after_s = step.commit_after_step_s();
-    if (round == kRoundsMax || std::abs(after_s - committed_s) < 1e-3 * times.total_s) return times;
-    committed_s = after_s;
+    times = step.run_overlapped(begun, forward_s);
+    const double before_s = std::exchange(committed_s, step.commit_after_step_s());
+    if (std::abs(committed_s - before_s) < 1e-3 * times.total_s) break;
   }
+  return times;
 }
 
 }  // namespace smartinf::sim

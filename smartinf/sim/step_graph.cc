@@ -50,19 +50,14 @@ StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const Step
 
 StepTimes StepGraph::run_apart() {
   // Of the step before, beside this one's computing; or at the end of each.
-  if (!streams_committed()) committed_s_ = syncs_s();
+  if (!streams_committed()) committed_s_ = sync_s();
   const TaskIndex forward_end = forward(kNone);
   const TaskIndex backward_end = backward(forward_end);
   update(backward_end, all_subgroups(), {});
   graph_.run();
   StepTimes times;
   times.total_s = graph_.end_s();
-  double backward_end_s = graph_.times(backward_end).end_s;
-  // Gradients that wait for the commit are given when backward has ended.
-  if (committed_ != kNone) {
-    const double computed_s = graph_.times(last_computed_).end_s;
-    backward_end_s -= std::max(0.0, graph_.times(committed_).end_s - computed_s);
-  }
+  const double backward_end_s = end_of_backward_s(backward_end);
   times.forward_s = graph_.times(forward_end).end_s;
   times.backward_s = backward_end_s - times.forward_s;
   times.update_s = times.total_s - backward_end_s;
@@ -132,7 +127,7 @@ StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward
   StepTimes times;
   times.total_s = graph_.end_s();
   times.forward_s = forward_alone_s;
-  times.backward_s = graph_.times(backward_end).end_s;
+  times.backward_s = end_of_backward_s(backward_end);
   times.update_s = std::max(0.0, times.total_s - times.backward_s - forward_alone_s);
   times.backward = utilizations(0, times.backward_s);
   times.update = utilizations(times.backward_s, times.total_s);
@@ -143,11 +138,18 @@ StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward
 
 double StepGraph::commit_after_step_s() const {
   double end_s = 0;
-  for (size_t d = 0; d < update_ends_.size(); ++d) {
-    const double sync = streams_committed() ? 0 : sync_s(d);
-    end_s = std::max(end_s, graph_.times(update_ends_[d]).end_s + sync);
-  }
+  for (const TaskIndex end : update_ends_) end_s = std::max(end_s, graph_.times(end).end_s);
+  if (!streams_committed()) end_s += sync_s();  // else it is in the graph
   return std::max(0.0, end_s - graph_.end_s());
+}
+
+/// Without what backward's gradients wait for the commit when it has made all of them: that is
+/// the update's.
+double StepGraph::end_of_backward_s(TaskIndex backward_end) const {
+  const double end_s = graph_.times(backward_end).end_s;
+  if (committed_ == kNone) return end_s;
+  const double computed_s = graph_.times(last_computed_).end_s;
+  return end_s - std::max(0.0, graph_.times(committed_).end_s - computed_s);
 }
 
 void StepGraph::finish(StepTimes& times) const {
@@ -228,13 +230,17 @@ void StepGraph::make_resources() {
 
 void StepGraph::make_owners() {
   const DeviceGroup* before = nullptr;
+  // Drives of the RAID0 have the same part of its bytes each.
+  const double sharing = baseline() ? machine_.device_count() : 1;
   for (const DeviceGroup* device : machine_.each_device()) {
     const bool same_server = device->remote && std::exchange(before, device) == device;
+    const double sync_s_per_byte =
+        device->sync_bytes_per_s > 0 ? cost(device->sync_bytes_per_s) / sharing : 0;
     if (baseline() && !owners_.empty()) {
       Owner& raid = owners_.front();
       raid.read_bytes_per_s += device->read_bytes_per_s;
       raid.write_bytes_per_s += device->write_bytes_per_s;
-      raid.sync_bytes_per_s += device->sync_bytes_per_s;
+      raid.sync_s_per_byte = std::max(raid.sync_s_per_byte, sync_s_per_byte);
       raid.burst_bytes_per_s += device->read_bytes_per_s;
       raid.burst_bytes += device->burst_bytes;
       if (!same_server) raid.link_bytes_per_s += device->link_bytes_per_s;
@@ -245,7 +251,7 @@ void StepGraph::make_owners() {
     owner.write_bytes_per_s = device->write_bytes_per_s;
     owner.burst_bytes_per_s = device->read_bytes_per_s;
     owner.burst_bytes = device->burst_bytes;
-    owner.sync_bytes_per_s = device->sync_bytes_per_s;
+    owner.sync_s_per_byte = sync_s_per_byte;
     owner.link_bytes_per_s = device->link_bytes_per_s;
     owner.latency_s = device->latency_s + (device->remote ? machine_.network.latency_s : 0);
     owner.amplification = device->write_amplification;
@@ -447,7 +453,7 @@ StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
     left = hand_over(u, computed.back(), left, last_write);
   }
   last_computed_ = computed.back();
-  const TaskIndex end = graph_.add_task({}, {computed.back(), left});
+  const TaskIndex end = graph_.add_task({}, {computed.back(), left, committed_});
   for (const TaskIndex write : last_write) graph_.add_dependency(end, write);
   return end;
 }

@@ -19,9 +19,10 @@ using DeviceSubgroups = std::vector<std::vector<uint32_t>>;
 class StepGraph {
  public:
   /// exchange: of one of several ranks (one_rank()), whose machine and options the others are.
-  /// committed_s: of a step that is overlapped, when the commit of the one before it ends.
+  /// committed_s: of a step that is overlapped, when the commit of the step before it ends, from
+  /// where the circle is cut on.
   StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options,
-            const Exchange& exchange, double committed_s = 0);
+            const Exchange& exchange, double committed_s);
 
   /// Forward, backward and update one after another.
   StepTimes run_apart();
@@ -33,7 +34,7 @@ class StepGraph {
   /// In the steady state it does not matter where the circle is cut: here before backward, so that
   /// the update's end meets the next forward inside the graph.
   StepTimes run_overlapped(const DeviceSubgroups& begun, double forward_alone_s);
-  /// After that: how long after the step its own commit ends.
+  /// After run_overlapped(): how long after the step's end its own commit ends.
   double commit_after_step_s() const;
 
  private:
@@ -59,7 +60,7 @@ class StepGraph {
     double shared_bytes_per_s = 0;  // of the host's link or the network, which all pass
     double cores_bytes_per_s = 0;   // of the cores that compute; 0: they have no part in it
     double drive_cores_s = 0;       // of theirs, for a byte that the drive moves
-    double sync_bytes_per_s = 0;
+    double sync_s_per_byte = 0;     // of what the step has written
     double latency_s = 0;
     double update_bytes_per_s = 0;
     bool pipeline = false;
@@ -151,11 +152,11 @@ class StepGraph {
   double pipeline_element_s(const FpgaPipeline& kernel) const;
   SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;
   uint64_t spilled_bytes(uint64_t first, uint64_t count) const;
-  double sync_s(size_t d) const;
-  double syncs_s() const;
+  double sync_s() const;
   /// Weights come from the devices when the step is committed, and no update hands them out.
   bool streams_committed() const {
-    return options_.streamed && options_.overlap != plan::Overlap::kLate;
+    return options_.streamed && options_.overlap != plan::Overlap::kLate &&
+           options_.streamed->placement.in_memory < options_.streamed->units.size();
   }
 
   TaskIndex task(uint32_t lane, const std::string& name, std::vector<Stage> stages,
@@ -195,6 +196,7 @@ class StepGraph {
   DeviceSubgroups all_subgroups() const;
   std::vector<TaskIndex> weights_of(const Unit& unit) const;
 
+  double end_of_backward_s(TaskIndex backward_end) const;
   void finish(StepTimes& times) const;
   std::vector<Utilization> utilizations(double from_s, double to_s) const;
   std::vector<Span> spans() const;
@@ -219,7 +221,7 @@ class StepGraph {
   bool weights_given_ = false;                            // without a read in forward
   std::vector<TaskIndex> weights_asked_;                  // by unit: forward has room for them
   double committed_s_;
-  TaskIndex committed_ = kNone;         // when the step before is; kNone: at once
+  TaskIndex committed_ = kNone;         // the end of the last step's commit; kNone: it has ended
   TaskIndex last_computed_ = kNone;     // of backward
   std::vector<TaskIndex> update_ends_;  // by owner
   /// Of several ranks: gradients of units on their way, in backward's order, with what is sent of

@@ -193,7 +193,7 @@ StepGraph::TaskIndex StepGraph::stream_backward(TaskIndex start) {
     left = hand_over(u, walk.computed.back(), left, last_write);
   }
   last_computed_ = walk.computed.back();
-  const TaskIndex end = graph_.add_task({}, {walk.computed.back(), left});
+  const TaskIndex end = graph_.add_task({}, {walk.computed.back(), left, committed_});
   for (const TaskIndex write : last_write) graph_.add_dependency(end, write);
   return end;
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <ctime>
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "smartinf/base/test_timing.h"
@@ -515,6 +516,32 @@ TEST(Step, TheNextUpdateWaitsUntilWritesAreSynced) {
     const double total_s = run(shape, machine, options).total_s;
     EXPECT_GT(total_s, sync_s + 0.5 * update_s);
     EXPECT_LT(total_s, sync_s + at_once.total_s);
+  }
+}
+
+TEST(Step, EveryMethodWaitsForTheSync) {
+  Machine machine = *load_machine("workstation-gen4");
+  machine.host.select_params_per_s = 1e9;
+  machine.software.gradient_spilled = false;
+  const ModelShape shape = model("llama3-1B");
+  for (const Method method : kMethods) {
+    for (const Overlap overlap : {Overlap::kNone, Overlap::kLate}) {
+      SCOPED_TRACE(fmt::format("{} {}", method_name(method), base::enum_name(overlap)));
+      StepOptions options;
+      options.method = method;
+      options.overlap = overlap;
+      options.weights_stay = true;
+      machine.devices.front().sync_bytes_per_s = 0;
+      const StepTimes at_once = run(shape, machine, options);
+      const double written = static_cast<double>(12 * shape.parameters()) / machine.device_count();
+      const double sync_s = 5 * at_once.total_s;
+      machine.devices.front().sync_bytes_per_s = written / sync_s;
+      const StepTimes behind = run(shape, machine, options);
+      EXPECT_GT(behind.total_s, sync_s + 0.5 * at_once.update_s);
+      EXPECT_LT(behind.total_s, 1.1 * sync_s + at_once.total_s);  // a residual is written as well
+      EXPECT_GT(behind.update_s, at_once.update_s) << "the wait is the update's";
+      EXPECT_NEAR(behind.backward_s, at_once.backward_s, 0.1 * at_once.backward_s);
+    }
   }
 }
 

@@ -184,20 +184,17 @@ double StepGraph::pipeline_element_s(const FpgaPipeline& kernel) const {
   return pipeline_seconds(kernel, element);
 }
 
-/// The sync that ends a step, of a device.
-double StepGraph::sync_s(size_t d) const {
-  if (owners_[d].sync_bytes_per_s <= 0) return 0;
-  uint64_t bytes = 0;
-  for (const SubgroupLoad& load : update_.devices()[d].subgroups) {
-    bytes += load.spilled + load.master + load.moments + load.residual;
-  }
-  return static_cast<double>(bytes) * cost(owners_[d].sync_bytes_per_s);
-}
-
-/// Of all devices, which sync at once.
-double StepGraph::syncs_s() const {
+/// The sync that ends a step, of the device that takes the longest: all begin when the last update
+/// has ended. Inputs of units on the drives are scratch, and small.
+double StepGraph::sync_s() const {
   double longest_s = 0;
-  for (size_t d = 0; d < owners_.size(); ++d) longest_s = std::max(longest_s, sync_s(d));
+  for (size_t d = 0; d < owners_.size(); ++d) {
+    uint64_t bytes = 0;
+    for (const SubgroupLoad& load : update_.devices()[d].subgroups) {
+      bytes += load.spilled + load.master + load.moments + load.residual;
+    }
+    longest_s = std::max(longest_s, static_cast<double>(bytes) * owners_[d].sync_s_per_byte);
+  }
   return longest_s;
 }
 
@@ -258,13 +255,11 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
   const bool engine = machine_.software.overlapped == plan::ScheduleVariant::kOverlapped;
   if (engine && !baseline() && begun.empty()) run.prefetch = gradient_arrived_.back();
   update_ends_ = update_.add(run);
-  if (streams_committed() && syncs_s() > 0) {
-    const TaskIndex committed = graph_.add_task({}, {});
-    for (size_t d = 0; d < owners_.size(); ++d) {
-      graph_.add_dependency(committed, task(lane(d, UpdateGraph::kWrites), "sync",
-                                            {Stage(0, {}, sync_s(d))}, {update_ends_[d]}));
-    }
-    update_ends_.assign(owners_.size(), committed);
+  if (streams_committed() && sync_s() > 0) {
+    const TaskIndex updated = graph_.add_task({}, {});
+    for (const TaskIndex end : update_ends_) graph_.add_dependency(updated, end);
+    update_ends_.assign(owners_.size(), task(lane(0, UpdateGraph::kWrites), "sync",
+                                             {Stage(0, {}, sync_s())}, {updated}));
   }
   if (several()) broadcast_weights();
 }

@@ -47,7 +47,7 @@ bool is_block_device(const std::string& path) {
 struct Rates {
   double read = 0;
   double write = 0;
-  double seconds = 0;
+  uint64_t written_bytes = 0;  // places that were written, at least once each
 };
 
 /// Moves data through one file: fill() writes all of it, run() reads one half and writes the other.
@@ -112,7 +112,7 @@ class Mover {
       if (spent < seconds) next(*done, index);
     }
     return Rates{static_cast<double>(moved[0]) / spent, static_cast<double>(moved[1]) / spent,
-                 spent};
+                 std::min(moved[1], half)};
   }
 
  private:
@@ -154,7 +154,7 @@ Status try_all(Mover& mover, uint64_t memory_bytes, double seconds, IoTuning& be
   return Status();
 }
 
-/// The median of some times.
+/// The time of a sync for each byte written before it: the median of some.
 Status try_sync(Mover& mover, const MeasureOptions& options, IoTuning& best) {
   constexpr size_t kTimes = 5;
   constexpr double kSeen = 0.02;  // of the time of the writes
@@ -163,11 +163,9 @@ Status try_sync(Mover& mover, const MeasureOptions& options, IoTuning& best) {
     SI_RETURN_IF_ERROR(mover.sync());
     SI_ASSIGN_OR_RETURN(const Rates rates,
                         mover.run(best.io_bytes, best.io_depth, options.seconds));
-    const double written =
-        std::min(rates.write * rates.seconds, static_cast<double>(options.file_bytes) / 2);
     const uint64_t start_ns = base::now_ns();
     SI_RETURN_IF_ERROR(mover.sync());
-    one = base::seconds_since(start_ns) / written;
+    one = base::seconds_since(start_ns) / static_cast<double>(rates.written_bytes);
   }
   std::sort(seconds_per_byte.begin(), seconds_per_byte.end());
   const double median = seconds_per_byte[kTimes / 2];

@@ -277,7 +277,7 @@ constexpr auto kMeanings = std::to_array<Meaning>({
     Meaning{"device", "cores_bytes_per_s",
             "that all cores could read and write; 0: it takes no time of theirs"},
     Meaning{"device", "sync_bytes_per_s",
-            "what was written, over the time of a step's sync; 0: that takes no time"},
+            "bytes that a step writes, over the time of its sync; 0: it takes no time"},
     Meaning{"device", "update_streams", "it updates a part of the state while that is being read"},
     Meaning{"device", "pipeline",
             "an element takes as long with any rule: the rates are Adam's in f32"},

@@ -52,8 +52,8 @@ struct DeviceGroup {
   /// kernel, and of a virtual machine's host, which takes it from the cores. Where its processor is
   /// cores that also compute; 0: none.
   double cores_bytes_per_s = 0;
-  /// What was written, over the time of the sync that ends a step: a volatile cache is emptied; 0:
-  /// that takes no time.
+  /// Bytes that a step has written, over the time of the sync (fdatasync) that ends it, which
+  /// empties the drive's volatile cache; 0: it takes no time.
   double sync_bytes_per_s = 0;
   double link_bytes_per_s = 0;  // its own link to the host, each direction
   double latency_s = 0;         // of one command over that link

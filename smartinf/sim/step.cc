@@ -113,13 +113,13 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   SI_RETURN_IF_ERROR(check_ranks(machine, options));
   SI_RETURN_IF_ERROR(check_overlap(machine, options));
   const OneRank one = one_rank(machine, options);
-  const auto graph = [&](const StepOptions& asked, double committed_s) {
-    return StepGraph(model, one.machine, asked, one.exchange, committed_s);
+  const auto graph = [&](const StepOptions& asked) {
+    return StepGraph(model, one.machine, asked, one.exchange);
   };
-  if (options.overlap == plan::Overlap::kNone) return graph(one.options, 0).run_apart();
+  if (options.overlap == plan::Overlap::kNone) return graph(one.options).run_apart();
   StepOptions alone = one.options;
   alone.overlap = plan::Overlap::kNone;
-  const double forward_s = graph(alone, 0).forward_alone_s(options.overlap);
+  const double forward_s = graph(alone).forward_alone_s(options.overlap);
   // A commit may end beside the next step. In the steady state all commits end at the same time of
   // the step that follows, which is found by simulating the step again; mostly twice.
   constexpr int kRoundsMax = 8;
@@ -128,10 +128,10 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   for (int round = 0; round < kRoundsMax; ++round) {
     DeviceSubgroups begun;
     if (options.overlap == plan::Overlap::kEarly) {
-      begun = graph(one.options, committed_s).begun_in_backward();
+      begun = graph(one.options).begun_in_backward(committed_s);
     }
-    StepGraph step = graph(one.options, committed_s);
-    times = step.run_overlapped(begun, forward_s);
+    StepGraph step = graph(one.options);
+    times = step.run_overlapped(begun, forward_s, committed_s);
     const double before_s = std::exchange(committed_s, step.commit_after_step_s());
     if (std::abs(committed_s - before_s) < 1e-3 * times.total_s) break;
   }

@@ -25,13 +25,12 @@ uint32_t StepGraph::lane(size_t device, UpdateGraph::Queue queue) {
 }
 
 StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options,
-                     const Exchange& exchange, double committed_s)
+                     const Exchange& exchange)
     : model_(model),
       machine_(machine),
       options_(options),
       exchange_(exchange),
       parameters_(model.parameters()),
-      committed_s_(committed_s),
       update_(
           graph_, LinkLaw::kTogether,
           [this] {
@@ -50,7 +49,7 @@ StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const Step
 
 StepTimes StepGraph::run_apart() {
   // Of the step before, beside this one's computing; or at the end of each.
-  if (!streams_committed()) committed_s_ = sync_s();
+  if (!streams_committed()) commit_before(sync_s());
   const TaskIndex forward_end = forward(kNone);
   const TaskIndex backward_end = backward(forward_end);
   update(backward_end, all_subgroups(), {});
@@ -75,7 +74,8 @@ double StepGraph::forward_alone_s(plan::Overlap overlap) {
   return graph_.end_s();
 }
 
-DeviceSubgroups StepGraph::begun_in_backward() {
+DeviceSubgroups StepGraph::begun_in_backward(double committed_s) {
+  commit_before(committed_s);
   const TaskIndex backward_end = backward(kNone);
   DeviceSubgroups all = all_subgroups();
   // Backward completes gradients from the end of the space on.
@@ -106,7 +106,9 @@ DeviceSubgroups StepGraph::begun_in_backward() {
   return all;
 }
 
-StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward_alone_s) {
+StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward_alone_s,
+                                    double committed_s) {
+  commit_before(committed_s);
   const TaskIndex backward_end = backward(kNone);
   DeviceSubgroups rest = all_subgroups();
   std::vector<TaskIndex> early_end;
@@ -134,6 +136,11 @@ StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward
   times.forward = times.update;
   finish(times);
   return times;
+}
+
+/// The commit of the step before ends so long after the graph's beginning.
+void StepGraph::commit_before(double committed_s) {
+  if (committed_s > 0) committed_ = graph_.add_task({Stage(0, {}, committed_s)}, {});
 }
 
 double StepGraph::commit_after_step_s() const {
@@ -416,7 +423,6 @@ StepGraph::TaskIndex StepGraph::earlier_passes(TaskIndex start, const char* phas
 }
 
 StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
-  if (committed_s_ > 0) committed_ = graph_.add_task({Stage(0, {}, committed_s_)}, {});
   if (options_.streamed) return stream_backward(start);
   start = earlier_passes(start, "backward", &Unit::backward_s);
   const bool together = options_.weights_stay && options_.gradients == GradientsLeave::kTogether;
@@ -432,10 +438,11 @@ StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
   }
   std::vector<TaskIndex> computed;
   // Gradients go to the devices from the commit on; until then one process keeps them.
-  const TaskIndex begun = graph_.add_task({}, {start, committed_});
-  std::vector<TaskIndex> last_write(owners_.size(), begun);
+  const TaskIndex step_begun = graph_.add_task({}, {start, committed_});
+  std::vector<TaskIndex> last_write(owners_.size(), step_begun);
   TaskIndex fetched = start;
-  TaskIndex left = several() ? begun : start;  // gradients of the unit before have left the GPU
+  TaskIndex left =
+      several() ? step_begun : start;  // gradients of the unit before have left the GPU
   gradient_arrived_.assign(units_.size(), {});
   for (size_t u = units_.size(); u-- > 0;) {
     const Unit& unit = units_[u];

@@ -19,21 +19,21 @@ using DeviceSubgroups = std::vector<std::vector<uint32_t>>;
 class StepGraph {
  public:
   /// exchange: of one of several ranks (one_rank()), whose machine and options the others are.
-  /// committed_s: of a step that is overlapped, when the commit of the step before it ends, from
-  /// where the circle is cut on.
   StepGraph(const ModelShape& model, const Machine& machine, const StepOptions& options,
-            const Exchange& exchange, double committed_s);
+            const Exchange& exchange);
 
   /// Forward, backward and update one after another.
   StepTimes run_apart();
   /// What a step that is overlapped needs to know of parts of it. Subgroups that an update beside
-  /// backward has begun when that ends; the forward pass with nothing beside it.
-  DeviceSubgroups begun_in_backward();
+  /// backward has begun when that ends; the forward pass with nothing beside it. committed_s, here
+  /// and below: how long after backward's beginning the commit of the step before ends.
+  DeviceSubgroups begun_in_backward(double committed_s);
   /// overlap: of the step that it is part of. A late update gives weights without a read.
   double forward_alone_s(plan::Overlap overlap);
   /// In the steady state it does not matter where the circle is cut: here before backward, so that
   /// the update's end meets the next forward inside the graph.
-  StepTimes run_overlapped(const DeviceSubgroups& begun, double forward_alone_s);
+  StepTimes run_overlapped(const DeviceSubgroups& begun, double forward_alone_s,
+                           double committed_s);
   /// After run_overlapped(): how long after the step's end its own commit ends.
   double commit_after_step_s() const;
 
@@ -153,6 +153,7 @@ class StepGraph {
   SubgroupLoad make_load(const Owner& owner, uint64_t first, uint64_t count) const;
   uint64_t spilled_bytes(uint64_t first, uint64_t count) const;
   double sync_s() const;
+  void commit_before(double committed_s);
   /// Weights come from the devices when the step is committed, and no update hands them out.
   bool streams_committed() const {
     return options_.streamed && options_.overlap != plan::Overlap::kLate &&
@@ -220,7 +221,6 @@ class StepGraph {
   std::vector<std::vector<TaskIndex>> gradient_arrived_;  // by unit, by owner
   bool weights_given_ = false;                            // without a read in forward
   std::vector<TaskIndex> weights_asked_;                  // by unit: forward has room for them
-  double committed_s_;
   TaskIndex committed_ = kNone;         // the end of the last step's commit; kNone: it has ended
   TaskIndex last_computed_ = kNone;     // of backward
   std::vector<TaskIndex> update_ends_;  // by owner

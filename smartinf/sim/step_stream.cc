@@ -179,9 +179,9 @@ StepGraph::TaskIndex StepGraph::stream_backward(TaskIndex start) {
   Walk walk;
   walk.start = walk.fetched = walk.inputs_read = start;
   // Weights that no update hands out come from the commit on, and there is no room for gradients.
-  const TaskIndex begun = walk.read = graph_.add_task({}, {start, committed_});
-  std::vector<TaskIndex> last_write(owners_.size(), begun);
-  TaskIndex left = begun;  // gradients of the unit before have left the GPU
+  const TaskIndex step_begun = walk.read = graph_.add_task({}, {start, committed_});
+  std::vector<TaskIndex> last_write(owners_.size(), step_begun);
+  TaskIndex left = step_begun;  // gradients of the unit before have left the GPU
   gradient_arrived_.assign(units_.size(), {});
   for (size_t u = units_.size(); u-- > 0;) {
     const bool there = on_gpu() && u < placement.on_accelerator;

@@ -75,13 +75,13 @@ class Mover {
   }
 
   Status sync() {
-    Transfer& sync = transfers_.front();
-    sync.op = IoOp::kSync;
-    sync.buffer = {};
-    queue_.start(sync);
+    Transfer& transfer = transfers_.front();
+    transfer.op = IoOp::kSync;
+    transfer.buffer = {};
+    queue_.start(transfer);
     Transfer* done = nullptr;
     SI_ASSIGN_OR_RETURN(const size_t count, queue_.finish({&done, 1}, kPatience));
-    return count == 1 ? sync.status : Status(ErrorCode::kTimeout, "the drive does not answer");
+    return count == 1 ? transfer.status : Status(ErrorCode::kTimeout, "the drive does not answer");
   }
 
   Result<Rates> run(uint64_t io_bytes, uint32_t depth, double seconds) {

@@ -27,7 +27,7 @@ struct MeasureOptions {
   double seconds = 0.25;                      // per combination of size and depth
   /// For what is in flight; combinations that need more are not tried. At least 8 MiB are used.
   uint64_t memory_bytes = uint64_t{256} << 20;
-  bool sync = false;  // measure that as well, some seconds more
+  bool sync = false;  // measure sync_bytes_per_second as well: some seconds more
 };
 
 /// Finds transfer size and depth by a short run (some seconds) with reads and writes overlapped, on

@@ -40,31 +40,42 @@ class RankCalls:
 
     def all_gather(self, channel, mine):
         """Every rank's bytes, as many of each, by rank."""
-        parts = self._exchange(channel, mine, self._others, len(mine), self._others)
-        return [mine if r == self._rank else parts[r] for r in range(self._world)]
+        parts = [_tensor(mine) if r == self._rank else _room(len(mine)) for r in range(self._world)]
+        self.all_gather_tensors(self._groups[channel], parts)
+        return [bytes(part.tolist()) for part in parts]
 
     def broadcast(self, channel, sent, size, root):
         """Root's bytes."""
-        if self._rank != root:
-            return self._exchange(channel, b"", [], size, [root])[root]
-        self._exchange(channel, sent, self._others, 0, [])
-        return sent
+        value = _tensor(sent) if self._rank == root else _room(size)
+        self.broadcast_tensor(self._groups[channel], value, root)
+        return bytes(value.tolist())
 
     def failed(self, text):
         """This rank gives up."""
         self._say_first(f"{self._names[self._rank]}: {text}", 0)
 
+    # ---- For weights.
+
+    def all_gather_tensors(self, group, parts):
+        """parts[r] is rank r's tensor: this rank's is sent to all others, theirs are filled in."""
+        theirs = {r: parts[r] for r in self._others}
+        self._exchange(group, parts[self._rank], self._others, theirs)
+
+    def broadcast_tensor(self, group, tensor, root):
+        """Root's values into every rank's tensor."""
+        if self._rank == root:
+            self._exchange(group, tensor, self._others, {})
+        else:
+            self._exchange(group, None, [], {root: tensor})
+
     # ---- Between ranks.
 
-    def _exchange(self, channel, text, receivers, size, senders):
-        """Sends text to each of the receivers; `size` bytes of each sender. After a failure memory of what is received
-        may still be written to: it is torch's own."""
+    def _exchange(self, group, sent, receivers, parts):
+        """Sends the tensor `sent` to each of the receivers; parts: for each sender the tensor that its message comes
+        into. After a failure these may still be written to."""
         if self._failure is not None:
             raise self._failure
-        group, begin = self._groups[channel], time.monotonic()
-        sent = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-        parts = {r: torch.empty(size, dtype=torch.uint8) for r in senders}
-        sending, receiving, r = [], [], None
+        sending, receiving, r, begin = [], [], None, time.monotonic()
         try:
             for r in receivers:
                 sending.append((r, group.send([sent], r, 0)))
@@ -76,7 +87,6 @@ class RankCalls:
         except Exception as error:
             self._failure = self._cause(r, error, time.monotonic() - begin)
             raise self._failure from None
-        return {r: bytes(part.tolist()) for r, part in parts.items()}
 
     def _cause(self, r, error, waited):
         """What `error`, of a message from or to rank r, comes from."""
@@ -119,6 +129,14 @@ class RankCalls:
             return answers.get(timeout=patience + _STORE_SECONDS)
         except queue.Empty:
             return text
+
+
+def _tensor(text):
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else _room(0)
+
+
+def _room(size):
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def timeout_of(process_group):

@@ -4,6 +4,7 @@ has divided each rank owns what it holds, and nobody else needs the new weights.
 
 Recovery, commits and the norm are agreed on by the core (engine/ranks/peers.h)."""
 
+import itertools
 import os
 import pickle
 import zlib
@@ -116,7 +117,7 @@ class Ranks:
 
     def broadcast(self, tensor):
         """Rank 0's values into every rank's tensor."""
-        dist.broadcast(tensor, src=self._members[0], group=self._group)
+        self._calls.broadcast_tensor(self._group, tensor, 0)
 
     def all_reduce(self, tensor):
         dist.all_reduce(tensor, group=self._group)
@@ -125,6 +126,5 @@ class Ranks:
         """Every rank's part of the flat weights to all ranks, which need them unless they are divided."""
         if self.world == 1 or layout.mesh is not None:
             return
-        for r, member in enumerate(self._members):
-            part = layout.flat[layout.bounds[r] : layout.bounds[r + 1]].view(torch.uint8)
-            dist.broadcast(part, src=member, group=self._group)
+        parts = [layout.flat[begin:end].view(torch.uint8) for begin, end in itertools.pairwise(layout.bounds)]
+        self._calls.all_gather_tensors(self._group, parts)

@@ -15,8 +15,9 @@ the number of the signal that ended one of them, or 0.
   save_after         updates after which a checkpoint is saved
   add_after          updates after which a parameter without a gradient is added
   kill               [point, update]: the last rank kills itself in that update: "update" before its
-                     commit is started, "agree" when it is prepared, "commit" when all have agreed, "confirm"
-                     when it has committed, before it says so; or ["random", seconds]
+                     commit is started, "weights" when all have committed and wait for its new weights, "agree"
+                     when it is prepared, "commit" when all have agreed, "confirm" when it has committed, before it
+                     says so; or ["random", seconds]
   stop               as kill, but it is stopped (SIGSTOP)
   refused            the optimizer cannot be made: in the error's text
   patience           seconds that the others have when a rank has ended
@@ -60,8 +61,9 @@ def plan_death(optimizer, point, when, die=die):
     if point == "random":
         threading.Thread(target=lambda: (time.sleep(when), die()), daemon=True).start()
         return
-    calls, begin_commit = optimizer._session.ranks._calls, type(optimizer._session.lineage).to_json
-    gather, here = calls.all_gather, threading.Event()
+    ranks, begin_commit = optimizer._session.ranks, type(optimizer._session.lineage).to_json
+    calls = ranks._calls
+    gather, gather_weights, here = calls.all_gather, ranks.all_gather_weights, threading.Event()
 
     def all_gather(channel, mine):
         # What the core asks all ranks of that update.
@@ -73,6 +75,12 @@ def plan_death(optimizer, point, when, die=die):
             die()
         return parts
 
+    def all_gather_weights(layout):
+        if here.is_set() and point == "weights":
+            optimizer._session.wait_commit()
+            die()
+        gather_weights(layout)
+
     def to_json(lineage):
         if lineage.updates == when:
             here.set()
@@ -80,7 +88,7 @@ def plan_death(optimizer, point, when, die=die):
                 die()
         return begin_commit(lineage)
 
-    calls.all_gather = all_gather
+    calls.all_gather, ranks.all_gather_weights = all_gather, all_gather_weights
     type(optimizer._session.lineage).to_json = to_json
 
 

@@ -112,7 +112,7 @@ def test_two_ranks_add_a_parameter(run, two, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["update", "agree", "confirm", *["random"] * 4])
+@pytest.mark.parametrize("point", ["update", "weights", "agree", "confirm", *["random"] * 4])
 def test_a_rank_killed_at_another_moment(run, point, two, tmp_path):
     if point == "random":
         # Waits after the last step, so that death comes during training in any case.
@@ -134,9 +134,10 @@ def test_gradients_are_averaged_as_they_leave(run, tmp_path):
     assert "unused" in made["model"]
 
 
-def test_a_rank_that_hangs_is_named_when_the_groups_timeout_has_passed(run, two, tmp_path):
-    """It is stopped between prepare and commit; what the other prepared is committed when both are back."""
-    run(2, tmp_path, stop=["agree", 2], timeout=4)
+@pytest.mark.parametrize("point", ["weights", "agree"])
+def test_a_rank_that_hangs_is_named_when_the_groups_timeout_has_passed(run, point, two, tmp_path):
+    """agree: it is stopped between prepare and commit; what the other prepared is committed when both are back."""
+    run(2, tmp_path, stop=[point, 2], timeout=4)
     said = tmp_path / "log0"
     assert re.search(r"rank 1 \(process \d+ on \S+\) has not answered for 4 s", said.read_text())
     assert said.stat().st_mtime - (tmp_path / "stopped").stat().st_mtime < 8

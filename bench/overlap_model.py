@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import statistics
@@ -272,12 +273,13 @@ class Schedules:
                 "most_s": max(step["seconds"] for step in steps), "load": os.getloadavg()[0]}
 
     def measure_all(self, path):
-        """All rounds, each with every row, as lines of the file."""
+        """All rounds, each with every row, as lines of the file. In an order of its own each: a row may leave the drive or
+        the neighbours of a virtual machine busy for the next."""
         for _ in range(self.args.rounds):
             with path.open("a", encoding="utf-8") as file:
                 process_bytes = self.values["host.process_bytes"] = self.process_bytes()
                 print(json.dumps({"process_bytes": process_bytes, **self.rates()}), file=file, flush=True)
-                for row in SCHEDULES:
+                for row in random.sample(SCHEDULES, len(SCHEDULES)):
                     print(json.dumps({**row, **self.measure(row)}), file=file, flush=True)
 
     # ---- Simulated.

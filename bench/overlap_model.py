@@ -14,7 +14,7 @@ computing is set so that forward and backward alone take as long as they did.
 
 With bench and train, simulated_s is the step with the drives of the file, and fitted_s the step with drives so much faster
 or slower that the update alone takes as long as it did, because the rate of a drive drifts between two runs. With schedules
-all rounds are measured first; a row's time is the median of its rounds. Both rates are set once, by the two rows without
+all rounds are measured first, each in a random order; a row's time is the median of its rounds. Both rates are set once, by the two rows without
 overlap where everything stays; all other rows are predictions. One line of JSON for each row, then the differences.
 SMARTINF names the binary [build/release/bin/smartinf]. Run it when nothing else runs.
 """
@@ -273,8 +273,8 @@ class Schedules:
                 "most_s": max(step["seconds"] for step in steps), "load": os.getloadavg()[0]}
 
     def measure_all(self, path):
-        """All rounds, each with every row, as lines of the file. In an order of its own each: a row may leave the drive or
-        the neighbours of a virtual machine busy for the next."""
+        """All rounds, each with every row, as lines of the file. Each round has a random order, because a row may leave the
+        drive busy for the next."""
         for _ in range(self.args.rounds):
             with path.open("a", encoding="utf-8") as file:
                 process_bytes = self.values["host.process_bytes"] = self.process_bytes()

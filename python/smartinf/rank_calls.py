@@ -1,5 +1,6 @@
-"""The collective calls of the core among ranks (engine/ranks/collectives.h), over torch.distributed: small messages in CPU
-memory. Each goes from rank to rank, so that what is missing has a name: a rank that has died, or one that does not come."""
+"""The collective calls of the core among ranks (engine/ranks/collectives.h) and those for new weights, over
+torch.distributed, in CPU memory. Each message goes from rank to rank, so that what is missing has a name: a rank that has
+died, or one that does not come."""
 
 import logging
 import os
@@ -31,7 +32,9 @@ class RankCalls:
         self._others = [r for r in range(len(members)) if r != rank]
         self._groups = [make_group(), make_group()]
         self._store = _store_of(self._groups[0])
-        self._failure = None
+        self._lock = threading.Lock()  # the script's thread and the core's commits may miss a rank at once
+        self._failure = None  # of the first call that failed: its code and text
+        self._unfinished = []  # messages that it leaves: other ranks may still be waiting for them
         self._names = [f"rank {r}" for r in members]
         me = f"rank {members[rank]} (process {os.getpid()} on {socket.gethostname()})".encode()
         self._names = [name.rstrip(b"\0").decode() for name in self.all_gather(CONTROL, me[:256].ljust(256, b"\0"))]
@@ -54,10 +57,11 @@ class RankCalls:
         """This rank gives up."""
         self._say_first(f"{self._names[self._rank]}: {text}", 0)
 
-    # ---- For weights.
+    # ---- For weights. Tensors are contiguous and in CPU memory, and have as many bytes on all ranks. After a failure
+    # those that were to be filled in may hold anything, and may still be written to.
 
     def all_gather_tensors(self, group, parts):
-        """parts[r] is rank r's tensor: this rank's is sent to all others, theirs are filled in."""
+        """parts[r] is rank r's tensor, for each rank: this rank's is sent to all others, theirs are filled in."""
         theirs = {r: parts[r] for r in self._others}
         self._exchange(group, parts[self._rank], self._others, theirs)
 
@@ -72,9 +76,9 @@ class RankCalls:
 
     def _exchange(self, group, sent, receivers, parts):
         """Sends the tensor `sent` to each of the receivers; parts: for each sender the tensor that its message comes
-        into. After a failure these may still be written to."""
+        into."""
         if self._failure is not None:
-            raise self._failure
+            raise self._error()
         sending, receiving, r, begin = [], [], None, time.monotonic()
         try:
             for r in receivers:
@@ -83,14 +87,29 @@ class RankCalls:
                 receiving.append((r, group.recv([part], r, 0)))
             # Gloo does not hear of it when a rank dies that it sends to: what is received comes first.
             for r, work in receiving + sending:
+                begin = time.monotonic()  # torch's limit is one of each wait
                 work.wait()
-        except Exception as error:
-            self._failure = self._cause(r, error, time.monotonic() - begin)
-            raise self._failure from None
+        except BaseException as error:
+            with self._lock:
+                if self._failure is None:
+                    self._unfinished = sending + receiving
+                    self._failure = self._cause(r, error, time.monotonic() - begin)
+            if not isinstance(error, Exception):
+                raise  # an interrupt; what others sent would be taken for messages of the next call
+            raise self._error() from None
+
+    def _error(self):
+        code, text = self._failure
+        made = DeviceError(f"{text}. {_RESUME}.")
+        made.code, made.advice = code, _RESUME
+        return made
 
     def _cause(self, r, error, waited):
-        """What `error`, of a message from or to rank r, comes from."""
-        code, name = "I/O error", self._names[r]
+        """Code and text of what `error`, of a message from or to rank r, comes from."""
+        code = "I/O error"
+        if not isinstance(error, Exception):
+            return code, f"{self._names[self._rank]}: a call to the other ranks was interrupted"
+        name = self._names[r]
         if not isinstance(error, RuntimeError):  # not of a message, but of the script's process group itself
             found = f"{self._names[self._rank]}: a call to {name}: {type(error).__name__}: {error}"
             first = self._say_first(found, 0)
@@ -103,11 +122,9 @@ class RankCalls:
             torch_says = re.sub(r"^\[[^]]*\] *|\. This is typically.*", "", str(error).partition("\n")[0])[:300]
             found = f"{name} has ended, or cannot be reached any more ({torch_says})"
             first = self._say_first(found, _FIRST_SECONDS if self._world > 2 else 0)
-        if self._failure is None:  # where the script waits in a call of its own, that may say no name
-            _log.error("%s. %s.", first, _RESUME)
-        made = DeviceError(f"{first}. {_RESUME}.")
-        made.code, made.advice, made.__cause__ = code, _RESUME, error
-        return made
+        # In the log too: the script may wait in a call of its own, which may say no name.
+        _log.error("%s. %s.", first, _RESUME)
+        return code, first
 
     def _say_first(self, text, patience):
         """What any rank has said first; within `patience` seconds another may."""

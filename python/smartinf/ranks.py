@@ -103,7 +103,8 @@ class Ranks:
             marks[i] = 1
         return [i for i, marked in enumerate(zip(*self.core.all_texts(bytes(marks)), strict=True)) if any(marked)]
 
-    # ---- Tensors.
+    # ---- Tensors. Errors of broadcast and all_gather_weights name the rank as well; those of reduce and all_reduce are
+    # torch's.
 
     def make_reduce_group(self):
         """A group of its own for reduce(), so that its order does not depend on the other calls'."""

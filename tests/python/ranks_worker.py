@@ -15,9 +15,9 @@ the number of the signal that ended one of them, or 0.
   save_after         updates after which a checkpoint is saved
   add_after          updates after which a parameter without a gradient is added
   kill               [point, update]: the last rank kills itself in that update: "update" before its
-                     commit is started, "weights" when all have committed and wait for its new weights, "agree"
-                     when it is prepared, "commit" when all have agreed, "confirm" when it has committed, before it
-                     says so; or ["random", seconds]
+                     commit is started, "agree" when it is prepared, "commit" when all have agreed, "confirm" when it
+                     has committed, before it says so, "weights" when all have committed and wait for its new
+                     weights; or ["random", seconds]
   stop               as kill, but it is stopped (SIGSTOP)
   refused            the optimizer cannot be made: in the error's text
   patience           seconds that the others have when a rank has ended

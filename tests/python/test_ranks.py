@@ -112,14 +112,15 @@ def test_two_ranks_add_a_parameter(run, two, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["update", "weights", "agree", "confirm", *["random"] * 4])
+@pytest.mark.parametrize("point", ["update", "agree", "confirm", "weights", *["random"] * 4])
 def test_a_rank_killed_at_another_moment(run, point, two, tmp_path):
     if point == "random":
         # Waits after the last step, so that death comes during training in any case.
         death = {"kill": [point, random.uniform(0, 0.3)], "stop_at": STEPS, "last": STEPS + 1}
         run(2, tmp_path, expect_death=True, torchrun=True, **death)
     else:
-        run(2, tmp_path, expect_death=True, kill=[point, 3])
+        run(2, tmp_path, expect_death=True, kill=[point, 3], patience=3)
+        assert re.search(r"rank 1 \(process \d+ on \S+\) has ended", (tmp_path / "log0").read_text())
     assert_same(run(2, tmp_path), two)
 
 
@@ -136,7 +137,8 @@ def test_gradients_are_averaged_as_they_leave(run, tmp_path):
 
 @pytest.mark.parametrize("point", ["weights", "agree"])
 def test_a_rank_that_hangs_is_named_when_the_groups_timeout_has_passed(run, point, two, tmp_path):
-    """agree: it is stopped between prepare and commit; what the other prepared is committed when both are back."""
+    """It is stopped between prepare and commit ("agree"): what the other prepared is committed when both are back. Or
+    when the step is committed and the other waits for its new weights."""
     run(2, tmp_path, stop=[point, 2], timeout=4)
     said = tmp_path / "log0"
     assert re.search(r"rank 1 \(process \d+ on \S+\) has not answered for 4 s", said.read_text())

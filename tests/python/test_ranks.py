@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import smartinf
-from smartinf import _core
+from smartinf import _core, rank_calls
 
 WORKER = str(pathlib.Path(__file__).with_name("ranks_worker.py"))
 STEPS = 12
@@ -162,6 +162,37 @@ def test_what_a_process_group_raises_is_said_by_all_ranks(run, error, tmp_path):
         first, later = ((tmp_path / f"{call}{rank}").read_text() for call in ("first", "later"))
         assert re.search(r"rank [01] \(process \d+ on \S+\)", first), first
         assert "the network card is gone" in first and later == first
+
+
+def test_after_an_interrupt_no_other_message_is_exchanged(monkeypatch):
+    """Those of the interrupted call may still come, and would be taken for the next one's."""
+    monkeypatch.setattr(rank_calls, "_store_of", lambda group: None)
+
+    class Message:
+        error = None
+
+        def wait(self):
+            if self.error:
+                raise self.error
+
+    class Group:
+        def send(self, *_):
+            return Message()
+
+        def recv(self, tensors, *_):
+            tensors[0].zero_()
+            return Message()
+
+    calls = rank_calls.RankCalls([0, 1], 0, Group, timeout=60)
+    parts = [torch.zeros(3), torch.zeros(3)]
+    calls.all_gather_tensors(Group(), parts)
+    monkeypatch.setattr(Message, "error", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        calls.all_gather_tensors(Group(), parts)
+    monkeypatch.setattr(Message, "error", None)
+    for call in (lambda: calls.all_gather_tensors(Group(), parts), lambda: calls.all_gather(0, b"text")):
+        with pytest.raises(smartinf.DeviceError, match="a call to the other ranks was interrupted.*resume=True"):
+            call()
 
 
 class OddError(Exception):

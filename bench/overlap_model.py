@@ -14,8 +14,9 @@ computing is set so that forward and backward alone take as long as they did.
 
 With bench and train, simulated_s is the step with the drives of the file, and fitted_s the step with drives so much faster
 or slower that the update alone takes as long as it did, because the rate of a drive drifts between two runs. With schedules
-all rounds are measured first, each in a random order; a row's time is the median of its rounds. Both rates are set once, by the two rows without
-overlap where everything stays; all other rows are predictions. One line of JSON for each row, then the differences.
+all rounds are measured first, each in a random order; a row's time is the median of its rounds. Both rates are set once, by
+the two rows without overlap where everything stays; all other rows are predictions. One line of JSON for each row, then the
+differences.
 SMARTINF names the binary [build/release/bin/smartinf]. Run it when nothing else runs.
 """
 import argparse

@@ -23,6 +23,7 @@
 #include "smartinf/storage/store.h"
 
 #include "python/core/checkpoint.h"
+#include "python/core/checksums.h"
 #include "python/core/errors.h"
 #include "python/core/layer_window.h"
 #include "python/core/ranks.h"
@@ -102,6 +103,9 @@ void define_functions(nb::module_& module) {
   module.def("early_update_pays", &smartinf::engine::early_update_pays, "norm_before"_a,
              "norm_max"_a, "late_exposed"_a, "last"_a,
              "Whether overlap 'auto' makes the next update an early one.");
+  module.def("checksums", &smartinf::python::checksums, "addresses"_a, "sizes"_a,
+             nb::call_guard<nb::gil_scoped_release>(),
+             "Of each range of bytes in memory one number that its content decides.");
   module.def("take_remarks", &smartinf::python::take_remarks,
              "The core's log messages since the last call: [(level, text)].");
 }

@@ -27,6 +27,7 @@ def save(session, groups, folder, replace=False):
     """groups: param_groups, which torch-state needs. No step is in progress. Collective."""
     ranks, layout = session.ranks, session.layout
     folder = os.path.abspath(os.fspath(folder))
+    session.adopt_changes()
     session.write_residual(session.core)
     session.wait_commit()
     about = json.dumps(

@@ -1,16 +1,14 @@
 """Where each torch parameter stands in the parameter space and in host memory."""
 
-import ctypes
 import mmap
-import zlib
 
 import torch
 
-from smartinf import sharded_parameters
+from smartinf import _core, sharded_parameters
+from smartinf.digest import digest
 from smartinf.errors import UsageError
 
 TYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-_SAMPLE_BYTES = 4096  # at the beginning and at the end of each parameter
 _SUBGROUP_MAX = 1 << 27  # elements, with a streamed model
 
 
@@ -36,6 +34,15 @@ def _check(name, param):
             f"parameter {name} is on the meta device and has no values yet. Materialize the "
             "model (to_empty, then load its weights) before making the optimizer."
         )
+
+
+def _checksums(device, tensors):
+    """Of each of these tensors, all on `device`, a number that all of its values decide."""
+    if device.type != "cpu":
+        return torch.stack([digest(tensor) for tensor in tensors]).tolist()
+    if not all(tensor.is_contiguous() for tensor in tensors):  # one copy at a time
+        return [_checksums(device, [tensor.contiguous()])[0] for tensor in tensors]
+    return _core.checksums([t.data_ptr() for t in tensors], [t.numel() * t.element_size() for t in tensors])
 
 
 class Segment:
@@ -133,7 +140,7 @@ class Layout:
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.flat = torch.frombuffer(self._memory, dtype=self.dtype, count=self.buffer_count)
         self.resident_count = total  # elements that updates write to the buffer
-        self._snapshot = [None] * len(self.params)
+        self._snapshot = {}
         self.index_of = {id(param): i for i, param in enumerate(self.params)}
         self.segment_of = {segment.param: segment.index for segment in self.segments}
 
@@ -236,49 +243,29 @@ class Layout:
                 "example resize_token_embeddings), then make the optimizer."
             )
 
-    def _versions(self):
-        """Of each parameter what tells that somebody else wrote or exchanged it: torch's version, its
-        place, and a checksum of its first and last 4 KiB, because a write through `.data` leaves the
-        version as it is. Complete for whatever replaces a parameter as a whole."""
-        here = [self.local(i) for i in range(len(self.params))]
-        sums = [0] * len(here)
-        elsewhere = {}  # samples on other devices come in one copy for each device
-        for i, param in enumerate(here):
+    def _contents(self, which):
+        """Of each of these parameters what tells that somebody else wrote or exchanged it: its place, its type and a
+        checksum of all of it. Versions of torch do not: a write through `.data`, an array of numpy or another process
+        leaves them as they are."""
+        contents, here = {}, {}
+        for i in which:
             self._check_shape(i)
             if i >= self.kept_params:
                 continue  # nobody can write it
-            if param.device.type != "cpu" or not param.is_contiguous():
-                elsewhere.setdefault((param.device, param.dtype), []).append(i)
-                continue
-            size = param.numel() * param.dtype.itemsize
-            head = ctypes.string_at(param.data_ptr(), min(size, _SAMPLE_BYTES))
-            rest = min(size - len(head), _SAMPLE_BYTES)
-            sums[i] = zlib.crc32(ctypes.string_at(param.data_ptr() + size - rest, rest), zlib.crc32(head))
-        for (_, dtype), indices in elsewhere.items():
-            count = _SAMPLE_BYTES // dtype.itemsize
-            samples = []
-            for i in indices:
-                flat = here[i].detach().reshape(-1)
-                samples += [flat[:count], flat[count:][-count:]]
-            together = torch.cat(samples).cpu()
-            at = 0
-            for i in indices:
-                length = min(here[i].numel(), 2 * count)
-                piece = together[at : at + length]
-                sums[i] = zlib.crc32(ctypes.string_at(piece.data_ptr(), length * dtype.itemsize))
-                at += length
-        return [
-            (self.params[i]._version, param._version, param.data_ptr(), param.dtype, sums[i])
-            if i < self.kept_params
-            else None
-            for i, param in enumerate(here)
-        ]
+            param = self.local(i).detach()
+            here.setdefault(param.device, []).append(param)
+            contents[i] = (param.data_ptr(), param.dtype, param.device)
+        sums = {device: iter(_checksums(device, params)) for device, params in here.items()}
+        return {i: (place, dtype, next(sums[device])) for i, (place, dtype, device) in contents.items()}
 
-    def snapshot_versions(self):
-        """The parameters now hold what the master weights say."""
-        self._snapshot = self._versions()
+    def snapshot(self, which=None):
+        """These parameters (None: all) now hold what the master weights say."""
+        self._snapshot |= self._contents(range(len(self.params)) if which is None else which)
 
-    def changed(self):
-        """Parameters whose values somebody else may have written since snapshot_versions().
+    def changed(self, which=None, moved=True):
+        """Those of these parameters (None: all) whose values somebody else has written since their snapshot().
+        moved: also those that only have another place.
         Errors: UsageError that names a parameter whose shape has changed."""
-        return [i for i, version in enumerate(self._versions()) if self._snapshot[i] != version]
+        contents = self._contents(range(len(self.params)) if which is None else which)
+        first = 0 if moved else 1
+        return [i for i, content in contents.items() if self._snapshot.get(i, ())[first:] != content[first:]]

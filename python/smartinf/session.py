@@ -133,7 +133,7 @@ class Session:
             return values[0].data_ptr(), TYPE_NAMES[values[0].dtype]
 
         self.core.initialize(provide, self.lineage.to_json())
-        layout.snapshot_versions()
+        layout.snapshot()
 
     def pass_ended(self, batches):
         """So many batches went through a streamed model together."""
@@ -228,7 +228,7 @@ class Session:
         begin = time.monotonic()
         self.late.take(self.opened(), self.layout, wanted)
         if not self.late.pending:
-            self.layout.snapshot_versions()
+            self.layout.snapshot()
         self.waited_s += time.monotonic() - begin
 
     def synchronize(self):
@@ -338,9 +338,7 @@ class Session:
         if self.step_begun:
             return
         self.ready()
-        changed = self.ranks.union(self.layout.changed(), len(self.layout.params))
-        if changed:
-            self.adopt_weights(changed)
+        self.adopt_changes()
         self.core.begin_step()
         self.phase = Phase.COLLECTING
         self.overlap = "none" if self.late is None else "late"
@@ -366,6 +364,8 @@ class Session:
         whether it takes part, on any rank. Collective."""
         if self.phase is Phase.COLLECTED:
             return self.taking_part
+        if self.step_begun and self.options.release:
+            self._reject_writes_since_backward()
         taking_part = self.gradients.hand_over(self)
         if any(taking_part):
             self.taking_part, self.phase = taking_part, Phase.COLLECTED
@@ -406,8 +406,22 @@ class Session:
         self.lineage, self.stepped = after, True
         self.gradients.forget()
         if self.late is None:
-            layout.snapshot_versions()
+            layout.snapshot([i for i, taking in enumerate(taking_part) if taking])
         self.phase = Phase.IDLE
+
+    def _reject_writes_since_backward(self):
+        """Backward began the step, which found what had been written until then. Collective."""
+        early = set() if self.late is None else self.late.early  # guarded
+        layout = self.layout
+        here = layout.changed(set(range(len(layout.params))) - early, moved=False)
+        written = self.ranks.union(here, len(layout.params))
+        if written:
+            self.drop_step()
+            raise UsageError(
+                f"{layout.names[min(written)]} was written between backward and step(), and the step would undo that: with "
+                "release_gradients=True the devices have had its gradient since backward. Write weights after step() or "
+                "before backward."
+            )
 
     def drop_step(self):
         """Forgets the step in progress, before its update has begun. Collective where gradients are
@@ -440,12 +454,18 @@ class Session:
         with torch.no_grad():
             for i in range(len(layout.params)):
                 layout.copy_back(i)
-        layout.snapshot_versions()
+        layout.snapshot()
+
+    def adopt_changes(self):
+        """Master weights from parameters that were written from outside, e.g. by model.load_state_dict(). No step is
+        in progress. Collective."""
+        changed = self.ranks.union(self.layout.changed(), len(self.layout.params))
+        if changed:
+            self.adopt_weights(changed)
 
     def adopt_weights(self, changed):
-        """Master weights from parameters that were written from outside, e.g. by
-        model.load_state_dict(). Where a parameter still is what came up, the master stays; of other
-        elements the residual is dropped. Collective."""
+        """Where a parameter still is what came up, the master stays; of other elements the residual is dropped.
+        Collective."""
         layout, values = self.layout, {}
         wanted = {i for i in changed if i < layout.kept_params}  # nobody can write one that is streamed
         sent = residual = None
@@ -475,7 +495,7 @@ class Session:
         self.edit(edit, self.lineage, residual)
         if self.ranks.world == 1 or layout.mesh is not None:
             # Nothing is left to be written, and in the middle of a backward nothing may be.
-            layout.snapshot_versions()
+            layout.snapshot(changed)
         else:
             self.load_weights()
 

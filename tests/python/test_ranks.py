@@ -249,7 +249,7 @@ def test_an_interrupted_collective_call_stays_an_interrupt():
 
 def test_devices_of_different_runs_are_refused(run, tmp_path):
     """Rank 1's are replaced by those of another run, of the same step; and by none. (The first weights are step 0, and
-    those that DistributedDataParallel then writes step 1.)"""
+    what DistributedDataParallel then writes are the same.)"""
     for name in ("a", "b"):
         run(2, tmp_path / name, last=2)
     mine, other = tmp_path / "a/devices/rank1", tmp_path / "b/devices/rank1"
@@ -257,7 +257,7 @@ def test_devices_of_different_runs_are_refused(run, tmp_path):
     other.rename(mine)
     run(2, tmp_path / "a", refused="states of different runs")
     mine.rename(other)
-    run(2, tmp_path / "a", refused="rank 0: step 3, rank 1: empty")
+    run(2, tmp_path / "a", refused="rank 0: step 2, rank 1: empty")
 
 
 if not torch.distributed.is_available():

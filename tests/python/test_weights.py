@@ -2,6 +2,7 @@
 behind the optimizer's back."""
 
 import copy
+import ctypes
 import logging
 
 import pytest
@@ -162,6 +163,156 @@ def test_a_write_through_data_counts(device, moved):
     train(model, optimizer, 3, 5)
     train(reference, torchs, 3, 5)
     assert largest_difference(weights(model), weights(reference)) < 1e-5
+
+
+MIDDLE = slice(60, 140)  # rows of an embedding of 200, far from both its ends
+
+
+def rows(dtype=torch.float32):
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Embedding(200, 96), torch.nn.Linear(96, 5)).to(dtype)
+
+
+def train_rows(model, optimizer, write, first, last):
+    for step in range(first, last):
+        ids = torch.randint(200, (64,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(ids).float(), ids % 5).backward()
+        optimizer.step()
+        write(model[0].weight, step)
+    return weights(model)
+
+
+def by_data(weight, step):
+    weight.data[MIDDLE] = 0.01 * step
+
+
+def by_numpy(weight, step):
+    weight.detach().numpy()[MIDDLE] = 0.01 * step
+
+
+def swapped(weight, step):  # the same values elsewhere
+    weight.data[[70, 71]] = weight.data[[71, 70]]
+
+
+def clamped(weight, step):
+    weight.data[MIDDLE].clamp_(-0.1, 0.1)
+
+
+def one_value(weight, step):
+    weight.data[100, 48] = step
+
+
+def without_torch(weight, step):
+    ctypes.memset(weight.data_ptr() + 4 * 96 * 100, 0, 4 * 96)
+
+
+RELEASED = {"release_gradients": True, "max_grad_norm": 0}
+
+
+@pytest.mark.parametrize("write", [by_data, by_numpy, swapped, clamped, one_value, without_torch])
+@pytest.mark.parametrize("options", [{}, RELEASED, {"overlap": "late"}, RELEASED | {"overlap": "early"}])
+def test_a_write_in_the_middle_counts(device, write, options):
+    """As torch's AdamW has it, whatever torch's versions say."""
+    model, reference = rows(), rows()
+    given = options | ({"model": model} if "overlap" in options else {})
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device], **given)
+    made = train_rows(model, optimizer, write, 0, 4)
+    optimizer.close()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device], resume=True, **given)
+    write(model[0].weight, 3)  # what came after the last step is not in the state
+    made += train_rows(model, optimizer, write, 4, 6)
+    torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    expected = train_rows(reference, torchs, write, 0, 4)
+    expected += train_rows(reference, torchs, write, 4, 6)
+    assert largest_difference(made, expected) < 1e-4
+
+
+@pytest.mark.parametrize("layout", ["moved", "not contiguous", "another type"])
+def test_a_write_in_the_middle_of_what_is_elsewhere_counts(device, layout):
+    model, reference = rows(), rows()
+    for each in (model, reference):
+        if layout == "not contiguous":
+            each[0].weight.data = each[0].weight.data.t().contiguous().t()
+        if layout == "another type":
+            each[1].double()
+            each[0].bfloat16()
+            each.insert(1, Cast())
+    if layout == "another type":
+        for each in (model, reference):
+            each[2].float()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    if layout == "moved":
+        model.share_memory()
+    made = train_rows(model, optimizer, by_data, 0, 4)
+    assert torch.equal(made[0][MIDDLE], torch.full_like(made[0][MIDDLE], 0.03))
+    made = train_rows(model, optimizer, lambda *_: None, 4, 5)
+    expected = train_rows(reference, torchs, by_data, 0, 4)
+    expected = train_rows(reference, torchs, lambda *_: None, 4, 5)
+    assert largest_difference(made, expected) < (0.05 if layout == "another type" else 1e-4)  # of bf16
+
+
+class Cast(torch.nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+def _write_rows(model):
+    model[0].weight.data[MIDDLE] = 0.5
+
+
+def test_a_write_of_another_process_counts(device):
+    model, reference = rows().share_memory(), rows()
+    optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])
+    torchs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for trained, by in ((model, optimizer), (reference, torchs)):
+        train_rows(trained, by, lambda *_: None, 0, 2)
+    child = torch.multiprocessing.get_context("fork").Process(target=_write_rows, args=(model,))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
+    _write_rows(reference)
+    made = train_rows(model, optimizer, lambda *_: None, 2, 4)
+    assert largest_difference(made, train_rows(reference, torchs, lambda *_: None, 2, 4)) < 1e-4
+
+
+@pytest.mark.parametrize("overlap", [None, "late"])
+def test_a_write_between_backward_and_step_counts_or_is_refused(device, overlap):
+    """With released gradients the devices have the gradient already."""
+    for options in ({}, RELEASED):
+        model = rows()
+        given = options | ({"overlap": overlap, "model": model} if overlap else {})
+        optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device], resume=False, **given)
+        train_rows(model, optimizer, lambda *_: None, 0, 2)
+        optimizer.synchronize()
+        ids = torch.arange(64)
+        torch.nn.functional.cross_entropy(model(ids), ids % 5).backward()
+        model[0].weight.data[MIDDLE] = 0.5
+        if options:
+            with pytest.raises(smartinf.UsageError, match=r"0\.weight was written between backward and step"):
+                optimizer.step()
+            train_rows(model, optimizer, lambda *_: None, 2, 3)
+        else:
+            optimizer.step()
+        optimizer.wait_weights()
+        assert (model[0].weight[MIDDLE] - 0.5).abs().max() < 0.05
+        optimizer.close()
+
+
+@pytest.mark.parametrize("how", ["save_checkpoint", "add_param_group"])
+def test_a_write_after_the_last_step_is_kept(device, how, tmp_path):
+    model = rows()
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device])
+    train_rows(model, optimizer, by_data, 0, 3)
+    held = weights(model)
+    if how == "add_param_group":
+        optimizer.add_param_group({"params": [("more", torch.nn.Parameter(torch.ones(7)))]})
+    else:
+        optimizer.save_checkpoint(tmp_path / "checkpoint")
+        train_rows(model, optimizer, by_data, 3, 4)
+        optimizer.load_checkpoint(tmp_path / "checkpoint")
+    assert largest_difference(weights(model), held) == 0
 
 
 def test_another_shape_is_refused_by_name(device):

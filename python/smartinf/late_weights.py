@@ -1,12 +1,15 @@
-"""What overlap puts on the model: each module waits for its own parameters' new weights before it computes with them,
-and nobody reads or uses weights that are being overwritten."""
+"""What overlap puts on the model and its parameters: each module waits for its own parameters' new weights before it
+computes with them, whatever else uses one waits for that one, and nobody reads weights that are being overwritten."""
 
+import collections
 import copyreg
+import functools
 import weakref
 
 import torch
 
 from smartinf.errors import UsageError
+from smartinf.guarded_parameter import guard, guard_attributes, held_elsewhere, unguard, unguard_attributes
 from smartinf.modules import give_class, tensors_in
 
 _waiting = weakref.WeakKeyDictionary()  # model -> wait_for_all() of its LateWeights
@@ -15,10 +18,14 @@ _waiting = weakref.WeakKeyDictionary()  # model -> wait_for_all() of its LateWei
 class LateWeights:
     """pending: parameters, by index, whose new weights have not been handed over yet.
     early: those whose gradient is with the devices before step(); an early update may have overwritten them.
+    Both are guarded: a module waits for its own in a hook, and every other use of the parameter for itself.
     shared: those that belong to several modules."""
 
     def __init__(self):
         self.pending, self.early, self.shared = set(), set(), set()
+        self._taking_part = set()  # of those of the last step
+        self._ready = None  # by index: waits for that parameter
+        self._modules = collections.defaultdict(list)  # by index: (module, indices of all of the module's own)
         # By parameter what has updated it last: an object for each step(); before step() the backward pass that
         # completed its gradient.
         self._updated_by = {}
@@ -43,15 +50,12 @@ class LateWeights:
             if values and self.early:
                 self._reject_early(names, self.early)
 
-        def before_forward(own):
-            @torch.compiler.disable
-            def wait(*_):
-                if not self.pending.isdisjoint(own):
-                    take(own)
-                if not self.early.isdisjoint(own):
-                    self._reject_early(names, own & self.early)
-
-            return wait
+        @torch.compiler.disable
+        def wait_for(own, *_):
+            if not self.pending.isdisjoint(own):
+                take(own)
+            if not self.early.isdisjoint(own):
+                self._reject_early(names, own & self.early)
 
         def after_forward(own):
             @torch.compiler.disable
@@ -61,15 +65,27 @@ class LateWeights:
 
             return watch
 
+        @torch.compiler.disable
+        def before_evaluation(*_):
+            # torch looks at more than a module's own parameters where it looks for a faster way without gradients.
+            if not torch.is_grad_enabled():
+                wait_for_all()
+
+        self._ready = [functools.partial(wait_for, {i}) for i in range(len(names))]
+        session.hooks.append(model.register_forward_pre_hook(_Hook(before_evaluation)))
         in_modules = set()
         for module in model.modules():
-            own = {index_of.get(id(param)) for param in module.parameters(recurse=False)} - {None}
+            compiled = isinstance(module, torch.jit.ScriptModule)  # calls its modules without their hooks
+            own = {index_of.get(id(param)) for param in module.parameters(recurse=compiled)} - {None}
             if not own:
                 continue
             self.shared |= own & in_modules
             in_modules |= own
+            if not compiled:
+                for i in own:
+                    self._modules[i].append((weakref.ref(module), own))
             session.hooks += [
-                module.register_forward_pre_hook(_Hook(before_forward(frozenset(own)))),
+                module.register_forward_pre_hook(_Hook(functools.partial(wait_for, frozenset(own)))),
                 module.register_forward_hook(_Hook(after_forward(frozenset(own)))),
                 module.register_state_dict_pre_hook(_Hook(wait_for_all)),
                 module.register_load_state_dict_pre_hook(_Hook(wait_for_all)),
@@ -108,20 +124,37 @@ class LateWeights:
             if tensor.grad_fn is not None:
                 tensor.register_hook(check)
 
+    def may_begin_early(self, layout, i):
+        """Whether the devices may overwrite parameter i before step(). What a graph has saved of it may be needed by
+        another part of the backward than the one that made its gradient."""
+        return i not in self.shared and not held_elsewhere(layout.params[i])
+
     def begin_early(self, layout, i):
         """The devices have the gradient of parameter i and may update it before step()."""
         self.early.add(i)
         self._updated_by[i] = torch._C._current_graph_task_id()
         torch.autograd.graph.increment_version(layout.params[i])
+        guard(layout.params[i], self._ready[i])
 
     def begin(self, layout, taking_part):
-        """step(): the devices update the parameters that take part."""
+        """step(): the devices update the parameters that take part. Returns those to take at once, because others
+        hold their memory."""
+        held = {i for i, param in enumerate(layout.params) if i not in self.early and held_elsewhere(param)}
         self.early.clear()
-        self.pending = {i for i, taking in enumerate(taking_part) if taking}
-        self._updated_by |= dict.fromkeys(self.pending, object())
-        for i in self.pending:
-            # A graph of the weights before is of no use any more: torch's own check finds it.
-            torch.autograd.graph.increment_version(layout.params[i])
+        # Also those that do not take part: they may share a subgroup with one that does, and an early update that did
+        # not foresee it may have overwritten them, until the devices have written them again.
+        self.pending = set(range(len(layout.params)))
+        self._taking_part = {i for i, taking in enumerate(taking_part) if taking}
+        self._updated_by |= dict.fromkeys(self._taking_part, object())
+        for i, param in enumerate(layout.params):
+            if i in self._taking_part:
+                # A graph of the weights before is of no use any more: torch's own check finds it.
+                torch.autograd.graph.increment_version(param)
+            guard(param, self._ready[i])
+            for module, _ in self._modules[i]:
+                if module() is not None:
+                    guard_attributes(module())
+        return held
 
     def take(self, core, layout, wanted):
         """Waits for those of `wanted` (None: all) that are pending, and hands them to their parameters."""
@@ -129,13 +162,26 @@ class LateWeights:
             for i in sorted(self.pending if wanted is None else self.pending & wanted):
                 segment = layout.segments[layout.segment_of[i]]
                 core.wait_weights(segment.first, segment.count)
-                layout.copy_back(i)
+                unguard(layout.params[i])
+                if i in self._taking_part:
+                    layout.copy_back(i)
+                    layout.snapshot([i])
                 self.pending.discard(i)
+                self._unguard_attributes(i)
 
-    def forget(self):
+    def _unguard_attributes(self, i):
+        for module, own in self._modules[i]:
+            if self.pending.isdisjoint(own) and module() is not None:
+                unguard_attributes(module())
+
+    def forget(self, layout):
         """The parameters hold the committed step's weights again, or are about to be given them."""
+        forgotten = self.pending | self.early
         self.pending.clear()
         self.early.clear()
+        for i in forgotten:
+            unguard(layout.params[i])
+            self._unguard_attributes(i)
 
 
 class _Hook:

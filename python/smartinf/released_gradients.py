@@ -101,7 +101,7 @@ class ReleasedGradients(gradients.HeldGradients):
             if session.updating_early:
                 # A module computed again in backward (gradient checkpointing) may make another gradient of a
                 # parameter that several modules share: until step() it stays as it is.
-                if i in session.late.shared:
+                if not session.late.may_begin_early(session.layout, i):
                     continue
                 session.late.begin_early(session.layout, i)
             self._put(session, i, self._complete.pop(i))

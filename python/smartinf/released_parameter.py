@@ -6,8 +6,8 @@ import torch
 from smartinf.errors import UsageError
 from smartinf.modules import mapped
 
-_NAMES_THAT_READ = {"T", "mT", "H", "mH", "real", "imag"}  # of torch.Tensor's properties
-_METHODS_WITHOUT_VALUES = {
+NAMES_THAT_READ = {"T", "mT", "H", "mH", "real", "imag"}  # of torch.Tensor's properties
+METHODS_WITHOUT_VALUES = {
     "dim", "element_size", "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference",
     "is_pinned", "is_set_to", "is_shared", "is_signed", "nelement", "numel", "register_hook", "requires_grad_", "size",
     "register_post_accumulate_grad_hook", "storage_offset", "stride", "data_ptr", "__hash__", "__len__", "is_same_size",
@@ -43,7 +43,7 @@ class ReleasedParameter(torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        name, is_set = _name_of(func)
+        name, is_set = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             if is_set and name not in ("grad", "requires_grad"):
                 _refuse_write(args[0])
@@ -52,7 +52,7 @@ class ReleasedParameter(torch.nn.Parameter):
             if name == "data_ptr" and hasattr(args[0], "_smartinf_handle"):
                 _refuse(args[0], "asked for its memory. Take a copy first: tensor.clone(), or use save_pretrained()")
             is_property = getattr(func, "__name__", "") in ("__get__", "__set__")
-            if is_property and name not in _NAMES_THAT_READ or name in _METHODS_WITHOUT_VALUES:
+            if is_property and name not in NAMES_THAT_READ or name in METHODS_WITHOUT_VALUES:
                 return func(*args, **kwargs)
             if _writes(name):
                 _refuse_writes(args[0] if args else next(iter(kwargs.values()), None))
@@ -75,7 +75,7 @@ def _refuse_writes(given):
             _refuse_write(part)
 
 
-def _name_of(func):
+def name_of(func):
     """(name of the function or property, whether the property is set)."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):

@@ -178,6 +178,8 @@ class Session:
                     core.wait_commit()
                     self.write_residual(core)
             finally:
+                if self.late is not None:
+                    self.late.forget(self.layout)
                 if self.stream is not None:
                     self.stream.close_trained(core)
                 core.close()
@@ -227,8 +229,6 @@ class Session:
     def _take_weights(self, wanted=None):
         begin = time.monotonic()
         self.late.take(self.opened(), self.layout, wanted)
-        if not self.late.pending:
-            self.layout.snapshot()
         self.waited_s += time.monotonic() - begin
 
     def synchronize(self):
@@ -385,8 +385,18 @@ class Session:
         core.start_update(*update, layout.resident_count)
         begin = time.monotonic()
         if self.late is not None:
-            self.late.begin(layout, taking_part)
+            held = self.late.begin(layout, taking_part)
             core.start_commit(after.to_json())
+            if held:
+                self.options.warn_once(
+                    "held elsewhere",
+                    "overlap: step() waits for the new weights of %d of %d parameters, among them %s, because other tensors "
+                    "have their memory (a state_dict() that was kept, p.data, a view), and nothing says when those are read.",
+                    len(held),
+                    len(layout.params),
+                    layout.names[min(held)],
+                )
+                self.late.take(core, layout, held)
         elif self.ranks.world == 1 or layout.mesh is not None:
             for segment in layout.segments[: layout.kept_params]:
                 if taking_part[segment.param]:
@@ -446,7 +456,7 @@ class Session:
     def _load_weights(self, core):
         layout = self.layout
         if self.late is not None:
-            self.late.forget()
+            self.late.forget(layout)
         core.load_weights(layout.type_name, layout.owned_address, layout.resident_count)
         if self.stream is not None and core is self.core:
             self._stream_from_core()

@@ -105,9 +105,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         new weights before it computes with them. "early": backward too, with release_gradients=True: each device
         updates a part as soon as its gradients are there, by the guess that nothing is clipped, and once more where
         that was wrong. "auto": "early" in steps where it pays and the guess is likely to be right, else "late".
-        state_dict(), load_state_dict(), parameters() and copies of the model wait for all weights, and so does
-        synchronize(). Whoever holds single parameters and looks at them between step() and the next forward
-        calls wait_weights() first. overlap=model is short for overlap="late", model=model. None: step() waits.
+        Whatever else uses a parameter's values between step() and the next forward waits for that parameter.
+        overlap=model is short for overlap="late", model=model. None: step() waits.
     model: with overlap, the module in whose modules all parameters of the optimizer are.
     where: place of the update: "device" (SmartUpdate) or "host" (the baseline: state crosses the host link).
     subgroup_elements: elements that are read, updated and written at once; 0: chosen from memory_budget.

@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import itertools
+import pickle
 import statistics
 
 import pytest
@@ -307,6 +308,154 @@ def test_resumes_with_the_same_bits(device):
     losses += train(model, optimizer, range(4, 8))
     other, reference = make(device + "_whole")
     assert losses == train(other, reference, range(8))
+
+
+def slow(device):
+    """Of which new weights come so late that nobody has them by chance."""
+    return {"path": device, "bandwidth": 1e8}
+
+
+class Fused(Model):
+    """Multiplies by weights of modules whose forward never runs, as losses that are fused with the head do, and leaves out
+    layers in some steps."""
+
+    left_out, step = (), 0
+
+    def hidden(self, x):
+        h = torch.nn.functional.embedding(x, self.embed.weight) * self.scale
+        for i in range(len(self.body)):
+            if i not in self.left_out:
+                h = self.layer(i, h)
+        return h
+
+    def forward(self, x):
+        return self.hidden(x) @ self.head.weight.t()
+
+
+def leave_out(model, step):
+    """Whole subgroups, and layers that share one with others."""
+    model.left_out = [(), (3, 4, 5, 6, 7), (0,), (), tuple(range(1, 12)), (11,), ()][step % 7]
+
+
+def freeze(model, step):
+    for i, layer in enumerate(model.body):
+        layer.requires_grad_(i in (step % 12, (step + 5) % 12) or step % 3 == 0)
+
+
+def clamp(model, step):
+    """A forward that writes its own weight, once the weight has come."""
+    if step == 0:
+        model.body[0].register_forward_pre_hook(lambda layer, _: [layer.weight.data.clamp_(-0.03, 0.03)] and None)
+
+
+class Outside(Model):
+    """A weight that is read around autograd after its own backward."""
+
+    def forward(self, x):
+        h = torch.nn.functional.linear(self.embed(x) * self.scale, self.body[11].weight.detach())
+        return self.head(self.body[11](h))
+
+
+DIRECT = {
+    "fused": (Fused, lambda model, step: None),
+    "left out": (Fused, leave_out),
+    "frozen": (Fused, freeze),
+    "clamped": (Model, clamp),
+    "around autograd": (Outside, lambda model, step: None),
+}
+
+
+@pytest.mark.parametrize("overlap", ["late", "early", "auto"])
+@pytest.mark.parametrize("kind", DIRECT)
+def test_whatever_forward_reads_and_writes(tmp_path, kind, overlap, monkeypatch):
+    """Weights of modules that are not called, or not in this step, or written by themselves."""
+    model_class, before = DIRECT[kind]
+    monkeypatch.setattr("test_overlap.Model", model_class)
+    choice = itertools.cycle([True, False, True])
+    monkeypatch.setattr(early_updates._core, "early_update_pays", lambda *_: next(choice))
+    runs = []
+    for given in (None, overlap):
+        device = str(tmp_path / f"{given}")
+        model, optimizer = make(None, given, devices=[slow(device) if given else device], **RELEASED)
+        losses = []
+        for step in range(8):
+            before(model, step)
+            losses += train(model, optimizer, [step])
+        runs.append((losses, {name: value.detach().clone() for name, value in model.named_parameters()}))
+        optimizer.close()
+    assert runs[0][0] == runs[1][0]
+    for name, value in runs[0][1].items():
+        assert torch.equal(value, runs[1][1][name]), name
+
+
+def functional(model, h):
+    return torch.func.functional_call(model.body[1], dict(model.body[1].named_parameters()), (h,))
+
+
+class Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, weight):
+        return h @ weight.t()
+
+
+@torch.jit.script
+def scripted(h, weight):
+    return h @ weight.t()
+
+
+DIRECT_READERS = {
+    "product": lambda model, h: h @ model.head.weight.t(),
+    "embedding": lambda model, h: torch.nn.functional.embedding(tokens(0), model.embed.weight),
+    "detach": lambda model, h: model.body[2].weight.detach().clone(),
+    "data": lambda model, h: model.body[2].bias.data.clone(),
+    "numpy": lambda model, h: torch.from_numpy(model.body[2].weight.detach().numpy().copy()),
+    "transposed": lambda model, h: model.body[2].weight.T.clone(),
+    "in a list": lambda model, h: torch.stack([model.body[1].weight, model.body[2].weight]),
+    "out": lambda model, h: torch.add(model.scale, 0, out=torch.empty(WIDTH)),
+    "functional_call": functional,
+    "autograd.Function": lambda model, h: Loss.apply(h, model.head.weight),
+    "scripted": lambda model, h: scripted(h, model.head.weight),
+    "torch.tensor": lambda model, h: torch.as_tensor(model.body[3].weight).clone(),
+    "copy": lambda model, h: copy.deepcopy(model.body[4].weight),
+    "pickle": lambda model, h: pickle.loads(pickle.dumps(model.body[4].weight)),
+    "a layer's copy": lambda model, h: copy.deepcopy(model.body[4])(h),
+    "vmap": lambda model, h: torch.func.vmap(lambda row: model.body[5].weight @ row)(h),
+    "compiled": lambda model, h: torch.compile(lambda x: x @ model.head.weight.t(), backend="eager")(h),
+    "held": lambda model, h: model.held.clone(),
+    "held by numpy": lambda model, h: torch.from_numpy(model.held_by_numpy.copy()),
+    "a list of before": lambda model, h: model.listed[0][5].double(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reader", DIRECT_READERS)
+def test_whoever_reads_a_weight_itself_waits_for_it(device, reader):
+    def hold(model):
+        model.held, model.held_by_numpy = model.body[6].weight.data, model.body[7].weight.detach().numpy()
+        model.listed = [list(model.parameters())]
+
+    h = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    read = []
+    for overlap, place in ((None, device + "_plain"), ("late", slow(device))):
+        model, optimizer = make(None, overlap, devices=[place])
+        hold(model)
+        train(model, optimizer, range(1))
+        with torch.no_grad():
+            read.append(DIRECT_READERS[reader](model, h))
+    assert torch.equal(*read)
+
+
+def test_metadata_does_not_wait(device):
+    model, optimizer, _ = stepped(device)
+    layout = optimizer._session.layout
+    weight = layout.params[layout.names.index("body.3.weight")]
+    assert weight.shape == (WIDTH, WIDTH) and weight.dtype == torch.float32 and weight.numel() and weight.grad is None
+    assert isinstance(weight, torch.nn.Parameter) and type(weight).__name__ == "Parameter"
+    assert optimizer._session.late.pending == set(range(len(layout.params)))
+    weight.sum()
+    assert len(optimizer._session.late.pending) == len(layout.params) - 1
+    optimizer.wait_weights()
+    assert all(type(param) is torch.nn.Parameter for param in model.parameters())
 
 
 def test_a_deleted_optimizer_is_named(device):

@@ -59,13 +59,13 @@ trainer = transformers.Trainer(
     train_dataset=windows,
     processing_class=tokenizer,
     data_collator=transformers.default_data_collator,  # windows have one length; nothing is padded
-    **smartinf.hf.optimizer(
-        args,
-        devices=options.devices,
-        resume=False if options.new else None,
-        release_gradients=True,
-        gradient_budget=options.gradient_budget,
-    ),
+)
+smartinf.hf.attach(
+    trainer,
+    devices=options.devices,
+    resume=False if options.new else None,
+    release_gradients=True,
+    gradient_budget=options.gradient_budget,
 )
 trainer.train(resume_from_checkpoint=options.resume)
 trainer.save_model(os.path.join(options.output, "final"))

@@ -63,7 +63,7 @@ trainer = LayerwiseTrainer(
     model,
     args,
     train_dataset=[{"input_ids": w, "labels": w} for w in windows],
-    **smartinf.hf.optimizer(args),
 )
+smartinf.hf.attach(trainer)
 trainer.train()
 model.save_pretrained(f"{options.output}/final")

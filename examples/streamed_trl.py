@@ -42,21 +42,12 @@ common = {
 if options.dpo:
     rows = [{"prompt": f"{n} and one?", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(16)]
     args = trl.DPOConfig(options.output, gradient_checkpointing=False, **common)
-    model = peft.get_peft_model(
-        model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    optimizer = smartinf.AdamW(
-        [(name, param) for name, param in model.named_parameters() if param.requires_grad],
-        lr=args.learning_rate,
-        max_grad_norm=args.max_grad_norm,
-    )
     trainer = trl.DPOTrainer(
         model,
         args=args,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
-        optimizers=(optimizer, None),
-        callbacks=[smartinf.hf.CheckpointCallback()],
+        peft_config=peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
 else:
     rows = [{"text": f"{n} and one are {n + 1}."} for n in range(16)]
@@ -66,7 +57,7 @@ else:
         args=args,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
-        **smartinf.hf.optimizer(args),
     )
+smartinf.hf.attach(trainer)
 trainer.train()
 trainer.save_model(f"{options.output}/final")

@@ -26,6 +26,6 @@ trainer = transformers.Trainer(
     model=transformers.LlamaForCausalLM(config),
     args=args,
     train_dataset=windows,
-    **smartinf.hf.optimizer(args, devices=[sys.argv[1]]),
 )
+smartinf.hf.attach(trainer, devices=[sys.argv[1]])
 trainer.train(resume_from_checkpoint="--resume" in sys.argv)

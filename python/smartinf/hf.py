@@ -6,6 +6,7 @@ checkpoint-N/smartinf/ beside it, so save_total_limit, moving a folder and resum
 as they do with any optimizer.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -31,22 +32,49 @@ _FIELDS = {
 _ADAM_FIELDS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
 
 
+def attach(trainer, *, devices=None, optimizer_class=None, **options):
+    """Lets `trainer` keep its optimizer's state on `devices`. Call it before trainer.train():
+
+        smartinf.hf.attach(trainer, devices=["/nvme0", "/nvme1"])
+
+    trainer: transformers' Trainer or a descendant, such as all of TRL's, with or without peft_config. Learning rate,
+    betas, epsilon and weight decay (by Trainer's own rule: no biases and norms), and with release_gradients=True
+    clipping and accumulation, are those of its TrainingArguments. It makes the optimizer itself when training begins,
+    from the model as it is then (PEFT's adapters, model_init), and parameters keep the model's names.
+
+    devices: not needed for a streamed model, whose own they are.
+    optimizer_class: smartinf.AdamW unless given.
+    options: any keyword of StorageOptimizer, or of the class, that TrainingArguments do not decide. overlap="auto",
+        "late" or "early" needs no `model`: it is the trainer's.
+    Returns trainer. Errors: UsageError for an option that has its place in TrainingArguments, and for a trainer that
+        has another optimizer.
+    """
+    given = optimizer(trainer.args, devices=devices, optimizer_class=optimizer_class, **options)
+    there = trainer.optimizer
+    if unwrap(there) is not None and session_of(unwrap(there)).core is None:
+        there = trainer.optimizer = None  # closed; the next train() makes another one
+    before, _ = trainer.optimizer_cls_and_kwargs or (_Maker, None)
+    if there is not None or before is not _Maker or trainer.is_deepspeed_enabled:
+        have = type(there).__name__ if there is not None else getattr(before, "__name__", before)
+        raise UsageError(
+            f"this {type(trainer).__name__} has an optimizer already "
+            f"({'DeepSpeed' if trainer.is_deepspeed_enabled else have}). Make it without one (no optimizers=, "
+            "optimizer_cls_and_kwargs= or deepspeed=), and attach before train(). One that smartinf has made goes on with "
+            "the next train(), or is closed by smartinf.hf.unwrap(trainer.optimizer).close()"
+        )
+    trainer.optimizer_cls_and_kwargs = given["optimizer_cls_and_kwargs"]
+    if not any(map(_is_ours, trainer.callback_handler.callbacks)):
+        trainer.add_callback(CheckpointCallback())
+    return trainer
+
+
 def optimizer(args, *, devices=None, optimizer_class=None, callbacks=(), **options):
-    """Trainer's keyword arguments for an optimizer whose state lives on `devices`:
+    """What attach() does, as keyword arguments for a Trainer whose constructor takes them (transformers' own, TRL's
+    SFTTrainer and RewardTrainer):
 
         trainer = Trainer(model, args, ..., **smartinf.hf.optimizer(args, devices=["/nvme0", "/nvme1"]))
 
-    also for SFTTrainer and other subclasses. Learning rate, betas, epsilon and weight decay (by Trainer's
-    own rule: no biases and norms), and with release_gradients=True clipping and accumulation, are those
-    of `args`, a TrainingArguments. Trainer makes the optimizer itself when training begins, from the model
-    as it is then (PEFT's adapters, model_init), and parameters keep the model's names. CheckpointCallback
-    comes with it.
-
-    devices: not needed for a streamed model, whose own they are.
-    optimizer_class: smartinf.AdamW unless given. callbacks: further ones for Trainer.
-    options: any keyword of StorageOptimizer, or of the class, that `args` do not decide. overlap="auto", "late" or
-        "early" needs no `model`: it is Trainer's.
-    Errors: UsageError for an option that has its place in TrainingArguments.
+    callbacks: further ones for Trainer. The rest is as for attach().
     """
     made = AdamW if optimizer_class is None else optimizer_class
     fields = _FIELDS | _ADAM_FIELDS if issubclass(made, (Adam, AdamW)) else _FIELDS
@@ -64,8 +92,12 @@ def optimizer(args, *, devices=None, optimizer_class=None, callbacks=(), **optio
             _Maker,
             {"args": args, "optimizer_class": made, "options": {"devices": devices, **options}},
         ),
-        "callbacks": [CheckpointCallback(), *callbacks],
+        "callbacks": [*([] if any(map(_is_ours, callbacks)) else [CheckpointCallback()]), *callbacks],
     }
+
+
+def _is_ours(callback):
+    return callback is CheckpointCallback or isinstance(callback, CheckpointCallback)
 
 
 class _Maker:
@@ -75,6 +107,8 @@ class _Maker:
     def __call__(self, model, args, optimizer_class, options):
         trainer = trainer_arguments.maker()  # a subclass may have a rule of its own
         kind = transformers.Trainer if trainer is None else type(trainer)
+        if trainer is not None:
+            _close_the_one_before(trainer, options)
         accelerator = getattr(trainer, "accelerator", None)
         if accelerator is not None and accelerator.is_fsdp2:
             model = _divided(accelerator, model)
@@ -101,6 +135,19 @@ class _Maker:
         if options.get("overlap") is not None:
             by_args["model"] = model
         return optimizer_class(groups, **options | by_args)
+
+
+def _close_the_one_before(trainer, options):
+    """With model_init every train() is a run of its own, whose optimizer takes the devices over from the last one's."""
+    before = unwrap(trainer.callback_handler.optimizer)
+    if before is None:
+        return
+    before.close()
+    if options.get("resume") and trainer.model_init is not None:
+        raise UsageError(
+            "resume=True would give the new model of this train() or trial the weights of the one before. Say resume=False, "
+            "which discards that run's state; train(resume_from_checkpoint=...) needs neither"
+        )
 
 
 def _divided(accelerator, model):
@@ -162,12 +209,9 @@ if _Watch not in DEFAULT_CALLBACKS:
 
 
 class CheckpointCallback(transformers.TrainerCallback):
-    """Give it to Trainer(callbacks=[...]): every checkpoint-N then holds the optimizer's state, and
-    resume_from_checkpoint takes it from there.
-
-    resume_from: the checkpoint folder, when it is neither below output_dir nor
-        TrainingArguments.resume_from_checkpoint. Which state is meant is checked in any case.
-    """
+    """Checks that Trainer has one of our optimizers, which a class with a create_optimizer() of its own may not have, and
+    names the folder whose state is to be loaded where that is neither in the checkpoint that Trainer resumes from nor in
+    TrainingArguments.resume_from_checkpoint nor below output_dir. Which state is meant is checked in any case."""
 
     def __init__(self, resume_from=None):
         self._resume_from = resume_from
@@ -175,38 +219,96 @@ class CheckpointCallback(transformers.TrainerCallback):
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         ours = unwrap(optimizer)
         if ours is None:
-            raise UsageError("smartinf.hf.CheckpointCallback needs a smartinf optimizer in the Trainer")
-        session = session_of(ours)
-        session.options.never_warn("state_dict")
-        wanted = session.expected
-        if wanted is None:
-            return
-        name = f"checkpoint-{state.global_step}"
-        given = args.resume_from_checkpoint
-        candidates = [
+            raise UsageError(
+                f"the Trainer has {type(getattr(optimizer, 'optimizer', optimizer)).__name__}, and not the optimizer of "
+                "smartinf that was meant: a class that makes its optimizer itself (create_optimizer) needs "
+                "optimizers=(smartinf.AdamW(...), None)"
+            )
+        folders = [
             self._resume_from,
-            given if isinstance(given, str) else None,
-            os.path.join(args.output_dir, name),
+            args.resume_from_checkpoint if isinstance(args.resume_from_checkpoint, str) else None,
+            os.path.join(args.output_dir, f"checkpoint-{state.global_step}"),
         ]
-        looked = []
-        for folder in filter(None, candidates):
-            inner = os.path.join(folder, _FOLDER)
-            looked.append(inner)
-            if os.path.isdir(inner) and checkpoint.identity(inner) == wanted:
-                ours.load_checkpoint(inner)
-                return
+        _load_state(ours, *folders)
+        if session_of(ours).expected is None:
+            return
+        there = [name for name in os.listdir(args.output_dir) if os.path.isdir(os.path.join(args.output_dir, name, _FOLDER))]
         raise MismatchError(
-            f"the optimizer state of step {state.global_step} was not found in {', '.join(looked)}. Give "
-            "the folder: smartinf.hf.CheckpointCallback(resume_from=...)."
+            f"the checkpoint of step {state.global_step} refers to an optimizer state that is neither on the devices nor in "
+            f"a folder {_FOLDER}/ of {' or '.join(filter(None, folders))}: it was written without the state, or parted from "
+            f"it. Resume from a checkpoint that has it (in {args.output_dir}: {', '.join(sorted(there)) or 'none'}), or name "
+            "the one that has this state: callbacks=[smartinf.hf.CheckpointCallback(resume_from=...)]"
         )
 
-    def on_save(self, args, state, control, optimizer=None, **kwargs):
-        ours = unwrap(optimizer)
-        if session_of(ours).options.mesh is not None:
-            return  # with FSDP2 Trainer saves what state_dict() gives, and loads it
-        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", _FOLDER)
-        # Trainer has just written the rest of the folder, over an older one of that step if need be.
-        ours.save_checkpoint(folder, replace=True)
+
+def _load_state(ours, *folders):
+    """Loads the state that Trainer's optimizer.pt has referred to, where one of the checkpoint folders has it."""
+    session = session_of(ours)
+    for folder in filter(None, folders):
+        if session.expected is None:
+            return
+        if os.path.isdir(inner := os.path.join(folder, _FOLDER)):
+            if checkpoint.identity(inner) == session.expected:
+                ours.load_checkpoint(inner)
+
+
+def _carries_state(optimizer):
+    """Our optimizer, unless it is None or Trainer saves and loads its state itself (FSDP2)."""
+    ours = unwrap(optimizer)
+    return None if ours is None or session_of(ours).options.mesh is not None else ours
+
+
+# A Trainer's checkpoint has our state whoever asks for it: the schedule, a callback that has seen SIGTERM
+# (enable_jit_checkpoint), a script. Only the first of these tells callbacks (on_save), so Trainer's own methods do it.
+
+
+def _around(name):
+    """Puts the function in the place of Trainer's method of this name, which it is given."""
+
+    def replace(function):
+        plain = getattr(transformers.Trainer, name)
+
+        @functools.wraps(plain)
+        def method(self, *args, **kwargs):
+            return function(plain, self, *args, **kwargs)
+
+        setattr(transformers.Trainer, name, method)
+
+    return replace
+
+
+@_around("_save_checkpoint")
+def _save_checkpoint(plain, trainer, model, trial):
+    ours = unwrap(trainer.optimizer)
+    if ours is None or not session_of(ours).step_begun:
+        return plain(trainer, model, trial)
+    # The last backward has been: the devices have gradients, and an early update may have overwritten weights, so that
+    # neither the step before nor this one can be saved now. Trainer makes the step next.
+    trainer.control.should_save = True
+    step = trainer.state.global_step
+    _log.warning("a checkpoint was asked for between backward and step(): it is made behind the step, as checkpoint-%d", step + 1)
+    folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{step}")
+    with contextlib.suppress(OSError):  # what enable_jit_checkpoint has begun there
+        os.remove(os.path.join(folder, "checkpoint-is-incomplete.txt"))
+        os.rmdir(folder)
+    return None
+
+
+@_around("_save_optimizer_and_scheduler")
+def _save_optimizer_and_scheduler(plain, trainer, output_dir):
+    ours = _carries_state(trainer.optimizer)
+    if ours is not None:  # over an older one of that step if need be
+        ours.save_checkpoint(os.path.join(output_dir, _FOLDER), replace=True)
+    return plain(trainer, output_dir)
+
+
+@_around("_load_optimizer_and_scheduler")
+def _load_optimizer_and_scheduler(plain, trainer, checkpoint):
+    made = plain(trainer, checkpoint)
+    ours = _carries_state(trainer.optimizer)
+    if ours is not None:
+        _load_state(ours, checkpoint)
+    return made
 
 
 def register(accelerator, optimizer):

@@ -25,6 +25,11 @@ def of_parameters(params):
     return any(s.core is not None and not ids.isdisjoint(s.layout.index_of) for s in list(_open))
 
 
+def with_pending_gradients():
+    """The sessions to which backward has handed over gradients of a step that is not made yet."""
+    return [session for session in list(_open) if session.core is not None and session.gradients.pending]
+
+
 def _same(a, b):
     try:
         return a == b or os.path.samefile(a, b)

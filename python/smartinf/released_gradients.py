@@ -1,11 +1,30 @@
 """Gradients that leave during backward (release_gradients=True): each is handed over when it is complete, or
 summed in host memory over as many backward passes as make a step."""
 
+import functools
+
 import torch
 
-from smartinf import gradients
+from smartinf import gradients, open_optimizers
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
+
+
+def _watch_zero_grad():
+    """model.zero_grad() finds no gradient that has left already, so it has to say that there are to be none: after a
+    backward that broke off they would be taken for those of the next one."""
+    plain = torch.nn.Module.zero_grad
+    if getattr(plain, "drops_released_gradients", False):
+        return
+
+    @functools.wraps(plain)
+    def zero_grad(self, set_to_none=True):
+        plain(self, set_to_none)
+        for session in open_optimizers.with_pending_gradients():
+            session.gradients.dropped_by(self, session)
+
+    zero_grad.drops_released_gradients = True
+    torch.nn.Module.zero_grad = zero_grad
 
 
 class ReleasedGradients(gradients.HeldGradients):
@@ -23,7 +42,7 @@ class ReleasedGradients(gradients.HeldGradients):
 
     @property
     def pending(self):
-        return bool(self._passes)
+        return bool(self._passes or self._later)
 
     def attach(self, session):
         @torch.no_grad()
@@ -37,6 +56,7 @@ class ReleasedGradients(gradients.HeldGradients):
             param.grad = None
 
         session.hooks = [p.register_post_accumulate_grad_hook(hook) for p in session.layout.params]
+        _watch_zero_grad()
 
     def taking_part(self, layout):
         return [
@@ -51,6 +71,22 @@ class ReleasedGradients(gradients.HeldGradients):
             if self._passes[i] == self._accumulation_steps:
                 self._complete[i] = self._sums.pop(i)
         self._later.clear()
+
+    def dropped_by(self, module, session):
+        """zero_grad() of a module with all of the gradients that backward has handed over drops the step. Errors:
+        UsageError where it has only some of them: others could not be dropped alone."""
+        layout, here = session.layout, set(map(id, module.parameters()))
+        handed = self._later.union(self._passes)  # perhaps by another thread, which trains another model
+        kept = sorted(i for i in handed if id(layout.params[i]) not in here)
+        if handed and not kept:
+            with session.turn:
+                session.drop_step()
+        elif len(kept) < len(handed):
+            raise UsageError(
+                "zero_grad() of a part of the model, between a backward and step(): with release_gradients=True the "
+                f"gradients that have left are dropped all together or not at all, and that of {layout.names[kept[0]]} "
+                "is not in this part. Call zero_grad() of the optimizer or of the whole model"
+            )
 
     def forget(self):
         self._handed_over.clear()
@@ -70,8 +106,9 @@ class ReleasedGradients(gradients.HeldGradients):
         i = layout.index_of[id(param)]
         if self._passes.get(i, 0) == self._accumulation_steps:
             raise UsageError(
-                f"a second gradient of {layout.names[i]} came before step(). Say how many "
-                "backward passes make a step with accumulation_steps."
+                f"a second gradient of {layout.names[i]} came before step(). Say how many backward passes make a step with "
+                "accumulation_steps; or, where a backward broke off and is left out, call zero_grad() of the optimizer or "
+                "the model before the next one."
             )
         gradient = gradients.on_host(layout, i)
         total = self._sums.pop(i, None)

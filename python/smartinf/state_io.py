@@ -85,7 +85,7 @@ def small_dict(session, made):
     """`made`, torch's dict of an optimizer without state, with what says which state it belongs to."""
     made["state"] = {}
     updates = session.lineage.updates
-    if updates > 0 and not session.unclaimed:
+    if session.stepped and not session.unclaimed:
         session.options.warn_once(
             "state_dict",
             "state_dict() holds no optimizer state: that stays on the devices, and this dict is of use "

@@ -455,7 +455,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         with several ranks each of its parts. One that holds a checkpoint is refused unless `replace` is
         true; the old one is then there until the new one is whole."""
         self._session.ready()
-        self._session.reject_step_in_progress("save_checkpoint")
+        if self._session.step_begun:  # sums of passes that are still in memory do not matter
+            self._session.reject_step_in_progress("save_checkpoint")
         self._options.never_warn("state_dict")
         checkpoint.save(self._session, self.param_groups, folder, replace)
 

@@ -10,7 +10,7 @@ import sys
 from smartinf.errors import UsageError
 
 _ADVICE = (
-    "**smartinf.hf.optimizer(args, devices=...) among Trainer's arguments takes them from "
+    "smartinf.hf.attach(trainer, devices=...), without an optimizer in the trainer, takes them from "
     "TrainingArguments; else give the same value in both places."
 )
 

@@ -173,16 +173,154 @@ def test_optimizers_argument(tmp_path):
     assert optimizer.param_groups[0]["lr"] < 5e-3
 
 
-def test_a_checkpoint_without_the_callback_is_explained(tmp_path):
-    run = trainer(llama(), tmp_path / "run", steps=5, **ours(tmp_path / "d"))
+def test_a_checkpoint_without_its_state_is_explained(tmp_path):
+    run = trainer(llama(), tmp_path / "run", steps=8, changes={"save_total_limit": 2}, **ours(tmp_path / "d"))
     run.train()
-    (folder,) = (tmp_path / "run").glob("checkpoint-*")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-8" / "smartinf")
     # Other devices than those the state is on, and no copy of it in the folder.
     again = trainer(
-        llama(), tmp_path / "run", steps=8, callbacks=[smartinf_callback()], **ours(tmp_path / "other")
+        llama(), tmp_path / "run", steps=12, callbacks=[smartinf_callback()], **ours(tmp_path / "other")
     )
-    with pytest.raises(smartinf.MismatchError, match="CheckpointCallback"):
-        again.train(resume_from_checkpoint=str(folder))
+    with pytest.raises(smartinf.MismatchError, match=r"step 8 .* without the state.*in .*run: checkpoint-4\).*resume_from"):
+        again.train(resume_from_checkpoint=True)
+
+
+class Asks(transformers.TrainerCallback):
+    """Asks for a checkpoint in the fourth step, by another way than Trainer's schedule, and ends the run."""
+
+    def __init__(self, way):
+        self.way = way
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.way == "SIGTERM" and state.global_step == 3:
+            (jit,) = (c for c in self.trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
+            jit.jit_manager.is_checkpoint_requested = True  # as some seconds after the signal
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.way == "between passes" and state.global_step == 3:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            control.should_training_stop = True
+
+
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("SIGTERM", {}),
+        ("SIGTERM", {"release_gradients": True, "overlap": "early"}),
+        ("between passes", {"release_gradients": True}),
+    ],
+    ids=["sigterm", "sigterm-early", "between-passes"],
+)
+def test_a_checkpoint_has_the_state_whoever_asks_for_it(way, options, tmp_path):
+    def run(folder, device, asks=None, **resumed):
+        changes = {"save_steps": 100, "gradient_accumulation_steps": 2, "enable_jit_checkpoint": asks is not None}
+        made = trainer(llama(), tmp_path / folder, steps=6, changes=changes, callbacks=filter(None, [asks]))
+        if asks is not None:
+            asks.trainer = made
+        smartinf.hf.attach(made, devices=[str(tmp_path / device)], **options).train(**resumed)
+        smartinf.hf.unwrap(made.optimizer).close()
+        return losses(made)
+
+    whole = run("whole", "d0")
+    run("run", "d1", Asks(way))
+    (folder,) = (tmp_path / "run").iterdir()
+    # After the last backward of a released step neither this step nor the one before can be saved: it is made first.
+    assert folder.name == ("checkpoint-4" if "overlap" in options else "checkpoint-3")
+    moved = shutil.move(folder, tmp_path / folder.name)
+    for device in ("d1", "d2"):
+        assert run("again", device, resume_from_checkpoint=str(moved))[-2:] == whole[-2:]
+
+
+@pytest.mark.parametrize("overlap", [None, "early"])
+def test_a_backward_that_broke_off_is_forgotten(overlap, tmp_path):
+    """Memory runs out in the third of four passes, and Trainer begins anew with a smaller batch."""
+
+    class Full(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            passes.append(gradient.shape[0])
+            if len(passes) == 3:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return gradient
+
+    def run(device):
+        passes.clear()
+        model = llama()
+        model.model.layers[1].register_forward_hook(lambda module, given, out: Full.apply(out))
+        changes = {"gradient_accumulation_steps": 4, "auto_find_batch_size": True, "save_strategy": "no"}
+        made = trainer(model, tmp_path / "run", steps=3, changes=changes)
+        if device is not None:
+            smartinf.hf.attach(made, devices=[str(device)], release_gradients=True, overlap=overlap)
+        made.train()
+        assert passes[2] > passes[3]
+        return losses(made)
+
+    passes = []
+    expected = run(None)
+    assert run(tmp_path / "d") == pytest.approx(expected, rel=BAND)
+
+
+def test_each_train_with_model_init_is_a_run_of_its_own(tmp_path):
+    def twice(device, **options):
+        args = arguments(tmp_path / "run", 2, save_strategy="no")
+        made = transformers.Trainer(model_init=llama, args=args, train_dataset=Text())
+        if device is not None:
+            smartinf.hf.attach(made, devices=[str(device)], **options)
+        seen = []
+        for _ in range(2):
+            made.train()
+            seen += losses(made)[-2:]
+        return seen
+
+    expected = twice(None)
+    assert expected[:2] == expected[2:]
+    assert twice(tmp_path / "d", resume=False, release_gradients=True, overlap="early") == pytest.approx(expected, rel=BAND)
+    with pytest.raises(smartinf.UsageError, match="resume=False"):
+        twice(tmp_path / "d1", resume=True)
+    with pytest.raises(smartinf.UsageError, match="resume=False"):
+        twice(tmp_path / "d2")
+
+
+def test_attach(tmp_path):
+    class Own(transformers.Trainer):
+        """Takes no more than most of TRL's trainers do."""
+
+        def __init__(self, model, args, train_dataset):
+            super().__init__(model, args, train_dataset=train_dataset)
+
+    device = str(tmp_path / "d")
+    made = Own(llama(), arguments(tmp_path / "run", 2), Text())
+    for _ in range(2):  # the second time with what is meant
+        assert smartinf.hf.attach(made, devices=[device], state_format="bf16") is made
+    made.train()
+    optimizer = smartinf.hf.unwrap(made.optimizer)
+    assert type(optimizer) is smartinf.AdamW
+    made.train()  # goes on with it
+    assert optimizer._session.lineage.updates == 4
+    with pytest.raises(smartinf.UsageError, match="has an optimizer already .*attach before train"):
+        smartinf.hf.attach(made, devices=[device])
+    optimizer.close()
+    smartinf.hf.attach(made, devices=[device], state_format="bf16", resume=True).train()
+    assert smartinf.hf.unwrap(made.optimizer)._session.lineage.updates == 6
+
+    for given in ({"optimizers": (torch.optim.SGD(llama().parameters(), lr=1.0), None)}, {
+        "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})
+    }):  # fmt: skip
+        with pytest.raises(smartinf.UsageError, match="SGD"):
+            smartinf.hf.attach(trainer(llama(), tmp_path / "run", **given), devices=[device])
+
+    class Stubborn(transformers.Trainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+            return self.optimizer
+
+    stubborn = smartinf.hf.attach(Stubborn(llama(), arguments(tmp_path / "run", 1), train_dataset=Text()), devices=[device])
+    with pytest.raises(smartinf.UsageError, match="has SGD.*makes its optimizer itself"):
+        stubborn.train()
 
 
 def test_a_checkpoint_goes_back_to_torch(tmp_path):
@@ -397,7 +535,7 @@ def test_training_arguments_are_not_ignored_in_silence(tmp_path, caplog):
             llama(), tmp_path / "run", steps=1, changes=changes, optimizer_cls_and_kwargs=(smartinf.AdamW, kwargs)
         ).train()
 
-    with pytest.raises(smartinf.UsageError, match=r"learning_rate=5e-05 there, lr=0.001 here.*hf.optimizer"):
+    with pytest.raises(smartinf.UsageError, match=r"learning_rate=5e-05 there, lr=0.001 here.*hf.attach"):
         train({"devices": [device]}, learning_rate=5e-5)
     with pytest.raises(smartinf.UsageError, match=r"adam_beta2=\(0.9, 0.95\) there, betas=\(0.9, 0.999\) here"):
         train({"devices": [device], "lr": 5e-3}, adam_beta2=0.95)

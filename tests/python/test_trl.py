@@ -1,0 +1,99 @@
+"""TRL's trainers with smartinf.hf.attach(): the losses of torch's AdamW, of all weights and of adapters."""
+
+import pytest
+import torch
+
+import smartinf
+
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+import datasets  # noqa: E402 (TRL has it)
+import peft  # noqa: E402 (the same)
+import tokenizers  # noqa: E402 (transformers has it)
+
+import smartinf.hf  # noqa: E402 (needs transformers)
+
+torch.set_num_threads(1)
+WORDS = ["<pad>", "<eos>", *map(str, range(40))]
+ROWS = range(8)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A small Llama with a head for words, and one with a head for a number: trainers look for a reference model in a
+    folder."""
+    words = tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1,
+    )  # fmt: skip
+    made = {}
+    for kind in (transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification):
+        torch.manual_seed(5)
+        made[kind] = tmp_path_factory.mktemp("model")
+        kind(config).save_pretrained(made[kind])
+        tokenizer.save_pretrained(made[kind])
+    return made
+
+
+def data(name):
+    if name == "SFT":
+        return [{"text": " ".join(str(n + k) for k in range(8))} for n in ROWS]
+    if name in ("DPO", "Reward"):
+        return [{"prompt": f"{n} {n + 1}", "chosen": f" {n + 2} {n + 3}", "rejected": f" {n} {n}"} for n in ROWS]
+    if name == "KTO":
+        return [{"prompt": f"{n}", "completion": f" {n + 1} {n + 2}", "label": n % 2 == 0} for n in ROWS]
+    return [{"prompt": f"{n} {n + 1}"} for n in ROWS]
+
+
+def trainer(name, folders, out, lora, passes):
+    kind = transformers.LlamaForSequenceClassification if name == "Reward" else transformers.LlamaForCausalLM
+    options = {"GRPO": {"num_generations": 2, "max_completion_length": 4}, "Distillation": {"max_completion_length": 4}}
+    options["RLOO"] = options["GRPO"]
+    args = getattr(trl, f"{name}Config")(
+        str(out), max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=passes, learning_rate=5e-3,
+        weight_decay=0.1, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
+        gradient_checkpointing=False, **options.get(name, {}),
+    )  # fmt: skip
+    given = {"args": args, "train_dataset": datasets.Dataset.from_list(data(name))}
+    given["processing_class"] = transformers.AutoTokenizer.from_pretrained(folders[kind])
+    if name in ("GRPO", "RLOO"):
+        given["reward_funcs"] = lambda completions, **_: [float(len(set(text))) for text in completions]
+    if name == "Distillation":
+        given["teacher_model"] = kind.from_pretrained(folders[kind])
+        with torch.no_grad():
+            given["teacher_model"].lm_head.weight.mul_(2.0)
+    if lora:
+        task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
+        given["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type=task)
+    return getattr(trl, f"{name}Trainer")(model=kind.from_pretrained(folders[kind]), **given)
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"])
+@pytest.mark.parametrize(
+    ("lora", "passes", "options"),
+    [
+        (False, 1, {"release_gradients": True, "overlap": "late"}),
+        (True, 2, {"release_gradients": True, "overlap": "early"}),
+    ],
+    ids=["full", "lora"],
+)
+def test_losses_are_those_of_torchs_adamw(name, lora, passes, options, folders, tmp_path):
+    def run(attached):
+        made = trainer(name, folders, tmp_path / "out", lora, passes)
+        if attached:
+            smartinf.hf.attach(made, devices=[str(tmp_path / "device")], **options)
+        made.train()
+        if attached:
+            assert type(smartinf.hf.unwrap(made.optimizer)) is smartinf.AdamW
+        return [entry[key] for entry in made.state.log_history if "loss" in entry for key in ("loss", "grad_norm")]
+
+    expected = run(False)
+    assert len(expected) == 4
+    assert any(expected[1::2])  # there are gradients
+    assert run(True) == pytest.approx(expected, rel=1e-4, abs=1e-5)

@@ -8,7 +8,7 @@ from smartinf.errors import Error
 
 
 _OWN = (
-    "python -m smartinf import-ds-config ds_config.json   the call that does what a DeepSpeed "
+    "python -m smartinf import-ds-config ds_config.json   the calls that do what a DeepSpeed "
     "configuration says"
 )
 
@@ -51,9 +51,9 @@ def _torch_state(arguments):
 _COMMANDS = {
     "import-ds-config": (
         _import_ds_config,
-        "Usage: python -m smartinf import-ds-config ds_config.json\n\n"
-        "Prints the call and the recipe that do what a DeepSpeed configuration says, and lists "
-        "what has no equivalent.",
+        "Usage: python -m smartinf import-ds-config ds_config.json|default_config.yaml\n\n"
+        "Prints the calls and the recipe that do what a DeepSpeed configuration says, or accelerate's with one in it, "
+        "and what each setting has become.",
     ),
     "torch-state": (
         _torch_state,

@@ -99,3 +99,18 @@ def held_elsewhere(param):
 def _uses(tensor):
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def saved_in_graph(param):
+    """In backward, behind the gradient of `param`: whether a graph has saved it where it was frozen, which is no part of
+    that gradient."""
+    return hasattr(param, "_use_count") and param._use_count() > _uses_behind_gradient()
+
+
+@functools.cache
+def _uses_behind_gradient():
+    uses, param = [], torch.nn.Parameter(torch.ones(1))
+    param.register_post_accumulate_grad_hook(lambda param: uses.append(param._use_count()))
+    with torch.enable_grad():
+        (param * param).sum().backward()
+    return uses[0]

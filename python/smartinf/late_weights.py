@@ -9,7 +9,14 @@ import weakref
 import torch
 
 from smartinf.errors import UsageError
-from smartinf.guarded_parameter import guard, guard_attributes, held_elsewhere, unguard, unguard_attributes
+from smartinf.guarded_parameter import (
+    guard,
+    guard_attributes,
+    held_elsewhere,
+    saved_in_graph,
+    unguard,
+    unguard_attributes,
+)
 from smartinf.modules import give_class, tensors_in
 
 _waiting = weakref.WeakKeyDictionary()  # model -> wait_for_all() of its LateWeights
@@ -23,6 +30,7 @@ class LateWeights:
 
     def __init__(self):
         self.pending, self.early, self.shared = set(), set(), set()
+        self._scripted = set()  # those of TorchScript's modules, which read them where nothing waits
         self._taking_part = set()  # of those of the last step
         self._ready = None  # by index: waits for that parameter
         self._modules = collections.defaultdict(list)  # by index: (module, indices of all of the module's own)
@@ -32,6 +40,8 @@ class LateWeights:
 
     def attach(self, session, model):
         """Puts the hooks on. Errors: UsageError that names a parameter that is in no module of `model`."""
+        if isinstance(model, torch.jit.ScriptModule):
+            raise UsageError("overlap: a model of TorchScript has no hooks that could wait for weights. Leave overlap out")
         names, index_of = session.layout.names, session.layout.index_of
         take_weights = weakref.WeakMethod(session.take_weights)
 
@@ -75,15 +85,16 @@ class LateWeights:
         session.hooks.append(model.register_forward_pre_hook(_Hook(before_evaluation)))
         in_modules = set()
         for module in model.modules():
-            compiled = isinstance(module, torch.jit.ScriptModule)  # calls its modules without their hooks
-            own = {index_of.get(id(param)) for param in module.parameters(recurse=compiled)} - {None}
+            own = {index_of.get(id(param)) for param in module.parameters(recurse=False)} - {None}
             if not own:
                 continue
             self.shared |= own & in_modules
             in_modules |= own
-            if not compiled:
-                for i in own:
-                    self._modules[i].append((weakref.ref(module), own))
+            if isinstance(module, torch.jit.ScriptModule):  # has no hooks, and calls none
+                self._scripted |= own
+                continue
+            for i in own:
+                self._modules[i].append((weakref.ref(module), own))
             session.hooks += [
                 module.register_forward_pre_hook(_Hook(functools.partial(wait_for, frozenset(own)))),
                 module.register_forward_hook(_Hook(after_forward(frozenset(own)))),
@@ -127,7 +138,8 @@ class LateWeights:
     def may_begin_early(self, layout, i):
         """Whether the devices may overwrite parameter i before step(). What a graph has saved of it may be needed by
         another part of the backward than the one that made its gradient."""
-        return i not in self.shared and not held_elsewhere(layout.params[i])
+        param = layout.params[i]
+        return i not in self.shared | self._scripted and not held_elsewhere(param) and not saved_in_graph(param)
 
     def begin_early(self, layout, i):
         """The devices have the gradient of parameter i and may update it before step()."""
@@ -140,6 +152,7 @@ class LateWeights:
         """step(): the devices update the parameters that take part. Returns those to take at once, because others
         hold their memory."""
         held = {i for i, param in enumerate(layout.params) if i not in self.early and held_elsewhere(param)}
+        held |= self._scripted
         self.early.clear()
         # Also those that do not take part: they may share a subgroup with one that does, and an early update that did
         # not foresee it may have overwritten them, until the devices have written them again.

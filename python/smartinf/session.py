@@ -391,7 +391,8 @@ class Session:
                 self.options.warn_once(
                     "held elsewhere",
                     "overlap: step() waits for the new weights of %d of %d parameters, among them %s, because other tensors "
-                    "have their memory (a state_dict() that was kept, p.data, a view), and nothing says when those are read.",
+                    "have their memory (a state_dict() that was kept, p.data, a view), or a module of TorchScript has them, "
+                    "and nothing says when those are read.",
                     len(held),
                     len(layout.params),
                     layout.names[min(held)],

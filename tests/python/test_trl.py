@@ -15,6 +15,7 @@ import smartinf.hf  # noqa: E402 (needs transformers)
 
 torch.set_num_threads(1)
 WORDS = ["<pad>", "<eos>", *map(str, range(40))]
+VOCABULARY = 4000  # the head's weights are not those that a device updates together with the last layer's
 ROWS = range(8)
 
 
@@ -29,7 +30,7 @@ def folders(tmp_path_factory):
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
     )
     config = transformers.LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         pad_token_id=0, eos_token_id=1, bos_token_id=None, num_labels=1,
     )  # fmt: skip
     made = {}
@@ -97,3 +98,20 @@ def test_losses_are_those_of_torchs_adamw(name, lora, passes, options, folders, 
     assert len(expected) == 4
     assert any(expected[1::2])  # there are gradients
     assert run(True) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_overlap_waits_for_the_head(folders, tmp_path):
+    """These losses multiply by its weight themselves. The drive is so slow that nobody has new weights by chance."""
+    released = {"release_gradients": True}
+    overlaps = [{"overlap": "late"}, *(released | {"overlap": overlap} for overlap in ("late", "early", "auto"))]
+    runs = []
+    for i, options in enumerate([None, *overlaps]):
+        made = trainer("DPO", folders, tmp_path / "out", False, 1)
+        if options is not None:
+            device = {"path": str(tmp_path / f"device{i}"), "bandwidth": 2e7}
+            smartinf.hf.attach(made, devices=[device], **options)
+        made.train()
+        runs.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    assert len(runs[0]) == 2
+    for run in runs[1:]:
+        assert run == pytest.approx(runs[0], rel=1e-4, abs=1e-5)

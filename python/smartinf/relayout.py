@@ -13,7 +13,7 @@ from smartinf.storage_options import is_remote
 def folder(options):
     """Where that checkpoint is; None: no device is of this machine. Collective."""
     here = [device["path"] for device in options.devices if not is_remote(device)]
-    return options.ranks.broadcast_object(f"{os.path.abspath(here[0])}-add_param_group.checkpoint" if here else None)
+    return options.ranks.broadcast_object(f"{here[0]}-add_param_group.checkpoint" if here else None)
 
 
 def discard(options):
@@ -60,7 +60,7 @@ def check_interrupted(options, paths):
             failure = MismatchError(
                 f"add_param_group was interrupted: the state of update {wanted['updates']} is in {kept}, "
                 f"and not on {paths[0]}. Bring it back: make the optimizer with resume=False, and call "
-                f'load_checkpoint("{kept}") before the first step. If it is not needed, delete it.'
+                f'load_checkpoint("{kept}") before the first step. It is the only copy: move it away only if it is not needed.'
             )
     except Error as error:
         failure = error

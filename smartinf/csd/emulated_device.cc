@@ -160,7 +160,7 @@ Result<std::unique_ptr<NewState>> EmulatedDrive::create_state(const std::string&
                                                               const NewStateOptions& options) {
   if (holds_store_ && !options.replace) {
     return Status(base::ErrorCode::kAlreadyExists, "the device already holds a state",
-                  "Use another device, or delete it if it is not needed.",
+                  "Use another device.",
                   base::ErrorPlace{name, {}, {}, 0});
   }
   storage::StoreOptions store_options;

@@ -232,7 +232,7 @@ Result<bool> choose_name(const StoredRun& run, const std::string& folder, std::s
   }
   if (there->run == run.layout().run && there->step == run.step) return true;
   return Status(ErrorCode::kAlreadyExists, "the folder holds a checkpoint of another run",
-                "Name another folder, or delete it if it is not needed.",
+                "Name another folder.",
                 base::ErrorPlace{path, {}, {}, 0});
 }
 

@@ -163,7 +163,7 @@ std::string partial_name(const std::string& path, const storage::RunId& run) {
 Status not_only_ours(const std::string& what) {
   return Status(ErrorCode::kFailedPrecondition,
                 "not a checkpoint, or not only that: nothing was deleted",
-                "Look at what it is, and delete it yourself if it is not needed.",
+                "Look at what it is, or name another folder.",
                 base::ErrorPlace{what, {}, {}, 0});
 }
 

@@ -42,7 +42,7 @@ Status failed(ErrorCode code, std::string what, const char* advice, const std::s
 
 Status damaged(std::string what, const std::string& path) {
   return failed(ErrorCode::kCorrupt, std::move(what),
-                "Delete the file and write the weights anew; they are a copy of the model's.",
+                "Read the model again onto other directories; these files are a copy of its weights.",
                 path);
 }
 

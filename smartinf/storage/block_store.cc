@@ -206,7 +206,7 @@ Status BlockStore::recover_to(StepNumber step) {
     return Status(ErrorCode::kFailedPrecondition,
                   superblock().in_place_step != 0 ? std::string(kTornState)
                                                   : "the device's creation was interrupted",
-                  "Delete the device's state and start over, or restore a checkpoint.", place());
+                  "Restore a checkpoint, or start the run anew in another directory.", place());
   }
   const bool to_prepared = step == superblock().prepared_step;
   if (!to_prepared && step != superblock().committed_step) {

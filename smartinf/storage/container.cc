@@ -159,8 +159,7 @@ Status check_regular(const std::string& path) {
   if (S_ISREG(info.st_mode)) return Status();
   return Status(ErrorCode::kInvalidArgument,
                 "the device's state is not a regular file (a FIFO, a socket or a folder)",
-                "Use another directory, or delete it if it is not needed.",
-                base::ErrorPlace{path, {}, {}, 0});
+                "Use another directory.", base::ErrorPlace{path, {}, {}, 0});
 }
 
 Result<uint64_t> size_of(int descriptor, PathKind kind, const std::string& path) {
@@ -269,7 +268,7 @@ Status may_replace(int descriptor, const std::string& path) {
     return Status(ErrorCode::kAlreadyExists,
                   fmt::format("the device holds a file that is not a readable store ({})",
                               found.status().what()),
-                  "Check it with smartinf fsck; delete it if it is not needed.",
+                  "Check it with smartinf fsck, or use another device.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
   if (found->phase != Phase::kComplete) {
@@ -280,8 +279,7 @@ Status may_replace(int descriptor, const std::string& path) {
   return Status(ErrorCode::kAlreadyExists,
                 fmt::format("the device already holds run {} at step {}",
                             RunId{found->run}.to_string(), found->committed_step),
-                "Resume that run, use another device, or delete the state if it is not needed.",
-                base::ErrorPlace{path, {}, {}, 0});
+                "Resume that run, or use another device.", base::ErrorPlace{path, {}, {}, 0});
 }
 
 Result<Container> create_in_directory(const std::string& path, uint64_t bytes,

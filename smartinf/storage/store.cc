@@ -105,7 +105,7 @@ Result<StepNumber> recovery_step(std::span<const StoreState> devices) {
     if (device.torn) {
       return Status(ErrorCode::kFailedPrecondition,
                     fmt::format("device {}: {}", device.device_index, kTornState),
-                    "Delete the state and start over.");
+                    "Restore a checkpoint, or start the run anew in another directory.");
     }
     unfinished = unfinished || !device.initialized;
     step = std::min(step, device.prepared_step);

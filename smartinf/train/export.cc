@@ -336,7 +336,7 @@ Status remove_partial_export(const std::string& folder) {
   if (files.empty()) {
     return Status(ErrorCode::kFailedPrecondition,
                   "the folder is not an export, or holds other files as well; nothing was deleted",
-                  "Check what it is, and delete it yourself if it is not needed", place);
+                  "Check what it is, or name another folder", place);
   }
   if (!mark.is_open()) {
     return Status(ErrorCode::kBusy, "another process is writing this export",

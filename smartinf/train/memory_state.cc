@@ -39,7 +39,7 @@ Result<MemoryState> MemoryState::open(const std::string& run, const plan::Parame
   }
   const auto corrupt = [&](const std::string& what) {
     return Status(ErrorCode::kCorrupt, "state without its " + what,
-                  "Restore the file from a copy, or remove it to start over", place);
+                  "Restore the file from a copy, or start a new run in another train.run", place);
   };
   for (size_t i = 0; i < kPlanes; ++i) {
     const std::span<const std::byte> bytes = state.file_.tensor(kPlaneNames[i]);

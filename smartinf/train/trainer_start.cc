@@ -40,12 +40,13 @@ Status different(const char* key, const std::string& here, const std::string& th
 
 // A run's log has steps, and its devices have no state.
 Status without_state(const RunFolder& folder, base::StepNumber trained, const std::string& where) {
-  return Status(ErrorCode::kNotFound,
-                fmt::format("train.run: {} has trained {} step{}, but {}", folder.path(), trained,
-                            trained == 1 ? "" : "s", where),
-                fmt::format("Name the devices that it was trained on (see {}), or choose another "
-                            "train.run. To start over, remove the folder",
-                            folder.file(kRecipeFile)));
+  return Status(
+      ErrorCode::kNotFound,
+      fmt::format("train.run: {} has trained {} step{}, but {}", folder.path(), trained,
+                  trained == 1 ? "" : "s", where),
+      fmt::format("Name the devices that it was trained on (see {}), or start a new run in "
+                  "another train.run",
+                  folder.file(kRecipeFile)));
 }
 
 /// Half of what is free on each device is left alone: by what nobody has asked for.
@@ -109,7 +110,7 @@ Result<RunStart> choose_start(const Job& job) {
   return Status(
       ErrorCode::kInvalidArgument,
       "--take-over and --start-over are for states on devices, but optimizer.where is \"memory\"",
-      "To start over, remove the run's folder");
+      "To start over, choose another train.run");
 }
 
 }  // namespace

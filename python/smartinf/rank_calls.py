@@ -1,12 +1,14 @@
 """The collective calls of the core among ranks (engine/ranks/collectives.h) and those for new weights, over
 torch.distributed, in CPU memory. Each message goes from rank to rank, so that what is missing has a name: a rank that has
-died, or one that does not come."""
+died, or one that does not come. A frame of one size says in front of each which call it belongs to: ranks that are at
+different calls say so, where gloo would end the process because of a message of another size."""
 
 import logging
 import os
 import queue
 import re
 import socket
+import struct
 import threading
 import time
 
@@ -20,6 +22,9 @@ CONTROL, COMMIT = 0, 1  # channels; commits are agreed on by a thread of the cor
 _RESUME = "The last committed step stands: start all ranks again with resume=True to go on from it"
 _FIRST_SECONDS = 2.0  # for a third rank to say what has failed first
 _STORE_SECONDS = 5.0  # a call to a store whose machine is gone never returns
+_FRAME = struct.Struct("<QQ24s64s408s")  # number of the exchange, bytes, what is exchanged, the call, short messages
+_SHORT = 408
+_STEP = "a step"
 
 
 class RankCalls:
@@ -31,6 +36,8 @@ class RankCalls:
         self._rank, self._world, self._timeout = rank, len(members), timeout
         self._others = [r for r in range(len(members)) if r != rank]
         self._groups = [make_group(), make_group()]
+        self._exchanges = [0, 0]  # so far, by channel
+        self.call = _STEP  # what the script has called, for messages
         self._store = _store_of(self._groups[0])
         self._lock = threading.Lock()  # the script's thread and the core's commits may miss a rank at once
         self._failure = None  # of the first call that failed: its code and text
@@ -43,15 +50,22 @@ class RankCalls:
 
     def all_gather(self, channel, mine):
         """Every rank's bytes, as many of each, by rank."""
-        parts = [_tensor(mine) if r == self._rank else _room(len(mine)) for r in range(self._world)]
-        self.all_gather_tensors(self._groups[channel], parts)
-        return [bytes(part.tolist()) for part in parts]
+        frames = self._frames(channel, "gather", len(mine), mine, self._others, self._others)
+        if len(mine) > _SHORT:
+            parts = {r: _room(len(mine)) for r in self._others}
+            self._exchange(self._groups[channel], _tensor(mine), self._others, parts)
+            frames = {r: bytes(part.tolist()) for r, part in parts.items()}
+        return [mine if r == self._rank else frames[r][: len(mine)] for r in range(self._world)]
 
     def broadcast(self, channel, sent, size, root):
         """Root's bytes."""
-        value = _tensor(sent) if self._rank == root else _room(size)
-        self.broadcast_tensor(self._groups[channel], value, root)
-        return bytes(value.tolist())
+        receivers, senders = (self._others, []) if self._rank == root else ([], [root])
+        frames = self._frames(channel, f"broadcast of {root}", size, sent or b"", receivers, senders)
+        if size > _SHORT:
+            parts = {r: _room(size) for r in senders}
+            self._exchange(self._groups[channel], _tensor(sent or b""), receivers, parts)
+            frames = {r: bytes(part.tolist()) for r, part in parts.items()}
+        return sent if self._rank == root else frames[root][:size]
 
     def failed(self, text):
         """This rank gives up."""
@@ -62,17 +76,51 @@ class RankCalls:
 
     def all_gather_tensors(self, group, parts):
         """parts[r] is rank r's tensor, for each rank: this rank's is sent to all others, theirs are filled in."""
+        self.meet("weights", sum(part.nbytes for part in parts))
         theirs = {r: parts[r] for r in self._others}
         self._exchange(group, parts[self._rank], self._others, theirs)
 
     def broadcast_tensor(self, group, tensor, root):
         """Root's values into every rank's tensor."""
+        self.meet("a tensor", tensor.nbytes)
         if self._rank == root:
             self._exchange(group, tensor, self._others, {})
         else:
             self._exchange(group, None, [], {root: tensor})
 
+    def meet(self, what, size):
+        """All ranks are about to exchange `size` bytes of `what`. Errors: one of them is about something else."""
+        self._frames(CONTROL, what, size, b"", self._others, self._others)
+
     # ---- Between ranks.
+
+    def _frames(self, channel, what, size, short, receivers, senders):
+        """{sender: its message, if it is short}. Errors: a sender is at another call."""
+        call = "the commit of a step" if channel == COMMIT else self.call
+        fields = self._exchanges[channel], size, what.encode(), call.encode(), short if len(short) <= _SHORT else b""
+        self._exchanges[channel] += 1
+        mine = _FRAME.pack(*fields)
+        parts = {r: _room(_FRAME.size) for r in senders}
+        self._exchange(self._groups[channel], _tensor(mine), receivers, parts)
+        messages = {}
+        for r, part in parts.items():
+            *theirs, messages[r] = _FRAME.unpack(bytes(part.tolist()))
+            if tuple(theirs) != _FRAME.unpack(mine)[:-1]:
+                self._at_another_call(r, call, theirs[3].rstrip(b"\0").decode())
+        return messages
+
+    def _at_another_call(self, r, mine, theirs):
+        here, there = (f"{self._names[r]} is at {call}" for r, call in ((self._rank, mine), (r, theirs)))
+        where = "at other parts of one call" if mine == theirs else "not at the same call"
+        found = (
+            f"the ranks are {where}: {', and '.join(sorted((here, there)))}. Make the same calls on each of them, with as many "
+            "batches and steps in between"
+        )
+        with self._lock:
+            if self._failure is None:
+                self._failure = "I/O error", self._say_first(found, 0)
+        _log.error("%s. %s.", self._failure[1], _RESUME)
+        raise self._error()
 
     def _exchange(self, group, sent, receivers, parts):
         """Sends the tensor `sent` to each of the receivers; parts: for each sender the tensor that its message comes

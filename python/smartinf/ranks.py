@@ -4,6 +4,7 @@ has divided each rank owns what it holds, and nobody else needs the new weights.
 
 Recovery, commits and the norm are agreed on by the core (engine/ranks/peers.h)."""
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -53,6 +54,18 @@ class Ranks:
         elif self.world > 1:
             path = os.path.join(path, f"rank{self.rank}")
         return device | {"path": path}
+
+    @contextlib.contextmanager
+    def at(self, call):
+        """The script has made this collective call. Without one it is at a step, in backward or in step()."""
+        if self.world == 1:
+            yield
+            return
+        before, self._calls.call = self._calls.call, call
+        try:
+            yield
+        finally:
+            self._calls.call = before
 
     # ---- Objects and decisions. Errors name the rank that has died or does not come.
 
@@ -121,6 +134,7 @@ class Ranks:
         self._calls.broadcast_tensor(self._group, tensor, 0)
 
     def all_reduce(self, tensor):
+        self._calls.meet("a sum", tensor.nbytes)
         dist.all_reduce(tensor, group=self._group)
 
     def all_gather_weights(self, layout):

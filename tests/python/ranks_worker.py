@@ -141,6 +141,43 @@ def raises(job):
     os._exit(0)  # torch would wait for messages that nobody sends
 
 
+def unequal(job):
+    """The last rank has a batch less than the others, and then makes the call that the job names. What each says is left
+    in results."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=job["timeout"]))
+    rank, last = dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+    results = pathlib.Path(job["results"])
+    torch.manual_seed(4)
+    model = torch.nn.Linear(20, 300)
+    options = {"release_gradients": True} if job["release"] else {}
+    optimizer = smartinf.AdamW(model.parameters(), devices=[job["devices"]], max_grad_norm=0, resume=True, **options)
+    optimizer.save_checkpoint(results / "before")
+    began = optimizer._session.lineage.updates
+    calls = {
+        "save_checkpoint": lambda: optimizer.save_checkpoint(results / "saved"),
+        "load_checkpoint": lambda: optimizer.load_checkpoint(results / "before"),
+        "full_state_dict": optimizer.full_state_dict,
+        "load_state_dict": lambda: optimizer.load_state_dict(full),
+    }
+    full, said = None, "nothing"
+    try:
+        for batch in range(2 if last else 3):
+            model(torch.ones(2, 20) * (batch + rank)).pow(2).mean().backward()
+            optimizer.step()
+            if full is None and job["call"] == "load_state_dict":
+                full = optimizer.full_state_dict()
+        if last:
+            calls[job["call"]]()
+    except smartinf.Error as error:
+        said = str(error)
+    (results / f"{job['call']}{rank}").write_text(f"{began} {said}")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done{rank}", "")
+    if rank == 0:  # whose process has the store
+        store.wait([f"done{r}" for r in range(dist.get_world_size())])
+    os._exit(0)
+
+
 def refused(text, *args, **options):
     try:
         smartinf.AdamW(*args, **options)

@@ -4,6 +4,7 @@ import json
 import pathlib
 import random
 import re
+import shutil
 import subprocess
 import sys
 
@@ -154,6 +155,23 @@ def test_two_others_name_the_third_rank(run, how, said, tmp_path):
         assert re.match(r"rank 2 \(process \d+ on \S+\)" + said, text), text
 
 
+@pytest.mark.parametrize(
+    ("call", "world", "release"),
+    [("save_checkpoint", 2, True), ("load_checkpoint", 2, True), ("load_state_dict", 2, False), ("full_state_dict", 3, True)],
+)
+def test_ranks_at_different_calls_say_which(run, call, world, release, tmp_path):
+    """One rank has a batch less. Nobody ends by a signal, and all go on from one step."""
+    run(world, tmp_path, check="unequal", call=call, release=release, timeout=6, patience=8)
+    for rank in range(world):
+        said = (tmp_path / f"{call}{rank}").read_text()
+        places = rf"rank \d \(process \d+ on \S+\) is at a step, and rank {world - 1} \(.*\) is at {call}\(\)"
+        assert re.search(f"not at the same call: {places}.*resume=True", said), said
+    for file in tmp_path.glob("before*"):
+        shutil.rmtree(file)
+    run(world, tmp_path, check="unequal", call=call, release=release, timeout=6, patience=8)
+    assert {(tmp_path / f"{call}{rank}").read_text().split()[0] for rank in range(world)} == {"2"}
+
+
 @pytest.mark.parametrize("error", ["OSError", "RuntimeError"])
 def test_what_a_process_group_raises_is_said_by_all_ranks(run, error, tmp_path):
     """At once and in all later calls, with the rank's name."""
@@ -176,11 +194,12 @@ def test_after_an_interrupt_no_other_message_is_exchanged(monkeypatch):
                 raise self.error
 
     class Group:
-        def send(self, *_):
+        def send(self, tensors, *_):
+            self.sent = tensors[0]
             return Message()
 
         def recv(self, tensors, *_):
-            tensors[0].zero_()
+            tensors[0].copy_(self.sent)
             return Message()
 
     calls = rank_calls.RankCalls([0, 1], 0, Group, timeout=60)

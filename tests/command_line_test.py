@@ -53,6 +53,14 @@ class WrongUsage(unittest.TestCase):
             self.refused("train", str(recipe), says="r.toml:2:1: unknown key 'model.layres'; "
                                                     "did you mean model.layers?")
 
+    def test_paths_that_no_shell_has_seen(self):
+        for words in (["export", "~/none", "--out=~/x"], ["fsck", "~/none"], ["restore", "~/none", "--device=~/x"]):
+            done = run(*words, HOME="/home of/me")
+            self.assertIn("/home of/me/none", done.stderr)
+        self.refused("fsck", "$HOME/none", says="$HOME/none: variables in paths are expanded by shells only")
+        self.refused("train", str(ROOT / "recipes/quickstart.toml"), "--train.run=${RUN}/x", "--print-config",
+                     says="--train.run is ${RUN}/x: variables in paths")
+
     def test_a_pinned_instruction_set_that_is_not_there(self):
         self.refused("inspect", ".", says="SMARTINF_FORCE_ISA", SMARTINF_FORCE_ISA="abacus")
 

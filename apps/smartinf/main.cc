@@ -10,6 +10,7 @@
 
 #include "smartinf/base/log.h"
 #include "smartinf/base/nearest.h"
+#include "smartinf/base/user_path.h"
 #include "smartinf/config/keys.h"
 #include "smartinf/kernels/update.h"
 
@@ -128,6 +129,27 @@ int explain(const CLI::App& app, const CLI::ParseError& error) {
   return usage(error.what(), help);
 }
 
+/// No shell has seen the "~" of --out=~/x, or of what a program passes on.
+void expand_home(CLI::App& app) {
+  for (CLI::Option* option : app.get_options()) {
+    const std::string type = option->get_type_name();
+    const auto names = [&](const char* what) { return type.find(what) != std::string::npos; };
+    if (!names("DIR") && !names("FILE") && !names("DEVICE") && !names("PATH") && !names("RUN") &&
+        !names("RECIPE") && !names("CHECKPOINT") && !names("toml") && !names("MODEL")) {
+      continue;
+    }
+    option->transform(CLI::Validator(
+        [](std::string& path) {
+          const base::Result<std::string> expanded = base::user_path(path);
+          if (!expanded.ok()) return expanded.status().to_string();
+          path = *expanded;
+          return std::string();
+        },
+        std::string()));
+  }
+  for (CLI::App* command : app.get_subcommands({})) expand_home(*command);
+}
+
 int run_command_line(int argc, char** argv) {
   std::vector<std::string> words(argv + 1, argv + argc);
   base::Result<Overrides> overrides = config::take_overrides(words);
@@ -181,6 +203,7 @@ int run_command_line(int argc, char** argv) {
                    did_you_mean(words.front(), names, "; see smartinf --help"));
     }
   }
+  expand_home(app);
   try {
     // CLI11 takes the words from the back.
     app.parse(std::vector<std::string>(words.rbegin(), words.rend()));

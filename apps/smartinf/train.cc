@@ -361,8 +361,13 @@ Status train_steps(Training& training, csd::Trace* trace) {
 std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   const std::string& run = loaded.recipe.options.train.run;
   if (!has_begun(run)) return {};
-  const Result<config::LoadedRecipe> before = load_run(run);
-  if (before.ok()) return config::changed_keys(before->recipe, loaded.recipe);
+  Result<config::LoadedRecipe> before = load_run(run);
+  if (before.ok()) {
+    config::Recipe now = loaded.recipe;
+    config::make_inputs_absolute(now);
+    config::make_inputs_absolute(before->recipe);
+    return config::changed_keys(before->recipe, now);
+  }
   base::log(base::LogLevel::kWarning,
             before.status().to_string() +
                 " The keys that have changed since the last start cannot be shown.");
@@ -471,7 +476,11 @@ int go_on(const config::LoadedRecipe& loaded, const TrainFlags& flags, Restart r
 
 /// The recipe's text as the run's folder keeps it; of a training that goes on, what is there.
 Result<std::string> recipe_text(const config::LoadedRecipe& loaded, const TrainFlags& flags) {
-  if (flags.restarted.empty()) return config::print_recipe(loaded);
+  if (flags.restarted.empty()) {
+    config::LoadedRecipe kept = loaded;
+    config::make_inputs_absolute(kept.recipe);
+    return config::print_recipe(kept);
+  }
   constexpr uint64_t kBytesMax = uint64_t{1} << 24;
   return base::read_text_file(loaded.path, "cannot read the recipe", kBytesMax);
 }

@@ -5,6 +5,7 @@
 #include <charconv>
 #include <cmath>
 #include <filesystem>
+#include <functional>
 #include <set>
 #include <sstream>
 #include <type_traits>
@@ -13,6 +14,7 @@
 
 #include "smartinf/base/file.h"
 #include "smartinf/base/nearest.h"
+#include "smartinf/base/user_path.h"
 #include "smartinf/config/check.h"
 #include "smartinf/config/keys.h"
 
@@ -56,6 +58,32 @@ constexpr std::pair<std::string_view, std::string_view> kFormerKeys[] = {
     {"compress.variance", "it no longer has a choice: compress.error_feedback decides"},
     {"compress.step_ahead", "it no longer has a choice: compress.error_feedback decides"},
 };
+
+/// Each path of a recipe, with its key. What is no path stays as it is: python-stdlib, and the
+/// devices of other machines.
+void for_each_path(Recipe& recipe,
+                   const std::function<void(const std::string& key, std::string& path)>& visit) {
+  train::TrainerOptions& options = recipe.options;
+  visit("model.from", options.model.from);
+  visit("train.run", options.train.run);
+  visit("checkpoint.folder", options.checkpoint.folder);
+  visit("data.tokenizer", options.data.tokenizer);
+  for (std::string& path : options.data.paths) visit("data.paths", path);
+  for (std::string& path : options.data.validation_paths) visit("data.validation_paths", path);
+  for (std::string& named : options.data.evaluation) {
+    const size_t begin = named.find_first_not_of(' ', named.find('=') + 1);
+    if (named.find('=') == std::string::npos || begin == std::string::npos) continue;
+    std::string path = named.substr(begin);
+    visit("data.evaluation", path);
+    named = named.substr(0, begin) + path;
+  }
+  visit("remote.certificate", recipe.updater.remote.certificate);
+  visit("remote.key", recipe.updater.remote.key);
+  visit("remote.ca", recipe.updater.remote.ca);
+  for (size_t i = 0; i < recipe.updater.devices.size(); ++i) {
+    visit(numbered_key("device.path", i), recipe.updater.devices[i].path);
+  }
+}
 
 std::string suggestion(std::string_view name) {
   for (const auto& [former, now] : kFormerKeys) {
@@ -214,6 +242,16 @@ class Reader {
     recipe.updater.where = recipe.options.train.where == train::OptimizerWhere::kHost
                                ? engine::UpdateWhere::kHost
                                : engine::UpdateWhere::kDevice;
+    for_each_path(recipe, [&](const std::string& key, std::string& path) {
+      base::Result<std::string> expanded = base::user_path(path);
+      if (expanded.ok()) {
+        path = std::move(*expanded);
+      } else {
+        const Status& status = expanded.status();
+        add_problem(with_origin(Status(status.code(), fmt::format("{} is {}", key, status.what()),
+                                       std::string(status.advice()))));
+      }
+    });
     if (problems_.empty()) {
       const Status checked = check_recipe(recipe);
       if (!checked.ok()) problems_.push_back(with_origin(checked));
@@ -329,7 +367,13 @@ class Reader {
                               suggestion(name)));
       return;
     }
-    const Status set = set_from_text(key->field(loaded_.recipe, device), override.value);
+    const Field field = key->field(loaded_.recipe, device);
+    Status set = set_from_text(field, override.value);
+    // A path with a comma in it is one path, not two.
+    if (auto* const* list = std::get_if<std::vector<std::string>*>(&field)) {
+      std::error_code error;
+      if (std::filesystem::exists(override.value, error)) **list = {override.value};
+    }
     if (!set.ok()) {
       add_problem(fmt::format("--{}: {}", override.key, excerpt_end(set.what())));
       return;
@@ -382,6 +426,16 @@ bool is_boolean(std::string_view flag_key) {
 }
 
 }  // namespace
+
+void make_inputs_absolute(Recipe& recipe) {
+  for_each_path(recipe, [](const std::string& key, std::string& path) {
+    std::error_code error;
+    const std::string_view section = section_of(key);
+    if (section != "model" && section != "data" && section != "remote") return;
+    if (!std::filesystem::exists(path, error)) return;
+    path = std::filesystem::absolute(path).lexically_normal().string();
+  });
+}
 
 base::Result<LoadedRecipe> parse_recipe(std::string_view text, const std::string& path,
                                         std::span<const Override> overrides) {

@@ -67,6 +67,10 @@ base::Result<std::vector<Override>> take_overrides(std::vector<std::string>& wor
 /// same recipe.
 std::string print_recipe(const LoadedRecipe& loaded);
 
+/// What a run reads, by paths that are right from any working directory: a run's folder keeps its
+/// recipe so. What does not exist (python-stdlib) stays as it is, and so does where the run writes.
+void make_inputs_absolute(Recipe& recipe);
+
 /// A key that has another value than before, both as in a recipe.
 struct KeyChange {
   std::string key;

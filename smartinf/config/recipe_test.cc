@@ -1,6 +1,7 @@
 #include "smartinf/config/recipe.h"
 
 #include <cctype>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <set>
@@ -9,12 +10,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "smartinf/base/test_scratch.h"
 #include "smartinf/config/keys.h"
 
 namespace smartinf::config {
 namespace {
 
 using base::ErrorCode;
+using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Not;
 
@@ -245,6 +248,56 @@ TEST(Recipe, ADeviceMayNameItsRank) {
   EXPECT_THAT(print_recipe(loaded), HasSubstr("rank = \"auto\""));
   EXPECT_THAT(bad("[[device]]\npath = \"a\"\nrank = \"first\"\n"),
               HasSubstr("the number of a rank, or \"auto\""));
+}
+
+TEST(Recipe, HomeIsWrittenOutAndVariablesAreErrors) {
+  const char* home = std::getenv("HOME");
+  const std::string before = home == nullptr ? "" : home;
+  ASSERT_EQ(setenv("HOME", "/home/me", 1), 0);
+  const Recipe recipe =
+      good(
+          "[model]\nfrom = \"~/m\"\n[data]\npaths = [\"python-stdlib\", \"~/a\"]\n"
+          "evaluation = [\"x = ~/b\"]\n[train]\nrun = \"~/runs/=a,b\"\n[checkpoint]\n"
+          "folder = \"~/c\"\n[[device]]\npath = \"~/d\"\n")
+          .recipe;
+  EXPECT_EQ(recipe.options.model.from, "/home/me/m");
+  EXPECT_THAT(recipe.options.data.paths, ElementsAre("python-stdlib", "/home/me/a"));
+  EXPECT_THAT(recipe.options.data.evaluation, ElementsAre("x = /home/me/b"));
+  EXPECT_EQ(recipe.options.train.run, "/home/me/runs/=a,b");
+  EXPECT_EQ(recipe.options.checkpoint.folder, "/home/me/c");
+  EXPECT_EQ(recipe.updater.devices[0].path, "/home/me/d");
+  ASSERT_EQ(setenv("HOME", before.c_str(), 1), 0);
+  EXPECT_THAT(bad("[train]\nrun = \"$HOME/r\"\n"),
+              HasSubstr("some/name.toml:2: train.run is $HOME/r"));
+}
+
+TEST(Recipe, APathWithACommaIsOne) {
+  const base::Scratch scratch;
+  const std::string file = scratch / "lr=0.1,wd=0";
+  std::ofstream(file) << "text";
+  const std::string others[] = {file, "a,b"};
+  std::vector<std::vector<std::string>> paths;
+  for (const std::string& value : others) {
+    paths.push_back(good("", {{"data.paths", value}}).recipe.options.data.paths);
+  }
+  EXPECT_THAT(paths[0], ElementsAre(file));
+  EXPECT_THAT(paths[1], ElementsAre("a", "b"));
+}
+
+TEST(Recipe, InputsAreKeptForAnyWorkingDirectory) {
+  const base::Scratch scratch;
+  const auto before = std::filesystem::current_path();
+  std::filesystem::create_directories(scratch / "here/model");
+  std::filesystem::current_path(scratch / "here");
+  Recipe recipe = good(
+                      "[model]\nfrom = \"../here/model\"\n[data]\npaths = [\"python-stdlib\"]\n"
+                      "[train]\nrun = \"r\"\n")
+                      .recipe;
+  make_inputs_absolute(recipe);
+  std::filesystem::current_path(before);
+  EXPECT_EQ(recipe.options.model.from, scratch / "here/model");
+  EXPECT_THAT(recipe.options.data.paths, ElementsAre("python-stdlib"));
+  EXPECT_EQ(recipe.options.train.run, "r");
 }
 
 TEST(Recipe, MissingFileAndDirectoryAreNamed) {

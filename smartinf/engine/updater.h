@@ -8,6 +8,8 @@
 // back, as if it had never been begun.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -40,6 +42,12 @@ struct UpdateOptions {
   /// it. 0: committed_step() + 1, which also counts edits and begins anew on other devices.
   uint64_t number = 0;
 };
+
+/// What gradients of this norm are multiplied by so that it is at most norm_max (0: whatever it
+/// is), as torch's clip_grad_norm_ has it: the trainer and the Python package go by this one rule.
+inline double clip_factor(double norm, double norm_max) {
+  return norm_max > 0 && std::isfinite(norm) ? std::min(1.0, norm_max / (norm + 1e-6)) : 1;
+}
 
 /// Of the gradients of a span of the space: this rank's part of the sum over all micro-batches of a
 /// step.

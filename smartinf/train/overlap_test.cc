@@ -103,9 +103,9 @@ TEST_P(OverlapBits, AreThoseOfARunThatHidesNothing) {
   ASSERT_FALSE(none.state.empty());
   const auto skipped = std::ranges::count_if(none.skipped, [](auto& why) { return !why.empty(); });
   ASSERT_EQ(skipped, setting.nan ? 5 : 0);
-  const auto bites =
-      clip_norm == 0 ? 0
-                     : std::ranges::count_if(none.norms, [&](double n) { return n > clip_norm; });
+  const auto bites = clip_norm == 0 ? 0 : std::ranges::count_if(none.norms, [&](double n) {
+    return engine::clip_factor(n, clip_norm) != 1;
+  });
 
   for (const Overlap overlap : {Overlap::kLate, Overlap::kEarly, Overlap::kAuto}) {
     const std::string run = std::string("run") + std::to_string(static_cast<int>(overlap));

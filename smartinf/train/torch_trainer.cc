@@ -235,8 +235,7 @@ Status TorchTrainer::put_oldest_copy() {
 }
 
 double TorchTrainer::clip_factor(const engine::GradientSummary& summary) const {
-  const double clip_norm = options_.train.clip_norm;
-  return clip_norm > 0 && summary.norm > clip_norm ? clip_norm / summary.norm : 1;
+  return engine::clip_factor(summary.norm, options_.train.clip_norm);
 }
 
 engine::UpdateOptions TorchTrainer::update_options(double clip_factor) const {

@@ -23,16 +23,17 @@ _WITHOUT_GRADIENT = {"detach"}
 class ReleasedParameter(torch.nn.Parameter):
     """The class of such a parameter, until its values are there again. Shape, type, device and gradient are as ever;
     what needs values is computed with a copy of them, read for it alone. Errors: UsageError that names the parameter,
-    where that would leave a gradient out, or would write."""
+    for a write, and in a backward that would leave its gradient out."""
 
     def __repr__(self, *, tensor_contents=None):
         stream, index = self._smartinf
         return f"Parameter containing:\n({stream.names[index]}: {list(self.shape)}, {self.dtype}, not in memory)"
 
     def __deepcopy__(self, memo):
-        if not hasattr(self, "_smartinf_handle"):
-            _refuse(self, "copied: a model is not copied while it is streamed")
-        return _values_of(self, False)
+        # Of a whole model the model refuses it; a module that is trained in place of one has its copy in memory.
+        values = _values_of(self, False)
+        memo[id(self)] = made = values if hasattr(self, "_smartinf_handle") else torch.nn.Parameter(values, self.requires_grad)
+        return made
 
     def __reduce_ex__(self, protocol):
         values = _values_of(self, False)
@@ -107,14 +108,27 @@ def without_values(shape, dtype, device):
 def _values_of(tensor, records):
     if not isinstance(tensor, ReleasedParameter):
         return tensor
-    if records and tensor.requires_grad:
-        _refuse(
-            tensor,
-            "used outside of the forward of the module that holds it, where its gradient would be lost. Read it "
-            "under torch.no_grad(), or name the modules that use it as blocks: layers=[...]",
-        )
     stream, index = tensor._smartinf
-    return stream.read(index)
+    values = stream.read(index)
+    if records and tensor.requires_grad:
+        # Whoever only looks, as adapters do when they are made, calls no backward.
+        values.requires_grad_()
+        values.register_hook(lambda _: _refuse_gradient(tensor))
+    return values
+
+
+def _refuse_gradient(param):
+    _refuse(
+        param,
+        "used outside of the forward of the module that holds it, where its gradient would be lost. Read it "
+        "under torch.no_grad(), freeze it, or name the modules that use it as blocks: layers=[...]",
+    )
+
+
+def set_to_itself(param):
+    """Makes param.set_(param), as torch's parametrizations call it around each forward, what it says: nothing. torch
+    counts it as a write."""
+    param.set_ = lambda source, *more: param if source is param else torch.Tensor.set_(param, source, *more)
 
 
 def _refuse(param, what):
@@ -125,6 +139,6 @@ def _refuse(param, what):
 def _refuse_write(param):
     _refuse(
         param,
-        "to be written. Write it before the model is streamed (load_state_dict, resize_token_embeddings, merging), and "
-        "stream it then",
+        "to be written. Write it before the model is streamed (load_state_dict, resize_token_embeddings, merging, adapters "
+        "that begin with a part of it), and stream it then",
     )

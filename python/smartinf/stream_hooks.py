@@ -59,6 +59,9 @@ class _ModuleHooks:
     def __init__(self, stream, units, watches_backward):
         self._stream, self._units, self._watches_backward = stream, units, watches_backward
 
+    def __deepcopy__(self, memo):
+        return _ModuleHooks(self._stream, (), False)  # a copy of a module has its parameters in memory
+
     @torch.compiler.disable
     def before(self, *_):
         held, saving = [], None

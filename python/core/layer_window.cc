@@ -1,7 +1,5 @@
 #include "python/core/layer_window.h"
 
-#include <algorithm>
-
 #include <nanobind/nanobind.h>
 
 #include "python/core/arguments.h"
@@ -19,7 +17,7 @@ namespace {
   throw StatusError(Status(ErrorCode::kFailedPrecondition, std::move(what), std::move(advice)));
 }
 
-std::vector<plan::Unit> checked_units(PyWeightSource& source, const PyUnits& given) {
+std::vector<plan::Unit> checked_units(PyWeightSource& source, const PySpans& given) {
   const uint64_t count = source.count();
   std::vector<plan::Unit> units;
   for (const auto& [first, elements] : given) {
@@ -35,13 +33,13 @@ std::vector<plan::Unit> checked_units(PyWeightSource& source, const PyUnits& giv
 
 }  // namespace
 
-uint64_t window_slot_bytes(PyWeightSource& source, const PyUnits& units, const std::string& type) {
+uint64_t window_slot_bytes(PyWeightSource& source, const PySpans& units, const std::string& type) {
   return engine::window_slot_bytes(source.weights(), checked_units(source, units), data_type(type));
 }
 
-PyLayerWindow::PyLayerWindow(PyWeightSource& source, const PyUnits& units, const std::string& type,
+PyLayerWindow::PyLayerWindow(PyWeightSource& source, const PySpans& units, const std::string& type,
                              const std::vector<uintptr_t>& slots, uint64_t slot_bytes,
-                             uintptr_t resident_address, uint64_t resident_elements)
+                             uintptr_t kept_address, const PySpans& kept)
     : source_(source), held_(units.size()) {
   engine::WeightSource& weights = source.weights();
   engine::LayerWindow::Options options;
@@ -53,22 +51,13 @@ PyLayerWindow::PyLayerWindow(PyWeightSource& source, const PyUnits& units, const
               " bytes, and its units need " + std::to_string(needed),
           "Give it at least one slot of window_slot_bytes().");
   }
-  if (resident_elements > 0) {
-    const plan::Subgroup last =
-        weights.subgroup_at(std::min(resident_elements, source.count()) - 1);
-    if (last.first + last.count != resident_elements) {
-      usage("the resident part ends at element " + std::to_string(resident_elements) +
-                ", which is within a subgroup",
-            "Let it end where subgroup_end() says.");
-    }
-  }
   for (const uintptr_t slot : slots) {
     options.slots.emplace_back(reinterpret_cast<std::byte*>(slot), slot_bytes);
   }
-  options.resident = {reinterpret_cast<const std::byte*>(resident_address),
-                      resident_elements * base::data_type_bytes(options.type)};
-  options.wait_resident = [this, &weights](uint64_t end) {
-    return source_.update_started() ? weights.wait_weights(0, end) : Status();
+  options.resident = source.flat_sink(kept_address, options.type, kept);
+  options.wait_resident = [this, &weights](const plan::Subgroup& subgroup) {
+    return source_.update_started() ? weights.wait_weights(subgroup.first, subgroup.count)
+                                    : Status();
   };
   source_.run([&] {
     window_ = std::make_unique<engine::LayerWindow>(weights, std::move(options));

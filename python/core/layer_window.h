@@ -5,7 +5,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "smartinf/engine/layer_window.h"
@@ -14,18 +13,16 @@
 
 namespace smartinf::python {
 
-using PyUnits = std::vector<std::pair<uint64_t, uint64_t>>;  // (first, count) in elements
-
-uint64_t window_slot_bytes(PyWeightSource& source, const PyUnits& units, const std::string& type);
+uint64_t window_slot_bytes(PyWeightSource& source, const PySpans& units, const std::string& type);
 
 /// Documented for its users in module.cc. Threads: calls of several threads take turns, with those
 /// of the source.
 class PyLayerWindow {
  public:
   /// The source outlives it.
-  PyLayerWindow(PyWeightSource& source, const PyUnits& units, const std::string& type,
-                const std::vector<uintptr_t>& slots, uint64_t slot_bytes,
-                uintptr_t resident_address, uint64_t resident_elements);
+  PyLayerWindow(PyWeightSource& source, const PySpans& units, const std::string& type,
+                const std::vector<uintptr_t>& slots, uint64_t slot_bytes, uintptr_t kept_address,
+                const PySpans& kept);
   ~PyLayerWindow();
   PyLayerWindow(const PyLayerWindow&) = delete;
   PyLayerWindow& operator=(const PyLayerWindow&) = delete;

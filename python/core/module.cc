@@ -98,6 +98,21 @@ void define_functions(nb::module_& module) {
       "paths"_a, "remote"_a = nb::dict(),
       "The text that was given with the step that devices hold. Not while they are open.");
   module.def(
+      "stored_state",
+      [](const std::vector<std::string>& paths, const nb::dict& remote)
+          -> std::optional<
+              std::tuple<std::vector<std::pair<std::string, std::vector<uint64_t>>>, bool>> {
+        const auto sources = sources_at(paths, remote);
+        const nb::gil_scoped_release released;
+        auto stored = smartinf::python::stored_state(sources);
+        if (!stored) return std::nullopt;
+        return std::tuple(std::move(stored->parameters), stored->gradient_room);
+      },
+      "paths"_a, "remote"_a = nb::dict(),
+      "(parameters, [(name, shape)] in their order; whether there is room for gradients that do "
+      "not fit in memory) of the first device with a state; None: there is none that can be read, "
+      "and an Updater says why.");
+  module.def(
       "available_memory_bytes", &smartinf::engine::available_memory_bytes,
       "Memory of this machine that is free, within the limits of the process's control group.");
   module.def("early_update_pays", &smartinf::engine::early_update_pays, "norm_before"_a,
@@ -106,6 +121,8 @@ void define_functions(nb::module_& module) {
   module.def("checksums", &smartinf::python::checksums, "addresses"_a, "sizes"_a,
              nb::call_guard<nb::gil_scoped_release>(),
              "Of each range of bytes in memory one number that its content decides.");
+  module.def("clip_factor", &smartinf::engine::clip_factor, "norm"_a, "norm_max"_a,
+             "What gradients are multiplied by so that their norm is at most norm_max (0: any).");
   module.def("take_remarks", &smartinf::python::take_remarks,
              "The core's log messages since the last call: [(level, text)].");
 }
@@ -224,10 +241,9 @@ void define_state(nb::class_<PyUpdater, PyWeightSource>& updater) {
            "Address of the residual, bf16 in the order of the space, valid until state changes; 0 "
            "without error feedback.")
       .def("compression", &PyUpdater::compression, "Counts of what the last update sent.")
-      .def("load_weights", &PyUpdater::load_weights, "type"_a, "address"_a,
-           "count"_a = std::optional<uint64_t>(),
-           "Master weights, cast, to one flat array in the order of the space. count: only the "
-           "subgroups that begin before this element; the array holds them whole.")
+      .def("load_weights", &PyUpdater::load_weights, "type"_a, "address"_a, "kept"_a = nb::none(),
+           "Master weights, cast, to one flat array in the order of the space. kept: only the "
+           "subgroups of these spans, [(first, count)]; the array has room for them whole.")
       .def("save_checkpoint", &PyUpdater::save_checkpoint, "path"_a, "replace"_a, "trainer"_a,
            "progress"_a,
            "Copies the committed state into a folder of its own, durably. trainer: text kept with "
@@ -256,15 +272,15 @@ void define_step(nb::class_<PyUpdater, PyWeightSource>& updater) {
       .def("early_update_refusal", &PyUpdater::early_update_refusal,
            "Why start_early_update() cannot be called; '': it can.")
       .def("start_early_update", &PyUpdater::start_early_update, "number"_a, "gradient_scale"_a,
-           "groups"_a, "type"_a, "address"_a, "norm_max"_a, "count"_a = std::optional<uint64_t>(),
+           "groups"_a, "type"_a, "address"_a, "norm_max"_a, "kept"_a = nb::none(),
            "Right after begin_step(): ranges are updated as their gradients become complete, by "
            "the guess that start_update() will be given the same. norm_max: of all gradients, up "
            "to which that is so; 0: whatever it is. Weights come up at any time from then on.")
       .def("start_update", &PyUpdater::start_update, "number"_a, "gradient_scale"_a, "groups"_a,
-           "type"_a, "address"_a, "count"_a = std::optional<uint64_t>(),
+           "type"_a, "address"_a, "kept"_a = nb::none(),
            "groups: for each range a dict of torch's options and 'step' (counts from 1), or None "
-           "to skip it. Weights go to one flat array in the order of the space. count: only those "
-           "of the subgroups that begin before this element; with the option stream_weights the "
+           "to skip it. Weights go to one flat array in the order of the space. kept: only those "
+           "of the subgroups of these spans, [(first, count)]; with the option stream_weights the "
            "others are updated when a LayerWindow asks for them, or when something needs the "
            "update to end.")
       .def("wait_weights", &PyUpdater::wait_weights, "first"_a, "count"_a)
@@ -299,8 +315,8 @@ void define_weights(nb::module_& module) {
       .def("elements", &PyWeights::count)
       .def("type", &PyWeights::type)
       .def("description", &PyWeights::description)
-      .def("load_weights", &PyWeights::load_weights, "type"_a, "address"_a,
-           "count"_a = std::optional<uint64_t>(), "As Updater.load_weights().")
+      .def("load_weights", &PyWeights::load_weights, "type"_a, "address"_a, "kept"_a = nb::none(),
+           "As Updater.load_weights().")
       .def("close", &PyWeights::close, "Waits for what is being read and lets go of the files.");
 }
 
@@ -311,14 +327,16 @@ void define_layer_window(nb::module_& module) {
       module, "LayerWindow",
       "Units of weights that pass through a fixed number of slots, read before they are used. "
       "Sizes are in elements. Every method raises smartinf.Error.")
-      .def(nb::init<PyWeightSource&, const smartinf::python::PyUnits&, const std::string&,
-                    const std::vector<uintptr_t>&, uint64_t, uintptr_t, uint64_t>(),
-           "source"_a, "units"_a, "type"_a, "slots"_a, "slot_bytes"_a, "resident_address"_a = 0,
-           "resident_elements"_a = 0, nb::keep_alive<1, 2>(),
+      .def(nb::init<PyWeightSource&, const smartinf::python::PySpans&, const std::string&,
+                    const std::vector<uintptr_t>&, uint64_t, uintptr_t,
+                    const smartinf::python::PySpans&>(),
+           "source"_a, "units"_a, "type"_a, "slots"_a, "slot_bytes"_a, "kept_address"_a = 0,
+           "kept"_a = smartinf::python::PySpans(), nb::keep_alive<1, 2>(),
            "slots: addresses of memory, slot_bytes (at least window_slot_bytes()) each, that stays "
            "until close() of the window or of its source; on multiples of 4096 they are read "
-           "without a copy. resident_address: of the first resident_elements of the space, whole "
-           "subgroups, which load_weights() and updates put there.")
+           "without a copy. kept_address, kept: of the flat array to which load_weights() and "
+           "updates "
+           "bring these spans, [(first, count)].")
       .def("start", &PyLayerWindow::start, "order"_a,
            "The uses to come, in order. Reading ahead begins; units that are in a slot stay there.")
       .def("get", &PyLayerWindow::get, "unit"_a,

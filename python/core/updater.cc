@@ -13,6 +13,7 @@
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/engine/checkpoint.h"
+#include "smartinf/engine/run_description.h"
 #include "smartinf/kernels/update.h"
 
 #include "python/core/arguments.h"
@@ -27,38 +28,65 @@ namespace {
 using base::ErrorCode;
 using base::Status;
 
-template <typename T>
-T option(const nb::dict& options, const char* key, T otherwise) {
-  if (!options.contains(key)) return otherwise;
-  return nb::cast<T>(options[key]);
+/// A dict of options by name. What nobody has read when it is finished is an error, not a default.
+class Given {
+ public:
+  Given(std::string what, const nb::dict& options) : what_(std::move(what)), options_(options) {}
+
+  bool has(const char* key) {
+    known_.push_back(key);
+    return options_.contains(key);
+  }
+  template <typename T>
+  void read(const char* key, T& value) {
+    if (has(key)) value = nb::cast<T>(options_[key]);
+  }
+  template <typename E>
+  void choose(const char* key, E& value) {
+    if (has(key)) value = named<E>(key, nb::cast<std::string>(options_[key]));
+  }
+  nb::dict dict(const char* key) { return nb::cast<nb::dict>(options_[key]); }
+
+  void finish() const {
+    for (const auto& [key, value] : options_) {
+      const auto name = nb::cast<std::string>(key);
+      if (std::find(known_.begin(), known_.end(), name) != known_.end()) continue;
+      std::string names;
+      for (const std::string_view known : known_) {
+        names += (names.empty() ? "" : ", ") + std::string(known);
+      }
+      usage(what_ + " has the unknown option '" + name + "'", "Known are " + names + ".");
+    }
+  }
+
+ private:
+  const std::string what_;
+  const nb::dict& options_;
+  std::vector<std::string_view> known_;
+};
+
+void read_rule(Given& given, kernels::RuleOptions& rule) {
+  given.read("beta1", rule.beta1);
+  given.read("beta2", rule.beta2);
+  given.read("eps", rule.eps);
+  given.read("dampening", rule.dampening);
+  given.read("nesterov", rule.nesterov);
+  given.read("maximize", rule.maximize);
+  given.read("lr_decay", rule.lr_decay);
+  given.read("initial_accumulator_value", rule.initial_accumulator_value);
 }
 
-kernels::RuleOptions rule_options(const nb::dict& given, kernels::RuleOptions rule) {
-  rule.beta1 = option(given, "beta1", rule.beta1);
-  rule.beta2 = option(given, "beta2", rule.beta2);
-  rule.eps = option(given, "eps", rule.eps);
-  rule.dampening = option(given, "dampening", rule.dampening);
-  rule.nesterov = option(given, "nesterov", rule.nesterov);
-  rule.maximize = option(given, "maximize", rule.maximize);
-  rule.lr_decay = option(given, "lr_decay", rule.lr_decay);
-  rule.initial_accumulator_value =
-      option(given, "initial_accumulator_value", rule.initial_accumulator_value);
-  return rule;
-}
-
-template <typename E>
-E choice(const nb::dict& given, const char* key, E otherwise) {
-  return given.contains(key) ? named<E>(key, nb::cast<std::string>(given[key])) : otherwise;
-}
-
-compress::CompressOptions compress_options(const nb::dict& given) {
+compress::CompressOptions compress_options(const nb::dict& options) {
   using compress::CompressOptions;
+  Given given("compress", options);
   CompressOptions compress;
-  compress.density = option(given, "density", compress.density);
-  compress.error_feedback = option(given, "error_feedback", compress.error_feedback);
-  compress.values = choice(given, "values", compress.default_values());
-  compress.residual_every = option(given, "residual_every", compress.residual_every);
-  compress.warmup_steps = option(given, "warmup_steps", compress.warmup_steps);
+  given.read("density", compress.density);
+  given.read("error_feedback", compress.error_feedback);
+  compress.values = compress.default_values();
+  given.choose("values", compress.values);
+  given.read("residual_every", compress.residual_every);
+  given.read("warmup_steps", compress.warmup_steps);
+  given.finish();
   return compress;
 }
 
@@ -84,58 +112,80 @@ nb::object float_view(const float* data, uint64_t count) {
 
 }  // namespace
 
-csd::RemoteOptions remote_options(const nb::dict& given) {
+csd::RemoteOptions remote_options(const nb::dict& options) {
+  Given given("remote", options);
   csd::RemoteOptions remote;
-  remote.certificate = option(given, "certificate", remote.certificate);
-  remote.key = option(given, "key", remote.key);
-  remote.ca = option(given, "ca", remote.ca);
-  remote.reconnect_seconds = option(given, "reconnect_seconds", remote.reconnect_seconds);
-  remote.deadline_seconds = option(given, "deadline_seconds", remote.deadline_seconds);
-  remote.window_bytes = option(given, "window_bytes", remote.window_bytes);
+  given.read("certificate", remote.certificate);
+  given.read("key", remote.key);
+  given.read("ca", remote.ca);
+  given.read("reconnect_seconds", remote.reconnect_seconds);
+  given.read("deadline_seconds", remote.deadline_seconds);
+  given.read("window_bytes", remote.window_bytes);
+  given.finish();
   return remote;
 }
 
-engine::UpdaterOptions updater_options(const nb::dict& given) {
+engine::UpdaterOptions updater_options(const nb::dict& options_given) {
+  Given given("the optimizer", options_given);
   engine::UpdaterOptions options;
-  for (const nb::handle entry : nb::cast<nb::list>(given["devices"])) {
-    const auto device = nb::cast<nb::dict>(entry);
+  given.has("devices");
+  for (const nb::handle entry : nb::cast<nb::list>(options_given["devices"])) {
+    const auto device_given = nb::cast<nb::dict>(entry);
+    Given device("a device", device_given);
     engine::DeviceOptions made;
-    made.path = option(device, "path", std::string());
-    made.name = option(device, "name", std::string());
-    made.threads = option(device, "threads", uint32_t{0});
-    made.bandwidth = option(device, "bandwidth", 0.0);
-    made.capacity_bytes = option(device, "capacity_bytes", uint64_t{0});
+    device.read("path", made.path);
+    device.read("name", made.name);
+    device.read("threads", made.threads);
+    device.read("bandwidth", made.bandwidth);
+    device.read("capacity_bytes", made.capacity_bytes);
+    device.finish();
     options.devices.push_back(std::move(made));
   }
-  options.rule.rule = choice(given, "rule", options.rule.rule);
-  options.rule = rule_options(given, options.rule);
-  options.format = choice(given, "state_format", options.format);
-  options.where = choice(given, "where", options.where);
-  options.durability = choice(given, "durability", options.durability);
-  options.gradient_type = choice(given, "gradient_type", base::DataType::kF32);
-  options.seed = option(given, "seed", options.seed);
-  options.memory_budget_bytes = option(given, "memory_budget_bytes", options.memory_budget_bytes);
-  options.gradient_budget_bytes =
-      option(given, "gradient_budget_bytes", options.gradient_budget_bytes);
-  options.state_cache_bytes = option(given, "state_cache_bytes", options.state_cache_bytes);
-  options.subgroup_elements = option(given, "subgroup_elements", options.subgroup_elements);
-  options.stream_weights = option(given, "stream_weights", options.stream_weights);
-  options.spool_bytes = option(given, "spool_bytes", options.spool_bytes);
-  options.io_bytes = option(given, "io_bytes", options.io_bytes);
-  options.io_depth = option(given, "io_depth", options.io_depth);
-  options.checksums = option(given, "checksums", options.checksums);
+  given.choose("rule", options.rule.rule);
+  read_rule(given, options.rule);
+  given.choose("state_format", options.format);
+  given.choose("where", options.where);
+  given.choose("durability", options.durability);
+  options.gradient_type = base::DataType::kF32;
+  given.choose("gradient_type", options.gradient_type);
+  given.read("seed", options.seed);
+  given.read("memory_budget_bytes", options.memory_budget_bytes);
+  given.read("gradient_budget_bytes", options.gradient_budget_bytes);
+  given.read("gradient_room", options.gradient_room);
+  given.read("state_cache_bytes", options.state_cache_bytes);
+  given.read("subgroup_elements", options.subgroup_elements);
+  given.read("stream_weights", options.stream_weights);
+  given.read("spool_bytes", options.spool_bytes);
+  given.read("io_bytes", options.io_bytes);
+  given.read("io_depth", options.io_depth);
+  given.read("checksums", options.checksums);
   options.pin_threads = false;  // the ranks of a job share the machine's cores
-  options.create = option(given, "create", options.create);
-  if (given.contains("compress")) {
-    options.compress = compress_options(nb::cast<nb::dict>(given["compress"]));
+  given.read("create", options.create);
+  if (given.has("compress")) options.compress = compress_options(given.dict("compress"));
+  if (given.has("remote")) options.remote = remote_options(given.dict("remote"));
+  if (given.has("ranks")) {
+    options.peers = nb::cast<std::shared_ptr<PyRanks>>(options_given["ranks"]);
   }
-  if (given.contains("remote")) {
-    options.remote = remote_options(nb::cast<nb::dict>(given["remote"]));
-  }
-  if (given.contains("ranks")) {
-    options.peers = nb::cast<std::shared_ptr<PyRanks>>(given["ranks"]);
-  }
+  given.finish();
   return options;
+}
+
+std::optional<StoredState> stored_state(const engine::DeviceSources& sources) {
+  for (const auto& source : sources) {
+    const auto state = source->peek();
+    if (!state.ok() || !*state) continue;
+    const auto snapshot = source->snapshot(storage::ReaderLock::kLeave);
+    if (!snapshot.ok()) continue;
+    const auto run = engine::run_description_from_json((*snapshot)->layout().description);
+    if (!run.ok()) continue;
+    StoredState stored;
+    for (const plan::ParameterRange& range : run->space.ranges()) {
+      stored.parameters.emplace_back(range.name, range.shape);
+    }
+    stored.gradient_room = (*snapshot)->layout().gradient_spill_bytes > 0;
+    return stored;
+  }
+  return std::nullopt;
 }
 
 PyUpdater::PyUpdater(const nb::dict& options, const std::vector<std::string>& names,
@@ -281,11 +331,11 @@ nb::dict PyUpdater::compression() {
 }
 
 void PyUpdater::load_weights(const std::string& type, uintptr_t address,
-                             std::optional<uint64_t> count) {
+                             const std::optional<PySpans>& kept) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
   run([&] {
-    check(updater.load_weights(out, flat_sink(address, out, count)));
+    check(updater.load_weights(out, flat_sink(address, out, kept)));
     update_started_ = false;
   });
 }
@@ -353,11 +403,14 @@ engine::UpdateOptions PyUpdater::update_options(uint64_t number, double gradient
     if (entry.is_none()) {
       group.skip = true;
     } else {
-      const auto given = nb::cast<nb::dict>(entry);
-      group.lr = option(given, "lr", group.lr);
-      group.weight_decay = option(given, "weight_decay", group.weight_decay);
-      group.step = option(given, "step", group.step);
-      group.rule = rule_options(given, rule_);
+      const auto group_given = nb::cast<nb::dict>(entry);
+      Given given("a group", group_given);
+      given.read("lr", group.lr);
+      given.read("weight_decay", group.weight_decay);
+      given.read("step", group.step);
+      group.rule = rule_;
+      read_rule(given, *group.rule);
+      given.finish();
     }
     options.groups.push_back(std::move(group));
   }
@@ -371,23 +424,23 @@ std::string PyUpdater::early_update_refusal() {
 
 void PyUpdater::start_early_update(uint64_t number, double gradient_scale, const nb::list& groups,
                                    const std::string& type, uintptr_t address, double norm_max,
-                                   std::optional<uint64_t> count) {
+                                   const std::optional<PySpans>& kept) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
   const engine::UpdateOptions guess = update_options(number, gradient_scale, groups);
   run([&] {
-    check(updater.start_early_update(guess, out, flat_sink(address, out, count), norm_max));
+    check(updater.start_early_update(guess, out, flat_sink(address, out, kept), norm_max));
   });
 }
 
 void PyUpdater::start_update(uint64_t number, double gradient_scale, const nb::list& groups,
                              const std::string& type, uintptr_t address,
-                             std::optional<uint64_t> count) {
+                             const std::optional<PySpans>& kept) {
   engine::Updater& updater = core();
   const base::DataType out = data_type(type);
   const engine::UpdateOptions options = update_options(number, gradient_scale, groups);
   run([&] {
-    check(updater.start_update(options, out, flat_sink(address, out, count)));
+    check(updater.start_update(options, out, flat_sink(address, out, kept)));
     update_started_ = true;
   });
 }

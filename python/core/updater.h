@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -23,6 +24,14 @@ namespace smartinf::python {
 engine::UpdaterOptions updater_options(const nanobind::dict& given);
 /// Of devices of other machines, by their names there.
 csd::RemoteOptions remote_options(const nanobind::dict& given);
+
+/// What the first of some devices with a state holds.
+struct StoredState {
+  std::vector<std::pair<std::string, std::vector<uint64_t>>> parameters;  // names and shapes
+  bool gradient_room = false;  // for gradients that do not fit in memory
+};
+/// Nothing: there is no state, or it cannot be read.
+std::optional<StoredState> stored_state(const engine::DeviceSources& sources);
 
 /// Documented for its users in module.cc.
 class PyUpdater final : public PyWeightSource {
@@ -43,7 +52,7 @@ class PyUpdater final : public PyWeightSource {
   std::vector<std::array<float, 3>> step_ahead();
   uintptr_t residual();
   nanobind::dict compression();
-  void load_weights(const std::string& type, uintptr_t address, std::optional<uint64_t> count);
+  void load_weights(const std::string& type, uintptr_t address, const std::optional<PySpans>& kept);
 
   void begin_step();
   void put_gradients(const std::vector<size_t>& ranges, const std::vector<uintptr_t>& addresses,
@@ -55,9 +64,9 @@ class PyUpdater final : public PyWeightSource {
   std::string early_update_refusal();
   void start_early_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
                           const std::string& type, uintptr_t address, double norm_max,
-                          std::optional<uint64_t> count);
+                          const std::optional<PySpans>& kept);
   void start_update(uint64_t number, double gradient_scale, const nanobind::list& groups,
-                    const std::string& type, uintptr_t address, std::optional<uint64_t> count);
+                    const std::string& type, uintptr_t address, const std::optional<PySpans>& kept);
   void wait_weights(uint64_t first, uint64_t count);
   void start_commit(std::string client_metadata);
   bool committing() { return core().committing(); }

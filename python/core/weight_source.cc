@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <thread>
+#include <unordered_set>
 #include <utility>
 
 #include <nanobind/nanobind.h>
@@ -47,6 +48,23 @@ uint64_t PyWeightSource::subgroup_end(uint64_t element) {
   if (element >= count()) usage("there is no element " + std::to_string(element));
   const plan::Subgroup subgroup = weights().subgroup_at(element);
   return subgroup.first + subgroup.count;
+}
+
+engine::WeightsSink PyWeightSource::flat_sink(uintptr_t address, base::DataType type,
+                                              const std::optional<PySpans>& kept) {
+  std::unordered_set<uint64_t> wanted;
+  for (const auto& [first, elements] : kept.value_or(PySpans())) {
+    if (first > count() || elements > count() - first) usage("weights beyond the model's last");
+    for (uint64_t at = first; at < first + elements;) {
+      const plan::Subgroup subgroup = weights().subgroup_at(at);
+      wanted.insert(subgroup.first);
+      at = subgroup.first + subgroup.count;
+    }
+  }
+  auto* flat = reinterpret_cast<std::byte*>(address);
+  return [flat, type, all = !kept, wanted = std::move(wanted)](uint64_t first) -> void* {
+    return all || wanted.contains(first) ? flat + first * base::data_type_bytes(type) : nullptr;
+  };
 }
 
 void PyWeightSource::run(const std::function<void()>& work) {

@@ -5,8 +5,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <sys/types.h>
 
@@ -20,6 +23,8 @@ namespace smartinf::python {
 
 class PyLayerWindow;
 
+using PySpans = std::vector<std::pair<uint64_t, uint64_t>>;  // (first, count) in elements
+
 /// Threads: calls of several threads take turns.
 class PyWeightSource {
  public:
@@ -32,6 +37,10 @@ class PyWeightSource {
   virtual uint64_t count() = 0;
   /// Where the subgroup ends that holds an element.
   uint64_t subgroup_end(uint64_t element);
+  /// One flat array at `address` in the order of the space. kept: spans whose subgroups are wanted,
+  /// whole, and no others; nothing: all are.
+  engine::WeightsSink flat_sink(uintptr_t address, base::DataType type,
+                                const std::optional<PySpans>& kept);
   /// On the caller's thread: since the resident weights were loaded.
   bool update_started() const { return update_started_; }
 

@@ -60,10 +60,10 @@ void PyWeights::finish() {
 }
 
 void PyWeights::load_weights(const std::string& type, uintptr_t address,
-                             std::optional<uint64_t> count) {
+                             const std::optional<PySpans>& kept) {
   engine::StripedWeights& weights = core();
   const base::DataType out = data_type(type);
-  run([&] { check(weights.load_weights(out, flat_sink(address, out, count))); });
+  run([&] { check(weights.load_weights(out, flat_sink(address, out, kept))); });
 }
 
 std::string PyWeights::type() { return std::string(base::data_type_name(core().type())); }

@@ -25,7 +25,7 @@ class PyWeights final : public PyWeightSource {
 
   void write(uint64_t first, uintptr_t address, uint64_t count);
   void finish();
-  void load_weights(const std::string& type, uintptr_t address, std::optional<uint64_t> count);
+  void load_weights(const std::string& type, uintptr_t address, const std::optional<PySpans>& kept);
   uint64_t count() override { return core().elements(); }
   std::string type();
   std::string description() { return core().description(); }

@@ -13,7 +13,7 @@ from smartinf import _core
 from smartinf.errors import UsageError
 from smartinf.layout import TYPE_NAMES
 from smartinf.process_memory import PAGE, FreedMemory, aligned_memory
-from smartinf.released_parameter import ReleasedParameter, without_values
+from smartinf.released_parameter import ReleasedParameter, set_to_itself, without_values
 
 SLOTS = 3  # for each span of a unit: one in use, one whose backward follows, one read ahead
 _GAP_ELEMENTS = 1 << 20  # that are read rather than to have another slot
@@ -35,6 +35,7 @@ class LayerStream:
         for u, unit in enumerate(units):
             for name, param in unit.params:
                 param._smartinf = (self, len(self.params))
+                set_to_itself(param)
                 self.params.append(param)
                 self.names.append(name)
                 self.unit_of.append(u)
@@ -54,7 +55,7 @@ class LayerStream:
         self._by_storage = {}  # address of a storage -> index of the parameter that has it
         self._uses, self._last_uses, self._mode, self._joined = [], {}, None, False
         self._weights = weights
-        self._read_only = _Window(self, weights.core, dict(enumerate(firsts)), 0, 0)
+        self._read_only = _Window(self, weights.core, dict(enumerate(firsts)), 0, [])
         self._trained = None
         for index in range(len(self.params)):
             self._release(index)
@@ -67,12 +68,12 @@ class LayerStream:
             self._let_go()
             firsts = {i: layout.firsts[layout.index_of[id(p)]] for i, p in enumerate(self.params)
                       if id(p) in layout.index_of}  # fmt: skip
-            self._trained = _Window(self, core, firsts, layout.flat.data_ptr(), layout.resident_count) if firsts else None
+            self._trained = _Window(self, core, firsts, layout.flat.data_ptr(), layout.kept_spans) if firsts else None
             frozen = {i: f for i, f in self._read_only.firsts.items() if i not in firsts} if self._read_only else {}
             if self._read_only is None or len(frozen) < len(self._read_only.firsts):
                 if self._read_only is not None:
                     self._read_only.close()
-                self._read_only = _Window(self, self._weights.core, frozen, 0, 0) if frozen else None
+                self._read_only = _Window(self, self._weights.core, frozen, 0, []) if frozen else None
                 if not frozen:
                     self._weights.close()
             self._last_uses.clear()
@@ -174,6 +175,8 @@ class LayerStream:
         with self._turn:
             begin = time.monotonic()
             for index in indices:
+                if index not in self._rows:
+                    continue  # of a copy of the module
                 there = self._rows[index]
                 for row in sorted(set(rows) - there):
                     for window in self._windows():
@@ -333,7 +336,7 @@ class _Window:
     """A window over one source. firsts: {index of a parameter: its element there}. The parameters of a unit are one
     span, or several where much lies between them; each row of a parameter with experts is one of its own."""
 
-    def __init__(self, stream, source, firsts, resident_address, resident_count):
+    def __init__(self, stream, source, firsts, kept_address, kept):
         self._stream, self.source, self.firsts = stream, source, firsts
         self._members = collections.defaultdict(list)  # by unit
         self._spans = []
@@ -361,7 +364,7 @@ class _Window:
         self._memory, begin = aligned_memory(at_once * slot_bytes, stream.device.type == "cuda")
         slots = [begin + n * slot_bytes for n in range(at_once)]
         self.window = _core.LayerWindow(
-            source, spans, type_name, slots, slot_bytes, resident_address, resident_count
+            source, spans, type_name, slots, slot_bytes, kept_address, kept
         )
 
     def numbers_of(self, unit):

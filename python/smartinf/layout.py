@@ -78,19 +78,25 @@ class Layout:
     each step, and so is one whose storage is exchanged later, wherever it then is. Each parameter
     keeps a storage of its own, so saving one of them saves no more than itself.
 
-    stream: a LayerStream. Its parameters come last, in its order, and have no place in the buffer.
+    streamed: a StreamedModel. The parameters of its units come last, in the units' order whichever of them stay in
+    memory (kept); those that are streamed have no place in the buffer.
+    stored: names and shapes on the devices. Where they are the same parameters, they are in the order there.
     mesh: of parameters that are DTensors. The buffer then has what this rank holds of each, and all of that is its own.
     """
 
-    def __init__(self, named_params, rank=0, world=1, stream=None, mesh=None):
+    def __init__(self, named_params, rank=0, world=1, streamed=None, mesh=None, stored=None):
+        stream = None if streamed is None else streamed.stream
         self.stream, self.mesh = stream, mesh
-        if stream is not None:
-            named_params = sorted(named_params, key=lambda named: stream.index_of(named[1], -1))
+        if streamed is not None:
+            named_params = sorted(named_params, key=lambda named: streamed.place(named[1]))
+        places = {(name, tuple(shape)): place for place, (name, shape) in enumerate(stored or ())}
+        if places.keys() == {(name, tuple(param.shape)) for name, param in named_params}:
+            named_params = sorted(named_params, key=lambda named: places[named[0], tuple(named[1].shape)])
         self.names = [name for name, _ in named_params]
         self.params = [param for _, param in named_params]
         for name, param in named_params:
             _check(name, param)
-        self.kept_params = sum(stream is None or stream.index_of(param, None) is None for param in self.params)
+        self.kept = [stream is None or stream.index_of(param) is None for param in self.params]
         dtypes = {param.dtype for param in self.params}
         if len(dtypes) > 1 and self.streams:
             other = next(i for i, param in enumerate(self.params) if param.dtype != stream.dtype)
@@ -130,36 +136,44 @@ class Layout:
                 first = self.firsts[i]
                 self.segments.append(Segment(len(self.segments), i, start - first, stop - first, start - low))
 
-        # What the devices send up of the first parameters: with a stream those that are not streamed, and what shares
-        # a subgroup with them. Memory that nobody writes to is not taken.
-        self.buffer_count = min(total, self.firsts[self.kept_params] + _SUBGROUP_MAX) if self.streams else total
+        # Spans that the devices send up, with what shares a subgroup with them; None: everything. Memory that nobody
+        # writes to is not taken.
+        self.kept_spans = self._kept_spans() if self.streams else None
+        self._kept_end = sum(self.kept_spans[-1]) if self.kept_spans else 0
+        self.buffer_count = min(total, self._kept_end + _SUBGROUP_MAX) if self.streams else total
         self._memory = mmap.mmap(
             -1, max(self.buffer_count * self.dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.flat = torch.frombuffer(self._memory, dtype=self.dtype, count=self.buffer_count)
-        self.resident_count = total  # elements that updates write to the buffer
         self._snapshot = {}
         self.index_of = {id(param): i for i, param in enumerate(self.params)}
         self.segment_of = {segment.param: segment.index for segment in self.segments}
 
     @property
     def streams(self):
-        """Whether some of the parameters are streamed: those from kept_params on."""
-        return self.kept_params < len(self.params)
+        """Whether some of the parameters are streamed."""
+        return not all(self.kept)
+
+    def _kept_spans(self):
+        """[(first, count)] of parameters that stay in memory, neighbours together."""
+        spans = []
+        for first, shape, kept in zip(self.firsts, self.shapes, self.kept, strict=True):
+            if kept and spans and sum(spans[-1]) == first:
+                spans[-1] = spans[-1][0], spans[-1][1] + shape.numel()
+            elif kept:
+                spans.append((first, shape.numel()))
+        return spans
 
     def local(self, i):
         """What this process holds of parameter i: of a DTensor its shard, else the parameter."""
         return sharded_parameters.local(self.params[i])
 
-    def find_resident(self, core):
-        """What updates write to the buffer is cut into the core's subgroups."""
-        if self.streams:
-            kept = self.firsts[self.kept_params]
-            self.resident_count = core.subgroup_end(kept - 1) if kept else 0
-            if self.resident_count > self.buffer_count:
-                raise UsageError("subgroup_elements is too large for a streamed model; leave it out")
+    def check_kept(self, core):
+        """Updates write whole subgroups of the core's to the buffer."""
+        if self.kept_spans and core.subgroup_end(self._kept_end - 1) > self.buffer_count:
+            raise UsageError("subgroup_elements is too large for a streamed model; leave it out")
 
     @property
     def owned_count(self):
@@ -206,7 +220,9 @@ class Layout:
             return
         view = memoryview(self._memory)
         width = self.dtype.itemsize
-        for i, param in enumerate(self.params[: self.kept_params]):
+        for i, param in enumerate(self.params):
+            if not self.kept[i]:
+                continue
             movable = param.device.type == "cpu" and param.dtype == self.dtype and param.is_contiguous()
             if not movable or param.is_shared():
                 continue
@@ -218,14 +234,14 @@ class Layout:
 
     def values(self, i):
         """What this process holds of parameter i, as a contiguous tensor [elements] in CPU memory, of its own type."""
-        if i >= self.kept_params:
+        if not self.kept[i]:
             return self.stream.read(self.stream.index_of(self.params[i])).to("cpu").view(-1)
         return self.local(i).detach().to("cpu").contiguous().view(-1)
 
     def copy_back(self, i):
         """Hands the weights that are in the flat buffer to parameter i."""
         param = self.params[i]
-        if i >= self.kept_params:
+        if not self.kept[i]:
             return  # it is read when it is used
         if self.is_view(i):
             torch.autograd.graph.increment_version(param)
@@ -250,7 +266,7 @@ class Layout:
         contents, here = {}, {}
         for i in which:
             self._check_shape(i)
-            if i >= self.kept_params:
+            if not self.kept[i]:
                 continue  # nobody can write it
             param = self.local(i).detach()
             here.setdefault(param.device, []).append(param)

@@ -54,6 +54,8 @@ class Options:
             "checksums": bool(given["checksums"]),
             "seed": int(given["seed"]),
         }
+        if streamed is not None:
+            self.core["gradient_room"] = True  # a later process may have less memory
         if self.ranks.world > 1:
             self.core["ranks"] = self.ranks.core
         if self.compress is not None:

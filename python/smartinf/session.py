@@ -52,7 +52,11 @@ class Session:
         self.options, self.ranks = options, options.ranks
         self.turn = threading.RLock()
         self.core, self.phase = None, Phase.CLOSED
-        self.layout = Layout(named, self.ranks.rank, self.ranks.world, options.stream, options.mesh)
+        stored = None
+        if resume is not False and self.ranks.world == 1:
+            stored = _core.stored_state([device["path"] for device in options.devices], options.remote)
+        parameters, self._has_room = stored or (None, True)
+        self.layout = Layout(named, self.ranks.rank, self.ranks.world, options.streamed, options.mesh, parameters)
         self.stream = options.stream if self.layout.streams else None
         self.lineage = Lineage(len(self.layout.params))
         self.devices = core_options.devices_for(self.layout, options.devices)
@@ -82,12 +86,12 @@ class Session:
         try:
             self._open(rule_options)
             self.gradients = gradients(self)
-            self.layout.find_resident(self.core)
+            self.layout.check_kept(self.core)
             if self.core.fresh():
                 self._initialize()
                 if self.stream is not None:
                     # A subgroup of the parameters that stay in memory may have streamed ones.
-                    self.core.load_weights(self.layout.type_name, self.layout.owned_address, self.layout.resident_count)
+                    self.core.load_weights(self.layout.type_name, self.layout.owned_address, self.layout.kept_spans)
                     self._stream_from_core()
             else:
                 self.lineage = self._stored_lineage()
@@ -107,6 +111,14 @@ class Session:
 
     def _open(self, rule_options):
         options = core_options.options_of(self.options, self.layout, self.devices) | rule_options
+        if self.options.streamed is not None and not self._has_room and "gradient_budget_bytes" in options:
+            # Made when all gradients fitted in memory.
+            del options["gradient_budget_bytes"]
+            _log.warning(
+                "%s has no room for gradients, so all of them stay in memory, whatever memory_budget says. A checkpoint "
+                "that is loaded into an optimizer on other devices has it",
+                self.devices[0]["path"],
+            )
         try:
             with open_optimizers.named_when_busy(self.devices):
                 self.core = _core.Updater(options, *self.layout.ranges())
@@ -382,7 +394,7 @@ class Session:
         update = self._for_core(after, scale, group_options)
         self.phase = Phase.UPDATING
         self.wrong_guess = self.overlap == "early" and update != self._guess
-        core.start_update(*update, layout.resident_count)
+        core.start_update(*update, layout.kept_spans)
         begin = time.monotonic()
         if self.late is not None:
             held = self.late.begin(layout, taking_part)
@@ -399,8 +411,8 @@ class Session:
                 )
                 self.late.take(core, layout, held)
         elif self.ranks.world == 1 or layout.mesh is not None:
-            for segment in layout.segments[: layout.kept_params]:
-                if taking_part[segment.param]:
+            for segment in layout.segments:
+                if taking_part[segment.param] and layout.kept[segment.param]:
                     core.wait_weights(segment.first, segment.count)
                     layout.copy_back(segment.param)
             core.start_commit(after.to_json())
@@ -458,7 +470,7 @@ class Session:
         layout = self.layout
         if self.late is not None:
             self.late.forget(layout)
-        core.load_weights(layout.type_name, layout.owned_address, layout.resident_count)
+        core.load_weights(layout.type_name, layout.owned_address, layout.kept_spans)
         if self.stream is not None and core is self.core:
             self._stream_from_core()
         self.ranks.all_gather_weights(layout)
@@ -478,7 +490,7 @@ class Session:
         """Where a parameter still is what came up, the master stays; of other elements the residual is dropped.
         Collective."""
         layout, values = self.layout, {}
-        wanted = {i for i in changed if i < layout.kept_params}  # nobody can write one that is streamed
+        wanted = {i for i in changed if layout.kept[i]}  # nobody can write one that is streamed
         sent = residual = None
         if compression.has_residual(self.options.compress):
             self.wait_commit()  # all ranks, also one that owns nothing

@@ -7,15 +7,21 @@ _streamed = weakref.WeakKeyDictionary()  # model -> StreamedModel
 
 class StreamedModel:
     """What belongs to a streamed model. stream: None where all of it stays in memory. devices: as an optimizer takes
-    them. blocks: the modules that are a unit whole. engine_bytes, gradient_bytes: of the budget, for the buffers of an
-    optimizer and for gradients on their way to it."""
+    them. found: its Units. engine_bytes, gradient_bytes: of the budget, for the buffers of an optimizer and for
+    gradients on their way to it. blocks: the modules that are a unit whole."""
 
-    def __init__(self, stream, devices, blocks, engine_bytes, gradient_bytes):
+    def __init__(self, stream, devices, found, engine_bytes, gradient_bytes):
         self.stream, self.devices = stream, devices
         self.engine_bytes, self.gradient_bytes = engine_bytes, gradient_bytes
-        self.blocks = blocks
+        self.blocks = found.blocks
+        of_units = [param for unit in found.units for _, param in unit.params]
+        self._places = {id(param): place for place, param in enumerate(of_units)}
         self.optimizer = self.session = None  # a weak reference to the one that trains it, and its session
         self.pass_ended = lambda: None  # gives what is called after batches went through the model together
+
+    def place(self, param):
+        """Among the parameters of all units, also of those that stay in memory; -1: it is in none."""
+        return self._places.get(id(param), -1)
 
     def close_deleted_optimizer(self):
         """The session of an optimizer lives as long as the model needs its weights, also where the optimizer was

@@ -29,7 +29,7 @@ namespace {
 using Sources = std::vector<std::unique_ptr<DeviceSource>>;
 
 constexpr std::string_view kOtherPlaceAdvice =
-    "Give this run another directory, or delete the state there.";
+    "Give this run another directory, or go on with the model and the rule of that state.";
 
 std::string device_text(const DeviceSource& source) { return "device " + source.name(); }
 
@@ -258,7 +258,7 @@ Result<DeviceSet> open_all(const UpdaterOptions& options, const plan::ParameterS
         ErrorCode::kOutOfMemory,
         fmt::format("a memory budget of {} is too small for {} device{}",
                     base::format_bytes(options.memory_budget_bytes), count, count == 1 ? "" : "s"),
-        "Use the memory budget that the run was started with.");
+        fmt::format("Allow at least {}.", base::format_bytes(least)));
   }
   const uint64_t slot_memory_bytes = (options.memory_budget_bytes - set.staging_bytes) / count;
   SI_ASSIGN_OR_RETURN(const auto spool, share_spool(options.spool_bytes, sources));

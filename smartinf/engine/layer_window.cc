@@ -32,7 +32,6 @@ LayerWindow::LayerWindow(WeightSource& source, Options options)
     : source_(source),
       options_(std::move(options)),
       value_bytes_(base::data_type_bytes(options_.type)),
-      resident_elements_(options_.resident.size() / value_bytes_),
       slots_(options_.slots.size()) {
   for (size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = options_.slots[i].data();
 }
@@ -135,17 +134,17 @@ Status LayerWindow::load(uint32_t unit, uint32_t index) {
   slot.end = slot.first;
   slot.unit = unit;
   while (slot.end < wanted.end()) {
-    Pending pending{source_.subgroup_at(slot.end), kNone, false};
+    Pending pending{source_.subgroup_at(slot.end), kNone, nullptr};
     const uint64_t first = pending.subgroup.first;
     const uint64_t end = end_of(pending.subgroup);
-    pending.from_resident = end <= resident_elements_;
-    for (uint32_t i = 0; i < slots_.size() && !pending.from_resident; ++i) {
+    if (options_.resident) pending.resident = options_.resident(first);
+    for (uint32_t i = 0; i < slots_.size() && pending.resident == nullptr; ++i) {
       const Slot& other = slots_[i];
       const bool has =
           i != index && other.unit != kNone && other.first <= first && end <= other.end;
       if (has) pending.from = i;
     }
-    if (pending.from == kNone && !pending.from_resident) {
+    if (pending.from == kNone && pending.resident == nullptr) {
       SI_RETURN_IF_ERROR(source_.fetch_weights(first, options_.type, at(slot, first)));
     }
     slot.pending.push_back(pending);
@@ -168,10 +167,9 @@ Status LayerWindow::finish(Slot& slot, size_t index) {
   slot.pending.erase(slot.pending.begin() + static_cast<std::ptrdiff_t>(index));
   const plan::Subgroup& subgroup = pending.subgroup;
   const uint64_t bytes = subgroup.count * value_bytes_;
-  if (pending.from_resident) {
-    SI_RETURN_IF_ERROR(options_.wait_resident(end_of(subgroup)));
-    std::memcpy(at(slot, subgroup.first), options_.resident.data() + subgroup.first * value_bytes_,
-                bytes);
+  if (pending.resident != nullptr) {
+    SI_RETURN_IF_ERROR(options_.wait_resident(subgroup));
+    std::memcpy(at(slot, subgroup.first), pending.resident, bytes);
     return Status();
   }
   if (pending.from == kNone) return source_.wait_fetched(subgroup.first);
@@ -205,7 +203,7 @@ void LayerWindow::forget() {
   for (Slot& slot : slots_) {
     if (slot.held > 0) continue;
     for (const Pending& pending : std::exchange(slot.pending, {})) {
-      if (pending.from != kNone || pending.from_resident) continue;
+      if (pending.from != kNone || pending.resident != nullptr) continue;
       static_cast<void>(source_.wait_fetched(pending.subgroup.first));
     }
     slot.unit = kNone;

@@ -29,11 +29,10 @@ class LayerWindow {
     /// window_slot_bytes() each, until window and source are destroyed. At least as many as units
     /// are held at once; one more reads ahead.
     std::vector<std::span<std::byte>> slots;
-    /// The first elements of the space, whole subgroups, which an update puts there
-    /// (WeightsSink): what a unit shares with them is copied, when wait_resident(element) has
-    /// returned: all before that element are there. May be empty.
-    std::span<const std::byte> resident;
-    std::function<base::Status(uint64_t)> wait_resident;
+    /// Where updates put the subgroups that stay in memory: what a unit shares with them is copied
+    /// from there, when wait_resident(subgroup) has returned. May be empty.
+    WeightsSink resident;
+    std::function<base::Status(const plan::Subgroup&)> wait_resident;
   };
   LayerWindow(WeightSource& source, Options options);
   /// Waits for what is being read.
@@ -62,8 +61,8 @@ class LayerWindow {
   /// A subgroup of a slot's unit, until it has come.
   struct Pending {
     plan::Subgroup subgroup;
-    uint32_t from = kNone;  // the slot that it is copied from; kNone: it is being read
-    bool from_resident = false;
+    uint32_t from = kNone;           // the slot that it is copied from; kNone: it is being read
+    const void* resident = nullptr;  // where it is in memory
   };
   struct Slot {
     std::byte* memory = nullptr;
@@ -88,7 +87,6 @@ class LayerWindow {
   WeightSource& source_;
   const Options options_;
   const uint64_t value_bytes_;
-  const uint64_t resident_elements_;
   std::vector<Slot> slots_;
   std::vector<uint32_t> order_;
   size_t next_ = 0;       // in order_: the use that get() is asked for next

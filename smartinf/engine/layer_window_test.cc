@@ -73,8 +73,10 @@ class Window {
     const uint64_t slot = window_slot_bytes(updater, units_, DataType::kBf16);
     memory_.resize(slot * slots);
     for (uint32_t i = 0; i < slots; ++i) options.slots.emplace_back(&memory_[i * slot], slot);
-    options.resident = std::as_bytes(std::span(resident_));
-    options.wait_resident = [this](uint64_t end) { return updater_.wait_weights(0, end); };
+    options.resident = sink();
+    options.wait_resident = [this](const plan::Subgroup& subgroup) {
+      return updater_.wait_weights(subgroup.first, subgroup.count);
+    };
     window_ = std::make_unique<LayerWindow>(updater, std::move(options));
   }
 

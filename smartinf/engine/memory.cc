@@ -26,8 +26,8 @@ uint64_t state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint64_
 
 uint32_t gradient_spill_bytes(const UpdaterOptions& options, const plan::ParameterSpace& space) {
   const auto value_bytes = static_cast<uint32_t>(base::data_type_bytes(options.gradient_type));
-  const bool stay =
-      options.compress.on() || space.count() * value_bytes <= options.gradient_budget_bytes;
+  const bool fit = space.count() * value_bytes <= options.gradient_budget_bytes;
+  const bool stay = options.compress.on() || (fit && !options.gradient_room);
   return stay ? 0 : value_bytes;
 }
 

@@ -91,7 +91,10 @@ struct UpdaterOptions {
   /// Of state that stays in memory as well and is read from the drives once; on top of the budget.
   uint64_t state_cache_bytes = 0;
   uint64_t gradient_budget_bytes = ~uint64_t{0};  // above it gradients are spilled
-  uint64_t subgroup_elements = 0;                 // 0: chosen from the budget
+  /// A new run has room on the devices for all gradients, also where they fit: a later opening may
+  /// have a smaller budget.
+  bool gradient_room = false;
+  uint64_t subgroup_elements = 0;  // 0: chosen from the budget
   /// Room on the devices for Updater::spool(), on all of them together; taken when they are opened.
   uint64_t spool_bytes = 0;
   /// Weights that have no place in memory are fetched from the devices (Updater::fetch_weights),

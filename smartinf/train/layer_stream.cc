@@ -60,8 +60,10 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     for (uint32_t i = 0; i < placement.host_slots; ++i) {
       window.slots.emplace_back(memory + i * slot_bytes, slot_bytes);
     }
-    window.resident = {static_cast<const std::byte*>(host_N_.const_data_ptr()), host_N_.nbytes()};
-    window.wait_resident = [this](uint64_t end) { return arrive_in_host(end); };
+    window.resident = [this](uint64_t first) { return weights_at(first); };
+    window.wait_resident = [this](const plan::Subgroup& subgroup) {
+      return arrive_in_host(subgroup.first + subgroup.count);
+    };
     window_ = std::make_unique<engine::LayerWindow>(source, std::move(window));
   }
   if (beside && resident_elements_ < units.back().end()) {

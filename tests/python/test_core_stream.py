@@ -49,7 +49,7 @@ def write(paths, values, lengths=None, finish=True, description="model"):
 class Window:
     """A _core.LayerWindow with its memory."""
 
-    def __init__(self, source, units, type, slots, resident=None, shift=0):
+    def __init__(self, source, units, type, slots, resident=None, kept=(), shift=0):
         self.units = units
         self.dtype = TYPES[type]
         self.slot_bytes = _core.window_slot_bytes(source, units, type)
@@ -63,7 +63,7 @@ class Window:
             addresses,
             self.slot_bytes,
             0 if resident is None else resident.data_ptr(),
-            0 if resident is None else resident.numel(),
+            list(kept),
         )
 
     def get(self, unit):
@@ -110,7 +110,7 @@ def test_weights_come_back_through_a_window_bit_for_bit(drives, type, tmp_path):
         assert window.core.misses() == 0
         assert window.core.hits() == 9
     flat = torch.zeros(2 * STRIPE + 1, dtype=TYPES[type])
-    source.load_weights(type, flat.data_ptr(), STRIPE + 1)
+    source.load_weights(type, flat.data_ptr(), [(0, STRIPE + 1)])
     assert torch.equal(flat[:-1], values[: 2 * STRIPE])
     assert flat[-1] == 0
     source.close()
@@ -128,11 +128,11 @@ def test_a_unit_shares_a_stripe_with_the_resident_ones(tmp_path):
     units = units_of(len(values), 4)
     end = source.subgroup_end(units[0][1] - 1)
     resident = torch.zeros(end, dtype=torch.bfloat16)
-    source.load_weights("bf16", resident.data_ptr(), units[0][1])
-    window = Window(source, units, "bf16", 2, resident)
+    source.load_weights("bf16", resident.data_ptr(), units[:1])
+    window = Window(source, units, "bf16", 2, resident, units[:1])
     window.expect([1, 2, 3, 2, 1], values)
-    with pytest.raises(smartinf.UsageError, match="within a subgroup"):
-        Window(source, units, "bf16", 2, resident[:-1])
+    with pytest.raises(smartinf.UsageError, match="beyond"):
+        Window(source, units, "bf16", 2, resident, [(0, len(values) + 1)])
 
 
 def test_a_flipped_bit_is_an_error_that_names_the_file(tmp_path):
@@ -222,11 +222,11 @@ class Run:
         assert end % 65536 == 0 and end > self.units[0][1]
         self.resident = torch.zeros(end, dtype=TYPES[type])
         self.load_resident()
-        self.window = Window(self.updater, self.units, type, 2, self.resident)
+        self.window = Window(self.updater, self.units, type, 2, self.resident, self.units[:1])
         self.step = 0
 
     def load_resident(self):
-        self.updater.load_weights(self.type, self.resident.data_ptr(), self.units[0][1])
+        self.updater.load_weights(self.type, self.resident.data_ptr(), self.units[:1])
 
     def all_weights(self):
         flat = torch.empty(self.elements, dtype=TYPES[self.type])
@@ -243,7 +243,7 @@ class Run:
         self.updater.finish_gradients(1.0)
         groups = [{"lr": 0.1, "weight_decay": 0.01, "step": self.step} for _ in self.counts]
         self.updater.start_update(
-            self.step, 1.0, groups, self.type, self.resident.data_ptr(), count=self.units[0][1]
+            self.step, 1.0, groups, self.type, self.resident.data_ptr(), kept=self.units[:1]
         )
         self.window.core.updated()
 

@@ -62,6 +62,27 @@ def test_errors_carry_the_cores_text(device):
     assert "/proc/no" in str(raised.value)
 
 
+def test_the_core_refuses_what_it_does_not_know(device):
+    for options, said in (
+        ({"memory_budget_byte": 1}, "unknown option 'memory_budget_byte'.*memory_budget_bytes"),
+        ({"devices": [{"path": device, "bandwith": 1.0}]}, "a device has the unknown option 'bandwith'"),
+        ({"compress": {"densty": 0.1}}, "compress has the unknown option 'densty'"),
+    ):
+        with pytest.raises(smartinf.UsageError, match=said):
+            _core.Updater({"devices": [{"path": device}]} | options, ["w"], [[70_000]])
+    with pytest.raises(smartinf.UsageError, match="unknown option 'capacity'.*capacity_bytes"):
+        smartinf.AdamW([torch.nn.Parameter(torch.ones(9))], devices={"path": device, "capacity": 1 << 30})
+    updater = _core.Updater({"devices": [{"path": device, "bandwidth": 1.0}]}, ["w"], [[70_000]])
+    values = torch.zeros(70_000)
+    updater.initialize(lambda i: (values.data_ptr(), "f32"), "")
+    updater.begin_step()
+    updater.put_gradients([0], [values.data_ptr()], ["f32"])
+    updater.finish_gradients(1.0)
+    with pytest.raises(smartinf.UsageError, match="a group has the unknown option 'weight_decy'"):
+        updater.start_update(1, 1.0, [{"lr": 0.1, "weight_decy": 0.1, "step": 1}], "f32", values.data_ptr())
+    updater.close()
+
+
 def test_stubs_name_what_the_core_has():
     package = pathlib.Path(_core.__file__).parent
     assert (package / "py.typed").exists()

@@ -126,7 +126,7 @@ class offload_activations:  # noqa: N801 (used like a function)
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"model={type(model).__name__}: give the module whose activations go to the devices")
         self._model = model
-        self._devices = devices
+        self._devices = devices if hasattr(devices, "spool") else device_list(devices)  # spool: of an open core
         self._rule = KeepRule(keep)
         self._memory = parse_bytes(memory_budget, "memory_budget")
         self._storage = parse_bytes(storage, "storage")
@@ -162,9 +162,9 @@ class offload_activations:  # noqa: N801 (used like a function)
 
     def _open_spool(self):
         """(_core.Spool, whether it is this context's own)."""
-        if hasattr(self._devices, "spool"):  # an open core
+        if hasattr(self._devices, "spool"):
             return self._devices.spool(), False
-        devices = device_list(self._devices)
+        devices = self._devices
         for path in local_paths(devices, "activations"):
             os.makedirs(path, exist_ok=True)
         drives = {os.stat(device["path"]).st_dev: shutil.disk_usage(device["path"]).free for device in devices}

@@ -19,6 +19,7 @@ from smartinf import _core
 from smartinf.errors import CorruptError, DeviceError, Error, MismatchError
 from smartinf.lineage import Lineage
 from smartinf.progress import progress
+from smartinf.storage_options import absolute
 
 _AT_ONCE = 1 << 20  # elements of the residual that are read at once
 
@@ -26,7 +27,7 @@ _AT_ONCE = 1 << 20  # elements of the residual that are read at once
 def save(session, groups, folder, replace=False):
     """groups: param_groups, which torch-state needs. No step is in progress. Collective."""
     ranks, layout = session.ranks, session.layout
-    folder = os.path.abspath(os.fspath(folder))
+    folder = absolute(folder)
     session.adopt_changes()
     session.write_residual(session.core)
     session.wait_commit()
@@ -114,7 +115,7 @@ class Stored:
     """A checkpoint opened for reading. Every block that is read is checked."""
 
     def __init__(self, folder):
-        self.folder = os.fspath(folder)
+        self.folder = absolute(folder)
         try:
             self._core = _core.Checkpoint(self.folder)
         except DeviceError as error:
@@ -286,7 +287,8 @@ def _matched(stored, layout, strict):
         if name not in there:
             if strict:
                 raise MismatchError(
-                    f"{stored.folder} holds no state of parameter {name}: it is of another model"
+                    f"{stored.folder} holds no state of parameter {name}: it is of another model, or was saved before "
+                    "add_param_group() added the parameter. Load it before that, or into an optimizer without it"
                 )
             continue
         number, shape = there[name]
@@ -295,5 +297,8 @@ def _matched(stored, layout, strict):
         number_of[i] = number
     if strict and len(there) != len(layout.params):
         missing = sorted(set(there) - set(layout.names))[0]
-        raise MismatchError(f"{stored.folder} holds state of {missing}, which this optimizer does not have")
+        raise MismatchError(
+            f"{stored.folder} holds state of {missing}, which this optimizer does not have. If it was added later, call "
+            "add_param_group() first, and load the checkpoint then"
+        )
     return number_of

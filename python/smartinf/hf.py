@@ -19,6 +19,7 @@ from smartinf import checkpoint, layer_major, streamed_model, trainer_arguments
 from smartinf.errors import MismatchError, UsageError
 from smartinf.optimizers import Adam, AdamW
 from smartinf.storage_optimizer import StorageOptimizer, session_of
+from smartinf.storage_options import absolute, device_list
 
 _FOLDER = "smartinf"
 _log = logging.getLogger("smartinf")
@@ -87,6 +88,7 @@ def optimizer(args, *, devices=None, optimizer_class=None, callbacks=(), **optio
             f"optim={optim!r} in TrainingArguments names another optimizer than "
             f"smartinf.{made.__name__}: leave it out"
         )
+    devices = None if devices is None else device_list(devices)  # also when the script changes its folder meanwhile
     return {
         "optimizer_cls_and_kwargs": (
             _Maker,
@@ -214,7 +216,7 @@ class CheckpointCallback(transformers.TrainerCallback):
     TrainingArguments.resume_from_checkpoint nor below output_dir. Which state is meant is checked in any case."""
 
     def __init__(self, resume_from=None):
-        self._resume_from = resume_from
+        self._resume_from = None if resume_from is None else absolute(resume_from)
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
         ours = unwrap(optimizer)

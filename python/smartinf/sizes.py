@@ -1,5 +1,6 @@
 """Byte counts as people write them."""
 
+import math
 import re
 
 from smartinf.errors import UsageError
@@ -16,6 +17,14 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
+
+
+def bytes_text(count):
+    """1500 as "1.5 KiB": rounded up, so that what is needed is enough."""
+    for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= size:
+            return f"{math.ceil(count / size * 10) / 10:g} {unit}"
+    return f"{count} B"
 
 
 def parse_bytes(value, what):

@@ -157,6 +157,16 @@ def without_state(state_dict):
     return {**plain, "param_groups": state_groups(plain["param_groups"]), "state": {}}
 
 
+def check_groups(saved, here):
+    """torch's own words do not say what to do. Errors: UsageError where the groups are not those that were saved."""
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, here)]
+    if sizes[0] != sizes[1]:
+        raise UsageError(
+            f"the state dict has parameter groups of {sizes[0]} parameters, and this optimizer of {sizes[1]}. Call "
+            "add_param_group() as before it was saved, and load it then"
+        )
+
+
 def load_state(session, state_dict, param_groups):
     """What without_state() left out, of either form. Collective."""
     own = state_dict.get("smartinf")

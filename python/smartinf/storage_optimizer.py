@@ -3,14 +3,13 @@
 import difflib
 import inspect
 import math
-import os
 import sys
 import weakref
 from collections.abc import Callable
 
 import torch
 
-from smartinf import checkpoint, relayout, sharded_parameters, state_io, streamed_model, trainer_arguments
+from smartinf import _core, checkpoint, relayout, sharded_parameters, state_io, streamed_model, trainer_arguments
 from smartinf.amp import ScalerSignal
 from smartinf.averaged_gradients import AveragedGradients
 from smartinf.early_updates import EarlyUpdates
@@ -19,7 +18,7 @@ from smartinf.gradients import HeldGradients
 from smartinf.options import Options
 from smartinf.released_gradients import ReleasedGradients
 from smartinf.session import Session
-from smartinf.storage_options import Path, StorageOptions
+from smartinf.storage_options import Path, StorageOptions, absolute
 
 
 def _reject_wrapper():
@@ -231,7 +230,8 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Waits until the last step is durable on all devices. Collective. Errors: of its commit."""
-        self._session.synchronize()
+        with self._options.ranks.at("synchronize()"):
+            self._session.synchronize()
 
     def wait_weights(self) -> None:
         """With overlap: waits until all parameters hold the last step's weights. Else they do already. Errors:
@@ -259,7 +259,8 @@ class StorageOptimizer(torch.optim.Optimizer):
 
         try:
             self._session.reject_step_in_progress("add_param_group")
-            relayout.lay_out_anew(self._session, self.param_groups, reopen)
+            with self._options.ranks.at("add_param_group()"):
+                relayout.lay_out_anew(self._session, self.param_groups, reopen)
         except BaseException:
             if self._session.core is not None:
                 self.param_groups.pop()
@@ -328,9 +329,7 @@ class StorageOptimizer(torch.optim.Optimizer):
                 f"the gradient of {first_bad or 'a parameter of another rank'} is not finite; the step "
                 'was not made. Lower the learning rate or clip; nonfinite="skip" leaves such steps out.'
             )
-        clip = 1.0
-        if self.max_grad_norm and math.isfinite(norm):
-            clip = min(1.0, float(self.max_grad_norm) / (norm + 1e-6))
+        clip = _core.clip_factor(norm, float(self.max_grad_norm or 0))
         after = session.lineage.advanced(taking_part)
         session.update(after, clip / scale, self._group_options(after, taking_part))
         self.exposed_s, session.waited_s = session.waited_s, 0.0
@@ -384,7 +383,7 @@ class StorageOptimizer(torch.optim.Optimizer):
                     raise UsageError(
                         f"parameter {name} has a gradient but was frozen when the optimizer was made, so "
                         "the devices hold no state for it. Set requires_grad before making the "
-                        "optimizer, or keep it frozen."
+                        "optimizer, or leave it out of the groups and give it to add_param_group() when it thaws."
                     )
 
     @property
@@ -422,7 +421,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         rank has its part in CPU memory (f32, with the master weights of parameters that are not). Collective then."""
         made = _as_written(torch.optim.Optimizer.state_dict)(self)
         if self._options.mesh is not None:
-            return state_io.divided_dict(self._session, made, self.param_groups)
+            with self._options.ranks.at("state_dict()"):
+                return state_io.divided_dict(self._session, made, self.param_groups)
         return state_io.small_dict(self._session, made)
 
     def full_state_dict(self) -> dict:
@@ -430,7 +430,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         torch.optim's class of the same name loads it. Collective: under several ranks every rank
         calls it and gets all of it. Parameters that have not been stepped yet have no entry."""
         made = _as_written(torch.optim.Optimizer.state_dict)(self)
-        return state_io.full_dict(self._session, made, self.param_groups)
+        with self._options.ranks.at("full_state_dict()"):
+            return state_io.full_dict(self._session, made, self.param_groups)
 
     def visit_full_state(self, visit: Callable[[str, torch.Tensor, dict], None]) -> None:
         """Streams the state: visit(name, parameter, {"step": int, "master": tensor, "exp_avg": ...})
@@ -445,8 +446,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         self._session.opened()
         self._session.reject_step_in_progress("load_state_dict")
         groups = state_io.without_state(state_dict)
+        state_io.check_groups(groups["param_groups"], self.param_groups)
         _as_written(torch.optim.Optimizer.load_state_dict)(self, groups)
-        state_io.load_state(self._session, state_dict, self.param_groups)
+        with self._options.ranks.at("load_state_dict()"):
+            state_io.load_state(self._session, state_dict, self.param_groups)
 
     def save_checkpoint(self, folder: Path, replace: bool = False) -> None:
         """Copies the whole state into a folder of its own (made if missing), as `smartinf checkpoint` does:
@@ -454,11 +457,12 @@ class StorageOptimizer(torch.optim.Optimizer):
         and loaded by any number of ranks over any devices; `smartinf restore`, fsck and reshard take it, or
         with several ranks each of its parts. One that holds a checkpoint is refused unless `replace` is
         true; the old one is then there until the new one is whole."""
-        self._session.ready()
-        if self._session.step_begun:  # sums of passes that are still in memory do not matter
-            self._session.reject_step_in_progress("save_checkpoint")
-        self._options.never_warn("state_dict")
-        checkpoint.save(self._session, self.param_groups, folder, replace)
+        with self._options.ranks.at("save_checkpoint()"):
+            self._session.ready()
+            if self._session.step_begun:  # sums of passes that are still in memory do not matter
+                self._session.reject_step_in_progress("save_checkpoint")
+            self._options.never_warn("state_dict")
+            checkpoint.save(self._session, self.param_groups, folder, replace)
 
     def load_checkpoint(self, folder: Path) -> None:
         """Replaces state and weights by those of save_checkpoint(), or of a checkpoint that the command
@@ -467,9 +471,10 @@ class StorageOptimizer(torch.optim.Optimizer):
         damaged block. State is then unchanged."""
         self._session.opened()
         self._session.reject_step_in_progress("load_checkpoint")
-        checkpoint.load(self._session, folder, strict=True)
-        if os.path.abspath(os.fspath(folder)) == relayout.folder(self._options):
-            relayout.discard(self._options)
+        with self._options.ranks.at("load_checkpoint()"):
+            checkpoint.load(self._session, folder, strict=True)
+            if absolute(folder) == relayout.folder(self._options):
+                relayout.discard(self._options)
 
     # ---- What it costs.
 

@@ -1,6 +1,7 @@
 """The keywords that every optimizer of the package takes, for type checkers; see StorageOptimizer."""
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, TypedDict
 
@@ -41,6 +42,19 @@ class Remote(TypedDict, total=False):
     window: Size
 
 
+def absolute(path: Path) -> str:
+    """A path as a user gives it, for as long as it is used: a script may change its folder. Errors: UsageError for what
+    only a shell expands."""
+    path = os.fspath(path)
+    made = os.path.abspath(path if os.path.exists(path) else os.path.expanduser(path))
+    if not os.path.exists(made):
+        if path.startswith("~") and made == os.path.abspath(path):
+            raise UsageError(f"{path}: there is no such home folder; write ./{path} for a folder of that name")
+        if re.search(r"\$[A-Za-z_{]", path):
+            raise UsageError(f"{path}: variables in paths are expanded by shells only: os.path.expandvars() does it too")
+    return made
+
+
 def is_remote(device) -> bool:
     """Whether another machine has it (`smartinf serve`)."""
     return device["path"].startswith("grpc://")
@@ -51,7 +65,7 @@ def remote_options(given) -> dict:
     given, made = dict(given or {}), {}
     for name in ("certificate", "key", "ca"):
         file = given.pop(name, None) or os.environ.get(f"SMARTINF_REMOTE_{name.upper()}", "")
-        made[name] = os.path.expanduser(os.fspath(file))
+        made[name] = absolute(file) if file else ""
     if "window" in given:
         made["window_bytes"] = parse_bytes(given.pop("window"), "window")
     for name in ("reconnect_seconds", "deadline_seconds"):
@@ -72,11 +86,12 @@ def local_paths(devices, what) -> list[str]:
 
 
 def device_list(devices) -> list[Device]:
-    """`devices`, each as a dict, with a path of the user's home written out."""
+    """`devices`, each as a dict with an absolute path."""
     if devices is None or isinstance(devices, (str, os.PathLike, dict)):
         devices = [] if devices is None else [devices]
     made = [dict(device) if isinstance(device, dict) else {"path": device} for device in devices]
-    return [device | {"path": os.path.expanduser(os.fspath(device["path"]))} for device in made]
+    made = [device | {"path": os.fspath(device["path"])} for device in made]
+    return [device if is_remote(device) else device | {"path": absolute(device["path"])} for device in made]
 
 
 class StorageOptions(TypedDict, total=False):

@@ -18,8 +18,8 @@ from smartinf.layout import TYPE_NAMES
 from smartinf.modules import give_class
 from smartinf.process_memory import FreedMemory, MappedFiles, aligned_memory
 from smartinf.released_parameter import ReleasedParameter, handle, without_values
-from smartinf.sizes import parse_bytes
-from smartinf.storage_options import local_paths
+from smartinf.sizes import bytes_text, parse_bytes
+from smartinf.storage_options import absolute, device_list, local_paths
 from smartinf.units import find_units
 
 _log = logging.getLogger("smartinf")
@@ -50,6 +50,7 @@ def stream(model, devices, *, memory_budget=None, layers=None, keep=None):
         raise UsageError("the model is streamed already")
     if open_optimizers.of_parameters(model.parameters()):
         raise UsageError("the model has an optimizer already; stream the model first, and make the optimizer then")
+    devices = device_list(devices)
     found = find_units(model, layers)
     paths = _paths(devices)
     for unit in found.units:
@@ -60,7 +61,7 @@ def stream(model, devices, *, memory_budget=None, layers=None, keep=None):
                     "loaded within the budget: smartinf.from_pretrained(folder, devices=...)"
                 )
     dtype = found.units[0].params[0][1].dtype
-    plan = _plan(_sizes(found, dtype.itemsize), memory_budget, keep)
+    plan = _plan(_sizes(found, dtype.itemsize), memory_budget, keep, devices)
     with _WeightsWriter(paths, sum(unit.elements for unit in found.units), dtype) as writer:
         for unit in found.units:
             for _, param in unit.params:
@@ -78,6 +79,7 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
     """
     import transformers
 
+    path, devices = _folder(path), device_list(devices)
     maker = auto_class or transformers.AutoModelForCausalLM
     kwargs = dict(kwargs)
     for name in ("device_map", "quantization_config", "tp_plan", "load_in_8bit", "load_in_4bit"):
@@ -86,14 +88,22 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
     config = kwargs.pop("config", None)
     if config is None:
         where = {name: kwargs[name] for name in _WHERE if name in kwargs}  # both look for files
-        config, kwargs = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **kwargs)
+        try:
+            config, kwargs = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **kwargs)
+        except (OSError, ValueError) as error:  # ValueError: no name that the Hub could have
+            if os.path.exists(path):
+                raise
+            raise UsageError(
+                f"{path}: there is no such folder, and no model of that name can be had from the Hub "
+                f"({str(error).strip().partition(chr(10))[0]})"
+            ) from error
         kwargs |= where
     trust = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
     with torch.device("meta"):
         shape = maker.from_config(config, **trust) if hasattr(maker, "from_config") else maker(config)
     dtype = _dtype_of(kwargs, config)
     expected = find_units(shape, layers)
-    plan = _plan(_sizes(expected, dtype.itemsize), memory_budget, keep)
+    plan = _plan(_sizes(expected, dtype.itemsize), memory_budget, keep, devices)
     with _WeightsWriter(_paths(devices), sum(p.numel() for p in shape.parameters()), dtype) as writer:
         with _captured(writer), _one_tensor_at_a_time():
             model = maker.from_pretrained(path, config=config, **kwargs)
@@ -108,6 +118,12 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
         weights = writer.finish()
         _empty(found)
         return _start(model, found, weights, writer.firsts, devices, plan)
+
+
+def _folder(path):
+    """A model's folder, or a name on the Hub."""
+    there = os.path.expanduser(os.fspath(path))
+    return absolute(path) if os.path.exists(there) or there != os.fspath(path) else path
 
 
 def _paths(devices):
@@ -280,7 +296,7 @@ def _start(model, found, weights, firsts, devices, plan):
     if not units:
         weights.close()
         streamed_model.register(
-            model, streamed_model.StreamedModel(None, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes)
+            model, streamed_model.StreamedModel(None, devices, found, plan.engine_bytes, plan.gradient_bytes)
         )
         _log.info("%s: all weights stay in memory, %d MiB", type(model).__name__, sum(sizes) >> 20)
         return model
@@ -296,7 +312,7 @@ def _start(model, found, weights, firsts, devices, plan):
     _take_over(model, layer_stream)
     streamed_model.register(
         model,
-        streamed_model.StreamedModel(layer_stream, devices, found.blocks, plan.engine_bytes, plan.gradient_bytes),
+        streamed_model.StreamedModel(layer_stream, devices, found, plan.engine_bytes, plan.gradient_bytes),
     )
     _log.info(
         "%s: %d of %d units stay in memory (%d MiB), the others come from the devices through %d slots of %d MiB",
@@ -325,20 +341,20 @@ class _Plan:
 
 
 _ENGINE_BYTES = 512 << 20  # of buffers, where the budget is large
-_ENGINE_BYTES_MIN = 64 << 20
+_ENGINE_BYTES_MIN = 64 << 20  # with one device; each further one needs 5/8 of it for the largest subgroups that a state has
 
 
-def _plan(sizes, memory_budget, keep):
+def _plan(sizes, memory_budget, keep, devices):
     """What stays in memory, as the trainer's own plan has it: slots and buffers first, then gradients, then the
     weights of the first units. sizes: bytes of each unit. Errors: UsageError where the least does not fit."""
     budget = _core.available_memory_bytes() // 2 if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     slots = SLOTS * max(sizes)
-    engine = max(min(_ENGINE_BYTES, budget // 8), _ENGINE_BYTES_MIN)
+    engine = max(min(_ENGINE_BYTES, budget // 8), _ENGINE_BYTES_MIN * (3 + 5 * len(devices)) // 8)
     least = slots + engine + max(sizes)
     if least > budget:
         raise UsageError(
-            f"memory_budget is {budget >> 20} MiB, and at least {-(-least >> 20)} MiB are needed: {SLOTS} slots for "
-            f"units of up to {-(-max(sizes) >> 20)} MiB, buffers of {engine >> 20} MiB and a unit's gradients. "
+            f"memory_budget is {bytes_text(budget)}, and at least {bytes_text(least)} are needed: {SLOTS} slots for "
+            f"units of up to {bytes_text(max(sizes))}, buffers of {bytes_text(engine)} and a unit's gradients. "
             "Allow more, or name smaller blocks: layers=[...]"
         )
     if keep is None and engine + 2 * sum(sizes) <= budget:

@@ -6,6 +6,7 @@ import torch
 
 from smartinf import checkpoint, state_io
 from smartinf.errors import DeviceError, MismatchError, UsageError
+from smartinf.storage_options import absolute
 
 # Rule: whether torch keeps a count of steps, and its name of each plane behind the master weights.
 _RULES = {
@@ -19,7 +20,7 @@ _RULES = {
 def write(folder, out):
     """folder: of save_checkpoint(), or Trainer's checkpoint-N with smartinf/ in it. Memory: what
     torch's optimizer takes as well, 4 bytes per parameter and moment. Returns one line for people."""
-    folder, out = os.fspath(folder), os.fspath(out)
+    folder, out = absolute(folder), absolute(out)
     inner = os.path.join(folder, "smartinf")
     groups = None
     if os.path.isdir(inner):

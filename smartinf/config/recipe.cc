@@ -63,7 +63,7 @@ constexpr std::pair<std::string_view, std::string_view> kFormerKeys[] = {
 /// devices of other machines.
 void for_each_path(Recipe& recipe,
                    const std::function<void(const std::string& key, std::string& path)>& visit) {
-  train::TrainerOptions& options = recipe.options;
+  train::Options& options = recipe.options;
   visit("model.from", options.model.from);
   visit("train.run", options.train.run);
   visit("checkpoint.folder", options.checkpoint.folder);

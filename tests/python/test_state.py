@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import smartinf
-from smartinf import checkpoint, relayout, session
+from smartinf import checkpoint, relayout, session, torch_state
 
 
 def build(dtype=torch.float32):
@@ -291,6 +291,158 @@ def test_the_command_and_python_take_each_others_checkpoints(device, tmp_path):
     assert train(third, optimizer, 3, 6) == expected
     with pytest.raises(smartinf.UsageError, match="part of a checkpoint"):
         smartinf.AdamW(build().named_parameters(), devices=[str(tmp_path / "ours" / "device-0")])
+
+
+@pytest.mark.skipif("SMARTINF_BINARY_DIR" not in os.environ, reason="the command is not built here")
+def test_the_command_and_python_clip_to_the_same_bits(tmp_path):
+    """The command's first gradient, which a run without beta1 keeps as its momentum, makes the same step here."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"{n} squared is {n * n}, " for n in range(400)))
+    beside = ["--model.layers", 1, "--model.width", 64, "--model.heads", 2, "--data.paths", corpus, "--data.sequence", 32]
+    beside += ["--train.steps", 1, "--train.warmup_steps", 0, "--train.lr_floor", 1, "--train.precision", "f32"]
+    beside += ["--train.accumulation", 1, "--train.micro_batch", 4, "--train.threads", 1, "--train.sample_tokens", 0]
+    beside += ["--train.weight_decay", 0, "--train.validate_every", 0, "--optimizer.beta1", 0, "--optimizer.beta2", 0.999]
+
+    def planes(name, lr, clip):
+        run = tmp_path / name
+        command("train", *beside, "--train.lr", lr, "--train.clip_norm", clip, "--optimizer.eps", 1e-8, "--train.run", run)
+        command("checkpoint", run, "--out", run / "copies")
+        stored = checkpoint.Stored(next((run / "copies").glob("step-*")))
+        made = {}
+        for number, (name, shape) in enumerate(stored.parameters):
+            made[name] = [torch.empty(shape) for _ in range(3)]
+            for plane, out in enumerate(made[name]):
+                stored.read(plane, number, 0, out.numel(), out)
+        return made
+
+    before, expected = planes("free", 1e-30, 0), planes("clipped", 1e-2, 0.3)  # such a step moves no weight
+    params = {name: torch.nn.Parameter(weight.clone()) for name, (weight, _, _) in before.items()}
+    optimizer = smartinf.AdamW(
+        list(params.items()), lr=1e-2, betas=(0, 0.999), eps=1e-8, weight_decay=0, max_grad_norm=0.3,
+        devices=[str(tmp_path / "device")],
+    )  # fmt: skip
+    for name, (_, gradient, _) in before.items():
+        params[name].grad = gradient
+    optimizer.step()
+    assert optimizer.grad_norm > 0.6
+    seen = {}
+    optimizer.visit_full_state(lambda name, _, planes: seen.update({name: planes}))
+    assert seen.keys() == expected.keys()
+    for name, wanted in expected.items():
+        here = [seen[name][key] for key in ("master", "exp_avg", "exp_avg_sq")]
+        assert all(torch.equal(a, b) for a, b in zip(here, wanted, strict=True)), name
+
+
+def test_the_norm_is_clipped_as_torch_clips_it(device):
+    """Also where the norm is the limit itself."""
+    for limit in (4.0, 5.0, 5.0000005, 5.1):
+        ours, theirs = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+        for param in (ours, theirs):
+            param.grad = torch.tensor([3.0, 4.0])
+        with smartinf.SGD([ours], lr=1.0, max_grad_norm=limit, devices=[f"{device}{limit}"]) as optimizer:
+            optimizer.step()
+        torch.nn.utils.clip_grad_norm_([theirs], limit)
+        torch.optim.SGD([theirs], lr=1.0).step()
+        torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=0)
+
+
+def test_a_script_may_change_its_folder(tmp_path, monkeypatch):
+    """Another model's state under the same relative path, where it goes, is neither saved nor overwritten."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    other = build()
+    with smartinf.AdamW(other.named_parameters(), lr=1e-1, devices=["dev"]) as optimizer:
+        train(other, optimizer, 0, 2)
+    monkeypatch.chdir(tmp_path / "a")
+    model, late = build(), torch.nn.Parameter(torch.ones(9))
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=["dev"])
+    context = smartinf.offload_activations(model, devices=["act"], keep=0)
+    train(model, optimizer, 0, 2)
+    monkeypatch.chdir(tmp_path / "b")
+    with context:
+        train(model, optimizer, 2, 3)
+    optimizer.save_checkpoint("saved")  # in the folder of the moment
+    optimizer.add_param_group({"params": [("late", late)]})
+    optimizer.close()
+    fresh = build()
+    with smartinf.AdamW(fresh.named_parameters(), devices=[str(tmp_path / "c")]) as optimizer:
+        optimizer.load_checkpoint("saved")
+    assert all(torch.equal(a, b) for a, b in zip(weights(fresh), weights(model), strict=True))
+    with smartinf.AdamW(build().named_parameters(), devices=["dev"], resume=True) as optimizer:
+        assert optimizer._session.lineage.updates == 2
+        assert all(torch.equal(a, b) for a, b in zip(optimizer.param_groups[0]["params"], weights(other), strict=True))
+    assert sorted(os.listdir(tmp_path / "b")) == ["dev", "saved"]
+
+
+def test_a_home_folder_is_written_out_and_variables_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    model = build()
+    optimizer = smartinf.AdamW(model.named_parameters(), devices="~/device,lr=0.1")
+    train(model, optimizer, 0, 1)
+    optimizer.save_checkpoint("~/saved")
+    optimizer.load_checkpoint("~/saved")
+    torch_state.write("~/saved", "~/optimizer.pt")
+    for path in ("$HOME/device", "~nobody-of-this-name/device"):
+        for refused in (lambda p=path: smartinf.AdamW(model.parameters(), devices=p), lambda p=path: optimizer.save_checkpoint(p)):
+            with pytest.raises(smartinf.UsageError, match="only|no such home"):
+                refused()
+    assert os.listdir() == []
+    assert sorted(os.listdir(tmp_path / "home")) == ["device,lr=0.1", "optimizer.pt", "saved"]
+
+
+def test_parameters_that_came_later_are_added_first_and_loaded_then(device, tmp_path):
+    def started(folder):
+        model = build()
+        head = list(model[2].named_parameters(prefix="head"))
+        return model, smartinf.AdamW([{"params": head}], lr=1e-2, devices=[folder])
+
+    def thaw(model, optimizer):
+        optimizer.add_param_group({"params": list(model[0].named_parameters(prefix="back"))})
+
+    model, optimizer = started(device)
+    train(model, optimizer, 0, 2)
+    optimizer.save_checkpoint(tmp_path / "early")
+    model.zero_grad()
+    thaw(model, optimizer)
+    train(model, optimizer, 2, 4)
+    optimizer.save_checkpoint(tmp_path / "saved")
+    small = optimizer.state_dict()
+
+    again, optimizer = started(str(tmp_path / "again"))
+    with pytest.raises(smartinf.MismatchError, match=r"state of back.bias.* call add_param_group\(\) first"):
+        optimizer.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(smartinf.UsageError, match=r"groups of \[2, 2\] parameters.*\[2\]. Call add_param_group"):
+        optimizer.load_state_dict(small)
+    thaw(again, optimizer)
+    with pytest.raises(smartinf.MismatchError, match=r"no state of parameter back.* saved before add_param_group"):
+        optimizer.load_checkpoint(tmp_path / "early")
+    optimizer.load_state_dict(small)
+    optimizer.load_checkpoint(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(model), strict=True))
+
+
+def test_the_order_of_parameters_is_that_of_the_devices(device):
+    """A script that orders or groups them otherwise goes on with the state."""
+    model = build()
+    with smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device]) as optimizer:
+        train(model, optimizer, 0, 2)
+    whole = copy.deepcopy(model)
+    again = build()
+    named = list(again.named_parameters())
+    groups = [{"params": named[::-2]}, {"params": named[-2::-2]}]
+    optimizer = smartinf.AdamW(groups, lr=1e-2, devices=[device], resume=True)
+    assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(whole), strict=True))
+    train(again, optimizer, 2, 4)
+    optimizer.close()
+    with smartinf.AdamW(model.named_parameters(), lr=1e-2, devices=[device], resume=True) as optimizer:
+        assert all(torch.equal(a, b) for a, b in zip(weights(again), weights(model), strict=True))
+    with pytest.raises(smartinf.MismatchError, match="different model") as raised:
+        smartinf.AdamW([("0.weight", named[0][1])], devices=[device], resume=True)
+    assert "delete" not in str(raised.value)
 
 
 @pytest.mark.parametrize("killed_at", ["save", "erase", "open", "load", "forget"])

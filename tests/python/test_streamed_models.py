@@ -261,6 +261,46 @@ def test_resume_in_the_middle_on_other_devices(tmp_path):
     same(weights_of(third), weights_of(plain))
 
 
+@pytest.mark.parametrize("first", [0, 600_000, "all", "plain", "before"])
+def test_any_budget_resumes_any_state(first, tmp_path, monkeypatch):
+    """Processes one after another, each with other bytes of weights that stay in memory. "plain": a model that is not
+    streamed, whose gradients all fit in memory. "before": the order that there was until version 0.1, with what stays in
+    memory in front."""
+    expected, plain, _ = plain_run(llama, str(tmp_path / "plain"), torch.bfloat16, steps=6)
+    seen = []
+    for step, keep in enumerate((first, 0, 600_000, "all", 300_000, "plain")):
+        model = made(llama, torch.bfloat16)
+        with monkeypatch.context() as before:
+            if keep == "before":
+                before.setattr(streamed_model.StreamedModel, "place", lambda self, p: self.stream.index_of(p, -1))
+                keep = 600_000
+            if keep == "all":
+                model = smartinf.stream(model, tmp_path / "a", memory_budget="1GiB")
+            elif keep != "plain":
+                model = smartinf.stream(model, tmp_path / "a", memory_budget="64MiB", keep=keep)
+            optimizer = adamw(model, devices=str(tmp_path / "a"), release_gradients=True, resume=True)
+        in_memory = streamed_model.of(model.parameters()).stream if keep != "plain" else None
+        assert (in_memory is None) == (keep in ("all", "plain"))
+        seen += steps_of(model, optimizer, 1, first=step)
+        optimizer.close()
+    assert seen == expected
+    same(weights_of(model), weights_of(plain))
+
+
+def test_what_another_process_kept_in_memory_takes_none_in_this_one(tmp_path, monkeypatch):
+    """Of a state in the order of before the parameters that stay in memory now lie between those that are streamed."""
+    with monkeypatch.context() as before:
+        before.setattr(streamed_model.StreamedModel, "place", lambda self, p: self.stream.index_of(p, -1))
+        adamw(smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep="1GiB")).close()
+    model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0)
+    optimizer = adamw(model, resume=True)
+    layout = optimizer._session.layout
+    kept = [name for name, stays in zip(layout.names, layout.kept, strict=True) if stays]
+    assert kept == ["model.norm.weight"] and layout.kept_spans[0][0] > 2 * 65536
+    steps_of(model, optimizer, 2)
+    assert layout.flat[: layout.kept_spans[0][0] // 2].count_nonzero() == 0  # memory that nobody writes to is not taken
+
+
 def test_lora_over_a_frozen_streamed_base(tmp_path):
     peft = pytest.importorskip("peft")
 
@@ -280,6 +320,43 @@ def test_lora_over_a_frozen_streamed_base(tmp_path):
     assert sorted(os.listdir(tmp_path / "adapters"))[:2] == ["README.md", "adapter_config.json"]
     with pytest.raises(smartinf.UsageError, match="written"):
         model.merge_and_unload()
+
+
+ADAPTERS = {
+    "dora": (llama, {"target_modules": ["q_proj", "lm_head"], "use_dora": True}),
+    "modules_to_save": (llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "input_layernorm"]}),
+    "experts": (mixtral, {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "first values": (llama, {"target_modules": ["q_proj"], "init_lora_weights": "pissa"}),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_other_kinds(kind, tmp_path):
+    """What they read of the base, and copy of it. First values that change the base come before it is streamed."""
+    peft = pytest.importorskip("peft")
+    make, options = ADAPTERS[kind]
+
+    def adapted(model):
+        torch.manual_seed(6)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, **{"init_lora_weights": False} | options))
+        return model, [p for p in model.named_parameters() if p[1].requires_grad]
+
+    def streamed(model):
+        return smartinf.stream(model, tmp_path / "a", memory_budget="64MiB", keep=0)
+
+    plain, trained = adapted(made(make))
+    expected = steps_of(plain, smartinf.AdamW(trained, lr=1e-2, max_grad_norm=1.0, devices=tmp_path / "plain"))
+    if kind == "first values":
+        with pytest.raises(smartinf.UsageError, match="to be written.*adapters that begin with a part of it"):
+            adapted(streamed(made(make)))
+        model, _ = adapted(made(make))
+        model = streamed(model)
+        trained = [p for p in model.named_parameters() if p[1].requires_grad]
+    else:
+        model, trained = adapted(streamed(made(make)))
+    assert steps_of(model, smartinf.AdamW(trained, lr=1e-2, max_grad_norm=1.0, devices=tmp_path / "b")) == expected
+    with torch.no_grad():
+        assert model(**batch_for(model, 9)).loss == plain(**batch_for(plain, 9)).loss
 
 
 def many_experts():
@@ -444,8 +521,11 @@ def test_what_is_not_possible_is_refused_by_name(tmp_path):
         for write in writes:
             with pytest.raises(smartinf.UsageError, match="to be written"):
                 write()
+    lost = weight.square().sum()  # reading is fine
     with pytest.raises(smartinf.UsageError, match=r"layers.1.mlp.up_proj.weight .* gradient would be lost"):
-        weight.square()
+        lost.backward()
+    with pytest.raises(smartinf.UsageError, match=r"memory_budget is 1 MiB, and at least"):
+        smartinf.stream(made(llama), tmp_path / "b", memory_budget=1 << 20)
     trained = made(llama)
     optimizer = adamw(trained, devices=tmp_path / "c")
     with pytest.raises(smartinf.UsageError, match="stream the model first"):
@@ -628,6 +708,30 @@ def test_a_failure_while_a_model_is_written_leaves_it_as_it_was(tmp_path, monkey
         smartinf.stream(model, tmp_path / "a", memory_budget="64MiB", keep=0)
     same(weights_of(model), weights_of(made(llama)))
     assert os.listdir(tmp_path / "a") == []
+
+
+def test_a_streamed_model_may_change_its_folder(tmp_path, monkeypatch):
+    """Nothing of another model is deleted, and the optimizer's state comes beside the weights."""
+    for name in ("a", "b/dev"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "b/dev/weights").write_bytes(b"SIWEIGHT of another model")
+    monkeypatch.chdir(tmp_path / "a")
+    model = smartinf.stream(made(llama), "dev", memory_budget="64MiB", keep=0)
+    monkeypatch.chdir(tmp_path / "b")
+    optimizer = adamw(model)
+    steps_of(model, optimizer, 1)
+    optimizer.close()
+    del model, optimizer
+    gc.collect()
+    assert os.listdir(tmp_path / "b/dev") == ["weights"]
+    assert "weights" not in os.listdir(tmp_path / "a/dev")
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for path in (tmp_path / "none", "~/none", "m/none", "a/b/c"):
+        with pytest.raises(smartinf.UsageError, match="there is no such folder"):
+            smartinf.from_pretrained(path, devices=tmp_path / "a")
 
 
 def test_a_file_of_somebody_else_is_not_overwritten(tmp_path):

@@ -1,73 +1,72 @@
 #!/usr/bin/env python3
 """Turns texts into tokens and back with a model's tokenizer. Used by `smartinf generate` and `train`.
 
-Usage: tokenize_text.py TOKENIZER_JSON < REQUESTS
+Usage: tokenize_text.py TOKENIZER < REQUESTS
 
-REQUESTS is a JSON object on each line, and so is each answer:
+TOKENIZER is a model's folder, or a tokenizer.json. REQUESTS is a JSON object on each line, and so is each answer:
   {"encode": TEXT}      {"tokens": [...]}: as transformers' tokenizer does, with the tokens that it puts in front
   {"chat": TEXT}        {"tokens": [...]}: what the folder's chat template makes of it as the user's words
   {"decode": [...]}     {"text": TEXT}: without the tokenizer's special tokens
 An answer {"error": TEXT} says why there is none.
 """
 import json
-import os
 import signal
 import sys
 
-
-def need(package, error):
-    sys.exit(f"smartinf: {sys.executable} has no {package} ({error}). Install it ({sys.executable} -m pip install "
-             f"{package}), or name another Python in the environment variable SMARTINF_PYTHON")
+from bounded_tokenizer import LOADING, BadInput, Bounds, Tokenizer
 
 
-class Tokenizer:
-    def __init__(self, path):
-        try:
-            import tokenizers
-        except ImportError as error:
-            need("tokenizers", error)
-        self.folder = os.path.dirname(path) or "."
-        try:
-            self.of_file = tokenizers.Tokenizer.from_file(path)
-        except Exception as error:  # tokenizers has no class of its own for it
-            sys.exit(f"smartinf: {path} is no tokenizer.json: {error}")
-        self.of_file.no_truncation()
-        self.of_file.no_padding()
-        self.of_model = None
+class Answers:
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
 
     def encode(self, text):
-        return {"tokens": self.of_file.encode(text).ids}
+        return {"tokens": self.tokenizer.encode(text, add_special_tokens=True)[0]}
 
     def chat(self, text):
-        if self.of_model is None:
-            try:
-                os.environ.setdefault("HF_HUB_OFFLINE", "1")
-                import transformers
-            except ImportError as error:
-                need("transformers", error)
-            self.of_model = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        if self.of_model.chat_template is None:
-            return {"error": f"the tokenizer in {self.folder} has no chat template"}
-        text = self.of_model.apply_chat_template([{"role": "user", "content": text}], tokenize=False,
-                                                 add_generation_prompt=True)
-        return {"tokens": self.of_file.encode(text, add_special_tokens=False).ids}
+        self.tokenizer.chat_template()
+        text = self.tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True)
+        return {"tokens": self.tokenizer.encode(text, add_special_tokens=False)[0]}
 
     def decode(self, tokens):
-        return {"text": self.of_file.decode(tokens, skip_special_tokens=True)}
+        return {"text": self.tokenizer.of_file.decode(tokens, skip_special_tokens=True)}
+
+
+def fail(why):
+    print(why, file=sys.stderr, flush=True)
+    return 1
+
+
+def answer_all(path, bounds):
+    try:
+        with bounds.over(path, times=LOADING):
+            answers = Answers(Tokenizer(path))
+    except ImportError as error:
+        package = error.name or "tokenizers"
+        return fail(f"smartinf: {sys.executable} has no {package} ({error}). Install it ({sys.executable} -m pip "
+                    f"install {package}), or name another Python in the environment variable SMARTINF_PYTHON")
+    except BadInput as error:
+        return fail(f"smartinf: the tokenizer {path}: {error}")
+    for line in sys.stdin:
+        [(what, value)] = json.loads(line).items()
+        try:
+            with bounds.over("the text", len(line)):
+                answer = {"encode": answers.encode, "chat": answers.chat, "decode": answers.decode}[what](value)
+        except BadInput as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+    return 0
 
 
 def main():
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks says when it ends
-    tokenizer = Tokenizer(sys.argv[1])
-    for line in sys.stdin:
-        [(what, value)] = json.loads(line).items()
-        try:
-            answer = {"encode": tokenizer.encode, "chat": tokenizer.chat, "decode": tokenizer.decode}[what](value)
-        except Exception as error:  # of a tokenizer or a template, which raise what they like
-            answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
+    bounds = Bounds()
+    code, why = bounds.run(lambda: answer_all(sys.argv[1], bounds))
+    if why is not None:
+        print(json.dumps({"error": why}), flush=True)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -377,14 +377,13 @@ Result<Corpus::Parts> Corpus::read_token_files(std::string_view key,
 
 std::string Corpus::describe() const {
   const auto amount = [](const Windows& windows) {
-    return static_cast<double>(windows.has_documents() ? windows.tokens()
-                                                       : windows.stream().count()) *
-           1e-6;
+    const uint64_t count = windows.has_documents() ? windows.tokens() : windows.stream().count();
+    return count < 1'000'000 ? std::to_string(count)
+                             : fmt::format("{:.1f} million", static_cast<double>(count) * 1e-6);
   };
-  std::string text =
-      fmt::format("{} {}, {:.1f} million {} for training, {:.2f} million for validation", files_,
-                  files_ == 1 ? "file" : "files", amount(training_), bytes() ? "bytes" : "tokens",
-                  amount(validation_));
+  std::string text = fmt::format("{} {} for training, {} for validation, of {} {}",
+                                 amount(training_), bytes() ? "bytes" : "tokens",
+                                 amount(validation_), files_, files_ == 1 ? "file" : "files");
   if (training_.has_documents()) text += "; " + training_.describe_packing();
   return text;
 }

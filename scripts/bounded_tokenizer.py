@@ -77,11 +77,12 @@ class Bounds:
         over_at, seconds, size = self.SHARED.unpack_from(self.shared)
         return over_at, seconds, self.shared[self.SHARED.size:self.SHARED.size + size].decode(errors="replace")
 
-    def run(self, work):
-        """The exit code of work(), and why it was ended (where it was)."""
+    def run(self, work, asked=False):
+        """The exit code of work(), and why it was ended (where it was). asked: it ends with the process that has
+        started this one."""
         sys.stdout.flush()
         sys.stderr.flush()
-        parent = os.getpid()
+        who_asks, parent = os.getppid(), os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         child = os.fork()
         if child == 0:
@@ -107,6 +108,8 @@ class Bounds:
                 over_at, seconds, place = self.under_way()
                 if over_at and processor_seconds(child) > over_at:
                     why = f"{place}: it takes longer than {seconds:.3g} s of the processor"
+                    os.kill(child, signal.SIGKILL)
+                if asked and os.getppid() != who_asks:
                     os.kill(child, signal.SIGKILL)
                 signal.sigtimedwait([signal.SIGCHLD], 0.25)
             except KeyboardInterrupt:  # the child has it, too
@@ -138,8 +141,9 @@ def refusals(what):
     except (BadInput, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of tokenizers is no Exception
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise BadInput(f"{what}: {text[:500]}") from None
+        text = " ".join(str(error).split())[:500]
+        told = type(error) in (Exception, OSError, ValueError) and text
+        raise BadInput(f"{what}: {text if told else f'{type(error).__name__} {text}'}") from None
 
 
 class Tokenizer:

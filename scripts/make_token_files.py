@@ -21,6 +21,7 @@ the order of their names. The last line says the vocabulary that the model needs
 import argparse
 import array
 import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -214,6 +215,7 @@ class Sources:
         self.of_tokenizer = [(path, path.name if folder.is_dir() else "") for path in parts]
         self.kept = self.read() if kept_tokens else {}
         self.rules = RULES  # of the tokens
+        self.versions = [version_of(name) for name in ("tokenizers", "transformers")]
 
     def read(self):
         try:
@@ -238,21 +240,26 @@ class Sources:
 
     def same(self):
         """The token file was made of this."""
-        if not self.kept:
+        if not self.kept or (None not in self.versions and self.versions != self.kept.get("versions")):
             return False
         if self.kept.get("seen") == self.seen():
             return True
-        if self.kept.get("made_from") != self.made_from():
-            return False
-        self.keep()
-        return True
+        return self.kept.get("made_from") == self.made_from()
 
     def forget(self):
         self.path.unlink(missing_ok=True)
 
     def keep(self):
-        record = {"paths": self.paths, "rules": self.rules, "seen": self.seen(), "made_from": self.made_from()}
+        record = {"paths": self.paths, "rules": self.rules, "versions": self.versions, "seen": self.seen(),
+                  "made_from": self.made_from()}
         replace(self.path, lambda partial: partial.write_text(json.dumps(record) + "\n", encoding="utf-8"))
+
+
+def version_of(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def digest_of(value):
@@ -448,7 +455,7 @@ def main():
         except Exception as error:
             return say_why(arguments, f"{type(error).__name__}: {error}. This is a fault of make_token_files.py")
 
-    code, why = bounds.run(work)
+    code, why = bounds.run(work, asked=arguments.for_recipe is not None)
     if why is not None:
         code = say_why(arguments, f"{why}. Nothing was written. {ADVICE['bad']}")
     sys.exit(code)

@@ -7,7 +7,7 @@ TOKENIZER is a model's folder, or a tokenizer.json. REQUESTS is a JSON object on
   {"encode": TEXT}      {"tokens": [...]}: as transformers' tokenizer does, with the tokens that it puts in front
   {"chat": TEXT}        {"tokens": [...]}: what the folder's chat template makes of it as the user's words
   {"decode": [...]}     {"text": TEXT}: without the tokenizer's special tokens
-An answer {"error": TEXT} says why there is none.
+An answer {"error": TEXT} says why there is none, or why there will be none at all.
 """
 import json
 import signal
@@ -33,7 +33,7 @@ class Answers:
 
 
 def fail(why):
-    print(why, file=sys.stderr, flush=True)
+    print(json.dumps({"error": why}), flush=True)
     return 1
 
 
@@ -43,10 +43,10 @@ def answer_all(path, bounds):
             answers = Answers(Tokenizer(path))
     except ImportError as error:
         package = error.name or "tokenizers"
-        return fail(f"smartinf: {sys.executable} has no {package} ({error}). Install it ({sys.executable} -m pip "
+        return fail(f"{sys.executable} has no {package} ({error}). Install it ({sys.executable} -m pip "
                     f"install {package}), or name another Python in the environment variable SMARTINF_PYTHON")
     except BadInput as error:
-        return fail(f"smartinf: the tokenizer {path}: {error}")
+        return fail(f"{path}: {error}")
     for line in sys.stdin:
         [(what, value)] = json.loads(line).items()
         try:
@@ -63,10 +63,8 @@ def main():
         sys.exit(__doc__)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asks says when it ends
     bounds = Bounds()
-    code, why = bounds.run(lambda: answer_all(sys.argv[1], bounds))
-    if why is not None:
-        print(json.dumps({"error": why}), flush=True)
-    sys.exit(code)
+    code, why = bounds.run(lambda: answer_all(sys.argv[1], bounds), asked=True)
+    sys.exit(code if why is None else fail(why))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@ beside transformers and PEFT.
 
 Usage: fine_tune_test.py SMARTINF
 """
+import json
+import os
 import pathlib
 import re
 import subprocess
+import sys
 import unittest
 
-from small_models import COMMON, CONFIGS, WIDE_HEADS, FineTuneCase, make, read
+from small_models import COMMON, CONFIGS, WIDE_HEADS, FineTuneCase, make, make_tokenizer, read
 from train_runs import SMARTINF
 
 import safetensors.torch
@@ -117,6 +120,50 @@ class FineTune(FineTuneCase):
                 model = make(config, self.folder / name)
                 self.on_documents(self.folder / name, "run_" + name, "--train.lr", "1e-3", steps=20)
                 self.same_curves("run_" + name, self.curve(model, 20, 1e-3, inputs, targets, **options))
+
+    def test_a_start_with_other_data_has_other_tokens_or_is_refused(self):
+        folder = self.folder / "model"
+        make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=300)), folder)
+        tokenizer = make_tokenizer(folder, self.corpus)
+
+        def write(name, *words):
+            lines = [json.dumps({"messages": [{"role": "user", "content": "if"},
+                                              {"role": "assistant", "content": f"{word} " * 9}]}) for word in words]
+            (self.folder / name).write_text("\n".join(lines * 12))
+            return ("--data.paths", str(self.folder / name))
+
+        def text(name="training"):
+            held = safetensors.torch.load_file(self.folder / "run/data" / f"{name}.safetensors")
+            return tokenizer.decode(held["tokens"].tolist())
+        python = {"SMARTINF_PYTHON": sys.executable}
+        # What refuses the start is said before tokens are made for it.
+        weights = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(weights[:-1])
+        self.assertIn("model.safetensors", self.fine_tune(folder, "run", *write("a", "else"), env=python, code=1))
+        self.assertFalse((self.folder / "run/data").exists())
+        (folder / "model.safetensors").write_bytes(weights)
+        # Starts that are refused, and plans, leave tokens that the next one looks at.
+        self.fine_tune(folder, "run", *write("a", "else"), "--memory.host", "1MiB", env=python, code=1)
+        self.assertIn("else", text())
+        other = write("b", "value")
+        os.utime(self.folder / "b", (1e9, 1e9))
+        self.fine_tune(folder, "run", *other, "--print-plan", env=python)
+        self.assertNotIn("else", text())
+        self.fine_tune(folder, "run", *other, env=python)
+        kept = (self.folder / "run/data/training.safetensors").read_bytes()
+        told = self.fine_tune(folder, "run", *write("a", "else"), env=python, steps=2, code=1)
+        self.assertRegex(told.splitlines()[-1], "data.paths: what is named, .* makes other tokens than .*training.safetensors")
+        self.assertEqual((self.folder / "run/data/training.safetensors").read_bytes(), kept)
+        # What is only evaluated may change.
+        sets = [f"b = {self.folder / 'b'}", f"a = {self.folder / 'a'}"]
+        self.fine_tune(folder, "run", *other, "--data.evaluation", sets[1], env=python, steps=2)
+        self.assertIn("else", text("evaluation-1"))
+        self.fine_tune(folder, "run", *other, "--data.evaluation", ",".join(sets), env=python, steps=3)
+        self.assertNotIn("else", text("evaluation-1"))
+        self.assertEqual([step for step, _ in self.losses("run")], [1, 2, 3])
+        (self.folder / "bad").write_text('{"messages": []}')
+        told = self.fine_tune(folder, "new", "--data.paths", str(self.folder / "bad"), env=python, code=1)
+        self.assertRegex(told.splitlines()[-1], "bad:1: messages is not a list of messages")
 
     def test_adapters_on_documents_with_masks_go_as_with_peft(self):
         try:

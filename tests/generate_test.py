@@ -133,7 +133,7 @@ class Generate(StreamCase):
 
     def test_text_goes_through_the_models_tokenizer(self):
         folder = self.folder / "model"
-        make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=300)), folder)
+        make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=301)), folder)
         fast = make_tokenizer(folder, self.corpus)
         prompts = {"def value(index):": fast("def value(index):")["input_ids"], "ä": fast("ä")["input_ids"]}
         there = {text: fast.decode(tokens + self.tokens(folder, [tokens], "--tokens", 20)[0],
@@ -146,6 +146,14 @@ class Generate(StreamCase):
         self.assertEqual(both, f"prompt 1:\n{first}\n\nprompt 2:\n{second}\n")
         chat = self.run_generate(folder, "--prompt", "if", "--chat", "--tokens", 5, "--json").stdout
         self.assertEqual(json.loads(chat)["prompt_tokens"], fast("<user>if<model>")["input_ids"])
+        # A token that tokenizer_config.json alone has, as training has it.
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["extra_special_tokens"] = ["value("]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        there = transformers.AutoTokenizer.from_pretrained(folder)("def value(index")["input_ids"]
+        self.assertNotEqual(there, fast("def value(index")["input_ids"])
+        told = self.run_generate(folder, "--prompt", "def value(index", "--tokens", 1, "--json").stdout
+        self.assertEqual(json.loads(told)["prompt_tokens"], there)
         self.assertIn("no tokenizer", self.run_generate(
             make_without_tokenizer(folder, self.folder / "bare"), "--prompt", "x", code=1).stderr)
 
@@ -181,7 +189,8 @@ class Generate(StreamCase):
                 ((model, "--prompt-tokens", "1", "--memory", "1MiB"), 1, "may be used")):
             self.assertIn(says, self.run_generate(*words, code=code).stderr)
         (model / "tokenizer.json").write_text("{}")
-        self.assertIn("no tokenizer.json:", self.run_generate(model, "--prompt", "a", code=1).stderr)
+        told = self.run_generate(model, "--prompt", "a", code=1).stderr
+        self.assertIn(f"the tokenizer: {model}: transformers cannot load it", told)
         # A Python without the package.
         python = self.folder / "python"
         python.write_text(f"#!/bin/sh\nexec {sys.executable} -S -I \"$@\"\n")

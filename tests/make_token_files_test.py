@@ -422,6 +422,9 @@ class MakeTokenFiles(TrainCase):
         self.assertEqual(self.documents()[0][1], "index<|im_end|>")
         os.utime(self.lines, (1e9, 1e9))
         again(makes=False)  # the contents decide
+        record = json.loads((self.folder / "chats.sources.json").read_text())
+        (self.folder / "chats.sources.json").write_text(json.dumps(record | {"versions": ["0.1", "4.0"]}))
+        again(makes=True)
         (self.lines.parent / "a.txt").write_text("if")
         again(makes=True)
         again("--suffix", ".jsonl", self.lines.parent, makes=True)

@@ -62,7 +62,9 @@ class Recipes(TrainCase):
 
         short = ["--train.sample_prompts", "value", "--train.sample_tokens", "5"]
         told = run("train", str(recipe), *short)
+        self.assertIn("data: making tokens of 1 file: chats.jsonl", told)
         self.assertIn("100 documents", told)
+        self.assertRegex(told, r"data: \d{4,5} tokens for training, \d{2,4} for validation, of 1 file")
         self.assertIn("sample:\nvalue", told)
         made = self.folder / "runs/finetune/data/training.safetensors"
         time = made.stat().st_mtime_ns

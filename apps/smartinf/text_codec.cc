@@ -28,14 +28,14 @@ Result<TextCodec> TextCodec::open(const train::TextForm& form) {
 }
 
 Result<Json> TextCodec::ask(const Json& request) {
-  if (script_->write(request.dump(-1, ' ', true, Json::error_handler_t::replace) + "\n")) {
-    if (const std::optional<std::string> line = script_->read_line()) {
-      Json answer = Json::parse(*line, nullptr, /*allow_exceptions=*/false);
-      if (answer.is_object() && !answer.contains("error")) return answer;
-      if (answer.is_object()) {
-        return Status(ErrorCode::kFailedPrecondition,
-                      "the tokenizer: " + answer["error"].get<std::string>());
-      }
+  // One that has ended, and takes no more, may have said why.
+  (void)script_->write(request.dump(-1, ' ', true, Json::error_handler_t::replace) + "\n");
+  if (const std::optional<std::string> line = script_->read_line()) {
+    Json answer = Json::parse(*line, nullptr, /*allow_exceptions=*/false);
+    if (answer.is_object() && !answer.contains("error")) return answer;
+    if (answer.is_object()) {
+      return Status(ErrorCode::kFailedPrecondition,
+                    "the tokenizer: " + answer["error"].get<std::string>());
     }
   }
   return Status(ErrorCode::kFailedPrecondition, "the tokenizer does not run",

@@ -1,16 +1,21 @@
 #include "apps/smartinf/token_data.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <filesystem>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <fmt/format.h>
 
+#include "smartinf/model/weight_files.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/token_file.h"
 
 #include "apps/smartinf/python_script.h"
+#include "apps/smartinf/state_places.h"
 
 namespace smartinf::apps {
 namespace {
@@ -18,22 +23,9 @@ namespace {
 namespace fs = std::filesystem;
 using base::ErrorCode;
 using base::Status;
-using Time = fs::file_time_type;
 
-/// When the file, or the newest one in the folder, was changed; the oldest of all times where there
-/// is none.
-Time changed(const fs::path& path) {
-  std::error_code error;
-  Time newest = fs::last_write_time(path, error);
-  if (error) return Time::min();
-  auto entries = fs::recursive_directory_iterator(path, error);
-  for (; !error && entries != fs::recursive_directory_iterator(); entries.increment(error)) {
-    std::error_code unknown;
-    const Time time = entries->last_write_time(unknown);
-    if (!unknown) newest = std::max(newest, time);
-  }
-  return newest;
-}
+/// In front of the line that says why the script fails.
+constexpr std::string_view kError = "error: ";
 
 class TokenData {
  public:
@@ -41,8 +33,10 @@ class TokenData {
             const std::stop_token& stop)
       : options_(options), tokenizer_(std::move(tokenizer)), quiet_(quiet), stop_(stop) {}
 
-  /// Those of `paths` that are no token files become one. key: for messages.
-  Status replace(const std::string& key, const std::string& name, std::vector<std::string>& paths) {
+  /// Those of `paths` that are no token files become one. key: for messages. of_run: what the
+  /// script is to know of the run (its --for-recipe).
+  Status replace(const std::string& key, const std::string& name, const std::string& of_run,
+                 std::vector<std::string>& paths) {
     std::vector<std::string> texts;
     for (const std::string& path : paths) {
       if (!train::is_token_file(path)) texts.push_back(path);
@@ -55,27 +49,17 @@ class TokenData {
                     "Name your own text, conversations (.jsonl) or token files (docs/data.md)");
     }
     const fs::path out = fs::path(options_.train.run) / "data" / (name + ".safetensors");
-    SI_RETURN_IF_ERROR(make(texts, out).with_context(key));
+    SI_RETURN_IF_ERROR(make(texts, out, of_run).with_context(key));
     std::erase_if(paths, [](const std::string& path) { return !train::is_token_file(path); });
     paths.push_back(out.string());
     return Status();
   }
 
  private:
-  Status make(const std::vector<std::string>& texts, const fs::path& out) {
-    std::error_code error;
-    const bool there = fs::exists(out, error);
-    bool newer = false;
-    for (const std::string& text : texts) {
-      if (!there && !fs::exists(text, error)) {
-        return Status(ErrorCode::kNotFound, "no such file or folder", "Check the path",
-                      base::ErrorPlace{text, {}, {}, 0});
-      }
-      newer = newer || (there && changed(text) > changed(out));
-    }
-    if (there && !newer) return Status();
-    if (!quiet_) fmt::print("data: making tokens of {}\n", fmt::join(texts, ", "));
-    std::vector<std::string> arguments{"--tokenizer", tokenizer_, "--out", out.string()};
+  Status make(const std::vector<std::string>& texts, const fs::path& out,
+              const std::string& of_run) {
+    std::vector<std::string> arguments{"--tokenizer", tokenizer_,     "--out",
+                                       out.string(),  "--for-recipe", of_run};
     for (const std::string& suffix : options_.data.suffixes) {
       arguments.insert(arguments.end(), {"--suffix", suffix});
     }
@@ -83,13 +67,19 @@ class TokenData {
     arguments.insert(arguments.end(), texts.begin(), texts.end());
     SI_ASSIGN_OR_RETURN(
         PythonScript script,
-        PythonScript::start(make_token_files_script(), arguments,
-                            quiet_ ? ScriptOutput::kDropped : ScriptOutput::kShown));
+        PythonScript::start(make_token_files_script(), arguments, ScriptOutput::kAnswers));
+    std::string why = "no tokens could be made; see what Python says above";
+    while (const std::optional<std::string> line = script.read_line()) {
+      if (line->starts_with(kError)) {
+        why = line->substr(kError.size());
+      } else if (!quiet_) {
+        fmt::print("data: {}\n", *line);
+        std::fflush(stdout);
+      }
+    }
     if (script.finish()) return Status();
     if (stop_.stop_requested()) return Status(ErrorCode::kCancelled, "stopped");
-    return Status(ErrorCode::kFailedPrecondition,
-                  fmt::format("no token file could be made of {}", fmt::join(texts, ", ")),
-                  "See what is said above");
+    return Status(ErrorCode::kFailedPrecondition, why);
   }
 
   const train::Options& options_;
@@ -100,21 +90,32 @@ class TokenData {
 
 }  // namespace
 
-Status make_token_data(config::Recipe& recipe, bool quiet, const std::stop_token& stop) {
+Status make_token_data(config::Recipe& recipe, bool start_over, bool quiet,
+                       const std::stop_token& stop) {
   train::DataOptions& data = recipe.options.data;
   // Text beside data.tokenizer is refused: a tokenizer.json has no chat template.
   if (recipe.options.model.from.empty() || !data.tokenizer.empty()) return Status();
   SI_ASSIGN_OR_RETURN(const train::ModelSource source, train::find_model(recipe.options));
   const train::TextForm form = train::text_form(recipe.options, source);
   if (form.tokenizer.empty()) return Status();
+  const bool begun = has_begun(recipe.options.train.run);
+  if (!begun && recipe.options.model.init == train::ModelInit::kWeights) {
+    // What the run cannot begin with is said before tokens are made for it.
+    SI_RETURN_IF_ERROR(model::WeightFiles::open(source.folder, source.architecture)
+                           .status()
+                           .with_context("model.from"));
+  }
+  const std::string of_run = !begun ? "new" : start_over ? "over" : "begun";
   TokenData made(recipe.options, source.folder, quiet, stop);
-  SI_RETURN_IF_ERROR(made.replace("data.paths", "training", data.paths));
-  SI_RETURN_IF_ERROR(made.replace("data.validation_paths", "validation", data.validation_paths));
+  SI_RETURN_IF_ERROR(made.replace("data.paths", "training", of_run, data.paths));
+  SI_RETURN_IF_ERROR(
+      made.replace("data.validation_paths", "validation", of_run, data.validation_paths));
   SI_ASSIGN_OR_RETURN(std::vector<train::EvaluationSet> sets, train::evaluation_sets(data));
   data.evaluation.clear();
   for (size_t i = 0; i < sets.size(); ++i) {
+    // What is only evaluated may change.
     SI_RETURN_IF_ERROR(
-        made.replace("data.evaluation", fmt::format("evaluation-{}", i + 1), sets[i].paths));
+        made.replace("data.evaluation", fmt::format("evaluation-{}", i + 1), "new", sets[i].paths));
     for (const std::string& path : sets[i].paths) {
       data.evaluation.push_back(fmt::format("{} = {}", sets[i].name, path));
     }

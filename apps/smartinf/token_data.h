@@ -11,9 +11,11 @@ namespace smartinf::apps {
 
 /// Where the folder model.from has a tokenizer, puts token files in place of what in data.paths,
 /// data.validation_paths and data.evaluation is none: RUN/data/training.safetensors and so on. One
-/// that is there already is used again, unless what it was made of is newer. quiet: nothing but
-/// errors is said. Errors: of find_model(); kNotFound for a path that is not there;
-/// kFailedPrecondition where the script fails, which has said why; kCancelled.
-base::Status make_token_data(config::Recipe& recipe, bool quiet, const std::stop_token& stop);
+/// that is there already is used again if it was made of the same (a file beside it says of what),
+/// and of a run that has begun only what is evaluated is ever replaced; start_over: this one's
+/// state is going to be deleted. quiet: nothing but errors is said. Errors: of find_model() and
+/// WeightFiles::open(); kFailedPrecondition, with the reason, where the script fails; kCancelled.
+base::Status make_token_data(config::Recipe& recipe, bool start_over, bool quiet,
+                             const std::stop_token& stop);
 
 }  // namespace smartinf::apps

@@ -379,7 +379,7 @@ int print_plan(config::LoadedRecipe& loaded) {
   const Result<train::Ranks> met = meet_ranks(loaded, interrupt);
   if (!met.ok()) return fail({}, met.status());
   const train::Ranks& ranks = *met;
-  const Status made = make_data(loaded, ranks, /*quiet=*/true, interrupt);
+  const Status made = make_data(loaded, ranks, /*start_over=*/false, /*quiet=*/true, interrupt);
   if (!made.ok()) return fail(ranks, made);
   train::Job job{loaded.recipe.options, loaded.recipe.updater, {}, {}, {}};
   Result<std::vector<engine::DeviceOptions>> devices =
@@ -496,7 +496,8 @@ int run_train(config::LoadedRecipe& loaded, const TrainFlags& flags) {
   if (!recipe.ok()) return fail(ranks, recipe.status());
   std::vector<config::KeyChange> changes;
   if (ranks.first() && !restarted) changes = changes_of(loaded);
-  const Status made = make_data(loaded, ranks, flags.json, interrupt);
+  const bool start_over = !flags.choice.start_over.empty();
+  const Status made = make_data(loaded, ranks, start_over, flags.json, interrupt);
   if (!made.ok()) return fail(ranks, made);
   train::Job job{loaded.recipe.options, loaded.recipe.updater, *recipe, flags.choice, {}};
   Result<std::vector<engine::DeviceOptions>> devices =

@@ -74,14 +74,14 @@ Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& interru
   return ranks;
 }
 
-Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool quiet,
-                 const Interrupt& interrupt) {
+Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool start_over,
+                 bool quiet, const Interrupt& interrupt) {
   // Machines may share a file system: the first rank's files are there before others look.
   const int mine = ranks.first() ? 0 : ranks.local_rank() == 0 ? 1 : 2;
   for (int turn = 0; turn < 3; ++turn) {
     Status made;
     if (turn == mine) {
-      made = make_token_data(loaded.recipe, quiet || !ranks.first(), interrupt.token());
+      made = make_token_data(loaded.recipe, start_over, quiet || !ranks.first(), interrupt.token());
     }
     SI_RETURN_IF_ERROR(ranks.all_ok_without_timeout("token files", made));
   }

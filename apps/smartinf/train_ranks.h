@@ -16,8 +16,8 @@ base::Result<train::Ranks> meet_ranks(config::LoadedRecipe& loaded, Interrupt& i
 
 /// make_token_data(): the first rank makes them, then one process of each machine that does not see
 /// them, and the others find them. Called by all ranks.
-base::Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool quiet,
-                       const Interrupt& interrupt);
+base::Status make_data(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool start_over,
+                       bool quiet, const Interrupt& interrupt);
 
 /// Says what failed and on which rank, lets the others know, and returns the exit code. started:
 /// what the user gave was right.

@@ -97,8 +97,7 @@ TextForm text_form(const Options& options, const ModelSource& source) {
   TextForm form;
   form.tokenizer = options.data.tokenizer;
   if (form.tokenizer.empty() && !source.folder.empty()) {
-    const fs::path own = fs::path(source.folder) / "tokenizer.json";
-    if (is_there(own)) form.tokenizer = own.string();
+    if (is_there(fs::path(source.folder) / "tokenizer.json")) form.tokenizer = source.folder;
   }
   form.bytes = form.tokenizer.empty() && source.architecture.vocabulary == kByteVocabulary;
   return form;

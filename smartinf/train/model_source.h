@@ -40,7 +40,7 @@ base::Result<ModelSource> read_model_folder(const std::string& folder,
 
 /// How text becomes a model's tokens and back.
 struct TextForm {
-  std::string tokenizer;  // tokenizer.json; empty: there is none
+  std::string tokenizer;  // the model's folder, or data.tokenizer's file; empty: there is none
   bool bytes = false;     // tokens are the bytes of text
 };
 /// data.tokenizer, else the model's own; without one the tokens of a vocabulary of 256 are bytes.

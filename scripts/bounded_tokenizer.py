@@ -134,7 +134,7 @@ def processor_seconds(process):
 
 
 @contextlib.contextmanager
-def refusals(what):
+def refusals(what, advice="bad"):
     """What others' code raises, which may be anything, becomes BadInput."""
     try:
         yield
@@ -143,7 +143,7 @@ def refusals(what):
     except BaseException as error:  # a panic of tokenizers is no Exception
         text = " ".join(str(error).split())[:500]
         told = type(error) in (Exception, OSError, ValueError) and text
-        raise BadInput(f"{what}: {text if told else f'{type(error).__name__} {text}'}") from None
+        raise BadInput(f"{what}: {text if told else f'{type(error).__name__} {text}'}", advice) from None
 
 
 class Tokenizer:
@@ -193,7 +193,7 @@ class Tokenizer:
 
     def render(self, messages, **options):
         """The chat template's text, or what options say."""
-        with refusals("the chat template refuses it"):
+        with refusals("the chat template refuses it", "template"):
             made = self.of_model.apply_chat_template(messages, **{"tokenize": False, **options})
         if isinstance(made, str) and len(made) > DOCUMENT_BYTES_MAX:
             raise BadInput(f"the chat template makes {len(made)} characters of it")

@@ -135,9 +135,7 @@ class Turns:
         last = wanted[-1]
         text = self.text if last == len(self.messages) - 1 else self.marked(last + 1)[0]
         found = list(self.added.finditer(text))
-        if not found or text[found[-1].end():].strip():
-            raise self.untold(last)
-        return found[-1][0]
+        return found[-1][0] if found and not text[found[-1].end():].strip() else ""
 
     def words_end(self, index, text, places):
         """With the message's own white space, where the template does not strip it."""
@@ -192,10 +190,14 @@ class Turns:
         if following is not None:
             limit = places.get(self.begin_of(following), places.get(self.end_of(following), -1))
         begin = self.begin(index, places, limit)
-        end = self.text.rfind(self.end_mark, begin, limit)
-        if end < 0 or not self.end_mark:
+        end = self.text.rfind(self.end_mark, begin, limit) if self.end_mark else -1
+        if end >= 0:
+            return begin, end + len(self.end_mark)
+        # No token ends it, or another one than that of an answer.
+        behind = self.tokenizer.render(self.messages[:index + 1], **self.options)
+        if not self.text.startswith(behind) or len(behind) <= begin:
             raise self.untold(index)
-        return begin, end + len(self.end_mark)
+        return begin, len(behind)
 
 
 def has_end(message):
@@ -222,6 +224,7 @@ class Documents:
         self.end = end  # token behind each text; None: none
         self.unused = collections.Counter()  # keys that change nothing
         self.taken_parts = {}  # by template
+        self.calls_as_text = False
 
     def of_text(self, text, counted_from=0):
         tokens, places = self.tokenizer.encode(text, add_special_tokens=self.tokenizer.folder)
@@ -329,6 +332,21 @@ class Documents:
 
     def of_entry(self, entry):
         """Of a value of JSON."""
+        try:
+            return self.of_object(entry)
+        except BadInput as error:
+            if error.advice != "template" or "arguments" not in json.dumps(entry):
+                raise
+            # Some templates take arguments of calls as they come from OpenAI: strings of JSON.
+            self.calls_as_text = True
+            try:
+                return self.of_object(entry)
+            except BadInput:
+                raise error from None
+        finally:
+            self.calls_as_text = False
+
+    def of_object(self, entry):
         if is_conversation(entry):
             entry = {"messages": entry}
         if not isinstance(entry, dict):
@@ -378,7 +396,7 @@ class Documents:
             marks.append(self.mark_of(message, where))
             message = {k: v for k, v in message.items() if k not in COUNTS | COUNTS_NOT and v is not None}
             if "tool_calls" in message:
-                message["tool_calls"] = calls_of(message["tool_calls"], where)
+                message["tool_calls"] = calls_of(message["tool_calls"], where, self.calls_as_text)
             content = message.get("content")
             if isinstance(content, list):
                 for part in content:
@@ -413,17 +431,23 @@ class Documents:
         return None
 
 
-def calls_of(calls, where):
-    """Arguments as the objects that templates take, where they are strings of JSON, as in OpenAI's form."""
+def calls_of(calls, where, as_text):
+    """Arguments as the objects that most templates take, where they are strings of JSON, or as such strings."""
     calls = unpacked(calls, f"tool_calls of {where}")
     if not isinstance(calls or [], list) or not all(isinstance(call, dict) for call in calls or []):
         raise BadInput(f"tool_calls of {where} is no list of objects")
     made = []
     for call in calls or []:
         holder = call.get("function") if isinstance(call.get("function"), dict) else call
-        if isinstance(holder.get("arguments"), str):
-            held = {**holder, "arguments": unpacked(holder["arguments"], f"arguments of a call of {where}") or {}}
-            call = {**call, "function": held} if holder is not call else held
+        arguments = holder.get("arguments")
+        objects = unpacked(arguments, f"arguments of a call of {where}")
+        if isinstance(arguments, str) and not as_text:
+            arguments = {} if objects is None else objects
+        elif as_text and arguments is not None and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if arguments is not None:
+            holder = {**holder, "arguments": arguments}
+            call = {**call, "function": holder} if isinstance(call.get("function"), dict) else holder
         made.append(call)
     return made
 

@@ -301,6 +301,7 @@ def set_aside(path):
 # What a user can do who has this program's options, and one who has a recipe's keys.
 OF_PROGRAM = {
     "bad": "Mend it, or leave out what is bad with --skip-bad",
+    "template": "Mend it, or leave out what is bad with --skip-bad",
     "untold": "Use a template with {% generation %}, or --count all, or leave out what is bad with --skip-bad",
     "none counts": "Mend it, or say that all messages count with --count all, or leave out what is bad with --skip-bad",
     "all counts": "Make a .safetensors file without --count all, or take the key away",

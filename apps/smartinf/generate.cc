@@ -328,8 +328,8 @@ void add_generate(CLI::App& app, Run& run) {
       ->type_name("LIST");
   command->add_flag("--json", flags->json, "Print one JSON object for each prompt");
   command->footer(
-      "Text becomes tokens by the model's tokenizer.json, for which python3 needs the package\n"
-      "tokenizers (--chat: transformers); SMARTINF_PYTHON names another Python.\n\n"
+      "Text becomes tokens by the tokenizer in the model's folder, for which python3 needs the\n"
+      "packages tokenizers and transformers; SMARTINF_PYTHON names another Python.\n\n"
       "Examples:\n"
       "  smartinf generate runs/quickstart --prompt 'def main' --temperature 0.7\n"
       "  smartinf generate models/mine --prompt 'Once' --prompt 'Never' --tokens 50\n"

@@ -101,9 +101,7 @@ Status make_token_data(config::Recipe& recipe, bool start_over, bool quiet,
   const bool begun = has_begun(recipe.options.train.run);
   if (!begun && recipe.options.model.init == train::ModelInit::kWeights) {
     // What the run cannot begin with is said before tokens are made for it.
-    SI_RETURN_IF_ERROR(model::WeightFiles::open(source.folder, source.architecture)
-                           .status()
-                           .with_context("model.from"));
+    SI_RETURN_IF_ERROR(model::WeightFiles::open(source.folder, source.architecture).status());
   }
   const std::string of_run = !begun ? "new" : start_over ? "over" : "begun";
   TokenData made(recipe.options, source.folder, quiet, stop);

@@ -171,16 +171,17 @@ class LateWeights:
 
     def take(self, core, layout, wanted):
         """Waits for those of `wanted` (None: all) that are pending, and hands them to their parameters."""
+        taken = sorted(self.pending if wanted is None else self.pending & wanted)
         with torch.no_grad():
-            for i in sorted(self.pending if wanted is None else self.pending & wanted):
+            for i in taken:
                 segment = layout.segments[layout.segment_of[i]]
                 core.wait_weights(segment.first, segment.count)
                 unguard(layout.params[i])
                 if i in self._taking_part:
                     layout.copy_back(i)
-                    layout.snapshot([i])
                 self.pending.discard(i)
                 self._unguard_attributes(i)
+            layout.snapshot([i for i in taken if i in self._taking_part])
 
     def _unguard_attributes(self, i):
         for module, own in self._modules[i]:

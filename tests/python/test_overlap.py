@@ -364,6 +364,12 @@ class Scripted(Model):
         return self.head(self.body[0](self.embed(x)))
 
 
+def share(model, step):
+    """Weights that are copied to where the model has them."""
+    if step == 1:
+        model.share_memory()
+
+
 def leave_out(model, step):
     """Layers that share subgroups with others, and whole subgroups."""
     model.left_out = [(), (1, 4, 7, 10), (0,), (), tuple(range(1, 12))][step % 5]
@@ -390,8 +396,9 @@ def clamp(model, step):
         (Outside, None, ["early"]),
         (Frozen, None, ["early"]),
         (Scripted, None, ["late", "early"]),
+        (Fused, share, ["early"]),
     ],
-    ids=["fused", "left out", "frozen", "clamped", "around autograd", "frozen in a part", "scripted"],
+    ids=["fused", "left out", "frozen", "clamped", "around autograd", "frozen in a part", "scripted", "moved"],
 )
 def test_whatever_forward_reads_and_writes(tmp_path, model_class, before, overlaps, monkeypatch):
     """Weights of modules that are not called, or not in this step, or written by themselves."""

@@ -10,6 +10,7 @@ import torch
 from test_state import build, train, weights
 
 import smartinf
+from smartinf import digest
 
 
 def largest_difference(a, b):
@@ -260,6 +261,30 @@ class Cast(torch.nn.Module):
 
 def _write_rows(model):
     model[0].weight.data[MIDDLE] = 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_digest_sees_each_value_and_its_place(dtype, monkeypatch):
+    """What tells writes on other devices than the CPU; over several pieces here."""
+    monkeypatch.setattr(digest, "_CHUNK", 1000)
+    digest._factors.cache_clear()
+    values = torch.randn(30, 70, generator=torch.Generator().manual_seed(1)).to(dtype)
+    seen = {digest.digest(values).item()}
+    for change in (
+        lambda t: t[17, 3].add_(1.0),
+        lambda t: t[17].neg_(),
+        lambda t: t[[4, 5]].flip(0),
+        lambda t: torch.cat([t.view(-1)[1000:2000], t.view(-1)[:1000], t.view(-1)[2000:]]),  # pieces change places
+    ):
+        changed = values.clone()
+        made = change(changed)
+        if made.shape == (2, 70):
+            changed[[4, 5]] = made
+        seen.add(digest.digest(made if made.numel() == values.numel() else changed).item())
+    assert len(seen) == 5
+    assert digest.digest(values.clone()).item() in seen
+    assert digest.digest(values.t().contiguous().t()).item() == digest.digest(values).item()
+    digest._factors.cache_clear()
 
 
 def test_a_write_of_another_process_counts(device):

@@ -185,6 +185,36 @@ TEST_P(DeviceContract, RefusesCommandsOutOfOrder) {
 }
 
 // Their replies may be lost on the way.
+/// Ranges, not their number: half of a gradient put twice is not a whole one.
+TEST_P(DeviceContract, AnElementsGradientIsPutOnce) {
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_);
+  ASSERT_TRUE(run(BeginStep{1}).ok());
+  for (auto subgroup = layout_.subgroups.rbegin(); subgroup != layout_.subgroups.rend();
+       ++subgroup) {
+    const auto gradient = test_gradient(*subgroup, 1, GetParam().gradient_type);
+    const uint64_t all = subgroup->count;
+    const uint64_t half = all / 2;
+    const auto refused = [&](uint64_t first, uint64_t count) {
+      EXPECT_EQ(put(*subgroup, gradient, first, count).code(), base::ErrorCode::kInvalidArgument)
+          << first << " " << count << " of " << all;
+    };
+    ASSERT_TRUE(put(*subgroup, gradient, 0, half).ok());
+    refused(0, half);
+    refused(half - 1, 2);
+    ASSERT_TRUE(put(*subgroup, gradient, half + 1, all - half - 1).ok());
+    refused(half - 1, 3);
+    ASSERT_TRUE(put(*subgroup, gradient, half, 1).ok());
+    refused(0, 1);
+    refused(all - 1, 1);
+  }
+  ASSERT_TRUE(run(update_of(1)).ok());
+  finish_step(1);
+  reference.step(1, GetParam().gradient_type, GetParam().weights_type);
+  expect_state(reference);
+}
+
 TEST_P(DeviceContract, ACommitAndAnAbortCanBeAskedForAgain) {
   create();
   ASSERT_FALSE(HasFatalFailure());

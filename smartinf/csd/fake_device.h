@@ -15,6 +15,7 @@
 
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/csd/device.h"
+#include "smartinf/csd/element_ranges.h"
 #include "smartinf/csd/snapshot.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/parameter_space.h"
@@ -226,17 +227,18 @@ class FakeDevice final : public Device {
     phase_ = Phase::kBegun;
     drive_->shadow = drive_->committed;
     updated_.assign(received_.size(), false);
-    std::fill(received_.begin(), received_.end(), uint64_t{0});
+    for (ElementRanges& received : received_) received.clear();
     return base::Status();
   }
 
   base::Status put_gradient(const PutGradient& put) {
     SI_ASSIGN_OR_RETURN(const size_t at, position(put.subgroup));
     const uint64_t all = drive_->layout->subgroups[at].count;
-    if (put.first > all || put.count > all - put.first || put.count > all - received_[at]) {
-      return base::Status(base::ErrorCode::kInvalidArgument, "more than the whole gradient");
+    if (put.first > all || put.count > all - put.first ||
+        !received_[at].add(put.first, put.count)) {
+      return base::Status(base::ErrorCode::kInvalidArgument,
+                          "elements that the gradient has not, or that were put before");
     }
-    received_[at] += put.count;
     const size_t bytes = base::data_type_bytes(put.type);
     gradients_[at].resize(all * bytes);
     std::copy_n(static_cast<const std::byte*>(put.gradient), put.count * bytes,
@@ -255,7 +257,7 @@ class FakeDevice final : public Device {
     }
     for (const SubgroupUpdate& entry : update.updates) {
       SI_ASSIGN_OR_RETURN(const size_t at, position(entry.subgroup));
-      if (received_[at] < drive_->layout->subgroups[at].count) {
+      if (!received_[at].covers(drive_->layout->subgroups[at].count)) {
         return wrong_order("the gradient is not complete");
       }
     }
@@ -352,7 +354,7 @@ class FakeDevice final : public Device {
     const auto& update = *as_completed_->as<Update>();
     for (const SubgroupUpdate& entry : update.updates) {
       const size_t at = *position(entry.subgroup);
-      if (updated_[at] || received_[at] < drive_->layout->subgroups[at].count) continue;
+      if (updated_[at] || !received_[at].covers(drive_->layout->subgroups[at].count)) continue;
       update_subgroup(update, entry, at);
       as_completed_->replies->push(
           {as_completed_, Completion::Event::kWeightsReady, entry.subgroup, {}});
@@ -457,11 +459,11 @@ class FakeDevice final : public Device {
   DeviceInfo info_;
   std::vector<std::vector<std::byte>> gradients_;
   base::DataType type_ = base::DataType::kBf16;
-  std::vector<uint64_t> received_;   // elements of each gradient
-  std::vector<bool> updated_;        // in this step
-  std::vector<Command*> waiting_;    // ReadWeights of the step in progress
-  Command* on_demand_ = nullptr;     // an update that waits for them
-  std::deque<Command*> behind_;      // ... and what waits for it
+  std::vector<ElementRanges> received_;  // of each gradient
+  std::vector<bool> updated_;            // in this step
+  std::vector<Command*> waiting_;        // ReadWeights of the step in progress
+  Command* on_demand_ = nullptr;         // an update that waits for them
+  std::deque<Command*> behind_;          // ... and what waits for it
   Command* as_completed_ = nullptr;  // an update of subgroups as their gradients become complete
   Phase phase_ = Phase::kIdle;
   base::StepNumber step_ = 0;  // in progress, unless idle

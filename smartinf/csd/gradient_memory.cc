@@ -126,7 +126,8 @@ base::Status GradientMemory::begin_step() {
                         "a step is begun while gradients of the one before are written");
   }
   for (Entry& entry : entries_) {
-    entry.received = entry.copied = 0;
+    entry.received.clear();
+    entry.copied = 0;
     entry.buffer = kNone;
   }
   free_.resize(buffers_.size());
@@ -148,20 +149,25 @@ base::Result<GradientMemory::Put> GradientMemory::put(uint32_t subgroup, uint64_
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "a gradient that is not compressed, for a device that was opened for such");
   }
-  const bool inside = first <= entry.count && count <= entry.count - first;
-  const uint64_t before = inside ? entry.received.fetch_add(count) : 0;
-  if (!inside || count > entry.count - before) {
-    if (inside) entry.received -= count;
+  bool open = first <= entry.count && count <= entry.count - first;
+  if (open) {
+    const std::lock_guard lock(mutex_);
+    open = entry.received.add(first, count);
+  }
+  if (!open) {
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "gradient elements " + std::to_string(first) + " and " +
                             std::to_string(count) + " following are not open in subgroup of " +
                             std::to_string(entry.count),
                         "Each element's gradient goes down once per step.");
   }
+  if (count == 0) return Put();
   if (entry.memory == nullptr && entry.buffer == kNone) {
     base::Result<uint32_t> buffer = take_buffer(wait);
     if (!buffer.ok()) {
-      entry.received -= count;
+      // The subgroup's first piece, or it had a buffer.
+      const std::lock_guard lock(mutex_);
+      entry.received.clear();
       return std::move(buffer).status();
     }
     entry.buffer = *buffer;
@@ -212,16 +218,17 @@ base::Status GradientMemory::put_compressed(uint32_t subgroup, base::SubgroupId 
                             std::to_string(entry.factors) + " rows and columns in " +
                             std::to_string(entry.runs.size()) + " others");
   }
-  if (entry.received > 0 || message.size() > entry.room_bytes) {
+  const bool there = entry.copied > 0;
+  if (there || message.size() > entry.room_bytes) {
     return base::Status(base::ErrorCode::kInvalidArgument,
                         "a compressed gradient of " + std::to_string(message.size()) +
-                            " bytes where " +
-                            std::to_string(entry.received > 0 ? 0 : entry.room_bytes) + " may come",
+                            " bytes where " + std::to_string(there ? 0 : entry.room_bytes) +
+                            " may come",
                         "Each subgroup's gradient goes down once per step.");
   }
   std::memcpy(entry.memory, message.data(), message.size());
   entry.message_bytes = message.size();
-  entry.received = entry.copied = entry.count;
+  entry.copied = entry.count;
   return base::Status();
 }
 

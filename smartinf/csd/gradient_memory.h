@@ -17,6 +17,7 @@
 #include "smartinf/base/status.h"
 #include "smartinf/compress/matrix_layout.h"
 #include "smartinf/compress/message.h"
+#include "smartinf/csd/element_ranges.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -100,9 +101,9 @@ class GradientMemory {
   static constexpr uint32_t kNone = ~0u;
 
   struct Entry {
-    uint64_t count = 0;                  // elements
-    std::atomic<uint64_t> received = 0;  // of them, in this step
-    std::atomic<uint64_t> copied = 0;    // of them, and in their place
+    uint64_t count = 0;                // elements
+    ElementRanges received;            // of them, in this step; with mutex_
+    std::atomic<uint64_t> copied = 0;  // of them, and in their place
     std::byte* memory = nullptr;
     uint64_t room_bytes = 0;                // at `memory`
     uint64_t message_bytes = 0;             // there now, when compressed
@@ -124,7 +125,7 @@ class GradientMemory {
   std::vector<Entry> entries_;
 
   std::vector<std::span<std::byte>> buffers_;
-  std::mutex mutex_;
+  std::mutex mutex_;  // of entries' `received`, and of what follows
   std::condition_variable freed_;
   std::vector<uint32_t> free_;  // indices of buffers_
   uint32_t being_written_ = 0;

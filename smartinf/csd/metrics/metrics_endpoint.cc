@@ -8,21 +8,17 @@
 #include <thread>
 #include <vector>
 
-#include <fmt/format.h>
-#include <netdb.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
 #include "smartinf/csd/metrics/http_request.h"
+#include "smartinf/csd/metrics/listening_socket.h"
 #include "smartinf/storage/file_descriptor.h"
 
 namespace smartinf::csd {
 
-using base::ErrorCode;
-using base::ErrorPlace;
 using base::Result;
 using base::Status;
 using storage::FileDescriptor;
@@ -30,70 +26,6 @@ using storage::FileDescriptor;
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-Status listen_error(int system_errno, const std::string& address) {
-  if (system_errno == EADDRINUSE) {
-    return Status(ErrorCode::kBusy, "the port of the metrics is in use by another process",
-                  "Choose another port, or stop that process.", ErrorPlace{address, {}, {}, 0});
-  }
-  return base::errno_status(system_errno, "cannot listen for requests of metrics", address, {}, {},
-                            "It must be an address of this machine and a port that is free.");
-}
-
-/// "host:port" or "[IPv6]:port".
-Result<std::pair<std::string, std::string>> split(const std::string& listen) {
-  const size_t colon = listen.rfind(':');
-  std::string host = listen.substr(0, colon == std::string::npos ? 0 : colon);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
-    host = host.substr(1, host.size() - 2);
-  } else if (host.find(':') != std::string::npos) {
-    host.clear();
-  }
-  std::string port = colon == std::string::npos ? "" : listen.substr(colon + 1);
-  const bool digits = !port.empty() && port.size() <= 5 &&
-                      port.find_first_not_of("0123456789") == std::string::npos;
-  if (host.empty() || !digits || std::stoul(port) > 65535) {
-    return Status(ErrorCode::kInvalidArgument,
-                  "'" + listen + "' is no address for metrics: expected host:port",
-                  "For example 127.0.0.1:9464, 0.0.0.0:9464 or [::1]:9464.");
-  }
-  return std::pair(host, port);
-}
-
-std::string text_of(const sockaddr_storage& address, socklen_t length) {
-  std::array<char, NI_MAXHOST> host{};
-  std::array<char, NI_MAXSERV> port{};
-  if (::getnameinfo(reinterpret_cast<const sockaddr*>(&address), length, host.data(), host.size(),
-                    port.data(), port.size(), NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
-    return {};
-  }
-  return address.ss_family == AF_INET6 ? fmt::format("[{}]:{}", host.data(), port.data())
-                                       : fmt::format("{}:{}", host.data(), port.data());
-}
-
-Result<FileDescriptor> listening_socket(const std::string& listen) {
-  SI_ASSIGN_OR_RETURN(const auto parts, split(listen));
-  addrinfo wanted{};
-  wanted.ai_socktype = SOCK_STREAM;
-  wanted.ai_flags = AI_PASSIVE;
-  addrinfo* found = nullptr;
-  if (const int error = ::getaddrinfo(parts.first.c_str(), parts.second.c_str(), &wanted, &found);
-      error != 0) {
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("'{}' is no address for metrics: {}", listen, ::gai_strerror(error)));
-  }
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, ::freeaddrinfo);
-  FileDescriptor socket(
-      ::socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, found->ai_protocol));
-  const int on = 1;
-  if (!socket.is_open() ||
-      ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) != 0 ||
-      ::bind(socket.get(), found->ai_addr, found->ai_addrlen) != 0 ||
-      ::listen(socket.get(), 64) != 0) {
-    return listen_error(errno, listen);
-  }
-  return socket;
-}
 
 struct Exchange {
   FileDescriptor socket;
@@ -105,11 +37,11 @@ struct Exchange {
 
 class ThreadEndpoint final : public MetricsEndpoint {
  public:
-  ThreadEndpoint(const MetricsOptions& options, Sources sources, FileDescriptor listener,
-                 FileDescriptor wake, std::string address)
+  ThreadEndpoint(const MetricsOptions& options, Sources sources,
+                 std::vector<FileDescriptor> listeners, FileDescriptor wake, std::string address)
       : options_(options),
         sources_(std::move(sources)),
-        listener_(std::move(listener)),
+        listeners_(std::move(listeners)),
         wake_(std::move(wake)),
         address_(std::move(address)),
         thread_([this](const std::stop_token& stop) { run(stop); }) {
@@ -126,7 +58,7 @@ class ThreadEndpoint final : public MetricsEndpoint {
  private:
   void run(const std::stop_token& stop);
   int wait_ms() const;
-  void accept_all();
+  void accept_some(int listener);
   /// False: the exchange has ended.
   bool go_on(Exchange& exchange);
   bool receive(Exchange& exchange);
@@ -134,7 +66,7 @@ class ThreadEndpoint final : public MetricsEndpoint {
 
   const MetricsOptions options_;
   const Sources sources_;
-  const FileDescriptor listener_;
+  const std::vector<FileDescriptor> listeners_;
   const FileDescriptor wake_;
   const std::string address_;
   std::list<Exchange> exchanges_;  // at most connections_max; of the thread
@@ -145,22 +77,25 @@ class ThreadEndpoint final : public MetricsEndpoint {
 void ThreadEndpoint::run(const std::stop_token& stop) {
   std::vector<pollfd> polled;
   while (!stop.stop_requested()) {
-    // Who comes when all places are taken waits in the kernel's queue until one is free.
-    const bool room = exchanges_.size() < options_.connections_max && Clock::now() >= accept_again_;
+    const bool accepts = Clock::now() >= accept_again_;
     polled.assign(1, pollfd{wake_.get(), POLLIN, 0});
-    polled.push_back(pollfd{room ? listener_.get() : -1, POLLIN, 0});
+    for (const FileDescriptor& listener : listeners_) {
+      polled.push_back(pollfd{accepts ? listener.get() : -1, POLLIN, 0});
+    }
     for (const Exchange& exchange : exchanges_) {
       const short events = exchange.response.empty() ? POLLIN : POLLOUT;
       polled.push_back(pollfd{exchange.socket.get(), events, 0});
     }
     if (::poll(polled.data(), polled.size(), wait_ms()) < 0 && errno != EINTR) return;
-    size_t at = 2;
+    size_t at = 1 + listeners_.size();
     for (auto exchange = exchanges_.begin(); exchange != exchanges_.end(); ++at) {
       const bool ready = polled[at].revents != 0;
       const bool open = (!ready || go_on(*exchange)) && Clock::now() < exchange->deadline;
       exchange = open ? std::next(exchange) : exchanges_.erase(exchange);
     }
-    if ((polled[1].revents & POLLIN) != 0) accept_all();
+    for (size_t i = 0; i < listeners_.size(); ++i) {
+      if ((polled[1 + i].revents & POLLIN) != 0) accept_some(listeners_[i].get());
+    }
   }
 }
 
@@ -174,10 +109,11 @@ int ThreadEndpoint::wait_ms() const {
   return static_cast<int>(std::max<int64_t>(0, left.count()));
 }
 
-void ThreadEndpoint::accept_all() {
-  while (exchanges_.size() < options_.connections_max) {
-    FileDescriptor socket(
-        ::accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+/// Of those that all places are taken by, the one that has been there for longest makes room:
+/// whoever says nothing keeps nobody waiting. No more at once than leaves some of them there.
+void ThreadEndpoint::accept_some(int listener) {
+  for (uint32_t i = 0; i <= options_.connections_max / 2; ++i) {
+    FileDescriptor socket(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket.is_open()) {
       // Out of descriptors or memory: the queue stays readable, so look again a little later.
       const bool nobody = errno == EAGAIN || errno == EWOULDBLOCK;
@@ -186,9 +122,12 @@ void ThreadEndpoint::accept_all() {
       }
       return;
     }
+    if (exchanges_.size() >= options_.connections_max) exchanges_.pop_front();
     Exchange& exchange = exchanges_.emplace_back();
     exchange.socket = std::move(socket);
     exchange.deadline = Clock::now() + options_.exchange_timeout;
+    // What was asked for along with the connection is answered before anybody else comes.
+    if (!go_on(exchange)) exchanges_.pop_back();
   }
 }
 
@@ -249,17 +188,12 @@ Result<std::unique_ptr<MetricsEndpoint>> MetricsEndpoint::start(const MetricsOpt
                                                                 Sources sources) {
   SI_CHECK(sources.metrics && sources.health, "metrics without sources");
   SI_CHECK(options.connections_max > 0 && options.request_bytes_max > 0, "metrics without room");
-  SI_ASSIGN_OR_RETURN(FileDescriptor listener, listening_socket(options.listen));
-  sockaddr_storage bound{};
-  socklen_t length = sizeof(bound);
+  SI_ASSIGN_OR_RETURN(auto listeners, listening_sockets(options.listen, "metrics"));
   FileDescriptor wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  if (::getsockname(listener.get(), reinterpret_cast<sockaddr*>(&bound), &length) != 0 ||
-      !wake.is_open()) {
-    return listen_error(errno, options.listen);
-  }
-  std::string address = text_of(bound, length);
+  std::string address = own_address(listeners.front().get());
+  if (!wake.is_open()) return base::errno_status(errno, "cannot wait for requests", options.listen);
   return std::unique_ptr<MetricsEndpoint>(std::make_unique<ThreadEndpoint>(
-      options, std::move(sources), std::move(listener), std::move(wake), std::move(address)));
+      options, std::move(sources), std::move(listeners), std::move(wake), std::move(address)));
 }
 
 }  // namespace smartinf::csd

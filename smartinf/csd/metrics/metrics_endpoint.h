@@ -15,8 +15,9 @@ namespace smartinf::csd {
 
 struct MetricsOptions {
   std::string listen = "127.0.0.1:9464";  // host:port, [IPv6]:port; port 0: any that is free
-  // Of hostile input: what is open at once, what a request may take, how long an exchange may.
-  uint32_t connections_max = 16;
+  // Of hostile input: what is open at once (the oldest makes room), what a request may take, how
+  // long an exchange may.
+  uint32_t connections_max = 256;
   uint32_t request_bytes_max = 8192;
   std::chrono::milliseconds exchange_timeout{5000};
 };

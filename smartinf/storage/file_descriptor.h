@@ -26,6 +26,7 @@ class FileDescriptor {
 
   bool is_open() const { return descriptor_ >= 0; }
   int get() const { return descriptor_; }
+  int release() { return std::exchange(descriptor_, -1); }
   void reset() {
     if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
   }

@@ -4,6 +4,7 @@
 
 #include <arpa/inet.h>
 #include <fmt/chrono.h>
+#include <sys/stat.h>
 
 #include "smartinf/csd/certificates/certificates.h"
 
@@ -55,6 +56,20 @@ Status check_certificate_name(CertificateRole role, std::string_view name) {
   if (good) return Status();
   return Status(ErrorCode::kInvalidArgument, "'" + text + "' is no name of a client",
                 "Use up to 64 letters, digits, '.', '-' and '_', a letter or digit first.");
+}
+
+/// A group that serves this one purpose is usual.
+Status check_key_mode(const std::string& path) {
+  struct stat entry {};
+  if (::stat(path.c_str(), &entry) != 0) {
+    return base::errno_status(errno, "cannot read the private key", path);
+  }
+  if ((entry.st_mode & 027) == 0) return Status();
+  return Status(
+      ErrorCode::kPermissionDenied,
+      fmt::format("the private key is open to others (mode {:04o})", entry.st_mode & 07777),
+      "Close it: chmod 600. If others could read it, revoke the certificate, too.",
+      base::ErrorPlace{path, {}, {}, 0});
 }
 
 }  // namespace smartinf::csd

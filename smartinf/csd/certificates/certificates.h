@@ -110,6 +110,13 @@ base::Result<Credentials> read_credentials(const CredentialFiles& files, Certifi
 /// What a PEM certificate says, unchecked: for whom a connection is, once TLS has verified it.
 /// Errors: kCorrupt.
 base::Result<CertificateFacts> certificate_facts(std::string_view certificate_pem);
+/// Who shows a certificate as a client, once TLS has verified it. Errors: kPermissionDenied: it
+/// does not say that it is for clients (extendedKeyUsage clientAuth), or does not have one common
+/// name of 1 to 64 characters; kCorrupt.
+base::Result<std::string> client_name(std::string_view certificate_pem);
+
+/// Errors: kPermissionDenied: others may read the file, or its group write it.
+base::Status check_key_mode(const std::string& path);
 
 /// revoked.crl as a server uses it. Threads: safe.
 class RevocationList {

@@ -41,6 +41,7 @@ Result<std::vector<CertificateFacts>> CertificateAuthority::revoke(const std::st
 
 Result<Credentials> read_credentials(const CredentialFiles&, CertificateRole) { return missing(); }
 Result<CertificateFacts> certificate_facts(std::string_view) { return missing(); }
+Result<std::string> client_name(std::string_view) { return missing(); }
 Result<std::unique_ptr<RevocationList>> RevocationList::open(const std::string&,
                                                              const std::string&) {
   return missing();

@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 #include <openssl/err.h>
 #include <openssl/pem.h>
-#include <sys/stat.h>
 
 #include "smartinf/base/file.h"
 #include "smartinf/csd/certificates/openssl_parts.h"
@@ -31,21 +30,6 @@ CertificateStack parse_all(std::string_view pem) {
   }
   ERR_clear_error();
   return stack;
-}
-
-/// Not for others to read, nor for the group to write: a group that serves this one purpose is
-/// usual.
-Status check_key_mode(const std::string& path) {
-  struct stat entry {};
-  if (::stat(path.c_str(), &entry) != 0) {
-    return base::errno_status(errno, "cannot read the private key", path);
-  }
-  if ((entry.st_mode & 027) == 0) return Status();
-  return Status(
-      ErrorCode::kPermissionDenied,
-      fmt::format("the private key is open to others (mode {:04o})", entry.st_mode & 07777),
-      "Close it: chmod 600. If others could read it, revoke the certificate, too.",
-      ErrorPlace{path, {}, {}, 0});
 }
 
 Status check_chain(X509* certificate, const CredentialFiles& files, const Credentials& read,

@@ -144,4 +144,32 @@ Result<CertificateFacts> certificate_facts(std::string_view certificate_pem) {
   return facts_of(certificate.get());
 }
 
+Result<std::string> client_name(std::string_view certificate_pem) {
+  const Certificate certificate = parse_certificate(certificate_pem);
+  if (certificate == nullptr) {
+    return Status(ErrorCode::kCorrupt, "this is no certificate in PEM form");
+  }
+  const auto wrong = [](const char* what) {
+    return Status(ErrorCode::kPermissionDenied, what,
+                  "smartinf certificates --client NAME makes one that is right.");
+  };
+  // Without the extension it is UINT32_MAX: for everything, which is more than was asked for.
+  const uint32_t uses = X509_get_extended_key_usage(certificate.get());
+  if (uses == UINT32_MAX || (uses & XKU_SSL_CLIENT) == 0) {
+    return wrong("the certificate does not say that it is for clients (clientAuth)");
+  }
+  const X509_NAME* subject = X509_get_subject_name(certificate.get());
+  const int first = X509_NAME_get_index_by_NID(subject, NID_commonName, -1);
+  if (first < 0 || X509_NAME_get_index_by_NID(subject, NID_commonName, first) >= 0) {
+    return wrong("the certificate has no common name, or more than one");
+  }
+  std::string name = common_name(certificate.get());
+  const bool printable =
+      std::ranges::none_of(name, [](unsigned char c) { return c < 0x20 || c == 0x7f; });
+  if (name.empty() || name.size() > 64 || !printable) {
+    return wrong("the certificate's common name is not a text of 1 to 64 bytes");
+  }
+  return name;
+}
+
 }  // namespace smartinf::csd

@@ -78,7 +78,7 @@ class ClientStream final : public Stream {
     const std::lock_guard lock(write_mutex_);
     return !finished_ && stream_->Write(to_buffer(frame));
   }
-  Status read(InFrame& frame) override {
+  Status read(InFrame& frame, uint64_t /*bytes_max*/) override {
     ByteBuffer buffer;
     if (!finished_ && stream_->Read(&buffer)) {
       SI_ASSIGN_OR_RETURN(frame, from_buffer(buffer));
@@ -142,6 +142,7 @@ Result<std::unique_ptr<Stream>> connect(const std::string& address, const Remote
   SI_ASSIGN_OR_RETURN(tls.pem_cert_chain,
                       pem(options.certificate, "client's certificate", "certificate"));
   SI_ASSIGN_OR_RETURN(tls.pem_private_key, pem(options.key, "client's key", "key"));
+  SI_RETURN_IF_ERROR(check_key_mode(options.key));
   grpc::ChannelArguments arguments;
   const int keepalive_ms = static_cast<int>(options.keepalive_seconds * 1e3);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, keepalive_ms);

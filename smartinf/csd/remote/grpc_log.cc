@@ -6,6 +6,7 @@
 #include <grpc/support/log.h>
 
 #include "smartinf/base/log.h"
+#include "smartinf/csd/remote/token_bucket.h"
 
 namespace smartinf::csd::wire {
 namespace {
@@ -14,8 +15,12 @@ std::atomic<bool> warns{false};
 
 void log_line(gpr_log_func_args* line) {
   const bool warning = line->severity == GPR_LOG_SEVERITY_ERROR && warns;
-  base::log(warning ? base::LogLevel::kWarning : base::LogLevel::kDebug,
-            std::string("gRPC: ") + line->message);
+  const std::string text = std::string("gRPC: ") + line->message;
+  if (warning) {
+    log_rarely("gRPC", text);
+  } else {
+    base::log(base::LogLevel::kDebug, text);
+  }
 }
 
 }  // namespace

@@ -30,6 +30,8 @@ constexpr uint64_t kBodyGrows = 8;
 // Each subgroup's weights begin on a cache line of their own.
 constexpr uint64_t kRegionAlignment = 64;
 constexpr std::chrono::seconds kTakeOverWait{10};
+constexpr std::chrono::seconds kNoticeWait{1};
+constexpr std::chrono::seconds kGiveWayWait{10};
 constexpr double kFarewellSeconds = 5;
 
 SessionId make_id() {
@@ -583,6 +585,18 @@ void HostedSession::answer(uint64_t number, const CommandBody&, Status status) {
   const std::lock_guard lock(mutex_);
   ++hosted_.counters().errors;
   push({DoneFrame{number, std::move(status).with_context(hosted_.name()), vitals_, {}}, {}});
+}
+
+bool session_gives_way(HostedDevice& device, const Peer& peer) {
+  const auto session = device.session();
+  if (session == nullptr || session->client().name != peer.name) return false;
+  const auto noticed = steady_clock::now() + kNoticeWait;
+  while (session->attached() && steady_clock::now() < noticed) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  if (session->attached()) return false;
+  session->end(Status(ErrorCode::kUnavailable, "the client has opened the device again"));
+  return session->wait_ended(kGiveWayWait);
 }
 
 }  // namespace smartinf::csd::wire

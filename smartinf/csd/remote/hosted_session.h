@@ -160,4 +160,9 @@ class HostedSession {
   std::jthread thread_;
 };
 
+/// The same client again, whose last session nobody is at: it was killed, and need not wait for its
+/// own lease. True: the device may be free now. Bound: a second until the end of the old connection
+/// is noticed, and ten for the end of the session.
+bool session_gives_way(HostedDevice& device, const Peer& peer);
+
 }  // namespace smartinf::csd::wire

@@ -1,21 +1,30 @@
 // The server's end of connections, over gRPC and TLS 1.3.
+#include <condition_variable>
+#include <map>
+#include <mutex>
 #include <string_view>
+#include <utility>
 
 #include <fmt/format.h>
+#include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/resource_quota.h>
+#include <grpcpp/security/auth_metadata_processor.h>
 #include <grpcpp/security/server_credentials.h>
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
 #include <grpcpp/support/method_handler.h>
 #include <grpcpp/support/sync_stream.h>
+#include <malloc.h>
 #include <sys/resource.h>
 
 #include "smartinf/base/file.h"
 #include "smartinf/base/log.h"
+#include "smartinf/csd/remote/acceptor.h"
 #include "smartinf/csd/remote/grpc_frame.h"
 #include "smartinf/csd/remote/grpc_log.h"
 #include "smartinf/csd/remote/grpc_tls.h"
 #include "smartinf/csd/remote/stream.h"
+#include "smartinf/csd/remote/token_bucket.h"
 
 namespace smartinf::csd::wire {
 namespace {
@@ -28,33 +37,148 @@ using grpc::ByteBuffer;
 constexpr uint64_t kPemBytesMax = uint64_t{1} << 20;
 constexpr int kHandshakeMs = 10'000;
 constexpr int kStreamsOfConnection = 8;
+// Of malloc: so many arenas, each of which keeps so much.
+constexpr int kArenasMax = 16;
+constexpr int kMallocKeeps = 4 << 20;
 // gRPC's own threads, beside one for each stream.
 constexpr int kPollers = 4;
 
+// Streams that a client may open without having been let in by one of them: at once, and a second.
+constexpr double kUnknownStreams = 256;
+constexpr double kUnknownStreamsPerSecond = 4;
+// The first two messages of a stream are read of so many of a client's at once: what it wants, and
+// of what model. Nobody knows yet how long they are, and gRPC takes them into memory as a whole.
+constexpr uint32_t kFirstMessages = 2;
+constexpr uint32_t kReadingMax = 4;
+constexpr std::chrono::seconds kReadingWait{20};
+// So many that were refused in a row are no client that tries again.
+constexpr uint64_t kRefusedMax = 100;
+
 using ServerSide = grpc::ServerReaderWriter<ByteBuffer, ByteBuffer>;
+
+std::string property(const grpc::AuthContext& auth, const char* name) {
+  const auto values = auth.FindPropertyValues(name);
+  return values.empty() ? std::string() : std::string(values[0].begin(), values[0].end());
+}
+
+/// Bounds the streams of a client that end before it was let in: gRPC 1.51 queues every stream that
+/// is opened, also one that was reset in the same breath, and its limit of concurrent ones does not
+/// count those. Asked before a stream is queued, so that what is refused here takes no memory.
+class StreamGate final : public grpc::AuthMetadataProcessor {
+ public:
+  bool IsBlocking() const override { return false; }
+  grpc::Status Process(const InputMetadata& /*metadata*/, grpc::AuthContext* auth,
+                       OutputMetadata* /*consumed*/, OutputMetadata* /*response*/) override {
+    const std::lock_guard lock(mutex_);
+    Client& client = find(property(*auth, kName));
+    if (client.streams.take()) return grpc::Status::OK;
+    ++client.refused;
+    return {grpc::StatusCode::RESOURCE_EXHAUSTED, "too many streams that were not used"};
+  }
+  /// A stream of the client was let in, and does not count.
+  void let_in(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    find(name).streams.give_back();
+  }
+  /// Whether one that was not refused is of a client that floods, which counts anew from there.
+  bool floods(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(find(name).refused, 0) > kRefusedMax;
+  }
+
+  /// False: too many of the client's streams are being read, for a long time.
+  bool begin_reading(const std::string& name) {
+    std::unique_lock lock(mutex_);
+    Client& client = find(name);
+    ++client.waiting;
+    const bool may =
+        read_.wait_for(lock, kReadingWait, [&] { return client.reading < kReadingMax; });
+    --client.waiting;
+    if (may) ++client.reading;
+    return may;
+  }
+  void end_reading(const std::string& name) {
+    const std::lock_guard lock(mutex_);
+    --find(name).reading;
+    read_.notify_all();
+  }
+
+  static constexpr const char* kName = "x509_common_name";
+
+ private:
+  struct Client {
+    TokenBucket streams{kUnknownStreams, kUnknownStreamsPerSecond};
+    uint64_t refused = 0;
+    uint32_t reading = 0;
+    uint32_t waiting = 0;
+  };
+  Client& find(const std::string& name) {
+    // Names are those of the authority's certificates; who was quiet for a while is forgotten.
+    if (clients_.size() >= kForget) {
+      std::erase_if(clients_, [](const auto& one) {
+        const Client& client = one.second;
+        return client.streams.full() && client.reading + client.waiting == 0;
+      });
+    }
+    return clients_[name];
+  }
+
+  static constexpr size_t kForget = 1024;
+  std::mutex mutex_;
+  std::condition_variable read_;
+  std::map<std::string, Client> clients_;
+};
 
 class ServerStream final : public Stream {
  public:
-  ServerStream(grpc::ServerContext& context, ServerSide& stream)
-      : context_(context), stream_(stream) {}
+  ServerStream(grpc::ServerContext& context, ServerSide& stream, const Peer& peer, StreamGate& gate,
+               Acceptor& acceptor)
+      : context_(context), stream_(stream), peer_(peer), gate_(gate), acceptor_(acceptor) {}
+  ~ServerStream() override { acceptor_.done(use_); }
   bool write(const OutFrame& frame) override { return stream_.Write(to_buffer(frame)); }
-  Status read(InFrame& frame) override {
+  Status read(InFrame& frame, uint64_t bytes_max) override {
+    if (messages_ >= kFirstMessages) return read_now(frame, bytes_max);
+    ++messages_;
+    if (!gate_.begin_reading(peer_.name)) {
+      return Status(ErrorCode::kBusy, "too many streams of one client begin at once");
+    }
+    const Status status = read_now(frame, bytes_max);
+    gate_.end_reading(peer_.name);
+    return status;
+  }
+  void cancel() override { context_.TryCancel(); }
+  void let_in() override {
+    gate_.let_in(peer_.name);
+    use_ = acceptor_.use(peer_.address);
+  }
+
+ private:
+  Status read_now(InFrame& frame, uint64_t bytes_max) {
     ByteBuffer buffer;
     if (!stream_.Read(&buffer)) {
       return Status(ErrorCode::kCancelled, "the connection has ended");
     }
+    if (buffer.Length() > bytes_max) {
+      return Status(
+          ErrorCode::kInvalidArgument,
+          fmt::format("a message of {} bytes where {} are the most", buffer.Length(), bytes_max));
+    }
     SI_ASSIGN_OR_RETURN(frame, from_buffer(buffer));
     return Status();
   }
-  void cancel() override { context_.TryCancel(); }
 
- private:
   grpc::ServerContext& context_;
   ServerSide& stream_;
+  const Peer& peer_;
+  StreamGate& gate_;
+  Acceptor& acceptor_;
+  uint64_t use_ = 0;
+  uint32_t messages_ = 0;  // read, or tried to
 };
 
-/// As generated code would be, but that its messages are byte buffers.
-class TalkService final : public grpc::Service {
+/// The server's method, as generated code would be, but that its messages are byte buffers; and all
+/// others, which it does not have.
+class TalkService final : public grpc::Service, public grpc::CallbackGenericService {
  public:
   explicit TalkService(std::function<void(Stream&, const Peer&)> talk) : talk_(std::move(talk)) {
     AddMethod(new grpc::internal::RpcServiceMethod(
@@ -66,26 +190,46 @@ class TalkService final : public grpc::Service {
             this)));
   }
 
+  const std::shared_ptr<StreamGate>& gate() const { return gate_; }
+  void set_acceptor(std::unique_ptr<Acceptor> acceptor) { acceptor_ = std::move(acceptor); }
+  Acceptor& acceptor() const { return *acceptor_; }
+
  private:
+  grpc::ServerGenericBidiReactor* CreateReactor(
+      grpc::GenericCallbackServerContext* context) override {
+    (void)cut_off(peer_of(*context));
+    return CallbackGenericService::CreateReactor(context);  // says that there is no such method
+  }
+
   grpc::Status talk(grpc::ServerContext& context, ServerSide& side) {
-    Peer peer;
-    peer.address = context.peer();
-    const auto auth = context.auth_context();
-    const auto property = [&](const char* name) {
-      const auto values = auth->FindPropertyValues(name);
-      return values.empty() ? std::string() : std::string(values[0].begin(), values[0].end());
-    };
-    peer.name = property("x509_common_name");
-    peer.certificate = property("x509_pem_cert");
-    if (!auth->IsPeerAuthenticated() || peer.name.empty()) {
-      return {grpc::StatusCode::UNAUTHENTICATED, "no certificate that names a client"};
+    const Peer peer = peer_of(context);
+    if (!context.auth_context()->IsPeerAuthenticated()) {
+      return {grpc::StatusCode::UNAUTHENTICATED, "no certificate of a client"};
     }
-    ServerStream stream(context, side);
+    if (cut_off(peer) || context.IsCancelled()) return grpc::Status::CANCELLED;
+    ServerStream stream(context, side, peer, *gate_, *acceptor_);
     talk_(stream, peer);
     return grpc::Status::OK;
   }
 
+  static Peer peer_of(const grpc::ServerContextBase& context) {
+    const auto auth = context.auth_context();
+    return {property(*auth, StreamGate::kName), property(*auth, "x509_pem_cert"), context.peer()};
+  }
+
+  /// Ends the connection of a client that floods.
+  bool cut_off(const Peer& peer) {
+    if (!gate_->floods(peer.name)) return false;
+    log_rarely("cut off", fmt::format("client {} ({}) opens streams and does not use them: its "
+                                      "connection is ended",
+                                      peer.name, peer.address));
+    acceptor_->cut(peer.address);
+    return true;
+  }
+
   const std::function<void(Stream&, const Peer&)> talk_;
+  const std::shared_ptr<StreamGate> gate_ = std::make_shared<StreamGate>();
+  std::unique_ptr<Acceptor> acceptor_;
 };
 
 class GrpcListener final : public Listener {
@@ -111,9 +255,13 @@ class GrpcListener final : public Listener {
     tls.pem_key_cert_pairs.push_back({std::move(key), std::move(certificate)});
 
     grpc::ServerBuilder builder;
-    int port = 0;
-    builder.AddListeningPort(options.address, grpc::SslServerCredentials(tls), &port);
+    const auto credentials = grpc::SslServerCredentials(tls);
+    credentials->SetAuthMetadataProcessor(service_.gate());
+    using Builder = grpc::ServerBuilder::experimental_type;
+    connections_ = builder.experimental().AddExternalConnectionAcceptor(
+        Builder::ExternalConnectionType::FROM_FD, credentials);
     builder.RegisterService(&service_);
+    builder.RegisterCallbackGenericService(&service_);
     builder.SetMaxReceiveMessageSize(static_cast<int>(kFrameBytesMax));
     builder.SetMaxSendMessageSize(-1);
     grpc::ResourceQuota quota("smartinf");
@@ -128,23 +276,29 @@ class GrpcListener final : public Listener {
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
     builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kHandshakeMs);
     builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kStreamsOfConnection);
-    // Two servers at one address would share its clients out at random.
-    builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+    Acceptor::Options bounds;
+    bounds.unacknowledged = std::chrono::milliseconds(keepalive_ms);
+    SI_ASSIGN_OR_RETURN(
+        auto acceptor, Acceptor::listen(options.address, bounds, [this](int socket) {
+          grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+          connection.fd = socket;
+          connections_->HandleNewConnection(&connection);
+        }));
+    service_.set_acceptor(std::move(acceptor));
     server_ = builder.BuildAndStart();
-    if (server_ == nullptr || port == 0) {
-      return Status(ErrorCode::kIo, fmt::format("cannot listen at {}", options.address),
-                    "Another program may have the port, or the address is not this machine's.");
+    if (server_ == nullptr) {
+      return Status(ErrorCode::kIo, "gRPC cannot serve with these certificates");
     }
-    port_ = static_cast<uint16_t>(port);
+    service_.acceptor().start();
     return Status();
   }
 
-  uint16_t port() const override { return port_; }
+  uint16_t port() const override { return service_.acceptor().port(); }
 
  private:
-  TalkService service_;
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> connections_;
+  TalkService service_;  // after it: its acceptor's thread passes connections on
   std::unique_ptr<grpc::Server> server_;
-  uint16_t port_ = 0;
 };
 
 }  // namespace
@@ -166,6 +320,12 @@ void prepare_to_listen() {
     (void)::setrlimit(RLIMIT_NOFILE, &files);
   }
   (void)speak_tls13_only();  // listen() says what is wrong
+  // A server with many threads would keep what each of them has freed: malloc_trim() does not give
+  // back the end of a thread's arena, and malloc by itself only from a size that grows with what
+  // was freed before.
+  (void)::mallopt(M_ARENA_MAX, kArenasMax);
+  (void)::mallopt(M_MMAP_THRESHOLD, kMallocKeeps);
+  (void)::mallopt(M_TRIM_THRESHOLD, kMallocKeeps);
 }
 
 }  // namespace smartinf::csd::wire

@@ -4,9 +4,12 @@
 #include <random>
 
 #include <openssl/ssl.h>
+#include <sys/stat.h>
 
+#include "smartinf/base/log.h"
 #include "smartinf/csd/remote/conversation.h"
 #include "smartinf/csd/remote/test_http2.h"
+#include "smartinf/csd/remote/test_odd_certificates.h"
 #include "smartinf/csd/remote/test_session.h"
 
 namespace smartinf::csd::wire {
@@ -153,6 +156,82 @@ TEST_F(RemoteClients, AMessageOf4GbEndsAtTheServersMemory) {
   EXPECT_LT(resident_bytes(), before + 2 * buffer_bytes_);
   EXPECT_EQ(server_->devices().front().memory_bytes, 0u);
   EXPECT_TRUE(peek_as(TestTrust::shared().client).ok());
+}
+
+/// What the log has said, in memory.
+class CaughtLog {
+ public:
+  CaughtLog() {
+    base::set_log_sink([this](base::LogLevel, std::string_view message) { text_ += message; });
+  }
+  ~CaughtLog() { base::set_log_sink({}); }
+  /// While nobody logs.
+  const std::string& text() const { return text_; }
+
+ private:
+  std::string text_;
+};
+
+TEST_F(RemoteClients, AFirstMessageIsShort) {
+  const CaughtLog log;
+  const auto say_hello = [&](size_t name_bytes) {
+    auto stream =
+        connect("localhost:" + std::to_string(server_->port()), TestTrust::shared().options());
+    ASSERT_TRUE(stream.ok());
+    Hello hello;
+    hello.device = std::string(name_bytes, '\x1b');
+    (void)(*stream)->write({encode(hello), {}});
+    InFrame frame;
+    const Status answer = (*stream)->read(frame);
+    const auto welcome = decode<Welcome>(frame);
+    EXPECT_TRUE(!answer.ok() || !welcome->outcome.status().ok());
+    EXPECT_LT(frame.bytes(), 4096u) << "it is sent back";
+  };
+  for (const size_t bytes : {size_t{65}, size_t{3000}, size_t{5000}, size_t{23} << 20}) {
+    say_hello(bytes);
+  }
+  EXPECT_TRUE(soon([&] { return server_->refused() == 4; }));
+  server_.reset();
+  EXPECT_LT(log.text().size(), 8192u);
+  EXPECT_EQ(log.text().find('\x1b'), std::string::npos);
+}
+
+TEST_F(RemoteClients, StreamsThatAreResetEndTheConnection) {
+  clients_ = {"trainer", "other"};
+  start_server();
+  const uint64_t before = resident_bytes();
+  RawHttp2 raw(server_->port(), authority().issue({.name = "other"}));
+  EXPECT_LT(raw.open_and_reset(200'000), 200'000u);
+  EXPECT_TRUE(raw.ended());
+  EXPECT_TRUE(peek_as(TestTrust::shared().client).ok()) << "another client";
+  EXPECT_LT(resident_bytes(), before + (uint64_t{300} << 20));
+  // Who did it may come again after a while.
+  EXPECT_TRUE(soon([&] { return peek_as(authority().issue({.name = "other"})).ok(); }));
+}
+
+TEST_F(RemoteClients, StreamsThatAreUsedAreNotCounted) {
+  for (int i = 0; i < 300; ++i) ASSERT_TRUE(peek_as(TestTrust::shared().client).ok()) << i;
+}
+
+TEST_F(RemoteClients, ACertificateMustSayForWhomItIs) {
+  const auto peek = [&](const std::vector<std::string>& names, bool for_clients) {
+    return peek_as(issue_odd(authority(), names, for_clients));
+  };
+  EXPECT_TRUE(peek({"trainer"}, true).ok());
+  EXPECT_EQ(peek({"trainer"}, false).code(), ErrorCode::kPermissionDenied);
+  EXPECT_EQ(peek({"trainer", "other"}, true).code(), ErrorCode::kPermissionDenied);
+  EXPECT_EQ(peek({"other", "trainer"}, true).code(), ErrorCode::kPermissionDenied);
+  EXPECT_EQ(peek({"trainer\n"}, true).code(), ErrorCode::kPermissionDenied);
+  EXPECT_FALSE(peek({}, true).ok());
+}
+
+TEST_F(RemoteClients, AKeyThatOthersMayReadIsNotUsed) {
+  const TestCertificate certificate = authority().issue({.name = "trainer"});
+  ASSERT_EQ(::chmod(certificate.key.c_str(), 0644), 0);
+  const Status open = peek_as(certificate);
+  ASSERT_EQ(::chmod(certificate.key.c_str(), 0600), 0);
+  EXPECT_EQ(open.code(), ErrorCode::kPermissionDenied);
+  EXPECT_THAT(open.to_string(), HasSubstr("chmod 600"));
 }
 
 TEST_F(RemoteClients, AThousandConnectionsKeepNobodyOut) {

@@ -161,6 +161,35 @@ TEST_F(RemoteSession, AClientThatWasKilledMayComeAgainAtOnce) {
   proxy_->stall(false, false);
 }
 
+TEST_F(RemoteSession, AClientThatWasKilledWhileItMadeAStateMayBeginAgain) {
+  source_ = remote_source(remote());
+  auto device = source_->create(layout_, share_);
+  ASSERT_TRUE(device.ok()) << device.status().to_string();
+  const auto again = remote_source(test_remote(server_->port(), "fast0"));
+  EXPECT_EQ(again->erase().code(), ErrorCode::kBusy) << "it is there";
+  proxy_->stall(true, true);
+  ASSERT_TRUE(soon([&] { return !server_->devices().front().attached; }));
+  EXPECT_TRUE(again->erase().ok());
+  EXPECT_FALSE(drive_->holds_store());
+  EXPECT_TRUE(again->create(layout_, share_).ok());
+  proxy_->cut();
+  proxy_->stall(false, false);
+}
+
+/// What others have committed, or a training that is away for a moment, is not deleted so.
+TEST_F(RemoteSession, ACommittedStateIsNotDeletedUnderItsSession) {
+  ASSERT_OK(create());
+  ASSERT_OK(step(1));
+  proxy_->stall(true, true);
+  ASSERT_TRUE(soon([&] { return !server_->devices().front().attached; }));
+  const auto again = remote_source(test_remote(server_->port(), "fast0"));
+  EXPECT_EQ(again->erase().code(), ErrorCode::kBusy);
+  proxy_->cut();
+  proxy_->stall(false, false);
+  ASSERT_OK(step(2));
+  expect_state_after(2);
+}
+
 TEST_F(RemoteSession, ANewStateThatIsGivenUpIsDeleted) {
   source_ = remote_source(remote());
   auto device = source_->create(layout_, share_);

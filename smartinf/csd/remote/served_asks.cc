@@ -114,6 +114,16 @@ class Asked {
   }
   Answer operator()(const Erase&) {
     auto lease = served_.device.lease(served_.peer.name);
+    if (!lease.ok()) {
+      // Its own session that made a new state and was killed: nothing is lost with it.
+      const auto state = source_.peek();
+      if (state.ok() && *state && !(*state)->initialized &&
+          session_gives_way(served_.device, served_.peer)) {
+        lease = served_.device.lease(served_.peer.name);
+        const auto left = source_.peek();
+        if (lease.ok() && left.ok() && !*left) return Erased{};  // with the session
+      }
+    }
     if (!lease.ok()) return Outcome(lease.status());
     const Status status = source_.erase();
     note(served_, "erased", status);

@@ -13,9 +13,11 @@
 
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/certificates/certificates.h"
 #include "smartinf/csd/remote/hosted_session.h"
 #include "smartinf/csd/remote/protocol_fields.h"
 #include "smartinf/csd/remote/served_asks.h"
+#include "smartinf/csd/remote/token_bucket.h"
 
 namespace smartinf::csd {
 namespace {
@@ -25,8 +27,11 @@ using base::Result;
 using base::Status;
 using namespace wire;
 
-// A client has so long to say what it wants.
+// A client has so long to say what it wants, and so much room for it.
 constexpr double kHelloSeconds = 20;
+constexpr uint64_t kHelloBytesMax = 4096;
+// Names of devices in the server's file are no longer; one that is, is not repeated.
+constexpr size_t kNameBytesMax = 64;
 constexpr std::chrono::seconds kHousekeeping{1};
 constexpr std::chrono::seconds kStopWait{10};
 constexpr std::chrono::seconds kStopWaitMore{120};
@@ -80,14 +85,14 @@ class StreamServer final : public Server {
   void talk(Stream& stream, const Peer& peer);
   Result<HostedDevice*> welcome(Stream& stream, const Peer& peer, Hello& hello);
   void serve_session(Stream& stream, const Peer& peer, HostedDevice& device);
-  static bool give_way(HostedDevice& device, const Peer& peer);
   void keep_house(const std::stop_token& stop);
   bool revoked(const Peer& peer) const { return options_.revoked && options_.revoked(peer); }
+  /// Whether a certificate of the authority is one that a client may show here.
+  Status check_certificate(const Peer& peer) const;
   void refuse(const Peer& peer, const std::string& device, const Status& why) {
     ++refused_;
-    base::log(base::LogLevel::kWarning,
-              fmt::format("client {} ({}), device {}: refused: {}", peer.name, peer.address, device,
-                          why.to_string()));
+    log_rarely("refused", fmt::format("client {} ({}), device {}: refused: {}", peer.name,
+                                      peer.address, device, why.to_string()));
   }
 
   ServerOptions options_;
@@ -103,19 +108,33 @@ class StreamServer final : public Server {
   std::jthread housekeeper_;
 };
 
+Status StreamServer::check_certificate(const Peer& peer) const {
+  const auto name = client_name(peer.certificate);
+  if (!name.ok()) return name.status();
+  if (!revoked(peer)) return Status();
+  return Status(ErrorCode::kPermissionDenied,
+                fmt::format("the certificate of client {} was revoked", peer.name),
+                "Ask whoever runs the server for a new one.");
+}
+
 /// The device that a stream is for, once it was said hello to.
 Result<HostedDevice*> StreamServer::welcome(Stream& stream, const Peer& peer, Hello& hello) {
   InFrame frame;
   {
     const Deadline deadline(stream, kHelloSeconds);
-    SI_RETURN_IF_ERROR(stream.read(frame));
+    SI_RETURN_IF_ERROR(stream.read(frame, kHelloBytesMax));
   }
   Welcome answer;
-  Status wrong;
+  Status wrong = check_certificate(peer);
   HostedDevice* device = nullptr;
   const auto said = decode<Hello>(frame);
-  if (said.ok()) hello = *said;
-  if (!said.ok() || hello.magic != kProtocolMagic) {
+  if (said.ok() && said->device.size() <= kNameBytesMax) hello = *said;
+  if (!wrong.ok()) {
+  } else if (said.ok() && said->device.size() > kNameBytesMax) {
+    wrong = Status(ErrorCode::kInvalidArgument,
+                   fmt::format("a device's name has {} bytes at most, and this one {}",
+                               kNameBytesMax, said->device.size()));
+  } else if (!said.ok() || hello.magic != kProtocolMagic) {
     wrong = Status(ErrorCode::kInvalidArgument, "this is no smartinf client");
   } else if (hello.version != kProtocolVersion) {
     wrong = Status(ErrorCode::kMismatch,
@@ -148,8 +167,10 @@ Result<HostedDevice*> StreamServer::welcome(Stream& stream, const Peer& peer, He
 void StreamServer::talk(Stream& stream, const Peer& peer) {
   {
     const std::lock_guard lock(mutex_);
-    const uint32_t most =
-        options_.client_streams_max * static_cast<uint32_t>(std::max<size_t>(devices_.size(), 1));
+    // No client takes more than half of what there is.
+    const uint32_t most = std::min<uint32_t>(
+        options_.client_streams_max * static_cast<uint32_t>(std::max<size_t>(devices_.size(), 1)),
+        options_.listen.streams_max / 2);
     if (stopping_ || streams_[peer.name] >= most) {
       refuse(peer, "?",
              Status(ErrorCode::kBusy,
@@ -160,18 +181,11 @@ void StreamServer::talk(Stream& stream, const Peer& peer) {
     open_[&stream] = peer;
   }
   Hello hello;
-  if (revoked(peer)) {
-    refuse(peer, "?", Status(ErrorCode::kPermissionDenied, "its certificate was revoked"));
-    const Welcome answer{kProtocolMagic, kProtocolVersion,
-                         Status(ErrorCode::kPermissionDenied,
-                                fmt::format("the certificate of client {} was revoked", peer.name),
-                                "Ask whoever runs the server for a new one.")};
-    const Deadline deadline(stream, kHelloSeconds);
-    InFrame frame;
-    if (stream.read(frame).ok()) (void)stream.write({encode(answer), {}});
-  } else if (auto device = welcome(stream, peer, hello); !device.ok()) {
+  hello.device = "?";  // while it is not known
+  if (auto device = welcome(stream, peer, hello); !device.ok()) {
     refuse(peer, hello.device, device.status());
   } else {
+    stream.let_in();
     ServedStream served{stream, peer, **device};
     switch (hello.purpose) {
       case Purpose::kAsk:
@@ -200,13 +214,14 @@ void StreamServer::serve_session(Stream& stream, const Peer& peer, HostedDevice&
     if (!stream.read(frame).ok()) return;
   }
   auto request = decode<Attach>(frame);
+  frame = {};  // of a large model some MB
   std::shared_ptr<HostedSession> session;
   Status wrong = request.status();
   const bool fresh = request.ok() && !request->session;
   if (fresh) {
     const HostedSession::Limits limits{std::chrono::duration<double>(options_.lease_seconds)};
     auto opened = HostedSession::open(device, peer, *request, limits);
-    if (opened.status().code() == ErrorCode::kBusy && give_way(device, peer)) {
+    if (opened.status().code() == ErrorCode::kBusy && session_gives_way(device, peer)) {
       opened = HostedSession::open(device, peer, *request, limits);
     }
     wrong = opened.status();
@@ -242,17 +257,6 @@ void StreamServer::serve_session(Stream& stream, const Peer& peer, HostedDevice&
   answer.outcome = wrong;
   const Deadline deadline(stream, kHelloSeconds);
   (void)stream.write({encode(answer), {}});
-}
-
-/// The same client again, whose last session nobody is at: it was killed, and need not wait for its
-/// own lease. True: the device may be free now.
-bool StreamServer::give_way(HostedDevice& device, const Peer& peer) {
-  const auto session = device.session();
-  if (session == nullptr || session->client().name != peer.name || session->attached()) {
-    return false;
-  }
-  session->end(Status(ErrorCode::kUnavailable, "the client has opened the device again"));
-  return session->wait_ended(kStopWait);
 }
 
 /// Ends sessions and streams of clients whose certificates were revoked. Blocks on nobody.

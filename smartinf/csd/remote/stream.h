@@ -24,10 +24,15 @@ class Stream {
   /// Waits until the other side, or what lies between, takes it. False: the stream is broken.
   virtual bool write(const OutFrame& frame) = 0;
   /// The next one; waits for it. Errors: kCancelled, the stream has ended or was cancelled (the
-  /// client's says why); kCorrupt.
-  virtual base::Status read(InFrame& frame) = 0;
+  /// client's says why); kCorrupt; kInvalidArgument, it is longer than bytes_max, of which nothing
+  /// is kept.
+  virtual base::Status read(InFrame& frame, uint64_t bytes_max) = 0;
+  base::Status read(InFrame& frame) { return read(frame, kFrameBytesMax); }
   /// Ends it: write() and read() fail, also those that wait.
   virtual void cancel() = 0;
+  /// The server's: who is there has said what it wants, and may have it. Streams and connections
+  /// without that are few.
+  virtual void let_in() {}
 };
 
 /// Who is at the other end, by his certificate.

@@ -17,11 +17,10 @@ namespace smartinf::csd::wire {
 
 class RawHttp2 {
  public:
-  /// With the client's certificate.
-  explicit RawHttp2(uint16_t port) : context_(SSL_CTX_new(TLS_client_method())) {
-    const TestTrust& trust = TestTrust::shared();
-    SSL_CTX_use_certificate_file(context_, trust.client.certificate.c_str(), SSL_FILETYPE_PEM);
-    SSL_CTX_use_PrivateKey_file(context_, trust.client.key.c_str(), SSL_FILETYPE_PEM);
+  explicit RawHttp2(uint16_t port, const TestCertificate& certificate = TestTrust::shared().client)
+      : context_(SSL_CTX_new(TLS_client_method())) {
+    SSL_CTX_use_certificate_file(context_, certificate.certificate.c_str(), SSL_FILETYPE_PEM);
+    SSL_CTX_use_PrivateKey_file(context_, certificate.key.c_str(), SSL_FILETYPE_PEM);
     const unsigned char protocols[] = {2, 'h', '2'};
     SSL_CTX_set_alpn_protos(context_, protocols, sizeof protocols);
     connection_ = SSL_new(context_);
@@ -39,18 +38,9 @@ class RawHttp2 {
   /// the server takes, at most so much, until the server ends the call or the connection, which it
   /// must within ten seconds of the last byte. Returns the bytes of it that were sent.
   uint64_t send_message(uint32_t announced, uint64_t at_most) {
-    // Fields that are not kept in HPACK's table; names of its static table by their number.
-    const auto field = [](std::string name, const std::string& value) {
-      return name + static_cast<char>(value.size()) + value;
-    };
     std::string message{0};
     for (int shift = 24; shift >= 0; shift -= 8) message += static_cast<char>(announced >> shift);
-    write("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, "") +
-          frame(1, 4, 1,
-                "\x83\x87" + field("\x04", kMethodPath) + field("\x01", "localhost") +
-                    field("\x0f\x10", "application/grpc") +
-                    field(std::string("\0\x02te", 4), "trailers")) +
-          frame(0, 0, 1, message));
+    write(kPreface + frame(4, 0, 0, "") + frame(1, 4, 1, call()) + frame(0, 0, 1, message));
     uint64_t sent = 0;
     const std::string some(16000, 'x');
     while (!ended_) {
@@ -69,24 +59,47 @@ class RawHttp2 {
     }
     return sent;
   }
+  /// Opens calls and resets each in the same breath, at most so many, until the server ends the
+  /// connection. Returns their number.
+  uint32_t open_and_reset(uint32_t at_most) {
+    write(kPreface + frame(4, 0, 0, ""));
+    uint32_t opened = 0;
+    while (!ended_ && opened < at_most) {
+      std::string some;
+      for (int i = 0; i < 100; ++i, ++opened) {
+        some += frame(1, 4, 2 * opened + 1, call()) + frame(3, 0, 2 * opened + 1, {0, 0, 0, 8});
+      }
+      write(some);
+      pollfd ready{socket_, POLLIN, 0};
+      while (!ended_ && (SSL_pending(connection_) > 0 || ::poll(&ready, 1, 0) == 1)) read();
+    }
+    return opened;
+  }
   /// The server has ended the call or the connection.
   bool ended() const { return ended_; }
 
  private:
   static constexpr const char* kMethodPath = "/smartinf.remote.v1.Device/Talk";
 
-  static std::string frame(char type, char flags, char stream, const std::string& content) {
+  static const inline std::string kPreface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+  static std::string frame(char type, char flags, uint32_t stream, const std::string& content) {
     const auto size = static_cast<uint32_t>(content.size());
-    const std::string head{static_cast<char>(size >> 16),
-                           static_cast<char>(size >> 8),
-                           static_cast<char>(size),
-                           type,
-                           flags,
-                           0,
-                           0,
-                           0,
-                           stream};
+    std::string head;
+    for (int shift = 16; shift >= 0; shift -= 8) head += static_cast<char>(size >> shift);
+    head += type;
+    head += flags;
+    for (int shift = 24; shift >= 0; shift -= 8) head += static_cast<char>(stream >> shift);
     return head + content;
+  }
+  /// The fields that begin a call: none is kept in HPACK's table, and names of its static table are
+  /// given by their number.
+  static std::string call() {
+    const auto field = [](std::string name, const std::string& value) {
+      return name + static_cast<char>(value.size()) + value;
+    };
+    return "\x83\x87" + field("\x04", kMethodPath) + field("\x01", "localhost") +
+           field("\x0f\x10", "application/grpc") + field(std::string("\0\x02te", 4), "trailers");
   }
   static uint32_t number(const std::string& text, size_t at) {
     uint32_t value = 0;
@@ -123,7 +136,7 @@ class RawHttp2 {
     }
     if (type == 6 && (flags & 1) == 0) write(frame(6, 1, 0, content));
     if (type == 8) (stream == 0 ? room_ : stream_room_) += number(content, 0);
-    if (type == 3 || type == 7 || (type == 1 && (flags & 1) != 0)) ended_ = true;
+    if (type == 7 || (type == 3 && stream == 1) || (type == 1 && (flags & 1) != 0)) ended_ = true;
   }
 
   SSL_CTX* context_;

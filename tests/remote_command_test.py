@@ -246,6 +246,40 @@ class Remote(WithServers):
         self.assertTrue(self.handshakes_with(ssl.TLSVersion.TLSv1_3))
         self.assertFalse(self.handshakes_with(ssl.TLSVersion.TLSv1_2))
 
+    def test_a_port_in_use_is_one_sentence(self):
+        for key, what in (("listen", self.server.port), ("metrics", self.server.metrics_port)):
+            second = Server(self.authority, self.folder / f"second_at_{key}")
+            text = re.sub(rf'(?m)^{key} = ".*"$', f'{key} = "127.0.0.1:{what}"', second.file.read_text(encoding="utf-8"))
+            second.file.write_text(text, encoding="utf-8")
+            told = run("serve", str(second.file))
+            self.assertEqual(told.returncode, 1, told)
+            self.assertIn("is in use by another process", told.stderr)
+            self.assertIn(f"127.0.0.1:{what}", told.stderr)
+            self.assertEqual(told.stderr.count("\n"), 1, told.stderr)
+
+    def test_what_is_kept_is_for_no_other_user(self):
+        url = self.server.url("fast2")
+        self.done(*self.step(url))
+        state = self.server.folder / "fast2" / "smartinf.state"
+        self.assertEqual(state.stat().st_mode & 0o777, 0o600)
+        # Made by another umask.
+        with Server(self.authority, self.folder / "open") as server:
+            self.done(*self.step(server.url()))
+            server.end()
+            kept = server.folder / "fast0" / "smartinf.state"
+            kept.chmod(0o644)
+            server.start()
+            self.assertIn(f"other users of this machine can read {kept}", server.log())
+
+    def test_strangers_are_in_the_log_with_their_addresses(self):
+        with socket.create_connection(("127.0.0.1", self.server.port)) as stranger:
+            address = "%s:%d" % stranger.getsockname()
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while stranger.recv(4096):
+                pass
+        self.until(lambda: address in self.server.log())
+        self.assertLess(max(map(len, self.server.log().splitlines())), 3000)
+
     def test_it_ends_at_a_signal_and_goes_on_at_the_next_start(self):
         with Server(self.authority, self.folder / "second") as server:
             self.done(*self.step(server.url()))

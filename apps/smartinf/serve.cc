@@ -10,6 +10,7 @@
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "smartinf/base/log.h"
@@ -36,12 +37,18 @@ using base::Status;
 /// Days before its certificate expires from which a server says so when it starts.
 constexpr int64_t kSoonDays = 30;
 
-/// One line of text for each message, whatever a client has put into it.
+/// Of a message in the log, before its control characters are written out.
+constexpr size_t kLineBytesMax = 2000;
+
+/// One line of text for each message, of a bounded length, whatever a client has put into it.
 std::string one_line(std::string_view text) {
   std::string out;
-  for (const char c : text) {
+  for (const char c : text.substr(0, kLineBytesMax)) {
     const auto byte = static_cast<unsigned char>(c);
     out += byte < 0x20 || byte == 0x7f ? fmt::format("\\x{:02x}", byte) : std::string(1, c);
+  }
+  if (text.size() > kLineBytesMax) {
+    out += fmt::format("... ({} bytes more)", text.size() - kLineBytesMax);
   }
   return out;
 }
@@ -109,6 +116,26 @@ csd::ServedDevice served(const ServeDevice& device) {
   return result;
 }
 
+/// What was made before by another umask: weights that every user of this machine may read.
+void warn_of_open_files(const ServeFile& file) {
+  for (const ServeDevice& device : file.devices) {
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator(device.path, error)) {
+      const std::string name = entry.path().filename().string();
+      const bool ours = name.starts_with("smartinf.state") || name.starts_with("smartinf.spool");
+      const auto open = std::filesystem::perms::group_all | std::filesystem::perms::others_all;
+      if (!ours || !entry.is_regular_file(error) ||
+          (entry.status(error).permissions() & open) == std::filesystem::perms::none) {
+        continue;
+      }
+      base::log(
+          base::LogLevel::kWarning,
+          fmt::format("device {}: other users of this machine can read {}: chmod 600 closes it",
+                      device.name, entry.path().string()));
+    }
+  }
+}
+
 /// Whether the drives are still there.
 Status health(const ServeFile& file) {
   for (const ServeDevice& device : file.devices) {
@@ -126,6 +153,7 @@ int run_serve(const std::string& path) {
                          "Install libgrpc++-dev and libssl-dev (Debian, Ubuntu) and build again."));
   }
   csd::prepare_to_serve();  // before there are threads
+  ::umask(077);             // what clients keep here is for no other user of this machine
   Result<ServeFile> file = read_serve_file(path);
   if (!file.ok()) {
     const bool usage = file.status().code() == ErrorCode::kInvalidArgument;
@@ -161,6 +189,7 @@ int run_serve(const std::string& path) {
       return list->is_revoked(peer.certificate);
     };
   }
+  warn_of_open_files(*file);
   std::vector<std::string> paths;
   for (const ServeDevice& device : file->devices) {
     options.devices.push_back(served(device));

@@ -400,5 +400,23 @@ class Bench(unittest.TestCase):
             self.assertGreater(sum(e["ph"] == "X" and e["dur"] > 0 for e in events), 100)
 
 
+class Interrupted(unittest.TestCase):
+    def test_while_torch_is_loaded(self):
+        """A signal that comes between the command and the program that it goes on as, which has torch to load first."""
+        torch = pathlib.Path(COMMAND).with_name("smartinf-torch")
+        if not torch.exists():
+            self.skipTest("built without torch")
+        with tempfile.TemporaryDirectory() as folder:
+            command = pathlib.Path(shutil.copy2(COMMAND, folder))
+            between = command.with_name("smartinf-torch")
+            for number in ("INT", "TERM"):
+                between.write_text(f'#!/bin/sh\nkill -{number} $$\nexec "{torch}" "$@"\n', encoding="utf-8")
+                between.chmod(0o755)
+                done = subprocess.run([command, "train", ROOT / "recipes/quickstart.toml", "--print-config"],
+                                      capture_output=True, text=True, timeout=120, check=False)
+                self.assertEqual(done.returncode, 130, done)
+                self.assertIn("interrupted", done.stderr)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -13,13 +13,45 @@
 #include "apps/smartinf/commands.h"
 
 namespace smartinf::apps {
+namespace {
 
-Interrupt::Interrupt(const char* saying) {
+constexpr int kSignals[] = {SIGINT, SIGTERM};
+
+sigset_t signal_set() {
   sigset_t signals;
   sigemptyset(&signals);
-  sigaddset(&signals, SIGINT);
-  sigaddset(&signals, SIGTERM);
+  for (const int signal : kSignals) sigaddset(&signals, signal);
+  return signals;
+}
+
+void end_process(int /*signal*/) {
+  constexpr char kText[] = "\nsmartinf: interrupted\n";
+  (void)!::write(STDERR_FILENO, kText, sizeof kText - 1);
+  _exit(kExitInterrupted);
+}
+
+}  // namespace
+
+void end_at_signals() {
+  for (const int signal : kSignals) {
+    struct sigaction action {};
+    // One that is ignored, as that of a job in the background, stays so.
+    if (::sigaction(signal, nullptr, &action) != 0 || action.sa_handler != SIG_DFL) continue;
+    action.sa_handler = end_process;
+    (void)::sigaction(signal, &action, nullptr);
+  }
+  const sigset_t signals = signal_set();
+  pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
+}
+
+void hold_signals() {
+  const sigset_t signals = signal_set();
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+}
+
+Interrupt::Interrupt(const char* saying) {
+  const sigset_t signals = signal_set();
+  hold_signals();
   waiter_ = std::jthread(
       [this, signals, text = std::string("\nsmartinf: ") + saying + "\n"](std::stop_token end) {
         pthread_setname_np(pthread_self(), "interrupt");

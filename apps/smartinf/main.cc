@@ -15,6 +15,7 @@
 #include "smartinf/kernels/update.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/interrupt.h"
 #include "apps/smartinf/recipe_flags.h"
 
 namespace smartinf::apps {
@@ -236,6 +237,7 @@ int report(const base::Status& status, int code) {
 }  // namespace smartinf::apps
 
 int main(int argc, char** argv) {
+  smartinf::apps::end_at_signals();
   // Writing beyond the limit of file sizes is then an error that is reported, and does not end the
   // process.
   std::signal(SIGXFSZ, SIG_IGN);

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/interrupt.h"
 
 namespace smartinf::apps {
 
@@ -21,6 +22,7 @@ std::optional<int> run_with_torch(std::string_view command, char** arguments) {
   std::error_code failed;
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe", failed);
   const std::filesystem::path with_torch = self.parent_path() / "smartinf-torch";
+  hold_signals();  // loading torch takes longer than a quick Ctrl-C
   if (!failed) ::execv(with_torch.c_str(), arguments);
   const std::string reason = failed ? failed.message() : std::strerror(errno);
   return report(base::Status(

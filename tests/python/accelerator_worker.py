@@ -1,4 +1,4 @@
-"""On the test accelerator: accelerator_worker.py LIBRARY DEVICE offload|stream. Fails where bits differ."""
+"""On the test accelerator: accelerator_worker.py LIBRARY DEVICE offload|stream|overlap. Fails where bits differ."""
 
 import contextlib
 import ctypes
@@ -93,5 +93,35 @@ def stream():
         assert peak < weights / 2, (peak, weights)
 
 
+def overlap():
+    """Weights that are copied to the accelerator, used by themselves, and written in the middle."""
+    import smartinf
+
+    def trained(overlap):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4))).to(NAME)
+        options = {"overlap": overlap, "model": model} if overlap else {}
+        device, found = {"path": f"{sys.argv[2]}-{overlap}", "bandwidth": 3e7}, []
+        with smartinf.AdamW(
+            model.named_parameters(), lr=1e-2, devices=[device], release_gradients=True, max_grad_norm=0, **options
+        ) as adamw:
+            for step in range(4):
+                x = torch.randn(16, 300, generator=torch.Generator().manual_seed(step)).to(NAME)
+                loss = (model(x @ model[3].weight.t()) + x @ model[2].weight.detach()).square().mean()
+                loss.backward()
+                adamw.step()
+                adamw.zero_grad()
+                model[1].weight.data[100:200] = 0.01 * step
+                found.append(loss.detach().cpu())
+        return found, [param.detach().cpu() for param in model.parameters()]
+
+    losses, weights = trained(None)
+    assert (weights[2][100:200] - 0.03).abs().max() == 0
+    for how in ("late", "early"):
+        made, there = trained(how)
+        assert made == losses, how
+        assert all(torch.equal(a, b) for a, b in zip(there, weights, strict=True)), how
+
+
 load(sys.argv[1])
-{"offload": offload, "stream": stream}[sys.argv[3]]()
+{"offload": offload, "stream": stream, "overlap": overlap}[sys.argv[3]]()

@@ -501,7 +501,7 @@ def test_an_open_core_lends_its_spool_and_takes_it_away_when_it_is_closed(device
     assert _core.Updater({"devices": [{"path": device}]}, ["weight"], [[1000]]).spool() is None
 
 
-@pytest.mark.parametrize("what", ["offload", "stream"])
+@pytest.mark.parametrize("what", ["offload", "stream", "overlap"])
 def test_on_an_accelerator_with_late_copies(what, device):
     """The one of tests/accelerator, in a process of its own, which can have only one."""
     built = pathlib.Path(os.environ.get("SMARTINF_BINARY_DIR", ""))

@@ -6,6 +6,7 @@
 
 #include "smartinf/base/units.h"
 #include "smartinf/engine/memory.h"
+#include "smartinf/model/config_counts.h"
 #include "smartinf/train/frozen_weights.h"
 
 namespace smartinf::train {
@@ -35,22 +36,8 @@ base::Status can_stream(const Options& options, const engine::UpdaterOptions& up
 
 plan::TrainingModel training_model(const model::Architecture& model, const Options& options,
                                    const plan::ParameterSpace& space) {
-  plan::TrainingModel shape;
-  shape.parameters = model::make_units(model).back().end();
-  shape.layers = model.layers;
-  shape.width = model.width;
-  shape.heads = model.heads;
-  shape.query_width = model.query_width();
-  shape.kv_width = model.kv_width();
-  // Of a token, in all experts that it goes through.
-  shape.mlp_width = uint64_t{model.mlp_width} * std::max(1u, model.experts_per_token);
-  shape.gated = model.gated;
-  shape.vocabulary = model.vocabulary;
-  shape.tokens = uint64_t{options.train.micro_batch} * options.data.sequence;
-  shape.tied = model.tied_head;
-  // Gate and up are one parameter to the trainer, and so are query, key and value.
-  shape.largest_parameter = shape.width * std::max({shape.vocabulary, 2 * uint64_t{model.mlp_width},
-                                                    shape.query_width + 2 * shape.kv_width});
+  plan::TrainingModel shape =
+      model::training_model(model, uint64_t{options.train.micro_batch} * options.data.sequence);
   if (!options.lora.on()) return shape;
   shape.adapters = space.count();
   shape.largest_parameter = 0;

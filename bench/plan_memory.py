@@ -123,8 +123,8 @@ def planned(model, way, machine, folder, unfit=False):
                            *([] if unfit else ["--recipe", folder / "recipe.toml"]), "--json"]))
     if way.get("python"):
         name = "Python, release_gradients=True" if way.get("release") else "Python"
-        return next(one["host_bytes"] for one in plan["uses"] if one["with"] == name)
-    key = "memory_host_bytes" if way.get("where") == "memory" else "host_bytes"
+        return next(one["expected_host_bytes"] for one in plan["uses"] if one["with"] == name)
+    key = "memory_host_bytes" if way.get("where") == "memory" else "expected_host_bytes"
     return plan[key if way.get("checkpoints") else key + "_without_checkpoints"]
 
 

@@ -145,6 +145,18 @@ class PlanRuns(unittest.TestCase):
                 self.assertEqual(plan["overlap"], overlap)
                 self.assertEqual(rows[1]["overlap"], overlap)
 
+    def test_memory_is_what_train_plans_for_the_recipe(self):
+        for name, flags in (("keep", ["--recompute", "false"]), ("f32", ["--precision", "f32"]),
+                            ("sums", ["--accumulation", "4"]), ("select", ["--method", "su+o+c"])):
+            with self.subTest(name):
+                plan = self.plan("memory_" + name, *flags, model="large")
+                told = subprocess.run(self.command("memory_" + name, "--print-plan"), capture_output=True, text=True)
+                planned = re.search(r"memory: ([0-9.]+) ([KMG]iB) of the host's memory are planned", told.stdout)
+                self.assertIsNotNone(planned, told)
+                # The process differs by some pages, and texts are rounded.
+                self.assertLess(abs(float(planned[1]) * UNITS[planned[2]] - plan["host_bytes"]), 12 << 20, told.stdout)
+                self.assertLessEqual(plan["expected_host_bytes"], plan["host_bytes"])
+
     def test_compressed_gradients(self):
         # A step of the plan has its part of the residual that is written in every sixteenth.
         plan, rows = self.row("compressed", "--method", "su+o+c", steps=16)

@@ -1,4 +1,5 @@
 // `smartinf plan`: what a model needs of a machine, and which method and state format to take.
+#include <algorithm>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -90,6 +91,9 @@ void print_json(const sim::Plan& plan) {
                     {"streaming", streaming_of(one.need)},
                     {"gpu_bytes", one.need.gpu_bytes},
                     {"host_bytes", one.need.host_bytes},
+                    {"expected_host_bytes", one.need.expected_host_bytes},
+                    {"memory_budget", one.need.memory_budget},
+                    {"gradients_in_memory_bytes", one.need.plan.gradient_memory_bytes},
                     {"device_bytes", one.need.drive_bytes},
                     {"gpu_parts", parts(one.need.gpu_parts)},
                     {"host_parts", parts(one.need.host_parts)}});
@@ -99,7 +103,7 @@ void print_json(const sim::Plan& plan) {
     sim::TrainingUse use = plan.use;
     use.recompute = recompute;
     use.in_memory = in_memory;
-    return sim::memory_need(plan.model, plan.machine, best.options, use).host_bytes;
+    return sim::memory_need(plan.model, plan.machine, best.options, use).expected_host_bytes;
   };
   const ordered_json all{{"model", plan.model.name},
                          {"parameters", plan.model.parameters()},
@@ -116,7 +120,8 @@ void print_json(const sim::Plan& plan) {
                          {"streaming", streaming_of(best.need)},
                          {"gpu_bytes", best.need.gpu_bytes},
                          {"host_bytes", best.need.host_bytes},
-                         {"host_bytes_without_checkpoints", host_bytes(false, false)},
+                         {"expected_host_bytes", best.need.expected_host_bytes},
+                         {"expected_host_bytes_without_checkpoints", host_bytes(false, false)},
                          {"memory_host_bytes", host_bytes(true, true)},
                          {"memory_host_bytes_without_checkpoints", host_bytes(false, true)},
                          {"device_bytes", best.need.drive_bytes},
@@ -143,25 +148,29 @@ void print_plan(const sim::Plan& plan) {
   const bool gpu = plan.machine.gpu.name != "none";
   const auto [ranks, machines] = std::pair(best.options.ranks, best.options.machines);
   const sim::PlanResult result = sim::plan_result(plan);
-  fmt::print("{}: {:.2f} B parameters on {}{} ({}, {} x {}){}\n{}\n", plan.model.name,
-             static_cast<double>(plan.model.parameters()) / 1e9,
-             machines > 1 ? fmt::format("{} x ", machines) : "", plan.machine.name,
-             gpu ? plan.machine.gpu.name : "no GPU", plan.machine.device_count(),
+  fmt::print("{}: {} on {}{} ({}, {} x {}){}\n{}\n", plan.model.name,
+             sim::parameters_text(plan.model), machines > 1 ? fmt::format("{} x ", machines) : "",
+             plan.machine.name, gpu ? plan.machine.gpu.name : "no GPU", plan.machine.device_count(),
              plan.machine.devices.front().name,
              ranks > 1 ? fmt::format(", {} ranks; memory and bytes of one", ranks) : "",
              result.headline);
   for (const std::string& remark : result.remarks) fmt::print("- {}\n", remark);
   fmt::print("\n");
-  fmt::print("  {:<32} {:>10} {:>10} {:>10}\n", "memory", gpu ? "GPU" : "", "host", "each drive");
+  size_t longest = 32;
+  for (const sim::UseNeed& one : plan.uses) {
+    longest = std::max(longest, sim::use_name(one.use).size());
+  }
+  fmt::print("  {:<{}} {:>10} {:>10} {:>10}\n", "memory, at most", longest, gpu ? "GPU" : "",
+             "host", "each drive");
   const auto row = [&](std::string_view mark, const std::string& name, uint64_t on_gpu,
                        uint64_t on_host, uint64_t on_drive, const std::string& text) {
-    fmt::print("{} {:<32} {:>10} {:>10} {:>10}  {}\n", mark, name,
+    fmt::print("{} {:<{}} {:>10} {:>10} {:>10}  {}\n", mark, name, longest,
                gpu ? base::format_bytes(on_gpu) : "", base::format_bytes(on_host),
                base::format_bytes(on_drive), text);
   };
   for (const sim::UseNeed& one : plan.uses) {
-    row(sim::use_name(one.use) == sim::use_name(plan.use) ? "*" : " ", sim::use_name(one.use),
-        one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes, sim::fit_text(one));
+    row(one.use == plan.use ? "*" : " ", sim::use_name(one.use), one.need.gpu_bytes,
+        one.need.host_bytes, one.need.drive_bytes, sim::fit_text(one));
   }
   row(" ", "there is", plan.machine.gpu.memory_bytes,
       sim::host_limit_bytes(plan.machine, best.options),
@@ -179,12 +188,21 @@ void print_plan(const sim::Plan& plan) {
   };
   parts("GPU", best.need.gpu_parts);
   parts("host", best.need.host_parts);
-  fmt::print("\n  {:<24} {:>9} {:>9} {:>6} {:>11} {:>8}  {}\n", "how", "step", "tokens/s", "exact",
-             "drives last", "cost/Mt", "bound by");
+  if (best.need.expected_host_bytes < best.need.host_bytes) {
+    fmt::print("  The engine probably takes less of its buffers: then the host's peak is {}.\n",
+               base::format_bytes(best.need.expected_host_bytes));
+  }
+  fmt::print("\n  {:<31} {:<8} {:<5} {:>9} {:>9} {:>6} {:>11} {:>8}  {}\n", "how", "--method",
+             "state", "step", "tokens/s", "exact", "drives last", "cost/Mt", "bound by");
   for (size_t i = 0; i < plan.options.size(); ++i) {
     const sim::PlanOption& option = plan.options[i];
-    fmt::print("{} {:<24} {:>9} {:>9.1f} {:>6} {:>11} {:>8}  {}{}\n",
-               i == plan.recommended ? "*" : " ", option.label,
+    std::string how(sim::method_words(option.options.method));
+    if (option.options.method == sim::Method::kSmartComp) {
+      how += fmt::format(", {:.0f} %", 100 * option.options.ratio);
+    }
+    fmt::print("{} {:<31} {:<8} {:<5} {:>9} {:>9.1f} {:>6} {:>11} {:>8}  {}{}\n",
+               i == plan.recommended ? "*" : " ", how, sim::method_name(option.options.method),
+               base::state_format_name(option.options.format),
                base::format_seconds(option.times.total_s), option.tokens_per_s,
                option.exact ? "yes" : "no", sim::drive_life_text(option.drive_life_days),
                option.cost_per_mtoken > 0 ? fmt::format("{:.2f}", option.cost_per_mtoken) : "-",
@@ -263,7 +281,9 @@ void add_plan(CLI::App& app, Run& run) {
       "plan",
       "Predict what training a model takes on a machine: memory, time, drive life, what to buy");
   auto flags = std::make_shared<PlanFlags>();
-  command->add_option("MODEL", flags->model, "Model: a preset or a Hugging Face config.json")
+  command
+      ->add_option("MODEL", flags->model,
+                   "Model: a preset, a model's folder, or a Hugging Face config.json")
       ->type_name("MODEL");
   add_sim_flags(*command, flags->question);
   command->add_option("--html", flags->html, "HTML report to write")->type_name("FILE");
@@ -290,7 +310,8 @@ void add_plan(CLI::App& app, Run& run) {
       "--state-format name, with the first program that fits. --batch is the micro batch.\n\n"
       "Examples:\n"
       "  smartinf plan llama3-8B --batch 1 --accumulation 64 --html plan.html\n"
-      "  smartinf plan ./config.json --machine my.toml --recipe train.toml\n"
+      "  smartinf plan ./Qwen3-8B --machine my.toml --recipe train.toml\n"
+      "  smartinf plan ./config.json --parameters 13015864320 --with python\n"
       "  smartinf plan llama3-8B --gpu H100 --method su+o+c --ratio 0.02 --recipe train.toml\n"
       "  smartinf plan llama3-8B --gpu H100 --gpus 2 --ranks 4 --machines 2 --machine my.toml\n"
       "  smartinf plan gpt2-33.0B --machine smartssd-a5000 --json");

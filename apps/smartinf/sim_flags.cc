@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <filesystem>
 #include <sstream>
 
 #include <fmt/format.h>
@@ -18,6 +19,7 @@ namespace {
 using base::ErrorCode;
 using base::Result;
 using base::Status;
+namespace fs = std::filesystem;
 
 struct Flag {
   const char* name;
@@ -27,7 +29,10 @@ struct Flag {
 
 constexpr std::array kFlags{
     Flag{"model", "NAME|FILE",
-         "Model: a preset (llama3-8B, ...) or a Hugging Face config.json [gpt2-4.0B]"},
+         "Model: a preset (llama3-8B, ...), a model's folder, or a Hugging Face config.json "
+         "[gpt2-4.0B]"},
+    Flag{"parameters", "N",
+         "Number of parameters of a config.json whose model_type is not known here"},
     Flag{"layers", "N", "Number of layers, for a GPT-2 model given by its shape"},
     Flag{"hidden", "N", "Hidden size"},
     Flag{"heads", "N", "Number of attention heads [hidden / 128]"},
@@ -131,6 +136,53 @@ Status apply_rank_flags(const SimFlags& flags, sim::StepOptions& options) {
   return {};
 }
 
+/// The config.json that a model is named by: itself, or its folder; empty: a preset is named.
+std::string config_file(const std::string& name) {
+  std::error_code error;
+  if (fs::is_directory(name, error)) {
+    if (name.find('/') != std::string::npos || fs::exists(fs::path(name) / "config.json", error)) {
+      return (fs::path(name) / "config.json").string();
+    }
+  }
+  return name.ends_with(".json") || name.find('/') != std::string::npos ? name : "";
+}
+
+bool has_weights(const fs::path& folder) {
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(folder, error)) {
+    if (entry.path().extension() == ".safetensors") return true;
+  }
+  return false;
+}
+
+Result<sim::ModelShape> model_of_config(const std::string& config, const SimFlags& flags) {
+  constexpr uint64_t kConfigBytesMax = uint64_t{16} << 20;
+  SI_ASSIGN_OR_RETURN(
+      const std::string text,
+      base::read_text_file(config, "cannot read the model's config", kConfigBytesMax));
+  uint64_t parameters = 0;
+  if (const auto given = flags.find("parameters"); given != flags.end()) {
+    SI_ASSIGN_OR_RETURN(parameters, count("parameters", given->second));
+  }
+  Result<sim::ModelShape> model = sim::model_from_hf_config(text, config, parameters);
+  const fs::path folder = fs::path(config).parent_path();
+  if (!model.ok() && model.status().code() == ErrorCode::kUnsupported && parameters == 0) {
+    return Status(
+        ErrorCode::kUnsupported, model.status().what(),
+        fmt::format(
+            "{}. For another one give --parameters N, which this prints:\n  python3 -c \"import "
+            "torch, transformers as t; torch.set_default_device('meta'); print(sum(p.numel() for p "
+            "in t.AutoModelForCausalLM.from_config(t.AutoConfig.from_pretrained('{}')).parameters()"
+            "))\"\nor a shape of GPT-2's form: --layers N --hidden N",
+            model.status().advice(), folder.empty() ? "." : folder.string()));
+  }
+  if (!model.ok()) return model;
+  if (fs::path(config).filename() == "config.json" && has_weights(folder.empty() ? "." : folder)) {
+    model->folder = folder.empty() ? "." : folder.string();
+  }
+  return model;
+}
+
 Result<sim::ModelShape> model_by(const SimFlags& flags) {
   const auto find = [&](std::string_view name) { return flags.find(name); };
   const auto end = flags.end();
@@ -147,17 +199,20 @@ Result<sim::ModelShape> model_by(const SimFlags& flags) {
   sim::ModelShape model;
   const auto named = find("model");
   const bool shaped = find("layers") != end;
+  bool changed = false;
+  const std::string name = named == end ? "gpt2-4.0B" : named->second;
+  const std::string config = shaped ? "" : config_file(name);
   if (!shaped) {
-    const std::string name = named == end ? "gpt2-4.0B" : named->second;
-    if (name.ends_with(".json") || name.find('/') != std::string::npos) {
-      SI_ASSIGN_OR_RETURN(const std::string text,
-                          base::read_text_file(name, "cannot read the model's config"));
-      SI_ASSIGN_OR_RETURN(model, sim::model_from_hf_config(text, name));
+    if (!config.empty()) {
+      SI_ASSIGN_OR_RETURN(model, model_of_config(config, flags));
     } else {
       SI_ASSIGN_OR_RETURN(model, sim::model_preset(name));
+      if (find("parameters") != end)
+        return bad_value("parameters", find("parameters")->second, "It is for a config.json.");
     }
   } else {
     model.name = "custom";
+    model.type = "gpt2";
     model.vocabulary = 50257;
   }
   for (const auto& [flag, target] : std::initializer_list<std::pair<const char*, uint64_t*>>{
@@ -171,7 +226,12 @@ Result<sim::ModelShape> model_by(const SimFlags& flags) {
            {"seq", &model.sequence}}) {
     const auto given = find(flag);
     if (given == end) continue;
+    const bool shape = target != &model.batch && target != &model.sequence;
+    if (shape && !shaped && !config.empty()) {
+      return bad_value(flag, given->second, fmt::format("{} says it; change that.", config));
+    }
     SI_ASSIGN_OR_RETURN(*target, count(flag, given->second));
+    changed |= shape;
   }
   if (shaped) {
     if (model.heads == 0) model.heads = std::max<uint64_t>(1, model.hidden / 128);
@@ -186,6 +246,7 @@ Result<sim::ModelShape> model_by(const SimFlags& flags) {
     model.positions = model.sequence;
   }
   SI_RETURN_IF_ERROR(sim::check_model(model));
+  if (changed) SI_RETURN_IF_ERROR(sim::complete_model(model));
   return model;
 }
 

@@ -115,7 +115,8 @@ Phase peak_of_stream(const TrainingMemoryInput& input) {
   const uint64_t head = head_elements(model);
   const uint64_t whole = sums_of(input) > 0 ? 4 : input.value_bytes;  // of all micro batches
   const uint64_t tied = model.tied ? head * (input.ranks == 1 ? whole : each) : 0;
-  const bool parts = model.tokens > head_rows(model.vocabulary);
+  const bool parts =
+      input.program == TrainingProgram::kTrain && model.tokens > head_rows(model.vocabulary);
   const Phase loss{kept, head * (parts ? each + 4 : each), logits_bytes(input)};
   // On an accelerator: a unit's last product comes first in backward, when all that was saved is
   // still there, and its gradient is the only one; at the end all gradients are there.
@@ -339,7 +340,11 @@ class StreamPlan {
       saved_ = (memory_.units.size() - 2) * batches_of(memory_);
       memory_.saved_in_memory = std::min(saved_, kOnTheirWay);
     }
-    gradients_ = std::min({input.gradient_bytes, input.gradient_limit_bytes, kGradientsMin});
+    uint64_t gradients_min = kGradientsMin;
+    if (memory_.program == TrainingProgram::kPython) {  // those of a whole unit
+      gradients_min = std::max(gradients_min, memory_.value_bytes * largest_of(memory_.units));
+    }
+    gradients_ = std::min({input.gradient_bytes, input.gradient_limit_bytes, gradients_min});
   }
 
   TrainingMemory memory() const {
@@ -355,7 +360,9 @@ class StreamPlan {
     grow(gradients_, std::min(input_.gradient_bytes, input_.gradient_limit_bytes));
     const auto units = static_cast<uint32_t>(memory_.units.size());
     grow(memory_.placement.in_memory, units);
-    if (memory_.gpu) grow(memory_.placement.on_accelerator, memory_.placement.in_memory);
+    if (memory_.gpu && memory_.program == TrainingProgram::kTrain) {
+      grow(memory_.placement.on_accelerator, memory_.placement.in_memory);
+    }
     if (measures) grow(memory_.saved_in_memory, saved_);
     TrainingPlan plan;
     plan.placement = memory_.placement;
@@ -416,6 +423,11 @@ TrainingPlan without_offload(TrainingPlan plan) {
 }
 
 TrainingPlan place_training(const TrainingPlanInput& input) {
+  // A streamed model of Python goes unit by unit even where all has room, and units that stay are
+  // in the host's memory.
+  if (input.memory.program == TrainingProgram::kPython && input.streams.ok()) {
+    return StreamPlan(input, /*offloads=*/false).make();
+  }
   const bool automatic = input.activations == Activations::kAuto;
   if (automatic || input.activations == Activations::kKeep) {
     TrainingPlan keep = stay_plan(input, false);

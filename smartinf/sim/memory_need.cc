@@ -84,7 +84,7 @@ uint64_t expected_bytes(uint64_t parameters, const Machine& machine, const StepO
   return of_one_rank(all, machine, options) + exchange_bytes(parameters, input, options);
 }
 
-/// Why `smartinf train` cannot take weights from the devices.
+/// Why weights cannot come from the devices.
 base::Status can_stream(const Machine& machine, const StepOptions& options,
                         const TrainingUse& use) {
   const auto cannot = [](const char* why) {
@@ -98,17 +98,29 @@ base::Status can_stream(const Machine& machine, const StepOptions& options,
   return {};
 }
 
+/// A streamed model of Python has a unit for each block (docs/streamed-models.md).
+std::vector<plan::Unit> python_units(const ModelShape& model) {
+  std::vector<plan::Unit> units{{0, model.embedding_parameters(), 0, 0}};
+  for (uint32_t layer = 0; layer < model.layers; ++layer) {
+    units.push_back({units.back().end(), model.layer_parameters(layer), layer, 1});
+  }
+  units.push_back({units.back().end(), model.head_parameters(), 0, 0});
+  return units;
+}
+
 /// What stays in memory and what streams, from the same inputs as train::plan_run. Sets the padding
-/// of slots in memory.
+/// of slots in memory. buffers_budget: engine.memory_budget.
 plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machine,
-                         const StepOptions& options, const TrainingUse& use) {
+                         const StepOptions& options, const TrainingUse& use,
+                         uint64_t buffers_budget) {
   plan::TrainingPlanInput input;
   const Software& software = machine.software;
   const uint64_t parameters = memory.model.parameters;
   uint64_t optimizer_bytes = memory.optimizer_bytes;
   if (!use.in_memory) {
     const bool compressed = host_selects(machine, options);
-    const plan::MemoryPlanInput asked = buffers_input(parameters, machine, options, true, true);
+    plan::MemoryPlanInput asked = buffers_input(parameters, machine, options, true, true);
+    asked.budget_bytes = buffers_budget;
     uint64_t buffers = asked.budget_bytes;
     if (const auto planned = plan::plan_memory(asked); planned.ok()) {
       buffers = plan::buffer_bytes(*planned, parameters, asked.devices);
@@ -121,13 +133,19 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machi
     } else {
       input.gradient_bytes = of_one_rank(software.gradient_bytes * parameters, machine, options);
       if (software.gradient_spilled) input.gradient_limit_bytes = 0;
+      input.gradient_limit_bytes = std::min(input.gradient_limit_bytes, use.gradient_budget);
     }
   }
   input.memory = memory;
   input.memory.optimizer_bytes = optimizer_bytes;
   input.activations = use.recompute ? plan::Activations::kRecompute : plan::Activations::kKeep;
   input.streams = can_stream(machine, options, use);
-  input.spools = machine.device_count() >= options.ranks / options.machines;
+  if (use.program == plan::TrainingProgram::kPython) {
+    if (!use.streamed) input.streams = base::Status(base::ErrorCode::kUnsupported, "all stays");
+    input.spools = false;
+  } else {
+    input.spools = machine.device_count() >= options.ranks / options.machines;
+  }
   if (machine.host.memory_bytes > 0) input.host_limit_bytes = host_limit_bytes(machine, options);
   if (memory.gpu && machine.gpu.memory_bytes > 0) {
     input.accelerator_limit_bytes = machine.gpu.memory_bytes;
@@ -135,11 +153,40 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machi
   return plan::place_training(input);
 }
 
+/// A streamed model of Python, with as many buffers as there is room for. Of its budget an eighth
+/// is for the engine, within these bounds (python/smartinf/streaming.py); the rest is slots,
+/// gradients and weights that stay.
+plan::TrainingPlan place_streamed(plan::TrainingMemoryInput& memory, const Machine& machine,
+                                  const StepOptions& options, const TrainingUse& use,
+                                  uint64_t& memory_budget) {
+  const uint64_t least = 64 * base::kMiB * (3 + 5 * uint64_t{machine.device_count()}) / 8;
+  const uint64_t limit = host_limit_bytes(machine, options);
+  uint64_t buffers = plan::kMemoryBudgetBytes;
+  plan::TrainingPlan plan = place(memory, machine, options, use, buffers);
+  while (limit > 0 && plan.memory.host_bytes > limit && buffers > least) {
+    buffers = std::max(least, buffers / 2);
+    plan = place(memory, machine, options, use, buffers);
+  }
+  uint64_t slot = 0;
+  for (const plan::Unit& unit : memory.units) slot = std::max(slot, unit.count);
+  const plan::UnitPlacement& placement = plan.placement;
+  const bool all_stay = placement.in_memory == memory.units.size();
+  memory_budget = buffers + plan.gradient_memory_bytes +
+                  memory.value_bytes * (plan::elements_of(memory.units, placement.in_memory) +
+                                        (all_stay ? 0 : placement.host_slots * slot));
+  return plan;
+}
+
 }  // namespace
 
 std::string use_name(const TrainingUse& use) {
   if (use.program == plan::TrainingProgram::kTrain) return "smartinf train";
-  return use.release_gradients ? "Python, release_gradients=True" : "Python";
+  if (use.streamed) return "Python, streamed";
+  std::string name = use.release_gradients ? "Python, release_gradients=True" : "Python";
+  if (use.gradient_budget != ~uint64_t{0}) {
+    name += fmt::format(", gradient_budget=\"{}MB\"", use.gradient_budget / 1'000'000);
+  }
+  return name;
 }
 
 MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const StepOptions& options,
@@ -169,39 +216,38 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   if (python) input.process_bytes += kTransformersBytes;
   if (input.gpu) input.process_bytes += kCudaHostBytes;
   MemoryNeed need;
+  input.units = need.units = python ? python_units(model) : model.units();
+  need.plan = use.streamed ? place_streamed(input, machine, options, use, need.memory_budget)
+                           : place(input, machine, options, use, plan::kMemoryBudgetBytes);
+  input.placement = need.plan.placement;
+  input.inputs_in_memory = need.plan.inputs_in_memory;
+  if (!need.plan.streams) input.units.clear();
+  const plan::TrainingMemory& memory = need.plan.memory;
+  // Of several ranks each has a flat buffer of all weights and a process; they share the rest.
+  const uint64_t more_ranks = python ? machine.gpu.count - 1 : 0;
+  const uint64_t of_more = more_ranks * (input.value_bytes * parameters + input.process_bytes);
+  need.gpu_bytes = memory.accelerator_bytes;
+  need.gpu_parts = memory.accelerator;
+  need.host_bytes = memory.host_bytes + of_more;
+  need.host_parts = memory.host;
+  if (more_ranks > 0) need.host_parts.push_back({"the other ranks", of_more});
+
   const uint64_t gradients =
       compressed_here || use.in_memory
           ? 0
           : of_one_rank(software.gradient_bytes * parameters, machine, options);
-  uint64_t gradients_in_memory = software.gradient_spilled ? 0 : gradients;
-  bool fits = true;
-  if (!python) {
-    input.units = need.units = model.units();
-    need.plan = place(input, machine, options, use);
-    gradients_in_memory = need.plan.gradient_memory_bytes;
-    input.placement = need.plan.placement;
-    input.inputs_in_memory = need.plan.inputs_in_memory;
-    if (!need.plan.streams) input.units.clear();
-    const auto over = [](uint64_t needed, uint64_t have) { return have > 0 && needed > have; };
-    fits = !over(need.plan.memory.host_bytes, host_limit_bytes(machine, options)) &&
-           !over(need.plan.memory.accelerator_bytes, input.gpu ? machine.gpu.memory_bytes : 0);
-  }
-  const bool spilled = gradients_in_memory < gradients;
-  if (!use.in_memory) {
-    input.optimizer_bytes =
-        gradients_in_memory + (compressed_here ? kCompressionBytes * parameters : 0) +
-        expected_bytes(parameters, machine, options, spilled, need.plan.streams);
-  }
-  const plan::TrainingMemory memory = fits ? plan::training_memory(input) : need.plan.memory;
-  need.gpu_bytes = memory.accelerator_bytes;
-  need.gpu_parts = memory.accelerator;
-  // Of several ranks each has a flat buffer of all weights and a process; they share the rest.
-  const uint64_t more_ranks = python ? machine.gpu.count - 1 : 0;
-  need.host_bytes =
-      memory.host_bytes + more_ranks * (input.value_bytes * parameters + input.process_bytes);
-  need.host_parts = memory.host;
-  if (more_ranks > 0) {
-    need.host_parts.push_back({"the other ranks", need.host_bytes - memory.host_bytes});
+  const bool spilled = need.gradients_spilled = need.plan.gradient_memory_bytes < gradients;
+  const auto over = [](uint64_t needed, uint64_t have) { return have > 0 && needed > have; };
+  need.expected_host_bytes = need.host_bytes;
+  if (!over(need.host_bytes, host_limit_bytes(machine, options)) &&
+      !over(need.gpu_bytes, input.gpu ? machine.gpu.memory_bytes : 0)) {
+    if (!use.in_memory) {
+      input.optimizer_bytes =
+          need.plan.gradient_memory_bytes + (compressed_here ? kCompressionBytes * parameters : 0) +
+          expected_bytes(parameters, machine, options, spilled, need.plan.streams);
+    }
+    need.expected_host_bytes =
+        std::min(need.host_bytes, plan::training_memory(input).host_bytes + of_more);
   }
   const double state = state_bytes_per_parameter(options.rule, options.format);
   double kept = 2 * (state + (compressed_here ? kResidualBytes : 0));
@@ -215,12 +261,13 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
 
 StepOptions with_plan(StepOptions options, const MemoryNeed& need) {
   options.weights_stay = !need.plan.streams;
+  options.gradient_memory_bytes =
+      need.gradients_spilled ? need.plan.gradient_memory_bytes : ~uint64_t{0};
   options.streamed.reset();
   if (!need.plan.streams) return options;
   StreamedStep& streamed = options.streamed.emplace();
   streamed.units = need.units;
   streamed.placement = need.plan.placement;
-  streamed.gradient_memory_bytes = need.plan.gradient_memory_bytes;
   streamed.inputs_spooled = need.plan.inputs_spooled;
   streamed.inputs_near = need.plan.inputs_spooled == 0;
   streamed.input_bytes = need.plan.input_bytes;
@@ -244,6 +291,11 @@ std::string shortfall_of(const MemoryNeed& need, const Machine& machine, const S
   for (const DeviceGroup& device : machine.devices) {
     lacks(device.name, need.drive_bytes, device.capacity_bytes);
   }
+  if (use.streamed && !can_stream(machine, options, use).ok()) {
+    return fmt::format("{}, which a streamed model does not do",
+                       can_stream(machine, options, use).what());
+  }
+  if (use.streamed && machine.gpu.count > 1) return "one process trains a streamed model";
   if (!text.empty() || use.program != plan::TrainingProgram::kTrain || machine.gpu.name == "none") {
     return text;
   }

@@ -17,20 +17,30 @@ struct TrainingUse {
   bool release_gradients = false;  // the Python package only
   bool recompute = true;           // activations: memory.activations
   bool in_memory = false;          // optimizer.where = "memory": torch's own AdamW
+  /// The Python package: of gradients on their way in memory; the others are spilled.
+  uint64_t gradient_budget = ~uint64_t{0};
+  bool streamed = false;  // the Python package, smartinf.from_pretrained(..., memory_budget=...)
+
+  bool operator==(const TrainingUse&) const = default;
 };
 /// "smartinf train", "Python, release_gradients=True".
 std::string use_name(const TrainingUse& use);
 
 struct MemoryNeed {
-  uint64_t gpu_bytes = 0;    // of one GPU; 0 without
-  uint64_t host_bytes = 0;   // of several ranks of `smartinf train` that of one
+  uint64_t gpu_bytes = 0;   // of one GPU; 0 without
+  uint64_t host_bytes = 0;  // at most; of several ranks of `smartinf train` that of one
+  /// What will probably be used of it: the engine does not always take all of its memory budget.
+  uint64_t expected_host_bytes = 0;
   uint64_t drive_bytes = 0;  // of one device: its share of the state, twice (a step is never
                              // written in place), of spilled gradients and of the spool
   std::vector<plan::MemoryPart> gpu_parts;
   std::vector<plan::MemoryPart> host_parts;
-  /// kTrain: what plan::place_training says of the machine's limits, as `smartinf train` asks it.
+  /// What plan::place_training says of the machine's limits: for kTrain as `smartinf train` asks
+  /// it, for a streamed model of Python what its memory budget leaves in memory.
   plan::TrainingPlan plan;
-  std::vector<plan::Unit> units;  // that it places
+  bool gradients_spilled = false;  // not all of them stay in memory until they are updated
+  uint64_t memory_budget = 0;      // of a streamed model of Python, to give
+  std::vector<plan::Unit> units;   // that it places
 
   /// Units whose weights come from the devices, and those that do not stay on the GPU but in the
   /// host's memory.
@@ -42,8 +52,8 @@ struct MemoryNeed {
                                          : 0;
   }
 };
-/// Of `smartinf train` where its plan fits, the buffers are counted with the slots that the machine
-/// file says; the plan counts with all that engine.memory_budget allows.
+/// host_bytes is counted with all buffers that engine.memory_budget allows, as `smartinf train`
+/// does before it starts; expected_host_bytes with the slots that the machine file says.
 MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const StepOptions& options,
                        const TrainingUse& use);
 

@@ -10,7 +10,7 @@
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/nearest.h"
-#include "smartinf/base/text.h"
+#include "smartinf/model/config_json.h"
 
 namespace smartinf::sim {
 namespace {
@@ -111,84 +111,61 @@ constexpr std::array<std::pair<std::string_view, std::string_view>, 7> kAliases{
     {"bloom-3.0B", "bloom-3B"},
 }};
 
-constexpr const char* kQkvBiases = "biases of query, key and value";
-constexpr const char* kQkNorms = "norms of query and key";
-
-/// What the published models of a family have beside their shape. All llama3 sizes but 8B and 70B
-/// are of releases 3.1 and 3.2, which scale rotary positions.
-void describe_preset(ModelShape& model) {
-  const std::string_view name = model.name;
-  if (name.starts_with("llama3-")) {
-    model.rope_base = 500000;
-    if (name != "llama3-8B" && name != "llama3-70B") {
-      model.beyond_train.push_back("scaled rotary positions (\"llama3\")");
-    }
-  } else if (name.starts_with("qwen2.5-")) {
-    model.rope_base = 1e6;
-    model.norm_eps = 1e-6;
-    model.beyond_train.push_back(kQkvBiases);
-  } else if (name.starts_with("qwen3-")) {
-    model.rope_base = 1e6;
-    model.norm_eps = 1e-6;
-    model.beyond_train.push_back(kQkNorms);
-  } else {
-    model.beyond_train.push_back("another architecture than Llama's");
-  }
+std::string_view type_of(std::string_view name) {
+  if (name.starts_with("llama3-")) return "llama";
+  if (name.starts_with("qwen2.5-")) return "qwen2";
+  if (name.starts_with("qwen3-")) return "qwen3";
+  return name.substr(0, name.find('-'));
 }
 
-/// The same from a config.json of the Llama architecture.
-void describe_config(const nlohmann::json& json, std::string_view type, ModelShape& model) {
-  const auto lacks = [&](std::string what) { model.beyond_train.push_back(std::move(what)); };
-  const auto there = [](const nlohmann::json& from, const char* key) {
-    const auto found = from.find(key);
-    return found != from.end() && !found->is_null() ? &*found : nullptr;
-  };
-  const auto number = [&](const nlohmann::json& from, const char* key, double& out) {
-    const nlohmann::json* value = there(from, key);
-    if (value != nullptr && value->is_number()) out = value->get<double>();
-  };
-  const auto is_true = [&](const char* key) {
-    const nlohmann::json* value = there(json, key);
-    return value != nullptr && value->is_boolean() && value->get<bool>();
-  };
-  model.norm_eps = 1e-6;  // where the file does not say, as in LlamaConfig
-  number(json, "rope_theta", model.rope_base);
-  number(json, "rms_norm_eps", model.norm_eps);
-  number(json, "initializer_range", model.init_std);
-  // transformers 5 has both in "rope_parameters"; before, "rope_scaling" stood alone.
-  for (const char* key : {"rope_parameters", "rope_scaling"}) {
-    const nlohmann::json* rope = there(json, key);
-    if (rope == nullptr || !rope->is_object()) continue;
-    number(*rope, "rope_theta", model.rope_base);
-    for (const char* kind : {"rope_type", "type"}) {
-      const nlohmann::json* value = there(*rope, kind);
-      if (value == nullptr || !value->is_string() || *value == "default") continue;
-      lacks(fmt::format("scaled rotary positions (\"{}\")", value->get<std::string>()));
-      break;
-    }
+/// What a config.json of the model says. All llama3 sizes but 8B and 70B are of releases 3.1 and
+/// 3.2, which scale rotary positions.
+std::string config_of(const ModelShape& model) {
+  nlohmann::json config{{"model_type", model.type}, {"vocab_size", model.vocabulary}};
+  if (model.type == "gpt2") {
+    config.update({{"n_layer", model.layers},
+                   {"n_embd", model.hidden},
+                   {"n_head", model.heads},
+                   {"n_inner", model.feed_forward},
+                   {"n_positions", model.positions}});
+    return config.dump();
   }
-  if (type == "qwen2") {
-    lacks(kQkvBiases);
-  } else if (type == "qwen3") {
-    lacks(kQkNorms);
-  } else if (type != "llama" && type != "mistral" && !type.empty()) {
-    lacks(fmt::format("the form of \"{}\"", type));
+  config.update({{"num_hidden_layers", model.layers},
+                 {"hidden_size", model.hidden},
+                 {"num_attention_heads", model.heads},
+                 {"num_key_value_heads", model.kv_heads},
+                 {"head_dim", model.head_size},
+                 {"intermediate_size", model.feed_forward},
+                 {"tie_word_embeddings", model.tied},
+                 {"rope_theta", model.type == "llama" ? 5e5 : 1e6},
+                 {"rms_norm_eps", model.type == "llama" ? 1e-5 : 1e-6}});
+  const std::string_view name = model.name;
+  if (model.type == "llama" && name != "llama3-8B" && name != "llama3-70B") {
+    config["rope_scaling"] = {{"rope_type", "llama3"},
+                              {"factor", name == "llama3-405B" ? 8.0 : 32.0},
+                              {"low_freq_factor", 1.0},
+                              {"high_freq_factor", 4.0},
+                              {"original_max_position_embeddings", 8192}};
   }
-  if (is_true("attention_bias")) lacks("biases in attention");
-  if (is_true("mlp_bias")) lacks("biases in the feed-forward part");
-  const bool windows =
-      there(json, "use_sliding_window") == nullptr || is_true("use_sliding_window");
-  const nlohmann::json* window = there(json, "sliding_window");
-  if (window != nullptr && window->is_number() && windows) lacks("attention in a sliding window");
-  const nlohmann::json* activation = there(json, "hidden_act");
-  if (activation != nullptr && activation->is_string() && *activation != "silu") {
-    lacks(fmt::format("the activation \"{}\"", activation->get<std::string>()));
+  return config.dump();
+}
+
+/// What `smartinf train` says of it.
+void read_architecture(const std::string& config, const std::string& origin, ModelShape& model) {
+  Result<model::Config> read = model::read_config(config, origin, {});
+  model.architecture.reset();
+  model.train_lacks = Status();
+  if (read.ok()) {
+    model.architecture = std::move(read->architecture);
+  } else {
+    model.train_lacks = std::move(read).status();
   }
 }
 
 }  // namespace
 
-uint64_t ModelShape::layer_parameters() const {
+uint64_t ModelShape::layer_parameters(uint64_t layer) const {
+  if (counts) return counts->layers[layer].parameters;
   const uint64_t query = heads * head_size;
   const uint64_t key_value = kv_heads * head_size;
   uint64_t count = hidden * query * 2 + hidden * key_value * 2;
@@ -198,18 +175,43 @@ uint64_t ModelShape::layer_parameters() const {
   return count;
 }
 
-uint64_t ModelShape::embedding_parameters() const { return hidden * (vocabulary + positions); }
+uint64_t ModelShape::embedding_parameters() const {
+  return counts ? counts->embedding : hidden * (vocabulary + positions);
+}
 
 uint64_t ModelShape::head_parameters() const {
+  if (counts) return counts->head;
   return hidden * (biases ? 2 : 1) + (tied ? 0 : hidden * vocabulary);
 }
 
 uint64_t ModelShape::parameters() const {
+  if (counts) return counts->parameters();
   return embedding_parameters() + layers * layer_parameters() + head_parameters();
+}
+
+double ModelShape::active_parameters() const {
+  if (!counts) {
+    return static_cast<double>(hidden) *
+           static_cast<double>(2 * (heads + kv_heads) * head_size + feed_forward * (gated ? 3 : 2));
+  }
+  double active = 0;
+  for (const model::LayerCount& layer : counts->layers) active += static_cast<double>(layer.active);
+  return active / static_cast<double>(layers);
+}
+
+ModelShape ModelShape::with_layers(uint64_t fewer) const {
+  ModelShape model = *this;
+  model.layers = fewer;
+  if (model.counts) model.counts->layers.resize(fewer);
+  if (model.architecture) model.architecture->layers = static_cast<uint32_t>(fewer);
+  return model;
 }
 
 plan::ParameterSpace ModelShape::space() const {
   plan::ParameterSpace space;
+  if (counts && architecture) {
+    return *model::make_parameter_space(*architecture);
+  }
   const auto add = [&](std::string name, std::vector<uint64_t> shape) {
     const Status added = space.add(std::move(name), std::move(shape), 0);
     SI_CHECK(added.ok(), added.to_string());
@@ -223,6 +225,12 @@ plan::ParameterSpace ModelShape::space() const {
     add(name, {hidden});
     if (biases) add(name + ".bias", {hidden});
   };
+  if (counts) {
+    add("embedding", {counts->embedding});
+    for (uint64_t l = 0; l < layers; ++l) add(fmt::format("{}", l), {layer_parameters(l)});
+    if (counts->head > 0) add("head", {counts->head});
+    return space;
+  }
   if (vocabulary > 0) add("embedding", {vocabulary, hidden});
   if (positions > 0) add("positions", {positions, hidden});
   for (uint64_t l = 0; l < layers; ++l) {
@@ -247,13 +255,14 @@ plan::ParameterSpace ModelShape::space() const {
 }
 
 double ModelShape::layer_forward_flops() const {
-  const auto t = static_cast<double>(tokens());
-  const double query = static_cast<double>(heads * head_size);
-  const double key_value = static_cast<double>(kv_heads * head_size);
-  const double h = static_cast<double>(hidden);
-  const double matrices =
-      h * query * 2 + h * key_value * 2 + h * static_cast<double>(feed_forward) * (gated ? 3 : 2);
-  return t * (2 * matrices + 4 * static_cast<double>(sequence) * query);
+  double attending = 1;
+  if (counts) {
+    const auto attends = [](const model::LayerCount& layer) { return layer.attends; };
+    attending = static_cast<double>(std::ranges::count_if(counts->layers, attends)) /
+                static_cast<double>(layers);
+  }
+  const double scores = 4 * static_cast<double>(sequence) * static_cast<double>(heads * head_size);
+  return static_cast<double>(tokens()) * (2 * active_parameters() + attending * scores);
 }
 
 double ModelShape::head_forward_flops() const {
@@ -262,14 +271,19 @@ double ModelShape::head_forward_flops() const {
 }
 
 std::vector<plan::Unit> ModelShape::units() const {
+  if (architecture) return model::make_units(*architecture);
   return plan::make_units({embedding_parameters(), layer_parameters(),
                            static_cast<uint32_t>(layers), head_parameters()});
 }
 
 plan::TrainingModel ModelShape::training_model(plan::TrainingProgram program) const {
+  if (program == plan::TrainingProgram::kTrain && architecture) {
+    return model::training_model(*architecture, tokens());
+  }
   plan::TrainingModel model;
   model.parameters = parameters();
-  model.largest_parameter = hidden * std::max({vocabulary, feed_forward, heads * head_size});
+  model.largest_parameter =
+      counts ? counts->largest : hidden * std::max({vocabulary, feed_forward, heads * head_size});
   if (program == plan::TrainingProgram::kTrain && gated) {
     model.largest_parameter =
         hidden * std::max({vocabulary, 2 * feed_forward, (heads + 2 * kv_heads) * head_size});
@@ -319,7 +333,8 @@ Result<ModelShape> model_preset(std::string_view name) {
     model.tied = preset.tied;
     model.biases = preset.biases;
     model.sequence = preset.sequence;
-    describe_preset(model);
+    model.type = type_of(preset.name);
+    SI_RETURN_IF_ERROR(complete_model(model));
     return model;
   }
   const std::vector<std::string_view> names = model_preset_names();
@@ -327,87 +342,39 @@ Result<ModelShape> model_preset(std::string_view name) {
   return Status(
       ErrorCode::kNotFound, fmt::format("unknown model '{}'", name),
       nearest.empty()
-          ? fmt::format("Known models: {}; or give a Hugging Face config.json.",
+          ? fmt::format("Known models: {}; or give a Hugging Face config.json, or its folder.",
                         fmt::join(names, ", "))
           : fmt::format("Did you mean {}? `smartinf simulate --list` names all.", nearest));
 }
 
-Result<ModelShape> model_from_hf_config(std::string_view json_text, std::string_view origin) {
-  const auto fail = [&](std::string what) {
-    base::ErrorPlace place;
-    place.path = std::string(origin);
-    return Status(ErrorCode::kInvalidArgument, std::move(what),
-                  "It must be a Hugging Face config.json of a transformer.", std::move(place));
-  };
-  const nlohmann::json json = base::parse_json(json_text);
-  if (!json.is_object()) return fail("not a JSON object");
-  Status problem;
-  // The families name the same dimension differently; the first name that is there counts.
-  const auto dimension = [&](std::initializer_list<const char*> names,
-                             uint64_t otherwise) -> uint64_t {
-    for (const char* name : names) {
-      const auto found = json.find(name);
-      if (found == json.end() || found->is_null()) continue;
-      if (!found->is_number_integer() || found->get<int64_t>() < 0) {
-        if (problem.ok()) problem = fail(fmt::format("{} is not a whole number", name));
-        return otherwise;
-      }
-      return found->get<uint64_t>();
-    }
-    return otherwise;
-  };
-  const auto flag = [&](const char* name, bool otherwise) {
-    const auto found = json.find(name);
-    return found != json.end() && found->is_boolean() ? found->get<bool>() : otherwise;
-  };
-  const auto type_entry = json.find("model_type");
-  const std::string type =
-      type_entry != json.end() && type_entry->is_string() ? type_entry->get<std::string>() : "";
-  const bool old_form = type == "gpt2" || type == "bert" || type == "bloom" || type == "vit" ||
-                        type == "roberta" || type == "opt" || type == "gpt_neox";
+Status complete_model(ModelShape& model) {
+  const std::string config = config_of(model);
+  read_architecture(config, model.name, model);
+  // The shapes of the paper's own models are what its figures were made with.
+  if (!model.gated) return {};
+  SI_ASSIGN_OR_RETURN(model.counts, model::count_config(config, model.name));
+  return {};
+}
 
+Result<ModelShape> model_from_hf_config(const std::string& text, const std::string& origin,
+                                        uint64_t parameters) {
+  SI_ASSIGN_OR_RETURN(model::ConfigCounts counts, model::count_config(text, origin, parameters));
   ModelShape model;
-  model.name = type.empty() ? std::string(origin) : type;
-  model.layers = dimension({"num_hidden_layers", "n_layer"}, 0);
-  model.hidden = dimension({"hidden_size", "n_embd"}, 0);
-  model.heads = dimension({"num_attention_heads", "n_head"}, 0);
-  if (!problem.ok()) return problem;
-  if (model.layers == 0) return fail("num_hidden_layers (n_layer) is missing or zero");
-  if (model.hidden == 0) return fail("hidden_size (n_embd) is missing or zero");
-  if (model.heads == 0) return fail("num_attention_heads (n_head) is missing or zero");
-  model.kv_heads = dimension({"num_key_value_heads"}, model.heads);
-  model.head_size = dimension({"head_dim"}, 0);
-  if (model.head_size == 0 && model.hidden % model.heads != 0) {
-    return fail(
-        fmt::format("{} attention heads do not divide the hidden size {}, and head_dim is missing",
-                    model.heads, model.hidden));
-  }
-  if (model.head_size == 0) model.head_size = model.hidden / model.heads;
-  model.feed_forward = dimension({"intermediate_size", "ffn_dim", "n_inner"}, 4 * model.hidden);
-  model.vocabulary = dimension({"vocab_size"}, 0);
-  if (model.vocabulary == 0 && type != "vit" && problem.ok()) {
-    problem = fail("vocab_size is missing or zero");
-  }
-  const uint64_t context = dimension({"max_position_embeddings", "n_positions", "n_ctx"}, 2048);
-  model.positions = old_form && type != "bloom" && type != "gpt_neox" ? context : 0;
-  if (type == "vit") {
-    const uint64_t image = dimension({"image_size"}, 224);
-    const uint64_t patch = dimension({"patch_size"}, 16);
-    if (patch == 0) return fail("patch_size is zero");
-    model.positions = (image / patch) * (image / patch) + 1;
-    model.vocabulary = 0;
-  }
-  model.sequence =
-      model.positions > 0 && type == "vit" ? model.positions : std::min<uint64_t>(context, 2048);
-  model.gated = !old_form;
-  model.biases = old_form;
-  model.tied = flag("tie_word_embeddings", old_form);
-  if (old_form) {
-    model.beyond_train.push_back("another architecture than Llama's");
-  } else {
-    describe_config(json, type, model);
-  }
-  if (!problem.ok()) return problem;
+  model.name = counts.type.empty() ? origin : counts.type;
+  model.type = counts.type;
+  model.layers = counts.layers.size();
+  model.hidden = counts.width;
+  model.heads = counts.heads;
+  model.kv_heads = counts.kv_heads;
+  model.head_size = counts.head_width;
+  model.feed_forward = counts.mlp_width;
+  model.vocabulary = counts.vocabulary;
+  model.sequence = std::min<uint64_t>(counts.context, 2048);
+  model.gated = counts.gated;
+  model.tied = counts.tied;
+  model.biases = false;
+  model.counts = std::move(counts);
+  read_architecture(text, origin, model);
   SI_RETURN_IF_ERROR(check_model(model).with_context(origin));
   return model;
 }

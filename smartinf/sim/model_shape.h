@@ -2,11 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "smartinf/base/status.h"
+#include "smartinf/model/architecture.h"
+#include "smartinf/model/config_counts.h"
 #include "smartinf/plan/parameter_space.h"
 #include "smartinf/plan/training_memory.h"
 
@@ -15,6 +18,7 @@ namespace smartinf::sim {
 /// A transformer by its dimensions. Counts of elements, not bytes.
 struct ModelShape {
   std::string name;
+  std::string type;  // model_type, as in config.json
   uint64_t layers = 0;
   uint64_t hidden = 0;
   uint64_t heads = 0;
@@ -26,20 +30,24 @@ struct ModelShape {
   bool gated = false;         // SwiGLU: three feed-forward matrices instead of two
   bool tied = true;           // the head is the embedding
   bool biases = true;         // matrices and norms have biases
-  double rope_base = 10000;   // the Llama architecture only, as the next two
-  double norm_eps = 1e-5;
-  double init_std = 0.02;
-  /// What this model has and `smartinf train` has not ("biases of query, key and value"); empty: a
-  /// recipe can say all of it.
-  std::vector<std::string> beyond_train;
+  /// Of a config.json, exact; without them the dimensions above say what there is.
+  std::optional<model::ConfigCounts> counts;
+  /// As `smartinf train` takes it from a folder (model.from); else what train_lacks says.
+  std::optional<model::Architecture> architecture;
+  base::Status train_lacks;
+  std::string folder;  // config.json's, where weights are beside it
   uint64_t sequence = 1024;
   uint64_t batch = 4;
 
   uint64_t tokens() const { return sequence * batch; }
-  uint64_t layer_parameters() const;
+  uint64_t layer_parameters(uint64_t layer = 0) const;
   uint64_t embedding_parameters() const;  // at the start: tokens and positions
   uint64_t head_parameters() const;       // at the end: final norm, and the head when untied
   uint64_t parameters() const;
+  /// Of matrices, what a token of a layer is multiplied by, in the mean: not all experts.
+  double active_parameters() const;
+  /// With fewer layers.
+  ModelShape with_layers(uint64_t fewer) const;
   /// In the order and shapes in which `smartinf train` has them. For models of check_model().
   plan::ParameterSpace space() const;
 
@@ -64,9 +72,14 @@ std::vector<std::string_view> model_preset_names();
 /// Errors: kNotFound naming the nearest preset.
 base::Result<ModelShape> model_preset(std::string_view name);
 
-/// From a Hugging Face config.json (Llama, Mistral, Qwen, GPT-2, BLOOM, BERT, ViT families).
-/// Errors: kInvalidArgument naming the missing or wrong key.
-base::Result<ModelShape> model_from_hf_config(std::string_view json_text, std::string_view origin);
+/// From a Hugging Face config.json, by model::count_config. parameters: of a model_type that is not
+/// known; 0: it has to be. Errors: count_config's, and check_model's.
+base::Result<ModelShape> model_from_hf_config(const std::string& json_text,
+                                              const std::string& origin, uint64_t parameters = 0);
+
+/// Counts and architecture anew, after a dimension of a preset or a shape was changed. Errors:
+/// kInvalidArgument for dimensions that cannot be.
+base::Status complete_model(ModelShape& model);
 
 /// Errors: kInvalidArgument naming the first dimension that is zero, does not divide or is so large
 /// that counts would overflow.

@@ -2,6 +2,7 @@
 
 #include <charconv>
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -33,6 +34,57 @@ TEST(ModelShape, CountsKnownModelsExactly) {
   EXPECT_EQ(model_preset("gpt2-0.12B")->parameters(), 124439808u);
 }
 
+TEST(ModelShape, PresetsAreThePublishedModels) {
+  EXPECT_EQ(model_preset("qwen3-8B")->parameters(), 8190735360u) << "norms of query and key";
+  EXPECT_EQ(model_preset("qwen2.5-0.5B")->parameters(), 494032768u) << "biases";
+  for (const std::string_view name : model_preset_names()) {
+    const auto model = model_preset(name);
+    const bool taken =
+        name.starts_with("llama") || name.starts_with("qwen") || name.starts_with("gpt2");
+    EXPECT_EQ(model->architecture.has_value(), taken) << name;
+    if (taken) {
+      EXPECT_EQ(model->units().back().end(), model->parameters()) << name;
+    }
+  }
+}
+
+/// The trainer's own list of parameters and the counts for planning agree where both know a model.
+TEST(ModelShape, CountsWhatTheTrainerHas) {
+  for (const char* config :
+       {R"("model_type": "llama", "attention_bias": true, "mlp_bias": true)",
+        R"("model_type": "mistral", "sliding_window": 8)", R"("model_type": "qwen2")",
+        R"("model_type": "qwen3", "head_dim": 32)", R"("model_type": "gemma2")",
+        R"("model_type": "gemma3_text", "head_dim": 32)",
+        R"("model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2)",
+        R"("model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+           "moe_intermediate_size": 48)"}) {
+    const auto model = model_from_hf_config(
+        fmt::format(R"({{"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 200, {}}})",
+                    config),
+        "config.json");
+    ASSERT_TRUE(model.ok()) << model.status().to_string();
+    ASSERT_TRUE(model->architecture.has_value()) << model->train_lacks.to_string();
+    EXPECT_EQ(model->parameters(), model->units().back().end()) << config;
+    EXPECT_EQ(model->space().count(), model->parameters()) << config;
+    EXPECT_EQ(model->with_layers(2).parameters(), model->with_layers(2).units().back().end());
+  }
+}
+
+TEST(ModelShape, ATokenGoesThroughSomeExperts) {
+  const auto with = [](int used) {
+    return *model_from_hf_config(
+        fmt::format(R"({{"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 200,
+            "num_local_experts": 8, "num_experts_per_tok": {}}})",
+                    used),
+        "config.json");
+  };
+  EXPECT_EQ(with(2).parameters(), with(8).parameters());
+  EXPECT_EQ(with(2).active_parameters() + 6 * 3 * 64 * 96, with(8).active_parameters());
+  EXPECT_LT(with(2).layer_forward_flops(), with(8).layer_forward_flops());
+}
+
 TEST(ModelShape, FindsTheNearestName) {
   EXPECT_THAT(model_preset("gpt2-16.7B").status().to_string(), HasSubstr("gpt2-16.6B"));
   EXPECT_TRUE(model_preset("GPT2-4.0b").ok());
@@ -56,23 +108,37 @@ TEST(ModelShape, ReadsHuggingFaceConfigs) {
 }
 
 TEST(ModelShape, SaysWhatIsWrongWithAConfig) {
-  const auto failure = [](std::string_view text) {
+  const auto failure = [](const std::string& text) {
     const auto model = model_from_hf_config(text, "config.json");
     EXPECT_FALSE(model.ok());
     return model.ok() ? std::string() : model.status().to_string();
   };
   EXPECT_THAT(failure("{"), HasSubstr("not a JSON object"));
-  EXPECT_THAT(failure(R"({"hidden_size": 64})"), HasSubstr("num_hidden_layers"));
-  EXPECT_THAT(failure(R"({"hidden_size": "64", "num_hidden_layers": 2})"),
-              HasSubstr("hidden_size is not a whole number"));
-  EXPECT_THAT(failure(R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
+  EXPECT_THAT(failure(R"({"hidden_size": 64})"), HasSubstr("model_type is \"\""));
+  EXPECT_THAT(failure(R"({"model_type": "new"})"), HasSubstr("model_type is \"new\""));
+  EXPECT_THAT(failure(R"({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
+                         "vocab_size": 100})"),
+              HasSubstr("num_hidden_layers"));
+  EXPECT_THAT(failure(R"({"model_type": "llama", "hidden_size": "64", "num_hidden_layers": 2})"),
+              HasSubstr("hidden_size or n_embd or d_model: expected a whole number"));
+  EXPECT_THAT(failure(R"({"model_type": "llama", "hidden_size": 4194304, "num_attention_heads": 4,
+                         "vocab_size": 100, "num_hidden_layers": 65536,
+                         "intermediate_size": 4194304})"),
+              HasSubstr("above 1e15 parameters"));
+  EXPECT_THAT(failure(
+                  R"({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+                         "num_attention_heads": 6,
                          "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 100})"),
               HasSubstr("do not divide"));
-  EXPECT_THAT(failure(R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 3,
+  EXPECT_THAT(failure(
+                  R"({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+                         "num_attention_heads": 3,
                          "vocab_size": 100})"),
               HasSubstr("head_dim is missing"));
-  EXPECT_THAT(failure(R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})"),
-              HasSubstr("vocab_size is missing"));
+  EXPECT_THAT(failure(
+                  R"({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
+                         "num_attention_heads": 4})"),
+              HasSubstr("vocab_size: expected a whole number"));
 }
 
 }  // namespace

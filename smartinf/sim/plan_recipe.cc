@@ -65,22 +65,57 @@ std::string launch_line(const StepOptions& options, std::string_view recipe) {
 }
 
 Status check_train_can(const ModelShape& model) {
-  std::vector<std::string> lacks = model.beyond_train;
-  if (!model.gated && lacks.empty()) lacks.push_back("another architecture than Llama's");
-  if (model.gated && model.head_size * model.heads != model.hidden) {
-    lacks.push_back(fmt::format("heads of {} that together are not the width", model.head_size));
-  }
-  if (lacks.empty()) return {};
+  if (model.architecture) return {};
+  const bool known = !model.train_lacks.ok();
   return Status(
       base::ErrorCode::kUnsupported,
-      fmt::format("{} has what `smartinf train` has not: {}", model.name, fmt::join(lacks, ", ")),
-      "Train it from Python (docs/trainer.md), or plan a model of the plain Llama architecture.");
+      fmt::format("`smartinf train` does not take {}: {}", model.name,
+                  known ? model.train_lacks.what() : "its form is known by its size only"),
+      fmt::format("Train it from Python (docs/trainer.md){}.",
+                  known && !model.train_lacks.advice().empty()
+                      ? "; or: " + model.train_lacks.advice()
+                      : ""));
 }
+
+bool keys_say(const ModelShape& model) {
+  if (!model.architecture) return false;
+  const model::Architecture& given = *model.architecture;
+  const bool plain =
+      given.family == model::Family::kLlama || given.family == model::Family::kMistral;
+  return plain && !given.qkv_bias && !given.output_bias && !given.mlp_bias &&
+         given.activation == model::Activation::kSilu && given.query_width() == given.width &&
+         given.rope.scaling == model::Rope::Scaling::kNone &&
+         std::ranges::all_of(given.windows, [](uint32_t window) { return window == 0; });
+}
+
+namespace {
+
+std::string model_text(const ModelShape& model) {
+  if (!model.folder.empty()) return fmt::format("[model]\nfrom = \"{}\"\n", model.folder);
+  if (!keys_say(model)) {
+    return fmt::format(
+        "[model]\nfrom = \"model\"  # a folder with the config.json of {}, its weights and its "
+        "tokenizer\n"
+        "# init = \"random\"  # from the beginning; then no weights are needed\n",
+        model.name);
+  }
+  const model::Architecture& shape = *model.architecture;
+  return fmt::format(
+      "# In place of these keys, from = \"FOLDER\" takes such a model, with its weights, from a\n"
+      "# folder of Hugging Face's form.\n"
+      "[model]\nlayers = {}\nwidth = {}\nheads = {}\nkv_heads = {}\nmlp_width = {}\n"
+      "vocabulary = {}\ntied_head = {}\nrope_base = {}\nnorm_eps = {}\ninit_std = {}\n",
+      shape.layers, shape.width, shape.heads, shape.kv_heads, shape.mlp_width, shape.vocabulary,
+      shape.tied_head, shape.rope.base, shape.norm_eps, shape.init_std);
+}
+
+}  // namespace
 
 Result<std::string> plan_recipe(const Plan& plan) {
   const ModelShape& model = plan.model;
   SI_RETURN_IF_ERROR(check_train_can(model));
-  const TrainingUse train{plan::TrainingProgram::kTrain, false, plan.use.recompute, false};
+  TrainingUse train;
+  train.recompute = plan.use.recompute;
   const PlanOption& best = plan.best();
   const MemoryNeed need = memory_need(model, plan.machine, best.options, train);
   const std::string shortfall = shortfall_of(need, plan.machine, best.options, train);
@@ -94,20 +129,17 @@ Result<std::string> plan_recipe(const Plan& plan) {
   if (!launch.empty()) launch = "# Start it with " + launch + "\n";
   std::string text = fmt::format(
       "# {} on {}, as `smartinf plan` recommends: {}, {} a step{}.\n"
-      "# Fill in the data and the path of each device.\n{}\n"
-      "[model]\nlayers = {}\nwidth = {}\nheads = {}\nkv_heads = {}\nmlp_width = {}\n"
-      "vocabulary = {}\ntied_head = {}\nrope_base = {}\nnorm_eps = {}\ninit_std = {}\n\n",
+      "# Fill in the data and the path of each device.\n{}\n{}\n",
       model.name, plan.machine.name, best.label, base::format_seconds(best.times.total_s),
-      streamed.empty() ? "" : "; " + streamed, launch, model.layers, model.hidden, model.heads,
-      model.kv_heads, model.feed_forward, model.vocabulary, model.tied, model.rope_base,
-      model.norm_eps, model.init_std);
+      streamed.empty() ? "" : "; " + streamed, launch, model_text(model));
+  const bool keys = model.folder.empty() && keys_say(model);
   text += fmt::format(
-      "[data]\npaths = [\"tokens.bin\"]\nsequence = {}\n\n"
+      "[data]\npaths = [\"{}\"]\nsequence = {}\n\n"
       "[train]\nprecision = \"{}\"\nmicro_batch = {}\naccumulation = {}\n"
       "\n[memory]\n{}activations = \"{}\"\n\n",
-      model.sequence, best.options.value_bytes == 4 ? "f32" : "bf16", model.batch,
-      best.options.accumulation, limits_text(plan.machine, best.options),
-      plan.use.recompute ? "recompute" : "keep");
+      keys ? "tokens.bin" : "chats.jsonl", model.sequence,
+      best.options.value_bytes == 4 ? "f32" : "bf16", model.batch, best.options.accumulation,
+      limits_text(plan.machine, best.options), plan.use.recompute ? "recompute" : "keep");
   text += fmt::format("[optimizer]\nwhere = \"{}\"\nrule = \"{}\"\nformat = \"{}\"\n",
                       best.options.method == Method::kBaseline ? "host" : "device",
                       kernels::update_rule_name(best.options.rule),

@@ -31,7 +31,7 @@ json option_values(const Plan& plan) {
     const PlanOption& option = plan.options[i];
     const StepTimes& times = option.times;
     all.push_back(
-        {{"label", option.label},
+        {{"label", fmt::format("{}: {}", method_words(option.options.method), option.label)},
          {"best", i == plan.recommended},
          {"forward_percent", percent(times.forward_s)},
          {"backward_percent", percent(times.backward_s)},
@@ -63,7 +63,7 @@ json memory_values(const Plan& plan) {
   for (const UseNeed& one : plan.uses) {
     const bool lacks = !one.shortfall.empty();
     add(use_name(one.use), one.need.gpu_bytes, one.need.host_bytes, one.need.drive_bytes,
-        fit_text(one), lacks, use_name(one.use) == use_name(plan.use));
+        fit_text(one), lacks, one.use == plan.use);
   }
   add("there is", plan.machine.gpu.memory_bytes,
       host_limit_bytes(plan.machine, plan.best().options),
@@ -179,7 +179,7 @@ std::string plan_html(const Plan& plan) {
       {"machine", plan.machine.name},
       {"headline", result.headline},
       {"bad", !plan.fits || wears_soon(best)},
-      {"billions", fmt::format("{:.2f}", static_cast<double>(plan.model.parameters()) / 1e9)},
+      {"parameters", parameters_text(plan.model)},
       {"micro_batches",
        micro_batches == 1 ? "one micro batch" : fmt::format("{} micro batches", micro_batches)},
       {"batch", plan.model.batch},

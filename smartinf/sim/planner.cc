@@ -77,7 +77,7 @@ class Planner {
     choose_use();
     SI_RETURN_IF_ERROR(try_options());
     recommend();
-    for (UseNeed& one : plan_.uses) one = need_of(one.use, plan_.best().options);
+    for (UseNeed& one : plan_.uses) one = need_of(one.use, asked_of(plan_.best().options));
     plan_.fits = plan_.best().fits;
     if (!plan_.fits) {
       find_fitting();
@@ -85,6 +85,7 @@ class Planner {
       return std::move(plan_);
     }
     SI_RETURN_IF_ERROR(compare_overlaps());
+    SI_RETURN_IF_ERROR(wear_less());
     SI_RETURN_IF_ERROR(buy_speed());
     return std::move(plan_);
   }
@@ -98,28 +99,52 @@ class Planner {
     return one;
   }
 
+  bool considers(TrainingProgram program) const {
+    return request_.program.value_or(program) == program;
+  }
+
   void choose_use() {
-    const auto consider = [&](TrainingProgram program, bool release) {
-      if (request_.program.value_or(program) != program) return;
-      plan_.uses.push_back(
-          need_of({program, release, request_.options.recompute, false}, request_.options));
-    };
+    TrainingUse use;
+    use.recompute = request_.options.recompute;
     const bool ranks = request_.options.ranks > 1;  // Python's are a run for each: gpu.count
-    if (ranks || request_.program == TrainingProgram::kTrain || check_train_can(plan_.model).ok()) {
-      consider(TrainingProgram::kTrain, false);
+    if (considers(TrainingProgram::kTrain) && check_train_can(plan_.model).ok()) {
+      plan_.uses.push_back(need_of(use, request_.options));
     }
-    if (!ranks) {
-      consider(TrainingProgram::kPython, false);
-      consider(TrainingProgram::kPython, true);
+    if (!ranks && considers(TrainingProgram::kPython)) {
+      use.program = TrainingProgram::kPython;
+      for (const bool release : {false, true}) {
+        use.release_gradients = release;
+        plan_.uses.push_back(need_of(use, request_.options));
+        if (!plan_.uses.back().shortfall.empty()) consider_budget(use);
+      }
+      use.release_gradients = false;
+      use.streamed = use.recompute = true;
+      plan_.uses.push_back(need_of(use, request_.options));
     }
     const auto fitting = std::find_if(plan_.uses.begin(), plan_.uses.end(),
                                       [](const UseNeed& one) { return one.shortfall.empty(); });
     plan_.use = (fitting != plan_.uses.end() ? *fitting : plan_.uses.front()).use;
   }
 
+  /// The same with gradients on the drives, as many as do not fit in memory, where that is enough.
+  void consider_budget(TrainingUse use) {
+    constexpr uint64_t kStep = 100'000'000;
+    const MemoryNeed& need = plan_.uses.back().need;
+    const uint64_t limit = host_limit_bytes(plan_.machine, request_.options);
+    const uint64_t gradients = need.plan.gradient_memory_bytes;
+    if (limit == 0 || need.host_bytes <= limit || gradients <= kStep) return;
+    // What spilling takes of slots is not in the first sum: of less there is always room.
+    const uint64_t lacks = need.host_bytes - limit;
+    const uint64_t left = gradients > lacks ? gradients - lacks : 0;
+    use.gradient_budget = std::max(kStep, left / kStep * kStep);
+    UseNeed with = need_of(use, request_.options);
+    if (with.shortfall.empty()) plan_.uses.push_back(std::move(with));
+  }
+
   /// What the program can run beside the update with these options.
   bool can_overlap(Overlap overlap, StepOptions options) const {
     const bool python = plan_.use.program == TrainingProgram::kPython;
+    if (plan_.use.streamed) return overlap == Overlap::kLate;  // as it always works
     if (overlap == Overlap::kNone) return true;
     if (python && plan_.machine.gpu.count > 1) return false;  // in one process only
     if (python && overlap == Overlap::kEarly && !plan_.use.release_gradients) return false;
@@ -127,12 +152,19 @@ class Planner {
     return check_overlap(plan_.machine, options).ok() && check_ranks(plan_.machine, options).ok();
   }
 
+  /// Without what another program's plan has put there.
+  static StepOptions asked_of(StepOptions options) {
+    options.gradient_memory_bytes = ~uint64_t{0};
+    options.streamed.reset();
+    return options;
+  }
+
   /// As the program works.
   StepOptions options_for(StepOptions options, const MemoryNeed& need) const {
     const TrainingUse& use = plan_.use;
     const bool python = use.program == TrainingProgram::kPython;
     options = with_plan(options, need);
-    options.gradients = !python                 ? GradientsLeave::kAsCompleted
+    options.gradients = !python || use.streamed ? GradientsLeave::kAsCompleted
                         : use.release_gradients ? GradientsLeave::kEveryPass
                                                 : GradientsLeave::kTogether;
     options.overlap = request_.overlap.value_or(python ? Overlap::kNone : Overlap::kLate);
@@ -217,9 +249,43 @@ class Planner {
     return {};
   }
 
-  bool fits(const ModelShape& model, const TrainingUse& use) const {
-    const MemoryNeed need = memory_need(model, plan_.machine, plan_.best().options, use);
-    return shortfall_of(need, plan_.machine, plan_.best().options, use).empty();
+  /// What lasts longer: a smaller state format, and the least accumulation for a year.
+  Status wear_less() {
+    const PlanOption& best = plan_.best();
+    if (best.drive_life_days <= 0 || best.drive_life_days >= kYearDays) return {};
+    for (const PlanOption& other : plan_.options) {
+      if (other.options.method != best.options.method || !other.fits) continue;
+      if (other.drive_life_days <= best.drive_life_days) continue;
+      plan_.wear_less.push_back(
+          {fmt::format("state format {}", base::state_format_name(other.options.format)),
+           other.drive_life_days});
+    }
+    constexpr uint32_t kMost = 4096;
+    PlanOption more = best;
+    for (PlanOption next = best;
+         more.drive_life_days < kYearDays && more.options.accumulation < kMost; more = next) {
+      next.options.accumulation *= 2;
+      const UseNeed one = need_of(plan_.use, asked_of(next.options));
+      if (!one.shortfall.empty()) break;
+      next.options = options_for(next.options, one.need);
+      SI_ASSIGN_OR_RETURN(next.times, simulate_step(plan_.model, plan_.machine, next.options));
+      next.tokens_per_s =
+          static_cast<double>(step_tokens(plan_.model, plan_.machine, next.options)) /
+          next.times.total_s;
+      add_cost(next, plan_.machine);
+    }
+    if (more.drive_life_days <= best.drive_life_days) return {};
+    plan_.wear_less.push_back(
+        {fmt::format("accumulation {}", more.options.accumulation), more.drive_life_days});
+    return {};
+  }
+
+  /// accumulation 0: the one asked for.
+  bool fits(const ModelShape& model, const TrainingUse& use, uint32_t accumulation = 0) const {
+    StepOptions options = asked_of(plan_.best().options);
+    if (accumulation > 0) options.accumulation = accumulation;
+    const MemoryNeed need = memory_need(model, plan_.machine, options, use);
+    return shortfall_of(need, plan_.machine, options, use).empty();
   }
 
   /// The largest micro batch that fits; 0: none does.
@@ -236,7 +302,7 @@ class Planner {
   void find_fitting() {
     std::vector<TrainingUse> uses{plan_.use};
     for (const UseNeed& other : plan_.uses) {
-      if (use_name(other.use) != use_name(plan_.use)) uses.push_back(other.use);
+      if (other.use != plan_.use) uses.push_back(other.use);
     }
     for (TrainingUse use : uses) {
       for (const bool recompute : {plan_.use.recompute, true}) {
@@ -249,16 +315,39 @@ class Planner {
         plan_.fitting.push_back(std::move(settings));
         break;
       }
+      // The inputs of all of a step's micro batches are in memory together.
+      uint32_t accumulation = use.streamed ? request_.options.accumulation / 2 : 0;
+      while (accumulation > 0 && !fits(plan_.model, use, accumulation)) accumulation /= 2;
+      if (accumulation > 0 && plan_.fitting.empty()) {
+        plan_.fitting.push_back(
+            fmt::format("{} and {} micro batches in a step", use_name(use), accumulation));
+      }
     }
-    if (!plan_.fitting.empty()) return;
-    ModelShape smaller = plan_.model;
-    smaller.batch = 1;
-    while (smaller.layers > 1 && !fits(smaller, uses.back())) --smaller.layers;
-    if (!fits(smaller, uses.back())) return;
-    plan_.fitting.push_back(
-        fmt::format("{}, a micro batch of 1 and {} of the {} layers ({:.2f} billion parameters)",
-                    use_name(uses.back()), smaller.layers, plan_.model.layers,
-                    static_cast<double>(smaller.parameters()) / 1e9));
+    if (plan_.fitting.empty()) find_smaller(uses);
+  }
+
+  /// The most layers that one of the programs holds.
+  void find_smaller(const std::vector<TrainingUse>& uses) {
+    ModelShape one = plan_.model;
+    one.batch = 1;
+    uint64_t most = 0;
+    const TrainingUse* of_most = nullptr;
+    for (const TrainingUse& use : uses) {
+      uint64_t fits_not = one.layers;
+      while (fits_not - most > 1) {
+        const uint64_t layers = most + (fits_not - most) / 2;
+        if (fits(one.with_layers(layers), use)) {
+          most = layers;
+          of_most = &use;
+        } else {
+          fits_not = layers;
+        }
+      }
+    }
+    if (of_most == nullptr) return;
+    plan_.fitting.push_back(fmt::format("{}, a micro batch of 1 and {} of the {} layers ({})",
+                                        use_name(*of_most), most, one.layers,
+                                        parameters_text(one.with_layers(most))));
   }
 
   void buy_what_lacks() {
@@ -343,6 +432,9 @@ Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
   if (options.ranks > 1 && request.program == TrainingProgram::kPython) {
     return Status(base::ErrorCode::kUnsupported, "ranks are those of `smartinf train`",
                   "Of the Python package each process has a run of its own: give --gpus.");
+  }
+  if (options.ranks > 1 || request.program == TrainingProgram::kTrain) {
+    SI_RETURN_IF_ERROR(check_train_can(model));
   }
   StepOptions asked = options;
   if (!request.requested) asked.method = Method::kSmartOver;

@@ -43,6 +43,12 @@ struct UseNeed {
   std::string shortfall;  // empty: it fits
 };
 
+/// Something that wears the drives less than the recommended option does.
+struct WearLess {
+  std::string how;  // "state format q8", "accumulation = 64"
+  double drive_life_days = 0;
+};
+
 struct Plan {
   ModelShape model;
   Machine machine;
@@ -56,6 +62,7 @@ struct Plan {
   /// Seconds of the recommended option's step by what runs beside its update, of what `use` can do.
   std::vector<std::pair<plan::Overlap, double>> overlaps;
   bool overlap_asked = false;
+  std::vector<WearLess> wear_less;  // where drives last for less than a year
 
   const PlanOption& best() const { return options[recommended]; }
 };
@@ -72,25 +79,35 @@ struct PlanRequest {
 };
 
 /// Tries every method the devices can do and the state formats, of what `smartinf train` and the
-/// Python package can run. Errors: those of simulate_step.
+/// Python package can run. Errors: those of simulate_step; those of check_train_can where only
+/// `smartinf train` is asked for, or several ranks, which are its own.
 base::Result<Plan> make_plan(const ModelShape& model, const Machine& machine,
                              const PlanRequest& request);
 
-/// Ok, or what of a model `smartinf train` has not: kUnsupported, by name.
+/// Ok, or what of a model `smartinf train` has not, also from a folder (model.from): kUnsupported,
+/// in the words of model::read_config, which it asks.
 base::Status check_train_can(const ModelShape& model);
+
+/// Whether the recipe's own keys (model.layers, ...) make the model, without a folder.
+bool keys_say(const ModelShape& model);
 
 /// How the ranks of a recipe are started: torchrun's line, on each machine; empty for one rank.
 std::string launch_line(const StepOptions& options, std::string_view recipe);
 
-/// A recipe for `smartinf train`: every key of the model, engine and devices; data and paths are to
-/// be filled in. Errors: as check_train_can; kOutOfMemory where train would not fit.
+/// A recipe for `smartinf train`: model.from, or every key of the model; engine and devices. Data
+/// and paths are to be filled in. Errors: as check_train_can; kOutOfMemory where train would not
+/// fit.
 base::Result<std::string> plan_recipe(const Plan& plan);
 
-/// "state is updated on the devices, gradients go whole": what a method's short name means.
+/// "devices update, overlapped": a method in words; what its short name means.
+std::string_view method_words(Method method);
 std::string_view method_meaning(Method method);
+/// "7.24 billion parameters, 1.1 billion of them for each token".
+std::string parameters_text(const ModelShape& model);
 /// "7 days"; "-" where endurance is not known.
 std::string drive_life_text(double days);
 constexpr double kFewDays = 60;
+constexpr double kYearDays = 365;
 /// Its drives are worn out soon.
 inline bool wears_soon(const PlanOption& option) {
   return option.drive_life_days > 0 && option.drive_life_days < kFewDays;

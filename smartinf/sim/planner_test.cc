@@ -110,7 +110,7 @@ TEST(Planner, CountsWhatPythonHoldsAndNamesWhatFits) {
   const Plan python = plan_of("llama3-8B", "workstation-gen4", request);
   EXPECT_TRUE(python.fits) << plan_result(python).text();
   EXPECT_TRUE(python.use.release_gradients);
-  ASSERT_EQ(python.uses.size(), 2u);
+  ASSERT_EQ(python.uses.size(), 3u);
   EXPECT_THAT(python.uses[0].shortfall, HasSubstr("GPU memory lacks"))
       << "24 GB do not hold 16 GB of weights and 16 GB of gradients";
   EXPECT_GT(python.uses[0].need.gpu_bytes, 4 * python.model.parameters());
@@ -217,7 +217,7 @@ TEST(Planner, OverlapsAsTheProgramDoes) {
     EXPECT_LT(train.overlaps[i + 1].second, train.overlaps[i].second);
   }
   EXPECT_EQ(train.overlaps[1].second, train.best().times.total_s);
-  EXPECT_THAT(plan_result(train).text(), HasSubstr("\"early\" takes "));
+  EXPECT_THAT(plan_result(train).text(), HasSubstr("With \"early\" it takes "));
   EXPECT_THAT(*plan_recipe(train), testing::Not(HasSubstr("overlap")));
 
   PlanRequest request;
@@ -261,15 +261,19 @@ TEST(Planner, MemoryFollowsFromShapes) {
   const uint64_t p = model->parameters();
   // Weights and the engine's gradients, 16 bit each, its budget and the process.
   EXPECT_GT(need.host_bytes, 4 * p);
-  EXPECT_LT(need.host_bytes, 4 * p + 4'500'000'000);
+  EXPECT_LT(need.host_bytes, 4 * p + 5'000'000'000);
+  EXPECT_LE(need.expected_host_bytes, need.host_bytes);
   EXPECT_EQ(need.drive_bytes, 2 * 12 * ((p + 3) / 4)) << "state twice, on four drives";
 
   StepOptions options;
   options.method = Method::kSmartComp;
   const MemoryNeed compressed = memory_need(*model, *machine, options, {});
-  // And 16 bits of what was not sent, which four slots of four devices hold, too.
-  EXPECT_EQ(compressed.host_bytes,
-            need.host_bytes + 2 * p + 4 * 4 * 2 * plan::kSubgroupElementsMax);
+  // And 16 bits of what was not sent; the buffers have another form.
+  EXPECT_NEAR(static_cast<double>(compressed.host_bytes),
+              static_cast<double>(need.host_bytes + 2 * p), 1e8);
+  // Which four slots of four devices hold, too.
+  EXPECT_EQ(compressed.expected_host_bytes,
+            need.expected_host_bytes + 2 * p + 4 * 4 * 2 * plan::kSubgroupElementsMax);
   EXPECT_EQ(compressed.drive_bytes, 2 * 14 * ((p + 3) / 4)) << "which is kept there, too";
   machine->software.gradient_spilled = true;
   EXPECT_EQ(memory_need(*model, *machine, options, {}).host_bytes, compressed.host_bytes)
@@ -298,10 +302,12 @@ TEST(Planner, WithoutAGpuTheWholeProcessIsCounted) {
   // Of another layer there 4 bytes of weight, 4 of gradient, and 2 of the engine's.
   ModelShape deep = model;
   deep.vocabulary = 256;
+  ASSERT_TRUE(complete_model(deep).ok());
   StepOptions wide;
   wide.value_bytes = 4;
   const uint64_t added = memory_need(deep, *machine, wide, {}).host_bytes;
   ++deep.layers;
+  ASSERT_TRUE(complete_model(deep).ok());
   EXPECT_EQ(memory_need(deep, *machine, wide, {}).host_bytes,
             added + 10 * model.layer_parameters());
 }
@@ -316,39 +322,148 @@ TEST(Planner, RecipesHaveEveryKeyOfTheModel) {
   EXPECT_THAT(*recipe, testing::Not(HasSubstr("hidden")));
 }
 
-TEST(Planner, RefusesARecipeOfWhatTrainHasNot) {
-  for (const auto& [model, feature] : {std::pair{"qwen3-0.6B", "norms of query and key"},
-                                       {"qwen2.5-0.5B", "biases of query, key and value"},
-                                       {"llama3-1B", "scaled rotary positions (\"llama3\")"},
-                                       {"gpt2-0.12B", "another architecture than Llama's"}}) {
-    const auto recipe = plan_recipe(plan_of(model, "workstation-gen5"));
-    EXPECT_EQ(recipe.status().code(), base::ErrorCode::kUnsupported) << model;
-    EXPECT_THAT(recipe.status().what(), HasSubstr(feature));
+ModelShape of_config(const std::string& more) {
+  auto model = model_from_hf_config(R"({"hidden_size": 64, "num_hidden_layers": 2,
+      "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 128)" +
+                                        more + "}",
+                                    "config.json");
+  EXPECT_TRUE(model.ok()) << model.status().to_string();
+  return *model;
+}
+
+TEST(Planner, ARecipeTakesWhatItsKeysCannotSayFromAFolder) {
+  for (const char* model : {"qwen3-0.6B", "qwen2.5-0.5B", "llama3-1B", "gpt2-0.12B"}) {
+    const Plan plan = plan_of(model, "workstation-gen5");
+    EXPECT_EQ(plan.use.program, TrainingProgram::kTrain) << model;
+    const auto recipe = plan_recipe(plan);
+    ASSERT_TRUE(recipe.ok()) << recipe.status().to_string();
+    EXPECT_THAT(*recipe, HasSubstr("[model]\nfrom = \"model\"")) << model;
+    EXPECT_THAT(*recipe, testing::Not(HasSubstr("layers ="))) << model;
   }
-  const auto of_config = [](const std::string& more) {
-    return model_from_hf_config(R"({"hidden_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 128)" +
-                                    more + "}",
-                                "config.json");
-  };
-  const auto plain = of_config(R"(, "model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-6,
+  ModelShape folder = of_config(R"(, "model_type": "llama")");
+  EXPECT_TRUE(keys_say(folder));
+  folder.folder = "/models/it";
+  const auto recipe = plan_recipe(*make_plan(folder, *load_machine("workstation-gen5"), {}));
+  ASSERT_TRUE(recipe.ok());
+  EXPECT_THAT(*recipe, HasSubstr("[model]\nfrom = \"/models/it\"\n"));
+  EXPECT_THAT(*recipe, HasSubstr("paths = [\"chats.jsonl\"]"));
+}
+
+TEST(Planner, TheTrainersReaderSaysWhatTrainTakes) {
+  const ModelShape plain = of_config(
+      R"(, "model_type": "llama", "rope_theta": 5e5, "rms_norm_eps": 1e-6,
       "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "initializer_range": 0.01)");
-  ASSERT_TRUE(plain.ok());
-  EXPECT_TRUE(check_train_can(*plain).ok());
-  EXPECT_EQ(plain->rope_base, 5e5);
-  EXPECT_EQ(plain->norm_eps, 1e-6);
-  EXPECT_EQ(plain->init_std, 0.01);
-  for (const auto& [more, feature] :
-       {std::pair{R"(, "rope_scaling": {"type": "yarn"})", "(\"yarn\")"},
-        {R"(, "attention_bias": true)", "biases in attention"},
-        {R"(, "sliding_window": 4096)", "attention in a sliding window"},
-        {R"(, "hidden_act": "gelu")", "the activation \"gelu\""},
-        {R"(, "model_type": "gemma2")", "the form of \"gemma2\""},
-        {R"(, "head_dim": 32)", "heads of 32"}}) {
-    const auto model = of_config(more);
-    ASSERT_TRUE(model.ok()) << more;
-    EXPECT_THAT(check_train_can(*model).what(), HasSubstr(feature));
+  EXPECT_TRUE(check_train_can(plain).ok());
+  EXPECT_TRUE(keys_say(plain));
+  for (const char* more :
+       {R"(, "model_type": "llama", "attention_bias": true)",
+        R"(, "model_type": "mistral", "sliding_window": 4096)",
+        R"(, "model_type": "llama", "hidden_act": "gelu")", R"(, "model_type": "gemma2")",
+        R"(, "model_type": "llama", "head_dim": 32)"}) {
+    EXPECT_TRUE(check_train_can(of_config(more)).ok()) << more;
+    EXPECT_FALSE(keys_say(of_config(more))) << more;
   }
+  for (const auto& [more, what] :
+       {std::pair{R"(, "model_type": "llama", "rope_scaling": {"type": "longrope"})", "longrope"},
+        {R"(, "model_type": "phi3")", "model_type is \"phi3\""},
+        {R"(, "model_type": "qwen2_moe", "num_experts": 4)", "qwen2_moe"},
+        {R"(, "model_type": "llama", "something_new": 3)", "something_new is not known"}}) {
+    EXPECT_THAT(check_train_can(of_config(more)).what(), HasSubstr(what));
+    const auto plan = make_plan(of_config(more), *load_machine("workstation-gen5"), {});
+    ASSERT_TRUE(plan.ok());
+    EXPECT_EQ(plan->use.program, TrainingProgram::kPython) << more;
+    EXPECT_EQ(plan_recipe(*plan).status().code(), base::ErrorCode::kUnsupported);
+  }
+}
+
+/// A workstation with 64 GB and two drives.
+Machine small_machine() {
+  Machine machine = *load_machine("workstation-gen4");
+  machine.host.memory_bytes = 64'000'000'000;
+  machine.devices.front().count = 2;
+  return machine;
+}
+
+TEST(Planner, SaysThatItFitsWhereAProgramHoldsIt) {
+  PlanRequest request;
+  request.options.accumulation = 16;
+  for (const auto& [name, accumulation] :
+       {std::pair{"qwen3-8B", 16}, {"qwen3-14B", 4}, {"llama3-8B", 16}}) {
+    ModelShape model = *model_preset(name);
+    model.batch = 1;
+    request.options.accumulation = static_cast<uint32_t>(accumulation);
+    const auto plan = make_plan(model, small_machine(), request);
+    ASSERT_TRUE(plan.ok());
+    EXPECT_TRUE(plan->fits) << plan_result(*plan).text();
+    EXPECT_EQ(use_name(plan->use), "smartinf train");
+    EXPECT_TRUE(plan_recipe(*plan).ok());
+    request.program = TrainingProgram::kPython;
+    const auto python = make_plan(model, small_machine(), request);
+    ASSERT_TRUE(python.ok());
+    EXPECT_TRUE(python->fits) << name << plan_result(*python).text();
+    const UseNeed& streamed = python->uses.back();
+    EXPECT_EQ(use_name(streamed.use), "Python, streamed");
+    EXPECT_TRUE(streamed.shortfall.empty()) << name << streamed.shortfall;
+    EXPECT_GT(streamed.need.memory_budget, 0u);
+    EXPECT_LT(streamed.need.memory_budget, streamed.need.host_bytes);
+    EXPECT_LE(streamed.need.host_bytes, small_machine().host.memory_bytes);
+    request.program.reset();
+  }
+}
+
+TEST(Planner, AGradientBudgetIsFoundWhereHostMemoryLacks) {
+  PlanRequest request;
+  request.program = TrainingProgram::kPython;
+  request.options.accumulation = 16;
+  ModelShape model = *model_preset("llama3-8B");
+  model.batch = 1;
+  model.sequence = 2048;
+  const auto plan = make_plan(model, small_machine(), request);
+  ASSERT_TRUE(plan.ok());
+  // docs/finetune.md: 50.7 GB with 2 GB of gradients, and 2 to 4 GB for the process.
+  EXPECT_THAT(use_name(plan->use), HasSubstr("release_gradients=True, gradient_budget="));
+  const MemoryNeed& need = plan->best().need;
+  EXPECT_LE(need.host_bytes, small_machine().host.memory_bytes);
+  EXPECT_LT(need.plan.gradient_memory_bytes, 2 * model.parameters());
+  EXPECT_EQ(need.plan.gradient_memory_bytes, plan->use.gradient_budget);
+  EXPECT_NEAR(static_cast<double>(need.host_bytes - need.plan.gradient_memory_bytes) / 1e9, 51,
+              1.5);
+  // The rest is written and read again.
+  const uint64_t spilled = 2 * model.parameters() - need.plan.gradient_memory_bytes;
+  EXPECT_NEAR(static_cast<double>(plan->best().times.bytes.drive_written),
+              static_cast<double>(12 * model.parameters() + spilled), 1e6);
+  EXPECT_EQ(need.drive_bytes, (2 * 12 + 2) * ((model.parameters() + 1) / 2));
+}
+
+TEST(Planner, MemoryOfManyExpertsIsThatOfAll) {
+  const ModelShape mixtral = of_config(R"(, "model_type": "mixtral", "num_local_experts": 64,
+      "num_experts_per_tok": 2)");
+  for (const bool train : {true, false}) {
+    TrainingUse use;
+    use.program = train ? TrainingProgram::kTrain : TrainingProgram::kPython;
+    const MemoryNeed need = memory_need(mixtral, *load_machine("workstation-gen4"), {}, use);
+    EXPECT_EQ(need.gpu_parts.front().bytes, 2 * mixtral.parameters());
+    EXPECT_GE(need.drive_bytes, 24 * mixtral.parameters() / 4);
+  }
+}
+
+TEST(Planner, WhatWearsLessStandsBesideAShortLife) {
+  const Plan plan = plan_of("llama3-8B", "workstation-gen4");
+  ASSERT_LT(plan.best().drive_life_days, kYearDays);
+  ASSERT_GE(plan.wear_less.size(), 3u);
+  for (const WearLess& one : plan.wear_less) {
+    EXPECT_GT(one.drive_life_days, plan.best().drive_life_days) << one.how;
+    EXPECT_THAT(plan_result(plan).text(),
+                HasSubstr(one.how + " in " + drive_life_text(one.drive_life_days)));
+  }
+  EXPECT_THAT(plan.wear_less.back().how, testing::StartsWith("accumulation "));
+}
+
+TEST(Planner, CountsAreInWordsThatFitThem) {
+  EXPECT_EQ(parameters_text(of_config(R"(, "model_type": "llama")")), "0.12 million parameters");
+  EXPECT_EQ(parameters_text(*model_preset("llama3-8B")), "8.03 billion parameters");
+  EXPECT_THAT(parameters_text(of_config(R"(, "model_type": "mixtral", "num_local_experts": 8)")),
+              testing::EndsWith(" million of them for each token"));
 }
 
 TEST(Figures, AllOfThemHaveRowsAndThePaperPointsThatAreKnown) {

@@ -20,8 +20,7 @@ uint64_t spilled_gradient_bytes(const Machine& machine, const StepOptions& optio
   if (host_selects(machine, options)) return 0;
   const uint64_t all = machine.software.gradient_bytes * parameters;
   if (machine.software.gradient_spilled) return all;
-  if (!options.streamed) return 0;
-  return all - std::min(all, options.streamed->gradient_memory_bytes);
+  return all - std::min(all, options.gradient_memory_bytes);
 }
 
 uint64_t step_tokens(const ModelShape& model, const Machine& machine, const StepOptions& options) {
@@ -39,9 +38,7 @@ Status check_overlap(const Machine& machine, const StepOptions& options) {
   }
   const uint32_t slots = options.slots != 0 ? options.slots : machine.software.slots;
   const bool spilled =
-      options.streamed
-          ? spilled_gradient_bytes(machine, options, options.streamed->units.back().end()) > 0
-          : machine.software.gradient_spilled;
+      machine.software.gradient_spilled || options.gradient_memory_bytes != ~uint64_t{0};
   if (plan::slots_as_completed(slots, spilled) == 0) {
     return Status(ErrorCode::kUnsupported,
                   fmt::format("beside gradients that are spilled {} slots are too few for an early "

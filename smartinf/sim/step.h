@@ -37,15 +37,14 @@ enum class GradientsLeave : uint8_t {
   kTogether,     // when backward has made all of them: the Python package
 };
 
-/// `smartinf train` where not all weights stay where the model computes (plan::TrainingPlan): each
-/// unit does all micro batches of a step before the next one.
+/// Where not all weights stay where the model computes (plan::TrainingPlan): each unit does all
+/// micro batches of a step before the next one.
 struct StreamedStep {
   std::vector<plan::Unit> units;  // of the whole model
   plan::UnitPlacement placement;
-  uint64_t gradient_memory_bytes = ~uint64_t{0};  // gradients beyond this are spilled
-  bool inputs_near = true;                        // inputs of units stay where the model computes
-  uint64_t input_bytes = 0;                       // of a unit and a micro batch
-  uint64_t inputs_spooled = 0;                    // of those of the first units: on the drives
+  bool inputs_near = true;      // inputs of units stay where the model computes
+  uint64_t input_bytes = 0;     // of a unit and a micro batch
+  uint64_t inputs_spooled = 0;  // of those of the first units: on the drives
 };
 
 struct StepOptions {
@@ -71,6 +70,7 @@ struct StepOptions {
   bool weights_stay = false;
   std::optional<StreamedStep> streamed;  // without weights_stay, where the devices update
   GradientsLeave gradients = GradientsLeave::kAsCompleted;
+  uint64_t gradient_memory_bytes = ~uint64_t{0};  // gradients beyond it are spilled; ~0: none
   uint32_t accumulation =
       1;  // with weights_stay or streamed: micro batches (ModelShape::batch) in a step
   /// Processes of `smartinf train`, which share its micro batches and the devices (docs/ranks.md),

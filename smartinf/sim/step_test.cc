@@ -485,11 +485,11 @@ TEST(Step, StreamedWeightsAreBytesCountedByHand) {
     EXPECT_EQ(other.host_link_up, (2 + 2) * p) << "none from the update";
   }
   options.overlap = Overlap::kLate;
-  options.streamed->gradient_memory_bytes = 0;
+  options.gradient_memory_bytes = 0;
   const StepBytes spilled = run(shape, machine, options).bytes;
   EXPECT_EQ(spilled.drive_read, (12 + 4 + 2) * p);
   EXPECT_EQ(spilled.drive_written, (12 + 2) * p);
-  options.streamed->gradient_memory_bytes = p;
+  options.gradient_memory_bytes = p;
   EXPECT_EQ(run(shape, machine, options).bytes.drive_written, (12 + 1) * p) << "half of them";
 }
 
@@ -549,7 +549,7 @@ TEST(Step, StreamedWeightsAreReadWhenTheyAreSynced) {
   Machine machine = with_devices(*load_machine("workstation-gen4"), 2);
   const ModelShape shape = model("llama3-3B");
   StepOptions options = all_streamed(shape);
-  options.streamed->gradient_memory_bytes = 0;
+  options.gradient_memory_bytes = 0;
   options.slots = 8;  // for early
   const double written = static_cast<double>((12 + 2) * shape.parameters()) / 2;
   constexpr double kSyncS = 2.5;

@@ -63,7 +63,7 @@ uint64_t StepGraph::gradient_bytes(uint64_t first, uint64_t count) const {
 /// What of a range of gradients waits on the drive: of each the same part. Cut at running totals.
 uint64_t StepGraph::spilled_bytes(uint64_t first, uint64_t count) const {
   if (!spilled()) return 0;
-  if (!options_.streamed) return gradient_bytes(first, count);
+  if (machine_.software.gradient_spilled) return gradient_bytes(first, count);
   const uint64_t all = spilled_gradient_bytes(machine_, options_, elements_here_);
   return scaled(first + count, all, elements_here_) - scaled(first, all, elements_here_);
 }

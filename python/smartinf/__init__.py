@@ -10,7 +10,35 @@ options and their errors are described in docs/python.md; ``python -m smartinf -
 commands.
 """
 
-from smartinf._core import __version__
+
+def _not_built():
+    """Why there is no core module, and what to do."""
+    import glob
+    import os
+    import sys
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    build = os.path.dirname(os.path.dirname(here))  # build/release of build/release/python/smartinf
+    if others := glob.glob(os.path.join(here, "_core.*")):
+        this = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+        return f"{others[0]} is for another Python than this {this}: build or install the package with this one"
+    if os.path.exists(os.path.join(build, "CMakeCache.txt")):
+        return f"the package is not built: cmake --build {build} --target smartinf_core"
+    if os.path.exists(os.path.join(build, "CMakePresets.json")):
+        return (
+            f"{here} is the source of the package: run `pip install .` in {build}, or build it there "
+            "(cmake --preset release, then cmake --build build/release --target smartinf_core) and use build/release/python"
+        )
+    return f"{here} has no core module: install the package again (pip install --force-reinstall)"
+
+
+try:
+    from smartinf._core import __version__
+except ModuleNotFoundError as error:
+    if error.name != "smartinf._core":
+        raise
+    raise ImportError(_not_built(), name="smartinf._core", path=__file__) from None
+
 from smartinf.errors import (
     CorruptError,
     DeviceError,

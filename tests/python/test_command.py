@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -280,6 +281,25 @@ def test_everything_else_is_the_command(tmp_path):
     assert told.returncode == 0
     assert "import-ds-config" in told.stdout
     assert "doctor" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("beside", "text"),
+    [
+        ("CMakeCache.txt", "the package is not built: cmake --build {} --target smartinf_core"),
+        ("CMakePresets.json", "is the source of the package: run `pip install .` in {}"),
+        ("python/smartinf/_core.cpython-27-x86_64-linux-gnu.so", "is for another Python than this Python 3"),
+        ("README.md", "has no core module: install the package again"),
+    ],
+)
+def test_without_the_core_module_it_says_what_to_do(beside, text, tmp_path):
+    package = tmp_path / "python" / "smartinf"
+    package.mkdir(parents=True)
+    shutil.copy(smartinf.__file__, package)
+    (tmp_path / beside).touch()
+    done = command("doctor", env={**os.environ, "PYTHONPATH": str(package.parent)}, cwd=tmp_path)
+    assert done.returncode != 0
+    assert text.format(tmp_path) in done.stderr
 
 
 def test_without_the_command_it_says_what_to_do(tmp_path, monkeypatch, capfd):

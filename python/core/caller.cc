@@ -6,6 +6,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include "python/core/errors.h"
+
 namespace nb = nanobind;
 
 namespace smartinf::python {
@@ -54,15 +56,22 @@ void Caller::run(std::function<void()> work) {
     {
       const nb::gil_scoped_release released;
       std::unique_lock lock(mutex_);
+      if (!ours && caller_ == std::this_thread::get_id()) {
+        throw StatusError(base::Status(base::ErrorCode::kFailedPrecondition,
+                                       "a signal handler has interrupted a call, and made another one",
+                                       "Let the handler set a flag, and make the call behind step()"));
+      }
       if (!ours && changed_.wait_for(lock, kSignalPeriod, [&] { return phase_ == Phase::kFree; })) {
         work_ = std::move(work);
         phase_ = Phase::kRunning;
+        caller_ = std::this_thread::get_id();
         ours = true;
         changed_.notify_all();
       }
       if (ours && changed_.wait_for(lock, kSignalPeriod, [&] { return phase_ == Phase::kDone; })) {
         thrown = std::exchange(thrown_, nullptr);
         phase_ = Phase::kFree;
+        caller_ = {};
         changed_.notify_all();
         done = true;
       }

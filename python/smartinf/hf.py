@@ -282,10 +282,11 @@ def _around(name):
 @_around("_save_checkpoint")
 def _save_checkpoint(plain, trainer, model, trial):
     ours = unwrap(trainer.optimizer)
-    if ours is None or not session_of(ours).step_begun:
+    if ours is None or not (session_of(ours).step_begun or session_of(ours).stepping):
         return plain(trainer, model, trial)
-    # The last backward has been: the devices have gradients, and an early update may have overwritten weights, so that
-    # neither the step before nor this one can be saved now. Trainer makes the step next.
+    # The last backward has been, or a signal handler asks in the middle of a step: the devices have gradients, and an
+    # update may have overwritten weights, so that neither the step before nor this one can be saved now. Trainer makes it
+    # next.
     trainer.control.should_save = True
     step = trainer.state.global_step
     _log.warning("a checkpoint was asked for between backward and step(): it is made behind the step, as checkpoint-%d", step + 1)

@@ -47,7 +47,7 @@ class ReleasedGradients(gradients.HeldGradients):
     def attach(self, session):
         @torch.no_grad()
         def hook(param):
-            with session.turn:
+            with session.step_taken():
                 try:
                     self._take(session, param)
                 except BaseException as error:

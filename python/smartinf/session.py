@@ -51,6 +51,7 @@ class Session:
     def __init__(self, options, gradients, named, rule_options, resume):
         self.options, self.ranks = options, options.ranks
         self.turn = threading.RLock()
+        self.stepping = None  # the thread that is in a step, or hands over a gradient
         self.core, self.phase = None, Phase.CLOSED
         stored = None
         if resume is not False and self.ranks.world == 1:
@@ -326,6 +327,24 @@ class Session:
         self.phase = Phase.IDLE
 
     # ---- A step.
+
+    @contextlib.contextmanager
+    def step_taken(self):
+        """Around a step, and around what a hook of backward hands over."""
+        with self.turn:
+            before, self.stepping = self.stepping, threading.get_ident()
+            try:
+                yield
+            finally:
+                self.stepping = before
+
+    def reject_signal_handler(self, what):
+        """A signal handler may have interrupted this thread's step, which is neither made nor not made then."""
+        if self.stepping == threading.get_ident():
+            raise UsageError(
+                f"{what} by a signal handler that has interrupted step() or backward: let it set a flag, and call {what} behind "
+                "step()"
+            )
 
     @property
     def step_begun(self):

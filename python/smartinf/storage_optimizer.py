@@ -220,6 +220,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         failed with; the state is then that of the step before. A second call does nothing. A step
         that another thread is in ends first."""
         if self._session is not None:
+            self._session.reject_signal_handler("close()")
             self._session.close()
 
     def __enter__(self):
@@ -230,6 +231,7 @@ class StorageOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Waits until the last step is durable on all devices. Collective. Errors: of its commit."""
+        self._session.reject_signal_handler("synchronize()")
         with self._options.ranks.at("synchronize()"):
             self._session.synchronize()
 
@@ -286,7 +288,8 @@ class StorageOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._session.turn:
+        self._session.reject_signal_handler("step()")
+        with self._session.step_taken():
             try:
                 self._step()
             except BaseException as error:
@@ -394,6 +397,7 @@ class StorageOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; also drops gradients that backward has handed over already."""
+        self._session.reject_signal_handler("zero_grad()")
         _as_written(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         if self._session.core is not None and self._session.step_in_progress:
             self._session.drop_step()
@@ -429,6 +433,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         """torch's own state dict of this rule, in CPU memory (4 bytes per parameter and moment, f32):
         torch.optim's class of the same name loads it. Collective: under several ranks every rank
         calls it and gets all of it. Parameters that have not been stepped yet have no entry."""
+        self._session.reject_signal_handler("full_state_dict()")
         made = _as_written(torch.optim.Optimizer.state_dict)(self)
         with self._options.ranks.at("full_state_dict()"):
             return state_io.full_dict(self._session, made, self.param_groups)
@@ -437,6 +442,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         """Streams the state: visit(name, parameter, {"step": int, "master": tensor, "exp_avg": ...})
         for one parameter after another, f32 in CPU memory, so no more than one is held at a time.
         One rank only; several write a checkpoint."""
+        self._session.reject_signal_handler("visit_full_state()")
         state_io.visit(self._session, visit)
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -444,6 +450,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         class of the same rule. A small one whose state the devices do not hold is remembered, and
         the first step asks for the checkpoint that was written with it."""
         self._session.opened()
+        self._session.reject_signal_handler("load_state_dict()")
         self._session.reject_step_in_progress("load_state_dict")
         groups = state_io.without_state(state_dict)
         state_io.check_groups(groups["param_groups"], self.param_groups)
@@ -457,6 +464,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         and loaded by any number of ranks over any devices; `smartinf restore`, fsck and reshard take it, or
         with several ranks each of its parts. One that holds a checkpoint is refused unless `replace` is
         true; the old one is then there until the new one is whole."""
+        self._session.reject_signal_handler("save_checkpoint()")
         with self._options.ranks.at("save_checkpoint()"):
             self._session.ready()
             if self._session.step_begun:  # sums of passes that are still in memory do not matter
@@ -470,6 +478,7 @@ class StorageOptimizer(torch.optim.Optimizer):
         or when a small state dict was loaded that belongs to another checkpoint; CorruptError for a
         damaged block. State is then unchanged."""
         self._session.opened()
+        self._session.reject_signal_handler("load_checkpoint()")
         self._session.reject_step_in_progress("load_checkpoint")
         with self._options.ranks.at("load_checkpoint()"):
             checkpoint.load(self._session, folder, strict=True)

@@ -432,3 +432,55 @@ def test_released_gradients_that_nobody_clips_are_told_once(tmp_path, caplog):
     assert steps("b", release_gradients=True, max_grad_norm=1.0) == 0
     assert steps("c", release_gradients=True, max_grad_norm=float("inf")) == 0
     assert steps("d") == 0
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model", "nothing", "a part"])
+def test_zero_grad_drops_released_gradients(clear, device):
+    """After a backward that broke off in the second of two passes, as with gradients that are held."""
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if breaks:
+                raise RuntimeError("out of memory")
+            return gradient
+
+    def run(make):
+        torch.manual_seed(1)
+        model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        optimizer, x = make(model), torch.randn(6, 4, requires_grad=True)
+
+        def passes(begin):
+            for k in (begin, begin + 1):
+                breaks[:] = [k] if k == 1 else []
+                model[1](Breaks.apply(model[0](x[k]))).square().mean().backward()
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            passes(0)
+        breaks.clear()
+        {"optimizer": optimizer, "model": model, "a part": model[1], "nothing": torch.nn.Identity()}[clear].zero_grad()
+        passes(2)
+        optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    breaks = []
+    made = []
+
+    def ours(model):
+        made.append(
+            smartinf.AdamW(
+                model.named_parameters(), devices=[device], release_gradients=True, accumulation_steps=2, max_grad_norm=0
+            )
+        )
+        return made[0]
+
+    if clear in ("optimizer", "model"):
+        for a, b in zip(run(ours), run(lambda model: torch.optim.AdamW(model.parameters())), strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+        return
+    with pytest.raises(smartinf.UsageError, match=r"call zero_grad\(\) of the optimizer|Call zero_grad\(\) of the optimizer"):
+        run(ours)

@@ -94,6 +94,48 @@ def test_ctrl_c_leaves_a_whole_step(device):
         assert out == "whole\n", err
 
 
+def test_a_signal_handler_that_saves_is_refused(device, tmp_path, monkeypatch):
+    """In the middle of a step, and of another call, for whose end it would wait for ever."""
+    param = torch.nn.Parameter(torch.zeros(100))
+    optimizer = smartinf.AdamW([param], lr=1e-2, devices=[device])
+    said, heard = [], threading.Event()
+
+    def save(*_):
+        try:
+            optimizer.save_checkpoint(tmp_path / "checkpoint")
+        except smartinf.UsageError as error:
+            said.append(str(error))
+        heard.set()
+
+    def visit(name, parameter, entry):
+        if not heard.is_set():
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard.wait(600)
+
+    session = optimizer._session
+    norm = session.gradient_norm
+
+    def interrupted(unscale):
+        signal.raise_signal(signal.SIGUSR1)
+        return norm(unscale)
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        param.grad = torch.ones(100)
+        monkeypatch.setattr(session, "gradient_norm", interrupted)
+        optimizer.step()
+        assert heard.is_set()
+        heard.clear()
+        optimizer.visit_full_state(visit)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert "save_checkpoint() by a signal handler that has interrupted step()" in said[0]
+    assert "a signal handler has interrupted a call" in said[1]
+    assert session.lineage.updates == 1
+    assert float(param.detach().abs().min()) > 0  # the step was made
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+
+
 def test_fork_and_dataloader_workers_do_no_harm(device):
     model = torch.nn.Linear(10, 10)
     optimizer = smartinf.AdamW(model.parameters(), lr=1e-2, devices=[device])

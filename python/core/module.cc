@@ -100,18 +100,19 @@ void define_functions(nb::module_& module) {
   module.def(
       "stored_state",
       [](const std::vector<std::string>& paths, const nb::dict& remote)
-          -> std::optional<
-              std::tuple<std::vector<std::pair<std::string, std::vector<uint64_t>>>, bool>> {
+          -> std::optional<std::tuple<std::vector<std::pair<std::string, std::vector<uint64_t>>>,
+                                      bool, uint64_t>> {
         const auto sources = sources_at(paths, remote);
         const nb::gil_scoped_release released;
         auto stored = smartinf::python::stored_state(sources);
         if (!stored) return std::nullopt;
-        return std::tuple(std::move(stored->parameters), stored->gradient_room);
+        return std::tuple(std::move(stored->parameters), stored->gradient_room,
+                          stored->subgroup_elements);
       },
       "paths"_a, "remote"_a = nb::dict(),
       "(parameters, [(name, shape)] in their order; whether there is room for gradients that do "
-      "not fit in memory) of the first device with a state; None: there is none that can be read, "
-      "and an Updater says why.");
+      "not fit in memory; elements of the largest subgroup) of the first device with a state; "
+      "None: there is none that can be read, and an Updater says why.");
   module.def(
       "available_memory_bytes", &smartinf::engine::available_memory_bytes,
       "Memory of this machine that is free, within the limits of the process's control group.");

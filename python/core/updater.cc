@@ -183,6 +183,9 @@ std::optional<StoredState> stored_state(const engine::DeviceSources& sources) {
       stored.parameters.emplace_back(range.name, range.shape);
     }
     stored.gradient_room = (*snapshot)->layout().gradient_spill_bytes > 0;
+    for (const storage::StoredSubgroup& subgroup : (*snapshot)->layout().subgroups) {
+      stored.subgroup_elements = std::max(stored.subgroup_elements, subgroup.count);
+    }
     return stored;
   }
   return std::nullopt;

@@ -28,7 +28,8 @@ csd::RemoteOptions remote_options(const nanobind::dict& given);
 /// What the first of some devices with a state holds.
 struct StoredState {
   std::vector<std::pair<std::string, std::vector<uint64_t>>> parameters;  // names and shapes
-  bool gradient_room = false;  // for gradients that do not fit in memory
+  bool gradient_room = false;      // for gradients that do not fit in memory
+  uint64_t subgroup_elements = 0;  // of the largest one
 };
 /// Nothing: there is no state, or it cannot be read.
 std::optional<StoredState> stored_state(const engine::DeviceSources& sources);

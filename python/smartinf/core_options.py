@@ -5,6 +5,7 @@ import logging
 import torch
 
 _BLOCK_ELEMENTS = 1 << 16  # of the devices' checksummed blocks, the least a device can hold
+_SUBGROUP_BLOCKS = 16  # at most, as where the core chooses: a process with less memory has to have room for one
 _WORTH_MEASURING_BYTES = 1 << 30
 _log = logging.getLogger("smartinf")
 
@@ -39,5 +40,5 @@ def options_of(options, layout, devices):
         if len(devices) > 1 and made["subgroup_elements"] == 0:
             # Every device gets some of the state.
             blocks = -(-layout.owned_count // _BLOCK_ELEMENTS)
-            made["subgroup_elements"] = max(blocks // (4 * len(devices)), 1) * _BLOCK_ELEMENTS
+            made["subgroup_elements"] = min(max(blocks // (4 * len(devices)), 1), _SUBGROUP_BLOCKS) * _BLOCK_ELEMENTS
     return made

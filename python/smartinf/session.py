@@ -17,6 +17,7 @@ from smartinf.layout import TYPE_NAMES, Layout
 from smartinf.lineage import Lineage
 
 _log = logging.getLogger("smartinf")
+_STAGING_BYTES = 8 << 20  # of the core's buffers, beside those of the devices
 
 
 class Phase(enum.Enum):
@@ -56,7 +57,7 @@ class Session:
         stored = None
         if resume is not False and self.ranks.world == 1:
             stored = _core.stored_state([device["path"] for device in options.devices], options.remote)
-        parameters, self._has_room = stored or (None, True)
+        parameters, self._has_room, self._subgroup = stored or (None, True, 0)
         self.layout = Layout(named, self.ranks.rank, self.ranks.world, options.streamed, options.mesh, parameters)
         self.stream = options.stream if self.layout.streams else None
         self.lineage = Lineage(len(self.layout.params))
@@ -112,6 +113,11 @@ class Session:
 
     def _open(self, rule_options):
         options = core_options.options_of(self.options, self.layout, self.devices) | rule_options
+        if self.options.streamed is not None:
+            # Of each device a subgroup with its gradient, and four masters that are read as weights.
+            of_device = self._subgroup * (4 * (1 + len(self.options.state_keys)) + 20)
+            least = len(self.devices) * of_device + _STAGING_BYTES
+            options["memory_budget_bytes"] = max(options["memory_budget_bytes"], least if self._subgroup else 0)
         if self.options.streamed is not None and not self._has_room and "gradient_budget_bytes" in options:
             # Made when all gradients fitted in memory.
             del options["gradient_budget_bytes"]

@@ -287,6 +287,17 @@ def test_any_budget_resumes_any_state(first, tmp_path, monkeypatch):
     same(weights_of(model), weights_of(plain))
 
 
+def test_a_state_of_large_subgroups_is_opened_with_a_small_budget(tmp_path, monkeypatch):
+    expected, _, _ = plain_run(llama, str(tmp_path / "plain"), steps=2)
+    model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="256MiB", keep=0)
+    with smartinf.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=1.0, subgroup_elements=1 << 19) as optimizer:
+        seen = steps_of(model, optimizer, 1)
+    monkeypatch.setattr(streaming, "_ENGINE_BYTES_MIN", 10 << 20)
+    model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="16MiB", keep=0)
+    optimizer = smartinf.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=1.0, resume=True)
+    assert seen + steps_of(model, optimizer, 1, first=1) == expected
+
+
 def test_what_another_process_kept_in_memory_takes_none_in_this_one(tmp_path, monkeypatch):
     """Of a state in the order of before the parameters that stay in memory now lie between those that are streamed."""
     with monkeypatch.context() as before:

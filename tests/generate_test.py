@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,7 +214,7 @@ class Generate(StreamCase):
 def make_without_tokenizer(folder, bare):
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
-        (bare / name).symlink_to(folder / name)
+        shutil.copy(folder / name, bare)
     return bare
 
 

@@ -12,6 +12,7 @@
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/model/placeholder.h"
 
 namespace smartinf::model {
 
@@ -121,6 +122,7 @@ Status SafetensorsWriter::finish() {
 namespace {
 
 constexpr uint64_t kHeaderBytesMax = 100'000'000;  // as the format's own library has it
+constexpr uint64_t kBeginBytes = 64;               // that tell what is no safetensors file
 
 /// Bytes of an element; 0: unknown.
 uint64_t element_bytes(const std::string& type) {
@@ -170,6 +172,26 @@ std::string read_entry(const nlohmann::json& json, uint64_t data_offset, uint64_
   return "";
 }
 
+/// Empty, or the tensor whose bytes do not begin where those of the one before it end, and how.
+std::string find_gap(const SafetensorsHeader& header, uint64_t data_offset, uint64_t file_bytes) {
+  using Item = std::pair<const std::string, SafetensorsHeader::Entry>;
+  std::vector<const Item*> order;
+  for (const Item& item : header.tensors) order.push_back(&item);
+  std::ranges::sort(order, {}, [](const Item* item) {
+    return std::pair(item->second.offset, item->second.bytes);
+  });
+  const auto shown = [](const Item* item) {
+    return base::printable(item->first) ? item->first : "a tensor";
+  };
+  uint64_t end = data_offset;
+  for (const Item* item : order) {
+    if (item->second.offset > end) return "bytes of no tensor lie before " + shown(item);
+    if (item->second.offset < end) return "two tensors have the same bytes: " + shown(item);
+    end += item->second.bytes;
+  }
+  return end < file_bytes ? "bytes of no tensor lie at the end" : "";
+}
+
 }  // namespace
 
 std::optional<base::DataType> safetensors_type(const std::string& name) {
@@ -185,11 +207,21 @@ Result<SafetensorsHeader> SafetensorsHeader::read(const base::DataFile& file) {
     return Status(ErrorCode::kCorrupt, "not an intact safetensors file: " + std::move(what),
                   "Remove it, or restore it from a copy", base::ErrorPlace{file.path(), {}, {}, 0});
   };
+  const auto no_safetensors = [&](std::string what) -> Status {
+    std::string begin(std::min<uint64_t>(file.size(), kBeginBytes), ' ');
+    SI_RETURN_IF_ERROR(file.read(0, std::as_writable_bytes(std::span(begin))));
+    const std::optional<Placeholder> placeholder = find_placeholder(begin);
+    if (!placeholder) return corrupt(std::move(what));
+    return Status(ErrorCode::kCorrupt, "the file is " + placeholder->what, placeholder->advice,
+                  base::ErrorPlace{file.path(), {}, {}, 0});
+  };
   uint64_t length = 0;
-  if (file.size() < sizeof length) return corrupt("it is too short");
+  if (file.size() < sizeof length) return no_safetensors("it is too short");
   SI_RETURN_IF_ERROR(file.read(0, std::as_writable_bytes(std::span(&length, 1))));
-  if (length > file.size() - sizeof length) return corrupt("the header is longer than the file");
-  if (length > kHeaderBytesMax) return corrupt("the header is longer than 100 MB");
+  if (length > file.size() - sizeof length) {
+    return no_safetensors("the header is longer than the file");
+  }
+  if (length > kHeaderBytesMax) return no_safetensors("the header is longer than 100 MB");
   std::string text(length, ' ');
   SI_RETURN_IF_ERROR(file.read(sizeof length, std::as_writable_bytes(std::span(text))));
   const nlohmann::json json = base::parse_json(text);
@@ -199,7 +231,8 @@ Result<SafetensorsHeader> SafetensorsHeader::read(const base::DataFile& file) {
     if (name == kMetadata) {
       if (!value.is_object()) return corrupt("its metadata are no object");
       for (const auto& [key, text_of] : value.items()) {
-        if (text_of.is_string()) header.metadata[key] = text_of.get<std::string>();
+        if (!text_of.is_string()) return corrupt("its metadata are no texts");
+        header.metadata[key] = text_of.get<std::string>();
       }
       continue;
     }
@@ -209,6 +242,8 @@ Result<SafetensorsHeader> SafetensorsHeader::read(const base::DataFile& file) {
       return corrupt(wrong + (base::printable(name) ? name : "a tensor"));
     }
   }
+  const std::string gap = find_gap(header, sizeof length + length, file.size());
+  if (!gap.empty()) return corrupt(gap);
   return header;
 }
 

@@ -66,7 +66,8 @@ struct SafetensorsHeader {
   std::map<std::string, std::string> metadata;
 
   /// Takes no more memory than a few times the header, of at most 100 MB. Errors: kCorrupt with
-  /// what is wrong: also for bytes that are not in the file, or not as many as the shape says.
+  /// what is wrong: also for bytes that are not in the file, not as many as the shape says, of two
+  /// tensors or of none, as the format has it.
   static base::Result<SafetensorsHeader> read(const base::DataFile& file);
 };
 /// Nothing for a type that is no number of ours.

@@ -15,7 +15,8 @@
 #include "smartinf/base/file.h"
 #include "smartinf/base/text.h"
 #include "smartinf/kernels/update.h"
-#include "smartinf/model/safetensors.h"
+#include "smartinf/model/folder_file.h"
+#include "smartinf/model/placeholder.h"
 
 namespace smartinf::model {
 namespace {
@@ -44,28 +45,29 @@ bool is_table(std::string_view name) {
          name.ends_with(".attn.masked_bias");
 }
 
-/// As GPT2LMHeadModel calls it: files of GPT2Model have names without the first part.
-std::string full_name(const Architecture& model, const std::string& name) {
-  const bool bare = model.family == Family::kGpt2 && !name.starts_with("transformer.") &&
-                    !name.starts_with("lm_head.");
-  return bare ? "transformer." + name : name;
+/// What a checkpoint of the model without its head leaves out of every name.
+std::string_view base_prefix(const Architecture& model) {
+  return model.family == Family::kGpt2 ? "transformer." : "model.";
 }
 
 std::string shape_text(const std::vector<uint64_t>& shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
-/// The files that the index names, each of them once.
-Result<std::vector<std::string>> files_of_index(const std::string& path) {
+/// By tensor the file that it is in.
+Result<std::map<std::string, std::string>> read_index(const std::string& path) {
   SI_ASSIGN_OR_RETURN(const std::string text,
                       base::read_text_file(path, "cannot read the index", kIndexBytesMax));
   const nlohmann::json json = base::parse_json(text);
   if (!json.is_object() || !json.contains("weight_map") || !json["weight_map"].is_object()) {
-    return at(ErrorCode::kCorrupt, "the index has no weight_map", kGetAgain, path);
+    const auto placeholder = find_placeholder(text);
+    return at(ErrorCode::kCorrupt,
+              placeholder ? "the index is " + placeholder->what : "the index has no weight_map",
+              placeholder ? placeholder->advice : kGetAgain, path);
   }
-  std::set<std::string> files;
+  std::map<std::string, std::string> files;
   for (const auto& [tensor, file] : json["weight_map"].items()) {
-    const std::string name = file.is_string() ? file.get<std::string>() : "";
+    std::string name = file.is_string() ? file.get<std::string>() : "";
     // No path: what is beside the folder is not its own.
     if (!name.ends_with(".safetensors") || name.find('/') != std::string::npos ||
         name.starts_with(".") || !base::printable(name)) {
@@ -74,35 +76,124 @@ Result<std::vector<std::string>> files_of_index(const std::string& path) {
           fmt::format("the index names a file for {} that is not in the folder", shown(tensor)),
           kGetAgain, path);
     }
-    files.insert(name);
+    files.emplace(tensor, std::move(name));
   }
-  return std::vector<std::string>(files.begin(), files.end());
+  return files;
+}
+
+/// Neither a file of weights nor an index is there: what is?
+Status no_weights(const std::string& folder) {
+  std::vector<std::string> others;
+  std::error_code error;
+  for (auto entry = fs::directory_iterator(folder, error);
+       !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    std::string name = entry->path().filename().string();
+    const bool weights = name.ends_with(".safetensors") || name.ends_with(".gguf") ||
+                         name.starts_with("pytorch_model") || name.ends_with(".pth");
+    if (weights && base::printable(name)) others.push_back(std::move(name));
+  }
+  std::ranges::sort(others);
+  const auto any = [&](auto matches) { return std::ranges::any_of(others, matches); };
+  if (any([](const std::string& name) { return name.starts_with("pytorch_model"); })) {
+    return at(ErrorCode::kUnsupported, "model.from: the folder has its weights in pickled files",
+              "Load it with transformers and save it again: save_pretrained() writes safetensors",
+              folder);
+  }
+  constexpr size_t kNamed = 3;
+  const std::string what = "model.from: there is neither model.safetensors nor its index";
+  if (others.empty()) {
+    return at(ErrorCode::kNotFound, what,
+              "Name a folder as transformers' save_pretrained() writes it", folder);
+  }
+  const bool shards =
+      any([](const std::string& name) { return name.starts_with("model-00001-of-"); });
+  others.resize(std::min(others.size(), kNamed));
+  return at(ErrorCode::kNotFound, fmt::format("{}, but {}", what, fmt::join(others, ", ")),
+            shards ? "Download model.safetensors.index.json, which says what is in the files"
+                   : "Load it with what wrote it and save it again as save_pretrained() does",
+            folder);
+}
+
+/// What stands before every name where another program has wrapped the model, by the name that a
+/// tensor should have; empty: nothing does.
+std::string wrapper_prefix(const std::string& name, std::string_view base,
+                           const std::set<std::string>& names) {
+  std::vector<std::string> ends{"." + name};
+  if (name.starts_with(base)) ends.push_back("." + name.substr(base.size()));
+  for (const std::string& found : names) {
+    for (const std::string& end : ends) {
+      if (!found.ends_with(end)) continue;
+      const std::string first = found.substr(0, found.find('.') + 1);
+      const bool all = std::ranges::all_of(
+          names, [&](const std::string& other) { return other.starts_with(first); });
+      if (all && first != base) return found.substr(0, found.size() - end.size() + 1);
+    }
+  }
+  return "";
+}
+
+std::string_view unwrap_advice(std::string_view prefix) {
+  if (prefix.find("base_model.model.") != prefix.npos) {
+    return "They are peft's: merge the adapters (merge_and_unload()) and save that";
+  }
+  if (prefix.find("_orig_mod.") != prefix.npos) {
+    return "They are torch.compile's: save the model within, model._orig_mod.save_pretrained()";
+  }
+  return "Save the model within what wraps it: model.module.save_pretrained()";
 }
 
 }  // namespace
 
+// As transformers has it: the single file wins, whatever an index beside it says.
 Status WeightFiles::find_files(const std::string& folder) {
   folder_ = folder;
-  std::error_code error;
+  const auto find = [&](std::string_view name) -> Result<std::string> {
+    Result<std::optional<std::string>> path = find_folder_file(folder, name);
+    if (!path.ok()) return std::move(path).status().with_context("model.from");
+    return path->value_or("");
+  };
   std::vector<std::string> names{std::string(kSingle)};
-  const std::string index = folder + "/" + std::string(kIndex);
-  if (fs::exists(index, error)) {
-    SI_ASSIGN_OR_RETURN(names, files_of_index(index));
-  } else if (!fs::exists(folder + "/" + std::string(kSingle), error)) {
-    const bool other = fs::exists(folder + "/pytorch_model.bin", error) ||
-                       fs::exists(folder + "/pytorch_model.bin.index.json", error);
-    return at(other ? ErrorCode::kUnsupported : ErrorCode::kNotFound,
-              other ? "model.from: the folder has its weights in pickled files"
-                    : "model.from: there is neither model.safetensors nor its index",
-              other ? "Load it with transformers and save it again: save_pretrained() writes "
-                      "safetensors"
-                    : "Name a folder as transformers' save_pretrained() writes it",
-              folder);
+  const Result<std::string> single = find(kSingle);
+  const bool dangles = single.status().code() == ErrorCode::kNotFound;
+  if (!single.ok() && !dangles) return single.status();
+  if (!single.ok() || single->empty()) {
+    SI_ASSIGN_OR_RETURN(const std::string index, find(kIndex));
+    if (index.empty()) return dangles ? single.status() : no_weights(folder);
+    SI_ASSIGN_OR_RETURN(index_, read_index(index));
+    std::set<std::string> files;
+    for (const auto& [tensor, file] : index_) files.insert(file);
+    names.assign(files.begin(), files.end());
   }
   for (const std::string& name : names) {
-    Result<base::DataFile> file = base::DataFile::open(folder + "/" + name);
+    SI_ASSIGN_OR_RETURN(const std::string path, find(name));
+    if (path.empty()) {
+      return at(ErrorCode::kNotFound, fmt::format("model.from: {} names {}", kIndex, name),
+                "Download the file; or remove the index if it is of other weights",
+                folder + "/" + name);
+    }
+    Result<base::DataFile> file = base::DataFile::open(path);
     if (!file.ok()) return std::move(file).status().with_context("model.from");
     files_.push_back(std::move(*file));
+  }
+  return Status();
+}
+
+/// Both name the same tensors: else one of them is of another save.
+Status WeightFiles::check_index(size_t file, const SafetensorsHeader& header) const {
+  if (index_.empty()) return Status();
+  const std::string name = fs::path(files_[file].path()).filename().string();
+  for (const auto& [tensor, entry] : header.tensors) {
+    const auto named = index_.find(tensor);
+    if (is_table(tensor) || (named != index_.end() && named->second == name)) continue;
+    return at(ErrorCode::kMismatch,
+              fmt::format("model.from: {} is in the file, but not in {}", shown(tensor), kIndex),
+              kGetAgain, files_[file].path());
+  }
+  for (const auto& [tensor, of] : index_) {
+    if (of != name || header.tensors.contains(tensor) || is_table(tensor)) continue;
+    return at(ErrorCode::kMismatch,
+              fmt::format("model.from: {} is in {}, but not in the file", shown(tensor), kIndex),
+              kGetAgain, files_[file].path());
   }
   return Status();
 }
@@ -112,32 +203,59 @@ Status WeightFiles::find_tensors(const Architecture& model) {
     SafetensorsHeader::Entry entry;
     size_t file;
   };
+  std::set<std::string> expected;
+  for (const plan::ParameterRange& range : space_.ranges()) expected.insert(range.name);
+  const std::string base(base_prefix(model));
   std::map<std::string, Found> found;
   for (size_t i = 0; i < files_.size(); ++i) {
-    SI_ASSIGN_OR_RETURN(SafetensorsHeader header, SafetensorsHeader::read(files_[i]));
-    for (auto& [name, entry] : header.tensors) {
+    Result<SafetensorsHeader> header = SafetensorsHeader::read(files_[i]);
+    if (!header.ok()) return std::move(header).status().with_context("model.from");
+    SI_RETURN_IF_ERROR(check_index(i, *header));
+    for (auto& [name, entry] : header->tensors) {
       if (is_table(name)) continue;
-      const bool once = found.emplace(full_name(model, name), Found{std::move(entry), i}).second;
+      const std::string full = expected.contains(base + name) ? base + name : name;
+      const bool once = found.emplace(full, Found{std::move(entry), i}).second;
       if (!once) {
-        return at(ErrorCode::kCorrupt, fmt::format("{} is in two files", shown(name)), kGetAgain,
-                  files_[i].path());
+        return at(ErrorCode::kCorrupt, fmt::format("model.from: {} is there twice", shown(name)),
+                  kGetAgain, files_[i].path());
       }
     }
   }
+  // Of tied weights the files may have either.
+  const std::string& embedding = space_.ranges().front().name;
+  const std::string head_name = "lm_head.weight";
+  if (model.tied_head && !found.contains(embedding) && found.contains(head_name)) {
+    auto head = found.extract(head_name);
+    head.key() = embedding;
+    found.insert(std::move(head));
+  }
+  const auto missing = [&](const std::string& name) {
+    std::set<std::string> names;
+    for (const auto& [other, tensor] : found) names.insert(other);
+    const std::string prefix = wrapper_prefix(name, base, names);
+    if (!prefix.empty()) {
+      return at(ErrorCode::kMismatch,
+                fmt::format("model.from: {} is in none of the files, whose names begin with {}",
+                            name, shown(prefix)),
+                unwrap_advice(prefix), folder_);
+    }
+    return at(ErrorCode::kMismatch, fmt::format("model.from: {} is in none of the files", name),
+              name == head_name
+                  ? "Save the model with its head (AutoModelForCausalLM), or set "
+                    "tie_word_embeddings to true in config.json if the head is the embedding"
+                  : "Check that config.json and the weights belong together",
+              folder_);
+  };
   const auto place_of = [&](const std::string& name, const Found& tensor) -> Result<Place> {
     const std::optional<DataType> type = safetensors_type(tensor.entry.type);
     if (type.has_value()) return Place{tensor.file, tensor.entry.offset, *type};
     return at(ErrorCode::kUnsupported,
-              fmt::format("{} is of type {}", shown(name), shown(tensor.entry.type)),
+              fmt::format("model.from: {} is of type {}", shown(name), shown(tensor.entry.type)),
               "Weights of F32, BF16 and F16 can be read", files_[tensor.file].path());
   };
   for (const plan::ParameterRange& range : space_.ranges()) {
     const auto tensor = found.find(range.name);
-    if (tensor == found.end()) {
-      return at(ErrorCode::kMismatch,
-                fmt::format("model.from: {} is in none of the files", range.name),
-                "Check that config.json and the weights belong together", folder_);
-    }
+    if (tensor == found.end()) return missing(range.name);
     if (tensor->second.entry.shape != range.shape) {
       return at(ErrorCode::kMismatch,
                 fmt::format("model.from: {} is {}, and by config.json it would be {}", range.name,
@@ -150,7 +268,7 @@ Status WeightFiles::find_tensors(const Architecture& model) {
     found.erase(tensor);
   }
   // A tied head that was stored nevertheless.
-  if (const auto head = found.find("lm_head.weight"); head != found.end() && model.tied_head) {
+  if (const auto head = found.find(head_name); head != found.end() && model.tied_head) {
     if (head->second.entry.shape == space_.ranges().front().shape) {
       SI_ASSIGN_OR_RETURN(const Place place, place_of(head->first, head->second));
       SI_RETURN_IF_ERROR(check_tied_head(place));

@@ -1,7 +1,9 @@
-// The weights in a folder of Hugging Face's: safetensors, one file or several with an index.
+// The weights in a folder of Hugging Face's: safetensors, one file or several with an index, those
+// that transformers would read.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -11,6 +13,7 @@
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/model/architecture.h"
+#include "smartinf/model/safetensors.h"
 #include "smartinf/plan/parameter_space.h"
 
 namespace smartinf::model {
@@ -20,8 +23,9 @@ namespace smartinf::model {
 class WeightFiles {
  public:
   /// Errors: kNotFound (no weights there, or a file that the index names), kCorrupt (a header, an
-  /// index, a name that leaves the folder), kMismatch with the tensor's name (missing, surplus, of
-  /// another shape), kUnsupported (another type, or another format of files).
+  /// index, a name that leaves the folder), kInvalidArgument (a link that does), kMismatch with the
+  /// tensor's name (missing, surplus, of another shape, in the index or the files alone),
+  /// kUnsupported (another type, or another format of files).
   static base::Result<WeightFiles> open(const std::string& folder,
                                         const Architecture& architecture);
 
@@ -45,12 +49,14 @@ class WeightFiles {
     base::DataType type = base::DataType::kF32;
   };
   base::Status find_files(const std::string& folder);
+  base::Status check_index(size_t file, const SafetensorsHeader& header) const;
   base::Status find_tensors(const Architecture& architecture);
   base::Status check_tied_head(const Place& head) const;
   base::Status read_place(const Place& place, uint64_t within, std::span<float> out) const;
   base::Status read_range(size_t range, uint64_t within, std::span<float> out) const;
 
   std::string folder_;
+  std::map<std::string, std::string> index_;  // by tensor its file's name; empty: there is no index
   std::vector<base::DataFile> files_;
   plan::ParameterSpace space_;
   std::vector<Place> places_;  // by range of the space

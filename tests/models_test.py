@@ -4,6 +4,7 @@ and folders that come back as they were.
 Usage: models_test.py SMARTINF OUTPUTS_OF_FOLDER
 """
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import unittest
 OUTPUTS = str(pathlib.Path(sys.argv.pop(2)).resolve())
 
 from small_models import COMMON, CONFIGS, WIDE_HEADS, FineTuneCase, make, read
+from train_runs import SMARTINF
 
 import safetensors.torch
 import torch
@@ -155,6 +157,30 @@ class Models(FineTuneCase):
         def pickled(folder):
             (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
+        def pointer(folder):
+            (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\n")
+
+        def secret(folder):
+            (folder / "chat_template.jinja").symlink_to("../corpus.txt")
+
+        def generation(folder):
+            (folder / "generation_config.json").write_text("{")
+
+        def endless(folder):
+            with open(folder / "vocab.json", "wb") as file:
+                file.truncate(1 << 40)
+
+        def overlap(folder):
+            raw = (folder / "model.safetensors").read_bytes()
+            length = int.from_bytes(raw[:8], "little")
+            header = json.loads(raw[8:8 + length])
+            first, second = sorted((k for k in header if k != "__metadata__"),
+                                   key=lambda k: header[k]["data_offsets"])[:2]
+            begin, end = header[second]["data_offsets"]
+            header[second]["data_offsets"] = [begin - 4, end - 4]
+            text = json.dumps(header).encode()
+            (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length:])
+
         not_finite = tensors[gate].clone()
         not_finite[1, 2] = float("nan")
         cases = {
@@ -167,8 +193,15 @@ class Models(FineTuneCase):
             "file": (index("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors"),
             "traversal": (index("../model.safetensors"), "not in the folder"),
             "pickled": (pickled, "pickled"),
+            "pointer": (pointer, "git lfs pull"),
+            "secret": (secret, "chat_template.jinja leads out of the model's folder"),
+            "generation": (generation, "generation_config.json"),
+            "fifo": (lambda folder: os.mkfifo(folder / "tokenizer.json"), "a FIFO"),
+            "endless": (endless, "vocab.json is longer"),
+            "overlap": (overlap, "two tensors have the same bytes"),
             "family": (config(model_type="bert"), "bert"),
-            "key": (config(embedding_multiplier=12.0), "embedding_multiplier"),
+            "key": (config(is_causal=False), "--model.ignored_keys is_causal"),
+            "end": (config(eos_token_id="x"), "eos_token_id"),
             "rope": (config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "longrope"),
             "quantized": (config(quantization_config={"bits": 4}), "quantization_config"),
             "number": (config(num_hidden_layers="three"), "num_hidden_layers"),
@@ -178,14 +211,21 @@ class Models(FineTuneCase):
                 folder = self.folder / name
                 shutil.copytree(self.folder / "good", folder)
                 change(folder)
-                self.assertIn(says, self.fine_tune(folder, "run", code=1))
+                code = 2 if name in ("secret", "fifo", "endless") else 1  # no files of a model
+                self.assertIn(says, self.fine_tune(folder, "run", code=code))
                 left = [p.relative_to(self.folder / "run").as_posix() for p in (self.folder / "run").rglob("*")
                         if p.is_file() and p.stat().st_size > 0]
                 self.assertEqual(left, [])
         known = self.folder / "known"
         shutil.copytree(self.folder / "good", known)
-        config(embedding_multiplier=12.0)(known)
-        self.fine_tune(known, "run", "--model.ignored_keys", "embedding_multiplier")
+        config(is_causal=False, _model_name_or_path="a/b", unk_token_id=0)(known)
+        self.fine_tune(known, "run", "--model.ignored_keys", "is_causal")
+        generate = [SMARTINF, "generate", str(known), "--prompt-tokens", "1", "--tokens", "1"]
+        refused = subprocess.run(generate, capture_output=True, text=True)
+        self.assertIn("--ignored-keys is_causal", refused.stderr)
+        said = subprocess.run([*generate, "--ignored-keys", "is_causal"], capture_output=True, text=True)
+        self.assertEqual(said.returncode, 0, said.stderr)
+        self.assertIn("_model_name_or_path, unk_token_id change nothing", said.stdout + said.stderr)
         self.assertIn("beside model.from", self.fine_tune(known, "other", "--model.layers", "2", code=2))
 
     def test_a_run_goes_on_without_the_folder_it_came_from(self):

@@ -10,7 +10,6 @@
 
 #include <fmt/format.h>
 
-#include "smartinf/model/weight_files.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/token_file.h"
 
@@ -93,16 +92,14 @@ class TokenData {
 Status make_token_data(config::Recipe& recipe, bool start_over, bool quiet,
                        const std::stop_token& stop) {
   train::DataOptions& data = recipe.options.data;
-  // Text beside data.tokenizer is refused: a tokenizer.json has no chat template.
-  if (recipe.options.model.from.empty() || !data.tokenizer.empty()) return Status();
+  if (recipe.options.model.from.empty()) return Status();
+  // Also where no tokens are made: a folder that is refused is refused before anything is written.
   SI_ASSIGN_OR_RETURN(const train::ModelSource source, train::find_model(recipe.options));
+  // Text beside data.tokenizer is refused: a tokenizer.json has no chat template.
+  if (!data.tokenizer.empty()) return Status();
   const train::TextForm form = train::text_form(recipe.options, source);
   if (form.tokenizer.empty()) return Status();
   const bool begun = has_begun(recipe.options.train.run);
-  if (!begun && recipe.options.model.init == train::ModelInit::kWeights) {
-    // What the run cannot begin with is said before tokens are made for it.
-    SI_RETURN_IF_ERROR(model::WeightFiles::open(source.folder, source.architecture).status());
-  }
   const std::string of_run = !begun ? "new" : start_over ? "over" : "begun";
   TokenData made(recipe.options, source.folder, quiet, stop);
   SI_RETURN_IF_ERROR(made.replace("data.paths", "training", of_run, data.paths));

@@ -61,7 +61,7 @@ constexpr auto kKeys = std::to_array<Key>({
            "first weights of a model from a folder: \"weights\": the folder's; \"random\": random "
            "ones, and only the shape and the tokenizer are the folder's"),
     SI_KEY("model.ignored_keys", &r.options.model.ignored_keys,
-           "keys of config.json that are not known here and that you know to change nothing"),
+           "keys of config.json that are refused and that you know to change nothing"),
     SI_KEY("model.layers", &r.options.model.layers, "transformer layers"),
     SI_KEY("model.width", &r.options.model.width, "width of the residual stream"),
     SI_KEY("model.heads", &r.options.model.heads, "query heads; must divide width"),

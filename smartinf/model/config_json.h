@@ -5,6 +5,8 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
@@ -12,18 +14,32 @@
 
 namespace smartinf::model {
 
+/// Tokens that end a text.
+struct EndTokens {
+  std::vector<int64_t> tokens;
+  std::string note;  // of those that the vocabulary does not have; empty: there are none
+};
+
 struct Config {
   Architecture architecture;
   std::optional<base::DataType> type;  // of the tensors in the files, where it says so
-  int64_t eos_token = -1;              // < 0: not given
-  std::string remark;                  // what is not done as it says: dropout; empty: nothing
+  EndTokens end;
+  std::string remark;        // what training does not do as it says: dropout; empty: nothing
+  std::string unknown_keys;  // which keys change nothing, and why; empty: there are none
 };
 
-/// ignored: keys that the user knows not to matter (model.ignored_keys). `path` is for messages.
-/// Errors: kCorrupt for what is no config.json; kUnsupported for another family, and for a key that
-/// changes what the model computes in a way that is not known here, by its name.
+/// What transformers makes of it: keys that its class of this model_type does not know change
+/// nothing. ignored: keys that the user knows to change nothing, which `option` names (for
+/// messages, as `path` is). Errors: kCorrupt for what is no config.json or has a value that cannot
+/// be; kUnsupported for another family, and for what transformers computes otherwise, by all of its
+/// keys.
 base::Result<Config> read_config(const std::string& text, const std::string& path,
-                                 std::span<const std::string> ignored);
+                                 std::span<const std::string> ignored,
+                                 std::string_view option = "--model.ignored_keys");
+
+/// generation_config.json. Errors: kCorrupt.
+base::Result<EndTokens> read_generation_config(const std::string& text, const std::string& path,
+                                               uint32_t vocabulary);
 
 /// Of a model without a config.json of its own (Family::kLlama). `eos_token` < 0: unknown.
 std::string write_config(const Architecture& architecture, base::DataType type, int64_t eos_token);

@@ -233,6 +233,7 @@ std::vector<std::string> TorchGenerator::describe() const {
       static_cast<double>(parameters) * 1e-6, lora() ? " with adapters" : "",
       base::enum_name(type_), accelerator_.str(),
       updater_ != nullptr ? fmt::format(", of step {}", updater_->committed_step()) : ""));
+  for (const std::string& note : source_.notes) lines.push_back("model: " + note);
   if (!plan_.memory.accelerator.empty()) {
     lines.push_back(fmt::format("memory: {} of the accelerator's memory are planned: {}",
                                 base::format_bytes(plan_.memory.accelerator_bytes),
@@ -288,7 +289,8 @@ Result<std::unique_ptr<Generator>> Generator::open(GeneratorOptions options) {
     if (options.options.train.run.empty()) {
       const ModelOptions& model = options.options.model;
       SI_RETURN_IF_ERROR(check_folder(model.from));
-      SI_ASSIGN_OR_RETURN(source, read_model_folder(model.from, model.ignored_keys));
+      SI_ASSIGN_OR_RETURN(source,
+                          read_model_folder(model.from, model.ignored_keys, "--ignored-keys"));
     } else {
       SI_ASSIGN_OR_RETURN(source, find_model(options.options));
       model::Architecture& architecture = source.architecture;

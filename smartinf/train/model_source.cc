@@ -5,12 +5,14 @@
 #include <system_error>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
+#include "smartinf/base/data_file.h"
 #include "smartinf/base/file.h"
-#include "smartinf/base/text.h"
+#include "smartinf/base/units.h"
 #include "smartinf/engine/checkpoint_folder.h"
 #include "smartinf/model/config_json.h"
+#include "smartinf/model/folder_file.h"
+#include "smartinf/model/weight_files.h"
 #include "smartinf/train/corpus.h"
 
 namespace smartinf::train {
@@ -22,6 +24,7 @@ using base::Result;
 using base::Status;
 
 constexpr std::string_view kConfig = "config.json";
+constexpr std::string_view kGenerationConfig = "generation_config.json";
 constexpr uint64_t kConfigBytesMax = uint64_t{16} << 20;
 constexpr uint64_t kTokenizerBytesMax = uint64_t{256} << 20;
 
@@ -32,24 +35,39 @@ bool is_there(const fs::path& path) {
   return fs::exists(path, error);
 }
 
-Result<std::string> read_config_text(const fs::path& folder) {
-  const std::string path = (folder / kConfig).string();
-  Result<std::string> text = base::read_text_file(path, "cannot read it", kConfigBytesMax);
+/// A small file of a model; nothing where it is not there.
+Result<std::optional<std::string>> read_small_file(const fs::path& folder, std::string_view name,
+                                                   uint64_t bytes_max) {
+  const auto read = [&]() -> Result<std::optional<std::string>> {
+    SI_ASSIGN_OR_RETURN(const std::optional<std::string> path,
+                        model::find_folder_file(folder.string(), name));
+    if (!path) return std::optional<std::string>();
+    SI_ASSIGN_OR_RETURN(std::string text, base::read_text_file(*path, "cannot read it", bytes_max));
+    return std::optional(std::move(text));
+  };
+  Result<std::optional<std::string>> text = read();
   if (!text.ok()) return std::move(text).status().with_context("model.from");
   return text;
 }
 
-/// eos_token_id: a number, or several.
-std::vector<int64_t> end_tokens_of(std::string_view text) {
-  const nlohmann::json json = base::parse_json(text);
-  const auto found = json.is_object() ? json.find("eos_token_id") : json.end();
-  if (!json.is_object() || found == json.end()) return {};
-  std::vector<int64_t> tokens;
-  const nlohmann::json list = found->is_array() ? *found : nlohmann::json::array({*found});
-  for (const nlohmann::json& token : list) {
-    if (token.is_number_integer()) tokens.push_back(token.get<int64_t>());
-  }
-  return tokens;
+/// That others can read it whole: no FIFO, and not without end.
+Status check_small_file(const std::string& folder, std::string_view name) {
+  SI_ASSIGN_OR_RETURN(const std::optional<std::string> path, model::find_folder_file(folder, name));
+  if (!path) return Status();
+  SI_ASSIGN_OR_RETURN(const base::DataFile file, base::DataFile::open(*path));
+  if (file.size() <= kTokenizerBytesMax) return Status();
+  return Status(ErrorCode::kInvalidArgument,
+                fmt::format("{} is longer than {}", name, base::format_bytes(kTokenizerBytesMax)),
+                "Get the model's folder again", base::ErrorPlace{*path, {}, {}, 0});
+}
+
+Result<std::string> read_config_text(const fs::path& folder) {
+  SI_ASSIGN_OR_RETURN(std::optional<std::string> text,
+                      read_small_file(folder, kConfig, kConfigBytesMax));
+  if (text) return std::move(*text);
+  return Status(ErrorCode::kNotFound, "model.from: there is no config.json",
+                "Name a folder as transformers' save_pretrained() writes it",
+                base::ErrorPlace{(folder / kConfig).string(), {}, {}, 0});
 }
 
 }  // namespace
@@ -75,21 +93,35 @@ model::Architecture architecture_of(const ModelOptions& given, uint32_t sequence
 }
 
 Result<ModelSource> read_model_folder(const std::string& folder,
-                                      std::span<const std::string> ignored) {
+                                      std::span<const std::string> ignored,
+                                      std::string_view option) {
   ModelSource source;
   source.folder = folder;
   SI_ASSIGN_OR_RETURN(source.config_json, read_config_text(folder));
-  SI_ASSIGN_OR_RETURN(
-      model::Config config,
-      model::read_config(source.config_json, (fs::path(folder) / kConfig).string(), ignored));
+  const std::string path = (fs::path(folder) / kConfig).string();
+  SI_ASSIGN_OR_RETURN(model::Config config,
+                      model::read_config(source.config_json, path, ignored, option));
   source.architecture = std::move(config.architecture);
   source.type = config.type;
   source.remark = std::move(config.remark);
   // What generation_config.json says counts, as in transformers.
-  const Result<std::string> generation = base::read_text_file(
-      (fs::path(folder) / "generation_config.json").string(), "cannot read it", kConfigBytesMax);
-  if (generation.ok()) source.end_tokens = end_tokens_of(*generation);
-  if (source.end_tokens.empty()) source.end_tokens = end_tokens_of(source.config_json);
+  SI_ASSIGN_OR_RETURN(const std::optional<std::string> generation,
+                      read_small_file(folder, kGenerationConfig, kConfigBytesMax));
+  model::EndTokens end;
+  if (generation) {
+    SI_ASSIGN_OR_RETURN(end, model::read_generation_config(
+                                 *generation, (fs::path(folder) / kGenerationConfig).string(),
+                                 source.architecture.vocabulary));
+  }
+  if (end.tokens.empty()) end = std::move(config.end);
+  source.end_tokens = std::move(end.tokens);
+  for (std::string* note : {&config.unknown_keys, &end.note}) {
+    if (!note->empty()) source.notes.push_back(std::move(*note));
+  }
+  // Scripts open these by themselves, and what is exported has them.
+  for (const std::string_view name : kTokenizerFiles) {
+    SI_RETURN_IF_ERROR(check_small_file(folder, name).with_context("model.from"));
+  }
   return source;
 }
 
@@ -123,7 +155,12 @@ Result<ModelSource> find_model(const Options& options) {
                     base::ErrorPlace{(fs::path(given.from) / kConfig).string(), {}, {}, 0});
     }
   }
-  SI_ASSIGN_OR_RETURN(source, read_model_folder(source.folder, given.ignored_keys));
+  SI_ASSIGN_OR_RETURN(source,
+                      read_model_folder(source.folder, given.ignored_keys, "--model.ignored_keys"));
+  if (!is_there(kept / kConfig) && given.init == ModelInit::kWeights) {
+    // A run that is not begun: what its weights come from is looked at before anything is written.
+    SI_RETURN_IF_ERROR(model::WeightFiles::open(given.from, source.architecture).status());
+  }
   if (source.architecture.learned_positions &&
       options.data.sequence > source.architecture.positions) {
     return Status(ErrorCode::kInvalidArgument,
@@ -138,11 +175,10 @@ Status keep_model_files(const std::string& from, const std::string& run) {
   const fs::path folder = kept_folder(run);
   SI_RETURN_IF_ERROR(engine::make_durable_folder(folder.string()));
   for (const std::string_view name : kTokenizerFiles) {
-    if (!is_there(fs::path(from) / name)) continue;
-    SI_ASSIGN_OR_RETURN(
-        const std::string text,
-        base::read_text_file((fs::path(from) / name).string(), "model.from", kTokenizerBytesMax));
-    SI_RETURN_IF_ERROR(base::write_text_file((folder / name).string(), text, "cannot write it"));
+    SI_ASSIGN_OR_RETURN(const std::optional<std::string> text,
+                        read_small_file(from, name, kTokenizerBytesMax));
+    if (!text) continue;
+    SI_RETURN_IF_ERROR(base::write_text_file((folder / name).string(), *text, "cannot write it"));
   }
   // Last: with it the folder counts.
   SI_ASSIGN_OR_RETURN(const std::string config, read_config_text(from));
@@ -154,11 +190,9 @@ Result<std::vector<std::pair<std::string, std::string>>> kept_tokenizer_files(
     const std::string& run) {
   std::vector<std::pair<std::string, std::string>> files;
   for (const std::string_view name : kTokenizerFiles) {
-    const fs::path path = kept_folder(run) / name;
-    if (!is_there(path)) continue;
-    SI_ASSIGN_OR_RETURN(std::string text,
-                        base::read_text_file(path.string(), "cannot read it", kTokenizerBytesMax));
-    files.emplace_back(name, std::move(text));
+    SI_ASSIGN_OR_RETURN(std::optional<std::string> text,
+                        read_small_file(kept_folder(run), name, kTokenizerBytesMax));
+    if (text) files.emplace_back(name, std::move(*text));
   }
   return files;
 }

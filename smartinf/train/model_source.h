@@ -25,18 +25,21 @@ struct ModelSource {
   model::Architecture architecture;
   std::string config_json;             // empty: the recipe says what the model is
   std::optional<base::DataType> type;  // that config.json names
-  std::string remark;                  // what is not done as config.json says; empty: nothing
+  std::string remark;                  // what training does not do as it says; empty: nothing
+  std::vector<std::string> notes;      // what in the folder changes nothing, and why
   std::string folder;                  // that config.json is from
   std::vector<int64_t> end_tokens;     // that the folder names, each of which ends a text
 };
-/// model.from's folder, else what the run has kept of it. Errors: kNotFound, those of
-/// model::read_config(), kMismatch where both are there and config.json is not the same.
+/// model.from's folder, else what the run has kept of it. Errors: those of read_model_folder(),
+/// kMismatch where both are there and config.json is not the same; where the run has kept nothing
+/// yet, those of model::WeightFiles::open().
 base::Result<ModelSource> find_model(const Options& options);
 
-/// The model in a folder of Hugging Face's. ignored: model.ignored_keys. Errors: kNotFound, those
-/// of model::read_config().
+/// The model in a folder of Hugging Face's. ignored: model.ignored_keys; option: by which the user
+/// names them. Errors: kNotFound, those of model::read_config() and model::find_folder_file().
 base::Result<ModelSource> read_model_folder(const std::string& folder,
-                                            std::span<const std::string> ignored);
+                                            std::span<const std::string> ignored,
+                                            std::string_view option);
 
 /// How text becomes a model's tokens and back.
 struct TextForm {

@@ -2,8 +2,12 @@
 // be compared with what transformers compute. Usage: outputs_of_folder FOLDER f32|bf16
 // IN.safetensors OUT.safetensors. IN has tokens [B, T + 1] (I64) and perhaps document_ends (I64).
 // OUT gets logits [B T, V] and, by its name, the gradient of each parameter of the mean loss, f32.
+// FOLDER -: of each folder that stdin names on a line, into its own OUT, or the error as text into
+// its OUT.txt.
 #include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <iostream>
 #include <string>
 #include <vector>
 
@@ -21,15 +25,6 @@ namespace {
 
 using torch::Tensor;
 
-template <typename T>
-T value(base::Result<T> result) {
-  if (!result.ok()) {
-    std::fprintf(stderr, "%s\n", result.status().to_string().c_str());
-    std::exit(1);
-  }
-  return std::move(*result);
-}
-
 std::vector<int64_t> integers(const model::SafetensorsFile& file, const std::string& name) {
   const auto bytes = file.tensor(name);
   std::vector<int64_t> numbers(bytes.size() / sizeof(int64_t));
@@ -37,19 +32,25 @@ std::vector<int64_t> integers(const model::SafetensorsFile& file, const std::str
   return numbers;
 }
 
-int run(const std::string& folder, bool f32, const std::string& in, const std::string& out) {
-  const auto text = value(base::read_text_file(folder + "/config.json", "cannot read it"));
-  const model::Config config = value(model::read_config(text, folder + "/config.json", {}));
-  const model::WeightFiles files = value(model::WeightFiles::open(folder, config.architecture));
-  const plan::ParameterSpace space = value(model::make_parameter_space(config.architecture));
+base::Status run(const std::string& folder, bool f32, const std::string& in,
+                 const std::string& out) {
+  SI_ASSIGN_OR_RETURN(const std::string text,
+                      base::read_text_file(folder + "/config.json", "cannot read it"));
+  SI_ASSIGN_OR_RETURN(const model::Config config,
+                      model::read_config(text, folder + "/config.json", {}));
+  SI_ASSIGN_OR_RETURN(const model::WeightFiles files,
+                      model::WeightFiles::open(folder, config.architecture));
+  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space,
+                      model::make_parameter_space(config.architecture));
   const auto elements = static_cast<int64_t>(space.count());
   Tensor weights_N = torch::empty({elements}, torch::kFloat32);
-  const auto read = files.read(0, {weights_N.data_ptr<float>(), space.count()});
-  if (!read.ok()) return std::fprintf(stderr, "%s\n", read.to_string().c_str()), 1;
+  SI_RETURN_IF_ERROR(files.read(0, {weights_N.data_ptr<float>(), space.count()}));
   weights_N = weights_N.to(f32 ? torch::kFloat32 : torch::kBFloat16);
 
-  const auto header = value(model::SafetensorsHeader::read(value(base::DataFile::open(in))));
-  const auto inputs = value(model::SafetensorsFile::open(in));
+  SI_ASSIGN_OR_RETURN(const base::DataFile in_file, base::DataFile::open(in));
+  SI_ASSIGN_OR_RETURN(const model::SafetensorsHeader header,
+                      model::SafetensorsHeader::read(in_file));
+  SI_ASSIGN_OR_RETURN(const model::SafetensorsFile inputs, model::SafetensorsFile::open(in));
   const auto& shape = header.tensors.at("tokens").shape;
   const Tensor all_BT = torch::tensor(integers(inputs, "tokens"), torch::kInt64)
                             .view({static_cast<int64_t>(shape[0]), static_cast<int64_t>(shape[1])});
@@ -93,19 +94,32 @@ int run(const std::string& folder, bool f32, const std::string& in, const std::s
   for (const plan::ParameterRange& range : space.ranges()) {
     tensors.push_back({range.name, base::DataType::kF32, range.shape});
   }
-  auto writer = value(model::SafetensorsWriter::create(out, tensors, {}));
+  SI_ASSIGN_OR_RETURN(model::SafetensorsWriter writer,
+                      model::SafetensorsWriter::create(out, tensors, {}));
   for (const Tensor& each : {logits_MV.detach().to(torch::kFloat32).contiguous(), gradient_N}) {
-    const auto written = writer.append(
-        {static_cast<const std::byte*>(each.const_data_ptr()), static_cast<size_t>(each.nbytes())});
-    if (!written.ok()) return 1;
+    SI_RETURN_IF_ERROR(writer.append({static_cast<const std::byte*>(each.const_data_ptr()),
+                                      static_cast<size_t>(each.nbytes())}));
   }
-  return writer.finish().ok() ? 0 : 1;
+  return writer.finish();
 }
 
 }  // namespace
 }  // namespace smartinf::train
 
 int main(int argc, char** argv) {
+  using smartinf::train::run;
   if (argc != 5) return 2;
-  return smartinf::train::run(argv[1], std::string(argv[2]) == "f32", argv[3], argv[4]);
+  const std::string folder = argv[1];
+  const bool f32 = std::string(argv[2]) == "f32";
+  if (folder != "-") {
+    const auto status = run(folder, f32, argv[3], argv[4]);
+    if (!status.ok()) std::fprintf(stderr, "%s\n", status.to_string().c_str());
+    return status.ok() ? 0 : 1;
+  }
+  for (std::string line; std::getline(std::cin, line);) {
+    const std::string out = line + "/" + argv[4];
+    const auto status = run(line, f32, argv[3], out);
+    if (!status.ok()) std::ofstream(out + ".txt") << status.to_string();
+  }
+  return 0;
 }

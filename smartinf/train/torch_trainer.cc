@@ -411,6 +411,7 @@ std::vector<std::string> TorchTrainer::describe() const {
       model.layers == 1 ? "" : "s", model.width, model.heads, model.heads == 1 ? "" : "s",
       model.kv_heads, base::enum_name(options_.train.precision), accelerator_.str()));
   if (!source_.remark.empty()) lines.push_back("model: " + source_.remark);
+  for (const std::string& note : source_.notes) lines.push_back("model: " + note);
   lines.push_back("data: " + corpus_.describe());
   if (options_.train.epochs > 0) {
     lines.push_back(fmt::format("length: {} epochs of {} sequences, {} steps",

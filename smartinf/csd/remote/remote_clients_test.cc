@@ -193,6 +193,7 @@ TEST_F(RemoteClients, AFirstMessageIsShort) {
   EXPECT_TRUE(soon([&] { return server_->refused() == 4; }));
   server_.reset();
   EXPECT_LT(log.text().size(), 8192u);
+  EXPECT_THAT(log.text(), HasSubstr("a message of 24117")) << "refused by its length";
   EXPECT_EQ(log.text().find('\x1b'), std::string::npos);
 }
 

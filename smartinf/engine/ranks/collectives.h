@@ -35,7 +35,7 @@ inline constexpr size_t kChannels = 3;
 class Collectives {
  public:
   /// A call that was started. Its memory stays as it is until wait() has returned, which is called
-  /// once, before this is destroyed.
+  /// once, before this is destroyed; what is longer than 1 MiB stays for ever once hangs().
   class Pending {
    public:
     virtual ~Pending() = default;
@@ -69,6 +69,10 @@ class Collectives {
   /// This rank gives up: calls of the other ranks fail with this, the rank's name in front, also
   /// those that wait now. Only the first failure of all ranks counts. Any thread.
   virtual void failed(const base::Status& why) = 0;
+
+  /// A call was given up that did not end: memory of long messages may still be written and is
+  /// never freed.
+  virtual bool hangs() const { return false; }
 };
 
 // ---- Calls that wait.

@@ -10,6 +10,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/update.h"
+#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::engine {
 
@@ -58,6 +59,8 @@ GradientExchange::~GradientExchange() {
     ends_ = true;
   }
   changed_.notify_all();
+  thread_.join();
+  if (ranks_->hangs()) storage::leak_in_flight(std::move(buckets_));
 }
 
 // ---- The caller.
@@ -78,7 +81,10 @@ Status GradientExchange::check(const GradientSums& sums) {
 void GradientExchange::put(std::span<const Piece> pieces, uint64_t first,
                            const GradientSums& sums) {
   const SumFormat& format = formats_.of(sums.micro_batches, sums.type, sums.trees);
-  spans_checksum_ = base::mix_seed(base::mix_seed(spans_checksum_, first), pieces.size());
+  for (const uint64_t part : {first, uint64_t{pieces.size()}, sums.micro_batches,
+                              uint64_t{sums.trees}, static_cast<uint64_t>(sums.type)}) {
+    spans_checksum_ = base::mix_seed(spans_checksum_, part);
+  }
   for (const Piece& piece : pieces) {
     Segment segment{piece, &format, {}, {}};
     size_t next = 0;

@@ -53,6 +53,7 @@ std::vector<std::pair<std::string_view, std::string>> descriptions(
   write(optimizer, rule);
   optimizer.value(options.format).value(options.where).value(options.gradient_type);
   optimizer.value(options.seed).value(uint8_t{options.stream_weights}).value(options.durability);
+  optimizer.value(options.schedule).value(uint8_t{options.checksums});
   memory.value(options.memory_budget_bytes).value(options.state_cache_bytes);
   memory.value(options.gradient_budget_bytes).value(options.subgroup_elements);
   memory.value(options.spool_bytes).value(uint8_t{options.create});

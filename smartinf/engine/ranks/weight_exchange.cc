@@ -10,6 +10,7 @@
 
 #include "smartinf/base/check.h"
 #include "smartinf/engine/ranks/messages.h"
+#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::engine {
 
@@ -48,6 +49,8 @@ WeightExchange::~WeightExchange() {
     ends_ = true;
   }
   changed_.notify_all();
+  thread_.join();
+  if (ranks_->hangs()) storage::leak_in_flight(std::move(memory_));
 }
 
 void WeightExchange::start(From from, size_t subgroup, base::DataType type, void* out) {
@@ -122,6 +125,10 @@ bool WeightExchange::would_wait(const Job& job) const {
 
 void WeightExchange::begin(Job& job) {
   const plan::Subgroup& subgroup = updater_.devices().subgroups[job.subgroup];
+  if (ranks_->hangs()) {  // the memory may be that of the call
+    job.started = Status(ErrorCode::kTimeout, "a call between ranks does not end");
+    return;
+  }
   for (std::vector<std::byte>& memory : memory_) {
     const bool used = std::any_of(in_flight_.begin(), in_flight_.end(),
                                   [&](const Job& other) { return other.memory == &memory; });

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <future>
 #include <iterator>
@@ -82,12 +83,30 @@ std::shared_ptr<gloo::transport::Device> choose_device(const RankEnvironment& en
                          : c10d::ProcessGroupGloo::createDeviceForHostname(address);
 }
 
+/// A message of at most so many bytes goes through memory that belongs to its call, which gloo
+/// keeps as long as it works on it: the memory of short messages ends with their senders, whatever
+/// has become of the call. The exchanges keep that of the long ones (Collectives::hangs()).
+constexpr size_t kOwnBytesMax = size_t{1} << 20;
+
 torch::Tensor bytes_of(std::span<const std::byte> bytes) {
   const auto options = torch::dtype(torch::kUInt8);
   if (bytes.empty()) return torch::empty({0}, options);
-  return torch::from_blob(const_cast<std::byte*>(bytes.data()),
-                          {static_cast<int64_t>(bytes.size())}, options);
+  const torch::Tensor here = torch::from_blob(const_cast<std::byte*>(bytes.data()),
+                                              {static_cast<int64_t>(bytes.size())}, options);
+  return bytes.size() <= kOwnBytesMax ? here.clone() : here;
 }
+
+/// What a call puts into `from` belongs to `to`.
+struct Received {
+  torch::Tensor from;
+  std::span<std::byte> to;
+
+  void take() const {
+    if (!to.empty() && from.data_ptr() != to.data()) {
+      std::memcpy(to.data(), from.data_ptr(), to.size());
+    }
+  }
+};
 
 std::vector<int64_t> counts_of(std::span<const uint64_t> bytes) {
   return {bytes.begin(), bytes.end()};
@@ -183,9 +202,9 @@ class GlooCollectives final : public Collectives {
   Started all_to_all(Channel channel, std::span<const std::byte> send,
                      std::span<const uint64_t> send_bytes, std::span<std::byte> receive,
                      std::span<const uint64_t> receive_bytes) override {
-    return start(channel, [&](c10d::Backend& group) {
+    torch::Tensor to = bytes_of(receive);
+    return start(channel, {{to, receive}}, [&](c10d::Backend& group) {
       torch::Tensor from = bytes_of(send);
-      torch::Tensor to = bytes_of(receive);
       std::vector<int64_t> send_counts = counts_of(send_bytes);
       std::vector<int64_t> receive_counts = counts_of(receive_bytes);
       return group.all_to_all_single(to, from, receive_counts, send_counts);
@@ -193,8 +212,8 @@ class GlooCollectives final : public Collectives {
   }
 
   Started broadcast(Channel channel, std::span<std::byte> bytes, uint32_t root) override {
-    return start(channel, [&](c10d::Backend& group) {
-      std::vector<torch::Tensor> tensors{bytes_of(bytes)};
+    std::vector<torch::Tensor> tensors{bytes_of(bytes)};
+    return start(channel, {{tensors[0], bytes}}, [&](c10d::Backend& group) {
       c10d::BroadcastOptions options;
       options.rootRank = root;
       return group.broadcast(tensors, options);
@@ -203,30 +222,38 @@ class GlooCollectives final : public Collectives {
 
   Started all_gather(Channel channel, std::span<const std::byte> mine,
                      std::span<std::byte> all) override {
-    return start(channel, [&](c10d::Backend& group) {
+    std::vector<std::vector<torch::Tensor>> to(1);
+    std::vector<Received> received;
+    for (size_t rank = 0; rank < world(); ++rank) {
+      const std::span<std::byte> one = all.subspan(rank * mine.size(), mine.size());
+      to[0].push_back(bytes_of(one));
+      received.push_back({to[0].back(), one});
+    }
+    return start(channel, std::move(received), [&](c10d::Backend& group) {
       std::vector<torch::Tensor> from{bytes_of(mine)};
-      std::vector<std::vector<torch::Tensor>> to(1);
-      for (size_t rank = 0; rank < world(); ++rank) {
-        to[0].push_back(bytes_of(all.subspan(rank * mine.size(), mine.size())));
-      }
       return group.allgather(to, from);
     });
   }
 
   Status barrier(Channel channel) override {
     SI_ASSIGN_OR_RETURN(const std::unique_ptr<Pending> begun,
-                        start(channel, [&](c10d::Backend& group) { return group.barrier(); }));
+                        start(channel, {}, [&](c10d::Backend& group) { return group.barrier(); }));
     return begun->wait();
   }
 
   Status arrive() override { return watch_->arrive(); }
   void failed(const Status& why) override { watch_->report(why); }
+  bool hangs() const override { return hangs_; }
 
  private:
   class Call final : public Pending {
    public:
-    Call(GlooCollectives& ranks, Channel channel, Work work)
-        : ranks_(ranks), channel_(channel), work_(std::move(work)), done_(new Done) {
+    Call(GlooCollectives& ranks, Channel channel, std::vector<Received> received, Work work)
+        : ranks_(ranks),
+          channel_(channel),
+          received_(std::move(received)),
+          work_(std::move(work)),
+          done_(new Done) {
       work_->getFuture()->addCallback([done = done_](const c10::ivalue::Future&) {
         const std::scoped_lock lock(done->mutex);
         done->yes = true;
@@ -262,6 +289,7 @@ class GlooCollectives final : public Collectives {
       }
       try {
         work->wait();
+        for (const Received& one : received_) one.take();
         return Status();
       } catch (const std::exception& error) {
         return watch.cause_of(channel_, text_of(error), timed_out);
@@ -277,18 +305,20 @@ class GlooCollectives final : public Collectives {
     };
     GlooCollectives& ranks_;
     const Channel channel_;
+    const std::vector<Received> received_;
     Work work_;
     const std::shared_ptr<Done> done_;  // with the callback
     const uint64_t begin_ns_ = base::now_ns();
   };
 
   template <typename Begin>
-  Started start(Channel channel, Begin begin) {
+  Started start(Channel channel, std::vector<Received> received, Begin begin) {
     SI_RETURN_IF_ERROR(watch_->failure());
     watch_->count_call(channel);
     try {
       Work work = begin(*groups_[static_cast<size_t>(channel)]);
-      return std::unique_ptr<Pending>(new Call(*this, channel, std::move(work)));
+      return std::unique_ptr<Pending>(
+          new Call(*this, channel, std::move(received), std::move(work)));
     } catch (const std::exception& error) {
       return watch_->cause_of(channel, text_of(error), /*timed_out=*/false);
     }

@@ -405,7 +405,7 @@ void DeviceUpdater::act(Next next) {
       }
       return;
     case Next::kPrepare:
-      return submit_to_all(csd::Prepare{protocol_.step(), join_metadata(next_metadata_)});
+      return submit_to_all(csd::Prepare{protocol_.step(), next_text_});
     case Next::kAgree: {
       const bool prepared = protocol_.phase() == Phase::kAgreeing;
       const std::string& metadata = next_metadata_.client_metadata;
@@ -435,6 +435,7 @@ Status DeviceUpdater::start_commit(const std::string& client_metadata) {
   }
   next_metadata_ = {client_metadata, metadata_.residual_step, {}};
   const bool writes = path_->start_commit(protocol_.step(), next_metadata_);
+  SI_ASSIGN_OR_RETURN(next_text_, join_metadata(next_metadata_));
   SI_ASSIGN_OR_RETURN(const Next next, protocol_.start_commit(writes));
   act(next);
   return Status();

@@ -173,6 +173,7 @@ class DeviceUpdater final : public Updater {
   StepProtocol protocol_;
   StepMetadata metadata_;                     // of the committed step
   StepMetadata next_metadata_;                // of the one that is being committed
+  std::string next_text_;                     // the same as the devices keep it
   std::vector<uint8_t> weights_ready_;        // of every subgroup
   std::vector<uint8_t> updated_;              // of every subgroup: is in this step's update
   std::vector<kernels::StepScalars> guess_;   // of the early update

@@ -28,6 +28,7 @@ Status DeviceUpdater::initialize(const WholeState::Fill& fill, const std::string
     }
     SI_RETURN_IF_ERROR(protocol_.begin_edit());
     next_metadata_ = {client_metadata, std::nullopt, {}};
+    next_text_ = client_metadata;
   }
   Status written = state_.on_all_devices(csd::BeginStep{0});
   if (written.ok()) written = state_.fill(fill);
@@ -59,10 +60,13 @@ Status DeviceUpdater::edit_state(const WholeState::Edit& edit, const std::string
     bool writes = false;
     if (written.ok()) {
       auto started = path_->start_commit_of_edit(compression, changes, step, next_metadata_);
-      if (started.ok()) {
+      auto text = started.ok() ? join_metadata(next_metadata_)
+                               : base::Result<std::string>(started.status());
+      if (text.ok()) {
         writes = *started;
+        next_text_ = *std::move(text);
       } else {
-        written = std::move(started).status();
+        written = std::move(text).status();
       }
     }
     SI_ASSIGN_OR_RETURN(const Next next, protocol_.start_commit(writes, std::move(written)));

@@ -7,7 +7,9 @@
 #include <string_view>
 #include <utility>
 
-#include "smartinf/base/check.h"
+#include <fmt/format.h>
+
+#include "smartinf/base/units.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::engine {
@@ -47,13 +49,19 @@ std::vector<Run> runs_of(const std::vector<kernels::StepAhead>& ahead) {
 
 }  // namespace
 
-std::string join_metadata(const StepMetadata& metadata) {
-  SI_CHECK(metadata.client_metadata.size() <= storage::Store::kClientMetadataBytesMax,
-           "a client metadata that fits");
-  const size_t room = storage::Store::kClientMetadataBytesMax - metadata.client_metadata.size();
-  if (!metadata.residual_step || room < sizeof(Tail)) return metadata.client_metadata;
-  std::vector<Run> runs = runs_of(metadata.ahead);
-  if (runs.size() > (room - sizeof(Tail)) / sizeof(Run)) runs.clear();
+base::Result<std::string> join_metadata(const StepMetadata& metadata) {
+  if (!metadata.residual_step) return metadata.client_metadata;
+  const std::vector<Run> runs = runs_of(metadata.ahead);
+  const size_t bytes = metadata.client_metadata.size() + runs.size() * sizeof(Run) + sizeof(Tail);
+  if (bytes > storage::Store::kClientMetadataBytesMax) {
+    return base::Status(
+        base::ErrorCode::kInvalidArgument,
+        fmt::format("what is kept with a step takes {}, {} of them for {} parameter groups with "
+                    "rates of their own; there is room for {}",
+                    base::format_bytes(bytes), base::format_bytes(runs.size() * sizeof(Run)),
+                    runs.size(), base::format_bytes(storage::Store::kClientMetadataBytesMax)),
+        "Use fewer learning rates, or train without compressed gradients.");
+  }
   Tail tail;
   tail.runs = runs.size();
   tail.step = *metadata.residual_step;

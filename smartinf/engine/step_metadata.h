@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "smartinf/base/ids.h"
+#include "smartinf/base/status.h"
 #include "smartinf/kernels/feedback.h"
 
 namespace smartinf::engine {
@@ -17,11 +18,9 @@ struct StepMetadata {
   std::vector<kernels::StepAhead> ahead;          // by group; empty: not known
 };
 
-/// One text of at most storage::Store::kClientMetadataBytesMax, as metadata.client_metadata is.
-/// Where there is no room for what belongs behind it, `ahead` is left out first: after a resume the
-/// weights of the first forward then are the stored ones. Groups in a row with the same rates take
-/// 16 bytes together.
-std::string join_metadata(const StepMetadata& metadata);
+/// One text. Groups in a row with the same rates take 16 bytes together. Errors: kInvalidArgument
+/// when it is longer than storage::Store::kClientMetadataBytesMax.
+base::Result<std::string> join_metadata(const StepMetadata& metadata);
 
 /// The way back. A text that join_metadata() did not write is all the trainer's.
 StepMetadata split_metadata(std::string stored);

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -62,6 +63,10 @@ struct OpenClOptions {
   std::string cache_folder;
   /// shared_ptr: whoever reads it may outlive the processor. Null: not counted.
   std::shared_ptr<OpenClTraffic> traffic;
+
+  /// A device of which no job ends for so long, while some are in flight, is given up. As long as
+  /// requests to a drive (five times StoreOptions::watchdog).
+  std::chrono::nanoseconds silence_max = std::chrono::minutes(5);
 
   /// For tests: called before every OpenCL call, by its name; not 0: the error that it returns
   /// in place of being made. As "a kernel or a copy" when the last of a job has ended.

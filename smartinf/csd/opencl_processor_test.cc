@@ -4,10 +4,12 @@
 #include "smartinf/csd/opencl_processor.h"
 
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include <gtest/gtest.h>
 
@@ -295,6 +297,35 @@ INSTANTIATE_TEST_SUITE_P(OpenCl, OpenClFailures,
                          });
 
 /// Blocks so short that the host makes their checksums among them, and such as end within a tile.
+TEST_F(OpenClTest, ADeviceThatEndsNoJobIsGivenUp) {
+  options_.silence_max = std::chrono::milliseconds(200);
+  std::atomic<bool> hangs = false;
+  std::atomic<int> held = 0;
+  options_.fault = [&](std::string_view call) {
+    if (call != "a kernel or a copy" || !hangs) return 0;
+    ++held;
+    while (hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    --held;
+    return 0;
+  };
+  make_device();
+  make_step(1);
+  ASSERT_FALSE(HasFatalFailure());
+  hangs = true;
+  ASSERT_TRUE(driver_.run(BeginStep{2}).ok());
+  ASSERT_TRUE(driver_.put_all(layout_, 2).ok());
+  const Status status = driver_.update(layout_, 2);
+  EXPECT_EQ(status.code(), ErrorCode::kTimeout) << status.to_string();
+  EXPECT_NE(status.to_string().find(name_), std::string::npos) << status.to_string();
+  ASSERT_TRUE(driver_.run(Abort{2}).ok());
+  open_with_cores(1);  // closing does not wait for the jobs either
+  ASSERT_FALSE(HasFatalFailure());
+  expect_state();
+  EXPECT_GT(held, 0) << "and they came back to what is left of them";
+  hangs = false;
+  while (held > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 TEST_F(OpenClTest, BlocksOfEveryLengthHaveTheBitsOfTheCores) {
   for (const base::StateFormat format :
        {base::StateFormat::kF32, base::StateFormat::kBf16, base::StateFormat::kQ8}) {

@@ -1,5 +1,8 @@
 #include "python/core/layer_window.h"
 
+#include <memory>
+#include <utility>
+
 #include <nanobind/nanobind.h>
 
 #include "python/core/arguments.h"
@@ -39,7 +42,7 @@ uint64_t window_slot_bytes(PyWeightSource& source, const PySpans& units, const s
 
 PyLayerWindow::PyLayerWindow(PyWeightSource& source, const PySpans& units, const std::string& type,
                              const std::vector<uintptr_t>& slots, uint64_t slot_bytes,
-                             uintptr_t kept_address, const PySpans& kept)
+                             uintptr_t kept_address, const PySpans& kept, nb::object memory)
     : source_(source), held_(units.size()) {
   engine::WeightSource& weights = source.weights();
   engine::LayerWindow::Options options;
@@ -54,6 +57,11 @@ PyLayerWindow::PyLayerWindow(PyWeightSource& source, const PySpans& units, const
   for (const uintptr_t slot : slots) {
     options.slots.emplace_back(reinterpret_cast<std::byte*>(slot), slot_bytes);
   }
+  options.slots_owner =
+      std::shared_ptr<const void>(new nb::object(std::move(memory)), [](const nb::object* object) {
+        const nb::gil_scoped_acquire gil;
+        delete object;
+      });
   options.resident = source.flat_sink(kept_address, options.type, kept);
   options.wait_resident = [this, &weights](const plan::Subgroup& subgroup) {
     return source_.update_started() ? weights.wait_weights(subgroup.first, subgroup.count)

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include <nanobind/nanobind.h>
+
 #include "smartinf/engine/layer_window.h"
 
 #include "python/core/weight_source.h"
@@ -22,7 +24,7 @@ class PyLayerWindow {
   /// The source outlives it.
   PyLayerWindow(PyWeightSource& source, const PySpans& units, const std::string& type,
                 const std::vector<uintptr_t>& slots, uint64_t slot_bytes, uintptr_t kept_address,
-                const PySpans& kept);
+                const PySpans& kept, nanobind::object memory);
   ~PyLayerWindow();
   PyLayerWindow(const PyLayerWindow&) = delete;
   PyLayerWindow& operator=(const PyLayerWindow&) = delete;

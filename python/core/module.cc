@@ -330,14 +330,16 @@ void define_layer_window(nb::module_& module) {
       "Sizes are in elements. Every method raises smartinf.Error.")
       .def(nb::init<PyWeightSource&, const smartinf::python::PySpans&, const std::string&,
                     const std::vector<uintptr_t>&, uint64_t, uintptr_t,
-                    const smartinf::python::PySpans&>(),
+                    const smartinf::python::PySpans&, nb::object>(),
            "source"_a, "units"_a, "type"_a, "slots"_a, "slot_bytes"_a, "kept_address"_a = 0,
-           "kept"_a = smartinf::python::PySpans(), nb::keep_alive<1, 2>(),
+           "kept"_a = smartinf::python::PySpans(), "memory"_a = nb::none(),
+           nb::keep_alive<1, 2>(),
            "slots: addresses of memory, slot_bytes (at least window_slot_bytes()) each, that stays "
            "until close() of the window or of its source; on multiples of 4096 they are read "
            "without a copy. kept_address, kept: of the flat array to which load_weights() and "
            "updates "
-           "bring these spans, [(first, count)].")
+           "bring these spans, [(first, count)]. memory: owns the slots, and is never freed where a "
+           "read into them hangs.")
       .def("start", &PyLayerWindow::start, "order"_a,
            "The uses to come, in order. Reading ahead begins; units that are in a slot stay there.")
       .def("get", &PyLayerWindow::get, "unit"_a,

@@ -364,7 +364,7 @@ class _Window:
         self._memory, begin = aligned_memory(at_once * slot_bytes, stream.device.type == "cuda")
         slots = [begin + n * slot_bytes for n in range(at_once)]
         self.window = _core.LayerWindow(
-            source, spans, type_name, slots, slot_bytes, kept_address, kept
+            source, spans, type_name, slots, slot_bytes, kept_address, kept, memory=self._memory
         )
 
     def numbers_of(self, unit):

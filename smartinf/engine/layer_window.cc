@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "smartinf/base/check.h"
+#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::engine {
 
@@ -36,7 +37,10 @@ LayerWindow::LayerWindow(WeightSource& source, Options options)
   for (size_t i = 0; i < slots_.size(); ++i) slots_[i].memory = options_.slots[i].data();
 }
 
-LayerWindow::~LayerWindow() { forget(); }
+LayerWindow::~LayerWindow() {
+  forget();
+  if (source_.hangs()) storage::leak_in_flight(std::shared_ptr(options_.slots_owner));
+}
 
 void LayerWindow::start(std::span<const uint32_t> order) {
   order_.assign(order.begin(), order.end());

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -26,9 +27,10 @@ class LayerWindow {
   struct Options {
     std::vector<plan::Unit> units;
     base::DataType type = base::DataType::kBf16;
-    /// window_slot_bytes() each, until window and source are destroyed. At least as many as units
-    /// are held at once; one more reads ahead.
+    /// window_slot_bytes() each. At least as many as units are held at once; one more reads ahead.
     std::vector<std::span<std::byte>> slots;
+    /// Owns the slots; lives as long as the window, and for ever where a read into them hangs.
+    std::shared_ptr<const void> slots_owner;
     /// Where updates put the subgroups that stay in memory: what a unit shares with them is copied
     /// from there, when wait_resident(subgroup) has returned. May be empty.
     WeightsSink resident;

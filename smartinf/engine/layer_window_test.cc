@@ -1,21 +1,26 @@
 // Units of weights through a window of slots: their bits, how often they are read, and what becomes
 // of failures.
+#include "smartinf/engine/layer_window.h"
+
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <numeric>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "smartinf/engine/layer_window.h"
 #include "smartinf/engine/test_model.h"
 #include "smartinf/engine/updater_kinds.h"
+#include "smartinf/engine/weight_reader.h"
 
 namespace smartinf::engine {
 namespace {
@@ -364,6 +369,49 @@ TEST(LayerWindow, AUnitThatIsHeldStaysWhenAnotherFails) {
   window->release(3);
   window->release(4);
   window->updated();
+}
+
+/// Reads that do not return before they are let go.
+class HangingFiles final : public WeightFileSet {
+ public:
+  Status read(const plan::Subgroup&, DataType, std::byte* out) const override {
+    let_go.wait(false);
+    *out = std::byte{1};
+    ++done;
+    return Status();
+  }
+  std::string path_of(const plan::Subgroup&) const override { return "/drive1/weights"; }
+
+  std::atomic<bool> let_go = false;
+  mutable std::atomic<int> done = 0;
+};
+
+TEST(LayerWindow, ReadsThatHangHoldNobodyUpAndKeepTheirMemory) {
+  const auto files = std::make_shared<HangingFiles>();
+  auto memory = std::make_shared<std::vector<std::byte>>(8 * base::kBlockElements);
+  const std::weak_ptr<std::vector<std::byte>> kept = memory;
+  {
+    WeightReader reader(2 * base::kBlockElements, base::kBlockElements, files);
+    reader.set_silence_max(std::chrono::milliseconds(50));
+    LayerWindow::Options options;
+    options.units = {{0, base::kBlockElements, 0, 1},
+                     {base::kBlockElements, base::kBlockElements, 1, 1}};
+    options.type = DataType::kF32;
+    options.slots = {std::span(*memory).first(4 * base::kBlockElements),
+                     std::span(*memory).last(4 * base::kBlockElements)};
+    options.slots_owner = std::move(memory);
+    LayerWindow window(reader, std::move(options));
+    window.start(std::vector<uint32_t>{0, 1});
+    for (int i = 0; i < 2; ++i) {
+      const Status status = window.get(0).status();
+      EXPECT_EQ(status.code(), ErrorCode::kTimeout);
+      EXPECT_THAT(status.to_string(), HasSubstr("/drive1/weights"));
+    }
+  }
+  EXPECT_FALSE(kept.expired());
+  files->let_go = true;
+  files->let_go.notify_all();
+  while (files->done < 2) std::this_thread::yield();
 }
 
 }  // namespace

@@ -156,18 +156,14 @@ Status check_directories(const std::vector<std::string>& directories) {
 
 // ---- Making and opening.
 
-StripedWeights::StripedWeights(const StripedHeader& set, std::string description,
-                               std::vector<File> files)
-    : WeightReader(set.elements, set.stripe_elements),
-      set_(set),
-      type_(static_cast<base::DataType>(set.type)),
-      description_(std::move(description)),
-      files_(std::move(files)) {}
+StripedWeights::StripedWeights(std::shared_ptr<Files> files, std::string description)
+    : WeightReader(files->set.elements, files->set.stripe_elements, files),
+      files_(std::move(files)),
+      description_(std::move(description)) {}
 
 StripedWeights::~StripedWeights() {
-  stop();
-  // A forked child has the descriptors too, and with them the locks.
-  for (const File& file : files_) static_cast<void>(flock(file.descriptor.get(), LOCK_UN));
+  // A forked child has the descriptors too, and with them the locks; so has a read that hangs.
+  for (const File& file : files_->files) static_cast<void>(flock(file.descriptor.get(), LOCK_UN));
 }
 
 Result<StripedWeights::File> StripedWeights::open_file(const std::string& directory, bool write) {
@@ -257,7 +253,7 @@ Result<std::unique_ptr<StripedWeights>> StripedWeights::create(const Options& op
     return status;
   }
   std::unique_ptr<StripedWeights> made(
-      new StripedWeights(set, options.description, std::move(files)));
+      new StripedWeights(std::make_shared<Files>(set, std::move(files)), options.description));
   SI_ASSIGN_OR_RETURN(made->stripe_, base::AlignedBuffer::allocate(options.stripe_bytes));
   return made;
 }
@@ -341,8 +337,8 @@ Result<std::unique_ptr<StripedWeights>> StripedWeights::open(
     files[header.file] = std::move(file);
   }
   std::unique_ptr<StripedWeights> opened(
-      new StripedWeights(set, std::move(description), std::move(files)));
-  opened->whole_ = true;
+      new StripedWeights(std::make_shared<Files>(set, std::move(files)), std::move(description)));
+  opened->files_->whole = true;
   return opened;
 }
 
@@ -363,12 +359,13 @@ Status StripedWeights::remove(const std::vector<std::string>& directories) {
 
 // ---- Writing.
 
-uint64_t StripedWeights::offset_of(const plan::Subgroup& stripe) {
-  return file_of(stripe).header_bytes + place_of(stripe) * stripe_bytes(set_);
+uint64_t StripedWeights::Files::offset_of(const plan::Subgroup& stripe) const {
+  return files[index_of(stripe)].header_bytes + place_of(stripe) * stripe_bytes(set);
 }
 
 Status StripedWeights::write(uint64_t first, const void* values, uint64_t count) {
-  if (whole_) return Status(ErrorCode::kFailedPrecondition, "the weights are written already");
+  if (files_->whole)
+    return Status(ErrorCode::kFailedPrecondition, "the weights are written already");
   if (!failure_.ok()) return failure_;
   if (first != written_ || count > elements() - first) {
     return Status(
@@ -377,7 +374,7 @@ Status StripedWeights::write(uint64_t first, const void* values, uint64_t count)
                     first + count, written_, elements()),
         "Write the elements in ascending order, without gaps.");
   }
-  const uint64_t each = base::data_type_bytes(type_);
+  const uint64_t each = base::data_type_bytes(type());
   const auto* in = static_cast<const std::byte*>(values);
   while (count > 0) {
     const plan::Subgroup stripe = subgroup_at(written_);
@@ -395,21 +392,21 @@ Status StripedWeights::write(uint64_t first, const void* values, uint64_t count)
 }
 
 Status StripedWeights::write_stripe(const plan::Subgroup& stripe) {
-  File& file = file_of(stripe);
-  const uint64_t bytes = stripe.count * base::data_type_bytes(type_);
+  File& file = files_->files[files_->index_of(stripe)];
+  const uint64_t bytes = stripe.count * base::data_type_bytes(type());
   const uint64_t padded = base::round_up(bytes, base::kIoAlignment);
   std::memset(stripe_.data() + bytes, 0, padded - bytes);
-  file.checksums[place_of(stripe)] = base::checksum(stripe_.bytes().first(bytes));
+  file.checksums[files_->place_of(stripe)] = base::checksum(stripe_.bytes().first(bytes));
   return transfer(Way::kWrite, file.descriptor.get(), file.path, stripe_.bytes().first(padded),
-                  offset_of(stripe));
+                  files_->offset_of(stripe));
 }
 
 Status StripedWeights::write_header(uint32_t index) {
-  File& file = files_[index];
+  File& file = files_->files[index];
   SI_ASSIGN_OR_RETURN(const base::AlignedBuffer area,
                       base::AlignedBuffer::allocate(file.header_bytes));
   const std::span<std::byte> bytes = area.bytes().first(file.header_bytes);
-  StripedHeader header = set_;
+  StripedHeader header = files_->set;
   header.file = index;
   std::byte* at = bytes.data() + sizeof(header);
   std::memcpy(at, description_.data(), description_.size());
@@ -424,7 +421,8 @@ Status StripedWeights::write_header(uint32_t index) {
 }
 
 Status StripedWeights::finish() {
-  if (whole_) return Status(ErrorCode::kFailedPrecondition, "the weights are written already");
+  if (files_->whole)
+    return Status(ErrorCode::kFailedPrecondition, "the weights are written already");
   if (!failure_.ok()) return failure_;
   if (written_ < elements()) {
     return Status(ErrorCode::kFailedPrecondition,
@@ -436,9 +434,9 @@ Status StripedWeights::finish() {
     return base::errno_status(errno, "cannot make the weights durable", file.path);
   };
   const auto finish_all = [&]() -> Status {
-    for (const File& file : files_) SI_RETURN_IF_ERROR(sync(file));
-    for (uint32_t i = 0; i < files_.size(); ++i) SI_RETURN_IF_ERROR(write_header(i));
-    for (const File& file : files_) {
+    for (const File& file : files_->files) SI_RETURN_IF_ERROR(sync(file));
+    for (uint32_t i = 0; i < files_->files.size(); ++i) SI_RETURN_IF_ERROR(write_header(i));
+    for (const File& file : files_->files) {
       SI_RETURN_IF_ERROR(sync(file));
       SI_RETURN_IF_ERROR(storage::sync_directory(file.directory));
       SI_RETURN_IF_ERROR(lock_file(file.descriptor.get(), /*exclusive=*/false, file.path));
@@ -446,23 +444,24 @@ Status StripedWeights::finish() {
     return Status();
   };
   failure_ = finish_all();
-  whole_ = failure_.ok();
+  files_->whole = failure_.ok();
   stripe_ = base::AlignedBuffer();
   return failure_;
 }
 
 // ---- Reading.
 
-Status StripedWeights::read(const plan::Subgroup& stripe, base::DataType type, std::byte* out) {
-  if (!whole_) {
+Status StripedWeights::Files::read(const plan::Subgroup& stripe, base::DataType wanted,
+                                   std::byte* out) const {
+  if (!whole) {
     return Status(ErrorCode::kFailedPrecondition, "the weights are not written yet",
                   "Call finish() first.");
   }
-  const File& file = file_of(stripe);
-  const uint64_t each = base::data_type_bytes(type_);
+  const File& file = files[index_of(stripe)];
+  const uint64_t each = base::data_type_bytes(type);
   const uint64_t bytes = stripe.count * each;
   const bool straight =
-      type == type_ && (bytes | reinterpret_cast<uintptr_t>(out)) % base::kIoAlignment == 0;
+      wanted == type && (bytes | reinterpret_cast<uintptr_t>(out)) % base::kIoAlignment == 0;
   base::AlignedBuffer buffer;
   std::span<std::byte> into(out, bytes);
   if (!straight) {
@@ -477,16 +476,16 @@ Status StripedWeights::read(const plan::Subgroup& stripe, base::DataType type, s
                   base::ErrorPlace{file.path, offset, bytes, 0});
   }
   if (straight) return Status();
-  if (type == type_) {
+  if (wanted == type) {
     std::memcpy(out, into.data(), bytes);
     return Status();
   }
   std::vector<float> piece(std::min(stripe.count, base::kBlockElements));
   for (uint64_t done = 0; done < stripe.count; done += piece.size()) {
     const uint64_t here = std::min<uint64_t>(piece.size(), stripe.count - done);
-    kernels::kernels().cast_to_f32(into.data() + done * each, type_, piece.data(), here);
-    kernels::kernels().cast_from_f32(piece.data(), out + done * base::data_type_bytes(type), type,
-                                     here);
+    kernels::kernels().cast_to_f32(into.data() + done * each, type, piece.data(), here);
+    kernels::kernels().cast_from_f32(piece.data(), out + done * base::data_type_bytes(wanted),
+                                     wanted, here);
   }
   return Status();
 }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -69,10 +70,9 @@ class StripedWeights final : public WeightReader {
       const std::vector<std::string>& directories);
   /// Deletes the files that are there. Errors: kBusy.
   static base::Status remove(const std::vector<std::string>& directories);
-  /// Waits for what is being read.
   ~StripedWeights() override;
 
-  base::DataType type() const { return type_; }
+  base::DataType type() const { return files_->type; }
   const std::string& description() const { return description_; }
 
   /// After create(): the elements [first, first + count), of type(). They come in ascending order,
@@ -92,7 +92,26 @@ class StripedWeights final : public WeightReader {
     std::vector<uint64_t> checksums;  // of its stripes, in their order
     bool ours = false;                // nothing that was somebody's is in it
   };
-  StripedWeights(const StripedHeader& set, std::string description, std::vector<File> files);
+  /// What is read: not changed any more once it is whole.
+  struct Files final : WeightFileSet {
+    Files(const StripedHeader& of, std::vector<File> all)
+        : set(of), type(static_cast<base::DataType>(of.type)), files(std::move(all)) {}
+    base::Status read(const plan::Subgroup& stripe, base::DataType wanted,
+                      std::byte* out) const override;
+    std::string path_of(const plan::Subgroup& stripe) const override {
+      return files[index_of(stripe)].path;
+    }
+    size_t index_of(const plan::Subgroup& stripe) const { return stripe.id.value % files.size(); }
+    /// Its place among those of its file.
+    size_t place_of(const plan::Subgroup& stripe) const { return stripe.id.value / files.size(); }
+    uint64_t offset_of(const plan::Subgroup& stripe) const;
+
+    const StripedHeader set;
+    const base::DataType type;
+    std::vector<File> files;
+    std::atomic<bool> whole = false;  // and may be read
+  };
+  StripedWeights(std::shared_ptr<Files> files, std::string description);
 
   static base::Result<File> open_file(const std::string& directory, bool write);
   static base::Status reserve(const StripedHeader& set, std::span<File> files);
@@ -100,19 +119,11 @@ class StripedWeights final : public WeightReader {
   /// Its size, when the header and the checksums have theirs.
   static uint64_t file_bytes(const StripedHeader& set, uint32_t file, uint64_t header_bytes);
 
-  base::Status read(const plan::Subgroup& stripe, base::DataType type, std::byte* out) override;
   base::Status write_stripe(const plan::Subgroup& stripe);
   base::Status write_header(uint32_t file);
-  File& file_of(const plan::Subgroup& stripe) { return files_[stripe.id.value % files_.size()]; }
-  /// Its place among those of its file.
-  size_t place_of(const plan::Subgroup& stripe) const { return stripe.id.value / files_.size(); }
-  uint64_t offset_of(const plan::Subgroup& stripe);
 
-  const StripedHeader set_;
-  const base::DataType type_;
+  const std::shared_ptr<Files> files_;
   const std::string description_;
-  std::vector<File> files_;
-  bool whole_ = false;          // and may be read
   uint64_t written_ = 0;        // elements
   base::AlignedBuffer stripe_;  // that is being written
   base::Status failure_;        // of writing

@@ -1,11 +1,16 @@
 #include "smartinf/engine/weight_reader.h"
 
 #include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <optional>
 #include <utility>
 
 #include <fmt/format.h>
 
-#include "smartinf/base/check.h"
+#include "smartinf/base/units.h"
 
 namespace smartinf::engine {
 
@@ -14,33 +19,84 @@ using base::Status;
 
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr unsigned kThreads = 4;  // reads in flight
 
 }  // namespace
 
-WeightReader::~WeightReader() { SI_CHECK(threads_.empty(), "weights are still being read"); }
+/// What is read, and what has been. Threads: any, with the mutex.
+struct WeightReader::Reads {
+  explicit Reads(std::shared_ptr<const WeightFileSet> from) : files(std::move(from)) {}
 
-void WeightReader::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    ends_ = true;
+  const std::shared_ptr<const WeightFileSet> files;
+  struct Fetch {
+    plan::Subgroup subgroup;
+    base::DataType type;
+    std::byte* out;
+  };
+  std::mutex mutex;
+  std::condition_variable wanted, done;
+  bool ends = false;
+  uint32_t under_way = 0;
+  Clock::time_point last_end =
+      Clock::now();  // of a read, or when one began with no other under way
+  std::deque<Fetch> queue;
+  std::map<uint64_t, std::optional<Status>> fetches;  // by first element; nothing: under way
+
+  /// Waits until `until()`. False: no read has ended for silence_max.
+  template <typename Until>
+  bool wait(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds silence_max,
+            const Until& until) {
+    while (!until()) {
+      const Clock::time_point limit = last_end + silence_max;
+      if (done.wait_until(lock, limit) == std::cv_status::timeout && !until() &&
+          Clock::now() >= last_end + silence_max) {
+        return false;
+      }
+    }
+    return true;
   }
-  wanted_.notify_all();
-  threads_.clear();
+};
+
+WeightReader::WeightReader(uint64_t elements, uint64_t subgroup_elements,
+                           std::shared_ptr<const WeightFileSet> files)
+    : elements_(elements),
+      subgroup_elements_(subgroup_elements),
+      reads_(std::make_shared<Reads>(std::move(files))) {}
+
+WeightReader::~WeightReader() {
+  {
+    std::unique_lock lock(reads_->mutex);
+    reads_->ends = true;
+    reads_->wanted.notify_all();
+    const auto idle = [&] { return reads_->under_way == 0; };
+    if (!hangs_) hangs_ = !reads_->wait(lock, silence_max_, idle);
+  }
+  for (std::thread& thread : threads_) {
+    if (hangs_) {
+      thread.detach();  // with a share of the reads
+    } else {
+      thread.join();
+    }
+  }
 }
 
-void WeightReader::work() {
-  std::unique_lock lock(mutex_);
+void WeightReader::work(const std::shared_ptr<Reads>& reads) {
+  std::unique_lock lock(reads->mutex);
   while (true) {
-    wanted_.wait(lock, [&] { return ends_ || !queue_.empty(); });
-    if (ends_) return;
-    const Fetch fetch = queue_.front();
-    queue_.pop_front();
+    reads->wanted.wait(lock, [&] { return reads->ends || !reads->queue.empty(); });
+    if (reads->ends) return;
+    const Reads::Fetch fetch = reads->queue.front();
+    reads->queue.pop_front();
+    if (reads->under_way++ == 0) reads->last_end = Clock::now();
     lock.unlock();
-    Status status = read(fetch.subgroup, fetch.type, fetch.out);
+    Status status = reads->files->read(fetch.subgroup, fetch.type, fetch.out);
     lock.lock();
-    fetches_[fetch.subgroup.first] = std::move(status);
-    done_.notify_all();
+    --reads->under_way;
+    reads->last_end = Clock::now();
+    reads->fetches[fetch.subgroup.first] = std::move(status);
+    reads->done.notify_all();
   }
 }
 
@@ -74,29 +130,40 @@ Status WeightReader::fetch_weights(uint64_t first, base::DataType type, void* ou
                   "Fetch what subgroup_at() says.");
   }
   {
-    const std::lock_guard lock(mutex_);
-    if (!fetches_.emplace(first, std::nullopt).second) {
+    const std::lock_guard lock(reads_->mutex);
+    if (!reads_->fetches.emplace(first, std::nullopt).second) {
       return Status(ErrorCode::kFailedPrecondition,
                     fmt::format("the weights from element {} on are being read already", first),
                     "Call wait_fetched() first.");
     }
-    queue_.push_back({subgroup_at(first), type, static_cast<std::byte*>(out)});
+    if (reads_->under_way == 0 && reads_->queue.empty()) reads_->last_end = Clock::now();
+    reads_->queue.push_back({subgroup_at(first), type, static_cast<std::byte*>(out)});
   }
-  while (threads_.size() < kThreads) threads_.emplace_back([this] { work(); });
-  wanted_.notify_one();
+  while (threads_.size() < kThreads) threads_.emplace_back([reads = reads_] { work(reads); });
+  reads_->wanted.notify_one();
   return Status();
 }
 
 Status WeightReader::wait_fetched(uint64_t first) {
-  std::unique_lock lock(mutex_);
-  const auto fetch = fetches_.find(first);
-  if (fetch == fetches_.end()) {
+  std::unique_lock lock(reads_->mutex);
+  const auto fetch = reads_->fetches.find(first);
+  if (fetch == reads_->fetches.end()) {
     return Status(ErrorCode::kFailedPrecondition, "wait_fetched was called without a fetch",
                   "Call fetch_weights() first.");
   }
-  done_.wait(lock, [&] { return fetch->second.has_value(); });
+  const auto done = [&] { return fetch->second.has_value(); };
+  if (!done() && !hangs_) hangs_ = !reads_->wait(lock, silence_max_, done);
+  if (!done()) {
+    return Status(
+        ErrorCode::kTimeout,
+        fmt::format("a read of weights has not ended for {}",
+                    base::format_seconds(std::chrono::duration<double>(silence_max_).count())),
+        "Check the drive and the kernel's log (dmesg), and start again. The last committed step is "
+        "intact.",
+        base::ErrorPlace{reads_->files->path_of(subgroup_at(first)), 0, 0, 0});
+  }
   Status status = std::move(*fetch->second);
-  fetches_.erase(fetch);
+  reads_->fetches.erase(fetch);
   return status;
 }
 

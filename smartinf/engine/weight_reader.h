@@ -1,13 +1,11 @@
 // Weights that nobody updates, read from files by threads of their own as often as they are wanted.
 #pragma once
 
-#include <condition_variable>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <map>
-#include <mutex>
-#include <optional>
+#include <memory>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -15,46 +13,49 @@
 
 namespace smartinf::engine {
 
+/// Files of weights. A read that hangs keeps them, whatever has become of the reader.
+class WeightFileSet {
+ public:
+  virtual ~WeightFileSet() = default;
+  /// Puts the weights of a subgroup to out, [count] of type. Threads: several at once.
+  virtual base::Status read(const plan::Subgroup& subgroup, base::DataType type,
+                            std::byte* out) const = 0;
+  /// The file of a subgroup, for messages.
+  virtual std::string path_of(const plan::Subgroup& subgroup) const = 0;
+};
+
 /// Threads: one caller.
 class WeightReader : public WeightSource {
  public:
   /// subgroup_elements are read at once.
-  WeightReader(uint64_t elements, uint64_t subgroup_elements)
-      : elements_(elements), subgroup_elements_(subgroup_elements) {}
+  WeightReader(uint64_t elements, uint64_t subgroup_elements,
+               std::shared_ptr<const WeightFileSet> files);
+  /// Waits for the reads that have begun, but not for those that hang.
   ~WeightReader() override;
 
   uint64_t elements() const { return elements_; }
+  /// While reads are under way and none ends for so long, the drive counts as one that does not
+  /// answer. As long as for devices (UpdaterOptions::device_silence_max).
+  void set_silence_max(std::chrono::nanoseconds silence_max) { silence_max_ = silence_max; }
 
   base::Status load_weights(base::DataType type, const WeightsSink& sink) override;
   base::Status wait_weights(uint64_t, uint64_t) override { return base::Status(); }
   plan::Subgroup subgroup_at(uint64_t element) const override;
   base::Status fetch_weights(uint64_t first, base::DataType type, void* out) override;
+  /// Errors also: kTimeout, with the file that is not read, here and for every later fetch.
   base::Status wait_fetched(uint64_t first) override;
-
- protected:
-  /// Puts the weights of a subgroup to out, [count] of type. Threads: several at once.
-  virtual base::Status read(const plan::Subgroup& subgroup, base::DataType type,
-                            std::byte* out) = 0;
-  /// Waits for the reads that have begun; there are no others any more. Whoever implements read()
-  /// calls it first in its destructor.
-  void stop();
+  bool hangs() const override { return hangs_; }
 
  private:
-  struct Fetch {
-    plan::Subgroup subgroup;
-    base::DataType type;
-    std::byte* out;
-  };
-  void work();
+  struct Reads;
+  static void work(const std::shared_ptr<Reads>& reads);
 
   const uint64_t elements_;
   const uint64_t subgroup_elements_;
-  std::mutex mutex_;
-  std::condition_variable wanted_, done_;
-  bool ends_ = false;
-  std::deque<Fetch> queue_;
-  std::map<uint64_t, std::optional<base::Status>> fetches_;  // by first element; nothing: under way
-  std::vector<std::jthread> threads_;                        // from the first fetch on
+  std::chrono::nanoseconds silence_max_ = std::chrono::minutes(10);
+  const std::shared_ptr<Reads> reads_;  // with the threads
+  bool hangs_ = false;
+  std::vector<std::thread> threads_;  // from the first fetch on
 };
 
 }  // namespace smartinf::engine

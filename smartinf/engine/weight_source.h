@@ -37,6 +37,8 @@ class WeightSource {
   /// Waits until they are there. Errors: of the device or file, named, after which they can be
   /// fetched again; kFailedPrecondition where nothing was fetched.
   virtual base::Status wait_fetched(uint64_t first) = 0;
+  /// A read was given up that does not end: where it puts weights is never freed.
+  virtual bool hangs() const { return false; }
 };
 
 }  // namespace smartinf::engine

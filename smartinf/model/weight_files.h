@@ -29,6 +29,7 @@ class WeightFiles {
   static base::Result<WeightFiles> open(const std::string& folder,
                                         const Architecture& architecture);
 
+  const std::string& folder() const { return folder_; }
   /// Of all tensors, where it is one.
   std::optional<base::DataType> type() const;
   uint64_t bytes() const;

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "smartinf/engine/weight_reader.h"
@@ -14,21 +16,26 @@ namespace smartinf::train {
 /// pieces are read side by side.
 inline constexpr uint64_t kFrozenPieceElements = uint64_t{4} << 20;
 
+class FrozenFiles final : public engine::WeightFileSet {
+ public:
+  explicit FrozenFiles(model::WeightFiles files) : files_(std::move(files)) {}
+  base::Status read(const plan::Subgroup& subgroup, base::DataType type,
+                    std::byte* out) const override {
+    return files_.read_as(type, subgroup.first, subgroup.count, out);
+  }
+  std::string path_of(const plan::Subgroup&) const override { return files_.folder(); }
+
+ private:
+  const model::WeightFiles files_;
+};
+
 /// Threads: one caller; threads of its own read.
 class FrozenWeights final : public engine::WeightReader {
  public:
   /// elements: of the files' space.
   FrozenWeights(model::WeightFiles files, uint64_t elements)
-      : WeightReader(elements, kFrozenPieceElements), files_(std::move(files)) {}
-  /// Waits for what is being read.
-  ~FrozenWeights() override { stop(); }
-
- private:
-  base::Status read(const plan::Subgroup& subgroup, base::DataType type, std::byte* out) override {
-    return files_.read_as(type, subgroup.first, subgroup.count, out);
-  }
-
-  const model::WeightFiles files_;
+      : WeightReader(elements, kFrozenPieceElements,
+                     std::make_shared<const FrozenFiles>(std::move(files))) {}
 };
 
 }  // namespace smartinf::train

@@ -60,6 +60,7 @@ LayerStream::LayerStream(engine::WeightSource& source, const Model& model,
     for (uint32_t i = 0; i < placement.host_slots; ++i) {
       window.slots.emplace_back(memory + i * slot_bytes, slot_bytes);
     }
+    window.slots_owner = std::make_shared<const Tensor>(slots_N_);
     window.resident = [this](uint64_t first) { return weights_at(first); };
     window.wait_resident = [this](const plan::Subgroup& subgroup) {
       return arrive_in_host(subgroup.first + subgroup.count);

@@ -57,9 +57,10 @@ void Caller::run(std::function<void()> work) {
       const nb::gil_scoped_release released;
       std::unique_lock lock(mutex_);
       if (!ours && caller_ == std::this_thread::get_id()) {
-        throw StatusError(base::Status(base::ErrorCode::kFailedPrecondition,
-                                       "a signal handler has interrupted a call, and made another one",
-                                       "Let the handler set a flag, and make the call behind step()"));
+        throw StatusError(
+            base::Status(base::ErrorCode::kFailedPrecondition,
+                         "a signal handler has interrupted a call, and made another one",
+                         "Let the handler set a flag, and make the call behind step()"));
       }
       if (!ours && changed_.wait_for(lock, kSignalPeriod, [&] { return phase_ == Phase::kFree; })) {
         work_ = std::move(work);

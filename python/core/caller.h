@@ -20,8 +20,8 @@ class Caller {
   /// Runs `work` and returns when it is done; rethrows what it threw. The GIL is held on entry and
   /// on return, and not in between. A signal handler that raises while the work runs (Ctrl-C) does
   /// not cut it short, because the work uses the caller's memory and state must stay whole: the
-  /// exception is raised when the work is done. Other threads' calls wait their turn; a call by a signal
-  /// handler that has interrupted this thread's would wait for ever, and is refused.
+  /// exception is raised when the work is done. Other threads' calls wait their turn; a call by a
+  /// signal handler that has interrupted this thread's would wait for ever, and is refused.
   void run(std::function<void()> work);
   /// The same for destructors: signals wait for whoever looks at them next, and what `work` throws
   /// is dropped.

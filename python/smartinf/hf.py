@@ -289,7 +289,9 @@ def _save_checkpoint(plain, trainer, model, trial):
     # next.
     trainer.control.should_save = True
     step = trainer.state.global_step
-    _log.warning("a checkpoint was asked for between backward and step(): it is made behind the step, as checkpoint-%d", step + 1)
+    _log.warning(
+        "a checkpoint was asked for between backward and step(): it is made behind the step, as checkpoint-%d", step + 1
+    )
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"checkpoint-{step}")
     with contextlib.suppress(OSError):  # what enable_jit_checkpoint has begun there
         os.remove(os.path.join(folder, "checkpoint-is-incomplete.txt"))

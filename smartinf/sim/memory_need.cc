@@ -47,6 +47,11 @@ plan::MemoryPlanInput buffers_input(uint64_t parameters, const Machine& machine,
   return input;
 }
 
+/// Of a parameter, on its way to the update: a model in f32 hands over f32.
+uint64_t gradient_bytes_of(const Machine& machine, const StepOptions& options) {
+  return options.value_bytes == 4 ? 4 : machine.software.gradient_bytes;
+}
+
 uint64_t cache_bytes(uint64_t parameters, const StepOptions& options) {
   const auto planes = kernels::rule_planes(options.rule);
   return std::min(options.state_cache_bytes, plan::state_bytes(options.format, planes, parameters));
@@ -131,7 +136,8 @@ plan::TrainingPlan place(plan::TrainingMemoryInput& memory, const Machine& machi
     if (compressed) {
       optimizer_bytes += kCompressionBytes * parameters;
     } else {
-      input.gradient_bytes = of_one_rank(software.gradient_bytes * parameters, machine, options);
+      input.gradient_bytes =
+          of_one_rank(gradient_bytes_of(machine, options) * parameters, machine, options);
       if (software.gradient_spilled) input.gradient_limit_bytes = 0;
       input.gradient_limit_bytes = std::min(input.gradient_limit_bytes, use.gradient_budget);
     }
@@ -196,7 +202,6 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   constexpr uint64_t kProcessBytes = 420'000'000;  // where the machine file says nothing
   // Assumed: CUDA's libraries as a process has them in the host's memory.
   constexpr uint64_t kCudaHostBytes = 1'500'000'000;
-  const Software& software = machine.software;
   const uint64_t parameters = model.parameters();
   const bool python = use.program == plan::TrainingProgram::kPython;
   const bool compressed_here = host_selects(machine, options);
@@ -235,7 +240,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   const uint64_t gradients =
       compressed_here || use.in_memory
           ? 0
-          : of_one_rank(software.gradient_bytes * parameters, machine, options);
+          : of_one_rank(gradient_bytes_of(machine, options) * parameters, machine, options);
   const bool spilled = need.gradients_spilled = need.plan.gradient_memory_bytes < gradients;
   const auto over = [](uint64_t needed, uint64_t have) { return have > 0 && needed > have; };
   need.expected_host_bytes = need.host_bytes;
@@ -251,7 +256,7 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
   }
   const double state = state_bytes_per_parameter(options.rule, options.format);
   double kept = 2 * (state + (compressed_here ? kResidualBytes : 0));
-  if (spilled) kept += software.gradient_bytes;
+  if (spilled) kept += static_cast<double>(gradient_bytes_of(machine, options));
   need.drive_bytes =
       static_cast<uint64_t>(kept * static_cast<double>(share_of(parameters, machine, options))) +
       base::divide_up(need.plan.spool_bytes,

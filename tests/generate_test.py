@@ -132,6 +132,75 @@ class Generate(StreamCase):
         memory = self.fine_tune(self.folder / "model", "memory", "--optimizer.where", "memory")
         self.assertEqual(len(self.tokens(memory, prompts, "--tokens", 3)[1]), 3)
 
+    def test_adapters_go_with_the_weights_they_were_trained_beside(self):
+        # Larger than both ends of a file, which were all that was compared once.
+        config = dict(COMMON, vocab_size=256, hidden_size=128, intermediate_size=2048, num_hidden_layers=4)
+        base = self.folder / "model"
+        make(CONFIGS["llama"].__class__(**config), base)
+        weights = base / "model.safetensors"
+        sound = weights.read_bytes()
+        self.assertGreater(len(sound), 6 << 20)
+        lora = ("--lora.rank", "4", "--train.steps", "2")
+        self.fine_tune(base, "run", *lora, "--checkpoint.every", "1")
+        self.fine_tune(base, "memory", *lora, "--optimizer.where", "memory")
+        whole = self.export("run", "whole", "--merge") / "model.safetensors"
+        said = self.tokens(self.folder / "run", [[5, 6]])
+        there = ("--checkpoint", self.folder / "run/checkpoints/step-00000001")
+        recipe = next(self.folder.glob("*_12.toml"))
+
+        def of_run(run):
+            yield ("export", self.folder / run, "--out", self.folder / "out", "--merge")
+            yield ("generate", self.folder / run, "--prompt-tokens", "5,6")
+            yield self.command(recipe, run, (*lora[:2], "--train.steps", "3", "--train.lr", "1e-2",
+                                             "--train.precision", "f32",
+                                             *(("--optimizer.where", "memory") if run == "memory" else ())))[1:]
+
+        flipped = bytearray(sound)
+        flipped[len(sound) // 2 & ~3] ^= 1
+        for changed in (bytes(flipped), bytes(sound[:-4] + bytes(4))):
+            weights.write_bytes(changed)
+            for words in (*of_run("run"), *of_run("memory"), (*next(of_run("run")), *there),
+                          ("generate", self.folder / "run", "--prompt-tokens", "5,6", *there)):
+                done = subprocess.run([SMARTINF, *map(str, words)], capture_output=True, text=True, timeout=300)
+                self.assertEqual(done.returncode, 1, done.stderr)
+                self.assertIn("not those that the adapters were trained beside", done.stderr)
+                self.assertIn(str(base), done.stderr)
+            self.assertFalse((self.folder / "out").exists())
+        # Alone they can be had, with a word about the folder that they name.
+        done = subprocess.run([SMARTINF, "export", str(self.folder / "run"), "--out", str(self.folder / "adapters")],
+                              capture_output=True, text=True, timeout=300, check=True)
+        self.assertIn("they do not fit: model.from: the weights are not those", done.stderr)
+        weights.write_bytes(sound)
+        self.assertEqual((self.export("run", "again", "--merge") / "model.safetensors").read_bytes(),
+                         whole.read_bytes())
+        self.assertEqual(self.tokens(self.folder / "run", [[5, 6]]), said)
+
+    def test_a_run_is_not_started_over_with_a_model_that_cannot_be_trained(self):
+        base = self.folder / "model"
+        make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=256)), base)
+        sound = (base / "model.safetensors").read_bytes()
+        whole = self.fine_tune(base, "run", "--train.steps", "2")
+        state = whole / "state/smartinf.state"
+        kept = state.read_bytes()
+        run = json.loads((whole / "run.json").read_text())["run"][:8]
+        recipe = next(self.folder.glob("*_12.toml"))
+        spoilt = sound[:-4] + b"\0\0\xc0\x7f"
+        for name, contents, flags in (("model.safetensors", spoilt, ()),
+                                      ("model.safetensors", spoilt, ("--lora.rank", "4")),
+                                      ("model.safetensors", sound[:-8], ()),
+                                      ("chat_template.jinja", None, ())):
+            file = base / name
+            before = file.read_bytes() if file.exists() else None
+            file.write_bytes(contents) if contents else os.mkfifo(file)
+            told = self.train(recipe, "run", "--train.precision", "f32", "--start-over", run, *flags, code=1)
+            self.assertIn(name, told)
+            self.assertEqual(state.read_bytes(), kept, told)
+            file.unlink()
+            if before:
+                file.write_bytes(before)
+        self.train(recipe, "run", "--train.precision", "f32", "--start-over", run, "--train.steps", "1")
+        self.assertNotEqual(state.read_bytes(), kept)
+
     def test_text_goes_through_the_models_tokenizer(self):
         folder = self.folder / "model"
         make(CONFIGS["llama"].__class__(**dict(COMMON, vocab_size=301)), folder)

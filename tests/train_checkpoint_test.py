@@ -109,11 +109,6 @@ class Checkpoints(TrainCase):
         self.assertEqual(wear[0]["rated_endurance_bytes"], 600 * 10**12)
         self.assertGreater(wear[0]["bytes_written_ever"], 6 * 12 * 100000)
 
-
-def names(paths):
-    return [os.path.basename(path) for path in paths]
-
-
     def test_the_best_checkpoint_is_exported_after_training_has_gone_on(self):
         flags = ("--train.validate_every", "2", "--train.keep_best", "true", *self.devices("run", 2))
         self.train(self.recipe(steps=4), "run", *flags)
@@ -132,6 +127,10 @@ def names(paths):
                                  capture_output=True, check=True).stdout
                   for words in ((), ("--checkpoint", str(best)))]
         self.assertNotEqual(*spoken)
+
+
+def names(paths):
+    return [os.path.basename(path) for path in paths]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@
 #include <numeric>
 #include <optional>
 #include <span>
-#include <sstream>
 #include <utility>
 
 #include <fcntl.h>
@@ -17,6 +16,7 @@
 #include <sys/stat.h>
 
 #include "smartinf/base/checksum.h"
+#include "smartinf/base/file.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
@@ -36,6 +36,8 @@ namespace {
 
 /// Of a description; more is damage, and no reason to take memory.
 constexpr uint64_t kDevicesMax = 65536;
+/// Of its text. What Python keeps of a model is some hundred bytes for each parameter.
+constexpr uint64_t kDescriptionBytesMax = uint64_t{64} << 20;
 
 Status sync_path(const std::string& path, int flags) {
   const storage::FileDescriptor file(::open(path.c_str(), flags | O_CLOEXEC));
@@ -142,8 +144,17 @@ Status write_description(nlohmann::ordered_json json, const std::string& folder)
   json["created_seconds"] = std::time(nullptr);
   json["checksum"] = description_checksum(json);
   const std::string path = (fs::path(folder) / kCheckpointFile).string();
+  const std::string text = json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
+  if (text.size() >= kDescriptionBytesMax) {
+    return Status(
+        ErrorCode::kInvalidArgument,
+        fmt::format("the checkpoint's description would take {}, and at most {} are read "
+                    "again",
+                    base::format_bytes(text.size()), base::format_bytes(kDescriptionBytesMax)),
+        "Keep less with it.", base::ErrorPlace{folder, {}, {}, 0});
+  }
   std::ofstream out(path);
-  out << json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
+  out << text << "\n";
   out.close();
   if (!out) return base::errno_status(errno, "cannot write the checkpoint's description", path);
   SI_RETURN_IF_ERROR(sync_path(path, O_RDONLY));
@@ -427,8 +438,9 @@ Status read_ranks(const nlohmann::json& ranks, Checkpoint& checkpoint) {
 
 Result<Checkpoint> read_checkpoint(const std::string& path) {
   const std::string file = (fs::path(path) / kCheckpointFile).string();
-  std::ifstream in(file);
-  if (!in) {
+  const Result<std::string> text =
+      base::read_text_file(file, "cannot read the checkpoint's description", kDescriptionBytesMax);
+  if (text.status().code() == ErrorCode::kNotFound) {
     return Status(ErrorCode::kNotFound, "no checkpoint is here",
                   is_checkpoint(path + std::string(kReplacedSuffix))
                       ? "It was being replaced; the one before it is beside it, and whole: " +
@@ -436,23 +448,27 @@ Result<Checkpoint> read_checkpoint(const std::string& path) {
                       : "Name its folder, e.g. runs/mine/checkpoints/step-00000100.",
                   base::ErrorPlace{path, {}, {}, 0});
   }
-  std::stringstream text;
-  text << in.rdbuf();
-  const nlohmann::json json = base::parse_json(text.str());
+  SI_RETURN_IF_ERROR(text.status());
+  const nlohmann::json json = base::parse_json(*text);
   const auto corrupt = [&] {
     return Status(ErrorCode::kCorrupt, "the checkpoint's description cannot be read",
                   "Its devices may be whole: name them one by one (device-0, device-1, ...).",
                   base::ErrorPlace{file, {}, {}, 0});
   };
+  // Those of the first versions have no checksum.
   if (!json.is_object() ||
       (json.contains("checksum") && json["checksum"] != description_checksum(json))) {
     return corrupt();
   }
   Checkpoint checkpoint;
   checkpoint.path = path;
-  checkpoint.created_seconds = json.value("created_seconds", uint64_t{0});
-  if (json.contains("trainer") && json["trainer"].is_string()) {
-    checkpoint.trainer = json["trainer"].get<std::string>();
+  if (const auto created = json.find("created_seconds"); created != json.end()) {
+    if (!created->is_number_unsigned()) return corrupt();
+    checkpoint.created_seconds = created->get<uint64_t>();
+  }
+  if (const auto trainer = json.find("trainer"); trainer != json.end()) {
+    if (!trainer->is_string()) return corrupt();
+    checkpoint.trainer = trainer->get<std::string>();
   }
   if (json.contains("ranks")) {
     const nlohmann::json& ranks = json["ranks"];
@@ -461,7 +477,8 @@ Result<Checkpoint> read_checkpoint(const std::string& path) {
     return checkpoint;
   }
   if (!read_run_and_step(json, checkpoint) || !json.contains("devices") ||
-      !json["devices"].is_number_unsigned() || json["devices"].get<uint64_t>() > kDevicesMax) {
+      !json["devices"].is_number_unsigned() || json["devices"].get<uint64_t>() == 0 ||
+      json["devices"].get<uint64_t>() > kDevicesMax) {
     return corrupt();
   }
   for (size_t device = 0; device < json["devices"].get<uint64_t>(); ++device) {

@@ -15,7 +15,9 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -460,6 +462,43 @@ TEST_P(CheckpointFolderTest, AFlippedBitInTheDescriptionIsFound) {
   }
   EXPECT_GT(found, 4 * fs::file_size(file));
   EXPECT_TRUE(read_checkpoint(made.path).ok());
+}
+
+TEST_P(CheckpointFolderTest, ADescriptionThatIsNoneIsRefusedAtOnce) {
+  const CheckpointSummary made = checkpoint(snapshot());
+  const std::string file = made.path + "/" + std::string(kCheckpointFile);
+  nlohmann::json right = nlohmann::json::parse(std::ifstream(file));
+  right.erase("checksum");
+  const auto write = [&](const nlohmann::json& json) { std::ofstream(file) << json.dump(); };
+  write(right);
+  EXPECT_TRUE(read_checkpoint(made.path).ok()) << "the first versions wrote no checksum";
+  for (const auto& [key, wrong] :
+       std::vector<std::pair<std::string, nlohmann::json>>{{"created_seconds", "x"},
+                                                           {"created_seconds", -1},
+                                                           {"created_seconds", nullptr},
+                                                           {"trainer", 7},
+                                                           {"run", {1, 2}},
+                                                           {"step", "3"},
+                                                           {"step", -3},
+                                                           {"devices", "2"},
+                                                           {"devices", 0},
+                                                           {"ranks", 1},
+                                                           {"ranks", {1}},
+                                                           {"checksum", 5}}) {
+    nlohmann::json spoilt = right;
+    spoilt[key] = wrong;
+    write(spoilt);
+    EXPECT_EQ(read_checkpoint(made.path).status().code(), ErrorCode::kCorrupt) << spoilt.dump();
+  }
+  fs::resize_file(file, uint64_t{1} << 40);
+  EXPECT_EQ(read_checkpoint(made.path).status().code(), ErrorCode::kInvalidArgument);
+  fs::remove(file);
+  fs::create_symlink("/dev/zero", file);
+  EXPECT_EQ(read_checkpoint(made.path).status().code(), ErrorCode::kInvalidArgument);
+  fs::remove(file);
+  ASSERT_EQ(mkfifo(file.c_str(), 0600), 0);
+  EXPECT_EQ(read_checkpoint(made.path).status().code(), ErrorCode::kInvalidArgument);
+  EXPECT_TRUE(list_checkpoints(path("checkpoints")).empty());
 }
 
 INSTANTIATE_TEST_SUITE_P(Once, CheckpointFolderTest, ::testing::Values(StateFormat::kF32),

@@ -33,30 +33,6 @@ constexpr std::string_view kOtherPlaceAdvice =
 
 std::string device_text(const DeviceSource& source) { return "device " + source.name(); }
 
-Status check_places(const Sources& sources) {
-  if (sources.empty()) {
-    return Status(ErrorCode::kInvalidArgument, "no device is given for the optimizer state",
-                  "Name at least one directory: [[device]] path = \"...\", or --device DIR.");
-  }
-  std::map<std::string, const DeviceSource*> by_place;
-  for (const auto& source : sources) {
-    // The names of all devices stand in the description that each of them carries.
-    if (!base::printable(source->name()) || !base::printable(source->place())) {
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("the path of a device has control characters: {}", source->place()),
-                    "Choose a path without tabs and line breaks.");
-    }
-    const auto [found, added] = by_place.emplace(source->place(), source.get());
-    if (!added) {
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("devices {} and {} are the same place, {}", found->second->name(),
-                                source->name(), found->first),
-                    "Give every device a directory of its own.");
-    }
-  }
-  return Status();
-}
-
 /// Of the rule's planes, which updates move and a cache holds.
 uint64_t moved_bytes(const UpdaterOptions& options, uint64_t elements) {
   return state_bytes(options.rule.rule, options.format, elements);
@@ -397,7 +373,38 @@ Status check_compression(const UpdaterOptions& options) {
 
 }  // namespace
 
+Status check_places(const Sources& sources) {
+  if (sources.empty()) {
+    return Status(ErrorCode::kInvalidArgument, "no device is given for the optimizer state",
+                  "Name at least one directory: [[device]] path = \"...\", or --device DIR.");
+  }
+  std::map<std::string, const DeviceSource*> by_place;
+  for (const auto& source : sources) {
+    // The names of all devices stand in the description that each of them carries.
+    if (!base::printable(source->name()) || !base::printable(source->place())) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("the path of a device has control characters: {}", source->place()),
+                    "Choose a path without tabs and line breaks.");
+    }
+    const auto [found, added] = by_place.emplace(source->place(), source.get());
+    if (!added) {
+      return Status(ErrorCode::kInvalidArgument,
+                    fmt::format("devices {} and {} are the same place, {}", found->second->name(),
+                                source->name(), found->first),
+                    "Give every device a directory of its own.");
+    }
+  }
+  return Status();
+}
+
 Status check_device_options(const UpdaterOptions& options, const plan::ParameterSpace& space) {
+  const auto given = std::ranges::count_if(
+      options.devices, [](const DeviceOptions& device) { return device.bandwidth > 0; });
+  if (given != 0 && given != std::ssize(options.devices)) {
+    return Status(ErrorCode::kInvalidArgument,
+                  "some devices are given a bandwidth and others are not",
+                  "Give all devices a bandwidth, or none, so that all are measured.");
+  }
   SI_RETURN_IF_ERROR(check_rule(options.rule));
   SI_RETURN_IF_ERROR(check_compression(options));
   SI_RETURN_IF_ERROR(check_remote(options));

@@ -49,6 +49,19 @@ uint64_t set_device(storage::StoreLayout& layout, base::DeviceId device,
                     std::span<const plan::Subgroup> subgroups,
                     std::span<const base::DeviceId> owner);
 
+/// Errors: kInvalidArgument for no device, the same place twice, a path that cannot be one.
+base::Status check_places(const DeviceSources& sources);
+
+/// Whether Updater::open() would begin a new run on these devices if the state of `old`, which some
+/// of them hold, were erased: room, placement, memory, processors, locks. Nothing is changed, and
+/// what the server of a device would allow then is taken to be the least that it can. Ranks make
+/// the call together. Errors: of Updater::open(); kMismatch for a device with another state; kBusy.
+base::Status check_new_run(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                           const storage::RunId& old);
+/// The same with sources of options.devices, as all ranks see them.
+base::Status check_new_run(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                           DeviceSources sources, const storage::RunId& old);
+
 /// Creates the devices of a new run. Those that no subgroup falls to are taken out of `sources`,
 /// with a warning. Errors: kNoSpace; of a device that cannot be created, and then none is.
 base::Result<DeviceSet> create_devices(const UpdaterOptions& options,

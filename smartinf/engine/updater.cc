@@ -17,14 +17,6 @@ namespace smartinf::engine {
 
 base::Result<std::unique_ptr<Updater>> Updater::open(const UpdaterOptions& options,
                                                      const plan::ParameterSpace& space) {
-  const auto given =
-      std::count_if(options.devices.begin(), options.devices.end(),
-                    [](const DeviceOptions& device) { return device.bandwidth > 0; });
-  if (given != 0 && given != static_cast<ptrdiff_t>(options.devices.size())) {
-    return base::Status(base::ErrorCode::kInvalidArgument,
-                        "some devices are given a bandwidth and others are not",
-                        "Give all devices a bandwidth, or none, so that all are measured.");
-  }
   return open(options, space, local_sources(options));
 }
 

@@ -342,12 +342,15 @@ Status WeightFiles::read_place(const Place& place, uint64_t within, std::span<fl
 Status WeightFiles::read_range(size_t i, uint64_t within, std::span<float> out) const {
   SI_RETURN_IF_ERROR(read_place(places_[i], within, out));
   const auto norm = kernels::kernels().partial_norm(out.data(), DataType::kF32, out.size());
-  if (norm.finite) return Status();
-  return at(ErrorCode::kCorrupt,
-            fmt::format("model.from: element {} of {} is {}", within + norm.first_bad,
-                        space_.ranges()[i].name, out[norm.first_bad]),
-            "Get the model's folder again; a model with such weights cannot be trained",
-            files_[places_[i].file].path());
+  return norm.finite ? Status() : not_finite(i, within + norm.first_bad, out[norm.first_bad]);
+}
+
+Status WeightFiles::not_finite(size_t i, uint64_t within, float value) const {
+  return at(
+      ErrorCode::kCorrupt,
+      fmt::format("model.from: element {} of {} is {}", within, space_.ranges()[i].name, value),
+      "Get the model's folder again; a model with such weights cannot be trained",
+      files_[places_[i].file].path());
 }
 
 Status WeightFiles::read_as(DataType type, uint64_t first, uint64_t count, std::byte* out) const {
@@ -375,7 +378,36 @@ Status WeightFiles::read_as(DataType type, uint64_t first, uint64_t count, std::
   return Status();
 }
 
-Result<uint64_t> WeightFiles::digest() const {
+Result<uint64_t> WeightFiles::digest(
+    const std::function<Status(uint64_t, uint64_t)>& progress) const {
+  constexpr uint64_t kPiece = uint64_t{2} << 20;  // elements
+  const uint64_t total = bytes();
+  uint64_t done = 0;
+  uint64_t digest = 0;
+  std::vector<std::byte> raw;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Place& place = places_[i];
+    const uint64_t each = base::data_type_bytes(place.type);
+    const uint64_t count = space_.ranges()[i].count;
+    for (uint64_t first = 0; first < count; first += kPiece) {
+      const uint64_t here = std::min(kPiece, count - first);
+      raw.resize(here * each);
+      SI_RETURN_IF_ERROR(files_[place.file].read(place.offset + first * each, raw));
+      const auto norm = kernels::kernels().partial_norm(raw.data(), place.type, here);
+      if (!norm.finite) {
+        float value = 0;
+        kernels::kernels().cast_to_f32(raw.data() + norm.first_bad * each, place.type, &value, 1);
+        return not_finite(i, first + norm.first_bad, value);
+      }
+      digest = base::checksum(raw, base::mix_seed(digest, static_cast<uint64_t>(place.type)));
+      done += raw.size();
+      if (progress) SI_RETURN_IF_ERROR(progress(done, total));
+    }
+  }
+  return digest;
+}
+
+Result<uint64_t> WeightFiles::digest_of_ends() const {
   constexpr uint64_t kEnd = uint64_t{1} << 20;  // of each file, at both ends
   uint64_t digest = 0;
   std::vector<std::byte> bytes;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
 #include <span>
@@ -40,8 +41,13 @@ class WeightFiles {
   /// The same of [first, first + count), of another type. What has that type in the files is handed
   /// out as it is, finite or not.
   base::Status read_as(base::DataType type, uint64_t first, uint64_t count, std::byte* out) const;
-  /// Of names, sizes and some of the contents of the files: of other weights it is another one.
-  base::Result<uint64_t> digest() const;
+  /// Of all weights, in the order of the parameter space: of other ones it is another one, wherever
+  /// they lie in files. Reads everything. progress: of bytes; its failure ends it. Errors: as
+  /// read().
+  base::Result<uint64_t> digest(
+      const std::function<base::Status(uint64_t done, uint64_t total)>& progress = {}) const;
+  /// Of sizes and of both ends of the files, which adapters of earlier versions go by.
+  base::Result<uint64_t> digest_of_ends() const;
 
  private:
   struct Place {
@@ -54,6 +60,7 @@ class WeightFiles {
   base::Status find_tensors(const Architecture& architecture);
   base::Status check_tied_head(const Place& head) const;
   base::Status read_place(const Place& place, uint64_t within, std::span<float> out) const;
+  base::Status not_finite(size_t range, uint64_t within, float value) const;
   base::Status read_range(size_t range, uint64_t within, std::span<float> out) const;
 
   std::string folder_;

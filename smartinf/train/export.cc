@@ -25,6 +25,7 @@
 #include "smartinf/model/config_json.h"
 #include "smartinf/model/safetensors.h"
 #include "smartinf/model/weight_files.h"
+#include "smartinf/train/adapter_base.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/hugging_face.h"
 #include "smartinf/train/memory_state.h"
@@ -304,13 +305,19 @@ Result<std::string> read_tokenizer(const std::string& path) {
                 base::ErrorPlace{path, {}, {}, 0});
 }
 
-// Streams master weights in ascending order into `take`; returns the step they are of.
-Result<base::StepNumber> read_master(const Job& job, const plan::ParameterSpace& space,
-                                     const std::function<Status(std::span<const float>)>& take) {
+/// What a run has committed.
+struct Committed {
+  base::StepNumber step = 0;
+  std::string client_metadata;
+};
+
+// Streams master weights in ascending order into `take`.
+Result<Committed> read_master(const Job& job, const plan::ParameterSpace& space,
+                              const std::function<Status(std::span<const float>)>& take) {
   if (job.options.train.where == OptimizerWhere::kMemory) {
     SI_ASSIGN_OR_RETURN(const MemoryState state, MemoryState::open(job.options.train.run, space));
     SI_RETURN_IF_ERROR(take(state.plane(0)));
-    return state.step();
+    return Committed{state.step(), state.client_metadata()};
   }
   engine::UpdaterOptions options = job.updater;
   options.create = false;
@@ -319,7 +326,7 @@ Result<base::StepNumber> read_master(const Job& job, const plan::ParameterSpace&
       engine::Updater::open(options, space, engine::local_sources(options, /*read_only=*/true)));
   SI_RETURN_IF_ERROR(updater->read_weights(
       [&](uint64_t, std::span<const float> weights) { return take(weights); }));
-  return updater->committed_step();
+  return Committed{updater->committed_step(), updater->client_metadata()};
 }
 
 }  // namespace
@@ -352,8 +359,6 @@ Status remove_partial_export(const std::string& folder) {
 }
 
 namespace {
-
-using TextFiles = std::vector<std::pair<std::string, std::string>>;
 
 /// config.json and the tokenizer's files: those that the run was given, else its own.
 Result<TextFiles> describe_model(const Job& job, const ModelSource& source, DataType type) {
@@ -393,9 +398,9 @@ Result<TextFiles> describe_model(const Job& job, const ModelSource& source, Data
 
 namespace {
 
-/// Every element of a space in order, into `take`; returns the step they are of.
+/// Every element of a space in order, into `take`.
 using ReadAll =
-    std::function<Result<base::StepNumber>(const std::function<Status(std::span<const float>)>&)>;
+    std::function<Result<Committed>(const std::function<Status(std::span<const float>)>&)>;
 
 // What is written: which parameters, and where their values come from.
 struct Contents {
@@ -405,23 +410,26 @@ struct Contents {
 
 /// The model's weights with what its adapters add: W + scale B A.
 Result<Contents> merged(const Job& job, const ModelSource& source,
-                        std::vector<model::LoraTarget> targets, plan::ParameterSpace trained) {
+                        std::vector<model::LoraTarget> targets,
+                        const plan::ParameterSpace& trained) {
   Contents contents;
   SI_ASSIGN_OR_RETURN(contents.space, model::make_parameter_space(source.architecture));
-  SI_ASSIGN_OR_RETURN(model::WeightFiles opened,
-                      model::WeightFiles::open(job.options.model.from, source.architecture));
+  std::vector<float> adapters;
+  SI_ASSIGN_OR_RETURN(Committed committed,
+                      read_master(job, trained, [&](std::span<const float> elements) {
+                        adapters.insert(adapters.end(), elements.begin(), elements.end());
+                        return Status();
+                      }));
+  SI_ASSIGN_OR_RETURN(
+      model::WeightFiles opened,
+      open_adapter_base(job.options.model.from, source.architecture, committed.client_metadata));
   const auto files = std::make_shared<model::WeightFiles>(std::move(opened));
   contents.read =
       [&job, files, space = contents.space, targets = std::move(targets),
-       trained = std::move(trained), transposed = source.architecture.transposed](
-          const std::function<Status(std::span<const float>)>& take) -> Result<base::StepNumber> {
+       adapters = std::move(adapters), committed = std::move(committed),
+       transposed = source.architecture.transposed](
+          const std::function<Status(std::span<const float>)>& take) -> Result<Committed> {
     const model::LoraOptions& lora = job.options.lora;
-    std::vector<float> adapters;
-    SI_ASSIGN_OR_RETURN(const base::StepNumber step,
-                        read_master(job, trained, [&](std::span<const float> elements) {
-                          adapters.insert(adapters.end(), elements.begin(), elements.end());
-                          return Status();
-                        }));
     std::vector<float> values;
     for (const plan::ParameterRange& range : space.ranges()) {
       const auto target = std::ranges::find_if(targets, [&](const model::LoraTarget& one) {
@@ -439,9 +447,21 @@ Result<Contents> merged(const Job& job, const ModelSource& source,
         SI_RETURN_IF_ERROR(take(values));
       }
     }
-    return step;
+    return committed;
   };
   return contents;
+}
+
+/// Adapters are written without their model, but they name its folder.
+void check_named_base(const Job& job, const ModelSource& source, const Committed& committed) {
+  const std::string& folder = job.options.model.from;
+  std::error_code error;
+  if (!fs::exists(fs::path(folder) / kConfigFile, error)) return;
+  const Status same =
+      open_adapter_base(folder, source.architecture, committed.client_metadata).status();
+  if (same.ok()) return;
+  base::log(base::LogLevel::kWarning,
+            "the adapters name a model's folder that they do not fit: " + same.to_string());
 }
 
 }  // namespace
@@ -487,11 +507,14 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   if (summary.adapters) shards.front().name = "adapter_model.safetensors";
   ShardStream stream(folder.path(), shards);
   uint64_t done = 0;
-  SI_ASSIGN_OR_RETURN(summary.step, contents.read([&](std::span<const float> elements) -> Status {
-    SI_RETURN_IF_ERROR(stream.append(elements));
-    done += elements.size();
-    return options.progress ? options.progress(done, contents.space.count()) : Status();
-  }));
+  SI_ASSIGN_OR_RETURN(
+      const Committed committed, contents.read([&](std::span<const float> elements) -> Status {
+        SI_RETURN_IF_ERROR(stream.append(elements));
+        done += elements.size();
+        return options.progress ? options.progress(done, contents.space.count()) : Status();
+      }));
+  summary.step = committed.step;
+  if (summary.adapters) check_named_base(job, source, committed);
   SI_CHECK(stream.complete(), "the updater visited less than the whole space");
   summary.parameters = contents.space.count();
 

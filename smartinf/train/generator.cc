@@ -15,6 +15,7 @@
 #include "smartinf/model/weight_files.h"
 #include "smartinf/plan/inference_memory.h"
 #include "smartinf/train/accelerator.h"
+#include "smartinf/train/adapter_base.h"
 #include "smartinf/train/adapters.h"
 #include "smartinf/train/corpus.h"
 #include "smartinf/train/decode.h"
@@ -96,8 +97,11 @@ class TorchGenerator final : public Generator {
 /// The weights of a folder, or those beside adapters.
 Status TorchGenerator::open_files() {
   const model::Architecture& architecture = source_.architecture;
+  const std::string& folder = options_.options.model.from;
   SI_ASSIGN_OR_RETURN(model::WeightFiles files,
-                      model::WeightFiles::open(options_.options.model.from, architecture));
+                      of_run()
+                          ? open_adapter_base(folder, architecture, updater_->client_metadata())
+                          : model::WeightFiles::open(folder, architecture));
   if (!of_run()) {
     type_ = options_.type.value_or(files.type() == base::DataType::kF32 ? base::DataType::kF32
                                                                         : base::DataType::kBf16);

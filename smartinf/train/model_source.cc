@@ -171,24 +171,30 @@ Result<ModelSource> find_model(const Options& options) {
   return source;
 }
 
+Result<TextFiles> read_model_files(const std::string& from) {
+  TextFiles files;
+  for (const std::string_view name : kTokenizerFiles) {
+    SI_ASSIGN_OR_RETURN(std::optional<std::string> text,
+                        read_small_file(from, name, kTokenizerBytesMax));
+    if (text) files.emplace_back(name, std::move(*text));
+  }
+  SI_ASSIGN_OR_RETURN(std::string config, read_config_text(from));
+  files.emplace_back(kConfig, std::move(config));
+  return files;
+}
+
 Status keep_model_files(const std::string& from, const std::string& run) {
+  SI_ASSIGN_OR_RETURN(const TextFiles files, read_model_files(from));
   const fs::path folder = kept_folder(run);
   SI_RETURN_IF_ERROR(engine::make_durable_folder(folder.string()));
-  for (const std::string_view name : kTokenizerFiles) {
-    SI_ASSIGN_OR_RETURN(const std::optional<std::string> text,
-                        read_small_file(from, name, kTokenizerBytesMax));
-    if (!text) continue;
-    SI_RETURN_IF_ERROR(base::write_text_file((folder / name).string(), *text, "cannot write it"));
+  for (const auto& [name, text] : files) {
+    SI_RETURN_IF_ERROR(base::write_text_file((folder / name).string(), text, "cannot write it"));
   }
-  // Last: with it the folder counts.
-  SI_ASSIGN_OR_RETURN(const std::string config, read_config_text(from));
-  SI_RETURN_IF_ERROR(base::write_text_file((folder / kConfig).string(), config, "cannot write it"));
   return engine::sync_folder(folder.string());
 }
 
-Result<std::vector<std::pair<std::string, std::string>>> kept_tokenizer_files(
-    const std::string& run) {
-  std::vector<std::pair<std::string, std::string>> files;
+Result<TextFiles> kept_tokenizer_files(const std::string& run) {
+  TextFiles files;
   for (const std::string_view name : kTokenizerFiles) {
     SI_ASSIGN_OR_RETURN(std::optional<std::string> text,
                         read_small_file(kept_folder(run), name, kTokenizerBytesMax));

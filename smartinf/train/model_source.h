@@ -60,11 +60,14 @@ inline constexpr std::array<std::string_view, 10> kTokenizerFiles{"tokenizer.jso
                                                                   "chat_template.jinja",
                                                                   "chat_template.json",
                                                                   "generation_config.json"};
-/// Copies config.json and the tokenizer's files from model.from's folder into the run's. Durable.
+/// Names and contents.
+using TextFiles = std::vector<std::pair<std::string, std::string>>;
+/// The tokenizer's files in a model's folder, and config.json as the last one.
+base::Result<TextFiles> read_model_files(const std::string& from);
+/// Copies them from model.from's folder into the run's; with the last one the copy counts. Durable.
 base::Status keep_model_files(const std::string& from, const std::string& run);
 /// What was kept: names and contents, config.json left out.
-base::Result<std::vector<std::pair<std::string, std::string>>> kept_tokenizer_files(
-    const std::string& run);
+base::Result<TextFiles> kept_tokenizer_files(const std::string& run);
 /// After a start that failed.
 void remove_model_files(const std::string& run);
 

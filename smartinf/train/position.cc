@@ -11,7 +11,7 @@ namespace smartinf::train {
 std::string Position::to_json() const {
   nlohmann::json json{
       {"windows", windows}, {"data_seed", data_seed}, {"sequence", sequence}, {"corpus", corpus}};
-  if (base != 0) json["base"] = base;
+  if (base != 0) json["base_weights"] = base;
   if (!folder.empty()) json["folder"] = folder;
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
@@ -30,8 +30,11 @@ base::Result<Position> Position::from_json(const std::string& text) {
     }
     *value = found->get<uint64_t>();
   }
-  const auto base = json.find("base");
-  if (base != json.end() && base->is_number_unsigned()) position.base = base->get<uint64_t>();
+  for (const auto& [key, value] :
+       {std::pair{"base_weights", &position.base}, {"base", &position.base_ends}}) {
+    const auto found = json.find(key);
+    if (found != json.end() && found->is_number_unsigned()) *value = found->get<uint64_t>();
+  }
   const auto folder = json.find("folder");
   if (folder != json.end() && folder->is_string()) position.folder = folder->get<std::string>();
   return position;

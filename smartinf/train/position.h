@@ -14,8 +14,10 @@ struct Position {
   uint64_t data_seed = 0;
   uint64_t sequence = 0;
   uint64_t corpus = 0;  // digest
-  uint64_t base = 0;    // digest of the weights that adapters are beside; 0: there are none
-  std::string folder;   // of the run, absolute; empty: of a version that did not say
+  uint64_t base = 0;    // digest of the weights that adapters are beside; 0: see the next
+  /// The same of the files' ends, of versions that read no more; 0: there are no adapters.
+  uint64_t base_ends = 0;
+  std::string folder;  // of the run, absolute; empty: of a version that did not say
 
   std::string to_json() const;
   /// Errors: kMismatch for what this trainer did not write.

@@ -33,6 +33,8 @@ namespace {
 
 /// Of lines that wait for room on the disk: those of some ten thousand steps.
 constexpr size_t kPendingBytesMax = size_t{16} << 20;
+/// Of one line. What is longer is not ours, and no reason to take memory.
+constexpr size_t kLineBytesMax = size_t{16} << 20;
 constexpr uint64_t kRecordBytesMax = uint64_t{1} << 20;
 
 /// Takes what was written off the front of `text`.
@@ -80,14 +82,32 @@ void for_each_line(
     const std::function<void(base::StepNumber, const nlohmann::json&, const std::string&)>& visit) {
   std::error_code error;
   if (!fs::is_regular_file(path, error)) return;
-  std::ifstream in(path);
-  for (std::string line; std::getline(in, line);) {
-    const nlohmann::json json = base::parse_json(line);
-    if (!json.is_object()) continue;
-    const auto step = json.find("step");
-    if (step == json.end() || !step->is_number_unsigned()) continue;
-    visit(step->get<base::StepNumber>(), json, line);
+  std::ifstream in(path, std::ios::binary);
+  std::string line;
+  bool too_long = false;
+  const auto end_line = [&] {
+    const nlohmann::json json = base::parse_json(too_long ? std::string_view() : line);
+    const auto step = json.is_object() ? json.find("step") : json.end();
+    if (json.is_object() && step != json.end() && step->is_number_unsigned()) {
+      visit(step->get<base::StepNumber>(), json, line);
+    }
+    line.clear();
+    too_long = false;
+  };
+  std::vector<char> piece(64 * base::kKiB);
+  while (in) {
+    in.read(piece.data(), static_cast<std::streamsize>(piece.size()));
+    std::string_view rest(piece.data(), static_cast<size_t>(in.gcount()));
+    while (!rest.empty()) {
+      const size_t end = rest.find('\n');
+      line += rest.substr(0, end);
+      too_long = too_long || line.size() > kLineBytesMax;
+      if (too_long) line.clear();
+      if (end != std::string_view::npos) end_line();
+      rest.remove_prefix(end == std::string_view::npos ? rest.size() : end + 1);
+    }
   }
+  if (!line.empty()) end_line();
 }
 
 Result<std::optional<RunRecord>> read_run_record(const std::string& folder) {

@@ -60,6 +60,14 @@ TEST_F(RunLog, ThatHasNothingYetHasNoRows) {
   EXPECT_EQ(log_to_csv(*rows), "step\n");
 }
 
+TEST_F(RunLog, LinesThatAreNoneAreLeftOutWhateverTheirLength) {
+  write("{\"step\":1,\"loss\":2}\n" + std::string(size_t{40} << 20, '[') +
+        "\n[1]\n{\"step\":\"2\",\"loss\":1}\n\n{\"step\":3,\"loss\":4}");
+  const auto rows = read_log(folder());
+  ASSERT_TRUE(rows.ok());
+  EXPECT_EQ(log_to_csv(*rows), "step,loss\n1,2\n3,4\n");
+}
+
 TEST_F(RunLog, IsNotInEveryFolder) {
   const auto rows = read_log(folder());
   EXPECT_EQ(rows.status().code(), base::ErrorCode::kNotFound);

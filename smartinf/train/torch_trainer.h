@@ -132,9 +132,14 @@ class TorchTrainer final : public Trainer {
   /// Step 0. What a failure leaves on the devices and in the folder is removed.
   base::Status initialize(const Job& job);
   base::Result<engine::Updater::FillWeights> first_weights() const;
-  base::Status open_frozen_weights();
+  base::Status open_frozen_weights(const Job& job);
   base::Result<std::unique_ptr<engine::Updater>> open_with_spool(engine::UpdaterOptions options,
                                                                  base::StepNumber trained);
+  uint64_t bytes_of_all(const engine::UpdaterOptions& options, uint64_t bytes) const;
+  /// options with what the plan gives to streaming and to the spool.
+  engine::UpdaterOptions planned(engine::UpdaterOptions options) const;
+  base::Status check_beginning(const Job& job, const engine::UpdaterOptions& options,
+                               const storage::RunId& old);
   void give_up_offload();
   base::Status make_pass();
   /// Of the folder that rank 0 has.

@@ -14,8 +14,10 @@
 #include "smartinf/compress/density.h"
 #include "smartinf/engine/found_run.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/engine/new_run.h"
 #include "smartinf/model/weight_files.h"
 #include "smartinf/train/accelerator.h"
+#include "smartinf/train/adapter_base.h"
 #include "smartinf/train/initial_weights.h"
 #include "smartinf/train/model_source.h"
 #include "smartinf/train/random.h"
@@ -74,11 +76,6 @@ Status check_same_data(const Position& there, const Position& here) {
                   "Use the same files, data.suffixes and data.validation_share, or choose "
                   "another train.run");
   }
-  if (there.base != here.base) {
-    return Status(ErrorCode::kMismatch,
-                  "model.from: the weights are not those that the adapters were trained beside",
-                  "Name the folder that the run was started from, or choose another train.run");
-  }
   if (there.sequence != here.sequence) {
     return different("data.sequence", std::to_string(here.sequence),
                      std::to_string(there.sequence));
@@ -115,33 +112,37 @@ Result<RunStart> choose_start(const Job& job) {
 
 }  // namespace
 
+/// What the plan gives to the rank with the most devices, in the engine's numbers: of all ranks.
+uint64_t TorchTrainer::bytes_of_all(const engine::UpdaterOptions& options, uint64_t bytes) const {
+  if (ranks_.alone()) return bytes;
+  return base::divide_up(bytes, device_sharing(options, ranks_.world()).most) *
+         options.devices.size();
+}
+
+engine::UpdaterOptions TorchTrainer::planned(engine::UpdaterOptions options) const {
+  if (!plan_.streams) return options;
+  options.stream_weights = targets_.empty();
+  options.gradient_budget_bytes = bytes_of_all(options, plan_.gradient_memory_bytes);
+  if (plan_.spool_bytes == 0) return options;
+  // What is spooled lies on one device whole: each may have less room than that left over.
+  const uint64_t largest = std::max(plan_.input_bytes, plan_.saved_bytes);
+  options.spool_bytes =
+      ranks_.world() * (plan_.spool_bytes + device_sharing(options, ranks_.world()).most *
+                                                base::round_up(largest, base::kIoAlignment));
+  return options;
+}
+
 // What autograd keeps is offloaded where the devices have room; only who asks for it gets an error.
 Result<std::unique_ptr<engine::Updater>> TorchTrainer::open_with_spool(
     engine::UpdaterOptions options, base::StepNumber trained) {
-  // Of the rank with the most devices; the engine's numbers are those of all ranks together.
-  const plan::DeviceSharing sharing = device_sharing(options, ranks_.world());
-  const auto of_all = [&](uint64_t bytes) {
-    return ranks_.alone() ? bytes : base::divide_up(bytes, sharing.most) * options.devices.size();
-  };
   if (plan_.measures_offload &&
-      !have_room_to_spare(sources_of(ranks_, options), of_all(plan_.spool_bytes))) {
+      !have_room_to_spare(sources_of(ranks_, options), bytes_of_all(options, plan_.spool_bytes))) {
     give_up_offload();
   }
-  if (plan_.streams) {
-    options.stream_weights = targets_.empty();
-    options.gradient_budget_bytes = of_all(plan_.gradient_memory_bytes);
-    if (plan_.spool_bytes > 0) {
-      // What is spooled lies on one device whole: each may have less room than that left over.
-      const uint64_t largest = std::max(plan_.input_bytes, plan_.saved_bytes);
-      options.spool_bytes =
-          ranks_.world() *
-          (plan_.spool_bytes + sharing.most * base::round_up(largest, base::kIoAlignment));
-    }
-  }
-  base::Result<std::unique_ptr<engine::Updater>> opened = engine::Updater::open(options, space_);
+  base::Result<std::unique_ptr<engine::Updater>> opened =
+      engine::Updater::open(planned(options), space_);
   if (opened.status().code() == ErrorCode::kNoSpace && plan_.measures_offload) {
     give_up_offload();
-    options.spool_bytes = 0;
     return open_with_spool(std::move(options), trained);
   }
   if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
@@ -156,6 +157,29 @@ void TorchTrainer::give_up_offload() {
   plan_ = plan::without_offload(std::move(plan_));
 }
 
+/// Whether the new run will begin that takes the place of `old`: what can be known is known before
+/// anything of the old one is erased.
+Status TorchTrainer::check_beginning(const Job& job, const engine::UpdaterOptions& options,
+                                     const storage::RunId& old) {
+  Status possible = engine::check_new_run(planned(options), space_, old);
+  if (possible.code() == ErrorCode::kNoSpace && plan_.measures_offload) {
+    give_up_offload();
+    possible = engine::check_new_run(planned(options), space_, old);
+  }
+  SI_RETURN_IF_ERROR(possible);
+  if (source_.config_json.empty()) return Status();
+  SI_RETURN_IF_ERROR(
+      ranks_.all_ok("files of the model", read_model_files(source_.folder).status()));
+  SI_RETURN_IF_ERROR(open_frozen_weights(job));
+  if (!targets_.empty() || options_.model.init == ModelInit::kRandom) return Status();
+  const auto read_all = [&]() -> Status {
+    SI_ASSIGN_OR_RETURN(const model::WeightFiles files,
+                        model::WeightFiles::open(options_.model.from, source_.architecture));
+    return files.digest(job.progress).status();
+  };
+  return ranks_.all_ok("the model's weights", read_all());
+}
+
 Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   SI_ASSIGN_OR_RETURN(const base::StepNumber logged, first_ranks_logged_step());
   const base::StepNumber trained = run_start.discard ? 0 : logged;
@@ -165,6 +189,8 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   options.where = options_.train.where == OptimizerWhere::kHost ? engine::UpdateWhere::kHost
                                                                 : engine::UpdateWhere::kDevice;
   if (run_start.discard) {
+    Status possible = check_beginning(job, options, run_start.found->run);
+    if (!possible.ok()) return std::move(possible).with_context("nothing was erased");
     SI_RETURN_IF_ERROR(discard_run(sources_of(ranks_, options), run_start.found->run));
     SI_ASSIGN_OR_RETURN(const std::string aside, folder_.set_log_aside());
     if (!aside.empty()) remarks_.push_back("log: that of the run before is in " + aside);
@@ -286,13 +312,19 @@ Status TorchTrainer::initialize(const Job& job) {
 }
 
 /// What stays as it is beside adapters.
-Status TorchTrainer::open_frozen_weights() {
-  if (targets_.empty()) return Status();
+Status TorchTrainer::open_frozen_weights(const Job& job) {
+  if (targets_.empty() || frozen_ != nullptr) return Status();
   const model::Architecture& architecture = source_.architecture;
   SI_ASSIGN_OR_RETURN(model::WeightFiles files,
                       model::WeightFiles::open(options_.model.from, architecture));
-  SI_ASSIGN_OR_RETURN(position_.base, files.digest());
+  const auto digest = files.digest(job.progress);
+  SI_RETURN_IF_ERROR(ranks_.all_ok("weights beside adapters", digest.status()));
+  position_.base = *digest;
   SI_RETURN_IF_ERROR(check_same_files("model.from", position_.base, ranks_));
+  if (updater_ != nullptr && !updater_->fresh()) {
+    SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->client_metadata()));
+    SI_RETURN_IF_ERROR(check_adapter_base(there, files, position_.base));
+  }
   frozen_ = std::make_unique<FrozenWeights>(std::move(files),
                                             model::make_units(architecture).back().end());
   return Status();
@@ -323,6 +355,11 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   for (const engine::DeviceOptions& device : job.updater.devices) {
     device_paths_.push_back(device.path);
   }
+  std::error_code error;
+  SI_ASSIGN_OR_RETURN(
+      const std::string folder,
+      ranks_.from_first(std::filesystem::absolute(folder_.path(), error).lexically_normal()));
+  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), 0, 0, folder};
   if (train.where == OptimizerWhere::kMemory) {
     in_memory_ = true;
     SI_ASSIGN_OR_RETURN(updater_, open_memory_updater(job.updater.rule, space_, folder_.path()));
@@ -340,12 +377,7 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
     }
   }
 
-  std::error_code error;
-  SI_ASSIGN_OR_RETURN(
-      const std::string folder,
-      ranks_.from_first(std::filesystem::absolute(folder_.path(), error).lexically_normal()));
-  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), 0, folder};
-  SI_RETURN_IF_ERROR(open_frozen_weights());
+  SI_RETURN_IF_ERROR(open_frozen_weights(job));
   if (updater_->fresh()) {
     SI_RETURN_IF_ERROR(initialize(job));
   } else {
@@ -433,8 +465,24 @@ struct Prepared {
   plan::TrainingPlan plan;
 };
 
+/// Before there is a state that could not be gone on with. The devices' own reasons come later.
+Status check_early(const Job& job) {
+  if (job.options.train.overlap != Overlap::kEarly) return Status();
+  std::string_view why;
+  if (!job.ranks.alone()) why = "several ranks do not update before all gradients are there";
+  if (job.updater.compress.on())
+    why = "an early update needs whole gradients, and these are compressed";
+  if (job.updater.durability == storage::Durability::kNone) {
+    why = "with engine.durability \"none\" an update overwrites the committed state";
+  }
+  if (why.empty()) return Status();
+  return Status(ErrorCode::kUnsupported, fmt::format("optimizer.overlap is \"early\", but {}", why),
+                "Set it to \"auto\" or \"late\"");
+}
+
 Result<Prepared> prepare(const Job& job) {
   SI_RETURN_IF_ERROR(validate(job.options));
+  SI_RETURN_IF_ERROR(check_early(job));
   give_tensors_their_own_pages();
   watch_saved_tensors();
   Options options = job.options;

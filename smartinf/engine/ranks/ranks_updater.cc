@@ -9,6 +9,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
 #include "smartinf/engine/device_set.h"
+#include "smartinf/engine/new_run.h"
 #include "smartinf/engine/ranks/messages.h"
 #include "smartinf/engine/ranks/shared_sources.h"
 
@@ -109,11 +110,9 @@ Status check_options(const UpdaterOptions& options, size_t sources) {
   return Status();
 }
 
-}  // namespace
-
-Result<std::unique_ptr<Updater>> RanksUpdater::open(const UpdaterOptions& options,
-                                                    const plan::ParameterSpace& space,
-                                                    DeviceSources sources) {
+/// The ranks agree on what they open; their devices, as all of them see these.
+Result<DeviceSources> agree(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                            DeviceSources sources) {
   const std::shared_ptr<Collectives>& ranks = options.collectives;
   Status possible = check_options(options, sources.size());
   if (possible.ok()) possible = check_device_options(options, space);
@@ -122,7 +121,23 @@ Result<std::unique_ptr<Updater>> RanksUpdater::open(const UpdaterOptions& option
 
   std::vector<uint32_t> rank_of_device;
   for (const DeviceOptions& device : options.devices) rank_of_device.push_back(device.rank);
-  sources = share_sources(std::move(sources), rank_of_device, ranks);
+  return share_sources(std::move(sources), rank_of_device, ranks);
+}
+
+}  // namespace
+
+Status RanksUpdater::check_new_run(const UpdaterOptions& options, const plan::ParameterSpace& space,
+                                   DeviceSources sources, const storage::RunId& old) {
+  SI_ASSIGN_OR_RETURN(sources, agree(options, space, std::move(sources)));
+  return all_ok(*options.collectives, Channel::kControl, "open devices",
+                engine::check_new_run(options, space, std::move(sources), old));
+}
+
+Result<std::unique_ptr<Updater>> RanksUpdater::open(const UpdaterOptions& options,
+                                                    const plan::ParameterSpace& space,
+                                                    DeviceSources sources) {
+  const std::shared_ptr<Collectives>& ranks = options.collectives;
+  SI_ASSIGN_OR_RETURN(sources, agree(options, space, std::move(sources)));
   auto set = open_device_set(options, space, sources);
   SI_RETURN_IF_ERROR(all_ok(*ranks, Channel::kControl, "open devices", set.status()));
   auto here = DeviceUpdater::make(options, space, std::move(*set));

@@ -33,6 +33,10 @@ class RanksUpdater final : public Updater {
   static base::Result<std::unique_ptr<Updater>> open(const UpdaterOptions& options,
                                                      const plan::ParameterSpace& space,
                                                      DeviceSources sources);
+  /// Likewise. Errors: Updater::check_new_run's, of whichever rank.
+  static base::Status check_new_run(const UpdaterOptions& options,
+                                    const plan::ParameterSpace& space, DeviceSources sources,
+                                    const storage::RunId& old);
   ~RanksUpdater() override;
   RanksUpdater(const RanksUpdater&) = delete;
   RanksUpdater& operator=(const RanksUpdater&) = delete;

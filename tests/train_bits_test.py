@@ -1,4 +1,7 @@
 """The same bits wherever the state lies and whoever updates it; torch's own AdamW beside them."""
+import os
+import platform
+import subprocess
 import unittest
 
 from train_runs import TrainCase
@@ -120,6 +123,38 @@ class BesideTorch(TrainCase):
                                             strict=True):
             self.assertLessEqual(abs(here - there), 0.02 * there, f"step {step}")
 
+
+    def test_the_type_of_compute_is_chosen_once(self):
+        recipe, run = self.recipe(steps=2, precision="auto"), self.folder / "a"
+
+        def start(run, *flags, **env):
+            done = subprocess.run(self.command(recipe, run, flags), capture_output=True, text=True, timeout=300,
+                                  env={**os.environ, **env})
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return done.stdout
+
+        # As torch sees a processor without instructions for bf16.
+        without = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+        told = start("a", **without)
+        if platform.machine() == "x86_64":
+            self.assertRegex(told, r"precision: f32, because products make [\d.]+ GFLOP/s in bf16, for which this "
+                                   r"processor has no instructions, and [\d.]+ in f32")
+            self.assertIn(" f32 on cpu", told)
+            kept = (run / "recipe.toml").read_text()
+            self.assertRegex(kept, r'precision = "f32" +# this machine')
+            self.assertIn('gradient_type = "f32"', kept)
+            self.assertIn("precision: bf16, for which", start("given", "--train.precision", "bf16", **without))
+        # A run keeps what it began with, wherever it goes on.
+        kept = (run / "recipe.toml").read_text()
+        told = start("a", "--train.steps", "3")
+        self.assertIn("resuming at step 3", told)
+        self.assertNotIn("train.precision: ", told)
+        self.assertNotIn("because products", told)
+        start("bf16", "--train.precision", "bf16")
+        told = start("bf16", "--train.steps", "3", **without)
+        self.assertIn(" bf16 on cpu", told)
+        self.assertNotIn("train.precision: ", told)
+        self.assertNotIn("gradient_type", told)
 
 if __name__ == "__main__":
     unittest.main()

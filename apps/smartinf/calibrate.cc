@@ -74,10 +74,9 @@ base::Status check_directory(const std::string& path) {
   const std::string wanted = whole.filename().string();
   const std::string_view nearest = base::nearest_name(wanted, names);
   return base::Status(base::ErrorCode::kNotFound, "--device does not exist",
-                      nearest.empty()
-                          ? "Name an existing directory; calibrate does not make one."
-                          : fmt::format("Did you mean {}? calibrate does not make a directory.",
-                                        (whole.parent_path() / nearest).string()),
+                      nearest.empty() ? "Make it first: a name that was mistyped is not measured."
+                                      : fmt::format("Did you mean {}? If not, make it first.",
+                                                    (whole.parent_path() / nearest).string()),
                       std::move(place));
 }
 

@@ -1,4 +1,5 @@
 // `smartinf doctor`: what this machine can do, and what to do about what it cannot.
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -8,12 +9,15 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "smartinf/base/text.h"
 #include "smartinf/base/units.h"
 #include "smartinf/csd/opencl_processor.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/storage/ring.h"
+#include "smartinf/train/product_rate.h"
 
+#include "apps/smartinf/child.h"
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/machine.h"
 #include "apps/smartinf/remote_flags.h"
@@ -209,6 +213,37 @@ void look_at_torch(Report& report) {
   }
 }
 
+/// What this very program's sibling with torch measures, as a process of its own: where torch is
+/// broken the doctor still works.
+void look_at_products(Report& report) {
+  std::error_code failed;
+  const auto self = std::filesystem::read_symlink("/proc/self/exe", failed);
+  const auto with_torch = self.parent_path() / "smartinf-torch";
+  if (failed || !std::filesystem::exists(with_torch, failed)) return;
+  const auto said =
+      child_output({with_torch.string(), "doctor", "--products"}, std::chrono::seconds(60));
+  const nlohmann::json json = base::parse_json(said.value_or(""));
+  if (!json.is_object() || !json.contains("text") || !json["text"].is_string()) {
+    return report.warn("products", with_torch.string() + " cannot measure products of matrices",
+                       "Run scripts/setup.sh again.");
+  }
+  const auto text = json["text"].get<std::string>();
+  if (json.contains("fast_bf16") && json["fast_bf16"] == true) return report.ok("products", text);
+  report.note("products", text,
+              "smartinf train chooses f32 (train.precision = \"auto\"); in Python load models with "
+              "dtype=\"float32\".");
+}
+
+/// For look_at_products().
+int print_products() {
+  const base::Result<train::ProductRates> rates = train::compare_product_rates(/*threads=*/0);
+  if (!rates.ok()) return report(rates.status());
+  const nlohmann::json json{{"fast_bf16", rates->fast_bf16},
+                            {"text", train::describe_product_rates(*rates)}};
+  std::printf("%s\n", json.dump().c_str());
+  return kExitDone;
+}
+
 // Programs that are not kept yet take some seconds each to build, so devices are tested when asked
 // for.
 void look_at_opencl(bool test, Report& report) {
@@ -400,11 +435,13 @@ void look_at_device(const std::string& path, const csd::RemoteOptions& remote, R
 struct DoctorFlags {
   std::vector<std::string> devices;
   bool opencl = false;
+  bool products = false;  // only these: look_at_products()
   bool json = false;
   csd::RemoteOptions remote;
 };
 
 int run_doctor(const DoctorFlags& flags) {
+  if (flags.products) return print_products();
   Report report;
   report.ok("smartinf", fmt::format("{} on {}", SMARTINF_VERSION, system_name()));
   if (const std::string sanitizers = SMARTINF_SANITIZERS; !sanitizers.empty()) {
@@ -416,6 +453,7 @@ int run_doctor(const DoctorFlags& flags) {
   look_at_cores(cpu_facts(), report);
   look_at_kernels(report);
   look_at_torch(report);
+  look_at_products(report);
   look_at_opencl(flags.opencl, report);
   nlohmann::json devices = nlohmann::json::array();
   std::vector<std::string> paths = flags.devices;
@@ -447,6 +485,7 @@ void add_doctor(CLI::App& app, Run& run) {
   command->add_flag(
       "--opencl", flags->opencl,
       "Compare the OpenCL devices' bits with the cores'; the first time builds programs");
+  command->add_flag("--products", flags->products)->group("");
   command->add_flag("--json", flags->json, "Print one JSON object");
   add_remote_flags(*command, flags->remote);
   command->footer(

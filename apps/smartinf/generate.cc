@@ -30,6 +30,7 @@ struct Flags {
   std::string checkpoint;
   bool chat = false;
   uint64_t tokens = 128;
+  uint64_t samples = 1;
   train::Sampling sampling;
   std::string memory;
   std::string accelerator_memory;
@@ -169,16 +170,29 @@ class Generation {
     options.sampling = flags_.sampling;
     options.end_tokens = generator_->source().end_tokens;
     options.stop = std::move(stop);
+    for (sample_ = 0; sample_ < flags_.samples; ++sample_) {
+      options.sampling.seed = flags_.sampling.seed + sample_;
+      SI_RETURN_IF_ERROR(run_sample(options));
+    }
+    return Status();
+  }
+
+ private:
+  /// All prompts once.
+  Status run_sample(const train::DecodeOptions& options) {
     // Of a conversation only the answer is shown.
     shown_ = flags_.chat ? std::vector<Tokens>(prompts_.size()) : prompts_;
-    made_.resize(prompts_.size());
+    made_.assign(prompts_.size(), {});
+    ended_.assign(prompts_.size(), false);
+    growing_ = GrowingText();
     if (shows_growth()) SI_RETURN_IF_ERROR(show_growth(/*last=*/false));
     const uint64_t begin_ns = base::now_ns();
-    uint64_t count = 0;
+    uint64_t count = 0;  // without those that end a text
     Status shown;
     Status generated = generator_->generate(prompts_, options, [&](size_t prompt, int64_t token) {
+      ended_[prompt] = std::ranges::find(options.end_tokens, token) != options.end_tokens.end();
+      if (ended_[prompt]) return;
       ++count;
-      if (std::ranges::find(options.end_tokens, token) != options.end_tokens.end()) return;
       made_[prompt].push_back(token);
       shown_[prompt].push_back(token);
       if (shows_growth() && shown.ok()) shown = show_growth(/*last=*/false);
@@ -186,7 +200,7 @@ class Generation {
     const double seconds = base::seconds_since(begin_ns);
     // What there is when it was stopped is shown as well.
     if (generated.ok() || generated.code() == ErrorCode::kCancelled) {
-      SI_RETURN_IF_ERROR(shows_growth() ? show_growth(/*last=*/true) : show_all());
+      SI_RETURN_IF_ERROR(shows_growth() ? show_growth(/*last=*/true) : show_all(options));
     }
     SI_RETURN_IF_ERROR(generated);
     note(fmt::format("{} tokens in {}, {:.3g} tokens/s", count, base::format_seconds(seconds),
@@ -194,8 +208,7 @@ class Generation {
     return shown;
   }
 
- private:
-  bool shows_growth() const { return prompts_.size() == 1 && !flags_.json; }
+  bool shows_growth() const { return prompts_.size() == 1 && flags_.samples == 1 && !flags_.json; }
   void note(const std::string& line) const {
     if (!flags_.json) fmt::print(stderr, "{}\n", line);
   }
@@ -211,16 +224,42 @@ class Generation {
     return Status();
   }
 
-  Status show_all() {
+  /// Why prompt i got no more tokens.
+  std::string_view stop_of(size_t i, const train::DecodeOptions& options) const {
+    if (ended_[i]) return "end";
+    const uint64_t tokens = made_[i].size();
+    if (tokens == options.tokens) return "tokens";
+    return prompts_[i].size() + tokens >= options.positions ? "positions" : "interrupt";
+  }
+
+  /// What was made behind a prompt: as much of the whole text as begins where the prompt's ends,
+  /// for some tokenizers write a token otherwise where a text begins.
+  Result<std::string> new_text(size_t i) {
+    Tokens all = prompts_[i];
+    SI_ASSIGN_OR_RETURN(const std::string before, codec_->decode(all));
+    all.insert(all.end(), made_[i].begin(), made_[i].end());
+    SI_ASSIGN_OR_RETURN(std::string text, codec_->decode(all));
+    if (text.starts_with(before)) return text.substr(before.size());
+    return codec_->decode(made_[i]);
+  }
+
+  Status show_all(const train::DecodeOptions& options) {
     for (size_t i = 0; i < shown_.size(); ++i) {
-      SI_ASSIGN_OR_RETURN(const std::string text, text_of(shown_[i]));
       if (!flags_.json) {
-        fmt::print("{}prompt {}:\n{}\n", i == 0 ? "" : "\n", i + 1, text);
+        SI_ASSIGN_OR_RETURN(const std::string text, text_of(shown_[i]));
+        const std::string sample =
+            flags_.samples == 1 ? "" : fmt::format(", sample {}", sample_ + 1);
+        fmt::print("{}prompt {}{}:\n{}\n", i + sample_ == 0 ? "" : "\n", i + 1, sample, text);
+        std::fflush(stdout);
         continue;
       }
       using Json = nlohmann::ordered_json;
-      Json line{{"prompt_tokens", prompts_[i]}, {"tokens", made_[i]}};
-      if (!numbers_) line["text"] = text;
+      Json line{
+          {"prompt_tokens", prompts_[i]}, {"tokens", made_[i]}, {"stop", stop_of(i, options)}};
+      if (flags_.samples > 1) line["sample"] = sample_ + 1;
+      if (!numbers_) {
+        SI_ASSIGN_OR_RETURN(line["text"], new_text(i));
+      }
       fmt::print("{}\n", line.dump(-1, ' ', false, Json::error_handler_t::replace));
     }
     return Status();
@@ -233,6 +272,8 @@ class Generation {
   std::vector<Tokens> prompts_;
   std::vector<Tokens> made_;   // behind each
   std::vector<Tokens> shown_;  // of these and the prompts
+  std::vector<bool> ended_;    // by an end token
+  uint64_t sample_ = 0;
   uint64_t positions_ = 0;
   bool cut_ = false;
   GrowingText growing_;
@@ -247,6 +288,13 @@ int run_generate(const Flags& flags) {
   }
   if (const Status status = train::validate(flags.sampling); !status.ok()) {
     return report(status, kExitUsage);
+  }
+  if (flags.samples > 1 && flags.sampling.temperature == 0) {
+    return report(wrong(fmt::format("--samples is {}, but --temperature is 0, and all of them "
+                                    "would be the same",
+                                    flags.samples),
+                        "Add --temperature, e.g. 0.7, or leave --samples out."),
+                  kExitUsage);
   }
   const Interrupt interrupt("stopping; press Ctrl-C again to stop at once");
   Generation generation(flags);
@@ -284,6 +332,13 @@ void add_generate(CLI::App& app, Run& run) {
                     "Put each prompt into the model's chat template as the user's words");
   command->add_option("--tokens", flags->tokens, "Largest number of new tokens [128]")
       ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 24))
+      ->type_name("N");
+  command
+      ->add_option(
+          "--samples", flags->samples,
+          "Number of texts for each prompt, each drawn with a seed one higher than the one "
+          "before [1]")
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1} << 20))
       ->type_name("N");
   command
       ->add_option(
@@ -326,7 +381,9 @@ void add_generate(CLI::App& app, Run& run) {
                    "Keys of config.json that you know to change nothing")
       ->delimiter(',')
       ->type_name("LIST");
-  command->add_flag("--json", flags->json, "Print one JSON object for each prompt");
+  command->add_flag("--json", flags->json,
+                    "Print one JSON object for each prompt: its tokens, the new ones, their text, "
+                    "and what stopped it (end, tokens, positions, interrupt)");
   command->footer(
       "Text becomes tokens by the tokenizer in the model's folder, for which python3 needs the\n"
       "packages tokenizers and transformers; SMARTINF_PYTHON names another Python.\n\n"

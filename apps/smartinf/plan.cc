@@ -296,7 +296,7 @@ void add_plan(CLI::App& app, Run& run) {
           "--precision", flags->precision,
           "Type of weights and activations, for memory and the recipe; times are always those of "
           "16 bits [bf16]")
-      ->check(CLI::IsMember(base::enum_name_list<train::Precision>()))
+      ->check(CLI::IsMember({"bf16", "f32"}))
       ->type_name("bf16|f32");
   command
       ->add_option("--with", flags->with,

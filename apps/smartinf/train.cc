@@ -11,6 +11,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/memory.h"
+#include "smartinf/train/product_rate.h"
 #include "smartinf/train/ranks/device_ranks.h"
 #include "smartinf/train/trainer.h"
 
@@ -321,7 +322,7 @@ Status validate(Training& training) {
   SI_ASSIGN_OR_RETURN(const train::Validation made, trainer.validate());
   screen.validation(trainer.step(), made);
   SI_RETURN_IF_ERROR(samples.show(trainer, screen, interrupt));
-  if (!made.loss || !trainer.options().train.keep_best) return Status();
+  if (!made.loss || !trainer.options().train.keep_best || trainer.step() == 0) return Status();
   screen.clear_view();
   return keep_checkpoint(training, made.loss);
 }
@@ -341,6 +342,7 @@ void show_wear(const train::Job& job, Screen& screen) {
 Status train_steps(Training& training, csd::Trace* trace) {
   auto& [ranks, interrupt, trainer, screen, samples] = training;
   const train::TrainOptions& options = trainer.options().train;
+  if (options.validate_at_start && trainer.step() == 0) SI_RETURN_IF_ERROR(validate(training));
   while (trainer.step() < options.steps) {
     SI_ASSIGN_OR_RETURN(const StepReport report, trainer.train_step(interrupt.token()));
     screen.step(report);
@@ -374,11 +376,47 @@ std::vector<config::KeyChange> changes_of(const config::LoadedRecipe& loaded) {
   return {};
 }
 
-int print_plan(config::LoadedRecipe& loaded) {
+/// train.precision = "auto" becomes what the run began with; of one that begins, what is faster on
+/// the first rank's machine. note: what to say of it.
+Status settle_precision(config::LoadedRecipe& loaded, const train::Ranks& ranks, bool start_over,
+                        std::string& note) {
+  train::TrainOptions& train = loaded.recipe.options.train;
+  if (train.precision != train::Precision::kAuto) return Status();
+  const auto choose = [&]() -> Status {
+    if (!start_over && has_begun(train.run)) {
+      const Result<config::LoadedRecipe> before = load_run(train.run);
+      if (before.ok()) train.precision = before->recipe.options.train.precision;
+    }
+    if (train.precision != train::Precision::kAuto) return Status();
+    SI_ASSIGN_OR_RETURN(const train::ChosenPrecision chosen,
+                        train::choose_precision(train, ranks.local_rank(), ranks.local_world()));
+    train.precision = chosen.precision;
+    if (!chosen.why.empty()) {
+      note = fmt::format("precision: {}, because products make {} (train.precision)",
+                         base::enum_name(chosen.precision), chosen.why);
+    }
+    return Status();
+  };
+  SI_RETURN_IF_ERROR(ranks.all_ok("train.precision", ranks.first() ? choose() : Status()));
+  SI_ASSIGN_OR_RETURN(const std::string name,
+                      ranks.from_first(std::string(base::enum_name(train.precision))));
+  train.precision = *base::enum_from_name<train::Precision>(name);
+  loaded.origins["train.precision"] = {config::Origin::Kind::kMachine, 0};
+  if (!loaded.origins.contains("optimizer.gradient_type")) {
+    loaded.recipe.updater.gradient_type = train::precision_data_type(train.precision);
+  }
+  return Status();
+}
+
+int print_plan(config::LoadedRecipe& loaded, bool start_over) {
   Interrupt interrupt;
   const Result<train::Ranks> met = meet_ranks(loaded, interrupt);
   if (!met.ok()) return fail({}, met.status());
   const train::Ranks& ranks = *met;
+  std::string note;
+  const Status settled = settle_precision(loaded, ranks, start_over, note);
+  if (!settled.ok()) return fail(ranks, settled);
+  if (!note.empty() && ranks.first()) fmt::print("{}\n", note);
   const Status made = make_data(loaded, ranks, /*start_over=*/false, /*quiet=*/true, interrupt);
   if (!made.ok()) return fail(ranks, made);
   train::Job job{loaded.recipe.options, loaded.recipe.updater, {}, {}, {}};
@@ -492,6 +530,10 @@ int run_train(config::LoadedRecipe& loaded, const TrainFlags& flags) {
   if (!met.ok()) return fail({}, met.status());
   interrupt.end_at_once(restarted);
   const train::Ranks& ranks = *met;
+  std::string precision;
+  const Status settled =
+      settle_precision(loaded, ranks, !flags.choice.start_over.empty(), precision);
+  if (!settled.ok()) return fail(ranks, settled);
   const Result<std::string> recipe = recipe_text(loaded, flags);
   if (!recipe.ok()) return fail(ranks, recipe.status());
   std::vector<config::KeyChange> changes;
@@ -528,6 +570,7 @@ int run_train(config::LoadedRecipe& loaded, const TrainFlags& flags) {
   Training training{ranks, interrupt, trainer,
                     Screen(flags.json, !ranks.first(), trainer.options().train, first),
                     Samples(ranks)};
+  if (!precision.empty()) training.screen.note(precision);
   for (const std::string& line : trainer.describe()) training.screen.note(line);
   if (first > 0 || restarted) training.screen.resumed(first, changes);
   // Where nothing was left to train, the folder may have another recipe.
@@ -589,7 +632,7 @@ void add_train(CLI::App& app, const Overrides& overrides, Run& run) {
       Overrides values = overrides;
       if (!flags->trace.empty()) values.push_back({"train.trace", flags->trace});
       if (const auto code = read_recipe(flags->recipe, values, loaded)) return *code;
-      if (flags->print_plan) return print_plan(loaded);
+      if (flags->print_plan) return print_plan(loaded, !flags->choice.start_over.empty());
       return run_train(loaded, *flags);
     };
   });

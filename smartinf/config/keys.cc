@@ -107,8 +107,11 @@ constexpr auto kKeys = std::to_array<Key>({
 
     SI_KEY("train.run", &r.options.train.run,
            "folder of the run: recipe, log and state; empty: runs/ and the recipe's name"),
-    SI_KEY("train.precision", choice(r.options.train.precision),
-           "type of weights and compute; optimizer.format is the type of the state"),
+    SI_KEY(
+        "train.precision", choice(r.options.train.precision),
+        "type of weights and compute; optimizer.format is the type of the state. \"auto\": when a "
+        "run begins, bf16 on a GPU and on processors with instructions for it, else f32, which "
+        "is several times as fast there; the run keeps it"),
     SI_KEY("train.steps", &r.options.train.steps,
            "optimizer steps of the whole run; 0: what epochs says"),
     SI_KEY("train.epochs", &r.options.train.epochs,
@@ -118,7 +121,8 @@ constexpr auto kKeys = std::to_array<Key>({
         "steps between two printed lines; 1: every step, or on a terminal a view of the last one. "
         "The run's log.jsonl has every step"),
     SI_KEY("train.micro_batch", &r.options.train.micro_batch, "sequences in one forward"),
-    SI_KEY("train.accumulation", &r.options.train.accumulation, "micro batches in one step"),
+    SI_KEY("train.accumulation", &r.options.train.accumulation,
+           "micro batches in one step, of all ranks together"),
     SI_KEY("train.lr", &r.options.train.lr, "highest learning rate, after the warm-up"),
     SI_KEY("train.schedule", choice(r.options.train.schedule),
            "course of lr after the warm-up: \"cosine\" and \"linear\": down to lr_floor with the "
@@ -150,6 +154,8 @@ constexpr auto kKeys = std::to_array<Key>({
            "processor that computes the model: \"auto\", \"cpu\" or \"cuda\""),
     SI_KEY("train.validate_every", &r.options.train.validate_every,
            "steps between validations; 0: only at the end"),
+    SI_KEY("train.validate_at_start", &r.options.train.validate_at_start,
+           "whether to validate before the first step as well"),
     SI_KEY("train.validation_batches", &r.options.train.validation_batches,
            "micro batches in one validation"),
     SI_KEY("train.keep_best", &r.options.train.keep_best,
@@ -173,7 +179,8 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("checkpoint.keep", &r.options.checkpoint.keep,
            "newest copies that are kept, older ones of this run are deleted; 0: all"),
     SI_KEY("checkpoint.folder", &r.options.checkpoint.folder,
-           "folder of the copies; empty: checkpoints in the run's folder. On the devices' own file "
+           "folder of the copies (smartinf checkpoint --out); empty: checkpoints in the run's "
+           "folder. On the devices' own file "
            "system, if it is btrfs or xfs, a copy takes no time and shares the devices' blocks"),
 
     SI_KEY("optimizer.where", choice(r.options.train.where),

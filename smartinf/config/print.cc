@@ -14,6 +14,7 @@ std::string origin_text(const LoadedRecipe& loaded, std::string_view key) {
   const auto found = loaded.origins.find(key);
   if (found == loaded.origins.end()) return "default";
   if (found->second.kind == Origin::Kind::kFlag) return "flag";
+  if (found->second.kind == Origin::Kind::kMachine) return "this machine";
   std::string path = loaded.path;
   for (char& c : path) {  // a file name may hold anything; a comment must not
     if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
@@ -49,6 +50,12 @@ std::vector<Key> keys_of(std::string_view section) {
   return out;
 }
 
+/// What is in config.json where the model comes from a folder; the recipe has none of it then.
+bool is_model_size(std::string_view key) {
+  return section_of(key) == "model" && key != "model.from" && key != "model.init" &&
+         key != "model.ignored_keys";
+}
+
 // The defaults, with one device to show those of its keys.
 Recipe default_recipe() {
   Recipe recipe;
@@ -73,6 +80,7 @@ std::string print_recipe(const LoadedRecipe& loaded) {
     for (size_t i = 0; i < tables; ++i) {
       out += fmt::format("{}{}\n", out.empty() ? "" : "\n", heading(section.name));
       for (const Key& key : keys_of(section.name)) {
+        if (!recipe.options.model.from.empty() && is_model_size(key.name)) continue;
         const std::string line =
             fmt::format("{} = {}", name_of(key.name), format_value(key.field(recipe, i)));
         out += fmt::format("{:<48}  # {}\n", line, origin_text(loaded, numbered_key(key.name, i)));

@@ -34,7 +34,7 @@ struct Override {
 
 /// Where a value came from.
 struct Origin {
-  enum class Kind : uint8_t { kDefault, kFile, kFlag };
+  enum class Kind : uint8_t { kDefault, kFile, kFlag, kMachine };  // kMachine: "auto" was chosen
   Kind kind = Kind::kDefault;
   uint32_t line = 0;  // kFile
 };

@@ -170,6 +170,7 @@ Status LocalDevice::open(std::unique_ptr<storage::Store> store, StoreOrigin orig
   parts_.add_tracks();
   const bool linked = !options.links.store.empty() || options.links.host != nullptr;
   if (linked && info_.kind == "local") info_.kind = "emulated local";
+  if (options.make_processor) info_.kind += " OpenCL";
   info_.ring = std::string(store_->ring_name());
   info_.slots = static_cast<uint32_t>(slots_.slots.size());
   info_.weight_read_slots = options.weight_read_slots;

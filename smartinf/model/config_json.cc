@@ -537,7 +537,10 @@ Result<Config> read_config(const std::string& text, const std::string& path,
     return Status(
         ErrorCode::kUnsupported,
         fmt::format("config.json: model_type is \"{}\"", base::printable(type) ? type : "?"),
-        fmt::format("Known are {}", fmt::join(kFamilyNames, ", ")), keys.place());
+        fmt::format("Known here are {}; every model of transformers can be trained from Python "
+                    "(smartinf.from_pretrained, docs/streamed-models.md)",
+                    fmt::join(kFamilyNames, ", ")),
+        keys.place());
   }
   model.family = *family;
   model.vocabulary = keys.count("vocab_size");

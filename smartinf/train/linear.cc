@@ -3,9 +3,15 @@
 #include <algorithm>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/torch.h>
+
+#include "smartinf/train/product_rate.h"
 
 namespace smartinf::train {
 
@@ -63,16 +69,31 @@ struct LinearInF32 : torch::autograd::Function<LinearInF32> {
   }
 };
 
-bool has_bf16_products() {
-  static const bool has = [] {
-    const auto asked =
-        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
-    return asked.has_value() && asked->typed<bool()>().call();
-  }();
-  return has;
+bool processor_multiplies_bf16() {
+#if defined(__x86_64__)
+  constexpr unsigned kFeatures = 7;
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  const bool amx = __get_cpuid_count(kFeatures, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0;
+  const bool avx512 = __get_cpuid_count(kFeatures, 1, &a, &b, &c, &d) != 0 && (a >> 5 & 1) != 0;
+  return amx || avx512;
+#else
+  return true;  // as far as torch says so
+#endif
 }
 
 }  // namespace
+
+bool has_fast_bf16() {
+  static const bool has = [] {
+    const auto asked =
+        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
+    return asked.has_value() && asked->typed<bool()>().call() && processor_multiplies_bf16();
+  }();
+  return has;
+}
 
 Tensor linear_in_f32(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   const Tensor x_MK = x.reshape({-1, x.size(-1)});
@@ -83,9 +104,12 @@ Tensor linear_in_f32(const Tensor& x, const Tensor& weight, const std::optional<
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  if (!x.is_cpu() || x.scalar_type() != torch::kBFloat16 || has_bf16_products()) {
+  if (!x.is_cpu() || x.scalar_type() != torch::kBFloat16 || has_fast_bf16()) {
     return torch::linear(x, weight, bias);
   }
+  // Of one token the time is that of reading the weights, which torch does once, and as they are.
+  const bool one_row = x.numel() == x.size(-1) && !torch::GradMode::is_enabled();
+  if (one_row && weight.is_contiguous()) return torch::linear(x, weight, bias);
   return linear_in_f32(x, weight, bias);
 }
 

@@ -7,9 +7,9 @@
 namespace smartinf::train {
 
 /// torch::linear: x [..., K] times weight [N, K] transposed, plus bias [N]; gives [..., N]. On a
-/// CPU for which oneDNN has no bf16 products (x86 without AVX-512), torch would multiply bf16
-/// matrices one element at a time, tens of times more slowly than f32 ones; there linear_in_f32
-/// does it.
+/// CPU without instructions for bf16 (has_fast_bf16) torch would multiply bf16 matrices several
+/// times, without AVX-512 tens of times, more slowly than f32 ones; there linear_in_f32 does it,
+/// but for one row without gradients, which is a matter of reading the weights.
 torch::Tensor linear(const torch::Tensor& x, const torch::Tensor& weight,
                      const std::optional<torch::Tensor>& bias = {});
 

@@ -69,11 +69,16 @@ struct EvaluationSet {
 base::Result<std::vector<EvaluationSet>> evaluation_sets(const DataOptions& data);
 
 /// Of weights and compute. The state is always f32 (or what optimizer.format says).
-enum class Precision : uint8_t { kBf16, kF32 };
-inline constexpr std::array<std::string_view, 2> kPrecisionNames{"bf16", "f32"};
+enum class Precision : uint8_t {
+  kBf16,
+  kF32,
+  kAuto,  // what is faster where the model computes: choose_precision(), before a run begins
+};
+inline constexpr std::array<std::string_view, 3> kPrecisionNames{"bf16", "f32", "auto"};
 constexpr base::EnumNames enum_names(Precision) { return kPrecisionNames; }
+/// Of one that was chosen; until then it is taken for bf16.
 constexpr base::DataType precision_data_type(Precision precision) {
-  return precision == Precision::kBf16 ? base::DataType::kBf16 : base::DataType::kF32;
+  return precision == Precision::kF32 ? base::DataType::kF32 : base::DataType::kBf16;
 }
 
 /// optimizer.where. "device" and "host" are the engine's; "memory" is torch's own AdamW on f32
@@ -96,7 +101,7 @@ struct TrainOptions {
   std::string run;  // folder of the run: recipe, log, and state unless [[device]] says otherwise
   OptimizerWhere where = OptimizerWhere::kDevice;  // optimizer.where
   Overlap overlap = Overlap::kAuto;                // optimizer.overlap
-  Precision precision = Precision::kBf16;
+  Precision precision = Precision::kAuto;
 
   uint64_t steps = 1000;      // 0: what epochs says
   double epochs = 0;          // times that every window is seen; 0: what steps says
@@ -121,6 +126,7 @@ struct TrainOptions {
   std::string accelerator = "auto";  // "auto", "cpu", "cuda"
 
   uint64_t validate_every = 100;  // steps; 0: only at the end
+  bool validate_at_start = false;  // before the first step, too
   uint32_t validation_batches = 8;
   bool keep_best = false;     // a checkpoint of the step with the lowest validation loss
   uint64_t save_every = 100;  // optimizer.where = "memory": steps between writes of its state

@@ -10,6 +10,7 @@
 #include "smartinf/base/units.h"
 #include "smartinf/engine/early_update_pays.h"
 #include "smartinf/train/lr_schedule.h"
+#include "smartinf/train/product_rate.h"
 #include "smartinf/train/scalar_type.h"
 #include "smartinf/train/window_order.h"
 
@@ -403,20 +404,37 @@ void TorchTrainer::choose_offload(StepReport& report) {
 std::vector<std::string> TorchTrainer::describe() const {
   const model::Architecture& model = source_.architecture;
   std::vector<std::string> lines;
+  const auto millions = [](uint64_t count) {
+    return fmt::format("{:.{}f}", static_cast<double>(count) * 1e-6, count < 10'000'000 ? 2 : 1);
+  };
+  const uint64_t all = model::make_units(model).back().end();
+  const std::string parameters =
+      targets_.empty() ? millions(all)
+                       : fmt::format("{} of {}", millions(space_.count()), millions(all));
   lines.push_back(fmt::format(
-      "model: {}, {:.2f} million parameters, {} layer{} of width {}, {} head{} ({} of keys and "
-      "values), "
-      "{} on {}",
-      base::enum_name(model.family), static_cast<double>(space_.count()) * 1e-6, model.layers,
-      model.layers == 1 ? "" : "s", model.width, model.heads, model.heads == 1 ? "" : "s",
-      model.kv_heads, base::enum_name(options_.train.precision), accelerator_.str()));
+      "model: {}, {} million parameters, {} layer{} of width {}, {} head{} ({} of keys and "
+      "values), {} on {}",
+      base::enum_name(model.family), parameters, model.layers, model.layers == 1 ? "" : "s",
+      model.width, model.heads, model.heads == 1 ? "" : "s", model.kv_heads,
+      base::enum_name(weights_type_), accelerator_.str()));
   if (!source_.remark.empty()) lines.push_back("model: " + source_.remark);
   for (const std::string& note : source_.notes) lines.push_back("model: " + note);
+  if (accelerator_.is_cpu() && weights_type_ == base::DataType::kBf16 && !has_fast_bf16()) {
+    lines.emplace_back(
+        "precision: bf16, for which this processor has no instructions; f32 is faster here "
+        "(smartinf doctor measures both)");
+  }
   lines.push_back("data: " + corpus_.describe());
   if (options_.train.epochs > 0) {
     lines.push_back(fmt::format("length: {} epochs of {} sequences, {} steps",
                                 options_.train.epochs, corpus_.training().count(),
                                 options_.train.steps));
+  }
+  if (options_.train.warmup_steps > options_.train.steps) {
+    lines.push_back(fmt::format(
+        "lr: the warm-up has {} steps and the run {}, so lr comes to {:.2e} and not to {:.2e}",
+        options_.train.warmup_steps, options_.train.steps,
+        learning_rate(options_.train, options_.train.steps), options_.train.lr));
   }
   for (std::string& line : updater_->describe_devices()) lines.push_back("state: " + line);
   if (!compression_.empty()) lines.push_back("gradients: " + compression_);

@@ -89,7 +89,7 @@ base::Result<Found> choose(const OpenClOptions& options) {
   }
   std::string names;
   for (size_t i = 0; i < all.size(); ++i) {
-    names += (i > 0 ? ", " : "") + std::to_string(i) + " \"" + all[i].info.name + "\"";
+    names += (i > 0 ? ", " : "") + std::to_string(i) + ": \"" + all[i].info.name + "\"";
   }
   if (wanted.empty()) return all.front();
   size_t number = 0;
@@ -102,7 +102,7 @@ base::Result<Found> choose(const OpenClOptions& options) {
     if (lower(found.info.name).find(part) != std::string::npos) return found;
   }
   return Status(ErrorCode::kNotFound, "there is no OpenCL device \"" + wanted + "\"",
-                "There are " + names + ".");
+                "By number and name there are: " + names + ".");
 }
 
 /// What the arithmetic needs and not every device has.

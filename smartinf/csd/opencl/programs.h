@@ -39,9 +39,10 @@ class Programs {
   base::Result<cl_kernel> update(const UpdateKind& kind);
   base::Result<const PlaneKernels*> planes();
 
-  /// The options that the compiler gets for every program.
+  /// The options that the compiler gets for every program. -w: some print their warnings on the
+  /// terminal.
   static constexpr std::string_view kOptions =
-      "-cl-std=CL1.2 -cl-fp32-correctly-rounded-divide-sqrt";
+      "-cl-std=CL1.2 -cl-fp32-correctly-rounded-divide-sqrt -w";
 
  private:
   /// One block of hard numbers, compared with the scalar truth. Errors: kUnsupported with what

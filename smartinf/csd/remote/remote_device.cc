@@ -41,7 +41,9 @@ class RemoteDevice final : public Device {
         standing_(std::move(attached.standing)),
         vitals_(attached.vitals),
         session_(std::move(session)) {
-    info_.kind = "remote (" + info_.kind + ")";
+    constexpr std::string_view kLocal = "local";  // to its server
+    const std::string kind = std::move(info_.kind);
+    info_.kind = "remote" + (kind.starts_with(kLocal) ? kind.substr(kLocal.size()) : " " + kind);
     info_.name = std::move(name);
     for (size_t i = 0; i < layout_.subgroups.size(); ++i) index_[layout_.subgroups[i].id] = i;
     session_->start(

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include <ATen/Parallel.h>
-#include <fmt/format.h>
 #include <torch/types.h>
 
 #include "smartinf/base/clock.h"
@@ -63,12 +62,6 @@ base::Result<ProductRates> compare_product_rates(uint32_t threads) {
   SI_ASSIGN_OR_RETURN(rates.bf16, measure(Precision::kBf16, threads, some));
   SI_ASSIGN_OR_RETURN(rates.f32, measure(Precision::kF32, threads, some));
   return rates;
-}
-
-std::string describe_product_rates(const ProductRates& rates) {
-  return fmt::format("{:.2g} GFLOP/s in bf16{}, and {:.2g} in f32", rates.bf16 * 1e-9,
-                     rates.fast_bf16 ? "" : ", for which this processor has no instructions",
-                     rates.f32 * 1e-9);
 }
 
 base::Result<ChosenPrecision> choose_precision(const TrainOptions& train, uint32_t local_rank,

@@ -192,7 +192,8 @@ class Generate(StreamCase):
             file = base / name
             before = file.read_bytes() if file.exists() else None
             file.write_bytes(contents) if contents else os.mkfifo(file)
-            told = self.train(recipe, "run", "--train.precision", "f32", "--start-over", run, *flags, code=1)
+            code = 1 if contents else 2  # what is seen before the model is opened
+            told = self.train(recipe, "run", "--train.precision", "f32", "--start-over", run, *flags, code=code)
             self.assertIn(name, told)
             self.assertEqual(state.read_bytes(), kept, told)
             file.unlink()

@@ -298,6 +298,8 @@ def test_the_command_and_python_clip_to_the_same_bits(tmp_path):
     """The command's first gradient, which a run without beta1 keeps as its momentum, makes the same step here."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("".join(f"{n} squared is {n * n}, " for n in range(400)))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("")
     beside = ["--model.layers", 1, "--model.width", 64, "--model.heads", 2, "--data.paths", corpus, "--data.sequence", 32]
     beside += ["--train.steps", 1, "--train.warmup_steps", 0, "--train.lr_floor", 1, "--train.precision", "f32"]
     beside += ["--train.accumulation", 1, "--train.micro_batch", 4, "--train.threads", 1, "--train.sample_tokens", 0]
@@ -305,7 +307,7 @@ def test_the_command_and_python_clip_to_the_same_bits(tmp_path):
 
     def planes(name, lr, clip):
         run = tmp_path / name
-        command("train", *beside, "--train.lr", lr, "--train.clip_norm", clip, "--optimizer.eps", 1e-8, "--train.run", run)
+        command("train", recipe, *beside, "--train.lr", lr, "--train.clip_norm", clip, "--optimizer.eps", 1e-8, "--train.run", run)
         command("checkpoint", run, "--out", run / "copies")
         stored = checkpoint.Stored(next((run / "copies").glob("step-*")))
         made = {}

@@ -104,7 +104,7 @@ class RunFolders(TrainCase):
                             ((*devices, "--optimizer.overlap", "early", "--compress.density", "0.3"), "compressed"),
                             ((*devices, "--optimizer.overlap", "early", "--engine.durability", "none"), "durability"),
                             ((*devices, "--device.1.processor", "opencl:none"), "OpenCL"),
-                            ((*devices, "--device.2.path", own1), "the same place"),
+                            ((*devices, "--device.2.path", own1), "also the path of device 1"),
                             ((*devices, "--device.2.path", self.folder / "other_device0"), "other_device0"),
                             (("--device.0.path", f"{part}0", "--device.1.path", f"{part}1"), "part of a checkpoint")):
             with self.subTest(flags=flags):

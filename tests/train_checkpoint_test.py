@@ -114,7 +114,7 @@ class Checkpoints(TrainCase):
         self.train(self.recipe(steps=4), "run", *flags)
         self.assertEqual([p.name for p in (self.folder / "run/checkpoints/best").iterdir()], ["step-00000004"])
         then = self.master_weights("run", "then")
-        self.train(self.recipe(steps=8), "run", "--train.lr", "0.1", *flags)  # which makes it worse
+        self.train(self.recipe(steps=8), "run", "--train.lr", "3", *flags)  # which makes it worse
         self.assertNotEqual(self.master_weights("run", "now"), then)
         best = self.folder / "run/checkpoints/best"
         for place in (best, best / "step-00000004"):

@@ -96,7 +96,7 @@ TEST_F(TokenFileTest, WhatIsWrongInTheHeaderIsNamed) {
     change(header);
     return opened(header.dump());
   };
-  expect_corrupt(changed([](auto& h) { h.erase("tokens"); }), "begins at byte");
+  expect_corrupt(changed([](auto& h) { h.erase("tokens"); }), "bytes of no tensor lie before");
   expect_corrupt(changed([](auto& h) { h["tokens"]["shape"] = {11}; }),
                  "shape and byte range disagree of tokens");
   expect_corrupt(changed([](auto& h) { h["tokens"]["shape"] = {5, 2}; }), "tokens has 2 extents");
@@ -113,8 +113,12 @@ TEST_F(TokenFileTest, WhatIsWrongInTheHeaderIsNamed) {
   expect_corrupt(changed([](auto& h) {
                    h["loss_mask"]["data_offsets"] = {34, 44};  // over the last tokens
                  }),
-                 "loss_mask begins at byte");
-  expect_corrupt(changed([](auto& h) { h["weights"] = h["tokens"]; }), "a tensor \"weights\"");
+                 "two tensors have the same bytes: loss_mask");
+  expect_corrupt(changed([](auto& h) {
+                   h["weights"] = h["loss_mask"];
+                   h.erase("loss_mask");
+                 }),
+                 "a tensor \"weights\"");
   expect_corrupt(changed([](auto& h) { h["__metadata__"]["vocabulary"] = "many"; }), "vocabulary");
   const base::Status newer = changed([](auto& h) { h["__metadata__"]["token_file"] = "2"; });
   EXPECT_EQ(newer.code(), ErrorCode::kUnsupported);

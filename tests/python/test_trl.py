@@ -14,8 +14,8 @@ import tokenizers  # noqa: E402 (transformers has it)
 import smartinf.hf  # noqa: E402 (needs transformers)
 
 torch.set_num_threads(1)
-WORDS = ["<pad>", "<eos>", *map(str, range(40))]
 VOCABULARY = 4000  # the head's weights are not those that a device updates together with the last layer's
+WORDS = ["<pad>", "<eos>", *map(str, range(VOCABULARY - 2))]
 ROWS = range(8)
 
 
@@ -64,7 +64,8 @@ def trainer(name, folders, out, lora, passes):
     given = {"args": args, "train_dataset": datasets.Dataset.from_list(data(name))}
     given["processing_class"] = transformers.AutoTokenizer.from_pretrained(folders[kind])
     if name in ("GRPO", "RLOO"):
-        given["reward_funcs"] = lambda completions, **_: [float(len(set(text))) for text in completions]
+        # Two completions hardly ever have the same.
+        given["reward_funcs"] = lambda completions, **_: [sum(map(ord, text)) % 97 / 97 for text in completions]
     if name == "Distillation":
         given["teacher_model"] = kind.from_pretrained(folders[kind])
         with torch.no_grad():

@@ -543,7 +543,7 @@ class MakeTokenFiles(TrainCase):
         flags = ["--data.paths", str(self.out), "--train.epochs", "1.5", "--train.schedule", "linear",
                  "--data.evaluation", f"chats = {self.out}", "--train.validate_every", "8",
                  "--train.keep_best", "true", "--model.vocabulary", "400"]
-        recipe = self.recipe().replace("_50", "_epochs")
+        recipe = str(self.folder / "epochs.toml")
         pathlib.Path(recipe).write_text("\n".join(line for line in pathlib.Path(self.recipe()).read_text().split("\n")
                                                   if not line.startswith("steps")))
         self.train(recipe, "whole", *flags)

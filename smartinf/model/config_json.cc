@@ -304,7 +304,9 @@ void read_gemma(KeyReader& keys, Architecture& model) {
   const auto softcap = [&](const char* key, double missing) {
     return keys.given(key) ? keys.number(key, 0) : missing;
   };
-  model.attention_softcap = softcap("attn_logit_softcapping", second ? 50 : 0);
+  // Gemma 3's class has the key as well, and does not compute with it.
+  const auto attention = softcap("attn_logit_softcapping", second ? 50 : 0);
+  model.attention_softcap = second ? attention : 0;
   model.logit_softcap = softcap("final_logit_softcapping", second ? 30 : 0);
   keys.must_be("use_bidirectional_attention", false);
   uint32_t pattern = 2;

@@ -129,6 +129,7 @@ Status WeightReader::fetch_weights(uint64_t first, base::DataType type, void* ou
                   fmt::format("element {} is not the first of a subgroup", first),
                   "Fetch what subgroup_at() says.");
   }
+  if (hangs_) return given_up(first);
   {
     const std::lock_guard lock(reads_->mutex);
     if (!reads_->fetches.emplace(first, std::nullopt).second) {
@@ -144,6 +145,16 @@ Status WeightReader::fetch_weights(uint64_t first, base::DataType type, void* ou
   return Status();
 }
 
+Status WeightReader::given_up(uint64_t first) const {
+  return Status(
+      ErrorCode::kTimeout,
+      fmt::format("a read of weights has not ended for {}",
+                  base::format_seconds(std::chrono::duration<double>(silence_max_).count())),
+      "Check the drive and the kernel's log (dmesg), and start again. The last committed step is "
+      "intact.",
+      base::ErrorPlace{reads_->files->path_of(subgroup_at(first)), 0, 0, 0});
+}
+
 Status WeightReader::wait_fetched(uint64_t first) {
   std::unique_lock lock(reads_->mutex);
   const auto fetch = reads_->fetches.find(first);
@@ -153,15 +164,7 @@ Status WeightReader::wait_fetched(uint64_t first) {
   }
   const auto done = [&] { return fetch->second.has_value(); };
   if (!done() && !hangs_) hangs_ = !reads_->wait(lock, silence_max_, done);
-  if (!done()) {
-    return Status(
-        ErrorCode::kTimeout,
-        fmt::format("a read of weights has not ended for {}",
-                    base::format_seconds(std::chrono::duration<double>(silence_max_).count())),
-        "Check the drive and the kernel's log (dmesg), and start again. The last committed step is "
-        "intact.",
-        base::ErrorPlace{reads_->files->path_of(subgroup_at(first)), 0, 0, 0});
-  }
+  if (!done()) return given_up(first);
   Status status = std::move(*fetch->second);
   reads_->fetches.erase(fetch);
   return status;

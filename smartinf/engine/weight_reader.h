@@ -49,6 +49,7 @@ class WeightReader : public WeightSource {
  private:
   struct Reads;
   static void work(const std::shared_ptr<Reads>& reads);
+  base::Status given_up(uint64_t first) const;
 
   const uint64_t elements_;
   const uint64_t subgroup_elements_;

@@ -169,4 +169,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OSError as error:  # a folder that cannot be made, a full disk
+        fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -37,16 +37,56 @@ uint64_t product(std::initializer_list<uint64_t> extents) {
   return static_cast<uint64_t>(all);
 }
 
+// Of keys that decide sizes, where they do not follow from others; under the last of the names that
+// are read one after the other, so that each of the names can be given. A key that is null is
+// given.
+const Json& class_defaults() {
+  static const Json defaults = Json::parse(R"({
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen2_moe": {"num_key_value_heads": 16, "moe_intermediate_size": 1408, "num_experts": 60,
+                  "num_experts_per_tok": 4},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128,
+                  "num_experts_per_tok": 8},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+    "gemma2": {"num_key_value_heads": 4, "head_dim": 256},
+    "gemma3_text": {"num_key_value_heads": 4, "head_dim": 256},
+    "smollm3": {"num_key_value_heads": 4},
+    "gpt2": {"n_positions": 1024},
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "num_experts": 128,
+                "experts_per_token": 4},
+    "olmoe": {"num_experts": 64, "num_experts_per_tok": 8},
+    "deepseek_v2": {"moe_intermediate_size": 1407, "n_routed_experts": 64, "n_shared_experts": 2,
+                    "q_lora_rank": 1536},
+    "deepseek_v3": {"moe_intermediate_size": 2048, "n_routed_experts": 256,
+                    "first_k_dense_replace": 3, "q_lora_rank": 1536, "num_experts_per_tok": 8},
+    "starcoder2": {"num_key_value_heads": 2},
+    "llama4_text": {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size_mlp": 16384,
+                    "num_experts": 16},
+    "bert": {"max_position_embeddings": 512},
+    "t5": {"d_kv": 64},
+    "jamba": {"num_key_value_heads": 8, "num_experts": 16, "num_experts_per_tok": 2}
+  })");
+  return defaults;
+}
+
 // Families name the same thing differently; the first name that is there counts. The first thing
 // that is wrong is kept.
 class Keys {
  public:
   Keys(const Json& object, std::string path) : object_(object), path_(std::move(path)) {}
 
+  /// transformers' class of it has defaults for keys that are not there.
+  void set_type(const std::string& type) { defaults_ = class_defaults().value(type, Json()); }
+
   const Json* find(Names names) const {
     for (const char* name : names) {
-      const auto found = object_.find(name);
-      if (found != object_.end() && !found->is_null()) return &*found;
+      const auto given = object_.find(name);
+      const auto missing = defaults_.find(name);
+      if (given != object_.end() && !given->is_null()) return &*given;
+      if (given == object_.end() && missing != defaults_.end()) return &*missing;
     }
     return nullptr;
   }
@@ -102,6 +142,7 @@ class Keys {
 
  private:
   const Json& object_;
+  Json defaults_;
   std::string path_;
   Status status_;
 };
@@ -372,8 +413,8 @@ void count_decoder(Keys& keys, const std::string& type, Counter& counter, Config
   const Form form = form_of(keys, type);
   const bool latent = type == "deepseek_v2" || type == "deepseek_v3";
   const uint64_t layers = layers_of(keys);
-  const uint64_t dense =
-      keys.size({"intermediate_size_mlp", "intermediate_size"}, counts.width * 4);
+  const uint64_t dense = type == "llama4_text" ? keys.size({"intermediate_size_mlp"})
+                                               : keys.size({"intermediate_size"});
   counter.table(counts.vocabulary, counts.width);
   counts.gated = form.gated;
   for (uint64_t layer = 0; layer < layers && keys.status().ok(); ++layer) {
@@ -405,7 +446,7 @@ void count_gpt2(Keys& keys, const std::string& type, Counter& counter, ConfigCou
   const bool opt = type == "opt";
   const bool bloom = type == "bloom";
   const uint64_t layers = layers_of(keys);
-  counts.mlp_width = keys.size({"n_inner", "ffn_dim"}, 4 * counts.width);
+  counts.mlp_width = opt ? keys.size({"ffn_dim"}) : keys.size({"n_inner"}, 4 * counts.width);
   Form form;
   form.tied = true;
   form.gated = false;
@@ -488,7 +529,7 @@ void count_t5(Keys& keys, Counter& counter, ConfigCounts& counts) {
 /// Encoders after BERT: norms follow what they normalize, and the head depends on the class.
 void count_bert(Keys& keys, Counter& counter, ConfigCounts& counts) {
   read_shape(keys, counts);
-  counts.mlp_width = keys.size({"intermediate_size"}, 4 * counts.width);
+  counts.mlp_width = keys.size({"intermediate_size"});
   Form form;
   form.gated = false;
   form.qkv_bias = form.output_bias = form.mlp_bias = form.norm_bias = true;
@@ -521,7 +562,7 @@ void count_vit(Keys& keys, Counter& counter, ConfigCounts& counts) {
   counts.width = keys.size({"hidden_size"});
   counts.heads = counts.kv_heads = keys.size({"num_attention_heads"});
   counts.head_width = counts.heads == 0 ? 0 : counts.width / counts.heads;
-  counts.mlp_width = keys.size({"intermediate_size"}, 4 * counts.width);
+  counts.mlp_width = keys.size({"intermediate_size"});
   const uint64_t image = keys.size({"image_size"}, 224);
   const uint64_t patch = keys.size({"patch_size"}, 16);
   const uint64_t layers = layers_of(keys);
@@ -696,6 +737,10 @@ void count_known(Keys& keys, const std::string& type, Counter& counter, ConfigCo
 
 }  // namespace
 
+uint32_t class_default(std::string_view type, std::string_view key) {
+  return class_defaults().value(std::string(type), Json::object()).value(std::string(key), 0u);
+}
+
 uint64_t ConfigCounts::parameters() const {
   uint64_t all = embedding + head;
   for (const LayerCount& layer : layers) all = std::min(kParametersMax + 1, all + layer.parameters);
@@ -727,6 +772,7 @@ Result<ConfigCounts> count_config(const std::string& text, const std::string& pa
                   "Leave out their number", keys.place());
   }
   Counter counter(counts);
+  keys.set_type(counts.type);
   if (known) {
     count_known(keys, counts.type, counter, counts);
   } else {

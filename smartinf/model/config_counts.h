@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "smartinf/base/status.h"
@@ -40,6 +41,10 @@ struct ConfigCounts {
 
   uint64_t parameters() const;
 };
+
+/// What transformers' class of a model_type takes where config.json lacks the key; 0: none, or what
+/// follows from other keys.
+uint32_t class_default(std::string_view model_type, std::string_view key);
 
 /// parameters: of a model_type that is not known here; the shape is then read under the usual
 /// names. 0: it has to be known. `path` is for messages.

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smartinf/base/text.h"
+#include "smartinf/model/config_counts.h"
 #include "smartinf/model/key_reader.h"
 #include "smartinf/model/placeholder.h"
 
@@ -63,8 +64,6 @@ constexpr uint32_t kFeedForwardsMax = uint32_t{1} << 16;
 
 // What transformers' class of a family takes where a key is not given.
 struct Defaults {
-  uint32_t kv_heads = 0;  // 0: as many as heads
-  uint32_t head_dim = 0;  // 0: width / heads
   uint32_t positions = 0;
   double norm_eps = 1e-6;
   double rope_theta = 10000;
@@ -77,28 +76,21 @@ Defaults defaults_of(Family family) {
     case Family::kLlama:
       return {.positions = 2048, .eos_token = 2};
     case Family::kMistral:
-      return {.kv_heads = 8, .positions = 131072, .eos_token = 2};
+      return {.positions = 131072, .eos_token = 2};
     case Family::kQwen2:
-      return {.kv_heads = 32, .positions = 32768};
+      return {.positions = 32768};
     case Family::kQwen3:
-      return {.kv_heads = 32, .head_dim = 128, .positions = 32768};
+      return {.positions = 32768};
     case Family::kGemma2:
-      return {
-          .kv_heads = 4, .head_dim = 256, .positions = 8192, .eos_token = 1, .padding_token = 0};
+      return {.positions = 8192, .eos_token = 1, .padding_token = 0};
     case Family::kGemma3:
-      return {.kv_heads = 4,
-              .head_dim = 256,
-              .positions = 131072,
-              .rope_theta = 1e6,
-              .eos_token = 1,
-              .padding_token = 0};
+      return {.positions = 131072, .rope_theta = 1e6, .eos_token = 1, .padding_token = 0};
     case Family::kGpt2:
       return {.positions = 1024, .norm_eps = 1e-5, .eos_token = 50256};
     case Family::kMixtral:
-      return {
-          .kv_heads = 8, .positions = 131072, .norm_eps = 1e-5, .rope_theta = 1e6, .eos_token = 2};
+      return {.positions = 131072, .norm_eps = 1e-5, .rope_theta = 1e6, .eos_token = 2};
     case Family::kQwen3Moe:
-      return {.kv_heads = 4, .positions = 32768};
+      return {.positions = 32768};
   }
   return {};
 }
@@ -383,12 +375,12 @@ void read_llama_like(KeyReader& keys, Architecture& model) {
   model.layers = read_layers(keys, "num_hidden_layers");
   model.width = keys.count("hidden_size");
   model.heads = keys.count("num_attention_heads");
-  const auto count_or = [&](const char* key, uint32_t null, uint32_t missing) {
+  const auto count_or = [&](const char* key, uint32_t null) {
+    const uint32_t missing = class_default(kFamilyNames[static_cast<size_t>(family)], key);
     return keys.given(key) || missing == 0 ? keys.count(key, null) : missing;
   };
-  model.kv_heads = count_or("num_key_value_heads", model.heads, defaults.kv_heads);
-  model.head_width =
-      count_or("head_dim", model.heads == 0 ? 0 : model.width / model.heads, defaults.head_dim);
+  model.kv_heads = count_or("num_key_value_heads", model.heads);
+  model.head_width = count_or("head_dim", model.heads == 0 ? 0 : model.width / model.heads);
   model.positions = keys.count("max_position_embeddings", defaults.positions);
   model.norm_eps = keys.number("rms_norm_eps", defaults.norm_eps, kNormEpsLeast, 1);
   model.activation = gemma ? read_activation(keys, "hidden_activation", "gelu_pytorch_tanh")

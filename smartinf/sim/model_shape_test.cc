@@ -75,8 +75,8 @@ TEST(ModelShape, ATokenGoesThroughSomeExperts) {
   const auto with = [](int used) {
     return *model_from_hf_config(
         fmt::format(R"({{"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 200,
-            "num_local_experts": 8, "num_experts_per_tok": {}}})",
+            "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+            "vocab_size": 200, "num_local_experts": 8, "num_experts_per_tok": {}}})",
                     used),
         "config.json");
   };
@@ -128,7 +128,8 @@ TEST(ModelShape, SaysWhatIsWrongWithAConfig) {
   EXPECT_THAT(failure(
                   R"({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,
                          "num_attention_heads": 6,
-                         "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 100})"),
+                         "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 100,
+                         "intermediate_size": 96})"),
               HasSubstr("do not divide"));
   EXPECT_THAT(failure(
                   R"({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2,

@@ -237,7 +237,7 @@ Status ClientSession::read_stream() {
         closed_ = true;
         changed_.notify_all();
       }
-      if (Status why = closed->outcome.status(); !why.ok()) lose(why);
+      if (Status why = closed->outcome; !why.ok()) lose(why);
       return Status(ErrorCode::kCancelled, "the session is closed");
     }
     if (Status wrong = events_.on_frame(down, frame); !wrong.ok()) {

@@ -57,7 +57,7 @@ Result<Conversation> Conversation::begin(const Endpoint& endpoint, const RemoteO
                    ? "Install the server's version of smartinf on this machine."
                    : "Install this machine's version of smartinf on the server."));
   }
-  if (Status refused = welcome.outcome.status(); !refused.ok()) return talk.named(refused);
+  if (Status refused = welcome.outcome; !refused.ok()) return talk.named(refused);
   return talk;
 }
 

@@ -45,7 +45,7 @@ class Conversation {
                              InFrame* with_payload = nullptr) {
     SI_RETURN_IF_ERROR(say(question, std::move(payload)));
     SI_ASSIGN_OR_RETURN(Answered answer, hear<Answered>(with_payload));
-    if (base::Status failure = answer.outcome.status(); !failure.ok()) return named(failure);
+    if (base::Status failure = answer.outcome; !failure.ok()) return named(failure);
     return answer;
   }
 

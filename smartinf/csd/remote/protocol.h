@@ -18,9 +18,9 @@
 #include <variant>
 #include <vector>
 
+#include "smartinf/base/codec.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/device_source.h"
-#include "smartinf/csd/remote/wire.h"
 #include "smartinf/storage/check_store.h"
 #include "smartinf/storage/state_reader.h"
 #include "smartinf/storage/summary.h"
@@ -28,7 +28,7 @@
 namespace smartinf::csd::wire {
 
 /// Changes with every change of what is below. Hello and Welcome stay as they are for ever.
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 inline constexpr uint64_t kProtocolMagic = 0x31454d4552464e49;  // "INFREME1"
 
 enum class Purpose : uint8_t { kAsk, kSession, kSnapshot, kNewState };
@@ -41,22 +41,10 @@ struct Hello {
   std::string device;
 };
 
-/// A Status as it is sent.
-struct Outcome {
-  base::ErrorCode code = base::ErrorCode::kOk;
-  std::string what, advice, path;
-  std::optional<uint64_t> offset_bytes, length_bytes;
-  int32_t system_errno = 0;
-
-  Outcome() = default;
-  Outcome(const base::Status& status);  // NOLINT: the same thing
-  base::Status status() const;
-};
-
 struct Welcome {
   uint64_t magic = kProtocolMagic;
   uint32_t version = kProtocolVersion;
-  Outcome outcome;
+  base::Status outcome;
 };
 
 // ---- Of a device that is not open.
@@ -92,8 +80,8 @@ struct Erased {};
 struct Progress {  // of a check: more follows
   uint64_t blocks_done = 0, blocks_total = 0;
 };
-using Answer = std::variant<Outcome, Peeked, storage::StoreSummary, storage::CheckReport, Measured,
-                            Capable, Described, Erased, Progress, storage::StoreFault>;
+using Answer = std::variant<base::Status, Peeked, storage::StoreSummary, storage::CheckReport,
+                            Measured, Capable, Described, Erased, Progress, storage::StoreFault>;
 
 // ---- Of an open device.
 
@@ -122,7 +110,7 @@ struct Standing {
 };
 
 struct Attached {
-  Outcome outcome;
+  base::Status outcome;
   SessionId session{};
   uint64_t received = 0;  // the last Up frame that came
   // Of a new one:
@@ -222,7 +210,7 @@ struct ReadyFrame {
 };
 struct DoneFrame {
   uint64_t command = 0;
-  Outcome outcome;
+  base::Status outcome;
   Vitals vitals;
   std::optional<Standing> standing;  // when the command may have changed it
 };
@@ -232,7 +220,7 @@ struct VitalsFrame {
 };
 /// The device is closed and the session at its end.
 struct ClosedFrame {
-  Outcome outcome;  // why, unless the client asked for it
+  base::Status outcome;  // why, unless the client asked for it
 };
 struct Down {
   uint64_t number = 0;
@@ -246,7 +234,7 @@ struct OpenSnapshot {
   std::optional<SessionId> session;  // of the device that is open
 };
 struct SnapshotOpened {
-  Outcome outcome;
+  base::Status outcome;
   storage::StoreState state;
   storage::StoreLayout layout;
   std::string drive;
@@ -259,7 +247,7 @@ struct ReadBlocks {
 };
 using SnapshotAsk = std::variant<ChooseStep, ReadBlocks>;
 struct SnapshotAnswer {
-  Outcome outcome;
+  base::Status outcome;
   std::string client_metadata;  // of ChooseStep
   uint64_t blocks_without_checksum = 0;
   uint64_t checksum = 0;  // of the payload; seed: 0
@@ -291,7 +279,7 @@ struct Finish {};
 using StateAsk = std::variant<SubgroupPiece, WaitFor, PrepareState, CommitState, CloseState,
                               TakePlace, GiveBack, Finish>;
 struct StateAnswer {
-  Outcome outcome;
+  base::Status outcome;
 };
 
 }  // namespace smartinf::csd::wire

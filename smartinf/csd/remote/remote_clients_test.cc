@@ -72,14 +72,14 @@ TEST_F(RemoteClients, AnotherVersionIsToldWhatToDo) {
   auto stream =
       connect("localhost:" + std::to_string(server_->port()), TestTrust::shared().options());
   ASSERT_TRUE(stream.ok());
-  Writer newer;
+  base::Encoder newer;
   newer(kProtocolMagic, uint32_t{kProtocolVersion + 1}, std::string("what comes after"));
   ASSERT_TRUE((*stream)->write({seal_head(newer.take()), {}}));
   InFrame frame;
   ASSERT_OK((*stream)->read(frame));
   const auto welcome = decode<Welcome>(frame);
   ASSERT_TRUE(welcome.ok());
-  EXPECT_THAT(welcome->outcome.status().to_string(), HasSubstr("Update smartinf on the server"));
+  EXPECT_THAT(welcome->outcome.to_string(), HasSubstr("Update smartinf on the server"));
 }
 
 uint64_t resident_bytes() {
@@ -184,7 +184,7 @@ TEST_F(RemoteClients, AFirstMessageIsShort) {
     InFrame frame;
     const Status answer = (*stream)->read(frame);
     const auto welcome = decode<Welcome>(frame);
-    EXPECT_TRUE(!answer.ok() || !welcome->outcome.status().ok());
+    EXPECT_TRUE(!answer.ok() || !welcome->outcome.ok());
     EXPECT_LT(frame.bytes(), 4096u) << "it is sent back";
   };
   for (const size_t bytes : {size_t{65}, size_t{3000}, size_t{5000}, size_t{23} << 20}) {
@@ -272,10 +272,10 @@ class RemoteHarm : public RemoteSession {
       auto down = talk_->hear<Down>();
       if (!down.ok()) return std::move(down).status();
       if (const auto* closed = std::get_if<ClosedFrame>(&down->body)) {
-        return closed->outcome.status();
+        return closed->outcome;
       }
       const auto* done = std::get_if<DoneFrame>(&down->body);
-      if (done != nullptr && done->command == number_) return done->outcome.status();
+      if (done != nullptr && done->command == number_) return done->outcome;
     }
   }
 

@@ -379,7 +379,7 @@ class RemoteDevice final : public Device {
   }
 
   Status on_done(const DoneFrame& done) {
-    Status status = done.outcome.status();
+    Status status = done.outcome;
     std::shared_ptr<Whole> whole;
     {
       const std::lock_guard lock(mutex_);

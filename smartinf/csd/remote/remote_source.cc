@@ -109,9 +109,9 @@ class RemoteSource final : public DeviceSource {
       } else if (const auto* done = std::get_if<wire::Progress>(&answer); done != nullptr) {
         if (progress) SI_RETURN_IF_ERROR(progress(done->blocks_done, done->blocks_total));
       } else {
-        const auto* failed = std::get_if<wire::Outcome>(&answer);
-        if (failed != nullptr && failed->code != ErrorCode::kOk) {
-          return talk.named(failed->status());
+        const auto* failed = std::get_if<Status>(&answer);
+        if (failed != nullptr && !failed->ok()) {
+          return talk.named(*failed);
         }
         return talk.named(Status(ErrorCode::kCorrupt, "the server answered something else",
                                  "This is a bug in smartinf; please report it."));

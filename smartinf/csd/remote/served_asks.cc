@@ -56,7 +56,7 @@ void note(const ServedStream& served, const char* what, const Status& status) {
 
 Answer answer_of(Status status, Answer answer) {
   if (status.ok()) return answer;
-  return Outcome(status);
+  return status;
 }
 
 class Asked {
@@ -65,17 +65,17 @@ class Asked {
 
   Answer operator()(const Peek&) {
     auto state = source_.peek();
-    if (!state.ok()) return Outcome(state.status());
+    if (!state.ok()) return state.status();
     return Peeked{*state};
   }
   Answer operator()(const Summarize&) {
     auto summary = source_.summarize();
-    if (!summary.ok()) return Outcome(summary.status());
+    if (!summary.ok()) return summary.status();
     return std::move(*summary);
   }
   Answer operator()(const Check& check) {
     auto lease = served_.device.lease(served_.peer.name);
-    if (!lease.ok()) return Outcome(lease.status());
+    if (!lease.ok()) return lease.status();
     note(served_, check.repair ? "repairs the state" : "checks the state", {});
     storage::CheckOptions options;
     options.memory_bytes = std::min(check.memory_bytes, kCheckMemoryMax);
@@ -90,7 +90,7 @@ class Asked {
     auto report = source_.check(options, [&](const storage::StoreFault& fault) {
       if (!gone) gone = !say(served_, Answer(fault));
     });
-    if (!report.ok()) return Outcome(report.status());
+    if (!report.ok()) return report.status();
     return *report;
   }
   /// Measuring writes: nobody else may be using it.
@@ -98,14 +98,14 @@ class Asked {
     const auto session = served_.device.session();
     Result<DeviceLease> lease = served_.device.lease(served_.peer.name);
     const bool his = session != nullptr && served_.device.holder() == served_.peer.name;
-    if (!lease.ok() && !his) return Outcome(lease.status());
+    if (!lease.ok() && !his) return lease.status();
     auto rate = source_.bandwidth();
-    if (!rate.ok()) return Outcome(rate.status());
+    if (!rate.ok()) return rate.status();
     return Measured{*rate};
   }
   Answer operator()(const Capacity&) {
     auto bytes = source_.capacity_bytes();
-    if (!bytes.ok()) return Outcome(bytes.status());
+    if (!bytes.ok()) return bytes.status();
     const uint64_t quota = served_.device.served().quota_bytes;
     return Capable{quota == 0 ? *bytes : std::min(*bytes, quota)};
   }
@@ -124,7 +124,7 @@ class Asked {
         if (lease.ok() && left.ok() && !*left) return Erased{};  // with the session
       }
     }
-    if (!lease.ok()) return Outcome(lease.status());
+    if (!lease.ok()) return lease.status();
     const Status status = source_.erase();
     note(served_, "erased", status);
     return answer_of(status, Erased{});
@@ -143,7 +143,7 @@ void serve_ask(ServedStream& served) {
   if (!asked.ok()) return;
   auto source = served.device.served().source({});
   const Answer answer =
-      source.ok() ? std::visit(Asked(served, **source), *asked) : Answer(Outcome(source.status()));
+      source.ok() ? std::visit(Asked(served, **source), *asked) : Answer(source.status());
   (void)say(served, answer);
 }
 

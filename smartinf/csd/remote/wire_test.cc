@@ -42,7 +42,7 @@ TEST(RemoteWire, MessagesComeAsTheyWere) {
   attached.layout.subgroups.resize(3);
   const auto back = decode<Attached>(frame_of(encode(attached)));
   ASSERT_TRUE(back.ok());
-  EXPECT_EQ(back->outcome.status().to_string(), attached.outcome.status().to_string());
+  EXPECT_EQ(back->outcome.to_string(), attached.outcome.to_string());
   EXPECT_EQ(back->layout.planes, attached.layout.planes);
   EXPECT_EQ(back->layout.subgroups.size(), 3u);
 }
@@ -67,16 +67,16 @@ base::Result<Up> decode_raw(std::vector<std::byte> head) {
 }
 
 TEST(RemoteWire, LengthsAreNotBelieved) {
-  Writer writer;
+  base::Encoder writer;
   writer(uint64_t{1}, uint8_t{0});               // a command
   writer(uint64_t{0}, uint64_t{0}, uint8_t{1});  // prefetch
   writer(~uint32_t{0});                          // of 2^32 - 1 subgroups
   EXPECT_FALSE(decode_raw(writer.take()).ok());
-  Writer alternative;
+  base::Encoder alternative;
   alternative(uint64_t{1}, uint8_t{200});
   EXPECT_FALSE(decode_raw(alternative.take()).ok());
   std::vector<std::byte> longer = [&] {
-    Writer ack;
+    base::Encoder ack;
     ack(Up{0, AckFrame{4}});
     return ack.take();
   }();
@@ -87,7 +87,7 @@ TEST(RemoteWire, LengthsAreNotBelieved) {
 
 TEST(RemoteWire, WhatAnotherVersionSaysBehindItsNumberIsNotLookedAt) {
   for (const uint32_t version : {kProtocolVersion + 1, kProtocolVersion - 1}) {
-    Writer writer;
+    base::Encoder writer;
     writer(kProtocolMagic, version, std::string("what comes after"));
     const InFrame frame = frame_of(seal_head(writer.take()));
     const auto hello = decode<Hello>(frame);

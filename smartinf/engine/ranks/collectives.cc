@@ -75,17 +75,16 @@ Result<std::vector<std::string>> all_gather(Collectives& ranks, Channel channel,
 }
 
 Agreement agree(Collectives& ranks, Channel channel, std::string_view call, const Status& mine) {
-  auto texts = all_gather(ranks, channel, MessageWriter().text(call).status(mine).take());
+  auto texts = all_gather(ranks, channel, pack(call, mine));
   if (!texts.ok()) return {std::move(texts).status(), false};
   std::vector<std::string> calls;
   Status first;
   const bool alike = std::all_of(texts->begin(), texts->end(),
                                  [&](const std::string& text) { return text == texts->front(); });
   for (size_t rank = 0; rank < texts->size(); ++rank) {
-    MessageReader reader((*texts)[rank]);
-    calls.push_back(reader.text());
-    Status status = reader.status();
-    if (!reader.ok()) status = Status(ErrorCode::kCorrupt, "sent what this program cannot read");
+    Status status;
+    const Status read = unpack((*texts)[rank], calls.emplace_back(), status);
+    if (!read.ok()) status = read;
     if (first.ok() && !status.ok()) {
       first =
           alike ? std::move(status) : std::move(status).with_context(fmt::format("rank {}", rank));

@@ -1,79 +1,59 @@
-// What ranks tell each other, as bytes: all ranks of a run are the same program.
+// What ranks tell each other, as bytes (base/codec.h): all ranks of a run are the same program.
 #pragma once
 
-#include <cstdint>
-#include <cstring>
+#include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
-#include <vector>
 
-#include "smartinf/base/status.h"
+#include "smartinf/base/codec.h"
+#include "smartinf/kernels/update_rule.h"
+#include "smartinf/plan/parameter_space.h"
+
+namespace smartinf::kernels {
+
+template <typename Wire>
+void describe(Wire& wire, RuleOptions& options) {
+  auto& [rule, beta1, beta2, eps, dampening, nesterov, maximize, lr_decay,
+         initial_accumulator_value] = options;
+  wire(base::choice(rule, UpdateRule::kLion), beta1, beta2, eps, dampening, nesterov, maximize,
+       lr_decay, initial_accumulator_value);
+}
+template <typename Wire>
+void describe(Wire& wire, GroupOptions& options) {
+  auto& [lr, weight_decay, skip, step, rule] = options;
+  wire(lr, weight_decay, skip, step, rule);
+}
+
+}  // namespace smartinf::kernels
+
+namespace smartinf::plan {
+
+template <typename Wire>
+void describe(Wire& wire, ParameterRange& range) {
+  auto& [name, shape, first, count, group] = range;
+  wire(name, shape, first, count, group);
+}
+
+}  // namespace smartinf::plan
 
 namespace smartinf::engine {
 
-class MessageWriter {
- public:
-  template <typename T>
-  MessageWriter& value(const T& value) {
-    static_assert(std::is_trivially_copyable_v<T>);
-    text_.append(reinterpret_cast<const char*>(&value), sizeof(T));
-    return *this;
-  }
-  MessageWriter& text(std::string_view text) {
-    value(uint64_t{text.size()});
-    text_.append(text);
-    return *this;
-  }
-  template <typename T>
-  MessageWriter& list(const std::vector<T>& values) {
-    value(uint64_t{values.size()});
-    for (const T& each : values) value(each);
-    return *this;
-  }
-  MessageWriter& status(const base::Status& status);
-  std::string take() { return std::move(text_); }
+template <typename... T>
+std::string pack(const T&... values) {
+  base::Encoder encoder;
+  encoder(values...);
+  const std::vector<std::byte> bytes = encoder.take();
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
 
- private:
-  std::string text_;
-};
-
-/// What is not there is zeros or empty, and makes ok() false.
-class MessageReader {
- public:
-  /// `text` outlives the reader.
-  explicit MessageReader(std::string_view text) : rest_(text) {}
-
-  template <typename T>
-  T value() {
-    static_assert(std::is_trivially_copyable_v<T>);
-    T value{};
-    const std::string_view bytes = take(sizeof(T));
-    if (ok_) std::memcpy(&value, bytes.data(), sizeof(T));
-    return value;
-  }
-  std::string text() { return std::string(take(value<uint64_t>())); }
-  template <typename T>
-  std::vector<T> list() {
-    std::vector<T> values;
-    const auto count = value<uint64_t>();
-    for (uint64_t i = 0; i < count && ok_; ++i) values.push_back(value<T>());
-    return values;
-  }
-  base::Status status();
-  bool ok() const { return ok_; }
-
- private:
-  std::string_view take(uint64_t bytes) {
-    ok_ = ok_ && bytes <= rest_.size();
-    if (!ok_) return {};
-    const std::string_view taken = rest_.substr(0, bytes);
-    rest_.remove_prefix(bytes);
-    return taken;
-  }
-
-  std::string_view rest_;
-  bool ok_ = true;
-};
+/// What pack() made, or begins with it. Errors: kCorrupt; the values must not be used then.
+template <typename... T>
+base::Status unpack(std::string_view text, T&... values) {
+  base::Decoder decoder(std::as_bytes(std::span(text)));
+  decoder(values...);
+  if (decoder.ok()) return base::Status();
+  return base::Status(base::ErrorCode::kCorrupt, "a rank sent what this program cannot read",
+                      "Start all ranks with the same program.");
+}
 
 }  // namespace smartinf::engine

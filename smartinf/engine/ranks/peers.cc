@@ -155,23 +155,20 @@ Result<std::unique_ptr<Updater>> open_among_peers(const UpdaterOptions& options,
 }
 
 Result<GradientSummary> sum_gradients(Collectives& peers, const Result<GradientSummary>& mine) {
-  MessageWriter message;
-  message.status(mine.status());
-  if (mine.ok()) message.value(mine->norm).value(uint8_t{mine->finite}).text(mine->first_bad);
+  const GradientSummary here = mine.ok() ? *mine : GradientSummary();
   SI_ASSIGN_OR_RETURN(const std::vector<std::string> texts,
-                      all_gather(peers, Channel::kControl, message.take()));
+                      all_gather(peers, Channel::kControl,
+                                 pack(mine.status(), here.norm, here.finite, here.first_bad)));
   GradientSummary summary;
   double squares = 0;
   for (size_t rank = 0; rank < texts.size(); ++rank) {
-    MessageReader in(texts[rank]);
-    Status status = in.status();
+    Status status;
+    GradientSummary part;
+    SI_RETURN_IF_ERROR(unpack(texts[rank], status, part.norm, part.finite, part.first_bad));
     if (!status.ok()) return std::move(status).with_context(fmt::format("rank {}", rank));
-    const auto norm = in.value<double>();
-    squares += norm * norm;
-    summary.finite = in.value<uint8_t>() != 0 && summary.finite;
-    const std::string first_bad = in.text();
-    if (summary.first_bad.empty()) summary.first_bad = first_bad;
-    if (!in.ok()) return Status(ErrorCode::kCorrupt, "a rank sent what this program cannot read");
+    squares += part.norm * part.norm;
+    summary.finite = part.finite && summary.finite;
+    if (summary.first_bad.empty()) summary.first_bad = part.first_bad;
   }
   summary.norm = summary.finite ? std::sqrt(squares) : std::numeric_limits<double>::infinity();
   return summary;

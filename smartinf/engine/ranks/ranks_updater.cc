@@ -21,67 +21,52 @@ using base::Status;
 
 namespace {
 
-void write(MessageWriter& out, const kernels::RuleOptions& rule) {
-  out.value(rule.rule).value(rule.beta1).value(rule.beta2).value(rule.eps).value(rule.dampening);
-  out.value(rule.nesterov).value(rule.maximize).value(rule.lr_decay);
-  out.value(rule.initial_accumulator_value);
-}
-
-MessageWriter message_of(const UpdateOptions& options, base::DataType type) {
-  MessageWriter out;
-  out.value(options.gradient_scale).value(options.number).value(type);
-  for (const kernels::GroupOptions& group : options.groups) {
-    out.value(group.lr).value(group.weight_decay).value(group.skip).value(group.step);
-    if (group.rule) write(out, *group.rule);
-  }
-  return out;
+std::string packed(const UpdateOptions& options, base::DataType type) {
+  const auto& [gradient_scale, groups, number] = options;
+  return pack(gradient_scale, groups, number, type);
 }
 
 // ---- Opening.
 
-/// What has to be the same on all ranks, by the name that an error gives it.
+/// What has to be the same on all ranks, by the name that an error gives it. The bindings name
+/// every option, so that a new one is decided on here; those that are not packed are each rank's
+/// own.
 std::vector<std::pair<std::string_view, std::string>> descriptions(
     const UpdaterOptions& options, const plan::ParameterSpace& space) {
-  MessageWriter model, devices, optimizer, memory;
-  for (const plan::ParameterRange& range : space.ranges()) {
-    model.text(range.name).value(range.first).value(range.count).value(range.group);
+  const auto& [devices, collectives, peers, rule, format, where, schedule, gradient_type, seed,
+               compress, memory_budget_bytes, state_cache_bytes, gradient_budget_bytes,
+               gradient_room, subgroup_elements, spool_bytes, stream_weights, durability, checksums,
+               ring, io_bytes, io_depth, pin_threads, create, device_silence_max, recover_to,
+               host_link, remote, trace] = options;
+  std::string packed_devices;
+  for (const DeviceOptions& device : devices) {
+    const auto& [path, name, threads, bandwidth, capacity_bytes, rated_endurance_bytes,
+                 internal_link, rank, processor, processor_traffic] = device;
+    packed_devices += pack(path, name, bandwidth, capacity_bytes, rank);
   }
-  for (const DeviceOptions& device : options.devices) {
-    devices.text(device.path).text(device.name).value(device.rank).value(device.bandwidth);
-    devices.value(device.capacity_bytes);
-  }
-  const kernels::RuleOptions& rule = options.rule;
-  write(optimizer, rule);
-  optimizer.value(options.format).value(options.where).value(options.gradient_type);
-  optimizer.value(options.seed).value(uint8_t{options.stream_weights}).value(options.durability);
-  optimizer.value(options.schedule).value(uint8_t{options.checksums});
-  memory.value(options.memory_budget_bytes).value(options.state_cache_bytes);
-  memory.value(options.gradient_budget_bytes).value(options.subgroup_elements);
-  memory.value(options.spool_bytes).value(uint8_t{options.create});
-  return {{"model", model.take()},
-          {"devices", devices.take()},
-          {"optimizer", optimizer.take()},
-          {"memory budgets", memory.take()}};
+  return {{"model", pack(space.ranges())},
+          {"devices", packed_devices},
+          {"optimizer", pack(rule, format, where, gradient_type, seed, stream_weights, durability,
+                             schedule, checksums)},
+          {"memory budgets", pack(memory_budget_bytes, state_cache_bytes, gradient_budget_bytes,
+                                  gradient_room, subgroup_elements, spool_bytes, create)}};
 }
 
 Status check_same(Collectives& ranks, const UpdaterOptions& options,
                   const plan::ParameterSpace& space) {
   const auto mine = descriptions(options, space);
-  MessageWriter sums;
+  std::vector<uint64_t> sums;
   for (const auto& [name, text] : mine) {
-    sums.value(base::checksum(std::as_bytes(std::span(text))));
+    sums.push_back(base::checksum(std::as_bytes(std::span(text))));
   }
-  SI_ASSIGN_OR_RETURN(const std::vector<std::string> all,
-                      all_gather(ranks, Channel::kControl, sums.take()));
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    MessageReader first(all[0]);
-    MessageReader other(all[rank]);
-    for (const auto& [name, text] : mine) {
-      if (first.value<uint64_t>() == other.value<uint64_t>()) continue;
-      return Status(ErrorCode::kInvalidArgument,
-                    fmt::format("ranks 0 and {} were given different {}", rank, name),
-                    "Start all ranks with the same recipe and program.");
-    }
+  SI_ASSIGN_OR_RETURN(const std::vector<uint64_t> all,
+                      all_gather_values(ranks, Channel::kControl, std::span<const uint64_t>(sums)));
+  for (size_t i = sums.size(); i < all.size(); ++i) {
+    if (all[i] == all[i % sums.size()]) continue;
+    return Status(ErrorCode::kInvalidArgument,
+                  fmt::format("ranks 0 and {} were given different {}", i / sums.size(),
+                              mine[i % sums.size()].first),
+                  "Start all ranks with the same recipe and program.");
   }
   return Status();
 }
@@ -246,9 +231,9 @@ WeightsSink RanksUpdater::sink_here(const std::vector<void*>& places) const {
 }
 
 Status RanksUpdater::all_with(std::string_view call, const std::vector<void*>& places,
-                              const Status& mine, MessageWriter same) const {
-  for (const void* place : places) same.value(uint8_t{place != nullptr});
-  const std::string text = same.take();
+                              const Status& mine, std::string_view same) const {
+  std::string text(same);
+  for (const void* place : places) text += place != nullptr ? '1' : '0';
   return all(fmt::format("{} ({:016x})", call, base::checksum(std::as_bytes(std::span(text)))),
              mine);
 }
@@ -261,7 +246,7 @@ Status RanksUpdater::start_update(const UpdateOptions& options, base::DataType t
   };
   const std::vector<void*> places = places_of(sink, updated);
   const Status started = here_->start_update(options, type, sink_here(places));
-  SI_RETURN_IF_ERROR(all_with("start_update", places, started, message_of(options, type)));
+  SI_RETURN_IF_ERROR(all_with("start_update", places, started, packed(options, type)));
   update_started_ = true;
   commit_started_ = false;
   update_type_ = type;

@@ -120,7 +120,7 @@ class RanksUpdater final : public Updater {
   /// The same where all of them want the weights of the same subgroups. same: what else they have
   /// in common.
   base::Status all_with(std::string_view call, const std::vector<void*>& places,
-                        const base::Status& mine, MessageWriter same = {}) const;
+                        const base::Status& mine, std::string_view same = {}) const;
   base::Status read_from_all(uint32_t plane_mask, size_t plane_count, const ReadHere& read_here,
                              const WholeState::Visit& visit);
   /// Where the sink wants each subgroup that `wanted` says; null elsewhere.

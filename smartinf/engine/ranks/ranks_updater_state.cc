@@ -28,9 +28,11 @@ class BlockTurn {
   }
   /// Root's planes, or its failure, on all ranks.
   Status pass(uint32_t root, const Status& mine) {
-    std::string outcome = MessageWriter().status(mine).take();
-    SI_RETURN_IF_ERROR(broadcast(ranks_, Channel::kControl, outcome, root));
-    SI_RETURN_IF_ERROR(MessageReader(outcome).status());
+    std::string text = pack(mine);
+    SI_RETURN_IF_ERROR(broadcast(ranks_, Channel::kControl, text, root));
+    Status outcome;
+    SI_RETURN_IF_ERROR(unpack(text, outcome));
+    SI_RETURN_IF_ERROR(outcome);
     return broadcast(ranks_, Channel::kControl, memory_, root);
   }
 

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "smartinf/base/check.h"
+#include "smartinf/csd/describe.h"
 #include "smartinf/csd/snapshot.h"
 #include "smartinf/engine/ranks/messages.h"
 
@@ -21,73 +22,32 @@ using base::Status;
 
 namespace {
 
-// ---- What is said of a device.
-
-void write(MessageWriter& out, const storage::StoreState& state) {
-  out.value(state.run).value(state.device_index).value(state.device_count);
-  out.value(state.committed_step).value(state.prepared_step).value(state.copied_step);
-  out.value(uint8_t{state.initialized}).value(uint8_t{state.complete}).value(uint8_t{state.torn});
-}
-
-storage::StoreState read_state(MessageReader& in) {
-  storage::StoreState state;
-  state.run = in.value<storage::RunId>();
-  state.device_index = in.value<uint32_t>();
-  state.device_count = in.value<uint32_t>();
-  state.committed_step = in.value<base::StepNumber>();
-  state.prepared_step = in.value<base::StepNumber>();
-  state.copied_step = in.value<base::StepNumber>();
-  state.initialized = in.value<uint8_t>() != 0;
-  state.complete = in.value<uint8_t>() != 0;
-  state.torn = in.value<uint8_t>() != 0;
-  return state;
-}
-
-void write(MessageWriter& out, const storage::StoreLayout& layout) {
-  out.value(layout.run).value(layout.device_index).value(layout.device_count);
-  out.value(layout.format).value(layout.checksum_kind).list(layout.planes);
-  out.list(layout.subgroups).value(layout.gradient_spill_bytes).text(layout.description);
-  out.value(layout.copied_step);
-}
-
-storage::StoreLayout read_layout(MessageReader& in) {
+/// What is said of a device that was opened.
+struct DeviceReport {
   storage::StoreLayout layout;
-  layout.run = in.value<storage::RunId>();
-  layout.device_index = in.value<uint32_t>();
-  layout.device_count = in.value<uint32_t>();
-  layout.format = in.value<base::StateFormat>();
-  layout.checksum_kind = in.value<storage::ChecksumKind>();
-  layout.planes = in.list<base::PlaneKind>();
-  layout.subgroups = in.list<storage::StoredSubgroup>();
-  layout.gradient_spill_bytes = in.value<uint32_t>();
-  layout.description = in.text();
-  layout.copied_step = in.value<base::StepNumber>();
-  return layout;
-}
-
-void write(MessageWriter& out, const csd::DeviceInfo& info) {
-  out.text(info.name).text(info.kind).text(info.ring).value(info.slots).value(info.memory_bytes);
-  out.value(info.gradient_memory_bytes).value(uint8_t{info.gradients_spilled});
-  out.status(info.updates_as_completed).value(info.threads).value(info.state_cache_bytes);
-  out.value(info.cached_subgroups).value(info.spool_bytes).value(info.weight_read_slots);
-}
-
-csd::DeviceInfo read_info(MessageReader& in) {
+  storage::StoreState state;
+  std::string client_metadata;
   csd::DeviceInfo info;
-  info.name = in.text();
-  info.kind = in.text();
-  info.ring = in.text();
-  info.slots = in.value<uint32_t>();
-  info.memory_bytes = in.value<uint64_t>();
-  info.gradient_memory_bytes = in.value<uint64_t>();
-  info.gradients_spilled = in.value<uint8_t>() != 0;
-  info.updates_as_completed = in.status();
-  info.threads = in.value<uint32_t>();
-  info.state_cache_bytes = in.value<uint64_t>();
-  info.cached_subgroups = in.value<uint32_t>();
-  info.spool_bytes = in.value<uint64_t>();
-  info.weight_read_slots = in.value<uint32_t>();
-  return info;
+};
+template <typename Wire>
+void describe(Wire& wire, DeviceReport& report) {
+  auto& [layout, state, client_metadata, info] = report;
+  wire(layout, state, client_metadata, info);
+}
+DeviceReport report_of(const csd::Device& device) {
+  return {device.layout(), device.state(), device.client_metadata(), device.info()};
+}
+
+/// Likewise of a snapshot.
+struct SnapshotReport {
+  storage::StoreLayout layout;
+  storage::StoreState state;
+  std::string client_metadata;
+};
+template <typename Wire>
+void describe(Wire& wire, SnapshotReport& report) {
+  auto& [layout, state, client_metadata] = report;
+  wire(layout, state, client_metadata);
 }
 
 /// The rank that has a device tells the others.
@@ -100,26 +60,30 @@ class Teller {
   uint32_t owner() const { return owner_; }
   Collectives& ranks() const { return *ranks_; }
 
-  /// What `ask` gives where the device is, on all ranks. ask(MessageWriter&) -> Status.
-  template <typename Ask>
-  Result<std::string> tell(const Ask& ask) const {
+  /// What `ask` gives where the device is, on all ranks. ask() -> Result<Answer>.
+  template <typename Answer, typename Ask>
+  Result<Answer> tell(const Ask& ask) const {
     std::string text;
+    Answer answer{};
+    Status status;
     if (here()) {
-      MessageWriter answer;
-      const Status status = ask(answer);
-      text = MessageWriter().status(status).text(status.ok() ? answer.take() : "").take();
+      Result<Answer> given = ask();
+      status = given.status();
+      if (given.ok()) answer = std::move(*given);
+      text = pack(status, answer);
     }
     SI_RETURN_IF_ERROR(broadcast(*ranks_, Channel::kControl, text, owner_));
-    MessageReader in(text);
-    Status status = in.status();
-    std::string answer = in.text();
-    if (!in.ok()) status = Status(ErrorCode::kCorrupt, "sent what this program cannot read");
+    if (!here()) SI_RETURN_IF_ERROR(unpack(text, status, answer));
     if (!status.ok()) return std::move(status).with_context(fmt::format("rank {}", owner_));
     return answer;
   }
   template <typename Ask>
   Status tell_status(const Ask& ask) const {
-    return tell([&](MessageWriter&) { return ask(); }).status();
+    return tell<bool>([&]() -> Result<bool> {
+             SI_RETURN_IF_ERROR(ask());
+             return true;
+           })
+        .status();
   }
 
  private:
@@ -130,12 +94,11 @@ class Teller {
 /// The state of a device elsewhere. Its blocks are not to be had here.
 class SnapshotElsewhere : public csd::Snapshot {
  public:
-  SnapshotElsewhere(std::string name, storage::StoreLayout layout, MessageReader& in)
-      : name_(std::move(name)),
-        layout_(std::move(layout)),
-        state_(smartinf::engine::read_state(in)) {
-    metadata_ = in.text();
-  }
+  SnapshotElsewhere(std::string name, SnapshotReport report)
+      : metadata_(std::move(report.client_metadata)),
+        name_(std::move(name)),
+        layout_(std::move(report.layout)),
+        state_(report.state) {}
   const std::string& name() const override { return name_; }
   const storage::StoreState& state() const override { return state_; }
   const storage::StoreLayout& layout() const override { return layout_; }
@@ -161,17 +124,15 @@ class ToldSnapshot final : public SnapshotElsewhere {
  public:
   /// here: null elsewhere.
   ToldSnapshot(Teller teller, std::unique_ptr<csd::Snapshot> here, std::string name,
-               storage::StoreLayout layout, MessageReader& in)
-      : SnapshotElsewhere(std::move(name), std::move(layout), in),
+               SnapshotReport report)
+      : SnapshotElsewhere(std::move(name), std::move(report)),
         teller_(std::move(teller)),
         here_(std::move(here)) {}
   Status choose_step(base::StepNumber step) override {
-    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
+    SI_ASSIGN_OR_RETURN(metadata_, teller_.tell<std::string>([&]() -> Result<std::string> {
       SI_RETURN_IF_ERROR(here_->choose_step(step));
-      out.text(here_->client_metadata());
-      return Status();
+      return here_->client_metadata();
     }));
-    metadata_ = MessageReader(told).text();
     return Status();
   }
 
@@ -183,13 +144,10 @@ class ToldSnapshot final : public SnapshotElsewhere {
 /// A device of some rank: the thing itself, or what stands for it.
 class SharedDevice final : public csd::Device {
  public:
-  /// here: null elsewhere. description: what it has told of itself.
-  SharedDevice(Teller teller, std::unique_ptr<csd::Device> here, std::string_view description)
+  /// here: null elsewhere. report: what it has told of itself.
+  SharedDevice(Teller teller, std::unique_ptr<csd::Device> here, DeviceReport report)
       : teller_(std::move(teller)), here_(std::move(here)) {
-    MessageReader in(description);
-    layout_ = read_layout(in);
-    state_ = smartinf::engine::read_state(in);
-    read_changing(in);
+    take(std::move(report));
   }
 
   const csd::DeviceInfo& info() const override { return info_; }
@@ -229,46 +187,33 @@ class SharedDevice final : public csd::Device {
   }
   Result<std::unique_ptr<csd::Snapshot>> snapshot() override {
     std::unique_ptr<csd::Snapshot> made;
-    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
-      SI_ASSIGN_OR_RETURN(made, here_->snapshot());
-      write(out, made->state());
-      out.text(here_->client_metadata());
-      return Status();
-    }));
+    SI_ASSIGN_OR_RETURN(SnapshotReport report,
+                        teller_.tell<SnapshotReport>([&]() -> Result<SnapshotReport> {
+                          SI_ASSIGN_OR_RETURN(made, here_->snapshot());
+                          return SnapshotReport{layout_, made->state(), here_->client_metadata()};
+                        }));
     if (made != nullptr) return made;
-    MessageReader in(told);
     return std::unique_ptr<csd::Snapshot>(
-        std::make_unique<SnapshotElsewhere>(info_.name, layout_, in));
-  }
-
-  /// What the device says of itself.
-  static void describe(const csd::Device& device, MessageWriter& out) {
-    write(out, device.layout());
-    write(out, device.state());
-    write_changing(device, out);
+        std::make_unique<SnapshotElsewhere>(info_.name, std::move(report)));
   }
 
  private:
-  static void write_changing(const csd::Device& device, MessageWriter& out) {
-    out.text(device.client_metadata());
-    write(out, device.info());
-  }
-  void read_changing(MessageReader& in) {
-    metadata_ = in.text();
-    info_ = read_info(in);
+  void take(DeviceReport report) {
+    layout_ = std::move(report.layout);
+    state_ = report.state;
+    metadata_ = std::move(report.client_metadata);
+    info_ = std::move(report.info);
     info_.elsewhere = here_ == nullptr;
     info_.rank = teller_.owner();
-    SI_CHECK(in.ok(), "a device's description that was cut off");
   }
   template <typename Call>
   Status change(const Call& call) {
-    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
-      SI_RETURN_IF_ERROR(call());
-      write_changing(*here_, out);
-      return Status();
-    }));
-    MessageReader in(told);
-    read_changing(in);
+    SI_ASSIGN_OR_RETURN(DeviceReport report,
+                        teller_.tell<DeviceReport>([&]() -> Result<DeviceReport> {
+                          SI_RETURN_IF_ERROR(call());
+                          return report_of(*here_);
+                        }));
+    take(std::move(report));
     return Status();
   }
 
@@ -290,48 +235,35 @@ class SharedSource final : public DeviceSource {
 
   /// The same path of another machine is another place.
   std::string place() const override {
-    auto told = teller_.tell([&](MessageWriter& out) {
+    const auto told = teller_.tell<std::string>([&]() -> Result<std::string> {
       std::array<char, 256> host{};
       (void)::gethostname(host.data(), host.size() - 1);
-      out.text(fmt::format("{}:{}", host.data(), source_->place()));
-      return Status();
+      return fmt::format("{}:{}", host.data(), source_->place());
     });
     // Whatever fails fails again in the next call.
-    return told.ok() ? MessageReader(*told).text() : source_->name();
+    return told.ok() ? *told : source_->name();
   }
 
   Result<std::optional<storage::StoreState>> peek() override {
-    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
-      SI_ASSIGN_OR_RETURN(const std::optional<storage::StoreState> state, source_->peek());
-      out.value(uint8_t{state.has_value()});
-      if (state) write(out, *state);
-      return Status();
-    }));
-    MessageReader in(told);
-    if (in.value<uint8_t>() == 0) return std::optional<storage::StoreState>();
-    return std::optional(read_state(in));
+    return teller_.tell<std::optional<storage::StoreState>>([&] { return source_->peek(); });
   }
 
   Result<std::unique_ptr<csd::Snapshot>> snapshot(storage::ReaderLock lock) override {
     std::unique_ptr<csd::Snapshot> here;
-    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
-      SI_ASSIGN_OR_RETURN(here, source_->snapshot(lock));
-      write(out, here->layout());
-      write(out, here->state());
-      out.text("");
-      return Status();
-    }));
-    MessageReader in(told);
-    storage::StoreLayout layout = read_layout(in);
+    SI_ASSIGN_OR_RETURN(SnapshotReport report,
+                        teller_.tell<SnapshotReport>([&]() -> Result<SnapshotReport> {
+                          SI_ASSIGN_OR_RETURN(here, source_->snapshot(lock));
+                          return SnapshotReport{here->layout(), here->state(), {}};
+                        }));
     return std::unique_ptr<csd::Snapshot>(std::make_unique<ToldSnapshot>(
-        teller_, std::move(here), source_->name(), std::move(layout), in));
+        teller_, std::move(here), source_->name(), std::move(report)));
   }
 
   Result<double> bandwidth() override {
-    return number<double>([&] { return source_->bandwidth(); });
+    return teller_.tell<double>([&] { return source_->bandwidth(); });
   }
   Result<uint64_t> capacity_bytes() override {
-    return number<uint64_t>([&] { return source_->capacity_bytes(); });
+    return teller_.tell<uint64_t>([&] { return source_->capacity_bytes(); });
   }
 
   Result<std::unique_ptr<csd::Device>> create(const storage::StoreLayout& layout,
@@ -350,25 +282,16 @@ class SharedSource final : public DeviceSource {
   }
 
  private:
-  template <typename Number, typename Ask>
-  Result<Number> number(const Ask& ask) {
-    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
-      SI_ASSIGN_OR_RETURN(const Number number, ask());
-      out.value(number);
-      return Status();
-    }));
-    return MessageReader(told).value<Number>();
-  }
   template <typename Open>
   Result<std::unique_ptr<csd::Device>> opened(const Open& open) {
     std::unique_ptr<csd::Device> device;
-    SI_ASSIGN_OR_RETURN(const std::string told, teller_.tell([&](MessageWriter& out) -> Status {
-      SI_ASSIGN_OR_RETURN(device, open());
-      SharedDevice::describe(*device, out);
-      return Status();
-    }));
+    SI_ASSIGN_OR_RETURN(DeviceReport report,
+                        teller_.tell<DeviceReport>([&]() -> Result<DeviceReport> {
+                          SI_ASSIGN_OR_RETURN(device, open());
+                          return report_of(*device);
+                        }));
     return std::unique_ptr<csd::Device>(
-        std::make_unique<SharedDevice>(teller_, std::move(device), told));
+        std::make_unique<SharedDevice>(teller_, std::move(device), std::move(report)));
   }
 
   const std::unique_ptr<DeviceSource> source_;

@@ -25,11 +25,9 @@ constexpr uint64_t kOutcomeTextBytes = kOutcomeBytes - 64;  // beside its frame
 
 /// As much of it as fits.
 std::string outcome_text(const Status& status) {
-  std::string text = MessageWriter().status(status).take();
+  std::string text = pack(status);
   if (text.size() <= kOutcomeTextBytes) return text;
-  return MessageWriter()
-      .status(Status(status.code(), status.what().substr(0, kOutcomeTextBytes / 2)))
-      .take();
+  return pack(Status(status.code(), status.what().substr(0, kOutcomeTextBytes / 2)));
 }
 
 }  // namespace
@@ -140,8 +138,7 @@ void WeightExchange::begin(Job& job) {
     if (job.from == From::kUpdate) status = updater_.wait_weights(subgroup.first, subgroup.count);
     if (job.from == From::kFetch) status = updater_.wait_fetched(subgroup.first);
     if (status.ok()) std::memcpy(job.memory->data(), job.out, job.bytes);
-    const std::string text =
-        MessageWriter().value(identity_of(job)).text(outcome_text(status)).take();
+    const std::string text = pack(identity_of(job), outcome_text(status));
     std::memcpy(job.memory->data() + job.bytes, text.data(), text.size());
     traffic_.add_down(base::TrafficKind::kWeight, job.bytes * (ranks_->world() - 1));
   } else {
@@ -158,12 +155,13 @@ void WeightExchange::begin(Job& job) {
 void WeightExchange::end(Job& job) {
   Status status = job.pending != nullptr ? job.pending->wait() : std::move(job.started);
   if (status.ok()) {
-    MessageReader outcome(std::string_view(
-        reinterpret_cast<const char*>(job.memory->data() + job.bytes), kOutcomeBytes));
-    if (outcome.value<uint64_t>() == identity_of(job)) {
-      const std::string text = outcome.text();
-      status =
-          MessageReader(text).status().with_context(fmt::format("rank {}", rank_of_[job.subgroup]));
+    uint64_t identity = 0;
+    std::string outcome;
+    status = unpack({reinterpret_cast<const char*>(job.memory->data() + job.bytes), kOutcomeBytes},
+                    identity, outcome);
+    if (status.ok() && identity == identity_of(job)) {
+      SI_CHECK(unpack(outcome, status).ok(), "an outcome that pack() made");
+      status = std::move(status).with_context(fmt::format("rank {}", rank_of_[job.subgroup]));
     } else {
       status = Status(ErrorCode::kFailedPrecondition,
                       fmt::format("ranks {} and {} do not ask for the same weights", ranks_->rank(),

@@ -1,6 +1,10 @@
-// How values are written into a frame's head and read out of it: little-endian, one function for
-// both directions, so that they cannot differ. What is read is not believed: every length is
-// compared with what is left of the frame before memory is taken for it.
+// Values as bytes that go to another process: little-endian, one function for both directions, so
+// that they cannot differ. What is read is not believed: every length is compared with the bytes
+// that are left before memory is taken for it.
+//
+// A struct has a describe(wire, value) in its namespace that binds all of its members by
+// `auto& [a, b] = value;` and names those that are sent, in their order: a member that is added to
+// the struct and not to its description does not compile. A struct without members has none.
 #pragma once
 
 #include <array>
@@ -12,12 +16,17 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
 
-namespace smartinf::csd::wire {
+#include "smartinf/base/ids.h"
+#include "smartinf/base/status.h"
+#include "smartinf/base/traffic.h"
+
+namespace smartinf::base {
 
 static_assert(std::endian::native == std::endian::little, "values are sent as they are in memory");
 
@@ -32,7 +41,7 @@ Choice<E> choice(E& value, E last) {
   return {value, static_cast<uint8_t>(static_cast<uint8_t>(last) + 1)};
 }
 
-class Writer {
+class Encoder {
  public:
   static constexpr bool kReads = false;
 
@@ -53,7 +62,10 @@ class Writer {
   void put(const Choice<E>& choice) {
     put(static_cast<uint8_t>(choice.value));
   }
-  void put(const std::string& text) {
+  /// Of what is compared only: no Decoder takes one without its bound.
+  template <typename E>
+  requires(std::is_enum_v<E>) void put(E value) { put(static_cast<uint64_t>(value)); }
+  void put(std::string_view text) {
     put(static_cast<uint32_t>(text.size()));
     put_raw(text.data(), text.size());
   }
@@ -76,26 +88,34 @@ class Writer {
     put(static_cast<uint8_t>(one.index()));
     std::visit([this](const auto& value) { put(value); }, one);
   }
-  /// A struct: describe() names its members.
+  void put(const std::string& text) { put(std::string_view(text)); }
+  void put(const char* text) { put(std::string_view(text)); }
+  void put(const Status& status) {
+    const ErrorPlace& place = status.place();
+    (*this)(static_cast<uint8_t>(status.code()), status.what(), status.advice(), place.path,
+            place.offset_bytes, place.length_bytes, place.system_errno);
+  }
   template <typename T>
   requires(std::is_class_v<T>) void put(const T& value) {
-    describe(*this, const_cast<T&>(value));  // reads only
+    if constexpr (!std::is_empty_v<T>) describe(*this, const_cast<T&>(value));  // reads only
   }
 
   std::vector<std::byte> bytes_;
 };
 
-class Reader {
+class Decoder {
  public:
   static constexpr bool kReads = true;
 
-  explicit Reader(std::span<const std::byte> bytes) : left_(bytes) {}
+  explicit Decoder(std::span<const std::byte> bytes) : left_(bytes) {}
 
   template <typename... T>
   void operator()(T&&... values) {
     (get(values), ...);
   }
-  /// All of it was read, and all was right. What was read otherwise must not be used.
+  /// All that was read was there and right. What was read otherwise must not be used.
+  bool ok() const { return ok_; }
+  /// Likewise, and it was all.
   bool done() const { return ok_ && left_.empty(); }
   void fail() {
     ok_ = false;
@@ -179,11 +199,34 @@ class Reader {
       }
     }
   }
+  void get(Status& status) {
+    auto code = ErrorCode::kOk;
+    std::string what, advice;
+    ErrorPlace place;
+    (*this)(choice(code, kErrorCodeLast), what, advice, place.path, place.offset_bytes,
+            place.length_bytes, place.system_errno);
+    status = code == ErrorCode::kOk
+                 ? Status()
+                 : Status(code, std::move(what), std::move(advice), std::move(place));
+  }
   template <typename T>
-  requires(std::is_class_v<T>) void get(T& value) { describe(*this, value); }
+  requires(std::is_class_v<T>) void get(T& value) {
+    if constexpr (!std::is_empty_v<T>) describe(*this, value);
+  }
 
   std::span<const std::byte> left_;
   bool ok_ = true;
 };
 
-}  // namespace smartinf::csd::wire
+template <typename Wire, typename Tag>
+void describe(Wire& wire, Id<Tag>& id) {
+  auto& [value] = id;
+  wire(value);
+}
+template <typename Wire>
+void describe(Wire& wire, TrafficReading& traffic) {
+  auto& [up_bytes, down_bytes] = traffic;
+  wire(up_bytes, down_bytes);
+}
+
+}  // namespace smartinf::base

@@ -191,18 +191,15 @@ void Acceptor::accept_some(int listener) {
     if (!socket.is_open()) {
       const bool nobody = errno == EAGAIN || errno == EWOULDBLOCK;
       if (nobody || errno == ECONNABORTED || errno == EINTR) return;
-      // Out of descriptors: those of the silent ones are the first to be had.
-      if (!silent_.empty()) {
-        silent_.erase(silent_.begin());
-      } else {
+      // Out of descriptors: those of who waits are the first to be had.
+      if (silent_.empty() && ready_.empty()) {
         std::this_thread::sleep_for(kLookSoon);
+      } else {
+        hang_up_some();
       }
       return;
     }
-    if (silent_.size() + ready_.size() >= options_.silent_max) {
-      Connections& from = silent_.empty() ? ready_ : silent_;
-      from.erase(from.begin());
-    }
+    if (silent_.size() + ready_.size() >= options_.silent_max) hang_up_some();
     Connection connection;
     const std::string text = address_text(reinterpret_cast<const sockaddr*>(&address), length);
     connection.peer = plain_peer(text);
@@ -214,6 +211,31 @@ void Acceptor::accept_some(int listener) {
     if (::epoll_ctl(poll_.get(), EPOLL_CTL_ADD, socket.get(), &event) != 0) continue;
     connection.socket = std::move(socket);
     silent_.emplace(next_number_++, std::move(connection));
+  }
+}
+
+/// The oldest ones that wait, of the host that has most of them: an eighth of its own, so that a
+/// flood is not counted for each connection of it.
+void Acceptor::hang_up_some() {
+  std::map<std::string_view, size_t> waiting_of;
+  for (const Connections* waiting : {&silent_, &ready_}) {
+    for (const auto& [number, connection] : *waiting) ++waiting_of[connection.host];
+  }
+  const auto most =
+      std::ranges::max_element(waiting_of, {}, [](const auto& one) { return one.second; });
+  const std::string host(most->first);
+  size_t left = std::max<size_t>(1, most->second / 8);
+  for (auto silent = silent_.begin(), ready = ready_.begin(); left > 0;) {
+    const bool first =
+        ready == ready_.end() || (silent != silent_.end() && silent->first < ready->first);
+    Connections& from = first ? silent_ : ready_;
+    auto& next = first ? silent : ready;
+    if (next->second.host != host) {
+      ++next;
+      continue;
+    }
+    next = from.erase(next);
+    --left;
   }
 }
 

@@ -24,8 +24,9 @@ namespace smartinf::csd::wire {
 class Acceptor {
  public:
   struct Options {
-    // Connections that have not sent a byte, or wait for a place; the oldest makes room for a new
-    // one. One costs a descriptor and what the kernel has of it.
+    // Connections that have not sent a byte, or wait for a place; the oldest of the address that
+    // has most of them make room for a new one. One costs a descriptor and what the kernel has of
+    // it.
     size_t silent_max = 4096;
     std::chrono::milliseconds silent{10'000};  // and no longer than that
     // Connections that were passed on and that no client uses, whom the server lets in: handshakes,
@@ -75,6 +76,7 @@ class Acceptor {
   base::Status begin(std::vector<storage::FileDescriptor> listeners);
   void run(const std::stop_token& stop);
   void accept_some(int listener);
+  void hang_up_some();
   void pass_on_ready();
   // With mutex_:
   bool make_room(const std::string& host, std::map<std::string, size_t>& unknown_of);

@@ -128,6 +128,23 @@ TEST_F(Acceptors, AFloodOfOneAddressKeepsNoOtherOneOut) {
   EXPECT_EQ(passed(), 5u) << "those of the flood wait";
 }
 
+TEST_F(Acceptors, AFloodThatSpeaksDropsNobodyOfAnotherAddress) {
+  Acceptor::Options options;
+  options.silent_max = 4;
+  options.unknown_max = 2;
+  options.unknown = std::chrono::hours(1);
+  start(options);
+  std::list<FileDescriptor> flood;
+  for (int i = 0; i < 2; ++i) flood.push_back(connect(true, 2));
+  ASSERT_TRUE(soon_passed(2));
+  const FileDescriptor other = connect(false, 3);  // it is about to speak
+  for (int i = 0; i < 20; ++i) flood.push_back(connect(true, 2));
+  EXPECT_TRUE(ends(*std::next(flood.begin(), 2)));
+  EXPECT_TRUE(stays(other));
+  EXPECT_EQ(::send(other.get(), "x", 1, MSG_NOSIGNAL), 1);
+  EXPECT_TRUE(soon_passed(3));
+}
+
 TEST_F(Acceptors, WhatIsClosedCountsNoMore) {
   Acceptor::Options options;
   options.unknown_max = 1;

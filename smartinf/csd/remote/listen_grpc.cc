@@ -23,6 +23,7 @@
 #include "smartinf/csd/remote/grpc_frame.h"
 #include "smartinf/csd/remote/grpc_log.h"
 #include "smartinf/csd/remote/grpc_tls.h"
+#include "smartinf/csd/remote/header_blocks.h"
 #include "smartinf/csd/remote/stream.h"
 #include "smartinf/csd/remote/token_bucket.h"
 
@@ -148,6 +149,13 @@ class ServerStream final : public Stream {
   }
   void cancel() override { context_.TryCancel(); }
   void let_in() override {
+    static std::once_flag looked;
+    std::call_once(looked, [] {
+      if (header_blocks_are_bounded()) return;
+      base::log(base::LogLevel::kWarning,
+                "this gRPC does not read by OpenSSL's SSL_read: a client can fill the server's "
+                "memory with header blocks that do not end");
+    });
     gate_.let_in(peer_.name);
     use_ = acceptor_.use(peer_.address);
   }

@@ -8,6 +8,7 @@
 
 #include "smartinf/base/log.h"
 #include "smartinf/csd/remote/conversation.h"
+#include "smartinf/csd/remote/header_blocks.h"
 #include "smartinf/csd/remote/test_http2.h"
 #include "smartinf/csd/remote/test_odd_certificates.h"
 #include "smartinf/csd/remote/test_session.h"
@@ -208,6 +209,47 @@ TEST_F(RemoteClients, StreamsThatAreResetEndTheConnection) {
   EXPECT_LT(resident_bytes(), before + (uint64_t{300} << 20));
   // Who did it may come again after a while.
   EXPECT_TRUE(soon([&] { return peek_as(authority().issue({.name = "other"})).ok(); }));
+}
+
+TEST_F(RemoteClients, FieldsWithoutAnEndEndTheConnection) {
+  const uint64_t before = resident_bytes();
+  RawHttp2 raw(server_->port());
+  EXPECT_LT(raw.send_fields(20'000), 20'000u);
+  EXPECT_TRUE(raw.ended());
+  EXPECT_LT(resident_bytes(), before + (uint64_t{100} << 20));
+  EXPECT_TRUE(peek_as(TestTrust::shared().client).ok());
+  EXPECT_TRUE(header_blocks_are_bounded());
+}
+
+TEST(RemoteHeaderBlocks, AreBoundedHoweverTheyCome) {
+  const auto frame = [](size_t bytes, char type, char flags) {
+    std::string text{0, static_cast<char>(bytes >> 8), static_cast<char>(bytes), type, flags};
+    return text + std::string(4 + bytes, '\x09');
+  };
+  const std::string preface(24, 'x');
+  const std::string data = frame(16384, 0, 4), ended = frame(1000, 1, 4), open = frame(1000, 1, 0),
+                    more = frame(1000, 9, 0), last = frame(1000, 9, 4);
+  std::string many = preface;
+  for (int i = 0; i < 20; ++i) many += data + ended + open + more + more + last;
+  std::string empty = preface + open;
+  for (int i = 0; i < 400; ++i) empty += frame(0, 9, 0);
+  const std::vector<std::pair<std::string, bool>> all{
+      {many, true},
+      {preface + open + more + more + more + last, false},
+      {preface + frame(4096, 1, 4), false},
+      {empty, false}};
+  for (const size_t at_once : {size_t{1}, size_t{7}, size_t{4096}, size_t{1} << 20}) {
+    for (const auto& [text, good] : all) {
+      HeaderBlocks blocks;
+      bool taken = true;
+      for (size_t at = 0; at < text.size(); at += at_once) {
+        taken = blocks.take(
+            std::as_bytes(std::span(text).subspan(at, std::min(at_once, text.size() - at))));
+      }
+      EXPECT_EQ(taken, good) << text.size() << " by " << at_once;
+      EXPECT_EQ(blocks.take({}), good);
+    }
+  }
 }
 
 TEST_F(RemoteClients, StreamsThatAreUsedAreNotCounted) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <csignal>
 #include <cstdint>
 #include <string>
 
@@ -19,6 +20,7 @@ class RawHttp2 {
  public:
   explicit RawHttp2(uint16_t port, const TestCertificate& certificate = TestTrust::shared().client)
       : context_(SSL_CTX_new(TLS_client_method())) {
+    std::signal(SIGPIPE, SIG_IGN);  // OpenSSL writes to a connection that the server has ended
     SSL_CTX_use_certificate_file(context_, certificate.certificate.c_str(), SSL_FILETYPE_PEM);
     SSL_CTX_use_PrivateKey_file(context_, certificate.key.c_str(), SSL_FILETYPE_PEM);
     const unsigned char protocols[] = {2, 'h', '2'};
@@ -74,6 +76,22 @@ class RawHttp2 {
       while (!ended_ && (SSL_pending(connection_) > 0 || ::poll(&ready, 1, 0) == 1)) read();
     }
     return opened;
+  }
+  /// Begins a call, and goes on with its fields in frames that do not end them, at most so many,
+  /// until the server ends the connection. Returns their number.
+  uint32_t send_fields(uint32_t at_most) {
+    write(kPreface + frame(4, 0, 0, ""));
+    while (!ended_ && !acknowledged_) read();  // nothing may come between
+    write(frame(1, 0, 1, call()));
+    uint32_t sent = 0;
+    const std::string some = frame(9, 0, 1, std::string(200, '\x95'));  // "age", of one byte each
+    while (!ended_ && sent < at_most) {
+      write(some);
+      ++sent;
+      pollfd ready{socket_, POLLIN, 0};
+      while (!ended_ && (SSL_pending(connection_) > 0 || ::poll(&ready, 1, 0) == 1)) read();
+    }
+    return sent;
   }
   /// The server has ended the call or the connection.
   bool ended() const { return ended_; }
@@ -133,6 +151,7 @@ class RawHttp2 {
         }
       }
       write(frame(4, 1, 0, ""));
+      acknowledged_ = true;
     }
     if (type == 6 && (flags & 1) == 0) write(frame(6, 1, 0, content));
     if (type == 8) (stream == 0 ? room_ : stream_room_) += number(content, 0);
@@ -144,6 +163,7 @@ class RawHttp2 {
   int socket_ = -1;
   int64_t window_ = 65535, room_ = 65535, stream_room_ = 65535;
   std::string came_;
+  bool acknowledged_ = false;  // the server's settings
   bool ended_ = false;
 };
 

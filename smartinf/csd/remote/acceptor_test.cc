@@ -119,8 +119,12 @@ TEST_F(Acceptors, AFloodOfOneAddressKeepsNoOtherOneOut) {
   options.unknown = std::chrono::hours(1);
   start(options);
   std::list<FileDescriptor> flood;
-  for (int i = 0; i < 12; ++i) flood.push_back(connect(true));
-  ASSERT_TRUE(soon_passed(4));
+  for (size_t i = 0; i < 12; ++i) {
+    flood.push_back(connect(true));
+    if (i < 4) {  // of several at once the newest goes first
+      ASSERT_TRUE(soon_passed(i + 1));
+    }
+  }
   const FileDescriptor other = connect(true, 2);
   EXPECT_TRUE(soon_passed(5));
   EXPECT_TRUE(ends(flood.front()));

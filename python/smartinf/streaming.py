@@ -87,7 +87,9 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
             raise UsageError(f"{name} does not go together with streaming: weights have one place. Leave it out.")
     config = kwargs.pop("config", None)
     if config is None:
-        where = {name: kwargs[name] for name in _WHERE if name in kwargs}  # both look for files
+        # Both look for files, and AutoConfig would keep dtype, also "auto", as the model's.
+        types = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
+        again = types | {name: kwargs[name] for name in _WHERE if name in kwargs}
         try:
             config, kwargs = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **kwargs)
         except (OSError, ValueError) as error:  # ValueError: no name that the Hub could have
@@ -97,11 +99,14 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
                 f"{path}: there is no such folder, and no model of that name can be had from the Hub "
                 f"({str(error).strip().partition(chr(10))[0]})"
             ) from error
-        kwargs |= where
+        kwargs |= again
     trust = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
-    with torch.device("meta"):
-        shape = maker.from_config(config, **trust) if hasattr(maker, "from_config") else maker(config)
     dtype = _dtype_of(kwargs, config)
+    with torch.device("meta"):  # of that type, because what is a unit depends on the bytes
+        if hasattr(maker, "from_config"):
+            shape = maker.from_config(config, dtype=dtype, **trust)
+        else:
+            shape = maker._from_config(config, dtype=dtype)
     expected = find_units(shape, layers)
     plan = _plan(_sizes(expected, dtype.itemsize), memory_budget, keep, devices)
     with _WeightsWriter(_paths(devices), sum(p.numel() for p in shape.parameters()), dtype) as writer:

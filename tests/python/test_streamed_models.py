@@ -204,6 +204,25 @@ def test_from_pretrained_reads_a_folder_onto_the_devices(tmp_path):
             assert torch.equal(model(**batch).logits, plain(**batch).logits)
 
 
+@pytest.mark.parametrize("auto_class", [None, transformers.LlamaForCausalLM])
+def test_from_pretrained_takes_the_types_that_transformers_takes(auto_class, tmp_path, monkeypatch):
+    """The embedding has more than 1 MiB in float32 and less in bfloat16: it is a unit of its own by its type."""
+    monkeypatch.setattr("smartinf.units._KEPT_BYTES", 1 << 20)
+    config = transformers.LlamaConfig(
+        vocab_size=6000, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "folder")
+    maker = auto_class or transformers.AutoModelForCausalLM
+    for i, given in enumerate([{}, {"dtype": "auto"}, {"dtype": "bfloat16"}, {"dtype": torch.float32}, {"torch_dtype": "auto"}]):
+        plain = maker.from_pretrained(tmp_path / "folder", **given)
+        model = smartinf.from_pretrained(
+            tmp_path / "folder", devices=tmp_path / str(i), memory_budget="128MiB", keep=0, auto_class=auto_class, **given
+        )
+        assert model.dtype == plain.dtype
+        assert model.config.dtype == plain.config.dtype
+        same(weights_of(model), weights_of(plain))
+
+
 def test_a_new_head_is_made_and_streamed(tmp_path):
     made(llama).save_pretrained(tmp_path / "folder")
     model = smartinf.from_pretrained(

@@ -19,6 +19,7 @@ function(smartinf_room)
   if(ROOM_SOURCES)
     add_library(${library} STATIC ${ROOM_SOURCES})
     smartinf_precompile_room_headers(${library})
+    smartinf_unity(${library})
     set(scope PUBLIC)
   else()
     add_library(${library} INTERFACE)
@@ -84,6 +85,24 @@ set(SMARTINF_PRECOMPILE OFF)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(SMARTINF_PRECOMPILE ON)
 endif()
+
+# Several sources of a target are compiled as one, which parses the headers that they share once. For those
+# who build once: with a compiler launcher, or to work on the code (preset dev), each is compiled alone.
+set(SMARTINF_UNITY_DEFAULT OFF)
+if(CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(SMARTINF_UNITY_DEFAULT ON)
+endif()
+option(SMARTINF_UNITY "Compile several sources as one" ${SMARTINF_UNITY_DEFAULT})
+function(smartinf_unity target)
+  if(NOT SMARTINF_UNITY)
+    return()
+  endif()
+  # What Highway compiles once for each instruction set includes itself, inside of namespaces.
+  get_target_property(sources ${target} SOURCES)
+  if(NOT sources MATCHES "_simd\\.cc")
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 10)
+  endif()
+endfunction()
 
 # For all sources of a target.
 function(smartinf_precompile_headers target)

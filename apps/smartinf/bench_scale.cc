@@ -60,9 +60,9 @@ struct ScaleOptions {
 };
 
 /// Of compressed gradients.
-constexpr double kDensity = 0.08;
+constexpr double kScaleDensity = 0.08;
 
-struct Scheme {
+struct ScaleScheme {
   const char* key;
   engine::UpdateWhere where;
   plan::ScheduleVariant schedule;
@@ -70,7 +70,7 @@ struct Scheme {
   bool compressed = false;  // gradients: density 0.08 with error feedback
 };
 
-constexpr Scheme kSchemes[] = {
+constexpr ScaleScheme kScaleSchemes[] = {
     {"host_update", engine::UpdateWhere::kHost, plan::ScheduleVariant::kOverlapped, DataType::kF32},
     {"naive", engine::UpdateWhere::kDevice, plan::ScheduleVariant::kNaive, DataType::kBf16},
     {"overlapped", engine::UpdateWhere::kDevice, plan::ScheduleVariant::kOverlapped,
@@ -109,7 +109,7 @@ class ScaleBench {
     for (const uint32_t devices : options_.devices) {
       nlohmann::ordered_json row = {{"devices", devices}, {"params", options_.params}};
       std::string line = fmt::format("{:>7}", devices);
-      for (const Scheme& scheme : kSchemes) {
+      for (const ScaleScheme& scheme : kScaleSchemes) {
         say(fmt::format("timing {} device{}: {}", devices, devices == 1 ? "" : "s", scheme.key));
         SI_ASSIGN_OR_RETURN(const Measured measured, measure(scheme, devices));
         const auto& [seconds, slots] = measured;
@@ -179,7 +179,7 @@ class ScaleBench {
 
   static compress::CompressOptions compression(const ScaleOptions& options) {
     compress::CompressOptions compress;
-    compress.density = kDensity;
+    compress.density = kScaleDensity;
     compress.residual_every = 0;
     compress.values = options.values.value_or(compress.default_values());
     return compress;
@@ -203,7 +203,7 @@ class ScaleBench {
   /// Of device d's drive, where 1 is the speed given.
   double speed(uint32_t d) const { return d == 0 ? options_.slow_device : 1; }
 
-  engine::UpdaterOptions updater_options(const Scheme& scheme, uint32_t devices) const {
+  engine::UpdaterOptions updater_options(const ScaleScheme& scheme, uint32_t devices) const {
     engine::UpdaterOptions options;
     for (uint32_t d = 0; d < devices; ++d) {
       engine::DeviceOptions device;
@@ -227,7 +227,7 @@ class ScaleBench {
 
   /// What the links allow if everything on them overlaps. An update needs all gradients, for the
   /// norm; so theirs is time before it, for every scheme.
-  base::Result<double> bound(const Scheme& scheme, uint32_t devices) const {
+  base::Result<double> bound(const ScaleScheme& scheme, uint32_t devices) const {
     const auto steps_space = space();
     const auto subgroups = steps_space.subgroups(subgroup_elements(devices));
     std::vector<plan::DeviceCapacity> capacities(devices);
@@ -265,7 +265,7 @@ class ScaleBench {
   }
 
   /// The same update on the virtual clock; nothing with unequal devices.
-  base::Result<std::optional<sim::UpdateShape>> simulated_shape(const Scheme& scheme,
+  base::Result<std::optional<sim::UpdateShape>> simulated_shape(const ScaleScheme& scheme,
                                                                 uint32_t devices, uint32_t slots) {
     if (options_.slow_device != 1) return std::optional<sim::UpdateShape>();
     const bool host = scheme.where == engine::UpdateWhere::kHost;
@@ -302,7 +302,7 @@ class ScaleBench {
     double gradient = 0;
     SelectRate select;
   };
-  base::Result<Rates> measured_rates(const Scheme& scheme, uint32_t devices) {
+  base::Result<Rates> measured_rates(const ScaleScheme& scheme, uint32_t devices) {
     const uint32_t threads = std::min(devices, std::max(1u, std::thread::hardware_concurrency()));
     const auto known = rates_.find({&scheme, threads});
     if (known != rates_.end()) return known->second;
@@ -344,7 +344,7 @@ class ScaleBench {
     std::vector<double> seconds;  // of each step
     uint32_t slots = 0;           // of each device
   };
-  base::Result<Measured> measure(const Scheme& scheme, uint32_t devices) const {
+  base::Result<Measured> measure(const ScaleScheme& scheme, uint32_t devices) const {
     engine::UpdaterOptions options = updater_options(scheme, devices);
     // Two copies of the state, spilled gradients, metadata, and room for an uneven share.
     const uint64_t drive_bytes =
@@ -395,7 +395,7 @@ class ScaleBench {
   uint64_t read_ = 0;
   uint64_t write_ = 0;
   uint64_t host_ = 0;
-  std::map<std::pair<const Scheme*, uint32_t>, Rates> rates_;  // by scheme and threads
+  std::map<std::pair<const ScaleScheme*, uint32_t>, Rates> rates_;  // by scheme and threads
 };
 
 }  // namespace

@@ -28,14 +28,14 @@ struct TrafficOptions {
   bool json = false;
 };
 
-struct Scheme {
+struct TrafficScheme {
   const char* key;
   const char* title;
   engine::UpdateWhere where;
   DataType type;  // of gradients down and weights up
 };
 
-constexpr Scheme kSchemes[] = {
+constexpr TrafficScheme kTrafficSchemes[] = {
     {"host_update", "host update, fp32 gradients through storage", engine::UpdateWhere::kHost,
      DataType::kF32},
     {"smartupdate_f32", "SmartUpdate, fp32 both ways", engine::UpdateWhere::kDevice,
@@ -44,7 +44,8 @@ constexpr Scheme kSchemes[] = {
      DataType::kBf16},
 };
 
-base::Result<base::TrafficReading> measure(const TrafficOptions& options, const Scheme& scheme) {
+base::Result<base::TrafficReading> measure(const TrafficOptions& options,
+                                           const TrafficScheme& scheme) {
   SI_ASSIGN_OR_RETURN(const ScratchDirectory scratch, ScratchDirectory::make(options.scratch));
   engine::UpdaterOptions updater_options;
   for (uint32_t d = 0; d < options.devices; ++d) {
@@ -77,7 +78,7 @@ Status run_traffic(const TrafficOptions& options) {
                base::format_bytes(static_cast<uint64_t>(m_bytes)), options.params);
     fmt::print("{:<46}{:>8}{:>8}{:>8}   metadata\n", "", "up", "down", "sum");
   }
-  for (const Scheme& scheme : kSchemes) {
+  for (const TrafficScheme& scheme : kTrafficSchemes) {
     SI_ASSIGN_OR_RETURN(const base::TrafficReading moved, measure(options, scheme));
     const uint64_t metadata = moved.up(TrafficKind::kMetadata) + moved.down(TrafficKind::kMetadata);
     const uint64_t up = moved.up_total() - moved.up(TrafficKind::kMetadata);

@@ -21,7 +21,7 @@ namespace {
 using base::Result;
 using base::Status;
 
-struct Flags {
+struct ExportFlags {
   std::string run;
   std::string out;
   std::string checkpoint;
@@ -31,7 +31,7 @@ struct Flags {
   bool json = false;
 };
 
-int run_export(const Flags& flags) {
+int run_export(const ExportFlags& flags) {
   // The run keeps the values it trained with, those of its flags too.
   Result<config::LoadedRecipe> loaded = load_run(flags.run);
   if (!loaded.ok()) {
@@ -81,7 +81,7 @@ int run_export(const Flags& flags) {
 void add_export(CLI::App& app, Run& run) {
   CLI::App* command =
       app.add_subcommand("export", "Write a run's weights as a folder that transformers loads");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<ExportFlags>();
   command->add_option("run", flags->run, "Folder of the run, e.g. runs/quickstart")
       ->required()
       ->type_name("RUN");

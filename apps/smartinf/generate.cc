@@ -23,7 +23,7 @@ using base::Result;
 using base::Status;
 using Tokens = std::vector<int64_t>;
 
-struct Flags {
+struct GenerateFlags {
   std::string from;
   std::vector<std::string> prompts;
   std::vector<std::string> prompt_tokens;
@@ -52,7 +52,7 @@ Result<uint64_t> bytes_of(const char* flag, const std::string& text) {
   return bytes;
 }
 
-Result<train::GeneratorOptions> options_of(const Flags& flags) {
+Result<train::GeneratorOptions> options_of(const GenerateFlags& flags) {
   train::GeneratorOptions options;
   if (is_run_folder(flags.from)) {
     SI_ASSIGN_OR_RETURN(config::LoadedRecipe loaded, load_run(flags.from));
@@ -134,7 +134,8 @@ class GrowingText {
 
 class Generation {
  public:
-  explicit Generation(const Flags& flags) : flags_(flags), numbers_(!flags.prompt_tokens.empty()) {}
+  explicit Generation(const GenerateFlags& flags)
+      : flags_(flags), numbers_(!flags.prompt_tokens.empty()) {}
 
   Status open() {
     SI_ASSIGN_OR_RETURN(train::GeneratorOptions options, options_of(flags_));
@@ -265,7 +266,7 @@ class Generation {
     return Status();
   }
 
-  const Flags& flags_;
+  const GenerateFlags& flags_;
   const bool numbers_;  // tokens are given and shown as numbers
   std::unique_ptr<train::Generator> generator_;
   std::optional<TextCodec> codec_;
@@ -279,7 +280,7 @@ class Generation {
   GrowingText growing_;
 };
 
-int run_generate(const Flags& flags) {
+int run_generate(const GenerateFlags& flags) {
   if (flags.prompts.empty() == flags.prompt_tokens.empty()) {
     return report(wrong(flags.prompts.empty() ? "there is no prompt"
                                               : "--prompt and --prompt-tokens are both given",
@@ -308,7 +309,7 @@ int run_generate(const Flags& flags) {
 
 void add_generate(CLI::App& app, Run& run) {
   CLI::App* command = app.add_subcommand("generate", kGenerateSummary);
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<GenerateFlags>();
   command
       ->add_option("from", flags->from,
                    "Folder of a run, whose last committed weights are used, or of a model")

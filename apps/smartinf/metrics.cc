@@ -29,7 +29,7 @@ using train::LogRow;
 
 constexpr std::chrono::milliseconds kLook(500);  // between looks at a log that is followed
 
-struct Flags {
+struct MetricsFlags {
   std::string run;
   std::string csv;
   std::string tensorboard;
@@ -76,7 +76,7 @@ class EventFile {
   std::vector<std::string> written_;
 };
 
-int write_metrics(const Flags& flags, std::optional<EventFile>& events) {
+int write_metrics(const MetricsFlags& flags, std::optional<EventFile>& events) {
   const Result<std::vector<LogRow>> rows = train::read_log(flags.run);
   if (!rows.ok()) return report(rows.status());
   if (flags.csv.empty() && flags.tensorboard.empty()) fmt::print("{}", train::log_to_csv(*rows));
@@ -90,7 +90,7 @@ int write_metrics(const Flags& flags, std::optional<EventFile>& events) {
   return added.ok() ? kExitDone : report(added);
 }
 
-int run_metrics(const Flags& flags) {
+int run_metrics(const MetricsFlags& flags) {
   std::optional<EventFile> events;
   if (!flags.tensorboard.empty()) events.emplace(flags.tensorboard);
   if (!flags.follow) {
@@ -129,7 +129,7 @@ int run_metrics(const Flags& flags) {
 void add_metrics(CLI::App& app, Run& run) {
   CLI::App* command = app.add_subcommand(
       "metrics", "Write a run's losses, norms and times as CSV or for TensorBoard");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<MetricsFlags>();
   command->add_option("run", flags->run, "Folder of the run, e.g. runs/quickstart")
       ->required()
       ->type_name("RUN");

@@ -17,12 +17,12 @@ namespace {
 using base::Result;
 using base::Status;
 
-struct Flags {
+struct PlotFlags {
   std::vector<std::string> runs;
   std::string out;
 };
 
-int run_plot(const Flags& flags) {
+int run_plot(const PlotFlags& flags) {
   if (flags.out.empty() && flags.runs.size() > 1) {
     return report(Status(base::ErrorCode::kInvalidArgument,
                          "several runs are in one picture, and it is not said which file",
@@ -49,7 +49,7 @@ int run_plot(const Flags& flags) {
 void add_plot(CLI::App& app, Run& run) {
   CLI::App* command =
       app.add_subcommand("plot", "Draw loss, norm, learning rate and speed of runs");
-  auto flags = std::make_shared<Flags>();
+  auto flags = std::make_shared<PlotFlags>();
   command->add_option("run", flags->runs, "Folders of runs, drawn over each other")
       ->required()
       ->type_name("RUN");

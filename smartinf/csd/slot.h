@@ -13,6 +13,9 @@
 
 namespace smartinf::csd {
 
+/// The master plane, of a mask of planes.
+inline constexpr uint32_t kMasterMask = 1;
+
 /// A transfer between a slot and the store, with what its completion needs to know.
 struct Transfer {
   storage::SubgroupIo io;  // io.owner is this

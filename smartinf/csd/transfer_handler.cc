@@ -16,7 +16,6 @@ using plan::Task;
 using plan::TaskKind;
 using Op = storage::SubgroupIo::Op;
 
-constexpr uint32_t kMasterMask = 1;
 
 /// The planes that an update reads and writes.
 uint32_t rule_mask(const Update& update) {

@@ -12,7 +12,6 @@ namespace {
 using base::ErrorCode;
 using base::Status;
 
-constexpr uint32_t kMasterMask = 1;
 
 std::string step_text(base::StepNumber step) { return "step " + std::to_string(step); }
 

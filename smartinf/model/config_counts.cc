@@ -20,8 +20,8 @@ namespace {
 using base::ErrorCode;
 using base::Result;
 using base::Status;
-using Json = nlohmann::json;
-using Names = std::initializer_list<const char*>;
+using Json = nlohmann::ordered_json;
+using KeyNames = std::initializer_list<const char*>;
 
 constexpr uint64_t kWidthMax = uint64_t{1} << 22;
 constexpr uint64_t kVocabularyMax = uint64_t{1} << 28;
@@ -81,7 +81,7 @@ class Keys {
   /// transformers' class of it has defaults for keys that are not there.
   void set_type(const std::string& type) { defaults_ = class_defaults().value(type, Json()); }
 
-  const Json* find(Names names) const {
+  const Json* find(KeyNames names) const {
     for (const char* name : names) {
       const auto given = object_.find(name);
       const auto missing = defaults_.find(name);
@@ -90,7 +90,8 @@ class Keys {
     }
     return nullptr;
   }
-  uint64_t count(Names names, std::optional<uint64_t> otherwise = {}, uint64_t most = kWidthMax) {
+  uint64_t count(KeyNames names, std::optional<uint64_t> otherwise = {},
+                 uint64_t most = kWidthMax) {
     const Json* value = find(names);
     if (value == nullptr && otherwise.has_value()) return *otherwise;
     if (value != nullptr && value->is_number_unsigned() && value->get<uint64_t>() <= most) {
@@ -100,23 +101,23 @@ class Keys {
     return 0;
   }
   /// At least 1.
-  uint64_t size(Names names, std::optional<uint64_t> otherwise = {}, uint64_t most = kWidthMax) {
+  uint64_t size(KeyNames names, std::optional<uint64_t> otherwise = {}, uint64_t most = kWidthMax) {
     const uint64_t value = count(names, otherwise, most);
     if (value == 0) wrong(names, "a number above 0", find(names) != nullptr);
     return value;
   }
-  bool flag(Names names, bool otherwise) {
+  bool flag(KeyNames names, bool otherwise) {
     const Json* value = find(names);
     if (value == nullptr) return otherwise;
     if (!value->is_boolean()) wrong(names, "true or false", true);
     return value->is_boolean() && value->get<bool>();
   }
-  std::string text(Names names, std::string otherwise) const {
+  std::string text(KeyNames names, std::string otherwise) const {
     const Json* value = find(names);
     return value != nullptr && value->is_string() ? value->get<std::string>()
                                                   : std::move(otherwise);
   }
-  bool lists(Names names, uint64_t number) const {
+  bool lists(KeyNames names, uint64_t number) const {
     const Json* value = find(names);
     return value != nullptr && value->is_array() &&
            std::find(value->begin(), value->end(), number) != value->end();
@@ -128,7 +129,7 @@ class Keys {
     const Json& first = value->front();
     return first.is_string() && first.get<std::string>().ends_with(end);
   }
-  void wrong(Names names, std::string_view expected, bool there) {
+  void wrong(KeyNames names, std::string_view expected, bool there) {
     fail(Status(ErrorCode::kCorrupt,
                 fmt::format("config.json: {}: expected {}, found {}", fmt::join(names, " or "),
                             expected, there ? "something else" : "nothing"),

@@ -9,8 +9,8 @@ namespace smartinf::plan {
 namespace {
 
 /// One unit held (with a tied head two), one that is being read.
-constexpr uint32_t kHostSlots = 3;
-constexpr uint32_t kAcceleratorSlots = 2;
+constexpr uint32_t kInferenceHostSlots = 3;
+constexpr uint32_t kInferenceAcceleratorSlots = 2;
 
 InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
                       uint32_t on_accelerator) {
@@ -20,8 +20,8 @@ InferencePlan plan_of(const InferenceMemoryInput& input, uint32_t in_memory,
   const uint64_t slot = input.value_bytes * largest;
   InferencePlan plan;
   plan.placement = {input.gpu ? on_accelerator : in_memory, in_memory,
-                    in_memory < all ? kHostSlots : 0,
-                    input.gpu && on_accelerator < all ? kAcceleratorSlots : 0};
+                    in_memory < all ? kInferenceHostSlots : 0,
+                    input.gpu && on_accelerator < all ? kInferenceAcceleratorSlots : 0};
   const UnitPlacement& placement = plan.placement;
   std::vector<MemoryPart> computing{{"adapters", input.value_bytes * input.adapters},
                                     {"keys and values", input.cache_bytes},

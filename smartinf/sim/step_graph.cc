@@ -14,8 +14,6 @@ namespace {
 constexpr double kInstant = 1e-12;  // seconds per "byte" of stages that are given in time
 constexpr uint32_t kPrefetchLayers = 2;
 
-double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
-
 }  // namespace
 
 uint32_t StepGraph::lane(size_t device, UpdateGraph::Queue queue) {

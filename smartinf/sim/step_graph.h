@@ -12,6 +12,9 @@
 
 namespace smartinf::sim {
 
+/// Seconds a byte.
+inline double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
+
 /// Subgroups by device.
 using DeviceSubgroups = std::vector<std::vector<uint32_t>>;
 

@@ -8,12 +8,6 @@
 #include "smartinf/sim/step_graph.h"
 
 namespace smartinf::sim {
-namespace {
-
-double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
-
-}  // namespace
-
 Stage StepGraph::exchange_stage(uint64_t sent, uint64_t received) {
   pass_bytes_.ranks_sent += sent;
   pass_bytes_.ranks_received += received;

@@ -5,12 +5,6 @@
 #include "smartinf/sim/step_graph.h"
 
 namespace smartinf::sim {
-namespace {
-
-double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
-
-}  // namespace
-
 /// From the first element on, those whose weights stay in memory.
 uint64_t StepGraph::elements_in_memory() const {
   if (!options_.streamed) return parameters_;

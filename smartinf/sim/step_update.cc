@@ -32,8 +32,6 @@ StateBytes state_bytes(kernels::UpdateRule rule, base::StateFormat format, uint6
   return bytes;
 }
 
-double cost(double bytes_per_s) { return 1.0 / bytes_per_s; }
-
 constexpr double kPairsOfRate = 0.01;  // of the elements, where a pipeline's rate was measured
 
 }  // namespace

@@ -21,7 +21,7 @@ using base::Result;
 using base::Status;
 
 constexpr std::chrono::seconds kPatience{60};
-constexpr std::string_view kRestore =
+constexpr std::string_view kNoOtherCopy =
     "It cannot be brought back from this device: restore the last checkpoint.";
 constexpr std::string_view kRepair = "Another copy serves. smartinf fsck --repair writes it anew.";
 
@@ -93,7 +93,7 @@ class Checker {
     SI_ASSIGN_OR_RETURN(base::AlignedBuffer area,
                         base::AlignedBuffer::allocate(kSuperblockAreaBytes));
     if (container_.size_bytes < kSuperblockAreaBytes) {
-      report(FaultKind::kContainer, "the container is cut short", kRestore, 0,
+      report(FaultKind::kContainer, "the container is cut short", kNoOtherCopy, 0,
              container_.size_bytes, true);
       return false;
     }
@@ -107,7 +107,7 @@ class Checker {
     if (!chosen.ok()) {
       if (chosen.status().code() == ErrorCode::kMismatch) return chosen.status();
       report(FaultKind::kContainer, "no superblock can be used: " + chosen.status().what(),
-             kRestore, 0, kSuperblockAreaBytes, true);
+             kNoOtherCopy, 0, kSuperblockAreaBytes, true);
       return false;
     }
     superblock_ = *chosen;
@@ -146,7 +146,7 @@ class Checker {
       report(FaultKind::kContainer,
              fmt::format("the container has {} bytes where {} belong", container_.size_bytes,
                          superblock_.container_bytes),
-             kRestore, 0, container_.size_bytes, true);
+             kNoOtherCopy, 0, container_.size_bytes, true);
     }
     return true;
   }
@@ -187,7 +187,7 @@ class Checker {
       }
       report(kind,
              fmt::format("copy {} of the {} cannot be used: {}", copy, name, statuses[copy].what()),
-             found ? kRepair : kRestore, offset_of(copy), length, !found, repaired);
+             found ? kRepair : kNoOtherCopy, offset_of(copy), length, !found, repaired);
     }
     return found;
   }
@@ -195,7 +195,7 @@ class Checker {
   Result<bool> check_layout() {
     const uint64_t length = align_up(superblock_.layout_bytes);
     if (kSuperblockAreaBytes + kLayoutCopies * length > container_.size_bytes) {
-      report(FaultKind::kLayout, "the layout record lies behind the container's end", kRestore,
+      report(FaultKind::kLayout, "the layout record lies behind the container's end", kNoOtherCopy,
              kSuperblockAreaBytes, length, true);
       return false;
     }
@@ -212,7 +212,7 @@ class Checker {
     SI_ASSIGN_OR_RETURN(layout_, parse_layout(record.bytes(), superblock_));
     Result<Geometry> made = Geometry::make(layout_, superblock_.slots);
     if (!made.ok() || made->container_bytes() != superblock_.container_bytes) {
-      report(FaultKind::kLayout, "the layout record contradicts the superblock", kRestore,
+      report(FaultKind::kLayout, "the layout record contradicts the superblock", kNoOtherCopy,
              kSuperblockAreaBytes, length, true);
       return false;
     }
@@ -235,7 +235,7 @@ class Checker {
     const uint64_t checksum =
         prepared ? superblock_.prepared_table_checksum : superblock_.committed_table_checksum;
     if (bytes < geometry_.table_records_bytes() || bytes > geometry_.table_bytes_max()) {
-      report(FaultKind::kTable, "the superblock gives the table an impossible length", kRestore,
+      report(FaultKind::kTable, "the superblock gives the table an impossible length", kNoOtherCopy,
              geometry_.table_offset(step, 0), bytes, true);
       return false;
     }
@@ -316,7 +316,7 @@ class Checker {
              fmt::format("blocks {} to {} of the {} plane of subgroup {} cannot be read: {}",
                          piece.first_block, piece.first_block + piece.blocks - 1, plane_name,
                          id.value, piece.transfer.status.what()),
-             kRestore, piece.transfer.offset_bytes, piece.transfer.buffer.size(), true);
+             kNoOtherCopy, piece.transfer.offset_bytes, piece.transfer.buffer.size(), true);
       return;
     }
     const uint64_t seed = device_seed(layout_.run, layout_.device_index);
@@ -336,7 +336,8 @@ class Checker {
         report(FaultKind::kBlock,
                fmt::format("block {} of the {} plane of subgroup {} is not what step {} wrote",
                            block, plane_name, id.value, found.step),
-               kRestore, plane_begin + geometry_.block_offset(piece.plane, block), length, true);
+               kNoOtherCopy, plane_begin + geometry_.block_offset(piece.plane, block), length,
+               true);
       }
       offset += length;
     }

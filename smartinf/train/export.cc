@@ -132,7 +132,6 @@ std::string index_json(const std::vector<Shard>& shards) {
 constexpr std::string_view kMark = ".smartinf-export";
 constexpr const char* kConfigFile = "config.json";
 constexpr std::string_view kPartialSuffix = ".partial";
-constexpr uint64_t kTokenizerBytesMax = uint64_t{256} << 20;
 
 bool is_digits(std::string_view text) {
   return !text.empty() && text.find_first_not_of("0123456789") == std::string_view::npos;

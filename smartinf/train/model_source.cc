@@ -26,7 +26,6 @@ using base::Status;
 constexpr std::string_view kConfig = "config.json";
 constexpr std::string_view kGenerationConfig = "generation_config.json";
 constexpr uint64_t kConfigBytesMax = uint64_t{16} << 20;
-constexpr uint64_t kTokenizerBytesMax = uint64_t{256} << 20;
 
 fs::path kept_folder(const std::string& run) { return fs::path(run) / "model"; }
 

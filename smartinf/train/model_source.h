@@ -18,6 +18,9 @@
 
 namespace smartinf::train {
 
+/// Of a file of a tokenizer.
+inline constexpr uint64_t kTokenizerBytesMax = uint64_t{256} << 20;
+
 /// The recipe's numbers, of the Llama family. `model` may leave out what follows from others.
 model::Architecture architecture_of(const ModelOptions& model, uint32_t sequence);
 

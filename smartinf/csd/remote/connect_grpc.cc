@@ -25,7 +25,6 @@ using base::Result;
 using base::Status;
 using grpc::ByteBuffer;
 
-constexpr uint64_t kPemBytesMax = uint64_t{1} << 20;
 
 Status status_of(const grpc::Status& ended) {
   ErrorCode code = ErrorCode::kUnavailable;

@@ -14,6 +14,9 @@ namespace smartinf::csd::wire {
 /// Of everything that client and server say: there is one method, and a stream of it.
 inline constexpr char kMethod[] = "/smartinf.remote.v1.Device/Talk";
 
+/// Of a file with a key or certificates.
+inline constexpr uint64_t kPemBytesMax = uint64_t{1} << 20;
+
 inline grpc::ByteBuffer to_buffer(const OutFrame& frame) {
   const grpc::Slice head(frame.head.data(), frame.head.size());
   if (frame.payload.bytes.empty()) return grpc::ByteBuffer(&head, 1);

@@ -35,7 +35,6 @@ using base::Result;
 using base::Status;
 using grpc::ByteBuffer;
 
-constexpr uint64_t kPemBytesMax = uint64_t{1} << 20;
 constexpr int kHandshakeMs = 10'000;
 constexpr int kStreamsOfConnection = 8;
 // Of malloc: so many arenas, each of which keeps so much.

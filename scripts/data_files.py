@@ -17,6 +17,16 @@ CACHES = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 ABOUT_IT = re.compile(r"(README|LICEN[CS]E|COPYING|NOTICE|CITATION)(\.\w+)?", re.IGNORECASE)
 OF_EDITORS = re.compile(r".*~|#.*#|.*\.(sw[a-p]|bak|orig|partial)")
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# What is no text by its first bytes, and how it becomes one.
+PACKED = {
+    b"\x1f\x8b": "it is compressed by gzip. Unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "it is compressed by zstd. Unpack it with unzstd",
+    b"\xfd7zXZ": "it is compressed by xz. Unpack it with unxz",
+    b"BZh": "it is compressed by bzip2. Unpack it with bunzip2",
+    b"PK\x03\x04": "it is a zip archive. Unpack it with unzip",
+    b"PAR1": "it is a Parquet table, which is not read. Make a .jsonl file of it (datasets: to_json)",
+    b"ARROW1": "it is an Arrow table, which is not read. Make a .jsonl file of it (datasets: to_json)",
+}
 
 
 class Refused(Exception):
@@ -95,6 +105,9 @@ def contents_of(path, named, split_at, bounds):
     suffixes = {suffix.lower() for suffix in path.suffixes}
     if head.startswith(LFS_POINTER):
         raise BadInput("it is a pointer of Git LFS, and not the data. Get the data with git lfs pull")
+    packed = next((why for begin, why in PACKED.items() if head.startswith(begin)), None)
+    if packed is not None:
+        raise BadInput(packed) if named else LeftOut("no text")
     if b"\0" in head and head[:2] not in (b"\xff\xfe", b"\xfe\xff") and not named:
         raise LeftOut("no text")
     if suffixes & TABLES:

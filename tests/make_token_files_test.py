@@ -2,6 +2,7 @@
 
 Usage: make_token_files_test.py SMARTINF
 """
+import gzip
 import json
 import os
 import pathlib
@@ -489,6 +490,10 @@ class MakeTokenFiles(TrainCase):
         self.assertEqual([text for text, _ in self.documents()], ["if<end>", "value<end>", "index<end>"])
         (folder / "c.txt").write_bytes(b"\xff\xfe\x00")
         self.make(folder, refused=True, says=["c.txt: no UTF-8 text"])
+        for name, content, why in (("d.jsonl.gz", gzip.compress(b"if"), "compressed by gzip"),
+                                   ("e.parquet", b"PAR1\x15\x04", "a Parquet table")):
+            (self.folder / name).write_bytes(content)
+            self.make(self.folder / name, refused=True, says=[f"{name}: it is {why}"])
         self.make(folder, "--skip-bad", says=["2 documents", "1 bad documents were left out"])
 
     def test_a_stream_of_tokens(self):

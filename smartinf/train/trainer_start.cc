@@ -416,8 +416,10 @@ Result<base::StepNumber> TorchTrainer::first_ranks_logged_step() const {
 }
 
 Status TorchTrainer::make_pass() {
-  constexpr size_t kOffloadedPages = 64 * base::kKiB;
-  if (plan_.saved_bytes > 0) give_pages_to_tensors_of(kOffloadedPages);
+  constexpr size_t kSmallPages = 64 * base::kKiB;
+  // Where much of what a layer makes is dropped while small parts of it stay.
+  const bool keeps_beside_adapters = options().lora.on() && !plan_.recompute;
+  if (plan_.saved_bytes > 0 || keeps_beside_adapters) give_pages_to_tensors_of(kSmallPages);
   SI_RETURN_IF_ERROR(load_model());
   std::optional<SpooledBuffers> inputs;
   std::optional<SpooledBuffers> saved;

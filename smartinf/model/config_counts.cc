@@ -78,7 +78,7 @@ class Keys {
  public:
   Keys(const Json& object, std::string path) : object_(object), path_(std::move(path)) {}
 
-  /// transformers' class of it has defaults for keys that are not there.
+  /// Keys that are not there have what transformers' class of this model_type takes.
   void set_type(const std::string& type) { defaults_ = class_defaults().value(type, Json()); }
 
   const Json* find(KeyNames names) const {

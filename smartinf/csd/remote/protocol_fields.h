@@ -10,20 +10,22 @@ namespace smartinf::csd::wire {
 
 template <typename Wire>
 void describe(Wire& wire, Hello& hello) {
-  wire(hello.magic, hello.version);
+  auto& [magic, version, purpose, device] = hello;
+  wire(magic, version);
   // What another version says behind it is not looked at.
   if constexpr (Wire::kReads) {
-    if (hello.version != kProtocolVersion) return wire.skip_rest();
+    if (version != kProtocolVersion) return wire.skip_rest();
   }
-  wire(base::choice(hello.purpose, Purpose::kNewState), hello.device);
+  wire(base::choice(purpose, Purpose::kNewState), device);
 }
 template <typename Wire>
 void describe(Wire& wire, Welcome& welcome) {
-  wire(welcome.magic, welcome.version);
+  auto& [magic, version, outcome] = welcome;
+  wire(magic, version);
   if constexpr (Wire::kReads) {
-    if (welcome.version != kProtocolVersion) return wire.skip_rest();
+    if (version != kProtocolVersion) return wire.skip_rest();
   }
-  wire(welcome.outcome);
+  wire(outcome);
 }
 
 // clang-format off

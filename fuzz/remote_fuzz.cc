@@ -6,11 +6,11 @@
 #include <vector>
 
 #include "smartinf/base/check.h"
-#include "smartinf/csd/remote/command_gate.h"
-#include "smartinf/csd/remote/protocol_fields.h"
-#include "smartinf/csd/remote/stream.h"
+#include "smartinf/serve/command_gate.h"
+#include "smartinf/serve/protocol_fields.h"
+#include "smartinf/serve/stream.h"
 
-namespace smartinf::csd::wire {
+namespace smartinf::serve::wire {
 namespace {
 
 InFrame frame_of(std::vector<std::byte> bytes) {
@@ -55,10 +55,10 @@ void at_the_gate(const Up& up) {
 }
 
 }  // namespace
-}  // namespace smartinf::csd::wire
+}  // namespace smartinf::serve::wire
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  using namespace smartinf::csd::wire;
+  using namespace smartinf::serve::wire;
   if (size == 0) return 0;
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   const std::vector<std::byte> head(bytes + 1, bytes + size);

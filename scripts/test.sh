@@ -49,7 +49,7 @@ for tree in "${trees[@]}"; do
     fail "cmake could not configure build/$tree"
   targets=()
   if [ "$tree" = asan ] && [ -z "${SMARTINF_TEST_ALL:-}" ]; then
-    targets=(--target {base,kernels,storage,compress,csd,certificates,metrics,engine}_tests
+    targets=(--target {base,kernels,storage,compress,csd,serve,device_contract,engine}_tests
       {superblock,layout,table,compressed,remote,recipe,container}_replay)
     ctest_options+=(-E '^(plan|sim|train|config|fpga)\.address')
   fi

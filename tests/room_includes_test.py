@@ -15,8 +15,8 @@ SOURCES = {".h", ".cc", ".inc"}
 THIRD_PARTY = {
     r"liburing\.h": ["smartinf/storage/uring_ring"],
     r"CL/": ["smartinf/csd/opencl", "fpga/host/", "fpga/tests/software_opencl"],
-    r"grpc": ["smartinf/csd/remote"],
-    r"openssl/": ["smartinf/csd/certificates/", "smartinf/csd/remote"],
+    r"grpc": ["smartinf/serve/"],
+    r"openssl/": ["smartinf/serve/"],
     r"hwy/": ["smartinf/kernels/"],
     r"(torch|ATen|c10)/": ["smartinf/train/", "python/", "tests/accelerator"],
     r"nanobind/": ["python/"],

@@ -291,7 +291,7 @@ class StepBench {
   /// Another machine's drives cannot be read without its processors: 0, and the share of it too.
   bool has_limit() const {
     return std::ranges::none_of(options_.devices,
-                                [](const std::string& path) { return csd::is_remote(path); });
+                                [](const std::string& path) { return serve::is_remote(path); });
   }
   Status time_limit() {
     if (!has_limit()) {

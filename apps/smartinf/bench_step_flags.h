@@ -9,7 +9,7 @@
 #include <CLI/CLI.hpp>
 
 #include "smartinf/compress/message.h"
-#include "smartinf/csd/remote/options.h"
+#include "smartinf/serve/options.h"
 
 namespace smartinf::apps {
 
@@ -43,7 +43,7 @@ struct StepOptions {
   std::string machine;
   bool keep = false;
   bool json = false;
-  csd::RemoteOptions remote;
+  serve::RemoteOptions remote;
 };
 
 void add_step_flags(CLI::App& command, StepOptions& options);

@@ -17,9 +17,9 @@
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/thread_team.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/remote/options.h"
 #include "smartinf/engine/memory.h"
 #include "smartinf/plan/memory_plan.h"
+#include "smartinf/serve/options.h"
 #include "smartinf/sim/machine.h"
 #include "smartinf/storage/tuning.h"
 #include "smartinf/train/product_rate.h"
@@ -47,7 +47,7 @@ constexpr uint64_t kProcessBytes = 418'000'000;
 /// Of a name that may be mistyped: nothing is made for it.
 base::Status check_directory(const std::string& path) {
   namespace fs = std::filesystem;
-  if (csd::is_remote(path)) {
+  if (serve::is_remote(path)) {
     return base::Status(
         base::ErrorCode::kUnsupported,
         "--device " + path + " is another machine's, whose drives and cores are measured there",

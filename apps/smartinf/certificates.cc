@@ -1,6 +1,6 @@
 // `smartinf certificates`: makes, lists and revokes what the two sides of a remote device show each
 // other.
-#include "smartinf/csd/certificates/certificates.h"
+#include "smartinf/serve/certificates/certificates.h"
 
 #include <cstdio>
 #include <ctime>
@@ -17,16 +17,16 @@ namespace {
 using base::ErrorCode;
 using base::Result;
 using base::Status;
-using csd::CertificateAuthority;
-using csd::CertificateFacts;
-using csd::CertificateRole;
+using serve::CertificateAuthority;
+using serve::CertificateFacts;
+using serve::CertificateRole;
 
 struct CertificatesFlags {
   std::string folder;
   std::vector<std::string> servers;
   std::vector<std::string> clients;
   std::vector<std::string> addresses;
-  uint32_t days = csd::kCertificateDays;
+  uint32_t days = serve::kCertificateDays;
   std::vector<std::string> revoke;
   bool list = false;
 };
@@ -42,9 +42,9 @@ std::string joined(const std::vector<std::string>& words) {
 
 std::string condition(const CertificateFacts& facts) {
   const int64_t now = ::time(nullptr);
-  if (facts.revoked_s) return "revoked " + csd::utc_text(*facts.revoked_s);
+  if (facts.revoked_s) return "revoked " + serve::utc_text(*facts.revoked_s);
   if (facts.until_s <= now) return "expired";
-  if (facts.from_s > now) return "valid from " + csd::utc_text(facts.from_s);
+  if (facts.from_s > now) return "valid from " + serve::utc_text(facts.from_s);
   const int64_t days = (facts.until_s - now) / 86400;
   return days < kSoonDays ? fmt::format("expires in {} days", days) : "valid";
 }
@@ -53,7 +53,7 @@ int list(const CertificateAuthority& authority, const std::string& folder) {
   const auto issued = authority.issued();
   if (!issued.ok()) return report(issued.status());
   std::printf("authority in %s, valid until %s\n", folder.c_str(),
-              csd::utc_text(authority.until_s()).c_str());
+              serve::utc_text(authority.until_s()).c_str());
   size_t width = 4;
   for (const CertificateFacts& facts : *issued) width = std::max(width, facts.name.size());
   if (!issued->empty()) {
@@ -61,8 +61,8 @@ int list(const CertificateAuthority& authority, const std::string& folder) {
                "condition");
   }
   for (const CertificateFacts& facts : *issued) {
-    fmt::print("{:<6}  {:<{}}  {:<20}  {:<32}  {}\n", csd::certificate_role_name(facts.role),
-               facts.name, width, csd::utc_text(facts.until_s), facts.serial, condition(facts));
+    fmt::print("{:<6}  {:<{}}  {:<20}  {:<32}  {}\n", serve::certificate_role_name(facts.role),
+               facts.name, width, serve::utc_text(facts.until_s), facts.serial, condition(facts));
   }
   return kExitDone;
 }
@@ -73,7 +73,7 @@ int revoke(CertificateAuthority& authority, const CertificatesFlags& flags) {
     if (!revoked.ok()) return report(revoked.status());
     for (const CertificateFacts& facts : *revoked) {
       std::printf("revoked: %s %s, serial %s\n",
-                  std::string(csd::certificate_role_name(facts.role)).c_str(), facts.name.c_str(),
+                  std::string(serve::certificate_role_name(facts.role)).c_str(), facts.name.c_str(),
                   facts.serial.c_str());
     }
   }
@@ -85,21 +85,21 @@ int revoke(CertificateAuthority& authority, const CertificatesFlags& flags) {
 /// What is wrong with the words is found before anything is made.
 Status check(const CertificatesFlags& flags) {
   for (const std::string& name : flags.servers) {
-    SI_RETURN_IF_ERROR(csd::check_certificate_name(CertificateRole::kServer, name));
+    SI_RETURN_IF_ERROR(serve::check_certificate_name(CertificateRole::kServer, name));
   }
   for (const std::string& name : flags.clients) {
-    SI_RETURN_IF_ERROR(csd::check_certificate_name(CertificateRole::kClient, name));
+    SI_RETURN_IF_ERROR(serve::check_certificate_name(CertificateRole::kClient, name));
   }
   for (const std::string& address : flags.addresses) {
-    SI_RETURN_IF_ERROR(csd::check_certificate_name(CertificateRole::kServer, address));
+    SI_RETURN_IF_ERROR(serve::check_certificate_name(CertificateRole::kServer, address));
   }
   if (!flags.addresses.empty() && flags.servers.size() != 1) {
     return Status(ErrorCode::kInvalidArgument, "--address is for one --server",
                   "Make the certificates of several servers one after another.");
   }
-  if (flags.days < 1 || flags.days > csd::kAuthorityDays) {
+  if (flags.days < 1 || flags.days > serve::kAuthorityDays) {
     return Status(ErrorCode::kInvalidArgument, fmt::format("--days is {}", flags.days),
-                  fmt::format("Choose 1 to {}.", csd::kAuthorityDays));
+                  fmt::format("Choose 1 to {}.", serve::kAuthorityDays));
   }
   const bool make = !flags.servers.empty() || !flags.clients.empty();
   if (static_cast<int>(make) + static_cast<int>(flags.list) +
@@ -115,22 +115,22 @@ Status check(const CertificatesFlags& flags) {
 int make(CertificateAuthority& authority, const CertificatesFlags& flags) {
   if (authority.made()) {
     std::printf("made the authority in %s, valid until %s\n", flags.folder.c_str(),
-                csd::utc_text(authority.until_s()).c_str());
+                serve::utc_text(authority.until_s()).c_str());
   }
-  std::vector<csd::CertificateRequest> requests;
+  std::vector<serve::CertificateRequest> requests;
   for (const std::string& name : flags.servers) {
     requests.push_back({CertificateRole::kServer, name, flags.addresses, flags.days});
   }
   for (const std::string& name : flags.clients) {
     requests.push_back({CertificateRole::kClient, name, {}, flags.days});
   }
-  for (const csd::CertificateRequest& request : requests) {
+  for (const serve::CertificateRequest& request : requests) {
     const Result<CertificateFacts> made = authority.issue(request);
     if (!made.ok()) return report(made.status());
     const std::string addresses = joined(made->addresses);
     std::printf("%s %s, valid until %s%s%s: %s/\n",
-                std::string(csd::certificate_role_name(made->role)).c_str(), made->name.c_str(),
-                csd::utc_text(made->until_s).c_str(), addresses.empty() ? "" : ", reached as ",
+                std::string(serve::certificate_role_name(made->role)).c_str(), made->name.c_str(),
+                serve::utc_text(made->until_s).c_str(), addresses.empty() ? "" : ", reached as ",
                 addresses.c_str(), authority.folder_of(request.role, request.name).c_str());
   }
   return kExitDone;

@@ -29,7 +29,7 @@ struct CheckpointFlags {
   uint64_t keep = 0;
   std::string memory_budget = "256MiB";
   bool json = false;
-  csd::RemoteOptions remote;
+  serve::RemoteOptions remote;
 };
 
 int run_checkpoint(CheckpointFlags& flags) {

@@ -389,7 +389,7 @@ void look_at_state(csd::DeviceSource& source, const std::string& path, const Dri
   }
 }
 
-void look_at_remote(const std::string& url, const csd::RemoteOptions& remote, Report& report,
+void look_at_remote(const std::string& url, const serve::RemoteOptions& remote, Report& report,
                     nlohmann::json& json) {
   json = {{"path", url}};
   const auto source =
@@ -407,9 +407,9 @@ void look_at_remote(const std::string& url, const csd::RemoteOptions& remote, Re
   look_at_state(*source, url, DriveFacts{}, report, json);
 }
 
-void look_at_device(const std::string& path, const csd::RemoteOptions& remote, Report& report,
+void look_at_device(const std::string& path, const serve::RemoteOptions& remote, Report& report,
                     nlohmann::json& json) {
-  if (csd::is_remote(path)) return look_at_remote(path, remote, report, json);
+  if (serve::is_remote(path)) return look_at_remote(path, remote, report, json);
   const DriveFacts drive = drive_facts(path);
   const std::string topic = "device";
   json = facts_json(path, drive);
@@ -437,7 +437,7 @@ struct DoctorFlags {
   bool opencl = false;
   bool products = false;  // only these: look_at_products()
   bool json = false;
-  csd::RemoteOptions remote;
+  serve::RemoteOptions remote;
 };
 
 int run_doctor(const DoctorFlags& flags) {

@@ -30,7 +30,7 @@ struct FsckFlags {
   std::vector<std::string> places;
   bool repair = false;
   bool json = false;
-  csd::RemoteOptions remote;
+  serve::RemoteOptions remote;
   std::string memory_budget = "256MiB";
 };
 

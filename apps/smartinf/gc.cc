@@ -49,7 +49,7 @@ struct GcFlags {
   bool states = false;
   bool yes = false;
   bool json = false;
-  csd::RemoteOptions remote;
+  serve::RemoteOptions remote;
 };
 
 enum class LeftoverKind : uint8_t {
@@ -129,7 +129,7 @@ Status in_use(const fs::path& device) {
 }
 
 std::string place_of(const fs::path& path) {
-  if (csd::is_remote(path.string())) return path.string();
+  if (serve::is_remote(path.string())) return path.string();
   std::error_code error;
   const fs::path found = fs::weakly_canonical(path, error);
   return error ? path.string() : found.string();
@@ -171,7 +171,7 @@ void collect_named(const fs::path& folder, int depth, Named& named) {
 std::string claim_on(const fs::path& device, const storage::RunId& run, const StateOwner& owner,
                      const Named& named) {
   fs::path above =
-      csd::is_remote(device.string()) ? fs::path() : fs::absolute(device).lexically_normal();
+      serve::is_remote(device.string()) ? fs::path() : fs::absolute(device).lexically_normal();
   for (int i = 0; i < kDepthMax && above.has_relative_path(); ++i) {
     if (is_run_folder(above.string()) || engine::is_checkpoint(above.string())) {
       return "belongs to " + above.string();
@@ -202,7 +202,7 @@ bool is_fresh(const fs::path& folder) {
 
 void look_at_state(const fs::path& device, const GcFlags& flags, const Named& named,
                    Findings& findings) {
-  const bool remote = csd::is_remote(device.string());
+  const bool remote = serve::is_remote(device.string());
   const engine::DeviceSources source =
       engine::sources_at({device.string()}, storage::RingKind::kAuto, flags.remote);
   const auto summary = source.front()->summarize();
@@ -320,9 +320,9 @@ Status erase_when_free(csd::DeviceSource& source) {
 }
 
 /// Takes the lock first and looks again: a run may have begun since.
-Status remove(const Leftover& leftover, const csd::RemoteOptions& options) {
+Status remove(const Leftover& leftover, const serve::RemoteOptions& options) {
   const std::string path = leftover.path.string();
-  const bool remote = csd::is_remote(path);
+  const bool remote = serve::is_remote(path);
   if (leftover.kind == LeftoverKind::kPartial) return engine::remove_partial(path);
   if (leftover.kind == LeftoverKind::kExport) return train::remove_partial_export(path);
   std::optional<storage::ContainerLock> lock;  // a server's device has its own
@@ -474,7 +474,7 @@ int run_gc(const GcFlags& flags) {
   Named named;
   for (const std::string& place : flags.places) collect_named(place, 0, named);
   for (const std::string& place : flags.places) {
-    if (csd::is_remote(place)) {
+    if (serve::is_remote(place)) {
       const Status looked = look_at_remote(place, flags, named, findings);
       if (!looked.ok()) return report(looked);
       continue;

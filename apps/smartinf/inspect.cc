@@ -27,7 +27,7 @@ struct InspectFlags {
   std::string rated_endurance;
   bool ranges = false;
   bool json = false;
-  csd::RemoteOptions remote;
+  serve::RemoteOptions remote;
 };
 
 // What the store's layout and the engine's description say, put together.
@@ -42,7 +42,8 @@ struct Contents {
   uint64_t subgroup_max = 0;  // elements of the largest subgroup
 };
 
-base::Result<Contents> read_contents(const std::string& device, const csd::RemoteOptions& remote) {
+base::Result<Contents> read_contents(const std::string& device,
+                                     const serve::RemoteOptions& remote) {
   Contents contents;
   contents.device = device;
   const engine::DeviceSources source =
@@ -218,7 +219,7 @@ int run_inspect(InspectFlags& flags) {
       code = report(contents.status());
       continue;
     }
-    if (!csd::is_remote(device)) contents->drive = drive_facts(device);
+    if (!serve::is_remote(device)) contents->drive = drive_facts(device);
     contents->rated_bytes = rated_bytes;
     if (flags.json) {
       all.push_back(to_json(flags, *contents));

@@ -105,7 +105,7 @@ void add_move_flags(CLI::App& command, MoveFlags& flags) {
 int move_state(const MoveFlags& flags) {
   const Result<uint64_t> memory_bytes = memory_budget(flags.memory_budget);
   if (!memory_bytes.ok()) return report(memory_bytes.status(), kExitUsage);
-  csd::RemoteOptions remote = flags.remote;
+  serve::RemoteOptions remote = flags.remote;
   const Result<std::vector<std::string>> from = devices_of(flags.from, &remote);
   if (!from.ok()) return report(from.status());
   const engine::DeviceSources sources = engine::sources_at(*from, storage::RingKind::kAuto, remote);

@@ -7,7 +7,7 @@
 
 #include <CLI/CLI.hpp>
 
-#include "smartinf/csd/remote/options.h"
+#include "smartinf/serve/options.h"
 
 namespace smartinf::apps {
 
@@ -20,7 +20,7 @@ struct MoveFlags {
   std::string memory_budget = "256MiB";
   bool replace = false;  // states on the targets are deleted, once `from` was found whole
   bool json = false;
-  csd::RemoteOptions remote;
+  serve::RemoteOptions remote;
 };
 
 /// Those flags that both have.

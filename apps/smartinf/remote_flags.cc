@@ -2,7 +2,7 @@
 
 namespace smartinf::apps {
 
-void add_remote_flags(CLI::App& command, csd::RemoteOptions& remote) {
+void add_remote_flags(CLI::App& command, serve::RemoteOptions& remote) {
   const char* group = "Devices of other machines (grpc://HOST:PORT/NAME)";
   const auto file = [&](const char* flag, std::string& path, const char* variable,
                         const char* help) {

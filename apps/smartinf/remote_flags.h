@@ -3,12 +3,12 @@
 
 #include <CLI/CLI.hpp>
 
-#include "smartinf/csd/remote/options.h"
+#include "smartinf/serve/options.h"
 
 namespace smartinf::apps {
 
 /// --remote-certificate and its like: a recipe's [remote]; from the environment where they are not
 /// given.
-void add_remote_flags(CLI::App& command, csd::RemoteOptions& remote);
+void add_remote_flags(CLI::App& command, serve::RemoteOptions& remote);
 
 }  // namespace smartinf::apps

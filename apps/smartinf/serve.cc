@@ -15,10 +15,10 @@
 
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
-#include "smartinf/csd/certificates/certificates.h"
-#include "smartinf/csd/metrics/metrics_endpoint.h"
-#include "smartinf/csd/remote/server.h"
 #include "smartinf/engine/local_source.h"
+#include "smartinf/serve/certificates/certificates.h"
+#include "smartinf/serve/metrics/metrics_endpoint.h"
+#include "smartinf/serve/server.h"
 
 #include "apps/smartinf/commands.h"
 #include "apps/smartinf/drive_watch.h"
@@ -88,8 +88,8 @@ Status complete(ServeFile& file) {
   return Status();
 }
 
-csd::ServedDevice served(const ServeDevice& device) {
-  csd::ServedDevice result;
+serve::ServedDevice served(const ServeDevice& device) {
+  serve::ServedDevice result;
   result.name = device.name;
   if (std::ranges::find(device.clients, "*") == device.clients.end()) {
     result.clients = device.clients;
@@ -148,20 +148,20 @@ Status health(const ServeFile& file) {
 }
 
 int run_serve(const std::string& path) {
-  if (!csd::wire::has_transport()) {
+  if (!serve::wire::has_transport()) {
     return report(Status(ErrorCode::kUnsupported, "this build was made without gRPC",
                          "Install libgrpc++-dev and libssl-dev (Debian, Ubuntu) and build again."));
   }
-  csd::prepare_to_serve();  // before there are threads
-  ::umask(077);             // what clients keep here is for no other user of this machine
+  serve::prepare_to_serve();  // before there are threads
+  ::umask(077);               // what clients keep here is for no other user of this machine
   Result<ServeFile> file = read_serve_file(path);
   if (!file.ok()) {
     const bool usage = file.status().code() == ErrorCode::kInvalidArgument;
     return report(file.status(), usage ? kExitUsage : kExitFailed);
   }
   if (const Status status = complete(*file); !status.ok()) return report(status);
-  const auto credentials = csd::read_credentials({file->certificate, file->key, file->ca},
-                                                 csd::CertificateRole::kServer);
+  const auto credentials = serve::read_credentials({file->certificate, file->key, file->ca},
+                                                   serve::CertificateRole::kServer);
   if (!credentials.ok()) return report(credentials.status());
 
   const Interrupt interrupt("stopping: steps that are being committed are finished");
@@ -170,22 +170,22 @@ int run_serve(const std::string& path) {
   const auto started_s = static_cast<double>(::time(nullptr));
   if (until_s - ::time(nullptr) < kSoonDays * 86400) {
     base::log(base::LogLevel::kWarning,
-              fmt::format("the server's certificate expires on {}", csd::utc_text(until_s)));
+              fmt::format("the server's certificate expires on {}", serve::utc_text(until_s)));
   }
 
-  csd::ServerOptions options;
+  serve::ServerOptions options;
   options.listen.address = file->listen;
   options.listen.certificate = file->certificate;
   options.listen.key = file->key;
   options.listen.ca = file->ca;
   options.listen.keepalive_seconds = file->keepalive_seconds;
   options.lease_seconds = file->lease_seconds;
-  std::unique_ptr<csd::RevocationList> revoked;
+  std::unique_ptr<serve::RevocationList> revoked;
   if (!file->revoked.empty()) {
-    auto read = csd::RevocationList::open(file->revoked, file->ca);
+    auto read = serve::RevocationList::open(file->revoked, file->ca);
     if (!read.ok()) return report(read.status());
     revoked = std::move(*read);
-    options.revoked = [list = revoked.get()](const csd::wire::Peer& peer) {
+    options.revoked = [list = revoked.get()](const serve::wire::Peer& peer) {
       return list->is_revoked(peer.certificate);
     };
   }
@@ -196,16 +196,16 @@ int run_serve(const std::string& path) {
     paths.push_back(device.path);
   }
   const DriveWatch drives(std::move(paths));
-  Result<std::unique_ptr<csd::Server>> server = csd::Server::start(std::move(options));
+  Result<std::unique_ptr<serve::Server>> server = serve::Server::start(std::move(options));
   if (!server.ok()) return report(server.status());
 
-  std::unique_ptr<csd::MetricsEndpoint> metrics;
+  std::unique_ptr<serve::MetricsEndpoint> metrics;
   if (!file->metrics.empty()) {
-    csd::MetricsOptions metrics_options;
+    serve::MetricsOptions metrics_options;
     metrics_options.listen = file->metrics;
-    auto started = csd::MetricsEndpoint::start(
+    auto started = serve::MetricsEndpoint::start(
         metrics_options, {[&] {
-                            return csd::metrics_text(collect_metrics(
+                            return serve::metrics_text(collect_metrics(
                                 **server, *file, drives, started_s, static_cast<double>(until_s)));
                           },
                           [&] { return health(*file); }});

@@ -18,17 +18,17 @@ uint64_t resident_bytes() {
 
 }  // namespace
 
-csd::ServerMetrics collect_metrics(const csd::Server& server, const ServeFile& file,
-                                   const DriveWatch& drives, double started_s,
-                                   double certificate_until_s) {
-  csd::ServerMetrics metrics;
+serve::ServerMetrics collect_metrics(const serve::Server& server, const ServeFile& file,
+                                     const DriveWatch& drives, double started_s,
+                                     double certificate_until_s) {
+  serve::ServerMetrics metrics;
   metrics.version = SMARTINF_VERSION;
   metrics.started_s = started_s;
   metrics.refused = server.refused();
   metrics.resident_bytes = resident_bytes();
   metrics.certificate_until_s = certificate_until_s;
-  for (const csd::ServedDeviceStatus& served : server.devices()) {
-    csd::DeviceMetrics& device = metrics.devices.emplace_back();
+  for (const serve::ServedDeviceStatus& served : server.devices()) {
+    serve::DeviceMetrics& device = metrics.devices.emplace_back();
     device.name = served.name;
     device.holder = served.client;
     device.attached = served.attached;

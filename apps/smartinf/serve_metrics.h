@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "smartinf/csd/metrics/server_metrics.h"
-#include "smartinf/csd/remote/server.h"
+#include "smartinf/serve/metrics/server_metrics.h"
+#include "smartinf/serve/server.h"
 
 #include "apps/smartinf/drive_watch.h"
 #include "apps/smartinf/serve_file.h"
@@ -12,8 +12,8 @@
 namespace smartinf::apps {
 
 /// started_s, certificate_until_s: seconds since 1970. The drives in the order of the file.
-csd::ServerMetrics collect_metrics(const csd::Server& server, const ServeFile& file,
-                                   const DriveWatch& drives, double started_s,
-                                   double certificate_until_s);
+serve::ServerMetrics collect_metrics(const serve::Server& server, const ServeFile& file,
+                                     const DriveWatch& drives, double started_s,
+                                     double certificate_until_s);
 
 }  // namespace smartinf::apps

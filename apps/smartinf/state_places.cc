@@ -75,7 +75,7 @@ base::Status use_checkpoint(const std::string& path, config::Recipe& recipe) {
 }
 
 base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words,
-                                                  csd::RemoteOptions* remote) {
+                                                  serve::RemoteOptions* remote) {
   std::vector<std::string> devices;
   for (const std::string& word : words) {
     if (is_run_folder(word)) {

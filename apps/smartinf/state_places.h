@@ -9,7 +9,7 @@
 
 #include "smartinf/base/status.h"
 #include "smartinf/config/recipe.h"
-#include "smartinf/csd/remote/options.h"
+#include "smartinf/serve/options.h"
 
 namespace smartinf::apps {
 
@@ -34,7 +34,7 @@ base::Status use_checkpoint(const std::string& path, config::Recipe& recipe);
 /// run's folder where it says nothing yet. Errors: a run's recipe or a checkpoint's description
 /// that cannot be read; a checkpoint that was put together from others.
 base::Result<std::vector<std::string>> devices_of(const std::vector<std::string>& words,
-                                                  csd::RemoteOptions* remote = nullptr);
+                                                  serve::RemoteOptions* remote = nullptr);
 
 /// Who wrote a state, as the client metadata of its step says.
 struct StateOwner {

@@ -112,9 +112,9 @@ nb::object float_view(const float* data, uint64_t count) {
 
 }  // namespace
 
-csd::RemoteOptions remote_options(const nb::dict& options) {
+serve::RemoteOptions remote_options(const nb::dict& options) {
   Given given("remote", options);
-  csd::RemoteOptions remote;
+  serve::RemoteOptions remote;
   given.read("certificate", remote.certificate);
   given.read("key", remote.key);
   given.read("ca", remote.ca);

@@ -23,7 +23,7 @@ namespace smartinf::python {
 /// The options of an updater by their names there.
 engine::UpdaterOptions updater_options(const nanobind::dict& given);
 /// Of devices of other machines, by their names there.
-csd::RemoteOptions remote_options(const nanobind::dict& given);
+serve::RemoteOptions remote_options(const nanobind::dict& given);
 
 /// What the first of some devices with a state holds.
 struct StoredState {

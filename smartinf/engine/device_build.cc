@@ -8,7 +8,7 @@
 
 #include "smartinf/csd/core_pinning.h"
 #include "smartinf/csd/opencl_processor.h"
-#include "smartinf/csd/remote/options.h"
+#include "smartinf/serve/options.h"
 
 namespace smartinf::engine {
 
@@ -95,7 +95,7 @@ std::vector<DeviceBuild> device_builds(const UpdaterOptions& options) {
   const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
   // Others' cores update what is there.
   const auto here = std::ranges::count_if(
-      options.devices, [](const DeviceOptions& device) { return !csd::is_remote(device.path); });
+      options.devices, [](const DeviceOptions& device) { return !serve::is_remote(device.path); });
   const auto count = static_cast<uint32_t>(std::max<decltype(here)>(here, 1));
   csd::Trace* trace = options.trace.get();
   const auto host_link = make_link(options.host_link, "host link", trace);
@@ -106,7 +106,7 @@ std::vector<DeviceBuild> device_builds(const UpdaterOptions& options) {
     build.device = device;
     if (build.device.name.empty()) build.device.name = device.path;
     build.threads = device.threads != 0 ? device.threads : std::max(1u, cores / count);
-    if (options.pin_threads && count > 1 && !csd::is_remote(device.path)) {
+    if (options.pin_threads && count > 1 && !serve::is_remote(device.path)) {
       build.cores = shared_out.take(csd::cores_near(device.path), build.threads);
     }
     build.host_link = host_link;

@@ -338,7 +338,7 @@ Status check_rule(const kernels::RuleOptions& rule) {
 /// What is here only, and what a server does its own way.
 Status check_remote(const UpdaterOptions& options) {
   for (const DeviceOptions& device : options.devices) {
-    if (!csd::is_remote(device.path)) continue;
+    if (!serve::is_remote(device.path)) continue;
     const bool emulated = device.internal_link.given() || options.host_link.given();
     if (options.where != UpdateWhere::kHost && !emulated) continue;
     return Status(ErrorCode::kUnsupported,

@@ -13,9 +13,9 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/local_device.h"
 #include "smartinf/csd/local_state.h"
-#include "smartinf/csd/remote/remote_source.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/device_build.h"
+#include "smartinf/serve/remote_source.h"
 #include "smartinf/storage/erase.h"
 #include "smartinf/storage/tuning.h"
 
@@ -172,8 +172,8 @@ class LocalSource final : public DeviceSource {
 DeviceSources local_sources(const UpdaterOptions& options, bool read_only) {
   DeviceSources sources;
   for (DeviceBuild& build : device_builds(options)) {
-    if (csd::is_remote(build.device.path)) {
-      sources.push_back(csd::remote_source(
+    if (serve::is_remote(build.device.path)) {
+      sources.push_back(serve::remote_source(
           {build.device.path,
            build.device.name,
            build.device.bandwidth,
@@ -189,7 +189,7 @@ DeviceSources local_sources(const UpdaterOptions& options, bool read_only) {
 }
 
 DeviceSources sources_at(const std::vector<std::string>& paths, storage::RingKind ring,
-                         const csd::RemoteOptions& remote) {
+                         const serve::RemoteOptions& remote) {
   UpdaterOptions options;
   options.pin_threads = false;
   options.ring = ring;

@@ -17,6 +17,6 @@ DeviceSources local_sources(const UpdaterOptions& options, bool read_only = fals
 /// Those of devices at these paths, with which nothing is trained: for their states.
 DeviceSources sources_at(const std::vector<std::string>& paths,
                          storage::RingKind ring = storage::RingKind::kAuto,
-                         const csd::RemoteOptions& remote = {});
+                         const serve::RemoteOptions& remote = {});
 
 }  // namespace smartinf::engine

@@ -179,7 +179,7 @@ uint32_t slots_of(storage::Durability durability) {
 /// keep a new one from being made there.
 Result<uint64_t> bytes_of_old(const UpdaterOptions& options, const DeviceBuild& build,
                               DeviceSource& source) {
-  const bool remote = csd::is_remote(build.device.path);
+  const bool remote = serve::is_remote(build.device.path);
   Collectives* const ranks = options.collectives.get();
   Status possible;
   if (!remote && (ranks == nullptr || ranks->rank() == build.device.rank)) {
@@ -294,10 +294,10 @@ Status check_new_run(const UpdaterOptions& options, const plan::ParameterSpace& 
     }
     const DeviceOptions& device = builds[d].device;
     // What a server's own limits are then is not known here.
-    uint64_t room = csd::is_remote(device.path) ? std::max(free, taken) : free + taken;
+    uint64_t room = serve::is_remote(device.path) ? std::max(free, taken) : free + taken;
     if (device.capacity_bytes != 0) {
       room = std::min(room, device.capacity_bytes);
-    } else if (!csd::is_remote(device.path)) {
+    } else if (!serve::is_remote(device.path)) {
       drive_of[source->place()] = source->drive();
       SharedDrive& shared = drives[source->drive()];
       shared.free = std::max(shared.free, free);

@@ -15,11 +15,11 @@
 #include "smartinf/base/state_format.h"
 #include "smartinf/base/status.h"
 #include "smartinf/compress/options.h"
-#include "smartinf/csd/remote/options.h"
 #include "smartinf/csd/trace.h"
 #include "smartinf/kernels/update_rule.h"
 #include "smartinf/plan/memory_plan.h"
 #include "smartinf/plan/schedule.h"
+#include "smartinf/serve/options.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -29,7 +29,7 @@ struct OpenClTraffic;  // opencl_processor.h
 namespace smartinf::engine {
 
 class Collectives;  // ranks/collectives.h
-using csd::is_remote;
+using serve::is_remote;
 
 enum class UpdateWhere : uint8_t {
   kDevice,  // SmartUpdate: state stays behind the host link
@@ -116,8 +116,8 @@ struct UpdaterOptions {
   /// The step to recover to, which this run's devices have committed or prepared: what its peers
   /// have agreed on. None: the devices decide.
   std::optional<base::StepNumber> recover_to;
-  EmulatedLink host_link;     // one for all devices
-  csd::RemoteOptions remote;  // for devices of other machines
+  EmulatedLink host_link;       // one for all devices
+  serve::RemoteOptions remote;  // for devices of other machines
   /// What devices and links do is recorded there; null: nowhere. Read it when the updater is gone,
   /// or between a wait_commit() and the next step.
   std::shared_ptr<csd::Trace> trace;

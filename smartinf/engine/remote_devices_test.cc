@@ -3,12 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "smartinf/csd/remote/test_server.h"
 #include "smartinf/engine/checkpoint.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/reshard.h"
 #include "smartinf/engine/stored_run.h"
 #include "smartinf/engine/test_model.h"
+#include "smartinf/serve/test_server.h"
 
 namespace smartinf::engine {
 namespace {
@@ -18,9 +18,9 @@ using base::Status;
 class RemoteDevices : public testing::Test {
  protected:
   RemoteDevices() {
-    std::vector<csd::ServedDevice> devices;
+    std::vector<serve::ServedDevice> devices;
     for (const char* name : {"fast0", "fast1"}) {
-      csd::ServedDevice& served = devices.emplace_back();
+      serve::ServedDevice& served = devices.emplace_back();
       served.name = name;
       served.memory_bytes = uint64_t{1} << 30;
       const std::string path = scratch_ / name;
@@ -42,9 +42,9 @@ class RemoteDevices : public testing::Test {
         return std::move(local_sources(options).front());
       };
     }
-    server_ = csd::wire::start_test_server(csd::wire::test_server_options(std::move(devices)));
+    server_ = serve::wire::start_test_server(serve::wire::test_server_options(std::move(devices)));
     options_ = options_of(Variant{}, scratch_);
-    options_.remote = csd::wire::TestTrust::shared().options();
+    options_.remote = serve::wire::TestTrust::shared().options();
   }
   std::string url(const char* name) const {
     return fmt::format("grpc://localhost:{}/{}", server_->port(), name);
@@ -64,7 +64,7 @@ class RemoteDevices : public testing::Test {
   }
 
   const Scratch scratch_;
-  std::unique_ptr<csd::Server> server_;
+  std::unique_ptr<serve::Server> server_;
   UpdaterOptions options_;
 };
 

@@ -35,7 +35,7 @@ storage::StoreLayout smallest_layout() {
 }
 
 Status check_place(DeviceSource& source, const std::string& path) {
-  if (csd::is_remote(path)) {
+  if (serve::is_remote(path)) {
     return Status(ErrorCode::kUnsupported, "activations without state go to this machine's drives",
                   "Give a directory.");
   }

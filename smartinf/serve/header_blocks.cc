@@ -1,0 +1,82 @@
+#include "smartinf/serve/header_blocks.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include <dlfcn.h>
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+
+namespace smartinf::serve::wire {
+namespace {
+
+// Of RFC 9113.
+constexpr uint8_t kHeaders = 1, kContinuation = 9;
+constexpr uint8_t kEndHeaders = 4;
+
+std::atomic<bool> reads_here{false};
+
+/// Of a connection, for as long as OpenSSL has it.
+HeaderBlocks* blocks_of(SSL* connection) {
+  static const int index = ::SSL_get_ex_new_index(
+      0, nullptr, nullptr, nullptr, [](void*, void* blocks, CRYPTO_EX_DATA*, int, long, void*) {
+        delete static_cast<HeaderBlocks*>(blocks);
+      });
+  auto* blocks = static_cast<HeaderBlocks*>(::SSL_get_ex_data(connection, index));
+  if (blocks == nullptr) {
+    blocks = new HeaderBlocks;
+    ::SSL_set_ex_data(connection, index, blocks);
+  }
+  return blocks;
+}
+
+}  // namespace
+
+bool HeaderBlocks::take(std::span<const std::byte> bytes) {
+  while (!bytes.empty() && block_bytes_ <= kBytesMax) {
+    if (skip_ > 0) {
+      const uint64_t here = std::min<uint64_t>(skip_, bytes.size());
+      skip_ -= here;
+      bytes = bytes.subspan(here);
+      continue;
+    }
+    head_[head_bytes_++] = bytes.front();
+    bytes = bytes.subspan(1);
+    if (head_bytes_ == head_.size()) begin_frame();
+  }
+  return block_bytes_ <= kBytesMax;
+}
+
+void HeaderBlocks::begin_frame() {
+  const auto at = [&](size_t i) { return std::to_integer<uint8_t>(head_[i]); };
+  head_bytes_ = 0;
+  skip_ = uint64_t{at(0)} << 16 | uint64_t{at(1)} << 8 | at(2);
+  if (at(3) == kHeaders) block_bytes_ = 0;
+  if (at(3) != kHeaders && at(3) != kContinuation) return;
+  block_bytes_ += head_.size() + skip_;
+  if (block_bytes_ <= kBytesMax && (at(4) & kEndHeaders) != 0) block_bytes_ = 0;
+}
+
+bool header_blocks_are_bounded() { return reads_here; }
+
+}  // namespace smartinf::serve::wire
+
+/// OpenSSL's own, and of a server's connections a look at what came. For every caller in the
+/// program: a connection that this program has made is not looked at.
+extern "C" __attribute__((visibility("default"))) int SSL_read(SSL* connection, void* buffer,
+                                                               int bytes) {
+  using smartinf::serve::wire::blocks_of;
+  using smartinf::serve::wire::reads_here;
+  static const auto read =
+      reinterpret_cast<int (*)(SSL*, void*, int)>(::dlsym(RTLD_NEXT, "SSL_read"));
+  const int came = read(connection, buffer, bytes);
+  if (came <= 0 || ::SSL_is_server(connection) == 0) return came;
+  reads_here = true;
+  const std::span<const std::byte> some(static_cast<const std::byte*>(buffer),
+                                        static_cast<size_t>(came));
+  if (blocks_of(connection)->take(some)) return came;
+  // gRPC ends a connection whose bytes OpenSSL refuses.
+  ERR_raise_data(ERR_LIB_USER, ERR_R_PASSED_INVALID_ARGUMENT, "a header block above %d bytes",
+                 static_cast<int>(smartinf::serve::wire::HeaderBlocks::kBytesMax));
+  return -1;
+}

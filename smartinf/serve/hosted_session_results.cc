@@ -1,0 +1,278 @@
+// The session's own thread: what the device answers, and how it is sent.
+#include <algorithm>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "smartinf/base/check.h"
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/log.h"
+#include "smartinf/base/units.h"
+#include "smartinf/serve/hosted_session.h"
+#include "smartinf/serve/samples.h"
+#include "smartinf/storage/leak_in_flight.h"
+
+namespace smartinf::serve::wire {
+
+using base::ErrorCode;
+using base::Status;
+using std::chrono::steady_clock;
+
+namespace {
+
+constexpr std::chrono::milliseconds kLook{200};
+
+}  // namespace
+
+void HostedSession::run() {
+  while (goes_on()) {
+    bool can_send = false;
+    {
+      const std::lock_guard lock(mutex_);
+      can_send = stream_ != nullptr && next_ <= last_number();
+    }
+    csd::Completion completion;
+    const auto wait = can_send ? std::chrono::milliseconds(0) : kLook;
+    if (completions_.pop(completion, wait)) {
+      if (completion.command != nullptr) on_completion(completion);
+      continue;
+    }
+    if (can_send) {
+      (void)send_one();
+    } else {
+      show_life();
+    }
+  }
+  close_device();
+}
+
+/// Of a device that works and answers nothing: the client sees that it moves bytes.
+void HostedSession::show_life() {
+  const Vitals life = vitals();
+  const auto moved = [](const Vitals& v) {
+    return v.host.up_total() + v.host.down_total() + v.store.up_total() + v.store.down_total();
+  };
+  const std::lock_guard lock(mutex_);
+  if (stream_ == nullptr || moved(life) == moved(vitals_)) return;
+  vitals_ = life;
+  push({VitalsFrame{life}, {}});
+}
+
+/// False when the session ends: asked to, or by itself.
+bool HostedSession::goes_on() {
+  const auto now = steady_clock::now();
+  Status why;
+  {
+    const std::lock_guard lock(mutex_);
+    if (ending_) return false;
+    if (stream_ == nullptr && !taking_over_ && now - detached_at_ > limits_.lease) {
+      why = Status(ErrorCode::kUnavailable,
+                   fmt::format("client {} was away for longer than its lease of {}", client_.name,
+                               base::format_seconds(limits_.lease.count())));
+    }
+  }
+  if (why.ok()) return true;
+  end(why);
+  return false;
+}
+
+void HostedSession::push(Entry entry) {
+  entries_.push_back(std::move(entry));
+  completions_.push({});
+}
+
+void HostedSession::give_data(uint64_t command, Target target, base::SubgroupId subgroup,
+                              Payload payload) {
+  for (uint64_t at = 0; at < payload.bytes.size();) {
+    const uint64_t some = std::min<uint64_t>(kPieceBytes, payload.bytes.size() - at);
+    const auto bytes = payload.bytes.subspan(at, some);
+    const DataFrame data{command, target, subgroup, at, base::checksum(bytes, at)};
+    const std::lock_guard lock(mutex_);
+    push({data, {payload.owner, bytes}});
+    at += some;
+  }
+}
+
+void HostedSession::on_completion(const csd::Completion& completion) {
+  std::shared_ptr<Running> running;
+  const bool done = completion.event == csd::Completion::Event::kDone;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::ranges::find_if(
+        running_, [&](const auto& some) { return some.get() == completion.command->owner; });
+    SI_CHECK(found != running_.end(), "an answer of the device to nothing");
+    running = *found;
+    if (done) {
+      running_.erase(found);
+      gate_->finished(running->body);
+    }
+  }
+  if (!done) return on_ready(running, completion.subgroup);
+  Status status = completion.status;
+  if (status.ok()) give_results(running);
+  // After a timeout the drive may still use the memory.
+  if (status.code() == ErrorCode::kTimeout) {
+    if (running->in.size() > 0) storage::leak_in_flight(std::move(running->in));
+    if (running->out.size() > 0) storage::leak_in_flight(std::move(running->out));
+  }
+  const bool gradient = std::holds_alternative<Gradient>(running->body);
+  const bool stands = std::holds_alternative<csd::Prepare>(running->body) ||
+                      std::holds_alternative<csd::Commit>(running->body) ||
+                      std::holds_alternative<csd::Abort>(running->body) ||
+                      std::holds_alternative<csd::Flush>(running->body);
+  std::optional<Standing> now;
+  Vitals life;
+  // Only this thread destroys the device. A gradient moves nothing that is looked at.
+  if (device_ != nullptr && stands) now = standing();
+  if (device_ != nullptr && !gradient) life = vitals();
+  const std::lock_guard lock(mutex_);
+  if (device_ != nullptr && !gradient) vitals_ = life;
+  if (now) standing_ = *now;
+  if (status.ok()) {
+    if (const auto* begin = std::get_if<csd::BeginStep>(&running->body)) step_ = begin->step;
+    if (std::holds_alternative<csd::Commit>(running->body)) ++hosted_.counters().commits;
+  } else {
+    ++hosted_.counters().errors;
+    if (ending_ && !end_why_.ok() && status.code() == ErrorCode::kCancelled) status = end_why_;
+  }
+  if (gradient && running->in.size() > 0 && spare_.size() < kSpareMax) {
+    spare_.push_back(std::move(running->in));
+  }
+  push({DoneFrame{running->number, status, vitals_, now}, {}});
+}
+
+void HostedSession::on_ready(const std::shared_ptr<Running>& running, base::SubgroupId subgroup) {
+  const auto& update = std::get<UpdateWanted>(running->body);
+  const auto entry = std::ranges::find(update.updates, subgroup, &WeightsWanted::subgroup);
+  const storage::StoredSubgroup& stored = *gate_->find(subgroup);
+  const auto index = static_cast<size_t>(&stored - layout_.subgroups.data());
+  if (entry->weights) {
+    const uint64_t element_bytes = base::data_type_bytes(update.weights_type);
+    give_data(
+        running->number, Target::kWeights, subgroup,
+        {running->region, running->region->weights.bytes().subspan(
+                              region_first_[index] * element_bytes, stored.count * element_bytes)});
+  }
+  if (entry->samples) {
+    auto packed = std::make_shared<std::vector<base::Bf16>>(
+        pack_samples(share_.matrices, stored,
+                     reinterpret_cast<const base::Bf16*>(running->region->samples.data())));
+    const auto bytes = std::as_bytes(std::span(*packed));
+    give_data(running->number, Target::kSamples, subgroup, {std::move(packed), bytes});
+  }
+  const Vitals life = device_ != nullptr ? vitals() : vitals_;
+  const std::lock_guard lock(mutex_);
+  vitals_ = life;
+  push({ReadyFrame{running->number, subgroup, vitals_}, {}});
+}
+
+void HostedSession::give_results(const std::shared_ptr<Running>& running) {
+  const std::span<const std::byte> out = running->out.bytes();
+  if (const auto* wanted = std::get_if<StateWanted>(&running->body)) {
+    uint64_t at = 0;
+    for (uint32_t plane = 0; plane < layout_.planes.size(); ++plane) {
+      if ((wanted->planes >> plane & 1u) == 0) continue;
+      const uint64_t bytes = wanted->count * sizeof(float);
+      give_data(running->number, static_cast<Target>(plane), wanted->subgroup,
+                {running, out.subspan(at, bytes)});
+      at += bytes;
+    }
+  } else if (const auto* weights = std::get_if<ReadWanted>(&running->body)) {
+    const uint64_t bytes =
+        gate_->find(weights->subgroup)->count * base::data_type_bytes(weights->type);
+    give_data(running->number, Target::kWeights, weights->subgroup, {running, out.first(bytes)});
+  } else if (const auto* fetched = std::get_if<SpoolWanted>(&running->body)) {
+    give_data(running->number, Target::kSpool, {}, {running, out.first(fetched->bytes)});
+  }
+}
+
+bool HostedSession::send_one() {
+  std::unique_lock lock(mutex_);
+  if (stream_ == nullptr || next_ > last_number()) return false;
+  Stream* stream = stream_;
+  const Entry entry = entries_[static_cast<size_t>(next_ - first_number_)];
+  const Down down{next_, entry.body};
+  ++next_;
+  writing_ = true;
+  lock.unlock();
+  const OutFrame frame{encode(down), entry.payload};
+  hosted_.counters().bytes_sent += frame.bytes();
+  // What was lost with a broken stream is sent again over the next one.
+  const bool written = stream->write(frame);
+  if (!written) stream->cancel();
+  lock.lock();
+  writing_ = false;
+  changed_.notify_all();
+  return written;
+}
+
+void HostedSession::end(Status why) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (ending_) return;
+    ending_ = true;
+    end_why_ = std::move(why);
+    changed_.notify_all();
+  }
+  completions_.push({});
+}
+
+void HostedSession::cancel_stream() {
+  const std::lock_guard lock(mutex_);
+  if (stream_ != nullptr) stream_->cancel();
+}
+
+bool HostedSession::wait_ended(std::chrono::duration<double> wait) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, wait, [&] { return ended_; });
+}
+
+void HostedSession::close_device() {
+  std::unique_ptr<csd::Device> device;
+  {
+    const std::lock_guard lock(submit_mutex_);
+    device = std::move(device_);
+  }
+  // Finishes what cannot be stopped, e.g. a commit, and refuses the rest; all of it is answered.
+  device.reset();
+  csd::Completion completion;
+  while (completions_.pop(completion, std::chrono::nanoseconds(0))) {
+    if (completion.command != nullptr) on_completion(completion);
+  }
+  std::string words = "nothing can be said of its state";
+  if (auto state = source_->peek(); state.ok()) {
+    const std::lock_guard lock(mutex_);
+    if (!*state || !(*state)->initialized) {
+      words = "its state was not whole and is deleted";
+      if (created_) (void)source_->erase();
+    } else if ((*state)->prepared_step > (*state)->committed_step) {
+      words =
+          fmt::format("step {} is prepared, and recovery decides on it", (*state)->prepared_step);
+    } else if (step_ > (*state)->committed_step) {
+      words =
+          fmt::format("step {} was aborted; step {} is committed", step_, (*state)->committed_step);
+    } else {
+      words = fmt::format("step {} is committed", (*state)->committed_step);
+    }
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    last_words_ = words;
+    push({ClosedFrame{end_why_}, {}});
+    base::log(base::LogLevel::kInfo,
+              fmt::format("client {} ({}), device {}: closed{}; {}", client_.name, client_.address,
+                          hosted_.name(),
+                          end_why_.ok() ? std::string() : " (" + end_why_.what() + ")", words));
+  }
+  // The lease is given back before the client is told: it may come again at once.
+  device_charge_ = Charge();
+  lease_ = DeviceLease();
+  // Whoever ends it breaks the connection of a client that does not read.
+  while (send_one()) {
+  }
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  changed_.notify_all();
+}
+
+}  // namespace smartinf::serve::wire

@@ -1,0 +1,158 @@
+#include "smartinf/serve/remote_snapshot.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/units.h"
+#include "smartinf/storage/format.h"
+
+namespace smartinf::serve::wire {
+namespace {
+
+using base::ErrorCode;
+using base::Result;
+using base::Status;
+
+class RemoteSnapshot final : public csd::Snapshot {
+ public:
+  RemoteSnapshot(std::string name, Conversation talk, SnapshotOpened opened)
+      : name_(std::move(name)), talk_(std::move(talk)), opened_(std::move(opened)) {}
+
+  const std::string& name() const override { return name_; }
+  const storage::StoreState& state() const override { return opened_.state; }
+  const storage::StoreLayout& layout() const override { return opened_.layout; }
+  std::string drive() const override { return opened_.drive; }
+  Status choose_step(base::StepNumber step) override {
+    SI_ASSIGN_OR_RETURN(const SnapshotAnswer answer, ask(ChooseStep{step}, nullptr));
+    client_metadata_ = answer.client_metadata;
+    return Status();
+  }
+  std::string client_metadata() const override { return client_metadata_; }
+  uint64_t blocks_without_checksum() const override { return blocks_without_checksum_; }
+
+  Status read_blocks(size_t subgroup, size_t plane, uint64_t first, uint64_t count,
+                     std::span<std::byte> out) override {
+    // An answer is a frame; its blocks are as large as the encoding makes them, the last one
+    // smaller.
+    const base::Encoding encoding =
+        base::plane_encoding(opened_.layout.format, opened_.layout.planes[plane]);
+    const uint64_t block_bytes = base::encoded_bytes(encoding, base::kBlockElements);
+    const uint64_t at_once = std::max<uint64_t>(1, kPieceBytes / block_bytes);
+    for (uint64_t done = 0; done < count;) {
+      const uint64_t some = std::min(at_once, count - done);
+      const uint64_t at = done * block_bytes;
+      const std::span<std::byte> here =
+          done + some < count ? out.subspan(at, some * block_bytes) : out.subspan(at);
+      InFrame frame;
+      SI_ASSIGN_OR_RETURN(const SnapshotAnswer answer,
+                          ask(ReadBlocks{subgroup, plane, first + done, some}, &frame));
+      if (frame.payload_bytes() != here.size() || frame.copy_payload(here, 0) != answer.checksum) {
+        return talk_.named(Status(ErrorCode::kCorrupt,
+                                  "blocks of the state are not what the server sent",
+                                  "They were damaged on their way or in a memory: try again."));
+      }
+      blocks_without_checksum_ = answer.blocks_without_checksum;
+      done += some;
+    }
+    return Status();
+  }
+
+ private:
+  template <typename Asked>
+  Result<SnapshotAnswer> ask(const Asked& question, InFrame* frame) {
+    return talk_.ask<SnapshotAnswer>(SnapshotAsk(question), {}, frame);
+  }
+
+  const std::string name_;
+  Conversation talk_;
+  const SnapshotOpened opened_;
+  std::string client_metadata_;
+  uint64_t blocks_without_checksum_ = 0;
+};
+
+class RemoteNewState final : public csd::NewState {
+ public:
+  RemoteNewState(Conversation talk, storage::StoreLayout layout, storage::Geometry geometry)
+      : talk_(std::move(talk)), layout_(std::move(layout)), geometry_(std::move(geometry)) {}
+
+  const storage::StoreLayout& layout() const override { return layout_; }
+
+  /// The memory is copied on its way, so that nothing uses it when this has returned.
+  void start(csd::SubgroupWrite& write) override {
+    write.under_way = false;
+    write.io.status = Status();
+    const std::span<const std::byte> all = write.memory.first(
+        base::round_up(geometry_.extent_bytes(write.subgroup), base::kIoAlignment));
+    for (uint64_t at = 0; at < all.size() && write.io.status.ok();) {
+      const uint64_t some = std::min<uint64_t>(kPieceBytes, all.size() - at);
+      auto copy = std::make_shared_for_overwrite<std::byte[]>(some);
+      std::copy_n(all.data() + at, some, copy.get());
+      const std::span<const std::byte> view(copy.get(), some);
+      const SubgroupPiece piece{write.subgroup, at, all.size(),
+                                base::checksum(all.subspan(at, some), at)};
+      write.io.status = talk_.say(StateAsk(piece), {std::move(copy), view});
+      at += some;
+    }
+    write.under_way = write.io.status.ok();
+  }
+  Status wait(csd::SubgroupWrite& write) override {
+    if (!write.under_way) return write.io.status;
+    write.under_way = false;
+    write.io.status = ask(WaitFor{write.subgroup});
+    return write.io.status;
+  }
+  Status prepare(const std::string& client_metadata) override {
+    return ask(PrepareState{client_metadata});
+  }
+  Status commit() override { return ask(CommitState{}); }
+  Status close() override {
+    if (!closed_) closed_ = ask(CloseState{});
+    return *closed_;
+  }
+  Status take_place() override { return ask(TakePlace{}); }
+  Status give_back() override { return ask(GiveBack{}); }
+  Status finish() override { return ask(Finish{}); }
+
+ private:
+  template <typename Asked>
+  Status ask(const Asked& question) {
+    return talk_.ask<StateAnswer>(StateAsk(question)).status();
+  }
+
+  Conversation talk_;
+  const storage::StoreLayout layout_;
+  const storage::Geometry geometry_;
+  std::optional<Status> closed_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<csd::Snapshot>> open_remote_snapshot(const std::string& name,
+                                                            const Endpoint& endpoint,
+                                                            const RemoteOptions& options,
+                                                            storage::ReaderLock lock,
+                                                            std::optional<SessionId> session) {
+  SI_ASSIGN_OR_RETURN(Conversation talk,
+                      Conversation::begin(endpoint, options, Purpose::kSnapshot));
+  SI_ASSIGN_OR_RETURN(SnapshotOpened opened, talk.ask<SnapshotOpened>(OpenSnapshot{lock, session}));
+  return std::unique_ptr<csd::Snapshot>(
+      std::make_unique<RemoteSnapshot>(name, std::move(talk), std::move(opened)));
+}
+
+Result<std::unique_ptr<csd::NewState>> create_remote_state(
+    const Endpoint& endpoint, const RemoteOptions& options, const storage::StoreLayout& layout,
+    const csd::NewStateOptions& state_options) {
+  const uint32_t slots = state_options.durability == storage::Durability::kNone ? 1 : 2;
+  SI_ASSIGN_OR_RETURN(storage::Geometry geometry, storage::Geometry::make(layout, slots));
+  SI_ASSIGN_OR_RETURN(Conversation talk,
+                      Conversation::begin(endpoint, options, Purpose::kNewState));
+  SI_RETURN_IF_ERROR(
+      talk.ask<StateAnswer>(CreateState{layout, state_options.durability, state_options.replace})
+          .status());
+  return std::unique_ptr<csd::NewState>(
+      std::make_unique<RemoteNewState>(std::move(talk), layout, std::move(geometry)));
+}
+
+}  // namespace smartinf::serve::wire

@@ -5,6 +5,7 @@ Usage: command_line_test.py PATH/TO/smartinf PROJECT_ROOT
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -82,7 +83,8 @@ class WrongUsage(unittest.TestCase):
         self.refused("simulate", "--overlap", "early", says="slots are too few")
         self.refused("simulate", "--overlap", "early", "--slots", "8", "--method", "su+o+c", says="compressed")
         self.refused("simulate", "--gpu", "A5001", says="A5000?")
-        self.refused("simulate", "--figure", "8", says="10, 11")
+        for flag, program in (("--figure=11", "figures"), ("--paper", "rows"), ("--closed-form", "closed_form")):
+            self.refused("simulate", flag, says=f"Run python3 bench/paper/{program}.py")
         self.refused("simulate", "--sweep", "device=1..3", says="devices?")
         self.refused("simulate", "--sweep", "devices=0..3", says="at least 1")
         self.refused("simulate", "--machine", "./none.toml", says="./none.toml")
@@ -260,17 +262,28 @@ class Plan(unittest.TestCase):
                 self.assertEqual(trained.returncode, 0, trained)
                 self.assertIn("step 1/1  loss ", trained.stdout)
 
-    def test_the_page_has_a_result_and_marks(self):
+    def test_the_page_holds_the_plan_and_what_it_draws(self):
         with tempfile.TemporaryDirectory() as folder:
-            page = pathlib.Path(folder) / "plan.html"
-            run("plan", "llama3-8B", "--batch", "1", "--html", str(page))
+            page, machine = (pathlib.Path(folder) / name for name in ("plan.html", "m.toml"))
+            text = run("simulate", "--machine", "workstation-gen4", "--print-machine").stdout
+            machine.write_text(text.replace("'workstation-gen4'", "'</script> & \"mine\"'", 1), encoding="utf-8")
+            words = ["plan", "llama3-8B", "--batch", "1", "--machine", str(machine)]
+            plan = json.loads(run(*words, "--json", "--html", str(page)).stdout)
             text = page.read_text(encoding="utf-8")
-            self.assertIn('<div class="result no"><p><b>It fits, with smartinf train: all 18 units on the GPU', text)
-            self.assertEqual(text.count('<div class="option best">'), 1)
-            self.assertIn("<dt>exact</dt><dd>the same bits", text)
-            self.assertNotIn("{{", text)
-            self.assertIn("US dollars", text)
-            self.assertRegex(text, r'<td class="no">\d+ days</td>')
+            self.assertEqual(text.count("</script>"), 1, "what is in the plan does not end the script")
+            shown = json.loads(re.search(r"(?m)^const plan = (.*);$", text).group(1))
+            self.assertEqual(shown["machine"], '</script> & "mine"')
+            for key in ("total_s", "buy_next", "overlap_total_s", "fits"):
+                self.assertEqual(shown[key], plan[key])
+            self.assertRegex(shown["headline"], r"^It fits, with smartinf train: all 18 units on the GPU")
+            self.assertEqual([one["label"] for one in shown["options"] if one["best"]],
+                             ["devices update, overlapped: " + plan["recommended"]])
+            self.assertTrue(all(one["wears_soon"] == (0 < one["drive_life_days"] < 60) for one in shown["options"]))
+            self.assertEqual([point["devices"] for point in shown["by_devices"]], list(range(1, 9)))
+            self.assertIn(shown["total_s"], [point["total_s"] for point in shown["by_devices"]])
+            # Each key that the page asks the plan for is there.
+            for key in set(re.findall(r"\bplan\.(\w+)", text)):
+                self.assertIn(key, shown)
 
 
 class Doctor(unittest.TestCase):

@@ -1,9 +1,11 @@
 // The smartinf command: parses the command line, installs the log sink, runs one subcommand.
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <exception>
 #include <memory>
 #include <new>
+#include <span>
 
 #include <spdlog/sinks/stdout_color_sinks.h>
 #include <spdlog/spdlog.h>
@@ -151,12 +153,39 @@ void expand_home(CLI::App& app) {
   for (CLI::App* command : app.get_subcommands({})) expand_home(*command);
 }
 
+/// Words of earlier versions, with what does the same now.
+struct Gone {
+  std::string_view command;
+  std::string_view word;
+  std::string_view advice;
+};
+constexpr Gone kGone[] = {
+    {"simulate", "--figure", "python3 bench/paper/figures.py N, in the project's folder"},
+    {"simulate", "--paper", "python3 bench/paper/rows.py, in the project's folder"},
+    {"simulate", "--closed-form", "python3 bench/paper/closed_form.py, in the project's folder"},
+};
+
+const Gone* find_gone(std::span<const std::string> words) {
+  for (const Gone& gone : kGone) {
+    if (words.empty() || words.front() != gone.command) continue;
+    const bool said = std::ranges::any_of(words.subspan(1), [&](std::string_view word) {
+      return word.substr(0, word.find('=')) == gone.word;
+    });
+    if (said) return &gone;
+  }
+  return nullptr;
+}
+
 int run_command_line(int argc, char** argv) {
   std::vector<std::string> words(argv + 1, argv + argc);
   base::Result<Overrides> overrides = config::take_overrides(words);
   if (!overrides.ok()) return report(overrides.status(), kExitUsage);
   const auto command =
       std::ranges::find_if(words, [](const std::string& word) { return !word.starts_with("-"); });
+  if (const Gone* gone = find_gone({command, words.end()})) {
+    return usage(fmt::format("{} {} has moved", gone->command, gone->word),
+                 fmt::format(". Run {}.", gone->advice));
+  }
   if (command != words.end()) {
     if (const std::optional<int> code = run_with_torch(*command, argv)) return *code;
   }

@@ -1,5 +1,6 @@
 // `smartinf plan`: what a model needs of a machine, and which method and state format to take.
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -13,12 +14,17 @@
 #include "smartinf/train/options.h"
 
 #include "apps/smartinf/commands.h"
+#include "apps/smartinf/python_script.h"
 #include "apps/smartinf/sim_flags.h"
 
 namespace smartinf::apps {
 namespace {
 
 using nlohmann::ordered_json;
+
+constexpr std::array kMethods{sim::Method::kBaseline, sim::Method::kSmart, sim::Method::kSmartOver,
+                              sim::Method::kSmartComp};
+constexpr std::string_view kPlanMark = "@PLAN@";  // in the page, where the plan comes
 
 struct PlanFlags {
   SimFlags question;
@@ -53,7 +59,7 @@ ordered_json streaming_of(const sim::MemoryNeed& need) {
           {"spool_bytes", plan.spool_bytes}};
 }
 
-void print_json(const sim::Plan& plan) {
+ordered_json to_json(const sim::Plan& plan) {
   const sim::PlanOption& best = plan.best();
   ordered_json options = ordered_json::array();
   for (const sim::PlanOption& option : plan.options) {
@@ -105,42 +111,89 @@ void print_json(const sim::Plan& plan) {
     use.in_memory = in_memory;
     return sim::memory_need(plan.model, plan.machine, best.options, use).expected_host_bytes;
   };
-  const ordered_json all{{"model", plan.model.name},
-                         {"parameters", plan.model.parameters()},
-                         {"machine", plan.machine.name},
-                         {"fits", plan.fits},
-                         {"result", sim::plan_result(plan).text()},
-                         {"with", sim::use_name(plan.use)},
-                         {"accumulation", best.options.accumulation},
-                         {"ranks", best.options.ranks},
-                         {"machines", best.options.machines},
-                         {"launch", sim::launch_line(best.options, "RECIPE")},
-                         {"uses", uses},
-                         {"recommended", best.label},
-                         {"streaming", streaming_of(best.need)},
-                         {"gpu_bytes", best.need.gpu_bytes},
-                         {"host_bytes", best.need.host_bytes},
-                         {"expected_host_bytes", best.need.expected_host_bytes},
-                         {"expected_host_bytes_without_checkpoints", host_bytes(false, false)},
-                         {"memory_host_bytes", host_bytes(true, true)},
-                         {"memory_host_bytes_without_checkpoints", host_bytes(false, true)},
-                         {"device_bytes", best.need.drive_bytes},
-                         {"total_s", best.times.total_s},
-                         {"overlap", base::enum_name(best.options.overlap)},
-                         {"overlap_total_s", overlaps},
-                         {"tokens_per_s", best.tokens_per_s},
-                         {"bound_by", best.times.bound_by},
-                         {"host_link_up_bytes", best.times.bytes.host_link_up},
-                         {"host_link_down_bytes", best.times.bytes.host_link_down},
-                         {"drive_read_bytes", best.times.bytes.drive_read},
-                         {"drive_written_bytes", best.times.bytes.drive_written},
-                         {"ranks_sent_bytes", best.times.bytes.ranks_sent},
-                         {"ranks_received_bytes", best.times.bytes.ranks_received},
-                         {"drive_life_days", best.drive_life_days},
-                         {"cost_per_mtoken", best.cost_per_mtoken},
-                         {"options", options},
-                         {"buy_next", next}};
-  fmt::print("{}\n", all.dump(2));
+  return {{"model", plan.model.name},
+          {"parameters", plan.model.parameters()},
+          {"machine", plan.machine.name},
+          {"fits", plan.fits},
+          {"result", sim::plan_result(plan).text()},
+          {"with", sim::use_name(plan.use)},
+          {"accumulation", best.options.accumulation},
+          {"ranks", best.options.ranks},
+          {"machines", best.options.machines},
+          {"launch", sim::launch_line(best.options, "RECIPE")},
+          {"uses", uses},
+          {"recommended", best.label},
+          {"streaming", streaming_of(best.need)},
+          {"gpu_bytes", best.need.gpu_bytes},
+          {"host_bytes", best.need.host_bytes},
+          {"expected_host_bytes", best.need.expected_host_bytes},
+          {"expected_host_bytes_without_checkpoints", host_bytes(false, false)},
+          {"memory_host_bytes", host_bytes(true, true)},
+          {"memory_host_bytes_without_checkpoints", host_bytes(false, true)},
+          {"device_bytes", best.need.drive_bytes},
+          {"total_s", best.times.total_s},
+          {"overlap", base::enum_name(best.options.overlap)},
+          {"overlap_total_s", overlaps},
+          {"tokens_per_s", best.tokens_per_s},
+          {"bound_by", best.times.bound_by},
+          {"host_link_up_bytes", best.times.bytes.host_link_up},
+          {"host_link_down_bytes", best.times.bytes.host_link_down},
+          {"drive_read_bytes", best.times.bytes.drive_read},
+          {"drive_written_bytes", best.times.bytes.drive_written},
+          {"ranks_sent_bytes", best.times.bytes.ranks_sent},
+          {"ranks_received_bytes", best.times.bytes.ranks_received},
+          {"drive_life_days", best.drive_life_days},
+          {"cost_per_mtoken", best.cost_per_mtoken},
+          {"options", options},
+          {"buy_next", next}};
+}
+
+/// plan.html with the plan in it, and with what only a picture wants.
+std::string to_html(const sim::Plan& plan) {
+  ordered_json all = to_json(plan);
+  const sim::PlanResult result = sim::plan_result(plan);
+  const sim::Machine& machine = plan.machine;
+  all["headline"] = result.headline;
+  all["remarks"] = result.remarks;
+  all["parameters_text"] = sim::parameters_text(plan.model);
+  all["batch"] = plan.model.batch;
+  all["sequence"] = plan.model.sequence;
+  all["gpu"] = machine.gpu.name;
+  all["gpus"] = machine.gpu.count;
+  all["devices"] = machine.device_count();
+  all["device"] = machine.devices.front().name;
+  all["there_is"] = {{"gpu_bytes", machine.gpu.memory_bytes},
+                     {"host_bytes", sim::host_limit_bytes(machine, plan.best().options)},
+                     {"device_bytes", machine.devices.front().capacity_bytes}};
+  all["price"] = {{"life_years", machine.price.life_years}, {"per_kwh", machine.price.per_kwh}};
+  for (size_t i = 0; i < plan.uses.size(); ++i) {
+    all["uses"][i]["text"] = sim::fit_text(plan.uses[i]);
+    all["uses"][i]["device_bytes"] = plan.uses[i].need.drive_bytes;
+  }
+  for (size_t i = 0; i < plan.options.size(); ++i) {
+    const sim::PlanOption& option = plan.options[i];
+    all["options"][i]["best"] = i == plan.recommended;
+    all["options"][i]["wears_soon"] = sim::wears_soon(option);
+    all["options"][i]["label"] =
+        fmt::format("{}: {}", sim::method_words(option.options.method), option.label);
+  }
+  for (const sim::Method method : kMethods) {
+    all["methods"][sim::method_name(method)] = sim::method_meaning(method);
+  }
+  // The recommended option's step with more devices of the first kind, and with fewer.
+  const uint32_t most = std::max(8u, 2 * machine.device_count());
+  sim::Machine changed = machine;
+  changed.devices.resize(1);
+  for (uint32_t n = 1; n <= most; n += most > 32 ? most / 16 : 1) {
+    changed.devices.front().count = n;
+    const auto times = sim::simulate_step(plan.model, changed, plan.best().options);
+    if (times.ok()) all["by_devices"].push_back({{"devices", n}, {"total_s", times->total_s}});
+  }
+  std::string json = all.dump(-1, ' ', true);
+  for (size_t at = 0; (at = json.find('<', at)) != std::string::npos;)
+    json.replace(at, 1, "\\u003c");
+  std::string page(plan_page());
+  return page.replace(page.find(kPlanMark), kPlanMark.size(), json);
 }
 
 void print_plan(const sim::Plan& plan) {
@@ -209,8 +262,7 @@ void print_plan(const sim::Plan& plan) {
                option.times.bound_by, option.fits ? "" : "; does not fit");
   }
   fmt::print("\n");
-  for (const sim::Method method : {sim::Method::kBaseline, sim::Method::kSmart,
-                                   sim::Method::kSmartOver, sim::Method::kSmartComp}) {
+  for (const sim::Method method : kMethods) {
     fmt::print("  {:<9} {}\n", sim::method_name(method), sim::method_meaning(method));
   }
   fmt::print(
@@ -251,11 +303,11 @@ int run_plan(const PlanFlags& flags) {
   const auto plan = sim::make_plan(question->model, question->machine, request);
   if (!plan.ok()) return report(plan.status(), kExitUsage);
   if (!flags.html.empty()) {
-    const base::Status written = write_text(flags.html, sim::plan_html(*plan));
+    const base::Status written = write_text(flags.html, to_html(*plan));
     if (!written.ok()) return report(written);
   }
   if (flags.json) {
-    print_json(*plan);
+    fmt::print("{}\n", to_json(*plan).dump(2));
   } else {
     print_plan(*plan);
     const sim::StepOptions& options = plan->best().options;

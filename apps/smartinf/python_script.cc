@@ -7,7 +7,6 @@
 #include <cstdlib>
 #include <cstring>
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <spawn.h>
 #include <sys/socket.h>
@@ -38,9 +37,6 @@ Result<PythonScript> PythonScript::start(std::string_view script,
   posix_spawn_file_actions_adddup2(&actions, ends[1], STDIN_FILENO);
   if (output == ScriptOutput::kAnswers) {
     posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
-  }
-  if (output == ScriptOutput::kDropped) {
-    posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
   }
   // Of what our threads block, it blocks nothing.
   posix_spawnattr_t attributes;

@@ -1,5 +1,5 @@
-// Scripts of the project that need a Python package: compiled in, so that an installed command has
-// them, and run by the user's Python.
+// Scripts of the project that need a Python package, and the page of a plan: compiled in, so that
+// an installed command has them. Scripts are run by the user's Python.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@
 
 namespace smartinf::apps {
 
-/// scripts/make_token_files.py, plot_figure.py, plot_run.py, tokenize_text.py and
-/// write_tensorboard.py.
+/// scripts/make_token_files.py, plot_run.py, tokenize_text.py and write_tensorboard.py.
 std::string_view make_token_files_script();
-std::string_view plot_figure_script();
 std::string_view plot_run_script();
 std::string_view tokenize_text_script();
 std::string_view write_tensorboard_script();
+/// plan.html, a static page that draws the plan it is given.
+std::string_view plan_page();
 
 /// What becomes of a script's standard output. kAnswers: read_line() has it.
-enum class ScriptOutput : uint8_t { kShown, kDropped, kAnswers };
+enum class ScriptOutput : uint8_t { kShown, kAnswers };
 
 /// A script that runs. Its standard error is ours, and says why it failed. Threads: one caller.
 class PythonScript {

@@ -11,12 +11,8 @@
 
 #include "smartinf/base/nearest.h"
 #include "smartinf/base/units.h"
-#include "smartinf/sim/closed_form.h"
-#include "smartinf/sim/figures.h"
-#include "smartinf/sim/paper_rows.h"
 
 #include "apps/smartinf/commands.h"
-#include "apps/smartinf/python_script.h"
 #include "apps/smartinf/sim_flags.h"
 #include "apps/smartinf/trace_file.h"
 
@@ -32,10 +28,6 @@ struct SimulateFlags {
   SimFlags question;
   std::string sweep;
   std::string trace;
-  uint32_t figure = 0;
-  std::string out = ".";
-  bool closed_form = false;
-  bool paper = false;
   bool list = false;
   bool print_machine = false;
   bool json = false;
@@ -114,50 +106,6 @@ void print_times(const SimQuestion& question, const sim::StepTimes& times) {
              base::format_bytes(times.bytes.ranks_received));
 }
 
-int print_closed_form(const SimQuestion& question, const sim::StepTimes& times, bool json) {
-  const auto form = sim::closed_form(question.model, question.machine, question.options);
-  if (!form.ok()) return report(form.status(), kExitUsage);
-  const auto reasons = sim::why_they_part(question.model, question.machine, question.options);
-  if (!reasons.ok()) return report(reasons.status(), kExitUsage);
-  const auto table = sim::table_one(question.options.method, question.options.rule,
-                                    static_cast<double>(times.parameters), question.options.ratio);
-  if (json) {
-    ordered_json all = to_json(question, times);
-    all["closed_form_forward_s"] = form->forward_s;
-    all["closed_form_backward_s"] = form->backward_s;
-    all["closed_form_update_s"] = form->update_s;
-    all["closed_form_total_s"] = form->total_s;
-    all["closed_form_bound_by"] = form->link_bound ? "host link" : "drives";
-    all["table_one_up_bytes"] = table.up;
-    all["table_one_down_bytes"] = table.down;
-    fmt::print("{}\n", all.dump());
-    return kExitDone;
-  }
-  fmt::print("\n  {:<9} {:>12} {:>12} {:>12}\n", "", "closed form", "simulated", "difference");
-  const auto line = [](const char* name, double closed, double simulated) {
-    fmt::print("  {:<9} {:>10.2f} s {:>10.2f} s {:>+10.2f} s\n", name, closed, simulated,
-               simulated - closed);
-  };
-  line("forward", form->forward_s, times.forward_s);
-  line("backward", form->backward_s, times.backward_s);
-  line("update", form->update_s, times.update_s);
-  line("step", form->total_s, times.total_s);
-  fmt::print(
-      "  T_opt {:.2f} s on one device, T_swap {:.2f} s over one link, {:.1f} devices fill the host "
-      "link: {}\n",
-      form->optimizer_one_s, form->swap_one_s, form->links_worth,
-      form->link_bound ? "the link is the limit" : "the drives are the limit");
-  fmt::print("  Table I, host link: {} up, {} down (f32 gradients and weights)\n",
-             base::format_bytes(static_cast<uint64_t>(table.up)),
-             base::format_bytes(static_cast<uint64_t>(table.down)));
-  fmt::print("  They differ because the closed form assumes, and the event-driven run does not:\n");
-  for (const sim::Reason& reason : *reasons) {
-    if (reason.saved_s < 0.005 * times.total_s) continue;
-    fmt::print("    {:>8.2f} s  {}\n", reason.saved_s, reason.what);
-  }
-  return kExitDone;
-}
-
 /// "devices=1..10" or "method=su,su+o" into the flag and its values.
 constexpr int64_t kSweepMax = 10'000;
 
@@ -232,89 +180,6 @@ int run_sweep(const SimulateFlags& flags) {
   return kExitDone;
 }
 
-Status write_text(const std::filesystem::path& path, std::string_view text) {
-  std::ofstream file(path, std::ios::binary);
-  file.write(text.data(), static_cast<std::streamsize>(text.size()));
-  file.flush();
-  if (!file) return base::errno_status(errno, "cannot write", path.string());
-  return {};
-}
-
-int run_figure(const SimulateFlags& flags) {
-  const auto figure = sim::make_figure(flags.figure);
-  if (!figure.ok()) return report(figure.status(), kExitUsage);
-  const std::filesystem::path folder = flags.out;
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  if (error) return report(base::errno_status(error.value(), "cannot make the folder", flags.out));
-  const std::string stem = fmt::format("figure{}", flags.figure);
-  const std::filesystem::path rows = folder / (stem + ".json");
-  const std::filesystem::path csv = folder / (stem + ".csv");
-  for (const auto& [path, text] : {std::pair{rows, sim::figure_to_json(*figure)},
-                                   std::pair{csv, sim::figure_to_csv(*figure)}}) {
-    const Status written = write_text(path, text);
-    if (!written.ok()) return report(written);
-    if (!flags.json) fmt::print("{}\n", path.string());
-  }
-  if (flags.json) {
-    fmt::print("{}", sim::figure_to_json(*figure));
-  } else {
-    fmt::print("figure {}: {}\n", figure->number, figure->basis);
-  }
-  // The rows are there; where they cannot be drawn, it is said why.
-  Result<PythonScript> drawing =
-      PythonScript::start(plot_figure_script(), {rows.string()},
-                          flags.json ? ScriptOutput::kDropped : ScriptOutput::kShown);
-  if (drawing.ok()) {
-    drawing->finish();
-  } else {
-    report(std::move(drawing).status().with_context("the rows are written, but not drawn"));
-  }
-  return kExitDone;
-}
-
-int run_paper(const SimulateFlags& flags) {
-  const auto question = apply_sim_flags(flags.question);
-  if (!question.ok()) return report(question.status(), kExitUsage);
-  const auto rows = sim::compare_with_paper(question->machine);
-  if (!rows.ok()) return report(rows.status(), kExitUsage);
-  double sum = 0;
-  double worst = 0;
-  for (const sim::PaperComparison& entry : *rows) {
-    sum += std::abs(entry.error);
-    worst = std::max(worst, std::abs(entry.error));
-    if (flags.json) {
-      const ordered_json row{{"group", entry.row.group},
-                             {"model", entry.row.model},
-                             {"devices", entry.row.devices},
-                             {"method", sim::method_name(entry.row.method)},
-                             {"optimizer", kernels::update_rule_name(entry.row.rule)},
-                             {"paper_forward_s", entry.row.forward_s},
-                             {"paper_backward_s", entry.row.backward_s},
-                             {"paper_update_s", entry.row.update_s},
-                             {"paper_total_s", entry.row.total_s},
-                             {"forward_s", entry.simulated.forward_s},
-                             {"backward_s", entry.simulated.backward_s},
-                             {"update_s", entry.simulated.update_s},
-                             {"total_s", entry.simulated.total_s},
-                             {"error", entry.error}};
-      fmt::print("{}\n", row.dump());
-    } else {
-      fmt::print(
-          "{:<8} {:<10} {:<5} {:>2} devices {:<8}  paper {:>6.2f} s  simulated {:>6.2f} s  "
-          "{:>+5.1f} %\n",
-          entry.row.group, entry.row.model, kernels::update_rule_name(entry.row.rule),
-          entry.row.devices, sim::method_name(entry.row.method), entry.row.total_s,
-          entry.simulated.total_s, 100 * entry.error);
-    }
-  }
-  if (!flags.json) {
-    fmt::print("{} rows: mean error {:.1f} %, worst {:.1f} %\n", rows->size(),
-               100 * sum / static_cast<double>(rows->size()), 100 * worst);
-  }
-  return kExitDone;
-}
-
 Status write_spans(const std::string& path, const std::vector<sim::Span>& spans) {
   csd::Trace trace(static_cast<uint32_t>(spans.size()));
   std::map<std::string, uint32_t> tracks;  // in the order of their names
@@ -332,14 +197,11 @@ int run_list() {
   fmt::print("models:   {}\n", fmt::join(sim::model_preset_names(), " "));
   fmt::print("machines: {}\n", fmt::join(sim::machine_preset_names(), " "));
   fmt::print("GPUs:     {}\n", fmt::join(sim::gpu_preset_names(), " "));
-  fmt::print("figures:  {}\n", fmt::join(sim::figure_numbers(), " "));
   return kExitDone;
 }
 
 int run_simulate(const SimulateFlags& flags) {
   if (flags.list) return run_list();
-  if (flags.figure != 0) return run_figure(flags);
-  if (flags.paper) return run_paper(flags);
   if (!flags.sweep.empty()) return run_sweep(flags);
   auto question = apply_sim_flags(flags.question);
   if (!question.ok()) return report(question.status(), kExitUsage);
@@ -354,12 +216,12 @@ int run_simulate(const SimulateFlags& flags) {
     const Status written = write_spans(flags.trace, times->spans);
     if (!written.ok()) return report(written);
   }
-  if (flags.json && !flags.closed_form) {
+  if (flags.json) {
     fmt::print("{}\n", to_json(*question, *times).dump());
-    return kExitDone;
+  } else {
+    print_times(*question, *times);
   }
-  if (!flags.json) print_times(*question, *times);
-  return flags.closed_form ? print_closed_form(*question, *times, flags.json) : kExitDone;
+  return kExitDone;
 }
 
 }  // namespace
@@ -373,18 +235,10 @@ void add_simulate(CLI::App& app, Run& run) {
       ->add_option("--sweep", flags->sweep,
                    "Flag to vary, with its values: devices=1..10, method=baseline,su+o")
       ->type_name("FLAG=VALUES");
-  command->add_flag("--closed-form", flags->closed_form,
-                    "Also show the closed-form model, and where and why the two differ");
-  command
-      ->add_option("--figure", flags->figure,
-                   "Figure of the paper to write: its rows, an SVG and a PNG")
-      ->type_name("N");
-  command->add_option("--out", flags->out, "Folder that --figure writes to [.]")->type_name("DIR");
   command
       ->add_option("--trace", flags->trace, "Chrome trace of the step to write (ui.perfetto.dev)")
       ->type_name("FILE");
-  command->add_flag("--paper", flags->paper, "Compare with every row that was read off the paper");
-  command->add_flag("--list", flags->list, "List the known models, machines, GPUs and figures");
+  command->add_flag("--list", flags->list, "List the known models, machines and GPUs");
   command->add_flag("--print-machine", flags->print_machine,
                     "Print the complete machine as a TOML file");
   command->add_flag("--json", flags->json,
@@ -396,7 +250,6 @@ void add_simulate(CLI::App& app, Run& run) {
       "  smartinf simulate --model gpt2-16.6B --devices 10 --method su+o+c\n"
       "  smartinf simulate --model gpt2-4.0B --sweep devices=1..10 --method su+o\n"
       "  smartinf simulate --model llama3-8B --machine workstation-gen5 --overlap early\n"
-      "  smartinf simulate --figure 11 --out figures\n"
       "  smartinf simulate --model gpt2-4.0B --method su+o --trace step.json");
   command->callback([flags, &run] { run = [flags] { return run_simulate(*flags); }; });
 }

@@ -128,7 +128,4 @@ struct PlanResult {
 };
 PlanResult plan_result(const Plan& plan);
 
-/// One page that needs nothing else, from plan_report.html: tables and charts as inline SVG.
-std::string plan_html(const Plan& plan);
-
 }  // namespace smartinf::sim

@@ -7,8 +7,6 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/test_timing.h"
-#include "smartinf/sim/closed_form.h"
-#include "smartinf/sim/paper_rows.h"
 
 namespace smartinf::sim {
 namespace {
@@ -20,6 +18,12 @@ constexpr std::array kMethods{Method::kBaseline, Method::kSmart, Method::kSmartO
                               Method::kSmartComp};
 constexpr double kEndless = 1e18;
 
+/// So many devices, all of the first kind it has.
+Machine with_devices(Machine machine, uint32_t devices) {
+  machine.devices.resize(1);
+  machine.devices.front().count = devices;
+  return machine;
+}
 Machine paper_machine(uint32_t devices) {
   auto machine = load_machine("smartssd-a5000");
   EXPECT_TRUE(machine.ok()) << machine.status().to_string();
@@ -47,15 +51,18 @@ TEST(Step, BytesOnTheHostLinkAreTableOneExactly) {
         const ModelShape shape = model("gpt2-1.6B");
         const StepTimes times = run(shape, paper_machine(devices), options);
         const auto p = static_cast<double>(shape.parameters());
-        const LinkBytes expected = table_one(method, rule, p, options.ratio);
-        EXPECT_EQ(static_cast<double>(times.bytes.host_link_up), expected.up);
+        // Without the host's update weights come up and gradients go down, 4 bytes each.
+        const double planes = static_cast<double>(kernels::rule_planes(rule).size());
+        const bool on_host = method == Method::kBaseline;
+        const double moved = on_host ? (4 * planes + 4) * p : 4 * p;
+        EXPECT_EQ(static_cast<double>(times.bytes.host_link_up), moved);
         if (method == Method::kSmartComp) {
           // Whole (index, value) pairs on every device: at most one pair short on each.
           const auto down = static_cast<double>(times.bytes.host_link_down);
-          EXPECT_LE(down, expected.down);
-          EXPECT_GT(down, expected.down - 8.0 * (devices + 1));
+          EXPECT_LE(down, options.ratio * moved);
+          EXPECT_GT(down, options.ratio * moved - 8.0 * (devices + 1));
         } else {
-          EXPECT_EQ(static_cast<double>(times.bytes.host_link_down), expected.down);
+          EXPECT_EQ(static_cast<double>(times.bytes.host_link_down), moved);
         }
         const uint64_t state = rule == UpdateRule::kAdamW ? 12 : 8;
         const uint64_t gradient = times.bytes.drive_written - state * shape.parameters();
@@ -163,9 +170,6 @@ TEST(Step, WithOnlyDrivesLeftTheUpdateIsTheirTime) {
   const double expected = p * (16 / device.read_bytes_per_s + 12 / device.write_bytes_per_s) / 4;
   EXPECT_NEAR(times.update_s / expected, 1.0, 0.01);  // filling and draining the slots
   EXPECT_EQ(times.bound_by, "drives");
-  const auto form = closed_form(shape, machine, options);
-  ASSERT_TRUE(form.ok());
-  EXPECT_NEAR(times.update_s / form->update_s, 1.0, 0.01) << "the closed form's assumptions hold";
 }
 
 TEST(Step, WhatFindsASlotFreeIsReadBesideBackward) {

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from runs import ROOT
+
 # An extension cache of its own: a build that was killed leaves a lock on which every later one waits.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build/rivals/extensions"))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from runs import ROOT, pyplot
+
 
 
 def read_rows(path):
@@ -95,13 +96,7 @@ def table(options):
 
 
 def plot(options):
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        sys.exit("plots need matplotlib: .venv/bin/pip install matplotlib")
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(7.2, 4.2), layout="constrained")
     for index, (name, by_seed) in enumerate(variants_of(read_rows(options.rows)).items()):
         curves = [dict(map(tuple, row["curve"])) for row in by_seed.values()]
         steps = sorted(set.intersection(*(set(curve) for curve in curves)))

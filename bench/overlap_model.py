@@ -31,37 +31,17 @@ import subprocess
 import sys
 import tempfile
 
-import overlap  # the recipe of the train program, beside this file
+import overlap  # the recipe of the train program
 import remote_step
+from runs import ROOT, SMARTINF, rows_of as run, text_of, with_values
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from served import Authority, Server, with_environment  # pylint: disable=wrong-import-position
 
-SMARTINF = os.environ.get("SMARTINF", str(ROOT / "build/release/bin/smartinf"))
 LAYERS = 32  # of bench overlap
 # The Llama that bench/overlap.py trains, on bytes.
 LLAMA = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16,
          "num_key_value_heads": 16, "intermediate_size": 2816, "vocab_size": 256, "tie_word_embeddings": True}
-
-
-def run(*words):
-    done = subprocess.run([SMARTINF, *map(str, words)], stdout=subprocess.PIPE, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def with_values(text, values):
-    """A machine file's text in which keys, named "section.key", have other values (or are multiplied by a float)."""
-    lines, section = [], ""
-    for line in text.splitlines():
-        if header := re.match(r"\s*\[+(\w+)\]+", line):
-            section = header.group(1)
-        key = re.match(r"(\w+) = ([^#]*[^#\s])", line)
-        value = values.get(f"{section}.{key.group(1)}") if key else None
-        if value is not None:
-            line = f"{key.group(1)} = {value(key.group(2)) if callable(value) else value}"
-        lines.append(line)
-    return "\n".join(lines) + "\n"
 
 
 class Model:
@@ -140,11 +120,7 @@ class Schedules:
 
     def __init__(self, args, machine, folder):
         self.args, self.folder = args, pathlib.Path(folder)
-        # With every key, so that each can be set.
-        given = self.folder / "given.toml"
-        given.write_text(machine, encoding="utf-8")
-        words = [SMARTINF, "simulate", "--machine", given, "--print-machine"]
-        self.text = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+        self.text = machine
         (self.folder / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
         text = "a rather short text, of which only the length matters. "
         (self.folder / "text.txt").write_text(4000 * text, encoding="utf-8")
@@ -361,7 +337,7 @@ def main():
         if not path:
             path = os.path.join(folder, "calibrated.toml")
             run("calibrate", "--device", args.device, "--out", path, "--json")
-        machine = pathlib.Path(path).read_text(encoding="utf-8")
+        machine = text_of("simulate", "--machine", path, "--print-machine")  # with every key, so that each can be set
         if args.program == "schedules":
             return compare_schedules(args, machine, folder)
         if args.program == "bench":

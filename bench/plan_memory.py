@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-SMARTINF = pathlib.Path(os.environ.get("SMARTINF", ROOT / "build/release/bin/smartinf"))
+from runs import ROOT, SMARTINF, text_of
+
 STEPS = 3
 
 # layers, width, heads, heads of keys and values, feed-forward, vocabulary
@@ -85,13 +85,6 @@ optimizer.close()
 """
 
 
-def run(words, **options):
-    done = subprocess.run([str(SMARTINF), *map(str, words)], capture_output=True, text=True, check=False, **options)
-    if done.returncode != 0:
-        sys.exit(f"smartinf {' '.join(map(str, words))}: {done.stderr}")
-    return done.stdout
-
-
 def config(model):
     layers, width, heads, kv_heads, inner, vocabulary = MODELS[model]
     return {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
@@ -115,12 +108,12 @@ def planned(model, way, machine, folder, unfit=False):
     if way.get("spill"):
         machine = re.sub(r"gradient_spilled *= *\w+", "gradient_spilled = true", machine)
     (folder / "machine.toml").write_text(machine, encoding="utf-8")
-    plan = json.loads(run(["plan", folder / "config.json", "--machine", folder / "machine.toml",
+    plan = json.loads(text_of("plan", folder / "config.json", "--machine", folder / "machine.toml",
                            "--batch", way.get("batch", BATCH), "--seq", way.get("sequence", SEQUENCE),
                            "--precision", way.get("precision", "bf16"),
                            "--devices", way.get("devices", 1), "--accumulation", way.get("accumulation", 1),
                            "--recompute", str(way.get("checkpoints", False)).lower(),
-                           *([] if unfit else ["--recipe", folder / "recipe.toml"]), "--json"]))
+                           *([] if unfit else ["--recipe", folder / "recipe.toml"]), "--json"))
     if way.get("python"):
         name = "Python, release_gradients=True" if way.get("release") else "Python"
         return next(one["expected_host_bytes"] for one in plan["uses"] if one["with"] == name)
@@ -184,7 +177,7 @@ def main():
             parser.error(f"no row '{name}'; --list names them")
     options.device.mkdir(parents=True, exist_ok=True)
     machine = options.device / "machine.toml"
-    run(["calibrate", "--device", options.device, "--out", machine])
+    text_of("calibrate", "--device", options.device, "--out", machine)
     text = machine.read_text(encoding="utf-8")
     errors = []
     print("| model and options | planned | measured peak | error |\n|---|---|---|---|")

@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 
-import overlap  # the recipe, beside this file
+import overlap  # the recipe
+from runs import SMARTINF
 
 
 def run(args, ranks, folder):
@@ -55,8 +56,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--accumulation", type=int, default=2)
-    root = pathlib.Path(__file__).resolve().parent.parent
-    parser.add_argument("--smartinf", default=os.environ.get("SMARTINF", str(root / "build/release/bin/smartinf")))
+    parser.add_argument("--smartinf", default=SMARTINF)
     parser.add_argument("more", nargs="*", help="behind --: further flags of smartinf train")
     args = parser.parse_args()
     ratios = []

@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests"))
+from runs import ROOT, SMARTINF
+
+sys.path.insert(0, str(ROOT / "tests"))
 from served import Authority, Server, with_environment  # pylint: disable=wrong-import-position
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -50,14 +52,13 @@ def run(args, device, repeat, server, environment):
 
 
 def main():
-    root = pathlib.Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", required=True)
     parser.add_argument("--params", default="2e8")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--smartinf", default=str(root / "build/release/bin/smartinf"))
+    parser.add_argument("--smartinf", default=SMARTINF)
     parser.add_argument("more", nargs="*", help="behind --: further flags of bench step, e.g. --density 0.08")
     args = parser.parse_args()
     folder = pathlib.Path(args.device)

@@ -3,7 +3,7 @@
 Usage: simulated_grid.py ROWS.jsonl [--device DIR] [--round 1] [--seconds 230] [--page PAGE.md]
                                     [--part FILE.jsonl]
 
-Runs `smartinf bench scale` (emulated devices) over device counts, rates, state formats and subgroup sizes,
+Runs `bench/scale.py` (emulated devices) over device counts, rates, state formats and subgroup sizes,
 and with --device `bench step` on the real drive behind DIR. Rows that ROWS.jsonl has already are not run
 again, but in another round, and after --seconds no new one is begun: run it as often as it takes, when
 nothing else runs.
@@ -15,14 +15,12 @@ import json
 import math
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-SMARTINF = pathlib.Path(os.environ.get("SMARTINF", ROOT / "build/release/bin/smartinf"))
-SCHEMES = ("host_update", "naive", "overlapped", "compressed")
+from runs import ROOT, SMARTINF, this_machine
+from scale import SCHEMES
 
 # Drives and host link per second, what shares a budget, and the parameters for each 2.5 devices, so that steps
 # take from a tenth of a second to some seconds.
@@ -47,10 +45,10 @@ def command(kind, point, device):
     if kind == "scale":
         read, write, host, shared, params = RATES[point["rates"]]
         params *= math.ceil(point["devices"] / 2.5)
-        return ["bench", "scale", "--devices", str(point["devices"]), "--params", str(params), "--internal-read", read,
+        return ["bench/scale.py", "--devices", str(point["devices"]), "--params", str(params), "--internal-read", read,
                 "--internal-write", write, "--host-link", host, "--shared", shared, "--state-format", point["format"],
                 "--subgroups", str(point["subgroups"]), "--json"]
-    words = ["bench", "step", "--params", PARAMS, "--state-format", point["format"], "--subgroup", str(point["subgroup"]),
+    words = ["smartinf", "bench", "step", "--params", PARAMS, "--state-format", point["format"], "--subgroup", str(point["subgroup"]),
              "--repeat", str(REPEAT), "--json", "--where", *point["way"].split()]
     for index in range(point["devices"]):
         words += ["--device", f"{device}/{index}"]
@@ -66,9 +64,10 @@ def measure(rows, grid, device, number, seconds):
         if time.monotonic() > end:
             return False
         words = command(kind, point, device)
-        done = subprocess.run([SMARTINF, *words], capture_output=True, text=True)
+        program = [sys.executable, ROOT / words[0]] if kind == "scale" else [SMARTINF]
+        done = subprocess.run([*program, *words[1:]], capture_output=True, text=True)
         if done.returncode != 0:
-            sys.exit(f"smartinf {' '.join(words)}: {done.stderr}")
+            sys.exit(f"{' '.join(words)}: {done.stderr}")
         result = json.loads(done.stdout.splitlines()[-1])
         row = {"kind": kind, "point": point, "round": number, "load": os.getloadavg()[0],
                "result": result["rows"][0] if kind == "scale" else result}
@@ -143,15 +142,8 @@ def raw(rows, fields):
     return "```csv\n" + "\n".join(lines) + "\n```"
 
 
-def machine():
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo", encoding="utf-8")
-                  if line.startswith("model name")), platform.machine())
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{os.cpu_count()} cores of {model}, {memory:.0f} GiB memory, Linux {platform.release().split('-')[0]}"
-
-
 def shown(kind, point):
-    return "smartinf " + " ".join(command(kind, point, "DIR"))
+    return " ".join(command(kind, point, "DIR"))
 
 
 def page(rows):
@@ -166,15 +158,15 @@ def page(rows):
 Command: `python3 bench/simulated_grid.py rows.jsonl --device DIR --page docs/results/simulator.md`, run until all
 rows are there, while builds were paused.
 
-Machine: {machine()}. The load in the rows is
+Machine: {this_machine()}. The load in the rows is
 the one-minute average; builds that were stopped for the measurement still count in it.
 
-Every point of `bench scale` is run once{f"; of `bench step`, {rounds}" if step else ""}.
+Every point of `bench/scale.py` is run once{f"; of `bench step`, {rounds}" if step else ""}.
 No row of these rounds is left out; earlier ones, with bench and simulator not yet as they are, are not here.
 An error is simulated / measured - 1. Nothing is fitted: the simulator gets the rates asked for, and what the
 cores do as timed in the same run (update, copies, selection and expansion of compressed gradients).
 
-## bench scale: emulated devices
+## bench/scale.py: emulated devices
 
 From the first gradient to the committed step. 1, 2, 4 and 10 devices; f32, bf16 and q8 state; 8 and 32
 subgroups on each device; the rates below, with twice the parameters on 4 and four times on 10 devices, so that

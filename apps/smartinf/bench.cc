@@ -11,13 +11,10 @@ void add_bench(CLI::App& app, Run& run) {
       "Examples:\n"
       "  smartinf bench step --params 2e8 --device /mnt/nvme0/bench\n"
       "  smartinf bench overlap --params 2e8 --device /mnt/nvme0/bench\n"
-      "  smartinf bench scale --devices 1,2,4\n"
       "  smartinf bench kernels --rule adamw\n"
       "  smartinf bench BENCHMARK --help");
   add_bench_step(*bench, run);
   add_bench_overlap(*bench, run);
-  add_bench_traffic(*bench, run);
-  add_bench_scale(*bench, run);
   add_bench_kernels(*bench, run);
 }
 

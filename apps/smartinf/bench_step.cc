@@ -2,8 +2,10 @@
 // drives need for the same bytes. Steps and limit are timed in turn, so a busy machine slows both.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <csignal>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,6 +20,8 @@
 #include "smartinf/base/units.h"
 #include "smartinf/csd/link.h"
 #include "smartinf/csd/linked_ring.h"
+#include "smartinf/engine/emulated_source.h"
+#include "smartinf/engine/gradient_path.h"
 #include "smartinf/engine/local_source.h"
 #include "smartinf/engine/updater.h"
 #include "smartinf/kernels/update.h"
@@ -60,12 +64,13 @@ class StepBench {
   Status run() {
     SI_RETURN_IF_ERROR(read_options());
     SI_RETURN_IF_ERROR(read_machine());
-    auto steps = SyntheticSteps::make(params_, updater_.gradient_type, DataType::kBf16);
+    auto steps = SyntheticSteps::make(params_, updater_.gradient_type, weights_type_);
     if (steps.status().code() == ErrorCode::kOutOfMemory) {
+      const uint64_t bytes = base::data_type_bytes(weights_type_);
       return Status(ErrorCode::kOutOfMemory,
-                    fmt::format("--params {:g}: the new weights, 2 bytes each, take {} of memory, "
+                    fmt::format("--params {:g}: the new weights, {} bytes each, take {} of memory, "
                                 "which is not available",
-                                options_.params, base::format_bytes(2 * params_)),
+                                options_.params, bytes, base::format_bytes(bytes * params_)),
                     "Give fewer parameters.");
     }
     SI_ASSIGN_OR_RETURN(steps_, std::move(steps));
@@ -104,13 +109,16 @@ class StepBench {
     SI_ASSIGN_OR_RETURN(updater_.state_cache_bytes, base::parse_bytes(options_.state_cache));
     SI_ASSIGN_OR_RETURN(link_.up_bytes_per_s, base::parse_bytes(options_.internal_read));
     SI_ASSIGN_OR_RETURN(link_.down_bytes_per_s, base::parse_bytes(options_.internal_write));
-    link_.shared_budget = true;
+    link_.shared_budget = options_.shared != "none";
+    SI_ASSIGN_OR_RETURN(const uint64_t host_rate, base::parse_bytes(options_.host_link));
+    updater_.host_link = {host_rate, host_rate, options_.shared == "all"};
     SI_ASSIGN_OR_RETURN(updater_.io_bytes, base::parse_bytes(options_.io_bytes));
     updater_.io_depth = options_.io_depth;
     updater_.subgroup_elements = options_.subgroup;
     const bool wide =
         options_.gradient.empty() ? options_.where == "host" : options_.gradient == "f32";
     updater_.gradient_type = wide ? DataType::kF32 : DataType::kBf16;
+    weights_type_ = options_.weights == "f32" ? DataType::kF32 : DataType::kBf16;
     if (options_.spill) updater_.gradient_budget_bytes = 0;
     compress::CompressOptions& compress = updater_.compress;
     compress.density = options_.density;
@@ -122,15 +130,65 @@ class StepBench {
       SI_RETURN_IF_ERROR(write_trace(options_.trace, *updater_.trace));  // fails now, if it does
     }
     updater_.remote = options_.remote;
-    for (const std::string& path : options_.devices) {
+    std::vector<std::string> paths = options_.devices;
+    for (uint32_t d = 0; d < options_.emulated; ++d) paths.push_back(fmt::format("device {}", d));
+    for (const std::string& path : paths) {
       engine::DeviceOptions device;
       device.path = path;
       device.threads = options_.threads;
       device.processor = options_.processor;
       device.internal_link = link_;
+      if (emulated()) device.bandwidth = 1;
       updater_.devices.push_back(device);
     }
+    if (emulated()) emulate();
     return Status();
+  }
+
+  bool emulated() const { return options_.emulated > 0; }
+  uint64_t device_count() const { return updater_.devices.size(); }
+
+  /// What of memory cannot be measured as of a drive, and the first device's speed.
+  void emulate() {
+    constexpr uint64_t kSubgroups = 48;  // filling and draining slots is a small part then
+    if (updater_.subgroup_elements == 0) {
+      updater_.subgroup_elements = base::round_up(
+          base::divide_up(params_, device_count() * kSubgroups), base::kBlockElements);
+    }
+    if (updater_.io_bytes == 0) updater_.io_bytes = base::kMiB / 4;
+    if (updater_.io_depth == 0) updater_.io_depth = 8;
+    engine::DeviceOptions& first = updater_.devices.front();
+    first.bandwidth = options_.slow_device;
+    for (uint64_t* rate :
+         {&first.internal_link.up_bytes_per_s, &first.internal_link.down_bytes_per_s}) {
+      *rate = static_cast<uint64_t>(static_cast<double>(*rate) * options_.slow_device);
+    }
+  }
+
+  /// The state in memory, made without links, or that would take longer than a step. Its pages are
+  /// there before a step is timed.
+  Status make_emulated() {
+    // Two copies of the state, spilled gradients, metadata, and room for an uneven share.
+    const uint64_t bytes =
+        30 * (base::divide_up(params_, device_count()) + 2 * updater_.subgroup_elements) +
+        32 * base::kMiB;
+    for (size_t d = 0; d < device_count(); ++d) {
+      SI_ASSIGN_OR_RETURN(auto drive, csd::EmulatedDrive::create(bytes));
+      std::memset(drive->contents().data(), 0, drive->contents().size());
+      drives_.push_back(std::move(drive));
+    }
+    engine::UpdaterOptions bare = updater_;
+    bare.trace = nullptr;
+    bare.host_link = {};
+    for (engine::DeviceOptions& device : bare.devices) device.internal_link = {};
+    SI_ASSIGN_OR_RETURN(const auto updater, open(bare));
+    return steps_->initialize(*updater);
+  }
+
+  base::Result<std::unique_ptr<engine::Updater>> open(const engine::UpdaterOptions& options) const {
+    if (!emulated()) return engine::Updater::open(options, steps_->space());
+    return engine::Updater::open(options, steps_->space(),
+                                 engine::emulated_sources(options, drives_));
   }
 
   /// Only AdamW's kernel is timed; another rule is simulated from a machine file or not at all.
@@ -139,7 +197,7 @@ class StepBench {
     if (options_.machine.empty()) {
       if (updater_.rule.rule != kernels::UpdateRule::kAdamW) return Status();
       const uint32_t cores = std::max(1u, std::thread::hardware_concurrency());
-      const auto count = static_cast<uint32_t>(options_.devices.size());
+      const auto count = static_cast<uint32_t>(device_count());
       const uint32_t threads = options_.threads == 0 ? cores : options_.threads * count;
       SI_ASSIGN_OR_RETURN(rates_.update_params_per_s,
                           measure_update_rate({updater_.format, updater_.checksums, compress},
@@ -160,7 +218,7 @@ class StepBench {
       }
       // As many of its devices as are timed here. By the bytes that come in: f32 state, and a bf16
       // gradient or the little there is of a compressed one.
-      bytes_per_s *= static_cast<double>(options_.devices.size()) / machine.device_count();
+      bytes_per_s *= static_cast<double>(device_count()) / machine.device_count();
       rates_.update_params_per_s = bytes_per_s / (compress.on() ? 12 : 14);
     }
     if (compress.on()) {
@@ -171,14 +229,42 @@ class StepBench {
     return Status();
   }
 
+  /// Drives of memory behind links, for the simulator.
+  Status add_links(sim::UpdateShape& shape) const {
+    shape.drive_read_bytes_per_s = static_cast<double>(link_.up_bytes_per_s);
+    shape.drive_write_bytes_per_s = static_cast<double>(link_.down_bytes_per_s);
+    shape.shared_budget = link_.shared_budget;
+    shape.host_up_bytes_per_s = shape.host_down_bytes_per_s =
+        static_cast<double>(updater_.host_link.up_bytes_per_s);
+    shape.host_shared_budget = updater_.host_link.shared_budget;
+    shape.link_catch_up_s = std::chrono::duration<double>(csd::Link::kCatchUp).count();
+    shape.links_in_order = true;
+    if (updater_.compress.on()) {
+      shape.gradient = static_cast<double>(host_link_.down(base::TrafficKind::kGradient)) /
+                       static_cast<double>(params_);
+    }
+    const auto devices = static_cast<uint32_t>(device_count());
+    SI_ASSIGN_OR_RETURN(
+        shape.copy_bytes_per_s,
+        measure_copy_rate(std::min(devices, std::max(1u, std::thread::hardware_concurrency()))));
+    // Gradients that are spilled are handed over by one thread.
+    SI_ASSIGN_OR_RETURN(shape.gradient_params_per_s,
+                        measure_gradient_rate(updater_.gradient_type,
+                                              options_.spill ? 1 : engine::gradient_threads()));
+    return Status();
+  }
+
   /// The same update on the virtual clock: drives at the rate that this run found for the same
-  /// bytes in the same order, processors and selection at the rate of their kernels.
+  /// bytes in the same order, or that emulated ones were given; processors and selection at the
+  /// rate of their kernels. Not what has no such rate, nor unequal devices.
   Status simulate() {
-    if (rates_.update_params_per_s <= 0 || !has_limit()) return Status();
+    const bool links = emulated() && options_.slow_device == 1 && link_.up_bytes_per_s > 0 &&
+                       link_.down_bytes_per_s > 0 && updater_.host_link.up_bytes_per_s > 0;
+    if (rates_.update_params_per_s <= 0 || !(links || has_limit())) return Status();
     const StateBytes bytes = state_bytes_per_parameter(updater_.rule.rule, updater_.format);
     sim::UpdateShape shape = rates_;
     shape.parameters = params_;
-    shape.devices = static_cast<uint32_t>(options_.devices.size());
+    shape.devices = static_cast<uint32_t>(device_count());
     shape.subgroup_elements = subgroup_elements_;
     shape.slots = slots_;
     shape.schedule = updater_.schedule;
@@ -189,9 +275,14 @@ class StepBench {
     shape.gradient_spilled = options_.spill;
     shape.state_cache_bytes = updater_.state_cache_bytes;
     shape.cached_writes_wait = updater_.durability == storage::Durability::kNone;
-    shape.shared_budget = true;
-    shape.drive_read_bytes_per_s = shape.drive_write_bytes_per_s =
-        median(drive_rate_) / static_cast<double>(shape.devices);
+    shape.weight = static_cast<double>(base::data_type_bytes(weights_type_));
+    if (links) {
+      SI_RETURN_IF_ERROR(add_links(shape));
+    } else {
+      shape.shared_budget = true;
+      shape.drive_read_bytes_per_s = shape.drive_write_bytes_per_s =
+          median(drive_rate_) / static_cast<double>(shape.devices);
+    }
     SI_ASSIGN_OR_RETURN(simulated_, sim::simulate_update(shape));
     simulated_shape_ = shape;
     return Status();
@@ -213,7 +304,8 @@ class StepBench {
   }
 
   Status time_step() {
-    SI_ASSIGN_OR_RETURN(const auto updater, engine::Updater::open(updater_, steps_->space()));
+    if (emulated() && drives_.empty()) SI_RETURN_IF_ERROR(make_emulated());
+    SI_ASSIGN_OR_RETURN(const auto updater, open(updater_));
     if (updater->fresh()) {
       made_ = true;
       SI_RETURN_IF_ERROR(steps_->initialize(*updater));
@@ -288,10 +380,12 @@ class StepBench {
     return moved;
   }
 
-  /// Another machine's drives cannot be read without its processors: 0, and the share of it too.
+  /// Another machine's drives cannot be read without its processors, and memory is no drive: 0, and
+  /// the share of it too.
   bool has_limit() const {
-    return std::ranges::none_of(options_.devices,
-                                [](const std::string& path) { return serve::is_remote(path); });
+    return !emulated() && std::ranges::none_of(options_.devices, [](const std::string& path) {
+      return serve::is_remote(path);
+    });
   }
   Status time_limit() {
     if (!has_limit()) {
@@ -325,7 +419,7 @@ class StepBench {
     const double limit_s = median(limit_s_);
     nlohmann::ordered_json row = {
         {"params", params_},
-        {"devices", options_.devices.size()},
+        {"devices", device_count()},
         {"where", options_.where},
         {"rule", options_.rule},
         {"state_format", options_.format},
@@ -353,6 +447,8 @@ class StepBench {
         {"host_bytes_up", host_link_.up_total()},
         {"host_bytes_down", host_link_.down_total()},
         {"host_gradient_bytes_down", host_link_.down(base::TrafficKind::kGradient)},
+        {"host_metadata_bytes", host_link_.up(base::TrafficKind::kMetadata) +
+                                    host_link_.down(base::TrafficKind::kMetadata)},
         {"drive_limit_s", limit_s},
         {"drive_limit_s_min", *limit_min},
         {"drive_limit_s_max", *limit_max},
@@ -366,6 +462,7 @@ class StepBench {
     };
     if (simulated_) {
       row["simulated_s"] = simulated_->update_s;
+      row["simulated_total_s"] = simulated_->total_s();
       row["simulated_ratio"] = simulated_->update_s / update_s;
       row["simulated_shape"] = nlohmann::json(simulated_shape_);
       row["update_params_per_s"] = rates_.update_params_per_s;
@@ -396,7 +493,7 @@ class StepBench {
         base::format_seconds(*update_max), base::format_seconds(median(weights_s_)),
         has_limit() ? fmt::format("{}: the update runs at {:.1f} % of it",
                                   base::format_seconds(limit_s), 100 * limit_s / update_s)
-                    : "not measured: it is another machine's",
+                    : "not measured: there is none here",
         base::format_bytes(store_.up_total()), base::format_bytes(store_.down_total()),
         state_bytes_cached_ == 0
             ? ""
@@ -409,7 +506,9 @@ class StepBench {
 
   const StepOptions options_;
   uint64_t params_ = 0;
+  DataType weights_type_ = DataType::kBf16;
   engine::UpdaterOptions updater_;
+  std::vector<std::unique_ptr<csd::EmulatedDrive>> drives_;  // of emulated devices
   std::unique_ptr<SyntheticSteps> steps_;
   bool made_ = false;  // the state on the devices is this benchmark's
   std::vector<double> update_s_;
@@ -443,7 +542,9 @@ void add_bench_step(CLI::App& bench, Run& run) {
       "Examples:\n"
       "  smartinf bench step --params 2e8 --device /mnt/nvme0/bench\n"
       "  smartinf bench step --params 1e9 --device a --device b --spill --json\n"
-      "  smartinf bench step --device a --where host --spill     # as ZeRO-Infinity does");
+      "  smartinf bench step --device a --where host --spill     # as ZeRO-Infinity does\n"
+      "  smartinf bench step --emulated 4 --params 1e7 --internal-read 75MB --internal-write 40MB "
+      "--host-link 160MB");
   command->callback([options, &run] {
     run = [options] {
       std::signal(SIGINT, on_interrupt);

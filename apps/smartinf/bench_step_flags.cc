@@ -16,8 +16,13 @@ void add_update_flags(CLI::App& command, StepOptions& options) {
   command.add_option("--params", options.params, "Number of parameters, e.g. 2e8")
       ->check(CLI::Range(1.0, 1e13))
       ->capture_default_str();
-  command.add_option("--device", options.devices, "Directory for the state; may be repeated")
-      ->required();
+  CLI::Option_group* places = command.add_option_group("places", "");
+  places->add_option("--device", options.devices, "Directory for the state; may be repeated");
+  places
+      ->add_option("--emulated", options.emulated,
+                   "Emulation: number of devices in the memory of this process")
+      ->check(CLI::Range(1u, 64u));
+  places->require_option(1);
   command
       .add_option("--repeat", options.repeat, "Number of steps, of which the median is reported")
       ->check(CLI::Range(1, 1000))
@@ -58,14 +63,28 @@ void add_update_flags(CLI::App& command, StepOptions& options) {
                   "again, e.g. 1GB")
       ->capture_default_str();
   command
-      .add_option(
-          "--internal-read", options.internal_read,
-          "Emulation: bytes per second that each drive reads, in time shared with its writes; "
-          "0: no limit")
+      .add_option("--internal-read", options.internal_read,
+                  "Emulation: bytes per second that each drive reads; 0: no limit")
       ->capture_default_str();
   command
       .add_option("--internal-write", options.internal_write,
                   "Emulation: bytes per second that each drive writes; 0: no limit")
+      ->capture_default_str();
+  command
+      .add_option("--host-link", options.host_link,
+                  "Emulation: bytes per second of the link between all devices and the host; 0: "
+                  "no limit")
+      ->capture_default_str();
+  command
+      .add_option("--shared", options.shared,
+                  "Emulation: links whose two directions share the link's time: none, the drives', "
+                  "or the drives' and the host link (all)")
+      ->check(CLI::IsMember({"none", "drives", "all"}))
+      ->capture_default_str();
+  command
+      .add_option("--slow-device", options.slow_device,
+                  "Emulation: speed of the first of the --emulated devices, relative to the others")
+      ->check(CLI::Range(0.01, 100.0))
       ->capture_default_str();
   command
       .add_option("--subgroup", options.subgroup,
@@ -78,6 +97,9 @@ void add_gradient_flags(CLI::App& command, StepOptions& options) {
       .add_option("--gradient", options.gradient,
                   "Type of gradients on the host link [bf16; f32 with --where host]")
       ->check(CLI::IsMember({"f32", "bf16"}));
+  command.add_option("--weights", options.weights, "Type of new weights on the host link")
+      ->check(CLI::IsMember({"f32", "bf16"}))
+      ->capture_default_str();
   command.add_flag("--spill", options.spill,
                    "Spill all gradients to the drive instead of keeping them in memory");
   command

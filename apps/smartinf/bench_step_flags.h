@@ -16,6 +16,8 @@ namespace smartinf::apps {
 struct StepOptions {
   double params = 2e8;
   std::vector<std::string> devices;
+  uint32_t emulated = 0;  // so many devices in memory, in place of those
+  double slow_device = 1;
   int repeat = 5;
   std::string format = "f32";
   std::string rule = "adamw";
@@ -28,8 +30,11 @@ struct StepOptions {
   std::string state_cache = "0";
   std::string internal_read = "0";
   std::string internal_write = "0";
+  std::string host_link = "0";
+  std::string shared = "all";
   uint64_t subgroup = 0;
   std::string gradient;  // empty: bf16; f32 for a host update
+  std::string weights = "bf16";
   bool spill = false;
   double density = 0;  // of compressed gradients; 0: dense ones
   std::optional<compress::ValueEncoding> values;

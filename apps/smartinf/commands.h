@@ -55,10 +55,8 @@ std::optional<int> run_with_torch(std::string_view command, char** arguments);
 
 // Subcommands of bench.
 void add_bench_kernels(CLI::App& bench, Run& run);
-void add_bench_scale(CLI::App& bench, Run& run);
 void add_bench_step(CLI::App& bench, Run& run);
 void add_bench_overlap(CLI::App& bench, Run& run);
-void add_bench_traffic(CLI::App& bench, Run& run);
 
 /// Prints a failure to standard error and returns the exit code for it: kExitInterrupted when the
 /// user cancelled, else `code`.

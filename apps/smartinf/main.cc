@@ -160,6 +160,8 @@ struct Gone {
   std::string_view advice;
 };
 constexpr Gone kGone[] = {
+    {"bench", "scale", "python3 bench/scale.py, in the project's folder"},
+    {"bench", "traffic", "python3 bench/traffic.py, in the project's folder"},
     {"simulate", "--figure", "python3 bench/paper/figures.py N, in the project's folder"},
     {"simulate", "--paper", "python3 bench/paper/rows.py, in the project's folder"},
     {"simulate", "--closed-form", "python3 bench/paper/closed_form.py, in the project's folder"},

@@ -189,10 +189,6 @@ base::Result<double> measure_copy_rate(uint32_t threads) {
   return static_cast<double>(threads * kBytes) / pass_s;
 }
 
-double compressed_bytes_per_parameter(const compress::CompressOptions& compress) {
-  return static_cast<double>(sparse_message(compress).size()) / (kBlocks * kBlock);
-}
-
 base::Result<SelectRate> measure_select_rate(const compress::CompressOptions& compress) {
   SelectRate rate;
   rate.threads = engine::gradient_threads();

@@ -41,9 +41,6 @@ struct SelectRate {
 };
 base::Result<SelectRate> measure_select_rate(const compress::CompressOptions& compress);
 
-/// Bytes per parameter of a gradient so compressed, without row and column factors.
-double compressed_bytes_per_parameter(const compress::CompressOptions& compress);
-
 /// Weights per second that one thread takes ahead by what was not sent.
 base::Result<double> measure_step_ahead_rate();
 

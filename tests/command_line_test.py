@@ -101,8 +101,8 @@ class WrongUsage(unittest.TestCase):
             for wrong, says in ((good.replace("link_bytes_per_s", "lnik_bytes_per_s", 1), "link_bytes_per_s?"),
                                 (good.replace("read_bytes_per_s = ", "read_bytes_per_s = -", 1), "above zero"),
                                 (good.replace("[host]", "[hots]"), "host?"),
-                                (good.replace("[[device]]", "[device]"), "Write [[device]]"),
-                                (good.replace("[gpu]", "[gpu"), "line 3"),
+                                (good.replace("[[device]]", "[device]"), "write [[device]]"),
+                                (good.replace("[gpu]", "[gpu"), "m.toml:3:"),
                                 (good.replace("count = 4", "count = 0"), "above zero")):
                 self.assertNotEqual(wrong, good)
                 machine.write_text(wrong, encoding="utf-8")

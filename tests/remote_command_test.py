@@ -405,7 +405,7 @@ class ServerFile(unittest.TestCase):
                                 (good.replace('key = "k"\n', ""), "'key' is missing"),
                                 (good.replace('"a"\npath', '"a/b"\npath'), "needs a name"),
                                 (good + good[good.index("[["):], "two devices are named a"),
-                                (good + "threads = 0\n", "a number from 1"), (good + 'quota = "x"\n', "a size such as"),
+                                (good + "threads = 0\n", "a whole number from 1"), (good + 'quota = "x"\n', 'such as "4GiB"'),
                                 (good[:30], "serve.toml"), ("lease_seconds = 0\n" + good, "seconds from 1"),
                                 (good, "there is no directory or block device")):
                 file.write_text(wrong, encoding="utf-8")

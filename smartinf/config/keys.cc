@@ -1,36 +1,25 @@
 #include "smartinf/config/keys.h"
 
 #include <array>
-#include <charconv>
-#include <cmath>
-#include <type_traits>
 
 #include <fmt/format.h>
-
-#include "smartinf/base/units.h"
 
 namespace smartinf::config {
 namespace {
 
-using base::ErrorCode;
-using base::Status;
-
-/// names: all of the enumeration's or its first ones.
-template <typename E>
-Choice choice(E& value, base::EnumNames names = enum_names(E{})) {
-  static_assert(std::is_same_v<std::underlying_type_t<E>, uint8_t>);
-  return {reinterpret_cast<uint8_t*>(&value), names};
+base::NumberOrWord rank_of(uint32_t& rank) {
+  return {&rank, engine::kAnyRank, "auto", "the number of a rank"};
 }
 
 // One key a line; the member and the key have the same name, but for sizes, whose unit is in the
 // value ("512MiB").
-#define SI_KEY(key, target, help)                                \
-  Key {                                                          \
-    key, help, [](Recipe& r, size_t) -> Field { return target; } \
+#define SI_KEY(key, target, help)                                      \
+  Key {                                                                \
+    key, help, [](Recipe& r, size_t) -> base::Field { return target; } \
   }
-#define SI_DEVICE_KEY(key, target, help)                           \
-  Key {                                                            \
-    key, help, [](Recipe& r, size_t i) -> Field { return target; } \
+#define SI_DEVICE_KEY(key, target, help)                                 \
+  Key {                                                                  \
+    key, help, [](Recipe& r, size_t i) -> base::Field { return target; } \
   }
 
 constexpr std::array kSections{
@@ -57,7 +46,7 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("model.from", &r.options.model.from,
            "folder of the model that is fine-tuned, as Hugging Face's save_pretrained() writes it "
            "(docs/models.md); empty: a new model of the sizes below"),
-    SI_KEY("model.init", choice(r.options.model.init),
+    SI_KEY("model.init", base::by_name(r.options.model.init),
            "first weights of a model from a folder: \"weights\": the folder's; \"random\": random "
            "ones, and only the shape and the tokenizer are the folder's"),
     SI_KEY("model.ignored_keys", &r.options.model.ignored_keys,
@@ -108,7 +97,7 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("train.run", &r.options.train.run,
            "folder of the run: recipe, log and state; empty: runs/ and the recipe's name"),
     SI_KEY(
-        "train.precision", choice(r.options.train.precision),
+        "train.precision", base::by_name(r.options.train.precision),
         "type of weights and compute; optimizer.format is the type of the state. \"auto\": when a "
         "run begins, bf16 on a GPU and on processors with instructions for it, else f32, which "
         "is several times as fast there; the run keeps it"),
@@ -124,7 +113,7 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("train.accumulation", &r.options.train.accumulation,
            "micro batches in one step, of all ranks together"),
     SI_KEY("train.lr", &r.options.train.lr, "highest learning rate, after the warm-up"),
-    SI_KEY("train.schedule", choice(r.options.train.schedule),
+    SI_KEY("train.schedule", base::by_name(r.options.train.schedule),
            "course of lr after the warm-up: \"cosine\" and \"linear\": down to lr_floor with the "
            "last step; \"constant\": no change; \"warmup-stable-decay\": no change until the "
            "last steps (decay_share), then linear down to lr_floor"),
@@ -183,18 +172,18 @@ constexpr auto kKeys = std::to_array<Key>({
            "folder. On the devices' own file "
            "system, if it is btrfs or xfs, a copy takes no time and shares the devices' blocks"),
 
-    SI_KEY("optimizer.where", choice(r.options.train.where),
+    SI_KEY("optimizer.where", base::by_name(r.options.train.where),
            "place of the update: \"device\": the device that has the state; \"host\": the host, so "
            "that state crosses the host link both ways; \"memory\": torch's own AdamW in memory"),
     SI_KEY(
-        "optimizer.overlap", choice(r.options.train.overlap),
+        "optimizer.overlap", base::by_name(r.options.train.overlap),
         "computation that runs at the same time as the update: \"late\": the next forward, each "
         "layer of which waits for its new weights; \"early\": backward as well, on the assumption "
         "that the gradient will not be clipped (train.clip_norm); \"none\": nothing; \"auto\": "
         "\"early\" in steps where the forward had to wait and the assumption is likely to hold, "
         "else \"late\", and \"none\" if optimizer.where is \"memory\". Weights and losses have "
         "the same bits in all cases"),
-    SI_KEY("optimizer.rule", choice(r.updater.rule.rule), "update rule"),
+    SI_KEY("optimizer.rule", base::by_name(r.updater.rule.rule), "update rule"),
     SI_KEY("optimizer.beta1", &r.updater.rule.beta1, "beta1 of adam, adamw, lion; momentum of sgd"),
     SI_KEY("optimizer.beta2", &r.updater.rule.beta2, "beta2 of adam, adamw, lion"),
     SI_KEY("optimizer.eps", &r.updater.rule.eps, "eps of adam, adamw, adagrad"),
@@ -205,16 +194,16 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("optimizer.lr_decay", &r.updater.rule.lr_decay, "decay of lr in adagrad"),
     SI_KEY("optimizer.initial_accumulator_value", &r.updater.rule.initial_accumulator_value,
            "first value of adagrad's sums"),
-    SI_KEY("optimizer.format", choice(r.updater.format),
+    SI_KEY("optimizer.format", base::by_name(r.updater.format),
            "format of momentum and variance; the master weights are always f32"),
-    SI_KEY("optimizer.gradient_type", choice(r.updater.gradient_type),
+    SI_KEY("optimizer.gradient_type", base::by_name(r.updater.gradient_type),
            "type of gradients on the host link; default: that of train.precision"),
     SI_KEY("optimizer.seed", &r.updater.seed, "seed of stochastic rounding (formats bf16 and q8)"),
 
     SI_KEY("compress.density", &r.updater.compress.density,
            "share of a gradient's elements that are sent, the largest of each block of 65536, e.g. "
            "0.08; 0: gradients are sent dense"),
-    SI_KEY("compress.values", choice(r.updater.compress.values),
+    SI_KEY("compress.values", base::by_name(r.updater.compress.values),
            "encoding of a sent element; \"sign\": its sign, and one magnitude for each block; "
            "default: \"sign\", but \"bf16\" without error feedback"),
     SI_KEY("compress.error_feedback", &r.updater.compress.error_feedback,
@@ -226,22 +215,22 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("compress.warmup_steps", &r.updater.compress.warmup_steps,
            "steps in which the density falls from 0.25 to compress.density"),
 
-    SI_KEY("engine.schedule", choice(r.updater.schedule, plan::engine_schedule_names()),
+    SI_KEY("engine.schedule", base::by_name(r.updater.schedule, plan::engine_schedule_names()),
            "order of reads, updates and writes on a device"),
-    SI_KEY("engine.memory_budget", ByteCount{&r.updater.memory_budget_bytes},
+    SI_KEY("engine.memory_budget", base::ByteCount{&r.updater.memory_budget_bytes},
            "memory of all devices' buffers together; gradients and weights come on top"),
-    SI_KEY("engine.gradient_budget", ByteCount{&r.updater.gradient_budget_bytes},
+    SI_KEY("engine.gradient_budget", base::ByteCount{&r.updater.gradient_budget_bytes},
            "memory for gradients; beyond it they are spilled to the devices"),
     SI_KEY("engine.subgroup_elements", &r.updater.subgroup_elements,
            "elements read, updated and written as one subgroup; 0: chosen from the memory budget"),
-    SI_KEY("engine.durability", choice(r.updater.durability),
+    SI_KEY("engine.durability", base::by_name(r.updater.durability),
            "durability of the state: \"step\": every committed step survives power loss; \"none\": "
            "the state takes half the space, and a crash loses it"),
     SI_KEY("engine.checksums", &r.updater.checksums,
            "whether every block has a checksum, checked at every read"),
-    SI_KEY("engine.ring", choice(r.updater.ring),
+    SI_KEY("engine.ring", base::by_name(r.updater.ring),
            "kind of I/O: \"auto\": io_uring where it works, else a pool of threads"),
-    SI_KEY("engine.io_size", ByteCount{&r.updater.io_bytes},
+    SI_KEY("engine.io_size", base::ByteCount{&r.updater.io_bytes},
            "size of one transfer; 0: measured at first use and stored on the device"),
     SI_KEY("engine.io_depth", &r.updater.io_depth,
            "transfers in flight in each direction; 0: measured at first use and stored on the "
@@ -249,36 +238,36 @@ constexpr auto kKeys = std::to_array<Key>({
     SI_KEY("engine.pin_threads", &r.updater.pin_threads,
            "whether the threads of each of several devices stay on cores of their own, near its "
            "drive"),
-    SI_KEY("engine.host_link_up", ByteCount{&r.updater.host_link.up_bytes_per_s},
+    SI_KEY("engine.host_link_up", base::ByteCount{&r.updater.host_link.up_bytes_per_s},
            "emulation: bytes per second from all devices together to the host; 0: no limit"),
-    SI_KEY("engine.host_link_down", ByteCount{&r.updater.host_link.down_bytes_per_s},
+    SI_KEY("engine.host_link_down", base::ByteCount{&r.updater.host_link.down_bytes_per_s},
            "emulation: bytes per second from the host to all devices together; 0: no limit"),
     SI_KEY("engine.host_link_shared", &r.updater.host_link.shared_budget,
            "emulation: whether both directions share the link's time"),
     SI_KEY("engine.host_link_latency_us", &r.updater.host_link.latency_us,
            "emulation: microseconds added to every transfer"),
 
-    SI_KEY("memory.host", ByteCount{&r.options.memory.host_bytes},
+    SI_KEY("memory.host", base::ByteCount{&r.options.memory.host_bytes},
            "size that the process may have in the host's memory, with torch and all; weights, "
            "gradients and activations that do not fit are stored on the devices and pass through. "
            "0: what is free at the start"),
-    SI_KEY("memory.accelerator", ByteCount{&r.options.memory.accelerator_bytes},
+    SI_KEY("memory.accelerator", base::ByteCount{&r.options.memory.accelerator_bytes},
            "size that may be used of a GPU's memory; 0: what is free at the start"),
     SI_KEY(
-        "memory.activations", choice(r.options.memory.activations),
+        "memory.activations", base::by_name(r.options.memory.activations),
         "activations that stay between forward and backward: \"keep\": all that backward needs, "
         "in memory; "
         "\"recompute\": the input of each group of layers, and backward computes the rest "
         "again; \"offload\": all that backward needs, on the devices; \"auto\": \"keep\" if "
         "there is memory for it, else \"recompute\", and as much of \"offload\" as the first steps "
         "show to be faster. Inputs that do not fit are stored on the devices"),
-    SI_KEY("memory.state_cache", ByteCount{&r.updater.state_cache_bytes},
+    SI_KEY("memory.state_cache", base::ByteCount{&r.updater.state_cache_bytes},
            "size of the part of the state that is kept in host memory as well, and is not read "
            "from the drives again. Every step still writes it; with engine.durability = \"none\" "
            "it is written only at checkpoints and at the end"),
 
     SI_KEY(
-        "ranks.order", choice(r.options.ranks.order),
+        "ranks.order", base::by_name(r.options.ranks.order),
         "order in which the gradients of a step's micro batches are added up: \"fixed\": one that "
         "gives the same bits with any number of ranks; \"auto\": the same with several ranks, and "
         "in one process one after the other, which takes less memory"),
@@ -299,14 +288,14 @@ constexpr auto kKeys = std::to_array<Key>({
            "seconds for which `smartinf train` tries to open a lost device again, and goes on "
            "from the committed step; 0: it ends with the error. Of several ranks it always ends "
            "(torchrun --max-restarts starts them again)"),
-    SI_KEY("remote.window", ByteCount{&r.updater.remote.window_bytes},
+    SI_KEY("remote.window", base::ByteCount{&r.updater.remote.window_bytes},
            "bytes on their way to one device; more make up for a slow network"),
 
     SI_DEVICE_KEY("device.path", &r.updater.devices[i].path,
                   "directory or block device, or grpc://HOST:PORT/NAME of another machine; with "
                   "\"{rank}\" in it there is one such device for "
                   "each rank, with its number in the path"),
-    SI_DEVICE_KEY("device.rank", RankNumber{&r.updater.devices[i].rank},
+    SI_DEVICE_KEY("device.rank", rank_of(r.updater.devices[i].rank),
                   "number of the rank that drives the device, from 0; \"auto\": the devices are "
                   "shared out among the ranks in their order"),
     SI_DEVICE_KEY("device.name", &r.updater.devices[i].name, "name in messages; empty: the path"),
@@ -319,16 +308,17 @@ constexpr auto kKeys = std::to_array<Key>({
         "(smartinf doctor lists them)"),
     SI_DEVICE_KEY("device.bandwidth", &r.updater.devices[i].bandwidth,
                   "speed relative to the other devices, for placement; 0: measured at first use"),
-    SI_DEVICE_KEY("device.capacity", ByteCount{&r.updater.devices[i].capacity_bytes},
+    SI_DEVICE_KEY("device.capacity", base::ByteCount{&r.updater.devices[i].capacity_bytes},
                   "largest number of bytes to use; 0: all free space"),
-    SI_DEVICE_KEY("device.rated_endurance", ByteCount{&r.updater.devices[i].rated_endurance_bytes},
+    SI_DEVICE_KEY("device.rated_endurance",
+                  base::ByteCount{&r.updater.devices[i].rated_endurance_bytes},
                   "bytes that may be written to the drive in its lifetime, from its data sheet "
                   "(600TB); 0: not known"),
     SI_DEVICE_KEY("device.internal_read",
-                  ByteCount{&r.updater.devices[i].internal_link.up_bytes_per_s},
+                  base::ByteCount{&r.updater.devices[i].internal_link.up_bytes_per_s},
                   "emulation: bytes per second from the store to the processor; 0: no limit"),
     SI_DEVICE_KEY("device.internal_write",
-                  ByteCount{&r.updater.devices[i].internal_link.down_bytes_per_s},
+                  base::ByteCount{&r.updater.devices[i].internal_link.down_bytes_per_s},
                   "emulation: bytes per second from the processor to the store; 0: no limit"),
     SI_DEVICE_KEY("device.internal_shared", &r.updater.devices[i].internal_link.shared_budget,
                   "emulation: whether reads and writes share the drive's time, as in a real drive"),
@@ -339,77 +329,6 @@ constexpr auto kKeys = std::to_array<Key>({
 #undef SI_KEY
 #undef SI_DEVICE_KEY
 
-template <typename... Visitors>
-struct Overloaded : Visitors... {
-  using Visitors::operator()...;
-};
-// clang 14 does not deduce the arguments of an aggregate by itself.
-template <typename... Visitors>
-Overloaded(Visitors...) -> Overloaded<Visitors...>;
-
-std::string quote(std::string_view text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    switch (c) {
-      case '"':
-        out += "\\\"";
-        break;
-      case '\\':
-        out += "\\\\";
-        break;
-      case '\n':
-        out += "\\n";
-        break;
-      case '\t':
-        out += "\\t";
-        break;
-      case '\r':
-        out += "\\r";
-        break;
-      default:
-        if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
-          out += fmt::format("\\u{:04X}", static_cast<unsigned char>(c));
-        } else {
-          out += c;
-        }
-    }
-  }
-  return out + '"';
-}
-
-// "64 MiB" where that is exact, else the plain number.
-std::string format_exact_bytes(uint64_t bytes) {
-  if (bytes == ~uint64_t{0}) return "\"unlimited\"";
-  for (const auto& [unit, name] :
-       {std::pair{base::kGiB, "GiB"}, std::pair{base::kMiB, "MiB"}, std::pair{base::kKiB, "KiB"}}) {
-    if (bytes != 0 && bytes % unit == 0) return fmt::format("\"{}{}\"", bytes / unit, name);
-  }
-  return fmt::format("{}", bytes);
-}
-
-std::string format_real(double value) {
-  std::string text = fmt::format("{}", value);
-  // TOML wants a point or an exponent in a real number.
-  if (text.find_first_of(".en") == std::string::npos) text += ".0";
-  return text;
-}
-
-Status refuse(const Field& field, std::string_view text) {
-  return Status(ErrorCode::kInvalidArgument,
-                fmt::format("expected {}, found '{}'", expected(field), text));
-}
-
-template <typename T>
-Status set_whole(const Field& field, T* out, std::string_view text) {
-  T value{};
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return refuse(field, text);
-  // What a recipe file can hold; so every value can be printed and read again.
-  if (uint64_t{value} > static_cast<uint64_t>(INT64_MAX)) return refuse(field, text);
-  *out = value;
-  return Status();
-}
-
 }  // namespace
 
 std::span<const Section> sections() { return kSections; }
@@ -418,109 +337,6 @@ std::span<const Key> keys() { return kKeys; }
 std::string numbered_key(std::string_view key, size_t device) {
   if (section_of(key) != kDeviceSection) return std::string(key);
   return fmt::format("device.{}.{}", device, name_of(key));
-}
-
-std::string expected(const Field& field) {
-  return std::visit(
-      Overloaded{[](bool*) -> std::string { return "true or false"; },
-                 [](uint32_t*) { return fmt::format("a whole number from 0 to {}", UINT32_MAX); },
-                 [](uint64_t*) -> std::string { return "a whole number from 0"; },
-                 [](double*) -> std::string { return "a number"; },
-                 [](std::string*) -> std::string { return "a text"; },
-                 [](std::vector<std::string>*) -> std::string { return "a list of texts"; },
-                 [](ByteCount bytes) -> std::string {
-                   return *bytes.value == ~uint64_t{0} ? "a size like \"512MiB\", or \"unlimited\""
-                                                       : "a size like \"512MiB\"";
-                 },
-                 [](RankNumber) -> std::string { return "the number of a rank, or \"auto\""; },
-                 [](const Choice& choice) {
-                   return fmt::format("one of \"{}\"", fmt::join(choice.names, "\", \""));
-                 }},
-      field);
-}
-
-std::string format_value(const Field& field) {
-  return std::visit(
-      Overloaded{[](const bool* value) -> std::string { return *value ? "true" : "false"; },
-                 [](const uint32_t* value) { return fmt::format("{}", *value); },
-                 [](const uint64_t* value) { return fmt::format("{}", *value); },
-                 [](const double* value) { return format_real(*value); },
-                 [](const std::string* value) { return quote(*value); },
-                 [](const std::vector<std::string>* value) {
-                   std::string out = "[";
-                   for (const std::string& text : *value) {
-                     if (out.size() > 1) out += ", ";
-                     out += quote(text);
-                   }
-                   return out + "]";
-                 },
-                 [](ByteCount bytes) { return format_exact_bytes(*bytes.value); },
-                 [](RankNumber rank) {
-                   return *rank.value == engine::kAnyRank ? quote("auto")
-                                                          : fmt::format("{}", *rank.value);
-                 },
-                 [](const Choice& choice) { return quote(choice.names[*choice.value]); }},
-      field);
-}
-
-Status set_from_text(const Field& field, std::string_view text) {
-  return std::visit(
-      Overloaded{[&](bool* out) {
-                   if (text != "true" && text != "false") return refuse(field, text);
-                   *out = text == "true";
-                   return Status();
-                 },
-                 [&](uint32_t* out) { return set_whole(field, out, text); },
-                 [&](uint64_t* out) { return set_whole(field, out, text); },
-                 [&](double* out) {
-                   double value = 0;
-                   const char* last = text.data() + text.size();
-                   const auto [end, error] = std::from_chars(text.data(), last, value);
-                   if (error != std::errc() || end != last || !std::isfinite(value)) {
-                     return refuse(field, text);
-                   }
-                   *out = value;
-                   return Status();
-                 },
-                 [&](std::string* out) {
-                   *out = std::string(text);
-                   return Status();
-                 },
-                 [&](std::vector<std::string>* out) {
-                   out->clear();
-                   while (!text.empty()) {
-                     const size_t comma = text.find(',');
-                     out->emplace_back(text.substr(0, comma));
-                     text = comma == std::string_view::npos ? "" : text.substr(comma + 1);
-                   }
-                   return Status();
-                 },
-                 [&](ByteCount out) {
-                   if (text == "unlimited") {
-                     *out.value = ~uint64_t{0};
-                     return Status();
-                   }
-                   const base::Result<uint64_t> bytes = base::parse_bytes(text);
-                   if (!bytes.ok() || *bytes > static_cast<uint64_t>(INT64_MAX)) {
-                     return refuse(field, text);
-                   }
-                   *out.value = *bytes;
-                   return Status();
-                 },
-                 [&](RankNumber out) {
-                   if (text != "auto") return set_whole(field, out.value, text);
-                   *out.value = engine::kAnyRank;
-                   return Status();
-                 },
-                 [&](const Choice& choice) {
-                   for (size_t i = 0; i < choice.names.size(); ++i) {
-                     if (choice.names[i] != text) continue;
-                     *choice.value = static_cast<uint8_t>(i);
-                     return Status();
-                   }
-                   return refuse(field, text);
-                 }},
-      field);
 }
 
 }  // namespace smartinf::config

@@ -2,42 +2,21 @@
 // all made from it: a new key is one line in keys.cc.
 #pragma once
 
-#include <cstdint>
+#include <cstddef>
 #include <span>
 #include <string>
 #include <string_view>
-#include <variant>
-#include <vector>
 
+#include "smartinf/base/key_table.h"
 #include "smartinf/config/recipe.h"
 
 namespace smartinf::config {
-
-/// A byte count, written "512MiB" or as a number. ~0 is written "unlimited".
-struct ByteCount {
-  uint64_t* value;
-};
-
-/// An enumeration of one byte whose values are 0, 1, 2..., written by name.
-struct Choice {
-  uint8_t* value;
-  std::span<const std::string_view> names;
-};
-
-/// A rank's number; engine::kAnyRank is written "auto".
-struct RankNumber {
-  uint32_t* value;
-};
-
-/// Where a key's value lives in a recipe; its alternative is the key's type.
-using Field = std::variant<bool*, uint32_t*, uint64_t*, double*, std::string*,
-                           std::vector<std::string>*, ByteCount, Choice, RankNumber>;
 
 struct Key {
   std::string_view name;  // "train.steps"; of a device "device.path", whatever its number
   std::string_view help;
   /// The field in a recipe. `device` counts for keys of a device only.
-  Field (*field)(Recipe& recipe, size_t device);
+  base::Field (*field)(Recipe& recipe, size_t device);
 };
 
 struct Section {
@@ -57,14 +36,5 @@ constexpr std::string_view name_of(std::string_view key) { return key.substr(key
 
 /// "device.path" of device 2 is "device.2.path"; other keys stay as they are.
 std::string numbered_key(std::string_view key, size_t device);
-
-/// As messages say it: "a whole number from 0", "true or false", "one of \"a\", \"b\""...
-std::string expected(const Field& field);
-
-/// As TOML: 12, "text", ["a", "b"]...
-std::string format_value(const Field& field);
-
-/// Sets a field from a flag's text. Errors: kInvalidArgument with what was expected.
-base::Status set_from_text(const Field& field, std::string_view text);
 
 }  // namespace smartinf::config

@@ -22,7 +22,7 @@ std::string origin_text(const LoadedRecipe& loaded, std::string_view key) {
   return fmt::format("{}:{}", path, found->second.line);
 }
 
-std::string_view type_name(const Field& field) {
+std::string_view type_name(const base::Field& field) {
   struct Name {
     std::string_view operator()(const bool*) const { return "true or false"; }
     std::string_view operator()(const uint32_t*) const { return "whole number"; }
@@ -30,15 +30,16 @@ std::string_view type_name(const Field& field) {
     std::string_view operator()(const double*) const { return "number"; }
     std::string_view operator()(const std::string*) const { return "text"; }
     std::string_view operator()(const std::vector<std::string>*) const { return "list of texts"; }
-    std::string_view operator()(const ByteCount&) const { return "size"; }
-    std::string_view operator()(const Choice&) const { return "choice"; }
-    std::string_view operator()(const RankNumber&) const { return "whole number"; }
+    std::string_view operator()(const base::ByteCount&) const { return "size"; }
+    std::string_view operator()(const base::NameOf&) const { return "choice"; }
+    std::string_view operator()(const base::NumberOrWord&) const { return "whole number"; }
+    std::string_view operator()(const base::Number&) const { return "number"; }
   };
   return std::visit(Name{}, field);
 }
 
-std::string choices(const Field& field) {
-  const Choice* choice = std::get_if<Choice>(&field);
+std::string choices(const base::Field& field) {
+  const auto* choice = std::get_if<base::NameOf>(&field);
   if (choice == nullptr) return {};
   return fmt::format(" (\"{}\")", fmt::join(choice->names, "\", \""));
 }
@@ -82,7 +83,7 @@ std::string print_recipe(const LoadedRecipe& loaded) {
       for (const Key& key : keys_of(section.name)) {
         if (!recipe.options.model.from.empty() && is_model_size(key.name)) continue;
         const std::string line =
-            fmt::format("{} = {}", name_of(key.name), format_value(key.field(recipe, i)));
+            fmt::format("{} = {}", name_of(key.name), base::format_value(key.field(recipe, i)));
         out += fmt::format("{:<48}  # {}\n", line, origin_text(loaded, numbered_key(key.name, i)));
       }
     }
@@ -94,8 +95,8 @@ std::vector<KeyChange> changed_keys(const Recipe& before, const Recipe& now) {
   // Fields are pointers to mutable values.
   Recipe old_recipe = before;
   Recipe new_recipe = now;
-  const auto same_place = [](const Field& a, const Field& b) {
-    const auto place = [](const Field& field) {
+  const auto same_place = [](const base::Field& a, const base::Field& b) {
+    const auto place = [](const base::Field& field) {
       std::error_code error;
       return std::filesystem::weakly_canonical(*std::get<std::string*>(field), error);
     };
@@ -110,8 +111,8 @@ std::vector<KeyChange> changed_keys(const Recipe& before, const Recipe& now) {
     for (size_t i = 0; i < std::max(old_count, new_count); ++i) {
       if (i >= std::min(old_count, new_count) && !is_path) continue;
       KeyChange change{numbered_key(key.name, i), "none", "none"};
-      if (i < old_count) change.before = format_value(key.field(old_recipe, i));
-      if (i < new_count) change.now = format_value(key.field(new_recipe, i));
+      if (i < old_count) change.before = base::format_value(key.field(old_recipe, i));
+      if (i < new_count) change.now = base::format_value(key.field(new_recipe, i));
       if (change.before == change.now) continue;
       if (is_path && i < std::min(old_count, new_count) &&
           same_place(key.field(old_recipe, i), key.field(new_recipe, i))) {
@@ -139,9 +140,9 @@ std::string recipe_reference() {
     out += fmt::format("\n## {}\n\n{}\n\n", heading(section.name), section.help);
     out += "| key | type | default | meaning |\n|---|---|---|---|\n";
     for (const Key& key : keys_of(section.name)) {
-      const Field field = key.field(recipe, 0);
+      const base::Field field = key.field(recipe, 0);
       out += fmt::format("| `{}` | {} | `{}` | {}{} |\n", name_of(key.name), type_name(field),
-                         format_value(field), key.help, choices(field));
+                         base::format_value(field), key.help, choices(field));
     }
   }
   return out;
@@ -155,10 +156,10 @@ std::string recipe_help() {
   for (const Section& section : sections()) {
     out += fmt::format("\n{}  {}\n", heading(section.name), section.help);
     for (const Key& key : keys_of(section.name)) {
-      const Field field = key.field(recipe, 0);
+      const base::Field field = key.field(recipe, 0);
       out += fmt::format("  {:<44} {}{}\n",
-                         fmt::format("{} = {}", name_of(key.name), format_value(field)), key.help,
-                         choices(field));
+                         fmt::format("{} = {}", name_of(key.name), base::format_value(field)),
+                         key.help, choices(field));
     }
   }
   return out;

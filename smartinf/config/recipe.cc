@@ -18,20 +18,15 @@
 #include "smartinf/config/check.h"
 #include "smartinf/config/keys.h"
 
-// Header-only and without exceptions, in this file alone.
-#define TOML_HEADER_ONLY 1
-#define TOML_EXCEPTIONS 0
-#include "smartinf/base/toml.h"
-
 namespace smartinf::config {
 namespace {
 
 using base::ErrorCode;
+using base::excerpt;
 using base::Status;
 
 constexpr uint64_t kFileBytesMax = uint64_t{1} << 20;
 constexpr size_t kDevicesMax = 1024;
-constexpr size_t kProblemsMax = 10;
 
 const Key* find_key(std::string_view name) {
   const std::span<const Key> all = keys();
@@ -105,108 +100,29 @@ std::string section_suggestion(std::string_view name) {
                                    : fmt::format("; did you mean [{}]?", nearest);
 }
 
-// What a message shows of a user's text: one line of bounded length.
-std::string excerpt(std::string_view text) {
-  std::string out;
-  for (const char c : text.substr(0, 60)) {
-    out += static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? ' ' : c;
-  }
-  return text.size() > 60 ? out + "..." : out;
-}
-
-std::string found(const toml::node& node) {
-  switch (node.type()) {
-    case toml::node_type::string:
-      return fmt::format("the text \"{}\"", excerpt(**node.as_string()));
-    case toml::node_type::integer:
-      return fmt::format("the whole number {}", **node.as_integer());
-    case toml::node_type::floating_point:
-      return fmt::format("the number {}", **node.as_floating_point());
-    case toml::node_type::boolean:
-      return **node.as_boolean() ? "true" : "false";
-    case toml::node_type::array:
-      return "a list";
-    case toml::node_type::table:
-      return "a table";
-    default:
-      return "a date or time";
-  }
-}
-
-// True when the node's value fits the field and was put there.
-bool set_from_node(const Field& field, const toml::node& node) {
-  return std::visit(
-      [&](auto out) {
-        using T = decltype(out);
-        if constexpr (std::is_same_v<T, bool*>) {
-          if (const auto* value = node.as_boolean()) return *out = **value, true;
-        } else if constexpr (std::is_same_v<T, uint32_t*> || std::is_same_v<T, uint64_t*>) {
-          using Whole = std::remove_pointer_t<T>;
-          if (const auto* value = node.as_integer(); value && std::in_range<Whole>(**value)) {
-            return *out = static_cast<Whole>(**value), true;
-          }
-        } else if constexpr (std::is_same_v<T, double*>) {
-          if (const auto* value = node.as_floating_point(); value && std::isfinite(**value)) {
-            return *out = **value, true;
-          }
-          if (const auto* value = node.as_integer()) {
-            return *out = static_cast<double>(**value), true;
-          }
-        } else if constexpr (std::is_same_v<T, std::string*>) {
-          if (const auto* value = node.as_string()) return *out = **value, true;
-        } else if constexpr (std::is_same_v<T, std::vector<std::string>*>) {
-          const auto* list = node.as_array();
-          if (list == nullptr) return false;
-          std::vector<std::string> texts;
-          for (const toml::node& entry : *list) {
-            if (entry.as_string() == nullptr) return false;
-            texts.push_back(**entry.as_string());
-          }
-          return *out = std::move(texts), true;
-        } else if constexpr (std::is_same_v<T, RankNumber>) {
-          if (const auto* value = node.as_integer(); value && std::in_range<uint32_t>(**value)) {
-            return *out.value = static_cast<uint32_t>(**value), true;
-          }
-          if (const auto* value = node.as_string()) return set_from_text(field, **value).ok();
-        } else if constexpr (std::is_same_v<T, ByteCount>) {
-          if (const auto* value = node.as_integer(); value && **value >= 0) {
-            return *out.value = static_cast<uint64_t>(**value), true;
-          }
-          if (const auto* value = node.as_string()) return set_from_text(field, **value).ok();
-        } else {
-          if (const auto* value = node.as_string()) return set_from_text(field, **value).ok();
-        }
-        return false;
-      },
-      field);
-}
-
 // Puts one recipe together and collects everything that is wrong with it.
 class Reader {
  public:
-  explicit Reader(const std::string& path) { loaded_.path = path; }
+  explicit Reader(const std::string& path) : file_(path) { loaded_.path = path; }
 
   void read_file(std::string_view text) {
-    const toml::parse_result parsed = toml::parse(text, loaded_.path);
-    if (!parsed) {
-      problem(parsed.error().source(), excerpt(parsed.error().description()));
-      return;
-    }
-    for (const auto& [key, node] : parsed.table()) {
-      const std::string_view name = key.str();
-      const bool known = std::ranges::find(sections(), name, &Section::name) != sections().end();
-      if (!known && node.is_table()) {
-        problem(key.source(),
-                fmt::format("unknown section [{}]{}", excerpt(name), section_suggestion(name)));
+    for (const base::TomlEntry& entry : file_.parse(text)) {
+      const bool known =
+          std::ranges::find(sections(), entry.name, &Section::name) != sections().end();
+      if (!known && entry.kind == Kind::kTable) {
+        file_.problem(entry.at, fmt::format("unknown section [{}]{}", excerpt(entry.name),
+                                            section_suggestion(entry.name)));
       } else if (!known) {
-        problem(key.source(), fmt::format("unknown key '{}'{}", excerpt(name), suggestion(name)));
-      } else if (name == kDeviceSection) {
-        read_devices(node);
-      } else if (const toml::table* table = node.as_table()) {
-        read_table(name, *table, 0);
+        file_.problem(entry.at, fmt::format("unknown key '{}'{}", excerpt(entry.name),
+                                            suggestion(entry.name)));
+      } else if (entry.name == kDeviceSection) {
+        read_devices(entry);
+      } else if (entry.kind == Kind::kTable) {
+        read_table(entry.name, entry.tables.front(), 0);
       } else {
-        problem(node.source(),
-                fmt::format("{} is a section: write [{}] on a line of its own", name, name));
+        file_.problem(entry.value.at,
+                      fmt::format("{} is a section: write [{}] on a line of its own", entry.name,
+                                  entry.name));
       }
     }
   }
@@ -248,75 +164,55 @@ class Reader {
         path = std::move(*expanded);
       } else {
         const Status& status = expanded.status();
-        add_problem(with_origin(Status(status.code(), fmt::format("{} is {}", key, status.what()),
-                                       std::string(status.advice()))));
+        file_.problem(with_origin(Status(status.code(), fmt::format("{} is {}", key, status.what()),
+                                         std::string(status.advice()))));
       }
     });
-    if (problems_.empty()) {
+    if (file_.ok()) {
       const Status checked = check_recipe(recipe);
-      if (!checked.ok()) problems_.push_back(with_origin(checked));
+      if (!checked.ok()) file_.problem(with_origin(checked));
     }
-    if (problems_.empty()) check_compression_is_chosen();
-    if (problems_.empty()) return std::move(loaded_);
-    if (left_out_ > 0) problems_.push_back(fmt::format("and {} more", left_out_));
-    return Status(ErrorCode::kInvalidArgument, fmt::format("{}", fmt::join(problems_, "\n")));
+    if (file_.ok()) check_compression_is_chosen();
+    SI_RETURN_IF_ERROR(file_.status());
+    return std::move(loaded_);
   }
 
  private:
-  void add_problem(std::string text) {
-    if (problems_.size() < kProblemsMax) {
-      problems_.push_back(std::move(text));
-    } else {
-      ++left_out_;
-    }
-  }
-  void problem(const toml::source_region& where, std::string_view text) {
-    add_problem(
-        fmt::format("{}:{}:{}: {}", loaded_.path, where.begin.line, where.begin.column, text));
-  }
+  using Kind = base::TomlEntry::Kind;
 
-  void read_devices(const toml::node& node) {
-    const toml::array* list = node.as_array();
-    if (list == nullptr || !std::ranges::all_of(*list, &toml::node::is_table)) {
-      problem(node.source(),
-              "devices are a list of tables: write [[device]], in double brackets, "
-              "above each device's keys");
-      return;
-    }
-    if (list->size() > kDevicesMax) {
-      problem(node.source(), fmt::format("{} devices; at most {}", list->size(), kDevicesMax));
-      return;
-    }
-    loaded_.recipe.updater.devices.resize(list->size());
-    for (size_t i = 0; i < list->size(); ++i) {
-      const toml::table& table = *(*list)[i].as_table();
-      if (!table.contains("path")) {
-        problem(table.source(),
-                fmt::format("device {} has no path; add path = \"/a/directory\"", i));
+  void read_devices(const base::TomlEntry& entry) {
+    const std::span<const base::TomlTable> tables = file_.list_of(entry, kDevicesMax);
+    loaded_.recipe.updater.devices.resize(tables.size());
+    for (size_t i = 0; i < tables.size(); ++i) {
+      if (std::ranges::find(tables[i].keys, "path", &base::TomlTable::Key::name) ==
+          tables[i].keys.end()) {
+        file_.problem(tables[i].at,
+                      fmt::format("device {} has no path; add path = \"/a/directory\"", i));
       }
-      read_table(kDeviceSection, table, i);
+      read_table(kDeviceSection, tables[i], i);
     }
   }
 
-  void read_table(std::string_view section, const toml::table& table, size_t device) {
-    for (const auto& [name, node] : table) {
-      const std::string full = fmt::format("{}.{}", section, name.str());
-      if (const auto text = node.value<std::string>(); full == kSamplePrompt && text) {
+  void read_table(std::string_view section, const base::TomlTable& table, size_t device) {
+    for (const auto& [name, at, value] : table.keys) {
+      const std::string full = fmt::format("{}.{}", section, name);
+      const auto* text = std::get_if<std::string>(&value.value);
+      if (full == kSamplePrompt && text != nullptr) {
         loaded_.recipe.options.train.sample_prompts = {*text};
         continue;
       }
       const Key* key = find_key(full);
       if (key == nullptr) {
-        problem(name.source(), fmt::format("unknown key '{}'{}", excerpt(full), suggestion(full)));
+        file_.problem(at, fmt::format("unknown key '{}'{}", excerpt(full), suggestion(full)));
         continue;
       }
-      const Field field = key->field(loaded_.recipe, device);
-      if (!set_from_node(field, node)) {
-        problem(node.source(),
-                fmt::format("{}: expected {}, found {}", full, expected(field), found(node)));
+      const base::Field field = key->field(loaded_.recipe, device);
+      if (!base::set_from_value(field, value)) {
+        file_.problem(value.at, fmt::format("{}: expected {}, found {}", full,
+                                            base::expected(field), value.found));
         continue;
       }
-      loaded_.origins[numbered_key(full, device)] = {Origin::Kind::kFile, node.source().begin.line};
+      loaded_.origins[numbered_key(full, device)] = {Origin::Kind::kFile, value.at.line};
     }
   }
 
@@ -351,31 +247,31 @@ class Reader {
       name = std::move(split->second);
       const size_t count = loaded_.recipe.updater.devices.size();
       if (device >= count) {
-        add_problem(fmt::format(
+        file_.problem(fmt::format(
             "--{}: there {} {} device{}; devices are numbered from 0 without gaps",
             excerpt(override.key), count == 1 ? "is" : "are", count, count == 1 ? "" : "s"));
         return;
       }
     } else if (section_of(override.key) == kDeviceSection) {
-      add_problem(
+      file_.problem(
           fmt::format("--{}: say which device, e.g. --device.0.path", excerpt(override.key)));
       return;
     }
     const Key* key = find_key(name);
     if (key == nullptr) {
-      add_problem(fmt::format("--{}: unknown key '{}'{}", excerpt(override.key), excerpt(name),
-                              suggestion(name)));
+      file_.problem(fmt::format("--{}: unknown key '{}'{}", excerpt(override.key), excerpt(name),
+                                suggestion(name)));
       return;
     }
-    const Field field = key->field(loaded_.recipe, device);
-    Status set = set_from_text(field, override.value);
+    const base::Field field = key->field(loaded_.recipe, device);
+    Status set = base::set_from_text(field, override.value);
     // A path with a comma in it is one path, not two.
     if (auto* const* list = std::get_if<std::vector<std::string>*>(&field)) {
       std::error_code error;
       if (std::filesystem::exists(override.value, error)) **list = {override.value};
     }
     if (!set.ok()) {
-      add_problem(fmt::format("--{}: {}", override.key, excerpt_end(set.what())));
+      file_.problem(fmt::format("--{}: {}", override.key, excerpt_end(set.what())));
       return;
     }
     loaded_.origins[override.key] = {Origin::Kind::kFlag, 0};
@@ -386,7 +282,7 @@ class Reader {
     if (loaded_.origins.contains("compress.density")) return;
     for (const auto& [key, origin] : loaded_.origins) {
       if (section_of(key) != "compress") continue;
-      problems_.push_back(with_origin(
+      file_.problem(with_origin(
           Status(ErrorCode::kInvalidArgument,
                  key + " is given without compress.density, so gradients would be sent dense",
                  "Add compress.density = 0.08 (or 0 for dense gradients).")));
@@ -408,8 +304,7 @@ class Reader {
   }
 
   LoadedRecipe loaded_;
-  std::vector<std::string> problems_;
-  size_t left_out_ = 0;
+  base::KeyReader file_;
 };
 
 bool is_boolean(std::string_view flag_key) {

@@ -387,6 +387,8 @@ TEST(Keys, EveryKeyHasAFieldOfItsOwn) {
         [](auto field) -> const void* {
           if constexpr (std::is_pointer_v<decltype(field)>) {
             return field;
+          } else if constexpr (std::is_same_v<decltype(field), base::Number>) {
+            return std::visit([](auto* value) -> const void* { return value; }, field.value);
           } else {
             return field.value;
           }

@@ -1,23 +1,18 @@
 #include "smartinf/sim/machine.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <filesystem>
-#include <optional>
-#include <sstream>
-#include <type_traits>
+#include <limits>
+#include <span>
+#include <utility>
+#include <variant>
 
 #include <fmt/format.h>
 
 #include "smartinf/base/file.h"
+#include "smartinf/base/key_table.h"
 #include "smartinf/base/nearest.h"
-#include "smartinf/base/units.h"
 #include "smartinf/sim/machine_presets.h"
-
-#define TOML_HEADER_ONLY 1
-#define TOML_EXCEPTIONS 0
-#include "smartinf/base/toml.h"
 
 namespace smartinf::sim {
 namespace {
@@ -26,96 +21,152 @@ using base::ErrorCode;
 using base::Result;
 using base::Status;
 
-// What a value must satisfy; the message of a violation says it in words.
-enum class Rule : uint8_t { kAny, kPositive, kNotNegative, kShare };
+constexpr size_t kDevicesMax = 4096;
 
-// Every key of the file, once: reading, writing and checking follow from these.
-template <typename Visitor>
-void visit(Visitor& v, Gpu& gpu) {
-  v("name", gpu.name, Rule::kAny);
-  v("count", gpu.count, Rule::kPositive);
-  v("memory_bytes", gpu.memory_bytes, Rule::kNotNegative);
-  v("peak_flops", gpu.peak_flops, Rule::kPositive);
-  v("product_efficiency", gpu.product_efficiency, Rule::kShare);
-  v("memory_bytes_per_s", gpu.memory_bytes_per_s, Rule::kPositive);
-  v("activation_passes", gpu.activation_passes, Rule::kNotNegative);
-  v("select_passes", gpu.select_passes, Rule::kNotNegative);
-  v("link_bytes_per_s", gpu.link_bytes_per_s, Rule::kPositive);
-  v("links_shared", gpu.links_shared, Rule::kAny);
-  v("link_is_host_link", gpu.link_is_host_link, Rule::kAny);
+using base::NamedField;
+
+constexpr double kEndless = std::numeric_limits<double>::infinity();
+
+template <typename T>
+base::Number positive(T& value) {
+  return {&value, std::numeric_limits<double>::denorm_min(), kEndless, "above zero"};
+}
+template <typename T>
+base::Number not_negative(T& value) {
+  return {&value, 0, kEndless, "that is not negative"};
+}
+base::Number share(double& value) {
+  return {&value, std::numeric_limits<double>::denorm_min(), 1, "above 0 and at most 1"};
 }
 
-template <typename Visitor>
-void visit(Visitor& v, Host& host) {
-  v("memory_bytes", host.memory_bytes, Rule::kNotNegative);
-  v("link_bytes_per_s", host.link_bytes_per_s, Rule::kPositive);
-  v("update_bytes_per_s", host.update_bytes_per_s, Rule::kPositive);
-  v("weights_bytes_per_s", host.weights_bytes_per_s, Rule::kNotNegative);
-  v("copy_bytes_per_s", host.copy_bytes_per_s, Rule::kPositive);
-  v("select_params_per_s", host.select_params_per_s, Rule::kNotNegative);
-  v("step_ahead_params_per_s", host.step_ahead_params_per_s, Rule::kNotNegative);
-  v("process_bytes", host.process_bytes, Rule::kNotNegative);
+// Every key of the file, once: reading, writing and checking follow from these. The last is a
+// comment of written files, where a name does not say it all.
+std::vector<NamedField> fields_of(Gpu& gpu) {
+  return {
+      {"name", &gpu.name, "\"none\": no GPU, the host's cores compute"},
+      {"count", positive(gpu.count)},
+      {"memory_bytes", not_negative(gpu.memory_bytes), "of one"},
+      {"peak_flops", positive(gpu.peak_flops), "16-bit matrix products, dense"},
+      {"product_efficiency", share(gpu.product_efficiency),
+       "share of the peak that large products reach"},
+      {"memory_bytes_per_s", positive(gpu.memory_bytes_per_s), "its own memory"},
+      {"activation_passes", not_negative(gpu.activation_passes),
+       "times that what lies between products goes through that memory"},
+      {"select_passes", not_negative(gpu.select_passes),
+       "times that a gradient does where the GPU selects for compression"},
+      {"link_bytes_per_s", positive(gpu.link_bytes_per_s), "to the host, each direction"},
+      {"links_shared", &gpu.links_shared, "several GPUs behind one such link"},
+      {"link_is_host_link", &gpu.link_is_host_link, "and that link is the devices' as well"},
+  };
 }
 
-template <typename Visitor>
-void visit(Visitor& v, DeviceGroup& device) {
-  v("name", device.name, Rule::kAny);
-  v("count", device.count, Rule::kPositive);
-  v("read_bytes_per_s", device.read_bytes_per_s, Rule::kPositive);
-  v("write_bytes_per_s", device.write_bytes_per_s, Rule::kPositive);
-  v("mixed_efficiency", device.mixed_efficiency, Rule::kShare);
-  v("write_amplification", device.write_amplification, Rule::kPositive);
-  v("burst_bytes", device.burst_bytes, Rule::kNotNegative);
-  v("cores_bytes_per_s", device.cores_bytes_per_s, Rule::kNotNegative);
-  v("sync_bytes_per_s", device.sync_bytes_per_s, Rule::kNotNegative);
-  v("link_bytes_per_s", device.link_bytes_per_s, Rule::kPositive);
-  v("latency_s", device.latency_s, Rule::kNotNegative);
-  v("remote", device.remote, Rule::kAny);
-  v("update_bytes_per_s", device.update_bytes_per_s, Rule::kNotNegative);
-  v("decompress_bytes_per_s", device.decompress_bytes_per_s, Rule::kNotNegative);
-  v("update_streams", device.update_streams, Rule::kAny);
-  v("pipeline", device.pipeline, Rule::kAny);
-  v("pairs_per_s", device.pairs_per_s, Rule::kNotNegative);
-  v("kernel_clock_hz", device.kernel.clock_hz, Rule::kNotNegative);
-  v("kernel_word_cycles", device.kernel.word_cycles, Rule::kPositive);
-  v("kernel_banks", device.kernel.banks, Rule::kPositive);
-  v("kernel_bank_bytes_per_s", device.kernel.bank_bytes_per_s, Rule::kNotNegative);
-  v("kernel_bank_efficiency", device.kernel.bank_efficiency, Rule::kShare);
-  v("weights_bytes_per_s", device.weights_bytes_per_s, Rule::kNotNegative);
-  v("on_host_cores", device.on_host_cores, Rule::kAny);
-  v("memory_bytes", device.memory_bytes, Rule::kNotNegative);
-  v("capacity_bytes", device.capacity_bytes, Rule::kNotNegative);
-  v("endurance_bytes", device.endurance_bytes, Rule::kNotNegative);
-  v("price", device.price, Rule::kNotNegative);
+std::vector<NamedField> fields_of(Host& host) {
+  return {
+      {"memory_bytes", not_negative(host.memory_bytes)},
+      {"link_bytes_per_s", positive(host.link_bytes_per_s),
+       "shared by all devices, each direction"},
+      {"update_bytes_per_s", positive(host.update_bytes_per_s),
+       "update on the host: state and gradient in, state out"},
+      {"weights_bytes_per_s", not_negative(host.weights_bytes_per_s),
+       "new weights of all devices, where those have weights_bytes_per_s"},
+      {"copy_bytes_per_s", positive(host.copy_bytes_per_s),
+       "one thread's copies around the host link"},
+      {"select_params_per_s", not_negative(host.select_params_per_s),
+       "compression on the host's cores; 0: the GPU does it"},
+      {"step_ahead_params_per_s", not_negative(host.step_ahead_params_per_s),
+       "one pass over new weights with compression; 0: none"},
+      {"process_bytes", not_negative(host.process_bytes),
+       "resident before there is a model: torch and the runtime"},
+  };
 }
 
-template <typename Visitor>
-void visit(Visitor& v, Network& network) {
-  v("bytes_per_s", network.bytes_per_s, Rule::kNotNegative);
-  v("latency_s", network.latency_s, Rule::kNotNegative);
-  v("near_bytes_per_s", network.near_bytes_per_s, Rule::kNotNegative);
-  v("cores_bytes_per_s", network.cores_bytes_per_s, Rule::kNotNegative);
+std::vector<NamedField> fields_of(DeviceGroup& device) {
+  return {
+      {"name", &device.name},
+      {"count", positive(device.count)},
+      {"read_bytes_per_s", positive(device.read_bytes_per_s), "alone, for long"},
+      {"write_bytes_per_s", positive(device.write_bytes_per_s),
+       "alone, for long, after the drive's cache"},
+      {"mixed_efficiency", share(device.mixed_efficiency),
+       "share that is left while it reads and writes at once"},
+      {"write_amplification", positive(device.write_amplification),
+       "bytes written inside the drive for each byte"},
+      {"burst_bytes", not_negative(device.burst_bytes),
+       "written at the read rate after an idle time"},
+      {"cores_bytes_per_s", not_negative(device.cores_bytes_per_s),
+       "that all cores could read and write; 0: it takes no time of theirs"},
+      {"sync_bytes_per_s", not_negative(device.sync_bytes_per_s),
+       "bytes that a step writes, over the time of its sync; 0: it takes no time"},
+      {"link_bytes_per_s", positive(device.link_bytes_per_s),
+       "its own link to the host, each direction"},
+      {"latency_s", not_negative(device.latency_s), "of one command"},
+      {"remote", &device.remote, "in a server on the network, whose one link is theirs together"},
+      {"update_bytes_per_s", not_negative(device.update_bytes_per_s),
+       "processor: state and gradient in; 0: it cannot update"},
+      {"decompress_bytes_per_s", not_negative(device.decompress_bytes_per_s),
+       "processor with compressed gradients; 0: it cannot"},
+      {"update_streams", &device.update_streams,
+       "it updates a part of the state while that is being read"},
+      {"pipeline", &device.pipeline,
+       "an element takes as long with any rule: the rates are Adam's in f32"},
+      {"pairs_per_s", not_negative(device.pairs_per_s),
+       "compressed elements beyond 1 % that a pipeline puts in place"},
+      {"kernel_clock_hz", not_negative(device.kernel.clock_hz),
+       "its processor is the kernels of fpga/, in place of rates; 0: it is not"},
+      {"kernel_word_cycles", positive(device.kernel.word_cycles), "of the update, for 16 elements"},
+      {"kernel_banks", positive(device.kernel.banks),
+       "of the card's memory, over which planes are spread"},
+      {"kernel_bank_bytes_per_s", not_negative(device.kernel.bank_bytes_per_s)},
+      {"kernel_bank_efficiency", share(device.kernel.bank_efficiency),
+       "share left where reads and writes mix"},
+      {"weights_bytes_per_s", not_negative(device.weights_bytes_per_s),
+       "of its new weights, by the host's thread for them; 0: copy_bytes_per_s of the host"},
+      {"on_host_cores", &device.on_host_cores,
+       "its processor is the cores that compute without a GPU"},
+      {"memory_bytes", not_negative(device.memory_bytes)},
+      {"capacity_bytes", not_negative(device.capacity_bytes)},
+      {"endurance_bytes", not_negative(device.endurance_bytes),
+       "rated bytes written over its life; 0: not known"},
+      {"price", not_negative(device.price)},
+  };
 }
 
-template <typename Visitor>
-void visit(Visitor& v, Software& software) {
-  v("update_start_s", software.update_start_s, Rule::kNotNegative);
-  v("subgroup_elements", software.subgroup_elements, Rule::kPositive);
-  v("slots", software.slots, Rule::kPositive);
-  v("gradient_bytes", software.gradient_bytes, Rule::kPositive);
-  v("weight_bytes", software.weight_bytes, Rule::kPositive);
-  v("overlapped", software.overlapped, Rule::kAny);
-  v("gradient_spilled", software.gradient_spilled, Rule::kAny);
-  v("offload_waits", software.offload_waits, Rule::kAny);
+std::vector<NamedField> fields_of(Network& network) {
+  return {
+      {"bytes_per_s", not_negative(network.bytes_per_s), "of one machine, each direction; 0: none"},
+      {"latency_s", not_negative(network.latency_s), "of one message"},
+      {"near_bytes_per_s", not_negative(network.near_bytes_per_s),
+       "all that ranks of one machine send each other; 0: no limit"},
+      {"cores_bytes_per_s", not_negative(network.cores_bytes_per_s),
+       "that all cores could send and receive of remote devices; 0: it takes no time of theirs"},
+  };
 }
 
-template <typename Visitor>
-void visit(Visitor& v, Price& price) {
-  v("host", price.host, Rule::kNotNegative);
-  v("gpu", price.gpu, Rule::kNotNegative);
-  v("power_watts", price.power_watts, Rule::kNotNegative);
-  v("per_kwh", price.per_kwh, Rule::kNotNegative);
-  v("life_years", price.life_years, Rule::kPositive);
+std::vector<NamedField> fields_of(Software& software) {
+  return {
+      {"update_start_s", not_negative(software.update_start_s),
+       "from the last gradient until the devices begin to update"},
+      {"subgroup_elements", positive(software.subgroup_elements),
+       "parameters read, updated and written at once"},
+      {"slots", positive(software.slots), "of those in flight on a device"},
+      {"gradient_bytes", positive(software.gradient_bytes), "of a parameter, on the host link"},
+      {"weight_bytes", positive(software.weight_bytes), "of a parameter, on the way back"},
+      {"overlapped", base::by_name(software.overlapped), "schedule that su+o means"},
+      {"gradient_spilled", &software.gradient_spilled,
+       "gradients wait on the drive, not in memory"},
+      {"offload_waits", &software.offload_waits,
+       "backward stands still while a layer's gradients leave"},
+  };
+}
+
+std::vector<NamedField> fields_of(Price& price) {
+  return {
+      {"host", not_negative(price.host), "in any currency, without GPU and drives"},
+      {"gpu", not_negative(price.gpu), "of one"},
+      {"power_watts", not_negative(price.power_watts)},
+      {"per_kwh", not_negative(price.per_kwh)},
+      {"life_years", positive(price.life_years), "of machine and GPU"},
+  };
 }
 
 /// The tables of the file that are there once, in the order in which they are written.
@@ -128,247 +179,58 @@ Status each_table(SomeMachine& machine, Use use) {
   return use("price", machine.price);
 }
 
-Status broken_rule(std::string_view section, std::string_view key, double value, Rule rule) {
-  const char* wanted = nullptr;
-  if (rule == Rule::kPositive && value <= 0) wanted = "above zero";
-  if (rule == Rule::kNotNegative && value < 0) wanted = "not negative";
-  if (rule == Rule::kShare && (value <= 0 || value > 1)) wanted = "above 0 and at most 1";
-  if (!std::isfinite(value)) wanted = "a finite number";
-  if (wanted == nullptr) return {};
-  return Status(ErrorCode::kInvalidArgument, fmt::format("{}.{} is {}", section, key, value),
-                fmt::format("It must be {}.", wanted));
+/// As the file says it: numbers that TOML takes for floats in every case, texts in single quotes.
+std::string format_plainly(const base::Field& field) {
+  if (const auto* const* text = std::get_if<std::string*>(&field)) {
+    return fmt::format("'{}'", **text);
+  }
+  std::string text = base::format_value(field);
+  std::ranges::replace(text, '"', '\'');
+  return text;
 }
 
-struct Checker {
-  std::string_view section;
-  Status status;
-
-  template <typename T>
-  void operator()(const char* key, T& value, Rule rule) {
-    if constexpr (std::is_arithmetic_v<T>) {
-      if (status.ok()) status = broken_rule(section, key, static_cast<double>(value), rule);
-    }
-  }
-};
-
-/// Reads the keys of one table; what is left over afterwards is unknown.
-struct Reader {
-  const toml::table& table;
-  std::string_view section;
-  std::string_view origin;
-  Status status = {};
-  std::vector<std::string_view> known = {};
-
-  void fail(const toml::node* node, std::string_view key, std::string what, std::string advice) {
-    if (!status.ok()) return;
-    const uint32_t line = node != nullptr ? static_cast<uint32_t>(node->source().begin.line) : 0;
-    status = Status(ErrorCode::kInvalidArgument,
-                    line > 0 ? fmt::format("{} line {}: {}.{} {}", origin, line, section, key, what)
-                             : fmt::format("{}: {}.{} {}", origin, section, key, what),
-                    std::move(advice));
-  }
-
-  template <typename T>
-  void operator()(const char* key, T& value, Rule rule) {
-    known.push_back(key);
-    const toml::node* node = table.get(key);
-    if (node == nullptr) return;
-    if constexpr (std::is_same_v<T, bool>) {
-      if (!node->is_boolean())
-        return fail(node, key, "is not true or false", "Write true or false.");
-      value = *node->value<bool>();
-    } else if constexpr (std::is_same_v<T, std::string>) {
-      if (!node->is_string()) return fail(node, key, "is not a text", "Put it in quotes.");
-      value = *node->value<std::string>();
-    } else if constexpr (std::is_same_v<T, plan::ScheduleVariant>) {
-      const auto text = node->value<std::string>();
-      const auto variant =
-          base::enum_from_name<plan::ScheduleVariant>(text.value_or(std::string()));
-      if (!variant) {
-        return fail(node, key, "is not a schedule",
-                    text == "late" ? "Write paper: the schedule that earlier versions called late."
-                                   : fmt::format("Write {}.", fmt::join(enum_names(value), ", ")));
-      }
-      value = *variant;
-    } else {
-      double number = 0;
-      if (node->is_string()) {
-        const Result<uint64_t> bytes = base::parse_bytes(*node->value<std::string>());
-        if (!bytes.ok()) return fail(node, key, "is not a number", "Write e.g. 4e9 or \"4GB\".");
-        number = static_cast<double>(*bytes);
-      } else if (node->is_integer() || node->is_floating_point()) {
-        number = *node->value<double>();
-      } else {
-        return fail(node, key, "is not a number", "Write e.g. 4e9.");
-      }
-      const Status broken = broken_rule(section, key, number, rule);
-      if (!broken.ok()) {
-        const std::string prefix = fmt::format("{}.{} ", section, key);
-        return fail(node, key, broken.what().substr(prefix.size()), broken.advice());
-      }
-      if constexpr (std::is_integral_v<T>) {
-        if (number > (sizeof(T) == 4 ? 4e9 : 1.8e19)) {
-          return fail(node, key, "is too large", "Give a smaller number.");
-        }
-        if (number != std::floor(number)) {
-          return fail(node, key, "is not a whole number", "Write it without a fraction.");
-        }
-      }
-      value = static_cast<T>(number);
-    }
-  }
-
-  Status finish() {
-    if (!status.ok()) return status;
-    for (const auto& [key, node] : table) {
-      const std::string_view name = key.str();
-      if (std::find(known.begin(), known.end(), name) != known.end()) continue;
-      const std::string_view nearest = base::nearest_name(name, known);
-      fail(&node, name, "is not a key of a machine file",
-           nearest.empty() ? fmt::format("Keys of [{}]: {}.", section, fmt::join(known, ", "))
-                           : fmt::format("Did you mean {}?", nearest));
-      break;
-    }
-    return status;
-  }
-};
-
-struct Meaning {
-  std::string_view section;
-  std::string_view key;
-  std::string_view text;
-};
-
-/// Comments of written files, for keys whose names do not say it all.
-constexpr auto kMeanings = std::to_array<Meaning>({
-    Meaning{"gpu", "name", "\"none\": no GPU, the host's cores compute"},
-    Meaning{"gpu", "memory_bytes", "of one"},
-    Meaning{"gpu", "peak_flops", "16-bit matrix products, dense"},
-    Meaning{"gpu", "product_efficiency", "share of the peak that large products reach"},
-    Meaning{"gpu", "memory_bytes_per_s", "its own memory"},
-    Meaning{"gpu", "activation_passes",
-            "times that what lies between products goes through that memory"},
-    Meaning{"gpu", "select_passes",
-            "times that a gradient does where the GPU selects for compression"},
-    Meaning{"gpu", "link_bytes_per_s", "to the host, each direction"},
-    Meaning{"gpu", "links_shared", "several GPUs behind one such link"},
-    Meaning{"gpu", "link_is_host_link", "and that link is the devices' as well"},
-    Meaning{"host", "link_bytes_per_s", "shared by all devices, each direction"},
-    Meaning{"host", "update_bytes_per_s", "update on the host: state and gradient in, state out"},
-    Meaning{"host", "copy_bytes_per_s", "one thread's copies around the host link"},
-    Meaning{"host", "weights_bytes_per_s",
-            "new weights of all devices, where those have weights_bytes_per_s"},
-    Meaning{"host", "select_params_per_s", "compression on the host's cores; 0: the GPU does it"},
-    Meaning{"host", "step_ahead_params_per_s",
-            "one pass over new weights with compression; 0: none"},
-    Meaning{"host", "process_bytes", "resident before there is a model: torch and the runtime"},
-    Meaning{"device", "read_bytes_per_s", "alone, for long"},
-    Meaning{"device", "write_bytes_per_s", "alone, for long, after the drive's cache"},
-    Meaning{"device", "mixed_efficiency", "share that is left while it reads and writes at once"},
-    Meaning{"device", "write_amplification", "bytes written inside the drive for each byte"},
-    Meaning{"device", "burst_bytes", "written at the read rate after an idle time"},
-    Meaning{"device", "link_bytes_per_s", "its own link to the host, each direction"},
-    Meaning{"device", "latency_s", "of one command"},
-    Meaning{"device", "remote", "in a server on the network, whose one link is theirs together"},
-    Meaning{"device", "update_bytes_per_s",
-            "processor: state and gradient in; 0: it cannot update"},
-    Meaning{"device", "decompress_bytes_per_s",
-            "processor with compressed gradients; 0: it cannot"},
-    Meaning{"device", "cores_bytes_per_s",
-            "that all cores could read and write; 0: it takes no time of theirs"},
-    Meaning{"device", "sync_bytes_per_s",
-            "bytes that a step writes, over the time of its sync; 0: it takes no time"},
-    Meaning{"device", "update_streams", "it updates a part of the state while that is being read"},
-    Meaning{"device", "pipeline",
-            "an element takes as long with any rule: the rates are Adam's in f32"},
-    Meaning{"device", "weights_bytes_per_s",
-            "of its new weights, by the host's thread for them; 0: copy_bytes_per_s of the host"},
-    Meaning{"device", "pairs_per_s",
-            "compressed elements beyond 1 % that a pipeline puts in place"},
-    Meaning{"device", "kernel_clock_hz",
-            "its processor is the kernels of fpga/, in place of rates; 0: it is not"},
-    Meaning{"device", "kernel_word_cycles", "of the update, for 16 elements"},
-    Meaning{"device", "kernel_banks", "of the card's memory, over which planes are spread"},
-    Meaning{"device", "kernel_bank_efficiency", "share left where reads and writes mix"},
-    Meaning{"device", "on_host_cores", "its processor is the cores that compute without a GPU"},
-    Meaning{"device", "endurance_bytes", "rated bytes written over its life; 0: not known"},
-    Meaning{"network", "bytes_per_s", "of one machine, each direction; 0: none"},
-    Meaning{"network", "latency_s", "of one message"},
-    Meaning{"network", "near_bytes_per_s",
-            "all that ranks of one machine send each other; 0: no limit"},
-    Meaning{
-        "network", "cores_bytes_per_s",
-        "that all cores could send and receive of remote devices; 0: it takes no time of theirs"},
-    Meaning{"software", "update_start_s",
-            "from the last gradient until the devices begin to update"},
-    Meaning{"software", "subgroup_elements", "parameters read, updated and written at once"},
-    Meaning{"software", "slots", "of those in flight on a device"},
-    Meaning{"software", "gradient_bytes", "of a parameter, on the host link"},
-    Meaning{"software", "weight_bytes", "of a parameter, on the way back"},
-    Meaning{"software", "overlapped", "schedule that su+o means"},
-    Meaning{"software", "gradient_spilled", "gradients wait on the drive, not in memory"},
-    Meaning{"software", "offload_waits", "backward stands still while a layer's gradients leave"},
-    Meaning{"price", "host", "in any currency, without GPU and drives"},
-    Meaning{"price", "gpu", "of one"},
-    Meaning{"price", "life_years", "of machine and GPU"},
-});
-
-struct Writer {
-  std::string text = {};
-  std::string_view section = {};
-
-  template <typename T>
-  void operator()(const char* key, T& value, Rule) {
-    std::string line;
-    if constexpr (std::is_same_v<T, std::string>) {
-      line = fmt::format("{} = '{}'", key, value);
-    } else if constexpr (std::is_same_v<T, plan::ScheduleVariant>) {
-      line = fmt::format("{} = '{}'", key, base::enum_name(value));
-    } else if constexpr (std::is_floating_point_v<T>) {
-      // A number that TOML takes for a float in every case, with all its digits.
-      const std::string digits = fmt::format("{}", value);
-      const bool is_float = digits.find_first_of(".e") != std::string::npos;
-      line = fmt::format("{} = {}{}", key, digits, is_float ? "" : ".0");
-    } else {
-      line = fmt::format("{} = {}", key, value);
-    }
-    const auto known = std::ranges::find_if(kMeanings, [&](const Meaning& meaning) {
-      return meaning.section == section && meaning.key == key;
-    });
-    text += known == kMeanings.end() ? line : fmt::format("{:<36}  # {}", line, known->text);
+void write(std::string& text, std::span<const NamedField> fields) {
+  for (const NamedField& field : fields) {
+    const std::string line = fmt::format("{} = {}", field.name, format_plainly(field.field));
+    text += field.help.empty() ? line : fmt::format("{:<36}  # {}", line, field.help);
     text += "\n";
   }
-};
-
-template <typename T>
-Status read_section(const toml::node& node, std::string_view section, std::string_view origin,
-                    T& target) {
-  const toml::table* table = node.as_table();
-  if (table == nullptr) {
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("{}: {} is not a table", origin, section),
-                  fmt::format("Write [{}] and its keys below.", section));
-  }
-  Reader reader{*table, section, origin};
-  if constexpr (std::is_same_v<T, Gpu>) {
-    std::string preset;
-    reader("preset", preset, Rule::kAny);
-    if (!preset.empty()) {
-      const uint32_t count = target.count;
-      SI_ASSIGN_OR_RETURN(target, gpu_preset(preset));
-      target.count = count;
-    }
-  }
-  visit(reader, target);
-  return reader.finish();
 }
 
 template <typename T>
-Status check_section(std::string_view section, const T& value) {
-  Checker checker{section, {}};
-  T copy = value;
-  visit(checker, copy);
-  return std::move(checker.status);
+Status check_table(std::string_view section, T value) {
+  for (const NamedField& field : fields_of(value)) {
+    const auto* number = std::get_if<base::Number>(&field.field);
+    if (number == nullptr) continue;
+    const double is = std::visit([](auto* at) { return static_cast<double>(*at); }, number->value);
+    if (base::in_bounds(*number, is)) continue;
+    return Status(ErrorCode::kInvalidArgument, fmt::format("{}.{} is {}", section, field.name, is),
+                  fmt::format("It must be {}.", base::expected(field.field)));
+  }
+  return {};
+}
+
+/// The GPU that a file starts from, whose keys are then changed.
+Status take_preset(base::TomlTable& table, Gpu& gpu) {
+  const auto key = std::ranges::find(table.keys, "preset", &base::TomlTable::Key::name);
+  if (key == table.keys.end()) return {};
+  const auto* name = std::get_if<std::string>(&key->value.value);
+  const uint32_t count = gpu.count;
+  SI_ASSIGN_OR_RETURN(gpu, gpu_preset(name != nullptr ? *name : key->value.found));
+  gpu.count = count;
+  table.keys.erase(key);
+  return {};
+}
+
+/// What earlier versions called a schedule.
+void take_former_words(const base::TomlTable& table, base::KeyReader& reader) {
+  for (const base::TomlTable::Key& key : table.keys) {
+    const auto* word = std::get_if<std::string>(&key.value.value);
+    if (key.name != "overlapped" || word == nullptr || *word != "late") continue;
+    reader.problem(key.value.at,
+                   "software.overlapped: write \"paper\", the schedule that earlier versions "
+                   "called \"late\"");
+  }
 }
 
 // Data-sheet values: dense 16-bit tensor rate with 32-bit sums, memory, link of PCIe generation
@@ -491,85 +353,67 @@ Result<Machine> parse_machine(std::string_view toml_text, std::string_view origi
   Machine machine;
   machine.origin = std::string(origin);
   machine.name = std::string(origin);
-  const toml::parse_result parsed = toml::parse(toml_text, origin);
-  if (!parsed) {
-    const toml::parse_error& error = parsed.error();
-    return Status(
-        ErrorCode::kInvalidArgument,
-        fmt::format("{} line {}: {}", origin, static_cast<uint32_t>(error.source().begin.line),
-                    error.description()),
-        "A machine file is TOML; `smartinf simulate --print-machine` shows one.");
-  }
-  const toml::table& root = parsed.table();
+  base::KeyReader reader(machine.origin);
+  const std::vector<NamedField> texts{{"name", &machine.name}, {"note", &machine.note}};
   std::vector<std::string_view> sections{"name", "note", "device"};
-  for (const auto& [key, text] : {std::pair{"name", &machine.name}, {"note", &machine.note}}) {
-    const toml::node* node = root.get(key);
-    if (node == nullptr) continue;
-    if (!node->is_string()) {
-      return Status(ErrorCode::kInvalidArgument, fmt::format("{}: {} is not a text", origin, key),
-                    "Put it in quotes.");
-    }
-    *text = *node->value<std::string>();
-  }
-  SI_RETURN_IF_ERROR(each_table(machine, [&](std::string_view section, auto& target) -> Status {
+  (void)each_table(machine, [&](std::string_view section, auto&) {
     sections.push_back(section);
-    const toml::node* node = root.get(section);
-    return node == nullptr ? Status() : read_section(*node, section, origin, target);
-  }));
-  if (const toml::node* node = root.get("device"); node != nullptr) {
-    const toml::array* array = node->as_array();
-    if (array == nullptr) {
-      return Status(ErrorCode::kInvalidArgument, fmt::format("{}: device is not a list", origin),
-                    "Write [[device]], once for each kind of device.");
-    }
-    for (const toml::node& entry : *array) {
-      DeviceGroup group;
-      SI_RETURN_IF_ERROR(read_section(entry, "device", origin, group));
-      machine.devices.push_back(group);
+    return Status();
+  });
+  for (base::TomlEntry& entry : reader.parse(toml_text)) {
+    if (std::ranges::find(sections, entry.name) == sections.end()) {
+      reader.problem(entry.at,
+                     fmt::format("unknown section or key '{}'{}", base::excerpt(entry.name),
+                                 base::did_you_mean(entry.name, sections)));
+    } else if (entry.name == "name" || entry.name == "note") {
+      reader.read("", base::TomlTable::Key{entry.name, entry.at, entry.value}, texts);
+    } else if (entry.name == "device") {
+      for (const base::TomlTable& table : reader.list_of(entry, kDevicesMax)) {
+        reader.read("device", table, fields_of(machine.devices.emplace_back()));
+      }
+    } else if (entry.kind != base::TomlEntry::Kind::kTable) {
+      reader.problem(entry.value.at,
+                     fmt::format("{0} is a section: write [{0}] on a line of its own", entry.name));
+    } else {
+      base::TomlTable& table = entry.tables.front();
+      if (entry.name == "gpu") SI_RETURN_IF_ERROR(take_preset(table, machine.gpu));
+      if (entry.name == "software") take_former_words(table, reader);
+      SI_RETURN_IF_ERROR(each_table(machine, [&](std::string_view section, auto& target) {
+        if (section == entry.name) reader.read(section, table, fields_of(target));
+        return Status();
+      }));
     }
   }
-  for (const auto& [key, node] : root) {
-    const std::string_view section = key.str();
-    if (std::find(sections.begin(), sections.end(), section) != sections.end()) continue;
-    const std::string_view nearest = base::nearest_name(section, sections);
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("{} line {}: '{}' is not a section of a machine file", origin,
-                              static_cast<uint32_t>(node.source().begin.line), section),
-                  nearest.empty() ? fmt::format("Sections: {}.", fmt::join(sections, ", "))
-                                  : fmt::format("Did you mean {}?", nearest));
-  }
+  SI_RETURN_IF_ERROR(reader.status());
   SI_RETURN_IF_ERROR(check_machine(machine).with_context(origin));
   return machine;
 }
 
 std::string machine_to_toml(const Machine& machine) {
   Machine copy = machine;
-  Writer writer;
-  writer("name", copy.name, Rule::kAny);
-  if (!copy.note.empty()) writer("note", copy.note, Rule::kAny);
+  std::string text;
+  write(text, std::vector<NamedField>{{"name", &copy.name}});
+  if (!copy.note.empty()) write(text, std::vector<NamedField>{{"note", &copy.note}});
   (void)each_table(copy, [&](std::string_view section, auto& table) {
-    writer.text += fmt::format("\n[{}]\n", section);
-    writer.section = section;
-    visit(writer, table);
+    text += fmt::format("\n[{}]\n", section);
+    write(text, fields_of(table));
     return Status();
   });
   for (DeviceGroup& group : copy.devices) {
-    writer.text += "\n[[device]]\n";
-    writer.section = "device";
-    visit(writer, group);
+    text += "\n[[device]]\n";
+    write(text, fields_of(group));
   }
-  return std::move(writer.text);
+  return text;
 }
 
 Status check_machine(const Machine& machine) {
-  SI_RETURN_IF_ERROR(each_table(machine, [](std::string_view section, auto& table) {
-    return check_section(section, table);
-  }));
+  SI_RETURN_IF_ERROR(each_table(
+      machine, [](std::string_view section, auto& table) { return check_table(section, table); }));
   if (machine.devices.empty()) {
     return Status(ErrorCode::kInvalidArgument, "the machine has no device", "Add a [[device]].");
   }
   for (const DeviceGroup& group : machine.devices) {
-    SI_RETURN_IF_ERROR(check_section("device", group));
+    SI_RETURN_IF_ERROR(check_table("device", group));
     const bool rates = group.update_bytes_per_s > 0 || group.decompress_bytes_per_s > 0;
     if (group.kernel.clock_hz > 0 && (rates || group.kernel.bank_bytes_per_s <= 0)) {
       return Status(ErrorCode::kInvalidArgument,

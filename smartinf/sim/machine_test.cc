@@ -59,18 +59,18 @@ TEST(Machine, WritesWhatItReads) {
 
 TEST(Machine, NamesTheKeyAndTheNearestOne) {
   EXPECT_THAT(failure(with("read_bytes_per_s", "read_byte_per_s")),
-              testing::AllOf(HasSubstr("read_byte_per_s"), HasSubstr("line 12"),
-                             HasSubstr("Did you mean read_bytes_per_s")));
-  EXPECT_THAT(failure(with("[host]", "[hosts]")), HasSubstr("Did you mean host"));
+              HasSubstr("small.toml:12:1: unknown key 'device.read_byte_per_s'; did you mean "
+                        "read_bytes_per_s?"));
+  EXPECT_THAT(failure(with("[host]", "[hosts]")), HasSubstr("did you mean host?"));
   EXPECT_THAT(failure(with("3e9", "-3e9")), HasSubstr("above zero"));
-  EXPECT_THAT(failure(with("3e9", "nan")), HasSubstr("a finite number"));
-  EXPECT_THAT(failure(with("3e9", "inf")), HasSubstr("a finite number"));
+  EXPECT_THAT(failure(with("3e9", "nan")), HasSubstr("expected a number above zero, found"));
+  EXPECT_THAT(failure(with("3e9", "inf")), HasSubstr("expected a number above zero, found"));
   EXPECT_THAT(failure(with("count = 2", "count = 0")), HasSubstr("above zero"));
   EXPECT_THAT(failure(with("count = 2", "count = 1.5")), HasSubstr("whole"));
-  EXPECT_THAT(failure(with("count = 2", "count = \"two\"")), HasSubstr("not a number"));
+  EXPECT_THAT(failure(with("count = 2", "count = \"two\"")), HasSubstr("found the text \"two\""));
   EXPECT_THAT(failure(with("A5000", "A50000")), HasSubstr("Did you mean A5000"));
   EXPECT_THAT(failure(with("count = 2", "mixed_efficiency = 1.2")), HasSubstr("at most 1"));
-  EXPECT_THAT(failure(with("count = 2", "count = ")), HasSubstr("small.toml line"));
+  EXPECT_THAT(failure(with("count = 2", "count = ")), HasSubstr("small.toml:"));
   EXPECT_THAT(failure(with("link_bytes_per_s = 1e10", "")), HasSubstr("link_bytes_per_s"));
 }
 

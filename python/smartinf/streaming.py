@@ -1,6 +1,7 @@
 """Models larger than memory: stream() and from_pretrained()."""
 
 import contextlib
+import copy
 import ctypes
 import gc
 import logging
@@ -101,7 +102,7 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
             ) from error
         kwargs |= again
     trust = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
-    dtype = _dtype_of(kwargs, config)
+    dtype = _dtype_of(kwargs, config) or _dtype_of_files(maker, path, config, kwargs)
     with torch.device("meta"):  # of that type, because what is a unit depends on the bytes
         if hasattr(maker, "from_config"):
             shape = maker.from_config(config, dtype=dtype, **trust)
@@ -256,11 +257,32 @@ def _empty(found):
 
 
 def _dtype_of(kwargs, config):
-    """The type that from_pretrained() gives most of the weights."""
+    """The type that from_pretrained() gives most of the weights; None: that of the files."""
     given = kwargs.get("dtype", kwargs.get("torch_dtype", "auto"))
     if given is None or given == "auto":
-        given = getattr(config, "dtype", None) or torch.float32
+        given = getattr(config, "dtype", None)
     return getattr(torch, given) if isinstance(given, str) else given
+
+
+class _FoundType(Exception):
+    pass
+
+
+def _dtype_of_files(maker, path, config, kwargs):
+    """What transformers takes where config.json names no type. It finds the files and the type before it makes the
+    model, with that type as torch's own: here it ends there, at the model's first parameter."""
+
+    def stop(module, name, param):
+        raise _FoundType(torch.get_default_dtype())
+
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(stop)
+    try:
+        maker.from_pretrained(path, config=copy.deepcopy(config), **kwargs)
+    except _FoundType as found:
+        return found.args[0]
+    finally:
+        handle.remove()
+    raise UsageError(f"{path}: the type of its weights cannot be told. Give it, e.g. dtype=torch.bfloat16")
 
 
 def _create(paths, elements, type_name):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -219,6 +220,24 @@ def test_from_pretrained_takes_the_types_that_transformers_takes(auto_class, tmp
             tmp_path / "folder", devices=tmp_path / str(i), memory_budget="128MiB", keep=0, auto_class=auto_class, **given
         )
         assert model.dtype == plain.dtype
+        assert model.config.dtype == plain.config.dtype
+        same(weights_of(model), weights_of(plain))
+
+
+@pytest.mark.parametrize("files", ["one", "shards", "pickled"])
+def test_from_pretrained_takes_the_type_of_the_files_where_the_folder_names_none(files, tmp_path):
+    folder = tmp_path / "folder"
+    made(llama).to(torch.bfloat16).save_pretrained(folder, max_shard_size="100KB" if files == "shards" else "1GB")
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    if files == "pickled":
+        torch.save(dict(weights_of(transformers.AutoModelForCausalLM.from_pretrained(folder))), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    for i, given in enumerate([{}, {"dtype": "auto"}, {"dtype": None}, {"dtype": torch.float32}]):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder, **given)
+        model = smartinf.from_pretrained(folder, devices=tmp_path / str(i), memory_budget="64MiB", keep=0, **given)
+        assert model.dtype == plain.dtype == (torch.float32 if i == 3 else torch.bfloat16)
         assert model.config.dtype == plain.config.dtype
         same(weights_of(model), weights_of(plain))
 

@@ -90,6 +90,17 @@ class Models(FineTuneCase):
                 self.assertEqual(loaded.config.to_dict(), transformers.AutoConfig.from_pretrained(
                     self.folder / name).to_dict() | {"_name_or_path": str(out)})
 
+    def test_a_type_that_config_json_does_not_name_is_that_of_the_files(self):
+        folder = self.folder / "llama"
+        make(CONFIGS["llama"].__class__.from_dict(dict(CONFIGS["llama"].to_dict(), vocab_size=256)), folder, torch.float16)
+        config = json.loads((folder / "config.json").read_text())
+        del config["dtype"]
+        (folder / "config.json").write_text(json.dumps(config))
+        self.fine_tune(folder, "run", "--train.lr", "1e-30", "--train.weight_decay", "0")
+        there, here = read(folder), read(self.export("run", "out"))
+        for tensor, value in there.items():
+            self.assertTrue(torch.equal(here[tensor], value) and here[tensor].dtype == value.dtype, tensor)
+
     def test_fine_tuning_goes_as_with_torch(self):
         self.corpus.write_bytes(self.corpus.read_bytes()[:257])
         for name in ("gpt2", "qwen3", "mixtral"):

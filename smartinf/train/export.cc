@@ -463,6 +463,15 @@ void check_named_base(const Job& job, const ModelSource& source, const Committed
             "the adapters name a model's folder that they do not fit: " + same.to_string());
 }
 
+/// As transformers has it: what config.json names, else what the folder's files have.
+DataType type_of_model(const Job& job, const ModelSource& source) {
+  if (source.type) return *source.type;
+  const DataType other = precision_data_type(job.options.train.precision);
+  if (source.folder.empty()) return other;
+  const auto files = model::WeightFiles::open(job.options.model.from, source.architecture);
+  return files.ok() ? files->type().value_or(other) : other;
+}
+
 }  // namespace
 
 Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
@@ -472,8 +481,7 @@ Result<ExportSummary> export_run(const Job& job, const ExportOptions& options) {
   if (options.merge && !lora) {
     return Status(ErrorCode::kInvalidArgument, "--merge: the run has no adapters", "Leave it out");
   }
-  const DataType type =
-      options.type.value_or(source.type.value_or(precision_data_type(job.options.train.precision)));
+  const DataType type = options.type.value_or(type_of_model(job, source));
   std::vector<model::LoraTarget> targets;
   plan::ParameterSpace whole;
   if (lora) {

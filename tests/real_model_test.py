@@ -44,7 +44,7 @@ def folder_of(name):
 
 class RealModel(FineTuneCase):
     def generate(self, folder, *words):
-        done = subprocess.run([SMARTINF, "generate", str(folder), "--json", "--precision", "f32", *words],
+        done = subprocess.run([SMARTINF, "generate", str(folder), "--json", "--type", "f32", *words],
                               capture_output=True, text=True, check=False, env=ENVIRONMENT)
         self.assertEqual(done.returncode, 0, done.stderr[-2000:])
         return [json.loads(line)["tokens"] for line in done.stdout.splitlines()]
@@ -79,7 +79,8 @@ class RealModel(FineTuneCase):
         tokens = torch.tensor(tokenizer(text)["input_ids"][:DOCUMENTS * (LENGTH + 1)])
         path = self.folder / "documents.safetensors"
         safetensors.torch.save_file(
-            {"tokens": tokens.to(torch.int32), "document_starts": torch.arange(DOCUMENTS) * (LENGTH + 1),
+            {"tokens": tokens.to(torch.uint32),
+             "document_starts": (torch.arange(DOCUMENTS) * (LENGTH + 1)).to(torch.uint64),
              "loss_mask": torch.ones(len(tokens), dtype=torch.uint8)},
             path, {"token_file": "1", "vocabulary": str(len(tokenizer))})
         rows = tokens.view(DOCUMENTS, LENGTH + 1)
@@ -91,7 +92,7 @@ class RealModel(FineTuneCase):
                 path, inputs, targets = self.documents(FOLDERS[name])
                 flags = [*self.SAME_BATCH, "--train.micro_batch", str(DOCUMENTS), "--data.paths", str(path),
                          "--data.sequence", str(LENGTH), "--train.lr", "1e-4", "--train.threads", "2"]
-                self.fine_tune(FOLDERS[name], name, *flags, steps=4)
+                self.fine_tune(FOLDERS[name], name, *flags, steps=4, timeout=3000)
                 model = self.model(FOLDERS[name]).train()
                 self.near_losses(name, self.curve(model, 4, 1e-4, inputs, targets))
                 here = read(self.export(name, name + "_out", "--type", "f32"))

@@ -97,11 +97,12 @@ def make_tokenizer(folder, corpus):
 class FineTuneCase(StreamCase):
     """Runs from a folder, and the same steps by torch."""
 
-    def fine_tune(self, folder, run, *flags, steps=1, code=0, env=None):
+    def fine_tune(self, folder, run, *flags, steps=1, code=0, env=None, timeout=300):
         recipe = pathlib.Path(self.recipe(steps=steps))
         text = recipe.read_text()
         recipe.write_text(f'[model]\nfrom = "{folder}"\n\n' + text[text.index("[data]"):])
-        return self.train(str(recipe), run, "--train.warmup_steps", "1", "--train.lr_floor", "1", *flags, code=code, env=env)
+        return self.train(str(recipe), run, "--train.warmup_steps", "1", "--train.lr_floor", "1", *flags, code=code,
+                          env=env, timeout=timeout)
 
     # The same eight sequences in every step, in any order.
     SAME_BATCH = ("--data.validation_share", "0", "--train.micro_batch", "8", "--train.accumulation", "1",

@@ -36,6 +36,7 @@ base::Status DeviceStep::begin(base::StepNumber step) {
   // A new store stands in step 0 already.
   if (begun() && step == 0 && number_ == 0) return base::Status();
   if (!between_steps()) return out_of_order("another step is in progress", step);
+  SI_RETURN_IF_ERROR(lost_);  // the store takes no step any more
   if (step != parts_.store->state().committed_step + 1) {
     return out_of_order("it does not follow the committed one", step);
   }

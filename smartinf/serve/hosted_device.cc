@@ -21,6 +21,7 @@ bool HostedDevice::allows(const std::string& client) const {
 }
 
 base::Result<DeviceLease> HostedDevice::lease(const std::string& client) {
+  std::shared_ptr<HostedSession> over;  // its end takes locks of its own
   const std::lock_guard lock(mutex_);
   if (leased_) {
     return base::Status(base::ErrorCode::kBusy,
@@ -30,6 +31,8 @@ base::Result<DeviceLease> HostedDevice::lease(const std::string& client) {
   }
   leased_ = true;
   holder_ = client;
+  // What it has not sent takes of the device's memory.
+  over.swap(session_);
   return DeviceLease(*this, client);
 }
 

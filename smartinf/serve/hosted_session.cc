@@ -11,6 +11,7 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/storage/format.h"
 
 namespace smartinf::serve::wire {
 
@@ -283,6 +284,7 @@ Status HostedSession::receive(const InFrame& frame) {
     received_ = up.number;
   }
   if (std::holds_alternative<ByeFrame>(up.body)) {
+    assembling_.reset();
     end(Status());
     return Status();
   }
@@ -405,29 +407,13 @@ Status HostedSession::try_submit(const std::shared_ptr<Running>& running) {
   const auto* recover = std::get_if<RecoverTo>(&running->body);
   const auto* cache = std::get_if<CacheState>(&running->body);
   if (recover != nullptr || cache != nullptr) {
-    Status status;
-    if (recover != nullptr) {
-      status = device_->recover_to(recover->step);
-    } else {
-      // Its memory is the device's: what it takes shows when it has it.
-      status = device_->cache_state(cache->subgroups);
-      Charge charge(hosted_.memory(), device_->info().state_cache_bytes);
-      if (status.ok() && charge.taken()) {
-        auto kept = std::make_shared<Region>();
-        kept->charge = std::move(charge);
-        regions_.push_back(kept);
-        regions_.push_back(kept);  // never free
-      } else if (status.ok()) {
-        status = Status(ErrorCode::kOutOfMemory, "the state that is to stay in memory does not fit",
-                        "Raise the device's memory in the server's file.");
-      }
-    }
+    Status status = recover != nullptr ? device_->recover_to(recover->step) : cache_state(*cache);
     Standing now = standing();
     const std::lock_guard lock(mutex_);
     standing_ = now;
     vitals_ = vitals();
     if (!status.ok()) ++hosted_.counters().errors;
-    push({DoneFrame{running->number, status, vitals_, now}, {}});
+    push_done({running->number, status, vitals_, now});
     return Status();
   }
   if (Status status = make_message(*running); !status.ok()) {
@@ -443,6 +429,21 @@ Status HostedSession::try_submit(const std::shared_ptr<Running>& running) {
   }
   device_->submit(running->command);
   return Status();
+}
+
+/// The device takes the memory at once and keeps it, so it is asked for before.
+Status HostedSession::cache_state(const CacheState& cache) {
+  SI_ASSIGN_OR_RETURN(const storage::Geometry geometry, storage::Geometry::make(layout_, 1));
+  uint64_t bytes = 0;
+  for (const base::SubgroupId subgroup : cache.subgroups) {
+    bytes += geometry.plane_offset(geometry.index_of(subgroup), layout_.state_planes().size());
+  }
+  cache_charge_ = Charge(hosted_.memory(), bytes);
+  if (!cache_charge_.taken()) {
+    return Status(ErrorCode::kOutOfMemory, "the state that is to stay in memory does not fit",
+                  "Raise the device's memory in the server's file.");
+  }
+  return device_->cache_state(cache.subgroups);
 }
 
 Status HostedSession::give_out(Running& running, uint64_t bytes) {
@@ -584,7 +585,7 @@ Status HostedSession::make_update(Running& running, const UpdateWanted& wanted) 
 void HostedSession::answer(uint64_t number, const CommandBody&, Status status) {
   const std::lock_guard lock(mutex_);
   ++hosted_.counters().errors;
-  push({DoneFrame{number, std::move(status).with_context(hosted_.name()), vitals_, {}}, {}});
+  push_done({number, std::move(status).with_context(hosted_.name()), vitals_, {}});
 }
 
 bool session_gives_way(HostedDevice& device, const Peer& peer) {

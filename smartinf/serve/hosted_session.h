@@ -96,6 +96,7 @@ class HostedSession {
   base::Status take_piece(const PieceFrame& piece, const InFrame& frame);
   void submit(const std::shared_ptr<Running>& running);
   base::Status try_submit(const std::shared_ptr<Running>& running);
+  base::Status cache_state(const CacheState& cache);
   base::Status make_message(Running& running);
   base::Status make_update(Running& running, const UpdateWanted& wanted);
   base::Status give_out(Running& running, uint64_t bytes);
@@ -114,6 +115,7 @@ class HostedSession {
   Vitals vitals() const;
   Standing standing() const;
   void push(Entry entry);
+  void push_done(DoneFrame done);
   uint64_t last_number() const { return first_number_ + entries_.size() - 1; }
 
   HostedDevice& hosted_;
@@ -121,7 +123,9 @@ class HostedSession {
   const Limits limits_;
   const SessionId id_;
   DeviceLease lease_;
-  Charge device_charge_;
+  Charge device_charge_, cache_charge_;
+  // For what an answer says of the state; a client that reads has a few of them unacknowledged.
+  MemoryAccount standings_{uint64_t{16} << 20};
   csd::DeviceShare share_;
   storage::StoreLayout layout_;
   bool created_ = false;

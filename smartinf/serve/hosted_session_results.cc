@@ -81,6 +81,18 @@ void HostedSession::push(Entry entry) {
   completions_.push({});
 }
 
+void HostedSession::push_done(DoneFrame done) {
+  if (!done.standing) return push({std::move(done), {}});
+  // Kept until it is acknowledged, and in no command's memory.
+  auto text = std::make_shared<Charge>(standings_, done.standing->client_metadata.size());
+  if (!text->taken() && !ending_) {
+    ending_ = true;
+    end_why_ = Status(ErrorCode::kUnavailable, "the client does not acknowledge what it is sent");
+    changed_.notify_all();
+  }
+  push({std::move(done), {std::move(text), {}}});
+}
+
 void HostedSession::give_data(uint64_t command, Target target, base::SubgroupId subgroup,
                               Payload payload) {
   for (uint64_t at = 0; at < payload.bytes.size();) {
@@ -138,7 +150,7 @@ void HostedSession::on_completion(const csd::Completion& completion) {
   if (gradient && running->in.size() > 0 && spare_.size() < kSpareMax) {
     spare_.push_back(std::move(running->in));
   }
-  push({DoneFrame{running->number, status, vitals_, now}, {}});
+  push_done({running->number, status, vitals_, now});
 }
 
 void HostedSession::on_ready(const std::shared_ptr<Running>& running, base::SubgroupId subgroup) {
@@ -154,10 +166,16 @@ void HostedSession::on_ready(const std::shared_ptr<Running>& running, base::Subg
                               region_first_[index] * element_bytes, stored.count * element_bytes)});
   }
   if (entry->samples) {
-    auto packed = std::make_shared<std::vector<base::Bf16>>(
+    // With the region, whose charge is for the copy as well.
+    struct Packed {
+      std::shared_ptr<Region> region;
+      std::vector<base::Bf16> samples;
+    };
+    auto packed = std::make_shared<Packed>(Packed{
+        running->region,
         pack_samples(share_.matrices, stored,
-                     reinterpret_cast<const base::Bf16*>(running->region->samples.data())));
-    const auto bytes = std::as_bytes(std::span(*packed));
+                     reinterpret_cast<const base::Bf16*>(running->region->samples.data()))});
+    const auto bytes = std::as_bytes(std::span(packed->samples));
     give_data(running->number, Target::kSamples, subgroup, {std::move(packed), bytes});
   }
   const Vitals life = device_ != nullptr ? vitals() : vitals_;
@@ -264,13 +282,21 @@ void HostedSession::close_device() {
                           hosted_.name(),
                           end_why_.ok() ? std::string() : " (" + end_why_.what() + ")", words));
   }
+  {
+    const std::lock_guard lock(submit_mutex_);
+    regions_.clear();
+  }
   // The lease is given back before the client is told: it may come again at once.
   device_charge_ = Charge();
+  cache_charge_ = Charge();
   lease_ = DeviceLease();
   // Whoever ends it breaks the connection of a client that does not read.
   while (send_one()) {
   }
   const std::lock_guard lock(mutex_);
+  // What a client that has been told does not acknowledge is not kept for it.
+  entries_.clear();
+  first_number_ = next_;
   ended_ = true;
   changed_.notify_all();
 }

@@ -6,7 +6,9 @@
 #include <openssl/ssl.h>
 #include <sys/stat.h>
 
+#include "smartinf/base/checksum.h"
 #include "smartinf/base/log.h"
+#include "smartinf/csd/local_state.h"
 #include "smartinf/serve/conversation.h"
 #include "smartinf/serve/header_blocks.h"
 #include "smartinf/serve/test_http2.h"
@@ -291,19 +293,20 @@ TEST_F(RemoteClients, AThousandConnectionsKeepNobodyOut) {
 
 class RemoteHarm : public RemoteSession {
  protected:
-  /// A session with nothing between.
-  void attach() {
+  /// A session with nothing between: of a new state, or of the one that is there.
+  void attach(bool fresh = true) {
     RemoteOptions options = TestTrust::shared().options();
     options.deadline_seconds = 20;
     const Endpoint endpoint{"localhost:" + std::to_string(server_->port()), "fast0"};
     auto talk = Conversation::begin(endpoint, options, Purpose::kSession);
     ASSERT_TRUE(talk.ok()) << talk.status().to_string();
     Attach request;
-    request.create = layout_;
+    if (fresh) request.create = layout_;
     request.share = share_;
     const auto attached = talk->ask<Attached>(request);
     ASSERT_TRUE(attached.ok()) << attached.status().to_string();
     talk_.emplace(std::move(*talk));
+    number_ = 0;
   }
   Status say(CommandBody body, uint64_t payload_bytes = 0) {
     return talk_->say(Up{++number_, CommandFrame{payload_bytes, 0, std::move(body)}});
@@ -317,12 +320,36 @@ class RemoteHarm : public RemoteSession {
         return closed->outcome;
       }
       const auto* done = std::get_if<DoneFrame>(&down->body);
-      if (done != nullptr && done->command == number_) return done->outcome;
+      if (done == nullptr || done->command != number_) continue;
+      done_ = *done;
+      return done->outcome;
     }
   }
+  Status run(CommandBody body) {
+    SI_RETURN_IF_ERROR(say(std::move(body)));
+    return answer();
+  }
+  /// The start of the state, and the gradients of step 1.
+  void attach_in_step_1() {
+    ASSERT_OK(create());
+    device_.reset();
+    attach(false);
+    ASSERT_OK(run(RecoverTo{0}));
+    ASSERT_OK(run(csd::BeginStep{1}));
+    for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
+      const auto gradient = std::make_shared<std::vector<std::byte>>(subgroup.count * 2);
+      const Gradient body{subgroup.id, 0, subgroup.count, base::DataType::kBf16};
+      ASSERT_OK(talk_->say(
+          Up{++number_, CommandFrame{gradient->size(), base::checksum(*gradient), body}},
+          {gradient, *gradient}));
+      ASSERT_OK(answer());
+    }
+  }
+  uint64_t memory_used() { return server_->devices().front().memory_bytes; }
 
   std::optional<Conversation> talk_;
   uint64_t number_ = 0;
+  DoneFrame done_;
 };
 
 TEST_F(RemoteHarm, CommandsThatNoEngineSendsAreRefused) {
@@ -374,6 +401,109 @@ TEST_F(RemoteHarm, WhoDoesNotReadIsGivenUpWithinTheMemory) {
   EXPECT_FALSE(written) << "it was never given up";
   EXPECT_LE(most, memory_bytes_);
   EXPECT_TRUE(soon([&] { return server_->devices().front().client.empty(); }));
+}
+
+TEST_F(RemoteHarm, AnswersThatAreNotAcknowledgedHaveABound) {
+  ASSERT_OK(create());
+  ASSERT_OK(driver_.run(csd::BeginStep{1}));
+  ASSERT_OK(driver_.put_all(layout_, 1));
+  ASSERT_OK(driver_.update(layout_, 1));
+  const std::string longest(storage::Store::kClientMetadataBytesMax, 'x');
+  ASSERT_OK(driver_.run(csd::Prepare{1, longest}));
+  ASSERT_OK(driver_.run(csd::Commit{1}));
+  device_.reset();
+  attach(false);
+  ASSERT_OK(run(RecoverTo{1}));
+  Status status;
+  for (int i = 0; i < 1000 && status.ok(); ++i) status = run(csd::Flush{});
+  EXPECT_THAT(status.to_string(), HasSubstr("does not acknowledge"));
+}
+
+TEST_F(RemoteHarm, SamplesThatAreNotAcknowledgedAreOfTheMemory) {
+  share_.matrices = {{0, 1, elements_, 0, 0}};  // of one row, which is sampled whole
+  attach_in_step_1();
+  UpdateWanted update;
+  update.scalars = csd::test_scalars(1);
+  for (const auto& subgroup : layout_.subgroups) {
+    update.updates.push_back({subgroup.id, false, true});
+  }
+  ASSERT_OK(run(update));
+  const uint64_t once = memory_used();
+  ASSERT_OK(run(update));
+  EXPECT_GE(memory_used(), once + elements_ * sizeof(base::Bf16));
+}
+
+TEST_F(RemoteHarm, WhatStaysInMemoryIsAskedForBefore) {
+  layout_ = csd::test_layout(base::StateFormat::kF32, 0, 60);
+  share_.groups.clear();
+  drive_ = std::move(*csd::EmulatedDrive::create(
+      *csd::EmulatedDrive::size_for(layout_, storage::Durability::kStep, 0)));
+  memory_bytes_ = uint64_t{120} << 20;  // less than the state
+  start_server();
+  attach();
+  CacheState cache;
+  for (const auto& subgroup : layout_.subgroups) cache.subgroups.push_back(subgroup.id);
+  EXPECT_EQ(run(cache).code(), ErrorCode::kOutOfMemory);
+  ASSERT_TRUE(done_.standing);
+  EXPECT_EQ(done_.standing->state_cache_bytes, 0u);
+}
+
+TEST_F(RemoteHarm, AStepThatCannotBeAbortedIsTheLast) {
+  durability_ = storage::Durability::kNone;
+  attach_in_step_1();
+  UpdateWanted update;
+  update.scalars = csd::test_scalars(1);
+  for (const auto& subgroup : layout_.subgroups) {
+    update.updates.push_back({subgroup.id, false, false});
+  }
+  ASSERT_OK(run(update));
+  EXPECT_FALSE(run(csd::Abort{1}).ok()) << "it is written in place";
+  EXPECT_FALSE(run(csd::BeginStep{1}).ok());
+  EXPECT_FALSE(run(csd::BeginStep{2}).ok());
+}
+
+TEST_F(RemoteHarm, WhatASessionLeftIsOfNobodysMemory) {
+  memory_bytes_ = uint64_t{100} << 20;
+  slots_ = 1;
+  start_server();
+  ASSERT_OK(create());
+  device_.reset();
+  attach(false);
+  ASSERT_OK(run(RecoverTo{0}));
+  const storage::StoredSubgroup& first = layout_.subgroups.front();
+  Status status;
+  for (int i = 0; i < 1000 && status.ok(); ++i) {
+    status = run(StateWanted{first.id, 0, first.count, 7});
+  }
+  EXPECT_EQ(status.code(), ErrorCode::kOutOfMemory);
+  ASSERT_OK(talk_->say(Up{++number_, ByeFrame{}}));
+  EXPECT_TRUE(answer().ok());
+  slots_ = 6;
+  EXPECT_TRUE(soon([&] { return server_->devices().front().client.empty(); }));
+  ASSERT_OK(open());
+}
+
+TEST_F(RemoteHarm, AStateThatWasClosedTakesNothingMore) {
+  const base::Scratch scratch;
+  create_state_ = [&](const storage::StoreLayout& layout) {
+    return csd::create_local_state((scratch.path() / "state").string(), "fast0", layout, {},
+                              storage::RingKind::kThreads);
+  };
+  start_server();
+  const Endpoint endpoint{"localhost:" + std::to_string(server_->port()), "fast0"};
+  auto talk = Conversation::begin(endpoint, TestTrust::shared().options(), Purpose::kNewState);
+  ASSERT_TRUE(talk.ok()) << talk.status().to_string();
+  layout_.copied_step = 3;
+  const CreateState create{layout_, storage::Durability::kStep, false};
+  ASSERT_OK(talk->ask<StateAnswer>(create).status());
+  ASSERT_OK(talk->ask<StateAnswer>(StateAsk(CloseState{})).status());
+  const uint64_t bytes = layout_.subgroups.front().count * 3 * sizeof(float);
+  for (uint64_t at = 0; at < bytes; at += kPieceBytes / 2) {
+    const auto memory = std::make_shared<std::vector<std::byte>>(kPieceBytes / 2);
+    const SubgroupPiece piece{0, at, bytes, base::checksum(*memory, at)};
+    ASSERT_OK(talk->say(StateAsk(piece), {memory, *memory}));
+  }
+  EXPECT_FALSE(talk->ask<StateAnswer>(StateAsk(WaitFor{0})).ok());
 }
 
 }  // namespace

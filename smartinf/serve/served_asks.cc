@@ -278,9 +278,11 @@ class ServedNewState {
       return after(Phase::kPrepared, Phase::kCommitted, [&] { return state_->commit(); });
     }
     if (std::holds_alternative<CloseState>(asked)) {
-      // Also of one that is given up.
-      if (phase_ == Phase::kCommitted) phase_ = Phase::kClosed;
-      return state_->close();
+      const Status status = state_->close();
+      if (phase_ == Phase::kCommitted && status.ok()) phase_ = Phase::kClosed;
+      // Of one that is given up: nothing is brought to it any more.
+      if (phase_ < Phase::kCommitted) phase_ = Phase::kGivenUp;
+      return status;
     }
     if (std::holds_alternative<TakePlace>(asked)) {
       return after(Phase::kClosed, Phase::kPlaced, [&] { return state_->take_place(); });
@@ -292,7 +294,15 @@ class ServedNewState {
   }
 
  private:
-  enum class Phase : uint8_t { kWriting, kPrepared, kCommitted, kClosed, kPlaced, kFinished };
+  enum class Phase : uint8_t {
+    kWriting,
+    kPrepared,
+    kCommitted,
+    kClosed,
+    kPlaced,
+    kFinished,
+    kGivenUp
+  };
   struct Write {
     csd::SubgroupWrite write;
     base::AlignedBuffer memory;

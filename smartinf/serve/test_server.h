@@ -31,6 +31,8 @@ class TestSource final : public csd::DeviceSource {
     std::function<Made(const csd::DeviceShare&)> open;
     std::function<base::Result<storage::StoreSummary>()> summarize;
     std::function<void()> erase;
+    std::function<base::Result<std::unique_ptr<csd::NewState>>(const storage::StoreLayout&)>
+        create_state;
   };
   TestSource(std::string name, Functions functions)
       : name_(std::move(name)), functions_(std::move(functions)) {}
@@ -52,6 +54,11 @@ class TestSource final : public csd::DeviceSource {
     return functions_.create(layout, share);
   }
   Made open(const csd::DeviceShare& share) override { return functions_.open(share); }
+  base::Result<std::unique_ptr<csd::NewState>> create_state(
+      const storage::StoreLayout& layout, const csd::NewStateOptions& options) override {
+    if (functions_.create_state) return functions_.create_state(layout);
+    return csd::DeviceSource::create_state(layout, options);
+  }
   base::Status erase() override {
     if (functions_.erase) functions_.erase();
     return base::Status();

@@ -46,10 +46,12 @@ class RemoteSession : public testing::Test {
     csd::LocalDeviceOptions options;
     options.name = "fast0";
     options.threads = 2;
-    options.slots = 3;
+    options.slots = slots_;
+    options.store.durability = durability_;
     options.store.io_bytes = 256 * 1024;
     options.store.wrap_ring = wrap_ring_;
     options.groups = share_.groups;
+    options.matrices = share_.matrices;
     return options;
   }
   ServedDevice served() {
@@ -58,7 +60,7 @@ class RemoteSession : public testing::Test {
           return csd::create_emulated_device(local(), layout, *drive_);
         },
         [this](const csd::DeviceShare&) { return csd::open_emulated_device(local(), *drive_); },
-        [this] { return drive_->summarize(); }, [this] { drive_->erase(); }};
+        [this] { return drive_->summarize(); }, [this] { drive_->erase(); }, create_state_};
     ServedDevice device;
     device.name = "fast0";
     device.memory_bytes = memory_bytes_;
@@ -134,6 +136,10 @@ class RemoteSession : public testing::Test {
   std::atomic<bool> revoked_{false};
   std::function<std::unique_ptr<storage::Ring>(std::unique_ptr<storage::Ring>)>
       wrap_ring_;  // of the served device
+  uint32_t slots_ = 3;
+  storage::Durability durability_ = storage::Durability::kStep;
+  std::function<base::Result<std::unique_ptr<csd::NewState>>(const storage::StoreLayout&)>
+      create_state_;
   storage::StoreLayout layout_;
   uint64_t elements_ = 0;
   csd::DeviceShare share_;

@@ -253,9 +253,11 @@ Status set_from_text(const Field& field, std::string_view text) {
                  },
                  [&](const Number& out) {
                    const Result<uint64_t> size = parse_bytes(text);
-                   return size.ok() && set_number(out, static_cast<double>(*size))
-                              ? Status()
-                              : refuse(field, text);
+                   double value = size.ok() ? static_cast<double>(*size) : 0;
+                   // A size is whole; a number need not be.
+                   const bool number = set_from_text(Field(&value), text).ok();
+                   return (size.ok() || number) && set_number(out, value) ? Status()
+                                                                          : refuse(field, text);
                  }},
       field);
 }

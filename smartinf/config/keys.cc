@@ -306,7 +306,8 @@ constexpr auto kKeys = std::to_array<Key>({
         "processor of the updates: \"cpu\": threads of this machine; \"opencl\": the first OpenCL "
         "device; \"opencl:DEVICE\": the one with that number or text in its name "
         "(smartinf doctor lists them)"),
-    SI_DEVICE_KEY("device.bandwidth", &r.updater.devices[i].bandwidth,
+    SI_DEVICE_KEY("device.bandwidth",
+                  (base::Number{&r.updater.devices[i].bandwidth, 0, 1e18, "such as 2 or \"3GB\""}),
                   "speed relative to the other devices, for placement; 0: measured at first use"),
     SI_DEVICE_KEY("device.capacity", base::ByteCount{&r.updater.devices[i].capacity_bytes},
                   "largest number of bytes to use; 0: all free space"),

@@ -80,6 +80,22 @@ bandwidth = 2
   EXPECT_EQ(recipe.updater.devices[1].bandwidth, 2.0);
 }
 
+TEST(Recipe, ABandwidthIsANumberOrASize) {
+  const LoadedRecipe loaded = good(
+      "[[device]]\npath = \"a\"\nbandwidth = \"1GB\"\n[[device]]\npath = \"b\"\nbandwidth = 0.5\n"
+      "[[device]]\npath = \"c\"\nbandwidth = 2\n",
+      {{"device.3.path", "d"},
+       {"device.4.path", "e"},
+       {"device.5.path", "f"},
+       {"device.3.bandwidth", "0.5"},
+       {"device.4.bandwidth", "3GB"},
+       {"device.5.bandwidth", "1e9"}});
+  std::vector<double> read;
+  for (const auto& device : loaded.recipe.updater.devices) read.push_back(device.bandwidth);
+  EXPECT_THAT(read, testing::ElementsAre(1e9, 0.5, 2, 0.5, 3e9, 1e9));
+  EXPECT_THAT(bad("[[device]]\nbandwidth = \"fast\"\n"), HasSubstr("such as 2 or \"3GB\""));
+}
+
 TEST(Recipe, FlagWinsOverFileAndFileOverDefault) {
   const LoadedRecipe loaded =
       good("[train]\nsteps = 5\nlr = 0.25\n", {{"train.steps", "7"}, {"model.width", "64"}});

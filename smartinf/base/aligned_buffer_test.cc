@@ -33,21 +33,5 @@ TEST(AlignedBuffer, TooMuchIsAStatusThatNamesTheSize) {
   EXPECT_NE(buffer.status().to_string().find("PiB"), std::string::npos);
 }
 
-TEST(BufferPool, LendsEachBufferOnceAndTakesItBack) {
-  auto pool = BufferPool::create(2, 4096);
-  ASSERT_TRUE(pool.ok());
-  Lease first = (*pool)->try_lease();
-  Lease second = (*pool)->try_lease();
-  ASSERT_TRUE(first.held());
-  ASSERT_TRUE(second.held());
-  EXPECT_NE(first.bytes().data(), second.bytes().data());
-  EXPECT_FALSE((*pool)->try_lease().held());
-  const uint32_t index = first.index();
-  first.release();
-  Lease third = (*pool)->try_lease();
-  ASSERT_TRUE(third.held());
-  EXPECT_EQ(third.index(), index);
-}
-
 }  // namespace
 }  // namespace smartinf::base

@@ -56,8 +56,6 @@ class [[nodiscard]] Status {
   Status& operator=(Status&&) noexcept = default;
   ~Status() = default;
 
-  static Status ok_status() { return Status(); }
-
   bool ok() const { return detail_ == nullptr; }
   explicit operator bool() const { return ok(); }
   ErrorCode code() const { return detail_ ? detail_->code : ErrorCode::kOk; }

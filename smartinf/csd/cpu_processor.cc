@@ -6,8 +6,6 @@
 #include <string>
 #include <utility>
 
-#include <pthread.h>
-
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/base/clock.h"
 #include "smartinf/csd/core_pinning.h"
@@ -264,21 +262,13 @@ CpuProcessor::CpuProcessor(const CpuProcessorOptions& options,
     if (trace_ != nullptr) {
       track = trace_->add_track({options.name, "processor " + std::to_string(i)});
     }
-    threads_.emplace_back([this, track] { run(track); });
-    pthread_setname_np(threads_.back().native_handle(), "si-processor");
+    auto& worker = workers_.emplace_back(
+        "si-processor",
+        [this, track](const std::shared_ptr<Running>& running) { run(*running, track); });
     if (!options.cores.empty()) {
-      pin_thread(threads_.back(), options.cores[i % options.cores.size()]);
+      pin_thread(worker.threads().front(), options.cores[i % options.cores.size()]);
     }
   }
-}
-
-CpuProcessor::~CpuProcessor() {
-  {
-    const std::lock_guard lock(mutex_);
-    closing_ = true;
-  }
-  filled_.notify_all();
-  threads_.clear();  // joins them, which finish what is queued
 }
 
 base::Result<std::unique_ptr<SlotMemory>> CpuProcessor::allocate(uint64_t bytes) {
@@ -290,43 +280,20 @@ void CpuProcessor::start(Job& job) {
   job.status = Status();
   const uint64_t blocks = blocks_of(job);
   SI_CHECK(blocks > 0, "a subgroup has at least one block");
-  {
-    const std::lock_guard lock(mutex_);
-    if (free_.empty()) {
-      all_.push_back(std::make_unique<Running>());
-      free_.push_back(all_.back().get());
-    }
-    Running& running = *free_.back();
-    free_.pop_back();
-    running = {&job, blocks, 0, blocks};
-    queue_.push_back(&running);
-  }
-  filled_.notify_all();
+  const auto running = std::make_shared<Running>(job, blocks);
+  for (auto& worker : workers_) worker.post(running);
 }
 
-void CpuProcessor::run(uint32_t track) {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    filled_.wait(lock, [&] { return !queue_.empty() || closing_; });
-    if (queue_.empty()) return;
-    Running& running = *queue_.front();
-    Job& job = *running.job;
-    const uint64_t block = running.next++;
-    if (running.next == running.blocks) queue_.pop_front();
-    const bool failed = !job.status.ok();
-    lock.unlock();
+void CpuProcessor::run(Running& running, uint32_t track) {
+  for (uint64_t block = running.next++; block < running.blocks; block = running.next++) {
+    Job& job = running.job;
     const uint64_t begin_ns = trace_ != nullptr ? base::now_ns() : 0;
-    Status status = failed ? Status() : run_block(job, block);
+    Status status = running.failed ? Status() : run_block(job, block);
     if (trace_ != nullptr) {
       trace_->record({trace_name(job), track, subgroup_of(job), begin_ns, base::now_ns()});
     }
-    lock.lock();
-    if (!status.ok() && job.status.ok()) job.status = std::move(status);
-    if (--running.unfinished > 0) continue;
-    free_.push_back(&running);
-    lock.unlock();
-    on_finished_(job);
-    lock.lock();
+    if (!status.ok() && !running.failed.exchange(true)) job.status = std::move(status);
+    if (--running.unfinished == 0) on_finished_(job);
   }
 }
 

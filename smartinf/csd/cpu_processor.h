@@ -3,17 +3,15 @@
 // done while it is there.
 #pragma once
 
-#include <condition_variable>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
-#include <thread>
-#include <vector>
 
+#include "smartinf/base/worker.h"
 #include "smartinf/csd/processor.h"
 #include "smartinf/csd/trace.h"
 
@@ -36,31 +34,26 @@ struct CpuProcessorOptions {
 class CpuProcessor final : public Processor {
  public:
   CpuProcessor(const CpuProcessorOptions& options, std::function<void(Job&)> on_finished);
-  ~CpuProcessor() override;
 
   base::Result<std::unique_ptr<SlotMemory>> allocate(uint64_t bytes) override;
   void start(Job& job) override;
-  uint32_t threads() const override { return static_cast<uint32_t>(threads_.size()); }
+  uint32_t threads() const override { return static_cast<uint32_t>(workers_.size()); }
 
  private:
-  /// A job under way. Under the lock.
+  /// A job under way, which every thread is given.
   struct Running {
-    Job* job = nullptr;
-    uint64_t blocks = 0;
-    uint64_t next = 0;        // to be taken
-    uint64_t unfinished = 0;  // taken or not
+    Running(Job& of, uint64_t all) : job(of), blocks(all), unfinished(all) {}
+    Job& job;  // gone when all blocks are finished
+    const uint64_t blocks;
+    std::atomic<uint64_t> next = 0;  // to be taken
+    std::atomic<uint64_t> unfinished;
+    std::atomic<bool> failed = false;
   };
-  void run(uint32_t track);
+  void run(Running& running, uint32_t track);
 
   std::function<void(Job&)> on_finished_;
   std::shared_ptr<Trace> trace_;
-  std::mutex mutex_;
-  std::condition_variable filled_;
-  std::deque<Running*> queue_;                 // with blocks to be taken, oldest first
-  std::vector<std::unique_ptr<Running>> all_;  // as many as there were jobs at once
-  std::vector<Running*> free_;                 // of them
-  bool closing_ = false;
-  std::vector<std::jthread> threads_;
+  std::deque<base::Worker<std::shared_ptr<Running>>> workers_;  // one thread each
 };
 
 }  // namespace smartinf::csd

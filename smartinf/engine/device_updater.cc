@@ -64,7 +64,8 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
   const std::shared_ptr<Collectives>& ranks =
       options_.collectives != nullptr ? options_.collectives : options_.peers;
   if (ranks == nullptr) return;
-  agreement_ = std::make_unique<CommitAgreement>(ranks, [this](Agreement agreed) {
+  agreement_ = std::make_unique<base::Worker<Question>>("si-commit", [this, ranks](Question asked) {
+    Agreement agreed = agree(*ranks, Channel::kGradients, asked.call, asked.mine);
     {
       const std::lock_guard lock(mutex_);
       act(protocol_.agreed(std::move(agreed.status), agreed.known));
@@ -410,10 +411,10 @@ void DeviceUpdater::act(Next next) {
       const bool prepared = protocol_.phase() == Phase::kAgreeing;
       const std::string& metadata = next_metadata_.client_metadata;
       // Of one step all devices hold the same metadata.
-      return agreement_->ask(
-          fmt::format("{} of step {} ({:016x})", prepared ? "prepare" : "commit", protocol_.step(),
-                      base::checksum(std::as_bytes(std::span(metadata)))),
-          protocol_.error());
+      return agreement_->post(
+          {fmt::format("{} of step {} ({:016x})", prepared ? "prepare" : "commit", protocol_.step(),
+                       base::checksum(std::as_bytes(std::span(metadata)))),
+           protocol_.error()});
     }
     case Next::kCommit:
       return submit_to_all(csd::Commit{protocol_.step()});

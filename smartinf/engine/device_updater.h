@@ -15,11 +15,12 @@
 #include <vector>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/worker.h"
 #include "smartinf/engine/device_replies.h"
 #include "smartinf/engine/device_set.h"
 #include "smartinf/engine/gradient_path.h"
 #include "smartinf/engine/gradient_tracker.h"
-#include "smartinf/engine/ranks/commit_agreement.h"
+#include "smartinf/engine/ranks/collectives.h"
 #include "smartinf/engine/spool.h"
 #include "smartinf/engine/step_metadata.h"
 #include "smartinf/engine/step_protocol.h"
@@ -183,7 +184,13 @@ class DeviceUpdater final : public Updater {
   WeightFetches fetches_;
 
   std::jthread completions_thread_;
-  std::unique_ptr<CommitAgreement> agreement_;  // null: this process alone decides
+  /// What all ranks are asked between prepare and commit, and once more after it, over
+  /// Channel::kGradients, on which nothing else is going on during a commit.
+  struct Question {
+    std::string call;
+    base::Status mine;
+  };
+  std::unique_ptr<base::Worker<Question>> agreement_;  // null: this process alone decides
 };
 
 }  // namespace smartinf::engine

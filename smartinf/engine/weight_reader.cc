@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <deque>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <utility>
 
 #include <fmt/format.h>
@@ -30,18 +28,12 @@ struct WeightReader::Reads {
   explicit Reads(std::shared_ptr<const WeightFileSet> from) : files(std::move(from)) {}
 
   const std::shared_ptr<const WeightFileSet> files;
-  struct Fetch {
-    plan::Subgroup subgroup;
-    base::DataType type;
-    std::byte* out;
-  };
   std::mutex mutex;
-  std::condition_variable wanted, done;
-  bool ends = false;
+  std::condition_variable done;
   uint32_t under_way = 0;
+  uint32_t waiting = 0;
   Clock::time_point last_end =
       Clock::now();  // of a read, or when one began with no other under way
-  std::deque<Fetch> queue;
   std::map<uint64_t, std::optional<Status>> fetches;  // by first element; nothing: under way
 
   /// Waits until `until()`. False: no read has ended for silence_max.
@@ -57,6 +49,19 @@ struct WeightReader::Reads {
     }
     return true;
   }
+
+  void read(const Fetch& fetch) {
+    std::unique_lock lock(mutex);
+    --waiting;
+    if (under_way++ == 0) last_end = Clock::now();
+    lock.unlock();
+    Status status = files->read(fetch.subgroup, fetch.type, fetch.out);
+    lock.lock();
+    --under_way;
+    last_end = Clock::now();
+    fetches[fetch.subgroup.first] = std::move(status);
+    done.notify_all();
+  }
 };
 
 WeightReader::WeightReader(uint64_t elements, uint64_t subgroup_elements,
@@ -66,38 +71,12 @@ WeightReader::WeightReader(uint64_t elements, uint64_t subgroup_elements,
       reads_(std::make_shared<Reads>(std::move(files))) {}
 
 WeightReader::~WeightReader() {
-  {
-    std::unique_lock lock(reads_->mutex);
-    reads_->ends = true;
-    reads_->wanted.notify_all();
-    const auto idle = [&] { return reads_->under_way == 0; };
-    if (!hangs_) hangs_ = !reads_->wait(lock, silence_max_, idle);
-  }
-  for (std::thread& thread : threads_) {
-    if (hangs_) {
-      thread.detach();  // with a share of the reads
-    } else {
-      thread.join();
-    }
-  }
-}
-
-void WeightReader::work(const std::shared_ptr<Reads>& reads) {
-  std::unique_lock lock(reads->mutex);
-  while (true) {
-    reads->wanted.wait(lock, [&] { return reads->ends || !reads->queue.empty(); });
-    if (reads->ends) return;
-    const Reads::Fetch fetch = reads->queue.front();
-    reads->queue.pop_front();
-    if (reads->under_way++ == 0) reads->last_end = Clock::now();
-    lock.unlock();
-    Status status = reads->files->read(fetch.subgroup, fetch.type, fetch.out);
-    lock.lock();
-    --reads->under_way;
-    reads->last_end = Clock::now();
-    reads->fetches[fetch.subgroup.first] = std::move(status);
-    reads->done.notify_all();
-  }
+  if (!worker_) return;
+  const size_t forgotten = worker_->cancel();
+  std::unique_lock lock(reads_->mutex);
+  const auto idle = [&] { return reads_->under_way == 0 && reads_->waiting == forgotten; };
+  if (!hangs_) hangs_ = !reads_->wait(lock, silence_max_, idle);
+  if (hangs_) worker_->detach();  // with a share of the reads
 }
 
 plan::Subgroup WeightReader::subgroup_at(uint64_t element) const {
@@ -137,11 +116,14 @@ Status WeightReader::fetch_weights(uint64_t first, base::DataType type, void* ou
                     fmt::format("the weights from element {} on are being read already", first),
                     "Call wait_fetched() first.");
     }
-    if (reads_->under_way == 0 && reads_->queue.empty()) reads_->last_end = Clock::now();
-    reads_->queue.push_back({subgroup_at(first), type, static_cast<std::byte*>(out)});
+    if (reads_->under_way == 0 && reads_->waiting == 0) reads_->last_end = Clock::now();
+    ++reads_->waiting;
   }
-  while (threads_.size() < kThreads) threads_.emplace_back([reads = reads_] { work(reads); });
-  reads_->wanted.notify_one();
+  if (!worker_) {
+    worker_.emplace(
+        "si-read", [reads = reads_](const Fetch& fetch) { reads->read(fetch); }, kThreads);
+  }
+  worker_->post({subgroup_at(first), type, static_cast<std::byte*>(out)});
   return Status();
 }
 

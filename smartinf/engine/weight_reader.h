@@ -5,10 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
+#include "smartinf/base/worker.h"
 #include "smartinf/engine/weight_source.h"
 
 namespace smartinf::engine {
@@ -48,7 +49,11 @@ class WeightReader : public WeightSource {
 
  private:
   struct Reads;
-  static void work(const std::shared_ptr<Reads>& reads);
+  struct Fetch {
+    plan::Subgroup subgroup;
+    base::DataType type = base::DataType::kBf16;
+    std::byte* out = nullptr;
+  };
   base::Status given_up(uint64_t first) const;
 
   const uint64_t elements_;
@@ -56,7 +61,7 @@ class WeightReader : public WeightSource {
   std::chrono::nanoseconds silence_max_ = std::chrono::minutes(10);
   const std::shared_ptr<Reads> reads_;  // with the threads
   bool hangs_ = false;
-  std::vector<std::thread> threads_;  // from the first fetch on
+  std::optional<base::Worker<Fetch>> worker_;  // from the first fetch on
 };
 
 }  // namespace smartinf::engine

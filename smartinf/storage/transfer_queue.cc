@@ -171,7 +171,6 @@ TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
     uint64_t progress = static_cast<uint64_t>(outcome);
     if (direct_) progress -= progress % base::kIoAlignment;
     transfer.done_bytes += progress;
-    ++retries_ever_;
     if (progress > 0) return Outcome::kAgain;
   } else if (outcome == 0) {
     if (transfer.op == IoOp::kRead) {
@@ -191,7 +190,6 @@ TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
         return fail(system_errno, what, advice(system_errno));
       }
       ++transfer.io_errors;
-      ++retries_ever_;
       base::log(base::LogLevel::kWarning,
                 fmt::format("{} at offset {}, length {}: {} failed (I/O error), trying again",
                             file_of(transfer).path, transfer.request.offset_bytes, asked,
@@ -212,7 +210,6 @@ TransferQueue::Outcome TransferQueue::classify_completion(Transfer& transfer) {
   }
   std::this_thread::sleep_for(kRetryPause * (1u << transfer.retries));
   ++transfer.retries;
-  ++retries_ever_;
   return Outcome::kAgain;
 }
 

@@ -80,7 +80,6 @@ class TransferQueue {
 
   uint32_t in_flight() const { return in_flight_; }
   uint32_t depth() const { return ring_->depth(); }
-  uint64_t retries_ever() const { return retries_ever_; }
   Ring& ring() { return *ring_; }
   /// Gives the ring away; nothing is in flight, and the queue is of no further use.
   std::unique_ptr<Ring> release_ring();
@@ -106,7 +105,6 @@ class TransferQueue {
   bool direct_;
   std::chrono::nanoseconds watchdog_;
   uint32_t in_flight_ = 0;
-  uint64_t retries_ever_ = 0;
   base::Status failure_;  // what is in flight may never complete
   uint64_t watchdog_checked_ns_ = 0;
   Transfer* flying_ = nullptr;         // doubly linked, for the watchdog

@@ -282,19 +282,19 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
                                uint64_t memory_bytes) {
   SI_ASSIGN_OR_RETURN(Container container, open_container(path, options));
   // They outlive the store: a failure leaves transfers in flight.
-  std::unique_ptr<base::BufferPool> pool;
+  base::AlignedBuffer memory;
   std::vector<SubgroupIo> ios;
   SI_ASSIGN_OR_RETURN(std::unique_ptr<BlockStore> store,
                       BlockStore::open(std::move(container), options));
   SI_RETURN_IF_ERROR(store->recover_to(store->state().prepared_step));
   const auto& subgroups = store->layout().subgroups;
-  const uint64_t slot_bytes = store->extent_bytes_max();
+  const uint64_t slot_bytes = base::round_up(store->extent_bytes_max(), base::kPageBytes);
   const uint32_t slots = static_cast<uint32_t>(
       std::clamp<uint64_t>(memory_bytes / slot_bytes, 1, std::min<uint64_t>(subgroups.size(), 64)));
-  SI_ASSIGN_OR_RETURN(pool, base::BufferPool::create(slots, slot_bytes));
+  SI_ASSIGN_OR_RETURN(memory, base::AlignedBuffer::allocate(slots * slot_bytes));
   // As a device's buffers are after its first step: without huge pages they are touched one by one.
-  std::memset(pool->memory().data(), 0, pool->memory().size());
-  (void)store->register_memory(pool->memory());  // as the device does; refused there, refused here
+  std::memset(memory.data(), 0, memory.size());
+  (void)store->register_memory(memory.bytes());  // as the device does; refused there, refused here
 
   const base::TrafficReading before = store->traffic();
   const uint64_t start_ns = base::now_ns();
@@ -312,7 +312,7 @@ Result<DriveLimit> drive_limit(const std::string& path, const StoreOptions& opti
     store->start(io);
   };
   for (uint32_t i = 0; i < slots && next < subgroups.size(); ++i) {
-    ios[i].buffer = pool->buffer(i);
+    ios[i].buffer = memory.bytes().subspan(i * slot_bytes, slot_bytes);
     read_next(ios[i]);
   }
   while (left > 0) {

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include <fmt/format.h>
-#include <pthread.h>
 
 #include "smartinf/base/check.h"
 #include "smartinf/base/checksum.h"
@@ -46,20 +45,15 @@ GradientExchange::GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpd
       traffic_(traffic),
       formats_(ranks_->world()),
       open_received_(ranks_->world(), 0),
-      stacks_(updater.team().size()) {
+      stacks_(updater.team().size()),
+      worker_("si-gradients", [this](Bucket* bucket) { work(*bucket); }) {
   sums_.resize(plan::rank_sum_elements(updater.space().count()));
   for (Bucket& bucket : buckets_) free_.push_back(&bucket);
-  thread_ = std::jthread([this] { work(); });
-  pthread_setname_np(thread_.native_handle(), "si-gradients");
 }
 
 GradientExchange::~GradientExchange() {
-  {
-    const std::lock_guard lock(mutex_);
-    ends_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
+  worker_.close();
+  worker_.join();
   if (ranks_->hangs()) storage::leak_in_flight(std::move(buckets_));
 }
 
@@ -156,7 +150,7 @@ void GradientExchange::close_bucket() {
       traffic_.add_down(base::TrafficKind::kGradient, sent);
       traffic_.add_up(base::TrafficKind::kGradient, bucket->receive.size());
       bucket->pending = std::move(*pending);
-      under_way_.push_back(bucket);
+      worker_.post(bucket);
     } else {
       call_status_ = std::move(pending).status();
       free_.push_back(bucket);
@@ -267,27 +261,23 @@ Status GradientExchange::share_norms() {
 
 // ---- The thread.
 
-void GradientExchange::work() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [&] { return ends_ || !under_way_.empty(); });
-    if (under_way_.empty()) return;
-    Bucket& bucket = *under_way_.front();
-    lock.unlock();
-    Status arrived = bucket.pending->wait();
-    bucket.pending.reset();
-    lock.lock();
+void GradientExchange::work(Bucket& bucket) {
+  Status arrived = bucket.pending->wait();
+  bucket.pending.reset();
+  bool useful = false;
+  {
+    const std::lock_guard lock(mutex_);
     if (!arrived.ok() && call_status_.ok()) call_status_ = std::move(arrived);
     // After a failure the other ranks are still sent what they need.
-    const bool useful = call_status_.ok() && status_.ok();
-    lock.unlock();
-    Status taken = useful ? take(bucket) : Status();
-    lock.lock();
-    if (status_.ok()) status_ = std::move(taken);
-    under_way_.pop_front();
-    free_.push_back(&bucket);
-    changed_.notify_all();
+    useful = call_status_.ok() && status_.ok();
   }
+  Status taken = useful ? take(bucket) : Status();
+  {
+    const std::lock_guard lock(mutex_);
+    if (status_.ok()) status_ = std::move(taken);
+    free_.push_back(&bucket);
+  }
+  changed_.notify_all();
 }
 
 std::vector<GradientExchange::Received> GradientExchange::received_in(const Bucket& bucket) const {

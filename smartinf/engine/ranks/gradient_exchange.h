@@ -14,17 +14,16 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
+#include "smartinf/base/worker.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/ranks/collectives.h"
 #include "smartinf/engine/ranks/gradient_layout.h"
@@ -88,7 +87,7 @@ class GradientExchange {
   void fill(Bucket& bucket);
 
   // The thread.
-  void work();
+  void work(Bucket& bucket);
   base::Status take(Bucket& bucket);
   std::vector<Received> received_in(const Bucket& bucket) const;
   base::Status hand_over(std::span<const Received> run);
@@ -115,14 +114,12 @@ class GradientExchange {
 
   mutable std::mutex mutex_;  // of everything below
   std::condition_variable changed_;
-  std::deque<Bucket*> under_way_;
   std::vector<Bucket*> free_;
-  bool ends_ = false;
   base::Status status_;       // of the step: what failed first
   base::Status call_status_;  // of the ranks: nothing is sent any more
 
   std::array<Bucket, plan::kRankBuckets> buckets_;
-  std::jthread thread_;
+  base::Worker<Bucket*> worker_;  // of buckets under way; the last: it uses all others
 };
 
 }  // namespace smartinf::engine

@@ -1,6 +1,6 @@
 // Ranks that each have a run of their own, over their part of what is trained, and make every step
 // together (UpdaterOptions::peers): what they decide in common beside the commit
-// (commit_agreement.h). All calls are collective, over Channel::kControl.
+// (DeviceUpdater). All calls are collective, over Channel::kControl.
 #pragma once
 
 #include <memory>

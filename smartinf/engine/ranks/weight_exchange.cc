@@ -6,7 +6,6 @@
 #include <utility>
 
 #include <fmt/format.h>
-#include <pthread.h>
 
 #include "smartinf/base/check.h"
 #include "smartinf/engine/ranks/messages.h"
@@ -34,20 +33,18 @@ std::string outcome_text(const Status& status) {
 
 WeightExchange::WeightExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
                                const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic)
-    : ranks_(std::move(ranks)), updater_(updater), rank_of_(rank_of), traffic_(traffic) {
+    : ranks_(std::move(ranks)),
+      updater_(updater),
+      rank_of_(rank_of),
+      traffic_(traffic),
+      worker_("si-weights", [this](Job job) { work(std::move(job)); }) {
   pending_.fill(std::vector<uint8_t>(rank_of.size(), 0));
   outcome_.fill(std::vector<Status>(rank_of.size()));
-  thread_ = std::jthread([this] { work(); });
-  pthread_setname_np(thread_.native_handle(), "si-weights");
 }
 
 WeightExchange::~WeightExchange() {
-  {
-    const std::lock_guard lock(mutex_);
-    ends_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
+  worker_.close();
+  worker_.join();
   if (ranks_->hangs()) storage::leak_in_flight(std::move(memory_));
 }
 
@@ -64,9 +61,8 @@ void WeightExchange::start(From from, size_t subgroup, base::DataType type, void
     SI_CHECK(pending_[kind][subgroup] == 0, "weights of a subgroup are under way twice");
     pending_[kind][subgroup] = 1;
     ++under_way_[kind];
-    waiting_.push_back(std::move(job));
   }
-  changed_.notify_all();
+  worker_.post(std::move(job));
 }
 
 Status WeightExchange::wait(From from, size_t subgroup) {
@@ -87,26 +83,17 @@ void WeightExchange::wait_for_all() {
 
 // ---- The thread.
 
-void WeightExchange::work() {
-  while (true) {
-    std::unique_lock lock(mutex_);
-    if (in_flight_.empty()) {
-      changed_.wait(lock, [&] { return ends_ || !waiting_.empty(); });
-      if (waiting_.empty()) return;
-    }
-    // What has been sent is not kept waiting for what this rank's devices still have to make.
-    const bool more = !waiting_.empty() && in_flight_.size() < kInFlight;
-    if (more && (in_flight_.empty() || !would_wait(waiting_.front()))) {
-      in_flight_.push_back(std::move(waiting_.front()));
-      waiting_.pop_front();
-      lock.unlock();
-      begin(in_flight_.back());
-      continue;
-    }
-    lock.unlock();
-    end(in_flight_.front());
-    in_flight_.pop_front();
-  }
+void WeightExchange::work(Job job) {
+  // What has been sent is not kept waiting for what this rank's devices still have to make.
+  while (in_flight_.size() == kInFlight || (!in_flight_.empty() && would_wait(job))) end_oldest();
+  in_flight_.push_back(std::move(job));
+  begin(in_flight_.back());
+  while (!in_flight_.empty() && worker_.idle()) end_oldest();
+}
+
+void WeightExchange::end_oldest() {
+  end(in_flight_.front());
+  in_flight_.pop_front();
 }
 
 /// Ranks that are out of step must not take one job's weights for another's.

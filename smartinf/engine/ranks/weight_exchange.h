@@ -12,12 +12,12 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "smartinf/base/float_formats.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
+#include "smartinf/base/worker.h"
 #include "smartinf/engine/device_updater.h"
 #include "smartinf/engine/ranks/collectives.h"
 #include "smartinf/plan/rank_share.h"
@@ -66,7 +66,8 @@ class WeightExchange {
     base::Status started;
   };
 
-  void work();  // the thread
+  void work(Job job);  // the thread
+  void end_oldest();
   static uint64_t identity_of(const Job& job);
   /// Whether begin() of the job would wait for this rank's devices.
   bool would_wait(const Job& job) const;
@@ -83,13 +84,11 @@ class WeightExchange {
 
   mutable std::mutex mutex_;  // of everything below
   std::condition_variable changed_;
-  std::deque<Job> waiting_;
   std::array<size_t, kKinds> under_way_{};                 // jobs of each kind
   std::array<std::vector<uint8_t>, kKinds> pending_;       // of every subgroup
   std::array<std::vector<base::Status>, kKinds> outcome_;  // likewise
-  bool ends_ = false;
 
-  std::jthread thread_;
+  base::Worker<Job> worker_;  // the last: it uses all others
 };
 
 }  // namespace smartinf::engine

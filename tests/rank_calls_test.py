@@ -73,13 +73,18 @@ class RankCalls(unittest.TestCase):
             ranks.wait_for(0, "round 2")
             self.expect_named(ranks, 1, [0, 2], "lives, but the others have waited")
 
-    def test_a_rank_that_comes_late_to_where_they_arrive_is_waited_for(self):
-        command = lambda rank: [WORKER, "1000", "4", "late" if rank == 1 else "arrive", "2"]
+    def test_of_ranks_that_wait_for_each_other_in_a_chain_the_one_at_its_end_is_named(self):
+        with started(3, FOREVER, "chain", "3") as ranks:
+            ranks.wait_for(0, "round 2")
+            self.expect_named(ranks, 1, [0, 2], "lives, but the others have waited")
+
+    def test_a_rank_that_comes_late_to_where_they_meet_is_waited_for(self):
+        command = lambda rank: [WORKER, "1000", "4", "late" if rank == 1 else "meet", "2"]
         with Ranks(command, 3) as ranks:
             self.assertEqual(ranks.wait(60), [0, 0, 0], [ranks.err(rank) for rank in range(3)])
 
-    def test_a_rank_that_dies_before_it_arrives_is_named(self):
-        command = lambda rank: [WORKER, "60000", FOREVER, *(["arrive", "2"] if rank != 1 else ["sleep", "2"])]
+    def test_a_rank_that_dies_before_it_comes_there_is_named(self):
+        command = lambda rank: [WORKER, "60000", FOREVER, *(["meet", "2"] if rank != 1 else ["sleep", "2"])]
         with Ranks(command, 3) as ranks:
             ranks.wait_for(1, "round 1")
             time.sleep(0.5)

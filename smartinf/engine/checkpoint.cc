@@ -62,7 +62,7 @@ class Writers {
   /// The first failure of any. A rank may have a larger share of the state than the others.
   Status all(const Status& mine) const {
     if (ranks_ == nullptr) return mine;
-    SI_RETURN_IF_ERROR(ranks_->arrive());
+    SI_RETURN_IF_ERROR(ranks_->barrier_without_timeout());
     return all_ok(*ranks_, Channel::kControl, "checkpoint", mine);
   }
   /// The first one's, on all of them.

@@ -26,7 +26,21 @@ Status wait(Collectives::Started started) {
   return (*started)->wait();
 }
 
+Status unsupported(const char* what) {
+  return Status(ErrorCode::kUnsupported, fmt::format("{} of these ranks", what));
+}
+
 }  // namespace
+
+Result<std::shared_ptr<Collectives>> Collectives::group(std::span<const uint32_t>) {
+  return unsupported("a group");
+}
+Collectives::Started Collectives::send(Channel, std::span<const std::byte>, uint32_t) {
+  return unsupported("a message between two");
+}
+Collectives::Started Collectives::receive(Channel, std::span<std::byte>, uint32_t) {
+  return unsupported("a message between two");
+}
 
 Status broadcast(Collectives& ranks, Channel channel, std::span<std::byte> bytes, uint32_t root) {
   return wait(ranks.broadcast(channel, bytes, root));
@@ -86,16 +100,18 @@ Agreement agree(Collectives& ranks, Channel channel, std::string_view call, cons
     const Status read = unpack((*texts)[rank], calls.emplace_back(), status);
     if (!read.ok()) status = read;
     if (first.ok() && !status.ok()) {
-      first =
-          alike ? std::move(status) : std::move(status).with_context(fmt::format("rank {}", rank));
+      first = alike ? std::move(status)
+                    : std::move(status).with_context(
+                          fmt::format("rank {}", ranks.rank_of_run(static_cast<uint32_t>(rank))));
     }
   }
   for (size_t rank = 1; rank < calls.size(); ++rank) {
     if (calls[rank] == calls[0]) continue;
     return {Status(ErrorCode::kFailedPrecondition,
-                   fmt::format("the ranks are not at the same call: rank 0 is at {}, and rank {} "
+                   fmt::format("the ranks are not at the same call: rank {} is at {}, and rank {} "
                                "at {}",
-                               calls[0], rank, calls[rank]),
+                               ranks.rank_of_run(0), calls[0],
+                               ranks.rank_of_run(static_cast<uint32_t>(rank)), calls[rank]),
                    "Call the updater alike on all ranks, and give all of them the same options."),
             false};
   }

@@ -20,8 +20,8 @@
 
 namespace smartinf::engine {
 
-/// Calls of one channel are started in the same order by all ranks, and run one after another.
-/// Channels do not wait for each other.
+/// Collective calls of one channel are started in the same order by all ranks. Channels do not wait
+/// for each other.
 enum class Channel : uint8_t {
   kControl,    // what the callers of the updater decide together, and what the trainer does
   kGradients,  // a step's gradients, then its commit
@@ -35,7 +35,7 @@ inline constexpr size_t kChannels = 3;
 class Collectives {
  public:
   /// A call that was started. Its memory stays as it is until wait() has returned, which is called
-  /// once, before this is destroyed; what is longer than 1 MiB stays for ever once hangs().
+  /// once, or this is destroyed; nothing reads or writes it after that, however the call has ended.
   class Pending {
    public:
     virtual ~Pending() = default;
@@ -47,6 +47,17 @@ class Collectives {
 
   virtual uint32_t rank() const = 0;
   virtual uint32_t world() const = 0;
+  /// The number that a rank has in messages: of a group's, that of the run.
+  virtual uint32_t rank_of_run(uint32_t rank) const { return rank; }
+
+  /// Some of these ranks, in this order, among themselves; null on a rank that is not one of them.
+  /// All ranks make the same groups in the same order. A failure of any rank of the run is one of
+  /// the group's. Errors: kUnsupported for a group of a group.
+  virtual base::Result<std::shared_ptr<Collectives>> group(std::span<const uint32_t> ranks);
+  /// A message to one rank, which receives as many bytes. Those from one rank to another arrive in
+  /// the order in which they were sent on a channel, whatever else goes on there.
+  virtual Started send(Channel channel, std::span<const std::byte> bytes, uint32_t to);
+  virtual Started receive(Channel channel, std::span<std::byte> bytes, uint32_t from);
 
   /// send: what goes to rank 0, then what goes to rank 1 and so on, send_bytes[r] each; receive
   /// likewise from each rank. Both have world() sizes, which agree with the other ranks'; 0 is
@@ -64,15 +75,11 @@ class Collectives {
   /// Waits until all ranks have come to this call, each as often as this one, for as long as they
   /// live: before a call on kControl to which ranks come at very different times. By default it
   /// does not wait, for collective calls without a limit in time.
-  virtual base::Status arrive() { return base::Status(); }
+  virtual base::Status barrier_without_timeout() { return base::Status(); }
 
   /// This rank gives up: calls of the other ranks fail with this, the rank's name in front, also
   /// those that wait now. Only the first failure of all ranks counts. Any thread.
   virtual void failed(const base::Status& why) = 0;
-
-  /// A call was given up that did not end: memory of long messages may still be written and is
-  /// never freed.
-  virtual bool hangs() const { return false; }
 };
 
 // ---- Calls that wait.

@@ -9,7 +9,6 @@
 #include "smartinf/base/checksum.h"
 #include "smartinf/base/units.h"
 #include "smartinf/kernels/update.h"
-#include "smartinf/storage/leak_in_flight.h"
 
 namespace smartinf::engine {
 
@@ -49,12 +48,6 @@ GradientExchange::GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpd
       worker_("si-gradients", [this](Bucket* bucket) { work(*bucket); }) {
   sums_.resize(plan::rank_sum_elements(updater.space().count()));
   for (Bucket& bucket : buckets_) free_.push_back(&bucket);
-}
-
-GradientExchange::~GradientExchange() {
-  worker_.close();
-  worker_.join();
-  if (ranks_->hangs()) storage::leak_in_flight(std::move(buckets_));
 }
 
 // ---- The caller.
@@ -262,19 +255,19 @@ Status GradientExchange::share_norms() {
 // ---- The thread.
 
 void GradientExchange::work(Bucket& bucket) {
-  Status arrived = bucket.pending->wait();
+  Status waited = bucket.pending->wait();
   bucket.pending.reset();
   bool useful = false;
   {
     const std::lock_guard lock(mutex_);
-    if (!arrived.ok() && call_status_.ok()) call_status_ = std::move(arrived);
+    if (!waited.ok() && call_status_.ok()) call_status_ = std::move(waited);
     // After a failure the other ranks are still sent what they need.
     useful = call_status_.ok() && status_.ok();
   }
-  Status taken = useful ? take(bucket) : Status();
+  Status received = useful ? receive(bucket) : Status();
   {
     const std::lock_guard lock(mutex_);
-    if (status_.ok()) status_ = std::move(taken);
+    if (status_.ok()) status_ = std::move(received);
     free_.push_back(&bucket);
   }
   changed_.notify_all();
@@ -303,7 +296,7 @@ std::vector<GradientExchange::Received> GradientExchange::received_in(const Buck
   return parts;
 }
 
-Status GradientExchange::take(Bucket& bucket) {
+Status GradientExchange::receive(Bucket& bucket) {
   const std::vector<Received> parts = received_in(bucket);
   for (size_t begin = 0; begin < parts.size();) {
     size_t end = begin;
@@ -313,14 +306,14 @@ Status GradientExchange::take(Bucket& bucket) {
       ++end;
     } while (end < parts.size() && elements < plan::kRankSumElements &&
              parts[end].part.first == parts[end - 1].part.first + parts[end - 1].part.count);
-    SI_RETURN_IF_ERROR(hand_over(std::span(parts).subspan(begin, end - begin)));
+    SI_RETURN_IF_ERROR(submit(std::span(parts).subspan(begin, end - begin)));
     begin = end;
   }
   return Status();
 }
 
 /// Parts that follow each other.
-Status GradientExchange::hand_over(std::span<const Received> run) {
+Status GradientExchange::submit(std::span<const Received> run) {
   const uint64_t first = run.front().part.first;
   updater_.team().run(run.size(), [&](uint32_t worker, size_t index) {
     const Received& received = run[index];

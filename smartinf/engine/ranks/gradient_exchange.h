@@ -39,7 +39,7 @@ class GradientExchange {
   GradientExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
                    const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic);
   /// Waits for what is under way.
-  ~GradientExchange();
+  ~GradientExchange() = default;
   GradientExchange(const GradientExchange&) = delete;
   GradientExchange& operator=(const GradientExchange&) = delete;
 
@@ -88,9 +88,9 @@ class GradientExchange {
 
   // The thread.
   void work(Bucket& bucket);
-  base::Status take(Bucket& bucket);
+  base::Status receive(Bucket& bucket);
   std::vector<Received> received_in(const Bucket& bucket) const;
-  base::Status hand_over(std::span<const Received> run);
+  base::Status submit(std::span<const Received> run);
   void add_up(const Received& received, float* out, std::vector<float>& stack) const;
 
   const std::shared_ptr<Collectives> ranks_;

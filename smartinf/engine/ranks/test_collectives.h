@@ -3,6 +3,7 @@
 // calls.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -54,7 +55,7 @@ class Board {
     std::vector<std::span<const std::byte>> to;  // of each rank
     std::vector<std::span<std::byte>> from;
   };
-  /// One collective call of all ranks.
+  /// One call of all ranks, of a group, or of two.
   struct Call {
     std::string kind;
     std::vector<std::optional<Part>> parts;
@@ -73,8 +74,8 @@ class Board {
     changed_.notify_all();
   }
   void carry_out(const Call& call, Channel channel) {
-    for (uint32_t from = 0; from < world_; ++from) {
-      for (uint32_t to = 0; to < world_; ++to) {
+    for (size_t from = 0; from < call.parts.size(); ++from) {
+      for (size_t to = 0; to < call.parts.size(); ++to) {
         const std::span<const std::byte> source = call.parts[from]->to[to];
         const std::span<std::byte> target = call.parts[to]->from[from];
         SI_CHECK(source.size() == target.size(), "ranks expect other sizes of each other");
@@ -92,15 +93,39 @@ class Board {
   std::vector<uint64_t> calls_;  // of each rank
   std::array<uint64_t, kChannels> bytes_{};
   base::Status failure_;
-  std::array<std::map<uint64_t, Call>, kChannels> under_way_;  // by number
+  std::map<std::string, std::map<uint64_t, Call>> under_way_;  // by line (BoardRank) and number
 };
 
 class BoardRank final : public Collectives {
  public:
-  BoardRank(Board& board, uint32_t rank) : board_(board), rank_(rank) {}
+  BoardRank(Board& board, uint32_t rank) : board_(board), rank_(rank), here_(rank) {
+    for (uint32_t one = 0; one < board.world_; ++one) members_.push_back(one);
+  }
 
-  uint32_t rank() const override { return rank_; }
-  uint32_t world() const override { return board_.world_; }
+  uint32_t rank() const override { return here_; }
+  uint32_t world() const override { return static_cast<uint32_t>(members_.size()); }
+  uint32_t rank_of_run(uint32_t rank) const override { return members_[rank]; }
+
+  base::Result<std::shared_ptr<Collectives>> group(std::span<const uint32_t> ranks) override {
+    if (!name_.empty()) return base::Status(base::ErrorCode::kUnsupported, "a group of a group");
+    auto made = std::make_shared<BoardRank>(board_, rank_);
+    made->name_ = fmt::format("group {}", ++groups_);
+    made->members_.assign(ranks.begin(), ranks.end());
+    const auto here = std::ranges::find(ranks, rank_);
+    if (here == ranks.end()) return std::shared_ptr<Collectives>();
+    made->here_ = static_cast<uint32_t>(here - ranks.begin());
+    return std::shared_ptr<Collectives>(std::move(made));
+  }
+  Started send(Channel channel, std::span<const std::byte> bytes, uint32_t to) override {
+    Board::Part part(2);
+    part.to[1] = bytes;
+    return start_pair(channel, here_, to, bytes.size(), std::move(part));
+  }
+  Started receive(Channel channel, std::span<std::byte> bytes, uint32_t from) override {
+    Board::Part part(2);
+    part.from[0] = bytes;
+    return start_pair(channel, from, here_, bytes.size(), std::move(part));
+  }
 
   Started all_to_all(Channel channel, std::span<const std::byte> send,
                      std::span<const uint64_t> send_bytes, std::span<std::byte> receive,
@@ -117,7 +142,7 @@ class BoardRank final : public Collectives {
   }
   Started broadcast(Channel channel, std::span<std::byte> bytes, uint32_t root) override {
     Board::Part part(world());
-    for (auto& to : part.to) to = rank_ == root ? bytes : bytes.first(0);
+    for (auto& to : part.to) to = here_ == root ? bytes : bytes.first(0);
     part.from[root] = bytes;
     return start(channel, fmt::format("broadcast of {} from {}", bytes.size(), root),
                  std::move(part));
@@ -144,32 +169,42 @@ class BoardRank final : public Collectives {
  private:
   class Wait final : public Pending {
    public:
-    Wait(Board& board, Channel channel, uint64_t number, std::optional<uint32_t> deaf)
-        : board_(board), channel_(channel), number_(number), deaf_(deaf) {}
+    Wait(Board& board, std::string line, uint64_t number, std::optional<uint32_t> deaf)
+        : board_(board), line_(std::move(line)), number_(number), deaf_(deaf) {}
     base::Status wait() override {
-      auto& calls = board_.under_way_[static_cast<size_t>(channel_)];
       std::unique_lock lock(board_.mutex_);
+      auto& calls = board_.under_way_[line_];
       Board::Call& call = calls.at(number_);
-      const auto done = [&] { return call.came == board_.world_; };
+      const auto done = [&] { return call.came == call.parts.size(); };
       board_.changed_.wait(lock, [&] { return done() || !board_.failure_.ok(); });
       if (!done()) return board_.failure_;
       if (deaf_) {
         board_.fail(*deaf_, has_died());
         return board_.failure_;
       }
-      if (++call.waited == board_.world_) calls.erase(number_);
+      if (++call.waited == call.parts.size()) calls.erase(number_);
       return base::Status();
     }
 
    private:
     Board& board_;
-    const Channel channel_;
+    const std::string line_;
     const uint64_t number_;
     const std::optional<uint32_t> deaf_;  // the rank, which dies here
   };
   static base::Status has_died() { return {base::ErrorCode::kIo, "has died"}; }
 
   Started start(Channel channel, std::string kind, Board::Part part) {
+    return start(channel, "", here_, world(), std::move(kind), std::move(part));
+  }
+  Started start_pair(Channel channel, uint32_t from, uint32_t to, uint64_t bytes,
+                     Board::Part part) {
+    return start(channel, fmt::format("{}>{}", from, to), here_ == from ? 0 : 1, 2,
+                 fmt::format("a message of {}", bytes), std::move(part));
+  }
+  /// among: the ranks of this that the call is of, `count` of which this is the one at `place`.
+  Started start(Channel channel, std::string_view among, uint32_t place, uint32_t count,
+                std::string kind, Board::Part part) {
     using enum Board::Fault;
     std::unique_lock lock(board_.mutex_);
     const Board::Planned& planned = board_.planned_;
@@ -189,24 +224,29 @@ class BoardRank final : public Collectives {
       }
     }
     if (!board_.failure_.ok()) return board_.failure_;
-    const uint64_t number = next_[static_cast<size_t>(channel)]++;
-    Board::Call& call = board_.under_way_[static_cast<size_t>(channel)][number];
+    std::string line = fmt::format("{} {} {}", static_cast<int>(channel), name_, among);
+    const uint64_t number = next_[line]++;
+    Board::Call& call = board_.under_way_[line][number];
     if (call.came == 0) {
       call.kind = kind;
-      call.parts.resize(board_.world_);
+      call.parts.resize(count);
     }
     SI_CHECK(call.kind == kind, "ranks are at different calls of a channel");
-    call.parts[rank_] = std::move(part);
-    if (++call.came == board_.world_) {
+    call.parts[place] = std::move(part);
+    if (++call.came == count) {
       board_.carry_out(call, channel);
       board_.changed_.notify_all();
     }
-    return std::unique_ptr<Pending>(std::make_unique<Wait>(board_, channel, number, deaf));
+    return std::unique_ptr<Pending>(std::make_unique<Wait>(board_, std::move(line), number, deaf));
   }
 
   Board& board_;
-  const uint32_t rank_;
-  std::array<uint64_t, kChannels> next_{};  // call of each channel; board_.mutex_ held
+  const uint32_t rank_;            // of the run
+  uint32_t here_;                  // among the members
+  std::vector<uint32_t> members_;  // ranks of the run
+  std::string name_;               // of a group
+  uint32_t groups_ = 0;
+  std::map<std::string, uint64_t> next_;  // call of each line; board_.mutex_ held
 };
 
 }  // namespace smartinf::engine

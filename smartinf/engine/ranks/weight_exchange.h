@@ -38,7 +38,7 @@ class WeightExchange {
   WeightExchange(std::shared_ptr<Collectives> ranks, DeviceUpdater& updater,
                  const std::vector<uint32_t>& rank_of, base::TrafficCounter& traffic);
   /// Waits for what was asked for.
-  ~WeightExchange();
+  ~WeightExchange() = default;
   WeightExchange(const WeightExchange&) = delete;
   WeightExchange& operator=(const WeightExchange&) = delete;
 

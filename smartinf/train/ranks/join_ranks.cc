@@ -6,32 +6,24 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <csignal>
 #include <cstdlib>
-#include <cstring>
-#include <filesystem>
 #include <future>
-#include <iterator>
 #include <mutex>
-#include <optional>
+#include <numeric>
 #include <set>
 #include <stdexcept>
-#include <system_error>
 #include <thread>
 #include <utility>
 
-#include <ATen/core/ivalue.h>
 #include <c10/util/Logging.h>
 #include <fmt/format.h>
 #include <netdb.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/types.h>
 #include <unistd.h>
 
-#include "smartinf/base/clock.h"
 #include "smartinf/train/ranks/rank_watch.h"
 
 namespace smartinf::train {
@@ -83,35 +75,6 @@ std::shared_ptr<gloo::transport::Device> choose_device(const RankEnvironment& en
                          : c10d::ProcessGroupGloo::createDeviceForHostname(address);
 }
 
-/// A message of at most so many bytes goes through memory that belongs to its call, which gloo
-/// keeps as long as it works on it: the memory of short messages ends with their senders, whatever
-/// has become of the call. The exchanges keep that of the long ones (Collectives::hangs()).
-constexpr size_t kOwnBytesMax = size_t{1} << 20;
-
-torch::Tensor bytes_of(std::span<const std::byte> bytes) {
-  const auto options = torch::dtype(torch::kUInt8);
-  if (bytes.empty()) return torch::empty({0}, options);
-  const torch::Tensor here = torch::from_blob(const_cast<std::byte*>(bytes.data()),
-                                              {static_cast<int64_t>(bytes.size())}, options);
-  return bytes.size() <= kOwnBytesMax ? here.clone() : here;
-}
-
-/// What a call puts into `from` belongs to `to`.
-struct Received {
-  torch::Tensor from;
-  std::span<std::byte> to;
-
-  void take() const {
-    if (!to.empty() && from.data_ptr() != to.data()) {
-      std::memcpy(to.data(), from.data_ptr(), to.size());
-    }
-  }
-};
-
-std::vector<int64_t> counts_of(std::span<const uint64_t> bytes) {
-  return {bytes.begin(), bytes.end()};
-}
-
 /// Without what gloo guesses and wishes.
 std::string text_of(const std::exception& error) {
   const std::string text = error.what();
@@ -121,52 +84,18 @@ std::string text_of(const std::exception& error) {
 using Work = c10::intrusive_ptr<c10d::Work>;
 using Groups = std::array<c10::intrusive_ptr<c10d::Backend>, engine::kChannels>;
 
-/// Of a socket with another end; none for any other file. No other socket ever has the same.
-std::optional<ino_t> connection_at(int number) {
-  sockaddr_storage peer{};
-  socklen_t length = sizeof peer;
-  struct stat of {};
-  if (::getpeername(number, reinterpret_cast<sockaddr*>(&peer), &length) != 0) return {};
-  return ::fstat(number, &of) == 0 ? std::optional(of.st_ino) : std::nullopt;
-}
-
-/// Of this process: file numbers, and what connection_at() says of them.
-using Connections = std::set<std::pair<int, ino_t>>;
-Connections open_connections() {
-  Connections connections;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-    const int number = std::atoi(entry.path().filename().c_str());
-    if (const auto inode = connection_at(number)) connections.emplace(number, *inode);
-  }
-  return connections;
-}
-
-/// Gloo has no call that ends what is under way: without this, two ranks that know of a third one's
-/// failure can wait for each other as long as the timeout.
-void end_connections(const Connections& connections) {
-  for (const auto& [number, inode] : connections) {
-    if (connection_at(number) == inode) ::shutdown(number, SHUT_RDWR);
-  }
-}
-
 /// Errors: torch throws.
 Groups connect_groups(RankWatch& watch, const RankEnvironment& environment) {
-  const Connections before = open_connections();
   const auto device = choose_device(environment);
   Groups groups;
   for (size_t channel = 0; channel < groups.size(); ++channel) {
     auto options = c10d::ProcessGroupGloo::Options::create(watch.timeout());
     options->devices = {device};
-    options->threads = 1;  // calls of a channel run one after another
+    options->threads = 1;  // which has nothing to do: messages need none
     groups[channel] = c10::make_intrusive<c10d::ProcessGroupGloo>(
         watch.store(fmt::format("channel/{}", channel)), static_cast<int>(environment.rank),
         static_cast<int>(environment.world), options);
   }
-  const Connections after = open_connections();
-  Connections opened;
-  std::ranges::set_difference(after, before, std::inserter(opened, opened.end()));
-  watch.when_failed([opened] { end_connections(opened); });
   return groups;
 }
 
@@ -186,148 +115,219 @@ Groups connect(const std::shared_ptr<RankWatch>& watch, const RankEnvironment& e
   throw std::runtime_error("the ranks do not connect to each other");
 }
 
-class GlooCollectives final : public Collectives {
+/// What the calls of all groups share: the connections, and messages that are under way, which a
+/// failure of any rank ends.
+class Mesh {
  public:
-  GlooCollectives(std::shared_ptr<RankWatch> watch, Groups groups)
-      : watch_(std::move(watch)), groups_(std::move(groups)) {}
-  /// A group waits for its calls when it is destroyed. One that hangs ends with the process.
-  ~GlooCollectives() override {
-    if (!hangs_) return;
-    for (auto& group : groups_) static_cast<void>(group.release());
+  Mesh(std::shared_ptr<RankWatch> watch, Groups groups)
+      : watch_(std::move(watch)), groups_(std::move(groups)) {
+    watch_->when_failed([this] {
+      const std::scoped_lock lock(mutex_);
+      broken_ = true;
+      for (c10d::Work* work : under_way_) work->abort();
+    });
+  }
+  ~Mesh() { watch_->when_failed({}); }
+  Mesh(const Mesh&) = delete;
+  Mesh& operator=(const Mesh&) = delete;
+
+  RankWatch& watch() { return *watch_; }
+  c10d::Backend& group(Channel channel) { return *groups_[static_cast<size_t>(channel)]; }
+  uint32_t new_group() { return ++made_; }
+
+  void add(const Work& work) {
+    const std::scoped_lock lock(mutex_);
+    under_way_.insert(work.get());
+    if (broken_) work->abort();
+  }
+  void remove(const Work& work) {
+    const std::scoped_lock lock(mutex_);
+    under_way_.erase(work.get());
   }
 
-  uint32_t rank() const override { return watch_->rank(); }
-  uint32_t world() const override { return static_cast<uint32_t>(watch_->members().size()); }
+ private:
+  // Connections end first: who sees them break can then still learn why.
+  std::shared_ptr<RankWatch> watch_;  // the thread that connected may still hold it
+  Groups groups_;
+  std::atomic<uint32_t> made_ = 0;
+  std::mutex mutex_;  // of what follows
+  std::set<c10d::Work*> under_way_;
+  bool broken_ = false;
+};
+
+/// Every call is made of messages from rank to rank, so that what is missing has a name. Gloo
+/// touches a message's memory only while its Work is there.
+class GlooCollectives final : public Collectives {
+ public:
+  /// members: ranks of the run, this one at `here`. group: 0 for all.
+  GlooCollectives(std::shared_ptr<Mesh> mesh, std::vector<uint32_t> members, uint32_t here,
+                  uint32_t group)
+      : mesh_(std::move(mesh)), members_(std::move(members)), here_(here), group_(group) {}
+
+  uint32_t rank() const override { return here_; }
+  uint32_t world() const override { return static_cast<uint32_t>(members_.size()); }
+  uint32_t rank_of_run(uint32_t rank) const override { return members_[rank]; }
+
+  Result<std::shared_ptr<Collectives>> group(std::span<const uint32_t> ranks) override {
+    if (group_ != 0) return Status(ErrorCode::kUnsupported, "a group of a group of ranks");
+    const uint32_t number = mesh_->new_group();
+    const auto here = std::ranges::find(ranks, here_);
+    if (here == ranks.end()) return std::shared_ptr<Collectives>();
+    return std::shared_ptr<Collectives>(
+        std::make_shared<GlooCollectives>(mesh_, std::vector<uint32_t>(ranks.begin(), ranks.end()),
+                                          static_cast<uint32_t>(here - ranks.begin()), number));
+  }
+
+  Started send(Channel channel, std::span<const std::byte> bytes, uint32_t to) override {
+    return start(channel, [&](Call& call) { call.send(bytes, to, kPair); });
+  }
+  Started receive(Channel channel, std::span<std::byte> bytes, uint32_t from) override {
+    return start(channel, [&](Call& call) { call.receive(bytes, from, kPair); });
+  }
 
   Started all_to_all(Channel channel, std::span<const std::byte> send,
                      std::span<const uint64_t> send_bytes, std::span<std::byte> receive,
                      std::span<const uint64_t> receive_bytes) override {
-    torch::Tensor to = bytes_of(receive);
-    return start(channel, {{to, receive}}, [&](c10d::Backend& group) {
-      torch::Tensor from = bytes_of(send);
-      std::vector<int64_t> send_counts = counts_of(send_bytes);
-      std::vector<int64_t> receive_counts = counts_of(receive_bytes);
-      return group.all_to_all_single(to, from, receive_counts, send_counts);
+    return start(channel, [&](Call& call) {
+      for (uint32_t rank = 0; rank < world(); ++rank) {
+        const auto out = send.first(send_bytes[rank]);
+        const auto in = receive.first(receive_bytes[rank]);
+        send = send.subspan(out.size());
+        receive = receive.subspan(in.size());
+        if (rank == here_) {
+          std::ranges::copy(out, in.begin());
+        } else {
+          call.receive(in, rank, kAll);
+          call.send(out, rank, kAll);
+        }
+      }
     });
   }
 
   Started broadcast(Channel channel, std::span<std::byte> bytes, uint32_t root) override {
-    std::vector<torch::Tensor> tensors{bytes_of(bytes)};
-    return start(channel, {{tensors[0], bytes}}, [&](c10d::Backend& group) {
-      c10d::BroadcastOptions options;
-      options.rootRank = root;
-      return group.broadcast(tensors, options);
+    return start(channel, [&](Call& call) {
+      if (here_ != root) return call.receive(bytes, root, kAll);
+      for (const uint32_t rank : others()) call.send(bytes, rank, kAll);
     });
   }
 
   Started all_gather(Channel channel, std::span<const std::byte> mine,
                      std::span<std::byte> all) override {
-    std::vector<std::vector<torch::Tensor>> to(1);
-    std::vector<Received> received;
-    for (size_t rank = 0; rank < world(); ++rank) {
-      const std::span<std::byte> one = all.subspan(rank * mine.size(), mine.size());
-      to[0].push_back(bytes_of(one));
-      received.push_back({to[0].back(), one});
-    }
-    return start(channel, std::move(received), [&](c10d::Backend& group) {
-      std::vector<torch::Tensor> from{bytes_of(mine)};
-      return group.allgather(to, from);
+    return start(channel, [&](Call& call) {
+      std::ranges::copy(mine, all.subspan(here_ * mine.size()).begin());
+      for (const uint32_t rank : others()) {
+        call.receive(all.subspan(rank * mine.size(), mine.size()), rank, kAll);
+        call.send(mine, rank, kAll);
+      }
     });
   }
 
   Status barrier(Channel channel) override {
-    SI_ASSIGN_OR_RETURN(const std::unique_ptr<Pending> begun,
-                        start(channel, {}, [&](c10d::Backend& group) { return group.barrier(); }));
-    return begun->wait();
+    std::vector<std::byte> all(world());
+    return engine::all_gather(*this, channel, std::array{std::byte{}}, all);
   }
 
-  Status arrive() override { return watch_->arrive(); }
-  void failed(const Status& why) override { watch_->report(why); }
-  bool hangs() const override { return hangs_; }
+  Status barrier_without_timeout() override { return mesh_->watch().barrier_without_timeout(); }
+  void failed(const Status& why) override { mesh_->watch().report(why); }
 
  private:
+  enum Line : uint32_t { kAll, kPair };  // messages of one do not wait for those of the other
+
   class Call final : public Pending {
    public:
-    Call(GlooCollectives& ranks, Channel channel, std::vector<Received> received, Work work)
-        : ranks_(ranks),
-          channel_(channel),
-          received_(std::move(received)),
-          work_(std::move(work)),
-          done_(new Done) {
-      work_->getFuture()->addCallback([done = done_](const c10::ivalue::Future&) {
-        const std::scoped_lock lock(done->mutex);
-        done->yes = true;
-        done->changed.notify_all();
-      });
+    Call(GlooCollectives& ranks, Channel channel)
+        : ranks_(ranks), mesh_(ranks.mesh_), channel_(channel) {}
+    ~Call() override { drop(); }
+
+    void receive(std::span<std::byte> bytes, uint32_t from, Line line) {
+      add(receiving_, bytes, from, line, &c10d::Backend::recv);
     }
-    ~Call() override {
-      if (work_ != nullptr) static_cast<void>(wait());
+    void send(std::span<const std::byte> bytes, uint32_t to, Line line) {
+      const std::span<std::byte> unchanged(const_cast<std::byte*>(bytes.data()), bytes.size());
+      add(sending_, unchanged, to, line, &c10d::Backend::send);
     }
 
     Status wait() override {
-      const Work work = std::exchange(work_, nullptr);
-      RankWatch& watch = *ranks_.watch_;
-      // A failure ends the connections, and gloo has a limit of its own: until then the call's
-      // memory is in use. But a call that gloo begins while they end may not hear of it.
-      using Clock = std::chrono::steady_clock;
-      auto until = Clock::now() + watch.timeout() + kEnding;
-      bool failed = false;
-      {
-        std::unique_lock lock(done_->mutex);
-        while (!done_->yes && Clock::now() < until) {
-          done_->changed.wait_for(lock, Milliseconds(100));
-          if (failed || watch.failure().ok()) continue;
-          failed = true;
-          until = std::min(until, Clock::now() + kEnding);
+      RankWatch& watch = mesh_->watch();
+      const auto until = Clock::now() + watch.timeout();
+      Status result;
+      // Gloo does not hear of it when a rank dies that it sends to: what is received comes first.
+      for (const auto* messages : {&receiving_, &sending_}) {
+        for (const Message& message : *messages) {
+          const auto left = std::chrono::duration_cast<Milliseconds>(until - Clock::now());
+          watch.waits_for(channel_, message.rank);
+          std::string what = "a message was given up";
+          try {
+            if (message.work->wait(std::max(left, Milliseconds(1)))) continue;
+          } catch (const std::exception& error) {
+            what = text_of(error);
+          }
+          result = watch.cause_of(channel_, message.rank, what, Clock::now() >= until);
+          break;
         }
+        if (!result.ok()) break;
       }
-      const bool timed_out = base::seconds_since(begin_ns_) >=
-                             0.9 * std::chrono::duration<double>(watch.timeout()).count();
-      if (!work->isCompleted() && !done_->yes) {
-        ranks_.hangs_ = true;
-        return watch.cause_of(channel_, "a call between ranks does not end", timed_out);
-      }
-      try {
-        work->wait();
-        for (const Received& one : received_) one.take();
-        return Status();
-      } catch (const std::exception& error) {
-        return watch.cause_of(channel_, text_of(error), timed_out);
-      }
+      watch.waits_for(channel_, {});
+      drop();
+      return result;
     }
 
    private:
-    static constexpr std::chrono::seconds kEnding{10};
-    struct Done {
-      std::mutex mutex;
-      std::condition_variable changed;
-      bool yes = false;
+    using Clock = std::chrono::steady_clock;
+    struct Message {
+      Work work;
+      uint32_t rank;  // of the run
     };
+
+    using Begin = Work (c10d::Backend::*)(std::vector<torch::Tensor>&, int, int);
+    void add(std::vector<Message>& to, std::span<std::byte> bytes, uint32_t rank, Line line,
+             Begin begin) {
+      if (bytes.empty()) return;
+      std::vector<torch::Tensor> tensor{torch::from_blob(
+          bytes.data(), {static_cast<int64_t>(bytes.size())}, torch::dtype(torch::kUInt8))};
+      const uint32_t other = ranks_.members_[rank];
+      const auto tag = static_cast<int>(2 * ranks_.group_ + line);
+      to.push_back({(mesh_->group(channel_).*begin)(tensor, static_cast<int>(other), tag), other});
+      mesh_->add(to.back().work);
+    }
+    void drop() {
+      for (auto* messages : {&receiving_, &sending_}) {
+        for (const Message& message : *messages) mesh_->remove(message.work);
+        messages->clear();
+      }
+    }
+
     GlooCollectives& ranks_;
+    const std::shared_ptr<Mesh> mesh_;
     const Channel channel_;
-    const std::vector<Received> received_;
-    Work work_;
-    const std::shared_ptr<Done> done_;  // with the callback
-    const uint64_t begin_ns_ = base::now_ns();
+    std::vector<Message> receiving_;
+    std::vector<Message> sending_;
   };
 
-  template <typename Begin>
-  Started start(Channel channel, std::vector<Received> received, Begin begin) {
-    SI_RETURN_IF_ERROR(watch_->failure());
-    watch_->count_call(channel);
-    try {
-      Work work = begin(*groups_[static_cast<size_t>(channel)]);
-      return std::unique_ptr<Pending>(
-          new Call(*this, channel, std::move(received), std::move(work)));
-    } catch (const std::exception& error) {
-      return watch_->cause_of(channel, text_of(error), /*timed_out=*/false);
+  std::vector<uint32_t> others() const {
+    std::vector<uint32_t> ranks;
+    for (uint32_t rank = 0; rank < world(); ++rank) {
+      if (rank != here_) ranks.push_back(rank);
     }
+    return ranks;
   }
 
-  // Connections end first: who sees them break can then still learn why.
-  std::shared_ptr<RankWatch> watch_;  // the thread that connected may still hold it
-  Groups groups_;
-  std::atomic<bool> hangs_ = false;  // a call that was given up
+  template <typename Begin>
+  Started start(Channel channel, const Begin& begin) {
+    SI_RETURN_IF_ERROR(mesh_->watch().failure());
+    auto call = std::make_unique<Call>(*this, channel);
+    try {
+      begin(*call);
+    } catch (const std::exception& error) {
+      return mesh_->watch().cause_of(channel, {}, text_of(error), /*timed_out=*/false);
+    }
+    return std::unique_ptr<Pending>(std::move(call));
+  }
+
+  const std::shared_ptr<Mesh> mesh_;
+  const std::vector<uint32_t> members_;
+  const uint32_t here_;
+  const uint32_t group_;
 };
 
 }  // namespace
@@ -350,10 +350,14 @@ Result<Ranks> join_ranks(const RankEnvironment& environment, Milliseconds timeou
     ++local_world;
   }
   try {
-    return Ranks(std::make_shared<GlooCollectives>(watch, connect(watch, environment)),
+    std::vector<uint32_t> all(environment.world);
+    std::iota(all.begin(), all.end(), 0u);
+    auto mesh = std::make_shared<Mesh>(watch, connect(watch, environment));
+    return Ranks(std::make_shared<GlooCollectives>(std::move(mesh), std::move(all),
+                                                   environment.rank, /*group=*/0),
                  std::move(names), local_rank, local_world);
   } catch (const std::exception& error) {
-    return watch->cause_of(Channel::kControl,
+    return watch->cause_of(Channel::kControl, {},
                            fmt::format("{} (the environment's GLOO_SOCKET_IFNAME may name the "
                                        "network interface between the machines)",
                                        text_of(error)),

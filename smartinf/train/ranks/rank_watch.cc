@@ -8,6 +8,7 @@
 #include <iterator>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <sstream>
 #include <utility>
 
@@ -124,12 +125,14 @@ std::string RankMember::name() const {
 }
 
 struct RankWatch::Shared {
-  using Calls = std::array<uint64_t, engine::kChannels>;
+  static constexpr int kNobody = -1;
+  /// Whose message a rank waits for on each channel.
+  using Waits = std::array<int, engine::kChannels>;
   /// What is known of a rank.
   struct Known {
     std::string sign;
     uint64_t changed_ns = 0;
-    Calls calls{};
+    Waits waits{kNobody, kNobody, kNobody};
     uint64_t arrivals = 0;
     bool left = false;
   };
@@ -140,7 +143,7 @@ struct RankWatch::Shared {
   std::vector<RankMember> members;
   c10::intrusive_ptr<c10d::Store> connection;  // the watch's own
   c10::intrusive_ptr<c10d::Store> keys;        // the same, of this start
-  std::array<std::atomic<uint64_t>, engine::kChannels> calls{};
+  std::array<std::atomic<int>, engine::kChannels> waits{kNobody, kNobody, kNobody};
   std::atomic<uint64_t> arrivals = 0;
 
   mutable std::mutex mutex;
@@ -168,6 +171,19 @@ struct RankWatch::Shared {
   double silent_s(uint32_t rank, uint64_t now_ns) const {
     const uint64_t then = known[rank].changed_ns;
     return then >= now_ns ? 0 : static_cast<double>(now_ns - then) * 1e-9;
+  }
+
+  /// Who keeps this rank waiting: the other one, or whom that one waits for in its turn.
+  uint32_t awaited(size_t channel, uint32_t other) const {
+    std::set<uint32_t> seen{environment.rank};
+    while (seen.insert(other).second) {
+      const Waits& theirs = known[other].waits;
+      const int next =
+          theirs[channel] != kNobody ? theirs[channel] : *std::ranges::max_element(theirs);
+      if (next == kNobody || seen.contains(static_cast<uint32_t>(next))) break;
+      other = static_cast<uint32_t>(next);
+    }
+    return other;
   }
 
   bool on_this_machine(uint32_t rank) const {
@@ -231,8 +247,8 @@ void RankWatch::Shared::sign() {
   {
     const std::scoped_lock lock(mutex);
     text = leaving || !failed.ok() ? kLeft
-                                   : fmt::format("{} {} {} {} {}", ++signs, calls[0].load(),
-                                                 calls[1].load(), calls[2].load(), arrivals.load());
+                                   : fmt::format("{} {} {} {} {}", ++signs, waits[0].load(),
+                                                 waits[1].load(), waits[2].load(), arrivals.load());
   }
   keys->set(sign_key(environment.rank), text);
 }
@@ -257,7 +273,7 @@ void RankWatch::Shared::look_at(const std::vector<std::string>& values, uint64_t
     of.left = sign == kLeft;
     uint64_t number = 0;
     std::istringstream in(sign);
-    if (!of.left) in >> number >> of.calls[0] >> of.calls[1] >> of.calls[2] >> of.arrivals;
+    if (!of.left) in >> number >> of.waits[0] >> of.waits[1] >> of.waits[2] >> of.arrivals;
   }
   if (values[0] != kNone) fail(status_from(values[0]));
   changed.notify_all();
@@ -418,7 +434,7 @@ void RankWatch::Shared::meet() {
         fmt::format("another process is rank {} of the job at {}", environment.rank, store_name()),
         "Wait until that job has ended, or give this one another MASTER_PORT"));
   }
-  keys->set(sign_key(environment.rank), std::string("0 0 0 0 0"));
+  keys->set(sign_key(environment.rank), std::string("0 -1 -1 -1 0"));
   const uint64_t began_ns = base::now_ns();
   const double timeout_s = seconds(timeout);
   while (true) {
@@ -497,7 +513,7 @@ Status RankWatch::failure() const {
 void RankWatch::when_failed(std::function<void()> act) {
   const std::scoped_lock lock(shared_->mutex);
   shared_->act = std::move(act);
-  if (!shared_->failed.ok()) shared_->act();
+  if (!shared_->failed.ok() && shared_->act) shared_->act();
 }
 
 void RankWatch::report(const Status& why) {
@@ -507,11 +523,11 @@ void RankWatch::report(const Status& why) {
       lock, std::move(named).with_context(shared_->members[shared_->environment.rank].name())));
 }
 
-void RankWatch::count_call(engine::Channel channel) {
-  ++shared_->calls[static_cast<size_t>(channel)];
+void RankWatch::waits_for(engine::Channel channel, std::optional<uint32_t> rank) {
+  shared_->waits[static_cast<size_t>(channel)] = rank ? static_cast<int>(*rank) : Shared::kNobody;
 }
 
-Status RankWatch::arrive() {
+Status RankWatch::barrier_without_timeout() {
   Shared& shared = *shared_;
   const uint64_t mine = ++shared.arrivals;
   const auto all_here = [&] {
@@ -533,9 +549,9 @@ Status RankWatch::arrive() {
   return Status();
 }
 
-Status RankWatch::cause_of(engine::Channel channel, const std::string& what, bool timed_out) {
+Status RankWatch::cause_of(engine::Channel channel, std::optional<uint32_t> other,
+                           const std::string& what, bool timed_out) {
   Shared& shared = *shared_;
-  const auto one = static_cast<size_t>(channel);
   std::unique_lock lock(shared.mutex);
   shared.look = true;
   shared.changed.notify_all();
@@ -566,12 +582,11 @@ Status RankWatch::cause_of(engine::Channel channel, const std::string& what, boo
                      kResume);
       break;
     }
-    if (timed_out && known.calls[one] < shared.calls[one].load()) {
+    if (timed_out && other && member.rank == shared.awaited(static_cast<size_t>(channel), *other)) {
       found = Status(ErrorCode::kTimeout,
                      fmt::format("{} lives, but the others have waited {:.1f} s for it",
                                  member.name(), seconds(shared.timeout)),
                      "See what it is busy with, or set ranks.timeout higher");
-      break;
     }
   }
   return shared.publish_and_wait(lock, std::move(found));

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -58,17 +59,18 @@ class RankWatch {
   /// Ok where none is known.
   base::Status failure() const;
   /// Calls `act` once, as soon as a failure is known, on the thread that gets to know it. act:
-  /// short, and calls nothing here.
+  /// short, and calls nothing here; empty: nothing is called from here on.
   void when_failed(std::function<void()> act);
   /// This rank has failed.
   void report(const base::Status& why);
-  /// A collective call has begun.
-  void count_call(engine::Channel channel);
+  /// This rank waits for a message of another one, or for none any more.
+  void waits_for(engine::Channel channel, std::optional<uint32_t> rank);
   /// Waits until every rank has called this as often as this one, or a failure is known.
-  base::Status arrive();
-  /// A call has broken, or was not answered in time. Waits for a few signs of life until it is
-  /// known why, and returns that; never ok. what: what torch said.
-  base::Status cause_of(engine::Channel channel, const std::string& what, bool timed_out);
+  base::Status barrier_without_timeout();
+  /// A call has broken, or `other` did not answer in time. Waits for a few signs of life until it
+  /// is known why, and returns that; never ok. what: what torch said.
+  base::Status cause_of(engine::Channel channel, std::optional<uint32_t> other,
+                        const std::string& what, bool timed_out);
 
  private:
   struct Shared;

@@ -1,11 +1,12 @@
 // One rank of several that only call each other, for tests/ranks_test.py.
 //
-//   rank_worker TIMEOUT_MS ROUNDS [fail|sleep|arrive|late AT]
+//   rank_worker TIMEOUT_MS ROUNDS [fail|sleep|meet|late|chain AT]
 //
-// In each round every channel does every kind of call and checks what comes. Prints "round N", at
-// the end "done"; a failure goes to stderr with exit code 1. fail: this rank gives up in that
-// round; sleep: it does not come to it; arrive, on all ranks: they meet there without a limit in
-// time; late: likewise, but after twice the timeout.
+// In each round every channel does every kind of call, among all ranks and among those with even
+// numbers, and checks what comes. Prints "round N", at the end "done"; a failure goes to stderr
+// with exit code 1. fail: this rank gives up in that round; sleep: it does not come to it; meet, on
+// all ranks: they meet there without a limit in time; late: likewise, but after twice the timeout;
+// chain, on all ranks: each waits for a message of the rank before it, and rank 1 sends none.
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -71,8 +72,40 @@ Status exchange(Collectives& ranks, Channel channel, uint64_t round) {
   return ranks.barrier(channel);
 }
 
+/// Two messages to the next rank and two from the one before, all under way at once.
+Status pass_on(Collectives& ranks, Channel channel, uint64_t round) {
+  const uint32_t next = (ranks.rank() + 1) % ranks.world();
+  const uint32_t before = (ranks.rank() + ranks.world() - 1) % ranks.world();
+  if (next == ranks.rank()) return Status();
+  std::array<std::vector<std::byte>, 2> sent, received;
+  std::vector<std::unique_ptr<Collectives::Pending>> pending;
+  for (size_t i = 0; i < sent.size(); ++i) {
+    sent[i] = message(round + i, channel, ranks.rank(), next);
+    received[i].resize(message(round + i, channel, before, ranks.rank()).size());
+    SI_ASSIGN_OR_RETURN(pending.emplace_back(), ranks.send(channel, sent[i], next));
+    SI_ASSIGN_OR_RETURN(pending.emplace_back(), ranks.receive(channel, received[i], before));
+  }
+  for (const auto& one : pending) SI_RETURN_IF_ERROR(one->wait());
+  for (size_t i = 0; i < received.size(); ++i) {
+    if (received[i] != message(round + i, channel, before, ranks.rank())) return wrong("receive");
+  }
+  return Status();
+}
+
+Status wait_in_a_chain(Collectives& ranks) {
+  if (ranks.rank() == 1) std::this_thread::sleep_for(std::chrono::hours(1));
+  std::array<std::byte, 8> bytes{};
+  SI_ASSIGN_OR_RETURN(
+      const auto pending,
+      ranks.receive(Channel::kControl, bytes, (ranks.rank() + ranks.world() - 1) % ranks.world()));
+  return pending->wait();
+}
+
 Status work(Collectives& ranks, std::chrono::milliseconds timeout, uint64_t rounds,
             const std::string& trouble, uint64_t at) {
+  std::vector<uint32_t> even;
+  for (uint32_t rank = 0; rank < ranks.world(); rank += 2) even.push_back(rank);
+  SI_ASSIGN_OR_RETURN(const std::shared_ptr<Collectives> group, ranks.group(even));
   for (uint64_t round = 0; round < rounds; ++round) {
     if (trouble == "fail" && round == at) {
       const Status broken(ErrorCode::kNoSpace, "the drive is full", "Make room");
@@ -81,15 +114,22 @@ Status work(Collectives& ranks, std::chrono::milliseconds timeout, uint64_t roun
     }
     if (trouble == "sleep" && round == at) std::this_thread::sleep_for(std::chrono::hours(1));
     if (trouble == "late" && round == at) std::this_thread::sleep_for(2 * timeout);
-    if ((trouble == "late" || trouble == "arrive") && round == at) {
-      SI_RETURN_IF_ERROR(ranks.arrive());
+    if ((trouble == "late" || trouble == "meet") && round == at) {
+      SI_RETURN_IF_ERROR(ranks.barrier_without_timeout());
     }
+    if (trouble == "chain" && round == at) SI_RETURN_IF_ERROR(wait_in_a_chain(ranks));
     std::array<Status, engine::kChannels> made;
     {
       std::vector<std::jthread> threads;
       for (size_t channel = 0; channel < engine::kChannels; ++channel) {
         threads.emplace_back([&, channel] {
-          made[channel] = exchange(ranks, static_cast<Channel>(channel), round);
+          const auto one = static_cast<Channel>(channel);
+          Status& status = made[channel];
+          status = exchange(ranks, one, round);
+          if (status.ok()) status = pass_on(ranks, one, round);
+          if (group == nullptr) return;
+          if (status.ok()) status = exchange(*group, one, round);
+          if (status.ok()) status = pass_on(*group, one, round);
         });
       }
     }

@@ -16,7 +16,7 @@ Status Ranks::all_ok(std::string_view doing, const Status& mine) const {
 }
 
 Status Ranks::all_ok_without_timeout(std::string_view doing, const Status& mine) const {
-  if (!alone()) SI_RETURN_IF_ERROR(collectives_->arrive());
+  if (!alone()) SI_RETURN_IF_ERROR(collectives_->barrier_without_timeout());
   return all_ok(doing, mine);
 }
 

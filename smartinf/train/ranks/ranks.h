@@ -55,7 +55,7 @@ class Ranks {
   }
   /// Waits for all.
   base::Status barrier() const;
-  /// all_ok() to which ranks come at very different times (Collectives::arrive).
+  /// all_ok() to which ranks come at very different times (Collectives::barrier_without_timeout).
   base::Status all_ok_without_timeout(std::string_view doing, const base::Status& mine) const;
   /// This rank gives up; the others end with this as their error.
   void failed(const base::Status& why) const {

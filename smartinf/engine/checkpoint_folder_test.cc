@@ -30,9 +30,9 @@ std::function<void(const std::string& call, const std::string& path)> watched_ca
 
 void tell(const char* call, const std::string& path) {
   if (!watched_calls) return;
-  const auto told = std::exchange(watched_calls, nullptr);  // it makes such calls itself
-  told(call, path);
-  watched_calls = told;
+  const auto watched = std::exchange(watched_calls, nullptr);  // it makes such calls itself
+  watched(call, path);
+  watched_calls = watched;
 }
 
 }  // namespace

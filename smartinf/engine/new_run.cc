@@ -125,7 +125,7 @@ struct NewRun {
   plan::MemoryPlan memory;
   storage::StoreLayout layout;  // set_device() makes it a device's
   std::vector<uint64_t> spool;  // of each device
-  std::vector<std::string> remarks;
+  std::vector<std::string> notices;
 
   DeviceShare share_of(const UpdaterOptions& options, const plan::ParameterSpace& space,
                        uint32_t device) {
@@ -155,7 +155,7 @@ Result<NewRun> plan_new_run(const UpdaterOptions& options, const plan::Parameter
   set.staging_bytes = run.memory.staging_bytes;
   set.subgroups = space.subgroups(run.memory.subgroup_elements);
   if (options.durability == storage::Durability::kNone) {
-    run.remarks.emplace_back(
+    run.notices.emplace_back(
         "durability \"none\": the state is overwritten in place; after a crash in the middle of a "
         "step nothing of it can be used");
   }
@@ -165,7 +165,7 @@ Result<NewRun> plan_new_run(const UpdaterOptions& options, const plan::Parameter
   }
   SI_ASSIGN_OR_RETURN(Placement places, place_state(state, set.subgroups, sources, bandwidths));
   set.owner = std::move(places.owner);
-  std::ranges::move(leave_out_idle(sources, set.owner), std::back_inserter(run.remarks));
+  std::ranges::move(leave_out_idle(sources, set.owner), std::back_inserter(run.notices));
   SI_ASSIGN_OR_RETURN(run.spool, share_spool(options.spool_bytes, sources));
   run.layout = layout_of_run(state, options.rule.rule, space, sources);
   return run;
@@ -202,8 +202,8 @@ Result<uint64_t> bytes_of_old(const UpdaterOptions& options, const DeviceBuild& 
   const bool all_is_free = std::filesystem::is_block_file(build.device.path, error);
   if (all_is_free) return uint64_t{0};
   // Among ranks, where a device says less, the least that the old state takes.
-  const auto told = source.summarize();
-  if (told.ok()) return told->container_bytes;
+  const auto summary = source.summarize();
+  if (summary.ok()) return summary->container_bytes;
   if (!held.ok()) return uint64_t{0};
   SI_ASSIGN_OR_RETURN(
       const auto least,
@@ -328,7 +328,7 @@ Result<DeviceSet> create_devices(const UpdaterOptions& options, const plan::Para
                                  DeviceSources& sources) {
   SI_ASSIGN_OR_RETURN(NewRun run, plan_new_run(options, space, sources));
   DeviceSet& set = run.set;
-  for (const std::string& remark : run.remarks) base::log(base::LogLevel::kWarning, remark);
+  for (const std::string& notice : run.notices) base::log(base::LogLevel::kWarning, notice);
   for (uint32_t d = 0; d < sources.size(); ++d) {
     const DeviceShare share = run.share_of(options, space, d);
     auto device = sources[d]->create(run.layout, share);

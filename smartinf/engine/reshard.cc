@@ -45,7 +45,7 @@ class Resharder {
     SI_RETURN_IF_ERROR(create());
     SI_RETURN_IF_ERROR(allocate());
     for (size_t i = 0; i < subgroups_.size(); ++i) {
-      if (!elsewhere(owner_[i].value)) SI_RETURN_IF_ERROR(copy_subgroup(i));
+      if (!of_other_rank(owner_[i].value)) SI_RETURN_IF_ERROR(copy_subgroup(i));
     }
     for (Buffer& buffer : buffers_) SI_RETURN_IF_ERROR(wait_for(buffer));
     std::erase(made_, nullptr);
@@ -61,7 +61,7 @@ class Resharder {
   }
 
  private:
-  bool elsewhere(size_t target) const {
+  bool of_other_rank(size_t target) const {
     return options_.keep_places && from_.devices[target]->elsewhere();
   }
 
@@ -199,7 +199,7 @@ class Resharder {
     // Those last that cannot keep the old state until the new one is whole.
     for (const bool keeps : {true, false}) {
       for (uint32_t device = 0; device < targets_.size(); ++device) {
-        if (elsewhere(device) || targets_[device]->keeps_replaced() != keeps) continue;
+        if (of_other_rank(device) || targets_[device]->keeps_replaced() != keeps) continue;
         set_device(layout, base::DeviceId{device}, subgroups_, owner_);
         for (size_t i = 0; i < layout.subgroups.size(); ++i) {
           position_[layout.subgroups[i].id.value] = i;
@@ -216,7 +216,7 @@ class Resharder {
   Status allocate() {
     uint64_t extent_bytes = 0;
     for (size_t device = 0; device < geometry_.size(); ++device) {
-      if (elsewhere(device)) continue;
+      if (of_other_rank(device)) continue;
       const storage::Geometry& geometry = geometry_[device];
       extent_bytes =
           std::max(extent_bytes, base::round_up(geometry.extent_bytes_max(), base::kIoAlignment));

@@ -1,11 +1,13 @@
+// clang-format off
 // Weights that nobody updates, in one file on each of several directories.
 //
-//   DIR/weights := header  stripe*        everything starts on a multiple of 4096 bytes, gaps are
-//   zero header      := StripedHeader  description  u64 checksum{stripes of this file} stripe :=
-//   elements [i x n, (i + 1) x n) of the space, in file i modulo the number of files;
+//   DIR/weights := header stripe*   everything begins on a multiple of 4096 bytes, gaps are zero
+//   header      := StripedHeader description u64 checksum{stripes of this file}
+//   stripe      := elements [i x n, (i + 1) x n) of the space, in file i modulo the number of files;
 //                  the last one may be shorter
 //
 // The header is written last, so that a file that was not finished is not taken for a whole one.
+// clang-format on
 #pragma once
 
 #include <array>
@@ -31,8 +33,8 @@ inline constexpr std::string_view kWeightsFileName = "weights";
 /// Little-endian.
 struct StripedHeader {
   std::array<char, 8> magic{};
-  uint64_t checksum =
-      0;  // XXH3-64 of the header from byte 16 on, with what lies behind this struct
+  /// XXH3-64 of the header from byte 16 on, with what lies behind this struct.
+  uint64_t checksum = 0;
   uint32_t version = 0;
   uint32_t type = 0;               // base::DataType
   std::array<uint8_t, 16> set{};   // random; the files that belong together have the same

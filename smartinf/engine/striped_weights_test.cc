@@ -15,6 +15,8 @@
 #include <gtest/gtest.h>
 
 #include "smartinf/base/aligned_buffer.h"
+#include "smartinf/base/checksum.h"
+#include "smartinf/base/file.h"
 #include "smartinf/engine/layer_window.h"
 #include "smartinf/engine/test_model.h"
 #include "smartinf/kernels/update.h"
@@ -112,6 +114,58 @@ TEST_F(Striped, ComeBackBitForBitOverAnyNumberOfDirectories) {
       }
     }
   }
+}
+
+/// The grammar in striped_weights.h, byte for byte: two stripes and a shorter one over two files.
+TEST_F(Striped, HaveTheBytesThatTheHeaderFileDescribes) {
+  const auto where = directories(2);
+  const std::vector<std::byte> values = make(where, 2 * kStripe + 5);
+  const std::string description = "what they are";
+  const uint64_t stripe_bytes = kStripe * base::data_type_bytes(DataType::kBf16);
+  const auto stripe = [&](uint64_t number) {
+    const uint64_t first = number * stripe_bytes;
+    return std::span(values).subspan(first, std::min(stripe_bytes, values.size() - first));
+  };
+  std::vector<std::string> sets;
+  for (uint32_t file = 0; file < 2; ++file) {
+    SCOPED_TRACE(file);
+    auto text = base::read_text_file(file_in(where[file]), "cannot read it");
+    ASSERT_TRUE(text.ok());
+    const std::span<const std::byte> bytes = std::as_bytes(std::span(*text));
+    const std::vector<uint64_t> stripes =
+        file == 0 ? std::vector<uint64_t>{0, 2} : std::vector<uint64_t>{1};
+    ASSERT_EQ(bytes.size(), 4096 + base::round_up(stripe(stripes.back()).size(), 4096) +
+                                (stripes.size() - 1) * stripe_bytes);
+
+    const auto number = [&](size_t at, size_t size) {
+      uint64_t read = 0;
+      std::memcpy(&read, &bytes[at], size);
+      return read;
+    };
+    EXPECT_EQ(text->substr(0, 8), "SIWEIGHT");
+    EXPECT_EQ(number(16, 4), 1u) << "version";
+    EXPECT_EQ(number(20, 4), static_cast<uint64_t>(DataType::kBf16));
+    sets.push_back(text->substr(24, 16));
+    EXPECT_EQ(number(40, 4), file);
+    EXPECT_EQ(number(44, 4), 2u) << "files";
+    EXPECT_EQ(number(48, 8), 2 * kStripe + 5);
+    EXPECT_EQ(number(56, 8), kStripe);
+    EXPECT_EQ(number(64, 8), description.size());
+    EXPECT_EQ(text->substr(72, description.size()), description);
+    const size_t checksums = 72 + description.size();
+    const size_t end = checksums + stripes.size() * 8;
+    EXPECT_EQ(number(8, 8), base::checksum(bytes.subspan(16, 4096 - 16)));
+    EXPECT_EQ(text->substr(end, 4096 - end), std::string(4096 - end, '\0'));
+    for (size_t i = 0; i < stripes.size(); ++i) {
+      const auto of = stripe(stripes[i]);
+      const auto there = bytes.subspan(4096 + i * stripe_bytes);
+      EXPECT_TRUE(std::ranges::equal(there.first(of.size()), of));
+      const auto gap = there.subspan(of.size(), base::round_up(of.size(), 4096) - of.size());
+      EXPECT_EQ(std::ranges::count(gap, std::byte{0}), std::ssize(gap));
+      EXPECT_EQ(number(checksums + i * 8, 8), base::checksum(of));
+    }
+  }
+  EXPECT_EQ(sets[0], sets[1]);
 }
 
 TEST_F(Striped, AreReadIntoAlignedMemoryAndOtherMemory) {

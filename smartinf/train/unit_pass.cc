@@ -159,7 +159,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
   for (size_t i = 0; i < batches.size(); ++i) losses.push_back(head_of(head, i));
   const std::vector<Parameter> of_head = trained(head_unit, head.weights);
   release_head();
-  give_out(head_unit, of_head);
+  emit_gradients(head_unit, of_head);
   const size_t last = adapters_ == nullptr ? 0 : 1;  // behind it nothing is trained
   for (size_t unit = head_unit; unit-- > last;) {
     const UnitWeights& weights = stream_.get(unit);
@@ -167,7 +167,7 @@ std::vector<double> UnitPass::train(std::span<const Batch> batches, const Option
     for (size_t i = 0; i < batches.size(); ++i) backward_unit(unit, weights, i);
     const std::vector<Parameter> parameters = trained(unit, weights);
     stream_.release(unit);
-    give_out(unit, parameters);
+    emit_gradients(unit, parameters);
   }
   return losses;
 }
@@ -319,7 +319,7 @@ void UnitPass::add_gradient(std::optional<GradientTree>& sums, Tensor gradient) 
   sums->add(std::move(gradient));
 }
 
-void UnitPass::give_out(size_t unit, std::span<const Parameter> parameters) {
+void UnitPass::emit_gradients(size_t unit, std::span<const Parameter> parameters) {
   if (options_->first + batches_.size() < options_->mine.end) return;
   auto sums = std::exchange(sums_[unit], {});
   for (size_t p = sums.size(); p-- > 0;) {

@@ -139,7 +139,7 @@ class UnitPass {
   double head_of(const Head& head, size_t batch);
   void backward_unit(size_t unit, const UnitWeights& weights, size_t batch);
   void add_gradient(std::optional<GradientTree>& sums, torch::Tensor gradient) const;
-  void give_out(size_t unit, std::span<const Parameter> parameters);
+  void emit_gradients(size_t unit, std::span<const Parameter> parameters);
 
   const Model& model_;
   LayerStream& stream_;

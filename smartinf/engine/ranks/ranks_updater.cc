@@ -253,7 +253,7 @@ Status RanksUpdater::start_update(const UpdateOptions& options, base::DataType t
   for (size_t i = 0; i < places.size(); ++i) {
     const bool changes = updated(here_->devices().subgroups[i]);
     weights_[i] = !changes ? Weights::kUnchanged
-                           : (places[i] != nullptr ? Weights::kComing : Weights::kOnDemand);
+                           : (places[i] != nullptr ? Weights::kInFlight : Weights::kOnDemand);
     if (places[i] == nullptr) continue;
     weight_exchange_->start(WeightExchange::From::kUpdate, i, type, places[i]);
   }
@@ -271,7 +271,7 @@ Status RanksUpdater::wait_weights(uint64_t first, uint64_t count) {
       return Status(ErrorCode::kFailedPrecondition, "wait_weights was called without an update",
                     "Call start_update() first.");
     }
-    if (weights_[i] != Weights::kComing) continue;
+    if (weights_[i] != Weights::kInFlight) continue;
     SI_RETURN_IF_ERROR(weight_exchange_->wait(WeightExchange::From::kUpdate, i));
   }
   return Status();
@@ -280,7 +280,7 @@ Status RanksUpdater::wait_weights(uint64_t first, uint64_t count) {
 /// On all ranks, though only one has what led here: the commit waits for all of them.
 void RanksUpdater::demand_nothing() {
   here_->demand_nothing();
-  std::replace(weights_.begin(), weights_.end(), Weights::kOnDemand, Weights::kTaken);
+  std::replace(weights_.begin(), weights_.end(), Weights::kOnDemand, Weights::kConsumed);
 }
 
 Status RanksUpdater::fetch_weights(uint64_t first, base::DataType type, void* out) {
@@ -296,7 +296,7 @@ Status RanksUpdater::fetch_weights(uint64_t first, base::DataType type, void* ou
   const bool served = of_step && weights_[index] == Weights::kOnDemand && update_type_ == type;
   // A failure is that of the wait, on all ranks.
   if (is_here(index)) (void)here_->fetch_weights(first, type, out);
-  if (weights_[index] == Weights::kOnDemand) weights_[index] = Weights::kTaken;
+  if (weights_[index] == Weights::kOnDemand) weights_[index] = Weights::kConsumed;
   if (of_step && !served) demand_nothing();
   if (of_step && !served && !commit_started_) {
     fetches_[index] = Fetch::kAfterCommit;

@@ -98,9 +98,9 @@ class RanksUpdater final : public Updater {
   /// Of a subgroup, of the newest update.
   enum class Weights : uint8_t {
     kNone,       // there was none, or it was aborted
-    kComing,     // they are on their way to where the sink pointed, or there
+    kInFlight,   // they are on their way to where the sink pointed, or there
     kOnDemand,   // the sink had no place for them; the update makes them when they are fetched
-    kTaken,      // they were, or it does not wait for that any more
+    kConsumed,   // they were, or it does not wait for that any more
     kUnchanged,  // the subgroup was skipped
   };
   enum class Fetch : uint8_t { kNone, kUnderWay, kAfterCommit, kCancelled };

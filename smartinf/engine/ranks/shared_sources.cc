@@ -50,24 +50,24 @@ void describe(Wire& wire, SnapshotReport& report) {
   wire(layout, state, client_metadata);
 }
 
-/// The rank that has a device tells the others.
-class Teller {
+/// Answers of the rank that has a device, on all ranks.
+class OwnerBroadcast {
  public:
-  Teller(std::shared_ptr<Collectives> ranks, uint32_t owner)
+  OwnerBroadcast(std::shared_ptr<Collectives> ranks, uint32_t owner)
       : ranks_(std::move(ranks)), owner_(owner) {}
 
   bool here() const { return ranks_->rank() == owner_; }
-  uint32_t owner() const { return owner_; }
+  uint32_t rank() const { return owner_; }
   Collectives& ranks() const { return *ranks_; }
 
-  /// What `ask` gives where the device is, on all ranks. ask() -> Result<Answer>.
+  /// Answer of the device: what here_it_is() -> Result<Answer> gives on its rank.
   template <typename Answer, typename Ask>
-  Result<Answer> tell(const Ask& ask) const {
+  Result<Answer> ask(const Ask& here_it_is) const {
     std::string text;
     Answer answer{};
     Status status;
     if (here()) {
-      Result<Answer> given = ask();
+      Result<Answer> given = here_it_is();
       status = given.status();
       if (given.ok()) answer = std::move(*given);
       text = pack(status, answer);
@@ -78,9 +78,9 @@ class Teller {
     return answer;
   }
   template <typename Ask>
-  Status tell_status(const Ask& ask) const {
-    return tell<bool>([&]() -> Result<bool> {
-             SI_RETURN_IF_ERROR(ask());
+  Status ask_status(const Ask& here_it_is) const {
+    return ask<bool>([&]() -> Result<bool> {
+             SI_RETURN_IF_ERROR(here_it_is());
              return true;
            })
         .status();
@@ -91,10 +91,10 @@ class Teller {
   uint32_t owner_;
 };
 
-/// The state of a device elsewhere. Its blocks are not to be had here.
-class SnapshotElsewhere : public csd::Snapshot {
+/// State of another rank's device. Its blocks are not to be had here.
+class RemoteRankSnapshot : public csd::Snapshot {
  public:
-  SnapshotElsewhere(std::string name, SnapshotReport report)
+  RemoteRankSnapshot(std::string name, SnapshotReport report)
       : metadata_(std::move(report.client_metadata)),
         name_(std::move(name)),
         layout_(std::move(report.layout)),
@@ -119,17 +119,17 @@ class SnapshotElsewhere : public csd::Snapshot {
   const storage::StoreState state_;
 };
 
-/// The same of a device that nobody has opened: its metadata are told when the step is chosen.
-class ToldSnapshot final : public SnapshotElsewhere {
+/// The same of a device that nobody has opened: its metadata come when the step is chosen.
+class AnnouncedSnapshot final : public RemoteRankSnapshot {
  public:
-  /// here: null elsewhere.
-  ToldSnapshot(Teller teller, std::unique_ptr<csd::Snapshot> here, std::string name,
-               SnapshotReport report)
-      : SnapshotElsewhere(std::move(name), std::move(report)),
-        teller_(std::move(teller)),
+  /// here: null on other ranks.
+  AnnouncedSnapshot(OwnerBroadcast owner, std::unique_ptr<csd::Snapshot> here, std::string name,
+                    SnapshotReport report)
+      : RemoteRankSnapshot(std::move(name), std::move(report)),
+        owner_(std::move(owner)),
         here_(std::move(here)) {}
   Status choose_step(base::StepNumber step) override {
-    SI_ASSIGN_OR_RETURN(metadata_, teller_.tell<std::string>([&]() -> Result<std::string> {
+    SI_ASSIGN_OR_RETURN(metadata_, owner_.ask<std::string>([&]() -> Result<std::string> {
       SI_RETURN_IF_ERROR(here_->choose_step(step));
       return here_->client_metadata();
     }));
@@ -137,16 +137,16 @@ class ToldSnapshot final : public SnapshotElsewhere {
   }
 
  private:
-  const Teller teller_;
+  const OwnerBroadcast owner_;
   const std::unique_ptr<csd::Snapshot> here_;
 };
 
 /// A device of some rank: the thing itself, or what stands for it.
 class SharedDevice final : public csd::Device {
  public:
-  /// here: null elsewhere. report: what it has told of itself.
-  SharedDevice(Teller teller, std::unique_ptr<csd::Device> here, DeviceReport report)
-      : teller_(std::move(teller)), here_(std::move(here)) {
+  /// here: null on other ranks. report: what its rank says of it.
+  SharedDevice(OwnerBroadcast owner, std::unique_ptr<csd::Device> here, DeviceReport report)
+      : owner_(std::move(owner)), here_(std::move(here)) {
     take(std::move(report));
   }
 
@@ -188,13 +188,13 @@ class SharedDevice final : public csd::Device {
   Result<std::unique_ptr<csd::Snapshot>> snapshot() override {
     std::unique_ptr<csd::Snapshot> made;
     SI_ASSIGN_OR_RETURN(SnapshotReport report,
-                        teller_.tell<SnapshotReport>([&]() -> Result<SnapshotReport> {
+                        owner_.ask<SnapshotReport>([&]() -> Result<SnapshotReport> {
                           SI_ASSIGN_OR_RETURN(made, here_->snapshot());
                           return SnapshotReport{layout_, made->state(), here_->client_metadata()};
                         }));
     if (made != nullptr) return made;
     return std::unique_ptr<csd::Snapshot>(
-        std::make_unique<SnapshotElsewhere>(info_.name, std::move(report)));
+        std::make_unique<RemoteRankSnapshot>(info_.name, std::move(report)));
   }
 
  private:
@@ -204,12 +204,12 @@ class SharedDevice final : public csd::Device {
     metadata_ = std::move(report.client_metadata);
     info_ = std::move(report.info);
     info_.elsewhere = here_ == nullptr;
-    info_.rank = teller_.owner();
+    info_.rank = owner_.rank();
   }
   template <typename Call>
   Status change(const Call& call) {
     SI_ASSIGN_OR_RETURN(DeviceReport report,
-                        teller_.tell<DeviceReport>([&]() -> Result<DeviceReport> {
+                        owner_.ask<DeviceReport>([&]() -> Result<DeviceReport> {
                           SI_RETURN_IF_ERROR(call());
                           return report_of(*here_);
                         }));
@@ -217,7 +217,7 @@ class SharedDevice final : public csd::Device {
     return Status();
   }
 
-  const Teller teller_;
+  const OwnerBroadcast owner_;
   const std::unique_ptr<csd::Device> here_;
   csd::DeviceInfo info_;
   storage::StoreLayout layout_;
@@ -227,50 +227,50 @@ class SharedDevice final : public csd::Device {
 
 class SharedSource final : public DeviceSource {
  public:
-  SharedSource(std::unique_ptr<DeviceSource> source, Teller teller)
-      : source_(std::move(source)), teller_(std::move(teller)) {}
+  SharedSource(std::unique_ptr<DeviceSource> source, OwnerBroadcast owner)
+      : source_(std::move(source)), owner_(std::move(owner)) {}
 
   const std::string& name() const override { return source_->name(); }
-  uint32_t rank() const override { return teller_.owner(); }
+  uint32_t rank() const override { return owner_.rank(); }
 
   /// The same path of another machine is another place.
   std::string place() const override {
-    const auto told = teller_.tell<std::string>([&]() -> Result<std::string> {
+    const auto name = owner_.ask<std::string>([&]() -> Result<std::string> {
       std::array<char, 256> host{};
       (void)::gethostname(host.data(), host.size() - 1);
       return fmt::format("{}:{}", host.data(), source_->place());
     });
     // Whatever fails fails again in the next call.
-    return told.ok() ? *told : source_->name();
+    return name.ok() ? *name : source_->name();
   }
 
   Result<std::optional<storage::StoreState>> peek() override {
-    return teller_.tell<std::optional<storage::StoreState>>([&] { return source_->peek(); });
+    return owner_.ask<std::optional<storage::StoreState>>([&] { return source_->peek(); });
   }
 
   Result<std::unique_ptr<csd::Snapshot>> snapshot(storage::ReaderLock lock) override {
     std::unique_ptr<csd::Snapshot> here;
     SI_ASSIGN_OR_RETURN(SnapshotReport report,
-                        teller_.tell<SnapshotReport>([&]() -> Result<SnapshotReport> {
+                        owner_.ask<SnapshotReport>([&]() -> Result<SnapshotReport> {
                           SI_ASSIGN_OR_RETURN(here, source_->snapshot(lock));
                           return SnapshotReport{here->layout(), here->state(), {}};
                         }));
-    return std::unique_ptr<csd::Snapshot>(std::make_unique<ToldSnapshot>(
-        teller_, std::move(here), source_->name(), std::move(report)));
+    return std::unique_ptr<csd::Snapshot>(std::make_unique<AnnouncedSnapshot>(
+        owner_, std::move(here), source_->name(), std::move(report)));
   }
 
   Result<double> bandwidth() override {
-    return teller_.tell<double>([&] { return source_->bandwidth(); });
+    return owner_.ask<double>([&] { return source_->bandwidth(); });
   }
   Result<uint64_t> capacity_bytes() override {
-    return teller_.tell<uint64_t>([&] { return source_->capacity_bytes(); });
+    return owner_.ask<uint64_t>([&] { return source_->capacity_bytes(); });
   }
 
   Result<std::unique_ptr<csd::Device>> create(const storage::StoreLayout& layout,
                                               const DeviceShare& share) override {
     // Each rank has drawn an id for the run: the first one's counts.
     storage::StoreLayout agreed = layout;
-    SI_RETURN_IF_ERROR(broadcast(teller_.ranks(), Channel::kControl,
+    SI_RETURN_IF_ERROR(broadcast(owner_.ranks(), Channel::kControl,
                                  std::as_writable_bytes(std::span(agreed.run.bytes)), 0));
     return opened([&] { return source_->create(agreed, share); });
   }
@@ -278,7 +278,7 @@ class SharedSource final : public DeviceSource {
     return opened([&] { return source_->open(share); });
   }
   Status erase() override {
-    return teller_.tell_status([&] { return source_->erase(); });
+    return owner_.ask_status([&] { return source_->erase(); });
   }
 
  private:
@@ -286,16 +286,16 @@ class SharedSource final : public DeviceSource {
   Result<std::unique_ptr<csd::Device>> opened(const Open& open) {
     std::unique_ptr<csd::Device> device;
     SI_ASSIGN_OR_RETURN(DeviceReport report,
-                        teller_.tell<DeviceReport>([&]() -> Result<DeviceReport> {
+                        owner_.ask<DeviceReport>([&]() -> Result<DeviceReport> {
                           SI_ASSIGN_OR_RETURN(device, open());
                           return report_of(*device);
                         }));
     return std::unique_ptr<csd::Device>(
-        std::make_unique<SharedDevice>(teller_, std::move(device), std::move(report)));
+        std::make_unique<SharedDevice>(owner_, std::move(device), std::move(report)));
   }
 
   const std::unique_ptr<DeviceSource> source_;
-  const Teller teller_;
+  const OwnerBroadcast owner_;
 };
 
 }  // namespace
@@ -305,7 +305,7 @@ DeviceSources share_sources(DeviceSources sources, const std::vector<uint32_t>& 
   DeviceSources shared;
   for (size_t i = 0; i < sources.size(); ++i) {
     shared.push_back(
-        std::make_unique<SharedSource>(std::move(sources[i]), Teller(ranks, rank_of[i])));
+        std::make_unique<SharedSource>(std::move(sources[i]), OwnerBroadcast(ranks, rank_of[i])));
   }
   return shared;
 }

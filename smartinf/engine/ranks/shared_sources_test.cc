@@ -16,7 +16,7 @@
 namespace smartinf::engine {
 namespace {
 
-/// ask(sources) by each rank of as many as rank_of names, and what each of them was told.
+/// ask(sources) by each rank of as many as rank_of names, and what each of them heard.
 template <typename Answer, typename Ask>
 std::vector<Answer> of_all_ranks(const std::vector<std::shared_ptr<FakeDrive>>& drives,
                                  const std::vector<uint32_t>& rank_of, const Ask& ask) {

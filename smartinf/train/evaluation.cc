@@ -6,7 +6,6 @@
 
 #include "smartinf/base/text.h"
 #include "smartinf/train/decode.h"
-#include "smartinf/train/scalar_type.h"
 #include "smartinf/train/torch_trainer.h"
 
 namespace smartinf::train {
@@ -77,7 +76,8 @@ Result<Validation> TorchTrainer::validate() {
     }
     // Of a run that was trained further the log says nothing new.
     const bool any = made.loss.has_value() || !made.sets.empty();
-    if (any && step_ <= options_.train.steps) folder_.append_validation(step_, made.to_json(step_));
+    if (any && run_.step <= options_.train.steps)
+      run_.folder.append_validation(run_.step, made.to_json(run_.step));
     return made;
   });
 }
@@ -96,7 +96,7 @@ Status TorchTrainer::find_best_loss() {
       const nlohmann::json json = base::parse_json(there.trainer);
       const auto found = json.is_object() ? json.find(kLoss) : json.end();
       const bool known = json.is_object() && found != json.end() && found->is_number();
-      if (known && there.run.to_string() == record_.run) best = found->get<double>();
+      if (known && there.run.to_string() == run_.record.run) best = found->get<double>();
     }
   }
   SI_ASSIGN_OR_RETURN(const std::vector<double> all, ranks_.all<double>(std::span(&best, 1)));
@@ -107,7 +107,7 @@ Status TorchTrainer::find_best_loss() {
 Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_best(
     double loss, const engine::StateProgress& progress) {
   using Made = std::optional<engine::CheckpointSummary>;
-  if (!options_.train.keep_best || step_ > options_.train.steps) return Made();
+  if (!options_.train.keep_best || run_.step > options_.train.steps) return Made();
   engine::CheckpointOptions options;
   options.folder = options_.checkpoint.folder + "/best";
   options.keep = 1;
@@ -120,6 +120,13 @@ Result<std::optional<engine::CheckpointSummary>> TorchTrainer::keep_best(
   return made;
 }
 
+Result<std::vector<std::vector<int64_t>>> TorchTrainer::first_ranks_prompts(
+    std::span<const std::vector<int64_t>> prompts) const {
+  const nlohmann::json mine = std::vector(prompts.begin(), prompts.end());
+  SI_ASSIGN_OR_RETURN(const std::string text, ranks_.from_first(mine.dump()));
+  return base::parse_json(text).get<std::vector<std::vector<int64_t>>>();
+}
+
 Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
     std::span<const std::vector<int64_t>> prompts, std::stop_token stop) {
   using Sampled = std::vector<std::vector<int64_t>>;
@@ -127,7 +134,7 @@ Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
     const TrainOptions& train = options_.train;
     SI_ASSIGN_OR_RETURN(const Sampled of_first, first_ranks_prompts(prompts));
     // The others are needed only where they have to bring weights.
-    if (of_first.empty() || !(ranks_.first() || stream_->streams())) return Sampled();
+    if (of_first.empty() || !(ranks_.first() || weights_.stream().streams())) return Sampled();
     DecodeOptions options;
     options.tokens = train.sample_tokens;
     options.positions = options_.data.sequence;
@@ -137,12 +144,12 @@ Result<std::vector<std::vector<int64_t>>> TorchTrainer::sample(
     const std::vector<int64_t> end_tokens = options.end_tokens;
     if (ranks_.alone()) {
       options.stop = std::move(stop);
-    } else if (stream_->streams()) {
+    } else if (weights_.stream().streams()) {
       options.end_tokens.clear();  // as many passes on each rank, whatever it draws
     }
     Sampled made(of_first.size());
-    decode(*model_, *pass_, torch::dtype(scalar_type(weights_type_)).device(accelerator_), of_first,
-           options, [&](size_t prompt, int64_t token) { made[prompt].push_back(token); });
+    decode(weights_.model(), *pass_, weights_.tensor_options(), of_first, options,
+           [&](size_t prompt, int64_t token) { made[prompt].push_back(token); });
     for (std::vector<int64_t>& tokens : made) {
       const auto end = std::ranges::find_first_of(tokens, end_tokens);
       if (end != tokens.end()) tokens.erase(end + 1, tokens.end());

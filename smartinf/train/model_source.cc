@@ -102,7 +102,7 @@ Result<ModelSource> read_model_folder(const std::string& folder,
                       model::read_config(source.config_json, path, ignored, option));
   source.architecture = std::move(config.architecture);
   source.type = config.type;
-  source.remark = std::move(config.remark);
+  source.notice = std::move(config.remark);
   // What generation_config.json says counts, as in transformers.
   SI_ASSIGN_OR_RETURN(const std::optional<std::string> generation,
                       read_small_file(folder, kGenerationConfig, kConfigBytesMax));

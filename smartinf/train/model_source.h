@@ -28,7 +28,7 @@ struct ModelSource {
   model::Architecture architecture;
   std::string config_json;             // empty: the recipe says what the model is
   std::optional<base::DataType> type;  // that config.json names
-  std::string remark;                  // what training does not do as it says; empty: nothing
+  std::string notice;                  // what training does not do as it says; empty: nothing
   std::vector<std::string> notes;      // what in the folder changes nothing, and why
   std::string folder;                  // that config.json is from
   std::vector<int64_t> end_tokens;     // that the folder names, each of which ends a text

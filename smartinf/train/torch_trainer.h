@@ -1,5 +1,7 @@
 // The trainer on torch: training loop in torch_trainer.cc, opening of a run in trainer_start.cc,
-// validation and sampling in evaluation.cc.
+// validation and sampling in evaluation.cc. What it is made of has a file each: the run and its
+// folder (run.h), the model's weights (model_weights.h), a step's gradients on their way
+// (step_gradients.h) and its clock (step_clock.h).
 #pragma once
 
 #include <memory>
@@ -12,21 +14,20 @@
 #include <torch/types.h>
 
 #include "smartinf/engine/updater.h"
-#include "smartinf/train/adapters.h"
 #include "smartinf/train/corpus.h"
-#include "smartinf/train/frozen_weights.h"
-#include "smartinf/train/gradient_copies.h"
 #include "smartinf/train/guarded.h"
 #include "smartinf/train/layer_stats.h"
 #include "smartinf/train/memory_plan.h"
 #include "smartinf/train/memory_updater.h"
-#include "smartinf/train/model.h"
 #include "smartinf/train/model_source.h"
+#include "smartinf/train/model_weights.h"
 #include "smartinf/train/offload_choice.h"
+#include "smartinf/train/overlap_choice.h"
 #include "smartinf/train/parameter_groups.h"
-#include "smartinf/train/position.h"
-#include "smartinf/train/run_choice.h"
-#include "smartinf/train/run_folder.h"
+#include "smartinf/train/residual_schedule.h"
+#include "smartinf/train/run.h"
+#include "smartinf/train/step_clock.h"
+#include "smartinf/train/step_gradients.h"
 #include "smartinf/train/tensor_memory.h"
 #include "smartinf/train/trainer.h"
 #include "smartinf/train/unit_pass.h"
@@ -43,27 +44,29 @@ class TorchTrainer final : public Trainer {
         source_(std::move(source)),
         targets_(std::move(targets)),
         corpus_(std::move(corpus)),
-        folder_(std::move(folder)),
         space_(std::move(parameters.space)),
         groups_(std::move(parameters.groups)),
-        accelerator_(accelerator),
         plan_(std::move(plan)),
         ranks_(std::move(ranks)),
         mine_(plan::micro_batches_of(options_.train.accumulation, ranks_.rank(), ranks_.world())),
-        weights_type_(precision_data_type(options_.train.precision)) {}
+        run_(std::move(folder)),
+        weights_(accelerator, precision_data_type(options_.train.precision)),
+        overlap_(options_.train.where == OptimizerWhere::kMemory ? Overlap::kNone
+                                                                 : options_.train.overlap,
+                 options_.train.clip_norm) {}
 
   ~TorchTrainer() override {
     // A commit in flight writes from memory that this object owns.
     if (updater_ != nullptr) static_cast<void>(updater_->wait_commit());
     pass_.reset();  // inputs are in the updater's spool
-    if (stream_ != nullptr) stream_->close();
+    weights_.close();
   }
 
   /// Errors also: of a state that came to the devices since `run_start` was made.
   base::Status start(const Job& job, const RunStart& run_start);
 
   const Options& options() const override { return options_; }
-  base::StepNumber step() const override { return step_; }
+  base::StepNumber step() const override { return run_.step; }
   base::Result<StepReport> train_step(std::stop_token stop) override;
   base::Result<std::optional<engine::CheckpointSummary>> checkpoint(
       const engine::StateProgress& progress) override;
@@ -100,22 +103,18 @@ class TorchTrainer final : public Trainer {
   /// Of all micro batches of the step, in their order. mine: of this rank's.
   base::Result<std::vector<double>> losses_of_all(std::span<const double> mine) const;
 
+  StepReport begin_report() const;
   /// Forward and backward of a step.
   base::Status compute_gradients(std::span<const Batch> batches, const std::stop_token& stop,
                                  StepReport& report);
-  /// A parameter's gradient of this step is complete.
-  void take_gradient(UnitPass::Gradient gradient);
+  /// At the updater; waits for the commit of the step before.
   base::Status begin_step();
-  /// Of those that are ready. all: none is left on its way from an accelerator.
-  base::Status put_gradients(bool all);
-  base::Status put_oldest_copy();
-  /// put_gradients() on several ranks.
-  base::Status put_sums();
-  bool residual_lags() const;
-  bool must_write_residual(const std::stop_token& stop) const;
+  base::Status start_update(const engine::GradientSummary& summary);
+  /// The step is made: what it took and moved.
+  void complete_report(StepReport& report, const engine::GradientSummary& summary);
+  base::Status start_commit(const std::stop_token& stop);
+  /// A step whose gradients are not finite: it is not made, and the next one sees other data.
   base::Result<StepReport> skip(StepReport report, const std::string& parameter);
-  /// The step is not made, and the next one sees other data. advice: where that happens too often.
-  base::Result<StepReport> pass_over(StepReport report, std::string why, const char* advice);
   /// Over windows that are spread evenly. what: for messages. Errors: kFailedPrecondition where
   /// none of them has a target.
   base::Result<double> mean_loss(const Windows& from, const std::string& what);
@@ -126,8 +125,6 @@ class TorchTrainer final : public Trainer {
       std::span<const std::vector<int64_t>> prompts) const;
   double clip_factor(const engine::GradientSummary& summary) const;
   engine::UpdateOptions update_options(double clip_factor) const;
-  base::Status update(const engine::GradientSummary& summary);
-  Overlap overlap_of_next_step() const;
   base::Status open_devices(const Job& job, const RunStart& run_start);
   /// Step 0. What a failure leaves on the devices and in the folder is removed.
   base::Status initialize(const Job& job);
@@ -141,25 +138,12 @@ class TorchTrainer final : public Trainer {
   base::Status check_beginning(const Job& job, const engine::UpdaterOptions& options,
                                const storage::RunId& old);
   void give_up_offload();
-  base::Status make_pass();
-  /// Of the folder that rank 0 has.
-  base::Result<base::StepNumber> first_ranks_logged_step() const;
-  base::Status keep_history(const Job& job, const RunStart& run_start, base::StepNumber logged);
+  base::Status make_pass(base::DataType gradient_type);
   void report_traffic(StepReport& report);
   void choose_offload(StepReport& report);
   /// Before and after each step: nothing, or what train.layer_stats_every asks for.
   base::Status begin_layer_stats();
   base::Status end_layer_stats();
-  engine::WeightsSink weights_sink() const {
-    return [this](uint64_t first) { return trained_->weights_at(first); };
-  }
-  double waited_for_weights_s() const {
-    return stream_->waited_s() + (adapters_ != nullptr ? adapters_->waited_s() : 0);
-  }
-  /// An update goes on only as the forward asks for its weights.
-  bool updates_follow_forward() const { return adapters_ == nullptr && stream_->streams(); }
-  base::Status load_model();
-
   // Destroyed last, when all tensors are gone: their pages go back before the process ends, because
   // torch's own end touches much of its library for the first time and needs room for that.
   struct TensorMemory {
@@ -169,54 +153,29 @@ class TorchTrainer final : public Trainer {
   ModelSource source_;
   std::vector<model::LoraTarget> targets_;
   Corpus corpus_;
-  RunFolder folder_;
   plan::ParameterSpace space_;  // of what is trained
   std::vector<ParameterGroup> groups_;
-  torch::Device accelerator_;
   plan::TrainingPlan plan_;
   Ranks ranks_;
   plan::MicroBatchRange mine_;  // of a step
-  base::DataType weights_type_;
 
-  std::vector<std::string> device_paths_;
-  std::string compression_;                // what is sent; empty where gradients are dense
-  uint64_t residual_every_ = 0;            // 0: no residual is written
-  base::StepNumber residual_written_ = 0;  // the last step of ours that was made to write it
+  Run run_;
+  std::string compression_;  // what is sent; empty where gradients are dense
   storage::RingKind ring_ = storage::RingKind::kAuto;
-  std::unique_ptr<Model> model_;
-  std::unique_ptr<FrozenWeights> frozen_;  // of the model, beside adapters
-  std::unique_ptr<LayerStream> stream_;
-  std::unique_ptr<Adapters> adapters_;  // null: the model's own weights are trained
-  TrainedWeights* trained_ = nullptr;   // the adapters, else the stream
+  bool in_memory_ = false;  // optimizer.where = "memory"
+  ModelWeights weights_;
   std::unique_ptr<UnitPass> pass_;
   std::optional<OffloadChoice> offload_choice_;
-  double spool_waited_s_ = 0;                        // by the pass, until the last step
-  std::unique_ptr<GradientCopies> gradient_copies_;  // null without an accelerator
-  std::unique_ptr<engine::Updater> updater_;         // after the stream: it writes into its weights
-  bool in_memory_ = false;                           // optimizer.where = "memory"
-  base::DataType gradient_type_ = base::DataType::kBf16;
-  engine::UpdaterTraffic traffic_;
-  double waited_s_ = 0;             // for commits, since the report before
-  double update_after_step_s_ = 0;  // of the step before, where it follows the report
+  std::unique_ptr<engine::Updater> updater_;  // after the weights: it writes into them
+  std::optional<StepGradients> gradients_;
 
-  // The step in progress.
-  bool begun_ = false;                               // at the updater
-  std::vector<UnitPass::Gradient> gradients_ready_;  // that go down next
-  Overlap overlap_ = Overlap::kNone;                 // of this step; never kAuto
-  double norm_before_ = 0;                           // of the last step; 0: there was none
-  double late_exposed_ = 0;  // share of the last late step that was waited for
-
-  // Null before the first step that asks for it.
-  std::unique_ptr<LayerStats> layer_stats_;
-  bool measures_layers_ = false;  // in this step
-
-  base::StepNumber first_ = 0;  // what training began from
-  base::StepNumber step_ = 0;
-  Position position_;
-  RunRecord record_;                  // of the state on devices
-  std::vector<std::string> remarks_;  // on the log, and on what was planned and is not done
-  uint32_t skips_in_a_row_ = 0;
-  std::optional<double> best_loss_;  // of the copy that keep_best() made
+  StepClock clock_;
+  OverlapChoice overlap_;
+  ResidualSchedule residual_;
+  engine::UpdaterTraffic traffic_;           // until the last report
+  double spool_waited_s_ = 0;                // by the pass, until the last step
+  std::unique_ptr<LayerStats> layer_stats_;  // of this step; null where it is not asked for
+  std::optional<double> best_loss_;          // of the copy that keep_best() made
 };
 
 }  // namespace smartinf::train

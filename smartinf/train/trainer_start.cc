@@ -146,14 +146,15 @@ Result<std::unique_ptr<engine::Updater>> TorchTrainer::open_with_spool(
     return open_with_spool(std::move(options), trained);
   }
   if (opened.status().code() == ErrorCode::kNotFound && trained > 0) {
-    return without_state(folder_, trained, opened.status().what());
+    return without_state(run_.folder, trained, opened.status().what());
   }
   return opened;
 }
 
 void TorchTrainer::give_up_offload() {
-  remarks_.push_back(fmt::format("activations: not offloaded, the devices do not have {} to spare",
-                                 base::format_bytes(plan_.saved_spool_bytes)));
+  run_.notices.push_back(
+      fmt::format("activations: not offloaded, the devices do not have {} to spare",
+                  base::format_bytes(plan_.saved_spool_bytes)));
   plan_ = plan::without_offload(std::move(plan_));
 }
 
@@ -181,7 +182,7 @@ Status TorchTrainer::check_beginning(const Job& job, const engine::UpdaterOption
 }
 
 Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
-  SI_ASSIGN_OR_RETURN(const base::StepNumber logged, first_ranks_logged_step());
+  SI_ASSIGN_OR_RETURN(const base::StepNumber logged, run_.logged_step(ranks_));
   const base::StepNumber trained = run_start.discard ? 0 : logged;
   engine::UpdaterOptions options = job.updater;
   options.collectives = ranks_.collectives();
@@ -192,8 +193,8 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
     Status possible = check_beginning(job, options, run_start.found->run);
     if (!possible.ok()) return std::move(possible).with_context("nothing was erased");
     SI_RETURN_IF_ERROR(discard_run(sources_of(ranks_, options), run_start.found->run));
-    SI_ASSIGN_OR_RETURN(const std::string aside, folder_.set_log_aside());
-    if (!aside.empty()) remarks_.push_back("log: that of the run before is in " + aside);
+    SI_ASSIGN_OR_RETURN(const std::string aside, run_.folder.set_log_aside());
+    if (!aside.empty()) run_.notices.push_back("log: that of the run before is in " + aside);
   }
   // A run that has trained has its state somewhere: it is not begun anew on empty devices.
   options.create = trained == 0;
@@ -203,49 +204,14 @@ Status TorchTrainer::open_devices(const Job& job, const RunStart& run_start) {
   if (!run) {
     return Status(ErrorCode::kIo, "a device that was just opened cannot be read",
                   "Check it with smartinf fsck",
-                  base::ErrorPlace{device_paths_.front(), {}, {}, 0});
+                  base::ErrorPlace{run_.record.devices.front(), {}, {}, 0});
   }
   const bool expected = !run_start.discard && run_start.found;
   if (!updater_->fresh() && !(expected && *run == run_start.found->run)) {
     return Status(ErrorCode::kBusy, "another process has just started a run on the devices",
                   "Run the command again to see which run it is");
   }
-  record_ = {run->to_string(), device_paths_};
-  return Status();
-}
-
-// The log is of one run: what is not of it goes to a file of its own, which a message names.
-Status TorchTrainer::keep_history(const Job& job, const RunStart& run_start,
-                                  base::StepNumber logged) {
-  SI_RETURN_IF_ERROR(folder_.keep_recipe(job.recipe));
-  if (!in_memory_) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
-  std::string aside;
-  if (!run_start.own_log) {
-    SI_ASSIGN_OR_RETURN(aside, folder_.set_log_aside());
-  }
-  SI_ASSIGN_OR_RETURN(const RunFolder::LogCut cut, folder_.keep_log_until(step_));
-  if (run_start.taken_over) {
-    folder_.append_log(nlohmann::ordered_json{
-        {"step", step_}, {"taken_over", record_.run}, {"from", run_start.from}}
-                           .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
-    const std::string kept_in = aside.empty() ? cut.kept_in : aside;
-    if (!kept_in.empty()) remarks_.push_back("log: what is not of this run is in " + kept_in);
-    return Status();
-  }
-  // In memory a step is written now and then only.
-  if (!in_memory_ && !cut.kept_in.empty()) {
-    base::log(base::LogLevel::kWarning,
-              fmt::format("{} has steps up to {}, but the devices hold step {}: they are an older "
-                          "copy, or a drive has lost what it had reported as written. Training "
-                          "resumes from step {}; the later lines are now in {}",
-                          folder_.file(kLogFile), cut.last, step_, step_, cut.kept_in));
-  }
-  if (logged < step_) {
-    base::log(base::LogLevel::kWarning,
-              fmt::format(
-                  "{} ends at step {}, but the devices hold step {}: the lines between are missing",
-                  folder_.file(kLogFile), logged, step_));
-  }
+  run_.record.run = run->to_string();
   return Status();
 }
 
@@ -275,9 +241,9 @@ Result<engine::Updater::FillWeights> TorchTrainer::first_weights() const {
 Status TorchTrainer::initialize(const Job& job) {
   const auto begin = [&]() -> Status {
     // Before there is a state that the folder would not know.
-    if (!in_memory_) SI_RETURN_IF_ERROR(folder_.keep_run_record(record_));
+    if (!in_memory_) SI_RETURN_IF_ERROR(run_.folder.keep_run_record(run_.record));
     if (!source_.config_json.empty() && ranks_.first()) {
-      SI_RETURN_IF_ERROR(keep_model_files(source_.folder, folder_.path()));
+      SI_RETURN_IF_ERROR(keep_model_files(source_.folder, run_.folder.path()));
     }
     return Status();
   };
@@ -290,7 +256,7 @@ Status TorchTrainer::initialize(const Job& job) {
       done += out.size();
       return job.progress ? job.progress(4 * done, 4 * space_.count()) : Status();
     };
-    return updater_->initialize(fill_and_report, position_.to_json());
+    return updater_->initialize(fill_and_report, run_.position.to_json());
   };
   Status begun = ranks_.all_ok("begin of a run", begin());
   if (begun.ok()) begun = fill_devices();
@@ -300,81 +266,59 @@ Status TorchTrainer::initialize(const Job& job) {
   if (!ranks_.alone()) return begun;
   if (!in_memory_) {
     for (const auto& source :
-         engine::sources_at(device_paths_, storage::RingKind::kAuto, job.updater.remote)) {
+         engine::sources_at(run_.record.devices, storage::RingKind::kAuto, job.updater.remote)) {
       if (const Status erased = source->erase(); !erased.ok()) {
         base::log(base::LogLevel::kWarning, erased.to_string());
       }
     }
   }
-  remove_model_files(folder_.path());
-  folder_.remove_run_record();
+  remove_model_files(run_.folder.path());
+  run_.folder.remove_run_record();
   return begun;
 }
 
 /// What stays as it is beside adapters.
 Status TorchTrainer::open_frozen_weights(const Job& job) {
-  if (targets_.empty() || frozen_ != nullptr) return Status();
+  if (targets_.empty() || weights_.frozen()) return Status();
   const model::Architecture& architecture = source_.architecture;
   SI_ASSIGN_OR_RETURN(model::WeightFiles files,
                       model::WeightFiles::open(options_.model.from, architecture));
   const auto digest = files.digest(job.progress);
   SI_RETURN_IF_ERROR(ranks_.all_ok("weights beside adapters", digest.status()));
-  position_.base = *digest;
-  SI_RETURN_IF_ERROR(check_same_files("model.from", position_.base, ranks_));
+  run_.position.base = *digest;
+  SI_RETURN_IF_ERROR(check_same_files("model.from", run_.position.base, ranks_));
   if (updater_ != nullptr && !updater_->fresh()) {
     SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->client_metadata()));
-    SI_RETURN_IF_ERROR(check_adapter_base(there, files, position_.base));
+    SI_RETURN_IF_ERROR(check_adapter_base(there, files, run_.position.base));
   }
-  frozen_ = std::make_unique<FrozenWeights>(std::move(files),
-                                            model::make_units(architecture).back().end());
+  weights_.freeze(std::make_unique<FrozenWeights>(std::move(files),
+                                                  model::make_units(architecture).back().end()));
   return Status();
-}
-
-Status TorchTrainer::load_model() {
-  const model::Architecture& architecture = source_.architecture;
-  SI_ASSIGN_OR_RETURN(const plan::ParameterSpace space, model::make_parameter_space(architecture));
-  model_ = std::make_unique<Model>(architecture, space,
-                                   torch::dtype(scalar_type(weights_type_)).device(accelerator_),
-                                   options_.data.sequence, /*frozen=*/frozen_ != nullptr);
-  engine::WeightSource* source = updater_.get();
-  if (frozen_ != nullptr) source = frozen_.get();
-  stream_ = std::make_unique<LayerStream>(*source, *model_, accelerator_, weights_type_,
-                                          plan_.placement, !ranks_.alone());
-  trained_ = stream_.get();
-  if (frozen_ != nullptr) {
-    adapters_ = std::make_unique<Adapters>(*updater_, targets_, options_.lora, model_->units(),
-                                           accelerator_, weights_type_);
-    trained_ = adapters_.get();
-    SI_RETURN_IF_ERROR(adapters_->load());
-  }
-  return stream_->load();
 }
 
 Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
   const TrainOptions& train = options_.train;
   for (const engine::DeviceOptions& device : job.updater.devices) {
-    device_paths_.push_back(device.path);
+    run_.record.devices.push_back(device.path);
   }
   std::error_code error;
   SI_ASSIGN_OR_RETURN(
       const std::string folder,
-      ranks_.from_first(std::filesystem::absolute(folder_.path(), error).lexically_normal()));
-  position_ = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), 0, 0, folder};
+      ranks_.from_first(std::filesystem::absolute(run_.folder.path(), error).lexically_normal()));
+  run_.position = {0, options_.data.seed, options_.data.sequence, corpus_.digest(), 0, 0, folder};
   if (train.where == OptimizerWhere::kMemory) {
     in_memory_ = true;
-    SI_ASSIGN_OR_RETURN(updater_, open_memory_updater(job.updater.rule, space_, folder_.path()));
+    SI_ASSIGN_OR_RETURN(updater_,
+                        open_memory_updater(job.updater.rule, space_, run_.folder.path()));
   } else {
     SI_RETURN_IF_ERROR(open_devices(job, run_start));
   }
-  SI_ASSIGN_OR_RETURN(const base::StepNumber logged, first_ranks_logged_step());
-  if (updater_->fresh() && logged > 0) return without_state(folder_, logged, "no state is there");
-  gradient_type_ = job.updater.gradient_type;
+  SI_ASSIGN_OR_RETURN(const base::StepNumber logged, run_.logged_step(ranks_));
+  if (updater_->fresh() && logged > 0)
+    return without_state(run_.folder, logged, "no state is there");
   ring_ = job.updater.ring;
   if (job.updater.compress.on()) {
     compression_ = compress::describe_compression(job.updater.compress);
-    if (job.updater.compress.residual_on_devices()) {
-      residual_every_ = job.updater.compress.residual_every;
-    }
   }
 
   SI_RETURN_IF_ERROR(open_frozen_weights(job));
@@ -382,16 +326,19 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
     SI_RETURN_IF_ERROR(initialize(job));
   } else {
     SI_ASSIGN_OR_RETURN(const Position there, Position::from_json(updater_->client_metadata()));
-    SI_RETURN_IF_ERROR(check_same_data(there, position_));
-    position_.windows = there.windows;
+    SI_RETURN_IF_ERROR(check_same_data(there, run_.position));
+    run_.position.windows = there.windows;
   }
-  step_ = first_ = residual_written_ = updater_->committed_step();
+  run_.step = updater_->committed_step();
+  if (job.updater.compress.on() && job.updater.compress.residual_on_devices()) {
+    residual_ = ResidualSchedule(job.updater.compress.residual_every, run_.step);
+  }
   // Where nothing is trained the folder stays as it is.
   Status kept;
-  if (step_ < train.steps) {
-    kept = keep_history(job, run_start, logged);
-  } else if (step_ == train.steps) {
-    kept = folder_.keep_log_until(step_).status();
+  if (run_.step < train.steps) {
+    kept = run_.keep_history(job.recipe, run_start, /*has_state=*/!in_memory_, logged);
+  } else if (run_.step == train.steps) {
+    kept = run_.folder.keep_log_until(run_.step).status();
   }
   SI_RETURN_IF_ERROR(ranks_.all_ok("the run's folder", kept));
 
@@ -403,24 +350,19 @@ Status TorchTrainer::start(const Job& job, const RunStart& run_start) {
                     "Set it to \"auto\" or \"late\"");
     }
   }
-  SI_RETURN_IF_ERROR(make_pass());
+  SI_RETURN_IF_ERROR(make_pass(job.updater.gradient_type));
   traffic_ = updater_->traffic();
   return Status();
 }
 
-Result<base::StepNumber> TorchTrainer::first_ranks_logged_step() const {
-  const base::StepNumber mine = ranks_.first() ? logged_step(folder_.path()) : 0;
-  SI_ASSIGN_OR_RETURN(const std::vector<base::StepNumber> all,
-                      ranks_.all<base::StepNumber>(std::span(&mine, 1)));
-  return all.front();
-}
-
-Status TorchTrainer::make_pass() {
+Status TorchTrainer::make_pass(base::DataType gradient_type) {
   constexpr size_t kSmallPages = 64 * base::kKiB;
   // Where much of what a layer makes is dropped while small parts of it stay.
   const bool keeps_beside_adapters = options().lora.on() && !plan_.recompute;
   if (plan_.saved_bytes > 0 || keeps_beside_adapters) give_pages_to_tensors_of(kSmallPages);
-  SI_RETURN_IF_ERROR(load_model());
+  SI_RETURN_IF_ERROR(weights_.load(
+      *updater_, {source_.architecture, options_.data.sequence, targets_, options_.lora,
+                  plan_.placement, /*several_ranks=*/!ranks_.alone()}));
   std::optional<SpooledBuffers> inputs;
   std::optional<SpooledBuffers> saved;
   Status spools;
@@ -431,26 +373,37 @@ Status TorchTrainer::make_pass() {
   }
   SI_RETURN_IF_ERROR(ranks_.all_ok("spool", spools));
   if (plan_.inputs_spooled > 0) {
-    inputs.emplace(*updater_->spool(), accelerator_, plan_.inputs_in_memory, plan_.input_bytes);
+    inputs.emplace(*updater_->spool(), weights_.accelerator(), plan_.inputs_in_memory,
+                   plan_.input_bytes);
   }
   if (plan_.saved_bytes > 0) {
-    saved.emplace(*updater_->spool(), accelerator_,
+    saved.emplace(*updater_->spool(), weights_.accelerator(),
                   std::max(plan_.saved_in_memory, SpooledBuffers::kOnTheirWay), plan_.saved_bytes);
   }
-  const uint64_t offloaded = (model_->units().size() - 2) * mine_.size();
+  const uint64_t offloaded = (weights_.model().units().size() - 2) * mine_.size();
   if (plan_.measures_offload) {
     SI_ASSIGN_OR_RETURN(const SpoolRates rates, measure_spool(*updater_->spool(), saved->memory()));
     offload_choice_.emplace(
         OffloadChoice::Entries{offloaded, saved->in_memory(), saved->bytes_max(), rates});
   }
-  pass_ = std::make_unique<UnitPass>(*model_, *stream_, adapters_.get(), plan_.recompute,
-                                     UnitInputs(std::move(inputs)), std::move(saved));
+  pass_ =
+      std::make_unique<UnitPass>(weights_.model(), weights_.stream(), weights_.adapters(),
+                                 plan_.recompute, UnitInputs(std::move(inputs)), std::move(saved));
   pass_->offload(offload_choice_ ? offload_choice_->offloaded() : offloaded);
-  if (!accelerator_.is_cpu() && ranks_.alone()) {
-    gradient_copies_ = std::make_unique<GradientCopies>(
-        accelerator_, scalar_type(gradient_type_),
+  std::unique_ptr<GradientCopies> copies;
+  if (!weights_.accelerator().is_cpu() && ranks_.alone()) {
+    copies = std::make_unique<GradientCopies>(
+        weights_.accelerator(), scalar_type(gradient_type),
         training_model(source_.architecture, options_, space_).largest_parameter);
   }
+  gradients_.emplace(*updater_,
+                     StepGradients::Options{.type = gradient_type,
+                                            .alone = ranks_.alone(),
+                                            .micro_batches = options_.train.accumulation,
+                                            .mine = mine_,
+                                            .leaf_type = weights_.type(),
+                                            .may_wait = !plan_.streams},
+                     std::move(copies), [this] { return begin_step(); });
   return Status();
 }
 

@@ -9,7 +9,7 @@ import unittest
 
 from train_runs import STREAMED, StreamCase
 
-KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "6"))
+KILLS = int(os.environ.get("SMARTINF_TEST_KILLS", "6" if "SMARTINF_TEST_ALL" in os.environ else "3"))
 
 
 class Stream(StreamCase):

@@ -40,18 +40,37 @@ storage::StoreLayout gate_layout() {
   return layout;
 }
 
+/// What a server takes for a message, but for a compressed gradient, whose frame says how long it
+/// is.
+struct Bytes {
+  uint64_t all = 0;
+  void down(const void* memory, uint64_t bytes) { all += memory != nullptr ? bytes : 0; }
+  void down(std::span<const std::byte>) {}
+  void up(const void* memory, uint64_t bytes, base::SubgroupId) { down(memory, bytes); }
+  void up(std::span<std::byte> memory, base::SubgroupId) { all += memory.size(); }
+  void samples(const base::Bf16*, base::SubgroupId) {}
+};
+
 void at_the_gate(const Up& up) {
-  static const storage::StoreLayout layout = gate_layout();
-  static const DeviceShare share{0, 0, 0, 0, 0, {{0, 4 * base::kBlockElements, 0}}, {}};
+  static const csd::DeviceSpace space(gate_layout(),
+                                      {0, 0, 0, 0, 0, {{0, 4 * base::kBlockElements, 0}}, {}});
   const auto* command = std::get_if<CommandFrame>(&up.body);
   if (command == nullptr) return;
   storage::StoreState state;
   state.initialized = true;
-  CommandGate gate(layout, share, true);
-  const auto bytes = gate.payload_bytes(command->body);
-  SI_CHECK(!bytes.ok() || *bytes == ~uint64_t{0} || *bytes <= 4000 * 4 * 4,
-           "a payload beyond the device");
-  if (gate.admit(command->body, state).ok()) gate.finished(command->body);
+  CommandGate gate(true);
+  if (const auto* message = std::get_if<csd::Message>(&command->body)) {
+    csd::Message sized = *message;
+    const bool right =
+        std::visit([&](const auto& one) { return csd::check(one, space).ok(); }, sized);
+    if (!right) return;
+    Bytes bytes;
+    std::visit([&](auto& one) { csd::memory(bytes, one, space); }, sized);
+    SI_CHECK(bytes.all <= 4000 * 4 * 4, "memory beyond the device");
+    if (gate.admit(command->body, space, state).ok()) gate.finished(*message);
+  } else {
+    (void)gate.admit(command->body, space, state);
+  }
 }
 
 }  // namespace

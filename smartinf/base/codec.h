@@ -5,6 +5,9 @@
 // A struct has a describe(wire, value) in its namespace that binds all of its members by
 // `auto& [a, b] = value;` and names those that are sent, in their order: a member that is added to
 // the struct and not to its description does not compile. A struct without members has none.
+//
+// Of memory a struct points to only this is sent: a pointer as whether it is there, a span as its
+// size. What is read points to nothing; whoever reads it gives it memory of its own.
 #pragma once
 
 #include <array>
@@ -22,6 +25,7 @@
 #include <variant>
 #include <vector>
 
+#include "smartinf/base/choice.h"
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
@@ -29,17 +33,6 @@
 namespace smartinf::base {
 
 static_assert(std::endian::native == std::endian::little, "values are sent as they are in memory");
-
-/// An enumeration as it is sent: the receiver refuses values from `count` on.
-template <typename E>
-struct Choice {
-  E& value;
-  uint8_t count;
-};
-template <typename E>
-Choice<E> choice(E& value, E last) {
-  return {value, static_cast<uint8_t>(static_cast<uint8_t>(last) + 1)};
-}
 
 class Encoder {
  public:
@@ -68,6 +61,14 @@ class Encoder {
   void put(std::string_view text) {
     put(static_cast<uint32_t>(text.size()));
     put_raw(text.data(), text.size());
+  }
+  template <typename T>
+  void put(T* const& pointer) {
+    put(pointer != nullptr);
+  }
+  template <typename T>
+  void put(const std::span<T>& memory) {
+    put(uint64_t{memory.size_bytes()});
   }
   template <typename T>
   void put(const std::vector<T>& list) {
@@ -160,6 +161,24 @@ class Decoder {
     if (size > left_.size()) return fail();
     text.assign(reinterpret_cast<const char*>(left_.data()), size);
     left_ = left_.subspan(size);
+  }
+  /// A place that is none of the caller's: it is aligned, and nobody reads or writes there.
+  template <typename T>
+  static T* nowhere() {
+    alignas(4096) static std::byte place;
+    return static_cast<T*>(static_cast<void*>(&place));
+  }
+  template <typename T>
+  void get(T*& pointer) {
+    bool there = false;
+    get(there);
+    pointer = there ? nowhere<T>() : nullptr;
+  }
+  template <typename T>
+  requires(sizeof(T) == 1) void get(std::span<T>& memory) {
+    uint64_t bytes = 0;
+    get(bytes);
+    memory = {nowhere<T>(), bytes};
   }
   template <typename T>
   void get(std::vector<T>& list) {

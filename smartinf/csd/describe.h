@@ -100,31 +100,6 @@ void describe(Wire& wire, StoreFault& fault) {
 namespace smartinf::csd {
 
 template <typename Wire>
-void describe(Wire& wire, BeginStep& message) {
-  auto& [step] = message;
-  wire(step);
-}
-template <typename Wire>
-void describe(Wire& wire, Prefetch& message) {
-  auto& [subgroups] = message;
-  wire(subgroups);
-}
-template <typename Wire>
-void describe(Wire& wire, Prepare& message) {
-  auto& [step, client_metadata] = message;
-  wire(step, client_metadata);
-}
-template <typename Wire>
-void describe(Wire& wire, Commit& message) {
-  auto& [step] = message;
-  wire(step);
-}
-template <typename Wire>
-void describe(Wire& wire, Abort& message) {
-  auto& [step] = message;
-  wire(step);
-}
-template <typename Wire>
 void describe(Wire& wire, DeviceShare& share) {
   auto& [slot_memory_bytes, weight_read_slots, compressed_block_bytes, gradient_memory_bytes,
          spool_bytes, groups, matrices] = share;
@@ -142,10 +117,10 @@ template <typename Wire>
 void describe(Wire& wire, DeviceInfo& info) {
   auto& [name, kind, ring, slots, memory_bytes, gradient_memory_bytes, gradients_spilled,
          updates_as_completed, threads, state_cache_bytes, cached_subgroups, spool_bytes,
-         weight_read_slots, elsewhere, rank] = info;
+         weight_read_slots, of_other_rank, rank] = info;
   wire(name, kind, ring, slots, memory_bytes, gradient_memory_bytes, gradients_spilled,
        updates_as_completed, threads, state_cache_bytes, cached_subgroups, spool_bytes,
-       weight_read_slots, elsewhere, rank);
+       weight_read_slots, of_other_rank, rank);
 }
 
 }  // namespace smartinf::csd

@@ -1,7 +1,6 @@
 #include "smartinf/csd/device.h"
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "smartinf/csd/snapshot.h"
@@ -13,14 +12,6 @@ namespace {
 constexpr auto kWaitMax = std::chrono::hours(24);
 
 }  // namespace
-
-std::string_view message_name(const Message& message) {
-  static constexpr std::array<std::string_view, std::variant_size_v<Message>> kNames = {
-      "begin step",    "prefetch",     "put gradient", "put gradient", "update", "stop update",
-      "read state",    "write state",  "prepare",      "commit",       "abort",  "flush",
-      "finish update", "read weights", "put spool",    "get spool"};
-  return kNames[message.index()];
-}
 
 base::Status Device::cache_state(std::span<const base::SubgroupId> subgroups) {
   if (subgroups.empty()) return base::Status();

@@ -3,7 +3,6 @@
 // the same calls work across a thread, a network and an OpenCL queue.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -12,15 +11,13 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <string_view>
 #include <variant>
 #include <vector>
 
-#include "smartinf/base/float_formats.h"
 #include "smartinf/base/ids.h"
 #include "smartinf/base/status.h"
 #include "smartinf/base/traffic.h"
-#include "smartinf/kernels/update_rule.h"
+#include "smartinf/csd/messages/families.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
@@ -52,161 +49,6 @@ class CompletionQueue {
   std::deque<Completion> entries_;
 };
 
-// ---- The messages. Memory that one points to is the caller's and stays as it is until kDone.
-
-/// Begins the step after the committed one (0: the first state); its gradients may follow at once.
-struct BeginStep {
-  base::StepNumber step = 0;
-};
-
-/// In a step, a hint that changes no result: the first subgroups of the update to come, in its
-/// order. While gradients come in, their state is read into memory that is free, until another
-/// command comes that is queued. Answered at once.
-struct Prefetch {
-  std::vector<base::SubgroupId> subgroups;
-};
-
-/// A piece of a subgroup's gradient goes down. Pieces do not overlap; together they are all of it.
-struct PutGradient {
-  base::SubgroupId subgroup;
-  uint64_t first = 0;  // element within the subgroup
-  uint64_t count = 0;  // elements
-  base::DataType type = base::DataType::kBf16;
-  const void* gradient = nullptr;  // [count] of type
-};
-
-/// A whole subgroup's gradient goes down compressed (compressed_gradient.h), for devices that were
-/// made for it (LocalDeviceOptions::compressed_block_bytes).
-struct PutCompressedGradient {
-  base::SubgroupId subgroup;
-  std::span<const std::byte> message;
-};
-
-/// Where an update's new weights of one subgroup go.
-struct SubgroupUpdate {
-  base::SubgroupId subgroup;
-  void* weights_out = nullptr;  // [count] of Update::weights_type; null: not wanted
-  /// Where samples of the new variances go: those of the whole space (compress::MatrixSamples), of
-  /// which the subgroup's are written. For rules that keep one and devices that know the space's
-  /// matrices (SI_CHECK); null: not wanted.
-  base::Bf16* samples_out = nullptr;
-};
-
-/// Updates these subgroups, in this order, from their committed state, whatever the step has made
-/// of it before; weights come up one subgroup at a time.
-struct Update {
-  base::DataType weights_type = base::DataType::kBf16;
-  std::vector<kernels::StepScalars> scalars;  // one entry per group of the parameter space
-  std::vector<SubgroupUpdate> updates;
-  /// Right after BeginStep, before any gradient: each subgroup is updated when its gradient has
-  /// become complete, the last one first when several are. Done when all are, or when a StopUpdate
-  /// or an Update without keep_updated follows, which lets those finish that have begun.
-  /// Errors: kUnsupported where the committed state does not stay beside the new one, and for
-  /// compressed gradients.
-  bool as_completed = false;
-  /// Subgroups that the step has updated already are left as they are, and not reported again. An
-  /// update as_completed that runs goes on to its end before this one; all gradients must be there.
-  bool keep_updated = false;
-  /// A subgroup without weights_out is taken up only when a ReadWeights of this step and of
-  /// weights_type has come for it, in the order in which they come, or after a FinishUpdate: the
-  /// update follows whoever uses the weights at his pace. Commands behind it wait as ever. Errors:
-  /// kInvalidArgument with as_completed.
-  bool weights_on_demand = false;
-};
-
-/// Ends an update of subgroups as their gradients become complete; no other.
-struct StopUpdate {};
-
-/// Nobody will ask for weights any more: an update with weights_on_demand takes up what is left.
-struct FinishUpdate {};
-
-/// A whole subgroup's weights: its master plane, cast as an update casts it. Not queued behind
-/// other commands: it is served while gradients come in, while an update runs and between steps,
-/// for devices with memory for it (LocalDeviceOptions::weight_read_slots). Of the committed step
-/// they are read from the drive or the state cache, unless a Commit of the next step waits already;
-/// a Commit waits for those that came before it. Of the step in progress, whose BeginStep has come,
-/// they are written to weights_out by the update that makes them, if this is there before it takes
-/// the subgroup up and that update is not as_completed, which may be done again; else they are read
-/// after the Commit. Errors: kUnsupported without memory for it; kFailedPrecondition for another
-/// step, for a second one that would wait for the same subgroup, before there is a committed state,
-/// and where the step in progress overwrites the subgroup in place (durability "none"); kCancelled
-/// when the step that it waits for is aborted; the update's error when that fails; kCorrupt.
-struct ReadWeights {
-  base::SubgroupId subgroup;
-  base::StepNumber step = 0;
-  base::DataType type = base::DataType::kBf16;
-  void* weights_out = nullptr;  // [count] of type
-};
-
-/// Elements [first, first + count) of a subgroup's planes, decoded to f32: of the committed step.
-struct ReadState {
-  base::SubgroupId subgroup;
-  uint64_t first = 0;  // a multiple of kBlockElements
-  uint64_t count = 0;
-  std::array<float*, 4> planes{};  // [count] for each plane of the layout; null: not wanted
-};
-
-/// A whole subgroup's planes from f32, as state of the step that has begun.
-struct WriteState {
-  base::SubgroupId subgroup;
-  uint64_t count = 0;                    // elements of the subgroup
-  std::array<const float*, 4> planes{};  // [count] for each plane of the layout; null: zeros
-  uint32_t plane_mask = ~0u;             // bit i: the i-th plane of the layout; others stay
-  /// [count], the residual plane as it is stored, in place of its f32; or null. It comes over the
-  /// host link and is counted there as state.
-  const base::Bf16* residual = nullptr;
-};
-
-/// Makes the step durable beside the committed one, with the caller's own bytes.
-struct Prepare {
-  base::StepNumber step = 0;
-  std::string client_metadata;
-};
-
-/// Makes the prepared step the committed one. Asked for again, it has the same answer: a reply may
-/// be lost. Errors: kFailedPrecondition for a step that is neither prepared nor the committed one.
-struct Commit {
-  base::StepNumber step = 0;
-};
-
-/// Forgets the step that has begun or is prepared; its update ends as kCancelled, also one that
-/// waits to start. Has the same answer when it is asked for again; without such a step there is
-/// nothing to do.
-/// Errors: kFailedPrecondition for the committed step, or while another one is in progress.
-struct Abort {
-  base::StepNumber step = 0;
-};
-
-/// Between steps: writes what the state cache holds and the drive does not.
-struct Flush {};
-
-/// Bytes that come back within this process: to offset_bytes of the device's spool
-/// (DeviceInfo::spool_bytes), which belongs to no step. Whole or an error; until kDone nobody gets
-/// them. What lay there before is lost. Carried out beside everything else, also while an update
-/// runs. Memory, size and offset are multiples of base::kIoAlignment. Errors: kInvalidArgument;
-/// kNoSpace, it reaches beyond the spool; kFailedPrecondition, what lies there is being moved;
-/// kUnsupported, there is no spool; the drive's. After kTimeout a drive that hangs may still read
-/// the memory, for as long as the process lives.
-struct PutSpool {
-  uint64_t offset_bytes = 0;
-  std::span<const std::byte> bytes;
-};
-
-/// Brings back what one PutSpool put at the same offset: all of it. Errors: as above, and
-/// kFailedPrecondition for what was not put; kCorrupt. The step can then be repeated: the state is
-/// not touched. After kTimeout a drive that hangs may still write to the memory.
-struct GetSpool {
-  uint64_t offset_bytes = 0;
-  std::span<std::byte> out;
-};
-
-using Message = std::variant<BeginStep, Prefetch, PutGradient, PutCompressedGradient, Update,
-                             StopUpdate, ReadState, WriteState, Prepare, Commit, Abort, Flush,
-                             FinishUpdate, ReadWeights, PutSpool, GetSpool>;
-
-/// As in error texts and traces: "begin step".
-std::string_view message_name(const Message& message);
-
 /// A message on its way. Owned by the caller, not moved and not touched between submit() and kDone,
 /// or until the device is destroyed.
 struct Command {
@@ -228,15 +70,16 @@ struct DeviceInfo {
   uint32_t slots = 0;
   uint64_t memory_bytes = 0;  // slots
   uint64_t gradient_memory_bytes = 0;
-  bool gradients_spilled = false;     // some of them go to the store's spill area
-  base::Status updates_as_completed;  // why Update::as_completed cannot be asked for; ok: it can
-  uint32_t threads = 0;               // processor threads
+  bool gradients_spilled = false;  // some of them go to the store's spill area
+  base::Status
+      updates_as_completed;  // why plan::UpdateMode::kAsCompleted cannot be asked for; ok: it can
+  uint32_t threads = 0;      // processor threads
   uint64_t state_cache_bytes = 0;
   uint32_t cached_subgroups = 0;
   uint64_t spool_bytes = 0;        // room for PutSpool
   uint32_t weight_read_slots = 0;  // their memory is part of memory_bytes
   /// Another process drives it. What stands for it here takes every command and does nothing.
-  bool elsewhere = false;
+  bool of_other_rank = false;
   uint32_t rank = 0;  // of several that share a run, the one that drives it
 };
 

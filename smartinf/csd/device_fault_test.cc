@@ -265,15 +265,14 @@ TEST_F(DeviceFaults, AGradientThatCannotBeSpilledEndsAnEarlyUpdate) {
   for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
     update.updates.push_back({subgroup.id, nullptr});
   }
-  update.as_completed = true;
+  update.mode = plan::UpdateMode::kAsCompleted;
   Command early{update};
   CompletionQueue replies;  // of its own: gradients are answered meanwhile
   early.replies = &replies;
   device_->submit(early);
   faults_.what = Faults::What::kFailWrites;
   ASSERT_TRUE(put_all(1).ok());
-  update.as_completed = false;
-  update.keep_updated = true;
+  update.mode = plan::UpdateMode::kRest;
   const Status status = run(update);
   EXPECT_EQ(status.code(), base::ErrorCode::kIo) << status.to_string();
   for (Completion completion;

@@ -51,7 +51,8 @@ struct DeviceParts {
   /// Index in the layout. Errors: kInvalidArgument for a subgroup of another device.
   base::Result<uint32_t> find(base::SubgroupId subgroup) const;
 
-  /// Why updates cannot begin while gradients still come in (Update::as_completed); ok: they can.
+  /// Why updates cannot begin while gradients still come in (plan::UpdateMode::kAsCompleted); ok:
+  /// they can.
   base::Status updates_as_completed() const;
   /// The slots for such an update.
   std::span<Slot> slots_as_completed() const {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,6 +15,7 @@
 #include "smartinf/base/aligned_buffer.h"
 #include "smartinf/csd/device.h"
 #include "smartinf/csd/element_ranges.h"
+#include "smartinf/csd/fake_spool.h"
 #include "smartinf/csd/snapshot.h"
 #include "smartinf/kernels/update.h"
 #include "smartinf/plan/parameter_space.h"
@@ -87,7 +87,11 @@ class FakeDevice final : public Device {
     info_.name = std::move(name);
     info_.kind = "fake";
     info_.spool_bytes = drive_->spool_bytes;
-    spool_.resize(info_.spool_bytes);
+    beside_.push_back(std::make_unique<FakeSpool>(info_.spool_bytes));
+    for (const auto& access : beside_) {
+      access->host = &host_;
+      access->store = &store_;
+    }
     info_.weight_read_slots = 1;
     drive_->open = true;
     drive_->shadow.resize(drive_->committed.size());
@@ -190,8 +194,9 @@ class FakeDevice final : public Device {
     if (const auto* read = command.as<ReadState>()) return read_state(*read);
     if (const auto* read = command.as<ReadWeights>()) return check_read(*read);
     if (const auto* write = command.as<WriteState>()) return write_state(*write);
-    if (const auto* to = command.as<PutSpool>()) return put_spool(*to);
-    if (const auto* from = command.as<GetSpool>()) return get_spool(*from);
+    for (const auto& access : beside_) {
+      if (access->serves(command)) return access->carry_out(command);
+    }
     if (const auto* prepare = command.as<Prepare>()) {
       if (phase_ != Phase::kBegun || prepare->step != step_) return wrong_order("it has not begun");
       drive_->state.prepared_step = prepare->step;
@@ -251,7 +256,7 @@ class FakeDevice final : public Device {
   base::Status update_all(Command& command, const Update& update) {
     if (phase_ != Phase::kBegun) return wrong_order("state can be written only in a step");
     updated_.resize(received_.size());
-    if (update.as_completed) {
+    if (update.mode == plan::UpdateMode::kAsCompleted) {
       as_completed_ = &command;
       return base::Status();
     }
@@ -262,9 +267,9 @@ class FakeDevice final : public Device {
       }
     }
     for (const SubgroupUpdate& entry : update.updates) {
-      if (!update.keep_updated) updated_[*position(entry.subgroup)] = false;
+      if (update.mode != plan::UpdateMode::kRest) updated_[*position(entry.subgroup)] = false;
     }
-    if (update.weights_on_demand) {
+    if (update.mode == plan::UpdateMode::kOnDemand) {
       on_demand_ = &command;
     } else {
       for (const SubgroupUpdate& entry : update.updates) update_and_send(command, entry);
@@ -389,39 +394,6 @@ class FakeDevice final : public Device {
     return base::Status();
   }
 
-  base::Status put_spool(const PutSpool& put) {
-    const uint64_t bytes = put.bytes.size();
-    if (bytes == 0 || (reinterpret_cast<uintptr_t>(put.bytes.data()) | bytes | put.offset_bytes) %
-                              base::kIoAlignment !=
-                          0) {
-      return base::Status(base::ErrorCode::kInvalidArgument, "it is not aligned");
-    }
-    if (spool_.empty()) return base::Status(base::ErrorCode::kUnsupported, "there is no spool");
-    if (put.offset_bytes > spool_.size() || bytes > spool_.size() - put.offset_bytes) {
-      return base::Status(base::ErrorCode::kNoSpace, "it reaches beyond the spool");
-    }
-    std::erase_if(spooled_, [&](const auto& span) {
-      return span.first < put.offset_bytes + bytes && put.offset_bytes < span.first + span.second;
-    });
-    spooled_[put.offset_bytes] = bytes;
-    std::ranges::copy(put.bytes, spool_.begin() + static_cast<ptrdiff_t>(put.offset_bytes));
-    host_.add_down(base::TrafficKind::kActivation, bytes);
-    store_.add_down(base::TrafficKind::kActivation, bytes);
-    return base::Status();
-  }
-
-  base::Status get_spool(const GetSpool& get) {
-    const auto found = spooled_.find(get.offset_bytes);
-    if (found == spooled_.end() || found->second != get.out.size()) {
-      return wrong_order("it was not put");
-    }
-    std::copy_n(spool_.begin() + static_cast<ptrdiff_t>(get.offset_bytes), get.out.size(),
-                get.out.begin());
-    host_.add_up(base::TrafficKind::kActivation, get.out.size());
-    store_.add_up(base::TrafficKind::kActivation, get.out.size());
-    return base::Status();
-  }
-
   void update_subgroup(const Update& step, const SubgroupUpdate& update, size_t at) {
     const storage::StoredSubgroup& subgroup = drive_->layout->subgroups[at];
     drive_->shadow[at] = drive_->committed[at];
@@ -467,8 +439,7 @@ class FakeDevice final : public Device {
   Command* as_completed_ = nullptr;  // an update of subgroups as their gradients become complete
   Phase phase_ = Phase::kIdle;
   base::StepNumber step_ = 0;  // in progress, unless idle
-  std::vector<std::byte> spool_;
-  std::map<uint64_t, uint64_t> spooled_;  // offset -> bytes
+  std::vector<std::unique_ptr<FakeAccess>> beside_;
   base::TrafficCounter host_;
   base::TrafficCounter store_;
   std::mutex mutex_;

@@ -8,13 +8,13 @@
 
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
+#include "smartinf/csd/beside_access.h"
 #include "smartinf/csd/cpu_processor.h"
 #include "smartinf/csd/device_over_store.h"
 #include "smartinf/csd/device_parts.h"
 #include "smartinf/csd/device_step.h"
 #include "smartinf/csd/event_queue.h"
 #include "smartinf/csd/gradient_spill.h"
-#include "smartinf/csd/spool_access.h"
 #include "smartinf/csd/state_access.h"
 #include "smartinf/csd/state_prefetch.h"
 #include "smartinf/csd/store_snapshot.h"
@@ -93,7 +93,7 @@ class LocalDevice final : public Device {
   Status refusal() const;
   void serve_commands();
   bool try_serve(Command& command);
-  void hurry_update(const Command& behind);
+  void apply_hint(const Command& behind);
   void read_weights(Command& command);
   void serve_step(Command& command);
   const Status& step_failure() const;
@@ -117,7 +117,7 @@ class LocalDevice final : public Device {
   StateAccess state_access_{parts_};
   StateFlush flush_{parts_};
   StatePrefetch prefetch_{parts_};
-  SpoolAccess spool_{parts_};
+  std::vector<std::unique_ptr<BesideAccess>> beside_ = make_beside_accesses(parts_);
   EventQueue event_queue_;
 
   mutable std::mutex state_mutex_;
@@ -233,7 +233,8 @@ void LocalDevice::submit(Command& command) {
       return parts_.complete(command, std::move(status));
     }
   }
-  if (const auto* update = command.as<Update>(); update != nullptr && update->as_completed) {
+  if (const auto* update = command.as<Update>();
+      update != nullptr && update->mode == plan::UpdateMode::kAsCompleted) {
     gradients_->reserve_buffers(static_cast<uint32_t>(parts_.slots_as_completed().size()));
   }
   event_queue_.post(&command);
@@ -283,15 +284,17 @@ void LocalDevice::run() {
     read_events(polled ? std::chrono::nanoseconds(0) : until_due());
     on_time();
     serve_commands();
-    const bool done = closing_ && nothing_in_flight() && weights_.answered_all() && spool_.idle();
+    const bool done = closing_ && nothing_in_flight() && weights_.answered_all() &&
+                      std::ranges::all_of(beside_, &BesideAccess::idle);
     if (done && !flush_before_closing()) return;
-    polled = parts_.transfers_in_flight > 0 || spool_.moving();
+    polled = parts_.transfers_in_flight > 0 || std::ranges::any_of(beside_, &BesideAccess::moving);
     if (polled) poll_store(std::min<std::chrono::nanoseconds>(kPollWaitMax, until_due()));
   }
 }
 
 std::chrono::nanoseconds LocalDevice::until_due() const {
-  uint64_t due = std::min({handler_.next_due_ns(), weights_.next_due_ns(), spool_.next_due_ns()});
+  uint64_t due = std::min(handler_.next_due_ns(), weights_.next_due_ns());
+  for (const auto& access : beside_) due = std::min(due, access->next_due_ns());
   if (!in_transit_.empty()) due = std::min(due, in_transit_.front().due_ns);
   if (due == ~uint64_t{0}) return kIdleWait;
   const uint64_t now = base::now_ns();
@@ -319,7 +322,9 @@ void LocalDevice::read_events(std::chrono::nanoseconds wait) {
 
 /// What cannot wait for its turn; the rest when the command is served.
 void LocalDevice::on_event(Command* command) {
-  if (SpoolAccess::serves(*command)) return spool_.serve(*command, refusal());
+  for (const auto& access : beside_) {
+    if (access->serves(*command)) return access->serve(*command, refusal());
+  }
   if (command->as<ReadWeights>() != nullptr) return read_weights(*command);
   prefetch_.stop();
   // A step that is to be forgotten need not be finished.
@@ -328,12 +333,12 @@ void LocalDevice::on_event(Command* command) {
     handler_.begin_step();
     weights_.begin_step(begin->step);
   }
-  hurry_update(*command);
+  apply_hint(*command);
   commands_.push_back(command);
 }
 
 /// A command behind an update can say that it waits for nothing more.
-void LocalDevice::hurry_update(const Command& behind) {
+void LocalDevice::apply_hint(const Command& behind) {
   if (behind.as<FinishUpdate>() != nullptr) return handler_.finish_update();
   if (behind.as<StopUpdate>() != nullptr) return handler_.stop();
   const auto* update = behind.as<Update>();
@@ -343,7 +348,8 @@ void LocalDevice::hurry_update(const Command& behind) {
     const Result<uint32_t> found = parts_.find(entry.subgroup);
     return found.ok() && gradients_->complete(*found);
   };
-  const bool goes_on = update->keep_updated && std::ranges::all_of(update->updates, complete);
+  const bool goes_on =
+      update->mode == plan::UpdateMode::kRest && std::ranges::all_of(update->updates, complete);
   if (!goes_on) handler_.stop();
 }
 
@@ -409,7 +415,7 @@ void LocalDevice::on_time() {
     parts_.complete(*event.command, Status());
   }
   handler_.on_time(now);
-  spool_.on_time(now);
+  for (const auto& access : beside_) access->on_time(now);
   weights_.on_time(now);
 }
 
@@ -417,8 +423,10 @@ void LocalDevice::poll_store(std::chrono::nanoseconds wait) {
   const Result<size_t> count = store_->poll(polled_, wait);
   if (!count.ok()) return give_up(count.status());
   for (size_t i = 0; i < *count; ++i) {
-    if (spool_.took(*polled_[i])) continue;
-    on_transfer(*static_cast<Transfer*>(polled_[i]->owner));
+    storage::SubgroupIo& io = *polled_[i];
+    if (std::ranges::any_of(beside_, [&](const auto& access) { return access->took(io); }))
+      continue;
+    on_transfer(*static_cast<Transfer*>(io.owner));
   }
 }
 
@@ -480,7 +488,7 @@ bool LocalDevice::try_serve(Command& command) {
       parts_.complete(command, Status(ErrorCode::kCancelled, "the update was stopped"));
     } else {
       handler_.start(command);
-      for (size_t behind = 1; behind < commands_.size(); ++behind) hurry_update(*commands_[behind]);
+      for (size_t behind = 1; behind < commands_.size(); ++behind) apply_hint(*commands_[behind]);
     }
   } else if (command.as<Flush>() != nullptr) {
     if (!step_.lost().ok()) {
@@ -569,7 +577,7 @@ void LocalDevice::give_up(Status status) {
   handler_.abandon(broken_);
   state_access_.abandon(broken_);
   flush_.abandon(broken_);
-  spool_.abandon(broken_);
+  for (const auto& access : beside_) access->abandon(broken_);
   weights_.abandon(broken_);
   prefetch_.stop();
 }

@@ -35,27 +35,6 @@ bool is_put(const storage::SubgroupIo& io) { return io.op == Op::kWriteSpool; }
 
 }  // namespace
 
-Status SpoolAccess::check(uint64_t offset_bytes, std::span<const std::byte> bytes) const {
-  const uint64_t all = parts_.store->spool_bytes();
-  if (all == 0) {
-    return Status(ErrorCode::kUnsupported, "the device was opened without room for a spool",
-                  "Give it some (LocalDeviceOptions::store.spool_bytes).");
-  }
-  if (bytes.empty() || (reinterpret_cast<uintptr_t>(bytes.data()) | bytes.size() | offset_bytes) %
-                               base::kIoAlignment !=
-                           0) {
-    return Status(ErrorCode::kInvalidArgument,
-                  "memory, size and offset of what is spooled must be multiples of " +
-                      std::to_string(base::kIoAlignment));
-  }
-  if (offset_bytes > all || bytes.size() > all - offset_bytes) {
-    return Status(ErrorCode::kNoSpace, "the spool has " + base::format_bytes(all) + ", and " +
-                                           base::format_bytes(bytes.size()) + " at offset " +
-                                           std::to_string(offset_bytes) + " do not fit in it");
-  }
-  return Status();
-}
-
 /// Forgets what lay there.
 Result<SpoolAccess::Span*> SpoolAccess::span_to_put(uint64_t offset_bytes, uint64_t bytes) {
   auto first = spans_.lower_bound(offset_bytes);
@@ -94,7 +73,8 @@ void SpoolAccess::serve(Command& command, Status refusal) {
   const std::span<std::byte> bytes =
       put != nullptr ? std::span(const_cast<std::byte*>(put->bytes.data()), put->bytes.size())
                      : get->out;
-  if (refusal.ok()) refusal = check(offset, bytes);
+  const uint64_t room = parts_.store->spool_bytes();
+  if (refusal.ok()) refusal = check_spool(offset, bytes, room);
   if (!refusal.ok()) return parts_.complete(command, std::move(refusal));
   const Result<Span*> span =
       put != nullptr ? span_to_put(offset, bytes.size()) : span_to_get(offset, bytes.size());

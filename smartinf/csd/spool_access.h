@@ -9,37 +9,26 @@
 #include <vector>
 
 #include "smartinf/base/status.h"
-#include "smartinf/csd/device.h"
-#include "smartinf/csd/device_parts.h"
+#include "smartinf/csd/beside_access.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
 
-/// Threads: the device's I/O thread, which also computes the checksums: those of a put while the
-/// drive writes.
-class SpoolAccess {
+/// Computes the checksums on the device's I/O thread: those of a put while the drive writes.
+class SpoolAccess final : public BesideAccess {
  public:
   explicit SpoolAccess(DeviceParts& parts) : parts_(parts) {}
 
-  static bool serves(const Command& command) {
+  bool serves(const Command& command) const override {
     return command.as<PutSpool>() != nullptr || command.as<GetSpool>() != nullptr;
   }
-  /// Answers it when its bytes are there, and have passed the host link; at once with `refusal`,
-  /// unless that is ok.
-  void serve(Command& command, base::Status refusal);
-  /// A transfer that has ended: whether it was one of the spool.
-  bool took(storage::SubgroupIo& io);
-  /// The store has something to do for it.
-  bool moving() const { return moving_ > 0; }
-  /// Nothing is unanswered.
-  bool idle() const { return accesses_.empty(); }
-  /// The store cannot go on.
-  void abandon(const base::Status& status);
-
-  /// Answers what has passed the host link.
-  void on_time(uint64_t now_ns);
-  /// When on_time() will have something to do; ~0: nothing is on the link.
-  uint64_t next_due_ns() const;
+  void serve(Command& command, base::Status refusal) override;
+  bool took(storage::SubgroupIo& io) override;
+  bool moving() const override { return moving_ > 0; }
+  bool idle() const override { return accesses_.empty(); }
+  void abandon(const base::Status& status) override;
+  void on_time(uint64_t now_ns) override;
+  uint64_t next_due_ns() const override;
 
  private:
   struct Span {
@@ -58,7 +47,6 @@ class SpoolAccess {
     uint64_t begin_ns = 0;
   };
 
-  base::Status check(uint64_t offset_bytes, std::span<const std::byte> bytes) const;
   base::Result<Span*> span_to_put(uint64_t offset_bytes, uint64_t bytes);
   base::Result<Span*> span_to_get(uint64_t offset_bytes, uint64_t bytes);
   void pass_host_link(Access& access, LinkDirection direction);

@@ -22,11 +22,12 @@ namespace smartinf::csd {
 /// Subgroups of uneven sizes, not at the start of the space and with gaps, as a device among
 /// several owns them.
 inline storage::StoreLayout test_layout(base::StateFormat format, uint32_t spill_bytes,
-                                        uint32_t subgroups = 6) {
+                                        uint32_t subgroups = 6,
+                                        kernels::UpdateRule rule = kernels::UpdateRule::kAdamW) {
   storage::StoreLayout layout;
   layout.run = storage::make_run_id();
   layout.format = format;
-  const auto planes = kernels::rule_planes(kernels::UpdateRule::kAdamW);
+  const auto planes = kernels::rule_planes(rule);
   layout.planes.assign(planes.begin(), planes.end());
   layout.gradient_spill_bytes = spill_bytes;
   layout.description = "{}";
@@ -124,16 +125,34 @@ inline compress::RowColumnFactors test_factors(const std::vector<compress::Matri
   return factors;
 }
 
-inline std::vector<kernels::StepScalars> test_scalars(uint64_t step) {
-  const kernels::RuleOptions options;
+/// But for AdamW every option of the rule has another value than its default, so that none can get
+/// lost.
+inline std::vector<kernels::StepScalars> test_scalars(
+    uint64_t step, kernels::UpdateRule rule = kernels::UpdateRule::kAdamW) {
+  kernels::RuleOptions options;
+  options.rule = rule;
+  if (rule != kernels::UpdateRule::kAdamW) {
+    options.beta1 = 0.8;
+    options.beta2 = 0.95;
+    options.eps = 1e-6;
+    options.maximize = true;
+    options.lr_decay = 0.1;
+    options.initial_accumulator_value = 0.01;
+    options.dampening = step % 2 == 0 ? 0.25 : 0;
+    options.nesterov = step % 2 != 0;  // which has no dampening
+  }
   return {kernels::make_step_scalars(options, {1e-2, 0.1}, step, 0.5, 7),
           kernels::make_step_scalars(options, {3e-3, 0.0}, step, 0.5, 7)};
 }
 
 class ReferenceModel {
  public:
-  ReferenceModel(const storage::StoreLayout& layout, std::vector<plan::GroupSpan> groups)
-      : layout_(layout), groups_(std::move(groups)), scalar_(*kernels::supported_tables().front()) {
+  ReferenceModel(const storage::StoreLayout& layout, std::vector<plan::GroupSpan> groups,
+                 kernels::UpdateRule rule = kernels::UpdateRule::kAdamW)
+      : layout_(layout),
+        groups_(std::move(groups)),
+        rule_(rule),
+        scalar_(*kernels::supported_tables().front()) {
     const storage::StoredSubgroup& last = layout_.subgroups.back();
     matrices_ = test_matrices(last.first_element + last.count);
     for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
@@ -161,7 +180,7 @@ class ReferenceModel {
   std::vector<std::vector<std::byte>> step(uint64_t number, base::DataType gradient_type,
                                            base::DataType weights_type,
                                            TestSparsity sparsity = {}) {
-    const std::vector<kernels::StepScalars> scalars = test_scalars(number);
+    const std::vector<kernels::StepScalars> scalars = test_scalars(number, rule_);
     std::vector<std::vector<std::byte>> weights;
     for (size_t i = 0; i < layout_.subgroups.size(); ++i) {
       const storage::StoredSubgroup& subgroup = layout_.subgroups[i];
@@ -266,6 +285,7 @@ class ReferenceModel {
 
   storage::StoreLayout layout_;
   std::vector<plan::GroupSpan> groups_;
+  const kernels::UpdateRule rule_;
   std::vector<compress::MatrixLayout> matrices_;
   const kernels::KernelTable& scalar_;
   std::vector<std::vector<std::vector<std::byte>>> state_;  // subgroup, plane, encoded

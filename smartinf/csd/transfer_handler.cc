@@ -16,7 +16,6 @@ using plan::Task;
 using plan::TaskKind;
 using Op = storage::SubgroupIo::Op;
 
-
 /// The planes that an update reads and writes.
 uint32_t rule_mask(const Update& update) {
   return (1u << kernels::rule_planes(update.scalars.front().rule).size()) - 1;
@@ -29,19 +28,14 @@ void TransferHandler::start(Command& command) {
   update_ = command.as<Update>();
   failure_ = check(*update_);
   unfinished_ = 0;
-  waiting_ = false;
-  updated_.resize(parts_.store->layout().subgroups.size());
   if (failure_.ok()) make_plan(*update_);
   go_on();
 }
 
-void TransferHandler::begin_step() {
-  completed_.clear();
-  updated_.assign(parts_.store->layout().subgroups.size(), 0);
-}
+void TransferHandler::begin_step() { order_.begin_step(parts_.store->layout().subgroups.size()); }
 
 void TransferHandler::gradient_completed(uint32_t subgroup) {
-  completed_.push_back(subgroup);
+  order_.completed(subgroup);
   go_on();
 }
 
@@ -55,11 +49,8 @@ base::Status TransferHandler::check(const Update& update) const {
                         "an update for " + std::to_string(update.scalars.size()) + " of " +
                             std::to_string(groups) + " parameter groups");
   }
-  if (update.as_completed && update.weights_on_demand) {
-    return base::Status(base::ErrorCode::kInvalidArgument,
-                        "an update as gradients become complete cannot wait for readers");
-  }
-  if (update.as_completed) SI_RETURN_IF_ERROR(parts_.updates_as_completed());
+  const bool as_completed = update.mode == plan::UpdateMode::kAsCompleted;
+  if (as_completed) SI_RETURN_IF_ERROR(parts_.updates_as_completed());
   const auto kinds = kernels::rule_planes(update.scalars.front().rule);
   if (!std::ranges::equal(kinds, parts_.store->layout().state_planes())) {
     return base::Status(base::ErrorCode::kMismatch,
@@ -70,7 +61,7 @@ base::Status TransferHandler::check(const Update& update) const {
   }
   for (const SubgroupUpdate& entry : update.updates) {
     SI_ASSIGN_OR_RETURN(const uint32_t subgroup, parts_.find(entry.subgroup));
-    if (!update.as_completed && !parts_.gradients->complete(subgroup)) {
+    if (!as_completed && !parts_.gradients->complete(subgroup)) {
       return base::Status(
           base::ErrorCode::kFailedPrecondition,
           "the gradient of subgroup " + std::to_string(entry.subgroup.value) + " is not complete");
@@ -80,17 +71,18 @@ base::Status TransferHandler::check(const Update& update) const {
 }
 
 void TransferHandler::make_plan(const Update& update) {
-  entries_.clear();
-  for (uint32_t i = 0; i < update.updates.size(); ++i) {
-    const uint32_t subgroup = parts_.index_of.at(update.updates[i].subgroup);
-    if (!update.keep_updated || updated_[subgroup] == 0) entries_.push_back(i);
+  std::vector<plan::TakeOrder::Entry> entries;
+  for (const SubgroupUpdate& entry : update.updates) {
+    entries.push_back({parts_.index_of.at(entry.subgroup), entry.weights_out != nullptr});
   }
+  entries_.assign(order_.start(update.mode, std::move(entries)), kNone);
   plan::ScheduleInput input;
   input.variant = parts_.options.schedule;
   input.subgroups = static_cast<uint32_t>(entries_.size());
   input.gradient_spilled = parts_.gradients->buffer_bytes() > 0;
-  const std::span<Slot> slots =
-      update.as_completed ? parts_.slots_as_completed() : std::span<Slot>(parts_.slots);
+  const std::span<Slot> slots = update.mode == plan::UpdateMode::kAsCompleted
+                                    ? parts_.slots_as_completed()
+                                    : std::span<Slot>(parts_.slots);
   input.slots = static_cast<uint32_t>(slots.size());
   input.has_moments = rule_mask(update) != kMasterMask;
   // The command's order is the order wanted, for every variant.
@@ -118,20 +110,7 @@ void TransferHandler::make_plan(const Update& update) {
   }
   tasks_left_.assign(entries_.size(), 0);
   for (const Task& task : tasks_) ++tasks_left_[task.subgroup];
-  unfinished_ = tasks_.size();
   served_.assign(entries_.size(), nullptr);
-  if (update.as_completed || update.weights_on_demand) {
-    entry_for_.assign(parts_.store->layout().subgroups.size(), kNone);
-    for (const uint32_t entry : entries_) {
-      entry_for_[parts_.index_of.at(update.updates[entry].subgroup)] = entry;
-    }
-    std::fill(entries_.begin(), entries_.end(), kNone);
-    unfinished_ = 0;
-    positions_left_ = entries_.size();
-    waiting_ = positions_left_ > 0;
-    next_entry_ = 0;
-    finishing_ = false;
-  }
   parked_.clear();
   ready_.clear();
   ready_next_ = 0;
@@ -147,47 +126,15 @@ void TransferHandler::make_plan(const Update& update) {
 /// Chooses the subgroup for a position that has none. False: there is none yet.
 bool TransferHandler::assign(uint32_t position) {
   if (entries_[position] != kNone) return true;
-  if (!waiting_) return false;
-  const uint32_t entry = update_->as_completed ? take_completed() : take_demanded();
-  if (entry == kNone) return false;
-  entries_[position] = entry;
-  unfinished_ += tasks_left_[position];
-  waiting_ = --positions_left_ > 0;
-  return true;
-}
-
-/// The one whose gradient became complete last. What is left at the end of backward is then spread
-/// over all layers, and not the first ones that forward waits for.
-uint32_t TransferHandler::take_completed() {
-  uint32_t entry = kNone;
-  while (entry == kNone && !completed_.empty()) {
-    entry = entry_for_[completed_.back()];  // kNone: is not in this update
-    completed_.pop_back();
-  }
-  return entry;
-}
-
-/// The one that was asked for first, unless one before it, in the update's order, need not be asked
-/// for.
-uint32_t TransferHandler::take_demanded() {
-  const std::vector<SubgroupUpdate>& updates = update_->updates;
-  const auto left = [&](uint32_t entry) {
-    return entry_for_[parts_.index_of.at(updates[entry].subgroup)] == entry;
-  };
-  while (next_entry_ < updates.size() &&
-         !(left(next_entry_) && (finishing_ || updates[next_entry_].weights_out != nullptr))) {
-    ++next_entry_;
-  }
-  uint32_t chosen = next_entry_ < updates.size() ? next_entry_ : kNone;
+  asked_.clear();
   for (const Command* command : weights_.waiting()) {
     const auto& read = *command->as<ReadWeights>();
-    const uint32_t entry = entry_for_[parts_.index_of.at(read.subgroup)];
-    if (entry == kNone || read.type != update_->weights_type) continue;
-    chosen = std::min(chosen, entry);
-    break;
+    if (read.type == update_->weights_type) asked_.push_back(parts_.index_of.at(read.subgroup));
   }
-  if (chosen != kNone) entry_for_[parts_.index_of.at(updates[chosen].subgroup)] = kNone;
-  return chosen;
+  entries_[position] = order_.take(position, asked_);
+  if (entries_[position] == kNone) return false;
+  unfinished_ += tasks_left_[position];
+  return true;
 }
 
 void TransferHandler::go_on() {
@@ -197,7 +144,7 @@ void TransferHandler::go_on() {
   }
   while (failure_.ok() && ready_next_ < ready_.size()) begin(ready_[ready_next_++]);
   const bool nothing_in_flight = transfers_ == 0 && jobs_ == 0 && in_transit_.empty();
-  if (!nothing_in_flight || (failure_.ok() && (unfinished_ > 0 || waiting_))) return;
+  if (!nothing_in_flight || (failure_.ok() && (unfinished_ > 0 || order_.open()))) return;
   // After abandon() the drive may still write into slots: they are never used again.
   for (Slot& slot : parts_.slots) {
     if (slot.state == SlotState::kUpdating && !abandoned_) slot.state = SlotState::kFree;
@@ -205,7 +152,7 @@ void TransferHandler::go_on() {
   ready_.clear();
   ready_next_ = 0;
   Command& done = *std::exchange(command_, nullptr);
-  waiting_ = false;
+  order_.end();
   const base::Status outcome = std::exchange(failure_, base::Status());
   if (last_failure_.ok()) last_failure_ = outcome;
   for (Command* read : served_) {
@@ -278,7 +225,7 @@ void TransferHandler::start_update(uint32_t task, Slot& slot, std::span<std::byt
   job.matrices = parts_.options.matrices;
   job.weights_out = entry.weights_out;
   job.weights_type = update_->weights_type;
-  if (job.weights_out == nullptr && !update_->as_completed) {
+  if (job.weights_out == nullptr && update_->mode != plan::UpdateMode::kAsCompleted) {
     // Not one that is done again after an early update: its result stays.
     Command* read = weights_.take_waiting(subgroup, update_->weights_type);
     served_[tasks_[task].subgroup] = read;
@@ -305,7 +252,7 @@ base::Status TransferHandler::begin_in_cache(uint32_t subgroup) {
 
 void TransferHandler::finish(uint32_t task) {
   --unfinished_;
-  if (--tasks_left_[tasks_[task].subgroup] == 0) updated_[subgroup_of(task)] = 1;
+  if (--tasks_left_[tasks_[task].subgroup] == 0) order_.updated(subgroup_of(task));
   for (uint32_t i = dependents_from_[task]; i < dependents_from_[task + 1]; ++i) {
     if (--waits_[dependents_[i]] == 0) ready_.push_back(dependents_[i]);
   }
@@ -380,16 +327,11 @@ void TransferHandler::cancel() {
 }
 
 void TransferHandler::stop() {
-  if (!running() || !waiting_ || !update_->as_completed) return;
-  waiting_ = false;
-  go_on();
+  if (running() && order_.stop()) go_on();
 }
 
 void TransferHandler::finish_update() {
-  if (!running() || !update_->weights_on_demand) return;
-  finishing_ = true;
-  next_entry_ = 0;
-  go_on();
+  if (running() && order_.release()) go_on();
 }
 
 void TransferHandler::abandon(const base::Status& status) {

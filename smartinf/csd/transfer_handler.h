@@ -12,6 +12,7 @@
 #include "smartinf/csd/device_parts.h"
 #include "smartinf/csd/weights_reader.h"
 #include "smartinf/plan/schedule.h"
+#include "smartinf/plan/take_order.h"
 
 namespace smartinf::csd {
 
@@ -61,8 +62,6 @@ class TransferHandler {
   base::Status check(const Update& update) const;
   void make_plan(const Update& update);
   bool assign(uint32_t position);
-  uint32_t take_completed();
-  uint32_t take_demanded();
   void begin(uint32_t task);
   void finish(uint32_t task);
   void go_on();
@@ -86,19 +85,12 @@ class TransferHandler {
   uint32_t jobs_ = 0;       // in flight
   size_t unfinished_ = 0;   // tasks of the subgroups that were taken up
 
-  // Of the step, by subgroup of the layout.
-  std::vector<uint32_t> completed_;  // whose gradients have become complete and that are not taken
-  std::vector<uint8_t> updated_;     // its state is written
-  // Of an update as gradients become complete, or on demand.
-  bool waiting_ = false;             // there may be more to take up
-  size_t positions_left_ = 0;        // without a subgroup
-  std::vector<uint32_t> entry_for_;  // by subgroup of the layout: in update_->updates, or kNone
-  uint32_t next_entry_ = 0;          // on demand: the first that may not be taken up yet
-  bool finishing_ = false;           // on demand no more
-  std::vector<uint32_t> parked_;     // tasks whose position has no subgroup yet
+  plan::TakeOrder order_;
+  std::vector<uint32_t> asked_;   // kept for its memory
+  std::vector<uint32_t> parked_;  // tasks whose position has no subgroup yet
 
   // The schedule's subgroups are positions in the order in which they are taken up.
-  static constexpr uint32_t kNone = ~0u;
+  static constexpr uint32_t kNone = plan::TakeOrder::kNone;
   std::vector<uint32_t> entries_;     // by position: in update_->updates; kNone: not taken up yet
   std::vector<uint32_t> tasks_left_;  // by position
   std::vector<Command*> served_;      // by position: the ReadWeights that it makes weights for

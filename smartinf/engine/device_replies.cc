@@ -53,7 +53,8 @@ const csd::Command* DeviceReplies::submit(csd::Device& device, csd::Message mess
     sent->peer = &peer_of(device);
     sent->owed = true;
     const auto* update = sent->as<csd::Update>();
-    const bool waits = update != nullptr && (update->as_completed || update->weights_on_demand);
+    const bool waits = update != nullptr && (update->mode == plan::UpdateMode::kAsCompleted ||
+                                             update->mode == plan::UpdateMode::kOnDemand);
     sent->watched = watch == Watch::kYes && !waits;
     if (sent->watched && sent->peer->owed++ == 0) sent->peer->silent = {};
     ++owed_;

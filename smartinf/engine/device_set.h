@@ -28,7 +28,9 @@ struct DeviceSet {
     return *devices[owner[subgroup.value].value];
   }
   /// A device of this process has it.
-  bool is_here(base::SubgroupId subgroup) const { return !device_of(subgroup).info().elsewhere; }
+  bool is_here(base::SubgroupId subgroup) const {
+    return !device_of(subgroup).info().of_other_rank;
+  }
   /// Index of the subgroup that holds an element of the space.
   size_t subgroup_at(uint64_t element) const;
 };

@@ -55,8 +55,9 @@ DeviceUpdater::DeviceUpdater(const UpdaterOptions& options, const plan::Paramete
       updated_(set_.subgroups.size(), 0),
       fetches_(set_.subgroups.size()) {
   if (!set_.fresh) metadata_ = split_metadata(set_.devices.front()->client_metadata());
-  const bool any_here = std::any_of(set_.devices.begin(), set_.devices.end(),
-                                    [](const auto& device) { return !device->info().elsewhere; });
+  const bool any_here =
+      std::any_of(set_.devices.begin(), set_.devices.end(),
+                  [](const auto& device) { return !device->info().of_other_rank; });
   if (options_.spool_bytes > 0 && any_here) {
     spool_ = std::make_unique<Spool>(set_.devices, watch_);
   }
@@ -275,7 +276,7 @@ Status DeviceUpdater::start_early_update(const UpdateOptions& guess, base::DataT
   }
   std::vector<csd::Update> updates = make_updates(guess, guess.gradient_scale, type, sink);
   SI_RETURN_IF_ERROR(protocol_.start_early_update(devices_in(updates)));
-  for (csd::Update& update : updates) update.as_completed = true;
+  for (csd::Update& update : updates) update.mode = plan::UpdateMode::kAsCompleted;
   for (size_t i = 0; i < weights_ready_.size(); ++i) weights_ready_[i] = 1 - updated_[i];
   guess_ = updates.front().scalars;
   guess_type_ = type;
@@ -304,7 +305,7 @@ Status DeviceUpdater::start_update(const UpdateOptions& options, base::DataType 
   path_->start_update(options, number, updates);
   SI_RETURN_IF_ERROR(protocol_.start_update(devices_in(updates)));
   if (right) {
-    for (csd::Update& update : updates) update.keep_updated = true;
+    for (csd::Update& update : updates) update.mode = plan::UpdateMode::kRest;
     fetches_.finish();
   } else {
     guess_type_.reset();
@@ -354,7 +355,7 @@ void DeviceUpdater::take_completions() {
     if (completion.command == nullptr) return;  // closed
     const bool ready = completion.event == Completion::Event::kWeightsReady;
     const auto* update = completion.command->as<csd::Update>();
-    const bool early = update != nullptr && update->as_completed;
+    const bool early = update != nullptr && update->mode == plan::UpdateMode::kAsCompleted;
     std::vector<size_t> weights_ready;
     if (ready && completion.status.ok()) {
       path_->weights_arrived(completion.subgroup.value, update->weights_type, weights_ready);
@@ -497,7 +498,7 @@ std::string DeviceUpdater::client_metadata() const {
 UpdaterTraffic DeviceUpdater::traffic() const {
   UpdaterTraffic traffic;
   for (const auto& device : set_.devices) {
-    if (device->info().elsewhere) continue;
+    if (device->info().of_other_rank) continue;
     traffic.devices.push_back(device->info().name);
     traffic.host_link_by_device.push_back(device->host_traffic());
     traffic.store_by_device.push_back(device->store_traffic());
@@ -517,7 +518,7 @@ uint64_t DeviceUpdater::bytes_written_ever() const {
 std::vector<std::span<std::byte>> DeviceUpdater::scratch_memory() {
   std::vector<std::span<std::byte>> memory;
   for (const auto& device : set_.devices) {
-    if (!device->info().elsewhere) memory.push_back(device->scratch_memory());
+    if (!device->info().of_other_rank) memory.push_back(device->scratch_memory());
   }
   return memory;
 }
@@ -525,7 +526,7 @@ std::vector<std::span<std::byte>> DeviceUpdater::scratch_memory() {
 uint64_t DeviceUpdater::memory_bytes() const {
   uint64_t bytes = state_.memory().size();
   for (const auto& device : set_.devices) {
-    if (!device->info().elsewhere) bytes += device->info().memory_bytes;
+    if (!device->info().of_other_rank) bytes += device->info().memory_bytes;
   }
   return bytes;
 }
@@ -533,7 +534,7 @@ uint64_t DeviceUpdater::memory_bytes() const {
 uint64_t DeviceUpdater::state_cache_bytes() const {
   uint64_t bytes = 0;
   for (const auto& device : set_.devices) {
-    if (!device->info().elsewhere) bytes += device->info().state_cache_bytes;
+    if (!device->info().of_other_rank) bytes += device->info().state_cache_bytes;
   }
   return bytes;
 }
@@ -541,7 +542,7 @@ uint64_t DeviceUpdater::state_cache_bytes() const {
 uint64_t DeviceUpdater::gradient_memory_bytes() const {
   uint64_t bytes = path_->memory_bytes();
   for (const auto& device : set_.devices) {
-    if (!device->info().elsewhere) bytes += device->info().gradient_memory_bytes;
+    if (!device->info().of_other_rank) bytes += device->info().gradient_memory_bytes;
   }
   return bytes;
 }

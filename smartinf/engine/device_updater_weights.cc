@@ -75,7 +75,7 @@ void DeviceUpdater::mark_on_demand(std::vector<csd::Update>& updates) {
   for (csd::Update& update : updates) {
     for (const csd::SubgroupUpdate& entry : update.updates) {
       if (entry.weights_out != nullptr) continue;
-      update.weights_on_demand = true;
+      update.mode = plan::UpdateMode::kOnDemand;
       fetches_.add_on_demand(entry.subgroup.value);
     }
   }

@@ -12,7 +12,7 @@ GradientSender::GradientSender(const DeviceSet& set, GradientTracker& tracker,
     : set_(set), gradient_tracker_(tracker), team_(team), type_(type) {
   for (const auto& device : set_.devices) {
     const csd::DeviceInfo& info = device->info();
-    spilled_ = spilled_ || (info.gradients_spilled && !info.elsewhere);
+    spilled_ = spilled_ || (info.gradients_spilled && !info.of_other_rank);
   }
   for (uint32_t worker = 0; worker < team_.size(); ++worker) {
     lanes_.push_back(std::make_unique<Lane>(watch));

@@ -34,7 +34,7 @@ Spool::Spool(std::span<const std::unique_ptr<csd::Device>> devices, DeviceWatch&
     : replies_(watch) {
   for (const auto& device : devices) {
     const uint64_t bytes = device->info().spool_bytes;
-    if (bytes == 0 || device->info().elsewhere) continue;
+    if (bytes == 0 || device->info().of_other_rank) continue;
     areas_.push_back({device.get(), bytes, bytes, {{0, bytes}}});
     size_bytes_ += bytes;
   }

@@ -1,21 +1,18 @@
 #include "smartinf/serve/command_gate.h"
 
 #include <algorithm>
-#include <bit>
 #include <string>
 #include <unordered_set>
 
 #include <fmt/format.h>
 
 #include "smartinf/base/units.h"
-#include "smartinf/compress/message.h"
 #include "smartinf/storage/format.h"
 
 namespace smartinf::serve::wire {
 namespace {
 
 using base::ErrorCode;
-using base::Result;
 using base::Status;
 
 constexpr uint32_t kGroupsMax = uint32_t{1} << 16;
@@ -117,61 +114,8 @@ Status check_share(const storage::StoreLayout& layout, const csd::DeviceShare& s
   return Status();
 }
 
-CommandGate::CommandGate(const storage::StoreLayout& layout, const csd::DeviceShare& share,
-                         bool created)
-    : layout_(layout),
-      share_(share),
-      samples_(compress::sample_count(share.matrices)),
-      recovered_(created) {
-  for (size_t i = 0; i < layout.subgroups.size(); ++i) {
-    index_[layout.subgroups[i].id] = i;
-    elements_ += layout.subgroups[i].count;
-  }
-  for (const plan::GroupSpan& span : share.groups) groups_ = std::max(groups_, span.group + 1);
-}
-
-const storage::StoredSubgroup* CommandGate::find(base::SubgroupId subgroup) const {
-  const auto found = index_.find(subgroup);
-  return found == index_.end() ? nullptr : &layout_.subgroups[found->second];
-}
-
-Result<uint64_t> CommandGate::payload_bytes(const CommandBody& body) const {
-  const auto subgroup_of = [&](base::SubgroupId id) -> Result<const storage::StoredSubgroup*> {
-    if (const storage::StoredSubgroup* found = find(id); found != nullptr) return found;
-    return Status(ErrorCode::kInvalidArgument,
-                  fmt::format("subgroup {} belongs to another device", id.value));
-  };
-  if (const auto* put = std::get_if<Gradient>(&body)) {
-    SI_ASSIGN_OR_RETURN(const auto* subgroup, subgroup_of(put->subgroup));
-    if (put->first > subgroup->count || put->count > subgroup->count - put->first) {
-      return refused(fmt::format("gradient elements {} and {} following of a subgroup of {}",
-                                 put->first, put->count, subgroup->count));
-    }
-    return put->count * base::data_type_bytes(put->type);
-  }
-  if (const auto* given = std::get_if<StateGiven>(&body)) {
-    SI_ASSIGN_OR_RETURN(const auto* subgroup, subgroup_of(given->subgroup));
-    const bool residual = layout_.planes.back() == base::PlaneKind::kResidual;
-    if (given->count != subgroup->count || (given->planes >> layout_.planes.size()) != 0 ||
-        (given->residual && !residual)) {
-      return refused(
-          fmt::format("elements 0 and {} following of subgroup {} cannot be "
-                      "transferred",
-                      given->count, given->subgroup.value));
-    }
-    return subgroup->count * (sizeof(float) * static_cast<uint64_t>(std::popcount(given->planes)) +
-                              (given->residual ? sizeof(base::Bf16) : 0));
-  }
-  // For these the frame says how much comes; how much may come is the account's and theirs.
-  if (const auto* put = std::get_if<CompressedGradient>(&body)) {
-    SI_RETURN_IF_ERROR(subgroup_of(put->subgroup).status());
-    return ~uint64_t{0};
-  }
-  if (std::holds_alternative<SpoolGiven>(body)) return ~uint64_t{0};
-  return uint64_t{0};
-}
-
-Status CommandGate::admit(const CommandBody& body, const storage::StoreState& state) {
+Status CommandGate::admit(const CommandBody& body, const csd::DeviceSpace& space,
+                          const storage::StoreState& state) {
   if (const auto* recover = std::get_if<RecoverTo>(&body)) {
     if (recovered_ || begun_) return out_of_order("a device is recovered once, after opening");
     if (recover->step != state.committed_step && recover->step != state.prepared_step) {
@@ -185,7 +129,7 @@ Status CommandGate::admit(const CommandBody& body, const storage::StoreState& st
     if (cached_ || begun_) return out_of_order("what stays in memory is said once, after opening");
     std::unordered_set<base::SubgroupId> once;
     for (const base::SubgroupId subgroup : cache->subgroups) {
-      if (find(subgroup) == nullptr || !once.insert(subgroup).second) {
+      if (space.find(subgroup) == nullptr || !once.insert(subgroup).second) {
         return refused(fmt::format("subgroup {} twice, or of another device", subgroup.value));
       }
     }
@@ -194,83 +138,35 @@ Status CommandGate::admit(const CommandBody& body, const storage::StoreState& st
   }
   if (!recovered_) return out_of_order("the device has not been recovered");
   begun_ = true;
-  if (std::holds_alternative<csd::BeginStep>(body) && updates_ > 0) {
+  return admit_message(std::get<csd::Message>(body), state);
+}
+
+Status CommandGate::admit_message(const csd::Message& message, const storage::StoreState& state) {
+  const bool gradient = std::holds_alternative<csd::PutGradient>(message) ||
+                        std::holds_alternative<csd::PutCompressedGradient>(message);
+  if (std::holds_alternative<csd::BeginStep>(message) && updates_ > 0) {
     return out_of_order("a step begins when the update of the one before has ended");
   }
-  const bool gradient =
-      std::holds_alternative<Gradient>(body) || std::holds_alternative<CompressedGradient>(body);
   if (gradient && late_updates_ > 0) {
     return out_of_order("a gradient comes when an update has all of them");
   }
-  if (const auto* prefetch = std::get_if<csd::Prefetch>(&body)) {
-    if (!state.initialized) return out_of_order("there is no committed state to read");
-    if (prefetch->subgroups.size() > layout_.subgroups.size()) {
-      return refused("more subgroups than the device has");
-    }
+  if (std::holds_alternative<csd::Prefetch>(message) && !state.initialized) {
+    return out_of_order("there is no committed state to read");
   }
-  if (const auto* prepare = std::get_if<csd::Prepare>(&body)) {
-    if (prepare->client_metadata.size() > storage::Store::kClientMetadataBytesMax) {
-      return refused(fmt::format("{} bytes of metadata where {} may come",
-                                 prepare->client_metadata.size(),
-                                 storage::Store::kClientMetadataBytesMax));
-    }
-  }
-  if (const auto* wanted = std::get_if<StateWanted>(&body)) {
-    const storage::StoredSubgroup* subgroup = find(wanted->subgroup);
-    if (subgroup == nullptr || (wanted->planes >> layout_.planes.size()) != 0 ||
-        wanted->first > subgroup->count || wanted->count > subgroup->count - wanted->first) {
-      return refused(
-          fmt::format("elements {} and {} following of subgroup {} cannot be "
-                      "transferred",
-                      wanted->first, wanted->count, wanted->subgroup.value));
-    }
-  }
-  if (const auto* read = std::get_if<ReadWanted>(&body); read != nullptr) {
-    if (find(read->subgroup) == nullptr) {
-      return refused(fmt::format("subgroup {} belongs to another device", read->subgroup.value));
-    }
-  }
-  if (const auto* update = std::get_if<UpdateWanted>(&body)) return admit_update(*update, state);
-  return Status();
-}
-
-Status CommandGate::admit_update(const UpdateWanted& update, const storage::StoreState& state) {
+  const auto* update = std::get_if<csd::Update>(&message);
+  if (update == nullptr) return Status();
   if (!state.initialized) return out_of_order("there is no committed state to update");
   if (updates_ >= kUpdatesMax) return out_of_order("more updates than a step has");
-  if (update.scalars.size() < groups_ || update.scalars.size() > kGroupsMax) {
-    return refused(
-        fmt::format("an update for {} of {} parameter groups", update.scalars.size(), groups_));
-  }
-  const kernels::UpdateRule rule = update.scalars.front().rule;
-  for (const kernels::StepScalars& scalars : update.scalars) {
-    if (scalars.rule != rule) return refused("an update by more than one rule");
-  }
-  const bool samples_known =
-      !share_.matrices.empty() && kernels::takes_factored_second_moment(rule);
-  std::unordered_set<base::SubgroupId> once;
-  for (const WeightsWanted& entry : update.updates) {
-    if (!once.insert(entry.subgroup).second) {
-      return refused(fmt::format("an update of subgroup {} twice", entry.subgroup.value));
-    }
-    if (find(entry.subgroup) == nullptr) {
-      return refused(fmt::format("subgroup {} belongs to another device", entry.subgroup.value));
-    }
-    if (entry.samples && !samples_known) {
-      return refused(
-          "samples of variances, of a device that knows no matrices or of a rule "
-          "without them");
-    }
-  }
   ++updates_;
-  if (!update.as_completed) ++late_updates_;
+  if (update->mode != plan::UpdateMode::kAsCompleted) ++late_updates_;
   return Status();
 }
 
-void CommandGate::finished(const CommandBody& body) {
-  const auto* update = std::get_if<UpdateWanted>(&body);
+void CommandGate::finished(const csd::Message& message) {
+  const auto* update = std::get_if<csd::Update>(&message);
   if (update == nullptr) return;
   --updates_;
-  if (!update->as_completed) --late_updates_;
+  if (update->mode != plan::UpdateMode::kAsCompleted) --late_updates_;
 }
 
 }  // namespace smartinf::serve::wire

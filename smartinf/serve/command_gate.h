@@ -1,11 +1,12 @@
 // What a server lets through to a device. A client is authenticated and still not believed: what a
-// device would take for a bug of its caller (SI_CHECK), or would size memory by, is an error here.
+// device would take for a bug of its caller (SI_CHECK), or would size memory by, is an error here,
+// or in check() of the messages (csd/messages/).
 #pragma once
 
 #include <cstdint>
-#include <unordered_map>
 
 #include "smartinf/base/status.h"
+#include "smartinf/csd/device_space.h"
 #include "smartinf/serve/protocol.h"
 
 namespace smartinf::serve::wire {
@@ -17,35 +18,22 @@ base::Status check_layout(const storage::StoreLayout& layout, storage::Durabilit
 /// What a client says of the space, against the layout that the device has.
 base::Status check_share(const storage::StoreLayout& layout, const csd::DeviceShare& share);
 
-/// The commands of one open device. Threads: one at a time.
+/// The order of the commands of one open device. Threads: one at a time.
 class CommandGate {
  public:
-  /// All outlive it. created: it stands in step 0, and need not be recovered.
-  CommandGate(const storage::StoreLayout& layout, const csd::DeviceShare& share, bool created);
+  /// created: it stands in step 0, and need not be recovered.
+  explicit CommandGate(bool created) : recovered_(created) {}
 
-  /// Bytes that its payload must have. Errors: kInvalidArgument.
-  base::Result<uint64_t> payload_bytes(const CommandBody& body) const;
-  /// Whether it may go to the device now; called right before. prepared_step, committed_step: of
-  /// the device. initialized: it holds a committed state.
-  base::Status admit(const CommandBody& body, const storage::StoreState& state);
-  /// It is done.
-  void finished(const CommandBody& body);
-
-  /// Null for a subgroup of another device.
-  const storage::StoredSubgroup* find(base::SubgroupId subgroup) const;
-  /// Of all updates' weights together; of the space's samples.
-  uint64_t elements() const { return elements_; }
-  uint64_t samples() const { return samples_; }
+  /// Whether a command that was checked (csd::check) may go to the device now; called right before.
+  /// state: of the device. space: its own.
+  base::Status admit(const CommandBody& body, const csd::DeviceSpace& space,
+                     const storage::StoreState& state);
+  /// A message that was admitted is done.
+  void finished(const csd::Message& message);
 
  private:
-  base::Status admit_update(const UpdateWanted& update, const storage::StoreState& state);
+  base::Status admit_message(const csd::Message& message, const storage::StoreState& state);
 
-  const storage::StoreLayout& layout_;
-  const csd::DeviceShare& share_;
-  std::unordered_map<base::SubgroupId, size_t> index_;
-  uint64_t elements_ = 0;
-  uint64_t samples_ = 0;
-  uint32_t groups_ = 1;
   bool recovered_ = false;
   bool cached_ = false;
   bool begun_ = false;         // some command came

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "smartinf/csd/device_space.h"
 #include "smartinf/csd/test_model.h"
 
 namespace smartinf::serve::wire {
@@ -14,13 +15,25 @@ class RemoteGate : public testing::Test {
     const storage::StoredSubgroup& last = layout_.subgroups.back();
     share_.groups = csd::test_groups(last.first_element + last.count);
   }
-  UpdateWanted update() const {
-    UpdateWanted update;
+  csd::Update update() {
+    csd::Update update;
     update.scalars = csd::test_scalars(1);
-    for (const auto& subgroup : layout_.subgroups) update.updates.push_back({subgroup.id, true});
+    for (const auto& subgroup : layout_.subgroups)
+      update.updates.push_back({subgroup.id, &memory_});
     return update;
   }
 
+  csd::DeviceSpace space() const { return csd::DeviceSpace(layout_, share_); }
+  template <typename One>
+  bool checked(const One& message) const {
+    return csd::check(message, space()).ok();
+  }
+  bool admitted(CommandGate& gate, const CommandBody& body, const storage::StoreState& state) {
+    return gate.admit(body, space(), state).ok();
+  }
+
+  float memory_ = 0;
+  base::Bf16 sample_{};
   storage::StoreLayout layout_;
   csd::DeviceShare share_;
   storage::StoreState state_;
@@ -71,58 +84,58 @@ TEST_F(RemoteGate, LayoutsThatNoStoreHasAreRefused) {
 }
 
 TEST_F(RemoteGate, UpdatesThatADeviceWouldTakeForABugAreRefused) {
-  CommandGate gate(layout_, share_, true);
-  EXPECT_TRUE(gate.admit(update(), state_).ok());
-  gate.finished(update());
-  UpdateWanted wrong = update();
+  EXPECT_TRUE(checked(update()));
+  csd::Update wrong = update();
   wrong.scalars.clear();
-  EXPECT_FALSE(gate.admit(wrong, state_).ok());
+  EXPECT_FALSE(checked(wrong));
   wrong = update();
   wrong.scalars.back().rule = kernels::UpdateRule::kLion;
-  EXPECT_FALSE(gate.admit(wrong, state_).ok());
+  EXPECT_FALSE(checked(wrong));
   wrong = update();
   wrong.updates.push_back(wrong.updates.front());
-  EXPECT_FALSE(gate.admit(wrong, state_).ok());
+  EXPECT_FALSE(checked(wrong));
   wrong = update();
-  wrong.updates.front().samples = true;  // it knows no matrices
-  EXPECT_FALSE(gate.admit(wrong, state_).ok());
+  wrong.updates.front().samples_out = &sample_;  // it knows no matrices
+  EXPECT_FALSE(checked(wrong));
+  EXPECT_FALSE(checked(csd::Prepare{1, std::string(1 << 20, 'x')}));
+  EXPECT_FALSE(checked(csd::ReadWeights{base::SubgroupId{12345}, 1}));
+  EXPECT_FALSE(checked(csd::ReadState{layout_.subgroups[0].id, 1, ~uint64_t{0}, {&memory_}}));
+  CommandGate gate(true);
+  EXPECT_TRUE(admitted(gate, csd::Message(update()), state_));
+  gate.finished(update());
   storage::StoreState fresh;  // step 0
-  EXPECT_FALSE(gate.admit(update(), fresh).ok());
-  EXPECT_FALSE(gate.admit(csd::Prefetch{{layout_.subgroups.front().id}}, fresh).ok());
-  EXPECT_FALSE(gate.admit(csd::Prepare{1, std::string(1 << 20, 'x')}, state_).ok());
-  EXPECT_FALSE(gate.admit(ReadWanted{base::SubgroupId{12345}, 1}, state_).ok());
-  EXPECT_FALSE(gate.admit(StateWanted{layout_.subgroups[0].id, 1, ~uint64_t{0}, 1}, state_).ok());
+  EXPECT_FALSE(admitted(gate, csd::Message(update()), fresh));
+  EXPECT_FALSE(admitted(gate, csd::Message(csd::Prefetch{{layout_.subgroups.front().id}}), fresh));
 }
 
 TEST_F(RemoteGate, OrderIsKept) {
-  CommandGate gate(layout_, share_, false);
-  EXPECT_FALSE(gate.admit(csd::BeginStep{1}, state_).ok()) << "before recovery";
-  EXPECT_FALSE(gate.admit(RecoverTo{5}, state_).ok()) << "to a step that is not there";
+  CommandGate gate(false);
+  const auto begin = [](uint64_t step) { return csd::Message(csd::BeginStep{step}); };
+  EXPECT_FALSE(admitted(gate, begin(1), state_)) << "before recovery";
+  EXPECT_FALSE(admitted(gate, RecoverTo{5}, state_)) << "to a step that is not there";
   const base::SubgroupId first = layout_.subgroups.front().id;
-  EXPECT_FALSE(gate.admit(CacheState{{first, first}}, state_).ok()) << "twice";
-  EXPECT_TRUE(gate.admit(CacheState{{first}}, state_).ok());
-  EXPECT_FALSE(gate.admit(CacheState{{layout_.subgroups[1].id}}, state_).ok()) << "again";
-  EXPECT_TRUE(gate.admit(RecoverTo{0}, state_).ok());
-  EXPECT_FALSE(gate.admit(RecoverTo{0}, state_).ok()) << "again";
-  EXPECT_TRUE(gate.admit(csd::BeginStep{1}, state_).ok());
-  EXPECT_TRUE(gate.admit(update(), state_).ok());
-  EXPECT_FALSE(gate.admit(Gradient{first, 0, 1}, state_).ok()) << "beside an update of all";
-  EXPECT_FALSE(gate.admit(csd::BeginStep{2}, state_).ok()) << "beside an update";
+  EXPECT_FALSE(admitted(gate, CacheState{{first, first}}, state_)) << "twice";
+  EXPECT_TRUE(admitted(gate, CacheState{{first}}, state_));
+  EXPECT_FALSE(admitted(gate, CacheState{{layout_.subgroups[1].id}}, state_)) << "again";
+  EXPECT_TRUE(admitted(gate, RecoverTo{0}, state_));
+  EXPECT_FALSE(admitted(gate, RecoverTo{0}, state_)) << "again";
+  EXPECT_TRUE(admitted(gate, begin(1), state_));
+  EXPECT_TRUE(admitted(gate, csd::Message(update()), state_));
+  EXPECT_FALSE(admitted(gate, csd::Message(csd::PutGradient{first, 0, 1}), state_))
+      << "beside an update of all";
+  EXPECT_FALSE(admitted(gate, begin(2), state_)) << "beside an update";
 }
 
-TEST_F(RemoteGate, PayloadsHaveTheirSizes) {
-  CommandGate gate(layout_, share_, true);
+TEST_F(RemoteGate, ElementsAreTheSubgroups) {
   const storage::StoredSubgroup& subgroup = layout_.subgroups.front();
-  const auto bytes = gate.payload_bytes(Gradient{subgroup.id, 1, 10, base::DataType::kF32});
-  ASSERT_TRUE(bytes.ok());
-  EXPECT_EQ(*bytes, 40u);
-  EXPECT_FALSE(gate.payload_bytes(Gradient{subgroup.id, 1, ~uint64_t{0}}).ok());
-  EXPECT_FALSE(gate.payload_bytes(Gradient{base::SubgroupId{9999}, 0, 1}).ok());
-  EXPECT_FALSE(gate.payload_bytes(StateGiven{subgroup.id, subgroup.count - 1, 1, 1}).ok());
-  EXPECT_FALSE(gate.payload_bytes(StateGiven{subgroup.id, subgroup.count, ~0u, 1}).ok());
-  const auto state = gate.payload_bytes(StateGiven{subgroup.id, subgroup.count, 3, ~0u});
-  ASSERT_TRUE(state.ok());
-  EXPECT_EQ(*state, 8 * subgroup.count);
+  EXPECT_TRUE(checked(csd::PutGradient{subgroup.id, 1, 10, base::DataType::kF32, &memory_}));
+  EXPECT_FALSE(checked(csd::PutGradient{subgroup.id, 1, ~uint64_t{0}}));
+  EXPECT_FALSE(checked(csd::PutGradient{base::SubgroupId{9999}, 0, 1}));
+  EXPECT_TRUE(checked(csd::WriteState{subgroup.id, subgroup.count, {&memory_, &memory_}}));
+  EXPECT_FALSE(checked(csd::WriteState{subgroup.id, subgroup.count - 1, {&memory_}}));
+  EXPECT_FALSE(checked(
+      csd::WriteState{subgroup.id, subgroup.count, {&memory_, &memory_, &memory_, &memory_}}));
+  EXPECT_FALSE(checked(csd::WriteState{subgroup.id, subgroup.count, {}, ~0u, &sample_}));
 }
 
 }  // namespace

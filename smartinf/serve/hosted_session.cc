@@ -1,7 +1,6 @@
 #include "smartinf/serve/hosted_session.h"
 
 #include <algorithm>
-#include <bit>
 #include <random>
 #include <utility>
 
@@ -28,8 +27,8 @@ constexpr size_t kEntriesMax = size_t{1} << 16;
 // Of a device's memory, for what is on its way beside the weights of an update.
 constexpr uint64_t kOnTheWayBytes = uint64_t{96} << 20;
 constexpr uint64_t kBodyGrows = 8;
-// Each subgroup's weights begin on a cache line of their own.
-constexpr uint64_t kRegionAlignment = 64;
+// Of the results of a message in memory: each begins on a cache line of its own.
+constexpr uint64_t kResultAlignment = 64;
 constexpr std::chrono::seconds kTakeOverWait{10};
 constexpr std::chrono::seconds kNoticeWait{1};
 constexpr std::chrono::seconds kGiveWayWait{10};
@@ -46,6 +45,51 @@ Status damaged(const char* what) {
                 "It was damaged on its way or in a memory: check both machines' (the step can be "
                 "repeated).");
 }
+
+struct SumMemory : MessageBytes {
+  void down(const void* memory, uint64_t bytes) { down_bytes += memory != nullptr ? bytes : 0; }
+  void down(std::span<const std::byte> memory) { down_bytes += memory.size(); }
+  void up(const void* memory, uint64_t bytes, base::SubgroupId) {
+    if (memory != nullptr) up_bytes += base::round_up(bytes, kResultAlignment);
+  }
+  void up(std::span<std::byte> memory, base::SubgroupId subgroup) {
+    up(memory.data(), memory.size(), subgroup);
+  }
+  void samples(const base::Bf16* memory, base::SubgroupId) {
+    has_samples = has_samples || memory != nullptr;
+  }
+};
+
+/// Points a message to memory of the session's.
+struct BindMemory {
+  std::byte* in;
+  std::byte* out;
+  std::byte* samples_of_space;
+
+  template <typename T>
+  void down(const T*& memory, uint64_t bytes) {
+    if (memory == nullptr) return;
+    memory = reinterpret_cast<const T*>(in);
+    in += bytes;
+  }
+  void down(std::span<const std::byte>& memory) {
+    memory = {in, memory.size()};
+    in += memory.size();
+  }
+  template <typename T>
+  void up(T*& memory, uint64_t bytes, base::SubgroupId) {
+    if (memory == nullptr) return;
+    memory = reinterpret_cast<T*>(out);
+    out += base::round_up(bytes, kResultAlignment);
+  }
+  void up(std::span<std::byte>& memory, base::SubgroupId) {
+    memory = {out, memory.size()};
+    out += base::round_up(memory.size(), kResultAlignment);
+  }
+  void samples(base::Bf16*& memory, base::SubgroupId) {
+    if (memory != nullptr) memory = reinterpret_cast<base::Bf16*>(samples_of_space);
+  }
+};
 
 }  // namespace
 
@@ -74,23 +118,20 @@ Status HostedSession::open_device(const Attach& request) {
   const uint64_t quota =
       hosted_.served().quota_bytes > 0 ? hosted_.served().quota_bytes : ~uint64_t{0};
   created_ = request.create.has_value();
+  storage::StoreLayout layout;
   if (created_) {
-    layout_ = *request.create;
-    SI_RETURN_IF_ERROR(check_layout(layout_, request.wishes.durability, share_.spool_bytes, quota));
+    layout = *request.create;
+    SI_RETURN_IF_ERROR(check_layout(layout, request.wishes.durability, share_.spool_bytes, quota));
   } else {
     SI_ASSIGN_OR_RETURN(storage::StoreSummary summary, source_->summarize());
-    layout_ = std::move(summary.layout);
+    layout = std::move(summary.layout);
     if (share_.spool_bytes > quota) {
       return Status(ErrorCode::kNoSpace, "the spool is larger than the client's quota");
     }
   }
-  SI_RETURN_IF_ERROR(check_share(layout_, share_));
+  SI_RETURN_IF_ERROR(check_share(layout, share_));
   uint64_t elements = 0;
-  for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
-    region_first_.push_back(region_elements_);
-    region_elements_ += base::round_up(subgroup.count, kRegionAlignment);
-    elements += subgroup.count;
-  }
+  for (const storage::StoredSubgroup& subgroup : layout.subgroups) elements += subgroup.count;
   // What the device may have is what is left beside the weights on their way.
   MemoryAccount& memory = hosted_.memory();
   const uint64_t beside = kOnTheWayBytes + elements * sizeof(base::Bf16);
@@ -107,7 +148,7 @@ Status HostedSession::open_device(const Attach& request) {
   share.slot_memory_bytes = std::min(share.slot_memory_bytes, (limit - beside) / 2);
   share.gradient_memory_bytes =
       std::min(share.gradient_memory_bytes, limit - beside - share.slot_memory_bytes);
-  auto device = created_ ? source_->create(layout_, share) : source_->open(share);
+  auto device = created_ ? source_->create(layout, share) : source_->open(share);
   if (!device.ok()) {
     const auto left = created_ && device.status().code() != ErrorCode::kAlreadyExists
                           ? source_->peek()
@@ -129,8 +170,10 @@ Status HostedSession::open_device(const Attach& request) {
     return enough;
   }
   device_ = std::move(*device);
-  layout_ = device_->layout();
-  gate_ = std::make_unique<CommandGate>(layout_, share_, created_);
+  csd::DeviceShare opened = share_;
+  opened.spool_bytes = device_->info().spool_bytes;
+  space_.emplace(device_->layout(), opened);
+  gate_.emplace(created_);
   vitals_ = vitals();
   standing_ = standing();
   return Status();
@@ -176,7 +219,7 @@ Attached HostedSession::greeting() const {
   Attached attached;
   attached.session = id_;
   attached.info = device_->info();
-  attached.layout = layout_;
+  attached.layout = space_->layout();
   attached.standing = standing_;
   attached.vitals = vitals_;
   return attached;
@@ -300,13 +343,16 @@ Status HostedSession::begin_command(CommandFrame command, uint64_t number, const
   auto running = std::make_shared<Running>();
   running->body = std::move(command.body);
   running->number = number;
-  running->in_bytes = command.payload_bytes;
   const bool inlined = command.payload_bytes <= kPieceBytes && frame.payload_bytes() > 0;
   if (inlined ? frame.payload_bytes() != command.payload_bytes : frame.payload_bytes() != 0) {
     return damaged("a payload of another size than was said");
   }
-  Result<uint64_t> expected = gate_->payload_bytes(running->body);
-  Status wrong = expected.status();
+  auto* message = std::get_if<csd::Message>(&running->body);
+  Status wrong;
+  if (message != nullptr) {
+    wrong = std::visit([&](const auto& one) { return csd::check(one, *space_); }, *message);
+    if (wrong.ok()) running->size = size_of(*message);
+  }
   // The body itself: lists are larger in memory than on the wire, and are there twice.
   running->body_charge = Charge(hosted_.memory(), kBodyGrows * frame.head().size());
   if (wrong.ok() && !running->body_charge.taken()) {
@@ -314,12 +360,13 @@ Status HostedSession::begin_command(CommandFrame command, uint64_t number, const
                    fmt::format("the commands under way are too much for device {}", hosted_.name()),
                    "Raise the device's memory in the server's file.");
   }
-  if (wrong.ok() && *expected != ~uint64_t{0} && *expected != command.payload_bytes) {
-    wrong = Status(ErrorCode::kInvalidArgument, fmt::format("a payload of {} bytes where {} belong",
-                                                            command.payload_bytes, *expected));
+  if (wrong.ok() && running->size.down_bytes != command.payload_bytes) {
+    wrong = Status(ErrorCode::kInvalidArgument,
+                   fmt::format("a payload of {} bytes where {} belong", command.payload_bytes,
+                               running->size.down_bytes));
   }
   // A gradient's buffer is used again, so they are all of one size.
-  const bool piece = std::holds_alternative<Gradient>(running->body);
+  const bool piece = message != nullptr && std::holds_alternative<csd::PutGradient>(*message);
   const uint64_t room = piece ? kPieceBytes : command.payload_bytes;
   if (wrong.ok() && (room > hosted_.memory().limit_bytes() || command.payload_bytes > room)) {
     wrong = Status(ErrorCode::kInvalidArgument, "a payload that no device takes at once");
@@ -350,16 +397,16 @@ Status HostedSession::begin_command(CommandFrame command, uint64_t number, const
   }
   if (!wrong.ok()) {
     if (!inlined) skip_bytes_ = command.payload_bytes;
-    answer(number, running->body, std::move(wrong));
+    answer(number, std::move(wrong));
     return Status();
   }
   if (inlined) {
     const uint64_t checksum =
         frame.copy_payload(running->in.bytes().first(frame.payload_bytes()), 0);
     if (checksum != command.checksum) running->damaged = damaged("a payload came damaged");
-    running->came = running->in_bytes;
+    running->came = running->size.down_bytes;
   }
-  if (running->came < running->in_bytes) {
+  if (running->came < running->size.down_bytes) {
     assembling_ = std::move(running);
     return Status();
   }
@@ -375,7 +422,7 @@ Status HostedSession::take_piece(const PieceFrame& piece, const InFrame& frame) 
     skip_bytes_ -= bytes;
     return Status();
   }
-  if (assembling_ == nullptr || bytes > assembling_->in_bytes - assembling_->came) {
+  if (assembling_ == nullptr || bytes > assembling_->size.down_bytes - assembling_->came) {
     return damaged("more payload than was said");
   }
   Running& running = *assembling_;
@@ -383,13 +430,13 @@ Status HostedSession::take_piece(const PieceFrame& piece, const InFrame& frame) 
       frame.copy_payload(running.in.bytes().subspan(running.came, bytes), running.came);
   if (checksum != piece.checksum) running.damaged = damaged("a payload came damaged");
   running.came += bytes;
-  if (running.came == running.in_bytes) submit(std::exchange(assembling_, nullptr));
+  if (running.came == running.size.down_bytes) submit(std::exchange(assembling_, nullptr));
   return Status();
 }
 
 void HostedSession::submit(const std::shared_ptr<Running>& running) {
   Status status = running->damaged.ok() ? try_submit(running) : running->damaged;
-  if (!status.ok()) answer(running->number, running->body, std::move(status));
+  if (!status.ok()) answer(running->number, std::move(status));
 }
 
 /// A failure: the device does not have it.
@@ -402,7 +449,7 @@ Status HostedSession::try_submit(const std::shared_ptr<Running>& running) {
   const storage::StoreState state = device_->state();
   {
     const std::lock_guard lock(mutex_);
-    SI_RETURN_IF_ERROR(gate_->admit(running->body, state));
+    SI_RETURN_IF_ERROR(gate_->admit(running->body, *space_, state));
   }
   const auto* recover = std::get_if<RecoverTo>(&running->body);
   const auto* cache = std::get_if<CacheState>(&running->body);
@@ -416,11 +463,13 @@ Status HostedSession::try_submit(const std::shared_ptr<Running>& running) {
     push_done({running->number, status, vitals_, now});
     return Status();
   }
-  if (Status status = make_message(*running); !status.ok()) {
+  running->command.message = std::move(std::get<csd::Message>(running->body));
+  if (Status status = take_region(*running); !status.ok()) {
     const std::lock_guard lock(mutex_);
-    gate_->finished(running->body);
+    gate_->finished(running->command.message);
     return status;
   }
+  bind_memory(*running);
   running->command.replies = &completions_;
   running->command.owner = running.get();
   {
@@ -433,10 +482,11 @@ Status HostedSession::try_submit(const std::shared_ptr<Running>& running) {
 
 /// The device takes the memory at once and keeps it, so it is asked for before.
 Status HostedSession::cache_state(const CacheState& cache) {
-  SI_ASSIGN_OR_RETURN(const storage::Geometry geometry, storage::Geometry::make(layout_, 1));
+  const storage::StoreLayout& layout = space_->layout();
+  SI_ASSIGN_OR_RETURN(const storage::Geometry geometry, storage::Geometry::make(layout, 1));
   uint64_t bytes = 0;
   for (const base::SubgroupId subgroup : cache.subgroups) {
-    bytes += geometry.plane_offset(geometry.index_of(subgroup), layout_.state_planes().size());
+    bytes += geometry.plane_offset(geometry.index_of(subgroup), layout.state_planes().size());
   }
   cache_charge_ = Charge(hosted_.memory(), bytes);
   if (!cache_charge_.taken()) {
@@ -446,143 +496,61 @@ Status HostedSession::cache_state(const CacheState& cache) {
   return device_->cache_state(cache.subgroups);
 }
 
-Status HostedSession::give_out(Running& running, uint64_t bytes) {
-  if (bytes <= hosted_.memory().limit_bytes()) {
-    running.charge = Charge(hosted_.memory(), base::round_up(bytes, base::kPageBytes));
+/// Memory for its results.
+Status HostedSession::take_region(Running& running) {
+  const uint64_t results = running.size.up_bytes;
+  const uint64_t samples = running.size.has_samples
+                               ? compress::sample_count(space_->matrices()) * sizeof(base::Bf16)
+                               : 0;
+  if (results + samples == 0) return Status();
+  const bool update = std::holds_alternative<csd::Update>(running.command.message);
+  for (const auto& region : regions_) {
+    if (update && region.use_count() == 1 && region->results.size() >= results &&
+        region->samples.size() >= samples) {
+      std::atomic_thread_fence(std::memory_order_acquire);
+      running.region = region;
+      return Status();
+    }
   }
-  if (!running.charge.taken()) {
+  if (update) std::erase_if(regions_, [](const auto& region) { return region.use_count() == 1; });
+  auto region = std::make_shared<Region>();
+  // The samples that are sent are copies, of which there are no more than samples.
+  if (results <= hosted_.memory().limit_bytes()) {
+    region->charge = Charge(hosted_.memory(), results + 2 * samples);
+  }
+  if (!region->charge.taken()) {
     return Status(ErrorCode::kOutOfMemory,
                   fmt::format("{} to be sent are too much for what device {} has left of its {}",
-                              base::format_bytes(bytes), hosted_.name(),
+                              base::format_bytes(results), hosted_.name(),
                               base::format_bytes(hosted_.memory().limit_bytes())),
                   "Raise the device's memory in the server's file.");
   }
-  SI_ASSIGN_OR_RETURN(running.out, base::AlignedBuffer::allocate(std::max<uint64_t>(bytes, 1)));
+  if (results > 0) {
+    SI_ASSIGN_OR_RETURN(region->results, base::AlignedBuffer::allocate(results));
+  }
+  if (samples > 0) {
+    SI_ASSIGN_OR_RETURN(region->samples, base::AlignedBuffer::allocate(samples));
+  }
+  if (update) regions_.push_back(region);
+  running.region = std::move(region);
   return Status();
 }
 
-/// What the device is given: the same, with memory.
-Status HostedSession::make_message(Running& running) {
-  csd::Message& message = running.command.message;
-  const std::byte* in = running.in.data();
-  if (const auto* put = std::get_if<Gradient>(&running.body)) {
-    message = csd::PutGradient{put->subgroup, put->first, put->count, put->type, in};
-  } else if (const auto* compressed = std::get_if<CompressedGradient>(&running.body)) {
-    message = csd::PutCompressedGradient{compressed->subgroup,
-                                         running.in.bytes().first(running.in_bytes)};
-  } else if (const auto* given = std::get_if<StateGiven>(&running.body)) {
-    csd::WriteState write;
-    write.subgroup = given->subgroup;
-    write.count = given->count;
-    write.plane_mask = given->plane_mask;
-    for (size_t plane = 0; plane < layout_.planes.size(); ++plane) {
-      if ((given->planes >> plane & 1u) == 0) continue;
-      write.planes[plane] = reinterpret_cast<const float*>(in);
-      in += given->count * sizeof(float);
-    }
-    if (given->residual) write.residual = reinterpret_cast<const base::Bf16*>(in);
-    message = write;
-  } else if (const auto* wanted = std::get_if<StateWanted>(&running.body)) {
-    const auto planes = static_cast<uint64_t>(std::popcount(wanted->planes));
-    if (planes > 0) SI_RETURN_IF_ERROR(give_out(running, planes * wanted->count * sizeof(float)));
-    csd::ReadState read;
-    read.subgroup = wanted->subgroup;
-    read.first = wanted->first;
-    read.count = wanted->count;
-    auto* out = reinterpret_cast<float*>(running.out.data());
-    for (size_t plane = 0; plane < layout_.planes.size(); ++plane) {
-      if ((wanted->planes >> plane & 1u) == 0) continue;
-      read.planes[plane] = out;
-      out += wanted->count;
-    }
-    message = read;
-  } else if (const auto* weights = std::get_if<ReadWanted>(&running.body)) {
-    SI_RETURN_IF_ERROR(give_out(
-        running, gate_->find(weights->subgroup)->count * base::data_type_bytes(weights->type)));
-    message = csd::ReadWeights{weights->subgroup, weights->step, weights->type, running.out.data()};
-  } else if (const auto* spooled = std::get_if<SpoolGiven>(&running.body)) {
-    message = csd::PutSpool{spooled->offset_bytes, running.in.bytes().first(running.in_bytes)};
-  } else if (const auto* fetched = std::get_if<SpoolWanted>(&running.body)) {
-    if (device_->info().spool_bytes == 0) {
-      return Status(ErrorCode::kUnsupported, "the device was opened without room for a spool");
-    }
-    if (fetched->bytes > device_->info().spool_bytes) {
-      return Status(ErrorCode::kNoSpace, "the spool is smaller than what is asked of it");
-    }
-    SI_RETURN_IF_ERROR(give_out(running, fetched->bytes));
-    message = csd::GetSpool{fetched->offset_bytes, running.out.bytes().first(fetched->bytes)};
-  } else if (const auto* update = std::get_if<UpdateWanted>(&running.body)) {
-    return make_update(running, *update);
-  } else {
-    std::visit(
-        [&](const auto& same) {
-          if constexpr (std::is_constructible_v<csd::Message, decltype(same)>) message = same;
-        },
-        running.body);
-  }
-  return Status();
+/// What came with a message points to the session's memory from here on.
+void HostedSession::bind_memory(Running& running) const {
+  const bool results = running.region != nullptr;
+  BindMemory bind{running.in.data(), results ? running.region->results.data() : nullptr,
+                  results ? running.region->samples.data() : nullptr};
+  std::visit([&](auto& one) { csd::memory(bind, one, *space_); }, running.command.message);
 }
 
-Status HostedSession::make_update(Running& running, const UpdateWanted& wanted) {
-  const uint64_t element_bytes = base::data_type_bytes(wanted.weights_type);
-  const bool weights = std::ranges::any_of(wanted.updates, &WeightsWanted::weights);
-  const bool samples = std::ranges::any_of(wanted.updates, &WeightsWanted::samples);
-  const uint64_t weights_bytes = weights ? region_elements_ * element_bytes : 0;
-  const uint64_t samples_bytes = samples ? gate_->samples() * sizeof(base::Bf16) : 0;
-  if (weights_bytes + samples_bytes > 0) {
-    for (const auto& region : regions_) {
-      if (region.use_count() == 1 && region->weights.size() >= weights_bytes &&
-          region->samples.size() >= samples_bytes) {
-        std::atomic_thread_fence(std::memory_order_acquire);
-        running.region = region;
-        break;
-      }
-    }
-  }
-  if (weights_bytes + samples_bytes > 0 && running.region == nullptr) {
-    std::erase_if(regions_, [](const auto& region) { return region.use_count() == 1; });
-    auto region = std::make_shared<Region>();
-    // The samples that are sent are copies, of which there are no more than samples.
-    region->charge = Charge(hosted_.memory(), weights_bytes + 2 * samples_bytes);
-    if (!region->charge.taken()) {
-      return Status(ErrorCode::kOutOfMemory,
-                    fmt::format("weights of {} on their way are too much for what device {} has "
-                                "left of its {}",
-                                base::format_bytes(weights_bytes), hosted_.name(),
-                                base::format_bytes(hosted_.memory().limit_bytes())),
-                    "Raise the device's memory in the server's file.");
-    }
-    if (weights_bytes > 0) {
-      SI_ASSIGN_OR_RETURN(region->weights, base::AlignedBuffer::allocate(weights_bytes));
-    }
-    if (samples_bytes > 0) {
-      SI_ASSIGN_OR_RETURN(region->samples, base::AlignedBuffer::allocate(samples_bytes));
-    }
-    regions_.push_back(region);
-    running.region = std::move(region);
-  }
-  csd::Update update;
-  update.weights_type = wanted.weights_type;
-  update.scalars = wanted.scalars;
-  update.as_completed = wanted.as_completed;
-  update.keep_updated = wanted.keep_updated;
-  update.weights_on_demand = wanted.weights_on_demand;
-  for (const WeightsWanted& entry : wanted.updates) {
-    csd::SubgroupUpdate& one = update.updates.emplace_back();
-    one.subgroup = entry.subgroup;
-    const auto index = static_cast<size_t>(gate_->find(entry.subgroup) - layout_.subgroups.data());
-    if (entry.weights) {
-      one.weights_out = running.region->weights.data() + region_first_[index] * element_bytes;
-    }
-    if (entry.samples) {
-      one.samples_out = reinterpret_cast<base::Bf16*>(running.region->samples.data());
-    }
-  }
-  running.command.message = std::move(update);
-  return Status();
+MessageBytes HostedSession::size_of(csd::Message& message) const {
+  SumMemory sum;
+  std::visit([&](auto& one) { csd::memory(sum, one, *space_); }, message);
+  return sum;
 }
 
-void HostedSession::answer(uint64_t number, const CommandBody&, Status status) {
+void HostedSession::answer(uint64_t number, Status status) {
   const std::lock_guard lock(mutex_);
   ++hosted_.counters().errors;
   push_done({number, std::move(status).with_context(hosted_.name()), vitals_, {}});

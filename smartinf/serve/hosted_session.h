@@ -26,6 +26,12 @@
 
 namespace smartinf::serve::wire {
 
+/// The memory of a message, each way.
+struct MessageBytes {
+  uint64_t down_bytes = 0, up_bytes = 0;
+  bool has_samples = false;
+};
+
 class HostedSession {
  public:
   struct Limits {
@@ -59,22 +65,22 @@ class HostedSession {
   std::string last_words() const;
 
  private:
-  /// Where an update puts the weights of all subgroups, and the samples of the whole space.
+  /// Where a command puts its results: one after another, and the samples of the whole space.
   struct Region {
     Charge charge;
-    base::AlignedBuffer weights, samples;
+    base::AlignedBuffer results, samples;
   };
   /// A command on its way, with the memory that it reads and writes.
   struct Running {
     csd::Command command;
-    CommandBody body;
+    CommandBody body;  // until it is the command's
     uint64_t number = 0;
+    MessageBytes size;
     Charge charge, body_charge;
-    base::AlignedBuffer in, out;
-    uint64_t in_bytes = 0;
-    uint64_t came = 0;               // of in_bytes
-    std::shared_ptr<Region> region;  // an update's
-    base::Status damaged;            // what came is not what was sent
+    base::AlignedBuffer in;
+    uint64_t came = 0;  // of size.down_bytes
+    std::shared_ptr<Region> region;
+    base::Status damaged;  // what came is not what was sent
   };
   struct Entry {
     std::variant<DataFrame, ReadyFrame, DoneFrame, VitalsFrame, ClosedFrame> body;
@@ -97,17 +103,18 @@ class HostedSession {
   void submit(const std::shared_ptr<Running>& running);
   base::Status try_submit(const std::shared_ptr<Running>& running);
   base::Status cache_state(const CacheState& cache);
-  base::Status make_message(Running& running);
-  base::Status make_update(Running& running, const UpdateWanted& wanted);
-  base::Status give_out(Running& running, uint64_t bytes);
-  void answer(uint64_t number, const CommandBody& body, base::Status status);
+  MessageBytes size_of(csd::Message& message) const;
+  base::Status take_region(Running& running);
+  void bind_memory(Running& running) const;
+  void answer(uint64_t number, base::Status status);
 
   // On the session's.
   void run();
   void on_completion(const csd::Completion& completion);
   void on_ready(const std::shared_ptr<Running>& running, base::SubgroupId subgroup);
-  void give_results(const std::shared_ptr<Running>& running);
-  void give_data(uint64_t command, Target target, base::SubgroupId subgroup, Payload payload);
+  void give_results(const std::shared_ptr<Running>& running,
+                    std::optional<base::SubgroupId> subgroup);
+  void give_data(uint64_t command, uint32_t place, Payload payload);
   bool send_one();
   bool goes_on();
   void show_life();
@@ -127,19 +134,17 @@ class HostedSession {
   // For what an answer says of the state; a client that reads has a few of them unacknowledged.
   MemoryAccount standings_{uint64_t{16} << 20};
   csd::DeviceShare share_;
-  storage::StoreLayout layout_;
+  std::optional<csd::DeviceSpace> space_;
   bool created_ = false;
   std::unique_ptr<csd::DeviceSource> source_;
-  std::unique_ptr<CommandGate> gate_;
+  std::optional<CommandGate> gate_;
   csd::CompletionQueue completions_;  // an empty one wakes the session's thread
 
   std::mutex submit_mutex_;  // of device_: nothing is submitted while it is closed
   std::unique_ptr<csd::Device> device_;
   std::shared_ptr<Running> assembling_;           // the stream's thread's own
   uint64_t skip_bytes_ = 0;                       // of pieces of a command that was refused
-  std::vector<std::shared_ptr<Region>> regions_;  // likewise; in use where others hold them
-  std::vector<uint64_t> region_first_;            // by index in the layout: element
-  uint64_t region_elements_ = 0;
+  std::vector<std::shared_ptr<Region>> regions_;  // updates'; in use where others hold them
 
   mutable std::mutex mutex_;  // of everything below
   std::condition_variable changed_;

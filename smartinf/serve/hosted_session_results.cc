@@ -93,12 +93,11 @@ void HostedSession::push_done(DoneFrame done) {
   push({std::move(done), {std::move(text), {}}});
 }
 
-void HostedSession::give_data(uint64_t command, Target target, base::SubgroupId subgroup,
-                              Payload payload) {
+void HostedSession::give_data(uint64_t command, uint32_t place, Payload payload) {
   for (uint64_t at = 0; at < payload.bytes.size();) {
     const uint64_t some = std::min<uint64_t>(kPieceBytes, payload.bytes.size() - at);
     const auto bytes = payload.bytes.subspan(at, some);
-    const DataFrame data{command, target, subgroup, at, base::checksum(bytes, at)};
+    const DataFrame data{command, place, at, base::checksum(bytes, at)};
     const std::lock_guard lock(mutex_);
     push({data, {payload.owner, bytes}});
     at += some;
@@ -116,22 +115,24 @@ void HostedSession::on_completion(const csd::Completion& completion) {
     running = *found;
     if (done) {
       running_.erase(found);
-      gate_->finished(running->body);
+      gate_->finished(running->command.message);
     }
   }
   if (!done) return on_ready(running, completion.subgroup);
   Status status = completion.status;
-  if (status.ok()) give_results(running);
+  const csd::Message& message = running->command.message;
+  // An update's came with each subgroup.
+  if (status.ok() && !std::holds_alternative<csd::Update>(message)) give_results(running, {});
   // After a timeout the drive may still use the memory.
   if (status.code() == ErrorCode::kTimeout) {
     if (running->in.size() > 0) storage::leak_in_flight(std::move(running->in));
-    if (running->out.size() > 0) storage::leak_in_flight(std::move(running->out));
+    if (running->region != nullptr) storage::leak_in_flight(std::move(running->region->results));
   }
-  const bool gradient = std::holds_alternative<Gradient>(running->body);
-  const bool stands = std::holds_alternative<csd::Prepare>(running->body) ||
-                      std::holds_alternative<csd::Commit>(running->body) ||
-                      std::holds_alternative<csd::Abort>(running->body) ||
-                      std::holds_alternative<csd::Flush>(running->body);
+  const bool gradient = std::holds_alternative<csd::PutGradient>(message);
+  const bool stands = std::holds_alternative<csd::Prepare>(message) ||
+                      std::holds_alternative<csd::Commit>(message) ||
+                      std::holds_alternative<csd::Abort>(message) ||
+                      std::holds_alternative<csd::Flush>(message);
   std::optional<Standing> now;
   Vitals life;
   // Only this thread destroys the device. A gradient moves nothing that is looked at.
@@ -141,8 +142,8 @@ void HostedSession::on_completion(const csd::Completion& completion) {
   if (device_ != nullptr && !gradient) vitals_ = life;
   if (now) standing_ = *now;
   if (status.ok()) {
-    if (const auto* begin = std::get_if<csd::BeginStep>(&running->body)) step_ = begin->step;
-    if (std::holds_alternative<csd::Commit>(running->body)) ++hosted_.counters().commits;
+    if (const auto* begin = std::get_if<csd::BeginStep>(&message)) step_ = begin->step;
+    if (std::holds_alternative<csd::Commit>(message)) ++hosted_.counters().commits;
   } else {
     ++hosted_.counters().errors;
     if (ending_ && !end_why_.ok() && status.code() == ErrorCode::kCancelled) status = end_why_;
@@ -154,54 +155,52 @@ void HostedSession::on_completion(const csd::Completion& completion) {
 }
 
 void HostedSession::on_ready(const std::shared_ptr<Running>& running, base::SubgroupId subgroup) {
-  const auto& update = std::get<UpdateWanted>(running->body);
-  const auto entry = std::ranges::find(update.updates, subgroup, &WeightsWanted::subgroup);
-  const storage::StoredSubgroup& stored = *gate_->find(subgroup);
-  const auto index = static_cast<size_t>(&stored - layout_.subgroups.data());
-  if (entry->weights) {
-    const uint64_t element_bytes = base::data_type_bytes(update.weights_type);
-    give_data(
-        running->number, Target::kWeights, subgroup,
-        {running->region, running->region->weights.bytes().subspan(
-                              region_first_[index] * element_bytes, stored.count * element_bytes)});
-  }
-  if (entry->samples) {
-    // With the region, whose charge is for the copy as well.
-    struct Packed {
-      std::shared_ptr<Region> region;
-      std::vector<base::Bf16> samples;
-    };
-    auto packed = std::make_shared<Packed>(Packed{
-        running->region,
-        pack_samples(share_.matrices, stored,
-                     reinterpret_cast<const base::Bf16*>(running->region->samples.data()))});
-    const auto bytes = std::as_bytes(std::span(packed->samples));
-    give_data(running->number, Target::kSamples, subgroup, {std::move(packed), bytes});
-  }
+  give_results(running, subgroup);
   const Vitals life = device_ != nullptr ? vitals() : vitals_;
   const std::lock_guard lock(mutex_);
   vitals_ = life;
   push({ReadyFrame{running->number, subgroup, vitals_}, {}});
 }
 
-void HostedSession::give_results(const std::shared_ptr<Running>& running) {
-  const std::span<const std::byte> out = running->out.bytes();
-  if (const auto* wanted = std::get_if<StateWanted>(&running->body)) {
-    uint64_t at = 0;
-    for (uint32_t plane = 0; plane < layout_.planes.size(); ++plane) {
-      if ((wanted->planes >> plane & 1u) == 0) continue;
-      const uint64_t bytes = wanted->count * sizeof(float);
-      give_data(running->number, static_cast<Target>(plane), wanted->subgroup,
-                {running, out.subspan(at, bytes)});
-      at += bytes;
+/// Those of a subgroup, or all.
+void HostedSession::give_results(const std::shared_ptr<Running>& running,
+                                 std::optional<base::SubgroupId> subgroup) {
+  struct Give {
+    HostedSession& session;
+    const std::shared_ptr<Running>& running;
+    const std::optional<base::SubgroupId> wanted;
+    uint32_t place = 0;
+
+    void down(const void*, uint64_t) {}
+    void down(std::span<const std::byte>) {}
+    void up(const void* memory, uint64_t bytes, base::SubgroupId of) {
+      if (memory == nullptr) return;
+      const uint32_t mine = place++;
+      if (wanted && *wanted != of) return;
+      session.give_data(running->number, mine,
+                        {running, {static_cast<const std::byte*>(memory), bytes}});
     }
-  } else if (const auto* weights = std::get_if<ReadWanted>(&running->body)) {
-    const uint64_t bytes =
-        gate_->find(weights->subgroup)->count * base::data_type_bytes(weights->type);
-    give_data(running->number, Target::kWeights, weights->subgroup, {running, out.first(bytes)});
-  } else if (const auto* fetched = std::get_if<SpoolWanted>(&running->body)) {
-    give_data(running->number, Target::kSpool, {}, {running, out.first(fetched->bytes)});
-  }
+    void up(std::span<const std::byte> memory, base::SubgroupId of) {
+      up(memory.data(), memory.size(), of);
+    }
+    void samples(const base::Bf16* memory, base::SubgroupId of) {
+      if (memory == nullptr) return;
+      const uint32_t mine = place++;
+      if (wanted && *wanted != of) return;
+      const csd::DeviceSpace& space = *session.space_;
+      // With the command, whose region is charged for the copy as well.
+      struct Packed {
+        std::shared_ptr<Running> running;
+        std::vector<base::Bf16> samples;
+      };
+      auto packed = std::make_shared<Packed>(
+          Packed{running, pack_samples(space.matrices(), *space.find(of), memory)});
+      const auto bytes = std::as_bytes(std::span(packed->samples));
+      session.give_data(running->number, mine, {std::move(packed), bytes});
+    }
+  };
+  Give give{*this, running, subgroup};
+  std::visit([&](auto& one) { csd::memory(give, one, *space_); }, running->command.message);
 }
 
 bool HostedSession::send_one() {

@@ -28,7 +28,7 @@
 namespace smartinf::serve::wire {
 
 /// Changes with every change of what is below. Hello and Welcome stay as they are for ever.
-inline constexpr uint32_t kProtocolVersion = 2;
+inline constexpr uint32_t kProtocolVersion = 3;
 inline constexpr uint64_t kProtocolMagic = 0x31454d4552464e49;  // "INFREME1"
 
 enum class Purpose : uint8_t { kAsk, kSession, kSnapshot, kNewState };
@@ -120,63 +120,18 @@ struct Attached {
   Vitals vitals;
 };
 
-// Messages of device.h whose memory is elsewhere: the payload, or what comes back.
-struct Gradient {
-  base::SubgroupId subgroup;
-  uint64_t first = 0, count = 0;
-  base::DataType type = base::DataType::kBf16;
-};
-struct CompressedGradient {
-  base::SubgroupId subgroup;
-};
-struct WeightsWanted {
-  base::SubgroupId subgroup;
-  bool weights = false, samples = false;
-};
-struct UpdateWanted {
-  base::DataType weights_type = base::DataType::kBf16;
-  std::vector<kernels::StepScalars> scalars;
-  std::vector<WeightsWanted> updates;
-  bool as_completed = false, keep_updated = false, weights_on_demand = false;
-};
-struct StateWanted {
-  base::SubgroupId subgroup;
-  uint64_t first = 0, count = 0;
-  uint32_t planes = 0;  // bit i: the i-th is wanted
-};
-/// The payload: the planes that are there one after another, then the residual.
-struct StateGiven {
-  base::SubgroupId subgroup;
-  uint64_t count = 0;
-  uint32_t planes = 0;
-  uint32_t plane_mask = 0;
-  bool residual = false;
-};
-struct ReadWanted {
-  base::SubgroupId subgroup;
-  base::StepNumber step = 0;
-  base::DataType type = base::DataType::kBf16;
-};
-struct SpoolGiven {
-  uint64_t offset_bytes = 0;
-};
-struct SpoolWanted {
-  uint64_t offset_bytes = 0, bytes = 0;
-};
+// What is asked of a device besides its messages.
 struct RecoverTo {
   base::StepNumber step = 0;
 };
 struct CacheState {
   std::vector<base::SubgroupId> subgroups;
 };
-using CommandBody =
-    std::variant<csd::BeginStep, csd::Prefetch, Gradient, CompressedGradient, UpdateWanted,
-                 csd::StopUpdate, StateWanted, StateGiven, csd::Prepare, csd::Commit, csd::Abort,
-                 csd::Flush, csd::FinishUpdate, ReadWanted, SpoolGiven, SpoolWanted, RecoverTo,
-                 CacheState>;
+using CommandBody = std::variant<csd::Message, RecoverTo, CacheState>;
 
-/// Its number names it in what comes back. A payload of one piece at most is in the same frame, a
-/// longer one follows in Piece frames before anything else.
+/// Its number names it in what comes back. The payload is the memory that goes down with a message,
+/// as its memory() lists it. One of one piece at most is in the same frame, a longer one follows in
+/// Piece frames before anything else.
 struct CommandFrame {
   uint64_t payload_bytes = 0;
   uint64_t checksum = 0;  // of a payload in this frame; seed: 0
@@ -195,12 +150,10 @@ struct Up {
   std::variant<CommandFrame, PieceFrame, AckFrame, ByeFrame> body;
 };
 
-/// What of a command's results a Data frame brings.
-enum class Target : uint8_t { kPlane0, kPlane1, kPlane2, kPlane3, kWeights, kSamples, kSpool };
+/// A part of a command's results.
 struct DataFrame {
   uint64_t command = 0;
-  Target target = Target::kWeights;
-  base::SubgroupId subgroup;
+  uint32_t place = 0;  // among the memory that the message has for results, as memory() lists it
   uint64_t offset_bytes = 0;
   uint64_t checksum = 0;  // seed: the offset
 };

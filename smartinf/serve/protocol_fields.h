@@ -41,15 +41,6 @@ template <typename Wire> void describe(Wire& wire, Vitals& m) { auto& [host, sto
 template <typename Wire> void describe(Wire& wire, Standing& m) { auto& [state, client_metadata, state_cache_bytes, cached_subgroups] = m; wire(state, client_metadata, state_cache_bytes, cached_subgroups); }
 template <typename Wire> void describe(Wire& wire, Attached& m) { auto& [outcome, session, received, info, layout, standing, vitals] = m; wire(outcome, session, received, info, layout, standing, vitals); }
 
-template <typename Wire> void describe(Wire& wire, Gradient& m) { auto& [subgroup, first, count, type] = m; wire(subgroup, first, count, base::choice(type, base::DataType::kF16)); }
-template <typename Wire> void describe(Wire& wire, CompressedGradient& m) { auto& [subgroup] = m; wire(subgroup); }
-template <typename Wire> void describe(Wire& wire, WeightsWanted& m) { auto& [subgroup, weights, samples] = m; wire(subgroup, weights, samples); }
-template <typename Wire> void describe(Wire& wire, UpdateWanted& m) { auto& [weights_type, scalars, updates, as_completed, keep_updated, weights_on_demand] = m; wire(base::choice(weights_type, base::DataType::kF16), scalars, updates, as_completed, keep_updated, weights_on_demand); }
-template <typename Wire> void describe(Wire& wire, StateWanted& m) { auto& [subgroup, first, count, planes] = m; wire(subgroup, first, count, planes); }
-template <typename Wire> void describe(Wire& wire, StateGiven& m) { auto& [subgroup, count, planes, plane_mask, residual] = m; wire(subgroup, count, planes, plane_mask, residual); }
-template <typename Wire> void describe(Wire& wire, ReadWanted& m) { auto& [subgroup, step, type] = m; wire(subgroup, step, base::choice(type, base::DataType::kF16)); }
-template <typename Wire> void describe(Wire& wire, SpoolGiven& m) { auto& [offset_bytes] = m; wire(offset_bytes); }
-template <typename Wire> void describe(Wire& wire, SpoolWanted& m) { auto& [offset_bytes, bytes] = m; wire(offset_bytes, bytes); }
 template <typename Wire> void describe(Wire& wire, RecoverTo& m) { auto& [step] = m; wire(step); }
 template <typename Wire> void describe(Wire& wire, CacheState& m) { auto& [subgroups] = m; wire(subgroups); }
 
@@ -58,7 +49,7 @@ template <typename Wire> void describe(Wire& wire, PieceFrame& m) { auto& [check
 template <typename Wire> void describe(Wire& wire, AckFrame& m) { auto& [received] = m; wire(received); }
 template <typename Wire> void describe(Wire& wire, Up& m) { auto& [number, body] = m; wire(number, body); }
 
-template <typename Wire> void describe(Wire& wire, DataFrame& m) { auto& [command, target, subgroup, offset_bytes, checksum] = m; wire(command, base::choice(target, Target::kSpool), subgroup, offset_bytes, checksum); }
+template <typename Wire> void describe(Wire& wire, DataFrame& m) { auto& [command, place, offset_bytes, checksum] = m; wire(command, place, offset_bytes, checksum); }
 template <typename Wire> void describe(Wire& wire, ReadyFrame& m) { auto& [command, subgroup, vitals] = m; wire(command, subgroup, vitals); }
 template <typename Wire> void describe(Wire& wire, DoneFrame& m) { auto& [command, outcome, vitals, standing] = m; wire(command, outcome, vitals, standing); }
 template <typename Wire> void describe(Wire& wire, VitalsFrame& m) { auto& [vitals] = m; wire(vitals); }

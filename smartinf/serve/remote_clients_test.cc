@@ -338,10 +338,11 @@ class RemoteHarm : public RemoteSession {
     ASSERT_OK(run(csd::BeginStep{1}));
     for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
       const auto gradient = std::make_shared<std::vector<std::byte>>(subgroup.count * 2);
-      const Gradient body{subgroup.id, 0, subgroup.count, base::DataType::kBf16};
-      ASSERT_OK(talk_->say(
-          Up{++number_, CommandFrame{gradient->size(), base::checksum(*gradient), body}},
-          {gradient, *gradient}));
+      const csd::PutGradient body{subgroup.id, 0, subgroup.count, base::DataType::kBf16,
+                                  gradient->data()};
+      ASSERT_OK(
+          talk_->say(Up{++number_, CommandFrame{gradient->size(), base::checksum(*gradient), body}},
+                     {gradient, *gradient}));
       ASSERT_OK(answer());
     }
   }
@@ -350,37 +351,47 @@ class RemoteHarm : public RemoteSession {
   std::optional<Conversation> talk_;
   uint64_t number_ = 0;
   DoneFrame done_;
+  // Of pointers only this is sent: that they are there.
+  base::Bf16 sample_{};
+  float value_ = 0;
 };
 
 TEST_F(RemoteHarm, CommandsThatNoEngineSendsAreRefused) {
   attach();
   const base::SubgroupId first = layout_.subgroups.front().id;
-  UpdateWanted update;
+  // What a pointer leads to is never sent: only that it is there.
+  float there = 0;
+  std::byte spooled{};
+  const auto spool = [&](uint64_t offset, uint64_t bytes) {
+    return csd::Message(csd::GetSpool{offset, {&spooled, bytes}});
+  };
+  csd::Update update;
   update.scalars = csd::test_scalars(1);
-  update.updates.push_back({first, true, false});
-  const std::vector<CommandBody> all{update,  // in step 0
-                                     csd::Prefetch{{first}},
-                                     ReadWanted{first, 1, base::DataType::kF32},
-                                     StateWanted{first, 0, ~uint64_t{0}, ~0u},
-                                     StateWanted{first, 0, 1, 1},
-                                     CacheState{{first, first}},
-                                     CacheState{{base::SubgroupId{77777}}},
-                                     RecoverTo{3},
-                                     SpoolWanted{~uint64_t{0}, ~uint64_t{0} - 100},
-                                     SpoolWanted{0, 4096},
-                                     csd::Commit{~uint64_t{0}},
-                                     csd::Abort{7},
-                                     csd::Flush{},
-                                     csd::Prepare{1, std::string(100'000, 'x')},
-                                     csd::BeginStep{99},
-                                     StateGiven{first, ~uint64_t{0}, ~0u, ~0u, true},
-                                     Gradient{first, ~uint64_t{0}, 2, base::DataType::kF32}};
+  update.updates.push_back({first, &there});
+  const std::vector<CommandBody> all{
+      csd::Message(update),  // in step 0
+      csd::Message(csd::Prefetch{{first}}),
+      csd::Message(csd::ReadWeights{first, 1, base::DataType::kF32, &there}),
+      csd::Message(csd::ReadState{first, 0, ~uint64_t{0}, {&there, &there, &there, &there}}),
+      csd::Message(csd::ReadState{first, 0, 1, {&there}}),
+      CacheState{{first, first}},
+      CacheState{{base::SubgroupId{77777}}},
+      RecoverTo{3},
+      spool(~uint64_t{0}, ~uint64_t{0} - 100),
+      spool(0, 4096),
+      csd::Message(csd::Commit{~uint64_t{0}}),
+      csd::Message(csd::Abort{7}),
+      csd::Message(csd::Flush{}),
+      csd::Message(csd::Prepare{1, std::string(100'000, 'x')}),
+      csd::Message(csd::BeginStep{99}),
+      csd::Message(csd::WriteState{first, ~uint64_t{0}, {&there, &there, &there, &there}}),
+      csd::Message(csd::PutGradient{first, ~uint64_t{0}, 2, base::DataType::kF32, &there})};
   for (const CommandBody& body : all) {
     ASSERT_OK(say(body));
     EXPECT_FALSE(answer().ok()) << body.index();
   }
   // A payload that is announced and is not there: the session ends, the server does not.
-  ASSERT_OK(say(SpoolGiven{0}, ~uint64_t{0}));
+  ASSERT_OK(say(csd::Message(csd::PutSpool{}), ~uint64_t{0}));
   EXPECT_FALSE(answer().ok());
   talk_.reset();
   lease_seconds_ = 1;
@@ -395,7 +406,8 @@ TEST_F(RemoteHarm, WhoDoesNotReadIsGivenUpWithinTheMemory) {
   uint64_t most = 0;
   bool written = true;
   for (uint64_t number = 1; number <= 2'000'000 && written; ++number) {
-    written = stream->write({encode(Up{number, CommandFrame{0, 0, csd::Flush{}}}), {}});
+    written =
+        stream->write({encode(Up{number, CommandFrame{0, 0, csd::Message(csd::Flush{})}}), {}});
     if (number % 1000 == 0) most = std::max(most, server_->devices().front().memory_bytes);
   }
   EXPECT_FALSE(written) << "it was never given up";
@@ -422,10 +434,10 @@ TEST_F(RemoteHarm, AnswersThatAreNotAcknowledgedHaveABound) {
 TEST_F(RemoteHarm, SamplesThatAreNotAcknowledgedAreOfTheMemory) {
   share_.matrices = {{0, 1, elements_, 0, 0}};  // of one row, which is sampled whole
   attach_in_step_1();
-  UpdateWanted update;
+  csd::Update update;
   update.scalars = csd::test_scalars(1);
   for (const auto& subgroup : layout_.subgroups) {
-    update.updates.push_back({subgroup.id, false, true});
+    update.updates.push_back({subgroup.id, nullptr, &sample_});
   }
   ASSERT_OK(run(update));
   const uint64_t once = memory_used();
@@ -451,10 +463,10 @@ TEST_F(RemoteHarm, WhatStaysInMemoryIsAskedForBefore) {
 TEST_F(RemoteHarm, AStepThatCannotBeAbortedIsTheLast) {
   durability_ = storage::Durability::kNone;
   attach_in_step_1();
-  UpdateWanted update;
+  csd::Update update;
   update.scalars = csd::test_scalars(1);
   for (const auto& subgroup : layout_.subgroups) {
-    update.updates.push_back({subgroup.id, false, false});
+    update.updates.push_back({subgroup.id});
   }
   ASSERT_OK(run(update));
   EXPECT_FALSE(run(csd::Abort{1}).ok()) << "it is written in place";
@@ -473,7 +485,7 @@ TEST_F(RemoteHarm, WhatASessionLeftIsOfNobodysMemory) {
   const storage::StoredSubgroup& first = layout_.subgroups.front();
   Status status;
   for (int i = 0; i < 1000 && status.ok(); ++i) {
-    status = run(StateWanted{first.id, 0, first.count, 7});
+    status = run(csd::ReadState{first.id, 0, first.count, {&value_, &value_, &value_}});
   }
   EXPECT_EQ(status.code(), ErrorCode::kOutOfMemory);
   ASSERT_OK(talk_->say(Up{++number_, ByeFrame{}}));
@@ -487,7 +499,7 @@ TEST_F(RemoteHarm, AStateThatWasClosedTakesNothingMore) {
   const base::Scratch scratch;
   create_state_ = [&](const storage::StoreLayout& layout) {
     return csd::create_local_state((scratch.path() / "state").string(), "fast0", layout, {},
-                              storage::RingKind::kThreads);
+                                   storage::RingKind::kThreads);
   };
   start_server();
   const Endpoint endpoint{"localhost:" + std::to_string(server_->port()), "fast0"};

@@ -10,6 +10,7 @@
 #include "smartinf/base/check.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/device_space.h"
 #include "smartinf/serve/remote_snapshot.h"
 #include "smartinf/serve/samples.h"
 
@@ -32,12 +33,11 @@ class RemoteDevice final : public csd::Device {
  public:
   RemoteDevice(std::string name, Endpoint endpoint, RemoteOptions options,
                std::unique_ptr<ClientSession> session, Attached attached,
-               std::vector<compress::MatrixLayout> matrices)
+               const csd::DeviceSpace& space)
       : endpoint_(std::move(endpoint)),
         options_(std::move(options)),
         info_(std::move(attached.info)),
-        layout_(std::move(attached.layout)),
-        matrices_(std::move(matrices)),
+        space_(space),
         standing_(std::move(attached.standing)),
         vitals_(attached.vitals),
         session_(std::move(session)) {
@@ -45,7 +45,6 @@ class RemoteDevice final : public csd::Device {
     const std::string kind = std::move(info_.kind);
     info_.kind = "remote" + (kind.starts_with(kLocal) ? kind.substr(kLocal.size()) : " " + kind);
     info_.name = std::move(name);
-    for (size_t i = 0; i < layout_.subgroups.size(); ++i) index_[layout_.subgroups[i].id] = i;
     session_->start(
         {[this](const Down& down, const InFrame& frame) { return on_frame(down, frame); },
          [this](const Status& why) { on_lost(why); }});
@@ -62,7 +61,7 @@ class RemoteDevice final : public csd::Device {
   }
 
   const csd::DeviceInfo& info() const override { return info_; }
-  const storage::StoreLayout& layout() const override { return layout_; }
+  const storage::StoreLayout& layout() const override { return space_.layout(); }
   storage::StoreState state() const override {
     const std::lock_guard lock(mutex_);
     return standing_.state;
@@ -81,7 +80,7 @@ class RemoteDevice final : public csd::Device {
     return Status();
   }
   void submit(csd::Command& command) override {
-    std::visit([&](const auto& message) { start(command, message); }, command.message);
+    std::visit([&](auto& message) { start(command, message); }, command.message);
   }
   base::TrafficReading host_traffic() const override {
     const std::lock_guard lock(mutex_);
@@ -105,43 +104,69 @@ class RemoteDevice final : public csd::Device {
   }
 
  private:
-  /// Where results go, and how much of them came. subgroup: its index; for the spool 0.
+  /// Where results go, and how much of them came.
   struct Place {
     std::byte* memory = nullptr;
     uint64_t bytes = 0;
+    base::SubgroupId subgroup;
+    base::Bf16* samples = nullptr;  // of the whole space, in place of memory
     uint64_t came = 0;
     std::vector<std::byte> packed;  // samples, until all of them are there
-    base::Bf16* samples = nullptr;
   };
+  using Places = std::vector<Place>;
   /// A command of the caller's; a gradient may be several of the session's.
-  struct Whole {
+  struct PendingCommand {
     csd::Command* command = nullptr;
     uint32_t left = 1;
     Status status;
   };
   struct Pending {
-    std::shared_ptr<Whole> whole;
-    std::unordered_map<uint64_t, Place> places;  // by place_key()
-    Status damaged;                              // of what came
+    std::shared_ptr<PendingCommand> whole;
+    Places places;
+    Status damaged;  // of what came
   };
-  static uint64_t place_key(Target target, base::SubgroupId subgroup) {
-    return uint64_t{subgroup.value} << 8 | static_cast<uint64_t>(target);
-  }
-  using Places = std::unordered_map<uint64_t, Place>;
+  /// The memory of a message (csd/messages/step.h).
+  struct MemoryList {
+    const csd::DeviceSpace& space;
+    std::vector<Payload> payload = {};
+    Places places = {};
 
-  uint64_t count_of(base::SubgroupId subgroup) const {
-    const auto found = index_.find(subgroup);
-    return found == index_.end() ? 0 : layout_.subgroups[found->second].count;
-  }
+    template <typename T>
+    void down(const T* memory, uint64_t bytes) {
+      if (memory != nullptr) payload.push_back(copy_of(memory, bytes));
+    }
+    void down(std::span<const std::byte> memory) { down(memory.data(), memory.size()); }
+    template <typename T>
+    void up(T* memory, uint64_t bytes, base::SubgroupId subgroup) {
+      if (memory == nullptr) return;
+      places.push_back({reinterpret_cast<std::byte*>(memory), bytes, subgroup});
+    }
+    void up(std::span<std::byte> memory, base::SubgroupId subgroup) {
+      up(memory.data(), memory.size(), subgroup);
+    }
+    void samples(base::Bf16* memory, base::SubgroupId subgroup) {
+      if (memory == nullptr) return;
+      const storage::StoredSubgroup& stored = *space.find(subgroup);
+      const uint64_t count =
+          compress::samples_in(space.matrices(), stored.first_element, stored.count);
+      places.push_back({nullptr, count * sizeof(base::Bf16), subgroup, memory});
+    }
+  };
 
   // ---- Down to the server.
 
-  void send(const std::shared_ptr<Whole>& whole, CommandBody body, Places places,
-            std::vector<Payload> payload, uint64_t bytes) {
+  /// False: there was no room for it, and no more is to be sent of its command.
+  bool send(const std::shared_ptr<PendingCommand>& whole, CommandBody body, MemoryList memory) {
+    uint64_t bytes = 0;
+    for (const Payload& part : memory.payload) bytes += part.bytes.size();
+    if (Status room = session_->wait_for_room(bytes); !room.ok()) {
+      for (uint32_t left = whole->left; left > 0; --left) finish(whole, room);
+      return false;
+    }
     const bool sent =
-        session_->send(std::move(body), std::move(payload), bytes, [&](uint64_t number) {
+        session_->send(std::move(body), std::move(memory.payload), bytes, [&](uint64_t number) {
           const std::lock_guard lock(mutex_);
-          pending_.emplace(number, Pending{whole, std::move(places), {}});
+          pending_.emplace(number, Pending{whole, std::move(memory.places), {}});
         });
     Status lost;
     {
@@ -153,134 +178,46 @@ class RemoteDevice final : public csd::Device {
     } else if (!lost.ok()) {
       on_lost(lost);  // before the command was among those that it answers
     }
+    return true;
   }
 
-  /// One without payload.
-  void plain(csd::Command& command, CommandBody body, Places places = {}) {
-    send(std::make_shared<Whole>(Whole{&command, 1, {}}), std::move(body), std::move(places), {},
-         0);
+  template <typename One>
+  void start(csd::Command& command, One& message) {
+    const auto whole = std::make_shared<PendingCommand>(PendingCommand{&command, 1, {}});
+    if (Status wrong = csd::check(message, space_); !wrong.ok()) return finish(whole, wrong);
+    if constexpr (std::is_same_v<One, csd::PutGradient>) {
+      send_in_pieces(whole, message);
+    } else {
+      send_one(whole, message);
+    }
   }
-  void with_payload(csd::Command& command, CommandBody body, std::vector<Payload> payload) {
-    const auto whole = std::make_shared<Whole>(Whole{&command, 1, {}});
-    uint64_t bytes = 0;
-    for (const Payload& part : payload) bytes += part.bytes.size();
-    if (Status room = session_->wait_for_room(bytes); !room.ok()) return finish(whole, room);
-    send(whole, std::move(body), {}, std::move(payload), bytes);
+  template <typename One>
+  bool send_one(const std::shared_ptr<PendingCommand>& whole, One& message) {
+    MemoryList memory{space_};
+    csd::memory(memory, message, space_);
+    return send(whole, csd::Message(message), std::move(memory));
   }
-
-  template <typename Message>
-  void start(csd::Command& command, const Message& message) {  // those without memory
-    plain(command, message);
-  }
-  void start(csd::Command& command, const csd::PutGradient& put) {
+  /// The server keeps a gradient's pieces no longer than it takes to put them.
+  void send_in_pieces(const std::shared_ptr<PendingCommand>& whole, const csd::PutGradient& put) {
     const uint64_t element_bytes = base::data_type_bytes(put.type);
     const uint64_t piece = kPieceBytes / element_bytes;
     const uint64_t pieces = std::max<uint64_t>(1, base::divide_up(put.count, piece));
-    const auto whole = std::make_shared<Whole>(Whole{&command, static_cast<uint32_t>(pieces), {}});
-    for (uint64_t i = 0; i < pieces; ++i) {
-      const uint64_t first = i * piece;
-      const uint64_t count = std::min(piece, put.count - first);
-      const uint64_t bytes = count * element_bytes;
-      if (Status room = session_->wait_for_room(bytes); !room.ok()) {
-        for (; i < pieces; ++i) finish(whole, room);
-        return;
-      }
-      const auto* data = static_cast<const std::byte*>(put.gradient) + first * element_bytes;
-      send(whole, Gradient{put.subgroup, put.first + first, count, put.type}, {},
-           {copy_of(data, bytes)}, bytes);
+    whole->left = static_cast<uint32_t>(pieces);
+    for (uint64_t first = 0; first < std::max<uint64_t>(1, put.count); first += piece) {
+      csd::PutGradient some = put;
+      some.first += first;
+      some.count = std::min(piece, put.count - first);
+      some.gradient = static_cast<const std::byte*>(put.gradient) + first * element_bytes;
+      if (!send_one(whole, some)) return;
     }
-  }
-  void start(csd::Command& command, const csd::PutCompressedGradient& put) {
-    with_payload(command, CompressedGradient{put.subgroup},
-                 {copy_of(put.message.data(), put.message.size())});
-  }
-  void start(csd::Command& command, const csd::Update& update) {
-    UpdateWanted wanted{update.weights_type, update.scalars,      {},
-                        update.as_completed, update.keep_updated, update.weights_on_demand};
-    Places places;
-    for (const csd::SubgroupUpdate& entry : update.updates) {
-      wanted.updates.push_back(
-          {entry.subgroup, entry.weights_out != nullptr, entry.samples_out != nullptr});
-      const auto found = index_.find(entry.subgroup);
-      if (found == index_.end()) continue;  // the server says so
-      const storage::StoredSubgroup& subgroup = layout_.subgroups[found->second];
-      if (entry.weights_out != nullptr) {
-        Place& place = places[place_key(Target::kWeights, entry.subgroup)];
-        place.memory = static_cast<std::byte*>(entry.weights_out);
-        place.bytes = subgroup.count * base::data_type_bytes(update.weights_type);
-      }
-      if (entry.samples_out != nullptr) {
-        Place& place = places[place_key(Target::kSamples, entry.subgroup)];
-        place.samples = entry.samples_out;
-        place.bytes = sizeof(base::Bf16) *
-                      compress::samples_in(matrices_, subgroup.first_element, subgroup.count);
-      }
-    }
-    plain(command, std::move(wanted), std::move(places));
-  }
-  void start(csd::Command& command, const csd::ReadWeights& read) {
-    Places places;
-    Place& place = places[place_key(Target::kWeights, read.subgroup)];
-    place.memory = static_cast<std::byte*>(read.weights_out);
-    place.bytes = count_of(read.subgroup) * base::data_type_bytes(read.type);
-    plain(command, ReadWanted{read.subgroup, read.step, read.type}, std::move(places));
-  }
-  void start(csd::Command& command, const csd::ReadState& read) {
-    StateWanted wanted{read.subgroup, read.first, read.count, 0};
-    Places places;
-    for (size_t plane = 0; plane < read.planes.size(); ++plane) {
-      if (read.planes[plane] == nullptr || plane >= layout_.planes.size()) continue;
-      wanted.planes |= 1u << plane;
-      Place& place = places[place_key(static_cast<Target>(plane), read.subgroup)];
-      place.memory = reinterpret_cast<std::byte*>(read.planes[plane]);
-      place.bytes = read.count * sizeof(float);
-    }
-    plain(command, wanted, std::move(places));
-  }
-  void start(csd::Command& command, const csd::WriteState& write) {
-    StateGiven given{write.subgroup, write.count, 0, write.plane_mask, write.residual != nullptr};
-    std::vector<Payload> payload;
-    // A wrong count is the server's to refuse, and nothing that this memory need hold.
-    const bool whole = write.count == count_of(write.subgroup);
-    for (size_t plane = 0; plane < write.planes.size() && whole; ++plane) {
-      if (write.planes[plane] == nullptr || plane >= layout_.planes.size()) continue;
-      given.planes |= 1u << plane;
-      payload.push_back(copy_of(write.planes[plane], write.count * sizeof(float)));
-    }
-    if (write.residual != nullptr && whole) {
-      payload.push_back(copy_of(write.residual, write.count * sizeof(base::Bf16)));
-    }
-    if (!whole) given.residual = false;
-    with_payload(command, given, std::move(payload));
-  }
-  /// What goes over the network need not be aligned; the interface says that it is.
-  bool refused(csd::Command& command, const std::byte* memory) {
-    if (reinterpret_cast<uintptr_t>(memory) % base::kIoAlignment == 0) return false;
-    finish(std::make_shared<Whole>(Whole{&command, 1, {}}),
-           Status(ErrorCode::kInvalidArgument,
-                  fmt::format("memory of what is spooled must be a multiple of {}",
-                              base::kIoAlignment)));
-    return true;
-  }
-  void start(csd::Command& command, const csd::PutSpool& put) {
-    if (refused(command, put.bytes.data())) return;
-    with_payload(command, SpoolGiven{put.offset_bytes},
-                 {copy_of(put.bytes.data(), put.bytes.size())});
-  }
-  void start(csd::Command& command, const csd::GetSpool& get) {
-    if (refused(command, get.out.data())) return;
-    Places places;
-    Place& place = places[place_key(Target::kSpool, {})];
-    place.memory = get.out.data();
-    place.bytes = get.out.size();
-    plain(command, SpoolWanted{get.offset_bytes, get.out.size()}, std::move(places));
   }
 
   /// Sends what is no command of the interface's and waits for its end.
   Status call(CommandBody body) {
     csd::CompletionQueue replies;
     csd::Command command{csd::Flush{}, &replies, nullptr};
-    plain(command, std::move(body));
+    send(std::make_shared<PendingCommand>(PendingCommand{&command, 1, {}}), std::move(body),
+         MemoryList{space_});
     csd::Completion completion;
     const std::chrono::duration<double> bound(options_.deadline_seconds +
                                               options_.reconnect_seconds);
@@ -317,9 +254,10 @@ class RemoteDevice final : public csd::Device {
     if (pending == pending_.end()) {
       return lost_.ok() ? wrong("results of no command") : Status();
     }
-    const auto found = pending->second.places.find(place_key(data.target, data.subgroup));
-    if (found == pending->second.places.end()) return wrong("results that were not asked for");
-    Place& place = found->second;
+    if (data.place >= pending->second.places.size()) {
+      return wrong("results that were not asked for");
+    }
+    Place& place = pending->second.places[data.place];
     // In order, so that what has come is all there up to a point.
     if (data.offset_bytes != place.came || frame.payload_bytes() > place.bytes - place.came) {
       return wrong("results out of order");
@@ -333,7 +271,7 @@ class RemoteDevice final : public csd::Device {
       pending->second.damaged =
           Status(ErrorCode::kCorrupt,
                  fmt::format("what server {} sent of subgroup {} is not what came",
-                             endpoint_.address, data.subgroup.value),
+                             endpoint_.address, place.subgroup.value),
                  "It was damaged on its way or in a memory: check both machines' (the step can be "
                  "repeated).");
     }
@@ -342,17 +280,16 @@ class RemoteDevice final : public csd::Device {
 
   /// All that was to come for a subgroup.
   bool complete(Pending& pending, base::SubgroupId subgroup) {
-    for (const Target target : {Target::kWeights, Target::kSamples}) {
-      const auto found = pending.places.find(place_key(target, subgroup));
-      if (found == pending.places.end()) continue;
-      Place& place = found->second;
+    for (Place& place : pending.places) {
+      if (place.subgroup != subgroup) continue;
       if (place.came != place.bytes) return false;
       if (place.samples == nullptr) continue;
       const std::span<const base::Bf16> packed(
           reinterpret_cast<const base::Bf16*>(place.packed.data()),
           place.packed.size() / sizeof(base::Bf16));
-      const storage::StoredSubgroup& stored = layout_.subgroups[index_.at(subgroup)];
-      if (pending.damaged.ok() && !unpack_samples(matrices_, stored, packed, place.samples)) {
+      const storage::StoredSubgroup& stored = *space_.find(subgroup);
+      if (pending.damaged.ok() &&
+          !unpack_samples(space_.matrices(), stored, packed, place.samples)) {
         return false;
       }
       place.packed = {};
@@ -380,7 +317,7 @@ class RemoteDevice final : public csd::Device {
 
   Status on_done(const DoneFrame& done) {
     Status status = done.outcome;
-    std::shared_ptr<Whole> whole;
+    std::shared_ptr<PendingCommand> whole;
     {
       const std::lock_guard lock(mutex_);
       vitals_ = done.vitals;
@@ -388,9 +325,8 @@ class RemoteDevice final : public csd::Device {
       const auto pending = pending_.find(done.command);
       if (pending == pending_.end()) return lost_.ok() ? wrong("an answer to nothing") : Status();
       if (status.ok()) status = pending->second.damaged;
-      const bool all = std::ranges::all_of(pending->second.places, [](const auto& entry) {
-        return entry.second.came == entry.second.bytes;
-      });
+      const bool all = std::ranges::all_of(
+          pending->second.places, [](const Place& place) { return place.came == place.bytes; });
       const bool update = pending->second.whole->command->as<csd::Update>() != nullptr;
       if (status.ok() && !all && !update) return wrong("an answer before its results");
       whole = pending->second.whole;
@@ -406,7 +342,7 @@ class RemoteDevice final : public csd::Device {
                   "This is a bug in smartinf; please report it.");
   }
 
-  void finish(const std::shared_ptr<Whole>& whole, Status status) {
+  void finish(const std::shared_ptr<PendingCommand>& whole, Status status) {
     {
       const std::lock_guard lock(mutex_);
       if (whole->status.ok()) whole->status = std::move(status);
@@ -431,9 +367,7 @@ class RemoteDevice final : public csd::Device {
   const Endpoint endpoint_;
   const RemoteOptions options_;
   csd::DeviceInfo info_;
-  const storage::StoreLayout layout_;
-  const std::vector<compress::MatrixLayout> matrices_;
-  std::unordered_map<base::SubgroupId, size_t> index_;
+  const csd::DeviceSpace space_;
 
   mutable std::mutex mutex_;
   Standing standing_;
@@ -449,10 +383,12 @@ class RemoteDevice final : public csd::Device {
 std::unique_ptr<csd::Device> make_remote_device(std::string name, const Endpoint& endpoint,
                                                 const RemoteOptions& options,
                                                 std::unique_ptr<ClientSession> session,
-                                                Attached attached,
-                                                std::vector<compress::MatrixLayout> matrices) {
+                                                Attached attached, const csd::DeviceShare& share) {
+  csd::DeviceShare opened = share;
+  opened.spool_bytes = attached.info.spool_bytes;
+  const csd::DeviceSpace space(std::move(attached.layout), opened);
   return std::make_unique<RemoteDevice>(std::move(name), endpoint, options, std::move(session),
-                                        std::move(attached), std::move(matrices));
+                                        std::move(attached), space);
 }
 
 }  // namespace smartinf::serve::wire

@@ -89,7 +89,7 @@ class RemoteSource final : public csd::DeviceSource {
     SI_ASSIGN_OR_RETURN(
         auto session, wire::ClientSession::attach(*endpoint_, options_.remote, request, attached));
     return wire::make_remote_device(options_.name, *endpoint_, options_.remote, std::move(session),
-                                    std::move(attached), share.matrices);
+                                    std::move(attached), share);
   }
 
   /// One question on a stream of its own.

@@ -20,21 +20,30 @@ InFrame frame_of(const std::vector<std::byte>& bytes) {
 }
 
 TEST(RemoteWire, MessagesComeAsTheyWere) {
-  UpdateWanted update;
+  csd::Update update;
   update.scalars.resize(2);
   update.scalars[1].lr = 0.25f;
-  update.updates = {{base::SubgroupId{7}, true, false}, {base::SubgroupId{9}, false, true}};
-  update.keep_updated = true;
-  const Up sent{42, CommandFrame{0, 0, update}};
+  float weights = 0;
+  base::Bf16 samples{};
+  update.updates = {{base::SubgroupId{7}, &weights, nullptr},
+                    {base::SubgroupId{9}, nullptr, &samples}};
+  update.mode = plan::UpdateMode::kRest;
+  const Up sent{42, CommandFrame{0, 0, csd::Message(update)}};
   const auto came = decode<Up>(frame_of(encode(sent)));
   ASSERT_TRUE(came.ok()) << came.status().to_string();
   EXPECT_EQ(came->number, 42u);
-  const auto& same = std::get<UpdateWanted>(std::get<CommandFrame>(came->body).body);
+  const auto& same =
+      std::get<csd::Update>(std::get<csd::Message>(std::get<CommandFrame>(came->body).body));
   EXPECT_EQ(same.scalars, update.scalars);
   ASSERT_EQ(same.updates.size(), 2u);
   EXPECT_EQ(same.updates[1].subgroup, base::SubgroupId{9});
-  EXPECT_TRUE(same.updates[1].samples);
-  EXPECT_TRUE(same.keep_updated);
+  // That there is memory, and not where.
+  EXPECT_NE(same.updates[0].weights_out, nullptr);
+  EXPECT_NE(same.updates[0].weights_out, &weights);
+  EXPECT_EQ(same.updates[0].samples_out, nullptr);
+  EXPECT_EQ(same.updates[1].weights_out, nullptr);
+  EXPECT_NE(same.updates[1].samples_out, nullptr);
+  EXPECT_EQ(same.mode, plan::UpdateMode::kRest);
 
   Attached attached;
   attached.outcome = base::Status(base::ErrorCode::kBusy, "in use", "Wait.", {"/a", 5, {}, 16});
@@ -48,7 +57,8 @@ TEST(RemoteWire, MessagesComeAsTheyWere) {
 }
 
 TEST(RemoteWire, AHeadThatWasCutOrChangedIsNone) {
-  const std::vector<std::byte> whole = encode(Up{3, CommandFrame{0, 0, csd::Prepare{5, "meta"}}});
+  const std::vector<std::byte> whole =
+      encode(Up{3, CommandFrame{0, 0, csd::Message(csd::Prepare{5, "meta"})}});
   for (size_t size = 0; size < whole.size(); ++size) {
     const std::vector<std::byte> cut(whole.begin(), whole.begin() + static_cast<long>(size));
     EXPECT_FALSE(InFrame::split({cut}, nullptr).ok()) << size;
@@ -69,7 +79,8 @@ base::Result<Up> decode_raw(std::vector<std::byte> head) {
 TEST(RemoteWire, LengthsAreNotBelieved) {
   base::Encoder writer;
   writer(uint64_t{1}, uint8_t{0});               // a command
-  writer(uint64_t{0}, uint64_t{0}, uint8_t{1});  // prefetch
+  writer(uint64_t{0}, uint64_t{0}, uint8_t{0});  // with a message
+  writer(uint8_t{1});                            // prefetch
   writer(~uint32_t{0});                          // of 2^32 - 1 subgroups
   EXPECT_FALSE(decode_raw(writer.take()).ok());
   base::Encoder alternative;

@@ -46,6 +46,7 @@ struct Kind {
   bool opencl = false;           // OpenClProcessor on the first device there is
   OpenClMemory opencl_memory = OpenClMemory::kAuto;
   StateFormat format = StateFormat::kF32;
+  kernels::UpdateRule rule = kernels::UpdateRule::kAdamW;
   storage::RingKind ring = storage::RingKind::kAuto;
   plan::ScheduleVariant schedule = plan::ScheduleVariant::kOverlapped;
   uint32_t threads = 2;
@@ -259,7 +260,8 @@ class DeviceContract : public testing::TestWithParam<Kind> {
       if (const std::string why = no_opencl(); !why.empty()) GTEST_SKIP() << why;
     }
     if (GetParam().remote && !serve::wire::has_transport()) GTEST_SKIP() << "built without gRPC";
-    layout_ = test_layout(GetParam().format, GetParam().spill ? type_bytes() : 0);
+    layout_ =
+        test_layout(GetParam().format, GetParam().spill ? type_bytes() : 0, 6, GetParam().rule);
     const storage::StoredSubgroup& last = layout_.subgroups.back();
     groups_ = test_groups(last.first_element + last.count);
     matrices_ = test_matrices(last.first_element + last.count);
@@ -439,7 +441,7 @@ class DeviceContract : public testing::TestWithParam<Kind> {
   Update update_of(uint64_t step) {
     Update update;
     update.weights_type = GetParam().weights_type;
-    update.scalars = test_scalars(step);
+    update.scalars = test_scalars(step, GetParam().rule);
     weights_.clear();
     for (const storage::StoredSubgroup& subgroup : layout_.subgroups) {
       weights_.emplace_back(subgroup.count * base::data_type_bytes(update.weights_type));

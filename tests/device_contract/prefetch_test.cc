@@ -135,7 +135,7 @@ TEST_P(PrefetchContract, AnEarlyUpdateThatIsDoneAgainReadsTheCommittedState) {
   ReferenceModel reference(layout_, groups_);
   begin_and_wait(1);
   Update wrong = update_of(1);
-  wrong.as_completed = true;
+  wrong.mode = plan::UpdateMode::kAsCompleted;
   for (kernels::StepScalars& scalars : wrong.scalars) scalars.gradient_scale *= 2.0f;
   Command early{wrong};
   CompletionQueue replies;  // of its own: gradients are answered meanwhile

@@ -28,6 +28,52 @@ TEST_P(DeviceContract, GivesTheBitsOfThePlainReference) {
   expect_state(reference);
 }
 
+/// Every rule in every state format, on each way that a message goes to a processor.
+class RuleContract : public DeviceContract {};
+
+std::vector<Kind> rule_kinds(bool opencl) {
+  std::vector<Kind> all;
+  for (const kernels::UpdateRule rule : kernels::all_update_rules()) {
+    for (const StateFormat format : {StateFormat::kF32, StateFormat::kBf16, StateFormat::kQ8}) {
+      const auto add = [&](std::string_view device, auto change) {
+        Kind kind;
+        change(kind);
+        kind.rule = rule;
+        kind.format = format;
+        kind.name = std::string(device) + "_" + std::string(kernels::update_rule_name(rule)) + "_" +
+                    std::string(base::enum_name(format));
+        all.push_back(kind);
+      };
+      if (opencl) {
+        add("opencl", [](Kind& k) { k.opencl = true; });
+        continue;
+      }
+      add("memory", [](Kind&) {});
+      add("local", [](Kind& k) { k.memory = false; });
+      add("other_processor", [](Kind& k) { k.other_processor = true; });
+      add("remote", [](Kind& k) { k.remote = true; });
+      if (format == StateFormat::kF32) add("fake", [](Kind& k) { k.fake = true; });
+    }
+  }
+  return all;
+}
+
+TEST_P(RuleContract, GivesTheBitsOfThePlainReference) {
+  create();
+  ASSERT_FALSE(HasFatalFailure());
+  ReferenceModel reference(layout_, groups_, GetParam().rule);
+  for (uint64_t number = 1; number <= 2; ++number) {
+    step(number);
+    ASSERT_FALSE(HasFatalFailure());
+    EXPECT_TRUE(weights_ ==
+                reference.step(number, GetParam().gradient_type, GetParam().weights_type))
+        << "weights of step " << number;
+    finish_step(number);
+    ASSERT_FALSE(HasFatalFailure());
+  }
+  expect_state(reference);
+}
+
 TEST_P(DeviceContract, GivesASnapshotOfTheCommittedStep) {
   create();
   ASSERT_FALSE(HasFatalFailure());
@@ -127,7 +173,7 @@ TEST_P(DeviceContract, AnUpdateThatHasNotStartedIsStopped) {
   const std::vector<float> ones(first.count, 1.0f);
   const auto wait_behind_a_write = [&](Update message, Message end, base::ErrorCode outcome) {
     ASSERT_TRUE(run(BeginStep{1}).ok());
-    if (!message.as_completed) put_all(1);
+    if (message.mode != plan::UpdateMode::kAsCompleted) put_all(1);
     faults_.done = 0;
     faults_.what = Faults::What::kHoldWrites;
     Command write{WriteState{first.id, first.count, {ones.data()}}};
@@ -150,7 +196,7 @@ TEST_P(DeviceContract, AnUpdateThatHasNotStartedIsStopped) {
   wait_behind_a_write(update_of(1), Abort{1}, base::ErrorCode::kCancelled);
   if (device_->info().updates_as_completed.ok()) {
     Update early = update_of(1);  // of gradients that never come
-    early.as_completed = true;
+    early.mode = plan::UpdateMode::kAsCompleted;
     wait_behind_a_write(early, Abort{1}, base::ErrorCode::kCancelled);
     wait_behind_a_write(early, StopUpdate{}, base::ErrorCode::kOk);
   }
@@ -322,7 +368,7 @@ TEST_P(OneSlotContract, OfSeveralCompleteSubgroupsTheLastOneIsUpdatedFirst) {
   ReferenceModel reference(layout_, groups_);
   ASSERT_TRUE(run(BeginStep{1}).ok());
   Command early{update_of(1)};
-  std::get<Update>(early.message).as_completed = true;
+  std::get<Update>(early.message).mode = plan::UpdateMode::kAsCompleted;
   CompletionQueue replies;  // of its own: gradients are answered meanwhile
   early.replies = &replies;
   device_->submit(early);
@@ -335,8 +381,7 @@ TEST_P(OneSlotContract, OfSeveralCompleteSubgroupsTheLastOneIsUpdatedFirst) {
   while (faults_.done == 0) std::this_thread::yield();  // it has the slot
   for (const size_t i : {5, 0, 1, 4, 2}) put_whole(i);
   Update update = std::get<Update>(early.message);
-  update.as_completed = false;
-  update.keep_updated = true;
+  update.mode = plan::UpdateMode::kRest;
   Command rest{update};
   driver_.ready.clear();
   driver_.start(rest);
@@ -365,6 +410,10 @@ std::vector<Kind> one_slot_kinds() {
 INSTANTIATE_TEST_SUITE_P(Kinds, OneSlotContract, testing::ValuesIn(one_slot_kinds()),
                          [](const auto& param) { return param.param.name; });
 
+INSTANTIATE_TEST_SUITE_P(Rules, RuleContract, testing::ValuesIn(rule_kinds(false)),
+                         [](const auto& param) { return param.param.name; });
+INSTANTIATE_TEST_SUITE_P(OpenCl, RuleContract, testing::ValuesIn(rule_kinds(true)),
+                         [](const auto& param) { return param.param.name; });
 INSTANTIATE_TEST_SUITE_P(Kinds, DeviceContract, testing::ValuesIn(kinds()),
                          [](const auto& param) { return param.param.name; });
 INSTANTIATE_TEST_SUITE_P(OpenCl, DeviceContract, testing::ValuesIn(opencl_kinds()),

@@ -318,7 +318,7 @@ TEST_P(WeightsContract, AnUpdateOnDemandFollowsItsReaders) {
   ReferenceModel reference(layout_, groups_);
   begin_with_gradients(1);
   Update message = streamed_update(1, {4});
-  message.weights_on_demand = true;
+  message.mode = plan::UpdateMode::kOnDemand;
   Command update{message};
   driver_.ready.clear();
   driver_.start(update);
@@ -356,7 +356,7 @@ TEST_P(WeightsContract, AnUpdateOnDemandThatNobodyReadsIsFinished) {
   EXPECT_TRUE(run(FinishUpdate{}).ok()) << "there is none";
   begin_with_gradients(1);
   Update message = streamed_update(1);
-  message.weights_on_demand = true;
+  message.mode = plan::UpdateMode::kOnDemand;
   // All at once, as a queue may bring them.
   std::vector<std::unique_ptr<Command>> commands;
   for (Message next :
@@ -374,7 +374,7 @@ TEST_P(WeightsContract, AnUpdateOnDemandThatNobodyReadsIsFinished) {
   // Nor does the device wait for them when it is closed.
   begin_with_gradients(2);
   Update second = streamed_update(2);
-  second.weights_on_demand = true;
+  second.mode = plan::UpdateMode::kOnDemand;
   Command unread{second};
   driver_.start(unread);
   device_.reset();
@@ -392,7 +392,7 @@ TEST_P(WeightsContract, AnAbortEndsTheReadsThatWaitForTheStep) {
     begin_with_gradients(1);
     const auto waiting = updates ? ask(2, 1, other) : ask(2, 1);
     Update message = streamed_update(1);
-    message.weights_on_demand = true;
+    message.mode = plan::UpdateMode::kOnDemand;
     Command update{message};
     if (updates) {
       driver_.start(update);
@@ -468,12 +468,14 @@ TEST_P(WeightsContract, ReadsThatCannotBeServedAreRefused) {
   EXPECT_EQ(answer_of(0, 2).code(), ErrorCode::kFailedPrecondition);
   EXPECT_TRUE(answer_of(0, 1).ok());
   if (GetParam().fake) return;
-  Update both = streamed_update(2);
+  Update other_planes = streamed_update(2);
   begin_with_gradients(2);
-  both.as_completed = both.weights_on_demand = true;
-  EXPECT_EQ(run(both).code(), ErrorCode::kInvalidArgument);
+  for (kernels::StepScalars& scalars : other_planes.scalars) {
+    scalars.rule = kernels::UpdateRule::kLion;
+  }
+  EXPECT_EQ(run(other_planes).code(), ErrorCode::kMismatch);
   const Status failed = answer_of(0, 2);
-  EXPECT_EQ(failed.code(), ErrorCode::kInvalidArgument) << "the step can only be aborted";
+  EXPECT_EQ(failed.code(), ErrorCode::kMismatch) << "the step can only be aborted";
   EXPECT_TRUE(run(Abort{2}).ok());
   if (GetParam().writes_postponed()) {
     ASSERT_TRUE(run(Flush{}).ok());
@@ -521,7 +523,7 @@ TEST_P(WeightsContract, AnUpdateOfCompletedGradientsServesNoReaders) {
     ASSERT_TRUE(run(BeginStep{number}).ok());
     Command early{streamed_update(number)};
     Update& guess = std::get<Update>(early.message);
-    guess.as_completed = true;
+    guess.mode = plan::UpdateMode::kAsCompleted;
     if (!guessed_right) guess.scalars = test_scalars(number + 7);
     CompletionQueue replies;  // of its own: gradients are answered meanwhile
     early.replies = &replies;
@@ -534,7 +536,7 @@ TEST_P(WeightsContract, AnUpdateOfCompletedGradientsServesNoReaders) {
     }
     for (const auto& reading : readings) EXPECT_FALSE(reading->answered_within({}));
     Update update = streamed_update(number);
-    update.keep_updated = guessed_right;
+    if (guessed_right) update.mode = plan::UpdateMode::kRest;
     ASSERT_TRUE(run(update).ok());
     if (guessed_right) {
       for (const auto& reading : readings) EXPECT_FALSE(reading->answered_within({}));

@@ -203,7 +203,7 @@ class SharedDevice final : public csd::Device {
     state_ = report.state;
     metadata_ = std::move(report.client_metadata);
     info_ = std::move(report.info);
-    info_.elsewhere = here_ == nullptr;
+    info_.of_other_rank = here_ == nullptr;
     info_.rank = owner_.rank();
   }
   template <typename Call>

@@ -1,0 +1,13 @@
+#include "smartinf/csd/beside_access.h"
+
+#include "smartinf/csd/spool_access.h"
+
+namespace smartinf::csd {
+
+std::vector<std::unique_ptr<BesideAccess>> make_beside_accesses(DeviceParts& parts) {
+  std::vector<std::unique_ptr<BesideAccess>> all;
+  all.push_back(std::make_unique<SpoolAccess>(parts));
+  return all;
+}
+
+}  // namespace smartinf::csd

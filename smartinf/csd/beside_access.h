@@ -1,0 +1,41 @@
+// What serves a family of messages beside steps: as they come, whatever else is under way.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "smartinf/base/status.h"
+#include "smartinf/csd/device.h"
+#include "smartinf/csd/device_parts.h"
+#include "smartinf/storage/store.h"
+
+namespace smartinf::csd {
+
+/// Threads: the device's I/O thread.
+class BesideAccess {
+ public:
+  virtual ~BesideAccess() = default;
+
+  /// Whether a command is of its family.
+  virtual bool serves(const Command& command) const = 0;
+  /// Answers it when it is done; at once with `refusal`, unless that is ok.
+  virtual void serve(Command& command, base::Status refusal) = 0;
+  /// A transfer that has ended: whether it was one of its own.
+  virtual bool took(storage::SubgroupIo& io) = 0;
+  /// The store has something to do for it.
+  virtual bool moving() const = 0;
+  /// Nothing is unanswered.
+  virtual bool idle() const = 0;
+  /// The store cannot go on.
+  virtual void abandon(const base::Status& status) = 0;
+  /// Answers what has passed the host link.
+  virtual void on_time(uint64_t now_ns) = 0;
+  /// When on_time() will have something to do; ~0: nothing is on the link.
+  virtual uint64_t next_due_ns() const = 0;
+};
+
+/// One of each family that is served so.
+std::vector<std::unique_ptr<BesideAccess>> make_beside_accesses(DeviceParts& parts);
+
+}  // namespace smartinf::csd

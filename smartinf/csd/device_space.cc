@@ -1,0 +1,24 @@
+#include "smartinf/csd/device_space.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace smartinf::csd {
+
+DeviceSpace::DeviceSpace(storage::StoreLayout layout, const DeviceShare& share)
+    : layout_(std::move(layout)), matrices_(share.matrices), spool_bytes_(share.spool_bytes) {
+  for (size_t i = 0; i < layout_.subgroups.size(); ++i) index_[layout_.subgroups[i].id] = i;
+  for (const plan::GroupSpan& span : share.groups) groups_ = std::max(groups_, span.group + 1);
+}
+
+const storage::StoredSubgroup* DeviceSpace::find(base::SubgroupId subgroup) const {
+  const auto found = index_.find(subgroup);
+  return found == index_.end() ? nullptr : &layout_.subgroups[found->second];
+}
+
+uint64_t DeviceSpace::elements(base::SubgroupId subgroup) const {
+  const storage::StoredSubgroup* found = find(subgroup);
+  return found == nullptr ? 0 : found->count;
+}
+
+}  // namespace smartinf::csd

@@ -53,7 +53,7 @@ struct Bytes {
 
 void at_the_gate(const Up& up) {
   static const csd::DeviceSpace space(gate_layout(),
-                                      {0, 0, 0, 0, 0, {{0, 4 * base::kBlockElements, 0}}, {}});
+                                      {0, 0, 0, 0, 0, {{0, 4 * base::kBlockElements, 0}}, {}}, 0);
   const auto* command = std::get_if<CommandFrame>(&up.body);
   if (command == nullptr) return;
   storage::StoreState state;

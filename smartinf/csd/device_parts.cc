@@ -7,6 +7,7 @@
 #include "smartinf/base/clock.h"
 #include "smartinf/base/log.h"
 #include "smartinf/base/units.h"
+#include "smartinf/csd/device_space.h"
 #include "smartinf/plan/memory_plan.h"
 
 namespace smartinf::csd {
@@ -85,8 +86,7 @@ uint64_t DeviceParts::send_weights(base::SubgroupId subgroup, uint64_t begin_ns,
 base::Result<uint32_t> DeviceParts::find(base::SubgroupId subgroup) const {
   const auto found = index_of.find(subgroup);
   if (found != index_of.end()) return found->second;
-  return base::Status(base::ErrorCode::kInvalidArgument,
-                      "subgroup " + std::to_string(subgroup.value) + " belongs to another device");
+  return of_another_device(subgroup);
 }
 
 base::Status DeviceParts::updates_as_completed() const {

@@ -1,12 +1,19 @@
 #include "smartinf/csd/device_space.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 namespace smartinf::csd {
 
-DeviceSpace::DeviceSpace(storage::StoreLayout layout, const DeviceShare& share)
-    : layout_(std::move(layout)), matrices_(share.matrices), spool_bytes_(share.spool_bytes) {
+base::Status of_another_device(base::SubgroupId subgroup) {
+  return base::Status(base::ErrorCode::kInvalidArgument,
+                      "subgroup " + std::to_string(subgroup.value) + " belongs to another device");
+}
+
+DeviceSpace::DeviceSpace(storage::StoreLayout layout, const DeviceShare& share,
+                         uint64_t spool_bytes)
+    : layout_(std::move(layout)), matrices_(share.matrices), spool_bytes_(spool_bytes) {
   for (size_t i = 0; i < layout_.subgroups.size(); ++i) index_[layout_.subgroups[i].id] = i;
   for (const plan::GroupSpan& span : share.groups) groups_ = std::max(groups_, span.group + 1);
 }

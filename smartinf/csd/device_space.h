@@ -7,16 +7,20 @@
 #include <vector>
 
 #include "smartinf/base/ids.h"
+#include "smartinf/base/status.h"
 #include "smartinf/compress/matrix_layout.h"
 #include "smartinf/csd/device_source.h"
 #include "smartinf/storage/store.h"
 
 namespace smartinf::csd {
 
+/// kInvalidArgument, with the subgroup's number.
+base::Status of_another_device(base::SubgroupId subgroup);
+
 class DeviceSpace {
  public:
-  /// share: what the device was opened with.
-  DeviceSpace(storage::StoreLayout layout, const DeviceShare& share);
+  /// share: what the device was opened with. spool_bytes: of the opened device.
+  DeviceSpace(storage::StoreLayout layout, const DeviceShare& share, uint64_t spool_bytes);
 
   const storage::StoreLayout& layout() const { return layout_; }
   /// Null for a subgroup of another device.

@@ -1,6 +1,7 @@
 // The OpenCL processor: what devices it finds and refuses, the programs that it keeps, what it
 // copies, and that a device that fails in a step costs that step and nothing else. That its bits
-// are the cores' own is the contract's (device_contract.h), whose kinds of it begin with "opencl".
+// are the cores' own is the contract's (tests/device_contract), whose kinds of it begin with
+// "opencl".
 #include "smartinf/csd/opencl_processor.h"
 
 #include <atomic>

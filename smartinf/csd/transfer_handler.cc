@@ -127,9 +127,11 @@ void TransferHandler::make_plan(const Update& update) {
 bool TransferHandler::assign(uint32_t position) {
   if (entries_[position] != kNone) return true;
   asked_.clear();
-  for (const Command* command : weights_.waiting()) {
-    const auto& read = *command->as<ReadWeights>();
-    if (read.type == update_->weights_type) asked_.push_back(parts_.index_of.at(read.subgroup));
+  if (update_->mode == plan::UpdateMode::kOnDemand) {
+    for (const Command* command : weights_.waiting()) {
+      const auto& read = *command->as<ReadWeights>();
+      if (read.type == update_->weights_type) asked_.push_back(parts_.index_of.at(read.subgroup));
+    }
   }
   entries_[position] = order_.take(position, asked_);
   if (entries_[position] == kNone) return false;

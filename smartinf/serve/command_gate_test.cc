@@ -23,7 +23,7 @@ class RemoteGate : public testing::Test {
     return update;
   }
 
-  csd::DeviceSpace space() const { return csd::DeviceSpace(layout_, share_); }
+  csd::DeviceSpace space() const { return csd::DeviceSpace(layout_, share_, 0); }
   template <typename One>
   bool checked(const One& message) const {
     return csd::check(message, space()).ok();

@@ -170,9 +170,7 @@ Status HostedSession::open_device(const Attach& request) {
     return enough;
   }
   device_ = std::move(*device);
-  csd::DeviceShare opened = share_;
-  opened.spool_bytes = device_->info().spool_bytes;
-  space_.emplace(device_->layout(), opened);
+  space_.emplace(device_->layout(), share_, device_->info().spool_bytes);
   gate_.emplace(created_);
   vitals_ = vitals();
   standing_ = standing();

@@ -155,12 +155,12 @@ class RemoteDevice final : public csd::Device {
 
   // ---- Down to the server.
 
-  /// False: there was no room for it, and no more is to be sent of its command.
+  /// False: there was no room for it; it has ended with that.
   bool send(const std::shared_ptr<PendingCommand>& whole, CommandBody body, MemoryList memory) {
     uint64_t bytes = 0;
     for (const Payload& part : memory.payload) bytes += part.bytes.size();
     if (Status room = session_->wait_for_room(bytes); !room.ok()) {
-      for (uint32_t left = whole->left; left > 0; --left) finish(whole, room);
+      finish(whole, std::move(room));
       return false;
     }
     const bool sent =
@@ -203,12 +203,19 @@ class RemoteDevice final : public csd::Device {
     const uint64_t piece = kPieceBytes / element_bytes;
     const uint64_t pieces = std::max<uint64_t>(1, base::divide_up(put.count, piece));
     whole->left = static_cast<uint32_t>(pieces);
-    for (uint64_t first = 0; first < std::max<uint64_t>(1, put.count); first += piece) {
+    bool room = true;
+    for (uint64_t i = 0; i < pieces; ++i) {
+      // The others end with the one that found none.
+      if (!room) {
+        finish(whole, Status());
+        continue;
+      }
+      const uint64_t first = i * piece;
       csd::PutGradient some = put;
       some.first += first;
       some.count = std::min(piece, put.count - first);
       some.gradient = static_cast<const std::byte*>(put.gradient) + first * element_bytes;
-      if (!send_one(whole, some)) return;
+      room = send_one(whole, some);
     }
   }
 
@@ -384,9 +391,7 @@ std::unique_ptr<csd::Device> make_remote_device(std::string name, const Endpoint
                                                 const RemoteOptions& options,
                                                 std::unique_ptr<ClientSession> session,
                                                 Attached attached, const csd::DeviceShare& share) {
-  csd::DeviceShare opened = share;
-  opened.spool_bytes = attached.info.spool_bytes;
-  const csd::DeviceSpace space(std::move(attached.layout), opened);
+  const csd::DeviceSpace space(std::move(attached.layout), share, attached.info.spool_bytes);
   return std::make_unique<RemoteDevice>(std::move(name), endpoint, options, std::move(session),
                                         std::move(attached), space);
 }

@@ -16,9 +16,6 @@ using base::Status;
 constexpr size_t kGroupsMax = size_t{1} << 16;
 
 Status refused(std::string what) { return Status(ErrorCode::kInvalidArgument, std::move(what)); }
-Status of_another_device(base::SubgroupId subgroup) {
-  return refused(fmt::format("subgroup {} belongs to another device", subgroup.value));
-}
 
 /// [first, first + count) of a subgroup. what: "gradient elements".
 Status check_range(const DeviceSpace& space, base::SubgroupId id, uint64_t first, uint64_t count,

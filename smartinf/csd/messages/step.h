@@ -56,7 +56,7 @@ struct PutGradient {
   const void* gradient = nullptr;  // [count] of type
 };
 
-/// A whole subgroup's gradient goes down compressed (compressed_gradient.h), for devices that were
+/// A whole subgroup's gradient goes down compressed (compress/message.h), for devices that were
 /// made for it (LocalDeviceOptions::compressed_block_bytes).
 struct PutCompressedGradient {
   static constexpr std::string_view kName = "put gradient";

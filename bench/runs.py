@@ -12,6 +12,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMARTINF = os.environ.get("SMARTINF", str(ROOT / "build/release/bin/smartinf"))
 
 
+def _end(kind, error, trace):
+    """Ctrl-C and a file that cannot be read or written need no traceback; anything else is a fault of the program."""
+    if issubclass(kind, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+    elif issubclass(kind, OSError) and error.filename is not None:
+        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _end
+
+
 def text_of(*words):
     """What the command prints; ends the program with the command's own words where it fails."""
     try:

@@ -1,50 +1,47 @@
-"""Brings the parameters of units to memory and lets go of them again, through windows of slots over what holds them:
-the file that the model was read into, and the optimizer's state once there is one."""
+"""The units of a streamed model: brought to memory while a module computes forward or backward, and let go of again,
+through windows over what holds them: the file that the model was read into, and the optimizer's state once there is one."""
 
 import collections
 import contextlib
-import ctypes
+import inspect
 import threading
 import time
 
 import torch
 
-from smartinf import _core
+from smartinf.absent_parameter import POINTERS, absent_class, without_values
 from smartinf.errors import UsageError
-from smartinf.layout import TYPE_NAMES
-from smartinf.process_memory import PAGE, FreedMemory, aligned_memory
-from smartinf.released_parameter import ReleasedParameter, set_to_itself, without_values
+from smartinf.layer_window import Window
+from smartinf.modules import check_version, mapped, tensors_in, top_saved_tensors_hooks
+from smartinf.process_memory import FreedMemory
+from smartinf.residency import Place, Residency, attach
 
-SLOTS = 3  # for each span of a unit: one in use, one whose backward follows, one read ahead
-_GAP_ELEMENTS = 1 << 20  # that are read rather than to have another slot
+_WEIGHT, _OUTER = "weight", "outer"  # how a saved tensor was packed; else its version
 
 
-class LayerStream:
+class LayerStream(Residency):
     """params, names: of all streamed parameters, unit after unit. unit_of: the unit of each.
 
-    A unit's parameters have values while somebody holds it (gather, release); otherwise they are ReleasedParameters.
+    A unit's parameters are HERE while somebody holds it (gather, release), and AWAY otherwise.
     Threads: autograd's and the model's; calls take turns. Errors: of the devices, named; UsageError once it is closed.
     """
+
+    releases = True
 
     def __init__(self, units, weights, firsts, device, shared, experts):
         """weights: the file with the values. firsts: the element there of each parameter. shared: ids of the model's
         parameters that several units use. experts: ids of those that have an expert in each row, of which only the
         rows that somebody asks for are read (read_experts)."""
+        named = [(name, param) for unit in units for name, param in unit.params]
+        super().__init__(len(named))
         self.units, self.shared = units, shared
-        self.params, self.names, self.unit_of = [], [], []
-        for u, unit in enumerate(units):
-            for name, param in unit.params:
-                param._smartinf = (self, len(self.params))
-                set_to_itself(param)
-                self.params.append(param)
-                self.names.append(name)
-                self.unit_of.append(u)
+        self.names, self.params = [name for name, _ in named], [param for _, param in named]
+        self.unit_of = [u for u, unit in enumerate(units) for _ in unit.params]
         self.experts = frozenset(i for i, param in enumerate(self.params) if id(param) in experts)
         self._rows = {}  # index of one of these that has values: the rows that are there
         self.dtype = self.params[0].dtype
         self.device = device
         self.waited_s = 0.0  # for weights that were not there when they were used
-        self._classes = [torch.nn.Parameter if isinstance(p, ReleasedParameter) else type(p) for p in self.params]
         self._turn = threading.RLock()
         self._holds = collections.Counter()  # by unit
         self._freed = FreedMemory()
@@ -54,11 +51,22 @@ class LayerStream:
         self._generation = 0  # updates of the trained parameters
         self._by_storage = {}  # address of a storage -> index of the parameter that has it
         self._uses, self._last_uses, self._mode, self._joined = [], {}, None, False
+        self._entered = threading.local()  # .stack of forwards: what was entered before each, and is to be left after it
         self._weights = weights
-        self._read_only = _Window(self, weights.core, dict(enumerate(firsts)), 0, [])
+        self._read_only = Window(self, weights.core, dict(enumerate(firsts)), 0, [])
         self._trained = None
-        for index in range(len(self.params)):
-            self._release(index)
+        for index, param in enumerate(self.params):
+            _set_to_itself(param)
+            self._empty(index)
+
+    def attach(self, model, of_module, blocks, experts):
+        """of_module: {module: units}. blocks: those of them whose forward may be computed again in backward. experts:
+        {module: parameters}."""
+        attach(self, model, {module: _Own(units, module in blocks) for module, units in of_module.items()})
+        for module, params in experts.items():
+            indices = [index for param in params if (index := self.index_of(param)) is not None]
+            if indices:
+                module.register_forward_pre_hook(_expert_hook(self, module, indices), with_kwargs=True)
 
     # ---- Where values come from.
 
@@ -68,12 +76,12 @@ class LayerStream:
             self._let_go()
             firsts = {i: layout.firsts[layout.index_of[id(p)]] for i, p in enumerate(self.params)
                       if id(p) in layout.index_of}  # fmt: skip
-            self._trained = _Window(self, core, firsts, layout.flat.data_ptr(), layout.kept_spans) if firsts else None
+            self._trained = Window(self, core, firsts, layout.flat.data_ptr(), layout.kept_spans) if firsts else None
             frozen = {i: f for i, f in self._read_only.firsts.items() if i not in firsts} if self._read_only else {}
             if self._read_only is None or len(frozen) < len(self._read_only.firsts):
                 if self._read_only is not None:
                     self._read_only.close()
-                self._read_only = _Window(self, self._weights.core, frozen, 0, []) if frozen else None
+                self._read_only = Window(self, self._weights.core, frozen, 0, []) if frozen else None
                 if not frozen:
                     self._weights.close()
             self._last_uses.clear()
@@ -85,7 +93,7 @@ class LayerStream:
 
     @property
     def has_open_optimizer(self):
-        return isinstance(self._trained, _Window)
+        return self._trained is not None and self._trained.is_open
 
     def updated(self, values_change=True):
         """An update was started, or taken back: what is in memory is not current. values_change: of streamed ones."""
@@ -93,7 +101,7 @@ class LayerStream:
             self._let_go()
             self._generation += values_change
             if self._trained is not None:
-                self._trained.window.updated()
+                self._trained.updated()
 
     def close_trained(self, core):
         """The optimizer of `core` closes: its parameters have no values until another one is made."""
@@ -101,12 +109,17 @@ class LayerStream:
             if self.has_open_optimizer and self._trained.source is core:
                 self._let_go()
                 self._trained.close()
-                self._trained = _Closed(self._trained)
 
     # ---- Holding units.
 
     def begin_forward(self):
         """A pass over the model begins: its uses are likely to be those of the last one like it."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # a forward that is computed again in backward is no new pass
+        # torch calls no hooks after a forward that KeyboardInterrupt has ended. At the beginning of a pass none is open.
+        stack = getattr(self._entered, "stack", [])
+        while stack:
+            self._leave(*stack.pop())
         with self._turn:
             if self._joined:
                 return
@@ -121,7 +134,7 @@ class LayerStream:
             if not self._mode:
                 order = order + order  # evaluation and generation go on with the next pass
             for window in self._windows():
-                window.window.start([number for u in order for number in window.numbers_of(u)])
+                window.start(order)
 
     @contextlib.contextmanager
     def one_pass(self):
@@ -237,12 +250,130 @@ class LayerStream:
                 return
             self._let_go()
             self.device = device
-            for param in self.params:
-                param.__class__ = torch.nn.Parameter
-                param.data = without_values(param.shape, param.dtype, device)
-                param.__class__ = ReleasedParameter
+            for index, param in enumerate(self.params):
+                self.put(index, param, Place.HERE)
+                self._empty(index)
+
+    # ---- Around the forward of a module.
+
+    def before_forward(self, own):
+        held, saving = [], None
+        try:
+            for unit in own.units:
+                self.gather(unit)
+                held.append(unit)
+            if torch.is_grad_enabled():
+                saving = self._saving()
+                saving.__enter__()
+        except BaseException:
+            for unit in held:
+                self.release(unit)
+            raise
+        if not hasattr(self._entered, "stack"):
+            self._entered.stack = []
+        self._entered.stack.append((own, saving))
+
+    def after_forward(self, own, output):
+        stack = getattr(self._entered, "stack", None)
+        if not stack or stack[-1][0] is not own:
+            return None  # before_forward() failed
+        try:
+            # What a module returns of its weights is not there any longer than they are.
+            if any(self.saved_as(tensor) is not None for tensor in tensors_in(output)):
+                output = mapped(output, lambda t: t if self.saved_as(t) is None else t.clone())
+        finally:
+            self._leave(*stack.pop())
+        if own.is_block and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: self.enter_backward(own.units))
+        return output
+
+    def _leave(self, own, saving):
+        if saving is not None:
+            saving.__exit__(None, None, None)
+        for unit in own.units:
+            self.release(unit)
+
+    # ---- Whatever else uses a parameter.
+
+    def use(self, tensor, name, written):
+        if written:
+            self._refuse(
+                tensor,
+                "to be written. Write it before the model is streamed (load_state_dict, resize_token_embeddings, merging, "
+                "adapters that begin with a part of it), and stream it then",
+            )
+        if name == "data_ptr" and _is_handle(tensor):
+            self._refuse(tensor, "asked for its memory. Take a copy first: tensor.clone(), or use save_pretrained()")
+        if name in POINTERS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return tensor.detach()
+        values = self.read(tensor._smartinf[1])
+        if torch.is_grad_enabled() and name != "detach" and tensor.requires_grad:
+            # Whoever only looks, as adapters do when they are made, calls no backward.
+            values.requires_grad_()
+            values.register_hook(lambda _: self._refuse_gradient(tensor))
+        return values
+
+    def data(self, tensor):
+        """What stands for param.data, and for the parameter in a state dict: values are read when they are used, and
+        writes are refused."""
+        stand_in = getattr(tensor, "_smartinf_stand_in", None)
+        if stand_in is None:
+            # Of one parameter all have one storage, by which shared tensors are known.
+            stand_in = without_values(tensor.shape, tensor.dtype, tensor.device)
+            stand_in.untyped_storage().resize_(tensor.itemsize)
+            tensor._smartinf_stand_in = stand_in
+        made = torch.Tensor._make_subclass(absent_class(torch.Tensor), stand_in)
+        made._smartinf = tensor._smartinf
+        return made
+
+    def whole(self, tensor):
+        # Of a whole model the model refuses it; a module that is trained in place of one has its copy in memory.
+        values = self.read(tensor._smartinf[1])
+        return values if _is_handle(tensor) else torch.nn.Parameter(values, tensor.requires_grad)
+
+    def described(self, tensor):
+        name = self.names[tensor._smartinf[1]]
+        return f"Parameter containing:\n({name}: {list(tensor.shape)}, {tensor.dtype}, not in memory)"
+
+    def _refuse(self, tensor, what):
+        raise UsageError(f"parameter {self.names[tensor._smartinf[1]]} is not in memory and was {what}.")
+
+    def _refuse_gradient(self, tensor):
+        self._refuse(
+            tensor,
+            "used outside of the forward of the module that holds it, where its gradient would be lost. Read it "
+            "under torch.no_grad(), freeze it, or name the modules that use it as blocks: layers=[...]",
+        )
 
     # ---- What autograd saves.
+
+    def _saving(self):
+        """What autograd saves of the weights is found again in backward, wherever they are then. The rest goes the way
+        that it would have gone: to the hooks that were there before, such as those of gradient checkpointing."""
+        outer_pack, outer_unpack = top_saved_tensors_hooks() or (None, None)
+
+        def pack(tensor):
+            saved = self.saved_as(tensor)
+            if saved is not None:
+                return _WEIGHT, saved
+            if outer_pack is not None:
+                return _OUTER, outer_pack(tensor)
+            # Detached: a tensor that its own graph keeps would never be freed.
+            return tensor._version, tensor.detach()
+
+        def unpack(packed):
+            how, what = packed
+            if how is _WEIGHT:
+                return self.restore(what)
+            if how is _OUTER:
+                return outer_unpack(what)
+            check_version(what, how, what.shape, what.dtype)
+            return what
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def saved_as(self, tensor):
         """What stands for a tensor that shares memory with a parameter; None: it does not."""
@@ -302,152 +433,55 @@ class LayerStream:
         param = self.params[index]
         if index in self.experts:
             self._rows[index] = set()
-        param.__class__ = self._classes[index]
+        self.put(index, param, Place.HERE)
         param.data = data
         self._versions[index] = param._version
         self._by_storage[data.untyped_storage().data_ptr()] = index
 
     def _release(self, index):
         """Returns whether somebody has written to it."""
+        if index in self.at[Place.AWAY]:
+            return False
         param = self.params[index]
-        if not isinstance(param, ReleasedParameter):
-            written = self._versions.pop(index, param._version) != param._version
-            self._by_storage.pop(param.untyped_storage().data_ptr(), None)
-            param.data = without_values(param.shape, param.dtype, self.device)
-            param.__class__ = ReleasedParameter
-            self._rows.pop(index, None)
-            return written
-        return False
+        written = self._versions.pop(index, param._version) != param._version
+        self._by_storage.pop(param.untyped_storage().data_ptr(), None)
+        self._rows.pop(index, None)
+        self._empty(index)
+        return written
+
+    def _empty(self, index):
+        param = self.params[index]
+        param.data = without_values(param.shape, param.dtype, self.device)
+        self.put(index, param, Place.AWAY)
 
 
 # rows: of a parameter with experts, those that had values. generation: of its values.
 _SavedView = collections.namedtuple("_SavedView", ["index", "dtype", "offset", "size", "stride", "rows", "generation"])
 
 
-class _Span:
-    """Parameters of a unit that lie together in a source. members: [(index, element)], in their order."""
+class _Own:
+    """What a module's forward needs: units. is_block: it may be computed again in backward."""
 
-    def __init__(self, unit, members, count):
-        self.unit, self.members, self.count, self.held = unit, members, count, False
-        self.first = members[0][1]
-
-
-class _Window:
-    """A window over one source. firsts: {index of a parameter: its element there}. The parameters of a unit are one
-    span, or several where much lies between them; each row of a parameter with experts is one of its own."""
-
-    def __init__(self, stream, source, firsts, kept_address, kept):
-        self._stream, self.source, self.firsts = stream, source, firsts
-        self._members = collections.defaultdict(list)  # by unit
-        self._spans = []
-        self._of_unit = collections.defaultdict(list)  # numbers of spans
-        self._rows = {}  # index of a parameter with experts: number of its first row
-        by_unit = collections.defaultdict(list)
-        for i, first in firsts.items():
-            self._members[stream.unit_of[i]].append(i)
-            if i not in stream.experts:
-                by_unit[stream.unit_of[i]].append((first, i))
-        for unit, members in by_unit.items():
-            for span in _spans_of(stream, unit, sorted(members)):
-                self._of_unit[unit].append(len(self._spans))
-                self._spans.append(span)
-        for i in sorted(stream.experts & firsts.keys()):
-            self._rows[i] = len(self._spans)
-            rows = stream.params[i].shape[0]
-            count = stream.params[i].numel() // rows
-            self._spans += [_Span(None, [(i, firsts[i] + row * count)], count) for row in range(rows)]
-        at_once = SLOTS * max(map(len, self._of_unit.values()), default=1) + bool(self._rows)
-        spans = [(span.first, span.count) for span in self._spans]
-        type_name = TYPE_NAMES[stream.dtype]
-        slot_bytes = _core.window_slot_bytes(source, spans, type_name)
-        slot_bytes = -(-slot_bytes // PAGE) * PAGE
-        self._memory, begin = aligned_memory(at_once * slot_bytes, stream.device.type == "cuda")
-        slots = [begin + n * slot_bytes for n in range(at_once)]
-        self.window = _core.LayerWindow(
-            source, spans, type_name, slots, slot_bytes, kept_address, kept, memory=self._memory
-        )
-
-    def numbers_of(self, unit):
-        return self._of_unit.get(unit, ())
-
-    def get(self, unit):
-        """(index of a parameter, its values) of a unit, where the model computes, until release(). Rows of experts
-        are still to be read."""
-        stream = self._stream
-        for i in self._members.get(unit, ()):
-            if i in stream.experts:
-                # Pages that nobody writes to take no memory.
-                yield i, torch.zeros(stream.params[i].shape, dtype=stream.dtype, device=stream.device)
-        for number in self.numbers_of(unit):
-            span = self._spans[number]
-            address = self.window.get(number)
-            span.held = True
-            for i, first in span.members:
-                param = stream.params[i]
-                yield i, self._at(address, first - span.first, param.numel()).view(param.shape).to(stream.device)
-
-    def read_row(self, index, row, out):
-        if index in self._rows:
-            number = self._rows[index] + row
-            out.copy_(self._at(self.window.get(number), 0, out.numel()).view(out.shape))
-            self.window.release(number)
-
-    def release(self, unit):
-        """Returns its parameters."""
-        for number in self.numbers_of(unit):
-            if self._spans[number].held:
-                self._spans[number].held = False
-                self.window.release(number)
-        return self._members.get(unit, ())
-
-    def _at(self, address, offset, count):
-        """Elements in a slot. A storage of its own: a view of the slot would have another offset in each slot."""
-        width = self._stream.dtype.itemsize
-        memory = (ctypes.c_char * (count * width)).from_address(address + offset * width)
-        values = torch.frombuffer(memory, dtype=self._stream.dtype)
-        # Where a parameter begins decides on the last bits of some products; torch's own begin on 64 bytes.
-        return values if values.data_ptr() % 64 == 0 else values.clone()
-
-    def close(self):
-        self.window.close()
+    def __init__(self, units, is_block):
+        self.units, self.is_block = units, is_block
 
 
-def _spans_of(stream, unit, members):
-    """members: [(element, index)], sorted. What lies between two of a span is read in vain."""
-    together, end = [], members[0][0]
-    for first, i in members:
-        if first - end > _GAP_ELEMENTS:
-            yield _Span(unit, together, end - together[0][1])
-            together = []
-        together.append((i, first))
-        end = first + stream.params[i].numel()
-    yield _Span(unit, together, end - together[0][1])
+def _expert_hook(stream, module, indices):
+    signature = inspect.signature(module.forward)
+
+    @torch.compiler.disable
+    def read(_, args, kwargs):
+        chosen = signature.bind(*args, **kwargs).arguments["top_k_index"]
+        stream.read_experts(indices, [row for row in chosen.unique().tolist() if row < module.num_experts])
+
+    return read
 
 
-class _Closed:
-    """In place of a window whose optimizer was closed."""
+def _is_handle(tensor):
+    return not isinstance(tensor, torch.nn.Parameter)
 
-    def __init__(self, window):
-        self.firsts, self._units, self.window = window.firsts, frozenset(window._members), self
 
-    def numbers_of(self, unit):
-        return ()
-
-    def get(self, unit):
-        if unit in self._units:
-            raise UsageError(
-                "the optimizer that holds the model's weights is closed; make a new one with resume=True to go on"
-            )
-        return ()
-
-    def release(self, unit):
-        return ()
-
-    def start(self, order):
-        """As a window's; there is nothing to read."""
-
-    def updated(self):
-        """Likewise."""
-
-    def close(self):
-        """Likewise."""
+def _set_to_itself(param):
+    """Makes param.set_(param), as torch's parametrizations call it around each forward, what it says: nothing. torch
+    counts it as a write."""
+    param.set_ = lambda source, *more: param if source is param else torch.Tensor.set_(param, source, *more)

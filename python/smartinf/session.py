@@ -67,7 +67,7 @@ class Session:
         self.stepped = False  # there is a residual that may not be on the devices
         self.taking_part = None  # whether each parameter does, once COLLECTED
         self.hooks = []
-        self.late = LateWeights() if options.overlap is not None else None
+        self.late = LateWeights(self.layout) if options.overlap is not None else None
         self.overlap = "none"  # of the step in progress, or of the last: "none", "late" or "early"
         self.wrong_guess = False  # of the last step
         self.expected_update = lambda: None  # an early update's guess: after, scale, group options, norm_max

@@ -12,13 +12,14 @@ import weakref
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from smartinf import _core, open_optimizers, stream_hooks, streamed_model, trainer_arguments
+from smartinf import _core, open_optimizers, streamed_model, trainer_arguments
+from smartinf.absent_parameter import Absent, without_values
 from smartinf.errors import DeviceError, Error, UsageError
-from smartinf.layer_stream import SLOTS, LayerStream
+from smartinf.layer_stream import LayerStream
+from smartinf.layer_window import SLOTS
 from smartinf.layout import TYPE_NAMES
 from smartinf.modules import give_class
 from smartinf.process_memory import FreedMemory, MappedFiles, aligned_memory
-from smartinf.released_parameter import ReleasedParameter, handle, without_values
 from smartinf.sizes import bytes_text, parse_bytes
 from smartinf.storage_options import absolute, device_list, local_paths
 from smartinf.units import find_units
@@ -335,7 +336,7 @@ def _start(model, found, weights, firsts, devices, plan):
         for module, needed in found.of_module.items()
     }
     of_module = {module: needed for module, needed in of_module.items() if needed}
-    stream_hooks.attach(layer_stream, model, of_module, found.blocks, found.experts)
+    layer_stream.attach(model, of_module, found.blocks, found.experts)
     _take_over(model, layer_stream)
     streamed_model.register(
         model,
@@ -407,7 +408,7 @@ def _refuse_other_optimizer(optimizer, *_):
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if isinstance(param, ReleasedParameter) and param.grad is not None:
+            if isinstance(param, Absent) and param.grad is not None:
                 stream, index = param._smartinf
                 raise UsageError(
                     f"{type(optimizer).__name__} cannot train {stream.names[index]}, whose model is streamed: it would "
@@ -450,7 +451,7 @@ def _take_over(model, layer_stream):
         made = plain.state_dict(self, *args, keep_vars=True, **kwargs)
         for name, value in made.items():
             if not keep_vars and isinstance(value, torch.Tensor):
-                made[name] = value.detach() if index_of(value) is None else handle(value)
+                made[name] = value.detach() if index_of(value) is None else layer_stream.data(value)
         return made
 
     def load_state_dict(self, state_dict, *args, **kwargs):

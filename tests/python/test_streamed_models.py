@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import smartinf
-from smartinf import layer_major, layer_stream, streamed_model, streaming, units
-from smartinf.released_parameter import ReleasedParameter
+from smartinf import layer_major, layer_window, streamed_model, streaming, units
+from smartinf.absent_parameter import Absent
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -137,7 +137,7 @@ def test_a_streamed_model_trains_to_the_bits_of_one_in_memory(make, tmp_path):
     model = smartinf.stream(made(make), [str(tmp_path / "a"), str(tmp_path / "b")], memory_budget="64MiB", keep=0)
     assert type(model).__name__ == type(plain).__name__
     assert isinstance(model, type(plain))
-    assert any(isinstance(p, ReleasedParameter) for p in model.parameters())
+    assert any(isinstance(p, Absent) for p in model.parameters())
     optimizer = adamw(model)
     assert steps_of(model, optimizer) == expected
     same(weights_of(model), weights_of(plain))
@@ -418,7 +418,7 @@ def many_experts():
 
 
 def test_only_experts_that_were_chosen_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_stream, "_GAP_ELEMENTS", 1 << 16)  # a file has a block's experts between the others
+    monkeypatch.setattr(layer_window, "_GAP_ELEMENTS", 1 << 16)  # a file has a block's experts between the others
     plain = made(many_experts)
     plain.save_pretrained(tmp_path / "folder")
     model = smartinf.from_pretrained(tmp_path / "folder", devices=tmp_path / "a", memory_budget="64MiB", keep=0)

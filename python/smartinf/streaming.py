@@ -103,24 +103,38 @@ def from_pretrained(path, *, devices, memory_budget=None, auto_class=None, layer
             ) from error
         kwargs |= again
     trust = {"trust_remote_code": kwargs["trust_remote_code"]} if "trust_remote_code" in kwargs else {}
-    dtype = _dtype_of(kwargs, config) or _dtype_of_files(maker, path, config, kwargs)
-    with torch.device("meta"):  # of that type, because what is a unit depends on the bytes
-        if hasattr(maker, "from_config"):
-            shape = maker.from_config(config, dtype=dtype, **trust)
-        else:
-            shape = maker._from_config(config, dtype=dtype)
+    try:
+        dtype = _dtype_of(kwargs, config) or _dtype_of_files(maker, path, config, kwargs)
+        with torch.device("meta"):  # of that type, because what is a unit depends on the bytes
+            if hasattr(maker, "from_config"):
+                shape = maker.from_config(config, dtype=dtype, **trust)
+            else:
+                shape = maker._from_config(config, dtype=dtype)
+    except ValueError as error:
+        if auto_class is not None or not str(error).startswith("Unrecognized configuration class"):
+            raise
+        named = (config.architectures or ["..."])[0]
+        raise UsageError(
+            f"{path}: {config.model_type} is no model of {maker.__name__}. Give its class: auto_class=transformers.{named}"
+        ) from error
     expected = find_units(shape, layers)
     plan = _plan(_sizes(expected, dtype.itemsize), memory_budget, keep, devices)
     with _WeightsWriter(_paths(devices), sum(p.numel() for p in shape.parameters()), dtype) as writer:
-        with _captured(writer), _one_tensor_at_a_time():
+        with _captured(writer, _beside_tied(shape, expected)), _one_tensor_at_a_time():
             model = maker.from_pretrained(path, config=config, **kwargs)
+        apart = dict(model.named_parameters()).keys() - dict(shape.named_parameters()).keys()
+        if apart:
+            raise UsageError(
+                f"{path}: by config.json {', '.join(sorted(apart)[:4])} would be tied to another parameter, and the files hold "
+                "other values for it. Set tie_word_embeddings to false in config.json, or remove it from the files"
+            )
         found = find_units(model, layers)
         if len(found.units) != len(expected.units):
             raise UsageError("the model that was loaded has other blocks than its configuration says")
         for unit in found.units:
             for name, param in unit.params:
                 if id(param) not in writer.firsts:
-                    # Not in the checkpoint, as a new classification head: transformers has just made it.
+                    # Tied; or not in the checkpoint, as a new classification head, which transformers has just made.
                     writer.write(param)
         weights = writer.finish()
         _empty(found)
@@ -212,28 +226,55 @@ class _WeightsWriter:
         return _WeightsFile(weights, self._paths, self.dtype)
 
 
+def _beside_tied(model, found):
+    """Names of the parameters of each module and unit that has one which another module has as well."""
+    users = {}
+    for module_name, module in model.named_modules():
+        named = [(f"{module_name}.{name}".lstrip("."), p) for name, p in module.named_parameters(recurse=False)]
+        for _, param in named:
+            users.setdefault(id(param), []).append([name for name, _ in named])
+    tied = {param for param, modules in users.items() if len(modules) > 1}
+    groups = [names for param in tied for names in users[param]]
+    groups += [[name for name, _ in unit.params] for unit in found.units if any(id(p) in tied for _, p in unit.params)]
+    return {name for names in groups for name in names}
+
+
 @contextlib.contextmanager
-def _captured(writer):
-    """What transformers loads goes to the writer, parameter by parameter, as it is put into its module."""
+def _captured(writer, left_out):
+    """What transformers loads goes to the writer, parameter by parameter, as it is put into its module. left_out: names
+    of those that are not captured: transformers looks at the values of what it ties."""
+
+    def note(module, name, submodule):
+        places[submodule] = (module, name)
+
+    def name_of(module, name):
+        while module in places:
+            module, outer = places[module]
+            name = f"{outer}.{name}"
+        return name
 
     def take(module, name, param):
         # transformers marks what it has loaded, before it registers it; what is not marked is initialized later.
         loaded = param is not None and not param.is_meta and getattr(param, "_is_hf_initialized", False)
         if not loaded or id(param) in writer.firsts or not param.is_floating_point():
             return
-        if param.dtype == writer.dtype and param.numel() > 0:
+        if param.dtype == writer.dtype and param.numel() > 0 and name_of(module, name) not in left_out:
             alive.append(param)  # its id stays its own
             writer.write(param)
             param.data = without_values(param.shape, param.dtype, param.device)
             files.read(param.nbytes)
             freed.freed(param.nbytes)
 
-    alive, files, freed = [], MappedFiles(".safetensors"), FreedMemory()
-    handle = torch.nn.modules.module.register_module_parameter_registration_hook(take)
+    alive, places, files, freed = [], {}, MappedFiles(".safetensors"), FreedMemory()
+    hooks = [
+        torch.nn.modules.module.register_module_module_registration_hook(note),
+        torch.nn.modules.module.register_module_parameter_registration_hook(take),
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

@@ -79,12 +79,33 @@ def vit():
     )
 
 
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=VOCABULARY, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def whisper():
+    return transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(
+            vocab_size=VOCABULARY, d_model=128, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=256, decoder_ffn_dim=256, num_mel_bins=16, max_source_positions=20,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        )
+    )  # fmt: skip
+
+
 def batch_for(model, seed):
     generator = torch.Generator().manual_seed(seed)
     if model.config.model_type == "vit":
         pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=model.dtype)
         return {"pixel_values": pixels, "labels": torch.randint(5, (2,), generator=generator)}
     tokens = torch.randint(VOCABULARY, (2, 12), generator=generator)
+    if model.config.model_type == "whisper":
+        return {"input_features": torch.randn(2, 16, 40, generator=generator, dtype=model.dtype), "labels": tokens}
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -128,7 +149,7 @@ def same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
-MODELS = [llama, tied_llama, gpt2, bert, qwen3, mixtral, vit]
+MODELS = [llama, tied_llama, gpt2, bert, qwen3, mixtral, vit, t5, whisper]
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
@@ -187,22 +208,41 @@ def test_bfloat16_and_kept_units(tmp_path):
         same(weights_of(model), weights_of(plain))
 
 
-def test_from_pretrained_reads_a_folder_onto_the_devices(tmp_path):
-    for make in (llama, mixtral, gpt2):
-        folder = tmp_path / make.__name__
+@pytest.mark.parametrize("make", [llama, mixtral, gpt2, bert, t5, whisper], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("files", ["shards", "pickled"])
+def test_from_pretrained_reads_a_folder_onto_the_devices(make, files, tmp_path):
+    """A pickled model has each of its tied weights under two names."""
+    folder, auto_class = tmp_path / "folder", type(made(make))
+    if files == "shards":
         made(make).save_pretrained(folder, max_shard_size="400KB")
-        plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        model = smartinf.from_pretrained(
-            folder, devices=[tmp_path / f"{make.__name__}-a"], memory_budget="64MiB", keep=0
-        )
-        assert type(model).__name__ == type(plain).__name__
-        assert not model.training
-        same(weights_of(model), weights_of(plain))
-        model.save_pretrained(tmp_path / "saved")
-        same(weights_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), weights_of(plain))
-        batch = batch_for(plain, 0)
-        with torch.no_grad():
-            assert torch.equal(model(**batch).logits, plain(**batch).logits)
+    else:
+        made(make).config.save_pretrained(folder)
+        torch.save(made(make).state_dict(), folder / "pytorch_model.bin")
+    plain = auto_class.from_pretrained(folder)
+    model = smartinf.from_pretrained(folder, devices=tmp_path / "a", memory_budget="64MiB", keep=0, auto_class=auto_class)
+    assert type(model).__name__ == type(plain).__name__
+    assert not model.training
+    same(weights_of(model), weights_of(plain))
+    model.save_pretrained(tmp_path / "saved")
+    same(weights_of(auto_class.from_pretrained(tmp_path / "saved")), weights_of(plain))
+    batch = batch_for(plain, 0)
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, plain(**batch).logits)
+
+
+def test_a_folder_of_another_kind_of_model_names_its_class(tmp_path):
+    made(t5).save_pretrained(tmp_path / "folder")
+    with pytest.raises(smartinf.UsageError, match="auto_class=transformers.T5ForConditionalGeneration"):
+        smartinf.from_pretrained(tmp_path / "folder", devices=tmp_path / "a")
+
+
+def test_tied_weights_that_the_files_hold_twice_with_other_values_are_refused(tmp_path):
+    model = made(tied_llama)
+    model.config.save_pretrained(tmp_path / "folder")
+    torch.save(dict(model.state_dict(), **{"lm_head.weight": model.lm_head.weight + 1}), tmp_path / "folder/pytorch_model.bin")
+    with pytest.raises(smartinf.UsageError, match="config.json lm_head.weight would be tied .* tie_word_embeddings to false"):
+        smartinf.from_pretrained(tmp_path / "folder", devices=tmp_path / "a", memory_budget="64MiB", keep=0)
+    assert not (tmp_path / "a" / "weights").exists()
 
 
 @pytest.mark.parametrize("auto_class", [None, transformers.LlamaForCausalLM])

@@ -88,13 +88,14 @@ def attach(residency, model, of_module):
     def after(own, module, given, output):
         return residency.after_forward(own, output)
 
-    handles = [model.register_forward_pre_hook(Hook(begin), prepend=True)]
+    handles = []
     for module, own in of_module.items():
         handles += [
             module.register_forward_pre_hook(Hook(functools.partial(before, own)), prepend=True),
             module.register_forward_hook(Hook(functools.partial(after, own)), always_call=residency.releases),
         ]
-    return handles
+    # The last one that is put in front is called first, also where the model reads parameters of its own.
+    return [*handles, model.register_forward_pre_hook(Hook(begin), prepend=True)]
 
 
 class Hook:

@@ -766,6 +766,29 @@ def test_what_a_module_returns_of_its_weights_stays(with_optimizer, tmp_path):
         assert torch.equal(model(x), plain(x))
 
 
+class Scaled(Wide):
+    """The model itself has a weight, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(600, 128))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale[: len(x)]
+
+
+def test_a_model_with_a_weight_of_its_own(tmp_path):
+    plain, model = Scaled(), smartinf.stream(Scaled(), tmp_path / "a", memory_budget="64MiB", keep=0, layers=["blocks", "down"])
+    seen = []
+    for each, devices in ((plain, {"devices": tmp_path / "plain", "release_gradients": True}), (model, {})):
+        optimizer = adamw(each, **devices)
+        for step in range(2):
+            each(torch.randn(64, 128, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+            seen.append(optimizer.grad_norm)
+    assert seen[:2] == seen[2:]
+
+
 def test_an_interrupted_forward_leaves_nothing_behind(tmp_path):
     model = smartinf.stream(made(llama), tmp_path / "a", memory_budget="64MiB", keep=0)
 

@@ -132,7 +132,9 @@ Status apply_rank_flags(const SimFlags& flags, sim::StepOptions& options) {
   SI_RETURN_IF_ERROR(number_of("machines", 1024, options.machines));
   options.accumulation = options.ranks;
   SI_RETURN_IF_ERROR(number_of("accumulation", 1 << 20, options.accumulation));
-  if (options.accumulation > 1 || options.ranks > 1) options.weights_stay = true;
+  if (options.accumulation > 1 || options.ranks > 1) {
+    options.weights = sim::ResidentStep{};
+  }
   return {};
 }
 

@@ -265,12 +265,13 @@ MemoryNeed memory_need(const ModelShape& model, const Machine& machine, const St
 }
 
 StepOptions with_plan(StepOptions options, const MemoryNeed& need) {
-  options.weights_stay = !need.plan.streams;
   options.gradient_memory_bytes =
       need.gradients_spilled ? need.plan.gradient_memory_bytes : ~uint64_t{0};
-  options.streamed.reset();
-  if (!need.plan.streams) return options;
-  StreamedStep& streamed = options.streamed.emplace();
+  if (!need.plan.streams) {
+    options.weights = ResidentStep{};
+    return options;
+  }
+  StreamedStep& streamed = options.weights.emplace<StreamedStep>();
   streamed.units = need.units;
   streamed.placement = need.plan.placement;
   streamed.inputs_spooled = need.plan.inputs_spooled;

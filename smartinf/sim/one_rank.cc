@@ -120,7 +120,7 @@ Status check_ranks(const Machine& machine, const StepOptions& options) {
     return unsupported("several ranks do not update before all gradients are there",
                        "Take overlap late.");
   }
-  if (options.streamed && machine.gpu.name != "none") {
+  if (options.streamed() != nullptr && machine.gpu.name != "none") {
     return unsupported("several ranks do not stream weights to accelerators",
                        "Take a GPU with more memory, or one rank.");
   }

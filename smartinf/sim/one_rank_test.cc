@@ -43,7 +43,7 @@ StepOptions ranks(uint32_t count, uint32_t machines, uint32_t micro_batches) {
   options.ranks = count;
   options.machines = machines;
   options.accumulation = micro_batches;
-  options.weights_stay = true;
+  options.weights = ResidentStep{};
   return options;
 }
 
@@ -82,9 +82,8 @@ TEST(OneRank, SendsGradientsAndWeightsOfBytesCountedByHand) {
 TEST(OneRank, StreamedWeightsCrossOnceMoreInBackward) {
   const auto p = static_cast<double>(shape().parameters());
   StepOptions options = ranks(2, 2, 2);
-  options.weights_stay = false;
-  options.streamed.emplace().units = shape().units();
-  options.streamed->placement = {0, 0, 3, 2};
+  options.weights.emplace<StreamedStep>().units = shape().units();
+  std::get<StreamedStep>(options.weights).placement = {0, 0, 3, 2};
   options.overlap = Overlap::kLate;
   const StepBytes bytes = run(endless(2), options).bytes;
   expect_bytes(bytes.ranks_sent, (1 + 1 + 1) * p, "gradients, weights, weights for backward");

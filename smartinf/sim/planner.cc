@@ -155,7 +155,7 @@ class Planner {
   /// Without what another program's plan has put there.
   static StepOptions asked_of(StepOptions options) {
     options.gradient_memory_bytes = ~uint64_t{0};
-    options.streamed.reset();
+    if (options.streamed() != nullptr) options.weights = PaperStep{};
     return options;
   }
 
@@ -164,9 +164,11 @@ class Planner {
     const TrainingUse& use = plan_.use;
     const bool python = use.program == TrainingProgram::kPython;
     options = with_plan(options, need);
-    options.gradients = !python || use.streamed ? GradientsLeave::kAsCompleted
-                        : use.release_gradients ? GradientsLeave::kEveryPass
-                                                : GradientsLeave::kTogether;
+    if (auto* resident = std::get_if<ResidentStep>(&options.weights);
+        resident && python && !use.streamed) {
+      resident->gradients =
+          use.release_gradients ? GradientsLeave::kEveryPass : GradientsLeave::kTogether;
+    }
     options.overlap = request_.overlap.value_or(python ? Overlap::kNone : Overlap::kLate);
     if (!can_overlap(options.overlap, options)) options.overlap = Overlap::kLate;
     if (!can_overlap(options.overlap, options)) options.overlap = Overlap::kNone;

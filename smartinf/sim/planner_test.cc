@@ -135,8 +135,8 @@ TEST(Planner, TrainStreamsWhatDoesNotStay) {
   ASSERT_EQ(need.units.size(), 18u) << "two layers each";
   EXPECT_LE(need.gpu_bytes, plan.machine.gpu.memory_bytes);
   EXPECT_LE(need.host_bytes, plan.machine.host.memory_bytes);
-  ASSERT_TRUE(best.options.streamed.has_value());
-  EXPECT_EQ(best.options.streamed->placement.in_memory, need.plan.placement.in_memory);
+  ASSERT_NE(best.options.streamed(), nullptr);
+  EXPECT_EQ(best.options.streamed()->placement.in_memory, need.plan.placement.in_memory);
   EXPECT_THAT(plan_result(plan).headline, HasSubstr("3 of 18 units from the host's memory"));
   // What cannot stream does not fit.
   for (const PlanOption& option : plan.options) {
@@ -207,7 +207,7 @@ TEST(Planner, OverlapsAsTheProgramDoes) {
   ASSERT_EQ(train.use.program, TrainingProgram::kTrain);
   for (const PlanOption& option : train.options) {
     EXPECT_EQ(option.options.overlap, Overlap::kLate) << option.label;
-    EXPECT_TRUE(option.options.weights_stay);
+    EXPECT_NE(option.options.resident(), nullptr);
   }
   ASSERT_EQ(train.overlaps.size(), 3u);
   for (size_t i = 0; i + 1 < train.overlaps.size(); ++i) {

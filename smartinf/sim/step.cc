@@ -74,14 +74,13 @@ Result<StepTimes> simulate_step(const ModelShape& model, const Machine& machine,
   if (options.slots > 1024 || machine.software.slots > 1024) {
     return invalid("more than 1024 slots", "Give fewer.");
   }
-  if (options.streamed) {
+  if (const StreamedStep* streamed = options.streamed()) {
     if (options.method == Method::kBaseline || options.method == Method::kSmartComp) {
       return Status(ErrorCode::kUnsupported,
                     "weights come from devices that update with whole gradients",
                     "Take method su or su+o.");
     }
-    if (options.weights_stay || options.streamed->units.empty() ||
-        options.streamed->units.back().end() != model.parameters()) {
+    if (streamed->units.empty() || streamed->units.back().end() != model.parameters()) {
       return invalid("the units that are streamed are not the model's", "Take model.units().");
     }
   }

@@ -3,9 +3,9 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "smartinf/base/enum_names.h"
@@ -37,8 +37,20 @@ enum class GradientsLeave : uint8_t {
   kTogether,     // when backward has made all of them: the Python package
 };
 
+// Where the weights are while the model computes.
+
+/// As the paper's stack: each layer's weights are fetched for its forward and again for its
+/// backward. One micro batch in a step.
+struct PaperStep {};
+
+/// As the Python package works, and `smartinf train` where there is memory for it: all weights stay
+/// on the GPU and go there once, when they are new.
+struct ResidentStep {
+  GradientsLeave gradients = GradientsLeave::kAsCompleted;
+};
+
 /// Where not all weights stay where the model computes (plan::TrainingPlan): each unit does all
-/// micro batches of a step before the next one.
+/// micro batches of a step before the next one. Where the devices update.
 struct StreamedStep {
   std::vector<plan::Unit> units;  // of the whole model
   plan::UnitPlacement placement;
@@ -64,15 +76,9 @@ struct StepOptions {
   bool trace = false;              // keep spans
   bool recompute = true;           // backward computes each layer again from its input
   uint32_t value_bytes = 2;        // of the trainer's weights and activations: only for its memory
-  /// As the Python package works, and `smartinf train` where there is memory for it: all weights
-  /// stay on the GPU and go there once, when they are new. Else as the paper's stack: each layer's
-  /// weights are fetched for its forward and again for its backward.
-  bool weights_stay = false;
-  std::optional<StreamedStep> streamed;  // without weights_stay, where the devices update
-  GradientsLeave gradients = GradientsLeave::kAsCompleted;
+  std::variant<PaperStep, ResidentStep, StreamedStep> weights;
   uint64_t gradient_memory_bytes = ~uint64_t{0};  // gradients beyond it are spilled; ~0: none
-  uint32_t accumulation =
-      1;  // with weights_stay or streamed: micro batches (ModelShape::batch) in a step
+  uint32_t accumulation = 1;  // but for PaperStep: micro batches (ModelShape::batch) in a step
   /// Processes of `smartinf train`, which share its micro batches and the devices (docs/ranks.md),
   /// as many on each machine; each machine is the one described, with devices of its own.
   uint32_t ranks = 1;
@@ -80,6 +86,9 @@ struct StepOptions {
   /// Of state that stays in the memory of whoever updates, all devices together; it is written as
   /// ever, but not read from the drives.
   uint64_t state_cache_bytes = 0;
+
+  const ResidentStep* resident() const { return std::get_if<ResidentStep>(&weights); }
+  const StreamedStep* streamed() const { return std::get_if<StreamedStep>(&weights); }
 };
 
 /// Whether gradients are compressed, and on the host's cores instead of the GPU.

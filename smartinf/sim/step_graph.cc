@@ -28,21 +28,20 @@ StepGraph::StepGraph(const ModelShape& model, const Machine& machine, const Step
       machine_(machine),
       options_(options),
       exchange_(exchange),
-      parameters_(model.parameters()),
-      update_(
-          graph_, LinkLaw::kTogether,
-          [this] {
-            make_units();
-            make_resources();
-            make_owners();
-            share_out();
-            if (sends_factors()) matrices_ = compress::matrix_layouts(model_.space());
-            return make_devices();
-          }(),
-          [this](TaskIndex task, uint32_t device, UpdateGraph::Queue queue, std::string_view name) {
-            if (options_.trace) labels_.push_back({task, lane(device, queue), std::string(name)});
-          }) {
-  update_.cache_state(options.state_cache_bytes, false);
+      resident_(options.resident()),
+      streamed_(options.streamed()),
+      parameters_(model.parameters()) {
+  make_units();
+  make_resources();
+  make_owners();
+  share_out();
+  if (sends_factors()) matrices_ = compress::matrix_layouts(model_.space());
+  update_.emplace(
+      graph_, LinkLaw::kTogether, make_devices(),
+      [this](TaskIndex task, uint32_t device, UpdateGraph::Queue queue, std::string_view name) {
+        if (options_.trace) labels_.push_back({task, lane(device, queue), std::string(name)});
+      });
+  update_->cache_state(options.state_cache_bytes, false);
 }
 
 StepTimes StepGraph::run_apart() {
@@ -84,7 +83,7 @@ DeviceSubgroups StepGraph::begun_in_backward(double committed_s) {
   for (size_t d = 0; d < all.size(); ++d) {
     std::vector<double> begun_s;
     for (const uint32_t subgroup : all[d]) {
-      begun_s.push_back(graph_.times(update_.begun()[d][subgroup]).end_s);
+      begun_s.push_back(graph_.times(update_->begun()[d][subgroup]).end_s);
     }
     std::sort(begun_s.begin(), begun_s.end());
     begun_s.erase(std::lower_bound(begun_s.begin(), begun_s.end(), end_s), begun_s.end());
@@ -118,7 +117,7 @@ StepTimes StepGraph::run_overlapped(const DeviceSubgroups& begun, double forward
       });
     }
   }
-  if (options_.streamed && options_.overlap == plan::Overlap::kLate) {
+  if (streamed_ != nullptr && options_.overlap == plan::Overlap::kLate) {
     for (size_t u = 0; u < units_.size(); ++u) weights_asked_.push_back(graph_.add_task({}, {}));
   }
   update(backward_end, std::move(rest), early_end);
@@ -161,10 +160,10 @@ void StepGraph::finish(StepTimes& times) const {
   times.parameters = parameters_;
   times.events = graph_.task_count();
   times.bytes = pass_bytes_;
-  times.bytes.drive_read += update_.bytes().drive_read;
-  times.bytes.drive_written += update_.bytes().drive_written;
-  times.bytes.host_link_up += update_.bytes().host_link_up;
-  times.bytes.host_link_down += update_.bytes().host_link_down;
+  times.bytes.drive_read += update_->bytes().drive_read;
+  times.bytes.drive_written += update_->bytes().drive_written;
+  times.bytes.host_link_up += update_->bytes().host_link_up;
+  times.bytes.host_link_down += update_->bytes().host_link_down;
   const std::vector<Utilization>* longest = &times.update;
   if (times.backward_s > times.update_s) longest = &times.backward;
   if (times.forward_s > std::max(times.backward_s, times.update_s)) longest = &times.forward;
@@ -195,14 +194,14 @@ void StepGraph::make_units() {
       model_.layer_forward_flops() / products_per_s + between_s(model_.layer_activation_bytes());
   // Backward: twice the products, after the layer is computed again from its checkpoint or not.
   const double layer_back_s = (options_.recompute ? 3 : 2) * layer_s;
-  if (options_.streamed) {
-    for (const plan::Unit& unit : options_.streamed->units) {
+  if (streamed_ != nullptr) {
+    for (const plan::Unit& unit : streamed_->units) {
       if (unit.layers == 0) continue;
       add(fmt::format("layers from {}", unit.first_layer), unit.count, unit.layers * layer_s,
           unit.layers * layer_back_s);
     }
   }
-  for (uint64_t l = 0; l < model_.layers && !options_.streamed; ++l) {
+  for (uint64_t l = 0; l < model_.layers && streamed_ == nullptr; ++l) {
     add(fmt::format("layer {}", l), model_.layer_parameters(), layer_s, layer_back_s);
   }
   // Logits in 16 bit, their softmax and its gradient in 32 bit.
@@ -382,10 +381,10 @@ Stage StepGraph::fetch_stage(uint64_t count) {
 
 /// Overlapped, each unit waits for its own new weights, in the first micro batch.
 StepGraph::TaskIndex StepGraph::forward(TaskIndex start) {
-  if (options_.streamed) return stream_forward(start);
+  if (streamed_ != nullptr) return stream_forward(start);
   std::vector<TaskIndex> computed;
-  const bool fetches = on_gpu() && (!options_.weights_stay || overlapped());
-  if (options_.weights_stay && on_gpu() && !overlapped()) {
+  const bool fetches = on_gpu() && (resident_ == nullptr || overlapped());
+  if (resident_ != nullptr && on_gpu() && !overlapped()) {
     start = task(kFetching, "new weights", {fetch_stage(parameters_)}, {start});
   }
   if (!overlapped()) start = earlier_passes(start, "forward", &Unit::forward_s);
@@ -393,7 +392,7 @@ StepGraph::TaskIndex StepGraph::forward(TaskIndex start) {
   for (size_t u = 0; u < units_.size(); ++u) {
     const Unit& unit = units_[u];
     if (fetches) {
-      const bool room_needed = !options_.weights_stay && u >= kPrefetchLayers;
+      const bool room_needed = resident_ == nullptr && u >= kPrefetchLayers;
       const TaskIndex room = room_needed ? computed[u - kPrefetchLayers] : start;
       fetched = task(kFetching, "fetch " + unit.name, {fetch_stage(unit.count)}, {fetched, room});
     }
@@ -421,10 +420,11 @@ StepGraph::TaskIndex StepGraph::earlier_passes(TaskIndex start, const char* phas
 }
 
 StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
-  if (options_.streamed) return stream_backward(start);
+  if (streamed_ != nullptr) return stream_backward(start);
   start = earlier_passes(start, "backward", &Unit::backward_s);
-  const bool together = options_.weights_stay && options_.gradients == GradientsLeave::kTogether;
-  const bool every_pass = options_.weights_stay && options_.gradients == GradientsLeave::kEveryPass;
+  const bool together = resident_ != nullptr && resident_->gradients == GradientsLeave::kTogether;
+  const bool every_pass =
+      resident_ != nullptr && resident_->gradients == GradientsLeave::kEveryPass;
   if (every_pass && on_gpu() && options_.accumulation > 1) {
     // Their gradients go to the host as well, where they are added up.
     const uint64_t bytes = (options_.accumulation - 1) * whole_gradient_bytes(parameters_);
@@ -445,7 +445,7 @@ StepGraph::TaskIndex StepGraph::backward(TaskIndex start) {
   for (size_t u = units_.size(); u-- > 0;) {
     const Unit& unit = units_[u];
     const size_t done = computed.size();
-    if (on_gpu() && !options_.weights_stay) {
+    if (on_gpu() && resident_ == nullptr) {
       const TaskIndex room = done >= kPrefetchLayers ? computed[done - kPrefetchLayers] : start;
       fetched = task(kFetching, "fetch " + unit.name, {fetch_stage(unit.count)}, {fetched, room});
     }

@@ -1,6 +1,7 @@
 // A step as a graph of tasks: forward and backward around the update (update_graph.h).
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -127,8 +128,8 @@ class StepGraph {
   uint32_t slots() const { return options_.slots != 0 ? options_.slots : machine_.software.slots; }
   /// Backward stands still while a layer's gradients leave.
   bool offload_waits() const {
-    return machine_.software.offload_waits || ((options_.weights_stay || options_.streamed) &&
-                                               options_.gradients == GradientsLeave::kAsCompleted);
+    return machine_.software.offload_waits || streamed_ != nullptr ||
+           (resident_ != nullptr && resident_->gradients == GradientsLeave::kAsCompleted);
   }
   Stage computing(double seconds) const;
   uint64_t whole_gradient_bytes(uint64_t count) const {
@@ -159,8 +160,8 @@ class StepGraph {
   void commit_before(double committed_s);
   /// Weights come from the devices when the step is committed, and no update hands them out.
   bool streams_committed() const {
-    return options_.streamed && options_.overlap != plan::Overlap::kLate &&
-           options_.streamed->placement.in_memory < options_.streamed->units.size();
+    return streamed_ != nullptr && options_.overlap != plan::Overlap::kLate &&
+           streamed_->placement.in_memory < streamed_->units.size();
   }
 
   TaskIndex task(uint32_t lane, const std::string& name, std::vector<Stage> stages,
@@ -209,6 +210,8 @@ class StepGraph {
   const Machine& machine_;
   const StepOptions& options_;
   const Exchange& exchange_;
+  const ResidentStep* resident_;  // null: it is another kind, likewise
+  const StreamedStep* streamed_;
   uint64_t parameters_;
   uint64_t elements_here_ = 0;  // of all owners
   EventGraph graph_;
@@ -216,7 +219,7 @@ class StepGraph {
   std::vector<Owner> owners_;
   std::vector<compress::MatrixLayout> matrices_;  // where messages have factors of them
   uint32_t gpu_ = 0, gpu_up_ = 0, gpu_down_ = 0;
-  uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_weights_, host_update_ = 0;
+  uint32_t host_up_ = 0, host_down_ = 0, host_copy_ = 0, host_weights_ = 0, host_update_ = 0;
   uint32_t host_select_ = 0, host_ahead_ = 0;
   uint32_t network_out_ = 0, network_in_ = 0, near_ = 0;  // to other ranks; remote devices', too
   double sharers_ = 1;
@@ -232,8 +235,8 @@ class StepGraph {
   std::vector<std::pair<TaskIndex, uint64_t>> exchanged_;
   std::vector<std::vector<TaskIndex>> weights_everywhere_;
   std::vector<Label> labels_;
-  StepBytes pass_bytes_;  // of forward and backward
-  UpdateGraph update_;
+  StepBytes pass_bytes_;               // of forward and backward
+  std::optional<UpdateGraph> update_;  // from the end of the constructor on
 };
 
 }  // namespace smartinf::sim

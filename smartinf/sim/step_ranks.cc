@@ -66,9 +66,9 @@ void StepGraph::broadcast_weights() {
   weights_everywhere_.clear();
   for (size_t d = 0; d < owners_.size(); ++d) {
     std::vector<TaskIndex>& everywhere = weights_everywhere_.emplace_back();
-    const std::vector<TaskIndex>& up = update_.weights_up()[d];
+    const std::vector<TaskIndex>& up = update_->weights_up()[d];
     for (size_t i = 0; i < up.size(); ++i) {
-      const SubgroupLoad& load = update_.devices()[d].subgroups[i];
+      const SubgroupLoad& load = update_->devices()[d].subgroups[i];
       const TaskIndex before = everywhere.empty() ? kNone : everywhere.back();
       everywhere.push_back(
           task(kExchanging, "broadcast weights", {weights_stage(load.weights)}, {up[i], before}));

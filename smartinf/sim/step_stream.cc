@@ -7,15 +7,15 @@
 namespace smartinf::sim {
 /// From the first element on, those whose weights stay in memory.
 uint64_t StepGraph::elements_in_memory() const {
-  if (!options_.streamed) return parameters_;
-  const uint32_t units = options_.streamed->placement.in_memory;
-  return units == 0 ? 0 : options_.streamed->units[units - 1].end();
+  if (streamed_ == nullptr) return parameters_;
+  const uint32_t units = streamed_->placement.in_memory;
+  return units == 0 ? 0 : streamed_->units[units - 1].end();
 }
 
 /// Elements of an owner's range whose weights the update sends to the host: a late update all of
 /// them, another one those that have a place there.
 uint64_t StepGraph::weights_out(const Owner& owner, uint64_t first, uint64_t count) const {
-  if (!options_.streamed || options_.overlap == plan::Overlap::kLate) return count;
+  if (streamed_ == nullptr || options_.overlap == plan::Overlap::kLate) return count;
   const uint64_t end = local_range(owner, 0, elements_in_memory()).second;
   return std::clamp(end, first, first + count) - first;
 }
@@ -23,7 +23,7 @@ uint64_t StepGraph::weights_out(const Owner& owner, uint64_t first, uint64_t cou
 /// By subgroup of a device: when a late update may take it up, which makes weights as forward has
 /// room for them.
 std::vector<StepGraph::TaskIndex> StepGraph::asked_of(size_t d) const {
-  const plan::UnitPlacement& placement = options_.streamed->placement;
+  const plan::UnitPlacement& placement = streamed_->placement;
   std::vector<TaskIndex> asked;
   for (const size_t u : units_of_subgroups(d)) {
     const bool at_once = u < placement.in_memory + placement.host_slots;
@@ -59,7 +59,7 @@ StepGraph::TaskIndex StepGraph::read_weights(const Unit& unit, TaskIndex before,
 /// A unit's weights to where it computes; read: from the devices, if they do not stay in memory.
 /// kNone: they are there.
 StepGraph::TaskIndex StepGraph::bring(size_t u, Walk& walk, bool read) {
-  const plan::UnitPlacement& placement = options_.streamed->placement;
+  const plan::UnitPlacement& placement = streamed_->placement;
   TaskIndex here = walk.start;
   if (u >= placement.in_memory && read) {
     here = walk.read = read_weights(units_[u], walk.read, walk.room(placement.host_slots));
@@ -74,12 +74,12 @@ StepGraph::TaskIndex StepGraph::bring(size_t u, Walk& walk, bool read) {
 /// Inputs of a unit, of all micro batches, that are on the drives: those of the first units.
 uint64_t StepGraph::spooled_inputs(size_t unit) const {
   const uint64_t before = (unit - 1) * options_.accumulation;
-  const uint64_t spooled = options_.streamed->inputs_spooled;
+  const uint64_t spooled = streamed_->inputs_spooled;
   return std::min<uint64_t>(spooled - std::min(spooled, before), options_.accumulation);
 }
 
 StepGraph::TaskIndex StepGraph::spool(size_t unit, bool write, TaskIndex before, TaskIndex after) {
-  const uint64_t all = spooled_inputs(unit) * options_.streamed->input_bytes;
+  const uint64_t all = spooled_inputs(unit) * streamed_->input_bytes;
   const TaskIndex done = graph_.add_task({}, {before, after});
   for (size_t d = 0; d < owners_.size() && all > 0; ++d) {
     // Whole ones on one device each; of many each has a part that is as large as its own.
@@ -110,8 +110,8 @@ StepGraph::TaskIndex StepGraph::spool(size_t unit, bool write, TaskIndex before,
 /// What the unit before has made, away from where the model computes.
 StepGraph::TaskIndex StepGraph::put_inputs(size_t unit, Walk& walk) {
   TaskIndex made = walk.computed.back();
-  if (on_gpu() && !options_.streamed->inputs_near) {
-    const uint64_t bytes = options_.accumulation * options_.streamed->input_bytes;
+  if (on_gpu() && !streamed_->inputs_near) {
+    const uint64_t bytes = options_.accumulation * streamed_->input_bytes;
     pass_bytes_.gpu_link_up += bytes;
     made = task(kLeaving, "inputs of " + units_[unit].name,
                 {Stage(bytes, {{gpu_up_, cost(machine_.gpu.link_bytes_per_s)}})},
@@ -124,8 +124,8 @@ StepGraph::TaskIndex StepGraph::put_inputs(size_t unit, Walk& walk) {
 StepGraph::TaskIndex StepGraph::get_inputs(size_t unit, Walk& walk) {
   constexpr size_t kAhead = 2;
   walk.inputs_read = spool(unit, false, walk.inputs_read, walk.room(kAhead));
-  if (!on_gpu() || options_.streamed->inputs_near) return walk.inputs_read;
-  const uint64_t bytes = options_.accumulation * options_.streamed->input_bytes;
+  if (!on_gpu() || streamed_->inputs_near) return walk.inputs_read;
+  const uint64_t bytes = options_.accumulation * streamed_->input_bytes;
   pass_bytes_.gpu_link_down += bytes;
   return walk.inputs_read = task(kFetching, "inputs of " + units_[unit].name,
                                  {Stage(bytes, {{gpu_down_, cost(machine_.gpu.link_bytes_per_s)}})},
@@ -133,10 +133,10 @@ StepGraph::TaskIndex StepGraph::get_inputs(size_t unit, Walk& walk) {
 }
 
 StepGraph::TaskIndex StepGraph::stream_forward(TaskIndex start) {
-  const plan::UnitPlacement& placement = options_.streamed->placement;
+  const plan::UnitPlacement& placement = streamed_->placement;
   const bool late = options_.overlap == plan::Overlap::kLate;
   if (on_gpu() && !overlapped() && placement.on_accelerator > 0) {
-    const uint64_t resident = options_.streamed->units[placement.on_accelerator - 1].end();
+    const uint64_t resident = streamed_->units[placement.on_accelerator - 1].end();
     start = task(kFetching, "new weights", {fetch_stage(resident)}, {start});
   }
   Walk walk;
@@ -169,7 +169,7 @@ StepGraph::TaskIndex StepGraph::stream_forward(TaskIndex start) {
 }
 
 StepGraph::TaskIndex StepGraph::stream_backward(TaskIndex start) {
-  const plan::UnitPlacement& placement = options_.streamed->placement;
+  const plan::UnitPlacement& placement = streamed_->placement;
   Walk walk;
   walk.start = walk.fetched = walk.inputs_read = start;
   // Weights that no update hands out come from the commit on, and there is no room for gradients.

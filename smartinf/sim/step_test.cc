@@ -296,7 +296,7 @@ TEST(Step, AnOverlappedUpdateNeverCostsAndNeverBeatsTheDrives) {
                           (1 / device.read_bytes_per_s + 1 / device.write_bytes_per_s);
   for (const bool weights_stay : {false, true}) {
     StepOptions options;
-    options.weights_stay = weights_stay;
+    if (weights_stay) options.weights = ResidentStep{};
     const StepTimes apart = run(shape, *workstation, options);
     double before_s = apart.total_s;
     for (const Overlap overlap : {Overlap::kLate, Overlap::kEarly}) {
@@ -317,7 +317,7 @@ TEST(Step, AWrongGuessIsDoneAgainBehindBackward) {
   ASSERT_TRUE(workstation.ok());
   const ModelShape shape = model("llama3-3B");
   StepOptions options;
-  options.weights_stay = true;
+  options.weights = ResidentStep{};
   options.overlap = Overlap::kLate;
   const StepTimes late = run(shape, *workstation, options);
   options.overlap = Overlap::kEarly;
@@ -337,7 +337,7 @@ TEST(Step, WithComputingForEverLongAnEarlyUpdateTakesNoTimeOfItsOwn) {
   workstation->software.subgroup_elements = 1 << 20;
   const ModelShape shape = model("llama3-3B");
   StepOptions options;
-  options.weights_stay = true;
+  options.weights = ResidentStep{};
   const StepTimes apart = run(shape, *workstation, options);
   options.overlap = Overlap::kEarly;
   // But for the first layer's subgroups, which become complete last.
@@ -462,7 +462,7 @@ TEST(Step, SmallerStatesAndGradientsTakeLessTime) {
 StepOptions all_streamed(const ModelShape& shape) {
   StepOptions options;
   options.accumulation = 3;
-  StreamedStep& streamed = options.streamed.emplace();
+  StreamedStep& streamed = options.weights.emplace<StreamedStep>();
   streamed.units = shape.units();
   streamed.placement = {0, 0, 3, 2};
   return options;
@@ -503,7 +503,7 @@ TEST(Step, TheNextUpdateWaitsUntilWritesAreSynced) {
   const ModelShape shape = model("llama3-1B");
   const double written = static_cast<double>(12 * shape.parameters()) / device.count;
   StepOptions options;
-  options.weights_stay = true;
+  options.weights = ResidentStep{};
   for (const Overlap overlap : {Overlap::kNone, Overlap::kLate, Overlap::kEarly}) {
     SCOPED_TRACE(base::enum_name(overlap));
     options.overlap = Overlap::kNone;
@@ -534,7 +534,7 @@ TEST(Step, EveryMethodWaitsForTheSync) {
       StepOptions options;
       options.method = method;
       options.overlap = overlap;
-      options.weights_stay = true;
+      options.weights = ResidentStep{};
       machine.devices.front().sync_bytes_per_s = 0;
       const StepTimes at_once = run(shape, machine, options);
       const double written = static_cast<double>(12 * shape.parameters()) / machine.device_count();
@@ -580,10 +580,10 @@ TEST(Step, UnitsThatStayAreNotRead) {
   const ModelShape shape = model("llama3-3B");
   const uint64_t p = shape.parameters();
   StepOptions options = all_streamed(shape);
-  options.streamed->placement.in_memory = 6;
-  options.streamed->placement.on_accelerator = 2;
-  const uint64_t stays = options.streamed->units[5].end();
-  const uint64_t near = options.streamed->units[1].end();
+  std::get<StreamedStep>(options.weights).placement.in_memory = 6;
+  std::get<StreamedStep>(options.weights).placement.on_accelerator = 2;
+  const uint64_t stays = std::get<StreamedStep>(options.weights).units[5].end();
+  const uint64_t near = std::get<StreamedStep>(options.weights).units[1].end();
   for (const auto& [overlap, times] : {std::pair{Overlap::kLate, 1}, {Overlap::kNone, 2}}) {
     options.overlap = overlap;
     const StepBytes bytes = run(shape, machine, options).bytes;
@@ -599,14 +599,15 @@ TEST(Step, SpooledInputsGoToTheDrivesAndComeBack) {
   const ModelShape shape = model("llama3-3B");
   StepOptions options = all_streamed(shape);
   const StepTimes none = run(shape, machine, options);
-  options.streamed->input_bytes = 2 * shape.tokens() * shape.hidden;
-  options.streamed->inputs_near = false;
-  options.streamed->inputs_spooled = 7;  // of three micro batches: two units and a third of one
+  std::get<StreamedStep>(options.weights).input_bytes = 2 * shape.tokens() * shape.hidden;
+  std::get<StreamedStep>(options.weights).inputs_near = false;
+  std::get<StreamedStep>(options.weights).inputs_spooled =
+      7;  // of three micro batches: two units and a third of one
   const StepTimes some = run(shape, machine, options);
-  const uint64_t input = options.streamed->input_bytes;
+  const uint64_t input = std::get<StreamedStep>(options.weights).input_bytes;
   EXPECT_EQ(some.bytes.drive_written, none.bytes.drive_written + 7 * input);
   EXPECT_EQ(some.bytes.drive_read, none.bytes.drive_read + 7 * input);
-  const uint64_t inputs = 3 * (options.streamed->units.size() - 1);
+  const uint64_t inputs = 3 * (std::get<StreamedStep>(options.weights).units.size() - 1);
   EXPECT_EQ(some.bytes.gpu_link_up, none.bytes.gpu_link_up + inputs * input);
   EXPECT_EQ(some.bytes.gpu_link_down, none.bytes.gpu_link_down + inputs * input);
   EXPECT_GE(some.total_s, none.total_s);
@@ -635,7 +636,7 @@ TEST(Step, RefusesToStreamWhatTheEngineDoesNot) {
               base::ErrorCode::kUnsupported);
   }
   options.method = Method::kSmartOver;
-  options.streamed->units.pop_back();
+  std::get<StreamedStep>(options.weights).units.pop_back();
   EXPECT_EQ(simulate_step(shape, machine, options).status().code(),
             base::ErrorCode::kInvalidArgument);
 }

@@ -188,7 +188,7 @@ double StepGraph::sync_s() const {
   double longest_s = 0;
   for (size_t d = 0; d < owners_.size(); ++d) {
     uint64_t bytes = 0;
-    for (const SubgroupLoad& load : update_.devices()[d].subgroups) {
+    for (const SubgroupLoad& load : update_->devices()[d].subgroups) {
       bytes += load.spilled + load.master + load.moments + load.residual;
     }
     longest_s = std::max(longest_s, static_cast<double>(bytes) * owners_[d].sync_s_per_byte);
@@ -209,9 +209,9 @@ uint64_t StepGraph::pipeline_work(const Owner& owner, uint64_t count) const {
 }
 
 DeviceSubgroups StepGraph::all_subgroups() const {
-  DeviceSubgroups all(update_.devices().size());
+  DeviceSubgroups all(update_->devices().size());
   for (size_t d = 0; d < all.size(); ++d) {
-    const auto count = static_cast<uint32_t>(update_.devices()[d].subgroups.size());
+    const auto count = static_cast<uint32_t>(update_->devices()[d].subgroups.size());
     for (uint32_t i = 0; i < count; ++i) all[d].push_back(i);
   }
   return all;
@@ -233,7 +233,8 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
   if (host_selects()) {
     // Messages are all on their devices before the first subgroup is read (engine). Every so many
     // steps the residual goes along, here a share of it in each.
-    after = update_.send_selected({{host_select_}}, cost(machine_.host.select_params_per_s), after);
+    after =
+        update_->send_selected({{host_select_}}, cost(machine_.host.select_params_per_s), after);
   }
   if (several()) {
     // That all have all gradients, and the norm of them.
@@ -252,7 +253,7 @@ void StepGraph::update(TaskIndex after, DeviceSubgroups order,
   // As the engine does from a step's first gradient on; the paper's stack does not.
   const bool engine = machine_.software.overlapped == plan::ScheduleVariant::kOverlapped;
   if (engine && !baseline() && begun.empty()) run.prefetch = gradient_arrived_.back();
-  update_ends_ = update_.add(run);
+  update_ends_ = update_->add(run);
   if (streams_committed() && sync_s() > 0) {
     const TaskIndex updated = graph_.add_task({}, {});
     for (const TaskIndex end : update_ends_) graph_.add_dependency(updated, end);
@@ -269,7 +270,7 @@ std::vector<StepGraph::TaskIndex> StepGraph::update_beside_backward(DeviceSubgro
   run.order = std::move(order);
   run.start.assign(run.order.size(), kNone);
   for (size_t d = 0; d < run.order.size(); ++d) run.completed.push_back(gradients_completed(d));
-  return update_.add(run);
+  return update_->add(run);
 }
 
 /// By subgroup of a device.
@@ -300,7 +301,8 @@ std::vector<size_t> StepGraph::units_of_subgroups(size_t d) const {
 std::vector<StepGraph::TaskIndex> StepGraph::weights_of(const Unit& unit) const {
   std::vector<TaskIndex> needed;
   for (size_t d = 0; d < owners_.size(); ++d) {
-    const std::vector<TaskIndex>& up = several() ? weights_everywhere_[d] : update_.weights_up()[d];
+    const std::vector<TaskIndex>& up =
+        several() ? weights_everywhere_[d] : update_->weights_up()[d];
     if (up.empty()) continue;
     const auto [first, count] = local_range(owners_[d], unit.first, unit.count);
     const std::vector<uint64_t>& ends = owners_[d].subgroup_ends;

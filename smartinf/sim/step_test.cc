@@ -497,6 +497,15 @@ TEST(Step, StreamedWeightsAreBytesCountedByHand) {
   EXPECT_EQ(run(shape, machine, options).bytes.drive_written, (12 + 1) * p) << "half of them";
 }
 
+TEST(Step, StreamedWeightsAreMadeAsForwardAsksForThemOnThePapersStackToo) {
+  const ModelShape shape = model("qwen3-32B");  // its rounds and forward would wait for each other
+  StepOptions options = all_streamed(shape);
+  for (const Overlap overlap : {Overlap::kNone, Overlap::kLate}) {
+    options.overlap = overlap;
+    EXPECT_GT(run(shape, paper_machine(10), options).total_s, 0) << base::enum_name(overlap);
+  }
+}
+
 TEST(Step, TheNextUpdateWaitsUntilWritesAreSynced) {
   Machine machine = *load_machine("workstation-gen4");
   DeviceGroup& device = machine.devices.front();

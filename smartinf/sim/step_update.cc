@@ -223,7 +223,8 @@ UpdateRun StepGraph::update_run() const {
   run.schedule = slots_used ? machine_.software.overlapped : plan::ScheduleVariant::kNaive;
   run.slots = slots();
   run.gradient_spilled = spilled();
-  run.rounds = papers_stack() && !baseline();
+  // Weights that come from the devices are made as forward asks for them, each device's by itself.
+  run.rounds = papers_stack() && !baseline() && streamed_ == nullptr;
   return run;
 }
 

@@ -107,7 +107,7 @@ Status no_weights(const std::string& folder) {
   }
   const bool shards =
       any([](const std::string& name) { return name.starts_with("model-00001-of-"); });
-  others.resize(std::min(others.size(), kNamed));
+  if (others.size() > kNamed) others.erase(others.begin() + kNamed, others.end());
   return at(ErrorCode::kNotFound, fmt::format("{}, but {}", what, fmt::join(others, ", ")),
             shards ? "Download model.safetensors.index.json, which says what is in the files"
                    : "Load it with what wrote it and save it again as save_pretrained() does",
@@ -118,8 +118,8 @@ Status no_weights(const std::string& folder) {
 /// tensor should have; empty: nothing does.
 std::string wrapper_prefix(const std::string& name, std::string_view base,
                            const std::set<std::string>& names) {
-  std::vector<std::string> ends{"." + name};
-  if (name.starts_with(base)) ends.push_back("." + name.substr(base.size()));
+  std::vector<std::string> ends{fmt::format(".{}", name)};
+  if (name.starts_with(base)) ends.push_back(fmt::format(".{}", name.substr(base.size())));
   for (const std::string& found : names) {
     for (const std::string& end : ends) {
       if (!found.ends_with(end)) continue;
@@ -162,7 +162,8 @@ Status WeightFiles::find_files(const std::string& folder) {
     SI_ASSIGN_OR_RETURN(index_, read_index(index));
     std::set<std::string> files;
     for (const auto& [tensor, file] : index_) files.insert(file);
-    names.assign(files.begin(), files.end());
+    names.clear();
+    for (const std::string& file : files) names.push_back(file);
   }
   for (const std::string& name : names) {
     SI_ASSIGN_OR_RETURN(const std::string path, find(name));

@@ -111,7 +111,7 @@ class RemoteDevice final : public csd::Device {
     base::SubgroupId subgroup;
     base::Bf16* samples = nullptr;  // of the whole space, in place of memory
     uint64_t came = 0;
-    std::vector<std::byte> packed;  // samples, until all of them are there
+    std::vector<std::byte> packed = {};  // samples, until all of them are there
   };
   using Places = std::vector<Place>;
   /// A command of the caller's; a gradient may be several of the session's.

@@ -212,18 +212,18 @@ plan::ParameterSpace ModelShape::space() const {
   if (counts && architecture) {
     return *model::make_parameter_space(*architecture);
   }
-  const auto add = [&](std::string name, std::vector<uint64_t> shape) {
-    const Status added = space.add(std::move(name), std::move(shape), 0);
+  const auto add = [&](std::string parameter, std::vector<uint64_t> shape) {
+    const Status added = space.add(std::move(parameter), std::move(shape), 0);
     SI_CHECK(added.ok(), added.to_string());
   };
   // GPT-2's matrices are stored as inputs times outputs.
-  const auto matrix = [&](const std::string& name, uint64_t out, uint64_t in) {
-    add(name, biases ? std::vector{in, out} : std::vector{out, in});
-    if (biases) add(name + ".bias", {out});
+  const auto matrix = [&](const std::string& parameter, uint64_t out, uint64_t in) {
+    add(parameter, biases ? std::vector{in, out} : std::vector{out, in});
+    if (biases) add(parameter + ".bias", {out});
   };
-  const auto norm = [&](const std::string& name) {
-    add(name, {hidden});
-    if (biases) add(name + ".bias", {hidden});
+  const auto norm = [&](const std::string& parameter) {
+    add(parameter, {hidden});
+    if (biases) add(parameter + ".bias", {hidden});
   };
   if (counts) {
     add("embedding", {counts->embedding});

@@ -6,6 +6,8 @@
 #include <set>
 #include <string_view>
 
+#include <fmt/format.h>
+
 #include "smartinf/train/run_folder.h"
 
 namespace smartinf::train {
@@ -96,7 +98,7 @@ std::string log_to_csv(std::span<const LogRow> rows) {
   columns.insert(columns.end(), others.begin(), others.end());
 
   std::string text = "step";
-  for (const std::string& name : columns) text += "," + cell(name);
+  for (const std::string& name : columns) text += fmt::format(",{}", cell(name));
   text += "\n";
   for (const LogRow& row : steps) {
     text += std::to_string(row.step);

@@ -1,6 +1,8 @@
 // `device.processor` by name.
 #include <string>
 
+#include <fmt/format.h>
+
 #include "smartinf/csd/opencl_processor.h"
 
 namespace smartinf::csd {
@@ -14,7 +16,7 @@ base::Result<ProcessorChoice> parse_processor(std::string_view text) {
     return ProcessorChoice{.opencl = true, .device = std::string(text.substr(kOpenCl.size() + 1))};
   }
   return base::Status(base::ErrorCode::kInvalidArgument,
-                      "\"" + std::string(text) + "\" is no processor",
+                      fmt::format("\"{}\" is no processor", text),
                       "There are \"cpu\", \"opencl\" and \"opencl:DEVICE\" with a part of a "
                       "device's name or its number, as smartinf doctor lists them.");
 }

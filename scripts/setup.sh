@@ -106,11 +106,11 @@ missing_packages() {
   # Headers for the Python package; a Python from elsewhere brings its own.
   if [ "$torch" = yes ] && ! has_headers "$(package_python)"; then echo python3-dev; fi
   local package
-  # ca-certificates: pip downloads over TLS.
+  # ca-certificates: pip downloads over TLS. openssl: the command, for smartinf certificates.
   for package in libc6-dev liburing-dev libhwy-dev libcli11-dev libtomlplusplus-dev \
     nlohmann-json3-dev libfmt-dev libspdlog-dev libxxhash-dev libhwloc-dev libgrpc++-dev libssl-dev \
     ocl-icd-opencl-dev opencl-headers pocl-opencl-icd libgtest-dev libgmock-dev libbenchmark-dev librapidcheck-dev \
-    ca-certificates; do
+    ca-certificates openssl; do
     installed "$package" || echo "$package"
   done
 }

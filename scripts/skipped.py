@@ -54,6 +54,7 @@ def main():
         r"(serve|device_contract|engine)\.grpc": ("libgrpc++-dev and libssl-dev",
                                 succeeds("pkg-config", "--exists", "grpc++", "openssl")),
         r"serve(\..*)?\.openssl": ("libssl-dev", succeeds("pkg-config", "--exists", "openssl >= 3")),
+        r"certificates": ("the openssl command", shutil.which("openssl") is not None),
         r"python": ("torch and pytest", torch),
         r"train_bits": ("torch and pytest", torch),
     }

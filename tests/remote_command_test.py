@@ -1,4 +1,4 @@
-"""Remote devices by the command: certificates, a server, its clients. 77: this build lacks OpenSSL or gRPC.
+"""Remote devices by the command: a server, its clients. 77: this build lacks gRPC.
 
 Usage: remote_command_test.py PATH/TO/smartinf PROJECT_ROOT
 """
@@ -21,80 +21,6 @@ from command import COMMAND, run
 from served import Authority, Server, free_port, small_recipe, what_it_made, with_environment
 
 
-def certificates(folder, *words):
-    return run("certificates", "--ca", str(folder), *words)
-
-
-class Certificates(unittest.TestCase):
-    def setUp(self):
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.folder = pathlib.Path(scratch.name)
-        self.ca = self.folder / "ca"
-        made = certificates(self.ca, "--server", "nas", "--address", "127.0.0.1", "--client", "gpu1", "--client", "gpu2")
-        if "without OpenSSL" in made.stderr:
-            self.skipTest(made.stderr)
-        self.assertEqual(made.returncode, 0, made)
-        self.made = made.stdout
-
-    def test_says_what_was_made_and_until_when(self):
-        self.assertRegex(self.made, rf"made the authority in {self.ca}, valid until 20\d\d-")
-        self.assertRegex(self.made, r"server nas, valid until 20\d\d-\d\d-\d\d \d\d:\d\d UTC, reached as nas, 127.0.0.1: "
-                                    rf"{self.ca}/servers/nas/")
-        self.assertRegex(self.made, rf"client gpu2, valid until .*: {self.ca}/clients/gpu2/")
-        for path in [self.ca, *self.ca.rglob("*")]:
-            if path.is_dir() or path.name == "key.pem":
-                self.assertEqual(path.stat().st_mode & 0o077, 0, path)
-
-    def test_revoked_ones_are_listed(self):
-        done = certificates(self.ca, "--revoke", "gpu1")
-        self.assertEqual(done.returncode, 0, done)
-        self.assertIn("revoked.crl to every server", done.stdout)
-        listed = certificates(self.ca, "--list").stdout
-        self.assertRegex(listed, r"(?m)^client  gpu1 .* [0-9a-f]{32}  revoked 20")
-        self.assertRegex(listed, r"(?m)^client  gpu2 .* [0-9a-f]{32}  valid$")
-        serial = re.search(r"(?m)^server  nas .* ([0-9a-f]{32})  ", listed)[1]
-        self.assertEqual(certificates(self.ca, "--revoke", serial).returncode, 0)
-        self.assertIn("revoked already", certificates(self.ca, "--revoke", "gpu1").stderr)
-        self.assertIn("--list", certificates(self.ca, "--revoke", "gpu3").stderr)
-
-    def test_nothing_is_overwritten(self):
-        before = (self.ca / "clients/gpu1/key.pem").read_bytes()
-        again = certificates(self.ca, "--client", "gpu1")
-        self.assertEqual(again.returncode, 1)
-        self.assertIn("client gpu1 has a certificate already", again.stderr)
-        self.assertEqual((self.ca / "clients/gpu1/key.pem").read_bytes(), before)
-        shutil.rmtree(self.ca / "clients/gpu1")
-        renewed = certificates(self.ca, "--client", "gpu1", "--days", "20")
-        self.assertEqual(renewed.returncode, 0, renewed)
-        self.assertIn("expires in", certificates(self.ca, "--list").stdout)
-
-    def test_wrong_words_make_nothing(self):
-        new = self.folder / "new"
-        for words, says in ((("--client", "a/b"), "no name of a client"), (("--server", "x y"), "no name of a server"),
-                            (("--client", "a", "--days", "0"), "--days is 0"), ((), "one of these is needed"),
-                            (("--client", "a", "--list"), "one of these is needed"),
-                            (("--client", "a", "--address", "b"), "--address is for one --server")):
-            done = certificates(new, *words)
-            self.assertEqual(done.returncode, 2, done)
-            self.assertIn(says, done.stderr)
-            self.assertFalse(new.exists())
-        new.mkdir(mode=0o700)
-        self.assertIn("no certificate authority", certificates(new, "--list").stderr)
-
-    def test_a_key_is_closed_from_its_first_moment(self):
-        """Every file is followed from its creation by strace, with the widest umask."""
-        if not shutil.which("strace"):
-            self.skipTest("no strace here")
-        log = self.folder / "log"
-        subprocess.run(["strace", "-f", "-e", "trace=openat,open,creat,chmod,fchmod,rename", "-o", str(log), COMMAND,
-                        "certificates", "--ca", str(self.folder / "new"), "--client", "a"],
-                       check=True, capture_output=True, umask=0)
-        created = re.findall(r'openat\([^"]*"([^"]*key\.pem[^"]*)", \S*O_CREAT\S*, (\d+)', log.read_text())
-        self.assertEqual(len(created), 2, created)
-        self.assertEqual({mode for _, mode in created}, {"0600"})
-
-
 class WithServers(unittest.TestCase):
     """A folder for a class, in builds that have servers."""
 
@@ -103,8 +29,8 @@ class WithServers(unittest.TestCase):
         scratch = tempfile.TemporaryDirectory(prefix="smartinf_test_")
         cls.addClassCleanup(scratch.cleanup)
         cls.folder = pathlib.Path(scratch.name)
-        told = run("serve", "--help").stdout + run("certificates", "--ca", str(cls.folder / "x"), "--list").stderr
-        if "without" in told:
+        told = run("serve", str(cls.folder / "none")).stderr
+        if "without gRPC" in told:
             raise unittest.SkipTest(told)
 
 

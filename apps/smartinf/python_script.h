@@ -1,5 +1,5 @@
-// Scripts of the project that need a Python package, and the page of a plan: compiled in, so that
-// an installed command has them. Scripts are run by the user's Python.
+// Scripts of the project, and the page of a plan: compiled in, so that an installed command has
+// them. Scripts are run by the user's Python.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,9 @@
 
 namespace smartinf::apps {
 
-/// scripts/make_token_files.py, plot_run.py, tokenize_text.py and write_tensorboard.py.
+/// scripts/certificates.py, make_token_files.py, plot_run.py, tokenize_text.py and
+/// write_tensorboard.py.
+std::string_view certificates_script();
 std::string_view make_token_files_script();
 std::string_view plot_run_script();
 std::string_view tokenize_text_script();

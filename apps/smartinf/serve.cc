@@ -166,11 +166,12 @@ int run_serve(const std::string& path) {
 
   const Interrupt interrupt("stopping: steps that are being committed are finished");
   install_server_log();
-  const int64_t until_s = credentials->facts.until_s;
+  const int64_t until_s = credentials->until_s;
   const auto started_s = static_cast<double>(::time(nullptr));
   if (until_s - ::time(nullptr) < kSoonDays * 86400) {
     base::log(base::LogLevel::kWarning,
-              fmt::format("the server's certificate expires on {}", serve::utc_text(until_s)));
+              fmt::format("the server's certificate expires on {:%Y-%m-%d %H:%M} UTC",
+                          fmt::gmtime(until_s)));
   }
 
   serve::ServerOptions options;

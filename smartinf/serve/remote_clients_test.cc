@@ -41,12 +41,11 @@ TEST_F(RemoteClients, OnlyWithACertificateOfTheAuthority) {
   EXPECT_TRUE(peek_as(TestTrust::shared().client).ok());
   const base::Scratch scratch;
   TestAuthority another(scratch.path().string());
-  EXPECT_FALSE(peek_as(another.issue({.name = "trainer"})).ok());
+  EXPECT_FALSE(peek_as(another.client("trainer")).ok());
   // A server of another authority is none for the client.
   EXPECT_FALSE(peek_as(TestTrust::shared().client, another.ca()).ok());
-  EXPECT_FALSE(peek_as(authority().issue(
-                           {.name = "late", .days = 1, .from_s = std::time(nullptr) - 3 * 86400}))
-                   .ok());
+  const OddCertificate late{.names = {"trainer"}, .from_s = -2 * 86400, .until_s = -86400};
+  EXPECT_FALSE(peek_as(issue_odd(authority(), late)).ok());
   EXPECT_FALSE(peek_as(TestTrust::shared().server).ok()) << "a server's is no client's";
   const Status none = peek_as({"", ""});
   EXPECT_THAT(none.to_string(), HasSubstr("remote.certificate"));
@@ -54,7 +53,7 @@ TEST_F(RemoteClients, OnlyWithACertificateOfTheAuthority) {
 }
 
 TEST_F(RemoteClients, OnlyThoseThatTheDeviceIsFor) {
-  const Status other = peek_as(authority().issue({.name = "stranger"}));
+  const Status other = peek_as(authority().client("stranger"));
   EXPECT_EQ(other.code(), ErrorCode::kPermissionDenied) << other.to_string();
   RemoteDeviceOptions options = test_remote(server_->port(), "secret");
   const Status unknown = remote_source(options)->peek().status();
@@ -204,13 +203,13 @@ TEST_F(RemoteClients, StreamsThatAreResetEndTheConnection) {
   clients_ = {"trainer", "other"};
   start_server();
   const uint64_t before = resident_bytes();
-  RawHttp2 raw(server_->port(), authority().issue({.name = "other"}));
+  RawHttp2 raw(server_->port(), authority().client("other"));
   EXPECT_LT(raw.open_and_reset(200'000), 200'000u);
   EXPECT_TRUE(raw.ended());
   EXPECT_TRUE(peek_as(TestTrust::shared().client).ok()) << "another client";
   EXPECT_LT(resident_bytes(), before + (uint64_t{300} << 20));
   // Who did it may come again after a while.
-  EXPECT_TRUE(soon([&] { return peek_as(authority().issue({.name = "other"})).ok(); }));
+  EXPECT_TRUE(soon([&] { return peek_as(authority().client("other")).ok(); }));
 }
 
 TEST_F(RemoteClients, FieldsWithoutAnEndEndTheConnection) {
@@ -260,7 +259,7 @@ TEST_F(RemoteClients, StreamsThatAreUsedAreNotCounted) {
 
 TEST_F(RemoteClients, ACertificateMustSayForWhomItIs) {
   const auto peek = [&](const std::vector<std::string>& names, bool for_clients) {
-    return peek_as(issue_odd(authority(), names, for_clients));
+    return peek_as(issue_odd(authority(), {names, for_clients}));
   };
   EXPECT_TRUE(peek({"trainer"}, true).ok());
   EXPECT_EQ(peek({"trainer"}, false).code(), ErrorCode::kPermissionDenied);
@@ -271,7 +270,7 @@ TEST_F(RemoteClients, ACertificateMustSayForWhomItIs) {
 }
 
 TEST_F(RemoteClients, AKeyThatOthersMayReadIsNotUsed) {
-  const TestCertificate certificate = authority().issue({.name = "trainer"});
+  const TestCertificate certificate = authority().client("trainer");
   ASSERT_EQ(::chmod(certificate.key.c_str(), 0644), 0);
   const Status open = peek_as(certificate);
   ASSERT_EQ(::chmod(certificate.key.c_str(), 0600), 0);

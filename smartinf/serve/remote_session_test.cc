@@ -102,7 +102,7 @@ TEST_F(RemoteSession, ASecondClientIsToldWhoIsThere) {
   clients_ = {"trainer", "other"};
   start_server();
   ASSERT_OK(create());
-  const TestCertificate other = TestTrust::shared().authority.issue({.name = "other"});
+  const TestCertificate other = TestTrust::shared().authority.client("other");
   RemoteDeviceOptions options = remote();
   options.remote.certificate = other.certificate;
   options.remote.key = other.key;
@@ -126,7 +126,7 @@ TEST_F(RemoteSession, AClientThatVanishesLeavesALeaseThatExpires) {
   ASSERT_OK(driver_.run(csd::BeginStep{2}));
   // Behind another proxy: this one's client is gone.
   proxy_->stall(true, true);
-  const TestCertificate other = TestTrust::shared().authority.issue({.name = "other"});
+  const TestCertificate other = TestTrust::shared().authority.client("other");
   RemoteDeviceOptions options = test_remote(server_->port(), "fast0");
   options.remote.certificate = other.certificate;
   options.remote.key = other.key;

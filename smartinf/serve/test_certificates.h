@@ -1,11 +1,12 @@
-// Certificates for tests, made anew by an authority of their own. For tests.
+// Certificates for tests, made anew by an authority of their own: scripts/certificates.py, which
+// needs python3 and the openssl command. For tests.
 #pragma once
 
+#include <cstdlib>
+#include <filesystem>
 #include <string>
-#include <utility>
 
 #include "smartinf/base/check.h"
-#include "smartinf/serve/certificates/certificates.h"
 
 namespace smartinf::serve::wire {
 
@@ -16,27 +17,32 @@ struct TestCertificate {
 
 class TestAuthority {
  public:
-  explicit TestAuthority(const std::string& directory)
-      : folder_(directory + "/authority"), authority_(opened(folder_)) {}
+  explicit TestAuthority(const std::string& directory) : folder_(directory + "/authority") {}
 
+  // There once something was issued.
   std::string ca() const { return folder_ + "/ca/certificate.pem"; }
+  std::string revoked() const { return folder_ + "/revoked.crl"; }
+
   /// The one there is, where it was issued before.
-  TestCertificate issue(const CertificateRequest& request) {
-    const auto issued = authority_.issue(request);
-    SI_CHECK(issued.ok() || issued.status().code() == base::ErrorCode::kAlreadyExists,
-             issued.status().to_string());
-    const std::string folder = authority_.folder_of(request.role, request.name);
-    return {folder + "/certificate.pem", folder + "/key.pem"};
+  TestCertificate client(const std::string& name) const { return issued("client", name); }
+  TestCertificate server(const std::string& name) const { return issued("server", name); }
+  /// As the command's flags say.
+  void run(const std::string& flags) const {
+    // Of this header CMake's builds know the whole path.
+    const auto root = std::filesystem::path(__FILE__).parent_path().parent_path().parent_path();
+    const std::string command = "python3 " + (root / "scripts/certificates.py").string() +
+                                " --ca " + folder_ + " " + flags + " >/dev/null";
+    SI_CHECK(std::system(command.c_str()) == 0, command);
   }
 
  private:
-  static CertificateAuthority opened(const std::string& folder) {
-    auto authority = CertificateAuthority::open_or_make(folder);
-    SI_CHECK(authority.ok(), authority.status().to_string());
-    return std::move(*authority);
+  TestCertificate issued(const std::string& role, const std::string& name) const {
+    const std::string folder = folder_ + "/" + role + "s/" + name;
+    if (!std::filesystem::exists(folder)) run("--" + role + " " + name);
+    return {folder + "/certificate.pem", folder + "/key.pem"};
   }
+
   std::string folder_;
-  CertificateAuthority authority_;
 };
 
 }  // namespace smartinf::serve::wire

@@ -99,12 +99,12 @@ class CountedDevice final : public csd::Device {
   std::atomic<uint64_t>& commands_;
 };
 
-/// Every server of the process under the same authority, which takes some milliseconds to make.
+/// Every server of the process under the same authority, which takes a second to make.
 struct TestTrust {
   base::Scratch scratch;
   TestAuthority authority{scratch.path().string()};
-  TestCertificate server = authority.issue({.role = CertificateRole::kServer, .name = "localhost"});
-  TestCertificate client = authority.issue({.name = "trainer"});
+  TestCertificate server = authority.server("localhost");
+  TestCertificate client = authority.client("trainer");
 
   static TestTrust& shared() {
     static TestTrust trust;
